@@ -92,8 +92,10 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 		int err;
 
 		for (tmb_u32 i = 0; i < SEARCH && i < n; i++, at++) {
-			if (at <= TFS_ROOT_INO || at >= n)
+			if (at <= TFS_ROOT_INO || at >= n) {
 				at = TFS_ROOT_INO + 1;
+				inode = NULL;
+			}
 			if (!inode || !(at % TFS_INODES_PER_BLOCK))
 				inode = tfs_inode(fs, at);
 			else
