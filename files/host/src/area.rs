@@ -4,6 +4,7 @@
 //! The only module that maps memory. Everything that is read from an area may change at any time, so bytes are
 //! copied out with [`Area::copy_out`] and friends, never borrowed.
 
+use std::any::Any;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,7 +21,7 @@ pub struct Map {
     base: NonNull<u8>,
     len: usize,
     writable: bool,
-    file: OwnedFd,
+    file: Arc<OwnedFd>,
 }
 
 // SAFETY: the mapping lives as long as the value and is accessed through raw pointers only, by atomic or volatile
@@ -45,7 +46,7 @@ impl Map {
         // SAFETY: a new mapping at an address that the kernel chooses.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, &file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Map { base, len, writable, file })
+        Ok(Map { base, len, writable, file: Arc::new(file) })
     }
 
     /// A new memory object of `len` bytes, zeroed, shared with whoever gets its descriptor.
@@ -64,11 +65,6 @@ impl Map {
     pub fn size(&self) -> u64 {
         self.len as u64
     }
-
-    /// Makes what was stored durable, as far as the backing can.
-    pub fn sync(&self) -> io::Result<()> {
-        Ok(rustix::fs::fdatasync(&self.file)?)
-    }
 }
 
 impl Drop for Map {
@@ -80,48 +76,94 @@ impl Drop for Map {
     }
 }
 
-/// Who looks at an area: a slot of the zone's member table.
+/// Who looks at an area: a member of its zone, in an epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seat {
-    /// Where the member table is in the mapping, bytes.
-    pub members_offset: u64,
     /// Own member id, 0 to 63.
     pub member: u32,
     /// Epoch of the join.
     pub epoch: u32,
 }
 
-/// One FILES area in a mapping.
+/// One FILES area. Clones share the mapping, which lives as long as any of them.
 #[derive(Clone)]
 pub struct Area {
-    map: Arc<Map>,
-    offset: usize,
+    base: *mut u8,
     len: usize,
+    offset: u64,
+    writable: bool,
+    members: *mut sys::tmb_member,
     seat: Option<Seat>,
+    file: Option<Arc<OwnedFd>>,
+    _keep: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: raw pointers into a mapping that _keep keeps; access is by atomics or the core.
+unsafe impl Send for Area {}
+// SAFETY: as above.
+unsafe impl Sync for Area {}
+
+fn misfit(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, format!("an area does not fit its zone: {what}"))
 }
 
 impl Area {
-    /// The area at `offset`, `len` bytes, seen from `seat` (None: alone, nobody else has it open).
-    pub fn new(map: Arc<Map>, offset: u64, len: u64, seat: Option<Seat>) -> io::Result<Area> {
-        let end = offset.checked_add(len).filter(|end| *end <= map.size());
-        let table = seat.map(|s| {
-            s.members_offset
-                .checked_add(u64::from(sys::TMB_MAX_MEMBERS) * size_of::<sys::tmb_member>() as u64)
-                .filter(|end| *end <= map.size() && s.members_offset % 64 == 0 && s.member < sys::TMB_MAX_MEMBERS)
-        });
-        if end.is_none() || offset % 4096 != 0 || len < 4096 || table == Some(None) {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                format!("an area of {len} bytes at {offset} does not fit its zone of {} bytes", map.size()),
-            ));
+    /// The area at `offset`, `len` bytes; for a member also where its zone's member table is and who it is.
+    pub fn in_map(map: &Arc<Map>, offset: u64, len: u64, seat: Option<(u64, Seat)>) -> io::Result<Area> {
+        if offset.checked_add(len).is_none_or(|end| end > map.size()) || offset % 4096 != 0 || len < 4096 {
+            return Err(misfit(&format!("{len} bytes at {offset} of {}", map.size())));
         }
-        Ok(Area { offset: offset as usize, len: len as usize, map, seat })
+        let mut members = std::ptr::null_mut();
+        if let Some((at, seat)) = seat {
+            let size = u64::from(sys::TMB_MAX_MEMBERS) * size_of::<sys::tmb_member>() as u64;
+            let fits = at.checked_add(size).is_some_and(|end| end <= map.size()) && at % 64 == 0;
+            if !fits || seat.member >= sys::TMB_MAX_MEMBERS {
+                return Err(misfit(&format!("member table at {at}, member {}", seat.member)));
+            }
+            // SAFETY: the table lies in the mapping, checked above.
+            members = unsafe { map.base.as_ptr().add(at as usize) }.cast();
+        }
+        Ok(Area {
+            // SAFETY: offset + len lies in the mapping, checked above.
+            base: unsafe { map.base.as_ptr().add(offset as usize) },
+            len: len as usize,
+            offset,
+            writable: map.writable,
+            members,
+            seat: seat.map(|(_, seat)| seat),
+            file: Some(Arc::clone(&map.file)),
+            _keep: Arc::clone(map) as Arc<dyn Any + Send + Sync>,
+        })
     }
 
-    /// The whole of a mapping, alone.
+    /// The whole of a mapping, alone: nobody else has it open.
     pub fn whole(map: Map) -> io::Result<Area> {
         let len = map.size() & !4095;
-        Area::new(Arc::new(map), 0, len, None)
+        Area::in_map(&Arc::new(map), 0, len, None)
+    }
+
+    /// An area of a zone. Without a seat: alone. `file`: what to sync, where the zone lies in a file.
+    pub fn of_zone(
+        zone: &Arc<tombolo_zone::Zone>,
+        area: &tombolo_zone::Area,
+        seat: Option<Seat>,
+        file: Option<OwnedFd>,
+    ) -> tombolo_zone::Result<Area> {
+        Ok(Area {
+            base: zone.area_ptr(area)?,
+            len: area.len as usize,
+            offset: area.offset,
+            writable: zone.mem().writable(),
+            members: zone.members_ptr().cast(),
+            seat,
+            file: file.map(Arc::new),
+            _keep: Arc::clone(zone) as Arc<dyn Any + Send + Sync>,
+        })
+    }
+
+    /// The same area as another member sees it, or alone (no table is used then).
+    pub fn seated(&self, seat: Option<Seat>) -> Area {
+        Area { seat, ..self.clone() }
     }
 
     /// Length in bytes.
@@ -131,17 +173,12 @@ impl Area {
 
     /// Where it starts in its zone, bytes.
     pub fn offset(&self) -> u64 {
-        self.offset as u64
+        self.offset
     }
 
     /// Whether stores are possible; a store to another one would be a fault.
     pub fn writable(&self) -> bool {
-        self.map.writable
-    }
-
-    /// The mapping it lies in.
-    pub fn map(&self) -> &Arc<Map> {
-        &self.map
+        self.writable
     }
 
     /// Whose eyes.
@@ -151,16 +188,19 @@ impl Area {
 
     /// Start of the area in this address space.
     pub fn base(&self) -> *mut u8 {
-        // SAFETY: offset + len <= the mapping's length, checked in new().
-        unsafe { self.map.base.as_ptr().add(self.offset) }
+        self.base
     }
 
-    /// The member table, or null.
+    /// The member table, or null where one is alone.
     pub fn members(&self) -> *mut sys::tmb_member {
-        match self.seat {
-            // SAFETY: the table lies in the mapping, checked in new().
-            Some(seat) => unsafe { self.map.base.as_ptr().add(seat.members_offset as usize).cast() },
-            None => std::ptr::null_mut(),
+        if self.seat.is_some() { self.members } else { std::ptr::null_mut() }
+    }
+
+    /// Makes what was stored durable, as far as the backing can.
+    pub fn sync(&self) -> io::Result<()> {
+        match &self.file {
+            Some(file) => Ok(rustix::fs::fdatasync(file)?),
+            None => Ok(()),
         }
     }
 
@@ -207,7 +247,7 @@ impl Area {
     /// Stores a word at a multiple of 8; false when it doesn't lie in the area or the area is read-only.
     #[must_use]
     pub fn store_word(&self, offset: u64, value: u64) -> bool {
-        let Some(to) = self.checked(offset, 8).filter(|_| offset % 8 == 0 && self.writable()) else {
+        let Some(to) = self.checked(offset, 8).filter(|_| offset % 8 == 0 && self.writable) else {
             return false;
         };
         // SAFETY: within the area, aligned, mapped writable.
@@ -218,7 +258,7 @@ impl Area {
     /// Stores one byte; false as [`Area::store_word`].
     #[must_use]
     pub fn store_byte(&self, offset: u64, value: u8) -> bool {
-        let Some(to) = self.checked(offset, 1).filter(|_| self.writable()) else { return false };
+        let Some(to) = self.checked(offset, 1).filter(|_| self.writable) else { return false };
         // SAFETY: within the area, mapped writable.
         unsafe { AtomicU8::from_ptr(to) }.store(value, Ordering::Release);
         true

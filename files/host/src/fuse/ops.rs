@@ -164,7 +164,7 @@ impl Server {
             op::FLUSH => empty(),
             op::FSYNC | op::FSYNCDIR => {
                 if self.fs.area().writable() {
-                    self.fs.area().map().sync().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))?;
+                    self.fs.area().sync().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))?;
                 }
                 empty()
             }
