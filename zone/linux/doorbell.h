@@ -12,19 +12,21 @@
 
 #include <linux/list.h>
 #include <linux/types.h>
+#include <linux/workqueue.h>
 
 struct tmb_doorbell;
 
 struct tmb_doorbell_client {
 	u8 zone_uuid[16];
 	/*
-	 * Somebody rang, or the device came or went (then the own peer id changed): look at 'pending'. Called in a work item; may
-	 * sleep; calls of one client don't overlap. Must not register or unregister clients.
+	 * Somebody rang, or the device came or went (then the own peer id changed): look at 'pending'. Called in a work item of
+	 * the client's own; may sleep; calls of one client don't overlap. Must not unregister this client.
 	 */
 	void (*look)(struct tmb_doorbell_client *client);
 	/* private */
 	struct list_head link;
-	struct tmb_doorbell *bell;
+	struct work_struct work;
+	struct tmb_doorbell __rcu *bell;
 };
 
 /* For the module's init and exit. Exit after every client is unregistered. */
