@@ -186,12 +186,12 @@ impl Filesystem {
     pub fn open_with(area: Area, log: DamageLog) -> Result<Filesystem> {
         let mut host = Box::new(Host { raw: sys::tfs_host::default(), log });
         host.raw = sys::tfs_host { ctx: (&raw mut *host).cast(), damage: Some(on_damage), ring: None };
-        let mut tfs = sys::tfs { os: (&raw mut host.raw).cast(), ..Default::default() };
+        let os = (&raw mut host.raw).cast();
+        let mut tfs = sys::tfs { os, read_only: !area.writable(), ..Default::default() };
         let (member, epoch) = area.seat().map_or((0, 0), |seat| (seat.member, seat.epoch));
         // SAFETY: the area and the member table stay mapped as long as self.area lives.
         check(unsafe { sys::tfs_open(&mut tfs, area.base().cast(), area.size(), area.members(), member, epoch) })?;
         tfs.os = (&raw mut host.raw).cast();
-        tfs.read_only = !area.writable();
         let close = area.writable();
         Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close })
     }
