@@ -1,0 +1,206 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * The file system's logic, freestanding: the kernel module, the FUSE mount, mkfs, fsck, tests and fuzzers all compile it.
+ *
+ * Conventions: functions return 0 or a count, or a negative errno (-EUCLEAN: the zone's memory is damaged). Inode
+ * numbers name inodes across members. Nothing here trusts zone memory: numbers are copied, checked, then used; walks are
+ * bounded. Every function takes the locks it needs itself; the _locked ones want tfs_lock_inode() held.
+ * No function checks permissions: that is the skin's job, before the call. Times are stamped here.
+ *
+ * Readers (lookup, readdir, getattr, map, xattr get) take no lock and write no shared line.
+ */
+#ifndef TFS_H
+#define TFS_H
+
+#include "tfs_format.h"
+#include "tfs_os.h"
+
+struct tfs {
+	tmb_u8 *area;	  /* the FILES area in this address space */
+	tmb_u64 blocks;	  /* checked copies of super block fields */
+	tmb_u64 member_start, map_start, data_start, hash_seed;
+	struct tmb_member *members; /* the zone's member table, 64 slots; NULL: alone (mkfs, fsck, unit tests) */
+	tmb_u32 member;	  /* own id */
+	tmb_u32 epoch;	  /* own epoch */
+	bool read_only;
+	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
+	void *os;	  /* the skin's */
+};
+
+/* --- a file system as a whole ------------------------------------------------------------------------- */
+
+/* Makes an empty file system; the root directory belongs to uid:gid with 'mode'. uuid: 16 bytes. Overwrites. */
+int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, tmb_u64 hash_seed, tmb_u64 area_offset,
+	     tmb_u32 uid, tmb_u32 gid, tmb_u32 mode);
+/* Checks the super block and fills 'fs'; read_only and os are the caller's, set before. Cleans up after this member's former life. -EINVAL: no file system here; -EPROTONOSUPPORT: another version or
+ * unknown features; -EUCLEAN: damaged. members may be NULL. */
+int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *members, tmb_u32 member, tmb_u32 epoch);
+
+/* Ends this member's use of it in good order; the caller has dropped all references. */
+void tfs_close(struct tfs *fs);
+
+struct tfs_statfs {
+	tmb_u64 blocks, blocks_free, inodes, inodes_free;
+};
+void tfs_statfs(struct tfs *fs, struct tfs_statfs *out);
+
+/* Cleans up after a member whose current epoch is past 'dead_epoch' or that is DEAD: repeats or forgets its transactions, frees
+ * what has its tag, drops its open and map bits, frees orphans. Idempotent; any member may call it. */
+int tfs_recover(struct tfs *fs, tmb_u32 member);
+/* Recovers every member slot that needs it; call at mount and on TMB_PENDING_MEMBERS. */
+int tfs_recover_all(struct tfs *fs);
+
+/* --- inodes --------------------------------------------------------------------------------------------- */
+
+struct tfs_attr {
+	tmb_u64 ino, size, blocks, version, rdev;
+	tmb_u32 generation, mode, uid, gid, nlink, flags;
+	tmb_s64 atime, mtime, ctime, btime;
+	bool has_xattr;
+};
+/* -ESTALE: free, or of another generation (0: any). */
+int tfs_getattr(struct tfs *fs, tmb_u64 ino, tmb_u32 generation, struct tfs_attr *out);
+
+#define TFS_SET_MODE 1u
+#define TFS_SET_OWNER 2u /* uid and gid together */
+#define TFS_SET_ATIME 4u
+#define TFS_SET_MTIME 8u
+#define TFS_SET_CTIME 16u /* else now */
+#define TFS_SET_FLAGS 32u
+#define TFS_SET_UID 64u
+#define TFS_SET_GID 128u
+int tfs_setattr(struct tfs *fs, tmb_u64 ino, tmb_u32 what, const struct tfs_attr *attr);
+/* Lazy, lock-free time update of a read. */
+int tfs_touch_atime(struct tfs *fs, tmb_u64 ino, tmb_s64 now);
+
+/* Keeps an inode's contents alive after its last unlink, until closed. The skin counts: call open at 0 -> 1, close at
+ * 1 -> 0. close frees an unlinked inode when nobody else has it open. -ESTALE: already gone. */
+int tfs_open_ref(struct tfs *fs, tmb_u64 ino, tmb_u32 generation);
+int tfs_close_ref(struct tfs *fs, tmb_u64 ino);
+/* The same for mappings of an inode's blocks: set before the first block is mapped; cleared when none is mapped or pinned. */
+int tfs_map_ref(struct tfs *fs, tmb_u64 ino);
+int tfs_unmap_ref(struct tfs *fs, tmb_u64 ino);
+/* Grows when blocks were taken away from the inode: compare on TMB_PENDING_REVOKE. */
+tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino);
+
+/* The inode's lock across members. Excludes writers and truncation. Not recursive; in one member, one thread at a time
+ * should ask (hold the VFS lock first). -EUCLEAN or -ESTALE: bad inode; then it's not held. */
+int tfs_lock_inode(struct tfs *fs, tmb_u64 ino);
+void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino);
+
+/* --- names ---------------------------------------------------------------------------------------------- */
+
+/* 'type' gets DT_*. "." and ".." are not names here. -ENOENT, -ENAMETOOLONG. */
+int tfs_lookup(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 *ino, tmb_u8 *type);
+/* Even and unchanged: the directory's names are what they were when this value was read. Odd: being changed. */
+tmb_u64 tfs_dir_seq(struct tfs *fs, tmb_u64 dir);
+tmb_u64 tfs_parent(struct tfs *fs, tmb_u64 dir); /* 0: damaged */
+
+struct tfs_create {
+	tmb_u32 mode; /* with S_IFMT */
+	tmb_u32 uid, gid;
+	tmb_u64 rdev;	      /* major << 20 | minor */
+	const char *symlink;  /* target for S_IFLNK */
+	tmb_u32 symlink_len;
+	const void *xattrs;   /* attributes that must be there from the start (ACLs, labels): struct tfs_xattr_image, or NULL */
+	tmb_u32 xattrs_len;
+	bool open;	      /* also take the opener's reference (O_CREAT, O_TMPFILE) */
+	tmb_s64 now;
+};
+/* name NULL: O_TMPFILE (nlink 0; c->open must be set). -EEXIST, -ENOSPC, -ENOENT (directory was removed) … */
+int tfs_create(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, const struct tfs_create *c, tmb_u64 *ino);
+int tfs_link(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 ino, tmb_s64 now);
+/* expect: the inode number the caller checked, 0: any; -ESTALE when the name means another one by now. */
+int tfs_unlink(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 expect, tmb_s64 now);
+int tfs_rmdir(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 expect, tmb_s64 now);
+#define TFS_RENAME_NOREPLACE 1u
+#define TFS_RENAME_EXCHANGE 2u
+#define TFS_RENAME_WHITEOUT 4u /* leaves a 0:0 character device at the old name */
+int tfs_rename(struct tfs *fs, tmb_u64 old_dir, const char *old_name, tmb_u32 old_len, tmb_u64 new_dir, const char *new_name,
+	       tmb_u32 new_len, tmb_u32 flags, tmb_s64 now);
+
+/* Calls emit for each name from *pos on (0: the first; "." and ".." are the skin's); emit returns false to stop. *pos is left at the
+ * first name not taken. */
+typedef bool (*tfs_emit)(void *ctx, const char *name, tmb_u32 len, tmb_u64 ino, tmb_u8 type, tmb_u64 next_pos);
+int tfs_readdir(struct tfs *fs, tmb_u64 dir, tmb_u64 *pos, tfs_emit emit, void *ctx);
+/* Copies up to size bytes, returns the length. */
+int tfs_readlink(struct tfs *fs, tmb_u64 ino, char *buf, tmb_u32 size);
+
+/* --- data ----------------------------------------------------------------------------------------------- */
+
+/* A pin says that this member is copying blocks of an inode; blocks taken away meanwhile are not reused before it's gone.
+ * Take one around tfs_map + copy of every lockless read. Never sleep for long with one. The return value goes to unpin. */
+tmb_u32 tfs_pin(struct tfs *fs, tmb_u64 ino);
+void tfs_unpin(struct tfs *fs, tmb_u32 pin);
+
+struct tfs_run {
+	tmb_u64 block; /* first block of the area, 0: hole */
+	tmb_u64 count; /* blocks, >= 1, as many as asked at most */
+};
+/* What lies at file block 'fblock': a run of contiguous blocks, or of hole. Does not look at the size. */
+int tfs_map(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
+/* Address of a block; 0 <= block < fs->blocks was checked by tfs_map. */
+static inline void *tfs_block(struct tfs *fs, tmb_u64 block)
+{
+	return fs->area + (block << TFS_BLOCK_SHIFT);
+}
+tmb_u64 tfs_size(struct tfs *fs, tmb_u64 ino); /* bytes, <= TFS_MAX_SIZE */
+
+/*
+ * A write, with the inode locked:
+ *	for each piece: tfs_write_map(…, &run, &is_new) ; copy into the run ; tfs_write_done(…)
+ * tfs_write_map gives existing blocks, or new ones (tagged, not yet linked; not zeroed: the copier fills all of them, or zeroes what it doesn't
+ * fill); tfs_write_done links new blocks (all of run, even if less was copied). Then tfs_write_end sets size and times.
+ * Before a write beyond the size: tfs_extend_zero.
+ */
+struct tfs_write {
+	tmb_u64 ino;
+	tmb_u32 slot;  /* of the transaction */
+	bool is_new;
+	struct tfs_run run;
+	tmb_u64 fblock;
+};
+int tfs_write_begin_locked(struct tfs *fs, tmb_u64 ino, struct tfs_write *w);
+int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count);
+int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w);
+/* end: file offset after the last byte written (0: nothing written). Raises the size to it, stamps mtime and ctime, takes S_ISUID and
+ * S_ISGID away if kill_suid, ends the transaction. Must follow begin in any case. */
+int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool kill_suid, tmb_s64 now);
+/* Zeroes from the present size to the end of its block, so that a larger size exposes no old bytes. */
+int tfs_extend_zero_locked(struct tfs *fs, tmb_u64 ino);
+/*
+ * Page fault on a hole: allocates one zeroed block, or 512 where count and alignment allow it (or finds what came meanwhile). -ENXIO:
+ * beyond the end. -EAGAIN: another member is changing the inode and may be waiting for this member to unmap it: let go of
+ * what the revoke worker needs (the mapping's invalidate lock), call tfs_wait_inode(), try again.
+ */
+int tfs_fault_block(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
+
+int tfs_wait_inode(struct tfs *fs, tmb_u64 ino);
+
+/* Whole calls for skins that copy with memcpy (FUSE, tests): a pread/pwrite of plain memory. append: offset is ignored, the data
+ * goes to the end, *offset gets where. */
+tmb_s64 tfs_pread(struct tfs *fs, tmb_u64 ino, void *buf, tmb_u64 len, tmb_u64 offset);
+tmb_s64 tfs_pwrite(struct tfs *fs, tmb_u64 ino, const void *buf, tmb_u64 len, tmb_u64 *offset, bool append, bool kill_suid, tmb_s64 now);
+
+/* Size change. Blocks beyond it are freed once no member reads, maps or pins them. Takes the inode's lock. */
+int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_s64 now);
+#define TFS_FALLOC_KEEP_SIZE 1u
+#define TFS_FALLOC_PUNCH 2u
+#define TFS_FALLOC_ZERO 4u
+int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now);
+/* Next data (hole = false) or hole at or after offset; -ENXIO beyond the end. */
+tmb_s64 tfs_seek(struct tfs *fs, tmb_u64 ino, tmb_u64 offset, bool hole);
+
+/* --- extended attributes (full names, "user.x") ---------------------------------------------------------- */
+
+/* size 0: only the length. -ENODATA, -ERANGE. */
+tmb_s64 tfs_xattr_get(struct tfs *fs, tmb_u64 ino, const char *name, void *value, tmb_u64 size);
+/* Names, each with its NUL. */
+tmb_s64 tfs_xattr_list(struct tfs *fs, tmb_u64 ino, char *list, tmb_u64 size);
+#define TFS_XATTR_CREATE 1u
+#define TFS_XATTR_REPLACE 2u
+/* value NULL: remove. mode: when >= 0 the inode's permission bits become it in the same transaction (ACLs). */
+int tfs_xattr_set(struct tfs *fs, tmb_u64 ino, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode,
+		  tmb_s64 now);
+
+#endif

@@ -1,0 +1,234 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * The file system's format in a zone's FILES area. Block numbers count 4 KiB from the start of the area.
+ *
+ *	block 0			struct tfs_super
+ *	member_start		struct tfs_member_area[64]: per member transaction slots, read pins, counters
+ *	map_start		block map: one byte per block of the area: who has it
+ *	data_start ...		inode table (a radix tree), directories, index nodes, file data
+ *
+ * Three mechanisms carry everything:
+ *
+ * Radix trees. Files, directories, hash indexes, extended attributes and the inode table are indexed like an MMU does
+ * it: nodes of 512 entries of 8 bytes, each entry changed by one store, so a reader without a lock sees the old block or
+ * the new one. An entry with TFS_ENTRY_HUGE, only in level-2 nodes, stands for 512 contiguous aligned blocks.
+ *
+ * Tags. A byte of the block map says who has a block: 0 nobody, 1..64 member id + 1 while an operation of that member
+ * is under way with it, TFS_MAP_USED when something refers to it. A block is tagged before it is linked and before it is
+ * unlinked, so after a member's death the blocks with its tag are exactly those to look at.
+ *
+ * Transactions. Whatever an operation must change together, it first lists in a slot of its member: (offset, new value)
+ * words, then marks the slot committed, then stores them. Whoever repairs after a death repeats committed slots (the values are
+ * absolute, the locks still held) and forgets the others.
+ */
+#ifndef TFS_FORMAT_H
+#define TFS_FORMAT_H
+
+#include "tombolo_zone.h"
+
+#define TFS_MAGIC 0x53464f4c4f424d54ULL /* "TMBOLOFS" */
+#define TFS_VERSION 1
+#define TFS_BLOCK 4096u
+#define TFS_BLOCK_SHIFT 12
+#define TFS_MEMBERS TMB_MAX_MEMBERS
+#define TFS_ROOT_INO 1
+#define TFS_NAME_MAX 255
+#define TFS_SYMLINK_MAX 4095
+#define TFS_LINK_MAX 1000000000u
+#define TFS_XATTR_MAX 65536u /* one value, and all of one inode's attributes together with their headers ×2 */
+#define TFS_MAX_HEIGHT 4
+#define TFS_MAX_SIZE (1ULL << 47) /* largest file offset + 1 */
+
+/* Block map bytes. */
+#define TFS_MAP_FREE 0
+#define TFS_MAP_LIMBO 0xfd /* unlinked, but a member that does not answer may still map it */
+#define TFS_MAP_META 0xfe  /* super block, member areas, the map itself */
+#define TFS_MAP_USED 0xff
+
+/* Tree entries: bits 0-47 block number (0: hole). Root words add the height in bits 48-51. */
+#define TFS_BLOCKNR_MASK ((1ULL << 48) - 1)
+#define TFS_ENTRY_HUGE (1ULL << 63)
+#define TFS_HEIGHT_SHIFT 48
+#define TFS_FANOUT 512u
+#define TFS_FANOUT_SHIFT 9
+
+struct tfs_super {
+	tmb_u64 magic;
+	tmb_u32 version;
+	tmb_u32 block_size;
+	tmb_u8 uuid[16];
+	tmb_u64 blocks; /* in the area */
+	tmb_u64 compat;
+	tmb_u64 incompat;
+	tmb_u64 ro_compat;
+	/* 64 */
+	tmb_u64 member_start; /* block */
+	tmb_u64 member_blocks; /* per member */
+	tmb_u64 map_start;    /* block */
+	tmb_u64 data_start;   /* first allocatable block, multiple of 512 where the area is large enough */
+	tmb_u64 hash_seed;
+	tmb_u64 created_ns;
+	tmb_u64 area_offset;  /* of this area in its zone */
+	tmb_u64 pad0;
+	/* 128 */
+	char label[32];
+	tmb_u64 pad1[4];
+	/* 192: inode table */
+	tmb_u64 itable_root;
+	tmb_u64 itable_inodes; /* inodes that exist (free or not); multiple of 16 */
+	struct tmb_lock itable_lock;
+	tmb_u64 pad2[4];
+	/* 256: renames of directories to another directory, one at a time */
+	struct tmb_lock rename_lock;
+	tmb_u64 rename_seq;
+	tmb_u64 pad3[5];
+	/* 320: freeze for snapshots; errors */
+	tmb_u64 freeze; /* member id + 1 of who froze it, 0: not frozen */
+	tmb_u64 errors; /* damage seen since the last fsck */
+	tmb_u64 pad4[6];
+	tmb_u8 pad5[4096 - 384];
+};
+_Static_assert(sizeof(struct tfs_super) == TFS_BLOCK, "super size");
+_Static_assert(offsetof(struct tfs_super, label) == 128, "label");
+_Static_assert(offsetof(struct tfs_super, itable_root) == 192, "itable");
+_Static_assert(offsetof(struct tfs_super, rename_lock) == 256, "rename");
+_Static_assert(offsetof(struct tfs_super, freeze) == 320, "freeze");
+
+/* Inode states, bits 0-7 of state_gen. */
+#define TFS_INODE_FREE 0
+#define TFS_INODE_NEW 1	 /* bits 8-15: member id + 1 that creates it */
+#define TFS_INODE_LIVE 2
+#define TFS_GEN_SHIFT 32
+
+/* Inode flags: as FS_IOC_GETFLAGS has them. */
+#define TFS_FL_IMMUTABLE 0x10u
+#define TFS_FL_APPEND 0x20u
+
+struct tfs_inode {
+	/* 0: identity and rights; readers' line */
+	tmb_u64 state_gen; /* state, creator, bits 32-63 generation */
+	tmb_u64 mode;	   /* S_IFMT and permission bits */
+	tmb_u64 owner;	   /* uid, gid << 32 */
+	tmb_u64 nlink;
+	tmb_u64 flags;
+	tmb_u64 rdev;	    /* major << 20 | minor */
+	tmb_u64 parent;	    /* directories: the inode number of ".." */
+	tmb_u64 xattr_root; /* tree over one image of all attributes, replaced whole */
+	/* 64: data */
+	tmb_u64 root;
+	tmb_u64 size;	    /* bytes; directories: bytes in use by blocks of entries; symlinks: length */
+	tmb_u64 blocks;	    /* data and node blocks, a statistic */
+	tmb_u64 seq;	    /* directories: odd while entries change; grows by 2 with each change */
+	tmb_u64 index_root; /* directories: hash table; bits 52-57 log2 of its entries, 0: none, scan */
+	tmb_u64 index_used; /* entries and tombstones in it */
+	tmb_u64 entries;    /* directories: names other than "." and ".." */
+	tmb_u64 free_granules; /* directories: a statistic that says whether a search is worth it */
+	/* 128: times, ns since 1970, signed */
+	tmb_s64 atime;
+	tmb_s64 mtime;
+	tmb_s64 ctime;
+	tmb_s64 btime;
+	tmb_u64 version; /* grows with each change of data or attributes */
+	tmb_u64 pad0[3];
+	/* 192: shared state */
+	struct tmb_lock lock;
+	tmb_u64 openers;  /* bit per member that has it open */
+	tmb_u64 mappers;  /* bit per member that may have its blocks mapped or pinned */
+	tmb_u64 map_seq;  /* grows when blocks are taken away */
+	tmb_u64 locks;	  /* block of file-lock records, 0: none */
+	tmb_u64 project;  /* subtree quota id */
+	tmb_u64 dir_hint; /* directories: block where the next search for space starts */
+};
+_Static_assert(sizeof(struct tfs_inode) == 256, "inode size");
+_Static_assert(offsetof(struct tfs_inode, root) == 64, "root");
+_Static_assert(offsetof(struct tfs_inode, atime) == 128, "atime");
+_Static_assert(offsetof(struct tfs_inode, lock) == 192, "lock");
+#define TFS_INODES_PER_BLOCK (TFS_BLOCK / 256u)
+#define TFS_INDEX_LOG_SHIFT 52
+
+/*
+ * Directory blocks: 64 granules of 64 bytes. An entry takes 'granules' of them and does not cross a block; with ref 0 it
+ * is free space. Entries never move, so a position (granule number) is a stable readdir cookie.
+ */
+#define TFS_GRANULE 64u
+#define TFS_GRANULES_PER_BLOCK (TFS_BLOCK / TFS_GRANULE)
+struct tfs_dirent {
+	tmb_u64 ref; /* inode number in bits 0-47, DT_* in bits 56-63; 0: free. One word, so both change at once; stored last */
+	tmb_u32 hash;
+	tmb_u8 name_len;
+	tmb_u8 granules; /* 1..5, or the length of a free run, up to 64 */
+	tmb_u8 pad[2];
+	char name[TFS_GRANULE - 16]; /* not terminated; goes on in the following granules */
+};
+_Static_assert(sizeof(struct tfs_dirent) == TFS_GRANULE, "dirent size");
+#define TFS_DIRENT_HEADER 16u
+#define TFS_REF_INO_MASK ((1ULL << 48) - 1)
+#define TFS_REF_TYPE_SHIFT 56
+
+/* Hash index: hash << 32 | granule number + 1; 0 empty, TFS_INDEX_TOMB deleted. */
+#define TFS_INDEX_TOMB 0xffffffffULL
+
+/* Extended attributes: an image of headers, each followed by name and value, padded to 8; ends at 'bytes'. */
+struct tfs_xattr_image {
+	tmb_u32 bytes; /* of the image with this header */
+	tmb_u32 count;
+};
+struct tfs_xattr_entry {
+	tmb_u16 name_len; /* full name with prefix, "user.x" */
+	tmb_u16 pad;
+	tmb_u32 value_len;
+};
+_Static_assert(sizeof(struct tfs_xattr_entry) == 8, "xattr entry size");
+
+/* Transactions. */
+#define TFS_TX_SLOTS 32u
+#define TFS_TX_WORDS 24u
+#define TFS_TX_INODES 5u
+#define TFS_TX_ITABLE (~0ULL) /* in place of an inode number: the inode table's own tree */
+#define TFS_TX_FREE 0
+#define TFS_TX_OPEN 1	   /* blocks and inodes may carry the member's tag */
+#define TFS_TX_COMMITTED 2 /* 'words' are being stored */
+
+/* Work that goes on after the words are stored, and can be repeated. */
+#define TFS_REDO_NONE 0
+#define TFS_REDO_TRUNCATE 1 /* remove blocks of ino[0] from block arg[0] on, up to arg[1] */
+#define TFS_REDO_FREE 2	    /* ino[0] has no link and no opener: free it */
+#define TFS_REDO_TRIM 3	    /* also of an open transaction: ino[0] may have blocks past its size that no one was told of */
+
+struct tfs_tx_word {
+	tmb_u64 offset; /* bytes from the start of the area, multiple of 8 */
+	tmb_u64 value;
+};
+struct tfs_tx {
+	tmb_u64 state; /* bits 0-7 TFS_TX_*, bits 32-63 the member's epoch */
+	tmb_u32 redo;
+	tmb_u32 n_words;
+	tmb_u64 ino[TFS_TX_INODES]; /* whose trees may hold tagged blocks; 0: none */
+	tmb_u64 arg[2];
+	tmb_u64 pad[7];
+	struct tfs_tx_word words[TFS_TX_WORDS];
+};
+_Static_assert(sizeof(struct tfs_tx) == 512, "tx size");
+_Static_assert(offsetof(struct tfs_tx, words) == 128, "tx words");
+
+/* Read pins: the inode number whose blocks a reader is copying, 0: none. One cache line each. */
+#define TFS_PINS 64u
+struct tfs_pin {
+	tmb_u64 ino;
+	tmb_u64 pad[7];
+};
+
+struct tfs_member_area {
+	struct tfs_tx tx[TFS_TX_SLOTS]; /* 16 KiB */
+	struct tfs_pin pins[TFS_PINS];	/* 4 KiB */
+	tmb_s64 inodes_used; /* the sum over all members counts; one member's may be negative */
+	tmb_s64 pad0;
+	tmb_u64 pins_in_use; /* slots that this member ever takes are below this */
+	tmb_u64 blocks_limit; /* 0: none */
+	tmb_u64 inodes_limit;
+	tmb_u64 pad[507];
+};
+_Static_assert(sizeof(struct tfs_member_area) == 24576, "member area size");
+#define TFS_MEMBER_BLOCKS (sizeof(struct tfs_member_area) / TFS_BLOCK)
+
+#endif
