@@ -135,7 +135,6 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
         // Interrupt remapping needs the split irqchip above; caching mode is not needed by devices that QEMU emulates itself.
         Iommu::Intel => list.pair("-device", "intel-iommu,intremap=on"),
         // With remapped interrupts the kernel finds no timer behind QEMU 10's AMD-Vi.
-        Iommu::Amd if qemu.version >= (9, 2) => list.pair("-device", "amd-iommu,intremap=off,dma-remap=on"),
         Iommu::Amd => list.pair("-device", "amd-iommu,intremap=off"),
         Iommu::None => {}
     }
