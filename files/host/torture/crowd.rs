@@ -38,10 +38,9 @@ pub fn turns(seed: u64, mib: u64, operations: u64, members: u32) -> Result<Strin
             }
             _ => {}
         }
-        let before = model.nodes.len();
-        model.step(&handles[who as usize], &op).map_err(|e| format!("operation {n} by member {who}: {e}"))?;
-        if matches!(&op, Op::Create { open: true, .. } | Op::Tmpfile { .. }) && model.nodes.len() > before {
-            openers.push((before, who));
+        let new = model.step(&handles[who as usize], &op).map_err(|e| format!("operation {n} by member {who}: {e}"))?;
+        if let (Op::Create { open: true, .. } | Op::Tmpfile { .. }, Some(id)) = (&op, new) {
+            openers.push((id, who));
         }
         if n % 1000 == 999 || n + 1 == operations {
             let other = rng.below(u64::from(members)) as usize;

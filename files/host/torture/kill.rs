@@ -54,6 +54,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
             std::hint::spin_loop();
         }
         let child = &mut children[victim];
+        wait_for_the_middle(&zone, child, &mut rng);
         end(child, libc::SIGKILL)?;
         zone.bury(child.member)?;
         let began = Instant::now();
@@ -87,6 +88,22 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
         longest.unwrap_or(0) / 1_000_000,
         slowest_recovery.as_millis()
     ))
+}
+
+/// Models take longer than file systems: waits, within bounds, until an operation is under way, and a random moment more.
+fn wait_for_the_middle(zone: &Zone, child: &Child, rng: &mut Rng) {
+    let member = u64::from(child.member);
+    let (begun, done) = (zone.counter(BEGUN + member), zone.counter(DONE + member));
+    for _ in 0..200_000 {
+        if begun.load(Ordering::Acquire) != done.load(Ordering::Acquire) {
+            break;
+        }
+        std::hint::spin_loop();
+    }
+    let most = if rng.one_in(4) { 20_000 } else { 500 };
+    for _ in 0..rng.below(most) {
+        std::hint::spin_loop();
+    }
 }
 
 fn start(zone: &Zone, child: &mut Child) -> Result<(), String> {

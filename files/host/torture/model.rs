@@ -67,6 +67,8 @@ pub struct Model {
     pub shared: Option<Id>,
     /// Largest file, bytes.
     pub largest: u64,
+    /// Numbers of nodes that are gone.
+    free: Vec<Id>,
     /// Bytes of all files, beyond which the largest is cut off.
     pub limit: u64,
 }
@@ -96,7 +98,7 @@ impl Model {
         }
         let bases = (0..nodes.len()).collect();
         let prefix = prefix.as_bytes().to_vec();
-        Model { nodes, bases, prefix, shared: shared.map(|_| 1), largest: 300 << 10, limit: 20 << 20 }
+        Model { nodes, bases, prefix, shared: shared.map(|_| 1), largest: 300 << 10, limit: 20 << 20, free: Vec::new() }
     }
 
     pub fn node(&self, id: Id) -> &Node {
@@ -190,11 +192,17 @@ impl Model {
                 5 => {
                     let (punch, keep, zero) = (sys::TFS_FALLOC_PUNCH, sys::TFS_FALLOC_KEEP_SIZE, sys::TFS_FALLOC_ZERO);
                     let mode = rng.pick(&[0, keep, punch | keep, punch | keep, zero, zero | keep]);
-                    Op::Falloc { node, mode, at, len: 1 + size_of(rng) as u64 }
+                    // Blocks past the size are not counted here: few of them.
+                    let beyond = mode == keep || mode == (zero | keep);
+                    let len = 1 + if beyond { rng.below(9000) } else { size_of(rng) as u64 };
+                    Op::Falloc { node, mode, at: if beyond { at.min(size) } else { at }, len }
                 }
                 6 => Op::Seek { node, at },
                 _ => Op::Read { node, at, len: size_of(rng) },
             };
+        }
+        if alive.len() > 300 && rng.one_in(2) {
+            return Op::Unlink { dir, name };
         }
         if alive.is_empty() {
             return Op::Create { dir, name, what: libc::S_IFREG, open: false };
@@ -250,13 +258,27 @@ impl Model {
         let node = self.node_mut(id);
         node.nlink = if dir { 0 } else { node.nlink - 1 };
         if node.nlink == 0 && !node.open {
-            self.nodes[id] = None;
+            self.drop_node(id);
         }
     }
 
+    fn drop_node(&mut self, id: Id) {
+        self.nodes[id] = None;
+        self.free.push(id);
+    }
+
     fn add(&mut self, kind: Kind, perm: u32, nlink: u32, open: bool) -> Id {
-        self.nodes.push(Some(Node { ino: 0, kind, perm, nlink, xattrs: BTreeMap::new(), open }));
-        self.nodes.len() - 1
+        let node = Some(Node { ino: 0, kind, perm, nlink, xattrs: BTreeMap::new(), open });
+        match self.free.pop() {
+            Some(id) => {
+                self.nodes[id] = node;
+                id
+            }
+            None => {
+                self.nodes.push(node);
+                self.nodes.len() - 1
+            }
+        }
     }
 
     fn overwrite(&mut self, node: Id, at: u64, bytes: &[u8]) {
@@ -351,7 +373,7 @@ impl Model {
             Op::Close { node } => {
                 self.node_mut(*node).open = false;
                 if self.node(*node).nlink == 0 {
-                    self.nodes[*node] = None;
+                    self.drop_node(*node);
                 }
             }
             Op::Read { .. } | Op::List { .. } | Op::Stat { .. } | Op::Seek { .. } => {}
@@ -490,22 +512,24 @@ impl Model {
         }
     }
 
-    /// Applies an operation to both; a difference is an error.
-    pub fn step(&mut self, fs: &Filesystem, op: &Op) -> std::result::Result<(), String> {
+    /// Applies an operation to both; a difference is an error. A new node's number comes back.
+    pub fn step(&mut self, fs: &Filesystem, op: &Op) -> std::result::Result<Option<Id>, String> {
         let real = self.execute(fs, op)?;
         self.settle(op, real)
     }
 
     /// Compares what the real one gave with what the model gives.
-    pub fn settle(&mut self, op: &Op, real: Result<Option<u64>>) -> std::result::Result<(), String> {
+    pub fn settle(&mut self, op: &Op, real: Result<Option<u64>>) -> std::result::Result<Option<Id>, String> {
         let model = self.apply(op);
         match (real, model) {
-            (Ok(Some(ino)), Ok(Some(id))) => self.node_mut(id).ino = ino,
-            (Ok(None), Ok(None)) => {}
-            (Err(a), Err(b)) if a == b => {}
-            (real, model) => return difference(format!("{op:?}: gave {real:?}, should give {model:?}")),
+            (Ok(Some(ino)), Ok(Some(id))) => {
+                self.node_mut(id).ino = ino;
+                Ok(Some(id))
+            }
+            (Ok(None), Ok(None)) => Ok(None),
+            (Err(a), Err(b)) if a == b => Ok(None),
+            (real, model) => difference(format!("{op:?}: gave {real:?}, should give {model:?}")),
         }
-        Ok(())
     }
 
     fn compare_names(&self, fs: &Filesystem, dir: Id, at: u64) -> std::result::Result<Vec<(Id, u64)>, String> {
@@ -626,12 +650,10 @@ impl Model {
 
     /// Opens end with the process that had them; what only they kept is gone.
     pub fn close_all(&mut self) {
-        for slot in &mut self.nodes {
-            if let Some(node) = slot {
-                node.open = false;
-                if node.nlink == 0 {
-                    *slot = None;
-                }
+        for id in self.ids(|n| n.open || n.nlink == 0) {
+            self.node_mut(id).open = false;
+            if self.node(id).nlink == 0 {
+                self.drop_node(id);
             }
         }
     }
