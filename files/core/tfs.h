@@ -23,7 +23,7 @@ struct tfs {
 	tmb_u32 member;	  /* own id */
 	tmb_u32 epoch;	  /* own epoch */
 	bool read_only;
-	tmb_u64 alloc_cursor, inode_cursor; /* hints, racy on purpose */
+	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	void *os;	  /* the skin's */
 };
 
@@ -32,9 +32,12 @@ struct tfs {
 /* Makes an empty file system; the root directory belongs to uid:gid with 'mode'. uuid: 16 bytes. Overwrites. */
 int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, tmb_u64 hash_seed, tmb_u64 area_offset,
 	     tmb_u32 uid, tmb_u32 gid, tmb_u32 mode);
-/* Checks the super block and fills 'fs'. -EINVAL: no file system here; -EPROTONOSUPPORT: another version or
+/* Checks the super block and fills 'fs'; read_only and os are the caller's, set before. Cleans up after this member's former life. -EINVAL: no file system here; -EPROTONOSUPPORT: another version or
  * unknown features; -EUCLEAN: damaged. members may be NULL. */
 int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *members, tmb_u32 member, tmb_u32 epoch);
+
+/* Ends this member's use of it in good order; the caller has dropped all references. */
+void tfs_close(struct tfs *fs);
 
 struct tfs_statfs {
 	tmb_u64 blocks, blocks_free, inodes, inodes_free;
@@ -152,7 +155,7 @@ tmb_u64 tfs_size(struct tfs *fs, tmb_u64 ino); /* bytes, <= TFS_MAX_SIZE */
  */
 struct tfs_write {
 	tmb_u64 ino;
-	tmb_u32 tx;    /* slot */
+	tmb_u32 slot;  /* of the transaction */
 	bool is_new;
 	struct tfs_run run;
 	tmb_u64 fblock;
@@ -165,8 +168,14 @@ int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w);
 int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool kill_suid, tmb_s64 now);
 /* Zeroes from the present size to the end of its block, so that a larger size exposes no old bytes. */
 int tfs_extend_zero_locked(struct tfs *fs, tmb_u64 ino);
-/* Page fault on a hole: allocates one zeroed block (or finds the one that came meanwhile), linked. */
+/*
+ * Page fault on a hole: allocates one zeroed block, or 512 where count and alignment allow it (or finds what came meanwhile). -ENXIO:
+ * beyond the end. -EAGAIN: another member is changing the inode and may be waiting for this member to unmap it: let go of
+ * what the revoke worker needs (the mapping's invalidate lock), call tfs_wait_inode(), try again.
+ */
 int tfs_fault_block(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
+
+int tfs_wait_inode(struct tfs *fs, tmb_u64 ino);
 
 /* Whole calls for skins that copy with memcpy (FUSE, tests): a pread/pwrite of plain memory. append: offset is ignored, the data
  * goes to the end, *offset gets where. */
@@ -181,6 +190,27 @@ int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_
 int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now);
 /* Next data (hole = false) or hole at or after offset; -ENXIO beyond the end. */
 tmb_s64 tfs_seek(struct tfs *fs, tmb_u64 ino, tmb_u64 offset, bool hole);
+
+/* --- file locks: flock and fcntl, across members -------------------------------------------------------------- */
+
+struct tfs_file_lock {
+	tmb_u64 owner;	    /* unique within this member among those that exclude each other: a process, an open file description */
+	tmb_u64 start, end; /* bytes, end inclusive, ~0: to the end */
+	tmb_u32 type;	    /* TFS_LK_READ, _WRITE, _UNLOCK */
+	tmb_u32 kind;	    /* TFS_LK_POSIX, _FLOCK */
+	tmb_u32 pid;	    /* what F_GETLK shows */
+	tmb_u32 member;	    /* tfs_get_lock: who has it */
+};
+/* Takes, changes or gives back; -EAGAIN: another owner has it. Giving back rings the members that wait. */
+int tfs_set_lock(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock);
+/* Who is in the way: fills 'lock' with one, or makes its type TFS_LK_UNLOCK. */
+int tfs_get_lock(struct tfs *fs, tmb_u64 ino, struct tfs_file_lock *lock);
+/*
+ * Waiting: after -EAGAIN call tfs_lock_wait_begin once (a slot, or -EDEADLK for a POSIX lock whose holder waits for this owner); then
+ * repeat { tfs_set_lock ; if -EAGAIN sleep until TMB_PENDING_LOCK or TMB_PENDING_MEMBERS arrives, at most a second }; then tfs_lock_wait_end.
+ */
+int tfs_lock_wait_begin(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock);
+void tfs_lock_wait_end(struct tfs *fs, int slot);
 
 /* --- extended attributes (full names, "user.x") ---------------------------------------------------------- */
 

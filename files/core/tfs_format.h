@@ -135,9 +135,9 @@ struct tfs_inode {
 	tmb_u64 openers;  /* bit per member that has it open */
 	tmb_u64 mappers;  /* bit per member that may have its blocks mapped or pinned */
 	tmb_u64 map_seq;  /* grows when blocks are taken away */
-	tmb_u64 locks;	  /* block of file-lock records, 0: none */
+	tmb_u64 locks;	  /* root word of a tree of file-lock records (struct tfs_lock_record) */
 	tmb_u64 project;  /* subtree quota id */
-	tmb_u64 pad1;
+	tmb_u64 dir_hint; /* directories: block where the next search for space starts */
 };
 _Static_assert(sizeof(struct tfs_inode) == 256, "inode size");
 _Static_assert(offsetof(struct tfs_inode, root) == 64, "root");
@@ -147,22 +147,23 @@ _Static_assert(offsetof(struct tfs_inode, lock) == 192, "lock");
 #define TFS_INDEX_LOG_SHIFT 52
 
 /*
- * Directory blocks: 64 granules of 64 bytes. An entry takes 'granules' of them and does not cross a block; with ino 0 it
+ * Directory blocks: 64 granules of 64 bytes. An entry takes 'granules' of them and does not cross a block; with ref 0 it
  * is free space. Entries never move, so a position (granule number) is a stable readdir cookie.
  */
 #define TFS_GRANULE 64u
 #define TFS_GRANULES_PER_BLOCK (TFS_BLOCK / TFS_GRANULE)
 struct tfs_dirent {
-	tmb_u64 ino; /* 0: free; stored last */
+	tmb_u64 ref; /* inode number in bits 0-47, DT_* in bits 56-63; 0: free. One word, so both change at once; stored last */
 	tmb_u32 hash;
 	tmb_u8 name_len;
 	tmb_u8 granules; /* 1..5, or the length of a free run, up to 64 */
-	tmb_u8 type;	 /* DT_* */
-	tmb_u8 pad;
+	tmb_u8 pad[2];
 	char name[TFS_GRANULE - 16]; /* not terminated; goes on in the following granules */
 };
 _Static_assert(sizeof(struct tfs_dirent) == TFS_GRANULE, "dirent size");
 #define TFS_DIRENT_HEADER 16u
+#define TFS_REF_INO_MASK ((1ULL << 48) - 1)
+#define TFS_REF_TYPE_SHIFT 56
 
 /* Hash index: hash << 32 | granule number + 1; 0 empty, TFS_INDEX_TOMB deleted. */
 #define TFS_INDEX_TOMB 0xffffffffULL
@@ -183,6 +184,7 @@ _Static_assert(sizeof(struct tfs_xattr_entry) == 8, "xattr entry size");
 #define TFS_TX_SLOTS 32u
 #define TFS_TX_WORDS 24u
 #define TFS_TX_INODES 5u
+#define TFS_TX_ITABLE (~0ULL) /* in place of an inode number: the inode table's own tree */
 #define TFS_TX_FREE 0
 #define TFS_TX_OPEN 1	   /* blocks and inodes may carry the member's tag */
 #define TFS_TX_COMMITTED 2 /* 'words' are being stored */
@@ -191,6 +193,7 @@ _Static_assert(sizeof(struct tfs_xattr_entry) == 8, "xattr entry size");
 #define TFS_REDO_NONE 0
 #define TFS_REDO_TRUNCATE 1 /* remove blocks of ino[0] from block arg[0] on, up to arg[1] */
 #define TFS_REDO_FREE 2	    /* ino[0] has no link and no opener: free it */
+#define TFS_REDO_TRIM 3	    /* also of an open transaction: ino[0] may have blocks past its size that no one was told of */
 
 struct tfs_tx_word {
 	tmb_u64 offset; /* bytes from the start of the area, multiple of 8 */
@@ -215,16 +218,51 @@ struct tfs_pin {
 	tmb_u64 pad[7];
 };
 
+/*
+ * File locks (flock, fcntl): records in blocks of the inode's tree 'locks', changed under the inode's lock. A record whose
+ * holder's epoch is over counts for nothing. Who waits for a lock says so in its member area, for deadlock detection.
+ */
+#define TFS_LK_READ 1u
+#define TFS_LK_WRITE 2u
+#define TFS_LK_UNLOCK 3u
+#define TFS_LK_POSIX 1u /* by byte range; owner: a process or an open file description */
+#define TFS_LK_FLOCK 2u /* whole file; owner: an open file description */
+struct tfs_lock_record {
+	tmb_u64 holder; /* a lock word (member, epoch); 0: free record; stored last */
+	tmb_u64 owner;	/* the holder's own name for who in it */
+	tmb_u64 start, end; /* bytes, end inclusive */
+	tmb_u32 type, kind;
+	tmb_u32 pid, pad0;
+	tmb_u64 pad1[2];
+};
+_Static_assert(sizeof(struct tfs_lock_record) == 64, "lock record size");
+#define TFS_LOCK_RECORDS (TFS_BLOCK / 64u) /* per block; the first place of block 0 is the head */
+struct tfs_lock_head {
+	tmb_u64 waiters; /* bit per member that waits for one of these locks */
+	tmb_u64 blocks;	 /* of records */
+	tmb_u64 pad[6];
+};
+_Static_assert(sizeof(struct tfs_lock_head) == 64, "lock head size");
+#define TFS_LOCK_WAITS 32u
+struct tfs_lock_wait {
+	tmb_u64 ino; /* 0: free; stored last */
+	tmb_u64 owner, start, end;
+	tmb_u32 type, claimed;
+	tmb_u64 pad[3];
+};
+_Static_assert(sizeof(struct tfs_lock_wait) == 64, "lock wait size");
+
 struct tfs_member_area {
 	struct tfs_tx tx[TFS_TX_SLOTS]; /* 16 KiB */
 	struct tfs_pin pins[TFS_PINS];	/* 4 KiB */
-	/* counters: sums over all members are the truth, one member's may be negative */
-	tmb_s64 blocks_used;
-	tmb_s64 inodes_used;
+	tmb_s64 inodes_used; /* the sum over all members counts; one member's may be negative */
+	tmb_s64 pad0;
 	tmb_u64 pins_in_use; /* slots that this member ever takes are below this */
 	tmb_u64 blocks_limit; /* 0: none */
 	tmb_u64 inodes_limit;
-	tmb_u64 pad[507];
+	tmb_u64 pad1[3];
+	struct tfs_lock_wait waits[TFS_LOCK_WAITS];
+	tmb_u64 pad2[248];
 };
 _Static_assert(sizeof(struct tfs_member_area) == 24576, "member area size");
 #define TFS_MEMBER_BLOCKS (sizeof(struct tfs_member_area) / TFS_BLOCK)

@@ -111,9 +111,10 @@ struct tmb_member {
 	tmb_u64 heartbeat_ns;
 	tmb_u64 pad3[7];
 	/* 192: recovery of what a dead epoch held */
-	tmb_u64 recovered_epoch; /* all epochs below or equal are cleaned up */
+	tmb_u64 recovered_epoch; /* locks and transactions of all epochs up to this one are cleaned up */
 	tmb_u64 recovery_lock;	 /* a lock word (below) */
-	tmb_u64 pad4[6];
+	tmb_u64 forgotten_epoch; /* what these epochs had open or mapped is given back, too */
+	tmb_u64 pad4[5];
 };
 _Static_assert(sizeof(struct tmb_member) == 256, "member size");
 _Static_assert(offsetof(struct tmb_member, pending) == 64, "pending");

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * The block map: one byte per block. A block is claimed by compare and swap of the eight bytes it lies in, from 0 to the
+ * claimer's tag, so claims need no lock and a dead member's claims can be told from everybody else's.
+ *
+ * Files want long aligned runs, so that reads are one copy and mappings use large pages: who asks for a chunk (512 blocks,
+ * 2 MiB) gets an empty aligned one while there are any; small requests fill up from a
+ * cursor, which starts at a different place in each member.
+ */
+#include "tfs_internal.h"
+
+#define CHUNK TFS_FANOUT
+#define ONES 0x0101010101010101ULL
+#define HIGHS 0x8080808080808080ULL
+/* Chunks looked at for an empty one, before the search gives up (8 GiB). */
+#define CHUNK_SEARCH 4096u
+
+static inline tmb_u64 *map_word(struct tfs *fs, tmb_u64 block)
+{
+	return (tmb_u64 *)(tfs_map_bytes(fs) + (block & ~7ULL));
+}
+
+/* Claims free bytes from 'block' on, at most 'want', at most to the end of its word; the number claimed. */
+static tmb_u64 claim_in_word(struct tfs *fs, tmb_u64 block, tmb_u64 want)
+{
+	tmb_u64 *word = map_word(fs, block);
+	tmb_u32 first = block & 7;
+
+	for (;;) {
+		tmb_u64 old = tmb_load(word), add = 0;
+		tmb_u32 i = first;
+
+		while (i < 8 && i - first < want && block - first + i < fs->blocks && !(old >> (8 * i) & 0xff)) {
+			add |= (tmb_u64)tfs_tag(fs) << (8 * i);
+			i++;
+		}
+		if (i == first)
+			return 0;
+		if (tmb_cas64(word, old, old | add))
+			return i - first;
+	}
+}
+
+static tmb_u64 claim_run(struct tfs *fs, tmb_u64 block, tmb_u64 want)
+{
+	tmb_u64 got = 0;
+
+	while (got < want && block + got < fs->blocks) {
+		tmb_u64 room = 8 - ((block + got) & 7);
+		tmb_u64 ask = TFS_MIN(want - got, room);
+		tmb_u64 n = claim_in_word(fs, block + got, ask);
+
+		got += n;
+		if (n < ask)
+			break;
+	}
+	return got;
+}
+
+void tfs_set_map(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 value)
+{
+	tmb_u8 *byte = tfs_map_bytes(fs) + block;
+	tmb_u64 end = block + count;
+
+	/* Released: what was stored about the blocks comes first. Whole words where nobody else's bytes are in them. */
+	while (block < end) {
+		if (!(block & 7) && end - block >= 8) {
+			tmb_store_release((tmb_u64 *)byte, ONES * value);
+			block += 8;
+			byte += 8;
+		} else {
+			tmb_store_release(byte, value);
+			block++;
+			byte++;
+		}
+	}
+}
+
+static bool chunk_is_free(struct tfs *fs, tmb_u64 block)
+{
+	tmb_u64 *word = map_word(fs, block), seen = 0;
+
+	if (tmb_load(word))
+		return false;
+	for (tmb_u32 i = 1; i < CHUNK / 8; i++)
+		seen |= tmb_load(word + i);
+	return !seen;
+}
+
+int tfs_alloc_chunk(struct tfs *fs, tmb_u64 offset, tmb_u64 want, struct tfs_run *run)
+{
+	tmb_u64 first = (fs->data_start + CHUNK - 1) / CHUNK, chunks = fs->blocks / CHUNK;
+	tmb_u64 at = tmb_load(&fs->chunk_cursor);
+
+	if (first >= chunks)
+		return -ENOSPC;
+	for (tmb_u64 i = 0; i < chunks - first && i < CHUNK_SEARCH; i++, at++) {
+		if (at < first || at >= chunks)
+			at = first;
+		if (!chunk_is_free(fs, at * CHUNK))
+			continue;
+		run->block = at * CHUNK + offset;
+		run->count = claim_run(fs, run->block, TFS_MIN(want, CHUNK - offset));
+		if (run->count) {
+			tmb_store(&fs->chunk_cursor, at + 1);
+			return 0;
+		}
+	}
+	return -ENOSPC;
+}
+
+/* First free block in [from, to), or 'to'. */
+static tmb_u64 find_free(struct tfs *fs, tmb_u64 from, tmb_u64 to)
+{
+	while (from < to) {
+		tmb_u64 word = tmb_load(map_word(fs, from));
+
+		word |= (1ULL << 8 * (from & 7)) - 1; /* not before 'from' */
+		tmb_u64 zero = (word - ONES) & ~word & HIGHS;
+
+		if (zero) {
+			tmb_u64 block = (from & ~7ULL) + (tmb_u64)(__builtin_ctzll(zero) / 8);
+
+			return TFS_MIN(block, to);
+		}
+		from = (from & ~7ULL) + 8;
+	}
+	return to;
+}
+
+int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
+{
+	tmb_u64 start = goal, pass;
+
+	if (tfs_block_ok(fs, goal)) {
+		run->count = claim_run(fs, goal, want);
+		if (run->count) {
+			run->block = goal;
+			return 0;
+		}
+	}
+	start = tmb_load(&fs->alloc_cursor);
+	if (!tfs_block_ok(fs, start))
+		start = fs->data_start;
+	for (pass = 0; pass < 2; pass++) {
+		tmb_u64 from = pass ? fs->data_start : start, to = pass ? start : fs->blocks;
+
+		while ((from = find_free(fs, from, to)) < to) {
+			run->count = claim_run(fs, from, want);
+			if (run->count) {
+				run->block = from;
+				tmb_store(&fs->alloc_cursor, from + run->count);
+				return 0;
+			}
+			from++;
+		}
+	}
+	return -ENOSPC;
+}
+
+tmb_u64 tfs_count_free(struct tfs *fs)
+{
+	tmb_u64 from = fs->data_start, n = 0;
+
+	for (; from < fs->blocks && (from & 7); from++)
+		n += !tmb_load(tfs_map_bytes(fs) + from);
+	for (; from + 8 <= fs->blocks; from += 8) {
+		tmb_u64 word = tmb_load(map_word(fs, from));
+
+		if (!word)
+			n += 8;
+		else if (word != ~0ULL) /* exact: a byte is zero when neither its low seven bits nor its top bit is set */
+			n += (((~(((word & ~HIGHS) + ~HIGHS) | word) & HIGHS) >> 7) * 0x0101010101010101ULL) >> 56;
+	}
+	for (; from < fs->blocks; from++)
+		n += !tmb_load(tfs_map_bytes(fs) + from);
+	return n;
+}

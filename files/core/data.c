@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * File data. Reads map and copy under a pin, without a lock. Writes go into blocks that exist, in place, or into new ones that are
+ * linked once they are filled. Files that grow get long runs: the block after the last one where it is free, else an empty
+ * aligned chunk, at the same offset in it as in the file, so that large pages can map it.
+ */
+#include "tfs_internal.h"
+
+#define LARGE_FBLOCK 16u /* from 64 KiB on a file is worth a chunk of its own */
+
+int tfs_map(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	if (!inode)
+		return -EUCLEAN;
+	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
+}
+
+/* --- writing -------------------------------------------------------------------------------------------------------- */
+
+/* Blocks for a hole of 'count' blocks at 'fblock', as many as lie well together. */
+static int place(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+{
+	tmb_u64 in_chunk = fblock & (TFS_FANOUT - 1), want = TFS_MIN(count, TFS_FANOUT - in_chunk), goal = 0;
+	struct tfs_run before;
+
+	if (want == TFS_FANOUT && !tfs_alloc_chunk(fs, 0, want, run))
+		return 0;
+	if (fblock && !tfs_tree_map(fs, tmb_load(&inode->root), fblock - 1, 1, &before) && before.block)
+		goal = before.block + 1;
+	if (tfs_block_ok(fs, goal) && !tmb_load(tfs_map_bytes(fs) + goal))
+		return tfs_alloc(fs, goal, want, run);
+	if (fblock >= LARGE_FBLOCK && !tfs_alloc_chunk(fs, in_chunk, want, run))
+		return 0;
+	return tfs_alloc(fs, 0, want, run);
+}
+
+/* Links a new run; when the tree finds no room for its nodes, what is not linked is given back. */
+static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, const struct tfs_run *run)
+{
+	tmb_u64 nodes = 0;
+	int err = tfs_tree_link(fs, &inode->root, fblock, run, TFS_MAP_USED, &nodes);
+
+	tmb_store(&inode->blocks, tmb_load(&inode->blocks) + nodes + (err ? 0 : run->count));
+	if (!err)
+		return 0;
+	for (tmb_u64 i = 0; i < run->count; i++) {
+		struct tfs_run there;
+		bool linked = !tfs_tree_map(fs, tmb_load(&inode->root), fblock + i, 1, &there) && there.block == run->block + i;
+
+		if (linked)
+			tmb_store(&inode->blocks, tmb_load(&inode->blocks) + 1);
+		tfs_set_map(fs, run->block + i, 1, linked ? TFS_MAP_USED : TFS_MAP_FREE);
+	}
+	return err;
+}
+
+int tfs_write_begin_locked(struct tfs *fs, tmb_u64 ino, struct tfs_write *w)
+{
+	int err = tfs_tx_begin(fs, &w->slot);
+
+	if (err)
+		return err;
+	w->ino = ino;
+	w->is_new = false;
+	tfs_tx_inode(fs, w->slot, 0, ino);
+	tfs_tx_redo(fs, w->slot, TFS_REDO_TRIM, 0, 0);
+	return 0;
+}
+
+int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count)
+{
+	struct tfs_inode *inode = tfs_inode(fs, w->ino);
+	int err;
+
+	if (!inode)
+		return -EUCLEAN;
+	if (fblock + count > TFS_MAX_SIZE >> TFS_BLOCK_SHIFT)
+		return -EFBIG;
+	w->fblock = fblock;
+	err = tfs_tree_map(fs, tmb_load(&inode->root), fblock, count, &w->run);
+	w->is_new = !err && !w->run.block;
+	return w->is_new ? place(fs, inode, fblock, w->run.count, &w->run) : err;
+}
+
+int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w)
+{
+	struct tfs_inode *inode = tfs_inode(fs, w->ino);
+
+	if (!w->is_new)
+		return 0;
+	w->is_new = false;
+	return inode ? link_run(fs, inode, w->fblock, &w->run) : -EUCLEAN;
+}
+
+static void drop_suid(struct tfs_inode *inode)
+{
+	tmb_u64 mode = tmb_load(&inode->mode);
+
+	/* As the kernel does it: S_ISGID without group execution is a locking mark, and stays. */
+	tmb_store(&inode->mode, mode & ~(tmb_u64)(04000 | (mode & 010 ? 02000 : 0)));
+}
+
+int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool kill_suid, tmb_s64 now)
+{
+	struct tfs_inode *inode = tfs_inode(fs, w->ino);
+
+	if (inode && end) {
+		if (end > tmb_load(&inode->size))
+			tmb_store_release(&inode->size, end);
+		if (kill_suid)
+			drop_suid(inode);
+		tfs_changed(inode, now, true);
+	}
+	tfs_tx_end(fs, w->slot);
+	return inode ? 0 : -EUCLEAN;
+}
+
+/* Zeroes [at, end of its block), if there is a block. */
+static int zero_tail(struct tfs *fs, struct tfs_inode *inode, tmb_u64 at)
+{
+	tmb_u64 in_block = at & (TFS_BLOCK - 1);
+	struct tfs_run run;
+	int err;
+
+	if (!in_block)
+		return 0;
+	err = tfs_tree_map(fs, tmb_load(&inode->root), at >> TFS_BLOCK_SHIFT, 1, &run);
+	if (!err && run.block)
+		memset((tmb_u8 *)tfs_block(fs, run.block) + in_block, 0, TFS_BLOCK - in_block);
+	return err;
+}
+
+int tfs_extend_zero_locked(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	return inode ? zero_tail(fs, inode, tmb_load(&inode->size)) : -EUCLEAN;
+}
+
+static int fault_locked(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+{
+	struct tfs_write w;
+	int err;
+
+	if (fblock >= tfs_blocks_of(tmb_load(&inode->size)))
+		return -ENXIO;
+	err = tfs_write_begin_locked(fs, ino, &w);
+	if (err)
+		return err;
+	err = tfs_write_map_locked(fs, &w, fblock, count >= TFS_FANOUT && !(fblock & (TFS_FANOUT - 1)) ? TFS_FANOUT : 1);
+	if (!err && w.is_new)
+		memset(tfs_block(fs, w.run.block), 0, w.run.count << TFS_BLOCK_SHIFT);
+	*run = w.run;
+	if (!err)
+		err = tfs_write_done_locked(fs, &w);
+	tfs_write_end_locked(fs, &w, 0, false, 0);
+	return err;
+}
+
+int tfs_fault_block(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+{
+	int err = tfs_map(fs, ino, fblock, count, run);
+
+	if (err || run->block)
+		return err;
+	err = tfs_try_lock_inode(fs, ino);
+	if (err)
+		return err;
+	err = fault_locked(fs, tfs_inode(fs, ino), ino, fblock, run->count, run);
+	tfs_unlock_inode(fs, ino);
+	return err;
+}
+
+int tfs_wait_inode(struct tfs *fs, tmb_u64 ino)
+{
+	int err = tfs_lock_inode(fs, ino);
+
+	if (!err)
+		tfs_unlock_inode(fs, ino);
+	return err;
+}
+
+/* --- whole calls ------------------------------------------------------------------------------------------------------ */
+
+tmb_s64 tfs_pread(struct tfs *fs, tmb_u64 ino, void *buf, tmb_u64 len, tmb_u64 offset)
+{
+	tmb_u64 size = tfs_size(fs, ino), done = 0;
+
+	if (offset >= size)
+		return 0;
+	len = TFS_MIN(len, size - offset);
+	while (done < len) {
+		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n;
+		struct tfs_run run;
+		tmb_u32 pin = tfs_pin(fs, ino);
+		int err = tfs_map(fs, ino, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done), &run);
+
+		if (err) {
+			tfs_unpin(fs, pin);
+			return done ? (tmb_s64)done : err;
+		}
+		n = TFS_MIN(len - done, (run.count << TFS_BLOCK_SHIFT) - in_block);
+		if (run.block)
+			memcpy((tmb_u8 *)buf + done, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n);
+		else
+			memset((tmb_u8 *)buf + done, 0, n);
+		tfs_unpin(fs, pin);
+		done += n;
+	}
+	return (tmb_s64)done;
+}
+
+tmb_s64 tfs_pwrite(struct tfs *fs, tmb_u64 ino, const void *buf, tmb_u64 len, tmb_u64 *offset, bool append, bool kill_suid, tmb_s64 now)
+{
+	struct tfs_write w;
+	tmb_u64 done = 0, size;
+	int err = tfs_lock_inode(fs, ino);
+
+	if (err)
+		return err;
+	size = tfs_size(fs, ino);
+	if (append)
+		*offset = size;
+	if (!len || *offset >= TFS_MAX_SIZE) {
+		tfs_unlock_inode(fs, ino);
+		return len ? -EFBIG : 0;
+	}
+	len = TFS_MIN(len, TFS_MAX_SIZE - *offset);
+	err = tfs_write_begin_locked(fs, ino, &w);
+	if (err)
+		goto unlock;
+	if (*offset + len > size)
+		err = tfs_extend_zero_locked(fs, ino);
+	while (!err && done < len) {
+		tmb_u64 at = *offset + done, in_block = at & (TFS_BLOCK - 1), n;
+		tmb_u8 *to;
+
+		err = tfs_write_map_locked(fs, &w, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done));
+		if (err)
+			break;
+		to = tfs_block(fs, w.run.block);
+		n = TFS_MIN(len - done, (w.run.count << TFS_BLOCK_SHIFT) - in_block);
+		if (w.is_new) {
+			memset(to, 0, in_block);
+			memset(to + in_block + n, 0, (w.run.count << TFS_BLOCK_SHIFT) - in_block - n);
+		}
+		memcpy(to + in_block, (const tmb_u8 *)buf + done, n);
+		err = tfs_write_done_locked(fs, &w);
+		if (!err)
+			done += n;
+	}
+	tfs_write_end_locked(fs, &w, done ? *offset + done : 0, kill_suid, now);
+unlock:
+	tfs_unlock_inode(fs, ino);
+	return done ? (tmb_s64)done : err;
+}
+
+/* --- size, space, holes ------------------------------------------------------------------------------------------------- */
+
+int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_s64 now)
+{
+	struct tfs_inode *inode;
+	tmb_u64 old, from = tfs_blocks_of(size);
+	tmb_u32 slot;
+	int err;
+
+	if (size > TFS_MAX_SIZE)
+		return -EFBIG;
+	err = tfs_tx_begin(fs, &slot);
+	if (err)
+		return err;
+	err = tfs_lock_inode(fs, ino);
+	if (err)
+		goto end;
+	inode = tfs_inode(fs, ino);
+	old = tmb_load(&inode->size);
+	tfs_tx_inode(fs, slot, 0, ino);
+	if (size > old)
+		err = zero_tail(fs, inode, old);
+	if (!err) {
+		if (size <= old)
+			tfs_tx_redo(fs, slot, TFS_REDO_TRUNCATE, from, ~0ULL);
+		tfs_tx_word(fs, slot, &inode->size, size);
+		tfs_tx_commit(fs, slot);
+		if (kill_suid)
+			drop_suid(inode);
+		tfs_changed(inode, now, true);
+		if (size <= old) {
+			err = zero_tail(fs, inode, size);
+			if (!err)
+				err = tfs_remove_blocks(fs, inode, ino, from, ~0ULL);
+		}
+	}
+	tfs_unlock_inode(fs, ino);
+end:
+	tfs_tx_end(fs, slot);
+	return err;
+}
+
+/* Zeroes bytes in place where there are blocks; holes are zero already. */
+static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, tmb_u64 end)
+{
+	while (offset < end) {
+		tmb_u64 in_block = offset & (TFS_BLOCK - 1), n;
+		struct tfs_run run;
+		int err = tfs_tree_map(fs, tmb_load(&inode->root), offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + end - offset), &run);
+
+		if (err)
+			return err;
+		n = TFS_MIN(end - offset, (run.count << TFS_BLOCK_SHIFT) - in_block);
+		if (run.block)
+			memset((tmb_u8 *)tfs_block(fs, run.block) + in_block, 0, n);
+		offset += n;
+	}
+	return 0;
+}
+
+static int punch(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 slot, tmb_u64 offset, tmb_u64 end)
+{
+	tmb_u64 from = tfs_blocks_of(offset), to = end >> TFS_BLOCK_SHIFT;
+	int err;
+
+	if (from >= to) {
+		return zero_range(fs, inode, offset, end);
+	}
+	err = zero_range(fs, inode, offset, from << TFS_BLOCK_SHIFT);
+	if (!err)
+		err = zero_range(fs, inode, to << TFS_BLOCK_SHIFT, end);
+	if (err)
+		return err;
+	tfs_tx_redo(fs, slot, TFS_REDO_TRUNCATE, from, to);
+	tfs_tx_commit(fs, slot);
+	return tfs_remove_blocks(fs, inode, ino, from, to);
+}
+
+static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write *w, tmb_u64 fblock, tmb_u64 end)
+{
+	while (fblock < end) {
+		int err = tfs_tree_map(fs, tmb_load(&inode->root), fblock, end - fblock, &w->run);
+
+		if (!err && !w->run.block) {
+			err = tfs_write_map_locked(fs, w, fblock, w->run.count);
+			if (!err) {
+				memset(tfs_block(fs, w->run.block), 0, w->run.count << TFS_BLOCK_SHIFT);
+				err = tfs_write_done_locked(fs, w);
+			}
+		}
+		if (err)
+			return err;
+		fblock += w->run.count;
+	}
+	return 0;
+}
+
+int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now)
+{
+	struct tfs_inode *inode;
+	struct tfs_write w;
+	tmb_u64 end = offset + len, size;
+	int err;
+
+	if (!len || end < offset)
+		return -EINVAL;
+	if (end > TFS_MAX_SIZE)
+		return -EFBIG;
+	err = tfs_lock_inode(fs, ino);
+	if (err)
+		return err;
+	inode = tfs_inode(fs, ino);
+	size = tmb_load(&inode->size);
+	err = tfs_write_begin_locked(fs, ino, &w);
+	if (err)
+		goto unlock;
+	if (mode & TFS_FALLOC_PUNCH) {
+		err = punch(fs, inode, ino, w.slot, offset, end);
+	} else {
+		if (end > size && !(mode & TFS_FALLOC_KEEP_SIZE))
+			err = zero_tail(fs, inode, size);
+		if (!err && mode & TFS_FALLOC_ZERO)
+			err = zero_range(fs, inode, offset, end);
+		if (!err)
+			err = fill_holes(fs, inode, &w, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(end));
+		if (!err && end > size && !(mode & TFS_FALLOC_KEEP_SIZE))
+			tmb_store_release(&inode->size, end);
+	}
+	tfs_write_end_locked(fs, &w, 0, false, 0);
+	if (!err)
+		tfs_changed(inode, now, true);
+unlock:
+	tfs_unlock_inode(fs, ino);
+	return err;
+}
+
+tmb_s64 tfs_seek(struct tfs *fs, tmb_u64 ino, tmb_u64 offset, bool hole)
+{
+	tmb_u64 size = tfs_size(fs, ino);
+
+	if (offset >= size)
+		return -ENXIO;
+	while (offset < size) {
+		tmb_u64 fblock = offset >> TFS_BLOCK_SHIFT;
+		struct tfs_run run;
+		int err = tfs_map(fs, ino, fblock, tfs_blocks_of(size) - fblock, &run);
+
+		if (err)
+			return err;
+		if (hole == !run.block)
+			return (tmb_s64)offset;
+		offset = (fblock + run.count) << TFS_BLOCK_SHIFT;
+	}
+	return hole ? (tmb_s64)size : -ENXIO;
+}

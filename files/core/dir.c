@@ -1,0 +1,565 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Entries of one directory. Blocks of 64 granules hold them; entries never move, so positions are readdir cookies.
+ * A directory of one block is scanned. Larger ones have a hash table (open addressing, in a tree of its own) that says
+ * where the entries with a hash are; the entry itself decides. So what the table says too much is harmless, and it
+ * never says too little: an entry is in the table before its ref makes it exist.
+ *
+ * Readers take no lock: they look at the directory's seq before and after, and try again if it changed.
+ */
+#include "tfs_internal.h"
+
+#define INDEX_MIN_LOG 9u  /* one block of 512 */
+#define INDEX_MAX_LOG 34u
+#define PROBE_MAX (1u << 20)
+#define SPACE_SEARCH 16u /* blocks looked at for free granules before a new block is added */
+#define READ_TRIES 100u
+
+tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len)
+{
+	tmb_u64 h = fs->hash_seed ^ len;
+
+	while (len) {
+		tmb_u64 word = 0;
+		tmb_u32 n = TFS_MIN(len, 8u);
+
+		memcpy(&word, name, n);
+		h = (h ^ word) * 0x9e3779b97f4a7c15ULL;
+		h ^= h >> 29;
+		name += n;
+		len -= n;
+	}
+	h *= 0xbf58476d1ce4e5b9ULL;
+	h ^= h >> 32;
+	return (tmb_u32)h;
+}
+
+static tmb_u32 granules_of(tmb_u32 name_len)
+{
+	return (TFS_DIRENT_HEADER + name_len + TFS_GRANULE - 1) / TFS_GRANULE;
+}
+
+/* The granule's address; NULL: not there. */
+static struct tfs_dirent *granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64 granule)
+{
+	struct tfs_run run;
+
+	if (tfs_tree_map(fs, tmb_load_acquire(&dir->root), granule / TFS_GRANULES_PER_BLOCK, 1, &run) || !run.block)
+		return NULL;
+	return (struct tfs_dirent *)tfs_block(fs, run.block) + granule % TFS_GRANULES_PER_BLOCK;
+}
+
+static tmb_u64 dir_blocks(struct tfs *fs, struct tfs_inode *dir)
+{
+	tmb_u64 n = tmb_load_acquire(&dir->size) >> TFS_BLOCK_SHIFT;
+
+	return TFS_MIN(n, fs->blocks);
+}
+
+/* Is this the entry of that name? left: granules to the end of its block. */
+static bool matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tmb_u32 len, tmb_u32 hash, tmb_u64 *ref)
+{
+	tmb_u8 granules = tmb_load(&entry->granules);
+
+	*ref = tmb_load_acquire(&entry->ref);
+	return *ref && tmb_load(&entry->hash) == hash && tmb_load(&entry->name_len) == len && granules <= left &&
+	       granules_of(len) <= granules && !memcmp(entry->name, name, len);
+}
+
+static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, const char *name, tmb_u32 len, tmb_u32 hash,
+			struct tfs_slot *slot)
+{
+	for (tmb_u64 b = 0; b < blocks; b++) {
+		struct tfs_dirent *block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
+		tmb_u32 i = 0;
+
+		if (!block)
+			return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
+		while (i < TFS_GRANULES_PER_BLOCK) {
+			if (matches(block + i, TFS_GRANULES_PER_BLOCK - i, name, len, hash, &slot->ref)) {
+				slot->entry = block + i;
+				slot->granule = b * TFS_GRANULES_PER_BLOCK + i;
+				return 0;
+			}
+			tmb_u8 step = tmb_load(&block[i].granules);
+
+			i += step ? step : 1;
+		}
+	}
+	return -ENOENT;
+}
+
+static tmb_u32 index_log(tmb_u64 index_root)
+{
+	return (index_root >> TFS_INDEX_LOG_SHIFT) & 63;
+}
+
+/* The tree's root word in it: height and block only. */
+static tmb_u64 index_tree(tmb_u64 index_root)
+{
+	return index_root & ((1ULL << TFS_INDEX_LOG_SHIFT) - 1);
+}
+
+/* Walks the probe sequence of a hash. */
+struct probe {
+	tmb_u64 tree, mask, at, left;
+	tmb_u64 *block;
+	tmb_u64 block_no;
+};
+
+static int probe_start(struct tfs *fs, struct probe *p, tmb_u64 index_root, tmb_u32 hash)
+{
+	tmb_u32 log = index_log(index_root);
+
+	if (log < INDEX_MIN_LOG || log > INDEX_MAX_LOG)
+		return tfs_damage(fs, "directory index size", index_root, log);
+	p->tree = index_tree(index_root);
+	p->mask = (1ULL << log) - 1;
+	/* Spread the 32 bits over larger tables. */
+	p->at = (log > 32 ? (tmb_u64)hash << (log - 32) : hash) & p->mask;
+	p->left = TFS_MIN(p->mask + 1, PROBE_MAX);
+	p->block_no = ~0ULL;
+	return 0;
+}
+
+/* Address of the next table entry; NULL: no more (or damaged). */
+static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
+{
+	tmb_u64 at = p->at;
+
+	if (!p->left--)
+		return NULL;
+	if (at / TFS_FANOUT != p->block_no) {
+		struct tfs_run run;
+
+		if (tfs_tree_map(fs, p->tree, at / TFS_FANOUT, 1, &run) || !run.block)
+			return NULL;
+		p->block_no = at / TFS_FANOUT;
+		p->block = tfs_block(fs, run.block);
+	}
+	p->at = (at + 1) & p->mask;
+	return p->block + at % TFS_FANOUT;
+}
+
+static int find_by_index(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len, tmb_u32 hash,
+			 struct tfs_slot *slot)
+{
+	struct probe p;
+	tmb_u64 *e;
+	int err = probe_start(fs, &p, index_root, hash);
+
+	if (err)
+		return err;
+	while ((e = probe_next(fs, &p))) {
+		tmb_u64 value = tmb_load_acquire(e), granule;
+
+		if (!value)
+			return -ENOENT;
+		if (value == TFS_INDEX_TOMB || value >> 32 != hash || !(tmb_u32)value)
+			continue;
+		granule = (tmb_u32)value - 1;
+		slot->entry = granule_at(fs, dir, granule);
+		slot->granule = granule;
+		if (slot->entry && matches(slot->entry, TFS_GRANULES_PER_BLOCK - granule % TFS_GRANULES_PER_BLOCK, name, len,
+					   hash, &slot->ref))
+			return 0;
+	}
+	return tfs_damage(fs, "directory index without an end", index_root, hash);
+}
+
+int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
+{
+	tmb_u64 index_root = tmb_load_acquire(&dir->index_root), blocks = dir_blocks(fs, dir);
+	tmb_u32 hash = tfs_hash(fs, name, len);
+
+	if (index_root)
+		return find_by_index(fs, dir, index_root, name, len, hash, slot);
+	return find_by_scan(fs, dir, blocks, name, len, hash, slot);
+}
+
+/* --- the index ------------------------------------------------------------------------------------------------ */
+
+/* Into a table that has room. *used grows when an empty place was taken. */
+static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 granule, tmb_u64 *used)
+{
+	struct probe p;
+	tmb_u64 *e;
+	int err = probe_start(fs, &p, index_root, hash);
+
+	if (err)
+		return err;
+	while ((e = probe_next(fs, &p))) {
+		tmb_u64 value = tmb_load(e);
+
+		if (value && value != TFS_INDEX_TOMB)
+			continue;
+		tmb_store_release(e, (tmb_u64)hash << 32 | (granule + 1));
+		if (!value)
+			(*used)++;
+		return 0;
+	}
+	return tfs_damage(fs, "directory index without room", index_root, hash);
+}
+
+/* Builds a table of a size that fits and puts it in place of the old one. */
+static int index_build(struct tfs *fs, struct tfs_inode *dir)
+{
+	tmb_u64 old = tmb_load(&dir->index_root), blocks = dir_blocks(fs, dir), used = 0, nodes = 0, root = 0, done = 0, n;
+	tmb_u32 log = INDEX_MIN_LOG;
+	int err = 0;
+
+	while (log < INDEX_MAX_LOG && (1ULL << log) < (tmb_load(&dir->entries) + 64) * 3)
+		log++;
+	n = 1ULL << log >> TFS_FANOUT_SHIFT;
+	while (done < n && !err) {
+		struct tfs_run run;
+
+		err = tfs_alloc(fs, 0, n - done, &run);
+		if (err)
+			break;
+		memset(tfs_block(fs, run.block), 0, run.count << TFS_BLOCK_SHIFT);
+		err = tfs_tree_link(fs, &root, done, &run, tfs_tag(fs), &nodes);
+		done += run.count;
+	}
+	root |= (tmb_u64)log << TFS_INDEX_LOG_SHIFT;
+	for (tmb_u64 b = 0; b < blocks && !err; b++) {
+		struct tfs_dirent *block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
+
+		if (!block) {
+			err = tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
+			break;
+		}
+		for (tmb_u32 i = 0; i < TFS_GRANULES_PER_BLOCK && !err;) {
+			tmb_u8 step = tmb_load(&block[i].granules);
+
+			if (tmb_load(&block[i].ref))
+				err = index_put(fs, root, tmb_load(&block[i].hash), b * TFS_GRANULES_PER_BLOCK + i, &used);
+			i += step ? step : 1;
+		}
+	}
+	if (err) {
+		tfs_tree_mark(fs, index_tree(root), TFS_MAP_FREE);
+		return err;
+	}
+	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs));
+	tmb_store(&dir->index_used, used);
+	tmb_store_release(&dir->index_root, root);
+	tfs_tree_mark(fs, index_tree(root), TFS_MAP_USED);
+	tfs_tree_mark(fs, index_tree(old), TFS_MAP_FREE);
+	return 0;
+}
+
+static int index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule)
+{
+	tmb_u64 root = tmb_load(&dir->index_root), used = tmb_load(&dir->index_used);
+	int err;
+
+	if (granule > 0xfffffffeULL - 1)
+		return -ENOSPC; /* 2^32 granules: 256 GiB of names */
+	if (!root && dir_blocks(fs, dir) < 2)
+		return 0;
+	if (!root || (used + 1) * 4 > (1ULL << index_log(root)) * 3) {
+		err = index_build(fs, dir);
+		if (err)
+			return err;
+		root = tmb_load(&dir->index_root);
+		used = tmb_load(&dir->index_used);
+	}
+	err = index_put(fs, root, hash, granule, &used);
+	tmb_store(&dir->index_used, used);
+	return err;
+}
+
+void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot, tmb_u32 hash)
+{
+	tmb_u64 root = tmb_load(&dir->index_root), *e;
+	struct probe p;
+
+	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + tmb_load(&slot->entry->granules));
+	if (!root || probe_start(fs, &p, root, hash))
+		return;
+	while ((e = probe_next(fs, &p))) {
+		tmb_u64 value = tmb_load(e);
+
+		if (!value)
+			return;
+		if (value == ((tmb_u64)hash << 32 | (slot->granule + 1))) {
+			tmb_store_release(e, TFS_INDEX_TOMB);
+			return;
+		}
+	}
+}
+
+/* --- space for entries ------------------------------------------------------------------------------------------ */
+
+/* A free run of at least 'need' granules in this block, made one (neighbours merged); -1: none. */
+static int free_run(struct tfs_dirent *block, tmb_u32 need)
+{
+	for (tmb_u32 i = 0; i < TFS_GRANULES_PER_BLOCK;) {
+		tmb_u32 n = 0;
+
+		while (i + n < TFS_GRANULES_PER_BLOCK && !tmb_load(&block[i + n].ref)) {
+			tmb_u8 step = tmb_load(&block[i + n].granules);
+
+			n += step ? step : 1;
+		}
+		n = TFS_MIN(n, TFS_GRANULES_PER_BLOCK - i);
+		if (n >= need) {
+			tmb_store(&block[i].granules, (tmb_u8)n);
+			return (int)i;
+		}
+		i += n;
+		if (i < TFS_GRANULES_PER_BLOCK) {
+			tmb_u8 step = tmb_load(&block[i].granules);
+
+			i += step ? step : 1;
+		}
+	}
+	return -1;
+}
+
+static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
+{
+	struct tfs_run run;
+	tmb_u64 nodes = 0;
+	int err = tfs_tree_map(fs, tmb_load(&dir->root), b, 1, &run);
+
+	if (err)
+		return err;
+	if (run.block) { /* linked by someone who died before he said so */
+		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
+		((struct tfs_dirent *)tfs_block(fs, run.block))->granules = TFS_GRANULES_PER_BLOCK;
+	} else {
+		err = tfs_alloc(fs, 0, 1, &run);
+		if (err)
+			return err;
+		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
+		((struct tfs_dirent *)tfs_block(fs, run.block))->granules = TFS_GRANULES_PER_BLOCK;
+		err = tfs_tree_link(fs, &dir->root, b, &run, TFS_MAP_USED, &nodes);
+		if (err) {
+			tfs_set_map(fs, run.block, 1, TFS_MAP_FREE);
+			return err;
+		}
+		tmb_store(&dir->blocks, tmb_load(&dir->blocks) + 1 + nodes);
+	}
+	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + TFS_GRANULES_PER_BLOCK);
+	tmb_store_release(&dir->size, (b + 1) << TFS_BLOCK_SHIFT);
+	return 0;
+}
+
+static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struct tfs_slot *slot)
+{
+	tmb_u64 blocks = dir_blocks(fs, dir), hint = tmb_load(&dir->dir_hint), tries = 0;
+	int err, at;
+
+	/* The newest block first; older ones when a quarter of the granules is free. */
+	if (blocks && tmb_load(&dir->free_granules) >= need) {
+		bool worth = tmb_load(&dir->free_granules) * 4 >= blocks * TFS_GRANULES_PER_BLOCK;
+
+		if (hint >= blocks)
+			hint = blocks - 1;
+		do {
+			struct tfs_dirent *block = granule_at(fs, dir, hint * TFS_GRANULES_PER_BLOCK);
+
+			if (!block)
+				return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), hint);
+			at = free_run(block, need);
+			if (at >= 0) {
+				tmb_store(&dir->dir_hint, hint);
+				slot->entry = block + at;
+				slot->granule = hint * TFS_GRANULES_PER_BLOCK + (tmb_u32)at;
+				return 0;
+			}
+			hint = hint + 1 < blocks ? hint + 1 : 0;
+		} while (worth && ++tries < SPACE_SEARCH && tries < blocks);
+		tmb_store(&dir->dir_hint, hint);
+	}
+	err = add_block(fs, dir, blocks);
+	if (err)
+		return err;
+	tmb_store(&dir->dir_hint, blocks);
+	slot->granule = blocks * TFS_GRANULES_PER_BLOCK;
+	slot->entry = granule_at(fs, dir, slot->granule);
+	return slot->entry ? 0 : tfs_damage(fs, "directory block missing", tmb_load(&dir->root), blocks);
+}
+
+int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
+{
+	tmb_u32 need = granules_of(len), hash = tfs_hash(fs, name, len), have;
+	struct tfs_dirent *entry;
+	int err = find_space(fs, dir, need, slot);
+
+	if (err)
+		return err;
+	entry = slot->entry;
+	slot->ref = 0;
+	have = tmb_load(&entry->granules);
+	if (have > need) { /* the rest stays a free run; its length first */
+		tmb_store(&entry[need].ref, 0);
+		tmb_store_release(&entry[need].granules, (tmb_u8)(have - need));
+	}
+	tmb_store(&entry->hash, hash);
+	tmb_store(&entry->name_len, (tmb_u8)len);
+	memcpy(entry->name, name, len);
+	tmb_store_release(&entry->granules, (tmb_u8)need);
+	err = index_add(fs, dir, hash, slot->granule);
+	if (err)
+		return err;
+	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) - need);
+	return 0;
+}
+
+void tfs_dir_unreserve(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot)
+{
+	tfs_dir_forget(fs, dir, slot, tmb_load(&slot->entry->hash));
+}
+
+/* --- readers ------------------------------------------------------------------------------------------------------ */
+
+static int live_dir(struct tfs *fs, tmb_u64 ino, struct tfs_inode **dir)
+{
+	int err = tfs_live_inode(fs, ino, dir);
+
+	if (err)
+		return err;
+	return TFS_IS(tmb_load(&(*dir)->mode), TFS_MODE_DIR) ? 0 : -ENOTDIR;
+}
+
+/* Waits for an even seq; after many tries with the directory's lock, which also cleans up after a dead writer. */
+static int read_begin(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u32 *tries, tmb_u64 *seq, bool *locked)
+{
+	for (;;) {
+		*seq = tmb_load_acquire(&dir->seq);
+		if (!(*seq & 1) && *tries < READ_TRIES)
+			return 0;
+		if (++*tries >= READ_TRIES && !fs->read_only) {
+			int err = tfs_lock_inode(fs, ino);
+
+			*locked = !err;
+			return err;
+		}
+		if (*tries > 1000 * READ_TRIES)
+			return tfs_damage(fs, "directory changing without end", ino, *seq);
+		tfs_os_relax();
+	}
+}
+
+static bool read_retry(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u64 seq, bool *locked)
+{
+	if (*locked) {
+		tfs_unlock_inode(fs, ino);
+		*locked = false;
+		return false;
+	}
+	__atomic_thread_fence(__ATOMIC_ACQUIRE);
+	return tmb_load(&dir->seq) != seq;
+}
+
+int tfs_lookup(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, tmb_u64 *ino, tmb_u8 *type)
+{
+	struct tfs_inode *dir;
+	struct tfs_slot slot;
+	tmb_u32 tries = 0;
+	bool locked = false;
+	tmb_u64 seq;
+	int err = live_dir(fs, dir_ino, &dir);
+
+	if (err)
+		return err;
+	if (!len || len > TFS_NAME_MAX)
+		return len ? -ENAMETOOLONG : -ENOENT;
+	do {
+		err = read_begin(fs, dir_ino, dir, &tries, &seq, &locked);
+		if (err)
+			return err;
+		err = tfs_dir_find(fs, dir, name, len, &slot);
+		tries++;
+	} while (read_retry(fs, dir_ino, dir, seq, &locked));
+	if (err)
+		return err;
+	*ino = slot.ref & TFS_REF_INO_MASK;
+	*type = (tmb_u8)(slot.ref >> TFS_REF_TYPE_SHIFT);
+	return 0;
+}
+
+tmb_u64 tfs_dir_seq(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *dir = tfs_inode(fs, ino);
+
+	return dir ? tmb_load_acquire(&dir->seq) : 1;
+}
+
+tmb_u64 tfs_parent(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *dir;
+
+	return live_dir(fs, ino, &dir) ? 0 : tmb_load(&dir->parent) & TFS_REF_INO_MASK;
+}
+
+/* One block, copied while nothing changed. */
+static int copy_block(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u64 b, struct tfs_dirent *copy)
+{
+	tmb_u32 tries = 0;
+	bool locked = false;
+	tmb_u64 seq;
+	int err;
+
+	do {
+		struct tfs_dirent *block;
+
+		err = read_begin(fs, ino, dir, &tries, &seq, &locked);
+		if (err)
+			return err;
+		block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
+		if (block)
+			memcpy(copy, block, TFS_BLOCK);
+		else
+			err = -EUCLEAN;
+		tries++;
+	} while (read_retry(fs, ino, dir, seq, &locked));
+	return err ? tfs_damage(fs, "directory block missing", ino, b) : 0;
+}
+
+int tfs_readdir(struct tfs *fs, tmb_u64 ino, tmb_u64 *pos, tfs_emit emit, void *ctx)
+{
+	struct tfs_inode *dir;
+	struct tfs_dirent *copy;
+	int err = live_dir(fs, ino, &dir);
+
+	if (err)
+		return err;
+	copy = tfs_os_alloc(TFS_BLOCK);
+	if (!copy)
+		return -ENOMEM;
+	while (*pos / TFS_GRANULES_PER_BLOCK < dir_blocks(fs, dir)) {
+		tmb_u64 b = *pos / TFS_GRANULES_PER_BLOCK;
+		tmb_u32 i = 0;
+
+		err = copy_block(fs, ino, dir, b, copy);
+		if (err)
+			break;
+		while (i < TFS_GRANULES_PER_BLOCK) {
+			tmb_u32 step = copy[i].granules ? copy[i].granules : 1, len = copy[i].name_len;
+			tmb_u64 here = b * TFS_GRANULES_PER_BLOCK + i;
+
+			i += step;
+			/* An entry that starts before *pos was there when a smaller position was given out: skip it. */
+			if (here < *pos || !copy[here % TFS_GRANULES_PER_BLOCK].ref)
+				continue;
+			if (!len || i > TFS_GRANULES_PER_BLOCK || granules_of(len) > step) {
+				err = tfs_damage(fs, "directory entry malformed", ino, here);
+				goto out;
+			}
+			if (!emit(ctx, copy[here % TFS_GRANULES_PER_BLOCK].name, len,
+				  copy[here % TFS_GRANULES_PER_BLOCK].ref & TFS_REF_INO_MASK,
+				  (tmb_u8)(copy[here % TFS_GRANULES_PER_BLOCK].ref >> TFS_REF_TYPE_SHIFT), here + step)) {
+				*pos = here;
+				goto out;
+			}
+		}
+		*pos = (b + 1) * TFS_GRANULES_PER_BLOCK;
+	}
+out:
+	tfs_os_free(copy);
+	return err;
+}

@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Inodes: a table of 256-byte records, itself a tree that grows by 16 blocks at a time. A free record is claimed by compare
+ * and swap of its state word, so that creating files takes no common lock. Attributes are single words, read without a
+ * lock and written under the inode's.
+ */
+#include "tfs_internal.h"
+
+#define GROW_BLOCKS 16u
+#define SEARCH 256u /* records looked at for a free one, before the table grows */
+
+tmb_u64 tfs_blocks_of(tmb_u64 bytes)
+{
+	return (bytes + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT;
+}
+
+struct tfs_inode *tfs_inode(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_run run;
+
+	if (!ino || ino > TFS_REF_INO_MASK)
+		return NULL;
+	if (tfs_tree_map(fs, tmb_load_acquire(&tfs_sb(fs)->itable_root), ino / TFS_INODES_PER_BLOCK, 1, &run) || !run.block)
+		return NULL;
+	return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
+}
+
+int tfs_live_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode **out)
+{
+	*out = tfs_inode(fs, ino);
+	if (!*out)
+		return tfs_damage(fs, "inode number out of range", ino, 0);
+	return (tmb_load_acquire(&(*out)->state_gen) & 0xff) == TFS_INODE_LIVE ? 0 : -ESTALE;
+}
+
+static int live_of(struct tfs *fs, tmb_u64 ino, tmb_u32 generation, struct tfs_inode **out)
+{
+	int err = tfs_live_inode(fs, ino, out);
+
+	if (err)
+		return err;
+	return !generation || tmb_load(&(*out)->state_gen) >> TFS_GEN_SHIFT == generation ? 0 : -ESTALE;
+}
+
+static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
+{
+	struct tfs_super *sb = tfs_sb(fs);
+	tmb_u64 had, nodes = 0;
+	int err;
+
+	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, TFS_TX_ITABLE);
+	err = tfs_lock_word(fs, &sb->itable_lock.word, &sb->itable_lock.waiters);
+	if (err)
+		return err;
+	had = tmb_load(&sb->itable_inodes);
+	if (had == seen) { /* else another member was faster */
+		struct tfs_run run, there;
+
+		err = tfs_alloc(fs, 0, GROW_BLOCKS, &run);
+		/* After a death between linking and counting, blocks are there already. */
+		if (!err)
+			err = tfs_tree_map(fs, tmb_load(&sb->itable_root), had / TFS_INODES_PER_BLOCK, run.count, &there);
+		if (!err && there.block) {
+			tfs_set_map(fs, run.block, run.count, TFS_MAP_FREE);
+			tmb_store_release(&sb->itable_inodes, had + there.count * TFS_INODES_PER_BLOCK);
+		} else if (!err) {
+			memset(tfs_block(fs, run.block), 0, run.count << TFS_BLOCK_SHIFT);
+			err = tfs_tree_link(fs, &sb->itable_root, had / TFS_INODES_PER_BLOCK, &run, TFS_MAP_USED, &nodes);
+			if (!err)
+				tmb_store_release(&sb->itable_inodes, had + run.count * TFS_INODES_PER_BLOCK);
+		}
+	}
+	tfs_unlock_word(fs, &sb->itable_lock.word, &sb->itable_lock.waiters);
+	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, 0);
+	return err;
+}
+
+static bool claim(struct tfs *fs, struct tfs_inode *inode)
+{
+	tmb_u64 old = tmb_load(&inode->state_gen);
+	tmb_u64 generation = old >> TFS_GEN_SHIFT ? old & ~0xffffffffULL : 1ULL << TFS_GEN_SHIFT;
+
+	return (old & 0xff) == TFS_INODE_FREE &&
+	       tmb_cas64(&inode->state_gen, old, generation | (tmb_u64)tfs_tag(fs) << 8 | TFS_INODE_NEW);
+}
+
+int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode **out)
+{
+	for (tmb_u32 tries = 0; tries < 1000; tries++) {
+		tmb_u64 n = tmb_load(&tfs_sb(fs)->itable_inodes), at = tmb_load(&fs->inode_cursor);
+		struct tfs_inode *inode = NULL;
+		int err;
+
+		for (tmb_u32 i = 0; i < SEARCH && i < n; i++, at++) {
+			if (at <= TFS_ROOT_INO || at >= n) {
+				at = TFS_ROOT_INO + 1;
+				inode = NULL;
+			}
+			if (!inode || !(at % TFS_INODES_PER_BLOCK))
+				inode = tfs_inode(fs, at);
+			else
+				inode++;
+			if (!inode)
+				break;
+			if (!claim(fs, inode))
+				continue;
+			tmb_store(&fs->inode_cursor, at + 1);
+			/* Everything but state, and the lock, on which a latecomer may sit. */
+			memset((tmb_u8 *)inode + offsetof(struct tfs_inode, mode), 0,
+			       offsetof(struct tfs_inode, lock) - offsetof(struct tfs_inode, mode));
+			tmb_store(&inode->openers, 0);
+			tmb_store(&inode->mappers, 0);
+			tmb_store(&inode->locks, 0);
+			tmb_store(&inode->project, 0);
+			tmb_store(&inode->dir_hint, 0);
+			tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, 1);
+			*ino = at;
+			*out = inode;
+			return 0;
+		}
+		tmb_store(&fs->inode_cursor, n); /* new ones come there */
+		err = grow_table(fs, slot, n);
+		if (err)
+			return err;
+	}
+	return -ENOSPC;
+}
+
+static void free_contents(struct tfs *fs, struct tfs_inode *inode)
+{
+	tmb_u64 *roots[] = {&inode->root, &inode->index_root, &inode->xattr_root, &inode->locks};
+
+	for (tmb_u32 i = 0; i < 4; i++) {
+		tmb_u64 root = tmb_load(roots[i]);
+
+		tfs_tree_mark(fs, root, tfs_tag(fs)); /* so that a death in between loses nothing */
+		tmb_store_release(roots[i], 0);
+		tfs_tree_mark(fs, root, TFS_MAP_FREE);
+	}
+}
+
+void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode)
+{
+	free_contents(fs, inode);
+	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));
+	tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, -1);
+}
+
+int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot)
+{
+	tfs_tx_inode(fs, slot, 0, ino);
+	if (tmb_load(&inode->mappers))
+		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL);
+	free_contents(fs, inode);
+	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));
+	tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, -1);
+	return 0;
+}
+
+int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to)
+{
+	struct tfs_gone *gone;
+	int more = 0;
+
+	if (from >= to || !tmb_load(&inode->root))
+		return 0;
+	gone = tfs_os_alloc(sizeof(*gone));
+	if (!gone)
+		return -ENOMEM;
+	do {
+		bool unused;
+
+		gone->n = 0;
+		gone->blocks = 0;
+		more = tfs_tree_unlink(fs, &inode->root, from, to, gone);
+		if (!gone->n)
+			break;
+		unused = tfs_wait_unused(fs, inode, ino);
+		if (!unused)
+			tfs_os_damage(fs, "a member does not let go of removed blocks; they stay unused", ino, gone->blocks);
+		for (tmb_u32 i = 0; i < gone->n; i++)
+			tfs_set_map(fs, gone->runs[i].block, gone->runs[i].count, unused ? TFS_MAP_FREE : TFS_MAP_LIMBO);
+		tmb_store(&inode->blocks, tmb_load(&inode->blocks) - gone->blocks);
+	} while (more > 0);
+	tfs_os_free(gone);
+	return more < 0 ? more : 0;
+}
+
+/* --- attributes ----------------------------------------------------------------------------------------------- */
+
+int tfs_getattr(struct tfs *fs, tmb_u64 ino, tmb_u32 generation, struct tfs_attr *out)
+{
+	struct tfs_inode *inode;
+	tmb_u64 owner;
+	int err = live_of(fs, ino, generation, &inode);
+
+	if (err)
+		return err;
+	owner = tmb_load(&inode->owner);
+	out->ino = ino;
+	out->generation = (tmb_u32)(tmb_load(&inode->state_gen) >> TFS_GEN_SHIFT);
+	out->size = TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE);
+	out->blocks = tmb_load(&inode->blocks);
+	out->version = tmb_load(&inode->version);
+	out->rdev = tmb_load(&inode->rdev);
+	out->mode = (tmb_u32)tmb_load(&inode->mode) & 0177777;
+	out->uid = (tmb_u32)owner;
+	out->gid = (tmb_u32)(owner >> 32);
+	out->nlink = (tmb_u32)tmb_load(&inode->nlink);
+	out->flags = (tmb_u32)tmb_load(&inode->flags);
+	out->atime = tmb_load(&inode->atime);
+	out->mtime = tmb_load(&inode->mtime);
+	out->ctime = tmb_load(&inode->ctime);
+	out->btime = tmb_load(&inode->btime);
+	out->has_xattr = tmb_load(&inode->xattr_root) != 0;
+	return 0;
+}
+
+void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data)
+{
+	if (data)
+		tmb_store(&inode->mtime, now);
+	tmb_store(&inode->ctime, now);
+	tmb_store_release(&inode->version, tmb_load(&inode->version) + 1);
+}
+
+int tfs_setattr(struct tfs *fs, tmb_u64 ino, tmb_u32 what, const struct tfs_attr *attr)
+{
+	struct tfs_inode *inode;
+	tmb_u32 slot;
+	int err = tfs_tx_begin(fs, &slot);
+
+	if (err)
+		return err;
+	err = tfs_lock_inode(fs, ino);
+	if (err)
+		goto end;
+	inode = tfs_inode(fs, ino);
+	tfs_tx_inode(fs, slot, 0, ino);
+	/* chown takes S_ISUID away: both or neither. */
+	if (what & TFS_SET_MODE)
+		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | (attr->mode & 07777));
+	if (what & (TFS_SET_OWNER | TFS_SET_UID | TFS_SET_GID)) {
+		tmb_u64 owner = tmb_load(&inode->owner);
+
+		if (what & (TFS_SET_OWNER | TFS_SET_UID))
+			owner = (owner & ~0xffffffffULL) | attr->uid;
+		if (what & (TFS_SET_OWNER | TFS_SET_GID))
+			owner = (owner & 0xffffffffULL) | (tmb_u64)attr->gid << 32;
+		tfs_tx_word(fs, slot, &inode->owner, owner);
+	}
+	if (what & TFS_SET_FLAGS)
+		tfs_tx_word(fs, slot, &inode->flags, attr->flags);
+	tfs_tx_commit(fs, slot);
+	if (what & TFS_SET_ATIME)
+		tmb_store(&inode->atime, attr->atime);
+	if (what & TFS_SET_MTIME)
+		tmb_store(&inode->mtime, attr->mtime);
+	tfs_changed(inode, what & TFS_SET_CTIME ? attr->ctime : tfs_os_now(), false);
+	tfs_unlock_inode(fs, ino);
+end:
+	tfs_tx_end(fs, slot);
+	return err;
+}
+
+int tfs_touch_atime(struct tfs *fs, tmb_u64 ino, tmb_s64 now)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, ino, &inode);
+
+	if (err || fs->read_only)
+		return err;
+	tmb_store(&inode->atime, now);
+	return 0;
+}
+
+tmb_u64 tfs_size(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	return inode ? TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE) : 0;
+}
+
+/* --- who has it open or mapped -------------------------------------------------------------------------------- */
+
+int tfs_open_ref(struct tfs *fs, tmb_u64 ino, tmb_u32 generation)
+{
+	struct tfs_inode *inode;
+	tmb_u64 bit = 1ULL << fs->member, had;
+	int err = live_of(fs, ino, generation, &inode);
+
+	if (err || fs->read_only)
+		return err;
+	had = tmb_fetch_or(&inode->openers, bit);
+	/* Whoever removed the last link meanwhile either sees the bit, or is seen here. */
+	err = live_of(fs, ino, generation, &inode);
+	if (!err && !had && !tmb_load(&inode->nlink))
+		err = -ESTALE;
+	if (err && !(had & bit))
+		tfs_close_ref(fs, ino);
+	return err;
+}
+
+int tfs_close_ref(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+	tmb_u64 bit = 1ULL << fs->member;
+	tmb_u32 slot;
+	int err;
+
+	if (!inode)
+		return -EUCLEAN;
+	if (fs->read_only)
+		return 0;
+	tmb_fetch_and(&inode->openers, ~bit);
+	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
+		return 0;
+	err = tfs_tx_begin(fs, &slot);
+	if (err)
+		return err;
+	if (!tfs_lock_inode(fs, ino)) {
+		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
+			tfs_free_inode_locked(fs, ino, inode, slot);
+		tfs_unlock_inode(fs, ino);
+	}
+	tfs_tx_end(fs, slot);
+	return 0;
+}
+
+int tfs_map_ref(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, ino, &inode);
+
+	if (!err && !fs->read_only)
+		tmb_fetch_or(&inode->mappers, 1ULL << fs->member);
+	return err;
+}
+
+int tfs_unmap_ref(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	if (inode && !fs->read_only)
+		tmb_fetch_and(&inode->mappers, ~(1ULL << fs->member));
+	return inode ? 0 : -EUCLEAN;
+}
+
+tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	return inode ? tmb_load_acquire(&inode->map_seq) : 0;
+}
+
+/* --- contents given whole: symlink targets, attribute images ---------------------------------------------------- */
+
+int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark)
+{
+	tmb_u64 blocks = tfs_blocks_of(len), done = 0, nodes = 0;
+
+	*rootp = 0;
+	while (done < blocks) {
+		struct tfs_run run;
+		int err = tfs_alloc(fs, 0, blocks - done, &run);
+		tmb_u64 at = done << TFS_BLOCK_SHIFT, n;
+
+		if (err) {
+			tfs_tree_mark(fs, *rootp, TFS_MAP_FREE);
+			*rootp = 0;
+			return err;
+		}
+		n = TFS_MIN(len - at, run.count << TFS_BLOCK_SHIFT);
+		memcpy(tfs_block(fs, run.block), (const tmb_u8 *)data + at, n);
+		memset((tmb_u8 *)tfs_block(fs, run.block) + n, 0, (run.count << TFS_BLOCK_SHIFT) - n);
+		err = tfs_tree_link(fs, rootp, done, &run, mark, &nodes);
+		if (err) {
+			tfs_set_map(fs, run.block, run.count, TFS_MAP_FREE);
+			tfs_tree_mark(fs, *rootp, TFS_MAP_FREE);
+			*rootp = 0;
+			return err;
+		}
+		done += run.count;
+	}
+	return 0;
+}

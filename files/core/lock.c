@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Locks across members. A lock word names its owner and the owner's epoch; who waits looks whether the owner still lives,
+ * and if not, cleans up after it and takes the word over. Waiting: spin a little, then sleep; the unlocker rings
+ * the doorbells of the members that sleep.
+ *
+ * Pins and mappings keep blocks from being reused: see tfs_wait_unused.
+ */
+#include "tfs_internal.h"
+
+#define SPINS 200u
+
+bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch)
+{
+	if (member == fs->member)
+		return epoch == fs->epoch;
+	if (member >= TFS_MEMBERS || !fs->members)
+		return false;
+	return tmb_load_acquire(&fs->members[member].state_epoch) == tmb_state_epoch(TMB_MEMBER_ACTIVE, epoch);
+}
+
+bool tfs_member_active(struct tfs *fs, tmb_u32 member)
+{
+	if (member == fs->member)
+		return true;
+	return fs->members && tmb_state(tmb_load_acquire(&fs->members[member].state_epoch)) == TMB_MEMBER_ACTIVE;
+}
+
+bool tfs_fenced(struct tfs *fs)
+{
+	return fs->members && tmb_load(&fs->members[fs->member].state_epoch) != tmb_state_epoch(TMB_MEMBER_ACTIVE, fs->epoch);
+}
+
+int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
+{
+	tmb_u64 mine = tmb_lock_word(fs->member, fs->epoch, 1), seen = 0, since = 0;
+
+	if (fs->read_only)
+		return -EROFS;
+	if (tfs_fenced(fs))
+		return -ESHUTDOWN;
+	for (tmb_u32 round = 0;; round++) {
+		tmb_u64 now = tmb_load(word);
+		tmb_u32 owner = tmb_lock_owner(now), epoch = (tmb_u32)(now >> 32);
+
+		if (!now) {
+			if (tmb_cas64(word, 0, mine))
+				return 0;
+			continue;
+		}
+		if (owner >= TFS_MEMBERS) {
+			tfs_damage(fs, "lock word without an owner", now, 0);
+			tmb_cas64(word, now, 0);
+			continue;
+		}
+		if (!tfs_member_alive(fs, owner, epoch)) {
+			/* In a recovery's own lock the owner's leftovers are somebody else's turn. */
+			if (fs->members && waiters && tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch) {
+				int err = tfs_recover(fs, owner);
+
+				if (err)
+					return err;
+			}
+			if (tmb_cas64(word, now, mine))
+				return 0;
+			continue;
+		}
+		if (round < SPINS) {
+			tfs_os_relax();
+			continue;
+		}
+		if (now != seen) {
+			seen = now;
+			since = tfs_os_clock();
+		} else if (tfs_os_clock() - since > TFS_LOCK_LIMIT_NS) {
+			return tfs_damage(fs, "lock held without end", now, (tmb_u64)((tmb_u8 *)word - fs->area));
+		}
+		if (waiters) {
+			tmb_fetch_or(waiters, 1ULL << fs->member);
+			if (!tmb_load(word))
+				continue;
+		}
+		tfs_os_wait(fs, round - SPINS);
+		if (tfs_fenced(fs))
+			return -ESHUTDOWN;
+	}
+}
+
+int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	if (!inode)
+		return -ESTALE;
+	if (fs->read_only)
+		return -EROFS;
+	if (tfs_fenced(fs))
+		return -ESHUTDOWN;
+	if (!tmb_cas64(&inode->lock.word, 0, tmb_lock_word(fs->member, fs->epoch, 1)))
+		return -EAGAIN;
+	if ((tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE)
+		return 0;
+	tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
+	return -ESTALE;
+}
+
+static void ring(struct tfs *fs, tmb_u32 member, tmb_u64 reason)
+{
+	if (!fs->members)
+		return;
+	tmb_fetch_or(&fs->members[member].pending, reason);
+	tfs_os_ring(fs, member);
+}
+
+void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason)
+{
+	for (; members; members &= members - 1)
+		ring(fs, (tmb_u32)__builtin_ctzll(members), reason);
+}
+
+void tfs_unlock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
+{
+	/* Compare and swap, not a store: if this member was declared dead, the lock is no longer its own. */
+	if (!tmb_cas64(word, tmb_lock_word(fs->member, fs->epoch, 1), 0) || !waiters || !tmb_load(waiters))
+		return;
+	tfs_ring_members(fs, tmb_exchange(waiters, 0), TMB_PENDING_LOCK);
+}
+
+int tfs_lock_inode(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+	int err;
+
+	if (!inode)
+		return -ESTALE;
+	err = tfs_lock_word(fs, &inode->lock.word, &inode->lock.waiters);
+	if (err)
+		return err;
+	if ((tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE)
+		return 0;
+	tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
+	return -ESTALE;
+}
+
+void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	if (inode)
+		tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
+}
+
+/* --- pins ---------------------------------------------------------------------------------------------------- */
+
+tmb_u32 tfs_pin(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
+	tmb_u32 i = tfs_os_cpu() % TFS_PINS;
+
+	/* Own slots only; another thread on the same slot is rare, and leaves soon. */
+	if (fs->read_only)
+		return TFS_PINS;
+	for (tmb_u32 round = 0;; round++, i = (i + 1) % TFS_PINS) {
+		tmb_u64 bound = tmb_load(&area->pins_in_use);
+
+		while (bound <= i)
+			if (tmb_cas64(&area->pins_in_use, bound, i + 1))
+				break;
+			else
+				bound = tmb_load(&area->pins_in_use);
+		if (tmb_cas64(&area->pins[i].ino, 0, ino)) /* also the fence between the pin and the walk */
+			return i;
+		if (round >= 4 * TFS_PINS) {
+			tfs_os_wait(fs, 0);
+			if (round > 1000 * TFS_PINS) {
+				tfs_damage(fs, "read pins all taken", ino, i);
+				return TFS_PINS;
+			}
+		}
+	}
+}
+
+void tfs_unpin(struct tfs *fs, tmb_u32 pin)
+{
+	if (pin < TFS_PINS)
+		tmb_store_release(&tfs_member_area(fs, fs->member)->pins[pin].ino, 0);
+}
+
+static bool pinned(struct tfs *fs, tmb_u64 ino)
+{
+	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++) {
+		struct tfs_member_area *area;
+		tmb_u64 n;
+
+		if (!tfs_member_active(fs, m))
+			continue;
+		area = tfs_member_area(fs, m);
+		n = TFS_MIN(tmb_load(&area->pins_in_use), TFS_PINS);
+		for (tmb_u64 i = 0; i < n; i++)
+			if (tmb_load_acquire(&area->pins[i].ino) == ino)
+				return true;
+	}
+	return false;
+}
+
+bool tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino)
+{
+	tmb_u64 since = 0;
+
+	tmb_fence();
+	for (tmb_u32 round = 0; pinned(fs, ino); round++) {
+		if (round < SPINS) {
+			tfs_os_relax();
+			continue;
+		}
+		if (!since)
+			since = tfs_os_clock();
+		else if (tfs_os_clock() - since > TFS_REVOKE_LIMIT_NS)
+			return false;
+		tfs_os_wait(fs, round - SPINS);
+	}
+	return true;
+}
+
+bool tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
+{
+	tmb_u64 since = 0, asked = 0;
+
+	tmb_fetch_add(&inode->map_seq, 1); /* also the fence between the unlinking and the looking */
+	for (tmb_u32 round = 0;; round++) {
+		tmb_u64 mappers = tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member);
+
+		for (tmb_u64 left = mappers; left; left &= left - 1) {
+			tmb_u32 m = (tmb_u32)__builtin_ctzll(left);
+
+			if (!tfs_member_active(fs, m)) {
+				mappers &= ~(1ULL << m);
+			} else if (!(asked >> m & 1)) {
+				asked |= 1ULL << m;
+				ring(fs, m, TMB_PENDING_REVOKE);
+			}
+		}
+		if (!mappers)
+			return tfs_wait_unpinned(fs, ino);
+		if (round < SPINS) {
+			tfs_os_relax();
+			continue;
+		}
+		if (!since)
+			since = tfs_os_clock();
+		else if (tfs_os_clock() - since > TFS_REVOKE_LIMIT_NS)
+			return false;
+		tfs_os_wait(fs, round - SPINS);
+	}
+}

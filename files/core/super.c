@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* Making, opening and counting. The layout follows from the area's length alone, so a reader computes it and compares. */
+#include "tfs_internal.h"
+
+#define MIN_BLOCKS 1024u	 /* 4 MiB */
+#define ALIGN_DATA_FROM 16384u	 /* from 64 MiB on the data starts at a chunk */
+#define FIRST_INODE_BLOCKS 16u
+
+struct layout {
+	tmb_u64 blocks, member_start, map_start, data_start;
+};
+
+static int lay_out(tmb_u64 length, struct layout *l)
+{
+	l->blocks = length >> TFS_BLOCK_SHIFT;
+	if (l->blocks < MIN_BLOCKS || l->blocks > TFS_BLOCKNR_MASK)
+		return -EINVAL;
+	l->member_start = 1;
+	l->map_start = l->member_start + TFS_MEMBERS * TFS_MEMBER_BLOCKS;
+	l->data_start = l->map_start + (l->blocks + TFS_BLOCK - 1) / TFS_BLOCK;
+	if (l->blocks >= ALIGN_DATA_FROM)
+		l->data_start = (l->data_start + TFS_FANOUT - 1) / TFS_FANOUT * TFS_FANOUT;
+	return 0;
+}
+
+static void use_layout(struct tfs *fs, void *area, const struct layout *l)
+{
+	fs->area = area;
+	fs->blocks = l->blocks;
+	fs->member_start = l->member_start;
+	fs->map_start = l->map_start;
+	fs->data_start = l->data_start;
+}
+
+static int make_root(struct tfs *fs, tmb_u32 uid, tmb_u32 gid, tmb_u32 mode)
+{
+	struct tfs_super *sb = tfs_sb(fs);
+	struct tfs_inode *root;
+	struct tfs_run run;
+	tmb_u64 nodes = 0;
+	tmb_s64 now = tfs_os_now();
+	int err = tfs_alloc(fs, fs->data_start, FIRST_INODE_BLOCKS, &run);
+
+	if (err)
+		return err;
+	memset(tfs_block(fs, run.block), 0, run.count << TFS_BLOCK_SHIFT);
+	err = tfs_tree_link(fs, &sb->itable_root, 0, &run, TFS_MAP_USED, &nodes);
+	if (err)
+		return err;
+	sb->itable_inodes = run.count * TFS_INODES_PER_BLOCK;
+	root = tfs_inode(fs, TFS_ROOT_INO);
+	root->mode = TFS_MODE_DIR | (mode & 07777);
+	root->owner = uid | (tmb_u64)gid << 32;
+	root->nlink = 2;
+	root->parent = TFS_ROOT_INO;
+	root->atime = root->mtime = root->ctime = root->btime = now;
+	root->version = 1;
+	root->state_gen = 1ULL << TFS_GEN_SHIFT | TFS_INODE_LIVE;
+	return 0;
+}
+
+int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, tmb_u64 hash_seed, tmb_u64 area_offset, tmb_u32 uid,
+	     tmb_u32 gid, tmb_u32 mode)
+{
+	struct tfs fs = {.hash_seed = hash_seed};
+	struct tfs_super *sb = area;
+	struct layout l;
+	int err = lay_out(length, &l);
+
+	if (err)
+		return err;
+	tmb_store_release(&sb->magic, 0);
+	memset(area, 0, l.data_start << TFS_BLOCK_SHIFT);
+	use_layout(&fs, area, &l);
+	memset(tfs_map_bytes(&fs), TFS_MAP_META, l.data_start);
+	memset(tfs_map_bytes(&fs) + l.blocks, TFS_MAP_META, ((l.data_start - l.map_start) << TFS_BLOCK_SHIFT) - l.blocks);
+	sb->version = TFS_VERSION;
+	sb->block_size = TFS_BLOCK;
+	memcpy(sb->uuid, uuid, 16);
+	sb->blocks = l.blocks;
+	sb->member_start = l.member_start;
+	sb->member_blocks = TFS_MEMBER_BLOCKS;
+	sb->map_start = l.map_start;
+	sb->data_start = l.data_start;
+	sb->hash_seed = hash_seed;
+	sb->created_ns = (tmb_u64)tfs_os_now();
+	sb->area_offset = area_offset;
+	for (tmb_u32 i = 0; label && label[i] && i < sizeof(sb->label) - 1; i++)
+		sb->label[i] = label[i];
+	err = make_root(&fs, uid, gid, mode);
+	if (!err)
+		tmb_store_release(&sb->magic, TFS_MAGIC);
+	return err;
+}
+
+int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *members, tmb_u32 member, tmb_u32 epoch)
+{
+	struct tfs_super *sb = area;
+	struct layout l;
+	tmb_u64 blocks;
+
+	if (length < sizeof(*sb) || tmb_load_acquire(&sb->magic) != TFS_MAGIC || member >= TFS_MEMBERS)
+		return -EINVAL;
+	if (tmb_load(&sb->version) != TFS_VERSION || tmb_load(&sb->incompat) ||
+	    (tmb_load(&sb->ro_compat) && !fs->read_only) || tmb_load(&sb->block_size) != TFS_BLOCK)
+		return -EPROTONOSUPPORT;
+	blocks = tmb_load(&sb->blocks);
+	if (blocks > length >> TFS_BLOCK_SHIFT || lay_out(blocks << TFS_BLOCK_SHIFT, &l) || tmb_load(&sb->member_start) != l.member_start ||
+	    tmb_load(&sb->member_blocks) != TFS_MEMBER_BLOCKS || tmb_load(&sb->map_start) != l.map_start ||
+	    tmb_load(&sb->data_start) != l.data_start)
+		return -EUCLEAN;
+	use_layout(fs, area, &l);
+	fs->hash_seed = tmb_load(&sb->hash_seed);
+	fs->members = members;
+	fs->member = member;
+	fs->epoch = epoch;
+	/* Members start apart, so that they seldom meet on a word of the map or a record of the inode table. */
+	fs->alloc_cursor = l.data_start + (l.blocks - l.data_start) / 8 * (member % 8);
+	fs->chunk_cursor = fs->alloc_cursor / TFS_FANOUT;
+	fs->inode_cursor = TFS_ROOT_INO + 1;
+	return fs->read_only ? 0 : tfs_recover(fs, member);
+}
+
+void tfs_close(struct tfs *fs)
+{
+	if (!fs->members || fs->read_only || tfs_fenced(fs))
+		return;
+	tmb_store_release(&fs->members[fs->member].recovered_epoch, fs->epoch);
+	tmb_store_release(&fs->members[fs->member].forgotten_epoch, fs->epoch);
+}
+
+void tfs_statfs(struct tfs *fs, struct tfs_statfs *out)
+{
+	tmb_u64 table = tmb_load(&tfs_sb(fs)->itable_inodes);
+	tmb_s64 used = 1;
+
+	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
+		used += tmb_load(&tfs_member_area(fs, m)->inodes_used);
+	out->blocks = fs->blocks - fs->data_start;
+	out->blocks_free = tfs_count_free(fs);
+	/* The table grows while there are blocks. */
+	out->inodes = table + out->blocks_free * TFS_INODES_PER_BLOCK;
+	out->inodes_free = used < 0 || (tmb_u64)used > out->inodes ? 0 : out->inodes - (tmb_u64)used;
+}

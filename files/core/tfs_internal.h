@@ -1,0 +1,164 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* What the core's files share among themselves. */
+#ifndef TFS_INTERNAL_H
+#define TFS_INTERNAL_H
+
+#include "tfs.h"
+
+#ifndef DT_UNKNOWN
+#define DT_UNKNOWN 0
+#endif
+#define TFS_MODE_TYPE 0170000u
+#define TFS_IS(mode, type) (((mode) & TFS_MODE_TYPE) == (type))
+#define TFS_MODE_DIR 0040000u
+#define TFS_MODE_REG 0100000u
+#define TFS_MODE_LNK 0120000u
+#define TFS_MODE_CHR 0020000u
+#define TFS_DT(mode) (((mode) >> 12) & 15)
+
+#define TFS_MIN(a, b) ((a) < (b) ? (a) : (b))
+
+/* How long a member waits for another that lives but does not let go, before it calls the memory damaged. */
+#define TFS_LOCK_LIMIT_NS (30ULL * 1000 * 1000 * 1000)
+/* How long blocks taken away wait for readers and mappers, before they are left in limbo. */
+#define TFS_REVOKE_LIMIT_NS (2ULL * 1000 * 1000 * 1000)
+
+static inline struct tfs_super *tfs_sb(struct tfs *fs)
+{
+	return (struct tfs_super *)fs->area;
+}
+
+static inline struct tfs_member_area *tfs_member_area(struct tfs *fs, tmb_u32 member)
+{
+	return (struct tfs_member_area *)tfs_block(fs, fs->member_start + (tmb_u64)member * TFS_MEMBER_BLOCKS);
+}
+
+static inline tmb_u8 *tfs_map_bytes(struct tfs *fs)
+{
+	return tfs_block(fs, fs->map_start);
+}
+
+static inline bool tfs_block_ok(struct tfs *fs, tmb_u64 block)
+{
+	return block >= fs->data_start && block < fs->blocks;
+}
+
+static inline tmb_u8 tfs_tag(struct tfs *fs)
+{
+	return (tmb_u8)(fs->member + 1);
+}
+
+static inline tmb_u64 tfs_root_word(tmb_u64 block, tmb_u32 height)
+{
+	return block | (tmb_u64)height << TFS_HEIGHT_SHIFT;
+}
+
+static inline tmb_u32 tfs_root_height(tmb_u64 root)
+{
+	return (root >> TFS_HEIGHT_SHIFT) & 15;
+}
+
+static inline int tfs_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b)
+{
+	if (!fs->read_only)
+		tmb_fetch_add(&tfs_sb(fs)->errors, 1);
+	tfs_os_damage(fs, what, a, b);
+	return -EUCLEAN;
+}
+
+/* alloc.c: the block map */
+/* Tags up to 'want' contiguous free blocks. goal: where to look first (0: anywhere). -ENOSPC. */
+int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run);
+/* Tags 512 free blocks that are aligned to 512, or some of them from 'offset' in such a chunk on. -ENOSPC. */
+int tfs_alloc_chunk(struct tfs *fs, tmb_u64 offset, tmb_u64 want, struct tfs_run *run);
+void tfs_set_map(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 value);
+tmb_u64 tfs_count_free(struct tfs *fs);
+
+/* tree.c: radix trees. 'root' is a copied root word; 'rootp' points to one, in the zone or private. */
+int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
+/* Links run.count blocks, tagged as the caller's, at a hole; then gives them and new nodes the map byte 'mark' (used; or still the
+ * tag, where the root itself is not linked yet). *nodes grows by the nodes it took. */
+int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *nodes);
+/* Blocks unlinked so far, to be freed when nobody can look at them any more. */
+#define TFS_GONE_RUNS 240u
+struct tfs_gone {
+	tmb_u32 n;
+	tmb_u64 blocks;
+	struct tfs_run runs[TFS_GONE_RUNS];
+};
+/* Unlinks (tag first) what lies in [from, to); 1: 'gone' is full, call again; 0: done. */
+int tfs_tree_unlink(struct tfs *fs, tmb_u64 *rootp, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone);
+/* Calls visit for every block of the tree, nodes after their children. Bounded by the area's blocks. */
+typedef int (*tfs_visit)(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node);
+int tfs_tree_walk(struct tfs *fs, tmb_u64 root, tfs_visit visit, void *ctx);
+/* Gives all blocks of a tree one map byte: the caller's tag before it's replaced, free after, used once it's linked. */
+int tfs_tree_mark(struct tfs *fs, tmb_u64 root, tmb_u8 mark);
+
+/* lock.c: locks across members, and who lives */
+int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters);
+void tfs_unlock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters);
+int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino); /* -EAGAIN: taken */
+bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
+bool tfs_member_active(struct tfs *fs, tmb_u32 member);
+void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason); /* bit per member */
+bool tfs_fenced(struct tfs *fs); /* this member was declared dead: it must not write any more */
+/* Waits until nobody reads, maps or pins blocks of 'ino'; false: somebody still may after the time limit. */
+bool tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
+
+bool tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino); /* the same, of readers only */
+
+/* tx.c: transactions */
+int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot);
+struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot);
+void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino);
+void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1);
+void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value);
+void tfs_tx_commit(struct tfs *fs, tmb_u32 slot); /* stores the words */
+void tfs_tx_end(struct tfs *fs, tmb_u32 slot);
+
+/* inode.c */
+struct tfs_inode *tfs_inode(struct tfs *fs, tmb_u64 ino);	     /* any state; NULL: no such inode */
+int tfs_live_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode **out); /* -ESTALE, -EUCLEAN */
+int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode **out); /* claimed, state NEW */
+void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode);	/* undo, contents freed too */
+/* With the inode locked, nlink 0, nobody has it open: frees contents and number. */
+int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
+/* Removes and frees blocks [from, to) of the data tree, waiting for readers and mappers. */
+int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to);
+tmb_u64 tfs_blocks_of(tmb_u64 bytes);
+static inline tmb_u64 tfs_free_state(tmb_u64 state_gen)
+{
+	return ((state_gen >> TFS_GEN_SHIFT) + 1) << TFS_GEN_SHIFT;
+}
+void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data); /* ctime, version; mtime if data */
+/* Makes a tree over a copy of 'data' and stores its root word; 'mark' as in tfs_tree_link. */
+int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark);
+
+/* dir.c: entries of one directory. The caller holds its lock for all but tfs_dir_find (with a seq check). */
+struct tfs_slot {
+	struct tfs_dirent *entry;
+	tmb_u64 granule; /* position */
+	tmb_u64 ref;	 /* copied */
+};
+tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len);
+int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot);
+/* Makes an entry with ref 0 that lookups do not see yet, in the index already. */
+int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot);
+void tfs_dir_unreserve(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot);
+/* After its ref became 0: out of the index. */
+void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot, tmb_u32 hash);
+static inline void tfs_dir_begin(struct tfs_inode *dir)
+{
+	tmb_u64 seq = tmb_load(&dir->seq);
+	tmb_store(&dir->seq, seq | 1);
+	tmb_fence();
+}
+static inline void tfs_dir_end(struct tfs_inode *dir)
+{
+	tmb_store_release(&dir->seq, (tmb_load(&dir->seq) | 1) + 1);
+}
+
+/* xattr.c */
+int tfs_xattr_image_ok(const void *image, tmb_u64 len);
+
+#endif

@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Radix trees over blocks, as an MMU has them. Readers walk without a lock: each step copies one entry and checks the
+ * block number, so the worst that a changing or hostile tree can do is to end the walk. Writers hold the lock of the
+ * inode that the tree belongs to; each change is one store of one entry.
+ */
+#include "tfs_internal.h"
+
+static inline tmb_u64 span_of(tmb_u32 level) /* blocks below one entry of a node at 'level' (1: leaf node) */
+{
+	return 1ULL << (TFS_FANOUT_SHIFT * (level - 1));
+}
+
+static inline tmb_u64 *node_entries(struct tfs *fs, tmb_u64 node)
+{
+	return (tmb_u64 *)tfs_block(fs, node);
+}
+
+static inline bool huge_ok(struct tfs *fs, tmb_u32 level, tmb_u64 block)
+{
+	return level == 2 && !(block & (TFS_FANOUT - 1)) && tfs_block_ok(fs, block) && tfs_block_ok(fs, block + TFS_FANOUT - 1);
+}
+
+static bool beyond(tmb_u32 height, tmb_u64 fblock)
+{
+	return height < 7 && fblock >> (TFS_FANOUT_SHIFT * height);
+}
+
+int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+{
+	tmb_u32 height = tfs_root_height(root), level;
+	tmb_u64 node = root & TFS_BLOCKNR_MASK;
+
+	run->block = 0;
+	run->count = count;
+	if (!node)
+		return 0;
+	if (height > TFS_MAX_HEIGHT || !tfs_block_ok(fs, node))
+		return tfs_damage(fs, "tree root out of range", root, fblock);
+	if (beyond(height, fblock))
+		return 0;
+	if (!height) {
+		run->block = node;
+		run->count = 1;
+		return 0;
+	}
+	for (level = height; level; level--) {
+		tmb_u64 *entries = node_entries(fs, node), span = span_of(level);
+		tmb_u32 i = (fblock / span) & (TFS_FANOUT - 1);
+		tmb_u64 entry = tmb_load_acquire(&entries[i]), block = entry & TFS_BLOCKNR_MASK;
+		tmb_u64 within = fblock & (span - 1), n = span - within;
+
+		if (!block) {
+			while (n < count && ++i < TFS_FANOUT && !(tmb_load(&entries[i]) & TFS_BLOCKNR_MASK))
+				n += span;
+			run->count = TFS_MIN(n, count);
+			return 0;
+		}
+		if (entry & TFS_ENTRY_HUGE) {
+			if (!huge_ok(fs, level, block))
+				return tfs_damage(fs, "large tree entry out of range", entry, fblock);
+			run->block = block + within;
+			while (n < count && ++i < TFS_FANOUT) {
+				block += TFS_FANOUT;
+				if (tmb_load_acquire(&entries[i]) != (block | TFS_ENTRY_HUGE) || !huge_ok(fs, level, block))
+					break;
+				n += span;
+			}
+			run->count = TFS_MIN(n, count);
+			return 0;
+		}
+		if (!tfs_block_ok(fs, block))
+			return tfs_damage(fs, "tree entry out of range", entry, fblock);
+		if (level == 1) {
+			run->block = block;
+			n = 1;
+			while (n < count && ++i < TFS_FANOUT && tfs_block_ok(fs, block + n) &&
+			       tmb_load_acquire(&entries[i]) == block + n)
+				n++;
+			run->count = n;
+			return 0;
+		}
+		node = block;
+	}
+	return 0;
+}
+
+static int new_node(struct tfs *fs, tmb_u64 *nodes, tmb_u64 *node) /* tagged */
+{
+	struct tfs_run run;
+	int err = tfs_alloc(fs, 0, 1, &run);
+
+	if (err)
+		return err;
+	memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
+	*node = run.block;
+	(*nodes)++;
+	return 0;
+}
+
+/* Makes the tree at least 'height' high. */
+static int grow(struct tfs *fs, tmb_u64 *rootp, tmb_u32 height, tmb_u8 mark, tmb_u64 *nodes)
+{
+	tmb_u64 root = tmb_load(rootp), node;
+	int err;
+
+	if (!(root & TFS_BLOCKNR_MASK)) {
+		if (!height)
+			return 0;
+		err = new_node(fs, nodes, &node);
+		if (err)
+			return err;
+		tmb_store_release(rootp, tfs_root_word(node, height));
+		tfs_set_map(fs, node, 1, mark);
+		return 0;
+	}
+	while (tfs_root_height(root) < height) {
+		err = new_node(fs, nodes, &node);
+		if (err)
+			return err;
+		node_entries(fs, node)[0] = root & TFS_BLOCKNR_MASK;
+		root = tfs_root_word(node, tfs_root_height(root) + 1);
+		tmb_store_release(rootp, root);
+		tfs_set_map(fs, node, 1, mark);
+	}
+	return 0;
+}
+
+int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *nodes)
+{
+	bool huge = run->count == TFS_FANOUT && !(run->block & (TFS_FANOUT - 1)) && !(fblock & (TFS_FANOUT - 1));
+	tmb_u64 last = fblock + run->count - 1, done = 0, root;
+	tmb_u32 height = huge ? 2 : 0;
+	int err;
+
+	while (height <= TFS_MAX_HEIGHT && beyond(height, last))
+		height++;
+	if (height > TFS_MAX_HEIGHT)
+		return -EFBIG;
+	root = tmb_load(rootp);
+	if (tfs_root_height(root) > TFS_MAX_HEIGHT)
+		return tfs_damage(fs, "tree too high", root, fblock);
+	if (!height && !root) {
+		tmb_store_release(rootp, tfs_root_word(run->block, 0));
+		tfs_set_map(fs, run->block, 1, mark);
+		return 0;
+	}
+	/* Not higher than asked for while it is a single block: block 0 then exists, the run goes beside it. */
+	err = grow(fs, rootp, height ? height : 1, mark, nodes);
+	if (err)
+		return err;
+	while (done < run->count) {
+		tmb_u64 node, at = fblock + done;
+		tmb_u32 level;
+
+		root = tmb_load(rootp);
+		node = root & TFS_BLOCKNR_MASK;
+		for (level = tfs_root_height(root); level > (huge ? 2u : 1u); level--) {
+			tmb_u64 *slot, entry, child;
+
+			if (!tfs_block_ok(fs, node))
+				return tfs_damage(fs, "tree node out of range", node, fblock);
+			slot = &node_entries(fs, node)[(at / span_of(level)) & (TFS_FANOUT - 1)];
+			entry = tmb_load(slot);
+			if (entry & TFS_ENTRY_HUGE)
+				return tfs_damage(fs, "large entry where a hole was", entry, fblock);
+			child = entry & TFS_BLOCKNR_MASK;
+			if (!child) {
+				err = new_node(fs, nodes, &child);
+				if (err)
+					return err;
+				tmb_store_release(slot, child);
+				tfs_set_map(fs, child, 1, mark);
+			}
+			node = child;
+		}
+		if (!tfs_block_ok(fs, node))
+			return tfs_damage(fs, "tree node out of range", node, fblock);
+		if (huge) {
+			tmb_u64 *slot = &node_entries(fs, node)[(at >> TFS_FANOUT_SHIFT) & (TFS_FANOUT - 1)];
+
+			if (tmb_load(slot)) {
+				/* A leaf node is there, with holes only or not: go in small steps. */
+				huge = false;
+				continue;
+			}
+			tmb_store_release(slot, run->block | TFS_ENTRY_HUGE);
+			done += TFS_FANOUT;
+		} else {
+			tmb_u64 *entries = node_entries(fs, node);
+			tmb_u32 i = at & (TFS_FANOUT - 1);
+
+			for (; i < TFS_FANOUT && done < run->count; i++, done++)
+				tmb_store_release(&entries[i], run->block + done);
+		}
+	}
+	tfs_set_map(fs, run->block, run->count, mark);
+	return 0;
+}
+
+/* --- removing --------------------------------------------------------------------------------------------- */
+
+static bool gone_add(struct tfs_gone *gone, tmb_u64 block, tmb_u64 count)
+{
+	if (gone->n && gone->runs[gone->n - 1].block + gone->runs[gone->n - 1].count == block) {
+		gone->runs[gone->n - 1].count += count;
+	} else {
+		if (gone->n == TFS_GONE_RUNS)
+			return false;
+		gone->runs[gone->n].block = block;
+		gone->runs[gone->n].count = count;
+		gone->n++;
+	}
+	gone->blocks += count;
+	return true;
+}
+
+/* Unlinks one entry that refers to 'count' blocks. */
+static bool unlink_entry(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 count, struct tfs_gone *gone)
+{
+	if (gone->n == TFS_GONE_RUNS)
+		return false;
+	tfs_set_map(fs, block, count, tfs_tag(fs));
+	tmb_store_release(slot, 0);
+	return gone_add(gone, block, count);
+}
+
+/* A large entry of which only a part goes: an ordinary node in its place. */
+static int split(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 *node)
+{
+	tmb_u64 nodes = 0;
+	int err = new_node(fs, &nodes, node);
+
+	if (err)
+		return err;
+	for (tmb_u32 i = 0; i < TFS_FANOUT; i++)
+		node_entries(fs, *node)[i] = block + i;
+	tmb_store_release(slot, *node);
+	tfs_set_map(fs, *node, 1, TFS_MAP_USED);
+	return 0;
+}
+
+/* [from, to) relative to the first file block below 'node'. 0, 1 (gone is full) or -errno. */
+static int unlink_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone)
+{
+	tmb_u64 *entries = node_entries(fs, node), span = span_of(level);
+
+	for (tmb_u64 i = from / span; i < TFS_FANOUT && i * span < to; i++) {
+		tmb_u64 entry = tmb_load(&entries[i]), block = entry & TFS_BLOCKNR_MASK, start = i * span;
+		tmb_u64 a = from > start ? from - start : 0, b = TFS_MIN(to - start, span);
+		bool whole = !a && b == span;
+		int err;
+
+		if (!block)
+			continue;
+		if (entry & TFS_ENTRY_HUGE) {
+			if (!huge_ok(fs, level, block))
+				return tfs_damage(fs, "large tree entry out of range", entry, node);
+			if (whole) {
+				if (!unlink_entry(fs, &entries[i], block, TFS_FANOUT, gone))
+					return 1;
+				continue;
+			}
+			err = split(fs, &entries[i], block, &block);
+			if (err)
+				return err;
+		}
+		if (!tfs_block_ok(fs, block))
+			return tfs_damage(fs, "tree entry out of range", entry, node);
+		if (level > 1) {
+			err = unlink_below(fs, block, level - 1, a, b, gone);
+			if (err)
+				return err;
+			if (!whole)
+				continue;
+		}
+		if (!unlink_entry(fs, &entries[i], block, 1, gone))
+			return 1;
+	}
+	return 0;
+}
+
+int tfs_tree_unlink(struct tfs *fs, tmb_u64 *rootp, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone)
+{
+	tmb_u64 root = tmb_load(rootp), block = root & TFS_BLOCKNR_MASK, covered;
+	tmb_u32 height = tfs_root_height(root);
+	int err = 0;
+
+	if (!block)
+		return 0;
+	if (height > TFS_MAX_HEIGHT || !tfs_block_ok(fs, block))
+		return tfs_damage(fs, "tree root out of range", root, 0);
+	covered = 1ULL << (TFS_FANOUT_SHIFT * height);
+	to = TFS_MIN(to, covered);
+	if (from >= to)
+		return 0;
+	if (height)
+		err = unlink_below(fs, block, height, from, to, gone);
+	if (!err && !from && to == covered && !unlink_entry(fs, rootp, block, 1, gone))
+		err = 1;
+	return err;
+}
+
+/* --- whole trees ------------------------------------------------------------------------------------------- */
+
+static int walk_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tfs_visit visit, void *ctx, tmb_u64 *budget)
+{
+	int err;
+
+	if (!tfs_block_ok(fs, node))
+		return tfs_damage(fs, "tree entry out of range", node, level);
+	/* A tree that refers to more blocks than there are goes round in circles. */
+	if (!(*budget)--)
+		return tfs_damage(fs, "tree without end", node, level);
+	if (level) {
+		tmb_u64 *entries = node_entries(fs, node);
+
+		for (tmb_u32 i = 0; i < TFS_FANOUT; i++) {
+			tmb_u64 entry = tmb_load(&entries[i]), block = entry & TFS_BLOCKNR_MASK;
+
+			if (!block)
+				continue;
+			if (entry & TFS_ENTRY_HUGE) {
+				if (!huge_ok(fs, level, block) || *budget < TFS_FANOUT)
+					return tfs_damage(fs, "large tree entry out of range", entry, node);
+				*budget -= TFS_FANOUT;
+				err = visit(fs, ctx, block, TFS_FANOUT, false);
+			} else {
+				err = walk_below(fs, block, level - 1, visit, ctx, budget);
+			}
+			if (err)
+				return err;
+		}
+	}
+	return visit(fs, ctx, node, 1, level > 0);
+}
+
+int tfs_tree_walk(struct tfs *fs, tmb_u64 root, tfs_visit visit, void *ctx)
+{
+	tmb_u64 budget = fs->blocks;
+
+	if (!(root & TFS_BLOCKNR_MASK))
+		return 0;
+	if (tfs_root_height(root) > TFS_MAX_HEIGHT)
+		return tfs_damage(fs, "tree too high", root, 0);
+	return walk_below(fs, root & TFS_BLOCKNR_MASK, tfs_root_height(root), visit, ctx, &budget);
+}
+
+static int visit_set(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
+{
+	(void)node;
+	tfs_set_map(fs, block, count, *(tmb_u8 *)ctx);
+	return 0;
+}
+
+int tfs_tree_mark(struct tfs *fs, tmb_u64 root, tmb_u8 mark)
+{
+	return tfs_tree_walk(fs, root, visit_set, &mark);
+}

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Transactions, and the cleaning up after a dead member that they make possible (tfs_format.h tells how they work).
+ */
+#include "tfs_internal.h"
+
+struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot)
+{
+	return &tfs_member_area(fs, fs->member)->tx[slot];
+}
+
+static tmb_u64 tx_state(struct tfs *fs, tmb_u32 state)
+{
+	return (tmb_u64)fs->epoch << 32 | state;
+}
+
+int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot)
+{
+	tmb_u32 i = tfs_os_cpu() % TFS_TX_SLOTS;
+	tmb_u64 since = 0;
+
+	if (fs->read_only)
+		return -EROFS;
+	if (tfs_fenced(fs))
+		return -ESHUTDOWN;
+	for (tmb_u32 round = 0;; round++, i = (i + 1) % TFS_TX_SLOTS) {
+		struct tfs_tx *tx = tfs_tx(fs, i);
+
+		if ((tmb_load(&tx->state) & 0xff) == TFS_TX_FREE) {
+			tmb_u64 old = tmb_load(&tx->state);
+
+			if ((old & 0xff) == TFS_TX_FREE && tmb_cas64(&tx->state, old, tx_state(fs, TFS_TX_OPEN))) {
+				*slot = i;
+				return 0;
+			}
+		}
+		if (round && round % TFS_TX_SLOTS == 0) {
+			if (!since)
+				since = tfs_os_clock();
+			else if (tfs_os_clock() - since > TFS_LOCK_LIMIT_NS)
+				return tfs_damage(fs, "transaction slots all taken", fs->member, 0);
+			tfs_os_wait(fs, round / TFS_TX_SLOTS);
+		}
+	}
+}
+
+void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino)
+{
+	tmb_store_release(&tfs_tx(fs, slot)->ino[index], ino);
+}
+
+void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1)
+{
+	struct tfs_tx *tx = tfs_tx(fs, slot);
+
+	tmb_store(&tx->arg[0], arg0);
+	tmb_store(&tx->arg[1], arg1);
+	tmb_store_release(&tx->redo, redo);
+}
+
+void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value)
+{
+	struct tfs_tx *tx = tfs_tx(fs, slot);
+	tmb_u32 n = tmb_load(&tx->n_words);
+
+	/* No operation needs more; the count is memory that others can write, so it is checked all the same. */
+	if (n >= TFS_TX_WORDS)
+		return;
+	tx->words[n].offset = (tmb_u64)((tmb_u8 *)field - fs->area);
+	tx->words[n].value = value;
+	tmb_store(&tx->n_words, n + 1);
+}
+
+static void store_words(struct tfs *fs, struct tfs_tx *tx)
+{
+	tmb_u64 n = TFS_MIN(tmb_load(&tx->n_words), TFS_TX_WORDS);
+
+	for (tmb_u64 i = 0; i < n; i++) {
+		tmb_u64 offset = tmb_load(&tx->words[i].offset), value = tmb_load(&tx->words[i].value);
+
+		if (offset % 8 || offset > (fs->blocks << TFS_BLOCK_SHIFT) - 8)
+			tfs_damage(fs, "transaction word out of range", offset, i);
+		else
+			tmb_store_release((tmb_u64 *)(fs->area + offset), value);
+	}
+}
+
+void tfs_tx_commit(struct tfs *fs, tmb_u32 slot)
+{
+	struct tfs_tx *tx = tfs_tx(fs, slot);
+
+	tmb_store_release(&tx->state, tx_state(fs, TFS_TX_COMMITTED));
+	store_words(fs, tx);
+}
+
+static void clear_tx(struct tfs_tx *tx, tmb_u64 state)
+{
+	for (tmb_u32 i = 0; i < TFS_TX_INODES; i++)
+		tmb_store(&tx->ino[i], 0);
+	tmb_store(&tx->redo, TFS_REDO_NONE);
+	tmb_store(&tx->n_words, 0);
+	tmb_store_release(&tx->state, state);
+}
+
+void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
+{
+	clear_tx(tfs_tx(fs, slot), tx_state(fs, TFS_TX_FREE));
+}
+
+/* --- after a death ------------------------------------------------------------------------------------------- */
+
+/* A block that carries the dead member's tag and is linked: it stays. */
+static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
+{
+	tmb_u8 *map = tfs_map_bytes(fs), tag = *(tmb_u8 *)ctx;
+
+	(void)node;
+	for (; count; count--, block++)
+		if (tmb_load(&map[block]) == tag)
+			tmb_store_release(&map[block], TFS_MAP_USED);
+	return 0;
+}
+
+static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag)
+{
+	struct tfs_inode *inode;
+
+	if (ino == TFS_TX_ITABLE) {
+		tfs_tree_walk(fs, tmb_load(&tfs_sb(fs)->itable_root), keep_tagged, &tag);
+		return;
+	}
+	inode = tfs_inode(fs, ino);
+	if (!inode)
+		return;
+	tfs_tree_walk(fs, tmb_load(&inode->root), keep_tagged, &tag);
+	tfs_tree_walk(fs, tmb_load(&inode->index_root), keep_tagged, &tag);
+	tfs_tree_walk(fs, tmb_load(&inode->xattr_root), keep_tagged, &tag);
+	tfs_tree_walk(fs, tmb_load(&inode->locks), keep_tagged, &tag);
+}
+
+static void free_tagged(struct tfs *fs, tmb_u8 tag)
+{
+	tmb_u8 *map = tfs_map_bytes(fs);
+
+	for (tmb_u64 block = fs->data_start; block < fs->blocks; block++)
+		if (tmb_load(&map[block]) == tag)
+			tmb_store_release(&map[block], TFS_MAP_FREE);
+}
+
+static bool created_by(tmb_u64 state_gen, tmb_u32 member)
+{
+	return (state_gen & 0xff) == TFS_INODE_NEW && (state_gen >> 8 & 0xff) == member + 1;
+}
+
+/* The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. */
+static void redo(struct tfs *fs, struct tfs_tx *tx)
+{
+	tmb_u32 what = tmb_load(&tx->redo);
+	tmb_u64 ino = tmb_load(&tx->ino[0]), from = tmb_load(&tx->arg[0]), to = tmb_load(&tx->arg[1]);
+	struct tfs_inode *inode;
+
+	if (what == TFS_REDO_NONE || what == TFS_REDO_FREE || tfs_live_inode(fs, ino, &inode))
+		return; /* orphans are freed by the scan that follows */
+	if (what == TFS_REDO_TRIM) {
+		from = tfs_blocks_of(tmb_load(&inode->size));
+		to = ~0ULL;
+	}
+	tfs_remove_blocks(fs, inode, ino, from, to);
+}
+
+static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
+{
+	tmb_u64 n = tmb_load(&tfs_sb(fs)->itable_inodes), bit = 1ULL << member;
+
+	for (tmb_u64 ino = TFS_ROOT_INO; ino < n; ino++) {
+		struct tfs_inode *inode = tfs_inode(fs, ino);
+		tmb_u64 state;
+
+		if (!inode)
+			break; /* itable_inodes says more than there are */
+		state = tmb_load(&inode->state_gen);
+		if (created_by(state, member)) {
+			tfs_drop_new_inode(fs, inode);
+			continue;
+		}
+		if ((state & 0xff) != TFS_INODE_LIVE)
+			continue;
+		if (tmb_load(&inode->openers) & bit)
+			tmb_fetch_and(&inode->openers, ~bit);
+		if (tmb_load(&inode->mappers) & bit)
+			tmb_fetch_and(&inode->mappers, ~bit);
+		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
+			tfs_close_ref(fs, ino);
+	}
+}
+
+/* The newest epoch of a member whose leftovers can be there. */
+static tmb_u32 ended_epoch(struct tmb_member *slot)
+{
+	tmb_u64 state_epoch = tmb_load_acquire(&slot->state_epoch);
+	tmb_u32 epoch = tmb_epoch(state_epoch);
+
+	/* The present incarnation starts nothing before its predecessors are cleaned up (tfs_open). */
+	return tmb_state(state_epoch) == TMB_MEMBER_ACTIVE && epoch ? epoch - 1 : epoch;
+}
+
+/* Locks and transactions; with the recovery lock. */
+static void recover_transactions(struct tfs *fs, tmb_u32 member)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, member);
+	tmb_u8 tag = (tmb_u8)(member + 1);
+	tmb_u32 i, k;
+
+	for (i = 0; i < TFS_TX_SLOTS; i++)
+		if ((tmb_load_acquire(&area->tx[i].state) & 0xff) == TFS_TX_COMMITTED)
+			store_words(fs, &area->tx[i]);
+	for (i = 0; i < TFS_TX_SLOTS; i++) {
+		if ((tmb_load(&area->tx[i].state) & 0xff) == TFS_TX_FREE)
+			continue;
+		for (k = 0; k < TFS_TX_INODES; k++) {
+			tmb_u64 ino = tmb_load(&area->tx[i].ino[k]);
+			struct tfs_inode *inode = ino && ino != TFS_TX_ITABLE ? tfs_inode(fs, ino) : NULL;
+
+			if (ino)
+				keep_inode_blocks(fs, ino, tag);
+			if (inode && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1)
+				tfs_dir_end(inode);
+		}
+	}
+	free_tagged(fs, tag);
+	for (i = 0; i < TFS_TX_SLOTS; i++) {
+		struct tfs_tx *tx = &area->tx[i];
+		tmb_u32 state = tmb_load(&tx->state) & 0xff;
+
+		if (state == TFS_TX_COMMITTED || (state == TFS_TX_OPEN && tmb_load(&tx->redo) == TFS_REDO_TRIM))
+			redo(fs, tx);
+	}
+	for (i = 0; i < TFS_PINS; i++)
+		tmb_store(&area->pins[i].ino, 0);
+	for (i = 0; i < TFS_TX_SLOTS; i++)
+		clear_tx(&area->tx[i], 0);
+	memset(area->waits, 0, sizeof(area->waits));
+}
+
+int tfs_recover(struct tfs *fs, tmb_u32 member)
+{
+	struct tmb_member *slot;
+	tmb_u32 upto;
+	int err;
+
+	if (!fs->members || member >= TFS_MEMBERS)
+		return 0;
+	slot = &fs->members[member];
+	if (tmb_load_acquire(&slot->forgotten_epoch) >= ended_epoch(slot))
+		return 0;
+	err = tfs_lock_word(fs, &slot->recovery_lock, NULL);
+	if (err)
+		return err;
+	upto = ended_epoch(slot);
+	if (tmb_load_acquire(&slot->recovered_epoch) < upto) {
+		recover_transactions(fs, member);
+		tmb_store_release(&slot->recovered_epoch, upto);
+	}
+	/* From here on the dead member's locks can be taken over, which the following does itself. */
+	if (tmb_load_acquire(&slot->forgotten_epoch) < upto) {
+		forget_member_in_inodes(fs, member);
+		tmb_store_release(&slot->forgotten_epoch, upto);
+	}
+	tfs_unlock_word(fs, &slot->recovery_lock, NULL);
+	return 0;
+}
+
+int tfs_recover_all(struct tfs *fs)
+{
+	if (!fs->members || fs->read_only)
+		return 0;
+	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++) {
+		int err = tfs_recover(fs, m);
+
+		if (err)
+			return err;
+	}
+	return 0;
+}

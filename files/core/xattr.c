@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Extended attributes: all of an inode's attributes are one image, in a tree of its own. Setting one writes a new image and
+ * swaps the root word; readers copy the image under a pin and parse their copy.
+ */
+#include "tfs_internal.h"
+
+#define IMAGE_MAX (2 * TFS_XATTR_MAX)
+
+static tmb_u32 entry_bytes(const struct tfs_xattr_entry *e)
+{
+	return (tmb_u32)((sizeof(*e) + e->name_len + e->value_len + 7) & ~7ULL);
+}
+
+/* The entry at *at of a private, hostile copy, or NULL; *at moves on. */
+static const struct tfs_xattr_entry *next_entry(const tmb_u8 *image, tmb_u32 bytes, tmb_u32 *at)
+{
+	const struct tfs_xattr_entry *e = (const struct tfs_xattr_entry *)(image + *at);
+
+	if (*at + sizeof(*e) > bytes || e->name_len > TFS_NAME_MAX || !e->name_len || e->value_len > TFS_XATTR_MAX ||
+	    entry_bytes(e) > bytes - *at)
+		return NULL;
+	*at += entry_bytes(e);
+	return e;
+}
+
+int tfs_xattr_image_ok(const void *image, tmb_u64 len)
+{
+	const struct tfs_xattr_image *head = image;
+	tmb_u32 at = sizeof(*head);
+
+	if (len < sizeof(*head) || head->bytes != len || len > IMAGE_MAX)
+		return -EINVAL;
+	while (at < head->bytes)
+		if (!next_entry(image, head->bytes, &at))
+			return -EINVAL;
+	return 0;
+}
+
+/* A private copy of the image, at least its header; the caller frees it. room: bytes wanted beyond it. */
+static int read_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 room, tmb_u8 **out)
+{
+	struct tfs_xattr_image *head;
+	tmb_u32 bytes = sizeof(*head), done = 0, pin;
+	tmb_u8 *image = NULL;
+	struct tfs_run run;
+	tmb_u64 root;
+	int err = 0;
+
+	pin = tfs_pin(fs, ino);
+	root = tmb_load_acquire(&inode->xattr_root);
+	if (root) {
+		err = tfs_tree_map(fs, root, 0, 1, &run);
+		if (!err && run.block)
+			bytes = tmb_load((tmb_u32 *)tfs_block(fs, run.block));
+		if (err || !run.block || bytes < sizeof(*head) || bytes > IMAGE_MAX)
+			err = tfs_damage(fs, "attribute image size", ino, bytes);
+	}
+	tfs_unpin(fs, pin);
+	if (err)
+		return err;
+	/* No allocation under a pin: it may sleep. */
+	image = tfs_os_alloc(bytes + room + 8);
+	if (!image)
+		return -ENOMEM;
+	head = (struct tfs_xattr_image *)image;
+	pin = tfs_pin(fs, ino);
+	if (tmb_load_acquire(&inode->xattr_root) != root)
+		err = -EAGAIN;
+	while (!err && root && done < bytes) {
+		tmb_u32 n;
+
+		err = tfs_tree_map(fs, root, done >> TFS_BLOCK_SHIFT, tfs_blocks_of(bytes - done), &run);
+		if (!err && !run.block)
+			err = -EUCLEAN;
+		if (err)
+			break;
+		n = (tmb_u32)TFS_MIN((tmb_u64)(bytes - done), run.count << TFS_BLOCK_SHIFT);
+		memcpy(image + done, tfs_block(fs, run.block), n);
+		done += n;
+	}
+	tfs_unpin(fs, pin);
+	if (!err && !root) {
+		head->bytes = sizeof(*head);
+		head->count = 0;
+	}
+	if (!err && (head->bytes != bytes || tfs_xattr_image_ok(image, bytes)))
+		err = tfs_damage(fs, "attribute image malformed", ino, bytes);
+	if (err) {
+		tfs_os_free(image);
+		return err;
+	}
+	*out = image;
+	return 0;
+}
+
+/* Again while another member replaces it. */
+static int get_image(struct tfs *fs, tmb_u64 ino, tmb_u8 **image)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, ino, &inode);
+
+	for (tmb_u32 tries = 0; !err && tries < 10000; tries++) {
+		err = read_image(fs, inode, ino, 0, image);
+		if (err != -EAGAIN)
+			return err;
+		err = 0;
+		tfs_os_relax();
+	}
+	return err ? err : tfs_damage(fs, "attributes changing without end", ino, 0);
+}
+
+static const struct tfs_xattr_entry *find(const tmb_u8 *image, const char *name, tmb_u32 *where)
+{
+	const struct tfs_xattr_image *head = (const struct tfs_xattr_image *)image;
+	const struct tfs_xattr_entry *e;
+	tmb_u32 at = sizeof(*head), len = (tmb_u32)strlen(name);
+
+	while ((*where = at) < head->bytes && (e = next_entry(image, head->bytes, &at)))
+		if (e->name_len == len && !memcmp(e + 1, name, len))
+			return e;
+	return NULL;
+}
+
+tmb_s64 tfs_xattr_get(struct tfs *fs, tmb_u64 ino, const char *name, void *value, tmb_u64 size)
+{
+	const struct tfs_xattr_entry *e;
+	struct tfs_inode *inode;
+	tmb_u8 *image;
+	tmb_u32 where;
+	tmb_s64 r = tfs_live_inode(fs, ino, &inode);
+
+	if (r)
+		return r;
+	if (!tmb_load(&inode->xattr_root))
+		return -ENODATA;
+	r = get_image(fs, ino, &image);
+	if (r)
+		return r;
+	e = find(image, name, &where);
+	if (!e)
+		r = -ENODATA;
+	else if (size && size < e->value_len)
+		r = -ERANGE;
+	else
+		r = e->value_len;
+	if (r > 0 && size)
+		memcpy(value, (const char *)(e + 1) + e->name_len, (size_t)r);
+	tfs_os_free(image);
+	return r;
+}
+
+tmb_s64 tfs_xattr_list(struct tfs *fs, tmb_u64 ino, char *list, tmb_u64 size)
+{
+	const struct tfs_xattr_entry *e;
+	tmb_u32 at = sizeof(struct tfs_xattr_image);
+	tmb_u8 *image;
+	tmb_s64 total = 0, err = get_image(fs, ino, &image);
+
+	if (err)
+		return err;
+	while (at < ((struct tfs_xattr_image *)image)->bytes && (e = next_entry(image, ((struct tfs_xattr_image *)image)->bytes, &at))) {
+		if (size && (tmb_u64)total + e->name_len + 1 > size) {
+			total = -ERANGE;
+			break;
+		}
+		if (size) {
+			memcpy(list + total, e + 1, e->name_len);
+			list[total + e->name_len] = 0;
+		}
+		total += e->name_len + 1;
+	}
+	tfs_os_free(image);
+	return total;
+}
+
+/* Changes the private image, which has room. */
+static int edit(tmb_u8 *image, const char *name, const void *value, tmb_u64 size, tmb_u32 flags)
+{
+	struct tfs_xattr_image *head = (struct tfs_xattr_image *)image;
+	struct tfs_xattr_entry *e;
+	tmb_u32 where, len = (tmb_u32)strlen(name), bytes;
+	const struct tfs_xattr_entry *old = find(image, name, &where);
+
+	if (old && flags & TFS_XATTR_CREATE)
+		return -EEXIST;
+	if (!old && (flags & TFS_XATTR_REPLACE || !value))
+		return -ENODATA;
+	if (old) {
+		bytes = entry_bytes(old);
+		memmove(image + where, image + where + bytes, head->bytes - where - bytes);
+		head->bytes -= bytes;
+		head->count--;
+	}
+	if (!value)
+		return 0;
+	e = (struct tfs_xattr_entry *)(image + head->bytes);
+	memset(e, 0, sizeof(*e));
+	e->name_len = (tmb_u16)len;
+	e->value_len = (tmb_u32)size;
+	bytes = entry_bytes(e);
+	if (head->bytes + bytes > IMAGE_MAX)
+		return -ENOSPC;
+	memset(e + 1, 0, bytes - sizeof(*e));
+	memcpy(e + 1, name, len);
+	memcpy((char *)(e + 1) + len, value, size);
+	head->bytes += bytes;
+	head->count++;
+	return 0;
+}
+
+int tfs_xattr_set(struct tfs *fs, tmb_u64 ino, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode, tmb_s64 now)
+{
+	struct tfs_inode *inode;
+	tmb_u64 old, root = 0;
+	tmb_u8 *image;
+	tmb_u32 slot;
+	int err;
+
+	if (size > TFS_XATTR_MAX)
+		return -E2BIG;
+	if (!*name || strlen(name) > TFS_NAME_MAX)
+		return -ERANGE;
+	err = tfs_tx_begin(fs, &slot);
+	if (err)
+		return err;
+	err = tfs_lock_inode(fs, ino);
+	if (err)
+		goto end;
+	inode = tfs_inode(fs, ino);
+	tfs_tx_inode(fs, slot, 0, ino);
+	err = read_image(fs, inode, ino, (tmb_u32)(sizeof(struct tfs_xattr_entry) + strlen(name) + size + 8), &image);
+	if (err)
+		goto unlock;
+	err = edit(image, name, value, size, flags);
+	/* Removing what is not there is what an ACL that says no more than the mode asks for. */
+	if (err == -ENODATA && !value && mode >= 0)
+		err = 0;
+	if (!err && ((struct tfs_xattr_image *)image)->count)
+		err = tfs_write_image(fs, &root, image, ((struct tfs_xattr_image *)image)->bytes, tfs_tag(fs));
+	tfs_os_free(image);
+	if (err)
+		goto unlock;
+	old = tmb_load(&inode->xattr_root);
+	tfs_tree_mark(fs, old, tfs_tag(fs));
+	tfs_tx_word(fs, slot, &inode->xattr_root, root);
+	if (mode >= 0)
+		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | ((tmb_u64)mode & 07777));
+	tfs_tx_commit(fs, slot);
+	tfs_tree_mark(fs, root, TFS_MAP_USED);
+	tfs_changed(inode, now, false);
+	if (old) {
+		bool unused = tfs_wait_unpinned(fs, ino);
+
+		tfs_tree_mark(fs, old, unused ? TFS_MAP_FREE : TFS_MAP_LIMBO);
+	}
+unlock:
+	tfs_unlock_inode(fs, ino);
+end:
+	tfs_tx_end(fs, slot);
+	return err;
+}

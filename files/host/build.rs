@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Compiles the file system's core for user space and takes its interface and format from its headers.
+
+use std::path::PathBuf;
+
+fn main() {
+    let core = PathBuf::from("../core");
+    let mut sources: Vec<PathBuf> = std::fs::read_dir(&core)
+        .expect("files/core is part of the repository")
+        .map(|entry| entry.expect("a readable directory").path())
+        .filter(|path| path.extension().is_some_and(|ext| ext == "c"))
+        .collect();
+    sources.sort();
+    println!("cargo::rerun-if-changed=../core");
+    println!("cargo::rerun-if-changed=../../zone/format");
+    println!("cargo::rerun-if-changed=os");
+    cc::Build::new()
+        .files(&sources)
+        .file("os/os.c")
+        .include("os")
+        .include("../core")
+        .include("../../zone/format")
+        .std("gnu11")
+        .opt_level(2)
+        .flag("-fno-strict-aliasing")
+        .warnings(true)
+        .extra_warnings(true)
+        .flag("-Wno-unused-parameter")
+        .compile("tfs");
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("sys.rs");
+    bindgen::Builder::default()
+        .header("os/host.h")
+        .clang_args(["-I../core", "-I../../zone/format", "-Ios"])
+        .allowlist_function("tfs_.*")
+        .allowlist_type("(tfs|tmb)_.*")
+        .allowlist_var("(TFS|TMB)_.*")
+        .blocklist_function("tfs_os_.*")
+        .derive_default(true)
+        .generate_comments(false)
+        .layout_tests(true)
+        .use_core()
+        .generate()
+        .expect("bindgen reads files/core/tfs.h (package libclang-dev)")
+        .write_to_file(out)
+        .expect("OUT_DIR is writable");
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* The core's surroundings in user space (tfs_os.h). */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <sched.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "host.h"
+
+#define NS 1000000000ULL
+/* A process has no doorbell to sleep on here, so it looks again after a while; never longer than this. */
+#define LONGEST_WAIT_NS (2 * 1000 * 1000L)
+
+void *tfs_os_alloc(tmb_u64 bytes)
+{
+	return calloc(1, bytes);
+}
+
+void tfs_os_free(void *p)
+{
+	free(p);
+}
+
+void tfs_os_relax(void)
+{
+	__builtin_ia32_pause();
+}
+
+void tfs_os_wait(struct tfs *fs, tmb_u32 round)
+{
+	struct timespec pause = { 0, 0 };
+
+	(void)fs;
+	if (round < 4) {
+		sched_yield();
+		return;
+	}
+	pause.tv_nsec = round < 200 ? (long)round * 10000 : LONGEST_WAIT_NS;
+	nanosleep(&pause, NULL);
+}
+
+static tmb_u64 now(clockid_t clock)
+{
+	struct timespec t;
+
+	clock_gettime(clock, &t);
+	return (tmb_u64)t.tv_sec * NS + (tmb_u64)t.tv_nsec;
+}
+
+tmb_u64 tfs_os_clock(void)
+{
+	return now(CLOCK_MONOTONIC);
+}
+
+tmb_s64 tfs_os_now(void)
+{
+	return (tmb_s64)now(CLOCK_REALTIME);
+}
+
+tmb_u32 tfs_os_cpu(void)
+{
+	int cpu = sched_getcpu();
+
+	return cpu < 0 ? 0 : (tmb_u32)cpu;
+}
+
+void tfs_os_ring(struct tfs *fs, tmb_u32 member)
+{
+	const struct tfs_host *host = fs->os;
+
+	if (host && host->ring)
+		host->ring(host->ctx, member);
+}
+
+void tfs_os_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b)
+{
+	const struct tfs_host *host = fs->os;
+
+	if (host && host->damage)
+		host->damage(host->ctx, what, a, b);
+}

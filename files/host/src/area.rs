@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Memory that holds a file system: a mapping, the area in it, and whose eyes look at it.
+//!
+//! The only module that maps memory. Everything that is read from an area may change at any time, so bytes are
+//! copied out with [`Area::copy_out`] and friends, never borrowed.
+
+use std::any::Any;
+use std::cell::UnsafeCell;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::sys;
+
+/// A shared mapping of a file or memory object, unmapped when dropped.
+pub struct Map {
+    base: NonNull<u8>,
+    len: usize,
+    writable: bool,
+    file: Arc<OwnedFd>,
+}
+
+// SAFETY: the mapping lives as long as the value and is accessed through raw pointers only, by atomic or volatile
+// accesses or by the core, which expects concurrent writers.
+unsafe impl Send for Map {}
+// SAFETY: as above.
+unsafe impl Sync for Map {}
+
+impl Map {
+    /// Maps `len` bytes of `file` from its start. The file must be that long, and stay so.
+    pub fn new(file: impl AsFd, len: u64, writable: bool) -> io::Result<Map> {
+        let file = file.as_fd().try_clone_to_owned()?;
+        let size = u64::try_from(rustix::fs::fstat(&file)?.st_size).unwrap_or(0);
+        let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
+        if len == 0 || (len as u64) > size {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("{len} bytes should be mapped of a file of {size}"),
+            ));
+        }
+        let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, &file, 0) }?;
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Map { base, len, writable, file: Arc::new(file) })
+    }
+
+    /// A new memory object of `len` bytes, zeroed, shared with whoever gets its descriptor.
+    pub fn memfd(name: &str, len: u64) -> io::Result<Map> {
+        let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&file, len)?;
+        Map::new(&file, len, true)
+    }
+
+    /// The file behind it.
+    pub fn file(&self) -> &OwnedFd {
+        &self.file
+    }
+
+    /// Length in bytes.
+    pub fn size(&self) -> u64 {
+        self.len as u64
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: mapped in new() with this length; nothing borrows from it.
+        unsafe {
+            let _ = rustix::mm::munmap(self.base.as_ptr().cast(), self.len);
+        }
+    }
+}
+
+/// Who looks at an area: a member of its zone, in an epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seat {
+    /// Own member id, 0 to 63.
+    pub member: u32,
+    /// Epoch of the join.
+    pub epoch: u32,
+}
+
+/// A member table that is not in any zone.
+struct Table(Box<[UnsafeCell<sys::tmb_member>]>);
+
+// SAFETY: only the core accesses it, by atomics.
+unsafe impl Send for Table {}
+// SAFETY: as above.
+unsafe impl Sync for Table {}
+
+/// One FILES area. Clones share the mapping, which lives as long as any of them.
+#[derive(Clone)]
+pub struct Area {
+    base: *mut u8,
+    len: usize,
+    offset: u64,
+    writable: bool,
+    members: *mut sys::tmb_member,
+    seat: Option<Seat>,
+    file: Option<Arc<OwnedFd>>,
+    _keep: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: raw pointers into a mapping that _keep keeps; access is by atomics or the core.
+unsafe impl Send for Area {}
+// SAFETY: as above.
+unsafe impl Sync for Area {}
+
+fn misfit(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, format!("an area does not fit its zone: {what}"))
+}
+
+impl Area {
+    /// The area at `offset`, `len` bytes; for a member also where its zone's member table is and who it is.
+    pub fn in_map(map: &Arc<Map>, offset: u64, len: u64, seat: Option<(u64, Seat)>) -> io::Result<Area> {
+        if offset.checked_add(len).is_none_or(|end| end > map.size()) || offset % 4096 != 0 || len < 4096 {
+            return Err(misfit(&format!("{len} bytes at {offset} of {}", map.size())));
+        }
+        let mut members = std::ptr::null_mut();
+        if let Some((at, seat)) = seat {
+            let size = u64::from(sys::TMB_MAX_MEMBERS) * size_of::<sys::tmb_member>() as u64;
+            let fits = at.checked_add(size).is_some_and(|end| end <= map.size()) && at % 64 == 0;
+            if !fits || seat.member >= sys::TMB_MAX_MEMBERS {
+                return Err(misfit(&format!("member table at {at}, member {}", seat.member)));
+            }
+            // SAFETY: the table lies in the mapping, checked above.
+            members = unsafe { map.base.as_ptr().add(at as usize) }.cast();
+        }
+        Ok(Area {
+            // SAFETY: offset + len lies in the mapping, checked above.
+            base: unsafe { map.base.as_ptr().add(offset as usize) },
+            len: len as usize,
+            offset,
+            writable: map.writable,
+            members,
+            seat: seat.map(|(_, seat)| seat),
+            file: Some(Arc::clone(&map.file)),
+            _keep: Arc::clone(map) as Arc<dyn Any + Send + Sync>,
+        })
+    }
+
+    /// The whole of a mapping, alone: nobody else has it open.
+    pub fn whole(map: Map) -> io::Result<Area> {
+        let len = map.size() & !4095;
+        Area::in_map(&Arc::new(map), 0, len, None)
+    }
+
+    /// An area of a zone. Without a seat: alone. `file`: what to sync, where the zone lies in a file.
+    pub fn of_zone(
+        zone: &Arc<tombolo_zone::Zone>,
+        area: &tombolo_zone::Area,
+        seat: Option<Seat>,
+        file: Option<OwnedFd>,
+    ) -> tombolo_zone::Result<Area> {
+        Ok(Area {
+            base: zone.area_ptr(area)?,
+            len: area.len as usize,
+            offset: area.offset,
+            writable: zone.mem().writable(),
+            members: zone.members_ptr().cast(),
+            seat,
+            file: file.map(Arc::new),
+            _keep: Arc::clone(zone) as Arc<dyn Any + Send + Sync>,
+        })
+    }
+
+    /// The same area as another member sees it, or alone (no table is used then).
+    pub fn seated(&self, seat: Option<Seat>) -> Area {
+        Area { seat, ..self.clone() }
+    }
+
+    /// The same area for someone who is alone with it but must clean up after all who were not: a member table of this process's own says
+    /// that member 0 lives, in an epoch later than any before, and that all others are dead.
+    pub fn lone(&self) -> Area {
+        let since_2020 = crate::fs::now() / 1_000_000_000 - 1_577_836_800;
+        let epoch = u32::try_from(since_2020).unwrap_or(u32::MAX).max(2);
+        let table: Vec<sys::tmb_member> = (0..sys::TMB_MAX_MEMBERS)
+            .map(|id| {
+                let state = if id == 0 { sys::TMB_MEMBER_ACTIVE } else { sys::TMB_MEMBER_DEAD };
+                sys::tmb_member { state_epoch: u64::from(epoch) << 32 | u64::from(state), ..Default::default() }
+            })
+            .collect();
+        let table = Arc::new(Table(table.into_iter().map(UnsafeCell::new).collect()));
+        Area {
+            members: table.0[0].get(),
+            seat: Some(Seat { member: 0, epoch }),
+            _keep: Arc::new((Arc::clone(&self._keep), table)),
+            ..self.clone()
+        }
+    }
+
+    /// Length in bytes.
+    pub fn size(&self) -> u64 {
+        self.len as u64
+    }
+
+    /// Where it starts in its zone, bytes.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Whether stores are possible; a store to another one would be a fault.
+    pub fn writable(&self) -> bool {
+        self.writable
+    }
+
+    /// Whose eyes.
+    pub fn seat(&self) -> Option<Seat> {
+        self.seat
+    }
+
+    /// Start of the area in this address space.
+    pub fn base(&self) -> *mut u8 {
+        self.base
+    }
+
+    /// The member table, or null where one is alone.
+    pub fn members(&self) -> *mut sys::tmb_member {
+        if self.seat.is_some() { self.members } else { std::ptr::null_mut() }
+    }
+
+    /// Makes what was stored durable, as far as the backing can.
+    pub fn sync(&self) -> io::Result<()> {
+        match &self.file {
+            Some(file) => Ok(rustix::fs::fdatasync(file)?),
+            None => Ok(()),
+        }
+    }
+
+    fn checked(&self, offset: u64, len: usize) -> Option<*mut u8> {
+        let end = offset.checked_add(len as u64)?;
+        if end > self.len as u64 {
+            return None;
+        }
+        // SAFETY: within the area.
+        Some(unsafe { self.base().add(offset as usize) })
+    }
+
+    /// Copies bytes out; false when they don't lie in the area. Other members may store meanwhile, then it's a mixture.
+    #[must_use]
+    pub fn copy_out(&self, offset: u64, to: &mut [u8]) -> bool {
+        let Some(from) = self.checked(offset, to.len()) else { return false };
+        for (i, byte) in to.iter_mut().enumerate() {
+            // SAFETY: within the area; bytes are accessed atomically.
+            *byte = unsafe { AtomicU8::from_ptr(from.add(i)) }.load(Ordering::Relaxed);
+        }
+        true
+    }
+
+    /// One block, copied word by word.
+    pub fn block(&self, block: u64) -> Option<Box<[u64; 512]>> {
+        let from = self.checked(block.checked_mul(4096)?, 4096)?;
+        let mut copy = Box::new([0u64; 512]);
+        for (i, word) in copy.iter_mut().enumerate() {
+            // SAFETY: within the area, whose start is page aligned.
+            *word = unsafe { AtomicU64::from_ptr(from.cast::<u64>().add(i)) }.load(Ordering::Relaxed);
+        }
+        Some(copy)
+    }
+
+    /// The word at a multiple of 8.
+    pub fn word(&self, offset: u64) -> Option<u64> {
+        if offset % 8 != 0 {
+            return None;
+        }
+        // SAFETY: within the area and aligned.
+        Some(unsafe { AtomicU64::from_ptr(self.checked(offset, 8)?.cast()) }.load(Ordering::Acquire))
+    }
+
+    /// Stores a word at a multiple of 8; false when it doesn't lie in the area or the area is read-only.
+    #[must_use]
+    pub fn store_word(&self, offset: u64, value: u64) -> bool {
+        let Some(to) = self.checked(offset, 8).filter(|_| offset % 8 == 0 && self.writable) else {
+            return false;
+        };
+        // SAFETY: within the area, aligned, mapped writable.
+        unsafe { AtomicU64::from_ptr(to.cast()) }.store(value, Ordering::Release);
+        true
+    }
+
+    /// Stores one byte; false as [`Area::store_word`].
+    #[must_use]
+    pub fn store_byte(&self, offset: u64, value: u8) -> bool {
+        let Some(to) = self.checked(offset, 1).filter(|_| self.writable) else { return false };
+        // SAFETY: within the area, mapped writable.
+        unsafe { AtomicU8::from_ptr(to) }.store(value, Ordering::Release);
+        true
+    }
+}
+
+/// Opens the file that backs a zone or a bare file system.
+pub fn open_backing(path: &std::path::Path, writable: bool) -> io::Result<File> {
+    File::options().read(true).write(writable).open(path)
+}

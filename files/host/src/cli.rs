@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The commands `tombolo files …`. Exit codes: 0 done, 1 failed (a line says what, where and what to do); fsck's are its own.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use clap::Subcommand;
+use serde_json::json;
+
+use crate::fs::{self, Filesystem, Mkfs};
+use crate::sys;
+use crate::target::Target;
+
+mod fsck;
+mod mount;
+
+/// The file system that members share.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Make an empty file system in a zone, or in a file of its own
+    Mkfs {
+        /// The zone's file (or /proc/PID/fd/N), or a plain file to be filled
+        zone: PathBuf,
+        /// Name of the FILES area, where the zone has several
+        #[arg(long)]
+        area: Option<String>,
+        /// Overwrite a file system that is there already
+        #[arg(long)]
+        force: bool,
+        /// Name of the file system, at most 31 bytes
+        #[arg(long, default_value = "")]
+        label: String,
+        /// Make the plain file with this size first (K, M, G)
+        #[arg(long, value_parser = parse_size)]
+        size: Option<u64>,
+        /// Owner of the root directory
+        #[arg(long, default_value_t = 0)]
+        uid: u32,
+        /// Group of the root directory
+        #[arg(long, default_value_t = 0)]
+        gid: u32,
+        /// Permission bits of the root directory, octal
+        #[arg(long, default_value = "755", value_parser = parse_mode)]
+        mode: u32,
+    },
+    /// Show how much of a file system is used
+    Df {
+        /// The zone's file, or a file with a file system
+        zone: PathBuf,
+        /// Name of the FILES area, where the zone has several
+        #[arg(long)]
+        area: Option<String>,
+    },
+    /// Mount a file system on this host (FUSE); ends on unmount or SIGTERM
+    Mount(mount::Args),
+    /// Find damage, and repair it; exit codes: 0 clean, 1 repaired, 4 damage is left, 8 could not check
+    Fsck(fsck::Args),
+    /// Show what the file system has of a path, for debugging
+    Stat {
+        /// The zone's file, or a file with a file system
+        zone: PathBuf,
+        /// Path in the file system
+        #[arg(default_value = "/")]
+        path: String,
+        /// Name of the FILES area, where the zone has several
+        #[arg(long)]
+        area: Option<String>,
+    },
+}
+
+fn parse_size(text: &str) -> Result<u64, String> {
+    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
+    let factor: u64 = match unit.to_ascii_uppercase().as_str() {
+        "" => 1,
+        "K" | "KIB" => 1 << 10,
+        "M" | "MIB" => 1 << 20,
+        "G" | "GIB" => 1 << 30,
+        _ => return Err(format!("{unit:?} is no unit; use K, M or G")),
+    };
+    digits.parse::<u64>().ok().and_then(|n| n.checked_mul(factor)).ok_or_else(|| format!("{text:?} is no size"))
+}
+
+fn parse_mode(text: &str) -> Result<u32, String> {
+    u32::from_str_radix(text, 8).ok().filter(|m| *m <= 0o7777).ok_or_else(|| format!("{text:?} is no mode"))
+}
+
+/// Explains an errno of opening a file system.
+fn open_error(path: &Path, e: rustix::io::Errno) -> anyhow::Error {
+    let (at, why) = (path.display(), match e.raw_os_error() {
+        libc::EINVAL => "there is no file system; make one with: tombolo files mkfs",
+        libc::EPROTONOSUPPORT => "the file system is of another version than this program knows; use the program that made it",
+        libc::EUCLEAN => "the file system is damaged; run: tombolo files fsck",
+        _ => "the file system can't be opened",
+    });
+    anyhow::anyhow!("{at}: {why} ({e})")
+}
+
+/// Runs one command.
+pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Mkfs { zone, area, force, label, size, uid, gid, mode } => {
+            if label.len() > 31 {
+                bail!("--label: {} bytes are too long, 31 are the most", label.len());
+            }
+            mkfs(&zone, area.as_deref(), force, size, &Mkfs { label, uid, gid, mode, ..Mkfs::default() }, json)
+        }
+        Command::Df { zone, area } => df(&zone, area.as_deref(), json),
+        Command::Mount(args) => mount::run(&args, json),
+        Command::Fsck(args) => return fsck::run(&args, json),
+        Command::Stat { zone, path, area } => stat(&zone, area.as_deref(), &path, json),
+    }?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn mkfs(zone: &Path, area: Option<&str>, force: bool, size: Option<u64>, options: &Mkfs, json: bool) -> anyhow::Result<()> {
+    if let Some(size) = size {
+        let file = std::fs::File::options().write(true).create(true).truncate(false).open(zone);
+        let file = file.with_context(|| format!("creating {}", zone.display()))?;
+        if file.metadata()?.len() != 0 {
+            bail!("{}: exists already; leave --size away to use it as it is", zone.display());
+        }
+        file.set_len(size).with_context(|| format!("{}: growing to {size} bytes", zone.display()))?;
+    }
+    let target = Target::open(zone, true, area)?;
+    target.require_unused("mkfs")?;
+    let area = target.area()?;
+    if area.word(0) == Some(sys::TFS_MAGIC) && !force {
+        bail!("{}: has a file system already; --force overwrites it, with all files in it", zone.display());
+    }
+    if !target.is_zone() && !force && size.is_none() && !starts_empty(&area) {
+        bail!("{}: is not empty and holds no file system; --force overwrites it", zone.display());
+    }
+    fs::mkfs(&area, options).map_err(|e| match e.raw_os_error() {
+        libc::ENOSPC | libc::EINVAL => {
+            anyhow::anyhow!("{}: {} bytes are too few for a file system", zone.display(), area.size())
+        }
+        _ => anyhow::anyhow!("{}: making the file system: {e}", zone.display()),
+    })?;
+    area.sync().with_context(|| format!("{}: syncing", zone.display()))?;
+    let fs = Filesystem::open(area).map_err(|e| open_error(zone, e))?;
+    let s = fs.statfs();
+    let block = u64::from(sys::TFS_BLOCK);
+    let uuid = uuid::Uuid::from_bytes(options.uuid);
+    if json {
+        println!("{}", json!({"uuid": uuid, "bytes": s.blocks * block, "free": s.blocks_free * block}));
+    } else {
+        println!("{}: file system {uuid}, {} of {} MiB free", zone.display(), s.blocks_free >> 8, s.blocks >> 8);
+    }
+    Ok(())
+}
+
+fn starts_empty(area: &crate::area::Area) -> bool {
+    area.block(0).is_some_and(|block| block.iter().all(|word| *word == 0))
+}
+
+fn df(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<()> {
+    let target = Target::open(zone, false, area)?;
+    let fs = Filesystem::open(target.area()?).map_err(|e| open_error(zone, e))?;
+    let s = fs.statfs();
+    let block = u64::from(sys::TFS_BLOCK);
+    let used = s.blocks.saturating_sub(s.blocks_free);
+    if json {
+        println!(
+            "{}",
+            json!({"bytes": s.blocks * block, "used": used * block, "free": s.blocks_free * block,
+                   "inodes": s.inodes, "inodes_free": s.inodes_free})
+        );
+    } else {
+        let percent = (used * 100).div_ceil(s.blocks.max(1));
+        println!("{:<32} {:>10} {:>10} {:>10} {:>4} {:>10}", "zone", "MiB", "used", "free", "use%", "inodes");
+        let inodes = s.inodes.saturating_sub(s.inodes_free);
+        println!(
+            "{:<32} {:>10} {:>10} {:>10} {:>3}% {:>10}",
+            zone.display(),
+            s.blocks >> 8,
+            used >> 8,
+            s.blocks_free >> 8,
+            percent,
+            inodes
+        );
+    }
+    Ok(())
+}
+
+fn stat(zone: &Path, area: Option<&str>, path: &str, json: bool) -> anyhow::Result<()> {
+    let target = Target::open(zone, false, area)?;
+    let fs = Filesystem::open(target.area()?).map_err(|e| open_error(zone, e))?;
+    let mut ino = fs::ROOT;
+    for name in path.split('/').filter(|n| !n.is_empty()) {
+        ino = fs.lookup(ino, name.as_bytes()).with_context(|| format!("{path}: at {name:?}"))?.0;
+    }
+    let a = fs.getattr(ino, 0).with_context(|| format!("{path}: inode {ino}"))?;
+    let xattrs: Vec<String> = fs
+        .xattr_list(ino)
+        .unwrap_or_default()
+        .split(|b| *b == 0)
+        .filter(|n| !n.is_empty())
+        .map(|n| String::from_utf8_lossy(n).into_owned())
+        .collect();
+    let mut runs = Vec::new();
+    if a.mode & libc::S_IFMT == libc::S_IFREG {
+        let end = a.size.div_ceil(u64::from(sys::TFS_BLOCK));
+        let mut at = 0;
+        while at < end && runs.len() < 10_000 {
+            let run = fs.map(ino, at, end - at).with_context(|| format!("{path}: block {at}"))?;
+            if run.block != 0 {
+                runs.push((at, run.block, run.count));
+            }
+            at += run.count.max(1);
+        }
+    }
+    if json {
+        println!(
+            "{}",
+            json!({"ino": a.ino, "generation": a.generation, "mode": format!("{:o}", a.mode), "uid": a.uid, "gid": a.gid,
+                   "nlink": a.nlink, "size": a.size, "blocks": a.blocks, "version": a.version, "rdev": a.rdev,
+                   "atime_ns": a.atime, "mtime_ns": a.mtime, "ctime_ns": a.ctime, "btime_ns": a.btime,
+                   "xattrs": xattrs, "runs": runs})
+        );
+    } else {
+        println!("inode {} generation {} version {}", a.ino, a.generation, a.version);
+        println!("mode {:o} uid {} gid {} links {}", a.mode, a.uid, a.gid, a.nlink);
+        println!("size {} blocks {} extended attributes: {}", a.size, a.blocks, xattrs.join(" "));
+        for (at, block, count) in runs {
+            println!("  file block {at}: block {block}, {count} long");
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo files mount`: one process per mount. In the background by default: it starts itself again with --foreground and
+//! waits until that one says that it serves.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde_json::json;
+
+use super::open_error;
+use crate::fs::Filesystem;
+use crate::fuse::nodes::Nodes;
+use crate::fuse::ops::Server;
+use crate::fuse::session::{self, MountOptions, Mounted};
+use crate::sys;
+use crate::target::{Joined, Target};
+
+/// The line by which a mount in the foreground says that it serves.
+const READY: &str = "serving";
+/// How often a member without a doorbell looks whether it was rung.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+
+/// Arguments of `tombolo files mount`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The zone's file (or /proc/PID/fd/N), or a file with a file system
+    zone: PathBuf,
+    /// Where to mount it
+    directory: PathBuf,
+    /// Name of the FILES area, where the zone has several
+    #[arg(long)]
+    area: Option<String>,
+    /// Name of this member in the zone
+    #[arg(long)]
+    member: Option<String>,
+    /// Stay in the foreground; prints "serving" once it does
+    #[arg(long, short)]
+    foreground: bool,
+    /// Mount read-only
+    #[arg(long)]
+    read_only: bool,
+    /// Threads that answer requests
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
+    threads: u16,
+    /// Let programs map files shared, through the kernel's page cache: such mappings do not see what other members write (without
+    /// this they are refused with ENODEV; the kernel module's mappings are coherent)
+    #[arg(long)]
+    cached_mmap: bool,
+    /// For mounts of ordinary users: let other users in
+    #[arg(long)]
+    allow_other: bool,
+}
+
+/// Runs the command.
+pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
+    if args.foreground { foreground(args, json) } else { background(args, json) }
+}
+
+fn background(args: &Args, json: bool) -> anyhow::Result<()> {
+    let mut command = Command::new(std::env::current_exe().context("finding this program's file")?);
+    command.args(["files", "mount", "--foreground", "--threads", &args.threads.to_string()]);
+    for (flag, on) in [
+        ("--read-only", args.read_only),
+        ("--cached-mmap", args.cached_mmap),
+        ("--allow-other", args.allow_other),
+    ] {
+        command.args(on.then_some(flag));
+    }
+    for (option, value) in [("--area", &args.area), ("--member", &args.member)] {
+        if let Some(value) = value {
+            command.args([option, value]);
+        }
+    }
+    command.arg("--").arg(&args.zone).arg(&args.directory);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // SAFETY: setsid is async-signal-safe.
+    unsafe {
+        command.pre_exec(|| {
+            rustix::process::setsid()?;
+            Ok(())
+        });
+    }
+    let mut child = command.spawn().context("starting the mount's process")?;
+    let mut line = String::new();
+    if let Some(out) = child.stdout.take() {
+        BufReader::new(out).read_line(&mut line)?;
+    }
+    if line.trim_end() != READY {
+        let out = child.wait_with_output()?;
+        let text = String::from_utf8_lossy(&out.stderr);
+        bail!("{}", text.trim().trim_start_matches("Error: "));
+    }
+    if json {
+        println!("{}", json!({"pid": child.id(), "directory": args.directory}));
+    } else {
+        println!("{} is mounted at {} by process {}", args.zone.display(), args.directory.display(), child.id());
+    }
+    Ok(())
+}
+
+fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
+    let signals = session::end_signals().context("taking over signals")?;
+    let target = Target::open(&args.zone, !args.read_only, args.area.as_deref())?;
+    let (area, joined) = if args.read_only {
+        (target.area()?, None)
+    } else {
+        let name = args.member.clone().unwrap_or_else(|| format!("mount-{}", std::process::id()));
+        target.join(&name)?
+    };
+    let fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
+    if !args.read_only {
+        fs.recover_all().with_context(|| format!("{}: repairing what dead members left", args.zone.display()))?;
+    }
+    let server = Arc::new(Server { fs, nodes: Nodes::default(), cached_mmap: args.cached_mmap });
+    let options = MountOptions {
+        source: args.zone.display().to_string(),
+        read_only: args.read_only,
+        allow_other: args.allow_other,
+    };
+    let mounted = session::mount(&args.directory, &options)
+        .with_context(|| format!("mounting at {}", args.directory.display()))?;
+    let served = serve(args, json, &mounted, &server, joined.as_ref(), &signals);
+    // Whatever happened: nothing stays mounted, no reference stays held, the seat is free again.
+    let unmounted = mounted.unmount().with_context(|| format!("unmounting {}", args.directory.display()));
+    server.nodes.close_all(&server.fs);
+    if server.fs.area().writable() {
+        server.fs.area().sync().context("syncing the zone")?;
+    }
+    // Threads that still answer for a detached mount end with the process; they must not find a file system that is closed.
+    let lone = Arc::try_unwrap(server);
+    match (lone, joined) {
+        (Ok(server), Some(joined)) => {
+            drop(server);
+            joined.leave().context("leaving the zone")?;
+        }
+        (Ok(server), None) => drop(server),
+        // Not in good order: the zone's owner will see this member dead and have the rest cleaned up.
+        (Err(server), _) => std::mem::forget(server),
+    }
+    served?;
+    unmounted?;
+    Ok(())
+}
+
+fn serve(
+    args: &Args,
+    json: bool,
+    mounted: &Mounted,
+    server: &Arc<Server>,
+    joined: Option<&Joined>,
+    signals: &std::fs::File,
+) -> anyhow::Result<()> {
+    mounted.handshake(server)?;
+    let (ended_read, ended_write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+    let ended_write = Arc::new(ended_write);
+    let threads: Vec<_> = (0..args.threads)
+        .map(|_| {
+            let handle = mounted.serve(Arc::clone(server))?;
+            let ended = Arc::clone(&ended_write);
+            std::thread::Builder::new().name("fuse-end".into()).spawn(move || {
+                let result = handle.join();
+                drop(ended);
+                result
+            })
+        })
+        .collect::<Result<_, std::io::Error>>()
+        .context("starting threads")?;
+    drop(ended_write);
+    announce(mounted.target(), json)?;
+    let mut stop = false;
+    while !stop {
+        let mut fds = [PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
+        match poll(&mut fds, joined.map(|_| &LOOK)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e).context("waiting for the mount's end"),
+        }
+        stop = fds.iter().any(|fd| !fd.revents().is_empty());
+        if let Some(joined) = joined {
+            if joined.take_pending()? & u64::from(sys::TMB_PENDING_MEMBERS) != 0 {
+                if let Err(e) = server.fs.recover_all() {
+                    eprintln!("tombolo: repairing what dead members left: {e}");
+                }
+            }
+        }
+    }
+    if mounted.unmount()? {
+        for thread in threads {
+            match thread.join() {
+                Ok(Ok(done)) => done.context("answering requests")?,
+                _ => bail!("a thread that answers requests panicked"),
+            }
+        }
+    }
+    Ok(())
+}
+
+fn announce(target: &Path, json: bool) -> anyhow::Result<()> {
+    use std::io::Write;
+    let mut out = std::io::stdout();
+    if json {
+        writeln!(out, "{}", json!({"state": READY, "directory": target}))?;
+    } else {
+        writeln!(out, "{READY}")?;
+    }
+    out.flush()?;
+    Ok(())
+}

@@ -1,0 +1,535 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A safe face of the core: [`Filesystem`] is one member's handle on a file system in an [`Area`].
+//!
+//! Methods map one to one to the core's functions (`files/core/tfs.h` says what each does); errors are the core's
+//! errno values. A handle may be used from any number of threads.
+
+use std::cell::UnsafeCell;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+
+use rustix::io::Errno;
+
+use crate::area::Area;
+use crate::sys;
+
+/// What the core returned, as an errno.
+pub type Result<T> = std::result::Result<T, Errno>;
+
+pub use sys::tfs_attr as Attr;
+pub use sys::tfs_run as Run;
+pub use sys::tfs_statfs as Statfs;
+
+/// Inode number of the root directory.
+pub const ROOT: u64 = sys::TFS_ROOT_INO as u64;
+
+fn check(ret: c_int) -> Result<()> {
+    check_len(i64::from(ret)).map(|_| ())
+}
+
+fn check_len(ret: i64) -> Result<u64> {
+    u64::try_from(ret).map_err(|_| Errno::from_raw_os_error(i32::try_from(-ret).unwrap_or(libc::EIO)))
+}
+
+/// Called for each damage that the core notices: what, and two details.
+pub type DamageLog = Box<dyn Fn(&str, u64, u64) + Send + Sync>;
+
+struct Host {
+    raw: sys::tfs_host,
+    log: DamageLog,
+}
+
+extern "C" fn on_damage(ctx: *mut c_void, what: *const c_char, a: u64, b: u64) {
+    // SAFETY: ctx is the Host of a living Filesystem, what is static text of the core.
+    let (host, what) = unsafe { (&*ctx.cast::<Host>(), CStr::from_ptr(what)) };
+    (host.log)(&what.to_string_lossy(), a, b);
+}
+
+/// How to make a file system.
+#[derive(Clone, Debug)]
+pub struct Mkfs {
+    /// Identity.
+    pub uuid: [u8; 16],
+    /// At most 31 bytes.
+    pub label: String,
+    /// Owner of the root directory.
+    pub uid: u32,
+    /// Group of the root directory.
+    pub gid: u32,
+    /// Permission bits of the root directory.
+    pub mode: u32,
+    /// Seed of the directories' hash.
+    pub hash_seed: u64,
+}
+
+impl Default for Mkfs {
+    fn default() -> Mkfs {
+        let uuid = uuid::Uuid::new_v4();
+        let seed = uuid::Uuid::new_v4().as_u64_pair().0;
+        Mkfs { uuid: *uuid.as_bytes(), label: String::new(), uid: 0, gid: 0, mode: 0o755, hash_seed: seed }
+    }
+}
+
+/// A new object's properties.
+#[derive(Clone, Debug)]
+pub struct Create<'a> {
+    /// With the file type.
+    pub mode: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// major << 20 | minor.
+    pub rdev: u64,
+    /// Target of a symbolic link.
+    pub target: Option<&'a [u8]>,
+    /// An image of extended attributes ([`xattr_image`]), or empty.
+    pub xattrs: &'a [u8],
+    /// Also take the opener's reference.
+    pub open: bool,
+}
+
+impl Create<'_> {
+    /// An object of this mode that belongs to root.
+    pub fn mode(mode: u32) -> Create<'static> {
+        Create { mode, uid: 0, gid: 0, rdev: 0, target: None, xattrs: &[], open: false }
+    }
+}
+
+/// Packs extended attributes into the form that a new object takes.
+pub fn xattr_image(attrs: &[(&[u8], &[u8])]) -> Vec<u8> {
+    if attrs.is_empty() {
+        return Vec::new();
+    }
+    let mut image = vec![0; size_of::<sys::tfs_xattr_image>()];
+    for (name, value) in attrs {
+        image.extend_from_slice(&(name.len() as u16).to_le_bytes());
+        image.extend_from_slice(&[0; 2]);
+        image.extend_from_slice(&(value.len() as u32).to_le_bytes());
+        image.extend_from_slice(name);
+        image.extend_from_slice(value);
+        image.resize(image.len().next_multiple_of(8), 0);
+    }
+    let (bytes, count) = (image.len() as u32, attrs.len() as u32);
+    image[0..4].copy_from_slice(&bytes.to_le_bytes());
+    image[4..8].copy_from_slice(&count.to_le_bytes());
+    image
+}
+
+/// One name of a directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Name, any bytes but '/' and NUL.
+    pub name: Vec<u8>,
+    /// Inode number.
+    pub ino: u64,
+    /// `DT_*`.
+    pub kind: u8,
+    /// Cookie to go on from.
+    pub next: u64,
+}
+
+/// One member's handle on a file system. Dropping it ends the member's use of it in good order.
+pub struct Filesystem {
+    tfs: UnsafeCell<sys::tfs>,
+    host: Box<Host>,
+    area: Area,
+    close: bool,
+}
+
+// SAFETY: the core's functions may be called from any thread at once on one handle (tfs.h: the two hints in it are racy
+// on purpose); the memory behind it is shared anyway.
+unsafe impl Send for Filesystem {}
+// SAFETY: as above.
+unsafe impl Sync for Filesystem {}
+
+impl Drop for Filesystem {
+    fn drop(&mut self) {
+        if self.close {
+            // SAFETY: opened in open(), no reference from the outside is left.
+            unsafe { sys::tfs_close(self.tfs.get()) }
+        }
+    }
+}
+
+/// Makes an empty file system in an area. Overwrites what is there.
+pub fn mkfs(area: &Area, options: &Mkfs) -> Result<()> {
+    if !area.writable() {
+        return Err(Errno::ROFS);
+    }
+    let label = CString::new(options.label.as_str()).map_err(|_| Errno::INVAL)?;
+    // SAFETY: the area is mapped writable with this length; uuid has 16 bytes; label is terminated.
+    check(unsafe {
+        sys::tfs_mkfs(
+            area.base().cast(),
+            area.size(),
+            options.uuid.as_ptr(),
+            label.as_ptr(),
+            options.hash_seed,
+            area.offset(),
+            options.uid,
+            options.gid,
+            options.mode,
+        )
+    })
+}
+
+impl Filesystem {
+    /// Opens a file system as the area's seat. EINVAL: there is none; EPROTONOSUPPORT: of another version; EUCLEAN: damaged.
+    pub fn open(area: Area) -> Result<Filesystem> {
+        Filesystem::open_with(
+            area,
+            Box::new(|what, a, b| eprintln!("tombolo: damaged file system: {what} ({a:#x}, {b:#x})")),
+        )
+    }
+
+    /// Opens with a place for notices of damage.
+    pub fn open_with(area: Area, log: DamageLog) -> Result<Filesystem> {
+        let mut host = Box::new(Host { raw: sys::tfs_host::default(), log });
+        host.raw = sys::tfs_host { ctx: (&raw mut *host).cast(), damage: Some(on_damage), ring: None };
+        let os = (&raw mut host.raw).cast();
+        let mut tfs = sys::tfs { os, read_only: !area.writable(), ..Default::default() };
+        let (member, epoch) = area.seat().map_or((0, 0), |seat| (seat.member, seat.epoch));
+        // SAFETY: the area and the member table stay mapped as long as self.area lives.
+        check(unsafe { sys::tfs_open(&mut tfs, area.base().cast(), area.size(), area.members(), member, epoch) })?;
+        tfs.os = (&raw mut host.raw).cast();
+        let close = area.writable();
+        Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close })
+    }
+
+    /// Forgets the handle as a dead process would: nothing is put in order. For tests of recovery.
+    pub fn abandon(mut self) {
+        self.close = false;
+    }
+
+    /// The area it lies in.
+    pub fn area(&self) -> &Area {
+        &self.area
+    }
+
+    fn raw(&self) -> *mut sys::tfs {
+        debug_assert!(!self.host.raw.ctx.is_null());
+        self.tfs.get()
+    }
+
+    fn writable(&self) -> Result<*mut sys::tfs> {
+        if self.area.writable() { Ok(self.raw()) } else { Err(Errno::ROFS) }
+    }
+
+    /// Blocks and inodes, in all and free.
+    pub fn statfs(&self) -> Statfs {
+        let mut out = Statfs::default();
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_statfs(self.raw(), &mut out) };
+        out
+    }
+
+    /// Repairs what a dead member left.
+    pub fn recover(&self, member: u32) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_recover(self.writable()?, member) })
+    }
+
+    /// Repairs what all dead members left.
+    pub fn recover_all(&self) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_recover_all(self.writable()?) })
+    }
+
+    /// Attributes; ESTALE when the number is free or of another generation (0: any).
+    pub fn getattr(&self, ino: u64, generation: u32) -> Result<Attr> {
+        let mut out = Attr::default();
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_getattr(self.raw(), ino, generation, &mut out) })?;
+        Ok(out)
+    }
+
+    /// Sets the attributes that `what` (`TFS_SET_*`) names.
+    pub fn setattr(&self, ino: u64, what: u32, attr: &Attr) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_setattr(self.writable()?, ino, what, attr) })
+    }
+
+    /// Notes a read.
+    pub fn touch_atime(&self, ino: u64, now: i64) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_touch_atime(self.writable()?, ino, now) })
+    }
+
+    /// Keeps the inode after its last unlink. The caller counts: once per member.
+    pub fn open_ref(&self, ino: u64, generation: u32) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_open_ref(self.writable()?, ino, generation) })
+    }
+
+    /// Takes back [`Filesystem::open_ref`].
+    pub fn close_ref(&self, ino: u64) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_close_ref(self.writable()?, ino) })
+    }
+
+    /// The inode behind a name, and its `DT_*`.
+    pub fn lookup(&self, dir: u64, name: &[u8]) -> Result<(u64, u8)> {
+        let (mut ino, mut kind) = (0, 0);
+        let len = name_len(name)?;
+        // SAFETY: an open handle, name and its length.
+        check(unsafe { sys::tfs_lookup(self.raw(), dir, name.as_ptr().cast(), len, &mut ino, &mut kind) })?;
+        Ok((ino, kind))
+    }
+
+    /// Changes when names of the directory change.
+    pub fn dir_seq(&self, dir: u64) -> u64 {
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_dir_seq(self.raw(), dir) }
+    }
+
+    /// The directory that a directory lies in.
+    pub fn parent(&self, dir: u64) -> Result<u64> {
+        // SAFETY: an open handle.
+        match unsafe { sys::tfs_parent(self.raw(), dir) } {
+            0 => Err(Errno::from_raw_os_error(libc::EUCLEAN)),
+            parent => Ok(parent),
+        }
+    }
+
+    /// Makes an object; without a name an unlinked, open one. Returns its inode number.
+    pub fn create(&self, dir: u64, name: Option<&[u8]>, what: &Create<'_>) -> Result<u64> {
+        let target = what.target.unwrap_or_default();
+        let raw = sys::tfs_create {
+            mode: what.mode,
+            uid: what.uid,
+            gid: what.gid,
+            rdev: what.rdev,
+            symlink: if what.target.is_some() { target.as_ptr().cast() } else { std::ptr::null() },
+            symlink_len: u32::try_from(target.len()).map_err(|_| Errno::NAMETOOLONG)?,
+            xattrs: if what.xattrs.is_empty() { std::ptr::null() } else { what.xattrs.as_ptr().cast() },
+            xattrs_len: u32::try_from(what.xattrs.len()).map_err(|_| Errno::NOSPC)?,
+            open: what.open,
+            now: now(),
+        };
+        let len = name_len(name.unwrap_or_default())?;
+        let name = name.map_or(std::ptr::null(), <[u8]>::as_ptr);
+        let mut ino = 0;
+        // SAFETY: an open handle; pointers with their lengths.
+        check(unsafe { sys::tfs_create(self.writable()?, dir, name.cast(), len, &raw, &mut ino) })?;
+        Ok(ino)
+    }
+
+    /// One more name for an inode.
+    pub fn link(&self, dir: u64, name: &[u8], ino: u64) -> Result<()> {
+        // SAFETY: an open handle, name and its length.
+        check(unsafe { sys::tfs_link(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, ino, now()) })
+    }
+
+    /// Removes a name; `expect`: the inode it must mean (0: any), else ESTALE.
+    pub fn unlink(&self, dir: u64, name: &[u8], expect: u64) -> Result<()> {
+        // SAFETY: an open handle, name and its length.
+        check(unsafe { sys::tfs_unlink(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, expect, now()) })
+    }
+
+    /// Removes an empty directory; `expect` as for [`Filesystem::unlink`].
+    pub fn rmdir(&self, dir: u64, name: &[u8], expect: u64) -> Result<()> {
+        // SAFETY: an open handle, name and its length.
+        check(unsafe { sys::tfs_rmdir(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, expect, now()) })
+    }
+
+    /// Renames; flags are `TFS_RENAME_*`.
+    pub fn rename(&self, old: (u64, &[u8]), new: (u64, &[u8]), flags: u32) -> Result<()> {
+        let (old_len, new_len) = (name_len(old.1)?, name_len(new.1)?);
+        // SAFETY: an open handle, names and their lengths.
+        check(unsafe {
+            sys::tfs_rename(
+                self.writable()?,
+                old.0,
+                old.1.as_ptr().cast(),
+                old_len,
+                new.0,
+                new.1.as_ptr().cast(),
+                new_len,
+                flags,
+                now(),
+            )
+        })
+    }
+
+    /// Calls `emit` for each name from cookie `pos` on until it returns false; returns the cookie of the first name not taken.
+    pub fn readdir(&self, dir: u64, mut pos: u64, mut emit: impl FnMut(&[u8], u64, u8, u64) -> bool) -> Result<u64> {
+        type Emit<'a> = &'a mut dyn FnMut(&[u8], u64, u8, u64) -> bool;
+        unsafe extern "C" fn trampoline(
+            ctx: *mut c_void,
+            name: *const c_char,
+            len: u32,
+            ino: u64,
+            kind: u8,
+            next: u64,
+        ) -> bool {
+            // SAFETY: ctx is the Emit below, name has len bytes of private memory.
+            let (emit, name) =
+                unsafe { (&mut *ctx.cast::<Emit<'_>>(), std::slice::from_raw_parts(name.cast(), len as usize)) };
+            emit(name, ino, kind, next)
+        }
+        let mut emit: Emit<'_> = &mut emit;
+        // SAFETY: an open handle; emit lives across the call.
+        check(unsafe { sys::tfs_readdir(self.raw(), dir, &mut pos, Some(trampoline), (&raw mut emit).cast()) })?;
+        Ok(pos)
+    }
+
+    /// All names of a directory.
+    pub fn list(&self, dir: u64) -> Result<Vec<Entry>> {
+        let mut entries = Vec::new();
+        self.readdir(dir, 0, |name, ino, kind, next| {
+            entries.push(Entry { name: name.to_vec(), ino, kind, next });
+            true
+        })?;
+        Ok(entries)
+    }
+
+    /// Target of a symbolic link.
+    pub fn readlink(&self, ino: u64) -> Result<Vec<u8>> {
+        let mut buf = vec![0; sys::TFS_SYMLINK_MAX as usize + 1];
+        // SAFETY: an open handle, buffer and its length.
+        let len = check_len(i64::from(unsafe {
+            sys::tfs_readlink(self.raw(), ino, buf.as_mut_ptr().cast(), buf.len() as u32)
+        }))?;
+        buf.truncate(len as usize);
+        Ok(buf)
+    }
+
+    /// Reads at most `buf.len()` bytes.
+    pub fn pread(&self, ino: u64, buf: &mut [u8], offset: u64) -> Result<usize> {
+        // SAFETY: an open handle, buffer and its length.
+        let len = unsafe { sys::tfs_pread(self.raw(), ino, buf.as_mut_ptr().cast(), buf.len() as u64, offset) };
+        Ok(check_len(len)? as usize)
+    }
+
+    /// Writes at `offset`.
+    pub fn pwrite(&self, ino: u64, buf: &[u8], offset: u64, kill_suid: bool) -> Result<usize> {
+        self.pwrite_raw(ino, buf, offset, false, kill_suid).map(|(len, _)| len)
+    }
+
+    /// Writes at the end, whole. Returns how much and where.
+    pub fn append(&self, ino: u64, buf: &[u8], kill_suid: bool) -> Result<(usize, u64)> {
+        self.pwrite_raw(ino, buf, 0, true, kill_suid)
+    }
+
+    fn pwrite_raw(&self, ino: u64, buf: &[u8], mut offset: u64, append: bool, kill: bool) -> Result<(usize, u64)> {
+        let fs = self.writable()?;
+        // SAFETY: an open handle, buffer and its length.
+        let len = unsafe {
+            sys::tfs_pwrite(fs, ino, buf.as_ptr().cast(), buf.len() as u64, &mut offset, append, kill, now())
+        };
+        Ok((check_len(len)? as usize, offset))
+    }
+
+    /// Bytes.
+    pub fn size(&self, ino: u64) -> u64 {
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_size(self.raw(), ino) }
+    }
+
+    /// Holds the inode's blocks for a reader until the value is dropped. Only for short copies.
+    pub fn pin(&self, ino: u64) -> Result<Pin<'_>> {
+        let fs = self.writable()?;
+        // SAFETY: an open handle.
+        Ok(Pin { fs: self, pin: unsafe { sys::tfs_pin(fs, ino) } })
+    }
+
+    /// What lies at a file block: a run of blocks (block 0: a hole).
+    pub fn map(&self, ino: u64, fblock: u64, count: u64) -> Result<Run> {
+        let mut run = Run::default();
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_map(self.raw(), ino, fblock, count, &mut run) })?;
+        Ok(run)
+    }
+
+    /// Sets the size.
+    pub fn truncate(&self, ino: u64, size: u64, kill_suid: bool) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_truncate(self.writable()?, ino, size, kill_suid, now()) })
+    }
+
+    /// Allocates, punches or zeroes; mode is `TFS_FALLOC_*`.
+    pub fn fallocate(&self, ino: u64, mode: u32, offset: u64, len: u64) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_fallocate(self.writable()?, ino, mode, offset, len, now()) })
+    }
+
+    /// Next data or hole.
+    pub fn seek(&self, ino: u64, offset: u64, hole: bool) -> Result<u64> {
+        // SAFETY: an open handle.
+        check_len(unsafe { sys::tfs_seek(self.raw(), ino, offset, hole) })
+    }
+
+    /// An extended attribute's value.
+    pub fn xattr_get(&self, ino: u64, name: &[u8]) -> Result<Vec<u8>> {
+        let name = CString::new(name).map_err(|_| Errno::INVAL)?;
+        loop {
+            // SAFETY: an open handle; size 0 asks for the length.
+            let len = check_len(unsafe {
+                sys::tfs_xattr_get(self.raw(), ino, name.as_ptr(), std::ptr::null_mut(), 0)
+            })?;
+            let mut value = vec![0; len as usize];
+            if len == 0 {
+                return Ok(value);
+            }
+            // SAFETY: an open handle, buffer and its length.
+            let got = unsafe { sys::tfs_xattr_get(self.raw(), ino, name.as_ptr(), value.as_mut_ptr().cast(), len) };
+            match check_len(got) {
+                // It grew in between: only as often as others change it.
+                Err(Errno::RANGE) => {}
+                got => {
+                    value.truncate(got? as usize);
+                    return Ok(value);
+                }
+            }
+        }
+    }
+
+    /// Names of all extended attributes, each with its NUL.
+    pub fn xattr_list(&self, ino: u64) -> Result<Vec<u8>> {
+        let mut list = vec![0; sys::TFS_XATTR_MAX as usize];
+        // SAFETY: an open handle, buffer and its length.
+        let len = check_len(unsafe {
+            sys::tfs_xattr_list(self.raw(), ino, list.as_mut_ptr().cast(), list.len() as u64)
+        })?;
+        list.truncate(len as usize);
+        Ok(list)
+    }
+
+    /// Sets (Some) or removes an extended attribute; flags are `TFS_XATTR_*`; `mode` sets the permission bits with it.
+    pub fn xattr_set(&self, ino: u64, name: &[u8], value: Option<&[u8]>, flags: u32, mode: Option<u32>) -> Result<()> {
+        let name = CString::new(name).map_err(|_| Errno::INVAL)?;
+        // An empty value is not "remove": any non-null pointer will do for it.
+        let (ptr, len) = value.map_or((std::ptr::null(), 0), |v| (v.as_ptr(), v.len() as u64));
+        let mode = mode.map_or(-1, |m| m as c_int);
+        // SAFETY: an open handle; pointers with their lengths.
+        check(unsafe {
+            sys::tfs_xattr_set(self.writable()?, ino, name.as_ptr(), ptr.cast(), len, flags, mode, now())
+        })
+    }
+}
+
+/// Keeps blocks from being reused, until dropped.
+pub struct Pin<'a> {
+    fs: &'a Filesystem,
+    pin: u32,
+}
+
+impl Drop for Pin<'_> {
+    fn drop(&mut self) {
+        // SAFETY: taken in Filesystem::pin of this handle.
+        unsafe { sys::tfs_unpin(self.fs.raw(), self.pin) }
+    }
+}
+
+fn name_len(name: &[u8]) -> Result<u32> {
+    if name.len() > sys::TFS_NAME_MAX as usize {
+        return Err(Errno::NAMETOOLONG);
+    }
+    Ok(name.len() as u32)
+}
+
+/// Now, in ns since 1970.
+pub fn now() -> i64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
+    t.tv_sec * 1_000_000_000 + t.tv_nsec
+}

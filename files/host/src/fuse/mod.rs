@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The FUSE skin: the file system mounted by a process, on the host or in a guest without the kernel module.
+//!
+//! A few threads each read requests from a clone of /dev/fuse and answer them with calls into the core. Names and
+//! attributes are valid for no time and files are opened with direct I/O, so the kernel keeps nothing that another member
+//! could make stale. A read's reply is written to the device straight from the zone's memory: one copy, by the kernel.
+//!
+//! The protocol is spoken here and not through a library, because coherence needs what libraries leave out:
+//! O_TMPFILE, set-id handling flags, birth times, times before 1970, replies without a copy.
+//!
+//! - [`abi`]: the wire format.
+//! - [`acl`]: POSIX ACLs.
+//! - [`nodes`]: what the kernel knows of our inodes.
+//! - [`ops`]: the operations.
+//! - [`session`]: device, mount, threads.
+
+pub mod abi;
+pub mod acl;
+pub mod nodes;
+pub mod ops;
+pub mod session;

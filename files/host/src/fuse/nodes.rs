@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the kernel knows of our inodes: how often it looked each up (and will forget it) and how often it has it open. The
+//! first open takes the member's reference in the file system, the last release drops it.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::io::Errno;
+
+use crate::fs::{Filesystem, Result};
+
+#[derive(Default)]
+struct Node {
+    lookups: u64,
+    opens: u64,
+    generation: u32,
+}
+
+const SHARDS: usize = 64;
+
+/// The table. An inode stays in it while the kernel knows it.
+pub struct Nodes {
+    shards: Vec<Mutex<HashMap<u64, Node>>>,
+}
+
+impl Default for Nodes {
+    fn default() -> Nodes {
+        Nodes { shards: (0..SHARDS).map(|_| Mutex::default()).collect() }
+    }
+}
+
+impl Nodes {
+    fn shard(&self, ino: u64) -> MutexGuard<'_, HashMap<u64, Node>> {
+        // A panic elsewhere leaves counts as they were: still usable.
+        self.shards[(ino % SHARDS as u64) as usize].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An entry was sent to the kernel.
+    pub fn looked_up(&self, ino: u64, generation: u32) {
+        let mut shard = self.shard(ino);
+        let node = shard.entry(ino).or_default();
+        node.lookups += 1;
+        node.generation = generation;
+    }
+
+    /// The generation that the kernel knows; 0 (any) where it should not know it.
+    pub fn generation(&self, ino: u64) -> u32 {
+        self.shard(ino).get(&ino).map_or(0, |node| node.generation)
+    }
+
+    /// The kernel dropped `n` of its lookups.
+    pub fn forget(&self, ino: u64, n: u64) {
+        if let Entry::Occupied(mut entry) = self.shard(ino).entry(ino) {
+            let node = entry.get_mut();
+            node.lookups = node.lookups.saturating_sub(n);
+            if node.lookups == 0 && node.opens == 0 {
+                entry.remove();
+            }
+        }
+    }
+
+    /// An open; with the first the inode's contents stay until the last release.
+    pub fn open(&self, fs: &Filesystem, ino: u64, generation: u32) -> Result<()> {
+        let mut shard = self.shard(ino);
+        let node = shard.entry(ino).or_default();
+        if node.opens == 0 {
+            if fs.area().writable() {
+                fs.open_ref(ino, generation)?;
+            }
+            node.generation = generation;
+        }
+        node.opens += 1;
+        Ok(())
+    }
+
+    /// A release.
+    pub fn release(&self, fs: &Filesystem, ino: u64) -> Result<()> {
+        // Held until the reference is dropped, so that an open in between takes it again.
+        let mut shard = self.shard(ino);
+        let node = shard.get_mut(&ino).ok_or(Errno::BADF)?;
+        node.opens = node.opens.checked_sub(1).ok_or(Errno::BADF)?;
+        let last = node.opens == 0;
+        if last && node.lookups == 0 {
+            shard.remove(&ino);
+        }
+        if last && fs.area().writable() { fs.close_ref(ino) } else { Ok(()) }
+    }
+
+    /// Drops the references of all that is open: the mount ended.
+    pub fn close_all(&self, fs: &Filesystem) {
+        for shard in &self.shards {
+            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            for (ino, _) in shard.drain().filter(|(_, node)| node.opens > 0 && fs.area().writable()) {
+                // Whatever it says, there is no one left to tell; recovery would find the rest.
+                let _ = fs.close_ref(ino);
+            }
+        }
+    }
+}

@@ -1,0 +1,680 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The operations: each takes a request's body and gives a reply. The kernel checks permissions (`default_permissions`) with the
+//! attributes it just asked for; nothing is cached beyond one call, so what another member did shows at once.
+
+use rustix::io::Errno;
+
+use super::abi::{self, Cursor, Header, Out, fattr, op};
+use super::acl::{self, Acl};
+use super::nodes::Nodes;
+use crate::fs::{self, Attr, Create, Filesystem, Pin, Result};
+use crate::sys;
+
+const S_IFMT: u32 = libc::S_IFMT;
+const S_IFDIR: u32 = libc::S_IFDIR;
+const S_IFREG: u32 = libc::S_IFREG;
+const S_IFLNK: u32 = libc::S_IFLNK;
+const S_ISUID: u32 = libc::S_ISUID;
+const S_ISGID: u32 = libc::S_ISGID;
+const S_IXGRP: u32 = libc::S_IXGRP;
+const CAPABILITY: &[u8] = b"security.capability";
+const NS: i64 = 1_000_000_000;
+/// One copy_file_range call copies this much at most; the kernel asks again.
+const COPY_LIMIT: u64 = 16 << 20;
+
+/// A piece of a reply that is not copied: `len` bytes of zone memory, or zeros.
+#[derive(Clone, Copy)]
+pub struct Piece {
+    /// Where it lies; null: zeros.
+    pub from: *const u8,
+    /// Bytes.
+    pub len: usize,
+}
+
+/// What goes back to the kernel.
+pub enum Reply<'a> {
+    /// Nothing, not even an error (FORGET).
+    None,
+    /// A body.
+    Body(Out),
+    /// Bytes straight from the zone, which the pin keeps in place.
+    Zone(Vec<Piece>, Pin<'a>),
+}
+
+/// The state of one mount.
+pub struct Server {
+    /// The file system.
+    pub fs: Filesystem,
+    /// What the kernel knows.
+    pub nodes: Nodes,
+    /// Let programs map files shared, through the kernel's page cache.
+    pub cached_mmap: bool,
+}
+
+type Answer<'a> = Result<Reply<'a>>;
+
+fn empty<'a>() -> Answer<'a> {
+    Ok(Reply::Body(Out::new()))
+}
+
+fn short() -> Errno {
+    Errno::INVAL
+}
+
+impl Server {
+    /// Answers one request.
+    pub fn answer<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
+        match h.opcode {
+            op::LOOKUP => {
+                let name = c.name().ok_or_else(short)?;
+                self.check_node(h.node)?;
+                let ino = match name {
+                    b"." => h.node,
+                    b".." => self.fs.parent(h.node)?,
+                    _ => self.fs.lookup(h.node, name)?.0,
+                };
+                self.entry(ino)
+            }
+            op::FORGET => {
+                self.nodes.forget(h.node, c.u64().ok_or_else(short)?);
+                Ok(Reply::None)
+            }
+            op::BATCH_FORGET => {
+                let count = c.u64().ok_or_else(short)? & 0xffff_ffff;
+                for _ in 0..count {
+                    let (Some(ino), Some(n)) = (c.u64(), c.u64()) else { break };
+                    self.nodes.forget(ino, n);
+                }
+                Ok(Reply::None)
+            }
+            op::GETATTR => {
+                let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
+                Ok(Reply::Body(attr_out(&attr)))
+            }
+            op::STATX => {
+                let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
+                Ok(Reply::Body(statx_out(&attr)))
+            }
+            op::SETATTR => self.setattr(h, c),
+            op::READLINK => Ok(Reply::Body(Out(self.fs.readlink(h.node)?))),
+            op::SYMLINK => {
+                let (name, target) = (c.name().ok_or_else(short)?, c.name().ok_or_else(short)?);
+                let ino = self.make(h, h.node, Some(name), S_IFLNK | 0o777, 0, 0, Some(target), false)?;
+                self.entry(ino)
+            }
+            op::MKNOD => {
+                let (mode, rdev, umask, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
+                let name = c.name().ok_or_else(short)?;
+                let ino = self.make(h, h.node, Some(name), mode, umask, abi::decode_dev(rdev), None, false)?;
+                self.entry(ino)
+            }
+            op::MKDIR => {
+                let (mode, umask) = (u32s(&mut c)?, u32s(&mut c)?);
+                let name = c.name().ok_or_else(short)?;
+                let mode = (mode & !S_IFMT) | S_IFDIR;
+                let ino = self.make(h, h.node, Some(name), mode, umask, 0, None, false)?;
+                self.entry(ino)
+            }
+            op::CREATE | op::TMPFILE => self.create(h, c),
+            op::UNLINK => {
+                self.check_node(h.node)?;
+                self.fs.unlink(h.node, c.name().ok_or_else(short)?, 0)?;
+                empty()
+            }
+            op::RMDIR => {
+                self.check_node(h.node)?;
+                self.fs.rmdir(h.node, c.name().ok_or_else(short)?, 0)?;
+                empty()
+            }
+            op::RENAME | op::RENAME2 => {
+                let new_dir = c.u64().ok_or_else(short)?;
+                let flags = if h.opcode == op::RENAME2 { (u32s(&mut c)?, u32s(&mut c)?).0 } else { 0 };
+                let (old, new) = (c.name().ok_or_else(short)?, c.name().ok_or_else(short)?);
+                self.check_node(h.node)?;
+                self.check_node(new_dir)?;
+                self.fs.rename((h.node, old), (new_dir, new), flags)?;
+                empty()
+            }
+            op::LINK => {
+                let ino = c.u64().ok_or_else(short)?;
+                let name = c.name().ok_or_else(short)?;
+                self.check_node(h.node)?;
+                self.check_node(ino)?;
+                self.fs.link(h.node, name, ino)?;
+                self.entry(ino)
+            }
+            op::OPEN => {
+                let flags = u32s(&mut c)?;
+                let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
+                self.nodes.open(&self.fs, h.node, attr.generation)?;
+                let _ = flags;
+                Ok(Reply::Body(open_out(attr.mode)))
+            }
+            op::OPENDIR => {
+                let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
+                self.nodes.open(&self.fs, h.node, attr.generation)?;
+                Ok(Reply::Body(open_out(attr.mode)))
+            }
+            op::RELEASE | op::RELEASEDIR => {
+                self.nodes.release(&self.fs, h.node)?;
+                empty()
+            }
+            op::READ => self.read(h, c),
+            op::WRITE => self.write(h, c),
+            op::FLUSH => empty(),
+            op::FSYNC | op::FSYNCDIR => {
+                if self.fs.area().writable() {
+                    self.fs.area().sync().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))?;
+                }
+                empty()
+            }
+            op::READDIR => self.readdir(h, c),
+            op::STATFS => Ok(Reply::Body(self.statfs())),
+            op::SETXATTR => self.setxattr(h, c),
+            op::GETXATTR => {
+                let (size, _) = (u32s(&mut c)?, u32s(&mut c)?);
+                let value = self.fs.xattr_get(h.node, c.name().ok_or_else(short)?)?;
+                sized(value, size)
+            }
+            op::LISTXATTR => {
+                let size = u32s(&mut c)?;
+                let mut list = self.fs.xattr_list(h.node)?;
+                if h.uid != 0 {
+                    list = list.split_inclusive(|b| *b == 0).filter(|n| !n.starts_with(b"trusted.")).flatten().copied().collect();
+                }
+                sized(list, size)
+            }
+            op::REMOVEXATTR => {
+                let name = c.name().ok_or_else(short)?;
+                if self.fs.getattr(h.node, 0)?.flags & (sys::TFS_FL_IMMUTABLE | sys::TFS_FL_APPEND) != 0 {
+                    return Err(Errno::PERM);
+                }
+                self.fs.xattr_set(h.node, name, None, 0, None)?;
+                empty()
+            }
+            op::FALLOCATE => self.fallocate(h, c),
+            op::LSEEK => {
+                let (_fh, offset, whence) = (c.u64().ok_or_else(short)?, c.u64().ok_or_else(short)?, u32s(&mut c)?);
+                let hole = match whence as i32 {
+                    libc::SEEK_DATA => false,
+                    libc::SEEK_HOLE => true,
+                    _ => return Err(Errno::INVAL),
+                };
+                let mut out = Out::new();
+                out.u64(self.fs.seek(h.node, offset, hole)?);
+                Ok(Reply::Body(out))
+            }
+            op::COPY_FILE_RANGE => self.copy_file_range(h, c),
+            op::IOCTL => self.ioctl(h, c),
+            _ => Err(Errno::NOSYS),
+        }
+    }
+
+    /// ESTALE when the number belongs to another inode by now than the kernel looked up.
+    fn check_node(&self, ino: u64) -> Result<()> {
+        match self.nodes.generation(ino) {
+            0 => Ok(()),
+            generation => self.fs.getattr(ino, generation).map(|_| ()),
+        }
+    }
+
+    fn entry(&self, ino: u64) -> Answer<'_> {
+        // A name that another member removes in between is one that was not there.
+        let attr = self.fs.getattr(ino, 0).map_err(|e| if e == Errno::STALE { Errno::NOENT } else { e })?;
+        self.nodes.looked_up(ino, attr.generation);
+        Ok(Reply::Body(entry_out(&attr)))
+    }
+
+    /// Makes an object as POSIX wants it: group and set-group-id bit from the directory, mode and ACLs from its default ACL or
+    /// the umask.
+    #[allow(clippy::too_many_arguments)]
+    fn make(
+        &self,
+        h: &Header,
+        dir: u64,
+        name: Option<&[u8]>,
+        mode: u32,
+        umask: u32,
+        rdev: u64,
+        target: Option<&[u8]>,
+        open: bool,
+    ) -> Result<u64> {
+        let parent = self.fs.getattr(dir, self.nodes.generation(dir))?;
+        if parent.flags & sys::TFS_FL_IMMUTABLE != 0 {
+            return Err(Errno::PERM);
+        }
+        let (mut mode, mut gid) = (mode, h.gid);
+        if parent.mode & S_ISGID != 0 {
+            gid = parent.gid;
+            if mode & S_IFMT == S_IFDIR {
+                mode |= S_ISGID;
+            }
+        }
+        let default = match self.xattr_if(&parent, dir, acl::DEFAULT)? {
+            Some(value) if target.is_none() => Acl::parse(&value),
+            _ => None,
+        };
+        let mut attrs: Vec<(&[u8], Vec<u8>)> = Vec::new();
+        match default {
+            Some(default) => {
+                let mut access = default.clone();
+                mode = access.create(mode);
+                if !access.is_only_mode() {
+                    attrs.push((acl::ACCESS, access.value()));
+                }
+                if mode & S_IFMT == S_IFDIR {
+                    attrs.push((acl::DEFAULT, default.value()));
+                }
+            }
+            None if target.is_none() => mode &= !(umask & 0o777),
+            None => {}
+        }
+        let attrs: Vec<(&[u8], &[u8])> = attrs.iter().map(|(name, value)| (*name, value.as_slice())).collect();
+        let xattrs = fs::xattr_image(&attrs);
+        self.fs.create(dir, name, &Create { mode, uid: h.uid, gid, rdev, target, xattrs: &xattrs, open })
+    }
+
+    fn xattr_if(&self, attr: &Attr, ino: u64, name: &[u8]) -> Result<Option<Vec<u8>>> {
+        if !attr.has_xattr {
+            return Ok(None);
+        }
+        match self.fs.xattr_get(ino, name) {
+            Ok(value) => Ok(Some(value)),
+            Err(Errno::NODATA) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    fn create(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
+        let (_flags, mode, umask, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
+        let name = c.name().ok_or_else(short)?;
+        let mode = (mode & !S_IFMT) | S_IFREG;
+        let named = (h.opcode == op::CREATE).then_some(name);
+        let ino = self.make(h, h.node, named, mode, umask, 0, None, true)?;
+        let attr = match self.fs.getattr(ino, 0) {
+            Ok(attr) => attr,
+            Err(e) => {
+                self.fs.close_ref(ino)?;
+                return Err(e);
+            }
+        };
+        self.nodes.open(&self.fs, ino, attr.generation)?;
+        self.nodes.looked_up(ino, attr.generation);
+        let mut out = entry_out(&attr);
+        out.bytes(&open_out(attr.mode).0);
+        Ok(Reply::Body(out))
+    }
+
+    fn setattr(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
+        let (valid, _) = (u32s(&mut c)?, u32s(&mut c)?);
+        let (_fh, size, _owner) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
+        let (atime, mtime, ctime) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
+        let (atime_ns, mtime_ns, ctime_ns) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
+        let (mode, _, uid, gid) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
+        let ino = h.node;
+        let old = self.fs.getattr(ino, self.nodes.generation(ino))?;
+        self.refuse_protected(&old, true)?;
+        let dir = old.mode & S_IFMT == S_IFDIR;
+        if valid & fattr::SIZE != 0 {
+            self.fs.truncate(ino, size, valid & fattr::KILL_SUIDGID != 0)?;
+            self.drop_capability(&old)?;
+        }
+        let mut new = Attr::default();
+        let mut what = 0;
+        if valid & fattr::MODE != 0 {
+            let mode = mode & 0o7777;
+            // The kernel leaves it to us to bring a mode and an ACL together.
+            match self.xattr_if(&old, ino, acl::ACCESS)?.and_then(|value| Acl::parse(&value)) {
+                Some(mut acl) => {
+                    acl.chmod(mode);
+                    self.fs.xattr_set(ino, acl::ACCESS, Some(&acl.value()), 0, Some(mode))?;
+                }
+                None => {
+                    what |= sys::TFS_SET_MODE;
+                    new.mode = (old.mode & S_IFMT) | mode;
+                }
+            }
+        }
+        if valid & fattr::UID != 0 {
+            what |= sys::TFS_SET_UID;
+            new.uid = uid;
+        }
+        if valid & fattr::GID != 0 {
+            what |= sys::TFS_SET_GID;
+            new.gid = gid;
+        }
+        if valid & (fattr::UID | fattr::GID) != 0 && !dir {
+            // HANDLE_KILLPRIV_V2: a new owner takes set-id bits and capabilities away.
+            let mode = killed(old.mode);
+            if valid & fattr::MODE == 0 && mode != old.mode {
+                what |= sys::TFS_SET_MODE;
+                new.mode = mode;
+            }
+            self.drop_capability(&old)?;
+        }
+        let now = fs::now();
+        let time = |secs: u64, ns: u32| (secs as i64).saturating_mul(NS).saturating_add(i64::from(ns));
+        if valid & fattr::ATIME != 0 {
+            what |= sys::TFS_SET_ATIME;
+            new.atime = if valid & fattr::ATIME_NOW != 0 { now } else { time(atime, atime_ns) };
+        }
+        if valid & fattr::MTIME != 0 {
+            what |= sys::TFS_SET_MTIME;
+            new.mtime = if valid & fattr::MTIME_NOW != 0 { now } else { time(mtime, mtime_ns) };
+        }
+        if valid & fattr::CTIME != 0 && what != 0 {
+            what |= sys::TFS_SET_CTIME;
+            new.ctime = time(ctime, ctime_ns);
+        }
+        if what != 0 {
+            self.fs.setattr(ino, what, &new)?;
+        }
+        Ok(Reply::Body(attr_out(&self.fs.getattr(ino, 0)?)))
+    }
+
+    fn drop_capability(&self, attr: &Attr) -> Result<()> {
+        match self.xattr_if(attr, attr.ino, CAPABILITY)? {
+            Some(_) => match self.fs.xattr_set(attr.ino, CAPABILITY, None, 0, None) {
+                Err(Errno::NODATA) => Ok(()),
+                done => done,
+            },
+            None => Ok(()),
+        }
+    }
+
+    /// EPERM for what chattr +i and +a forbid.
+    fn refuse_protected(&self, attr: &Attr, append_too: bool) -> Result<()> {
+        let mask = sys::TFS_FL_IMMUTABLE | if append_too { sys::TFS_FL_APPEND } else { 0 };
+        if attr.flags & mask != 0 { Err(Errno::PERM) } else { Ok(()) }
+    }
+
+    fn read<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
+        let (_fh, offset, len) = (u64s(&mut c)?, u64s(&mut c)?, u64::from(u32s(&mut c)?));
+        if !self.fs.area().writable() {
+            let mut buf = vec![0; len as usize];
+            let got = self.fs.pread(h.node, &mut buf, offset)?;
+            buf.truncate(got);
+            return Ok(Reply::Body(Out(buf)));
+        }
+        let pin = self.fs.pin(h.node)?;
+        let end = self.fs.size(h.node).min(offset.saturating_add(len));
+        let block = u64::from(sys::TFS_BLOCK);
+        let mut pieces = Vec::new();
+        let mut at = offset;
+        while at < end {
+            let (fblock, within) = (at / block, at % block);
+            let want = end.div_ceil(block) - fblock;
+            let run = self.fs.map(h.node, fblock, want)?;
+            let bytes = (run.count.clamp(1, want) * block - within).min(end - at);
+            let from = if run.block == 0 {
+                std::ptr::null()
+            } else {
+                let at = run.block.saturating_mul(block).saturating_add(within);
+                if at.checked_add(bytes).is_none_or(|end| end > self.fs.area().size()) {
+                    return Err(Errno::from_raw_os_error(libc::EUCLEAN));
+                }
+                // SAFETY: the run lies in the area, checked above.
+                unsafe { self.fs.area().base().add(at as usize).cast_const() }
+            };
+            pieces.push(Piece { from, len: bytes as usize });
+            at += bytes;
+        }
+        let _ = self.fs.touch_atime(h.node, fs::now());
+        Ok(Reply::Zone(pieces, pin))
+    }
+
+    fn write(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
+        let (_fh, offset, size, write_flags) = (u64s(&mut c)?, u64s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
+        let (_owner, flags, _) = (u64s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
+        let data = c.bytes(size as usize).ok_or_else(short)?;
+        let kill = write_flags & abi::WRITE_KILL_SUIDGID != 0;
+        let attr = self.fs.getattr(h.node, 0)?;
+        self.refuse_protected(&attr, flags as i32 & libc::O_APPEND == 0)?;
+        self.drop_capability(&attr)?;
+        let written = if flags as i32 & libc::O_APPEND != 0 {
+            self.fs.append(h.node, data, kill)?.0
+        } else {
+            self.fs.pwrite(h.node, data, offset, kill)?
+        };
+        let mut out = Out::new();
+        out.u32(written as u32).u32(0);
+        Ok(Reply::Body(out))
+    }
+
+    fn fallocate(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
+        let (_fh, offset, len, mode) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?, u32s(&mut c)? as i32);
+        self.refuse_protected(&self.fs.getattr(h.node, 0)?, mode & !libc::FALLOC_FL_KEEP_SIZE != 0)?;
+        let mut core = 0;
+        let mut left = mode;
+        for (flag, tfs) in [
+            (libc::FALLOC_FL_KEEP_SIZE, sys::TFS_FALLOC_KEEP_SIZE),
+            (libc::FALLOC_FL_PUNCH_HOLE, sys::TFS_FALLOC_PUNCH),
+            (libc::FALLOC_FL_ZERO_RANGE, sys::TFS_FALLOC_ZERO),
+        ] {
+            if mode & flag != 0 {
+                core |= tfs;
+                left &= !flag;
+            }
+        }
+        if left != 0 {
+            return Err(Errno::OPNOTSUPP);
+        }
+        self.fs.fallocate(h.node, core, offset, len)?;
+        empty()
+    }
+
+    fn copy_file_range(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
+        let (_fh_in, from) = (u64s(&mut c)?, u64s(&mut c)?);
+        let (out_node, _fh_out, to, len) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
+        let attr = self.fs.getattr(out_node, 0)?;
+        self.refuse_protected(&attr, true)?;
+        self.drop_capability(&attr)?;
+        let len = len.min(COPY_LIMIT);
+        let mut buf = vec![0; len.min(1 << 20) as usize];
+        let mut done = 0;
+        while done < len {
+            let want = (len - done).min(buf.len() as u64) as usize;
+            let got = self.fs.pread(h.node, &mut buf[..want], from + done)?;
+            if got == 0 {
+                break;
+            }
+            match self.fs.pwrite(out_node, &buf[..got], to + done, true) {
+                Ok(put) => done += put as u64,
+                Err(_) if done > 0 => break,
+                Err(e) => return Err(e),
+            }
+        }
+        let mut out = Out::new();
+        out.u32(done as u32).u32(0);
+        Ok(Reply::Body(out))
+    }
+
+    fn readdir(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
+        let (_fh, offset, size) = (u64s(&mut c)?, u64s(&mut c)?, u32s(&mut c)? as usize);
+        let mut out = Out::new();
+        let mut add = |name: &[u8], ino: u64, kind: u8, next: u64| {
+            let len = (24 + name.len()).next_multiple_of(8);
+            if out.0.len() + len > size {
+                return false;
+            }
+            out.u64(ino).u64(next).u32(name.len() as u32).u32(u32::from(kind)).bytes(name);
+            out.zeros(len - 24 - name.len());
+            true
+        };
+        // Cookies: 1 after ".", 2 after "..", the core's own + 2 from there on.
+        if offset == 0 && !add(b".", h.node, libc::DT_DIR, 1) {
+            return Err(Errno::INVAL);
+        }
+        // A directory that was removed while it is open has no parent any more.
+        if offset > 1 || add(b"..", self.fs.parent(h.node).unwrap_or(h.node), libc::DT_DIR, 2) {
+            let pos = offset.max(2) - 2;
+            match self.fs.readdir(h.node, pos, |name, ino, kind, next| add(name, ino, kind, next + 2)) {
+                Ok(_) | Err(Errno::NOENT) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(Reply::Body(out))
+    }
+
+    fn statfs(&self) -> Out {
+        let s = self.fs.statfs();
+        let mut out = Out::new();
+        out.u64(s.blocks).u64(s.blocks_free).u64(s.blocks_free).u64(s.inodes).u64(s.inodes_free);
+        out.u32(sys::TFS_BLOCK).u32(sys::TFS_NAME_MAX).u32(sys::TFS_BLOCK).zeros(4 + 24);
+        out
+    }
+
+    fn setxattr(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
+        let (size, flags, ext, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
+        let name = c.name().ok_or_else(short)?;
+        let value = c.bytes(size as usize).ok_or_else(short)?;
+        let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
+        self.refuse_protected(&attr, true)?;
+        if name == acl::ACCESS {
+            let acl = Acl::parse(value).ok_or(Errno::INVAL)?;
+            let mut mode = (attr.mode & 0o7000) | acl.mode();
+            if ext & abi::SETXATTR_ACL_KILL_SGID != 0 {
+                mode &= !S_ISGID;
+            }
+            if acl.is_only_mode() {
+                match self.fs.xattr_set(h.node, name, None, 0, Some(mode)) {
+                    Err(Errno::NODATA) => {
+                        let new = Attr { mode: (attr.mode & S_IFMT) | mode, ..Attr::default() };
+                        self.fs.setattr(h.node, sys::TFS_SET_MODE, &new)?;
+                    }
+                    done => done?,
+                }
+            } else {
+                self.fs.xattr_set(h.node, name, Some(value), 0, Some(mode))?;
+            }
+            return empty();
+        }
+        if name == acl::DEFAULT {
+            if attr.mode & S_IFMT != S_IFDIR {
+                return Err(Errno::ACCESS);
+            }
+            Acl::parse(value).ok_or(Errno::INVAL)?;
+        } else if ![&b"user."[..], b"trusted.", b"security."].iter().any(|p| name.starts_with(p)) {
+            return Err(Errno::OPNOTSUPP);
+        }
+        self.fs.xattr_set(h.node, name, Some(value), flags, None)?;
+        empty()
+    }
+
+    fn ioctl(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
+        let (_fh, _flags, cmd, _arg) = (u64s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u64s(&mut c)?);
+        let (in_size, _out_size) = (u32s(&mut c)?, u32s(&mut c)?);
+        let mut out = Out::new();
+        out.u32(0).u32(0).u32(0).u32(0);
+        match cmd {
+            abi::FS_IOC_GETFLAGS => {
+                out.u32(self.fs.getattr(h.node, 0)?.flags);
+            }
+            abi::FS_IOC_SETFLAGS if in_size >= 4 => {
+                let flags = u32s(&mut c)?;
+                if flags & !(sys::TFS_FL_IMMUTABLE | sys::TFS_FL_APPEND) != 0 {
+                    return Err(Errno::OPNOTSUPP);
+                }
+                self.fs.setattr(h.node, sys::TFS_SET_FLAGS, &Attr { flags, ..Attr::default() })?;
+            }
+            _ => return Err(Errno::NOTTY),
+        }
+        Ok(Reply::Body(out))
+    }
+}
+
+fn u32s(c: &mut Cursor<'_>) -> Result<u32> {
+    c.u32().ok_or_else(short)
+}
+
+fn u64s(c: &mut Cursor<'_>) -> Result<u64> {
+    c.u64().ok_or_else(short)
+}
+
+/// A mode without set-id bits, as a chown leaves it: set-group-id without group execution is not a privilege.
+fn killed(mode: u32) -> u32 {
+    let sgid = if mode & S_IXGRP != 0 { S_ISGID } else { 0 };
+    mode & !(S_ISUID | sgid)
+}
+
+fn sized<'a>(value: Vec<u8>, size: u32) -> Answer<'a> {
+    if size == 0 {
+        let mut out = Out::new();
+        out.u32(value.len() as u32).u32(0);
+        return Ok(Reply::Body(out));
+    }
+    if value.len() > size as usize {
+        return Err(Errno::RANGE);
+    }
+    Ok(Reply::Body(Out(value)))
+}
+
+fn open_out(_mode: u32) -> Out {
+    let mut out = Out::new();
+    out.u64(0).u32(abi::FOPEN_DIRECT_IO | abi::FOPEN_PARALLEL_DIRECT_WRITES).u32(0);
+    out
+}
+
+fn attr_body(out: &mut Out, a: &Attr) {
+    out.u64(a.ino).u64(a.size).u64(a.blocks * u64::from(sys::TFS_BLOCK / 512));
+    let times = [a.atime, a.mtime, a.ctime];
+    for t in times {
+        out.u64(t.div_euclid(NS) as u64);
+    }
+    for t in times {
+        out.u32(t.rem_euclid(NS) as u32);
+    }
+    out.u32(a.mode).u32(a.nlink).u32(a.uid).u32(a.gid).u32(abi::encode_dev(a.rdev)).u32(sys::TFS_BLOCK).u32(0);
+}
+
+/// `fuse_attr_out`, valid for no time.
+fn attr_out(a: &Attr) -> Out {
+    let mut out = Out::new();
+    out.zeros(16);
+    attr_body(&mut out, a);
+    out
+}
+
+/// `fuse_entry_out`, valid for no time.
+fn entry_out(a: &Attr) -> Out {
+    let mut out = Out::new();
+    out.u64(a.ino).u64(u64::from(a.generation)).zeros(24);
+    attr_body(&mut out, a);
+    out
+}
+
+/// `fuse_statx_out`, valid for no time.
+fn statx_out(a: &Attr) -> Out {
+    let attributes = |flags: u32| u64::from(flags & (sys::TFS_FL_IMMUTABLE | sys::TFS_FL_APPEND));
+    let mut out = Out::new();
+    out.zeros(32);
+    out.u32(libc::STATX_BASIC_STATS | libc::STATX_BTIME).u32(sys::TFS_BLOCK).u64(attributes(a.flags));
+    out.u32(a.nlink).u32(a.uid).u32(a.gid).u16(a.mode as u16).zeros(2);
+    out.u64(a.ino).u64(a.size).u64(a.blocks * u64::from(sys::TFS_BLOCK / 512)).u64(attributes(!0));
+    for t in [a.atime, a.btime, a.ctime, a.mtime] {
+        out.u64(t.div_euclid(NS) as u64).u32(t.rem_euclid(NS) as u32).zeros(4);
+    }
+    out.u32(a.rdev as u32 >> 20).u32(a.rdev as u32 & 0xf_ffff).zeros(8 + 14 * 8);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replies_have_the_sizes_that_the_kernel_expects() {
+        let a = Attr { atime: -1, ..Attr::default() };
+        assert_eq!(attr_out(&a).0.len(), 104);
+        assert_eq!(entry_out(&a).0.len(), 128);
+        assert_eq!(statx_out(&a).0.len(), 288);
+        assert_eq!(open_out(0).0.len(), 16);
+    }
+
+    #[test]
+    fn times_before_1970_keep_their_nanoseconds() {
+        let out = attr_out(&Attr { atime: -1, ..Attr::default() });
+        assert_eq!(out.0[40..48], (-1i64).to_ne_bytes());
+        assert_eq!(out.0[64..68], 999_999_999u32.to_ne_bytes());
+    }
+}

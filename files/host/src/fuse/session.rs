@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A mount's life: open the device, mount, agree with the kernel, answer requests on several threads, unmount.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io::{self, IoSlice, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use super::abi::{self, Header, OUT_HEADER, Out, init, op};
+use super::ops::{Piece, Reply, Server};
+
+/// Largest write the kernel sends at once.
+const MAX_WRITE: u32 = 1 << 20;
+/// Reads more pieces than this are copied together.
+const MAX_PIECES: usize = 1000;
+static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
+
+/// A file system mounted at a directory.
+pub struct Mounted {
+    device: Arc<File>,
+    target: PathBuf,
+}
+
+/// How to mount.
+#[derive(Clone, Debug)]
+pub struct MountOptions {
+    /// What the mount table shows as the source.
+    pub source: String,
+    /// No writes.
+    pub read_only: bool,
+    /// Let other users in (always so for root's mounts).
+    pub allow_other: bool,
+}
+
+/// Opens the device and mounts it. Ordinary users go through fusermount3 (package fuse3).
+pub fn mount(target: &Path, options: &MountOptions) -> io::Result<Mounted> {
+    let target = target.canonicalize()?;
+    let device = if rustix::process::geteuid().is_root() {
+        mount_as_root(&target, options)?
+    } else {
+        mount_as_user(&target, options)?
+    };
+    Ok(Mounted { device: Arc::new(device), target })
+}
+
+fn mount_as_root(target: &Path, options: &MountOptions) -> io::Result<File> {
+    let device = File::options().read(true).write(true).open("/dev/fuse").map_err(|e| {
+        io::Error::new(e.kind(), format!("/dev/fuse: {e}; load the kernel's module: modprobe fuse"))
+    })?;
+    let data = CString::new(format!(
+        "fd={},rootmode=40000,user_id=0,group_id=0,default_permissions,allow_other",
+        device.as_raw_fd()
+    ))?;
+    let source = CString::new(options.source.as_str())?;
+    let path = CString::new(target.as_os_str().as_bytes())?;
+    let flags = if options.read_only { libc::MS_RDONLY } else { 0 };
+    // SAFETY: terminated strings that live across the call.
+    let ret = unsafe {
+        libc::mount(source.as_ptr(), path.as_ptr(), c"fuse.tombolo".as_ptr(), flags, data.as_ptr().cast())
+    };
+    if ret != 0 { Err(io::Error::last_os_error()) } else { Ok(device) }
+}
+
+fn mount_as_user(target: &Path, options: &MountOptions) -> io::Result<File> {
+    let (ours, theirs) = UnixStream::pair()?;
+    rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
+    let mut opts = format!("fsname={},subtype=tombolo,default_permissions", options.source.replace(',', "_"));
+    if options.read_only {
+        opts += ",ro";
+    }
+    if options.allow_other {
+        opts += ",allow_other";
+    }
+    let out = Command::new("fusermount3")
+        .args(["-o", &opts, "--"])
+        .arg(target)
+        .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string())
+        .output()
+        .map_err(|e| io::Error::new(e.kind(), format!("fusermount3: {e}; install the package fuse3")))?;
+    drop(theirs);
+    if !out.status.success() {
+        let text = String::from_utf8_lossy(&out.stderr).trim().to_owned();
+        return Err(io::Error::other(format!("fusermount3: {text}")));
+    }
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = rustix::net::RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    rustix::net::recvmsg(
+        &ours,
+        &mut [io::IoSliceMut::new(&mut byte)],
+        &mut control,
+        rustix::net::RecvFlags::CMSG_CLOEXEC,
+    )?;
+    for message in control.drain() {
+        if let rustix::net::RecvAncillaryMessage::ScmRights(mut fds) = message {
+            if let Some(fd) = fds.next() {
+                return Ok(File::from(fd));
+            }
+        }
+    }
+    Err(io::Error::other("fusermount3 passed no descriptor of /dev/fuse"))
+}
+
+impl Mounted {
+    /// Where it is mounted.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// Agrees with the kernel on what both can; to be called once, before any thread serves.
+    pub fn handshake(&self, server: &Server) -> io::Result<()> {
+        let mut buf = vec![0; MAX_WRITE as usize + 8192];
+        // The kernel may offer a newer major version first; then it asks again with ours.
+        for _ in 0..2 {
+            let len = (&*self.device).read(&mut buf)?;
+            let bad = |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("FUSE handshake: {what}"));
+            let (h, mut c) = Header::parse(&buf[..len]).ok_or_else(|| bad("a short request"))?;
+            if h.opcode != op::INIT {
+                return Err(bad("something else than INIT came first"));
+            }
+            let mut next = || c.u32().ok_or_else(|| bad("a short INIT"));
+            let (major, minor, readahead, flags) = (next()?, next()?, next()?, next()?);
+            let mut out = Out::new();
+            if major != abi::MAJOR {
+                out.u32(abi::MAJOR).u32(abi::MINOR).zeros(56);
+                send(&self.device, h.unique, &Ok(Reply::Body(out)))?;
+                continue;
+            }
+            if minor < abi::MINOR_MIN {
+                send(&self.device, h.unique, &Err(Errno::PROTO))?;
+                return Err(io::Error::new(
+                    io::ErrorKind::Unsupported,
+                    format!("this kernel speaks FUSE {major}.{minor}; 7.{} is needed (Linux 5.11)", abi::MINOR_MIN),
+                ));
+            }
+            let mut offered = u64::from(flags);
+            if offered & init::INIT_EXT != 0 {
+                offered |= u64::from(c.u32().unwrap_or(0)) << 32;
+            }
+            let mut wanted = init::ASYNC_READ
+                | init::EXPORT_SUPPORT
+                | init::BIG_WRITES
+                | init::DONT_MASK
+                | init::ASYNC_DIO
+                | init::PARALLEL_DIROPS
+                | init::POSIX_ACL
+                | init::MAX_PAGES
+                | init::HANDLE_KILLPRIV_V2
+                | init::SETXATTR_EXT
+                | init::INIT_EXT;
+            if server.cached_mmap {
+                wanted |= init::DIRECT_IO_ALLOW_MMAP;
+            }
+            let agreed = wanted & offered;
+            out.u32(abi::MAJOR).u32(abi::MINOR.min(minor)).u32(readahead).u32(agreed as u32);
+            out.u16(64).u16(48).u32(MAX_WRITE).u32(1).u16((MAX_WRITE / 4096) as u16).u16(0);
+            out.u32((agreed >> 32) as u32).u32(0).zeros(24);
+            return send(&self.device, h.unique, &Ok(Reply::Body(out)));
+        }
+        Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel and this program speak different versions of FUSE"))
+    }
+
+    /// Another descriptor of the same mount, with a queue of its own.
+    fn clone_device(&self) -> io::Result<File> {
+        let clone = File::options().read(true).write(true).open("/dev/fuse")?;
+        let source: u32 = self.device.as_raw_fd() as u32;
+        // SAFETY: the ioctl reads one u32.
+        let ret = unsafe { libc::ioctl(clone.as_raw_fd(), abi::DEV_IOC_CLONE, &source) };
+        if ret != 0 { Err(io::Error::last_os_error()) } else { Ok(clone) }
+    }
+
+    /// Starts a thread that answers requests until the mount ends.
+    pub fn serve(&self, server: Arc<Server>) -> io::Result<std::thread::JoinHandle<io::Result<()>>> {
+        let device = match self.clone_device() {
+            Ok(clone) => Arc::new(clone),
+            // A user who may not open the device shares the one that fusermount3 opened.
+            Err(_) => Arc::clone(&self.device),
+        };
+        std::thread::Builder::new().name("fuse".into()).spawn(move || serve(&device, &server))
+    }
+
+    /// Unmounts; when something is still in use there, detaches it, so that the directory is free at once. Returns whether it was
+    /// free.
+    pub fn unmount(&self) -> io::Result<bool> {
+        let path = CString::new(self.target.as_os_str().as_bytes())?;
+        if rustix::process::geteuid().is_root() {
+            for flags in [0, libc::MNT_DETACH] {
+                // SAFETY: a terminated string.
+                if unsafe { libc::umount2(path.as_ptr(), flags) } == 0 {
+                    return Ok(flags == 0);
+                }
+                let error = io::Error::last_os_error();
+                match error.raw_os_error() {
+                    // Not mounted any more: someone else was faster.
+                    Some(libc::EINVAL) => return Ok(true),
+                    Some(libc::EBUSY) => {}
+                    _ => return Err(error),
+                }
+            }
+            return Err(io::Error::from_raw_os_error(libc::EBUSY));
+        }
+        for args in [&["-u"][..], &["-uz"]] {
+            if Command::new("fusermount3").args(args).arg("--").arg(&self.target).output()?.status.success() {
+                return Ok(args[0] == "-u");
+            }
+        }
+        Err(io::Error::other(format!("fusermount3 could not unmount {}", self.target.display())))
+    }
+}
+
+fn serve(device: &File, server: &Server) -> io::Result<()> {
+    let mut buf = vec![0; MAX_WRITE as usize + 8192];
+    loop {
+        let len = match (&*device).read(&mut buf) {
+            Ok(0) => return Ok(()),
+            Ok(len) => len,
+            Err(e) => match e.raw_os_error() {
+                Some(libc::ENODEV) => return Ok(()),
+                // ENOENT: the request was interrupted before it was read.
+                Some(libc::EINTR | libc::ENOENT | libc::EAGAIN) => continue,
+                _ => return Err(e),
+            },
+        };
+        let Some((header, body)) = Header::parse(&buf[..len]) else {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a short FUSE request"));
+        };
+        let answer = match header.opcode {
+            op::DESTROY => Ok(Reply::Body(Out::new())),
+            // Nothing here waits long enough to be interrupted.
+            op::INTERRUPT => Ok(Reply::None),
+            _ => server.answer(&header, body),
+        };
+        match send(device, header.unique, &answer) {
+            Ok(()) => {}
+            // ENOENT: the caller was killed meanwhile.
+            Err(e) if e.raw_os_error() == Some(libc::ENOENT) => {}
+            Err(e) if e.raw_os_error() == Some(libc::ENODEV) => return Ok(()),
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+fn header_bytes(unique: u64, error: i32, body: usize) -> [u8; OUT_HEADER] {
+    let mut header = [0; OUT_HEADER];
+    header[0..4].copy_from_slice(&((OUT_HEADER + body) as u32).to_ne_bytes());
+    header[4..8].copy_from_slice(&error.to_ne_bytes());
+    header[8..16].copy_from_slice(&unique.to_ne_bytes());
+    header
+}
+
+fn send(device: &File, unique: u64, answer: &Result<Reply<'_>, Errno>) -> io::Result<()> {
+    let mut device = device;
+    match answer {
+        Ok(Reply::None) => Ok(()),
+        Err(error) => device.write_all(&header_bytes(unique, -error.raw_os_error(), 0)),
+        Ok(Reply::Body(out)) => {
+            let header = header_bytes(unique, 0, out.0.len());
+            device.write_vectored(&[IoSlice::new(&header), IoSlice::new(&out.0)]).map(|_| ())
+        }
+        Ok(Reply::Zone(pieces, _pin)) => send_zone(device, unique, pieces),
+    }
+}
+
+/// A device takes one reply in one writev, which may have 1024 parts at most.
+fn send_zone(device: &File, unique: u64, pieces: &[Piece]) -> io::Result<()> {
+    let total: usize = pieces.iter().map(|p| p.len).sum();
+    let header = header_bytes(unique, 0, total);
+    let mut parts = vec![libc::iovec { iov_base: header.as_ptr().cast_mut().cast(), iov_len: OUT_HEADER }];
+    let mut copy = Vec::new();
+    if pieces.len() > MAX_PIECES || pieces.iter().any(|p| p.from.is_null() && p.len > ZEROS.len()) {
+        copy.resize(total, 0u8);
+        let mut at = 0;
+        for piece in pieces {
+            if !piece.from.is_null() {
+                // SAFETY: the piece lies in the zone's mapping and is held by a pin; copy has room for all pieces.
+                unsafe { std::ptr::copy_nonoverlapping(piece.from, copy.as_mut_ptr().add(at), piece.len) };
+            }
+            at += piece.len;
+        }
+        parts.push(libc::iovec { iov_base: copy.as_mut_ptr().cast(), iov_len: total });
+    } else {
+        parts.extend(pieces.iter().map(|p| libc::iovec {
+            iov_base: if p.from.is_null() { ZEROS.as_ptr() } else { p.from }.cast_mut().cast(),
+            iov_len: p.len,
+        }));
+    }
+    // SAFETY: every part is readable memory for the length it says: the header, the copy, zeros, or the zone's mapping.
+    let ret = unsafe { libc::writev(device.as_raw_fd(), parts.as_ptr(), parts.len() as libc::c_int) };
+    if ret < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Signals that end a mount, as a descriptor to wait on. Blocks them in the calling thread: call before any thread starts.
+pub fn end_signals() -> io::Result<File> {
+    // SAFETY: a plain sigset, made by sigemptyset.
+    let fd: RawFd = unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+            libc::sigaddset(&mut set, signal);
+        }
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+        libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK)
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a new descriptor that nobody else owns.
+    Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
+}

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The shared file system in user space: mkfs, a FUSE mount, fsck and a library to use it with.
+//!
+//! The file system's logic is the C in `files/core`, the same that runs in the kernel module; `build.rs` compiles it for user space.
+//! [`area::Area`] is the memory it lies in, [`fs::Filesystem`] the safe face of its functions, [`fuse`] the skin that mounts it,
+//! [`fsck`] an independent reader of the format that finds and repairs damage.
+//!
+//! - [`sys`]: the core's interface and format, from its headers.
+//! - [`area`]: mappings and areas; the one module that maps memory.
+//! - [`fs`]: the core's functions with Rust types.
+//! - [`fuse`]: the FUSE mount.
+//! - [`fsck`]: check and repair.
+//! - [`target`]: what a command's argument names.
+//! - [`cli`]: the commands `tombolo files …`.
+
+pub mod area;
+pub mod cli;
+pub mod fs;
+pub mod fsck;
+pub mod fuse;
+pub mod sys;
+pub mod target;

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a command's ZONE argument names: a zone with a FILES area, or a file that is nothing but a file system.
+
+use std::io::{Read, Seek};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use rustix::fs::FlockOperation;
+use tombolo_zone::{AreaType, Membership, Rights, Role, Zone};
+
+use crate::area::{Area, Map, Seat, open_backing};
+use crate::sys;
+
+/// An opened argument.
+pub struct Target {
+    path: PathBuf,
+    kind: Kind,
+}
+
+enum Kind {
+    /// Held with flock by whoever mounts it.
+    Bare { area: Area, file: OwnedFd },
+    Zone { zone: Arc<Zone>, area: tombolo_zone::Area, file: Option<OwnedFd> },
+}
+
+/// A seat in a zone for as long as the value lives; [`Joined::leave`] gives it up in good order.
+pub struct Joined {
+    zone: Arc<Zone>,
+    membership: Option<Membership>,
+}
+
+impl Joined {
+    /// Own seat.
+    pub fn seat(&self) -> Option<Seat> {
+        self.membership.as_ref().map(|m| Seat { member: m.id().index(), epoch: m.epoch() })
+    }
+
+    /// The zone.
+    pub fn zone(&self) -> &Arc<Zone> {
+        &self.zone
+    }
+
+    /// Takes the own pending bits.
+    pub fn take_pending(&self) -> tombolo_zone::Result<u64> {
+        match &self.membership {
+            Some(m) => self.zone.take_pending(m.id()),
+            None => Ok(0),
+        }
+    }
+
+    /// Gives the seat up and its slot free. Nothing may be held any more.
+    pub fn leave(mut self) -> tombolo_zone::Result<()> {
+        if let Some(membership) = self.membership.take() {
+            let id = membership.id();
+            self.zone.leave(membership)?;
+            self.zone.remove(id)?;
+        }
+        Ok(())
+    }
+}
+
+impl Target {
+    /// Opens a zone or file system in a file. `area`: the FILES area's name where a zone has several.
+    pub fn open(path: &Path, writable: bool, area: Option<&str>) -> anyhow::Result<Target> {
+        let mut file = open_backing(path, writable).with_context(|| format!("opening {}", path.display()))?;
+        let mut magic = [0; 8];
+        let len = file.seek(std::io::SeekFrom::End(0))?;
+        file.rewind()?;
+        if len >= 8 {
+            file.read_exact(&mut magic).with_context(|| format!("reading {}", path.display()))?;
+        }
+        let kind = if u64::from_le_bytes(magic) == sys::TMB_ZONE_MAGIC {
+            let zone = Arc::new(if writable { Zone::take_over_or_open(path)? } else { Zone::open(path, false)? });
+            let area = zone.area(AreaType::Files, area)?;
+            let regular = rustix::fs::fstatfs(&file).is_ok_and(|s| s.f_type != 0x0102_1994 && s.f_type != 0x9584_58f6);
+            Kind::Zone { zone, area, file: regular.then(|| file.into()) }
+        } else {
+            if len < 4096 {
+                bail!("{}: {len} bytes are too few for a file system or a zone", path.display());
+            }
+            Kind::Bare { area: Area::whole(Map::new(&file, len, writable)?)?, file: file.into() }
+        };
+        Ok(Target { path: path.to_owned(), kind })
+    }
+
+    /// Whether it is a zone, and not a file system alone.
+    pub fn is_zone(&self) -> bool {
+        matches!(self.kind, Kind::Zone { .. })
+    }
+
+    /// The path it was opened by.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The area, seen by nobody in particular: for readers, and for those who know that they are alone.
+    pub fn area(&self) -> anyhow::Result<Area> {
+        self.area_of(None)
+    }
+
+    fn area_of(&self, seat: Option<Seat>) -> anyhow::Result<Area> {
+        Ok(match &self.kind {
+            Kind::Bare { area, .. } => area.clone(),
+            Kind::Zone { zone, area, file } => {
+                let file = file.as_ref().map(OwnedFd::try_clone).transpose()?;
+                Area::of_zone(zone, area, seat, file)?
+            }
+        })
+    }
+
+    fn alive(&self) -> anyhow::Result<Vec<String>> {
+        Ok(match &self.kind {
+            Kind::Zone { zone, .. } => zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect(),
+            Kind::Bare { file, .. } => match rustix::fs::flock(file, FlockOperation::NonBlockingLockShared) {
+                Ok(()) => Vec::new(),
+                Err(rustix::io::Errno::WOULDBLOCK) => vec!["another process".to_owned()],
+                Err(e) => return Err(e.into()),
+            },
+        })
+    }
+
+    /// Whether someone lives in the zone.
+    pub fn is_in_use(&self) -> anyhow::Result<bool> {
+        Ok(!self.alive()?.is_empty())
+    }
+
+    /// Refuses when someone lives in the zone.
+    pub fn require_unused(&self, what: &str) -> anyhow::Result<()> {
+        let alive = self.alive()?;
+        if !alive.is_empty() {
+            bail!(
+                "{}: in use by {}; unmount there first (tombolo zone inspect shows who is in it), then {what} again",
+                self.path.display(),
+                alive.join(", ")
+            );
+        }
+        Ok(())
+    }
+
+    /// Becomes a member and gives the area as this member sees it. A file without a zone has no members: whoever uses it is alone
+    /// with it, and cleans up after whoever was before.
+    pub fn join(&self, name: &str) -> anyhow::Result<(Area, Option<Joined>)> {
+        let zone = match &self.kind {
+            Kind::Zone { zone, .. } => zone,
+            Kind::Bare { area, file } => {
+                if rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
+                    bail!("{}: is mounted already; a file system outside a zone has one user at a time", self.path.display());
+                }
+                return Ok((area.lone(), None));
+            }
+        };
+        let id = zone.invite(name, Role::Host, Rights::READ_WRITE)?;
+        let membership = zone.join(id)?;
+        let joined = Joined { zone: Arc::clone(zone), membership: Some(membership) };
+        Ok((self.area_of(joined.seat())?, Some(joined)))
+    }
+}

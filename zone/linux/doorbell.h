@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * Doorbells between the members of a zone, in a guest: the driver of ivshmem-doorbell (PCI 1af4:1110), linked into tombolo.ko.
+ *
+ * A doorbell carries nothing: it says 'look'. State belongs into the zone (struct tmb_member's 'pending', set before ringing).
+ * The device and the zone's memory are two devices that come and go in any order; they find each other by the zone's uuid, which the
+ * doorbell's memory part (struct tmb_doorbell_page) carries. A client registers for a uuid whether or not
+ * the device is there yet.
+ */
+#ifndef TOMBOLO_DOORBELL_H
+#define TOMBOLO_DOORBELL_H
+
+#include <linux/list.h>
+#include <linux/types.h>
+#include <linux/workqueue.h>
+
+struct tmb_doorbell;
+
+struct tmb_doorbell_client {
+	u8 zone_uuid[16];
+	/*
+	 * Somebody rang, or the device came or went (then the own peer id changed): look at 'pending'. Called in a work item of
+	 * the client's own; may sleep; calls of one client don't overlap. Must not unregister this client.
+	 */
+	void (*look)(struct tmb_doorbell_client *client);
+	/* private */
+	struct list_head link;
+	struct work_struct work;
+	struct tmb_doorbell __rcu *bell;
+};
+
+/* For the module's init and exit. Exit after every client is unregistered. */
+int tmb_doorbell_init(void);
+void tmb_doorbell_exit(void);
+
+/* zone_uuid and look are set. May sleep. If the device is there already, look is called soon. */
+void tmb_doorbell_register(struct tmb_doorbell_client *client);
+/* Waits until look is not running; afterwards it isn't called any more. May sleep. */
+void tmb_doorbell_unregister(struct tmb_doorbell_client *client);
+
+/*
+ * Rings a member: 'doorbell' is the value of its slot's field (ivshmem peer id + 1). 0, or -ENODEV: no device for this zone
+ * (yet, or any more), -EINVAL: 0 or not a peer id. Ringing a dead or unknown peer is harmless. Any context.
+ */
+int tmb_doorbell_ring(struct tmb_doorbell_client *client, u32 doorbell);
+/* One's own value of that field, so that one finds one's own slot; 0: no device. Any context. */
+u32 tmb_doorbell_self(struct tmb_doorbell_client *client);
+
+#endif

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a zone's memory is made of: an anonymous memory file, huge pages, or a file that persists.
+
+use std::ffi::CString;
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// Where a zone's memory comes from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Backing {
+    /// A memfd: gone with its last member. Its size is sealed, so that no member can shrink it under the others (SIGBUS).
+    #[default]
+    Memfd,
+    /// A memfd of huge pages of this many bytes (2 MiB or 1 GiB), which must be reserved (`/proc/sys/vm/nr_hugepages`); sealed as well.
+    Hugetlb(u64),
+    /// A file, which persists. On a DAX file system (persistent memory) or tmpfs it is memory itself.
+    File(PathBuf),
+}
+
+impl Backing {
+    /// A name for messages.
+    pub fn describe(&self, zone: &str) -> String {
+        match self {
+            Backing::Memfd => format!("zone {zone} (memfd)"),
+            Backing::Hugetlb(size) => format!("zone {zone} (huge pages of {size} bytes)"),
+            Backing::File(path) => path.display().to_string(),
+        }
+    }
+
+    /// Makes the memory, `size` bytes, zeroed. A file must not exist yet.
+    pub(crate) fn create(&self, name: &str, size: u64) -> Result<File> {
+        let what = self.describe(name);
+        let length = libc::off_t::try_from(size).map_err(|_| Error::Config {
+            zone: name.to_owned(),
+            why: format!("{size} bytes is too large"),
+        })?;
+        match self {
+            Backing::Memfd => sealed_memfd(name, length, 0, &what),
+            Backing::Hugetlb(page) => {
+                if !page.is_power_of_two() || *page < 4096 || size % page != 0 {
+                    return Err(Error::Config {
+                        zone: name.to_owned(),
+                        why: format!("{size} bytes is not a multiple of the huge page size {page}"),
+                    });
+                }
+                let flags = libc::MFD_HUGETLB | page.trailing_zeros() << libc::MFD_HUGE_SHIFT;
+                let file = sealed_memfd(name, length, flags, &what)?;
+                // Without this a lack of huge pages would show as SIGBUS in whichever member touches the last one.
+                // SAFETY: a descriptor of our own.
+                if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length) } != 0 {
+                    return Err(Error::last_os(format!(
+                        "{what}: reserving {} huge pages (write a larger number into /sys/kernel/mm/hugepages/hugepages-{}kB/nr_hugepages)",
+                        size / page,
+                        page >> 10
+                    )));
+                }
+                Ok(file)
+            }
+            Backing::File(path) => {
+                let file = OpenOptions::new()
+                    .read(true)
+                    .write(true)
+                    .create_new(true)
+                    .mode(0o600)
+                    .open(path)
+                    .map_err(|e| Error::io(format!("creating {what}"), e))?;
+                // SAFETY: a descriptor of our own.
+                let refused = unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, length) };
+                if refused != 0 {
+                    let error = std::io::Error::from_raw_os_error(refused);
+                    let _ = std::fs::remove_file(path);
+                    return Err(Error::io(format!("{what}: allocating {size} bytes"), error));
+                }
+                Ok(file)
+            }
+        }
+    }
+}
+
+pub(crate) fn sealed_memfd(name: &str, length: libc::off_t, flags: libc::c_uint, what: &str) -> Result<File> {
+    let c_name = CString::new(format!("tombolo-zone-{name}"))
+        .map_err(|_| Error::Config { zone: name.to_owned(), why: "its name holds a NUL".to_owned() })?;
+    // SAFETY: a valid string; the descriptor is new and ours.
+    let fd =
+        unsafe { libc::memfd_create(c_name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | flags) };
+    if fd < 0 {
+        return Err(Error::last_os(format!("{what}: memfd_create")));
+    }
+    // SAFETY: as above.
+    let file = unsafe { File::from_raw_fd(fd) };
+    // SAFETY: a descriptor of our own.
+    if unsafe { libc::ftruncate(fd, length) } != 0 {
+        return Err(Error::last_os(format!("{what}: setting its size to {length} bytes")));
+    }
+    // SAFETY: a descriptor of our own.
+    if unsafe {
+        libc::fcntl(fd, libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL)
+    } != 0
+    {
+        return Err(Error::last_os(format!("{what}: sealing its size")));
+    }
+    Ok(file)
+}
+
+/// The page size of a hugetlbfs file; `None` for others.
+pub(crate) fn huge_page_size(fd: BorrowedFd<'_>) -> Option<usize> {
+    // SAFETY: statfs is plain data; the kernel fills it.
+    let mut info: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: a valid descriptor and a valid buffer.
+    let answered = unsafe { libc::fstatfs(fd.as_raw_fd(), &mut info) } == 0;
+    (answered && info.f_type == libc::HUGETLBFS_MAGIC).then(|| usize::try_from(info.f_bsize).ok()).flatten()
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Errors: what, where, and the remedy where there is one.
+
+use std::io;
+
+/// Why something about a zone could not be done.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The operating system refused.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was tried, with the path.
+        what: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The memory does not hold a zone.
+    #[error("{zone}: not a zone: {why}")]
+    NotAZone {
+        /// Path or name.
+        zone: String,
+        /// What was found.
+        why: String,
+    },
+    /// A zone of another version, or with features that this program doesn't know.
+    #[error("{zone}: {why}; use the version of tombolo that made it, or create the zone anew")]
+    Unsupported {
+        /// Path or name.
+        zone: String,
+        /// Which version or feature.
+        why: String,
+    },
+    /// A zone whose header contradicts itself.
+    #[error("{zone}: damaged header: {why}")]
+    Damaged {
+        /// Path or name.
+        zone: String,
+        /// Which field, and what it says.
+        why: String,
+    },
+    /// A configuration that can't be.
+    #[error("zone {zone}: {why}")]
+    Config {
+        /// The zone's name.
+        zone: String,
+        /// What is wrong and what would be right.
+        why: String,
+    },
+    /// Somebody uses the zone.
+    #[error("{zone}: in use by {by}; stop it first")]
+    InUse {
+        /// Path or name.
+        zone: String,
+        /// Owner or members.
+        by: String,
+    },
+    /// The area that was asked for isn't there.
+    #[error("zone {zone} has no {kind} area{name}")]
+    NoArea {
+        /// The zone's name.
+        zone: String,
+        /// The type's name.
+        kind: String,
+        /// ` named …`, or empty.
+        name: String,
+    },
+    /// A member can't do, or have done to it, what was asked.
+    #[error("zone {zone}: member {member}: {why}")]
+    Member {
+        /// The zone's name.
+        zone: String,
+        /// Name or number.
+        member: String,
+        /// Why not.
+        why: String,
+    },
+    /// An access outside of the mapped memory, or a write to a read-only mapping.
+    #[error("zone memory: {0}")]
+    Access(String),
+}
+
+impl Error {
+    /// Wraps the last operating system error.
+    pub fn last_os(what: impl Into<String>) -> Self {
+        Error::Io { what: what.into(), source: io::Error::last_os_error() }
+    }
+
+    /// Wraps an I/O error.
+    pub fn io(what: impl Into<String>, source: io::Error) -> Self {
+        Error::Io { what: what.into(), source }
+    }
+}

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A zone is one piece of memory shared by its members: virtual machines and processes of their host.
+//!
+//! A host process creates a zone ([`Zone::create`]) or takes over one that persisted in a file
+//! ([`Zone::take_over`]) and is then its *owner*: it invites members, holds their liveness, declares them dead.
+//! Other host processes attach to it ([`Zone::open`]) by its file or by the owner's file descriptor. A member joins the slot it was
+//! invited to, which gives it an epoch; lock words in the zone name member and epoch, so that whoever waits can tell whether
+//! the owner still lives. Everything that is read from the zone is copied, checked, and the copy is used.
+//!
+//! Who lives is known from locks that the kernel drops at death: the owner and each member hold a byte of the
+//! backing file with an open-file-description lock ([`liveness`]).
+//!
+//! Modules:
+//! - [`mod@format`]: the format, from `format/tombolo_zone.h`; sizes and offsets asserted.
+//! - [`mem`]: the one place that touches shared memory: bounds-checked atomics and copies.
+//! - [`backing`]: memfd, huge pages or file; seals.
+//! - [`liveness`]: the locks that tell who lives.
+//! - [`header`]: making and checking the zone's header.
+//! - [`member`]: what a member slot says.
+//! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
+//! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
+
+pub mod backing;
+pub mod doorbell;
+pub mod error;
+pub mod format;
+pub mod header;
+pub mod liveness;
+pub mod mem;
+pub mod member;
+pub mod zone;
+
+pub use backing::Backing;
+pub use error::Error;
+pub use header::{Area, AreaConfig, AreaType};
+pub use liveness::Liveness;
+pub use member::{Member, MemberId, MemberState, Pending, Rights, Role};
+pub use zone::{Membership, Zone, ZoneConfig};
+
+/// What the functions of this crate return.
+pub type Result<T> = std::result::Result<T, Error>;

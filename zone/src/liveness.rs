@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Who lives, as the kernel knows it.
+//!
+//! The owner of a zone and each of its members hold a write lock (OFD, `fcntl(2)`) on one byte of the backing file: the owner on byte 0,
+//! member `i` on byte 1 + `i`. Such a lock belongs to an open file description and vanishes with its last holder,
+//! however that dies. A description that a child process inherits (QEMU, say) keeps the lock for as long as the child lives.
+//! Byte 65 serializes changes of the member table. The locks touch no data and need no cooperation from guests.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use crate::format::TMB_MAX_MEMBERS;
+use crate::member::MemberId;
+use crate::{Error, Result};
+
+pub(crate) const OWNER_BYTE: u32 = 0;
+pub(crate) const TABLE_BYTE: u32 = TMB_MAX_MEMBERS + 1;
+
+pub(crate) fn member_byte(id: MemberId) -> u32 {
+    1 + id.index()
+}
+
+/// Holds a member (or the owner) alive until the last copy of its descriptor is closed.
+///
+/// To tie it to a child process, let the child inherit the descriptor ([`AsFd`]; it is close-on-exec here).
+#[derive(Debug)]
+pub struct Liveness {
+    file: File,
+}
+
+impl AsFd for Liveness {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// A new open file description of the same file, so that its locks are its own.
+pub(crate) fn reopen(fd: BorrowedFd<'_>, writable: bool) -> io::Result<File> {
+    std::fs::OpenOptions::new().read(true).write(writable).open(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
+fn lock_request(kind: libc::c_int, byte: u32) -> libc::flock {
+    // SAFETY: flock is plain data for which zero is valid.
+    let mut request: libc::flock = unsafe { std::mem::zeroed() };
+    request.l_type = kind as libc::c_short;
+    request.l_whence = libc::SEEK_SET as libc::c_short;
+    request.l_start = libc::off_t::from(byte);
+    request.l_len = 1;
+    request
+}
+
+/// Tries to take `byte`; `Ok(None)` when another description has it.
+pub(crate) fn try_hold(fd: BorrowedFd<'_>, writable: bool, byte: u32) -> Result<Option<Liveness>> {
+    let file = reopen(fd, writable)
+        .map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
+    // A description that is open for reading only can hold read locks only; nobody else asks for a read lock, so it
+    // excludes as well, except another read-only holder of the same byte.
+    let kind = if writable { libc::F_WRLCK } else { libc::F_RDLCK };
+    let request = lock_request(kind, byte);
+    // SAFETY: a valid descriptor and a valid struct flock.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
+        return Ok(Some(Liveness { file }));
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::EACCES) => Ok(None),
+        _ => Err(Error::io("locking the zone's memory", error)),
+    }
+}
+
+/// Takes `byte`, waiting for whoever has it. Only for [`TABLE_BYTE`], which is held for microseconds.
+pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Liveness> {
+    let file =
+        reopen(fd, true).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
+    let request = lock_request(libc::F_WRLCK, byte);
+    loop {
+        // SAFETY: a valid descriptor and a valid struct flock.
+        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLKW, &request) } == 0 {
+            return Ok(Liveness { file });
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(Error::io("locking the zone's member table", error));
+        }
+    }
+}
+
+/// Whether any description holds `byte`.
+pub(crate) fn is_held(fd: BorrowedFd<'_>, byte: u32) -> Result<bool> {
+    // A description of its own: one's own locks don't count as conflicts otherwise.
+    let file =
+        reopen(fd, false).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
+    let mut request = lock_request(libc::F_WRLCK, byte);
+    // SAFETY: a valid descriptor and a valid struct flock.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut request) } != 0 {
+        return Err(Error::last_os("asking for locks on the zone's memory"));
+    }
+    Ok(libc::c_int::from(request.l_type) != libc::F_UNLCK)
+}

@@ -1,0 +1,513 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! [`Zone`]: a mapped zone, and what its owner and its members do to it.
+
+use std::fs::File;
+use std::mem::offset_of;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use uuid::Uuid;
+
+use crate::backing::Backing;
+use crate::format::{self, tmb_member, tmb_zone_header};
+use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
+use crate::liveness::{self, Liveness, OWNER_BYTE, TABLE_BYTE, member_byte};
+use crate::mem::SharedMem;
+use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
+use crate::{Error, Result};
+
+/// How often a compare-and-swap on a slot is repeated against a member that writes it all the time.
+const CAS_TRIES: u32 = 64;
+
+/// A zone to be made.
+#[derive(Clone, Debug)]
+pub struct ZoneConfig {
+    /// 1 to 31 bytes.
+    pub name: String,
+    /// Bytes: a multiple of 2 MiB, at least 8 MiB.
+    pub size: u64,
+    /// Where the memory comes from.
+    pub backing: Backing,
+    /// Its areas; `None`: [`header::default_areas`].
+    pub areas: Option<Vec<AreaConfig>>,
+}
+
+impl ZoneConfig {
+    /// A zone in a memfd with the default areas.
+    pub fn new(name: impl Into<String>, size: u64) -> ZoneConfig {
+        ZoneConfig { name: name.into(), size, backing: Backing::Memfd, areas: None }
+    }
+
+    /// Another backing.
+    pub fn backing(mut self, backing: Backing) -> ZoneConfig {
+        self.backing = backing;
+        self
+    }
+
+    /// Other areas.
+    pub fn areas(mut self, areas: Vec<AreaConfig>) -> ZoneConfig {
+        self.areas = Some(areas);
+        self
+    }
+}
+
+/// Being in a zone, in an epoch. Dropping it without [`Zone::leave`] counts as death: whoever watches
+/// ([`Zone::reap`]) declares the member dead, and what it held is recovered.
+#[derive(Debug)]
+pub struct Membership {
+    id: MemberId,
+    epoch: u32,
+    liveness: Liveness,
+}
+
+impl Membership {
+    /// The slot.
+    pub fn id(&self) -> MemberId {
+        self.id
+    }
+
+    /// The epoch that this membership's lock words carry.
+    pub fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
+    /// The liveness, to let a child process inherit it.
+    pub fn liveness(&self) -> &Liveness {
+        &self.liveness
+    }
+}
+
+/// A mapped zone. Share it between threads in an `Arc`.
+#[derive(Debug)]
+pub struct Zone {
+    file: File,
+    mem: SharedMem,
+    header: Header,
+    label: String,
+    owner: Option<Liveness>,
+}
+
+impl Zone {
+    /// Makes a zone and owns it. A file must not exist yet; it is removed again when this fails.
+    pub fn create(config: &ZoneConfig) -> Result<Zone> {
+        name_to(&config.name, "its name", &config.name)?;
+        let default = header::default_areas();
+        let areas = header::layout(&config.name, config.size, config.areas.as_deref().unwrap_or(&default))?;
+        let file = config.backing.create(&config.name, config.size)?;
+        let made = Self::format(file, config, areas);
+        if let (Err(_), Backing::File(path)) = (&made, &config.backing) {
+            let _ = std::fs::remove_file(path);
+        }
+        made
+    }
+
+    fn format(file: File, config: &ZoneConfig, areas: Vec<Area>) -> Result<Zone> {
+        let label = config.backing.describe(&config.name);
+        let owner = liveness::try_hold(file.as_fd(), true, OWNER_BYTE)?
+            .ok_or_else(|| Error::InUse { zone: label.clone(), by: "another process".to_owned() })?;
+        let mem = SharedMem::map(file.as_fd(), 0, config.size, true)?;
+        let header = Header {
+            name: config.name.clone(),
+            uuid: Uuid::new_v4(),
+            size: config.size,
+            created_ns: now_ns(),
+            areas,
+            session: new_session(),
+            may_write: true,
+        };
+        let page = header.encode()?;
+        // Magic last: whoever sees it sees the rest.
+        mem.write(8, &page[8..])?;
+        mem.store_u64(offset_of!(tmb_zone_header, magic) as u64, format::TMB_ZONE_MAGIC)?;
+        Ok(Zone { file, mem, header, label, owner: Some(owner) })
+    }
+
+    /// Attaches to the zone in a file (or in `/proc/PID/fd/N`), without owning it.
+    pub fn open(path: impl AsRef<Path>, writable: bool) -> Result<Zone> {
+        let path = path.as_ref();
+        let file = std::fs::OpenOptions::new()
+            .read(true)
+            .write(writable)
+            .open(path)
+            .map_err(|e| Error::io(format!("opening zone {}", path.display()), e))?;
+        Self::attach(file, writable, path.display().to_string())
+    }
+
+    /// Attaches to the zone in a file descriptor, received from its owner, say.
+    pub fn open_fd(fd: OwnedFd, writable: bool) -> Result<Zone> {
+        Self::attach(File::from(fd), writable, "zone received as a file descriptor".to_owned())
+    }
+
+    /// Becomes the owner of a zone in a file whose owner and members are gone: it gets a new session, and each member that was
+    /// in it is declared dead. [`Error::InUse`] when an owner or a member still lives.
+    pub fn take_over(path: impl AsRef<Path>) -> Result<Zone> {
+        let mut zone = Self::open(path, true)?;
+        zone.may_write()?;
+        let in_use = |by: String| Error::InUse { zone: zone.label.clone(), by };
+        let owner = liveness::try_hold(zone.file.as_fd(), true, OWNER_BYTE)?
+            .ok_or_else(|| in_use("its owner, another process".to_owned()))?;
+        let alive: Vec<String> = zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect();
+        if !alive.is_empty() {
+            return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))));
+        }
+        let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
+        for id in MemberId::all() {
+            zone.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
+            zone.bury(id)?;
+        }
+        zone.header.session = new_session();
+        zone.mem.store_u64(offset_of!(tmb_zone_header, session) as u64, zone.header.session)?;
+        zone.owner = Some(owner);
+        Ok(zone)
+    }
+
+    /// [`Self::take_over`], or [`Self::open`] when somebody owns the zone or lives in it.
+    pub fn take_over_or_open(path: impl AsRef<Path>) -> Result<Zone> {
+        match Self::take_over(&path) {
+            Err(Error::InUse { .. }) => Self::open(path, true),
+            other => other,
+        }
+    }
+
+    fn attach(file: File, writable: bool, label: String) -> Result<Zone> {
+        let meta = file.metadata().map_err(|e| Error::io(format!("{label}: asking for its size"), e))?;
+        if meta.len() < HEADER_SIZE as u64 {
+            return Err(Error::NotAZone { zone: label, why: format!("it has only {} bytes", meta.len()) });
+        }
+        // The header alone may not be mappable (huge pages), so the file is mapped as it is, and cut to the zone's size below.
+        let probe = SharedMem::map(file.as_fd(), 0, meta.len(), writable)?;
+        let mut page = [0; HEADER_SIZE];
+        probe.read(0, &mut page)?;
+        let header = Header::check(&page, meta.len(), &label)?;
+        let mem = if header.size == meta.len() {
+            probe
+        } else {
+            drop(probe);
+            SharedMem::map(file.as_fd(), 0, header.size, writable)?
+        };
+        let zone = Zone { file, mem, header, label, owner: None };
+        if writable {
+            zone.may_write()?;
+        }
+        Ok(zone)
+    }
+
+    fn may_write(&self) -> Result<()> {
+        if self.header.may_write {
+            return Ok(());
+        }
+        Err(Error::Unsupported {
+            zone: self.label.clone(),
+            why: "it has features that this program does not know, and can only be read by it".to_owned(),
+        })
+    }
+
+    /// The header as it was checked when the zone was opened; later changes by members have no effect on it.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Name.
+    pub fn name(&self) -> &str {
+        &self.header.name
+    }
+
+    /// Identity.
+    pub fn uuid(&self) -> Uuid {
+        self.header.uuid
+    }
+
+    /// Bytes.
+    pub fn size(&self) -> u64 {
+        self.header.size
+    }
+
+    /// Whether this process owns the zone.
+    pub fn is_owner(&self) -> bool {
+        self.owner.is_some()
+    }
+
+    /// The memory.
+    pub fn mem(&self) -> &SharedMem {
+        &self.mem
+    }
+
+    /// A descriptor of the memory for another process that may only read it.
+    pub fn read_only_fd(&self) -> Result<OwnedFd> {
+        let file = liveness::reopen(self.file.as_fd(), false)
+            .map_err(|e| Error::io(format!("{}: reopening for reading", self.label), e))?;
+        Ok(file.into())
+    }
+
+    /// Where `area`, one of this zone's, lies in this process. C code that gets this follows the rules of [`crate::mem`].
+    pub fn area_ptr(&self, area: &Area) -> Result<*mut u8> {
+        if area.offset.checked_add(area.len).is_none_or(|end| end > self.size()) {
+            return Err(Error::Access(format!("area {} at {} is not of this zone", area.name, area.offset)));
+        }
+        // The mapping has size() bytes, and they fit an usize since they are mapped.
+        Ok(self.mem.as_ptr().wrapping_add(area.offset as usize))
+    }
+
+    /// Where the member table lies in this process.
+    pub fn members_ptr(&self) -> *mut tmb_member {
+        self.mem.as_ptr().wrapping_add(format::MEMBERS_OFF as usize).cast()
+    }
+
+    /// The areas.
+    pub fn areas(&self) -> &[Area] {
+        &self.header.areas
+    }
+
+    /// An area by type and name; without a name, the first of its type.
+    pub fn area(&self, kind: AreaType, name: Option<&str>) -> Result<Area> {
+        let found = self.areas().iter().find(|a| a.kind == kind && name.is_none_or(|n| n == a.name));
+        found.cloned().ok_or_else(|| Error::NoArea {
+            zone: self.header.name.clone(),
+            kind: kind.to_string(),
+            name: name.map(|n| format!(" named {n:?}")).unwrap_or_default(),
+        })
+    }
+
+    /// All slots that are not empty.
+    pub fn members(&self) -> Result<Vec<Member>> {
+        let mut members = Vec::new();
+        for id in MemberId::all() {
+            let member = self.member(id)?;
+            if member.state != MemberState::Empty {
+                members.push(member);
+            }
+        }
+        Ok(members)
+    }
+
+    /// A copy of one slot.
+    pub fn member(&self, id: MemberId) -> Result<Member> {
+        let mut member = member::read(&self.mem, id)?;
+        if member.state != MemberState::Empty {
+            member.alive = liveness::is_held(self.file.as_fd(), member_byte(id))?;
+        }
+        Ok(member)
+    }
+
+    /// Keeps a slot for a member of this name. The slot that the name had before is kept for it again (a VM that reboots), with its
+    /// epoch, so that what a dead one held can be told from what the new one holds. Any host process that can write the zone may do this.
+    pub fn invite(&self, name: &str, role: Role, rights: Rights) -> Result<MemberId> {
+        let field = name_to(&self.header.name, "member name", name)?;
+        let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
+        let slots: Vec<Member> = MemberId::all().map(|id| self.member(id)).collect::<Result<_>>()?;
+        let known = slots.iter().find(|m| m.state != MemberState::Empty && m.name == name);
+        let Some(slot) = known.or_else(|| slots.iter().find(|m| m.state == MemberState::Empty)) else {
+            return Err(self.refuse(name, format!("all {} slots are taken", format::TMB_MAX_MEMBERS)));
+        };
+        if slot.state == MemberState::Active || (known.is_some() && slot.alive) {
+            return Err(self.refuse(name, "is in the zone already".to_owned()));
+        }
+        let id = slot.id;
+        let base = offset_of!(tmb_member, state_epoch);
+        let epoch = slot.epoch;
+        // Fields first, then the state that makes them valid.
+        self.mem.store_u64(id.at(base), format::state_epoch(format::TMB_MEMBER_EMPTY, epoch))?;
+        self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
+        self.mem.store_u32(id.at(offset_of!(tmb_member, role)), role.raw())?;
+        self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights.raw())?;
+        self.mem.write(id.at(offset_of!(tmb_member, name)), &field)?;
+        self.mem.store_u64(id.at(offset_of!(tmb_member, pending)), 0)?;
+        self.mem.store_u64(id.at(offset_of!(tmb_member, heartbeat_ns)), 0)?;
+        self.mem.store_u64(id.at(base), format::state_epoch(format::TMB_MEMBER_INVITED, epoch))?;
+        Ok(id)
+    }
+
+    /// Takes the slot that [`Self::invite`] kept, for this process.
+    pub fn join(&self, id: MemberId) -> Result<Membership> {
+        let liveness = self.hold(id)?;
+        let epoch = self.activate(id)?;
+        Ok(Membership { id, epoch, liveness })
+    }
+
+    /// Moves an invited slot to ACTIVE in a new epoch, for a member that can't do it itself: a VM with a read-only mapping.
+    pub fn activate(&self, id: MemberId) -> Result<u32> {
+        let at = id.at(offset_of!(tmb_member, state_epoch));
+        for _ in 0..CAS_TRIES {
+            let word = self.mem.load_u64(at)?;
+            if MemberState::from_word(word) != MemberState::Invited {
+                return Err(self.refuse_id(id, format!("is {:?}, not invited", MemberState::from_word(word))));
+            }
+            let epoch = self.next_epoch(id, word)?;
+            if self.mem.cas_u64(at, word, format::state_epoch(format::TMB_MEMBER_ACTIVE, epoch))?.is_ok() {
+                return Ok(epoch);
+            }
+        }
+        Err(self.refuse_id(id, "its slot changes all the time".to_owned()))
+    }
+
+    /// Holds a member alive: whoever runs a VM takes this before it starts and lets it go after it ended, or lets QEMU inherit it.
+    pub fn hold(&self, id: MemberId) -> Result<Liveness> {
+        liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?
+            .ok_or_else(|| self.refuse_id(id, "another process is this member".to_owned()))
+    }
+
+    /// Gives up a membership in good order: the slot is kept for a later join. Nothing may be held any more.
+    pub fn leave(&self, membership: Membership) -> Result<()> {
+        let id = membership.id;
+        self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
+        let at = id.at(offset_of!(tmb_member, state_epoch));
+        let active = format::state_epoch(format::TMB_MEMBER_ACTIVE, membership.epoch);
+        let invited = format::state_epoch(format::TMB_MEMBER_INVITED, membership.epoch);
+        self.mem.cas_u64(at, active, invited)?.map_err(|found| {
+            self.refuse_id(
+                id,
+                format!(
+                    "is {:?} in epoch {}, not active in epoch {}: it was declared dead or removed",
+                    MemberState::from_word(found),
+                    format::epoch_of(found),
+                    membership.epoch
+                ),
+            )
+        })
+    }
+
+    /// Says that an active member died: its epoch ends, its doorbell is gone, and the others are told (see [`Self::announce`]).
+    /// False when it was not active. Only call this when the member can't write any more (its process is gone).
+    pub fn declare_dead(&self, id: MemberId) -> Result<bool> {
+        let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
+        self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
+        let died = self.bury(id)?;
+        if died {
+            self.pend_others(id)?;
+        }
+        Ok(died)
+    }
+
+    /// Declares dead each active member whose liveness nobody holds; returns whom.
+    pub fn reap(&self) -> Result<Vec<MemberId>> {
+        let mut dead = Vec::new();
+        for member in self.members()? {
+            let gone = matches!(member.state, MemberState::Active | MemberState::Damaged) && !member.alive;
+            if gone && self.declare_dead(member.id)? {
+                dead.push(member.id);
+            }
+        }
+        Ok(dead)
+    }
+
+    /// Frees the slot of a member that isn't there and won't come back. Its epoch goes on with the slot's next member.
+    pub fn remove(&self, id: MemberId) -> Result<()> {
+        let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
+        let member = self.member(id)?;
+        if member.state == MemberState::Active || member.alive {
+            return Err(self.refuse_id(id, "is in the zone; stop it first".to_owned()));
+        }
+        let at = id.at(offset_of!(tmb_member, state_epoch));
+        self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_EMPTY, member.epoch))
+    }
+
+    /// Says by which ivshmem peer id a member is rung; `None`: it polls.
+    pub fn set_doorbell(&self, id: MemberId, peer: Option<u16>) -> Result<()> {
+        self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), peer.map_or(0, |p| u32::from(p) + 1))
+    }
+
+    /// Sets a member's pending bit; returns the peer to ring, if it has a doorbell and the bit was not set already.
+    pub fn pend(&self, id: MemberId, reason: Pending) -> Result<Option<u16>> {
+        let before = self.mem.fetch_or_u64(id.at(offset_of!(tmb_member, pending)), reason as u64)?;
+        let bell = self.mem.load_u32(id.at(offset_of!(tmb_member, doorbell)))?;
+        Ok((before & reason as u64 == 0)
+            .then(|| bell.checked_sub(1).and_then(|p| u16::try_from(p).ok()))
+            .flatten())
+    }
+
+    /// Takes the pending bits of a member: those of one's own, after one's doorbell rang.
+    pub fn take_pending(&self, id: MemberId) -> Result<u64> {
+        self.mem.swap_u64(id.at(offset_of!(tmb_member, pending)), 0)
+    }
+
+    /// The peers to ring so that every active member looks at the member table.
+    pub fn announce(&self) -> Result<Vec<u16>> {
+        Ok(self
+            .members()?
+            .into_iter()
+            .filter(|m| m.state == MemberState::Active)
+            .filter_map(|m| m.doorbell)
+            .collect())
+    }
+
+    /// Stamps the owner's heartbeat with the present time.
+    pub fn beat(&self) -> Result<()> {
+        self.mem.store_u64(offset_of!(tmb_zone_header, heartbeat_ns) as u64, now_ns())
+    }
+
+    /// Stamps a member's own heartbeat.
+    pub fn beat_as(&self, membership: &Membership) -> Result<()> {
+        self.mem.store_u64(membership.id.at(offset_of!(tmb_member, heartbeat_ns)), now_ns())
+    }
+
+    /// The owner's heartbeat and session as they are now.
+    pub fn pulse(&self) -> Result<(u64, u64)> {
+        Ok((
+            self.mem.load_u64(offset_of!(tmb_zone_header, heartbeat_ns) as u64)?,
+            self.mem.load_u64(offset_of!(tmb_zone_header, session) as u64)?,
+        ))
+    }
+
+    /// Whether some process owns the zone.
+    pub fn has_owner(&self) -> Result<bool> {
+        liveness::is_held(self.file.as_fd(), OWNER_BYTE)
+    }
+
+    /// ACTIVE (or nonsense) to DEAD in a new epoch. The table must be locked.
+    fn bury(&self, id: MemberId) -> Result<bool> {
+        let at = id.at(offset_of!(tmb_member, state_epoch));
+        for _ in 0..CAS_TRIES {
+            let word = self.mem.load_u64(at)?;
+            if !matches!(MemberState::from_word(word), MemberState::Active | MemberState::Damaged) {
+                return Ok(false);
+            }
+            let epoch = self.next_epoch(id, word)?;
+            if self.mem.cas_u64(at, word, format::state_epoch(format::TMB_MEMBER_DEAD, epoch))?.is_ok() {
+                return Ok(true);
+            }
+        }
+        Err(self.refuse_id(id, "its slot changes all the time; is it really dead?".to_owned()))
+    }
+
+    fn pend_others(&self, except: MemberId) -> Result<()> {
+        for id in MemberId::all().filter(|&id| id != except) {
+            let word = self.mem.load_u64(id.at(offset_of!(tmb_member, state_epoch)))?;
+            if MemberState::from_word(word) == MemberState::Active {
+                self.mem.fetch_or_u64(id.at(offset_of!(tmb_member, pending)), Pending::Members as u64)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn next_epoch(&self, id: MemberId, word: u64) -> Result<u32> {
+        format::epoch_of(word)
+            .checked_add(1)
+            .ok_or_else(|| self.refuse_id(id, "its epochs are used up; create the zone anew".to_owned()))
+    }
+
+    fn refuse(&self, member: &str, why: String) -> Error {
+        Error::Member { zone: self.header.name.clone(), member: member.to_owned(), why }
+    }
+
+    fn refuse_id(&self, id: MemberId, why: String) -> Error {
+        self.refuse(&id.to_string(), why)
+    }
+}
+
+impl AsFd for Zone {
+    /// The memory, as every member maps it.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+fn now_ns() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn new_session() -> u64 {
+    let (high, low) = Uuid::new_v4().as_u64_pair();
+    high ^ low
+}

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Zones between real processes: creating, opening, taking over, dying.
+
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use tombolo_zone::mem::SharedMem;
+use tombolo_zone::{
+    AreaConfig, AreaType, Backing, Error, MemberState, Pending, Rights, Role, Zone, ZoneConfig,
+};
+
+const MIB: u64 = 1 << 20;
+
+fn file_zone(dir: &Path) -> (PathBuf, Zone) {
+    let path = dir.join("zone");
+    let zone = Zone::create(&ZoneConfig::new("test", 16 * MIB).backing(Backing::File(path.clone()))).unwrap();
+    (path, zone)
+}
+
+/// Runs the test `name` of this binary, which is a helper, as another process, on the zone at `path`.
+fn helper(name: &str, path: &Path) -> Child {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--nocapture"])
+        .env("TOMBOLO_HELPER_ZONE", path)
+        .stdout(Stdio::piped())
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().contains("helper is ready")), "the helper ended early");
+    child
+}
+
+/// In a helper process: the zone that it was given. `None` when the test runner calls the helper as if it were a test.
+fn given() -> Option<PathBuf> {
+    std::env::var_os("TOMBOLO_HELPER_ZONE").map(PathBuf::from)
+}
+
+fn ready_then_wait() {
+    println!("helper is ready");
+    let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+#[test]
+fn helper_joins_and_waits() {
+    let Some(path) = given() else { return };
+    let zone = Zone::open(path, true).unwrap();
+    let _member = zone.join(zone.invite("helper", Role::Host, Rights::READ_WRITE).unwrap()).unwrap();
+    ready_then_wait();
+}
+
+#[test]
+fn helper_owns_and_waits() {
+    let Some(path) = given() else { return };
+    let _zone = Zone::take_over(path).unwrap();
+    ready_then_wait();
+}
+
+#[test]
+fn a_memfd_zone_cannot_be_shrunk_under_its_members() {
+    let zone = Zone::create(&ZoneConfig::new("sealed", 8 * MIB)).unwrap();
+    let file = std::fs::File::from(zone.as_fd().try_clone_to_owned().unwrap());
+    assert!(file.set_len(0).is_err());
+    assert!(file.set_len(1 << 30).is_err());
+    let again = Zone::open_fd(file.into(), true).unwrap();
+    assert_eq!(again.uuid(), zone.uuid());
+}
+
+#[test]
+fn a_zone_in_a_file_is_found_again_with_its_areas() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("zone");
+    let areas = vec![
+        AreaConfig { kind: AreaType::Calls, name: "c".to_owned(), size: Some(8192) },
+        AreaConfig { kind: AreaType::Files, name: "f".to_owned(), size: None },
+    ];
+    let config = ZoneConfig::new("kept", 8 * MIB).backing(Backing::File(path.clone())).areas(areas);
+    let uuid = {
+        let zone = Zone::create(&config).unwrap();
+        zone.mem().write(zone.area(AreaType::Files, None).unwrap().offset, b"data").unwrap();
+        zone.uuid()
+    };
+    let zone = Zone::take_over(&path).unwrap();
+    assert_eq!(zone.uuid(), uuid);
+    let files = zone.area(AreaType::Files, Some("f")).unwrap();
+    let mut data = [0; 4];
+    zone.mem().read(files.offset, &mut data).unwrap();
+    assert_eq!(&data, b"data");
+    let missing = zone.area(AreaType::Sync, Some("s")).unwrap_err().to_string();
+    assert_eq!(missing, "zone kept has no sync area named \"s\"");
+    assert!(matches!(Zone::create(&config), Err(Error::Io { .. })), "an existing file is not overwritten");
+    assert!(path.exists());
+}
+
+#[test]
+fn a_file_that_is_no_zone_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("noise");
+    std::fs::write(&path, vec![7; 9 << 20]).unwrap();
+    let said = Zone::open(&path, true).unwrap_err().to_string();
+    assert!(said.contains("noise: not a zone: magic is 0x07"), "{said}");
+    std::fs::write(&path, b"short").unwrap();
+    assert!(Zone::open(&path, true).unwrap_err().to_string().contains("only 5 bytes"));
+}
+
+#[test]
+fn a_zone_that_has_a_living_owner_or_member_is_in_use() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    assert!(zone.is_owner());
+    assert!(Zone::take_over(&path).unwrap_err().to_string().contains("in use by its owner"));
+    let mut child = helper("helper_joins_and_waits", &path);
+    drop(zone);
+    let said = Zone::take_over(&path).unwrap_err().to_string();
+    assert!(said.contains("in use by members that outlived its owner: helper"), "{said}");
+    assert!(!Zone::take_over_or_open(&path).unwrap().is_owner());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let zone = Zone::take_over(&path).unwrap();
+    assert_eq!(zone.members().unwrap()[0].state, MemberState::Dead);
+}
+
+#[test]
+fn an_owner_that_is_killed_leaves_a_zone_that_can_be_taken_over_in_a_new_session() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    drop(zone);
+    let mut child = helper("helper_owns_and_waits", &path);
+    let watcher = Zone::open(&path, false).unwrap();
+    assert!(watcher.has_owner().unwrap());
+    let session = watcher.pulse().unwrap().1;
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(!watcher.has_owner().unwrap());
+    let zone = Zone::take_over(&path).unwrap();
+    assert_ne!(zone.pulse().unwrap().1, session);
+    zone.beat().unwrap();
+    assert!(watcher.pulse().unwrap().0 > 0);
+}
+
+#[test]
+fn a_killed_member_is_reaped_and_rejoins_in_a_later_epoch() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    let me = zone.join(zone.invite("me", Role::Host, Rights::READ_WRITE).unwrap()).unwrap();
+    let mut child = helper("helper_joins_and_waits", &path);
+    let id = zone.members().unwrap().into_iter().find(|m| m.name == "helper").unwrap().id;
+    zone.set_doorbell(id, Some(5)).unwrap();
+    assert_eq!(zone.reap().unwrap(), []);
+    assert_eq!(zone.pend(id, Pending::Lock).unwrap(), Some(5));
+    assert_eq!(zone.pend(id, Pending::Lock).unwrap(), None, "rung already");
+    let before = zone.member(id).unwrap();
+    assert_eq!((before.state, before.alive), (MemberState::Active, true));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(zone.reap().unwrap(), [id]);
+    let dead = zone.member(id).unwrap();
+    assert_eq!((dead.state, dead.epoch, dead.doorbell), (MemberState::Dead, before.epoch + 1, None));
+    assert_eq!(zone.take_pending(me.id()).unwrap(), Pending::Members as u64);
+    assert!(!zone.declare_dead(id).unwrap(), "it is dead already");
+    assert_eq!(zone.invite("helper", Role::Host, Rights::READ_WRITE).unwrap(), id, "a name keeps its slot");
+    let again = zone.join(id).unwrap();
+    assert_eq!(again.epoch(), dead.epoch + 1);
+}
+
+#[test]
+fn a_child_that_inherits_the_liveness_keeps_the_member_alive() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_path, zone) = file_zone(dir.path());
+    let id = zone.invite("vm", Role::Vm, Rights::READ_ONLY).unwrap();
+    let liveness = zone.hold(id).unwrap();
+    // The child gets the description as its standard input, as QEMU would get it as an extra descriptor.
+    let stdin = liveness.as_fd().try_clone_to_owned().unwrap();
+    let mut child = Command::new("sleep").arg("1000").stdin(stdin).spawn().unwrap();
+    zone.activate(id).unwrap();
+    drop(liveness);
+    assert!(zone.member(id).unwrap().alive);
+    assert!(zone.hold(id).unwrap_err().to_string().contains("another process is this member"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(zone.reap().unwrap(), [id]);
+}
+
+#[test]
+fn leaving_keeps_the_slot_and_a_stale_membership_cannot_leave() {
+    let zone = Zone::create(&ZoneConfig::new("leave", 8 * MIB)).unwrap();
+    let id = zone.invite("a", Role::Host, Rights::READ_WRITE).unwrap();
+    assert!(zone.activate(tombolo_zone::MemberId::new(9).unwrap()).is_err(), "nobody was invited to slot 9");
+    let member = zone.join(id).unwrap();
+    assert!(zone.invite("a", Role::Host, Rights::READ_WRITE).unwrap_err().to_string().contains("already"));
+    assert!(zone.remove(id).unwrap_err().to_string().contains("stop it first"));
+    zone.leave(member).unwrap();
+    assert_eq!(zone.member(id).unwrap().state, MemberState::Invited);
+    let member = zone.join(id).unwrap();
+    zone.declare_dead(id).unwrap();
+    assert!(zone.leave(member).unwrap_err().to_string().contains("declared dead"));
+    zone.remove(id).unwrap();
+    assert_eq!(zone.members().unwrap(), []);
+}
+
+#[test]
+fn the_sixty_fifth_member_is_refused() {
+    let zone = Zone::create(&ZoneConfig::new("full", 8 * MIB)).unwrap();
+    for i in 0..64 {
+        zone.invite(&format!("m{i}"), Role::Vm, Rights::READ_WRITE).unwrap();
+    }
+    assert!(
+        zone.invite("m64", Role::Vm, Rights::READ_WRITE).unwrap_err().to_string().contains("all 64 slots")
+    );
+}
+
+#[test]
+fn nonsense_in_a_slot_is_shown_as_damage_and_can_be_cleared() {
+    let zone = Zone::create(&ZoneConfig::new("nonsense", 8 * MIB)).unwrap();
+    let id = zone.invite("a", Role::Host, Rights::READ_WRITE).unwrap();
+    zone.mem().write(4096, &[0xee; 256]).unwrap();
+    let member = zone.member(id).unwrap();
+    assert_eq!((member.state, member.role, member.doorbell), (MemberState::Damaged, None, None));
+    assert_eq!(zone.reap().unwrap(), [id]);
+    assert_eq!(zone.member(id).unwrap().state, MemberState::Dead);
+    // An epoch at its end is refused, not wrapped.
+    zone.mem().store_u64(4096, u64::from(u32::MAX) << 32 | 1).unwrap();
+    assert!(zone.join(id).unwrap_err().to_string().contains("used up"));
+}
+
+#[test]
+fn a_reader_cannot_write_and_its_descriptor_cannot_be_mapped_for_writing() {
+    let zone = Zone::create(&ZoneConfig::new("ro", 8 * MIB)).unwrap();
+    let fd = zone.read_only_fd().unwrap();
+    assert!(SharedMem::map(fd.as_fd(), 0, 4096, true).is_err());
+    let reader = Zone::open_fd(fd, false).unwrap();
+    assert!(reader.invite("x", Role::Host, Rights::READ_ONLY).is_err());
+    assert!(reader.mem().store_u64(0, 0).is_err());
+    zone.mem().write(2 * MIB, b"seen").unwrap();
+    let mut seen = [0; 4];
+    reader.mem().read(2 * MIB, &mut seen).unwrap();
+    assert_eq!(&seen, b"seen");
+}
+
+#[test]
+fn huge_pages_are_used_or_their_lack_is_explained() {
+    let config = ZoneConfig::new("huge", 8 * MIB).backing(Backing::Hugetlb(2 << 20));
+    match Zone::create(&config) {
+        Ok(zone) => {
+            let again = Zone::open(format!("/proc/self/fd/{}", zone.as_fd().as_raw_fd()), true).unwrap();
+            assert_eq!(again.areas(), zone.areas());
+        }
+        Err(error) => assert!(error.to_string().contains("nr_hugepages"), "{error}"),
+    }
+    let odd = ZoneConfig::new("huge", 8 * MIB).backing(Backing::Hugetlb(3 << 20));
+    assert!(Zone::create(&odd).unwrap_err().to_string().contains("huge page size"));
+}
