@@ -195,7 +195,11 @@ pub struct ZoneStatus {
     pub size: u64,
     /// "memfd", "hugetlb" or a path.
     pub backing: String,
-    /// VMs that are members.
+    /// Its identity.
+    pub uuid: String,
+    /// Where other processes of this host open its memory.
+    pub path: String,
+    /// Who is in it: VMs, and processes of the host.
     pub members: Vec<String>,
 }
 
