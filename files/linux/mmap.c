@@ -326,7 +326,8 @@ static void look(struct work_struct *work)
 	u64 pending = 0;
 	bool again, busy = false;
 
-	if (tmb_load(&me->pending))
+	/* A member that may not write may be unable to, and has its files' sequence numbers to go by. */
+	if (!s->fs.read_only && tmb_load(&me->pending))
 		pending = tmb_exchange(&me->pending, 0);
 	if (pending & TMB_PENDING_MEMBERS && !s->fs.read_only)
 		tfs_recover_all(&s->fs);
@@ -352,7 +353,8 @@ static void look(struct work_struct *work)
 	spin_lock(&s->mapped_lock);
 	again = !list_empty(&s->mapped);
 	spin_unlock(&s->mapped_lock);
-	if (again)
+	/* With a doorbell that others know, somebody rings. */
+	if (again && (busy || s->fs.read_only || !tmb_doorbell_self(&s->doorbell) || !tmb_load(&me->doorbell)))
 		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_POLL_MS));
 }
 

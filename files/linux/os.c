@@ -3,6 +3,7 @@
 #include "tombolo.h"
 
 #include <linux/delay.h>
+#include <linux/ktime.h>
 #include <linux/mm.h>
 #include <linux/slab.h>
 #include <linux/smp.h>
@@ -23,11 +24,19 @@ void tfs_os_relax(void)
 	cpu_relax();
 }
 
+/* A doorbell that rings between the caller's last look and this sleep is missed: hence the short limit. */
 void tfs_os_wait(struct tfs *fs, tmb_u32 round)
 {
 	unsigned long us = min_t(unsigned long, 20ul * (round + 1), 2000);
+	struct tmb_sb *s = fs ? fs->os : NULL;
+	int seen;
 
-	usleep_range(us, us + us / 4 + 10);
+	if (!s || !s->listening) {
+		usleep_range(us, us + us / 4 + 10);
+		return;
+	}
+	seen = atomic_read(&s->rings);
+	wait_event_hrtimeout(s->rung, atomic_read(&s->rings) != seen, ns_to_ktime(us * NSEC_PER_USEC));
 }
 
 tmb_u64 tfs_os_clock(void)
@@ -51,6 +60,10 @@ tmb_u32 tfs_os_cpu(void)
 
 void tfs_os_ring(struct tfs *fs, tmb_u32 member)
 {
+	struct tmb_sb *s = fs->os;
+
+	if (s && s->listening && member < TMB_MAX_MEMBERS)
+		tmb_doorbell_ring(&s->doorbell, tmb_load(&s->zone.members[member].doorbell));
 }
 
 void tfs_os_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b)

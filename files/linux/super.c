@@ -88,6 +88,16 @@ struct tmb_options {
 	dev_t dev;
 };
 
+static void rung(struct tmb_doorbell_client *client)
+{
+	struct tmb_sb *s = container_of(client, struct tmb_sb, doorbell);
+
+	atomic_inc(&s->rings);
+	wake_up_all(&s->rung);
+	if (smp_load_acquire(&s->opened))
+		tmb_mappings_look(s);
+}
+
 static int fill_super(struct super_block *sb, struct fs_context *fc)
 {
 	struct tmb_options *o = fc->fs_private;
@@ -115,7 +125,11 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 		errorf(fc, "tombolo: %s: cannot attach the zone (%d)", o->path, err);
 		return err;
 	}
-	err = tmb_zone_join(&s->zone, o->member, &member, &epoch, &writable);
+	memcpy(s->doorbell.zone_uuid, s->zone.uuid, sizeof(s->zone.uuid));
+	s->doorbell.look = rung;
+	tmb_doorbell_register(&s->doorbell);
+	s->listening = true;
+	err = tmb_zone_join(&s->zone, o->member, tmb_doorbell_self(&s->doorbell), &member, &epoch, &writable, &s->joined);
 	if (err) {
 		if (o->member >= 0)
 			errorf(fc, "tombolo: zone %s keeps no slot %d for this VM: invite it on the host", s->zone.name,
@@ -124,7 +138,6 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 			errorf(fc, "tombolo: zone %s has no slot left for a VM: invite this VM on the host", s->zone.name);
 		return err;
 	}
-	s->joined = true;
 	s->fs.member = member;
 	s->fs.epoch = epoch;
 	s->fs.os = s;
@@ -141,13 +154,13 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 		       s->zone.name, err);
 	if (err)
 		return err;
-	s->opened = true;
+	tmb_mappings_start(s);
+	smp_store_release(&s->opened, true);
 	if (writable) {
 		err = tfs_recover_all(&s->fs);
 		if (err)
 			pr_warn("tombolo: zone %s: cleaning up after dead members failed (%d)\n", s->zone.name, err);
 	}
-	tmb_mappings_start(s);
 
 	root = tmb_iget(sb, TFS_ROOT_INO);
 	if (IS_ERR(root))
@@ -206,6 +219,7 @@ static int tmb_get_tree(struct fs_context *fc)
 	if (!s)
 		return -ENOMEM;
 	s->dev = o->dev;
+	init_waitqueue_head(&s->rung);
 	spin_lock_init(&s->mapped_lock);
 	INIT_LIST_HEAD(&s->mapped);
 	s->work_queue = alloc_ordered_workqueue("tombolo", WQ_MEM_RECLAIM);
@@ -242,8 +256,12 @@ static void tmb_kill_sb(struct super_block *sb)
 {
 	struct tmb_sb *s = tmb_sb(sb);
 
-	if (s)
-		tmb_mappings_stop(s); /* it may hold an inode */
+	if (s) { /* the worker may hold an inode */
+		if (s->listening)
+			tmb_doorbell_unregister(&s->doorbell);
+		s->listening = false;
+		tmb_mappings_stop(s);
+	}
 	kill_anon_super(sb);
 	if (!s)
 		return;
@@ -335,15 +353,24 @@ static int __init tmb_init(void)
 					SLAB_RECLAIM_ACCOUNT | SLAB_ACCOUNT, inode_init_once_cb);
 	if (!inode_cache)
 		return -ENOMEM;
+	err = tmb_doorbell_init();
+	if (err)
+		goto cache;
 	err = register_filesystem(&tmb_type);
 	if (err)
-		kmem_cache_destroy(inode_cache);
+		goto doorbell;
+	return 0;
+doorbell:
+	tmb_doorbell_exit();
+cache:
+	kmem_cache_destroy(inode_cache);
 	return err;
 }
 
 static void __exit tmb_exit(void)
 {
 	unregister_filesystem(&tmb_type);
+	tmb_doorbell_exit();
 	rcu_barrier(); /* inodes are freed after a grace period */
 	kmem_cache_destroy(inode_cache);
 }

@@ -25,10 +25,12 @@
 #include <linux/kernel.h>
 #include <linux/mutex.h>
 #include <linux/spinlock.h>
+#include <linux/wait.h>
 #include <linux/workqueue.h>
 #include <linux/xarray.h>
 
 #include "compat.h"
+#include "doorbell.h"
 #include "tfs.h"
 
 #define TMB_SUPER_MAGIC 0x4f424d54 /* "TMBO" */
@@ -52,8 +54,10 @@ struct tmb_sb {
 	struct super_block *sb;
 	struct tmb_zone zone;
 	dev_t dev;
-	int wanted_member; /* mount option, -1: none */
-	bool joined, opened;
+	bool joined, opened, listening;
+	struct tmb_doorbell_client doorbell;
+	atomic_t rings;	/* counts doorbells, for who sleeps in tfs_os_wait */
+	wait_queue_head_t rung;
 	/* mapped inodes, for revokes */
 	spinlock_t mapped_lock;
 	struct list_head mapped;
@@ -96,7 +100,7 @@ static inline struct tmb_inode *tmb_i(const struct inode *inode)
 int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path);
 int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder);
 void tmb_zone_detach(struct tmb_zone *zone, void *holder);
-int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 *member, u32 *epoch, bool *writable);
+int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, u32 *member, u32 *epoch, bool *writable, bool *joined);
 void tmb_zone_leave(struct tmb_zone *zone, u32 member, u32 epoch);
 
 /* inode.c */

@@ -151,35 +151,45 @@ int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path)
 	return seen;
 }
 
-static bool slot_take(struct tmb_member *m, u64 was, u32 *epoch)
+/* Whether this guest may sit in a slot: the wanted one, its doorbell's, or any that a VM without a doorbell is invited to. */
+static bool slot_fits(struct tmb_zone *zone, u32 i, int wanted, u32 doorbell)
 {
-	*epoch = tmb_epoch(was) + 1;
-	return tmb_cas64(&m->state_epoch, was, tmb_state_epoch(TMB_MEMBER_ACTIVE, *epoch));
+	struct tmb_member *m = &zone->members[i];
+
+	if (wanted >= 0)
+		return i == wanted;
+	if (doorbell)
+		return tmb_load(&m->doorbell) == doorbell;
+	return !tmb_load(&m->doorbell) && tmb_load(&m->role) == TMB_ROLE_VM &&
+	       tmb_state(tmb_load(&m->state_epoch)) == TMB_MEMBER_INVITED;
 }
 
 /*
- * Takes a slot: the wanted one, which may still say that an earlier life of this guest is in it, or the first that a
- * VM is invited to. -ENOSPC: none is left.
+ * Takes a slot, which may still say that an earlier life of this guest is in it. A member without the right to write
+ * may have the zone mapped read-only, so it writes nothing: *joined stays false. -ENOSPC: no slot for this guest.
  */
-int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 *member, u32 *epoch, bool *writable)
+int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, u32 *member, u32 *epoch, bool *writable, bool *joined)
 {
 	u32 i;
 
+	*joined = false;
 	for (i = 0; i < TMB_MAX_MEMBERS; i++) {
 		struct tmb_member *m = &zone->members[i];
 		u64 was = tmb_load_acquire(&m->state_epoch);
-		u32 state = tmb_state(was);
 
-		if (wanted >= 0 && i != wanted)
+		if (!slot_fits(zone, i, wanted, doorbell))
 			continue;
-		if (wanted < 0 && (state != TMB_MEMBER_INVITED || tmb_load(&m->role) != TMB_ROLE_VM))
-			continue;
-		if (state != TMB_MEMBER_INVITED && state != TMB_MEMBER_ACTIVE && state != TMB_MEMBER_DEAD)
-			continue;
-		if (!slot_take(m, was, epoch))
+		if (tmb_state(was) == TMB_MEMBER_EMPTY || tmb_state(was) > TMB_MEMBER_DEAD)
 			continue;
 		*member = i;
+		*epoch = tmb_epoch(was);
 		*writable = tmb_load(&m->rights) & TMB_RIGHT_WRITE;
+		if (!*writable)
+			return 0;
+		++*epoch;
+		if (!tmb_cas64(&m->state_epoch, was, tmb_state_epoch(TMB_MEMBER_ACTIVE, *epoch)))
+			continue;
+		*joined = true;
 		return 0;
 	}
 	return -ENOSPC;

@@ -5,6 +5,7 @@
 //! copied out with [`Area::copy_out`] and friends, never borrowed.
 
 use std::any::Any;
+use std::cell::UnsafeCell;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -85,6 +86,14 @@ pub struct Seat {
     pub epoch: u32,
 }
 
+/// A member table that is not in any zone.
+struct Table(Box<[UnsafeCell<sys::tmb_member>]>);
+
+// SAFETY: only the core accesses it, by atomics.
+unsafe impl Send for Table {}
+// SAFETY: as above.
+unsafe impl Sync for Table {}
+
 /// One FILES area. Clones share the mapping, which lives as long as any of them.
 #[derive(Clone)]
 pub struct Area {
@@ -164,6 +173,26 @@ impl Area {
     /// The same area as another member sees it, or alone (no table is used then).
     pub fn seated(&self, seat: Option<Seat>) -> Area {
         Area { seat, ..self.clone() }
+    }
+
+    /// The same area for someone who is alone with it but must clean up after all who were not: a member table of this process's own says
+    /// that member 0 lives, in an epoch later than any before, and that all others are dead.
+    pub fn lone(&self) -> Area {
+        let since_2020 = crate::fs::now() / 1_000_000_000 - 1_577_836_800;
+        let epoch = u32::try_from(since_2020).unwrap_or(u32::MAX).max(2);
+        let table: Vec<sys::tmb_member> = (0..sys::TMB_MAX_MEMBERS)
+            .map(|id| {
+                let state = if id == 0 { sys::TMB_MEMBER_ACTIVE } else { sys::TMB_MEMBER_DEAD };
+                sys::tmb_member { state_epoch: u64::from(epoch) << 32 | u64::from(state), ..Default::default() }
+            })
+            .collect();
+        let table = Arc::new(Table(table.into_iter().map(UnsafeCell::new).collect()));
+        Area {
+            members: table.0[0].get(),
+            seat: Some(Seat { member: 0, epoch }),
+            _keep: Arc::new((Arc::clone(&self._keep), table)),
+            ..self.clone()
+        }
     }
 
     /// Length in bytes.

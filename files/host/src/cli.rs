@@ -12,6 +12,7 @@ use crate::fs::{self, Filesystem, Mkfs};
 use crate::sys;
 use crate::target::Target;
 
+mod fsck;
 mod mount;
 
 /// The file system that members share.
@@ -53,6 +54,8 @@ pub enum Command {
     },
     /// Mount a file system on this host (FUSE); ends on unmount or SIGTERM
     Mount(mount::Args),
+    /// Find damage, and repair it; exit codes: 0 clean, 1 repaired, 4 damage is left, 8 could not check
+    Fsck(fsck::Args),
     /// Show what the file system has of a path, for debugging
     Stat {
         /// The zone's file, or a file with a file system
@@ -104,6 +107,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         }
         Command::Df { zone, area } => df(&zone, area.as_deref(), json),
         Command::Mount(args) => mount::run(&args, json),
+        Command::Fsck(args) => return fsck::run(&args, json),
         Command::Stat { zone, path, area } => stat(&zone, area.as_deref(), &path, json),
     }?;
     Ok(ExitCode::SUCCESS)

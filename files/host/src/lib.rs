@@ -9,11 +9,14 @@
 //! - [`area`]: mappings and areas; the one module that maps memory.
 //! - [`fs`]: the core's functions with Rust types.
 //! - [`fuse`]: the FUSE mount.
+//! - [`fsck`]: check and repair.
+//! - [`target`]: what a command's argument names.
 //! - [`cli`]: the commands `tombolo files …`.
 
 pub mod area;
 pub mod cli;
 pub mod fs;
+pub mod fsck;
 pub mod fuse;
 pub mod sys;
 pub mod target;

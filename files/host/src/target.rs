@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
+use rustix::fs::FlockOperation;
 use tombolo_zone::{AreaType, Membership, Rights, Role, Zone};
 
 use crate::area::{Area, Map, Seat, open_backing};
@@ -19,7 +20,8 @@ pub struct Target {
 }
 
 enum Kind {
-    Bare(Area),
+    /// Held with flock by whoever mounts it.
+    Bare { area: Area, file: OwnedFd },
     Zone { zone: Arc<Zone>, area: tombolo_zone::Area, file: Option<OwnedFd> },
 }
 
@@ -78,7 +80,7 @@ impl Target {
             if len < 4096 {
                 bail!("{}: {len} bytes are too few for a file system or a zone", path.display());
             }
-            Kind::Bare(Area::whole(Map::new(&file, len, writable)?)?)
+            Kind::Bare { area: Area::whole(Map::new(&file, len, writable)?)?, file: file.into() }
         };
         Ok(Target { path: path.to_owned(), kind })
     }
@@ -100,7 +102,7 @@ impl Target {
 
     fn area_of(&self, seat: Option<Seat>) -> anyhow::Result<Area> {
         Ok(match &self.kind {
-            Kind::Bare(area) => area.clone(),
+            Kind::Bare { area, .. } => area.clone(),
             Kind::Zone { zone, area, file } => {
                 let file = file.as_ref().map(OwnedFd::try_clone).transpose()?;
                 Area::of_zone(zone, area, seat, file)?
@@ -108,10 +110,25 @@ impl Target {
         })
     }
 
+    fn alive(&self) -> anyhow::Result<Vec<String>> {
+        Ok(match &self.kind {
+            Kind::Zone { zone, .. } => zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect(),
+            Kind::Bare { file, .. } => match rustix::fs::flock(file, FlockOperation::NonBlockingLockShared) {
+                Ok(()) => Vec::new(),
+                Err(rustix::io::Errno::WOULDBLOCK) => vec!["another process".to_owned()],
+                Err(e) => return Err(e.into()),
+            },
+        })
+    }
+
+    /// Whether someone lives in the zone.
+    pub fn is_in_use(&self) -> anyhow::Result<bool> {
+        Ok(!self.alive()?.is_empty())
+    }
+
     /// Refuses when someone lives in the zone.
     pub fn require_unused(&self, what: &str) -> anyhow::Result<()> {
-        let Kind::Zone { zone, .. } = &self.kind else { return Ok(()) };
-        let alive: Vec<String> = zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect();
+        let alive = self.alive()?;
         if !alive.is_empty() {
             bail!(
                 "{}: in use by {}; unmount there first (tombolo zone inspect shows who is in it), then {what} again",
@@ -122,9 +139,18 @@ impl Target {
         Ok(())
     }
 
-    /// Becomes a member and gives the area as this member sees it. A file without a zone has no members: nobody else may use it.
+    /// Becomes a member and gives the area as this member sees it. A file without a zone has no members: whoever uses it is alone
+    /// with it, and cleans up after whoever was before.
     pub fn join(&self, name: &str) -> anyhow::Result<(Area, Option<Joined>)> {
-        let Kind::Zone { zone, .. } = &self.kind else { return Ok((self.area()?, None)) };
+        let zone = match &self.kind {
+            Kind::Zone { zone, .. } => zone,
+            Kind::Bare { area, file } => {
+                if rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
+                    bail!("{}: is mounted already; a file system outside a zone has one user at a time", self.path.display());
+                }
+                return Ok((area.lone(), None));
+            }
+        };
         let id = zone.invite(name, Role::Host, Rights::READ_WRITE)?;
         let membership = zone.join(id)?;
         let joined = Joined { zone: Arc::clone(zone), membership: Some(membership) };

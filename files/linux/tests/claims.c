@@ -130,8 +130,9 @@ static int data(char **a)
 	CHECK(copy_file_range(fd, &in, fd2, &out, 12288, 0) == 12288);
 	CHECK(pread(fd2, buf, 12288, 100) == 12288 && !memcmp(buf, buf2, 12288));
 	/* bad buffers */
-	FAILS(pread(fd, (void *)1, 10, 0), EFAULT);
-	FAILS(pwrite(fd, (void *)1, 10, 0), EFAULT);
+	char *volatile nowhere = (char *)1;
+	FAILS(pread(fd, nowhere, 10, 0), EFAULT);
+	FAILS(pwrite(fd, nowhere, 10, 0), EFAULT);
 	char *half = mmap(NULL, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	munmap(half + 4096, 4096);
 	memset(half, 9, 4096);
@@ -563,19 +564,26 @@ static int cut(char **a)
 	return 0;
 }
 
+static unsigned seed;
+static int R(int n)
+{
+	seed = seed * 1103515245 + 12345;
+	return (int)((seed >> 16) % (unsigned)n);
+}
+
 /* storm DIR ID ROUNDS: everything at once in one small tree; only errors that concurrency explains are allowed */
 static int storm(char **a)
 {
-	static const int fine[] = {0, ENOENT, EEXIST, ENOTEMPTY, ENOTDIR, EISDIR, ESTALE, EINVAL, ELOOP, ENODATA, EBUSY, EXDEV};
-	unsigned seed = (unsigned)atoi(a[1]) * 7919 + 1;
+	static const int fine[] = {0, ENOENT, EEXIST, ENOTEMPTY, ENOTDIR, EISDIR, ESTALE, EINVAL, ELOOP, ENODATA, EBUSY, EPERM};
 	long did = 0;
+
+	seed = (unsigned)atoi(a[1]) * 7919 + 1;
 
 	for (int i = 0; i < atoi(a[2]); i++) {
 		char x[256], y[256];
 		int rc = 0, fd;
 		struct stat st;
 
-#define R(n) ((int)((seed = seed * 1103515245 + 12345) >> 16) % (n))
 		snprintf(x, sizeof(x), R(2) ? "%s/d%d/n%d" : "%s/d%d", a[0], R(4), R(12));
 		snprintf(y, sizeof(y), R(2) ? "%s/d%d/n%d" : "%s/d%d", a[0], R(4), R(12));
 		errno = 0;

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo files fsck`: exit codes as other fsck programs have them: 0 clean, 1 repaired, 4 damage is left, 8 could not check.
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use serde_json::json;
+
+use crate::fsck::{self, Options, Severity};
+use crate::target::Target;
+
+/// Arguments of `tombolo files fsck`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The zone's file, or a file with a file system
+    pub zone: PathBuf,
+    /// Only look; opens the zone read-only (this is what happens without -y, too)
+    #[arg(short = 'n', conflicts_with = "yes")]
+    pub no: bool,
+    /// Repair all that is found; nobody may use the zone meanwhile
+    #[arg(short = 'y')]
+    pub yes: bool,
+    /// Name of the FILES area, where the zone has several
+    #[arg(long)]
+    pub area: Option<String>,
+    /// Also tell what harms nothing (leftovers, statistics)
+    #[arg(long, short)]
+    pub verbose: bool,
+}
+
+/// Runs the command.
+pub fn run(args: &Args, json: bool) -> anyhow::Result<ExitCode> {
+    match checked(args, json) {
+        Ok(code) => Ok(ExitCode::from(code)),
+        Err(e) => {
+            eprintln!("Error: {e:#}");
+            Ok(ExitCode::from(8))
+        }
+    }
+}
+
+fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
+    let target = Target::open(&args.zone, args.yes, args.area.as_deref())?;
+    if args.yes {
+        target.require_unused("fsck")?;
+    }
+    let live = target.is_in_use()?;
+    let show = !json && std::io::stderr().is_terminal();
+    let mut progress = |stage: &str, done: u64, of: u64| {
+        if show {
+            eprint!("\r{stage:<12} {:>3}%\x1b[K", done * 100 / of.max(1));
+            let _ = std::io::stderr().flush();
+        }
+    };
+    let report = fsck::check(&target.area()?, Options { repair: args.yes, live }, &mut progress)?;
+    if show {
+        eprint!("\r\x1b[K");
+    }
+    if args.yes {
+        target.area()?.sync()?;
+    }
+    let code = match (report.damage, report.left) {
+        (0, _) => 0,
+        (_, 0) => 1,
+        _ => 4,
+    };
+    if json {
+        println!("{}", json!({"zone": args.zone, "live": live, "exit": code, "report": report}));
+        return Ok(code);
+    }
+    for problem in report.problems.iter().filter(|p| args.verbose || p.severity != Severity::Note) {
+        let done = match (problem.fixed, problem.severity) {
+            (true, _) => " (repaired)",
+            (false, Severity::Note) => "",
+            _ => " (not repaired)",
+        };
+        println!("{}: {}{done}", args.zone.display(), problem.text);
+    }
+    let state = match code {
+        0 if live => "clean as far as can be told while members use it",
+        0 => "clean",
+        1 => "repaired",
+        _ if args.yes => "damage is left that can't be repaired",
+        _ => "damaged; repair with: tombolo files fsck -y",
+    };
+    println!(
+        "{}: {state}: {} inodes, {} of them directories, {} of {} MiB used",
+        args.zone.display(),
+        report.inodes,
+        report.directories,
+        report.blocks_used >> 8,
+        report.blocks >> 8
+    );
+    Ok(code)
+}

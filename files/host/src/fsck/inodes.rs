@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Super block, what members left in their areas, the inode table, and each inode by itself.
+
+use std::mem::offset_of;
+
+use super::raw::{self, BLOCK, Inode, PER_BLOCK, field};
+use super::trees::Tree;
+use super::{Checker, Known, Progress};
+use crate::sys;
+
+const KINDS: [u32; 7] = [
+    libc::S_IFREG,
+    libc::S_IFDIR,
+    libc::S_IFLNK,
+    libc::S_IFCHR,
+    libc::S_IFBLK,
+    libc::S_IFIFO,
+    libc::S_IFSOCK,
+];
+const XATTR_IMAGE_MAX: u64 = 2 * sys::TFS_XATTR_MAX as u64;
+
+impl Checker<'_> {
+    pub(crate) fn check_super(&mut self) {
+        for (offset, right, name) in self.layout.stored() {
+            let stored = self.area.word(offset as u64).unwrap_or(0);
+            if stored != right && self.damage("super", format!("super block: {name} is {stored}, must be {right}")) {
+                self.put(offset as u64, right);
+            }
+        }
+        let word = self.area.word(offset_of!(sys::tfs_super, version) as u64).unwrap_or(0);
+        let right = u64::from(sys::TFS_VERSION) | u64::from(sys::TFS_BLOCK) << 32;
+        if word != right && self.damage("super", format!("super block: block size is {}", word >> 32)) {
+            self.put(offset_of!(sys::tfs_super, version) as u64, right);
+        }
+        if !self.options.live {
+            for (offset, name) in [(offset_of!(sys::tfs_super, freeze), "freeze")] {
+                if self.area.word(offset as u64) != Some(0) && self.note("leftover", format!("super block: {name} is set")) {
+                    self.put(offset as u64, 0);
+                }
+            }
+        }
+    }
+
+    /// Transactions and pins. Repair has the core finish them first, so what is left then is damage.
+    pub(crate) fn check_members(&mut self) {
+        if self.options.live {
+            return;
+        }
+        for member in 0..sys::TFS_MEMBERS {
+            let base = self.layout.member(member);
+            for slot in 0..u64::from(sys::TFS_TX_SLOTS) {
+                let at = base + slot * size_of::<sys::tfs_tx>() as u64;
+                let state = self.area.word(at).unwrap_or(0);
+                if state & 0xff != u64::from(sys::TFS_TX_FREE) {
+                    let text = format!("member {member}: an operation was interrupted (transaction {slot}, state {state:#x})");
+                    if self.damage("transaction", text) {
+                        self.put(at, 0);
+                    }
+                }
+            }
+            for pin in 0..u64::from(sys::TFS_PINS) {
+                let at = base + offset_of!(sys::tfs_member_area, pins) as u64 + pin * size_of::<sys::tfs_pin>() as u64;
+                if self.area.word(at) != Some(0) && self.note("leftover", format!("member {member}: read pin {pin} is set")) {
+                    self.put(at, 0);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn check_table(&mut self, progress: Progress<'_>) {
+        let root_at = offset_of!(sys::tfs_super, itable_root) as u64;
+        let count_at = offset_of!(sys::tfs_super, itable_inodes) as u64;
+        let root = self.area.word(root_at).unwrap_or(0);
+        let stored = self.area.word(count_at).unwrap_or(0);
+        let tree = self.claim_tree(root_at, root, "inode table");
+        let mut blocks = 0;
+        while let Some(block) = tree.block(blocks) {
+            self.table.push(block);
+            blocks += 1;
+        }
+        let there = blocks * PER_BLOCK;
+        if stored > there || stored % PER_BLOCK != 0 {
+            if self.damage("table-size", format!("the inode table has {there} inodes and says {stored}")) {
+                self.put(count_at, there);
+            }
+        } else if stored < there && !self.options.live {
+            // Someone died between linking blocks and saying so; the core finds them when it grows the table.
+            self.note("table-size", format!("the inode table has {there} inodes and uses {stored} yet"));
+            self.table.truncate((stored / PER_BLOCK) as usize);
+        }
+        if blocks == 0 {
+            let text = "the inode table is gone, and with it all files: make a new file system".into();
+            self.hopeless("table", text);
+            return;
+        }
+        self.inodes = vec![Known::default(); self.table.len() * PER_BLOCK as usize];
+        self.check_root();
+        let of = self.inodes.len() as u64;
+        for ino in u64::from(sys::TFS_ROOT_INO)..of {
+            if ino % 4096 == 0 {
+                progress("inodes", ino, of);
+            }
+            let Some(inode) = self.inode(ino) else { continue };
+            self.check_inode(ino, &inode);
+        }
+        progress("inodes", of, of);
+    }
+
+    /// A copy of an inode in the table.
+    pub(crate) fn inode(&self, ino: u64) -> Option<Inode> {
+        Inode::read(self.area, *self.table.get((ino / PER_BLOCK) as usize)?, ino)
+    }
+
+    fn check_root(&mut self) {
+        let Some(root) = self.inode(u64::from(sys::TFS_ROOT_INO)) else { return };
+        let live = root.state() == sys::TFS_INODE_LIVE;
+        if live && root.kind() == libc::S_IFDIR {
+            return;
+        }
+        if self.loss("root", "the root directory is gone: made anew, what was in it comes to lost+found".into()) {
+            for offset in (0..raw::INODE).step_by(8).skip(1) {
+                self.put(root.at + offset, 0);
+            }
+            self.put(root.at + field::mode, u64::from(libc::S_IFDIR | 0o755));
+            self.put(root.at + field::nlink, 2);
+            self.put(root.at + field::parent, u64::from(sys::TFS_ROOT_INO));
+            let generation = (root.state_gen() >> sys::TFS_GEN_SHIFT).max(1);
+            self.put(root.at, generation << sys::TFS_GEN_SHIFT | u64::from(sys::TFS_INODE_LIVE));
+        }
+    }
+
+    fn drop_inode(&mut self, inode: &Inode) {
+        self.put(inode.at, raw::free_state(inode.state_gen()));
+    }
+
+    fn check_inode(&mut self, ino: u64, inode: &Inode) {
+        match inode.state() {
+            sys::TFS_INODE_FREE => return,
+            sys::TFS_INODE_LIVE => {}
+            sys::TFS_INODE_NEW => {
+                if !self.options.live && self.damage("inode-new", format!("inode {ino}: its creation was interrupted")) {
+                    self.drop_inode(inode);
+                }
+                return;
+            }
+            state => {
+                if self.loss("inode-state", format!("inode {ino}: state {state} does not exist: dropped")) {
+                    self.drop_inode(inode);
+                }
+                return;
+            }
+        }
+        let kind = inode.kind();
+        if !KINDS.contains(&kind) || inode.mode() >> 16 != 0 {
+            if self.loss("inode-mode", format!("inode {ino}: mode {:#o} does not exist: dropped", inode.mode())) {
+                self.drop_inode(inode);
+            }
+            return;
+        }
+        if inode.nlink() == 0 && (!self.options.live || inode.openers() == 0) {
+            // Unlinked, kept for members that had it open; nobody has now.
+            if !self.options.live && self.damage("orphan", format!("inode {ino}: unlinked, but not freed")) {
+                self.drop_inode(inode);
+            }
+            return;
+        }
+        let what = format!("inode {ino}");
+        let tree = self.claim_tree(inode.at + field::root, inode.root(), &what);
+        self.check_xattrs(ino, inode);
+        let good = match kind {
+            libc::S_IFDIR => true, // its blocks come with the directories
+            libc::S_IFREG => self.check_file(ino, inode, &tree),
+            libc::S_IFLNK => self.check_symlink(ino, inode, &tree),
+            _ => {
+                if !tree.runs.is_empty() && self.damage("device-data", format!("inode {ino}: a device or pipe with data")) {
+                    self.unclaim(&tree);
+                    self.put(inode.at + field::root, 0);
+                }
+                true
+            }
+        };
+        if !good {
+            return;
+        }
+        if kind != libc::S_IFDIR && inode.index_root() != 0 && self.damage("index", format!("inode {ino}: a file with an index")) {
+            self.put(inode.at + field::index_root, 0);
+        }
+        let blocks = if kind == libc::S_IFLNK { 1 } else { tree.blocks() };
+        let right = matches!(kind, libc::S_IFREG | libc::S_IFLNK | libc::S_IFDIR).then_some(blocks);
+        if let Some(right) = right.filter(|r| *r != inode.blocks() && !self.options.live) {
+            if self.note("blocks", format!("inode {ino}: counts {} blocks, has {right}", inode.blocks())) {
+                self.put(inode.at + field::blocks, right);
+            }
+        }
+        if !self.options.live {
+            for (offset, value, name) in
+                [(field::openers, inode.openers(), "open"), (field::mappers, inode.mappers(), "mapped")]
+            {
+                if value != 0 && self.note("leftover", format!("inode {ino}: {name} by {value:#x}, by nobody now")) {
+                    self.put(inode.at + offset, 0);
+                }
+            }
+        }
+        self.report.inodes += 1;
+        if kind == libc::S_IFDIR {
+            self.report.directories += 1;
+            self.dirs.push(ino);
+        }
+        if let Some(known) = self.inodes.get_mut(ino as usize) {
+            *known = Known { live: true, mode: inode.mode() as u32, nlink: inode.nlink(), ..Known::default() };
+        }
+    }
+
+    fn check_file(&mut self, ino: u64, inode: &Inode, tree: &Tree) -> bool {
+        let size = inode.size();
+        if size > sys::TFS_MAX_SIZE {
+            let right = tree.end().saturating_mul(BLOCK).min(sys::TFS_MAX_SIZE);
+            if self.damage("size", format!("inode {ino}: a size of {size} can't be: {right} now")) {
+                self.put(inode.at + field::size, right);
+            }
+        }
+        true
+    }
+
+    fn check_symlink(&mut self, ino: u64, inode: &Inode, tree: &Tree) -> bool {
+        let size = inode.size();
+        let mut target = vec![0; size.min(u64::from(sys::TFS_SYMLINK_MAX)) as usize];
+        let readable = tree.block(0).is_some_and(|block| self.area.copy_out(block * BLOCK, &mut target));
+        let good = size != 0 && size <= u64::from(sys::TFS_SYMLINK_MAX) && readable && !target.contains(&0);
+        if !good && self.loss("symlink", format!("inode {ino}: a symbolic link without a target: dropped")) {
+            self.unclaim(tree);
+            self.drop_inode(inode);
+        }
+        good
+    }
+
+    fn check_xattrs(&mut self, ino: u64, inode: &Inode) {
+        let tree = self.claim_tree(inode.at + field::xattr_root, inode.xattr_root(), &format!("attributes of inode {ino}"));
+        if inode.xattr_root() == 0 || tree.runs.is_empty() {
+            return;
+        }
+        if !self.xattrs_ok(&tree) && self.loss("xattrs", format!("inode {ino}: its extended attributes are not readable: dropped")) {
+            self.unclaim(&tree);
+            self.put(inode.at + field::xattr_root, 0);
+        }
+    }
+
+    fn xattrs_ok(&self, tree: &Tree) -> bool {
+        let mut head = [0; 8];
+        let Some(first) = tree.block(0) else { return false };
+        if !self.area.copy_out(first * BLOCK, &mut head) {
+            return false;
+        }
+        let number = |b: &[u8]| u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        let (bytes, count) = (u64::from(number(&head)), number(&head[4..]));
+        if !(8..=XATTR_IMAGE_MAX).contains(&bytes) || tree.end() != bytes.div_ceil(BLOCK) {
+            return false;
+        }
+        let mut image = vec![0; bytes as usize];
+        for (i, part) in image.chunks_mut(BLOCK as usize).enumerate() {
+            let Some(block) = tree.block(i as u64) else { return false };
+            if !self.area.copy_out(block * BLOCK, part) {
+                return false;
+            }
+        }
+        let (mut at, mut seen) = (8, 0);
+        while at < image.len() {
+            let Some(head) = image.get(at..at + 8) else { return false };
+            let (name, value) = (usize::from(u16::from_le_bytes([head[0], head[1]])), number(&head[4..]) as usize);
+            if name == 0 || name > sys::TFS_NAME_MAX as usize || value > sys::TFS_XATTR_MAX as usize {
+                return false;
+            }
+            let len = (8 + name + value).next_multiple_of(8);
+            let Some(text) = image.get(at + 8..at + 8 + name) else { return false };
+            if text.contains(&0) || at + len > image.len() {
+                return false;
+            }
+            at += len;
+            seen += 1;
+        }
+        seen == count && count != 0
+    }
+}

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! fsck: reads the format on its own, without the core, and compares what must agree. Repairs on request.
+//!
+//! A pass goes through the stages below. Everything read is copied once and checked; a block is claimed before what it
+//! refers to is looked at, and only once, so that no input makes a pass longer than the area has blocks. With repair, a finding is put
+//! right where it is found (bad references are cut, counters set, indexes dropped for the core to build anew), what lost its name
+//! is then put into /lost+found, and passes repeat until one finds nothing.
+//!
+//! - [`raw`]: fields of super block, inodes and member areas.
+//! - [`trees`]: claims blocks of radix trees.
+//! - [`inodes`]: the inode table and each inode by itself.
+//! - [`dirs`]: entries, names, indexes.
+//! - [`links`]: who is reachable, link counts, the block map, counters.
+//! - [`repair`]: what needs the core: recovery, /lost+found.
+
+mod dirs;
+mod inodes;
+mod links;
+mod raw;
+mod repair;
+mod trees;
+
+use std::collections::HashMap;
+
+use serde::Serialize;
+
+use crate::area::Area;
+
+/// What a check may do.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Put right what is found. The area must be writable and nobody else may use it.
+    pub repair: bool,
+    /// Members use it meanwhile: what is under way is no damage.
+    pub live: bool,
+}
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// A leftover or statistic that harms nothing.
+    Note,
+    /// Must not be so.
+    Damage,
+    /// Damage that repair can only cut away: contents are lost.
+    Loss,
+}
+
+/// One finding.
+#[derive(Clone, Debug, Serialize)]
+pub struct Problem {
+    /// What kind, for scripts.
+    pub code: &'static str,
+    /// What and where.
+    pub text: String,
+    /// How bad.
+    pub severity: Severity,
+    /// Put right.
+    pub fixed: bool,
+}
+
+/// What a check found.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Report {
+    /// Findings, the first [`KEEP`] of them.
+    pub problems: Vec<Problem>,
+    /// All findings that are damage or loss.
+    pub damage: u64,
+    /// Of these, those that are not put right.
+    pub left: u64,
+    /// Live inodes.
+    pub inodes: u64,
+    /// Directories among them.
+    pub directories: u64,
+    /// Blocks that something refers to.
+    pub blocks_used: u64,
+    /// Blocks in all that files can have.
+    pub blocks: u64,
+    /// Passes made.
+    pub passes: u32,
+}
+
+/// Findings that a report keeps in full.
+pub const KEEP: usize = 10_000;
+const MAX_PASSES: u32 = 8;
+
+impl Report {
+    /// Nothing but notes was found.
+    pub fn is_clean(&self) -> bool {
+        self.damage == 0
+    }
+}
+
+/// Why there is no report at all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unreadable(pub String);
+
+impl std::fmt::Display for Unreadable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Unreadable {}
+
+/// What is known of one inode after the stages so far.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Known {
+    pub(crate) live: bool,
+    pub(crate) mode: u32,
+    pub(crate) nlink: u64,
+    /// Names that refer to it, "." and ".." not counted.
+    pub(crate) names: u64,
+    /// Directories: the first directory that names it.
+    pub(crate) named_by: u64,
+    /// Directories below it.
+    pub(crate) subdirs: u64,
+}
+
+/// Says what is done: stage, done, of.
+pub type Progress<'a> = &'a mut dyn FnMut(&str, u64, u64);
+
+pub(crate) struct Checker<'a> {
+    pub(crate) area: &'a Area,
+    pub(crate) options: Options,
+    pub(crate) layout: raw::Layout,
+    pub(crate) report: Report,
+    /// Bit per block: something refers to it.
+    pub(crate) claimed: Vec<u64>,
+    /// By file block of the inode table: the block.
+    pub(crate) table: Vec<u64>,
+    pub(crate) inodes: Vec<Known>,
+    /// Directories in the order of their numbers.
+    pub(crate) dirs: Vec<u64>,
+    pub(crate) lost: Vec<u64>,
+    pub(crate) changed: bool,
+    /// Directory of each directory, from the entries.
+    pub(crate) parents: HashMap<u64, u64>,
+}
+
+impl<'a> Checker<'a> {
+    fn new(area: &'a Area, options: Options) -> Result<Checker<'a>, Unreadable> {
+        let layout = raw::Layout::read(area)?;
+        let words = usize::try_from(layout.blocks.div_ceil(64)).map_err(|_| Unreadable("too large".into()))?;
+        Ok(Checker {
+            area,
+            options,
+            layout,
+            report: Report { blocks: layout.blocks - layout.data_start, ..Report::default() },
+            claimed: vec![0; words],
+            table: Vec::new(),
+            inodes: Vec::new(),
+            dirs: Vec::new(),
+            lost: Vec::new(),
+            changed: false,
+            parents: HashMap::new(),
+        })
+    }
+
+    /// Notes a finding; true when it is to be put right.
+    pub(crate) fn found(&mut self, severity: Severity, code: &'static str, text: String) -> bool {
+        let fix = self.options.repair;
+        if severity != Severity::Note {
+            self.report.damage += 1;
+            self.report.left += u64::from(!fix);
+        }
+        if self.report.problems.len() < KEEP {
+            self.report.problems.push(Problem { code, text, severity, fixed: fix });
+        }
+        self.changed |= fix && severity != Severity::Note;
+        fix
+    }
+
+    pub(crate) fn damage(&mut self, code: &'static str, text: String) -> bool {
+        self.found(Severity::Damage, code, text)
+    }
+
+    pub(crate) fn loss(&mut self, code: &'static str, text: String) -> bool {
+        self.found(Severity::Loss, code, text)
+    }
+
+    pub(crate) fn note(&mut self, code: &'static str, text: String) -> bool {
+        self.found(Severity::Note, code, text)
+    }
+
+    /// Damage that can't be repaired.
+    pub(crate) fn hopeless(&mut self, code: &'static str, text: String) {
+        self.report.damage += 1;
+        self.report.left += 1;
+        self.report.problems.push(Problem { code, text, severity: Severity::Loss, fixed: false });
+    }
+
+    /// Stores a word of the area; only called where a finding said to repair.
+    pub(crate) fn put(&mut self, offset: u64, value: u64) {
+        debug_assert!(self.options.repair);
+        // Out of range can't be: offsets come from blocks that were checked.
+        let _ = self.area.store_word(offset, value);
+    }
+
+    fn pass(&mut self, progress: Progress<'_>) {
+        self.check_super();
+        self.check_members();
+        self.check_table(progress);
+        self.check_dirs(progress);
+        self.check_links();
+        self.check_map(progress);
+        self.check_counters();
+    }
+}
+
+/// Checks, and repairs if asked to. An error means that there is nothing to check: no file system, or of another version.
+pub fn check(area: &Area, options: Options, progress: Progress<'_>) -> Result<Report, Unreadable> {
+    if options.repair && (!area.writable() || options.live) {
+        return Err(Unreadable("repair needs the area for itself, writable".into()));
+    }
+    let mut total = Report::default();
+    if options.repair {
+        repair::recover(area, &mut total);
+    }
+    for pass in 1..=MAX_PASSES {
+        let mut checker = Checker::new(area, options)?;
+        checker.pass(progress);
+        let again = checker.changed;
+        let lost = std::mem::take(&mut checker.lost);
+        let report = checker.report;
+        total.damage += report.damage;
+        total.inodes = report.inodes;
+        total.directories = report.directories;
+        total.blocks_used = report.blocks_used;
+        total.blocks = report.blocks;
+        total.passes = pass;
+        let last = pass == MAX_PASSES;
+        total.left += if last && again { report.damage } else { report.left };
+        let room = KEEP.saturating_sub(total.problems.len());
+        total.problems.extend(report.problems.into_iter().take(room));
+        if options.repair && !lost.is_empty() {
+            repair::reconnect(area, &lost, &mut total);
+        }
+        if !again {
+            break;
+        }
+    }
+    if options.repair && total.left == 0 {
+        raw::clear_errors(area);
+    }
+    Ok(total)
+}

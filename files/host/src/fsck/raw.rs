@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Fields of the structures on the area, as copies.
+
+use std::mem::offset_of;
+
+use super::Unreadable;
+use crate::area::Area;
+use crate::sys;
+
+pub(crate) const BLOCK: u64 = sys::TFS_BLOCK as u64;
+pub(crate) const FANOUT: u64 = sys::TFS_FANOUT as u64;
+/// Marks an entry for 512 blocks.
+pub(crate) const HUGE: u64 = 1 << 63;
+pub(crate) const INODE: u64 = size_of::<sys::tfs_inode>() as u64;
+pub(crate) const PER_BLOCK: u64 = BLOCK / INODE;
+
+/// Where things are; follows from the area's length alone.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Layout {
+    pub(crate) blocks: u64,
+    pub(crate) member_start: u64,
+    pub(crate) map_start: u64,
+    pub(crate) data_start: u64,
+    pub(crate) hash_seed: u64,
+}
+
+fn super_word(area: &Area, offset: usize) -> Result<u64, Unreadable> {
+    area.word(offset as u64).ok_or_else(|| Unreadable("the area is smaller than a super block".into()))
+}
+
+fn super_half(area: &Area, offset: usize) -> Result<u32, Unreadable> {
+    let word = super_word(area, offset & !7)?;
+    Ok((word >> (8 * (offset & 4))) as u32)
+}
+
+impl Layout {
+    pub(crate) fn read(area: &Area) -> Result<Layout, Unreadable> {
+        let word = |offset| super_word(area, offset);
+        if word(offset_of!(sys::tfs_super, magic))? != sys::TFS_MAGIC {
+            return Err(Unreadable("there is no file system here".into()));
+        }
+        let version = super_half(area, offset_of!(sys::tfs_super, version))?;
+        let incompat = word(offset_of!(sys::tfs_super, incompat))?;
+        if version != sys::TFS_VERSION || incompat != 0 {
+            return Err(Unreadable(format!(
+                "a file system of version {version} with features {incompat:#x}; this program knows version {}",
+                sys::TFS_VERSION
+            )));
+        }
+        // The stored layout is checked against this one; where it disagrees, the computed one is right unless the size is damaged.
+        let stored = word(offset_of!(sys::tfs_super, blocks))?;
+        let whole = area.size() / BLOCK;
+        let fits = |blocks: u64| (1024..=whole).contains(&blocks) && blocks <= sys::TFS_BLOCKNR_MASK;
+        let blocks = if fits(stored) { stored } else { whole };
+        if !fits(blocks) {
+            return Err(Unreadable(format!("{} bytes are too few for a file system", area.size())));
+        }
+        let member_start = 1;
+        let member_blocks = size_of::<sys::tfs_member_area>() as u64 / BLOCK;
+        let map_start = member_start + u64::from(sys::TFS_MEMBERS) * member_blocks;
+        let mut data_start = map_start + blocks.div_ceil(BLOCK);
+        if blocks >= 16384 {
+            data_start = data_start.next_multiple_of(FANOUT);
+        }
+        let hash_seed = word(offset_of!(sys::tfs_super, hash_seed))?;
+        Ok(Layout { blocks, member_start, map_start, data_start, hash_seed })
+    }
+
+    /// Fields of the super block that must say this layout: offset, value, name.
+    pub(crate) fn stored(&self) -> [(usize, u64, &'static str); 5] {
+        [
+            (offset_of!(sys::tfs_super, blocks), self.blocks, "blocks"),
+            (offset_of!(sys::tfs_super, member_start), self.member_start, "member_start"),
+            (
+                offset_of!(sys::tfs_super, member_blocks),
+                size_of::<sys::tfs_member_area>() as u64 / BLOCK,
+                "member_blocks",
+            ),
+            (offset_of!(sys::tfs_super, map_start), self.map_start, "map_start"),
+            (offset_of!(sys::tfs_super, data_start), self.data_start, "data_start"),
+        ]
+    }
+
+    pub(crate) fn block_ok(&self, block: u64) -> bool {
+        (self.data_start..self.blocks).contains(&block)
+    }
+
+    pub(crate) fn member(&self, member: u32) -> u64 {
+        self.member_start * BLOCK + u64::from(member) * size_of::<sys::tfs_member_area>() as u64
+    }
+}
+
+pub(crate) fn clear_errors(area: &Area) {
+    let _ = area.store_word(offset_of!(sys::tfs_super, errors) as u64, 0);
+}
+
+macro_rules! fields {
+    ($($name:ident)*) => {
+        /// A copy of an inode.
+        pub(crate) struct Inode {
+            /// Where it lies, bytes.
+            pub(crate) at: u64,
+            words: [u64; 32],
+        }
+        impl Inode {
+            $(
+                #[allow(dead_code)]
+                pub(crate) fn $name(&self) -> u64 {
+                    self.words[offset_of!(sys::tfs_inode, $name) / 8]
+                }
+            )*
+        }
+        /// Offsets of an inode's fields.
+        #[allow(dead_code)]
+        pub(crate) mod field {
+            use super::*;
+            $(
+                #[allow(non_upper_case_globals)]
+                pub(crate) const $name: u64 = offset_of!(sys::tfs_inode, $name) as u64;
+            )*
+        }
+    };
+}
+fields!(state_gen mode owner nlink flags rdev parent xattr_root root size blocks seq index_root index_used
+    entries free_granules openers mappers locks);
+
+impl Inode {
+    pub(crate) fn read(area: &Area, table_block: u64, ino: u64) -> Option<Inode> {
+        let at = table_block * BLOCK + ino % PER_BLOCK * INODE;
+        let mut words = [0; 32];
+        for (i, word) in words.iter_mut().enumerate() {
+            *word = area.word(at + i as u64 * 8)?;
+        }
+        Some(Inode { at, words })
+    }
+
+    pub(crate) fn state(&self) -> u32 {
+        (self.state_gen() & 0xff) as u32
+    }
+
+    pub(crate) fn kind(&self) -> u32 {
+        self.mode() as u32 & libc::S_IFMT
+    }
+}
+
+/// The value of a free inode that keeps its generation growing.
+pub(crate) fn free_state(state_gen: u64) -> u64 {
+    ((state_gen >> sys::TFS_GEN_SHIFT).wrapping_add(1)) << sys::TFS_GEN_SHIFT
+}
+
+/// The core's hash of a name.
+pub(crate) fn hash(seed: u64, name: &[u8]) -> u32 {
+    let mut h = seed ^ name.len() as u64;
+    for chunk in name.chunks(8) {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        h = (h ^ u64::from_le_bytes(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        h ^= h >> 29;
+    }
+    h = h.wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    h ^= h >> 32;
+    h as u32
+}

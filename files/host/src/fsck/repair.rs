@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What repair leaves to the core: finishing or undoing what dead members had under way, and names in /lost+found.
+
+use std::mem::offset_of;
+
+use super::raw::{HUGE, INODE, Layout, PER_BLOCK};
+use super::{Problem, Report, Severity};
+use crate::area::Area;
+use crate::fs::{Create, Filesystem, ROOT};
+use crate::sys;
+
+fn say(report: &mut Report, code: &'static str, text: String, fixed: bool) {
+    report.damage += 1;
+    report.left += u64::from(!fixed);
+    report.problems.push(Problem { code, text, severity: Severity::Damage, fixed });
+}
+
+/// Has the core clean up after dead members. Damage that stops it is left to the passes.
+pub(crate) fn recover(area: &Area, report: &mut Report) {
+    let _ = report;
+    if let Ok(fs) = Filesystem::open_with(area.lone(), Box::new(|_, _, _| {})) {
+        let _ = fs.recover_all();
+    }
+}
+
+/// Puts inodes without a name into /lost+found as `#number`: the core makes an object of that name, whose entry is then
+/// pointed at the lost one.
+pub(crate) fn reconnect(area: &Area, lost: &[u64], report: &mut Report) {
+    let fs = match Filesystem::open_with(area.seated(None), Box::new(|_, _, _| {})) {
+        Ok(fs) => fs,
+        Err(e) => return say(report, "lost+found", format!("can't be made: {e}"), false),
+    };
+    let dir = match fs.lookup(ROOT, b"lost+found") {
+        Ok((ino, _)) => Ok(ino),
+        Err(_) => fs.create(ROOT, Some(b"lost+found"), &Create::mode(libc::S_IFDIR | 0o700)),
+    };
+    let dir = match dir {
+        Ok(dir) => dir,
+        Err(e) => return say(report, "lost+found", format!("can't be made: {e}"), false),
+    };
+    for ino in lost.iter().filter(|ino| **ino != dir) {
+        if let Err(why) = reconnect_one(area, &fs, dir, *ino) {
+            say(report, "lost+found", format!("inode {ino} finds no place there: {why}"), false);
+        }
+    }
+}
+
+fn reconnect_one(area: &Area, fs: &Filesystem, dir: u64, ino: u64) -> Result<(), String> {
+    let attr = fs.getattr(ino, 0).map_err(|e| e.to_string())?;
+    let kind = attr.mode & libc::S_IFMT;
+    let name = format!("#{ino}");
+    let target: Option<&[u8]> = (kind == libc::S_IFLNK).then_some(b"x");
+    let what = Create { target, ..Create::mode(kind | 0o600) };
+    let stand_in = fs.create(dir, Some(name.as_bytes()), &what).map_err(|e| e.to_string())?;
+    let layout = Layout::read(area).map_err(|e| e.0)?;
+    // The entry: the one word that refers to the stand-in.
+    let entry = entry_of(area, &layout, fs, dir, stand_in, attr.mode).ok_or("its new entry is not found")?;
+    let old = area.word(entry).ok_or("its new entry is not readable")?;
+    let stored = area.store_word(entry, (old & !sys::TFS_REF_INO_MASK) | ino);
+    // The stand-in is nameless and empty now: the next pass frees it, by a link count of 0.
+    let at = inode_at(area, fs, stand_in).ok_or("no stand-in")?;
+    let nlink = offset_of!(sys::tfs_inode, nlink) as u64;
+    (stored && area.store_word(at + nlink, 0)).then_some(()).ok_or_else(|| "the area is read-only".to_owned())
+}
+
+fn inode_at(area: &Area, fs: &Filesystem, ino: u64) -> Option<u64> {
+    // The table is a tree as a file is; the core has no call for it, so it is walked here.
+    let _ = fs;
+    let root = area.word(offset_of!(sys::tfs_super, itable_root) as u64)?;
+    let (mut block, mut level) = (root & sys::TFS_BLOCKNR_MASK, (root >> sys::TFS_HEIGHT_SHIFT & 15) as u32);
+    let fblock = ino / PER_BLOCK;
+    while level > 0 {
+        let index = fblock >> (sys::TFS_FANOUT_SHIFT * (level - 1)) & u64::from(sys::TFS_FANOUT - 1);
+        let entry = area.word(block.checked_mul(u64::from(sys::TFS_BLOCK))?.checked_add(index * 8)?)?;
+        block = entry & sys::TFS_BLOCKNR_MASK;
+        if entry & HUGE != 0 {
+            block += fblock & u64::from(sys::TFS_FANOUT - 1);
+            break;
+        }
+        level -= 1;
+    }
+    (block != 0).then(|| block * u64::from(sys::TFS_BLOCK) + ino % PER_BLOCK * INODE)
+}
+
+fn entry_of(area: &Area, layout: &Layout, fs: &Filesystem, dir: u64, ino: u64, mode: u32) -> Option<u64> {
+    let want = ino | u64::from(mode >> 12 & 15) << sys::TFS_REF_TYPE_SHIFT;
+    let end = fs.size(dir) / u64::from(sys::TFS_BLOCK);
+    for fblock in 0..end.min(layout.blocks) {
+        let block = fs.map(dir, fblock, 1).ok()?.block;
+        let start = block * u64::from(sys::TFS_BLOCK);
+        for at in (start..start + u64::from(sys::TFS_BLOCK)).step_by(sys::TFS_GRANULE as usize) {
+            if area.word(at) == Some(want) {
+                return Some(at);
+            }
+        }
+    }
+    None
+}
