@@ -610,7 +610,7 @@ impl Supervisor {
         Status {
             project: inner.project.name.clone(),
             file: inner.project.file.clone(),
-            supervisor: std::process::id(),
+            supervisor: Some(std::process::id()),
             accel: inner.accel.clone(),
             vms,
             zones,
