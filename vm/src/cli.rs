@@ -213,6 +213,11 @@ pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
     finish(client::follow(peer, &mut Progress::new(json))?)
 }
 
+/// One line or more on the standard output; who reads it may be gone, which is an error like any other.
+fn say(text: &str) -> std::io::Result<()> {
+    writeln!(std::io::stdout().lock(), "{text}")
+}
+
 fn zone_path(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
     let status = status(client::living(project)?)?;
     let Some(zone) = status.zones.iter().find(|z| z.name == name) else {
@@ -221,9 +226,9 @@ fn zone_path(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCo
         anyhow::bail!("the project '{}' has no zone '{name}'{hint}", project.name);
     };
     if json {
-        println!("{}", serde_json::to_string(zone)?);
+        say(&serde_json::to_string(zone)?)?;
     } else {
-        println!("{}", zone.path);
+        say(&zone.path)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -253,9 +258,9 @@ fn diagnose(json: bool) -> anyhow::Result<ExitCode> {
         eprintln!("finding out whether KVM works here (once per boot of the host) ...")
     });
     if json {
-        println!("{}", serde_json::to_string_pretty(&findings)?);
+        say(&serde_json::to_string_pretty(&findings)?)?;
     } else {
-        print!("{}", doctor::table(&findings, std::io::stdout().is_terminal()));
+        say(doctor::table(&findings, std::io::stdout().is_terminal()).trim_end())?;
     }
     let bad = findings.iter().any(|f| f.grade == doctor::Grade::Bad);
     Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
@@ -317,14 +322,14 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
             }
         }
         if json {
-            println!("{}", serde_json::to_string_pretty(&projects)?);
+            say(&serde_json::to_string_pretty(&projects)?)?;
         }
     } else {
         let project = file.load()?;
         let found = Peer::connect(&StateDir::of(&project)?)?.map(status).transpose()?;
         if json {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
-            println!("{}", serde_json::to_string_pretty(&status)?);
+            say(&serde_json::to_string_pretty(&status)?)?;
         }
         projects.extend(found);
     }
@@ -333,7 +338,7 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
             eprintln!("nothing runs");
         }
         for status in &projects {
-            print!("{}", table(status));
+            say(table(status).trim_end())?;
         }
     }
     Ok(ExitCode::SUCCESS)
