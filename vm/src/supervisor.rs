@@ -268,6 +268,15 @@ impl Supervisor {
             let inner = self.lock();
             project.compose.zone.iter().filter(|(n, _)| !inner.zones.contains_key(*n)).collect()
         };
+        for (name, spec) in &project.compose.zone {
+            let changed = self.lock().zones.get(name).is_some_and(|z| z.spec() != spec);
+            if changed {
+                let text = format!(
+                    "the zone '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
+                );
+                reporter.send(&Event::Note { text });
+            }
+        }
         if !project.compose.overcommit {
             let vms = missing.iter().map(|(n, s, _)| (n.as_str(), s.memory.0));
             let zones = new_zones
