@@ -212,19 +212,31 @@ impl Supervisor {
             }
             Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &reporter),
         };
+        // Whoever has the answer finds no trace of a supervisor that has nothing left to do.
+        let idle = self.withdraw_if_idle();
         match result {
             Ok(()) => reporter.send(&Event::Done),
             Err(e) => reporter.send(&Event::Failed { message: format!("{e:#}") }),
         }
-        self.end_if_idle();
+        if idle {
+            self.end();
+        }
     }
 
-    /// A supervisor without VMs has nothing to do.
-    fn end_if_idle(&self) {
-        let Ok(_changing) = self.changing.try_lock() else { return };
-        let idle = self.lock().machines.is_empty();
+    /// A supervisor without VMs has nothing to do: it lets go of the zones and can't be found any more.
+    fn withdraw_if_idle(&self) -> bool {
+        let Ok(_changing) = self.changing.try_lock() else { return false };
+        let mut inner = self.lock();
+        let idle = inner.machines.is_empty();
         if idle {
-            self.lock().zones.clear();
+            inner.zones.clear();
+            self.dir.withdraw();
+        }
+        idle
+    }
+
+    fn end_if_idle(&self) {
+        if self.withdraw_if_idle() {
             self.end();
         }
     }
