@@ -13,8 +13,12 @@ use std::time::Duration;
 const BOOT: Duration = Duration::from_secs(120);
 
 /// One CPU is online, so the kernel patches its LOCK prefixes away, which is the harder case; a second possible one makes TCG
-/// itself emulate atomics as such. Two online ones crash 6.12 kernels under QEMU 7.2's TCG now and then.
+/// itself emulate atomics as such.
 const CPUS: &str = "1,maxcpus=2";
+
+/// Without erms and fsrm, which TCG interprets byte by byte; without cx16, after which QEMU 7.2's TCG leaves garbage in EFLAGS, so
+/// that a 6.12 kernel (its slab allocator uses it) double-faults during boot now and then.
+const TCG_CPU: &str = "max,-erms,-fsrm,-cx16";
 
 /// The guest kit's folder: one folder per kernel series, each with vmlinuz, modules/ and build/.
 pub fn kit() -> PathBuf {
@@ -81,7 +85,7 @@ pub struct GuestConfig<'a> {
 impl Guest {
     pub fn start(config: GuestConfig<'_>) -> Guest {
         let accel = std::env::var("TOMBOLO_TEST_ACCEL").unwrap_or_else(|_| "tcg,thread=multi".to_owned());
-        let cpu = if accel.starts_with("kvm") { "host" } else { "max,-erms,-fsrm" };
+        let cpu = if accel.starts_with("kvm") { "host" } else { TCG_CPU };
         let mut qemu = Command::new("qemu-system-x86_64");
         qemu.args([
             "-M",
