@@ -22,8 +22,8 @@ const TCG_CPU: &str = "max,-erms,-fsrm,-cx16";
 
 /// The guest kit's folder: one folder per kernel series, each with vmlinuz, modules/ and build/.
 pub fn kit() -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    std::env::var_os("TOMBOLO_GUEST_KIT").map_or_else(|| root.join(".cache/guest"), PathBuf::from)
+    let built = || zone_dir().parent().unwrap().join(".cache/guest");
+    std::env::var_os("TOMBOLO_GUEST_KIT").map_or_else(built, PathBuf::from)
 }
 
 /// The kernel series to test: TOMBOLO_KERNELS, or both.
@@ -32,8 +32,14 @@ pub fn series() -> Vec<String> {
     chosen.split_whitespace().map(str::to_owned).collect()
 }
 
+/// The folder zone/, of whichever of its crates this is compiled into.
+fn zone_dir() -> &'static Path {
+    let mut above = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
+    above.find(|dir| dir.join("tests/guest").is_dir()).unwrap()
+}
+
 fn script(name: &str, args: &[&Path], last: Option<&str>) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/guest").join(name);
+    let path = zone_dir().join("tests/guest").join(name);
     let mut command = Command::new(path);
     command.args(args);
     command.args(last);
