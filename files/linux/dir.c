@@ -423,6 +423,8 @@ const struct file_operations tmb_dir_fops = {
 	.read = generic_read_dir,
 	.iterate_shared = tmb_iterate,
 	.llseek = tmb_dir_llseek,
+	.flock = tmb_flock,
+	.setlease = simple_nosetlease,
 	.fsync = tmb_dir_fsync,
 };
 

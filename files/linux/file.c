@@ -290,6 +290,9 @@ const struct file_operations tmb_file_fops = {
 	.llseek = tmb_llseek,
 	.fallocate = tmb_fallocate,
 	.fsync = tmb_fsync,
+	.lock = tmb_lock,
+	.flock = tmb_flock,
+	.setlease = simple_nosetlease, /* a lease here would know nothing of the other members */
 	.mmap = tmb_mmap,
 	.get_unmapped_area = thp_get_unmapped_area,
 };
