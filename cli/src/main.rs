@@ -31,7 +31,27 @@ enum Command {
     /// Zones: memory that VMs and host share
     Zone {
         #[command(subcommand)]
-        command: tombolo_vm::cli::ZoneCommand,
+        command: ZoneCommand,
+    },
+    /// File systems in zones
+    Files {
+        #[command(subcommand)]
+        command: tombolo_files::cli::Command,
+    },
+    /// PCI devices for VMs
+    Passthrough {
+        #[command(subcommand)]
+        command: tombolo_passthrough::cli::Command,
+    },
+    /// An emulated KVM host, to run and test in
+    Lab {
+        #[command(subcommand)]
+        command: tombolo_lab::cli::Command,
+    },
+    /// Measure side by side with what else there is
+    Bench {
+        #[command(subcommand)]
+        command: tombolo_bench::cli::Command,
     },
     /// Write a shell's completion to the standard output
     Completion {
@@ -45,10 +65,21 @@ enum Command {
     },
 }
 
+/// Zones in files, and zones of running VMs.
+#[derive(Subcommand)]
+enum ZoneCommand {
+    #[command(flatten)]
+    Zone(tombolo_zone::cli::Command),
+    #[command(flatten)]
+    Vm(tombolo_vm::cli::ZoneCommand),
+}
+
 fn main() -> ExitCode {
     let cli = Cli::parse();
     match run(cli) {
         Ok(code) => code,
+        // Whoever read the output has seen enough ('| head').
+        Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("tombolo: {e:#}");
             ExitCode::FAILURE
@@ -56,10 +87,20 @@ fn main() -> ExitCode {
     }
 }
 
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         Command::Vm(command) => tombolo_vm::cli::run(command, cli.json),
-        Command::Zone { command } => tombolo_vm::cli::run_zone(command, cli.json),
+        Command::Zone { command: ZoneCommand::Zone(command) } => tombolo_zone::cli::run(command, cli.json),
+        Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::cli::run_zone(command, cli.json),
+        Command::Files { command } => tombolo_files::cli::run(command, cli.json),
+        Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
+        Command::Lab { command } => tombolo_lab::cli::run(command, cli.json),
+        Command::Bench { command } => tombolo_bench::cli::run(command, cli.json),
         Command::Completion { shell } => {
             let mut text = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "tombolo", &mut text);

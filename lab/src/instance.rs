@@ -8,6 +8,7 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -292,7 +293,11 @@ fn create_folder(base: &Path, name: Option<&str>) -> Result<(PathBuf, File)> {
     }
     let folder = match name {
         Some(name) => base.join(check_name(name)?),
-        None => base.join(format!("{EPHEMERAL}{}", std::process::id())),
+        None => {
+            static STARTED: AtomicU32 = AtomicU32::new(0);
+            let number = STARTED.fetch_add(1, Ordering::Relaxed);
+            base.join(format!("{EPHEMERAL}{}-{number}", std::process::id()))
+        }
     };
     match fs::create_dir(&folder) {
         Ok(()) => {}

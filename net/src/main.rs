@@ -40,7 +40,7 @@ fn main() -> anyhow::Result<()> {
         let (mac, path) = text.split_once(',').context("a port is MAC,SOCKET")?;
         let policy = Policy { macs: vec![mac.parse::<Mac>()?], ..Policy::default() };
         let port = Arc::new(Port::new(&format!("port{i}"), 4));
-        switch.attach(Attached { port: port.clone(), policy: Arc::new(policy) })?;
+        switch.attach(Attached { port: port.clone(), policy: Arc::new(policy), uplink: None })?;
         let endpoint = Endpoint::open(&PathBuf::from(path), Role::Server)?;
         let (switch, stop) = (switch.clone(), stop.clone());
         std::thread::spawn(move || endpoint.serve(&switch, &port, OFFERED, &stop));

@@ -5,6 +5,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::counters::Counts;
+use crate::limit::Limiter;
 use crate::vring::Vring;
 
 /// Most queue pairs of a port.
@@ -16,6 +17,8 @@ pub struct Port {
     vrings: Box<[Vring]>,
     /// Bit n: receive queue n is started and enabled.
     active_rx: AtomicU32,
+    /// What the port has used of its rates.
+    pub limiter: Limiter,
 }
 
 impl Port {
@@ -23,7 +26,12 @@ impl Port {
     #[must_use]
     pub fn new(name: &str, pairs: usize) -> Self {
         let pairs = pairs.clamp(1, MAX_PAIRS);
-        Self { name: name.into(), vrings: (0..2 * pairs).map(|_| Vring::default()).collect(), active_rx: AtomicU32::new(0) }
+        Self {
+            name: name.into(),
+            vrings: (0..2 * pairs).map(|_| Vring::default()).collect(),
+            active_rx: AtomicU32::new(0),
+            limiter: Limiter::default(),
+        }
     }
 
     /// Its name.
@@ -68,6 +76,18 @@ impl Port {
             }
         }
         self.active_rx.store(mask, Ordering::Release);
+    }
+
+    /// Stops all queues, one of them having been found broken. The caller holds none of their locks.
+    pub fn fail(&self) {
+        for vring in &self.vrings {
+            let mut vring = vring.lock();
+            if vring.ring.is_some() {
+                vring.stop();
+                vring.tell_error();
+            }
+        }
+        self.active_rx.store(0, Ordering::Release);
     }
 
     /// An active receive queue, the same for the same `flow`. None: the port is down.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::policy::{Policy, Vlan};
 use crate::port::Port;
 use crate::table::{Duplicate, MacTable};
+use crate::uplink::Uplink;
 
 /// A port in its place.
 #[derive(Clone)]
@@ -15,6 +16,8 @@ pub struct Attached {
     pub port: Arc<Port>,
     /// What it may do.
     pub policy: Arc<Policy>,
+    /// What is behind it, if that isn't a guest.
+    pub uplink: Option<Arc<Uplink>>,
 }
 
 /// All ports.
@@ -33,16 +36,18 @@ impl View {
     /// # Errors
     /// Two of them own the same MAC.
     pub fn new(ports: Vec<Attached>) -> Result<Self, Duplicate> {
-        let pairs: Vec<_> = ports
-            .iter()
-            .enumerate()
-            .flat_map(|(i, a)| a.policy.macs.iter().map(move |m| (*m, i)))
-            .collect();
+        let pairs: Vec<_> =
+            ports.iter().enumerate().flat_map(|(i, a)| a.policy.macs.iter().map(move |m| (*m, i))).collect();
         let table = MacTable::new(&pairs)?;
         let uplinks = ports.iter().enumerate().filter(|(_, a)| a.policy.uplink).map(|(i, _)| i).collect();
         let plain = ports.iter().all(|a| {
             let p = &a.policy;
-            p.vlan == Vlan::Transparent && !p.isolated && !p.check_mac && p.ips.is_empty() && p.mtu == 0
+            p.vlan == Vlan::Transparent
+                && !p.isolated
+                && !p.check_mac
+                && p.ips.is_empty()
+                && p.mtu == 0
+                && p.rate == crate::limit::Rate::default()
         });
         Ok(Self { ports, table, uplinks, plain })
     }

@@ -143,6 +143,14 @@ pub enum ZoneCommand {
         /// The VM
         vm: String,
     },
+    /// Print where a running project's zone can be opened: tombolo files mount "$(tombolo zone path ZONE)" DIR
+    Path {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// The zone
+        zone: String,
+    },
     /// Unmount a zone in a running VM and end its membership
     Detach {
         /// Which compose file
@@ -197,11 +205,41 @@ pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
             let rights = if read_only { Rights::ReadOnly } else { Rights::ReadWrite };
             (file, Request::ZoneAttach { zone, vm, rights, mount })
         }
+        ZoneCommand::Path { file, zone } => return zone_path(&file.load()?, &zone, json),
         ZoneCommand::Detach { file, zone, vm } => (file, Request::ZoneDetach { zone, vm }),
     };
     let mut peer = client::living(&file.load()?)?;
     peer.send(&request)?;
     finish(client::follow(peer, &mut Progress::new(json))?)
+}
+
+/// One line or more on the standard output; who reads it may be gone, which is an error like any other.
+fn say(text: &str) -> std::io::Result<()> {
+    writeln!(std::io::stdout().lock(), "{text}")
+}
+
+fn zone_path(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
+    let status = status(client::living(project)?)?;
+    let Some(zone) = status.zones.iter().find(|z| z.name == name) else {
+        let near = compose::nearest(name, status.zones.iter().map(|z| z.name.as_str()));
+        let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
+        anyhow::bail!("the project '{}' has no zone '{name}'{hint}", project.name);
+    };
+    if json {
+        say(&serde_json::to_string(zone)?)?;
+    } else {
+        say(&zone.path)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn status(mut peer: Peer) -> anyhow::Result<Status> {
+    peer.send(&Request::Ps)?;
+    match peer.receive::<Event>()? {
+        Some(Event::Status(status)) => Ok(*status),
+        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+        other => anyhow::bail!("the supervisor answered {other:?}"),
+    }
 }
 
 fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
@@ -220,9 +258,9 @@ fn diagnose(json: bool) -> anyhow::Result<ExitCode> {
         eprintln!("finding out whether KVM works here (once per boot of the host) ...")
     });
     if json {
-        println!("{}", serde_json::to_string_pretty(&findings)?);
+        say(&serde_json::to_string_pretty(&findings)?)?;
     } else {
-        print!("{}", doctor::table(&findings, std::io::stdout().is_terminal()));
+        say(doctor::table(&findings, std::io::stdout().is_terminal()).trim_end())?;
     }
     let bad = findings.iter().any(|f| f.grade == doctor::Grade::Bad);
     Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
@@ -276,35 +314,40 @@ fn wait_gone(dir: &StateDir) -> anyhow::Result<()> {
 }
 
 fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
-    let dirs = if all { StateDir::all()? } else { vec![StateDir::of(&file.load()?)?] };
     let mut projects = Vec::new();
-    for dir in dirs {
-        let Some(mut peer) = Peer::connect(&dir)? else { continue };
-        peer.send(&Request::Ps)?;
-        if let Some(Event::Status(status)) = peer.receive::<Event>()? {
-            projects.push(*status);
+    if all {
+        for dir in StateDir::all()? {
+            if let Some(peer) = Peer::connect(&dir)? {
+                projects.push(status(peer)?);
+            }
         }
-    }
-    if json {
-        println!("{}", serde_json::to_string_pretty(&projects)?);
-    } else if projects.is_empty() {
-        eprintln!("nothing runs");
+        if json {
+            say(&serde_json::to_string_pretty(&projects)?)?;
+        }
     } else {
+        let project = file.load()?;
+        let found = Peer::connect(&StateDir::of(&project)?)?.map(status).transpose()?;
+        if json {
+            let status = found.clone().unwrap_or_else(|| Status::down(&project));
+            say(&serde_json::to_string_pretty(&status)?)?;
+        }
+        projects.extend(found);
+    }
+    if !json {
+        if projects.is_empty() {
+            eprintln!("nothing runs");
+        }
         for status in &projects {
-            print!("{}", table(status));
+            say(table(status).trim_end())?;
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
 fn table(status: &Status) -> String {
-    let mut text = format!(
-        "{}  {}  supervisor {}\n{}\n",
-        status.project,
-        status.file.display(),
-        status.supervisor,
-        status.accel
-    );
+    let supervisor = status.supervisor.map_or("-".into(), |p| p.to_string());
+    let mut text =
+        format!("{}  {}  supervisor {supervisor}\n{}\n", status.project, status.file.display(), status.accel);
     let mut rows = vec![["VM", "STATE", "PID", "CPUS", "MEMORY", "UPTIME", "ZONES"].map(str::to_owned)];
     for vm in &status.vms {
         rows.push([

@@ -83,6 +83,16 @@ pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     fs::rename(&temporary, path)
 }
 
+/// Sends what this process says on its standard error into `log`.
+///
+/// # Errors
+/// When the file can't be made.
+pub fn log_to(log: &Path) -> anyhow::Result<()> {
+    let file = File::create(log).with_context(|| log.display().to_string())?;
+    rustix::stdio::dup2_stderr(&file)?;
+    Ok(())
+}
+
 /// How to reach a supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Address {

@@ -164,13 +164,7 @@ impl SplitRing {
 
     /// Copies one chain. False: no room at present.
     #[inline(always)]
-    fn walk(
-        &self,
-        tr: &mut Translator,
-        win: &mut Window,
-        write: bool,
-        head: u16,
-    ) -> Result<bool, Broken> {
+    fn walk(&self, tr: &mut Translator, win: &mut Window, write: bool, head: u16) -> Result<bool, Broken> {
         win.begin();
         // SAFETY: head < size, and the table is mapped.
         let d = unsafe { read_desc(self.desc.add(16 * usize::from(head))) };
@@ -293,6 +287,7 @@ impl SplitRing {
     }
 
     pub(super) fn rewind(&mut self) {
+        self.publish();
         self.next = self.used_next;
         self.seen = self.used_next;
     }
