@@ -6,7 +6,7 @@ Needs QEMU, busybox-static, cpio, kmod, a C compiler, and for each kernel image,
 kernel under /boot that has headers. --root DIR: where boot/ and lib/modules are, for a kernel that is unpacked, not installed.
 Prints one line per claim and the counts; exit code 0 when all hold.
 """
-import argparse, glob, mmap, os, shutil, struct, subprocess, sys, tempfile, time
+import argparse, glob, mmap, os, random, shutil, struct, subprocess, sys, tempfile, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from rig import Failed, Rig, ROOT, HERE
@@ -201,6 +201,31 @@ def a_guest_that_dies_under_load_leaves_its_locks_and_all_names_to_the_others(a,
     need(a.ok("ls /mnt | wc -l") == "0", "leftovers")
 
 
+@claim(1, dies=0)
+def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a):
+    a.ok("mkdir /mnt/storm; claims storm /mnt/storm 9 3000; dd if=/dev/zero of=/mnt/big bs=1M count=20 2>/dev/null")
+    rng = random.Random(int(os.environ.get("TOMBOLO_SEED", "1")))
+    files = 2 << 20
+    with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
+        # where something is: that's where a wild word does harm
+        used = [o for o in range(files, ZONE_MIB << 20, 4096) if m[o:o + 4096].count(0) < 4096]
+        for _ in range(20):
+            a.start("timeout -s KILL 20 claims storm /mnt/storm %d 3000; timeout -s KILL 20 claims data /mnt; timeout -s KILL 20 claims mapped /mnt; "
+                    "timeout -s KILL 20 find /mnt | head -1000 | tail -1; df /mnt >/dev/null; true" % rng.randrange(1000))
+            for _ in range(300):
+                at = rng.choice(used) + 8 * rng.randrange(512)
+                old = struct.unpack_from("<Q", m, at)[0]
+                new = rng.choice([0, rng.getrandbits(64), old ^ 1 << rng.randrange(64), old + 1, old - 1, 2**64 - 1, rng.getrandbits(16),
+                                  rng.getrandbits(16) | 1 << 63, 1 << 48 | rng.getrandbits(16), 4 << 48 | rng.getrandbits(16)])
+                struct.pack_into("<Q", m, at, new & (2**64 - 1))
+                if rng.random() < 0.1:
+                    time.sleep(0.001)
+            a.finish(400)
+    a.ok("rm -rf /mnt/* & sleep 10; kill $! 2>/dev/null; true", 200)
+    a.run("umount /mnt", 200)
+    a.damaged = True
+
+
 # maxcpus: with one possible CPU QEMU's emulation would make no atomic at all.
 @claim(2, smp="1,maxcpus=2")
 def one_cpu_guests_lose_no_update_either(a, b):
@@ -312,10 +337,13 @@ def run(rig, work, o):
                 guests = [g for g in guests if g.process.poll() is None]
                 if options.get("mount", True):
                     for g in guests:
-                        g.ok("umount /mnt")
+                        if not hasattr(g, "damaged"):
+                            g.ok("umount /mnt")
                 for g in guests:
                     bad = g.complaints()
                     need(not bad, "%s: the kernel complained: %s" % (g.name, bad[:3]))
+                    if hasattr(g, "damaged"):
+                        continue
                     damage = [l for l in g.ok("dmesg").splitlines() if "is damaged" in l]
                     need(not damage, "%s: %s" % (g.name, damage[:3]))
             except Failed as e:
