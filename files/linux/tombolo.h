@@ -8,6 +8,7 @@
  *	dir.c	 names: lookup and its validation, create, link, rename, readdir
  *	file.c	 data: read, write, seek, fallocate, truncate
  *	mmap.c	 faults, and taking mappings back when another member removes blocks
+ *	lock.c	 flock and fcntl locks
  *	xattr.c	 extended attributes; acl.c: POSIX ACLs on top of them
  *	os.c	 what the core needs (tfs_os.h)
  *	compat.h differences between kernels
@@ -24,6 +25,7 @@
 #include <linux/fs.h>
 #include <linux/kernel.h>
 #include <linux/mutex.h>
+#include <linux/siphash.h>
 #include <linux/spinlock.h>
 #include <linux/wait.h>
 #include <linux/workqueue.h>
@@ -58,6 +60,7 @@ struct tmb_sb {
 	struct tmb_doorbell_client doorbell;
 	atomic_t rings;	/* counts doorbells, for who sleeps in tfs_os_wait */
 	wait_queue_head_t rung;
+	siphash_key_t lock_key;
 	/* mapped inodes, for revokes */
 	spinlock_t mapped_lock;
 	struct list_head mapped;
@@ -131,6 +134,10 @@ extern const struct dentry_operations tmb_dentry_ops;
 /* file.c */
 extern const struct file_operations tmb_file_fops;
 int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid);
+
+/* lock.c */
+int tmb_lock(struct file *file, int cmd, struct file_lock *fl);
+int tmb_flock(struct file *file, int cmd, struct file_lock *fl);
 
 /* mmap.c */
 extern const struct address_space_operations tmb_aops;
