@@ -170,7 +170,7 @@ tmb_u64 tfs_count_free(struct tfs *fs)
 		if (!word)
 			n += 8;
 		else if (word != ~0ULL) /* exact: a byte is zero when neither its low seven bits nor its top bit is set */
-			n += (tmb_u64)__builtin_popcountll(~(((word & ~HIGHS) + ~HIGHS) | word) & HIGHS);
+			n += (((~(((word & ~HIGHS) + ~HIGHS) | word) & HIGHS) >> 7) * 0x0101010101010101ULL) >> 56;
 	}
 	for (; from < fs->blocks; from++)
 		n += !tmb_load(tfs_map_bytes(fs) + from);

@@ -106,7 +106,8 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 				continue;
 			tmb_store(&fs->inode_cursor, at + 1);
 			/* Everything but state, and the lock, on which a latecomer may sit. */
-			memset(&inode->mode, 0, offsetof(struct tfs_inode, lock) - offsetof(struct tfs_inode, mode));
+			memset((tmb_u8 *)inode + offsetof(struct tfs_inode, mode), 0,
+			       offsetof(struct tfs_inode, lock) - offsetof(struct tfs_inode, mode));
 			tmb_store(&inode->openers, 0);
 			tmb_store(&inode->mappers, 0);
 			tmb_store(&inode->locks, 0);
@@ -127,9 +128,9 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 
 static void free_contents(struct tfs *fs, struct tfs_inode *inode)
 {
-	tmb_u64 *roots[] = {&inode->root, &inode->index_root, &inode->xattr_root};
+	tmb_u64 *roots[] = {&inode->root, &inode->index_root, &inode->xattr_root, &inode->locks};
 
-	for (tmb_u32 i = 0; i < 3; i++) {
+	for (tmb_u32 i = 0; i < 4; i++) {
 		tmb_u64 root = tmb_load(roots[i]);
 
 		tfs_tree_mark(fs, root, tfs_tag(fs)); /* so that a death in between loses nothing */

@@ -106,10 +106,16 @@ int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino)
 
 static void ring(struct tfs *fs, tmb_u32 member, tmb_u64 reason)
 {
-	if (!fs->members || member == fs->member)
+	if (!fs->members)
 		return;
 	tmb_fetch_or(&fs->members[member].pending, reason);
 	tfs_os_ring(fs, member);
+}
+
+void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason)
+{
+	for (; members; members &= members - 1)
+		ring(fs, (tmb_u32)__builtin_ctzll(members), reason);
 }
 
 void tfs_unlock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
@@ -117,10 +123,7 @@ void tfs_unlock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 	/* Compare and swap, not a store: if this member was declared dead, the lock is no longer its own. */
 	if (!tmb_cas64(word, tmb_lock_word(fs->member, fs->epoch, 1), 0) || !waiters || !tmb_load(waiters))
 		return;
-	tmb_u64 asleep = tmb_exchange(waiters, 0);
-
-	for (; asleep; asleep &= asleep - 1)
-		ring(fs, (tmb_u32)__builtin_ctzll(asleep), TMB_PENDING_LOCK);
+	tfs_ring_members(fs, tmb_exchange(waiters, 0), TMB_PENDING_LOCK);
 }
 
 int tfs_lock_inode(struct tfs *fs, tmb_u64 ino)

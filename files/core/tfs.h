@@ -191,6 +191,27 @@ int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb
 /* Next data (hole = false) or hole at or after offset; -ENXIO beyond the end. */
 tmb_s64 tfs_seek(struct tfs *fs, tmb_u64 ino, tmb_u64 offset, bool hole);
 
+/* --- file locks: flock and fcntl, across members -------------------------------------------------------------- */
+
+struct tfs_file_lock {
+	tmb_u64 owner;	    /* unique within this member among those that exclude each other: a process, an open file description */
+	tmb_u64 start, end; /* bytes, end inclusive, ~0: to the end */
+	tmb_u32 type;	    /* TFS_LK_READ, _WRITE, _UNLOCK */
+	tmb_u32 kind;	    /* TFS_LK_POSIX, _FLOCK */
+	tmb_u32 pid;	    /* what F_GETLK shows */
+	tmb_u32 member;	    /* tfs_get_lock: who has it */
+};
+/* Takes, changes or gives back; -EAGAIN: another owner has it. Giving back rings the members that wait. */
+int tfs_set_lock(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock);
+/* Who is in the way: fills 'lock' with one, or makes its type TFS_LK_UNLOCK. */
+int tfs_get_lock(struct tfs *fs, tmb_u64 ino, struct tfs_file_lock *lock);
+/*
+ * Waiting: after -EAGAIN call tfs_lock_wait_begin once (a slot, or -EDEADLK for a POSIX lock whose holder waits for this owner); then
+ * repeat { tfs_set_lock ; if -EAGAIN sleep until TMB_PENDING_LOCK or TMB_PENDING_MEMBERS arrives, at most a second }; then tfs_lock_wait_end.
+ */
+int tfs_lock_wait_begin(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock);
+void tfs_lock_wait_end(struct tfs *fs, int slot);
+
 /* --- extended attributes (full names, "user.x") ---------------------------------------------------------- */
 
 /* size 0: only the length. -ENODATA, -ERANGE. */

@@ -135,7 +135,7 @@ struct tfs_inode {
 	tmb_u64 openers;  /* bit per member that has it open */
 	tmb_u64 mappers;  /* bit per member that may have its blocks mapped or pinned */
 	tmb_u64 map_seq;  /* grows when blocks are taken away */
-	tmb_u64 locks;	  /* block of file-lock records, 0: none */
+	tmb_u64 locks;	  /* root word of a tree of file-lock records (struct tfs_lock_record) */
 	tmb_u64 project;  /* subtree quota id */
 	tmb_u64 dir_hint; /* directories: block where the next search for space starts */
 };
@@ -218,6 +218,40 @@ struct tfs_pin {
 	tmb_u64 pad[7];
 };
 
+/*
+ * File locks (flock, fcntl): records in blocks of the inode's tree 'locks', changed under the inode's lock. A record whose
+ * holder's epoch is over counts for nothing. Who waits for a lock says so in its member area, for deadlock detection.
+ */
+#define TFS_LK_READ 1u
+#define TFS_LK_WRITE 2u
+#define TFS_LK_UNLOCK 3u
+#define TFS_LK_POSIX 1u /* by byte range; owner: a process or an open file description */
+#define TFS_LK_FLOCK 2u /* whole file; owner: an open file description */
+struct tfs_lock_record {
+	tmb_u64 holder; /* a lock word (member, epoch); 0: free record; stored last */
+	tmb_u64 owner;	/* the holder's own name for who in it */
+	tmb_u64 start, end; /* bytes, end inclusive */
+	tmb_u32 type, kind;
+	tmb_u32 pid, pad0;
+	tmb_u64 pad1[2];
+};
+_Static_assert(sizeof(struct tfs_lock_record) == 64, "lock record size");
+#define TFS_LOCK_RECORDS (TFS_BLOCK / 64u) /* per block; the first place of block 0 is the head */
+struct tfs_lock_head {
+	tmb_u64 waiters; /* bit per member that waits for one of these locks */
+	tmb_u64 blocks;	 /* of records */
+	tmb_u64 pad[6];
+};
+_Static_assert(sizeof(struct tfs_lock_head) == 64, "lock head size");
+#define TFS_LOCK_WAITS 32u
+struct tfs_lock_wait {
+	tmb_u64 ino; /* 0: free; stored last */
+	tmb_u64 owner, start, end;
+	tmb_u32 type, claimed;
+	tmb_u64 pad[3];
+};
+_Static_assert(sizeof(struct tfs_lock_wait) == 64, "lock wait size");
+
 struct tfs_member_area {
 	struct tfs_tx tx[TFS_TX_SLOTS]; /* 16 KiB */
 	struct tfs_pin pins[TFS_PINS];	/* 4 KiB */
@@ -226,7 +260,9 @@ struct tfs_member_area {
 	tmb_u64 pins_in_use; /* slots that this member ever takes are below this */
 	tmb_u64 blocks_limit; /* 0: none */
 	tmb_u64 inodes_limit;
-	tmb_u64 pad[507];
+	tmb_u64 pad1[3];
+	struct tfs_lock_wait waits[TFS_LOCK_WAITS];
+	tmb_u64 pad2[248];
 };
 _Static_assert(sizeof(struct tfs_member_area) == 24576, "member area size");
 #define TFS_MEMBER_BLOCKS (sizeof(struct tfs_member_area) / TFS_BLOCK)

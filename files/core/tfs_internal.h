@@ -100,6 +100,7 @@ void tfs_unlock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters);
 int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino); /* -EAGAIN: taken */
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
 bool tfs_member_active(struct tfs *fs, tmb_u32 member);
+void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason); /* bit per member */
 bool tfs_fenced(struct tfs *fs); /* this member was declared dead: it must not write any more */
 /* Waits until nobody reads, maps or pins blocks of 'ino'; false: somebody still may after the time limit. */
 bool tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);

@@ -32,7 +32,7 @@ tmb_u64 tfs_os_clock(void);
 tmb_s64 tfs_os_now(void);
 /* A number that differs between CPUs or threads, to spread over slots. Any value will do. */
 tmb_u32 tfs_os_cpu(void);
-/* Rings the doorbell of a member after its 'pending' bit was set (best effort). */
+/* Rings the doorbell of a member after its 'pending' bit was set (best effort). Its own: wakes its own threads that wait. */
 void tfs_os_ring(struct tfs *fs, tmb_u32 member);
 /* Damage was found: one line for the log. 'what' is static text, 'a' and 'b' details (inode, block, …). */
 void tfs_os_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b);

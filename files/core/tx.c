@@ -135,6 +135,7 @@ static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag)
 	tfs_tree_walk(fs, tmb_load(&inode->root), keep_tagged, &tag);
 	tfs_tree_walk(fs, tmb_load(&inode->index_root), keep_tagged, &tag);
 	tfs_tree_walk(fs, tmb_load(&inode->xattr_root), keep_tagged, &tag);
+	tfs_tree_walk(fs, tmb_load(&inode->locks), keep_tagged, &tag);
 }
 
 static void free_tagged(struct tfs *fs, tmb_u8 tag)
@@ -238,6 +239,7 @@ static void recover_transactions(struct tfs *fs, tmb_u32 member)
 		tmb_store(&area->pins[i].ino, 0);
 	for (i = 0; i < TFS_TX_SLOTS; i++)
 		clear_tx(&area->tx[i], 0);
+	memset(area->waits, 0, sizeof(area->waits));
 }
 
 int tfs_recover(struct tfs *fs, tmb_u32 member)

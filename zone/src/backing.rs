@@ -84,7 +84,7 @@ impl Backing {
     }
 }
 
-fn sealed_memfd(name: &str, length: libc::off_t, flags: libc::c_uint, what: &str) -> Result<File> {
+pub(crate) fn sealed_memfd(name: &str, length: libc::off_t, flags: libc::c_uint, what: &str) -> Result<File> {
     let c_name = CString::new(format!("tombolo-zone-{name}"))
         .map_err(|_| Error::Config { zone: name.to_owned(), why: "its name holds a NUL".to_owned() })?;
     // SAFETY: a valid string; the descriptor is new and ours.

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo bench`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+
+use crate::files::{self, Plan};
+use crate::record::Results;
+use crate::report::{self, Table};
+
+/// What can be measured.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// The shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs, in one VM
+    Files(FilesArgs),
+    /// Print the table of a results file again, and write its HTML page
+    Report {
+        /// A results file (bench/results/*.jsonl)
+        file: PathBuf,
+        /// Where the page goes
+        #[arg(long)]
+        html: Option<PathBuf>,
+    },
+}
+
+/// `tombolo bench files`
+#[derive(Debug, Args)]
+pub struct FilesArgs {
+    /// A few cells only, under a minute
+    #[arg(long)]
+    quick: bool,
+    /// Rounds over all systems
+    #[arg(long)]
+    rounds: Option<u32>,
+    /// Guest kernel: a version of the guest kit
+    #[arg(long, default_value = "6.12")]
+    kernel: String,
+    /// Folder for the results
+    #[arg(long, default_value = "bench/results")]
+    results: PathBuf,
+    /// Folder of the guest kit
+    #[arg(long, default_value = ".cache/guest")]
+    kit: PathBuf,
+}
+
+/// Runs a bench; `json`: the samples as JSON lines instead of the table.
+pub fn run(command: Command, json: bool) -> Result<ExitCode> {
+    match command {
+        Command::Files(args) => {
+            let mut plan = if args.quick { Plan::quick() } else { Plan::full() };
+            plan.rounds = args.rounds.unwrap_or(plan.rounds);
+            plan.kernel = args.kernel;
+            let command = format!(
+                "tombolo bench files{} --rounds {}",
+                if args.quick { " --quick" } else { "" },
+                plan.rounds
+            );
+            let kit = std::path::absolute(&args.kit)?;
+            let results = files::run(&plan, &args.results, &kit, command)?;
+            print(&results, json)?;
+        }
+        Command::Report { file, html } => {
+            let (machine, samples) = Results::read(&file)?;
+            if let Some(path) = html {
+                let bench = samples.first().map_or("", |s| s.bench.as_str());
+                std::fs::write(&path, report::html(bench, &machine, &samples)?)?;
+            }
+            println!("{}", Table::new(&samples).text());
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn print(results: &Results, json: bool) -> Result<()> {
+    if json {
+        println!("{}", serde_json::to_string(&results.machine)?);
+        for sample in &results.samples {
+            println!("{}", serde_json::to_string(sample)?);
+        }
+    } else {
+        println!("{}", Table::new(&results.samples).text());
+        println!("results: {}", results.path.display());
+    }
+    Ok(())
+}

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! fio's matrix: which cells, the command for the guest, and the figures out of fio's JSON.
+
+use std::fmt::Write as _;
+
+use anyhow::{Context, Result, bail};
+
+/// The cells: every kind with every block size and number of jobs.
+#[derive(Clone, Debug)]
+pub struct Matrix {
+    /// fio's `rw`.
+    pub kinds: Vec<&'static str>,
+    /// fio's `bs`.
+    pub sizes: Vec<&'static str>,
+    /// fio's `numjobs`.
+    pub jobs: Vec<u32>,
+    /// Milliseconds per cell.
+    pub runtime_ms: u32,
+    /// All jobs' files together, in MiB.
+    pub total_mb: u32,
+}
+
+impl Matrix {
+    /// StargateFS's matrix.
+    pub fn full() -> Matrix {
+        Matrix {
+            kinds: vec!["read", "write", "randread", "randwrite"],
+            sizes: vec!["4k", "16k", "128k", "2M"],
+            jobs: vec![1, 2, 4],
+            runtime_ms: 700,
+            total_mb: 512,
+        }
+    }
+
+    /// Four cells.
+    pub fn quick() -> Matrix {
+        Matrix {
+            kinds: vec!["randread", "randwrite"],
+            sizes: vec!["4k", "128k"],
+            jobs: vec![1],
+            runtime_ms: 500,
+            total_mb: 64,
+        }
+    }
+
+    fn file_mb(&self, jobs: u32) -> u32 {
+        self.total_mb / jobs
+    }
+
+    /// Makes the files that the cells use, so that no cell pays for it: file N is as large as the largest job N asks for.
+    pub fn prepare(&self, dir: &str) -> String {
+        let most = self.jobs.iter().copied().max().unwrap_or(1);
+        let mut script = String::from("set -e\n");
+        for i in 0..most {
+            let mb = self.jobs.iter().filter(|j| i < **j).map(|j| self.file_mb(*j)).max().unwrap_or(0);
+            let _ = writeln!(script, "dd if=/dev/zero of={dir}/fio.{i} bs=1M count={mb} 2>/dev/null");
+        }
+        script
+    }
+
+    /// One fio process for all cells of a number of jobs, one after the other.
+    pub fn fio(&self, dir: &str, jobs: u32) -> String {
+        let mut command = format!(
+            "fio --output-format=json --directory={dir} --filename_format='fio.$jobnum' --ioengine=psync --direct=1 \
+             --size={}M --numjobs={jobs} --group_reporting --time_based --runtime={}ms --fallocate=none --overwrite=1 \
+             --random_generator=tausworthe64 --norandommap --invalidate=0 --thread",
+            self.file_mb(jobs),
+            self.runtime_ms
+        );
+        for kind in &self.kinds {
+            for bs in &self.sizes {
+                let _ = write!(command, " --name={kind}-{bs} --stonewall --rw={kind} --bs={bs}");
+            }
+        }
+        command
+    }
+
+    /// Cases and MB/s (10^6 bytes) out of fio's output.
+    pub fn read(&self, output: &str, jobs: u32) -> Result<Vec<(String, f64)>> {
+        let start = output.find('{').with_context(|| format!("fio printed no JSON: {output}"))?;
+        let parsed: serde_json::Value =
+            serde_json::from_str(&output[start..]).context("fio's JSON is cut short")?;
+        let groups = parsed["jobs"].as_array().context("fio's JSON has no jobs")?;
+        let wanted = self.kinds.len() * self.sizes.len();
+        if groups.len() != wanted {
+            bail!("fio reported {} cells, not {wanted}", groups.len());
+        }
+        groups
+            .iter()
+            .map(|job| {
+                let name = job["jobname"].as_str().context("a job without a name")?;
+                if job["error"].as_i64() != Some(0) {
+                    bail!("fio's job {name} ended with error {}", job["error"]);
+                }
+                let side = if name.contains("read") { "read" } else { "write" };
+                let bytes =
+                    job[side]["bw_bytes"].as_f64().with_context(|| format!("{name} has no bandwidth"))?;
+                Ok((format!("fio-{name}-j{jobs}"), bytes / 1e6))
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn small() -> Matrix {
+        Matrix {
+            kinds: vec!["read", "randwrite"],
+            sizes: vec!["4k"],
+            jobs: vec![1, 4],
+            runtime_ms: 100,
+            total_mb: 64,
+        }
+    }
+
+    #[test]
+    fn files_are_as_large_as_the_largest_job_needs() {
+        let script = small().prepare("/m");
+        assert!(script.contains("of=/m/fio.0 bs=1M count=64"), "{script}");
+        assert!(script.contains("of=/m/fio.3 bs=1M count=16"), "{script}");
+    }
+
+    #[test]
+    fn figures_are_read_with_their_cells() {
+        let json = r#"note: something {"jobs":[
+            {"jobname":"read-4k","error":0,"read":{"bw_bytes":2000000},"write":{"bw_bytes":0}},
+            {"jobname":"randwrite-4k","error":0,"read":{"bw_bytes":0},"write":{"bw_bytes":5000000}}]}"#;
+        let cells = small().read(json, 4).unwrap();
+        assert_eq!(cells, vec![("fio-read-4k-j4".to_owned(), 2.0), ("fio-randwrite-4k-j4".to_owned(), 5.0)]);
+    }
+
+    #[test]
+    fn a_failed_job_or_a_missing_cell_is_an_error() {
+        assert!(small().read("{\"jobs\":[]}", 1).is_err());
+        let failed = r#"{"jobs":[{"jobname":"read-4k","error":5,"read":{"bw_bytes":1}},{"jobname":"randwrite-4k","error":0,"write":{"bw_bytes":1}}]}"#;
+        assert!(small().read(failed, 1).is_err());
+        assert!(small().read("no json", 1).is_err());
+    }
+}

@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo bench files`: the shared file system beside its peers, in one VM, in one run, with the same jobs.
+//!
+//! Every system gets the same fio matrix (StargateFS's: sequential and random, read and write, one to four jobs), with O_DIRECT, since
+//! what is measured is sharing: bytes that another VM sees when the call has returned, not the guest's page cache. Systems
+//! take turns, round by round, so that a slower minute of the machine meets all of them. Then operations on names, a source
+//! tree, and producer and consumer in two VMs.
+//!
+//! - [`peers`]: what is mounted where, and the servers on the host that it needs
+//! - [`matrix`]: the fio jobs and how their output is read
+
+pub mod matrix;
+pub mod peers;
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::guest::Project;
+use crate::record::{Better, Machine, Results, Sample};
+use matrix::Matrix;
+use peers::{Peer, Servers};
+
+/// How much of it is run.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// fio's matrix.
+    pub matrix: Matrix,
+    /// Rounds over all systems.
+    pub rounds: u32,
+    /// Names for the operations on names; 0: leave them out.
+    pub names: u32,
+    /// MB that go from a producer in one VM to a consumer in another; 0: leave it out.
+    pub handover_mb: u32,
+    /// Unpack a source tree and ask git for its status.
+    pub tree: bool,
+    /// The guest kit's kernel.
+    pub kernel: String,
+}
+
+impl Plan {
+    /// The whole matrix.
+    pub fn full() -> Plan {
+        Plan {
+            matrix: Matrix::full(),
+            rounds: 3,
+            names: 10_000,
+            handover_mb: 256,
+            tree: true,
+            kernel: "6.12".into(),
+        }
+    }
+
+    /// A few cells, for the demo: what it's worth, in well under a minute.
+    pub fn quick() -> Plan {
+        Plan {
+            matrix: Matrix::quick(),
+            rounds: 1,
+            names: 1000,
+            handover_mb: 0,
+            tree: false,
+            kernel: "6.12".into(),
+        }
+    }
+}
+
+const VM: &str = "bench";
+const OTHER: &str = "other";
+
+/// Runs the plan and writes `<dir>/files.jsonl`.
+pub fn run(plan: &Plan, dir: &Path, kit: &Path, command: String) -> Result<Results> {
+    let temp = tempfile::Builder::new()
+        .prefix("tombolo-bench-")
+        .tempdir_in("/dev/shm")
+        .context("can't use /dev/shm")?;
+    let export = temp.path().join("export");
+    let tools = temp.path().join("tools");
+    fs::create_dir(&export)?;
+    fs::create_dir(&tools)?;
+    build_tool("namebench", &tools)?;
+    if plan.tree {
+        pack_tree(&tools.join("tree.tar"))?;
+    }
+    let servers = Servers::start(temp.path(), &export)?;
+    let initrd = kit.join(&plan.kernel).join("initrd-bench.img");
+    if !initrd.exists() {
+        bail!("{} is not there: 'make guest' makes it", initrd.display());
+    }
+    let two = plan.handover_mb > 0;
+    let project = Project::up(temp.path(), &compose(plan, &initrd, &export, &tools, &servers, two))?;
+    let accel = project.accel(VM)?;
+    let mut versions = servers.versions();
+    versions.push(format!("guest kernel {}", project.exec(VM, "uname -r")?.trim()));
+    versions.push(project.exec(VM, "fio --version")?.trim().to_owned());
+    project.exec(VM, "mkdir -p /bench && mount -t 9p -o trans=virtio,version=9p2000.L tools /bench")?;
+
+    let peers = Peer::all(&servers);
+    for peer in &peers {
+        project.exec(VM, &peer.mount)?;
+    }
+    for peer in &peers {
+        project.exec(VM, &plan.matrix.prepare(&peer.dir))?;
+    }
+    let mut results = Results::create(dir, "files", Machine::here(command, &accel, versions))?;
+    let steps = u64::from(plan.rounds) * peers.len() as u64;
+    let bar = ProgressBar::new(steps)
+        .with_style(ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg} {eta}")?);
+    for _ in 0..plan.rounds {
+        for peer in &peers {
+            bar.set_message(peer.system);
+            round(plan, &project, peer, &mut results)?;
+            bar.inc(1);
+        }
+    }
+    bar.finish_and_clear();
+    if two {
+        handover(plan, &project, &peers, &mut results)?;
+    }
+    let html = crate::report::html("files", &results.machine, &results.samples)?;
+    fs::write(dir.join("files.html"), html).context("can't write the page")?;
+    Ok(results)
+}
+
+fn add(
+    results: &mut Results,
+    peer: &Peer,
+    case: String,
+    value: f64,
+    unit: &str,
+    better: Better,
+) -> Result<()> {
+    results.add(Sample {
+        bench: "files".into(),
+        case,
+        system: peer.system.into(),
+        value,
+        unit: unit.into(),
+        better,
+    })
+}
+
+fn round(plan: &Plan, project: &Project, peer: &Peer, results: &mut Results) -> Result<()> {
+    for jobs in plan.matrix.jobs.clone() {
+        let output = project.exec(VM, &plan.matrix.fio(&peer.dir, jobs))?;
+        for (case, mb_per_s) in plan.matrix.read(&output, jobs)? {
+            add(results, peer, case, mb_per_s, "MB/s", Better::Higher)?;
+        }
+    }
+    if plan.names > 0 {
+        let output = project.exec(VM, &format!("/bench/namebench {}/names {}", peer.dir, plan.names))?;
+        for line in output.lines() {
+            let (what, rate) = line.split_once(' ').with_context(|| format!("namebench printed '{line}'"))?;
+            add(results, peer, format!("meta-{what}"), rate.trim().parse()?, "1/s", Better::Higher)?;
+        }
+    }
+    if plan.tree {
+        let timed = |what: &str, script: &str| -> Result<f64> {
+            let output = project
+                .exec(VM, &format!("s=$(date +%s.%N); {script} || exit 1; e=$(date +%s.%N); echo $s $e"))?;
+            let (start, end) = output
+                .trim()
+                .rsplit('\n')
+                .next()
+                .and_then(|l| l.split_once(' '))
+                .with_context(|| format!("{what}: no times"))?;
+            Ok(end.parse::<f64>()? - start.parse::<f64>()?)
+        };
+        let tree = format!("{}/tree", peer.dir);
+        let unpack = timed("unpack", &format!("mkdir {tree} && tar -xf /bench/tree.tar -C {tree}"))?;
+        add(results, peer, "tree-unpack".into(), unpack, "s", Better::Lower)?;
+        let status = timed(
+            "git status",
+            &format!("git -c safe.directory='*' -C {tree} status --porcelain >/dev/null"),
+        )?;
+        add(results, peer, "tree-git-status".into(), status, "s", Better::Lower)?;
+        project.exec(VM, &format!("rm -rf {tree}"))?;
+    }
+    Ok(())
+}
+
+/// A producer writes a file in one VM, then a consumer reads it in the other: the sum of both times, for systems that share.
+fn handover(plan: &Plan, project: &Project, peers: &[Peer], results: &mut Results) -> Result<()> {
+    let shared: Vec<&Peer> = peers.iter().filter(|p| p.shared).collect();
+    for peer in &shared {
+        project.exec(OTHER, &peer.mount)?;
+    }
+    for (bs, bytes) in [("1k", 1u64 << 10), ("4k", 4 << 10), ("1M", 1 << 20)] {
+        for peer in &shared {
+            /* Small blocks on slow peers would take minutes: as much as fits, the figure is per MB. */
+            let mb = if bytes < 1 << 20 { plan.handover_mb / 16 } else { plan.handover_mb };
+            let seconds = |vm: &str, args: &str| -> Result<f64> {
+                let script =
+                    format!("s=$(date +%s.%N); {args} 2>/dev/null || exit 1; e=$(date +%s.%N); echo $s $e");
+                let output = project.exec(vm, &script)?;
+                let (start, end) = output.trim().split_once(' ').context("no times")?;
+                Ok(end.parse::<f64>()? - start.parse::<f64>()?)
+            };
+            let count = u64::from(mb) * (1 << 20) / bytes;
+            let file = format!("{}/handover", peer.dir);
+            let produce =
+                seconds(VM, &format!("dd if=/dev/zero of={file} bs={bs} count={count} conv=fsync"))?;
+            let consume = seconds(OTHER, &format!("dd if={file} of=/dev/null bs={bs}"))?;
+            project.exec(VM, &format!("rm {file}"))?;
+            let value = (produce + consume) * 1000.0 / f64::from(mb);
+            add(results, peer, format!("handover-{bs}"), value, "ms/MB", Better::Lower)?;
+        }
+    }
+    Ok(())
+}
+
+/// A static program from this folder's guest/, for the guest.
+fn build_tool(name: &str, into: &Path) -> Result<()> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("guest").join(format!("{name}.c"));
+    let status = Command::new("cc")
+        .args(["-O2", "-static", "-o"])
+        .arg(into.join(name))
+        .arg(&source)
+        .status()
+        .context("can't run cc (package gcc)")?;
+    if !status.success() {
+        bail!("can't compile {}", source.display());
+    }
+    Ok(())
+}
+
+/// This project's own sources as a git repository in a tar file: the source tree to unpack.
+fn pack_tree(to: &Path) -> Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let status = Command::new("tar")
+        .arg("-cf")
+        .arg(to)
+        .args(["--exclude=./target", "--exclude=./.cache", "-C"])
+        .arg(&root)
+        .arg(".")
+        .status()
+        .context("can't run tar")?;
+    if !status.success() {
+        bail!("can't pack {}", root.display());
+    }
+    Ok(())
+}
+
+fn compose(plan: &Plan, initrd: &Path, export: &Path, tools: &Path, servers: &Servers, two: bool) -> String {
+    let mut text = format!(
+        "name = \"tombolo-bench-{}\"\n\
+         [zone.files]\nsize = \"{zone}M\"\nfiles = true\n\
+         [zone.dax]\nsize = \"{zone}M\"\n",
+        std::process::id(),
+        zone = plan.matrix.total_mb * 2 + 512,
+    );
+    for vm in [VM, OTHER].iter().take(if two { 2 } else { 1 }) {
+        let dax = if *vm == VM { "dax = {}\n" } else { "" };
+        let _ = write!(
+            text,
+            "[vm.{vm}]\nkernel = \"{kernel}\"\ninitrd = \"{initrd}\"\nmemory = \"{memory}M\"\ncpus = 2\n\
+             share = [{{ tag = \"export\", path = \"{export}\" }}, {{ tag = \"tools\", path = \"{tools}\", readonly = true }}]\n\
+             qemu_args = {args:?}\n\
+             [vm.{vm}.zones]\nfiles = {{ mount = \"/mnt/tombolo\" }}\n{dax}",
+            kernel = plan.kernel,
+            initrd = initrd.display(),
+            memory = if *vm == VM { plan.matrix.total_mb * 2 + 1024 } else { 1024 },
+            export = export.display(),
+            tools = tools.display(),
+            args = servers.qemu_args(vm),
+        );
+    }
+    text
+}

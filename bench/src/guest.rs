@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A project of VMs that lives as long as one bench, driven through the `tombolo` command as a user drives it.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+/// A running project; `down` at the end, also when the bench fails.
+pub struct Project {
+    tombolo: PathBuf,
+    file: PathBuf,
+}
+
+impl Project {
+    /// Writes `compose` to `<dir>/tombolo.toml` and starts it.
+    pub fn up(dir: &Path, compose: &str) -> Result<Project> {
+        let file = dir.join("tombolo.toml");
+        fs::write(&file, compose).with_context(|| format!("can't write {}", file.display()))?;
+        let tombolo = env::current_exe().context("can't find the running program")?;
+        let project = Project { tombolo, file };
+        let status = project.command("up").status().context("can't run 'tombolo up'")?;
+        if !status.success() {
+            bail!("'tombolo up' failed for {} ({status}); what it said stands above", project.file.display());
+        }
+        Ok(project)
+    }
+
+    fn command(&self, verb: &str) -> Command {
+        let mut command = Command::new(&self.tombolo);
+        command.arg(verb).arg("-f").arg(&self.file);
+        command
+    }
+
+    fn run(&self, vm: &str, script: &str) -> Result<Output> {
+        self.command("exec")
+            .arg(vm)
+            .args(["--", "sh", "-c", script])
+            .stdin(Stdio::null())
+            .output()
+            .context("can't run 'tombolo exec'")
+    }
+
+    /// Runs a shell script in a VM and returns its standard output; an exit code other than 0 is an error with what it said.
+    pub fn exec(&self, vm: &str, script: &str) -> Result<String> {
+        let output = self.run(vm, script)?;
+        if !output.status.success() {
+            bail!(
+                "in VM {vm}, {}: {script}\n{}{}",
+                output.status,
+                String::from_utf8_lossy(&output.stdout),
+                String::from_utf8_lossy(&output.stderr)
+            );
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// "kvm" or "tcg": how a VM runs.
+    pub fn accel(&self, vm: &str) -> Result<String> {
+        let output = self.command("ps").arg("--json").output().context("can't run 'tombolo ps'")?;
+        let ps: serde_json::Value =
+            serde_json::from_slice(&output.stdout).context("'tombolo ps --json' printed no JSON")?;
+        let vms = ps["vms"].as_array().with_context(|| format!("'tombolo ps --json' names no VMs: {ps}"))?;
+        vms.iter()
+            .find(|v| v["name"] == vm)
+            .and_then(|v| v["accel"].as_str())
+            .map(str::to_lowercase)
+            .with_context(|| format!("'tombolo ps --json' does not say how VM {vm} runs: {ps}"))
+    }
+}
+
+impl Drop for Project {
+    fn drop(&mut self) {
+        match self.command("down").stdout(Stdio::null()).status() {
+            Ok(status) if status.success() => {}
+            other => eprintln!("tombolo bench: 'tombolo down' failed for {}: {other:?}", self.file.display()),
+        }
+    }
+}

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Benches put Tombolo beside what its users have now: same VM, same run, same jobs, in turn. A run is a list of samples,
+//! written as JSON lines after one line that says on which machine and from which commit they come; tables and the HTML page
+//! are made from these lines, so that every figure can be traced to the command that made it.
+//!
+//! - [`record`]: samples, the machine's description, the results file
+//! - [`report`]: medians, tables, ratios, the HTML page with plots
+//! - [`guest`]: a project of VMs for one bench, driven through the `tombolo` command like a user would
+//! - [`files`]: the shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs
+//! - [`cli`]: `tombolo bench`
+
+pub mod cli;
+pub mod files;
+pub mod guest;
+pub mod record;
+pub mod report;

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Tables and pages made from samples.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use anyhow::{Result, anyhow};
+use plotters::prelude::*;
+
+use crate::record::{Better, Machine, Sample};
+
+/// The median; `None` of nothing.
+pub fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted: Vec<f64> = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let n = sorted.len();
+    match n {
+        0 => None,
+        _ if n % 2 == 1 => Some(sorted[n / 2]),
+        _ => Some(f64::midpoint(sorted[n / 2 - 1], sorted[n / 2])),
+    }
+}
+
+/// Medians by case and system, in the order in which they first came.
+#[derive(Clone, Debug, Default)]
+pub struct Table {
+    /// Case names.
+    pub cases: Vec<String>,
+    /// System names.
+    pub systems: Vec<String>,
+    cells: BTreeMap<(String, String), f64>,
+    units: BTreeMap<String, (String, Better)>,
+}
+
+impl Table {
+    /// Gathers the samples.
+    pub fn new(samples: &[Sample]) -> Table {
+        let mut all: BTreeMap<(String, String), Vec<f64>> = BTreeMap::new();
+        let mut table = Table::default();
+        for s in samples {
+            if !table.cases.contains(&s.case) {
+                table.cases.push(s.case.clone());
+            }
+            if !table.systems.contains(&s.system) {
+                table.systems.push(s.system.clone());
+            }
+            table.units.insert(s.case.clone(), (s.unit.clone(), s.better));
+            all.entry((s.case.clone(), s.system.clone())).or_default().push(s.value);
+        }
+        table.cells = all.into_iter().filter_map(|(key, values)| median(&values).map(|m| (key, m))).collect();
+        table
+    }
+
+    /// The median of a case on a system.
+    pub fn get(&self, case: &str, system: &str) -> Option<f64> {
+        self.cells.get(&(case.to_owned(), system.to_owned())).copied()
+    }
+
+    /// How many times better `system` is than `peer`, case by case (cases that both have).
+    pub fn ratios(&self, system: &str, peer: &str) -> Vec<(String, f64)> {
+        self.cases
+            .iter()
+            .filter_map(|case| {
+                let (a, b) = (self.get(case, system)?, self.get(case, peer)?);
+                let ratio = match self.units.get(case)?.1 {
+                    Better::Higher => a / b,
+                    Better::Lower => b / a,
+                };
+                Some((case.clone(), ratio))
+            })
+            .collect()
+    }
+
+    /// As text: a row per case, a column per system, then the mean and the least ratio of the first system over the others.
+    pub fn text(&self) -> String {
+        let width = self.cases.iter().map(String::len).max().unwrap_or(4).max(22);
+        let mut out = format!("{:width$}  {:6}", "case", "unit");
+        for system in &self.systems {
+            let _ = write!(out, " {system:>10}");
+        }
+        out.push('\n');
+        for case in &self.cases {
+            let unit = self.units.get(case).map_or("", |(unit, _)| unit.as_str());
+            let _ = write!(out, "{case:width$}  {unit:6}");
+            for system in &self.systems {
+                match self.get(case, system) {
+                    Some(value) => {
+                        let _ = write!(out, " {:>10}", figure(value));
+                    }
+                    None => out.push_str("          -"),
+                }
+            }
+            out.push('\n');
+        }
+        let Some((first, peers)) = self.systems.split_first() else { return out };
+        for (label, pick) in
+            [("mean ratio", mean as fn(&[f64]) -> f64), ("median ratio", middle), ("least ratio", least)]
+        {
+            let _ = write!(out, "{:width$}  {:6} {:>10}", format!("{label} of {first}"), "x", "1");
+            for peer in peers {
+                let ratios: Vec<f64> = self.ratios(first, peer).into_iter().map(|(_, r)| r).collect();
+                if ratios.is_empty() {
+                    out.push_str("          -");
+                } else {
+                    let _ = write!(out, " {:>10}", figure(pick(&ratios)));
+                }
+            }
+            out.push('\n');
+        }
+        out
+    }
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+fn middle(values: &[f64]) -> f64 {
+    median(values).unwrap_or(f64::NAN)
+}
+
+fn least(values: &[f64]) -> f64 {
+    values.iter().copied().fold(f64::INFINITY, f64::min)
+}
+
+/// Three significant digits, no exponent.
+fn figure(value: f64) -> String {
+    match value.abs() {
+        v if v >= 100.0 => format!("{value:.0}"),
+        v if v >= 10.0 => format!("{value:.1}"),
+        v if v >= 0.1 || v == 0.0 => format!("{value:.2}"),
+        _ => format!("{value:.4}"),
+    }
+}
+
+/// Bars of one case over the systems, logarithmic, as an SVG element.
+fn plot(table: &Table, case: &str) -> Result<String> {
+    let bars: Vec<(&String, f64)> = table
+        .systems
+        .iter()
+        .filter_map(|s| table.get(case, s).filter(|v| *v > 0.0).map(|v| (s, v)))
+        .collect();
+    let (Some(low), Some(high)) =
+        (bars.iter().map(|b| b.1).min_by(f64::total_cmp), bars.iter().map(|b| b.1).max_by(f64::total_cmp))
+    else {
+        return Ok(String::new());
+    };
+    let unit = table.units.get(case).map_or("", |(unit, _)| unit.as_str());
+    let mut svg = String::new();
+    {
+        let root = SVGBackend::with_string(&mut svg, (420, 220)).into_drawing_area();
+        let failed = |e: DrawingAreaErrorKind<_>| anyhow!("plot of {case}: {e}");
+        root.fill(&WHITE).map_err(failed)?;
+        let mut chart = ChartBuilder::on(&root)
+            .caption(format!("{case} ({unit})"), ("sans-serif", 14))
+            .margin(6)
+            .x_label_area_size(22)
+            .y_label_area_size(56)
+            .build_cartesian_2d(0..bars.len() as i32, (low / 2.0..high * 1.5).log_scale())
+            .map_err(failed)?;
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .x_labels(bars.len())
+            .x_label_formatter(&|i| {
+                usize::try_from(*i).ok().and_then(|i| bars.get(i)).map_or(String::new(), |b| b.0.clone())
+            })
+            .draw()
+            .map_err(failed)?;
+        chart
+            .draw_series(bars.iter().zip(0i32..).map(|((_, value), i)| {
+                let colour = if i == 0 { BLUE.mix(0.8) } else { BLACK.mix(0.35) };
+                Rectangle::new([(i, low / 2.0), (i + 1, *value)], colour.filled())
+            }))
+            .map_err(failed)?;
+        root.present().map_err(failed)?;
+    }
+    Ok(svg)
+}
+
+/// A page that stands alone: the machine, the table, a plot per case.
+pub fn html(bench: &str, machine: &Machine, samples: &[Sample]) -> Result<String> {
+    let table = Table::new(samples);
+    let mut page = format!(
+        "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>tombolo bench {bench}</title>\
+         <style>body{{font-family:sans-serif;margin:2em;max-width:90em}}pre{{background:#f4f4f4;padding:1em;overflow:auto}}\
+         svg{{margin:.3em}}</style><h1>tombolo bench {bench}</h1><pre>{}</pre><h2>Medians</h2><pre>{}</pre><h2>Plots</h2>",
+        escape(&serde_json::to_string_pretty(machine)?),
+        escape(&table.text())
+    );
+    for case in &table.cases {
+        page.push_str(&plot(&table, case)?);
+    }
+    page.push_str("</html>\n");
+    Ok(page)
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(case: &str, system: &str, value: f64, better: Better) -> Sample {
+        Sample {
+            bench: "t".into(),
+            case: case.into(),
+            system: system.into(),
+            value,
+            unit: "MB/s".into(),
+            better,
+        }
+    }
+
+    #[test]
+    fn a_median_ignores_outliers_and_halves_even_counts() {
+        assert_eq!(median(&[1.0, 100.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[1.0, 3.0]), Some(2.0));
+        assert_eq!(median(&[]), None);
+    }
+
+    #[test]
+    fn a_ratio_says_how_many_times_better_whichever_way_is_good() {
+        let table = Table::new(&[
+            sample("rate", "a", 10.0, Better::Higher),
+            sample("rate", "b", 5.0, Better::Higher),
+            sample("time", "a", 2.0, Better::Lower),
+            sample("time", "b", 8.0, Better::Lower),
+            sample("only", "a", 2.0, Better::Lower),
+        ]);
+        assert_eq!(table.ratios("a", "b"), vec![("rate".to_owned(), 2.0), ("time".to_owned(), 4.0)]);
+        assert!(table.text().contains("least ratio of a"), "{}", table.text());
+    }
+
+    #[test]
+    fn a_page_has_a_plot_for_each_case() {
+        let samples = [sample("x", "a", 10.0, Better::Higher), sample("y", "a", 5.0, Better::Higher)];
+        let page = html("t", &Machine::here("c".into(), "tcg", vec![]), &samples).unwrap();
+        assert_eq!(page.matches("<svg").count(), 2);
+    }
+}

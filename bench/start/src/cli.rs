@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo bench start`: outside it boots a lab and runs itself there, inside it measures.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command as Process, ExitCode};
+
+use anyhow::{Context, Result, bail};
+use tombolo_lab::client::{Output, Session};
+use tombolo_lab::config::{Config, Iommu};
+use tombolo_lab::instance::{BOOT_PATIENCE, Lab};
+use tombolo_lab::protocol::Start;
+use tombolo_start::layout::MIB;
+
+use crate::claims;
+use crate::measure::{System, start};
+use crate::nested::{Card, Image};
+use crate::report::{Line, costs, lines, model, table};
+
+/// What `tombolo bench start` does.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// Boot a lab, measure in it, and write the figures
+    Run(RunOptions),
+    /// Measure on this machine: in a lab, or on a host with KVM, an IOMMU and a card to spare
+    Inside(InsideOptions),
+    /// Check claims on this machine, which should be a lab
+    Claims {
+        /// Only the short ones
+        #[arg(long)]
+        short: bool,
+        /// Only those whose name contains this
+        #[arg(long)]
+        only: Option<String>,
+    },
+    /// Figures of a file as a table, with the model
+    Show {
+        /// A file of JSON lines
+        file: PathBuf,
+    },
+    /// The agent of a lab; runs only inside it
+    #[command(hide = true)]
+    Agent {
+        /// The port that this worker serves
+        #[arg(long)]
+        port: Option<PathBuf>,
+    },
+}
+
+/// What to measure.
+#[derive(Debug, Clone, clap::Args)]
+pub struct InsideOptions {
+    /// MiB of the VMs
+    #[arg(long, value_delimiter = ',', default_value = "512,1024,2048,4096")]
+    pub sizes: Vec<u64>,
+    /// Ways to start them
+    #[arg(long, value_delimiter = ',', value_enum, default_value = "qemu,tombolo")]
+    pub systems: Vec<System>,
+    /// Starts of each
+    #[arg(long, default_value_t = 1)]
+    pub repeat: u32,
+    /// With a passed-through device, without, or both
+    #[arg(long, value_delimiter = ',', value_parser = ["yes", "no"], default_value = "yes")]
+    pub device: Vec<String>,
+    /// Let the guest work while it grows, and measure that too
+    #[arg(long)]
+    pub work: bool,
+}
+
+/// Options of `run`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct RunOptions {
+    /// What to measure
+    #[command(flatten)]
+    pub inside: InsideOptions,
+    /// MiB of the lab
+    #[arg(long, default_value_t = 7168)]
+    pub lab_memory: u64,
+    /// CPUs of the lab
+    #[arg(long)]
+    pub lab_cpus: Option<u32>,
+    /// The QEMU that emulates the lab
+    #[arg(long)]
+    pub qemu: Option<PathBuf>,
+    /// Append the figures to this file
+    #[arg(long, default_value = "bench/results/start.jsonl")]
+    pub results: PathBuf,
+}
+
+/// Runs a command of `tombolo bench start`.
+pub fn run(command: Command, json: bool) -> Result<ExitCode> {
+    match command {
+        Command::Agent { port } => {
+            return tombolo_lab::cli::run(tombolo_lab::cli::Command::Agent { port }, json);
+        }
+        Command::Claims { short, only } => {
+            claims::check(|c| {
+                (!short || c.short) && only.as_ref().is_none_or(|o| c.name.contains(o.as_str()))
+            })?;
+        }
+        Command::Inside(options) => inside(&options)?,
+        Command::Run(options) => outside(&options, json)?,
+        Command::Show { file } => {
+            let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+            show(&parse(&text));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn parse(text: &str) -> Vec<Line> {
+    // Lines that describe the machine are no figures.
+    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+}
+
+fn show(figures: &[Line]) {
+    print!("{}", table(figures));
+    if let Some(costs) = costs(figures) {
+        print!("{}", model(&costs));
+    }
+}
+
+fn inside(options: &InsideOptions) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let kernel = tombolo_lab::cache::kernel()?;
+    let image = Image::working(&kernel, folder.path())?;
+    for device in &options.device {
+        let card = (device == "yes").then(Card::take).transpose()?;
+        for _ in 0..options.repeat {
+            for size in &options.sizes {
+                for system in &options.systems {
+                    let total = size * MIB;
+                    let _pages =
+                        (*system == System::QemuTuned).then(|| HugePages::reserve(total)).transpose()?;
+                    let figures =
+                        start(*system, total, card.as_ref().map(|c| c.address), &image, options.work)
+                            .with_context(|| format!("{} {size} MiB, device: {device}", system.name()))?;
+                    for line in lines(*system, total, card.is_some(), &figures) {
+                        println!("{}", serde_json::to_string(&line)?);
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Reserved huge pages, given back when dropped.
+struct HugePages;
+
+impl HugePages {
+    const FILE: &str = "/proc/sys/vm/nr_hugepages";
+
+    fn reserve(bytes: u64) -> Result<Self> {
+        let pages = bytes.div_ceil(2 * MIB);
+        fs::write(Self::FILE, pages.to_string())?;
+        let got: u64 = fs::read_to_string(Self::FILE)?.trim().parse()?;
+        let reserved = Self;
+        if got < pages {
+            bail!(
+                "only {got} of {pages} huge pages could be reserved: give the lab more memory (--lab-memory)"
+            );
+        }
+        Ok(reserved)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if let Err(error) = fs::write(Self::FILE, "0") {
+            eprintln!("the reserved huge pages stay: {error}");
+        }
+    }
+}
+
+/// A lab for this program, which is its agent and the program it runs.
+pub fn lab(
+    program: &Path,
+    iommu: Iommu,
+    memory_mib: u64,
+    cpus: Option<u32>,
+    qemu: Option<PathBuf>,
+) -> Result<Lab> {
+    let own = program.to_str().context("this program's path is not UTF-8")?.to_owned();
+    let qemu = qemu.or_else(|| std::env::var_os("TOMBOLO_LAB_QEMU").map(PathBuf::from));
+    let config =
+        Config { iommu, memory_mib, cpus, qemu, agent: vec![own, "agent".into()], ..Config::default() };
+    Lab::start(&config, None, &())
+}
+
+/// Runs this program in a lab with `arguments`; passes its error output on.
+pub fn in_lab(lab: &Lab, program: &Path, arguments: &[String]) -> Result<Output> {
+    struct Sink<'a>(&'a mut Output);
+    impl tombolo_lab::client::Sink for Sink<'_> {
+        fn stdout(&mut self, data: &[u8]) -> std::io::Result<()> {
+            self.0.stdout.extend_from_slice(data);
+            std::io::stderr().write_all(data)
+        }
+        fn stderr(&mut self, data: &[u8]) -> std::io::Result<()> {
+            self.0.stderr.extend_from_slice(data);
+            std::io::stderr().write_all(data)
+        }
+    }
+    let mut argv = vec![program.to_str().context("this program's path is not UTF-8")?.to_owned()];
+    argv.extend_from_slice(arguments);
+    let mut env =
+        vec![("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned())];
+    let cache = tombolo_lab::cache::folder()?;
+    env.push(("TOMBOLO_CACHE".into(), cache.to_str().context("the cache's path is not UTF-8")?.into()));
+    let mut session = Session::open(lab.folder(), BOOT_PATIENCE)?;
+    let mut output = Output { code: 0, stdout: Vec::new(), stderr: Vec::new() };
+    let start = Start { argv, env, cwd: "/".into(), tty: None };
+    output.code = session.run(start, None, &mut Sink(&mut output))?;
+    Ok(output)
+}
+
+fn outside(options: &RunOptions, json: bool) -> Result<()> {
+    let program = std::env::current_exe()?;
+    let lab = lab(&program, Iommu::Intel, options.lab_memory, options.lab_cpus, options.qemu.clone())?;
+    let started = lab.started.as_ref().context("the lab did not say what it runs on")?;
+    let wanted = &options.inside;
+    let join = |list: Vec<String>| list.join(",");
+    let systems = wanted.systems.iter().map(|s| s.name().to_owned()).collect();
+    let mut arguments = vec![
+        "inside".to_owned(),
+        format!("--sizes={}", join(wanted.sizes.iter().map(u64::to_string).collect())),
+        format!("--systems={}", join(systems)),
+        format!("--repeat={}", wanted.repeat),
+        format!("--device={}", join(wanted.device.clone())),
+    ];
+    if wanted.work {
+        arguments.push("--work".into());
+    }
+    let output = in_lab(&lab, &program, &arguments)?;
+    if output.code != 0 {
+        bail!("measuring in the lab ended with {}", output.code);
+    }
+    let figures = parse(&String::from_utf8_lossy(&output.stdout));
+    let machine = serde_json::json!({
+        "bench": "start",
+        "machine": {
+            "lab": {"memory_mib": options.lab_memory, "cpus": started.qemu.cpus(&Config { cpus: options.lab_cpus, ..Config::default() }),
+                "kernel": started.kernel.release, "qemu": format!("{}.{}", started.qemu.version.0, started.qemu.version.1)},
+            "cpus": std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
+            "cpu": first_line("/proc/cpuinfo", "model name"),
+            "kernel": fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim(),
+        },
+        "commit": commit(),
+    });
+    if let Some(folder) = options.results.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    let mut file = fs::OpenOptions::new().create(true).append(true).open(&options.results)?;
+    writeln!(file, "{machine}")?;
+    for line in &figures {
+        writeln!(file, "{}", serde_json::to_string(line)?)?;
+    }
+    if json {
+        print!("{}", String::from_utf8_lossy(&output.stdout));
+    } else {
+        show(&figures);
+    }
+    Ok(())
+}
+
+fn first_line(path: &str, name: &str) -> String {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    let line = text.lines().find(|l| l.starts_with(name)).and_then(|l| l.split(':').nth(1));
+    line.unwrap_or("?").trim().to_owned()
+}
+
+fn commit() -> String {
+    let result = Process::new("git").args(["rev-parse", "--short", "HEAD"]).output();
+    result.map_or("?".into(), |o| String::from_utf8_lossy(&o.stdout).trim().to_owned())
+}

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The `tombolo` command: it parses and wires; behaviour lives in the parts.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+
+/// Files, packets, accelerator calls and function calls between co-resident VMs, through memory that they share
+#[derive(Parser)]
+#[command(name = "tombolo", version, max_term_width = 100, propagate_version = true)]
+#[command(
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage, 125 'exec' could not run the command (else the \
+                        command's own code), 130 interrupted and taken back."
+)]
+struct Cli {
+    /// Write JSON where a script would read it
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    #[command(flatten)]
+    Vm(tombolo_vm::cli::Command),
+    /// Zones: memory that VMs and host share
+    Zone {
+        #[command(subcommand)]
+        command: ZoneCommand,
+    },
+    /// File systems in zones
+    Files {
+        #[command(subcommand)]
+        command: tombolo_files::cli::Command,
+    },
+    /// PCI devices for VMs
+    Passthrough {
+        #[command(subcommand)]
+        command: tombolo_passthrough::cli::Command,
+    },
+    /// An emulated KVM host, to run and test in
+    Lab {
+        #[command(subcommand)]
+        command: tombolo_lab::cli::Command,
+    },
+    /// Measure side by side with what else there is
+    Bench {
+        #[command(subcommand)]
+        command: tombolo_bench::cli::Command,
+    },
+    /// Write a shell's completion to the standard output
+    Completion {
+        /// The shell
+        shell: Shell,
+    },
+    /// Write the manual pages into a folder
+    Man {
+        /// The folder
+        dir: PathBuf,
+    },
+}
+
+/// Zones in files, and zones of running VMs.
+#[derive(Subcommand)]
+enum ZoneCommand {
+    #[command(flatten)]
+    Zone(tombolo_zone::cli::Command),
+    #[command(flatten)]
+    Vm(tombolo_vm::cli::ZoneCommand),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(cli) {
+        Ok(code) => code,
+        // Whoever read the output has seen enough ('| head').
+        Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("tombolo: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    match cli.command {
+        Command::Vm(command) => tombolo_vm::cli::run(command, cli.json),
+        Command::Zone { command: ZoneCommand::Zone(command) } => tombolo_zone::cli::run(command, cli.json),
+        Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::cli::run_zone(command, cli.json),
+        Command::Files { command } => tombolo_files::cli::run(command, cli.json),
+        Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
+        Command::Lab { command } => tombolo_lab::cli::run(command, cli.json),
+        Command::Bench { command } => tombolo_bench::cli::run(command, cli.json),
+        Command::Completion { shell } => {
+            let mut text = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "tombolo", &mut text);
+            std::io::stdout().write_all(&text)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Man { dir } => {
+            manual(&dir)
+                .with_context(|| format!("the manual pages can't be written to {}", dir.display()))?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+fn manual(dir: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(dir)?;
+    clap_mangen::generate_to(Cli::command(), dir)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_commands_are_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_has_a_manual_page_and_a_completion() {
+        let dir = tempfile::tempdir().unwrap();
+        manual(dir.path()).unwrap();
+        for page in ["tombolo.1", "tombolo-up.1", "tombolo-exec.1", "tombolo-zone-attach.1"] {
+            assert!(dir.path().join(page).is_file(), "{page}");
+        }
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            let mut text = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "tombolo", &mut text);
+            assert!(String::from_utf8(text).unwrap().contains("doctor"));
+        }
+    }
+}

@@ -1,0 +1,357 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * File locks that exclude across members. The records of one inode are scanned under its lock: files with more than a few
+ * locks are rare, and a scan of a block is 64 cache lines. A dead member's records count for nothing and are
+ * reused, so its locks are released by its death itself.
+ *
+ * A range that is unlocked or changes its type in the middle splits a record. All records involved belong to one owner, so
+ * a death in between leaves only records that no longer count.
+ */
+#include "tfs_internal.h"
+
+#define MAX_BLOCKS 512u /* 32,767 locks on one inode */
+#define MAX_DEPTH 16u	/* of a chain of owners that wait for each other */
+#define MAX_LOOKS 65536u /* records looked at for one chain */
+
+struct table {
+	struct tfs *fs;
+	struct tfs_inode *inode;
+	tmb_u64 root, blocks;
+};
+
+static struct tfs_lock_head *table_open(struct table *t, struct tfs *fs, struct tfs_inode *inode)
+{
+	struct tfs_run run;
+
+	t->fs = fs;
+	t->inode = inode;
+	t->root = tmb_load_acquire(&inode->locks);
+	t->blocks = 0;
+	if (!t->root || tfs_tree_map(fs, t->root, 0, 1, &run) || !run.block)
+		return NULL;
+	struct tfs_lock_head *head = tfs_block(fs, run.block);
+
+	t->blocks = TFS_MIN(tmb_load(&head->blocks), MAX_BLOCKS);
+	return head;
+}
+
+/* Record i of the table, NULL past the end. */
+static struct tfs_lock_record *record_at(struct table *t, tmb_u64 i)
+{
+	struct tfs_run run;
+	tmb_u64 at = i + 1; /* place 0 of block 0 is the head */
+
+	if (at / TFS_LOCK_RECORDS >= t->blocks || tfs_tree_map(t->fs, t->root, at / TFS_LOCK_RECORDS, 1, &run) || !run.block)
+		return NULL;
+	return (struct tfs_lock_record *)tfs_block(t->fs, run.block) + at % TFS_LOCK_RECORDS;
+}
+
+/* One more block of free records. */
+static int table_grow(struct table *t)
+{
+	struct tfs_run run;
+	tmb_u64 nodes = 0;
+	int err;
+
+	if (t->blocks >= MAX_BLOCKS)
+		return -ENOLCK;
+	err = tfs_alloc(t->fs, 0, 1, &run);
+	if (err)
+		return err == -ENOSPC ? -ENOLCK : err;
+	memset(tfs_block(t->fs, run.block), 0, TFS_BLOCK);
+	if (!t->blocks)
+		((struct tfs_lock_head *)tfs_block(t->fs, run.block))->blocks = 1;
+	err = tfs_tree_link(t->fs, &t->inode->locks, t->blocks, &run, TFS_MAP_USED, &nodes);
+	if (err) {
+		tfs_set_map(t->fs, run.block, 1, TFS_MAP_FREE);
+		return err == -ENOSPC ? -ENOLCK : err;
+	}
+	t->root = tmb_load(&t->inode->locks);
+	t->blocks++;
+	if (t->blocks > 1) {
+		struct tfs_run first;
+
+		if (tfs_tree_map(t->fs, t->root, 0, 1, &first) || !first.block)
+			return tfs_damage(t->fs, "file-lock records missing", t->root, 0);
+		tmb_store(&((struct tfs_lock_head *)tfs_block(t->fs, first.block))->blocks, t->blocks);
+	}
+	return 0;
+}
+
+static bool counts(struct tfs *fs, tmb_u64 holder)
+{
+	return holder && tfs_member_alive(fs, tmb_lock_owner(holder), (tmb_u32)(holder >> 32));
+}
+
+static tmb_u64 self_word(struct tfs *fs)
+{
+	return tmb_lock_word(fs->member, fs->epoch, 0);
+}
+
+static bool same_owner(struct tfs *fs, const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
+{
+	return tmb_load(&r->holder) == self_word(fs) && tmb_load(&r->owner) == lock->owner && tmb_load(&r->kind) == lock->kind;
+}
+
+static bool conflicts(struct tfs *fs, const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
+{
+	return counts(fs, tmb_load(&r->holder)) && tmb_load(&r->kind) == lock->kind && !same_owner(fs, r, lock) &&
+	       (tmb_load(&r->type) == TFS_LK_WRITE || lock->type == TFS_LK_WRITE) && tmb_load(&r->start) <= lock->end &&
+	       tmb_load(&r->end) >= lock->start;
+}
+
+static void fill(struct tfs_lock_record *r, tmb_u64 holder, const struct tfs_file_lock *lock, tmb_u64 start, tmb_u64 end, tmb_u32 type)
+{
+	tmb_store(&r->owner, lock->owner);
+	tmb_store(&r->start, start);
+	tmb_store(&r->end, end);
+	tmb_store(&r->type, type);
+	tmb_store(&r->kind, lock->kind);
+	tmb_store(&r->pid, lock->pid);
+	tmb_store_release(&r->holder, holder);
+}
+
+/* A record to write into; may grow the table. */
+static int free_record(struct table *t, struct tfs_lock_record **out)
+{
+	for (;;) {
+		struct tfs_lock_record *r;
+		int err;
+
+		for (tmb_u64 i = 0; (r = record_at(t, i)); i++) {
+			if (!counts(t->fs, tmb_load(&r->holder))) {
+				*out = r;
+				return 0;
+			}
+		}
+		err = table_grow(t);
+		if (err)
+			return err;
+	}
+}
+
+/* Takes [start, end] away from this owner's records. *gave: something was there. */
+static int cut_out(struct table *t, const struct tfs_file_lock *lock, bool *gave)
+{
+	struct tfs_lock_record *r, *rest;
+
+	for (tmb_u64 i = 0; (r = record_at(t, i)); i++) {
+		tmb_u64 start = tmb_load(&r->start), end = tmb_load(&r->end);
+
+		if (!same_owner(t->fs, r, lock) || start > lock->end || end < lock->start)
+			continue;
+		*gave = true;
+		if (start < lock->start && end > lock->end) {
+			int err = free_record(t, &rest);
+
+			if (err)
+				return err;
+			fill(rest, self_word(t->fs), lock, lock->end + 1, end, tmb_load(&r->type));
+			tmb_store_release(&r->end, lock->start - 1);
+		} else if (start < lock->start) {
+			tmb_store_release(&r->end, lock->start - 1);
+		} else if (end > lock->end) {
+			tmb_store_release(&r->start, lock->end + 1);
+		} else {
+			tmb_store_release(&r->holder, 0);
+		}
+	}
+	return 0;
+}
+
+/* Joins the new range with this owner's records of the same type that touch it. */
+static void absorb(struct table *t, struct tfs_file_lock *lock)
+{
+	struct tfs_lock_record *r;
+	bool more = true;
+
+	while (more) {
+		more = false;
+		for (tmb_u64 i = 0; (r = record_at(t, i)); i++) {
+			tmb_u64 start = tmb_load(&r->start), end = tmb_load(&r->end);
+
+			if (!same_owner(t->fs, r, lock) || tmb_load(&r->type) != lock->type ||
+			    (lock->end != ~0ULL && start > lock->end + 1) || (end != ~0ULL && end + 1 < lock->start))
+				continue;
+			lock->start = TFS_MIN(lock->start, start);
+			lock->end = lock->end > end ? lock->end : end;
+			tmb_store_release(&r->holder, 0);
+			more = true;
+		}
+	}
+}
+
+static void wake(struct tfs *fs, struct tfs_inode *inode)
+{
+	struct table t;
+	struct tfs_lock_head *head = table_open(&t, fs, inode);
+
+	if (head && tmb_load(&head->waiters))
+		tfs_ring_members(fs, tmb_exchange(&head->waiters, 0), TMB_PENDING_LOCK);
+}
+
+static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_lock lock)
+{
+	struct tfs_lock_record *r;
+	struct table t;
+	struct tfs_lock_head *head = table_open(&t, fs, inode);
+	bool gave = false;
+	int err;
+
+	if (!head && lock.type == TFS_LK_UNLOCK)
+		return 0;
+	if (lock.type != TFS_LK_UNLOCK) {
+		for (tmb_u64 i = 0; (r = record_at(&t, i)); i++) {
+			if (conflicts(fs, r, &lock)) {
+				tmb_fetch_or(&head->waiters, 1ULL << fs->member);
+				return -EAGAIN;
+			}
+		}
+		/* Room for a record, before anything changes. */
+		err = free_record(&t, &r);
+		if (err)
+			return err;
+	}
+	err = cut_out(&t, &lock, &gave);
+	if (err)
+		return err;
+	if (lock.type != TFS_LK_UNLOCK) {
+		if (lock.kind == TFS_LK_POSIX)
+			absorb(&t, &lock);
+		err = free_record(&t, &r);
+		if (err)
+			return err;
+		fill(r, self_word(fs), &lock, lock.start, lock.end, lock.type);
+	}
+	if (gave)
+		wake(fs, inode);
+	return 0;
+}
+
+int tfs_set_lock(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock)
+{
+	tmb_u32 slot;
+	int err;
+
+	if (lock->start > lock->end)
+		return -EINVAL;
+	err = tfs_tx_begin(fs, &slot);
+	if (err)
+		return err;
+	err = tfs_lock_inode(fs, ino);
+	if (!err) {
+		tfs_tx_inode(fs, slot, 0, ino);
+		err = set_locked(fs, tfs_inode(fs, ino), *lock);
+		tfs_unlock_inode(fs, ino);
+	}
+	tfs_tx_end(fs, slot);
+	return err;
+}
+
+int tfs_get_lock(struct tfs *fs, tmb_u64 ino, struct tfs_file_lock *lock)
+{
+	struct tfs_inode *inode;
+	struct tfs_lock_record *r;
+	struct table t;
+	int err = tfs_lock_inode(fs, ino);
+
+	if (err)
+		return err;
+	inode = tfs_inode(fs, ino);
+	table_open(&t, fs, inode);
+	for (tmb_u64 i = 0; (r = record_at(&t, i)); i++) {
+		if (!conflicts(fs, r, lock))
+			continue;
+		lock->type = tmb_load(&r->type);
+		lock->start = tmb_load(&r->start);
+		lock->end = tmb_load(&r->end);
+		lock->pid = tmb_load(&r->pid);
+		lock->owner = tmb_load(&r->owner);
+		lock->member = tmb_lock_owner(tmb_load(&r->holder));
+		break;
+	}
+	if (!r)
+		lock->type = TFS_LK_UNLOCK;
+	tfs_unlock_inode(fs, ino);
+	return 0;
+}
+
+/* --- waiting ------------------------------------------------------------------------------------------------------ */
+
+struct waiter {
+	tmb_u32 member;
+	tmb_u64 owner;
+};
+
+/*
+ * Does (directly or along a chain) a holder that is in the way of 'lock' wait for 'who'? Looks at records of other inodes without
+ * their locks: each side says that it waits before it looks, so of two that wait for each other at least one sees it.
+ */
+static bool leads_to(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter waiting, struct waiter who,
+		     tmb_u32 depth, tmb_u32 *looks)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+	struct tfs_lock_record *r;
+	struct table t;
+
+	if (!depth || !inode || !table_open(&t, fs, inode))
+		return false;
+	for (tmb_u64 i = 0; *looks && (r = record_at(&t, i)); i++, --*looks) {
+		tmb_u64 word = tmb_load(&r->holder);
+		struct waiter holder = {.member = tmb_lock_owner(word), .owner = tmb_load(&r->owner)};
+		struct tfs_member_area *area;
+
+		if (!counts(fs, word) || (holder.member == waiting.member && holder.owner == waiting.owner) ||
+		    tmb_load(&r->kind) != TFS_LK_POSIX || (tmb_load(&r->type) != TFS_LK_WRITE && lock->type != TFS_LK_WRITE) ||
+		    tmb_load(&r->start) > lock->end || tmb_load(&r->end) < lock->start)
+			continue;
+		if (holder.member == who.member && holder.owner == who.owner)
+			return true;
+		area = tfs_member_area(fs, holder.member);
+		for (tmb_u32 k = 0; k < TFS_LOCK_WAITS; k++) {
+			struct tfs_lock_wait *w = &area->waits[k];
+			tmb_u64 next = tmb_load_acquire(&w->ino);
+			struct tfs_file_lock wanted = {.start = tmb_load(&w->start), .end = tmb_load(&w->end), .type = tmb_load(&w->type)};
+
+			if (next && tmb_load(&w->owner) == holder.owner && leads_to(fs, next, &wanted, holder, who, depth - 1, looks))
+				return true;
+		}
+	}
+	return false;
+}
+
+int tfs_lock_wait_begin(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
+	struct waiter self = {.member = fs->member, .owner = lock->owner};
+	tmb_u32 looks = MAX_LOOKS;
+
+	for (tmb_u32 i = 0; i < TFS_LOCK_WAITS; i++) {
+		struct tfs_lock_wait *w = &area->waits[i];
+
+		if (!tmb_cas32(&w->claimed, 0, 1))
+			continue;
+		if (lock->kind != TFS_LK_POSIX)
+			return (int)i;
+		tmb_store(&w->owner, lock->owner);
+		tmb_store(&w->start, lock->start);
+		tmb_store(&w->end, lock->end);
+		tmb_store(&w->type, lock->type);
+		tmb_store_release(&w->ino, ino);
+		tmb_fence();
+		if (leads_to(fs, ino, lock, self, self, MAX_DEPTH, &looks)) {
+			tfs_lock_wait_end(fs, (int)i);
+			return -EDEADLK;
+		}
+		return (int)i;
+	}
+	return -ENOLCK;
+}
+
+void tfs_lock_wait_end(struct tfs *fs, int slot)
+{
+	struct tfs_lock_wait *w = &tfs_member_area(fs, fs->member)->waits[slot];
+
+	tmb_store(&w->ino, 0);
+	tmb_store_release(&w->claimed, 0);
+}

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* POSIX ACLs: kept as the extended attributes that user space knows, never cached by the VFS. */
+#include "tombolo.h"
+
+#include <linux/slab.h>
+#include <linux/xattr.h>
+
+#include <linux/posix_acl_xattr.h>
+
+static const char *acl_name(int type)
+{
+	return type == ACL_TYPE_ACCESS ? XATTR_NAME_POSIX_ACL_ACCESS : XATTR_NAME_POSIX_ACL_DEFAULT;
+}
+
+struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu)
+{
+	struct tfs *fs = tmb_fs(inode);
+	struct posix_acl *acl;
+	void *value;
+	s64 n;
+	int tries;
+
+	/* The caller's permission check has refreshed the inode. */
+	if (!READ_ONCE(tmb_i(inode)->has_xattr))
+		return NULL;
+	if (rcu)
+		return ERR_PTR(-ECHILD);
+	for (tries = 0; tries < 8; tries++) {
+		n = tfs_xattr_get(fs, inode->i_ino, acl_name(type), NULL, 0);
+		if (n == -ENODATA || n == 0)
+			return NULL;
+		if (n < 0)
+			return ERR_PTR(n);
+		value = kvmalloc(n, GFP_KERNEL);
+		if (!value)
+			return ERR_PTR(-ENOMEM);
+		n = tfs_xattr_get(fs, inode->i_ino, acl_name(type), value, n);
+		if (n == -ERANGE) { /* it grew meanwhile */
+			kvfree(value);
+			continue;
+		}
+		if (n == -ENODATA)
+			acl = NULL;
+		else if (n < 0)
+			acl = ERR_PTR(n);
+		else
+			acl = posix_acl_from_xattr(&init_user_ns, value, n);
+		kvfree(value);
+		return acl;
+	}
+	return ERR_PTR(-EIO);
+}
+
+static int acl_encode(const struct posix_acl *acl, void **value, size_t *size)
+{
+	int n;
+
+	*value = NULL;
+	*size = 0;
+	if (!acl)
+		return 0;
+	*size = posix_acl_xattr_size(acl->a_count);
+	*value = kmalloc(*size, GFP_KERNEL);
+	if (!*value)
+		return -ENOMEM;
+	n = posix_acl_to_xattr(&init_user_ns, acl, *value, *size);
+	if (n < 0) {
+		kfree(*value);
+		*value = NULL;
+		return n;
+	}
+	return 0;
+}
+
+static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type)
+{
+	umode_t mode = inode->i_mode;
+	bool change_mode = false;
+	void *value;
+	size_t size;
+	int err;
+
+	if (type == ACL_TYPE_ACCESS && acl) {
+		err = posix_acl_update_mode(idmap, inode, &mode, &acl);
+		if (err)
+			return err;
+		change_mode = true;
+	} else if (type == ACL_TYPE_DEFAULT && !S_ISDIR(inode->i_mode)) {
+		return acl ? -EACCES : 0;
+	}
+	err = acl_encode(acl, &value, &size);
+	if (err)
+		return err;
+	err = tfs_xattr_set(tmb_fs(inode), inode->i_ino, acl_name(type), value, size, 0, change_mode ? mode & 07777 : -1,
+			    tfs_os_now());
+	kfree(value);
+	if (err == -ENODATA) { /* nothing to remove; the mode may still have to change */
+		struct tfs_attr a = { .mode = mode & 07777 };
+
+		err = change_mode ? tfs_setattr(tmb_fs(inode), inode->i_ino, TFS_SET_MODE, &a) : 0;
+	}
+	return err ? err : tmb_refresh(inode);
+}
+
+#if TMB_ACL_BY_DENTRY
+int tmb_set_acl(tmb_idmap *idmap, struct dentry *dentry, struct posix_acl *acl, int type)
+{
+	return set_acl(idmap, d_inode(dentry), acl, type);
+}
+#else
+int tmb_set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type)
+{
+	return set_acl(idmap, inode, acl, type);
+}
+#endif
+
+static size_t image_entry_size(const char *name, size_t value)
+{
+	return ALIGN(sizeof(struct tfs_xattr_entry) + strlen(name) + value, 8);
+}
+
+static u8 *image_entry(u8 *p, const char *name, const void *value, size_t size)
+{
+	struct tfs_xattr_entry e = { .name_len = strlen(name), .value_len = size };
+
+	memcpy(p, &e, sizeof(e));
+	memcpy(p + sizeof(e), name, e.name_len);
+	memcpy(p + sizeof(e) + e.name_len, value, size);
+	return p + image_entry_size(name, size);
+}
+
+int tmb_initial_xattrs(struct inode *dir, umode_t *mode, void **image, u32 *length)
+{
+	struct posix_acl *acl = NULL, *default_acl = NULL;
+	void *acl_value = NULL, *default_value = NULL;
+	size_t acl_size, default_size, bytes = sizeof(struct tfs_xattr_image);
+	u8 *p;
+	int err;
+
+	*image = NULL;
+	*length = 0;
+	err = posix_acl_create(dir, mode, &default_acl, &acl);
+	if (err || (!acl && !default_acl))
+		return err;
+	err = acl_encode(acl, &acl_value, &acl_size);
+	if (!err)
+		err = acl_encode(default_acl, &default_value, &default_size);
+	if (err)
+		goto out;
+	if (acl_value)
+		bytes += image_entry_size(XATTR_NAME_POSIX_ACL_ACCESS, acl_size);
+	if (default_value)
+		bytes += image_entry_size(XATTR_NAME_POSIX_ACL_DEFAULT, default_size);
+	p = kzalloc(bytes, GFP_KERNEL);
+	if (!p) {
+		err = -ENOMEM;
+		goto out;
+	}
+	*image = p;
+	*length = bytes;
+	((struct tfs_xattr_image *)p)->bytes = bytes;
+	((struct tfs_xattr_image *)p)->count = !!acl_value + !!default_value;
+	p += sizeof(struct tfs_xattr_image);
+	if (acl_value)
+		p = image_entry(p, XATTR_NAME_POSIX_ACL_ACCESS, acl_value, acl_size);
+	if (default_value)
+		image_entry(p, XATTR_NAME_POSIX_ACL_DEFAULT, default_value, default_size);
+out:
+	kfree(acl_value);
+	kfree(default_value);
+	posix_acl_release(acl);
+	posix_acl_release(default_acl);
+	return err;
+}

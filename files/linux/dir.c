@@ -1,0 +1,448 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Names. A dentry, positive or negative, carries in d_time the directory's sequence number that was read before the
+ * lookup it came from; while the directory still has that number, the dentry is true. Otherwise the name is looked up again.
+ */
+#include "tombolo.h"
+
+#include <linux/cred.h>
+#include <linux/namei.h>
+#include <linux/slab.h>
+
+#define TMB_UNSTAMPED 1ul /* odd: no directory at rest has it */
+#define TMB_LOOKUP_TRIES 32
+
+/* --- lookup and validation --------------------------------------------------------------------------------- */
+
+/*
+ * What 'name' means now: *inode (NULL: nothing) and the sequence number that it holds for. A directory that changes all
+ * the time gives an answer that was true at some moment of the call, unstamped.
+ */
+static int find(struct inode *dir, const struct qstr *name, struct inode **inode, u64 *stamp)
+{
+	struct tfs *fs = tmb_fs(dir);
+	int tries, err = 0;
+
+	*inode = NULL;
+	for (tries = 0; tries < TMB_LOOKUP_TRIES; tries++) {
+		u64 seq = tfs_dir_seq(fs, dir->i_ino), ino;
+		u8 type;
+
+		err = tfs_lookup(fs, dir->i_ino, name->name, name->len, &ino, &type);
+		if (!err) {
+			*inode = tmb_iget(dir->i_sb, ino);
+			if (IS_ERR(*inode)) {
+				err = PTR_ERR(*inode);
+				*inode = NULL;
+			}
+		}
+		if (err && err != -ENOENT && err != -ESTALE)
+			return err;
+		*stamp = seq & 1 ? TMB_UNSTAMPED : seq;
+		if (tfs_dir_seq(fs, dir->i_ino) == seq && err != -ESTALE)
+			return err == -ENOENT ? 0 : err;
+		if (tries + 1 < TMB_LOOKUP_TRIES) {
+			iput(*inode);
+			*inode = NULL;
+			cond_resched();
+		}
+	}
+	*stamp = TMB_UNSTAMPED;
+	return err == -ENOENT ? 0 : err;
+}
+
+static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsigned int flags)
+{
+	struct inode *inode;
+	struct dentry *alias;
+	u64 stamp;
+	int err;
+
+	if (dentry->d_name.len > TFS_NAME_MAX)
+		return ERR_PTR(-ENAMETOOLONG);
+	err = find(dir, &dentry->d_name, &inode, &stamp);
+	if (err)
+		return ERR_PTR(err);
+	dentry->d_time = stamp;
+	alias = d_splice_alias(inode, dentry);
+	if (!IS_ERR_OR_NULL(alias))
+		alias->d_time = stamp;
+	return alias;
+}
+
+static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
+{
+	struct name_snapshot name;
+	struct dentry *parent;
+	struct inode *dir, *inode, *now;
+	u64 stamp;
+	int err, valid;
+
+	if (flags & LOOKUP_RCU) {
+		dir = d_inode_rcu(READ_ONCE(dentry->d_parent));
+		if (!dir || tfs_dir_seq(tmb_fs(dir), dir->i_ino) != READ_ONCE(dentry->d_time) || dentry->d_time & 1)
+			return -ECHILD;
+		return 1;
+	}
+	parent = dget_parent(dentry);
+	dir = d_inode(parent);
+	stamp = READ_ONCE(dentry->d_time);
+	if (!(stamp & 1) && tfs_dir_seq(tmb_fs(dir), dir->i_ino) == stamp) {
+		dput(parent);
+		return 1;
+	}
+	take_dentry_name_snapshot(&name, dentry);
+	err = find(dir, &name.name, &now, &stamp);
+	release_dentry_name_snapshot(&name);
+	dput(parent);
+	if (err)
+		return err == -ESTALE ? 0 : err;
+	inode = d_inode(dentry);
+	valid = now == inode;
+	if (valid)
+		WRITE_ONCE(dentry->d_time, stamp);
+	iput(now);
+	return valid;
+}
+
+const struct dentry_operations tmb_dentry_ops = {
+	.d_revalidate = tmb_d_revalidate,
+};
+
+/*
+ * After this kernel changed a name in 'dir': 'dentry' is right at the sequence number that follows 'before', if nobody else
+ * changed the directory in between.
+ */
+static void restamp(struct dentry *dentry, struct inode *dir, u64 before)
+{
+	u64 now = tfs_dir_seq(tmb_fs(dir), dir->i_ino);
+
+	WRITE_ONCE(dentry->d_time, !(before & 1) && now == before + 2 ? now : TMB_UNSTAMPED);
+}
+
+/* --- making -------------------------------------------------------------------------------------------------- */
+
+/* Makes an inode with a name, or without (name NULL). */
+static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr *name, umode_t mode, dev_t rdev,
+			  const char *target, bool open)
+{
+	struct tfs *fs = tmb_fs(dir);
+	struct tfs_create c = {};
+	struct inode *inode;
+	void *image = NULL;
+	u64 ino;
+	int err;
+
+	if (name && name->len > TFS_NAME_MAX)
+		return ERR_PTR(-ENAMETOOLONG);
+	err = tmb_refresh(dir);
+	if (err)
+		return ERR_PTR(err);
+	if (!S_ISLNK(mode)) {
+		err = tmb_initial_xattrs(dir, &mode, &image, &c.xattrs_len);
+		if (err)
+			return ERR_PTR(err);
+		c.xattrs = image;
+	}
+	c.uid = from_kuid(&init_user_ns, mapped_fsuid(idmap, i_user_ns(dir)));
+	c.gid = from_kgid(&init_user_ns, mapped_fsgid(idmap, i_user_ns(dir)));
+	if (dir->i_mode & S_ISGID) {
+		c.gid = from_kgid(&init_user_ns, dir->i_gid);
+		if (S_ISDIR(mode))
+			mode |= S_ISGID;
+	}
+	c.mode = mode;
+	c.rdev = (u64)MAJOR(rdev) << MINORBITS | MINOR(rdev);
+	c.symlink = target;
+	c.symlink_len = target ? strlen(target) : 0;
+	c.open = open;
+	c.now = tfs_os_now();
+	if (c.uid == (uid_t)-1 || c.gid == (gid_t)-1)
+		err = -EOVERFLOW;
+	else
+		err = tfs_create(fs, dir->i_ino, name ? (const char *)name->name : NULL, name ? name->len : 0, &c, &ino);
+	kfree(image);
+	if (err)
+		return ERR_PTR(err);
+	inode = tmb_iget(dir->i_sb, ino);
+	if (IS_ERR(inode)) {
+		if (open)
+			tfs_close_ref(fs, ino);
+		return inode;
+	}
+	if (open) {
+		struct tmb_inode *ti = tmb_i(inode);
+
+		mutex_lock(&ti->lock);
+		ti->referenced = true;
+		mutex_unlock(&ti->lock);
+	}
+	return inode;
+}
+
+static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev, const char *target)
+{
+	u64 before = tfs_dir_seq(tmb_fs(dir), dir->i_ino);
+	struct inode *inode = make(idmap, dir, &dentry->d_name, mode, rdev, target, false);
+
+	if (IS_ERR(inode)) {
+		/* The name came from another member: nobody here shall believe it's free. */
+		if (PTR_ERR(inode) == -EEXIST)
+			d_drop(dentry);
+		return PTR_ERR(inode);
+	}
+	if (S_ISDIR(mode)) {
+		struct dentry *alias;
+
+		/* Another member may have moved it, and somebody here found it there: then it has a dentry already. */
+		d_drop(dentry);
+		dentry->d_time = TMB_UNSTAMPED;
+		alias = d_splice_alias(inode, dentry);
+		if (IS_ERR(alias))
+			return PTR_ERR(alias);
+		if (alias) {
+			dput(alias);
+			return 0;
+		}
+	} else {
+		d_instantiate(dentry, inode);
+	}
+	restamp(dentry, dir, before);
+	return 0;
+}
+
+static int tmb_create(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, bool excl)
+{
+	int err = make_named(idmap, dir, dentry, mode, 0, NULL);
+
+	/* Without O_EXCL a name that came meanwhile is opened, with the permission checks of an open: walk the path again. */
+	return err == -EEXIST && !excl ? -ESTALE : err;
+}
+
+static int tmb_mknod(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev)
+{
+	return make_named(idmap, dir, dentry, mode, rdev, NULL);
+}
+
+static int tmb_mkdir(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode)
+{
+	return make_named(idmap, dir, dentry, S_IFDIR | mode, 0, NULL);
+}
+
+static int tmb_symlink(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, const char *target)
+{
+	if (strlen(target) > TFS_SYMLINK_MAX)
+		return -ENAMETOOLONG;
+	return make_named(idmap, dir, dentry, S_IFLNK | 0777, 0, target);
+}
+
+static int tmb_tmpfile(tmb_idmap *idmap, struct inode *dir, struct file *file, umode_t mode)
+{
+	struct inode *inode = make(idmap, dir, NULL, mode, 0, NULL, true);
+
+	if (IS_ERR(inode))
+		return finish_open_simple(file, PTR_ERR(inode));
+	/* d_tmpfile() counts one link down. */
+	spin_lock(&inode->i_lock);
+	set_nlink(inode, 1);
+	spin_unlock(&inode->i_lock);
+	d_tmpfile(file, inode);
+	return finish_open_simple(file, 0);
+}
+
+static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry)
+{
+	struct inode *inode = d_inode(old);
+	u64 before = tfs_dir_seq(tmb_fs(dir), dir->i_ino);
+	int err;
+
+	if (dentry->d_name.len > TFS_NAME_MAX)
+		return -ENAMETOOLONG;
+	/* Holds the inode number to this file. */
+	err = tmb_reference(inode);
+	if (err)
+		return err;
+	err = tfs_link(tmb_fs(dir), dir->i_ino, dentry->d_name.name, dentry->d_name.len, inode->i_ino, tfs_os_now());
+	if (err) {
+		if (err == -EEXIST)
+			d_drop(dentry);
+		return err;
+	}
+	tmb_refresh(inode);
+	ihold(inode);
+	d_instantiate(dentry, inode);
+	restamp(dentry, dir, before);
+	return 0;
+}
+
+/* --- removing and renaming ----------------------------------------------------------------------------------- */
+
+static int remove(struct inode *dir, struct dentry *dentry, bool directory)
+{
+	struct inode *inode = d_inode(dentry);
+	struct tfs *fs = tmb_fs(dir);
+	const struct qstr *name = &dentry->d_name;
+	int err = tmb_hold_unlinked(dentry);
+
+	if (err)
+		return err;
+	err = (directory ? tfs_rmdir : tfs_unlink)(fs, dir->i_ino, name->name, name->len, inode->i_ino, tfs_os_now());
+	if (err) {
+		if (err == -ENOENT || err == -ESTALE)
+			d_drop(dentry);
+		return err;
+	}
+	/* What is left of it in this kernel: other links, openers, or nothing. */
+	if (tmb_refresh(inode)) {
+		spin_lock(&inode->i_lock);
+		if (inode->i_nlink)
+			clear_nlink(inode);
+		spin_unlock(&inode->i_lock);
+	}
+	WRITE_ONCE(dentry->d_time, TMB_UNSTAMPED);
+	return 0;
+}
+
+static int tmb_unlink(struct inode *dir, struct dentry *dentry)
+{
+	return remove(dir, dentry, false);
+}
+
+static int tmb_rmdir(struct inode *dir, struct dentry *dentry)
+{
+	return remove(dir, dentry, true);
+}
+
+static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *old, struct inode *new_dir, struct dentry *new,
+		      unsigned int flags)
+{
+	struct inode *target = d_inode(new);
+	u32 how = 0;
+	int err;
+
+	if (flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT))
+		return -EINVAL;
+	if (new->d_name.len > TFS_NAME_MAX)
+		return -ENAMETOOLONG;
+	if (flags & RENAME_NOREPLACE)
+		how |= TFS_RENAME_NOREPLACE;
+	if (flags & RENAME_EXCHANGE)
+		how |= TFS_RENAME_EXCHANGE;
+	if (flags & RENAME_WHITEOUT)
+		how |= TFS_RENAME_WHITEOUT;
+	if (target && !(flags & RENAME_EXCHANGE)) {
+		err = tmb_hold_unlinked(new);
+		if (err)
+			return err;
+	}
+	err = tfs_rename(tmb_fs(old_dir), old_dir->i_ino, old->d_name.name, old->d_name.len, new_dir->i_ino,
+			 new->d_name.name, new->d_name.len, how, tfs_os_now());
+	if (err) {
+		WRITE_ONCE(old->d_time, TMB_UNSTAMPED);
+		WRITE_ONCE(new->d_time, TMB_UNSTAMPED);
+		return err;
+	}
+	WRITE_ONCE(old->d_time, TMB_UNSTAMPED);
+	WRITE_ONCE(new->d_time, TMB_UNSTAMPED);
+	tmb_refresh(d_inode(old));
+	if (target && tmb_refresh(target)) {
+		spin_lock(&target->i_lock);
+		if (target->i_nlink)
+			clear_nlink(target);
+		spin_unlock(&target->i_lock);
+	}
+	return 0;
+}
+
+/* --- reading a directory --------------------------------------------------------------------------------------- */
+
+struct readdir_context {
+	struct dir_context *dir;
+	bool full;
+};
+
+/* Positions 0 and 1 are "." and "..", the core's follow. */
+static bool emit(void *data, const char *name, tmb_u32 len, tmb_u64 ino, tmb_u8 type, tmb_u64 next_pos)
+{
+	struct readdir_context *c = data;
+
+	if (!dir_emit(c->dir, name, len, ino, type))
+		return false;
+	c->dir->pos = next_pos + 2;
+	return true;
+}
+
+static int tmb_iterate(struct file *file, struct dir_context *dir)
+{
+	struct inode *inode = file_inode(file);
+	struct tfs *fs = tmb_fs(inode);
+	struct readdir_context c = { .dir = dir };
+	u64 pos;
+	int err = tmb_refresh(inode);
+
+	if (err)
+		return err == -ESTALE ? -ENOENT : err;
+	if (dir->pos == 0) {
+		if (!dir_emit(dir, ".", 1, inode->i_ino, DT_DIR))
+			return 0;
+		dir->pos = 1;
+	}
+	if (dir->pos == 1) {
+		u64 parent = tfs_parent(fs, inode->i_ino);
+
+		if (!dir_emit(dir, "..", 2, parent ? parent : inode->i_ino, DT_DIR))
+			return 0;
+		dir->pos = 2;
+	}
+	if (dir->pos < 2)
+		return -EINVAL;
+	pos = dir->pos - 2;
+	err = tfs_readdir(fs, inode->i_ino, &pos, emit, &c);
+	if (err)
+		return err;
+	dir->pos = pos + 2;
+	file_accessed(file);
+	return 0;
+}
+
+static loff_t tmb_dir_llseek(struct file *file, loff_t offset, int whence)
+{
+	/* Positions are cookies: any value that iterate gave may come back. */
+	return generic_file_llseek_size(file, offset, whence, S64_MAX, i_size_read(file_inode(file)));
+}
+
+static int tmb_dir_fsync(struct file *file, loff_t start, loff_t end, int datasync)
+{
+	return 0;
+}
+
+const struct file_operations tmb_dir_fops = {
+	.owner = THIS_MODULE,
+	.open = tmb_open_inode,
+	.release = tmb_release_inode,
+	.read = generic_read_dir,
+	.iterate_shared = tmb_iterate,
+	.llseek = tmb_dir_llseek,
+	.fsync = tmb_dir_fsync,
+};
+
+const struct inode_operations tmb_dir_iops = {
+	.lookup = tmb_lookup,
+	.create = tmb_create,
+	.mknod = tmb_mknod,
+	.mkdir = tmb_mkdir,
+	.symlink = tmb_symlink,
+	.tmpfile = tmb_tmpfile,
+	.link = tmb_link,
+	.unlink = tmb_unlink,
+	.rmdir = tmb_rmdir,
+	.rename = tmb_rename,
+	.getattr = tmb_getattr,
+	.setattr = tmb_setattr,
+	.permission = tmb_permission,
+	.listxattr = tmb_listxattr,
+	.update_time = tmb_update_time,
+	.fileattr_get = tmb_fileattr_get,
+	.fileattr_set = tmb_fileattr_set,
+	TMB_ACL_OPS,
+};

@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Data. read() and write() copy once, between the user's memory and the zone; there is no page cache, so O_DIRECT means
+ * nothing more. A reader takes no lock: it pins the inode's blocks for the time of one copy. Copies run with page faults off, because a
+ * fault may need what the copy holds (the buffer may be a mapping of the same file); what doesn't get through is faulted in with
+ * nothing held and tried again.
+ */
+#include "tombolo.h"
+
+#include <linux/capability.h>
+#include <linux/falloc.h>
+#include <linux/pagemap.h>
+#include <linux/splice.h>
+#include <linux/uio.h>
+
+#define TMB_COPY_BLOCKS 256u	/* copied under one pin: 1 MiB */
+#define TMB_WRITE_RESTARTS 8	/* of a write whose buffer faults, before it may end up in pieces */
+
+static size_t copy_out(struct tfs *fs, const struct tfs_run *run, size_t skip, size_t n, struct iov_iter *to)
+{
+	size_t done;
+
+	pagefault_disable();
+	if (run->block)
+		done = _copy_to_iter(tfs_block(fs, run->block) + skip, n, to);
+	else
+		done = iov_iter_zero(n, to);
+	pagefault_enable();
+	return done;
+}
+
+static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
+{
+	struct inode *inode = file_inode(iocb->ki_filp);
+	struct tfs *fs = tmb_fs(inode);
+	loff_t pos = iocb->ki_pos;
+	ssize_t total = 0;
+	int err = 0;
+
+	while (iov_iter_count(to)) {
+		struct tfs_run run;
+		size_t skip = pos & (TFS_BLOCK - 1), n, done;
+		u32 pin = tfs_pin(fs, inode->i_ino);
+		u64 size = tfs_size(fs, inode->i_ino);
+
+		if (pos >= size) {
+			tfs_unpin(fs, pin);
+			break;
+		}
+		n = min_t(u64, iov_iter_count(to), size - pos);
+		n = min_t(size_t, n, TMB_COPY_BLOCKS * TFS_BLOCK - skip);
+		err = tfs_map(fs, inode->i_ino, pos >> TFS_BLOCK_SHIFT, (skip + n + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT, &run);
+		if (err) {
+			tfs_unpin(fs, pin);
+			break;
+		}
+		n = min_t(u64, n, (run.count << TFS_BLOCK_SHIFT) - skip);
+		done = copy_out(fs, &run, skip, n, to);
+		tfs_unpin(fs, pin);
+		pos += done;
+		total += done;
+		if (done < n && fault_in_iov_iter_writeable(to, n - done) == n - done) {
+			err = -EFAULT;
+			break;
+		}
+		if (fatal_signal_pending(current)) {
+			err = -EINTR;
+			break;
+		}
+		cond_resched();
+	}
+	iocb->ki_pos = pos;
+	if (total)
+		file_accessed(iocb->ki_filp);
+	return total ? total : err;
+}
+
+/* --- writing ----------------------------------------------------------------------------------------------- */
+
+/* Copies into one run that tfs_write_map gave; new blocks are filled wherever the copy leaves them. Returns bytes copied. */
+static size_t copy_in(struct tfs *fs, const struct tfs_write *w, size_t skip, size_t n, struct iov_iter *from)
+{
+	u8 *start = tfs_block(fs, w->run.block);
+	size_t done;
+
+	if (w->is_new && skip)
+		memset(start, 0, skip);
+	pagefault_disable();
+	done = _copy_from_iter(start + skip, n, from);
+	pagefault_enable();
+	if (w->is_new && skip + done < w->run.count << TFS_BLOCK_SHIFT)
+		memset(start + skip + done, 0, (w->run.count << TFS_BLOCK_SHIFT) - skip - done);
+	return done;
+}
+
+/*
+ * Writes 'from' at pos, with the inode locked here and across members. *done: bytes that count. Where the buffer is
+ * not present: -EAGAIN and nothing counts (others see whole writes), or if 'pieces': -EFAULT and what came before counts.
+ */
+static int write_locked(struct inode *inode, loff_t pos, struct iov_iter *from, bool pieces, size_t *done)
+{
+	struct tfs *fs = tmb_fs(inode);
+	bool kill_suid = !capable(CAP_FSETID);
+	struct tfs_write w;
+	size_t want = iov_iter_count(from);
+	int err, end_err;
+
+	*done = 0;
+	err = tfs_write_begin_locked(fs, inode->i_ino, &w);
+	if (err)
+		return err;
+	if (pos > tfs_size(fs, inode->i_ino))
+		err = tfs_extend_zero_locked(fs, inode->i_ino);
+	while (!err && *done < want) {
+		size_t skip = (pos + *done) & (TFS_BLOCK - 1), n, copied;
+		u64 left = want - *done;
+
+		err = tfs_write_map_locked(fs, &w, (pos + *done) >> TFS_BLOCK_SHIFT,
+					   (skip + left + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT);
+		if (err)
+			break;
+		n = min_t(u64, left, (w.run.count << TFS_BLOCK_SHIFT) - skip);
+		copied = copy_in(fs, &w, skip, n, from);
+		err = tfs_write_done_locked(fs, &w);
+		if (err)
+			break;
+		*done += copied;
+		if (copied < n)
+			err = pieces ? -EFAULT : -EAGAIN;
+		cond_resched();
+	}
+	if (err == -EAGAIN)
+		*done = 0;
+	end_err = tfs_write_end_locked(fs, &w, *done ? pos + *done : 0, kill_suid, tfs_os_now());
+	return end_err ? end_err : err;
+}
+
+/* Takes setuid bits and capabilities away, which other members may have set since this kernel last looked. */
+static int remove_privileges(struct file *file)
+{
+	struct inode *inode = file_inode(file);
+	int err = tmb_refresh(inode);
+
+	if (err || (!(inode->i_mode & (S_ISUID | S_ISGID)) && !READ_ONCE(tmb_i(inode)->has_xattr)))
+		return err;
+	inode->i_flags &= ~S_NOSEC;
+	return file_remove_privs(file);
+}
+
+static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
+{
+	struct file *file = iocb->ki_filp;
+	struct inode *inode = file_inode(file);
+	struct tfs *fs = tmb_fs(inode);
+	size_t total = 0;
+	unsigned int restarts = 0;
+	bool pieces = false;
+	ssize_t err;
+
+	if (!iov_iter_count(from))
+		return 0;
+	inode_lock(inode);
+	for (;;) {
+		struct iov_iter saved;
+		size_t done = 0, want, left;
+
+		err = remove_privileges(file);
+		if (!err)
+			err = tfs_lock_inode(fs, inode->i_ino);
+		if (err)
+			break;
+		/* O_APPEND and limits go by the size that only a holder of the lock may change. */
+		i_size_write(inode, tfs_size(fs, inode->i_ino));
+		err = generic_write_checks(iocb, from);
+		if (err <= 0) {
+			tfs_unlock_inode(fs, inode->i_ino);
+			break;
+		}
+		want = err;
+		saved = *from;
+		err = write_locked(inode, iocb->ki_pos, from, pieces, &done);
+		i_size_write(inode, tfs_size(fs, inode->i_ino));
+		tfs_unlock_inode(fs, inode->i_ino);
+		iocb->ki_pos += done;
+		total += done;
+		if (err == -EAGAIN) {
+			*from = saved;
+			done = 0;
+		} else if (err != -EFAULT) {
+			break;
+		}
+		if (fatal_signal_pending(current)) {
+			err = -EINTR;
+			break;
+		}
+		/* The same buffer may be paged out again and again, or be bad further on: then in pieces. */
+		left = fault_in_iov_iter_readable(from, want - done);
+		pieces = pieces || left || ++restarts >= TMB_WRITE_RESTARTS;
+		if (left == want - done) {
+			err = -EFAULT;
+			break;
+		}
+	}
+	inode_unlock(inode);
+	return total ? total : err;
+}
+
+/* --- size and space ------------------------------------------------------------------------------------------ */
+
+int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
+{
+	int err;
+
+	filemap_invalidate_lock(inode->i_mapping);
+	err = tmb_revoke_locked(inode, 30000);
+	if (!err)
+		err = tfs_truncate(tmb_fs(inode), inode->i_ino, size, kill_suid, tfs_os_now());
+	if (!err) {
+		i_size_write(inode, size);
+		/* Private copies of pages beyond the end go too. */
+		unmap_mapping_range(inode->i_mapping, round_up(size, PAGE_SIZE), 0, 1);
+	}
+	filemap_invalidate_unlock(inode->i_mapping);
+	return err;
+}
+
+static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t length)
+{
+	struct inode *inode = file_inode(file);
+	u32 how = 0;
+	bool removes = mode & (FALLOC_FL_PUNCH_HOLE | FALLOC_FL_ZERO_RANGE);
+	long err;
+
+	if (mode & ~(FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE | FALLOC_FL_ZERO_RANGE))
+		return -EOPNOTSUPP;
+	if (mode & FALLOC_FL_KEEP_SIZE)
+		how |= TFS_FALLOC_KEEP_SIZE;
+	if (mode & FALLOC_FL_PUNCH_HOLE)
+		how |= TFS_FALLOC_PUNCH;
+	if (mode & FALLOC_FL_ZERO_RANGE)
+		how |= TFS_FALLOC_ZERO;
+	inode_lock(inode);
+	err = remove_privileges(file);
+	if (!err && !(mode & FALLOC_FL_KEEP_SIZE) && offset + length > i_size_read(inode))
+		err = inode_newsize_ok(inode, offset + length);
+	if (err)
+		goto out;
+	if (removes) {
+		filemap_invalidate_lock(inode->i_mapping);
+		err = tmb_revoke_locked(inode, 30000);
+	}
+	if (!err)
+		err = tfs_fallocate(tmb_fs(inode), inode->i_ino, how, offset, length, tfs_os_now());
+	if (removes)
+		filemap_invalidate_unlock(inode->i_mapping);
+	if (!err)
+		err = tmb_refresh(inode);
+out:
+	inode_unlock(inode);
+	return err;
+}
+
+static loff_t tmb_llseek(struct file *file, loff_t offset, int whence)
+{
+	struct inode *inode = file_inode(file);
+	struct tfs *fs = tmb_fs(inode);
+
+	if (whence == SEEK_DATA || whence == SEEK_HOLE) {
+		s64 at = offset < 0 ? -ENXIO : tfs_seek(fs, inode->i_ino, offset, whence == SEEK_HOLE);
+
+		return at < 0 ? at : vfs_setpos(file, at, inode->i_sb->s_maxbytes);
+	}
+	return generic_file_llseek_size(file, offset, whence, inode->i_sb->s_maxbytes, tfs_size(fs, inode->i_ino));
+}
+
+/* What a system call stored is in the zone when it returns; there is nothing that holds more. */
+static int tmb_fsync(struct file *file, loff_t start, loff_t end, int datasync)
+{
+	return 0;
+}
+
+const struct file_operations tmb_file_fops = {
+	.owner = THIS_MODULE,
+	.open = tmb_open_inode,
+	.release = tmb_release_inode,
+	.read_iter = tmb_read_iter,
+	.write_iter = tmb_write_iter,
+	.splice_read = tmb_splice_read,
+	.splice_write = iter_file_splice_write,
+	.llseek = tmb_llseek,
+	.fallocate = tmb_fallocate,
+	.fsync = tmb_fsync,
+	.mmap = tmb_mmap,
+	.get_unmapped_area = thp_get_unmapped_area,
+};

@@ -1,0 +1,403 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * VFS inodes. An inode is known by number and generation; its attributes are copies that tmb_refresh() renews from the
+ * zone before anything looks at them. While a file is open here, the zone's inode carries this member's open bit.
+ */
+#include "tombolo.h"
+
+#include <linux/cred.h>
+#include <linux/fileattr.h>
+#include <linux/pagemap.h>
+#include <linux/slab.h>
+#include <linux/xattr.h>
+
+struct iget_key {
+	u64 ino;
+	u32 generation;
+};
+
+static int iget_test(struct inode *inode, void *data)
+{
+	struct iget_key *k = data;
+
+	return inode->i_ino == k->ino && tmb_i(inode)->generation == k->generation;
+}
+
+static int iget_set(struct inode *inode, void *data)
+{
+	struct iget_key *k = data;
+
+	inode->i_ino = k->ino;
+	inode->i_generation = k->generation;
+	tmb_i(inode)->generation = k->generation;
+	return 0;
+}
+
+static void apply(struct inode *inode, const struct tfs_attr *a)
+{
+	struct tmb_inode *ti = tmb_i(inode);
+	unsigned int flags = 0;
+
+	/* i_lock: two refreshes at once must not confuse the super block's count of unlinked inodes. */
+	spin_lock(&inode->i_lock);
+	inode->i_mode = a->mode;
+	i_uid_write(inode, a->uid);
+	i_gid_write(inode, a->gid);
+	if (inode->i_nlink != a->nlink)
+		set_nlink(inode, a->nlink);
+	i_size_write(inode, a->size);
+	inode->i_blocks = a->blocks << (TFS_BLOCK_SHIFT - 9);
+	inode_set_atime_to_ts(inode, ns_to_timespec64(a->atime));
+	inode_set_mtime_to_ts(inode, ns_to_timespec64(a->mtime));
+	inode_set_ctime_to_ts(inode, ns_to_timespec64(a->ctime));
+	ti->btime = a->btime;
+	ti->flags = a->flags;
+	WRITE_ONCE(ti->has_xattr, a->has_xattr);
+	ti->version = a->version;
+	if (a->flags & TFS_FL_IMMUTABLE)
+		flags |= S_IMMUTABLE;
+	if (a->flags & TFS_FL_APPEND)
+		flags |= S_APPEND;
+	if ((inode->i_flags & (S_IMMUTABLE | S_APPEND)) != flags)
+		inode_set_flags(inode, flags, S_IMMUTABLE | S_APPEND);
+	spin_unlock(&inode->i_lock);
+}
+
+static bool same(struct inode *inode, const struct tfs_attr *a)
+{
+	struct tmb_inode *ti = tmb_i(inode);
+	s64 atime = tmb_to_ns(inode_get_atime(inode));
+
+	return READ_ONCE(ti->version) == a->version && i_size_read(inode) == a->size && atime == a->atime &&
+	       inode->i_nlink == a->nlink && inode->i_mode == a->mode &&
+	       inode->i_blocks == a->blocks << (TFS_BLOCK_SHIFT - 9);
+}
+
+/* Renews the copies. -ESTALE: the file is gone; -EUCLEAN: the zone is damaged. Safe under RCU. */
+int tmb_refresh(struct inode *inode)
+{
+	struct tfs_attr a;
+	int err = tfs_getattr(tmb_fs(inode), inode->i_ino, tmb_i(inode)->generation, &a);
+
+	if (err)
+		return err;
+	if ((a.mode ^ inode->i_mode) & S_IFMT) {
+		tfs_os_damage(tmb_fs(inode), "an inode changed its type", inode->i_ino, a.mode);
+		return -EUCLEAN;
+	}
+	if (!same(inode, &a))
+		apply(inode, &a);
+	return 0;
+}
+
+/* The inode with this number, as it is now. -ESTALE: there is none. */
+struct inode *tmb_iget(struct super_block *sb, u64 ino)
+{
+	struct tfs *fs = &tmb_sb(sb)->fs;
+	struct iget_key key = { .ino = ino };
+	struct inode *inode;
+	struct tfs_attr a;
+	int err = tfs_getattr(fs, ino, 0, &a);
+
+	if (err)
+		return ERR_PTR(err);
+	key.generation = a.generation;
+	inode = iget5_locked(sb, ino, iget_test, iget_set, &key);
+	if (!inode)
+		return ERR_PTR(-ENOMEM);
+	if (!(inode->i_state & I_NEW)) {
+		if ((a.mode ^ inode->i_mode) & S_IFMT) {
+			iput(inode);
+			tfs_os_damage(fs, "an inode changed its type", ino, a.mode);
+			return ERR_PTR(-EUCLEAN);
+		}
+		if (!same(inode, &a))
+			apply(inode, &a);
+		return inode;
+	}
+	apply(inode, &a);
+	cache_no_acl(inode);
+	inode->i_acl = inode->i_default_acl = ACL_DONT_CACHE;
+	switch (a.mode & S_IFMT) {
+	case S_IFREG:
+		inode->i_op = &tmb_file_iops;
+		inode->i_fop = &tmb_file_fops;
+		inode->i_mapping->a_ops = &tmb_aops;
+		inode->i_flags |= S_DAX;
+		break;
+	case S_IFDIR:
+		inode->i_op = &tmb_dir_iops;
+		inode->i_fop = &tmb_dir_fops;
+		break;
+	case S_IFLNK:
+		inode->i_op = &tmb_symlink_iops;
+		break;
+	case S_IFCHR:
+	case S_IFBLK:
+	case S_IFIFO:
+	case S_IFSOCK:
+		inode->i_op = &tmb_special_iops;
+		init_special_inode(inode, a.mode, MKDEV((a.rdev >> MINORBITS) & ((1u << 12) - 1), a.rdev & MINORMASK));
+		break;
+	default:
+		tfs_os_damage(fs, "an inode of no known type", ino, a.mode);
+		iget_failed(inode);
+		return ERR_PTR(-EUCLEAN);
+	}
+	unlock_new_inode(inode);
+	return inode;
+}
+
+/* --- references of openers ---------------------------------------------------------------------------- */
+
+static int reference_locked(struct inode *inode)
+{
+	struct tmb_inode *ti = tmb_i(inode);
+	int err;
+
+	if (ti->referenced)
+		return 0;
+	err = tfs_open_ref(tmb_fs(inode), inode->i_ino, ti->generation);
+	if (!err)
+		ti->referenced = true;
+	return err;
+}
+
+/* Keeps the file alive in the zone until this inode is evicted (or opened and closed). */
+int tmb_reference(struct inode *inode)
+{
+	int err;
+
+	mutex_lock(&tmb_i(inode)->lock);
+	err = reference_locked(inode);
+	mutex_unlock(&tmb_i(inode)->lock);
+	return err;
+}
+
+/*
+ * Before a name is removed: whoever here uses the file by another way than an open file (O_PATH, a working directory) keeps
+ * it. Where nothing but this name's dentry refers to the inode, there is nothing to keep.
+ */
+int tmb_hold_unlinked(struct dentry *dentry)
+{
+	struct inode *inode = d_inode(dentry);
+
+	if (d_count(dentry) <= 1 && atomic_read(&inode->i_count) <= 1)
+		return 0;
+	return tmb_reference(inode);
+}
+
+int tmb_open_inode(struct inode *inode, struct file *file)
+{
+	struct tmb_inode *ti = tmb_i(inode);
+	int err = tmb_refresh(inode);
+
+	if (!err && S_ISREG(inode->i_mode))
+		err = generic_file_open(inode, file);
+	if (err)
+		return err;
+	mutex_lock(&ti->lock);
+	err = reference_locked(inode);
+	if (!err)
+		ti->opens++;
+	mutex_unlock(&ti->lock);
+	return err;
+}
+
+int tmb_release_inode(struct inode *inode, struct file *file)
+{
+	struct tmb_inode *ti = tmb_i(inode);
+
+	mutex_lock(&ti->lock);
+	/* With its blocks still mapped or pinned the reference stays until the inode is evicted. */
+	if (--ti->opens == 0 && ti->referenced && !READ_ONCE(ti->mapped) && inode->i_nlink) {
+		ti->referenced = false;
+		tfs_close_ref(tmb_fs(inode), inode->i_ino);
+	}
+	mutex_unlock(&ti->lock);
+	return 0;
+}
+
+void tmb_evict_inode(struct inode *inode)
+{
+	struct tmb_inode *ti = tmb_i(inode);
+	bool busy = false;
+
+	if (ti->mapped) {
+		filemap_invalidate_lock(inode->i_mapping);
+		busy = tmb_revoke_locked(inode, 10000) != 0;
+		filemap_invalidate_unlock(inode->i_mapping);
+	}
+	truncate_inode_pages_final(&inode->i_data);
+	clear_inode(inode);
+	if (busy)
+		pr_warn("tombolo: inode %lu is gone from the cache while its pages are in use; its blocks stay until unmount\n",
+			inode->i_ino);
+	if (ti->referenced && !busy) {
+		ti->referenced = false;
+		tfs_close_ref(tmb_fs(inode), inode->i_ino);
+	}
+}
+
+/* --- attributes ------------------------------------------------------------------------------------------ */
+
+int tmb_getattr(tmb_idmap *idmap, const struct path *path, struct kstat *stat, u32 mask, unsigned int flags)
+{
+	struct inode *inode = d_inode(path->dentry);
+	int err = tmb_refresh(inode);
+
+	if (err)
+		return err;
+	tmb_fillattr(idmap, mask, inode, stat);
+	stat->blksize = TFS_BLOCK;
+	stat->result_mask |= STATX_BTIME;
+	stat->btime = ns_to_timespec64(tmb_i(inode)->btime);
+	stat->attributes_mask |= STATX_ATTR_IMMUTABLE | STATX_ATTR_APPEND;
+	if (inode->i_flags & S_IMMUTABLE)
+		stat->attributes |= STATX_ATTR_IMMUTABLE;
+	if (inode->i_flags & S_APPEND)
+		stat->attributes |= STATX_ATTR_APPEND;
+	return 0;
+}
+
+int tmb_permission(tmb_idmap *idmap, struct inode *inode, int mask)
+{
+	int err = tmb_refresh(inode);
+
+	return err ? err : generic_permission(idmap, inode, mask);
+}
+
+int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
+{
+	struct inode *inode = d_inode(dentry);
+	struct tfs_attr a = {};
+	u32 what = 0;
+	int err = tmb_refresh(inode);
+
+	if (!err)
+		err = setattr_prepare(idmap, dentry, attr);
+	if (err)
+		return err;
+	if (attr->ia_valid & ATTR_SIZE) {
+		err = tmb_truncate(inode, attr->ia_size, false);
+		if (err)
+			return err;
+	}
+	if (attr->ia_valid & ATTR_MODE) {
+		what |= TFS_SET_MODE;
+		a.mode = attr->ia_mode;
+	}
+	if (attr->ia_valid & ATTR_UID) {
+		what |= TFS_SET_UID;
+		a.uid = from_kuid(&init_user_ns, from_vfsuid(idmap, i_user_ns(inode), attr->ia_vfsuid));
+	}
+	if (attr->ia_valid & ATTR_GID) {
+		what |= TFS_SET_GID;
+		a.gid = from_kgid(&init_user_ns, from_vfsgid(idmap, i_user_ns(inode), attr->ia_vfsgid));
+	}
+	if (attr->ia_valid & ATTR_ATIME) {
+		what |= TFS_SET_ATIME;
+		a.atime = tmb_to_ns(attr->ia_atime);
+	}
+	if (attr->ia_valid & ATTR_MTIME) {
+		what |= TFS_SET_MTIME;
+		a.mtime = tmb_to_ns(attr->ia_mtime);
+	}
+	if (what || attr->ia_valid & ATTR_CTIME)
+		err = tfs_setattr(tmb_fs(inode), inode->i_ino, what, &a);
+	if (!err && attr->ia_valid & ATTR_MODE && READ_ONCE(tmb_i(inode)->has_xattr))
+		err = tmb_acl_chmod(idmap, dentry, attr->ia_mode);
+	if (!err)
+		err = tmb_refresh(inode);
+	return err;
+}
+
+static int stamp(struct inode *inode, int flags, s64 now)
+{
+	struct tfs_attr a = { .atime = now, .mtime = now };
+	int err = 0;
+
+	if (flags & S_ATIME)
+		err = tfs_touch_atime(tmb_fs(inode), inode->i_ino, now);
+	if (!err && flags & (S_MTIME | S_CTIME))
+		err = tfs_setattr(tmb_fs(inode), inode->i_ino, flags & S_MTIME ? TFS_SET_MTIME : 0, &a);
+	return err ? err : tmb_refresh(inode);
+}
+
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 6, 0)
+int tmb_update_time(struct inode *inode, int flags)
+{
+	return stamp(inode, flags, tfs_os_now());
+}
+#else
+int tmb_update_time(struct inode *inode, struct timespec64 *now, int flags)
+{
+	return stamp(inode, flags, tmb_to_ns(*now));
+}
+#endif
+
+int tmb_fileattr_get(struct dentry *dentry, struct fileattr *fa)
+{
+	struct inode *inode = d_inode(dentry);
+	int err = tmb_refresh(inode);
+
+	if (err)
+		return err;
+	fileattr_fill_flags(fa, tmb_i(inode)->flags & (TFS_FL_IMMUTABLE | TFS_FL_APPEND));
+	return 0;
+}
+
+int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, struct fileattr *fa)
+{
+	struct inode *inode = d_inode(dentry);
+	struct tfs_attr a = {};
+	int err;
+
+	if (fileattr_has_fsx(fa) || fa->flags & ~(TFS_FL_IMMUTABLE | TFS_FL_APPEND))
+		return -EOPNOTSUPP;
+	a.flags = fa->flags;
+	err = tfs_setattr(tmb_fs(inode), inode->i_ino, TFS_SET_FLAGS, &a);
+	return err ? err : tmb_refresh(inode);
+}
+
+/* --- symbolic links -------------------------------------------------------------------------------------- */
+
+static const char *tmb_get_link(struct dentry *dentry, struct inode *inode, struct delayed_call *done)
+{
+	char *target;
+	int n;
+
+	if (!dentry)
+		return ERR_PTR(-ECHILD);
+	target = kmalloc(TFS_SYMLINK_MAX + 1, GFP_KERNEL);
+	if (!target)
+		return ERR_PTR(-ENOMEM);
+	n = tfs_readlink(tmb_fs(inode), inode->i_ino, target, TFS_SYMLINK_MAX);
+	if (n < 0) {
+		kfree(target);
+		return ERR_PTR(n);
+	}
+	target[n] = 0;
+	set_delayed_call(done, kfree_link, target);
+	return target;
+}
+
+#define TMB_COMMON_OPS .getattr = tmb_getattr, .setattr = tmb_setattr, .permission = tmb_permission, \
+	.listxattr = tmb_listxattr, .update_time = tmb_update_time
+
+const struct inode_operations tmb_file_iops = {
+	TMB_COMMON_OPS,
+	TMB_ACL_OPS,
+	.fileattr_get = tmb_fileattr_get,
+	.fileattr_set = tmb_fileattr_set,
+};
+
+const struct inode_operations tmb_symlink_iops = {
+	TMB_COMMON_OPS,
+	.get_link = tmb_get_link,
+};
+
+const struct inode_operations tmb_special_iops = {
+	TMB_COMMON_OPS,
+	TMB_ACL_OPS,
+};

@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Mappings are of the zone's own pages, through fs/dax. Before the first page of an inode is mapped, the zone's inode gets this
+ * member's mapper bit (tfs_map_ref); whoever takes blocks away rings every mapper and waits until its bit is gone. Here a worker
+ * then unmaps the inode everywhere, waits until nobody has its pages pinned, and gives the bit back; a later access faults anew
+ * and finds the file as it is then, or SIGBUS.
+ *
+ * Holes: a block is allocated at the first fault, reading or writing, because a mapped zero page would go on
+ * showing zeroes after another member writes there. A read-only member cannot allocate; its mappings of holes are taken back by
+ * the poll instead (TMB_POLL_MS).
+ */
+#include "tombolo.h"
+
+#include <linux/delay.h>
+#include <linux/iomap.h>
+#include <linux/pagemap.h>
+#include <linux/pfn_t.h>
+#include <linux/sched/signal.h>
+
+#define TMB_POLL_MS 50	   /* only while something is mapped */
+#define TMB_WORKER_WAIT 1000 /* ms the worker waits for pinned pages before it looks again later */
+#define TMB_FAULT_TRIES 64  /* waits for an inode that another member keeps changing, before the access starts over */
+#define TMB_HOLE (~0ul >> 2)   /* in 'runs': a mapped hole */
+
+/* --- faults ------------------------------------------------------------------------------------------------ */
+
+/* What dax maps at pos. -EAGAIN: not as expected, look again without the lock. */
+static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsigned int flags, struct iomap *iomap,
+			   struct iomap *srcmap)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tmb_inode *ti = tmb_i(inode);
+	bool huge = length > PAGE_SIZE;
+	pgoff_t index = pos >> PAGE_SHIFT;
+	unsigned long value, pages = huge ? HPAGE_PMD_NR : 1, i;
+	struct tfs_run run;
+	void *old;
+	int err;
+
+	err = tfs_map(&s->fs, inode->i_ino, index, pages, &run);
+	if (err)
+		return err;
+	iomap->offset = pos;
+	iomap->length = (u64)pages << PAGE_SHIFT;
+	iomap->flags = 0;
+	iomap->dax_dev = s->zone.dax;
+	iomap->bdev = s->zone.dev.bdev;
+	if (!run.block) {
+		if (flags & IOMAP_WRITE || huge || !s->fs.read_only)
+			return -EAGAIN;
+		iomap->type = IOMAP_HOLE;
+		iomap->addr = IOMAP_NULL_ADDR;
+		value = TMB_HOLE << 1;
+	} else {
+		u64 offset = s->zone.files_offset + (run.block << TFS_BLOCK_SHIFT);
+		unsigned long pfn = s->zone.pfn + (offset >> PAGE_SHIFT);
+
+		if (run.count < pages)
+			return -EAGAIN;
+		/* In an undamaged zone a block belongs to one place of one file. */
+		for (i = 0; i < pages; i++) {
+			struct page *page = pfn_to_page(pfn + i);
+			struct address_space *of = READ_ONCE(page->mapping);
+
+			if (of && (of != inode->i_mapping || page->index != index + i)) {
+				tfs_os_damage(&s->fs, "a block is mapped at two places", inode->i_ino, run.block + i);
+				return -EUCLEAN;
+			}
+		}
+		iomap->type = IOMAP_MAPPED;
+		iomap->addr = s->zone.dax_start + offset;
+		value = run.block << 1 | huge;
+	}
+	old = xa_load(&ti->runs, index);
+	if (old && (xa_to_value(old) | huge) == (value | (xa_to_value(old) & 1)))
+		return 0;
+	if (old && xa_to_value(old) >> 1 != value >> 1 && xa_to_value(old) >> 1 != TMB_HOLE)
+		return -EAGAIN; /* an older block is still mapped here: it must go first */
+	old = xa_store(&ti->runs, index, xa_mk_value(value), GFP_NOFS);
+	return xa_err(old);
+}
+
+static const struct iomap_ops tmb_iomap_ops = {
+	.iomap_begin = tmb_iomap_begin,
+};
+
+/* Sets this member's mapper bit, with invalidate_lock held shared. */
+static int map_reference(struct inode *inode)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tmb_inode *ti = tmb_i(inode);
+	int err = 0;
+
+	if (READ_ONCE(ti->mapped))
+		return 0;
+	mutex_lock(&ti->lock);
+	if (!ti->mapped) {
+		/* Read first: a change after it shows. */
+		ti->map_seq = tfs_map_seq(&s->fs, inode->i_ino);
+		err = tfs_map_ref(&s->fs, inode->i_ino);
+		if (!err) {
+			spin_lock(&s->mapped_lock);
+			list_add(&ti->mapped_link, &s->mapped);
+			spin_unlock(&s->mapped_lock);
+			WRITE_ONCE(ti->mapped, true);
+			queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_POLL_MS));
+		}
+	}
+	mutex_unlock(&ti->lock);
+	return err;
+}
+
+static vm_fault_t fault_error(int err)
+{
+	switch (err) {
+	case -ENOMEM:
+		return VM_FAULT_OOM;
+	case -EAGAIN:
+		return VM_FAULT_NOPAGE; /* the access is tried again */
+	default:
+		return VM_FAULT_SIGBUS;
+	}
+}
+
+/* Allocates at a hole. Asks for the core's lock, so invalidate_lock must not be held. */
+static int fill_hole(struct inode *inode, pgoff_t index)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tmb_inode *ti = tmb_i(inode);
+	struct tfs_run run;
+	int tries, err = tfs_map(&s->fs, inode->i_ino, index, 1, &run);
+
+	if (err || run.block || s->fs.read_only)
+		return err;
+	mutex_lock(&ti->fault_lock);
+	for (tries = 0; tries < TMB_FAULT_TRIES; tries++) {
+		err = tfs_fault_block(&s->fs, inode->i_ino, index, 1, &run);
+		if (err == -EAGAIN)
+			err = tfs_wait_inode(&s->fs, inode->i_ino);
+		else
+			break;
+		if (err)
+			break;
+		err = -EAGAIN;
+	}
+	mutex_unlock(&ti->fault_lock);
+	return err;
+}
+
+static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
+{
+	struct vm_area_struct *vma = vmf->vma;
+	struct inode *inode = file_inode(vma->vm_file);
+	struct address_space *mapping = inode->i_mapping;
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	bool write = vmf->flags & FAULT_FLAG_WRITE && vma->vm_flags & VM_SHARED, again = false;
+	vm_fault_t ret = VM_FAULT_NOPAGE;
+	int err = 0;
+
+	if (order != TMB_ORDER_PTE) {
+		struct tfs_run run;
+		pgoff_t start = vmf->pgoff & ~(pgoff_t)(HPAGE_PMD_NR - 1);
+		unsigned long pfn;
+
+		if (order != TMB_ORDER_PMD)
+			return VM_FAULT_FALLBACK;
+		if (tfs_map(&s->fs, inode->i_ino, start, HPAGE_PMD_NR, &run) || !run.block || run.count < HPAGE_PMD_NR)
+			return VM_FAULT_FALLBACK;
+		pfn = s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + run.block;
+		if (pfn & (HPAGE_PMD_NR - 1))
+			return VM_FAULT_FALLBACK;
+	}
+	if (write) {
+		sb_start_pagefault(inode->i_sb);
+		file_update_time(vma->vm_file);
+	}
+	if (order == TMB_ORDER_PTE)
+		err = fill_hole(inode, vmf->pgoff);
+	if (!err) {
+		filemap_invalidate_lock_shared(mapping);
+		err = map_reference(inode);
+		if (!err) {
+			i_size_write(inode, tfs_size(&s->fs, inode->i_ino));
+			ret = dax_iomap_fault(vmf, order, NULL, &err, &tmb_iomap_ops);
+			again = err == -EAGAIN;
+			err = 0;
+		}
+		filemap_invalidate_unlock_shared(mapping);
+	}
+	if (again) {
+		/* The file changed under the fault, or an older block is still mapped here: that's taken back now. */
+		filemap_invalidate_lock(mapping);
+		tmb_revoke_locked(inode, 100);
+		filemap_invalidate_unlock(mapping);
+		ret = fatal_signal_pending(current) ? VM_FAULT_SIGBUS : VM_FAULT_NOPAGE;
+	}
+	if (err)
+		ret = fault_error(err);
+	if (write)
+		sb_end_pagefault(inode->i_sb);
+	return ret;
+}
+
+static vm_fault_t tmb_fault(struct vm_fault *vmf)
+{
+	return fault(vmf, TMB_ORDER_PTE);
+}
+
+static vm_fault_t tmb_huge_fault(struct vm_fault *vmf, tmb_order order)
+{
+	return fault(vmf, order);
+}
+
+static const struct vm_operations_struct tmb_vm_ops = {
+	.fault = tmb_fault,
+	.huge_fault = tmb_huge_fault,
+	.page_mkwrite = tmb_fault,
+	.pfn_mkwrite = tmb_fault,
+};
+
+int tmb_mmap(struct file *file, struct vm_area_struct *vma)
+{
+	int err = tmb_refresh(file_inode(file));
+
+	if (err)
+		return err;
+	file_accessed(file);
+	vma->vm_ops = &tmb_vm_ops;
+	vm_flags_set(vma, VM_HUGEPAGE);
+	return 0;
+}
+
+const struct address_space_operations tmb_aops = {
+	.direct_IO = noop_direct_IO, /* says that O_DIRECT is welcome */
+	.dirty_folio = noop_dirty_folio,
+};
+
+/* --- taking mappings back -------------------------------------------------------------------------------------- */
+
+static bool any_pinned(struct tmb_sb *s, struct tmb_inode *ti)
+{
+	unsigned long index, i;
+	void *entry;
+
+	xa_for_each(&ti->runs, index, entry) {
+		unsigned long value = xa_to_value(entry), pages = value & 1 ? HPAGE_PMD_NR : 1;
+		unsigned long pfn = s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + (value >> 1);
+
+		if (value >> 1 == TMB_HOLE)
+			continue;
+		for (i = 0; i < pages; i++)
+			if (tmb_page_busy(pfn_to_page(pfn + i)))
+				return true;
+	}
+	return false;
+}
+
+/*
+ * Unmaps all of an inode and gives the mapper bit back; with invalidate_lock held. -EBUSY: pages are still pinned after
+ * wait_ms (by direct I/O of another file system into them, or in a pipe); then the bit stays.
+ */
+int tmb_revoke_locked(struct inode *inode, unsigned int wait_ms)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tmb_inode *ti = tmb_i(inode);
+	struct address_space *mapping = inode->i_mapping;
+	unsigned long until = jiffies + msecs_to_jiffies(wait_ms);
+	int err;
+
+	if (!ti->mapped)
+		return 0;
+	unmap_mapping_range(mapping, 0, 0, 0);
+	while (any_pinned(s, ti)) {
+		if (time_after(jiffies, until))
+			return -EBUSY;
+		if (fatal_signal_pending(current) && !(inode->i_state & I_FREEING))
+			return -EINTR;
+		usleep_range(200, 1000);
+	}
+	truncate_inode_pages_range(mapping, 0, -1);
+	xa_destroy(&ti->runs);
+	mutex_lock(&ti->lock);
+	spin_lock(&s->mapped_lock);
+	list_del_init(&ti->mapped_link);
+	spin_unlock(&s->mapped_lock);
+	WRITE_ONCE(ti->mapped, false);
+	err = tfs_unmap_ref(&s->fs, inode->i_ino);
+	mutex_unlock(&ti->lock);
+	return err == -ESTALE ? 0 : err;
+}
+
+static bool has_holes(struct tmb_inode *ti)
+{
+	unsigned long index;
+	void *entry;
+
+	xa_for_each(&ti->runs, index, entry)
+		if (xa_to_value(entry) >> 1 == TMB_HOLE)
+			return true;
+	return false;
+}
+
+/* A mapped inode that was not seen in this round; the caller puts it. */
+static struct inode *next_mapped(struct tmb_sb *s, struct list_head *seen)
+{
+	struct tmb_inode *ti, *next;
+	struct inode *inode = NULL;
+
+	spin_lock(&s->mapped_lock);
+	list_for_each_entry_safe(ti, next, &s->mapped, mapped_link) {
+		list_move(&ti->mapped_link, seen);
+		inode = igrab(&ti->vfs);
+		if (inode)
+			break;
+	}
+	spin_unlock(&s->mapped_lock);
+	return inode;
+}
+
+static void look(struct work_struct *work)
+{
+	struct tmb_sb *s = container_of(to_delayed_work(work), struct tmb_sb, poll);
+	struct tmb_member *me = &s->zone.members[s->fs.member];
+	LIST_HEAD(seen);
+	struct inode *inode;
+	u64 pending = 0;
+	bool again, busy = false;
+
+	/* A member that may not write may be unable to, and has its files' sequence numbers to go by. */
+	if (!s->fs.read_only && tmb_load(&me->pending))
+		pending = tmb_exchange(&me->pending, 0);
+	if (pending & TMB_PENDING_MEMBERS && !s->fs.read_only)
+		tfs_recover_all(&s->fs);
+	if (pending & TMB_PENDING_REVOKE || s->fs.read_only) {
+		while ((inode = next_mapped(s, &seen))) {
+			struct tmb_inode *ti = tmb_i(inode);
+
+			if (tfs_map_seq(&s->fs, inode->i_ino) != ti->map_seq || (s->fs.read_only && has_holes(ti))) {
+				filemap_invalidate_lock(inode->i_mapping);
+				if (tmb_revoke_locked(inode, TMB_WORKER_WAIT) == -EBUSY)
+					busy = true;
+				filemap_invalidate_unlock(inode->i_mapping);
+			}
+			iput(inode);
+			cond_resched();
+		}
+		spin_lock(&s->mapped_lock);
+		list_splice(&seen, &s->mapped);
+		spin_unlock(&s->mapped_lock);
+	}
+	if (busy)
+		tmb_fetch_or(&me->pending, TMB_PENDING_REVOKE);
+	spin_lock(&s->mapped_lock);
+	again = !list_empty(&s->mapped);
+	spin_unlock(&s->mapped_lock);
+	/* With a doorbell that others know, somebody rings. */
+	if (again && (busy || s->fs.read_only || !tmb_doorbell_self(&s->doorbell) || !tmb_load(&me->doorbell)))
+		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_POLL_MS));
+}
+
+/* Looks at once, after a doorbell. */
+void tmb_mappings_look(struct tmb_sb *s)
+{
+	mod_delayed_work(s->work_queue, &s->poll, 0);
+}
+
+void tmb_mappings_start(struct tmb_sb *s)
+{
+	INIT_DELAYED_WORK(&s->poll, look);
+}
+
+void tmb_mappings_stop(struct tmb_sb *s)
+{
+	if (s->poll.work.func)
+		cancel_delayed_work_sync(&s->poll);
+}

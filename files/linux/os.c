@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* What the core needs from the kernel (tfs_os.h). */
+#include "tombolo.h"
+
+#include <linux/delay.h>
+#include <linux/ktime.h>
+#include <linux/mm.h>
+#include <linux/slab.h>
+#include <linux/smp.h>
+#include <linux/timekeeping.h>
+
+void *tfs_os_alloc(tmb_u64 bytes)
+{
+	return kvzalloc(bytes, GFP_NOFS);
+}
+
+void tfs_os_free(void *p)
+{
+	kvfree(p);
+}
+
+void tfs_os_relax(void)
+{
+	cpu_relax();
+}
+
+/* A doorbell that rings between the caller's last look and this sleep is missed: hence the short limit. */
+void tfs_os_wait(struct tfs *fs, tmb_u32 round)
+{
+	unsigned long us = min_t(unsigned long, 20ul * (round + 1), 2000);
+	struct tmb_sb *s = fs ? fs->os : NULL;
+	int seen;
+
+	if (!s || !s->listening) {
+		usleep_range(us, us + us / 4 + 10);
+		return;
+	}
+	seen = atomic_read(&s->rings);
+	wait_event_hrtimeout(s->rung, atomic_read(&s->rings) != seen, ns_to_ktime(us * NSEC_PER_USEC));
+}
+
+tmb_u64 tfs_os_clock(void)
+{
+	return ktime_get_ns();
+}
+
+/* The clock that the VFS stamps files with. */
+tmb_s64 tfs_os_now(void)
+{
+	struct timespec64 ts;
+
+	ktime_get_coarse_real_ts64(&ts);
+	return timespec64_to_ns(&ts);
+}
+
+tmb_u32 tfs_os_cpu(void)
+{
+	return raw_smp_processor_id();
+}
+
+void tfs_os_ring(struct tfs *fs, tmb_u32 member)
+{
+	struct tmb_sb *s = fs->os;
+
+	if (s && s->listening && member < TMB_MAX_MEMBERS)
+		tmb_doorbell_ring(&s->doorbell, tmb_load(&s->zone.members[member].doorbell));
+}
+
+void tfs_os_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b)
+{
+	struct tmb_sb *s = fs ? fs->os : NULL;
+
+	pr_err_ratelimited("tombolo: zone %s is damaged: %s (%llu, %llu); run `tombolo files fsck`\n",
+			   s ? s->zone.name : "?", what, a, b);
+}
+
+/* A time as the zone keeps it; what doesn't fit becomes the nearest that does. */
+s64 tmb_to_ns(struct timespec64 ts)
+{
+	if (ts.tv_sec >= KTIME_SEC_MAX)
+		return S64_MAX;
+	if (ts.tv_sec <= -KTIME_SEC_MAX)
+		return S64_MIN;
+	return timespec64_to_ns(&ts);
+}

@@ -1,0 +1,381 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* Mounting: `mount -t tombolo SOURCE DIR`, SOURCE being a zone's name, its uuid, or a block device. */
+#include "tombolo.h"
+
+#include <linux/fs_context.h>
+#include <linux/fs_parser.h>
+#include <linux/module.h>
+#include <linux/seq_file.h>
+#include <linux/slab.h>
+#include <linux/statfs.h>
+
+static struct kmem_cache *inode_cache;
+
+static struct inode *tmb_alloc_inode(struct super_block *sb)
+{
+	struct tmb_inode *ti = alloc_inode_sb(sb, inode_cache, GFP_KERNEL);
+
+	if (!ti)
+		return NULL;
+	ti->generation = 0;
+	ti->version = 0;
+	ti->has_xattr = false;
+	ti->flags = 0;
+	ti->btime = 0;
+	ti->opens = 0;
+	ti->referenced = false;
+	ti->mapped = false;
+	return &ti->vfs;
+}
+
+static void tmb_free_inode(struct inode *inode)
+{
+	kmem_cache_free(inode_cache, tmb_i(inode));
+}
+
+static void inode_init_once_cb(void *p)
+{
+	struct tmb_inode *ti = p;
+
+	mutex_init(&ti->lock);
+	mutex_init(&ti->fault_lock);
+	xa_init(&ti->runs);
+	INIT_LIST_HEAD(&ti->mapped_link);
+	inode_init_once(&ti->vfs);
+}
+
+static int tmb_statfs(struct dentry *dentry, struct kstatfs *st)
+{
+	struct tmb_sb *s = tmb_sb(dentry->d_sb);
+	struct tfs_statfs out;
+
+	tfs_statfs(&s->fs, &out);
+	st->f_type = TMB_SUPER_MAGIC;
+	st->f_bsize = TFS_BLOCK;
+	st->f_frsize = TFS_BLOCK;
+	st->f_blocks = out.blocks;
+	st->f_bfree = out.blocks_free;
+	st->f_bavail = out.blocks_free;
+	st->f_files = out.inodes;
+	st->f_ffree = out.inodes_free;
+	st->f_namelen = TFS_NAME_MAX;
+	st->f_fsid = uuid_to_fsid(s->zone.uuid);
+	return 0;
+}
+
+static int tmb_show_options(struct seq_file *m, struct dentry *root)
+{
+	struct tmb_sb *s = tmb_sb(root->d_sb);
+
+	seq_printf(m, ",member=%u,zone=%pU", s->fs.member, s->zone.uuid);
+	return 0;
+}
+
+static const struct super_operations tmb_super_ops = {
+	.alloc_inode = tmb_alloc_inode,
+	.free_inode = tmb_free_inode,
+	/* Nothing is gained by keeping an inode that no name or file refers to: the zone has it all. */
+	.drop_inode = generic_delete_inode,
+	.evict_inode = tmb_evict_inode,
+	.statfs = tmb_statfs,
+	.show_options = tmb_show_options,
+};
+
+struct tmb_options {
+	int member;
+	struct tmb_zone probe;
+	char *path;
+	dev_t dev;
+};
+
+static void rung(struct tmb_doorbell_client *client)
+{
+	struct tmb_sb *s = container_of(client, struct tmb_sb, doorbell);
+
+	atomic_inc(&s->rings);
+	wake_up_all(&s->rung);
+	if (smp_load_acquire(&s->opened))
+		tmb_mappings_look(s);
+}
+
+static int fill_super(struct super_block *sb, struct fs_context *fc)
+{
+	struct tmb_options *o = fc->fs_private;
+	struct tmb_sb *s = tmb_sb(sb);
+	struct inode *root;
+	u32 member, epoch;
+	bool writable;
+	int err;
+
+	sb->s_magic = TMB_SUPER_MAGIC;
+	sb->s_blocksize = TFS_BLOCK;
+	sb->s_blocksize_bits = TFS_BLOCK_SHIFT;
+	sb->s_maxbytes = TFS_MAX_SIZE;
+	sb->s_max_links = TFS_LINK_MAX;
+	sb->s_time_gran = 1;
+	sb->s_time_min = div_s64(S64_MIN, NSEC_PER_SEC) + 1;
+	sb->s_time_max = div_s64(S64_MAX, NSEC_PER_SEC) - 1;
+	sb->s_op = &tmb_super_ops;
+	sb->s_d_op = &tmb_dentry_ops;
+	sb->s_xattr = (void *)tmb_xattr_handlers;
+	sb->s_flags |= SB_POSIXACL;
+
+	err = tmb_zone_attach(&s->zone, o->path, sb);
+	if (err) {
+		errorf(fc, "tombolo: %s: cannot attach the zone (%d)", o->path, err);
+		return err;
+	}
+	memcpy(s->doorbell.zone_uuid, s->zone.uuid, sizeof(s->zone.uuid));
+	s->doorbell.look = rung;
+	tmb_doorbell_register(&s->doorbell);
+	s->listening = true;
+	err = tmb_zone_join(&s->zone, o->member, tmb_doorbell_self(&s->doorbell), &member, &epoch, &writable, &s->joined);
+	if (err) {
+		if (o->member >= 0)
+			errorf(fc, "tombolo: zone %s keeps no slot %d for this VM: invite it on the host", s->zone.name,
+			       o->member);
+		else
+			errorf(fc, "tombolo: zone %s has no slot left for a VM: invite this VM on the host", s->zone.name);
+		return err;
+	}
+	s->fs.member = member;
+	s->fs.epoch = epoch;
+	s->fs.os = s;
+	s->fs.read_only = !writable;
+	if (!writable)
+		sb->s_flags |= SB_RDONLY;
+	err = tfs_open(&s->fs, s->zone.addr + s->zone.files_offset, s->zone.files_length, s->zone.members, member, epoch);
+	if (err == -EINVAL)
+		errorf(fc, "tombolo: zone %s has no file system: run `tombolo files mkfs` on the host", s->zone.name);
+	else if (err == -EPROTONOSUPPORT)
+		errorf(fc, "tombolo: zone %s: its file system is of another version than this module", s->zone.name);
+	else if (err)
+		errorf(fc, "tombolo: zone %s: its file system is damaged (%d): run `tombolo files fsck` on the host",
+		       s->zone.name, err);
+	if (err)
+		return err;
+	tmb_mappings_start(s);
+	smp_store_release(&s->opened, true);
+	if (writable) {
+		err = tfs_recover_all(&s->fs);
+		if (err)
+			pr_warn("tombolo: zone %s: cleaning up after dead members failed (%d)\n", s->zone.name, err);
+	}
+
+	root = tmb_iget(sb, TFS_ROOT_INO);
+	if (IS_ERR(root))
+		return PTR_ERR(root);
+	if (!S_ISDIR(root->i_mode)) {
+		iput(root);
+		tfs_os_damage(&s->fs, "the root is no directory", TFS_ROOT_INO, 0);
+		return -EUCLEAN;
+	}
+	sb->s_root = d_make_root(root);
+	if (!sb->s_root)
+		return -ENOMEM;
+	return 0;
+}
+
+static int same_zone(struct super_block *sb, struct fs_context *fc)
+{
+	struct tmb_options *o = fc->fs_private;
+
+	return tmb_sb(sb)->dev == o->dev;
+}
+
+static int set_zone(struct super_block *sb, struct fs_context *fc)
+{
+	return set_anon_super(sb, NULL);
+}
+
+static int tmb_get_tree(struct fs_context *fc)
+{
+	struct tmb_options *o = fc->fs_private;
+	struct super_block *sb;
+	struct tmb_sb *s;
+	int err;
+
+	if (!fc->source)
+		return invalf(fc, "tombolo: name a zone, its uuid or its block device");
+	kfree(o->path);
+	o->path = NULL;
+	err = tmb_zone_find(fc->source, &o->probe, &o->path);
+	if (err) {
+		o->path = NULL;
+		if (err == -EPROTONOSUPPORT)
+			errorf(fc, "tombolo: %s: a zone of another version than this module", fc->source);
+		else if (err == -ENODATA)
+			errorf(fc, "tombolo: %s: the zone has no area for files: run `tombolo files mkfs` on the host", fc->source);
+		else if (err == -EUCLEAN)
+			errorf(fc, "tombolo: %s: the zone's header is damaged", fc->source);
+		else
+			errorf(fc, "tombolo: %s: no such zone among /dev/pmem* (is it attached to this VM?)", fc->source);
+		return err;
+	}
+	err = lookup_bdev(o->path, &o->dev);
+	if (err)
+		return err;
+	s = kzalloc(sizeof(*s), GFP_KERNEL);
+	if (!s)
+		return -ENOMEM;
+	s->dev = o->dev;
+	init_waitqueue_head(&s->rung);
+	spin_lock_init(&s->mapped_lock);
+	INIT_LIST_HEAD(&s->mapped);
+	s->work_queue = alloc_ordered_workqueue("tombolo", WQ_MEM_RECLAIM);
+	if (!s->work_queue) {
+		kfree(s);
+		return -ENOMEM;
+	}
+	fc->s_fs_info = s;
+	sb = sget_fc(fc, same_zone, set_zone);
+	if (fc->s_fs_info) { /* not taken over by a new super block */
+		destroy_workqueue(s->work_queue);
+		kfree(s);
+		fc->s_fs_info = NULL;
+	}
+	if (IS_ERR(sb))
+		return PTR_ERR(sb);
+	if (!sb->s_root) {
+		tmb_sb(sb)->sb = sb;
+		err = fill_super(sb, fc);
+		if (err) {
+			deactivate_locked_super(sb);
+			return err;
+		}
+		sb->s_flags |= SB_ACTIVE;
+	} else if ((fc->sb_flags ^ sb->s_flags) & SB_RDONLY && !(fc->sb_flags & SB_RDONLY) && tmb_sb(sb)->fs.read_only) {
+		/* A second mount of a read-only membership is read-only as well. */
+		fc->sb_flags |= SB_RDONLY;
+	}
+	fc->root = dget(sb->s_root);
+	return 0;
+}
+
+static void tmb_kill_sb(struct super_block *sb)
+{
+	struct tmb_sb *s = tmb_sb(sb);
+
+	if (s) { /* the worker may hold an inode */
+		if (s->listening)
+			tmb_doorbell_unregister(&s->doorbell);
+		s->listening = false;
+		tmb_mappings_stop(s);
+	}
+	kill_anon_super(sb);
+	if (!s)
+		return;
+	destroy_workqueue(s->work_queue);
+	/* Path walks under RCU may still look at the zone. */
+	synchronize_rcu();
+	if (s->opened)
+		tfs_close(&s->fs);
+	if (s->joined)
+		tmb_zone_leave(&s->zone, s->fs.member, s->fs.epoch);
+	if (s->zone.addr)
+		tmb_zone_detach(&s->zone, sb);
+	kfree(s);
+}
+
+enum { OPT_MEMBER };
+static const struct fs_parameter_spec tmb_params[] = {
+	fsparam_u32("member", OPT_MEMBER),
+	{},
+};
+
+static int tmb_parse_param(struct fs_context *fc, struct fs_parameter *param)
+{
+	struct tmb_options *o = fc->fs_private;
+	struct fs_parse_result result;
+	int opt = fs_parse(fc, tmb_params, param, &result);
+
+	if (opt < 0)
+		return opt;
+	if (result.uint_32 >= TMB_MAX_MEMBERS)
+		return invalf(fc, "tombolo: member=%u: a zone has members 0 to %u", result.uint_32, TMB_MAX_MEMBERS - 1);
+	o->member = result.uint_32;
+	return 0;
+}
+
+static int tmb_reconfigure(struct fs_context *fc)
+{
+	struct tmb_sb *s = tmb_sb(fc->root->d_sb);
+
+	if (s->fs.read_only && !(fc->sb_flags & SB_RDONLY) && fc->sb_flags_mask & SB_RDONLY)
+		return invalf(fc, "tombolo: the host gave this VM no right to write to zone %s", s->zone.name);
+	return 0;
+}
+
+static void tmb_free_fc(struct fs_context *fc)
+{
+	struct tmb_options *o = fc->fs_private;
+
+	if (o) {
+		kfree(o->path);
+		kfree(o);
+	}
+}
+
+static const struct fs_context_operations tmb_context_ops = {
+	.free = tmb_free_fc,
+	.parse_param = tmb_parse_param,
+	.get_tree = tmb_get_tree,
+	.reconfigure = tmb_reconfigure,
+};
+
+static int tmb_init_fs_context(struct fs_context *fc)
+{
+	struct tmb_options *o = kzalloc(sizeof(*o), GFP_KERNEL);
+
+	if (!o)
+		return -ENOMEM;
+	o->member = -1;
+	fc->fs_private = o;
+	fc->ops = &tmb_context_ops;
+	return 0;
+}
+
+static struct file_system_type tmb_type = {
+	.owner = THIS_MODULE,
+	.name = "tombolo",
+	.init_fs_context = tmb_init_fs_context,
+	.parameters = tmb_params,
+	.kill_sb = tmb_kill_sb,
+	.fs_flags = FS_ALLOW_IDMAP,
+};
+MODULE_ALIAS_FS("tombolo");
+
+static int __init tmb_init(void)
+{
+	int err;
+
+	inode_cache = kmem_cache_create("tombolo_inode", sizeof(struct tmb_inode), 0,
+					SLAB_RECLAIM_ACCOUNT | SLAB_ACCOUNT, inode_init_once_cb);
+	if (!inode_cache)
+		return -ENOMEM;
+	err = tmb_doorbell_init();
+	if (err)
+		goto cache;
+	err = register_filesystem(&tmb_type);
+	if (err)
+		goto doorbell;
+	return 0;
+doorbell:
+	tmb_doorbell_exit();
+cache:
+	kmem_cache_destroy(inode_cache);
+	return err;
+}
+
+static void __exit tmb_exit(void)
+{
+	unregister_filesystem(&tmb_type);
+	tmb_doorbell_exit();
+	rcu_barrier(); /* inodes are freed after a grace period */
+	kmem_cache_destroy(inode_cache);
+}
+
+module_init(tmb_init);
+module_exit(tmb_exit);
+MODULE_DESCRIPTION("Tombolo: one file system in memory shared by virtual machines");
+MODULE_LICENSE("Dual BSD/GPL");

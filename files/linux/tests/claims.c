@@ -1,0 +1,774 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * What a guest does for the module's tests (claims.py). `claims NAME ARGS…`: exit code 0 when the claim holds, else 1 and a line
+ * that says where it does not. Names are the functions in the table at the end.
+ */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <linux/fs.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/sendfile.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <sys/xattr.h>
+#include <time.h>
+#include <unistd.h>
+
+#define CHECK(what) \
+	do { \
+		if (!(what)) { \
+			printf("%s:%d: not so: %s (errno %d, %s)\n", __func__, __LINE__, #what, errno, strerror(errno)); \
+			exit(1); \
+		} \
+	} while (0)
+#define FAILS(call, error) CHECK((errno = 0, (call) == -1) && errno == (error))
+
+static char buf[1 << 20], buf2[1 << 20];
+
+static char *at(const char *dir, const char *name)
+{
+	static char ring[8][4096];
+	static int i;
+
+	i = (i + 1) % 8;
+	snprintf(ring[i], sizeof(ring[i]), "%s/%s", dir, name);
+	return ring[i];
+}
+
+static void fill(char *p, size_t n, unsigned seed)
+{
+	for (size_t i = 0; i < n; i++)
+		p[i] = (char)((seed * 2654435761u + i * 40503u) >> 8);
+}
+
+static jmp_buf bus;
+static void on_bus(int sig)
+{
+	(void)sig;
+	siglongjmp(bus, 1);
+}
+/* -1: SIGBUS */
+static int peek(volatile unsigned char *p)
+{
+	if (sigsetjmp(bus, 1))
+		return -1;
+	return *p;
+}
+
+/* --- one guest --------------------------------------------------------------------------------------------------- */
+
+static int data(char **a)
+{
+	int fd = open(at(a[0], "data"), O_RDWR | O_CREAT | O_EXCL, 0644), fd2;
+	struct stat st;
+	struct iovec v[3];
+
+	CHECK(fd >= 0);
+	fill(buf, 100000, 1);
+	CHECK(pwrite(fd, buf, 100000, 5000) == 100000);
+	CHECK(!fstat(fd, &st) && st.st_size == 105000);
+	memset(buf2, 1, 5000);
+	CHECK(pread(fd, buf2, 5000, 0) == 5000 && !buf2[0] && !memcmp(buf2, buf2 + 1, 4999));
+	CHECK(pread(fd, buf2, 200000, 5000) == 100000 && !memcmp(buf, buf2, 100000));
+	CHECK(pread(fd, buf2, 10, 105000) == 0);
+	/* shrink and grow: zeroes come back, not old bytes */
+	CHECK(!ftruncate(fd, 6001) && !ftruncate(fd, 20000));
+	CHECK(pread(fd, buf2, 20000, 0) == 20000 && buf2[6000] == buf[1000] && !buf2[6001] && !buf2[19999]);
+	/* sparse */
+	CHECK(pwrite(fd, "x", 1, 10 << 20) == 1);
+	CHECK(lseek(fd, 0, SEEK_DATA) == 4096 || lseek(fd, 0, SEEK_DATA) == 0);
+	CHECK(lseek(fd, 100000, SEEK_DATA) == 10 << 20);
+	CHECK(lseek(fd, 10 << 20, SEEK_HOLE) == (10 << 20) + 1);
+	FAILS(lseek(fd, 11 << 20, SEEK_DATA), ENXIO);
+	CHECK(!fstat(fd, &st) && st.st_blocks < 200);
+	/* fallocate */
+	CHECK(!fallocate(fd, FALLOC_FL_KEEP_SIZE, 1 << 20, 1 << 20));
+	CHECK(!fstat(fd, &st) && st.st_size == (10 << 20) + 1 && st.st_blocks >= 2048);
+	CHECK(!fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 1 << 20, 1 << 20));
+	CHECK(!fstat(fd, &st) && st.st_blocks < 200);
+	CHECK(pwrite(fd, buf, 10000, 1 << 20) == 10000);
+	CHECK(!fallocate(fd, FALLOC_FL_ZERO_RANGE, (1 << 20) + 100, 5000));
+	CHECK(pread(fd, buf2, 10000, 1 << 20) == 10000 && !memcmp(buf, buf2, 100) && !buf2[100] && !buf2[5099] && buf2[5100] == buf[5100]);
+	CHECK(!fallocate(fd, 0, 20 << 20, 1) && !fstat(fd, &st) && st.st_size == (20 << 20) + 1);
+	FAILS(fallocate(fd, FALLOC_FL_COLLAPSE_RANGE, 0, 4096), EOPNOTSUPP);
+	/* append, vectors, O_DIRECT, sendfile */
+	fd2 = open(at(a[0], "data"), O_WRONLY | O_APPEND | O_TRUNC);
+	CHECK(fd2 >= 0);
+	v[0] = (struct iovec){buf, 3};
+	v[1] = (struct iovec){buf + 3, 5000};
+	v[2] = (struct iovec){buf + 5003, 1};
+	CHECK(writev(fd2, v, 3) == 5004 && pwrite(fd2, buf + 5004, 10, 0) == 10);
+	CHECK(pread(fd, buf2, 100000, 0) == 5014 && !memcmp(buf, buf2, 5014));
+	close(fd2);
+	fd2 = open(at(a[0], "data"), O_RDWR | O_DIRECT);
+	CHECK(fd2 >= 0);
+	void *aligned = aligned_alloc(4096, 8192);
+	memset(aligned, 7, 8192);
+	CHECK(pwrite(fd2, aligned, 8192, 4096) == 8192 && pread(fd2, aligned, 4096, 8192) == 4096 && *(char *)aligned == 7);
+	close(fd2);
+	fd2 = open(at(a[0], "copy"), O_RDWR | O_CREAT | O_TRUNC, 0600);
+	off_t zero = 0;
+	CHECK(sendfile(fd2, fd, &zero, 1 << 20) == 12288);
+	CHECK(pread(fd2, buf, 1 << 20, 0) == 12288 && pread(fd, buf2, 1 << 20, 0) == 12288 && !memcmp(buf, buf2, 12288));
+	loff_t in = 0, out = 100;
+	CHECK(copy_file_range(fd, &in, fd2, &out, 12288, 0) == 12288);
+	CHECK(pread(fd2, buf, 12288, 100) == 12288 && !memcmp(buf, buf2, 12288));
+	/* bad buffers */
+	char *volatile nowhere = (char *)1;
+	FAILS(pread(fd, nowhere, 10, 0), EFAULT);
+	FAILS(pwrite(fd, nowhere, 10, 0), EFAULT);
+	char *half = mmap(NULL, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	munmap(half + 4096, 4096);
+	memset(half, 9, 4096);
+	CHECK(pwrite(fd, half + 4000, 200, 0) == 96);
+	CHECK(pread(fd, half + 4000, 200, 0) == 96);
+	CHECK(!fsync(fd) && !fdatasync(fd) && !posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED));
+	FAILS(pwrite(fd, buf, 10, 1ll << 47), EFBIG);
+	close(fd);
+	close(fd2);
+	CHECK(!unlink(at(a[0], "data")) && !unlink(at(a[0], "copy")));
+	return 0;
+}
+
+static int names(char **a)
+{
+	const char *d = a[0];
+	struct stat st, st2;
+	char long_name[300], target[4200];
+	int fd;
+
+	CHECK(!mkdir(at(d, "n"), 0755));
+	d = strdup(at(d, "n"));
+	FAILS(mkdir(at(d, "."), 0755), EEXIST);
+	CHECK((fd = open(at(d, "a"), O_CREAT | O_EXCL | O_WRONLY, 0600)) >= 0);
+	FAILS(open(at(d, "a"), O_CREAT | O_EXCL | O_WRONLY, 0600), EEXIST);
+	CHECK(!link(at(d, "a"), at(d, "b")) && !stat(at(d, "a"), &st) && st.st_nlink == 2);
+	FAILS(link(at(d, "a"), at(d, "b")), EEXIST);
+	FAILS(rmdir(at(d, "a")), ENOTDIR);
+	CHECK(!unlink(at(d, "a")) && !fstat(fd, &st) && st.st_nlink == 1);
+	CHECK(!unlink(at(d, "b")) && !fstat(fd, &st) && st.st_nlink == 0 && write(fd, "abc", 3) == 3 && !fstat(fd, &st) && st.st_size == 3);
+	CHECK(!close(fd));
+	/* renames */
+	CHECK(!mkdir(at(d, "d1"), 0755) && !mkdir(at(d, "d2"), 0755) && !mkdir(at(d, "d1/in"), 0755));
+	CHECK(!stat(at(d, "d1"), &st) && st.st_nlink == 3);
+	FAILS(rmdir(at(d, "d1")), ENOTEMPTY);
+	FAILS(rename(at(d, "d1"), at(d, "d1/in/x")), EINVAL);
+	FAILS(rename(at(d, "d2"), at(d, "d1")), ENOTEMPTY);
+	CHECK(!rename(at(d, "d1/in"), at(d, "d2/in")) && !stat(at(d, "d1"), &st) && st.st_nlink == 2);
+	CHECK(!rename(at(d, "d2"), at(d, "d1")) && !stat(at(d, "d1/in"), &st));
+	CHECK(!symlink("d1/in", at(d, "s")) && !stat(at(d, "s"), &st) && !stat(at(d, "d1/in"), &st2) && st.st_ino == st2.st_ino);
+	CHECK(readlink(at(d, "s"), buf, 100) == 5 && !memcmp(buf, "d1/in", 5) && !lstat(at(d, "s"), &st) && st.st_size == 5);
+	close(open(at(d, "f"), O_CREAT | O_WRONLY, 0600));
+	FAILS(renameat2(AT_FDCWD, at(d, "f"), AT_FDCWD, at(d, "d1"), RENAME_NOREPLACE), EEXIST);
+	FAILS(rename(at(d, "f"), at(d, "d1")), EISDIR);
+	FAILS(rename(at(d, "d1"), at(d, "f")), ENOTDIR);
+	CHECK(!renameat2(AT_FDCWD, at(d, "f"), AT_FDCWD, at(d, "d1"), RENAME_EXCHANGE));
+	CHECK(!stat(at(d, "f/in"), &st) && !stat(at(d, "d1"), &st) && S_ISREG(st.st_mode));
+	CHECK(!renameat2(AT_FDCWD, at(d, "d1"), AT_FDCWD, at(d, "d3"), RENAME_WHITEOUT) && !stat(at(d, "d1"), &st) && S_ISCHR(st.st_mode) && !st.st_rdev);
+	/* kinds */
+	CHECK(!mkfifo(at(d, "fifo"), 0600) && !stat(at(d, "fifo"), &st) && S_ISFIFO(st.st_mode));
+	CHECK(!mknod(at(d, "null"), S_IFCHR | 0666, 0x103) && (fd = open(at(d, "null"), O_WRONLY)) >= 0 && write(fd, "x", 1) == 1);
+	close(fd);
+	CHECK(!stat(at(d, "null"), &st) && st.st_rdev == 0x103);
+	/* O_TMPFILE */
+	CHECK((fd = open(d, O_TMPFILE | O_RDWR, 0644)) >= 0 && write(fd, "tmp", 3) == 3 && !fstat(fd, &st) && !st.st_nlink);
+	snprintf(buf, 100, "/proc/self/fd/%d", fd);
+	CHECK(!linkat(AT_FDCWD, buf, AT_FDCWD, at(d, "kept"), AT_SYMLINK_FOLLOW));
+	close(fd);
+	CHECK(!stat(at(d, "kept"), &st) && st.st_size == 3 && st.st_nlink == 1);
+	CHECK((fd = open(d, O_TMPFILE | O_RDWR, 0644)) >= 0);
+	close(fd);
+	/* limits */
+	memset(long_name, 'n', 256);
+	long_name[255] = 0;
+	CHECK(!mkdir(at(d, long_name), 0755) && !rmdir(at(d, long_name)));
+	long_name[255] = 'n';
+	long_name[256] = 0;
+	FAILS(mkdir(at(d, long_name), 0755), ENAMETOOLONG);
+	memset(target, 't', 4095);
+	target[4095] = 0;
+	CHECK(!symlink(target, at(d, "long")) && readlink(at(d, "long"), buf, 5000) == 4095 && !memcmp(buf, target, 4095));
+	/* a directory that is gone */
+	CHECK(!mkdir(at(d, "cwd"), 0755) && !chdir(at(d, "cwd")) && !rmdir(at(d, "cwd")));
+	FAILS(open("x", O_CREAT | O_WRONLY, 0600), ENOENT);
+	CHECK(!stat(".", &st) && !st.st_nlink);
+	CHECK(!chdir("/"));
+	snprintf(buf, sizeof(buf), "rm -r %s", d);
+	CHECK(!system(buf));
+	return 0;
+}
+
+static int attributes(char **a)
+{
+	const char *f = strdup(at(a[0], "attr"));
+	struct timespec times[2] = {{1000000000, 123456789}, {1, 999999999}};
+	struct stat st;
+	struct statx sx;
+	int fd = open(f, O_RDWR | O_CREAT | O_EXCL, 0640), flags;
+	pid_t pid;
+
+	CHECK(fd >= 0 && !chmod(f, 04755) && !chown(f, 1000, 1001) && !stat(f, &st) && st.st_uid == 1000 && st.st_gid == 1001);
+	CHECK((st.st_mode & 07777) == 0755); /* chown takes setuid away */
+	CHECK(!utimensat(AT_FDCWD, f, times, 0) && !stat(f, &st));
+	CHECK(st.st_atim.tv_sec == 1000000000 && st.st_atim.tv_nsec == 123456789 && st.st_mtim.tv_sec == 1 && st.st_mtim.tv_nsec == 999999999);
+	CHECK(!statx(AT_FDCWD, f, 0, STATX_ALL, &sx) && sx.stx_mask & STATX_BTIME && sx.stx_btime.tv_sec > 1600000000);
+	/* a write by somebody without privilege takes setuid away */
+	CHECK(!chmod(f, 06777));
+	if (!(pid = fork())) {
+		CHECK(!setgid(2000) && !setuid(2000));
+		int g = open(f, O_WRONLY);
+		CHECK(g >= 0 && write(g, "x", 1) == 1 && !fstat(g, &st) && (st.st_mode & 07777) == 0777);
+		FAILS(chmod(f, 0600), EPERM);
+		FAILS(open(at(a[0], "../root-only"), O_RDONLY), ENOENT);
+		exit(0);
+	}
+	int status;
+	CHECK(waitpid(pid, &status, 0) == pid && !status);
+	/* attributes */
+	FAILS(getxattr(f, "user.none", buf, 10), ENODATA);
+	CHECK(!setxattr(f, "user.a", "hello", 5, 0) && getxattr(f, "user.a", buf, 100) == 5 && !memcmp(buf, "hello", 5));
+	FAILS(setxattr(f, "user.a", "x", 1, XATTR_CREATE), EEXIST);
+	FAILS(setxattr(f, "user.b", "x", 1, XATTR_REPLACE), ENODATA);
+	FAILS(getxattr(f, "user.a", buf, 2), ERANGE);
+	CHECK(!setxattr(f, "trusted.t", "x", 1, 0) && !setxattr(f, "security.s", "", 0, 0));
+	memset(buf2, 3, 30000);
+	CHECK(!setxattr(f, "user.big", buf2, 30000, 0) && getxattr(f, "user.big", buf, 30000) == 30000 && !memcmp(buf, buf2, 30000));
+	CHECK(listxattr(f, buf, 1000) == 7 + 10 + 11 + 9);
+	CHECK(!removexattr(f, "user.big") && !removexattr(f, "user.a") && listxattr(f, NULL, 0) == 21);
+	FAILS(removexattr(f, "user.a"), ENODATA);
+	/* flags */
+	flags = FS_IMMUTABLE_FL;
+	CHECK(!ioctl(fd, FS_IOC_SETFLAGS, &flags));
+	FAILS(open(f, O_WRONLY), EPERM);
+	FAILS(unlink(f), EPERM);
+	flags = FS_APPEND_FL;
+	CHECK(!ioctl(fd, FS_IOC_SETFLAGS, &flags) && !ioctl(fd, FS_IOC_GETFLAGS, &flags) && flags == FS_APPEND_FL);
+	FAILS(open(f, O_WRONLY), EPERM);
+	flags = 0;
+	CHECK(!ioctl(fd, FS_IOC_SETFLAGS, &flags));
+	/* ACLs: user 2000 may read a file of mode 0600 of somebody else */
+	static const unsigned char acl[] = {2, 0, 0, 0, 1, 0, 6, 0, 255, 255, 255, 255, 2, 0, 4, 0, 0xd0, 7, 0, 0,
+					    4, 0, 0, 0, 255, 255, 255, 255, 16, 0, 4, 0, 255, 255, 255, 255, 32, 0, 0, 0, 255, 255, 255, 255};
+	CHECK(!chmod(f, 0600) && !setxattr(f, "system.posix_acl_access", acl, sizeof(acl), 0));
+	CHECK(!stat(f, &st) && (st.st_mode & 0777) == 0640);
+	if (!(pid = fork())) {
+		CHECK(!setgid(2000) && !setuid(2000) && open(f, O_RDONLY) >= 0);
+		FAILS(open(f, O_WRONLY), EACCES);
+		exit(0);
+	}
+	CHECK(waitpid(pid, &status, 0) == pid && !status);
+	CHECK(!chmod(f, 0600) && getxattr(f, "system.posix_acl_access", buf, 1000) == sizeof(acl) && buf[4 + 3 * 8 + 2] == 0);
+	/* a default ACL is inherited, and wins over the umask */
+	const char *d = strdup(at(a[0], "acldir"));
+	umask(077);
+	CHECK(!mkdir(d, 0777) && !setxattr(d, "system.posix_acl_default", acl, sizeof(acl), 0));
+	CHECK(!close(open(at(d, "x"), O_CREAT | O_WRONLY, 0666)) && !stat(at(d, "x"), &st) && (st.st_mode & 0777) == 0640);
+	CHECK(getxattr(at(d, "x"), "system.posix_acl_access", buf, 1000) == sizeof(acl));
+	CHECK(!mkdir(at(d, "y"), 0777) && getxattr(at(d, "y"), "system.posix_acl_default", buf, 1000) == sizeof(acl));
+	umask(022);
+	snprintf(buf, sizeof(buf), "rm -r %s", d);
+	CHECK(!system(buf));
+	/* set-group-id directories */
+	CHECK(!mkdir(d, 0777) && !chown(d, 0, 3000) && !chmod(d, 02777) && !mkdir(at(d, "z"), 0755) && !stat(at(d, "z"), &st));
+	CHECK(st.st_gid == 3000 && st.st_mode & S_ISGID);
+	CHECK(!rmdir(at(d, "z")) && !rmdir(d));
+	close(fd);
+	CHECK(!unlink(f));
+	return 0;
+}
+
+static int directory(char **a)
+{
+	const char *d = strdup(at(a[0], "big"));
+	int n = atoi(a[1]), seen = 0;
+	char name[64];
+	struct dirent *e;
+	char *got = calloc(n, 1);
+
+	CHECK(!mkdir(d, 0755));
+	for (int i = 0; i < n; i++) {
+		snprintf(name, sizeof(name), "file-with-some-name-%d", i);
+		CHECK(!mknod(at(d, name), S_IFREG | 0600, 0));
+	}
+	DIR *dir = opendir(d);
+	/* every name exactly once, though half of them are removed while reading */
+	while ((e = readdir(dir))) {
+		int i;
+
+		if (sscanf(e->d_name, "file-with-some-name-%d", &i) != 1)
+			continue;
+		CHECK(e->d_type == DT_REG && !got[i]);
+		got[i] = 1;
+		seen++;
+		if (i & 1)
+			CHECK(!unlink(at(d, e->d_name)));
+	}
+	CHECK(seen == n);
+	rewinddir(dir);
+	for (seen = 0; (e = readdir(dir)); seen++)
+		;
+	CHECK(seen == n / 2 + 2 + (n & 1));
+	/* a position comes back to the same place */
+	rewinddir(dir);
+	for (int i = 0; i < n / 4; i++)
+		e = readdir(dir);
+	long where = telldir(dir);
+	e = readdir(dir);
+	strcpy(name, e->d_name);
+	while (readdir(dir))
+		;
+	seekdir(dir, where);
+	CHECK((e = readdir(dir)) && !strcmp(e->d_name, name));
+	closedir(dir);
+	snprintf(buf, sizeof(buf), "rm -r %s", d);
+	CHECK(!system(buf));
+	return 0;
+}
+
+static int mapped(char **a)
+{
+	const char *f = strdup(at(a[0], "map"));
+	int fd = open(f, O_RDWR | O_CREAT | O_TRUNC, 0600), fd2, p[2];
+	char *m, *m2;
+	struct stat st;
+
+	CHECK(fd >= 0 && !ftruncate(fd, 100000));
+	m = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(m != MAP_FAILED);
+	CHECK(peek((void *)m) == 0 && peek((void *)(m + 99999)) == 0 && peek((void *)(m + 102400)) == -1 && peek((void *)(m + 500000)) == -1);
+	memcpy(m + 4000, "across pages", 12);
+	CHECK(pread(fd, buf, 12, 4000) == 12 && !memcmp(buf, "across pages", 12));
+	CHECK(pwrite(fd, "back", 4, 50000) == 4 && !memcmp(m + 50000, "back", 4));
+	/* private copies */
+	m2 = mmap(NULL, 100000, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+	CHECK(!memcmp(m2 + 50000, "back", 4));
+	m2[50000] = 'p';
+	CHECK(m[50000] == 'b' && m2[50000] == 'p');
+	munmap(m2, 100000);
+	/* growing and shrinking under the mapping */
+	CHECK(!ftruncate(fd, 200000) && peek((void *)(m + 150000)) == 0);
+	m[150000] = 1;
+	CHECK(!ftruncate(fd, 100001) && peek((void *)(m + 150000)) == -1 && peek((void *)(m + 100000)) == 0);
+	m[100001] = 77; /* beyond the end, in its page */
+	CHECK(!ftruncate(fd, 200000) && m[100001] == 0 && m[150000] == 0);
+	/* punch */
+	memset(m, 5, 100000);
+	CHECK(!fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 8192, 8192) && m[8192] == 0 && m[8191] == 5 && m[16384] == 5);
+	/* read and write whose buffer is the mapping itself */
+	CHECK(pwrite(fd, m, 50000, 50001) == 50000 && !memcmp(m, m + 50001, 8000));
+	CHECK(pread(fd, m + 4096, 4096, 0) == 4096 && m[4096] == 5);
+	munmap(m, 1 << 20);
+	m = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(pwrite(fd, m, 8192, 100) == 8192 && pread(fd, m, 8192, 100) == 8192); /* nothing is faulted in before */
+	/* O_DIRECT of another file system's read into the mapping needs pages; so do pipes */
+	CHECK(!pipe(p));
+	struct iovec v = {m, 4096};
+	m[0] = 'q';
+	CHECK(vmsplice(p[1], &v, 1, 0) == 4096 && read(p[0], buf, 4096) == 4096 && buf[0] == 'q');
+	/* a futex in the mapping, between processes */
+	int *word = (int *)(m + 40000);
+	*word = 0;
+	pid_t pid = fork();
+	if (!pid) {
+		for (int i = 0; i < 1000 && !__atomic_load_n(word, __ATOMIC_SEQ_CST); i++) {
+			struct timespec t = {10, 0};
+			syscall(SYS_futex, word, FUTEX_WAIT, 0, &t, NULL, 0);
+		}
+		exit(*word == 1 ? 0 : 1);
+	}
+	usleep(100000);
+	__atomic_store_n(word, 1, __ATOMIC_SEQ_CST);
+	CHECK(syscall(SYS_futex, word, FUTEX_WAKE, 1, NULL, NULL, 0) >= 0);
+	int status;
+	CHECK(waitpid(pid, &status, 0) == pid && !status);
+	/* mmap stores change mtime */
+	CHECK(!fstat(fd, &st));
+	/* huge pages where the file is aligned */
+	fd2 = open(at(a[0], "huge"), O_RDWR | O_CREAT | O_TRUNC, 0600);
+	CHECK(!fallocate(fd2, 0, 0, 8 << 20));
+	m2 = mmap(NULL, 8 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fd2, 0);
+	/* one fault for each of the four, not 2048 */
+	struct rusage before, after;
+	CHECK(!getrusage(RUSAGE_SELF, &before));
+	memset(m2, 3, 8 << 20);
+	CHECK(!getrusage(RUSAGE_SELF, &after));
+	CHECK(after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt < 100);
+	CHECK(pread(fd2, buf, 1 << 20, 5 << 20) == 1 << 20 && buf[12345] == 3);
+	CHECK(!ftruncate(fd2, 4 << 20) && peek((void *)(m2 + (5 << 20))) == -1 && m2[(4 << 20) - 1] == 3);
+	CHECK(!unlink(at(a[0], "huge")) && m2[1 << 20] == 3);
+	munmap(m2, 8 << 20);
+	close(fd2);
+	close(fd);
+	CHECK(!unlink(f));
+	return 0;
+}
+
+/* --- several guests ------------------------------------------------------------------------------------------------ */
+
+/* barrier FILE N ID: returns when N have called it with their ids; the file is mapped, so it is a test of its own. */
+static int barrier(char **a)
+{
+	int n = atoi(a[1]), id = atoi(a[2]), fd = open(a[0], O_RDWR | O_CREAT, 0600);
+	uint64_t *m;
+
+	CHECK(fd >= 0 && !ftruncate(fd, 4096));
+	m = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	__atomic_fetch_or(m, 1ull << id, __ATOMIC_SEQ_CST);
+	for (int i = 0; __atomic_load_n(m, __ATOMIC_SEQ_CST) != (1ull << n) - 1; i++) {
+		CHECK(i < 600000);
+		usleep(100);
+	}
+	return 0;
+}
+
+/* append FILE ID COUNT: records of various lengths, each filled with a tag of its writer */
+static int append(char **a)
+{
+	int fd = open(a[0], O_WRONLY | O_CREAT | O_APPEND, 0600), id = atoi(a[1]), count = atoi(a[2]);
+
+	CHECK(fd >= 0);
+	for (int i = 0; i < count; i++) {
+		uint32_t length = 16 + (uint32_t)(i * 7919 + id * 104729) % 9000;
+
+		memset(buf, 'a' + (id + i) % 26, length);
+		memcpy(buf, &length, 4);
+		memcpy(buf + 4, &id, 4);
+		memcpy(buf + 8, &i, 4);
+		CHECK(write(fd, buf, length) == (ssize_t)length);
+	}
+	return 0;
+}
+
+/* appended FILE WRITERS COUNT: every record whole, each writer's in order */
+static int appended(char **a)
+{
+	int fd = open(a[0], O_RDONLY), writers = atoi(a[1]), count = atoi(a[2]);
+	int next[64] = {0};
+	uint32_t length;
+	int id, i;
+
+	CHECK(fd >= 0);
+	while (read(fd, &length, 4) == 4) {
+		CHECK(length >= 16 && length < 10000 && read(fd, buf, length - 4) == (ssize_t)length - 4);
+		memcpy(&id, buf, 4);
+		memcpy(&i, buf + 4, 4);
+		CHECK(id >= 0 && id < writers && next[id] == i);
+		next[id]++;
+		for (uint32_t k = 8; k < length - 4; k++)
+			CHECK(buf[k] == 'a' + (id + i) % 26);
+	}
+	for (id = 0; id < writers; id++)
+		CHECK(next[id] == count);
+	return 0;
+}
+
+/* win DIR ID COUNT: how many of COUNT names this one created first; "won-ID" keeps it */
+static int win(char **a)
+{
+	int id = atoi(a[1]), count = atoi(a[2]), won = 0;
+	char name[64];
+
+	for (int i = 0; i < count; i++) {
+		int fd;
+
+		snprintf(name, sizeof(name), "race%d", i);
+		fd = open(at(a[0], name), O_CREAT | O_EXCL | O_WRONLY, 0600);
+		CHECK(fd >= 0 || errno == EEXIST);
+		if (fd >= 0) {
+			won++;
+			close(fd);
+		}
+		/* without O_EXCL both get it */
+		snprintf(name, sizeof(name), "both%d", i);
+		fd = open(at(a[0], name), O_CREAT | O_WRONLY, 0600);
+		CHECK(fd >= 0);
+		close(fd);
+	}
+	printf("%d %d\n", id, won);
+	return 0;
+}
+
+/* count FILE N: adds 1 N times to a word that all map, and prints it */
+static int count(char **a)
+{
+	int fd = open(a[0], O_RDWR), n = atoi(a[1]);
+	uint64_t *m = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+
+	CHECK(m != MAP_FAILED);
+	for (int i = 0; i < n; i++)
+		__atomic_fetch_add(m + 5, 1, __ATOMIC_SEQ_CST);
+	printf("%llu\n", (unsigned long long)m[5]);
+	return 0;
+}
+
+/* watch FILE STOP: maps it, reads all the time; sees its own byte, zero or SIGBUS, and never another file's ('F') */
+static int watch(char **a)
+{
+	int fd = open(a[0], O_RDWR);
+	unsigned char *m;
+	long good = 0, gone = 0;
+	struct stat st;
+
+	CHECK(fd >= 0);
+	m = mmap(NULL, 4 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(m != MAP_FAILED);
+	for (unsigned i = 0; i % 4096 || stat(a[1], &st); i++) {
+		int v = peek(m + (i * 40961ull) % (4 << 20));
+
+		CHECK(v == -1 || v == 0 || v == 'W');
+		if (v == -1)
+			gone++;
+		else
+			good++;
+	}
+	printf("%ld read, %ld SIGBUS\n", good, gone);
+	return 0;
+}
+
+/* cut DIR ROUNDS: truncates and punches DIR/watched, refills it, and fills another file with what was freed */
+static int cut(char **a)
+{
+	int fd = open(at(a[0], "watched"), O_RDWR), other = open(at(a[0], "other"), O_RDWR | O_CREAT, 0600);
+
+	CHECK(fd >= 0 && other >= 0);
+	for (int i = 0; i < atoi(a[1]); i++) {
+		if (i & 1)
+			CHECK(!ftruncate(fd, 4096 * (i % 100)) && !ftruncate(fd, 4 << 20));
+		else
+			CHECK(!fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (i % 50) << 14, 2 << 20));
+		memset(buf, 'F', sizeof(buf));
+		CHECK(!ftruncate(other, 0));
+		for (int k = 0; k < 6; k++)
+			CHECK(pwrite(other, buf, sizeof(buf), (off_t)k << 20) == (ssize_t)sizeof(buf));
+		memset(buf, 'W', sizeof(buf));
+		for (int k = 0; k < 4; k++)
+			CHECK(pwrite(fd, buf, sizeof(buf), (off_t)k << 20) == (ssize_t)sizeof(buf));
+	}
+	return 0;
+}
+
+static unsigned seed;
+static int R(int n)
+{
+	seed = seed * 1103515245 + 12345;
+	return (int)((seed >> 16) % (unsigned)n);
+}
+
+/* storm DIR ID ROUNDS: everything at once in one small tree; only errors that concurrency explains are allowed */
+static int storm(char **a)
+{
+	static const int fine[] = {0, ENOENT, EEXIST, ENOTEMPTY, ENOTDIR, EISDIR, ESTALE, EINVAL, ELOOP, ENODATA, EBUSY, EPERM};
+	long did = 0;
+
+	seed = (unsigned)atoi(a[1]) * 7919 + 1;
+
+	for (int i = 0; i < atoi(a[2]); i++) {
+		char x[256], y[256];
+		int rc = 0, fd;
+		struct stat st;
+
+		snprintf(x, sizeof(x), R(2) ? "%s/d%d/n%d" : "%s/d%d", a[0], R(4), R(12));
+		snprintf(y, sizeof(y), R(2) ? "%s/d%d/n%d" : "%s/d%d", a[0], R(4), R(12));
+		errno = 0;
+		switch (R(14)) {
+		case 0: case 1:
+			rc = mkdir(x, 0755);
+			break;
+		case 2: case 3: case 4:
+			rc = fd = open(x, O_CREAT | O_RDWR, 0644);
+			if (fd >= 0) {
+				fill(buf, 6000, seed);
+				if (pwrite(fd, buf, 6000, R(20000)) < 0 || pread(fd, buf2, 20000, 0) < 0)
+					rc = -1;
+				close(fd);
+			}
+			break;
+		case 5:
+			rc = rename(x, y);
+			break;
+		case 6:
+			rc = renameat2(AT_FDCWD, x, AT_FDCWD, y, RENAME_EXCHANGE);
+			break;
+		case 7:
+			rc = unlink(x);
+			break;
+		case 8:
+			rc = rmdir(x);
+			break;
+		case 9:
+			rc = link(x, y);
+			break;
+		case 10:
+			rc = stat(x, &st);
+			break;
+		case 11: {
+			DIR *dir = opendir(x);
+			rc = dir ? 0 : -1;
+			while (dir && readdir(dir))
+				;
+			if (dir)
+				closedir(dir);
+			break;
+		}
+		case 12:
+			rc = truncate(x, R(30000));
+			break;
+		case 13:
+			rc = setxattr(x, "user.s", buf, R(200), 0);
+			break;
+		}
+		if (rc < 0) {
+			unsigned k;
+
+			for (k = 0; k < sizeof(fine) / sizeof(fine[0]) && fine[k] != errno; k++)
+				;
+			if (k == sizeof(fine) / sizeof(fine[0])) {
+				printf("round %d, %s %s: %s\n", i, x, y, strerror(errno));
+				return 1;
+			}
+		} else {
+			did++;
+		}
+	}
+	printf("%ld of %s worked\n", did, a[2]);
+	return 0;
+}
+
+/* hold FILE GO: opens FILE and waits for GO to exist; then it must read "held" through the descriptor, and write */
+static int hold(char **a)
+{
+	int fd = open(a[0], O_RDWR);
+	struct stat st;
+
+	CHECK(fd >= 0);
+	for (int i = 0; stat(a[1], &st); i++) {
+		CHECK(i < 60000);
+		usleep(1000);
+	}
+	CHECK(pread(fd, buf, 10, 0) == 4 && !memcmp(buf, "held", 4) && !fstat(fd, &st) && st.st_nlink == 0);
+	CHECK(pwrite(fd, "more", 4, 4) == 4 && pread(fd, buf, 10, 0) == 8);
+	return 0;
+}
+
+/* meta DIR COUNT: files per second by operation */
+static double now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+static int meta(char **a)
+{
+	int n = atoi(a[1]);
+	const char *d = strdup(at(a[0], "meta"));
+	char name[32], name2[32];
+	double t[7];
+	struct stat st;
+
+	CHECK(!mkdir(d, 0755));
+	t[0] = now();
+	for (int i = 0; i < n; i++) {
+		snprintf(name, sizeof(name), "f%d", i);
+		int fd = open(at(d, name), O_CREAT | O_EXCL | O_WRONLY, 0600);
+		CHECK(fd >= 0);
+		close(fd);
+	}
+	t[1] = now();
+	for (int i = 0; i < n; i++) {
+		snprintf(name, sizeof(name), "f%d", i);
+		CHECK(!stat(at(d, name), &st));
+	}
+	t[2] = now();
+	DIR *dir = opendir(d);
+	while (readdir(dir))
+		;
+	closedir(dir);
+	t[3] = now();
+	for (int i = 0; i < n; i++) {
+		snprintf(name, sizeof(name), "f%d", i);
+		snprintf(name2, sizeof(name2), "g%d", i);
+		CHECK(!rename(at(d, name), at(d, name2)));
+	}
+	t[4] = now();
+	for (int i = 0; i < n; i++) {
+		snprintf(name, sizeof(name), "g%d", i);
+		CHECK(!unlink(at(d, name)));
+	}
+	t[5] = now();
+	CHECK(!rmdir(d));
+	printf("create %.0f stat %.0f readdir %.0f rename %.0f unlink %.0f per s\n", n / (t[1] - t[0]), n / (t[2] - t[1]), n / (t[3] - t[2]),
+	       n / (t[4] - t[3]), n / (t[5] - t[4]));
+	return 0;
+}
+
+/* io FILE MIB: MB/s by operation and block size, one job */
+static int io(char **a)
+{
+	size_t total = (size_t)atoi(a[1]) << 20;
+	static const size_t sizes[] = {4096, 131072, 1 << 20};
+	int fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0600);
+
+	CHECK(fd >= 0);
+	for (int k = 0; k < 3; k++) {
+		size_t bs = sizes[k], n = total / bs;
+		double t[5];
+
+		t[0] = now();
+		for (size_t i = 0; i < n; i++)
+			CHECK(pwrite(fd, buf, bs, (off_t)(i * bs)) == (ssize_t)bs);
+		t[1] = now();
+		for (size_t i = 0; i < n; i++)
+			CHECK(pwrite(fd, buf, bs, (off_t)((i * 7919 % n) * bs)) == (ssize_t)bs);
+		t[2] = now();
+		for (size_t i = 0; i < n; i++)
+			CHECK(pread(fd, buf, bs, (off_t)(i * bs)) == (ssize_t)bs);
+		t[3] = now();
+		for (size_t i = 0; i < n; i++)
+			CHECK(pread(fd, buf, bs, (off_t)((i * 7919 % n) * bs)) == (ssize_t)bs);
+		t[4] = now();
+		printf("%zuk: write %.0f randwrite %.0f read %.0f randread %.0f MB/s\n", bs >> 10, total / 1e6 / (t[1] - t[0]),
+		       total / 1e6 / (t[2] - t[1]), total / 1e6 / (t[3] - t[2]), total / 1e6 / (t[4] - t[3]));
+	}
+	close(fd);
+	CHECK(!unlink(a[0]));
+	return 0;
+}
+
+static const struct {
+	const char *name;
+	int (*run)(char **args);
+	int args;
+} table[] = {
+	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
+	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
+	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"meta", meta, 2}, {"io", io, 2},
+};
+
+int main(int argc, char **argv)
+{
+	signal(SIGBUS, on_bus);
+	umask(022);
+	for (size_t i = 0; argc > 1 && i < sizeof(table) / sizeof(table[0]); i++)
+		if (!strcmp(argv[1], table[i].name) && argc == table[i].args + 2)
+			return table[i].run(argv + 2);
+	fprintf(stderr, "usage: claims NAME ARGS\n");
+	return 2;
+}

@@ -1,0 +1,306 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+"""What tombolo.ko promises, tried in guests under QEMU's emulation: `claims.py [--kernel V]… [CLAIM…]`.
+
+Needs QEMU, busybox-static, cpio, kmod, a C compiler, and for each kernel image, modules and headers. Without --kernel: every
+kernel under /boot that has headers. --root DIR: where boot/ and lib/modules are, for a kernel that is unpacked, not installed.
+Prints one line per claim and the counts; exit code 0 when all hold.
+"""
+import argparse, glob, inspect, os, shutil, subprocess, sys, tempfile, time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from rig import Failed, Rig, ROOT, HERE
+
+ZONE_MIB = 256
+CLAIMS = []
+
+
+def claim(guests, **options):
+    def add(f):
+        CLAIMS.append((f, guests, options))
+        return f
+    return add
+
+
+def need(what, message):
+    if not what:
+        raise Failed(message)
+
+
+# --- one guest ---------------------------------------------------------------------------------------------------------
+
+
+@claim(1)
+def reads_writes_sparse_files_and_fallocate_do_what_posix_says(a):
+    a.ok("claims data /mnt")
+
+
+@claim(1)
+def names_links_renames_and_unlinked_files_do_what_posix_says(a):
+    a.ok("claims names /mnt")
+
+
+@claim(1)
+def owners_setuid_xattrs_acls_and_flags_are_kept_and_enforced(a):
+    a.ok("claims attributes /mnt")
+
+
+@claim(1)
+def a_directory_read_while_it_shrinks_shows_every_name_once(a):
+    a.ok("claims directory /mnt 3000")
+
+
+@claim(1)
+def a_mapping_shows_writes_grows_shrinks_and_serves_futexes_and_pipes(a):
+    a.ok("claims mapped /mnt")
+
+
+@claim(1)
+def what_a_file_took_comes_back_when_it_goes(a):
+    a.ok("touch /mnt/x; rm /mnt/x")
+    before = a.ok("df /mnt | tail -1")
+    a.ok("for i in 1 2 3; do dd if=/dev/zero of=/mnt/x bs=1M count=50 2>/dev/null; rm /mnt/x; done")
+    need(a.ok("df /mnt | tail -1") == before, "%s became %s" % (before, a.ok("df /mnt | tail -1")))
+
+
+@claim(1)
+def a_full_zone_says_so_and_loses_nothing(a):
+    a.ok("echo kept > /mnt/kept")
+    rc, out = a.run("dd if=/dev/zero of=/mnt/full bs=1M count=400")
+    need(rc and "No space" in out, "no ENOSPC: " + out)
+    a.ok("test $(cat /mnt/kept) = kept && rm /mnt/full && echo fine > /mnt/after && test $(cat /mnt/after) = fine && rm /mnt/after /mnt/kept")
+
+
+@claim(1)
+def a_program_can_run_from_the_zone_and_from_an_unlinked_file(a):
+    a.ok("cp /bin/busybox /mnt/busybox && /mnt/busybox sh -c 'rm /mnt/busybox; exit 0' && test ! -e /mnt/busybox")
+
+
+@claim(1, mount=False)
+def a_mount_that_cannot_be_says_why(a):
+    rc, out = a.run("mount -t tombolo nosuch /mnt; dmesg | tail -1")
+    need("no such zone" in a.ok("dmesg | tail -2"), out)
+    rc, out = a.run("mount -t tombolo -o member=63 test /mnt")
+    need(rc and "no slot 63" in a.ok("dmesg | tail -2"), out)
+    a.ok("mount -t tombolo /dev/pmem0 /mnt && mount -t tombolo 7a6f6e65-0102-4304-8506-0708090a0b0c /z && echo x > /mnt/x && cat /z/x && umount /z && umount /mnt")
+
+
+@claim(1, ro=0)
+def a_read_only_member_reads_and_cannot_write(a):
+    need(", ro" in a.ok("mount | grep tombolo").replace("(ro", ", ro"), "not read-only")
+    rc, out = a.run("echo x > /mnt/x")
+    need(rc and "Read-only" in out, out)
+    rc, out = a.run("mount -o remount,rw /mnt")
+    need(rc, "remounted for writing")
+    a.ok("ls /mnt")
+
+
+# --- several guests --------------------------------------------------------------------------------------------------
+
+
+@claim(2)
+def what_one_guest_did_the_other_sees_at_once(a, b):
+    a.ok("echo 1 > /mnt/f")
+    need(b.ok("cat /mnt/f") == "1", "contents")
+    need("No such" in b.run("cat /mnt/g")[1], "a name that is not there")
+    a.ok("mv /mnt/f /mnt/g; chmod 600 /mnt/g; echo longer >> /mnt/g; ln -s g /mnt/s")
+    need(b.ok("cat /mnt/s; stat -c %a:%s /mnt/g") == "1\nlonger\n600:9", "rename, mode, size")
+    need(b.run("test -e /mnt/f")[0] == 1, "the old name is still there")
+    b.ok("rm /mnt/g /mnt/s; mkdir -p /mnt/d/e")
+    need(a.run("cat /mnt/g")[0], "a file that is gone")
+    a.ok("cd /mnt/d/e; echo x > y; mv /mnt/d /mnt/h")
+    need(b.ok("cat /mnt/h/e/y; find /mnt | sort") == "x\n/mnt\n/mnt/h\n/mnt/h/e\n/mnt/h/e/y", "a moved directory")
+    b.ok("cd /mnt/h/e; mv /mnt/h/e /mnt/e")
+    need(a.ok("cat /mnt/e/y; ls /mnt/h | wc -l") == "x\n0", "a directory moved back")
+    a.ok("setfattr -n user.k -v v /mnt/e/y 2>/dev/null; rm -r /mnt/h /mnt/e")
+    need(b.ok("ls /mnt | wc -l") == "0", "leftovers")
+
+
+@claim(2)
+def two_guests_that_append_interleave_whole_writes(a, b):
+    both(a, b, "claims append /mnt/log %d 1500")
+    a.ok("claims appended /mnt/log 2 1500 && rm /mnt/log")
+
+
+@claim(2)
+def of_two_guests_that_create_a_name_exactly_one_wins(a, b):
+    out = both(a, b, "claims barrier /mnt/go 2 %d && claims win /mnt %d 400")
+    won = [int(o.split()[-1]) for o in out]
+    need(sum(won) == 400, "%s of 400" % won)
+    a.ok("rm /mnt/race* /mnt/both* /mnt/go")
+
+
+@claim(2)
+def a_word_that_two_guests_map_counts_every_increment(a, b):
+    a.ok("dd if=/dev/zero of=/mnt/word bs=4k count=1 2>/dev/null")
+    both(a, b, "claims barrier /mnt/go 2 %d && claims count /mnt/word 200000")
+    need(a.ok("claims count /mnt/word 0") == "400000", "lost increments")
+    a.ok("rm /mnt/word /mnt/go")
+
+
+@claim(2)
+def a_mapping_never_shows_blocks_of_another_file(a, b):
+    a.ok("dd if=/dev/zero bs=1M count=4 2>/dev/null | tr '\\0' W > /mnt/watched")
+    b.start("claims watch /mnt/watched /mnt/stop")
+    a.ok("claims cut /mnt 60; touch /mnt/stop")
+    rc, out = b.finish()
+    need(rc == 0, out)
+    need("stay unused" not in a.ok("dmesg"), "a revoke was not answered in time")
+    a.ok("rm /mnt/watched /mnt/other /mnt/stop")
+
+
+@claim(2)
+def an_open_file_survives_its_removal_by_another_guest(a, b):
+    a.ok("printf held > /mnt/h")
+    b.start("claims hold /mnt/h /mnt/go")
+    wait_for(b, "hold")
+    a.ok("rm /mnt/h && echo x > /mnt/n && touch /mnt/go")
+    rc, out = b.finish()
+    need(rc == 0, out)
+    a.ok("rm /mnt/n /mnt/go")
+
+
+@claim(2)
+def a_storm_of_operations_from_two_guests_leaves_both_in_agreement(a, b):
+    a.ok("mkdir /mnt/storm")
+    both(a, b, "claims storm /mnt/storm %d 4000")
+    listing = "find /mnt/storm -type f -exec md5sum {} \\; | sort; find /mnt/storm | sort | xargs stat -c '%n %s %h %a %i'"
+    x, y = a.ok(listing), b.ok(listing)
+    need(x == y, "they disagree:\n%s\n---\n%s" % (x, y))
+    a.ok("rm -r /mnt/storm")
+    need(b.ok("ls /mnt | wc -l") == "0", "leftovers")
+
+
+# maxcpus: with one possible CPU QEMU's emulation would make no atomic at all.
+@claim(2, smp="1,maxcpus=2")
+def one_cpu_guests_lose_no_update_either(a, b):
+    both(a, b, "claims append /mnt/log %d 700")
+    a.ok("claims appended /mnt/log 2 700 && rm /mnt/log")
+    a.ok("mkdir /mnt/storm")
+    both(a, b, "claims storm /mnt/storm %d 2000")
+    a.ok("rm -r /mnt/storm")
+
+
+def both(a, b, command, timeout=300):
+    """The command in both at once, %d being 0 and 1."""
+    for i, g in enumerate((a, b)):
+        g.start(command.replace("%d", str(i)))
+    got = [g.finish(timeout) for g in (a, b)]
+    for g, (rc, out) in zip((a, b), got):
+        need(rc == 0, "%s: `%s`: %s" % (g.name, command, out))
+    return [out for _, out in got]
+
+
+def wait_for(guest, what):
+    """Its command is running already; give it until the console stays quiet. Bounded by the command itself."""
+    time.sleep(0.5)
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def build(kernel, root, work):
+    headers = "/usr/src/linux-headers-" + kernel
+    out = os.path.join(work, "build-" + kernel)
+    made = subprocess.run(["make", "-C", os.path.dirname(HERE), "KDIR=" + headers, "OUT=" + out], capture_output=True, text=True)
+    if made.returncode:
+        sys.exit("tombolo.ko does not build for %s:\n%s%s" % (kernel, made.stdout[-3000:], made.stderr[-3000:]))
+    if " warning: " in made.stderr:
+        sys.exit("tombolo.ko builds with warnings for %s:\n%s" % (kernel, made.stderr[-3000:]))
+    return os.path.join(out, "tombolo.ko")
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--kernel", action="append", default=[])
+    p.add_argument("--root", default="/")
+    p.add_argument("--keep", action="store_true", help="keep the work folder, with the guests' consoles")
+    p.add_argument("claims", nargs="*")
+    o = p.parse_args()
+    if not o.kernel:
+        images = [os.path.basename(i)[len("vmlinuz-"):] for i in glob.glob(os.path.join(o.root, "boot/vmlinuz-*"))]
+        o.kernel = [k for k in images if os.path.isdir("/usr/src/linux-headers-" + k)]
+    if not o.kernel:
+        sys.exit("no kernel with headers found: install linux-image-cloud-amd64 and linux-headers-cloud-amd64, or name one with --kernel")
+    work = tempfile.mkdtemp(prefix="tombolo-claims-")
+    passed, failed = 0, []
+    try:
+        flags = ["-O2", "-Wall", "-Wextra", "-I" + ROOT + "/files/core", "-I" + ROOT + "/zone/format"]
+        subprocess.run(["cc", *flags, HERE + "/mkzone.c", *glob.glob(ROOT + "/files/core/*.c"), "-o", work + "/mkzone"], check=True)
+        subprocess.run(["cc", "-O2", "-static", HERE + "/claims.c", "-o", work + "/claims"], check=True)
+        for kernel in o.kernel:
+            rig = Rig(kernel, os.path.join(o.root, "boot/vmlinuz-" + kernel), o.root, build(kernel, o.root, work), work, [work + "/claims"])
+            p, f = run(rig, work, o)
+            passed += p
+            failed += f
+    finally:
+        if o.keep:
+            print("consoles are in", work)
+        else:
+            shutil.rmtree(work)
+    print("kernel module: %d claims hold, %d do not" % (passed, len(failed)))
+    sys.exit(1 if failed else 0)
+
+
+def run(rig, work, o):
+    """Claims with the same needs share their guests; a claim that fails gets its guests replaced for the next."""
+    zone = "/dev/shm/" + os.path.basename(work)
+    passed, failed, guests, has = 0, [], [], None
+    order = sorted(CLAIMS, key=lambda c: str((c[1], sorted(c[2].items()))))
+    try:
+        for f, n, options in order:
+            name = f.__name__
+            if o.claims and not any(c in name for c in o.claims):
+                continue
+            wants = (n, options)
+            start = time.monotonic()
+            error = None
+            try:
+                if wants != has or not guests:
+                    stop(guests)
+                    args = ["ro=%d" % options["ro"]] if "ro" in options else []
+                    subprocess.run([work + "/mkzone", zone, str(ZONE_MIB), "8", *args], check=True)
+                    guests = []
+                    for i in range(n):
+                        guests.append(rig.boot("g%d" % i, zone, ZONE_MIB, smp=options.get("smp", 2)))
+                    has = wants
+                if options.get("mount", True):
+                    for g in guests:
+                        g.ok("mount -t tombolo test /mnt")
+                f(*guests)
+                if options.get("mount", True):
+                    for g in guests:
+                        g.ok("umount /mnt")
+                for g in guests:
+                    bad = g.complaints()
+                    need(not bad, "%s: the kernel complained: %s" % (g.name, bad[:3]))
+                    damage = [l for l in g.ok("dmesg").splitlines() if "is damaged" in l]
+                    need(not damage, "%s: %s" % (g.name, damage[:3]))
+            except Failed as e:
+                error = str(e)
+            took = time.monotonic() - start
+            print("%-5s %s [%s, %.1f s]" % ("ok" if not error else "FAIL", name, rig.kernel, took), flush=True)
+            if error:
+                failed.append(name)
+                for g in guests:
+                    tail = g.log()[-1500:]
+                    error += "\n--- console of %s:\n%s" % (g.name, tail)
+                print("      " + error.replace("\n", "\n      "), flush=True)
+                stop(guests)
+                guests = []
+            else:
+                passed += 1
+        return passed, failed
+    finally:
+        stop(guests)
+        if os.path.exists(zone):
+            os.unlink(zone)
+
+
+def stop(guests):
+    for g in guests:
+        g.off()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * The Linux kernel's skin of the file system: what its files share.
+ *
+ *	super.c	 mounting: options, super block, inode allocation, statfs
+ *	zone.c	 finding a zone among the pmem devices, its checked geometry, joining and leaving as a member
+ *	inode.c	 VFS inodes: identity, refreshing from the zone, attributes, openers' references
+ *	dir.c	 names: lookup and its validation, create, link, rename, readdir
+ *	file.c	 data: read, write, seek, fallocate, truncate
+ *	mmap.c	 faults, and taking mappings back when another member removes blocks
+ *	xattr.c	 extended attributes; acl.c: POSIX ACLs on top of them
+ *	os.c	 what the core needs (tfs_os.h)
+ *	compat.h differences between kernels
+ *
+ * Nothing the VFS caches is believed: dentries carry the directory's sequence number they were valid at, inodes are
+ * refreshed from the zone before their fields are used, ACLs are not cached, and there is no page cache. Locks: the VFS's
+ * own first (i_rwsem, then mapping->invalidate_lock), then the core's lock of the inode. A page fault never asks for the core's lock
+ * while it holds invalidate_lock, because whoever holds the core's lock may be waiting for this member's mappings.
+ */
+#ifndef TOMBOLO_LINUX_H
+#define TOMBOLO_LINUX_H
+
+#include <linux/dax.h>
+#include <linux/fs.h>
+#include <linux/kernel.h>
+#include <linux/mutex.h>
+#include <linux/spinlock.h>
+#include <linux/wait.h>
+#include <linux/workqueue.h>
+#include <linux/xarray.h>
+
+#include "compat.h"
+#include "doorbell.h"
+#include "tfs.h"
+
+#define TMB_SUPER_MAGIC 0x4f424d54 /* "TMBO" */
+
+/* A zone attached through a pmem block device. */
+struct tmb_zone {
+	struct tmb_bdev dev;
+	struct dax_device *dax;
+	u64 dax_start;	 /* of the block device in the DAX device, bytes */
+	u8 *addr;	 /* kernel address of the zone's first byte */
+	unsigned long pfn; /* its page frame */
+	u64 size;	 /* checked: of the zone, not beyond the device */
+	u8 uuid[16];
+	char name[TMB_NAME_LEN + 1];
+	u64 files_offset, files_length;
+	struct tmb_member *members;
+};
+
+struct tmb_sb {
+	struct tfs fs; /* fs.os points back here */
+	struct super_block *sb;
+	struct tmb_zone zone;
+	dev_t dev;
+	bool joined, opened, listening;
+	struct tmb_doorbell_client doorbell;
+	atomic_t rings;	/* counts doorbells, for who sleeps in tfs_os_wait */
+	wait_queue_head_t rung;
+	/* mapped inodes, for revokes */
+	spinlock_t mapped_lock;
+	struct list_head mapped;
+	struct workqueue_struct *work_queue;
+	struct delayed_work poll;
+};
+
+struct tmb_inode {
+	u32 generation;
+	bool has_xattr;
+	u32 flags;	/* TFS_FL_* */
+	u64 version;	/* of the last refresh */
+	s64 btime;
+	struct mutex lock; /* the members below */
+	u32 opens;
+	bool referenced;   /* tfs_open_ref is held */
+	/* mapping: 'mapped' and 'runs' change with invalidate_lock held (shared: to true; exclusive: to false) */
+	bool mapped;
+	u64 map_seq;
+	struct xarray runs; /* page offset -> block << 1 | huge, of what dax may have mapped */
+	struct list_head mapped_link;
+	struct mutex fault_lock; /* one allocation for a fault at a time */
+	struct inode vfs;
+};
+
+static inline struct tmb_sb *tmb_sb(const struct super_block *sb)
+{
+	return sb->s_fs_info;
+}
+static inline struct tfs *tmb_fs(const struct inode *inode)
+{
+	return &tmb_sb(inode->i_sb)->fs;
+}
+static inline struct tmb_inode *tmb_i(const struct inode *inode)
+{
+	return container_of(inode, struct tmb_inode, vfs);
+}
+
+/* zone.c */
+int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path);
+int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder);
+void tmb_zone_detach(struct tmb_zone *zone, void *holder);
+int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, u32 *member, u32 *epoch, bool *writable, bool *joined);
+void tmb_zone_leave(struct tmb_zone *zone, u32 member, u32 epoch);
+
+/* inode.c */
+extern const struct inode_operations tmb_file_iops, tmb_symlink_iops, tmb_special_iops;
+struct inode *tmb_iget(struct super_block *sb, u64 ino);
+int tmb_refresh(struct inode *inode);
+int tmb_reference(struct inode *inode);
+int tmb_hold_unlinked(struct dentry *dentry);
+int tmb_open_inode(struct inode *inode, struct file *file);
+int tmb_release_inode(struct inode *inode, struct file *file);
+void tmb_evict_inode(struct inode *inode);
+int tmb_getattr(tmb_idmap *idmap, const struct path *path, struct kstat *stat, u32 mask, unsigned int flags);
+int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr);
+int tmb_permission(tmb_idmap *idmap, struct inode *inode, int mask);
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 6, 0)
+int tmb_update_time(struct inode *inode, int flags);
+#else
+int tmb_update_time(struct inode *inode, struct timespec64 *now, int flags);
+#endif
+int tmb_fileattr_get(struct dentry *dentry, struct fileattr *fa);
+int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, struct fileattr *fa);
+
+/* dir.c */
+extern const struct inode_operations tmb_dir_iops;
+extern const struct file_operations tmb_dir_fops;
+extern const struct dentry_operations tmb_dentry_ops;
+
+/* file.c */
+extern const struct file_operations tmb_file_fops;
+int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid);
+
+/* mmap.c */
+extern const struct address_space_operations tmb_aops;
+int tmb_mmap(struct file *file, struct vm_area_struct *vma);
+int tmb_revoke_locked(struct inode *inode, unsigned int wait_ms);
+void tmb_mappings_start(struct tmb_sb *s);
+void tmb_mappings_stop(struct tmb_sb *s);
+void tmb_mappings_look(struct tmb_sb *s);
+
+/* xattr.c, acl.c */
+extern const struct xattr_handler *const tmb_xattr_handlers[];
+ssize_t tmb_listxattr(struct dentry *dentry, char *list, size_t size);
+#if TMB_ACL_BY_DENTRY
+int tmb_set_acl(tmb_idmap *idmap, struct dentry *dentry, struct posix_acl *acl, int type);
+#define TMB_ACL_OPS .get_inode_acl = tmb_get_acl, .set_acl = tmb_set_acl
+#else
+int tmb_set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type);
+#define TMB_ACL_OPS .get_acl = tmb_get_acl, .set_acl = tmb_set_acl
+#endif
+struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu);
+/* The attributes that a new inode under 'dir' starts with, as a struct tfs_xattr_image; *mode gets what the ACL says. *image NULL: none. */
+int tmb_initial_xattrs(struct inode *dir, umode_t *mode, void **image, u32 *length);
+
+/* os.c */
+s64 tmb_to_ns(struct timespec64 ts);
+
+#endif

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Zones in a guest: virtio-pmem devices whose first page is a zone header. A zone is found by device path, uuid or
+ * name; its header is copied, checked, and only the copy used; then this kernel takes its slot of the member table.
+ */
+#include "tombolo.h"
+
+#include <linux/pfn_t.h>
+#include <linux/slab.h>
+#include <linux/uuid.h>
+
+#define TMB_PMEM_DEVICES 256 /* /dev/pmem0 ... looked at */
+
+/* Maps the whole device behind an open zone->dev. */
+static int zone_map(struct tmb_zone *zone, void *holder)
+{
+	u64 bytes = bdev_nr_bytes(zone->dev.bdev);
+	void *addr;
+	pfn_t pfn;
+	long pages;
+	int id;
+
+	zone->dax = fs_dax_get_by_bdev(zone->dev.bdev, &zone->dax_start, holder, NULL);
+	if (!zone->dax)
+		return -EOPNOTSUPP;
+	id = dax_read_lock();
+	pages = dax_direct_access(zone->dax, PHYS_PFN(zone->dax_start), PHYS_PFN(bytes), DAX_ACCESS, &addr, &pfn);
+	dax_read_unlock(id);
+	if (pages < 0 || PFN_PHYS((u64)pages) < bytes || !pfn_t_has_page(pfn)) {
+		fs_put_dax(zone->dax, holder);
+		return pages < 0 ? (int)pages : -EOPNOTSUPP;
+	}
+	zone->addr = addr;
+	zone->pfn = pfn_t_to_pfn(pfn);
+	zone->size = bytes;
+	return 0;
+}
+
+/* Copies the header and takes over what was checked. -EINVAL: no zone; -EPROTONOSUPPORT: not one for this module. */
+static int zone_check(struct tmb_zone *zone)
+{
+	struct tmb_zone_header *h;
+	int err = -EINVAL;
+	u32 i;
+
+	if (zone->size < TMB_ZONE_MIN)
+		return -EINVAL;
+	if (tmb_load((u64 *)zone->addr) != TMB_ZONE_MAGIC)
+		return -EINVAL;
+	h = kmalloc(sizeof(*h), GFP_KERNEL);
+	if (!h)
+		return -ENOMEM;
+	memcpy(h, zone->addr, sizeof(*h));
+	/* The compiler must not go back to the zone for what was copied. */
+	barrier();
+	if (h->magic != TMB_ZONE_MAGIC)
+		goto out;
+	err = -EPROTONOSUPPORT;
+	if (h->version != TMB_ZONE_VERSION || h->incompat)
+		goto out;
+	err = -EUCLEAN;
+	if (h->header_size != sizeof(*h) || h->size > zone->size || h->size < TMB_ZONE_MIN || h->size % TMB_PAGE ||
+	    h->n_areas > TMB_MAX_AREAS || h->n_members != TMB_MAX_MEMBERS || h->members_off != sizeof(*h) ||
+	    h->member_size != sizeof(struct tmb_member))
+		goto out;
+	zone->size = h->size;
+	memcpy(zone->uuid, h->uuid, sizeof(zone->uuid));
+	memcpy(zone->name, h->name, TMB_NAME_LEN);
+	zone->name[TMB_NAME_LEN] = 0;
+	zone->members = (struct tmb_member *)(zone->addr + h->members_off);
+	zone->files_length = 0;
+	for (i = 0; i < h->n_areas; i++) {
+		const struct tmb_area *a = &h->areas[i];
+
+		if (a->type != TMB_AREA_FILES)
+			continue;
+		if (a->offset % TMB_PAGE || a->length % TMB_PAGE || a->offset < h->members_off ||
+		    a->offset > zone->size || a->length > zone->size - a->offset)
+			goto out;
+		zone->files_offset = a->offset;
+		zone->files_length = a->length;
+		break;
+	}
+	err = zone->files_length ? 0 : -ENODATA;
+out:
+	kfree(h);
+	return err;
+}
+
+int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder)
+{
+	int err = tmb_bdev_open(&zone->dev, path, true, holder);
+
+	if (err)
+		return err;
+	err = zone_map(zone, holder);
+	if (err)
+		goto close;
+	err = zone_check(zone);
+	if (err)
+		goto unmap;
+	return 0;
+unmap:
+	fs_put_dax(zone->dax, holder);
+close:
+	tmb_bdev_close(&zone->dev);
+	return err;
+}
+
+void tmb_zone_detach(struct tmb_zone *zone, void *holder)
+{
+	fs_put_dax(zone->dax, holder);
+	tmb_bdev_close(&zone->dev);
+	zone->addr = NULL;
+}
+
+/* Finds the zone that 'source' means; *path gets its device (kfree it). Leaves nothing open. */
+int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path)
+{
+	uuid_t uuid;
+	bool by_uuid = strlen(source) == UUID_STRING_LEN && !uuid_parse(source, &uuid);
+	int err, i, seen = -ENODEV;
+
+	if (source[0] == '/') {
+		*path = kstrdup(source, GFP_KERNEL);
+		if (!*path)
+			return -ENOMEM;
+		err = tmb_zone_attach(zone, *path, NULL);
+		if (!err)
+			tmb_zone_detach(zone, NULL);
+		else
+			kfree(*path);
+		return err;
+	}
+	for (i = 0; i < TMB_PMEM_DEVICES; i++) {
+		*path = kasprintf(GFP_KERNEL, "/dev/pmem%d", i);
+		if (!*path)
+			return -ENOMEM;
+		err = tmb_zone_attach(zone, *path, NULL);
+		if (!err) {
+			bool match = by_uuid ? !memcmp(zone->uuid, uuid.b, 16) : !strcmp(zone->name, source);
+
+			tmb_zone_detach(zone, NULL);
+			if (match)
+				return 0;
+		} else if (err == -EUCLEAN || err == -EPROTONOSUPPORT) {
+			seen = err;
+		}
+		kfree(*path);
+	}
+	return seen;
+}
+
+/* Whether this guest may sit in a slot: the wanted one, its doorbell's, or any that a VM without a doorbell is invited to. */
+static bool slot_fits(struct tmb_zone *zone, u32 i, int wanted, u32 doorbell)
+{
+	struct tmb_member *m = &zone->members[i];
+
+	if (wanted >= 0)
+		return i == wanted;
+	if (doorbell)
+		return tmb_load(&m->doorbell) == doorbell;
+	return !tmb_load(&m->doorbell) && tmb_load(&m->role) == TMB_ROLE_VM &&
+	       tmb_state(tmb_load(&m->state_epoch)) == TMB_MEMBER_INVITED;
+}
+
+/*
+ * Takes a slot, which may still say that an earlier life of this guest is in it. A member without the right to write
+ * may have the zone mapped read-only, so it writes nothing: *joined stays false. -ENOSPC: no slot for this guest.
+ */
+int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, u32 *member, u32 *epoch, bool *writable, bool *joined)
+{
+	u32 i;
+
+	*joined = false;
+	for (i = 0; i < TMB_MAX_MEMBERS; i++) {
+		struct tmb_member *m = &zone->members[i];
+		u64 was = tmb_load_acquire(&m->state_epoch);
+
+		if (!slot_fits(zone, i, wanted, doorbell))
+			continue;
+		if (tmb_state(was) == TMB_MEMBER_EMPTY || tmb_state(was) > TMB_MEMBER_DEAD)
+			continue;
+		*member = i;
+		*epoch = tmb_epoch(was);
+		*writable = tmb_load(&m->rights) & TMB_RIGHT_WRITE;
+		if (!*writable)
+			return 0;
+		++*epoch;
+		if (!tmb_cas64(&m->state_epoch, was, tmb_state_epoch(TMB_MEMBER_ACTIVE, *epoch)))
+			continue;
+		*joined = true;
+		return 0;
+	}
+	return -ENOSPC;
+}
+
+void tmb_zone_leave(struct tmb_zone *zone, u32 member, u32 epoch)
+{
+	/* Fails if the host declared this member dead meanwhile: then the slot is no longer ours. */
+	tmb_cas64(&zone->members[member].state_epoch, tmb_state_epoch(TMB_MEMBER_ACTIVE, epoch),
+		  tmb_state_epoch(TMB_MEMBER_INVITED, epoch));
+}

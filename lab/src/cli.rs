@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo lab …`.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::agent;
+use crate::client::{RawTerminal, Session, Through, copy_back};
+use crate::config::{Config, Iommu};
+use crate::instance::{self, BOOT_PATIENCE, Lab, Watch};
+use crate::protocol::Start;
+use crate::signals::Signals;
+
+/// What `tombolo lab` does.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// Boot a lab that stays up until `down`
+    Up(Options),
+    /// Run a command in the lab, or in one that is booted for it alone, and exit with its code
+    Run(RunOptions),
+    /// A shell in the lab, or in one that is booted for it alone
+    Shell(Options),
+    /// End a lab
+    Down {
+        /// Which lab
+        #[arg(long, default_value = "lab")]
+        name: String,
+    },
+    /// Names of the labs that are up
+    List,
+    /// Fetch the lab's kernel now instead of at the first start
+    Fetch,
+    /// The lab's own first process; runs only inside a lab
+    #[command(hide = true)]
+    Agent {
+        /// The port that this worker serves
+        #[arg(long)]
+        port: Option<PathBuf>,
+    },
+}
+
+/// Which lab, and what it is made of where it has to be booted.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Options {
+    /// Which lab
+    #[arg(long, default_value = "lab")]
+    pub name: String,
+    /// IOMMU of the emulated host
+    #[arg(long, value_enum, default_value = "intel")]
+    pub iommu: Iommu,
+    /// Memory of the emulated host in MiB, half of it on each of two nodes
+    #[arg(long, default_value_t = 6144)]
+    pub memory: u64,
+    /// CPUs of the emulated host (default: what this QEMU emulates reliably)
+    #[arg(long)]
+    pub cpus: Option<u32>,
+    /// Huge pages of 2 MiB to reserve
+    #[arg(long, default_value_t = 0)]
+    pub huge_pages: u64,
+    /// The QEMU to emulate the host with (default: $TOMBOLO_LAB_QEMU, or qemu-system-x86_64 in PATH)
+    #[arg(long)]
+    pub qemu: Option<PathBuf>,
+    /// A folder that the lab sees as it changes (default: the git work tree around the current folder)
+    #[arg(long)]
+    pub fresh: Option<PathBuf>,
+    /// More kernel arguments for the emulated host
+    #[arg(long, default_value = "")]
+    pub append: String,
+}
+
+/// Options of `run`.
+#[derive(Debug, clap::Args)]
+pub struct RunOptions {
+    /// The lab's options
+    #[command(flatten)]
+    pub lab: Options,
+    /// Copy what the command puts into $TOMBOLO_LAB_OUT to this folder
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+    /// Set a variable for the command
+    #[arg(long, value_name = "NAME=VALUE")]
+    pub env: Vec<String>,
+    /// The command and its arguments
+    #[arg(last = true, required = true)]
+    pub command: Vec<String>,
+}
+
+/// Runs a command of `tombolo lab`; the exit code of `run` and `shell` is the command's.
+pub fn run(command: Command, json: bool) -> Result<ExitCode> {
+    match command {
+        Command::Agent { port: None } => agent::supervise().map(|()| ExitCode::SUCCESS),
+        Command::Agent { port: Some(port) } => agent::serve(&port).map(|()| ExitCode::SUCCESS),
+        Command::Up(options) => up(&options, json),
+        Command::Run(options) => in_lab(&options.lab, Job { options: &options, terminal: false }),
+        Command::Shell(lab) => {
+            let shell = std::env::var("SHELL").unwrap_or_else(|_| "/bin/bash".into());
+            let options = RunOptions { lab: lab.clone(), out: None, env: Vec::new(), command: vec![shell] };
+            in_lab(&lab, Job { options: &options, terminal: true })
+        }
+        Command::Down { name } => {
+            let was_up = instance::down(&name)?;
+            report(json, &serde_json::json!({"name": name, "was_up": was_up}), || {
+                if was_up { format!("lab {name} ended") } else { format!("lab {name} was not up") }
+            });
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::List => {
+            let names = instance::list()?;
+            report(json, &serde_json::json!(names), || names.join("\n"));
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Fetch => {
+            let kernel = crate::cache::kernel()?;
+            report(json, &serde_json::json!({"kernel": kernel.release, "folder": kernel.root}), || {
+                format!("kernel {} in {}", kernel.release, kernel.root.display())
+            });
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+fn report(json: bool, value: &serde_json::Value, text: impl FnOnce() -> String) {
+    if json {
+        println!("{value}");
+    } else {
+        println!("{}", text());
+    }
+}
+
+impl Options {
+    /// The lab's configuration, with the agent of the program that runs now.
+    pub fn config(&self) -> Result<Config> {
+        let own = std::env::current_exe().context("finding this program's own file")?;
+        let own = own.to_str().context("this program's path is not UTF-8")?.to_owned();
+        // The stand-alone binary has no `lab` level.
+        let mut agent = vec![own.clone()];
+        if !own.ends_with("tombolo-lab") {
+            agent.push("lab".into());
+        }
+        agent.push("agent".into());
+        let fresh = match &self.fresh {
+            Some(folder) => {
+                Some(folder.canonicalize().with_context(|| format!("--fresh {}", folder.display()))?)
+            }
+            None => work_tree(&std::env::current_dir()?),
+        };
+        Ok(Config {
+            iommu: self.iommu,
+            memory_mib: self.memory,
+            cpus: self.cpus,
+            huge_pages: self.huge_pages,
+            qemu: self.qemu.clone().or_else(|| std::env::var_os("TOMBOLO_LAB_QEMU").map(PathBuf::from)),
+            fresh,
+            agent,
+            kernel_arguments: self.append.clone(),
+        })
+    }
+}
+
+fn work_tree(from: &Path) -> Option<PathBuf> {
+    from.ancestors().find(|folder| folder.join(".git").exists()).map(Path::to_path_buf)
+}
+
+fn up(options: &Options, json: bool) -> Result<ExitCode> {
+    let cleanup = Cleanup::install()?;
+    let lab = Lab::start(&options.config()?, Some(&options.name), &*cleanup)?;
+    cleanup.disarm();
+    let started = lab.started.as_ref().context("the lab did not say what it runs on")?;
+    let seconds = started.boot.as_secs_f64();
+    let (major, minor) = started.qemu.version;
+    let value = serde_json::json!({
+        "name": options.name, "folder": lab.folder(), "kernel": started.kernel.release,
+        "qemu": format!("{major}.{minor}"), "seconds": seconds,
+    });
+    report(json, &value, || {
+        format!(
+            "lab {} up in {seconds:.1} s: kernel {}, QEMU {major}.{minor}, IOMMU {:?}",
+            options.name, started.kernel.release, options.iommu
+        )
+    });
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What to run in a lab, and how.
+struct Job<'a> {
+    options: &'a RunOptions,
+    terminal: bool,
+}
+
+fn in_lab(options: &Options, job: Job<'_>) -> Result<ExitCode> {
+    let cleanup = Cleanup::install()?;
+    let lab = match Lab::find(&options.name)? {
+        Some(lab) => lab,
+        None => Lab::start(&options.config()?, None, &*cleanup)?,
+    };
+    let mut session = Session::open(lab.folder(), BOOT_PATIENCE)?;
+    let (out, inside) = session.out_folder(lab.folder())?;
+    let start = job.start(&inside)?;
+    if job.terminal {
+        *cleanup.resize.lock().map_err(|_| anyhow::anyhow!("a thread panicked"))? =
+            Some(Box::new(session.resizer()?));
+    }
+    let raw = if job.terminal { RawTerminal::enter()? } else { None };
+    let code = session.run(start, Some(Box::new(io::stdin())), &mut Through);
+    drop(raw);
+    let code = code?;
+    if let Some(folder) = &job.options.out {
+        let count = copy_back(&out, folder)?;
+        eprintln!("{count} files from the lab in {}", folder.display());
+    }
+    drop(lab);
+    Ok(ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1)))
+}
+
+impl Job<'_> {
+    fn start(&self, out: &str) -> Result<Start> {
+        let mut env =
+            vec![("TOMBOLO_LAB_OUT".to_owned(), out.to_owned()), ("TOMBOLO_LAB".to_owned(), "1".to_owned())];
+        for name in
+            ["PATH", "HOME", "LANG", "TERM", "RUST_LOG", "RUST_BACKTRACE", "TOMBOLO_CACHE", "XDG_CACHE_HOME"]
+        {
+            if let Ok(value) = std::env::var(name) {
+                env.push((name.to_owned(), value));
+            }
+        }
+        for pair in &self.options.env {
+            let Some((name, value)) = pair.split_once('=') else { bail!("--env {pair}: write NAME=VALUE") };
+            env.push((name.to_owned(), value.to_owned()));
+        }
+        let cwd =
+            std::env::current_dir()?.to_str().context("the current folder's path is not UTF-8")?.to_owned();
+        let tty = self.terminal.then(|| RawTerminal::size().unwrap_or((25, 80)));
+        Ok(Start { argv: self.options.command.clone(), env, cwd, tty })
+    }
+}
+
+type Resizer = Box<dyn Fn(u16, u16) + Send>;
+
+/// Ends what this process has started when a signal ends the process.
+struct Cleanup {
+    lab: Mutex<Option<(PathBuf, Pid)>>,
+    resize: Mutex<Option<Resizer>>,
+}
+
+impl Cleanup {
+    /// Takes over SIGINT, SIGTERM, SIGHUP and SIGWINCH; to be called before there are other threads.
+    fn install() -> Result<Arc<Self>> {
+        let signals = Signals::block(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGWINCH])?;
+        let cleanup = Arc::new(Self { lab: Mutex::new(None), resize: Mutex::new(None) });
+        let shared = cleanup.clone();
+        std::thread::spawn(move || {
+            while let Ok(signal) = signals.next() {
+                shared.on_signal(signal);
+            }
+        });
+        Ok(cleanup)
+    }
+
+    fn on_signal(&self, signal: i32) {
+        if signal == libc::SIGWINCH {
+            let resize = self.resize.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            if let (Some(resize), Some((rows, columns))) = (resize.as_ref(), RawTerminal::size()) {
+                resize(rows, columns);
+            }
+            return;
+        }
+        let lab = self.lab.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        if let Some((folder, pid)) = lab {
+            // Both fail only where there is nothing left to clean up.
+            let _ = kill_process(pid, Signal::KILL);
+            let _ = std::fs::remove_dir_all(folder);
+        }
+        std::process::exit(128 + signal);
+    }
+
+    /// From now on the lab stays when this process ends.
+    fn disarm(&self) {
+        self.lab.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+    }
+}
+
+impl Watch for Cleanup {
+    fn begun(&self, folder: &Path, pid: Pid) {
+        *self.lab.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some((folder.to_owned(), pid));
+    }
+}

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The archives that kernels start from: the lab's own, which ends in the agent, and small guests for use inside the lab,
+//! which run one shell script.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::cache::{Kernel, output};
+use crate::config::Config;
+use crate::cpio::Archive;
+
+/// Where files that should come back are put inside the lab.
+pub const OUT: &str = "/run/tombolo-lab/out";
+
+/// Modules the lab needs before it has a root file system.
+const BOOT_MODULES: [&str; 3] = ["9pnet_virtio", "9p", "overlay"];
+/// Modules the lab loads from its root file system.
+const HOST_MODULES: &str = "kvm-amd vfio-pci vfio_iommu_type1";
+
+/// The static busybox of Debian's package busybox-static.
+pub fn busybox() -> Result<PathBuf> {
+    ["/bin/busybox", "/usr/bin/busybox"]
+        .iter()
+        .map(PathBuf::from)
+        .find(|p| p.exists())
+        .context("no /bin/busybox: install the package busybox-static")
+}
+
+/// Writes the lab's initramfs to `target`.
+pub fn write_lab(target: &Path, kernel: &Kernel, config: &Config) -> Result<()> {
+    write(target, kernel, &BOOT_MODULES, &lab_init(kernel, config))
+}
+
+/// Writes a guest's initramfs to `target`: it loads `modules` and what they need, then runs `script` with busybox' sh. The
+/// script finds busybox as `$B`, and /proc, /sys and /dev mounted; when it ends the guest powers off.
+pub fn write_guest(target: &Path, kernel: &Kernel, modules: &[&str], script: &str) -> Result<()> {
+    let init = format!("{PREAMBLE}{script}\necho o > /proc/sysrq-trigger\nwhile :; do $B sleep 60; done\n");
+    write(target, kernel, modules, &init)
+}
+
+const PREAMBLE: &str = "#!/bin/busybox sh\n\
+    B=/bin/busybox\n\
+    $B mount -t proc proc /proc; $B mount -t sysfs sys /sys; $B mount -t devtmpfs dev /dev\n\
+    for m in $($B cat /modules/order); do $B insmod /modules/$m || echo \"cannot load $m\"; done\n";
+
+fn write(target: &Path, kernel: &Kernel, modules: &[&str], init: &str) -> Result<()> {
+    let file = File::create(target).with_context(|| format!("creating {}", target.display()))?;
+    let mut archive = Archive::new(BufWriter::new(file));
+    for folder in ["bin", "modules", "proc", "sys", "dev", "host", "up", "root", "tmp"] {
+        archive.directory(folder)?;
+    }
+    archive.program("bin/busybox", &fs::read(busybox()?).context("reading busybox")?)?;
+    let mut order = String::new();
+    for path in with_dependencies(kernel, modules)? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let name = name.trim_end_matches(".xz").to_owned();
+        let content = if path.extension().is_some_and(|e| e == "xz") {
+            Command::new("xz").arg("-dc").arg(&path).output().context("running xz (package xz-utils)")?.stdout
+        } else {
+            fs::read(&path).with_context(|| format!("reading {}", path.display()))?
+        };
+        archive.file(&format!("modules/{name}"), &content)?;
+        order.push_str(&name);
+        order.push('\n');
+    }
+    archive.file("modules/order", order.as_bytes())?;
+    archive.program("init", init.as_bytes())?;
+    archive.finish()?.flush()?;
+    Ok(())
+}
+
+/// The files of `modules` and everything they need, in the order to load them.
+fn with_dependencies(kernel: &Kernel, modules: &[&str]) -> Result<Vec<PathBuf>> {
+    let mut seen = BTreeSet::new();
+    let mut order = Vec::new();
+    for module in modules {
+        let mut command = Command::new("modprobe");
+        command.arg("-d").arg(&kernel.root).args(["-S", &kernel.release, "--show-depends", module]);
+        for line in output(&mut command)?.lines() {
+            // "builtin NAME" needs nothing.
+            let Some(path) = line.strip_prefix("insmod ") else { continue };
+            let path = PathBuf::from(path.trim());
+            if seen.insert(path.clone()) {
+                order.push(path);
+            }
+        }
+    }
+    Ok(order)
+}
+
+fn lab_init(kernel: &Kernel, config: &Config) -> String {
+    let release = &kernel.release;
+    let modules = kernel.modules();
+    let modules = modules.display();
+    let agent: Vec<String> = config.agent.iter().map(|word| format!("'{word}'")).collect();
+    let agent = agent.join(" ");
+    let huge_pages = config.huge_pages;
+    let fresh = config.fresh.as_ref().map_or(String::new(), |folder| {
+        let folder = folder.display();
+        format!(
+            "$B mkdir -p /fresh /up/fu /up/fw '/root{folder}'\n\
+             $B mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=mmap,msize=524288 fresh /fresh || die fresh\n\
+             $B mount -t overlay -o lowerdir=/fresh,upperdir=/up/fu,workdir=/up/fw fresh '/root{folder}' || die fresh\n"
+        )
+    });
+    format!(
+        "{PREAMBLE}\
+         die() {{ echo \"lab: cannot mount $1\"; echo o > /proc/sysrq-trigger; $B sleep 60; }}\n\
+         $B mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=524288 root /host || die root\n\
+         $B mount -t tmpfs -o size=50% up /up && $B mkdir /up/u /up/w\n\
+         $B mount -t overlay -o lowerdir=/host,upperdir=/up/u,workdir=/up/w root /root || die overlay\n\
+         $B mount -t tmpfs -o mode=755 run /root/run\n\
+         {fresh}\
+         $B mkdir -p /root{OUT} /root/run/lock '/root/lib/modules/{release}'\n\
+         $B mount -t 9p -o trans=virtio,version=9p2000.L,cache=mmap,msize=524288 out /root{OUT} || die out\n\
+         $B mount --bind '/root{modules}' '/root/lib/modules/{release}' || die modules\n\
+         for d in proc sys dev; do $B mount --move /$d /root/$d; done\n\
+         cd /root/dev && $B mkdir -p pts shm hugepages\n\
+         $B ln -sf /proc/self/fd fd; $B ln -sf fd/0 stdin; $B ln -sf fd/1 stdout; $B ln -sf fd/2 stderr\n\
+         $B mount -t devpts -o ptmxmode=666 pts pts; $B mount -t tmpfs shm shm; $B mount -t hugetlbfs huge hugepages\n\
+         $B mount -t cgroup2 cgroup /root/sys/fs/cgroup\n\
+         $B hostname tombolo-lab; $B ip link set lo up\n\
+         cd /root\n\
+         echo {huge_pages} > proc/sys/vm/nr_hugepages\n\
+         $B chroot . /sbin/modprobe -a {HOST_MODULES} || echo 'lab: some modules did not load'\n\
+         exec $B chroot . {agent}\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_init_script_is_valid_shell_with_and_without_a_fresh_folder() {
+        let kernel = Kernel { release: "6.12.1".into(), image: "/k/boot/x".into(), root: "/k".into() };
+        for fresh in [None, Some(PathBuf::from("/src/with space"))] {
+            let config =
+                Config { fresh, agent: vec!["/bin/agent".into(), "lab".into()], ..Config::default() };
+            let script = lab_init(&kernel, &config);
+            let mut child = Command::new("sh")
+                .args(["-n"])
+                .stdin(std::process::Stdio::piped())
+                .spawn()
+                .expect("sh exists");
+            child.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
+            assert!(child.wait().unwrap().success(), "{script}");
+        }
+    }
+}

@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A running lab: a folder with its sockets, logs and disks, and the QEMU process.
+//!
+//! Whoever runs the lab holds an exclusive lock on the folder's `lock` file: the starter at first, QEMU as long as it lives (it inherits
+//! the descriptor). So a folder whose lock is free belongs to nobody, whatever killed its owner, and the next start
+//! removes it.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::cache::{self, Kernel};
+use crate::client::{Output, Session};
+use crate::config::Config;
+use crate::initramfs;
+use crate::protocol::Start;
+use crate::qemu::{Files, Qemu, command};
+use crate::signals::{ChildOf, detach};
+
+/// Longest time from QEMU's start to the agent's answer.
+pub const BOOT_PATIENCE: Duration = Duration::from_secs(180);
+const DISK_BYTES: u64 = 1 << 30;
+
+/// A lab that this process started, or one that was up already.
+pub struct Lab {
+    folder: PathBuf,
+    child: Option<Child>,
+    /// Ends with this value.
+    owned: bool,
+    /// What it runs on; None for one that was found.
+    pub started: Option<Started>,
+}
+
+/// What a start found and took.
+#[derive(Debug, Clone)]
+pub struct Started {
+    /// The lab's kernel.
+    pub kernel: Kernel,
+    /// The QEMU that emulates it.
+    pub qemu: Qemu,
+    /// From QEMU's start to the agent's answer.
+    pub boot: Duration,
+}
+
+/// Told of a lab's process and folder before it boots, so that a signal can clean up.
+pub trait Watch {
+    /// The lab's folder and process.
+    fn begun(&self, folder: &Path, pid: Pid);
+}
+
+impl Watch for () {
+    fn begun(&self, _: &Path, _: Pid) {}
+}
+
+/// The folder that holds the folders of this user's labs.
+pub fn base() -> PathBuf {
+    std::env::var_os("XDG_RUNTIME_DIR").map_or_else(
+        || std::env::temp_dir().join(format!("tombolo-lab-{}", rustix::process::getuid().as_raw())),
+        |folder| PathBuf::from(folder).join("tombolo-lab"),
+    )
+}
+
+impl Lab {
+    /// Boots a lab. With a name it stays up until [`down`]; without one it ends with the value returned.
+    pub fn start(config: &Config, name: Option<&str>, watch: &dyn Watch) -> Result<Self> {
+        config.check()?;
+        if config.agent.is_empty() {
+            bail!("no agent was named for the lab");
+        }
+        let qemu = Qemu::find(config.qemu.as_deref())?;
+        let kernel = cache::kernel()?;
+        let (folder, lock) = create_folder(&base(), name)?;
+        let mut lab = Self { folder, child: None, owned: true, started: None };
+        lab.boot(config, qemu, kernel, lock, name.is_some(), watch)?;
+        lab.owned = name.is_none();
+        Ok(lab)
+    }
+
+    /// The lab of this name, if it is up.
+    pub fn find(name: &str) -> Result<Option<Self>> {
+        let folder = base().join(check_name(name)?);
+        let up = folder.join("lock").exists() && free_lock(&folder)?.is_none();
+        Ok(up.then_some(Self { folder, child: None, owned: false, started: None }))
+    }
+
+    /// The lab's folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    fn boot(
+        &mut self,
+        config: &Config,
+        qemu: Qemu,
+        kernel: Kernel,
+        lock: File,
+        stays: bool,
+        watch: &dyn Watch,
+    ) -> Result<()> {
+        let initramfs = self.folder.join("initramfs");
+        initramfs::write_lab(&initramfs, &kernel, config)?;
+        fs::create_dir(self.folder.join("out"))?;
+        for disk in Files::disks(&self.folder) {
+            File::create(&disk)?.set_len(DISK_BYTES)?;
+        }
+        fs::write(self.folder.join("config.json"), serde_json::to_vec_pretty(config)?)?;
+        let log = File::create(self.folder.join("qemu.log"))?;
+        let files = Files { folder: &self.folder, initramfs: &initramfs, kernel: &kernel };
+        let mut command = command(&qemu, config, &files);
+        // Standard input carries the lock; QEMU reads nothing from it.
+        command.stdin(lock).stdout(log.try_clone()?).stderr(Stdio::from(log));
+        detach(&mut command, if stays { ChildOf::Nobody } else { ChildOf::Us });
+        let begin = Instant::now();
+        let child = command.spawn().with_context(|| format!("starting {}", qemu.program.display()))?;
+        fs::write(self.folder.join("pid"), child.id().to_string())?;
+        watch.begun(&self.folder, Pid::from_child(&child));
+        self.child = Some(child);
+        self.await_agent()?;
+        self.started = Some(Started { kernel, qemu, boot: begin.elapsed() });
+        Ok(())
+    }
+
+    /// Waits for the sockets, then for the agent behind the first of them.
+    fn await_agent(&mut self) -> Result<()> {
+        let deadline = Instant::now() + BOOT_PATIENCE;
+        let socket = Files::port(&self.folder, crate::qemu::PORTS - 1);
+        while !socket.exists() {
+            if let Some(status) = self.child.as_mut().map(Child::try_wait).transpose()?.flatten() {
+                bail!("QEMU ended at once ({status}): {}", self.logs());
+            }
+            if Instant::now() > deadline {
+                bail!("QEMU opened no sockets within {} s: {}", BOOT_PATIENCE.as_secs(), self.logs());
+            }
+            // QEMU gives no sign that its sockets exist but the sockets.
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        match Session::open(&self.folder, left) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(error).with_context(|| format!("the lab did not come up: {}", self.logs())),
+        }
+    }
+
+    /// The last lines of QEMU's and the console's logs.
+    fn logs(&self) -> String {
+        let tail = |path: PathBuf| {
+            let text = String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned();
+            let lines: Vec<&str> = text.lines().collect();
+            lines[lines.len().saturating_sub(15)..].join("\n")
+        };
+        format!("\n{}\n{}", tail(self.folder.join("qemu.log")), tail(Files::console(&self.folder)))
+    }
+
+    /// Runs a command with no input and collects its output; the environment is small and fixed.
+    pub fn output(&self, argv: &[&str]) -> Result<Output> {
+        let mut session = Session::open(&self.folder, BOOT_PATIENCE)?;
+        let mut output = Output { code: 0, stdout: Vec::new(), stderr: Vec::new() };
+        let start = Start {
+            argv: argv.iter().map(|a| (*a).to_owned()).collect(),
+            env: vec![
+                ("PATH".into(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".into()),
+                ("HOME".into(), "/root".into()),
+            ],
+            cwd: "/".into(),
+            tty: None,
+        };
+        output.code = session.run(start, None, &mut output_sink(&mut output.stdout, &mut output.stderr))?;
+        Ok(output)
+    }
+}
+
+struct Collect<'a>(&'a mut Vec<u8>, &'a mut Vec<u8>);
+
+fn output_sink<'a>(stdout: &'a mut Vec<u8>, stderr: &'a mut Vec<u8>) -> Collect<'a> {
+    Collect(stdout, stderr)
+}
+
+impl crate::client::Sink for Collect<'_> {
+    fn stdout(&mut self, data: &[u8]) -> std::io::Result<()> {
+        self.0.extend_from_slice(data);
+        Ok(())
+    }
+    fn stderr(&mut self, data: &[u8]) -> std::io::Result<()> {
+        self.1.extend_from_slice(data);
+        Ok(())
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        if !self.owned {
+            return;
+        }
+        if let Some(child) = &mut self.child {
+            // Fails only where it has ended already.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// Ends the lab of this name and removes its folder. False if it was not up.
+pub fn down(name: &str) -> Result<bool> {
+    let folder = base().join(check_name(name)?);
+    if !folder.exists() {
+        return Ok(false);
+    }
+    if let Some(_lock) = free_lock(&folder)? {
+        fs::remove_dir_all(&folder)?;
+        return Ok(false);
+    }
+    let text =
+        fs::read_to_string(folder.join("pid")).with_context(|| format!("{name} is only just starting"))?;
+    let pid = text.trim().parse().ok().and_then(Pid::from_raw).context("the lab's pid file is damaged")?;
+    // The lock says that the process which wrote this number, or none, has it.
+    kill_process(pid, Signal::TERM).context("ending the lab's QEMU")?;
+    let lock = File::open(folder.join("lock"))?;
+    flock(&lock, FlockOperation::LockExclusive).context("waiting for the lab's end")?;
+    fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+    Ok(true)
+}
+
+/// Names of the labs that are up and stay up.
+pub fn list() -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for folder in folders(&base())? {
+        let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if !name.starts_with(EPHEMERAL) && free_lock(&folder)?.is_none() {
+            names.push(name);
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+const EPHEMERAL: &str = "run-";
+
+fn check_name(name: &str) -> Result<&str> {
+    let good = !name.is_empty()
+        && name.len() <= 40
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_".contains(c));
+    if !good || name.starts_with(EPHEMERAL) {
+        bail!("{name:?} is no name for a lab: use letters, digits, - and _, and not {EPHEMERAL}… (--name)");
+    }
+    Ok(name)
+}
+
+fn folders(base: &Path) -> Result<Vec<PathBuf>> {
+    match fs::read_dir(base) {
+        Ok(entries) => {
+            Ok(entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| p.join("lock").exists()).collect())
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error).with_context(|| format!("reading {}", base.display())),
+    }
+}
+
+/// The lock of a folder that belongs to nobody; None where somebody holds it.
+fn free_lock(folder: &Path) -> Result<Option<File>> {
+    let lock = match File::open(folder.join("lock")) {
+        Ok(lock) => lock,
+        Err(error) => return Err(error).with_context(|| format!("opening the lock in {}", folder.display())),
+    };
+    match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Some(lock)),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(error) => Err(error).context("locking a lab's folder"),
+    }
+}
+
+/// Makes the folder of a new lab with its lock held, and removes those that crashed labs left.
+fn create_folder(base: &Path, name: Option<&str>) -> Result<(PathBuf, File)> {
+    use std::os::unix::fs::DirBuilderExt;
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(base)
+        .with_context(|| format!("creating {}", base.display()))?;
+    let gate = File::create(base.join(".gate"))?;
+    flock(&gate, FlockOperation::LockExclusive).context("waiting for another lab that starts")?;
+    for folder in folders(base)? {
+        if let Some(_lock) = free_lock(&folder)? {
+            fs::remove_dir_all(&folder)
+                .with_context(|| format!("removing what a crashed lab left: {}", folder.display()))?;
+        }
+    }
+    let folder = match name {
+        Some(name) => base.join(check_name(name)?),
+        None => {
+            static STARTED: AtomicU32 = AtomicU32::new(0);
+            let number = STARTED.fetch_add(1, Ordering::Relaxed);
+            base.join(format!("{EPHEMERAL}{}-{number}", std::process::id()))
+        }
+    };
+    match fs::create_dir(&folder) {
+        Ok(()) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+            bail!(
+                "the lab {} is up already: use it, or end it with `tombolo lab down`",
+                name.unwrap_or("of this process")
+            );
+        }
+        Err(error) => return Err(error).with_context(|| format!("creating {}", folder.display())),
+    }
+    let lock = File::create(folder.join("lock"))?;
+    flock(&lock, FlockOperation::NonBlockingLockExclusive).context("locking the new lab's folder")?;
+    Ok((folder, lock))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_crashed_lab_left_is_removed_by_the_next_start() {
+        let base = tempfile::tempdir().unwrap();
+        let (crashed, lock) = create_folder(base.path(), Some("crashed")).unwrap();
+        let (alive, _held) = create_folder(base.path(), Some("alive")).unwrap();
+        assert!(crashed.exists());
+        drop(lock);
+        let (_new, _lock) = create_folder(base.path(), None).unwrap();
+        assert!(!crashed.exists() && alive.exists());
+    }
+
+    #[test]
+    fn a_lab_that_is_up_is_not_started_again() {
+        let base = tempfile::tempdir().unwrap();
+        let (_folder, _lock) = create_folder(base.path(), Some("one")).unwrap();
+        let error = create_folder(base.path(), Some("one")).unwrap_err();
+        assert!(error.to_string().contains("tombolo lab down"), "{error}");
+    }
+
+    #[test]
+    fn names_cannot_leave_the_folder_of_labs() {
+        for bad in ["", "..", "a/b", "run-1", "a b"] {
+            assert!(check_name(bad).is_err(), "{bad}");
+        }
+        assert_eq!(check_name("lab-2").unwrap(), "lab-2");
+    }
+}

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The lab on its own, for use where the `tombolo` binary is not built.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// An emulated KVM host: real KVM, VFIO, NUMA and huge pages on any machine
+#[derive(Parser)]
+#[command(name = "tombolo-lab", version)]
+struct Arguments {
+    /// Machine-readable output
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: tombolo_lab::cli::Command,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match tombolo_lab::cli::run(arguments.command, arguments.json) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("tombolo-lab: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

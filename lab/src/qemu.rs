@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The QEMU that emulates the host, and its command line.
+//!
+//! The host has fixed devices, so that tests can name them: behind root port 10.0 an e1000e in a group of its own, behind 11.0 an
+//! NVMe disk on node 1, behind 12.0 two e1000e functions in one group, behind 13.0 an igb where QEMU has it, and at 14.0 an
+//! NVMe disk that plays the host's own.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use crate::agent::PORT_PREFIX;
+use crate::cache::{Kernel, output};
+use crate::config::{Config, Iommu};
+
+/// How many commands can run in one lab at a time.
+pub const PORTS: usize = 8;
+
+/// A QEMU binary and what it can do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Qemu {
+    /// The program.
+    pub program: PathBuf,
+    /// Folders of firmware that belong to it, where it is not installed.
+    pub firmware: Vec<PathBuf>,
+    /// Major and minor version.
+    pub version: (u32, u32),
+}
+
+impl Qemu {
+    /// Finds out what `program` (or the installed QEMU) is.
+    pub fn find(program: Option<&Path>) -> Result<Self> {
+        let program = program.unwrap_or(Path::new("qemu-system-x86_64")).to_path_buf();
+        let text = output(Command::new(&program).arg("--version")).with_context(|| {
+            format!(
+                "no usable QEMU at {}: install qemu-system-x86 or name one with --qemu",
+                program.display()
+            )
+        })?;
+        let version = parse_version(&text).with_context(|| format!("no version in {text:?}"))?;
+        if version < (7, 2) {
+            bail!(
+                "QEMU {}.{} is too old: the lab needs 7.2 or newer (package qemu-system-x86)",
+                version.0,
+                version.1
+            );
+        }
+        Ok(Self { firmware: unpacked_firmware(&program), program, version })
+    }
+
+    fn has_igb(&self) -> bool {
+        self.version >= (8, 0)
+    }
+
+    /// CPUs that this QEMU emulates reliably: with two, 7.2 was seen to crash a kernel that patched its own code.
+    pub fn cpus(&self, config: &Config) -> u32 {
+        config.cpus.unwrap_or(if self.version.0 >= 10 { 2 } else { 1 })
+    }
+}
+
+fn parse_version(text: &str) -> Option<(u32, u32)> {
+    let number = text.split("version ").nth(1)?;
+    let mut parts = number.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+    Some((parts.next()?.ok()?, parts.next()?.ok()?))
+}
+
+/// For a QEMU that was unpacked from its packages (…/usr/bin/qemu-system-x86_64): the firmware beside it.
+fn unpacked_firmware(program: &Path) -> Vec<PathBuf> {
+    let Some(usr) = program.parent().and_then(Path::parent).filter(|u| *u != Path::new("/usr")) else {
+        return Vec::new();
+    };
+    ["share/qemu", "share/seabios", "lib/ipxe/qemu"]
+        .iter()
+        .map(|f| usr.join(f))
+        .filter(|f| f.exists())
+        .collect()
+}
+
+/// Files and sockets of one lab.
+#[derive(Debug, Clone)]
+pub struct Files<'a> {
+    /// The lab's folder; sockets, disks and the console's log are in it.
+    pub folder: &'a Path,
+    /// The lab's initramfs.
+    pub initramfs: &'a Path,
+    /// The lab's kernel.
+    pub kernel: &'a Kernel,
+}
+
+impl Files<'_> {
+    /// The socket of a command port.
+    pub fn port(folder: &Path, number: usize) -> PathBuf {
+        folder.join(format!("port-{number}"))
+    }
+
+    /// The monitor's socket.
+    pub fn monitor(folder: &Path) -> PathBuf {
+        folder.join("qmp")
+    }
+
+    /// What the lab's kernel says.
+    pub fn console(folder: &Path) -> PathBuf {
+        folder.join("console.log")
+    }
+
+    /// Disks, as sparse files.
+    pub fn disks(folder: &Path) -> [PathBuf; 2] {
+        [folder.join("disk-0"), folder.join("disk-1")]
+    }
+}
+
+/// The command that starts the emulated host.
+pub fn command(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Command {
+    let mut command = Command::new(&qemu.program);
+    for folder in &qemu.firmware {
+        command.arg("-L").arg(folder);
+    }
+    command.args(arguments(qemu, config, files));
+    command
+}
+
+fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
+    let mut list = List::default();
+    list.pair("-M", "q35,kernel-irqchip=split");
+    list.pair("-accel", "tcg,thread=multi");
+    // Without 5-level paging (nested guests crash under TCG with it), and without fast string copies, which TCG makes slow.
+    list.pair("-cpu", "max,-la57,-erms,-fsrm");
+    list.pair("-display", "none");
+    list.0.extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(str::to_owned));
+    nodes(&mut list, qemu.cpus(config), config.memory_mib);
+    list.pair("-serial", &format!("file:{}", Files::console(files.folder).display()));
+    list.pair("-qmp", &format!("unix:{},server=on,wait=off", Files::monitor(files.folder).display()));
+    match config.iommu {
+        // Interrupt remapping needs the split irqchip above; caching mode is not needed by devices that QEMU emulates itself.
+        Iommu::Intel => list.pair("-device", "intel-iommu,intremap=on"),
+        // With remapped interrupts the kernel finds no timer behind QEMU 10's AMD-Vi.
+        Iommu::Amd => list.pair("-device", "amd-iommu,intremap=off"),
+        Iommu::None => {}
+    }
+    let share = |tag: &str, path: &Path, read_only: bool| {
+        let ro = if read_only { ",readonly=on" } else { "" };
+        format!("local,path={},mount_tag={tag},security_model=none,multidevs=remap{ro}", path.display())
+    };
+    list.pair("-virtfs", &share("root", Path::new("/"), true));
+    list.pair("-virtfs", &share("out", &files.folder.join("out"), false));
+    if let Some(fresh) = &config.fresh {
+        list.pair("-virtfs", &share("fresh", fresh, true));
+    }
+    list.pair("-device", &format!("virtio-serial-pci,bus=pcie.0,max_ports={}", PORTS + 1));
+    for port in 0..PORTS {
+        let path = Files::port(files.folder, port);
+        list.pair("-chardev", &format!("socket,id=port{port},path={},server=on,wait=off", path.display()));
+        list.pair("-device", &format!("virtserialport,chardev=port{port},name={PORT_PREFIX}{port}"));
+    }
+    devices(&mut list, qemu, files.folder);
+    list.pair("-kernel", &files.kernel.image.display().to_string());
+    list.pair("-initrd", &files.initramfs.display().to_string());
+    let iommu = if config.iommu == Iommu::Intel { "intel_iommu=on " } else { "" };
+    let more = &config.kernel_arguments;
+    list.pair("-append", &format!("console=ttyS0 quiet panic=-1 {iommu}iommu=pt mitigations=off {more}"));
+    list.0
+}
+
+#[derive(Default)]
+struct List(Vec<String>);
+
+impl List {
+    fn pair(&mut self, first: &str, second: &str) {
+        self.0.extend([first.to_owned(), second.to_owned()]);
+    }
+}
+
+/// Two nodes with half of the memory each, and the CPUs in turn.
+fn nodes(list: &mut List, cpus: u32, memory_mib: u64) {
+    list.pair("-smp", &format!("{cpus},sockets={cpus},cores=1,threads=1"));
+    list.pair("-m", &format!("{}M", memory_mib / 2 * 2));
+    for node in 0..2 {
+        list.pair("-object", &format!("memory-backend-ram,id=node{node},size={}M", memory_mib / 2));
+        let own = (node..cpus).step_by(2).map(|cpu| format!(",cpus={cpu}")).collect::<String>();
+        list.pair("-numa", &format!("node,nodeid={node},memdev=node{node}{own}"));
+    }
+    list.pair("-numa", "dist,src=0,dst=1,val=20");
+}
+
+fn devices(list: &mut List, qemu: &Qemu, folder: &Path) {
+    for net in 0..3 {
+        list.pair("-netdev", &format!("user,id=net{net},restrict=on"));
+    }
+    for (number, path) in Files::disks(folder).iter().enumerate() {
+        list.pair(
+            "-drive",
+            &format!("file={},if=none,id=disk{number},format=raw,cache=unsafe", path.display()),
+        );
+    }
+    list.pair("-device", "pcie-root-port,id=rp0,chassis=1,bus=pcie.0,addr=10.0");
+    list.pair("-device", "e1000e,netdev=net0,bus=rp0,romfile=");
+    list.pair("-device", "pxb-pcie,id=pxb1,bus_nr=128,numa_node=1,bus=pcie.0,addr=11.0");
+    list.pair("-device", "pcie-root-port,id=rp1,bus=pxb1,chassis=2");
+    list.pair("-device", "nvme,drive=disk0,serial=tombolo-pass,bus=rp1");
+    // Two functions of one endpoint, and no ACS between them: one group.
+    list.pair("-device", "pcie-root-port,id=rp3,chassis=4,bus=pcie.0,addr=12.0");
+    list.pair("-device", "e1000e,netdev=net1,bus=rp3,addr=00.0,multifunction=on,romfile=");
+    list.pair("-device", "e1000e,netdev=net2,bus=rp3,addr=00.1,romfile=");
+    if qemu.has_igb() {
+        list.pair("-netdev", "user,id=net3,restrict=on");
+        list.pair("-device", "pcie-root-port,id=rp2,chassis=3,bus=pcie.0,addr=13.0");
+        list.pair("-device", "igb,netdev=net3,bus=rp2,romfile=");
+    }
+    list.pair("-device", "nvme,drive=disk1,serial=tombolo-host,bus=pcie.0,addr=14.0");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(version: (u32, u32), config: &Config) -> String {
+        let qemu = Qemu { program: "qemu".into(), firmware: vec![], version };
+        let kernel = Kernel { release: "r".into(), image: "/k".into(), root: "/".into() };
+        arguments(
+            &qemu,
+            config,
+            &Files { folder: Path::new("/f"), initramfs: Path::new("/i"), kernel: &kernel },
+        )
+        .join(" ")
+    }
+
+    #[test]
+    fn versions_of_debian_12_and_13_are_read() {
+        assert_eq!(parse_version("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7)"), Some((7, 2)));
+        assert_eq!(parse_version("QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)"), Some((10, 0)));
+        assert_eq!(parse_version("something else"), None);
+    }
+
+    #[test]
+    fn both_nodes_have_memory_whatever_the_number_of_cpus() {
+        let one = line((7, 2), &Config::default());
+        assert!(
+            one.contains("nodeid=0,memdev=node0,cpus=0") && one.contains("nodeid=1,memdev=node1 "),
+            "{one}"
+        );
+        let two = line((10, 0), &Config::default());
+        assert!(two.contains("nodeid=1,memdev=node1,cpus=1"), "{two}");
+    }
+
+    #[test]
+    fn igb_is_asked_for_only_where_qemu_has_it() {
+        assert!(!line((7, 2), &Config::default()).contains("igb"));
+        assert!(line((10, 0), &Config::default()).contains("igb"));
+    }
+
+    #[test]
+    fn a_host_without_an_iommu_has_none() {
+        let none = line((10, 0), &Config { iommu: Iommu::None, ..Config::default() });
+        assert!(!none.contains("-iommu") && !none.contains("intel_iommu"), "{none}");
+        assert!(line((10, 0), &Config { iommu: Iommu::Amd, ..Config::default() }).contains("amd-iommu"));
+    }
+}

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What differs between processors: prefetching.
+
+/// Fetches the line at `at` for reading. Any address is harmless.
+#[inline(always)]
+pub fn prefetch(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch never faults.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
+/// Fetches the line at `at` for writing, where the processor can tell.
+#[inline(always)]
+pub fn prefetch_write(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch never faults.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_ET0>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+/// Longest stretch worth fetching ahead; beyond, the processor's own prefetcher has caught on.
+const STRETCH: usize = 2048;
+
+/// Fetches all lines of `len` bytes at `at` for reading.
+#[inline(always)]
+pub fn prefetch_all(at: *const u8, len: u32) {
+    let mut off = 0;
+    while off < (len as usize).min(STRETCH) {
+        prefetch(at.wrapping_add(off));
+        off += LINE;
+    }
+}
+
+/// Fetches all lines of `len` bytes at `at` for writing.
+#[inline(always)]
+pub fn prefetch_write_all(at: *const u8, len: u32) {
+    let mut off = 0;
+    while off < (len as usize).min(STRETCH) {
+        prefetch_write(at.wrapping_add(off));
+        off += LINE;
+    }
+}

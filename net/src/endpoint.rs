@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A port's socket: the switch listens on it (server) or connects to it (client), one connection at a time, again and
+//! again. One thread per port, which sleeps in the kernel unless the front-end has something to say.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use vhost::vhost_user::{BackendReqHandler, Error};
+
+use crate::port::Port;
+use crate::protocol::Session;
+use crate::switch::Switch;
+
+/// Who makes the connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// The switch listens (QEMU's default, libvirt's `mode='client'`).
+    #[default]
+    Server,
+    /// The front-end listens (QEMU's `server=on`, libvirt's `mode='server'`).
+    Client,
+}
+
+/// Where a port is to be had.
+pub struct Endpoint {
+    path: PathBuf,
+    listener: Option<UnixListener>,
+}
+
+/// How long a client waits before it tries again.
+const RETRY: Duration = Duration::from_millis(200);
+
+impl Endpoint {
+    /// The socket at `path`; a server binds it here. A socket that a dead server left is replaced.
+    ///
+    /// # Errors
+    /// The path is in use, or something else than a socket, or not ours to make.
+    pub fn open(path: &Path, role: Role) -> io::Result<Self> {
+        let named = |err: io::Error| io::Error::new(err.kind(), format!("{}: {err}", path.display()));
+        let listener = match role {
+            Role::Client => None,
+            Role::Server => {
+                if let Ok(meta) = path.symlink_metadata() {
+                    if !meta.file_type().is_socket() {
+                        let err = io::Error::new(io::ErrorKind::AlreadyExists, "exists and is no socket");
+                        return Err(named(err));
+                    }
+                    if UnixStream::connect(path).is_ok() {
+                        let text = "another server listens there; stop it or choose another path";
+                        return Err(named(io::Error::new(io::ErrorKind::AddrInUse, text)));
+                    }
+                    std::fs::remove_file(path).map_err(named)?;
+                }
+                Some(UnixListener::bind(path).map_err(named)?)
+            }
+        };
+        Ok(Self { path: path.into(), listener })
+    }
+
+    /// Serves one front-end after the other until `stop` is set and [`Endpoint::interrupt`] or a disconnection comes.
+    pub fn serve(&self, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64, stop: &AtomicBool) {
+        while !stop.load(Ordering::Acquire) {
+            let stream = match &self.listener {
+                Some(listener) => listener.accept().map(|(stream, _)| stream),
+                None => UnixStream::connect(&self.path),
+            };
+            let Ok(stream) = stream else {
+                std::thread::park_timeout(RETRY);
+                continue;
+            };
+            if stop.load(Ordering::Acquire) {
+                return;
+            }
+            tracing::info!(port = port.name(), "front-end connected");
+            let why = converse(stream, switch, port, offered, stop);
+            tracing::info!(port = port.name(), %why, "front-end gone");
+            if self.listener.is_none() {
+                std::thread::park_timeout(RETRY);
+            }
+        }
+    }
+
+    /// Makes a waiting server look at its stop flag.
+    pub fn interrupt(path: &Path) {
+        // Nobody there is as good.
+        drop(UnixStream::connect(path));
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        if self.listener.take().is_some() {
+            // Gone already is as good.
+            let _gone = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Answers one front-end until it goes or breaks the protocol; says why it ended.
+fn converse(
+    stream: UnixStream,
+    switch: &Arc<Switch>,
+    port: &Arc<Port>,
+    offered: u64,
+    stop: &AtomicBool,
+) -> Error {
+    let session = Arc::new(Mutex::new(Session::new(switch.clone(), port.clone(), offered)));
+    let mut handler = BackendReqHandler::from_stream(stream, session);
+    let fd = handler.as_raw_fd();
+    loop {
+        // Wait with a limit, so that a stop is seen; messages themselves are read blocking.
+        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd of our own.
+        let ready = unsafe { libc::poll(&mut poll, 1, 500) };
+        if stop.load(Ordering::Acquire) {
+            return Error::Disconnected;
+        }
+        if ready == 0 {
+            continue;
+        }
+        match handler.handle_request() {
+            Ok(()) => {}
+            Err(Error::SocketRetry(_)) => {}
+            Err(why) => return why,
+        }
+    }
+}

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Event descriptors and waiting for several of them.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+
+/// An eventfd that doesn't block.
+#[derive(Debug)]
+pub struct Event(File);
+
+impl Event {
+    /// A new one.
+    ///
+    /// # Errors
+    /// None are left.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: a new descriptor of our own.
+        unsafe {
+            let fd = libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK);
+            if fd < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            Ok(Self(File::from_raw_fd(fd)))
+        }
+    }
+
+    /// Makes it readable.
+    pub fn raise(&self) {
+        // Full means readable already.
+        let _full = (&self.0).write(&1u64.to_ne_bytes());
+    }
+
+    /// Makes it unreadable; says whether it was readable.
+    pub fn clear(&self) -> bool {
+        (&self.0).read(&mut [0; 8]).is_ok()
+    }
+
+    /// The descriptor, as a file that others may have too.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn to_file(&self) -> io::Result<File> {
+        self.0.try_clone()
+    }
+}
+
+impl AsRawFd for Event {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+/// Checks that a descriptor that a peer sent is an anonymous one (eventfd), not a file whose writing could block, and
+/// makes it non-blocking.
+///
+/// # Errors
+/// It is another kind of descriptor.
+pub fn check_peer_event(file: &File) -> io::Result<()> {
+    // SAFETY: an all-zero stat is a valid value to be filled in; the descriptor is open.
+    unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        if libc::fstat(file.as_raw_fd(), &mut stat) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        if stat.st_mode & libc::S_IFMT != 0 {
+            return Err(io::Error::other("the descriptor sent for a queue is not an eventfd"));
+        }
+        let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);
+        if flags < 0 || libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// A set of descriptors to wait for.
+#[derive(Debug)]
+pub struct Epoll(File);
+
+impl Epoll {
+    /// An empty set.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: a new descriptor of our own.
+        unsafe {
+            let fd = libc::epoll_create1(libc::EPOLL_CLOEXEC);
+            if fd < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            Ok(Self(File::from_raw_fd(fd)))
+        }
+    }
+
+    /// Adds a descriptor; with `edge`, only what happens from now on wakes, so that nobody has to read it.
+    ///
+    /// # Errors
+    /// It can't be waited for.
+    pub fn add(&self, fd: RawFd, edge: bool) -> io::Result<()> {
+        let events = libc::EPOLLIN as u32 | if edge { libc::EPOLLET as u32 } else { 0 };
+        let mut event = libc::epoll_event { events, u64: fd as u64 };
+        // SAFETY: both descriptors are open, and event is ours.
+        if unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event) } != 0 {
+            let err = io::Error::last_os_error();
+            // The same descriptor for two queues wakes for both.
+            return if err.kind() == io::ErrorKind::AlreadyExists { Ok(()) } else { Err(err) };
+        }
+        Ok(())
+    }
+
+    /// Waits until something happens, at most `timeout_ms` (negative: for ever). Returns how many events.
+    ///
+    /// # Errors
+    /// The kernel's; an interruption counts as no event.
+    pub fn wait(&self, timeout_ms: i32) -> io::Result<usize> {
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 16];
+        // SAFETY: events has room for as many as we say.
+        let n = unsafe { libc::epoll_wait(self.0.as_raw_fd(), events.as_mut_ptr(), 16, timeout_ms) };
+        if n < 0 {
+            let err = io::Error::last_os_error();
+            return if err.kind() == io::ErrorKind::Interrupted { Ok(0) } else { Err(err) };
+        }
+        Ok(n as usize)
+    }
+}

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Ethernet addresses and the virtio-net header.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Bytes of an Ethernet header without a tag.
+pub const ETH_HEADER: usize = 14;
+/// Bytes of a virtio-net header with `num_buffers` (virtio 1.3 §5.1.6).
+pub const NET_HEADER: usize = 12;
+/// Largest frame: 64 KiB of IP packet, an Ethernet header and two tags.
+pub const MAX_FRAME: usize = 65535 + ETH_HEADER + 8;
+
+/// A MAC address.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Mac(pub [u8; 6]);
+
+impl Mac {
+    /// ff:ff:ff:ff:ff:ff.
+    pub const BROADCAST: Mac = Mac([0xff; 6]);
+
+    /// For several receivers (broadcast included)?
+    #[must_use]
+    pub fn is_multicast(self) -> bool {
+        self.0[0] & 1 != 0
+    }
+
+    /// The six bytes as the low 48 bits of a little-endian number, first byte lowest.
+    #[inline(always)]
+    #[must_use]
+    pub fn key(self) -> u64 {
+        let m = self.0;
+        u64::from_le_bytes([m[0], m[1], m[2], m[3], m[4], m[5], 0, 0])
+    }
+}
+
+impl fmt::Display for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let m = self.0;
+        write!(f, "{:02x}:{:02x}:{:02x}:{:02x}:{:02x}:{:02x}", m[0], m[1], m[2], m[3], m[4], m[5])
+    }
+}
+
+impl fmt::Debug for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+/// Not a MAC address that a port can own.
+#[derive(Debug, thiserror::Error)]
+#[error("'{0}' is not a unicast MAC address of the form 52:54:00:12:34:56")]
+pub struct BadMac(String);
+
+impl FromStr for Mac {
+    type Err = BadMac;
+
+    fn from_str(text: &str) -> Result<Self, BadMac> {
+        let mut bytes = [0; 6];
+        let mut parts = text.split(':');
+        for b in &mut bytes {
+            let part = parts.next().filter(|p| p.len() == 2).ok_or_else(|| BadMac(text.into()))?;
+            *b = u8::from_str_radix(part, 16).map_err(|_| BadMac(text.into()))?;
+        }
+        let mac = Mac(bytes);
+        if parts.next().is_some() || mac.is_multicast() || mac.key() == 0 {
+            return Err(BadMac(text.into()));
+        }
+        Ok(mac)
+    }
+}
+
+impl serde::Serialize for Mac {
+    fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(self)
+    }
+}
+
+impl<'de> serde::Deserialize<'de> for Mac {
+    fn deserialize<D: serde::Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// `flags`: the checksum from `csum_start` on is still to be computed.
+pub const NEEDS_CSUM: u8 = 1;
+/// `flags`: the checksum was found right.
+pub const DATA_VALID: u8 = 2;
+/// `gso_type`: no segmentation.
+pub const GSO_NONE: u8 = 0;
+/// `gso_type`: TCP over IPv4.
+pub const GSO_TCPV4: u8 = 1;
+/// `gso_type`: TCP over IPv6.
+pub const GSO_TCPV6: u8 = 4;
+/// `gso_type`: UDP segmentation.
+pub const GSO_UDP_L4: u8 = 5;
+/// `gso_type`: a bit that says that the first segment's CWR must not be repeated.
+pub const GSO_ECN: u8 = 0x80;
+
+/// A virtio-net header, in the machine's order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NetHeader {
+    /// [`NEEDS_CSUM`] and others.
+    pub flags: u8,
+    /// [`GSO_NONE`] and others.
+    pub gso_type: u8,
+    /// Bytes of all headers, a hint.
+    pub hdr_len: u16,
+    /// Payload bytes of a segment.
+    pub gso_size: u16,
+    /// Where checksumming starts.
+    pub csum_start: u16,
+    /// Where, from there, the checksum goes.
+    pub csum_offset: u16,
+}
+
+impl NetHeader {
+    /// From the first bytes of a buffer.
+    #[inline(always)]
+    #[must_use]
+    pub fn parse(b: &[u8; NET_HEADER]) -> Self {
+        let word = |i: usize| u16::from_le_bytes([b[i], b[i + 1]]);
+        Self {
+            flags: b[0],
+            gso_type: b[1],
+            hdr_len: word(2),
+            gso_size: word(4),
+            csum_start: word(6),
+            csum_offset: word(8),
+        }
+    }
+
+    /// To the bytes of a buffer, for a frame that takes `buffers` buffers.
+    #[inline(always)]
+    #[must_use]
+    pub fn bytes(&self, buffers: u16) -> [u8; NET_HEADER] {
+        let (h, g, s, o, n) = (
+            self.hdr_len.to_le_bytes(),
+            self.gso_size.to_le_bytes(),
+            self.csum_start.to_le_bytes(),
+            self.csum_offset.to_le_bytes(),
+            buffers.to_le_bytes(),
+        );
+        [self.flags, self.gso_type, h[0], h[1], g[0], g[1], s[0], s[1], o[0], o[1], n[0], n[1]]
+    }
+
+    /// Nothing to be done by whoever gets the frame?
+    #[inline(always)]
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        self.flags & NEEDS_CSUM == 0 && self.gso_type == GSO_NONE
+    }
+}

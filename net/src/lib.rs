@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The switch: packets between VMs through memory.
+//!
+//! A VM's virtio-net device is a *port*, reached over a vhost-user socket. Workers poll the ports' transmit queues;
+//! each frame is given to the port that owns its destination MAC, by one copy from the sender's buffers into the
+//! receiver's; what nobody owns goes to an uplink. Control threads, one per port, speak the vhost-user protocol and
+//! change a port's queues under their locks, which workers only try.
+//!
+//! From the wire to the bytes:
+//! - [`endpoint`] a port's socket; [`protocol`] what is said on it; [`features`] what is offered there
+//! - [`memory`] guest memory and address translation; [`fault`] memory taken away; [`dirty`] the log of a migration;
+//!   [`inflight`] what a successor needs
+//! - [`ring`] the device's side of split and packed virtqueues
+//! - [`vring`] a queue with its lock; [`port`] a port's queues; [`counters`] what is counted
+//! - [`frame`] Ethernet and virtio-net headers; [`table`] who owns a MAC; [`policy`] what a port may do; [`view`] all
+//!   ports at one moment
+//! - [`lane`] VLANs; [`spoof`] false senders; [`limit`] rates; [`offload`] checksums and segments in software, and
+//!   [`fallback`] when to make them; [`uplink`] what isn't a guest
+//! - [`deliver`] the copy; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`switch`]
+//!   changes on their way to the workers
+//! - [`event`] eventfds; [`cpu`] prefetching; [`driver`] the guest's side, for tests and the bench
+
+pub mod counters;
+pub mod cpu;
+pub mod deliver;
+pub mod dirty;
+pub mod driver;
+pub mod endpoint;
+pub mod event;
+pub mod fallback;
+pub mod fault;
+pub mod features;
+pub mod forward;
+pub mod frame;
+pub mod inflight;
+pub mod lane;
+pub mod limit;
+pub mod memory;
+pub mod offload;
+mod opens;
+pub mod policy;
+pub mod port;
+pub mod protocol;
+pub mod ring;
+pub mod spoof;
+pub mod switch;
+pub mod table;
+pub mod uplink;
+pub mod view;
+pub mod vring;
+pub mod worker;

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a port may do: its addresses, VLANs, rates and neighbours, as the configuration says.
+
+use std::net::IpAddr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::frame::Mac;
+use crate::limit::Rate;
+
+/// How a port meets VLANs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Vlan {
+    /// Frames pass as they are, tags included, among ports that are transparent too.
+    #[default]
+    Transparent,
+    /// Untagged frames of this VLAN.
+    Access(u16),
+    /// Tagged frames of these VLANs, and untagged ones of the native one.
+    Trunk {
+        /// VLANs that pass with a tag.
+        vlans: Vec<u16>,
+        /// VLAN that passes without.
+        #[serde(default)]
+        native: Option<u16>,
+    },
+}
+
+/// What a port may do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Policy {
+    /// Its addresses: frames to them go to it.
+    pub macs: Vec<Mac>,
+    /// Drop what it sends with other source addresses.
+    pub check_mac: bool,
+    /// If not empty: drop IP packets, ARP and neighbour advertisements that claim other addresses.
+    pub ips: Vec<IpAddr>,
+    /// Reaches only the uplinks.
+    pub isolated: bool,
+    /// An uplink: takes what nobody owns.
+    pub uplink: bool,
+    /// VLANs.
+    pub vlan: Vlan,
+    /// How much it may send.
+    pub rate: Rate,
+    /// Largest IP packet that it may send without segmentation offload; 0: any.
+    pub mtu: u16,
+}

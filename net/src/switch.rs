@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The switch: the current [`View`], its workers, and the way in which a change reaches them.
+//!
+//! A change makes a new view, counts the generation up and wakes the workers, which adopt it between two passes. Nobody
+//! waits for that: what a worker still holds of the old view is kept alive by its reference, and what must stop at
+//! once (a ring, memory) is stopped under the vring's lock.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::event::Event;
+use crate::port::Port;
+use crate::table::Duplicate;
+use crate::view::{Attached, View};
+
+/// What workers and control threads share.
+pub struct Switch {
+    view: Mutex<Arc<View>>,
+    generation: AtomicU64,
+    wake: Vec<Event>,
+}
+
+impl Switch {
+    /// A switch without ports for `workers` workers.
+    ///
+    /// # Errors
+    /// No event descriptors are left.
+    pub fn new(workers: usize) -> io::Result<Self> {
+        Ok(Self {
+            view: Mutex::default(),
+            generation: AtomicU64::new(1),
+            wake: (0..workers.max(1)).map(|_| Event::new()).collect::<io::Result<_>>()?,
+        })
+    }
+
+    /// How many workers it is for.
+    #[must_use]
+    pub fn workers(&self) -> usize {
+        self.wake.len()
+    }
+
+    /// What wakes worker `index`.
+    #[must_use]
+    pub fn wake(&self, index: usize) -> &Event {
+        &self.wake[index]
+    }
+
+    /// Counts changes.
+    #[inline(always)]
+    #[must_use]
+    pub fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// The view of this moment.
+    #[must_use]
+    pub fn view(&self) -> Arc<View> {
+        self.view.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Tells the workers to look again: a ring was started or stopped, a queue moved.
+    pub fn changed(&self) {
+        self.generation.fetch_add(1, Ordering::AcqRel);
+        for event in &self.wake {
+            event.raise();
+        }
+    }
+
+    /// Replaces the ports by what `edit` makes of them.
+    ///
+    /// # Errors
+    /// Two ports own the same MAC; nothing is changed then.
+    pub fn edit(&self, edit: impl FnOnce(&mut Vec<Attached>)) -> Result<(), Duplicate> {
+        {
+            let mut view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut ports = view.ports().to_vec();
+            edit(&mut ports);
+            *view = Arc::new(View::new(ports)?);
+        }
+        self.changed();
+        Ok(())
+    }
+
+    /// Adds a port.
+    ///
+    /// # Errors
+    /// It has a MAC that another port has.
+    pub fn attach(&self, attached: Attached) -> Result<(), Duplicate> {
+        self.edit(|ports| ports.push(attached))
+    }
+
+    /// Removes a port.
+    pub fn detach(&self, port: &Arc<Port>) {
+        // Fewer MACs make no new duplicate.
+        let _never = self.edit(|ports| ports.retain(|a| !Arc::ptr_eq(&a.port, port)));
+    }
+}

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The switch as the workers see it: an immutable list of ports with what they may do, and the MAC table. A change
+//! makes a new one.
+
+use std::sync::Arc;
+
+use crate::policy::{Policy, Vlan};
+use crate::port::Port;
+use crate::table::{Duplicate, MacTable};
+use crate::uplink::Uplink;
+
+/// A port in its place.
+#[derive(Clone)]
+pub struct Attached {
+    /// The port.
+    pub port: Arc<Port>,
+    /// What it may do.
+    pub policy: Arc<Policy>,
+    /// What is behind it, if that isn't a guest.
+    pub uplink: Option<Arc<Uplink>>,
+}
+
+/// All ports.
+#[derive(Clone, Default)]
+pub struct View {
+    ports: Vec<Attached>,
+    table: MacTable,
+    uplinks: Vec<usize>,
+    /// No port has VLANs, is isolated or is checked: only the MAC decides.
+    plain: bool,
+}
+
+impl View {
+    /// A view of `ports`.
+    ///
+    /// # Errors
+    /// Two of them own the same MAC.
+    pub fn new(ports: Vec<Attached>) -> Result<Self, Duplicate> {
+        let pairs: Vec<_> =
+            ports.iter().enumerate().flat_map(|(i, a)| a.policy.macs.iter().map(move |m| (*m, i))).collect();
+        let table = MacTable::new(&pairs)?;
+        let uplinks = ports.iter().enumerate().filter(|(_, a)| a.policy.uplink).map(|(i, _)| i).collect();
+        let plain = ports.iter().all(|a| {
+            let p = &a.policy;
+            p.vlan == Vlan::Transparent
+                && !p.isolated
+                && !p.check_mac
+                && p.ips.is_empty()
+                && p.mtu == 0
+                && p.rate == crate::limit::Rate::default()
+        });
+        Ok(Self { ports, table, uplinks, plain })
+    }
+
+    /// The ports; positions are what the table speaks of.
+    #[must_use]
+    pub fn ports(&self) -> &[Attached] {
+        &self.ports
+    }
+
+    /// Position of the owner of a MAC, by its key.
+    #[inline(always)]
+    #[must_use]
+    pub fn owner(&self, key: u64) -> Option<usize> {
+        self.table.find(key)
+    }
+
+    /// Positions of the uplinks.
+    #[must_use]
+    pub fn uplinks(&self) -> &[usize] {
+        &self.uplinks
+    }
+
+    /// Does only the MAC decide?
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        self.plain
+    }
+}

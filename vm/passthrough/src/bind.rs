@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Carries plans out and gives devices back.
+//!
+//! A record per device is written before the device is touched, and removed after it was given back, so at any instant the records name
+//! at least the devices that are away. A record may name an owner's lock file: as long as the owner lives, it holds that
+//! lock; [`Store::orphans`] are records whose lock is free.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::address::Address;
+use crate::device::VFIO;
+use crate::host::{Host, link_name, text};
+use crate::plan::Plan;
+
+/// Whoever a device was bound for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Owner {
+    /// The VM's name.
+    pub vm: String,
+    /// A file that the owner keeps locked (flock, exclusive) as long as it lives.
+    pub lock: PathBuf,
+}
+
+/// What has to be restored when a device is given back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// The device.
+    pub address: Address,
+    /// The driver it came from.
+    pub driver: Option<String>,
+    /// The override that was set before.
+    pub driver_override: Option<String>,
+    /// Whoever it was bound for; None: bound by hand, stays until released by hand.
+    pub owner: Option<Owner>,
+}
+
+/// What can go wrong with a binding that was allowed.
+#[derive(Debug, Error)]
+pub enum BindError {
+    /// vfio-pci cannot be had.
+    #[error("the kernel module vfio-pci cannot be loaded ({0}): install the kernel's full module package")]
+    NoDriver(String),
+    /// The kernel refused a step; everything was undone.
+    #[error("binding {address} failed at {step}: {source}. Every device was given back; `dmesg` says more")]
+    Step {
+        /// The device.
+        address: Address,
+        /// The file that was written.
+        step: String,
+        /// What the kernel answered.
+        source: io::Error,
+    },
+    /// A probe that ended with another driver.
+    #[error("{address} went to {found} instead of {wanted}; `dmesg` says why")]
+    WrongDriver {
+        /// The device.
+        address: Address,
+        /// The driver that has it, or "no driver".
+        found: String,
+        /// The driver that should.
+        wanted: String,
+    },
+    /// Not bound by this project.
+    #[error("{0} was not bound by tombolo: only what `tombolo passthrough bind` or a VM took is given back")]
+    NotOurs(Address),
+    /// Open in a VM; unbinding would wait for ever.
+    #[error("{0} is open in a VM: stop the VM first")]
+    Open(Address),
+    /// The folder of records.
+    #[error("the record {path} cannot be kept: {source}")]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// The kernel's side of binding.
+pub trait Bus {
+    /// Makes vfio-pci available.
+    fn load_vfio(&mut self) -> Result<(), BindError>;
+    /// Writes to a sysfs file.
+    fn write(&mut self, path: &Path, content: &str) -> io::Result<()>;
+}
+
+/// The running kernel.
+#[derive(Debug, Default)]
+pub struct Kernel;
+
+impl Bus for Kernel {
+    fn load_vfio(&mut self) -> Result<(), BindError> {
+        if Path::new("/sys/bus/pci/drivers").join(VFIO).exists() {
+            return Ok(());
+        }
+        let result =
+            Command::new("modprobe").arg(VFIO).output().map_err(|e| BindError::NoDriver(e.to_string()))?;
+        if result.status.success() {
+            Ok(())
+        } else {
+            Err(BindError::NoDriver(String::from_utf8_lossy(&result.stderr).trim().to_owned()))
+        }
+    }
+
+    fn write(&mut self, path: &Path, content: &str) -> io::Result<()> {
+        fs::OpenOptions::new().write(true).open(path)?.write_all(content.as_bytes())
+    }
+}
+
+/// The folder of records.
+#[derive(Debug, Clone)]
+pub struct Store {
+    folder: PathBuf,
+}
+
+impl Store {
+    /// Records of this host, lost at its reboot as the bindings are.
+    pub fn of_host() -> Self {
+        Self::at("/run/tombolo/passthrough")
+    }
+
+    /// Records in `folder`.
+    pub fn at(folder: impl Into<PathBuf>) -> Self {
+        Self { folder: folder.into() }
+    }
+
+    fn path(&self, address: Address) -> PathBuf {
+        self.folder.join(format!("{address}.json"))
+    }
+
+    /// The record of a device that is away.
+    pub fn get(&self, address: Address) -> Result<Option<Record>, BindError> {
+        let path = self.path(address);
+        match fs::read(&path) {
+            Ok(bytes) => serde_json::from_slice(&bytes)
+                .map(Some)
+                .map_err(|e| BindError::Record { path, source: io::Error::other(e) }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(BindError::Record { path, source }),
+        }
+    }
+
+    /// Every record.
+    pub fn all(&self) -> Result<Vec<Record>, BindError> {
+        let entries = match fs::read_dir(&self.folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(source) => return Err(BindError::Record { path: self.folder.clone(), source }),
+        };
+        let mut addresses: Vec<Address> = entries
+            .filter_map(|e| e.ok()?.file_name().to_str()?.strip_suffix(".json")?.parse().ok())
+            .collect();
+        addresses.sort();
+        addresses.into_iter().filter_map(|address| self.get(address).transpose()).collect()
+    }
+
+    /// Records whose owner has died.
+    pub fn orphans(&self) -> Result<Vec<Record>, BindError> {
+        Ok(self
+            .all()?
+            .into_iter()
+            .filter(|record| record.owner.as_ref().is_some_and(|o| !alive(o)))
+            .collect())
+    }
+
+    fn put(&self, record: &Record) -> Result<(), BindError> {
+        let path = self.path(record.address);
+        let write = || {
+            fs::create_dir_all(&self.folder)?;
+            let new = path.with_extension("new");
+            let mut file = File::create(&new)?;
+            file.write_all(&serde_json::to_vec_pretty(record)?)?;
+            file.sync_all()?;
+            fs::rename(&new, &path)
+        };
+        write().map_err(|source| BindError::Record { path: path.clone(), source })
+    }
+
+    fn remove(&self, address: Address) -> Result<(), BindError> {
+        let path = self.path(address);
+        fs::remove_file(&path).map_err(|source| BindError::Record { path, source })
+    }
+}
+
+fn alive(owner: &Owner) -> bool {
+    // A lock file that is gone is held by nobody.
+    File::open(&owner.lock).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_err())
+}
+
+/// Binds every device of the plan to vfio-pci, or none.
+pub fn bind(
+    host: &Host,
+    bus: &mut dyn Bus,
+    store: &Store,
+    plan: &Plan,
+    owner: Option<&Owner>,
+) -> Result<(), BindError> {
+    bus.load_vfio()?;
+    for (index, (address, driver)) in plan.take.iter().enumerate() {
+        let record = Record {
+            address: *address,
+            driver: driver.clone(),
+            driver_override: override_of(host, *address),
+            owner: owner.cloned(),
+        };
+        let result = store.put(&record).and_then(|()| take(host, bus, *address));
+        if let Err(error) = result {
+            for (undo, _) in plan.take[..=index].iter().rev() {
+                // The first error is the one to tell; the record stays where giving back failed too.
+                let _ = release(host, bus, store, *undo);
+            }
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+/// Gives a device back to the driver it came from.
+pub fn release(host: &Host, bus: &mut dyn Bus, store: &Store, address: Address) -> Result<(), BindError> {
+    let record = store.get(address)?.ok_or(BindError::NotOurs(address))?;
+    let folder = host.device_folder(address);
+    if !folder.exists() {
+        // Unplugged meanwhile: there is nothing to give back.
+        return store.remove(address);
+    }
+    if open_in_vm(host, address) {
+        return Err(BindError::Open(address));
+    }
+    // An empty line clears the override (Linux drivers/base/driver.c, driver_set_override).
+    let before = record.driver_override.as_deref().unwrap_or("");
+    step(bus, address, &folder.join("driver_override"), &format!("{before}\n"))?;
+    if driver_of(host, address).as_deref() == Some(VFIO) {
+        step(bus, address, &folder.join("driver/unbind"), &address.to_string())?;
+    }
+    if let Some(wanted) = &record.driver {
+        step(bus, address, &host.root().join("sys/bus/pci/drivers_probe"), &address.to_string())?;
+        expect_driver(host, address, wanted)?;
+    }
+    store.remove(address)
+}
+
+/// Gives back what owners that died have left; returns the addresses.
+pub fn reclaim(host: &Host, bus: &mut dyn Bus, store: &Store) -> Result<Vec<Address>, BindError> {
+    let mut given = Vec::new();
+    for record in store.orphans()? {
+        release(host, bus, store, record.address)?;
+        given.push(record.address);
+    }
+    Ok(given)
+}
+
+fn take(host: &Host, bus: &mut dyn Bus, address: Address) -> Result<(), BindError> {
+    let folder = host.device_folder(address);
+    step(bus, address, &folder.join("driver_override"), VFIO)?;
+    if driver_of(host, address).is_some() {
+        step(bus, address, &folder.join("driver/unbind"), &address.to_string())?;
+    }
+    step(bus, address, &host.root().join("sys/bus/pci/drivers_probe"), &address.to_string())?;
+    expect_driver(host, address, VFIO)
+}
+
+fn step(bus: &mut dyn Bus, address: Address, path: &Path, content: &str) -> Result<(), BindError> {
+    bus.write(path, content).map_err(|source| BindError::Step {
+        address,
+        step: path.display().to_string(),
+        source,
+    })
+}
+
+fn expect_driver(host: &Host, address: Address, wanted: &str) -> Result<(), BindError> {
+    let found = driver_of(host, address);
+    if found.as_deref() == Some(wanted) {
+        return Ok(());
+    }
+    let found = found.unwrap_or_else(|| "no driver".into());
+    Err(BindError::WrongDriver { address, found, wanted: wanted.into() })
+}
+
+fn driver_of(host: &Host, address: Address) -> Option<String> {
+    link_name(&host.device_folder(address).join("driver"))
+}
+
+fn override_of(host: &Host, address: Address) -> Option<String> {
+    text(&host.device_folder(address).join("driver_override"))
+        .filter(|name| !name.is_empty() && name != "(null)")
+}
+
+fn open_in_vm(host: &Host, address: Address) -> bool {
+    let devices = host.devices().unwrap_or_default();
+    devices.get(&address).is_some_and(|d| d.uses.iter().any(|u| matches!(u, crate::usage::Use::Vm { .. })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::{FakeBus, Tree};
+    use crate::plan::plan;
+
+    fn address(text: &str) -> Address {
+        text.parse().unwrap()
+    }
+
+    fn bound(
+        tree: &Tree,
+        bus: &mut FakeBus,
+        store: &Store,
+        wanted: &[&str],
+        owner: Option<&Owner>,
+    ) -> Result<(), BindError> {
+        let host = tree.host();
+        let wanted: Vec<Address> = wanted.iter().map(|a| address(a)).collect();
+        let plan = plan(&host.devices().unwrap(), host.has_iommu(), &wanted, true).unwrap();
+        bind(&host, bus, store, &plan, owner)
+    }
+
+    fn drivers(tree: &Tree) -> Vec<Option<String>> {
+        tree.host().devices().unwrap().into_values().map(|d| d.driver).collect()
+    }
+
+    #[test]
+    fn a_device_goes_to_vfio_and_comes_back_to_its_driver() {
+        let tree = Tree::server();
+        let store = Store::at(tree.path().join("records"));
+        let mut bus = FakeBus::new(&tree);
+        let before = drivers(&tree);
+        bound(&tree, &mut bus, &store, &["01:00.0"], None).unwrap();
+        let device = &tree.host().devices().unwrap()[&address("01:00.0")];
+        assert_eq!(device.driver.as_deref(), Some(VFIO));
+        assert_eq!(store.all().unwrap().len(), 1);
+        release(&tree.host(), &mut bus, &store, address("01:00.0")).unwrap();
+        assert_eq!(drivers(&tree), before);
+        assert_eq!(store.all().unwrap(), vec![]);
+        assert_eq!(tree.host().devices().unwrap()[&address("01:00.0")].driver_override, None);
+    }
+
+    #[test]
+    fn a_device_that_had_no_driver_gets_none_back() {
+        let tree = Tree::server();
+        tree.remove_driver("0000:01:00.0");
+        let store = Store::at(tree.path().join("records"));
+        let mut bus = FakeBus::new(&tree);
+        bound(&tree, &mut bus, &store, &["01:00.0"], None).unwrap();
+        release(&tree.host(), &mut bus, &store, address("01:00.0")).unwrap();
+        assert_eq!(tree.host().devices().unwrap()[&address("01:00.0")].driver, None);
+    }
+
+    #[test]
+    fn when_one_device_of_several_fails_all_are_given_back() {
+        let tree = Tree::server();
+        let before = drivers(&tree);
+        for failing_write in 0..8 {
+            let store = Store::at(tree.path().join("records"));
+            let mut bus = FakeBus::new(&tree);
+            bus.fail_at = Some(failing_write);
+            let result = bound(&tree, &mut bus, &store, &["02:00.0", "02:00.1"], None);
+            if failing_write < 6 {
+                assert!(matches!(result, Err(BindError::Step { .. })), "write {failing_write}: {result:?}");
+                assert_eq!(drivers(&tree), before, "write {failing_write}");
+                assert_eq!(store.all().unwrap(), vec![], "write {failing_write}");
+            } else {
+                result.unwrap();
+                for a in ["02:00.0", "02:00.1"] {
+                    release(&tree.host(), &mut FakeBus::new(&tree), &store, address(a)).unwrap();
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn devices_of_a_vm_that_died_are_given_back_and_those_of_a_living_one_stay() {
+        let tree = Tree::server();
+        let store = Store::at(tree.path().join("records"));
+        let mut bus = FakeBus::new(&tree);
+        let owner = |name: &str| Owner { vm: name.into(), lock: tree.path().join(name) };
+        let hold = |name: &str| {
+            let file = File::create(tree.path().join(name)).unwrap();
+            flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
+            file
+        };
+        let (dead, alive) = (hold("dead"), hold("alive"));
+        bound(&tree, &mut bus, &store, &["01:00.0"], Some(&owner("dead"))).unwrap();
+        bound(&tree, &mut bus, &store, &["02:00.0"], Some(&owner("alive"))).unwrap();
+        assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap(), vec![]);
+        drop(dead);
+        assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap(), vec![address("01:00.0")]);
+        assert_eq!(store.all().unwrap().len(), 2);
+        drop(alive);
+    }
+
+    #[test]
+    fn what_was_not_bound_here_is_not_released() {
+        let tree = Tree::server();
+        let store = Store::at(tree.path().join("records"));
+        let result = release(&tree.host(), &mut FakeBus::new(&tree), &store, address("01:00.0"));
+        assert!(matches!(result, Err(BindError::NotOurs(_))));
+    }
+
+    #[test]
+    fn a_device_that_was_unplugged_while_bound_leaves_no_record() {
+        let tree = Tree::server();
+        let store = Store::at(tree.path().join("records"));
+        let mut bus = FakeBus::new(&tree);
+        bound(&tree, &mut bus, &store, &["01:00.0"], None).unwrap();
+        tree.unplug("0000:01:00.0");
+        release(&tree.host(), &mut bus, &store, address("01:00.0")).unwrap();
+        assert_eq!(store.all().unwrap(), vec![]);
+    }
+}

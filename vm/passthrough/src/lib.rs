@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Giving PCI devices of the host to VMs, and taking them back.
+//!
+//! The host's state is read from sysfs and procfs below a root folder, so that a test can put a made-up tree there. From it
+//! follow the devices, their IOMMU groups, and what the host itself does with each: mounts, swap, routes, bridges, the console. A
+//! [`plan::Plan`] says what binding would change, or why it is refused; nothing has been touched by then. Carrying a plan out writes a
+//! record of each device's driver first, then `driver_override`, unbind and probe, device by device, and undoes all of them when one
+//! fails. A record may belong to an owner who holds a lock: when the owner dies, however it dies, whoever looks next gives the
+//! devices back.
+//!
+//! - [`address`]: a PCI address.
+//! - [`device`]: what is known of a device and its group.
+//! - [`host`]: reads the devices from a root folder.
+//! - [`usage`]: what the host itself uses a device for.
+//! - [`plan`]: what binding would do, or why not.
+//! - [`bind`]: carries a plan out, keeps records, gives devices back.
+//! - [`cli`]: `tombolo passthrough …`.
+
+pub mod address;
+pub mod bind;
+pub mod cli;
+pub mod device;
+#[cfg(test)]
+mod fake;
+pub mod host;
+pub mod plan;
+pub mod usage;

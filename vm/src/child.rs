@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Child processes that never outlive this one, and the file descriptors they inherit.
+//!
+//! A child is told to die when the *thread* that started it ends, so whoever starts one stays until it is gone.
+
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus};
+
+use rustix::fs::MemfdFlags;
+use rustix::process::{Pid, Signal};
+
+/// Makes `command`'s process die with the calling thread and inherit `fds` at the numbers they have here.
+pub fn tie(command: &mut Command, fds: &[OwnedFd]) {
+    let parent = rustix::process::getpid();
+    let fds: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    // SAFETY: between fork and exec only async-signal-safe system calls are made: prctl, getppid, fcntl; no allocation.
+    unsafe {
+        command.pre_exec(move || {
+            rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+            // The parent may have died before the line above.
+            if rustix::process::getppid() != Some(parent) {
+                return Err(io::Error::from_raw_os_error(rustix::io::Errno::SRCH.raw_os_error()));
+            }
+            for &fd in &fds {
+                let fd = rustix::fd::BorrowedFd::borrow_raw(fd);
+                rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
+            }
+            Ok(())
+        });
+    }
+}
+
+/// The path under which a child that inherited `fd` opens it.
+pub fn inherited_path(fd: &OwnedFd) -> String {
+    format!("/proc/self/fd/{}", fd.as_raw_fd())
+}
+
+/// A nameless file in memory with this content.
+///
+/// # Errors
+/// When memory runs out.
+pub fn memory_file(name: &str, content: &[u8]) -> io::Result<OwnedFd> {
+    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
+    let mut file = std::fs::File::from(fd);
+    file.write_all(content)?;
+    Ok(file.into())
+}
+
+/// A child that is killed and reaped when this is dropped.
+#[derive(Debug)]
+pub struct Guarded {
+    child: Child,
+}
+
+impl Guarded {
+    /// Starts `command`.
+    ///
+    /// # Errors
+    /// Names the program.
+    pub fn spawn(command: &mut Command) -> anyhow::Result<Guarded> {
+        let child = command.spawn().map_err(|e| {
+            anyhow::anyhow!("{} can't be started: {e}", command.get_program().to_string_lossy())
+        })?;
+        Ok(Guarded { child })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Its standard output, once.
+    ///
+    /// # Errors
+    /// When it was not piped or has been taken.
+    pub fn take_stdout(&mut self) -> anyhow::Result<ChildStdout> {
+        self.child.stdout.take().ok_or_else(|| anyhow::anyhow!("the child's output is not piped"))
+    }
+
+    /// Its standard error, once.
+    ///
+    /// # Errors
+    /// When it was not piped or has been taken.
+    pub fn take_stderr(&mut self) -> anyhow::Result<ChildStderr> {
+        self.child.stderr.take().ok_or_else(|| anyhow::anyhow!("the child's errors are not piped"))
+    }
+
+    /// Kills it, if it still runs, and reaps it.
+    pub fn kill(&mut self) {
+        // Both fail only when it has been reaped already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// None in practice (waitpid of an own child).
+    pub fn wait(&mut self) -> io::Result<ExitStatus> {
+        self.child.wait()
+    }
+
+    /// A handle by which another thread can kill it without the risk of hitting another process.
+    ///
+    /// # Errors
+    /// When the process is gone.
+    pub fn handle(&self) -> io::Result<Handle> {
+        let pid = Pid::from_child(&self.child);
+        Ok(Handle { pidfd: rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())? })
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Refers to one process, never to another one that got its number.
+#[derive(Debug)]
+pub struct Handle {
+    pidfd: OwnedFd,
+}
+
+impl Handle {
+    /// Kills the process; nothing happens if it is gone.
+    pub fn kill(&self) {
+        // ESRCH: it is gone, which is what was wanted.
+        let _ = rustix::process::pidfd_send_signal(self.pidfd.as_fd(), Signal::KILL);
+    }
+}

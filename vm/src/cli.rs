@@ -1,0 +1,428 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The commands of this part: `tombolo doctor, up, down, ps, exec, logs, console, zone attach, zone detach`.
+//!
+//! Exit codes: 0 done; 1 it failed; 2 wrong usage; 125 `exec` could not run the command (else the command's own code);
+//! 130 interrupted, and taken back.
+
+use std::io::{IsTerminal, Read, Seek, SeekFrom, Write};
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::{Args, Subcommand};
+
+use crate::client::{self, Outcome, Progress};
+use crate::compose::{self, Project, Rights, Size};
+use crate::control::{Event, Peer, Request, Status};
+use crate::doctor;
+use crate::state::StateDir;
+use crate::supervisor;
+
+/// Which compose file.
+#[derive(Args, Clone, Debug)]
+pub struct File {
+    /// The compose file [default: tombolo.toml here or in a folder above]
+    #[arg(short, long, value_name = "PATH")]
+    file: Option<PathBuf>,
+}
+
+impl File {
+    fn load(&self) -> anyhow::Result<Project> {
+        Ok(Project::load(&compose::find(self.file.as_deref())?)?)
+    }
+}
+
+/// Commands for VMs.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Say what this host can do, each line with its remedy
+    Doctor,
+    /// Start what the compose file declares and does not run yet
+    Up {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// Stay in the foreground; Ctrl-C takes everything down
+        #[arg(short, long)]
+        attach: bool,
+        /// Only these VMs
+        vms: Vec<String>,
+    },
+    /// Stop VMs; without a name all of them, and the zones with them
+    Down {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// Only these VMs
+        vms: Vec<String>,
+    },
+    /// Show what runs
+    Ps {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// All projects of this user
+        #[arg(short, long)]
+        all: bool,
+    },
+    /// Run a command in a VM; its exit code is this command's
+    Exec {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// Pass this command's input on
+        #[arg(short, long)]
+        interactive: bool,
+        /// Set a variable
+        #[arg(short, long, value_name = "NAME=VALUE")]
+        env: Vec<String>,
+        /// Run it in this folder of the guest
+        #[arg(short = 'C', long, value_name = "PATH")]
+        dir: Option<String>,
+        /// The VM
+        vm: String,
+        /// Program and arguments
+        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+        command: Vec<String>,
+    },
+    /// Show what a VM's console said
+    Logs {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// Go on as it says more
+        #[arg(short = 'F', long)]
+        follow: bool,
+        /// QEMU's own words instead
+        #[arg(long)]
+        qemu: bool,
+        /// The VM
+        vm: String,
+    },
+    /// Use a VM's serial console; Ctrl-] leaves it
+    Console {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// The VM
+        vm: String,
+    },
+    /// Hold the zones and VMs of a project (started by 'up')
+    #[command(hide = true)]
+    Supervise {
+        /// The project's folder
+        #[arg(long)]
+        dir: PathBuf,
+        /// The inherited connection
+        #[arg(long)]
+        control: RawFd,
+        /// The compose file
+        #[arg(long)]
+        file: PathBuf,
+    },
+}
+
+/// Commands for zones of running VMs.
+#[derive(Subcommand, Debug)]
+pub enum ZoneCommand {
+    /// Make a running VM a member of a zone
+    Attach {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// Let it only read
+        #[arg(long)]
+        read_only: bool,
+        /// Mount the zone's file system there
+        #[arg(long, value_name = "PATH")]
+        mount: Option<String>,
+        /// The zone
+        zone: String,
+        /// The VM
+        vm: String,
+    },
+    /// Print where a running project's zone can be opened: tombolo files mount "$(tombolo zone path ZONE)" DIR
+    Path {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// The zone
+        zone: String,
+    },
+    /// Unmount a zone in a running VM and end its membership
+    Detach {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// The zone
+        zone: String,
+        /// The VM
+        vm: String,
+    },
+}
+
+/// Runs one of [`Command`].
+///
+/// # Errors
+/// One message that says what, where and what to do.
+pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Doctor => diagnose(json),
+        Command::Up { file, attach, vms } => up(&file.load()?, vms, attach, json),
+        Command::Down { file, vms } => down(&file.load()?, vms, json),
+        Command::Ps { file, all } => ps(&file, all, json),
+        Command::Exec { file, interactive, env, dir, vm, command } => {
+            let request = Request::Exec { vm, argv: command, env, dir, input: interactive };
+            match file.load().and_then(|project| client::exec(&project, &request)) {
+                Ok(code) => Ok(ExitCode::from(u8::try_from(code & 0xff).unwrap_or(255))),
+                Err(e) => {
+                    eprintln!("tombolo: {e:#}");
+                    Ok(ExitCode::from(125))
+                }
+            }
+        }
+        Command::Logs { file, follow, qemu, vm } => logs(&file.load()?, &vm, follow, qemu),
+        Command::Console { file, vm } => {
+            client::console(&file.load()?, &vm)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Supervise { dir, control, file } => {
+            supervisor::run(Project::load(&file)?, &dir, control)?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// Runs one of [`ZoneCommand`].
+///
+/// # Errors
+/// As [`run`].
+pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
+    let (file, request) = match command {
+        ZoneCommand::Attach { file, read_only, mount, zone, vm } => {
+            let rights = if read_only { Rights::ReadOnly } else { Rights::ReadWrite };
+            (file, Request::ZoneAttach { zone, vm, rights, mount })
+        }
+        ZoneCommand::Path { file, zone } => return zone_path(&file.load()?, &zone, json),
+        ZoneCommand::Detach { file, zone, vm } => (file, Request::ZoneDetach { zone, vm }),
+    };
+    let mut peer = client::living(&file.load()?)?;
+    peer.send(&request)?;
+    finish(client::follow(peer, &mut Progress::new(json))?)
+}
+
+/// One line or more on the standard output; who reads it may be gone, which is an error like any other.
+fn say(text: &str) -> std::io::Result<()> {
+    writeln!(std::io::stdout().lock(), "{text}")
+}
+
+fn zone_path(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
+    let status = status(client::living(project)?)?;
+    let Some(zone) = status.zones.iter().find(|z| z.name == name) else {
+        let near = compose::nearest(name, status.zones.iter().map(|z| z.name.as_str()));
+        let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
+        anyhow::bail!("the project '{}' has no zone '{name}'{hint}", project.name);
+    };
+    if json {
+        say(&serde_json::to_string(zone)?)?;
+    } else {
+        say(&zone.path)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn status(mut peer: Peer) -> anyhow::Result<Status> {
+    peer.send(&Request::Ps)?;
+    match peer.receive::<Event>()? {
+        Some(Event::Status(status)) => Ok(*status),
+        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+        other => anyhow::bail!("the supervisor answered {other:?}"),
+    }
+}
+
+fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
+    match outcome {
+        Outcome::Done => Ok(ExitCode::SUCCESS),
+        Outcome::Interrupted => {
+            eprintln!("tombolo: interrupted; everything that was started has been stopped");
+            Ok(ExitCode::from(130))
+        }
+    }
+}
+
+fn diagnose(json: bool) -> anyhow::Result<ExitCode> {
+    let near = std::env::current_dir()?;
+    let findings = doctor::examine(&near, || {
+        eprintln!("finding out whether KVM works here (once per boot of the host) ...")
+    });
+    if json {
+        say(&serde_json::to_string_pretty(&findings)?)?;
+    } else {
+        say(doctor::table(&findings, std::io::stdout().is_terminal()).trim_end())?;
+    }
+    let bad = findings.iter().any(|f| f.grade == doctor::Grade::Bad);
+    Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn up(project: &Project, vms: Vec<String>, attach: bool, json: bool) -> anyhow::Result<ExitCode> {
+    if project.compose.vm.is_empty() {
+        anyhow::bail!("{} declares no VM; add a table [vm.NAME]", project.file.display());
+    }
+    let request = Request::Up { project: Box::new(project.clone()), vms };
+    let peer = client::supervisor(project, &request)?;
+    let outcome = client::follow(peer, &mut Progress::new(json))?;
+    if outcome == Outcome::Done && attach {
+        eprintln!("Ctrl-C takes everything down");
+        client::attach(project)?;
+        return down(project, Vec::new(), json);
+    }
+    finish(outcome)
+}
+
+fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
+    let dir = StateDir::of(project)?;
+    let Some(mut peer) = Peer::connect(&dir)? else {
+        // Logs of a supervisor that died.
+        if let Some(_lock) = dir.path().exists().then(|| dir.lock()).transpose()?.flatten() {
+            dir.remove();
+        }
+        if !json {
+            eprintln!("the project '{}' is not up", project.name);
+        }
+        return Ok(ExitCode::SUCCESS);
+    };
+    let all = vms.is_empty();
+    peer.send(&Request::Down { vms })?;
+    let outcome = client::follow(peer, &mut Progress::new(json))?;
+    if all {
+        wait_gone(&dir)?;
+    }
+    finish(outcome)
+}
+
+/// The supervisor ends right after its last word; whoever called `down` may count on it.
+fn wait_gone(dir: &StateDir) -> anyhow::Result<()> {
+    for _ in 0..500 {
+        if dir.address()?.is_none() {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    anyhow::bail!("the supervisor still lives; see {}", dir.path().display())
+}
+
+fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
+    let mut projects = Vec::new();
+    if all {
+        for dir in StateDir::all()? {
+            if let Some(peer) = Peer::connect(&dir)? {
+                projects.push(status(peer)?);
+            }
+        }
+        if json {
+            say(&serde_json::to_string_pretty(&projects)?)?;
+        }
+    } else {
+        let project = file.load()?;
+        let found = Peer::connect(&StateDir::of(&project)?)?.map(status).transpose()?;
+        if json {
+            let status = found.clone().unwrap_or_else(|| Status::down(&project));
+            say(&serde_json::to_string_pretty(&status)?)?;
+        }
+        projects.extend(found);
+    }
+    if !json {
+        if projects.is_empty() {
+            eprintln!("nothing runs");
+        }
+        for status in &projects {
+            say(table(status).trim_end())?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn table(status: &Status) -> String {
+    let supervisor = status.supervisor.map_or("-".into(), |p| p.to_string());
+    let mut text =
+        format!("{}  {}  supervisor {supervisor}\n{}\n", status.project, status.file.display(), status.accel);
+    let mut rows = vec![["VM", "STATE", "PID", "CPUS", "MEMORY", "UPTIME", "ZONES"].map(str::to_owned)];
+    for vm in &status.vms {
+        rows.push([
+            vm.name.clone(),
+            vm.state.clone(),
+            vm.pid.map_or("-".into(), |p| p.to_string()),
+            vm.cpus.to_string(),
+            Size(vm.memory).to_string(),
+            format!("{:.0} s", vm.uptime),
+            if vm.zones.is_empty() { "-".into() } else { vm.zones.join(",") },
+        ]);
+    }
+    text.push_str(&columns(&rows));
+    if !status.zones.is_empty() {
+        let mut rows = vec![["ZONE", "SIZE", "BACKING", "MEMBERS"].map(str::to_owned)];
+        for zone in &status.zones {
+            let members = if zone.members.is_empty() { "-".into() } else { zone.members.join(",") };
+            rows.push([zone.name.clone(), Size(zone.size).to_string(), zone.backing.clone(), members]);
+        }
+        text.push_str(&columns(&rows));
+    }
+    text
+}
+
+fn columns<const N: usize>(rows: &[[String; N]]) -> String {
+    let mut widths = [0; N];
+    for row in rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let mut text = String::new();
+    for row in rows {
+        let line: Vec<String> =
+            row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        text.push_str(line.join("  ").trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+fn logs(project: &Project, vm: &str, follow: bool, qemu: bool) -> anyhow::Result<ExitCode> {
+    let dir = StateDir::of(project)?;
+    let path = if qemu { dir.qemu_log(vm) } else { dir.console_log(vm) };
+    if !project.compose.vm.contains_key(vm) {
+        let near = compose::nearest(vm, project.compose.vm.keys().map(String::as_str));
+        let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
+        anyhow::bail!("{} declares no VM '{vm}'{hint}", project.file.display());
+    }
+    let mut log = std::fs::File::open(&path).with_context(|| {
+        format!("the VM '{vm}' has no log ({}); start it with 'tombolo up'", path.display())
+    })?;
+    let mut out = std::io::stdout().lock();
+    std::io::copy(&mut log, &mut out)?;
+    while follow && dir.address()?.is_some() {
+        std::thread::sleep(Duration::from_millis(200));
+        log = reopened(log, &path)?;
+        std::io::copy(&mut log, &mut out)?;
+        out.flush()?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The same log, or the new one after a change of files.
+fn reopened(mut log: std::fs::File, path: &Path) -> anyhow::Result<std::fs::File> {
+    use std::os::unix::fs::MetadataExt;
+    let Ok(meta) = path.metadata() else { return Ok(log) };
+    if meta.ino() == log.metadata()?.ino() {
+        if meta.len() < log.stream_position()? {
+            log.seek(SeekFrom::Start(0))?;
+        }
+        return Ok(log);
+    }
+    let mut rest = Vec::new();
+    log.read_to_end(&mut rest)?;
+    std::io::stdout().write_all(&rest)?;
+    Ok(std::fs::File::open(path)?)
+}

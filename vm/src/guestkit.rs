@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Which kernel and initramfs a VM boots: the guest kit's, by version, or the user's own files.
+
+use std::path::{Path, PathBuf};
+
+use crate::compose::VmSpec;
+
+/// What a VM boots.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Boot {
+    /// The kernel image.
+    pub kernel: PathBuf,
+    /// The initramfs, if any.
+    pub initrd: Option<PathBuf>,
+}
+
+/// Folders that may hold the guest kit, a folder per kernel version in each: `$TOMBOLO_GUEST_DIR`, `.cache/guest` beside the
+/// compose file or above it, `.cache/guest` above the program itself, and where a package puts it.
+pub fn places(near: &Path) -> Vec<PathBuf> {
+    let mut places: Vec<PathBuf> =
+        std::env::var_os("TOMBOLO_GUEST_DIR").map(PathBuf::from).into_iter().collect();
+    places.extend(near.ancestors().map(|a| a.join(".cache/guest")));
+    if let Ok(program) = std::env::current_exe() {
+        places.extend(program.ancestors().map(|a| a.join(".cache/guest")));
+    }
+    places.push("/usr/lib/tombolo/guest".into());
+    places
+}
+
+/// The kit's kernel of this version ("6.1", "6.12"), or its newest.
+pub fn kit(places: &[PathBuf], version: Option<&str>) -> Option<Boot> {
+    places.iter().find_map(|place| {
+        let mut versions: Vec<(Vec<u32>, PathBuf)> = std::fs::read_dir(place)
+            .ok()?
+            .filter_map(|e| e.ok().map(|e| e.path()))
+            .filter(|p| p.join("vmlinuz").is_file() && p.join("initrd.img").is_file())
+            .filter_map(|p| Some((numbers(p.file_name()?.to_str()?)?, p)))
+            .collect();
+        versions.sort();
+        let wanted = version.and_then(numbers);
+        let found = match &wanted {
+            Some(w) => versions.into_iter().rfind(|(v, _)| v.starts_with(w)),
+            None if version.is_none() => versions.pop(),
+            None => None,
+        };
+        found.map(|(_, dir)| Boot { kernel: dir.join("vmlinuz"), initrd: Some(dir.join("initrd.img")) })
+    })
+}
+
+fn numbers(version: &str) -> Option<Vec<u32>> {
+    version.split('-').next()?.split('.').map(|n| n.parse().ok()).collect()
+}
+
+/// What `vm` boots; `None` when it boots from its disk.
+///
+/// # Errors
+/// Names the missing file or version, and the remedy.
+pub fn boot(name: &str, vm: &VmSpec, near: &Path) -> anyhow::Result<Option<Boot>> {
+    let places = places(near);
+    match &vm.kernel {
+        Some(path) if path.contains('/') => {
+            let kernel = PathBuf::from(path);
+            exists(&kernel, name, "kernel")?;
+            if let Some(initrd) = &vm.initrd {
+                exists(initrd, name, "initrd")?;
+            }
+            Ok(Some(Boot { kernel, initrd: vm.initrd.clone() }))
+        }
+        None if vm.disk.is_some() => Ok(None),
+        version => {
+            let Some(mut boot) = kit(&places, version.as_deref()) else {
+                let what = version
+                    .as_deref()
+                    .map_or("no guest kit".to_owned(), |v| format!("no guest kit with kernel {v}"));
+                anyhow::bail!(
+                    "vm.{name}.kernel: {what} in {}; build it (make guest), set TOMBOLO_GUEST_DIR, or name a kernel image's path",
+                    places[0].display()
+                );
+            };
+            if let Some(initrd) = &vm.initrd {
+                exists(initrd, name, "initrd")?;
+                boot.initrd = Some(initrd.clone());
+            }
+            Ok(Some(boot))
+        }
+    }
+}
+
+fn exists(path: &Path, vm: &str, key: &str) -> anyhow::Result<()> {
+    match std::fs::File::open(path) {
+        Ok(_) => Ok(()),
+        Err(e) => anyhow::bail!("vm.{vm}.{key}: {} can't be read: {e}", path.display()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_as_numbers_and_found_by_prefix() {
+        let dir = tempfile::tempdir().unwrap();
+        for version in ["6.1", "6.12", "6.2", "notes"] {
+            std::fs::create_dir(dir.path().join(version)).unwrap();
+            std::fs::write(dir.path().join(version).join("vmlinuz"), "").unwrap();
+            std::fs::write(dir.path().join(version).join("initrd.img"), "").unwrap();
+        }
+        let places = [dir.path().join("missing"), dir.path().to_owned()];
+        let kernel = |v| kit(&places, v).map(|b| b.kernel.strip_prefix(dir.path()).unwrap().to_owned());
+        assert_eq!(kernel(None), Some("6.12/vmlinuz".into()));
+        assert_eq!(kernel(Some("6.1")), Some("6.1/vmlinuz".into()));
+        assert_eq!(kernel(Some("6.3")), None);
+        assert_eq!(kernel(Some("latest")), None);
+    }
+
+    #[test]
+    fn a_missing_kernel_is_named_with_its_key() {
+        let vm: VmSpec = toml::from_str("kernel = \"/nonexistent/vmlinuz\"").unwrap();
+        let e = boot("a", &vm, Path::new("/")).unwrap_err().to_string();
+        assert!(e.starts_with("vm.a.kernel: /nonexistent/vmlinuz can't be read"), "{e}");
+        let vm: VmSpec = toml::from_str("kernel = \"5.99\"").unwrap();
+        let e = boot("a", &vm, Path::new("/")).unwrap_err().to_string();
+        assert!(e.contains("no guest kit with kernel 5.99") && e.contains("make guest"), "{e}");
+    }
+}

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the host has: memory, and the files that a VM names.
+
+use crate::compose::{Size, VmSpec};
+
+/// Memory that is left, in bytes.
+pub fn memory_available() -> Option<u64> {
+    meminfo("MemAvailable")
+}
+
+/// A line of /proc/meminfo, in bytes.
+pub fn meminfo(key: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'))?;
+    line.split_whitespace().next()?.parse::<u64>().ok().map(|kb| kb << 10)
+}
+
+/// Refuses what can't fit.
+///
+/// # Errors
+/// Names the sizes and the largest part.
+pub fn check_memory<'a>(
+    vms: impl Iterator<Item = (&'a str, u64)>,
+    zones: impl Iterator<Item = (&'a str, u64)>,
+) -> anyhow::Result<()> {
+    check_memory_of(memory_available(), vms, zones)
+}
+
+fn check_memory_of<'a>(
+    available: Option<u64>,
+    vms: impl Iterator<Item = (&'a str, u64)>,
+    zones: impl Iterator<Item = (&'a str, u64)>,
+) -> anyhow::Result<()> {
+    let Some(available) = available else { return Ok(()) };
+    let parts: Vec<(String, u64)> = vms
+        .map(|(n, s)| (format!("vm.{n}.memory"), s))
+        .chain(zones.map(|(n, s)| (format!("zone.{n}.size"), s)))
+        .collect();
+    let total: u64 = parts.iter().fold(0, |sum, (_, s)| sum.saturating_add(*s));
+    if let Some((name, size)) = parts.iter().max_by_key(|(_, s)| *s).filter(|_| total > available) {
+        anyhow::bail!(
+            "too little memory: VMs and zones want {}M together, the host has {}M left; the largest is {name} with {}; \
+             make it smaller, or set overcommit = true",
+            total >> 20,
+            available >> 20,
+            Size(*size)
+        );
+    }
+    Ok(())
+}
+
+/// Looks whether the files a VM names are there.
+///
+/// # Errors
+/// Names the key and the file.
+pub fn check_files(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
+    if let Some(disk) = &spec.disk {
+        let opened = std::fs::OpenOptions::new().read(true).write(!spec.snapshot).open(disk);
+        opened.map_err(|e| anyhow::anyhow!("vm.{name}.disk: {} can't be opened: {e}", disk.display()))?;
+    }
+    for share in &spec.share {
+        if !share.path.is_dir() {
+            anyhow::bail!("vm.{name}.share: {} is not a folder", share.path.display());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn too_little_memory_names_the_largest_part_and_the_remedy() {
+        let vms = || [("a", 4 << 30), ("b", 1 << 30)].into_iter();
+        let zones = || [("z", 2 << 30)].into_iter();
+        let e = check_memory_of(Some(6 << 30), vms(), zones()).unwrap_err().to_string();
+        assert!(
+            e.contains("want 7168M together, the host has 6144M") && e.contains("vm.a.memory with 4G"),
+            "{e}"
+        );
+        assert!(e.contains("overcommit = true"));
+        check_memory_of(Some(7 << 30), vms(), zones()).unwrap();
+    }
+
+    #[test]
+    fn the_host_tells_its_memory() {
+        assert!(memory_available().unwrap() > 0);
+        assert!(meminfo("MemTotal").unwrap() >= memory_available().unwrap());
+    }
+}

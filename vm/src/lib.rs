@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Start, stop and watch the VMs of a compose file.
+//!
+//! `tombolo up` reads the file ([`compose`]), finds or starts the project's *supervisor*, a process of its own
+//! ([`supervisor`]), and hands it the checked file over a control socket ([`control`]). The supervisor holds the zones
+//! ([`zones`]), starts one QEMU per VM ([`machine`], [`qemu`]), follows each until it is ready, and then answers the other
+//! commands ([`cli`]). It talks to QEMU and to the guests over inherited sockets only, and everything it starts is tied to
+//! its own life ([`child`]): whichever process dies, by whatever signal, nothing stays behind.
+//!
+//! - [`compose`]: the file, and errors that name file, line and key.
+//! - [`guestkit`]: which kernel and initramfs a VM boots.
+//! - [`host`]: what the host has.
+//! - [`state`]: the project's folder and the lock that tells whether its supervisor lives.
+//! - [`control`]: what commands and supervisor say to each other.
+//! - [`supervisor`], [`session`]: the supervisor, and what in it lasts (exec, console).
+//! - [`machine`]: one VM's life.
+//! - [`qemu`]: command line, monitor, console, and whether KVM works.
+//! - [`agent`], [`exec`]: the guest agent, and commands through it.
+//! - [`zones`]: zones as the supervisor holds them.
+//! - [`child`]: processes that never outlive this one.
+//! - [`doctor`]: what this host can do.
+//! - [`client`], [`cli`]: the commands.
+
+pub mod agent;
+pub mod child;
+pub mod cli;
+pub mod client;
+pub mod compose;
+pub mod control;
+pub mod doctor;
+pub mod exec;
+pub mod guestkit;
+pub mod host;
+pub mod machine;
+pub mod qemu;
+pub mod session;
+pub mod state;
+pub mod supervisor;
+pub mod zones;

@@ -1,0 +1,607 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One VM's life: QEMU is started and watched by a thread of its own, the boot is followed by whoever called
+//! [`Machine::start`], and its end is told to the supervisor however it comes.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use qapi::{qga, qmp};
+
+use crate::agent::Agent;
+use crate::child::{self, Guarded};
+use crate::compose::{Ready, VmSpec};
+use crate::control::{Stage, VmStatus};
+use crate::exec;
+use crate::guestkit::Boot;
+use crate::qemu::cmdline::{self, Plan, ZoneDevice};
+use crate::qemu::console::Console;
+use crate::qemu::kvm::Accel;
+use crate::qemu::qmp::Qmp;
+use crate::qemu::version::Qemu;
+use crate::state::StateDir;
+use crate::zones::Invitation;
+
+/// How long a guest with a disk of its own may take to shut down.
+const SHUTDOWN: Duration = Duration::from_secs(60);
+/// How long QEMU may take to end when told to.
+const QUIT: Duration = Duration::from_secs(5);
+/// Lines of console and QEMU's log in an error.
+const LAST_LINES: usize = 15;
+
+/// What a VM is started from.
+#[derive(Debug)]
+pub struct Start<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// What the compose file says.
+    pub spec: &'a VmSpec,
+    /// The QEMU.
+    pub qemu: &'a Qemu,
+    /// KVM or TCG.
+    pub accel: Accel,
+    /// What it boots.
+    pub boot: Option<Boot>,
+    /// Its zones: name and invitation.
+    pub zones: Vec<(String, Invitation)>,
+    /// Where its logs go.
+    pub dir: &'a StateDir,
+}
+
+/// What a guest mounts.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// The zone.
+    pub uuid: String,
+    /// The slot that is kept for the guest.
+    pub member: u32,
+}
+
+/// A VM that has been started.
+#[derive(Debug)]
+pub struct Machine {
+    name: String,
+    spec: VmSpec,
+    accel: Accel,
+    started: Instant,
+    console: Arc<Console>,
+    log: Arc<Console>,
+    agent: Agent,
+    qmp: OnceLock<Qmp>,
+    process: child::Handle,
+    pid: u32,
+    state: Mutex<State>,
+    changed: Condvar,
+    cancelled: AtomicBool,
+}
+
+#[derive(Debug)]
+struct State {
+    phase: Phase,
+    agent_open: bool,
+    /// How QEMU ended.
+    exit: Option<String>,
+    zones: Vec<String>,
+    free_ports: Vec<u32>,
+    timeline: Vec<(String, f64)>,
+}
+
+/// Where a VM is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// On its way.
+    Booting,
+    /// Ready.
+    Up,
+    /// On its way out.
+    Stopping,
+    /// It never got ready.
+    Failed,
+    /// QEMU has ended.
+    Ended,
+}
+
+impl Machine {
+    /// Starts QEMU. The VM is not ready yet: see [`Machine::follow`]. `ended` is called once, when QEMU is gone.
+    ///
+    /// # Errors
+    /// When QEMU can't be started.
+    pub fn start(
+        start: Start<'_>,
+        ended: impl FnOnce(&str) + Send + 'static,
+    ) -> anyhow::Result<Arc<Machine>> {
+        let begun = Instant::now();
+        let (monitor, monitor_end) = UnixStream::pair()?;
+        let (console, console_end) = UnixStream::pair()?;
+        let (agent, agent_end) = UnixStream::pair()?;
+        let (log, log_end) = UnixStream::pair()?;
+        let mut inherited: Vec<OwnedFd> = Vec::new();
+        let mut give = |fd: OwnedFd| {
+            let number = fd.as_raw_fd();
+            inherited.push(fd);
+            number
+        };
+        let mut zones = Vec::new();
+        let mut names = Vec::new();
+        for (name, invitation) in start.zones {
+            names.push(name.clone());
+            zones.push(ZoneDevice {
+                name,
+                memory: give(invitation.memory),
+                size: invitation.size,
+                read_only: invitation.read_only,
+                doorbell: give(invitation.doorbell.into()),
+            });
+        }
+        let plan = Plan {
+            name: start.name,
+            spec: start.spec,
+            qemu: start.qemu,
+            accel: start.accel,
+            boot: start.boot,
+            monitor: give(monitor_end.into()),
+            console: give(console_end.into()),
+            agent: give(agent_end.into()),
+            zones,
+        };
+        let mut command = Command::new(&start.qemu.program);
+        command.args(cmdline::arguments(&plan)).arg("-S");
+        command.stdin(Stdio::null());
+        command.stdout(Stdio::from(OwnedFd::from(log_end.try_clone()?)));
+        command.stderr(Stdio::from(OwnedFd::from(log_end)));
+        child::tie(&mut command, &inherited);
+
+        let pattern = match &start.spec.ready {
+            Ready::Console(regex) => Some(regex_lite::Regex::new(regex)?),
+            _ => None,
+        };
+        let console = Console::start(console, &start.dir.console_log(start.name), pattern)?;
+        let log = Console::start(log, &start.dir.qemu_log(start.name), None)?;
+
+        // QEMU dies with the thread that starts it, so that thread waits for its end.
+        let (sender, receiver) = mpsc::channel();
+        let (register, registered) = mpsc::channel::<Arc<Machine>>();
+        std::thread::Builder::new().name(format!("vm-{}", start.name)).spawn(move || {
+            let mut qemu = match Guarded::spawn(&mut command).and_then(|q| Ok((q.handle()?, q))) {
+                Ok((handle, qemu)) => {
+                    if sender.send(Ok((handle, qemu.pid()))).is_err() {
+                        return;
+                    }
+                    qemu
+                }
+                Err(e) => {
+                    let _ = sender.send(Err(e));
+                    return;
+                }
+            };
+            // QEMU has its copies; with these open its end of a socket would never be seen.
+            drop(command);
+            drop(inherited);
+            let how = match qemu.wait() {
+                Ok(status) => describe(status),
+                Err(e) => format!("its end is unknown: {e}"),
+            };
+            if let Ok(machine) = registered.recv() {
+                machine.set_ended(how.clone());
+            }
+            ended(&how);
+        })?;
+        let (process, pid) = receiver.recv().context("the thread that starts QEMU ended")??;
+        let machine = Arc::new(Machine {
+            name: start.name.to_owned(),
+            spec: start.spec.clone(),
+            accel: start.accel,
+            started: begun,
+            console,
+            log,
+            agent: Agent::new(agent),
+            qmp: OnceLock::new(),
+            process,
+            pid,
+            state: Mutex::new(State {
+                phase: Phase::Booting,
+                agent_open: false,
+                exit: None,
+                zones: names,
+                free_ports: (0..start.spec.hotplug_ports).rev().collect(),
+                timeline: Vec::new(),
+            }),
+            changed: Condvar::new(),
+            cancelled: AtomicBool::new(false),
+        });
+        machine.mark("qemu started");
+        let _ = register.send(machine.clone());
+        let weak = Arc::downgrade(&machine);
+        let connected = Qmp::connect(monitor, move |event, data| {
+            if let Some(machine) = weak.upgrade() {
+                machine.event(event, data);
+            }
+        });
+        match connected {
+            Ok(qmp) => {
+                machine.mark("monitor answers");
+                let _ = machine.qmp.set(qmp);
+                Ok(machine)
+            }
+            Err(e) => {
+                machine.process.kill();
+                machine.wait_ended(QUIT);
+                Err(machine.failure(&e.to_string()))
+            }
+        }
+    }
+
+    /// The VM's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What the compose file said when it was started.
+    pub fn spec(&self) -> &VmSpec {
+        &self.spec
+    }
+
+    /// Its agent.
+    pub fn agent(&self) -> &Agent {
+        &self.agent
+    }
+
+    /// Its serial console.
+    pub fn console(&self) -> &Console {
+        &self.console
+    }
+
+    /// Where it is.
+    pub fn phase(&self) -> Phase {
+        self.lock().phase.clone()
+    }
+
+    /// The monitor.
+    ///
+    /// # Errors
+    /// When QEMU is not there yet.
+    pub fn qmp(&self) -> anyhow::Result<&Qmp> {
+        self.qmp.get().with_context(|| format!("the VM '{}' has no monitor yet", self.name))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn mark(&self, what: &str) {
+        let at = self.started.elapsed().as_secs_f64();
+        self.lock().timeline.push((what.to_owned(), at));
+    }
+
+    fn set_ended(&self, how: String) {
+        let mut state = self.lock();
+        state.exit = Some(how);
+        if state.phase != Phase::Failed {
+            state.phase = Phase::Ended;
+        }
+        self.changed.notify_all();
+    }
+
+    fn event(&self, event: &str, data: &serde_json::Value) {
+        if event == "VSERPORT_CHANGE" && data["id"] == "agent" {
+            self.lock().agent_open = data["open"] == true;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Lets the guest run and waits until it is ready, as the compose file defines it.
+    ///
+    /// # Errors
+    /// With the console's last lines. QEMU is gone then.
+    pub fn follow(&self, report: &dyn Fn(Stage, &str)) -> anyhow::Result<()> {
+        report(Stage::Booting, self.accel.name());
+        let result = self.boot();
+        if result.is_err() {
+            self.lock().phase = Phase::Failed;
+            self.process.kill();
+            self.wait_ended(QUIT);
+        }
+        result
+    }
+
+    fn boot(&self) -> anyhow::Result<()> {
+        self.qmp()?.execute(qmp::cont {}).map_err(|e| self.failure(&e.to_string()))?;
+        self.mark("guest runs");
+        let limit = Duration::from_secs(self.spec.ready_timeout.into());
+        let deadline = self.started + limit;
+        match &self.spec.ready {
+            Ready::Running => {}
+            Ready::Console(pattern) => {
+                let matched = self.console.wait_match(limit);
+                self.check_alive()?;
+                if !matched {
+                    let what =
+                        format!("no line of its console matched '{pattern}' within {} s", limit.as_secs());
+                    return Err(self.failure(&what));
+                }
+            }
+            Ready::Agent => {
+                let silent = |e: &str| {
+                    self.failure(&format!(
+                        "its guest agent did not answer within {} s{e}; if the image has no qemu-guest-agent, set ready = \"running\" or \"console:REGEX\"",
+                        limit.as_secs()
+                    ))
+                };
+                let left = deadline.saturating_duration_since(Instant::now());
+                let (state, _) = self
+                    .changed
+                    .wait_timeout_while(self.lock(), left, |s| !s.agent_open && s.exit.is_none())
+                    .unwrap_or_else(PoisonError::into_inner);
+                let open = state.agent_open;
+                drop(state);
+                self.check_alive()?;
+                if !open {
+                    return Err(silent(""));
+                }
+                let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_secs(1));
+                if let Err(e) = self.agent.ping(left) {
+                    self.check_alive()?;
+                    return Err(silent(&format!(" ({e})")));
+                }
+            }
+        }
+        if let Some(first) = self.console.first_output() {
+            let at = first.saturating_duration_since(self.started).as_secs_f64();
+            self.lock().timeline.push(("first console output".into(), at));
+        }
+        self.mark("ready");
+        Ok(())
+    }
+
+    /// The VM counts as up from here.
+    pub fn set_up(&self) {
+        let mut state = self.lock();
+        if state.phase == Phase::Booting {
+            state.phase = Phase::Up;
+        }
+    }
+
+    fn check_alive(&self) -> anyhow::Result<()> {
+        if self.cancelled.load(Ordering::Acquire) {
+            anyhow::bail!("cancelled");
+        }
+        let exit = self.lock().exit.clone();
+        match exit {
+            None => Ok(()),
+            Some(how) => {
+                self.console.wait_end(QUIT);
+                self.log.wait_end(QUIT);
+                Err(self.failure(&format!("it ended while it booted ({how})")))
+            }
+        }
+    }
+
+    /// An error that carries the last lines of the console and of QEMU's own log.
+    fn failure(&self, what: &str) -> anyhow::Error {
+        let mut text = format!("the VM '{}' failed: {what}", self.name);
+        for (title, lines) in [
+            ("QEMU said", self.log.last_lines(LAST_LINES)),
+            ("last lines of its console", self.console.last_lines(LAST_LINES)),
+        ] {
+            if !lines.is_empty() {
+                text.push_str(&format!("\n  {title}:"));
+                for line in lines {
+                    text.push_str("\n  | ");
+                    text.push_str(&line);
+                }
+            }
+        }
+        anyhow::anyhow!(text)
+    }
+
+    /// Waits for QEMU's end: whether it came within `limit`.
+    fn wait_ended(&self, limit: Duration) -> bool {
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), limit, |s| s.exit.is_none())
+            .unwrap_or_else(PoisonError::into_inner);
+        state.exit.is_some()
+    }
+
+    /// Kills it now; a boot that is followed ends with 'cancelled'.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Release);
+        self.process.kill();
+    }
+
+    /// Stops it: a guest with a disk is asked to shut down first.
+    pub fn stop(&self, report: &dyn Fn(Stage, &str)) {
+        let was_up = {
+            let mut state = self.lock();
+            if state.exit.is_some() {
+                return;
+            }
+            std::mem::replace(&mut state.phase, Phase::Stopping) == Phase::Up
+        };
+        report(Stage::Stopping, "");
+        if was_up && self.spec.disk.is_some() && !self.spec.snapshot {
+            let asked = if self.lock().agent_open {
+                // The agent does not answer this one when it succeeds.
+                let command = qga::guest_shutdown { mode: Some(qga::GuestShutdownMode::Powerdown) };
+                matches!(
+                    self.agent.call(command, Duration::from_secs(2)),
+                    Ok(_) | Err(crate::agent::Error::Silent { .. })
+                )
+            } else {
+                self.qmp().is_ok_and(|q| q.execute(qmp::system_powerdown {}).is_ok())
+            };
+            if asked && self.wait_ended(SHUTDOWN) {
+                return;
+            }
+        }
+        // QEMU flushes its disks when it quits.
+        if self.qmp().is_ok_and(|q| q.execute(qmp::quit {}).is_ok()) && self.wait_ended(QUIT) {
+            return;
+        }
+        self.process.kill();
+        if !self.wait_ended(QUIT) {
+            eprintln!("tombolo: process {} of the VM '{}' does not die", self.pid, self.name);
+        }
+    }
+
+    /// Mounts a zone's file system through the agent.
+    ///
+    /// # Errors
+    /// Says whether the module or the mount is missing.
+    pub fn mount(&self, zone: &str, source: &Source, path: &str, read_only: bool) -> anyhow::Result<()> {
+        const MOUNT: &str = r#"if ! grep -qw tombolo /proc/filesystems; then
+	modprobe tombolo || insmod "/lib/modules/$(uname -r)/updates/dkms/tombolo.ko" || insmod /lib/modules/tombolo.ko
+	grep -qw tombolo /proc/filesystems || { uname -r; exit 3; }
+fi
+mkdir -p "$2" && exec mount -t tombolo -o "$3" "$1" "$2""#;
+        let options = format!("{},member={}", if read_only { "ro" } else { "rw" }, source.member);
+        let output =
+            exec::script(&self.agent, MOUNT, &[&source.uuid, path, &options], Duration::from_secs(60))?;
+        match output.code {
+            0 => Ok(()),
+            3 => anyhow::bail!(
+                "the VM '{}' is a guest without the module: its kernel {} knows no file system 'tombolo', so the zone '{zone}' \
+                 can't be mounted on {path}; use the guest kit, install tombolo-dkms in the image, or leave out 'mount'",
+                self.name,
+                output.out.trim()
+            ),
+            code => anyhow::bail!(
+                "the VM '{}' can't mount the zone '{zone}' on {path} (code {code}): {}",
+                self.name,
+                output.err.trim()
+            ),
+        }
+    }
+
+    /// Unmounts what is mounted from a zone.
+    ///
+    /// # Errors
+    /// When it is busy.
+    pub fn unmount(&self, source: &str) -> anyhow::Result<()> {
+        const UNMOUNT: &str = r#"awk -v s="$1" '$3 == "tombolo" && $1 == s { print $2 }' /proc/mounts | while read -r path; do
+	umount "$path" || exit 1
+done"#;
+        let output = exec::script(&self.agent, UNMOUNT, &[source], Duration::from_secs(30))?;
+        if output.code != 0 {
+            anyhow::bail!("the VM '{}' can't unmount the zone: {}", self.name, output.err.trim());
+        }
+        Ok(())
+    }
+
+    /// Adds a zone's devices to the running VM.
+    ///
+    /// # Errors
+    /// When no port is free or QEMU refuses.
+    pub fn plug(&self, zone: &str, invitation: &Invitation) -> anyhow::Result<()> {
+        use std::os::fd::AsFd;
+        let needed = 2;
+        let ports = {
+            let mut state = self.lock();
+            if state.free_ports.len() < needed {
+                anyhow::bail!(
+                    "the VM '{}' has no free port for another zone; raise vm.{}.hotplug_ports (now {}) and start it again",
+                    self.name,
+                    self.name,
+                    self.spec.hotplug_ports
+                );
+            }
+            let at = state.free_ports.len() - needed;
+            state.free_ports.split_off(at)
+        };
+        let qmp = self.qmp()?;
+        let added =
+            qmp.execute_with(qmp::add_fd { fdset_id: None, opaque: None }, Some(invitation.memory.as_fd()))?;
+        let json = |v: serde_json::Value| v;
+        let object = json(serde_json::json!({
+            "qom-type": "memory-backend-file", "id": format!("zone-{zone}"), "share": true, "readonly": invitation.read_only,
+            "mem-path": format!("/proc/self/fd/{}", added.fd), "size": invitation.size,
+        }));
+        let created = qmp.execute_value("object-add", &object);
+        // QEMU has mapped it; the descriptor itself is not needed any more.
+        qmp.execute(qmp::remove_fd { fdset_id: added.fdset_id, fd: None })?;
+        created?;
+        let device = serde_json::json!({
+            "driver": "virtio-pmem-pci", "id": format!("pmem-{zone}"), "memdev": format!("zone-{zone}"),
+            "bus": format!("hp{}", ports[0]),
+        });
+        if let Err(e) = qmp.execute_value("device_add", &device) {
+            let gone = serde_json::json!({ "id": format!("zone-{zone}") });
+            qmp.execute_value("object-del", &gone).context("the zone's memory stays with QEMU")?;
+            self.lock().free_ports.extend(ports);
+            return Err(e.into());
+        }
+        let name = format!("bell-{zone}");
+        qmp.execute_with(qmp::getfd { fdname: name.clone() }, Some(invitation.doorbell.as_fd()))?;
+        let chardev = serde_json::json!({
+            "id": name, "backend": { "type": "socket", "data": {
+                "addr": { "type": "fd", "data": { "str": name } }, "server": false,
+            } },
+        });
+        qmp.execute_value("chardev-add", &chardev)?;
+        let device = serde_json::json!({
+            "driver": "ivshmem-doorbell", "id": format!("doorbell-{zone}"), "chardev": name,
+            "vectors": cmdline::DOORBELL_VECTORS, "bus": format!("hp{}", ports[1]),
+        });
+        qmp.execute_value("device_add", &device)?;
+        self.lock().zones.push(zone.to_owned());
+        Ok(())
+    }
+
+    /// Takes a zone's doorbell away; its memory stays, since QEMU can't unplug virtio-pmem.
+    ///
+    /// # Errors
+    /// When QEMU refuses.
+    pub fn unplug_doorbell(&self, zone: &str) -> anyhow::Result<()> {
+        let device = serde_json::json!({ "id": format!("doorbell-{zone}") });
+        self.qmp()?.execute_value("device_del", &device)?;
+        Ok(())
+    }
+
+    /// Zones it is a member of.
+    pub fn zones(&self) -> Vec<String> {
+        self.lock().zones.clone()
+    }
+
+    /// It is no longer a member of this zone.
+    pub fn forget_zone(&self, zone: &str) {
+        self.lock().zones.retain(|z| z != zone);
+    }
+
+    /// For `ps`.
+    pub fn status(&self) -> VmStatus {
+        let state = self.lock();
+        let how = state.exit.as_deref().unwrap_or("QEMU still runs");
+        let text = match state.phase {
+            Phase::Booting => "booting".to_owned(),
+            Phase::Up => "up".to_owned(),
+            Phase::Stopping => "stopping".to_owned(),
+            Phase::Failed => format!("failed: {how}"),
+            Phase::Ended => format!("ended: {how}"),
+        };
+        VmStatus {
+            name: self.name.clone(),
+            state: text,
+            pid: state.exit.is_none().then_some(self.pid),
+            accel: self.accel,
+            cpus: self.spec.cpus,
+            memory: self.spec.memory.0,
+            zones: state.zones.clone(),
+            uptime: self.started.elapsed().as_secs_f64(),
+            timeline: state.timeline.clone(),
+        }
+    }
+}
+
+fn describe(status: std::process::ExitStatus) -> String {
+    use std::os::unix::process::ExitStatusExt;
+    match (status.code(), status.signal()) {
+        (Some(0), _) => "the guest switched itself off".into(),
+        (Some(code), _) => format!("QEMU ended with code {code}"),
+        (None, Some(signal)) => format!("QEMU was killed by signal {signal}"),
+        (None, None) => "QEMU ended".into(),
+    }
+}

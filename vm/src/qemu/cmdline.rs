@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! QEMU's command line for one VM. Everything that QEMU shares with the supervisor comes by inherited descriptors: zones
+//! (`/proc/self/fd/N`), monitor, console, agent and doorbells (connected sockets); so nothing has a name to be left behind.
+
+use std::ffi::OsString;
+use std::os::fd::RawFd;
+
+use super::kvm::Accel;
+use super::version::Qemu;
+use crate::compose::VmSpec;
+use crate::guestkit::Boot;
+
+/// Address space for zones that are attached later, in bytes.
+const HOTPLUG_ROOM: u64 = 64 << 30;
+/// Interrupt vectors of a doorbell.
+pub const DOORBELL_VECTORS: usize = tombolo_zone::doorbell::VECTORS;
+/// The port of the guest agent.
+pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
+
+/// One zone as a VM sees it.
+#[derive(Clone, Debug)]
+pub struct ZoneDevice {
+    /// The zone's name, and its devices' ids.
+    pub name: String,
+    /// The zone's memory, as numbered in QEMU.
+    pub memory: RawFd,
+    /// Its size in bytes.
+    pub size: u64,
+    /// The VM has no right to write to it.
+    pub read_only: bool,
+    /// A socket connected to the zone's ivshmem server, as numbered in QEMU.
+    pub doorbell: RawFd,
+}
+
+/// What a command line is made from.
+#[derive(Clone, Debug)]
+pub struct Plan<'a> {
+    /// The VM's name.
+    pub name: &'a str,
+    /// What the compose file says.
+    pub spec: &'a VmSpec,
+    /// The QEMU it is for.
+    pub qemu: &'a Qemu,
+    /// KVM or TCG.
+    pub accel: Accel,
+    /// Kernel and initramfs; `None` boots the disk.
+    pub boot: Option<Boot>,
+    /// Connected socket for the monitor.
+    pub monitor: RawFd,
+    /// Connected socket for the serial console.
+    pub console: RawFd,
+    /// Connected socket for the guest agent.
+    pub agent: RawFd,
+    /// Zones.
+    pub zones: Vec<ZoneDevice>,
+}
+
+/// The accelerator and the CPU that fits it.
+pub fn accel_arguments(accel: Accel, qemu: &Qemu) -> [&'static str; 4] {
+    match accel {
+        Accel::Kvm => ["-accel", "kvm", "-cpu", "host"],
+        // TCG interprets `rep movsb` byte by byte; without erms and fsrm kernels don't choose it. The cmpxchg16b of old
+        // QEMUs damages the flags, of which 6.12 kernels die.
+        Accel::Tcg if qemu.version < (8, 0, 0) => {
+            ["-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm,-cx16"]
+        }
+        Accel::Tcg => ["-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm"],
+    }
+}
+
+/// The arguments, without the program.
+pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
+    let spec = plan.spec;
+    let memory = spec.memory.0;
+    let zones: u64 = plan.zones.iter().map(|z| z.size).sum();
+    let mut args: Vec<OsString> = Vec::new();
+    let mut add = |option: &str, value: String| {
+        args.push(option.into());
+        args.push(value.into());
+    };
+    add("-name", format!("guest=tombolo-{},debug-threads=on", plan.name));
+    add("-machine", "q35,usb=off,vmport=off,memory-backend=ram".into());
+    let [accel, accel_value, cpu, cpu_value] = accel_arguments(plan.accel, plan.qemu);
+    add(accel, accel_value.into());
+    add(cpu, cpu_value.into());
+    add("-smp", spec.cpus.to_string());
+    // The room for zones must be known at start; it costs address space only.
+    let most = (memory + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
+    add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
+    add("-object", format!("memory-backend-memfd,id=ram,size={}M,share=on", memory >> 20));
+
+    add("-chardev", format!("socket,id=monitor,fd={}", plan.monitor));
+    add("-mon", "chardev=monitor,mode=control".into());
+    add("-chardev", format!("socket,id=console,fd={}", plan.console));
+    add("-serial", "chardev:console".into());
+    add("-device", "virtio-serial-pci,id=ports".into());
+    add("-chardev", format!("socket,id=agent,fd={}", plan.agent));
+    // QEMU tells of a port's opening only where the port has an id.
+    add("-device", format!("virtserialport,id=agent,chardev=agent,name={AGENT_PORT}"));
+    add("-device", "virtio-rng-pci".into());
+
+    for zone in &plan.zones {
+        for [option, value] in zone_arguments(zone) {
+            add(&option, value);
+        }
+    }
+    for port in 0..spec.hotplug_ports {
+        add("-device", format!("pcie-root-port,id=hp{port},chassis={},slot={}", port + 1, port + 1));
+    }
+    for (n, share) in spec.share.iter().enumerate() {
+        let read_only = if share.readonly { ",readonly=on" } else { "" };
+        let path = share.path.to_string_lossy().replace(',', ",,");
+        add(
+            "-fsdev",
+            format!("local,id=share{n},path={path},security_model=none,multidevs=remap{read_only}"),
+        );
+        add("-device", format!("virtio-9p-pci,fsdev=share{n},mount_tag={}", share.tag.replace(',', ",,")));
+    }
+    if let Some(disk) = &spec.disk {
+        let path = disk.to_string_lossy().replace(',', ",,");
+        // Raw is never guessed: a guest could write another format's header into its own disk.
+        let format = disk_format(disk);
+        let snapshot = if spec.snapshot { ",snapshot=on" } else { "" };
+        add("-drive", format!("file={path},if=none,id=disk,format={format}{snapshot}"));
+        add("-device", "virtio-blk-pci,drive=disk,bootindex=0".into());
+    }
+    if let Some(boot) = &plan.boot {
+        add("-kernel", boot.kernel.to_string_lossy().into_owned());
+        if let Some(initrd) = &boot.initrd {
+            add("-initrd", initrd.to_string_lossy().into_owned());
+        }
+        let mut cmdline = "console=ttyS0 quiet panic=-1".to_owned();
+        if let Some(more) = &spec.cmdline {
+            cmdline.push(' ');
+            cmdline.push_str(more);
+        }
+        add("-append", cmdline);
+    }
+    add("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny".into());
+    for flag in ["-nodefaults", "-no-user-config", "-no-reboot"] {
+        args.push(flag.into());
+    }
+    args.extend(["-display", "none", "-vga", "none"].map(OsString::from));
+    args.extend(spec.qemu_args.iter().map(OsString::from));
+    args
+}
+
+/// qcow2 by its magic, raw otherwise.
+fn disk_format(disk: &std::path::Path) -> &'static str {
+    let mut magic = [0; 4];
+    let read = std::fs::File::open(disk).and_then(|mut f| std::io::Read::read_exact(&mut f, &mut magic));
+    if read.is_ok() && magic == *b"QFI\xfb" { "qcow2" } else { "raw" }
+}
+
+fn zone_arguments(zone: &ZoneDevice) -> Vec<[String; 2]> {
+    let ZoneDevice { name, memory, size, .. } = zone;
+    let read_only = if zone.read_only { ",readonly=on" } else { "" };
+    vec![
+        [
+            "-object".into(),
+            format!(
+                "memory-backend-file,id=zone-{name},mem-path=/proc/self/fd/{memory},size={size},share=on{read_only}"
+            ),
+        ],
+        ["-device".into(), format!("virtio-pmem-pci,id=pmem-{name},memdev=zone-{name}")],
+        ["-chardev".into(), format!("socket,id=bell-{name},fd={}", zone.doorbell)],
+        [
+            "-device".into(),
+            format!("ivshmem-doorbell,id=doorbell-{name},chardev=bell-{name},vectors={DOORBELL_VECTORS}"),
+        ],
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::PathBuf;
+
+    fn line(spec: &str, accel: Accel, zones: Vec<ZoneDevice>) -> String {
+        line_of((10, 0, 2), spec, accel, zones)
+    }
+
+    fn line_of(version: (u32, u32, u32), spec: &str, accel: Accel, zones: Vec<ZoneDevice>) -> String {
+        let spec: VmSpec = toml::from_str(spec).unwrap();
+        let boot = spec.disk.is_none().then(|| Boot { kernel: "/k".into(), initrd: Some("/i".into()) });
+        let qemu = Qemu { program: "qemu".into(), version };
+        let plan = Plan {
+            name: "a",
+            spec: &spec,
+            qemu: &qemu,
+            accel,
+            boot,
+            monitor: 7,
+            console: 8,
+            agent: 9,
+            zones,
+        };
+        let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
+        args.join(" ")
+    }
+
+    #[test]
+    fn a_plain_vm_has_two_cpus_its_kernel_and_nothing_with_a_name_in_the_file_system() {
+        let line = line("", Accel::Tcg, vec![]);
+        for part in [
+            "-accel tcg,thread=multi -cpu max,-erms,-fsrm -smp 2 -m size=512M,maxmem=66560M",
+            "socket,id=monitor,fd=7",
+            "socket,id=console,fd=8",
+            "socket,id=agent,fd=9",
+            "-kernel /k -initrd /i -append console=ttyS0 quiet panic=-1",
+            "-no-reboot",
+            "pcie-root-port,id=hp3,chassis=4,slot=4",
+        ] {
+            assert!(line.contains(part), "{part} is not in {line}");
+        }
+        assert!(!line.contains("path="), "{line}");
+    }
+
+    #[test]
+    fn an_old_emulator_does_not_offer_the_instruction_that_it_gets_wrong() {
+        assert!(line_of((7, 2, 22), "", Accel::Tcg, vec![]).contains("-cpu max,-erms,-fsrm,-cx16 "));
+        assert!(!line_of((7, 2, 22), "", Accel::Kvm, vec![]).contains("cx16"));
+    }
+
+    #[test]
+    fn a_zone_is_a_pmem_device_and_a_doorbell() {
+        let zone =
+            ZoneDevice { name: "z".into(), memory: 11, size: 64 << 20, read_only: false, doorbell: 12 };
+        let line = line(
+            "",
+            Accel::Kvm,
+            vec![zone.clone(), ZoneDevice { name: "r".into(), read_only: true, ..zone }],
+        );
+        assert!(line.contains("-accel kvm -cpu host"));
+        assert!(line.contains("memory-backend-file,id=zone-z,mem-path=/proc/self/fd/11,size=67108864,share=on -device virtio-pmem-pci,id=pmem-z,memdev=zone-z"), "{line}");
+        assert!(line.contains(
+            "-chardev socket,id=bell-z,fd=12 -device ivshmem-doorbell,id=doorbell-z,chardev=bell-z,vectors=1"
+        ));
+        assert!(line.contains("id=zone-r,mem-path=/proc/self/fd/11,size=67108864,share=on,readonly=on"));
+    }
+
+    #[test]
+    fn a_disk_boots_by_itself_and_its_format_is_told_by_its_header() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk: PathBuf = dir.path().join("a,b.img");
+        std::fs::write(&disk, b"QFI\xfb rest").unwrap();
+        let spec = format!("disk = \"{}\"\nsnapshot = true\nqemu_args = [\"-S\"]", disk.display());
+        let line = line(&spec, Accel::Tcg, vec![]);
+        assert!(line.contains("a,,b.img,if=none,id=disk,format=qcow2,snapshot=on"), "{line}");
+        assert!(line.ends_with("-S") && !line.contains("-kernel"));
+        std::fs::write(&disk, b"no").unwrap();
+        assert_eq!(disk_format(&disk), "raw");
+    }
+}

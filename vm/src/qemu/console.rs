@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A guest's serial console: everything it says goes to a log of bounded size, the last lines stay at hand for errors, and
+//! people may watch and type.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A log that has grown to this many bytes is renamed to `NAME.1` and begun anew.
+const LOG_LIMIT: u64 = 4 << 20;
+/// Bytes of the end that are kept in memory.
+const TAIL: usize = 16 << 10;
+
+/// The console of one VM.
+#[derive(Debug)]
+pub struct Console {
+    inner: Mutex<Inner>,
+    said: Condvar,
+    input: UnixStream,
+}
+
+#[derive(Debug)]
+struct Inner {
+    log: Log,
+    tail: Vec<u8>,
+    watchers: Vec<UnixStream>,
+    /// A line has matched the pattern.
+    matches: bool,
+    pattern: Option<regex_lite::Regex>,
+    first_output: Option<Instant>,
+    ended: bool,
+}
+
+#[derive(Debug)]
+struct Log {
+    path: PathBuf,
+    file: File,
+    length: u64,
+}
+
+impl Log {
+    fn create(path: &Path) -> std::io::Result<Log> {
+        Ok(Log { path: path.to_owned(), file: File::create(path)?, length: 0 })
+    }
+
+    fn write(&mut self, data: &[u8]) -> std::io::Result<()> {
+        if self.length + data.len() as u64 > LOG_LIMIT {
+            let mut old = self.path.clone().into_os_string();
+            old.push(".1");
+            std::fs::rename(&self.path, old)?;
+            self.file = File::create(&self.path)?;
+            self.length = 0;
+        }
+        self.length += data.len() as u64;
+        self.file.write_all(data)
+    }
+}
+
+impl Console {
+    /// Reads `socket` on a thread of its own until its end; `pattern` is what [`Console::wait_match`] waits for.
+    ///
+    /// # Errors
+    /// When the log can't be created.
+    pub fn start(
+        socket: UnixStream,
+        log: &Path,
+        pattern: Option<regex_lite::Regex>,
+    ) -> anyhow::Result<Arc<Console>> {
+        let log = Log::create(log).map_err(|e| anyhow::anyhow!("{}: {e}", log.display()))?;
+        let reader = socket.try_clone()?;
+        let console = Arc::new(Console {
+            inner: Mutex::new(Inner {
+                log,
+                tail: Vec::new(),
+                watchers: Vec::new(),
+                matches: false,
+                pattern,
+                first_output: None,
+                ended: false,
+            }),
+            said: Condvar::new(),
+            input: socket,
+        });
+        let own = console.clone();
+        std::thread::Builder::new().name("console".into()).spawn(move || own.pump(reader))?;
+        Ok(console)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn pump(&self, mut reader: UnixStream) {
+        let mut buffer = vec![0; 64 << 10];
+        loop {
+            let n = match reader.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(n) => n,
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(_) => break,
+            };
+            self.take(&buffer[..n]);
+        }
+        let mut inner = self.lock();
+        inner.ended = true;
+        inner.watchers.clear();
+        self.said.notify_all();
+    }
+
+    fn take(&self, data: &[u8]) {
+        let mut inner = self.lock();
+        inner.first_output.get_or_insert_with(Instant::now);
+        if let Err(e) = inner.log.write(data) {
+            // The guest must not stop for a full disk; the tail in memory still has the end.
+            eprintln!("tombolo: {}: {e}", inner.log.path.display());
+        }
+        inner.tail.extend_from_slice(data);
+        let excess = inner.tail.len().saturating_sub(TAIL);
+        inner.tail.drain(..excess);
+        // A watcher that does not read is dropped rather than waited for.
+        inner.watchers.retain_mut(|w| w.write_all(data).is_ok());
+        if !inner.matches {
+            if let Some(pattern) = &inner.pattern {
+                let tail = String::from_utf8_lossy(&inner.tail);
+                if tail.lines().any(|l| pattern.is_match(l)) {
+                    inner.matches = true;
+                }
+            }
+        }
+        self.said.notify_all();
+    }
+
+    /// Waits until a line has matched the pattern: false at the time limit or the console's end.
+    pub fn wait_match(&self, limit: Duration) -> bool {
+        let (inner, _) = self
+            .said
+            .wait_timeout_while(self.lock(), limit, |i| !i.matches && !i.ended)
+            .unwrap_or_else(PoisonError::into_inner);
+        inner.matches
+    }
+
+    /// When the guest (or its firmware) first said something.
+    pub fn first_output(&self) -> Option<Instant> {
+        self.lock().first_output
+    }
+
+    /// The last lines, at most `count`, without control characters.
+    pub fn last_lines(&self, count: usize) -> Vec<String> {
+        last_lines(&self.lock().tail, count)
+    }
+
+    /// Waits (bounded) for QEMU's end of the console, so that the last words are in.
+    pub fn wait_end(&self, limit: Duration) {
+        drop(self.said.wait_timeout_while(self.lock(), limit, |i| !i.ended));
+    }
+
+    /// Gives `watcher` what is said from now on, after the last `recent` bytes; it is closed at the end.
+    ///
+    /// # Errors
+    /// When the console has ended.
+    pub fn watch(&self, mut watcher: UnixStream, recent: usize) -> std::io::Result<()> {
+        let mut inner = self.lock();
+        if inner.ended {
+            return Err(std::io::Error::other("the VM has ended"));
+        }
+        watcher.set_write_timeout(Some(Duration::from_millis(200)))?;
+        let start = inner.tail.len().saturating_sub(recent);
+        watcher.write_all(&inner.tail[start..])?;
+        inner.watchers.push(watcher);
+        Ok(())
+    }
+
+    /// Types into the console.
+    ///
+    /// # Errors
+    /// When QEMU is gone.
+    pub fn type_in(&self, data: &[u8]) -> std::io::Result<()> {
+        (&self.input).write_all(data)
+    }
+}
+
+/// The last `count` lines of `bytes` that are not empty, without escape sequences and control characters.
+pub fn last_lines(bytes: &[u8], count: usize) -> Vec<String> {
+    let text = plain(&String::from_utf8_lossy(bytes));
+    let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|l| !l.is_empty()).collect();
+    lines[lines.len().saturating_sub(count)..].iter().map(|l| (*l).to_owned()).collect()
+}
+
+/// `text` without escape sequences and control characters other than newlines and tabs.
+fn plain(text: &str) -> String {
+    let mut out = String::new();
+    let mut chars = text.chars().peekable();
+    while let Some(c) = chars.next() {
+        match c {
+            '\x1b' => {
+                if chars.peek() == Some(&'[') {
+                    chars.next();
+                    // Parameters end at the first letter.
+                    for c in chars.by_ref() {
+                        if c.is_ascii_alphabetic() || c == '\n' {
+                            break;
+                        }
+                    }
+                } else {
+                    chars.next();
+                }
+            }
+            '\n' | '\t' => out.push(c),
+            c if c.is_control() => {}
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn console(pattern: Option<&str>) -> (Arc<Console>, UnixStream, tempfile::TempDir) {
+        let dir = tempfile::tempdir().unwrap();
+        let (ours, guest) = UnixStream::pair().unwrap();
+        let pattern = pattern.map(|p| regex_lite::Regex::new(p).unwrap());
+        (Console::start(ours, &dir.path().join("c.log"), pattern).unwrap(), guest, dir)
+    }
+
+    #[test]
+    fn what_a_guest_says_is_logged_matched_and_kept_for_errors() {
+        let (console, mut guest, dir) = console(Some("^login:"));
+        guest.write_all(b"\x1b[2Jfirst\r\n\r\nsec\x07ond\r\nlog").unwrap();
+        guest.write_all(b"in: ").unwrap();
+        assert!(console.wait_match(Duration::from_secs(60)));
+        drop(guest);
+        console.wait_end(Duration::from_secs(60));
+        assert_eq!(console.last_lines(2), ["second", "login:"]);
+        assert_eq!(console.last_lines(9), ["first", "second", "login:"]);
+        let log = std::fs::read(dir.path().join("c.log")).unwrap();
+        assert_eq!(log, b"\x1b[2Jfirst\r\n\r\nsec\x07ond\r\nlogin: ");
+    }
+
+    #[test]
+    fn the_end_of_a_guest_ends_the_wait_for_its_readiness() {
+        let (console, guest, _dir) = console(Some("never"));
+        drop(guest);
+        assert!(!console.wait_match(Duration::from_secs(3600)));
+    }
+
+    #[test]
+    fn a_watcher_sees_the_recent_past_and_what_follows() {
+        let (console, mut guest, _dir) = console(Some("past"));
+        guest.write_all(b"the past\n").unwrap();
+        assert!(console.wait_match(Duration::from_secs(60)));
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        console.watch(theirs, 5).unwrap();
+        guest.write_all(b"the future\n").unwrap();
+        drop(guest);
+        let mut seen = String::new();
+        ours.read_to_string(&mut seen).unwrap();
+        assert_eq!(seen, "past\nthe future\n");
+    }
+
+    #[test]
+    fn a_log_does_not_grow_without_bound() {
+        let (console, mut guest, dir) = console(None);
+        let line = [b'x'; 1 << 16];
+        for _ in 0..((3 * LOG_LIMIT) >> 16) {
+            guest.write_all(&line).unwrap();
+        }
+        drop(guest);
+        console.wait_end(Duration::from_secs(60));
+        let size: u64 =
+            std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
+        assert!(size <= 2 * LOG_LIMIT && size > LOG_LIMIT, "{size}");
+    }
+}

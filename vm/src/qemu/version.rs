@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Which QEMU: the program and its version.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::Context;
+
+/// The oldest QEMU that is supported, as (major, minor).
+pub const OLDEST: (u32, u32) = (7, 2);
+
+/// A QEMU program that has been asked for its version.
+#[derive(Clone, Debug)]
+pub struct Qemu {
+    /// The program.
+    pub program: PathBuf,
+    /// (major, minor, micro)
+    pub version: (u32, u32, u32),
+}
+
+impl Qemu {
+    /// Asks `program` (default: `$TOMBOLO_QEMU`, then `qemu-system-x86_64`) for its version.
+    ///
+    /// # Errors
+    /// When it is missing, says something else, or is too old.
+    pub fn find(program: Option<&Path>) -> anyhow::Result<Qemu> {
+        let program = program
+            .map(Path::to_owned)
+            .or_else(|| std::env::var_os("TOMBOLO_QEMU").map(PathBuf::from))
+            .unwrap_or_else(|| "qemu-system-x86_64".into());
+        let output =
+            Command::new(&program).arg("--version").stdin(Stdio::null()).output().with_context(|| {
+                format!("{} can't be run; install the package qemu-system-x86", program.display())
+            })?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let version = parse(&text).with_context(|| {
+            format!("{} --version says '{}', which is no QEMU", program.display(), text.trim())
+        })?;
+        if (version.0, version.1) < OLDEST {
+            anyhow::bail!(
+                "{} is version {}.{}; at least {}.{} is needed",
+                program.display(),
+                version.0,
+                version.1,
+                OLDEST.0,
+                OLDEST.1
+            );
+        }
+        Ok(Qemu { program, version })
+    }
+
+    /// "7.2.22"
+    pub fn version_text(&self) -> String {
+        format!("{}.{}.{}", self.version.0, self.version.1, self.version.2)
+    }
+}
+
+fn parse(text: &str) -> Option<(u32, u32, u32)> {
+    let rest = text.strip_prefix("QEMU emulator version ")?;
+    let number = rest.split(|c: char| !c.is_ascii_digit() && c != '.').next()?;
+    let mut parts = number.split('.').map(|p| p.parse().ok());
+    Some((parts.next()??, parts.next()??, parts.next().flatten().unwrap_or(0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_of_distributions_are_understood() {
+        assert_eq!(
+            parse("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)\nCopyright"),
+            Some((7, 2, 22))
+        );
+        assert_eq!(parse("QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)"), Some((10, 0, 2)));
+        assert_eq!(parse("QEMU emulator version 9.1"), Some((9, 1, 0)));
+        assert_eq!(parse("something else"), None);
+    }
+}

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A host process's own doorbell: what QEMU's device is to a VM.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::wire;
+use crate::format::TMB_DOORBELL_MAGIC;
+use crate::mem::SharedMem;
+use crate::{Error, Result};
+
+/// How long the server may take for the handshake.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
+type Peers = Arc<Mutex<BTreeMap<u16, OwnedFd>>>;
+
+/// A connected doorbell. A thread of its own learns of peers and calls `on_ring`; dropping it disconnects.
+pub struct Bell {
+    peer: u16,
+    zone: Uuid,
+    peers: Peers,
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Bell {
+    /// Connects to a member's socket of a doorbell server. `on_ring` is called, in a thread of the bell, after one or more rings: the
+    /// caller then takes its pending bits. It is also called once at the start, for what was pending before.
+    pub fn connect(path: impl AsRef<Path>, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
+        let path = path.as_ref();
+        let stream = UnixStream::connect(path)
+            .map_err(|e| Error::io(format!("connecting to the doorbell socket {}", path.display()), e))?;
+        Self::over(stream, on_ring)
+    }
+
+    /// The same over a connection that exists.
+    pub fn over(stream: UnixStream, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
+        let failed = |e| Error::io("doorbell handshake", e);
+        stream.set_read_timeout(Some(HANDSHAKE)).map_err(failed)?;
+        let (version, _) = next(&stream)?;
+        if version != wire::VERSION {
+            return Err(protocol(format!("version {version}, expected {}", wire::VERSION)));
+        }
+        let (own, _) = next(&stream)?;
+        let peer = u16::try_from(own).map_err(|_| protocol(format!("peer id {own}")))?;
+        let (what, page) = next(&stream)?;
+        let page = match page {
+            Some(page) if what == wire::SHARED_MEMORY => page,
+            _ => return Err(protocol(format!("message {what} instead of the shared page"))),
+        };
+        let zone = zone_of(page)?;
+        let mut peers = BTreeMap::new();
+        let own_bell = loop {
+            match next(&stream)? {
+                (id, Some(bell)) if id == own => break bell,
+                (id, bell) => update(&mut peers, id, bell)?,
+            }
+        };
+        // Rings to itself work, as they do for a VM.
+        peers.insert(peer, own_bell.try_clone().map_err(failed)?);
+        stream.set_read_timeout(None).map_err(failed)?;
+        stream.set_nonblocking(true).map_err(failed)?;
+        let peers = Arc::new(Mutex::new(peers));
+        let stop = Arc::new(wire::eventfd()?);
+        let (thread_peers, thread_stop) = (Arc::clone(&peers), Arc::clone(&stop));
+        let thread = std::thread::Builder::new()
+            .name("doorbell".to_owned())
+            .spawn(move || attend(&stream, &own_bell, &thread_stop, &thread_peers, on_ring))
+            .map_err(|e| Error::io("starting a doorbell's thread", e))?;
+        Ok(Bell { peer, zone, peers, stop, thread: Some(thread) })
+    }
+
+    /// Own peer id.
+    pub fn peer(&self) -> u16 {
+        self.peer
+    }
+
+    /// Which zone the server says this doorbell belongs to.
+    pub fn zone(&self) -> Uuid {
+        self.zone
+    }
+
+    /// Rings a peer; false when it isn't known (any more): dead, or not yet announced.
+    pub fn ring(&self, peer: u16) -> Result<bool> {
+        match self.peers.lock().unwrap_or_else(PoisonError::into_inner).get(&peer) {
+            Some(bell) => wire::ring(bell.as_fd()).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// The peers known now, without itself.
+    pub fn peers(&self) -> Vec<u16> {
+        let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        peers.keys().copied().filter(|&p| p != self.peer).collect()
+    }
+}
+
+impl Drop for Bell {
+    fn drop(&mut self) {
+        let _ = wire::ring(self.stop.as_fd());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for Bell {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Bell(peer {} of zone {})", self.peer, self.zone)
+    }
+}
+
+fn protocol(what: String) -> Error {
+    Error::io("doorbell handshake", io::Error::new(io::ErrorKind::InvalidData, what))
+}
+
+fn next(stream: &UnixStream) -> Result<(i64, Option<OwnedFd>)> {
+    match wire::receive(stream) {
+        Ok(Some(message)) => Ok(message),
+        Ok(None) => {
+            let refused = io::Error::new(
+                io::ErrorKind::ConnectionAborted,
+                "the server refused: is the member connected already?",
+            );
+            Err(Error::io("doorbell handshake", refused))
+        }
+        Err(error) => Err(Error::io("doorbell handshake", error)),
+    }
+}
+
+fn zone_of(page: OwnedFd) -> Result<Uuid> {
+    // A page that is too small would fault (SIGBUS) when read.
+    let page = std::fs::File::from(page);
+    let length = page.metadata().map_err(|e| Error::io("doorbell handshake", e))?.len();
+    if length < 4096 {
+        return Err(protocol(format!("a shared page of {length} bytes")));
+    }
+    let mem = SharedMem::map(page.as_fd(), 0, 4096, false)?;
+    let magic = mem.load_u64(0)?;
+    if magic != TMB_DOORBELL_MAGIC {
+        return Err(protocol(format!(
+            "the shared page's magic is {magic:#x}: an ivshmem server of somebody else"
+        )));
+    }
+    let mut uuid = [0; 16];
+    mem.read(8, &mut uuid)?;
+    Ok(Uuid::from_bytes(uuid))
+}
+
+/// A peer came (with its eventfd; further vectors are not used) or went.
+fn update(peers: &mut BTreeMap<u16, OwnedFd>, id: i64, bell: Option<OwnedFd>) -> Result<()> {
+    let id = u16::try_from(id).map_err(|_| protocol(format!("peer id {id}")))?;
+    match bell {
+        Some(bell) => {
+            peers.entry(id).or_insert(bell);
+        }
+        None => {
+            peers.remove(&id);
+        }
+    }
+    Ok(())
+}
+
+fn attend(stream: &UnixStream, own: &OwnedFd, stop: &OwnedFd, peers: &Peers, mut on_ring: impl FnMut()) {
+    let mut connected = true;
+    on_ring();
+    loop {
+        let mut fds = vec![stop.as_fd(), own.as_fd()];
+        if connected {
+            fds.push(stream.as_fd());
+        }
+        let ready = match wire::wait_readable(&fds, None) {
+            Ok(ready) => ready,
+            Err(error) => {
+                tracing::error!(%error, "doorbell");
+                return;
+            }
+        };
+        if ready[0] {
+            return;
+        }
+        if ready[1] && wire::take_rings(own.as_fd()) {
+            on_ring();
+        }
+        if connected && ready[2] {
+            connected = learn(stream, peers);
+        }
+    }
+}
+
+/// One message of the server; false when it is gone. Doorbells that are known go on without it.
+fn learn(stream: &UnixStream, peers: &Peers) -> bool {
+    match wire::receive(stream) {
+        Ok(Some((id, bell))) => {
+            let updated = update(&mut peers.lock().unwrap_or_else(PoisonError::into_inner), id, bell);
+            updated.is_ok()
+        }
+        Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+        Ok(None) => false,
+    }
+}

@@ -1,0 +1,418 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The server: one thread, non-blocking, bounded.
+//!
+//! The thread polls the listeners (one per member), the connections and a channel of commands from [`DoorbellServer`]. A member
+//! has at most one connection; a second is closed at once. Clients have nothing to say: whoever sends a byte is dropped.
+//! What a client doesn't read is kept for it up to a limit, beyond which it is dropped.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use super::client::Bell;
+use super::{VECTORS, wire};
+use crate::{Error, MemberId, Result, Zone};
+
+/// Messages kept for a client that doesn't read; a full zone's worth of joins and leaves, several times over.
+const MAX_BACKLOG: usize = 1024;
+/// Connections that one call of [`DoorbellServer::listen`] is good for: peer ids are not used twice, and there are 65536.
+const MAX_CONNECTIONS: u32 = 256;
+
+/// What the owner is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A member's doorbell is connected; its slot says so already.
+    Joined {
+        /// Who.
+        member: MemberId,
+        /// Its ivshmem peer id.
+        peer: u16,
+    },
+    /// A member's doorbell is gone: its QEMU ended, or was unplugged from it. Its slot says so.
+    Left {
+        /// Who.
+        member: MemberId,
+        /// The peer id it had, which won't come back.
+        peer: u16,
+        /// Why: closed, sent garbage, did not read …
+        why: String,
+    },
+    /// A connection was refused.
+    Refused {
+        /// Whose socket it came to.
+        member: MemberId,
+        /// Why.
+        why: String,
+    },
+}
+
+enum Command {
+    Listen { member: MemberId, listener: UnixListener, path: PathBuf },
+    Adopt { member: MemberId, stream: UnixStream },
+    Unlisten { member: MemberId },
+    Stop,
+}
+
+type Bells = Arc<Mutex<BTreeMap<u16, Vec<Arc<OwnedFd>>>>>;
+
+/// The doorbell server of one zone. Dropping it stops the thread, closes connections and removes its sockets.
+pub struct DoorbellServer {
+    commands: Sender<Command>,
+    wake: Arc<OwnedFd>,
+    bells: Bells,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl DoorbellServer {
+    /// Starts the server of a zone that can be written; events come from the receiver.
+    pub fn start(zone: Arc<Zone>) -> Result<(DoorbellServer, Receiver<Event>)> {
+        let (commands, command_receiver) = channel();
+        let (events, event_receiver) = channel();
+        let wake = Arc::new(wire::eventfd()?);
+        let bells = Bells::default();
+        let work = Work {
+            zone,
+            commands: command_receiver,
+            events,
+            wake: Arc::clone(&wake),
+            bells: Arc::clone(&bells),
+            listeners: BTreeMap::new(),
+            clients: BTreeMap::new(),
+            next_peer: Some(0),
+        };
+        let thread = std::thread::Builder::new()
+            .name("doorbells".to_owned())
+            .spawn(move || work.run())
+            .map_err(|e| Error::io("starting the doorbell server's thread", e))?;
+        Ok((DoorbellServer { commands, wake, bells, thread: Some(thread) }, event_receiver))
+    }
+
+    /// Makes the socket that a member's QEMU connects to (`-chardev socket,path=…,id=bell -device
+    /// ivshmem-doorbell,chardev=bell,vectors=1`). A socket file that nobody serves is replaced. The caller's directory decides who may
+    /// come near it; the socket itself is for its owner only.
+    pub fn listen(&self, member: MemberId, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let failed = |e| Error::io(format!("making the doorbell socket {}", path.display()), e);
+        let listener = match UnixListener::bind(path) {
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
+                std::fs::remove_file(path).map_err(failed)?;
+                UnixListener::bind(path).map_err(failed)?
+            }
+            other => other.map_err(failed)?,
+        };
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        self.command(Command::Listen { member, listener, path: path.to_owned() })
+    }
+
+    /// Ends a member's socket and connection.
+    pub fn unlisten(&self, member: MemberId) -> Result<()> {
+        self.command(Command::Unlisten { member })
+    }
+
+    /// A doorbell for a member in this process: no socket file needed. `on_ring` as for [`Bell::connect`].
+    pub fn bell(&self, member: MemberId, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
+        let (ours, theirs) = UnixStream::pair().map_err(|e| Error::io("making a doorbell connection", e))?;
+        self.command(Command::Adopt { member, stream: theirs })?;
+        Bell::over(ours, on_ring)
+    }
+
+    /// Rings a peer; false when there is none of this id (any more).
+    pub fn ring(&self, peer: u16) -> Result<bool> {
+        match lock(&self.bells).get(&peer).and_then(|vectors| vectors.first()) {
+            Some(bell) => wire::ring(bell.as_fd()).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    fn command(&self, command: Command) -> Result<()> {
+        let gone = || Error::io("telling the doorbell server", io::Error::from(io::ErrorKind::BrokenPipe));
+        self.commands.send(command).map_err(|_| gone())?;
+        wire::ring(self.wake.as_fd())
+    }
+}
+
+impl Drop for DoorbellServer {
+    fn drop(&mut self) {
+        // The thread may be gone already; then there is nothing to stop.
+        let _ = self.command(Command::Stop);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for DoorbellServer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DoorbellServer({} peers)", lock(&self.bells).len())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A socket file that nobody listens on.
+fn is_stale(path: &Path) -> bool {
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
+    is_socket && UnixStream::connect(path).is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+struct Listening {
+    listener: UnixListener,
+    path: PathBuf,
+    connections_left: u32,
+}
+
+struct Client {
+    member: MemberId,
+    stream: UnixStream,
+    backlog: VecDeque<(i64, Option<Arc<OwnedFd>>)>,
+}
+
+struct Work {
+    zone: Arc<Zone>,
+    commands: Receiver<Command>,
+    events: Sender<Event>,
+    wake: Arc<OwnedFd>,
+    bells: Bells,
+    listeners: BTreeMap<MemberId, Listening>,
+    clients: BTreeMap<u16, Client>,
+    next_peer: Option<u16>,
+}
+
+impl Work {
+    fn run(mut self) {
+        loop {
+            let members: Vec<MemberId> = self.listeners.keys().copied().collect();
+            let peers: Vec<u16> = self.clients.keys().copied().collect();
+            let ready = self.wait(&members, &peers);
+            let (woken, rest) = ready.split_first().map_or((false, &[][..]), |(w, r)| (*w, r));
+            if woken {
+                wire::take_rings(self.wake.as_fd());
+            }
+            for (peer, _) in peers.iter().zip(&rest[members.len()..]).filter(|(_, ready)| **ready) {
+                self.serve(*peer);
+            }
+            for (member, _) in members.iter().zip(rest).filter(|(_, ready)| **ready) {
+                self.accept(*member);
+            }
+            while let Ok(command) = self.commands.try_recv() {
+                match command {
+                    Command::Listen { member, listener, path } => {
+                        let listening = Listening { listener, path, connections_left: MAX_CONNECTIONS };
+                        if let Some(old) = self.listeners.insert(member, listening) {
+                            self.forget(member, old);
+                        }
+                    }
+                    Command::Adopt { member, stream } => self.join(member, stream),
+                    Command::Unlisten { member } => {
+                        if let Some(old) = self.listeners.remove(&member) {
+                            self.forget(member, old);
+                        }
+                        for peer in self.peers_of(member) {
+                            self.leave(peer, "its doorbell was taken away".to_owned());
+                        }
+                    }
+                    Command::Stop => {
+                        for (member, old) in std::mem::take(&mut self.listeners) {
+                            self.forget(member, old);
+                        }
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Polls the wake-up, the listeners and the clients, in this order. Clients with a backlog are also polled for room.
+    fn wait(&self, members: &[MemberId], peers: &[u16]) -> Vec<bool> {
+        let lagging = self.clients.values().any(|c| !c.backlog.is_empty());
+        let mut fds: Vec<BorrowedFd<'_>> = vec![self.wake.as_fd()];
+        fds.extend(members.iter().map(|m| self.listeners[m].listener.as_fd()));
+        fds.extend(peers.iter().map(|p| self.clients[p].stream.as_fd()));
+        // Room in a lagging client's socket is looked for now and then: simpler than a second poll set, and rare.
+        let timeout = lagging.then(|| std::time::Duration::from_millis(20));
+        let mut ready = wire::wait_readable(&fds, timeout).unwrap_or_else(|error| {
+            tracing::error!(%error, "doorbell server");
+            vec![false; fds.len()]
+        });
+        for (peer, ready) in peers.iter().zip(&mut ready[1 + members.len()..]) {
+            *ready |= !self.clients[peer].backlog.is_empty();
+        }
+        ready
+    }
+
+    fn accept(&mut self, member: MemberId) {
+        let Some(listening) = self.listeners.get_mut(&member) else { return };
+        let stream = match listening.listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) => {
+                self.tell(Event::Refused { member, why: format!("accepting: {error}") });
+                return;
+            }
+        };
+        match listening.connections_left.checked_sub(1) {
+            Some(left) => listening.connections_left = left,
+            None => {
+                let why = format!("it has connected {MAX_CONNECTIONS} times; listen again");
+                self.tell(Event::Refused { member, why });
+                return;
+            }
+        }
+        self.join(member, stream);
+    }
+
+    /// Gives a connection its peer id and tells everybody.
+    fn join(&mut self, member: MemberId, stream: UnixStream) {
+        // Whoever it was before may have closed a moment ago: look before refusing.
+        for peer in self.peers_of(member) {
+            self.serve(peer);
+        }
+        if let Some(peer) = self.peers_of(member).first() {
+            let why = format!("the member is connected already, as peer {peer}");
+            self.tell(Event::Refused { member, why });
+            return;
+        }
+        let Some(peer) = self.next_peer else {
+            self.tell(Event::Refused {
+                member,
+                why: "all 65536 peer ids were used; restart the zone".to_owned(),
+            });
+            return;
+        };
+        if let Err(error) = self.introduce(member, peer, stream) {
+            self.clients.remove(&peer);
+            lock(&self.bells).remove(&peer);
+            self.tell(Event::Refused { member, why: error.to_string() });
+        }
+    }
+
+    fn introduce(&mut self, member: MemberId, peer: u16, stream: UnixStream) -> Result<()> {
+        stream.set_nonblocking(true).map_err(|e| Error::io("a doorbell connection", e))?;
+        let vectors: Vec<Arc<OwnedFd>> =
+            (0..VECTORS).map(|_| wire::eventfd().map(Arc::new)).collect::<Result<_>>()?;
+        let page: OwnedFd = wire::doorbell_page(self.zone.uuid())?.into();
+        let mut backlog: VecDeque<(i64, Option<Arc<OwnedFd>>)> =
+            [(wire::VERSION, None), (i64::from(peer), None), (wire::SHARED_MEMORY, Some(Arc::new(page)))]
+                .into();
+        for (other, bells) in lock(&self.bells).iter() {
+            for bell in bells {
+                backlog.push_back((i64::from(*other), Some(Arc::clone(bell))));
+            }
+        }
+        // From here on the id is used, whatever happens.
+        self.next_peer = peer.checked_add(1);
+        // The slot says who this is before the guest can ask.
+        self.zone.set_doorbell(member, Some(peer))?;
+        let others: Vec<u16> = self.clients.keys().copied().collect();
+        for vector in &vectors {
+            backlog.push_back((i64::from(peer), Some(Arc::clone(vector))));
+        }
+        self.clients.insert(peer, Client { member, stream, backlog });
+        lock(&self.bells).insert(peer, vectors.clone());
+        for other in others {
+            for vector in &vectors {
+                self.send(other, i64::from(peer), Some(Arc::clone(vector)));
+            }
+        }
+        self.tell(Event::Joined { member, peer });
+        self.flush(peer);
+        Ok(())
+    }
+
+    /// A client became readable, has room, or hung up.
+    fn serve(&mut self, peer: u16) {
+        let Some(client) = self.clients.get(&peer) else { return };
+        match wire::receive(&client.stream) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.flush(peer),
+            Ok(None) => self.leave(peer, "it closed its connection".to_owned()),
+            Ok(Some(_)) => self.leave(peer, "it sent something, which no doorbell does".to_owned()),
+            Err(error) => self.leave(peer, error.to_string()),
+        }
+    }
+
+    fn send(&mut self, peer: u16, value: i64, fd: Option<Arc<OwnedFd>>) {
+        if let Some(client) = self.clients.get_mut(&peer) {
+            client.backlog.push_back((value, fd));
+            self.flush(peer);
+        }
+    }
+
+    fn flush(&mut self, peer: u16) {
+        let Some(client) = self.clients.get_mut(&peer) else { return };
+        while let Some((value, fd)) = client.backlog.front() {
+            match wire::send(&client.stream, *value, fd.as_ref().map(|fd| fd.as_fd())) {
+                Ok(()) => {
+                    client.backlog.pop_front();
+                }
+                // ETOOMANYREFS: too many descriptors on their way to processes that don't read.
+                Err(e)
+                    if e.kind() == io::ErrorKind::WouldBlock
+                        || e.raw_os_error() == Some(libc::ETOOMANYREFS) =>
+                {
+                    if client.backlog.len() > MAX_BACKLOG {
+                        self.leave(peer, format!("it has not read {MAX_BACKLOG} messages"));
+                    }
+                    return;
+                }
+                Err(error) => {
+                    self.leave(peer, error.to_string());
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Forgets a peer and tells the others, each of which may turn out to be gone as well.
+    fn leave(&mut self, peer: u16, why: String) {
+        let mut gone = vec![(peer, why)];
+        while let Some((peer, why)) = gone.pop() {
+            let Some(client) = self.clients.remove(&peer) else { continue };
+            lock(&self.bells).remove(&peer);
+            let member = client.member;
+            drop(client);
+            let still = self.zone.member(member).map(|m| m.doorbell == Some(peer)).unwrap_or(false);
+            if still {
+                // The zone was writable when the slot was set.
+                let _ = self.zone.set_doorbell(member, None);
+            }
+            self.tell(Event::Left { member, peer, why });
+            for (other, client) in &mut self.clients {
+                client.backlog.push_back((i64::from(peer), None));
+                if client.backlog.len() > MAX_BACKLOG {
+                    gone.push((*other, format!("it has not read {MAX_BACKLOG} messages")));
+                }
+            }
+        }
+        let others: Vec<u16> = self.clients.keys().copied().collect();
+        for other in others {
+            // flush() may come back here; each time with a client less.
+            self.flush(other);
+        }
+    }
+
+    fn peers_of(&self, member: MemberId) -> Vec<u16> {
+        self.clients.iter().filter(|(_, c)| c.member == member).map(|(peer, _)| *peer).collect()
+    }
+
+    fn forget(&self, member: MemberId, old: Listening) {
+        let replaced = self.listeners.get(&member).is_some_and(|l| l.path == old.path);
+        if !replaced {
+            // Its directory may be gone already.
+            let _ = std::fs::remove_file(&old.path);
+        }
+    }
+
+    fn tell(&self, event: Event) {
+        // An owner that doesn't listen any more needs no events.
+        let _ = self.events.send(event);
+    }
+}

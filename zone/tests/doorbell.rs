@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The doorbell server and its clients, natively: well-behaved ones, ones that send garbage, ones that don't read.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use tombolo_zone::doorbell::{Bell, DoorbellServer, Event, wire};
+use tombolo_zone::{MemberId, Rights, Role, Zone, ZoneConfig};
+
+/// Nothing here takes that long; a test that waits for it has failed.
+const LONG: Duration = Duration::from_secs(20);
+
+struct Bench {
+    zone: Arc<Zone>,
+    server: DoorbellServer,
+    events: Receiver<Event>,
+    dir: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let zone = Arc::new(Zone::create(&ZoneConfig::new("bells", 8 << 20)).unwrap());
+        let (server, events) = DoorbellServer::start(Arc::clone(&zone)).unwrap();
+        Bench { zone, server, events, dir: tempfile::tempdir().unwrap() }
+    }
+
+    fn member(&self, name: &str) -> (MemberId, PathBuf) {
+        let id = self.zone.invite(name, Role::Vm, Rights::READ_WRITE).unwrap();
+        let path = self.dir.path().join(name);
+        self.server.listen(id, &path).unwrap();
+        (id, path)
+    }
+
+    fn event(&self) -> Event {
+        self.events.recv_timeout(LONG).unwrap()
+    }
+}
+
+/// A bell whose rings come out of a channel; the one at the start is taken.
+fn bell(path: &PathBuf) -> (Bell, Receiver<()>) {
+    let (sender, rings) = channel();
+    let bell = Bell::connect(path, move || sender.send(()).unwrap()).unwrap();
+    rings.recv_timeout(LONG).unwrap();
+    (bell, rings)
+}
+
+/// Rings until the peer is known: another member's announcement takes a moment to arrive.
+fn ring_soon(bell: &Bell, peer: u16) {
+    let start = Instant::now();
+    while !bell.ring(peer).unwrap() {
+        assert!(start.elapsed() < LONG, "peer {peer} was never announced");
+        std::thread::yield_now();
+    }
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < LONG, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn members_ring_each_other_and_find_themselves_in_the_table() {
+    let bench = Bench::new();
+    let (a, a_path) = bench.member("a");
+    let (b, b_path) = bench.member("b");
+    let (a_bell, a_rings) = bell(&a_path);
+    let (b_bell, b_rings) = bell(&b_path);
+    assert_eq!(bench.event(), Event::Joined { member: a, peer: a_bell.peer() });
+    assert_eq!(bench.event(), Event::Joined { member: b, peer: b_bell.peer() });
+    assert_eq!(a_bell.zone(), bench.zone.uuid());
+    assert_eq!(bench.zone.member(a).unwrap().doorbell, Some(a_bell.peer()));
+    for _ in 0..100 {
+        ring_soon(&a_bell, b_bell.peer());
+        b_rings.recv_timeout(LONG).unwrap();
+        ring_soon(&b_bell, a_bell.peer());
+        a_rings.recv_timeout(LONG).unwrap();
+    }
+    assert!(bench.server.ring(a_bell.peer()).unwrap());
+    a_rings.recv_timeout(LONG).unwrap();
+    assert!(!bench.server.ring(999).unwrap(), "an unknown peer is harmless");
+    assert!(!a_bell.ring(999).unwrap());
+}
+
+#[test]
+fn the_slot_names_the_peer_before_the_handshake_is_complete() {
+    let bench = Bench::new();
+    let (a, a_path) = bench.member("a");
+    let stream = UnixStream::connect(&a_path).unwrap();
+    let mut doorbell_at_own_vector = None;
+    for n in 0.. {
+        let (value, fd) = wire::receive(&stream).unwrap().unwrap();
+        match n {
+            0 => assert_eq!(value, wire::VERSION),
+            1 => assert_eq!(value, 0),
+            2 => assert!(value == wire::SHARED_MEMORY && fd.is_some()),
+            _ => {
+                doorbell_at_own_vector = bench.zone.member(a).unwrap().doorbell;
+                break;
+            }
+        }
+    }
+    assert_eq!(doorbell_at_own_vector, Some(0));
+}
+
+#[test]
+fn a_peer_id_never_comes_back_and_who_is_gone_is_forgotten_everywhere() {
+    let bench = Bench::new();
+    let (a, a_path) = bench.member("a");
+    let (b, b_path) = bench.member("b");
+    let (b_bell, _rings) = bell(&b_path);
+    assert_eq!(bench.event(), Event::Joined { member: b, peer: 0 });
+    for peer in 1..20 {
+        let (a_bell, _rings) = bell(&a_path);
+        assert_eq!(a_bell.peer(), peer);
+        assert_eq!(bench.event(), Event::Joined { member: a, peer });
+        ring_soon(&b_bell, peer);
+        drop(a_bell);
+        assert!(
+            matches!(bench.event(), Event::Left { member, peer: left, .. } if member == a && left == peer)
+        );
+        assert_eq!(bench.zone.member(a).unwrap().doorbell, None);
+        until("the other member still knows a peer that left", || !b_bell.peers().contains(&peer));
+    }
+}
+
+#[test]
+fn a_member_has_one_doorbell_at_a_time() {
+    let bench = Bench::new();
+    let (a, a_path) = bench.member("a");
+    let (first, rings) = bell(&a_path);
+    let refused = Bell::connect(&a_path, || ()).unwrap_err().to_string();
+    assert!(refused.contains("connected already"), "{refused}");
+    bench.event();
+    assert!(matches!(bench.event(), Event::Refused { member, .. } if member == a));
+    first.ring(first.peer()).unwrap();
+    rings.recv_timeout(LONG).unwrap();
+}
+
+#[test]
+fn garbage_takes_down_its_sender_only() {
+    let bench = Bench::new();
+    let (a, a_path) = bench.member("a");
+    let (_b, b_path) = bench.member("b");
+    let mut noise = UnixStream::connect(&a_path).unwrap();
+    assert!(matches!(bench.event(), Event::Joined { .. }));
+    noise.write_all(&[0xff; 64]).unwrap();
+    let Event::Left { member, why, .. } = bench.event() else { panic!("it stayed") };
+    assert_eq!(member, a);
+    assert!(why.contains("sent something"), "{why}");
+    let mut one = UnixStream::connect(&a_path).unwrap();
+    one.write_all(&[1, 2, 3]).unwrap();
+    one.shutdown(std::net::Shutdown::Write).unwrap();
+    assert!(matches!(bench.event(), Event::Joined { .. }));
+    let Event::Left { why, .. } = bench.event() else { panic!("it stayed") };
+    assert!(why.contains("cut short") || why.contains("temporarily unavailable"), "{why}");
+    // What it was sent before it was dropped, then the end.
+    let _ = one.read_to_end(&mut Vec::new());
+    let (b_bell, rings) = bell(&b_path);
+    b_bell.ring(b_bell.peer()).unwrap();
+    rings.recv_timeout(LONG).unwrap();
+}
+
+#[test]
+fn a_client_that_does_not_read_holds_up_nobody() {
+    let bench = Bench::new();
+    let (_a, a_path) = bench.member("a");
+    let (b, b_path) = bench.member("b");
+    let _deaf = UnixStream::connect(&a_path).unwrap();
+    assert!(matches!(bench.event(), Event::Joined { .. }));
+    // More joins and leaves than a socket's buffer and the backlog hold together: the deaf one is given up in the end.
+    let mut given_up = false;
+    for round in 0..1500 {
+        if round % 200 == 0 {
+            bench.server.listen(b, b_path.with_extension(round.to_string())).unwrap();
+        }
+        let (b_bell, _rings) = bell(&b_path.with_extension((round / 200 * 200).to_string()));
+        drop(b_bell);
+        let mut left = false;
+        while !left {
+            match bench.event() {
+                Event::Left { member, .. } if member == b => left = true,
+                Event::Left { why, .. } => {
+                    assert!(why.contains("not read"), "{why}");
+                    given_up = true;
+                }
+                Event::Joined { .. } => {}
+                Event::Refused { why, .. } => panic!("{why}"),
+            }
+        }
+        if given_up {
+            break;
+        }
+    }
+    assert!(given_up, "messages for a client that never reads pile up without bound");
+}
+
+#[test]
+fn a_flood_of_connections_ends_and_others_are_served() {
+    let bench = Bench::new();
+    let (a, a_path) = bench.member("a");
+    let (_b, b_path) = bench.member("b");
+    let mut refused = 0;
+    for _ in 0..600 {
+        drop(UnixStream::connect(&a_path).unwrap());
+    }
+    let (b_bell, rings) = bell(&b_path);
+    assert!(b_bell.peer() <= 256, "a flood uses up peer ids");
+    b_bell.ring(b_bell.peer()).unwrap();
+    rings.recv_timeout(LONG).unwrap();
+    while let Ok(event) = bench.events.recv_timeout(Duration::from_secs(1)) {
+        refused += usize::from(matches!(event, Event::Refused { member, .. } if member == a));
+        if refused >= 300 {
+            break;
+        }
+    }
+    assert!(refused >= 300, "only {refused} were refused");
+}
+
+#[test]
+fn doorbells_go_on_when_the_server_is_gone_and_its_sockets_are_removed() {
+    let bench = Bench::new();
+    let (_a, a_path) = bench.member("a");
+    let (_b, b_path) = bench.member("b");
+    let (a_bell, _a_rings) = bell(&a_path);
+    let (b_bell, b_rings) = bell(&b_path);
+    ring_soon(&a_bell, b_bell.peer());
+    b_rings.recv_timeout(LONG).unwrap();
+    drop(bench.server);
+    assert!(!a_path.exists() && !b_path.exists());
+    assert!(a_bell.ring(b_bell.peer()).unwrap());
+    b_rings.recv_timeout(LONG).unwrap();
+}
+
+#[test]
+fn a_host_process_that_owns_the_zone_has_a_bell_without_a_socket() {
+    let bench = Bench::new();
+    let host = bench.zone.invite("host", Role::Host, Rights::READ_WRITE).unwrap();
+    let (sender, rings) = channel();
+    let own = bench.server.bell(host, move || sender.send(()).unwrap()).unwrap();
+    rings.recv_timeout(LONG).unwrap();
+    assert_eq!(bench.zone.member(host).unwrap().doorbell, Some(own.peer()));
+    let (_a, a_path) = bench.member("a");
+    let (a_bell, _rings) = bell(&a_path);
+    ring_soon(&a_bell, own.peer());
+    rings.recv_timeout(LONG).unwrap();
+    bench.server.unlisten(host).unwrap();
+    until("unlisten does not end the connection", || bench.zone.member(host).unwrap().doorbell.is_none());
+}
+
+#[test]
+fn a_socket_left_behind_by_a_crash_is_replaced_and_one_in_use_is_not() {
+    let bench = Bench::new();
+    let id = bench.zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+    let path = bench.dir.path().join("sock");
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    bench.server.listen(id, &path).unwrap();
+    let other = Bench::new();
+    let said = other.server.listen(id, &path).unwrap_err().to_string();
+    assert!(said.contains("sock: Address already in use"), "{said}");
+    let file = bench.dir.path().join("file");
+    std::fs::write(&file, b"precious").unwrap();
+    assert!(bench.server.listen(id, &file).is_err());
+    assert_eq!(std::fs::read(&file).unwrap(), b"precious");
+}
+
+#[test]
+fn a_client_refuses_servers_that_speak_nonsense() {
+    for messages in [vec![7i64], vec![0, -5], vec![0, 70000], vec![0, 3, 3], vec![0, 3, -1], vec![0, 3]] {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        for value in &messages {
+            wire::send(&theirs, *value, None).unwrap();
+        }
+        drop(theirs);
+        let said = Bell::over(ours, || ()).unwrap_err().to_string();
+        assert!(said.contains("doorbell handshake"), "{said}");
+    }
+}
