@@ -472,14 +472,24 @@ impl Nic {
             ram,
         };
         for _ in 0..config.size {
-            let at = nic.ram.alloc(u64::from(config.rx_buffer), 64);
+            let at = nic.ram.alloc(u64::from(config.rx_buffer).next_multiple_of(16) + 32, 64);
             nic.give_buffer(at);
         }
         Ok(nic)
     }
 
+    /// Makes a receive buffer available: in one piece, or as an indirect table of two halves, which lies behind it.
     fn give_buffer(&mut self, at: u64) {
-        if let Some(id) = self.rx.add(&self.ram, &[(at, self.config.rx_buffer)], true, None) {
+        let len = self.config.rx_buffer;
+        let table = at + u64::from(len).next_multiple_of(16);
+        let half = len / 2;
+        let halves = [(at, half), (at + u64::from(half), len - half)];
+        let added = if self.config.indirect {
+            self.rx.add(&self.ram, &halves, true, Some(table))
+        } else {
+            self.rx.add(&self.ram, &[(at, len)], true, None)
+        };
+        if let Some(id) = added {
             self.rx_buffers.insert(id, at);
         }
     }
