@@ -177,7 +177,7 @@ fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     };
     let daemon = Daemon::start(config)?;
     if config.switch.sandbox {
-        crate::sandbox::enter().context("sandbox; --no-sandbox runs without")?;
+        crate::sandbox::filter_calls().context("sandbox; --no-sandbox runs without")?;
     }
     let mut signal = 0;
     // SAFETY: both are ours.

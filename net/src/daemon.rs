@@ -75,6 +75,10 @@ impl Daemon {
                 Err(err) => tracing::error!("uplink {}: {err:#}", uplink.name),
             }
         }
+        if config.switch.sandbox {
+            // Before any thread is started: each has its own capabilities.
+            crate::sandbox::drop_capabilities().context("capabilities can't be dropped")?;
+        }
         for port in &config.port {
             match daemon.add_port(port) {
                 Ok(()) => working += 1,

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What a running switch gives up, once its devices and sockets are open.
 //!
-//! 1. All capabilities, in every thread's sets and for good (PR_SET_NO_NEW_PRIVS); a switch that began as root can no
-//!    longer open devices, load modules, trace others or change the network.
-//! 2. All system calls but those below; others kill the process with SIGSYS. What stays allowed is what carrying
+//! 1. [`drop_capabilities`], once uplinks are open and before any thread is started: all capabilities, for good
+//!    (PR_SET_NO_NEW_PRIVS); a switch that began as root can no longer open devices, load modules, trace others or
+//!    change the network.
+//! 2. [`filter_calls`], once all threads run: all system calls but those below; others kill the process with SIGSYS. What stays allowed is what carrying
 //!    packets, mapping a new front-end's memory and answering control requests takes.
 //!
 //! Threads started before and after are bound alike (the filter is set for all threads at once).
@@ -102,12 +103,11 @@ const LEGACY: &[libc::c_long] =
 #[cfg(not(target_arch = "x86_64"))]
 const LEGACY: &[libc::c_long] = &[];
 
-/// Gives up everything that is not needed from now on.
+/// Gives up all system calls that are not needed from now on, in all threads.
 ///
 /// # Errors
-/// The kernel refuses; then nothing may be taken as given up.
-pub fn enter() -> io::Result<()> {
-    drop_capabilities()?;
+/// The kernel refuses.
+pub fn filter_calls() -> io::Result<()> {
     let rules: BTreeMap<i64, Vec<seccompiler::SeccompRule>> =
         ALLOWED.iter().copied().chain([LEGACY]).flatten().map(|call| (*call, Vec::new())).collect();
     let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(io::Error::other)?;
@@ -117,8 +117,11 @@ pub fn enter() -> io::Result<()> {
     seccompiler::apply_filter_all_threads(&program).map_err(io::Error::other)
 }
 
-/// Empties the calling thread's capability sets and the bounding set, so that nothing that runs from here on has any.
-fn drop_capabilities() -> io::Result<()> {
+/// Empties the calling thread's capability sets for good, and so those of the threads that it starts.
+///
+/// # Errors
+/// The kernel refuses.
+pub fn drop_capabilities() -> io::Result<()> {
     #[repr(C)]
     struct Header {
         version: u32,
