@@ -174,6 +174,11 @@ fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
     assert_eq!(lab.good(&["exec", "b", "--", "cat", "/mnt/shared/x"]), "hello\n");
     assert!(!lab.run(&["exec", "b", "--", "sh", "-c", "echo no >/mnt/shared/y"]).status.success());
 
+    // Not even its kernel can write to the zone.
+    lab.good(&["exec", "b", "--", "dd", "if=/dev/zero", "of=/dev/pmem0", "bs=4096", "count=1", "conv=fsync"]);
+    let path = lab.good(&["zone", "path", "shared"]);
+    assert!(lab.good(&["zone", "inspect", path.trim()]).starts_with("shared "));
+
     // A second up of the same file changes nothing.
     let pids = |ps: &serde_json::Value| -> Vec<u64> {
         ps["vms"].as_array().unwrap().iter().filter_map(|v| v["pid"].as_u64()).collect()
