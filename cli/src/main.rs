@@ -121,7 +121,14 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Vm(command) => tombolo_vm::cli::run(command, cli.json),
         Command::Zone { command: ZoneCommand::Zone(command) } => tombolo_zone::cli::run(command, cli.json),
         Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::cli::run_zone(command, cli.json),
-        Command::Files { command } => tombolo_files::cli::run(command, cli.json),
+        Command::Files { mut command } => {
+            let zone = command.zone_mut();
+            if !zone.exists() {
+                let found = zone.to_str().map_or(Ok(None), tombolo_vm::cli::find_zone)?;
+                *zone = found.unwrap_or_else(|| zone.clone());
+            }
+            tombolo_files::cli::run(command, cli.json)
+        }
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
         Command::Lab { command } => tombolo_lab::cli::run(command, cli.json),
         Command::Start { command } => tombolo_start::cli::run(command, cli.json),
