@@ -98,13 +98,20 @@ fn up_until(lab: &Lab, line: &str) -> (Child, BufReader<std::process::ChildStder
     let mut child = lab.command(&["up"]).stderr(Stdio::piped()).spawn().unwrap();
     let mut reader = BufReader::new(child.stderr.take().unwrap());
     let mut said = String::new();
-    loop {
+    let found = loop {
         let from = said.len();
-        assert!(reader.read_line(&mut said).unwrap() > 0, "ended before '{line}': {said}");
-        if said[from..].contains(line) {
-            return (child, reader);
+        if reader.read_line(&mut said).unwrap() == 0 {
+            break false;
         }
+        if said[from..].contains(line) {
+            break true;
+        }
+    };
+    if !found {
+        let status = child.wait().unwrap();
+        panic!("{status} before '{line}': {said}");
     }
+    (child, reader)
 }
 
 const TWO: &str = r#"
