@@ -284,12 +284,13 @@ static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry
 	if (err)
 		return err;
 	err = tfs_link(tmb_fs(dir), dir->i_ino, dentry->d_name.name, dentry->d_name.len, inode->i_ino, tfs_os_now());
+	tmb_refresh(inode);
+	tmb_unreference(inode);
 	if (err) {
 		if (err == -EEXIST)
 			d_drop(dentry);
 		return err;
 	}
-	tmb_refresh(inode);
 	ihold(inode);
 	d_instantiate(dentry, inode);
 	restamp(dentry, dir, before);
@@ -320,6 +321,7 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 			clear_nlink(inode);
 		spin_unlock(&inode->i_lock);
 	}
+	tmb_unreference(inode);
 	WRITE_ONCE(dentry->d_time, TMB_UNSTAMPED);
 	return 0;
 }
@@ -372,6 +374,8 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 			clear_nlink(target);
 		spin_unlock(&target->i_lock);
 	}
+	if (target)
+		tmb_unreference(target);
 	return 0;
 }
 

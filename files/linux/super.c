@@ -270,7 +270,7 @@ static void tmb_kill_sb(struct super_block *sb)
 	destroy_workqueue(s->work_queue);
 	/* Path walks under RCU may still look at the zone. */
 	synchronize_rcu();
-	if (s->opened)
+	if (s->opened && !s->unclean)
 		tfs_close(&s->fs);
 	if (s->joined)
 		tmb_zone_leave(&s->zone, s->fs.member, s->fs.epoch);

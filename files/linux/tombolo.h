@@ -57,6 +57,7 @@ struct tmb_sb {
 	struct tmb_zone zone;
 	dev_t dev;
 	bool joined, opened, listening;
+	bool unclean; /* references are left for the next life of this member to give back */
 	struct tmb_doorbell_client doorbell;
 	atomic_t rings;	/* counts doorbells, for who sleeps in tfs_os_wait */
 	wait_queue_head_t rung;
@@ -111,6 +112,7 @@ extern const struct inode_operations tmb_file_iops, tmb_symlink_iops, tmb_specia
 struct inode *tmb_iget(struct super_block *sb, u64 ino);
 int tmb_refresh(struct inode *inode);
 int tmb_reference(struct inode *inode);
+void tmb_unreference(struct inode *inode);
 int tmb_hold_unlinked(struct dentry *dentry);
 int tmb_open_inode(struct inode *inode, struct file *file);
 int tmb_release_inode(struct inode *inode, struct file *file);

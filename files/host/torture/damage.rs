@@ -87,7 +87,8 @@ impl Image {
             _ => self.words[rng.below(self.words.len() as u64) as usize],
         };
         // Nothing but magic and version says what it is: without them there is nothing to repair.
-        let identity = at < 16 || at == core::mem::offset_of!(sys::tfs_super, incompat) as u64;
+        let features = [core::mem::offset_of!(sys::tfs_super, incompat), core::mem::offset_of!(sys::tfs_super, ro_compat)];
+        let identity = at < 16 || features.contains(&(at as usize));
         if !identity {
             assert!(self.area.store_word(at, new));
         }

@@ -209,7 +209,7 @@ def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a
     with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
         # where something is: that's where a wild word does harm
         used = [o for o in range(files, ZONE_MIB << 20, 4096) if m[o:o + 4096].count(0) < 4096]
-        for _ in range(20):
+        for _ in range(int(os.environ.get("TOMBOLO_ROUNDS", "4"))):
             a.start("timeout -s KILL 20 claims storm /mnt/storm %d 3000; timeout -s KILL 20 claims data /mnt; timeout -s KILL 20 claims mapped /mnt; "
                     "timeout -s KILL 20 find /mnt | head -1000 | tail -1; df /mnt >/dev/null; true" % rng.randrange(1000))
             for _ in range(300):
