@@ -4,14 +4,19 @@
 //! - `members`: several members take turns; each must see what the others did.
 //! - `kill`: members in processes of their own are killed at any instant; the others clean up and go on.
 //! - `threads`: members at once on one file and one directory: appends whole, one winner per name.
+//! - `damage`: fsck finds and repairs what was overwritten.
+//! - `files …`: the commands of this part, as `tombolo files …` has them.
 //!
 //! Modules: [`model`] is the file system as it should be, [`kill`] and [`crowd`] the runs, [`zone`] memory with a member table.
 
 mod crowd;
+mod damage;
 mod kill;
 mod model;
 mod rng;
 mod zone;
+
+use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
@@ -42,6 +47,18 @@ enum Run {
         #[arg(long, default_value_t = 20)]
         kills: u64,
     },
+    /// Words are overwritten and fsck repairs
+    Damage {
+        #[arg(long, default_value_t = 200)]
+        rounds: u64,
+    },
+    /// The commands of this part
+    Files {
+        #[arg(long, global = true)]
+        json: bool,
+        #[command(subcommand)]
+        command: tombolo_files::cli::Command,
+    },
     /// Members at once
     Threads {
         #[arg(long, default_value_t = 2)]
@@ -49,19 +66,27 @@ enum Run {
     },
 }
 
-fn main() {
+fn main() -> anyhow::Result<ExitCode> {
     let cli = Cli::parse();
+    if let Run::Files { json, command } = cli.run {
+        return tombolo_files::cli::run(command, json);
+    }
     println!("seed {}", cli.seed);
     let result = match cli.run {
         Run::Members { operations, members } => crowd::turns(cli.seed, cli.mib, operations, members),
         Run::Kill { kills } => kill::run(cli.seed, cli.mib, kills),
+        Run::Damage { rounds } => damage::run(cli.seed, rounds),
+        Run::Files { .. } => unreachable!("done above"),
         Run::Threads { seconds } => crowd::at_once(cli.seed, cli.mib, seconds),
     };
     match result {
-        Ok(summary) => println!("{summary}"),
+        Ok(summary) => {
+            println!("{summary}");
+            Ok(ExitCode::SUCCESS)
+        }
         Err(why) => {
             eprintln!("seed {}: {why}", cli.seed);
-            std::process::exit(1);
+            Ok(ExitCode::FAILURE)
         }
     }
 }
