@@ -41,7 +41,8 @@ impl Rig {
         for name in ["a", "b"] {
             fs::create_dir(rig.at(name)).expect("a directory");
             let member = format!("member-{name}");
-            let args = ["mount", "--json", "--member", &member, rig.zone_str(), &rig.at_str(name)].map(str::to_owned);
+            let args = ["mount", "--json", "--member", &member, rig.zone_str(), &rig.at_str(name)]
+                .map(str::to_owned);
             let text = must(&args.iter().map(String::as_str).collect::<Vec<_>>());
             let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
             rig.pids.push(json["pid"].as_i64().expect("a pid") as i32);
@@ -130,8 +131,14 @@ fn a_file_without_a_name_gets_one_and_times_before_1970_stay() {
         .expect("O_TMPFILE");
     file.write_all(b"made before it had a name").expect("write");
     let from = format!("/proc/self/fd/{}", file.as_raw_fd());
-    rustix::fs::linkat(rustix::fs::CWD, from, rustix::fs::CWD, rig.at("a/named"), rustix::fs::AtFlags::SYMLINK_FOLLOW)
-        .expect("link");
+    rustix::fs::linkat(
+        rustix::fs::CWD,
+        from,
+        rustix::fs::CWD,
+        rig.at("a/named"),
+        rustix::fs::AtFlags::SYMLINK_FOLLOW,
+    )
+    .expect("link");
     assert_eq!(fs::read_to_string(rig.at("b/named")).expect("read"), "made before it had a name");
     let old = std::time::UNIX_EPOCH - std::time::Duration::new(1000, 250);
     file.set_modified(old).expect("utimens");
@@ -141,15 +148,18 @@ fn a_file_without_a_name_gets_one_and_times_before_1970_stay() {
 #[test]
 fn holes_are_found_and_shared_mappings_are_refused_not_stale() {
     let rig = Rig::new();
-    let mut file = fs::OpenOptions::new().read(true).write(true).create_new(true).open(rig.at("a/sparse")).expect("open");
+    let mut file = fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(rig.at("a/sparse"))
+        .expect("open");
     file.write_all_at(b"far", 1 << 20).expect("write");
     assert_eq!(rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(0)), Ok(1 << 20));
     assert_eq!(file.seek(SeekFrom::End(0)).expect("seek"), (1 << 20) + 3);
     let map = |flags| {
         // SAFETY: a new mapping at an address of the kernel's choice, never accessed.
-        unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), 4096, rustix::mm::ProtFlags::READ, flags, &file, 0)
-        }
+        unsafe { rustix::mm::mmap(std::ptr::null_mut(), 4096, rustix::mm::ProtFlags::READ, flags, &file, 0) }
     };
     assert_eq!(map(rustix::mm::MapFlags::SHARED).map(|_| ()), Err(rustix::io::Errno::NODEV));
     assert!(map(rustix::mm::MapFlags::PRIVATE).is_ok());

@@ -4,7 +4,10 @@
 use std::process::Command;
 
 fn torture(args: &[&str]) {
-    let out = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture")).args(args).output().expect("torture starts");
+    let out = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"))
+        .args(args)
+        .output()
+        .expect("torture starts");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(out.status.success(), "{args:?}: {}{}", text(&out.stdout), text(&out.stderr));
 }
