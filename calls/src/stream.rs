@@ -153,7 +153,12 @@ impl Tx for StreamTx {
         Ok(true)
     }
     fn publish(&mut self) -> Result<(), Error> {
-        self.shared.flush()
+        self.shared.flush()?;
+        // A client may not come back for long after a posted call, so nothing is left behind; its server always reads.
+        while self.waits && self.shared.pending.load(Ordering::SeqCst) {
+            self.shared.sleep(false)?;
+        }
+        Ok(())
     }
     fn arm_room(&mut self) -> Result<bool, Error> {
         self.shared.flush()?;
@@ -190,6 +195,8 @@ struct StreamRx {
     window: Arc<Window>,
     bytes: Vec<u8>,
     at: usize,
+    /// Where the kernel puts what it has.
+    incoming: Box<[u8]>,
 }
 
 impl StreamRx {
@@ -231,19 +238,17 @@ impl Rx for StreamRx {
             }
             self.bytes.drain(..self.at);
             self.at = 0;
-            let old = self.bytes.len();
-            self.bytes.resize(old + CHUNK as usize, 0);
             // SAFETY: the slice lives during the call.
             let n = unsafe {
                 libc::recv(
                     self.shared.socket.as_raw_fd(),
-                    self.bytes[old..].as_mut_ptr().cast(),
-                    CHUNK as usize,
+                    self.incoming.as_mut_ptr().cast(),
+                    self.incoming.len(),
                     libc::MSG_DONTWAIT,
                 )
             };
             let error = io::Error::last_os_error();
-            self.bytes.truncate(old + usize::try_from(n).unwrap_or(0));
+            self.bytes.extend_from_slice(&self.incoming[..usize::try_from(n).unwrap_or(0)]);
             match n {
                 0 => return Err(Error::Closed),
                 1.. => {}
@@ -272,7 +277,7 @@ fn link(socket: OwnedFd, window: u64, waits: bool) -> Result<Link, Error> {
         Arc::new(Shared { socket, out: Mutex::default(), pending: AtomicBool::new(false), kick: EventFd::new()? });
     Ok(Link {
         tx: Box::new(StreamTx { shared: shared.clone(), window: window.clone(), waits }),
-        rx: Box::new(StreamRx { shared: shared.clone(), window: window.clone(), bytes: Vec::new(), at: 0 }),
+        rx: Box::new(StreamRx { shared: shared.clone(), window: window.clone(), bytes: Vec::new(), at: 0, incoming: vec![0; CHUNK as usize].into() }),
         bell: Arc::new(StreamBell { shared: shared.clone(), readable: true }),
         room: Arc::new(StreamBell { shared, readable: !waits }),
         window,

@@ -43,6 +43,18 @@ enum Command {
         #[command(subcommand)]
         command: tombolo_passthrough::cli::Command,
     },
+    /// How VMs start, and how their memory arrives
+    Start {
+        #[command(subcommand)]
+        command: tombolo_start::cli::Command,
+    },
+    /// Grow a running VM's virtio-mem to its full size
+    Grow(tombolo_start::cli::GrowOptions),
+    /// Accelerators for programs in VMs
+    Accel {
+        #[command(subcommand)]
+        command: tombolo_accel_server::cli::Command,
+    },
     /// An emulated KVM host, to run and test in
     Lab {
         #[command(subcommand)]
@@ -51,7 +63,7 @@ enum Command {
     /// Measure side by side with what else there is
     Bench {
         #[command(subcommand)]
-        command: tombolo_bench::cli::Command,
+        command: BenchCommand,
     },
     /// Write a shell's completion to the standard output
     Completion {
@@ -72,6 +84,18 @@ enum ZoneCommand {
     Zone(tombolo_zone::cli::Command),
     #[command(flatten)]
     Vm(tombolo_vm::cli::ZoneCommand),
+}
+
+/// What can be measured.
+#[derive(Subcommand)]
+enum BenchCommand {
+    #[command(flatten)]
+    Bench(tombolo_bench::cli::Command),
+    /// The start of VMs with and without passed-through devices
+    Start {
+        #[command(subcommand)]
+        command: tombolo_bench_start::cli::Command,
+    },
 }
 
 fn main() -> ExitCode {
@@ -97,10 +121,25 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Vm(command) => tombolo_vm::cli::run(command, cli.json),
         Command::Zone { command: ZoneCommand::Zone(command) } => tombolo_zone::cli::run(command, cli.json),
         Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::cli::run_zone(command, cli.json),
-        Command::Files { command } => tombolo_files::cli::run(command, cli.json),
+        Command::Files { mut command } => {
+            let zone = command.zone_mut();
+            if !zone.exists() {
+                let found = zone.to_str().map_or(Ok(None), tombolo_vm::cli::find_zone)?;
+                *zone = found.unwrap_or_else(|| zone.clone());
+            }
+            tombolo_files::cli::run(command, cli.json)
+        }
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
         Command::Lab { command } => tombolo_lab::cli::run(command, cli.json),
-        Command::Bench { command } => tombolo_bench::cli::run(command, cli.json),
+        Command::Start { command } => tombolo_start::cli::run(command, cli.json),
+        Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
+        Command::Accel { command } => tombolo_accel_server::cli::run(command, cli.json),
+        Command::Bench { command: BenchCommand::Bench(command) } => {
+            tombolo_bench::cli::run(command, cli.json)
+        }
+        Command::Bench { command: BenchCommand::Start { command } } => {
+            tombolo_bench_start::cli::run(command, cli.json)
+        }
         Command::Completion { shell } => {
             let mut text = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "tombolo", &mut text);

@@ -8,11 +8,12 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
-use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
+use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 
@@ -360,6 +361,12 @@ impl Queue {
             (true, false) => ram.word(self.avail + 2).store(0, Ordering::Relaxed),
         }
         fence(Ordering::SeqCst);
+        self.has_used(ram)
+    }
+
+    /// Is there a used chain that was not taken back yet?
+    #[must_use]
+    pub fn has_used(&self, ram: &Ram) -> bool {
         if self.packed {
             let flags = ram.word(self.desc + 16 * u64::from(self.seen) + 14).load(Ordering::Acquire);
             (flags & (1 << 7) != 0) == self.seen_wrap && (flags & (1 << 15) != 0) == self.seen_wrap
@@ -472,14 +479,24 @@ impl Nic {
             ram,
         };
         for _ in 0..config.size {
-            let at = nic.ram.alloc(u64::from(config.rx_buffer), 64);
+            let at = nic.ram.alloc(u64::from(config.rx_buffer).next_multiple_of(16) + 32, 64);
             nic.give_buffer(at);
         }
         Ok(nic)
     }
 
+    /// Makes a receive buffer available: in one piece, or as an indirect table of two halves, which lies behind it.
     fn give_buffer(&mut self, at: u64) {
-        if let Some(id) = self.rx.add(&self.ram, &[(at, self.config.rx_buffer)], true, None) {
+        let len = self.config.rx_buffer;
+        let table = at + u64::from(len).next_multiple_of(16);
+        let half = len / 2;
+        let halves = [(at, half), (at + u64::from(half), len - half)];
+        let added = if self.config.indirect {
+            self.rx.add(&self.ram, &halves, true, Some(table))
+        } else {
+            self.rx.add(&self.ram, &[(at, len)], true, None)
+        };
+        if let Some(id) = added {
             self.rx_buffers.insert(id, at);
         }
     }
@@ -511,21 +528,64 @@ impl Nic {
     /// # Errors
     /// The switch refuses something.
     pub fn connect(&mut self, path: &Path) -> anyhow::Result<()> {
-        let mut front = Frontend::connect(path, 2)?;
+        self.connect_over(UnixStream::connect(path)?, &mut None)
+    }
+
+    /// The same, with in-flight state that is kept from one switch to the next.
+    ///
+    /// # Errors
+    /// The switch refuses something.
+    pub fn connect_with(
+        &mut self,
+        path: &Path,
+        inflight: &mut Option<(VhostUserInflight, File)>,
+    ) -> anyhow::Result<()> {
+        let wanted = VhostUserInflight::new(0, 0, 2, self.config.size);
+        let stream = UnixStream::connect(path)?;
+        let ask = inflight.is_none();
+        if ask {
+            *inflight = Some((wanted, self.ram.file().try_clone()?));
+        }
+        self.handshake(stream, inflight, ask)
+    }
+
+    /// The same over a connection that the switch has made.
+    ///
+    /// # Errors
+    /// The switch refuses something.
+    pub fn connect_over(
+        &mut self,
+        stream: UnixStream,
+        inflight: &mut Option<(VhostUserInflight, File)>,
+    ) -> anyhow::Result<()> {
+        self.handshake(stream, inflight, false)
+    }
+
+    fn handshake(
+        &mut self,
+        stream: UnixStream,
+        inflight: &mut Option<(VhostUserInflight, File)>,
+        ask: bool,
+    ) -> anyhow::Result<()> {
+        let mut front = Frontend::from_stream(stream, 2);
         front.set_owner()?;
         let offered = front.get_features()?;
         anyhow::ensure!(offered & self.features == self.features, "not all features are offered");
-        if offered & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() != 0 {
-            let wanted = VhostUserProtocolFeatures::MQ
-                | VhostUserProtocolFeatures::REPLY_ACK
-                | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
-                | VhostUserProtocolFeatures::LOG_SHMFD
-                | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
-            let offered = front.get_protocol_features()?;
-            front.set_protocol_features(offered & wanted)?;
-            front.set_hdr_flags(vhost::vhost_user::message::VhostUserHeaderFlag::NEED_REPLY);
-        }
+        let wanted = VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::LOG_SHMFD
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+        let offered = front.get_protocol_features()?;
+        front.set_protocol_features(offered & wanted)?;
+        front.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         front.set_features(self.features)?;
+        if let Some((shape, file)) = inflight {
+            if ask {
+                (*shape, *file) = front.get_inflight_fd(shape)?;
+            }
+            front.set_inflight_fd(shape, file.as_raw_fd())?;
+        }
         front.set_mem_table(&[VhostUserMemoryRegionInfo {
             guest_phys_addr: self.ram.gpa(),
             memory_size: self.ram.size(),
@@ -537,12 +597,25 @@ impl Nic {
         self.start_rings(0)
     }
 
+    /// The features that it acknowledges.
+    #[must_use]
+    pub fn features(&self) -> u64 {
+        self.features
+    }
+
+    /// Has something been received that was not taken yet?
+    #[must_use]
+    pub fn peek_used(&self) -> bool {
+        self.rx.has_used(&self.ram)
+    }
+
     /// Tells the switch of the rings and starts them; `split_base` is the available index to go on from.
     ///
     /// # Errors
     /// The switch refuses something.
     pub fn start_rings(&mut self, split_base: u16) -> anyhow::Result<()> {
         let Some(front) = &mut self.front else { anyhow::bail!("not connected") };
+        let logged = self.features & 1 << bit::LOG_ALL != 0;
         for (i, queue) in [&self.rx, &self.tx].into_iter().enumerate() {
             let at = queue.address(&self.ram);
             front.set_vring_num(i, queue.size)?;
@@ -552,11 +625,11 @@ impl Nic {
                 &VringConfigData {
                     queue_max_size: queue.size,
                     queue_size: queue.size,
-                    flags: 0,
+                    flags: u32::from(logged),
                     desc_table_addr: at.desc,
                     used_ring_addr: at.used,
                     avail_ring_addr: at.avail,
-                    log_addr: None,
+                    log_addr: logged.then_some(queue.used),
                 },
             )?;
             front.set_vring_call(i, &raw_event(&self.calls[i])?)?;

@@ -79,7 +79,9 @@ impl Endpoint {
                 return;
             }
             tracing::info!(port = port.name(), "front-end connected");
+            port.connected.store(true, Ordering::Relaxed);
             let why = converse(stream, switch, port, offered, stop);
+            port.connected.store(false, Ordering::Relaxed);
             tracing::info!(port = port.name(), %why, "front-end gone");
             if self.listener.is_none() {
                 std::thread::park_timeout(RETRY);

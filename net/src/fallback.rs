@@ -2,6 +2,7 @@
 //! When a receiver can't do what a sender left to it: the frame is copied once more, checksummed or cut, and delivered
 //! in a form that every driver takes.
 
+use crate::capture::Direction;
 use crate::counters::Reason;
 use crate::deliver::{Frame, Put, put};
 use crate::forward::{Done, PREFIX, Sender};
@@ -110,6 +111,9 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
             Put::Done => {
                 open.packets += 1;
                 open.bytes += u64::from(piece.len);
+                if let Some(capture) = open.capture {
+                    capture.take(piece, Direction::ToGuest);
+                }
                 Done::Taken
             }
             other => {

@@ -9,6 +9,7 @@
 //! The bytes that decide (addresses, tags, whatever a check looks at) are copied first, and the copy is what the
 //! receiver gets; a guest that changes its frame meanwhile changes nothing that was decided upon.
 
+use crate::capture::Direction;
 use crate::counters::Reason;
 use crate::cpu::{prefetch, prefetch_all};
 use crate::deliver::{Frame, LONG, Put, put};
@@ -252,6 +253,11 @@ impl<'a> Sender<'a, '_> {
         if !frame.header.is_plain() && !offload::is_valid(&frame.header, frame.len) {
             return Done::Dropped(Reason::Header);
         }
+        if let Some(capture) = &self.view.ports()[self.src].capture {
+            if self.full.is_none() && self.resume == 0 {
+                capture.take(frame, Direction::FromGuest);
+            }
+        }
         let mut lane = Lane { vid: None, tagged: false, open: true };
         if !self.view.is_plain() {
             lane = match self.admit(frame) {
@@ -365,6 +371,9 @@ impl<'a> Sender<'a, '_> {
             Put::Done => {
                 open.packets += 1;
                 open.bytes += u64::from(frame.len);
+                if let Some(capture) = open.capture {
+                    capture.take(frame, Direction::ToGuest);
+                }
                 Done::Taken
             }
             other => self.not_put(dest, other),

@@ -18,10 +18,17 @@
 //!   [`fallback`] when to make them; [`uplink`] what isn't a guest
 //! - [`deliver`] the copy; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`switch`]
 //!   changes on their way to the workers
+//! - [`config`] what a user says; [`daemon`] the running whole; [`cli`] and [`control`] the ways to talk to it;
+//!   [`metrics`] counters for Prometheus; [`capture`] frames for Wireshark; [`sandbox`] what is given up
 //! - [`event`] eventfds; [`cpu`] prefetching; [`driver`] the guest's side, for tests and the bench
 
+pub mod capture;
+pub mod cli;
+pub mod config;
+pub mod control;
 pub mod counters;
 pub mod cpu;
+pub mod daemon;
 pub mod deliver;
 pub mod dirty;
 pub mod driver;
@@ -36,12 +43,14 @@ pub mod inflight;
 pub mod lane;
 pub mod limit;
 pub mod memory;
+pub mod metrics;
 pub mod offload;
 mod opens;
 pub mod policy;
 pub mod port;
 pub mod protocol;
 pub mod ring;
+pub mod sandbox;
 pub mod spoof;
 pub mod switch;
 pub mod table;

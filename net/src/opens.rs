@@ -2,6 +2,7 @@
 //! The receivers whose rings a pass holds. A ring is published when it is given back, so a pass that sends much to few
 //! publishes each of them once.
 
+use crate::capture::Capture;
 use crate::view::View;
 use crate::vring::Guard;
 
@@ -14,6 +15,8 @@ pub(crate) struct Open<'a> {
     pub guard: Guard<'a>,
     pub packets: u64,
     pub bytes: u64,
+    /// Somebody who watches the receiver.
+    pub capture: Option<&'a Capture>,
 }
 
 impl Drop for Open<'_> {
@@ -74,7 +77,8 @@ impl<'a> Opens<'a> {
         }
         // A free place, or the one after the last used, whose ring is published by that.
         let at = self.list.iter().position(Option::is_none).unwrap_or((self.last + 1) % OPEN);
-        self.list[at] = Some(Open { dest, guard, packets: 0, bytes: 0 });
+        self.list[at] =
+            Some(Open { dest, guard, packets: 0, bytes: 0, capture: attached.capture.as_deref() });
         Ok(at)
     }
 

@@ -2,7 +2,7 @@
 //! A port: a name and its vrings. Receive and transmit are the guest's words: it receives from vring 0, 2, 4, …
 //! (we write) and transmits on 1, 3, 5, … (we read).
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::counters::Counts;
 use crate::limit::Limiter;
@@ -19,6 +19,8 @@ pub struct Port {
     active_rx: AtomicU32,
     /// What the port has used of its rates.
     pub limiter: Limiter,
+    /// A front-end is connected.
+    pub connected: AtomicBool,
 }
 
 impl Port {
@@ -31,6 +33,7 @@ impl Port {
             vrings: (0..2 * pairs).map(|_| Vring::default()).collect(),
             active_rx: AtomicU32::new(0),
             limiter: Limiter::default(),
+            connected: AtomicBool::new(false),
         }
     }
 

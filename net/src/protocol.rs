@@ -44,7 +44,7 @@ impl Session {
     /// A new connection of `port`, which is offered `offered` (a part of [`OFFERED`]).
     #[must_use]
     pub fn new(switch: Arc<Switch>, port: Arc<Port>, offered: u64) -> Self {
-        let offered = offered & (OFFERED | crate::features::OFFLOADS);
+        let offered = offered & OFFERED;
         Self { switch, port, offered, features: 0, memory: Arc::default(), log: None }
     }
 

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use crate::capture::Capture;
 use crate::policy::{Policy, Vlan};
 use crate::port::Port;
 use crate::table::{Duplicate, MacTable};
@@ -18,6 +19,16 @@ pub struct Attached {
     pub policy: Arc<Policy>,
     /// What is behind it, if that isn't a guest.
     pub uplink: Option<Arc<Uplink>>,
+    /// Somebody who watches it.
+    pub capture: Option<Arc<Capture>>,
+}
+
+impl Attached {
+    /// A guest's port.
+    #[must_use]
+    pub fn guest(port: Arc<Port>, policy: Policy) -> Self {
+        Self { port, policy: Arc::new(policy), uplink: None, capture: None }
+    }
 }
 
 /// All ports.

@@ -233,6 +233,17 @@ fn zone_path(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCo
     Ok(ExitCode::SUCCESS)
 }
 
+/// Where other programs open the memory of a zone that the running project of this folder (or one above) calls `name`;
+/// `None`: there is no such project, it is not up, or has no such zone.
+///
+/// # Errors
+/// When the compose file is malformed, or the supervisor does not answer.
+pub fn find_zone(name: &str) -> anyhow::Result<Option<PathBuf>> {
+    let Ok(file) = compose::find(None) else { return Ok(None) };
+    let Some(peer) = Peer::connect(&StateDir::of(&Project::load(&file)?)?)? else { return Ok(None) };
+    Ok(status(peer)?.zones.into_iter().find(|z| z.name == name).map(|z| z.path.into()))
+}
+
 fn status(mut peer: Peer) -> anyhow::Result<Status> {
     peer.send(&Request::Ps)?;
     match peer.receive::<Event>()? {

@@ -86,6 +86,8 @@ struct State {
     /// How QEMU ended.
     exit: Option<String>,
     zones: Vec<String>,
+    /// Zones it has left: their memory devices are still there.
+    left: Vec<String>,
     free_ports: Vec<u32>,
     timeline: Vec<(String, f64)>,
 }
@@ -207,6 +209,7 @@ impl Machine {
                 agent_open: false,
                 exit: None,
                 zones: names,
+                left: Vec::new(),
                 free_ports: (0..start.spec.hotplug_ports).rev().collect(),
                 timeline: Vec::new(),
             }),
@@ -501,6 +504,14 @@ done"#;
         let needed = 2;
         let ports = {
             let mut state = self.lock();
+            if state.left.iter().any(|z| z == zone) {
+                anyhow::bail!(
+                    "the VM '{}' has left the zone '{zone}' and still has its memory device, which stock QEMU can't unplug; \
+                     to make it a member again, stop it and start it: tombolo down {} && tombolo up",
+                    self.name,
+                    self.name
+                );
+            }
             if state.free_ports.len() < needed {
                 anyhow::bail!(
                     "the VM '{}' has no free port for another zone; raise vm.{}.hotplug_ports (now {}) and start it again",
@@ -551,16 +562,6 @@ done"#;
         Ok(())
     }
 
-    /// Takes a zone's doorbell away; its memory stays, since QEMU can't unplug virtio-pmem.
-    ///
-    /// # Errors
-    /// When QEMU refuses.
-    pub fn unplug_doorbell(&self, zone: &str) -> anyhow::Result<()> {
-        let device = serde_json::json!({ "id": format!("doorbell-{zone}") });
-        self.qmp()?.execute_value("device_del", &device)?;
-        Ok(())
-    }
-
     /// Zones it is a member of.
     pub fn zones(&self) -> Vec<String> {
         self.lock().zones.clone()
@@ -568,7 +569,9 @@ done"#;
 
     /// It is no longer a member of this zone.
     pub fn forget_zone(&self, zone: &str) {
-        self.lock().zones.retain(|z| z != zone);
+        let mut state = self.lock();
+        state.zones.retain(|z| z != zone);
+        state.left.push(zone.to_owned());
     }
 
     /// For `ps`.

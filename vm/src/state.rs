@@ -211,6 +211,17 @@ impl StateDir {
         Ok(write_atomically(&self.path.join("supervisor.json"), &serde_json::to_vec(address)?)?)
     }
 
+    /// Takes back what [`StateDir::publish`] said; the folder goes with it where no VM has left a log. Called with the lock held.
+    pub fn withdraw(&self) {
+        let _ = fs::remove_file(self.path.join("supervisor.json"));
+        let logs = fs::read_dir(&self.path).is_ok_and(|entries| {
+            entries.filter_map(Result::ok).any(|e| e.path().extension().is_some_and(|x| x == "console"))
+        });
+        if !logs && self.path.exists() {
+            self.remove();
+        }
+    }
+
     /// Removes the folder; called with the lock held.
     pub fn remove(&self) {
         if let Err(e) = fs::remove_dir_all(&self.path) {

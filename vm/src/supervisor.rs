@@ -212,19 +212,31 @@ impl Supervisor {
             }
             Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &reporter),
         };
+        // Whoever has the answer finds no trace of a supervisor that has nothing left to do.
+        let idle = self.withdraw_if_idle();
         match result {
             Ok(()) => reporter.send(&Event::Done),
             Err(e) => reporter.send(&Event::Failed { message: format!("{e:#}") }),
         }
-        self.end_if_idle();
+        if idle {
+            self.end();
+        }
     }
 
-    /// A supervisor without VMs has nothing to do.
-    fn end_if_idle(&self) {
-        let Ok(_changing) = self.changing.try_lock() else { return };
-        let idle = self.lock().machines.is_empty();
+    /// A supervisor without VMs has nothing to do: it lets go of the zones and can't be found any more.
+    fn withdraw_if_idle(&self) -> bool {
+        let Ok(_changing) = self.changing.try_lock() else { return false };
+        let mut inner = self.lock();
+        let idle = inner.machines.is_empty();
         if idle {
-            self.lock().zones.clear();
+            inner.zones.clear();
+            self.dir.withdraw();
+        }
+        idle
+    }
+
+    fn end_if_idle(&self) {
+        if self.withdraw_if_idle() {
             self.end();
         }
     }
@@ -268,6 +280,15 @@ impl Supervisor {
             let inner = self.lock();
             project.compose.zone.iter().filter(|(n, _)| !inner.zones.contains_key(*n)).collect()
         };
+        for (name, spec) in &project.compose.zone {
+            let changed = self.lock().zones.get(name).is_some_and(|z| z.spec() != spec);
+            if changed {
+                let text = format!(
+                    "the zone '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
+                );
+                reporter.send(&Event::Note { text });
+            }
+        }
         if !project.compose.overcommit {
             let vms = missing.iter().map(|(n, s, _)| (n.as_str(), s.memory.0));
             let zones = new_zones

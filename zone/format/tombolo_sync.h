@@ -147,6 +147,11 @@ struct tmb_sync_wake {
 	tmb_u32 pad;
 	tmb_u64 members; /* bit per member to wake; the own one: sleepers of this guest */
 };
+#ifdef __KERNEL__
+#include <linux/ioctl.h>
+#else
+#include <sys/ioctl.h>
+#endif
 #define TMB_SYNC_IOC_INFO _IOR('T', 1, struct tmb_sync_info)
 #define TMB_SYNC_IOC_WAIT _IOW('T', 2, struct tmb_sync_wait)
 #define TMB_SYNC_IOC_WAKE _IOW('T', 3, struct tmb_sync_wake)

@@ -43,7 +43,10 @@ int tmb_sem_value(tmb_sync *s, tmb_object o, uint32_t *value);
 int tmb_mutex_lock(tmb_sync *s, tmb_object o, int64_t timeout_ns);
 int tmb_mutex_unlock(tmb_sync *s, tmb_object o); /* -EPERM: not this process's */
 
-/* Writers come first. Readers of one process are counted. -EOWNERDEAD from wrlock: as for a mutex. */
+/*
+ * Writers come first; one process may lock for reading several times. -EOWNERDEAD: locked, but the last writer died with it; readers
+ * are told so until a writer has locked and unlocked it.
+ */
 int tmb_rwlock_rdlock(tmb_sync *s, tmb_object o, int64_t timeout_ns);
 int tmb_rwlock_wrlock(tmb_sync *s, tmb_object o, int64_t timeout_ns);
 int tmb_rwlock_rdunlock(tmb_sync *s, tmb_object o);

@@ -6,7 +6,7 @@ Needs QEMU, busybox-static, cpio, kmod, a C compiler, and for each kernel image,
 kernel under /boot that has headers. --root DIR: where boot/ and lib/modules are, for a kernel that is unpacked, not installed.
 Prints one line per claim and the counts; exit code 0 when all hold.
 """
-import argparse, glob, inspect, os, shutil, subprocess, sys, tempfile, time
+import argparse, glob, mmap, os, random, shutil, struct, subprocess, sys, tempfile, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from rig import Failed, Rig, ROOT, HERE
@@ -95,6 +95,11 @@ def a_read_only_member_reads_and_cannot_write(a):
     a.ok("ls /mnt")
 
 
+@claim(1)
+def file_locks_exclude_processes_and_find_deadlocks(a):
+    a.ok("claims locks /mnt")
+
+
 # --- several guests --------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +176,56 @@ def a_storm_of_operations_from_two_guests_leaves_both_in_agreement(a, b):
     need(b.ok("ls /mnt | wc -l") == "0", "leftovers")
 
 
+@claim(2)
+def flock_and_fcntl_exclude_across_guests(a, b):
+    for kind in ("flock", "fcntl"):
+        out = both(a, b, "claims barrier /mnt/go 2 %d && claims tally /mnt/tally 150 " + kind)
+        need(max(int(o.split()[-1]) for o in out) == 300, "%s: %s" % (kind, out))
+        a.ok("rm /mnt/tally /mnt/go")
+
+
+@claim(2, dies=1)
+def a_guest_that_dies_under_load_leaves_its_locks_and_all_names_to_the_others(a, b):
+    a.ok("mkdir /mnt/storm; echo x > /mnt/l")
+    b.ok("claims locked /mnt/l 0 & sleep 1; claims storm /mnt/storm 5 500")
+    need(a.run("timeout 2 claims locked /mnt/l 1500")[0], "the lock was free while its holder lived")
+    b.start("claims storm /mnt/storm 1 1000000")
+    a.start("claims storm /mnt/storm 0 6000")
+    time.sleep(1)
+    b.kill()
+    declare_dead(a.rig, 1)
+    rc, out = a.finish()
+    need(rc == 0, out)
+    a.ok("claims locked /mnt/l 2000")
+    a.ok("rm -r /mnt/storm /mnt/l")
+    need(a.ok("ls /mnt | wc -l") == "0", "leftovers")
+
+
+@claim(1, dies=0)
+def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a):
+    a.ok("mkdir /mnt/storm; claims storm /mnt/storm 9 3000; dd if=/dev/zero of=/mnt/big bs=1M count=20 2>/dev/null")
+    rng = random.Random(int(os.environ.get("TOMBOLO_SEED", "1")))
+    files = 2 << 20
+    with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
+        # where something is: that's where a wild word does harm
+        used = [o for o in range(files, ZONE_MIB << 20, 4096) if m[o:o + 4096].count(0) < 4096]
+        for _ in range(int(os.environ.get("TOMBOLO_ROUNDS", "4"))):
+            a.start("timeout -s KILL 20 claims storm /mnt/storm %d 3000; timeout -s KILL 20 claims data /mnt; timeout -s KILL 20 claims mapped /mnt; "
+                    "timeout -s KILL 20 find /mnt | head -1000 | tail -1; df /mnt >/dev/null; true" % rng.randrange(1000))
+            for _ in range(300):
+                at = rng.choice(used) + 8 * rng.randrange(512)
+                old = struct.unpack_from("<Q", m, at)[0]
+                new = rng.choice([0, rng.getrandbits(64), old ^ 1 << rng.randrange(64), old + 1, old - 1, 2**64 - 1, rng.getrandbits(16),
+                                  rng.getrandbits(16) | 1 << 63, 1 << 48 | rng.getrandbits(16), 4 << 48 | rng.getrandbits(16)])
+                struct.pack_into("<Q", m, at, new & (2**64 - 1))
+                if rng.random() < 0.1:
+                    time.sleep(0.001)
+            a.finish(400)
+    a.ok("rm -rf /mnt/* & sleep 10; kill $! 2>/dev/null; true", 200)
+    a.run("umount /mnt", 200)
+    a.damaged = True
+
+
 # maxcpus: with one possible CPU QEMU's emulation would make no atomic at all.
 @claim(2, smp="1,maxcpus=2")
 def one_cpu_guests_lose_no_update_either(a, b):
@@ -179,6 +234,17 @@ def one_cpu_guests_lose_no_update_either(a, b):
     a.ok("mkdir /mnt/storm")
     both(a, b, "claims storm /mnt/storm %d 2000")
     a.ok("rm -r /mnt/storm")
+
+
+def declare_dead(rig, member):
+    """What the host does when a QEMU is gone: the epoch ends, the others are told."""
+    with open(rig.zone, "r+b") as f, mmap.mmap(f.fileno(), 4096 + 64 * 256) as m:
+        at = 4096 + member * 256
+        epoch = struct.unpack_from("<Q", m, at)[0] >> 32
+        struct.pack_into("<Q", m, at, (epoch + 1) << 32 | 3)
+        for i in range(64):
+            pending = 4096 + i * 256 + 64
+            struct.pack_into("<Q", m, pending, struct.unpack_from("<Q", m, pending)[0] | 32)
 
 
 def both(a, b, command, timeout=300):
@@ -244,7 +310,7 @@ def main():
 
 def run(rig, work, o):
     """Claims with the same needs share their guests; a claim that fails gets its guests replaced for the next."""
-    zone = "/dev/shm/" + os.path.basename(work)
+    zone = rig.zone = "/dev/shm/" + os.path.basename(work)
     passed, failed, guests, has = 0, [], [], None
     order = sorted(CLAIMS, key=lambda c: str((c[1], sorted(c[2].items()))))
     try:
@@ -268,12 +334,16 @@ def run(rig, work, o):
                     for g in guests:
                         g.ok("mount -t tombolo test /mnt")
                 f(*guests)
+                guests = [g for g in guests if g.process.poll() is None]
                 if options.get("mount", True):
                     for g in guests:
-                        g.ok("umount /mnt")
+                        if not hasattr(g, "damaged"):
+                            g.ok("umount /mnt")
                 for g in guests:
                     bad = g.complaints()
                     need(not bad, "%s: the kernel complained: %s" % (g.name, bad[:3]))
+                    if hasattr(g, "damaged"):
+                        continue
                     damage = [l for l in g.ok("dmesg").splitlines() if "is damaged" in l]
                     need(not damage, "%s: %s" % (g.name, damage[:3]))
             except Failed as e:
@@ -290,6 +360,9 @@ def run(rig, work, o):
                 guests = []
             else:
                 passed += 1
+            if "dies" in options:
+                stop(guests)
+                guests = []
         return passed, failed
     finally:
         stop(guests)

@@ -87,7 +87,7 @@ class Rig:
 
 class Guest:
     def __init__(self, rig, name, zone, size_mib, smp, memory, append, extra):
-        self.name = name
+        self.name, self.rig = name, rig
         self.path = os.path.join(rig.work, name + ".sock")
         self.console = os.path.join(rig.work, name + ".log")
         if os.path.exists(self.path):

@@ -40,7 +40,7 @@ impl Rig {
                 .enumerate()
                 .map(|(i, port)| {
                     let policy = Policy { macs: vec![Self::mac(i)], ..policy(i) };
-                    Attached { port: port.clone(), policy: Arc::new(policy), uplink: None }
+                    Attached::guest(port.clone(), policy)
                 })
                 .collect(),
         )

@@ -83,7 +83,7 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     let [accel, accel_value, cpu, cpu_value] = accel_arguments(plan.accel, plan.qemu);
     add(accel, accel_value.into());
     add(cpu, cpu_value.into());
-    add("-smp", spec.cpus.to_string());
+    add("-smp", processors(spec.cpus, plan.accel));
     // The room for zones must be known at start; it costs address space only.
     let most = (memory + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
     add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
@@ -143,6 +143,11 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     args.extend(["-display", "none", "-vga", "none"].map(OsString::from));
     args.extend(spec.qemu_args.iter().map(OsString::from));
     args
+}
+
+/// With one possible CPU, TCG makes no guest's atomics atomic towards other guests.
+fn processors(count: u32, accel: Accel) -> String {
+    if accel == Accel::Tcg && count < 2 { format!("{count},maxcpus=2") } else { count.to_string() }
 }
 
 /// qcow2 by its magic, raw otherwise.
@@ -214,6 +219,12 @@ mod tests {
             assert!(line.contains(part), "{part} is not in {line}");
         }
         assert!(!line.contains("path="), "{line}");
+    }
+
+    #[test]
+    fn a_guest_with_one_cpu_keeps_its_atomics_under_emulation() {
+        assert!(line("cpus = 1", Accel::Tcg, vec![]).contains("-smp 1,maxcpus=2 "));
+        assert!(line("cpus = 1", Accel::Kvm, vec![]).contains("-smp 1 "));
     }
 
     #[test]

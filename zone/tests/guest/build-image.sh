@@ -24,5 +24,8 @@ for name in virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virti
 	esac
 	n=$((n + 1))
 done
+# What uses semaphores in the guest.
+gcc -O2 -Wall -Wextra -Werror -static -I"$here/../../format" -I"$here/../../sync" \
+	"$here/synctest.c" "$here/../../sync/sync.c" -o "$root/bin/synctest"
 for module; do cp "$module" "$root/"; done
 (cd "$root" && find . | cpio --create --format=newc --quiet --owner=0:0) >"$out"

@@ -9,5 +9,5 @@ cp "$here/../../linux/"*.[ch] "$here/../../format/"*.h "$out/"
 cp "$here/tmbtest.c" "$out/main.c"
 flags=-I$out
 [ "$kind" != ordinary ] || flags="$flags -DTMB_TEST_ORDINARY_ATOMICS"
-printf 'obj-m := tmbtest.o\ntmbtest-y := main.o doorbell.o\nccflags-y := %s -Wall -Werror\n' "$flags" >"$out/Kbuild"
+printf 'obj-m := tmbtest.o\ntmbtest-y := main.o doorbell.o syncdev.o\nccflags-y := %s -Wall -Werror\n' "$flags" >"$out/Kbuild"
 make -s -C "$build" M="$out" modules
