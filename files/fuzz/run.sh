@@ -10,5 +10,5 @@ mkdir -p "$out/found"
 clang -std=gnu11 -g -O1 -fno-omit-frame-pointer -fno-strict-aliasing \
 	-fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
 	-I"$root/files/core" -I"$root/zone/format" -o "$out/fuzz_core" "$here/fuzz_core.c" "$root"/files/core/*.c
-exec "$out/fuzz_core" -max_total_time="$seconds" -timeout=20 -max_len=1024 -use_value_profile=1 -print_final_stats=1 \
+exec "$out/fuzz_core" -max_total_time="$seconds" -timeout=20 -max_len=1024 -len_control=0 -use_value_profile=1 -print_final_stats=1 \
 	-artifact_prefix="$out/found/" "$out/found" "$here/corpus"
