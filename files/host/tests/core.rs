@@ -157,7 +157,8 @@ fn two_mebibytes_are_one_aligned_run_and_are_counted_right_after_a_punch_splits_
     fs.pwrite(ino, &vec![3; 2 << 20], 0, false).expect("write");
     let run = fs.map(ino, 0, 512).expect("map");
     assert_eq!((run.block % 512, run.count), (0, 512));
-    fs.fallocate(ino, sys::TFS_FALLOC_PUNCH | sys::TFS_FALLOC_KEEP_SIZE, 10 * BLOCK, 5 * BLOCK).expect("punch");
+    fs.fallocate(ino, sys::TFS_FALLOC_PUNCH | sys::TFS_FALLOC_KEEP_SIZE, 10 * BLOCK, 5 * BLOCK)
+        .expect("punch");
     assert_eq!(fs.seek(ino, 0, true), Ok(10 * BLOCK));
     assert_eq!(fs.seek(ino, 10 * BLOCK, false), Ok(15 * BLOCK));
     let nodes = 2;
@@ -208,7 +209,10 @@ fn what_is_no_file_system_or_another_version_is_refused() {
     let version = core::mem::offset_of!(sys::tfs_super, version) as u64;
     let word = area.word(version).expect("a word");
     assert!(area.store_word(version, word + 1));
-    assert_eq!(Filesystem::open(area.clone()).map(|_| ()), Err(Errno::from_raw_os_error(libc::EPROTONOSUPPORT)));
+    assert_eq!(
+        Filesystem::open(area.clone()).map(|_| ()),
+        Err(Errno::from_raw_os_error(libc::EPROTONOSUPPORT))
+    );
     assert!(area.store_word(0, 0));
     assert_eq!(Filesystem::open(area).map(|_| ()), Err(Errno::INVAL));
 }

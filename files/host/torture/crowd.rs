@@ -38,13 +38,17 @@ pub fn turns(seed: u64, mib: u64, operations: u64, members: u32) -> Result<Strin
             }
             _ => {}
         }
-        let new = model.step(&handles[who as usize], &op).map_err(|e| format!("operation {n} by member {who}: {e}"))?;
+        let new = model
+            .step(&handles[who as usize], &op)
+            .map_err(|e| format!("operation {n} by member {who}: {e}"))?;
         if let (Op::Create { open: true, .. } | Op::Tmpfile { .. }, Some(id)) = (&op, new) {
             openers.push((id, who));
         }
         if n % 1000 == 999 || n + 1 == operations {
             let other = rng.below(u64::from(members)) as usize;
-            model.compare(&handles[other], None).map_err(|e| format!("after operation {n}, as member {other}: {e}"))?;
+            model
+                .compare(&handles[other], None)
+                .map_err(|e| format!("after operation {n}, as member {other}: {e}"))?;
         }
     }
     for (node, who) in openers {
@@ -106,7 +110,8 @@ pub fn at_once(seed: u64, mib: u64, seconds: u64) -> Result<String, String> {
                 Ok(_) | Err(Errno::EXIST) => {}
                 Err(e) => return Err(format!("create {a}: {e}")),
             }
-            fs.rename((ROOT, a.as_bytes()), (race, b.as_bytes()), 0).map_err(|e| format!("rename {a}: {e}"))?;
+            fs.rename((ROOT, a.as_bytes()), (race, b.as_bytes()), 0)
+                .map_err(|e| format!("rename {a}: {e}"))?;
             fs.unlink(race, b.as_bytes(), 0).map_err(|e| format!("unlink {b}: {e}"))?;
         }
         Ok(())

@@ -32,7 +32,9 @@ pub fn run(seed: u64, rounds: u64) -> Result<String, String> {
         lost += u64::from(report.problems.iter().any(|p| p.severity == Severity::Loss));
         hopeless += u64::from(report.left > 0);
     }
-    Ok(format!("{rounds} damaged file systems: {found} found damaged, {lost} lost something, {hopeless} beyond repair"))
+    Ok(format!(
+        "{rounds} damaged file systems: {found} found damaged, {lost} lost something, {hopeless} beyond repair"
+    ))
 }
 
 fn silent(_: &str, _: u64, _: u64) {}
@@ -87,7 +89,10 @@ impl Image {
             _ => self.words[rng.below(self.words.len() as u64) as usize],
         };
         // Nothing but magic and version says what it is: without them there is nothing to repair.
-        let features = [core::mem::offset_of!(sys::tfs_super, incompat), core::mem::offset_of!(sys::tfs_super, ro_compat)];
+        let features = [
+            core::mem::offset_of!(sys::tfs_super, incompat),
+            core::mem::offset_of!(sys::tfs_super, ro_compat),
+        ];
         let identity = at < 16 || features.contains(&(at as usize));
         if !identity {
             assert!(self.area.store_word(at, new));
@@ -96,7 +101,8 @@ impl Image {
     }
 
     fn round(&self) -> Result<Report, String> {
-        let damaged: Vec<u64> = (0..self.words.len()).map(|i| self.area.word(i as u64 * 8).expect("in the area")).collect();
+        let damaged: Vec<u64> =
+            (0..self.words.len()).map(|i| self.area.word(i as u64 * 8).expect("in the area")).collect();
         let looked = fsck::check(&self.area, Options::default(), &mut silent).map_err(|e| e.0)?;
         if !self.same(&damaged) {
             return Err("fsck -n wrote".into());
@@ -104,7 +110,14 @@ impl Image {
         let repair = Options { repair: true, ..Options::default() };
         let report = fsck::check(&self.area, repair, &mut silent).map_err(|e| e.0)?;
         let text = |report: &Report| {
-            report.problems.iter().filter(|p| p.severity != Severity::Note).take(6).map(|p| p.text.clone()).collect::<Vec<_>>().join("; ")
+            report
+                .problems
+                .iter()
+                .filter(|p| p.severity != Severity::Note)
+                .take(6)
+                .map(|p| p.text.clone())
+                .collect::<Vec<_>>()
+                .join("; ")
         };
         if report.left > 0 {
             if report.problems.iter().any(|p| p.code == "table") {
@@ -116,7 +129,8 @@ impl Image {
         if !again.is_clean() {
             return Err(format!("repaired, but: {}", text(&again)));
         }
-        use_all(&self.area).map_err(|e| format!("repaired, but can't be used: {e} (found: {})", text(&looked)))?;
+        use_all(&self.area)
+            .map_err(|e| format!("repaired, but can't be used: {e} (found: {})", text(&looked)))?;
         Ok(report)
     }
 }
@@ -124,8 +138,10 @@ impl Image {
 fn populate(area: &Area) -> fs::Result<()> {
     fs::mkfs(area, &Mkfs { hash_seed: 7, ..Mkfs::default() })?;
     let fs = Filesystem::open(area.clone())?;
-    let dir = |parent, name: &str| fs.create(parent, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755));
-    let file = |parent, name: &str| fs.create(parent, Some(name.as_bytes()), &Create::mode(libc::S_IFREG | 0o644));
+    let dir =
+        |parent, name: &str| fs.create(parent, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755));
+    let file =
+        |parent, name: &str| fs.create(parent, Some(name.as_bytes()), &Create::mode(libc::S_IFREG | 0o644));
     let (a, large) = (dir(ROOT, "a")?, dir(ROOT, "large")?);
     let b = dir(dir(a, "b")?, "c")?;
     for i in 0..300 {
@@ -143,7 +159,11 @@ fn populate(area: &Area) -> fs::Result<()> {
     fs.link(a, b"second name", plain)?;
     fs.xattr_set(plain, b"user.small", Some(b"value"), 0, None)?;
     fs.xattr_set(sparse, b"user.large", Some(&bytes(2, 20_000)), 0, None)?;
-    fs.create(a, Some(b"link"), &Create { target: Some(b"b/c/plain"), ..Create::mode(libc::S_IFLNK | 0o777) })?;
+    fs.create(
+        a,
+        Some(b"link"),
+        &Create { target: Some(b"b/c/plain"), ..Create::mode(libc::S_IFLNK | 0o777) },
+    )?;
     fs.create(a, Some(b"pipe"), &Create::mode(libc::S_IFIFO | 0o644))?;
     Ok(())
 }

@@ -32,7 +32,9 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     let zone = Zone::new(mib)?;
     let parent = zone.open(zone.join(0)?)?;
     let dir = |name: &str| {
-        parent.create(ROOT, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755)).map_err(|e| format!("{name}: {e}"))
+        parent
+            .create(ROOT, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755))
+            .map_err(|e| format!("{name}: {e}"))
     };
     let shared = dir("shared")?;
     let mut rng = Rng(seed);
@@ -61,7 +63,8 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
         parent.recover(child.member).map_err(|e| format!("kill {kill}: recovery: {e}"))?;
         slowest_recovery = slowest_recovery.max(began.elapsed());
         let member = child.member;
-        let middle = catch_up(&zone, &parent, child).map_err(|e| format!("kill {kill}, of member {member}: {e}"))?;
+        let middle =
+            catch_up(&zone, &parent, child).map_err(|e| format!("kill {kill}, of member {member}: {e}"))?;
         in_the_middle += u64::from(middle);
         let child = &mut children[victim];
         start(&zone, child)?;

@@ -98,7 +98,15 @@ impl Model {
         }
         let bases = (0..nodes.len()).collect();
         let prefix = prefix.as_bytes().to_vec();
-        Model { nodes, bases, prefix, shared: shared.map(|_| 1), largest: 300 << 10, limit: 20 << 20, free: Vec::new() }
+        Model {
+            nodes,
+            bases,
+            prefix,
+            shared: shared.map(|_| 1),
+            largest: 300 << 10,
+            limit: 20 << 20,
+            free: Vec::new(),
+        }
     }
 
     pub fn node(&self, id: Id) -> &Node {
@@ -153,7 +161,11 @@ impl Model {
     fn random_name(&self, rng: &mut Rng, dir: Id) -> Vec<u8> {
         let existing = self.entries(dir);
         if !existing.is_empty() && rng.one_in(2) {
-            return existing.keys().nth(rng.below(existing.len() as u64) as usize).expect("one of them").clone();
+            return existing
+                .keys()
+                .nth(rng.below(existing.len() as u64) as usize)
+                .expect("one of them")
+                .clone();
         }
         let mut name = if Some(dir) == self.shared { self.prefix.clone() } else { Vec::new() };
         name.extend_from_slice(format!("n{}", rng.below(40)).as_bytes());
@@ -168,7 +180,8 @@ impl Model {
     pub fn random_op(&self, rng: &mut Rng) -> Op {
         let dirs = self.dirs();
         let files = self.ids(|n| matches!(n.kind, Kind::File(_)));
-        let alive: Vec<Id> = self.ids(|n| n.nlink > 0).into_iter().filter(|id| !self.bases.contains(id)).collect();
+        let alive: Vec<Id> =
+            self.ids(|n| n.nlink > 0).into_iter().filter(|id| !self.bases.contains(id)).collect();
         let sizes = || files.iter().map(|id| (self.data(*id).map_or(0, Vec::len), *id));
         if sizes().map(|s| s.0 as u64).sum::<u64>() > self.limit {
             let node = sizes().max().expect("some file").1;
@@ -188,9 +201,13 @@ impl Model {
             return match rng.below(9) {
                 0..=2 => Op::Write { node, at, len: 1 + size_of(rng), seed: rng.next() },
                 3 => Op::Append { node, len: 1 + size_of(rng), seed: rng.next() },
-                4 => Op::Truncate { node, size: if rng.one_in(2) { rng.below(size + 1) } else { rng.below(self.largest) } },
+                4 => Op::Truncate {
+                    node,
+                    size: if rng.one_in(2) { rng.below(size + 1) } else { rng.below(self.largest) },
+                },
                 5 => {
-                    let (punch, keep, zero) = (sys::TFS_FALLOC_PUNCH, sys::TFS_FALLOC_KEEP_SIZE, sys::TFS_FALLOC_ZERO);
+                    let (punch, keep, zero) =
+                        (sys::TFS_FALLOC_PUNCH, sys::TFS_FALLOC_KEEP_SIZE, sys::TFS_FALLOC_ZERO);
                     let mode = rng.pick(&[0, keep, punch | keep, punch | keep, zero, zero | keep]);
                     // Blocks past the size are not counted here: few of them.
                     let beyond = mode == keep || mode == (zero | keep);
@@ -211,7 +228,14 @@ impl Model {
         let attr = || [&b"user.a"[..], b"user.bb", b"trusted.c", b"user.a-longer-name"];
         match rng.below(32) {
             0..=6 => {
-                let what = rng.pick(&[libc::S_IFREG, libc::S_IFREG, libc::S_IFREG, libc::S_IFDIR, libc::S_IFLNK, libc::S_IFIFO]);
+                let what = rng.pick(&[
+                    libc::S_IFREG,
+                    libc::S_IFREG,
+                    libc::S_IFREG,
+                    libc::S_IFDIR,
+                    libc::S_IFLNK,
+                    libc::S_IFIFO,
+                ]);
                 let open = what == libc::S_IFREG && rng.one_in(4);
                 Op::Create { dir, name, what, open }
             }
@@ -448,13 +472,15 @@ impl Model {
                 let create = Create { target, open: *open, ..Create::mode(what | perm) };
                 fs.create(ino(dir), Some(name), &create).map(Some)
             }
-            Op::Tmpfile { dir } => {
-                fs.create(ino(dir), None, &Create { open: true, ..Create::mode(libc::S_IFREG | 0o640) }).map(Some)
-            }
+            Op::Tmpfile { dir } => fs
+                .create(ino(dir), None, &Create { open: true, ..Create::mode(libc::S_IFREG | 0o640) })
+                .map(Some),
             Op::Link { node, dir, name } => unit(fs.link(ino(dir), name, ino(node))),
             Op::Unlink { dir, name } => unit(fs.unlink(ino(dir), name, 0)),
             Op::Rmdir { dir, name } => unit(fs.rmdir(ino(dir), name, 0)),
-            Op::Rename { from, to, flags } => unit(fs.rename((ino(&from.0), &from.1), (ino(&to.0), &to.1), *flags)),
+            Op::Rename { from, to, flags } => {
+                unit(fs.rename((ino(&from.0), &from.1), (ino(&to.0), &to.1), *flags))
+            }
             Op::Write { node, at, len, seed } => {
                 return whole(fs.pwrite(ino(node), &rng::bytes(*seed, *len), *at, false), *len);
             }
@@ -480,7 +506,10 @@ impl Model {
                 let n = fs.pread(ino(node), &mut got, *at).map_err(|e| format!("{op:?}: {e}"))?;
                 if got[..n] != data[from..to] {
                     let at = got.iter().zip(&data[from..to]).position(|(a, b)| a != b);
-                    return difference(format!("{op:?}: {n} bytes, should be {}, differ at {at:?}", to - from));
+                    return difference(format!(
+                        "{op:?}: {n} bytes, should be {}, differ at {at:?}",
+                        to - from
+                    ));
                 }
                 Ok(None)
             }
@@ -503,7 +532,11 @@ impl Model {
         };
         let (next_data, next_hole) = (expected(fs.seek(ino, at, false))?, expected(fs.seek(ino, at, true))?);
         if at >= data.len() as u64 {
-            return if next_data.is_none() && next_hole.is_none() { Ok(()) } else { difference("beyond the end") };
+            return if next_data.is_none() && next_hole.is_none() {
+                Ok(())
+            } else {
+                difference("beyond the end")
+            };
         }
         let zeros = &data[at as usize..next_data.unwrap_or(data.len() as u64) as usize];
         match (zeros.iter().all(|b| *b == 0), next_hole) {
@@ -532,7 +565,12 @@ impl Model {
         }
     }
 
-    fn compare_names(&self, fs: &Filesystem, dir: Id, at: u64) -> std::result::Result<Vec<(Id, u64)>, String> {
+    fn compare_names(
+        &self,
+        fs: &Filesystem,
+        dir: Id,
+        at: u64,
+    ) -> std::result::Result<Vec<(Id, u64)>, String> {
         let list = fs.list(at).map_err(|e| format!("listing inode {}: {e}", at))?;
         let mine = |name: &[u8]| Some(dir) != self.shared || name.starts_with(&self.prefix);
         let mut real: BTreeMap<&[u8], (u64, u8)> = BTreeMap::new();
@@ -559,11 +597,17 @@ impl Model {
                 Kind::Fifo => libc::DT_FIFO,
             };
             if (want.ino != 0 && *ino != want.ino) || *kind != want_kind {
-                return difference(format!("{:?} is inode {ino} of type {kind}, should be {}", text(name), want.ino));
+                return difference(format!(
+                    "{:?} is inode {ino} of type {kind}, should be {}",
+                    text(name),
+                    want.ino
+                ));
             }
             match fs.lookup(at, name) {
                 Ok((found, _)) if found == *ino => {}
-                other => return difference(format!("{:?}: is listed, but a lookup gives {other:?}", text(name))),
+                other => {
+                    return difference(format!("{:?}: is listed, but a lookup gives {other:?}", text(name)));
+                }
             }
             pairs.push((*id, *ino));
         }
@@ -611,7 +655,11 @@ impl Model {
     }
 
     /// Compares all there is, file contents too but for `except`. Gives the real inode numbers of all nodes.
-    pub fn compare(&self, fs: &Filesystem, except: Option<Id>) -> std::result::Result<Vec<(Id, u64)>, String> {
+    pub fn compare(
+        &self,
+        fs: &Filesystem,
+        except: Option<Id>,
+    ) -> std::result::Result<Vec<(Id, u64)>, String> {
         let mut found = Vec::new();
         let mut queue: Vec<(Id, u64)> = self.bases.iter().map(|id| (*id, self.node(*id).ino)).collect();
         while let Some((id, ino)) = queue.pop() {
@@ -638,7 +686,10 @@ impl Model {
                 Kind::Dir { parent, .. } => {
                     let up = self.node(*parent).ino;
                     if !self.bases.contains(&id) && up != 0 && fs.parent(ino) != Ok(up) {
-                        return difference(format!("inode {ino}: \"..\" is {:?}, should be {up}", fs.parent(ino)));
+                        return difference(format!(
+                            "inode {ino}: \"..\" is {:?}, should be {up}",
+                            fs.parent(ino)
+                        ));
                     }
                     queue.extend(self.compare_names(fs, id, ino)?);
                 }
@@ -687,22 +738,29 @@ impl Model {
             }
             Err(why) => why,
         };
-        let why = format!("in the middle of {op:?}: as if not done: {not_done}; as if done ({done:?}): {why}");
-        let (Op::Write { node, .. } | Op::Append { node, .. } | Op::Truncate { node, .. } | Op::Falloc { node, .. }) = op
+        let why =
+            format!("in the middle of {op:?}: as if not done: {not_done}; as if done ({done:?}): {why}");
+        let (Op::Write { node, .. }
+        | Op::Append { node, .. }
+        | Op::Truncate { node, .. }
+        | Op::Falloc { node, .. }) = op
         else {
             return Err(why);
         };
         let node = *node;
-        let numbers = before.compare(fs, Some(node)).map_err(|e| format!("{why}; apart from its file: {e}"))?;
+        let numbers =
+            before.compare(fs, Some(node)).map_err(|e| format!("{why}; apart from its file: {e}"))?;
         for (id, ino) in numbers {
             before.node_mut(id).ino = ino;
         }
-        let (old, new) = (before.data(node).cloned().unwrap_or_default(), after.data(node).cloned().unwrap_or_default());
+        let (old, new) =
+            (before.data(node).cloned().unwrap_or_default(), after.data(node).cloned().unwrap_or_default());
         let ino = before.node(node).ino;
         let real = read_all(fs, ino, fs.size(ino))?;
         let sizes = old.len().min(new.len())..=old.len().max(new.len());
         let byte = |of: &[u8], i: usize| of.get(i).copied().unwrap_or(0);
-        let bad = real.iter().enumerate().position(|(i, b)| *b != byte(&old, i) && *b != byte(&new, i) && *b != 0);
+        let bad =
+            real.iter().enumerate().position(|(i, b)| *b != byte(&old, i) && *b != byte(&new, i) && *b != 0);
         if !sizes.contains(&real.len()) || bad.is_some() {
             return Err(format!("{why}; in part: {} bytes, of {sizes:?}, wrong at {bad:?}", real.len()));
         }

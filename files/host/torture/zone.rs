@@ -72,9 +72,18 @@ impl Zone {
     /// fsck finds nothing; nobody may use the file system.
     pub fn check(&self) -> Result<(), String> {
         let report = fsck::check(&self.area, Options::default(), &mut |_, _, _| {}).map_err(|e| e.0)?;
-        let bad: Vec<&str> =
-            report.problems.iter().filter(|p| p.severity != Severity::Note).map(|p| p.text.as_str()).take(10).collect();
-        if bad.is_empty() { Ok(()) } else { Err(format!("fsck: {} findings: {}", report.damage, bad.join("; "))) }
+        let bad: Vec<&str> = report
+            .problems
+            .iter()
+            .filter(|p| p.severity != Severity::Note)
+            .map(|p| p.text.as_str())
+            .take(10)
+            .collect();
+        if bad.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("fsck: {} findings: {}", report.damage, bad.join("; ")))
+        }
     }
 }
 

@@ -25,7 +25,9 @@ impl Checker<'_> {
     pub(crate) fn check_super(&mut self) {
         for (offset, right, name) in self.layout.stored() {
             let stored = self.area.word(offset as u64).unwrap_or(0);
-            if stored != right && self.damage("super", format!("super block: {name} is {stored}, must be {right}")) {
+            if stored != right
+                && self.damage("super", format!("super block: {name} is {stored}, must be {right}"))
+            {
                 self.put(offset as u64, right);
             }
         }
@@ -43,7 +45,9 @@ impl Checker<'_> {
                 self.check_lock(lock as u64, word, name);
             }
             for (offset, name) in [(offset_of!(sys::tfs_super, freeze), "freeze")] {
-                if self.area.word(offset as u64) != Some(0) && self.note("leftover", format!("super block: {name} is set")) {
+                if self.area.word(offset as u64) != Some(0)
+                    && self.note("leftover", format!("super block: {name} is set"))
+                {
                     self.put(offset as u64, 0);
                 }
             }
@@ -74,15 +78,21 @@ impl Checker<'_> {
                 let at = base + slot * size_of::<sys::tfs_tx>() as u64;
                 let state = self.area.word(at).unwrap_or(0);
                 if state & 0xff != u64::from(sys::TFS_TX_FREE) {
-                    let text = format!("member {member}: an operation was interrupted (transaction {slot}, state {state:#x})");
+                    let text = format!(
+                        "member {member}: an operation was interrupted (transaction {slot}, state {state:#x})"
+                    );
                     if self.damage("transaction", text) {
                         self.put(at, 0);
                     }
                 }
             }
             for pin in 0..u64::from(sys::TFS_PINS) {
-                let at = base + offset_of!(sys::tfs_member_area, pins) as u64 + pin * size_of::<sys::tfs_pin>() as u64;
-                if self.area.word(at) != Some(0) && self.note("leftover", format!("member {member}: read pin {pin} is set")) {
+                let at = base
+                    + offset_of!(sys::tfs_member_area, pins) as u64
+                    + pin * size_of::<sys::tfs_pin>() as u64;
+                if self.area.word(at) != Some(0)
+                    && self.note("leftover", format!("member {member}: read pin {pin} is set"))
+                {
                     self.put(at, 0);
                 }
             }
@@ -109,11 +119,14 @@ impl Checker<'_> {
             // Someone died between linking blocks and saying so: then all in them are free, and the core finds them when it
             // grows the table.
             let empty = there - stored <= GROWTH
-                && (stored..there).all(|ino| self.inode(ino).is_some_and(|inode| inode.state() == sys::TFS_INODE_FREE));
+                && (stored..there)
+                    .all(|ino| self.inode(ino).is_some_and(|inode| inode.state() == sys::TFS_INODE_FREE));
             if empty {
                 self.note("table-size", format!("the inode table has {there} inodes and uses {stored} yet"));
                 self.table.truncate((stored / PER_BLOCK) as usize);
-            } else if self.damage("table-size", format!("the inode table has {there} inodes and says {stored}")) {
+            } else if self
+                .damage("table-size", format!("the inode table has {there} inodes and says {stored}"))
+            {
                 self.put(count_at, there);
             }
         }
@@ -146,7 +159,9 @@ impl Checker<'_> {
         if live && root.kind() == libc::S_IFDIR {
             return;
         }
-        if self.loss("root", "the root directory is gone: made anew, what was in it comes to lost+found".into()) {
+        if self
+            .loss("root", "the root directory is gone: made anew, what was in it comes to lost+found".into())
+        {
             for offset in (0..raw::INODE).step_by(8).skip(1) {
                 self.put(root.at + offset, 0);
             }
@@ -167,7 +182,9 @@ impl Checker<'_> {
             sys::TFS_INODE_FREE => return,
             sys::TFS_INODE_LIVE => {}
             sys::TFS_INODE_NEW => {
-                if !self.options.live && self.damage("inode-new", format!("inode {ino}: its creation was interrupted")) {
+                if !self.options.live
+                    && self.damage("inode-new", format!("inode {ino}: its creation was interrupted"))
+                {
                     self.drop_inode(inode);
                 }
                 return;
@@ -181,7 +198,9 @@ impl Checker<'_> {
         }
         let kind = inode.kind();
         if !KINDS.contains(&kind) || inode.mode() >> 16 != 0 {
-            if self.loss("inode-mode", format!("inode {ino}: mode {:#o} does not exist: dropped", inode.mode())) {
+            if self
+                .loss("inode-mode", format!("inode {ino}: mode {:#o} does not exist: dropped", inode.mode()))
+            {
                 self.drop_inode(inode);
             }
             return;
@@ -202,7 +221,9 @@ impl Checker<'_> {
             libc::S_IFREG => self.check_file(ino, inode, &tree),
             libc::S_IFLNK => self.check_symlink(ino, inode, &tree),
             _ => {
-                if !tree.runs.is_empty() && self.damage("device-data", format!("inode {ino}: a device or pipe with data")) {
+                if !tree.runs.is_empty()
+                    && self.damage("device-data", format!("inode {ino}: a device or pipe with data"))
+                {
                     self.unclaim(&tree);
                     self.put(inode.at + field::root, 0);
                 }
@@ -212,7 +233,10 @@ impl Checker<'_> {
         if !good {
             return;
         }
-        if kind != libc::S_IFDIR && inode.index_root() != 0 && self.damage("index", format!("inode {ino}: a file with an index")) {
+        if kind != libc::S_IFDIR
+            && inode.index_root() != 0
+            && self.damage("index", format!("inode {ino}: a file with an index"))
+        {
             self.put(inode.at + field::index_root, 0);
         }
         let blocks = if kind == libc::S_IFLNK { 1 } else { tree.blocks() };
@@ -227,7 +251,9 @@ impl Checker<'_> {
             for (offset, value, name) in
                 [(field::openers, inode.openers(), "open"), (field::mappers, inode.mappers(), "mapped")]
             {
-                if value != 0 && self.note("leftover", format!("inode {ino}: {name} by {value:#x}, by nobody now")) {
+                if value != 0
+                    && self.note("leftover", format!("inode {ino}: {name} by {value:#x}, by nobody now"))
+                {
                     self.put(inode.at + offset, 0);
                 }
             }
@@ -238,7 +264,8 @@ impl Checker<'_> {
             self.dirs.push(ino);
         }
         if let Some(known) = self.inodes.get_mut(ino as usize) {
-            *known = Known { live: true, mode: inode.mode() as u32, nlink: inode.nlink(), ..Known::default() };
+            *known =
+                Known { live: true, mode: inode.mode() as u32, nlink: inode.nlink(), ..Known::default() };
         }
     }
 
@@ -266,11 +293,17 @@ impl Checker<'_> {
     }
 
     fn check_xattrs(&mut self, ino: u64, inode: &Inode) {
-        let tree = self.claim_tree(inode.at + field::xattr_root, inode.xattr_root(), &format!("attributes of inode {ino}"));
+        let tree = self.claim_tree(
+            inode.at + field::xattr_root,
+            inode.xattr_root(),
+            &format!("attributes of inode {ino}"),
+        );
         if inode.xattr_root() == 0 || tree.blocks() == 0 {
             return;
         }
-        if !self.xattrs_ok(&tree) && self.loss("xattrs", format!("inode {ino}: its extended attributes are not readable: dropped")) {
+        if !self.xattrs_ok(&tree)
+            && self.loss("xattrs", format!("inode {ino}: its extended attributes are not readable: dropped"))
+        {
             self.unclaim(&tree);
             self.put(inode.at + field::xattr_root, 0);
         }
@@ -278,14 +311,20 @@ impl Checker<'_> {
 
     /// Records of dead members count for nothing; what must be there are the blocks that the head says.
     fn check_file_locks(&mut self, ino: u64, inode: &Inode) {
-        let tree = self.claim_tree(inode.at + field::locks, inode.locks(), &format!("file locks of inode {ino}"));
+        let tree =
+            self.claim_tree(inode.at + field::locks, inode.locks(), &format!("file locks of inode {ino}"));
         if inode.locks() == 0 || tree.blocks() == 0 {
             return;
         }
         let head = offset_of!(sys::tfs_lock_head, blocks) as u64;
         let says = tree.block(0).and_then(|block| self.area.word(block * BLOCK + head)).unwrap_or(u64::MAX);
         let good = says <= tree.end() && (0..says).all(|b| tree.block(b).is_some());
-        if !good && self.damage("file-locks", format!("inode {ino}: its table of file locks is not readable: dropped")) {
+        if !good
+            && self.damage(
+                "file-locks",
+                format!("inode {ino}: its table of file locks is not readable: dropped"),
+            )
+        {
             self.unclaim(&tree);
             self.put(inode.at + field::locks, 0);
         }
@@ -312,7 +351,8 @@ impl Checker<'_> {
         let (mut at, mut seen) = (8, 0);
         while at < image.len() {
             let Some(head) = image.get(at..at + 8) else { return false };
-            let (name, value) = (usize::from(u16::from_le_bytes([head[0], head[1]])), number(&head[4..]) as usize);
+            let (name, value) =
+                (usize::from(u16::from_le_bytes([head[0], head[1]])), number(&head[4..]) as usize);
             if name == 0 || name > sys::TFS_NAME_MAX as usize || value > sys::TFS_XATTR_MAX as usize {
                 return false;
             }
