@@ -98,13 +98,20 @@ fn up_until(lab: &Lab, line: &str) -> (Child, BufReader<std::process::ChildStder
     let mut child = lab.command(&["up"]).stderr(Stdio::piped()).spawn().unwrap();
     let mut reader = BufReader::new(child.stderr.take().unwrap());
     let mut said = String::new();
-    loop {
+    let found = loop {
         let from = said.len();
-        assert!(reader.read_line(&mut said).unwrap() > 0, "ended before '{line}': {said}");
-        if said[from..].contains(line) {
-            return (child, reader);
+        if reader.read_line(&mut said).unwrap() == 0 {
+            break false;
         }
+        if said[from..].contains(line) {
+            break true;
+        }
+    };
+    if !found {
+        let status = child.wait().unwrap();
+        panic!("{status} before '{line}': {said}");
     }
+    (child, reader)
 }
 
 const TWO: &str = r#"
@@ -173,6 +180,11 @@ fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
     lab.good(&["exec", "a", "--", "sh", "-c", "echo hello >/mnt/shared/x"]);
     assert_eq!(lab.good(&["exec", "b", "--", "cat", "/mnt/shared/x"]), "hello\n");
     assert!(!lab.run(&["exec", "b", "--", "sh", "-c", "echo no >/mnt/shared/y"]).status.success());
+
+    // Not even its kernel can write to the zone.
+    lab.good(&["exec", "b", "--", "dd", "if=/dev/zero", "of=/dev/pmem0", "bs=4096", "count=1", "conv=fsync"]);
+    let path = lab.good(&["zone", "path", "shared"]);
+    assert!(lab.good(&["zone", "inspect", path.trim()]).starts_with("shared "));
 
     // A second up of the same file changes nothing.
     let pids = |ps: &serde_json::Value| -> Vec<u64> {

@@ -81,6 +81,8 @@ pub enum Command {
         #[arg(long, default_value = CONTROL)]
         control: PathBuf,
     },
+    /// Measure the switch beside its peers (also: tombolo bench net)
+    Bench(crate::bench::Options),
     /// Remove a port from a running switch
     Remove {
         /// Its name
@@ -142,6 +144,10 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         }
         Command::Capture { port, write, snap, seconds, control } => {
             capture(&control, port, write.as_deref(), snap, seconds)
+        }
+        Command::Bench(options) => {
+            crate::bench::run(&options)?;
+            Ok(ExitCode::SUCCESS)
         }
         Command::Add { port, control } => {
             ask(&control, &Request::Add { port })?;

@@ -48,6 +48,12 @@ impl Session {
         Self { switch, port, offered, features: 0, memory: Arc::default(), log: None }
     }
 
+    /// Have the virtio features been agreed upon?
+    #[must_use]
+    pub fn has_features(&self) -> bool {
+        self.features != 0
+    }
+
     fn vring(&self, index: u32) -> Result<Guard<'_>> {
         let vring =
             self.port.vrings().get(index as usize).ok_or_else(|| {

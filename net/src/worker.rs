@@ -216,7 +216,10 @@ fn stop_port(view: &View, index: usize, why: &dyn std::fmt::Display) {
 }
 
 /// Keeps the calling thread on one processor.
-fn pin(cpu: usize) -> io::Result<()> {
+///
+/// # Errors
+/// There is no such processor for us.
+pub fn pin(cpu: usize) -> io::Result<()> {
     // SAFETY: an all-zero set is valid, and CPU_SET checks its bounds.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();

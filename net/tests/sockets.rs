@@ -102,6 +102,25 @@ fn guests_over_sockets_exchange_frames_asleep_and_awake() {
 }
 
 #[test]
+fn a_queue_may_be_enabled_before_the_features_are_set_as_qemu_does() {
+    let lab = Lab::new(1, 1);
+    let stream = UnixStream::connect(lab.socket(0)).unwrap();
+    message(&stream, 1, &[], &[]);
+    message(&stream, 15, &[], &[]);
+    message(&stream, 16, &0xffff_u64.to_ne_bytes(), &[]);
+    (&stream).read_exact(&mut [0; 40]).unwrap();
+    for index in [0u32, 1] {
+        let mut payload = index.to_ne_bytes().to_vec();
+        payload.extend(1u32.to_ne_bytes());
+        message(&stream, 18, &payload, &[]);
+    }
+    message(&stream, 1, &[], &[]);
+    (&stream).read_exact(&mut [0; 20]).unwrap();
+    let view = lab.daemon.switch().view();
+    assert!(view.ports()[0].port.rx(0).lock().enabled && view.ports()[0].port.tx(0).lock().enabled);
+}
+
+#[test]
 fn a_guest_that_reconnects_goes_on_and_the_other_notices_nothing() {
     let lab = Lab::new(2, 1);
     let mut b = lab.connect(1, NicConfig::default());

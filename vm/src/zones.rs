@@ -44,8 +44,7 @@ pub struct Invitation {
     pub memory: OwnedFd,
     /// Its size in bytes.
     pub size: u64,
-    /// The VM can't write to it at all. A member of a file system writes to the zone also when it may only read files:
-    /// its module keeps to the rights in its slot.
+    /// The VM can't write to it: QEMU maps it read-only.
     pub read_only: bool,
     /// A connection to the zone's doorbell server.
     pub doorbell: UnixStream,
@@ -128,7 +127,11 @@ impl HostZone {
         let id = self.zone.invite(member, Role::Vm, granted)?;
         let liveness = self.zone.hold(id)?;
         let doorbell = self.doorbell(id)?;
-        let read_only = rights == Rights::ReadOnly && !self.spec.files;
+        let read_only = rights == Rights::ReadOnly;
+        if read_only {
+            // It can't write into its slot that it is there.
+            self.zone.activate(id)?;
+        }
         let memory =
             if read_only { self.zone.read_only_fd()? } else { self.zone.as_fd().try_clone_to_owned()? };
         self.lock().insert(member.to_owned(), Held { id, _liveness: liveness });

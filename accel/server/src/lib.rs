@@ -6,6 +6,7 @@
 //!
 //! - [`supervisor`]: listens, starts workers, keeps their limits and figures.
 //! - [`worker`]: the life of one worker, from the handshake to the end of its client.
+//! - [`sandbox`]: what a worker gives up.
 //! - [`session`]: decodes requests, whatever the API; threads, replies, sleeping.
 //! - [`table`]: ids of the client and native handles, with kinds, owners and limits.
 //! - [`limits`]: what a client may use.
@@ -15,6 +16,7 @@
 pub mod cli;
 pub mod limits;
 pub mod opencl;
+pub mod sandbox;
 pub mod session;
 pub mod supervisor;
 pub mod table;

@@ -29,6 +29,8 @@ pub fn run(limits: &Limits) -> anyhow::Result<()> {
         bail!("{}: {why}", hello.name);
     }
     set_timeout(&socket, libc::timeval { tv_sec: 0, tv_usec: 0 })?;
+    let (scratch, own) = scratch()?;
+    crate::sandbox::enter(&scratch).context("sandbox")?;
     let api = match OpenCl::load(limits.clone()) {
         Ok(api) => Arc::new(api),
         Err(e) => {
@@ -49,10 +51,31 @@ pub fn run(limits: &Limits) -> anyhow::Result<()> {
         Error::Closed => {}
         why => eprintln!("tombolo accel: client {}: {why}", hello.name),
     }
+    if own {
+        if let Err(e) = std::fs::remove_dir_all(&scratch) {
+            eprintln!("tombolo accel: {}: {e}", scratch.display());
+        }
+    }
     // The process ends here; the kernel takes back its memory and devices. Running the driver's own exit handlers with
     // threads still inside of it would only risk a hang.
     // SAFETY: ends the process.
     unsafe { libc::_exit(0) }
+}
+
+/// A folder of this worker's own, where the driver compiles kernels. With a cache folder given (POCL_CACHE_DIR), that is it: clients
+/// then share compiled kernels, which only clients that trust each other should.
+fn scratch() -> anyhow::Result<(std::path::PathBuf, bool)> {
+    let given = std::env::var_os("POCL_CACHE_DIR").map(std::path::PathBuf::from);
+    let own = given.is_none();
+    let path = given
+        .unwrap_or_else(|| std::env::temp_dir().join(format!("tombolo-accel-{}", std::process::id())));
+    std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
+    // SAFETY: this process has one thread yet.
+    unsafe {
+        std::env::set_var("POCL_CACHE_DIR", &path);
+        std::env::set_var("TMPDIR", &path);
+    }
+    Ok((path, own))
 }
 
 fn set_timeout(socket: &OwnedFd, timeout: libc::timeval) -> anyhow::Result<()> {

@@ -100,6 +100,27 @@ def file_locks_exclude_processes_and_find_deadlocks(a):
     a.ok("claims locks /mnt")
 
 
+@claim(1, needs="fsx")
+def fsx_finds_no_difference(a):
+    a.ok("printf 'flen = 1048576\\n[weights]\\nclose_open = 1\\ninvalidate = 1\\ntruncate = 2\\nfsync = 0.2\\nfdatasync = 0.2\\nread = 10\\nwrite = 10\\n"
+         "mapread = 6\\nmapwrite = 6\\npunch_hole = 2\\nposix_fallocate = 1\\nsendfile = 1\\nposix_fadvise = 1\\ncopy_file_range = 1\\n' > /tmp/fsx.toml")
+    operations = os.environ.get("TOMBOLO_FSX", "20000")
+    a.ok("fsx -N %s -S 7 /mnt/fsx && fsx -f /tmp/fsx.toml -N %s -S 3 /mnt/fsx && rm /mnt/fsx*" % (operations, operations), 3600)
+
+
+@claim(1, needs="pjdfstest")
+def pjdfstest_passes_without_exclusions(a):
+    users = [("nobody", "nogroup", 65534), ("tests", "tests", 1001), ("pjdfstest", "pjdfstest", 1002)]
+    a.ok("printf 'root:x:0:0::/:/bin/sh\\n%s' > /etc/passwd" % "".join("%s:x:%d:%d::/:/bin/sh\\n" % (u, i, i) for u, _, i in users))
+    a.ok("printf 'root:x:0:\\n%s' > /etc/group" % "".join("%s:x:%d:\\n" % (g, i) for _, g, i in users))
+    a.ok("printf '[features]\\nposix_fallocate={}\\nrename_ctime={}\\nutimensat={}\\nutime_now={}\\n[settings]\\nnaptime=0.02\\nallow_remount=false\\n"
+         "[dummy_auth]\\nentries=[%s]\\n' > /tmp/pjdfstest.toml" % ",".join('["%s","%s"]' % (u, g) for u, g, _ in users))
+    rc, out = a.run("mkdir /mnt/p; chmod 777 /mnt/p; pjdfstest -c /tmp/pjdfstest.toml -p /mnt/p 2>&1 | grep -E 'FAILED|Summary'", 600)
+    need("Summary: 0 failed" in out, out)
+    print("      " + out)
+    a.ok("rm -r /mnt/p")
+
+
 # --- several guests --------------------------------------------------------------------------------------------------
 
 
@@ -265,7 +286,7 @@ def wait_for(guest, what):
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def build(kernel, root, work):
+def build(kernel, work):
     headers = "/usr/src/linux-headers-" + kernel
     out = os.path.join(work, "build-" + kernel)
     made = subprocess.run(["make", "-C", os.path.dirname(HERE), "KDIR=" + headers, "OUT=" + out], capture_output=True, text=True)
@@ -280,6 +301,7 @@ def main():
     p = argparse.ArgumentParser()
     p.add_argument("--kernel", action="append", default=[])
     p.add_argument("--root", default="/")
+    p.add_argument("--suites", help="folder with the programs fsx (crate fsx 0.3.2) and pjdfstest (0.2.2): run these, too")
     p.add_argument("--keep", action="store_true", help="keep the work folder, with the guests' consoles")
     p.add_argument("claims", nargs="*")
     o = p.parse_args()
@@ -295,7 +317,9 @@ def main():
         subprocess.run(["cc", *flags, HERE + "/mkzone.c", *glob.glob(ROOT + "/files/core/*.c"), "-o", work + "/mkzone"], check=True)
         subprocess.run(["cc", "-O2", "-static", HERE + "/claims.c", "-o", work + "/claims"], check=True)
         for kernel in o.kernel:
-            rig = Rig(kernel, os.path.join(o.root, "boot/vmlinuz-" + kernel), o.root, build(kernel, o.root, work), work, [work + "/claims"])
+            suites = glob.glob(o.suites + "/fsx") + glob.glob(o.suites + "/pjdfstest") if o.suites else []
+            rig = Rig(kernel, os.path.join(o.root, "boot/vmlinuz-" + kernel), o.root, build(kernel, work), work, [work + "/claims", *suites])
+            rig.programs = {os.path.basename(s) for s in suites}
             p, f = run(rig, work, o)
             passed += p
             failed += f
@@ -312,13 +336,15 @@ def run(rig, work, o):
     """Claims with the same needs share their guests; a claim that fails gets its guests replaced for the next."""
     zone = rig.zone = "/dev/shm/" + os.path.basename(work)
     passed, failed, guests, has = 0, [], [], None
-    order = sorted(CLAIMS, key=lambda c: str((c[1], sorted(c[2].items()))))
+    order = sorted(CLAIMS, key=lambda c: str((c[1], sorted((k, v) for k, v in c[2].items() if k != "needs"))))
     try:
         for f, n, options in order:
             name = f.__name__
             if o.claims and not any(c in name for c in o.claims):
                 continue
-            wants = (n, options)
+            if options.get("needs", None) not in rig.programs | {None}:
+                continue
+            wants = (n, {k: v for k, v in options.items() if k != "needs"})
             start = time.monotonic()
             error = None
             try:

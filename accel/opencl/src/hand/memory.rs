@@ -98,6 +98,12 @@ fn create_buffer(
     let context = rt::object(context, kind::CONTEXT)?;
     let connection = rt::connection()?;
     let max_alloc = context.context()?.max_alloc;
+    if flags & USE_HOST_PTR != 0 && flags & (ALLOC_HOST_PTR | COPY_HOST_PTR) != 0 {
+        return Err(code::VALUE);
+    }
+    if max_alloc > 0 && size as u64 > max_alloc && flags_ok(flags) {
+        return Err(code::BUFFER_SIZE);
+    }
     let valid = flags_ok(flags) && size > 0 && size as u64 <= max_alloc && properties.len() < 2;
     if flags_ok(flags) {
         if size == 0 {

@@ -255,7 +255,7 @@ pub(super) fn create_context_from_type(cx: &mut Cx<'_>, r: &wire::CreateContextF
 pub(super) fn create_command_queue(cx: &mut Cx<'_>, r: &wire::CreateCommandQueue) -> Done {
     let f = native!(cx, clCreateCommandQueue);
     let (context, device) = (cx.get(kind::CONTEXT, r.context)?, cx.get(kind::DEVICE, r.device)?);
-    let extra = Extra { context: context as usize, ..Extra::default() };
+    let extra = Extra::default();
     // SAFETY: live handles.
     cx.create_with(kind::QUEUE, r.new, extra, |code| unsafe { f(context, device, r.properties, code) })
 }
@@ -267,7 +267,7 @@ pub(super) fn create_command_queue_with_properties(
     let f = native!(cx, clCreateCommandQueueWithProperties);
     let (context, device) = (cx.get(kind::CONTEXT, r.context)?, cx.get(kind::DEVICE, r.device)?);
     let properties = ended(&r.properties)?;
-    let extra = Extra { context: context as usize, ..Extra::default() };
+    let extra = Extra::default();
     // SAFETY: live handles; the properties end with 0.
     cx.create_with(kind::QUEUE, r.new, extra, |code| unsafe { f(context, device, properties, code) })
 }
@@ -463,13 +463,12 @@ pub(super) fn create_image(cx: &mut Cx<'_>, r: &wire::CreateImage<'_>) -> Done {
     } else if flags & (USE_HOST_PTR | COPY_HOST_PTR) != 0 {
         flags &= !(USE_HOST_PTR | COPY_HOST_PTR);
     }
-    let layered = matches!(image_type, 0x10f5);
     let bytes = extent
         .iter()
         .try_fold(pixel_size(format).unwrap_or(16), |n, e| n.checked_mul((*e).max(1)))
         .unwrap_or(u64::MAX);
     let bytes = if parent.is_null() { bytes } else { 0 };
-    let extra = Extra { pixel: 1, extent, layered, ..Extra::default() };
+    let extra = Extra { pixel: 1, extent, ..Extra::default() };
     create_mem(cx, r.new, bytes, 0, extra, |code| {
         // SAFETY: live handles; structures as the API has them; the pointer has what the image needs, checked above.
         unsafe { f(context, flags, format.as_ptr().cast(), (&raw const desc).cast(), pointer, code) }
@@ -995,28 +994,8 @@ pub(super) fn enqueue_nd_range_kernel(cx: &mut Cx<'_>, r: &wire::EnqueueNDRangeK
     })
 }
 
-macro_rules! no_svm {
-    ($($name:ident $record:ident),*) => {
-        $(pub(super) fn $name(_cx: &mut Cx<'_>, _r: &wire::$record<'_>) -> Done {
-            Err(wire::UNSUPPORTED)
-        })*
-    };
-}
-no_svm!(
-    set_kernel_exec_info SetKernelExecInfo,
-    enqueue_svm_free EnqueueSVMFree,
-    enqueue_svm_memcpy EnqueueSVMMemcpy,
-    enqueue_svm_mem_fill EnqueueSVMMemFill,
-    enqueue_svm_map EnqueueSVMMap,
-    enqueue_svm_unmap EnqueueSVMUnmap,
-    enqueue_svm_migrate_mem EnqueueSVMMigrateMem
-);
-pub(super) fn set_kernel_arg_svm_pointer(_cx: &mut Cx<'_>, _r: &wire::SetKernelArgSVMPointer) -> Done {
-    Err(wire::UNSUPPORTED)
-}
-pub(super) fn svm_alloc(_cx: &mut Cx<'_>, _r: &wire::SvmAlloc) -> Done {
-    Err(wire::UNSUPPORTED)
-}
-pub(super) fn svm_free(_cx: &mut Cx<'_>, _r: &wire::SvmFree) -> Done {
-    Err(wire::UNSUPPORTED)
-}
+pub(super) use super::svm::{
+    alloc as svm_alloc, fill as enqueue_svm_mem_fill, free as svm_free, map as enqueue_svm_map,
+    memcpy as enqueue_svm_memcpy, migrate as enqueue_svm_migrate_mem, set_arg as set_kernel_arg_svm_pointer,
+    set_exec_info as set_kernel_exec_info, unmap as enqueue_svm_unmap,
+};

@@ -51,10 +51,6 @@ pub struct Extra {
     pixel: u64,
     /// Width, height or layers, depth or layers of an image.
     extent: [u64; 3],
-    /// Whether a second coordinate counts layers.
-    layered: bool,
-    /// The context of a queue, native.
-    context: usize,
     /// Whether it is one of the server's own root objects.
     root: bool,
     /// The address in the window of a buffer at home there.
