@@ -19,6 +19,7 @@ cargo build --quiet -p tombolo-files --bins
 files="$root/target/debug/tombolo-files-torture files"
 # In memory: every fsync would wait for a disk.
 work=$(mktemp -d /dev/shm/tombolo-suites.XXXXXX)
+chmod 755 "$work" # other users, whom the suites become, must get in
 cleanup() {
 	cd "$root"
 	if mountpoint -q "$work/mnt"; then umount "$work/mnt"; fi
