@@ -102,7 +102,10 @@ pub unsafe extern "C" fn clCreateProgramWithBinary(
             for i in 0..devices.len() {
                 let (len, start) = (*lengths.add(i), *binaries.add(i));
                 if len == 0 || start.is_null() {
-                    rt::write(binary_status.wrapping_add(i * usize::from(!binary_status.is_null())), code::VALUE);
+                    rt::write(
+                        binary_status.wrapping_add(i * usize::from(!binary_status.is_null())),
+                        code::VALUE,
+                    );
                     return Err(code::VALUE);
                 }
                 all.extend_from_slice(std::slice::from_raw_parts(start, len));
@@ -246,7 +249,9 @@ pub unsafe extern "C" fn clCompileProgram(
         // SAFETY: as the API says.
         unsafe {
             let (devices, options) = (some_devices(n, devices)?, options(text)?);
-            if (n_headers == 0) != (headers.is_null() && names.is_null()) || headers.is_null() != names.is_null() {
+            if (n_headers == 0) != (headers.is_null() && names.is_null())
+                || headers.is_null() != names.is_null()
+            {
                 return Err(code::VALUE);
             }
             let (headers, names) = if n_headers == 0 {
@@ -286,11 +291,8 @@ pub unsafe extern "C" fn clLinkProgram(
     unsafe {
         rt::create(errcode, || {
             let context = rt::object(context, kind::CONTEXT)?;
-            let listed = if n == 0 && devices.is_null() {
-                None
-            } else {
-                Some(rt::list(n, devices, kind::DEVICE)?)
-            };
+            let listed =
+                if n == 0 && devices.is_null() { None } else { Some(rt::list(n, devices, kind::DEVICE)?) };
             let options = options(text)?;
             let programs = rt::objects(n_programs, programs, kind::PROGRAM)?;
             let new = program(context, listed.as_deref())?;

@@ -76,12 +76,7 @@ fn alloc(context: Handle, flags: u64, size: usize, alignment: u32) -> Result<*mu
 }
 
 /// Memory at an address that both sides have free. Null: there is none.
-pub unsafe extern "C" fn clSVMAlloc(
-    context: Handle,
-    flags: u64,
-    size: usize,
-    alignment: u32,
-) -> *mut c_void {
+pub unsafe extern "C" fn clSVMAlloc(context: Handle, flags: u64, size: usize, alignment: u32) -> *mut c_void {
     // SAFETY: no code is written.
     unsafe { rt::create(std::ptr::null_mut(), || alloc(context, flags, size, alignment)) }
 }
@@ -120,7 +115,10 @@ pub unsafe extern "C" fn clEnqueueSVMFree(
         }
         // SAFETY: as the API says.
         let (waits, pointers) = unsafe {
-            (rt::waits(n, list)?, std::slice::from_raw_parts(pointers.cast::<usize>(), count as usize).to_vec())
+            (
+                rt::waits(n, list)?,
+                std::slice::from_raw_parts(pointers.cast::<usize>(), count as usize).to_vec(),
+            )
         };
         let context = queue.body().context().ok_or(code::CONTEXT)?;
         // The end of a marker says when; its event is needed whether the program wants one or not.
@@ -317,8 +315,11 @@ pub unsafe extern "C" fn clEnqueueSVMMigrateMem(
         // SAFETY: lists as the API says.
         let (addresses, sizes) = unsafe {
             let pointers = std::slice::from_raw_parts(pointers.cast::<usize>(), count);
-            let sizes =
-                if sizes.is_null() { vec![0; count] } else { std::slice::from_raw_parts(sizes, count).to_vec() };
+            let sizes = if sizes.is_null() {
+                vec![0; count]
+            } else {
+                std::slice::from_raw_parts(sizes, count).to_vec()
+            };
             (pointers.iter().map(|p| *p as u64).collect::<Vec<_>>(), sizes)
         };
         let record = wire::EnqueueSVMMigrateMem {

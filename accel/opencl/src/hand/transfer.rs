@@ -151,10 +151,7 @@ pub(crate) fn write_slot(queue: Obj, host: &Host) -> Result<Slot, i32> {
 }
 
 /// Sends a transfer. When the call fails, the server redeems no ticket.
-fn transfer<'a, R: tombolo_accel_spec::wire::Record<'a>>(
-    record: &R,
-    post: bool,
-) -> Result<(), i32> {
+fn transfer<'a, R: tombolo_accel_spec::wire::Record<'a>>(record: &R, post: bool) -> Result<(), i32> {
     if post { rt::lost(rt::connection()?.post(record)) } else { rt::call(record).map(|_| ()) }
 }
 

@@ -61,8 +61,7 @@ pub fn snapshot(cl: &OpenCl, reply: &mut Vec<u8>) -> Done {
         (n.clGetDeviceIDs.ok_or(wire::UNSUPPORTED)?, n.clGetDeviceInfo.ok_or(wire::UNSUPPORTED)?);
     // SAFETY (all native calls below): handles come from the driver itself; buffers are as long as said.
     let platforms = listed(|n, list, count| unsafe { platform_ids(n, list, count) })?;
-    let mut roots: Vec<(u32, u64, Handle)> =
-        platforms.iter().map(|p| (kind::PLATFORM, 0, *p)).collect();
+    let mut roots: Vec<(u32, u64, Handle)> = platforms.iter().map(|p| (kind::PLATFORM, 0, *p)).collect();
     for (i, platform) in platforms.iter().enumerate() {
         // SAFETY: as above.
         let devices = listed(|n, list, count| unsafe { device_ids(*platform, 0xffff_ffff, n, list, count) });
@@ -369,8 +368,9 @@ pub(super) fn create_buffer(cx: &mut Cx<'_>, r: &wire::CreateBuffer<'_>) -> Done
     create_mem(cx, r.new, r.size, ticket, extra, |code| {
         match (plain, with) {
             // SAFETY (both): a live context; the pointer has size bytes, checked above.
-            (_, Some(f)) if !properties.is_null() => unsafe { f(context, properties, flags, size, pointer, code) }
-                .cast(),
+            (_, Some(f)) if !properties.is_null() => {
+                unsafe { f(context, properties, flags, size, pointer, code) }.cast()
+            }
             (Some(f), _) => unsafe { f(context, flags, size, pointer, code) },
             _ => null_mut(),
         }

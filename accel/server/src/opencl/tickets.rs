@@ -66,9 +66,8 @@ fn status(cl: &OpenCl, event: usize) -> Option<i32> {
     let mut status: i32 = 0;
     let f = cl.native.clGetEventInfo?;
     // SAFETY: a live event; room for its status.
-    let asked = unsafe {
-        f(event as Handle, EXECUTION_STATUS, 4, (&raw mut status).cast(), std::ptr::null_mut())
-    };
+    let asked =
+        unsafe { f(event as Handle, EXECUTION_STATUS, 4, (&raw mut status).cast(), std::ptr::null_mut()) };
     match (asked, status) {
         (0, s) if s > 0 => None,
         (0, s) => Some(s),
