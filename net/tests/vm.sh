@@ -5,7 +5,7 @@
 #
 #   net/tests/vm.sh [path of the tombolo-switch or tombolo binary]
 #
-# Needs qemu-system-x86_64, busybox (static), iperf3, cpio and a kernel with its modules. ACCEL=kvm where KVM works.
+# Needs qemu-system-x86_64 (QEMU=command for another one; 7.2 is known to crash under TCG), busybox (static), iperf3, cpio and a kernel with its modules. ACCEL=kvm where KVM works.
 # With BENCH=1 it prints what the guests measured.
 set -euo pipefail
 
@@ -75,10 +75,10 @@ start_switch() {
 }
 
 guest() { # name socket-name mac device-options role
-  qemu-system-x86_64 -M q35,memory-backend=m -accel "$accel" -cpu "$cpu" -m 256 -smp 1 -nographic -no-reboot \
+  ${QEMU:-qemu-system-x86_64} -M q35,memory-backend=m -accel "$accel" -cpu "$cpu" -m 256 -smp 1 -nographic -no-reboot \
     -object memory-backend-memfd,id=m,size=256M,share=on -kernel "$kernel" -initrd "$tmp/initrd" \
     -chardev "socket,id=c,path=$tmp/$2,reconnect=1" -netdev vhost-user,id=n,chardev=c \
-    -device "virtio-net-pci,netdev=n,mac=$3$4" \
+    -device "virtio-net-pci,netdev=n,romfile=,mac=$3$4" \
     -append "console=ttyS0 quiet panic=-1 role=$5" </dev/null >"$tmp/$1.log" 2>&1 &
   pids+=($!)
   last=$!
@@ -99,6 +99,7 @@ run() { # title server-options client-options
   wait_for 180 "$tmp/client.log" "KILL NOW"
   sleep 3
   kill -9 "$switch_pid"
+  wait "$switch_pid" 2>/dev/null || :
   start_switch
   wait_for 180 "$tmp/client.log" "CLIENT DONE"
   "$switch" ${NET_COMMAND:-} --json ports --control "$tmp/control" >"$tmp/ports.json"
