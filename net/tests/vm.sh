@@ -6,7 +6,7 @@
 #   net/tests/vm.sh [path of the tombolo-switch or tombolo binary]
 #
 # Needs qemu-system-x86_64 (QEMU=command for another one; 7.2 is known to crash under TCG), busybox (static), iperf3, cpio and a kernel with its modules. ACCEL=kvm where KVM works.
-# With BENCH=1 it prints what the guests measured.
+# ONLY=part of a title runs that case only. With BENCH=1 it prints what the guests measured.
 set -euo pipefail
 
 switch=${1:-target/release/tombolo-switch}
@@ -52,7 +52,7 @@ ip link set eth0 mtu ${mtu:-1500} up
 if [ $role = server ]; then
   ip addr add 10.0.0.1/24 dev eth0
   echo "SERVER READY"
-  while :; do iperf3 -s -1 >/dev/null 2>&1; done
+  while :; do iperf3 -s >/dev/null 2>&1; done
 fi
 ip addr add 10.0.0.2/24 dev eth0
 ping -c 60 -W 1 -w 60 10.0.0.1 -q -A -c 20 | sed 's/^/PING /'
@@ -91,6 +91,7 @@ wait_for() { # seconds file pattern
 
 none=",csum=off,gso=off,guest_csum=off,guest_tso4=off,guest_tso6=off,guest_ecn=off,host_tso4=off,host_tso6=off,host_ecn=off,mrg_rxbuf=off"
 run() { # title server-options client-options
+  [[ $1 == *${ONLY:-}* ]] || return 0
   : >"$tmp/switch.log"
   start_switch
   guest server a 52:54:00:00:00:01 "$2" server; server=$last
