@@ -171,7 +171,6 @@ def a_mapping_never_shows_blocks_of_another_file(a, b):
     a.ok("claims cut /mnt 60; touch /mnt/stop")
     rc, out = b.finish()
     need(rc == 0, out)
-    need("stay unused" not in a.ok("dmesg"), "a revoke was not answered in time")
     a.ok("rm /mnt/watched /mnt/other /mnt/stop")
 
 
