@@ -31,17 +31,17 @@ fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| {
         let bin = Path::new(env!("CARGO_BIN_EXE_tombolo-accel"));
-        let folder = bin.parent().expect("a program lies in a folder");
+        let beside = bin.parent().expect("a program lies in a folder");
         let mut build = Command::new(env!("CARGO"));
         build.args(["build", "-q", "-p", "tombolo-opencl", "--target-dir"]);
-        build.arg(folder.parent().expect("target"));
-        if folder.ends_with("release") {
+        build.arg(beside.parent().expect("target"));
+        if beside.ends_with("release") {
             build.arg("--release");
         }
         run(&mut build);
         let vendors = folder().join("vendors");
         std::fs::create_dir_all(&vendors).expect("a folder");
-        let library = folder.join("libtombolo_opencl.so");
+        let library = beside.join("libtombolo_opencl.so");
         std::fs::write(vendors.join("tombolo.icd"), library.to_str().expect("a plain path"))
             .expect("written");
         vendors
