@@ -120,8 +120,8 @@ pub unsafe extern "C" fn clEnqueueMapBuffer(
         let new = rt::new_event(queue, !event.is_null(), MAP_BUFFER)?;
         let post = blocking == 0 && sure::host_range(queue, buffer, offset, size, &waits);
         if let Some(home) = mem.home {
-            let pointer =
-                rt::connection()?.window.at(home + offset, size).map_err(|_| code::MAP_FAILURE)? as usize;
+            let seen = rt::connection()?.window.at(home + offset, size).map_err(|_| code::MAP_FAILURE)?;
+            let pointer = if mem.host_ptr == 0 { seen as usize } else { mem.host_ptr + offset as usize };
             let record = wire::EnqueueMapHome {
                 queue: queue.id(),
                 buffer: buffer.id(),

@@ -130,6 +130,11 @@ fn create_buffer(
             ticket = connection.ticket(Box::new(move |c, _| c.give_staging(at, len)));
         }
     }
+    // A buffer over shared memory lives there.
+    let shared = super::svm::in_window(host_ptr as u64, size as u64).filter(|_| flags & USE_HOST_PTR != 0);
+    if let (true, Some(at)) = (valid, shared) {
+        (home, mem.home) = (at, Some(at));
+    }
     if valid && home == 0 && flags & (USE_HOST_PTR | COPY_HOST_PTR) != 0 {
         (data, ticket) = stage(&Host::flat(host_ptr as usize, size as u64))?;
     }

@@ -43,13 +43,12 @@ unsafe fn piece<'a>(strings: *const *const u8, lengths: *const usize, i: usize) 
     }
 }
 
-/// A long blob goes through the window: its offset and length instead of its bytes.
+/// What a request may carry at most; longer than a record, it goes in parts.
 fn too_long(bytes: &[u8]) -> Result<(), i32> {
-    // A record holds a quarter of the ring.
-    if bytes.len() + 4096 > rt::connection()?.max_record { Err(code::HOST_MEMORY) } else { Ok(()) }
+    if bytes.len() > 60 << 20 { Err(code::HOST_MEMORY) } else { Ok(()) }
 }
 
-/// A program from source. Posted: nothing is looked at before it is built.
+/// A program from source.
 pub unsafe extern "C" fn clCreateProgramWithSource(
     context: Handle,
     count: u32,

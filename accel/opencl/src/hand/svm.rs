@@ -25,6 +25,14 @@ fn is_shared(address: u64) -> bool {
     ranges().range(..=address).next_back().is_some_and(|(start, (len, _))| address - start < *len)
 }
 
+/// Where in the window `len` bytes from an address of shared memory are; None: they aren't all shared.
+pub(crate) fn in_window(address: u64, len: u64) -> Option<u64> {
+    let ranges = ranges();
+    let (start, (size, data)) = ranges.range(..=address).next_back()?;
+    let offset = address - start;
+    (offset.checked_add(len)? <= *size).then_some(data + offset)
+}
+
 /// Maps a part of the window a second time, at an address that must be free here.
 fn map_at(address: u64, from: *mut u8, len: u64) -> Result<(), i32> {
     let at = address as *mut c_void;
@@ -230,11 +238,11 @@ pub unsafe extern "C" fn clEnqueueSVMMemFill(
     rt::status(|| {
         let (queue, waits) = command(queue, n, list)?;
         let new = rt::new_event(queue, !event.is_null(), 0x120b)?;
-        // SAFETY (both): as the API says.
         let record = wire::EnqueueSVMMemFill {
             queue: queue.id(),
             address: pointer as u64,
             size: size as u64,
+            // SAFETY: pattern_size bytes, as the API says.
             pattern: unsafe { rt::bytes(pattern, pattern_size)? },
             waits: waits.into(),
             event: new.id(),

@@ -48,6 +48,11 @@ impl Host {
         self.row.saturating_mul(self.rows).saturating_mul(self.slices)
     }
 
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// Whether the region has no gaps.
     pub fn is_flat(&self) -> bool {
         (self.rows == 1 || self.row_pitch == self.row)

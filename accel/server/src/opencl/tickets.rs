@@ -29,7 +29,7 @@ unsafe extern "C" fn ended(_event: Handle, _status: i32, cl: *mut c_void) {
 
 impl Tickets {
     /// Adds a ticket; the reference to the event becomes its own.
-    pub fn add(&self, cl: &'static OpenCl, ticket: u64, event: Handle, filled: Option<(u64, u64)>) {
+    pub(super) fn add(&self, cl: &'static OpenCl, ticket: u64, event: Handle, filled: Option<(u64, u64)>) {
         lock(&self.0).push(Outstanding { ticket, event: event as usize, filled });
         if let Some(set) = cl.native.clSetEventCallback {
             // SAFETY: the callback's pointer is never freed.
