@@ -33,6 +33,11 @@ enum Command {
         #[command(subcommand)]
         command: tombolo_vm::cli::ZoneCommand,
     },
+    /// An emulated host with real KVM, VFIO, NUMA and huge pages, on any machine
+    Lab {
+        #[command(subcommand)]
+        command: tombolo_lab::cli::Command,
+    },
     /// Write a shell's completion to the standard output
     Completion {
         /// The shell
@@ -60,6 +65,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         Command::Vm(command) => tombolo_vm::cli::run(command, cli.json),
         Command::Zone { command } => tombolo_vm::cli::run_zone(command, cli.json),
+        Command::Lab { command } => tombolo_lab::cli::run(command, cli.json),
         Command::Completion { shell } => {
             let mut text = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "tombolo", &mut text);

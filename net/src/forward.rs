@@ -279,13 +279,7 @@ fn scattered<'a>(
 
 /// Chooses the receiver and gives it the frame.
 #[inline(always)]
-fn forward<'a>(
-    view: &'a View,
-    src: usize,
-    queue: usize,
-    opens: &mut Opens<'a>,
-    frame: &Frame<'_>,
-) -> Done {
+fn forward<'a>(view: &'a View, src: usize, queue: usize, opens: &mut Opens<'a>, frame: &Frame<'_>) -> Done {
     let key = u64::from_le_bytes([
         frame.prefix[0],
         frame.prefix[1],
@@ -308,13 +302,7 @@ fn forward<'a>(
 
 /// Gives a frame to one port.
 #[inline(always)]
-fn give<'a>(
-    view: &'a View,
-    dest: usize,
-    queue: usize,
-    opens: &mut Opens<'a>,
-    frame: &Frame<'_>,
-) -> Done {
+fn give<'a>(view: &'a View, dest: usize, queue: usize, opens: &mut Opens<'a>, frame: &Frame<'_>) -> Done {
     let open = match opens.get(view, dest, queue) {
         Ok(open) => open,
         Err(NotOpen::Busy) => return Done::Again,

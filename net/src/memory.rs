@@ -22,7 +22,9 @@ pub const MAX_REGIONS: usize = 509;
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     /// The file is shorter than the region says.
-    #[error("memory region of {size:#x} bytes at offset {offset:#x} reaches beyond its file of {file:#x} bytes")]
+    #[error(
+        "memory region of {size:#x} bytes at offset {offset:#x} reaches beyond its file of {file:#x} bytes"
+    )]
     BeyondFile {
         /// Bytes in the region.
         size: u64,

@@ -23,7 +23,11 @@ impl Port {
     #[must_use]
     pub fn new(name: &str, pairs: usize) -> Self {
         let pairs = pairs.clamp(1, MAX_PAIRS);
-        Self { name: name.into(), vrings: (0..2 * pairs).map(|_| Vring::default()).collect(), active_rx: AtomicU32::new(0) }
+        Self {
+            name: name.into(),
+            vrings: (0..2 * pairs).map(|_| Vring::default()).collect(),
+            active_rx: AtomicU32::new(0),
+        }
     }
 
     /// Its name.

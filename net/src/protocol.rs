@@ -49,9 +49,10 @@ impl Session {
     }
 
     fn vring(&self, index: u32) -> Result<Guard<'_>> {
-        let vring = self.port.vrings().get(index as usize).ok_or_else(|| {
-            refuse(format!("queue {index}, but the port has {}", self.port.vrings().len()))
-        })?;
+        let vring =
+            self.port.vrings().get(index as usize).ok_or_else(|| {
+                refuse(format!("queue {index}, but the port has {}", self.port.vrings().len()))
+            })?;
         Ok(vring.lock())
     }
 
@@ -143,9 +144,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         let regions = regions
             .iter()
             .zip(files)
-            .map(|(r, file)| {
-                Region::map(&file, r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset)
-            })
+            .map(|(r, file)| Region::map(&file, r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset))
             .collect::<std::result::Result<Vec<_>, _>>()
             .map_err(refuse)?;
         self.set_memory(GuestMemory::new(regions).map_err(refuse)?)

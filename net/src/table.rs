@@ -38,10 +38,8 @@ impl MacTable {
     /// A MAC that occurs for two different ports.
     pub fn new(pairs: &[(Mac, usize)]) -> Result<Self, Duplicate> {
         let size = (pairs.len() * 2).next_power_of_two().max(2);
-        let mut table = Self {
-            slots: vec![(EMPTY, 0); size].into_boxed_slice(),
-            shift: 64 - size.trailing_zeros(),
-        };
+        let mut table =
+            Self { slots: vec![(EMPTY, 0); size].into_boxed_slice(), shift: 64 - size.trailing_zeros() };
         for &(mac, port) in pairs {
             let mut at = table.start(mac.key());
             while table.slots[at].0 != EMPTY && table.slots[at].0 != mac.key() {

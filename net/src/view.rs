@@ -33,11 +33,8 @@ impl View {
     /// # Errors
     /// Two of them own the same MAC.
     pub fn new(ports: Vec<Attached>) -> Result<Self, Duplicate> {
-        let pairs: Vec<_> = ports
-            .iter()
-            .enumerate()
-            .flat_map(|(i, a)| a.policy.macs.iter().map(move |m| (*m, i)))
-            .collect();
+        let pairs: Vec<_> =
+            ports.iter().enumerate().flat_map(|(i, a)| a.policy.macs.iter().map(move |m| (*m, i))).collect();
         let table = MacTable::new(&pairs)?;
         let uplinks = ports.iter().enumerate().filter(|(_, a)| a.policy.uplink).map(|(i, _)| i).collect();
         let plain = ports.iter().all(|a| {

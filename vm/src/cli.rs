@@ -67,6 +67,20 @@ pub enum Command {
         #[arg(short, long)]
         all: bool,
     },
+    /// How a VM starts
+    Start {
+        /// What about it
+        #[command(subcommand)]
+        command: StartCommand,
+    },
+    /// Grow the memory of a VM that something else started, such as a libvirt domain
+    Grow(tombolo_start::cli::GrowOptions),
+    /// PCI devices of the host for VMs
+    Passthrough {
+        /// What to do
+        #[command(subcommand)]
+        command: tombolo_passthrough::cli::Command,
+    },
     /// Run a command in a VM; its exit code is this command's
     Exec {
         /// Which compose file
@@ -124,6 +138,30 @@ pub enum Command {
     },
 }
 
+/// Commands about starts.
+#[derive(Subcommand, Debug)]
+pub enum StartCommand {
+    /// What a VM's start spent its time on
+    Blame {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// The VM
+        vm: String,
+    },
+    /// How the memory of a VM would arrive
+    Plan {
+        /// Its memory, such as "350G"
+        memory: Size,
+        /// Memory at start
+        #[arg(long)]
+        boot_memory: Option<Size>,
+        /// As the XML of a libvirt domain
+        #[arg(long)]
+        libvirt: bool,
+    },
+}
+
 /// Commands for zones of running VMs.
 #[derive(Subcommand, Debug)]
 pub enum ZoneCommand {
@@ -175,6 +213,13 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
                 }
             }
         }
+        Command::Start { command: StartCommand::Blame { file, vm } } => blame(&file.load()?, &vm, json),
+        Command::Start { command: StartCommand::Plan { memory, boot_memory, libvirt } } => {
+            let boot = boot_memory.map(|b| b.0);
+            tombolo_start::cli::plan(memory.0, boot, libvirt, json)
+        }
+        Command::Grow(options) => tombolo_start::cli::run_grow(&options, json),
+        Command::Passthrough { command } => tombolo_passthrough::cli::run(command, json),
         Command::Logs { file, follow, qemu, vm } => logs(&file.load()?, &vm, follow, qemu),
         Command::Console { file, vm } => {
             client::console(&file.load()?, &vm)?;
@@ -293,6 +338,25 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
         for status in &projects {
             print!("{}", table(status));
         }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
+    let not_up = || format!("the VM '{name}' is not up; 'tombolo ps' shows what is");
+    let mut peer = Peer::connect(&StateDir::of(project)?)?.with_context(not_up)?;
+    peer.send(&Request::Ps)?;
+    let Some(Event::Status(status)) = peer.receive::<Event>()? else {
+        anyhow::bail!("the supervisor gave no answer")
+    };
+    let vm = status.vms.iter().find(|vm| vm.name == name).with_context(not_up)?;
+    if json {
+        println!("{}", serde_json::to_string_pretty(&vm.timeline)?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    print!("{}", tombolo_start::timeline::render_names(&vm.timeline, 40));
+    if let Some(growth) = &vm.growth {
+        println!("{}", growth.line());
     }
     Ok(ExitCode::SUCCESS)
 }

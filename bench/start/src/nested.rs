@@ -23,7 +23,7 @@ use tombolo_start::monitor::{Monitor, Socket};
 use tombolo_start::timeline::{Event, Mark, now};
 
 /// Longest time for anything a guest does.
-pub const PATIENCE: Duration = Duration::from_secs(240);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 /// The id of the growing memory.
 pub const MEMORY: &str = "vmem0";
 

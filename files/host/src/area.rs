@@ -183,7 +183,10 @@ impl Area {
         let table: Vec<sys::tmb_member> = (0..sys::TMB_MAX_MEMBERS)
             .map(|id| {
                 let state = if id == 0 { sys::TMB_MEMBER_ACTIVE } else { sys::TMB_MEMBER_DEAD };
-                sys::tmb_member { state_epoch: u64::from(epoch) << 32 | u64::from(state), ..Default::default() }
+                sys::tmb_member {
+                    state_epoch: u64::from(epoch) << 32 | u64::from(state),
+                    ..Default::default()
+                }
             })
             .collect();
         let table = Arc::new(Table(table.into_iter().map(UnsafeCell::new).collect()));

@@ -78,7 +78,11 @@ fn parse_size(text: &str) -> Result<u64, String> {
         "G" | "GIB" => 1 << 30,
         _ => return Err(format!("{unit:?} is no unit; use K, M or G")),
     };
-    digits.parse::<u64>().ok().and_then(|n| n.checked_mul(factor)).ok_or_else(|| format!("{text:?} is no size"))
+    digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(factor))
+        .ok_or_else(|| format!("{text:?} is no size"))
 }
 
 fn parse_mode(text: &str) -> Result<u32, String> {
@@ -87,12 +91,17 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 
 /// Explains an errno of opening a file system.
 fn open_error(path: &Path, e: rustix::io::Errno) -> anyhow::Error {
-    let (at, why) = (path.display(), match e.raw_os_error() {
-        libc::EINVAL => "there is no file system; make one with: tombolo files mkfs",
-        libc::EPROTONOSUPPORT => "the file system is of another version than this program knows; use the program that made it",
-        libc::EUCLEAN => "the file system is damaged; run: tombolo files fsck",
-        _ => "the file system can't be opened",
-    });
+    let (at, why) = (
+        path.display(),
+        match e.raw_os_error() {
+            libc::EINVAL => "there is no file system; make one with: tombolo files mkfs",
+            libc::EPROTONOSUPPORT => {
+                "the file system is of another version than this program knows; use the program that made it"
+            }
+            libc::EUCLEAN => "the file system is damaged; run: tombolo files fsck",
+            _ => "the file system can't be opened",
+        },
+    );
     anyhow::anyhow!("{at}: {why} ({e})")
 }
 
@@ -103,7 +112,14 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             if label.len() > 31 {
                 bail!("--label: {} bytes are too long, 31 are the most", label.len());
             }
-            mkfs(&zone, area.as_deref(), force, size, &Mkfs { label, uid, gid, mode, ..Mkfs::default() }, json)
+            mkfs(
+                &zone,
+                area.as_deref(),
+                force,
+                size,
+                &Mkfs { label, uid, gid, mode, ..Mkfs::default() },
+                json,
+            )
         }
         Command::Df { zone, area } => df(&zone, area.as_deref(), json),
         Command::Mount(args) => mount::run(&args, json),
@@ -113,7 +129,14 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn mkfs(zone: &Path, area: Option<&str>, force: bool, size: Option<u64>, options: &Mkfs, json: bool) -> anyhow::Result<()> {
+fn mkfs(
+    zone: &Path,
+    area: Option<&str>,
+    force: bool,
+    size: Option<u64>,
+    options: &Mkfs,
+    json: bool,
+) -> anyhow::Result<()> {
     if let Some(size) = size {
         let file = std::fs::File::options().write(true).create(true).truncate(false).open(zone);
         let file = file.with_context(|| format!("creating {}", zone.display()))?;
@@ -145,7 +168,12 @@ fn mkfs(zone: &Path, area: Option<&str>, force: bool, size: Option<u64>, options
     if json {
         println!("{}", json!({"uuid": uuid, "bytes": s.blocks * block, "free": s.blocks_free * block}));
     } else {
-        println!("{}: file system {uuid}, {} of {} MiB free", zone.display(), s.blocks_free >> 8, s.blocks >> 8);
+        println!(
+            "{}: file system {uuid}, {} of {} MiB free",
+            zone.display(),
+            s.blocks_free >> 8,
+            s.blocks >> 8
+        );
     }
     Ok(())
 }

@@ -190,7 +190,9 @@ impl Filesystem {
         let mut tfs = sys::tfs { os, read_only: !area.writable(), ..Default::default() };
         let (member, epoch) = area.seat().map_or((0, 0), |seat| (seat.member, seat.epoch));
         // SAFETY: the area and the member table stay mapped as long as self.area lives.
-        check(unsafe { sys::tfs_open(&mut tfs, area.base().cast(), area.size(), area.members(), member, epoch) })?;
+        check(unsafe {
+            sys::tfs_open(&mut tfs, area.base().cast(), area.size(), area.members(), member, epoch)
+        })?;
         tfs.os = (&raw mut host.raw).cast();
         let close = area.writable();
         Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close })
@@ -317,19 +319,25 @@ impl Filesystem {
     /// One more name for an inode.
     pub fn link(&self, dir: u64, name: &[u8], ino: u64) -> Result<()> {
         // SAFETY: an open handle, name and its length.
-        check(unsafe { sys::tfs_link(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, ino, now()) })
+        check(unsafe {
+            sys::tfs_link(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, ino, now())
+        })
     }
 
     /// Removes a name; `expect`: the inode it must mean (0: any), else ESTALE.
     pub fn unlink(&self, dir: u64, name: &[u8], expect: u64) -> Result<()> {
         // SAFETY: an open handle, name and its length.
-        check(unsafe { sys::tfs_unlink(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, expect, now()) })
+        check(unsafe {
+            sys::tfs_unlink(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, expect, now())
+        })
     }
 
     /// Removes an empty directory; `expect` as for [`Filesystem::unlink`].
     pub fn rmdir(&self, dir: u64, name: &[u8], expect: u64) -> Result<()> {
         // SAFETY: an open handle, name and its length.
-        check(unsafe { sys::tfs_rmdir(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, expect, now()) })
+        check(unsafe {
+            sys::tfs_rmdir(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, expect, now())
+        })
     }
 
     /// Renames; flags are `TFS_RENAME_*`.
@@ -352,7 +360,12 @@ impl Filesystem {
     }
 
     /// Calls `emit` for each name from cookie `pos` on until it returns false; returns the cookie of the first name not taken.
-    pub fn readdir(&self, dir: u64, mut pos: u64, mut emit: impl FnMut(&[u8], u64, u8, u64) -> bool) -> Result<u64> {
+    pub fn readdir(
+        &self,
+        dir: u64,
+        mut pos: u64,
+        mut emit: impl FnMut(&[u8], u64, u8, u64) -> bool,
+    ) -> Result<u64> {
         type Emit<'a> = &'a mut dyn FnMut(&[u8], u64, u8, u64) -> bool;
         unsafe extern "C" fn trampoline(
             ctx: *mut c_void,
@@ -363,13 +376,16 @@ impl Filesystem {
             next: u64,
         ) -> bool {
             // SAFETY: ctx is the Emit below, name has len bytes of private memory.
-            let (emit, name) =
-                unsafe { (&mut *ctx.cast::<Emit<'_>>(), std::slice::from_raw_parts(name.cast(), len as usize)) };
+            let (emit, name) = unsafe {
+                (&mut *ctx.cast::<Emit<'_>>(), std::slice::from_raw_parts(name.cast(), len as usize))
+            };
             emit(name, ino, kind, next)
         }
         let mut emit: Emit<'_> = &mut emit;
         // SAFETY: an open handle; emit lives across the call.
-        check(unsafe { sys::tfs_readdir(self.raw(), dir, &mut pos, Some(trampoline), (&raw mut emit).cast()) })?;
+        check(unsafe {
+            sys::tfs_readdir(self.raw(), dir, &mut pos, Some(trampoline), (&raw mut emit).cast())
+        })?;
         Ok(pos)
     }
 
@@ -397,7 +413,8 @@ impl Filesystem {
     /// Reads at most `buf.len()` bytes.
     pub fn pread(&self, ino: u64, buf: &mut [u8], offset: u64) -> Result<usize> {
         // SAFETY: an open handle, buffer and its length.
-        let len = unsafe { sys::tfs_pread(self.raw(), ino, buf.as_mut_ptr().cast(), buf.len() as u64, offset) };
+        let len =
+            unsafe { sys::tfs_pread(self.raw(), ino, buf.as_mut_ptr().cast(), buf.len() as u64, offset) };
         Ok(check_len(len)? as usize)
     }
 
@@ -411,7 +428,14 @@ impl Filesystem {
         self.pwrite_raw(ino, buf, 0, true, kill_suid)
     }
 
-    fn pwrite_raw(&self, ino: u64, buf: &[u8], mut offset: u64, append: bool, kill: bool) -> Result<(usize, u64)> {
+    fn pwrite_raw(
+        &self,
+        ino: u64,
+        buf: &[u8],
+        mut offset: u64,
+        append: bool,
+        kill: bool,
+    ) -> Result<(usize, u64)> {
         let fs = self.writable()?;
         // SAFETY: an open handle, buffer and its length.
         let len = unsafe {
@@ -472,7 +496,8 @@ impl Filesystem {
                 return Ok(value);
             }
             // SAFETY: an open handle, buffer and its length.
-            let got = unsafe { sys::tfs_xattr_get(self.raw(), ino, name.as_ptr(), value.as_mut_ptr().cast(), len) };
+            let got =
+                unsafe { sys::tfs_xattr_get(self.raw(), ino, name.as_ptr(), value.as_mut_ptr().cast(), len) };
             match check_len(got) {
                 // It grew in between: only as often as others change it.
                 Err(Errno::RANGE) => {}
@@ -496,7 +521,14 @@ impl Filesystem {
     }
 
     /// Sets (Some) or removes an extended attribute; flags are `TFS_XATTR_*`; `mode` sets the permission bits with it.
-    pub fn xattr_set(&self, ino: u64, name: &[u8], value: Option<&[u8]>, flags: u32, mode: Option<u32>) -> Result<()> {
+    pub fn xattr_set(
+        &self,
+        ino: u64,
+        name: &[u8],
+        value: Option<&[u8]>,
+        flags: u32,
+        mode: Option<u32>,
+    ) -> Result<()> {
         let name = CString::new(name).map_err(|_| Errno::INVAL)?;
         // An empty value is not "remove": any non-null pointer will do for it.
         let (ptr, len) = value.map_or((std::ptr::null(), 0), |v| (v.as_ptr(), v.len() as u64));

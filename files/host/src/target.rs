@@ -21,8 +21,15 @@ pub struct Target {
 
 enum Kind {
     /// Held with flock by whoever mounts it.
-    Bare { area: Area, file: OwnedFd },
-    Zone { zone: Arc<Zone>, area: tombolo_zone::Area, file: Option<OwnedFd> },
+    Bare {
+        area: Area,
+        file: OwnedFd,
+    },
+    Zone {
+        zone: Arc<Zone>,
+        area: tombolo_zone::Area,
+        file: Option<OwnedFd>,
+    },
 }
 
 /// A seat in a zone for as long as the value lives; [`Joined::leave`] gives it up in good order.
@@ -72,9 +79,11 @@ impl Target {
             file.read_exact(&mut magic).with_context(|| format!("reading {}", path.display()))?;
         }
         let kind = if u64::from_le_bytes(magic) == sys::TMB_ZONE_MAGIC {
-            let zone = Arc::new(if writable { Zone::take_over_or_open(path)? } else { Zone::open(path, false)? });
+            let zone =
+                Arc::new(if writable { Zone::take_over_or_open(path)? } else { Zone::open(path, false)? });
             let area = zone.area(AreaType::Files, area)?;
-            let regular = rustix::fs::fstatfs(&file).is_ok_and(|s| s.f_type != 0x0102_1994 && s.f_type != 0x9584_58f6);
+            let regular =
+                rustix::fs::fstatfs(&file).is_ok_and(|s| s.f_type != 0x0102_1994 && s.f_type != 0x9584_58f6);
             Kind::Zone { zone, area, file: regular.then(|| file.into()) }
         } else {
             if len < 4096 {
@@ -112,7 +121,9 @@ impl Target {
 
     fn alive(&self) -> anyhow::Result<Vec<String>> {
         Ok(match &self.kind {
-            Kind::Zone { zone, .. } => zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect(),
+            Kind::Zone { zone, .. } => {
+                zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect()
+            }
             Kind::Bare { file, .. } => match rustix::fs::flock(file, FlockOperation::NonBlockingLockShared) {
                 Ok(()) => Vec::new(),
                 Err(rustix::io::Errno::WOULDBLOCK) => vec!["another process".to_owned()],
@@ -146,7 +157,10 @@ impl Target {
             Kind::Zone { zone, .. } => zone,
             Kind::Bare { area, file } => {
                 if rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
-                    bail!("{}: is mounted already; a file system outside a zone has one user at a time", self.path.display());
+                    bail!(
+                        "{}: is mounted already; a file system outside a zone has one user at a time",
+                        self.path.display()
+                    );
                 }
                 return Ok((area.lone(), None));
             }

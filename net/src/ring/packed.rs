@@ -256,7 +256,8 @@ impl PackedRing {
                 let new = self.used;
                 let Some(old) = self.signalled.replace(new) else { return true };
                 // Indices that grow without wrapping, seen from the present lap.
-                let lap = |p: Place| if p.wrap == new.wrap { p.index } else { p.index.wrapping_sub(self.size) };
+                let lap =
+                    |p: Place| if p.wrap == new.wrap { p.index } else { p.index.wrapping_sub(self.size) };
                 event_passed(lap(event), new.index, lap(old))
             }
             _ => true,

@@ -164,13 +164,7 @@ impl SplitRing {
 
     /// Copies one chain. False: no room at present.
     #[inline(always)]
-    fn walk(
-        &self,
-        tr: &mut Translator,
-        win: &mut Window,
-        write: bool,
-        head: u16,
-    ) -> Result<bool, Broken> {
+    fn walk(&self, tr: &mut Translator, win: &mut Window, write: bool, head: u16) -> Result<bool, Broken> {
         win.begin();
         // SAFETY: head < size, and the table is mapped.
         let d = unsafe { read_desc(self.desc.add(16 * usize::from(head))) };

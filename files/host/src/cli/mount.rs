@@ -98,7 +98,12 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
     if json {
         println!("{}", json!({"pid": child.id(), "directory": args.directory}));
     } else {
-        println!("{} is mounted at {} by process {}", args.zone.display(), args.directory.display(), child.id());
+        println!(
+            "{} is mounted at {} by process {}",
+            args.zone.display(),
+            args.directory.display(),
+            child.id()
+        );
     }
     Ok(())
 }
@@ -114,7 +119,8 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     };
     let fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     if !args.read_only {
-        fs.recover_all().with_context(|| format!("{}: repairing what dead members left", args.zone.display()))?;
+        fs.recover_all()
+            .with_context(|| format!("{}: repairing what dead members left", args.zone.display()))?;
     }
     let server = Arc::new(Server { fs, nodes: Nodes::default(), cached_mmap: args.cached_mmap });
     let options = MountOptions {

@@ -91,7 +91,10 @@ impl Checker<'_> {
             there += 1;
         }
         if inode.size() % BLOCK != 0 || blocks != there {
-            let text = format!("directory {ino}: {} bytes long, but only {there} blocks follow each other", inode.size());
+            let text = format!(
+                "directory {ino}: {} bytes long, but only {there} blocks follow each other",
+                inode.size()
+            );
             if self.loss("directory-size", text) {
                 self.put(inode.at + field::size, there * BLOCK);
                 self.put(inode.at + field::index_root, 0);
@@ -107,16 +110,28 @@ impl Checker<'_> {
         if !self.options.live {
             let names = contents.names.len() as u64;
             if names != inode.entries()
-                && self.damage("entries", format!("directory {ino}: has {names} names, counts {}", inode.entries()))
+                && self.damage(
+                    "entries",
+                    format!("directory {ino}: has {names} names, counts {}", inode.entries()),
+                )
             {
                 self.put(inode.at + field::entries, names);
             }
             if contents.free != inode.free_granules()
-                && self.note("free-granules", format!("directory {ino}: {} granules free, counts {}", contents.free, inode.free_granules()))
+                && self.note(
+                    "free-granules",
+                    format!(
+                        "directory {ino}: {} granules free, counts {}",
+                        contents.free,
+                        inode.free_granules()
+                    ),
+                )
             {
                 self.put(inode.at + field::free_granules, contents.free);
             }
-            if inode.seq() % 2 != 0 && self.damage("seq", format!("directory {ino}: a change was interrupted")) {
+            if inode.seq() % 2 != 0
+                && self.damage("seq", format!("directory {ino}: a change was interrupted"))
+            {
                 self.put(inode.at + field::seq, inode.seq().wrapping_add(1));
             }
         }
@@ -229,7 +244,10 @@ impl Checker<'_> {
         let tree_root = root & ((1 << sys::TFS_INDEX_LOG_SHIFT) - 1);
         let at = inode.at + field::index_root;
         let drop = |checker: &mut Self, tree: &Tree, why: String| {
-            if checker.damage("index", format!("directory {ino}: its index {why}: dropped, built anew with the next name")) {
+            if checker.damage(
+                "index",
+                format!("directory {ino}: its index {why}: dropped, built anew with the next name"),
+            ) {
                 checker.unclaim(tree);
                 checker.put(at, 0);
                 checker.put(inode.at + field::index_used, 0);
@@ -247,7 +265,9 @@ impl Checker<'_> {
         if self.options.live {
             return;
         }
-        let value = |slot: u64| self.area.word(table[(slot / FANOUT) as usize] * BLOCK + slot % FANOUT * 8).unwrap_or(0);
+        let value = |slot: u64| {
+            self.area.word(table[(slot / FANOUT) as usize] * BLOCK + slot % FANOUT * 8).unwrap_or(0)
+        };
         let used = (0..1u64 << log).filter(|slot| value(*slot) != 0).count() as u64;
         let mask = (1u64 << log) - 1;
         let missing = entries.iter().find(|e| {
@@ -266,7 +286,10 @@ impl Checker<'_> {
             return drop(self, &tree, "is full".into());
         }
         if used != inode.index_used()
-            && self.damage("index-used", format!("directory {ino}: its index has {used} places taken, counts {}", inode.index_used()))
+            && self.damage(
+                "index-used",
+                format!("directory {ino}: its index has {used} places taken, counts {}", inode.index_used()),
+            )
         {
             self.put(inode.at + field::index_used, used);
         }

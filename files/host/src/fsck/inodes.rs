@@ -23,7 +23,9 @@ impl Checker<'_> {
     pub(crate) fn check_super(&mut self) {
         for (offset, right, name) in self.layout.stored() {
             let stored = self.area.word(offset as u64).unwrap_or(0);
-            if stored != right && self.damage("super", format!("super block: {name} is {stored}, must be {right}")) {
+            if stored != right
+                && self.damage("super", format!("super block: {name} is {stored}, must be {right}"))
+            {
                 self.put(offset as u64, right);
             }
         }
@@ -34,7 +36,9 @@ impl Checker<'_> {
         }
         if !self.options.live {
             for (offset, name) in [(offset_of!(sys::tfs_super, freeze), "freeze")] {
-                if self.area.word(offset as u64) != Some(0) && self.note("leftover", format!("super block: {name} is set")) {
+                if self.area.word(offset as u64) != Some(0)
+                    && self.note("leftover", format!("super block: {name} is set"))
+                {
                     self.put(offset as u64, 0);
                 }
             }
@@ -52,15 +56,21 @@ impl Checker<'_> {
                 let at = base + slot * size_of::<sys::tfs_tx>() as u64;
                 let state = self.area.word(at).unwrap_or(0);
                 if state & 0xff != u64::from(sys::TFS_TX_FREE) {
-                    let text = format!("member {member}: an operation was interrupted (transaction {slot}, state {state:#x})");
+                    let text = format!(
+                        "member {member}: an operation was interrupted (transaction {slot}, state {state:#x})"
+                    );
                     if self.damage("transaction", text) {
                         self.put(at, 0);
                     }
                 }
             }
             for pin in 0..u64::from(sys::TFS_PINS) {
-                let at = base + offset_of!(sys::tfs_member_area, pins) as u64 + pin * size_of::<sys::tfs_pin>() as u64;
-                if self.area.word(at) != Some(0) && self.note("leftover", format!("member {member}: read pin {pin} is set")) {
+                let at = base
+                    + offset_of!(sys::tfs_member_area, pins) as u64
+                    + pin * size_of::<sys::tfs_pin>() as u64;
+                if self.area.word(at) != Some(0)
+                    && self.note("leftover", format!("member {member}: read pin {pin} is set"))
+                {
                     self.put(at, 0);
                 }
             }
@@ -117,7 +127,9 @@ impl Checker<'_> {
         if live && root.kind() == libc::S_IFDIR {
             return;
         }
-        if self.loss("root", "the root directory is gone: made anew, what was in it comes to lost+found".into()) {
+        if self
+            .loss("root", "the root directory is gone: made anew, what was in it comes to lost+found".into())
+        {
             for offset in (0..raw::INODE).step_by(8).skip(1) {
                 self.put(root.at + offset, 0);
             }
@@ -138,7 +150,9 @@ impl Checker<'_> {
             sys::TFS_INODE_FREE => return,
             sys::TFS_INODE_LIVE => {}
             sys::TFS_INODE_NEW => {
-                if !self.options.live && self.damage("inode-new", format!("inode {ino}: its creation was interrupted")) {
+                if !self.options.live
+                    && self.damage("inode-new", format!("inode {ino}: its creation was interrupted"))
+                {
                     self.drop_inode(inode);
                 }
                 return;
@@ -152,7 +166,9 @@ impl Checker<'_> {
         }
         let kind = inode.kind();
         if !KINDS.contains(&kind) || inode.mode() >> 16 != 0 {
-            if self.loss("inode-mode", format!("inode {ino}: mode {:#o} does not exist: dropped", inode.mode())) {
+            if self
+                .loss("inode-mode", format!("inode {ino}: mode {:#o} does not exist: dropped", inode.mode()))
+            {
                 self.drop_inode(inode);
             }
             return;
@@ -172,7 +188,9 @@ impl Checker<'_> {
             libc::S_IFREG => self.check_file(ino, inode, &tree),
             libc::S_IFLNK => self.check_symlink(ino, inode, &tree),
             _ => {
-                if !tree.runs.is_empty() && self.damage("device-data", format!("inode {ino}: a device or pipe with data")) {
+                if !tree.runs.is_empty()
+                    && self.damage("device-data", format!("inode {ino}: a device or pipe with data"))
+                {
                     self.unclaim(&tree);
                     self.put(inode.at + field::root, 0);
                 }
@@ -182,7 +200,10 @@ impl Checker<'_> {
         if !good {
             return;
         }
-        if kind != libc::S_IFDIR && inode.index_root() != 0 && self.damage("index", format!("inode {ino}: a file with an index")) {
+        if kind != libc::S_IFDIR
+            && inode.index_root() != 0
+            && self.damage("index", format!("inode {ino}: a file with an index"))
+        {
             self.put(inode.at + field::index_root, 0);
         }
         let blocks = if kind == libc::S_IFLNK { 1 } else { tree.blocks() };
@@ -196,7 +217,9 @@ impl Checker<'_> {
             for (offset, value, name) in
                 [(field::openers, inode.openers(), "open"), (field::mappers, inode.mappers(), "mapped")]
             {
-                if value != 0 && self.note("leftover", format!("inode {ino}: {name} by {value:#x}, by nobody now")) {
+                if value != 0
+                    && self.note("leftover", format!("inode {ino}: {name} by {value:#x}, by nobody now"))
+                {
                     self.put(inode.at + offset, 0);
                 }
             }
@@ -207,7 +230,8 @@ impl Checker<'_> {
             self.dirs.push(ino);
         }
         if let Some(known) = self.inodes.get_mut(ino as usize) {
-            *known = Known { live: true, mode: inode.mode() as u32, nlink: inode.nlink(), ..Known::default() };
+            *known =
+                Known { live: true, mode: inode.mode() as u32, nlink: inode.nlink(), ..Known::default() };
         }
     }
 
@@ -235,11 +259,17 @@ impl Checker<'_> {
     }
 
     fn check_xattrs(&mut self, ino: u64, inode: &Inode) {
-        let tree = self.claim_tree(inode.at + field::xattr_root, inode.xattr_root(), &format!("attributes of inode {ino}"));
+        let tree = self.claim_tree(
+            inode.at + field::xattr_root,
+            inode.xattr_root(),
+            &format!("attributes of inode {ino}"),
+        );
         if inode.xattr_root() == 0 || tree.runs.is_empty() {
             return;
         }
-        if !self.xattrs_ok(&tree) && self.loss("xattrs", format!("inode {ino}: its extended attributes are not readable: dropped")) {
+        if !self.xattrs_ok(&tree)
+            && self.loss("xattrs", format!("inode {ino}: its extended attributes are not readable: dropped"))
+        {
             self.unclaim(&tree);
             self.put(inode.at + field::xattr_root, 0);
         }
@@ -266,7 +296,8 @@ impl Checker<'_> {
         let (mut at, mut seen) = (8, 0);
         while at < image.len() {
             let Some(head) = image.get(at..at + 8) else { return false };
-            let (name, value) = (usize::from(u16::from_le_bytes([head[0], head[1]])), number(&head[4..]) as usize);
+            let (name, value) =
+                (usize::from(u16::from_le_bytes([head[0], head[1]])), number(&head[4..]) as usize);
             if name == 0 || name > sys::TFS_NAME_MAX as usize || value > sys::TFS_XATTR_MAX as usize {
                 return false;
             }

@@ -27,13 +27,18 @@ impl Checker<'_> {
             }
             let is_dir = known.mode & libc::S_IFMT == libc::S_IFDIR;
             if known.names == 0 && ino != ROOT {
-                if self.damage("nameless", format!("inode {ino}: linked, but without a name: goes to lost+found")) {
+                if self.damage(
+                    "nameless",
+                    format!("inode {ino}: linked, but without a name: goes to lost+found"),
+                ) {
                     self.lost.push(ino);
                 }
                 continue;
             }
             let right = if is_dir { 2 + known.subdirs } else { known.names };
-            if right != known.nlink && self.damage("nlink", format!("inode {ino}: counts {} links, has {right}", known.nlink)) {
+            if right != known.nlink
+                && self.damage("nlink", format!("inode {ino}: counts {} links, has {right}", known.nlink))
+            {
                 if let Some(inode) = self.inode(ino) {
                     self.put(inode.at + field::nlink, right);
                 }
@@ -60,7 +65,9 @@ impl Checker<'_> {
             for ino in way {
                 seen[ino as usize] = 2;
             }
-            if circle && self.damage("circle", format!("directory {at}: lies inside itself: goes to lost+found")) {
+            if circle
+                && self.damage("circle", format!("directory {at}: lies inside itself: goes to lost+found"))
+            {
                 self.cut_name(at);
                 self.inodes[at as usize].names = 0;
             }
@@ -90,7 +97,8 @@ impl Checker<'_> {
         let right = if dir == ROOT { ROOT } else { self.parents.get(&dir).copied().unwrap_or(0) };
         if right != 0
             && inode.parent() != right
-            && self.damage("parent", format!("directory {dir}: \"..\" is {}, must be {right}", inode.parent()))
+            && self
+                .damage("parent", format!("directory {dir}: \"..\" is {}, must be {right}", inode.parent()))
         {
             self.put(inode.at + field::parent, right);
         }
@@ -146,7 +154,8 @@ impl Checker<'_> {
         }
         let field = offset_of!(sys::tfs_member_area, inodes_used) as u64;
         let at = |checker: &Self, member| checker.layout.member(member) + field;
-        let sum = (0..sys::TFS_MEMBERS).fold(0u64, |sum, m| sum.wrapping_add(self.area.word(at(self, m)).unwrap_or(0)));
+        let sum = (0..sys::TFS_MEMBERS)
+            .fold(0u64, |sum, m| sum.wrapping_add(self.area.word(at(self, m)).unwrap_or(0)));
         // The root is not counted.
         let right = self.report.inodes.saturating_sub(1);
         if sum != right {

@@ -142,7 +142,8 @@ pub(crate) struct Checker<'a> {
 impl<'a> Checker<'a> {
     fn new(area: &'a Area, options: Options) -> Result<Checker<'a>, Unreadable> {
         let layout = raw::Layout::read(area)?;
-        let words = usize::try_from(layout.blocks.div_ceil(64)).map_err(|_| Unreadable("too large".into()))?;
+        let words =
+            usize::try_from(layout.blocks.div_ceil(64)).map_err(|_| Unreadable("too large".into()))?;
         Ok(Checker {
             area,
             options,

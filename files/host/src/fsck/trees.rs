@@ -109,7 +109,9 @@ impl Checker<'_> {
             let shape = plain && block != 0 && (!huge || (level == 2 && block % FANOUT == 0));
             if !shape || !self.claim(block, count) {
                 let bytes = fblock.saturating_mul(BLOCK);
-                let text = format!("{what}: entry {entry:#x} for offset {bytes} refers to no block of its own: a hole now");
+                let text = format!(
+                    "{what}: entry {entry:#x} for offset {bytes} refers to no block of its own: a hole now"
+                );
                 if self.found(Severity::Loss, "tree-entry", text) {
                     self.put(at, 0);
                 }

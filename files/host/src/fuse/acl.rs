@@ -110,7 +110,8 @@ mod tests {
 
     #[test]
     fn a_default_acl_replaces_the_umask() {
-        let mut a = acl(&[(USER_OBJ, 7, !0), (USER, 7, 1000), (GROUP_OBJ, 5, !0), (MASK, 7, !0), (OTHER, 0, !0)]);
+        let mut a =
+            acl(&[(USER_OBJ, 7, !0), (USER, 7, 1000), (GROUP_OBJ, 5, !0), (MASK, 7, !0), (OTHER, 0, !0)]);
         assert_eq!(a.create(0o100666), 0o100660);
         assert_eq!(a.mode(), 0o660);
         assert_eq!(Acl::parse(&a.value()), Some(a));
@@ -118,9 +119,13 @@ mod tests {
 
     #[test]
     fn chmod_changes_the_mask_and_not_the_group() {
-        let mut a = acl(&[(USER_OBJ, 7, !0), (GROUP_OBJ, 5, !0), (GROUP, 6, 5), (MASK, 7, !0), (OTHER, 4, !0)]);
+        let mut a =
+            acl(&[(USER_OBJ, 7, !0), (GROUP_OBJ, 5, !0), (GROUP, 6, 5), (MASK, 7, !0), (OTHER, 4, !0)]);
         a.chmod(0o610);
-        assert_eq!(a, acl(&[(USER_OBJ, 6, !0), (GROUP_OBJ, 5, !0), (GROUP, 6, 5), (MASK, 1, !0), (OTHER, 0, !0)]));
+        assert_eq!(
+            a,
+            acl(&[(USER_OBJ, 6, !0), (GROUP_OBJ, 5, !0), (GROUP, 6, 5), (MASK, 1, !0), (OTHER, 0, !0)])
+        );
     }
 
     #[test]

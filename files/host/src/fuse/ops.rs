@@ -105,7 +105,8 @@ impl Server {
             op::MKNOD => {
                 let (mode, rdev, umask, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
                 let name = c.name().ok_or_else(short)?;
-                let ino = self.make(h, h.node, Some(name), mode, umask, abi::decode_dev(rdev), None, false)?;
+                let ino =
+                    self.make(h, h.node, Some(name), mode, umask, abi::decode_dev(rdev), None, false)?;
                 self.entry(ino)
             }
             op::MKDIR => {
@@ -180,7 +181,12 @@ impl Server {
                 let size = u32s(&mut c)?;
                 let mut list = self.fs.xattr_list(h.node)?;
                 if h.uid != 0 {
-                    list = list.split_inclusive(|b| *b == 0).filter(|n| !n.starts_with(b"trusted.")).flatten().copied().collect();
+                    list = list
+                        .split_inclusive(|b| *b == 0)
+                        .filter(|n| !n.starts_with(b"trusted."))
+                        .flatten()
+                        .copied()
+                        .collect();
                 }
                 sized(list, size)
             }
@@ -194,7 +200,8 @@ impl Server {
             }
             op::FALLOCATE => self.fallocate(h, c),
             op::LSEEK => {
-                let (_fh, offset, whence) = (c.u64().ok_or_else(short)?, c.u64().ok_or_else(short)?, u32s(&mut c)?);
+                let (_fh, offset, whence) =
+                    (c.u64().ok_or_else(short)?, c.u64().ok_or_else(short)?, u32s(&mut c)?);
                 let hole = match whence as i32 {
                     libc::SEEK_DATA => false,
                     libc::SEEK_HOLE => true,
@@ -269,7 +276,8 @@ impl Server {
             None if target.is_none() => mode &= !(umask & 0o777),
             None => {}
         }
-        let attrs: Vec<(&[u8], &[u8])> = attrs.iter().map(|(name, value)| (*name, value.as_slice())).collect();
+        let attrs: Vec<(&[u8], &[u8])> =
+            attrs.iter().map(|(name, value)| (*name, value.as_slice())).collect();
         let xattrs = fs::xattr_image(&attrs);
         self.fs.create(dir, name, &Create { mode, uid: h.uid, gid, rdev, target, xattrs: &xattrs, open })
     }
@@ -624,7 +632,13 @@ fn attr_body(out: &mut Out, a: &Attr) {
     for t in times {
         out.u32(t.rem_euclid(NS) as u32);
     }
-    out.u32(a.mode).u32(a.nlink).u32(a.uid).u32(a.gid).u32(abi::encode_dev(a.rdev)).u32(sys::TFS_BLOCK).u32(0);
+    out.u32(a.mode)
+        .u32(a.nlink)
+        .u32(a.uid)
+        .u32(a.gid)
+        .u32(abi::encode_dev(a.rdev))
+        .u32(sys::TFS_BLOCK)
+        .u32(0);
 }
 
 /// `fuse_attr_out`, valid for no time.

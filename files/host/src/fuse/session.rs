@@ -120,7 +120,8 @@ impl Mounted {
         // The kernel may offer a newer major version first; then it asks again with ours.
         for _ in 0..2 {
             let len = (&*self.device).read(&mut buf)?;
-            let bad = |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("FUSE handshake: {what}"));
+            let bad =
+                |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("FUSE handshake: {what}"));
             let (h, mut c) = Header::parse(&buf[..len]).ok_or_else(|| bad("a short request"))?;
             if h.opcode != op::INIT {
                 return Err(bad("something else than INIT came first"));
@@ -137,7 +138,10 @@ impl Mounted {
                 send(&self.device, h.unique, &Err(Errno::PROTO))?;
                 return Err(io::Error::new(
                     io::ErrorKind::Unsupported,
-                    format!("this kernel speaks FUSE {major}.{minor}; 7.{} is needed (Linux 5.11)", abi::MINOR_MIN),
+                    format!(
+                        "this kernel speaks FUSE {major}.{minor}; 7.{} is needed (Linux 5.11)",
+                        abi::MINOR_MIN
+                    ),
                 ));
             }
             let mut offered = u64::from(flags);
@@ -164,7 +168,10 @@ impl Mounted {
             out.u32((agreed >> 32) as u32).u32(0).zeros(24);
             return send(&self.device, h.unique, &Ok(Reply::Body(out)));
         }
-        Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel and this program speak different versions of FUSE"))
+        Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "the kernel and this program speak different versions of FUSE",
+        ))
     }
 
     /// Another descriptor of the same mount, with a queue of its own.
