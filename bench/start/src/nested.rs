@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -235,7 +236,11 @@ impl Drop for Guest {
 
 fn connect(child: &mut Child, socket: &Path) -> Result<Socket> {
     let deadline = Instant::now() + PATIENCE;
-    while !socket.exists() {
+    // The socket is there a moment before QEMU listens on it.
+    loop {
+        if let Ok(stream) = UnixStream::connect(socket) {
+            return Ok(Socket::over(stream, PATIENCE)?);
+        }
         if let Some(status) = child.try_wait()? {
             bail!("it ended at once ({status})");
         }
@@ -245,7 +250,6 @@ fn connect(child: &mut Child, socket: &Path) -> Result<Socket> {
         // Nothing but the socket itself tells that it is there.
         std::thread::sleep(Duration::from_millis(2));
     }
-    Ok(Socket::connect(socket, PATIENCE)?)
 }
 
 fn command(spec: &Spec, socket: &Path) -> Command {
