@@ -1,6 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-# Thin: each target says what it needs, and scripts do it.
+# Thin: each target installs what it needs (scripts/bootstrap), and scripts do the rest. `make help` lists the targets.
+SHELL := /bin/bash
+export PATH := $(PATH):$(HOME)/.cargo/bin
+export TOMBOLO_CACHE ?= $(CURDIR)/.cache
+CARGO ?= cargo
+# The guest kernels to build and test with.
+KERNELS ?= 6.1 6.12
+export KERNELS
 
-.PHONY: guest
-guest: ## build the guest kernels and images
-	@guest/build
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+.DEFAULT_GOAL := help
+
+.PHONY: ready ready-test ready-bench ready-lint
+ready:
+	@scripts/bootstrap build
+ready-test:
+	@scripts/bootstrap build test
+ready-bench:
+	@scripts/bootstrap build test bench
+ready-lint:
+	@scripts/bootstrap build test lint
+
+.PHONY: build
+build: ready ## the programs, in target/release
+	@$(CARGO) build --release --locked
+
+.PHONY: kernels
+kernels: ready-test
+	@guest/build $(KERNELS:%=--kernel %)
+
+.PHONY: module
+module: kernels ## tombolo.ko for every guest kernel
+	@for series in $(KERNELS); do \
+		$(MAKE) -s --no-print-directory -C files/linux KDIR="$(TOMBOLO_CACHE)/guest/$$series/build" || exit 1; done
+
+.PHONY: guest guest-test guest-bench guest-update
+guest: module ## guest kernels and the base image, tombolo.ko in it
+	@guest/build $(KERNELS:%=--kernel %)
+guest-test: module
+	@guest/build $(KERNELS:%=--kernel %) --flavour test
+guest-bench: ready-bench module ## the larger images for benches, and a general kernel that has 9p
+	@guest/build --kernel general-6.12 --flavour bench
+	@$(MAKE) -s --no-print-directory -C files/linux KDIR="$(TOMBOLO_CACHE)/guest/general-6.12/build"
+	@guest/build --kernel general-6.12 --flavour bench
+guest-update: ready-test ## newer kernels, if Debian has them
+	@for series in $(KERNELS); do guest/kernel $$series || exit 1; done
+	@$(MAKE) guest
+
+.PHONY: test test-native test-vm test-lab lab
+test: guest-test ## all tests but the lab's
+	@scripts/run-tests native vm
+test-native: ready-test ## tests without guests
+	@scripts/run-tests native
+test-vm: guest-test ## tests in real guests under QEMU
+	@scripts/run-tests vm
+test-lab: guest-test ## tests in the emulated KVM host
+	@scripts/run-tests lab
+lab: build ## a shell in the emulated KVM host
+	@target/release/tombolo lab shell
+
+.PHONY: demo bench
+demo: guest-bench build ## two VMs and the host share one file system in memory
+	@demo/run
+bench: guest-bench build ## every bench; results in bench/results
+	@target/release/tombolo bench
+
+.PHONY: lint
+lint: ready-lint kernels ## formatting, lints, documentation, shell, C, the module with W=1
+	@scripts/lint
+
+.PHONY: dkms
+dkms: ## the module's source tree for DKMS, in target/dkms
+	@guest/dkms/make-source target/dkms
+
+.PHONY: clean distclean
+clean: ## what was built
+	@rm -rf target files/linux/build
+distclean: clean ## and what was fetched
+	@rm -rf .cache

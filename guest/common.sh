@@ -10,6 +10,8 @@ cache=${TOMBOLO_CACHE:-$root/.cache}
 kit=$cache/guest
 export LC_ALL=C SOURCE_DATE_EPOCH=1700000000
 
+trap 'printf "guest: error: %s:%s: %s failed\n" "${BASH_SOURCE[0]}" "$LINENO" "$BASH_COMMAND" >&2' ERR
+
 say() { printf 'guest: %s\n' "$*" >&2; }
 die() { printf 'guest: error: %s\n' "$*" >&2; exit 1; }
 
@@ -73,12 +75,14 @@ kit_apt_ready() {
 
 # Downloads packages ($2… as NAME or NAME=VERSION) and unpacks them into the folder $1.
 unpack_packages() {
-    local into=$1 deb debs
+    local into=$1 deb debs dir
     shift
     debs=$(mktemp -d "$kit/debs.XXXXXX")
     (cd "$debs" && kit_apt apt-get download "$@" >&2) || die "apt could not download: $*"
-    mkdir -p "$into"
-    for deb in "$debs"/*.deb; do dpkg-deb -x "$deb" "$into"; done
+    # Merged /usr, whatever the packages of this release carry.
+    mkdir -p "$into"/usr/{bin,sbin,lib,lib64}
+    for dir in bin sbin lib lib64; do ln -sfn "usr/$dir" "$into/$dir"; done
+    for deb in "$debs"/*.deb; do dpkg-deb --fsys-tarfile "$deb" | tar -x -C "$into" --keep-directory-symlink --no-same-owner; done
     rm -rf "$debs"
 }
 

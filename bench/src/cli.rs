@@ -36,7 +36,7 @@ pub struct FilesArgs {
     #[arg(long)]
     rounds: Option<u32>,
     /// Guest kernel: a version of the guest kit
-    #[arg(long, default_value = "6.12")]
+    #[arg(long, default_value = "general-6.12")]
     kernel: String,
     /// Folder for the results
     #[arg(long, default_value = "bench/results")]

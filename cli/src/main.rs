@@ -31,12 +31,39 @@ enum Command {
     /// Zones: memory that VMs and host share
     Zone {
         #[command(subcommand)]
-        command: tombolo_vm::cli::ZoneCommand,
+        command: ZoneCommand,
     },
-    /// An emulated host with real KVM, VFIO, NUMA and huge pages, on any machine
+    /// File systems in zones
+    Files {
+        #[command(subcommand)]
+        command: tombolo_files::cli::Command,
+    },
+    /// PCI devices for VMs
+    Passthrough {
+        #[command(subcommand)]
+        command: tombolo_passthrough::cli::Command,
+    },
+    /// How VMs start, and how their memory arrives
+    Start {
+        #[command(subcommand)]
+        command: tombolo_vm::cli::StartCommand,
+    },
+    /// Grow a running VM's virtio-mem to its full size
+    Grow(tombolo_start::cli::GrowOptions),
+    /// Accelerators for programs in VMs
+    Accel {
+        #[command(subcommand)]
+        command: tombolo_accel_server::cli::Command,
+    },
+    /// An emulated KVM host, to run and test in
     Lab {
         #[command(subcommand)]
         command: tombolo_lab::cli::Command,
+    },
+    /// Measure side by side with what else there is
+    Bench {
+        #[command(subcommand)]
+        command: BenchCommand,
     },
     /// Write a shell's completion to the standard output
     Completion {
@@ -50,10 +77,33 @@ enum Command {
     },
 }
 
+/// Zones in files, and zones of running VMs.
+#[derive(Subcommand)]
+enum ZoneCommand {
+    #[command(flatten)]
+    Zone(tombolo_zone::cli::Command),
+    #[command(flatten)]
+    Vm(tombolo_vm::cli::ZoneCommand),
+}
+
+/// What can be measured.
+#[derive(Subcommand)]
+enum BenchCommand {
+    #[command(flatten)]
+    Bench(tombolo_bench::cli::Command),
+    /// The start of VMs with and without passed-through devices
+    Start {
+        #[command(subcommand)]
+        command: tombolo_bench_start::cli::Command,
+    },
+}
+
 fn main() -> ExitCode {
     let cli = Cli::parse();
     match run(cli) {
         Ok(code) => code,
+        // Whoever read the output has seen enough ('| head').
+        Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("tombolo: {e:#}");
             ExitCode::FAILURE
@@ -61,11 +111,35 @@ fn main() -> ExitCode {
     }
 }
 
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         Command::Vm(command) => tombolo_vm::cli::run(command, cli.json),
-        Command::Zone { command } => tombolo_vm::cli::run_zone(command, cli.json),
+        Command::Zone { command: ZoneCommand::Zone(command) } => tombolo_zone::cli::run(command, cli.json),
+        Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::cli::run_zone(command, cli.json),
+        Command::Files { mut command } => {
+            let zone = command.zone_mut();
+            if !zone.exists() {
+                let found = zone.to_str().map_or(Ok(None), tombolo_vm::cli::find_zone)?;
+                *zone = found.unwrap_or_else(|| zone.clone());
+            }
+            tombolo_files::cli::run(command, cli.json)
+        }
+        Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
         Command::Lab { command } => tombolo_lab::cli::run(command, cli.json),
+        Command::Start { command } => tombolo_vm::cli::run_start(command, cli.json),
+        Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
+        Command::Accel { command } => tombolo_accel_server::cli::run(command, cli.json),
+        Command::Bench { command: BenchCommand::Bench(command) } => {
+            tombolo_bench::cli::run(command, cli.json)
+        }
+        Command::Bench { command: BenchCommand::Start { command } } => {
+            tombolo_bench_start::cli::run(command, cli.json)
+        }
         Command::Completion { shell } => {
             let mut text = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "tombolo", &mut text);

@@ -56,16 +56,30 @@ static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, con
 	return err;
 }
 
+/* A write in place needs no transaction; the first new block starts it. */
+static int start_tx(struct tfs *fs, struct tfs_write *w)
+{
+	int err;
+
+	if (w->slot < TFS_TX_SLOTS)
+		return 0;
+	err = tfs_tx_begin(fs, &w->slot);
+	if (err) {
+		w->slot = TFS_TX_SLOTS;
+		return err;
+	}
+	tfs_tx_inode(fs, w->slot, 0, w->ino);
+	tfs_tx_redo(fs, w->slot, TFS_REDO_TRIM, 0, 0);
+	return 0;
+}
+
 int tfs_write_begin_locked(struct tfs *fs, tmb_u64 ino, struct tfs_write *w)
 {
-	int err = tfs_tx_begin(fs, &w->slot);
-
-	if (err)
-		return err;
+	if (fs->read_only)
+		return -EROFS;
 	w->ino = ino;
 	w->is_new = false;
-	tfs_tx_inode(fs, w->slot, 0, ino);
-	tfs_tx_redo(fs, w->slot, TFS_REDO_TRIM, 0, 0);
+	w->slot = TFS_TX_SLOTS;
 	return 0;
 }
 
@@ -80,8 +94,15 @@ int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tm
 		return -EFBIG;
 	w->fblock = fblock;
 	err = tfs_tree_map(fs, tmb_load(&inode->root), fblock, count, &w->run);
-	w->is_new = !err && !w->run.block;
-	return w->is_new ? place(fs, inode, fblock, w->run.count, &w->run) : err;
+	if (err || w->run.block) {
+		w->is_new = false;
+		return err;
+	}
+	err = start_tx(fs, w);
+	if (!err)
+		err = place(fs, inode, fblock, w->run.count, &w->run);
+	w->is_new = !err;
+	return err;
 }
 
 int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w)
@@ -98,6 +119,8 @@ static void drop_suid(struct tfs_inode *inode)
 {
 	tmb_u64 mode = tmb_load(&inode->mode);
 
+	if (!(mode & 06000))
+		return;
 	/* As the kernel does it: S_ISGID without group execution is a locking mark, and stays. */
 	tmb_store(&inode->mode, mode & ~(tmb_u64)(04000 | (mode & 010 ? 02000 : 0)));
 }
@@ -113,7 +136,8 @@ int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool 
 			drop_suid(inode);
 		tfs_changed(inode, now, true);
 	}
-	tfs_tx_end(fs, w->slot);
+	if (w->slot < TFS_TX_SLOTS)
+		tfs_tx_end(fs, w->slot);
 	return inode ? 0 : -EUCLEAN;
 }
 
@@ -374,7 +398,9 @@ int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb
 	if (err)
 		goto unlock;
 	if (mode & TFS_FALLOC_PUNCH) {
-		err = punch(fs, inode, ino, w.slot, offset, end);
+		err = start_tx(fs, &w);
+		if (!err)
+			err = punch(fs, inode, ino, w.slot, offset, end);
 	} else {
 		if (end > size && !(mode & TFS_FALLOC_KEEP_SIZE))
 			err = zero_tail(fs, inode, size);

@@ -17,12 +17,20 @@ tmb_u64 tfs_blocks_of(tmb_u64 bytes)
 struct tfs_inode *tfs_inode(struct tfs *fs, tmb_u64 ino)
 {
 	struct tfs_run run;
+	tmb_u64 fblock = ino / TFS_INODES_PER_BLOCK, *cache = &fs->itable_cache[fblock % TFS_ITABLE_CACHE], known = tmb_load(cache);
 
 	if (!ino || ino > TFS_REF_INO_MASK)
 		return NULL;
-	if (tfs_tree_map(fs, tmb_load_acquire(&tfs_sb(fs)->itable_root), ino / TFS_INODES_PER_BLOCK, 1, &run) || !run.block)
-		return NULL;
-	return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
+	/* What is in the cache was checked; 0 is no block's place. */
+	if (!known || known >> 32 != fblock) {
+		if (tfs_tree_map(fs, tmb_load_acquire(&tfs_sb(fs)->itable_root), fblock, 1, &run) || !run.block)
+			return NULL;
+		if (fblock >> 32 || run.block >> 32)
+			return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
+		known = fblock << 32 | run.block;
+		tmb_store(cache, known);
+	}
+	return (struct tfs_inode *)tfs_block(fs, known & 0xffffffff) + ino % TFS_INODES_PER_BLOCK;
 }
 
 int tfs_live_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode **out)

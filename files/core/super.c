@@ -110,6 +110,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	    tmb_load(&sb->data_start) != l.data_start)
 		return -EUCLEAN;
 	use_layout(fs, area, &l);
+	memset(fs->itable_cache, 0, sizeof(fs->itable_cache));
 	fs->hash_seed = tmb_load(&sb->hash_seed);
 	fs->members = members;
 	fs->member = member;

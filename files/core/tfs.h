@@ -15,6 +15,8 @@
 #include "tfs_format.h"
 #include "tfs_os.h"
 
+#define TFS_ITABLE_CACHE 128u
+
 struct tfs {
 	tmb_u8 *area;	  /* the FILES area in this address space */
 	tmb_u64 blocks;	  /* checked copies of super block fields */
@@ -24,6 +26,7 @@ struct tfs {
 	tmb_u32 epoch;	  /* own epoch */
 	bool read_only;
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
+	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
 	void *os;	  /* the skin's */
 };
 
@@ -155,7 +158,7 @@ tmb_u64 tfs_size(struct tfs *fs, tmb_u64 ino); /* bytes, <= TFS_MAX_SIZE */
  */
 struct tfs_write {
 	tmb_u64 ino;
-	tmb_u32 slot;  /* of the transaction */
+	tmb_u32 slot;  /* of the transaction, TFS_TX_SLOTS: none yet */
 	bool is_new;
 	struct tfs_run run;
 	tmb_u64 fblock;

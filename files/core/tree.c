@@ -264,6 +264,7 @@ static int unlink_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tmb_u64 fro
 			err = split(fs, &entries[i], block, &block);
 			if (err)
 				return err;
+			gone->blocks--; /* a node more; the caller subtracts what is gone from the inode's count */
 		}
 		if (!tfs_block_ok(fs, block))
 			return tfs_damage(fs, "tree entry out of range", entry, node);

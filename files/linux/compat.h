@@ -63,6 +63,16 @@ static inline void inode_set_mtime_to_ts(struct inode *inode, struct timespec64 
 }
 #endif
 
+/* 6.9: what all kinds of file locks have in common moved into a struct of its own. */
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 3, 0)
+#include <linux/filelock.h>
+#endif
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 9, 0)
+#define tmb_fl(fl, field) ((fl)->c.flc_##field)
+#else
+#define tmb_fl(fl, field) ((fl)->fl_##field)
+#endif
+
 /* 6.6: the order of a huge fault as a number. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 6, 0)
 typedef unsigned int tmb_order;

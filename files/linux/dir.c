@@ -70,17 +70,43 @@ static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsig
 	return alias;
 }
 
+/* Whether 'name' still means 'inode' (NULL: nothing). 1, 0 or an error; *stamp as find() gives it. Makes no inode. */
+static int still(struct inode *dir, const struct qstr *name, struct inode *inode, u64 *stamp)
+{
+	struct tfs *fs = tmb_fs(dir);
+	u64 seq = tfs_dir_seq(fs, dir->i_ino), ino;
+	struct tfs_attr a;
+	u8 type;
+	int err = tfs_lookup(fs, dir->i_ino, name->name, name->len, &ino, &type);
+
+	if (err && err != -ENOENT)
+		return err == -ESTALE ? 0 : err;
+	if (!err != !!inode)
+		return 0;
+	if (inode) {
+		if (ino != inode->i_ino)
+			return 0;
+		err = tfs_getattr(fs, ino, tmb_i(inode)->generation, &a);
+		if (err)
+			return err == -ESTALE ? 0 : err;
+	}
+	/* If the directory changed meanwhile, this was true at some moment of the call. */
+	*stamp = seq & 1 || tfs_dir_seq(fs, dir->i_ino) != seq ? TMB_UNSTAMPED : seq;
+	return 1;
+}
+
 static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 {
 	struct name_snapshot name;
 	struct dentry *parent;
-	struct inode *dir, *inode, *now;
+	struct inode *dir;
 	u64 stamp;
-	int err, valid;
+	int valid;
 
 	if (flags & LOOKUP_RCU) {
 		dir = d_inode_rcu(READ_ONCE(dentry->d_parent));
-		if (!dir || tfs_dir_seq(tmb_fs(dir), dir->i_ino) != READ_ONCE(dentry->d_time) || dentry->d_time & 1)
+		stamp = READ_ONCE(dentry->d_time);
+		if (!dir || stamp & 1 || tfs_dir_seq(tmb_fs(dir), dir->i_ino) != stamp)
 			return -ECHILD;
 		return 1;
 	}
@@ -92,16 +118,11 @@ static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 		return 1;
 	}
 	take_dentry_name_snapshot(&name, dentry);
-	err = find(dir, &name.name, &now, &stamp);
+	valid = still(dir, &name.name, d_inode(dentry), &stamp);
 	release_dentry_name_snapshot(&name);
 	dput(parent);
-	if (err)
-		return err == -ESTALE ? 0 : err;
-	inode = d_inode(dentry);
-	valid = now == inode;
-	if (valid)
+	if (valid > 0)
 		WRITE_ONCE(dentry->d_time, stamp);
-	iput(now);
 	return valid;
 }
 
@@ -263,12 +284,13 @@ static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry
 	if (err)
 		return err;
 	err = tfs_link(tmb_fs(dir), dir->i_ino, dentry->d_name.name, dentry->d_name.len, inode->i_ino, tfs_os_now());
+	tmb_refresh(inode);
+	tmb_unreference(inode);
 	if (err) {
 		if (err == -EEXIST)
 			d_drop(dentry);
 		return err;
 	}
-	tmb_refresh(inode);
 	ihold(inode);
 	d_instantiate(dentry, inode);
 	restamp(dentry, dir, before);
@@ -299,6 +321,7 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 			clear_nlink(inode);
 		spin_unlock(&inode->i_lock);
 	}
+	tmb_unreference(inode);
 	WRITE_ONCE(dentry->d_time, TMB_UNSTAMPED);
 	return 0;
 }
@@ -351,6 +374,8 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 			clear_nlink(target);
 		spin_unlock(&target->i_lock);
 	}
+	if (target)
+		tmb_unreference(target);
 	return 0;
 }
 
@@ -423,6 +448,8 @@ const struct file_operations tmb_dir_fops = {
 	.read = generic_read_dir,
 	.iterate_shared = tmb_iterate,
 	.llseek = tmb_dir_llseek,
+	.flock = tmb_flock,
+	.setlease = simple_nosetlease,
 	.fsync = tmb_dir_fsync,
 };
 

@@ -97,10 +97,11 @@ static size_t copy_in(struct tfs *fs, const struct tfs_write *w, size_t skip, si
  * Writes 'from' at pos, with the inode locked here and across members. *done: bytes that count. Where the buffer is
  * not present: -EAGAIN and nothing counts (others see whole writes), or if 'pieces': -EFAULT and what came before counts.
  */
-static int write_locked(struct inode *inode, loff_t pos, struct iov_iter *from, bool pieces, size_t *done)
+static int write_locked(struct inode *inode, const struct tfs_attr *attr, loff_t pos, struct iov_iter *from, bool pieces,
+			size_t *done)
 {
 	struct tfs *fs = tmb_fs(inode);
-	bool kill_suid = !capable(CAP_FSETID);
+	bool kill_suid = attr->mode & (S_ISUID | S_ISGID) && !capable(CAP_FSETID);
 	struct tfs_write w;
 	size_t want = iov_iter_count(from);
 	int err, end_err;
@@ -109,7 +110,7 @@ static int write_locked(struct inode *inode, loff_t pos, struct iov_iter *from, 
 	err = tfs_write_begin_locked(fs, inode->i_ino, &w);
 	if (err)
 		return err;
-	if (pos > tfs_size(fs, inode->i_ino))
+	if (pos + want > attr->size)
 		err = tfs_extend_zero_locked(fs, inode->i_ino);
 	while (!err && *done < want) {
 		size_t skip = (pos + *done) & (TFS_BLOCK - 1), n, copied;
@@ -147,6 +148,30 @@ static int remove_privileges(struct file *file)
 	return file_remove_privs(file);
 }
 
+/* Locks the inode across members for a write, with no privileges left on it. */
+static int lock_for_write(struct file *file, struct tfs_attr *attr)
+{
+	struct inode *inode = file_inode(file);
+	struct tfs *fs = tmb_fs(inode);
+	bool removed = false;
+	int err;
+
+	for (;;) {
+		err = tfs_lock_inode(fs, inode->i_ino);
+		if (err)
+			return err;
+		err = tfs_getattr(fs, inode->i_ino, tmb_i(inode)->generation, attr);
+		if (!err && (removed || (!(attr->mode & (S_ISUID | S_ISGID)) && !attr->has_xattr)))
+			return 0;
+		tfs_unlock_inode(fs, inode->i_ino);
+		if (!err)
+			err = remove_privileges(file);
+		if (err)
+			return err;
+		removed = true;
+	}
+}
+
 static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 {
 	struct file *file = iocb->ki_filp;
@@ -163,14 +188,13 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 	for (;;) {
 		struct iov_iter saved;
 		size_t done = 0, want, left;
+		struct tfs_attr attr;
 
-		err = remove_privileges(file);
-		if (!err)
-			err = tfs_lock_inode(fs, inode->i_ino);
+		err = lock_for_write(file, &attr);
 		if (err)
 			break;
 		/* O_APPEND and limits go by the size that only a holder of the lock may change. */
-		i_size_write(inode, tfs_size(fs, inode->i_ino));
+		i_size_write(inode, attr.size);
 		err = generic_write_checks(iocb, from);
 		if (err <= 0) {
 			tfs_unlock_inode(fs, inode->i_ino);
@@ -178,8 +202,9 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 		}
 		want = err;
 		saved = *from;
-		err = write_locked(inode, iocb->ki_pos, from, pieces, &done);
-		i_size_write(inode, tfs_size(fs, inode->i_ino));
+		err = write_locked(inode, &attr, iocb->ki_pos, from, pieces, &done);
+		if (done)
+			i_size_write(inode, max_t(loff_t, attr.size, iocb->ki_pos + done));
 		tfs_unlock_inode(fs, inode->i_ino);
 		iocb->ki_pos += done;
 		total += done;
@@ -290,6 +315,9 @@ const struct file_operations tmb_file_fops = {
 	.llseek = tmb_llseek,
 	.fallocate = tmb_fallocate,
 	.fsync = tmb_fsync,
+	.lock = tmb_lock,
+	.flock = tmb_flock,
+	.setlease = simple_nosetlease, /* a lease here would know nothing of the other members */
 	.mmap = tmb_mmap,
 	.get_unmapped_area = thp_get_unmapped_area,
 };

@@ -187,6 +187,19 @@ int tmb_hold_unlinked(struct dentry *dentry)
 	return tmb_reference(inode);
 }
 
+/* After an operation that needed a reference only for its own time, or left other names. */
+void tmb_unreference(struct inode *inode)
+{
+	struct tmb_inode *ti = tmb_i(inode);
+
+	mutex_lock(&ti->lock);
+	if (!ti->opens && ti->referenced && !READ_ONCE(ti->mapped) && inode->i_nlink) {
+		ti->referenced = false;
+		tfs_close_ref(tmb_fs(inode), inode->i_ino);
+	}
+	mutex_unlock(&ti->lock);
+}
+
 int tmb_open_inode(struct inode *inode, struct file *file)
 {
 	struct tmb_inode *ti = tmb_i(inode);
@@ -209,12 +222,10 @@ int tmb_release_inode(struct inode *inode, struct file *file)
 	struct tmb_inode *ti = tmb_i(inode);
 
 	mutex_lock(&ti->lock);
-	/* With its blocks still mapped or pinned the reference stays until the inode is evicted. */
-	if (--ti->opens == 0 && ti->referenced && !READ_ONCE(ti->mapped) && inode->i_nlink) {
-		ti->referenced = false;
-		tfs_close_ref(tmb_fs(inode), inode->i_ino);
-	}
+	ti->opens--;
 	mutex_unlock(&ti->lock);
+	/* With blocks still mapped or pinned, or no name left, the reference stays until the inode is evicted. */
+	tmb_unreference(inode);
 	return 0;
 }
 
@@ -230,9 +241,11 @@ void tmb_evict_inode(struct inode *inode)
 	}
 	truncate_inode_pages_final(&inode->i_data);
 	clear_inode(inode);
-	if (busy)
-		pr_warn("tombolo: inode %lu is gone from the cache while its pages are in use; its blocks stay until unmount\n",
+	if (busy) {
+		tmb_sb(inode->i_sb)->unclean = true;
+		pr_warn("tombolo: inode %lu is gone from the cache while its pages are in use; its blocks come back at the next mount\n",
 			inode->i_ino);
+	}
 	if (ti->referenced && !busy) {
 		ti->referenced = false;
 		tfs_close_ref(tmb_fs(inode), inode->i_ino);

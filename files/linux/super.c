@@ -5,6 +5,7 @@
 #include <linux/fs_context.h>
 #include <linux/fs_parser.h>
 #include <linux/module.h>
+#include <linux/random.h>
 #include <linux/seq_file.h>
 #include <linux/slab.h>
 #include <linux/statfs.h>
@@ -220,6 +221,7 @@ static int tmb_get_tree(struct fs_context *fc)
 		return -ENOMEM;
 	s->dev = o->dev;
 	init_waitqueue_head(&s->rung);
+	get_random_bytes(&s->lock_key, sizeof(s->lock_key));
 	spin_lock_init(&s->mapped_lock);
 	INIT_LIST_HEAD(&s->mapped);
 	s->work_queue = alloc_ordered_workqueue("tombolo", WQ_MEM_RECLAIM);
@@ -268,7 +270,7 @@ static void tmb_kill_sb(struct super_block *sb)
 	destroy_workqueue(s->work_queue);
 	/* Path walks under RCU may still look at the zone. */
 	synchronize_rcu();
-	if (s->opened)
+	if (s->opened && !s->unclean)
 		tfs_close(&s->fs);
 	if (s->joined)
 		tmb_zone_leave(&s->zone, s->fs.member, s->fs.epoch);

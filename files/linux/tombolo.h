@@ -8,6 +8,7 @@
  *	dir.c	 names: lookup and its validation, create, link, rename, readdir
  *	file.c	 data: read, write, seek, fallocate, truncate
  *	mmap.c	 faults, and taking mappings back when another member removes blocks
+ *	lock.c	 flock and fcntl locks
  *	xattr.c	 extended attributes; acl.c: POSIX ACLs on top of them
  *	os.c	 what the core needs (tfs_os.h)
  *	compat.h differences between kernels
@@ -24,6 +25,7 @@
 #include <linux/fs.h>
 #include <linux/kernel.h>
 #include <linux/mutex.h>
+#include <linux/siphash.h>
 #include <linux/spinlock.h>
 #include <linux/wait.h>
 #include <linux/workqueue.h>
@@ -55,9 +57,11 @@ struct tmb_sb {
 	struct tmb_zone zone;
 	dev_t dev;
 	bool joined, opened, listening;
+	bool unclean; /* references are left for the next life of this member to give back */
 	struct tmb_doorbell_client doorbell;
 	atomic_t rings;	/* counts doorbells, for who sleeps in tfs_os_wait */
 	wait_queue_head_t rung;
+	siphash_key_t lock_key;
 	/* mapped inodes, for revokes */
 	spinlock_t mapped_lock;
 	struct list_head mapped;
@@ -108,6 +112,7 @@ extern const struct inode_operations tmb_file_iops, tmb_symlink_iops, tmb_specia
 struct inode *tmb_iget(struct super_block *sb, u64 ino);
 int tmb_refresh(struct inode *inode);
 int tmb_reference(struct inode *inode);
+void tmb_unreference(struct inode *inode);
 int tmb_hold_unlinked(struct dentry *dentry);
 int tmb_open_inode(struct inode *inode, struct file *file);
 int tmb_release_inode(struct inode *inode, struct file *file);
@@ -131,6 +136,10 @@ extern const struct dentry_operations tmb_dentry_ops;
 /* file.c */
 extern const struct file_operations tmb_file_fops;
 int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid);
+
+/* lock.c */
+int tmb_lock(struct file *file, int cmd, struct file_lock *fl);
+int tmb_flock(struct file *file, int cmd, struct file_lock *fl);
 
 /* mmap.c */
 extern const struct address_space_operations tmb_aops;

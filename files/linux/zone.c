@@ -87,9 +87,10 @@ out:
 	return err;
 }
 
+/* holder NULL: to look only */
 int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder)
 {
-	int err = tmb_bdev_open(&zone->dev, path, true, holder);
+	int err = tmb_bdev_open(&zone->dev, path, holder != NULL, holder);
 
 	if (err)
 		return err;

@@ -146,7 +146,9 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
     list.pair("-M", "q35,kernel-irqchip=split");
     list.pair("-accel", "tcg,thread=multi");
     // Without 5-level paging (nested guests crash under TCG with it), and without fast string copies, which TCG makes slow.
-    list.pair("-cpu", "max,-la57,-erms,-fsrm");
+    // QEMU 7.2 spoils the flags with cmpxchg16b; AMD's IOMMU driver may insist on it.
+    let spoiled = if qemu.version < (8, 0) && config.iommu != Iommu::Amd { ",-cx16" } else { "" };
+    list.pair("-cpu", &format!("max,-la57,-erms,-fsrm{spoiled}"));
     list.pair("-display", "none");
     list.0.extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(str::to_owned));
     nodes(&mut list, qemu.cpus(config), config.memory_mib);

@@ -26,3 +26,28 @@ pub fn prefetch_write(at: *const u8) {
     #[cfg(not(target_arch = "x86_64"))]
     let _ = at;
 }
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+/// Longest stretch worth fetching ahead; beyond, the processor's own prefetcher has caught on.
+const STRETCH: usize = 2048;
+
+/// Fetches all lines of `len` bytes at `at` for reading.
+#[inline(always)]
+pub fn prefetch_all(at: *const u8, len: u32) {
+    let mut off = 0;
+    while off < (len as usize).min(STRETCH) {
+        prefetch(at.wrapping_add(off));
+        off += LINE;
+    }
+}
+
+/// Fetches all lines of `len` bytes at `at` for writing.
+#[inline(always)]
+pub fn prefetch_write_all(at: *const u8, len: u32) {
+    let mut off = 0;
+    while off < (len as usize).min(STRETCH) {
+        prefetch_write(at.wrapping_add(off));
+        off += LINE;
+    }
+}

@@ -4,7 +4,7 @@
 //! Bytes are copied while both guests may write to them; a guest that does gets garbage in its frame and nothing else,
 //! since whatever was decided upon is in [`Frame::prefix`], our own copy.
 
-use crate::cpu::prefetch_write;
+use crate::cpu::{prefetch_write, prefetch_write_all};
 use crate::frame::{NET_HEADER, NetHeader};
 use crate::ring::{Broken, Segment, window::WINDOW};
 use crate::vring::State;
@@ -39,6 +39,8 @@ pub enum Put {
 
 /// How many chains are fetched at once.
 const FETCH: usize = 32;
+/// Frames from this length on have all their lines fetched ahead.
+pub(crate) const LONG: u32 = 256;
 /// How many frames ahead a buffer is fetched into the cache.
 const AHEAD: usize = 4;
 
@@ -59,6 +61,12 @@ pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
     }
     if let Some(ahead) = window.chain(AHEAD) {
         prefetch_write(window.segments(ahead).first().map_or(std::ptr::null(), |s| s.ptr));
+    }
+    if frame.len > LONG {
+        // The next frame is probably as long as this one.
+        if let Some(s) = window.chain(1).and_then(|next| window.segments(next).first()) {
+            prefetch_write_all(s.ptr, frame.len.min(s.len));
+        }
     }
     let Some(&chain) = window.chain(0) else { return Put::Full };
     let need = u32::from(negotiated.header) + frame.len;

@@ -2,16 +2,16 @@
 //! A port's socket: the switch listens on it (server) or connects to it (client), one connection at a time, again and
 //! again. One thread per port, which sleeps in the kernel unless the front-end has something to say.
 
-use std::io;
+use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use vhost::vhost_user::{BackendReqHandler, Error};
+use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
 
 use crate::port::Port;
 use crate::protocol::Session;
@@ -79,7 +79,9 @@ impl Endpoint {
                 return;
             }
             tracing::info!(port = port.name(), "front-end connected");
+            port.connected.store(true, Ordering::Relaxed);
             let why = converse(stream, switch, port, offered, stop);
+            port.connected.store(false, Ordering::Relaxed);
             tracing::info!(port = port.name(), %why, "front-end gone");
             if self.listener.is_none() {
                 std::thread::park_timeout(RETRY);
@@ -112,7 +114,11 @@ fn converse(
     stop: &AtomicBool,
 ) -> Error {
     let session = Arc::new(Mutex::new(Session::new(switch.clone(), port.clone(), offered)));
-    let mut handler = BackendReqHandler::from_stream(stream, session);
+    let own = match stream.try_clone() {
+        Ok(own) => own,
+        Err(err) => return Error::SocketError(err),
+    };
+    let mut handler = BackendReqHandler::from_stream(stream, session.clone());
     let fd = handler.as_raw_fd();
     loop {
         // Wait with a limit, so that a stop is seen; messages themselves are read blocking.
@@ -125,10 +131,47 @@ fn converse(
         if ready == 0 {
             continue;
         }
+        match early_enable(&own, &session) {
+            Ok(true) => continue,
+            Ok(false) => {}
+            Err(why) => return why,
+        }
         match handler.handle_request() {
             Ok(()) => {}
             Err(Error::SocketRetry(_)) => {}
             Err(why) => return why,
         }
     }
+}
+
+/// Answers a SET_VRING_ENABLE that comes before SET_FEATURES: QEMU sends it as soon as the protocol features are agreed
+/// upon, the `vhost` crate (0.14) takes it only after the virtio features. True: there was one.
+fn early_enable(stream: &UnixStream, session: &Mutex<Session>) -> Result<bool, Error> {
+    const SET_VRING_ENABLE: u32 = 18;
+    const NEED_REPLY: u32 = 8;
+    const REPLY: u32 = 5;
+    let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
+    if session.has_features() {
+        return Ok(false);
+    }
+    // Three words of header, two of body.
+    let mut bytes = [0u8; 20];
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+    // SAFETY: our own buffer, as long as said.
+    let n = unsafe { libc::recv(stream.as_raw_fd(), bytes.as_mut_ptr().cast(), bytes.len(), flags) };
+    let word =
+        |b: &[u8; 20], i: usize| u32::from_ne_bytes([b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3]]);
+    if n != 20 || word(&bytes, 0) != SET_VRING_ENABLE || word(&bytes, 2) != 8 {
+        return Ok(false);
+    }
+    (&*stream).read_exact(&mut bytes).map_err(Error::SocketError)?;
+    let (index, enable) = (word(&bytes, 3), word(&bytes, 4));
+    session.set_vring_enable(index, enable != 0)?;
+    if word(&bytes, 1) & NEED_REPLY != 0 {
+        let mut reply = bytes;
+        reply[4..8].copy_from_slice(&REPLY.to_ne_bytes());
+        reply[12..].fill(0);
+        (&*stream).write_all(&reply).map_err(Error::SocketError)?;
+    }
+    Ok(true)
 }

@@ -27,6 +27,7 @@ static TABLE: [Slot; SLOTS] = [const {
         hit: AtomicBool::new(false),
     }
 }; SLOTS];
+static HITS: AtomicUsize = AtomicUsize::new(0);
 static ONCE: Once = Once::new();
 
 /// A watched range; the watch ends when it is dropped.
@@ -47,6 +48,13 @@ impl Drop for Watch {
         slot.len.store(0, Ordering::SeqCst);
         slot.taken.store(false, Ordering::Release);
     }
+}
+
+/// How often memory was found taken away, in all.
+#[inline(always)]
+#[must_use]
+pub fn hits() -> usize {
+    HITS.load(Ordering::Acquire)
 }
 
 /// Watches `len` bytes from `start` on; the first call installs the handler.
@@ -101,6 +109,7 @@ extern "C" fn on_fault(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc:
                 )
             };
             if new != libc::MAP_FAILED {
+                HITS.fetch_add(1, Ordering::Release);
                 return;
             }
         }

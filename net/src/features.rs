@@ -50,7 +50,10 @@ pub const OFFLOADS: u64 = mask(&[
 ]);
 
 /// All that is offered.
-pub const OFFERED: u64 = mask(&[
+pub const OFFERED: u64 = PLAIN | OFFLOADS;
+
+/// What is offered to a port without offloads.
+pub const PLAIN: u64 = mask(&[
     bit::MRG_RXBUF,
     bit::STATUS,
     bit::CTRL_VQ,

@@ -5,23 +5,30 @@
 //! Frames are done in order. A receiver without buffers holds its sender up for a moment ([`HOLD_NS`]): the frame stays
 //! in the sender's ring and nothing is lost. A receiver that has no buffers for longer is *stuck*: what is sent to
 //! it is dropped at once, until it takes a frame again, so that it can't hold up others.
+//!
+//! The bytes that decide (addresses, tags, whatever a check looks at) are copied first, and the copy is what the
+//! receiver gets; a guest that changes its frame meanwhile changes nothing that was decided upon.
 
+use crate::capture::Direction;
 use crate::counters::Reason;
-use crate::cpu::prefetch;
-use crate::deliver::{Frame, Put, put};
+use crate::cpu::{prefetch, prefetch_all};
+use crate::deliver::{Frame, LONG, Put, put};
+use crate::fallback::{self, Buffers};
 use crate::frame::{ETH_HEADER, MAX_FRAME, NET_HEADER, NetHeader};
+use crate::lane::{self, Edit, Lane};
+use crate::offload;
+use crate::opens::{NotOpen, Opens};
+use crate::policy::Policy;
 use crate::ring::{Broken, Segment};
+use crate::spoof;
 use crate::view::View;
-use crate::vring::Guard;
 
 /// Frames of one pass.
 pub const BATCH: usize = 32;
 /// How long a receiver without buffers holds up its sender.
 pub const HOLD_NS: u64 = 200_000;
-/// Receivers whose rings are open at one time.
-const OPEN: usize = 8;
-/// Bytes of a frame that are copied before they are looked at.
-const PREFIX: usize = 16;
+/// Bytes of a frame that are copied before they are looked at: addresses, and type or tag.
+pub(crate) const PREFIX: usize = 16;
 /// Frames that are fetched ahead.
 const AHEAD: usize = 4;
 
@@ -32,196 +39,149 @@ pub enum Pass {
     Idle,
     /// So many frames were taken.
     Worked(usize),
-    /// The next frame waits for its receiver.
+    /// So many frames were taken, and the next waits for its receiver.
     Held(usize),
     /// The sender's ring is broken; it is stopped.
     Broken(Broken),
 }
 
-struct Open<'a> {
-    dest: usize,
-    guard: Guard<'a>,
-    packets: u64,
-    bytes: u64,
-}
-
-impl Drop for Open<'_> {
-    fn drop(&mut self) {
-        if self.packets > 0 {
-            self.guard.counters().passed(self.packets, self.bytes);
-            self.guard.publish();
-        }
-    }
-}
-
-/// Receivers' rings held during a pass.
-struct Opens<'a> {
-    list: [Option<Open<'a>>; OPEN],
-    last: usize,
-}
-
-/// Why a receiver's ring can't be had.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum NotOpen {
-    Busy,
-    Down,
-}
-
-impl<'a> Opens<'a> {
-    fn new() -> Self {
-        Self { list: [const { None }; OPEN], last: 0 }
-    }
-
-    #[inline(always)]
-    fn get(&mut self, view: &'a View, dest: usize, flow: usize) -> Result<&mut Open<'a>, NotOpen> {
-        if !matches!(&self.list[self.last], Some(open) if open.dest == dest) {
-            self.last = self.find(view, dest, flow)?;
-        }
-        self.list[self.last].as_mut().ok_or(NotOpen::Busy)
-    }
-
-    #[inline(never)]
-    fn find(&mut self, view: &'a View, dest: usize, flow: usize) -> Result<usize, NotOpen> {
-        if let Some(at) = self.list.iter().position(|o| matches!(o, Some(o) if o.dest == dest)) {
-            return Ok(at);
-        }
-        let port = &view.ports()[dest].port;
-        let queue = port.active_rx(flow).ok_or(NotOpen::Down)?;
-        let guard = port.rx(queue).try_lock().ok_or(NotOpen::Busy)?;
-        if !guard.is_active() {
-            return Err(NotOpen::Down);
-        }
-        // A free place, or the one after the last used, whose ring is published by that.
-        let at = self.list.iter().position(Option::is_none).unwrap_or((self.last + 1) % OPEN);
-        self.list[at] = Some(Open { dest, guard, packets: 0, bytes: 0 });
-        Ok(at)
-    }
-
-    fn close(&mut self, dest: usize) {
-        for open in &mut self.list {
-            if matches!(open, Some(o) if o.dest == dest) {
-                *open = None;
-            }
-        }
-    }
-}
-
-/// What became of a frame: taken (delivered or dropped), or to be tried again.
-enum Done {
+/// What became of a frame: taken (delivered, or dropped and counted), dropped for a reason to be counted at the
+/// sender, or to be tried again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Done {
     Taken,
     Dropped(Reason),
     Again,
 }
 
-/// Does one pass over transmit queue `queue` of the port at `src`, at time `now` (nanoseconds).
-pub fn pass(view: &View, src: usize, queue: usize, now: u64) -> Pass {
-    let Some(attached) = view.ports().get(src) else { return Pass::Idle };
-    let Some(mut tx) = attached.port.tx(queue).try_lock() else { return Pass::Idle };
-    if !tx.is_active() {
-        return Pass::Idle;
+/// What a worker needs to forward: buffers for what can't be copied directly, and a list of receivers that broke.
+#[derive(Default)]
+pub struct Forwarder {
+    pub(crate) buffers: Buffers,
+    broken: Vec<(usize, Broken)>,
+}
+
+/// All that is known during a pass.
+pub(crate) struct Sender<'a, 'w> {
+    pub view: &'a View,
+    pub src: usize,
+    pub policy: &'a Policy,
+    /// Which queue it is: frames of one queue go to one queue of a receiver.
+    pub flow: usize,
+    pub now: u64,
+    pub opens: Opens<'a>,
+    pub buffers: &'w mut Buffers,
+    pub broken: &'w mut Vec<(usize, Broken)>,
+    /// Segments of the present frame that were delivered before it was held up.
+    pub resume: usize,
+    /// Who had no room for the present frame.
+    pub full: Option<usize>,
+}
+
+impl Forwarder {
+    /// Receivers whose rings were found broken since the last call, by position in the view.
+    pub fn take_broken(&mut self) -> impl Iterator<Item = (usize, Broken)> + '_ {
+        self.broken.drain(..)
     }
-    {
-        let state = &mut *tx;
-        let Some(ring) = &mut state.ring else { return Pass::Idle };
-        if state.window.is_empty() {
-            if let Err(why) = ring.fetch(&mut state.translator, &mut state.window, false, BATCH) {
+
+    pub(crate) fn note_broken(&mut self, more: Vec<(usize, Broken)>) {
+        self.broken.extend(more);
+    }
+
+    /// Does one pass over transmit queue `queue` of the port at `src`, at time `now` (nanoseconds).
+    pub fn pass(&mut self, view: &View, src: usize, queue: usize, now: u64) -> Pass {
+        let Some(attached) = view.ports().get(src) else { return Pass::Idle };
+        if let Some(uplink) = &attached.uplink {
+            return crate::uplink::pass(self, view, src, uplink, now);
+        }
+        let Some(mut tx) = attached.port.tx(queue).try_lock() else { return Pass::Idle };
+        {
+            let state = &mut *tx;
+            if !state.enabled {
+                return Pass::Idle;
+            }
+            let Some(ring) = &mut state.ring else { return Pass::Idle };
+            if state.window.is_empty() {
+                let fetched = ring.fetch(&mut state.translator, &mut state.window, false, BATCH);
                 if state.window.is_empty() {
-                    state.fail(why);
-                    return Pass::Broken(why);
+                    return match fetched {
+                        Ok(_) => Pass::Idle,
+                        Err(why) => {
+                            state.fail(why);
+                            Pass::Broken(why)
+                        }
+                    };
                 }
             }
         }
-        if state.window.is_empty() {
-            return Pass::Idle;
-        }
-    }
-    let mut opens = Opens::new();
-    let mut taken = 0;
-    let mut bytes = 0;
-    let head = u32::from(tx.negotiated.header);
-    let mut held = false;
-    while let Some(&chain) = tx.window.chain(taken) {
-        if let Some(ahead) = tx.window.chain(taken + AHEAD) {
-            for s in tx.window.segments(ahead).iter().take(2) {
-                prefetch(s.ptr);
-            }
-        }
-        let len = chain.total.wrapping_sub(head);
-        let done = if chain.total < head + ETH_HEADER as u32 {
-            Done::Dropped(Reason::Short)
-        } else if len > MAX_FRAME as u32 {
-            Done::Dropped(Reason::Oversize)
-        } else {
-            let prefix: [u8; PREFIX];
-            match tx.window.segments(&chain) {
-                [one] if one.len >= head + PREFIX as u32 => {
-                    // SAFETY: the segment has that many mapped bytes.
-                    let header = unsafe {
-                        prefix = one.ptr.add(head as usize).cast::<[u8; PREFIX]>().read_unaligned();
-                        read_header(one.ptr, head)
-                    };
-                    let frame = Frame {
-                        header,
-                        prefix: &prefix,
-                        rest: std::slice::from_ref(one),
-                        skip: head + PREFIX as u32,
-                        len,
-                    };
-                    forward(view, src, queue, &mut opens, &frame)
-                }
-                [first, two] if first.len == head && two.len >= PREFIX as u32 => {
-                    // SAFETY: the segments have that many mapped bytes.
-                    let header = unsafe {
-                        prefix = two.ptr.cast::<[u8; PREFIX]>().read_unaligned();
-                        read_header(first.ptr, head)
-                    };
-                    let frame = Frame {
-                        header,
-                        prefix: &prefix,
-                        rest: std::slice::from_ref(two),
-                        skip: PREFIX as u32,
-                        len,
-                    };
-                    forward(view, src, queue, &mut opens, &frame)
-                }
-                segments => scattered(view, src, queue, &mut opens, segments, head, len),
-            }
+        let mut sender = Sender {
+            view,
+            src,
+            policy: &attached.policy,
+            flow: queue,
+            now,
+            opens: Opens::new(),
+            buffers: &mut self.buffers,
+            broken: &mut self.broken,
+            resume: tx.resume,
+            full: None,
         };
-        match done {
-            Done::Taken => {}
-            Done::Dropped(reason) => tx.counters().drop_one(reason),
-            Done::Again => {
-                // Not taken now: the receiver is full or another worker has it.
-                let since = *tx.held_since.get_or_insert(now);
-                if now.saturating_sub(since) < HOLD_NS {
-                    held = true;
-                    break;
+        let deep = !attached.policy.ips.is_empty();
+        let head = u32::from(tx.negotiated.header);
+        let (mut taken, mut bytes, mut held) = (0, 0, false);
+        while let Some(&chain) = tx.window.chain(taken) {
+            if let Some(ahead) = tx.window.chain(taken + AHEAD) {
+                for s in tx.window.segments(ahead).iter().take(2) {
+                    prefetch(s.ptr);
                 }
-                tx.held_since = None;
-                tx.counters().drop_one(Reason::NoBuffer);
-                taken += 1;
-                bytes += u64::from(len);
-                continue;
             }
-        }
-        tx.held_since = None;
-        taken += 1;
-        bytes += u64::from(len);
-    }
-    // Receivers first: a frame is never done for the sender before the receiver can see it.
-    drop(opens);
-    if taken > 0 {
-        let state = &mut *tx;
-        if let Some(ring) = &mut state.ring {
-            for chain in &state.window.chains()[..taken] {
-                ring.complete(chain, 0);
+            if let Some(next) = tx.window.chain(taken + 1).filter(|next| next.total > LONG) {
+                if let Some(s) = tx.window.segments(next).last() {
+                    prefetch_all(s.ptr, s.len);
+                }
             }
+            let len = chain.total.wrapping_sub(head);
+            let done = if chain.total < head + ETH_HEADER as u32 {
+                Done::Dropped(Reason::Short)
+            } else if len > MAX_FRAME as u32 {
+                Done::Dropped(Reason::Oversize)
+            } else {
+                sender.frame(tx.window.segments(&chain), head, len, deep)
+            };
+            match done {
+                Done::Taken => {}
+                Done::Dropped(reason) => tx.counters().drop_one(reason),
+                Done::Again => {
+                    let since = *tx.held_since.get_or_insert(now);
+                    if now.saturating_sub(since) < HOLD_NS {
+                        held = true;
+                        break;
+                    }
+                    sender.give_up();
+                    tx.counters().drop_one(Reason::NoBuffer);
+                }
+            }
+            tx.held_since = None;
+            sender.resume = 0;
+            taken += 1;
+            bytes += u64::from(len);
         }
-        state.window.advance(taken);
-        tx.counters().passed(taken as u64, bytes);
-        tx.publish();
+        tx.resume = sender.resume;
+        // Receivers first: a frame is never done for the sender before the receiver can see it.
+        drop(sender);
+        if taken > 0 {
+            let state = &mut *tx;
+            if let Some(ring) = &mut state.ring {
+                for chain in &state.window.chains()[..taken] {
+                    ring.complete(chain, 0);
+                }
+            }
+            state.window.advance(taken);
+            tx.counters().passed(taken as u64, bytes);
+            tx.publish();
+        }
+        if held { Pass::Held(taken) } else { Pass::Worked(taken) }
     }
-    if held { Pass::Held(taken) } else { Pass::Worked(taken) }
 }
 
 /// Copies a virtio-net header of `head` bytes.
@@ -229,7 +189,7 @@ pub fn pass(view: &View, src: usize, queue: usize, now: u64) -> Pass {
 /// # Safety
 /// `at` has `head` (10 or 12) mapped bytes.
 #[inline(always)]
-unsafe fn read_header(at: *const u8, head: u32) -> NetHeader {
+pub(crate) unsafe fn read_header(at: *const u8, head: u32) -> NetHeader {
     let mut bytes = [0u8; NET_HEADER];
     // SAFETY: the caller's promise.
     unsafe {
@@ -242,104 +202,236 @@ unsafe fn read_header(at: *const u8, head: u32) -> NetHeader {
     NetHeader::parse(&bytes)
 }
 
-/// A frame whose header lies across buffers: its first bytes are gathered.
-#[inline(never)]
-fn scattered<'a>(
-    view: &'a View,
-    src: usize,
-    queue: usize,
-    opens: &mut Opens<'a>,
-    segments: &[Segment],
-    head: u32,
-    len: u32,
-) -> Done {
-    let mut first = [0u8; NET_HEADER + PREFIX];
-    let prefix_len = len.min(PREFIX as u32);
-    let want = (head + prefix_len) as usize;
-    let (mut got, mut index, mut skip) = (0usize, 0usize, 0u32);
-    while got < want {
-        let Some(s) = segments.get(index) else { return Done::Dropped(Reason::Short) };
-        let n = (want - got).min((s.len - skip) as usize);
-        // SAFETY: n bytes from skip on are within the segment, and first has room for want.
-        unsafe {
-            std::ptr::copy_nonoverlapping(s.ptr.add(skip as usize), first.as_mut_ptr().add(got), n);
-        }
-        got += n;
-        skip += n as u32;
-        if skip == s.len {
-            (index, skip) = (index + 1, 0);
-        }
+impl<'a> Sender<'a, '_> {
+    /// Takes the frame of `len` bytes that lies in `segments` after a virtio-net header of `head` bytes.
+    #[inline(always)]
+    fn frame(&mut self, segments: &[Segment], head: u32, len: u32, deep: bool) -> Done {
+        let (at, header_at, rest, skip) = match segments {
+            [one] if one.len >= head + PREFIX as u32 && !deep => {
+                (one.ptr.wrapping_add(head as usize), one.ptr, one, head + PREFIX as u32)
+            }
+            [first, two] if first.len == head && two.len >= PREFIX as u32 && !deep => {
+                (two.ptr, first.ptr, two, PREFIX as u32)
+            }
+            _ => return self.gathered(segments, head, len, deep),
+        };
+        // SAFETY: the segments have that many mapped bytes.
+        let (prefix, header) =
+            unsafe { (at.cast::<[u8; PREFIX]>().read_unaligned(), read_header(header_at, head)) };
+        let rest = std::slice::from_ref(rest);
+        self.forward(&Frame { header, prefix: &prefix, rest, skip, len })
     }
-    // SAFETY: first holds at least head bytes.
-    let header = unsafe { read_header(first.as_ptr(), head) };
-    let prefix = &first[head as usize..want];
-    let frame = Frame { header, prefix, rest: &segments[index..], skip, len };
-    forward(view, src, queue, opens, &frame)
-}
 
-/// Chooses the receiver and gives it the frame.
-#[inline(always)]
-fn forward<'a>(view: &'a View, src: usize, queue: usize, opens: &mut Opens<'a>, frame: &Frame<'_>) -> Done {
-    let key = u64::from_le_bytes([
-        frame.prefix[0],
-        frame.prefix[1],
-        frame.prefix[2],
-        frame.prefix[3],
-        frame.prefix[4],
-        frame.prefix[5],
-        0,
-        0,
-    ]);
-    if key & 1 != 0 {
-        return flood(view, src, queue, opens, frame);
+    /// A frame whose first bytes lie across buffers, or of which more than usual must be looked at.
+    #[inline(never)]
+    fn gathered(&mut self, segments: &[Segment], head: u32, len: u32, deep: bool) -> Done {
+        let mut first = [0u8; NET_HEADER + spoof::DEEP];
+        let want = (head + len.min(if deep { spoof::DEEP } else { PREFIX } as u32)) as usize;
+        let (mut got, mut index, mut skip) = (0usize, 0usize, 0u32);
+        while got < want {
+            let Some(s) = segments.get(index) else { return Done::Dropped(Reason::Short) };
+            let n = (want - got).min((s.len - skip) as usize);
+            // SAFETY: n bytes from skip on are within the segment, and first has room for want.
+            unsafe {
+                std::ptr::copy_nonoverlapping(s.ptr.add(skip as usize), first.as_mut_ptr().add(got), n);
+            }
+            got += n;
+            skip += n as u32;
+            if skip == s.len {
+                (index, skip) = (index + 1, 0);
+            }
+        }
+        // SAFETY: first holds at least head bytes.
+        let header = unsafe { read_header(first.as_ptr(), head) };
+        let prefix = &first[head as usize..want];
+        self.forward(&Frame { header, prefix, rest: &segments[index..], skip, len })
     }
-    match view.owner(key) {
-        Some(dest) if dest != src => give(view, dest, queue, opens, frame),
-        Some(_) => Done::Dropped(Reason::Loop),
-        None => Done::Dropped(Reason::Unknown),
-    }
-}
 
-/// Gives a frame to one port.
-#[inline(always)]
-fn give<'a>(view: &'a View, dest: usize, queue: usize, opens: &mut Opens<'a>, frame: &Frame<'_>) -> Done {
-    let open = match opens.get(view, dest, queue) {
-        Ok(open) => open,
-        Err(NotOpen::Busy) => return Done::Again,
-        Err(NotOpen::Down) => return Done::Dropped(Reason::Down),
-    };
-    match put(&mut open.guard, frame) {
-        Put::Done => {
-            open.packets += 1;
-            open.bytes += u64::from(frame.len);
-            Done::Taken
+    /// Chooses the receiver and gives it the frame.
+    #[inline(always)]
+    pub(crate) fn forward(&mut self, frame: &Frame<'_>) -> Done {
+        if !frame.header.is_plain() && !offload::is_valid(&frame.header, frame.len) {
+            return Done::Dropped(Reason::Header);
         }
-        Put::Full => Done::Again,
-        Put::TooLarge => {
-            open.guard.counters().drop_one(Reason::BufferSize);
-            Done::Taken
+        if let Some(capture) = &self.view.ports()[self.src].capture {
+            if self.full.is_none() && self.resume == 0 {
+                capture.take(frame, Direction::FromGuest);
+            }
         }
-        Put::Broken(why) => {
-            open.guard.fail(why);
-            opens.close(dest);
-            Done::Dropped(Reason::Down)
+        let mut lane = Lane { vid: None, tagged: false, open: true };
+        if !self.view.is_plain() {
+            lane = match self.admit(frame) {
+                Ok(lane) => lane,
+                Err(reason) => return Done::Dropped(reason),
+            };
+        }
+        let p = frame.prefix;
+        let key = u64::from_le_bytes([p[0], p[1], p[2], p[3], p[4], p[5], 0, 0]);
+        if key & 1 != 0 {
+            return self.flood(frame, lane);
+        }
+        match self.view.owner(key) {
+            Some(dest) if dest != self.src => self.give(dest, frame, lane),
+            Some(_) => Done::Dropped(Reason::Loop),
+            None => self.upward(frame, lane),
         }
     }
-}
 
-/// Gives a frame to all ports but its sender.
-#[inline(never)]
-fn flood<'a>(view: &'a View, src: usize, queue: usize, opens: &mut Opens<'a>, frame: &Frame<'_>) -> Done {
-    for dest in 0..view.ports().len() {
-        if dest == src {
-            continue;
+    /// Is the sender allowed to send this, and on which VLAN?
+    #[inline(never)]
+    fn admit(&mut self, frame: &Frame<'_>) -> Result<Lane, Reason> {
+        let policy = self.policy;
+        // A frame that is tried again was admitted, and paid for, before.
+        let again = self.full.is_some() || self.resume > 0;
+        spoof::check(policy, frame.prefix)?;
+        let lane = lane::enter(policy, frame.prefix).ok_or(Reason::Vlan)?;
+        let headers = ETH_HEADER as u32 + if lane.tagged { 4 } else { 0 };
+        if policy.mtu != 0 && frame.header.gso_type == 0 && frame.len > headers + u32::from(policy.mtu) {
+            return Err(Reason::Oversize);
         }
-        // A flooded frame waits for nobody: it is counted as dropped where it can't be had.
-        if let Done::Again = give(view, dest, queue, opens, frame) {
-            if let Ok(open) = opens.get(view, dest, queue) {
-                open.guard.counters().drop_one(Reason::NoBuffer);
+        let port = &self.view.ports()[self.src].port;
+        if !again && !port.limiter.admit(&policy.rate, frame.len.into(), self.now) {
+            return Err(Reason::Rate);
+        }
+        Ok(lane)
+    }
+
+    /// Gives a frame that nobody owns to an uplink.
+    #[inline(never)]
+    fn upward(&mut self, frame: &Frame<'_>, lane: Lane) -> Done {
+        // The first uplink that it may leave by; one uplink never feeds another.
+        for &dest in self.view.uplinks() {
+            if dest == self.src || self.policy.uplink {
+                continue;
+            }
+            match self.give(dest, frame, lane) {
+                Done::Dropped(Reason::Vlan) => {}
+                done => return done,
+            }
+        }
+        Done::Dropped(Reason::Unknown)
+    }
+
+    /// Gives a frame to one port.
+    #[inline(always)]
+    fn give(&mut self, dest: usize, frame: &Frame<'_>, lane: Lane) -> Done {
+        if !self.view.is_plain() {
+            let to = &*self.view.ports()[dest].policy;
+            if self.policy.isolated && !to.uplink || to.isolated && !self.policy.uplink {
+                return Done::Dropped(Reason::Isolated);
+            }
+            match lane::leave(to, lane) {
+                None => return Done::Dropped(Reason::Vlan),
+                Some(Edit::Keep) => {}
+                Some(edit) => return self.give_edited(dest, frame, edit),
+            }
+        }
+        self.hand(dest, frame)
+    }
+
+    /// Gives a frame to one port with its tag changed.
+    #[inline(never)]
+    fn give_edited(&mut self, dest: usize, frame: &Frame<'_>, edit: Edit) -> Done {
+        let mut buffer = [0u8; spoof::DEEP + 4];
+        let old = frame.prefix;
+        let (tail, at, delta): (&[u8], usize, i32) = match edit {
+            Edit::Push(vid) => {
+                buffer[12..14].copy_from_slice(&[0x81, 0]);
+                buffer[14..16].copy_from_slice(&vid.to_be_bytes());
+                (&old[12..], 16, 4)
+            }
+            Edit::Pop => (&old[16..], 12, -4),
+            Edit::Keep => (&old[12..], 12, 0),
+        };
+        buffer[..12].copy_from_slice(&old[..12]);
+        buffer[at..at + tail.len()].copy_from_slice(tail);
+        let shift = |v: u16| if v == 0 { 0 } else { v.saturating_add_signed(delta as i16) };
+        let mut header = frame.header;
+        if !header.is_plain() {
+            header.csum_start = shift(header.csum_start);
+            header.hdr_len = shift(header.hdr_len);
+        }
+        let prefix = &buffer[..at + tail.len()];
+        self.hand(dest, &Frame { header, prefix, len: frame.len.saturating_add_signed(delta), ..*frame })
+    }
+
+    /// Hands a frame to one port as it is, or in a form that the port can take.
+    #[inline(always)]
+    fn hand(&mut self, dest: usize, frame: &Frame<'_>) -> Done {
+        let open = match self.opens.get(self.view, dest, self.flow) {
+            Ok(open) => open,
+            Err(NotOpen::Uplink) => return crate::uplink::hand(self, dest, frame),
+            Err(NotOpen::Busy) => return Done::Again,
+            Err(NotOpen::Down) => return Done::Dropped(Reason::Down),
+        };
+        if !frame.header.is_plain() && !fallback::takes(&open.guard.negotiated, &frame.header) {
+            return fallback::hand(self, dest, frame);
+        }
+        match put(&mut open.guard, frame) {
+            Put::Done => {
+                open.packets += 1;
+                open.bytes += u64::from(frame.len);
+                if let Some(capture) = open.capture {
+                    capture.take(frame, Direction::ToGuest);
+                }
+                Done::Taken
+            }
+            other => self.not_put(dest, other),
+        }
+    }
+
+    /// What to do about a frame that the receiver's ring didn't take.
+    #[cold]
+    pub(crate) fn not_put(&mut self, dest: usize, why: Put) -> Done {
+        let Ok(open) = self.opens.get(self.view, dest, self.flow) else { return Done::Again };
+        match why {
+            Put::Done => Done::Taken,
+            Put::Full if open.guard.stuck => Done::Dropped(Reason::NoBuffer),
+            Put::Full => {
+                self.full = Some(dest);
+                Done::Again
+            }
+            Put::TooLarge => {
+                open.guard.counters().drop_one(Reason::BufferSize);
+                Done::Taken
+            }
+            Put::Broken(why) => {
+                open.guard.fail(why);
+                self.opens.close(dest);
+                self.broken.push((dest, why));
+                Done::Dropped(Reason::Down)
             }
         }
     }
-    Done::Taken
+
+    /// The present frame has waited long enough.
+    #[cold]
+    pub(crate) fn give_up(&mut self) {
+        if let Some(dest) = self.full.take() {
+            if let Ok(open) = self.opens.get(self.view, dest, self.flow) {
+                open.guard.stuck = true;
+            }
+        }
+    }
+
+    /// Gives a frame to all ports that may have it.
+    #[inline(never)]
+    fn flood(&mut self, frame: &Frame<'_>, lane: Lane) -> Done {
+        for dest in 0..self.view.ports().len() {
+            if dest == self.src || self.policy.uplink && self.view.ports()[dest].policy.uplink {
+                continue;
+            }
+            let resume = std::mem::take(&mut self.resume);
+            // A flooded frame waits for nobody: it is counted as dropped where it can't be had.
+            if self.give(dest, frame, lane) == Done::Again {
+                if let Ok(open) = self.opens.get(self.view, dest, self.flow) {
+                    open.guard.counters().drop_one(Reason::NoBuffer);
+                }
+            }
+            self.resume = resume;
+        }
+        self.full = None;
+        self.view.ports()[self.src].port.tx(self.flow).counters.flooded();
+        Done::Taken
+    }
 }

@@ -14,28 +14,49 @@
 //! - [`vring`] a queue with its lock; [`port`] a port's queues; [`counters`] what is counted
 //! - [`frame`] Ethernet and virtio-net headers; [`table`] who owns a MAC; [`policy`] what a port may do; [`view`] all
 //!   ports at one moment
+//! - [`lane`] VLANs; [`spoof`] false senders; [`limit`] rates; [`offload`] checksums and segments in software, and
+//!   [`fallback`] when to make them; [`uplink`] what isn't a guest
 //! - [`deliver`] the copy; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`switch`]
 //!   changes on their way to the workers
-//! - [`event`] eventfds; [`cpu`] prefetching
+//! - [`config`] what a user says; [`daemon`] the running whole; [`cli`] and [`control`] the ways to talk to it;
+//!   [`metrics`] counters for Prometheus; [`capture`] frames for Wireshark; [`sandbox`] what is given up
+//! - [`bench`] the switch beside its peers
+//! - [`event`] eventfds; [`cpu`] prefetching; [`driver`] the guest's side, for tests and the bench
 
+pub mod bench;
+pub mod capture;
+pub mod cli;
+pub mod config;
+pub mod control;
 pub mod counters;
 pub mod cpu;
+pub mod daemon;
 pub mod deliver;
 pub mod dirty;
+pub mod driver;
 pub mod endpoint;
 pub mod event;
+pub mod fallback;
 pub mod fault;
 pub mod features;
 pub mod forward;
 pub mod frame;
 pub mod inflight;
+pub mod lane;
+pub mod limit;
 pub mod memory;
+pub mod metrics;
+pub mod offload;
+mod opens;
 pub mod policy;
 pub mod port;
 pub mod protocol;
 pub mod ring;
+pub mod sandbox;
+pub mod spoof;
 pub mod switch;
 pub mod table;
+pub mod uplink;
 pub mod view;
 pub mod vring;
 pub mod worker;

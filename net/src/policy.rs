@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 
 use crate::frame::Mac;
+use crate::limit::Rate;
 
 /// How a port meets VLANs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,6 +42,8 @@ pub struct Policy {
     pub uplink: bool,
     /// VLANs.
     pub vlan: Vlan,
+    /// How much it may send.
+    pub rate: Rate,
     /// Largest IP packet that it may send without segmentation offload; 0: any.
     pub mtu: u16,
 }

@@ -2,9 +2,10 @@
 //! A port: a name and its vrings. Receive and transmit are the guest's words: it receives from vring 0, 2, 4, …
 //! (we write) and transmits on 1, 3, 5, … (we read).
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::counters::Counts;
+use crate::limit::Limiter;
 use crate::vring::Vring;
 
 /// Most queue pairs of a port.
@@ -16,6 +17,10 @@ pub struct Port {
     vrings: Box<[Vring]>,
     /// Bit n: receive queue n is started and enabled.
     active_rx: AtomicU32,
+    /// What the port has used of its rates.
+    pub limiter: Limiter,
+    /// A front-end is connected.
+    pub connected: AtomicBool,
 }
 
 impl Port {
@@ -27,6 +32,8 @@ impl Port {
             name: name.into(),
             vrings: (0..2 * pairs).map(|_| Vring::default()).collect(),
             active_rx: AtomicU32::new(0),
+            limiter: Limiter::default(),
+            connected: AtomicBool::new(false),
         }
     }
 
@@ -72,6 +79,18 @@ impl Port {
             }
         }
         self.active_rx.store(mask, Ordering::Release);
+    }
+
+    /// Stops all queues, one of them having been found broken. The caller holds none of their locks.
+    pub fn fail(&self) {
+        for vring in &self.vrings {
+            let mut vring = vring.lock();
+            if vring.ring.is_some() {
+                vring.stop();
+                vring.tell_error();
+            }
+        }
+        self.active_rx.store(0, Ordering::Release);
     }
 
     /// An active receive queue, the same for the same `flow`. None: the port is down.

@@ -44,8 +44,14 @@ impl Session {
     /// A new connection of `port`, which is offered `offered` (a part of [`OFFERED`]).
     #[must_use]
     pub fn new(switch: Arc<Switch>, port: Arc<Port>, offered: u64) -> Self {
-        let offered = offered & (OFFERED | crate::features::OFFLOADS);
+        let offered = offered & OFFERED;
         Self { switch, port, offered, features: 0, memory: Arc::default(), log: None }
+    }
+
+    /// Have the virtio features been agreed upon?
+    #[must_use]
+    pub fn has_features(&self) -> bool {
+        self.features != 0
     }
 
     fn vring(&self, index: u32) -> Result<Guard<'_>> {

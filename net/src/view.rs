@@ -4,9 +4,11 @@
 
 use std::sync::Arc;
 
+use crate::capture::Capture;
 use crate::policy::{Policy, Vlan};
 use crate::port::Port;
 use crate::table::{Duplicate, MacTable};
+use crate::uplink::Uplink;
 
 /// A port in its place.
 #[derive(Clone)]
@@ -15,6 +17,18 @@ pub struct Attached {
     pub port: Arc<Port>,
     /// What it may do.
     pub policy: Arc<Policy>,
+    /// What is behind it, if that isn't a guest.
+    pub uplink: Option<Arc<Uplink>>,
+    /// Somebody who watches it.
+    pub capture: Option<Arc<Capture>>,
+}
+
+impl Attached {
+    /// A guest's port.
+    #[must_use]
+    pub fn guest(port: Arc<Port>, policy: Policy) -> Self {
+        Self { port, policy: Arc::new(policy), uplink: None, capture: None }
+    }
 }
 
 /// All ports.
@@ -39,7 +53,12 @@ impl View {
         let uplinks = ports.iter().enumerate().filter(|(_, a)| a.policy.uplink).map(|(i, _)| i).collect();
         let plain = ports.iter().all(|a| {
             let p = &a.policy;
-            p.vlan == Vlan::Transparent && !p.isolated && !p.check_mac && p.ips.is_empty() && p.mtu == 0
+            p.vlan == Vlan::Transparent
+                && !p.isolated
+                && !p.check_mac
+                && p.ips.is_empty()
+                && p.mtu == 0
+                && p.rate == crate::limit::Rate::default()
         });
         Ok(Self { ports, table, uplinks, plain })
     }

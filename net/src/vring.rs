@@ -75,6 +75,10 @@ pub struct State {
     pub broken: Option<Broken>,
     /// Since when (nanoseconds) the first fetched frame waits for its receiver.
     pub held_since: Option<u64>,
+    /// Segments of the first fetched frame that its receiver has already.
+    pub resume: usize,
+    /// A receiver that has had no buffers for too long.
+    pub stuck: bool,
 }
 
 impl Default for State {
@@ -96,6 +100,8 @@ impl Default for State {
             inflight: None,
             broken: None,
             held_since: None,
+            resume: 0,
+            stuck: false,
         }
     }
 }
@@ -157,6 +163,11 @@ impl State {
     pub fn fail(&mut self, why: Broken) {
         self.stop();
         self.broken = Some(why);
+        self.tell_error();
+    }
+
+    /// Tells the front-end that the ring was stopped.
+    pub fn tell_error(&mut self) {
         if let Some(err) = &mut self.err {
             // Nobody has to listen.
             let _unheard = err.write(&1u64.to_ne_bytes());

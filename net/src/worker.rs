@@ -12,9 +12,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::event::Epoll;
-use crate::forward::{Pass, pass};
+use crate::fault;
+use crate::forward::{Forwarder, Pass};
 use crate::switch::Switch;
 use crate::view::View;
+use crate::vring::Vring;
 
 /// How a worker spends its time.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +54,8 @@ pub struct Worker {
     /// Port and transmit queue.
     queues: Vec<(usize, usize)>,
     epoll: Epoll,
+    forwarder: Forwarder,
+    faults: usize,
     /// Some queue has no eventfd: look at it every millisecond.
     must_poll: bool,
 }
@@ -72,6 +76,8 @@ impl Worker {
             generation: 0,
             queues: Vec::new(),
             epoll: Epoll::new()?,
+            forwarder: Forwarder::default(),
+            faults: fault::hits(),
             must_poll: false,
         })
     }
@@ -104,14 +110,20 @@ impl Worker {
             let mut worked = false;
             for i in 0..self.queues.len() {
                 let (port, queue) = self.queues[i];
-                match pass(&self.view, port, queue, now) {
+                match self.forwarder.pass(&self.view, port, queue, now) {
                     Pass::Idle => {}
                     Pass::Worked(_) | Pass::Held(_) => worked = true,
                     Pass::Broken(why) => {
-                        let name = self.view.ports()[port].port.name();
-                        tracing::warn!(port = name, queue, %why, "transmit queue is broken; it is stopped");
+                        stop_port(&self.view, port, &why);
                     }
                 }
+            }
+            for (port, why) in self.forwarder.take_broken() {
+                stop_port(&self.view, port, &why);
+            }
+            if fault::hits() != self.faults {
+                self.faults = fault::hits();
+                self.stop_robbed();
             }
             if worked {
                 last_work = now;
@@ -121,6 +133,17 @@ impl Worker {
                 last_work = start.elapsed().as_nanos() as u64;
             } else {
                 std::hint::spin_loop();
+            }
+        }
+    }
+
+    /// Stops the ports whose memory was taken away.
+    #[cold]
+    fn stop_robbed(&self) {
+        for (i, attached) in self.view.ports().iter().enumerate() {
+            let gone = |v: &Vring| v.lock().translator.memory().is_gone();
+            if attached.port.vrings().iter().any(gone) {
+                stop_port(&self.view, i, &"the front-end took its memory away");
             }
         }
     }
@@ -136,6 +159,11 @@ impl Worker {
         for (i, attached) in self.view.ports().iter().enumerate() {
             for queue in 0..attached.port.pairs() {
                 if (i + queue) % self.switch.workers() != self.index {
+                    continue;
+                }
+                if let Some(uplink) = &attached.uplink {
+                    self.queues.push((i, queue));
+                    self.epoll.add(uplink.fd(), true)?;
                     continue;
                 }
                 let vring = attached.port.tx(queue).lock();
@@ -179,8 +207,19 @@ impl Worker {
     }
 }
 
+/// Stops a port that broke the rules, and says so.
+#[cold]
+fn stop_port(view: &View, index: usize, why: &dyn std::fmt::Display) {
+    let port = &view.ports()[index].port;
+    tracing::warn!(port = port.name(), %why, "port is stopped until its front-end starts it anew");
+    port.fail();
+}
+
 /// Keeps the calling thread on one processor.
-fn pin(cpu: usize) -> io::Result<()> {
+///
+/// # Errors
+/// There is no such processor for us.
+pub fn pin(cpu: usize) -> io::Result<()> {
     // SAFETY: an all-zero set is valid, and CPU_SET checks its bounds.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();

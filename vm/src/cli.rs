@@ -67,20 +67,6 @@ pub enum Command {
         #[arg(short, long)]
         all: bool,
     },
-    /// How a VM starts
-    Start {
-        /// What about it
-        #[command(subcommand)]
-        command: StartCommand,
-    },
-    /// Grow the memory of a VM that something else started, such as a libvirt domain
-    Grow(tombolo_start::cli::GrowOptions),
-    /// PCI devices of the host for VMs
-    Passthrough {
-        /// What to do
-        #[command(subcommand)]
-        command: tombolo_passthrough::cli::Command,
-    },
     /// Run a command in a VM; its exit code is this command's
     Exec {
         /// Which compose file
@@ -181,6 +167,14 @@ pub enum ZoneCommand {
         /// The VM
         vm: String,
     },
+    /// Print where a running project's zone can be opened: tombolo files mount "$(tombolo zone path ZONE)" DIR
+    Path {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// The zone
+        zone: String,
+    },
     /// Unmount a zone in a running VM and end its membership
     Detach {
         /// Which compose file
@@ -213,13 +207,6 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
                 }
             }
         }
-        Command::Start { command: StartCommand::Blame { file, vm } } => blame(&file.load()?, &vm, json),
-        Command::Start { command: StartCommand::Plan { memory, boot_memory, libvirt } } => {
-            let boot = boot_memory.map(|b| b.0);
-            tombolo_start::cli::plan(memory.0, boot, libvirt, json)
-        }
-        Command::Grow(options) => tombolo_start::cli::run_grow(&options, json),
-        Command::Passthrough { command } => tombolo_passthrough::cli::run(command, json),
         Command::Logs { file, follow, qemu, vm } => logs(&file.load()?, &vm, follow, qemu),
         Command::Console { file, vm } => {
             client::console(&file.load()?, &vm)?;
@@ -242,11 +229,52 @@ pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
             let rights = if read_only { Rights::ReadOnly } else { Rights::ReadWrite };
             (file, Request::ZoneAttach { zone, vm, rights, mount })
         }
+        ZoneCommand::Path { file, zone } => return zone_path(&file.load()?, &zone, json),
         ZoneCommand::Detach { file, zone, vm } => (file, Request::ZoneDetach { zone, vm }),
     };
     let mut peer = client::living(&file.load()?)?;
     peer.send(&request)?;
     finish(client::follow(peer, &mut Progress::new(json))?)
+}
+
+/// One line or more on the standard output; who reads it may be gone, which is an error like any other.
+fn say(text: &str) -> std::io::Result<()> {
+    writeln!(std::io::stdout().lock(), "{text}")
+}
+
+fn zone_path(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
+    let status = status(client::living(project)?)?;
+    let Some(zone) = status.zones.iter().find(|z| z.name == name) else {
+        let near = compose::nearest(name, status.zones.iter().map(|z| z.name.as_str()));
+        let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
+        anyhow::bail!("the project '{}' has no zone '{name}'{hint}", project.name);
+    };
+    if json {
+        say(&serde_json::to_string(zone)?)?;
+    } else {
+        say(&zone.path)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Where other programs open the memory of a zone that the running project of this folder (or one above) calls `name`;
+/// `None`: there is no such project, it is not up, or has no such zone.
+///
+/// # Errors
+/// When the compose file is malformed, or the supervisor does not answer.
+pub fn find_zone(name: &str) -> anyhow::Result<Option<PathBuf>> {
+    let Ok(file) = compose::find(None) else { return Ok(None) };
+    let Some(peer) = Peer::connect(&StateDir::of(&Project::load(&file)?)?)? else { return Ok(None) };
+    Ok(status(peer)?.zones.into_iter().find(|z| z.name == name).map(|z| z.path.into()))
+}
+
+fn status(mut peer: Peer) -> anyhow::Result<Status> {
+    peer.send(&Request::Ps)?;
+    match peer.receive::<Event>()? {
+        Some(Event::Status(status)) => Ok(*status),
+        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+        other => anyhow::bail!("the supervisor answered {other:?}"),
+    }
 }
 
 fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
@@ -265,9 +293,9 @@ fn diagnose(json: bool) -> anyhow::Result<ExitCode> {
         eprintln!("finding out whether KVM works here (once per boot of the host) ...")
     });
     if json {
-        println!("{}", serde_json::to_string_pretty(&findings)?);
+        say(&serde_json::to_string_pretty(&findings)?)?;
     } else {
-        print!("{}", doctor::table(&findings, std::io::stdout().is_terminal()));
+        say(doctor::table(&findings, std::io::stdout().is_terminal()).trim_end())?;
     }
     let bad = findings.iter().any(|f| f.grade == doctor::Grade::Bad);
     Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
@@ -321,25 +349,47 @@ fn wait_gone(dir: &StateDir) -> anyhow::Result<()> {
 }
 
 fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
-    let dirs = if all { StateDir::all()? } else { vec![StateDir::of(&file.load()?)?] };
     let mut projects = Vec::new();
-    for dir in dirs {
-        let Some(mut peer) = Peer::connect(&dir)? else { continue };
-        peer.send(&Request::Ps)?;
-        if let Some(Event::Status(status)) = peer.receive::<Event>()? {
-            projects.push(*status);
+    if all {
+        for dir in StateDir::all()? {
+            if let Some(peer) = Peer::connect(&dir)? {
+                projects.push(status(peer)?);
+            }
         }
-    }
-    if json {
-        println!("{}", serde_json::to_string_pretty(&projects)?);
-    } else if projects.is_empty() {
-        eprintln!("nothing runs");
+        if json {
+            say(&serde_json::to_string_pretty(&projects)?)?;
+        }
     } else {
+        let project = file.load()?;
+        let found = Peer::connect(&StateDir::of(&project)?)?.map(status).transpose()?;
+        if json {
+            let status = found.clone().unwrap_or_else(|| Status::down(&project));
+            say(&serde_json::to_string_pretty(&status)?)?;
+        }
+        projects.extend(found);
+    }
+    if !json {
+        if projects.is_empty() {
+            eprintln!("nothing runs");
+        }
         for status in &projects {
-            print!("{}", table(status));
+            say(table(status).trim_end())?;
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Runs one of [`StartCommand`].
+///
+/// # Errors
+/// What the command says.
+pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> {
+    match command {
+        StartCommand::Blame { file, vm } => blame(&file.load()?, &vm, json),
+        StartCommand::Plan { memory, boot_memory, libvirt } => {
+            tombolo_start::cli::plan(memory.0, boot_memory.map(|b| b.0), libvirt, json)
+        }
+    }
 }
 
 fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
@@ -362,13 +412,9 @@ fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> 
 }
 
 fn table(status: &Status) -> String {
-    let mut text = format!(
-        "{}  {}  supervisor {}\n{}\n",
-        status.project,
-        status.file.display(),
-        status.supervisor,
-        status.accel
-    );
+    let supervisor = status.supervisor.map_or("-".into(), |p| p.to_string());
+    let mut text =
+        format!("{}  {}  supervisor {supervisor}\n{}\n", status.project, status.file.display(), status.accel);
     let mut rows = vec![["VM", "STATE", "PID", "CPUS", "MEMORY", "UPTIME", "ZONES"].map(str::to_owned)];
     for vm in &status.vms {
         rows.push([

@@ -84,7 +84,7 @@ pub struct VmSpec {
     /// Throw away what the VM writes to its disk.
     #[serde(default)]
     pub snapshot: bool,
-    /// Virtual CPUs. Under TCG never below two: with one, even user-space atomics are not atomic.
+    /// Virtual CPUs.
     #[serde(default = "default_cpus")]
     pub cpus: u32,
     /// Memory in bytes.

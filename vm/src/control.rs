@@ -153,14 +153,28 @@ pub struct Status {
     pub project: String,
     /// Its compose file.
     pub file: std::path::PathBuf,
-    /// The supervisor's process.
-    pub supervisor: u32,
+    /// The supervisor's process, if the project is up.
+    pub supervisor: Option<u32>,
     /// The accelerator and why.
     pub accel: String,
     /// VMs.
     pub vms: Vec<VmStatus>,
     /// Zones.
     pub zones: Vec<ZoneStatus>,
+}
+
+impl Status {
+    /// Of a project that is not up.
+    pub fn down(project: &Project) -> Status {
+        Status {
+            project: project.name.clone(),
+            file: project.file.clone(),
+            supervisor: None,
+            accel: String::new(),
+            vms: Vec::new(),
+            zones: Vec::new(),
+        }
+    }
 }
 
 /// One VM.
@@ -198,7 +212,11 @@ pub struct ZoneStatus {
     pub size: u64,
     /// "memfd", "hugetlb" or a path.
     pub backing: String,
-    /// VMs that are members.
+    /// Its identity.
+    pub uuid: String,
+    /// Where other processes of this host open its memory.
+    pub path: String,
+    /// Who is in it: VMs, and processes of the host.
     pub members: Vec<String>,
 }
 

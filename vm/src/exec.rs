@@ -2,9 +2,12 @@
 //! Commands in a guest, through its agent: exit code, input and output as they come.
 //!
 //! The agent itself hands out a command's output only at its end and at most 16 MiB of it. So the command runs under a few
-//! lines of shell: its output goes to two files in memory, which are read while they grow, and its input comes through a
-//! FIFO, filled by one short-lived writer per chunk (the agent's own writes to a FIFO can be cut short without notice).
-//! A handle of the agent keeps the FIFO open until the input ends. The shell removes the files.
+//! lines of shell. Each of its outputs goes through a FIFO into *segments*, files in memory of a few megabytes, which are
+//! read while they grow and emptied when they have been read; the writer waits while too many are full, so that any amount
+//! of output needs a bounded amount of the guest's memory. After the command's end the shell writes a random mark behind
+//! its output, so that its end is known even where a daemon that it started still has the output open. Input comes
+//! through a FIFO too, filled by one short-lived writer per chunk (the agent's own writes to a FIFO can be cut short
+//! without notice); a handle of the agent keeps it from ending between two of them.
 
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
@@ -20,26 +23,37 @@ const READ: i64 = 1 << 20;
 /// Waits between looks at a command that says nothing.
 const PAUSES: [u64; 6] = [1, 2, 5, 10, 20, 40];
 
-/// Makes the folder with the FIFO and the two files, and says where.
+/// Makes the folder with the FIFOs and says where.
 const PREPARE: &str = r#"umask 077
 for base in /run /dev/shm /tmp; do
 	d=$base/.tombolo-$1
-	mkdir "$d" && mkfifo "$d/0" && : >"$d/1" && : >"$d/2" && echo "$d" && exit 0
+	mkdir "$d" && mkfifo "$d/0" "$d/1" "$d/2" && echo "$d" && exit 0
 done 2>/dev/null
 echo "no folder for a command's output: /run, /dev/shm and /tmp can't be written" >&2
 exit 1"#;
-/// Runs the command ($3 ...) in the folder $1, with input ($2 = 0) or without. A FIFO that nobody has open forgets its
-/// content, so the file "open" tells when the input may end.
-const RUN: &str = r#"d=$1; in=$2; shift 2
+/// Runs the command ($4 ...) in the folder $1, with input ($2 = 0) or without, and the mark $3. A FIFO that nobody has open
+/// forgets its content, so the file "open" tells when the input may end. A segment is at most 8 MiB, three may be full.
+const RUN: &str = r#"d=$1; in=$2; mark=$3; shift 3
 if [ "$in" = 0 ]; then
 	exec 3<>"$d/0" 4<"$d/0" 3>&-
 	: >"$d/open"
 else
 	exec 4<"$in"
 fi
-"$@" <&4 4<&- >>"$d/1" 2>>"$d/2"
+spool() {
+	n=0
+	while dd bs=65536 count=128 of="$d/$1.$n" 2>/dev/null && [ -s "$d/$1.$n" ]; do
+		n=$((n + 1))
+		while [ -s "$d/$1.$((n - 3))" ]; do sleep 0.02; done
+	done
+}
+spool 1 <"$d/1" 4<&- &
+spool 2 <"$d/2" 4<&- &
+exec 6>"$d/1" 7>"$d/2"
+"$@" <&4 4<&- >&6 2>&7 6>&- 7>&-
 code=$?
-rm -rf "$d"
+printf %s "$mark" >&6
+printf %s "$mark" >&7
 exit $code"#;
 
 /// What to run.
@@ -166,20 +180,109 @@ impl Pauses {
     }
 }
 
-/// One of the two output files, read as it grows.
+/// One of the two outputs: its segments one after the other, up to the mark.
 struct Tail {
-    handle: i64,
     stream: Stream,
+    /// Path of the segments without their number.
+    base: String,
+    segment: u64,
+    handle: Option<i64>,
+    mark: Mark,
 }
 
 impl Tail {
+    fn new(dir: &str, stream: Stream, mark: &str) -> Tail {
+        let base = format!("{dir}/{}", if stream == Stream::Out { 1 } else { 2 });
+        Tail { stream, base, segment: 0, handle: None, mark: Mark::new(mark) }
+    }
+
+    fn open(agent: &Agent, path: String, mode: &str) -> Result<i64, Error> {
+        agent.call(qga::guest_file_open { path, mode: Some(mode.to_owned()) }, REQUEST)
+    }
+
     /// Passes on what is there, at most one chunk: whether there was something.
-    fn pass(&self, agent: &Agent, output: &mut dyn FnMut(Stream, &[u8])) -> Result<bool, Error> {
-        let read = agent.call(qga::guest_file_read { handle: self.handle, count: Some(READ) }, REQUEST)?;
-        if !read.buf_b64.is_empty() {
-            output(self.stream, &read.buf_b64);
+    fn pass(&mut self, agent: &Agent, output: &mut dyn FnMut(Stream, &[u8])) -> Result<bool, Error> {
+        if self.mark.found {
+            return Ok(false);
         }
-        Ok(!read.buf_b64.is_empty())
+        let handle = match self.handle {
+            Some(handle) => handle,
+            // The first segment is not there before the command has begun.
+            None => match Tail::open(agent, format!("{}.{}", self.base, self.segment), "r") {
+                Ok(handle) => *self.handle.insert(handle),
+                Err(Error::Refused { .. }) => return Ok(false),
+                Err(e) => return Err(e),
+            },
+        };
+        if self.read(agent, handle, output)? {
+            return Ok(true);
+        }
+        // The next segment is begun when this one is complete.
+        let next = match Tail::open(agent, format!("{}.{}", self.base, self.segment + 1), "r") {
+            Ok(next) => next,
+            Err(Error::Refused { .. }) => return Ok(false),
+            Err(e) => return Err(e),
+        };
+        while self.read(agent, handle, output)? {}
+        agent.call(qga::guest_file_close { handle }, REQUEST)?;
+        // Opening it for writing empties it.
+        let emptied = Tail::open(agent, format!("{}.{}", self.base, self.segment), "w")?;
+        agent.call(qga::guest_file_close { handle: emptied }, REQUEST)?;
+        self.handle = Some(next);
+        self.segment += 1;
+        Ok(true)
+    }
+
+    fn read(
+        &mut self,
+        agent: &Agent,
+        handle: i64,
+        output: &mut dyn FnMut(Stream, &[u8]),
+    ) -> Result<bool, Error> {
+        let read = agent.call(qga::guest_file_read { handle, count: Some(READ) }, REQUEST)?;
+        let data = self.mark.take(read.buf_b64);
+        if !data.is_empty() {
+            output(self.stream, &data);
+        }
+        Ok(read.count > 0)
+    }
+
+    fn close(&mut self, agent: &Agent) -> Result<(), Error> {
+        match self.handle.take() {
+            Some(handle) => agent.call(qga::guest_file_close { handle }, REQUEST).map(|_| ()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Looks for the mark at the end of an output. Only what may be the mark's beginning is held back.
+struct Mark {
+    mark: Vec<u8>,
+    held: Vec<u8>,
+    found: bool,
+}
+
+impl Mark {
+    fn new(mark: &str) -> Mark {
+        Mark { mark: mark.as_bytes().to_vec(), held: Vec::new(), found: false }
+    }
+
+    /// What of the output so far can be passed on.
+    fn take(&mut self, data: Vec<u8>) -> Vec<u8> {
+        if self.found {
+            return Vec::new();
+        }
+        let mut all = std::mem::take(&mut self.held);
+        all.extend(data);
+        if let Some(at) = all.windows(self.mark.len()).position(|w| w == self.mark) {
+            self.found = true;
+            all.truncate(at);
+            return all;
+        }
+        let longest = self.mark.len().min(all.len() + 1) - 1;
+        let begun = (1..=longest).rev().find(|&n| all.ends_with(&self.mark[..n])).unwrap_or(0);
+        self.held = all.split_off(all.len() - begun);
+        all
     }
 }
 
@@ -200,22 +303,33 @@ pub fn run(
         anyhow::bail!("the guest can't run the command: {}", prepared.err.trim());
     }
     let dir = prepared.out.trim();
-    let open = |name: &str, mode: &str| {
-        let path = format!("{dir}/{name}");
-        agent.call(qga::guest_file_open { path, mode: Some(mode.to_owned()) }, REQUEST)
-    };
+    let result = run_in(agent, dir, exec, input, cancelled, output);
+    // Also after a failure: the agent may still answer.
+    let swept = script(agent, r#"rm -rf "$1""#, &[dir], REQUEST);
+    let ended = result?;
+    swept?;
+    Ok(ended)
+}
+
+fn run_in(
+    agent: &Agent,
+    dir: &str,
+    exec: &Exec,
+    input: Option<&Receiver<Input>>,
+    cancelled: &dyn Fn() -> bool,
+    output: &mut dyn FnMut(Stream, &[u8]),
+) -> anyhow::Result<Ended> {
+    let mark = crate::state::random_hex(16);
+    let mut tails = [Tail::new(dir, Stream::Out, &mark), Tail::new(dir, Stream::Err, &mark)];
     let close = |handle: i64| agent.call(qga::guest_file_close { handle }, REQUEST).map(|_| ());
-    let tails = [
-        Tail { handle: open("1", "r")?, stream: Stream::Out },
-        Tail { handle: open("2", "r")?, stream: Stream::Err },
-    ];
     // "r+" opens a FIFO at once and keeps it from ending between two writers.
     let mut fifo = match input {
-        Some(_) => Some(open("0", "r+")?),
+        Some(_) => Some(Tail::open(agent, format!("{dir}/0"), "r+")?),
         None => None,
     };
     let mut arg = vec!["-c".to_owned(), RUN.to_owned(), "tombolo".to_owned(), dir.to_owned()];
     arg.push(if input.is_some() { "0" } else { "/dev/null" }.to_owned());
+    arg.push(mark);
     if let Some(folder) = &exec.dir {
         let inner = r#"cd "$1" || exit 126; shift; exec "$@""#;
         arg.extend(["/bin/sh", "-c", inner, "tombolo", folder].map(str::to_owned));
@@ -225,10 +339,11 @@ pub fn run(
 
     let mut writer: Option<i64> = None;
     let mut at_end = false;
+    let mut code = None;
     let mut pauses = Pauses::default();
     let ended = loop {
         let mut busy = false;
-        for tail in &tails {
+        for tail in &mut tails {
             busy |= tail.pass(agent, output)?;
         }
         if let Some(w) = writer {
@@ -237,8 +352,8 @@ pub fn run(
             }
         }
         if let (Some(handle), None, true) = (fifo, writer, at_end) {
-            if let Ok(mark) = open("open", "r") {
-                close(mark)?;
+            if let Ok(open) = Tail::open(agent, format!("{dir}/open"), "r") {
+                close(open)?;
                 close(handle)?;
                 fifo = None;
             }
@@ -256,27 +371,61 @@ pub fn run(
             }
         }
         if cancelled() {
-            // The command's own processes, then the shell, which removes the folder first if it can.
-            let kill = r#"pkill -TERM -P "$1" || kill -TERM "$1"; rm -rf "$2""#;
-            script(agent, kill, &[&pid.to_string(), dir], REQUEST)?;
+            // The command and the spoolers, then the shell.
+            script(agent, r#"pkill -TERM -P "$1"; kill -TERM "$1""#, &[&pid.to_string()], REQUEST)?;
             break Ended::Cancelled;
         }
         if busy {
             pauses.reset();
             continue;
         }
-        let status = agent.call(qga::guest_exec_status { pid }, REQUEST)?;
-        if status.exited {
-            for tail in &tails {
-                while tail.pass(agent, output)? {}
+        if let Some(code) = code {
+            if tails.iter().all(|t| t.mark.found) {
+                break Ended::Code(code);
             }
-            break Ended::Code(code_of(&status));
+        } else {
+            let status = agent.call(qga::guest_exec_status { pid }, REQUEST)?;
+            if status.exited {
+                code = Some(code_of(&status));
+                if status.signal.is_some() {
+                    anyhow::bail!(
+                        "the shell around the command was killed in the guest (signal {:?})",
+                        status.signal
+                    );
+                }
+                continue;
+            }
         }
         pauses.next();
     };
     // Without a reader a writer that still waits gets EPIPE.
-    for handle in fifo.into_iter().chain(tails.iter().map(|t| t.handle)) {
+    for tail in &mut tails {
+        tail.close(agent)?;
+    }
+    if let Some(handle) = fifo {
         close(handle)?;
     }
     Ok(ended)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn passed(mark: &mut Mark, parts: &[&str]) -> Vec<String> {
+        parts.iter().map(|p| String::from_utf8(mark.take(p.as_bytes().to_vec())).unwrap()).collect()
+    }
+
+    #[test]
+    fn output_ends_at_the_mark_and_only_what_may_be_its_beginning_is_held_back() {
+        let mut mark = Mark::new("abac");
+        assert_eq!(passed(&mut mark, &["xyz", "ab", "ab", "ac", "more"]), ["xyz", "", "ab", "", ""]);
+        assert!(mark.found);
+        let mut mark = Mark::new("abac");
+        assert_eq!(passed(&mut mark, &["a", "a", "b!", "whole abac rest"]), ["", "a", "ab!", "whole "]);
+        assert!(mark.found);
+        let mut mark = Mark::new("abac");
+        assert_eq!(passed(&mut mark, &["", "abab"]), ["", "ab"]);
+        assert!(!mark.found);
+    }
 }

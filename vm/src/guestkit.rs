@@ -14,11 +14,12 @@ pub struct Boot {
     pub initrd: Option<PathBuf>,
 }
 
-/// Folders that may hold the guest kit, a folder per kernel version in each: `$TOMBOLO_GUEST_DIR`, `.cache/guest` beside the
+/// Folders that may hold the guest kit, a folder per kernel version in each: `$TOMBOLO_GUEST_DIR`, `$TOMBOLO_CACHE/guest`, `.cache/guest` beside the
 /// compose file or above it, `.cache/guest` above the program itself, and where a package puts it.
 pub fn places(near: &Path) -> Vec<PathBuf> {
     let mut places: Vec<PathBuf> =
         std::env::var_os("TOMBOLO_GUEST_DIR").map(PathBuf::from).into_iter().collect();
+    places.extend(std::env::var_os("TOMBOLO_CACHE").map(|cache| PathBuf::from(cache).join("guest")));
     places.extend(near.ancestors().map(|a| a.join(".cache/guest")));
     if let Ok(program) = std::env::current_exe() {
         places.extend(program.ancestors().map(|a| a.join(".cache/guest")));
@@ -27,13 +28,18 @@ pub fn places(near: &Path) -> Vec<PathBuf> {
     places
 }
 
-/// The kit's kernel of this version ("6.1", "6.12"), or its newest.
+/// The kit's kernel of this name or version ("6.1", "6.12", "general-6.12"), or the newest of those named by a version.
 pub fn kit(places: &[PathBuf], version: Option<&str>) -> Option<Boot> {
     places.iter().find_map(|place| {
+        let complete = |dir: &PathBuf| dir.join("vmlinuz").is_file() && dir.join("initrd.img").is_file();
+        let named = version.map(|v| place.join(v)).filter(complete);
+        if let Some(dir) = named {
+            return Some(boot_of(&dir));
+        }
         let mut versions: Vec<(Vec<u32>, PathBuf)> = std::fs::read_dir(place)
             .ok()?
             .filter_map(|e| e.ok().map(|e| e.path()))
-            .filter(|p| p.join("vmlinuz").is_file() && p.join("initrd.img").is_file())
+            .filter(complete)
             .filter_map(|p| Some((numbers(p.file_name()?.to_str()?)?, p)))
             .collect();
         versions.sort();
@@ -43,8 +49,12 @@ pub fn kit(places: &[PathBuf], version: Option<&str>) -> Option<Boot> {
             None if version.is_none() => versions.pop(),
             None => None,
         };
-        found.map(|(_, dir)| Boot { kernel: dir.join("vmlinuz"), initrd: Some(dir.join("initrd.img")) })
+        found.map(|(_, dir)| boot_of(&dir))
     })
+}
+
+fn boot_of(dir: &Path) -> Boot {
+    Boot { kernel: dir.join("vmlinuz"), initrd: Some(dir.join("initrd.img")) }
 }
 
 fn numbers(version: &str) -> Option<Vec<u32>> {
@@ -100,7 +110,7 @@ mod tests {
     #[test]
     fn versions_are_compared_as_numbers_and_found_by_prefix() {
         let dir = tempfile::tempdir().unwrap();
-        for version in ["6.1", "6.12", "6.2", "notes"] {
+        for version in ["6.1", "6.12", "6.2", "general-6.12"] {
             std::fs::create_dir(dir.path().join(version)).unwrap();
             std::fs::write(dir.path().join(version).join("vmlinuz"), "").unwrap();
             std::fs::write(dir.path().join(version).join("initrd.img"), "").unwrap();
@@ -109,6 +119,7 @@ mod tests {
         let kernel = |v| kit(&places, v).map(|b| b.kernel.strip_prefix(dir.path()).unwrap().to_owned());
         assert_eq!(kernel(None), Some("6.12/vmlinuz".into()));
         assert_eq!(kernel(Some("6.1")), Some("6.1/vmlinuz".into()));
+        assert_eq!(kernel(Some("general-6.12")), Some("general-6.12/vmlinuz".into()));
         assert_eq!(kernel(Some("6.3")), None);
         assert_eq!(kernel(Some("latest")), None);
     }

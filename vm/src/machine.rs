@@ -48,12 +48,21 @@ pub struct Start<'a> {
     pub accel: Accel,
     /// What it boots.
     pub boot: Option<Boot>,
-    /// Its zones: name, invitation, read only.
-    pub zones: Vec<(String, Invitation, bool)>,
+    /// Its zones: name and invitation.
+    pub zones: Vec<(String, Invitation)>,
     /// How its memory arrives.
     pub memory: Layout,
     /// Where its logs go.
     pub dir: &'a StateDir,
+}
+
+/// What a guest mounts.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// The zone.
+    pub uuid: String,
+    /// The slot that is kept for the guest.
+    pub member: u32,
 }
 
 /// A VM that has been started.
@@ -81,6 +90,8 @@ struct State {
     /// How QEMU ended.
     exit: Option<String>,
     zones: Vec<String>,
+    /// Zones it has left: their memory devices are still there.
+    left: Vec<String>,
     free_ports: Vec<u32>,
     timeline: Vec<(String, f64)>,
     /// How far its memory is, where it grows.
@@ -124,19 +135,20 @@ impl Machine {
         };
         let mut zones = Vec::new();
         let mut names = Vec::new();
-        for (name, invitation, read_only) in start.zones {
+        for (name, invitation) in start.zones {
             names.push(name.clone());
             zones.push(ZoneDevice {
                 name,
                 memory: give(invitation.memory),
                 size: invitation.size,
-                read_only,
-                doorbell: invitation.doorbell.map(|d| give(d.into())),
+                read_only: invitation.read_only,
+                doorbell: give(invitation.doorbell.into()),
             });
         }
         let plan = Plan {
             name: start.name,
             spec: start.spec,
+            qemu: start.qemu,
             accel: start.accel,
             boot: start.boot,
             monitor: give(monitor_end.into()),
@@ -204,6 +216,7 @@ impl Machine {
                 agent_open: false,
                 exit: None,
                 zones: names,
+                left: Vec::new(),
                 free_ports: (0..start.spec.hotplug_ports).rev().collect(),
                 timeline: Vec::new(),
                 growth: None,
@@ -471,14 +484,15 @@ impl Machine {
     ///
     /// # Errors
     /// Says whether the module or the mount is missing.
-    pub fn mount(&self, zone: &str, source: &str, path: &str, read_only: bool) -> anyhow::Result<()> {
+    pub fn mount(&self, zone: &str, source: &Source, path: &str, read_only: bool) -> anyhow::Result<()> {
         const MOUNT: &str = r#"if ! grep -qw tombolo /proc/filesystems; then
 	modprobe tombolo || insmod "/lib/modules/$(uname -r)/updates/dkms/tombolo.ko" || insmod /lib/modules/tombolo.ko
 	grep -qw tombolo /proc/filesystems || { uname -r; exit 3; }
 fi
 mkdir -p "$2" && exec mount -t tombolo -o "$3" "$1" "$2""#;
-        let options = if read_only { "ro" } else { "rw" };
-        let output = exec::script(&self.agent, MOUNT, &[source, path, options], Duration::from_secs(60))?;
+        let options = format!("{},member={}", if read_only { "ro" } else { "rw" }, source.member);
+        let output =
+            exec::script(&self.agent, MOUNT, &[&source.uuid, path, &options], Duration::from_secs(60))?;
         match output.code {
             0 => Ok(()),
             3 => anyhow::bail!(
@@ -514,11 +528,19 @@ done"#;
     ///
     /// # Errors
     /// When no port is free or QEMU refuses.
-    pub fn plug(&self, zone: &str, invitation: &Invitation, read_only: bool) -> anyhow::Result<()> {
+    pub fn plug(&self, zone: &str, invitation: &Invitation) -> anyhow::Result<()> {
         use std::os::fd::AsFd;
-        let needed = if invitation.doorbell.is_some() { 2 } else { 1 };
+        let needed = 2;
         let ports = {
             let mut state = self.lock();
+            if state.left.iter().any(|z| z == zone) {
+                anyhow::bail!(
+                    "the VM '{}' has left the zone '{zone}' and still has its memory device, which stock QEMU can't unplug; \
+                     to make it a member again, stop it and start it: tombolo down {} && tombolo up",
+                    self.name,
+                    self.name
+                );
+            }
             if state.free_ports.len() < needed {
                 anyhow::bail!(
                     "the VM '{}' has no free port for another zone; raise vm.{}.hotplug_ports (now {}) and start it again",
@@ -535,7 +557,7 @@ done"#;
             qmp.execute_with(qmp::add_fd { fdset_id: None, opaque: None }, Some(invitation.memory.as_fd()))?;
         let json = |v: serde_json::Value| v;
         let object = json(serde_json::json!({
-            "qom-type": "memory-backend-file", "id": format!("zone-{zone}"), "share": true, "readonly": read_only,
+            "qom-type": "memory-backend-file", "id": format!("zone-{zone}"), "share": true, "readonly": invitation.read_only,
             "mem-path": format!("/proc/self/fd/{}", added.fd), "size": invitation.size,
         }));
         let created = qmp.execute_value("object-add", &object);
@@ -552,32 +574,20 @@ done"#;
             self.lock().free_ports.extend(ports);
             return Err(e.into());
         }
-        if let Some(doorbell) = &invitation.doorbell {
-            let name = format!("bell-{zone}");
-            qmp.execute_with(qmp::getfd { fdname: name.clone() }, Some(doorbell.as_fd()))?;
-            let chardev = serde_json::json!({
-                "id": name, "backend": { "type": "socket", "data": {
-                    "addr": { "type": "fd", "data": { "str": name } }, "server": false,
-                } },
-            });
-            qmp.execute_value("chardev-add", &chardev)?;
-            let device = serde_json::json!({
-                "driver": "ivshmem-doorbell", "id": format!("doorbell-{zone}"), "chardev": name,
-                "vectors": cmdline::DOORBELL_VECTORS, "bus": format!("hp{}", ports[1]),
-            });
-            qmp.execute_value("device_add", &device)?;
-        }
+        let name = format!("bell-{zone}");
+        qmp.execute_with(qmp::getfd { fdname: name.clone() }, Some(invitation.doorbell.as_fd()))?;
+        let chardev = serde_json::json!({
+            "id": name, "backend": { "type": "socket", "data": {
+                "addr": { "type": "fd", "data": { "str": name } }, "server": false,
+            } },
+        });
+        qmp.execute_value("chardev-add", &chardev)?;
+        let device = serde_json::json!({
+            "driver": "ivshmem-doorbell", "id": format!("doorbell-{zone}"), "chardev": name,
+            "vectors": cmdline::DOORBELL_VECTORS, "bus": format!("hp{}", ports[1]),
+        });
+        qmp.execute_value("device_add", &device)?;
         self.lock().zones.push(zone.to_owned());
-        Ok(())
-    }
-
-    /// Takes a zone's doorbell away; its memory stays, since QEMU can't unplug virtio-pmem.
-    ///
-    /// # Errors
-    /// When QEMU refuses.
-    pub fn unplug_doorbell(&self, zone: &str) -> anyhow::Result<()> {
-        let device = serde_json::json!({ "id": format!("doorbell-{zone}") });
-        self.qmp()?.execute_value("device_del", &device)?;
         Ok(())
     }
 
@@ -588,7 +598,9 @@ done"#;
 
     /// It is no longer a member of this zone.
     pub fn forget_zone(&self, zone: &str) {
-        self.lock().zones.retain(|z| z != zone);
+        let mut state = self.lock();
+        state.zones.retain(|z| z != zone);
+        state.left.push(zone.to_owned());
     }
 
     /// For `ps`.

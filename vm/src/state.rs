@@ -83,6 +83,16 @@ pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     fs::rename(&temporary, path)
 }
 
+/// Sends what this process says on its standard error into `log`.
+///
+/// # Errors
+/// When the file can't be made.
+pub fn log_to(log: &Path) -> anyhow::Result<()> {
+    let file = File::create(log).with_context(|| log.display().to_string())?;
+    rustix::stdio::dup2_stderr(&file)?;
+    Ok(())
+}
+
 /// How to reach a supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Address {
@@ -199,6 +209,17 @@ impl StateDir {
     /// Those of the file system.
     pub fn publish(&self, address: &Address) -> anyhow::Result<()> {
         Ok(write_atomically(&self.path.join("supervisor.json"), &serde_json::to_vec(address)?)?)
+    }
+
+    /// Takes back what [`StateDir::publish`] said; the folder goes with it where no VM has left a log. Called with the lock held.
+    pub fn withdraw(&self) {
+        let _ = fs::remove_file(self.path.join("supervisor.json"));
+        let logs = fs::read_dir(&self.path).is_ok_and(|entries| {
+            entries.filter_map(Result::ok).any(|e| e.path().extension().is_some_and(|x| x == "console"))
+        });
+        if !logs && self.path.exists() {
+            self.remove();
+        }
     }
 
     /// Removes the folder; called with the lock held.

@@ -10,6 +10,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use anyhow::Context;
 
@@ -18,13 +19,15 @@ use crate::control::{Event, Peer, Request, Stage, Status, ZoneStatus};
 use crate::growth;
 use crate::guestkit;
 use crate::host;
-use crate::machine::{Machine, Phase, Start};
+use crate::machine::{Machine, Phase, Source, Start};
 use crate::qemu::kvm::{self, Accel};
 use crate::qemu::version::Qemu;
 use crate::session;
 use crate::state::{Address, StateDir};
 use crate::zones::HostZone;
 
+/// How often the zones are looked after.
+const TEND: Duration = Duration::from_secs(1);
 /// Bytes of the console that somebody who attaches sees first.
 const RECENT: usize = 2048;
 
@@ -83,6 +86,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     };
     let socket = format!("tombolo-{}-{}", std::process::id(), crate::state::random_hex(12));
     let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(&socket)?)?;
+    crate::state::log_to(&state.path().join("supervisor.log"))?;
     state.publish(&Address {
         socket,
         pid: std::process::id(),
@@ -128,7 +132,13 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     std::thread::Builder::new().name("request".into()).spawn(move || own.serve(peer))?;
     let mut over = supervisor.over.lock().unwrap_or_else(PoisonError::into_inner);
     while !*over {
-        over = supervisor.over_changed.wait(over).unwrap_or_else(PoisonError::into_inner);
+        (over, _) = supervisor.over_changed.wait_timeout(over, TEND).unwrap_or_else(PoisonError::into_inner);
+        let zones: Vec<Arc<HostZone>> = supervisor.lock().zones.values().cloned().collect();
+        for zone in zones {
+            if let Err(e) = zone.tend() {
+                eprintln!("tombolo: {e:#}");
+            }
+        }
     }
     Ok(())
 }
@@ -203,19 +213,31 @@ impl Supervisor {
             }
             Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &reporter),
         };
+        // Whoever has the answer finds no trace of a supervisor that has nothing left to do.
+        let idle = self.withdraw_if_idle();
         match result {
             Ok(()) => reporter.send(&Event::Done),
             Err(e) => reporter.send(&Event::Failed { message: format!("{e:#}") }),
         }
-        self.end_if_idle();
+        if idle {
+            self.end();
+        }
     }
 
-    /// A supervisor without VMs has nothing to do.
-    fn end_if_idle(&self) {
-        let Ok(_changing) = self.changing.try_lock() else { return };
-        let idle = self.lock().machines.is_empty();
+    /// A supervisor without VMs has nothing to do: it lets go of the zones and can't be found any more.
+    fn withdraw_if_idle(&self) -> bool {
+        let Ok(_changing) = self.changing.try_lock() else { return false };
+        let mut inner = self.lock();
+        let idle = inner.machines.is_empty();
         if idle {
-            self.lock().zones.clear();
+            inner.zones.clear();
+            self.dir.withdraw();
+        }
+        idle
+    }
+
+    fn end_if_idle(&self) {
+        if self.withdraw_if_idle() {
             self.end();
         }
     }
@@ -260,6 +282,15 @@ impl Supervisor {
             let inner = self.lock();
             project.compose.zone.iter().filter(|(n, _)| !inner.zones.contains_key(*n)).collect()
         };
+        for (name, spec) in &project.compose.zone {
+            let changed = self.lock().zones.get(name).is_some_and(|z| z.spec() != spec);
+            if changed {
+                let text = format!(
+                    "the zone '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
+                );
+                reporter.send(&Event::Note { text });
+            }
+        }
         if !project.compose.overcommit {
             let vms = missing.iter().map(|(n, s, _)| (n.as_str(), s.memory.0));
             let zones = new_zones
@@ -271,7 +302,7 @@ impl Supervisor {
         let accel = self.accel(&qemu, &missing, &near, reporter)?;
         let mut opened = BTreeMap::new();
         for (name, spec) in new_zones {
-            opened.insert(name.clone(), Arc::new(HostZone::open(name, spec)?));
+            opened.insert(name.clone(), Arc::new(HostZone::open(name, spec, self.dir.path())?));
         }
         let opened_names: Vec<String> = opened.keys().cloned().collect();
         {
@@ -388,7 +419,7 @@ impl Supervisor {
             let zone_use = &spec.zones[zone_name];
             if let Some(path) = &zone_use.mount {
                 report(Stage::Preparing, &format!("mount {zone_name} on {path}"));
-                machine.mount(zone_name, &zone.mount_source(), path, zone_use.rights == Rights::ReadOnly)?;
+                machine.mount(zone_name, &source(zone, &name)?, path, zone_use.rights == Rights::ReadOnly)?;
             }
         }
         machine.set_up();
@@ -401,14 +432,14 @@ impl Supervisor {
         &self,
         vm: &str,
         spec: &crate::compose::VmSpec,
-    ) -> anyhow::Result<Vec<(String, crate::zones::Invitation, bool)>> {
+    ) -> anyhow::Result<Vec<(String, crate::zones::Invitation)>> {
         let inner = self.lock();
         spec.zones
             .iter()
             .map(|(name, zone_use)| {
                 let zone =
                     inner.zones.get(name).with_context(|| format!("the zone '{name}' is not there"))?;
-                Ok((name.clone(), zone.invite(vm, zone_use.rights)?, zone_use.rights == Rights::ReadOnly))
+                Ok((name.clone(), zone.invite(vm, zone_use.rights)?))
             })
             .collect()
     }
@@ -521,7 +552,7 @@ impl Supervisor {
     /// A member that unmounts leaves nothing to recover; one that can't is treated as dead, which is safe.
     fn unmount_all(&self, machine: &Machine) {
         for (name, zone_use) in &machine.spec().zones {
-            let source = self.lock().zones.get(name).map(|z| z.mount_source());
+            let source = self.lock().zones.get(name).map(|z| z.uuid());
             if let (Some(source), Some(_)) = (source, &zone_use.mount) {
                 if let Err(e) = machine.unmount(&source) {
                     eprintln!("tombolo: {e:#}");
@@ -546,12 +577,12 @@ impl Supervisor {
         }
         let invitation = zone.invite(vm, rights)?;
         let read_only = rights == Rights::ReadOnly;
-        if let Err(e) = machine.plug(zone_name, &invitation, read_only) {
+        if let Err(e) = machine.plug(zone_name, &invitation) {
             zone.gone(vm);
             return Err(e);
         }
         if let Some(path) = mount {
-            machine.mount(zone_name, &zone.mount_source(), path, read_only)?;
+            machine.mount(zone_name, &source(&zone, vm)?, path, read_only)?;
         }
         reporter
             .send(&Event::Note { text: format!("the VM '{vm}' is a member of the zone '{zone_name}' now") });
@@ -565,7 +596,7 @@ impl Supervisor {
         if !machine.zones().iter().any(|z| z == zone_name) {
             anyhow::bail!("the VM '{vm}' is no member of the zone '{zone_name}'");
         }
-        machine.unmount(&zone.mount_source())?;
+        machine.unmount(&zone.uuid())?;
         zone.gone(vm);
         machine.forget_zone(zone_name);
         reporter.send(&Event::Note {
@@ -602,16 +633,25 @@ impl Supervisor {
                     Backing::Hugetlb => "hugetlb".into(),
                     Backing::File(path) => path.display().to_string(),
                 },
-                members: vms.iter().filter(|v| v.zones.contains(name)).map(|v| v.name.clone()).collect(),
+                members: zone.members(),
+                uuid: zone.uuid(),
+                path: zone.path(),
             })
             .collect();
         Status {
             project: inner.project.name.clone(),
             file: inner.project.file.clone(),
-            supervisor: std::process::id(),
+            supervisor: Some(std::process::id()),
             accel: inner.accel.clone(),
             vms,
             zones,
         }
     }
+}
+
+/// What `member` mounts of `zone`.
+fn source(zone: &HostZone, member: &str) -> anyhow::Result<Source> {
+    let slot =
+        zone.slot(member).with_context(|| format!("the VM '{member}' is no member of the zone any more"))?;
+    Ok(Source { uuid: zone.uuid(), member: slot })
 }

@@ -1,64 +1,94 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Zones as the supervisor holds them: the one module that knows the crate `tombolo-zone`.
+//! Zones as the supervisor holds them: the one module that knows the crate `tombolo-zone`. The supervisor owns each zone,
+//! keeps a slot for each member, holds a member's liveness while its QEMU runs, and declares it dead when that has ended.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context;
-use rustix::fs::{FlockOperation, MemfdFlags, Mode, OFlags};
+use tombolo_zone::doorbell::DoorbellServer;
+use tombolo_zone::{Liveness, MemberId, Role, Zone, ZoneConfig};
 
 use crate::compose::{Backing, Rights, ZoneSpec};
+
+/// Size of the huge pages of `backing = "hugetlb"`, in bytes.
+const HUGE_PAGE: u64 = 2 << 20;
 
 /// A zone of a running project.
 #[derive(Debug)]
 pub struct HostZone {
     name: String,
     spec: ZoneSpec,
-    memory: OwnedFd,
+    zone: Arc<Zone>,
+    bells: DoorbellServer,
+    /// Where the doorbells' sockets have a name for the moment of connecting.
+    dir: PathBuf,
+    members: Mutex<BTreeMap<String, Held>>,
+}
+
+#[derive(Debug)]
+struct Held {
+    id: MemberId,
+    /// Let go after the member's death has been declared.
+    _liveness: Liveness,
 }
 
 /// What a VM needs to become a member.
 #[derive(Debug)]
 pub struct Invitation {
-    /// The zone's memory, with the member's rights.
+    /// The zone's memory.
     pub memory: OwnedFd,
     /// Its size in bytes.
     pub size: u64,
+    /// The VM can't write to it: QEMU maps it read-only.
+    pub read_only: bool,
     /// A connection to the zone's doorbell server.
-    pub doorbell: Option<UnixStream>,
+    pub doorbell: UnixStream,
 }
 
 impl HostZone {
-    /// Makes the zone, or takes over the one that its file holds.
+    /// Makes the zone, with a file system if it wants one, or takes over the one that its file holds. `dir` is the
+    /// project's folder.
     ///
     /// # Errors
-    /// Names the zone's key and the remedy; a zone that another project holds is 'in use'.
-    pub fn open(name: &str, spec: &ZoneSpec) -> anyhow::Result<HostZone> {
-        let size = spec.size.0;
-        let memory = match &spec.backing {
-            Backing::Memfd => rustix::fs::memfd_create(format!("tombolo-zone-{name}"), MemfdFlags::CLOEXEC)?,
-            Backing::Hugetlb => rustix::fs::memfd_create(
-                format!("tombolo-zone-{name}"),
-                MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB,
-            )?,
+    /// Names the zone's key and the remedy; a zone that another process holds is 'in use'.
+    pub fn open(name: &str, spec: &ZoneSpec, dir: &Path) -> anyhow::Result<HostZone> {
+        let config = ZoneConfig::new(name, spec.size.0);
+        let (zone, new) = match &spec.backing {
+            Backing::Memfd => (Zone::create(&config)?, true),
+            Backing::Hugetlb => {
+                let config = config.backing(tombolo_zone::Backing::Hugetlb(HUGE_PAGE));
+                (Zone::create(&config).with_context(|| format!("zone.{name}.backing"))?, true)
+            }
+            Backing::File(path) if path.exists() => (take_over(name, spec, path)?, false),
             Backing::File(path) => {
-                let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
-                let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
-                    .with_context(|| format!("zone.{name}.backing: {} can't be opened", path.display()))?;
-                match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                    Ok(()) => {}
-                    Err(rustix::io::Errno::WOULDBLOCK) => anyhow::bail!(
-                        "zone.{name}: {} is in use by another project; take that one down or name another file",
-                        path.display()
-                    ),
-                    Err(e) => return Err(e.into()),
-                }
-                file
+                let config = config.backing(tombolo_zone::Backing::File(path.clone()));
+                (Zone::create(&config).with_context(|| format!("zone.{name}.backing"))?, true)
             }
         };
-        rustix::fs::ftruncate(&memory, size)
-            .with_context(|| format!("zone.{name}: no room for {}", spec.size))?;
-        Ok(HostZone { name: name.to_owned(), spec: spec.clone(), memory })
+        if spec.files && new {
+            make_files(name, &zone)?;
+        }
+        let zone = Arc::new(zone);
+        let (bells, events) = DoorbellServer::start(zone.clone())?;
+        // Comings and goings of doorbells; the thread ends with the server.
+        std::thread::Builder::new().name(format!("zone-{name}")).spawn(move || {
+            for event in events {
+                eprintln!("tombolo: doorbell: {event:?}");
+            }
+        })?;
+        Ok(HostZone {
+            name: name.to_owned(),
+            spec: spec.clone(),
+            zone,
+            bells,
+            dir: dir.to_owned(),
+            members: Mutex::new(BTreeMap::new()),
+        })
     }
 
     /// What the compose file says of it.
@@ -66,23 +96,131 @@ impl HostZone {
         &self.spec
     }
 
-    /// What a guest calls it when it mounts it.
-    pub fn mount_source(&self) -> String {
-        self.name.clone()
+    /// The zone's identity, which is what a guest names when it mounts it.
+    pub fn uuid(&self) -> String {
+        self.zone.uuid().to_string()
     }
 
-    /// Makes room for a member.
+    /// Where this process holds the zone's memory: other commands open it there.
+    pub fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", std::process::id(), self.zone.as_fd().as_raw_fd())
+    }
+
+    /// The slot of a member that is there.
+    pub fn slot(&self, member: &str) -> Option<u32> {
+        self.lock().get(member).map(|held| held.id.index())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Held>> {
+        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps a slot for a VM and holds it alive until [`HostZone::gone`].
     ///
     /// # Errors
-    /// When the zone is full.
-    pub fn invite(&self, _member: &str, _rights: Rights) -> anyhow::Result<Invitation> {
-        Ok(Invitation {
-            memory: self.memory.as_fd().try_clone_to_owned()?,
-            size: self.spec.size.0,
-            doorbell: None,
-        })
+    /// When the zone is full or has a member of this name.
+    pub fn invite(&self, member: &str, rights: Rights) -> anyhow::Result<Invitation> {
+        let granted = match rights {
+            Rights::ReadWrite => tombolo_zone::Rights::READ_WRITE,
+            Rights::ReadOnly => tombolo_zone::Rights::READ_ONLY,
+        };
+        let id = self.zone.invite(member, Role::Vm, granted)?;
+        let liveness = self.zone.hold(id)?;
+        let doorbell = self.doorbell(id)?;
+        let read_only = rights == Rights::ReadOnly;
+        if read_only {
+            // It can't write into its slot that it is there.
+            self.zone.activate(id)?;
+        }
+        let memory =
+            if read_only { self.zone.read_only_fd()? } else { self.zone.as_fd().try_clone_to_owned()? };
+        self.lock().insert(member.to_owned(), Held { id, _liveness: liveness });
+        Ok(Invitation { memory, size: self.zone.size(), read_only, doorbell })
     }
 
-    /// A member has gone, with or without saying so.
-    pub fn gone(&self, _member: &str) {}
+    /// A connected doorbell for QEMU to inherit. The socket has a name only until it is connected.
+    fn doorbell(&self, id: MemberId) -> anyhow::Result<UnixStream> {
+        let path = self.dir.join(format!("bell-{}", crate::state::random_hex(4)));
+        self.bells.listen(id, &path)?;
+        let connected = UnixStream::connect(&path);
+        let removed = std::fs::remove_file(&path);
+        let stream = connected.with_context(|| format!("the doorbell socket {}", path.display()))?;
+        removed.with_context(|| format!("the doorbell socket {}", path.display()))?;
+        Ok(stream)
+    }
+
+    /// A member has gone, with or without saying so: its epoch ends and the others are told. Its memory must be out of its
+    /// reach, or it has unmounted.
+    pub fn gone(&self, member: &str) {
+        let Some(held) = self.lock().remove(member) else { return };
+        if let Err(e) = self.bury(held.id) {
+            eprintln!("tombolo: zone '{}', member '{member}': {e:#}", self.name);
+        }
+    }
+
+    fn bury(&self, id: MemberId) -> anyhow::Result<()> {
+        self.bells.unlisten(id)?;
+        self.zone.declare_dead(id)?;
+        self.announce()
+    }
+
+    fn announce(&self) -> anyhow::Result<()> {
+        for peer in self.zone.announce()? {
+            self.bells.ring(peer)?;
+        }
+        Ok(())
+    }
+
+    /// What an owner does once a second: stamps its heartbeat, and declares dead whoever ended without saying so (a host
+    /// process that was killed, say).
+    ///
+    /// # Errors
+    /// When the zone's memory can't be reached.
+    pub fn tend(&self) -> anyhow::Result<()> {
+        self.zone.beat()?;
+        if !self.zone.reap()?.is_empty() {
+            self.announce()?;
+        }
+        Ok(())
+    }
+
+    /// Everyone who is in the zone, VMs and processes of the host.
+    pub fn members(&self) -> Vec<String> {
+        let members = self.zone.members().unwrap_or_default();
+        members.into_iter().filter(|m| m.alive).map(|m| m.name).collect()
+    }
+}
+
+fn take_over(name: &str, spec: &ZoneSpec, path: &Path) -> anyhow::Result<Zone> {
+    let zone = match Zone::take_over(path) {
+        Err(tombolo_zone::Error::InUse { by, .. }) => anyhow::bail!(
+            "zone.{name}: {} is in use by {by}; take that project down (tombolo ps --all), or name another file",
+            path.display()
+        ),
+        other => other.with_context(|| format!("zone.{name}.backing"))?,
+    };
+    if zone.size() != spec.size.0 {
+        anyhow::bail!(
+            "zone.{name}.size is {}, but the zone in {} has {}; write that, or name another file",
+            spec.size,
+            path.display(),
+            crate::compose::Size(zone.size())
+        );
+    }
+    Ok(zone)
+}
+
+/// Makes the file system by the command for it, `tombolo files mkfs`, since this part does not know that one.
+fn make_files(name: &str, zone: &Zone) -> anyhow::Result<()> {
+    let memory = zone.as_fd().try_clone_to_owned()?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["files", "mkfs", "--label", name]).arg(crate::child::inherited_path(&memory));
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    crate::child::tie(&mut command, std::slice::from_ref(&memory));
+    let output = command.stderr(Stdio::piped()).output().context("'tombolo files mkfs' can't be run")?;
+    if !output.status.success() {
+        let words = String::from_utf8_lossy(&output.stderr);
+        anyhow::bail!("zone.{name}.files: the file system can't be made: {}", words.trim());
+    }
+    Ok(())
 }

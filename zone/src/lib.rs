@@ -17,10 +17,12 @@
 //! - [`liveness`]: the locks that tell who lives.
 //! - [`header`]: making and checking the zone's header.
 //! - [`member`]: what a member slot says.
+//! - [`cli`]: `tombolo zone`.
 //! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 
 pub mod backing;
+pub mod cli;
 pub mod doorbell;
 pub mod error;
 pub mod format;

@@ -4,7 +4,7 @@
 //! The owner of a zone and each of its members hold a write lock (OFD, `fcntl(2)`) on one byte of the backing file: the owner on byte 0,
 //! member `i` on byte 1 + `i`. Such a lock belongs to an open file description and vanishes with its last holder,
 //! however that dies. A description that a child process inherits (QEMU, say) keeps the lock for as long as the child lives.
-//! Byte 65 serializes changes of the member table. The locks touch no data and need no cooperation from guests.
+//! Byte 65 serializes changes of the member table; the 256 bytes after it belong to processes that use semaphores and the like. The locks touch no data and need no cooperation from guests.
 
 use std::fs::File;
 use std::io;
@@ -16,6 +16,10 @@ use crate::{Error, Result};
 
 pub(crate) const OWNER_BYTE: u32 = 0;
 pub(crate) const TABLE_BYTE: u32 = TMB_MAX_MEMBERS + 1;
+
+/// From here on: a byte per session of the SYNC area (`format/tombolo_sync.h`), held by host processes that use it.
+const SESSION_BYTES: u32 = TABLE_BYTE + 1;
+const SESSIONS: u32 = 256;
 
 pub(crate) fn member_byte(id: MemberId) -> u32 {
     1 + id.index()
@@ -88,10 +92,20 @@ pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Liveness> {
 
 /// Whether any description holds `byte`.
 pub(crate) fn is_held(fd: BorrowedFd<'_>, byte: u32) -> Result<bool> {
+    any_held(fd, lock_request(libc::F_WRLCK, byte))
+}
+
+/// Whether any host process has the SYNC area open.
+pub(crate) fn sessions_held(fd: BorrowedFd<'_>) -> Result<bool> {
+    let mut request = lock_request(libc::F_WRLCK, SESSION_BYTES);
+    request.l_len = libc::off_t::from(SESSIONS);
+    any_held(fd, request)
+}
+
+fn any_held(fd: BorrowedFd<'_>, mut request: libc::flock) -> Result<bool> {
     // A description of its own: one's own locks don't count as conflicts otherwise.
     let file =
         reopen(fd, false).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
-    let mut request = lock_request(libc::F_WRLCK, byte);
     // SAFETY: a valid descriptor and a valid struct flock.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut request) } != 0 {
         return Err(Error::last_os("asking for locks on the zone's memory"));

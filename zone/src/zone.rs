@@ -151,6 +151,9 @@ impl Zone {
         if !alive.is_empty() {
             return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))));
         }
+        if liveness::sessions_held(zone.file.as_fd())? {
+            return Err(in_use("processes that have its semaphores open".to_owned()));
+        }
         let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
         for id in MemberId::all() {
             zone.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;

@@ -38,7 +38,7 @@ pub struct Plan {
     pub handover_mb: u32,
     /// Unpack a source tree and ask git for its status.
     pub tree: bool,
-    /// The guest kit's kernel.
+    /// The guest kit's kernel; one with 9p, which Debian's cloud kernels leave out.
     pub kernel: String,
 }
 
@@ -51,7 +51,7 @@ impl Plan {
             names: 10_000,
             handover_mb: 256,
             tree: true,
-            kernel: "6.12".into(),
+            kernel: "general-6.12".into(),
         }
     }
 
@@ -63,7 +63,7 @@ impl Plan {
             names: 1000,
             handover_mb: 0,
             tree: false,
-            kernel: "6.12".into(),
+            kernel: "general-6.12".into(),
         }
     }
 }
@@ -88,7 +88,7 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path, command: String) -> Result<Resul
     let servers = Servers::start(temp.path(), &export)?;
     let initrd = kit.join(&plan.kernel).join("initrd-bench.img");
     if !initrd.exists() {
-        bail!("{} is not there: 'make guest' makes it", initrd.display());
+        bail!("{} is not there: 'make guest-bench' makes it", initrd.display());
     }
     let two = plan.handover_mb > 0;
     let project = Project::up(temp.path(), &compose(plan, &initrd, &export, &tools, &servers, two))?;
@@ -260,7 +260,7 @@ fn compose(plan: &Plan, initrd: &Path, export: &Path, tools: &Path, servers: &Se
              share = [{{ tag = \"export\", path = \"{export}\" }}, {{ tag = \"tools\", path = \"{tools}\", readonly = true }}]\n\
              qemu_args = {args:?}\n\
              [vm.{vm}.zones]\nfiles = {{ mount = \"/mnt/tombolo\" }}\n{dax}",
-            kernel = plan.kernel,
+            kernel = initrd.with_file_name("vmlinuz").display(),
             initrd = initrd.display(),
             memory = if *vm == VM { plan.matrix.total_mb * 2 + 1024 } else { 1024 },
             export = export.display(),

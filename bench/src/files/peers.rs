@@ -44,8 +44,8 @@ impl Peer {
                 mount: "set -e; dev=; for d in /dev/pmem*; do \
                         name=$(dd if=$d bs=32 skip=2 count=1 2>/dev/null | tr -d '\\0'); \
                         if [ \"$name\" = dax ]; then dev=$d; fi; done; \
-                        mkfs.ext4 -q -F -E lazy_itable_init=0,lazy_journal_init=0 $dev; \
-                        mkdir -p /mnt/dax; mount -o dax=always $dev /mnt/dax"
+                        mkfs.ext4 -q -F -b 4096 -E lazy_itable_init=0,lazy_journal_init=0 $dev; \
+                        mkdir -p /mnt/dax; mount -t ext4 -o dax=always $dev /mnt/dax"
                     .into(),
                 shared: false,
             },

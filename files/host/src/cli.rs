@@ -20,7 +20,7 @@ mod mount;
 pub enum Command {
     /// Make an empty file system in a zone, or in a file of its own
     Mkfs {
-        /// The zone's file (or /proc/PID/fd/N), or a plain file to be filled
+        /// A zone of the running project (tombolo.toml here or above) by name, a zone's file, or a plain file to be filled
         zone: PathBuf,
         /// Name of the FILES area, where the zone has several
         #[arg(long)]
@@ -46,7 +46,7 @@ pub enum Command {
     },
     /// Show how much of a file system is used
     Df {
-        /// The zone's file, or a file with a file system
+        /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
         zone: PathBuf,
         /// Name of the FILES area, where the zone has several
         #[arg(long)]
@@ -58,7 +58,7 @@ pub enum Command {
     Fsck(fsck::Args),
     /// Show what the file system has of a path, for debugging
     Stat {
-        /// The zone's file, or a file with a file system
+        /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
         zone: PathBuf,
         /// Path in the file system
         #[arg(default_value = "/")]
@@ -67,6 +67,17 @@ pub enum Command {
         #[arg(long)]
         area: Option<String>,
     },
+}
+
+impl Command {
+    /// The argument that names the zone; the caller may put a path in place of a name it knows.
+    pub fn zone_mut(&mut self) -> &mut PathBuf {
+        match self {
+            Command::Mkfs { zone, .. } | Command::Df { zone, .. } | Command::Stat { zone, .. } => zone,
+            Command::Mount(args) => args.zone_mut(),
+            Command::Fsck(args) => &mut args.zone,
+        }
+    }
 }
 
 fn parse_size(text: &str) -> Result<u64, String> {

@@ -20,6 +20,7 @@
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -403,15 +404,13 @@ static int mapped(char **a)
 	fd2 = open(at(a[0], "huge"), O_RDWR | O_CREAT | O_TRUNC, 0600);
 	CHECK(!fallocate(fd2, 0, 0, 8 << 20));
 	m2 = mmap(NULL, 8 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fd2, 0);
+	/* one fault for each of the four, not 2048 */
+	struct rusage before, after;
+	CHECK(!getrusage(RUSAGE_SELF, &before));
 	memset(m2, 3, 8 << 20);
+	CHECK(!getrusage(RUSAGE_SELF, &after));
+	CHECK(after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt < 100);
 	CHECK(pread(fd2, buf, 1 << 20, 5 << 20) == 1 << 20 && buf[12345] == 3);
-	FILE *smaps = fopen("/proc/self/smaps", "r");
-	long huge = 0, kb;
-	while (fgets(buf, sizeof(buf), smaps))
-		if (sscanf(buf, "FilePmdMapped: %ld", &kb) == 1 || sscanf(buf, "ShmemPmdMapped: %ld", &kb) == 1)
-			huge += kb;
-	fclose(smaps);
-	printf("huge mappings: %ld kB\n", huge);
 	CHECK(!ftruncate(fd2, 4 << 20) && peek((void *)(m2 + (5 << 20))) == -1 && m2[(4 << 20) - 1] == 3);
 	CHECK(!unlink(at(a[0], "huge")) && m2[1 << 20] == 3);
 	munmap(m2, 8 << 20);
@@ -506,7 +505,7 @@ static int win(char **a)
 	return 0;
 }
 
-/* count FILE N: adds 1 N times to a word that all map */
+/* count FILE N: adds 1 N times to a word that all map, and prints it */
 static int count(char **a)
 {
 	int fd = open(a[0], O_RDWR), n = atoi(a[1]);
@@ -515,6 +514,7 @@ static int count(char **a)
 	CHECK(m != MAP_FAILED);
 	for (int i = 0; i < n; i++)
 		__atomic_fetch_add(m + 5, 1, __ATOMIC_SEQ_CST);
+	printf("%llu\n", (unsigned long long)m[5]);
 	return 0;
 }
 
@@ -667,6 +667,114 @@ static int hold(char **a)
 	return 0;
 }
 
+/* locks DIR: flock, fcntl and OFD locks between processes of one guest */
+static int locks(char **a)
+{
+	const char *f = strdup(at(a[0], "locks"));
+	int fd = open(f, O_RDWR | O_CREAT, 0600), fd2 = open(f, O_RDWR), status;
+	struct flock l = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 100, .l_len = 100};
+	pid_t pid;
+
+	CHECK(fd >= 0 && fd2 >= 0);
+	CHECK(!flock(fd, LOCK_EX));
+	FAILS(flock(fd2, LOCK_SH | LOCK_NB), EWOULDBLOCK);
+	CHECK(!flock(fd, LOCK_SH) && !flock(fd2, LOCK_SH | LOCK_NB));
+	FAILS(flock(fd, LOCK_EX | LOCK_NB), EWOULDBLOCK);
+	close(fd2);
+	CHECK(!flock(fd, LOCK_EX | LOCK_NB) && !flock(fd, LOCK_UN));
+	CHECK(!fcntl(fd, F_SETLK, &l));
+	if (!(pid = fork())) {
+		struct flock g = {.l_type = F_RDLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 0};
+
+		FAILS(fcntl(fd, F_SETLK, &g), EAGAIN);
+		CHECK(!fcntl(fd, F_GETLK, &g) && g.l_type == F_WRLCK && g.l_start == 100 && g.l_len == 100 && g.l_pid == getppid());
+		g = (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 200, .l_len = 50};
+		CHECK(!fcntl(fd, F_SETLK, &g));
+		g.l_start = 150;
+		alarm(20);
+		CHECK(!fcntl(fd, F_SETLKW, &g)); /* until the parent lets go */
+		exit(0);
+	}
+	usleep(200000);
+	l.l_type = F_UNLCK;
+	CHECK(!fcntl(fd, F_SETLK, &l) && waitpid(pid, &status, 0) == pid && !status);
+	/* the child's went with it */
+	l = (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET};
+	CHECK(!fcntl(fd, F_SETLK, &l));
+	/* two processes that wait for each other: one is told */
+	l = (struct flock){.l_type = F_UNLCK, .l_whence = SEEK_SET};
+	CHECK(!fcntl(fd, F_SETLK, &l));
+	l = (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
+	CHECK(!fcntl(fd, F_SETLK, &l));
+	if (!(pid = fork())) {
+		struct flock g = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 1, .l_len = 1};
+
+		CHECK(!fcntl(fd, F_SETLK, &g));
+		g.l_start = 0;
+		alarm(20);
+		exit(fcntl(fd, F_SETLKW, &g) ? 0 : 7);
+	}
+	usleep(300000);
+	l.l_start = 1;
+	alarm(20);
+	int mine = fcntl(fd, F_SETLKW, &l) ? errno : 0;
+	alarm(0);
+	CHECK(mine == EDEADLK || !mine);
+	l = (struct flock){.l_type = F_UNLCK, .l_whence = SEEK_SET};
+	CHECK(!fcntl(fd, F_SETLK, &l) && waitpid(pid, &status, 0) == pid);
+	CHECK(mine == EDEADLK ? WIFEXITED(status) && WEXITSTATUS(status) == 7 : !status);
+	/* open file descriptions */
+	fd2 = open(f, O_RDWR);
+	l = (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET};
+	CHECK(!fcntl(fd, F_OFD_SETLK, &l));
+	FAILS(fcntl(fd2, F_OFD_SETLK, &l), EAGAIN);
+	FAILS(fcntl(fd, F_SETLEASE, F_RDLCK), EINVAL);
+	close(fd);
+	CHECK(!fcntl(fd2, F_OFD_SETLK, &l));
+	close(fd2);
+	CHECK(!unlink(f));
+	return 0;
+}
+
+/* tally FILE N KIND: adds 1 N times to a number in FILE, by read and write under a lock ("flock" or "fcntl") */
+static int tally(char **a)
+{
+	int fd = open(a[0], O_RDWR | O_CREAT, 0600), n = atoi(a[1]), whole = !strcmp(a[2], "flock");
+	struct flock l = {.l_whence = SEEK_SET, .l_start = 1000, .l_len = 10};
+	long value = 0;
+
+	CHECK(fd >= 0);
+	for (int i = 0; i < n; i++) {
+		l.l_type = F_WRLCK;
+		CHECK(whole ? !flock(fd, LOCK_EX) : !fcntl(fd, F_SETLKW, &l));
+		value = 0;
+		CHECK(pread(fd, &value, sizeof(value), 0) >= 0);
+		value++;
+		CHECK(pwrite(fd, &value, sizeof(value), 0) == sizeof(value));
+		l.l_type = F_UNLCK;
+		CHECK(whole ? !flock(fd, LOCK_UN) : !fcntl(fd, F_SETLK, &l));
+	}
+	CHECK(pread(fd, &value, sizeof(value), 0) >= 0);
+	printf("%ld\n", value);
+	return 0;
+}
+
+/* locked FILE MS: takes flock and says how long that took, in ms; fails beyond MS. With MS 0: holds it until killed. */
+static double now(void);
+static int locked(char **a)
+{
+	int fd = open(a[0], O_RDWR | O_CREAT, 0600);
+	double start = now();
+
+	CHECK(fd >= 0 && !flock(fd, LOCK_EX));
+	printf("%.0f ms\n", (now() - start) * 1000);
+	fflush(stdout);
+	if (!atoi(a[1]))
+		pause();
+	CHECK((now() - start) * 1000 < atoi(a[1]));
+	return 0;
+}
+
 /* meta DIR COUNT: files per second by operation */
 static double now(void)
 {
@@ -759,7 +867,7 @@ static const struct {
 } table[] = {
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
-	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"meta", meta, 2}, {"io", io, 2},
+	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"locks", locks, 1}, {"tally", tally, 3}, {"locked", locked, 2}, {"meta", meta, 2}, {"io", io, 2},
 };
 
 int main(int argc, char **argv)

@@ -6,7 +6,7 @@ Needs QEMU, busybox-static, cpio, kmod, a C compiler, and for each kernel image,
 kernel under /boot that has headers. --root DIR: where boot/ and lib/modules are, for a kernel that is unpacked, not installed.
 Prints one line per claim and the counts; exit code 0 when all hold.
 """
-import argparse, glob, inspect, os, shutil, subprocess, sys, tempfile, time
+import argparse, glob, mmap, os, random, shutil, struct, subprocess, sys, tempfile, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from rig import Failed, Rig, ROOT, HERE
@@ -52,12 +52,12 @@ def a_directory_read_while_it_shrinks_shows_every_name_once(a):
 
 @claim(1)
 def a_mapping_shows_writes_grows_shrinks_and_serves_futexes_and_pipes(a):
-    out = a.ok("claims mapped /mnt")
-    need(int(out.split()[-2]) >= 6144, "no huge mappings: " + out)
+    a.ok("claims mapped /mnt")
 
 
 @claim(1)
 def what_a_file_took_comes_back_when_it_goes(a):
+    a.ok("touch /mnt/x; rm /mnt/x")
     before = a.ok("df /mnt | tail -1")
     a.ok("for i in 1 2 3; do dd if=/dev/zero of=/mnt/x bs=1M count=50 2>/dev/null; rm /mnt/x; done")
     need(a.ok("df /mnt | tail -1") == before, "%s became %s" % (before, a.ok("df /mnt | tail -1")))
@@ -93,6 +93,32 @@ def a_read_only_member_reads_and_cannot_write(a):
     rc, out = a.run("mount -o remount,rw /mnt")
     need(rc, "remounted for writing")
     a.ok("ls /mnt")
+
+
+@claim(1)
+def file_locks_exclude_processes_and_find_deadlocks(a):
+    a.ok("claims locks /mnt")
+
+
+@claim(1, needs="fsx")
+def fsx_finds_no_difference(a):
+    a.ok("printf 'flen = 1048576\\n[weights]\\nclose_open = 1\\ninvalidate = 1\\ntruncate = 2\\nfsync = 0.2\\nfdatasync = 0.2\\nread = 10\\nwrite = 10\\n"
+         "mapread = 6\\nmapwrite = 6\\npunch_hole = 2\\nposix_fallocate = 1\\nsendfile = 1\\nposix_fadvise = 1\\ncopy_file_range = 1\\n' > /tmp/fsx.toml")
+    operations = os.environ.get("TOMBOLO_FSX", "20000")
+    a.ok("fsx -N %s -S 7 /mnt/fsx && fsx -f /tmp/fsx.toml -N %s -S 3 /mnt/fsx && rm /mnt/fsx*" % (operations, operations), 3600)
+
+
+@claim(1, needs="pjdfstest")
+def pjdfstest_passes_without_exclusions(a):
+    users = [("nobody", "nogroup", 65534), ("tests", "tests", 1001), ("pjdfstest", "pjdfstest", 1002)]
+    a.ok("printf 'root:x:0:0::/:/bin/sh\\n%s' > /etc/passwd" % "".join("%s:x:%d:%d::/:/bin/sh\\n" % (u, i, i) for u, _, i in users))
+    a.ok("printf 'root:x:0:\\n%s' > /etc/group" % "".join("%s:x:%d:\\n" % (g, i) for _, g, i in users))
+    a.ok("printf '[features]\\nposix_fallocate={}\\nrename_ctime={}\\nutimensat={}\\nutime_now={}\\n[settings]\\nnaptime=0.02\\nallow_remount=false\\n"
+         "[dummy_auth]\\nentries=[%s]\\n' > /tmp/pjdfstest.toml" % ",".join('["%s","%s"]' % (u, g) for u, g, _ in users))
+    rc, out = a.run("mkdir /mnt/p; chmod 777 /mnt/p; pjdfstest -c /tmp/pjdfstest.toml -p /mnt/p 2>&1 | grep -E 'FAILED|Summary'", 600)
+    need("Summary: 0 failed" in out, out)
+    print("      " + out)
+    a.ok("rm -r /mnt/p")
 
 
 # --- several guests --------------------------------------------------------------------------------------------------
@@ -134,7 +160,7 @@ def of_two_guests_that_create_a_name_exactly_one_wins(a, b):
 def a_word_that_two_guests_map_counts_every_increment(a, b):
     a.ok("dd if=/dev/zero of=/mnt/word bs=4k count=1 2>/dev/null")
     both(a, b, "claims barrier /mnt/go 2 %d && claims count /mnt/word 200000")
-    need(a.ok("dd if=/mnt/word bs=8 skip=5 count=1 2>/dev/null | hexdump -e '1/8 \"%d\"'") == "400000", "lost increments")
+    need(a.ok("claims count /mnt/word 0") == "400000", "lost increments")
     a.ok("rm /mnt/word /mnt/go")
 
 
@@ -154,7 +180,6 @@ def an_open_file_survives_its_removal_by_another_guest(a, b):
     a.ok("printf held > /mnt/h")
     b.start("claims hold /mnt/h /mnt/go")
     wait_for(b, "hold")
-    before = a.ok("df /mnt | tail -1")
     a.ok("rm /mnt/h && echo x > /mnt/n && touch /mnt/go")
     rc, out = b.finish()
     need(rc == 0, out)
@@ -172,13 +197,75 @@ def a_storm_of_operations_from_two_guests_leaves_both_in_agreement(a, b):
     need(b.ok("ls /mnt | wc -l") == "0", "leftovers")
 
 
-@claim(2, smp=1)
+@claim(2)
+def flock_and_fcntl_exclude_across_guests(a, b):
+    for kind in ("flock", "fcntl"):
+        out = both(a, b, "claims barrier /mnt/go 2 %d && claims tally /mnt/tally 150 " + kind)
+        need(max(int(o.split()[-1]) for o in out) == 300, "%s: %s" % (kind, out))
+        a.ok("rm /mnt/tally /mnt/go")
+
+
+@claim(2, dies=1)
+def a_guest_that_dies_under_load_leaves_its_locks_and_all_names_to_the_others(a, b):
+    a.ok("mkdir /mnt/storm; echo x > /mnt/l")
+    b.ok("claims locked /mnt/l 0 & sleep 1; claims storm /mnt/storm 5 500")
+    need(a.run("timeout 2 claims locked /mnt/l 1500")[0], "the lock was free while its holder lived")
+    b.start("claims storm /mnt/storm 1 1000000")
+    a.start("claims storm /mnt/storm 0 6000")
+    time.sleep(1)
+    b.kill()
+    declare_dead(a.rig, 1)
+    rc, out = a.finish()
+    need(rc == 0, out)
+    a.ok("claims locked /mnt/l 2000")
+    a.ok("rm -r /mnt/storm /mnt/l")
+    need(a.ok("ls /mnt | wc -l") == "0", "leftovers")
+
+
+@claim(1, dies=0)
+def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a):
+    a.ok("mkdir /mnt/storm; claims storm /mnt/storm 9 3000; dd if=/dev/zero of=/mnt/big bs=1M count=20 2>/dev/null")
+    rng = random.Random(int(os.environ.get("TOMBOLO_SEED", "1")))
+    files = 2 << 20
+    with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
+        # where something is: that's where a wild word does harm
+        used = [o for o in range(files, ZONE_MIB << 20, 4096) if m[o:o + 4096].count(0) < 4096]
+        for _ in range(int(os.environ.get("TOMBOLO_ROUNDS", "4"))):
+            a.start("timeout -s KILL 20 claims storm /mnt/storm %d 3000; timeout -s KILL 20 claims data /mnt; timeout -s KILL 20 claims mapped /mnt; "
+                    "timeout -s KILL 20 find /mnt | head -1000 | tail -1; df /mnt >/dev/null; true" % rng.randrange(1000))
+            for _ in range(300):
+                at = rng.choice(used) + 8 * rng.randrange(512)
+                old = struct.unpack_from("<Q", m, at)[0]
+                new = rng.choice([0, rng.getrandbits(64), old ^ 1 << rng.randrange(64), old + 1, old - 1, 2**64 - 1, rng.getrandbits(16),
+                                  rng.getrandbits(16) | 1 << 63, 1 << 48 | rng.getrandbits(16), 4 << 48 | rng.getrandbits(16)])
+                struct.pack_into("<Q", m, at, new & (2**64 - 1))
+                if rng.random() < 0.1:
+                    time.sleep(0.001)
+            a.finish(400)
+    a.ok("rm -rf /mnt/* & sleep 10; kill $! 2>/dev/null; true", 200)
+    a.run("umount /mnt", 200)
+    a.damaged = True
+
+
+# maxcpus: with one possible CPU QEMU's emulation would make no atomic at all.
+@claim(2, smp="1,maxcpus=2")
 def one_cpu_guests_lose_no_update_either(a, b):
     both(a, b, "claims append /mnt/log %d 700")
     a.ok("claims appended /mnt/log 2 700 && rm /mnt/log")
     a.ok("mkdir /mnt/storm")
     both(a, b, "claims storm /mnt/storm %d 2000")
     a.ok("rm -r /mnt/storm")
+
+
+def declare_dead(rig, member):
+    """What the host does when a QEMU is gone: the epoch ends, the others are told."""
+    with open(rig.zone, "r+b") as f, mmap.mmap(f.fileno(), 4096 + 64 * 256) as m:
+        at = 4096 + member * 256
+        epoch = struct.unpack_from("<Q", m, at)[0] >> 32
+        struct.pack_into("<Q", m, at, (epoch + 1) << 32 | 3)
+        for i in range(64):
+            pending = 4096 + i * 256 + 64
+            struct.pack_into("<Q", m, pending, struct.unpack_from("<Q", m, pending)[0] | 32)
 
 
 def both(a, b, command, timeout=300):
@@ -199,10 +286,10 @@ def wait_for(guest, what):
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def build(kernel, root, work):
+def build(kernel, work):
     headers = "/usr/src/linux-headers-" + kernel
     out = os.path.join(work, "build-" + kernel)
-    made = subprocess.run(["make", "-C", os.path.dirname(HERE), "KDIR=" + headers, "O=" + out], capture_output=True, text=True)
+    made = subprocess.run(["make", "-C", os.path.dirname(HERE), "KDIR=" + headers, "OUT=" + out], capture_output=True, text=True)
     if made.returncode:
         sys.exit("tombolo.ko does not build for %s:\n%s%s" % (kernel, made.stdout[-3000:], made.stderr[-3000:]))
     if " warning: " in made.stderr:
@@ -214,6 +301,7 @@ def main():
     p = argparse.ArgumentParser()
     p.add_argument("--kernel", action="append", default=[])
     p.add_argument("--root", default="/")
+    p.add_argument("--suites", help="folder with the programs fsx (crate fsx 0.3.2) and pjdfstest (0.2.2): run these, too")
     p.add_argument("--keep", action="store_true", help="keep the work folder, with the guests' consoles")
     p.add_argument("claims", nargs="*")
     o = p.parse_args()
@@ -229,7 +317,9 @@ def main():
         subprocess.run(["cc", *flags, HERE + "/mkzone.c", *glob.glob(ROOT + "/files/core/*.c"), "-o", work + "/mkzone"], check=True)
         subprocess.run(["cc", "-O2", "-static", HERE + "/claims.c", "-o", work + "/claims"], check=True)
         for kernel in o.kernel:
-            rig = Rig(kernel, os.path.join(o.root, "boot/vmlinuz-" + kernel), o.root, build(kernel, o.root, work), work, [work + "/claims"])
+            suites = glob.glob(o.suites + "/fsx") + glob.glob(o.suites + "/pjdfstest") if o.suites else []
+            rig = Rig(kernel, os.path.join(o.root, "boot/vmlinuz-" + kernel), o.root, build(kernel, work), work, [work + "/claims", *suites])
+            rig.programs = {os.path.basename(s) for s in suites}
             p, f = run(rig, work, o)
             passed += p
             failed += f
@@ -244,15 +334,17 @@ def main():
 
 def run(rig, work, o):
     """Claims with the same needs share their guests; a claim that fails gets its guests replaced for the next."""
-    zone = "/dev/shm/" + os.path.basename(work)
+    zone = rig.zone = "/dev/shm/" + os.path.basename(work)
     passed, failed, guests, has = 0, [], [], None
-    order = sorted(CLAIMS, key=lambda c: str((c[1], sorted(c[2].items()))))
+    order = sorted(CLAIMS, key=lambda c: str((c[1], sorted((k, v) for k, v in c[2].items() if k != "needs"))))
     try:
         for f, n, options in order:
             name = f.__name__
             if o.claims and not any(c in name for c in o.claims):
                 continue
-            wants = (n, options)
+            if options.get("needs", None) not in rig.programs | {None}:
+                continue
+            wants = (n, {k: v for k, v in options.items() if k != "needs"})
             start = time.monotonic()
             error = None
             try:
@@ -268,12 +360,16 @@ def run(rig, work, o):
                     for g in guests:
                         g.ok("mount -t tombolo test /mnt")
                 f(*guests)
+                guests = [g for g in guests if g.process.poll() is None]
                 if options.get("mount", True):
                     for g in guests:
-                        g.ok("umount /mnt")
+                        if not hasattr(g, "damaged"):
+                            g.ok("umount /mnt")
                 for g in guests:
                     bad = g.complaints()
                     need(not bad, "%s: the kernel complained: %s" % (g.name, bad[:3]))
+                    if hasattr(g, "damaged"):
+                        continue
                     damage = [l for l in g.ok("dmesg").splitlines() if "is damaged" in l]
                     need(not damage, "%s: %s" % (g.name, damage[:3]))
             except Failed as e:
@@ -290,6 +386,9 @@ def run(rig, work, o):
                 guests = []
             else:
                 passed += 1
+            if "dies" in options:
+                stop(guests)
+                guests = []
         return passed, failed
     finally:
         stop(guests)

@@ -12,7 +12,7 @@ MODULES = ["virtio_pci", "virtio_pmem", "nd_pmem"]
 
 INIT = """#!/bin/busybox sh
 /bin/busybox --install -s /bin
-mkdir -p /proc /sys /dev /tmp /mnt /z
+mkdir -p /proc /sys /dev /tmp /mnt /z /etc
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs tmp /tmp
 mkdir -p /dev/shm; mount -t tmpfs shm /dev/shm
 for m in $(cat /modules/order); do insmod /modules/$m.ko || echo "insmod $m failed"; done
@@ -87,7 +87,7 @@ class Rig:
 
 class Guest:
     def __init__(self, rig, name, zone, size_mib, smp, memory, append, extra):
-        self.name = name
+        self.name, self.rig = name, rig
         self.path = os.path.join(rig.work, name + ".sock")
         self.console = os.path.join(rig.work, name + ".log")
         if os.path.exists(self.path):

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The packed virtqueue (virtio 1.3 §2.8).
 
-use std::sync::atomic::{AtomicU16, Ordering, fence};
+use std::sync::atomic::{AtomicU16, AtomicU64, Ordering, fence};
 
 use super::split::{indirect, read_desc};
+use super::window::WINDOW;
 use super::{
     Broken, Chain, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, MAX_CHAIN, RingAddress, RingError, RingFeatures,
     Window, area, event_passed,
@@ -59,8 +60,12 @@ pub struct PackedRing {
     used: Place,
     /// Entries fetched and not completed.
     outstanding: u16,
-    /// The first entry of the batch being completed, whose flags are written last.
-    first: Option<(u16, u16)>,
+    /// The place that the driver knows to be used.
+    published: Place,
+    /// Completed and not published: length, id, entries. Written in one go, since the driver keeps reading the line of
+    /// the first.
+    shadow: [(u32, u16, u16); WINDOW],
+    shadowed: usize,
     /// The used place at the last decision about a signal.
     signalled: Option<Place>,
 }
@@ -100,7 +105,9 @@ impl PackedRing {
             next: place,
             used: place,
             outstanding: 0,
-            first: None,
+            published: place,
+            shadow: [(0, 0, 0); WINDOW],
+            shadowed: 0,
             signalled: None,
         })
     }
@@ -128,6 +135,13 @@ impl PackedRing {
     fn flags(&self, index: u16) -> &AtomicU16 {
         // SAFETY: index < size; the descriptor area is mapped and 16-aligned.
         unsafe { AtomicU16::from_ptr(self.desc.add(16 * usize::from(index) + 14).cast()) }
+    }
+
+    /// Length, id and flags of a descriptor, in one word.
+    #[inline(always)]
+    fn tail(&self, index: u16) -> &AtomicU64 {
+        // SAFETY: index < size; the descriptor area is mapped and 16-aligned.
+        unsafe { AtomicU64::from_ptr(self.desc.add(16 * usize::from(index) + 8).cast()) }
     }
 
     #[inline(always)]
@@ -219,30 +233,41 @@ impl PackedRing {
 
     #[inline(always)]
     pub(super) fn complete(&mut self, chain: &Chain, len: u32) {
-        let index = self.used.index;
-        // SAFETY: index < size, so length and id (bytes 8 to 13) are in the mapped ring.
-        unsafe {
-            let d = self.desc.add(16 * usize::from(index));
-            d.add(8).cast::<u32>().write_volatile(len);
-            d.add(12).cast::<u16>().write_volatile(chain.id);
+        if self.shadowed == WINDOW {
+            self.publish();
         }
-        let mut flags = if self.used.wrap { AVAIL | USED } else { 0 };
-        if len > 0 {
-            flags |= DESC_WRITE;
-        }
-        if self.first.is_none() {
-            self.first = Some((index, flags));
-        } else {
-            self.flags(index).store(flags, Ordering::Release);
-        }
+        self.shadow[self.shadowed] = (len, chain.id, chain.entries);
+        self.shadowed += 1;
         self.used.advance(chain.entries, self.size);
         self.outstanding -= chain.entries;
     }
 
     #[inline(always)]
     pub(super) fn publish(&mut self) -> bool {
-        let Some((index, flags)) = self.first.take() else { return false };
-        self.flags(index).store(flags, Ordering::Release);
+        if self.shadowed == 0 {
+            return false;
+        }
+        let mut at = self.published;
+        let mut first = None;
+        for &(len, id, entries) in &self.shadow[..self.shadowed] {
+            let mut flags = if at.wrap { AVAIL | USED } else { 0 };
+            if len > 0 {
+                flags |= DESC_WRITE;
+            }
+            let word = u64::from(len) | u64::from(id) << 32 | u64::from(flags) << 48;
+            // The first becomes visible last, and with it all others.
+            if first.is_none() {
+                first = Some((at.index, word));
+            } else {
+                self.tail(at.index).store(word, Ordering::Relaxed);
+            }
+            at.advance(entries, self.size);
+        }
+        if let Some((index, word)) = first {
+            self.tail(index).store(word, Ordering::Release);
+        }
+        self.published = at;
+        self.shadowed = 0;
         true
     }
 
@@ -285,6 +310,7 @@ impl PackedRing {
     }
 
     pub(super) fn rewind(&mut self) {
+        self.publish();
         self.next = self.used;
         self.outstanding = 0;
     }

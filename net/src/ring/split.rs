@@ -287,6 +287,7 @@ impl SplitRing {
     }
 
     pub(super) fn rewind(&mut self) {
+        self.publish();
         self.next = self.used_next;
         self.seen = self.used_next;
     }
@@ -330,6 +331,9 @@ pub(super) fn indirect(
     }
     // The usual table lies in one piece; one that doesn't is read descriptor by descriptor.
     let whole = tr.at(gpa, len).filter(|(_, piece)| *piece == len).map(|(ptr, _)| ptr);
+    if whole.is_none() && !is_mapped(tr, gpa, len) {
+        return Err(Broken::Address { gpa, len });
+    }
     let mut index = 0u32;
     for _ in 0..count.min(MAX_CHAIN as u32) {
         let d = match whole {
@@ -337,17 +341,19 @@ pub(super) fn indirect(
             Some(base) => unsafe { read_desc(base.add(16 * index as usize)) },
             None => read_scattered(tr, gpa, index)?,
         };
-        if d.flags & DESC_INDIRECT != 0 {
-            return Err(Broken::Indirect { flags: d.flags });
+        // A packed descriptor has its id before its flags.
+        let flags = if chained { d.flags } else { d.next };
+        if flags & DESC_INDIRECT != 0 {
+            return Err(Broken::Indirect { flags });
         }
-        if (d.flags & DESC_WRITE != 0) != write {
-            return Err(Broken::Direction { flags: d.flags });
+        if (flags & DESC_WRITE != 0) != write {
+            return Err(Broken::Direction { flags });
         }
         if !win.push(tr, d.addr, d.len)? {
             return Ok(false);
         }
         if chained {
-            if d.flags & DESC_NEXT == 0 {
+            if flags & DESC_NEXT == 0 {
                 return Ok(true);
             }
             index = d.next.into();
@@ -362,6 +368,18 @@ pub(super) fn indirect(
         }
     }
     Err(if count as usize > MAX_CHAIN { Broken::TooLong } else { Broken::Loop { size: count } })
+}
+
+/// Are all bytes of a range in the guest's memory, if not in one piece?
+#[cold]
+fn is_mapped(tr: &mut Translator, gpa: u64, len: u32) -> bool {
+    let (mut at, mut rest) = (gpa, len);
+    while rest > 0 {
+        let Some((_, piece)) = tr.at(at, rest) else { return false };
+        rest -= piece;
+        at = at.wrapping_add(piece.into());
+    }
+    true
 }
 
 /// One descriptor of a table that lies across regions.

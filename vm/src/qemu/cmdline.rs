@@ -6,6 +6,7 @@ use std::ffi::OsString;
 use std::os::fd::RawFd;
 
 use super::kvm::Accel;
+use super::version::Qemu;
 use crate::compose::VmSpec;
 use crate::growth::MEMORY;
 use crate::guestkit::Boot;
@@ -14,7 +15,7 @@ use tombolo_start::layout::Layout;
 /// Address space for zones that are attached later, in bytes.
 const HOTPLUG_ROOM: u64 = 64 << 30;
 /// Interrupt vectors of a doorbell.
-pub const DOORBELL_VECTORS: u32 = 4;
+pub const DOORBELL_VECTORS: usize = tombolo_zone::doorbell::VECTORS;
 /// The port of the guest agent.
 pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 
@@ -30,7 +31,7 @@ pub struct ZoneDevice {
     /// The VM has no right to write to it.
     pub read_only: bool,
     /// A socket connected to the zone's ivshmem server, as numbered in QEMU.
-    pub doorbell: Option<RawFd>,
+    pub doorbell: RawFd,
 }
 
 /// What a command line is made from.
@@ -40,6 +41,8 @@ pub struct Plan<'a> {
     pub name: &'a str,
     /// What the compose file says.
     pub spec: &'a VmSpec,
+    /// The QEMU it is for.
+    pub qemu: &'a Qemu,
     /// KVM or TCG.
     pub accel: Accel,
     /// Kernel and initramfs; `None` boots the disk.
@@ -57,10 +60,14 @@ pub struct Plan<'a> {
 }
 
 /// The accelerator and the CPU that fits it.
-pub fn accel_arguments(accel: Accel) -> [&'static str; 4] {
+pub fn accel_arguments(accel: Accel, qemu: &Qemu) -> [&'static str; 4] {
     match accel {
         Accel::Kvm => ["-accel", "kvm", "-cpu", "host"],
-        // TCG interprets `rep movsb` byte by byte; without these two features kernels don't choose it.
+        // TCG interprets `rep movsb` byte by byte; without erms and fsrm kernels don't choose it. The cmpxchg16b of old
+        // QEMUs damages the flags, of which 6.12 kernels die.
+        Accel::Tcg if qemu.version < (8, 0, 0) => {
+            ["-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm,-cx16"]
+        }
         Accel::Tcg => ["-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm"],
     }
 }
@@ -77,10 +84,10 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     };
     add("-name", format!("guest=tombolo-{},debug-threads=on", plan.name));
     add("-machine", "q35,usb=off,vmport=off,memory-backend=ram".into());
-    let [accel, accel_value, cpu, cpu_value] = accel_arguments(plan.accel);
+    let [accel, accel_value, cpu, cpu_value] = accel_arguments(plan.accel, plan.qemu);
     add(accel, accel_value.into());
     add(cpu, cpu_value.into());
-    add("-smp", spec.cpus.to_string());
+    add("-smp", processors(spec.cpus, plan.accel));
     // The room for zones must be known at start; it costs address space only.
     let most = (memory + grown + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
     add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
@@ -141,6 +148,10 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
             cmdline.push(' ');
             cmdline.push_str(tombolo_start::guest::KERNEL_ARGUMENTS);
         }
+        if plan.accel == Accel::Tcg {
+            // On a loaded host an emulated timer comes too late for the kernel's check of it, which ends in a panic.
+            cmdline.push_str(" no_timer_check");
+        }
         if let Some(more) = &spec.cmdline {
             cmdline.push(' ');
             cmdline.push_str(more);
@@ -156,6 +167,11 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     args
 }
 
+/// With one possible CPU, TCG makes no guest's atomics atomic towards other guests.
+fn processors(count: u32, accel: Accel) -> String {
+    if accel == Accel::Tcg && count < 2 { format!("{count},maxcpus=2") } else { count.to_string() }
+}
+
 /// qcow2 by its magic, raw otherwise.
 fn disk_format(disk: &std::path::Path) -> &'static str {
     let mut magic = [0; 4];
@@ -166,7 +182,7 @@ fn disk_format(disk: &std::path::Path) -> &'static str {
 fn zone_arguments(zone: &ZoneDevice) -> Vec<[String; 2]> {
     let ZoneDevice { name, memory, size, .. } = zone;
     let read_only = if zone.read_only { ",readonly=on" } else { "" };
-    let mut args = vec![
+    vec![
         [
             "-object".into(),
             format!(
@@ -174,15 +190,12 @@ fn zone_arguments(zone: &ZoneDevice) -> Vec<[String; 2]> {
             ),
         ],
         ["-device".into(), format!("virtio-pmem-pci,id=pmem-{name},memdev=zone-{name}")],
-    ];
-    if let Some(fd) = zone.doorbell {
-        args.push(["-chardev".into(), format!("socket,id=bell-{name},fd={fd}")]);
-        args.push([
+        ["-chardev".into(), format!("socket,id=bell-{name},fd={}", zone.doorbell)],
+        [
             "-device".into(),
             format!("ivshmem-doorbell,id=doorbell-{name},chardev=bell-{name},vectors={DOORBELL_VECTORS}"),
-        ]);
-    }
-    args
+        ],
+    ]
 }
 
 #[cfg(test)]
@@ -191,11 +204,26 @@ mod tests {
     use std::path::PathBuf;
 
     fn line(spec: &str, accel: Accel, zones: Vec<ZoneDevice>) -> String {
+        line_of((10, 0, 2), spec, accel, zones)
+    }
+
+    fn line_of(version: (u32, u32, u32), spec: &str, accel: Accel, zones: Vec<ZoneDevice>) -> String {
         let spec: VmSpec = toml::from_str(spec).unwrap();
         let boot = spec.disk.is_none().then(|| Boot { kernel: "/k".into(), initrd: Some("/i".into()) });
+        let qemu = Qemu { program: "qemu".into(), version };
         let memory = crate::growth::layout("a", &spec).unwrap();
-        let plan =
-            Plan { name: "a", spec: &spec, accel, boot, monitor: 7, console: 8, agent: 9, memory, zones };
+        let plan = Plan {
+            name: "a",
+            spec: &spec,
+            qemu: &qemu,
+            accel,
+            boot,
+            monitor: 7,
+            console: 8,
+            agent: 9,
+            memory,
+            zones,
+        };
         let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
         args.join(" ")
     }
@@ -208,7 +236,7 @@ mod tests {
             "socket,id=monitor,fd=7",
             "socket,id=console,fd=8",
             "socket,id=agent,fd=9",
-            "-kernel /k -initrd /i -append console=ttyS0 quiet panic=-1",
+            "-kernel /k -initrd /i -append console=ttyS0 quiet panic=-1 no_timer_check",
             "-no-reboot",
             "pcie-root-port,id=hp3,chassis=4,slot=4",
         ] {
@@ -232,9 +260,21 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_with_one_cpu_keeps_its_atomics_under_emulation() {
+        assert!(line("cpus = 1", Accel::Tcg, vec![]).contains("-smp 1,maxcpus=2 "));
+        assert!(line("cpus = 1", Accel::Kvm, vec![]).contains("-smp 1 "));
+    }
+
+    #[test]
+    fn an_old_emulator_does_not_offer_the_instruction_that_it_gets_wrong() {
+        assert!(line_of((7, 2, 22), "", Accel::Tcg, vec![]).contains("-cpu max,-erms,-fsrm,-cx16 "));
+        assert!(!line_of((7, 2, 22), "", Accel::Kvm, vec![]).contains("cx16"));
+    }
+
+    #[test]
     fn a_zone_is_a_pmem_device_and_a_doorbell() {
         let zone =
-            ZoneDevice { name: "z".into(), memory: 11, size: 64 << 20, read_only: false, doorbell: Some(12) };
+            ZoneDevice { name: "z".into(), memory: 11, size: 64 << 20, read_only: false, doorbell: 12 };
         let line = line(
             "",
             Accel::Kvm,
@@ -243,7 +283,7 @@ mod tests {
         assert!(line.contains("-accel kvm -cpu host"));
         assert!(line.contains("memory-backend-file,id=zone-z,mem-path=/proc/self/fd/11,size=67108864,share=on -device virtio-pmem-pci,id=pmem-z,memdev=zone-z"), "{line}");
         assert!(line.contains(
-            "-chardev socket,id=bell-z,fd=12 -device ivshmem-doorbell,id=doorbell-z,chardev=bell-z,vectors=4"
+            "-chardev socket,id=bell-z,fd=12 -device ivshmem-doorbell,id=doorbell-z,chardev=bell-z,vectors=1"
         ));
         assert!(line.contains("id=zone-r,mem-path=/proc/self/fd/11,size=67108864,share=on,readonly=on"));
     }

@@ -128,7 +128,7 @@ fn run(qemu: &Qemu, kernel: &Path, accel: Accel, limit: Duration) -> anyhow::Res
         .arg(kernel)
         .arg("-initrd")
         .arg(child::inherited_path(&initramfs))
-        .args(super::cmdline::accel_arguments(accel))
+        .args(super::cmdline::accel_arguments(accel, qemu))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());

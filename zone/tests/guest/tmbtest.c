@@ -15,6 +15,7 @@
 #include <linux/wait.h>
 
 #include "doorbell.h"
+#include "syncdev.h"
 #include "tombolo_zone.h"
 
 static unsigned long long phys, size;
@@ -139,6 +140,46 @@ static int self_get(char *buf, const struct kernel_param *kp)
 static const struct kernel_param_ops self_ops = { .get = self_get };
 module_param_cb(self, &self_ops, NULL, 0444);
 
+/* Writing anything: joins the zone as the member whose doorbell this guest has, and makes the device of its SYNC area. */
+static struct tmb_syncdev *syncdev;
+
+static int join_set(const char *val, const struct kernel_param *kp)
+{
+	struct tmb_zone_header *h = (struct tmb_zone_header *)zone;
+	struct tmb_member *own = own_slot();
+	struct tmb_syncdev_config config = { .zone_uuid = h->uuid, .zone_name = "test" };
+	u64 was;
+	u32 i;
+
+	if (!own || syncdev)
+		return -EBUSY;
+	was = tmb_load_acquire(&own->state_epoch);
+	if (tmb_state(was) != TMB_MEMBER_INVITED && tmb_state(was) != TMB_MEMBER_DEAD)
+		return -EPERM;
+	config.epoch = tmb_epoch(was) + 1;
+	if (!tmb_cas64(&own->state_epoch, was, tmb_state_epoch(TMB_MEMBER_ACTIVE, config.epoch)))
+		return -EAGAIN;
+	config.members = slot(0);
+	config.member = own - slot(0);
+	for (i = 0; i < TMB_MAX_AREAS; i++) {
+		if (h->areas[i].type != TMB_AREA_SYNC)
+			continue;
+		config.area = zone + h->areas[i].offset;
+		config.pfn = PHYS_PFN(phys + h->areas[i].offset);
+		config.length = h->areas[i].length;
+	}
+	syncdev = tmb_syncdev_create(&config);
+	if (IS_ERR(syncdev)) {
+		int err = PTR_ERR(syncdev);
+
+		syncdev = NULL;
+		return err;
+	}
+	return 0;
+}
+static const struct kernel_param_ops join_ops = { .set = join_set };
+module_param_cb(join, &join_ops, NULL, 0200);
+
 static int __init tmbtest_init(void)
 {
 	struct tmb_zone_header *header;
@@ -166,6 +207,7 @@ static int __init tmbtest_init(void)
 
 static void __exit tmbtest_exit(void)
 {
+	tmb_syncdev_destroy(syncdev);
 	tmb_doorbell_unregister(&client);
 	tmb_doorbell_exit();
 	memunmap(zone);

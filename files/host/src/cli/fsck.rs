@@ -13,7 +13,7 @@ use crate::target::Target;
 /// Arguments of `tombolo files fsck`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The zone's file, or a file with a file system
+    /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
     pub zone: PathBuf,
     /// Only look; opens the zone read-only (this is what happens without -y, too)
     #[arg(short = 'n', conflicts_with = "yes")]

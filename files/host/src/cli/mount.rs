@@ -28,7 +28,7 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 /// Arguments of `tombolo files mount`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The zone's file (or /proc/PID/fd/N), or a file with a file system
+    /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
     zone: PathBuf,
     /// Where to mount it
     directory: PathBuf,
@@ -54,6 +54,12 @@ pub struct Args {
     /// For mounts of ordinary users: let other users in
     #[arg(long)]
     allow_other: bool,
+}
+
+impl Args {
+    pub(super) fn zone_mut(&mut self) -> &mut PathBuf {
+        &mut self.zone
+    }
 }
 
 /// Runs the command.

@@ -17,6 +17,8 @@ const KINDS: [u32; 7] = [
     libc::S_IFIFO,
     libc::S_IFSOCK,
 ];
+/// Inodes by which the table grows.
+const GROWTH: u64 = 256;
 const XATTR_IMAGE_MAX: u64 = 2 * sys::TFS_XATTR_MAX as u64;
 
 impl Checker<'_> {
@@ -35,6 +37,13 @@ impl Checker<'_> {
             self.put(offset_of!(sys::tfs_super, version) as u64, right);
         }
         if !self.options.live {
+            for (lock, name) in [
+                (offset_of!(sys::tfs_super, itable_lock), "inode table"),
+                (offset_of!(sys::tfs_super, rename_lock), "directory renames"),
+            ] {
+                let word = self.area.word(lock as u64).unwrap_or(0);
+                self.check_lock(lock as u64, word, name);
+            }
             for (offset, name) in [(offset_of!(sys::tfs_super, freeze), "freeze")] {
                 if self.area.word(offset as u64) != Some(0)
                     && self.note("leftover", format!("super block: {name} is set"))
@@ -42,6 +51,19 @@ impl Checker<'_> {
                     self.put(offset as u64, 0);
                 }
             }
+        }
+    }
+
+    /// Who comes to a lock whose owner is gone takes it over; an owner that can't be is damage.
+    fn check_lock(&mut self, at: u64, word: u64, what: &str) {
+        let nobody = word & 0xff > u64::from(sys::TFS_MEMBERS) || (word != 0 && word & 0xff == 0);
+        let fix = match word {
+            0 => false,
+            _ if nobody => self.damage("lock", format!("lock of {what}: {word:#x} names no member")),
+            _ => self.note("lock", format!("lock of {what}: member {} had it", (word & 0xff) - 1)),
+        };
+        if fix {
+            self.put(at, 0);
         }
     }
 
@@ -94,9 +116,19 @@ impl Checker<'_> {
                 self.put(count_at, there);
             }
         } else if stored < there && !self.options.live {
-            // Someone died between linking blocks and saying so; the core finds them when it grows the table.
-            self.note("table-size", format!("the inode table has {there} inodes and uses {stored} yet"));
-            self.table.truncate((stored / PER_BLOCK) as usize);
+            // Someone died between linking blocks and saying so: then all in them are free, and the core finds them when it
+            // grows the table.
+            let empty = there - stored <= GROWTH
+                && (stored..there)
+                    .all(|ino| self.inode(ino).is_some_and(|inode| inode.state() == sys::TFS_INODE_FREE));
+            if empty {
+                self.note("table-size", format!("the inode table has {there} inodes and uses {stored} yet"));
+                self.table.truncate((stored / PER_BLOCK) as usize);
+            } else if self
+                .damage("table-size", format!("the inode table has {there} inodes and says {stored}"))
+            {
+                self.put(count_at, there);
+            }
         }
         if blocks == 0 {
             let text = "the inode table is gone, and with it all files: make a new file system".into();
@@ -183,6 +215,7 @@ impl Checker<'_> {
         let what = format!("inode {ino}");
         let tree = self.claim_tree(inode.at + field::root, inode.root(), &what);
         self.check_xattrs(ino, inode);
+        self.check_file_locks(ino, inode);
         let good = match kind {
             libc::S_IFDIR => true, // its blocks come with the directories
             libc::S_IFREG => self.check_file(ino, inode, &tree),
@@ -214,6 +247,7 @@ impl Checker<'_> {
             }
         }
         if !self.options.live {
+            self.check_lock(inode.at + field::lock, inode.lock(), &what);
             for (offset, value, name) in
                 [(field::openers, inode.openers(), "open"), (field::mappers, inode.mappers(), "mapped")]
             {
@@ -264,7 +298,7 @@ impl Checker<'_> {
             inode.xattr_root(),
             &format!("attributes of inode {ino}"),
         );
-        if inode.xattr_root() == 0 || tree.runs.is_empty() {
+        if inode.xattr_root() == 0 || tree.blocks() == 0 {
             return;
         }
         if !self.xattrs_ok(&tree)
@@ -272,6 +306,27 @@ impl Checker<'_> {
         {
             self.unclaim(&tree);
             self.put(inode.at + field::xattr_root, 0);
+        }
+    }
+
+    /// Records of dead members count for nothing; what must be there are the blocks that the head says.
+    fn check_file_locks(&mut self, ino: u64, inode: &Inode) {
+        let tree =
+            self.claim_tree(inode.at + field::locks, inode.locks(), &format!("file locks of inode {ino}"));
+        if inode.locks() == 0 || tree.blocks() == 0 {
+            return;
+        }
+        let head = offset_of!(sys::tfs_lock_head, blocks) as u64;
+        let says = tree.block(0).and_then(|block| self.area.word(block * BLOCK + head)).unwrap_or(u64::MAX);
+        let good = says <= tree.end() && (0..says).all(|b| tree.block(b).is_some());
+        if !good
+            && self.damage(
+                "file-locks",
+                format!("inode {ino}: its table of file locks is not readable: dropped"),
+            )
+        {
+            self.unclaim(&tree);
+            self.put(inode.at + field::locks, 0);
         }
     }
 

@@ -41,6 +41,7 @@ impl Layout {
         }
         let version = super_half(area, offset_of!(sys::tfs_super, version))?;
         let incompat = word(offset_of!(sys::tfs_super, incompat))?;
+        let incompat = incompat | word(offset_of!(sys::tfs_super, ro_compat))?;
         if version != sys::TFS_VERSION || incompat != 0 {
             return Err(Unreadable(format!(
                 "a file system of version {version} with features {incompat:#x}; this program knows version {}",
@@ -122,7 +123,7 @@ macro_rules! fields {
     };
 }
 fields!(state_gen mode owner nlink flags rdev parent xattr_root root size blocks seq index_root index_used
-    entries free_granules openers mappers locks);
+    entries free_granules openers mappers lock locks);
 
 impl Inode {
     pub(crate) fn read(area: &Area, table_block: u64, ino: u64) -> Option<Inode> {

@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Contexts, queues and samplers.
+
+use super::counting;
+use super::platform::list;
+use crate::rt::{self, ARENA, Handle, Id, code};
+use crate::state::{As, Body, Context, Destructor, Queue};
+use std::ffi::{CString, c_void};
+use std::sync::Mutex;
+use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::wire::Decoder;
+
+type ContextNotify = Option<unsafe extern "C" fn(*const i8, *const c_void, usize, *mut c_void)>;
+
+const CONTEXT_PLATFORM: i64 = 0x1084;
+
+/// The properties a program gave, the platform taken out, and the id of that.
+unsafe fn properties(from: *const c_void) -> Result<(Vec<i64>, Vec<isize>, u64), i32> {
+    // SAFETY: a list of pairs that ends with 0, as the caller promises.
+    let given = unsafe { list(from, 2) };
+    let mut rest = Vec::new();
+    let mut platform = 0;
+    for pair in given.chunks(2) {
+        match pair {
+            [CONTEXT_PLATFORM, handle] => platform = rt::object(*handle as Handle, kind::PLATFORM)?.id(),
+            [key, value] => rest.extend([*key, *value]),
+            _ => {}
+        }
+    }
+    if !rest.is_empty() {
+        rest.push(0);
+    }
+    Ok((rest, given.iter().map(|v| *v as isize).collect(), platform))
+}
+
+/// Registers a context's callback; 0: none.
+fn notify(f: ContextNotify, user: *mut c_void) -> Result<u64, i32> {
+    let Some(f) = f else { return Ok(0) };
+    let user = user as usize;
+    Ok(rt::connection()?.callback(Box::new(move |_, body| {
+        let text = CString::new(body).unwrap_or_default();
+        // SAFETY: the program registered this function with this pointer.
+        unsafe { f(text.as_ptr(), std::ptr::null(), 0, user as *mut c_void) };
+        true
+    })))
+}
+
+fn body(devices: Vec<rt::Ref>, properties: Vec<isize>) -> Body {
+    let max_alloc = rt::max_alloc(&devices);
+    Body::Context(Context { devices, properties, destructors: Mutex::default(), max_alloc })
+}
+
+/// A context of devices.
+pub unsafe extern "C" fn clCreateContext(
+    props: *const c_void,
+    n: u32,
+    devices: *const Handle,
+    pfn_notify: ContextNotify,
+    user: *mut c_void,
+    errcode: *mut i32,
+) -> Handle {
+    // SAFETY: all pointers as the API says.
+    unsafe {
+        rt::create(errcode, || {
+            if n == 0 || devices.is_null() || (pfn_notify.is_none() && !user.is_null()) {
+                return Err(code::VALUE);
+            }
+            let devices = rt::list(n, devices, kind::DEVICE)?;
+            let (properties, given, platform) = properties(props)?;
+            let ids: Vec<u64> = devices.iter().map(|d| d.id()).collect();
+            let devices = devices.into_iter().map(rt::hold).collect();
+            let new = rt::new_object(kind::CONTEXT, body(devices, given))?;
+            let notify = notify(pfn_notify, user)?;
+            rt::call(&wire::CreateContext {
+                platform,
+                properties: properties.into(),
+                devices: ids.into(),
+                notify,
+                new: new.id(),
+            })
+            .inspect_err(|_| rt::connection().into_iter().for_each(|c| c.forget_callback(notify)))?;
+            Ok(new.publish())
+        })
+    }
+}
+
+/// A context of all devices of a type.
+pub unsafe extern "C" fn clCreateContextFromType(
+    props: *const c_void,
+    device_type: u64,
+    pfn_notify: ContextNotify,
+    user: *mut c_void,
+    errcode: *mut i32,
+) -> Handle {
+    // SAFETY: all pointers as the API says.
+    unsafe {
+        rt::create(errcode, || {
+            if pfn_notify.is_none() && !user.is_null() {
+                return Err(code::VALUE);
+            }
+            let (properties, given, platform) = properties(props)?;
+            // The devices are known once the server has found them; which ones follows from the type alone.
+            let platform = match platform {
+                0 => rt::platforms()?.first().ok_or(code::PLATFORM)?.id(),
+                id => id,
+            };
+            let (status, ids) = rt::ask_once(&wire::GetDeviceIDs { platform, device_type })?;
+            if status != wire::SUCCESS {
+                return Err(status);
+            }
+            let ids = Decoder::new(&ids).u64s().map_err(|_| wire::LOST)?;
+            let devices = ids.iter().filter_map(|id| ARENA.by_id(*id)).map(rt::hold).collect();
+            let new = rt::new_object(kind::CONTEXT, body(devices, given))?;
+            let notify = notify(pfn_notify, user)?;
+            rt::call(&wire::CreateContextFromType {
+                platform,
+                properties: properties.into(),
+                device_type,
+                notify,
+                new: new.id(),
+            })
+            .inspect_err(|_| rt::connection().into_iter().for_each(|c| c.forget_callback(notify)))?;
+            Ok(new.publish())
+        })
+    }
+}
+
+counting!(CONTEXT clRetainContext clReleaseContext);
+counting!(QUEUE clRetainCommandQueue release_queue);
+counting!(SAMPLER clRetainSampler clReleaseSampler);
+
+/// Gives a queue up; what is in it goes to the device, as a release implies a flush.
+pub unsafe extern "C" fn clReleaseCommandQueue(queue: Handle) -> i32 {
+    // SAFETY: the same contract.
+    let status = unsafe { release_queue(queue) };
+    rt::connection().into_iter().for_each(|c| {
+        let _lost = c.publish();
+    });
+    status
+}
+
+/// Registers what is called when a context goes.
+pub unsafe extern "C" fn clSetContextDestructorCallback(
+    context: Handle,
+    f: Option<unsafe extern "C" fn(Handle, *mut c_void)>,
+    user: *mut c_void,
+) -> i32 {
+    rt::status(|| {
+        let context = rt::object(context, kind::CONTEXT)?;
+        let f = f.ok_or(code::VALUE)?;
+        let destructor: Destructor = (f, user as usize);
+        context.context()?.destructors.lock().map_err(|_| code::HOST_MEMORY)?.push(destructor);
+        Ok(())
+    })
+}
+
+/// A queue, the way of OpenCL 1.
+pub unsafe extern "C" fn clCreateCommandQueue(
+    context: Handle,
+    device: Handle,
+    properties: u64,
+    errcode: *mut i32,
+) -> Handle {
+    // SAFETY: all pointers as the API says.
+    unsafe {
+        rt::create(errcode, || {
+            let context = rt::object(context, kind::CONTEXT)?;
+            let device = rt::object(device, kind::DEVICE)?;
+            let queue = Queue { context: rt::hold(context), device: rt::hold(device), properties };
+            let new = rt::new_object(kind::QUEUE, Body::Queue(queue))?;
+            rt::call(&wire::CreateCommandQueue {
+                context: context.id(),
+                device: device.id(),
+                properties,
+                new: new.id(),
+            })?;
+            Ok(new.publish())
+        })
+    }
+}
+
+/// A queue.
+pub unsafe extern "C" fn clCreateCommandQueueWithProperties(
+    context: Handle,
+    device: Handle,
+    properties: *const c_void,
+    errcode: *mut i32,
+) -> Handle {
+    const QUEUE_PROPERTIES: i64 = 0x1093;
+    // SAFETY: all pointers as the API says.
+    unsafe {
+        rt::create(errcode, || {
+            let context = rt::object(context, kind::CONTEXT)?;
+            let device = rt::object(device, kind::DEVICE)?;
+            let properties = list(properties, 2);
+            let given = properties.chunks(2).find(|p| p[0] == QUEUE_PROPERTIES).and_then(|p| p.get(1));
+            let queue = Queue {
+                context: rt::hold(context),
+                device: rt::hold(device),
+                properties: given.copied().unwrap_or(0) as u64,
+            };
+            let new = rt::new_object(kind::QUEUE, Body::Queue(queue))?;
+            rt::call(&wire::CreateCommandQueueWithProperties {
+                context: context.id(),
+                device: device.id(),
+                properties: properties.into(),
+                new: new.id(),
+            })?;
+            Ok(new.publish())
+        })
+    }
+}
+
+/// Gone since OpenCL 1.1.
+pub unsafe extern "C" fn clSetCommandQueueProperty(queue: Handle, _: u64, _: u32, _: *mut u64) -> i32 {
+    rt::status(|| {
+        rt::object(queue, kind::QUEUE)?;
+        Err(wire::UNSUPPORTED)
+    })
+}
+
+/// Hands all commands to the device: they are there already, or in the batch.
+pub unsafe extern "C" fn clFlush(queue: Handle) -> i32 {
+    rt::status(|| {
+        let queue = rt::object(queue, kind::QUEUE)?;
+        rt::lost(rt::connection()?.post(&wire::Flush { queue: queue.id() }))
+    })
+}
+
+/// Waits for all commands.
+pub unsafe extern "C" fn clFinish(queue: Handle) -> i32 {
+    rt::status(|| {
+        let queue = rt::object(queue, kind::QUEUE)?;
+        rt::call(&wire::Finish { queue: queue.id() }).map(|_| ())
+    })
+}
+
+/// A sampler.
+pub unsafe extern "C" fn clCreateSamplerWithProperties(
+    context: Handle,
+    properties: *const c_void,
+    errcode: *mut i32,
+) -> Handle {
+    // SAFETY: all pointers as the API says.
+    unsafe {
+        rt::create(errcode, || {
+            let context = rt::object(context, kind::CONTEXT)?;
+            let new = rt::new_object(kind::SAMPLER, Body::Plain(context))?;
+            rt::call(&wire::CreateSamplerWithProperties {
+                context: context.id(),
+                properties: list(properties, 2).into(),
+                new: new.id(),
+            })?;
+            Ok(new.publish())
+        })
+    }
+}

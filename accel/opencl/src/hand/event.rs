@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Events, waiting, and commands that only OpenCL 1 had by these names.
+
+use super::counting;
+use crate::rt::{self, ARENA, Handle, Id, Ref, code};
+use crate::state::{As, Body, Event};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicI32, Ordering};
+use tombolo_accel_spec::opencl::{self as wire, kind};
+
+const COMPLETE: i32 = 0;
+const SUBMITTED: i32 = 2;
+const USER: u32 = 0x1204;
+
+counting!(EVENT clRetainEvent clReleaseEvent);
+
+/// Waits for events. Those known to be complete need no asking.
+pub unsafe extern "C" fn clWaitForEvents(n: u32, list: *const Handle) -> i32 {
+    rt::status(|| {
+        // SAFETY: as the API says.
+        let events = unsafe { rt::list(n, list, kind::EVENT)? };
+        let first = events[0].event()?.context.obj();
+        let mut ids = Vec::with_capacity(events.len());
+        for event in &events {
+            if event.event()?.context.obj() != first {
+                return Err(code::CONTEXT);
+            }
+            if event.event()?.status.load(Ordering::Acquire) != COMPLETE {
+                ids.push(event.id());
+            }
+        }
+        if ids.is_empty() {
+            return Ok(());
+        }
+        rt::call(&wire::WaitForEvents { events: ids.into() })?;
+        for event in events {
+            event.event()?.status.store(COMPLETE, Ordering::Release);
+        }
+        Ok(())
+    })
+}
+
+/// A property of an event. A final status is remembered.
+pub unsafe extern "C" fn clGetEventInfo(
+    event: Handle,
+    param: u32,
+    size: usize,
+    value: *mut c_void,
+    size_ret: *mut usize,
+) -> i32 {
+    const STATUS: u32 = 0x11d3;
+    rt::status(|| {
+        let event = rt::object(event, kind::EVENT)?;
+        let bytes = match param {
+            STATUS => {
+                let state = event.event()?;
+                let mut status = state.status.load(Ordering::Acquire);
+                if status > COMPLETE {
+                    let reply = rt::call(&wire::GetEventInfo { event: event.id(), param })?;
+                    status = reply.first_chunk().map(|b| i32::from_le_bytes(*b)).ok_or(wire::LOST)?;
+                    if status <= COMPLETE {
+                        state.status.store(status, Ordering::Release);
+                    }
+                }
+                status.to_ne_bytes().to_vec()
+            }
+            0x11d0 | 0x11d1 | 0x11d2 | 0x11d4 => crate::local::answer(event, param)?,
+            _ => rt::call(&wire::GetEventInfo { event: event.id(), param })?,
+        };
+        // SAFETY: as the API says.
+        unsafe { rt::answer(&bytes, size, value, size_ret) }
+    })
+}
+
+/// An event that the program completes.
+pub unsafe extern "C" fn clCreateUserEvent(context: Handle, errcode: *mut i32) -> Handle {
+    // SAFETY: as the API says.
+    unsafe {
+        rt::create(errcode, || {
+            let context = rt::object(context, kind::CONTEXT)?;
+            let event = Event {
+                context: rt::hold(context),
+                queue: None,
+                command: USER,
+                status: AtomicI32::new(SUBMITTED),
+            };
+            let new = rt::new_object(kind::EVENT, Body::Event(event))?;
+            let record = wire::CreateUserEvent { context: context.id(), new: new.id() };
+            rt::lost(rt::connection()?.post(&record))?;
+            Ok(new.publish())
+        })
+    }
+}
+
+/// Completes a user event, once.
+pub unsafe extern "C" fn clSetUserEventStatus(event: Handle, status: i32) -> i32 {
+    rt::status(|| {
+        let event = rt::object(event, kind::EVENT)?;
+        let state = event.event()?;
+        if state.command != USER {
+            return Err(code::EVENT);
+        }
+        if status > COMPLETE {
+            return Err(code::VALUE);
+        }
+        let set = state.status.compare_exchange(SUBMITTED, status, Ordering::AcqRel, Ordering::Relaxed);
+        set.map_err(|_| wire::UNSUPPORTED)?;
+        let record = wire::SetUserEventStatus { event: event.id(), execution_status: status };
+        rt::lost(rt::connection()?.post(&record))
+    })
+}
+
+/// Registers a callback for a status of an event.
+pub unsafe extern "C" fn clSetEventCallback(
+    event: Handle,
+    callback_type: i32,
+    f: Option<unsafe extern "C" fn(Handle, i32, *mut c_void)>,
+    user: *mut c_void,
+) -> i32 {
+    rt::status(|| {
+        let event = rt::object(event, kind::EVENT)?;
+        let f = f.ok_or(code::VALUE)?;
+        if !(COMPLETE..=SUBMITTED).contains(&callback_type) {
+            return Err(code::VALUE);
+        }
+        let user = user as usize;
+        // The event lives until the callback was called, even if the program gives it up before.
+        let held: Ref = rt::hold(event);
+        let connection = rt::connection()?;
+        let notify = connection.callback(Box::new(move |status, _| {
+            if let Ok(state) = held.obj().event() {
+                if status <= COMPLETE {
+                    state.status.store(status, Ordering::Release);
+                }
+            }
+            // SAFETY: the program registered this function with this pointer.
+            unsafe { f(held.obj().handle(), status, user as *mut c_void) };
+            false
+        }));
+        rt::call(&wire::SetEventCallback { event: event.id(), callback_type, notify })
+            .map(|_| ())
+            .inspect_err(|_| connection.forget_callback(notify))
+    })
+}
+
+/// A marker, the way of OpenCL 1.
+pub unsafe extern "C" fn clEnqueueMarker(queue: Handle, event: *mut Handle) -> i32 {
+    if event.is_null() {
+        return code::VALUE;
+    }
+    // SAFETY: as the API says.
+    unsafe { crate::stubs::clEnqueueMarkerWithWaitList(queue, 0, std::ptr::null(), event) }
+}
+
+/// Waits in the queue, the way of OpenCL 1.
+pub unsafe extern "C" fn clEnqueueWaitForEvents(queue: Handle, n: u32, list: *const Handle) -> i32 {
+    if n == 0 || list.is_null() {
+        return code::VALUE;
+    }
+    // SAFETY: as the API says.
+    unsafe {
+        let status = crate::stubs::clEnqueueBarrierWithWaitList(queue, n, list, std::ptr::null_mut());
+        if status == code::WAIT_LIST { code::EVENT } else { status }
+    }
+}
+
+/// A barrier, the way of OpenCL 1.
+pub unsafe extern "C" fn clEnqueueBarrier(queue: Handle) -> i32 {
+    // SAFETY: no lists.
+    unsafe {
+        crate::stubs::clEnqueueBarrierWithWaitList(queue, 0, std::ptr::null(), std::ptr::null_mut())
+    }
+}

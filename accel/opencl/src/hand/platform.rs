@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Platforms, devices, and the entry points of the ICD loader.
+
+use crate::rt::{self, ARENA, Handle, Id, code};
+use crate::state::{As, Body, Device};
+use std::ffi::{c_char, c_void};
+use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::wire::Decoder;
+
+/// Writes a list the way OpenCL returns lists: as many as there is room for, and their count.
+unsafe fn give(objects: &[rt::Obj], room: u32, to: *mut Handle, count: *mut u32) {
+    // SAFETY: the program passes room for `room` handles and for a count, or null.
+    unsafe {
+        if !to.is_null() {
+            for (i, object) in objects.iter().take(room as usize).enumerate() {
+                to.add(i).write(object.handle());
+            }
+        }
+        rt::write(count, objects.len() as u32);
+    }
+}
+
+/// The loader's entry point: the platforms of this driver.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clIcdGetPlatformIDsKHR(n: u32, platforms: *mut Handle, count: *mut u32) -> i32 {
+    rt::status(|| {
+        if (platforms.is_null() && count.is_null()) || (n == 0 && !platforms.is_null()) {
+            return Err(code::VALUE);
+        }
+        let found = rt::platforms()?;
+        // SAFETY: as the API says.
+        unsafe { give(&found, n, platforms, count) };
+        if found.is_empty() { Err(code::NOT_FOUND) } else { Ok(()) }
+    })
+}
+
+/// The platforms of this driver.
+pub unsafe extern "C" fn clGetPlatformIDs(n: u32, platforms: *mut Handle, count: *mut u32) -> i32 {
+    // SAFETY: the same contract.
+    unsafe { clIcdGetPlatformIDsKHR(n, platforms, count) }
+}
+
+/// The loader's other entry point.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clGetExtensionFunctionAddress(name: *const c_char) -> *mut c_void {
+    // SAFETY: a C string, as the API says.
+    match unsafe { rt::string(name) } {
+        Ok(b"clCreateSubDevicesEXT") => crate::stubs::by_name(b"clCreateSubDevices").cast_mut(),
+        Ok(b"clGetKernelSubGroupInfoKHR") => crate::stubs::by_name(b"clGetKernelSubGroupInfo").cast_mut(),
+        Ok(name) => crate::stubs::by_name(name).cast_mut(),
+        Err(_) => std::ptr::null_mut(),
+    }
+}
+
+/// The address of a function by name.
+pub unsafe extern "C" fn clGetExtensionFunctionAddressForPlatform(
+    platform: Handle,
+    name: *const c_char,
+) -> *mut c_void {
+    if rt::object(platform, kind::PLATFORM).is_err() {
+        return std::ptr::null_mut();
+    }
+    // SAFETY: as the API says.
+    unsafe { clGetExtensionFunctionAddress(name) }
+}
+
+/// The loader loads the driver also by this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clGetPlatformInfo(
+    platform: Handle,
+    param: u32,
+    size: usize,
+    value: *mut c_void,
+    size_ret: *mut usize,
+) -> i32 {
+    // SAFETY: the same contract.
+    unsafe { crate::stubs::clGetPlatformInfo(platform, param, size, value, size_ret) }
+}
+
+/// Devices of a platform.
+pub unsafe extern "C" fn clGetDeviceIDs(
+    platform: Handle,
+    device_type: u64,
+    n: u32,
+    devices: *mut Handle,
+    count: *mut u32,
+) -> i32 {
+    rt::status(|| {
+        let platform = rt::object(platform, kind::PLATFORM)?;
+        if (n == 0 && !devices.is_null()) || (devices.is_null() && count.is_null()) {
+            return Err(code::VALUE);
+        }
+        rt::platforms()?;
+        let (status, ids) = rt::ask_once(&wire::GetDeviceIDs { platform: platform.id(), device_type })?;
+        if status != wire::SUCCESS {
+            return Err(status);
+        }
+        let ids = Decoder::new(&ids).u64s().map_err(|_| wire::LOST)?;
+        let found: Vec<_> = ids.iter().filter_map(|id| ARENA.by_id(*id)).collect();
+        // SAFETY: as the API says.
+        unsafe { give(&found, n, devices, count) };
+        Ok(())
+    })
+}
+
+/// A list that ends with 0, with its end. Null: empty.
+///
+/// # Safety
+/// `from` is null or points to such a list, whose elements come `step` at a time.
+pub(crate) unsafe fn list(from: *const c_void, step: usize) -> Vec<i64> {
+    let mut out = Vec::new();
+    if from.is_null() {
+        return out;
+    }
+    // A list without an end would be a program's error; no list of OpenCL is longer.
+    for i in 0..512 {
+        // SAFETY: not past the end, as the caller promises.
+        let value = unsafe { from.cast::<i64>().add(i).read_unaligned() };
+        out.push(value);
+        if value == 0 && i % step == 0 {
+            break;
+        }
+    }
+    out
+}
+
+/// Parts of a device.
+pub unsafe extern "C" fn clCreateSubDevices(
+    device: Handle,
+    properties: *const c_void,
+    n: u32,
+    out: *mut Handle,
+    count: *mut u32,
+) -> i32 {
+    rt::status(|| {
+        let device = rt::object(device, kind::DEVICE)?;
+        // SAFETY: a list as the API says; by counts, it has two ends.
+        let mut properties = unsafe { properties_of_partition(properties) };
+        if properties.is_empty() {
+            properties.push(0);
+        }
+        let platform = device.device()?.platform;
+        let wanted = if out.is_null() { 0 } else { n.min(1024) };
+        let new = (0..wanted)
+            .map(|_| {
+                let body = Device { platform, parent: Some(rt::hold(device)) };
+                rt::new_object(kind::DEVICE, Body::Device(body))
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        let ids: Vec<u64> = new.iter().map(|n| n.id()).collect();
+        if !out.is_null() && n == 0 {
+            return Err(code::VALUE);
+        }
+        let reply = rt::call(&wire::CreateSubDevices {
+            device: device.id(),
+            properties: properties.into(),
+            new: ids.into(),
+        })?;
+        let made = Decoder::new(&reply).u32().map_err(|_| wire::LOST)?;
+        // SAFETY: room for n handles and a count, as the API says.
+        unsafe {
+            if !out.is_null() {
+                for (i, new) in new.into_iter().enumerate().take(made as usize) {
+                    out.add(i).write(new.publish());
+                }
+            }
+            rt::write(count, made);
+        }
+        Ok(())
+    })
+}
+
+/// A partition's properties: the list by counts has a list inside that also ends with 0.
+unsafe fn properties_of_partition(from: *const c_void) -> Vec<i64> {
+    const BY_COUNTS: i64 = 0x1087;
+    // SAFETY: as the caller promises.
+    unsafe {
+        if from.is_null() || from.cast::<i64>().read_unaligned() != BY_COUNTS {
+            return list(from, 2);
+        }
+        let mut out = list(from, 1);
+        out.push(0);
+        out
+    }
+}
+
+/// Counts a reference; root devices aren't counted.
+pub unsafe extern "C" fn clRetainDevice(device: Handle) -> i32 {
+    rt::status(|| {
+        let device = rt::object(device, kind::DEVICE)?;
+        if device.device()?.parent.is_some() {
+            ARENA.retain(device);
+        }
+        Ok(())
+    })
+}
+
+/// Gives a reference up; root devices aren't counted.
+pub unsafe extern "C" fn clReleaseDevice(device: Handle) -> i32 {
+    rt::status(|| {
+        let device = rt::object(device, kind::DEVICE)?;
+        if device.device()?.parent.is_some() {
+            ARENA.release(device);
+        }
+        Ok(())
+    })
+}
+
+/// A hint; the server's compiler stays.
+pub unsafe extern "C" fn clUnloadCompiler() -> i32 {
+    wire::SUCCESS
+}

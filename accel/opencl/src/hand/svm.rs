@@ -1,0 +1,344 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Shared virtual memory. A range lies in the window and is mapped at the same address in the program and in the server, so pointers
+//! inside of it hold on both sides, and both see the same bytes. It exists where server and program share memory and the device is the
+//! server's CPU; elsewhere there is none (clSVMAlloc returns null, as it may).
+
+use super::transfer::{Host, read_slot, write_slot};
+use crate::rt::{self, ARENA, Handle, Id, Obj, code};
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::Mutex;
+use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::wire::Decoder;
+
+const PAGE: u64 = 4096;
+
+/// Ranges by address: length, and offset in the window.
+static RANGES: Mutex<BTreeMap<u64, (u64, u64)>> = Mutex::new(BTreeMap::new());
+
+fn ranges() -> std::sync::MutexGuard<'static, BTreeMap<u64, (u64, u64)>> {
+    RANGES.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Whether an address lies in shared memory.
+fn is_shared(address: u64) -> bool {
+    ranges().range(..=address).next_back().is_some_and(|(start, (len, _))| address - start < *len)
+}
+
+/// Maps a part of the window a second time, at an address that must be free here.
+fn map_at(address: u64, from: *mut u8, len: u64) -> Result<(), i32> {
+    let at = address as *mut c_void;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+    // SAFETY: reserves the range only if nothing is there; then replaces that reservation by a second view of the window's pages.
+    unsafe {
+        let reserved = libc::mmap(at, len as usize, libc::PROT_NONE, flags, -1, 0);
+        if reserved != at {
+            if reserved != libc::MAP_FAILED {
+                libc::munmap(reserved, len as usize);
+            }
+            return Err(code::ALLOCATION);
+        }
+        let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        if libc::mremap(from.cast(), 0, len as usize, fixed, at) != at {
+            libc::munmap(at, len as usize);
+            return Err(code::ALLOCATION);
+        }
+    }
+    Ok(())
+}
+
+fn alloc(context: Handle, flags: u64, size: usize, alignment: u32) -> Result<*mut c_void, i32> {
+    let context = rt::object(context, kind::CONTEXT)?;
+    let connection = rt::connection()?;
+    if size == 0 || !connection.shares_window || alignment != 0 && !alignment.is_power_of_two() {
+        return Err(code::VALUE);
+    }
+    let len = (size as u64).checked_next_multiple_of(PAGE).ok_or(code::VALUE)?;
+    let data = rt::lost(connection.take_staging(len, PAGE))?.ok_or(code::ALLOCATION)?;
+    let made = rt::call(&wire::SvmAlloc { context: context.id(), flags, size: len, alignment, data })
+        .and_then(|reply| Decoder::new(&reply).u64().map_err(|_| wire::LOST))
+        .and_then(|address| {
+            let from = connection.window.at(data, len).map_err(|_| wire::LOST)?;
+            map_at(address, from, len).map(|()| address).inspect_err(|_| {
+                let _gone = rt::call(&wire::SvmFree { context: context.id(), address });
+            })
+        });
+    match made {
+        Ok(address) => {
+            ranges().insert(address, (len, data));
+            Ok(address as *mut c_void)
+        }
+        Err(code) => {
+            connection.give_staging(data, len);
+            Err(code)
+        }
+    }
+}
+
+/// Memory at an address that both sides have free. Null: there is none.
+pub unsafe extern "C" fn clSVMAlloc(
+    context: Handle,
+    flags: u64,
+    size: usize,
+    alignment: u32,
+) -> *mut c_void {
+    // SAFETY: no code is written.
+    unsafe { rt::create(std::ptr::null_mut(), || alloc(context, flags, size, alignment)) }
+}
+
+fn free(context: u64, address: u64) -> Result<(), i32> {
+    let Some((len, data)) = ranges().remove(&address) else { return Ok(()) };
+    rt::call(&wire::SvmFree { context, address })?;
+    // SAFETY: the second view of the window that alloc() made; the program gave it up.
+    unsafe { libc::munmap(address as *mut c_void, len as usize) };
+    rt::connection()?.give_staging(data, len);
+    Ok(())
+}
+
+/// Frees shared memory.
+pub unsafe extern "C" fn clSVMFree(context: Handle, pointer: *mut c_void) -> i32 {
+    rt::status(|| free(rt::object(context, kind::CONTEXT)?.id(), pointer as u64))
+}
+
+type FreeFunction = Option<unsafe extern "C" fn(Handle, u32, *mut *mut c_void, *mut c_void)>;
+
+/// Frees shared memory when the commands before have ended.
+pub unsafe extern "C" fn clEnqueueSVMFree(
+    queue: Handle,
+    count: u32,
+    pointers: *const *mut c_void,
+    f: FreeFunction,
+    user: *mut c_void,
+    n: u32,
+    list: *const Handle,
+    event: *mut Handle,
+) -> i32 {
+    rt::status(|| {
+        let queue = rt::object(queue, kind::QUEUE)?;
+        if pointers.is_null() || count == 0 {
+            return Err(code::VALUE);
+        }
+        // SAFETY: as the API says.
+        let (waits, pointers) = unsafe {
+            (rt::waits(n, list)?, std::slice::from_raw_parts(pointers.cast::<usize>(), count as usize).to_vec())
+        };
+        let context = queue.body().context().ok_or(code::CONTEXT)?;
+        // The end of a marker says when; its event is needed whether the program wants one or not.
+        let new = rt::new_event(queue, true, 0x1209)?;
+        let marker = new.object().ok_or(code::HOST_MEMORY)?;
+        rt::call(&wire::EnqueueMarkerWithWaitList {
+            command_queue: queue.id(),
+            waits: waits.into(),
+            event: new.id(),
+        })?;
+        let handle = new.publish();
+        let (held, user) = (rt::hold(queue), user as usize);
+        let connection = rt::connection()?;
+        let notify = connection.callback(Box::new(move |_, _| {
+            let mut pointers = pointers.clone();
+            match f {
+                // SAFETY: the program registered this function with this pointer.
+                Some(f) => unsafe {
+                    f(held.obj().handle(), count, pointers.as_mut_ptr().cast(), user as *mut c_void)
+                },
+                None => pointers.iter().for_each(|p| {
+                    let _lost = free(context.id(), *p as u64);
+                }),
+            }
+            false
+        }));
+        rt::call(&wire::SetEventCallback { event: marker.id(), callback_type: 0, notify })
+            .inspect_err(|_| connection.forget_callback(notify))?;
+        if event.is_null() {
+            ARENA.release(marker);
+        } else {
+            // SAFETY: room for a handle, as the API says.
+            unsafe { rt::write(event, handle) };
+        }
+        Ok(())
+    })
+}
+
+/// Copies between shared memory and any memory of the program.
+pub unsafe extern "C" fn clEnqueueSVMMemcpy(
+    queue: Handle,
+    blocking: u32,
+    dst: *mut c_void,
+    src: *const c_void,
+    size: usize,
+    n: u32,
+    list: *const Handle,
+    event: *mut Handle,
+) -> i32 {
+    rt::status(|| {
+        let queue = rt::object(queue, kind::QUEUE)?;
+        if dst.is_null() || src.is_null() {
+            return Err(code::VALUE);
+        }
+        // SAFETY: as the API says.
+        let waits = unsafe { rt::waits(n, list)? };
+        let new = rt::new_event(queue, !event.is_null(), 0x120a)?;
+        let (to, from) = (is_shared(dst as u64), is_shared(src as u64));
+        let (how, slot) = match (to, from) {
+            (true, true) => (0, None),
+            (false, true) => (1, Some(read_slot(queue, Host::flat(dst as usize, size as u64))?)),
+            (true, false) => (2, Some(write_slot(queue, &Host::flat(src as usize, size as u64))?)),
+            (false, false) => {
+                // SAFETY: both are the program's own, as the API says; nothing of the device is involved.
+                unsafe { std::ptr::copy(src.cast::<u8>(), dst.cast::<u8>(), size) };
+                let record = wire::EnqueueMarkerWithWaitList {
+                    command_queue: queue.id(),
+                    waits: waits.into(),
+                    event: new.id(),
+                };
+                // SAFETY: as the API says.
+                return unsafe { rt::submit(&record, false, new, event) };
+            }
+        };
+        let record = wire::EnqueueSVMMemcpy {
+            queue: queue.id(),
+            how,
+            dst: dst as u64,
+            src: src as u64,
+            size: size as u64,
+            data: slot.as_ref().map_or(0, |s| s.data),
+            ticket: slot.as_ref().map_or(0, |s| s.ticket),
+            blocking,
+            waits: waits.into(),
+            event: new.id(),
+        };
+        // SAFETY: as the API says.
+        unsafe { rt::submit(&record, false, new, event) }
+    })
+}
+
+fn command(queue: Handle, n: u32, list: *const Handle) -> Result<(Obj, Vec<u64>), i32> {
+    let queue = rt::object(queue, kind::QUEUE)?;
+    // SAFETY: as the API says.
+    Ok((queue, unsafe { rt::waits(n, list)? }))
+}
+
+/// Fills shared memory.
+pub unsafe extern "C" fn clEnqueueSVMMemFill(
+    queue: Handle,
+    pointer: *mut c_void,
+    pattern: *const c_void,
+    pattern_size: usize,
+    size: usize,
+    n: u32,
+    list: *const Handle,
+    event: *mut Handle,
+) -> i32 {
+    rt::status(|| {
+        let (queue, waits) = command(queue, n, list)?;
+        let new = rt::new_event(queue, !event.is_null(), 0x120b)?;
+        // SAFETY (both): as the API says.
+        let record = wire::EnqueueSVMMemFill {
+            queue: queue.id(),
+            address: pointer as u64,
+            size: size as u64,
+            pattern: unsafe { rt::bytes(pattern, pattern_size)? },
+            waits: waits.into(),
+            event: new.id(),
+        };
+        // SAFETY: as above.
+        unsafe { rt::submit(&record, false, new, event) }
+    })
+}
+
+/// Gives shared memory to the program.
+pub unsafe extern "C" fn clEnqueueSVMMap(
+    queue: Handle,
+    blocking: u32,
+    flags: u64,
+    pointer: *mut c_void,
+    size: usize,
+    n: u32,
+    list: *const Handle,
+    event: *mut Handle,
+) -> i32 {
+    rt::status(|| {
+        let (queue, waits) = command(queue, n, list)?;
+        let new = rt::new_event(queue, !event.is_null(), 0x120c)?;
+        let record = wire::EnqueueSVMMap {
+            queue: queue.id(),
+            flags,
+            address: pointer as u64,
+            size: size as u64,
+            blocking,
+            waits: waits.into(),
+            event: new.id(),
+        };
+        // SAFETY: as the API says.
+        unsafe { rt::submit(&record, false, new, event) }
+    })
+}
+
+/// Gives shared memory back to the device.
+pub unsafe extern "C" fn clEnqueueSVMUnmap(
+    queue: Handle,
+    pointer: *mut c_void,
+    n: u32,
+    list: *const Handle,
+    event: *mut Handle,
+) -> i32 {
+    rt::status(|| {
+        let (queue, waits) = command(queue, n, list)?;
+        let new = rt::new_event(queue, !event.is_null(), 0x120d)?;
+        let record = wire::EnqueueSVMUnmap {
+            queue: queue.id(),
+            address: pointer as u64,
+            waits: waits.into(),
+            event: new.id(),
+        };
+        // SAFETY: as the API says.
+        unsafe { rt::submit(&record, false, new, event) }
+    })
+}
+
+/// Says on which device shared memory will be used.
+pub unsafe extern "C" fn clEnqueueSVMMigrateMem(
+    queue: Handle,
+    count: u32,
+    pointers: *const *const c_void,
+    sizes: *const usize,
+    flags: u64,
+    n: u32,
+    list: *const Handle,
+    event: *mut Handle,
+) -> i32 {
+    rt::status(|| {
+        let (queue, waits) = command(queue, n, list)?;
+        if count == 0 || pointers.is_null() {
+            return Err(code::VALUE);
+        }
+        let new = rt::new_event(queue, !event.is_null(), 0x120e)?;
+        let count = count as usize;
+        // SAFETY: lists as the API says.
+        let (addresses, sizes) = unsafe {
+            let pointers = std::slice::from_raw_parts(pointers.cast::<usize>(), count);
+            let sizes =
+                if sizes.is_null() { vec![0; count] } else { std::slice::from_raw_parts(sizes, count).to_vec() };
+            (pointers.iter().map(|p| *p as u64).collect::<Vec<_>>(), sizes)
+        };
+        let record = wire::EnqueueSVMMigrateMem {
+            queue: queue.id(),
+            flags,
+            addresses: addresses.into(),
+            sizes: sizes.iter().map(|s| *s as u64).collect::<Vec<_>>().into(),
+            waits: waits.into(),
+            event: new.id(),
+        };
+        // SAFETY: as the API says.
+        unsafe { rt::submit(&record, false, new, event) }
+    })
+}
+
+/// An argument that is a shared address.
+pub unsafe extern "C" fn clSetKernelArgSVMPointer(kernel: Handle, index: u32, value: *const c_void) -> i32 {
+    rt::status(|| {
+        let kernel = rt::object(kernel, kind::KERNEL)?;
+        let record = wire::SetKernelArgSVMPointer { kernel: kernel.id(), index, address: value as u64 };
+        rt::call(&record).map(|_| ())
+    })
+}

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the client knows of each object: enough to answer what never changes, and to tell which commands can't fail.
+
+use crate::rt::{Handle, Obj, Ref};
+use std::collections::HashSet;
+use std::ffi::c_void;
+use std::sync::Mutex;
+use std::sync::atomic::AtomicI32;
+
+/// A destructor callback of a program: called with the handle as it was, and its user data.
+pub type Destructor = (unsafe extern "C" fn(Handle, *mut c_void), usize);
+
+/// What is known of an object.
+pub enum Body {
+    /// A platform.
+    Platform,
+    /// A device.
+    Device(Device),
+    /// A context.
+    Context(Context),
+    /// A command queue.
+    Queue(Queue),
+    /// A buffer, image or pipe.
+    Mem(Box<Mem>),
+    /// A program.
+    Program(Program),
+    /// A kernel.
+    Kernel(Kernel),
+    /// An event.
+    Event(Event),
+    /// An object of which only its context is known.
+    Plain(Obj),
+    /// The same, counted.
+    Child(Ref),
+}
+
+/// A device.
+pub struct Device {
+    /// Its platform.
+    pub platform: Obj,
+    /// The device it is a part of.
+    pub parent: Option<Ref>,
+}
+
+/// A context.
+pub struct Context {
+    /// Its devices.
+    pub devices: Vec<Ref>,
+    /// The properties it was created with, as the program gave them, with the final 0.
+    pub properties: Vec<isize>,
+    /// Called when it goes.
+    pub destructors: Mutex<Vec<Destructor>>,
+    /// The smallest of its devices' largest buffers; 0: not known.
+    pub max_alloc: u64,
+}
+
+/// A command queue.
+pub struct Queue {
+    /// Its context.
+    pub context: Ref,
+    /// Its device.
+    pub device: Ref,
+    /// CL_QUEUE_PROPERTIES.
+    pub properties: u64,
+}
+
+/// Where a program sees a mapped region.
+pub struct Map {
+    /// The pointer the program got.
+    pub pointer: usize,
+    /// Offset and length of its range in the window; None: the range lies in the buffer's home.
+    pub staging: Option<(u64, u64)>,
+    /// What is mapped.
+    pub region: Region,
+    /// CL_MAP_*.
+    pub flags: u64,
+    /// Pitches that the program sees.
+    pub pitches: (usize, usize),
+}
+
+/// A part of a memory object.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Region {
+    /// Offset and size.
+    Bytes(u64, u64),
+    /// Origin and region.
+    Pixels([u64; 3], [u64; 3]),
+}
+
+/// A buffer, image or pipe.
+pub struct Mem {
+    /// Its context.
+    pub context: Ref,
+    /// CL_MEM_OBJECT_*.
+    pub object_type: u32,
+    /// CL_MEM_* as the program gave them.
+    pub flags: u64,
+    /// Bytes of a buffer.
+    pub size: u64,
+    /// CL_MEM_HOST_PTR.
+    pub host_ptr: usize,
+    /// Its memory in the window.
+    pub home: Option<u64>,
+    /// The buffer it is a part of, or the buffer of an image.
+    pub parent: Option<Ref>,
+    /// Offset in the parent.
+    pub origin: u64,
+    /// Bytes of a pixel.
+    pub pixel: u64,
+    /// Pitches of the host pointer of an image.
+    pub pitches: (usize, usize),
+    /// Width, height (or layers of a 1D array), depth (or layers).
+    pub extent: [u64; 3],
+    /// What is mapped now.
+    pub maps: Mutex<Vec<Map>>,
+    /// Called when it goes, last registered first.
+    pub destructors: Mutex<Vec<Destructor>>,
+    /// The properties it was created with.
+    pub properties: Vec<i64>,
+    /// Its handle, for destructors.
+    pub handle: std::sync::atomic::AtomicUsize,
+}
+
+impl Drop for Mem {
+    fn drop(&mut self) {
+        let handle = *self.handle.get_mut() as Handle;
+        for (f, user) in self.destructors.get_mut().unwrap_or_else(|e| e.into_inner()).drain(..).rev() {
+            // SAFETY: the program registered this function for this moment.
+            unsafe { f(handle, user as *mut c_void) };
+        }
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        for (f, user) in self.destructors.get_mut().unwrap_or_else(|e| e.into_inner()).drain(..).rev() {
+            // SAFETY: as above; the context is gone, its handle only names it.
+            unsafe { f(std::ptr::null_mut(), user as *mut c_void) };
+        }
+    }
+}
+
+/// A program.
+pub struct Program {
+    /// Its context.
+    pub context: Ref,
+    /// The devices it was created for.
+    pub devices: Vec<Ref>,
+}
+
+/// What a driver accepted of a kernel before, so that the same can be posted.
+#[derive(Default)]
+pub struct Learned {
+    /// Arguments: index, size, how.
+    pub args: HashSet<(u32, u64, u32)>,
+    /// Launches: dimensions, local sizes (0: none), device.
+    pub launches: HashSet<(u32, [u64; 3], u64)>,
+}
+
+/// A kernel.
+pub struct Kernel {
+    /// Its program.
+    pub program: Ref,
+    /// What was accepted.
+    pub learned: Mutex<Learned>,
+}
+
+/// An event.
+pub struct Event {
+    /// Its context.
+    pub context: Ref,
+    /// Its queue; None: a user event.
+    pub queue: Option<Ref>,
+    /// CL_COMMAND_*.
+    pub command: u32,
+    /// The last status known: CL_COMPLETE or an error is final.
+    pub status: AtomicI32,
+}
+
+impl Body {
+    /// The context of an object that has one.
+    pub fn context(&self) -> Option<Obj> {
+        Some(match self {
+            Body::Queue(q) => q.context.obj(),
+            Body::Mem(m) => m.context.obj(),
+            Body::Program(p) => p.context.obj(),
+            Body::Kernel(k) => return k.program.obj().body().context(),
+            Body::Event(e) => e.context.obj(),
+            Body::Plain(c) => *c,
+            Body::Child(c) => c.obj(),
+            Body::Platform | Body::Device(_) | Body::Context(_) => return None,
+        })
+    }
+}
+
+macro_rules! accessors {
+    ($($name:ident $variant:ident $ty:ty),*) => {
+        /// Access to the body of an object whose kind was checked.
+        pub trait As {
+            $(
+                /// The body as this kind.
+                fn $name(&self) -> Result<&'static $ty, i32>;
+            )*
+        }
+        impl As for Obj {
+            $(
+                fn $name(&self) -> Result<&'static $ty, i32> {
+                    match self.body() {
+                        Body::$variant(b) => Ok(b),
+                        _ => Err(tombolo_accel_spec::opencl::LOST),
+                    }
+                }
+            )*
+        }
+    };
+}
+accessors!(device Device Device, context Context Context, queue Queue Queue, mem Mem Mem, program Program Program, kernel Kernel Kernel, event Event Event);

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Generates the decoders and the table of native functions from the declarations.
+
+use std::{env, fs, path::Path};
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    let api = tombolo_accel_gen::parse::parse(tombolo_accel_spec::OPENCL_API)
+        .unwrap_or_else(|e| panic!("accel/spec/opencl.api: {e}"));
+    let out = env::var_os("OUT_DIR").expect("cargo sets OUT_DIR");
+    fs::write(Path::new(&out).join("opencl_server.rs"), tombolo_accel_gen::server::emit(&api))
+        .expect("OUT_DIR can be written");
+}

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo accel`.
+
+use crate::limits::Limits;
+use crate::supervisor::{self, Config};
+use std::process::ExitCode;
+
+/// Accelerators through memory.
+#[derive(clap::Subcommand)]
+pub enum Command {
+    /// Serve this machine's OpenCL devices to clients
+    Serve {
+        /// Where to listen: unix:/path or tcp:host:port; may be repeated
+        #[arg(long, default_values_t = ["unix:/run/tombolo/accel.sock".to_string()])]
+        listen: Vec<String>,
+        /// Clients at once
+        #[arg(long, default_value_t = 64)]
+        clients: usize,
+        /// Device memory of a client, in MiB
+        #[arg(long, default_value_t = 4096)]
+        memory: u64,
+        /// Objects of a client
+        #[arg(long, default_value_t = 65536)]
+        objects: u32,
+        /// Requests of a client per second; 0: no limit
+        #[arg(long, default_value_t = 0)]
+        rate: u32,
+        /// Share of device time of a client, relative to others
+        #[arg(long, default_value_t = 100)]
+        weight: u32,
+        /// Memory shared with a client for bulk data, in MiB; used only as far as it is needed
+        #[arg(long, default_value_t = 1024)]
+        window: u64,
+    },
+    /// Serve one client (started by 'serve')
+    #[command(hide = true)]
+    Worker {
+        /// Limits, as JSON
+        #[arg(long)]
+        limits: String,
+    },
+}
+
+/// Runs a command.
+pub fn run(command: Command, _json: bool) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Serve { listen, clients, memory, objects, rate, weight, window } => {
+            let limits = Limits { memory: memory << 20, objects, rate, weight, window: window << 20 };
+            supervisor::serve(Config { listen, limits, clients })?;
+        }
+        Command::Worker { limits } => crate::worker::run(&serde_json::from_str(&limits)?)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The server of accelerators.
+//!
+//! A supervisor listens; for each client it starts a worker, a sandboxed process that alone touches that client's memory, loads the
+//! real driver and carries out what the client asks. A worker that crashes, or is told off, takes one client with it.
+//!
+//! - [`supervisor`]: listens, starts workers, keeps their limits and figures.
+//! - [`worker`]: the life of one worker, from the handshake to the end of its client.
+//! - [`sandbox`]: what a worker gives up.
+//! - [`session`]: decodes requests, whatever the API; threads, replies, sleeping.
+//! - [`table`]: ids of the client and native handles, with kinds, owners and limits.
+//! - [`limits`]: what a client may use.
+//! - [`opencl`]: OpenCL: generated decoders, hand-written handlers.
+//! - [`cli`]: `tombolo accel`.
+
+pub mod cli;
+pub mod limits;
+pub mod opencl;
+pub mod sandbox;
+pub mod session;
+pub mod supervisor;
+pub mod table;
+pub mod worker;

@@ -1,0 +1,407 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! OpenCL on the server: the real driver, the client's objects, and the runtime that generated handlers call.
+//!
+//! - [`generated`]: native functions and decoders, from the declarations.
+//! - [`hand`]: handlers written by hand.
+//! - [`checks`]: ranges, rectangles and pixels, before the driver sees them.
+//! - [`tickets`]: tells the client when its part of the window was read or filled.
+
+pub mod checks;
+pub mod hand;
+pub mod svm;
+pub mod tickets;
+
+use crate::limits::Limits;
+use crate::session::{Api, Call, Session};
+use crate::table::{Fault, Table};
+use generated::Native;
+use std::ffi::{CStr, CString, c_void};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::wire::{Encoder, Malformed, Record, ReplyKind};
+
+/// A handle of the native driver.
+pub type Handle = *mut c_void;
+
+/// Native functions and decoders, generated.
+#[allow(unused_imports, clippy::all)]
+pub mod generated {
+    use super::{Cx, Handle, hand};
+    use std::ffi::{CStr, c_char, c_void};
+    use tombolo_accel_spec::opencl as wire;
+    use tombolo_accel_spec::opencl::kind;
+    use tombolo_accel_spec::wire::{Malformed, Record};
+    include!(concat!(env!("OUT_DIR"), "/opencl_server.rs"));
+}
+
+/// CL_MEM_OBJECT_ALLOCATION_FAILURE
+const ALLOCATION: i32 = -4;
+/// CL_OUT_OF_RESOURCES
+const RESOURCES: i32 = -5;
+/// CL_INVALID_VALUE
+const VALUE: i32 = -30;
+
+/// What is kept beside a native handle.
+#[derive(Debug, Default)]
+pub struct Extra {
+    /// Bytes of a buffer.
+    size: u64,
+    /// Bytes of a pixel of an image; 0: no image.
+    pixel: u64,
+    /// Width, height or layers, depth or layers of an image.
+    extent: [u64; 3],
+    /// Whether it is one of the server's own root objects.
+    root: bool,
+    /// The address in the window of a buffer at home there.
+    home: usize,
+}
+
+/// OpenCL for one client.
+pub struct OpenCl {
+    native: Native,
+    table: Mutex<Table<Extra>>,
+    limits: Limits,
+    memory: AtomicU64,
+    tickets: tickets::Tickets,
+    session: OnceLock<Arc<Session>>,
+    /// The error of a posted command, told at the next clFinish.
+    late: AtomicI32,
+    svm: Mutex<svm::Svm>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic ends the worker.
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl OpenCl {
+    /// Loads the driver. It stays until the process ends, as its threads may call back at any time.
+    pub fn load(limits: Limits) -> Result<&'static OpenCl, String> {
+        // SAFETY: loads a library by name; the system's OpenCL loader has no constructor that depends on us.
+        let library = unsafe { libc::dlopen(c"libOpenCL.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if library.is_null() {
+            return Err("libOpenCL.so.1 was not found; install an OpenCL loader (Debian: ocl-icd-libopencl1)".into());
+        }
+        // SAFETY: symbols of the OpenCL loader have the signatures that the declarations say.
+        let native = unsafe { Native::load(|name: &CStr| libc::dlsym(library, name.as_ptr())) };
+        let table = Table::new(limits.objects as usize);
+        Ok(Box::leak(Box::new(OpenCl {
+            native,
+            table: Mutex::new(table),
+            limits,
+            memory: AtomicU64::new(0),
+            tickets: tickets::Tickets::default(),
+            session: OnceLock::new(),
+            late: AtomicI32::new(0),
+            svm: Mutex::default(),
+        })))
+    }
+
+    /// Ties it to its client.
+    pub fn attach(&self, session: &Arc<Session>) {
+        if self.session.set(session.clone()).is_err() {
+            eprintln!("tombolo accel: a driver serves one client; the second was ignored");
+        }
+    }
+
+    fn session(&self) -> &Arc<Session> {
+        self.session.get().expect("attach() comes before any request")
+    }
+
+    /// Counts device memory; an error beyond the client's limit.
+    fn charge(&self, bytes: u64) -> Result<(), i32> {
+        let limit = self.limits.memory;
+        let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= limit);
+        match self.memory.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits) {
+            Ok(_) => Ok(()),
+            Err(used) => {
+                eprintln!(
+                    "tombolo accel: a client's quota is reached: {used} of {limit} bytes of device memory are used, {bytes} more were asked for; raise --memory"
+                );
+                Err(ALLOCATION)
+            }
+        }
+    }
+
+    fn uncharge(&self, bytes: u64) {
+        self.memory.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Api for &'static OpenCl {
+    fn success(&self) -> i32 {
+        wire::SUCCESS
+    }
+
+    fn settle(&self) {
+        self.tickets.settle(self);
+    }
+
+    fn release(&self, kind: u32, id: u64) {
+        let taken = lock(&self.table).take(kind, id);
+        let Ok((Some(native), extra)) = taken else { return };
+        if extra.root {
+            return;
+        }
+        self.release_native(kind, native);
+    }
+
+    fn snapshot(&self, _session: &Arc<Session>, reply: &mut Vec<u8>) -> Result<(), i32> {
+        hand::snapshot(self, reply)
+    }
+
+    fn call(&self, call: &mut Call<'_>, id: u32, body: &[u8]) -> Result<Result<(), i32>, Malformed> {
+        let waited = call.waited;
+        let mut reply = Vec::new();
+        let (outcome, new, owed) = {
+            let mut block = || call.may_block();
+            let mut cx = Cx { cl: self, reply: &mut reply, block: &mut block, new: None, owed: 0 };
+            let outcome = generated::dispatch(&mut cx, id, body)?;
+            (outcome, cx.new, cx.owed)
+        };
+        call.reply = reply;
+        if owed != 0 {
+            let status = outcome.err().unwrap_or(wire::SUCCESS);
+            self.session().notify(ReplyKind::Ticket, status, owed, &[]);
+        }
+        if let (Err(code), false) = (outcome, waited) {
+            self.posted_failed(id, code, new);
+        }
+        Ok(outcome)
+    }
+}
+
+impl OpenCl {
+    /// A posted request failed: whatever uses its object gets the code, and so does the next clFinish.
+    fn posted_failed(&self, id: u32, code: i32, new: Option<(u32, u64)>) {
+        let name = wire::FUNCTIONS.iter().find(|f| f.0 == id).map_or("?", |f| f.1);
+        eprintln!("tombolo accel: posted {name} failed with code {code}; the next clFinish reports it");
+        self.late.store(code, Ordering::Relaxed);
+        if let Some((kind, id)) = new {
+            // An id in use stays what it is: the client broke its own object.
+            let _kept = lock(&self.table).put(kind, id, Err(code), Extra::default());
+        }
+    }
+
+    fn release_native(&self, kind: u32, native: usize) {
+        let n = &self.native;
+        let f = match kind {
+            kind::CONTEXT => n.clReleaseContext,
+            kind::QUEUE => n.clReleaseCommandQueue,
+            kind::MEM => n.clReleaseMemObject,
+            kind::SAMPLER => n.clReleaseSampler,
+            kind::PROGRAM => n.clReleaseProgram,
+            kind::KERNEL => n.clReleaseKernel,
+            kind::EVENT => n.clReleaseEvent,
+            kind::DEVICE => n.clReleaseDevice,
+            _ => None,
+        };
+        if let Some(f) = f {
+            // SAFETY: the table held one reference to this handle, and it is taken out.
+            unsafe { f(native as Handle) };
+        }
+    }
+}
+
+/// One request, for its handler.
+pub struct Cx<'a> {
+    cl: &'static OpenCl,
+    reply: &'a mut Vec<u8>,
+    block: &'a mut dyn FnMut(),
+    /// The object that the request creates.
+    new: Option<(u32, u64)>,
+    /// A ticket that is redeemed when the request ends, unless a native event does it.
+    owed: u64,
+}
+
+impl Cx<'_> {
+    /// The native functions.
+    pub fn native(&self) -> &'static Native {
+        &self.cl.native
+    }
+
+    fn fault(kind: u32, fault: Fault) -> i32 {
+        match fault {
+            Fault::Invalid | Fault::InUse => kind::invalid(kind),
+            Fault::Failed(code) => code,
+            Fault::TooMany => RESOURCES,
+        }
+    }
+
+    /// The native handle of an object of this client.
+    pub fn get(&self, kind: u32, id: u64) -> Result<Handle, i32> {
+        lock(&self.cl.table).get(kind, id).map(|h| h as Handle).map_err(|f| Self::fault(kind, f))
+    }
+
+    /// The same for an id that may be 0.
+    pub fn maybe(&self, kind: u32, id: u64) -> Result<Handle, i32> {
+        if id == 0 { Ok(std::ptr::null_mut()) } else { self.get(kind, id) }
+    }
+
+    /// The native handles of several objects.
+    pub fn all(&self, kind: u32, ids: &[u64]) -> Result<Vec<Handle>, i32> {
+        let table = lock(&self.cl.table);
+        ids.iter()
+            .map(|id| table.get(kind, *id).map(|h| h as Handle).map_err(|f| Self::fault(kind, f)))
+            .collect()
+    }
+
+    /// A length that travels beside its bytes is theirs.
+    pub fn same_length(&self, bytes: &[u8], len: u64) -> Result<(), i32> {
+        if bytes.len() as u64 == len { Ok(()) } else { Err(VALUE) }
+    }
+
+    /// A count that travels beside its list is the list's.
+    pub fn same_count(&self, len: usize, count: u32) -> Result<(), i32> {
+        if len == count as usize { Ok(()) } else { Err(VALUE) }
+    }
+
+    /// Bytes as a C string.
+    pub fn c_string(&self, bytes: &[u8]) -> Result<CString, i32> {
+        CString::new(bytes).map_err(|_| VALUE)
+    }
+
+    /// A status of the driver.
+    pub fn status(&self, status: i32) -> Result<(), i32> {
+        if status == wire::SUCCESS { Ok(()) } else { Err(status) }
+    }
+
+    /// Where results go.
+    pub fn reply(&mut self) -> Encoder<'_> {
+        Encoder::new(self.reply)
+    }
+
+    /// The driver may be entered for long.
+    pub fn may_block(&mut self) {
+        (self.block)();
+    }
+
+    /// A property: asked for its size, then for its value. Properties that name native handles are never told.
+    pub fn info(
+        &mut self,
+        param: u32,
+        local: &[u32],
+        ask: impl Fn(usize, *mut c_void, *mut usize) -> i32,
+    ) -> Result<(), i32> {
+        if local.contains(&param) {
+            return Err(VALUE);
+        }
+        let mut size = 0;
+        self.status(ask(0, std::ptr::null_mut(), &mut size))?;
+        if size > 64 << 20 {
+            return Err(RESOURCES);
+        }
+        let mut value = vec![0u8; size];
+        if size > 0 {
+            self.status(ask(size, value.as_mut_ptr().cast(), &mut size))?;
+        }
+        value.truncate(size);
+        self.reply.extend_from_slice(&value);
+        Ok(())
+    }
+
+    /// Creates an object under the id that the client chose.
+    pub fn create(&mut self, kind: u32, id: u64, make: impl FnOnce(*mut i32) -> Handle) -> Result<(), i32> {
+        self.create_with(kind, id, Extra::default(), make)
+    }
+
+    /// The same, with what is kept beside it.
+    pub fn create_with(
+        &mut self,
+        kind: u32,
+        id: u64,
+        extra: Extra,
+        make: impl FnOnce(*mut i32) -> Handle,
+    ) -> Result<(), i32> {
+        self.new = Some((kind, id));
+        lock(&self.cl.table).vacant(id).map_err(|f| Self::too_many(kind, f))?;
+        let mut code = VALUE;
+        let native = make(&mut code);
+        if native.is_null() {
+            return Err(if code == wire::SUCCESS { RESOURCES } else { code });
+        }
+        self.keep(kind, id, native, extra)
+    }
+
+    fn too_many(kind: u32, fault: Fault) -> i32 {
+        if fault == Fault::TooMany {
+            eprintln!("tombolo accel: a client's quota is reached: no more objects; raise --objects");
+        }
+        Self::fault(kind, fault)
+    }
+
+    fn keep(&mut self, kind: u32, id: u64, native: Handle, extra: Extra) -> Result<(), i32> {
+        let kept = lock(&self.cl.table).put(kind, id, Ok(native as usize), extra);
+        kept.map_err(|f| {
+            self.cl.release_native(kind, native as usize);
+            Self::too_many(kind, f)
+        })
+    }
+
+    /// Enqueues a command: looks its wait list up and keeps its event.
+    pub fn enqueue(
+        &mut self,
+        waits: &[u64],
+        event: u64,
+        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
+    ) -> Result<(), i32> {
+        let mut native: Handle = std::ptr::null_mut();
+        let wanted: *mut Handle = if event == 0 { std::ptr::null_mut() } else { &mut native };
+        self.enqueue_into(waits, event, wanted, run)?;
+        if event != 0 {
+            self.keep(kind::EVENT, event, native, Extra::default())?;
+        }
+        Ok(())
+    }
+
+    fn enqueue_into(
+        &mut self,
+        waits: &[u64],
+        event: u64,
+        wanted: *mut Handle,
+        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
+    ) -> Result<(), i32> {
+        if event != 0 {
+            self.new = Some((kind::EVENT, event));
+            lock(&self.cl.table).vacant(event).map_err(|f| Self::too_many(kind::EVENT, f))?;
+        }
+        let list = self.all(kind::EVENT, waits)?;
+        let pointer = if list.is_empty() { std::ptr::null() } else { list.as_ptr() };
+        self.status(run(list.len() as u32, pointer, wanted))
+    }
+
+    /// Enqueues a transfer. Its ticket is redeemed when the native command has ended.
+    pub fn transfer(
+        &mut self,
+        waits: &[u64],
+        event: u64,
+        ticket: u64,
+        filled: Option<(u64, u64)>,
+        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
+    ) -> Result<(), i32> {
+        if ticket == 0 {
+            return self.enqueue(waits, event, run);
+        }
+        self.owed = ticket;
+        let mut native: Handle = std::ptr::null_mut();
+        self.enqueue_into(waits, event, &mut native, run)?;
+        if event != 0 {
+            if let Some(retain) = self.native().clRetainEvent {
+                // SAFETY: a live event; this reference is the ticket's.
+                unsafe { retain(native) };
+            }
+            self.keep(kind::EVENT, event, native, Extra::default())?;
+        }
+        self.owed = 0;
+        self.cl.tickets.add(self.cl, ticket, native, filled);
+        Ok(())
+    }
+}
+
+/// The key of a query in the client's store of answers.
+fn key<'a, R: Record<'a>>(query: &R) -> Vec<u8> {
+    let mut key = R::ID.to_le_bytes().to_vec();
+    query.encode(&mut Encoder::new(&mut key));
+    key
+}

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Shared virtual memory of a client: a range of the window, mapped over an allocation of the driver, so that both sides see the same
+//! bytes at the same address. Only for CPU devices: they use memory by its address alone.
+//!
+//! Every address that a client passes is looked up in the tree of its ranges before the driver gets it.
+
+use super::{Cx, Handle, RESOURCES, VALUE, lock};
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use tombolo_accel_spec::opencl::{self as wire, kind};
+
+type Done = Result<(), i32>;
+const PAGE: u64 = 4096;
+
+/// Ranges of a client by address: length and context.
+#[derive(Debug, Default)]
+pub struct Svm(BTreeMap<u64, (u64, usize)>);
+
+impl Svm {
+    /// Whether `len` bytes from an address all lie in one range.
+    fn contains(&self, address: u64, len: u64) -> bool {
+        self.0.range(..=address).next_back().is_some_and(|(start, (size, _))| {
+            (address - start).checked_add(len.max(1)).is_some_and(|end| end <= *size)
+        })
+    }
+}
+
+/// Replaces pages by other ones: the window's when `from` is given, fresh ones otherwise.
+fn replace(at: u64, len: u64, from: Option<*mut u8>) -> Done {
+    let (to, len) = (at as *mut c_void, len as usize);
+    // SAFETY: the pages belong to an allocation of whole pages that this client owns, or to a view made here before.
+    let done = unsafe {
+        match from {
+            Some(from) => libc::mremap(from.cast(), 0, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, to),
+            None => {
+                let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+                libc::mmap(to, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
+            }
+        }
+    };
+    if done == to { Ok(()) } else { Err(RESOURCES) }
+}
+
+impl Cx<'_> {
+    fn shared(&self, address: u64, len: u64) -> Result<*mut c_void, i32> {
+        if lock(&self.cl.svm).contains(address, len) { Ok(address as *mut c_void) } else { Err(VALUE) }
+    }
+
+    /// Whether all devices of a context are CPUs.
+    fn on_cpu(&self, context: Handle) -> Result<bool, i32> {
+        let (of_context, of_device) = (
+            self.native().clGetContextInfo.ok_or(wire::UNSUPPORTED)?,
+            self.native().clGetDeviceInfo.ok_or(wire::UNSUPPORTED)?,
+        );
+        let mut devices = [std::ptr::null_mut::<c_void>(); 64];
+        let mut size = 0;
+        // SAFETY: live handles; buffers as long as said.
+        unsafe {
+            self.status(of_context(
+                context,
+                0x1081,
+                size_of_val(&devices),
+                devices.as_mut_ptr().cast(),
+                &mut size,
+            ))?;
+            for device in &devices[..size / size_of::<Handle>()] {
+                let mut kind = 0u64;
+                self.status(of_device(*device, 0x1000, 8, (&raw mut kind).cast(), std::ptr::null_mut()))?;
+                if kind & 2 == 0 {
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
+    }
+}
+
+pub(super) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
+    let f = cx.native().clSVMAlloc.ok_or(wire::UNSUPPORTED)?;
+    let free = cx.native().clSVMFree.ok_or(wire::UNSUPPORTED)?;
+    let context = cx.get(kind::CONTEXT, r.context)?;
+    let session = cx.cl.session();
+    if r.size == 0 || r.size % PAGE != 0 || r.data == 0 || r.data % PAGE != 0 || !session.shares_window {
+        return Err(VALUE);
+    }
+    if !cx.on_cpu(context)? {
+        return Err(wire::UNSUPPORTED);
+    }
+    let from = session.window.at(r.data, r.size).map_err(|_| VALUE)?;
+    if from as u64 % PAGE != 0 {
+        return Err(VALUE);
+    }
+    cx.cl.charge(r.size)?;
+    // SAFETY: a live context. Whole pages, so that nothing else lies in them.
+    let native = unsafe { f(context, r.flags, r.size as usize, PAGE as u32) } as u64;
+    if native == 0 || native % PAGE != 0 {
+        cx.cl.uncharge(r.size);
+        return Err(RESOURCES);
+    }
+    if let Err(code) = replace(native, r.size, Some(from)) {
+        // SAFETY: just allocated.
+        unsafe { free(context, native as *const c_void) };
+        cx.cl.uncharge(r.size);
+        return Err(code);
+    }
+    lock(&cx.cl.svm).0.insert(native, (r.size, context as usize));
+    cx.reply().u64(native);
+    Ok(())
+}
+
+pub(super) fn free(cx: &mut Cx<'_>, r: &wire::SvmFree) -> Done {
+    let f = cx.native().clSVMFree.ok_or(wire::UNSUPPORTED)?;
+    let (len, context) = lock(&cx.cl.svm).0.remove(&r.address).ok_or(VALUE)?;
+    replace(r.address, len, None)?;
+    // SAFETY: an allocation of this context, whose pages are private memory again.
+    unsafe { f(context as Handle, r.address as *const c_void) };
+    cx.cl.uncharge(len);
+    Ok(())
+}
+
+pub(super) fn set_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArgSVMPointer) -> Done {
+    let f = cx.native().clSetKernelArgSVMPointer.ok_or(wire::UNSUPPORTED)?;
+    let kernel = cx.get(kind::KERNEL, r.kernel)?;
+    let address = if r.address == 0 { std::ptr::null_mut() } else { cx.shared(r.address, 1)? };
+    // SAFETY: a live kernel; an address of this client's shared memory.
+    cx.status(unsafe { f(kernel, r.index, address) })
+}
+
+pub(super) fn set_exec_info(cx: &mut Cx<'_>, r: &wire::SetKernelExecInfo<'_>) -> Done {
+    const POINTERS: u32 = 0x11b6;
+    let f = cx.native().clSetKernelExecInfo.ok_or(wire::UNSUPPORTED)?;
+    let kernel = cx.get(kind::KERNEL, r.kernel)?;
+    if r.param == POINTERS {
+        for address in r.value.chunks(8) {
+            let address = address.first_chunk().map(|a| u64::from_le_bytes(*a)).ok_or(VALUE)?;
+            cx.shared(address, 1)?;
+        }
+    }
+    // SAFETY: a live kernel; a value of this length, whose addresses are this client's.
+    cx.status(unsafe { f(kernel, r.param, r.value.len(), r.value.as_ptr().cast()) })
+}
+
+pub(super) fn memcpy(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemcpy<'_>) -> Done {
+    cx.owed = r.ticket;
+    let f = cx.native().clEnqueueSVMMemcpy.ok_or(wire::UNSUPPORTED)?;
+    let queue = cx.get(kind::QUEUE, r.queue)?;
+    let window = &cx.cl.session().window;
+    let data = || -> Result<*mut c_void, i32> { Ok(window.at(r.data, r.size).map_err(|_| VALUE)?.cast()) };
+    let to = if r.how == 1 { data()? } else { cx.shared(r.dst, r.size)? };
+    let from = if r.how == 2 { data()? } else { cx.shared(r.src, r.size)? };
+    if r.blocking != 0 {
+        cx.may_block();
+    }
+    let size = r.size as usize;
+    // SAFETY: a live queue; both ranges were checked.
+    cx.transfer(&r.waits, r.event, r.ticket, None, |n, list, event| unsafe {
+        f(queue, r.blocking, to, from, size, n, list, event)
+    })
+}
+
+pub(super) fn fill(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemFill<'_>) -> Done {
+    let f = cx.native().clEnqueueSVMMemFill.ok_or(wire::UNSUPPORTED)?;
+    let (queue, to) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, r.size)?);
+    let (pattern, len) = (r.pattern.as_ptr().cast(), r.pattern.len());
+    let size = r.size as usize;
+    // SAFETY: a live queue; the range was checked; the driver copies the pattern.
+    cx.enqueue(&r.waits, r.event, |n, list, event| unsafe {
+        f(queue, to, pattern, len, size, n, list, event)
+    })
+}
+
+pub(super) fn map(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMap<'_>) -> Done {
+    let f = cx.native().clEnqueueSVMMap.ok_or(wire::UNSUPPORTED)?;
+    let (queue, at) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, r.size)?);
+    if r.blocking != 0 {
+        cx.may_block();
+    }
+    let size = r.size as usize;
+    // SAFETY: a live queue; the range was checked.
+    cx.enqueue(&r.waits, r.event, |n, list, event| unsafe {
+        f(queue, r.blocking, r.flags, at, size, n, list, event)
+    })
+}
+
+pub(super) fn unmap(cx: &mut Cx<'_>, r: &wire::EnqueueSVMUnmap<'_>) -> Done {
+    let f = cx.native().clEnqueueSVMUnmap.ok_or(wire::UNSUPPORTED)?;
+    let (queue, at) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, 1)?);
+    // SAFETY: a live queue; the address was checked.
+    cx.enqueue(&r.waits, r.event, |n, list, event| unsafe { f(queue, at, n, list, event) })
+}
+
+pub(super) fn migrate(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMigrateMem<'_>) -> Done {
+    let f = cx.native().clEnqueueSVMMigrateMem.ok_or(wire::UNSUPPORTED)?;
+    let queue = cx.get(kind::QUEUE, r.queue)?;
+    if r.addresses.len() != r.sizes.len() || r.addresses.is_empty() {
+        return Err(VALUE);
+    }
+    for (address, size) in r.addresses.iter().zip(r.sizes.iter()) {
+        cx.shared(*address, *size)?;
+    }
+    let (count, addresses, sizes) =
+        (r.addresses.len() as u32, r.addresses.as_ptr().cast(), r.sizes.as_ptr().cast());
+    // SAFETY: a live queue; all ranges were checked; lists as long as said.
+    cx.enqueue(&r.waits, r.event, |n, list, event| unsafe {
+        f(queue, count, addresses, sizes, r.flags, n, list, event)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_good_only_inside_of_one_range() {
+        let mut s = Svm::default();
+        s.0.insert(0x1000, (0x1000, 0));
+        s.0.insert(0x3000, (0x1000, 0));
+        assert!(s.contains(0x1000, 0x1000) && s.contains(0x1fff, 1) && s.contains(0x3800, 0));
+        assert!(!s.contains(0xfff, 1) && !s.contains(0x2000, 1) && !s.contains(0x1fff, 2));
+        assert!(!s.contains(0x1800, u64::MAX) && !s.contains(u64::MAX, 1) && !s.contains(0, 0));
+    }
+}

@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One client's requests, whatever the API.
+//!
+//! One thread at a time leads: it takes records from the ring, in order, and carries them out. When a call may take long, its thread
+//! gives the lead up before it enters the driver; if something arrives meanwhile, the doorbell wakes another thread to lead on. So nothing is
+//! handed from thread to thread as long as the client only waits. A leader that finds nothing spins for a moment, then arms the
+//! doorbell and sleeps.
+//!
+//! Replies never block: what the ring doesn't take waits in a queue whose length is limited, so a client that doesn't read only harms itself.
+
+use crate::limits::{Bucket, Limits};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
+use tombolo_accel_spec::common::{Ping, Release, Snapshot};
+use tombolo_accel_spec::wire::{Malformed, Record, Reply, ReplyKind, Request, WANTS_REPLY, decode};
+use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
+
+/// How long a leader looks for more before it sleeps.
+const SPIN: Duration = Duration::from_micros(50);
+/// Bytes of replies that may wait for a client to read.
+const MAX_QUEUED: usize = 64 << 20;
+/// Threads of a client that may be inside the driver at once.
+const MAX_THREADS: usize = 128;
+
+/// What an API plugs in.
+pub trait Api: Send + Sync + 'static {
+    /// Root objects and their properties.
+    fn snapshot(&self, session: &Arc<Session>, reply: &mut Vec<u8>) -> Result<(), i32>;
+    /// Carries a request out. Outer error: it doesn't decode.
+    fn call(&self, call: &mut Call<'_>, id: u32, body: &[u8]) -> Result<Result<(), i32>, Malformed>;
+    /// The client has no more use for an object.
+    fn release(&self, kind: u32, id: u64);
+    /// Tells the client what ended since; called before each reply, so that no reply overtakes what led to it.
+    fn settle(&self);
+    /// The code of success.
+    fn success(&self) -> i32;
+}
+
+/// Counts of one function.
+#[derive(Default)]
+pub struct Count {
+    /// Requests.
+    pub calls: AtomicU64,
+    /// Of these, those that the client waited for.
+    pub waits: AtomicU64,
+    /// Bytes in records.
+    pub bytes: AtomicU64,
+    /// Nanoseconds in handler and driver, of waited calls.
+    pub busy_ns: AtomicU64,
+}
+
+/// Functions counted; larger ids share the last.
+pub const COUNTED: usize = 1024;
+
+struct Outbox {
+    tx: Box<dyn Tx>,
+    queue: VecDeque<Vec<u8>>,
+    queued: usize,
+}
+
+/// The incoming side, held by the leader.
+pub struct In {
+    rx: Box<dyn Rx>,
+    bucket: Bucket,
+}
+
+/// One client.
+pub struct Session {
+    outbox: Mutex<Outbox>,
+    input: Mutex<In>,
+    bell: Arc<dyn Bell>,
+    /// Bulk data shared with the client.
+    pub window: Arc<Window>,
+    /// Whether the client sees the window without pushing.
+    pub shares_window: bool,
+    threads: AtomicUsize,
+    idle: AtomicUsize,
+    counts: Vec<Count>,
+    over: Mutex<Option<Error>>,
+    api: std::sync::OnceLock<Arc<dyn Api>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic ends the worker (see worker.rs); nobody works on with a half-changed value.
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// A request that is being carried out.
+pub struct Call<'s> {
+    /// The client.
+    pub session: &'s Arc<Session>,
+    /// The body of its reply.
+    pub reply: Vec<u8>,
+    /// Whether the client waits for it.
+    pub waited: bool,
+    lead: Option<MutexGuard<'s, In>>,
+}
+
+impl Call<'_> {
+    /// Says that the driver is about to be entered for an unknown time: others may lead on meanwhile.
+    pub fn may_block(&mut self) {
+        let Some(mut input) = self.lead.take() else { return };
+        // Something arrived already, or the ring is broken (whoever leads next will see): wake a thread for it.
+        let quiet = matches!(input.rx.arm(), Ok(true));
+        drop(input);
+        self.session.ensure_follower();
+        if !quiet {
+            self.session.bell.ring();
+        }
+    }
+}
+
+impl Session {
+    /// Takes a link over.
+    pub fn new(link: Link, limits: &Limits) -> Arc<Session> {
+        Arc::new(Session {
+            shares_window: link.tx.shares_window(),
+            outbox: Mutex::new(Outbox { tx: link.tx, queue: VecDeque::new(), queued: 0 }),
+            input: Mutex::new(In { rx: link.rx, bucket: Bucket::new(limits.rate) }),
+            bell: link.bell,
+            window: link.window,
+            threads: AtomicUsize::new(1),
+            idle: AtomicUsize::new(0),
+            counts: (0..COUNTED).map(|_| Count::default()).collect(),
+            over: Mutex::new(None),
+            api: std::sync::OnceLock::new(),
+        })
+    }
+
+    /// Counts of a function.
+    pub fn count(&self, call: u32) -> &Count {
+        &self.counts[(call as usize).min(COUNTED - 1)]
+    }
+
+    /// Serves the client on this thread and others until it is gone; why it ended.
+    pub fn run(self: &Arc<Self>, api: Arc<dyn Api>) -> Error {
+        if self.api.set(api).is_err() {
+            return Error::Broken("a session runs once");
+        }
+        self.serve();
+        lock(&self.over).take().unwrap_or(Error::Closed)
+    }
+
+    fn api(&self) -> &Arc<dyn Api> {
+        self.api.get().expect("run() sets it before anything is served")
+    }
+
+    /// A thread exists that sleeps on the doorbell; otherwise one is started.
+    fn ensure_follower(self: &Arc<Self>) {
+        if self.idle.load(Ordering::SeqCst) > 0 {
+            return;
+        }
+        if self.threads.fetch_add(1, Ordering::SeqCst) >= MAX_THREADS {
+            self.threads.fetch_sub(1, Ordering::SeqCst);
+            return;
+        }
+        let session = self.clone();
+        // Counted before it runs, so that the next call doesn't start another.
+        self.idle.fetch_add(1, Ordering::SeqCst);
+        let spawned = std::thread::Builder::new().name("follower".into()).spawn(move || {
+            session.idle.fetch_sub(1, Ordering::SeqCst);
+            session.serve();
+        });
+        if spawned.is_err() {
+            self.idle.fetch_sub(1, Ordering::SeqCst);
+            self.threads.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    fn end(&self, why: Error) {
+        lock(&self.over).get_or_insert(why);
+        self.bell.ring();
+    }
+
+    /// Life of a thread: leads when nobody does, sleeps otherwise.
+    fn serve(self: &Arc<Self>) {
+        loop {
+            if lock(&self.over).is_some() {
+                // Each thread wakes the next.
+                self.bell.ring();
+                return;
+            }
+            match self.input.try_lock() {
+                Ok(input) => {
+                    if let Err(e) = self.lead(input) {
+                        self.end(e);
+                        continue;
+                    }
+                }
+                Err(TryLockError::WouldBlock) => {}
+                Err(TryLockError::Poisoned(_)) => return self.end(Error::Broken("a handler panicked")),
+            }
+            self.idle.fetch_add(1, Ordering::SeqCst);
+            let woken = self.bell.wait();
+            self.idle.fetch_sub(1, Ordering::SeqCst);
+            if let Err(e) = woken {
+                self.end(e);
+            }
+        }
+    }
+
+    /// Carries requests out until there are none for a while, or another thread has taken over.
+    fn lead<'s>(self: &'s Arc<Self>, mut input: MutexGuard<'s, In>) -> Result<(), Error> {
+        let mut record = Vec::new();
+        input.rx.disarm();
+        let mut idle_since: Option<Instant> = None;
+        loop {
+            if input.rx.try_recv(&mut record)? {
+                idle_since = None;
+                if let Some(wait) = input.bucket.take() {
+                    // The client's own rate: only its own requests wait.
+                    std::thread::sleep(wait);
+                }
+                match self.carry_out(&record, input)? {
+                    Some(back) => input = back,
+                    None => return Ok(()),
+                }
+                continue;
+            }
+            if idle_since.is_none() {
+                self.flush()?;
+            }
+            let since = *idle_since.get_or_insert_with(Instant::now);
+            for _ in 0..32 {
+                std::hint::spin_loop();
+            }
+            if since.elapsed() > SPIN {
+                if input.rx.arm()? {
+                    return Ok(());
+                }
+                idle_since = None;
+            }
+        }
+    }
+
+    /// Carries one request out. None: another thread leads now.
+    fn carry_out<'s>(
+        self: &'s Arc<Self>,
+        record: &[u8],
+        input: MutexGuard<'s, In>,
+    ) -> Result<Option<MutexGuard<'s, In>>, Error> {
+        let malformed = |Malformed| Error::Broken("a request that can't be decoded");
+        let (request, body) = Request::split(record).map_err(malformed)?;
+        let waited = request.flags & WANTS_REPLY != 0;
+        let count = self.count(request.call);
+        count.calls.fetch_add(1, Ordering::Relaxed);
+        count.bytes.fetch_add(record.len() as u64, Ordering::Relaxed);
+        let begun = waited.then(Instant::now);
+        let api = self.api();
+        let mut call = Call { session: self, reply: Vec::new(), waited, lead: Some(input) };
+        let outcome = match request.call {
+            Ping::ID => decode::<Ping>(body).map(|_| Ok(())),
+            Snapshot::ID => decode::<Snapshot>(body).map(|_| api.snapshot(self, &mut call.reply)),
+            Release::ID => decode::<Release>(body).map(|r| {
+                api.release(r.kind, r.id);
+                Ok(())
+            }),
+            id => api.call(&mut call, id, body),
+        }
+        .map_err(malformed)?;
+        let status = outcome.err().unwrap_or_else(|| api.success());
+        if waited {
+            api.settle();
+            let body = if outcome.is_ok() { &call.reply[..] } else { &[] };
+            self.send(Reply { kind: ReplyKind::Result, status, tag: request.tag }, body)?;
+            count.waits.fetch_add(1, Ordering::Relaxed);
+            if let Some(begun) = begun {
+                count.busy_ns.fetch_add(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
+            }
+        }
+        match call.lead.take() {
+            Some(input) => Ok(Some(input)),
+            None => match self.input.try_lock() {
+                Ok(mut input) => {
+                    input.rx.disarm();
+                    Ok(Some(input))
+                }
+                Err(TryLockError::WouldBlock) => Ok(None),
+                Err(TryLockError::Poisoned(_)) => Err(Error::Broken("a handler panicked")),
+            },
+        }
+    }
+
+    /// Sends a record to the client. Never blocks.
+    pub fn send(&self, reply: Reply, body: &[u8]) -> Result<(), Error> {
+        let mut guard = lock(&self.outbox);
+        let out = &mut *guard;
+        let head = reply.to_bytes();
+        Self::drain(out)?;
+        if out.queue.is_empty() && out.tx.try_send(&[&head, body])? {
+            return out.tx.publish();
+        }
+        let mut record = head.to_vec();
+        record.extend_from_slice(body);
+        out.queued += record.len();
+        out.queue.push_back(record);
+        if out.queued > MAX_QUEUED {
+            return Err(Error::Broken("the client doesn't read its replies"));
+        }
+        Self::drain(out)
+    }
+
+    /// The same from a thread of the driver, which can't end the session itself.
+    pub fn notify(&self, kind: ReplyKind, status: i32, tag: u64, body: &[u8]) {
+        if let Err(e) = self.send(Reply { kind, status, tag }, body) {
+            self.end(e);
+        }
+    }
+
+    /// Makes a range of the window visible to the client before the next record.
+    pub fn push_window(&self, offset: u64, len: u64) {
+        if self.shares_window {
+            return;
+        }
+        let pushed = lock(&self.outbox).tx.push_window(offset, len);
+        if let Err(e) = pushed {
+            self.end(e);
+        }
+    }
+
+    fn drain(out: &mut Outbox) -> Result<(), Error> {
+        while let Some(record) = out.queue.front() {
+            if !out.tx.try_send(&[record])? {
+                out.tx.publish()?;
+                // From now on the client rings when it has read something; the leader then comes here again.
+                if out.tx.arm_room()? {
+                    return Ok(());
+                }
+                continue;
+            }
+            out.queued -= record.len();
+            out.queue.pop_front();
+            if out.queue.is_empty() {
+                out.tx.publish()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&self) -> Result<(), Error> {
+        let mut out = lock(&self.outbox);
+        if out.queue.is_empty() { Ok(()) } else { Self::drain(&mut out) }
+    }
+}

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A client's ids and what they stand for. The client chooses ids: a slot number and a generation. Every use is checked: the number is
+//! within the limit, the slot is in use, generation and kind fit. An object whose creation failed keeps its error as its answer.
+
+/// What an id stands for.
+#[derive(Debug)]
+pub struct Entry<X> {
+    generation: u32,
+    kind: u32,
+    native: Result<usize, i32>,
+    /// What the API keeps beside it.
+    pub extra: X,
+}
+
+/// Why an id can't be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// It names no object of this kind.
+    Invalid,
+    /// It names an object whose creation failed with this code.
+    Failed(i32),
+    /// The number is beyond the limit of objects.
+    TooMany,
+    /// It names an object that lives.
+    InUse,
+}
+
+/// All objects of a client.
+pub struct Table<X> {
+    slots: Vec<Option<Entry<X>>>,
+    limit: usize,
+    live: usize,
+}
+
+impl<X> Table<X> {
+    /// An empty table for at most `limit` objects.
+    pub fn new(limit: usize) -> Self {
+        Table { slots: Vec::new(), limit, live: 0 }
+    }
+
+    /// Objects that live.
+    pub fn live(&self) -> usize {
+        self.live
+    }
+
+    fn entry(&self, kind: u32, id: u64) -> Result<&Entry<X>, Fault> {
+        match self.slots.get(id as u32 as usize) {
+            Some(Some(e)) if e.kind == kind && e.generation == (id >> 32) as u32 => Ok(e),
+            _ => Err(Fault::Invalid),
+        }
+    }
+
+    /// The native handle of an object.
+    pub fn get(&self, kind: u32, id: u64) -> Result<usize, Fault> {
+        self.entry(kind, id)?.native.map_err(Fault::Failed)
+    }
+
+    /// What is kept beside an object.
+    pub fn extra(&self, kind: u32, id: u64) -> Result<&X, Fault> {
+        Ok(&self.entry(kind, id)?.extra)
+    }
+
+    /// The same, to change it.
+    pub fn extra_mut(&mut self, kind: u32, id: u64) -> Result<&mut X, Fault> {
+        self.entry(kind, id)?;
+        match &mut self.slots[id as u32 as usize] {
+            Some(e) => Ok(&mut e.extra),
+            None => Err(Fault::Invalid),
+        }
+    }
+
+    /// Whether an id could be given to a new object.
+    pub fn vacant(&self, id: u64) -> Result<(), Fault> {
+        let index = id as u32 as usize;
+        if index == 0 || index > self.limit {
+            return Err(Fault::TooMany);
+        }
+        match self.slots.get(index) {
+            Some(Some(_)) => Err(Fault::InUse),
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives an id to a native handle, or to a creation that failed.
+    pub fn put(&mut self, kind: u32, id: u64, native: Result<usize, i32>, extra: X) -> Result<(), Fault> {
+        self.vacant(id)?;
+        let index = id as u32 as usize;
+        if index >= self.slots.len() {
+            self.slots.resize_with(index + 1, || None);
+        }
+        self.slots[index] = Some(Entry { generation: (id >> 32) as u32, kind, native, extra });
+        self.live += 1;
+        Ok(())
+    }
+
+    /// Takes an object out: its native handle, if it had one, and what was kept.
+    pub fn take(&mut self, kind: u32, id: u64) -> Result<(Option<usize>, X), Fault> {
+        self.entry(kind, id)?;
+        let entry = self.slots[id as u32 as usize].take().ok_or(Fault::Invalid)?;
+        self.live -= 1;
+        Ok((entry.native.ok(), entry.extra))
+    }
+
+    /// Takes everything out: kind, native handle, and what was kept; last created first within a kind.
+    pub fn drain(&mut self) -> Vec<(u32, usize, X)> {
+        self.live = 0;
+        let slots = std::mem::take(&mut self.slots);
+        slots.into_iter().rev().flatten().filter_map(|e| Some((e.kind, e.native.ok()?, e.extra))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_is_good_only_for_its_kind_and_generation() {
+        let mut t = Table::new(10);
+        t.put(1, 7 << 32 | 3, Ok(42), ()).expect("vacant");
+        assert_eq!(t.get(1, 7 << 32 | 3), Ok(42));
+        assert_eq!(t.get(2, 7 << 32 | 3), Err(Fault::Invalid));
+        assert_eq!(t.get(1, 8 << 32 | 3), Err(Fault::Invalid));
+        assert_eq!(t.get(1, 7 << 32 | 4), Err(Fault::Invalid));
+        assert_eq!(t.get(1, u64::MAX), Err(Fault::Invalid));
+    }
+
+    #[test]
+    fn a_live_id_is_not_given_again_and_the_limit_holds() {
+        let mut t = Table::new(2);
+        assert_eq!(t.put(1, 0, Ok(1), ()), Err(Fault::TooMany));
+        t.put(1, 1, Ok(1), ()).expect("vacant");
+        assert_eq!(t.put(1, 1 << 32 | 1, Ok(2), ()), Err(Fault::InUse));
+        assert_eq!(t.put(1, 3, Ok(1), ()), Err(Fault::TooMany));
+        assert_eq!(t.take(1, 1), Ok((Some(1), ())));
+        assert_eq!(t.take(1, 1), Err(Fault::Invalid));
+        assert_eq!(t.live(), 0);
+    }
+
+    #[test]
+    fn a_failed_creation_answers_with_its_error() {
+        let mut t = Table::new(2);
+        t.put(1, 1, Err(-4), ()).expect("vacant");
+        assert_eq!(t.get(1, 1), Err(Fault::Failed(-4)));
+        assert_eq!(t.take(1, 1), Ok((None, ())));
+    }
+}

@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Where no memory is shared: records as frames on a byte stream (TCP, vsock). Each side has a window of its own; what one side pushes
+//! is copied to the same place in the other's, in order with the records.
+//!
+//! A frame is 8 bytes, length and kind, and its bytes. Sockets are non-blocking; what the kernel doesn't take waits in a buffer, and
+//! whoever sleeps on a bell also writes from it when the socket has room.
+
+use crate::hello::{Geometry, Hello, welcome, welcomed};
+use crate::memory::Mapping;
+use crate::process::EventFd;
+use crate::{Bell, Error, Link, Rx, Tx, Window};
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+const RECORD: u32 = 1;
+const WINDOW: u32 = 2;
+const MAX_RECORD: usize = 512 << 10;
+const CHUNK: u64 = 256 << 10;
+/// A sender waits when more than this is unsent.
+const HIGH_WATER: usize = 1 << 20;
+
+struct Shared {
+    socket: OwnedFd,
+    /// Bytes that the kernel hasn't taken yet, from the index on.
+    out: Mutex<(Vec<u8>, usize)>,
+    pending: AtomicBool,
+    kick: EventFd,
+}
+
+impl Shared {
+    fn out(&self) -> MutexGuard<'_, (Vec<u8>, usize)> {
+        // A panic elsewhere can't leave the buffer half changed in a way that matters more than the lost connection.
+        self.out.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn flush(&self) -> Result<(), Error> {
+        let mut guard = self.out();
+        let (bytes, done) = &mut *guard;
+        while *done < bytes.len() {
+            // SAFETY: the slice lives during the call.
+            let n = unsafe {
+                libc::send(
+                    self.socket.as_raw_fd(),
+                    bytes[*done..].as_ptr().cast(),
+                    bytes.len() - *done,
+                    libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
+                )
+            };
+            match usize::try_from(n) {
+                Ok(n) => *done += n,
+                Err(_) => {
+                    let e = io::Error::last_os_error();
+                    match e.kind() {
+                        io::ErrorKind::WouldBlock => {
+                            if !self.pending.swap(true, Ordering::SeqCst) {
+                                self.kick.ring();
+                            }
+                            return Ok(());
+                        }
+                        io::ErrorKind::Interrupted => {}
+                        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => return Err(Error::Closed),
+                        _ => return Err(e.into()),
+                    }
+                }
+            }
+        }
+        bytes.clear();
+        *done = 0;
+        self.pending.store(false, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn unsent(&self) -> usize {
+        let out = self.out();
+        out.0.len() - out.1
+    }
+
+    fn frame(&self, kind: u32, parts: &[&[u8]]) {
+        let len: usize = parts.iter().map(|p| p.len()).sum();
+        let mut out = self.out();
+        out.0.extend_from_slice(&(len as u32).to_le_bytes());
+        out.0.extend_from_slice(&kind.to_le_bytes());
+        for part in parts {
+            out.0.extend_from_slice(part);
+        }
+    }
+
+    /// Sleeps until the socket is readable (if asked), writable while something is unsent, or kicked.
+    fn sleep(&self, readable: bool) -> Result<(), Error> {
+        let mut events = if readable { libc::POLLIN } else { 0 };
+        if self.pending.load(Ordering::SeqCst) {
+            events |= libc::POLLOUT;
+        }
+        let mut fds = [
+            libc::pollfd { fd: self.socket.as_raw_fd(), events, revents: 0 },
+            libc::pollfd { fd: self.kick.as_raw_fd(), events: libc::POLLIN, revents: 0 },
+        ];
+        // SAFETY: the array lives during the call.
+        if unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) } < 0 {
+            let e = io::Error::last_os_error();
+            return if e.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(e.into()) };
+        }
+        if fds[1].revents != 0 {
+            self.kick.take();
+        }
+        if fds[0].revents & libc::POLLOUT != 0 {
+            self.flush()?;
+        }
+        if fds[0].revents & (libc::POLLHUP | libc::POLLERR) != 0 && fds[0].revents & libc::POLLIN == 0 {
+            return Err(Error::Closed);
+        }
+        Ok(())
+    }
+}
+
+struct StreamBell {
+    shared: Arc<Shared>,
+    readable: bool,
+}
+
+impl Bell for StreamBell {
+    fn wait(&self) -> Result<(), Error> {
+        self.shared.sleep(self.readable)
+    }
+    fn ring(&self) {
+        self.shared.kick.ring();
+    }
+}
+
+struct StreamTx {
+    shared: Arc<Shared>,
+    window: Arc<Window>,
+    /// Whether pushing waits while much is unsent. A server must go on reading instead, its clients' windows bound what it buffers.
+    waits: bool,
+}
+
+impl Tx for StreamTx {
+    fn try_send(&mut self, parts: &[&[u8]]) -> Result<bool, Error> {
+        let len: usize = parts.iter().map(|p| p.len()).sum();
+        if len > MAX_RECORD {
+            return Err(Error::TooLong { len, max: MAX_RECORD });
+        }
+        if self.shared.unsent() > HIGH_WATER {
+            self.shared.flush()?;
+            if self.shared.unsent() > HIGH_WATER {
+                return Ok(false);
+            }
+        }
+        self.shared.frame(RECORD, parts);
+        Ok(true)
+    }
+    fn publish(&mut self) -> Result<(), Error> {
+        self.shared.flush()?;
+        // A client may not come back for long after a posted call, so nothing is left behind; its server always reads.
+        while self.waits && self.shared.pending.load(Ordering::SeqCst) {
+            self.shared.sleep(false)?;
+        }
+        Ok(())
+    }
+    fn arm_room(&mut self) -> Result<bool, Error> {
+        self.shared.flush()?;
+        Ok(self.shared.unsent() > HIGH_WATER)
+    }
+    fn max_record(&self) -> usize {
+        MAX_RECORD
+    }
+    fn push_window(&mut self, offset: u64, len: u64) -> Result<(), Error> {
+        self.window.at(offset, len)?;
+        let mut buffer = vec![0; CHUNK.min(len) as usize];
+        let (mut at, end) = (offset, offset + len);
+        while at < end {
+            let n = CHUNK.min(end - at);
+            let chunk = &mut buffer[..n as usize];
+            self.window.read(at, chunk)?;
+            self.shared.frame(WINDOW, &[&at.to_le_bytes(), chunk]);
+            at += n;
+            self.shared.flush()?;
+            while self.waits && self.shared.unsent() > HIGH_WATER {
+                self.shared.sleep(false)?;
+                self.shared.flush()?;
+            }
+        }
+        Ok(())
+    }
+    fn shares_window(&self) -> bool {
+        false
+    }
+}
+
+struct StreamRx {
+    shared: Arc<Shared>,
+    window: Arc<Window>,
+    bytes: Vec<u8>,
+    at: usize,
+    /// Where the kernel puts what it has.
+    incoming: Box<[u8]>,
+}
+
+impl StreamRx {
+    fn frame(&mut self, into: &mut Vec<u8>) -> Result<bool, Error> {
+        loop {
+            let rest = &self.bytes[self.at..];
+            let Some((header, rest)) = rest.split_first_chunk::<8>() else { return Ok(false) };
+            let (len, kind) = (u64::from_le_bytes(*header) as u32 as usize, (u64::from_le_bytes(*header) >> 32) as u32);
+            let max = if kind == RECORD { MAX_RECORD } else { CHUNK as usize + 8 };
+            if len > max {
+                return Err(Error::Broken("a frame is too long"));
+            }
+            let Some(frame) = rest.get(..len) else { return Ok(false) };
+            match kind {
+                RECORD => {
+                    into.clear();
+                    into.extend_from_slice(frame);
+                    self.at += 8 + len;
+                    return Ok(true);
+                }
+                WINDOW => {
+                    let Some((offset, data)) = frame.split_first_chunk::<8>() else {
+                        return Err(Error::Broken("a window frame without an offset"));
+                    };
+                    self.window.write(u64::from_le_bytes(*offset), data)?;
+                    self.at += 8 + len;
+                }
+                _ => return Err(Error::Broken("a frame of an unknown kind")),
+            }
+        }
+    }
+}
+
+impl Rx for StreamRx {
+    fn try_recv(&mut self, into: &mut Vec<u8>) -> Result<bool, Error> {
+        loop {
+            if self.frame(into)? {
+                return Ok(true);
+            }
+            self.bytes.drain(..self.at);
+            self.at = 0;
+            // SAFETY: the slice lives during the call.
+            let n = unsafe {
+                libc::recv(
+                    self.shared.socket.as_raw_fd(),
+                    self.incoming.as_mut_ptr().cast(),
+                    self.incoming.len(),
+                    libc::MSG_DONTWAIT,
+                )
+            };
+            let error = io::Error::last_os_error();
+            self.bytes.extend_from_slice(&self.incoming[..usize::try_from(n).unwrap_or(0)]);
+            match n {
+                0 => return Err(Error::Closed),
+                1.. => {}
+                _ => match error.kind() {
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => return Ok(false),
+                    io::ErrorKind::ConnectionReset => return Err(Error::Closed),
+                    _ => return Err(error.into()),
+                },
+            }
+        }
+    }
+    fn arm(&mut self) -> Result<bool, Error> {
+        // The socket stays readable, so a sleeper can't miss anything; only what was already taken from it must be looked at.
+        let rest = &self.bytes[self.at..];
+        let whole = rest.first_chunk::<8>().is_some_and(|h| rest.len() >= 8 + u64::from_le_bytes(*h) as u32 as usize);
+        Ok(!whole)
+    }
+    fn disarm(&mut self) {}
+}
+
+fn link(socket: OwnedFd, window: u64, waits: bool) -> Result<Link, Error> {
+    let mapping = Arc::new(Mapping::private((window as usize).max(4096))?);
+    let window = Arc::new(Window::new(mapping, 0, window).ok_or(Error::Broken("the window doesn't fit"))?);
+    let gone = socket.as_fd().try_clone_to_owned()?;
+    let shared =
+        Arc::new(Shared { socket, out: Mutex::default(), pending: AtomicBool::new(false), kick: EventFd::new()? });
+    Ok(Link {
+        tx: Box::new(StreamTx { shared: shared.clone(), window: window.clone(), waits }),
+        rx: Box::new(StreamRx { shared: shared.clone(), window: window.clone(), bytes: Vec::new(), at: 0, incoming: vec![0; CHUNK as usize].into() }),
+        bell: Arc::new(StreamBell { shared: shared.clone(), readable: true }),
+        room: Arc::new(StreamBell { shared, readable: !waits }),
+        window,
+        gone,
+    })
+}
+
+/// A connected stream socket as something to read and write in the handshake.
+struct Plain<'a>(&'a OwnedFd);
+
+impl Read for Plain<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        // SAFETY: the slice lives during the call.
+        let n = unsafe { libc::read(self.0.as_raw_fd(), into.as_mut_ptr().cast(), into.len()) };
+        usize::try_from(n).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+impl Write for Plain<'_> {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        // SAFETY: the slice lives during the call.
+        let n =
+            unsafe { libc::send(self.0.as_raw_fd(), from.as_ptr().cast(), from.len(), libc::MSG_NOSIGNAL) };
+        usize::try_from(n).map_err(|_| io::Error::last_os_error())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Makes a link of a connected stream, as its client.
+pub fn connect(socket: OwnedFd, hello: &Hello) -> Result<Link, Error> {
+    hello.send(&mut Plain(&socket))?;
+    let geometry = welcomed(&mut Plain(&socket))?;
+    link(socket, geometry.window, true)
+}
+
+/// Makes a link of a connected stream, as its server, whose client's [`Hello`] was accepted.
+pub fn accept(socket: OwnedFd, geometry: Geometry) -> Result<Link, Error> {
+    Plain(&socket).write_all(&welcome(Ok(geometry.check()?)))?;
+    link(socket, geometry.window, false)
+}
+
+/// Receives a [`Hello`] from any stream socket.
+pub fn hello(socket: &OwnedFd) -> Result<Hello, Error> {
+    Hello::receive(&mut Plain(socket))
+}
+
+/// Tells a client that it can't be served, and why.
+pub fn refuse(socket: &OwnedFd, why: &str) -> io::Result<()> {
+    Plain(socket).write_all(&welcome(Err(why)))
+}
+
+/// Connects by TCP, without delay for small frames.
+pub fn tcp(address: &str) -> Result<OwnedFd, Error> {
+    let socket = TcpStream::connect(address)?;
+    socket.set_nodelay(true)?;
+    Ok(socket.into())
+}
+
+/// Connects by vsock to a context id (2: the host) and port.
+pub fn vsock(cid: u32, port: u32) -> Result<OwnedFd, Error> {
+    // SAFETY: takes no memory; the result is checked.
+    let fd = unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error().into());
+    }
+    // SAFETY: fd is fresh.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: sockaddr_vm is plain data; zero is valid.
+    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
+    address.svm_cid = cid;
+    address.svm_port = port;
+    // SAFETY: the address lives during the call and its size is given.
+    let r = unsafe {
+        libc::connect(fd.as_raw_fd(), (&raw const address).cast(), size_of_val(&address) as libc::socklen_t)
+    };
+    if r < 0 {
+        return Err(io::Error::last_os_error().into());
+    }
+    Ok(fd)
+}

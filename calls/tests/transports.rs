@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The same claims for every transport.
+
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::thread;
+use tombolo_calls::hello::{Geometry, Hello};
+use tombolo_calls::{Error, Link, process, send, stream};
+
+const GEOMETRY: Geometry = Geometry { ring: 64 << 10, window: 4 << 20 };
+
+fn hello() -> Hello {
+    Hello { api: "test".into(), identity: [7; 16], name: "transports".into() }
+}
+
+fn by_memory() -> (Link, Link) {
+    process::pair(GEOMETRY).expect("memfd and eventfds")
+}
+
+fn by_tcp() -> (Link, Link) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = listener.local_addr().expect("bound").to_string();
+    let server = thread::spawn(move || {
+        let socket = OwnedFd::from(listener.accept().expect("a client comes").0);
+        assert_eq!(stream::hello(&socket).expect("a hello"), hello());
+        stream::accept(socket, GEOMETRY).expect("accepted")
+    });
+    let client = stream::connect(stream::tcp(&address).expect("connects"), &hello()).expect("welcomed");
+    (client, server.join().expect("no panic"))
+}
+
+fn by_unix_stream() -> (Link, Link) {
+    let (a, b) = UnixStream::pair().expect("a pair");
+    let server = thread::spawn(move || {
+        let socket = OwnedFd::from(b);
+        stream::hello(&socket).expect("a hello");
+        stream::accept(socket, GEOMETRY).expect("accepted")
+    });
+    let client = stream::connect(a.into(), &hello()).expect("welcomed");
+    (client, server.join().expect("no panic"))
+}
+
+/// Receives one record, sleeping when there is none.
+fn receive(link: &mut Link, into: &mut Vec<u8>) -> Result<(), Error> {
+    while !link.rx.try_recv(into)? {
+        if link.rx.arm()? {
+            link.bell.wait()?;
+        }
+        link.rx.disarm();
+    }
+    Ok(())
+}
+
+/// Answers every record with itself, until the client is gone.
+fn echo(mut link: Link) -> Error {
+    let mut record = Vec::new();
+    loop {
+        let step = receive(&mut link, &mut record)
+            .and_then(|()| send(&mut *link.tx, &*link.room, &[&record]))
+            .and_then(|()| link.tx.publish());
+        if let Err(e) = step {
+            return e;
+        }
+    }
+}
+
+fn every_record_comes_back_in_order((mut client, server): (Link, Link)) {
+    let server = thread::spawn(move || echo(server));
+    let mut record = Vec::new();
+    for i in 0..3_000u32 {
+        let body = vec![i as u8; i as usize % 700];
+        send(&mut *client.tx, &*client.room, &[&i.to_le_bytes(), &body]).expect("sent");
+        client.tx.publish().expect("published");
+        // Up to thirty are in flight: fewer than the ring holds, as neither side reads while it waits for room.
+        if i % 30 == 29 {
+            for j in i - 29..=i {
+                receive(&mut client, &mut record).expect("answered");
+                assert_eq!(record[..4], j.to_le_bytes());
+                assert_eq!(record.len(), 4 + j as usize % 700);
+            }
+        }
+    }
+    drop(client);
+    assert!(matches!(server.join().expect("no panic"), Error::Closed), "the end of a client is told");
+}
+
+fn a_batch_arrives_as_it_was_sent((mut client, mut server): (Link, Link)) {
+    let sender = thread::spawn(move || {
+        for i in 0..20_000u32 {
+            send(&mut *client.tx, &*client.room, &[&i.to_le_bytes()]).expect("sent");
+            if i % 64 == 63 {
+                client.tx.publish().expect("published");
+            }
+        }
+        client.tx.publish().expect("published");
+        client
+    });
+    let mut record = Vec::new();
+    for i in 0..20_000u32 {
+        receive(&mut server, &mut record).expect("arrives");
+        assert_eq!(record, i.to_le_bytes());
+    }
+    drop(sender.join().expect("no panic"));
+}
+
+fn a_pushed_range_of_the_window_is_there_before_the_next_record((mut client, mut server): (Link, Link)) {
+    let bytes: Vec<u8> = (0..1_000_000u32).map(|i| (i % 251) as u8).collect();
+    let (expected, at) = (bytes.clone(), 4096);
+    let sender = thread::spawn(move || {
+        client.window.write(at, &bytes).expect("inside");
+        client.tx.push_window(at, bytes.len() as u64).expect("pushed");
+        send(&mut *client.tx, &*client.room, &[b"look"]).expect("sent");
+        client.tx.publish().expect("published");
+        client
+    });
+    let mut record = Vec::new();
+    receive(&mut server, &mut record).expect("arrives");
+    assert_eq!(record, b"look");
+    let mut seen = vec![0; expected.len()];
+    server.window.read(at, &mut seen).expect("inside");
+    assert!(seen == expected);
+    drop(sender.join().expect("no panic"));
+}
+
+fn nothing_outside_of_the_window_can_be_named((client, server): (Link, Link)) {
+    for link in [&client, &server] {
+        let len = link.window.len();
+        assert_eq!(len, GEOMETRY.window);
+        for (at, n) in [(len, 1), (len - 1, 2), (u64::MAX, 1), (1, u64::MAX), (0, len + 1)] {
+            assert!(matches!(link.window.at(at, n), Err(Error::Broken(_))), "{at} {n}");
+        }
+        assert!(link.window.at(len - 1, 1).is_ok());
+    }
+}
+
+macro_rules! claims {
+    ($($transport:ident: $($claim:ident)*;)*) => {
+        $(mod $transport {
+            $(#[test]
+            fn $claim() {
+                super::$claim(super::$transport());
+            })*
+        })*
+    };
+}
+claims! {
+    by_memory: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
+    by_tcp: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
+    by_unix_stream: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
+}
+
+#[test]
+fn a_client_of_another_build_is_told_what_to_do() {
+    let theirs = Hello { identity: [8; 16], ..hello() };
+    let why = theirs.fits("test", [7; 16]).expect_err("they differ").to_string();
+    assert!(why.contains("08080808") && why.contains("07070707") && why.contains("install the same release"), "{why}");
+    let (a, b) = UnixStream::pair().expect("a pair");
+    let server = thread::spawn(move || {
+        let socket = OwnedFd::from(b);
+        let refusal = stream::hello(&socket).expect("a hello").fits("test", [9; 16]).expect_err("they differ");
+        stream::refuse(&socket, &refusal.to_string()).expect("told");
+    });
+    let refused = stream::connect(a.into(), &hello()).err().expect("refused").to_string();
+    assert!(refused.contains("different declarations"), "{refused}");
+    server.join().expect("no panic");
+}
+
+#[test]
+fn a_stranger_is_recognized() {
+    let mut bytes = &b"GET / HTTP/1.1\r\n\r\n"[..];
+    assert!(matches!(Hello::receive(&mut bytes), Err(Error::Refused(_))));
+    let mut long = b"TMBLCALL\x01\0\0\0\xff\xff\xff\xff".to_vec();
+    long.resize(100, 0);
+    assert!(matches!(Hello::receive(&mut &long[..]), Err(Error::Broken(_))));
+}

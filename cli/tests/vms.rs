@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What `tombolo up` and its relatives do with real guests, as a user sees it. Under TCG, with the guest kit's 6.1 kernel.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Patience: far beyond what anything here takes, so that no test fails for a slow machine.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A folder with a compose file, and a runtime folder of its own; everything is taken down at the end.
+struct Lab {
+    dir: tempfile::TempDir,
+}
+
+impl Lab {
+    fn new(compose: &str) -> Lab {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tombolo.toml"), compose).unwrap();
+        Lab { dir }
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+        command.args(args).current_dir(self.dir.path());
+        command.env("XDG_RUNTIME_DIR", self.dir.path()).env("TOMBOLO_ACCEL", "tcg").stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    fn good(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "tombolo {args:?}: {}\n{err}", output.status);
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn ps(&self) -> serde_json::Value {
+        serde_json::from_str(&self.good(&["ps", "--json"])).unwrap()
+    }
+
+    /// Processes that belong to this lab: the supervisor and the QEMUs name its folder or inherit its environment.
+    fn processes(&self) -> Vec<u32> {
+        let mark = format!("XDG_RUNTIME_DIR={}", self.dir.path().display());
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir("/proc").unwrap() {
+            let path = entry.unwrap().path();
+            let Some(pid) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.parse().ok()) else {
+                continue;
+            };
+            let environment = std::fs::read(path.join("environ")).unwrap_or_default();
+            if environment.split(|&b| b == 0).any(|v| v == mark.as_bytes()) {
+                found.push(pid);
+            }
+        }
+        found
+    }
+
+    /// Waits until no process is left, and looks for sockets.
+    fn assert_nothing_left(&self) {
+        let start = Instant::now();
+        while !self.processes().is_empty() {
+            assert!(start.elapsed() < PATIENCE, "left behind: {:?}", self.processes());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let mut folders = vec![self.dir.path().to_owned()];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(&folder).unwrap() {
+                let entry = entry.unwrap();
+                let kind = entry.file_type().unwrap();
+                use std::os::unix::fs::FileTypeExt;
+                assert!(!kind.is_socket(), "{} is left behind", entry.path().display());
+                if kind.is_dir() {
+                    folders.push(entry.path());
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        self.run(&["down"]);
+    }
+}
+
+fn signal(pid: u32, name: &str) {
+    let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
+    assert!(status.success());
+}
+
+/// Starts `up` and returns once its standard error has said `line`.
+fn up_until(lab: &Lab, line: &str) -> (Child, BufReader<std::process::ChildStderr>) {
+    let mut child = lab.command(&["up"]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut reader = BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    let found = loop {
+        let from = said.len();
+        if reader.read_line(&mut said).unwrap() == 0 {
+            break false;
+        }
+        if said[from..].contains(line) {
+            break true;
+        }
+    };
+    if !found {
+        let status = child.wait().unwrap();
+        panic!("{status} before '{line}': {said}");
+    }
+    (child, reader)
+}
+
+const TWO: &str = r#"
+[zone.shared]
+size = "32M"
+files = true
+[zone.late]
+size = "16M"
+[vm.a]
+kernel = "6.1"
+memory = "256M"
+zones = { shared = { mount = "/mnt/shared" } }
+[vm.b]
+kernel = "6.1"
+memory = "256M"
+zones = { shared = { mount = "/mnt/shared", rights = "ro" } }
+"#;
+
+const ONE: &str = "[vm.a]\nkernel = \"6.1\"\nmemory = \"256M\"\n";
+
+#[test]
+fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
+    let lab = Lab::new(TWO);
+    lab.good(&["up"]);
+    let ps = lab.ps();
+    for vm in ps["vms"].as_array().unwrap() {
+        assert_eq!((vm["state"].as_str(), vm["accel"].as_str()), (Some("up"), Some("tcg")), "{vm}");
+    }
+
+    // exec: code, output, error output and input, each for itself.
+    let output = lab.run(&["exec", "a", "--", "sh", "-c", "echo out; echo err >&2; exit 7"]);
+    assert_eq!(output.status.code(), Some(7));
+    assert_eq!((output.stdout.as_slice(), output.stderr.as_slice()), (&b"out\n"[..], &b"err\n"[..]));
+    let output =
+        lab.run(&["exec", "-e", "NAME=a value", "-C", "/tmp", "a", "--", "sh", "-c", "echo $NAME; pwd"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "a value\n/tmp\n");
+    assert_eq!(lab.run(&["exec", "a", "--", "/nonexistent"]).status.code(), Some(127));
+    assert_eq!(lab.run(&["exec", "nobody", "--", "true"]).status.code(), Some(125));
+    // Nobody's input is not waited for.
+    assert_eq!(lab.good(&["exec", "a", "--", "cat"]), "");
+    lab.good(&["exec", "-i", "a", "--", "true"]);
+
+    // Three megabytes there and back arrive as they were sent.
+    let data: Vec<u8> = (0u32..786_432).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
+    let mut child = lab
+        .command(&["exec", "-i", "a", "--", "cat"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = child.stdin.take().unwrap();
+    let sent = data.clone();
+    let feeder = std::thread::spawn(move || input.write_all(&sent));
+    let mut back = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut back).unwrap();
+    assert!(child.wait().unwrap().success());
+    feeder.join().unwrap().unwrap();
+    assert!(back == data, "{} of {} bytes, or others", back.len(), data.len());
+    // The commands left nothing in the guest.
+    assert_eq!(
+        lab.good(&["exec", "a", "--", "sh", "-c", "ls -d /run/.tombolo-* 2>/dev/null | wc -l"]),
+        "1\n"
+    );
+
+    // One file system in both, with the rights that the file grants.
+    lab.good(&["exec", "a", "--", "sh", "-c", "echo hello >/mnt/shared/x"]);
+    assert_eq!(lab.good(&["exec", "b", "--", "cat", "/mnt/shared/x"]), "hello\n");
+    assert!(!lab.run(&["exec", "b", "--", "sh", "-c", "echo no >/mnt/shared/y"]).status.success());
+
+    // Not even its kernel can write to the zone.
+    lab.good(&["exec", "b", "--", "dd", "if=/dev/zero", "of=/dev/pmem0", "bs=4096", "count=1", "conv=fsync"]);
+    let path = lab.good(&["zone", "path", "shared"]);
+    assert!(lab.good(&["zone", "inspect", path.trim()]).starts_with("shared "));
+
+    // A second up of the same file changes nothing.
+    let pids = |ps: &serde_json::Value| -> Vec<u64> {
+        ps["vms"].as_array().unwrap().iter().filter_map(|v| v["pid"].as_u64()).collect()
+    };
+    let again = lab.run(&["up"]);
+    assert!(again.status.success());
+    assert!(String::from_utf8_lossy(&again.stderr).contains("a: already running"));
+    assert_eq!(pids(&lab.ps()), pids(&ps));
+
+    // A zone comes to a running VM, and the VM leaves it again.
+    lab.good(&["zone", "attach", "late", "a"]);
+    let seen = "for i in $(seq 500); do [ -e /dev/pmem1 ] && break; usleep 10000; done; ls /dev/pmem1";
+    assert_eq!(lab.good(&["exec", "a", "--", "sh", "-c", seen]), "/dev/pmem1\n");
+    let left = lab.run(&["zone", "detach", "late", "a"]);
+    assert!(String::from_utf8_lossy(&left.stderr).contains("can't unplug virtio-pmem"));
+
+    // A VM that was killed is told apart, and up brings it back.
+    signal(u32::try_from(pids(&ps)[1]).unwrap(), "KILL");
+    let start = Instant::now();
+    while lab.ps()["vms"][1]["state"] == "up" {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(lab.ps()["vms"][1]["state"], "ended: QEMU was killed by signal 9");
+    lab.good(&["up"]);
+    assert_eq!(lab.good(&["exec", "b", "--", "cat", "/mnt/shared/x"]), "hello\n");
+
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+    assert!(lab.ps()["vms"].as_array().unwrap().is_empty());
+}
+
+#[test]
+fn a_guest_that_fails_is_shown_by_its_last_words_and_takes_nobody_along() {
+    let lab = Lab::new(&format!(
+        "{ONE}[vm.b]\nkernel = \"6.1\"\nmemory = \"256M\"\ncmdline = \"loglevel=7 rdinit=/nonexistent root=/none\"\n"
+    ));
+    let output = lab.run(&["up"]);
+    assert_eq!(output.status.code(), Some(1));
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(err.contains("the VM 'b' failed: it ended while it booted"), "{err}");
+    assert!(err.contains("last lines of its console") && err.contains("| "), "{err}");
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_supervisor_that_is_killed_leaves_no_process_and_no_socket() {
+    let lab = Lab::new(ONE);
+    lab.good(&["up"]);
+    let supervisor = lab.ps()["supervisor"].as_u64().unwrap();
+    signal(u32::try_from(supervisor).unwrap(), "KILL");
+    lab.assert_nothing_left();
+    assert!(lab.ps()["supervisor"].is_null());
+    let output = lab.run(&["exec", "a", "--", "true"]);
+    assert_eq!(output.status.code(), Some(125));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("is not up; start it with 'tombolo up'"));
+    // And the same file comes up again.
+    lab.good(&["up"]);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn ctrl_c_while_it_starts_takes_everything_back() {
+    let lab = Lab::new(ONE);
+    let (mut child, mut reader) = up_until(&lab, "a: booting");
+    signal(child.id(), "INT");
+    let mut rest = String::new();
+    reader.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{rest}");
+    assert!(rest.contains("interrupted; everything that was started has been stopped"), "{rest}");
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn an_up_that_is_killed_while_it_starts_leaves_nothing() {
+    let lab = Lab::new(ONE);
+    let (mut child, _reader) = up_until(&lab, "a: booting");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_guest_without_an_agent_is_up_by_its_console_and_can_be_typed_at() {
+    let lab = Lab::new(&format!("{ONE}ready = \"console:tombolo-guest ready\"\n"));
+    lab.good(&["up"]);
+    assert!(lab.good(&["logs", "a"]).contains("tombolo-guest ready"));
+    let mut console =
+        lab.command(&["console", "a"]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    console.stdin.as_mut().unwrap().write_all(b"\necho $((6 * 7))-typed\n").unwrap();
+    let mut said = BufReader::new(console.stdout.take().unwrap());
+    let mut line = Vec::new();
+    while !String::from_utf8_lossy(&line).contains("42-typed") {
+        line.clear();
+        assert!(said.read_until(b'\n', &mut line).unwrap() > 0, "the console ended");
+    }
+    console.kill().unwrap();
+    console.wait().unwrap();
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_zone_in_a_file_is_in_use_by_one_project_and_persists() {
+    let first = Lab::new("");
+    let image = first.dir.path().join("zone.img");
+    let compose = format!(
+        "[zone.kept]\nsize = \"16M\"\nfiles = true\nbacking = \"{}\"\n{ONE}zones = {{ kept = {{ mount = \"/mnt\" }} }}\n",
+        image.display()
+    );
+    std::fs::write(first.dir.path().join("tombolo.toml"), &compose).unwrap();
+    first.good(&["up"]);
+    first.good(&["exec", "a", "--", "sh", "-c", "echo kept >/mnt/x"]);
+    let second = Lab::new(&compose);
+    let output = second.run(&["up"]);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && err.contains("zone.kept") && err.contains("in use"), "{err}");
+    second.assert_nothing_left();
+    first.good(&["down"]);
+    second.good(&["up"]);
+    assert_eq!(second.good(&["exec", "a", "--", "cat", "/mnt/x"]), "kept\n");
+}
+
+#[test]
+fn a_guest_without_the_module_is_named_with_the_remedy() {
+    // A module that is kept from loading is as good as one that is missing.
+    let lab = Lab::new(&format!(
+        "[zone.z]\nsize = \"16M\"\nfiles = true\n{ONE}cmdline = \"module_blacklist=tombolo\"\nzones = {{ z = {{ mount = \"/mnt\" }} }}\n"
+    ));
+    let output = lab.run(&["up"]);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        !output.status.success() && err.contains("guest without the module") && err.contains("tombolo-dkms"),
+        "{err}"
+    );
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn the_tiny_guest_tells_an_accelerator_that_works() {
+    let qemu = tombolo_vm::qemu::version::Qemu::find(None).unwrap();
+    let places = tombolo_vm::guestkit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
+    let kernel = tombolo_vm::guestkit::kit(&places, Some("6.1")).expect("the guest kit").kernel;
+    let tcg = tombolo_vm::qemu::kvm::Accel::Tcg;
+    let verdict = tombolo_vm::qemu::kvm::try_guest(&qemu, &kernel, tcg, PATIENCE);
+    assert!(verdict.works && verdict.why.starts_with("a tiny guest ran under TCG"), "{verdict:?}");
+}

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! FUSE mounts of one zone by several processes, each a member. Needs root and /dev/fuse.
+
+use std::fs;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+use tombolo_zone::{Backing, Zone, ZoneConfig};
+
+fn files(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"));
+    command.arg("files").args(args).output().expect("the command starts")
+}
+
+fn must(args: &[&str]) -> String {
+    let out = files(args);
+    assert!(out.status.success(), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
+    String::from_utf8_lossy(&out.stdout).into_owned()
+}
+
+/// A zone in a file, mounted twice.
+struct Rig {
+    dir: TempDir,
+    zone: PathBuf,
+    pids: Vec<i32>,
+    _owner: Zone,
+}
+
+impl Rig {
+    fn new() -> Rig {
+        let dir = TempDir::new().expect("a directory");
+        let zone = dir.path().join("zone");
+        let config = ZoneConfig::new("rig", 64 << 20).backing(Backing::File(zone.clone()));
+        let owner = Zone::create(&config).expect("a zone");
+        must(&["mkfs", zone.to_str().expect("a path")]);
+        let mut rig = Rig { dir, zone, pids: Vec::new(), _owner: owner };
+        for name in ["a", "b"] {
+            fs::create_dir(rig.at(name)).expect("a directory");
+            let member = format!("member-{name}");
+            let args = ["mount", "--json", "--member", &member, rig.zone_str(), &rig.at_str(name)]
+                .map(str::to_owned);
+            let text = must(&args.iter().map(String::as_str).collect::<Vec<_>>());
+            let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+            rig.pids.push(json["pid"].as_i64().expect("a pid") as i32);
+        }
+        rig
+    }
+
+    fn zone_str(&self) -> &str {
+        self.zone.to_str().expect("a path")
+    }
+
+    fn at(&self, path: &str) -> PathBuf {
+        self.dir.path().join(path)
+    }
+
+    fn at_str(&self, path: &str) -> String {
+        self.at(path).display().to_string()
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        for pid in &self.pids {
+            // SAFETY: a plain call; these processes were started above and are not waited for by anyone else.
+            unsafe { libc::kill(*pid, libc::SIGTERM) };
+        }
+        for name in ["a", "b"] {
+            wait_until(|| !mounted(&self.at(name)));
+        }
+    }
+}
+
+fn mounted(path: &Path) -> bool {
+    let table = fs::read_to_string("/proc/self/mountinfo").expect("the mount table");
+    table.lines().any(|l| l.split(' ').nth(4) == path.to_str())
+}
+
+/// Waits for another process's doing, bounded; the caller's next claim fails if it never came.
+fn wait_until(mut test: impl FnMut() -> bool) {
+    for _ in 0..3000 {
+        if test() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn what_one_mount_did_the_other_sees_at_once() {
+    let rig = Rig::new();
+    for i in 0..50 {
+        let (a, b) = (rig.at(&format!("a/f{i}")), rig.at(&format!("b/f{i}")));
+        fs::write(&a, format!("first {i}")).expect("write");
+        assert_eq!(fs::read_to_string(&b).expect("read"), format!("first {i}"));
+        fs::OpenOptions::new().append(true).open(&b).expect("open").write_all(b" second").expect("append");
+        assert_eq!(fs::metadata(&a).expect("stat").len(), format!("first {i} second").len() as u64);
+        fs::set_permissions(&a, fs::Permissions::from_mode(0o600)).expect("chmod");
+        assert_eq!(fs::metadata(&b).expect("stat").mode() & 0o777, 0o600);
+        fs::rename(&b, rig.at(&format!("b/g{i}"))).expect("rename");
+        assert!(!a.exists());
+        assert_eq!(fs::read_dir(rig.at("a")).expect("list").count(), i + 1);
+    }
+}
+
+#[test]
+fn a_file_unlinked_in_one_mount_lives_in_the_other_until_it_is_closed() {
+    let rig = Rig::new();
+    fs::write(rig.at("a/f"), "kept").expect("write");
+    let mut open = fs::File::open(rig.at("b/f")).expect("open");
+    fs::remove_file(rig.at("a/f")).expect("unlink");
+    assert!(!rig.at("b/f").exists());
+    let mut text = String::new();
+    open.read_to_string(&mut text).expect("read");
+    assert_eq!(text, "kept");
+    assert_eq!(open.metadata().expect("stat").nlink(), 0);
+}
+
+#[test]
+fn a_file_without_a_name_gets_one_and_times_before_1970_stay() {
+    let rig = Rig::new();
+    let mut file = fs::OpenOptions::new()
+        .write(true)
+        .custom_flags(libc::O_TMPFILE)
+        .mode(0o640)
+        .open(rig.at("a"))
+        .expect("O_TMPFILE");
+    file.write_all(b"made before it had a name").expect("write");
+    let from = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::fs::linkat(
+        rustix::fs::CWD,
+        from,
+        rustix::fs::CWD,
+        rig.at("a/named"),
+        rustix::fs::AtFlags::SYMLINK_FOLLOW,
+    )
+    .expect("link");
+    assert_eq!(fs::read_to_string(rig.at("b/named")).expect("read"), "made before it had a name");
+    let old = std::time::UNIX_EPOCH - std::time::Duration::new(1000, 250);
+    file.set_modified(old).expect("utimens");
+    assert_eq!(fs::metadata(rig.at("b/named")).expect("stat").modified().expect("a time"), old);
+}
+
+#[test]
+fn holes_are_found_and_shared_mappings_are_refused_not_stale() {
+    let rig = Rig::new();
+    let mut file = fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(rig.at("a/sparse"))
+        .expect("open");
+    file.write_all_at(b"far", 1 << 20).expect("write");
+    assert_eq!(rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(0)), Ok(1 << 20));
+    assert_eq!(file.seek(SeekFrom::End(0)).expect("seek"), (1 << 20) + 3);
+    let map = |flags| {
+        // SAFETY: a new mapping at an address of the kernel's choice, never accessed.
+        unsafe { rustix::mm::mmap(std::ptr::null_mut(), 4096, rustix::mm::ProtFlags::READ, flags, &file, 0) }
+    };
+    assert_eq!(map(rustix::mm::MapFlags::SHARED).map(|_| ()), Err(rustix::io::Errno::NODEV));
+    assert!(map(rustix::mm::MapFlags::PRIVATE).is_ok());
+}
+
+#[test]
+fn a_killed_mount_takes_nothing_along_and_its_files_stay() {
+    let mut rig = Rig::new();
+    fs::write(rig.at("b/kept"), "written before the death").expect("write");
+    let open = fs::File::create(rig.at("b/open")).expect("create");
+    fs::remove_file(rig.at("b/open")).expect("unlink");
+    let pid = rig.pids.pop().expect("two mounts");
+    // SAFETY: a process started by this test.
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+    drop(open);
+    wait_until(|| rig._owner.reap().expect("a zone").len() == 1);
+    assert_eq!(fs::read_to_string(rig.at("a/kept")).expect("read"), "written before the death");
+    for i in 0..100 {
+        fs::write(rig.at(&format!("a/after-{i}")), vec![1; 10_000]).expect("write");
+    }
+    let out = Command::new("umount").arg(rig.at("b")).output().expect("umount starts");
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+}
+
+#[test]
+fn a_read_only_mount_refuses_writes_and_mkfs_refuses_to_overwrite() {
+    let dir = TempDir::new().expect("a directory");
+    let (image, at) = (dir.path().join("image"), dir.path().join("at"));
+    let (image, target) = (image.to_str().expect("a path"), at.to_str().expect("a path"));
+    fs::create_dir(&at).expect("a directory");
+    must(&["mkfs", "--size", "16M", image]);
+    let again = files(&["mkfs", image]);
+    assert!(!again.status.success());
+    assert!(String::from_utf8_lossy(&again.stderr).contains("--force"));
+    must(&["mount", "--read-only", image, target]);
+    let refused = fs::write(at.join("f"), "x").expect_err("a read-only mount");
+    assert_eq!(refused.raw_os_error(), Some(libc::EROFS));
+    assert!(Command::new("umount").arg(&at).status().expect("umount starts").success());
+    must(&["mkfs", "--force", image]);
+    let out = files(&["fsck", "-n", image]);
+    assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stdout));
+}
+
+#[test]
+fn sigterm_unmounts_and_leaves_a_clean_zone() {
+    let rig = Rig::new();
+    fs::write(rig.at("a/f"), "x").expect("write");
+    let (zone, _dir) = (rig.zone.clone(), rig.at("a"));
+    let owner = &rig._owner;
+    for pid in &rig.pids {
+        // SAFETY: a process started by this test.
+        unsafe { libc::kill(*pid, libc::SIGTERM) };
+    }
+    wait_until(|| owner.members().expect("a zone").iter().all(|m| !m.alive));
+    assert!(!mounted(&rig.at("a")) && !mounted(&rig.at("b")));
+    let out = files(&["fsck", "-n", zone.to_str().expect("a path")]);
+    assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stdout));
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Random operations on the shared file system, against a model of it. Everything follows from a seed, but for the instants of kills.
+//!
+//! - `members`: several members take turns; each must see what the others did.
+//! - `kill`: members in processes of their own are killed at any instant; the others clean up and go on.
+//! - `threads`: members at once on one file and one directory: appends whole, one winner per name.
+//! - `damage`: fsck finds and repairs what was overwritten.
+//! - `files …`: the commands of this part, as `tombolo files …` has them.
+//!
+//! Modules: [`model`] is the file system as it should be, [`kill`] and [`crowd`] the runs, [`zone`] memory with a member table.
+
+mod crowd;
+mod damage;
+mod kill;
+mod model;
+mod rng;
+mod zone;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Random operations on the shared file system, against a model of it.
+#[derive(Parser)]
+struct Cli {
+    /// Everything follows from it
+    #[arg(long, default_value_t = 1, global = true)]
+    seed: u64,
+    /// Size of the zone in MiB
+    #[arg(long, default_value_t = 96, global = true)]
+    mib: u64,
+    #[command(subcommand)]
+    run: Run,
+}
+
+#[derive(Subcommand)]
+enum Run {
+    /// Members take turns
+    Members {
+        #[arg(long, default_value_t = 20_000)]
+        operations: u64,
+        #[arg(long, default_value_t = 3)]
+        members: u32,
+    },
+    /// Members are killed
+    Kill {
+        #[arg(long, default_value_t = 20)]
+        kills: u64,
+    },
+    /// Words are overwritten and fsck repairs
+    Damage {
+        #[arg(long, default_value_t = 200)]
+        rounds: u64,
+    },
+    /// The commands of this part
+    Files {
+        #[arg(long, global = true)]
+        json: bool,
+        #[command(subcommand)]
+        command: tombolo_files::cli::Command,
+    },
+    /// Members at once
+    Threads {
+        #[arg(long, default_value_t = 2)]
+        seconds: u64,
+    },
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let cli = Cli::parse();
+    if let Run::Files { json, command } = cli.run {
+        return tombolo_files::cli::run(command, json);
+    }
+    println!("seed {}", cli.seed);
+    let result = match cli.run {
+        Run::Members { operations, members } => crowd::turns(cli.seed, cli.mib, operations, members),
+        Run::Kill { kills } => kill::run(cli.seed, cli.mib, kills),
+        Run::Damage { rounds } => damage::run(cli.seed, rounds),
+        Run::Files { .. } => unreachable!("done above"),
+        Run::Threads { seconds } => crowd::at_once(cli.seed, cli.mib, seconds),
+    };
+    match result {
+        Ok(summary) => {
+            println!("{summary}");
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(why) => {
+            eprintln!("seed {}: {why}", cli.seed);
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Memory with a member table and a file system, and what the host does in a real zone: let members in, declare them dead.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::fs::{self, Filesystem, Mkfs};
+use tombolo_files::fsck::{self, Options, Severity};
+use tombolo_files::sys;
+
+const MEMBERS_AT: u64 = 4096;
+const AREA_AT: u64 = 2 << 20;
+
+/// Shared memory; children made by fork see the same.
+pub struct Zone {
+    map: Arc<Map>,
+    area: Area,
+}
+
+impl Zone {
+    pub fn new(mib: u64) -> Result<Zone, String> {
+        let text = |e: std::io::Error| e.to_string();
+        let map = Arc::new(Map::memfd("torture", AREA_AT + (mib << 20)).map_err(text)?);
+        let area = Area::in_map(&map, AREA_AT, mib << 20, None).map_err(text)?;
+        fs::mkfs(&area, &Mkfs { hash_seed: 12345, ..Mkfs::default() }).map_err(|e| format!("mkfs: {e}"))?;
+        Ok(Zone { map, area })
+    }
+
+    fn table(&self) -> Result<Area, String> {
+        Area::in_map(&self.map, MEMBERS_AT, 64 * 256, None).map_err(|e| e.to_string())
+    }
+
+    fn word(&self, member: u32) -> Result<u64, String> {
+        self.table()?.word(u64::from(member) * 256).ok_or_else(|| "no such member".to_owned())
+    }
+
+    fn set(&self, member: u32, epoch: u32, state: u32) -> Result<(), String> {
+        let value = u64::from(epoch) << 32 | u64::from(state);
+        let done = self.table()?.store_word(u64::from(member) * 256, value);
+        done.then_some(()).ok_or_else(|| "no such member".to_owned())
+    }
+
+    /// Lets a member in, in a new epoch.
+    pub fn join(&self, member: u32) -> Result<Seat, String> {
+        let epoch = (self.word(member)? >> 32) as u32 + 1;
+        self.set(member, epoch, sys::TMB_MEMBER_ACTIVE)?;
+        Ok(Seat { member, epoch })
+    }
+
+    /// Says that a member died.
+    pub fn bury(&self, member: u32) -> Result<(), String> {
+        let epoch = (self.word(member)? >> 32) as u32 + 1;
+        self.set(member, epoch, sys::TMB_MEMBER_DEAD)
+    }
+
+    /// A handle for a seat.
+    pub fn open(&self, seat: Seat) -> Result<Filesystem, String> {
+        let area = Area::in_map(&self.map, AREA_AT, self.area.size(), Some((MEMBERS_AT, seat)));
+        let area = area.map_err(|e| e.to_string())?;
+        Filesystem::open(area).map_err(|e| format!("opening as member {}: {e}", seat.member))
+    }
+
+    /// A word outside the file system that processes count in.
+    pub fn counter(&self, index: u64) -> &AtomicU64 {
+        let at = Area::in_map(&self.map, 1 << 20, 4096, None).expect("room for counters").base();
+        assert!(index < 512);
+        // SAFETY: an aligned word of a page that only these counters use; the mapping lives as long as self.
+        unsafe { AtomicU64::from_ptr(at.cast::<u64>().add(index as usize)) }
+    }
+
+    /// fsck finds nothing; nobody may use the file system.
+    pub fn check(&self) -> Result<(), String> {
+        let report = fsck::check(&self.area, Options::default(), &mut |_, _, _| {}).map_err(|e| e.0)?;
+        let bad: Vec<&str> = report
+            .problems
+            .iter()
+            .filter(|p| p.severity != Severity::Note)
+            .map(|p| p.text.as_str())
+            .take(10)
+            .collect();
+        if bad.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("fsck: {} findings: {}", report.damage, bad.join("; ")))
+        }
+    }
+}
+
+/// Adds to a maximum.
+pub fn raise(max: &AtomicU64, value: u64) {
+    max.fetch_max(value, Ordering::Relaxed);
+}

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * flock() and fcntl() locks, which exclude across members. The core's table in the zone decides; the VFS's own lists mirror what
+ * this kernel holds, so that it gives locks back when files are closed. Taking goes zone first, giving back VFS first: so what the
+ * zone grants never conflicts here. Whoever waits sleeps until a doorbell, or a release in this kernel, and looks again.
+ */
+#include "tombolo.h"
+
+#include <linux/sched/signal.h>
+#include <linux/siphash.h>
+
+#define TMB_LOCK_WAIT_MS 1000 /* with a doorbell; the core asks for no longer */
+#define TMB_LOCK_POLL_MS 20   /* without */
+
+/* Others may read who owns a lock, so it's not this kernel's pointer. */
+static u64 owner_of(struct tmb_sb *s, const struct file_lock *fl)
+{
+	return siphash_1u64((unsigned long)tmb_fl(fl, owner), &s->lock_key);
+}
+
+static void describe(struct tmb_sb *s, const struct file_lock *fl, struct tfs_file_lock *lock)
+{
+	*lock = (struct tfs_file_lock){
+		.owner = owner_of(s, fl),
+		.start = fl->fl_start,
+		.end = fl->fl_end == OFFSET_MAX ? ~0ull : fl->fl_end,
+		.type = tmb_fl(fl, type) == F_RDLCK   ? TFS_LK_READ
+			: tmb_fl(fl, type) == F_WRLCK ? TFS_LK_WRITE
+						      : TFS_LK_UNLOCK,
+		.kind = tmb_fl(fl, flags) & FL_FLOCK ? TFS_LK_FLOCK : TFS_LK_POSIX,
+		.pid = tmb_fl(fl, pid) > 0 ? tmb_fl(fl, pid) : 0,
+	};
+}
+
+static void wake_waiters(struct tmb_sb *s)
+{
+	atomic_inc(&s->rings);
+	wake_up_all(&s->rung);
+}
+
+static int unlock(struct tmb_sb *s, struct inode *inode, struct file *file, struct file_lock *fl)
+{
+	struct tfs_file_lock lock;
+	int err = locks_lock_file_wait(file, fl), zone_err;
+
+	describe(s, fl, &lock);
+	lock.type = TFS_LK_UNLOCK;
+	zone_err = tfs_set_lock(&s->fs, inode->i_ino, &lock);
+	wake_waiters(s);
+	return err ? err : zone_err;
+}
+
+/* -EAGAIN: somebody has it. Waits if 'wait'. */
+static int take(struct tmb_sb *s, struct inode *inode, const struct tfs_file_lock *lock, bool wait)
+{
+	int seen = atomic_read(&s->rings), slot, err = tfs_set_lock(&s->fs, inode->i_ino, lock);
+
+	if (err != -EAGAIN || !wait)
+		return err;
+	slot = tfs_lock_wait_begin(&s->fs, inode->i_ino, lock);
+	if (slot < 0)
+		return slot;
+	for (;;) {
+		bool bell = tmb_doorbell_self(&s->doorbell) && tmb_load(&s->zone.members[s->fs.member].doorbell);
+		long left;
+
+		err = tfs_set_lock(&s->fs, inode->i_ino, lock);
+		if (err != -EAGAIN)
+			break;
+		left = wait_event_interruptible_timeout(s->rung, atomic_read(&s->rings) != seen,
+							msecs_to_jiffies(bell ? TMB_LOCK_WAIT_MS : TMB_LOCK_POLL_MS));
+		if (left < 0) {
+			err = left;
+			break;
+		}
+		seen = atomic_read(&s->rings);
+	}
+	tfs_lock_wait_end(&s->fs, slot);
+	return err;
+}
+
+static int set(struct file *file, struct file_lock *fl)
+{
+	struct inode *inode = file_inode(file);
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tfs_file_lock lock;
+	int err;
+
+	if (tmb_fl(fl, type) == F_UNLCK)
+		return unlock(s, inode, file, fl);
+	describe(s, fl, &lock);
+	err = take(s, inode, &lock, tmb_fl(fl, flags) & FL_SLEEP);
+	if (err)
+		return err == -EROFS ? -ENOLCK : err;
+	err = locks_lock_file_wait(file, fl);
+	if (err) {
+		lock.type = TFS_LK_UNLOCK;
+		tfs_set_lock(&s->fs, inode->i_ino, &lock);
+		wake_waiters(s);
+	}
+	return err;
+}
+
+static int test(struct file *file, struct file_lock *fl)
+{
+	struct inode *inode = file_inode(file);
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tfs_file_lock lock;
+	int err;
+
+	describe(s, fl, &lock);
+	err = tfs_get_lock(&s->fs, inode->i_ino, &lock);
+	if (err)
+		return err;
+	if (lock.type == TFS_LK_UNLOCK) {
+		tmb_fl(fl, type) = F_UNLCK;
+		return 0;
+	}
+	tmb_fl(fl, type) = lock.type == TFS_LK_READ ? F_RDLCK : F_WRLCK;
+	fl->fl_start = min_t(u64, lock.start, OFFSET_MAX);
+	fl->fl_end = min_t(u64, lock.end, OFFSET_MAX);
+	/* A process of another member has a negative number, as with other shared file systems. */
+	tmb_fl(fl, pid) = lock.pid & INT_MAX;
+	if (lock.member != s->fs.member || !lock.pid)
+		tmb_fl(fl, pid) = lock.pid ? -(int)(lock.pid & INT_MAX) : -1;
+	return 0;
+}
+
+int tmb_lock(struct file *file, int cmd, struct file_lock *fl)
+{
+	if (IS_GETLK(cmd))
+		return test(file, fl);
+	if (IS_SETLK(cmd) || IS_SETLKW(cmd))
+		return set(file, fl);
+	return -EINVAL;
+}
+
+int tmb_flock(struct file *file, int cmd, struct file_lock *fl)
+{
+	if (!(tmb_fl(fl, flags) & FL_FLOCK))
+		return -ENOLCK;
+	return set(file, fl);
+}

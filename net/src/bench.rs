@@ -1,0 +1,344 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo bench net`: the switch and its peers under the same load, on the same cores, in turns.
+//!
+//! The load is DPDK's testpmd with two virtio-user ports, which sends frames round and round: out of one port, through
+//! the system under test, into the other, and out again. The system under test has one core (`back_cpu`), testpmd the
+//! other (`front_cpu`). Within a repetition the systems take turns, so that what the machine does besides hits all.
+//!
+//! Round trips are measured by two cards of our own ([`crate::driver`]) on `front_cpu`; idle CPU with testpmd's ports
+//! connected and silent.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use serde_json::json;
+
+use crate::config::Config;
+use crate::daemon::Daemon;
+use crate::driver::{Nic, NicConfig};
+
+const MACS: [&str; 2] = ["02:00:00:00:00:00", "02:00:00:00:00:01"];
+
+/// What to measure.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    /// Frame sizes
+    #[arg(long, value_delimiter = ',', default_values_t = [64, 256, 1500, 9000])]
+    pub sizes: Vec<u32>,
+    /// Systems: tombolo, dpdk-vhost
+    #[arg(long, value_delimiter = ',', default_values_t = ["tombolo".to_string(), "dpdk-vhost".to_string()])]
+    pub systems: Vec<String>,
+    /// Repetitions
+    #[arg(long, default_value_t = 3)]
+    pub repetitions: u32,
+    /// Seconds per measurement
+    #[arg(long, default_value_t = 2.0)]
+    pub seconds: f64,
+    /// Processor of the system under test
+    #[arg(long, default_value_t = 0)]
+    pub back_cpu: usize,
+    /// Processor of the load
+    #[arg(long, default_value_t = 1)]
+    pub front_cpu: usize,
+    /// Where results are added; nothing is written without
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+}
+
+/// A system under test, with two sockets.
+struct Backend {
+    dir: tempfile::TempDir,
+    kind: Kind,
+}
+
+enum Kind {
+    Tombolo(Arc<Daemon>),
+    Process(Child),
+}
+
+impl Backend {
+    fn start(system: &str, options: &Options, size: u32) -> anyhow::Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let socket = |i: usize| dir.path().join(format!("s{i}"));
+        let kind = match system {
+            "tombolo" => {
+                let mut config = Config::default();
+                config.switch.cpus = vec![options.back_cpu];
+                config.switch.sandbox = false;
+                for (i, mac) in MACS.iter().enumerate() {
+                    let port = json!({ "name": format!("p{i}"), "socket": socket(i), "macs": [mac] });
+                    config.port.push(serde_json::from_value(port)?);
+                }
+                Kind::Tombolo(Daemon::start(&config)?)
+            }
+            "dpdk-vhost" => {
+                let lcores = format!("0@{},1@{}", options.front_cpu, options.back_cpu);
+                let mut command = Command::new("dpdk-testpmd");
+                command.args(["--lcores", &lcores]);
+                command.args(["--no-huge", "-m", "512", "--no-pci", "--no-telemetry"]);
+                command.arg(format!("--file-prefix=tbe{}", std::process::id()));
+                for i in 0..2 {
+                    command.arg("--vdev").arg(format!("net_vhost{i},iface={}", socket(i).display()));
+                }
+                command.args(["--", "-i", "--nb-cores=1", "--forward-mode=io", "--auto-start"]);
+                command.args(["--total-num-mbufs=4096", &mbuf(size)]);
+                let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+                Kind::Process(child.context("dpdk-testpmd (package dpdk)")?)
+            }
+            other => anyhow::bail!("system '{other}' is unknown; use tombolo or dpdk-vhost"),
+        };
+        let backend = Self { dir, kind };
+        let end = Instant::now() + Duration::from_secs(20);
+        for i in 0..2 {
+            let path = backend.socket(i);
+            while !path.metadata().is_ok_and(|m| m.file_type().is_socket()) {
+                anyhow::ensure!(Instant::now() < end, "{system} made no socket within 20 s");
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+        Ok(backend)
+    }
+
+    fn socket(&self, i: usize) -> PathBuf {
+        self.dir.path().join(format!("s{i}"))
+    }
+
+    /// Processor time used so far, in seconds.
+    fn cpu_seconds(&self) -> anyhow::Result<f64> {
+        let pid = match &self.kind {
+            Kind::Tombolo(_) => std::process::id(),
+            Kind::Process(child) => child.id(),
+        };
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+        let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
+        let ticks: f64 = [11, 12].iter().filter_map(|i| fields.get(*i)?.parse::<f64>().ok()).sum();
+        // SAFETY: asks for a number.
+        Ok(ticks / unsafe { libc::sysconf(libc::_SC_CLK_TCK) } as f64)
+    }
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        match &mut self.kind {
+            Kind::Tombolo(daemon) => daemon.stop(),
+            Kind::Process(child) => {
+                // It may have ended.
+                let _ended = child.kill();
+                let _ended = child.wait();
+            }
+        }
+    }
+}
+
+fn mbuf(size: u32) -> String {
+    format!("--mbuf-size={}", if size > 2000 { size + 128 + 192 } else { 2176 })
+}
+
+/// The load: testpmd with two virtio-user ports.
+struct Load {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Load {
+    fn start(backend: &Backend, options: &Options, size: u32, packed: bool) -> anyhow::Result<Self> {
+        let log = backend.dir.path().join("load.log");
+        let cpu = options.front_cpu;
+        let mut command = Command::new("dpdk-testpmd");
+        command.args(["--lcores", &format!("0@{cpu},1@{cpu}")]);
+        command.args(["--no-huge", "-m", "512", "--no-pci", "--no-telemetry"]);
+        command.arg(format!("--file-prefix=tfe{}", std::process::id()));
+        for (i, mac) in MACS.iter().enumerate() {
+            command.arg("--vdev").arg(format!(
+                "net_virtio_user{i},path={},packed_vq={},queue_size=256,mac={mac}",
+                backend.socket(i).display(),
+                u8::from(packed)
+            ));
+        }
+        command.args(["--", "-i", "--nb-cores=1", "--forward-mode=io", "--no-flush-rx"]);
+        command.args(["--total-num-mbufs=4096", &mbuf(size)]);
+        command.args([format!("--eth-peer=0,{}", MACS[1]), format!("--eth-peer=1,{}", MACS[0])]);
+        command.stdin(Stdio::piped()).stdout(File::create(&log)?).stderr(Stdio::null());
+        let mut load = Self { child: command.spawn().context("dpdk-testpmd (package dpdk)")?, log };
+        load.wait_for("testpmd>", 1)?;
+        Ok(load)
+    }
+
+    fn say(&mut self, line: &str) -> anyhow::Result<()> {
+        let stdin = self.child.stdin.as_mut().context("testpmd has no input")?;
+        writeln!(stdin, "{line}").context("testpmd has ended")
+    }
+
+    fn wait_for(&mut self, what: &str, times: usize) -> anyhow::Result<String> {
+        let end = Instant::now() + Duration::from_secs(30);
+        loop {
+            let mut text = String::new();
+            File::open(&self.log)?.read_to_string(&mut text)?;
+            if text.matches(what).count() >= times {
+                return Ok(text);
+            }
+            anyhow::ensure!(Instant::now() < end, "testpmd never said '{what}':\n{text}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Frames per second and direction, the mean of both.
+    fn rate(&mut self, size: u32, seconds: f64) -> anyhow::Result<f64> {
+        self.say(&format!("set txpkts {size}"))?;
+        self.say("start tx_first 8")?;
+        std::thread::sleep(Duration::from_millis(400));
+        self.say("show port stats all")?;
+        std::thread::sleep(Duration::from_secs_f64(seconds));
+        self.say("show port stats all")?;
+        let text = self.wait_for("Rx-pps:", 4)?;
+        let rates: Vec<f64> = text
+            .lines()
+            .filter_map(|l| l.trim().strip_prefix("Rx-pps:")?.split_whitespace().next()?.parse().ok())
+            .collect();
+        anyhow::ensure!(rates.len() >= 4, "testpmd said no rates");
+        Ok((rates[2] + rates[3]) / 2.0)
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ended = self.child.kill();
+        let _ended = self.child.wait();
+    }
+}
+
+/// Median round trip in microseconds of a 64-byte frame from one polling card to another and back.
+fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64> {
+    crate::worker::pin(cpu)?;
+    let config = NicConfig { packed, ..NicConfig::default() };
+    let mut nics = [Nic::new(config)?, Nic::new(config)?];
+    for (i, nic) in nics.iter_mut().enumerate() {
+        nic.connect(&backend.socket(i))?;
+    }
+    let frame = |to: usize| -> anyhow::Result<Vec<u8>> {
+        let mut f = Vec::new();
+        for i in [to, 1 - to] {
+            f.extend(MACS[i].parse::<crate::frame::Mac>()?.0);
+        }
+        f.extend([0x88, 0xb5]);
+        f.resize(64, 0);
+        Ok(f)
+    };
+    let (there, back) = (frame(1)?, frame(0)?);
+    let [a, b] = &mut nics;
+    let mut times = Vec::new();
+    for _ in 0..20_000 {
+        let start = Instant::now();
+        let limit = start + Duration::from_secs(5);
+        one_way(a, b, &there, limit)?;
+        one_way(b, a, &back, limit)?;
+        times.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+/// Sends a frame and polls until it is there.
+fn one_way(from: &mut Nic, to: &mut Nic, frame: &[u8], limit: Instant) -> anyhow::Result<()> {
+    anyhow::ensure!(from.send(frame), "no room to send one frame");
+    while to.receive().is_none() {
+        anyhow::ensure!(Instant::now() < limit, "a frame was lost");
+        std::hint::spin_loop();
+    }
+    Ok(())
+}
+
+/// Measures and prints a line of JSON per figure; the first describes the machine.
+///
+/// # Errors
+/// A peer isn't installed, or a system doesn't do what it should.
+pub fn run(options: &Options) -> anyhow::Result<()> {
+    let mut out = match &options.out {
+        Some(path) => Some(
+            File::options()
+                .append(true)
+                .create(true)
+                .open(path)
+                .with_context(|| path.display().to_string())?,
+        ),
+        None => None,
+    };
+    let mut emit = |line: serde_json::Value| -> anyhow::Result<()> {
+        println!("{line}");
+        if let Some(file) = &mut out {
+            writeln!(file, "{line}")?;
+        }
+        Ok(())
+    };
+    emit(machine()?)?;
+    let figure = |case: String, system: &str, value: f64, unit: &str, better: &str| json!({ "bench": "net", "case": case, "system": system, "value": value, "unit": unit, "better": better });
+    for packed in [false, true] {
+        let ring = if packed { "packed" } else { "split" };
+        for &size in &options.sizes {
+            for _ in 0..options.repetitions {
+                for system in &options.systems {
+                    let backend = Backend::start(system, options, size)?;
+                    let mut load = Load::start(&backend, options, size, packed)?;
+                    let pps = load.rate(size, options.seconds)?;
+                    emit(figure(
+                        format!("net-{size}-{ring}"),
+                        system,
+                        pps,
+                        "packets/s per direction",
+                        "higher",
+                    ))?;
+                }
+            }
+        }
+        for _ in 0..options.repetitions {
+            for system in &options.systems {
+                let backend = Backend::start(system, options, 64)?;
+                let us = std::thread::scope(|s| {
+                    s.spawn(|| round_trip(&backend, packed, options.front_cpu)).join()
+                });
+                let us = us.map_err(|_| anyhow::anyhow!("the measurement panicked"))??;
+                emit(figure(format!("net-rtt-64-{ring}"), system, us, "us", "lower"))?;
+            }
+        }
+    }
+    for system in &options.systems {
+        let backend = Backend::start(system, options, 64)?;
+        let _load = Load::start(&backend, options, 64, false)?;
+        std::thread::sleep(Duration::from_millis(500));
+        let (start, before) = (Instant::now(), backend.cpu_seconds()?);
+        std::thread::sleep(Duration::from_secs_f64(options.seconds.max(2.0)));
+        let used = (backend.cpu_seconds()? - before) / start.elapsed().as_secs_f64() * 100.0;
+        emit(figure("net-idle-cpu".into(), system, used, "% of a core", "lower"))?;
+    }
+    Ok(())
+}
+
+/// The line that describes where the figures come from.
+fn machine() -> anyhow::Result<serde_json::Value> {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo")?;
+    let model = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")?.split(':').nth(1)).map(str::trim);
+    let said = |program: &str, args: &[&str]| -> Option<String> {
+        let output = Command::new(program).args(args).output().ok()?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        text.lines().next().map(|l| l.trim().to_string())
+    };
+    Ok(json!({
+        "bench": "net",
+        "machine": {
+            "cpu": model,
+            "cpus": std::thread::available_parallelism()?.get(),
+            "kernel": said("uname", &["-r"]),
+            "dpdk": said("dpkg-query", &["-W", "-f", "${Version}", "dpdk"]),
+            "commit": said("git", &["rev-parse", "--short", "HEAD"]),
+            "when": said("date", &["-u", "+%Y-%m-%dT%H:%MZ"]),
+            "hypervisor": Path::new("/sys/hypervisor").exists() || cpuinfo.contains("hypervisor"),
+        }
+    }))
+}

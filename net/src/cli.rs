@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo net`: run a switch, and look into a running one.
+
+use std::io::{self, IsTerminal, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Subcommand;
+use serde_json::Value;
+
+use crate::config::{Config, PortConfig, UplinkConfig, Way};
+use crate::control::{Request, ask};
+use crate::daemon::Daemon;
+
+/// Where a switch listens unless it is told otherwise.
+const CONTROL: &str = "/run/tombolo/net.sock";
+
+/// What can be done with switches.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run a switch until it is told to end (SIGINT, SIGTERM)
+    Run {
+        /// Configuration file
+        #[arg(short, long)]
+        config: Option<PathBuf>,
+        /// A port in short: NAME,SOCKET,MAC[,MAC…]
+        #[arg(long, value_name = "PORT", value_parser = short_port)]
+        port: Vec<PortConfig>,
+        /// An uplink in short: tap=NAME, interface=NAME or passt=SOCKET
+        #[arg(long, value_name = "WAY", value_parser = short_way)]
+        uplink: Vec<Way>,
+        /// Control socket
+        #[arg(long)]
+        control: Option<PathBuf>,
+        /// Address for Prometheus, such as 127.0.0.1:9127
+        #[arg(long)]
+        metrics: Option<std::net::SocketAddr>,
+        /// Threads that carry packets
+        #[arg(long)]
+        workers: Option<usize>,
+        /// Processors for them, one each
+        #[arg(long, value_delimiter = ',')]
+        cpus: Vec<usize>,
+        /// Microseconds for which an idle worker goes on polling
+        #[arg(long)]
+        poll_us: Option<u64>,
+        /// Keep all privileges
+        #[arg(long)]
+        no_sandbox: bool,
+    },
+    /// List the ports with their MACs and counters
+    Ports {
+        /// Control socket of the switch
+        #[arg(long, default_value = CONTROL)]
+        control: PathBuf,
+    },
+    /// Write a port's frames as pcapng, to a file or to a pipe into Wireshark
+    Capture {
+        /// The port
+        port: String,
+        /// File; otherwise standard output
+        #[arg(short, long)]
+        write: Option<PathBuf>,
+        /// Bytes of each frame that are kept
+        #[arg(short, long, default_value_t = 65600)]
+        snap: u32,
+        /// End after so many seconds
+        #[arg(short, long)]
+        seconds: Option<u64>,
+        /// Control socket of the switch
+        #[arg(long, default_value = CONTROL)]
+        control: PathBuf,
+    },
+    /// Add a port to a running switch: NAME,SOCKET,MAC[,MAC…]
+    Add {
+        /// The port
+        #[arg(value_parser = short_port)]
+        port: PortConfig,
+        /// Control socket of the switch
+        #[arg(long, default_value = CONTROL)]
+        control: PathBuf,
+    },
+    /// Measure the switch beside its peers (also: tombolo bench net)
+    Bench(crate::bench::Options),
+    /// Remove a port from a running switch
+    Remove {
+        /// Its name
+        port: String,
+        /// Control socket of the switch
+        #[arg(long, default_value = CONTROL)]
+        control: PathBuf,
+    },
+}
+
+fn short_port(text: &str) -> Result<PortConfig, String> {
+    let parts: Vec<&str> = text.split(',').collect();
+    let [name, socket, macs @ ..] = &parts[..] else {
+        return Err("a port is NAME,SOCKET,MAC[,MAC…]".into());
+    };
+    let port = serde_json::json!({ "name": name, "socket": socket, "macs": macs });
+    serde_json::from_value(port).map_err(|err| err.to_string())
+}
+
+fn short_way(text: &str) -> Result<Way, String> {
+    let (kind, value) =
+        text.split_once('=').ok_or("an uplink is tap=NAME, interface=NAME or passt=SOCKET")?;
+    serde_json::from_value(serde_json::json!({ kind: value })).map_err(|err| err.to_string())
+}
+
+/// Does what `command` says; with `json`, answers are JSON.
+///
+/// # Errors
+/// With what, where and what to do.
+pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Run { config, port, uplink, control, metrics, workers, cpus, poll_us, no_sandbox } => {
+            let mut all = match config {
+                Some(path) => {
+                    let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+                    toml::from_str::<Config>(&text).with_context(|| path.display().to_string())?
+                }
+                None => Config::default(),
+            };
+            all.port.extend(port);
+            for way in uplink {
+                let name = format!("uplink{}", all.uplink.len());
+                all.uplink.push(UplinkConfig { name, way, vlan: crate::policy::Vlan::default() });
+            }
+            let s = &mut all.switch;
+            s.control = control.or_else(|| s.control.take());
+            s.metrics = metrics.or(s.metrics);
+            s.workers = workers.unwrap_or(s.workers);
+            s.poll_us = poll_us.unwrap_or(s.poll_us);
+            s.sandbox &= !no_sandbox;
+            if !cpus.is_empty() {
+                s.cpus = cpus;
+            }
+            serve(&all)
+        }
+        Command::Ports { control } => {
+            let (answer, _) = ask(&control, &Request::Ports)?;
+            if json { print(&answer.to_string()) } else { print(&table(&answer)) }
+        }
+        Command::Capture { port, write, snap, seconds, control } => {
+            capture(&control, port, write.as_deref(), snap, seconds)
+        }
+        Command::Bench(options) => {
+            crate::bench::run(&options)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Add { port, control } => {
+            ask(&control, &Request::Add { port })?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Remove { port, control } => {
+            ask(&control, &Request::Remove { name: port })?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+fn print(text: &str) -> anyhow::Result<ExitCode> {
+    writeln!(io::stdout(), "{}", text.trim_end())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs a switch until a signal comes.
+fn serve(config: &Config) -> anyhow::Result<ExitCode> {
+    anyhow::ensure!(
+        !config.port.is_empty() || config.switch.control.is_some(),
+        "no port is configured, and no control socket to add one; see 'tombolo net run --help'"
+    );
+    // Blocked before any thread starts, so that only sigwait gets them.
+    // SAFETY: a set of our own, filled by the calls that are made for that.
+    let signals = unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, libc::SIGINT);
+        libc::sigaddset(&mut set, libc::SIGTERM);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+        set
+    };
+    let daemon = Daemon::start(config)?;
+    if config.switch.sandbox {
+        crate::sandbox::filter_calls().context("sandbox; --no-sandbox runs without")?;
+    }
+    let mut signal = 0;
+    // SAFETY: both are ours.
+    unsafe { libc::sigwait(&signals, &mut signal) };
+    tracing::info!(signal, "ending");
+    daemon.stop();
+    Ok(ExitCode::SUCCESS)
+}
+
+fn capture(
+    control: &Path,
+    port: String,
+    file: Option<&Path>,
+    snap: u32,
+    seconds: Option<u64>,
+) -> anyhow::Result<ExitCode> {
+    let mut out: Box<dyn Write> = match file {
+        Some(path) => Box::new(std::fs::File::create(path).with_context(|| path.display().to_string())?),
+        None => {
+            anyhow::ensure!(
+                !io::stdout().is_terminal(),
+                "frames don't suit a terminal; use --write FILE, or pipe into 'wireshark -k -i -'"
+            );
+            Box::new(io::stdout())
+        }
+    };
+    let (_, mut reader) = ask(control, &Request::Capture { name: port, snap })?;
+    let stream = reader.get_ref().try_clone()?;
+    if let Some(seconds) = seconds {
+        std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_secs(seconds));
+            // The switch answers by ending the file properly.
+            let _gone = stream.shutdown(std::net::Shutdown::Write);
+        });
+    }
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        let n = reader.read(&mut buffer)?;
+        if n == 0 {
+            return Ok(ExitCode::SUCCESS);
+        }
+        match out.write_all(&buffer[..n]).and_then(|()| out.flush()) {
+            Err(err) if err.kind() == io::ErrorKind::BrokenPipe => return Ok(ExitCode::SUCCESS),
+            other => other?,
+        }
+    }
+}
+
+/// The ports for people.
+fn table(answer: &Value) -> String {
+    let mut rows =
+        vec![["PORT", "STATE", "MACS", "SENT", "DROPPED", "RECEIVED", "DROPPED"].map(String::from)];
+    for p in answer["ports"].as_array().unwrap_or(&Vec::new()) {
+        let list = |v: &Value| {
+            let all: Vec<_> = v.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+            if all.is_empty() { "-".into() } else { all.join(",") }
+        };
+        let drops = |f: &Value| {
+            let all: Vec<_> =
+                f["drops"].as_object().into_iter().flatten().map(|(k, v)| format!("{k}:{v}")).collect();
+            if all.is_empty() { "0".into() } else { all.join(",") }
+        };
+        let state = match (p["up"].as_bool(), p["connected"].as_bool()) {
+            (Some(true), _) => "up",
+            (_, Some(true)) => "connected",
+            _ => "down",
+        };
+        rows.push([
+            p["name"].as_str().unwrap_or("?").into(),
+            state.into(),
+            list(&p["macs"]),
+            p["sent"]["packets"].to_string(),
+            drops(&p["sent"]),
+            p["received"]["packets"].to_string(),
+            drops(&p["received"]),
+        ]);
+    }
+    let mut widths = [0; 7];
+    for row in &rows {
+        for (w, cell) in widths.iter_mut().zip(row) {
+            *w = (*w).max(cell.len());
+        }
+    }
+    let line = |row: &[String; 7]| {
+        let cells: Vec<_> = row.iter().zip(widths).map(|(c, w)| format!("{c:w$}")).collect();
+        cells.join("  ").trim_end().to_string()
+    };
+    rows.iter().map(line).collect::<Vec<_>>().join("\n")
+}

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Counters for people and for Prometheus (text format 0.0.4), and the small HTTP server that hands them out.
+
+use std::fmt::Write as _;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::counters::{Counts, REASONS};
+use crate::switch::Switch;
+
+/// One direction of a port.
+#[derive(Clone, Debug, Serialize)]
+pub struct Flow {
+    /// Frames.
+    pub packets: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// Of the frames, those to several receivers.
+    pub flooded: u64,
+    /// Interrupts sent.
+    pub signals: u64,
+    /// Frames lost, by reason; reasons that never were are left out.
+    pub drops: std::collections::BTreeMap<&'static str, u64>,
+}
+
+impl From<Counts> for Flow {
+    fn from(c: Counts) -> Self {
+        let drops = REASONS.iter().map(|r| (r.name(), c.dropped_for(*r))).filter(|(_, n)| *n > 0).collect();
+        Self { packets: c.packets, bytes: c.bytes, flooded: c.flooded, signals: c.signals, drops }
+    }
+}
+
+/// A port at one moment.
+#[derive(Clone, Debug, Serialize)]
+pub struct PortStatus {
+    /// Its name.
+    pub name: String,
+    /// `guest` or `uplink`.
+    pub kind: &'static str,
+    /// A front-end is connected and its driver receives.
+    pub up: bool,
+    /// A front-end is connected.
+    pub connected: bool,
+    /// The MACs that it owns.
+    pub macs: Vec<crate::frame::Mac>,
+    /// From the guest into the switch.
+    pub sent: Flow,
+    /// From the switch to the guest.
+    pub received: Flow,
+}
+
+/// All ports at one moment.
+#[must_use]
+pub fn status(switch: &Switch) -> Vec<PortStatus> {
+    let view = switch.view();
+    view.ports()
+        .iter()
+        .map(|a| PortStatus {
+            name: a.port.name().into(),
+            kind: if a.uplink.is_some() { "uplink" } else { "guest" },
+            up: a.uplink.is_some() || a.port.active_rx(0).is_some(),
+            connected: a.uplink.is_some() || a.port.connected.load(Ordering::Relaxed),
+            macs: a.policy.macs.clone(),
+            sent: a.port.sent().into(),
+            received: a.port.received().into(),
+        })
+        .collect()
+}
+
+/// The counters as Prometheus reads them.
+#[must_use]
+pub fn prometheus(ports: &[PortStatus]) -> String {
+    let mut out = String::new();
+    let label = |s: &str| s.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+    let mut family = |name: &str, kind: &str, help: &str, lines: &mut dyn FnMut(&mut String)| {
+        let _infallible = writeln!(out, "# HELP tombolo_net_{name} {help}\n# TYPE tombolo_net_{name} {kind}");
+        lines(&mut out);
+    };
+    family("port_up", "gauge", "1 if the port's driver receives.", &mut |out| {
+        for p in ports {
+            let _infallible =
+                writeln!(out, "tombolo_net_port_up{{port=\"{}\"}} {}", label(&p.name), u8::from(p.up));
+        }
+    });
+    type Get = fn(&Flow) -> u64;
+    let counters: [(&str, &str, Get); 3] = [
+        ("packets_total", "Frames, by the port's own direction.", |f| f.packets),
+        ("bytes_total", "Bytes of frames.", |f| f.bytes),
+        ("interrupts_total", "Interrupts sent to the guest.", |f| f.signals),
+    ];
+    for (name, help, get) in counters {
+        family(name, "counter", help, &mut |out| {
+            for p in ports {
+                for (direction, flow) in [("sent", &p.sent), ("received", &p.received)] {
+                    let (port, n) = (label(&p.name), get(flow));
+                    let _infallible =
+                        writeln!(out, "tombolo_net_{name}{{port=\"{port}\",direction=\"{direction}\"}} {n}");
+                }
+            }
+        });
+    }
+    family("drops_total", "counter", "Frames lost, by reason.", &mut |out| {
+        for p in ports {
+            for (direction, flow) in [("sent", &p.sent), ("received", &p.received)] {
+                for (reason, n) in &flow.drops {
+                    let port = label(&p.name);
+                    let _infallible = writeln!(
+                        out,
+                        "tombolo_net_drops_total{{port=\"{port}\",direction=\"{direction}\",reason=\"{reason}\"}} {n}"
+                    );
+                }
+            }
+        }
+    });
+    out
+}
+
+/// Answers HTTP requests on `listener` with the counters until `stop` is set.
+pub fn serve(listener: &TcpListener, switch: &Arc<Switch>, stop: &AtomicBool) {
+    for stream in listener.incoming() {
+        if stop.load(Ordering::Acquire) {
+            return;
+        }
+        let Ok(mut stream) = stream else { continue };
+        let limit = Some(Duration::from_secs(1));
+        if stream.set_read_timeout(limit).is_err() || stream.set_write_timeout(limit).is_err() {
+            continue;
+        }
+        let mut request = [0u8; 2048];
+        let Ok(n) = stream.read(&mut request) else { continue };
+        let fine = request[..n].starts_with(b"GET /metrics ") || request[..n].starts_with(b"GET / ");
+        let (code, body) = if fine {
+            ("200 OK", prometheus(&status(switch)))
+        } else {
+            ("404 Not Found", "the counters are at /metrics\n".into())
+        };
+        let head = format!(
+            "HTTP/1.1 {code}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            body.len()
+        );
+        // Whoever asked may have gone.
+        let _gone = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body.as_bytes()));
+    }
+}

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The receivers whose rings a pass holds. A ring is published when it is given back, so a pass that sends much to few
+//! publishes each of them once.
+
+use crate::capture::Capture;
+use crate::view::View;
+use crate::vring::Guard;
+
+/// Receivers whose rings are open at one time.
+const OPEN: usize = 8;
+
+/// A receiver's ring, held.
+pub(crate) struct Open<'a> {
+    dest: usize,
+    pub guard: Guard<'a>,
+    pub packets: u64,
+    pub bytes: u64,
+    /// Somebody who watches the receiver.
+    pub capture: Option<&'a Capture>,
+}
+
+impl Drop for Open<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.packets > 0 {
+            self.guard.stuck = false;
+            self.guard.counters().passed(self.packets, self.bytes);
+            self.guard.publish();
+        }
+    }
+}
+
+/// Why a receiver's ring can't be had.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NotOpen {
+    /// Another worker has it.
+    Busy,
+    /// There is no driver.
+    Down,
+    /// It isn't a guest.
+    Uplink,
+}
+
+/// The receivers' rings of a pass.
+pub(crate) struct Opens<'a> {
+    list: [Option<Open<'a>>; OPEN],
+    last: usize,
+}
+
+impl<'a> Opens<'a> {
+    pub fn new() -> Self {
+        Self { list: [const { None }; OPEN], last: 0 }
+    }
+
+    /// The ring of the port at `dest` for frames of `flow`.
+    #[inline(always)]
+    pub fn get(&mut self, view: &'a View, dest: usize, flow: usize) -> Result<&mut Open<'a>, NotOpen> {
+        if !matches!(&self.list[self.last], Some(open) if open.dest == dest) {
+            self.last = self.find(view, dest, flow)?;
+        }
+        self.list[self.last].as_mut().ok_or(NotOpen::Busy)
+    }
+
+    #[inline(never)]
+    fn find(&mut self, view: &'a View, dest: usize, flow: usize) -> Result<usize, NotOpen> {
+        if let Some(at) = self.list.iter().position(|o| matches!(o, Some(o) if o.dest == dest)) {
+            return Ok(at);
+        }
+        let attached = &view.ports()[dest];
+        if attached.uplink.is_some() {
+            return Err(NotOpen::Uplink);
+        }
+        let queue = attached.port.active_rx(flow).ok_or(NotOpen::Down)?;
+        let guard = attached.port.rx(queue).try_lock().ok_or(NotOpen::Busy)?;
+        if !guard.is_active() {
+            return Err(NotOpen::Down);
+        }
+        // A free place, or the one after the last used, whose ring is published by that.
+        let at = self.list.iter().position(Option::is_none).unwrap_or((self.last + 1) % OPEN);
+        self.list[at] =
+            Some(Open { dest, guard, packets: 0, bytes: 0, capture: attached.capture.as_deref() });
+        Ok(at)
+    }
+
+    /// Gives a ring back.
+    pub fn close(&mut self, dest: usize) {
+        for open in &mut self.list {
+            if matches!(open, Some(o) if o.dest == dest) {
+                *open = None;
+            }
+        }
+    }
+}

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! User-mode networking through passt: its stream socket carries frames with a 32-bit big-endian length before each.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use super::Link;
+use crate::frame::MAX_FRAME;
+use crate::vring::Negotiated;
+
+/// What is in flight in each direction.
+#[derive(Default)]
+struct Buffered {
+    /// Bytes of frames that the socket has not taken yet.
+    out: Vec<u8>,
+    /// Bytes that have come and make no whole frame yet.
+    input: Vec<u8>,
+}
+
+/// A connection to passt.
+pub struct Passt {
+    stream: UnixStream,
+    buffered: Mutex<Buffered>,
+}
+
+impl Passt {
+    /// Connects to passt's socket.
+    ///
+    /// # Errors
+    /// Nobody listens there.
+    pub fn connect(path: &Path) -> io::Result<Self> {
+        let stream = UnixStream::connect(path).map_err(|err| {
+            let text = format!("passt at {}: {err} (start it with: passt -s {0})", path.display());
+            io::Error::new(err.kind(), text)
+        })?;
+        stream.set_nonblocking(true)?;
+        Ok(Self { stream, buffered: Mutex::default() })
+    }
+}
+
+impl Link for Passt {
+    fn header(&self) -> usize {
+        0
+    }
+
+    fn offloads(&self) -> Negotiated {
+        Negotiated::default()
+    }
+
+    fn send(&self, pieces: &[libc::iovec]) -> io::Result<()> {
+        let mut buffered = self.buffered.lock().unwrap_or_else(PoisonError::into_inner);
+        // What is left of earlier frames goes first, or nothing goes.
+        while !buffered.out.is_empty() {
+            let n = (&self.stream).write(&buffered.out)?;
+            buffered.out.drain(..n);
+        }
+        let len: usize = pieces.iter().map(|p| p.iov_len).sum();
+        let mut bytes = Vec::with_capacity(4 + len);
+        bytes.extend((len as u32).to_be_bytes());
+        for p in pieces {
+            // SAFETY: the piece is mapped; copied through a raw pointer, as a guest may be writing to it.
+            unsafe {
+                let at = bytes.len();
+                std::ptr::copy_nonoverlapping(p.iov_base.cast::<u8>(), bytes.as_mut_ptr().add(at), p.iov_len);
+                bytes.set_len(at + p.iov_len);
+            }
+        }
+        match (&self.stream).write(&bytes) {
+            Ok(n) => {
+                buffered.out.extend_from_slice(&bytes[n..]);
+                Ok(())
+            }
+            Err(err) => Err(err),
+        }
+    }
+
+    fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut buffered = self.buffered.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(&head) = buffered.input.first_chunk::<4>() {
+                let len = u32::from_be_bytes(head) as usize;
+                if len > MAX_FRAME || len > buffer.len() {
+                    return Err(io::Error::other(format!("passt sent a frame of {len} bytes")));
+                }
+                if buffered.input.len() >= 4 + len {
+                    buffer[..len].copy_from_slice(&buffered.input[4..4 + len]);
+                    buffered.input.drain(..4 + len);
+                    return Ok(len);
+                }
+            }
+            let mut chunk = [0u8; 16384];
+            match (&self.stream).read(&mut chunk)? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                n => buffered.input.extend_from_slice(&chunk[..n]),
+            }
+        }
+    }
+
+    fn fd(&self) -> RawFd {
+        self.stream.as_raw_fd()
+    }
+}

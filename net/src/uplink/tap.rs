@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A TAP device, with virtio-net headers and the kernel's segmentation.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+
+use super::Link;
+use crate::vring::Negotiated;
+
+const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
+const TUNSETOFFLOAD: libc::c_ulong = 0x4004_54d0;
+const TUNSETVNETHDRSZ: libc::c_ulong = 0x4004_54d8;
+const IFF_TAP: i16 = 0x0002;
+const IFF_NO_PI: i16 = 0x1000;
+const IFF_VNET_HDR: i16 = 0x4000;
+const TUN_F_CSUM: libc::c_ulong = 1;
+const TUN_F_TSO4: libc::c_ulong = 2;
+const TUN_F_TSO6: libc::c_ulong = 4;
+const TUN_F_ECN: libc::c_ulong = 8;
+const TUN_F_USO4: libc::c_ulong = 0x20;
+const TUN_F_USO6: libc::c_ulong = 0x40;
+
+/// A TAP device.
+pub struct Tap {
+    file: File,
+    offloads: Negotiated,
+}
+
+impl Tap {
+    /// Opens the TAP device `name`, and makes it if there is none (which needs CAP_NET_ADMIN).
+    ///
+    /// # Errors
+    /// The name is no interface name, or the kernel refuses.
+    pub fn open(name: &str) -> io::Result<Self> {
+        let named = |err: io::Error| {
+            let text =
+                format!("TAP device {name}: {err} (make it with: ip tuntap add {name} mode tap user $USER)");
+            io::Error::new(err.kind(), text)
+        };
+        if name.is_empty() || name.len() > 15 || name.contains(['/', ' ', '\0']) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("'{name}' is no interface name"),
+            ));
+        }
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open("/dev/net/tun")
+            .map_err(named)?;
+        // SAFETY: an all-zero ifreq is valid, and the name fits with its zero.
+        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+        for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+            *to = from as libc::c_char;
+        }
+        request.ifr_ifru.ifru_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
+        let fd = file.as_raw_fd();
+        let size: libc::c_int = 12;
+        // SAFETY: each ioctl gets what it takes.
+        unsafe {
+            if libc::ioctl(fd, TUNSETIFF, &request) != 0 || libc::ioctl(fd, TUNSETVNETHDRSZ, &size) != 0 {
+                return Err(named(io::Error::last_os_error()));
+            }
+        }
+        let tso = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_ECN;
+        // SAFETY: takes a number.
+        let set = |flags: libc::c_ulong| unsafe { libc::ioctl(fd, TUNSETOFFLOAD, flags) == 0 };
+        let uso = set(tso | TUN_F_USO4 | TUN_F_USO6);
+        let all = uso || set(tso);
+        let offloads = Negotiated {
+            csum: all,
+            tso4: all,
+            tso6: all,
+            ecn: all,
+            uso,
+            header: 12,
+            ..Negotiated::default()
+        };
+        Ok(Self { file, offloads })
+    }
+}
+
+/// Writes pieces to a descriptor that takes whole frames.
+pub(super) fn write_frame(fd: RawFd, pieces: &[libc::iovec]) -> io::Result<()> {
+    // SAFETY: the pieces are mapped; a guest that changes them changes its own frame.
+    let n = unsafe { libc::writev(fd, pieces.as_ptr(), pieces.len() as libc::c_int) };
+    if n < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+impl Link for Tap {
+    fn header(&self) -> usize {
+        12
+    }
+
+    fn offloads(&self) -> Negotiated {
+        self.offloads
+    }
+
+    fn send(&self, pieces: &[libc::iovec]) -> io::Result<()> {
+        write_frame(self.file.as_raw_fd(), pieces)
+    }
+
+    fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        (&self.file).read(buffer)
+    }
+
+    fn fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+}

@@ -1,0 +1,122 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+# Two stock guests on one switch: they ping each other and move data by TCP, with split and packed rings, with all
+# offloads and with none on one side; the switch is killed and started again under load.
+#
+#   net/tests/vm.sh [path of the tombolo-switch or tombolo binary]
+#
+# Needs qemu-system-x86_64, busybox (static), iperf3, cpio and a kernel with its modules. ACCEL=kvm where KVM works.
+# With BENCH=1 it prints what the guests measured.
+set -euo pipefail
+
+switch=${1:-target/release/tombolo-switch}
+kernel=${KERNEL:-$(ls /boot/vmlinuz-* | sort -V | tail -1)}
+release=${kernel#*/vmlinuz-}
+accel=${ACCEL:-tcg,thread=multi}
+cpu=${CPU:-$([[ $accel == kvm* ]] && echo host || echo max,-erms,-fsrm)}
+tmp=$(mktemp -d)
+pids=()
+trap 'for p in "${pids[@]}"; do kill "$p" 2>/dev/null || :; done; wait; rm -rf "$tmp"' EXIT
+
+fail() { echo "FAILED: $*"; tail -n 30 "$tmp"/*.log; exit 1; }
+
+# An initramfs: busybox, iperf3 with its libraries, the modules of virtio-net.
+root=$tmp/root
+mkdir -p "$root"/{bin,proc,sys,dev,tmp,lib/modules}
+cp "$(command -v busybox)" "$root/bin/busybox"
+cp "$(command -v iperf3)" "$root/bin/iperf3"
+for lib in $(ldd "$(command -v iperf3)" | grep -o '/[^ ]*'); do
+  mkdir -p "$root/$(dirname "$lib")"
+  cp -L "$lib" "$root/$lib"
+done
+for m in $(modprobe -S "$release" --show-depends virtio_net | awk '$1 == "insmod" {print $2}'); do
+  name=$(basename "$m")
+  case $name in
+    *.xz) xz -dc "$m" >"$root/lib/modules/${name%.xz}"; name=${name%.xz} ;;
+    *.zst) zstd -dcq "$m" >"$root/lib/modules/${name%.zst}"; name=${name%.zst} ;;
+    *) cp "$m" "$root/lib/modules/" ;;
+  esac
+  echo "$name" >>"$root/lib/modules/order"
+done
+touch "$root/lib/modules/order"
+cat >"$root/init" <<'INIT'
+#!/bin/busybox sh
+/bin/busybox --install -s /bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev
+for m in $(cat /lib/modules/order); do insmod /lib/modules/$m; done
+for arg in $(cat /proc/cmdline); do case $arg in role=*) role=${arg#role=};; esac; done
+ip link set lo up
+ip link set eth0 mtu ${mtu:-1500} up
+if [ $role = server ]; then
+  ip addr add 10.0.0.1/24 dev eth0
+  echo "SERVER READY"
+  while :; do iperf3 -s -1 >/dev/null 2>&1; done
+fi
+ip addr add 10.0.0.2/24 dev eth0
+ping -c 60 -W 1 -w 60 10.0.0.1 -q -A -c 20 | sed 's/^/PING /'
+tcp() { iperf3 -c 10.0.0.1 -t ${2:-4} -f m $1 2>&1 | awk -v w="$3" '/receiver|error/ {print "TCP", w, $0}'; }
+tcp "" 4 send
+tcp "-R" 4 receive
+echo "KILL NOW"
+tcp "" 12 restart
+echo "CLIENT DONE"
+poweroff -f
+INIT
+chmod +x "$root/init"
+(cd "$root" && find . | cpio -o -H newc --quiet | gzip -1) >"$tmp/initrd"
+
+start_switch() {
+  "$switch" ${NET_COMMAND:-} run --control "$tmp/control" --port "a,$tmp/a,52:54:00:00:00:01" \
+    --port "b,$tmp/b,52:54:00:00:00:02" >>"$tmp/switch.log" 2>&1 &
+  switch_pid=$!
+  pids+=("$switch_pid")
+}
+
+guest() { # name socket-name mac device-options role
+  qemu-system-x86_64 -M q35,memory-backend=m -accel "$accel" -cpu "$cpu" -m 256 -smp 1 -nographic -no-reboot \
+    -object memory-backend-memfd,id=m,size=256M,share=on -kernel "$kernel" -initrd "$tmp/initrd" \
+    -chardev "socket,id=c,path=$tmp/$2,reconnect=1" -netdev vhost-user,id=n,chardev=c \
+    -device "virtio-net-pci,netdev=n,mac=$3$4" \
+    -append "console=ttyS0 quiet panic=-1 role=$5" </dev/null >"$tmp/$1.log" 2>&1 &
+  pids+=($!)
+  last=$!
+}
+
+wait_for() { # seconds file pattern
+  for _ in $(seq "$1"); do grep -q "$3" "$2" && return 0; sleep 1; done
+  fail "'$3' did not come within $1 s"
+}
+
+none=",csum=off,gso=off,guest_csum=off,guest_tso4=off,guest_tso6=off,guest_ecn=off,host_tso4=off,host_tso6=off,host_ecn=off,mrg_rxbuf=off"
+run() { # title server-options client-options
+  : >"$tmp/switch.log"
+  start_switch
+  guest server a 52:54:00:00:00:01 "$2" server; server=$last
+  wait_for 120 "$tmp/server.log" "SERVER READY"
+  guest client b 52:54:00:00:00:02 "$3" client; client=$last
+  wait_for 180 "$tmp/client.log" "KILL NOW"
+  sleep 3
+  kill -9 "$switch_pid"
+  start_switch
+  wait_for 180 "$tmp/client.log" "CLIENT DONE"
+  "$switch" ${NET_COMMAND:-} --json ports --control "$tmp/control" >"$tmp/ports.json"
+  grep -q 'PING .* 0% packet loss' "$tmp/client.log" || fail "$1: pings were lost"
+  for what in send receive restart; do
+    grep -q "TCP $what .*receiver" "$tmp/client.log" || fail "$1: TCP $what"
+  done
+  # Never collapse: even in emulation, tens of Mbit/s where a lost offload would give kilobits.
+  awk '/TCP (send|receive)/ { for (i = 1; i < NF; i++) if ($(i+1) == "Mbits/sec" && $i < 20) exit 1 }' \
+    "$tmp/client.log" || fail "$1: TCP collapsed"
+  ! grep -q WARN "$tmp/switch.log" || fail "$1: the switch stopped a port"
+  echo "ok: $1"
+  [ -z "${BENCH:-}" ] || grep -hE "TCP|min/avg" "$tmp/client.log"
+  kill "$client" "$server" "$switch_pid" 2>/dev/null || :
+  wait "$client" "$server" "$switch_pid" 2>/dev/null || :
+}
+
+run "split rings, all offloads" "" ""
+run "packed rings" ",packed=on" ",packed=on"
+run "a sender with offloads, a receiver without" "$none" ""
+run "mixed rings, a sender without offloads" ",packed=on" "$none"

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Commands through a real guest agent, which runs here instead of in a guest.
+
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use tombolo_vm::agent::Agent;
+use tombolo_vm::exec::{Ended, Exec, Input, Stream, run};
+
+const PATIENCE: Duration = Duration::from_secs(120);
+
+struct Guest {
+    process: Child,
+    agent: Agent,
+    _dir: tempfile::TempDir,
+}
+
+impl Guest {
+    fn new() -> Guest {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("agent");
+        let process = Command::new("qemu-ga")
+            .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+            .args(["-m", "unix-listen", "-p"])
+            .arg(&socket)
+            .arg("-t")
+            .arg(dir.path())
+            .arg("-l")
+            .arg(dir.path().join("log"))
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("the package qemu-guest-agent");
+        let start = Instant::now();
+        let stream = loop {
+            match UnixStream::connect(&socket) {
+                Ok(stream) => break stream,
+                Err(e) => assert!(start.elapsed() < PATIENCE, "{e}"),
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        Guest { process, agent: Agent::new(stream), _dir: dir }
+    }
+
+    fn run(&self, script: &str, input: Option<Vec<Input>>) -> (Ended, Vec<u8>, Vec<u8>) {
+        let exec = Exec { argv: vec!["sh".into(), "-c".into(), script.into()], ..Exec::default() };
+        let (sender, receiver) = mpsc::channel();
+        let has_input = input.is_some();
+        for part in input.into_iter().flatten() {
+            sender.send(part).unwrap();
+        }
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        let ended =
+            run(&self.agent, &exec, has_input.then_some(&receiver), &|| false, &mut |stream, data| {
+                match stream {
+                    Stream::Out => out.extend_from_slice(data),
+                    Stream::Err => err.extend_from_slice(data),
+                }
+            });
+        (ended.unwrap(), out, err)
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn code_output_errors_and_input_are_passed_on_each_for_itself() {
+    let guest = Guest::new();
+    let (ended, out, err) = guest.run("printf out; printf err >&2; exit 3", None);
+    assert_eq!((ended, &out[..], &err[..]), (Ended::Code(3), &b"out"[..], &b"err"[..]));
+    assert_eq!(guest.run("cat; kill -9 $$", None).0, Ended::Code(137));
+    let input = vec![Input::Data(b"first ".to_vec()), Input::Data(b"second".to_vec()), Input::End];
+    assert_eq!(guest.run("cat", Some(input)).1, b"first second");
+    assert_eq!(guest.run("cat", Some(vec![Input::End])).1, b"");
+    // Input that nobody reads does not keep the command from ending.
+    let unread = vec![Input::Data(vec![b'x'; 1 << 20]), Input::End];
+    assert_eq!(guest.run("exit 4", Some(unread)).0, Ended::Code(4));
+}
+
+#[test]
+fn output_of_any_length_passes_through_a_bounded_amount_of_memory() {
+    let guest = Guest::new();
+    // Ten segments; the numbers tell whether each byte came once and in order.
+    let (ended, out, _) = guest.run("seq 10000000", None);
+    assert_eq!(ended, Ended::Code(0));
+    let mut lines = out.split(|&b| b == b'\n');
+    for n in 1..=10_000_000u32 {
+        assert_eq!(lines.next(), Some(n.to_string().as_bytes()));
+    }
+    assert_eq!((lines.next(), lines.next()), (Some(&b""[..]), None));
+}
+
+#[test]
+fn a_daemon_that_keeps_the_output_open_does_not_keep_the_command() {
+    let guest = Guest::new();
+    let begun = Instant::now();
+    let (ended, out, _) = guest.run("sleep 100 & echo $!", None);
+    assert_eq!(ended, Ended::Code(0));
+    assert!(begun.elapsed() < Duration::from_secs(100));
+    let status = Command::new("kill").arg(String::from_utf8(out).unwrap().trim()).status().unwrap();
+    assert!(status.success(), "it lives on");
+}
+
+#[test]
+fn a_command_whose_caller_has_gone_is_ended() {
+    let guest = Guest::new();
+    let exec = Exec {
+        argv: ["sh", "-c", "echo $$; exec sleep 1000"].map(str::to_owned).to_vec(),
+        ..Exec::default()
+    };
+    let gone = AtomicBool::new(false);
+    let mut pid = String::new();
+    let ended = run(&guest.agent, &exec, None, &|| gone.load(Ordering::Acquire), &mut |_, data| {
+        pid.push_str(&String::from_utf8_lossy(data));
+        gone.store(true, Ordering::Release);
+    });
+    assert_eq!(ended.unwrap(), Ended::Cancelled);
+    let start = Instant::now();
+    let path = format!("/proc/{}/cmdline", pid.trim());
+    while std::fs::read(&path).is_ok_and(|c| !c.is_empty()) {
+        assert!(start.elapsed() < PATIENCE, "it lives on");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo zone`: zones in files directly; for the zones of a running project, callers have [`describe`].
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use serde::Serialize;
+
+use crate::header::Header;
+use crate::{Backing, Member, MemberState, Zone, ZoneConfig};
+
+/// Memory that virtual machines and their host share.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// Make a zone in a file; it persists, and `tombolo.toml` or `tombolo files` can use it
+    Create {
+        /// The file; it must not exist yet
+        path: PathBuf,
+        /// Size, a multiple of 2 MiB, at least 8M (suffixes K, M, G, T)
+        #[arg(long, value_parser = parse_size)]
+        size: u64,
+        /// Name; the file's name unless given
+        #[arg(long)]
+        name: Option<String>,
+    },
+    /// List the zones among files and in folders
+    Ls {
+        /// Files or folders (not searched further down)
+        #[arg(default_value = ".")]
+        paths: Vec<PathBuf>,
+    },
+    /// Show a zone: identity, areas, members
+    Inspect {
+        /// The file
+        path: PathBuf,
+    },
+    /// Remove a zone that nobody uses, with all that is in it
+    Rm {
+        /// The files
+        #[arg(required = true)]
+        paths: Vec<PathBuf>,
+    },
+}
+
+/// What is shown of a zone.
+#[derive(Debug, Serialize)]
+pub struct Description {
+    /// Its file, where it has one.
+    pub path: Option<PathBuf>,
+    /// Identity and areas.
+    #[serde(flatten)]
+    pub header: Header,
+    /// Whether a process owns it.
+    pub owned: bool,
+    /// The owner's heartbeat, Unix time in ns; 0: never.
+    pub heartbeat_ns: u64,
+    /// Its members.
+    pub members: Vec<Member>,
+}
+
+/// Collects what is shown of a zone.
+pub fn describe(zone: &Zone, path: Option<&Path>) -> crate::Result<Description> {
+    Ok(Description {
+        path: path.map(Path::to_owned),
+        header: zone.header().clone(),
+        owned: zone.has_owner()?,
+        heartbeat_ns: zone.pulse()?.0,
+        members: zone.members()?,
+    })
+}
+
+/// Runs a command; output goes to standard output, as JSON if asked for.
+pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
+    run_to(command, json, &mut std::io::stdout().lock())
+}
+
+/// Runs a command with its output going to `out`.
+pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Create { path, size, name } => {
+            let name = match name {
+                Some(name) => name,
+                None => default_name(&path)?,
+            };
+            let zone = Zone::create(&ZoneConfig::new(name, size).backing(Backing::File(path.clone())))?;
+            show(&describe(&zone, Some(&path))?, json, out)?;
+        }
+        Command::Inspect { path } => {
+            let zone = Zone::open(&path, false)?;
+            show(&describe(&zone, Some(&path))?, json, out)?;
+        }
+        Command::Ls { paths } => list(&paths, json, out)?,
+        Command::Rm { paths } => {
+            for path in paths {
+                // Owning it for the moment makes sure that nobody else does, and that it is a zone.
+                let zone = Zone::take_over(&path)?;
+                std::fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
+                drop(zone);
+                if !json {
+                    writeln!(out, "removed {}", path.display())?;
+                }
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A zone as text.
+pub fn show(zone: &Description, json: bool, out: &mut dyn Write) -> anyhow::Result<()> {
+    if json {
+        writeln!(out, "{}", serde_json::to_string_pretty(zone)?)?;
+        return Ok(());
+    }
+    writeln!(out, "{}  {}", zone.header.name, zone.header.uuid)?;
+    if let Some(path) = &zone.path {
+        writeln!(out, "file     {}", path.display())?;
+    }
+    writeln!(out, "size     {}", human(zone.header.size))?;
+    writeln!(out, "owner    {}", if zone.owned { "running" } else { "none" })?;
+    for area in &zone.header.areas {
+        let kind = area.kind.to_string();
+        writeln!(out, "area     {kind:<8} {:<16} {:>10} at {:#x}", area.name, human(area.len), area.offset)?;
+    }
+    for m in &zone.members {
+        let role = m.role.map_or("?", |r| if r == crate::Role::Vm { "vm" } else { "host" });
+        let rights = if m.rights.write { "rw" } else { "ro" };
+        let bell = m.doorbell.map_or_else(|| "-".to_owned(), |p| p.to_string());
+        let state = state_word(m);
+        writeln!(
+            out,
+            "member   {:>2} {:<16} {role:<4} {rights} {state:<8} epoch {:<4} doorbell {bell}",
+            m.id, m.name, m.epoch
+        )?;
+    }
+    Ok(())
+}
+
+fn state_word(member: &Member) -> &'static str {
+    match (member.state, member.alive) {
+        (MemberState::Active, false) => "lost",
+        (MemberState::Active, true) => "active",
+        (MemberState::Invited, _) => "invited",
+        (MemberState::Dead, _) => "dead",
+        (MemberState::Empty, _) => "empty",
+        (MemberState::Damaged, _) => "damaged",
+    }
+}
+
+fn list(paths: &[PathBuf], json: bool, out: &mut dyn Write) -> anyhow::Result<()> {
+    let mut zones = Vec::new();
+    for path in paths {
+        if !path.is_dir() {
+            zones.push(describe(&Zone::open(path, false)?, Some(path))?);
+            continue;
+        }
+        let entries = std::fs::read_dir(path).with_context(|| format!("reading {}", path.display()))?;
+        let mut files: Vec<PathBuf> = entries.map(|e| e.map(|e| e.path())).collect::<Result<_, _>>()?;
+        files.sort();
+        for file in files.into_iter().filter(|f| f.is_file()) {
+            // Whatever in a folder is no zone is none of our business.
+            if let Ok(zone) = Zone::open(&file, false) {
+                zones.push(describe(&zone, Some(&file))?);
+            }
+        }
+    }
+    if json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&zones)?)?;
+        return Ok(());
+    }
+    writeln!(out, "{:<20} {:>10} {:>7} {:<8} FILE", "NAME", "SIZE", "MEMBERS", "OWNER")?;
+    for z in zones {
+        let active = z.members.iter().filter(|m| m.state == MemberState::Active).count();
+        let path = z.path.as_deref().unwrap_or(Path::new("")).display().to_string();
+        let owner = if z.owned { "running" } else { "none" };
+        writeln!(out, "{:<20} {:>10} {active:>7} {owner:<8} {path}", z.header.name, human(z.header.size))?;
+    }
+    Ok(())
+}
+
+fn default_name(path: &Path) -> anyhow::Result<String> {
+    match path.file_stem().and_then(|n| n.to_str()) {
+        Some(name) => Ok(name.to_owned()),
+        None => bail!("{}: no name can be made of this; give one with --name", path.display()),
+    }
+}
+
+/// Bytes as the largest unit that divides them.
+fn human(bytes: u64) -> String {
+    let units = [("T", 40), ("G", 30), ("M", 20), ("K", 10)];
+    let unit = units.iter().find(|(_, shift)| bytes >> shift != 0 && bytes % (1 << shift) == 0);
+    unit.map_or_else(|| bytes.to_string(), |(name, shift)| format!("{}{name}", bytes >> shift))
+}
+
+/// A size with an optional suffix K, M, G or T (also KiB and so on).
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KIB" => 10,
+        "M" | "MIB" => 20,
+        "G" | "GIB" => 30,
+        "T" | "TIB" => 40,
+        other => return Err(format!("unknown unit {other:?}; use K, M, G or T")),
+    };
+    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is not a size like 512M"))?;
+    number.checked_shl(shift).filter(|n| n >> shift == number).ok_or_else(|| format!("{text} is too large"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(command: Command, json: bool) -> String {
+        let mut out = Vec::new();
+        run_to(command, json, &mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn a_zone_is_made_listed_shown_and_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("data.zone");
+        text(Command::Create { path: path.clone(), size: 16 << 20, name: None }, false);
+        std::fs::write(dir.path().join("readme"), "no zone").unwrap();
+        let listed = text(Command::Ls { paths: vec![dir.path().to_owned()] }, false);
+        assert!(listed.contains("data") && listed.contains("16M") && !listed.contains("readme"), "{listed}");
+        let shown: serde_json::Value =
+            serde_json::from_str(&text(Command::Inspect { path: path.clone() }, true)).unwrap();
+        assert_eq!(shown["name"], "data");
+        assert_eq!(shown["areas"][0]["kind"], "sync");
+        assert_eq!(shown["owned"], false);
+        text(Command::Rm { paths: vec![path.clone()] }, false);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_zone_in_use_or_a_foreign_file_is_not_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("z");
+        let _zone =
+            Zone::create(&ZoneConfig::new("z", 8 << 20).backing(Backing::File(path.clone()))).unwrap();
+        let foreign = dir.path().join("foreign");
+        std::fs::write(&foreign, vec![0; 8192]).unwrap();
+        for (path, why) in [(path, "in use"), (foreign, "not a zone")] {
+            let said = run_to(Command::Rm { paths: vec![path.clone()] }, false, &mut Vec::new()).unwrap_err();
+            assert!(said.to_string().contains(why), "{said}");
+            assert!(path.exists());
+        }
+    }
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        assert_eq!(parse_size("512M"), Ok(512 << 20));
+        assert_eq!(parse_size("2gib"), Ok(2 << 30));
+        assert_eq!(parse_size("4096"), Ok(4096));
+        assert!(parse_size("1.5G").is_err());
+        assert!(parse_size("99999999999T").is_err());
+        assert!(parse_size("5X").unwrap_err().contains("use K, M, G or T"));
+    }
+}

@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Semaphores and their like between real processes of the host: excluding, waiting, dying.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tombolo_sync::{Agent, Error, Event, Locked, Mutex, RwLock, Semaphore, Sync};
+use tombolo_zone::{AreaType, Backing, Zone, ZoneConfig};
+
+/// Nothing here takes that long; a test that waits for it has failed.
+const LONG: Option<Duration> = Some(Duration::from_secs(20));
+const NOW: Option<Duration> = Some(Duration::ZERO);
+
+struct Bench {
+    dir: tempfile::TempDir,
+    zone: Arc<Zone>,
+    agent: Agent,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let dir = tempfile::tempdir().unwrap();
+        let backing = Backing::File(dir.path().join("zone"));
+        let zone = Arc::new(Zone::create(&ZoneConfig::new("sync", 8 << 20).backing(backing)).unwrap());
+        let agent = Agent::start(Arc::clone(&zone), None).unwrap();
+        Bench { dir, zone, agent }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join("zone")
+    }
+
+    fn open(&self) -> Sync {
+        Sync::open(self.path()).unwrap()
+    }
+}
+
+/// Another process that opened the zone and does what `the_other_process` does for `what`.
+fn helper(path: &Path, what: &str) -> Child {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "the_other_process", "--nocapture"])
+        .env("TOMBOLO_HELPER", what)
+        .env("TOMBOLO_HELPER_ZONE", path)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().contains("helper is ready")), "the helper ended early");
+    child
+}
+
+fn go(child: &mut Child) {
+    child.stdin.take().unwrap().write_all(b"\n").unwrap();
+}
+
+fn killed(mut child: Child) {
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+fn ended(mut child: Child) {
+    assert!(child.wait().unwrap().success());
+}
+
+const ROUNDS: u64 = 20_000;
+
+/// Not a test by itself: the other process of the tests below.
+#[test]
+fn the_other_process() {
+    let Ok(what) = std::env::var("TOMBOLO_HELPER") else { return };
+    let path = std::env::var_os("TOMBOLO_HELPER_ZONE").unwrap();
+    let sync = Sync::open(&path).unwrap();
+    let ready = || {
+        println!("helper is ready");
+        let _ = std::io::stdin().read_line(&mut String::new());
+    };
+    match what.as_str() {
+        "hold mutex" => {
+            assert_eq!(Mutex::open(&sync, "m").unwrap().lock(LONG), Ok(Locked::Clean));
+            ready();
+        }
+        "hold read" => {
+            assert_eq!(RwLock::open(&sync, "rw").unwrap().read(LONG), Ok(Locked::Clean));
+            ready();
+        }
+        "hold write" => {
+            assert_eq!(RwLock::open(&sync, "rw").unwrap().write(LONG), Ok(Locked::Clean));
+            ready();
+        }
+        "count under mutex" => {
+            ready();
+            let zone = Zone::open(&path, true).unwrap();
+            count(&sync, &zone);
+        }
+        "pong" => {
+            ready();
+            let (ping, pong) =
+                (Semaphore::open(&sync, "ping").unwrap(), Semaphore::open(&sync, "pong").unwrap());
+            for _ in 0..ROUNDS {
+                ping.wait(LONG).unwrap();
+                pong.post().unwrap();
+            }
+        }
+        "advance" => {
+            ready();
+            Event::open(&sync, "e").unwrap().advance(5).unwrap();
+        }
+        other => panic!("no helper {other:?}"),
+    }
+    drop(sync);
+    // Nobody reads what the test runner would print.
+    std::process::exit(0);
+}
+
+/// Adds to a plain counter in the zone, with loads and stores that only a mutex makes correct.
+fn count(sync: &Sync, zone: &Zone) {
+    let mutex = Mutex::open(sync, "m").unwrap();
+    let at = zone.area(AreaType::Files, None).unwrap().offset;
+    for _ in 0..ROUNDS {
+        assert_eq!(mutex.lock(LONG), Ok(Locked::Clean));
+        let value = zone.mem().load_u64(at).unwrap();
+        zone.mem().store_u64(at, value + 1).unwrap();
+        mutex.unlock().unwrap();
+    }
+}
+
+#[test]
+fn a_mutex_excludes_processes_and_threads() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    Mutex::create(&sync, "m").unwrap();
+    let mut others: Vec<Child> = (0..2).map(|_| helper(&bench.path(), "count under mutex")).collect();
+    others.iter_mut().for_each(go);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| count(&sync, &bench.zone));
+        }
+    });
+    others.into_iter().for_each(ended);
+    let at = bench.zone.area(AreaType::Files, None).unwrap().offset;
+    assert_eq!(bench.zone.mem().load_u64(at).unwrap(), 4 * ROUNDS);
+}
+
+#[test]
+fn semaphores_pass_the_turn_between_processes() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    let (ping, pong) =
+        (Semaphore::create(&sync, "ping", 0).unwrap(), Semaphore::create(&sync, "pong", 0).unwrap());
+    let mut other = helper(&bench.path(), "pong");
+    go(&mut other);
+    for _ in 0..ROUNDS {
+        ping.post().unwrap();
+        pong.wait(LONG).unwrap();
+    }
+    ended(other);
+    assert_eq!((ping.value(), pong.value()), (Ok(0), Ok(0)));
+    assert_eq!(pong.wait(NOW), Err(Error::TimedOut));
+}
+
+#[test]
+fn a_mutex_of_a_killed_process_goes_to_a_waiter_that_is_told() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    let mutex = Mutex::create(&sync, "m").unwrap();
+    let holder = helper(&bench.path(), "hold mutex");
+    assert_eq!(mutex.lock(NOW), Err(Error::TimedOut));
+    assert_eq!(mutex.unlock(), Err(Error::Os(1)), "only its owner unlocks it");
+    let start = Instant::now();
+    let waited = std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| mutex.lock(LONG));
+        killed(holder);
+        waiter.join().unwrap()
+    });
+    assert_eq!(waited, Ok(Locked::OwnerDied));
+    println!("taken over {} ms after the start of waiting", start.elapsed().as_millis());
+    mutex.unlock().unwrap();
+    assert_eq!(mutex.lock(NOW), Ok(Locked::Clean), "the news is told once");
+}
+
+#[test]
+fn readers_share_writers_exclude_and_both_may_die() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    let lock = RwLock::create(&sync, "rw").unwrap();
+    let reader = helper(&bench.path(), "hold read");
+    assert_eq!(lock.read(NOW), Ok(Locked::Clean));
+    assert_eq!(lock.read(NOW), Ok(Locked::Clean), "one process may read twice");
+    lock.unlock_read().unwrap();
+    lock.unlock_read().unwrap();
+    assert_eq!(lock.unlock_read(), Err(Error::Os(1)));
+    assert_eq!(lock.write(NOW), Err(Error::TimedOut), "a reader is in");
+    assert_eq!(lock.read(NOW), Ok(Locked::Clean), "the writer that gave up keeps nobody out");
+    lock.unlock_read().unwrap();
+    killed(reader);
+    assert_eq!(lock.write(LONG), Ok(Locked::Clean), "a dead reader is no reader");
+    lock.unlock_write().unwrap();
+    let writer = helper(&bench.path(), "hold write");
+    assert_eq!(lock.read(NOW), Err(Error::TimedOut));
+    killed(writer);
+    assert_eq!(lock.read(LONG), Ok(Locked::OwnerDied));
+    assert_eq!(lock.write(NOW), Err(Error::TimedOut), "that reader is in");
+    lock.unlock_read().unwrap();
+    assert_eq!(lock.write(NOW), Ok(Locked::OwnerDied), "told until a writer unlocked it");
+    lock.unlock_write().unwrap();
+    assert_eq!(lock.read(NOW), Ok(Locked::Clean));
+}
+
+#[test]
+fn a_reader_that_holds_is_not_undone_by_one_that_has_to_wait() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    let lock = RwLock::create(&sync, "rw").unwrap();
+    let counter = std::sync::atomic::AtomicU64::new(0);
+    let other = bench.open();
+    let writer = RwLock::open(&other, "rw").unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                for _ in 0..5000 {
+                    assert_eq!(lock.read(LONG), Ok(Locked::Clean));
+                    let before = counter.load(std::sync::atomic::Ordering::Relaxed);
+                    std::thread::yield_now();
+                    assert_eq!(before, counter.load(std::sync::atomic::Ordering::Relaxed), "a writer was in");
+                    lock.unlock_read().unwrap();
+                }
+            });
+        }
+        scope.spawn(|| {
+            for _ in 0..2000 {
+                assert_eq!(writer.write(LONG), Ok(Locked::Clean));
+                counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                writer.unlock_write().unwrap();
+            }
+        });
+    });
+}
+
+#[test]
+fn an_event_counter_is_waited_for() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    let event = Event::create(&sync, "e", 10).unwrap();
+    event.wait(10, NOW).unwrap();
+    assert_eq!(event.wait(15, NOW), Err(Error::TimedOut));
+    let mut other = helper(&bench.path(), "advance");
+    go(&mut other);
+    event.wait(15, LONG).unwrap();
+    assert_eq!(event.read(), Ok(15));
+    ended(other);
+}
+
+#[test]
+fn names_are_made_once_found_by_all_and_free_after_destruction() {
+    let bench = Bench::new();
+    let (a, b) = (bench.open(), bench.open());
+    let sem = Semaphore::create(&a, "name", 3).unwrap();
+    assert_eq!(Semaphore::create(&b, "name", 0).err(), Some(Error::Exists));
+    assert_eq!(Semaphore::open(&b, "name").unwrap().value(), Ok(3));
+    assert_eq!(Mutex::open(&b, "name").err(), Some(Error::Os(22)), "it is no mutex");
+    assert_eq!(Semaphore::open(&b, "other").err(), Some(Error::NotFound));
+    b.destroy("name").unwrap();
+    assert_eq!(b.destroy("name"), Err(Error::NotFound));
+    assert_eq!(sem.post(), Err(Error::Destroyed));
+    let again = Semaphore::create(&b, "name", 1).unwrap();
+    assert_eq!(sem.post(), Err(Error::Destroyed), "the old handle is not the new object's");
+    assert_eq!(again.value(), Ok(1));
+    for bad in ["", &"x".repeat(48)] {
+        assert!(matches!(Semaphore::create(&a, bad, 0).err(), Some(Error::Os(36))));
+    }
+}
+
+#[test]
+fn destroying_wakes_whoever_waits() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    let sem = Semaphore::create(&sync, "s", 0).unwrap();
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| sem.wait(LONG));
+        while !sync_has_waiter(&bench) {
+            std::thread::yield_now();
+        }
+        bench.agent.sync().destroy("s").unwrap();
+        assert_eq!(waiter.join().unwrap(), Err(Error::Destroyed));
+    });
+}
+
+/// Some object has a waiter: its 'waiters' word, 72 bytes into the object, is not 0.
+fn sync_has_waiter(bench: &Bench) -> bool {
+    let area = bench.zone.area(AreaType::Sync, None).unwrap();
+    (36864..area.len).step_by(256).any(|at| bench.zone.mem().load_u64(area.offset + at + 72).unwrap() != 0)
+}
+
+#[test]
+fn a_full_table_says_so_and_loses_nothing() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    let mut made = 0;
+    let refusal = loop {
+        match Semaphore::create(&sync, &format!("s{made}"), made) {
+            Ok(_) => made += 1,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(refusal, Error::Os(28), "ENOSPC");
+    assert!(made > 2500, "only {made} fit");
+    for i in 0..made {
+        assert_eq!(Semaphore::open(&sync, &format!("s{i}")).unwrap().value(), Ok(i));
+    }
+}
+
+#[test]
+fn a_zone_that_nobody_serves_is_refused_and_one_in_use_is_not_taken_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("zone");
+    let zone = Zone::create(&ZoneConfig::new("idle", 8 << 20).backing(Backing::File(path.clone()))).unwrap();
+    assert_eq!(Sync::open(&path).err(), Some(Error::NotServed));
+    let agent = Agent::start(Arc::new(zone), None).unwrap();
+    let sync = Sync::open(&path).unwrap();
+    Semaphore::create(&sync, "kept", 7).unwrap();
+    drop(agent);
+    let said = Zone::take_over(&path).unwrap_err().to_string();
+    assert!(said.contains("semaphores open"), "{said}");
+    drop(sync);
+    let agent = Agent::start(Arc::new(Zone::take_over(&path).unwrap()), None).unwrap();
+    assert_eq!(Semaphore::open(agent.sync(), "kept").unwrap().value(), Ok(7), "what is named persists");
+}
+
+#[test]
+fn sessions_of_dead_processes_are_used_again() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    Mutex::create(&sync, "m").unwrap();
+    for _ in 0..20 {
+        let holder = helper(&bench.path(), "hold mutex");
+        killed(holder);
+        let _ = Mutex::open(&sync, "m").unwrap().lock(LONG).unwrap();
+        Mutex::open(&sync, "m").unwrap().unlock().unwrap();
+    }
+    let many: Vec<Sync> = (0..250).map(|_| bench.open()).collect();
+    assert_eq!(many.len(), 250);
+}
+
+#[test]
+fn garbage_in_the_area_neither_hangs_nor_crashes_its_users() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    let (sem, mutex) = (Semaphore::create(&sync, "s", 0).unwrap(), Mutex::create(&sync, "m").unwrap());
+    let lock = RwLock::create(&sync, "rw").unwrap();
+    let area = bench.zone.area(AreaType::Sync, None).unwrap();
+    let short = Some(Duration::from_millis(2));
+    let mut seed = 1u64;
+    for round in 0..200 {
+        for _ in 0..400 {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            // Objects' lines, keys and the header, but not who serves the zone.
+            let at = (seed >> 20) % (area.len / 8) * 8;
+            if at >= 128 {
+                bench
+                    .zone
+                    .mem()
+                    .store_u64(area.offset + at, if round % 2 == 0 { seed } else { u64::MAX })
+                    .unwrap();
+            }
+        }
+        let _ = (sem.post(), sem.wait(short), sem.value(), mutex.lock(short), mutex.unlock());
+        let _ = (lock.read(short), lock.unlock_read(), lock.write(short), lock.unlock_write());
+        let _ = (Semaphore::open(&sync, "s").err(), sync.destroy("nothing"));
+        let _ = Semaphore::create(&sync, &format!("n{round}"), 1).map(|s| s.wait(short));
+    }
+    drop(Sync::open(bench.path()));
+}
