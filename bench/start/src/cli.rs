@@ -63,6 +63,9 @@ pub struct InsideOptions {
     /// With a passed-through device, without, or both
     #[arg(long, value_delimiter = ',', value_parser = ["yes", "no"], default_value = "yes")]
     pub device: Vec<String>,
+    /// Allow huge pages on shared memory on request first (shmem_enabled = advise)
+    #[arg(long)]
+    pub shared_huge_pages: bool,
     /// Let the guest work while it grows, and measure that too
     #[arg(long)]
     pub work: bool,
@@ -125,6 +128,10 @@ fn inside(options: &InsideOptions) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let kernel = tombolo_lab::cache::kernel()?;
     let image = Image::working(&kernel, folder.path())?;
+    if options.shared_huge_pages {
+        let setting = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+        fs::write(setting, "advise").with_context(|| format!("writing {setting}"))?;
+    }
     for device in &options.device {
         let card = (device == "yes").then(Card::take).transpose()?;
         for _ in 0..options.repeat {
@@ -235,6 +242,9 @@ fn outside(options: &RunOptions, json: bool) -> Result<()> {
         format!("--repeat={}", wanted.repeat),
         format!("--device={}", join(wanted.device.clone())),
     ];
+    if wanted.shared_huge_pages {
+        arguments.push("--shared-huge-pages".into());
+    }
     if wanted.work {
         arguments.push("--work".into());
     }
@@ -248,6 +258,7 @@ fn outside(options: &RunOptions, json: bool) -> Result<()> {
         "machine": {
             "lab": {"memory_mib": options.lab_memory, "cpus": started.qemu.cpus(&Config { cpus: options.lab_cpus, ..Config::default() }),
                 "kernel": started.kernel.release, "qemu": format!("{}.{}", started.qemu.version.0, started.qemu.version.1)},
+            "shared_huge_pages": wanted.shared_huge_pages,
             "cpus": std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
             "cpu": first_line("/proc/cpuinfo", "model name"),
             "kernel": fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim(),
