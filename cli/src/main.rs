@@ -46,7 +46,7 @@ enum Command {
     /// How VMs start, and how their memory arrives
     Start {
         #[command(subcommand)]
-        command: tombolo_start::cli::Command,
+        command: tombolo_vm::cli::StartCommand,
     },
     /// Grow a running VM's virtio-mem to its full size
     Grow(tombolo_start::cli::GrowOptions),
@@ -131,7 +131,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         }
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
         Command::Lab { command } => tombolo_lab::cli::run(command, cli.json),
-        Command::Start { command } => tombolo_start::cli::run(command, cli.json),
+        Command::Start { command } => tombolo_vm::cli::run_start(command, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
         Command::Accel { command } => tombolo_accel_server::cli::run(command, cli.json),
         Command::Bench { command: BenchCommand::Bench(command) } => {

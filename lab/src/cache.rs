@@ -103,6 +103,43 @@ pub fn fetch(folder: &Path) -> Result<Kernel> {
     Ok(Kernel::in_folder(&target, &release))
 }
 
+/// Packages of a QEMU, as Debian cuts it.
+const QEMU_PACKAGES: [&str; 4] = ["qemu-system-x86", "qemu-system-common", "qemu-system-data", "seabios"];
+
+/// A QEMU of Debian's backports, from the cache or fetched now and unpacked there. Its libraries are those of the installed one.
+pub fn backported_qemu() -> Result<PathBuf> {
+    let folder = folder()?.join("lab");
+    let target = folder.join("qemu-backports");
+    let program = |root: &Path| root.join("usr/bin/qemu-system-x86_64");
+    if program(&target).exists() {
+        return Ok(program(&target));
+    }
+    let codename = fs::read_to_string("/etc/os-release").unwrap_or_default();
+    let codename =
+        codename.lines().find_map(|l| l.strip_prefix("VERSION_CODENAME=")).unwrap_or("bookworm").to_owned();
+    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    let work =
+        tempfile::Builder::new().prefix("fetch-").tempdir_in(&folder).context("creating a work folder")?;
+    let mut download = Command::new("apt-get");
+    download.args(["download", "-q", "-o", "APT::Sandbox::User=root"]);
+    download.args(QEMU_PACKAGES.map(|package| format!("{package}/{codename}-backports")));
+    output(download.current_dir(&work))?;
+    let tree = work.path().join("tree");
+    for entry in fs::read_dir(&work)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|e| e == "deb") {
+            output(Command::new("dpkg-deb").arg("-x").args([&path, &tree]))?;
+        }
+    }
+    match fs::rename(&tree, &target) {
+        Ok(()) => {}
+        // Another lab was faster; its folder is as good as ours.
+        Err(_) if program(&target).exists() => {}
+        Err(error) => return Err(error).with_context(|| format!("moving QEMU to {}", target.display())),
+    }
+    Ok(program(&target))
+}
+
 /// The kernel package that the newest version of the metapackage depends on.
 fn newest_package(show: &str) -> Result<String> {
     let mut packages: Vec<&str> = show

@@ -137,11 +137,9 @@ impl Options {
     pub fn config(&self) -> Result<Config> {
         let own = std::env::current_exe().context("finding this program's own file")?;
         let own = own.to_str().context("this program's path is not UTF-8")?.to_owned();
-        // The stand-alone binary has no `lab` level.
-        let mut agent = vec![own.clone()];
-        if !own.ends_with("tombolo-lab") {
-            agent.push("lab".into());
-        }
+        // In the `tombolo` binary these commands stand below `lab`; the agent is started the way that we were.
+        let mut agent = vec![own];
+        agent.extend(std::env::args().skip(1).find(|a| !a.starts_with('-')).filter(|a| a == "lab"));
         agent.push("agent".into());
         let fresh = match &self.fresh {
             Some(folder) => {

@@ -73,7 +73,7 @@ impl Lab {
         if config.agent.is_empty() {
             bail!("no agent was named for the lab");
         }
-        let qemu = Qemu::find(config.qemu.as_deref())?;
+        let qemu = Qemu::choose(config.qemu.as_deref())?;
         let kernel = cache::kernel()?;
         let (folder, lock) = create_folder(&base(), name)?;
         let mut lab = Self { folder, child: None, owned: true, started: None };

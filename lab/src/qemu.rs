@@ -49,6 +49,27 @@ impl Qemu {
         Ok(Self { firmware: unpacked_firmware(&program), program, version })
     }
 
+    /// The QEMU named, or else the installed one if it emulates SVM well, or else that of Debian's backports where it can be had.
+    ///
+    /// QEMU 7.2 corrupts the flags of nested guests under load: of eight that ran their kernel with all mitigations four crashed.
+    pub fn choose(named: Option<&Path>) -> Result<Self> {
+        let installed = Self::find(named)?;
+        if named.is_some() || installed.version.0 >= 9 {
+            return Ok(installed);
+        }
+        match crate::cache::backported_qemu().and_then(|program| Self::find(Some(&program))) {
+            Ok(backported) => Ok(backported),
+            Err(error) => {
+                eprintln!(
+                    "lab: emulating with QEMU {}.{}, under which nested guests may crash: no newer one could be had ({error:#}); on \
+                     Debian 12 add bookworm-backports to apt's sources",
+                    installed.version.0, installed.version.1
+                );
+                Ok(installed)
+            }
+        }
+    }
+
     fn has_igb(&self) -> bool {
         self.version >= (8, 0)
     }
@@ -125,7 +146,9 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
     list.pair("-M", "q35,kernel-irqchip=split");
     list.pair("-accel", "tcg,thread=multi");
     // Without 5-level paging (nested guests crash under TCG with it), and without fast string copies, which TCG makes slow.
-    list.pair("-cpu", "max,-la57,-erms,-fsrm");
+    // QEMU 7.2 spoils the flags with cmpxchg16b; AMD's IOMMU driver may insist on it.
+    let spoiled = if qemu.version < (8, 0) && config.iommu != Iommu::Amd { ",-cx16" } else { "" };
+    list.pair("-cpu", &format!("max,-la57,-erms,-fsrm{spoiled}"));
     list.pair("-display", "none");
     list.0.extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(str::to_owned));
     nodes(&mut list, qemu.cpus(config), config.memory_mib);

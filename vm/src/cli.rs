@@ -124,6 +124,30 @@ pub enum Command {
     },
 }
 
+/// Commands about starts.
+#[derive(Subcommand, Debug)]
+pub enum StartCommand {
+    /// What a VM's start spent its time on
+    Blame {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// The VM
+        vm: String,
+    },
+    /// How the memory of a VM would arrive
+    Plan {
+        /// Its memory, such as "350G"
+        memory: Size,
+        /// Memory at start
+        #[arg(long)]
+        boot_memory: Option<Size>,
+        /// As the XML of a libvirt domain
+        #[arg(long)]
+        libvirt: bool,
+    },
+}
+
 /// Commands for zones of running VMs.
 #[derive(Subcommand, Debug)]
 pub enum ZoneCommand {
@@ -351,6 +375,38 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
         for status in &projects {
             say(table(status).trim_end())?;
         }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs one of [`StartCommand`].
+///
+/// # Errors
+/// What the command says.
+pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> {
+    match command {
+        StartCommand::Blame { file, vm } => blame(&file.load()?, &vm, json),
+        StartCommand::Plan { memory, boot_memory, libvirt } => {
+            tombolo_start::cli::plan(memory.0, boot_memory.map(|b| b.0), libvirt, json)
+        }
+    }
+}
+
+fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
+    let not_up = || format!("the VM '{name}' is not up; 'tombolo ps' shows what is");
+    let mut peer = Peer::connect(&StateDir::of(project)?)?.with_context(not_up)?;
+    peer.send(&Request::Ps)?;
+    let Some(Event::Status(status)) = peer.receive::<Event>()? else {
+        anyhow::bail!("the supervisor gave no answer")
+    };
+    let vm = status.vms.iter().find(|vm| vm.name == name).with_context(not_up)?;
+    if json {
+        println!("{}", serde_json::to_string_pretty(&vm.timeline)?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    print!("{}", tombolo_start::timeline::render_names(&vm.timeline, 40));
+    if let Some(growth) = &vm.growth {
+        println!("{}", growth.line());
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -6,6 +6,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use tombolo_passthrough::address::Address;
+
+use crate::growth::StartKind;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -105,6 +108,18 @@ pub struct VmSpec {
     /// Empty PCI Express ports for zones that are attached later, two for each zone.
     #[serde(default = "default_ports")]
     pub hotplug_ports: u32,
+    /// PCI devices of the host that become the VM's, such as "0000:01:00.0".
+    #[serde(default)]
+    pub devices: Vec<Address>,
+    /// Take the other devices of each IOMMU group along.
+    #[serde(default)]
+    pub whole_group: bool,
+    /// How the memory arrives; default: fast with devices, slow without.
+    #[serde(default)]
+    pub start: Option<StartKind>,
+    /// Memory at a fast start; default: a tenth, from 512 MiB to 8 GiB.
+    #[serde(default)]
+    pub boot_memory: Option<Size>,
     /// More arguments for QEMU, as they are.
     #[serde(default)]
     pub qemu_args: Vec<String>,

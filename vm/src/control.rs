@@ -198,6 +198,9 @@ pub struct VmStatus {
     pub uptime: f64,
     /// When it reached what, in seconds from its start.
     pub timeline: Vec<(String, f64)>,
+    /// How far its memory is, where it grows.
+    #[serde(default)]
+    pub growth: Option<tombolo_start::progress::Progress>,
 }
 
 /// One zone.

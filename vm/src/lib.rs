@@ -14,6 +14,7 @@
 //! - [`control`]: what commands and supervisor say to each other.
 //! - [`supervisor`], [`session`]: the supervisor, and what in it lasts (exec, console).
 //! - [`machine`]: one VM's life.
+//! - [`growth`]: passed-through devices, and memory that arrives while the VM runs.
 //! - [`qemu`]: command line, monitor, console, and whether KVM works.
 //! - [`agent`], [`exec`]: the guest agent, and commands through it.
 //! - [`zones`]: zones as the supervisor holds them.
@@ -29,6 +30,7 @@ pub mod compose;
 pub mod control;
 pub mod doctor;
 pub mod exec;
+pub mod growth;
 pub mod guestkit;
 pub mod host;
 pub mod machine;

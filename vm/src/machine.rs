@@ -25,6 +25,8 @@ use crate::qemu::qmp::Qmp;
 use crate::qemu::version::Qemu;
 use crate::state::StateDir;
 use crate::zones::Invitation;
+use tombolo_start::layout::Layout;
+use tombolo_start::progress::{Phase as Growth, Progress};
 
 /// How long a guest with a disk of its own may take to shut down.
 const SHUTDOWN: Duration = Duration::from_secs(60);
@@ -48,6 +50,8 @@ pub struct Start<'a> {
     pub boot: Option<Boot>,
     /// Its zones: name and invitation.
     pub zones: Vec<(String, Invitation)>,
+    /// How its memory arrives.
+    pub memory: Layout,
     /// Where its logs go.
     pub dir: &'a StateDir,
 }
@@ -90,6 +94,8 @@ struct State {
     left: Vec<String>,
     free_ports: Vec<u32>,
     timeline: Vec<(String, f64)>,
+    /// How far its memory is, where it grows.
+    growth: Option<Progress>,
 }
 
 /// Where a VM is.
@@ -148,6 +154,7 @@ impl Machine {
             monitor: give(monitor_end.into()),
             console: give(console_end.into()),
             agent: give(agent_end.into()),
+            memory: start.memory,
             zones,
         };
         let mut command = Command::new(&start.qemu.program);
@@ -212,6 +219,7 @@ impl Machine {
                 left: Vec::new(),
                 free_ports: (0..start.spec.hotplug_ports).rev().collect(),
                 timeline: Vec::new(),
+                growth: None,
             }),
             changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
@@ -275,7 +283,28 @@ impl Machine {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn mark(&self, what: &str) {
+    /// QEMU's process.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Keeps how far its memory is.
+    pub fn set_growth(&self, progress: Progress) {
+        self.lock().growth = Some(progress);
+    }
+
+    /// Whether QEMU has ended.
+    pub fn has_ended(&self) -> bool {
+        self.lock().exit.is_some()
+    }
+
+    /// Waits for QEMU's end, at most so long; whether it came.
+    pub fn wait_end_for(&self, longest: Duration) -> bool {
+        self.wait_ended(longest)
+    }
+
+    /// Notes that the VM has come to something now.
+    pub fn mark(&self, what: &str) {
         let at = self.started.elapsed().as_secs_f64();
         self.lock().timeline.push((what.to_owned(), at));
     }
@@ -580,7 +609,11 @@ done"#;
         let how = state.exit.as_deref().unwrap_or("QEMU still runs");
         let text = match state.phase {
             Phase::Booting => "booting".to_owned(),
-            Phase::Up => "up".to_owned(),
+            // A VM that lacks memory must not look complete.
+            Phase::Up => match state.growth.as_ref().filter(|g| g.phase != Growth::Complete) {
+                Some(growth) => format!("up, {}", growth.line()),
+                None => "up".to_owned(),
+            },
             Phase::Stopping => "stopping".to_owned(),
             Phase::Failed => format!("failed: {how}"),
             Phase::Ended => format!("ended: {how}"),
@@ -595,6 +628,7 @@ done"#;
             zones: state.zones.clone(),
             uptime: self.started.elapsed().as_secs_f64(),
             timeline: state.timeline.clone(),
+            growth: state.growth.clone(),
         }
     }
 }

@@ -16,6 +16,7 @@ use anyhow::Context;
 
 use crate::compose::{Backing, Project, Rights};
 use crate::control::{Event, Peer, Request, Stage, Status, ZoneStatus};
+use crate::growth;
 use crate::guestkit;
 use crate::host;
 use crate::machine::{Machine, Phase, Source, Start};
@@ -275,6 +276,7 @@ impl Supervisor {
         }
         for (name, spec, _) in &missing {
             host::check_files(name, spec)?;
+            growth::check(name, spec)?;
         }
         let new_zones: Vec<_> = {
             let inner = self.lock();
@@ -336,6 +338,7 @@ impl Supervisor {
                             accel: accel[&name],
                             boot,
                             zones: self.invite(&name, &spec)?,
+                            memory: growth::layout(&name, &spec)?,
                             dir: &self.dir,
                         };
                         let result = self.start_one(start, started, cancelled, reporter);
@@ -393,7 +396,10 @@ impl Supervisor {
         };
         let dying = members.clone();
         let member = name.clone();
+        let memory = start.memory;
+        let devices = growth::Taken::take(&name, &spec, start.dir)?;
         let machine = Machine::start(start, move |_| {
+            drop(devices);
             for (_, zone) in dying {
                 zone.gone(&member);
             }
@@ -404,6 +410,10 @@ impl Supervisor {
             machine.cancel();
         }
         let report = |stage: Stage, detail: &str| reporter.stage(&name, stage, detail);
+        if let Err(e) = growth::begin(&machine, memory) {
+            machine.cancel();
+            return Err(e);
+        }
         machine.follow(&report)?;
         for (zone_name, zone) in &members {
             let zone_use = &spec.zones[zone_name];

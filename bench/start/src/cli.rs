@@ -63,6 +63,9 @@ pub struct InsideOptions {
     /// With a passed-through device, without, or both
     #[arg(long, value_delimiter = ',', value_parser = ["yes", "no"], default_value = "yes")]
     pub device: Vec<String>,
+    /// Allow huge pages on shared memory on request first (shmem_enabled = advise)
+    #[arg(long)]
+    pub shared_huge_pages: bool,
     /// Let the guest work while it grows, and measure that too
     #[arg(long)]
     pub work: bool,
@@ -125,6 +128,10 @@ fn inside(options: &InsideOptions) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let kernel = tombolo_lab::cache::kernel()?;
     let image = Image::working(&kernel, folder.path())?;
+    if options.shared_huge_pages {
+        let setting = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+        fs::write(setting, "advise").with_context(|| format!("writing {setting}"))?;
+    }
     for device in &options.device {
         let card = (device == "yes").then(Card::take).transpose()?;
         for _ in 0..options.repeat {
@@ -174,6 +181,11 @@ impl Drop for HugePages {
     }
 }
 
+/// The words before this part's own commands: none in its own binary.
+fn level() -> Vec<String> {
+    if std::env::args().any(|a| a == "bench") { vec!["bench".into(), "start".into()] } else { Vec::new() }
+}
+
 /// A lab for this program, which is its agent and the program it runs.
 pub fn lab(
     program: &Path,
@@ -203,6 +215,7 @@ pub fn in_lab(lab: &Lab, program: &Path, arguments: &[String]) -> Result<Output>
         }
     }
     let mut argv = vec![program.to_str().context("this program's path is not UTF-8")?.to_owned()];
+    argv.extend(level());
     argv.extend_from_slice(arguments);
     let mut env =
         vec![("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned())];
@@ -229,6 +242,9 @@ fn outside(options: &RunOptions, json: bool) -> Result<()> {
         format!("--repeat={}", wanted.repeat),
         format!("--device={}", join(wanted.device.clone())),
     ];
+    if wanted.shared_huge_pages {
+        arguments.push("--shared-huge-pages".into());
+    }
     if wanted.work {
         arguments.push("--work".into());
     }
@@ -242,6 +258,7 @@ fn outside(options: &RunOptions, json: bool) -> Result<()> {
         "machine": {
             "lab": {"memory_mib": options.lab_memory, "cpus": started.qemu.cpus(&Config { cpus: options.lab_cpus, ..Config::default() }),
                 "kernel": started.kernel.release, "qemu": format!("{}.{}", started.qemu.version.0, started.qemu.version.1)},
+            "shared_huge_pages": wanted.shared_huge_pages,
             "cpus": std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
             "cpu": first_line("/proc/cpuinfo", "model name"),
             "kernel": fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim(),

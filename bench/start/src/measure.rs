@@ -177,7 +177,7 @@ fn work_rates(guest: &mut Guest, began: f64, full: f64) -> Result<(f64, f64)> {
         guest.new_lines().iter().filter_map(|(at, line)| Some((*at, round(line)?))).collect();
     let enough = |rounds: &[(f64, u64)]| {
         let after = rounds.iter().filter(|(at, _)| *at > full);
-        matches!((after.clone().next(), after.last()), (Some(a), Some(b)) if b.1 - a.1 >= ROUNDS_AFTER)
+        matches!((after.clone().next(), after.clone().next_back()), (Some(a), Some(b)) if b.1 - a.1 >= ROUNDS_AFTER)
     };
     while !enough(&rounds) {
         let (at, line) = guest.await_line("TOMBOLO work ")?;

@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -23,7 +24,7 @@ use tombolo_start::monitor::{Monitor, Socket};
 use tombolo_start::timeline::{Event, Mark, now};
 
 /// Longest time for anything a guest does.
-pub const PATIENCE: Duration = Duration::from_secs(240);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 /// The id of the growing memory.
 pub const MEMORY: &str = "vmem0";
 
@@ -210,7 +211,7 @@ impl Guest {
     }
 
     fn note(&mut self, at: f64, line: &str) {
-        if line.contains("Linux version") {
+        if line.contains("Malformed early option") {
             self.mark(Event::KernelLine, at);
         }
         if line.contains("TOMBOLO login") {
@@ -235,7 +236,11 @@ impl Drop for Guest {
 
 fn connect(child: &mut Child, socket: &Path) -> Result<Socket> {
     let deadline = Instant::now() + PATIENCE;
-    while !socket.exists() {
+    // The socket is there a moment before QEMU listens on it.
+    loop {
+        if let Ok(stream) = UnixStream::connect(socket) {
+            return Ok(Socket::over(stream, PATIENCE)?);
+        }
         if let Some(status) = child.try_wait()? {
             bail!("it ended at once ({status})");
         }
@@ -245,7 +250,6 @@ fn connect(child: &mut Child, socket: &Path) -> Result<Socket> {
         // Nothing but the socket itself tells that it is there.
         std::thread::sleep(Duration::from_millis(2));
     }
-    Ok(Socket::connect(socket, PATIENCE)?)
 }
 
 fn command(spec: &Spec, socket: &Path) -> Command {
@@ -280,8 +284,10 @@ fn command(spec: &Spec, socket: &Path) -> Command {
     }
     command.arg("-kernel").arg(&spec.image.kernel).arg("-initrd").arg(&spec.image.initramfs);
     let arguments = tombolo_start::guest::KERNEL_ARGUMENTS;
+    // A serial console costs much here, so only warnings are shown; an option that means nothing gives one as soon as the
+    // kernel reads its arguments.
     command.arg("-append").arg(format!(
-        "console=ttyS0 earlycon=uart8250,io,0x3f8 loglevel=6 panic=-1 mitigations=off {arguments}"
+        "console=ttyS0 earlycon=uart8250,io,0x3f8 loglevel=5 mem=none panic=-1 mitigations=off {arguments}"
     ));
     command.args(["-serial", "stdio", "-qmp"]).arg(format!("unix:{},server=on,wait=off", socket.display()));
     command

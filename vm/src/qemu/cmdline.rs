@@ -8,7 +8,9 @@ use std::os::fd::RawFd;
 use super::kvm::Accel;
 use super::version::Qemu;
 use crate::compose::VmSpec;
+use crate::growth::MEMORY;
 use crate::guestkit::Boot;
+use tombolo_start::layout::Layout;
 
 /// Address space for zones that are attached later, in bytes.
 const HOTPLUG_ROOM: u64 = 64 << 30;
@@ -51,6 +53,8 @@ pub struct Plan<'a> {
     pub console: RawFd,
     /// Connected socket for the guest agent.
     pub agent: RawFd,
+    /// How the memory arrives.
+    pub memory: Layout,
     /// Zones.
     pub zones: Vec<ZoneDevice>,
 }
@@ -71,7 +75,7 @@ pub fn accel_arguments(accel: Accel, qemu: &Qemu) -> [&'static str; 4] {
 /// The arguments, without the program.
 pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     let spec = plan.spec;
-    let memory = spec.memory.0;
+    let Layout { boot: memory, grown, block, .. } = plan.memory;
     let zones: u64 = plan.zones.iter().map(|z| z.size).sum();
     let mut args: Vec<OsString> = Vec::new();
     let mut add = |option: &str, value: String| {
@@ -85,9 +89,19 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     add(cpu, cpu_value.into());
     add("-smp", processors(spec.cpus, plan.accel));
     // The room for zones must be known at start; it costs address space only.
-    let most = (memory + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
+    let most = (memory + grown + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
     add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
     add("-object", format!("memory-backend-memfd,id=ram,size={}M,share=on", memory >> 20));
+    if grown > 0 {
+        add("-object", format!("memory-backend-memfd,id={MEMORY}-memory,size={grown},share=on,reserve=off"));
+        add(
+            "-device",
+            format!("virtio-mem-pci,id={MEMORY},memdev={MEMORY}-memory,block-size={block},requested-size=0"),
+        );
+    }
+    for (n, address) in spec.devices.iter().enumerate() {
+        add("-device", format!("vfio-pci,id=device{n},host={address}"));
+    }
 
     add("-chardev", format!("socket,id=monitor,fd={}", plan.monitor));
     add("-mon", "chardev=monitor,mode=control".into());
@@ -130,6 +144,10 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
             add("-initrd", initrd.to_string_lossy().into_owned());
         }
         let mut cmdline = "console=ttyS0 quiet panic=-1".to_owned();
+        if grown > 0 {
+            cmdline.push(' ');
+            cmdline.push_str(tombolo_start::guest::KERNEL_ARGUMENTS);
+        }
         if plan.accel == Accel::Tcg {
             // On a loaded host an emulated timer comes too late for the kernel's check of it, which ends in a panic.
             cmdline.push_str(" no_timer_check");
@@ -193,6 +211,7 @@ mod tests {
         let spec: VmSpec = toml::from_str(spec).unwrap();
         let boot = spec.disk.is_none().then(|| Boot { kernel: "/k".into(), initrd: Some("/i".into()) });
         let qemu = Qemu { program: "qemu".into(), version };
+        let memory = crate::growth::layout("a", &spec).unwrap();
         let plan = Plan {
             name: "a",
             spec: &spec,
@@ -202,6 +221,7 @@ mod tests {
             monitor: 7,
             console: 8,
             agent: 9,
+            memory,
             zones,
         };
         let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
@@ -223,6 +243,20 @@ mod tests {
             assert!(line.contains(part), "{part} is not in {line}");
         }
         assert!(!line.contains("path="), "{line}");
+    }
+
+    #[test]
+    fn a_vm_with_a_device_has_a_part_of_its_memory_at_start_and_the_rest_to_grow() {
+        let line = line("memory = \"4G\"\ndevices = [\"01:00.0\"]", Accel::Kvm, vec![]);
+        for part in [
+            "-m size=512M,maxmem=69632M",
+            "memory-backend-memfd,id=vmem0-memory,size=3758096384,share=on,reserve=off",
+            "virtio-mem-pci,id=vmem0,memdev=vmem0-memory,block-size=16777216,requested-size=0",
+            "vfio-pci,id=device0,host=0000:01:00.0",
+            "memhp_default_state=online_kernel",
+        ] {
+            assert!(line.contains(part), "{part} is not in {line}");
+        }
     }
 
     #[test]

@@ -83,29 +83,30 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
             }
         }
         Command::Plan { memory, boot_memory, libvirt } => {
-            let limits = Limits::read(std::path::Path::new("/"))?;
-            let wish = Wish {
-                total: memory * MIB,
-                boot: boot_memory.map(|m| m * MIB),
-                dma_entries: limits.dma_entries,
-            };
-            let layout = wish.layout()?;
-            if libvirt {
-                print!("{}", xml(&layout));
-            } else if json {
-                println!("{}", serde_json::to_string(&layout)?);
-            } else {
-                println!(
-                    "{} MiB at start, {} MiB in blocks of {} MiB ({} DMA mappings), {} MiB a step",
-                    layout.boot / MIB,
-                    layout.grown / MIB,
-                    layout.block / MIB,
-                    layout.mappings(),
-                    layout.step / MIB
-                );
-            }
+            return plan(memory * MIB, boot_memory.map(|m| m * MIB), libvirt, json);
         }
         Command::Grow(options) => return run_grow(&options, json),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// `tombolo start plan`: how `total` bytes would arrive.
+pub fn plan(total: u64, boot: Option<u64>, libvirt: bool, json: bool) -> Result<ExitCode> {
+    let limits = Limits::read(std::path::Path::new("/"))?;
+    let layout = Wish { total, boot, dma_entries: limits.dma_entries }.layout()?;
+    if libvirt {
+        print!("{}", xml(&layout));
+    } else if json {
+        println!("{}", serde_json::to_string(&layout)?);
+    } else {
+        println!(
+            "{} MiB at start, {} MiB in blocks of {} MiB ({} DMA mappings), {} MiB a step",
+            layout.boot / MIB,
+            layout.grown / MIB,
+            layout.block / MIB,
+            layout.mappings(),
+            layout.step / MIB
+        );
     }
     Ok(ExitCode::SUCCESS)
 }

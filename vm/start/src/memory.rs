@@ -79,7 +79,11 @@ pub fn find_file(root: &Path, pid: u32, size: u64, index: usize) -> Result<PathB
         let path = entry?.path();
         let number = path.file_name().and_then(|n| n.to_str()?.parse().ok());
         let Some(number) = number else { continue };
-        let memory = fs::read_link(&path).is_ok_and(|target| target.to_string_lossy().contains("memfd:"));
+        // Zones are memfds too, and named.
+        let memory = fs::read_link(&path).is_ok_and(|target| {
+            let target = target.to_string_lossy();
+            target.contains("memfd:") && !target.contains("memfd:tombolo-zone")
+        });
         if !memory {
             continue;
         }

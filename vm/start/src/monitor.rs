@@ -104,6 +104,11 @@ impl Socket {
     pub fn connect(path: &Path, patience: Duration) -> Result<Self, MonitorError> {
         let stream = UnixStream::connect(path)
             .map_err(|e| MonitorError::Transport(format!("connecting to {}: {e}", path.display())))?;
+        Self::over(stream, patience)
+    }
+
+    /// The same over a connection that is there.
+    pub fn over(stream: UnixStream, patience: Duration) -> Result<Self, MonitorError> {
         stream.set_read_timeout(Some(patience))?;
         let mut socket = Self { reader: BufReader::new(stream), line: Vec::new(), events: VecDeque::new() };
         socket.read()?;

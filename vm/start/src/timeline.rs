@@ -108,29 +108,32 @@ pub fn now() -> f64 {
 
 /// A table of marks with a bar for the time up to each.
 pub fn render(marks: &[Mark], width: usize) -> String {
-    let (Some(first), Some(last)) = (marks.first(), marks.last()) else {
+    let named: Vec<(String, f64)> = marks.iter().map(|m| (m.event.name().to_owned(), m.at)).collect();
+    render_names(&named, width)
+}
+
+/// The same for events by name and time in seconds, in any order.
+pub fn render_names(events: &[(String, f64)], width: usize) -> String {
+    let mut events: Vec<&(String, f64)> = events.iter().collect();
+    events.sort_by(|a, b| a.1.total_cmp(&b.1));
+    let (Some((_, first)), Some((_, last))) = (events.first(), events.last()) else {
         return "nothing was recorded\n".to_owned();
     };
-    let span = (last.at - first.at).max(1e-9);
+    let span = (last - first).max(1e-9);
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         clippy::cast_precision_loss,
         reason = "columns of a bar"
     )]
-    let column = |at: f64| ((at - first.at) / span * width as f64).round() as usize;
+    let column = |at: f64| ((at - first) / span * width as f64).round() as usize;
     let mut text = format!("{:>9} {:>9}  EVENT\n", "AT", "TOOK");
-    let mut before = first.at;
-    for mark in marks {
+    let mut before = *first;
+    for (name, at) in &events {
         let from = column(before);
-        let bar = " ".repeat(from) + &"#".repeat(column(mark.at) - from);
-        text += &format!(
-            "{:>8.3}s {:>8.3}s  {:<18} |{bar:<width$}|\n",
-            mark.at - first.at,
-            mark.at - before,
-            mark.event.name()
-        );
-        before = mark.at;
+        let bar = " ".repeat(from) + &"#".repeat(column(*at) - from);
+        text += &format!("{:>8.3}s {:>8.3}s  {name:<20} |{bar:<width$}|\n", at - first, at - before);
+        before = *at;
     }
     text
 }
@@ -152,7 +155,7 @@ mod tests {
         let marks = timeline.marks().unwrap();
         assert_eq!(marks.iter().map(|m| m.at).collect::<Vec<_>>(), [1.0, 2.0, 5.0]);
         let table = render(&marks, 8);
-        assert!(table.contains("   4.000s    3.000s  login              |  ######|"), "{table}");
+        assert!(table.contains("   4.000s    3.000s  login                |  ######|"), "{table}");
     }
 
     #[test]

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Passed-through devices of a VM, and memory that arrives while it runs: what the compose file asks for is checked before anything
+//! is touched, taken when the VM starts, and given back when its QEMU has ended.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tombolo_passthrough::address::Address;
+use tombolo_passthrough::bind::{self, Kernel, Owner, Store};
+use tombolo_passthrough::host::Host;
+use tombolo_passthrough::plan::plan;
+use tombolo_start::ahead::Budget;
+use tombolo_start::check::Limits;
+use tombolo_start::grow::{FromOutside, Options, grow};
+use tombolo_start::layout::{Layout, Wish};
+use tombolo_start::monitor::{Monitor, MonitorError};
+
+use crate::compose::VmSpec;
+use crate::machine::Machine;
+use crate::qemu::qmp;
+use crate::state::StateDir;
+
+/// The id of the memory that grows.
+pub const MEMORY: &str = "vmem0";
+
+/// `start =`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StartKind {
+    /// A small part of the memory at start, the rest while the VM runs.
+    Fast,
+    /// All of the memory before the first instruction.
+    Slow,
+}
+
+/// How a VM's memory arrives.
+///
+/// # Errors
+/// Names the key to change.
+pub fn layout(name: &str, spec: &VmSpec) -> anyhow::Result<Layout> {
+    let default = if spec.devices.is_empty() { StartKind::Slow } else { StartKind::Fast };
+    if spec.start.unwrap_or(default) == StartKind::Slow {
+        return Ok(Layout::slow(spec.memory.0));
+    }
+    let limits = limits()?;
+    let wish =
+        Wish { total: spec.memory.0, boot: spec.boot_memory.map(|b| b.0), dma_entries: limits.dma_entries };
+    wish.layout().with_context(|| format!("vm.{name}.memory"))
+}
+
+fn limits() -> anyhow::Result<Limits> {
+    Limits::read(std::path::Path::new("/")).context("reading the host's limits")
+}
+
+/// Refuses devices and memory that can't be had, and gives back what VMs that died have left.
+///
+/// # Errors
+/// Says which device and why. Nothing of this VM has been touched.
+pub fn check(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
+    let layout = layout(name, spec)?;
+    if spec.devices.is_empty() {
+        return Ok(());
+    }
+    let host = Host::at("/");
+    bind::reclaim(&host, &mut Kernel, &Store::of_host())?;
+    plan(&host.devices()?, host.has_iommu(), &spec.devices, spec.whole_group)
+        .with_context(|| format!("vm.{name}.devices"))?;
+    limits()?.allow(&layout, true).with_context(|| format!("vm.{name}.memory"))
+}
+
+/// Devices that are a VM's; dropping this gives them back.
+#[derive(Debug)]
+pub struct Taken {
+    devices: Vec<Address>,
+}
+
+impl Taken {
+    /// Hands the VM's devices to vfio-pci.
+    ///
+    /// # Errors
+    /// When one can't be had; then none was taken.
+    pub fn take(name: &str, spec: &VmSpec, dir: &StateDir) -> anyhow::Result<Taken> {
+        if spec.devices.is_empty() {
+            return Ok(Taken { devices: Vec::new() });
+        }
+        let host = Host::at("/");
+        let plan = plan(&host.devices()?, host.has_iommu(), &spec.devices, spec.whole_group)
+            .with_context(|| format!("vm.{name}.devices"))?;
+        let owner = Owner { vm: name.to_owned(), lock: lock_of(dir) };
+        bind::bind(&host, &mut Kernel, &Store::of_host(), &plan, Some(&owner))?;
+        Ok(Taken { devices: plan.take.into_iter().map(|(address, _)| address).collect() })
+    }
+}
+
+/// The file that the supervisor keeps locked as long as it lives.
+fn lock_of(dir: &StateDir) -> PathBuf {
+    dir.path().join("lock")
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        for address in &self.devices {
+            if let Err(e) = bind::release(&Host::at("/"), &mut Kernel, &Store::of_host(), *address) {
+                eprintln!("tombolo: {e:#}");
+            }
+        }
+    }
+}
+
+/// Grows the VM's memory in a thread of its own until it is complete or can't be; the machine keeps the progress.
+///
+/// # Errors
+/// When the thread can't be had, or QEMU's memory can't be found.
+pub fn begin(machine: &Arc<Machine>, layout: Layout) -> anyhow::Result<()> {
+    if layout.grown == 0 {
+        return Ok(());
+    }
+    // Boot memory of the same size is an earlier file of the same kind.
+    let index = usize::from(layout.boot == layout.grown);
+    let mut prepare = FromOutside::of(machine.pid(), layout.grown, index, None, Budget::default())?;
+    let patience = Duration::from_secs(machine.spec().ready_timeout.into());
+    let options = Options { driver_patience: patience, ..Options::for_host(&limits()?) };
+    let machine = machine.clone();
+    std::thread::Builder::new().name(format!("grow-{}", machine.name())).spawn(move || {
+        let mut first = true;
+        let mut monitor = Through(&machine);
+        let result = grow(&mut monitor, MEMORY, layout, &mut prepare, &options, &mut |progress| {
+            if first && progress.present > layout.boot {
+                first = false;
+                machine.mark("first grown block");
+            }
+            machine.set_growth(progress.clone());
+        });
+        match result {
+            Ok(_) => machine.mark("full memory"),
+            // A VM that ended grows no more; that is told elsewhere.
+            Err(e) if !machine.has_ended() => eprintln!("tombolo: the VM '{}': {e}", machine.name()),
+            Err(_) => {}
+        }
+    })?;
+    Ok(())
+}
+
+/// A machine's monitor as growing needs it.
+struct Through<'a>(&'a Machine);
+
+impl Monitor for Through<'_> {
+    fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, MonitorError> {
+        let known = ["query-memory-devices", "qom-set", "x-query-virtio-status"];
+        let Some(name) = known.into_iter().find(|k| *k == command) else {
+            return Err(MonitorError::Transport(format!("{command} is not used to grow a VM")));
+        };
+        let monitor = self.0.qmp().map_err(|e| MonitorError::Transport(e.to_string()))?;
+        monitor.execute_value(name, &arguments).map_err(|e| match e {
+            qmp::Error::Ended => MonitorError::Gone,
+            qmp::Error::Silent { .. } => MonitorError::Late,
+            other => MonitorError::Refused { command: name.into(), reason: other.to_string() },
+        })
+    }
+
+    fn wait(&mut self, longest: Duration) -> Result<(), MonitorError> {
+        if self.0.wait_end_for(longest) { Err(MonitorError::Gone) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(text: &str) -> VmSpec {
+        toml::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn fast_is_the_default_with_a_device_and_slow_without() {
+        assert_eq!(layout("a", &spec("memory = \"4G\"")).unwrap().grown, 0);
+        let device = spec("memory = \"4G\"\ndevices = [\"01:00.0\"]");
+        assert_eq!(layout("a", &device).unwrap().boot, 512 << 20);
+        let slow = spec("memory = \"4G\"\ndevices = [\"01:00.0\"]\nstart = \"slow\"");
+        assert_eq!(layout("a", &slow).unwrap().grown, 0);
+        let fast = spec("memory = \"4G\"\nstart = \"fast\"\nboot_memory = \"1G\"");
+        assert_eq!(layout("a", &fast).unwrap().boot, 1 << 30);
+    }
+
+    #[test]
+    fn what_is_wrong_names_the_key() {
+        let wrong = spec("memory = \"1G\"\nstart = \"fast\"\nboot_memory = \"2G\"");
+        assert!(format!("{:#}", layout("a", &wrong).unwrap_err()).starts_with("vm.a.memory: boot memory"));
+        let absent = spec("memory = \"1G\"\ndevices = [\"ffff:ff:1f.7\"]");
+        let error = format!("{:#}", check("a", &absent).unwrap_err());
+        assert!(error.starts_with("vm.a.devices: ") && error.contains("ffff:ff:1f.7"), "{error}");
+    }
+}
