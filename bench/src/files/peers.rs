@@ -76,7 +76,7 @@ impl Peer {
                 dir: "/mnt/nfs/nfs".into(),
                 mount: format!(
                     "set -e; ip link set eth0 up; ip addr add 10.0.2.15/24 dev eth0; mkdir -p /mnt/nfs; \
-                     mount -t nfs4 -o port={NFS_PORT},vers=4.2,sec=sys,proto=tcp 10.0.2.2:/bench /mnt/nfs; mkdir -p /mnt/nfs/nfs"
+                     mount -t nfs4 -o port={NFS_PORT},vers=4.1,sec=sys,proto=tcp 10.0.2.2:/bench /mnt/nfs; mkdir -p /mnt/nfs/nfs"
                 ),
                 shared: true,
             });
@@ -170,7 +170,7 @@ impl Servers {
             format!(
                 "NFS_CORE_PARAM {{ Protocols = 4; NFS_Port = {NFS_PORT}; Bind_addr = 127.0.0.1; Enable_UDP = false; \
                  Enable_NLM = false; Enable_RQUOTA = false; }}\n\
-                 NFSv4 {{ Graceless = true; RecoveryRoot = \"{state}\"; Minor_Versions = 1,2; }}\n\
+                 NFSv4 {{ Graceless = true; RecoveryRoot = \"{state}\"; Minor_Versions = 1; }}\n\
                  EXPORT {{ Export_Id = 1; Path = \"{export}\"; Pseudo = /bench; Access_Type = RW; Squash = None; SecType = sys; \
                  Transports = TCP; Protocols = 4; FSAL {{ Name = VFS; }} }}\n",
                 state = state.display(),
@@ -244,7 +244,7 @@ impl Servers {
             self.ganesha
                 .as_ref()
                 .map_or("no NFS server (nfs-ganesha-vfs) installed: nfs left out".into(), |p| {
-                    format!("NFS 4.2 by {}, over QEMU's user network", first_line(p, "-v"))
+                    format!("NFS 4.1 by {}, over QEMU's user network", first_line(p, "-v"))
                 }),
         ]
     }
