@@ -30,10 +30,11 @@ int main(int argc, char **argv)
 	CHECK(e);
 	cl_command_queue q = clCreateCommandQueueWithProperties(c, d, NULL, &e);
 	CHECK(e);
-	const char *s = "kernel void step(global float *w, float rate) { int i = get_global_id(0); w[i] -= rate * w[i]; }";
+	const char *s = "kernel void descend(global float *w, float rate) { int i = get_global_id(0); w[i] -= rate * w[i]; }";
 	cl_program prog = clCreateProgramWithSource(c, 1, &s, NULL, &e);
+	CHECK(e);
 	CHECK(clBuildProgram(prog, 0, NULL, NULL, NULL, NULL));
-	cl_kernel k = clCreateKernel(prog, "step", &e);
+	cl_kernel k = clCreateKernel(prog, "descend", &e);
 	CHECK(e);
 	float host[256];
 	for (int i = 0; i < 256; i++)

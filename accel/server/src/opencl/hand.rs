@@ -59,7 +59,7 @@ pub fn snapshot(cl: &OpenCl, reply: &mut Vec<u8>) -> Done {
         (n.clGetPlatformIDs.ok_or(wire::UNSUPPORTED)?, n.clGetPlatformInfo.ok_or(wire::UNSUPPORTED)?);
     let (device_ids, device_info) =
         (n.clGetDeviceIDs.ok_or(wire::UNSUPPORTED)?, n.clGetDeviceInfo.ok_or(wire::UNSUPPORTED)?);
-    // SAFETY (and of the native calls below): handles come from the driver itself; buffers are as long as said.
+    // SAFETY: handles come from the driver itself; buffers are as long as said.
     let platforms = listed(|n, list, count| unsafe { platform_ids(n, list, count) })?;
     let mut roots: Vec<(u32, u64, Handle)> = platforms.iter().map(|p| (kind::PLATFORM, 0, *p)).collect();
     for (i, platform) in platforms.iter().enumerate() {
