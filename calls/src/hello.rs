@@ -108,7 +108,10 @@ impl Hello {
     /// Compares what a client says with what this server was built from.
     pub fn fits(&self, api: &str, identity: [u8; 16]) -> Result<(), Error> {
         if self.api != api {
-            return Err(Error::Refused(format!("this server serves {api}, the client asked for {}", self.api)));
+            return Err(Error::Refused(format!(
+                "this server serves {api}, the client asked for {}",
+                self.api
+            )));
         }
         if self.identity != identity {
             return Err(Error::Refused(format!(

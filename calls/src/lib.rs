@@ -43,7 +43,9 @@ pub enum Error {
 impl std::fmt::Display for Error {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Error::Broken(what) => write!(f, "the peer broke the protocol: {what}; the connection was given up"),
+            Error::Broken(what) => {
+                write!(f, "the peer broke the protocol: {what}; the connection was given up")
+            }
             Error::Closed => write!(f, "the peer is gone"),
             Error::TooLong { len, max } => write!(f, "a record of {len} bytes; this transport carries {max}"),
             Error::Refused(why) => write!(f, "{why}"),

@@ -148,10 +148,12 @@ fn link(socket: UnixStream, geometry: Geometry, fds: [OwnedFd; FDS], side: Side)
         return Err(Error::Broken("the shared memory is smaller than announced"));
     }
     let mapping = Arc::new(Mapping::of_file(&memory, 0, total as usize)?);
-    let ring = |at| SharedRing::new(mapping.clone(), at, geometry.ring).ok_or(Error::Broken("a ring doesn't fit"));
+    let ring =
+        |at| SharedRing::new(mapping.clone(), at, geometry.ring).ok_or(Error::Broken("a ring doesn't fit"));
     let window = Window::new(mapping.clone(), 2 * ring_bytes, geometry.window)
         .ok_or(Error::Broken("the window doesn't fit"))?;
-    let [server, client, client_room] = [server, client, client_room].map(|fd| Arc::new(EventFd(File::from(fd))));
+    let [server, client, client_room] =
+        [server, client, client_room].map(|fd| Arc::new(EventFd(File::from(fd))));
     let (to_server, to_client) = (ring(0)?, ring(ring_bytes)?);
     let socket = OwnedFd::from(socket);
     let bell = |event: &Arc<EventFd>| -> Result<Arc<dyn Bell>, Error> {

@@ -61,7 +61,9 @@ impl Shared {
                             return Ok(());
                         }
                         io::ErrorKind::Interrupted => {}
-                        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => return Err(Error::Closed),
+                        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+                            return Err(Error::Closed);
+                        }
                         _ => return Err(e.into()),
                     }
                 }
@@ -204,7 +206,8 @@ impl StreamRx {
         loop {
             let rest = &self.bytes[self.at..];
             let Some((header, rest)) = rest.split_first_chunk::<8>() else { return Ok(false) };
-            let (len, kind) = (u64::from_le_bytes(*header) as u32 as usize, (u64::from_le_bytes(*header) >> 32) as u32);
+            let (len, kind) =
+                (u64::from_le_bytes(*header) as u32 as usize, (u64::from_le_bytes(*header) >> 32) as u32);
             let max = if kind == RECORD { MAX_RECORD } else { CHUNK as usize + 8 };
             if len > max {
                 return Err(Error::Broken("a frame is too long"));
@@ -263,7 +266,8 @@ impl Rx for StreamRx {
     fn arm(&mut self) -> Result<bool, Error> {
         // The socket stays readable, so a sleeper can't miss anything; only what was already taken from it must be looked at.
         let rest = &self.bytes[self.at..];
-        let whole = rest.first_chunk::<8>().is_some_and(|h| rest.len() >= 8 + u64::from_le_bytes(*h) as u32 as usize);
+        let whole =
+            rest.first_chunk::<8>().is_some_and(|h| rest.len() >= 8 + u64::from_le_bytes(*h) as u32 as usize);
         Ok(!whole)
     }
     fn disarm(&mut self) {}
@@ -273,11 +277,21 @@ fn link(socket: OwnedFd, window: u64, waits: bool) -> Result<Link, Error> {
     let mapping = Arc::new(Mapping::private((window as usize).max(4096))?);
     let window = Arc::new(Window::new(mapping, 0, window).ok_or(Error::Broken("the window doesn't fit"))?);
     let gone = socket.as_fd().try_clone_to_owned()?;
-    let shared =
-        Arc::new(Shared { socket, out: Mutex::default(), pending: AtomicBool::new(false), kick: EventFd::new()? });
+    let shared = Arc::new(Shared {
+        socket,
+        out: Mutex::default(),
+        pending: AtomicBool::new(false),
+        kick: EventFd::new()?,
+    });
     Ok(Link {
         tx: Box::new(StreamTx { shared: shared.clone(), window: window.clone(), waits }),
-        rx: Box::new(StreamRx { shared: shared.clone(), window: window.clone(), bytes: Vec::new(), at: 0, incoming: vec![0; CHUNK as usize].into() }),
+        rx: Box::new(StreamRx {
+            shared: shared.clone(),
+            window: window.clone(),
+            bytes: Vec::new(),
+            at: 0,
+            incoming: vec![0; CHUNK as usize].into(),
+        }),
         bell: Arc::new(StreamBell { shared: shared.clone(), readable: true }),
         room: Arc::new(StreamBell { shared, readable: !waits }),
         window,

@@ -154,11 +154,15 @@ claims! {
 fn a_client_of_another_build_is_told_what_to_do() {
     let theirs = Hello { identity: [8; 16], ..hello() };
     let why = theirs.fits("test", [7; 16]).expect_err("they differ").to_string();
-    assert!(why.contains("08080808") && why.contains("07070707") && why.contains("install the same release"), "{why}");
+    assert!(
+        why.contains("08080808") && why.contains("07070707") && why.contains("install the same release"),
+        "{why}"
+    );
     let (a, b) = UnixStream::pair().expect("a pair");
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(b);
-        let refusal = stream::hello(&socket).expect("a hello").fits("test", [9; 16]).expect_err("they differ");
+        let refusal =
+            stream::hello(&socket).expect("a hello").fits("test", [9; 16]).expect_err("they differ");
         stream::refuse(&socket, &refusal.to_string()).expect("told");
     });
     let refused = stream::connect(a.into(), &hello()).err().expect("refused").to_string();

@@ -17,6 +17,8 @@
 #include <linux/pfn_t.h>
 #include <linux/sched/signal.h>
 
+/* The other reasons are other services'. */
+#define TMB_FILES_PENDING (TMB_PENDING_REVOKE | TMB_PENDING_LOCK | TMB_PENDING_MEMBERS)
 #define TMB_POLL_MS 50	   /* only while something is mapped */
 #define TMB_WORKER_WAIT 1000 /* ms the worker waits for pinned pages before it looks again later */
 #define TMB_FAULT_TRIES 64  /* waits for an inode that another member keeps changing, before the access starts over */
@@ -328,7 +330,7 @@ static void look(struct work_struct *work)
 
 	/* A member that may not write may be unable to, and has its files' sequence numbers to go by. */
 	if (!s->fs.read_only && tmb_load(&me->pending))
-		pending = tmb_exchange(&me->pending, 0);
+		pending = tmb_fetch_and(&me->pending, ~TMB_FILES_PENDING) & TMB_FILES_PENDING;
 	if (pending & TMB_PENDING_MEMBERS && !s->fs.read_only)
 		tfs_recover_all(&s->fs);
 	if (pending & TMB_PENDING_REVOKE || s->fs.read_only) {

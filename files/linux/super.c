@@ -99,6 +99,27 @@ static void rung(struct tmb_doorbell_client *client)
 		tmb_mappings_look(s);
 }
 
+/* The files work without it. */
+static void start_sync(struct tmb_sb *s)
+{
+	const struct tmb_syncdev_config config = {
+		.zone_uuid = s->zone.uuid,
+		.zone_name = s->zone.name,
+		.area = s->zone.addr + s->zone.sync_offset,
+		.pfn = s->zone.pfn + PHYS_PFN(s->zone.sync_offset),
+		.length = s->zone.sync_length,
+		.members = s->zone.members,
+		.member = s->fs.member,
+		.epoch = s->fs.epoch,
+	};
+
+	s->sync = tmb_syncdev_create(&config);
+	if (IS_ERR(s->sync)) {
+		pr_warn("tombolo: zone %s: no semaphores for processes here (%ld)\n", s->zone.name, PTR_ERR(s->sync));
+		s->sync = NULL;
+	}
+}
+
 static int fill_super(struct super_block *sb, struct fs_context *fc)
 {
 	struct tmb_options *o = fc->fs_private;
@@ -163,6 +184,8 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 			pr_warn("tombolo: zone %s: cleaning up after dead members failed (%d)\n", s->zone.name, err);
 	}
 
+	if (writable && s->zone.sync_length)
+		start_sync(s);
 	root = tmb_iget(sb, TFS_ROOT_INO);
 	if (IS_ERR(root))
 		return PTR_ERR(root);
@@ -267,6 +290,7 @@ static void tmb_kill_sb(struct super_block *sb)
 	kill_anon_super(sb);
 	if (!s)
 		return;
+	tmb_syncdev_destroy(s->sync);
 	destroy_workqueue(s->work_queue);
 	/* Path walks under RCU may still look at the zone. */
 	synchronize_rcu();

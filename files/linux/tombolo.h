@@ -33,6 +33,7 @@
 
 #include "compat.h"
 #include "doorbell.h"
+#include "syncdev.h"
 #include "tfs.h"
 
 #define TMB_SUPER_MAGIC 0x4f424d54 /* "TMBO" */
@@ -48,6 +49,7 @@ struct tmb_zone {
 	u8 uuid[16];
 	char name[TMB_NAME_LEN + 1];
 	u64 files_offset, files_length;
+	u64 sync_offset, sync_length; /* 0: no such area */
 	struct tmb_member *members;
 };
 
@@ -59,6 +61,7 @@ struct tmb_sb {
 	bool joined, opened, listening;
 	bool unclean; /* references are left for the next life of this member to give back */
 	struct tmb_doorbell_client doorbell;
+	struct tmb_syncdev *sync; /* semaphores of this zone for processes; NULL: none */
 	atomic_t rings;	/* counts doorbells, for who sleeps in tfs_os_wait */
 	wait_queue_head_t rung;
 	siphash_key_t lock_key;

@@ -191,6 +191,34 @@ fn a_stopped_ring_goes_on_where_it_was() {
 }
 
 #[test]
+fn a_packed_ring_whose_place_was_forgotten_in_a_crash_says_it_itself() {
+    let config = NicConfig { packed: true, ..NicConfig::default() };
+    for frames in [1usize, 5, 63, 64, 65, 100, 127, 128, 129, 500] {
+        let mut rig = Rig::new(&[config, config]);
+        for n in 0..frames {
+            assert!(rig.nics[0].send(&frame(Rig::mac(1), Rig::mac(0), 60, n as u8)));
+            rig.pass(0);
+            assert!(rig.nics[1].receive().is_some());
+        }
+        for port in &rig.ports {
+            for vring in port.vrings() {
+                let mut vring = vring.lock();
+                vring.stop();
+                // What was true when the guest started, and no longer is.
+                vring.base = 0x8000_8000;
+                vring.start().unwrap();
+            }
+        }
+        for n in 0..200 {
+            let sent = frame(Rig::mac(1), Rig::mac(0), 60, n);
+            assert!(rig.nics[0].send(&sent));
+            rig.pass(0);
+            assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(sent), "after {frames} frames");
+        }
+    }
+}
+
+#[test]
 fn counters_explain_every_frame() {
     let mut rig = Rig::new(&[NicConfig { size: 32, ..NicConfig::default() }; 3]);
     let mut sent = 0u64;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
-use tombolo_accel_spec::wire::{Encoder, HEADER, Record, Reply, ReplyKind, Request, WANTS_REPLY};
+use tombolo_accel_spec::wire::{Encoder, HEADER, PART, Record, Reply, ReplyKind, Request, WANTS_REPLY};
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
 /// How long a waiting thread reads the ring itself before it sleeps.
@@ -181,12 +181,26 @@ impl Connection {
             record.encode(&mut Encoder::new(bytes));
             count.bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
             let mut out = lock(&self.out);
-            let sent = match out.tx.try_send(&[bytes]) {
+            let mut rest = &bytes[..];
+            let mut parts = Ok(());
+            if rest.len() > self.max_record + HEADER {
+                let body = &bytes[HEADER..];
+                let front = Request { call: PART, flags: 0, tag: 0 }.to_bytes();
+                let last = (body.len() - 1) / self.max_record * self.max_record;
+                for part in body[..last].chunks(self.max_record) {
+                    parts =
+                        parts.and_then(|()| tombolo_calls::send(&mut *out.tx, &*self.room, &[&front, part]));
+                }
+                let end = HEADER + last;
+                bytes.drain(HEADER..end);
+                rest = &bytes[..];
+            }
+            let sent = match out.tx.try_send(&[rest]) {
                 Ok(true) => Ok(()),
-                Ok(false) => tombolo_calls::send(&mut *out.tx, &*self.room, &[bytes]),
+                Ok(false) => tombolo_calls::send(&mut *out.tx, &*self.room, &[rest]),
                 Err(e) => Err(e),
             };
-            let sent = sent.and_then(|()| {
+            let sent = parts.and(sent).and_then(|()| {
                 out.lazy = R::LAZY && flags == 0;
                 if out.lazy { Ok(()) } else { out.tx.publish() }
             });
@@ -228,6 +242,7 @@ impl Connection {
     ) -> Result<T, Lost> {
         let waiter = WAITER.with(Arc::clone);
         waiter.done.store(0, Ordering::Relaxed);
+        lock(&waiter.body).clear();
         let tag = self.next.fetch_add(1, Ordering::Relaxed);
         lock(&self.pending).push((tag, waiter.clone()));
         let begun = Instant::now();
@@ -362,7 +377,6 @@ impl Connection {
                         pending.swap_remove(at.ok_or(Error::Broken("a reply that nobody waits for"))?);
                     drop(pending);
                     let mut copy = lock(&waiter.body);
-                    copy.clear();
                     copy.extend_from_slice(body);
                     drop(copy);
                     waiter.status.store(reply.status, Ordering::Relaxed);
@@ -372,6 +386,12 @@ impl Connection {
                     if self.owned.load(Ordering::SeqCst) && !Arc::ptr_eq(&waiter, &WAITER.with(Arc::clone)) {
                         self.bell.ring();
                     }
+                }
+                ReplyKind::Part => {
+                    let pending = lock(&self.pending);
+                    let waiter = pending.iter().find(|p| p.0 == reply.tag);
+                    let (_, waiter) = waiter.ok_or(Error::Broken("a reply that nobody waits for"))?;
+                    lock(&waiter.body).extend_from_slice(body);
                 }
                 ReplyKind::Ticket => {
                     let redeem = lock(&self.tickets).remove(&reply.tag);

@@ -12,7 +12,9 @@ fn c_type(ty: &Type) -> String {
         Type::Handle(..) => "Handle".into(),
         Type::Handles(..) => "*const Handle".into(),
         Type::Triple => "*const usize".into(),
-        Type::Bytes(_) | Type::Ptr | Type::Ints(_) | Type::Blob | Type::Strs | Type::New(_) => "*const c_void".into(),
+        Type::Bytes(_) | Type::Ptr | Type::Ints(_) | Type::Blob | Type::Strs | Type::New(_) => {
+            "*const c_void".into()
+        }
         Type::Str(_) => "*const c_char".into(),
         Type::Out(t) => format!("*mut {}", c_type(t).trim_start_matches("*const ")),
     }
@@ -60,7 +62,11 @@ fn convert(out: &mut String, f: &Function) -> Result<Vec<String>, std::fmt::Erro
             }
             Type::Handles(kind, Some(count)) => {
                 writeln!(out, "        // SAFETY: the caller passes {count} handles, as the API says.")?;
-                writeln!(out, "        let {n} = unsafe {{ rt::objects({count}, {n}, kind::{}) }}?;", kind.to_uppercase())?;
+                writeln!(
+                    out,
+                    "        let {n} = unsafe {{ rt::objects({count}, {n}, kind::{}) }}?;",
+                    kind.to_uppercase()
+                )?;
             }
             Type::Triple => {
                 writeln!(out, "        // SAFETY: the caller passes three numbers, as the API says.")?;
@@ -109,11 +115,21 @@ fn stub(out: &mut String, f: &Function) -> std::fmt::Result {
             let object = ident(&f.params[0].name);
             let local: Vec<String> = f.local.iter().map(|n| format!("{n:#x}")).collect();
             writeln!(out, "        if [{}].contains(&param) {{", local.join(", "))?;
-            writeln!(out, "            // SAFETY: the caller passes room for size bytes and for a size, as the API says.")?;
-            writeln!(out, "            return unsafe {{ rt::answer(&crate::local::answer({object}, param)?, size, value, size_ret) }};\n        }}")?;
+            writeln!(
+                out,
+                "            // SAFETY: the caller passes room for size bytes and for a size, as the API says."
+            )?;
+            writeln!(
+                out,
+                "            return unsafe {{ rt::answer(&crate::local::answer({object}, param)?, size, value, size_ret) }};\n        }}"
+            )?;
             writeln!(out, "        let record = wire::{record} {{ {}param }};", fields(f))?;
             writeln!(out, "        // SAFETY: as above.")?;
-            writeln!(out, "        unsafe {{ rt::info(&record, {}, size, value, size_ret) }}", f.is("cached"))?;
+            writeln!(
+                out,
+                "        unsafe {{ rt::info(&record, {}, size, value, size_ret) }}",
+                f.is("cached")
+            )?;
             writeln!(out, "    }})\n}}")
         }
         Class::Enqueue => {
@@ -121,22 +137,46 @@ fn stub(out: &mut String, f: &Function) -> std::fmt::Result {
             let objects = convert(out, f)?;
             writeln!(out, "        // SAFETY: the caller passes num_waits events, as the API says.")?;
             writeln!(out, "        let waits = unsafe {{ rt::waits(num_waits, wait_list) }}?;")?;
-            writeln!(out, "        let new = rt::new_event({}, !event.is_null(), {:#x})?;", objects[0], f.command)?;
-            writeln!(out, "        let record = wire::{record} {{ {}waits: waits.into(), event: new.id() }};", fields(f))?;
+            writeln!(
+                out,
+                "        let new = rt::new_event({}, !event.is_null(), {:#x})?;",
+                objects[0], f.command
+            )?;
+            writeln!(
+                out,
+                "        let record = wire::{record} {{ {}waits: waits.into(), event: new.id() }};",
+                fields(f)
+            )?;
             if f.is("sure") {
-                writeln!(out, "        let sure = crate::sure::{}({}, &record);", snake(name), objects.join(", "))?;
+                writeln!(
+                    out,
+                    "        let sure = crate::sure::{}({}, &record);",
+                    snake(name),
+                    objects.join(", ")
+                )?;
             } else {
                 writeln!(out, "        let sure = false;")?;
             }
-            writeln!(out, "        // SAFETY: event is null or points to room for a handle, as the API says.")?;
+            writeln!(
+                out,
+                "        // SAFETY: event is null or points to room for a handle, as the API says."
+            )?;
             writeln!(out, "        unsafe {{ rt::submit(&record, sure, new, event) }}")?;
             writeln!(out, "    }})\n}}")
         }
         Class::Create(kind) => {
-            writeln!(out, "    // SAFETY: errcode_ret is null or points to room for a code, as the API says.")?;
+            writeln!(
+                out,
+                "    // SAFETY: errcode_ret is null or points to room for a code, as the API says."
+            )?;
             writeln!(out, "    unsafe {{ rt::create(errcode_ret, || {{")?;
             convert(out, f)?;
-            writeln!(out, "        let new = rt::new_object(kind::{}, crate::state::Body::Plain({}))?;", kind.to_uppercase(), ident(&f.params[0].name))?;
+            writeln!(
+                out,
+                "        let new = rt::new_object(kind::{}, crate::state::Body::Plain({}))?;",
+                kind.to_uppercase(),
+                ident(&f.params[0].name)
+            )?;
             writeln!(out, "        rt::call(&wire::{record} {{ {}new: new.id() }})?;", fields(f))?;
             writeln!(out, "        Ok(new.publish())\n    }}) }}\n}}")
         }
@@ -186,7 +226,11 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
         let module = if by_hand(f) { "crate::hand" } else { "self" };
         format!("{module}::{} as *const c_void", f.name)
     };
-    writeln!(out, "/// Entries of the dispatch table, in the loader's order.\n#[repr(transparent)]\npub struct Table(pub [*const c_void; {}]);", api.dispatch.len())?;
+    writeln!(
+        out,
+        "/// Entries of the dispatch table, in the loader's order.\n#[repr(transparent)]\npub struct Table(pub [*const c_void; {}]);",
+        api.dispatch.len()
+    )?;
     writeln!(out, "// SAFETY: pointers to functions, never written.\nunsafe impl Sync for Table {{}}")?;
     writeln!(out, "/// The dispatch table.\npub static DISPATCH: Table = Table([")?;
     for name in &api.dispatch {
@@ -200,7 +244,10 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
             }
         }
     }
-    writeln!(out, "]);\n/// The function of this name, for programs that ask by name; null: none.\npub fn by_name(name: &[u8]) -> *const c_void {{\n    match name {{")?;
+    writeln!(
+        out,
+        "]);\n/// The function of this name, for programs that ask by name; null: none.\npub fn by_name(name: &[u8]) -> *const c_void {{\n    match name {{"
+    )?;
     for f in api.functions.iter().filter(|f| f.is_native()) {
         writeln!(out, "        b{:?} => {},", f.name, pointer(f))?;
     }

@@ -6,19 +6,23 @@ use std::fmt::Write;
 
 /// The table, in Markdown.
 pub fn emit(api: &Api) -> String {
-    let mut out = format!("| id | function of {} | travels | checked by the server |\n|---|---|---|---|\n", api.name);
+    let mut out =
+        format!("| id | function of {} | travels | checked by the server |\n|---|---|---|---|\n", api.name);
     for f in &api.functions {
         let how = match &f.class {
             Class::Info if f.is("cached") => "waits once, then from the snapshot".to_string(),
             Class::Info => "waits".to_string(),
             Class::Local => "never: answered by the client".to_string(),
             Class::None => format!("never: answers {}", api.unsupported),
-            _ if f.is("lazy") => "posted with the next call, once the driver accepted the same before".to_string(),
+            _ if f.is("lazy") => {
+                "posted with the next call, once the driver accepted the same before".to_string()
+            }
             _ if f.is("sure") => "posted when sure to succeed, else waits".to_string(),
             _ if f.is("client") => "posted or waits, by hand".to_string(),
             _ => "waits".to_string(),
         };
-        let checks: Vec<String> = f.checks.iter().map(|c| format!("{}({})", c.name, c.args.join(", "))).collect();
+        let checks: Vec<String> =
+            f.checks.iter().map(|c| format!("{}({})", c.name, c.args.join(", "))).collect();
         // Writing to a string can't fail.
         let _ok = writeln!(out, "| {:#x} | {} | {how} | {} |", f.id, f.name, checks.join("; "));
     }

@@ -30,7 +30,8 @@ pub fn snake(function: &str) -> String {
     for (i, c) in chars.iter().enumerate() {
         let starts_word = c.is_ascii_uppercase()
             && i > 0
-            && (!chars[i - 1].is_ascii_uppercase() || chars.get(i + 1).is_some_and(|n| n.is_ascii_lowercase()));
+            && (!chars[i - 1].is_ascii_uppercase()
+                || chars.get(i + 1).is_some_and(|n| n.is_ascii_lowercase()));
         if starts_word {
             out.push('_');
         }

@@ -128,7 +128,9 @@ impl Function {
     pub fn fields(&self) -> Vec<Param> {
         let mut fields: Vec<Param> = match &self.wire {
             Some(wire) => wire.clone(),
-            None => self.params.iter().filter(|p| !matches!(p.ty, Type::Out(_) | Type::Ptr)).cloned().collect(),
+            None => {
+                self.params.iter().filter(|p| !matches!(p.ty, Type::Out(_) | Type::Ptr)).cloned().collect()
+            }
         };
         let mut add = |name: &str, ty| fields.push(Param { name: name.into(), ty });
         match &self.class {
@@ -235,15 +237,21 @@ impl Api {
             let mut f = self.functions.pop().ok_or("belongs to no function")?;
             match word {
                 "wire" => {
-                    f.wire = Some(split_fields(rest).iter().map(|p| self.param(p)).collect::<Result<_, _>>()?);
+                    f.wire =
+                        Some(split_fields(rest).iter().map(|p| self.param(p)).collect::<Result<_, _>>()?);
                 }
                 "local" => {
-                    f.local = rest.split_whitespace().map(|n| number(n).map(|n| n as u64)).collect::<Result<_, _>>()?;
+                    f.local = rest
+                        .split_whitespace()
+                        .map(|n| number(n).map(|n| n as u64))
+                        .collect::<Result<_, _>>()?;
                 }
                 "command" => f.command = number(rest)? as u64,
                 "check" => {
-                    let (name, args) =
-                        rest.strip_suffix(')').and_then(|r| r.split_once('(')).ok_or("expected 'check name(fields)'")?;
+                    let (name, args) = rest
+                        .strip_suffix(')')
+                        .and_then(|r| r.split_once('('))
+                        .ok_or("expected 'check name(fields)'")?;
                     let args: Vec<String> = args.split(',').map(|a| a.trim().to_string()).collect();
                     for arg in &args {
                         if !f.fields().iter().any(|p| p.name == *arg) {
@@ -289,7 +297,9 @@ impl Api {
                 };
                 let flags: HashSet<String> = words.map(Into::into).collect();
                 for flag in &flags {
-                    if !["cached", "sure", "lazy", "blocks", "client", "server", "pointer"].contains(&flag.as_str()) {
+                    if !["cached", "sure", "lazy", "blocks", "client", "server", "pointer"]
+                        .contains(&flag.as_str())
+                    {
                         return Err(format!("{flag}: no such flag"));
                     }
                 }

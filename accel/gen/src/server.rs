@@ -73,23 +73,42 @@ fn convert(out: &mut String, f: &Function) -> Result<Vec<String>, std::fmt::Erro
 
 fn handler(out: &mut String, f: &Function) -> std::fmt::Result {
     let life = if has_life(f) { "<'_>" } else { "" };
-    writeln!(out, "fn {}(cx: &mut Cx<'_>, r: &wire::{}{life}) -> Result<(), i32> {{", snake(&f.name), record_name(&f.name))?;
+    writeln!(
+        out,
+        "fn {}(cx: &mut Cx<'_>, r: &wire::{}{life}) -> Result<(), i32> {{",
+        snake(&f.name),
+        record_name(&f.name)
+    )?;
     writeln!(out, "    let f = cx.native().{}.ok_or(wire::UNSUPPORTED)?;", f.name)?;
     let args = convert(out, f)?;
     checks(out, f)?;
     let args = args.join(", ");
     let lead = if args.is_empty() { "" } else { ", " };
-    writeln!(out, "    // SAFETY: handles were looked up, lengths and ranges checked; all pointers live during the call.")?;
+    writeln!(
+        out,
+        "    // SAFETY: handles were looked up, lengths and ranges checked; all pointers live during the call."
+    )?;
     match &f.class {
         Class::Info => {
             let local: Vec<String> = f.local.iter().map(|n| format!("{n:#x}")).collect();
-            writeln!(out, "    cx.info(r.param, &[{}], |size, value, ret| unsafe {{ f({args}, r.param, size, value, ret) }})\n}}", local.join(", "))
+            writeln!(
+                out,
+                "    cx.info(r.param, &[{}], |size, value, ret| unsafe {{ f({args}, r.param, size, value, ret) }})\n}}",
+                local.join(", ")
+            )
         }
         Class::Enqueue => {
-            writeln!(out, "    cx.enqueue(&r.waits, r.event, |n, list, event| unsafe {{ f({args}{lead}n, list, event) }})\n}}")
+            writeln!(
+                out,
+                "    cx.enqueue(&r.waits, r.event, |n, list, event| unsafe {{ f({args}{lead}n, list, event) }})\n}}"
+            )
         }
         Class::Create(kind) => {
-            writeln!(out, "    cx.create(kind::{}, r.new, |code| unsafe {{ f({args}{lead}code) }})\n}}", kind.to_uppercase())
+            writeln!(
+                out,
+                "    cx.create(kind::{}, r.new, |code| unsafe {{ f({args}{lead}code) }})\n}}",
+                kind.to_uppercase()
+            )
         }
         _ => {
             if f.is("blocks") {
@@ -126,36 +145,70 @@ pub fn emit(api: &Api) -> String {
 
 fn build(out: &mut String, api: &Api) -> std::fmt::Result {
     let native: Vec<&Function> = api.functions.iter().filter(|f| f.is_native()).collect();
-    writeln!(out, "/// The native functions; None: this driver doesn't have it.\n#[allow(non_snake_case)]\npub struct Native {{")?;
+    writeln!(
+        out,
+        "/// The native functions; None: this driver doesn't have it.\n#[allow(non_snake_case)]\npub struct Native {{"
+    )?;
     for f in &native {
         let (params, result) = signature(f);
         let types: Vec<String> = params.into_iter().map(|p| p.1).collect();
-        writeln!(out, "    /// `{}`\n    pub {}: Option<unsafe extern \"C\" fn({}) -> {result}>,", f.name, f.name, types.join(", "))?;
+        writeln!(
+            out,
+            "    /// `{}`\n    pub {}: Option<unsafe extern \"C\" fn({}) -> {result}>,",
+            f.name,
+            f.name,
+            types.join(", ")
+        )?;
     }
     writeln!(out, "}}\nimpl Native {{")?;
-    writeln!(out, "    /// Looks all functions up.\n    ///\n    /// # Safety\n    /// `find` returns null or the address of the API's function of that name.")?;
-    writeln!(out, "    pub unsafe fn load(mut find: impl FnMut(&CStr) -> *mut c_void) -> Native {{\n        Native {{")?;
+    writeln!(
+        out,
+        "    /// Looks all functions up.\n    ///\n    /// # Safety\n    /// `find` returns null or the address of the API's function of that name."
+    )?;
+    writeln!(
+        out,
+        "    pub unsafe fn load(mut find: impl FnMut(&CStr) -> *mut c_void) -> Native {{\n        Native {{"
+    )?;
     for f in &native {
-        writeln!(out, "            // SAFETY: an address or null, as the caller promises; Option of a function pointer has null as None.")?;
+        writeln!(
+            out,
+            "            // SAFETY: an address or null, as the caller promises; Option of a function pointer has null as None."
+        )?;
         let (params, result) = signature(f);
         let types: Vec<String> = params.into_iter().map(|p| p.1).collect();
         let ty = format!("Option<unsafe extern \"C\" fn({}) -> {result}>", types.join(", "));
-        writeln!(out, "            {}: unsafe {{ std::mem::transmute::<*mut c_void, {ty}>(find(c{:?})) }},", f.name, f.name)?;
+        writeln!(
+            out,
+            "            {}: unsafe {{ std::mem::transmute::<*mut c_void, {ty}>(find(c{:?})) }},",
+            f.name, f.name
+        )?;
     }
     writeln!(out, "        }}\n    }}\n}}")?;
     for f in api.functions.iter().filter(|f| f.on_wire() && !f.is("server")) {
         handler(out, f)?;
     }
     writeln!(out, "/// Decodes the record of `id` and carries it out. The inner error is the API's own.")?;
-    writeln!(out, "pub fn dispatch(cx: &mut Cx<'_>, id: u32, body: &[u8]) -> Result<Result<(), i32>, Malformed> {{\n    Ok(match id {{")?;
+    writeln!(
+        out,
+        "pub fn dispatch(cx: &mut Cx<'_>, id: u32, body: &[u8]) -> Result<Result<(), i32>, Malformed> {{\n    Ok(match id {{"
+    )?;
     for f in api.functions.iter().filter(|f| f.on_wire()) {
         let record = record_name(&f.name);
-        writeln!(out, "        {:#x} => {{\n            let r = tombolo_accel_spec::wire::decode::<wire::{record}>(body)?;", f.id)?;
+        writeln!(
+            out,
+            "        {:#x} => {{\n            let r = tombolo_accel_spec::wire::decode::<wire::{record}>(body)?;",
+            f.id
+        )?;
         if f.is("server") {
             if f.checks.is_empty() {
                 writeln!(out, "            hand::{}(cx, &r)", snake(&f.name))?;
             } else {
-                writeln!(out, "            check_{}(cx, &r).and_then(|()| hand::{}(cx, &r))", snake(&f.name), snake(&f.name))?;
+                writeln!(
+                    out,
+                    "            check_{}(cx, &r).and_then(|()| hand::{}(cx, &r))",
+                    snake(&f.name),
+                    snake(&f.name)
+                )?;
             }
         } else {
             writeln!(out, "            {}(cx, &r)", snake(&f.name))?;
@@ -165,7 +218,12 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
     writeln!(out, "        _ => Err(wire::UNSUPPORTED),\n    }})\n}}")?;
     for f in api.functions.iter().filter(|f| f.on_wire() && f.is("server") && !f.checks.is_empty()) {
         let life = if has_life(f) { "<'_>" } else { "" };
-        writeln!(out, "fn check_{}(cx: &mut Cx<'_>, r: &wire::{}{life}) -> Result<(), i32> {{", snake(&f.name), record_name(&f.name))?;
+        writeln!(
+            out,
+            "fn check_{}(cx: &mut Cx<'_>, r: &wire::{}{life}) -> Result<(), i32> {{",
+            snake(&f.name),
+            record_name(&f.name)
+        )?;
         checks(out, f)?;
         writeln!(out, "    Ok(())\n}}")?;
     }

@@ -67,7 +67,10 @@ fn record(out: &mut String, f: &Function) -> std::fmt::Result {
         let r = if by_reference(&p.ty) { "&" } else { "" };
         writeln!(out, "        _to.{}({r}self.{});", codec(&p.ty), ident(&p.name))?;
     }
-    writeln!(out, "    }}\n    fn decode(_from: &mut Decoder<'a>) -> Result<Self, Malformed> {{\n        Ok({name} {{")?;
+    writeln!(
+        out,
+        "    }}\n    fn decode(_from: &mut Decoder<'a>) -> Result<Self, Malformed> {{\n        Ok({name} {{"
+    )?;
     for p in &fields {
         writeln!(out, "            {}: _from.{}()?,", ident(&p.name), codec(&p.ty))?;
     }
@@ -85,19 +88,29 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
     writeln!(out, "/// Name of the API in the handshake.\npub const API: &str = {:?};", api.name)?;
     let identity = api.identity.to_le_bytes();
     writeln!(out, "/// Identity of the declarations.\npub const IDENTITY: [u8; 16] = {identity:?};")?;
-    writeln!(out, "/// The code for what isn't supported.\npub const UNSUPPORTED: i32 = {};", api.unsupported)?;
+    writeln!(
+        out,
+        "/// The code for what isn't supported.\npub const UNSUPPORTED: i32 = {};",
+        api.unsupported
+    )?;
     writeln!(out, "/// The code for success.\npub const SUCCESS: i32 = {};", api.success)?;
     writeln!(out, "/// The code for a lost device or server.\npub const LOST: i32 = {};", api.lost)?;
     writeln!(out, "/// Kinds of handles.\npub mod kind {{")?;
     for k in &api.kinds {
         writeln!(out, "    /// {}\n    pub const {}: u32 = {};", k.name, k.name.to_uppercase(), k.id)?;
     }
-    writeln!(out, "    /// The code for an invalid handle of this kind.\n    pub fn invalid(kind: u32) -> i32 {{\n        match kind {{")?;
+    writeln!(
+        out,
+        "    /// The code for an invalid handle of this kind.\n    pub fn invalid(kind: u32) -> i32 {{\n        match kind {{"
+    )?;
     for k in &api.kinds {
         writeln!(out, "            {} => {},", k.id, k.invalid)?;
     }
     writeln!(out, "            _ => super::UNSUPPORTED,\n        }}\n    }}")?;
-    writeln!(out, "    /// The name of a kind.\n    pub fn name(kind: u32) -> &'static str {{\n        match kind {{")?;
+    writeln!(
+        out,
+        "    /// The name of a kind.\n    pub fn name(kind: u32) -> &'static str {{\n        match kind {{"
+    )?;
     for k in &api.kinds {
         writeln!(out, "            {} => {:?},", k.id, k.name)?;
     }
@@ -106,8 +119,14 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
     for f in &api.functions {
         writeln!(out, "    ({:#x}, {:?}),", f.id, f.name)?;
     }
-    writeln!(out, "];\n/// Decodes a body as the record of this id and encodes it again; None: no such id. For fuzzers and tests.")?;
-    writeln!(out, "pub fn recode(id: u32, body: &[u8], out: &mut Vec<u8>) -> Option<Result<(), Malformed>> {{")?;
+    writeln!(
+        out,
+        "];\n/// Decodes a body as the record of this id and encodes it again; None: no such id. For fuzzers and tests."
+    )?;
+    writeln!(
+        out,
+        "pub fn recode(id: u32, body: &[u8], out: &mut Vec<u8>) -> Option<Result<(), Malformed>> {{"
+    )?;
     writeln!(out, "    Some(match id {{")?;
     for f in api.functions.iter().filter(|f| f.on_wire()) {
         writeln!(out, "        {:#x} => again::<{}>(body, out),", f.id, record_name(&f.name))?;

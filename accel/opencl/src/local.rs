@@ -38,9 +38,7 @@ pub fn answer(object: Obj, param: u32) -> Result<Vec<u8>, i32> {
             (m.flags | access).to_ne_bytes().into()
         }
         (Body::Mem(m), 0x1103) => m.host_ptr.to_ne_bytes().into(),
-        (Body::Mem(m), 0x1104) => {
-            (m.maps.lock().map_or(0, |maps| maps.len()) as u32).to_ne_bytes().into()
-        }
+        (Body::Mem(m), 0x1104) => (m.maps.lock().map_or(0, |maps| maps.len()) as u32).to_ne_bytes().into(),
         (Body::Mem(_), 0x1105) => refs(),
         (Body::Mem(m), 0x1106) => handle(Some(m.context.obj())),
         (Body::Mem(m), 0x1107 | 0x1118) => handle(m.parent.as_ref().map(|p| p.obj())),

@@ -74,7 +74,6 @@ pub fn connection() -> Result<&'static Arc<Connection>, i32> {
     unsafe { p.as_ref() }.ok_or(wire::LOST)
 }
 
-
 /// Turns a lost connection into OpenCL's code.
 pub fn lost<T>(result: Result<T, Lost>) -> Result<T, i32> {
     result.map_err(|Lost| wire::LOST)
@@ -420,12 +419,7 @@ pub fn call<'a, R: Record<'a>>(record: &R) -> Result<Vec<u8>, i32> {
 ///
 /// # Safety
 /// `value` is null or points to `size` bytes, `size_ret` is null or points to room for a size.
-pub unsafe fn answer(
-    bytes: &[u8],
-    size: usize,
-    value: *mut c_void,
-    size_ret: *mut usize,
-) -> Result<(), i32> {
+pub unsafe fn answer(bytes: &[u8], size: usize, value: *mut c_void, size_ret: *mut usize) -> Result<(), i32> {
     if !value.is_null() {
         if size < bytes.len() {
             return Err(code::VALUE);
@@ -506,7 +500,12 @@ macro_rules! unsupported_pointer {
         )*
     };
 }
-unsupported_pointer!(unsupported_3(_a, _b), unsupported_4(_a, _b, _c), unsupported_5(_a, _b, _c, _d), unsupported_6(_a, _b, _c, _d, _e));
+unsupported_pointer!(
+    unsupported_3(_a, _b),
+    unsupported_4(_a, _b, _c),
+    unsupported_5(_a, _b, _c, _d),
+    unsupported_6(_a, _b, _c, _d, _e)
+);
 
 /// The smallest of the devices' largest buffers, from the snapshot.
 pub fn max_alloc(devices: &[Ref]) -> u64 {

@@ -88,7 +88,7 @@ pub fn launch(queue: Obj, kernel: Obj, r: &wire::EnqueueNDRangeKernel<'_>) -> bo
         && (0..dims).all(shape)
         && same_context(queue, kernel)
         && waits_ok(queue, &r.waits)
-        && k.learned.lock().is_ok_and(|l| {
-            l.launches.contains(&(r.work_dim, r.local, crate::rt::ARENA.id(q.device.obj())))
-        })
+        && k.learned
+            .lock()
+            .is_ok_and(|l| l.launches.contains(&(r.work_dim, r.local, crate::rt::ARENA.id(q.device.obj()))))
 }

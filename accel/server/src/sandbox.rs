@@ -84,7 +84,8 @@ fn file_system(scratch: &Path) -> anyhow::Result<()> {
             rules = rules.add_rule(PathBeneath::new(fd, read))?;
         }
     }
-    let write = [AccessFs::WriteFile, AccessFs::ReadFile, AccessFs::ReadDir].into_iter().collect::<BitFlags<_>>();
+    let write =
+        [AccessFs::WriteFile, AccessFs::ReadFile, AccessFs::ReadDir].into_iter().collect::<BitFlags<_>>();
     rules = rules.add_rule(PathBeneath::new(PathFd::new("/dev")?, write))?;
     // The program itself, which may be anywhere.
     if let Ok(fd) = std::env::current_exe().map_err(anyhow::Error::from).and_then(|p| Ok(PathFd::new(p)?)) {
@@ -105,7 +106,8 @@ fn system_calls() -> anyhow::Result<()> {
         let is = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, domain as u64)?;
         SeccompRule::new(vec![is])
     };
-    let families = [libc::AF_INET, libc::AF_INET6, libc::AF_VSOCK, libc::AF_PACKET, libc::AF_UNIX, libc::AF_ALG];
+    let families =
+        [libc::AF_INET, libc::AF_INET6, libc::AF_VSOCK, libc::AF_PACKET, libc::AF_UNIX, libc::AF_ALG];
     rules.insert(libc::SYS_socket, families.into_iter().map(family).collect::<Result<_, _>>()?);
     // No signals to others: kill is refused; tgkill, which threads use on themselves, stays.
     rules.insert(libc::SYS_kill, Vec::new());

@@ -14,7 +14,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::common::{Ping, Release, Snapshot};
-use tombolo_accel_spec::wire::{Malformed, Record, Reply, ReplyKind, Request, WANTS_REPLY, decode};
+use tombolo_accel_spec::wire::{
+    HEADER, Malformed, PART, Record, Reply, ReplyKind, Request, WANTS_REPLY, decode,
+};
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
 /// How long a leader looks for more before it sleeps.
@@ -64,6 +66,8 @@ struct Outbox {
 pub struct In {
     rx: Box<dyn Rx>,
     bucket: Bucket,
+    /// The front of a request that is longer than a record.
+    parts: Vec<u8>,
 }
 
 /// One client.
@@ -118,7 +122,7 @@ impl Session {
         Arc::new(Session {
             shares_window: link.tx.shares_window(),
             outbox: Mutex::new(Outbox { tx: link.tx, queue: VecDeque::new(), queued: 0 }),
-            input: Mutex::new(In { rx: link.rx, bucket: Bucket::new(limits.rate) }),
+            input: Mutex::new(In { rx: link.rx, bucket: Bucket::new(limits.rate), parts: Vec::new() }),
             bell: link.bell,
             window: link.window,
             threads: AtomicUsize::new(1),
@@ -239,10 +243,25 @@ impl Session {
     fn carry_out<'s>(
         self: &'s Arc<Self>,
         record: &[u8],
-        input: MutexGuard<'s, In>,
+        mut input: MutexGuard<'s, In>,
     ) -> Result<Option<MutexGuard<'s, In>>, Error> {
         let malformed = |Malformed| Error::Broken("a request that can't be decoded");
         let (request, body) = Request::split(record).map_err(malformed)?;
+        if request.call == PART {
+            input.parts.extend_from_slice(body);
+            return if input.parts.len() > MAX_QUEUED {
+                Err(Error::Broken("a request is too long"))
+            } else {
+                Ok(Some(input))
+            };
+        }
+        let mut whole = std::mem::take(&mut input.parts);
+        let body = if whole.is_empty() {
+            body
+        } else {
+            whole.extend_from_slice(body);
+            &whole
+        };
         let waited = request.flags & WANTS_REPLY != 0;
         let count = self.count(request.call);
         count.calls.fetch_add(1, Ordering::Relaxed);
@@ -287,6 +306,15 @@ impl Session {
     pub fn send(&self, reply: Reply, body: &[u8]) -> Result<(), Error> {
         let mut guard = lock(&self.outbox);
         let out = &mut *guard;
+        let max = out.tx.max_record() - HEADER;
+        let last = if body.is_empty() { 0 } else { (body.len() - 1) / max * max };
+        for part in body[..last].chunks(max) {
+            Self::put(out, Reply { kind: ReplyKind::Part, ..reply }, part)?;
+        }
+        Self::put(out, reply, &body[last..])
+    }
+
+    fn put(out: &mut Outbox, reply: Reply, body: &[u8]) -> Result<(), Error> {
         let head = reply.to_bytes();
         Self::drain(out)?;
         if out.queue.is_empty() && out.tx.try_send(&[&head, body])? {

@@ -47,7 +47,9 @@ impl Listener {
                     .with_context(|| address.to_string())?;
                 Ok(Listener::Unix(listener))
             }
-            Some(("tcp", rest)) => Ok(Listener::Tcp(TcpListener::bind(rest).with_context(|| address.to_string())?)),
+            Some(("tcp", rest)) => {
+                Ok(Listener::Tcp(TcpListener::bind(rest).with_context(|| address.to_string())?))
+            }
             _ => bail!("{address}: expected unix:/path or tcp:host:port"),
         }
     }

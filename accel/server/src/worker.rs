@@ -67,8 +67,8 @@ pub fn run(limits: &Limits) -> anyhow::Result<()> {
 fn scratch() -> anyhow::Result<(std::path::PathBuf, bool)> {
     let given = std::env::var_os("POCL_CACHE_DIR").map(std::path::PathBuf::from);
     let own = given.is_none();
-    let path = given
-        .unwrap_or_else(|| std::env::temp_dir().join(format!("tombolo-accel-{}", std::process::id())));
+    let path =
+        given.unwrap_or_else(|| std::env::temp_dir().join(format!("tombolo-accel-{}", std::process::id())));
     std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
     // SAFETY: this process has one thread yet.
     unsafe {

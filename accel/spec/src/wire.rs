@@ -198,7 +198,12 @@ pub enum ReplyKind {
     Ticket = 2,
     /// A callback; the tag is the one registered.
     Notify = 3,
+    /// The front of a result that is longer than a record; more follows.
+    Part = 4,
 }
+
+/// Number of a request that only carries the front of the next one's body, which is longer than a record.
+pub const PART: u32 = 4;
 
 /// Header of a record to the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -223,6 +228,7 @@ impl Reply {
             1 => ReplyKind::Result,
             2 => ReplyKind::Ticket,
             3 => ReplyKind::Notify,
+            4 => ReplyKind::Part,
             _ => return Err(Malformed),
         };
         Ok((Reply { kind, status: d.i32()?, tag: d.u64()? }, d.rest()))

@@ -91,7 +91,7 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path, command: String) -> Result<Resul
         bail!("{} is not there: 'make guest-bench' makes it", initrd.display());
     }
     let two = plan.handover_mb > 0;
-    let project = Project::up(temp.path(), &compose(plan, &initrd, &export, &tools, &servers, two))?;
+    let project = Project::up(temp.path(), &compose(plan, &initrd, temp.path(), &servers, two))?;
     let accel = project.accel(VM)?;
     let mut versions = servers.versions();
     versions.push(format!("guest kernel {}", project.exec(VM, "uname -r")?.trim()));
@@ -244,28 +244,28 @@ fn pack_tree(to: &Path) -> Result<()> {
     Ok(())
 }
 
-fn compose(plan: &Plan, initrd: &Path, export: &Path, tools: &Path, servers: &Servers, two: bool) -> String {
+fn compose(plan: &Plan, initrd: &Path, temp: &Path, servers: &Servers, two: bool) -> String {
     let mut text = format!(
         "name = \"tombolo-bench-{}\"\n\
-         [zone.files]\nsize = \"{zone}M\"\nfiles = true\n\
-         [zone.dax]\nsize = \"{zone}M\"\n",
+         [zone.files]\nsize = \"{zone}M\"\nfiles = true\n",
         std::process::id(),
         zone = plan.matrix.total_mb * 2 + 512,
     );
+    let pmem_file = temp.join("pmem");
     for vm in [VM, OTHER].iter().take(if two { 2 } else { 1 }) {
-        let dax = if *vm == VM { "dax = {}\n" } else { "" };
+        let pmem = (*vm == VM).then_some((pmem_file.as_path(), plan.matrix.total_mb * 2 + 512));
         let _ = write!(
             text,
             "[vm.{vm}]\nkernel = \"{kernel}\"\ninitrd = \"{initrd}\"\nmemory = \"{memory}M\"\ncpus = 2\n\
              share = [{{ tag = \"export\", path = \"{export}\" }}, {{ tag = \"tools\", path = \"{tools}\", readonly = true }}]\n\
              qemu_args = {args:?}\n\
-             [vm.{vm}.zones]\nfiles = {{ mount = \"/mnt/tombolo\" }}\n{dax}",
+             [vm.{vm}.zones]\nfiles = {{ mount = \"/mnt/tombolo\" }}\n",
             kernel = initrd.with_file_name("vmlinuz").display(),
             initrd = initrd.display(),
             memory = if *vm == VM { plan.matrix.total_mb * 2 + 1024 } else { 1024 },
-            export = export.display(),
-            tools = tools.display(),
-            args = servers.qemu_args(vm),
+            export = temp.join("export").display(),
+            tools = temp.join("tools").display(),
+            args = servers.qemu_args(vm, pmem),
         );
     }
     text

@@ -40,10 +40,9 @@ impl Peer {
             Peer {
                 system: "ext4-dax",
                 dir: "/mnt/dax".into(),
-                // The zone called "dax" holds no file system of ours: its memory is there to be formatted.
+                // The virtio-pmem device that is no zone.
                 mount: "set -e; dev=; for d in /dev/pmem*; do \
-                        name=$(dd if=$d bs=32 skip=2 count=1 2>/dev/null | tr -d '\\0'); \
-                        if [ \"$name\" = dax ]; then dev=$d; fi; done; \
+                        if [ \"$(dd if=$d bs=8 count=1 2>/dev/null | tr -d '\\0')\" != TOMBZONE ]; then dev=$d; fi; done; \
                         mkfs.ext4 -q -F -b 4096 -E lazy_itable_init=0,lazy_journal_init=0 $dev; \
                         mkdir -p /mnt/dax; mount -t ext4 -o dax=always $dev /mnt/dax"
                     .into(),
@@ -200,9 +199,17 @@ impl Servers {
         }
     }
 
-    /// Devices for a VM.
-    pub fn qemu_args(&self, vm: &str) -> Vec<String> {
+    /// Devices for a VM; `pmem`: a file in memory and its size in MiB, for ext4.
+    pub fn qemu_args(&self, vm: &str, pmem: Option<(&Path, u32)>) -> Vec<String> {
         let mut args = Vec::new();
+        if let Some((file, mb)) = pmem {
+            args.extend([
+                "-object".into(),
+                format!("memory-backend-file,id=dax,mem-path={},size={mb}M,share=on", file.display()),
+                "-device".into(),
+                "virtio-pmem-pci,memdev=dax".into(),
+            ]);
+        }
         if let Some((_, sockets)) = &self.virtiofsd {
             for (_, socket) in sockets.iter().filter(|(name, _)| name == vm) {
                 args.extend(["-chardev".into(), format!("socket,id=vfs,path={}", socket.display())]);

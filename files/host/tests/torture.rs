@@ -15,7 +15,7 @@ fn torture(args: &[&str]) {
 #[test]
 fn three_members_that_take_turns_see_what_the_model_says() {
     for seed in ["1", "2"] {
-        torture(&["--seed", seed, "members", "--operations", "6000"]);
+        torture(&["--seed", seed, "members", "--operations", "4000"]);
     }
 }
 

@@ -96,7 +96,7 @@ impl PackedRing {
         let desc = area(mem, "descriptor", at.desc, 16 * u64::from(size), 16)?;
         let driver_event = area(mem, "driver event", at.avail, 4, 4)?;
         let device_event = area(mem, "device event", at.used, 4, 4)?;
-        Ok(Self {
+        let mut ring = Self {
             desc,
             driver_event,
             device_event,
@@ -109,7 +109,32 @@ impl PackedRing {
             shadow: [(0, 0, 0); WINDOW],
             shadowed: 0,
             signalled: None,
-        })
+        };
+        if let Some(found) = ring.contradiction() {
+            (ring.next, ring.used, ring.published) = (found, found, found);
+        }
+        Ok(ring)
+    }
+
+    /// Where the ring itself says that the device is, if what it was told can't be: a front-end that keeps no in-flight
+    /// state (QEMU's virtio-net) knows only an old place after a crash of the switch.
+    ///
+    /// In lap `w` the entries before the device's place have the used flag at `w`, those from there on at `!w`. This is
+    /// so for entries that are chains of their own (as Linux drivers make them); rings with longer chains say nothing.
+    fn contradiction(&self) -> Option<Place> {
+        let used = |i: u16| self.flags(i).load(Ordering::Acquire) & USED != 0;
+        let Place { index, wrap } = self.used;
+        let first = used(0);
+        if used(index) != wrap && used(self.size - 1) != wrap && (index == 0 || first == wrap) {
+            return None;
+        }
+        let flip = (1..self.size).find(|i| used(*i) != first);
+        match flip {
+            None => Some(Place { index: 0, wrap: !first }),
+            Some(index) => {
+                (index..self.size).all(|i| used(i) != first).then_some(Place { index, wrap: first })
+            }
+        }
     }
 
     /// A ring that goes on where a predecessor was that did the batch from `old` to `new` last: at `new` if the driver

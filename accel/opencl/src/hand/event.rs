@@ -167,7 +167,5 @@ pub unsafe extern "C" fn clEnqueueWaitForEvents(queue: Handle, n: u32, list: *co
 /// A barrier, the way of OpenCL 1.
 pub unsafe extern "C" fn clEnqueueBarrier(queue: Handle) -> i32 {
     // SAFETY: no lists.
-    unsafe {
-        crate::stubs::clEnqueueBarrierWithWaitList(queue, 0, std::ptr::null(), std::ptr::null_mut())
-    }
+    unsafe { crate::stubs::clEnqueueBarrierWithWaitList(queue, 0, std::ptr::null(), std::ptr::null_mut()) }
 }

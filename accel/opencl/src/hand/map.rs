@@ -56,7 +56,8 @@ impl Target {
             Target::Program(host) => read_slot(queue, *host),
             Target::Staging(at, _) => {
                 let connection = rt::connection()?;
-                let ticket = if connection.shares_window { 0 } else { connection.ticket(Box::new(|_, _| ())) };
+                let ticket =
+                    if connection.shares_window { 0 } else { connection.ticket(Box::new(|_, _| ())) };
                 Ok(Slot { data: *at, ticket })
             }
         }
@@ -119,8 +120,8 @@ pub unsafe extern "C" fn clEnqueueMapBuffer(
         let new = rt::new_event(queue, !event.is_null(), MAP_BUFFER)?;
         let post = blocking == 0 && sure::host_range(queue, buffer, offset, size, &waits);
         if let Some(home) = mem.home {
-            let pointer =
-                rt::connection()?.window.at(home + offset, size).map_err(|_| code::MAP_FAILURE)? as usize;
+            let seen = rt::connection()?.window.at(home + offset, size).map_err(|_| code::MAP_FAILURE)?;
+            let pointer = if mem.host_ptr == 0 { seen as usize } else { mem.host_ptr + offset as usize };
             let record = wire::EnqueueMapHome {
                 queue: queue.id(),
                 buffer: buffer.id(),
@@ -130,8 +131,15 @@ pub unsafe extern "C" fn clEnqueueMapBuffer(
                 waits: waits.into(),
                 event: new.id(),
             };
-            if post { rt::lost(rt::connection()?.post(&record))? } else { rt::call(&record).map(|_| ())? }
-            remember(mem, Map { pointer, staging: None, region: Region::Bytes(offset, size), flags, pitches: (0, 0) })?;
+            if post {
+                rt::lost(rt::connection()?.post(&record))?
+            } else {
+                rt::call(&record).map(|_| ())?
+            }
+            remember(
+                mem,
+                Map { pointer, staging: None, region: Region::Bytes(offset, size), flags, pitches: (0, 0) },
+            )?;
             // SAFETY: as the API says.
             unsafe { finish(new, event) };
             return Ok(pointer as *mut c_void);
@@ -282,9 +290,7 @@ pub unsafe extern "C" fn clEnqueueUnmapMemObject(
                 }
                 Slot { data: at, ticket: connection.ticket(Box::new(move |c, _| c.give_staging(at, len))) }
             }
-            (None, Region::Bytes(_, len)) if written => {
-                write_slot(queue, &Host::flat(map.pointer, len))?
-            }
+            (None, Region::Bytes(_, len)) if written => write_slot(queue, &Host::flat(map.pointer, len))?,
             (None, Region::Pixels(_, region)) if written => {
                 let one = super::memory::is_one_dimensional(mem);
                 let (rows, slices) = if one { (1, region[1]) } else { (region[1], region[2]) };

@@ -130,6 +130,11 @@ fn create_buffer(
             ticket = connection.ticket(Box::new(move |c, _| c.give_staging(at, len)));
         }
     }
+    // A buffer over shared memory lives there.
+    let shared = super::svm::in_window(host_ptr as u64, size as u64).filter(|_| flags & USE_HOST_PTR != 0);
+    if let (true, Some(at)) = (valid, shared) {
+        (home, mem.home) = (at, Some(at));
+    }
     if valid && home == 0 && flags & (USE_HOST_PTR | COPY_HOST_PTR) != 0 {
         (data, ticket) = stage(&Host::flat(host_ptr as usize, size as u64))?;
     }
@@ -178,9 +183,7 @@ pub unsafe extern "C" fn clCreateBufferWithProperties(
     errcode: *mut i32,
 ) -> Handle {
     // SAFETY: all pointers as the API says.
-    unsafe {
-        rt::create(errcode, || create_buffer(context, list(properties, 2), flags, size, host_ptr))
-    }
+    unsafe { rt::create(errcode, || create_buffer(context, list(properties, 2), flags, size, host_ptr)) }
 }
 
 /// A part of a buffer.
@@ -201,13 +204,16 @@ pub unsafe extern "C" fn clCreateSubBuffer(
             }
             let [origin, size] = create_info.cast::<[usize; 2]>().read_unaligned().map(|v| v as u64);
             let inherit = |mask: u64| if flags & mask == 0 { parent.flags & mask } else { 0 };
-            let all =
-                flags | inherit(7) | inherit(7 << 7) | parent.flags & (USE_HOST_PTR | ALLOC_HOST_PTR | COPY_HOST_PTR);
+            let all = flags
+                | inherit(7)
+                | inherit(7 << 7)
+                | parent.flags & (USE_HOST_PTR | ALLOC_HOST_PTR | COPY_HOST_PTR);
             let mut mem = plain_mem(parent.context.obj(), BUFFER, all, size);
             mem.origin = origin;
             mem.parent = Some(rt::hold(buffer));
             mem.home = parent.home.map(|h| h + origin);
-            mem.host_ptr = if parent.host_ptr == 0 { 0 } else { parent.host_ptr.wrapping_add(origin as usize) };
+            mem.host_ptr =
+                if parent.host_ptr == 0 { 0 } else { parent.host_ptr.wrapping_add(origin as usize) };
             let new = rt::new_object(kind::MEM, Body::Mem(Box::new(mem)))?;
             named(&new);
             rt::call(&wire::CreateSubBuffer {
@@ -253,8 +259,8 @@ fn pixel_size(format: [u32; 2]) -> u64 {
         0x10d0 | 0x10d2 | 0x10d7 | 0x10da => channels,
         0x10d1 | 0x10d3 | 0x10d8 | 0x10db | 0x10dd => 2 * channels,
         0x10d9 | 0x10dc | 0x10de => 4 * channels,
-        0x10d4 | 0x10d5 => 2,          // 565, 555
-        0x10d6 | 0x10e0 => 4,          // 101010, 101010_2
+        0x10d4 | 0x10d5 => 2, // 565, 555
+        0x10d6 | 0x10e0 => 4, // 101010, 101010_2
         _ => 0,
     }
 }
@@ -299,7 +305,8 @@ unsafe fn create_image(
     (mem.pixel, mem.extent, mem.properties) = (pixel, extent, properties.clone());
     mem.pitches = (row as usize, slice as usize);
     mem.parent = parent.map(rt::hold);
-    let sane = extent.iter().all(|v| (1..=1 << 20).contains(v)) && pixel > 0 && row < 1 << 32 && slice < 1 << 40;
+    let sane =
+        extent.iter().all(|v| (1..=1 << 20).contains(v)) && pixel > 0 && row < 1 << 32 && slice < 1 << 40;
     let (mut data, mut data_size, mut ticket) = (0, 0, 0);
     if host_ptr as usize != 0 && parent.is_none() && sane {
         // Rows and slices as the program has them; a 1D array has its layers as slices.
@@ -373,9 +380,7 @@ pub unsafe extern "C" fn clCreateImageWithProperties(
 ) -> Handle {
     // SAFETY: all pointers as the API says.
     unsafe {
-        rt::create(errcode, || {
-            create_image(context, list(properties, 2), flags, format, desc, host_ptr)
-        })
+        rt::create(errcode, || create_image(context, list(properties, 2), flags, format, desc, host_ptr))
     }
 }
 
@@ -520,4 +525,3 @@ pub(crate) fn is_image(mem: &Mem) -> bool {
 pub(crate) fn is_one_dimensional(mem: &Mem) -> bool {
     matches!(mem.object_type, IMAGE1D_ARRAY | IMAGE1D_BUFFER | 0x10f4)
 }
-

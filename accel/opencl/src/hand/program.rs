@@ -43,13 +43,12 @@ unsafe fn piece<'a>(strings: *const *const u8, lengths: *const usize, i: usize) 
     }
 }
 
-/// A long blob goes through the window: its offset and length instead of its bytes.
+/// What a request may carry at most; longer than a record, it goes in parts.
 fn too_long(bytes: &[u8]) -> Result<(), i32> {
-    // A record holds a quarter of the ring.
-    if bytes.len() + 4096 > rt::connection()?.max_record { Err(code::HOST_MEMORY) } else { Ok(()) }
+    if bytes.len() > 60 << 20 { Err(code::HOST_MEMORY) } else { Ok(()) }
 }
 
-/// A program from source. Posted: nothing is looked at before it is built.
+/// A program from source.
 pub unsafe extern "C" fn clCreateProgramWithSource(
     context: Handle,
     count: u32,
@@ -102,7 +101,10 @@ pub unsafe extern "C" fn clCreateProgramWithBinary(
             for i in 0..devices.len() {
                 let (len, start) = (*lengths.add(i), *binaries.add(i));
                 if len == 0 || start.is_null() {
-                    rt::write(binary_status.wrapping_add(i * usize::from(!binary_status.is_null())), code::VALUE);
+                    rt::write(
+                        binary_status.wrapping_add(i * usize::from(!binary_status.is_null())),
+                        code::VALUE,
+                    );
                     return Err(code::VALUE);
                 }
                 all.extend_from_slice(std::slice::from_raw_parts(start, len));
@@ -246,7 +248,9 @@ pub unsafe extern "C" fn clCompileProgram(
         // SAFETY: as the API says.
         unsafe {
             let (devices, options) = (some_devices(n, devices)?, options(text)?);
-            if (n_headers == 0) != (headers.is_null() && names.is_null()) || headers.is_null() != names.is_null() {
+            if (n_headers == 0) != (headers.is_null() && names.is_null())
+                || headers.is_null() != names.is_null()
+            {
                 return Err(code::VALUE);
             }
             let (headers, names) = if n_headers == 0 {
@@ -286,11 +290,8 @@ pub unsafe extern "C" fn clLinkProgram(
     unsafe {
         rt::create(errcode, || {
             let context = rt::object(context, kind::CONTEXT)?;
-            let listed = if n == 0 && devices.is_null() {
-                None
-            } else {
-                Some(rt::list(n, devices, kind::DEVICE)?)
-            };
+            let listed =
+                if n == 0 && devices.is_null() { None } else { Some(rt::list(n, devices, kind::DEVICE)?) };
             let options = options(text)?;
             let programs = rt::objects(n_programs, programs, kind::PROGRAM)?;
             let new = program(context, listed.as_deref())?;

@@ -25,6 +25,14 @@ fn is_shared(address: u64) -> bool {
     ranges().range(..=address).next_back().is_some_and(|(start, (len, _))| address - start < *len)
 }
 
+/// Where in the window `len` bytes from an address of shared memory are; None: they aren't all shared.
+pub(crate) fn in_window(address: u64, len: u64) -> Option<u64> {
+    let ranges = ranges();
+    let (start, (size, data)) = ranges.range(..=address).next_back()?;
+    let offset = address - start;
+    (offset.checked_add(len)? <= *size).then_some(data + offset)
+}
+
 /// Maps a part of the window a second time, at an address that must be free here.
 fn map_at(address: u64, from: *mut u8, len: u64) -> Result<(), i32> {
     let at = address as *mut c_void;
@@ -76,12 +84,7 @@ fn alloc(context: Handle, flags: u64, size: usize, alignment: u32) -> Result<*mu
 }
 
 /// Memory at an address that both sides have free. Null: there is none.
-pub unsafe extern "C" fn clSVMAlloc(
-    context: Handle,
-    flags: u64,
-    size: usize,
-    alignment: u32,
-) -> *mut c_void {
+pub unsafe extern "C" fn clSVMAlloc(context: Handle, flags: u64, size: usize, alignment: u32) -> *mut c_void {
     // SAFETY: no code is written.
     unsafe { rt::create(std::ptr::null_mut(), || alloc(context, flags, size, alignment)) }
 }
@@ -120,7 +123,10 @@ pub unsafe extern "C" fn clEnqueueSVMFree(
         }
         // SAFETY: as the API says.
         let (waits, pointers) = unsafe {
-            (rt::waits(n, list)?, std::slice::from_raw_parts(pointers.cast::<usize>(), count as usize).to_vec())
+            (
+                rt::waits(n, list)?,
+                std::slice::from_raw_parts(pointers.cast::<usize>(), count as usize).to_vec(),
+            )
         };
         let context = queue.body().context().ok_or(code::CONTEXT)?;
         // The end of a marker says when; its event is needed whether the program wants one or not.
@@ -232,11 +238,11 @@ pub unsafe extern "C" fn clEnqueueSVMMemFill(
     rt::status(|| {
         let (queue, waits) = command(queue, n, list)?;
         let new = rt::new_event(queue, !event.is_null(), 0x120b)?;
-        // SAFETY (both): as the API says.
         let record = wire::EnqueueSVMMemFill {
             queue: queue.id(),
             address: pointer as u64,
             size: size as u64,
+            // SAFETY: pattern_size bytes, as the API says.
             pattern: unsafe { rt::bytes(pattern, pattern_size)? },
             waits: waits.into(),
             event: new.id(),
@@ -317,8 +323,11 @@ pub unsafe extern "C" fn clEnqueueSVMMigrateMem(
         // SAFETY: lists as the API says.
         let (addresses, sizes) = unsafe {
             let pointers = std::slice::from_raw_parts(pointers.cast::<usize>(), count);
-            let sizes =
-                if sizes.is_null() { vec![0; count] } else { std::slice::from_raw_parts(sizes, count).to_vec() };
+            let sizes = if sizes.is_null() {
+                vec![0; count]
+            } else {
+                std::slice::from_raw_parts(sizes, count).to_vec()
+            };
             (pointers.iter().map(|p| *p as u64).collect::<Vec<_>>(), sizes)
         };
         let record = wire::EnqueueSVMMigrateMem {

@@ -48,6 +48,11 @@ impl Host {
         self.row.saturating_mul(self.rows).saturating_mul(self.slices)
     }
 
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// Whether the region has no gaps.
     pub fn is_flat(&self) -> bool {
         (self.rows == 1 || self.row_pitch == self.row)
@@ -151,10 +156,7 @@ pub(crate) fn write_slot(queue: Obj, host: &Host) -> Result<Slot, i32> {
 }
 
 /// Sends a transfer. When the call fails, the server redeems no ticket.
-fn transfer<'a, R: tombolo_accel_spec::wire::Record<'a>>(
-    record: &R,
-    post: bool,
-) -> Result<(), i32> {
+fn transfer<'a, R: tombolo_accel_spec::wire::Record<'a>>(record: &R, post: bool) -> Result<(), i32> {
     if post { rt::lost(rt::connection()?.post(record)) } else { rt::call(record).map(|_| ()) }
 }
 

@@ -33,9 +33,11 @@ impl Cx<'_> {
     /// A range lies in a buffer.
     pub fn check_range(&self, buffer: u64, offset: u64, size: u64) -> Result<(), i32> {
         // Unmapping names one offset twice: it only has to lie inside.
-        self.of(buffer, |e| e.pixel == 0 && (inside(offset, size, e.size) || offset == size && offset < e.size))?
-            .then_some(())
-            .ok_or(VALUE)
+        self.of(buffer, |e| {
+            e.pixel == 0 && (inside(offset, size, e.size) || offset == size && offset < e.size)
+        })?
+        .then_some(())
+        .ok_or(VALUE)
     }
 
     /// A rectangle lies in a buffer.

@@ -59,10 +59,9 @@ pub fn snapshot(cl: &OpenCl, reply: &mut Vec<u8>) -> Done {
         (n.clGetPlatformIDs.ok_or(wire::UNSUPPORTED)?, n.clGetPlatformInfo.ok_or(wire::UNSUPPORTED)?);
     let (device_ids, device_info) =
         (n.clGetDeviceIDs.ok_or(wire::UNSUPPORTED)?, n.clGetDeviceInfo.ok_or(wire::UNSUPPORTED)?);
-    // SAFETY (all native calls below): handles come from the driver itself; buffers are as long as said.
+    // SAFETY (and of the native calls below): handles come from the driver itself; buffers are as long as said.
     let platforms = listed(|n, list, count| unsafe { platform_ids(n, list, count) })?;
-    let mut roots: Vec<(u32, u64, Handle)> =
-        platforms.iter().map(|p| (kind::PLATFORM, 0, *p)).collect();
+    let mut roots: Vec<(u32, u64, Handle)> = platforms.iter().map(|p| (kind::PLATFORM, 0, *p)).collect();
     for (i, platform) in platforms.iter().enumerate() {
         // SAFETY: as above.
         let devices = listed(|n, list, count| unsafe { device_ids(*platform, 0xffff_ffff, n, list, count) });
@@ -369,8 +368,11 @@ pub(super) fn create_buffer(cx: &mut Cx<'_>, r: &wire::CreateBuffer<'_>) -> Done
     create_mem(cx, r.new, r.size, ticket, extra, |code| {
         match (plain, with) {
             // SAFETY (both): a live context; the pointer has size bytes, checked above.
-            (_, Some(f)) if !properties.is_null() => unsafe { f(context, properties, flags, size, pointer, code) }
-                .cast(),
+            (_, Some(f)) if !properties.is_null() => {
+                // SAFETY: live handles that were looked up; buffers and lists are as long as said.
+                unsafe { f(context, properties, flags, size, pointer, code) }.cast()
+            }
+            // SAFETY: live handles that were looked up; buffers and lists are as long as said.
             (Some(f), _) => unsafe { f(context, flags, size, pointer, code) },
             _ => null_mut(),
         }
@@ -690,6 +692,7 @@ pub(super) fn program_binaries(cx: &mut Cx<'_>, r: &wire::ProgramBinaries) -> Do
     let f = native!(cx, clGetProgramInfo);
     let program = cx.get(kind::PROGRAM, r.program)?;
     // SAFETY (both): a live program; buffers as long as said.
+    // SAFETY: live handles that were looked up; buffers and lists are as long as said.
     let (status, sizes) = value(&|s, v, ret| unsafe { f(program, 0x1165, s, v, ret) });
     cx.status(status)?;
     let sizes: Vec<usize> =
@@ -747,8 +750,10 @@ pub(super) fn set_kernel_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArg<'_>) -> Don
             if r.value.len() != size {
                 return Err(VALUE);
             }
+            // SAFETY: live handles that were looked up; buffers and lists are as long as said.
             cx.status(unsafe { f(kernel, r.index, size, r.value.as_ptr().cast()) })
         }
+        // SAFETY: live handles that were looked up; buffers and lists are as long as said.
         1 => cx.status(unsafe { f(kernel, r.index, size, null()) }),
         _ => {
             let kinds = [kind::MEM, kind::SAMPLER, kind::QUEUE];
@@ -758,6 +763,7 @@ pub(super) fn set_kernel_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArg<'_>) -> Don
             if size != size_of::<Handle>() {
                 return Err(-51); // CL_INVALID_ARG_SIZE
             }
+            // SAFETY: live handles that were looked up; buffers and lists are as long as said.
             cx.status(unsafe { f(kernel, r.index, size, (&raw const native).cast()) })
         }
     }

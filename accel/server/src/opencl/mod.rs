@@ -81,7 +81,9 @@ impl OpenCl {
         // SAFETY: loads a library by name; the system's OpenCL loader has no constructor that depends on us.
         let library = unsafe { libc::dlopen(c"libOpenCL.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if library.is_null() {
-            return Err("libOpenCL.so.1 was not found; install an OpenCL loader (Debian: ocl-icd-libopencl1)".into());
+            return Err(
+                "libOpenCL.so.1 was not found; install an OpenCL loader (Debian: ocl-icd-libopencl1)".into(),
+            );
         }
         // SAFETY: symbols of the OpenCL loader have the signatures that the declarations say.
         let native = unsafe { Native::load(|name: &CStr| libc::dlsym(library, name.as_ptr())) };

@@ -12,14 +12,17 @@ use tombolo_accel_spec::opencl::{self as wire, kind};
 type Done = Result<(), i32>;
 const PAGE: u64 = 4096;
 
-/// Ranges of a client by address: length and context.
+/// A range: its length, its context, and the driver's allocation that it lies in.
+type Range = (u64, usize, u64);
+
+/// Ranges of a client by address.
 #[derive(Debug, Default)]
-pub struct Svm(BTreeMap<u64, (u64, usize)>);
+pub struct Svm(BTreeMap<u64, Range>);
 
 impl Svm {
     /// Whether `len` bytes from an address all lie in one range.
     fn contains(&self, address: u64, len: u64) -> bool {
-        self.0.range(..=address).next_back().is_some_and(|(start, (size, _))| {
+        self.0.range(..=address).next_back().is_some_and(|(start, (size, ..))| {
             (address - start).checked_add(len.max(1)).is_some_and(|end| end <= *size)
         })
     }
@@ -91,29 +94,32 @@ pub(super) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
         return Err(VALUE);
     }
     cx.cl.charge(r.size)?;
-    // SAFETY: a live context. Whole pages, so that nothing else lies in them.
-    let native = unsafe { f(context, r.flags, r.size as usize, PAGE as u32) } as u64;
-    if native == 0 || native % PAGE != 0 {
+    // Drivers align no further than their largest type; one page more holds the whole pages that are asked for, and nothing else lies
+    // in those.
+    // SAFETY: a live context.
+    let native = unsafe { f(context, r.flags, (r.size + PAGE) as usize, 0) } as u64;
+    if native == 0 {
         cx.cl.uncharge(r.size);
         return Err(RESOURCES);
     }
-    if let Err(code) = replace(native, r.size, Some(from)) {
+    let address = native.next_multiple_of(PAGE);
+    if let Err(code) = replace(address, r.size, Some(from)) {
         // SAFETY: just allocated.
         unsafe { free(context, native as *const c_void) };
         cx.cl.uncharge(r.size);
         return Err(code);
     }
-    lock(&cx.cl.svm).0.insert(native, (r.size, context as usize));
-    cx.reply().u64(native);
+    lock(&cx.cl.svm).0.insert(address, (r.size, context as usize, native));
+    cx.reply().u64(address);
     Ok(())
 }
 
 pub(super) fn free(cx: &mut Cx<'_>, r: &wire::SvmFree) -> Done {
     let f = cx.native().clSVMFree.ok_or(wire::UNSUPPORTED)?;
-    let (len, context) = lock(&cx.cl.svm).0.remove(&r.address).ok_or(VALUE)?;
+    let (len, context, native) = lock(&cx.cl.svm).0.remove(&r.address).ok_or(VALUE)?;
     replace(r.address, len, None)?;
     // SAFETY: an allocation of this context, whose pages are private memory again.
-    unsafe { f(context as Handle, r.address as *const c_void) };
+    unsafe { f(context as Handle, native as *const c_void) };
     cx.cl.uncharge(len);
     Ok(())
 }
@@ -213,8 +219,8 @@ mod tests {
     #[test]
     fn an_address_is_good_only_inside_of_one_range() {
         let mut s = Svm::default();
-        s.0.insert(0x1000, (0x1000, 0));
-        s.0.insert(0x3000, (0x1000, 0));
+        s.0.insert(0x1000, (0x1000, 0, 0));
+        s.0.insert(0x3000, (0x1000, 0, 0));
         assert!(s.contains(0x1000, 0x1000) && s.contains(0x1fff, 1) && s.contains(0x3800, 0));
         assert!(!s.contains(0xfff, 1) && !s.contains(0x2000, 1) && !s.contains(0x1fff, 2));
         assert!(!s.contains(0x1800, u64::MAX) && !s.contains(u64::MAX, 1) && !s.contains(0, 0));

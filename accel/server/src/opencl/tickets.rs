@@ -29,7 +29,7 @@ unsafe extern "C" fn ended(_event: Handle, _status: i32, cl: *mut c_void) {
 
 impl Tickets {
     /// Adds a ticket; the reference to the event becomes its own.
-    pub fn add(&self, cl: &'static OpenCl, ticket: u64, event: Handle, filled: Option<(u64, u64)>) {
+    pub(super) fn add(&self, cl: &'static OpenCl, ticket: u64, event: Handle, filled: Option<(u64, u64)>) {
         lock(&self.0).push(Outstanding { ticket, event: event as usize, filled });
         if let Some(set) = cl.native.clSetEventCallback {
             // SAFETY: the callback's pointer is never freed.
@@ -66,9 +66,8 @@ fn status(cl: &OpenCl, event: usize) -> Option<i32> {
     let mut status: i32 = 0;
     let f = cl.native.clGetEventInfo?;
     // SAFETY: a live event; room for its status.
-    let asked = unsafe {
-        f(event as Handle, EXECUTION_STATUS, 4, (&raw mut status).cast(), std::ptr::null_mut())
-    };
+    let asked =
+        unsafe { f(event as Handle, EXECUTION_STATUS, 4, (&raw mut status).cast(), std::ptr::null_mut()) };
     match (asked, status) {
         (0, s) if s > 0 => None,
         (0, s) => Some(s),
