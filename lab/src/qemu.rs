@@ -181,7 +181,10 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
     list.pair("-initrd", &files.initramfs.display().to_string());
     let iommu = if config.iommu == Iommu::Intel { "intel_iommu=on " } else { "" };
     let more = &config.kernel_arguments;
-    list.pair("-append", &format!("console=ttyS0 quiet panic=-1 {iommu}iommu=pt mitigations=off {more}"));
+    list.pair(
+        "-append",
+        &format!("console=ttyS0 quiet panic=-1 no_timer_check {iommu}iommu=pt mitigations=off {more}"),
+    );
     list.0
 }
 

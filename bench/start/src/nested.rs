@@ -287,7 +287,7 @@ fn command(spec: &Spec, socket: &Path) -> Command {
     // A serial console costs much here, so only warnings are shown; an option that means nothing gives one as soon as the
     // kernel reads its arguments.
     command.arg("-append").arg(format!(
-        "console=ttyS0 earlycon=uart8250,io,0x3f8 loglevel=5 mem=none panic=-1 mitigations=off {arguments}"
+        "console=ttyS0 no_timer_check earlycon=uart8250,io,0x3f8 loglevel=5 mem=none panic=-1 mitigations=off {arguments}"
     ));
     command.args(["-serial", "stdio", "-qmp"]).arg(format!("unix:{},server=on,wait=off", socket.display()));
     command
