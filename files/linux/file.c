@@ -14,6 +14,7 @@
 #include <linux/uio.h>
 
 #define TMB_COPY_BLOCKS 256u	/* copied under one pin: 1 MiB */
+#define TMB_STREAM_BYTES 16384	/* copies from this size on go past the cache: they would push out more than is soon read */
 #define TMB_WRITE_RESTARTS 8	/* of a write whose buffer faults, before it may end up in pieces */
 
 static size_t copy_out(struct tfs *fs, const struct tfs_run *run, size_t skip, size_t n, struct iov_iter *to)
@@ -86,7 +87,7 @@ static size_t copy_in(struct tfs *fs, const struct tfs_write *w, size_t skip, si
 	if (w->is_new && skip)
 		memset(start, 0, skip);
 	pagefault_disable();
-	done = _copy_from_iter(start + skip, n, from);
+	done = n < TMB_STREAM_BYTES ? _copy_from_iter(start + skip, n, from) : _copy_from_iter_flushcache(start + skip, n, from);
 	pagefault_enable();
 	if (w->is_new && skip + done < w->run.count << TFS_BLOCK_SHIFT)
 		memset(start + skip + done, 0, (w->run.count << TFS_BLOCK_SHIFT) - skip - done);
