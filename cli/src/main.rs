@@ -50,6 +50,11 @@ enum Command {
     },
     /// Grow a running VM's virtio-mem to its full size
     Grow(tombolo_start::cli::GrowOptions),
+    /// The switch: packets between VMs through memory
+    Net {
+        #[command(subcommand)]
+        command: tombolo_net::cli::Command,
+    },
     /// Accelerators for programs in VMs
     Accel {
         #[command(subcommand)]
@@ -133,6 +138,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Lab { command } => tombolo_lab::cli::run(command, cli.json),
         Command::Start { command } => tombolo_vm::cli::run_start(command, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
+        Command::Net { command } => tombolo_net::cli::run(command, cli.json),
         Command::Accel { command } => tombolo_accel_server::cli::run(command, cli.json),
         Command::Bench { command: BenchCommand::Bench(command) } => {
             tombolo_bench::cli::run(command, cli.json)

@@ -25,9 +25,6 @@ pub enum Command {
         /// Requests of a client per second; 0: no limit
         #[arg(long, default_value_t = 0)]
         rate: u32,
-        /// Share of device time of a client, relative to others
-        #[arg(long, default_value_t = 100)]
-        weight: u32,
         /// Memory shared with a client for bulk data, in MiB; used only as far as it is needed
         #[arg(long, default_value_t = 1024)]
         window: u64,
@@ -44,8 +41,8 @@ pub enum Command {
 /// Runs a command.
 pub fn run(command: Command, _json: bool) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Serve { listen, clients, memory, objects, rate, weight, window } => {
-            let limits = Limits { memory: memory << 20, objects, rate, weight, window: window << 20 };
+        Command::Serve { listen, clients, memory, objects, rate, window } => {
+            let limits = Limits { memory: memory << 20, objects, rate, window: window << 20 };
             supervisor::serve(Config { listen, limits, clients })?;
         }
         Command::Worker { limits } => crate::worker::run(&serde_json::from_str(&limits)?)?,

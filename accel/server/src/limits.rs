@@ -13,15 +13,13 @@ pub struct Limits {
     pub objects: u32,
     /// Requests a second; 0: no limit.
     pub rate: u32,
-    /// Share of device time relative to other clients.
-    pub weight: u32,
     /// Bytes of the window.
     pub window: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Limits { memory: 4 << 30, objects: 1 << 16, rate: 0, weight: 100, window: 1 << 30 }
+        Limits { memory: 4 << 30, objects: 1 << 16, rate: 0, window: 1 << 30 }
     }
 }
 
