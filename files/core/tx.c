@@ -180,7 +180,14 @@ static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
 			break; /* itable_inodes says more than there are */
 		state = tmb_load(&inode->state_gen);
 		if (created_by(state, member)) {
-			tfs_drop_new_inode(fs, inode);
+			tmb_u32 slot;
+
+			/* In a transaction: this member may die, too, while it frees what the other one made. */
+			if (!tfs_tx_begin(fs, &slot)) {
+				tfs_tx_inode(fs, slot, 0, ino);
+				tfs_drop_new_inode(fs, inode);
+				tfs_tx_end(fs, slot);
+			}
 			continue;
 		}
 		if ((state & 0xff) != TFS_INODE_LIVE)
