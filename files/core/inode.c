@@ -92,27 +92,55 @@ static bool claim(struct tfs *fs, struct tfs_inode *inode)
 	       tmb_cas64(&inode->state_gen, old, generation | (tmb_u64)tfs_tag(fs) << 8 | TFS_INODE_NEW);
 }
 
+/* Whether the table has so few free records that a search for one is not worth it. */
+static bool table_is_full(struct tfs *fs, tmb_u64 inodes)
+{
+	tmb_s64 used = 0;
+
+	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
+		used += tmb_load(&tfs_member_area(fs, m)->inodes_used);
+	return used < 0 || (tmb_u64)used + inodes / 8 > inodes;
+}
+
+/* Claims a free record among 'count' from the cursor on; 0: none. */
+static tmb_u64 search(struct tfs *fs, tmb_u64 inodes, tmb_u64 count, struct tfs_inode **out)
+{
+	tmb_u64 at = tmb_load(&fs->inode_cursor);
+	struct tfs_inode *inode = NULL;
+
+	for (tmb_u64 i = 0; i < count; i++, at++) {
+		if (at <= TFS_ROOT_INO || at >= inodes) {
+			at = TFS_ROOT_INO + 1;
+			inode = NULL;
+		}
+		if (!inode || !(at % TFS_INODES_PER_BLOCK))
+			inode = tfs_inode(fs, at);
+		else
+			inode++;
+		if (!inode)
+			break;
+		if (!claim(fs, inode))
+			continue;
+		tmb_store(&fs->inode_cursor, at + 1);
+		*out = inode;
+		return at;
+	}
+	tmb_store(&fs->inode_cursor, at);
+	return 0;
+}
+
 int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode **out)
 {
 	for (tmb_u32 tries = 0; tries < 1000; tries++) {
-		tmb_u64 n = tmb_load(&tfs_sb(fs)->itable_inodes), at = tmb_load(&fs->inode_cursor);
-		struct tfs_inode *inode = NULL;
+		tmb_u64 inodes = tmb_load(&tfs_sb(fs)->itable_inodes);
+		struct tfs_inode *inode;
 		int err;
 
-		for (tmb_u32 i = 0; i < SEARCH && i < n; i++, at++) {
-			if (at <= TFS_ROOT_INO || at >= n) {
-				at = TFS_ROOT_INO + 1;
-				inode = NULL;
-			}
-			if (!inode || !(at % TFS_INODES_PER_BLOCK))
-				inode = tfs_inode(fs, at);
-			else
-				inode++;
-			if (!inode)
-				break;
-			if (!claim(fs, inode))
-				continue;
-			tmb_store(&fs->inode_cursor, at + 1);
+		*ino = search(fs, inodes, TFS_MIN(inodes, SEARCH), &inode);
+		/* The whole table before it grows, if an eighth of it is free: else it would grow with every run of live inodes. */
+		if (!*ino && !table_is_full(fs, inodes))
+			*ino = search(fs, inodes, inodes, &inode);
+		if (*ino) {
 			/* Everything but state, and the lock, on which a latecomer may sit. */
 			memset((tmb_u8 *)inode + offsetof(struct tfs_inode, mode), 0,
 			       offsetof(struct tfs_inode, lock) - offsetof(struct tfs_inode, mode));
@@ -122,12 +150,11 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 			tmb_store(&inode->project, 0);
 			tmb_store(&inode->dir_hint, 0);
 			tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, 1);
-			*ino = at;
 			*out = inode;
 			return 0;
 		}
-		tmb_store(&fs->inode_cursor, n); /* new ones come there */
-		err = grow_table(fs, slot, n);
+		tmb_store(&fs->inode_cursor, inodes); /* new ones come there */
+		err = grow_table(fs, slot, inodes);
 		if (err)
 			return err;
 	}
