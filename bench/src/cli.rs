@@ -35,6 +35,9 @@ pub struct FilesArgs {
     /// Rounds over all systems
     #[arg(long)]
     rounds: Option<u32>,
+    /// Names for the operations on names
+    #[arg(long)]
+    names: Option<u32>,
     /// Guest kernel: a version of the guest kit
     #[arg(long, default_value = "general-6.12")]
     kernel: String,

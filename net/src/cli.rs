@@ -66,7 +66,7 @@ pub enum Command {
         #[arg(short, long, default_value_t = 65600)]
         snap: u32,
         /// End after so many seconds
-        #[arg(short, long)]
+        #[arg(long)]
         seconds: Option<u64>,
         /// Control socket of the switch
         #[arg(long, default_value = CONTROL)]
