@@ -160,7 +160,7 @@ fn round(plan: &Plan, project: &Project, peer: &Peer, results: &mut Results) -> 
     if plan.tree {
         let timed = |what: &str, script: &str| -> Result<f64> {
             let output = project
-                .exec(VM, &format!("s=$(date +%s.%N); {script} || exit 1; e=$(date +%s.%N); echo $s $e"))?;
+                .exec(VM, &format!("s=$(cut -d' ' -f1 /proc/uptime); {script} || exit 1; echo $s $(cut -d' ' -f1 /proc/uptime)"))?;
             let (start, end) = output
                 .trim()
                 .rsplit('\n')
@@ -193,8 +193,9 @@ fn handover(plan: &Plan, project: &Project, peers: &[Peer], results: &mut Result
             /* Small blocks on slow peers would take minutes: as much as fits, the figure is per MB. */
             let mb = if bytes < 1 << 20 { plan.handover_mb / 16 } else { plan.handover_mb };
             let seconds = |vm: &str, args: &str| -> Result<f64> {
-                let script =
-                    format!("s=$(date +%s.%N); {args} 2>/dev/null || exit 1; e=$(date +%s.%N); echo $s $e");
+                let script = format!(
+                    "s=$(cut -d' ' -f1 /proc/uptime); {args} 2>/dev/null || exit 1; echo $s $(cut -d' ' -f1 /proc/uptime)"
+                );
                 let output = project.exec(vm, &script)?;
                 let (start, end) = output.trim().split_once(' ').context("no times")?;
                 Ok(end.parse::<f64>()? - start.parse::<f64>()?)
