@@ -57,9 +57,10 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
             plan.rounds = args.rounds.unwrap_or(plan.rounds);
             plan.kernel = args.kernel;
             let command = format!(
-                "tombolo bench files{} --rounds {}",
+                "tombolo bench files{} --rounds {} --names {}",
                 if args.quick { " --quick" } else { "" },
-                plan.rounds
+                plan.rounds,
+                plan.names
             );
             let kit = std::path::absolute(&args.kit)?;
             let results = files::run(&plan, &args.results, &kit, command)?;
