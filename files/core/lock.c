@@ -203,22 +203,29 @@ static bool pinned(struct tfs *fs, tmb_u64 ino)
 	return false;
 }
 
+/* One round of waiting for readers and mappers: spins first, then sleeps; false: the time is up. */
+static bool wait_round(struct tfs *fs, tmb_u32 round, tmb_u64 *since)
+{
+	if (round < SPINS) {
+		tfs_os_relax();
+		return true;
+	}
+	if (!*since)
+		*since = tfs_os_clock();
+	else if (tfs_os_clock() - *since > TFS_REVOKE_LIMIT_NS)
+		return false;
+	tfs_os_wait(fs, round - SPINS);
+	return true;
+}
+
 bool tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino)
 {
 	tmb_u64 since = 0;
 
 	tmb_fence();
-	for (tmb_u32 round = 0; pinned(fs, ino); round++) {
-		if (round < SPINS) {
-			tfs_os_relax();
-			continue;
-		}
-		if (!since)
-			since = tfs_os_clock();
-		else if (tfs_os_clock() - since > TFS_REVOKE_LIMIT_NS)
+	for (tmb_u32 round = 0; pinned(fs, ino); round++)
+		if (!wait_round(fs, round, &since))
 			return false;
-		tfs_os_wait(fs, round - SPINS);
-	}
 	return true;
 }
 
@@ -242,14 +249,7 @@ bool tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
 		}
 		if (!mappers)
 			return tfs_wait_unpinned(fs, ino);
-		if (round < SPINS) {
-			tfs_os_relax();
-			continue;
-		}
-		if (!since)
-			since = tfs_os_clock();
-		else if (tfs_os_clock() - since > TFS_REVOKE_LIMIT_NS)
+		if (!wait_round(fs, round, &since))
 			return false;
-		tfs_os_wait(fs, round - SPINS);
 	}
 }
