@@ -158,28 +158,27 @@ fn round(plan: &Plan, project: &Project, peer: &Peer, results: &mut Results) -> 
         }
     }
     if plan.tree {
-        let timed = |what: &str, script: &str| -> Result<f64> {
-            let output = project
-                .exec(VM, &format!("s=$(cut -d' ' -f1 /proc/uptime); {script} || exit 1; echo $s $(cut -d' ' -f1 /proc/uptime)"))?;
-            let (start, end) = output
-                .trim()
-                .rsplit('\n')
-                .next()
-                .and_then(|l| l.split_once(' '))
-                .with_context(|| format!("{what}: no times"))?;
-            Ok(end.parse::<f64>()? - start.parse::<f64>()?)
-        };
         let tree = format!("{}/tree", peer.dir);
-        let unpack = timed("unpack", &format!("mkdir {tree} && tar -xf /bench/tree.tar -C {tree}"))?;
+        let unpack = timed(project, VM, &format!("mkdir {tree} && tar -xf /bench/tree.tar -C {tree}"))?;
         add(results, peer, "tree-unpack".into(), unpack, "s", Better::Lower)?;
         let status = timed(
-            "git status",
+            project,
+            VM,
             &format!("git -c safe.directory='*' -C {tree} status --porcelain >/dev/null"),
         )?;
         add(results, peer, "tree-git-status".into(), status, "s", Better::Lower)?;
         project.exec(VM, &format!("rm -rf {tree}"))?;
     }
     Ok(())
+}
+
+/// Seconds that a script takes in a VM, by the guest's own clock (10 ms); the script prints nothing.
+fn timed(project: &Project, vm: &str, script: &str) -> Result<f64> {
+    let clock = "$(cut -d' ' -f1 /proc/uptime)";
+    let output = project.exec(vm, &format!("s={clock}; {script} || exit 1; echo $s {clock}"))?;
+    let (start, end) =
+        output.trim().split_once(' ').with_context(|| format!("in VM {vm}, no times: {output}"))?;
+    Ok(end.parse::<f64>()? - start.parse::<f64>()?)
 }
 
 /// A producer writes a file in one VM, then a consumer reads it in the other: the sum of both times, for systems that share.
@@ -190,21 +189,16 @@ fn handover(plan: &Plan, project: &Project, peers: &[Peer], results: &mut Result
     }
     for (bs, bytes) in [("1k", 1u64 << 10), ("4k", 4 << 10), ("1M", 1 << 20)] {
         for peer in &shared {
-            /* Small blocks on slow peers would take minutes: as much as fits, the figure is per MB. */
+            // Small blocks on slow peers would take minutes: as much as fits, the figure is per MB.
             let mb = if bytes < 1 << 20 { plan.handover_mb / 16 } else { plan.handover_mb };
-            let seconds = |vm: &str, args: &str| -> Result<f64> {
-                let script = format!(
-                    "s=$(cut -d' ' -f1 /proc/uptime); {args} 2>/dev/null || exit 1; echo $s $(cut -d' ' -f1 /proc/uptime)"
-                );
-                let output = project.exec(vm, &script)?;
-                let (start, end) = output.trim().split_once(' ').context("no times")?;
-                Ok(end.parse::<f64>()? - start.parse::<f64>()?)
-            };
             let count = u64::from(mb) * (1 << 20) / bytes;
             let file = format!("{}/handover", peer.dir);
-            let produce =
-                seconds(VM, &format!("dd if=/dev/zero of={file} bs={bs} count={count} conv=fsync"))?;
-            let consume = seconds(OTHER, &format!("dd if={file} of=/dev/null bs={bs}"))?;
+            let produce = timed(
+                project,
+                VM,
+                &format!("dd if=/dev/zero of={file} bs={bs} count={count} conv=fsync 2>/dev/null"),
+            )?;
+            let consume = timed(project, OTHER, &format!("dd if={file} of=/dev/null bs={bs} 2>/dev/null"))?;
             project.exec(VM, &format!("rm {file}"))?;
             let value = (produce + consume) * 1000.0 / f64::from(mb);
             add(results, peer, format!("handover-{bs}"), value, "ms/MB", Better::Lower)?;
