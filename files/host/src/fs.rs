@@ -33,15 +33,27 @@ fn check_len(ret: i64) -> Result<u64> {
 /// Called for each damage that the core notices: what, and two details.
 pub type DamageLog = Box<dyn Fn(&str, u64, u64) + Send + Sync>;
 
+/// Rings the doorbell of a member, best effort.
+pub type Ringer = Box<dyn Fn(u32) + Send + Sync>;
+
 struct Host {
     raw: sys::tfs_host,
     log: DamageLog,
+    ringer: Option<Ringer>,
 }
 
 extern "C" fn on_damage(ctx: *mut c_void, what: *const c_char, a: u64, b: u64) {
     // SAFETY: ctx is the Host of a living Filesystem, what is static text of the core.
     let (host, what) = unsafe { (&*ctx.cast::<Host>(), CStr::from_ptr(what)) };
     (host.log)(&what.to_string_lossy(), a, b);
+}
+
+extern "C" fn on_ring(ctx: *mut c_void, member: u32) {
+    // SAFETY: ctx is the Host of a living Filesystem.
+    let host = unsafe { &*ctx.cast::<Host>() };
+    if let Some(ring) = &host.ringer {
+        ring(member);
+    }
 }
 
 /// How to make a file system.
@@ -184,8 +196,9 @@ impl Filesystem {
 
     /// Opens with a place for notices of damage.
     pub fn open_with(area: Area, log: DamageLog) -> Result<Filesystem> {
-        let mut host = Box::new(Host { raw: sys::tfs_host::default(), log });
-        host.raw = sys::tfs_host { ctx: (&raw mut *host).cast(), damage: Some(on_damage), ring: None };
+        let mut host = Box::new(Host { raw: sys::tfs_host::default(), log, ringer: None });
+        host.raw =
+            sys::tfs_host { ctx: (&raw mut *host).cast(), damage: Some(on_damage), ring: Some(on_ring) };
         let os = (&raw mut host.raw).cast();
         let mut tfs = sys::tfs { os, read_only: !area.writable(), ..Default::default() };
         let (member, epoch) = area.seat().map_or((0, 0), |seat| (seat.member, seat.epoch));
@@ -196,6 +209,11 @@ impl Filesystem {
         tfs.os = (&raw mut host.raw).cast();
         let close = area.writable();
         Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close })
+    }
+
+    /// How to ring other members. Without it they find out by themselves, later, what they are told.
+    pub fn ring_by(&mut self, ringer: Option<Ringer>) {
+        self.host.ringer = ringer;
     }
 
     /// Forgets the handle as a dead process would: nothing is put in order. For tests of recovery.

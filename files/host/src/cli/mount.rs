@@ -22,7 +22,7 @@ use crate::target::{Joined, Target};
 
 /// The line by which a mount in the foreground says that it serves.
 const READY: &str = "serving";
-/// How often a member without a doorbell looks whether it was rung.
+/// How often a member without a doorbell looks whether it has something pending.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// Arguments of `tombolo files mount`.
@@ -123,7 +123,8 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
         let name = args.member.clone().unwrap_or_else(|| format!("mount-{}", std::process::id()));
         target.join(&name)?
     };
-    let fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
+    let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
+    fs.ring_by(joined.as_ref().and_then(Joined::ringer));
     if !args.read_only {
         fs.recover_all()
             .with_context(|| format!("{}: repairing what dead members left", args.zone.display()))?;
@@ -186,12 +187,14 @@ fn serve(
     announce(mounted.target(), json)?;
     let mut stop = false;
     while !stop {
-        let mut fds = [PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
-        match poll(&mut fds, joined.map(|_| &LOOK)) {
+        let mut fds = vec![PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
+        let rung = joined.and_then(Joined::rung);
+        fds.extend(rung.map(|rung| PollFd::new(rung, PollFlags::IN)));
+        match poll(&mut fds, if rung.is_none() { joined.map(|_| &LOOK) } else { None }) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e).context("waiting for the mount's end"),
         }
-        stop = fds.iter().any(|fd| !fd.revents().is_empty());
+        stop = fds[..2].iter().any(|fd| !fd.revents().is_empty());
         if let Some(joined) = joined {
             if joined.take_pending()? & u64::from(sys::TMB_PENDING_MEMBERS) != 0 {
                 if let Err(e) = server.fs.recover_all() {
