@@ -147,7 +147,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 			tmb_store(&inode->openers, 0);
 			tmb_store(&inode->mappers, 0);
 			tmb_store(&inode->locks, 0);
-			tmb_store(&inode->project, 0);
+			tmb_store(&inode->account, 0);
 			tmb_store(&inode->dir_hint, 0);
 			tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, 1);
 			*out = inode;

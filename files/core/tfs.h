@@ -215,6 +215,33 @@ int tfs_get_lock(struct tfs *fs, tmb_u64 ino, struct tfs_file_lock *lock);
 int tfs_lock_wait_begin(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock);
 void tfs_lock_wait_end(struct tfs *fs, int slot);
 
+/* --- change events ----------------------------------------------------------------------------------------------- */
+
+struct tfs_change {
+	tmb_u64 ino, dir; /* dir 0: not known, then there is no name */
+	tmb_u32 mask;	  /* IN_*, as inotify(7) has them; with IN_ISDIR */
+	tmb_u32 cookie;	  /* ties IN_MOVED_FROM to IN_MOVED_TO */
+	tmb_u32 member;	  /* heard: who did it */
+	tmb_u32 name_len;
+	char name[TFS_NAME_MAX + 1];
+};
+/* Whether another member wants to hear of changes: one load. Ask before making up what to tell. */
+bool tfs_change_wanted(struct tfs *fs);
+/* Tells the watchers. One thread of a member at a time: the skin has a lock for it. Returns where the record ends. */
+tmb_u64 tfs_change_post(struct tfs *fs, const struct tfs_change *c);
+/* Whether no watcher has heard the record that ends there: then the same need not be told again. Call it after what it tells of. */
+bool tfs_change_unheard(struct tfs *fs, tmb_u64 end);
+
+struct tfs_listener {
+	tmb_u64 at[TFS_MEMBERS];
+	tmb_u32 from; /* whose ring comes next */
+};
+/* From now on changes of other members are told to this one: TMB_PENDING_EVENT, and its doorbell. -EROFS for a read-only member. */
+int tfs_listen_begin(struct tfs *fs, struct tfs_listener *l);
+void tfs_listen_end(struct tfs *fs);
+/* 1: the next change; 0: none now; -EOVERFLOW: some of a member's were lost, ask again for those that follow. */
+int tfs_listen_next(struct tfs *fs, struct tfs_listener *l, struct tfs_change *c);
+
 /* --- extended attributes (full names, "user.x") ---------------------------------------------------------- */
 
 /* size 0: only the length. -ENODATA, -ERANGE. */

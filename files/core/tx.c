@@ -247,6 +247,7 @@ static void recover_transactions(struct tfs *fs, tmb_u32 member)
 	for (i = 0; i < TFS_TX_SLOTS; i++)
 		clear_tx(&area->tx[i], 0);
 	memset(area->waits, 0, sizeof(area->waits));
+	tmb_fetch_and(&tfs_sb(fs)->watchers, ~(1ULL << member));
 }
 
 int tfs_recover(struct tfs *fs, tmb_u32 member)
