@@ -74,7 +74,7 @@ int tfs_listen_begin(struct tfs *fs, struct tfs_listener *l)
 	if (fs->read_only)
 		return -EROFS;
 	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++) {
-		l->at[m] = tmb_load_acquire(&tfs_member_area(fs, m)->change_head);
+		l->at[m] = tmb_load_acquire(&tfs_member_area(fs, m)->change_head) & ~(tmb_u64)(TFS_CHANGE_UNIT - 1);
 		tmb_store(&own->heard[m], l->at[m]);
 	}
 	l->from = 0;
@@ -92,14 +92,14 @@ void tfs_listen_end(struct tfs *fs)
 static int next_of(struct tfs *fs, struct tfs_listener *l, tmb_u32 m, struct tfs_change *c)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, m);
-	tmb_u64 head = tmb_load_acquire(&area->change_head);
+	tmb_u64 head = tmb_load_acquire(&area->change_head) & ~(tmb_u64)(TFS_CHANGE_UNIT - 1);
 
 	/* Bounded: a ring holds no more records, and each turn passes one. */
 	for (tmb_u32 i = 0; i <= TFS_CHANGE_RING / TFS_CHANGE_UNIT && l->at[m] != head; i++) {
 		tmb_u32 at = l->at[m] % TFS_CHANGE_RING, length;
 		struct tfs_change_record *r = (struct tfs_change_record *)(area->changes + at);
 
-		if (head % TFS_CHANGE_UNIT || head - l->at[m] > TFS_CHANGE_RING)
+		if (head - l->at[m] > TFS_CHANGE_RING)
 			break;
 		length = tmb_load(&r->length);
 		c->ino = tmb_load(&r->ino);
@@ -126,7 +126,7 @@ static int next_of(struct tfs *fs, struct tfs_listener *l, tmb_u32 m, struct tfs
 	}
 	if (l->at[m] == head)
 		return 0;
-	l->at[m] = head & ~(tmb_u64)(TFS_CHANGE_UNIT - 1);
+	l->at[m] = head;
 	tmb_store(&tfs_member_area(fs, fs->member)->heard[m], l->at[m]);
 	return -EOVERFLOW;
 }

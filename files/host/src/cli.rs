@@ -14,6 +14,7 @@ use crate::target::Target;
 
 mod fsck;
 mod mount;
+mod watch;
 
 /// The file system that members share.
 #[derive(Debug, Subcommand)]
@@ -56,6 +57,8 @@ pub enum Command {
     Mount(mount::Args),
     /// Find damage, and repair it; exit codes: 0 clean, 1 repaired, 4 damage is left, 8 could not check
     Fsck(fsck::Args),
+    /// Show what members do, as it happens
+    Watch(watch::Args),
     /// Show what the file system has of a path, for debugging
     Stat {
         /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
@@ -76,6 +79,7 @@ impl Command {
             Command::Mkfs { zone, .. } | Command::Df { zone, .. } | Command::Stat { zone, .. } => zone,
             Command::Mount(args) => args.zone_mut(),
             Command::Fsck(args) => &mut args.zone,
+            Command::Watch(args) => &mut args.zone,
         }
     }
 }
@@ -135,6 +139,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         Command::Df { zone, area } => df(&zone, area.as_deref(), json),
         Command::Mount(args) => mount::run(&args, json),
         Command::Fsck(args) => return fsck::run(&args, json),
+        Command::Watch(args) => watch::run(&args, json),
         Command::Stat { zone, path, area } => stat(&zone, area.as_deref(), &path, json),
     }?;
     Ok(ExitCode::SUCCESS)

@@ -10,6 +10,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use rustix::io::Errno;
 
 use crate::area::Area;
+use crate::change::Teller;
 use crate::sys;
 
 /// What the core returned, as an errno.
@@ -22,7 +23,7 @@ pub use sys::tfs_statfs as Statfs;
 /// Inode number of the root directory.
 pub const ROOT: u64 = sys::TFS_ROOT_INO as u64;
 
-fn check(ret: c_int) -> Result<()> {
+pub(crate) fn check(ret: c_int) -> Result<()> {
     check_len(i64::from(ret)).map(|_| ())
 }
 
@@ -146,6 +147,7 @@ pub struct Filesystem {
     host: Box<Host>,
     area: Area,
     close: bool,
+    teller: Teller,
 }
 
 // SAFETY: the core's functions may be called from any thread at once on one handle (tfs.h: the two hints in it are racy
@@ -208,7 +210,7 @@ impl Filesystem {
         })?;
         tfs.os = (&raw mut host.raw).cast();
         let close = area.writable();
-        Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close })
+        Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close, teller: Teller::default() })
     }
 
     /// How to ring other members. Without it they find out by themselves, later, what they are told.
@@ -221,12 +223,16 @@ impl Filesystem {
         self.close = false;
     }
 
+    pub(crate) fn teller(&self) -> &Teller {
+        &self.teller
+    }
+
     /// The area it lies in.
     pub fn area(&self) -> &Area {
         &self.area
     }
 
-    fn raw(&self) -> *mut sys::tfs {
+    pub(crate) fn raw(&self) -> *mut sys::tfs {
         debug_assert!(!self.host.raw.ctx.is_null());
         self.tfs.get()
     }

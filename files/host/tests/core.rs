@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::change::Change;
 use tombolo_files::fs::{self, Create, Filesystem, Mkfs, ROOT};
 use tombolo_files::fsck::{self, Options};
 use tombolo_files::sys;
@@ -215,4 +216,87 @@ fn what_is_no_file_system_or_another_version_is_refused() {
     );
     assert!(area.store_word(0, 0));
     assert_eq!(Filesystem::open(area).map(|_| ()), Err(Errno::INVAL));
+}
+
+fn named(ino: u64, name: &str, mask: u32) -> Change {
+    Change::new(ino, Some((ROOT, name.as_bytes().to_vec())), mask)
+}
+
+#[test]
+fn changes_are_heard_whole_and_in_order_while_somebody_listens() {
+    let (a, b) = two_members();
+    assert!(!a.change_wanted(), "nobody listens yet");
+    let mut listener = b.listen().expect("listen");
+    assert!(a.change_wanted());
+    assert!(!b.change_wanted(), "its own changes are no news to it");
+    let longest = "x".repeat(255);
+    // More than a ring holds, heard in between: records wrap.
+    for i in 0..1000 {
+        let mut told =
+            [named(i, &longest[..i as usize % 256], libc::IN_MOVED_FROM), named(i, "to", libc::IN_MOVED_TO)];
+        a.tell(&mut told);
+        a.tell(&mut [Change::new(i + 1, None, libc::IN_ATTRIB)]);
+        for expected in told.into_iter().filter(|c| c.ino != 0) {
+            assert_ne!(expected.cookie, 0);
+            assert_eq!(listener.next_change(), Ok(Some(expected)));
+        }
+        assert_eq!(listener.next_change(), Ok(Some(Change::new(i + 1, None, libc::IN_ATTRIB))));
+        assert_eq!(listener.next_change(), Ok(None));
+    }
+    drop(listener);
+    assert!(!a.change_wanted());
+}
+
+#[test]
+fn a_repeated_change_counts_as_told_only_until_somebody_has_heard_it() {
+    let (a, b) = two_members();
+    let mut listener = b.listen().expect("listen");
+    let end = a.tell(&mut [Change::new(7, None, libc::IN_MODIFY)]);
+    assert!(a.change_unheard(end));
+    assert!(listener.next_change().expect("a change").is_some());
+    assert!(!a.change_unheard(end), "what is done now must be told again");
+    let end = a.tell(&mut [Change::new(7, None, libc::IN_MODIFY)]);
+    drop(listener);
+    let _late = b.listen().expect("listen");
+    assert!(!a.change_unheard(end), "who listens from now on never hears the record");
+}
+
+#[test]
+fn who_falls_behind_by_a_ring_knows_it_and_hears_what_follows() {
+    let (a, b) = two_members();
+    let mut listener = b.listen().expect("listen");
+    for i in 1..10_000 {
+        a.tell(&mut [named(i, "name", libc::IN_CREATE)]);
+    }
+    assert_eq!(listener.next_change(), Err(Errno::OVERFLOW));
+    assert_eq!(listener.next_change(), Ok(None));
+    a.tell(&mut [named(5, "after", libc::IN_CREATE)]);
+    assert_eq!(listener.next_change(), Ok(Some(named(5, "after", libc::IN_CREATE))));
+}
+
+#[test]
+fn garbage_in_a_ring_is_passed_in_a_bounded_number_of_steps() {
+    let (a, b) = two_members();
+    let mut listener = b.listen().expect("listen");
+    let mut seed = 1u64;
+    let mut random = || {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        seed
+    };
+    let ring = 4096 + std::mem::offset_of!(sys::tfs_member_area, changes) as u64;
+    let head = 4096 + std::mem::offset_of!(sys::tfs_member_area, change_head) as u64;
+    for _ in 0..300 {
+        for word in 0..u64::from(sys::TFS_CHANGE_RING) / 8 {
+            assert!(a.area().store_word(ring + 8 * word, random() >> (random() % 64)));
+        }
+        let at = a.area().word(head).expect("a head");
+        assert!(a.area().store_word(head, if random() % 2 == 0 { random() } else { at + random() % 20_000 }));
+        let mut steps = 0;
+        while !matches!(listener.next_change(), Ok(None)) {
+            steps += 1;
+            assert!(steps < 10_000, "no end");
+        }
+    }
 }

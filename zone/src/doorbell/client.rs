@@ -42,7 +42,11 @@ impl Bell {
     }
 
     /// A doorbell for a member of the host's, from whoever serves the zone's. `None`: nobody does. `on_ring` as for [`Bell::connect`].
-    pub fn enter(zone: &Zone, member: MemberId, on_ring: impl FnMut() + Send + 'static) -> Result<Option<Bell>> {
+    pub fn enter(
+        zone: &Zone,
+        member: MemberId,
+        on_ring: impl FnMut() + Send + 'static,
+    ) -> Result<Option<Bell>> {
         match entrance::enter(zone.uuid(), member)? {
             Some(stream) => Self::over(stream, on_ring).map(Some),
             None => Ok(None),

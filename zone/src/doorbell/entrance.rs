@@ -58,7 +58,10 @@ pub(super) fn enter(zone: Uuid, member: MemberId) -> Result<Option<UnixStream>> 
         Err(e) => return Err(failed(e)),
     };
     if !is_own(&stream).map_err(failed)? {
-        return Err(failed(io::Error::new(io::ErrorKind::PermissionDenied, "served by another user's process")));
+        return Err(failed(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "served by another user's process",
+        )));
     }
     wire::send(&stream, i64::from(member.index()), None).map_err(failed)?;
     Ok(Some(stream))

@@ -11,11 +11,13 @@
 //! - [`abi`]: the wire format.
 //! - [`acl`]: POSIX ACLs.
 //! - [`nodes`]: what the kernel knows of our inodes.
+//! - `notify`: telling watchers in other members.
 //! - [`ops`]: the operations.
 //! - [`session`]: device, mount, threads.
 
 pub mod abi;
 pub mod acl;
 pub mod nodes;
+mod notify;
 pub mod ops;
 pub mod session;
