@@ -367,9 +367,13 @@ int tfs_map_ref(struct tfs *fs, tmb_u64 ino)
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, ino, &inode);
 
-	if (!err && !fs->read_only)
-		tmb_fetch_or(&inode->mappers, 1ULL << fs->member);
-	return err;
+	if (err || fs->read_only)
+		return err;
+	tmb_fetch_or(&inode->mappers, 1ULL << fs->member);
+	if (!tfs_frozen(fs))
+		return 0;
+	tmb_fetch_and(&inode->mappers, ~(1ULL << fs->member));
+	return -EAGAIN;
 }
 
 int tfs_unmap_ref(struct tfs *fs, tmb_u64 ino)

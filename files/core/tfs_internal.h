@@ -108,7 +108,8 @@ bool tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
 bool tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino); /* the same, of readers only */
 
 /* tx.c: transactions */
-int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot);
+int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot); /* for who holds no lock yet: waits while the file system is frozen */
+int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot);
 struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot);
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino);
 void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1);

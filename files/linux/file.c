@@ -158,7 +158,7 @@ static int lock_for_write(struct file *file, struct tfs_attr *attr)
 	int err;
 
 	for (;;) {
-		err = tfs_lock_inode(fs, inode->i_ino);
+		err = tfs_begin_inode(fs, inode->i_ino);
 		if (err)
 			return err;
 		err = tfs_getattr(fs, inode->i_ino, tmb_i(inode)->generation, attr);

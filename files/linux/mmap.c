@@ -196,6 +196,8 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		filemap_invalidate_unlock(mapping);
 		ret = fatal_signal_pending(current) ? VM_FAULT_SIGBUS : VM_FAULT_NOPAGE;
 	}
+	if (err == -EAGAIN && tfs_frozen(&s->fs))
+		tfs_os_wait(&s->fs, 100);
 	if (err)
 		ret = fault_error(err);
 	if (write)

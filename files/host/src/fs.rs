@@ -249,6 +249,19 @@ impl Filesystem {
         out
     }
 
+    /// Stops all changes by other members until [`Filesystem::thaw`], or this member's end. EBUSY: frozen by another, or a mapping that a member does
+    /// not let go of.
+    pub fn freeze(&self) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_freeze(self.writable()?) })
+    }
+
+    /// Lets the others go on.
+    pub fn thaw(&self) {
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_thaw(self.raw()) }
+    }
+
     /// Repairs what a dead member left.
     pub fn recover(&self, member: u32) -> Result<()> {
         // SAFETY: an open handle.

@@ -11,6 +11,7 @@
 //! - [`change`]: its change events.
 //! - [`fuse`]: the FUSE mount.
 //! - [`fsck`]: check and repair.
+//! - [`snapshot`]: consistent images of file systems in use.
 //! - [`target`]: what a command's argument names.
 //! - [`cli`]: the commands `tombolo files …`.
 
@@ -20,5 +21,6 @@ pub mod cli;
 pub mod fs;
 pub mod fsck;
 pub mod fuse;
+pub mod snapshot;
 pub mod sys;
 pub mod target;
