@@ -27,7 +27,7 @@ pub enum Command {
         /// A port in short: NAME,SOCKET,MAC[,MAC…]
         #[arg(long, value_name = "PORT", value_parser = short_port)]
         port: Vec<PortConfig>,
-        /// An uplink in short: tap=NAME, interface=NAME or passt=SOCKET
+        /// An uplink in short: tap=NAME, interface=NAME, user=passt or passt=SOCKET
         #[arg(long, value_name = "WAY", value_parser = short_way)]
         uplink: Vec<Way>,
         /// Control socket
@@ -126,7 +126,7 @@ fn short_port(text: &str) -> Result<PortConfig, String> {
 
 fn short_way(text: &str) -> Result<Way, String> {
     let (kind, value) =
-        text.split_once('=').ok_or("an uplink is tap=NAME, interface=NAME or passt=SOCKET")?;
+        text.split_once('=').ok_or("an uplink is tap=NAME, interface=NAME, user=passt or passt=SOCKET")?;
     serde_json::from_value(serde_json::json!({ kind: value })).map_err(|err| err.to_string())
 }
 
