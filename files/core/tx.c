@@ -78,7 +78,8 @@ static void store_words(struct tfs *fs, struct tfs_tx *tx)
 	for (tmb_u64 i = 0; i < n; i++) {
 		tmb_u64 offset = tmb_load(&tx->words[i].offset), value = tmb_load(&tx->words[i].value);
 
-		if (offset % 8 || offset > (fs->blocks << TFS_BLOCK_SHIFT) - 8)
+		/* All that transactions change lies in inodes and directories. */
+		if (offset % 8 || !tfs_block_ok(fs, offset >> TFS_BLOCK_SHIFT))
 			tfs_damage(fs, "transaction word out of range", offset, i);
 		else
 			tmb_store_release((tmb_u64 *)(fs->area + offset), value);
