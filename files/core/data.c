@@ -17,6 +17,14 @@ int tfs_map(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct t
 	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
 }
 
+/* As tfs_tree_map, for who goes along a file: there are not more runs than blocks in the area, and holes beside them. */
+static int next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run, tmb_u64 *runs)
+{
+	if (++*runs > 2 * (fs->blocks + 1))
+		return tfs_damage(fs, "file without end", fblock, *runs);
+	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
+}
+
 /* --- writing -------------------------------------------------------------------------------------------------------- */
 
 /* Blocks for a hole of 'count' blocks at 'fblock', as many as lie well together. */
@@ -326,10 +334,12 @@ end:
 /* Zeroes bytes in place where there are blocks; holes are zero already. */
 static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, tmb_u64 end)
 {
+	tmb_u64 runs = 0;
+
 	while (offset < end) {
 		tmb_u64 in_block = offset & (TFS_BLOCK - 1), n;
 		struct tfs_run run;
-		int err = tfs_tree_map(fs, tmb_load(&inode->root), offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + end - offset), &run);
+		int err = next_run(fs, inode, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + end - offset), &run, &runs);
 
 		if (err)
 			return err;
@@ -361,8 +371,10 @@ static int punch(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 s
 
 static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write *w, tmb_u64 fblock, tmb_u64 end)
 {
+	tmb_u64 runs = 0;
+
 	while (fblock < end) {
-		int err = tfs_tree_map(fs, tmb_load(&inode->root), fblock, end - fblock, &w->run);
+		int err = next_run(fs, inode, fblock, end - fblock, &w->run, &runs);
 
 		if (!err && !w->run.block) {
 			err = tfs_write_map_locked(fs, w, fblock, w->run.count);
@@ -421,14 +433,17 @@ unlock:
 
 tmb_s64 tfs_seek(struct tfs *fs, tmb_u64 ino, tmb_u64 offset, bool hole)
 {
-	tmb_u64 size = tfs_size(fs, ino);
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+	tmb_u64 size = tfs_size(fs, ino), runs = 0;
 
+	if (!inode)
+		return -EUCLEAN;
 	if (offset >= size)
 		return -ENXIO;
 	while (offset < size) {
 		tmb_u64 fblock = offset >> TFS_BLOCK_SHIFT;
 		struct tfs_run run;
-		int err = tfs_map(fs, ino, fblock, tfs_blocks_of(size) - fblock, &run);
+		int err = next_run(fs, inode, fblock, tfs_blocks_of(size) - fblock, &run, &runs);
 
 		if (err)
 			return err;

@@ -95,11 +95,9 @@ static bool claim(struct tfs *fs, struct tfs_inode *inode)
 /* Whether the table has so few free records that a search for one is not worth it. */
 static bool table_is_full(struct tfs *fs, tmb_u64 inodes)
 {
-	tmb_s64 used = 0;
+	tmb_u64 used = tfs_inodes_used(fs);
 
-	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
-		used += tmb_load(&tfs_member_area(fs, m)->inodes_used);
-	return used < 0 || (tmb_u64)used + inodes / 8 > inodes;
+	return used > inodes || used + inodes / 8 > inodes;
 }
 
 /* Claims a free record among 'count' from the cursor on; 0: none. */
@@ -132,7 +130,7 @@ static tmb_u64 search(struct tfs *fs, tmb_u64 inodes, tmb_u64 count, struct tfs_
 int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode **out)
 {
 	for (tmb_u32 tries = 0; tries < 1000; tries++) {
-		tmb_u64 inodes = tmb_load(&tfs_sb(fs)->itable_inodes);
+		tmb_u64 inodes = tfs_table_inodes(fs);
 		struct tfs_inode *inode;
 		int err;
 
@@ -168,9 +166,9 @@ static void free_contents(struct tfs *fs, struct tfs_inode *inode)
 	for (tmb_u32 i = 0; i < 4; i++) {
 		tmb_u64 root = tmb_load(roots[i]);
 
-		tfs_tree_mark(fs, root, tfs_tag(fs)); /* so that a death in between loses nothing */
+		tfs_tree_mark(fs, root, TFS_MAP_USED, tfs_tag(fs)); /* so that a death in between loses nothing */
 		tmb_store_release(roots[i], 0);
-		tfs_tree_mark(fs, root, TFS_MAP_FREE);
+		tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_FREE);
 	}
 }
 
@@ -195,6 +193,8 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to)
 {
 	struct tfs_gone *gone;
+	tmb_u64 removed = 0;
+	bool unused = true;
 	int more = 0;
 
 	if (from >= to || !tmb_load(&inode->root))
@@ -203,19 +203,21 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 	if (!gone)
 		return -ENOMEM;
 	do {
-		bool unused;
-
 		gone->n = 0;
 		gone->blocks = 0;
 		more = tfs_tree_unlink(fs, &inode->root, from, to, gone);
 		if (!gone->n)
 			break;
-		unused = tfs_wait_unused(fs, inode, ino);
+		/* Who did not let go once is not waited for again. */
+		unused = unused && tfs_wait_unused(fs, inode, ino);
 		if (!unused)
 			tfs_os_damage(fs, "a member does not let go of removed blocks; they stay unused", ino, gone->blocks);
 		for (tmb_u32 i = 0; i < gone->n; i++)
 			tfs_set_map(fs, gone->runs[i].block, gone->runs[i].count, unused ? TFS_MAP_FREE : TFS_MAP_LIMBO);
 		tmb_store(&inode->blocks, tmb_load(&inode->blocks) - gone->blocks);
+		removed += gone->blocks;
+		if (removed > fs->blocks)
+			more = tfs_damage(fs, "blocks to remove without end", ino, removed);
 	} while (more > 0);
 	tfs_os_free(gone);
 	return more < 0 ? more : 0;
@@ -405,7 +407,7 @@ int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 le
 		tmb_u64 at = done << TFS_BLOCK_SHIFT, n;
 
 		if (err) {
-			tfs_tree_mark(fs, *rootp, TFS_MAP_FREE);
+			tfs_tree_mark(fs, *rootp, mark, TFS_MAP_FREE);
 			*rootp = 0;
 			return err;
 		}
@@ -415,7 +417,7 @@ int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 le
 		err = tfs_tree_link(fs, rootp, done, &run, mark, &nodes);
 		if (err) {
 			tfs_set_map(fs, run.block, run.count, TFS_MAP_FREE);
-			tfs_tree_mark(fs, *rootp, TFS_MAP_FREE);
+			tfs_tree_mark(fs, *rootp, mark, TFS_MAP_FREE);
 			*rootp = 0;
 			return err;
 		}

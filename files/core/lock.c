@@ -33,7 +33,7 @@ bool tfs_fenced(struct tfs *fs)
 
 int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 {
-	tmb_u64 mine = tmb_lock_word(fs->member, fs->epoch, 1), seen = 0, since = 0;
+	tmb_u64 mine = tmb_lock_word(fs->member, fs->epoch, 1), seen = 0, since = 0, first = 0;
 
 	if (fs->read_only)
 		return -EROFS;
@@ -43,6 +43,18 @@ int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 		tmb_u64 now = tmb_load(word);
 		tmb_u32 owner = tmb_lock_owner(now), epoch = (tmb_u32)(now >> 32);
 
+		if (round >= SPINS) {
+			tmb_u64 clock = tfs_os_clock();
+
+			if (!first)
+				first = clock;
+			if (now != seen) {
+				seen = now;
+				since = clock;
+			}
+			if (clock - since > TFS_LOCK_LIMIT_NS || clock - first > TFS_LOCK_QUEUE_LIMIT_NS)
+				return tfs_damage(fs, "lock held without end", now, (tmb_u64)((tmb_u8 *)word - fs->area));
+		}
 		if (!now) {
 			if (tmb_cas64(word, 0, mine))
 				return 0;
@@ -56,7 +68,7 @@ int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 		if (!tfs_member_alive(fs, owner, epoch)) {
 			/* In a recovery's own lock the owner's leftovers are somebody else's turn. */
 			if (fs->members && waiters && tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch) {
-				int err = tfs_recover(fs, owner);
+				int err = tfs_recover_locks(fs, owner);
 
 				if (err)
 					return err;
@@ -68,12 +80,6 @@ int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 		if (round < SPINS) {
 			tfs_os_relax();
 			continue;
-		}
-		if (now != seen) {
-			seen = now;
-			since = tfs_os_clock();
-		} else if (tfs_os_clock() - since > TFS_LOCK_LIMIT_NS) {
-			return tfs_damage(fs, "lock held without end", now, (tmb_u64)((tmb_u8 *)word - fs->area));
 		}
 		if (waiters) {
 			tmb_fetch_or(waiters, 1ULL << fs->member);

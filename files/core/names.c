@@ -290,7 +290,7 @@ int tfs_rmdir(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u6
 /* Is 'above' the directory 'ino' or one above it? 1, 0 or -EUCLEAN. With the rename lock, which keeps the answer true. */
 static int is_above(struct tfs *fs, tmb_u64 above, tmb_u64 ino)
 {
-	for (tmb_u64 n = tmb_load(&tfs_sb(fs)->itable_inodes); n; n--) {
+	for (tmb_u64 n = tfs_table_inodes(fs); n; n--) {
 		if (ino == above)
 			return 1;
 		if (ino == TFS_ROOT_INO)

@@ -133,14 +133,12 @@ void tfs_close(struct tfs *fs)
 
 void tfs_statfs(struct tfs *fs, struct tfs_statfs *out)
 {
-	tmb_u64 table = tmb_load(&tfs_sb(fs)->itable_inodes);
-	tmb_s64 used = 1;
+	tmb_u64 table = tfs_table_inodes(fs);
+	tmb_u64 used = 1 + tfs_inodes_used(fs);
 
-	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
-		used += tmb_load(&tfs_member_area(fs, m)->inodes_used);
 	out->blocks = fs->blocks - fs->data_start;
 	out->blocks_free = tfs_count_free(fs);
 	/* The table grows while there are blocks. */
 	out->inodes = table + out->blocks_free * TFS_INODES_PER_BLOCK;
-	out->inodes_free = used < 0 || (tmb_u64)used > out->inodes ? 0 : out->inodes - (tmb_u64)used;
+	out->inodes_free = used > out->inodes ? 0 : out->inodes - used;
 }

@@ -89,7 +89,8 @@ static void store_words(struct tfs *fs, struct tfs_tx *tx)
 	for (tmb_u64 i = 0; i < n; i++) {
 		tmb_u64 offset = tmb_load(&tx->words[i].offset), value = tmb_load(&tx->words[i].value);
 
-		if (offset % 8 || offset > (fs->blocks << TFS_BLOCK_SHIFT) - 8)
+		/* All that transactions change lies in inodes and directories. */
+		if (offset % 8 || !tfs_block_ok(fs, offset >> TFS_BLOCK_SHIFT))
 			tfs_damage(fs, "transaction word out of range", offset, i);
 		else
 			tmb_store_release((tmb_u64 *)(fs->area + offset), value);
@@ -132,21 +133,21 @@ static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, 
 	return 0;
 }
 
-static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag)
+static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag, tmb_u64 *budget)
 {
 	struct tfs_inode *inode;
 
 	if (ino == TFS_TX_ITABLE) {
-		tfs_tree_walk(fs, tmb_load(&tfs_sb(fs)->itable_root), keep_tagged, &tag);
+		tfs_tree_walk(fs, tmb_load(&tfs_sb(fs)->itable_root), keep_tagged, &tag, budget);
 		return;
 	}
 	inode = tfs_inode(fs, ino);
 	if (!inode)
 		return;
-	tfs_tree_walk(fs, tmb_load(&inode->root), keep_tagged, &tag);
-	tfs_tree_walk(fs, tmb_load(&inode->index_root), keep_tagged, &tag);
-	tfs_tree_walk(fs, tmb_load(&inode->xattr_root), keep_tagged, &tag);
-	tfs_tree_walk(fs, tmb_load(&inode->locks), keep_tagged, &tag);
+	tfs_tree_walk(fs, tmb_load(&inode->root), keep_tagged, &tag, budget);
+	tfs_tree_walk(fs, tmb_load(&inode->index_root), keep_tagged, &tag, budget);
+	tfs_tree_walk(fs, tmb_load(&inode->xattr_root), keep_tagged, &tag, budget);
+	tfs_tree_walk(fs, tmb_load(&inode->locks), keep_tagged, &tag, budget);
 }
 
 static void free_tagged(struct tfs *fs, tmb_u8 tag)
@@ -181,7 +182,7 @@ static void redo(struct tfs *fs, struct tfs_tx *tx)
 
 static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
 {
-	tmb_u64 n = tmb_load(&tfs_sb(fs)->itable_inodes), bit = 1ULL << member;
+	tmb_u64 n = tfs_table_inodes(fs), bit = 1ULL << member;
 
 	for (tmb_u64 ino = TFS_ROOT_INO; ino < n; ino++) {
 		struct tfs_inode *inode = tfs_inode(fs, ino);
@@ -222,11 +223,24 @@ static tmb_u32 ended_epoch(struct tmb_member *slot)
 	return tmb_state(state_epoch) == TMB_MEMBER_ACTIVE && epoch ? epoch - 1 : epoch;
 }
 
+static bool listed_before(struct tfs_member_area *area, tmb_u32 slot, tmb_u32 index, tmb_u64 ino)
+{
+	for (tmb_u32 i = 0; i < slot; i++)
+		for (tmb_u32 k = 0; (tmb_load(&area->tx[i].state) & 0xff) != TFS_TX_FREE && k < TFS_TX_INODES; k++)
+			if (tmb_load(&area->tx[i].ino[k]) == ino)
+				return true;
+	for (tmb_u32 k = 0; k < index; k++)
+		if (tmb_load(&area->tx[slot].ino[k]) == ino)
+			return true;
+	return false;
+}
+
 /* Locks and transactions; with the recovery lock. */
 static void recover_transactions(struct tfs *fs, tmb_u32 member)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, member);
 	tmb_u8 tag = (tmb_u8)(member + 1);
+	tmb_u64 budget = 2 * fs->blocks;
 	tmb_u32 i, k;
 
 	for (i = 0; i < TFS_TX_SLOTS; i++)
@@ -239,8 +253,8 @@ static void recover_transactions(struct tfs *fs, tmb_u32 member)
 			tmb_u64 ino = tmb_load(&area->tx[i].ino[k]);
 			struct tfs_inode *inode = ino && ino != TFS_TX_ITABLE ? tfs_inode(fs, ino) : NULL;
 
-			if (ino)
-				keep_inode_blocks(fs, ino, tag);
+			if (ino && !listed_before(area, i, k, ino))
+				keep_inode_blocks(fs, ino, tag, &budget);
 			if (inode && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1)
 				tfs_dir_end(inode);
 		}
@@ -261,7 +275,7 @@ static void recover_transactions(struct tfs *fs, tmb_u32 member)
 	tmb_fetch_and(&tfs_sb(fs)->watchers, ~(1ULL << member));
 }
 
-int tfs_recover(struct tfs *fs, tmb_u32 member)
+static int recover(struct tfs *fs, tmb_u32 member, bool forget)
 {
 	struct tmb_member *slot;
 	tmb_u32 upto;
@@ -270,7 +284,7 @@ int tfs_recover(struct tfs *fs, tmb_u32 member)
 	if (!fs->members || member >= TFS_MEMBERS)
 		return 0;
 	slot = &fs->members[member];
-	if (tmb_load_acquire(&slot->forgotten_epoch) >= ended_epoch(slot))
+	if (tmb_load_acquire(forget ? &slot->forgotten_epoch : &slot->recovered_epoch) >= ended_epoch(slot))
 		return 0;
 	err = tfs_lock_word(fs, &slot->recovery_lock, NULL);
 	if (err)
@@ -281,12 +295,22 @@ int tfs_recover(struct tfs *fs, tmb_u32 member)
 		tmb_store_release(&slot->recovered_epoch, upto);
 	}
 	/* From here on the dead member's locks can be taken over, which the following does itself. */
-	if (tmb_load_acquire(&slot->forgotten_epoch) < upto) {
+	if (forget && tmb_load_acquire(&slot->forgotten_epoch) < upto) {
 		forget_member_in_inodes(fs, member);
 		tmb_store_release(&slot->forgotten_epoch, upto);
 	}
 	tfs_unlock_word(fs, &slot->recovery_lock, NULL);
 	return 0;
+}
+
+int tfs_recover(struct tfs *fs, tmb_u32 member)
+{
+	return recover(fs, member, true);
+}
+
+int tfs_recover_locks(struct tfs *fs, tmb_u32 member)
+{
+	return recover(fs, member, false);
 }
 
 int tfs_recover_all(struct tfs *fs)

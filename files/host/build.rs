@@ -27,6 +27,15 @@ fn main() {
         .extra_warnings(true)
         .flag("-Wno-unused-parameter")
         .compile("tfs");
+    // What the damage of the random tests shares with the fuzzer; programs that don't use it don't get it.
+    println!("cargo::rerun-if-changed=../fuzz/mutate.c");
+    println!("cargo::rerun-if-changed=../fuzz/mutate.h");
+    cc::Build::new()
+        .file("../fuzz/mutate.c")
+        .include("../core")
+        .include("../../zone/format")
+        .std("gnu11")
+        .compile("tfs_mutate");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("sys.rs");
     bindgen::Builder::default()
         .header("os/host.h")

@@ -100,6 +100,11 @@ def file_locks_exclude_processes_and_find_deadlocks(a):
     a.ok("claims locks /mnt")
 
 
+@claim(1)
+def an_idmapped_mount_shows_and_stores_mapped_owners(a):
+    a.ok("idmapped /mnt /z && umount /z && rm -r /mnt/*")
+
+
 @claim(1, needs="fsx")
 def fsx_finds_no_difference(a):
     a.ok("printf 'flen = 1048576\\n[weights]\\nclose_open = 1\\ninvalidate = 1\\ntruncate = 2\\nfsync = 0.2\\nfdatasync = 0.2\\nread = 10\\nwrite = 10\\n"
@@ -260,6 +265,7 @@ def a_guest_that_dies_under_load_leaves_its_locks_and_all_names_to_the_others(a,
 def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a):
     a.ok("mkdir /mnt/storm; claims storm /mnt/storm 9 3000; dd if=/dev/zero of=/mnt/big bs=1M count=20 2>/dev/null")
     rng = random.Random(int(os.environ.get("TOMBOLO_SEED", "1")))
+    populate(a)
     files = 2 << 20
     with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
         # where something is: that's where a wild word does harm
@@ -267,7 +273,8 @@ def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a
         for _ in range(int(os.environ.get("TOMBOLO_ROUNDS", "4"))):
             a.start("timeout -s KILL 20 claims storm /mnt/storm %d 3000; timeout -s KILL 20 claims data /mnt; timeout -s KILL 20 claims mapped /mnt; "
                     "timeout -s KILL 20 find /mnt | head -1000 | tail -1; df /mnt >/dev/null; true" % rng.randrange(1000))
-            for _ in range(300):
+            # Words anywhere, then words that mean something, back and forth while they are used.
+            for _ in range(200):
                 at = rng.choice(used) + 8 * rng.randrange(512)
                 old = struct.unpack_from("<Q", m, at)[0]
                 new = rng.choice([0, rng.getrandbits(64), old ^ 1 << rng.randrange(64), old + 1, old - 1, 2**64 - 1, rng.getrandbits(16),
@@ -275,9 +282,47 @@ def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a
                 struct.pack_into("<Q", m, at, new & (2**64 - 1))
                 if rng.random() < 0.1:
                     time.sleep(0.001)
+            damage(a.rig, "live", a.rig.zone, rng.randrange(1 << 30), 600)
+            a.finish(400)
+            a.start("timeout -s KILL 60 abuse /mnt %d 1000 >/dev/null; true" % rng.randrange(1000))
+            damage(a.rig, "live", a.rig.zone, rng.randrange(1 << 30), 600)
             a.finish(400)
     a.ok("rm -rf /mnt/* & sleep 10; kill $! 2>/dev/null; true", 200)
     a.run("umount /mnt", 200)
+    a.damaged = True
+
+
+def damage(rig, *args):
+    return subprocess.run([rig.work + "/damage", *map(str, args)], capture_output=True, text=True, check=True).stdout
+
+
+def populate(a):
+    a.ok("mkdir -p /mnt/d/e /mnt/many; for i in $(seq 150); do echo $i > /mnt/many/a-name-of-more-than-one-granule-so-that-an-index-comes-$i; done; "
+         "dd if=/dev/zero of=/mnt/big bs=1M count=6 2>/dev/null; dd if=/dev/zero of=/mnt/d/sparse bs=4k seek=300000 count=3 2>/dev/null; "
+         "for i in 1 5 9 13; do dd if=/dev/zero of=/mnt/d/holes bs=4k seek=$i count=1 conv=notrunc 2>/dev/null; done; ln -s d/e /mnt/link; ln /mnt/big /mnt/d/again; "
+         "mkfifo /mnt/pipe; abuse /mnt/d 1 300")
+
+
+@claim(1, mount=False, dies=0)
+def images_that_were_overwritten_are_mounted_and_used_without_a_complaint(a):
+    a.ok("mount -t tombolo test /mnt")
+    populate(a)
+    a.ok("umount /mnt")
+    base, seed, images = a.rig.work + "/base", int(os.environ.get("TOMBOLO_SEED", "1")), int(os.environ.get("TOMBOLO_ROUNDS", "30"))
+    subprocess.run(["cp", "--sparse=always", a.rig.zone, base], check=True)
+    mounted, errors = 0, ""
+    for i in range(images):
+        did = damage(a.rig, "images", a.rig.zone, base, seed * 1000003 + i, 1 + i % 12)
+        try:
+            rc, out = a.run("mount -t tombolo test /mnt && { timeout -s KILL 60 abuse /mnt %d 150; umount /mnt; }" % i, 400)
+        except Failed as e:
+            raise Failed("image %d: %s\nits damage:\n%s" % (i, e, did))
+        mounted += "mount:" not in out
+        errors += out
+        bad = a.complaints()
+        need(not bad, "image %d: the kernel complained: %s\nits damage:\n%s" % (i, bad[:3], did))
+    # Else it proves little.
+    need(mounted > images // 2 and "EUCLEAN" in errors and "is damaged" in a.ok("dmesg"), "only %d of %d were mounted: %s" % (mounted, images, errors[-300:]))
     a.damaged = True
 
 
@@ -364,12 +409,14 @@ def main():
     try:
         flags = ["-O2", "-Wall", "-Wextra", "-I" + ROOT + "/files/core", "-I" + ROOT + "/zone/format"]
         subprocess.run(["cc", *flags, HERE + "/mkzone.c", *glob.glob(ROOT + "/files/core/*.c"), "-o", work + "/mkzone"], check=True)
-        subprocess.run(["cc", "-O2", "-static", HERE + "/claims.c", "-o", work + "/claims"], check=True)
-        subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-static", HERE + "/hear.c", "-o", work + "/hear"], check=True)
+        subprocess.run(["cc", *flags, HERE + "/damage.c", ROOT + "/files/fuzz/mutate.c", "-o", work + "/damage"], check=True)
+        programs = [work + "/" + p for p in ("claims", "hear", "abuse", "idmapped")]
+        for p in programs:
+            subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-static", HERE + "/" + os.path.basename(p) + ".c", "-o", p], check=True)
         kernels = [(k, o.root, "/usr/src/linux-headers-" + k) for k in o.kernel] + [from_kit(k, work) for k in o.kit]
         for kernel, root, headers in kernels:
             suites = glob.glob(o.suites + "/fsx") + glob.glob(o.suites + "/pjdfstest") if o.suites else []
-            rig = Rig(kernel, os.path.join(root, "boot/vmlinuz-" + kernel), root, build(kernel, headers, work), work, [work + "/claims", work + "/hear", *suites])
+            rig = Rig(kernel, os.path.join(root, "boot/vmlinuz-" + kernel), root, build(kernel, headers, work), work, [*programs, *suites])
             rig.programs = {os.path.basename(s) for s in suites}
             p, f = run(rig, work, o)
             passed += p
