@@ -36,7 +36,7 @@ tmb_u64 tfs_change_post(struct tfs *fs, const struct tfs_change *c)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
 	tmb_u64 head = tmb_load(&area->change_head) & ~(tmb_u64)(TFS_CHANGE_UNIT - 1);
-	tmb_u32 at = head % TFS_CHANGE_RING, name_len = c->dir ? TFS_MIN(c->name_len, TFS_NAME_MAX) : 0;
+	tmb_u32 at = head % TFS_CHANGE_RING, name_len = c->dir ? TFS_MIN(c->name_len, (tmb_u32)TFS_NAME_MAX) : 0;
 	tmb_u32 length = ((tmb_u32)sizeof(struct tfs_change_record) + name_len + TFS_CHANGE_UNIT - 1) & ~(TFS_CHANGE_UNIT - 1);
 	struct tfs_change_record *r = (struct tfs_change_record *)(area->changes + at);
 

@@ -32,7 +32,11 @@ static int place(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u6
 {
 	tmb_u64 in_chunk = fblock & (TFS_FANOUT - 1), want = TFS_MIN(count, TFS_FANOUT - in_chunk), goal = 0;
 	struct tfs_run before;
+	tmb_u64 left = tfs_blocks_left(fs, inode);
 
+	if (!left)
+		return -EDQUOT;
+	want = TFS_MIN(want, left);
 	if (want == TFS_FANOUT && !tfs_alloc_chunk(fs, 0, want, run))
 		return 0;
 	if (fblock && !tfs_tree_map(fs, tmb_load(&inode->root), fblock - 1, 1, &before) && before.block)
@@ -50,7 +54,7 @@ static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, con
 	tmb_u64 nodes = 0;
 	int err = tfs_tree_link(fs, &inode->root, fblock, run, TFS_MAP_USED, &nodes);
 
-	tmb_store(&inode->blocks, tmb_load(&inode->blocks) + nodes + (err ? 0 : run->count));
+	tfs_count_blocks(fs, inode, (tmb_s64)(nodes + (err ? 0 : run->count)));
 	if (!err)
 		return 0;
 	for (tmb_u64 i = 0; i < run->count; i++) {
@@ -58,7 +62,7 @@ static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, con
 		bool linked = !tfs_tree_map(fs, tmb_load(&inode->root), fblock + i, 1, &there) && there.block == run->block + i;
 
 		if (linked)
-			tmb_store(&inode->blocks, tmb_load(&inode->blocks) + 1);
+			tfs_count_blocks(fs, inode, 1);
 		tfs_set_map(fs, run->block + i, 1, linked ? TFS_MAP_USED : TFS_MAP_FREE);
 	}
 	return err;

@@ -335,7 +335,7 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
 		((struct tfs_dirent *)tfs_block(fs, run.block))->granules = TFS_GRANULES_PER_BLOCK;
 	} else {
-		err = tfs_alloc(fs, 0, 1, &run);
+		err = tfs_blocks_left(fs, dir) ? tfs_alloc(fs, 0, 1, &run) : -EDQUOT;
 		if (err)
 			return err;
 		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
@@ -345,7 +345,7 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 			tfs_set_map(fs, run.block, 1, TFS_MAP_FREE);
 			return err;
 		}
-		tmb_store(&dir->blocks, tmb_load(&dir->blocks) + 1 + nodes);
+		tfs_count_blocks(fs, dir, 1 + (tmb_s64)nodes);
 	}
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + TFS_GRANULES_PER_BLOCK);
 	tmb_store_release(&dir->size, (b + 1) << TFS_BLOCK_SHIFT);

@@ -149,7 +149,10 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 			tmb_store(&inode->dir_hint, 0);
 			tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, 1);
 			*out = inode;
-			return 0;
+			err = tfs_open_account(fs, inode);
+			if (err)
+				tfs_drop_new_inode(fs, inode);
+			return err;
 		}
 		tmb_store(&fs->inode_cursor, inodes); /* new ones come there */
 		err = grow_table(fs, slot, inodes);
@@ -175,6 +178,7 @@ static void free_contents(struct tfs *fs, struct tfs_inode *inode)
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode)
 {
 	free_contents(fs, inode);
+	tfs_close_account(fs, inode);
 	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));
 	tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, -1);
 }
@@ -185,6 +189,7 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 	if (tmb_load(&inode->mappers))
 		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL);
 	free_contents(fs, inode);
+	tfs_close_account(fs, inode);
 	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));
 	tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, -1);
 	return 0;
@@ -214,7 +219,7 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 			tfs_os_damage(fs, "a member does not let go of removed blocks; they stay unused", ino, gone->blocks);
 		for (tmb_u32 i = 0; i < gone->n; i++)
 			tfs_set_map(fs, gone->runs[i].block, gone->runs[i].count, unused ? TFS_MAP_FREE : TFS_MAP_LIMBO);
-		tmb_store(&inode->blocks, tmb_load(&inode->blocks) - gone->blocks);
+		tfs_count_blocks(fs, inode, -(tmb_s64)gone->blocks);
 		removed += gone->blocks;
 		if (removed > fs->blocks)
 			more = tfs_damage(fs, "blocks to remove without end", ino, removed);
@@ -338,10 +343,21 @@ int tfs_open_ref(struct tfs *fs, tmb_u64 ino, tmb_u32 generation)
 	return err;
 }
 
+/* In a transaction: frees the inode if it has neither name nor opener. */
+void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	if (!inode || tfs_lock_inode(fs, ino))
+		return;
+	if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
+		tfs_free_inode_locked(fs, ino, inode, slot);
+	tfs_unlock_inode(fs, ino);
+}
+
 int tfs_close_ref(struct tfs *fs, tmb_u64 ino)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);
-	tmb_u64 bit = 1ULL << fs->member;
 	tmb_u32 slot;
 	int err;
 
@@ -349,17 +365,13 @@ int tfs_close_ref(struct tfs *fs, tmb_u64 ino)
 		return -EUCLEAN;
 	if (fs->read_only)
 		return 0;
-	tmb_fetch_and(&inode->openers, ~bit);
+	tmb_fetch_and(&inode->openers, ~(1ULL << fs->member));
 	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
 		return 0;
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	if (!tfs_lock_inode(fs, ino)) {
-		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
-			tfs_free_inode_locked(fs, ino, inode, slot);
-		tfs_unlock_inode(fs, ino);
-	}
+	tfs_free_orphan(fs, ino, slot);
 	tfs_tx_end(fs, slot);
 	return 0;
 }

@@ -65,7 +65,7 @@ static int init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, c
 			return -ENAMETOOLONG;
 		err = tfs_write_image(fs, &inode->root, c->symlink, c->symlink_len, TFS_MAP_USED);
 		tmb_store(&inode->size, c->symlink_len);
-		tmb_store(&inode->blocks, 1);
+		tfs_count_blocks(fs, inode, 1);
 	}
 	if (!err && c->xattrs) {
 		err = tfs_xattr_image_ok(c->xattrs, c->xattrs_len);

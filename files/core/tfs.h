@@ -24,6 +24,8 @@ struct tfs {
 	struct tmb_member *members; /* the zone's member table, 64 slots; NULL: alone (mkfs, fsck, unit tests) */
 	tmb_u32 member;	  /* own id */
 	tmb_u32 epoch;	  /* own epoch */
+	tmb_u64 account;  /* number + 1 of the account for what it makes; 0: none */
+	tmb_u64 root;	  /* the inode that is its root directory */
 	bool read_only;
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
@@ -52,6 +54,11 @@ void tfs_statfs(struct tfs *fs, struct tfs_statfs *out);
 int tfs_recover(struct tfs *fs, tmb_u32 member);
 /* Recovers every member slot that needs it; call at mount and on TMB_PENDING_MEMBERS. */
 int tfs_recover_all(struct tfs *fs);
+
+/* For the host, about a member that is not there yet: what it makes counts for the account of this name (1 to 31 bytes), whose limits become
+ * these (0: none; they hold at once); it is confined to the directory 'root' (0: it is not). A member with no grant has neither.
+ * -ENOSPC: all accounts are taken. One call at a time. */
+int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, tmb_u64 root);
 
 /* For snapshots: stops all changes by other members until the thaw, or this member's end; a hole is not filled, nothing is mapped. -EBUSY:
  * another member has frozen it, or one does not let go of a mapping. */
@@ -120,7 +127,7 @@ struct tfs_create {
 	bool open;	      /* also take the opener's reference (O_CREAT, O_TMPFILE) */
 	tmb_s64 now;
 };
-/* name NULL: O_TMPFILE (nlink 0; c->open must be set). -EEXIST, -ENOSPC, -ENOENT (directory was removed) … */
+/* name NULL: O_TMPFILE (nlink 0; c->open must be set). -EEXIST, -ENOSPC, -EDQUOT, -ENOENT (directory was removed) … */
 int tfs_create(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, const struct tfs_create *c, tmb_u64 *ino);
 int tfs_link(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 ino, tmb_s64 now);
 /* expect: the inode number the caller checked, 0: any; -ESTALE when the name means another one by now. */

@@ -152,6 +152,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode);	/* undo, contents freed too */
 /* With the inode locked, nlink 0, nobody has it open: frees contents and number. */
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
+void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot);
 /* Removes and frees blocks [from, to) of the data tree, waiting for readers and mappers. */
 int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to);
 tmb_u64 tfs_blocks_of(tmb_u64 bytes);
@@ -186,6 +187,13 @@ static inline void tfs_dir_end(struct tfs_inode *dir)
 {
 	tmb_store_release(&dir->seq, (tmb_load(&dir->seq) | 1) + 1);
 }
+
+/* account.c */
+tmb_u64 tfs_blocks_left(struct tfs *fs, struct tfs_inode *inode); /* what its account may still have; ~0: no limit */
+void tfs_count_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_s64 more);
+int tfs_open_account(struct tfs *fs, struct tfs_inode *inode); /* of a new inode; -EDQUOT */
+void tfs_close_account(struct tfs *fs, struct tfs_inode *inode);
+void tfs_statfs_account(struct tfs *fs, struct tfs_statfs *st);
 
 /* xattr.c */
 int tfs_xattr_image_ok(const void *image, tmb_u64 len);

@@ -187,13 +187,12 @@ static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
 	for (tmb_u64 ino = TFS_ROOT_INO; ino < n; ino++) {
 		struct tfs_inode *inode = tfs_inode(fs, ino);
 		tmb_u64 state;
+		tmb_u32 slot;
 
 		if (!inode)
 			break; /* itable_inodes says more than there are */
 		state = tmb_load(&inode->state_gen);
 		if (created_by(state, member)) {
-			tmb_u32 slot;
-
 			/* In a transaction: this member may die, too, while it frees what the other one made. */
 			if (!tfs_tx_begin_inside(fs, &slot)) {
 				tfs_tx_inode(fs, slot, 0, ino);
@@ -208,8 +207,10 @@ static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
 			tmb_fetch_and(&inode->openers, ~bit);
 		if (tmb_load(&inode->mappers) & bit)
 			tmb_fetch_and(&inode->mappers, ~bit);
-		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
-			tfs_close_ref(fs, ino);
+		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers) && !tfs_tx_begin_inside(fs, &slot)) {
+			tfs_free_orphan(fs, ino, slot);
+			tfs_tx_end(fs, slot);
+		}
 	}
 }
 

@@ -421,7 +421,7 @@ static int tmb_iterate(struct file *file, struct dir_context *dir)
 		dir->pos = 1;
 	}
 	if (dir->pos == 1) {
-		u64 parent = tfs_parent(fs, inode->i_ino);
+		u64 parent = inode == d_inode(inode->i_sb->s_root) ? inode->i_ino : tfs_parent(fs, inode->i_ino);
 
 		if (!dir_emit(dir, "..", 2, parent ? parent : inode->i_ino, DT_DIR))
 			return 0;

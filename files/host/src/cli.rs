@@ -14,6 +14,7 @@ use crate::sys;
 use crate::target::Target;
 
 mod fsck;
+mod grant;
 mod mount;
 mod snapshot;
 mod watch;
@@ -59,6 +60,16 @@ pub enum Command {
     Mount(mount::Args),
     /// Find damage, and repair it; exit codes: 0 clean, 1 repaired, 4 damage is left, 8 could not check
     Fsck(fsck::Args),
+    /// Limit what a VM's files may take up, or confine it to a directory
+    Grant(grant::Args),
+    /// Show the accounts that members' files count for, with their limits
+    Accounts {
+        /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
+        zone: PathBuf,
+        /// Name of the FILES area, where the zone has several
+        #[arg(long)]
+        area: Option<String>,
+    },
     /// Write a consistent image of a file system that is in use; its members stand still while it is copied
     Snapshot(snapshot::Args),
     /// Put an image back into a zone that nobody uses, after checking it
@@ -82,7 +93,11 @@ impl Command {
     /// The argument that names the zone; the caller may put a path in place of a name it knows.
     pub fn zone_mut(&mut self) -> &mut PathBuf {
         match self {
-            Command::Mkfs { zone, .. } | Command::Df { zone, .. } | Command::Stat { zone, .. } => zone,
+            Command::Mkfs { zone, .. }
+            | Command::Df { zone, .. }
+            | Command::Stat { zone, .. }
+            | Command::Accounts { zone, .. } => zone,
+            Command::Grant(args) => &mut args.zone,
             Command::Mount(args) => args.zone_mut(),
             Command::Fsck(args) => &mut args.zone,
             Command::Watch(args) => &mut args.zone,
@@ -174,6 +189,8 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         Command::Fsck(args) => return fsck::run(&args, json),
         Command::Snapshot(args) => snapshot::run(&args, json),
         Command::Restore(args) => snapshot::restore(&args, json),
+        Command::Grant(args) => grant::run(&args),
+        Command::Accounts { zone, area } => grant::accounts(&zone, area.as_deref(), json),
         Command::Watch(args) => watch::run(&args, json),
         Command::Stat { zone, path, area } => stat(&zone, area.as_deref(), &path, json),
     }?;

@@ -9,12 +9,14 @@
 //! - [`area`]: mappings and areas; the one module that maps memory.
 //! - [`fs`]: the core's functions with Rust types.
 //! - [`change`]: its change events.
+//! - [`account`]: whose files are counted and limited together.
 //! - [`fuse`]: the FUSE mount.
 //! - [`fsck`]: check and repair.
 //! - [`snapshot`]: consistent images of file systems in use.
 //! - [`target`]: what a command's argument names.
 //! - [`cli`]: the commands `tombolo files …`.
 
+pub mod account;
 pub mod area;
 pub mod change;
 pub mod cli;

@@ -143,6 +143,14 @@ impl Target {
         })
     }
 
+    /// Who is invited or there; `None`: no zone.
+    pub fn members(&self) -> anyhow::Result<Option<Vec<tombolo_zone::Member>>> {
+        match &self.kind {
+            Kind::Bare { .. } => Ok(None),
+            Kind::Zone { zone, .. } => Ok(Some(zone.members()?)),
+        }
+    }
+
     fn alive(&self) -> anyhow::Result<Vec<String>> {
         Ok(match &self.kind {
             Kind::Zone { zone, .. } => {
@@ -190,6 +198,10 @@ impl Target {
             }
         };
         let id = zone.invite(name, Role::Host, Rights::READ_WRITE)?;
+        // What was granted to whoever had the slot before is not for this member.
+        if !crate::account::revoke(&self.area()?, id.index()) {
+            bail!("{}: the area is too small for a file system", self.path.display());
+        }
         let membership = zone.join(id)?;
         let rung = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let ring = Arc::clone(&rung);

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use rustix::io::Errno;
+use tombolo_files::account;
 use tombolo_files::area::{Area, Map, Seat};
 use tombolo_files::change::Change;
 use tombolo_files::fs::{self, Create, Filesystem, Mkfs, ROOT};
@@ -103,17 +104,22 @@ fn a_hundred_thousand_names_are_found_and_listed_with_stable_cookies() {
     assert_clean(&area);
 }
 
-/// Two members of one zone: member tables at the start, the file system behind.
-fn two_members() -> (Filesystem, Filesystem) {
-    let map = Arc::new(Map::memfd("two", 34 << 20).expect("memory"));
+/// A zone: member table at the start, the file system behind; and how its members open it.
+fn zone() -> (Area, impl Fn(u32) -> Filesystem) {
+    let map = Arc::new(Map::memfd("zone", 34 << 20).expect("memory"));
     let whole = Area::in_map(&map, 2 << 20, 32 << 20, None).expect("an area");
     fs::mkfs(&whole, &Mkfs::default()).expect("mkfs");
     let table = Area::in_map(&map, 4096, 64 * 256, None).expect("a table");
-    let open = |member: u32| {
+    let open = move |member: u32| {
         assert!(table.store_word(u64::from(member) * 256, 1 << 32 | u64::from(sys::TMB_MEMBER_ACTIVE)));
         let seat = Some((4096, Seat { member, epoch: 1 }));
         Filesystem::open(Area::in_map(&map, 2 << 20, 32 << 20, seat).expect("an area")).expect("open")
     };
+    (whole, open)
+}
+
+fn two_members() -> (Filesystem, Filesystem) {
+    let (_, open) = zone();
     (open(0), open(5))
 }
 
@@ -403,4 +409,60 @@ fn an_image_goes_back_into_another_area_and_a_damaged_one_is_refused() {
     let said = snapshot::restore(&image, &larger, &mut |_, _, _| {}).expect_err("damaged").to_string();
     assert!(said.contains("damaged"), "{said}");
     assert_eq!(larger.block(0), before);
+}
+
+/// Two members, of whom the second has a grant.
+fn with_grant(blocks: u64, inodes: u64) -> (Filesystem, Filesystem, Area) {
+    let (area, open) = zone();
+    let host = open(0);
+    host.grant(5, "tenant", blocks, inodes, 0).expect("grant");
+    let tenant = open(5);
+    (host, tenant, area)
+}
+
+#[test]
+fn what_a_member_makes_counts_for_its_account_whoever_fills_and_removes_it() {
+    let (host, tenant, area) = with_grant(100, 4);
+    let limited = tenant.statfs();
+    assert_eq!((limited.blocks, limited.inodes), (100, 4));
+    let ino = file(&tenant, "mine");
+    assert_eq!(host.pwrite(ino, &[1; 50 * 4096], 0, false), Ok(50 * 4096));
+    let used = account::list(&host).remove(0);
+    assert_eq!((used.name.as_str(), used.inodes, used.bytes_limit), ("tenant", 1, 100 * 4096));
+    assert!((50 * 4096..60 * 4096).contains(&used.bytes), "{used:?}");
+
+    // Neither by its own hand nor by another's does it get beyond its limit; a file of the host's has none.
+    let wrote = tenant.pwrite(ino, &[2; 100 * 4096], 50 * 4096, false).expect("as far as it goes");
+    assert!((40 * 4096..=50 * 4096).contains(&wrote), "{wrote}");
+    assert_eq!(tenant.pwrite(ino, &[2; 4096], 1 << 20, false), Err(Errno::DQUOT));
+    assert_eq!(host.pwrite(ino, &[2; 4096], 1 << 20, false), Err(Errno::DQUOT));
+    let free = file(&host, "free");
+    assert_eq!(tenant.pwrite(free, &[3; 200 * 4096], 0, false), Ok(200 * 4096));
+
+    host.unlink(ROOT, b"mine", 0).expect("unlink");
+    let used = account::list(&host).remove(0);
+    assert_eq!((used.bytes, used.inodes), (0, 0), "what goes is given back");
+    for i in 0..4 {
+        file(&tenant, &format!("{i}"));
+    }
+    let fifth = tenant.create(ROOT, Some(b"fifth"), &Create::mode(REG));
+    assert_eq!(fifth, Err(Errno::DQUOT));
+    host.grant(5, "tenant", 100, 5, 0).expect("grant more");
+    file(&tenant, "fifth");
+    drop((host, tenant));
+    assert_clean(&area);
+}
+
+#[test]
+fn fsck_counts_accounts_anew() {
+    let (host, tenant, area) = with_grant(100, 4);
+    tenant.pwrite(file(&tenant, "f"), &[1; 4096], 0, false).expect("write");
+    let right = account::list(&host).remove(0);
+    drop((host, tenant));
+    let at = 4096 + std::mem::offset_of!(sys::tfs_member_area, own) as u64;
+    assert!(area.store_word(at + std::mem::offset_of!(sys::tfs_account, blocks) as u64, 77));
+    assert!(area.store_word(at + std::mem::offset_of!(sys::tfs_account, inodes) as u64, u64::MAX));
+    fsck::check(&area, Options { repair: true, live: false }, &mut |_, _, _| {}).expect("fsck");
+    let fs = Filesystem::open(area.clone()).expect("open");
+    assert_eq!(account::list(&fs), [right]);
 }

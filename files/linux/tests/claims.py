@@ -244,6 +244,24 @@ def a_watcher_that_falls_behind_is_told_to_look(a, b):
     a.ok("rm -r /mnt/d /mnt/ready /mnt/heard")
 
 
+@claim(2, grant=1)
+def a_member_stays_in_its_directory_and_within_its_limits(a, b):
+    a.ok("echo secret > /mnt/outside; echo x > /mnt/sub/given")
+    need(b.ok("ls -A /mnt; cat /mnt/given; stat -c %i /mnt/. /mnt/..").split()[:2] == ["given", "x"], b.ok("ls -Al /mnt"))
+    need(b.run("cat /mnt/../outside || cat /mnt/outside")[0], "it left its directory")
+    need("10240" in b.ok("df -k /mnt | tail -1"), b.ok("df -k /mnt"))
+    rc, out = b.run("dd if=/dev/zero of=/mnt/big bs=1M count=11")
+    need(rc and "quota exceeded" in out, out)
+    size = int(a.ok("stat -c %s /mnt/sub/big"))
+    need(8 << 20 < size <= 10 << 20, size)
+    b.ok("rm /mnt/big; for i in $(seq 20); do echo x > /mnt/f$i || break; done")
+    rc, out = b.run("echo x > /mnt/one-more")
+    need(rc and "quota exceeded" in out, out)
+    a.ok("rm /mnt/sub/f1; dd if=/dev/zero of=/mnt/large bs=1M count=20 2>/dev/null")
+    b.ok("echo x > /mnt/one-more")
+    a.ok("rm -r /mnt/sub/* /mnt/large /mnt/outside")
+
+
 @claim(2, dies=1)
 def a_guest_that_dies_under_load_leaves_its_locks_and_all_names_to_the_others(a, b):
     a.ok("mkdir /mnt/storm; echo x > /mnt/l")
@@ -448,7 +466,7 @@ def run(rig, work, o):
             try:
                 if wants != has or not guests:
                     stop(guests)
-                    args = ["ro=%d" % options["ro"]] if "ro" in options else []
+                    args = ["%s=%d" % (o, options[o]) for o in ("ro", "grant") if o in options]
                     subprocess.run([work + "/mkzone", zone, str(ZONE_MIB), "8", *args], check=True)
                     guests = []
                     for i in range(n):

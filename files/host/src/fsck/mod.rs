@@ -14,6 +14,7 @@
 //! - [`links`]: who is reachable, link counts, the block map, counters.
 //! - [`repair`]: what needs the core: recovery, /lost+found.
 
+mod accounts;
 mod dirs;
 mod inodes;
 mod links;
@@ -210,6 +211,7 @@ impl<'a> Checker<'a> {
         self.check_map(progress);
         self.fill_table();
         self.check_counters();
+        self.check_accounts();
     }
 }
 
