@@ -25,6 +25,20 @@ static int next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb
 	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
 }
 
+tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = fs->read_only ? tfs_inode(fs, ino) : NULL;
+	tmb_u64 stamp;
+
+	if (!inode)
+		return 0;
+	tmb_fence();
+	/* The generation grows when the inode is freed, the sequence number when blocks go. */
+	stamp = (tmb_load(&inode->state_gen) & ~0xffffffffULL) | (tmb_load(&inode->map_seq) & 0xffffffff);
+	tmb_fence();
+	return stamp;
+}
+
 /* --- writing -------------------------------------------------------------------------------------------------------- */
 
 /* Blocks for a hole of 'count' blocks at 'fblock', as many as lie well together. */
@@ -223,12 +237,13 @@ int tfs_wait_inode(struct tfs *fs, tmb_u64 ino)
 tmb_s64 tfs_pread(struct tfs *fs, tmb_u64 ino, void *buf, tmb_u64 len, tmb_u64 offset)
 {
 	tmb_u64 size = tfs_size(fs, ino), done = 0;
+	tmb_u32 tries = 0;
 
 	if (offset >= size)
 		return 0;
 	len = TFS_MIN(len, size - offset);
 	while (done < len) {
-		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n;
+		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n, stamp = tfs_read_stamp(fs, ino);
 		struct tfs_run run;
 		tmb_u32 pin = tfs_pin(fs, ino);
 		int err = tfs_map(fs, ino, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done), &run);
@@ -243,7 +258,10 @@ tmb_s64 tfs_pread(struct tfs *fs, tmb_u64 ino, void *buf, tmb_u64 len, tmb_u64 o
 		else
 			memset((tmb_u8 *)buf + done, 0, n);
 		tfs_unpin(fs, pin);
-		done += n;
+		if (tfs_read_stamp(fs, ino) == stamp)
+			done += n;
+		else if (++tries > TFS_READ_TRIES)
+			return done ? (tmb_s64)done : -EBUSY;
 	}
 	return (tmb_s64)done;
 }

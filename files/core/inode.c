@@ -188,6 +188,7 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 	tfs_tx_inode(fs, slot, 0, ino);
 	if (tmb_load(&inode->mappers))
 		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL);
+	tmb_fetch_add(&inode->map_seq, 1); /* read-only members leave no mapper bit, and look here */
 	free_contents(fs, inode);
 	tfs_close_account(fs, inode);
 	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));

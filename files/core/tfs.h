@@ -152,6 +152,10 @@ int tfs_readlink(struct tfs *fs, tmb_u64 ino, char *buf, tmb_u32 size);
  * Take one around tfs_map + copy of every lockless read. Never sleep for long with one. The return value goes to unpin. */
 tmb_u32 tfs_pin(struct tfs *fs, tmb_u64 ino);
 void tfs_unpin(struct tfs *fs, tmb_u32 pin);
+/* A read-only member leaves no pin. It takes this before tfs_map and again after its copy: if both are equal, no block was taken away in
+ * between; else what it copied may be another file's, and it copies again. Always 0 for others. */
+tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino);
+#define TFS_READ_TRIES 1000u
 
 struct tfs_run {
 	tmb_u64 block; /* first block of the area, 0: hole */

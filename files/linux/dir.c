@@ -316,7 +316,6 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 			d_drop(dentry);
 		return err;
 	}
-	tmb_tell_name(dir, name, inode, FS_DELETE);
 	/* What is left of it in this kernel: other links, openers, or nothing. */
 	if (tmb_refresh(inode)) {
 		spin_lock(&inode->i_lock);
@@ -324,6 +323,7 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 			clear_nlink(inode);
 		spin_unlock(&inode->i_lock);
 	}
+	tmb_tell_name(dir, name, inode, FS_DELETE | (inode->i_nlink ? 0 : FS_DELETE_SELF));
 	tmb_unreference(inode);
 	WRITE_ONCE(dentry->d_time, TMB_UNSTAMPED);
 	return 0;
@@ -373,8 +373,6 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 	tmb_tell_move(old_dir, &old->d_name, new_dir, &new->d_name, d_inode(old));
 	if (target && flags & RENAME_EXCHANGE)
 		tmb_tell_move(new_dir, &new->d_name, old_dir, &old->d_name, target);
-	else if (target)
-		tmb_tell_inode(target, FS_ATTRIB);
 	tmb_refresh(d_inode(old));
 	if (target && tmb_refresh(target)) {
 		spin_lock(&target->i_lock);
@@ -382,6 +380,8 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 			clear_nlink(target);
 		spin_unlock(&target->i_lock);
 	}
+	if (target && !(flags & RENAME_EXCHANGE))
+		tmb_tell_inode(target, FS_ATTRIB | (target->i_nlink ? 0 : FS_DELETE_SELF));
 	if (target)
 		tmb_unreference(target);
 	return 0;

@@ -159,7 +159,7 @@ static void hand_over_self(struct inode *inode, u32 mask)
 		fsnotify_inode(inode, FS_MOVE_SELF);
 	if (mask & FS_DELETE)
 		fsnotify_inode(inode, FS_ATTRIB); /* its count of links */
-	if (mask & (FS_DELETE | FS_ATTRIB) && !inode->i_nlink)
+	if (mask & FS_DELETE_SELF)
 		fsnotify_inoderemove(inode);
 }
 
@@ -169,7 +169,7 @@ static void hand_over(struct super_block *sb, struct tfs_change *c)
 	bool all = READ_ONCE(sb->s_fsnotify_mask); /* the file system as a whole is watched */
 	struct inode *dir = known(sb, c->dir), *inode = known(sb, c->ino);
 	struct qstr name = QSTR_INIT(c->name, c->name_len);
-	u32 cookie = local_cookie(s, c);
+	u32 cookie = local_cookie(s, c), mask = c->mask & ~FS_DELETE_SELF;
 
 	if (all && !dir && c->dir)
 		dir = tmb_iget(sb, c->dir);
@@ -181,9 +181,9 @@ static void hand_over(struct super_block *sb, struct tfs_change *c)
 		inode = NULL;
 	if (c->mask & ALL_FSNOTIFY_DIRENT_EVENTS) {
 		if (dir && (all || watched(dir)))
-			fsnotify(c->mask, inode ? inode : dir, FSNOTIFY_EVENT_INODE, dir, &name, NULL, cookie);
+			fsnotify(mask, inode ? inode : dir, FSNOTIFY_EVENT_INODE, dir, &name, NULL, cookie);
 	} else if (inode && (all || watched(inode) || watched(dir))) {
-		fsnotify(c->mask | (watched(dir) ? FS_EVENT_ON_CHILD : 0), inode, FSNOTIFY_EVENT_INODE, dir, dir ? &name : NULL,
+		fsnotify(mask | (watched(dir) ? FS_EVENT_ON_CHILD : 0), inode, FSNOTIFY_EVENT_INODE, dir, dir ? &name : NULL,
 			 inode, 0);
 	}
 	if (watched(inode))
@@ -226,7 +226,7 @@ bool tmb_changes_hear(struct tmb_sb *s)
 		if (!ret)
 			return false;
 		if (ret == 1) {
-			c->mask &= ALL_FSNOTIFY_DIRENT_EVENTS | FS_ATTRIB | FS_MODIFY | FS_CLOSE_WRITE | FS_ISDIR;
+			c->mask &= ALL_FSNOTIFY_DIRENT_EVENTS | FS_ATTRIB | FS_MODIFY | FS_CLOSE_WRITE | FS_DELETE_SELF | FS_ISDIR;
 			hand_over(s->sb, c);
 		} else {
 			pr_warn_ratelimited("tombolo: zone %s: changes came faster than they were heard; watchers are told to look\n",

@@ -211,6 +211,38 @@ fn a_read_only_handle_reads_and_refuses_to_write() {
 }
 
 #[test]
+fn a_read_only_member_that_leaves_no_pin_never_reads_another_files_blocks() {
+    let map = Map::memfd("ro", 16 << 20).expect("memory");
+    let read_only = Map::new(map.file(), 16 << 20, false).expect("a second mapping");
+    let area = Area::whole(map).expect("an area");
+    fs::mkfs(&area, &Mkfs::default()).expect("mkfs");
+    let fs = Filesystem::open(area).expect("open");
+    let ino = file(&fs, "f");
+    let reader = Filesystem::open(Area::whole(read_only).expect("an area")).expect("open read-only");
+    std::thread::scope(|scope| {
+        let writing = scope.spawn(|| {
+            let other = file(&fs, "other");
+            for _ in 0..2000 {
+                fs.pwrite(ino, &[b'f'; 65536], 0, false).expect("write");
+                fs.truncate(ino, 0, false).expect("truncate");
+                fs.pwrite(other, &[b'o'; 65536], 0, false).expect("write");
+                fs.truncate(other, 0, false).expect("truncate");
+            }
+        });
+        let mut buf = vec![0; 65536];
+        while !writing.is_finished() {
+            let got = match reader.pread(ino, &mut buf, 0) {
+                Ok(got) => got,
+                Err(Errno::BUSY) => 0,
+                Err(e) => panic!("{e}"),
+            };
+            let wrong = buf[..got].iter().position(|c| *c != b'f' && *c != 0);
+            assert_eq!(wrong, None, "a byte of another file");
+        }
+    });
+}
+
+#[test]
 fn what_is_no_file_system_or_another_version_is_refused() {
     let area = area(8);
     let version = core::mem::offset_of!(sys::tfs_super, version) as u64;

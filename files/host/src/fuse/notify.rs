@@ -44,7 +44,8 @@ impl Server {
             op::MKDIR | op::LINK => created(8, c),
             op::MKNOD | op::CREATE => created(16, c),
             op::UNLINK | op::RMDIR => {
-                self.named(subject.ino, h.node, c.name().unwrap_or_default(), libc::IN_DELETE)
+                let mask = libc::IN_DELETE | self.is_gone(subject.ino);
+                self.named(subject.ino, h.node, c.name().unwrap_or_default(), mask)
             }
             op::RENAME | op::RENAME2 => return self.tell_rename(h, c, subject),
             op::SETATTR => {
@@ -93,7 +94,8 @@ impl Server {
         if subject.target != 0 && flags & libc::RENAME_EXCHANGE != 0 {
             moved(subject.target, (new_dir, new), (h.node, old));
         } else if subject.target != 0 {
-            self.fs.tell(&mut [Change::new(subject.target, None, libc::IN_ATTRIB)]);
+            let mask = libc::IN_ATTRIB | self.is_gone(subject.target);
+            self.fs.tell(&mut [Change::new(subject.target, None, mask)]);
         }
     }
 
@@ -109,6 +111,11 @@ impl Server {
         let place =
             self.nodes.place(ino).filter(|(dir, name)| self.fs.lookup(*dir, name).is_ok_and(|f| f.0 == ino));
         Change::new(ino, place, mask | self.is_dir(ino))
+    }
+
+    /// The last of its names was taken.
+    fn is_gone(&self, ino: u64) -> u32 {
+        if self.fs.getattr(ino, 0).map_or(0, |a| a.nlink) == 0 { libc::IN_DELETE_SELF } else { 0 }
     }
 
     fn is_dir(&self, ino: u64) -> u32 {
