@@ -347,7 +347,9 @@ int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_
 				err = tfs_remove_blocks(fs, inode, ino, from, ~0ULL);
 		}
 	}
+	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, ino);
+	return err;
 end:
 	tfs_tx_end(fs, slot);
 	return err;

@@ -179,7 +179,8 @@ int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u3
 
 /* --- the index ------------------------------------------------------------------------------------------------ */
 
-/* Into a table that has room. *used grows when an empty place was taken; *probes: how many looks it may still take. */
+/* Into a table that has room. *used grows when an empty place is taken, before it is: it may count too many, never too few. *probes: how
+ * many looks it may still take. */
 static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 granule, tmb_u64 *used, tmb_u64 *probes)
 {
 	struct probe p;
@@ -194,9 +195,9 @@ static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 g
 		--*probes;
 		if (value && value != TFS_INDEX_TOMB)
 			continue;
-		tmb_store_release(e, (tmb_u64)hash << 32 | (granule + 1));
 		if (!value)
-			(*used)++;
+			tmb_store(used, tmb_load(used) + 1);
+		tmb_store_release(e, (tmb_u64)hash << 32 | (granule + 1));
 		return 0;
 	}
 	return tfs_damage(fs, "directory index without room", index_root, hash);
@@ -255,23 +256,20 @@ static int index_build(struct tfs *fs, struct tfs_inode *dir)
 
 static int index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule)
 {
-	tmb_u64 root = tmb_load(&dir->index_root), used = tmb_load(&dir->index_used), probes = PROBE_MAX;
+	tmb_u64 root = tmb_load(&dir->index_root), probes = PROBE_MAX;
 	int err;
 
 	if (granule > 0xfffffffeULL - 1)
 		return -ENOSPC; /* 2^32 granules: 256 GiB of names */
 	if (!root && dir_blocks(fs, dir) < 2)
 		return 0;
-	if (!root || (used + 1) * 4 > (1ULL << index_log(root)) * 3) {
+	if (!root || (tmb_load(&dir->index_used) + 1) * 4 > (1ULL << index_log(root)) * 3) {
 		err = index_build(fs, dir);
 		if (err)
 			return err;
 		root = tmb_load(&dir->index_root);
-		used = tmb_load(&dir->index_used);
 	}
-	err = index_put(fs, root, hash, granule, &used, &probes);
-	tmb_store(&dir->index_used, used);
-	return err;
+	return index_put(fs, root, hash, granule, &dir->index_used, &probes);
 }
 
 void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot, tmb_u32 hash)

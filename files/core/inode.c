@@ -300,7 +300,9 @@ int tfs_setattr(struct tfs *fs, tmb_u64 ino, tmb_u32 what, const struct tfs_attr
 	if (what & TFS_SET_MTIME)
 		tmb_store(&inode->mtime, attr->mtime);
 	tfs_changed(inode, what & TFS_SET_CTIME ? attr->ctime : tfs_os_now(), false);
+	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, ino);
+	return 0;
 end:
 	tfs_tx_end(fs, slot);
 	return err;

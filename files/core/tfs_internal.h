@@ -143,6 +143,7 @@ void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino);
 void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1);
 void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value);
 void tfs_tx_commit(struct tfs *fs, tmb_u32 slot); /* stores the words */
+/* Before the locks of what was changed are let go: after a death their words would be stored again, over what others did since. */
 void tfs_tx_end(struct tfs *fs, tmb_u32 slot);
 
 /* inode.c */

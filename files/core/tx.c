@@ -107,9 +107,9 @@ void tfs_tx_commit(struct tfs *fs, tmb_u32 slot)
 
 static void clear_tx(struct tfs_tx *tx, tmb_u64 state)
 {
+	tmb_store_release(&tx->redo, TFS_REDO_NONE); /* first: it is about ino[0] */
 	for (tmb_u32 i = 0; i < TFS_TX_INODES; i++)
 		tmb_store(&tx->ino[i], 0);
-	tmb_store(&tx->redo, TFS_REDO_NONE);
 	tmb_store(&tx->n_words, 0);
 	tmb_store_release(&tx->state, state);
 }
@@ -256,7 +256,8 @@ static void recover_transactions(struct tfs *fs, tmb_u32 member)
 
 			if (ino && !listed_before(area, i, k, ino))
 				keep_inode_blocks(fs, ino, tag, &budget);
-			if (inode && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1)
+			if (inode && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1 &&
+			    tmb_lock_owner(tmb_load(&inode->lock.word)) == member)
 				tfs_dir_end(inode);
 		}
 	}

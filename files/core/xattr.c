@@ -255,7 +255,9 @@ int tfs_xattr_set(struct tfs *fs, tmb_u64 ino, const char *name, const void *val
 		tfs_tree_mark(fs, old, tfs_tag(fs), unused ? TFS_MAP_FREE : TFS_MAP_LIMBO);
 	}
 unlock:
+	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, ino);
+	return err;
 end:
 	tfs_tx_end(fs, slot);
 	return err;
