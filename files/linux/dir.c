@@ -126,8 +126,17 @@ static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 	return valid;
 }
 
+/* What another member unlinked is not kept for its old name: its last user here frees it. */
+static int tmb_d_delete(const struct dentry *dentry)
+{
+	struct inode *inode = d_inode(dentry);
+
+	return inode && !READ_ONCE(inode->i_nlink);
+}
+
 const struct dentry_operations tmb_dentry_ops = {
 	.d_revalidate = tmb_d_revalidate,
+	.d_delete = tmb_d_delete,
 };
 
 /*

@@ -220,13 +220,20 @@ int tmb_open_inode(struct inode *inode, struct file *file)
 int tmb_release_inode(struct inode *inode, struct file *file)
 {
 	struct tmb_inode *ti = tmb_i(inode);
+	bool last;
 
 	if (file->f_mode & FMODE_WRITE)
 		tmb_tell(file_dentry(file), FS_CLOSE_WRITE);
 	mutex_lock(&ti->lock);
-	ti->opens--;
+	last = !--ti->opens;
 	mutex_unlock(&ti->lock);
-	/* With blocks still mapped or pinned, or no name left, the reference stays until the inode is evicted. */
+	/* A mapping has its file open, so now there is none. With pages still pinned the references stay until the inode is evicted. */
+	if (last && READ_ONCE(ti->mapped)) {
+		filemap_invalidate_lock(inode->i_mapping);
+		if (!READ_ONCE(ti->opens))
+			tmb_revoke_locked(inode, 0);
+		filemap_invalidate_unlock(inode->i_mapping);
+	}
 	tmb_unreference(inode);
 	return 0;
 }

@@ -19,7 +19,8 @@
 
 /* The other reasons are other services'. */
 #define TMB_FILES_PENDING (TMB_PENDING_REVOKE | TMB_PENDING_LOCK | TMB_PENDING_EVENT | TMB_PENDING_MEMBERS)
-#define TMB_POLL_MS 50	   /* only while something is mapped or watched, and nobody can ring */
+#define TMB_POLL_MS 50	   /* only while something is mapped or watched, and somebody can't ring */
+#define TMB_WATCH_MS 500   /* only while something is mapped or watched: whether somebody came who can't; well below TFS_REVOKE_LIMIT_NS */
 #define TMB_WORKER_WAIT 1000 /* ms the worker waits for pinned pages before it looks again later */
 #define TMB_FAULT_TRIES 64  /* waits for an inode that another member keeps changing, before the access starts over */
 #define TMB_HOLE (~0ul >> 2)   /* in 'runs': a mapped hole */
@@ -321,6 +322,21 @@ static struct inode *next_mapped(struct tmb_sb *s, struct list_head *seen)
 	return inode;
 }
 
+/* A member without a doorbell, like a mount on the host, changes files and cannot ring. */
+static bool someone_cannot_ring(struct tmb_sb *s)
+{
+	u32 i;
+
+	for (i = 0; i < TMB_MAX_MEMBERS; i++) {
+		struct tmb_member *m = &s->zone.members[i];
+
+		if (tmb_state(tmb_load(&m->state_epoch)) == TMB_MEMBER_ACTIVE && !tmb_load(&m->doorbell) &&
+		    tmb_load(&m->rights) & TMB_RIGHT_WRITE)
+			return true;
+	}
+	return false;
+}
+
 static void look(struct work_struct *work)
 {
 	struct tmb_sb *s = container_of(to_delayed_work(work), struct tmb_sb, poll);
@@ -364,9 +380,12 @@ static void look(struct work_struct *work)
 		mod_delayed_work(s->work_queue, &s->poll, 0);
 		return;
 	}
-	/* With a doorbell that others know, somebody rings. */
-	if (again && (busy || s->fs.read_only || !tmb_doorbell_self(&s->doorbell) || !tmb_load(&me->doorbell)))
+	if (!again)
+		return;
+	if (busy || s->fs.read_only || !tmb_doorbell_self(&s->doorbell) || !tmb_load(&me->doorbell) || someone_cannot_ring(s))
 		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_POLL_MS));
+	else
+		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_WATCH_MS));
 }
 
 /* Looks at once, after a doorbell. */

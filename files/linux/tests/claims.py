@@ -191,6 +191,25 @@ def an_open_file_survives_its_removal_by_another_guest(a, b):
 
 
 @claim(2)
+def what_another_guest_removes_comes_back_though_it_was_open_or_mapped_here(a, b):
+    df = "df /mnt | tail -1"
+    a.ok("touch /mnt/x; rm /mnt/x")
+    before = a.ok(df)
+    a.ok("dd if=/dev/zero of=/mnt/word bs=1M count=20 2>/dev/null")
+    b.ok("claims count /mnt/word 1")
+    a.ok("rm /mnt/word")
+    need(a.ok(df) == before, "mapped and closed: %s became %s" % (before, a.ok(df)))
+    a.ok("printf held > /mnt/h")
+    b.start("claims hold /mnt/h /mnt/go")
+    wait_for(b, "hold")
+    a.ok("rm /mnt/h; touch /mnt/go")
+    rc, out = b.finish()
+    need(rc == 0, out)
+    a.ok("rm /mnt/go")
+    need(a.ok(df) == before, "open, then closed: %s became %s" % (before, a.ok(df)))
+
+
+@claim(2)
 def a_storm_of_operations_from_two_guests_leaves_both_in_agreement(a, b):
     a.ok("mkdir /mnt/storm")
     both(a, b, "claims storm /mnt/storm %d 4000")
