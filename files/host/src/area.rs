@@ -11,7 +11,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -228,6 +229,47 @@ impl Area {
         if self.seat.is_some() { self.members } else { std::ptr::null_mut() }
     }
 
+    /// A member's word of reasons to look (`TMB_PENDING_*`), of which the kernel lets processes sleep on the lower half.
+    fn pending(&self, member: u32) -> Option<&AtomicU32> {
+        if self.members().is_null() || member >= sys::TMB_MAX_MEMBERS {
+            return None;
+        }
+        // SAFETY: the table has that many slots, 64-byte aligned, mapped as long as self lives; the format is little endian.
+        Some(unsafe {
+            AtomicU32::from_ptr((&raw mut (*self.members().add(member as usize)).pending).cast::<u32>())
+        })
+    }
+
+    /// Wakes who sleeps in [`Area::await_pending`] for this member, in any process of this host. A guest has a doorbell for that.
+    pub fn wake(&self, member: u32) {
+        if let Some(word) = self.pending(member) {
+            futex(word, libc::FUTEX_WAKE, i32::MAX as u32, None);
+        }
+    }
+
+    /// Sets bits of the own word and wakes who sleeps on it.
+    pub fn raise_pending(&self, bits: u32) {
+        let Some(seat) = self.seat else { return };
+        if let Some(word) = self.pending(seat.member) {
+            word.fetch_or(bits, Ordering::SeqCst);
+            self.wake(seat.member);
+        }
+    }
+
+    /// Sleeps until one of `bits` of the own word is set, and takes them; `timeout` at the longest, now and then shorter. Members
+    /// in guests set bits, too, but can't wake anybody here.
+    pub fn await_pending(&self, bits: u32, timeout: Duration) {
+        let Some(word) = self.seat.and_then(|seat| self.pending(seat.member)) else {
+            std::thread::sleep(timeout);
+            return;
+        };
+        let now = word.load(Ordering::SeqCst);
+        if now & bits == 0 {
+            futex(word, libc::FUTEX_WAIT, now, Some(timeout));
+        }
+        word.fetch_and(!bits, Ordering::SeqCst);
+    }
+
     /// Makes what was stored durable, as far as the backing can.
     pub fn sync(&self) -> io::Result<()> {
         match &self.file {
@@ -295,6 +337,17 @@ impl Area {
         unsafe { AtomicU8::from_ptr(to) }.store(value, Ordering::Release);
         true
     }
+}
+
+/// Errors are what a caller that looks again anyway need not know: the value was another one, the time was over, a signal came.
+fn futex(word: &AtomicU32, operation: libc::c_int, value: u32, timeout: Option<Duration>) {
+    let time = timeout.map(|t| libc::timespec {
+        tv_sec: t.as_secs() as libc::time_t,
+        tv_nsec: libc::c_long::from(t.subsec_nanos()),
+    });
+    let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    // SAFETY: an aligned word and a timeout (or none) that live across the call.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, value, time) };
 }
 
 /// Opens the file that backs a zone or a bare file system.

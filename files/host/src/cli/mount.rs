@@ -14,6 +14,7 @@ use serde_json::json;
 
 use super::open_error;
 use crate::fs::Filesystem;
+use crate::fuse::locks::Locks;
 use crate::fuse::nodes::Nodes;
 use crate::fuse::ops::Server;
 use crate::fuse::session::{self, MountOptions, Mounted};
@@ -128,7 +129,12 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
         fs.recover_all()
             .with_context(|| format!("{}: repairing what dead members left", args.zone.display()))?;
     }
-    let server = Arc::new(Server { fs, nodes: Nodes::default(), cached_mmap: args.cached_mmap });
+    let server = Arc::new(Server {
+        fs,
+        nodes: Nodes::default(),
+        locks: Locks::default(),
+        cached_mmap: args.cached_mmap,
+    });
     let options = MountOptions {
         source: args.zone.display().to_string(),
         read_only: args.read_only,
@@ -136,9 +142,18 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     };
     let mounted = session::mount(&args.directory, &options)
         .with_context(|| format!("mounting at {}", args.directory.display()))?;
+    let waiting = {
+        let server = Arc::clone(&server);
+        let name = std::thread::Builder::new().name("file-locks".into());
+        name.spawn(move || server.locks.serve(&server.fs)).context("starting threads")?
+    };
     let served = serve(args, json, &mounted, &server, joined.as_ref(), &signals);
     // Whatever happened: nothing stays mounted, no reference stays held, the seat is free again.
     let unmounted = mounted.unmount().with_context(|| format!("unmounting {}", args.directory.display()));
+    server.locks.stop(&server.fs);
+    if waiting.join().is_err() {
+        bail!("the thread that waits for file locks panicked");
+    }
     server.nodes.close_all(&server.fs);
     if server.fs.area().writable() {
         server.fs.area().sync().context("syncing the zone")?;

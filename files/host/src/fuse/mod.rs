@@ -10,12 +10,14 @@
 //!
 //! - [`abi`]: the wire format.
 //! - [`acl`]: POSIX ACLs.
+//! - [`locks`]: flock and fcntl.
 //! - [`nodes`]: what the kernel knows of our inodes.
 //! - [`ops`]: the operations.
 //! - [`session`]: device, mount, threads.
 
 pub mod abi;
 pub mod acl;
+pub mod locks;
 pub mod nodes;
 pub mod ops;
 pub mod session;
