@@ -71,7 +71,7 @@ static int start_tx(struct tfs *fs, struct tfs_write *w)
 
 	if (w->slot < TFS_TX_SLOTS)
 		return 0;
-	err = tfs_tx_begin(fs, &w->slot);
+	err = tfs_tx_begin_inside(fs, &w->slot);
 	if (err) {
 		w->slot = TFS_TX_SLOTS;
 		return err;
@@ -207,7 +207,7 @@ int tfs_fault_block(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, 
 
 int tfs_wait_inode(struct tfs *fs, tmb_u64 ino)
 {
-	int err = tfs_lock_inode(fs, ino);
+	int err = tfs_begin_inode(fs, ino);
 
 	if (!err)
 		tfs_unlock_inode(fs, ino);
@@ -248,7 +248,7 @@ tmb_s64 tfs_pwrite(struct tfs *fs, tmb_u64 ino, const void *buf, tmb_u64 len, tm
 {
 	struct tfs_write w;
 	tmb_u64 done = 0, size;
-	int err = tfs_lock_inode(fs, ino);
+	int err = tfs_begin_inode(fs, ino);
 
 	if (err)
 		return err;
@@ -401,7 +401,7 @@ int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb
 		return -EINVAL;
 	if (end > TFS_MAX_SIZE)
 		return -EFBIG;
-	err = tfs_lock_inode(fs, ino);
+	err = tfs_begin_inode(fs, ino);
 	if (err)
 		return err;
 	inode = tfs_inode(fs, ino);

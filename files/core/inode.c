@@ -145,7 +145,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 			tmb_store(&inode->openers, 0);
 			tmb_store(&inode->mappers, 0);
 			tmb_store(&inode->locks, 0);
-			tmb_store(&inode->project, 0);
+			tmb_store(&inode->account, 0);
 			tmb_store(&inode->dir_hint, 0);
 			tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, 1);
 			*out = inode;
@@ -369,9 +369,13 @@ int tfs_map_ref(struct tfs *fs, tmb_u64 ino)
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, ino, &inode);
 
-	if (!err && !fs->read_only)
-		tmb_fetch_or(&inode->mappers, 1ULL << fs->member);
-	return err;
+	if (err || fs->read_only)
+		return err;
+	tmb_fetch_or(&inode->mappers, 1ULL << fs->member);
+	if (!tfs_frozen(fs))
+		return 0;
+	tmb_fetch_and(&inode->mappers, ~(1ULL << fs->member));
+	return -EAGAIN;
 }
 
 int tfs_unmap_ref(struct tfs *fs, tmb_u64 ino)

@@ -104,10 +104,10 @@ int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino)
 		return -ESHUTDOWN;
 	if (!tmb_cas64(&inode->lock.word, 0, tmb_lock_word(fs->member, fs->epoch, 1)))
 		return -EAGAIN;
-	if ((tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE)
+	if ((tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE && !tfs_frozen(fs))
 		return 0;
 	tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
-	return -ESTALE;
+	return tfs_frozen(fs) ? -EAGAIN : -ESTALE;
 }
 
 static void ring(struct tfs *fs, tmb_u32 member, tmb_u64 reason)
@@ -146,6 +146,17 @@ int tfs_lock_inode(struct tfs *fs, tmb_u64 ino)
 		return 0;
 	tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
 	return -ESTALE;
+}
+
+int tfs_begin_inode(struct tfs *fs, tmb_u64 ino)
+{
+	int err;
+
+	while (!(err = tfs_lock_inode(fs, ino)) && tfs_frozen(fs)) {
+		tfs_unlock_inode(fs, ino);
+		tfs_os_wait(fs, SPINS);
+	}
+	return err;
 }
 
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino)

@@ -126,6 +126,7 @@ void tfs_close(struct tfs *fs)
 {
 	if (!fs->members || fs->read_only || tfs_fenced(fs))
 		return;
+	tfs_listen_end(fs);
 	tmb_store_release(&fs->members[fs->member].recovered_epoch, fs->epoch);
 	tmb_store_release(&fs->members[fs->member].forgotten_epoch, fs->epoch);
 }

@@ -53,6 +53,13 @@ int tfs_recover(struct tfs *fs, tmb_u32 member);
 /* Recovers every member slot that needs it; call at mount and on TMB_PENDING_MEMBERS. */
 int tfs_recover_all(struct tfs *fs);
 
+/* For snapshots: stops all changes by other members until the thaw, or this member's end; a hole is not filled, nothing is mapped. -EBUSY:
+ * another member has frozen it, or one does not let go of a mapping. */
+int tfs_freeze(struct tfs *fs);
+void tfs_thaw(struct tfs *fs);
+/* Whether another living member has frozen it. */
+bool tfs_frozen(struct tfs *fs);
+
 /* --- inodes --------------------------------------------------------------------------------------------- */
 
 struct tfs_attr {
@@ -80,7 +87,8 @@ int tfs_touch_atime(struct tfs *fs, tmb_u64 ino, tmb_s64 now);
  * 1 -> 0. close frees an unlinked inode when nobody else has it open. -ESTALE: already gone. */
 int tfs_open_ref(struct tfs *fs, tmb_u64 ino, tmb_u32 generation);
 int tfs_close_ref(struct tfs *fs, tmb_u64 ino);
-/* The same for mappings of an inode's blocks: set before the first block is mapped; cleared when none is mapped or pinned. */
+/* The same for mappings of an inode's blocks: set before the first block is mapped; cleared when none is mapped or pinned. -EAGAIN: frozen,
+ * nap and try again. */
 int tfs_map_ref(struct tfs *fs, tmb_u64 ino);
 int tfs_unmap_ref(struct tfs *fs, tmb_u64 ino);
 /* Grows when blocks were taken away from the inode: compare on TMB_PENDING_REVOKE. */
@@ -89,6 +97,8 @@ tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino);
 /* The inode's lock across members. Excludes writers and truncation. Not recursive; in one member, one thread at a time
  * should ask (hold the VFS lock first). -EUCLEAN or -ESTALE: bad inode; then it's not held. */
 int tfs_lock_inode(struct tfs *fs, tmb_u64 ino);
+/* The same for who holds nothing yet and is about to change the inode: waits while the file system is frozen. */
+int tfs_begin_inode(struct tfs *fs, tmb_u64 ino);
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino);
 
 /* --- names ---------------------------------------------------------------------------------------------- */
@@ -214,6 +224,33 @@ int tfs_get_lock(struct tfs *fs, tmb_u64 ino, struct tfs_file_lock *lock);
  */
 int tfs_lock_wait_begin(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock);
 void tfs_lock_wait_end(struct tfs *fs, int slot);
+
+/* --- change events ----------------------------------------------------------------------------------------------- */
+
+struct tfs_change {
+	tmb_u64 ino, dir; /* dir 0: not known, then there is no name */
+	tmb_u32 mask;	  /* IN_*, as inotify(7) has them; with IN_ISDIR */
+	tmb_u32 cookie;	  /* ties IN_MOVED_FROM to IN_MOVED_TO */
+	tmb_u32 member;	  /* heard: who did it */
+	tmb_u32 name_len;
+	char name[TFS_NAME_MAX + 1];
+};
+/* Whether another member wants to hear of changes: one load. Ask before making up what to tell. */
+bool tfs_change_wanted(struct tfs *fs);
+/* Tells the watchers. One thread of a member at a time: the skin has a lock for it. Returns where the record ends. */
+tmb_u64 tfs_change_post(struct tfs *fs, const struct tfs_change *c);
+/* Whether no watcher has heard the record that ends there: then the same need not be told again. Call it after what it tells of. */
+bool tfs_change_unheard(struct tfs *fs, tmb_u64 end);
+
+struct tfs_listener {
+	tmb_u64 at[TFS_MEMBERS];
+	tmb_u32 from; /* whose ring comes next */
+};
+/* From now on changes of other members are told to this one: TMB_PENDING_EVENT, and its doorbell. -EROFS for a read-only member. */
+int tfs_listen_begin(struct tfs *fs, struct tfs_listener *l);
+void tfs_listen_end(struct tfs *fs);
+/* 1: the next change; 0: none now; -EOVERFLOW: some of a member's were lost, ask again for those that follow. */
+int tfs_listen_next(struct tfs *fs, struct tfs_listener *l, struct tfs_change *c);
 
 /* --- extended attributes (full names, "user.x") ---------------------------------------------------------- */
 

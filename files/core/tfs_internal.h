@@ -17,11 +17,11 @@
 #define TFS_DT(mode) (((mode) >> 12) & 15)
 
 /* Looks at each once: the other may be memory that somebody else is changing. */
-#define TFS_MIN(a, b)                             \
-	({                                        \
-		__auto_type tfs_a = (a);          \
-		__auto_type tfs_b = (b);          \
-		tfs_a < tfs_b ? tfs_a : tfs_b;    \
+#define TFS_MIN(a, b)                                    \
+	({                                               \
+		__typeof__(1 ? (a) : (b)) tfs_a = (a);   \
+		__typeof__(1 ? (a) : (b)) tfs_b = (b);   \
+		tfs_a < tfs_b ? tfs_a : tfs_b;           \
 	})
 
 /* How long a member waits for another that lives but does not let go, before it calls the memory damaged. */
@@ -136,7 +136,8 @@ bool tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino); /* the same, of readers onl
 /* The first half of tfs_recover, after which the dead member's locks may be taken over. It takes no lock of an inode itself, so who waits
  * for one may call it; what the member had open waits for tfs_recover. */
 int tfs_recover_locks(struct tfs *fs, tmb_u32 member);
-int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot);
+int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot); /* for who holds no lock yet: waits while the file system is frozen */
+int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot);
 struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot);
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino);
 void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1);

@@ -16,6 +16,17 @@ static tmb_u64 tx_state(struct tfs *fs, tmb_u32 state)
 
 int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot)
 {
+	int err;
+
+	while (!(err = tfs_tx_begin_inside(fs, slot)) && tfs_frozen(fs)) {
+		tfs_tx_end(fs, *slot);
+		tfs_os_wait(fs, 100);
+	}
+	return err;
+}
+
+int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot)
+{
 	tmb_u32 i = tfs_os_cpu() % TFS_TX_SLOTS;
 	tmb_u64 since = 0;
 
@@ -184,7 +195,7 @@ static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
 			tmb_u32 slot;
 
 			/* In a transaction: this member may die, too, while it frees what the other one made. */
-			if (!tfs_tx_begin(fs, &slot)) {
+			if (!tfs_tx_begin_inside(fs, &slot)) {
 				tfs_tx_inode(fs, slot, 0, ino);
 				tfs_drop_new_inode(fs, inode);
 				tfs_tx_end(fs, slot);
@@ -261,6 +272,7 @@ static void recover_transactions(struct tfs *fs, tmb_u32 member)
 	for (i = 0; i < TFS_TX_SLOTS; i++)
 		clear_tx(&area->tx[i], 0);
 	memset(area->waits, 0, sizeof(area->waits));
+	tmb_fetch_and(&tfs_sb(fs)->watchers, ~(1ULL << member));
 }
 
 static int recover(struct tfs *fs, tmb_u32 member, bool forget)
@@ -305,6 +317,8 @@ int tfs_recover_all(struct tfs *fs)
 {
 	if (!fs->members || fs->read_only)
 		return 0;
+	while (tfs_frozen(fs) && !tfs_fenced(fs))
+		tfs_os_wait(fs, 100);
 	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++) {
 		int err = tfs_recover(fs, m);
 

@@ -212,6 +212,7 @@ static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 			d_drop(dentry);
 		return PTR_ERR(inode);
 	}
+	tmb_tell_name(dir, &dentry->d_name, inode, FS_CREATE);
 	if (S_ISDIR(mode)) {
 		struct dentry *alias;
 
@@ -291,6 +292,7 @@ static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry
 			d_drop(dentry);
 		return err;
 	}
+	tmb_tell_name(dir, &dentry->d_name, inode, FS_CREATE);
 	ihold(inode);
 	d_instantiate(dentry, inode);
 	restamp(dentry, dir, before);
@@ -314,6 +316,7 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 			d_drop(dentry);
 		return err;
 	}
+	tmb_tell_name(dir, name, inode, FS_DELETE);
 	/* What is left of it in this kernel: other links, openers, or nothing. */
 	if (tmb_refresh(inode)) {
 		spin_lock(&inode->i_lock);
@@ -367,6 +370,11 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 	}
 	WRITE_ONCE(old->d_time, TMB_UNSTAMPED);
 	WRITE_ONCE(new->d_time, TMB_UNSTAMPED);
+	tmb_tell_move(old_dir, &old->d_name, new_dir, &new->d_name, d_inode(old));
+	if (target && flags & RENAME_EXCHANGE)
+		tmb_tell_move(new_dir, &new->d_name, old_dir, &old->d_name, target);
+	else if (target)
+		tmb_tell_inode(target, FS_ATTRIB);
 	tmb_refresh(d_inode(old));
 	if (target && tmb_refresh(target)) {
 		spin_lock(&target->i_lock);

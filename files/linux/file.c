@@ -158,7 +158,7 @@ static int lock_for_write(struct file *file, struct tfs_attr *attr)
 	int err;
 
 	for (;;) {
-		err = tfs_lock_inode(fs, inode->i_ino);
+		err = tfs_begin_inode(fs, inode->i_ino);
 		if (err)
 			return err;
 		err = tfs_getattr(fs, inode->i_ino, tmb_i(inode)->generation, attr);
@@ -228,6 +228,8 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 		}
 	}
 	inode_unlock(inode);
+	if (total)
+		tmb_tell(file_dentry(file), FS_MODIFY);
 	return total ? total : err;
 }
 
@@ -283,6 +285,8 @@ static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t len
 		err = tmb_refresh(inode);
 out:
 	inode_unlock(inode);
+	if (!err)
+		tmb_tell(file_dentry(file), FS_MODIFY);
 	return err;
 }
 

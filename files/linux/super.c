@@ -20,6 +20,7 @@ static struct inode *tmb_alloc_inode(struct super_block *sb)
 		return NULL;
 	ti->generation = 0;
 	ti->version = 0;
+	ti->modify_told = 0;
 	ti->has_xattr = false;
 	ti->flags = 0;
 	ti->btime = 0;
@@ -247,6 +248,7 @@ static int tmb_get_tree(struct fs_context *fc)
 	get_random_bytes(&s->lock_key, sizeof(s->lock_key));
 	spin_lock_init(&s->mapped_lock);
 	INIT_LIST_HEAD(&s->mapped);
+	tmb_changes_start(s);
 	s->work_queue = alloc_ordered_workqueue("tombolo", WQ_MEM_RECLAIM);
 	if (!s->work_queue) {
 		kfree(s);
@@ -286,6 +288,7 @@ static void tmb_kill_sb(struct super_block *sb)
 			tmb_doorbell_unregister(&s->doorbell);
 		s->listening = false;
 		tmb_mappings_stop(s);
+		tmb_changes_stop(s);
 	}
 	kill_anon_super(sb);
 	if (!s)

@@ -8,11 +8,10 @@ use std::any::Any;
 use std::cell::UnsafeCell;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -229,47 +228,6 @@ impl Area {
         if self.seat.is_some() { self.members } else { std::ptr::null_mut() }
     }
 
-    /// A member's word of reasons to look (`TMB_PENDING_*`), of which the kernel lets processes sleep on the lower half.
-    fn pending(&self, member: u32) -> Option<&AtomicU32> {
-        if self.members().is_null() || member >= sys::TMB_MAX_MEMBERS {
-            return None;
-        }
-        // SAFETY: the table has that many slots, 64-byte aligned, mapped as long as self lives; the format is little endian.
-        Some(unsafe {
-            AtomicU32::from_ptr((&raw mut (*self.members().add(member as usize)).pending).cast::<u32>())
-        })
-    }
-
-    /// Wakes who sleeps in [`Area::await_pending`] for this member, in any process of this host. A guest has a doorbell for that.
-    pub fn wake(&self, member: u32) {
-        if let Some(word) = self.pending(member) {
-            futex(word, libc::FUTEX_WAKE, i32::MAX as u32, None);
-        }
-    }
-
-    /// Sets bits of the own word and wakes who sleeps on it.
-    pub fn raise_pending(&self, bits: u32) {
-        let Some(seat) = self.seat else { return };
-        if let Some(word) = self.pending(seat.member) {
-            word.fetch_or(bits, Ordering::SeqCst);
-            self.wake(seat.member);
-        }
-    }
-
-    /// Sleeps until one of `bits` of the own word is set, and takes them; `timeout` at the longest, now and then shorter. Members
-    /// in guests set bits, too, but can't wake anybody here.
-    pub fn await_pending(&self, bits: u32, timeout: Duration) {
-        let Some(word) = self.seat.and_then(|seat| self.pending(seat.member)) else {
-            std::thread::sleep(timeout);
-            return;
-        };
-        let now = word.load(Ordering::SeqCst);
-        if now & bits == 0 {
-            futex(word, libc::FUTEX_WAIT, now, Some(timeout));
-        }
-        word.fetch_and(!bits, Ordering::SeqCst);
-    }
-
     /// Makes what was stored durable, as far as the backing can.
     pub fn sync(&self) -> io::Result<()> {
         match &self.file {
@@ -296,6 +254,31 @@ impl Area {
             *byte = unsafe { AtomicU8::from_ptr(from.add(i)) }.load(Ordering::Relaxed);
         }
         true
+    }
+
+    /// Writes bytes of the area into a file at the same offset, straight from the mapping.
+    pub fn write_to(&self, offset: u64, len: u64, file: &File) -> io::Result<()> {
+        let start = usize::try_from(len).ok().and_then(|len| self.checked(offset, len));
+        let start = start.ok_or(io::ErrorKind::InvalidInput)?;
+        let mut done = 0;
+        while done < len {
+            // SAFETY: within the area, checked above; the kernel copies, and doesn't mind who stores meanwhile.
+            let n = unsafe {
+                let from = start.add(done as usize).cast::<libc::c_void>();
+                libc::pwrite(file.as_raw_fd(), from, (len - done) as usize, (offset + done) as libc::off_t)
+            };
+            match n {
+                n if n > 0 => done += n as u64,
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                _ => {
+                    let error = io::Error::last_os_error();
+                    if error.kind() != io::ErrorKind::Interrupted {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// One block, copied word by word.
@@ -337,17 +320,6 @@ impl Area {
         unsafe { AtomicU8::from_ptr(to) }.store(value, Ordering::Release);
         true
     }
-}
-
-/// Errors are what a caller that looks again anyway need not know: the value was another one, the time was over, a signal came.
-fn futex(word: &AtomicU32, operation: libc::c_int, value: u32, timeout: Option<Duration>) {
-    let time = timeout.map(|t| libc::timespec {
-        tv_sec: t.as_secs() as libc::time_t,
-        tv_nsec: libc::c_long::from(t.subsec_nanos()),
-    });
-    let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-    // SAFETY: an aligned word and a timeout (or none) that live across the call.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, value, time) };
 }
 
 /// Opens the file that backs a zone or a bare file system.

@@ -10,6 +10,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use rustix::io::Errno;
 
 use crate::area::Area;
+use crate::change::Teller;
 use crate::sys;
 
 /// What the core returned, as an errno.
@@ -23,7 +24,7 @@ pub use sys::tfs_statfs as Statfs;
 /// Inode number of the root directory.
 pub const ROOT: u64 = sys::TFS_ROOT_INO as u64;
 
-fn check(ret: c_int) -> Result<()> {
+pub(crate) fn check(ret: c_int) -> Result<()> {
     check_len(i64::from(ret)).map(|_| ())
 }
 
@@ -34,21 +35,27 @@ fn check_len(ret: i64) -> Result<u64> {
 /// Called for each damage that the core notices: what, and two details.
 pub type DamageLog = Box<dyn Fn(&str, u64, u64) + Send + Sync>;
 
+/// Rings the doorbell of a member, best effort.
+pub type Ringer = Box<dyn Fn(u32) + Send + Sync>;
+
 struct Host {
     raw: sys::tfs_host,
     log: DamageLog,
-    area: Area,
-}
-
-extern "C" fn on_ring(ctx: *mut c_void, member: u32) {
-    // SAFETY: ctx is the Host of a living Filesystem.
-    unsafe { &*ctx.cast::<Host>() }.area.wake(member);
+    ringer: Option<Ringer>,
 }
 
 extern "C" fn on_damage(ctx: *mut c_void, what: *const c_char, a: u64, b: u64) {
     // SAFETY: ctx is the Host of a living Filesystem, what is static text of the core.
     let (host, what) = unsafe { (&*ctx.cast::<Host>(), CStr::from_ptr(what)) };
     (host.log)(&what.to_string_lossy(), a, b);
+}
+
+extern "C" fn on_ring(ctx: *mut c_void, member: u32) {
+    // SAFETY: ctx is the Host of a living Filesystem.
+    let host = unsafe { &*ctx.cast::<Host>() };
+    if let Some(ring) = &host.ringer {
+        ring(member);
+    }
 }
 
 /// How to make a file system.
@@ -141,6 +148,7 @@ pub struct Filesystem {
     host: Box<Host>,
     area: Area,
     close: bool,
+    teller: Teller,
 }
 
 // SAFETY: the core's functions may be called from any thread at once on one handle (tfs.h: the two hints in it are racy
@@ -191,7 +199,7 @@ impl Filesystem {
 
     /// Opens with a place for notices of damage.
     pub fn open_with(area: Area, log: DamageLog) -> Result<Filesystem> {
-        let mut host = Box::new(Host { raw: sys::tfs_host::default(), log, area: area.clone() });
+        let mut host = Box::new(Host { raw: sys::tfs_host::default(), log, ringer: None });
         host.raw =
             sys::tfs_host { ctx: (&raw mut *host).cast(), damage: Some(on_damage), ring: Some(on_ring) };
         let os = (&raw mut host.raw).cast();
@@ -203,7 +211,12 @@ impl Filesystem {
         })?;
         tfs.os = (&raw mut host.raw).cast();
         let close = area.writable();
-        Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close })
+        Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close, teller: Teller::default() })
+    }
+
+    /// How to ring other members. Without it they find out by themselves, later, what they are told.
+    pub fn ring_by(&mut self, ringer: Option<Ringer>) {
+        self.host.ringer = ringer;
     }
 
     /// Forgets the handle as a dead process would: nothing is put in order. For tests of recovery.
@@ -211,12 +224,16 @@ impl Filesystem {
         self.close = false;
     }
 
+    pub(crate) fn teller(&self) -> &Teller {
+        &self.teller
+    }
+
     /// The area it lies in.
     pub fn area(&self) -> &Area {
         &self.area
     }
 
-    fn raw(&self) -> *mut sys::tfs {
+    pub(crate) fn raw(&self) -> *mut sys::tfs {
         debug_assert!(!self.host.raw.ctx.is_null());
         self.tfs.get()
     }
@@ -231,6 +248,19 @@ impl Filesystem {
         // SAFETY: an open handle.
         unsafe { sys::tfs_statfs(self.raw(), &mut out) };
         out
+    }
+
+    /// Stops all changes by other members until [`Filesystem::thaw`], or this member's end. EBUSY: frozen by another, or a mapping that a member does
+    /// not let go of.
+    pub fn freeze(&self) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_freeze(self.writable()?) })
+    }
+
+    /// Lets the others go on.
+    pub fn thaw(&self) {
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_thaw(self.raw()) }
     }
 
     /// Repairs what a dead member left.

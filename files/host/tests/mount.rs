@@ -2,7 +2,7 @@
 //! FUSE mounts of one zone by several processes, each a member. Needs root and /dev/fuse.
 
 use std::fs;
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -428,4 +428,47 @@ fn sigterm_unmounts_and_leaves_a_clean_zone() {
     assert!(!mounted(&rig.at("a")) && !mounted(&rig.at("b")));
     let out = files(&["fsck", "-n", zone.to_str().expect("a path")]);
     assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stdout));
+}
+
+#[test]
+fn watch_shows_what_a_mount_does_as_it_happens() {
+    let rig = Rig::new();
+    fs::create_dir(rig.at("a/dir")).expect("mkdir");
+    let mut watch = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"))
+        .args(["files", "watch", rig.zone_str(), "/dir"])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    let mut lines =
+        BufReader::new(watch.stdout.take().expect("its output")).lines().map(|l| l.expect("a line"));
+    assert!(lines.next().expect("a header, once it listens").starts_with("member"));
+    fs::write(rig.at("a/outside"), "not at or below /dir").expect("write");
+    fs::write(rig.at("a/dir/f"), "contents").expect("write");
+    fs::rename(rig.at("a/dir/f"), rig.at("a/dir/g")).expect("rename");
+    fs::set_permissions(rig.at("b/dir/g"), fs::Permissions::from_mode(0o600)).expect("chmod");
+    fs::remove_file(rig.at("a/dir/g")).expect("remove");
+    let mut seen = Vec::new();
+    while !seen.last().is_some_and(|l: &String| l.contains("delete")) {
+        seen.push(lines.next().expect("more"));
+    }
+    let seen: Vec<Vec<&str>> = seen.iter().map(|l| l.split_whitespace().collect()).collect();
+    let mut expected = vec![
+        ["member-a", "create", "file", "/dir/f"],
+        ["member-a", "modify", "file", "/dir/f"],
+        ["member-a", "close-write", "file", "/dir/f"],
+        ["member-a", "moved-from", "file", "/dir/f"],
+        ["member-a", "moved-to", "file", "/dir/g"],
+        ["member-b", "attrib", "file", "/dir/g"],
+        ["member-a", "delete", "file", "/dir/g"],
+    ];
+    for line in &seen {
+        // The order of what different members did is not kept, and a close is told by the kernel in its own time.
+        if let Some(at) = expected.iter().position(|e| line == e) {
+            expected.remove(at);
+        }
+    }
+    assert!(expected.is_empty(), "missing: {expected:?}; seen: {seen:?}");
+    // SAFETY: a plain call on a child of this process.
+    unsafe { libc::kill(watch.id() as i32, libc::SIGTERM) };
+    assert!(watch.wait().expect("its end").success());
 }

@@ -209,6 +209,41 @@ def flock_and_fcntl_exclude_across_guests(a, b):
         a.ok("rm /mnt/tally /mnt/go")
 
 
+@claim(2)
+def inotify_in_one_guest_sees_what_another_does(a, b):
+    a.ok("mkdir -p /mnt/d/sub; echo x > /mnt/d/file; echo x > /mnt/d/old; echo x > /mnt/d/over")
+    b.start("hear /mnt/d /mnt/d/file /mnt/ready")
+    a.ok("for i in $(seq 600); do test -e /mnt/ready && break; sleep 0.1; done; test -e /mnt/ready")
+    a.ok("echo y > /mnt/d/new; ln /mnt/d/new /mnt/d/link; mkdir /mnt/d/made; mv /mnt/d/old /mnt/d/moved; mv /mnt/d/moved /mnt/d/over; "
+         "chmod 600 /mnt/d/file; echo z >> /mnt/d/file; mv /mnt/d/file /mnt/d/sub/file; rm /mnt/d/link; rmdir /mnt/d/made; rm /mnt/d/sub/file; "
+         "touch /mnt/d/end")
+    rc, out = b.finish()
+    need(rc == 0, out)
+    heard = out.splitlines()
+    for told in ("dir CREATE new", "dir MODIFY new", "dir CLOSE_WRITE new", "dir CREATE link", "dir CREATE ISDIR made", "dir MOVED_FROM 0 old",
+                 "dir MOVED_TO 0 moved", "dir MOVED_FROM 1 moved", "dir MOVED_TO 1 over", "dir ATTRIB file", "file ATTRIB -", "dir MODIFY file",
+                 "file MODIFY -", "file CLOSE_WRITE -", "dir MOVED_FROM 2 file", "file MOVE_SELF -", "dir DELETE link", "dir DELETE ISDIR made",
+                 "file DELETE_SELF -"):
+        need(told in heard, "not heard: %s; but:\n%s" % (told, out))
+    need(len(heard) < 40, "told too often:\n" + out)
+    a.ok("rm -r /mnt/d /mnt/ready")
+
+
+@claim(2)
+def a_watcher_that_falls_behind_is_told_to_look(a, b):
+    a.ok("mkdir /mnt/d; touch /mnt/d/file")
+    b.start("hear /mnt/d /mnt/d/file /mnt/ready && touch /mnt/heard")
+    a.ok("for i in $(seq 600); do test -e /mnt/ready && break; sleep 0.1; done; test -e /mnt/ready")
+    # The name itself may be among what was lost.
+    a.ok("claims meta /mnt/d 4000; for i in $(seq 600); do touch /mnt/d/end; test -e /mnt/heard && break; rm /mnt/d/end; sleep 0.1; done; "
+         "test -e /mnt/heard")
+    rc, out = b.finish()
+    need(rc == 0, out)
+    behind = "faster than they were heard" in b.ok("dmesg")
+    need(not behind or "dir ATTRIB ISDIR -" in out, out[-500:])
+    a.ok("rm -r /mnt/d /mnt/ready /mnt/heard")
+
+
 @claim(2, dies=1)
 def a_guest_that_dies_under_load_leaves_its_locks_and_all_names_to_the_others(a, b):
     a.ok("mkdir /mnt/storm; echo x > /mnt/l")
@@ -434,7 +469,7 @@ def main():
         flags = ["-O2", "-Wall", "-Wextra", "-I" + ROOT + "/files/core", "-I" + ROOT + "/zone/format"]
         subprocess.run(["cc", *flags, HERE + "/mkzone.c", *glob.glob(ROOT + "/files/core/*.c"), "-o", work + "/mkzone"], check=True)
         subprocess.run(["cc", *flags, HERE + "/damage.c", ROOT + "/files/fuzz/mutate.c", "-o", work + "/damage"], check=True)
-        programs = [work + "/" + p for p in ("claims", "abuse", "idmapped")]
+        programs = [work + "/" + p for p in ("claims", "hear", "abuse", "idmapped")]
         for p in programs:
             subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-static", HERE + "/" + os.path.basename(p) + ".c", "-o", p], check=True)
         kernels = [(k, o.root, "/usr/src/linux-headers-" + k) for k in o.kernel] + [from_kit(k, work) for k in o.kit]

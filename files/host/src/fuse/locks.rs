@@ -6,7 +6,8 @@
 //! So every open has a handle of its own, and what was locked through it is given back with it.
 //!
 //! A request that must wait does not hold up a thread that answers: it goes to one waiting thread, which tries again when a lock
-//! may have come free. Other processes of the host wake it; a guest can't, so while somebody waits it also looks 50 times a second.
+//! may have come free: a doorbell rang, or somebody here gave one back. Without a doorbell it looks 50 times a second, while
+//! somebody waits.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::File;
@@ -21,8 +22,10 @@ use super::session;
 use crate::fs::{FileLock, Filesystem, LockWait, Result};
 use crate::sys;
 
-/// Between two looks while somebody waits.
+/// Between two looks while somebody waits, without a doorbell.
 const LOOK: Duration = Duration::from_millis(20);
+/// The same with one.
+const LOOK_ANYWAY: Duration = Duration::from_secs(1);
 /// Interrupts of requests that are not (yet) waiting here are remembered this long; most are of requests that are answered by now.
 const INTERRUPTS: usize = 64;
 const END: u64 = i64::MAX as u64;
@@ -56,6 +59,8 @@ struct Waiter {
 struct Queue {
     waiters: Vec<Waiter>,
     interrupted: VecDeque<u64>,
+    /// Grows when there is a reason to look again.
+    reasons: u64,
 }
 
 /// The locks of one mount.
@@ -66,6 +71,7 @@ pub struct Locks {
     queue: Mutex<Queue>,
     arrived: Condvar,
     stop: AtomicBool,
+    has_bell: AtomicBool,
 }
 
 /// What a request for a lock says.
@@ -114,8 +120,21 @@ impl Locks {
         self.handles.fetch_add(1, Ordering::Relaxed) + 1
     }
 
+    /// Somebody calls [`Locks::look`] when this member's doorbell rings.
+    pub fn has_bell(&self) {
+        self.has_bell.store(true, Ordering::SeqCst);
+    }
+
     /// Takes or gives back without waiting.
     pub fn set(&self, fs: &Filesystem, ino: u64, request: &Request) -> Result<()> {
+        let done = self.try_set(fs, ino, request);
+        if request.lock.type_ != sys::TFS_LK_WRITE {
+            self.look();
+        }
+        done
+    }
+
+    fn try_set(&self, fs: &Filesystem, ino: u64, request: &Request) -> Result<()> {
         let lock = &request.lock;
         if lock.type_ != sys::TFS_LK_UNLOCK {
             // Noted first, so that whoever closes the file meanwhile gives it back.
@@ -135,7 +154,7 @@ impl Locks {
         ino: u64,
         request: &Request,
     ) -> Option<Result<()>> {
-        match self.set(fs, ino, request) {
+        match self.try_set(fs, ino, request) {
             Err(Errno::AGAIN) => {}
             done => return Some(done),
         }
@@ -155,27 +174,25 @@ impl Locks {
         let (device, handle, lock) = (Arc::clone(device), request.handle, request.lock);
         queue.waiters.push(Waiter { device, unique, handle, ino, lock, wait });
         drop(queue);
-        self.look(fs);
+        self.look();
         None
     }
 
     /// The kernel does not want a request's lock any more.
-    pub fn interrupt(&self, fs: &Filesystem, unique: u64) {
+    pub fn interrupt(&self, unique: u64) {
         let mut queue = queue(self);
         queue.interrupted.push_back(unique);
         if queue.interrupted.len() > INTERRUPTS {
             queue.interrupted.pop_front();
         }
-        let waits = !queue.waiters.is_empty();
-        drop(queue);
-        if waits {
-            self.look(fs);
-        }
+        queue.reasons += 1;
+        self.arrived.notify_one();
     }
 
-    fn look(&self, fs: &Filesystem) {
+    /// A lock may have come free.
+    pub fn look(&self) {
+        queue(self).reasons += 1;
         self.arrived.notify_one();
-        fs.area().raise_pending(sys::TMB_PENDING_LOCK as u32);
     }
 
     /// Who is in the way: `fuse_lk_out`.
@@ -200,7 +217,7 @@ impl Locks {
     /// A process closed a file: its POSIX locks on it go.
     pub fn flush(&self, fs: &Filesystem, ino: u64, owner: u64) -> Result<()> {
         let holder = Holder { ino, owner, kind: sys::TFS_LK_POSIX };
-        if held(self).holders.remove(&holder) { give_back(fs, &holder) } else { Ok(()) }
+        if held(self).holders.remove(&holder) { self.give_back(fs, &holder) } else { Ok(()) }
     }
 
     /// An open file is gone, and all that was locked through it.
@@ -210,7 +227,7 @@ impl Locks {
             let Some(through) = held.handles.remove(&handle) else { return Ok(()) };
             through.into_iter().filter(|holder| held.holders.remove(holder)).collect()
         };
-        gone.iter().try_for_each(|holder| give_back(fs, holder))
+        gone.iter().try_for_each(|holder| self.give_back(fs, holder))
     }
 
     /// The waiting thread: until [`Locks::stop`].
@@ -223,7 +240,7 @@ impl Locks {
                 });
                 continue;
             }
-            let Queue { waiters, interrupted } = &mut *waiting;
+            let Queue { waiters, interrupted, .. } = &mut *waiting;
             let mut i = 0;
             while i < waiters.len() {
                 let waiter = &waiters[i];
@@ -233,7 +250,9 @@ impl Locks {
                         interrupted.remove(at);
                         Err(Errno::INTR)
                     }
-                    None => self.set(fs, waiter.ino, &Request { handle: waiter.handle, lock: waiter.lock }),
+                    None => {
+                        self.try_set(fs, waiter.ino, &Request { handle: waiter.handle, lock: waiter.lock })
+                    }
                 };
                 if answer == Err(Errno::AGAIN) {
                     i += 1;
@@ -242,8 +261,9 @@ impl Locks {
                 let done = waiters.swap_remove(i);
                 self.answer(fs, done, answer);
             }
-            drop(waiting);
-            fs.area().await_pending(sys::TMB_PENDING_LOCK as u32, LOOK);
+            let seen = waiting.reasons;
+            let time = if self.has_bell.load(Ordering::SeqCst) { LOOK_ANYWAY } else { LOOK };
+            let _woken = self.arrived.wait_timeout_while(waiting, time, |queue| queue.reasons == seen);
         }
         for waiter in queue(self).waiters.drain(..) {
             self.answer(fs, waiter, Err(Errno::INTR));
@@ -263,16 +283,16 @@ impl Locks {
     }
 
     /// Ends the waiting thread.
-    pub fn stop(&self, fs: &Filesystem) {
+    pub fn stop(&self) {
         self.stop.store(true, Ordering::SeqCst);
-        // The queue's lock, so that the thread is not between looking and sleeping.
-        drop(queue(self));
-        self.look(fs);
+        self.look();
     }
-}
 
-fn give_back(fs: &Filesystem, holder: &Holder) -> Result<()> {
-    let (owner, kind) = (holder.owner, holder.kind);
-    let all = FileLock { owner, kind, start: 0, end: !0, type_: sys::TFS_LK_UNLOCK, pid: 0, member: 0 };
-    fs.set_lock(holder.ino, &all)
+    fn give_back(&self, fs: &Filesystem, holder: &Holder) -> Result<()> {
+        let (owner, kind) = (holder.owner, holder.kind);
+        let all = FileLock { owner, kind, start: 0, end: !0, type_: sys::TFS_LK_UNLOCK, pid: 0, member: 0 };
+        let done = fs.set_lock(holder.ino, &all);
+        self.look();
+        done
+    }
 }

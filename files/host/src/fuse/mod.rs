@@ -12,6 +12,7 @@
 //! - [`acl`]: POSIX ACLs.
 //! - [`locks`]: flock and fcntl.
 //! - [`nodes`]: what the kernel knows of our inodes.
+//! - `notify`: telling watchers in other members.
 //! - [`ops`]: the operations.
 //! - [`session`]: device, mount, threads.
 
@@ -19,5 +20,6 @@ pub mod abi;
 pub mod acl;
 pub mod locks;
 pub mod nodes;
+mod notify;
 pub mod ops;
 pub mod session;

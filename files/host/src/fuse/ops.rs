@@ -65,8 +65,20 @@ fn short() -> Errno {
 }
 
 impl Server {
-    /// Answers one request.
-    pub fn answer<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
+    /// Answers one request, and tells those who watch.
+    pub fn answer<'a>(&'a self, h: &Header, c: Cursor<'_>) -> Answer<'a> {
+        if !self.fs.change_wanted() {
+            return self.carry_out(h, c);
+        }
+        let subject = self.subject(h, c);
+        let answer = self.carry_out(h, c);
+        if answer.is_ok() {
+            self.tell(h, c, &subject);
+        }
+        answer
+    }
+
+    fn carry_out<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
         match h.opcode {
             op::LOOKUP => {
                 let name = c.name().ok_or_else(short)?;
@@ -76,7 +88,7 @@ impl Server {
                     b".." => self.fs.parent(h.node)?,
                     _ => self.fs.lookup(h.node, name)?.0,
                 };
-                self.entry(ino)
+                self.entry(ino, h.node, name)
             }
             op::FORGET => {
                 self.nodes.forget(h.node, c.u64().ok_or_else(short)?);
@@ -103,21 +115,21 @@ impl Server {
             op::SYMLINK => {
                 let (name, target) = (c.name().ok_or_else(short)?, c.name().ok_or_else(short)?);
                 let ino = self.make(h, h.node, Some(name), S_IFLNK | 0o777, 0, 0, Some(target), false)?;
-                self.entry(ino)
+                self.entry(ino, h.node, name)
             }
             op::MKNOD => {
                 let (mode, rdev, umask, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
                 let name = c.name().ok_or_else(short)?;
                 let ino =
                     self.make(h, h.node, Some(name), mode, umask, abi::decode_dev(rdev), None, false)?;
-                self.entry(ino)
+                self.entry(ino, h.node, name)
             }
             op::MKDIR => {
                 let (mode, umask) = (u32s(&mut c)?, u32s(&mut c)?);
                 let name = c.name().ok_or_else(short)?;
                 let mode = (mode & !S_IFMT) | S_IFDIR;
                 let ino = self.make(h, h.node, Some(name), mode, umask, 0, None, false)?;
-                self.entry(ino)
+                self.entry(ino, h.node, name)
             }
             op::CREATE | op::TMPFILE => self.create(h, c),
             op::UNLINK => {
@@ -145,7 +157,7 @@ impl Server {
                 self.check_node(h.node)?;
                 self.check_node(ino)?;
                 self.fs.link(h.node, name, ino)?;
-                self.entry(ino)
+                self.entry(ino, h.node, name)
             }
             op::OPEN | op::OPENDIR => {
                 let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
@@ -174,7 +186,7 @@ impl Server {
                 empty()
             }
             op::INTERRUPT => {
-                self.locks.interrupt(&self.fs, u64s(&mut c)?);
+                self.locks.interrupt(u64s(&mut c)?);
                 Ok(Reply::None)
             }
             op::FSYNC | op::FSYNCDIR => {
@@ -239,10 +251,10 @@ impl Server {
         }
     }
 
-    fn entry(&self, ino: u64) -> Answer<'_> {
+    fn entry(&self, ino: u64, dir: u64, name: &[u8]) -> Answer<'_> {
         // A name that another member removes in between is one that was not there.
         let attr = self.fs.getattr(ino, 0).map_err(|e| if e == Errno::STALE { Errno::NOENT } else { e })?;
-        self.nodes.looked_up(ino, attr.generation);
+        self.nodes.looked_up(ino, attr.generation, dir, name);
         Ok(Reply::Body(entry_out(&attr)))
     }
 
@@ -321,7 +333,7 @@ impl Server {
             }
         };
         self.nodes.open(&self.fs, ino, attr.generation)?;
-        self.nodes.looked_up(ino, attr.generation);
+        self.nodes.looked_up(ino, attr.generation, h.node, name);
         let mut out = entry_out(&attr);
         out.bytes(&open_out(self.locks.open()).0);
         Ok(Reply::Body(out))
