@@ -17,11 +17,11 @@
 #define TFS_DT(mode) (((mode) >> 12) & 15)
 
 /* Looks at each once: the other may be memory that somebody else is changing. */
-#define TFS_MIN(a, b)                             \
-	({                                        \
-		__auto_type tfs_a = (a);          \
-		__auto_type tfs_b = (b);          \
-		tfs_a < tfs_b ? tfs_a : tfs_b;    \
+#define TFS_MIN(a, b)                                    \
+	({                                               \
+		__typeof__(1 ? (a) : (b)) tfs_a = (a);   \
+		__typeof__(1 ? (a) : (b)) tfs_b = (b);   \
+		tfs_a < tfs_b ? tfs_a : tfs_b;           \
 	})
 
 /* How long a member waits for another that lives but does not let go, before it calls the memory damaged. */

@@ -17,6 +17,7 @@ use crate::sys;
 pub type Result<T> = std::result::Result<T, Errno>;
 
 pub use sys::tfs_attr as Attr;
+pub use sys::tfs_file_lock as FileLock;
 pub use sys::tfs_run as Run;
 pub use sys::tfs_statfs as Statfs;
 
@@ -527,10 +528,39 @@ impl Filesystem {
         check_len(unsafe { sys::tfs_seek(self.raw(), ino, offset, hole) })
     }
 
+    /// Takes, changes or gives back a file lock; EAGAIN: another owner has it.
+    pub fn set_lock(&self, ino: u64, lock: &FileLock) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_set_lock(self.writable()?, ino, lock) })
+    }
+
+    /// Who is in the way of a file lock; nobody: its type is `TFS_LK_UNLOCK`.
+    pub fn get_lock(&self, ino: u64, lock: &FileLock) -> Result<FileLock> {
+        let mut found = *lock;
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_get_lock(self.writable()?, ino, &mut found) })?;
+        Ok(found)
+    }
+
+    /// Says that a lock is waited for, until [`Filesystem::end_wait`]. EDEADLK: its holder waits for this one's owner.
+    pub fn wait_lock(&self, ino: u64, lock: &FileLock) -> Result<LockWait> {
+        let fs = self.writable()?;
+        // SAFETY: an open handle.
+        let slot = check_len(i64::from(unsafe { sys::tfs_lock_wait_begin(fs, ino, lock) }))?;
+        Ok(LockWait(slot as c_int))
+    }
+
+    /// The end of a wait.
+    pub fn end_wait(&self, wait: LockWait) {
+        // SAFETY: an open handle; the slot was given by tfs_lock_wait_begin and is given back once.
+        unsafe { sys::tfs_lock_wait_end(self.raw(), wait.0) };
+    }
+
     /// An extended attribute's value.
     pub fn xattr_get(&self, ino: u64, name: &[u8]) -> Result<Vec<u8>> {
         let name = CString::new(name).map_err(|_| Errno::INVAL)?;
-        loop {
+        // Again when it grew in between, but not for ever.
+        for _ in 0..1000 {
             // SAFETY: an open handle; size 0 asks for the length.
             let len = check_len(unsafe {
                 sys::tfs_xattr_get(self.raw(), ino, name.as_ptr(), std::ptr::null_mut(), 0)
@@ -543,7 +573,6 @@ impl Filesystem {
             let got =
                 unsafe { sys::tfs_xattr_get(self.raw(), ino, name.as_ptr(), value.as_mut_ptr().cast(), len) };
             match check_len(got) {
-                // It grew in between: only as often as others change it.
                 Err(Errno::RANGE) => {}
                 got => {
                     value.truncate(got? as usize);
@@ -551,6 +580,7 @@ impl Filesystem {
                 }
             }
         }
+        Err(Errno::AGAIN)
     }
 
     /// Names of all extended attributes, each with its NUL.
@@ -583,6 +613,10 @@ impl Filesystem {
         })
     }
 }
+
+/// A note in the zone that somebody waits for a file lock; for [`Filesystem::end_wait`].
+#[derive(Debug)]
+pub struct LockWait(c_int);
 
 /// Keeps blocks from being reused, until dropped.
 pub struct Pin<'a> {

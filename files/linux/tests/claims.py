@@ -6,7 +6,7 @@ Needs QEMU, busybox-static, cpio, kmod, a C compiler, and for each kernel image,
 kernel under /boot that has headers. --kit: kernels of the guest kit (guest/README.md) instead, nothing installed. --root DIR: where boot/ and lib/modules are, for a kernel that is unpacked, not installed.
 Prints one line per claim and the counts; exit code 0 when all hold.
 """
-import argparse, glob, mmap, os, random, shutil, struct, subprocess, sys, tempfile, time
+import argparse, glob, json, mmap, os, random, shutil, signal, struct, subprocess, sys, tempfile, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from rig import Failed, Rig, ROOT, HERE
@@ -361,6 +361,65 @@ def images_that_were_overwritten_are_mounted_and_used_without_a_complaint(a):
     # Else it proves little.
     need(mounted > images // 2 and "EUCLEAN" in errors and "is damaged" in a.ok("dmesg"), "only %d of %d were mounted: %s" % (mounted, images, errors[-300:]))
     a.damaged = True
+
+
+class HostMount:
+    """The zone mounted on the host by FUSE. The first one, made before any guest mounts, owns the zone."""
+
+    def __init__(self, rig, name):
+        self.rig, self.path = rig, rig.work + "/" + name
+        os.makedirs(self.path, exist_ok=True)
+        program = ["cargo", "run", "--quiet", "--locked", "-p", "tombolo-files", "--bin", "tombolo-files-torture", "--"]
+        made = subprocess.run([*program, "files", "mount", "--json", "--member", name, rig.zone, self.path], cwd=ROOT, capture_output=True, text=True)
+        need(made.returncode == 0, "mounting on the host: " + made.stderr)
+        self.pid = json.loads(made.stdout)["pid"]
+        with open(rig.zone, "rb") as f:
+            table = f.read(4096 + 64 * 256)[4096:]
+        self.member = next(i for i in range(64) if table[i * 256 + 24:].split(b"\0")[0] == name.encode())
+
+    def die(self):
+        os.kill(self.pid, signal.SIGKILL)
+        declare_dead(self.rig, self.member)
+        self.unmount()
+
+    def unmount(self):
+        subprocess.run(["umount", "-l", self.path], check=True)
+
+
+def on_host(rig, *args):
+    return subprocess.Popen([rig.work + "/claims", *args], stdout=subprocess.PIPE, text=True)
+
+
+@claim(1, mount=False, dies=0)
+def locks_exclude_between_a_host_mount_and_a_guest_and_go_with_the_death_of_either(a):
+    stays, dies = HostMount(a.rig, "stays"), HostMount(a.rig, "dies")
+    try:
+        a.ok("mount -t tombolo -o member=0 test /mnt")
+        for kind in ("flock", "fcntl", "ofd"):
+            a.start("claims tally /mnt/tally 100 " + kind)
+            host = on_host(a.rig, "tally", stays.path + "/tally", "100", kind)
+            out, (rc, text) = host.communicate(timeout=300)[0], a.finish(300)
+            need(rc == 0 and host.returncode == 0 and max(int(out), int(text)) == 200, "%s: %s and %s" % (kind, out, text))
+            a.ok("rm /mnt/tally")
+        holder = on_host(a.rig, "locked", dies.path + "/l", "0")
+        need("ms" in holder.stdout.readline(), "no lock on the host")
+        need(a.run("timeout 1 claims locked /mnt/l 60000")[0], "the guest got what the host has")
+        a.start("claims locked /mnt/l 60000")
+        dies.die()
+        rc, out = a.finish()
+        need(rc == 0, "after the mount's death: " + out)
+        holder.kill()
+        a.start("claims locked /mnt/k 0")
+        while on_host(a.rig, "free", stays.path + "/k").wait() == 0:
+            need(a.process.poll() is None, "the guest is gone")
+        waiter = on_host(a.rig, "locked", stays.path + "/k", "60000")
+        a.kill()
+        declare_dead(a.rig, 0)
+        need(waiter.wait(300) == 0, "after the guest's death: %s" % waiter.stdout.read())
+    finally:
+        for mount in (stays, dies):
+            if os.path.ismount(mount.path):
+                mount.unmount()
 
 
 # maxcpus: with one possible CPU QEMU's emulation would make no atomic at all.

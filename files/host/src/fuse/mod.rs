@@ -10,6 +10,7 @@
 //!
 //! - [`abi`]: the wire format.
 //! - [`acl`]: POSIX ACLs.
+//! - [`locks`]: flock and fcntl.
 //! - [`nodes`]: what the kernel knows of our inodes.
 //! - `notify`: telling watchers in other members.
 //! - [`ops`]: the operations.
@@ -17,6 +18,7 @@
 
 pub mod abi;
 pub mod acl;
+pub mod locks;
 pub mod nodes;
 mod notify;
 pub mod ops;
