@@ -10,6 +10,9 @@ use serde_json::json;
 use crate::fsck::{self, Options, Severity};
 use crate::target::Target;
 
+/// The exit code that says that nothing was checked.
+pub const NOT_CHECKED: u8 = 8;
+
 /// Arguments of `tombolo files fsck`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -35,7 +38,7 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<ExitCode> {
         Ok(code) => Ok(ExitCode::from(code)),
         Err(e) => {
             eprintln!("Error: {e:#}");
-            Ok(ExitCode::from(8))
+            Ok(ExitCode::from(NOT_CHECKED))
         }
     }
 }
