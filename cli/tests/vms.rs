@@ -310,6 +310,79 @@ fn a_zone_in_a_file_is_in_use_by_one_project_and_persists() {
     assert_eq!(second.good(&["exec", "a", "--", "cat", "/mnt/x"]), "kept\n");
 }
 
+/// Waits until the VM has rebooted `count` times and is up again.
+fn wait_rebooted(lab: &Lab, count: u64) -> serde_json::Value {
+    let start = Instant::now();
+    loop {
+        let vm = lab.ps()["vms"][0].clone();
+        if vm["reboots"] == count && vm["state"] == "up" {
+            return vm;
+        }
+        let state = vm["state"].as_str().unwrap();
+        assert!(!state.starts_with("failed") && !state.starts_with("ended"), "{vm}");
+        assert!(start.elapsed() < PATIENCE, "{vm}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_guest_that_reboots_comes_back_a_new_member_with_all_its_zones_mounted() {
+    let lab = Lab::new(&format!(
+        "[zone.z]\nsize = \"16M\"\nfiles = true\n[zone.late]\nsize = \"16M\"\nfiles = true\n{ONE}zones = {{ z = {{ mount = \"/mnt/z\" }} }}\n"
+    ));
+    lab.good(&["up"]);
+    lab.good(&["zone", "attach", "--mount", "/mnt/late", "late", "a"]);
+    lab.good(&["exec", "a", "--", "sh", "-c", "echo one >/mnt/z/x; echo two >/mnt/late/x"]);
+    let before = lab.ps()["vms"][0]["pid"].clone();
+    let slot = || lab.good(&["exec", "a", "--", "sh", "-c", "grep -c tombolo /proc/mounts; ls /dev/pmem*"]);
+    assert_eq!(slot(), "2\n/dev/pmem0\n/dev/pmem1\n");
+    let epoch = || -> u64 {
+        let path = lab.good(&["zone", "path", "z"]);
+        let zone: serde_json::Value =
+            serde_json::from_str(&lab.good(&["zone", "inspect", "--json", path.trim()])).unwrap();
+        let members = zone["members"].as_array().unwrap();
+        members.iter().find(|m| m["name"] == "a").unwrap()["epoch"].as_u64().unwrap()
+    };
+    let first = epoch();
+
+    // Without a farewell, as a crash is, and in good order.
+    let crashed = lab.run(&["exec", "a", "--", "sh", "-c", "echo b >/proc/sysrq-trigger"]);
+    assert!(!crashed.status.success(), "its agent has gone with it");
+    let vm = wait_rebooted(&lab, 1);
+    assert_ne!(vm["pid"], before);
+    assert_eq!(vm["zones"], serde_json::json!(["late", "z"]));
+    assert_eq!(slot(), "2\n/dev/pmem0\n/dev/pmem1\n");
+    assert_eq!(lab.good(&["exec", "a", "--", "cat", "/mnt/z/x", "/mnt/late/x"]), "one\ntwo\n");
+    let second = epoch();
+    assert!(second != first, "{first} and {second}");
+    lab.run(&["exec", "a", "--", "reboot"]);
+    wait_rebooted(&lab, 2);
+    assert_eq!(lab.good(&["exec", "a", "--", "cat", "/mnt/z/x", "/mnt/late/x"]), "one\ntwo\n");
+    assert!(epoch() != second);
+    let log = lab.good(&["logs", "a"]);
+    assert_eq!(log.matches("tombolo-guest ready").count(), 3, "{log}");
+
+    // One that switches itself off stays off.
+    lab.run(&["exec", "a", "--", "poweroff"]);
+    let start = Instant::now();
+    while lab.ps()["vms"][0]["state"] == "up" {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(lab.ps()["vms"][0]["state"], "ended: the guest switched itself off");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn down_ends_a_reboot_and_leaves_nothing() {
+    let lab = Lab::new(ONE);
+    lab.good(&["up"]);
+    lab.run(&["exec", "a", "--", "sh", "-c", "echo b >/proc/sysrq-trigger"]);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
 #[test]
 fn a_guest_without_the_module_is_named_with_the_remedy() {
     // A module that is kept from loading is as good as one that is missing.
