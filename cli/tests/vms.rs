@@ -199,6 +199,9 @@ fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
     lab.good(&["zone", "attach", "late", "a"]);
     let seen = "for i in $(seq 500); do [ -e /dev/pmem1 ] && break; usleep 10000; done; ls /dev/pmem1";
     assert_eq!(lab.good(&["exec", "a", "--", "sh", "-c", seen]), "/dev/pmem1\n");
+    let unmounted = lab.run(&["zone", "attach", "--mount", "/mnt/late", "late", "b"]);
+    let err = String::from_utf8_lossy(&unmounted.stderr);
+    assert!(!unmounted.status.success() && err.contains("run `tombolo files mkfs` on the host"), "{err}");
     let left = lab.run(&["zone", "detach", "late", "a"]);
     assert!(String::from_utf8_lossy(&left.stderr).contains("can't unplug virtio-pmem"));
 

@@ -611,7 +611,7 @@ fn explain(text: &str, offset: usize, message: &str) -> String {
         let key = rest.split('`').next().unwrap_or_default();
         return format!("key '{key}' is missing{table}; add it");
     }
-    format!("{}{table}", message.trim())
+    format!("{}{table}", message.trim().replace('\n', ": "))
 }
 
 /// The candidate nearest to `word`, if one is near enough to be meant.

@@ -30,11 +30,32 @@ pub fn mount(
 	modprobe tombolo || insmod "/lib/modules/$(uname -r)/updates/dkms/tombolo.ko" || insmod /lib/modules/tombolo.ko
 	grep -qw tombolo /proc/filesystems || { uname -r; exit 3; }
 fi
-mkdir -p "$2" && exec mount -t tombolo -o "$3" "$1" "$2""#;
+# A device that has just been plugged takes the guest a moment: wait for the zone's identity, which stands in its header.
+zone_is_there() {
+	for pmem in /dev/pmem*; do
+		[ -b "$pmem" ] && [ "$(od -An -tx1 -j16 -N16 "$pmem" | tr -d ' \n')" = "$4" ] && return
+	done
+	return 1
+}
+looks=0
+until zone_is_there "$@" || [ "$looks" -ge 200 ]; do
+	looks=$((looks + 1))
+	sleep 0.1
+done
+mkdir -p "$2" && mount -t tombolo -o "$3" "$1" "$2" && exit
+code=$?
+# The module's own words, which mount(8) may not have.
+dmesg | sed -n 's/.*\(tombolo: .*\)/\1/p' | tail -n 1 >&2
+exit $code"#;
     let name = machine.name();
+    let identity = source.uuid.replace('-', "");
     let options = format!("{},member={}", if read_only { "ro" } else { "rw" }, source.member);
-    let output =
-        exec::script(machine.agent(), MOUNT, &[&source.uuid, path, &options], Duration::from_secs(60))?;
+    let output = exec::script(
+        machine.agent(),
+        MOUNT,
+        &[&source.uuid, path, &options, &identity],
+        Duration::from_secs(120),
+    )?;
     match output.code {
         0 => Ok(()),
         3 => anyhow::bail!(
@@ -44,7 +65,7 @@ mkdir -p "$2" && exec mount -t tombolo -o "$3" "$1" "$2""#;
         ),
         code => anyhow::bail!(
             "the VM '{name}' can't mount the zone '{zone}' on {path} (code {code}): {}",
-            output.err.trim()
+            output.err.trim().replace('\n', "; ")
         ),
     }
 }

@@ -333,7 +333,9 @@ impl Supervisor {
             zone.gone(vm);
             return Err(e);
         }
-        mount_zone(&machine, zone_name, &zone, &zone_use)?;
+        mount_zone(&machine, zone_name, &zone, &zone_use).with_context(|| {
+            format!("the VM '{vm}' is a member of the zone '{zone_name}' now, but has not mounted it")
+        })?;
         reporter
             .send(&Event::Note { text: format!("the VM '{vm}' is a member of the zone '{zone_name}' now") });
         Ok(())

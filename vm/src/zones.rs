@@ -70,8 +70,11 @@ impl HostZone {
                 (Zone::create(&config).with_context(|| format!("zone.{name}.backing"))?, true)
             }
         };
-        if spec.files && new {
-            make_files(name, &zone)?;
+        match (spec.files, new) {
+            (true, true) => files_command(name, &zone, &["mkfs", "--label", name])?,
+            // One that is damaged or of another version is found here, before a guest stumbles on it.
+            (true, false) => files_command(name, &zone, &["df"])?,
+            (false, _) => {}
         }
         let zone = Arc::new(zone);
         let (bells, events) = DoorbellServer::start(zone.clone())?;
@@ -210,17 +213,19 @@ fn take_over(name: &str, spec: &ZoneSpec, path: &Path) -> anyhow::Result<Zone> {
     Ok(zone)
 }
 
-/// Makes the file system by the command for it, `tombolo files mkfs`, since this part does not know that one.
-fn make_files(name: &str, zone: &Zone) -> anyhow::Result<()> {
+/// Runs `tombolo files` on the zone's memory, since this part does not know file systems.
+fn files_command(name: &str, zone: &Zone, args: &[&str]) -> anyhow::Result<()> {
     let memory = zone.as_fd().try_clone_to_owned()?;
+    let inherited = crate::child::inherited_path(&memory);
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["files", "mkfs", "--label", name]).arg(crate::child::inherited_path(&memory));
+    command.arg("files").args(args).arg(&inherited);
     command.stdin(Stdio::null()).stdout(Stdio::null());
     crate::child::tie(&mut command, std::slice::from_ref(&memory));
-    let output = command.stderr(Stdio::piped()).output().context("'tombolo files mkfs' can't be run")?;
+    let output = command.stderr(Stdio::piped()).output().context("'tombolo files' can't be run")?;
     if !output.status.success() {
         let words = String::from_utf8_lossy(&output.stderr);
-        anyhow::bail!("zone.{name}.files: the file system can't be made: {}", words.trim());
+        let words = words.trim().trim_start_matches("tombolo: ").replace(&inherited, name);
+        anyhow::bail!("zone.{name}.files: {words}");
     }
     Ok(())
 }

@@ -5,6 +5,7 @@ use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::Context;
 use serde_json::json;
 
 use crate::fsck::{self, Options, Severity};
@@ -56,7 +57,8 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
             let _ = std::io::stderr().flush();
         }
     };
-    let report = fsck::check(&target.area()?, Options { repair: args.yes, live }, &mut progress)?;
+    let report = fsck::check(&target.area()?, Options { repair: args.yes, live }, &mut progress)
+        .with_context(|| args.zone.display().to_string())?;
     if show {
         eprint!("\r\x1b[K");
     }
