@@ -118,7 +118,7 @@ static int probe_start(struct tfs *fs, struct probe *p, tmb_u64 index_root, tmb_
 	/* Spread the 32 bits over larger tables. */
 	p->at = (log > 32 ? (tmb_u64)hash << (log - 32) : hash) & p->mask;
 	p->left = TFS_MIN(p->mask + 1, PROBE_MAX);
-	p->block_no = ~0ULL;
+	p->block = NULL;
 	return 0;
 }
 
@@ -129,7 +129,7 @@ static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
 
 	if (!p->left--)
 		return NULL;
-	if (at / TFS_FANOUT != p->block_no) {
+	if (!p->block || at / TFS_FANOUT != p->block_no) {
 		struct tfs_run run;
 
 		if (tfs_tree_map(fs, p->tree, at / TFS_FANOUT, 1, &run) || !run.block)
@@ -403,7 +403,8 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 	}
 	tmb_store(&entry->hash, hash);
 	tmb_store(&entry->name_len, (tmb_u8)len);
-	memcpy(entry->name, name, len);
+	/* It may go on in the next granules, which a check of the field's bounds would not let it. */
+	memcpy((char *)entry + offsetof(struct tfs_dirent, name), name, len);
 	tmb_store_release(&entry->granules, (tmb_u8)need);
 	err = index_add(fs, dir, hash, slot->granule);
 	if (err)

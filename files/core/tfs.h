@@ -37,8 +37,8 @@ struct tfs {
 /* Makes an empty file system; the root directory belongs to uid:gid with 'mode'. uuid: 16 bytes. Overwrites. */
 int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, tmb_u64 hash_seed, tmb_u64 area_offset,
 	     tmb_u32 uid, tmb_u32 gid, tmb_u32 mode);
-/* Checks the super block and fills 'fs'; read_only and os are the caller's, set before. Cleans up after this member's former life. -EINVAL: no file system here; -EPROTONOSUPPORT: another version or
- * unknown features; -EUCLEAN: damaged. members may be NULL. */
+/* Checks the super block and fills 'fs'; read_only and os are the caller's, set before. Cleans up after this member's former life.
+ * -EINVAL: no file system here; -EPROTONOSUPPORT: another version or unknown features; -EUCLEAN: damaged. members may be NULL. */
 int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *members, tmb_u32 member, tmb_u32 epoch);
 
 /* Ends this member's use of it in good order; the caller has dropped all references. */

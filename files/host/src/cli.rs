@@ -90,9 +90,11 @@ pub enum Command {
 }
 
 impl Command {
-    /// The argument that names the zone; the caller may put a path in place of a name it knows.
-    pub fn zone_mut(&mut self) -> &mut PathBuf {
-        match self {
+    /// The argument where it names a zone rather than a file; the caller puts the path of the zone's memory in its place.
+    pub fn zone_by_name(&mut self) -> Option<&mut PathBuf> {
+        let zone = match self {
+            // A plain file that is to be made.
+            Command::Mkfs { size: Some(_), .. } => return None,
             Command::Mkfs { zone, .. }
             | Command::Df { zone, .. }
             | Command::Stat { zone, .. }
@@ -103,6 +105,16 @@ impl Command {
             Command::Watch(args) => &mut args.zone,
             Command::Snapshot(args) => &mut args.zone,
             Command::Restore(args) => &mut args.zone,
+        };
+        let is_name = !zone.as_os_str().as_encoded_bytes().contains(&b'/') && !zone.exists();
+        is_name.then_some(zone)
+    }
+
+    /// The exit code of a command that can't begin.
+    pub fn failure(&self) -> ExitCode {
+        match self {
+            Command::Fsck(_) => ExitCode::from(fsck::NOT_CHECKED),
+            _ => ExitCode::FAILURE,
         }
     }
 }

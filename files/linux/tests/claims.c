@@ -876,8 +876,8 @@ static const struct {
 } table[] = {
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
-	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"locks", locks, 1}, {"tally", tally, 3}, {"locked", locked, 2},
-	{"free", is_free, 1}, {"meta", meta, 2}, {"io", io, 2},
+	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"locks", locks, 1}, {"tally", tally, 3},
+	{"locked", locked, 2}, {"free", is_free, 1}, {"meta", meta, 2}, {"io", io, 2},
 };
 
 int main(int argc, char **argv)

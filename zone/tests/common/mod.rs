@@ -22,8 +22,8 @@ const TCG_CPU: &str = "max,-erms,-fsrm,-cx16";
 
 /// The guest kit's folder: one folder per kernel series, each with vmlinuz, modules/ and build/.
 pub fn kit() -> PathBuf {
-    let built = || zone_dir().parent().unwrap().join(".cache/guest");
-    std::env::var_os("TOMBOLO_GUEST_KIT").map_or_else(built, PathBuf::from)
+    let near = || zone_dir().parent().unwrap().join(".cache");
+    std::env::var_os("TOMBOLO_CACHE").map_or_else(near, PathBuf::from).join("guest")
 }
 
 /// The kernel series to test: TOMBOLO_KERNELS, or both.

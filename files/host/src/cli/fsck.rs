@@ -4,11 +4,15 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::Context;
 use serde_json::json;
 
 use super::Meter;
 use crate::fsck::{self, Options, Severity};
 use crate::target::Target;
+
+/// The exit code that says that nothing was checked.
+pub const NOT_CHECKED: u8 = 8;
 
 /// Arguments of `tombolo files fsck`.
 #[derive(Debug, clap::Args)]
@@ -35,7 +39,7 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<ExitCode> {
         Ok(code) => Ok(ExitCode::from(code)),
         Err(e) => {
             eprintln!("Error: {e:#}");
-            Ok(ExitCode::from(8))
+            Ok(ExitCode::from(NOT_CHECKED))
         }
     }
 }
@@ -48,7 +52,8 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
     let live = target.is_in_use()?;
     let report = {
         let mut meter = Meter::new(json);
-        fsck::check(&target.area()?, Options { repair: args.yes, live }, &mut |s, d, o| meter.show(s, d, o))?
+        fsck::check(&target.area()?, Options { repair: args.yes, live }, &mut |s, d, o| meter.show(s, d, o))
+            .with_context(|| args.zone.display().to_string())?
     };
     if args.yes {
         target.area()?.sync()?;

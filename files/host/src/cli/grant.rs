@@ -31,6 +31,9 @@ pub struct Args {
     /// The account that its files count for; members may share one. The member's own name if not given
     #[arg(long)]
     account: Option<String>,
+    /// Take back what was granted: no limits, the whole file system
+    #[arg(long, conflicts_with_all = ["subtree", "bytes", "inodes", "account"])]
+    none: bool,
     /// Name of the FILES area, where the zone has several
     #[arg(long)]
     area: Option<String>,
@@ -47,6 +50,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         let names: Vec<&str> = members.iter().map(|m| m.name.as_str()).collect();
         bail!("{at}: has no member '{}'; it has: {}", args.member, names.join(", "));
     };
+    if args.none {
+        if !account::revoke(&target.area()?, member.id.index()) {
+            bail!("{at}: the area is too small for a file system");
+        }
+        return Ok(());
+    }
     let (area, joined) = target.join(&format!("grant-{}", std::process::id()))?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(crate::target::Joined::ringer));

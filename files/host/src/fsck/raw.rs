@@ -44,7 +44,7 @@ impl Layout {
         let incompat = incompat | word(offset_of!(sys::tfs_super, ro_compat))?;
         if version != sys::TFS_VERSION || incompat != 0 {
             return Err(Unreadable(format!(
-                "a file system of version {version} with features {incompat:#x}; this program knows version {}",
+                "a file system of version {version} with features {incompat:#x}; this program knows version {}; use the program that made it",
                 sys::TFS_VERSION
             )));
         }
