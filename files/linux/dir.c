@@ -54,7 +54,7 @@ static int find(struct inode *dir, const struct qstr *name, struct inode **inode
 static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsigned int flags)
 {
 	struct inode *inode;
-	struct dentry *alias;
+	struct dentry *alias, *old;
 	u64 stamp;
 	int err;
 
@@ -65,6 +65,19 @@ static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsig
 		return ERR_PTR(err);
 	dentry->d_time = stamp;
 	alias = d_splice_alias(inode, dentry);
+	if (alias == ERR_PTR(-ESTALE)) {
+		/* A directory that another member moved, and its dentry can't follow during a rename here. If nobody uses that, it can go. */
+		err = find(dir, &dentry->d_name, &inode, &stamp);
+		if (err)
+			return ERR_PTR(err);
+		old = inode ? d_find_any_alias(inode) : NULL;
+		if (old) {
+			d_invalidate(old);
+			dput(old);
+		}
+		dentry->d_time = stamp;
+		alias = d_splice_alias(inode, dentry);
+	}
 	if (!IS_ERR_OR_NULL(alias))
 		alias->d_time = stamp;
 	return alias;

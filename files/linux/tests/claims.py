@@ -191,6 +191,15 @@ def an_open_file_survives_its_removal_by_another_guest(a, b):
 
 
 @claim(2)
+def a_directory_that_one_guest_moved_the_other_moves_on_at_once(a, b):
+    a.ok("mkdir -p /mnt/d1/x/in /mnt/d2")
+    b.ok("ls -R /mnt/d1 /mnt/d2")
+    a.ok("claims move /mnt/d1/x /mnt/d2/y")
+    b.ok("claims move /mnt/d2/y /mnt/d1/z")
+    a.ok("rmdir /mnt/d1/z/in /mnt/d1/z /mnt/d1 /mnt/d2")
+
+
+@claim(2)
 def what_another_guest_removes_comes_back_though_it_was_open_or_mapped_here(a, b):
     df = "df /mnt | tail -1"
     a.ok("touch /mnt/x; rm /mnt/x")

@@ -41,9 +41,9 @@ class Failed(Exception):
 
 
 class Rig:
-    """Kernel image and initramfs for one kernel version, built once in `work`."""
+    """Kernel image and initramfs for one kernel version, built once in `work`; with `late`, tombolo.ko is there but not loaded."""
 
-    def __init__(self, kernel, image, modules_root, module, work, binaries):
+    def __init__(self, kernel, image, modules_root, module, work, binaries, modules=(), late=False):
         self.kernel, self.image, self.work = kernel, image, work
         tree = os.path.join(work, "initramfs-" + kernel)
         shutil.rmtree(tree, ignore_errors=True)
@@ -51,7 +51,7 @@ class Rig:
             os.makedirs(os.path.join(tree, d))
         shutil.copy(shutil.which("busybox"), os.path.join(tree, "bin/busybox"))
         order = []
-        for m in MODULES:
+        for m in [*MODULES, *modules]:
             deps = subprocess.run(["modprobe", "-S", kernel, "-d", modules_root, "--show-depends", m], capture_output=True, text=True, check=True).stdout
             for line in deps.splitlines():
                 if not line.startswith("insmod "):
@@ -69,7 +69,8 @@ class Rig:
                 order.append(name)
         shutil.copy(module, os.path.join(tree, "modules/tombolo.ko"))
         subprocess.run(["strip", "--strip-debug", os.path.join(tree, "modules/tombolo.ko")], check=True)
-        order.append("tombolo")
+        if not late:
+            order.append("tombolo")
         with open(os.path.join(tree, "modules/order"), "w") as f:
             f.write("\n".join(order) + "\n")
         for b in binaries:

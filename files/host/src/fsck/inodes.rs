@@ -163,7 +163,8 @@ impl Checker<'_> {
         }
         if inode.nlink() == 0 && (!self.options.live || inode.openers() == 0) {
             // Unlinked, kept for members that had it open; nobody has now.
-            if !self.options.live && self.damage("orphan", format!("inode {ino}: unlinked, but not freed")) {
+            let what = format!("inode {ino}: unlinked, but not freed (openers {:#x})", inode.openers());
+            if !self.options.live && self.damage("orphan", what) {
                 self.drop_inode(inode);
             }
             return;
