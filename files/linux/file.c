@@ -143,7 +143,7 @@ static int remove_privileges(struct file *file)
 	struct inode *inode = file_inode(file);
 	int err = tmb_refresh(inode);
 
-	if (err || (!(inode->i_mode & (S_ISUID | S_ISGID)) && !READ_ONCE(tmb_i(inode)->has_xattr)))
+	if (err || (!(inode->i_mode & (S_ISUID | S_ISGID)) && !READ_ONCE(tmb_i(inode)->seen.has_xattr)))
 		return err;
 	inode->i_flags &= ~S_NOSEC;
 	return file_remove_privs(file);

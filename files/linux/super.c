@@ -19,10 +19,7 @@ static struct inode *tmb_alloc_inode(struct super_block *sb)
 	if (!ti)
 		return NULL;
 	ti->generation = 0;
-	ti->version = 0;
-	ti->has_xattr = false;
-	ti->flags = 0;
-	ti->btime = 0;
+	memset(&ti->seen, 0, sizeof(ti->seen));
 	ti->opens = 0;
 	ti->referenced = false;
 	ti->mapped = false;

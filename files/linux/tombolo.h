@@ -74,10 +74,7 @@ struct tmb_sb {
 
 struct tmb_inode {
 	u32 generation;
-	bool has_xattr;
-	u32 flags;	/* TFS_FL_* */
-	u64 version;	/* of the last refresh */
-	s64 btime;
+	struct tfs_attr seen; /* by the last refresh; changes with i_lock */
 	struct mutex lock; /* the members below */
 	u32 opens;
 	bool referenced;   /* tfs_open_ref is held */
