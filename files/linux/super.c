@@ -22,6 +22,8 @@ static struct inode *tmb_alloc_inode(struct super_block *sb)
 	memset(&ti->seen, 0, sizeof(ti->seen));
 	ti->opens = 0;
 	ti->referenced = false;
+	ti->own_from = 0;
+	ti->own_to = 0;
 	ti->mapped = false;
 	return &ti->vfs;
 }

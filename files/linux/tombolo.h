@@ -78,6 +78,8 @@ struct tmb_inode {
 	struct mutex lock; /* the members below */
 	u32 opens;
 	bool referenced;   /* tfs_open_ref is held */
+	/* directories: from the one sequence number to the other only this kernel changed names, and it told their dentries */
+	u64 own_from, own_to;
 	/* mapping: 'mapped' and 'runs' change with invalidate_lock held (shared: to true; exclusive: to false) */
 	bool mapped;
 	u64 map_seq;
