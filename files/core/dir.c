@@ -15,19 +15,25 @@
 #define SPACE_SEARCH 16u /* blocks looked at for free granules before a new block is added */
 #define READ_TRIES 100u
 
+static tmb_u64 mix(tmb_u64 h, tmb_u64 word)
+{
+	h = (h ^ word) * 0x9e3779b97f4a7c15ULL;
+	return h ^ h >> 29;
+}
+
 tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len)
 {
-	tmb_u64 h = fs->hash_seed ^ len;
+	tmb_u64 h = fs->hash_seed ^ len, word;
 
-	while (len) {
-		tmb_u64 word = 0;
-		tmb_u32 n = TFS_MIN(len, 8u);
-
-		memcpy(&word, name, n);
-		h = (h ^ word) * 0x9e3779b97f4a7c15ULL;
-		h ^= h >> 29;
-		name += n;
-		len -= n;
+	for (; len >= 8; name += 8, len -= 8) {
+		memcpy(&word, name, 8);
+		h = mix(h, word);
+	}
+	if (len) {
+		word = 0;
+		for (tmb_u32 i = 0; i < len; i++)
+			word |= (tmb_u64)(tmb_u8)name[i] << 8 * i;
+		h = mix(h, word);
 	}
 	h *= 0xbf58476d1ce4e5b9ULL;
 	h ^= h >> 32;
@@ -66,8 +72,7 @@ static bool matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tm
 	       granules_of(len) <= granules && !memcmp(entry->name, name, len);
 }
 
-static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, const char *name, tmb_u32 len, tmb_u32 hash,
-			struct tfs_slot *slot)
+static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
 	for (tmb_u64 b = 0; b < blocks; b++) {
 		struct tfs_dirent *block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
@@ -76,7 +81,7 @@ static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, c
 		if (!block)
 			return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
 		while (i < TFS_GRANULES_PER_BLOCK) {
-			if (matches(block + i, TFS_GRANULES_PER_BLOCK - i, name, len, hash, &slot->ref)) {
+			if (matches(block + i, TFS_GRANULES_PER_BLOCK - i, name, len, slot->hash, &slot->ref)) {
 				slot->entry = block + i;
 				slot->granule = b * TFS_GRANULES_PER_BLOCK + i;
 				return 0;
@@ -141,9 +146,10 @@ static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
 	return p->block + at % TFS_FANOUT;
 }
 
-static int find_by_index(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len, tmb_u32 hash,
+static int find_by_index(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len,
 			 struct tfs_slot *slot)
 {
+	tmb_u32 hash = slot->hash;
 	struct probe p;
 	tmb_u64 *e;
 	int err = probe_start(fs, &p, index_root, hash);
@@ -170,11 +176,11 @@ static int find_by_index(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_ro
 int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
 	tmb_u64 index_root = tmb_load_acquire(&dir->index_root), blocks = dir_blocks(fs, dir);
-	tmb_u32 hash = tfs_hash(fs, name, len);
 
+	slot->hash = tfs_hash(fs, name, len);
 	if (index_root)
-		return find_by_index(fs, dir, index_root, name, len, hash, slot);
-	return find_by_scan(fs, dir, blocks, name, len, hash, slot);
+		return find_by_index(fs, dir, index_root, name, len, slot);
+	return find_by_scan(fs, dir, blocks, name, len, slot);
 }
 
 /* --- the index ------------------------------------------------------------------------------------------------ */
@@ -272,9 +278,10 @@ static int index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u6
 	return index_put(fs, root, hash, granule, &dir->index_used, &probes);
 }
 
-void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot, tmb_u32 hash)
+void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot)
 {
 	tmb_u64 root = tmb_load(&dir->index_root), *e;
+	tmb_u32 hash = slot->hash;
 	struct probe p;
 
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + tmb_load(&slot->entry->granules));
@@ -300,6 +307,12 @@ static int free_run(struct tfs_dirent *block, tmb_u32 need, tmb_u32 *have)
 	for (tmb_u32 i = 0; i < TFS_GRANULES_PER_BLOCK;) {
 		tmb_u32 n = 0;
 
+		if (tmb_load(&block[i].ref)) {
+			tmb_u8 step = tmb_load(&block[i].granules);
+
+			i += step ? step : 1;
+			continue;
+		}
 		while (i + n < TFS_GRANULES_PER_BLOCK && !tmb_load(&block[i + n].ref)) {
 			tmb_u8 step = tmb_load(&block[i + n].granules);
 
@@ -312,11 +325,6 @@ static int free_run(struct tfs_dirent *block, tmb_u32 need, tmb_u32 *have)
 			return (int)i;
 		}
 		i += n;
-		if (i < TFS_GRANULES_PER_BLOCK) {
-			tmb_u8 step = tmb_load(&block[i].granules);
-
-			i += step ? step : 1;
-		}
 	}
 	return -1;
 }
@@ -389,7 +397,7 @@ static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struc
 
 int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
-	tmb_u32 need = granules_of(len), hash = tfs_hash(fs, name, len), have;
+	tmb_u32 need = granules_of(len), hash = slot->hash, have;
 	struct tfs_dirent *entry;
 	int err = find_space(fs, dir, need, slot, &have);
 
@@ -411,11 +419,6 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 		return err;
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) - need);
 	return 0;
-}
-
-void tfs_dir_unreserve(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot)
-{
-	tfs_dir_forget(fs, dir, slot, tmb_load(&slot->entry->hash));
 }
 
 /* --- readers ------------------------------------------------------------------------------------------------------ */

@@ -14,23 +14,18 @@ tmb_u64 tfs_blocks_of(tmb_u64 bytes)
 	return (bytes + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT;
 }
 
-struct tfs_inode *tfs_inode(struct tfs *fs, tmb_u64 ino)
+struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino)
 {
+	tmb_u64 fblock = ino / TFS_INODES_PER_BLOCK;
 	struct tfs_run run;
-	tmb_u64 fblock = ino / TFS_INODES_PER_BLOCK, *cache = &fs->itable_cache[fblock % TFS_ITABLE_CACHE], known = tmb_load(cache);
 
 	if (!ino || ino > TFS_REF_INO_MASK)
 		return NULL;
-	/* What is in the cache was checked; 0 is no block's place. */
-	if (!known || known >> 32 != fblock) {
-		if (tfs_tree_map(fs, tmb_load_acquire(&tfs_sb(fs)->itable_root), fblock, 1, &run) || !run.block)
-			return NULL;
-		if (fblock >> 32 || run.block >> 32)
-			return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
-		known = fblock << 32 | run.block;
-		tmb_store(cache, known);
-	}
-	return (struct tfs_inode *)tfs_block(fs, known & 0xffffffff) + ino % TFS_INODES_PER_BLOCK;
+	if (tfs_tree_map(fs, tmb_load_acquire(&tfs_sb(fs)->itable_root), fblock, 1, &run) || !run.block)
+		return NULL;
+	if (!(fblock >> 32) && !(run.block >> 32))
+		tmb_store(&fs->itable_cache[fblock % TFS_ITABLE_CACHE], fblock << 32 | run.block);
+	return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
 }
 
 int tfs_live_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode **out)
@@ -257,6 +252,19 @@ int tfs_getattr(struct tfs *fs, tmb_u64 ino, tmb_u32 generation, struct tfs_attr
 	out->btime = tmb_load(&inode->btime);
 	out->has_xattr = tmb_load(&inode->xattr_root) != 0;
 	return 0;
+}
+
+/* All other changes come with a new version; these may show a moment before it, or without one. */
+bool tfs_attr_same(struct tfs *fs, tmb_u64 ino, const struct tfs_attr *before)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	return inode && tmb_load_acquire(&inode->state_gen) == ((tmb_u64)before->generation << TFS_GEN_SHIFT | TFS_INODE_LIVE) &&
+	       tmb_load_acquire(&inode->size) == before->size && tmb_load(&inode->version) == before->version &&
+	       tmb_load(&inode->atime) == before->atime && tmb_load(&inode->nlink) == before->nlink &&
+	       tmb_load(&inode->mode) == before->mode && tmb_load(&inode->flags) == before->flags &&
+	       tmb_load(&inode->owner) == (before->uid | (tmb_u64)before->gid << 32) && tmb_load(&inode->blocks) == before->blocks &&
+	       (tmb_load(&inode->xattr_root) != 0) == before->has_xattr;
 }
 
 void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data)

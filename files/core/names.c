@@ -266,7 +266,7 @@ static int remove_name(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u3
 		if (is_dir)
 			tfs_tx_word(fs, slot, &dir->nlink, tmb_load(&dir->nlink) - 1);
 		tfs_tx_commit(fs, slot);
-		tfs_dir_forget(fs, dir, &entry, tfs_hash(fs, name, len));
+		tfs_dir_forget(fs, dir, &entry);
 		tfs_dir_end(dir);
 		tfs_changed(dir, now, true);
 		tfs_changed(inode, now, false);
@@ -554,7 +554,7 @@ int tfs_rename(struct tfs *fs, tmb_u64 old_dir, const char *old_name, tmb_u32 ol
 		else
 			err = move(fs, &r, slot, new_name, new_len, whiteout, whiteout_ino);
 		if (!err && !whiteout && !(flags & TFS_RENAME_EXCHANGE))
-			tfs_dir_forget(fs, r.old_dir, &r.from, tfs_hash(fs, old_name, old_len));
+			tfs_dir_forget(fs, r.old_dir, &r.from);
 		if (new_dir != old_dir)
 			tfs_dir_end(r.new_dir);
 		tfs_dir_end(r.old_dir);

@@ -77,6 +77,8 @@ struct tfs_attr {
 };
 /* -ESTALE: free, or of another generation (0: any). */
 int tfs_getattr(struct tfs *fs, tmb_u64 ino, tmb_u32 generation, struct tfs_attr *out);
+/* Whether tfs_getattr would give what it gave before. Cheaper; false where in doubt. */
+bool tfs_attr_same(struct tfs *fs, tmb_u64 ino, const struct tfs_attr *before);
 
 #define TFS_SET_MODE 1u
 #define TFS_SET_OWNER 2u /* uid and gid together */

@@ -147,7 +147,16 @@ void tfs_tx_commit(struct tfs *fs, tmb_u32 slot); /* stores the words */
 void tfs_tx_end(struct tfs *fs, tmb_u32 slot);
 
 /* inode.c */
-struct tfs_inode *tfs_inode(struct tfs *fs, tmb_u64 ino);	     /* any state; NULL: no such inode */
+struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino);
+/* In any state; NULL: no such inode. What is in the cache was checked; 0 is no block's place. */
+static inline struct tfs_inode *tfs_inode(struct tfs *fs, tmb_u64 ino)
+{
+	tmb_u64 fblock = ino / TFS_INODES_PER_BLOCK, known = tmb_load(&fs->itable_cache[fblock % TFS_ITABLE_CACHE]);
+
+	if (!ino || !known || known >> 32 != fblock)
+		return tfs_search_inode(fs, ino);
+	return (struct tfs_inode *)tfs_block(fs, known & 0xffffffff) + ino % TFS_INODES_PER_BLOCK;
+}
 int tfs_live_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode **out); /* -ESTALE, -EUCLEAN */
 int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode **out); /* claimed, state NEW */
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode);	/* undo, contents freed too */
@@ -170,14 +179,15 @@ struct tfs_slot {
 	struct tfs_dirent *entry;
 	tmb_u64 granule; /* position */
 	tmb_u64 ref;	 /* copied */
+	tmb_u32 hash;	 /* of the name looked for */
 };
 tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len);
+/* -ENOENT: of 'slot' only the hash is set. */
 int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot);
-/* Makes an entry with ref 0 that lookups do not see yet, in the index already. */
+/* After tfs_dir_find said -ENOENT: makes an entry with ref 0 that lookups do not see yet, in the index already. */
 int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot);
-void tfs_dir_unreserve(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot);
 /* After its ref became 0: out of the index. */
-void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot, tmb_u32 hash);
+void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot);
 static inline void tfs_dir_begin(struct tfs_inode *dir)
 {
 	tmb_u64 seq = tmb_load(&dir->seq);

@@ -21,7 +21,7 @@ struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu)
 	int tries;
 
 	/* The caller's permission check has refreshed the inode. */
-	if (!READ_ONCE(tmb_i(inode)->has_xattr))
+	if (!READ_ONCE(tmb_i(inode)->seen.has_xattr))
 		return NULL;
 	if (rcu)
 		return ERR_PTR(-ECHILD);

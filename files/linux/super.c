@@ -19,13 +19,12 @@ static struct inode *tmb_alloc_inode(struct super_block *sb)
 	if (!ti)
 		return NULL;
 	ti->generation = 0;
-	ti->version = 0;
+	memset(&ti->seen, 0, sizeof(ti->seen));
 	ti->modify_told = 0;
-	ti->has_xattr = false;
-	ti->flags = 0;
-	ti->btime = 0;
 	ti->opens = 0;
 	ti->referenced = false;
+	ti->own_from = 0;
+	ti->own_to = 0;
 	ti->mapped = false;
 	return &ti->vfs;
 }

@@ -83,14 +83,13 @@ struct tmb_sb {
 
 struct tmb_inode {
 	u32 generation;
-	bool has_xattr;
-	u32 flags;	/* TFS_FL_* */
-	u64 version;	/* of the last refresh */
+	struct tfs_attr seen; /* by the last refresh; changes with i_lock */
 	u64 modify_told; /* where the last word about a change of its data ends */
-	s64 btime;
 	struct mutex lock; /* the members below */
 	u32 opens;
 	bool referenced;   /* tfs_open_ref is held */
+	/* directories: from the one sequence number to the other only this kernel changed names, and it told their dentries */
+	u64 own_from, own_to;
 	/* mapping: 'mapped' and 'runs' change with invalidate_lock held (shared: to true; exclusive: to false) */
 	bool mapped;
 	u64 map_seq;

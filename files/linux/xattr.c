@@ -12,12 +12,12 @@ static int get(const struct xattr_handler *handler, struct dentry *dentry, struc
 	       size_t size)
 {
 	/* security.capability is asked for at every write: spare the walk. */
-	if (!READ_ONCE(tmb_i(inode)->has_xattr)) {
+	if (!READ_ONCE(tmb_i(inode)->seen.has_xattr)) {
 		int err = tmb_refresh(inode);
 
 		if (err)
 			return err;
-		if (!READ_ONCE(tmb_i(inode)->has_xattr))
+		if (!READ_ONCE(tmb_i(inode)->seen.has_xattr))
 			return -ENODATA;
 	}
 	return tfs_xattr_get(tmb_fs(inode), inode->i_ino, xattr_full_name(handler, name), buffer, size);

@@ -11,13 +11,14 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use serde_json::json;
+use tombolo_record::{self as record, Better, Machine, Results, Sample};
 
 use crate::config::Config;
 use crate::daemon::Daemon;
@@ -260,25 +261,16 @@ fn one_way(from: &mut Nic, to: &mut Nic, frame: &[u8], limit: Instant) -> anyhow
 /// # Errors
 /// A peer isn't installed, or a system doesn't do what it should.
 pub fn run(options: &Options) -> anyhow::Result<()> {
-    let mut out = match &options.out {
-        Some(path) => Some(
-            File::options()
-                .append(true)
-                .create(true)
-                .open(path)
-                .with_context(|| path.display().to_string())?,
-        ),
-        None => None,
+    let dpdk = Command::new("dpkg-query").args(["-W", "-f", "dpdk ${Version}", "dpdk"]).output();
+    let versions = dpdk.iter().map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).collect();
+    let machine = Machine::here(record::command_line(), None, versions);
+    println!("{machine}");
+    let mut results = options.out.as_ref().map(|path| Results::append(path, machine)).transpose()?;
+    let mut emit = |case: String, system: &str, value: f64, unit: &str, better: Better| {
+        let sample = Sample::new("net", case, system, value, unit, better);
+        println!("{sample}");
+        results.as_mut().map_or(Ok(()), |results| results.add(sample))
     };
-    let mut emit = |line: serde_json::Value| -> anyhow::Result<()> {
-        println!("{line}");
-        if let Some(file) = &mut out {
-            writeln!(file, "{line}")?;
-        }
-        Ok(())
-    };
-    emit(machine()?)?;
-    let figure = |case: String, system: &str, value: f64, unit: &str, better: &str| json!({ "bench": "net", "case": case, "system": system, "value": value, "unit": unit, "better": better });
     for packed in [false, true] {
         let ring = if packed { "packed" } else { "split" };
         for &size in &options.sizes {
@@ -287,13 +279,8 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
                     let backend = Backend::start(system, options, size)?;
                     let mut load = Load::start(&backend, options, size, packed)?;
                     let pps = load.rate(size, options.seconds)?;
-                    emit(figure(
-                        format!("net-{size}-{ring}"),
-                        system,
-                        pps,
-                        "packets/s per direction",
-                        "higher",
-                    ))?;
+                    let case = format!("net-{size}-{ring}");
+                    emit(case, system, pps, "packets/s per direction", Better::Higher)?;
                 }
             }
         }
@@ -304,7 +291,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
                     s.spawn(|| round_trip(&backend, packed, options.front_cpu)).join()
                 });
                 let us = us.map_err(|_| anyhow::anyhow!("the measurement panicked"))??;
-                emit(figure(format!("net-rtt-64-{ring}"), system, us, "us", "lower"))?;
+                emit(format!("net-rtt-64-{ring}"), system, us, "us", Better::Lower)?;
             }
         }
     }
@@ -315,30 +302,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         let (start, before) = (Instant::now(), backend.cpu_seconds()?);
         std::thread::sleep(Duration::from_secs_f64(options.seconds.max(2.0)));
         let used = (backend.cpu_seconds()? - before) / start.elapsed().as_secs_f64() * 100.0;
-        emit(figure("net-idle-cpu".into(), system, used, "% of a core", "lower"))?;
+        emit("net-idle-cpu".into(), system, used, "% of a core", Better::Lower)?;
     }
     Ok(())
-}
-
-/// The line that describes where the figures come from.
-fn machine() -> anyhow::Result<serde_json::Value> {
-    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo")?;
-    let model = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")?.split(':').nth(1)).map(str::trim);
-    let said = |program: &str, args: &[&str]| -> Option<String> {
-        let output = Command::new(program).args(args).output().ok()?;
-        let text = String::from_utf8_lossy(&output.stdout);
-        text.lines().next().map(|l| l.trim().to_string())
-    };
-    Ok(json!({
-        "bench": "net",
-        "machine": {
-            "cpu": model,
-            "cpus": std::thread::available_parallelism()?.get(),
-            "kernel": said("uname", &["-r"]),
-            "dpdk": said("dpkg-query", &["-W", "-f", "${Version}", "dpdk"]),
-            "commit": said("git", &["rev-parse", "--short", "HEAD"]),
-            "when": said("date", &["-u", "+%Y-%m-%dT%H:%MZ"]),
-            "hypervisor": Path::new("/sys/hypervisor").exists() || cpuinfo.contains("hypervisor"),
-        }
-    }))
 }

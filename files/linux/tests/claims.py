@@ -148,6 +148,22 @@ def what_one_guest_did_the_other_sees_at_once(a, b):
 
 
 @claim(2)
+def names_that_another_guest_changed_between_own_changes_are_not_believed(a, b):
+    a.ok("mkdir /mnt/n && cd /mnt/n && touch gone moved over kept && ls gone moved over kept && ! [ -e late ] && ! [ -e target ]")
+    b.ok("cd /mnt/n && rm gone && mv moved target && echo new > other && mv other over && touch late")
+    # This guest's own changes come between the other's and its next look.
+    a.ok("cd /mnt/n && touch own && mv own own2 && ln own2 own3 && rm own2")
+    a.ok("cd /mnt/n && ! [ -e gone ] && ! [ -e moved ] && [ -e late ] && [ -e target ] && [ $(cat over) = new ] && [ -e kept ]")
+    for turn in range(8):
+        one, two = (a, b) if turn % 2 else (b, a)
+        one.ok("cd /mnt/n && touch x%d && mv x%d y%d && ! [ -e x%d ] && [ -e y%d ]" % ((turn,) * 5))
+        two.ok("cd /mnt/n && [ -e y%d ] && rm y%d && touch z%d && ! [ -e y%d ]" % ((turn,) * 4))
+        one.ok("cd /mnt/n && touch w%d && ! [ -e y%d ] && [ -e z%d ]" % ((turn,) * 3))
+    need(a.ok("ls /mnt/n") == b.ok("ls /mnt/n"), "the guests list different names")
+    a.ok("rm -r /mnt/n")
+
+
+@claim(2)
 def two_guests_that_append_interleave_whole_writes(a, b):
     both(a, b, "claims append /mnt/log %d 1500")
     a.ok("claims appended /mnt/log 2 1500 && rm /mnt/log")

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Samples and where they are kept.
+//! What benches say: a line that describes the machine, then a line per sample, all JSON. Every bench writes them with this, and
+//! whoever reads a results file knows what to expect.
 
+use std::env;
+use std::fmt;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -51,10 +54,44 @@ pub struct Machine {
     pub memory_mib: u64,
     /// The host's kernel.
     pub kernel: String,
-    /// QEMU's version, and how guests ran ("tcg" or "kvm").
-    pub qemu: String,
+    /// QEMU's version, and how guests ran ("tcg" or "kvm"), where there were any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub qemu: Option<String>,
     /// Versions of the peers and of the guest's kernel, as found.
     pub versions: Vec<String>,
+}
+
+impl Sample {
+    /// A sample of `bench`.
+    pub fn new(bench: &str, case: String, system: &str, value: f64, unit: &str, better: Better) -> Sample {
+        Sample { bench: bench.into(), case, system: system.into(), value, unit: unit.into(), better }
+    }
+}
+
+fn json(line: &impl Serialize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    f.write_str(&serde_json::to_string(line).map_err(|_| fmt::Error)?)
+}
+
+impl fmt::Display for Sample {
+    /// Its line in a results file.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        json(self, f)
+    }
+}
+
+impl fmt::Display for Machine {
+    /// Its line in a results file.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        json(self, f)
+    }
+}
+
+/// The command that runs, all its words: the program without its folder, then the arguments.
+pub fn command_line() -> String {
+    let mut words = env::args();
+    let program = words.next().unwrap_or_default();
+    let name = program.rsplit('/').next().unwrap_or_default().to_owned();
+    words.fold(name, |line, word| line + " " + &word)
 }
 
 fn output(program: &str, args: &[&str]) -> String {
@@ -68,8 +105,8 @@ fn output(program: &str, args: &[&str]) -> String {
 }
 
 impl Machine {
-    /// Describes this machine; `versions` are lines about the peers.
-    pub fn here(command: String, accel: &str, versions: Vec<String>) -> Machine {
+    /// Describes this machine; `accel`: how guests ran, if there were any; `versions` are lines about the peers.
+    pub fn here(command: String, accel: Option<&str>, versions: Vec<String>) -> Machine {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let model = cpuinfo
             .lines()
@@ -83,7 +120,6 @@ impl Machine {
             .and_then(|l| l.trim().trim_end_matches(" kB").parse().ok())
             .unwrap_or(0);
         let changed = !output("git", &["status", "--porcelain", "--untracked-files=no"]).is_empty();
-        let qemu = output("qemu-system-x86_64", &["--version"]);
         Machine {
             command,
             commit: format!(
@@ -95,7 +131,10 @@ impl Machine {
             cpu: format!("{model}, {cores} cores"),
             memory_mib: memory_kib / 1024,
             kernel: output("uname", &["-r"]),
-            qemu: format!("{} ({accel})", qemu.lines().next().unwrap_or("unknown")),
+            qemu: accel.map(|accel| {
+                let version = output("qemu-system-x86_64", &["--version"]);
+                format!("{} ({accel})", version.lines().next().unwrap_or("unknown"))
+            }),
             versions,
         }
     }
@@ -117,20 +156,38 @@ impl Results {
     pub fn create(dir: &Path, bench: &str, machine: Machine) -> Result<Results> {
         fs::create_dir_all(dir).with_context(|| format!("can't make the folder {}", dir.display()))?;
         let path = dir.join(format!("{bench}.jsonl"));
-        let mut file = fs::File::create(&path).with_context(|| format!("can't write {}", path.display()))?;
-        writeln!(file, "{}", serde_json::to_string(&machine)?)?;
+        let file = fs::File::create(&path).with_context(|| format!("can't write {}", path.display()))?;
+        Results::begin(file, path, machine)
+    }
+
+    /// Goes on in `path`, after what earlier runs wrote there.
+    pub fn append(path: &Path, machine: Machine) -> Result<Results> {
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir).with_context(|| format!("can't make the folder {}", dir.display()))?;
+        }
+        let file = fs::File::options().append(true).create(true).open(path);
+        let file = file.with_context(|| format!("can't write {}", path.display()))?;
+        Results::begin(file, path.to_owned(), machine)
+    }
+
+    fn begin(mut file: fs::File, path: PathBuf, machine: Machine) -> Result<Results> {
+        writeln!(file, "{machine}").with_context(|| format!("can't write {}", path.display()))?;
         Ok(Results { file, path, machine, samples: Vec::new() })
     }
 
     /// Keeps one sample.
     pub fn add(&mut self, sample: Sample) -> Result<()> {
-        writeln!(self.file, "{}", serde_json::to_string(&sample)?)
-            .with_context(|| format!("can't write {}", self.path.display()))?;
+        writeln!(self.file, "{sample}").with_context(|| format!("can't write {}", self.path.display()))?;
         self.samples.push(sample);
         Ok(())
     }
 
-    /// Reads a results file.
+    /// The samples in a text of such lines; other lines, of machines, are left out.
+    pub fn samples(text: &str) -> Vec<Sample> {
+        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    }
+
+    /// Reads the results file of one run.
     pub fn read(path: &Path) -> Result<(Machine, Vec<Sample>)> {
         let text = fs::read_to_string(path).with_context(|| format!("can't read {}", path.display()))?;
         let mut lines = text.lines();
@@ -155,16 +212,9 @@ mod tests {
     #[test]
     fn what_was_written_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
-        let machine = Machine::here("test".into(), "tcg", vec!["x 1".into()]);
+        let machine = Machine::here("test".into(), Some("tcg"), vec!["x 1".into()]);
         let mut results = Results::create(dir.path(), "files", machine.clone()).unwrap();
-        let sample = Sample {
-            bench: "files".into(),
-            case: "fio-read-4k-j1".into(),
-            system: "9p".into(),
-            value: 3.5,
-            unit: "MB/s".into(),
-            better: Better::Higher,
-        };
+        let sample = Sample::new("files", "fio-read-4k-j1".into(), "9p", 3.5, "MB/s", Better::Higher);
         results.add(sample.clone()).unwrap();
         let (read_machine, samples) = Results::read(&results.path).unwrap();
         assert_eq!(read_machine, machine);
@@ -172,9 +222,26 @@ mod tests {
     }
 
     #[test]
+    fn a_second_run_is_added_to_the_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("new/net.jsonl");
+        let machine = Machine::here("test".into(), None, vec![]);
+        assert!(!machine.to_string().contains("qemu"), "{machine}");
+        for value in [1.0, 2.0] {
+            let sample =
+                Sample::new("net", "net-64-split".into(), "tombolo", value, "packets/s", Better::Higher);
+            Results::append(&path, machine.clone()).unwrap().add(sample).unwrap();
+        }
+        let values: Vec<f64> =
+            Results::samples(&fs::read_to_string(&path).unwrap()).iter().map(|s| s.value).collect();
+        assert_eq!(values, [1.0, 2.0]);
+    }
+
+    #[test]
     fn a_broken_line_is_named() {
         let dir = tempfile::tempdir().unwrap();
-        let results = Results::create(dir.path(), "files", Machine::here("t".into(), "tcg", vec![])).unwrap();
+        let results =
+            Results::create(dir.path(), "files", Machine::here("t".into(), Some("tcg"), vec![])).unwrap();
         let mut text = fs::read_to_string(&results.path).unwrap();
         text.push_str("{\"bench\":\n");
         fs::write(&results.path, text).unwrap();
