@@ -20,7 +20,7 @@
 #include "mutate.h"
 #include "tfs.h"
 
-#define AREA_BYTES (5u << 20)
+#define AREA_BYTES (7u << 20)
 #define TABLE_BYTES (TFS_MEMBERS * sizeof(struct tmb_member))
 #define GUARD (1u << 20)
 #define MAX_STEPS 80
@@ -40,6 +40,8 @@ static struct mutator *mutator;
 static tmb_u64 ticks, looks, next_change;
 static long allocations;
 static struct input in;
+static struct tfs_listener listeners[MEMBERS];
+static tmb_u64 dirs[4];
 static bool running;
 volatile tmb_u8 fuzz_sink;
 
@@ -195,7 +197,9 @@ static void build(void)
 	if (tfs_mkfs(area, AREA_BYTES, uuid, "fuzz", 7, 0, 0, 0, 0755) || tfs_open(&fs, area, AREA_BYTES, members, 0, EPOCH))
 		abort();
 	dir = make(&fs, TFS_ROOT_INO, "d", 0040755);
-	make(&fs, dir, "e", 0040755);
+	dirs[0] = TFS_ROOT_INO;
+	dirs[1] = dir;
+	dirs[2] = make(&fs, dir, "e", 0040755);
 	names(&fs, dir, 0, 130); /* enough for an index */
 	ino = make(&fs, TFS_ROOT_INO, "file", 0100644);
 	write_some(&fs, ino, 0, 20000);
@@ -224,7 +228,8 @@ static void build(void)
 	fs.alloc_cursor = fs.blocks - 2;
 	if (tfs_create(&fs, last, "link", 4, &link, &ino)) /* takes the block of the target, then one for the name */
 		abort();
-	names(&fs, last, 0, 10);
+	names(&fs, last, 0, 31); /* all but two granules of the block */
+	dirs[3] = last;
 	tmb_u8 *map = area + (fs.map_start << TFS_BLOCK_SHIFT);
 
 	if (map[fs.blocks - 1] != TFS_MAP_USED || map[fs.blocks - 2] != TFS_MAP_USED || map[fs.blocks - 3] != TFS_MAP_USED)
@@ -307,11 +312,27 @@ static void locks(struct tfs *fs, tmb_u64 ino, tmb_u64 at, tmb_u64 len)
 		tfs_lock_wait_end(fs, slot);
 }
 
+/* Tells of a change, and hears of others'. */
+static void changes(struct tfs *fs, tmb_u64 ino, tmb_u64 dir, const char *name, tmb_u32 len)
+{
+	struct tfs_change c = {.ino = ino, .dir = dir, .mask = 1, .name_len = len};
+	struct tfs_listener *l = &listeners[fs->member];
+
+	memcpy(c.name, name, len);
+	if (tfs_change_wanted(fs))
+		tfs_change_unheard(fs, tfs_change_post(fs, &c));
+	if (ino % 4 == 0 && tfs_listen_begin(fs, l))
+		return;
+	for (int i = 0; i < 300 && tfs_listen_next(fs, l, &c) > 0; i++)
+		for (tmb_u32 k = 0; k <= c.name_len; k++)
+			fuzz_sink ^= (tmb_u8)c.name[k];
+}
+
 static void step(struct tfs *fs)
 {
 	static tmb_u8 buf[70000];
 	char name[64], other[64];
-	tmb_u64 ino = take(NULL, 1), dir = take(NULL, 1) % 4 + 1, at = take(NULL, 2) << (take(NULL, 1) % 34), pos = at, len = take(NULL, 2);
+	tmb_u64 ino = take(NULL, 1), dir = dirs[take(NULL, 1) % 4], at = take(NULL, 2) << (take(NULL, 1) % 34), pos = at, len = take(NULL, 2);
 	struct tfs_create c = {.mode = 0100644};
 	struct tfs_attr attr = {.mode = 0640};
 	struct tfs_statfs st;
@@ -324,7 +345,7 @@ static void step(struct tfs *fs)
 	name_of(other);
 	length = (tmb_u32)strlen(name);
 	other_length = (tmb_u32)strlen(other);
-	switch (take(NULL, 1) % 36) {
+	switch (take(NULL, 1) % 38) {
 	case 0: tfs_lookup(fs, dir, name, length, &ino, &type); break;
 	case 1: tfs_readdir(fs, dir, &pos, emit, &count); break;
 	case 2: tfs_getattr(fs, ino, 0, &attr); break;
@@ -332,7 +353,7 @@ static void step(struct tfs *fs)
 	case 4: c.mode = 0040755; tfs_create(fs, dir, name, length, &c, &ino); break;
 	case 5: tfs_unlink(fs, dir, name, length, 0, 1); break;
 	case 6: tfs_rmdir(fs, dir, name, length, 0, 1); break;
-	case 7: tfs_rename(fs, dir, name, length, len % 4 + 1, other, other_length, (tmb_u32)at % 8, 1); break;
+	case 7: tfs_rename(fs, dir, name, length, dirs[len % 4], other, other_length, (tmb_u32)at % 8, 1); break;
 	case 8: tfs_link(fs, dir, name, length, ino, 1); break;
 	case 9: tfs_pread(fs, ino, buf, len, at); break;
 	case 10: tfs_pwrite(fs, ino, buf, len, &pos, len & 1, len & 2, 1); break;
@@ -357,6 +378,8 @@ static void step(struct tfs *fs)
 	case 29: tfs_recover_all(fs); break;
 	case 30: c.open = true; tfs_create(fs, dir, NULL, 0, &c, &ino); break;
 	case 31: c.mode = 0120777; c.symlink = name; c.symlink_len = length; tfs_create(fs, dir, other, other_length, &c, &ino); break;
+	case 36: changes(fs, ino, dir, other, other_length); break;
+	case 37: tfs_listen_end(fs); break;
 	case 32: { /* the host says that somebody died, or came */
 		tmb_u64 *word = (tmb_u64 *)&members[len % 4] + at % (sizeof(*members) / 8);
 
@@ -377,6 +400,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	if (madvise(area, AREA_BYTES, MADV_DONTNEED))
 		abort();
 	reset_members();
+	memset(listeners, 0, sizeof(listeners));
 	ticks = looks = 0;
 	for (tmb_u64 n = take(NULL, 1) % 12; n; n--)
 		mutate(mutator, area, take, NULL);

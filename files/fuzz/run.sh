@@ -26,7 +26,7 @@ short)
 merge)
 	rm -rf "$out/merged"
 	mkdir "$out/merged"
-	fuzz -merge=1 "$out/merged" "$here/corpus" "$out/new"
+	fuzz -set_cover_merge=1 "$out/merged" "$here/corpus" "$out/new"
 	;;
 *)
 	fuzz -max_total_time="$1" -use_value_profile=1 "$out/new" "$here/corpus"
