@@ -8,6 +8,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 
 use crate::files::{self, Plan};
+use crate::net;
 use crate::record::Results;
 use crate::report::{self, Table};
 
@@ -16,6 +17,8 @@ use crate::report::{self, Table};
 pub enum Command {
     /// The shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs, in one VM
     Files(FilesArgs),
+    /// The switch beside DPDK's vhost, and beside TAP and a bridge between VMs
+    Net(NetArgs),
     /// Print the table of a results file again, and write its HTML page
     Report {
         /// A results file (bench/results/*.jsonl)
@@ -55,6 +58,32 @@ pub struct FilesArgs {
     kit: PathBuf,
 }
 
+/// `tombolo bench net`
+#[derive(Debug, Args)]
+pub struct NetArgs {
+    /// What is measured without VMs
+    #[command(flatten)]
+    load: tombolo_net::bench::Options,
+    /// Leave out what is measured without VMs
+    #[arg(long)]
+    no_load: bool,
+    /// Leave out what is measured between VMs
+    #[arg(long)]
+    no_vms: bool,
+    /// Guest kernel: a version of the guest kit
+    #[arg(long, default_value = "6.1")]
+    kernel: String,
+    /// Account for every frame for so many seconds instead, killing switches under load
+    #[arg(long, value_name = "SECONDS")]
+    soak: Option<u64>,
+    /// Folder for the results
+    #[arg(long, default_value = "bench/results")]
+    results: PathBuf,
+    /// Folder of the guest kit
+    #[arg(long, default_value = ".cache/guest")]
+    kit: PathBuf,
+}
+
 /// Runs a bench; `json`: the samples as JSON lines instead of the table.
 pub fn run(command: Command, json: bool) -> Result<ExitCode> {
     match command {
@@ -68,6 +97,16 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
             let kit = std::path::absolute(&args.kit)?;
             let results = files::run(&plan, &args.results, &kit)?;
             print(&results, json)?;
+        }
+        Command::Net(args) => {
+            let words: Vec<String> = std::env::args().skip(1).collect();
+            let plan = net::Plan {
+                load: (!args.no_load).then_some(args.load),
+                kernel: (!args.no_vms).then_some(args.kernel),
+                soak: args.soak.map(std::time::Duration::from_secs),
+                kit: std::path::absolute(&args.kit)?,
+            };
+            print(&net::run(&plan, &args.results, format!("tombolo {}", words.join(" ")))?, json)?;
         }
         Command::Report { file, html } => {
             let (machine, samples) = Results::read(&file)?;

@@ -57,11 +57,22 @@ impl Project {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
+    fn ps(&self) -> Result<serde_json::Value> {
+        let output = self.command("ps").arg("--json").output().context("can't run 'tombolo ps'")?;
+        serde_json::from_slice(&output.stdout).context("'tombolo ps --json' printed no JSON")
+    }
+
+    /// The process of a network's switch.
+    pub fn switch(&self, net: &str) -> Result<u64> {
+        let ps = self.ps()?;
+        let mut networks = ps["networks"].as_array().into_iter().flatten();
+        let pid = networks.find(|n| n["name"] == net).and_then(|n| n["pid"].as_u64());
+        pid.with_context(|| format!("'tombolo ps --json' names no switch of {net}: {ps}"))
+    }
+
     /// "kvm" or "tcg": how a VM runs.
     pub fn accel(&self, vm: &str) -> Result<String> {
-        let output = self.command("ps").arg("--json").output().context("can't run 'tombolo ps'")?;
-        let ps: serde_json::Value =
-            serde_json::from_slice(&output.stdout).context("'tombolo ps --json' printed no JSON")?;
+        let ps = self.ps()?;
         let vms = ps["vms"].as_array().with_context(|| format!("'tombolo ps --json' names no VMs: {ps}"))?;
         vms.iter()
             .find(|v| v["name"] == vm)

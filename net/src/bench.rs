@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo bench net`: the switch and its peers under the same load, on the same cores, in turns.
+//! The measurements of `tombolo bench net` that need no VM: the switch and its peers under the same load, on the same
+//! cores, in turns.
 //!
 //! The load is DPDK's testpmd with two virtio-user ports, which sends frames round and round: out of one port, through
 //! the system under test, into the other, and out again. The system under test has one core (`back_cpu`), testpmd the
 //! other (`front_cpu`). Within a repetition the systems take turns, so that what the machine does besides hits all.
 //!
 //! Round trips are measured by two cards of our own ([`crate::driver`]) on `front_cpu`; idle CPU with testpmd's ports
-//! connected and silent.
+//! connected and silent. How fast memory is copied at all is measured too: frames of one buffer into another, in a set of
+//! buffers as large as testpmd's, once (as the switch does) and through a third one (as DPDK does).
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -18,7 +20,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use serde_json::json;
-use tombolo_record::{self as record, Better, Machine, Results, Sample};
 
 use crate::config::Config;
 use crate::daemon::Daemon;
@@ -47,9 +48,6 @@ pub struct Options {
     /// Processor of the load
     #[arg(long, default_value_t = 1)]
     pub front_cpu: usize,
-    /// Where results are added; nothing is written without
-    #[arg(long)]
-    pub out: Option<PathBuf>,
 }
 
 /// A system under test, with two sockets.
@@ -80,7 +78,7 @@ impl Backend {
             }
             "dpdk-vhost" => {
                 let lcores = format!("0@{},1@{}", options.front_cpu, options.back_cpu);
-                let mut command = Command::new("dpdk-testpmd");
+                let mut command = testpmd();
                 command.args(["--lcores", &lcores]);
                 command.args(["--no-huge", "-m", "512", "--no-pci", "--no-telemetry"]);
                 command.arg(format!("--file-prefix=tbe{}", std::process::id()));
@@ -90,7 +88,7 @@ impl Backend {
                 command.args(["--", "-i", "--nb-cores=1", "--forward-mode=io", "--auto-start"]);
                 command.args(["--total-num-mbufs=4096", &mbuf(size)]);
                 let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-                Kind::Process(child.context("dpdk-testpmd (package dpdk)")?)
+                Kind::Process(child.context("dpdk-testpmd (package dpdk-dev)")?)
             }
             other => anyhow::bail!("system '{other}' is unknown; use tombolo or dpdk-vhost"),
         };
@@ -137,6 +135,13 @@ impl Drop for Backend {
     }
 }
 
+/// testpmd, which says things when it says them though nobody sits at a terminal.
+fn testpmd() -> Command {
+    let mut command = Command::new("stdbuf");
+    command.args(["-oL", "dpdk-testpmd"]);
+    command
+}
+
 fn mbuf(size: u32) -> String {
     format!("--mbuf-size={}", if size > 2000 { size + 128 + 192 } else { 2176 })
 }
@@ -151,7 +156,7 @@ impl Load {
     fn start(backend: &Backend, options: &Options, size: u32, packed: bool) -> anyhow::Result<Self> {
         let log = backend.dir.path().join("load.log");
         let cpu = options.front_cpu;
-        let mut command = Command::new("dpdk-testpmd");
+        let mut command = testpmd();
         command.args(["--lcores", &format!("0@{cpu},1@{cpu}")]);
         command.args(["--no-huge", "-m", "512", "--no-pci", "--no-telemetry"]);
         command.arg(format!("--file-prefix=tfe{}", std::process::id()));
@@ -166,7 +171,7 @@ impl Load {
         command.args(["--total-num-mbufs=4096", &mbuf(size)]);
         command.args([format!("--eth-peer=0,{}", MACS[1]), format!("--eth-peer=1,{}", MACS[0])]);
         command.stdin(Stdio::piped()).stdout(File::create(&log)?).stderr(Stdio::null());
-        let mut load = Self { child: command.spawn().context("dpdk-testpmd (package dpdk)")?, log };
+        let mut load = Self { child: command.spawn().context("dpdk-testpmd (package dpdk-dev)")?, log };
         load.wait_for("testpmd>", 1)?;
         Ok(load)
     }
@@ -256,21 +261,26 @@ fn one_way(from: &mut Nic, to: &mut Nic, frame: &[u8], limit: Instant) -> anyhow
     Ok(())
 }
 
-/// Measures and prints a line of JSON per figure; the first describes the machine.
+/// One figure.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Figure {
+    /// What was measured.
+    pub case: String,
+    /// On which system.
+    pub system: String,
+    /// The figure, in `unit`.
+    pub value: f64,
+    /// Its unit.
+    pub unit: &'static str,
+    /// More is better.
+    pub higher: bool,
+}
+
+/// Measures, and tells each figure as soon as it is there.
 ///
 /// # Errors
 /// A peer isn't installed, or a system doesn't do what it should.
-pub fn run(options: &Options) -> anyhow::Result<()> {
-    let dpdk = Command::new("dpkg-query").args(["-W", "-f", "dpdk ${Version}", "dpdk"]).output();
-    let versions = dpdk.iter().map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).collect();
-    let machine = Machine::here(record::command_line(), None, versions);
-    println!("{machine}");
-    let mut results = options.out.as_ref().map(|path| Results::append(path, machine)).transpose()?;
-    let mut emit = |case: String, system: &str, value: f64, unit: &str, better: Better| {
-        let sample = Sample::new("net", case, system, value, unit, better);
-        println!("{sample}");
-        results.as_mut().map_or(Ok(()), |results| results.add(sample))
-    };
+pub fn run(options: &Options, tell: &mut dyn FnMut(Figure) -> anyhow::Result<()>) -> anyhow::Result<()> {
     for packed in [false, true] {
         let ring = if packed { "packed" } else { "split" };
         for &size in &options.sizes {
@@ -278,9 +288,9 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
                 for system in &options.systems {
                     let backend = Backend::start(system, options, size)?;
                     let mut load = Load::start(&backend, options, size, packed)?;
-                    let pps = load.rate(size, options.seconds)?;
+                    let value = load.rate(size, options.seconds)?;
                     let case = format!("net-{size}-{ring}");
-                    emit(case, system, pps, "packets/s per direction", Better::Higher)?;
+                    tell(Figure { case, system: system.clone(), value, unit: "packets/s", higher: true })?;
                 }
             }
         }
@@ -290,8 +300,9 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
                 let us = std::thread::scope(|s| {
                     s.spawn(|| round_trip(&backend, packed, options.front_cpu)).join()
                 });
-                let us = us.map_err(|_| anyhow::anyhow!("the measurement panicked"))??;
-                emit(format!("net-rtt-64-{ring}"), system, us, "us", Better::Lower)?;
+                let value = us.map_err(|_| anyhow::anyhow!("the measurement panicked"))??;
+                let case = format!("net-rtt-64-{ring}");
+                tell(Figure { case, system: system.clone(), value, unit: "us", higher: false })?;
             }
         }
     }
@@ -301,8 +312,50 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         std::thread::sleep(Duration::from_millis(500));
         let (start, before) = (Instant::now(), backend.cpu_seconds()?);
         std::thread::sleep(Duration::from_secs_f64(options.seconds.max(2.0)));
-        let used = (backend.cpu_seconds()? - before) / start.elapsed().as_secs_f64() * 100.0;
-        emit("net-idle-cpu".into(), system, used, "% of a core", Better::Lower)?;
+        let value = (backend.cpu_seconds()? - before) / start.elapsed().as_secs_f64() * 100.0;
+        let case = "net-idle-cpu".into();
+        tell(Figure { case, system: system.clone(), value, unit: "% of a core", higher: false })?;
+    }
+    for &size in &options.sizes {
+        for _ in 0..options.repetitions {
+            for (system, through) in [("memcpy", false), ("memcpy-twice", true)] {
+                let value = copies(size as usize, through, options.back_cpu)?;
+                let case = format!("net-copy-{size}");
+                tell(Figure { case, system: system.into(), value, unit: "frames/s", higher: true })?;
+            }
+        }
     }
     Ok(())
+}
+
+/// Frames per second that one core copies from buffer to buffer among as many as testpmd has on their way, in an order
+/// that no prefetcher guesses; `through`: by way of a buffer that stays in the cache.
+fn copies(size: usize, through: bool, cpu: usize) -> anyhow::Result<f64> {
+    const BUFFERS: usize = 1536;
+    const FRAMES: usize = 100_000;
+    let work = move || -> anyhow::Result<f64> {
+        crate::worker::pin(cpu)?;
+        let stride = size + 320;
+        let mut memory = vec![1u8; stride * BUFFERS];
+        let mut third = vec![0u8; size];
+        // A permutation: the factor has no divisor in common with the number of buffers.
+        let at = |i: usize| (i * 1151 % BUFFERS) * stride;
+        let mut best = f64::INFINITY;
+        for _ in 0..5 {
+            let start = Instant::now();
+            for i in 0..FRAMES {
+                let (from, to) = (at(i), at(i + BUFFERS / 2));
+                if through {
+                    third.copy_from_slice(&memory[from..from + size]);
+                    memory[to..to + size].copy_from_slice(std::hint::black_box(&third));
+                } else {
+                    memory.copy_within(from..from + size, to);
+                }
+                std::hint::black_box(&mut memory);
+            }
+            best = best.min(start.elapsed().as_secs_f64());
+        }
+        Ok(FRAMES as f64 / best)
+    };
+    std::thread::spawn(work).join().map_err(|_| anyhow::anyhow!("the measurement panicked"))?
 }

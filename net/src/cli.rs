@@ -84,8 +84,6 @@ pub enum Command {
         #[arg(long)]
         control: Option<PathBuf>,
     },
-    /// Measure the switch beside its peers (also: tombolo bench net)
-    Bench(crate::bench::Options),
     /// Remove a port from a running switch
     Remove {
         /// Its name
@@ -105,7 +103,7 @@ impl Command {
             | Self::Capture { control, .. }
             | Self::Add { control, .. }
             | Self::Remove { control, .. } => Some(control),
-            Self::Run { .. } | Self::Bench(_) => None,
+            Self::Run { .. } => None,
         }
     }
 }
@@ -166,10 +164,6 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         }
         Command::Capture { port, write, snap, seconds, control } => {
             capture(&socket(control), port, write.as_deref(), snap, seconds)
-        }
-        Command::Bench(options) => {
-            crate::bench::run(&options)?;
-            Ok(ExitCode::SUCCESS)
         }
         Command::Add { port, control } => {
             ask(&socket(control), &Request::Add { port })?;

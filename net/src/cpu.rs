@@ -14,14 +14,16 @@ pub fn prefetch(at: *const u8) {
     let _ = at;
 }
 
-/// Fetches the line at `at` for writing, where the processor can tell.
+/// Fetches the line at `at` for writing, where the processor can tell: with the right to change it, so that a store to a
+/// line that the other side has read does not wait for that. Any address is harmless.
 #[inline(always)]
 pub fn prefetch_write(at: *const u8) {
+    // As an instruction of its own: the intrinsic becomes a prefetch for reading where the compiler isn't told that the
+    // processor has this one. Processors without it take it for a no-op.
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch never faults.
+    // SAFETY: a prefetch never faults and changes no register.
     unsafe {
-        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_ET0>(at.cast());
+        std::arch::asm!("prefetchw [{}]", in(reg) at, options(nomem, nostack, preserves_flags));
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = at;

@@ -49,6 +49,9 @@ pub const OFFLOADS: u64 = mask(&[
     bit::HOST_USO,
 ]);
 
+/// Those with which a driver fills in the headers of what it sends.
+const HOST: u64 = mask(&[bit::CSUM, bit::HOST_TSO4, bit::HOST_TSO6, bit::HOST_ECN, bit::HOST_USO]);
+
 /// All that is offered.
 pub const OFFERED: u64 = PLAIN | OFFLOADS;
 
@@ -95,6 +98,7 @@ pub fn negotiated(features: u64) -> Negotiated {
         ring: RingFeatures { event_idx: has(bit::EVENT_IDX), indirect: has(bit::INDIRECT_DESC) },
         header: if has(bit::VERSION_1) || has(bit::MRG_RXBUF) { 12 } else { 10 },
         mergeable: has(bit::MRG_RXBUF),
+        host: features & HOST != 0,
         csum: has(bit::GUEST_CSUM),
         tso4: has(bit::GUEST_TSO4),
         tso6: has(bit::GUEST_TSO6),

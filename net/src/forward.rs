@@ -19,9 +19,10 @@ use crate::lane::{self, Edit, Lane};
 use crate::offload;
 use crate::opens::{NotOpen, Opens};
 use crate::policy::Policy;
-use crate::ring::{Broken, Segment};
+use crate::ring::{Broken, Chain, Segment};
 use crate::spoof;
 use crate::view::View;
+use crate::vring::State;
 
 /// Frames of one pass.
 pub const BATCH: usize = 32;
@@ -30,7 +31,7 @@ pub const HOLD_NS: u64 = 200_000;
 /// Bytes of a frame that are copied before they are looked at: addresses, and type or tag.
 pub(crate) const PREFIX: usize = 16;
 /// Frames that are fetched ahead.
-const AHEAD: usize = 4;
+const AHEAD: usize = 8;
 
 /// What a pass came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,11 +130,12 @@ impl Forwarder {
         let deep = !attached.policy.ips.is_empty();
         let head = u32::from(tx.negotiated.header);
         let (mut taken, mut bytes, mut held) = (0, 0, false);
+        for chain in tx.window.chains().iter().take(AHEAD) {
+            prefetch_front(&tx, chain, head);
+        }
         while let Some(&chain) = tx.window.chain(taken) {
             if let Some(ahead) = tx.window.chain(taken + AHEAD) {
-                for s in tx.window.segments(ahead).iter().take(2) {
-                    prefetch(s.ptr);
-                }
+                prefetch_front(&tx, ahead, head);
             }
             if let Some(next) = tx.window.chain(taken + 1).filter(|next| next.total > LONG) {
                 if let Some(s) = tx.window.segments(next).last() {
@@ -146,7 +148,7 @@ impl Forwarder {
             } else if len > MAX_FRAME as u32 {
                 Done::Dropped(Reason::Oversize)
             } else {
-                sender.frame(tx.window.segments(&chain), head, len, deep)
+                sender.frame(tx.window.segments(&chain), head, len, deep, tx.negotiated.host)
             };
             match done {
                 Done::Taken => {}
@@ -184,28 +186,38 @@ impl Forwarder {
     }
 }
 
-/// Copies a virtio-net header of `head` bytes.
+/// Fetches what every frame is looked at for: the header, where it says anything, and the addresses, which may lie on the
+/// next line.
+#[inline(always)]
+fn prefetch_front(tx: &State, chain: &Chain, head: u32) {
+    for s in tx.window.segments(chain).iter().take(2) {
+        if tx.negotiated.host {
+            prefetch(s.ptr);
+        }
+        prefetch(s.ptr.wrapping_add(head as usize));
+    }
+}
+
+/// Copies a virtio-net header, as far as a sender fills it in. A driver without offloads has nothing to say there
+/// (virtio 1.3 §5.1.6.2): then its line, which that driver has just written, stays where it is.
 ///
 /// # Safety
-/// `at` has `head` (10 or 12) mapped bytes.
+/// `at` has 10 mapped bytes.
 #[inline(always)]
-pub(crate) unsafe fn read_header(at: *const u8, head: u32) -> NetHeader {
-    let mut bytes = [0u8; NET_HEADER];
-    // SAFETY: the caller's promise.
-    unsafe {
-        if head == NET_HEADER as u32 {
-            bytes = at.cast::<[u8; NET_HEADER]>().read_unaligned();
-        } else {
-            std::ptr::copy_nonoverlapping(at, bytes.as_mut_ptr(), head as usize);
-        }
+pub(crate) unsafe fn read_header(at: *const u8, host: bool) -> NetHeader {
+    if !host {
+        return NetHeader::default();
     }
-    NetHeader::parse(&bytes)
+    // SAFETY: the caller's promise.
+    let (first, last) =
+        unsafe { (at.cast::<u64>().read_unaligned(), at.add(8).cast::<u16>().read_unaligned()) };
+    NetHeader::from_words(u64::from_le(first), u16::from_le(last))
 }
 
 impl<'a> Sender<'a, '_> {
     /// Takes the frame of `len` bytes that lies in `segments` after a virtio-net header of `head` bytes.
     #[inline(always)]
-    fn frame(&mut self, segments: &[Segment], head: u32, len: u32, deep: bool) -> Done {
+    fn frame(&mut self, segments: &[Segment], head: u32, len: u32, deep: bool, host: bool) -> Done {
         let (at, header_at, rest, skip) = match segments {
             [one] if one.len >= head + PREFIX as u32 && !deep => {
                 (one.ptr.wrapping_add(head as usize), one.ptr, one, head + PREFIX as u32)
@@ -213,18 +225,18 @@ impl<'a> Sender<'a, '_> {
             [first, two] if first.len == head && two.len >= PREFIX as u32 && !deep => {
                 (two.ptr, first.ptr, two, PREFIX as u32)
             }
-            _ => return self.gathered(segments, head, len, deep),
+            _ => return self.gathered(segments, head, len, deep, host),
         };
         // SAFETY: the segments have that many mapped bytes.
         let (prefix, header) =
-            unsafe { (at.cast::<[u8; PREFIX]>().read_unaligned(), read_header(header_at, head)) };
+            unsafe { (at.cast::<[u8; PREFIX]>().read_unaligned(), read_header(header_at, host)) };
         let rest = std::slice::from_ref(rest);
         self.forward(&Frame { header, prefix: &prefix, rest, skip, len })
     }
 
     /// A frame whose first bytes lie across buffers, or of which more than usual must be looked at.
     #[inline(never)]
-    fn gathered(&mut self, segments: &[Segment], head: u32, len: u32, deep: bool) -> Done {
+    fn gathered(&mut self, segments: &[Segment], head: u32, len: u32, deep: bool, host: bool) -> Done {
         let mut first = [0u8; NET_HEADER + spoof::DEEP];
         let want = (head + len.min(if deep { spoof::DEEP } else { PREFIX } as u32)) as usize;
         let (mut got, mut index, mut skip) = (0usize, 0usize, 0u32);
@@ -241,8 +253,8 @@ impl<'a> Sender<'a, '_> {
                 (index, skip) = (index + 1, 0);
             }
         }
-        // SAFETY: first holds at least head bytes.
-        let header = unsafe { read_header(first.as_ptr(), head) };
+        // SAFETY: first is longer than any header.
+        let header = unsafe { read_header(first.as_ptr(), host) };
         let prefix = &first[head as usize..want];
         self.forward(&Frame { header, prefix, rest: &segments[index..], skip, len })
     }

@@ -130,6 +130,20 @@ impl NetHeader {
         }
     }
 
+    /// From the first bytes of a buffer, read as two little-endian words.
+    #[inline(always)]
+    #[must_use]
+    pub fn from_words(first: u64, last: u16) -> Self {
+        Self {
+            flags: first as u8,
+            gso_type: (first >> 8) as u8,
+            hdr_len: (first >> 16) as u16,
+            gso_size: (first >> 32) as u16,
+            csum_start: (first >> 48) as u16,
+            csum_offset: last,
+        }
+    }
+
     /// To the bytes of a buffer, for a frame that takes `buffers` buffers.
     #[inline(always)]
     #[must_use]

@@ -29,6 +29,8 @@ pub struct Negotiated {
     pub header: u8,
     /// VIRTIO_NET_F_MRG_RXBUF.
     pub mergeable: bool,
+    /// Any of VIRTIO_NET_F_CSUM and VIRTIO_NET_F_HOST_*: the driver fills in the headers of what it sends.
+    pub host: bool,
     /// VIRTIO_NET_F_GUEST_CSUM: the driver takes frames with partial checksums.
     pub csum: bool,
     /// VIRTIO_NET_F_GUEST_TSO4.

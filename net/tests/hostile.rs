@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use common::{Rig, frame};
 use tombolo_net::counters::Reason;
 use tombolo_net::driver::{NicConfig, Queue};
+use tombolo_net::features::OFFLOADS;
 use tombolo_net::features::bit;
 use tombolo_net::forward::Pass;
 use tombolo_net::frame::{NEEDS_CSUM, NetHeader};
@@ -117,15 +118,31 @@ fn cve_2018_1059_an_address_that_wraps_around_is_refused() {
 fn cve_2024_11614_a_checksum_beyond_the_frame_is_never_written() {
     for packed in [false, true] {
         // The receiver lacks checksum offload, so that the switch has to do it.
-        let mut rig = Rig::new(&[config(packed); 2]);
+        let features = NicConfig::default().features | OFFLOADS;
+        let mut rig = Rig::new(&[NicConfig { features, ..config(packed) }, config(packed)]);
         let sent = frame(Rig::mac(1), Rig::mac(0), 60, 1);
-        for (csum_start, csum_offset) in [(14, 45), (59, 0), (60, 0), (65535, 65535), (0, 65535), (58, 1)] {
-            let header = NetHeader { flags: NEEDS_CSUM, csum_start, csum_offset, ..NetHeader::default() };
-            assert!(rig.nics[0].send_cut(&header, &sent, &[]));
+        let headers = [(14, 45), (59, 0), (60, 0), (65535, 65535), (0, 65535), (58, 1)].map(
+            |(csum_start, csum_offset)| NetHeader {
+                flags: NEEDS_CSUM,
+                csum_start,
+                csum_offset,
+                ..NetHeader::default()
+            },
+        );
+        for header in &headers {
+            assert!(rig.nics[0].send_cut(header, &sent, &[]));
         }
         rig.pass(0);
         assert_eq!(rig.ports[0].sent().dropped_for(Reason::Header), 6);
         assert_eq!(rig.nics[1].receive(), None);
+
+        // Of a driver that negotiated no offload the header is not looked at, and the receiver gets an empty one.
+        let mut rig = Rig::new(&[config(packed); 2]);
+        for header in &headers {
+            assert!(rig.nics[0].send_cut(header, &sent, &[]));
+            rig.pass(0);
+            assert_eq!(rig.nics[1].receive(), Some((NetHeader::default(), sent.clone())));
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use super::{
     Broken, Chain, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, MAX_CHAIN, RingAddress, RingError, RingFeatures,
     Window, area, event_passed,
 };
-use crate::cpu::prefetch;
+use crate::cpu::prefetch_write;
 use crate::memory::{GuestMemory, Translator};
 
 const AVAIL: u16 = 1 << 7;
@@ -197,7 +197,8 @@ impl PackedRing {
         let max = win.room(max);
         let mut done = 0;
         while done < max && self.outstanding < self.size && self.available(self.next) {
-            prefetch(self.desc.wrapping_add(16 * usize::from(self.next.index) + 128));
+            // For writing: descriptors are marked used in place.
+            prefetch_write(self.desc.wrapping_add(16 * usize::from(self.next.index) + 128));
             win.begin();
             // SAFETY: index < size, and the ring is mapped.
             let d = unsafe { read_desc(self.desc.add(16 * usize::from(self.next.index))) };

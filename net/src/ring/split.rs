@@ -8,7 +8,7 @@ use super::{
     Broken, Chain, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, MAX_CHAIN, RingAddress, RingError, RingFeatures,
     Window, area, event_passed,
 };
-use crate::cpu::prefetch;
+use crate::cpu::{prefetch, prefetch_write};
 use crate::memory::{GuestMemory, Translator};
 
 const AVAIL_NO_INTERRUPT: u16 = 1;
@@ -149,6 +149,11 @@ impl SplitRing {
             *head = self.avail_word(4 + 2 * slot).load(Ordering::Relaxed);
             // SAFETY: a prefetch of any address is harmless.
             prefetch(self.desc.wrapping_add(16 * usize::from(*head)));
+        }
+        // The driver has read the lines that the used elements go to: stores that miss would wait for one another.
+        for i in (0..n).step_by(8) {
+            let slot = usize::from(self.next.wrapping_add(i as u16) & mask);
+            prefetch_write(self.used.wrapping_add(4 + 8 * slot));
         }
         for (done, &head) in heads[..n].iter().enumerate() {
             if head >= self.size {
