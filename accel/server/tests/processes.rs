@@ -116,6 +116,14 @@ impl Server {
     }
 }
 
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Ended already, unless the test failed.
+        let _ended = self.child.kill();
+        let _reaped = self.child.wait();
+    }
+}
+
 fn native(program: &Path) -> Command {
     let mut command = Command::new(program);
     command

@@ -41,7 +41,7 @@ class Failed(Exception):
 class Rig:
     """Kernel image and initramfs for one kernel version, built once in `work`."""
 
-    def __init__(self, kernel, image, modules_root, module, work, binaries):
+    def __init__(self, kernel, image, modules_root, module, work, binaries, modules=()):
         self.kernel, self.image, self.work = kernel, image, work
         tree = os.path.join(work, "initramfs-" + kernel)
         shutil.rmtree(tree, ignore_errors=True)
@@ -49,7 +49,7 @@ class Rig:
             os.makedirs(os.path.join(tree, d))
         shutil.copy(shutil.which("busybox"), os.path.join(tree, "bin/busybox"))
         order = []
-        for m in MODULES:
+        for m in [*MODULES, *modules]:
             deps = subprocess.run(["modprobe", "-S", kernel, "-d", modules_root, "--show-depends", m], capture_output=True, text=True, check=True).stdout
             for line in deps.splitlines():
                 if not line.startswith("insmod "):
