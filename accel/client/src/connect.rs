@@ -16,7 +16,9 @@ pub fn connect(address: &str, api: &str, identity: [u8; 16]) -> Result<Link, Err
     let program = Path::new(&program).file_name().unwrap_or_default().to_string_lossy().into_owned();
     let hello = Hello { api: api.into(), identity, name: format!("{program}:{}", std::process::id()) };
     let unknown = || {
-        Error::Refused(format!("{VARIABLE}={address}: expected unix:/path, zone:/dev/tombolo-calls-NAME, tcp:host:port or vsock:cid:port"))
+        Error::Refused(format!(
+            "{VARIABLE}={address}: expected unix:/path, zone:/dev/tombolo-calls-NAME, tcp:host:port or vsock:cid:port"
+        ))
     };
     let (scheme, rest) = address.split_once(':').ok_or_else(unknown)?;
     match scheme {

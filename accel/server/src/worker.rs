@@ -54,7 +54,8 @@ impl Caller {
     }
 }
 
-fn called(place: Option<Place>) -> anyhow::Result<Caller> {
+/// None: it left before it had said who it is.
+fn called(place: Option<Place>) -> anyhow::Result<Option<Caller>> {
     // SAFETY: the supervisor put the client's socket (or one of its own) there; nobody else in this process owns it.
     let passed = |n: i32| unsafe { OwnedFd::from_raw_fd(SOCKET_FD + n) };
     let socket = passed(0);
@@ -62,13 +63,20 @@ fn called(place: Option<Place>) -> anyhow::Result<Caller> {
         let geometry = Geometry { ring, window };
         let (memory, bell, doorbell) = (File::from(passed(1)), passed(2), passed(3));
         let channel = zone::Channel { memory, at, geometry, bell, doorbell, gone: socket };
-        return Ok(Caller::Channel(zone::greet(channel).context("handshake")?));
+        return match zone::greet(channel) {
+            Ok(greeted) => Ok(Some(Caller::Channel(greeted))),
+            Err(Error::Closed) => Ok(None),
+            Err(e) => Err(e).context("handshake"),
+        };
     }
     // A client that says nothing must not keep a process for ever.
     set_timeout(&socket, libc::timeval { tv_sec: 10, tv_usec: 0 })?;
-    let hello = stream::hello(&socket).context("handshake")?;
+    let hello = match stream::hello(&socket) {
+        Err(Error::Closed) => return Ok(None),
+        said => said.context("handshake")?,
+    };
     set_timeout(&socket, libc::timeval { tv_sec: 0, tv_usec: 0 })?;
-    Ok(Caller::Socket(socket, hello))
+    Ok(Some(Caller::Socket(socket, hello)))
 }
 
 /// Serves the client whose socket, or whose channel in a VM's zone, was passed.
@@ -79,7 +87,7 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
         say(panic);
         std::process::abort();
     }));
-    let caller = called(place)?;
+    let Some(caller) = called(place)? else { return Ok(()) };
     let hello = caller.hello().clone();
     if let Err(why) = hello.fits(wire::API, wire::IDENTITY) {
         caller.refuse(&why.to_string())?;
