@@ -169,6 +169,20 @@ fn without_a_server_a_program_gets_the_apis_code_and_one_line_that_says_why() {
 }
 
 #[test]
+fn memory_of_a_new_object_is_cleared_whatever_was_there_before() {
+    let (source, program) =
+        (concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/stale.c"), folder().join("stale"));
+    run(Command::new("cc").args(["-O1", source, "-o"]).arg(&program).arg("-lOpenCL"));
+    let server = Server::start("stale", &[]);
+    let out = run(&mut server.program(&program)).stdout;
+    assert_eq!(
+        String::from_utf8_lossy(&out),
+        "4096: 0 stale\n1000000: 0 stale\n1000003: 0 stale\nimage: 0 stale\n"
+    );
+    server.end();
+}
+
+#[test]
 fn a_quota_is_told_by_the_apis_code_and_in_the_log() {
     let server = Server::start("quota", &["--memory", "8"]);
     let output = server.program(calls()).output().expect("it runs");
