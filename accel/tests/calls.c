@@ -432,6 +432,19 @@ static void large(void)
 	}
 }
 
+/* As C++ programs do it that keep objects in static variables. */
+static cl_mem kept;
+static cl_command_queue last;
+
+__attribute__((destructor)) static void at_exit(void)
+{
+	if (!last)
+		return;
+	SAY(clFinish(last));
+	SAY(clReleaseMemObject(kept));
+	SAY(clReleaseCommandQueue(last));
+}
+
 int main(void)
 {
 	SAY(clGetPlatformIDs(1, &platform, NULL));
@@ -457,6 +470,8 @@ int main(void)
 	printf("     devices %u\n", n);
 	SAY(clReleaseCommandQueue(unordered));
 	SAY(clReleaseCommandQueue(queue));
+	MAKE(last, clCreateCommandQueue(context, device, 0, &code));
+	MAKE(kept, clCreateBuffer(context, CL_MEM_READ_WRITE, 64, NULL, &code));
 	SAY(clReleaseContext(context));
 	return 0;
 }

@@ -227,6 +227,10 @@ static int tmb_get_tree(struct fs_context *fc)
 	kfree(o->path);
 	o->path = NULL;
 	err = tmb_zone_find(fc->source, &o->probe, &o->path);
+	if (!err && !o->probe.files_length) {
+		kfree(o->path);
+		err = -ENODATA;
+	}
 	if (err) {
 		o->path = NULL;
 		if (err == -EPROTONOSUPPORT)
@@ -401,6 +405,7 @@ cache:
 static void __exit tmb_exit(void)
 {
 	unregister_filesystem(&tmb_type);
+	tmb_calls_exit();
 	tmb_doorbell_exit();
 	rcu_barrier(); /* inodes are freed after a grace period */
 	kmem_cache_destroy(inode_cache);

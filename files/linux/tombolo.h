@@ -3,6 +3,7 @@
  * The Linux kernel's skin of the file system: what its files share.
  *
  *	super.c	 mounting: options, super block, inode allocation, statfs
+ *	calls.c	 zones for accelerator calls: which of them are joined
  *	zone.c	 finding a zone among the pmem devices, its checked geometry, joining and leaving as a member
  *	inode.c	 VFS inodes: identity, refreshing from the zone, attributes, openers' references
  *	dir.c	 names: lookup and its validation, create, link, rename, readdir
@@ -51,6 +52,7 @@ struct tmb_zone {
 	char name[TMB_NAME_LEN + 1];
 	u64 files_offset, files_length;
 	u64 sync_offset, sync_length; /* 0: no such area */
+	u64 calls_offset, calls_length;
 	struct tmb_member *members;
 };
 
@@ -111,6 +113,9 @@ static inline struct tmb_inode *tmb_i(const struct inode *inode)
 {
 	return container_of(inode, struct tmb_inode, vfs);
 }
+
+/* calls.c */
+void tmb_calls_exit(void);
 
 /* zone.c */
 int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path);
