@@ -5,6 +5,7 @@
 //! - `kill`: members in processes of their own are killed at any instant; the others clean up and go on.
 //! - `threads`: members at once on one file and one directory: appends whole, one winner per name.
 //! - `damage`: fsck finds and repairs what was overwritten.
+//! - `repair`: how long the next one needs when all are dead.
 //! - `files …`: the commands of this part, as `tombolo files …` has them.
 //!
 //! Modules: [`model`] is the file system as it should be, [`kill`] and [`crowd`] the runs, [`zone`] memory with a member table.
@@ -13,6 +14,7 @@ mod crowd;
 mod damage;
 mod kill;
 mod model;
+mod repair;
 mod rng;
 mod zone;
 
@@ -52,6 +54,8 @@ enum Run {
         #[arg(long, default_value_t = 200)]
         rounds: u64,
     },
+    /// Everybody dies in a full zone
+    Repair,
     /// The commands of this part
     Files {
         #[arg(long, global = true)]
@@ -76,6 +80,7 @@ fn main() -> anyhow::Result<ExitCode> {
         Run::Members { operations, members } => crowd::turns(cli.seed, cli.mib, operations, members),
         Run::Kill { kills } => kill::run(cli.seed, cli.mib, kills),
         Run::Damage { rounds } => damage::run(cli.seed, rounds),
+        Run::Repair => repair::run(cli.mib),
         Run::Files { .. } => unreachable!("done above"),
         Run::Threads { seconds } => crowd::at_once(cli.seed, cli.mib, seconds),
     };
