@@ -36,8 +36,10 @@ static tmb_u64 claim_in_word(struct tfs *fs, tmb_u64 block, tmb_u64 want)
 		}
 		if (i == first)
 			return 0;
-		if (tmb_cas64(word, old, old | add))
+		if (tmb_cas64(word, old, old | add)) {
+			tfs_persist(fs, word, sizeof(*word));
 			return i - first;
+		}
 	}
 }
 
@@ -74,6 +76,7 @@ void tfs_set_map(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 value)
 			byte++;
 		}
 	}
+	tfs_persist(fs, byte - count, count);
 }
 
 static bool chunk_is_free(struct tfs *fs, tmb_u64 block)
@@ -109,11 +112,10 @@ int tfs_alloc_chunk(struct tfs *fs, tmb_u64 offset, tmb_u64 want, struct tfs_run
 	return -ENOSPC;
 }
 
-/* First free block in [from, to), or 'to'. */
-static tmb_u64 find_free(struct tfs *fs, tmb_u64 from, tmb_u64 to)
+tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value)
 {
 	while (from < to) {
-		tmb_u64 word = tmb_load(map_word(fs, from));
+		tmb_u64 word = tmb_load(map_word(fs, from)) ^ ONES * value;
 
 		word |= (1ULL << 8 * (from & 7)) - 1; /* not before 'from' */
 		tmb_u64 zero = (word - ONES) & ~word & HIGHS;
@@ -145,7 +147,7 @@ int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
 	for (pass = 0; pass < 2; pass++) {
 		tmb_u64 from = pass ? fs->data_start : start, to = pass ? start : fs->blocks;
 
-		while ((from = find_free(fs, from, to)) < to) {
+		while ((from = tfs_find_map(fs, from, to, TFS_MAP_FREE)) < to) {
 			run->count = claim_run(fs, from, want);
 			if (run->count) {
 				run->block = from;

@@ -135,8 +135,10 @@ int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w)
 {
 	struct tfs_inode *inode = tfs_inode(fs, w->ino);
 
-	if (!w->is_new)
+	if (!w->is_new) {
+		tfs_persist(fs, tfs_block(fs, w->run.block), w->run.count << TFS_BLOCK_SHIFT);
 		return 0;
+	}
 	w->is_new = false;
 	return inode ? link_run(fs, inode, w->fblock, &w->run) : -EUCLEAN;
 }
@@ -155,12 +157,15 @@ int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool 
 {
 	struct tfs_inode *inode = tfs_inode(fs, w->ino);
 
+	tfs_barrier(fs); /* the data before the size */
 	if (inode && end) {
 		if (end > tmb_load(&inode->size))
 			tmb_store_release(&inode->size, end);
 		if (kill_suid)
 			drop_suid(inode);
 		tfs_changed(inode, now, true);
+		tfs_persist(fs, inode, sizeof(*inode));
+		tfs_barrier(fs);
 	}
 	if (w->slot < TFS_TX_SLOTS)
 		tfs_tx_end(fs, w->slot);
@@ -177,8 +182,10 @@ static int zero_tail(struct tfs *fs, struct tfs_inode *inode, tmb_u64 at)
 	if (!in_block)
 		return 0;
 	err = tfs_tree_map(fs, tmb_load(&inode->root), at >> TFS_BLOCK_SHIFT, 1, &run);
-	if (!err && run.block)
+	if (!err && run.block) {
 		memset((tmb_u8 *)tfs_block(fs, run.block) + in_block, 0, TFS_BLOCK - in_block);
+		tfs_persist(fs, (tmb_u8 *)tfs_block(fs, run.block) + in_block, TFS_BLOCK - in_block);
+	}
 	return err;
 }
 
@@ -311,6 +318,32 @@ unlock:
 	return done ? (tmb_s64)done : err;
 }
 
+static int flush_run(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
+{
+	(void)ctx;
+	if (!node)
+		tfs_persist(fs, tfs_block(fs, block), count << TFS_BLOCK_SHIFT);
+	return 0;
+}
+
+int tfs_sync(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+	int err = 0;
+
+	if (!inode)
+		return -EUCLEAN;
+	/* Writes flush what they write. */
+	if (fs->persistent && tmb_load(&inode->mappers)) {
+		tmb_u32 pin = tfs_pin(fs, ino);
+
+		err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), flush_run, NULL);
+		tfs_unpin(fs, pin);
+	}
+	tfs_barrier(fs);
+	return err;
+}
+
 /* --- size, space, holes ------------------------------------------------------------------------------------------------- */
 
 int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_s64 now)
@@ -344,7 +377,7 @@ int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_
 		if (size <= old) {
 			err = zero_tail(fs, inode, size);
 			if (!err)
-				err = tfs_remove_blocks(fs, inode, ino, from, ~0ULL);
+				err = tfs_remove_blocks(fs, inode, ino, from, ~0ULL, false);
 		}
 	}
 	tfs_tx_end(fs, slot);
@@ -368,8 +401,10 @@ static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, t
 		if (err)
 			return err;
 		n = TFS_MIN(end - offset, (run.count << TFS_BLOCK_SHIFT) - in_block);
-		if (run.block)
+		if (run.block) {
 			memset((tmb_u8 *)tfs_block(fs, run.block) + in_block, 0, n);
+			tfs_persist(fs, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n);
+		}
 		offset += n;
 	}
 	return 0;
@@ -390,7 +425,7 @@ static int punch(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 s
 		return err;
 	tfs_tx_redo(fs, slot, TFS_REDO_TRUNCATE, from, to);
 	tfs_tx_commit(fs, slot);
-	return tfs_remove_blocks(fs, inode, ino, from, to);
+	return tfs_remove_blocks(fs, inode, ino, from, to, false);
 }
 
 static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write *w, tmb_u64 fblock, tmb_u64 end)
@@ -444,8 +479,11 @@ int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb
 			err = zero_range(fs, inode, offset, end);
 		if (!err)
 			err = fill_holes(fs, inode, &w, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(end));
-		if (!err && end > size && !(mode & TFS_FALLOC_KEEP_SIZE))
+		tfs_barrier(fs);
+		if (!err && end > size && !(mode & TFS_FALLOC_KEEP_SIZE)) {
 			tmb_store_release(&inode->size, end);
+			tfs_persist(fs, &inode->size, sizeof(inode->size));
+		}
 	}
 	tfs_write_end_locked(fs, &w, 0, false, 0);
 	if (!err)

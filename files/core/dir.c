@@ -201,9 +201,13 @@ static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 g
 		--*probes;
 		if (value && value != TFS_INDEX_TOMB)
 			continue;
-		if (!value)
+		if (!value) {
 			tmb_store(used, tmb_load(used) + 1);
+			tfs_persist(fs, used, sizeof(*used));
+			tfs_barrier(fs);
+		}
 		tmb_store_release(e, (tmb_u64)hash << 32 | (granule + 1));
+		tfs_persist(fs, e, sizeof(*e));
 		return 0;
 	}
 	return tfs_damage(fs, "directory index without room", index_root, hash);
@@ -253,8 +257,11 @@ static int index_build(struct tfs *fs, struct tfs_inode *dir)
 		return err;
 	}
 	tfs_tree_mark(fs, index_tree(old), TFS_MAP_USED, tfs_tag(fs));
+	tfs_barrier(fs);
 	tmb_store(&dir->index_used, used);
 	tmb_store_release(&dir->index_root, root);
+	tfs_persist(fs, &dir->index_root, 2 * sizeof(dir->index_root));
+	tfs_barrier(fs);
 	tfs_tree_mark(fs, index_tree(root), tfs_tag(fs), TFS_MAP_USED);
 	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs), TFS_MAP_FREE);
 	return 0;
@@ -294,6 +301,7 @@ void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot
 			return;
 		if (value == ((tmb_u64)hash << 32 | (slot->granule + 1))) {
 			tmb_store_release(e, TFS_INDEX_TOMB);
+			tfs_persist(fs, e, sizeof(*e));
 			return;
 		}
 	}
@@ -340,6 +348,8 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 	if (run.block) { /* linked by someone who died before he said so */
 		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
 		((struct tfs_dirent *)tfs_block(fs, run.block))->granules = TFS_GRANULES_PER_BLOCK;
+		tfs_persist(fs, tfs_block(fs, run.block), TFS_BLOCK);
+		tfs_barrier(fs);
 	} else {
 		err = tfs_blocks_left(fs, dir) ? tfs_alloc(fs, 0, 1, &run) : -EDQUOT;
 		if (err)
@@ -352,9 +362,11 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 			return err;
 		}
 		tfs_count_blocks(fs, dir, 1 + (tmb_s64)nodes);
+		tfs_barrier(fs);
 	}
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + TFS_GRANULES_PER_BLOCK);
 	tmb_store_release(&dir->size, (b + 1) << TFS_BLOCK_SHIFT);
+	tfs_persist(fs, &dir->root, 64);
 	return 0;
 }
 
@@ -408,12 +420,15 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 	if (have > need) { /* the rest stays a free run; its length first */
 		tmb_store(&entry[need].ref, 0);
 		tmb_store_release(&entry[need].granules, (tmb_u8)(have - need));
+		tfs_persist(fs, &entry[need], TFS_DIRENT_HEADER);
+		tfs_barrier(fs);
 	}
 	tmb_store(&entry->hash, hash);
 	tmb_store(&entry->name_len, (tmb_u8)len);
 	/* It may go on in the next granules, which a check of the field's bounds would not let it. */
 	memcpy((char *)entry + offsetof(struct tfs_dirent, name), name, len);
 	tmb_store_release(&entry->granules, (tmb_u8)need);
+	tfs_persist(fs, entry, need * TFS_GRANULE);
 	err = index_add(fs, dir, hash, slot->granule);
 	if (err)
 		return err;

@@ -58,7 +58,7 @@ static int settle(struct tfs *fs)
 			if (!err)
 				tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
 		}
-		if (!err && tmb_load(&inode->mappers) & ~(1ULL << fs->member) && !tfs_wait_unused(fs, inode, ino))
+		if (!err && tmb_load(&inode->mappers) & ~(1ULL << fs->member) && tfs_wait_unused(fs, inode, ino))
 			err = -EBUSY;
 	}
 	return err;

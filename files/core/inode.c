@@ -45,6 +45,16 @@ static int live_of(struct tfs *fs, tmb_u64 ino, tmb_u32 generation, struct tfs_i
 	return !generation || tmb_load(&(*out)->state_gen) >> TFS_GEN_SHIFT == generation ? 0 : -ESTALE;
 }
 
+/* Durable before any of the new ones is taken: recovery looks at no more. */
+static void set_inodes(struct tfs *fs, tmb_u64 n)
+{
+	struct tfs_super *sb = tfs_sb(fs);
+
+	tmb_store_release(&sb->itable_inodes, n);
+	tfs_persist(fs, &sb->itable_inodes, sizeof(sb->itable_inodes));
+	tfs_barrier(fs);
+}
+
 static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 {
 	struct tfs_super *sb = tfs_sb(fs);
@@ -65,12 +75,12 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 			err = tfs_tree_map(fs, tmb_load(&sb->itable_root), had / TFS_INODES_PER_BLOCK, run.count, &there);
 		if (!err && there.block) {
 			tfs_set_map(fs, run.block, run.count, TFS_MAP_FREE);
-			tmb_store_release(&sb->itable_inodes, had + there.count * TFS_INODES_PER_BLOCK);
+			set_inodes(fs, had + there.count * TFS_INODES_PER_BLOCK);
 		} else if (!err) {
 			memset(tfs_block(fs, run.block), 0, run.count << TFS_BLOCK_SHIFT);
 			err = tfs_tree_link(fs, &sb->itable_root, had / TFS_INODES_PER_BLOCK, &run, TFS_MAP_USED, &nodes);
 			if (!err)
-				tmb_store_release(&sb->itable_inodes, had + run.count * TFS_INODES_PER_BLOCK);
+				set_inodes(fs, had + run.count * TFS_INODES_PER_BLOCK);
 		}
 	}
 	tfs_unlock_word(fs, &sb->itable_lock.word, &sb->itable_lock.waiters);
@@ -142,6 +152,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 			tmb_store(&inode->locks, 0);
 			tmb_store(&inode->account, 0);
 			tmb_store(&inode->dir_hint, 0);
+			tfs_persist(fs, inode, sizeof(*inode));
 			tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, 1);
 			*out = inode;
 			err = tfs_open_account(fs, inode);
@@ -164,38 +175,47 @@ static void free_contents(struct tfs *fs, struct tfs_inode *inode)
 	for (tmb_u32 i = 0; i < 4; i++) {
 		tmb_u64 root = tmb_load(roots[i]);
 
+		if (!root)
+			continue;
 		tfs_tree_mark(fs, root, TFS_MAP_USED, tfs_tag(fs)); /* so that a death in between loses nothing */
+		tfs_barrier(fs);
 		tmb_store_release(roots[i], 0);
+		tfs_persist(fs, roots[i], sizeof(*roots[i]));
+		tfs_barrier(fs);
 		tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_FREE);
 	}
+}
+
+static void set_free(struct tfs *fs, struct tfs_inode *inode)
+{
+	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));
+	tfs_persist(fs, inode, sizeof(inode->state_gen));
+	tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, -1);
 }
 
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode)
 {
 	free_contents(fs, inode);
 	tfs_close_account(fs, inode);
-	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));
-	tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, -1);
+	set_free(fs, inode);
 }
 
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot)
 {
 	tfs_tx_inode(fs, slot, 0, ino);
 	if (tmb_load(&inode->mappers))
-		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL);
+		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL, false);
 	tmb_fetch_add(&inode->map_seq, 1); /* read-only members leave no mapper bit, and look here */
 	free_contents(fs, inode);
 	tfs_close_account(fs, inode);
-	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));
-	tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, -1);
+	set_free(fs, inode);
 	return 0;
 }
 
-int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to)
+int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, bool recovering)
 {
 	struct tfs_gone *gone;
-	tmb_u64 removed = 0;
-	bool unused = true;
+	tmb_u64 removed = 0, holders = 0;
 	int more = 0;
 
 	if (from >= to || !tmb_load(&inode->root))
@@ -204,17 +224,27 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 	if (!gone)
 		return -ENOMEM;
 	do {
+		tmb_u8 mark = TFS_MAP_FREE;
+
 		gone->n = 0;
 		gone->blocks = 0;
 		more = tfs_tree_unlink(fs, &inode->root, from, to, gone);
 		if (!gone->n)
 			break;
 		/* Who did not let go once is not waited for again. */
-		unused = unused && tfs_wait_unused(fs, inode, ino);
-		if (!unused)
-			tfs_os_damage(fs, "a member does not let go of removed blocks; they stay unused", ino, gone->blocks);
+		holders = recovering || holders ? tfs_holders(fs, inode, ino) : tfs_wait_unused(fs, inode, ino);
+		tfs_barrier(fs);
+		if (holders) {
+			if (!recovering)
+				tfs_os_damage(fs, "a member does not let go of removed blocks; they stay unused until it does", ino, holders);
+			if (tfs_limbo_begin(fs, holders))
+				break; /* declared dead: they have this member's tag, recovery sees to them */
+			mark = TFS_MAP_LIMBO;
+		}
 		for (tmb_u32 i = 0; i < gone->n; i++)
-			tfs_set_map(fs, gone->runs[i].block, gone->runs[i].count, unused ? TFS_MAP_FREE : TFS_MAP_LIMBO);
+			tfs_set_map(fs, gone->runs[i].block, gone->runs[i].count, mark);
+		if (holders)
+			tfs_limbo_end(fs);
 		tfs_count_blocks(fs, inode, -(tmb_s64)gone->blocks);
 		removed += gone->blocks;
 		if (removed > fs->blocks)
@@ -308,6 +338,7 @@ int tfs_setattr(struct tfs *fs, tmb_u64 ino, tmb_u32 what, const struct tfs_attr
 	if (what & TFS_SET_MTIME)
 		tmb_store(&inode->mtime, attr->mtime);
 	tfs_changed(inode, what & TFS_SET_CTIME ? attr->ctime : tfs_os_now(), false);
+	tfs_persist(fs, &inode->atime, sizeof(inode->atime) * 4);
 	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, ino);
 	return 0;

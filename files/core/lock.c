@@ -203,8 +203,11 @@ void tfs_unpin(struct tfs *fs, tmb_u32 pin)
 		tmb_store_release(&tfs_member_area(fs, fs->member)->pins[pin].ino, 0);
 }
 
-static bool pinned(struct tfs *fs, tmb_u64 ino)
+/* Bit per member that reads the inode. */
+static tmb_u64 pinned(struct tfs *fs, tmb_u64 ino)
 {
+	tmb_u64 members = 0;
+
 	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++) {
 		struct tfs_member_area *area;
 		tmb_u64 n;
@@ -215,9 +218,9 @@ static bool pinned(struct tfs *fs, tmb_u64 ino)
 		n = TFS_MIN(tmb_load(&area->pins_in_use), TFS_PINS);
 		for (tmb_u64 i = 0; i < n; i++)
 			if (tmb_load_acquire(&area->pins[i].ino) == ino)
-				return true;
+				members |= 1ULL << m;
 	}
-	return false;
+	return members;
 }
 
 /* One round of waiting for readers and mappers: spins first, then sleeps; false: the time is up. */
@@ -235,38 +238,49 @@ static bool wait_round(struct tfs *fs, tmb_u32 round, tmb_u64 *since)
 	return true;
 }
 
-bool tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino)
+tmb_u64 tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino)
 {
-	tmb_u64 since = 0;
+	tmb_u64 since = 0, members;
 
 	tmb_fence();
-	for (tmb_u32 round = 0; pinned(fs, ino); round++)
+	for (tmb_u32 round = 0; (members = pinned(fs, ino)); round++)
 		if (!wait_round(fs, round, &since))
-			return false;
-	return true;
+			break;
+	return members;
 }
 
-bool tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
+tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members)
+{
+	for (tmb_u64 left = members; left; left &= left - 1)
+		if (!tfs_member_active(fs, (tmb_u32)__builtin_ctzll(left)))
+			members &= ~(left & -left);
+	return members;
+}
+
+tmb_u64 tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
 {
 	tmb_u64 since = 0, asked = 0;
 
 	tmb_fetch_add(&inode->map_seq, 1); /* also the fence between the unlinking and the looking */
 	for (tmb_u32 round = 0;; round++) {
-		tmb_u64 mappers = tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member);
+		tmb_u64 mappers = tfs_active_members(fs, tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member));
 
-		for (tmb_u64 left = mappers; left; left &= left - 1) {
-			tmb_u32 m = (tmb_u32)__builtin_ctzll(left);
-
-			if (!tfs_member_active(fs, m)) {
-				mappers &= ~(1ULL << m);
-			} else if (!(asked >> m & 1)) {
-				asked |= 1ULL << m;
-				ring(fs, m, TMB_PENDING_REVOKE);
-			}
-		}
+		tfs_ring_members(fs, mappers & ~asked, TMB_PENDING_REVOKE);
+		asked |= mappers;
 		if (!mappers)
 			return tfs_wait_unpinned(fs, ino);
 		if (!wait_round(fs, round, &since))
-			return false;
+			return mappers | pinned(fs, ino);
 	}
+}
+
+tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
+{
+	tmb_u64 mappers;
+
+	if (!tmb_load(&inode->mappers))
+		return tfs_wait_unpinned(fs, ino);
+	tmb_fetch_add(&inode->map_seq, 1);
+	mappers = tfs_active_members(fs, tmb_load_acquire(&inode->mappers));
+	return mappers | tfs_wait_unpinned(fs, ino);
 }

@@ -72,6 +72,7 @@ static int init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, c
 		if (!err)
 			err = tfs_write_image(fs, &inode->xattr_root, c->xattrs, c->xattrs_len, TFS_MAP_USED);
 	}
+	tfs_persist(fs, inode, sizeof(*inode));
 	return err;
 }
 
@@ -107,8 +108,10 @@ int tfs_create(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, c
 	if (err)
 		goto drop;
 	if (!name) {
+		tfs_barrier(fs);
 		tmb_store(&inode->nlink, 0);
 		tmb_store_release(&inode->state_gen, live_state(inode));
+		tfs_persist(fs, inode, sizeof(*inode));
 		goto end;
 	}
 	err = lock_dir(fs, dir_ino, &dir);
@@ -121,7 +124,7 @@ int tfs_create(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, c
 	else if (err == -ENOENT)
 		err = is_dir && tmb_load(&dir->nlink) >= TFS_LINK_MAX ? -EMLINK : 0;
 	if (!err) {
-		tfs_dir_begin(dir);
+		tfs_dir_begin(fs, dir);
 		err = tfs_dir_reserve(fs, dir, name, len, &entry);
 		if (!err) {
 			tfs_tx_word(fs, slot, &inode->state_gen, live_state(inode));
@@ -132,7 +135,7 @@ int tfs_create(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, c
 			tfs_tx_commit(fs, slot);
 			tfs_changed(dir, c->now, true);
 		}
-		tfs_dir_end(dir);
+		tfs_dir_end(fs, dir);
 	}
 	if (err)
 		tfs_drop_new_inode(fs, inode);
@@ -183,7 +186,7 @@ int tfs_link(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, tmb
 	if (!err)
 		err = -EEXIST;
 	if (err == -ENOENT) {
-		tfs_dir_begin(dir);
+		tfs_dir_begin(fs, dir);
 		err = tfs_dir_reserve(fs, dir, name, len, &entry);
 		if (!err) {
 			tfs_tx_word(fs, slot, &entry.entry->ref, make_ref(ino, tmb_load(&inode->mode)));
@@ -193,7 +196,7 @@ int tfs_link(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, tmb
 			tfs_changed(dir, now, true);
 			tfs_changed(inode, now, false);
 		}
-		tfs_dir_end(dir);
+		tfs_dir_end(fs, dir);
 	}
 unlock:
 	tfs_tx_end(fs, slot);
@@ -259,7 +262,7 @@ static int remove_name(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u3
 
 		tfs_tx_inode(fs, slot, 0, ino);
 		tfs_tx_inode(fs, slot, 1, dir_ino);
-		tfs_dir_begin(dir);
+		tfs_dir_begin(fs, dir);
 		tfs_tx_word(fs, slot, &entry.entry->ref, 0);
 		tfs_tx_word(fs, slot, &inode->nlink, is_dir || !nlink ? 0 : nlink - 1);
 		tfs_tx_word(fs, slot, &dir->entries, tmb_load(&dir->entries) - 1);
@@ -267,7 +270,7 @@ static int remove_name(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u3
 			tfs_tx_word(fs, slot, &dir->nlink, tmb_load(&dir->nlink) - 1);
 		tfs_tx_commit(fs, slot);
 		tfs_dir_forget(fs, dir, &entry);
-		tfs_dir_end(dir);
+		tfs_dir_end(fs, dir);
 		tfs_changed(dir, now, true);
 		tfs_changed(inode, now, false);
 		drop_if_unused(fs, ino, inode, slot);
@@ -546,9 +549,9 @@ int tfs_rename(struct tfs *fs, tmb_u64 old_dir, const char *old_name, tmb_u32 ol
 		tfs_tx_inode(fs, slot, 1, r.source_ino);
 		tfs_tx_inode(fs, slot, 2, old_dir);
 		tfs_tx_inode(fs, slot, 3, new_dir);
-		tfs_dir_begin(r.old_dir);
+		tfs_dir_begin(fs, r.old_dir);
 		if (new_dir != old_dir)
-			tfs_dir_begin(r.new_dir);
+			tfs_dir_begin(fs, r.new_dir);
 		if (flags & TFS_RENAME_EXCHANGE)
 			err = exchange(fs, &r, slot);
 		else
@@ -556,8 +559,8 @@ int tfs_rename(struct tfs *fs, tmb_u64 old_dir, const char *old_name, tmb_u32 ol
 		if (!err && !whiteout && !(flags & TFS_RENAME_EXCHANGE))
 			tfs_dir_forget(fs, r.old_dir, &r.from);
 		if (new_dir != old_dir)
-			tfs_dir_end(r.new_dir);
-		tfs_dir_end(r.old_dir);
+			tfs_dir_end(fs, r.new_dir);
+		tfs_dir_end(fs, r.old_dir);
 	}
 	if (!err) {
 		tfs_changed(r.old_dir, now, true);

@@ -60,9 +60,9 @@ static int make_root(struct tfs *fs, tmb_u32 uid, tmb_u32 gid, tmb_u32 mode)
 }
 
 int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, tmb_u64 hash_seed, tmb_u64 area_offset, tmb_u32 uid,
-	     tmb_u32 gid, tmb_u32 mode)
+	     tmb_u32 gid, tmb_u32 mode, tmb_u64 ro_compat)
 {
-	struct tfs fs = {.hash_seed = hash_seed};
+	struct tfs fs = {.hash_seed = hash_seed, .persistent = ro_compat & TFS_RO_COMPAT_PERSISTENT};
 	struct tfs_super *sb = area;
 	struct layout l;
 	int err = lay_out(length, &l);
@@ -85,12 +85,19 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
 	sb->hash_seed = hash_seed;
 	sb->created_ns = (tmb_u64)tfs_os_now();
 	sb->area_offset = area_offset;
+	sb->ro_compat = ro_compat;
 	for (tmb_u32 i = 0; label && label[i] && i < sizeof(sb->label) - 1; i++)
 		sb->label[i] = label[i];
 	err = make_root(&fs, uid, gid, mode);
-	if (!err)
-		tmb_store_release(&sb->magic, TFS_MAGIC);
-	return err;
+	if (err)
+		return err;
+	tfs_persist(&fs, area, l.data_start << TFS_BLOCK_SHIFT);
+	tfs_persist(&fs, tfs_inode(&fs, TFS_ROOT_INO), sizeof(struct tfs_inode));
+	tfs_barrier(&fs);
+	tmb_store_release(&sb->magic, TFS_MAGIC);
+	tfs_persist(&fs, sb, sizeof(*sb));
+	tfs_barrier(&fs);
+	return 0;
 }
 
 int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *members, tmb_u32 member, tmb_u32 epoch)
@@ -102,7 +109,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	if (length < sizeof(*sb) || tmb_load_acquire(&sb->magic) != TFS_MAGIC || member >= TFS_MEMBERS)
 		return -EINVAL;
 	if (tmb_load(&sb->version) != TFS_VERSION || tmb_load(&sb->incompat) ||
-	    (tmb_load(&sb->ro_compat) && !fs->read_only) || tmb_load(&sb->block_size) != TFS_BLOCK)
+	    (tmb_load(&sb->ro_compat) & ~TFS_RO_COMPAT_PERSISTENT && !fs->read_only) || tmb_load(&sb->block_size) != TFS_BLOCK)
 		return -EPROTONOSUPPORT;
 	blocks = tmb_load(&sb->blocks);
 	if (blocks > length >> TFS_BLOCK_SHIFT || lay_out(blocks << TFS_BLOCK_SHIFT, &l) || tmb_load(&sb->member_start) != l.member_start ||
@@ -112,6 +119,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	use_layout(fs, area, &l);
 	memset(fs->itable_cache, 0, sizeof(fs->itable_cache));
 	fs->hash_seed = tmb_load(&sb->hash_seed);
+	fs->persistent = tmb_load(&sb->ro_compat) & TFS_RO_COMPAT_PERSISTENT && !fs->read_only;
 	fs->members = members;
 	fs->member = member;
 	fs->epoch = epoch;
@@ -123,6 +131,10 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	fs->root = members ? tmb_load(&tfs_member_area(fs, member)->root) : 0;
 	if (!fs->root)
 		fs->root = TFS_ROOT_INO;
+	if (members) { /* that it joined, before anything of it is found */
+		tfs_persist(fs, &members[member], sizeof(members[member]));
+		tfs_barrier(fs);
+	}
 	return fs->read_only ? 0 : tfs_recover(fs, member);
 }
 
@@ -131,6 +143,7 @@ void tfs_close(struct tfs *fs)
 	if (!fs->members || fs->read_only || tfs_fenced(fs))
 		return;
 	tfs_listen_end(fs);
+	tfs_limbo_release(fs, 1ULL << fs->member);
 	tmb_store_release(&fs->members[fs->member].recovered_epoch, fs->epoch);
 	tmb_store_release(&fs->members[fs->member].forgotten_epoch, fs->epoch);
 }

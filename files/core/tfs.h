@@ -27,6 +27,7 @@ struct tfs {
 	tmb_u64 account;  /* number + 1 of the account for what it makes; 0: none */
 	tmb_u64 root;	  /* the inode that is its root directory */
 	bool read_only;
+	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
 	void *os;	  /* the skin's */
@@ -34,12 +35,18 @@ struct tfs {
 
 /* --- a file system as a whole ------------------------------------------------------------------------- */
 
-/* Makes an empty file system; the root directory belongs to uid:gid with 'mode'. uuid: 16 bytes. Overwrites. */
+/* Has all of an inode's data written back where the memory is persistent, also what was stored through mappings. */
+int tfs_sync(struct tfs *fs, tmb_u64 ino);
+
+/* Makes an empty file system, with ro_compat features (TFS_RO_COMPAT_PERSISTENT); the root directory belongs to uid:gid with 'mode'. uuid: 16 bytes. Overwrites. */
 int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, tmb_u64 hash_seed, tmb_u64 area_offset,
-	     tmb_u32 uid, tmb_u32 gid, tmb_u32 mode);
+	     tmb_u32 uid, tmb_u32 gid, tmb_u32 mode, tmb_u64 ro_compat);
 /* Checks the super block and fills 'fs'; read_only and os are the caller's, set before. Cleans up after this member's former life.
  * -EINVAL: no file system here; -EPROTONOSUPPORT: another version or unknown features; -EUCLEAN: damaged. members may be NULL. */
 int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *members, tmb_u32 member, tmb_u32 epoch);
+
+/* Every mapping that was stale when TMB_PENDING_REVOKE was taken out of the own 'pending' is gone: blocks kept for them become free. */
+void tfs_revoked(struct tfs *fs);
 
 /* Ends this member's use of it in good order; the caller has dropped all references. */
 void tfs_close(struct tfs *fs);

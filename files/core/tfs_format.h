@@ -20,6 +20,10 @@
  * Transactions. Whatever an operation must change together, it first lists in a slot of its member: (offset, new value)
  * words, then marks the slot committed, then stores them. Whoever repairs after a death repeats committed slots (the values are
  * absolute, the locks still held) and forgets the others.
+ *
+ * All three rest on the order of stores. Where memory outlives its machine (TFS_RO_COMPAT_PERSISTENT), caches write back in any order,
+ * so members flush what they stored and wait for it: tags and what a new entry refers to before the entry, the entry before its blocks count as used
+ * or free, a transaction before its words, all of it before the transaction ends. An operation that returned is durable.
  */
 #ifndef TFS_FORMAT_H
 #define TFS_FORMAT_H
@@ -41,7 +45,7 @@
 
 /* Block map bytes. */
 #define TFS_MAP_FREE 0
-#define TFS_MAP_LIMBO 0xfd /* unlinked, but a member that does not answer may still map it */
+#define TFS_MAP_LIMBO 0xfd /* unlinked, but a member in limbo_members may still map it */
 #define TFS_MAP_META 0xfe  /* super block, member areas, the map itself */
 #define TFS_MAP_USED 0xff
 
@@ -51,6 +55,8 @@
 #define TFS_HEIGHT_SHIFT 48
 #define TFS_FANOUT 512u
 #define TFS_FANOUT_SHIFT 9
+
+#define TFS_RO_COMPAT_PERSISTENT 1ULL /* the memory outlives power: who writes orders its stores for that */
 
 struct tfs_super {
 	tmb_u64 magic;
@@ -82,11 +88,13 @@ struct tfs_super {
 	struct tmb_lock rename_lock;
 	tmb_u64 rename_seq;
 	tmb_u64 pad3[5];
-	/* 320: freeze for snapshots; errors; change events */
+	/* 320: freeze for snapshots; errors; change events; blocks in limbo */
 	tmb_u64 freeze;	  /* a lock word: who froze it; 0: not frozen */
 	tmb_u64 errors;	  /* damage seen since the last fsck */
 	tmb_u64 watchers; /* bit per member that wants to hear of changes */
-	tmb_u64 pad4[5];
+	tmb_u64 limbo_members; /* bit per member that may still look at blocks in limbo; when it is 0 they become free */
+	struct tmb_lock limbo_lock;
+	tmb_u64 pad4[2];
 	tmb_u8 pad5[4096 - 384];
 };
 _Static_assert(sizeof(struct tfs_super) == TFS_BLOCK, "super size");
@@ -94,6 +102,7 @@ _Static_assert(offsetof(struct tfs_super, label) == 128, "label");
 _Static_assert(offsetof(struct tfs_super, itable_root) == 192, "itable");
 _Static_assert(offsetof(struct tfs_super, rename_lock) == 256, "rename");
 _Static_assert(offsetof(struct tfs_super, freeze) == 320, "freeze");
+_Static_assert(offsetof(struct tfs_super, limbo_lock) == 368, "limbo");
 
 /* Inode states, bits 0-7 of state_gen. */
 #define TFS_INODE_FREE 0

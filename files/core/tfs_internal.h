@@ -56,6 +56,19 @@ static inline tmb_u8 tfs_tag(struct tfs *fs)
 	return (tmb_u8)(fs->member + 1);
 }
 
+/* Order of stores on persistent memory; nothing elsewhere. What was passed to tfs_persist is durable after tfs_barrier. */
+static inline void tfs_persist(struct tfs *fs, const void *p, tmb_u64 len)
+{
+	if (__builtin_expect(fs->persistent, 0))
+		tfs_os_flush(p, len);
+}
+
+static inline void tfs_barrier(struct tfs *fs)
+{
+	if (__builtin_expect(fs->persistent, 0))
+		tfs_os_drain();
+}
+
 static inline tmb_u64 tfs_root_word(tmb_u64 block, tmb_u32 height)
 {
 	return block | (tmb_u64)height << TFS_HEIGHT_SHIFT;
@@ -80,6 +93,8 @@ int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run);
 /* Tags 512 free blocks that are aligned to 512, or some of them from 'offset' in such a chunk on. -ENOSPC. */
 int tfs_alloc_chunk(struct tfs *fs, tmb_u64 offset, tmb_u64 want, struct tfs_run *run);
 void tfs_set_map(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 value);
+/* First block in [from, to) with this map byte, or 'to'. */
+tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value);
 tmb_u64 tfs_count_free(struct tfs *fs);
 
 /* tree.c: radix trees. 'root' is a copied root word; 'rootp' points to one, in the zone or private. */
@@ -125,12 +140,19 @@ void tfs_unlock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters);
 int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino); /* -EAGAIN: taken */
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
 bool tfs_member_active(struct tfs *fs, tmb_u32 member);
+tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of them that live */
 void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason); /* bit per member */
 bool tfs_fenced(struct tfs *fs); /* this member was declared dead: it must not write any more */
-/* Waits until nobody reads, maps or pins blocks of 'ino'; false: somebody still may after the time limit. */
-bool tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
+/* Waits until nobody reads, maps or pins blocks of 'ino'; who still may after the time limit, bit per member. */
+tmb_u64 tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
+tmb_u64 tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino); /* the same, of readers only */
+/* Without waiting for mappers: asks them to unmap; self included. */
+tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
 
-bool tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino); /* the same, of readers only */
+/* limbo.c: blocks that 'holders' may still look at; between begin and end their map bytes become TFS_MAP_LIMBO. */
+int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders);
+void tfs_limbo_end(struct tfs *fs);
+void tfs_limbo_release(struct tfs *fs, tmb_u64 members); /* these hold nothing any more */
 
 /* tx.c: transactions */
 /* The first half of tfs_recover, after which the dead member's locks may be taken over. It takes no lock of an inode itself, so who waits
@@ -163,8 +185,9 @@ void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode);	/* undo, conte
 /* With the inode locked, nlink 0, nobody has it open: frees contents and number. */
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot);
-/* Removes and frees blocks [from, to) of the data tree, waiting for readers and mappers. */
-int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to);
+/* Removes and frees blocks [from, to) of the data tree, once readers and mappers are gone; without waiting for mappers in a recovery, since
+ * one who is asked to unmap may itself be waiting for the recovery to end. */
+int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, bool recovering);
 tmb_u64 tfs_blocks_of(tmb_u64 bytes);
 static inline tmb_u64 tfs_free_state(tmb_u64 state_gen)
 {
@@ -188,15 +211,18 @@ int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u3
 int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot);
 /* After its ref became 0: out of the index. */
 void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot);
-static inline void tfs_dir_begin(struct tfs_inode *dir)
+static inline void tfs_dir_begin(struct tfs *fs, struct tfs_inode *dir)
 {
 	tmb_u64 seq = tmb_load(&dir->seq);
+
+	tfs_barrier(fs); /* the transaction that names the directory first: recovery makes 'seq' even again */
 	tmb_store(&dir->seq, seq | 1);
 	tmb_fence();
 }
-static inline void tfs_dir_end(struct tfs_inode *dir)
+static inline void tfs_dir_end(struct tfs *fs, struct tfs_inode *dir)
 {
 	tmb_store_release(&dir->seq, (tmb_load(&dir->seq) | 1) + 1);
+	tfs_persist(fs, &dir->seq, sizeof(dir->seq));
 }
 
 /* account.c */

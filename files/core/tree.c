@@ -93,9 +93,25 @@ static int new_node(struct tfs *fs, tmb_u64 *nodes, tmb_u64 *node) /* tagged */
 	if (err)
 		return err;
 	memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
+	tfs_persist(fs, tfs_block(fs, run.block), TFS_BLOCK);
 	*node = run.block;
 	(*nodes)++;
 	return 0;
+}
+
+/* Stores an entry or a root word; what it refers to, or referred to, is tagged and in place. */
+static void set_entry(struct tfs *fs, tmb_u64 *slot, tmb_u64 value)
+{
+	tfs_barrier(fs);
+	tmb_store_release(slot, value);
+	tfs_persist(fs, slot, sizeof(*slot));
+}
+
+/* Blocks that an entry now refers to are no longer only tagged. */
+static void mark_linked(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 mark)
+{
+	tfs_barrier(fs);
+	tfs_set_map(fs, block, count, mark);
 }
 
 /* Makes the tree at least 'height' high. */
@@ -110,8 +126,8 @@ static int grow(struct tfs *fs, tmb_u64 *rootp, tmb_u32 height, tmb_u8 mark, tmb
 		err = new_node(fs, nodes, &node);
 		if (err)
 			return err;
-		tmb_store_release(rootp, tfs_root_word(node, height));
-		tfs_set_map(fs, node, 1, mark);
+		set_entry(fs, rootp, tfs_root_word(node, height));
+		mark_linked(fs, node, 1, mark);
 		return 0;
 	}
 	while (tfs_root_height(root) < height) {
@@ -119,9 +135,10 @@ static int grow(struct tfs *fs, tmb_u64 *rootp, tmb_u32 height, tmb_u8 mark, tmb
 		if (err)
 			return err;
 		node_entries(fs, node)[0] = root & TFS_BLOCKNR_MASK;
+		tfs_persist(fs, node_entries(fs, node), sizeof(tmb_u64));
 		root = tfs_root_word(node, tfs_root_height(root) + 1);
-		tmb_store_release(rootp, root);
-		tfs_set_map(fs, node, 1, mark);
+		set_entry(fs, rootp, root);
+		mark_linked(fs, node, 1, mark);
 	}
 	return 0;
 }
@@ -140,9 +157,10 @@ int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct t
 	root = tmb_load(rootp);
 	if (tfs_root_height(root) > TFS_MAX_HEIGHT)
 		return tfs_damage(fs, "tree too high", root, fblock);
+	tfs_persist(fs, tfs_block(fs, run->block), run->count << TFS_BLOCK_SHIFT);
 	if (!height && !root) {
-		tmb_store_release(rootp, tfs_root_word(run->block, 0));
-		tfs_set_map(fs, run->block, 1, mark);
+		set_entry(fs, rootp, tfs_root_word(run->block, 0));
+		mark_linked(fs, run->block, 1, mark);
 		return 0;
 	}
 	/* Not higher than asked for while it is a single block: block 0 then exists, the run goes beside it. */
@@ -169,8 +187,8 @@ int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct t
 				err = new_node(fs, nodes, &child);
 				if (err)
 					return err;
-				tmb_store_release(slot, child);
-				tfs_set_map(fs, child, 1, mark);
+				set_entry(fs, slot, child);
+				mark_linked(fs, child, 1, mark);
 			}
 			node = child;
 		}
@@ -184,17 +202,19 @@ int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct t
 				huge = false;
 				continue;
 			}
-			tmb_store_release(slot, run->block | TFS_ENTRY_HUGE);
+			set_entry(fs, slot, run->block | TFS_ENTRY_HUGE);
 			done += TFS_FANOUT;
 		} else {
 			tmb_u64 *entries = node_entries(fs, node);
-			tmb_u32 i = at & (TFS_FANOUT - 1);
+			tmb_u32 i = at & (TFS_FANOUT - 1), first = i;
 
+			tfs_barrier(fs);
 			for (; i < TFS_FANOUT && done < run->count; i++, done++)
 				tmb_store_release(&entries[i], run->block + done);
+			tfs_persist(fs, &entries[first], (i - first) * sizeof(*entries));
 		}
 	}
-	tfs_set_map(fs, run->block, run->count, mark);
+	mark_linked(fs, run->block, run->count, mark);
 	return 0;
 }
 
@@ -221,7 +241,7 @@ static bool unlink_entry(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 c
 	if (gone->n == TFS_GONE_RUNS)
 		return false;
 	tfs_set_map(fs, block, count, tfs_tag(fs));
-	tmb_store_release(slot, 0);
+	set_entry(fs, slot, 0);
 	return gone_add(gone, block, count);
 }
 
@@ -235,8 +255,9 @@ static int split(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 *node)
 		return err;
 	for (tmb_u32 i = 0; i < TFS_FANOUT; i++)
 		node_entries(fs, *node)[i] = block + i;
-	tmb_store_release(slot, *node);
-	tfs_set_map(fs, *node, 1, TFS_MAP_USED);
+	tfs_persist(fs, node_entries(fs, *node), TFS_BLOCK);
+	set_entry(fs, slot, *node);
+	mark_linked(fs, *node, 1, TFS_MAP_USED);
 	return 0;
 }
 

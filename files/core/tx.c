@@ -4,6 +4,10 @@
  */
 #include "tfs_internal.h"
 
+/* The cache line with state, redo, n_words and ino: what is stored to one line becomes durable in the order of the stores. */
+#define TX_HEAD 64u
+_Static_assert(offsetof(struct tfs_tx, arg) <= TX_HEAD, "transaction head");
+
 struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot)
 {
 	return &tfs_member_area(fs, fs->member)->tx[slot];
@@ -41,6 +45,7 @@ int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot)
 			tmb_u64 old = tmb_load(&tx->state);
 
 			if ((old & 0xff) == TFS_TX_FREE && tmb_cas64(&tx->state, old, tx_state(fs, TFS_TX_OPEN))) {
+				tfs_persist(fs, tx, TX_HEAD);
 				*slot = i;
 				return 0;
 			}
@@ -57,7 +62,10 @@ int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot)
 
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino)
 {
-	tmb_store_release(&tfs_tx(fs, slot)->ino[index], ino);
+	struct tfs_tx *tx = tfs_tx(fs, slot);
+
+	tmb_store_release(&tx->ino[index], ino);
+	tfs_persist(fs, tx, TX_HEAD);
 }
 
 void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1)
@@ -66,7 +74,10 @@ void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u
 
 	tmb_store(&tx->arg[0], arg0);
 	tmb_store(&tx->arg[1], arg1);
+	tfs_persist(fs, tx->arg, sizeof(tx->arg));
+	tfs_barrier(fs);
 	tmb_store_release(&tx->redo, redo);
+	tfs_persist(fs, tx, TX_HEAD);
 }
 
 void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value)
@@ -82,6 +93,12 @@ void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value)
 	tmb_store(&tx->n_words, n + 1);
 }
 
+static void store_word(struct tfs *fs, tmb_u64 *word, tmb_u64 value)
+{
+	tmb_store_release(word, value);
+	tfs_persist(fs, word, sizeof(*word));
+}
+
 static void store_words(struct tfs *fs, struct tfs_tx *tx)
 {
 	tmb_u64 n = TFS_MIN(tmb_load(&tx->n_words), TFS_TX_WORDS);
@@ -93,7 +110,7 @@ static void store_words(struct tfs *fs, struct tfs_tx *tx)
 		if (offset % 8 || !tfs_block_ok(fs, offset >> TFS_BLOCK_SHIFT))
 			tfs_damage(fs, "transaction word out of range", offset, i);
 		else
-			tmb_store_release((tmb_u64 *)(fs->area + offset), value);
+			store_word(fs, (tmb_u64 *)(fs->area + offset), value);
 	}
 }
 
@@ -101,22 +118,29 @@ void tfs_tx_commit(struct tfs *fs, tmb_u32 slot)
 {
 	struct tfs_tx *tx = tfs_tx(fs, slot);
 
+	tfs_persist(fs, tx, sizeof(*tx));
+	tfs_barrier(fs);
 	tmb_store_release(&tx->state, tx_state(fs, TFS_TX_COMMITTED));
+	tfs_persist(fs, tx, TX_HEAD);
+	tfs_barrier(fs);
 	store_words(fs, tx);
 }
 
-static void clear_tx(struct tfs_tx *tx, tmb_u64 state)
+static void clear_tx(struct tfs *fs, struct tfs_tx *tx, tmb_u64 state)
 {
 	tmb_store_release(&tx->redo, TFS_REDO_NONE); /* first: it is about ino[0] */
 	for (tmb_u32 i = 0; i < TFS_TX_INODES; i++)
 		tmb_store(&tx->ino[i], 0);
 	tmb_store(&tx->n_words, 0);
 	tmb_store_release(&tx->state, state);
+	tfs_persist(fs, tx, TX_HEAD);
 }
 
 void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
 {
-	clear_tx(tfs_tx(fs, slot), tx_state(fs, TFS_TX_FREE));
+	tfs_barrier(fs);
+	clear_tx(fs, tfs_tx(fs, slot), tx_state(fs, TFS_TX_FREE));
+	tfs_barrier(fs);
 }
 
 /* --- after a death ------------------------------------------------------------------------------------------- */
@@ -129,7 +153,7 @@ static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, 
 	(void)node;
 	for (; count; count--, block++)
 		if (tmb_load(&map[block]) == tag)
-			tmb_store_release(&map[block], TFS_MAP_USED);
+			tfs_set_map(fs, block, 1, TFS_MAP_USED);
 	return 0;
 }
 
@@ -150,18 +174,26 @@ static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag, tmb_u64 *
 	tfs_tree_walk(fs, tmb_load(&inode->locks), keep_tagged, &tag, budget);
 }
 
-static void free_tagged(struct tfs *fs, tmb_u8 tag)
+/* What has the tag and is not linked; 'holders' may still look at it. */
+static int free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders)
 {
-	tmb_u8 *map = tfs_map_bytes(fs);
+	tmb_u64 block = fs->data_start;
+	int err = holders ? tfs_limbo_begin(fs, holders) : 0;
 
-	for (tmb_u64 block = fs->data_start; block < fs->blocks; block++)
-		if (tmb_load(&map[block]) == tag)
-			tmb_store_release(&map[block], TFS_MAP_FREE);
+	if (err)
+		return err;
+	while ((block = tfs_find_map(fs, block, fs->blocks, tag)) < fs->blocks)
+		tfs_set_map(fs, block, 1, holders ? TFS_MAP_LIMBO : TFS_MAP_FREE);
+	if (holders)
+		tfs_limbo_end(fs);
+	return 0;
 }
 
-static bool created_by(tmb_u64 state_gen, tmb_u32 member)
+static bool created_by(tmb_u64 state_gen, tmb_u64 members)
 {
-	return (state_gen & 0xff) == TFS_INODE_NEW && (state_gen >> 8 & 0xff) == member + 1;
+	tmb_u64 tag = state_gen >> 8 & 0xff;
+
+	return (state_gen & 0xff) == TFS_INODE_NEW && tag && tag <= TFS_MEMBERS && members >> (tag - 1) & 1;
 }
 
 /* The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. */
@@ -177,12 +209,13 @@ static void redo(struct tfs *fs, struct tfs_tx *tx)
 		from = tfs_blocks_of(tmb_load(&inode->size));
 		to = ~0ULL;
 	}
-	tfs_remove_blocks(fs, inode, ino, from, to);
+	tfs_remove_blocks(fs, inode, ino, from, to, true);
 }
 
-static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
+/* One pass for all of them: the table is the largest thing that a recovery reads. */
+static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 {
-	tmb_u64 n = tfs_table_inodes(fs), bit = 1ULL << member;
+	tmb_u64 n = tfs_table_inodes(fs);
 
 	for (tmb_u64 ino = TFS_ROOT_INO; ino < n; ino++) {
 		struct tfs_inode *inode = tfs_inode(fs, ino);
@@ -192,7 +225,7 @@ static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
 		if (!inode)
 			break; /* itable_inodes says more than there are */
 		state = tmb_load(&inode->state_gen);
-		if (created_by(state, member)) {
+		if (created_by(state, members)) {
 			/* In a transaction: this member may die, too, while it frees what the other one made. */
 			if (!tfs_tx_begin_inside(fs, &slot)) {
 				tfs_tx_inode(fs, slot, 0, ino);
@@ -203,10 +236,10 @@ static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
 		}
 		if ((state & 0xff) != TFS_INODE_LIVE)
 			continue;
-		if (tmb_load(&inode->openers) & bit)
-			tmb_fetch_and(&inode->openers, ~bit);
-		if (tmb_load(&inode->mappers) & bit)
-			tmb_fetch_and(&inode->mappers, ~bit);
+		if (tmb_load(&inode->openers) & members)
+			tmb_fetch_and(&inode->openers, ~members);
+		if (tmb_load(&inode->mappers) & members)
+			tmb_fetch_and(&inode->mappers, ~members);
 		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers) && !tfs_tx_begin_inside(fs, &slot)) {
 			tfs_free_orphan(fs, ino, slot);
 			tfs_tx_end(fs, slot);
@@ -237,12 +270,13 @@ static bool listed_before(struct tfs_member_area *area, tmb_u32 slot, tmb_u32 in
 }
 
 /* Locks and transactions; with the recovery lock. */
-static void recover_transactions(struct tfs *fs, tmb_u32 member)
+static int recover_transactions(struct tfs *fs, tmb_u32 member)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, member);
 	tmb_u8 tag = (tmb_u8)(member + 1);
-	tmb_u64 budget = 2 * fs->blocks;
+	tmb_u64 budget = 2 * fs->blocks, holders = 0;
 	tmb_u32 i, k;
+	int err;
 
 	for (i = 0; i < TFS_TX_SLOTS; i++)
 		if ((tmb_load_acquire(&area->tx[i].state) & 0xff) == TFS_TX_COMMITTED)
@@ -256,12 +290,16 @@ static void recover_transactions(struct tfs *fs, tmb_u32 member)
 
 			if (ino && !listed_before(area, i, k, ino))
 				keep_inode_blocks(fs, ino, tag, &budget);
+			if (inode)
+				holders |= tfs_holders(fs, inode, ino);
 			if (inode && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1 &&
-			    tmb_lock_owner(tmb_load(&inode->lock.word)) == member)
-				tfs_dir_end(inode);
+			    (!tmb_load(&inode->lock.word) || tmb_lock_owner(tmb_load(&inode->lock.word)) == member))
+				tfs_dir_end(fs, inode); /* and nobody else is at it */
 		}
 	}
-	free_tagged(fs, tag);
+	err = free_tagged(fs, tag, holders);
+	if (err)
+		return err;
 	for (i = 0; i < TFS_TX_SLOTS; i++) {
 		struct tfs_tx *tx = &area->tx[i];
 		tmb_u32 state = tmb_load(&tx->state) & 0xff;
@@ -271,48 +309,68 @@ static void recover_transactions(struct tfs *fs, tmb_u32 member)
 	}
 	for (i = 0; i < TFS_PINS; i++)
 		tmb_store(&area->pins[i].ino, 0);
+	tfs_barrier(fs);
 	for (i = 0; i < TFS_TX_SLOTS; i++)
-		clear_tx(&area->tx[i], 0);
+		clear_tx(fs, &area->tx[i], 0);
 	memset(area->waits, 0, sizeof(area->waits));
 	tmb_fetch_and(&tfs_sb(fs)->watchers, ~(1ULL << member));
+	tfs_barrier(fs);
+	return 0;
 }
 
-static int recover(struct tfs *fs, tmb_u32 member, bool forget)
+/* too: also what they had open, for which the locks of inodes are needed. */
+static int recover_members(struct tfs *fs, tmb_u64 members, bool too)
 {
-	struct tmb_member *slot;
-	tmb_u32 upto;
-	int err;
+	tmb_u32 upto[TFS_MEMBERS];
+	tmb_u64 locked = 0, forget = 0, left;
+	int err = 0;
 
-	if (!fs->members || member >= TFS_MEMBERS)
+	if (!fs->members)
 		return 0;
-	slot = &fs->members[member];
-	if (tmb_load_acquire(forget ? &slot->forgotten_epoch : &slot->recovered_epoch) >= ended_epoch(slot))
-		return 0;
-	err = tfs_lock_word(fs, &slot->recovery_lock, NULL);
-	if (err)
-		return err;
-	upto = ended_epoch(slot);
-	if (tmb_load_acquire(&slot->recovered_epoch) < upto) {
-		recover_transactions(fs, member);
-		tmb_store_release(&slot->recovered_epoch, upto);
+	for (left = members; left && !err; left &= left - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(left);
+		struct tmb_member *slot = &fs->members[m];
+
+		if (tmb_load_acquire(too ? &slot->forgotten_epoch : &slot->recovered_epoch) >= ended_epoch(slot))
+			continue;
+		err = tfs_lock_word(fs, &slot->recovery_lock, NULL);
+		if (err)
+			break;
+		locked |= 1ULL << m;
+		upto[m] = ended_epoch(slot);
+		if (tmb_load_acquire(&slot->recovered_epoch) < upto[m]) {
+			err = recover_transactions(fs, m);
+			if (err)
+				break;
+			store_word(fs, &slot->recovered_epoch, upto[m]);
+		}
+		if (too && tmb_load_acquire(&slot->forgotten_epoch) < upto[m])
+			forget |= 1ULL << m;
 	}
-	/* From here on the dead member's locks can be taken over, which the following does itself. */
-	if (forget && tmb_load_acquire(&slot->forgotten_epoch) < upto) {
-		forget_member_in_inodes(fs, member);
-		tmb_store_release(&slot->forgotten_epoch, upto);
+	/* From here on the dead members' locks can be taken over, which the following does itself. */
+	if (forget)
+		forget_in_inodes(fs, forget);
+	tfs_limbo_release(fs, forget);
+	tfs_barrier(fs);
+	for (left = forget; left; left &= left - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(left);
+
+		store_word(fs, &fs->members[m].forgotten_epoch, upto[m]);
 	}
-	tfs_unlock_word(fs, &slot->recovery_lock, NULL);
-	return 0;
+	tfs_barrier(fs);
+	for (left = locked; left; left &= left - 1)
+		tfs_unlock_word(fs, &fs->members[__builtin_ctzll(left)].recovery_lock, NULL);
+	return err;
 }
 
 int tfs_recover(struct tfs *fs, tmb_u32 member)
 {
-	return recover(fs, member, true);
+	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, true) : 0;
 }
 
 int tfs_recover_locks(struct tfs *fs, tmb_u32 member)
 {
-	return recover(fs, member, false);
+	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, false) : 0;
 }
 
 int tfs_recover_all(struct tfs *fs)
@@ -321,11 +379,5 @@ int tfs_recover_all(struct tfs *fs)
 		return 0;
 	while (tfs_frozen(fs) && !tfs_fenced(fs))
 		tfs_os_wait(fs, 100);
-	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++) {
-		int err = tfs_recover(fs, m);
-
-		if (err)
-			return err;
-	}
-	return 0;
+	return recover_members(fs, ~0ULL, true);
 }

@@ -250,9 +250,14 @@ int tfs_xattr_set(struct tfs *fs, tmb_u64 ino, const char *name, const void *val
 	tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_USED);
 	tfs_changed(inode, now, false);
 	if (old) {
-		bool unused = tfs_wait_unpinned(fs, ino);
+		tmb_u64 holders = tfs_wait_unpinned(fs, ino);
 
-		tfs_tree_mark(fs, old, tfs_tag(fs), unused ? TFS_MAP_FREE : TFS_MAP_LIMBO);
+		if (!holders) {
+			tfs_tree_mark(fs, old, tfs_tag(fs), TFS_MAP_FREE);
+		} else if (!tfs_limbo_begin(fs, holders)) {
+			tfs_tree_mark(fs, old, tfs_tag(fs), TFS_MAP_LIMBO);
+			tfs_limbo_end(fs);
+		}
 	}
 unlock:
 	tfs_tx_end(fs, slot);

@@ -62,6 +62,8 @@ void tfs_os_wait(struct tfs *fs, tmb_u32 round) { (void)fs, (void)round; }
 tmb_u64 tfs_os_clock(void) { return ticks += 1000000000ULL; }
 tmb_s64 tfs_os_now(void) { return 1; }
 tmb_u32 tfs_os_cpu(void) { return 0; }
+void tfs_os_flush(const void *p, tmb_u64 len) { (void)p, (void)len; }
+void tfs_os_drain(void) {}
 void tfs_os_ring(struct tfs *fs, tmb_u32 member) { (void)fs, (void)member; }
 void tfs_os_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b) { (void)fs, (void)what, (void)a, (void)b; }
 
@@ -194,7 +196,7 @@ static void build(void)
 	area = guarded(AREA_BYTES, image);
 	members = guarded(TABLE_BYTES, -1);
 	reset_members();
-	if (tfs_mkfs(area, AREA_BYTES, uuid, "fuzz", 7, 0, 0, 0, 0755) || tfs_open(&fs, area, AREA_BYTES, members, 0, EPOCH))
+	if (tfs_mkfs(area, AREA_BYTES, uuid, "fuzz", 7, 0, 0, 0, 0755, 0) || tfs_open(&fs, area, AREA_BYTES, members, 0, EPOCH))
 		abort();
 	dir = make(&fs, TFS_ROOT_INO, "d", 0040755);
 	dirs[0] = TFS_ROOT_INO;

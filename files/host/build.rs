@@ -30,7 +30,7 @@ fn main() {
             .flag("-Wno-unused-parameter");
         build
     };
-    core().compile("tfs");
+    core().file("os/persist.c").compile("tfs");
     // For tests/prefixes, which sees every store: it defines what the instrumentation calls.
     core()
         .flag("-fsanitize=thread")

@@ -320,10 +320,10 @@ static loff_t tmb_llseek(struct file *file, loff_t offset, int whence)
 	return generic_file_llseek_size(file, offset, whence, inode->i_sb->s_maxbytes, tfs_size(fs, inode->i_ino));
 }
 
-/* What a system call stored is in the zone when it returns; there is nothing that holds more. */
+/* What a system call stored is in the zone when it returns; on persistent memory, what a mapping stored may still be in a cache. */
 static int tmb_fsync(struct file *file, loff_t start, loff_t end, int datasync)
 {
-	return 0;
+	return tfs_sync(tmb_fs(file_inode(file)), file_inode(file)->i_ino);
 }
 
 const struct file_operations tmb_file_fops = {

@@ -372,6 +372,8 @@ static void look(struct work_struct *work)
 	}
 	if (busy)
 		tmb_fetch_or(&me->pending, TMB_PENDING_REVOKE);
+	else if (pending & TMB_PENDING_REVOKE)
+		tfs_revoked(&s->fs);
 	spin_lock(&s->mapped_lock);
 	again = !list_empty(&s->mapped) || READ_ONCE(s->hearing);
 	spin_unlock(&s->mapped_lock);

@@ -4,6 +4,7 @@
 
 #include <linux/delay.h>
 #include <linux/ktime.h>
+#include <linux/libnvdimm.h>
 #include <linux/mm.h>
 #include <linux/slab.h>
 #include <linux/smp.h>
@@ -56,6 +57,16 @@ tmb_s64 tfs_os_now(void)
 tmb_u32 tfs_os_cpu(void)
 {
 	return raw_smp_processor_id();
+}
+
+void tfs_os_flush(const void *p, tmb_u64 len)
+{
+	arch_wb_cache_pmem((void *)p, len);
+}
+
+void tfs_os_drain(void)
+{
+	wmb();
 }
 
 void tfs_os_ring(struct tfs *fs, tmb_u32 member)

@@ -47,6 +47,9 @@ pub enum Command {
         /// Permission bits of the root directory, octal
         #[arg(long, default_value = "755", value_parser = parse_mode)]
         mode: u32,
+        /// The zone lies in real persistent memory (a file on a DAX file system): what an operation did outlives a loss of power
+        #[arg(long)]
+        persistent: bool,
     },
     /// Show how much of a file system is used
     Df {
@@ -183,7 +186,7 @@ fn open_error(path: &Path, e: rustix::io::Errno) -> anyhow::Error {
 /// Runs one command.
 pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Mkfs { zone, area, force, label, size, uid, gid, mode } => {
+        Command::Mkfs { zone, area, force, label, size, uid, gid, mode, persistent } => {
             if label.len() > 31 {
                 bail!("--label: {} bytes are too long, 31 are the most", label.len());
             }
@@ -192,7 +195,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
                 area.as_deref(),
                 force,
                 size,
-                &Mkfs { label, uid, gid, mode, ..Mkfs::default() },
+                &Mkfs { label, uid, gid, mode, persistent, ..Mkfs::default() },
                 json,
             )
         }

@@ -73,13 +73,23 @@ pub struct Mkfs {
     pub mode: u32,
     /// Seed of the directories' hash.
     pub hash_seed: u64,
+    /// The memory outlives power: members order their stores for that.
+    pub persistent: bool,
 }
 
 impl Default for Mkfs {
     fn default() -> Mkfs {
         let uuid = uuid::Uuid::new_v4();
         let seed = uuid::Uuid::new_v4().as_u64_pair().0;
-        Mkfs { uuid: *uuid.as_bytes(), label: String::new(), uid: 0, gid: 0, mode: 0o755, hash_seed: seed }
+        Mkfs {
+            uuid: *uuid.as_bytes(),
+            label: String::new(),
+            uid: 0,
+            gid: 0,
+            mode: 0o755,
+            hash_seed: seed,
+            persistent: false,
+        }
     }
 }
 
@@ -184,6 +194,7 @@ pub fn mkfs(area: &Area, options: &Mkfs) -> Result<()> {
             options.uid,
             options.gid,
             options.mode,
+            if options.persistent { u64::from(sys::TFS_RO_COMPAT_PERSISTENT) } else { 0 },
         )
     })
 }

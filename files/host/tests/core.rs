@@ -498,3 +498,44 @@ fn fsck_counts_accounts_anew() {
     let fs = Filesystem::open(area.clone()).expect("open");
     assert_eq!(account::list(&fs), [right]);
 }
+
+/// Where the core keeps an inode; the first blocks of a new file system's data are the inode table's.
+fn inode_field(area: &Area, ino: u64, field: usize) -> u64 {
+    let data_start = area.word(core::mem::offset_of!(sys::tfs_super, data_start) as u64).expect("a word");
+    data_start * BLOCK + ino * size_of::<sys::tfs_inode>() as u64 + field as u64
+}
+
+/// Member 5 says that it maps a file, and does not unmap it when member 0 truncates it. The blocks that were free before and are after.
+fn truncate_what_another_maps(a: &Filesystem) -> (u64, u64) {
+    let ino = file(a, "mapped");
+    let before = a.statfs().blocks_free;
+    a.pwrite(ino, &[7; 100_000], 0, false).expect("write");
+    let mappers = inode_field(a.area(), ino, core::mem::offset_of!(sys::tfs_inode, mappers));
+    assert!(a.area().store_word(mappers, 1 << 5));
+    a.truncate(ino, 0, false).expect("truncate");
+    let after = a.statfs().blocks_free;
+    assert!(after < before, "blocks that member 5 maps became free");
+    (before, after)
+}
+
+#[test]
+fn blocks_that_a_member_maps_become_free_when_it_leaves() {
+    let (a, b) = two_members();
+    let (before, _) = truncate_what_another_maps(&a);
+    drop(b);
+    assert_eq!(a.statfs().blocks_free, before);
+}
+
+#[test]
+fn blocks_that_a_member_maps_become_free_when_it_dies() {
+    let (a, b) = two_members();
+    let (before, after) = truncate_what_another_maps(&a);
+    a.recover_all().expect("nobody is dead");
+    assert_eq!(a.statfs().blocks_free, after);
+    let state = a.area().members();
+    b.abandon();
+    // SAFETY: the table of a zone that stays mapped while `a` lives.
+    unsafe { (*state.add(5)).state_epoch = 2 << 32 | u64::from(sys::TMB_MEMBER_DEAD) };
+    a.recover_all().expect("recovery");
+    assert_eq!(a.statfs().blocks_free, before);
+}

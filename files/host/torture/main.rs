@@ -7,6 +7,7 @@
 //! - `damage`: fsck finds and repairs what was overwritten.
 //! - `together`: two guests with the kernel module and a FUSE mount of the host, in turns and at once.
 //! - `deaths`: those, dying under load.
+//! - `repair`: how long the next one needs when all are dead.
 //! - `files …`: the commands of this part, as `tombolo files …` has them.
 //!
 //! Modules: [`model`] is the file system as it should be, [`compare`] it against a real one, which [`tree`] is the way to: the core itself,
@@ -23,6 +24,7 @@ mod kill;
 mod model;
 mod mounted;
 mod remote;
+mod repair;
 mod rng;
 mod site;
 mod together;
@@ -84,6 +86,8 @@ enum Run {
     },
     /// What members by mounts work with: does what it is told over a line
     Worker { root: PathBuf, channel: PathBuf },
+    /// Everybody dies in a full zone
+    Repair,
     /// The commands of this part
     Files {
         #[arg(long, global = true)]
@@ -108,6 +112,7 @@ fn main() -> anyhow::Result<ExitCode> {
         Run::Members { operations, members } => crowd::turns(cli.seed, cli.mib, operations, members),
         Run::Kill { kills } => kill::run(cli.seed, cli.mib, kills),
         Run::Damage { rounds } => damage::run(cli.seed, rounds),
+        Run::Repair => repair::run(cli.mib),
         Run::Files { .. } => unreachable!("done above"),
         Run::Together { boot, amount } => together::run(cli.seed, cli.mib, &boot, amount),
         Run::Deaths { boot, kills } => deaths::run(cli.seed, cli.mib, &boot, kills),

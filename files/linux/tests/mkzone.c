@@ -107,7 +107,7 @@ int main(int argc, char **argv)
 		snprintf(m[i].name, sizeof(m[i].name), "vm%zu", i);
 		m[i].state_epoch = tmb_state_epoch(TMB_MEMBER_INVITED, 0);
 	}
-	err = tfs_mkfs(zone + files, bytes - files, uuid, "test", 0x1234567, files, 0, 0, 0777);
+	err = tfs_mkfs(zone + files, bytes - files, uuid, "test", 0x1234567, files, 0, 0, 0777, 0);
 	if (err) {
 		fprintf(stderr, "mkfs: %d\n", err);
 		return 1;

@@ -38,11 +38,15 @@ impl Checker<'_> {
             for (lock, name) in [
                 (offset_of!(sys::tfs_super, itable_lock), "inode table"),
                 (offset_of!(sys::tfs_super, rename_lock), "directory renames"),
+                (offset_of!(sys::tfs_super, limbo_lock), "blocks in limbo"),
             ] {
                 let word = self.area.word(lock as u64).unwrap_or(0);
                 self.check_lock(lock as u64, word, name);
             }
-            for (offset, name) in [(offset_of!(sys::tfs_super, freeze), "freeze")] {
+            for (offset, name) in [
+                (offset_of!(sys::tfs_super, freeze), "freeze"),
+                (offset_of!(sys::tfs_super, limbo_members), "limbo_members"),
+            ] {
                 if self.area.word(offset as u64) != Some(0)
                     && self.note("leftover", format!("super block: {name} is set"))
                 {

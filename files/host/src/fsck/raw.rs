@@ -41,7 +41,8 @@ impl Layout {
         }
         let version = super_half(area, offset_of!(sys::tfs_super, version))?;
         let incompat = word(offset_of!(sys::tfs_super, incompat))?;
-        let incompat = incompat | word(offset_of!(sys::tfs_super, ro_compat))?;
+        let ro_compat = word(offset_of!(sys::tfs_super, ro_compat))?;
+        let incompat = incompat | (ro_compat & !u64::from(sys::TFS_RO_COMPAT_PERSISTENT));
         if version != sys::TFS_VERSION || incompat != 0 {
             return Err(Unreadable(format!(
                 "a file system of version {version} with features {incompat:#x}; this program knows version {}; use the program that made it",

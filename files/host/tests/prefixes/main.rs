@@ -4,7 +4,9 @@
 //! - [`recorder`]: sees the stores, takes them back and makes them again.
 //! - [`world`]: a small zone, and what it holds as plain values.
 //! - [`sweep`]: operations cut off after every store.
+//! - [`lines`]: what of the stores persistent memory has when power fails.
 
+mod lines;
 mod recorder;
 mod sweep;
 mod world;
@@ -12,6 +14,7 @@ mod world;
 use sweep::Sweep;
 use tombolo_files::fs::{Attr, Create, Filesystem, ROOT, xattr_image};
 use tombolo_files::sys;
+use world::World;
 
 const REG: u32 = libc::S_IFREG | 0o640;
 const DIR: u32 = libc::S_IFDIR | 0o750;
@@ -58,9 +61,8 @@ fn report(sweep: &Sweep) {
     println!("{} prefixes, {} of recoveries", sweep.prefixes, sweep.second);
 }
 
-#[test]
-fn names_are_made_whole_or_not_at_all() {
-    let mut s = Sweep::new(4, some_files);
+fn make_names(persistent: bool) {
+    let mut s = Sweep::new(4, persistent, some_files);
     s.step("create", |fs| create(fs, ROOT, "new", REG));
     s.step("create and open", |fs| {
         fs.create(ROOT, Some(b"opened"), &Create { open: true, ..Create::mode(REG) }).expect("create")
@@ -90,9 +92,8 @@ fn names_are_made_whole_or_not_at_all() {
     report(&s);
 }
 
-#[test]
-fn names_are_removed_whole_or_not_at_all() {
-    let mut s = Sweep::new(4, |fs| {
+fn remove_names(persistent: bool) {
+    let mut s = Sweep::new(4, persistent, |fs| {
         some_files(fs);
         fs.link(find(fs, "e"), b"link", find(fs, "d/f")).expect("link");
         write(fs, find(fs, "d/g"), 1, 9000, 3 << 20);
@@ -109,9 +110,8 @@ fn names_are_removed_whole_or_not_at_all() {
     report(&s);
 }
 
-#[test]
-fn renames_happen_whole_or_not_at_all() {
-    let mut s = Sweep::new(4, |fs| {
+fn rename_all(persistent: bool) {
+    let mut s = Sweep::new(4, persistent, |fs| {
         some_files(fs);
         let deep = create(fs, create(fs, ROOT, "x", DIR), "y", DIR);
         create(fs, deep, "z", REG);
@@ -134,9 +134,8 @@ fn renames_happen_whole_or_not_at_all() {
     report(&s);
 }
 
-#[test]
-fn directories_indexes_and_the_inode_table_grow_whole_or_not_at_all() {
-    let mut s = Sweep::new(4, |fs| {
+fn grow(persistent: bool) {
+    let mut s = Sweep::new(4, persistent, |fs| {
         let d = create(fs, ROOT, "d", DIR);
         (0..64).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
     });
@@ -146,7 +145,7 @@ fn directories_indexes_and_the_inode_table_grow_whole_or_not_at_all() {
     s.step("rename in the index", |fs| rename(fs, "/d/n6", "/d/n-six", 0));
     report(&s);
 
-    let mut s = Sweep::new(4, |fs| {
+    let mut s = Sweep::new(4, persistent, |fs| {
         let d = create(fs, ROOT, "d", DIR);
         let first = create(fs, d, "first", REG);
         (1..384).for_each(|i| fs.link(d, format!("n{i}").as_bytes(), first).expect("link"));
@@ -154,7 +153,7 @@ fn directories_indexes_and_the_inode_table_grow_whole_or_not_at_all() {
     s.step("a larger index", |fs| fs.link(find(fs, "d"), b"one-more", find(fs, "d/first")).expect("link"));
     report(&s);
 
-    let mut s = Sweep::new(4, |fs| {
+    let mut s = Sweep::new(4, persistent, |fs| {
         let d = create(fs, ROOT, "d", DIR);
         (3..256).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
     });
@@ -162,9 +161,8 @@ fn directories_indexes_and_the_inode_table_grow_whole_or_not_at_all() {
     report(&s);
 }
 
-#[test]
-fn data_is_that_of_before_or_after_and_no_block_is_lost() {
-    let mut s = Sweep::new(4, some_files);
+fn change_data(persistent: bool) {
+    let mut s = Sweep::new(4, persistent, some_files);
     let keep = sys::TFS_FALLOC_KEEP_SIZE;
     let f = find(s.worker(), "e/h");
     let step = |s: &mut Sweep, name: &str, at: u64, len: u64| {
@@ -198,9 +196,8 @@ fn data_is_that_of_before_or_after_and_no_block_is_lost() {
     report(&s);
 }
 
-#[test]
-fn large_runs_are_made_split_and_removed_and_no_block_is_lost() {
-    let mut s = Sweep::new(6, some_files);
+fn large_runs(persistent: bool) {
+    let mut s = Sweep::new(6, persistent, some_files);
     let f = find(s.worker(), "e/h");
     s.data("a large run", "/e/h", |fs| write(fs, f, 1, 2 << 20, 2 << 20));
     let run = s.worker().map(f, 512, 512).expect("map");
@@ -214,9 +211,8 @@ fn large_runs_are_made_split_and_removed_and_no_block_is_lost() {
     report(&s);
 }
 
-#[test]
-fn attributes_change_whole_or_not_at_all() {
-    let mut s = Sweep::new(4, some_files);
+fn change_attributes(persistent: bool) {
+    let mut s = Sweep::new(4, persistent, some_files);
     let f = find(s.worker(), "d/f");
     let attr = Attr { mode: 0o4711, uid: 7, gid: 8, flags: sys::TFS_FL_APPEND, ..Attr::default() };
     s.step("chmod", |fs| fs.setattr(f, sys::TFS_SET_MODE, &attr).expect("chmod"));
@@ -235,9 +231,8 @@ fn attributes_change_whole_or_not_at_all() {
     report(&s);
 }
 
-#[test]
-fn what_fails_for_want_of_space_changes_nothing() {
-    let mut s = Sweep::new(4, |fs| {
+fn run_full(persistent: bool) {
+    let mut s = Sweep::new(4, persistent, |fs| {
         some_files(fs);
         let d = find(fs, "d");
         (0..60).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
@@ -260,4 +255,61 @@ fn what_fails_for_want_of_space_changes_nothing() {
         full(fs.pwrite(find(fs, "d/f"), b"x", 1 << 30, false).map(|_| ()))
     });
     report(&s);
+}
+
+/// After a death in the middle of removing blocks, none of them may be another file's while a member that lives may still map it.
+#[test]
+fn blocks_of_a_half_done_truncate_stay_with_who_maps_them() {
+    let mut mapped = Vec::new();
+    let mut s = Sweep::new(4, false, |fs| {
+        let ino = create(fs, ROOT, "mapped", REG);
+        write(fs, ino, 3, 40_000, 0);
+        let run = fs.map(ino, 0, 10).expect("map");
+        mapped.extend(run.block..run.block + run.count);
+    });
+    let ino = find(s.worker(), "mapped");
+    let mapper = s.world.open(3).expect("open");
+    s.world.map_file(3, ino);
+    s.each_death(
+        |fs| fs.truncate(ino, 0, false).expect("truncate"),
+        |world| {
+            let reader = world.open(0)?;
+            reader.recover_all().map_err(|e| format!("recovery: {e}"))?;
+            if mapped.iter().any(|block| world.map_byte(*block) == sys::TFS_MAP_FREE) {
+                return Err("a mapped block is free".into());
+            }
+            World::bury(3);
+            reader.recover_all().map_err(|e| format!("recovery: {e}"))?;
+            reader.abandon();
+            let limbo = mapped.iter().any(|block| world.map_byte(*block) == sys::TFS_MAP_LIMBO);
+            if limbo { Err("a block stays in limbo".into()) } else { world.check().map(|_| ()) }
+        },
+    );
+    mapper.abandon();
+}
+
+macro_rules! claims {
+    ($($claim:ident: $scenario:ident $persistent:literal;)*) => { $(
+        #[test]
+        fn $claim() {
+            $scenario($persistent);
+        }
+    )* };
+}
+claims! {
+    names_are_made_whole_or_not_at_all: make_names false;
+    names_are_removed_whole_or_not_at_all: remove_names false;
+    renames_happen_whole_or_not_at_all: rename_all false;
+    directories_indexes_and_the_inode_table_grow_whole_or_not_at_all: grow false;
+    data_is_that_of_before_or_after_and_no_block_is_lost: change_data false;
+    large_runs_are_made_split_and_removed_and_no_block_is_lost: large_runs false;
+    attributes_change_whole_or_not_at_all: change_attributes false;
+    what_fails_for_want_of_space_changes_nothing: run_full false;
+    on_persistent_memory_names_are_made_whole_or_not_at_all: make_names true;
+    on_persistent_memory_names_are_removed_whole_or_not_at_all: remove_names true;
+    on_persistent_memory_renames_happen_whole_or_not_at_all: rename_all true;
+    on_persistent_memory_directories_indexes_and_the_inode_table_grow_whole_or_not_at_all: grow true;
+    on_persistent_memory_data_is_that_of_before_or_after_and_no_block_is_lost: change_data true;
+    on_persistent_memory_attributes_change_whole_or_not_at_all: change_attributes true;
+    on_persistent_memory_what_fails_for_want_of_space_changes_nothing: run_full true;
 }

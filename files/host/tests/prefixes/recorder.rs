@@ -24,11 +24,22 @@ pub struct Store {
     pub new: u64,
 }
 
+/// What the core did to have stores written back to persistent memory.
+#[derive(Clone, Copy, Debug)]
+pub enum Order {
+    /// The cache lines of `len` bytes from `at` on, with what was stored so far.
+    Flush { at: usize, len: usize },
+    /// Waits for all flushes before.
+    Drain,
+}
+
 #[derive(Default)]
 struct Recorder {
     base: usize,
     len: usize,
     log: Vec<Store>,
+    /// Each with the number of stores before it.
+    orders: Vec<(usize, Order)>,
     /// Of all words, against those at the start.
     hash: u64,
     /// Announced: first word and the words before.
@@ -123,10 +134,19 @@ pub fn since(from: usize) -> Vec<Store> {
     })
 }
 
+/// What was ordered since, each with the number of stores since then before it.
+pub fn orders_since(from: usize) -> Vec<(usize, Order)> {
+    with(|r| {
+        r.settle();
+        r.orders.iter().filter(|o| o.0 >= from).map(|o| (o.0 - from, o.1)).collect()
+    })
+}
+
 /// Takes back all but the first `count` stores.
 pub fn undo_to(count: usize) {
     with(|r| {
         r.settle();
+        r.orders.retain(|o| o.0 < count);
         while r.log.len() > count {
             let store = r.log.pop().expect("more than count");
             r.put(store.at, store.old);
@@ -185,6 +205,25 @@ fn pieces(to: usize, len: usize, mut piece: impl FnMut(usize, usize)) {
         around(to + done, n, || piece(done, n));
         done += n;
     }
+}
+
+fn order(order: Order) {
+    with(|r| {
+        r.settle();
+        r.orders.push((r.log.len(), order));
+    });
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn tfs_os_flush(from: usize, len: usize) {
+    if let Some(at) = with(|r| r.words(from, len.max(1))).map(|words| words.0) {
+        order(Order::Flush { at, len: len + from % 8 });
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn tfs_os_drain() {
+    order(Order::Drain);
 }
 
 #[unsafe(no_mangle)]

@@ -10,7 +10,8 @@ use std::collections::HashSet;
 
 use tombolo_files::fs::{Create, Filesystem, ROOT};
 
-use crate::recorder::{self, Store};
+use crate::lines;
+use crate::recorder::{self, Order, Store};
 use crate::world::{self, Tree, World};
 
 const WORKER: u32 = 2;
@@ -30,6 +31,7 @@ struct Wanted<'a> {
     mixed: Option<&'a str>,
 }
 
+#[derive(Clone)]
 struct Found {
     tree: Tree,
     blocks: u64,
@@ -42,27 +44,22 @@ pub struct Sweep {
     /// States that were recovered from already, by who recovers.
     seen: HashSet<(u64, u32)>,
     every: usize,
+    persistent: bool,
     pub prefixes: usize,
     pub second: usize,
 }
 
 impl Sweep {
-    /// `setup` makes what is there before.
-    pub fn new(mib: u64, setup: impl FnOnce(&Filesystem)) -> Sweep {
-        let world = World::new(mib);
+    /// `setup` makes what is there before. In persistent memory the machine fails, and what was in its caches is lost.
+    pub fn new(mib: u64, persistent: bool, setup: impl FnOnce(&Filesystem)) -> Sweep {
+        let world = World::new(mib, persistent);
         let fs = world.open(3).expect("open");
         setup(&fs);
         drop(fs);
         let worker = Some(world.open(WORKER).expect("open"));
         let all = std::env::var("TOMBOLO_PREFIXES").is_ok_and(|v| v == "all");
-        Sweep {
-            world,
-            worker,
-            seen: HashSet::new(),
-            every: if all { 1 } else { DEEP },
-            prefixes: 0,
-            second: 0,
-        }
+        let every = if all { 1 } else { DEEP };
+        Sweep { world, worker, seen: HashSet::new(), every, persistent, prefixes: 0, second: 0 }
     }
 
     /// The member that works, and dies.
@@ -83,11 +80,16 @@ impl Sweep {
     fn sweep<T>(&mut self, name: &str, mixed: Option<&str>, op: impl FnOnce(&Filesystem) -> T) -> T {
         let base = recorder::count();
         let result = op(self.worker());
-        let log = recorder::since(base);
+        let (log, orders) = (recorder::since(base), recorder::orders_since(base));
         let new = self.after_death().unwrap_or_else(|e| panic!("{name}: after it: {e}"));
         recorder::undo_to(base);
         let old = self.after_death().unwrap_or_else(|e| panic!("{name}: before it: {e}"));
-        let wanted = Wanted { old, new, mixed };
+        let mut wanted = Wanted { old, new, mixed };
+        if self.persistent {
+            self.lose_power(name, &log, &orders, &mut wanted);
+            log.iter().for_each(recorder::redo);
+            return result;
+        }
         let cut = cuts(&log);
         for (i, store) in log.iter().enumerate() {
             recorder::redo(store);
@@ -100,6 +102,81 @@ impl Sweep {
             }
         }
         result
+    }
+
+    /// The worker dies after each store of `op`, and `then` says whether all is well.
+    pub fn each_death(&mut self, op: impl FnOnce(&Filesystem), then: impl Fn(&World) -> Result<(), String>) {
+        let base = recorder::count();
+        op(self.worker());
+        let log = recorder::since(base);
+        recorder::undo_to(base);
+        for (i, store) in log.iter().enumerate() {
+            recorder::redo(store);
+            let here = recorder::count();
+            World::bury(WORKER);
+            if let Err(why) = then(&self.world) {
+                let last = self.world.name_of(store.at);
+                panic!("after store {} of {}, to {last}: {why}", i + 1, log.len());
+            }
+            recorder::undo_to(here);
+        }
+    }
+
+    /// Power fails at any time during an operation; after it, the operation stays done.
+    fn lose_power(&mut self, name: &str, log: &[Store], orders: &[(usize, Order)], wanted: &mut Wanted<'_>) {
+        let here = recorder::count();
+        let (mut tried, mut over) = (0, false);
+        let result = lines::each_state(log, orders, |durable, after| {
+            if after && !over {
+                over = true;
+                self.seen.clear();
+                wanted.old = wanted.new.clone();
+                wanted.mixed = None;
+            }
+            tried += 1;
+            durable.iter().for_each(|i| recorder::redo(&log[*i]));
+            let died = self.fail(wanted, tried % (self.every * self.every) == 0);
+            recorder::undo_to(here);
+            died.map_err(|e| {
+                let last = durable.last().copied().unwrap_or(0);
+                let missing: Vec<String> = (0..last)
+                    .filter(|i| durable.binary_search(i).is_err())
+                    .map(|i| format!("{i} to {}", self.world.name_of(log[i].at)))
+                    .collect();
+                let name = self.world.name_of(log[last].at);
+                let (n, of) = (durable.len(), log.len());
+                format!("{e}\nwith {n} of {of} stores, the last {last} to {name}, without {missing:?}")
+            })
+        });
+        if let Err(why) = result {
+            let when = if over { "after it" } else { "during it" };
+            panic!("{name}: power fails {when}: {why}");
+        }
+    }
+
+    fn fail(&mut self, wanted: &Wanted<'_>, deep: bool) -> Result<(), String> {
+        let here = recorder::count();
+        if !self.seen.insert((recorder::state(), 0)) {
+            return Ok(());
+        }
+        self.prefixes += 1;
+        let fs = self.recover(0)?;
+        let (log, orders) = (recorder::since(here), recorder::orders_since(here));
+        self.verify(fs, wanted)?;
+        recorder::undo_to(here);
+        if !deep {
+            return Ok(());
+        }
+        lines::each_state(&log, &orders, |durable, _| {
+            durable.iter().for_each(|i| recorder::redo(&log[*i]));
+            if self.seen.insert((recorder::state(), 1)) {
+                self.second += 1;
+                let fs = self.recover(1).map_err(|e| format!("and during recovery: {e}"))?;
+                self.verify(fs, wanted).map_err(|e| format!("and during recovery: {e}"))?;
+            }
+            recorder::undo_to(here);
+            Ok(())
+        })
     }
 
     fn after_death(&self) -> Result<Found, String> {

@@ -23,12 +23,12 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(mib: u64) -> World {
+    pub fn new(mib: u64, persistent: bool) -> World {
         let map = Arc::new(Map::memfd("prefixes", AREA as u64 + (mib << 20)).expect("memory"));
         let area = Area::in_map(&map, AREA as u64, mib << 20, None).expect("an area");
         let whole = Area::in_map(&map, 0, map.size(), None).expect("all of it");
         recorder::attach(whole.base(), map.size() as usize);
-        fs::mkfs(&area, &Mkfs { hash_seed: 5, uuid: [1; 16], ..Mkfs::default() }).expect("mkfs");
+        fs::mkfs(&area, &Mkfs { hash_seed: 5, persistent, ..Mkfs::default() }).expect("mkfs");
         World { map, area }
     }
 
@@ -64,6 +64,23 @@ impl World {
         World::set(member, World::epoch(member) + 1, sys::TMB_MEMBER_DEAD);
     }
 
+    /// A member says that it maps a file.
+    pub fn map_file(&self, member: u32, ino: u64) {
+        let at = self.super_word(88) as usize * 4096 + ino as usize * size_of::<sys::tfs_inode>();
+        let at = AREA + at + core::mem::offset_of!(sys::tfs_inode, mappers);
+        recorder::set(at, recorder::get(at) | 1 << member);
+    }
+
+    /// Who has a block.
+    pub fn map_byte(&self, block: u64) -> u32 {
+        let at = AREA + self.super_word(80) as usize * 4096 + block as usize;
+        (recorder::get(at & !7) >> (8 * (at % 8)) & 0xff) as u32
+    }
+
+    fn super_word(&self, offset: usize) -> u64 {
+        self.area.word(offset as u64).expect("in the super block")
+    }
+
     /// Blocks in use; fsck finds nothing wrong.
     pub fn check(&self) -> Result<u64, String> {
         let report = fsck::check(&self.area, Options::default(), &mut |_, _, _| {}).map_err(|e| e.0)?;
@@ -82,9 +99,7 @@ impl World {
         let Some(at) = at.checked_sub(AREA) else {
             return format!("member {} +{}", (at - TABLE) / MEMBER, (at - TABLE) % MEMBER);
         };
-        let word = |offset: usize| recorder::get(AREA + offset);
-        let (members, map) = (word(64) as usize * 4096, word(80) as usize * 4096);
-        let data = word(88) as usize * 4096;
+        let [members, map, data] = [64, 80, 88].map(|offset| self.super_word(offset) as usize * 4096);
         let member_size = size_of::<sys::tfs_member_area>();
         match at {
             _ if at < members => format!("super block +{at}"),
