@@ -336,8 +336,9 @@ int tfs_sync(struct tfs *fs, tmb_u64 ino)
 	/* Writes flush what they write. */
 	if (fs->persistent && tmb_load(&inode->mappers)) {
 		tmb_u32 pin = tfs_pin(fs, ino);
+		tmb_u64 budget = 2 * fs->blocks;
 
-		err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), flush_run, NULL);
+		err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), flush_run, NULL, &budget);
 		tfs_unpin(fs, pin);
 	}
 	tfs_barrier(fs);

@@ -102,7 +102,7 @@ _Static_assert(offsetof(struct tfs_super, label) == 128, "label");
 _Static_assert(offsetof(struct tfs_super, itable_root) == 192, "itable");
 _Static_assert(offsetof(struct tfs_super, rename_lock) == 256, "rename");
 _Static_assert(offsetof(struct tfs_super, freeze) == 320, "freeze");
-_Static_assert(offsetof(struct tfs_super, limbo_lock) == 368, "limbo");
+_Static_assert(offsetof(struct tfs_super, limbo_lock) == 352, "limbo");
 
 /* Inode states, bits 0-7 of state_gen. */
 #define TFS_INODE_FREE 0
