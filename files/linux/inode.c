@@ -220,11 +220,20 @@ int tmb_open_inode(struct inode *inode, struct file *file)
 int tmb_release_inode(struct inode *inode, struct file *file)
 {
 	struct tmb_inode *ti = tmb_i(inode);
+	bool last;
 
+	if (file->f_mode & FMODE_WRITE)
+		tmb_tell(file_dentry(file), FS_CLOSE_WRITE);
 	mutex_lock(&ti->lock);
-	ti->opens--;
+	last = !--ti->opens;
 	mutex_unlock(&ti->lock);
-	/* With blocks still mapped or pinned, or no name left, the reference stays until the inode is evicted. */
+	/* A mapping has its file open, so now there is none. With pages still pinned the references stay until the inode is evicted. */
+	if (last && READ_ONCE(ti->mapped)) {
+		filemap_invalidate_lock(inode->i_mapping);
+		if (!READ_ONCE(ti->opens))
+			tmb_revoke_locked(inode, 0);
+		filemap_invalidate_unlock(inode->i_mapping);
+	}
 	tmb_unreference(inode);
 	return 0;
 }
@@ -277,6 +286,9 @@ int tmb_permission(tmb_idmap *idmap, struct inode *inode, int mask)
 {
 	int err = tmb_refresh(inode);
 
+	/* To read, but not to open, change into or ask: as who sets a watch does. */
+	if (mask == MAY_READ)
+		tmb_expect_watch(tmb_sb(inode->i_sb));
 	return err ? err : generic_permission(idmap, inode, mask);
 }
 
@@ -320,9 +332,13 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 		err = tfs_setattr(tmb_fs(inode), inode->i_ino, what, &a);
 	if (!err && attr->ia_valid & ATTR_MODE && READ_ONCE(tmb_i(inode)->has_xattr))
 		err = tmb_acl_chmod(idmap, dentry, attr->ia_mode);
-	if (!err)
-		err = tmb_refresh(inode);
-	return err;
+	if (err)
+		return err;
+	if (attr->ia_valid & ATTR_SIZE)
+		tmb_tell(dentry, FS_MODIFY);
+	if (what)
+		tmb_tell(dentry, FS_ATTRIB);
+	return tmb_refresh(inode);
 }
 
 static int stamp(struct inode *inode, int flags, s64 now)
@@ -370,7 +386,10 @@ int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, struct fileattr *f
 		return -EOPNOTSUPP;
 	a.flags = fa->flags;
 	err = tfs_setattr(tmb_fs(inode), inode->i_ino, TFS_SET_FLAGS, &a);
-	return err ? err : tmb_refresh(inode);
+	if (err)
+		return err;
+	tmb_tell(dentry, FS_ATTRIB);
+	return tmb_refresh(inode);
 }
 
 /* --- symbolic links -------------------------------------------------------------------------------------- */

@@ -19,6 +19,7 @@
 //! - [`qemu`]: command line, monitor, console, and whether KVM works.
 //! - [`agent`], [`exec`]: the guest agent, and commands through it.
 //! - [`zones`]: zones as the supervisor holds them.
+//! - [`netspec`], [`network`]: networks in the file, and the switch of each, which is a child of the supervisor.
 //! - [`child`]: processes that never outlive this one.
 //! - [`doctor`]: what this host can do.
 //! - [`client`], [`cli`]: the commands.
@@ -36,6 +37,8 @@ pub mod guestkit;
 pub mod host;
 pub mod machine;
 pub mod mount;
+pub mod netspec;
+pub mod network;
 pub mod qemu;
 pub mod session;
 pub mod state;

@@ -18,6 +18,7 @@ use crate::child::{self, Guarded};
 use crate::compose::{Ready, VmSpec, ZoneUse};
 use crate::control::{Stage, VmStatus};
 use crate::guestkit::Boot;
+use crate::network::Plug;
 use crate::qemu::cmdline::{self, Plan, ZoneDevice};
 use crate::qemu::console::Console;
 use crate::qemu::kvm::Accel;
@@ -52,6 +53,8 @@ pub struct Start<'a> {
     pub zones: Vec<(String, ZoneUse, Invitation)>,
     /// How its memory arrives.
     pub memory: Layout,
+    /// Its devices in networks.
+    pub nics: Vec<Plug>,
     /// Where its logs go.
     pub dir: &'a StateDir,
     /// The machine that it follows where the guest has rebooted: its consoles go on.
@@ -157,6 +160,7 @@ impl Machine {
             agent: give(agent_end.into()),
             memory: start.memory,
             zones,
+            nics: &start.nics,
         };
         let mut command = Command::new(&start.qemu.program);
         command.args(cmdline::arguments(&plan)).arg("-S");

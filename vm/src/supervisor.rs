@@ -14,9 +14,10 @@ use std::time::Duration;
 use anyhow::Context;
 
 use crate::compose::{Backing, Project, Rights, ZoneUse};
-use crate::control::{Event, Peer, Request, Stage, Status, ZoneStatus};
+use crate::control::{Event, NetStatus, Peer, PortStatus, Request, Stage, Status, ZoneStatus};
 use crate::machine::{Machine, Phase};
 use crate::mount::{self, Source};
+use crate::network::Network;
 use crate::session;
 use crate::state::{Address, StateDir};
 use crate::zones::HostZone;
@@ -42,6 +43,16 @@ struct Inner {
     accel: String,
     machines: BTreeMap<String, Arc<Machine>>,
     zones: BTreeMap<String, Arc<HostZone>>,
+    networks: BTreeMap<String, Arc<Network>>,
+}
+
+impl Inner {
+    /// Lets go of everything but VMs. What this returns ends the switches when it is dropped, which takes a moment.
+    #[must_use]
+    fn clear(&mut self) -> BTreeMap<String, Arc<Network>> {
+        self.zones.clear();
+        std::mem::take(&mut self.networks)
+    }
 }
 
 /// Sends events of one request; sending to a client that has gone is not an error, its going cancels the request.
@@ -98,6 +109,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             accel: "not known yet".into(),
             machines: BTreeMap::new(),
             zones: BTreeMap::new(),
+            networks: BTreeMap::new(),
         }),
         changing: Mutex::new(()),
         over: Mutex::new(false),
@@ -122,6 +134,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if terminated.wait() {
             own.stop(&[], None);
+            drop(own.lock().clear());
             own.end();
         }
     })?;
@@ -227,7 +240,7 @@ impl Supervisor {
         let mut inner = self.lock();
         let idle = inner.machines.is_empty();
         if idle {
-            inner.zones.clear();
+            drop(inner.clear());
             self.dir.withdraw();
         }
         idle
@@ -244,8 +257,9 @@ impl Supervisor {
             self.machine(vm)?;
         }
         self.stop(vms, Some(reporter));
-        if self.lock().machines.is_empty() {
-            self.lock().zones.clear();
+        let mut inner = self.lock();
+        if inner.machines.is_empty() {
+            drop(inner.clear());
             self.dir.remove();
         }
         Ok(())
@@ -390,7 +404,29 @@ impl Supervisor {
                 path: zone.path(),
             })
             .collect();
+        let networks = inner
+            .networks
+            .iter()
+            .map(|(name, network)| {
+                let (pid, starts) = network.process();
+                let ports = network.leases().into_iter().map(|(vm, lease)| PortStatus {
+                    vm,
+                    mac: lease.mac.to_string(),
+                    address: lease.address.map(|(ip, prefix)| format!("{ip}/{prefix}")),
+                });
+                NetStatus {
+                    name: name.clone(),
+                    uplink: network.spec().uplink.as_ref().map(ToString::to_string),
+                    subnet: crate::netspec::subnet(&inner.project.compose, name).map(|s| s.to_string()),
+                    pid,
+                    starts,
+                    control: network.control(),
+                    ports: ports.collect(),
+                }
+            })
+            .collect();
         Status {
+            networks,
             project: inner.project.name.clone(),
             file: inner.project.file.clone(),
             supervisor: Some(std::process::id()),

@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Reporter, Supervisor, mount_zone};
-use crate::compose::{Backing, Project, VmSpec, ZoneUse};
+use crate::compose::{Backing, Project, Ready, VmSpec, ZoneUse};
 use crate::control::{Event, Peer, Stage};
 use crate::growth;
 use crate::guestkit;
 use crate::host;
 use crate::machine::{Machine, Phase, Start};
+use crate::network::{Network, Plug};
 use crate::qemu::kvm::{self, Accel};
 use crate::qemu::version::Qemu;
 use crate::session;
@@ -103,9 +104,12 @@ impl Supervisor {
             opened.insert(name.clone(), Arc::new(HostZone::open(name, spec, self.dir.path())?));
         }
         let opened_names: Vec<String> = opened.keys().cloned().collect();
+        let joined = self.networks(&project, &missing, reporter)?;
+        let joined_names: Vec<String> = joined.keys().cloned().collect();
         {
             let mut inner = self.lock();
             inner.zones.extend(opened);
+            inner.networks.extend(joined);
             inner.project = project;
         }
 
@@ -177,7 +181,9 @@ impl Supervisor {
         for name in opened_names {
             inner.zones.remove(&name);
         }
+        let left: Vec<_> = joined_names.iter().filter_map(|name| inner.networks.remove(name)).collect();
         drop(inner);
+        drop(left);
         if cancelled.load(Ordering::Acquire) {
             anyhow::bail!("cancelled; everything that was started has been stopped");
         }
@@ -194,6 +200,7 @@ impl Supervisor {
         let Wanted { name, spec, qemu, accel, boot, zones, before } = wanted;
         report(Stage::Starting, "");
         let memory = growth::layout(&name, &spec)?;
+        let nics = self.plugs(&name, &spec);
         let devices = growth::Taken::take(&name, &spec, &self.dir)?;
         let start = Start {
             name: &name,
@@ -203,6 +210,7 @@ impl Supervisor {
             boot,
             zones: self.invite(&name, &zones)?,
             memory,
+            nics: nics.clone(),
             dir: &self.dir,
             before: before.as_deref(),
         };
@@ -234,6 +242,12 @@ impl Supervisor {
             }
             let zone = self.zone(zone_name)?;
             mount_zone(&machine, zone_name, &zone, zone_use)?;
+        }
+        if spec.ready == Ready::Agent {
+            for plug in &nics {
+                report(Stage::Preparing, &format!("network {}", plug.net));
+                plug.set_address(machine.name(), machine.agent())?;
+            }
         }
         machine.set_up();
         let seconds = machine.status().uptime;
@@ -292,6 +306,44 @@ impl Supervisor {
             }
         }
         Ok(invitations)
+    }
+
+    /// Starts the switches that are missing for these VMs, and makes ports in those that run; returns the new ones.
+    fn networks(
+        &self,
+        project: &Project,
+        missing: &[(String, VmSpec, Option<guestkit::Boot>)],
+        reporter: &Reporter,
+    ) -> anyhow::Result<BTreeMap<String, Arc<Network>>> {
+        let mut joined = BTreeMap::new();
+        for (name, spec) in &project.compose.net {
+            if !missing.iter().any(|(_, vm, _)| vm.networks.0.contains_key(name)) {
+                continue;
+            }
+            let running = self.lock().networks.get(name).cloned();
+            match running {
+                None => {
+                    let network = Network::start(name, project, self.dir.path())?;
+                    joined.insert(name.clone(), Arc::new(network));
+                }
+                Some(network) => {
+                    if network.spec() != spec {
+                        let text = format!(
+                            "the network '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
+                        );
+                        reporter.send(&Event::Note { text });
+                    }
+                    network.extend(project)?;
+                }
+            }
+        }
+        Ok(joined)
+    }
+
+    fn plugs(&self, vm: &str, spec: &VmSpec) -> Vec<Plug> {
+        let inner = self.lock();
+        let networks = spec.networks.0.keys().filter_map(|name| inner.networks.get(name));
+        networks.filter_map(|network| network.plug(vm, &inner.project)).collect()
     }
 
     /// What each VM runs under. KVM is only tried where somebody wants it.
