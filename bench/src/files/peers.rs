@@ -128,7 +128,9 @@ impl Servers {
                 let mut command = Command::new(&program);
                 command.arg(format!("--socket-path={}", socket.display()));
                 if rust {
-                    command.arg(format!("--shared-dir={}", export.display())).arg("--cache=never");
+                    // Its sandbox needs a root that is a mount, which a container's need not be; the guests are the bench's own.
+                    command.arg(format!("--shared-dir={}", export.display()));
+                    command.args(["--cache=never", "--sandbox=none"]);
                 } else {
                     command.args(["-o", &format!("source={}", export.display()), "-o", "cache=none"]);
                 }

@@ -9,7 +9,7 @@ Prints one line per claim and the counts; exit code 0 when all hold.
 import argparse, glob, json, mmap, os, random, shutil, signal, struct, subprocess, sys, tempfile, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from rig import Failed, Rig, ROOT, HERE
+from rig import Failed, PATIENCE, Rig, ROOT, HERE
 
 ZONE_MIB = 256
 CLAIMS = []
@@ -468,7 +468,7 @@ def declare_dead(rig, member):
             struct.pack_into("<Q", m, pending, struct.unpack_from("<Q", m, pending)[0] | 32)
 
 
-def both(a, b, command, timeout=300):
+def both(a, b, command, timeout=PATIENCE):
     """The command in both at once, %d being 0 and 1."""
     for i, g in enumerate((a, b)):
         g.start(command.replace("%d", str(i)))

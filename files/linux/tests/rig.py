@@ -32,6 +32,8 @@ poweroff -f
 """
 
 BAD = re.compile(r"BUG|Oops|WARNING:|general protection|Call Trace|hung task|refcount_t|INFO: task|soft lockup|Kernel panic")
+# Seconds; far beyond what anything here takes, so that no claim fails for a busy host.
+PATIENCE = 300
 # Checks of the kernel's that tell of a busy host rather than of a guest that hangs; that one shows by its silence.
 CALM = "no_timer_check nosoftlockup rcupdate.rcu_cpu_stall_suppress=1 "
 
@@ -108,11 +110,11 @@ class Guest:
             "-object", "memory-backend-file,id=z,mem-path=%s,size=%dM,share=on" % (zone, size_mib),
             "-device", "virtio-pmem-pci,memdev=z", "-kernel", rig.image, "-initrd", rig.initrd,
             "-append", "console=ttyS0 quiet panic=-1 slub_debug=FZPU " + CALM + append, *extra])
-        listener.settimeout(60)
+        listener.settimeout(PATIENCE)
         self.stream, _ = listener.accept()
         listener.close()
         self.buffer = b""
-        self.until(b"<<ready>>", 120)
+        self.until(b"<<ready>>", PATIENCE)
 
     def until(self, mark, timeout):
         self.stream.settimeout(timeout)
@@ -130,16 +132,16 @@ class Guest:
     def start(self, command):
         self.stream.sendall(command.replace("\n", "; ").encode() + b"\n")
 
-    def finish(self, timeout=120):
+    def finish(self, timeout=PATIENCE):
         out = self.until(b"<<rc=", timeout)
-        rc = int(self.until(b">>", 10))
+        rc = int(self.until(b">>", PATIENCE))
         return rc, out.decode(errors="replace").strip()
 
-    def run(self, command, timeout=120):
+    def run(self, command, timeout=PATIENCE):
         self.start(command)
         return self.finish(timeout)
 
-    def ok(self, command, timeout=120):
+    def ok(self, command, timeout=PATIENCE):
         rc, out = self.run(command, timeout)
         if rc:
             raise Failed("%s: `%s` ended with %d: %s" % (self.name, command, rc, out))
