@@ -14,7 +14,7 @@ use tombolo_zone::doorbell::DoorbellServer;
 use tombolo_zone::{Backing, Rights, Role, Zone, ZoneConfig};
 
 const SIZE: u64 = 16 << 20;
-const TRIPS: u32 = 2000;
+const TRIPS: u32 = 500;
 const DEVICE: &str = "/dev/tombolo-sync-test";
 
 fn line(system: &str, nanoseconds: &str) {
@@ -66,4 +66,6 @@ fn main() {
             assert_eq!(a.finish(), (0, String::new()));
         }
     }
+    a.kill();
+    b.kill();
 }

@@ -26,7 +26,8 @@ fn a_c_program_links_with_the_installed_library_and_shares_objects_with_rust() {
     let make = |goal: &str| {
         let mut make = Command::new("make");
         make.arg("-sC").arg(here).arg(goal).arg("PREFIX=/usr");
-        make.arg(format!("DESTDIR={}", stage.display())).arg(format!("OUT={}", dir.path().join("out").display()));
+        make.arg(format!("DESTDIR={}", stage.display()))
+            .arg(format!("OUT={}", dir.path().join("out").display()));
         must(&mut make)
     };
     make("install");
