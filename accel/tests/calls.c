@@ -411,9 +411,9 @@ static void events(void)
 
 static void large(void)
 {
-	/* Longer than a ring, longer than a piece; in both directions, at odd sizes. */
-	size_t sizes[] = {1, 16384, 16385, 1000003, 9000001, 40000000};
-	for (int i = 0; i < 6; i++) {
+	/* Longer than a ring, longer than a piece, with a last piece so short that it travels in its record; in both directions. */
+	size_t sizes[] = {1, 16384, 16385, (512 << 10) + 5, 1000003, 9000001, 40000000};
+	for (int i = 0; i < 7; i++) {
 		size_t n = sizes[i];
 		unsigned char *a = malloc(n), *b = calloc(1, n);
 		for (size_t j = 0; j < n; j++)

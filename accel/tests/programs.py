@@ -75,14 +75,14 @@ def main():
     p.add_argument("programs", nargs="*")
     o = p.parse_args()
     work = tempfile.mkdtemp(prefix="tombolo-programs-")
-    native = dict(os.environ, POCL_CACHE_DIR=work + "/cache", XDG_CACHE_HOME=work + "/xdg", POCL_MEMORY_LIMIT="2", XDG_DATA_HOME=work + "/data")
+    native = dict(os.environ, POCL_CACHE_DIR=work + "/cache", XDG_CACHE_HOME=work + "/xdg", POCL_MEMORY_LIMIT="6", XDG_DATA_HOME=work + "/data")
     native.pop("OCL_ICD_VENDORS", None)
     for folder in ("cache", "xdg", "data", "vendors"):
         os.makedirs(os.path.join(work, folder))
     with open(work + "/vendors/tombolo.icd", "w") as f:
         f.write(os.path.abspath(o.target) + "/libtombolo_opencl.so")
     forwarded = dict(native, OCL_ICD_VENDORS=work + "/vendors", TOMBOLO_ACCEL="unix:%s/socket" % work)
-    server = subprocess.Popen([o.target + "/tombolo-accel", "serve", "--listen", "unix:%s/socket" % work], env=native, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen([o.target + "/tombolo-accel", "serve", "--listen", "unix:%s/socket" % work, "--memory", "8192"], env=native, stderr=subprocess.DEVNULL)
     same = differ = 0
     try:
         while not os.path.exists(work + "/socket"):

@@ -86,7 +86,7 @@ def clinfo_says_the_same_in_a_vm(host, vm, zone):
 
 @claim
 def every_call_in_a_vm_answers_as_on_the_native_driver(host, vm, zone):
-    same("calls", host.native(host.work + "/calls"), vm.ok(zone + " calls 2>/tmp/err"))
+    same("calls", host.native(host.work + "/calls"), vm.ok(zone + " calls 2>/tmp/err", 300))
 
 
 @claim
@@ -119,7 +119,7 @@ def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(ho
 @claim
 def over_tcp_where_there_is_no_zone_every_call_answers_the_same(host, vm, zone):
     vm.ok("ifconfig eth0 10.0.2.15 netmask 255.255.255.0 up")
-    same("calls", host.native(host.work + "/calls"), vm.ok("TOMBOLO_ACCEL=tcp:10.0.2.2:%d calls 2>/tmp/err" % host.port))
+    same("calls", host.native(host.work + "/calls"), vm.ok("TOMBOLO_ACCEL=tcp:10.0.2.2:%d calls 2>/tmp/err" % host.port, 300))
 
 
 def main():

@@ -276,8 +276,8 @@ pub unsafe extern "C" fn clEnqueueWriteBuffer(
             let host = Host::flat(ptr as usize + at as usize, len);
             let small = len <= INLINE && pinned(rt::connection()?, &host).is_none();
             let inline: &[u8] = if small {
-                // SAFETY: size bytes, as the API says.
-                unsafe { std::slice::from_raw_parts(ptr.cast(), size) }
+                // SAFETY: a piece of the program's bytes, as the API says.
+                unsafe { std::slice::from_raw_parts(host.pointer as *const u8, len as usize) }
             } else {
                 &[]
             };
