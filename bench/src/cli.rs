@@ -41,6 +41,12 @@ pub struct FilesArgs {
     /// Names for the operations on names
     #[arg(long)]
     names: Option<u32>,
+    /// Only cases whose name contains one of these words: fio-randread-4k-j1, write-4k, meta, tree, vms2, handover
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+    /// MB, at most, that go from a producer in one VM to a consumer in another
+    #[arg(long, value_name = "MB")]
+    handover: Option<u32>,
     /// Guest kernel: a version of the guest kit
     #[arg(long, default_value = "general-6.12")]
     kernel: String,
@@ -85,14 +91,11 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
             let mut plan = if args.quick { Plan::quick() } else { Plan::full() };
             plan.rounds = args.rounds.unwrap_or(plan.rounds);
             plan.kernel = args.kernel;
-            let command = format!(
-                "tombolo bench files{} --rounds {} --names {}",
-                if args.quick { " --quick" } else { "" },
-                plan.rounds,
-                plan.names
-            );
+            plan.names = args.names.unwrap_or(plan.names);
+            plan.matrix.only = args.only;
+            plan.handover_mb = args.handover.unwrap_or(plan.handover_mb);
             let kit = std::path::absolute(&args.kit)?;
-            let results = files::run(&plan, &args.results, &kit, command)?;
+            let results = files::run(&plan, &args.results, &kit)?;
             print(&results, json)?;
         }
         Command::Net(args) => {
@@ -119,9 +122,9 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
 
 fn print(results: &Results, json: bool) -> Result<()> {
     if json {
-        println!("{}", serde_json::to_string(&results.machine)?);
+        println!("{}", results.machine);
         for sample in &results.samples {
-            println!("{}", serde_json::to_string(sample)?);
+            println!("{sample}");
         }
     } else {
         println!("{}", Table::new(&results.samples).text());

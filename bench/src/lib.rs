@@ -3,7 +3,7 @@
 //! written as JSON lines after one line that says on which machine and from which commit they come; tables and the HTML page
 //! are made from these lines, so that every figure can be traced to the command that made it.
 //!
-//! - [`record`]: samples, the machine's description, the results file
+//! - [`record`]: samples, the machine's description, the results file; all benches of the project use it
 //! - [`report`]: medians, tables, ratios, the HTML page with plots
 //! - [`guest`]: a project of VMs for one bench, driven through the `tombolo` command like a user would
 //! - [`files`]: the shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs
@@ -14,5 +14,5 @@ pub mod cli;
 pub mod files;
 pub mod guest;
 pub mod net;
-pub mod record;
 pub mod report;
+pub use tombolo_record as record;

@@ -50,7 +50,7 @@ pub fn run(plan: &Plan, dir: &Path, command: String) -> Result<Results> {
     let name = if plan.soak.is_some() { "net-soak" } else { "net" };
     let accel =
         if plan.kernel.is_some() && plan.soak.is_none() { "tcg or kvm, see net-vm" } else { "no guests" };
-    let mut results = Results::create(dir, name, Machine::here(command, accel, versions))?;
+    let mut results = Results::create(dir, name, Machine::here(command, Some(accel), versions))?;
     if let Some(time) = plan.soak {
         soak(time, &mut results)?;
         return Ok(results);

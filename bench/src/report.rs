@@ -237,7 +237,7 @@ mod tests {
     #[test]
     fn a_page_has_a_plot_for_each_case() {
         let samples = [sample("x", "a", 10.0, Better::Higher), sample("y", "a", 5.0, Better::Higher)];
-        let page = html("t", &Machine::here("c".into(), "tcg", vec![]), &samples).unwrap();
+        let page = html("t", &Machine::here("c".into(), Some("tcg"), vec![]), &samples).unwrap();
         assert_eq!(page.matches("<svg").count(), 2);
     }
 }

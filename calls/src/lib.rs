@@ -6,16 +6,22 @@
 //! in what carries the records; everything above is the same and so are the tests:
 //!
 //! - [`ring`]: the shared-memory protocol: records, one release store per batch, sleep without lost wake-ups.
+//! - [`lead`]: several threads that read one ring, one at a time.
 //! - [`memory`]: mappings, sealed memfds, ring memory, the window.
 //! - [`process`]: between processes of one host: a memfd and eventfds, passed over a Unix socket.
+//! - `rings`: a link over rings in memory, whoever shares it.
+//! - [`zone`]: between a VM and a server: channels in a zone's CALLS area, a device of the guest's kernel, doorbells.
 //! - [`stream`]: TCP and vsock, where no memory is shared: frames; the window is pushed explicitly.
 //! - [`hello`]: the handshake that compares builds before the first record.
 
 pub mod hello;
+pub mod lead;
 pub mod memory;
 pub mod process;
 pub mod ring;
+mod rings;
 pub mod stream;
+pub mod zone;
 
 pub use memory::Window;
 use std::sync::Arc;

@@ -3,21 +3,32 @@
 //! server and passed over a Unix socket. The socket stays open: its end says that the peer is gone.
 
 use crate::hello::{Geometry, Hello, welcome, welcomed};
-use crate::memory::{Mapping, RING_HEADER, SharedRing, sealed_memfd};
-use crate::ring::{Consumer, Popped, Producer};
-use crate::{Bell, Error, Link, Rx, Tx, Window};
+use crate::memory::{Mapping, sealed_memfd};
+use crate::rings::{self, Bells, Ring, Side};
+use crate::{Bell, Error, Link};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-const PAGE: u64 = 4096;
 /// Descriptors passed: memory, the server's bell, the client's bell, the client's bell for room.
 const FDS: usize = 4;
 
 /// An eventfd that both sides may hold.
 pub(crate) struct EventFd(File);
+
+impl From<OwnedFd> for EventFd {
+    fn from(fd: OwnedFd) -> Self {
+        EventFd(File::from(fd))
+    }
+}
+
+impl Ring for EventFd {
+    fn ring(&self) {
+        EventFd::ring(self);
+    }
+}
 
 impl EventFd {
     pub(crate) fn new() -> io::Result<EventFd> {
@@ -48,9 +59,9 @@ impl AsRawFd for EventFd {
 }
 
 /// Sleeps on an eventfd and on the end of a socket.
-struct EventBell {
-    event: Arc<EventFd>,
-    socket: OwnedFd,
+pub(crate) struct EventBell {
+    pub(crate) event: Arc<EventFd>,
+    pub(crate) socket: OwnedFd,
 }
 
 impl Bell for EventBell {
@@ -79,105 +90,27 @@ impl Bell for EventBell {
     }
 }
 
-struct RingTx {
-    ring: Producer<SharedRing>,
-    peer: Arc<EventFd>,
-}
-
-impl Tx for RingTx {
-    fn try_send(&mut self, parts: &[&[u8]]) -> Result<bool, Error> {
-        self.ring.try_push(parts)
-    }
-    fn publish(&mut self) -> Result<(), Error> {
-        if self.ring.publish() {
-            self.peer.ring();
-        }
-        Ok(())
-    }
-    fn arm_room(&mut self) -> Result<bool, Error> {
-        self.ring.arm()
-    }
-    fn max_record(&self) -> usize {
-        self.ring.max_record()
-    }
-    fn push_window(&mut self, _offset: u64, _len: u64) -> Result<(), Error> {
-        Ok(())
-    }
-    fn shares_window(&self) -> bool {
-        true
-    }
-}
-
-struct RingRx {
-    ring: Consumer<SharedRing>,
-    peer_room: Arc<EventFd>,
-}
-
-impl Rx for RingRx {
-    fn try_recv(&mut self, into: &mut Vec<u8>) -> Result<bool, Error> {
-        Ok(match self.ring.try_pop(into)? {
-            Popped::Record => true,
-            Popped::Empty => false,
-            Popped::EmptyWake => {
-                self.peer_room.ring();
-                false
-            }
-        })
-    }
-    fn arm(&mut self) -> Result<bool, Error> {
-        self.ring.arm()
-    }
-    fn disarm(&mut self) {
-        self.ring.disarm();
-    }
-}
-
-/// Who builds a link: the two sides differ in which ring is whose.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Side {
-    Client,
-    Server,
-}
-
 fn link(socket: UnixStream, geometry: Geometry, fds: [OwnedFd; FDS], side: Side) -> Result<Link, Error> {
     let [memory, server, client, client_room] = fds;
-    let ring_bytes = RING_HEADER.next_multiple_of(PAGE) + geometry.ring;
-    let total = 2 * ring_bytes + geometry.window;
     let memory = File::from(memory);
-    if memory.metadata()?.len() < total {
+    if memory.metadata()?.len() < rings::total(geometry) {
         return Err(Error::Broken("the shared memory is smaller than announced"));
     }
-    let mapping = Arc::new(Mapping::of_file(&memory, 0, total as usize)?);
-    let ring =
-        |at| SharedRing::new(mapping.clone(), at, geometry.ring).ok_or(Error::Broken("a ring doesn't fit"));
-    let window = Window::new(mapping.clone(), 2 * ring_bytes, geometry.window)
-        .ok_or(Error::Broken("the window doesn't fit"))?;
-    let [server, client, client_room] =
-        [server, client, client_room].map(|fd| Arc::new(EventFd(File::from(fd))));
-    let (to_server, to_client) = (ring(0)?, ring(ring_bytes)?);
+    let mapping = Arc::new(Mapping::of_file(&memory, 0, rings::total(geometry) as usize)?);
+    let [server, client, client_room] = [server, client, client_room].map(|fd| Arc::new(EventFd::from(fd)));
     let socket = OwnedFd::from(socket);
     let bell = |event: &Arc<EventFd>| -> Result<Arc<dyn Bell>, Error> {
         Ok(Arc::new(EventBell { event: event.clone(), socket: socket.as_fd().try_clone_to_owned()? }))
     };
-    let window = Arc::new(window);
-    Ok(match side {
-        Side::Client => Link {
-            bell: bell(&client)?,
-            room: bell(&client_room)?,
-            tx: Box::new(RingTx { ring: Producer::new(to_server), peer: server.clone() }),
-            rx: Box::new(RingRx { ring: Consumer::new(to_client), peer_room: server }),
-            window,
-            gone: socket,
-        },
-        Side::Server => Link {
-            bell: bell(&server)?,
-            room: bell(&server)?,
-            tx: Box::new(RingTx { ring: Producer::new(to_client), peer: client }),
-            rx: Box::new(RingRx { ring: Consumer::new(to_server), peer_room: client_room }),
-            window,
-            gone: socket,
-        },
-    })
+    let bells = match side {
+        Side::Client => {
+            Bells { bell: bell(&client)?, room: bell(&client_room)?, peer: server.clone(), peer_room: server }
+        }
+        Side::Server => {
+            Bells { bell: bell(&server)?, room: bell(&server)?, peer: client, peer_room: client_room }
+        }
+    };
+    rings::link(mapping, 0, geometry, side, bells, socket)
 }
 
 /// Connects to a server's Unix socket.
@@ -199,8 +132,7 @@ pub fn refuse(mut socket: &UnixStream, why: &str) -> io::Result<()> {
 /// Makes the memory and the doorbells for one client whose [`Hello`] was accepted.
 pub fn accept(socket: UnixStream, geometry: Geometry) -> Result<Link, Error> {
     let geometry = geometry.check()?;
-    let total = 2 * (RING_HEADER.next_multiple_of(PAGE) + geometry.ring) + geometry.window;
-    let memory = OwnedFd::from(sealed_memfd(c"tombolo-calls", total)?);
+    let memory = OwnedFd::from(sealed_memfd(c"tombolo-calls", rings::total(geometry))?);
     let bells = [EventFd::new()?, EventFd::new()?, EventFd::new()?].map(|e| OwnedFd::from(e.0));
     send_with_fds(&socket, &welcome(Ok(geometry)), &[&memory, &bells[0], &bells[1], &bells[2]])?;
     let [a, b, c] = bells;

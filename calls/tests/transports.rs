@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The same claims for every transport.
 
+use std::fs::File;
+use std::io::{Read, Write};
 use std::net::TcpListener;
-use std::os::fd::OwnedFd;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use tombolo_calls::hello::{Geometry, Hello};
-use tombolo_calls::{Error, Link, process, send, stream};
+use tombolo_calls::memory::{Mapping, sealed_memfd};
+use tombolo_calls::zone::{Area, Channel, Device, State};
+use tombolo_calls::{Error, Link, process, send, stream, zone};
 
 const GEOMETRY: Geometry = Geometry { ring: 64 << 10, window: 4 << 20 };
 
@@ -38,6 +44,80 @@ fn by_unix_stream() -> (Link, Link) {
         stream::accept(socket, GEOMETRY).expect("accepted")
     });
     let client = stream::connect(a.into(), &hello()).expect("welcomed");
+    (client, server.join().expect("no panic"))
+}
+
+/// What the driver of a guest's device does, without a guest: it counts rings of the VM's doorbell, and rings the server's bell.
+struct Driver {
+    count: Mutex<u64>,
+    changed: Condvar,
+    server: File,
+}
+
+impl Driver {
+    fn note(&self) {
+        *self.count.lock().expect("no panics") += 1;
+        self.changed.notify_all();
+    }
+}
+
+impl Device for Driver {
+    fn wait(&self, seen: u64) -> Result<u64, Error> {
+        let count = self.count.lock().expect("no panics");
+        Ok(*self.changed.wait_while(count, |c| *c == seen).expect("no panics"))
+    }
+    fn ring(&self) {
+        (&self.server).write_all(&1u64.to_ne_bytes()).expect("an eventfd takes it");
+    }
+    fn wake(&self) {
+        self.note();
+    }
+}
+
+fn eventfd() -> File {
+    // SAFETY: takes no memory; the result is checked; the descriptor is fresh.
+    unsafe {
+        let fd = libc::eventfd(0, libc::EFD_CLOEXEC);
+        assert!(fd >= 0, "an eventfd");
+        File::from(OwnedFd::from_raw_fd(fd))
+    }
+}
+
+fn by_zone() -> (Link, Link) {
+    let zone = sealed_memfd(c"zone", 2 * 4096 + Area::bytes(2, GEOMETRY)).expect("memory");
+    let len = zone.metadata().expect("a size").len();
+    let area = Area::make(zone, 2 * 4096, len - 2 * 4096, 2, GEOMETRY, 0).expect("it fits");
+    let (bell, doorbell) = (eventfd(), eventfd());
+    let (ours, theirs) = UnixStream::pair().expect("a pair");
+    let driver = Arc::new(Driver {
+        count: Mutex::new(0),
+        changed: Condvar::new(),
+        server: bell.try_clone().expect("a descriptor"),
+    });
+    let (rings, counting) = (doorbell.try_clone().expect("a descriptor"), driver.clone());
+    // Ends with the process: as the interrupt of a device does.
+    thread::spawn(move || {
+        while (&rings).read_exact(&mut [0; 8]).is_ok() {
+            counting.note();
+        }
+    });
+    let at = area.offset(1);
+    let mapped = (area.offset(1) - area.offset(0)) as usize;
+    let mapping = Arc::new(Mapping::of_file(area.memory(), at, mapped).expect("mapped"));
+    let channel = Channel {
+        memory: area.memory().try_clone().expect("a descriptor"),
+        at,
+        geometry: GEOMETRY,
+        bell: bell.into(),
+        doorbell: doorbell.into(),
+        gone: theirs.into(),
+    };
+    let server = thread::spawn(move || {
+        let greeted = zone::greet(channel).expect("a hello");
+        assert_eq!(greeted.hello, hello());
+        greeted.accept().expect("accepted")
+    });
+    let client = zone::connect_over(mapping, GEOMETRY, driver, ours.into(), &hello()).expect("welcomed");
     (client, server.join().expect("no panic"))
 }
 
@@ -146,6 +226,7 @@ macro_rules! claims {
 }
 claims! {
     by_memory: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
+    by_zone: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
     by_tcp: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
     by_unix_stream: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
 }
@@ -177,4 +258,38 @@ fn a_stranger_is_recognized() {
     let mut long = b"TMBLCALL\x01\0\0\0\xff\xff\xff\xff".to_vec();
     long.resize(100, 0);
     assert!(matches!(Hello::receive(&mut &long[..]), Err(Error::Broken(_))));
+}
+
+/// The word of a channel in the memory of an area that begins with the memory.
+fn say(area: &Area, channel: u64, word: u64) {
+    area.memory().write_all_at(&word.to_le_bytes(), 2048 + channel * 8).expect("written");
+}
+
+#[test]
+fn a_channel_goes_from_hand_to_hand_cleared_and_an_impossible_state_counts_as_left() {
+    let len = Area::bytes(3, GEOMETRY);
+    let zone = sealed_memfd(c"zone", len).expect("memory");
+    let area = Area::make(zone, 0, len, 3, GEOMETRY, 5).expect("it fits");
+    assert_eq!(area.state(2), State::Free);
+    assert!(!area.serve(2), "nobody wants it");
+    say(&area, 2, 1);
+    assert_eq!(area.state(2), State::Wanted);
+    assert!(area.serve(2));
+    assert_eq!(area.state(2), State::Served);
+    area.lose(2);
+    assert_eq!(area.state(2), State::Lost);
+    for nonsense in [4, 5, 0xff, u64::MAX] {
+        say(&area, 2, nonsense);
+        assert_eq!(area.state(2), State::Left);
+    }
+    area.memory().write_all_at(b"a secret", area.offset(2) + 20_000).expect("written");
+    area.memory().write_all_at(b"a neighbour's", area.offset(1) + 20_000).expect("written");
+    area.free(2).expect("cleared");
+    assert_eq!(area.state(2), State::Free);
+    let mut left = [1; 8];
+    area.memory().read_exact_at(&mut left, area.offset(2) + 20_000).expect("read");
+    assert_eq!(left, [0; 8], "what a process left is gone");
+    let mut kept = [0; 13];
+    area.memory().read_exact_at(&mut kept, area.offset(1) + 20_000).expect("read");
+    assert_eq!(&kept, b"a neighbour's");
 }

@@ -136,10 +136,9 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Zone { command: ZoneCommand::Zone(command) } => tombolo_zone::cli::run(command, cli.json),
         Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::cli::run_zone(command, cli.json),
         Command::Files { mut command } => {
-            let zone = command.zone_mut();
-            if !zone.exists() {
-                let found = zone.to_str().map_or(Ok(None), tombolo_vm::cli::find_zone)?;
-                *zone = found.unwrap_or_else(|| zone.clone());
+            if let Err(e) = find_zone(&mut command) {
+                eprintln!("tombolo: {e:#}");
+                return Ok(command.failure());
             }
             tombolo_files::cli::run(command, cli.json)
         }
@@ -176,6 +175,16 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+/// Puts the path of a zone's memory in place of the name that the running project has for it.
+fn find_zone(command: &mut tombolo_files::cli::Command) -> anyhow::Result<()> {
+    let Some(zone) = command.zone_by_name() else { return Ok(()) };
+    let name = zone.to_string_lossy();
+    let found = tombolo_vm::cli::find_zone(&tombolo_vm::cli::File::default(), &name)
+        .with_context(|| format!("'{name}' is no file here, and no zone of a running project"))?;
+    *zone = found.path.into();
+    Ok(())
 }
 
 fn manual(dir: &Path) -> anyhow::Result<()> {

@@ -53,6 +53,113 @@ fn too_little_memory_says_how_much_there_is() {
     assert!(err.contains(":2: vm.a.memory is 64M; a guest needs at least 128M"), "{err}");
 }
 
+/// A folder with a kernel that is none, the compose file of a VM that would boot it, and a zone's file with a file system.
+fn persisted() -> (tempfile::TempDir, String, std::path::PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let (kernel, image) = (dir.path().join("vmlinuz"), dir.path().join("z.zone"));
+    std::fs::write(&kernel, "").unwrap();
+    let compose = format!(
+        "[zone.z]\nsize = \"16M\"\nfiles = true\nbacking = \"{}\"\n[vm.a]\nkernel = \"{}\"\nzones = {{ z = {{ mount = \"/mnt\" }} }}\n",
+        image.display(),
+        kernel.display()
+    );
+    let image_name = image.to_str().unwrap();
+    for args in [&["zone", "create", image_name, "--size", "16M"][..], &["files", "mkfs", image_name]] {
+        let (output, err, _dir) = tombolo("", args);
+        assert!(output.status.success(), "{err}");
+    }
+    (dir, compose, image)
+}
+
+/// Sets the version that follows `magic` in the zone's file to one of the future.
+fn age(image: &std::path::Path, magic: &[u8]) {
+    let mut bytes = std::fs::read(image).unwrap();
+    let at = bytes.windows(magic.len()).position(|w| w == magic).unwrap() + magic.len();
+    assert_eq!(bytes[at..at + 4], 1u32.to_le_bytes(), "the version of today");
+    bytes[at..at + 4].copy_from_slice(&77u32.to_le_bytes());
+    std::fs::write(image, bytes).unwrap();
+}
+
+#[test]
+fn a_zone_of_another_version_is_refused_before_anything_is_started() {
+    let (_dir, compose, image) = persisted();
+    age(&image, b"TOMBZONE");
+    let (output, err, _dir) = tombolo(&compose, &["up"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        err.contains("zone.z.backing: ") && err.contains("format version 77; this program knows"),
+        "{err}"
+    );
+    assert!(err.contains("use the version of tombolo that made it") && !err.contains("starting"), "{err}");
+}
+
+#[test]
+fn a_file_system_of_another_version_is_refused_before_anything_is_started() {
+    let (_dir, compose, image) = persisted();
+    age(&image, b"TMBOLOFS");
+    let (output, err, _dir) = tombolo(&compose, &["up"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(err.contains("zone.z.files: z: the file system is of another version"), "{err}");
+    assert!(err.contains("use the program that made it") && !err.contains("starting"), "{err}");
+    let image = image.to_str().unwrap();
+    let (output, err, _dir) = tombolo("", &["files", "fsck", image]);
+    assert_eq!(output.status.code(), Some(8), "not checked");
+    assert!(err.contains(image) && err.contains("version 77") && err.contains("use the program"), "{err}");
+}
+
+#[test]
+fn mkfs_overwrites_a_file_system_only_with_force() {
+    let (_dir, _, image) = persisted();
+    // From its superblock on: before it stands who is looking at the zone.
+    let files = |bytes: Vec<u8>| {
+        let at = bytes.windows(8).position(|w| w == b"TMBOLOFS").unwrap();
+        bytes[at..].to_vec()
+    };
+    let before = files(std::fs::read(&image).unwrap());
+    let image_name = image.to_str().unwrap();
+    let (output, err, _dir) = tombolo("", &["files", "mkfs", image_name]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(err.contains(image_name) && err.contains("--force overwrites it"), "{err}");
+    assert!(files(std::fs::read(&image).unwrap()) == before, "nothing was written");
+    let (output, err, _dir) = tombolo("", &["files", "mkfs", "--force", image_name]);
+    assert!(output.status.success(), "{err}");
+}
+
+#[test]
+fn huge_pages_that_are_not_reserved_are_named_with_where_to_reserve_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let kernel = dir.path().join("vmlinuz");
+    std::fs::write(&kernel, "").unwrap();
+    let compose = format!(
+        "[zone.z]\nsize = \"16T\"\nbacking = \"hugetlb\"\n[vm.a]\nkernel = \"{}\"\nzones = {{ z = {{}} }}\n",
+        kernel.display()
+    );
+    let (output, err, _dir) = tombolo(&compose, &["up"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(err.contains("zone.z.backing: ") && err.contains("hugepages-2048kB/nr_hugepages"), "{err}");
+    assert_eq!(err.matches("os error").count(), 1, "said once: {err}");
+    assert!(!err.contains("starting"), "{err}");
+}
+
+#[test]
+fn a_zone_that_is_neither_file_nor_running_is_named() {
+    for (args, code) in [(&["files", "df", "shared"][..], 1), (&["files", "fsck", "shared"][..], 8)] {
+        let (output, err, _dir) = tombolo("[vm.a]\n", args);
+        assert_eq!(output.status.code(), Some(code));
+        assert!(err.contains("'shared' is no file here, and no zone of a running project"), "{err}");
+        assert!(err.contains("start it with 'tombolo up'"), "{err}");
+    }
+}
+
+#[test]
+fn a_file_that_is_no_compose_file_is_named_with_its_line_in_one_line() {
+    let (output, err, dir) = tombolo("[vm.a]\n[vm.b\n", &["up"]);
+    assert_eq!(output.status.code(), Some(1));
+    let file = dir.path().canonicalize().unwrap().join("tombolo.toml");
+    assert!(err.starts_with(&format!("tombolo: {}:2: ", file.display())), "{err}");
+    assert_eq!(err.lines().count(), 1, "{err}");
+}
+
 #[test]
 fn a_command_on_what_is_not_up_says_so() {
     for (args, code) in [(&["exec", "a", "--", "true"][..], 125), (&["console", "a"][..], 1)] {

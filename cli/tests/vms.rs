@@ -116,6 +116,9 @@ fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
     lab.good(&["zone", "attach", "late", "a"]);
     let seen = "for i in $(seq 500); do [ -e /dev/pmem1 ] && break; usleep 10000; done; ls /dev/pmem1";
     assert_eq!(lab.good(&["exec", "a", "--", "sh", "-c", seen]), "/dev/pmem1\n");
+    let unmounted = lab.run(&["zone", "attach", "--mount", "/mnt/late", "late", "b"]);
+    let err = String::from_utf8_lossy(&unmounted.stderr);
+    assert!(!unmounted.status.success() && err.contains("run `tombolo files mkfs` on the host"), "{err}");
     let left = lab.run(&["zone", "detach", "late", "a"]);
     assert!(String::from_utf8_lossy(&left.stderr).contains("can't unplug virtio-pmem"));
 
@@ -227,6 +230,106 @@ fn a_zone_in_a_file_is_in_use_by_one_project_and_persists() {
     assert_eq!(second.good(&["exec", "a", "--", "cat", "/mnt/x"]), "kept\n");
 }
 
+/// Waits until the VM has rebooted `count` times and is up again.
+fn wait_rebooted(lab: &Lab, count: u64) -> serde_json::Value {
+    let start = Instant::now();
+    loop {
+        let vm = lab.ps()["vms"][0].clone();
+        if vm["reboots"] == count && vm["state"] == "up" {
+            return vm;
+        }
+        let state = vm["state"].as_str().unwrap();
+        assert!(!state.starts_with("failed") && !state.starts_with("ended"), "{vm}");
+        assert!(start.elapsed() < PATIENCE, "{vm}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_guest_that_reboots_comes_back_a_new_member_with_all_its_zones_mounted() {
+    let lab = Lab::new(&format!(
+        "[zone.z]\nsize = \"16M\"\nfiles = true\n[zone.late]\nsize = \"16M\"\nfiles = true\n{ONE}zones = {{ z = {{ mount = \"/mnt/z\" }} }}\n"
+    ));
+    lab.good(&["up"]);
+    lab.good(&["zone", "attach", "--mount", "/mnt/late", "late", "a"]);
+    lab.good(&["exec", "a", "--", "sh", "-c", "echo one >/mnt/z/x; echo two >/mnt/late/x"]);
+    let before = lab.ps()["vms"][0]["pid"].clone();
+    let slot = || lab.good(&["exec", "a", "--", "sh", "-c", "grep -c tombolo /proc/mounts; ls /dev/pmem*"]);
+    assert_eq!(slot(), "2\n/dev/pmem0\n/dev/pmem1\n");
+    let epoch = || -> u64 {
+        let path = lab.good(&["zone", "path", "z"]);
+        let zone: serde_json::Value =
+            serde_json::from_str(&lab.good(&["zone", "inspect", "--json", path.trim()])).unwrap();
+        let members = zone["members"].as_array().unwrap();
+        members.iter().find(|m| m["name"] == "a").unwrap()["epoch"].as_u64().unwrap()
+    };
+    let first = epoch();
+
+    // Without a farewell, as a crash is, and in good order.
+    let crashed = lab.run(&["exec", "a", "--", "sh", "-c", "echo b >/proc/sysrq-trigger"]);
+    assert!(!crashed.status.success(), "its agent has gone with it");
+    let vm = wait_rebooted(&lab, 1);
+    assert_ne!(vm["pid"], before);
+    assert_eq!(vm["zones"], serde_json::json!(["late", "z"]));
+    assert_eq!(slot(), "2\n/dev/pmem0\n/dev/pmem1\n");
+    assert_eq!(lab.good(&["exec", "a", "--", "cat", "/mnt/z/x", "/mnt/late/x"]), "one\ntwo\n");
+    let second = epoch();
+    assert!(second != first, "{first} and {second}");
+    lab.run(&["exec", "a", "--", "reboot"]);
+    wait_rebooted(&lab, 2);
+    assert_eq!(lab.good(&["exec", "a", "--", "cat", "/mnt/z/x", "/mnt/late/x"]), "one\ntwo\n");
+    assert!(epoch() != second);
+    let log = lab.good(&["logs", "a"]);
+    assert_eq!(log.matches("tombolo-guest ready").count(), 3, "{log}");
+
+    // One that switches itself off stays off.
+    lab.run(&["exec", "a", "--", "poweroff"]);
+    let start = Instant::now();
+    while lab.ps()["vms"][0]["state"] == "up" {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(lab.ps()["vms"][0]["state"], "ended: the guest switched itself off");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+/// A folder of the guest kit's 6.1 kernel.
+fn kit() -> std::path::PathBuf {
+    let places = tombolo_vm::guestkit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
+    let kernel = tombolo_vm::guestkit::kit(&places, Some("6.1")).expect("the guest kit").kernel;
+    kernel.parent().unwrap().to_owned()
+}
+
+#[test]
+fn a_disk_of_the_users_own_boots_by_itself_shares_files_and_keeps_what_was_written() {
+    let lab = Lab::new(
+        "[zone.z]\nsize = \"16M\"\nfiles = true\n[vm.a]\ndisk = \"own.img\"\nmemory = \"256M\"\nzones = { z = { mount = \"/mnt\" } }\n",
+    );
+    let made = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/disk-image"))
+        .args([kit(), lab.dir.path().join("own.img")])
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    lab.good(&["up"]);
+    assert!(lab.good(&["exec", "a", "--", "cat", "/proc/cmdline"]).contains("BOOT_IMAGE=/boot/vmlinuz"));
+    lab.good(&["exec", "a", "--", "sh", "-c", "echo disk >/root/x; echo zone >/mnt/x"]);
+    lab.run(&["exec", "a", "--", "reboot"]);
+    wait_rebooted(&lab, 1);
+    assert_eq!(lab.good(&["exec", "a", "--", "cat", "/root/x", "/mnt/x"]), "disk\nzone\n");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn down_ends_a_reboot_and_leaves_nothing() {
+    let lab = Lab::new(ONE);
+    lab.good(&["up"]);
+    lab.run(&["exec", "a", "--", "sh", "-c", "echo b >/proc/sysrq-trigger"]);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
 #[test]
 fn a_guest_without_the_module_is_named_with_the_remedy() {
     // A module that is kept from loading is as good as one that is missing.
@@ -245,9 +348,99 @@ fn a_guest_without_the_module_is_named_with_the_remedy() {
 #[test]
 fn the_tiny_guest_tells_an_accelerator_that_works() {
     let qemu = tombolo_vm::qemu::version::Qemu::find(None).unwrap();
-    let places = tombolo_vm::guestkit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
-    let kernel = tombolo_vm::guestkit::kit(&places, Some("6.1")).expect("the guest kit").kernel;
+    let kernel = kit().join("vmlinuz");
     let tcg = tombolo_vm::qemu::kvm::Accel::Tcg;
     let verdict = tombolo_vm::qemu::kvm::try_guest(&qemu, &kernel, tcg, PATIENCE);
     assert!(verdict.works && verdict.why.starts_with("a tiny guest ran under TCG"), "{verdict:?}");
+}
+
+/// Compiles a program that runs in any guest.
+fn program(source: &str, to: &Path) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(source);
+    let built = Command::new("cc").args(["-O2", "-static", "-o"]).arg(to).arg(source).status().unwrap();
+    assert!(built.success());
+}
+
+#[test]
+fn the_host_and_a_guest_hear_of_each_other() {
+    let lab = Lab::new(&format!(
+        "[zone.shared]\nsize = \"64M\"\nfiles = true\n{ONE}zones = {{ shared = {{ mount = \"/mnt\", bytes = \"20M\" }} }}\n"
+    ));
+    lab.good(&["up"]);
+    let host = lab.dir.path().join("host");
+    std::fs::create_dir(&host).unwrap();
+    lab.good(&["files", "mount", "shared", host.to_str().unwrap()]);
+    program("demo/share.c", &host.join("share"));
+    program("files/linux/tests/hear.c", &host.join("hear"));
+
+    // A file that the guest maps is cut by the host: the guest is rung and lets go, so its blocks come back at once.
+    let free = || -> u64 {
+        let df: serde_json::Value =
+            serde_json::from_str(&lab.good(&["files", "df", "shared", "--json"])).unwrap();
+        df["free"].as_u64().unwrap()
+    };
+    let before = free();
+    std::fs::write(host.join("big"), vec![1u8; 16 << 20]).unwrap();
+    let mut holder = lab
+        .command(&["exec", "-i", "a", "--", "/mnt/share", "hold", "/mnt/big"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(holder.stdout.take().unwrap());
+    said.read_line(&mut String::new()).unwrap();
+    std::fs::OpenOptions::new().write(true).open(host.join("big")).unwrap().set_len(0).unwrap();
+    assert!(free() + (1 << 20) > before, "{} bytes of {before} came back", free());
+    drop(holder.stdin.take());
+    holder.wait().unwrap();
+
+    // What the host does is heard by inotify in the guest.
+    std::fs::create_dir(host.join("d")).unwrap();
+    std::fs::write(host.join("d/file"), "x").unwrap();
+    let hear = ["exec", "a", "--", "/mnt/hear", "/mnt/d", "/mnt/d/file", "/mnt/ready"];
+    let hearing = lab.command(&hear).stdout(Stdio::piped()).spawn().unwrap();
+    let start = Instant::now();
+    while !host.join("ready").exists() {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::fs::write(host.join("d/new"), "y").unwrap();
+    std::fs::rename(host.join("d/new"), host.join("d/moved")).unwrap();
+    std::fs::OpenOptions::new().append(true).open(host.join("d/file")).unwrap().write_all(b"z").unwrap();
+    std::fs::remove_file(host.join("d/moved")).unwrap();
+    std::fs::write(host.join("d/end"), "").unwrap();
+    let heard = hearing.wait_with_output().unwrap();
+    assert!(heard.status.success());
+    let heard = String::from_utf8(heard.stdout).unwrap();
+    for told in [
+        "dir CREATE new",
+        "dir MODIFY new",
+        "dir MOVED_FROM 0 new",
+        "dir MOVED_TO 0 moved",
+        "dir MODIFY file",
+        "file MODIFY -",
+        "dir DELETE moved",
+    ] {
+        assert!(heard.lines().any(|l| l == told), "not heard: {told}; but:\n{heard}");
+    }
+
+    // What the guest does is shown by watch on the host.
+    let mut watch = lab.command(&["files", "watch", "shared"]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines().map(Result::unwrap);
+    lines.next().unwrap();
+    lab.good(&["exec", "a", "--", "mkdir", "/mnt/d/made"]);
+    let line = lines.next().unwrap();
+    assert_eq!(line.split_whitespace().collect::<Vec<_>>(), ["a", "create", "dir", "/d/made"]);
+    signal(watch.id(), "TERM");
+    assert!(watch.wait().unwrap().success());
+
+    // What the file grants holds: the guest's own files end at 20 MiB.
+    let full = lab.run(&["exec", "a", "--", "dd", "if=/dev/zero", "of=/mnt/own", "bs=1M", "count=21"]);
+    assert!(String::from_utf8_lossy(&full.stderr).contains("quota exceeded"), "{full:?}");
+    let accounts = lab.good(&["files", "accounts", "shared"]);
+    assert!(accounts.lines().any(|l| l.starts_with("a ") && l.contains(" 20480 ")), "{accounts}");
+
+    lab.good(&["down"]);
+    assert!(Command::new("umount").arg(&host).status().unwrap().success());
+    lab.assert_nothing_left();
 }

@@ -15,19 +15,25 @@
 #define SPACE_SEARCH 16u /* blocks looked at for free granules before a new block is added */
 #define READ_TRIES 100u
 
+static tmb_u64 mix(tmb_u64 h, tmb_u64 word)
+{
+	h = (h ^ word) * 0x9e3779b97f4a7c15ULL;
+	return h ^ h >> 29;
+}
+
 tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len)
 {
-	tmb_u64 h = fs->hash_seed ^ len;
+	tmb_u64 h = fs->hash_seed ^ len, word;
 
-	while (len) {
-		tmb_u64 word = 0;
-		tmb_u32 n = TFS_MIN(len, 8u);
-
-		memcpy(&word, name, n);
-		h = (h ^ word) * 0x9e3779b97f4a7c15ULL;
-		h ^= h >> 29;
-		name += n;
-		len -= n;
+	for (; len >= 8; name += 8, len -= 8) {
+		memcpy(&word, name, 8);
+		h = mix(h, word);
+	}
+	if (len) {
+		word = 0;
+		for (tmb_u32 i = 0; i < len; i++)
+			word |= (tmb_u64)(tmb_u8)name[i] << 8 * i;
+		h = mix(h, word);
 	}
 	h *= 0xbf58476d1ce4e5b9ULL;
 	h ^= h >> 32;
@@ -66,8 +72,7 @@ static bool matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tm
 	       granules_of(len) <= granules && !memcmp(entry->name, name, len);
 }
 
-static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, const char *name, tmb_u32 len, tmb_u32 hash,
-			struct tfs_slot *slot)
+static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
 	for (tmb_u64 b = 0; b < blocks; b++) {
 		struct tfs_dirent *block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
@@ -76,7 +81,7 @@ static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, c
 		if (!block)
 			return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
 		while (i < TFS_GRANULES_PER_BLOCK) {
-			if (matches(block + i, TFS_GRANULES_PER_BLOCK - i, name, len, hash, &slot->ref)) {
+			if (matches(block + i, TFS_GRANULES_PER_BLOCK - i, name, len, slot->hash, &slot->ref)) {
 				slot->entry = block + i;
 				slot->granule = b * TFS_GRANULES_PER_BLOCK + i;
 				return 0;
@@ -118,7 +123,7 @@ static int probe_start(struct tfs *fs, struct probe *p, tmb_u64 index_root, tmb_
 	/* Spread the 32 bits over larger tables. */
 	p->at = (log > 32 ? (tmb_u64)hash << (log - 32) : hash) & p->mask;
 	p->left = TFS_MIN(p->mask + 1, PROBE_MAX);
-	p->block_no = ~0ULL;
+	p->block = NULL;
 	return 0;
 }
 
@@ -129,7 +134,7 @@ static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
 
 	if (!p->left--)
 		return NULL;
-	if (at / TFS_FANOUT != p->block_no) {
+	if (!p->block || at / TFS_FANOUT != p->block_no) {
 		struct tfs_run run;
 
 		if (tfs_tree_map(fs, p->tree, at / TFS_FANOUT, 1, &run) || !run.block)
@@ -141,9 +146,10 @@ static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
 	return p->block + at % TFS_FANOUT;
 }
 
-static int find_by_index(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len, tmb_u32 hash,
+static int find_by_index(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len,
 			 struct tfs_slot *slot)
 {
+	tmb_u32 hash = slot->hash;
 	struct probe p;
 	tmb_u64 *e;
 	int err = probe_start(fs, &p, index_root, hash);
@@ -170,17 +176,18 @@ static int find_by_index(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_ro
 int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
 	tmb_u64 index_root = tmb_load_acquire(&dir->index_root), blocks = dir_blocks(fs, dir);
-	tmb_u32 hash = tfs_hash(fs, name, len);
 
+	slot->hash = tfs_hash(fs, name, len);
 	if (index_root)
-		return find_by_index(fs, dir, index_root, name, len, hash, slot);
-	return find_by_scan(fs, dir, blocks, name, len, hash, slot);
+		return find_by_index(fs, dir, index_root, name, len, slot);
+	return find_by_scan(fs, dir, blocks, name, len, slot);
 }
 
 /* --- the index ------------------------------------------------------------------------------------------------ */
 
-/* Into a table that has room. *used grows when an empty place was taken. */
-static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 granule, tmb_u64 *used)
+/* Into a table that has room. *used grows when an empty place is taken, before it is: it may count too many, never too few. *probes: how
+ * many looks it may still take. */
+static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 granule, tmb_u64 *used, tmb_u64 *probes)
 {
 	struct probe p;
 	tmb_u64 *e;
@@ -188,14 +195,15 @@ static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 g
 
 	if (err)
 		return err;
-	while ((e = probe_next(fs, &p))) {
+	while (*probes && (e = probe_next(fs, &p))) {
 		tmb_u64 value = tmb_load(e);
 
+		--*probes;
 		if (value && value != TFS_INDEX_TOMB)
 			continue;
-		tmb_store_release(e, (tmb_u64)hash << 32 | (granule + 1));
 		if (!value)
-			(*used)++;
+			tmb_store(used, tmb_load(used) + 1);
+		tmb_store_release(e, (tmb_u64)hash << 32 | (granule + 1));
 		return 0;
 	}
 	return tfs_damage(fs, "directory index without room", index_root, hash);
@@ -204,13 +212,16 @@ static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 g
 /* Builds a table of a size that fits and puts it in place of the old one. */
 static int index_build(struct tfs *fs, struct tfs_inode *dir)
 {
-	tmb_u64 old = tmb_load(&dir->index_root), blocks = dir_blocks(fs, dir), used = 0, nodes = 0, root = 0, done = 0, n;
+	tmb_u64 old = tmb_load(&dir->index_root), blocks = dir_blocks(fs, dir), used = 0, nodes = 0, root = 0, done = 0, n, probes;
+	tmb_u64 entries = TFS_MIN(tmb_load(&dir->entries), blocks * TFS_GRANULES_PER_BLOCK);
 	tmb_u32 log = INDEX_MIN_LOG;
 	int err = 0;
 
-	while (log < INDEX_MAX_LOG && (1ULL << log) < (tmb_load(&dir->entries) + 64) * 3)
+	while (log < INDEX_MAX_LOG && (1ULL << log) < (entries + 64) * 3)
 		log++;
 	n = 1ULL << log >> TFS_FANOUT_SHIFT;
+	/* Two or three per entry are enough, unless someone gave all the same hash. */
+	probes = PROBE_MAX + (64ULL << log);
 	while (done < n && !err) {
 		struct tfs_run run;
 
@@ -233,46 +244,44 @@ static int index_build(struct tfs *fs, struct tfs_inode *dir)
 			tmb_u8 step = tmb_load(&block[i].granules);
 
 			if (tmb_load(&block[i].ref))
-				err = index_put(fs, root, tmb_load(&block[i].hash), b * TFS_GRANULES_PER_BLOCK + i, &used);
+				err = index_put(fs, root, tmb_load(&block[i].hash), b * TFS_GRANULES_PER_BLOCK + i, &used, &probes);
 			i += step ? step : 1;
 		}
 	}
 	if (err) {
-		tfs_tree_mark(fs, index_tree(root), TFS_MAP_FREE);
+		tfs_tree_mark(fs, index_tree(root), tfs_tag(fs), TFS_MAP_FREE);
 		return err;
 	}
-	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs));
+	tfs_tree_mark(fs, index_tree(old), TFS_MAP_USED, tfs_tag(fs));
 	tmb_store(&dir->index_used, used);
 	tmb_store_release(&dir->index_root, root);
-	tfs_tree_mark(fs, index_tree(root), TFS_MAP_USED);
-	tfs_tree_mark(fs, index_tree(old), TFS_MAP_FREE);
+	tfs_tree_mark(fs, index_tree(root), tfs_tag(fs), TFS_MAP_USED);
+	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs), TFS_MAP_FREE);
 	return 0;
 }
 
 static int index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule)
 {
-	tmb_u64 root = tmb_load(&dir->index_root), used = tmb_load(&dir->index_used);
+	tmb_u64 root = tmb_load(&dir->index_root), probes = PROBE_MAX;
 	int err;
 
 	if (granule > 0xfffffffeULL - 1)
 		return -ENOSPC; /* 2^32 granules: 256 GiB of names */
 	if (!root && dir_blocks(fs, dir) < 2)
 		return 0;
-	if (!root || (used + 1) * 4 > (1ULL << index_log(root)) * 3) {
+	if (!root || (tmb_load(&dir->index_used) + 1) * 4 > (1ULL << index_log(root)) * 3) {
 		err = index_build(fs, dir);
 		if (err)
 			return err;
 		root = tmb_load(&dir->index_root);
-		used = tmb_load(&dir->index_used);
 	}
-	err = index_put(fs, root, hash, granule, &used);
-	tmb_store(&dir->index_used, used);
-	return err;
+	return index_put(fs, root, hash, granule, &dir->index_used, &probes);
 }
 
-void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot, tmb_u32 hash)
+void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot)
 {
 	tmb_u64 root = tmb_load(&dir->index_root), *e;
+	tmb_u32 hash = slot->hash;
 	struct probe p;
 
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + tmb_load(&slot->entry->granules));
@@ -292,12 +301,18 @@ void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot
 
 /* --- space for entries ------------------------------------------------------------------------------------------ */
 
-/* A free run of at least 'need' granules in this block, made one (neighbours merged); -1: none. */
-static int free_run(struct tfs_dirent *block, tmb_u32 need)
+/* A free run of at least 'need' granules in this block, made one (neighbours merged), *have: how many; -1: none. */
+static int free_run(struct tfs_dirent *block, tmb_u32 need, tmb_u32 *have)
 {
 	for (tmb_u32 i = 0; i < TFS_GRANULES_PER_BLOCK;) {
 		tmb_u32 n = 0;
 
+		if (tmb_load(&block[i].ref)) {
+			tmb_u8 step = tmb_load(&block[i].granules);
+
+			i += step ? step : 1;
+			continue;
+		}
 		while (i + n < TFS_GRANULES_PER_BLOCK && !tmb_load(&block[i + n].ref)) {
 			tmb_u8 step = tmb_load(&block[i + n].granules);
 
@@ -306,14 +321,10 @@ static int free_run(struct tfs_dirent *block, tmb_u32 need)
 		n = TFS_MIN(n, TFS_GRANULES_PER_BLOCK - i);
 		if (n >= need) {
 			tmb_store(&block[i].granules, (tmb_u8)n);
+			*have = n;
 			return (int)i;
 		}
 		i += n;
-		if (i < TFS_GRANULES_PER_BLOCK) {
-			tmb_u8 step = tmb_load(&block[i].granules);
-
-			i += step ? step : 1;
-		}
 	}
 	return -1;
 }
@@ -330,7 +341,7 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
 		((struct tfs_dirent *)tfs_block(fs, run.block))->granules = TFS_GRANULES_PER_BLOCK;
 	} else {
-		err = tfs_alloc(fs, 0, 1, &run);
+		err = tfs_blocks_left(fs, dir) ? tfs_alloc(fs, 0, 1, &run) : -EDQUOT;
 		if (err)
 			return err;
 		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
@@ -340,14 +351,14 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 			tfs_set_map(fs, run.block, 1, TFS_MAP_FREE);
 			return err;
 		}
-		tmb_store(&dir->blocks, tmb_load(&dir->blocks) + 1 + nodes);
+		tfs_count_blocks(fs, dir, 1 + (tmb_s64)nodes);
 	}
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + TFS_GRANULES_PER_BLOCK);
 	tmb_store_release(&dir->size, (b + 1) << TFS_BLOCK_SHIFT);
 	return 0;
 }
 
-static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struct tfs_slot *slot)
+static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struct tfs_slot *slot, tmb_u32 *have)
 {
 	tmb_u64 blocks = dir_blocks(fs, dir), hint = tmb_load(&dir->dir_hint), tries = 0;
 	int err, at;
@@ -363,7 +374,7 @@ static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struc
 
 			if (!block)
 				return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), hint);
-			at = free_run(block, need);
+			at = free_run(block, need, have);
 			if (at >= 0) {
 				tmb_store(&dir->dir_hint, hint);
 				slot->entry = block + at;
@@ -379,39 +390,35 @@ static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struc
 		return err;
 	tmb_store(&dir->dir_hint, blocks);
 	slot->granule = blocks * TFS_GRANULES_PER_BLOCK;
+	*have = TFS_GRANULES_PER_BLOCK;
 	slot->entry = granule_at(fs, dir, slot->granule);
 	return slot->entry ? 0 : tfs_damage(fs, "directory block missing", tmb_load(&dir->root), blocks);
 }
 
 int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
-	tmb_u32 need = granules_of(len), hash = tfs_hash(fs, name, len), have;
+	tmb_u32 need = granules_of(len), hash = slot->hash, have;
 	struct tfs_dirent *entry;
-	int err = find_space(fs, dir, need, slot);
+	int err = find_space(fs, dir, need, slot, &have);
 
 	if (err)
 		return err;
 	entry = slot->entry;
 	slot->ref = 0;
-	have = tmb_load(&entry->granules);
 	if (have > need) { /* the rest stays a free run; its length first */
 		tmb_store(&entry[need].ref, 0);
 		tmb_store_release(&entry[need].granules, (tmb_u8)(have - need));
 	}
 	tmb_store(&entry->hash, hash);
 	tmb_store(&entry->name_len, (tmb_u8)len);
-	memcpy(entry->name, name, len);
+	/* It may go on in the next granules, which a check of the field's bounds would not let it. */
+	memcpy((char *)entry + offsetof(struct tfs_dirent, name), name, len);
 	tmb_store_release(&entry->granules, (tmb_u8)need);
 	err = index_add(fs, dir, hash, slot->granule);
 	if (err)
 		return err;
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) - need);
 	return 0;
-}
-
-void tfs_dir_unreserve(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot)
-{
-	tfs_dir_forget(fs, dir, slot, tmb_load(&slot->entry->hash));
 }
 
 /* --- readers ------------------------------------------------------------------------------------------------------ */

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * Names. A dentry, positive or negative, carries in d_time the directory's sequence number that was read before the
- * lookup it came from; while the directory still has that number, the dentry is true. Otherwise the name is looked up again.
+ * lookup it came from; while the directory still has that number, the dentry is true. It also is when all that changed the
+ * directory since were operations of this kernel, which mark the dentries they concern (tmb_inode's own_from and own_to). Otherwise
+ * the name is looked up again.
  */
 #include "tombolo.h"
 
@@ -9,8 +11,47 @@
 #include <linux/namei.h>
 #include <linux/slab.h>
 
-#define TMB_UNSTAMPED 1ul /* odd: no directory at rest has it */
+#define TMB_UNSTAMPED 1ul /* odd: no directory at rest has such a number */
 #define TMB_LOOKUP_TRIES 32
+
+/* --- what dentries are worth ------------------------------------------------------------------------------- */
+
+/*
+ * Whether 'dentry' of 'dir' is true without another look; *stamp gets what it carries. Safe under RCU. The order of the
+ * loads matters: whoever sees what own_change() stored sees the marks that came before, and the sequence number comes last.
+ */
+static bool is_true(struct inode *dir, struct dentry *dentry, u64 *stamp)
+{
+	u64 to = smp_load_acquire(&tmb_i(dir)->own_to), from = READ_ONCE(tmb_i(dir)->own_from), seq;
+
+	*stamp = READ_ONCE(dentry->d_time);
+	smp_rmb();
+	seq = tfs_dir_seq(tmb_fs(dir), dir->i_ino);
+	return !(*stamp & 1) && (seq == *stamp || (seq == to && *stamp >= from && *stamp < to));
+}
+
+/* No directory has this number, nor had the dentry before: a validation that began earlier can't put its result here. */
+static void unstamp(struct dentry *dentry)
+{
+	WRITE_ONCE(dentry->d_time, (dentry->d_time | 1) + 2);
+}
+
+/*
+ * After this kernel changed names in 'dir' (locked), once, and unstamped the dentries that are not true any more: the number that
+ * what it knows of them holds for, or TMB_UNSTAMPED if somebody else changed the directory, too.
+ */
+static u64 own_change(struct inode *dir, u64 before)
+{
+	struct tmb_inode *ti = tmb_i(dir);
+	u64 now = tfs_dir_seq(tmb_fs(dir), dir->i_ino);
+
+	if (before & 1 || now != before + 2)
+		return TMB_UNSTAMPED;
+	if (ti->own_to != before)
+		WRITE_ONCE(ti->own_from, before);
+	smp_store_release(&ti->own_to, now);
+	return now;
+}
 
 /* --- lookup and validation --------------------------------------------------------------------------------- */
 
@@ -54,7 +95,7 @@ static int find(struct inode *dir, const struct qstr *name, struct inode **inode
 static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsigned int flags)
 {
 	struct inode *inode;
-	struct dentry *alias;
+	struct dentry *alias, *old;
 	u64 stamp;
 	int err;
 
@@ -65,6 +106,19 @@ static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsig
 		return ERR_PTR(err);
 	dentry->d_time = stamp;
 	alias = d_splice_alias(inode, dentry);
+	if (alias == ERR_PTR(-ESTALE)) {
+		/* A directory that another member moved, and its dentry can't follow during a rename here. If nobody uses that, it can go. */
+		err = find(dir, &dentry->d_name, &inode, &stamp);
+		if (err)
+			return ERR_PTR(err);
+		old = inode ? d_find_any_alias(inode) : NULL;
+		if (old) {
+			d_invalidate(old);
+			dput(old);
+		}
+		dentry->d_time = stamp;
+		alias = d_splice_alias(inode, dentry);
+	}
 	if (!IS_ERR_OR_NULL(alias))
 		alias->d_time = stamp;
 	return alias;
@@ -100,46 +154,41 @@ static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 	struct name_snapshot name;
 	struct dentry *parent;
 	struct inode *dir;
-	u64 stamp;
+	u64 stamp, now;
 	int valid;
 
 	if (flags & LOOKUP_RCU) {
 		dir = d_inode_rcu(READ_ONCE(dentry->d_parent));
-		stamp = READ_ONCE(dentry->d_time);
-		if (!dir || stamp & 1 || tfs_dir_seq(tmb_fs(dir), dir->i_ino) != stamp)
-			return -ECHILD;
-		return 1;
+		return dir && is_true(dir, dentry, &stamp) ? 1 : -ECHILD;
 	}
 	parent = dget_parent(dentry);
 	dir = d_inode(parent);
-	stamp = READ_ONCE(dentry->d_time);
-	if (!(stamp & 1) && tfs_dir_seq(tmb_fs(dir), dir->i_ino) == stamp) {
+	if (is_true(dir, dentry, &stamp)) {
 		dput(parent);
 		return 1;
 	}
 	take_dentry_name_snapshot(&name, dentry);
-	valid = still(dir, &name.name, d_inode(dentry), &stamp);
+	valid = still(dir, &name.name, d_inode(dentry), &now);
 	release_dentry_name_snapshot(&name);
 	dput(parent);
-	if (valid > 0)
-		WRITE_ONCE(dentry->d_time, stamp);
+	/* Not if an operation of this kernel has marked it meanwhile. */
+	if (valid > 0 && !(now & 1))
+		cmpxchg(&dentry->d_time, stamp, now);
 	return valid;
+}
+
+/* What another member unlinked is not kept for its old name: its last user here frees it. */
+static int tmb_d_delete(const struct dentry *dentry)
+{
+	struct inode *inode = d_inode(dentry);
+
+	return inode && !READ_ONCE(inode->i_nlink);
 }
 
 const struct dentry_operations tmb_dentry_ops = {
 	.d_revalidate = tmb_d_revalidate,
+	.d_delete = tmb_d_delete,
 };
-
-/*
- * After this kernel changed a name in 'dir': 'dentry' is right at the sequence number that follows 'before', if nobody else
- * changed the directory in between.
- */
-static void restamp(struct dentry *dentry, struct inode *dir, u64 before)
-{
-	u64 now = tfs_dir_seq(tmb_fs(dir), dir->i_ino);
-
-	WRITE_ONCE(dentry->d_time, !(before & 1) && now == before + 2 ? now : TMB_UNSTAMPED);
-}
 
 /* --- making -------------------------------------------------------------------------------------------------- */
 
@@ -212,6 +261,7 @@ static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 			d_drop(dentry);
 		return PTR_ERR(inode);
 	}
+	tmb_tell_name(dir, &dentry->d_name, inode, FS_CREATE);
 	if (S_ISDIR(mode)) {
 		struct dentry *alias;
 
@@ -228,7 +278,7 @@ static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 	} else {
 		d_instantiate(dentry, inode);
 	}
-	restamp(dentry, dir, before);
+	WRITE_ONCE(dentry->d_time, own_change(dir, before));
 	return 0;
 }
 
@@ -291,9 +341,10 @@ static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry
 			d_drop(dentry);
 		return err;
 	}
+	tmb_tell_name(dir, &dentry->d_name, inode, FS_CREATE);
 	ihold(inode);
 	d_instantiate(dentry, inode);
-	restamp(dentry, dir, before);
+	WRITE_ONCE(dentry->d_time, own_change(dir, before));
 	return 0;
 }
 
@@ -304,6 +355,7 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 	struct inode *inode = d_inode(dentry);
 	struct tfs *fs = tmb_fs(dir);
 	const struct qstr *name = &dentry->d_name;
+	u64 before = tfs_dir_seq(fs, dir->i_ino);
 	int err = tmb_hold_unlinked(dentry);
 
 	if (err)
@@ -321,8 +373,10 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 			clear_nlink(inode);
 		spin_unlock(&inode->i_lock);
 	}
+	tmb_tell_name(dir, name, inode, FS_DELETE | (inode->i_nlink ? 0 : FS_DELETE_SELF));
 	tmb_unreference(inode);
-	WRITE_ONCE(dentry->d_time, TMB_UNSTAMPED);
+	unstamp(dentry);
+	own_change(dir, before);
 	return 0;
 }
 
@@ -340,6 +394,7 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 		      unsigned int flags)
 {
 	struct inode *target = d_inode(new);
+	u64 old_before = tfs_dir_seq(tmb_fs(old_dir), old_dir->i_ino), new_before = tfs_dir_seq(tmb_fs(new_dir), new_dir->i_ino);
 	u32 how = 0;
 	int err;
 
@@ -360,13 +415,16 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 	}
 	err = tfs_rename(tmb_fs(old_dir), old_dir->i_ino, old->d_name.name, old->d_name.len, new_dir->i_ino,
 			 new->d_name.name, new->d_name.len, how, tfs_os_now());
-	if (err) {
-		WRITE_ONCE(old->d_time, TMB_UNSTAMPED);
-		WRITE_ONCE(new->d_time, TMB_UNSTAMPED);
+	unstamp(old);
+	unstamp(new);
+	if (err)
 		return err;
-	}
-	WRITE_ONCE(old->d_time, TMB_UNSTAMPED);
-	WRITE_ONCE(new->d_time, TMB_UNSTAMPED);
+	own_change(new_dir, new_before);
+	if (old_dir != new_dir)
+		own_change(old_dir, old_before);
+	tmb_tell_move(old_dir, &old->d_name, new_dir, &new->d_name, d_inode(old));
+	if (target && flags & RENAME_EXCHANGE)
+		tmb_tell_move(new_dir, &new->d_name, old_dir, &old->d_name, target);
 	tmb_refresh(d_inode(old));
 	if (target && tmb_refresh(target)) {
 		spin_lock(&target->i_lock);
@@ -374,6 +432,8 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 			clear_nlink(target);
 		spin_unlock(&target->i_lock);
 	}
+	if (target && !(flags & RENAME_EXCHANGE))
+		tmb_tell_inode(target, FS_ATTRIB | (target->i_nlink ? 0 : FS_DELETE_SELF));
 	if (target)
 		tmb_unreference(target);
 	return 0;
@@ -413,7 +473,7 @@ static int tmb_iterate(struct file *file, struct dir_context *dir)
 		dir->pos = 1;
 	}
 	if (dir->pos == 1) {
-		u64 parent = tfs_parent(fs, inode->i_ino);
+		u64 parent = inode == d_inode(inode->i_sb->s_root) ? inode->i_ino : tfs_parent(fs, inode->i_ino);
 
 		if (!dir_emit(dir, "..", 2, parent ? parent : inode->i_ino, DT_DIR))
 			return 0;

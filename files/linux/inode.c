@@ -41,8 +41,9 @@ static void apply(struct inode *inode, const struct tfs_attr *a)
 	/* i_lock: two refreshes at once must not confuse the super block's count of unlinked inodes. */
 	spin_lock(&inode->i_lock);
 	inode->i_mode = a->mode;
-	i_uid_write(inode, a->uid);
-	i_gid_write(inode, a->gid);
+	/* As i_uid_write() does it for a super block of the initial user name space, which this one always is. */
+	inode->i_uid = KUIDT_INIT(a->uid);
+	inode->i_gid = KGIDT_INIT(a->gid);
 	if (inode->i_nlink != a->nlink)
 		set_nlink(inode, a->nlink);
 	i_size_write(inode, a->size);
@@ -50,43 +51,45 @@ static void apply(struct inode *inode, const struct tfs_attr *a)
 	inode_set_atime_to_ts(inode, ns_to_timespec64(a->atime));
 	inode_set_mtime_to_ts(inode, ns_to_timespec64(a->mtime));
 	inode_set_ctime_to_ts(inode, ns_to_timespec64(a->ctime));
-	ti->btime = a->btime;
-	ti->flags = a->flags;
-	WRITE_ONCE(ti->has_xattr, a->has_xattr);
-	ti->version = a->version;
 	if (a->flags & TFS_FL_IMMUTABLE)
 		flags |= S_IMMUTABLE;
 	if (a->flags & TFS_FL_APPEND)
 		flags |= S_APPEND;
 	if ((inode->i_flags & (S_IMMUTABLE | S_APPEND)) != flags)
 		inode_set_flags(inode, flags, S_IMMUTABLE | S_APPEND);
+	/* Last: who finds it to be what the zone says uses the fields above. */
+	smp_wmb();
+	ti->seen = *a;
 	spin_unlock(&inode->i_lock);
 }
 
-static bool same(struct inode *inode, const struct tfs_attr *a)
+/* Whether the copies are what the zone says now. */
+static bool fresh(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
-	s64 atime = tmb_to_ns(inode_get_atime(inode));
+	bool same = i_size_read(inode) == ti->seen.size && inode->i_nlink == ti->seen.nlink &&
+		    tfs_attr_same(tmb_fs(inode), inode->i_ino, &ti->seen);
 
-	return READ_ONCE(ti->version) == a->version && i_size_read(inode) == a->size && atime == a->atime &&
-	       inode->i_nlink == a->nlink && inode->i_mode == a->mode &&
-	       inode->i_blocks == a->blocks << (TFS_BLOCK_SHIFT - 9);
+	smp_rmb();
+	return same;
 }
 
 /* Renews the copies. -ESTALE: the file is gone; -EUCLEAN: the zone is damaged. Safe under RCU. */
 int tmb_refresh(struct inode *inode)
 {
 	struct tfs_attr a;
-	int err = tfs_getattr(tmb_fs(inode), inode->i_ino, tmb_i(inode)->generation, &a);
+	int err;
 
+	if (fresh(inode))
+		return 0;
+	err = tfs_getattr(tmb_fs(inode), inode->i_ino, tmb_i(inode)->generation, &a);
 	if (err)
 		return err;
 	if ((a.mode ^ inode->i_mode) & S_IFMT) {
 		tfs_os_damage(tmb_fs(inode), "an inode changed its type", inode->i_ino, a.mode);
 		return -EUCLEAN;
 	}
-	if (!same(inode, &a))
-		apply(inode, &a);
+	apply(inode, &a);
 	return 0;
 }
 
@@ -111,7 +114,7 @@ struct inode *tmb_iget(struct super_block *sb, u64 ino)
 			tfs_os_damage(fs, "an inode changed its type", ino, a.mode);
 			return ERR_PTR(-EUCLEAN);
 		}
-		if (!same(inode, &a))
+		if (!fresh(inode))
 			apply(inode, &a);
 		return inode;
 	}
@@ -220,11 +223,20 @@ int tmb_open_inode(struct inode *inode, struct file *file)
 int tmb_release_inode(struct inode *inode, struct file *file)
 {
 	struct tmb_inode *ti = tmb_i(inode);
+	bool last;
 
+	if (file->f_mode & FMODE_WRITE)
+		tmb_tell(file_dentry(file), FS_CLOSE_WRITE);
 	mutex_lock(&ti->lock);
-	ti->opens--;
+	last = !--ti->opens;
 	mutex_unlock(&ti->lock);
-	/* With blocks still mapped or pinned, or no name left, the reference stays until the inode is evicted. */
+	/* A mapping has its file open, so now there is none. With pages still pinned the references stay until the inode is evicted. */
+	if (last && READ_ONCE(ti->mapped)) {
+		filemap_invalidate_lock(inode->i_mapping);
+		if (!READ_ONCE(ti->opens))
+			tmb_revoke_locked(inode, 0);
+		filemap_invalidate_unlock(inode->i_mapping);
+	}
 	tmb_unreference(inode);
 	return 0;
 }
@@ -264,7 +276,7 @@ int tmb_getattr(tmb_idmap *idmap, const struct path *path, struct kstat *stat, u
 	tmb_fillattr(idmap, mask, inode, stat);
 	stat->blksize = TFS_BLOCK;
 	stat->result_mask |= STATX_BTIME;
-	stat->btime = ns_to_timespec64(tmb_i(inode)->btime);
+	stat->btime = ns_to_timespec64(tmb_i(inode)->seen.btime);
 	stat->attributes_mask |= STATX_ATTR_IMMUTABLE | STATX_ATTR_APPEND;
 	if (inode->i_flags & S_IMMUTABLE)
 		stat->attributes |= STATX_ATTR_IMMUTABLE;
@@ -277,6 +289,9 @@ int tmb_permission(tmb_idmap *idmap, struct inode *inode, int mask)
 {
 	int err = tmb_refresh(inode);
 
+	/* To read, but not to open, change into or ask: as who sets a watch does. */
+	if (mask == MAY_READ)
+		tmb_expect_watch(tmb_sb(inode->i_sb));
 	return err ? err : generic_permission(idmap, inode, mask);
 }
 
@@ -318,11 +333,15 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 	}
 	if (what || attr->ia_valid & ATTR_CTIME)
 		err = tfs_setattr(tmb_fs(inode), inode->i_ino, what, &a);
-	if (!err && attr->ia_valid & ATTR_MODE && READ_ONCE(tmb_i(inode)->has_xattr))
+	if (!err && attr->ia_valid & ATTR_MODE && READ_ONCE(tmb_i(inode)->seen.has_xattr))
 		err = tmb_acl_chmod(idmap, dentry, attr->ia_mode);
-	if (!err)
-		err = tmb_refresh(inode);
-	return err;
+	if (err)
+		return err;
+	if (attr->ia_valid & ATTR_SIZE)
+		tmb_tell(dentry, FS_MODIFY);
+	if (what)
+		tmb_tell(dentry, FS_ATTRIB);
+	return tmb_refresh(inode);
 }
 
 static int stamp(struct inode *inode, int flags, s64 now)
@@ -356,7 +375,7 @@ int tmb_fileattr_get(struct dentry *dentry, struct fileattr *fa)
 
 	if (err)
 		return err;
-	fileattr_fill_flags(fa, tmb_i(inode)->flags & (TFS_FL_IMMUTABLE | TFS_FL_APPEND));
+	fileattr_fill_flags(fa, tmb_i(inode)->seen.flags & (TFS_FL_IMMUTABLE | TFS_FL_APPEND));
 	return 0;
 }
 
@@ -370,7 +389,10 @@ int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, struct fileattr *f
 		return -EOPNOTSUPP;
 	a.flags = fa->flags;
 	err = tfs_setattr(tmb_fs(inode), inode->i_ino, TFS_SET_FLAGS, &a);
-	return err ? err : tmb_refresh(inode);
+	if (err)
+		return err;
+	tmb_tell(dentry, FS_ATTRIB);
+	return tmb_refresh(inode);
 }
 
 /* --- symbolic links -------------------------------------------------------------------------------------- */

@@ -3,12 +3,14 @@
  * The Linux kernel's skin of the file system: what its files share.
  *
  *	super.c	 mounting: options, super block, inode allocation, statfs
+ *	calls.c	 zones for accelerator calls: which of them are joined
  *	zone.c	 finding a zone among the pmem devices, its checked geometry, joining and leaving as a member
  *	inode.c	 VFS inodes: identity, refreshing from the zone, attributes, openers' references
  *	dir.c	 names: lookup and its validation, create, link, rename, readdir
  *	file.c	 data: read, write, seek, fallocate, truncate
  *	mmap.c	 faults, and taking mappings back when another member removes blocks
  *	lock.c	 flock and fcntl locks
+ *	notify.c inotify and fanotify across members
  *	xattr.c	 extended attributes; acl.c: POSIX ACLs on top of them
  *	os.c	 what the core needs (tfs_os.h)
  *	compat.h differences between kernels
@@ -50,6 +52,7 @@ struct tmb_zone {
 	char name[TMB_NAME_LEN + 1];
 	u64 files_offset, files_length;
 	u64 sync_offset, sync_length; /* 0: no such area */
+	u64 calls_offset, calls_length;
 	struct tmb_member *members;
 };
 
@@ -70,17 +73,25 @@ struct tmb_sb {
 	struct list_head mapped;
 	struct workqueue_struct *work_queue;
 	struct delayed_work poll;
+	/* change events */
+	struct mutex changes_lock; /* one teller at a time; who begins and ends to hear */
+	u32 change_cookie;
+	bool hearing;
+	struct tfs_listener listener;	/* the worker's, while hearing */
+	struct tfs_change heard;	/* the worker's */
+	u32 heard_member, heard_cookie, heard_as; /* the last rename's */
+	struct delayed_work unwatch;
 };
 
 struct tmb_inode {
 	u32 generation;
-	bool has_xattr;
-	u32 flags;	/* TFS_FL_* */
-	u64 version;	/* of the last refresh */
-	s64 btime;
+	struct tfs_attr seen; /* by the last refresh; changes with i_lock */
+	u64 modify_told; /* where the last word about a change of its data ends */
 	struct mutex lock; /* the members below */
 	u32 opens;
 	bool referenced;   /* tfs_open_ref is held */
+	/* directories: from the one sequence number to the other only this kernel changed names, and it told their dentries */
+	u64 own_from, own_to;
 	/* mapping: 'mapped' and 'runs' change with invalidate_lock held (shared: to true; exclusive: to false) */
 	bool mapped;
 	u64 map_seq;
@@ -102,6 +113,9 @@ static inline struct tmb_inode *tmb_i(const struct inode *inode)
 {
 	return container_of(inode, struct tmb_inode, vfs);
 }
+
+/* calls.c */
+void tmb_calls_exit(void);
 
 /* zone.c */
 int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path);
@@ -143,6 +157,16 @@ int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid);
 /* lock.c */
 int tmb_lock(struct file *file, int cmd, struct file_lock *fl);
 int tmb_flock(struct file *file, int cmd, struct file_lock *fl);
+
+/* notify.c; masks as inotify has them (FS_*) */
+void tmb_tell(struct dentry *dentry, u32 mask);
+void tmb_tell_inode(struct inode *inode, u32 mask);
+void tmb_tell_name(struct inode *dir, const struct qstr *name, struct inode *inode, u32 mask);
+void tmb_tell_move(struct inode *old_dir, const struct qstr *old, struct inode *new_dir, const struct qstr *new, struct inode *inode);
+void tmb_expect_watch(struct tmb_sb *s);
+bool tmb_changes_hear(struct tmb_sb *s);
+void tmb_changes_start(struct tmb_sb *s);
+void tmb_changes_stop(struct tmb_sb *s);
 
 /* mmap.c */
 extern const struct address_space_operations tmb_aops;

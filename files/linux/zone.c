@@ -68,11 +68,11 @@ static int zone_check(struct tmb_zone *zone)
 	memcpy(zone->name, h->name, TMB_NAME_LEN);
 	zone->name[TMB_NAME_LEN] = 0;
 	zone->members = (struct tmb_member *)(zone->addr + h->members_off);
-	zone->files_length = zone->sync_length = 0;
+	zone->files_length = zone->sync_length = zone->calls_length = 0;
 	for (i = 0; i < h->n_areas; i++) {
 		const struct tmb_area *a = &h->areas[i];
 
-		if (a->type != TMB_AREA_FILES && a->type != TMB_AREA_SYNC)
+		if (a->type != TMB_AREA_FILES && a->type != TMB_AREA_SYNC && a->type != TMB_AREA_CALLS)
 			continue;
 		if (a->offset % TMB_PAGE || a->length % TMB_PAGE || a->offset < h->members_off ||
 		    a->offset > zone->size || a->length > zone->size - a->offset)
@@ -83,9 +83,12 @@ static int zone_check(struct tmb_zone *zone)
 		} else if (a->type == TMB_AREA_SYNC && !zone->sync_length) {
 			zone->sync_offset = a->offset;
 			zone->sync_length = a->length;
+		} else if (a->type == TMB_AREA_CALLS && !zone->calls_length) {
+			zone->calls_offset = a->offset;
+			zone->calls_length = a->length;
 		}
 	}
-	err = zone->files_length ? 0 : -ENODATA;
+	err = zone->files_length || zone->calls_length ? 0 : -ENODATA;
 out:
 	kfree(h);
 	return err;

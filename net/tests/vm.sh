@@ -9,14 +9,21 @@
 # ONLY=part of a title runs that case only. With BENCH=1 it prints what the guests measured.
 set -euo pipefail
 
-switch=${1:-target/release/tombolo-switch}
-kernel=${KERNEL:-$(ls /boot/vmlinuz-* | sort -V | tail -1)}
+switch=("${1:-target/release/tombolo-switch}")
+[[ ! ${NET_COMMAND:-} ]] || switch+=("$NET_COMMAND")
+kernel=${KERNEL:-$(printf '%s\n' /boot/vmlinuz-* | sort -V | tail -n 1)}
 release=${kernel#*/vmlinuz-}
 accel=${ACCEL:-tcg,thread=multi}
 cpu=${CPU:-$([[ $accel == kvm* ]] && echo host || echo max,-erms,-fsrm)}
 tmp=$(mktemp -d)
 pids=()
-trap 'for p in "${pids[@]}"; do kill "$p" 2>/dev/null || :; done; wait; rm -rf "$tmp"' EXIT
+finish() {
+  local pid
+  for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || :; done
+  wait
+  rm -rf "$tmp"
+}
+trap finish EXIT
 
 fail() { echo "FAILED: $*"; tail -n 30 "$tmp"/*.log; exit 1; }
 
@@ -68,7 +75,7 @@ chmod +x "$root/init"
 (cd "$root" && find . | cpio -o -H newc --quiet | gzip -1) >"$tmp/initrd"
 
 start_switch() {
-  "$switch" ${NET_COMMAND:-} run --control "$tmp/control" --port "a,$tmp/a,52:54:00:00:00:01" \
+  "${switch[@]}" run --control "$tmp/control" --port "a,$tmp/a,52:54:00:00:00:01" \
     --port "b,$tmp/b,52:54:00:00:00:02" >>"$tmp/switch.log" 2>&1 &
   switch_pid=$!
   pids+=("$switch_pid")
@@ -103,7 +110,7 @@ run() { # title server-options client-options
   wait "$switch_pid" 2>/dev/null || :
   start_switch
   wait_for 180 "$tmp/client.log" "CLIENT DONE"
-  "$switch" ${NET_COMMAND:-} --json ports --control "$tmp/control" >"$tmp/ports.json"
+  "${switch[@]}" --json ports --control "$tmp/control" >"$tmp/ports.json"
   grep -q 'PING .* 0% packet loss' "$tmp/client.log" || fail "$1: pings were lost"
   for what in send receive restart; do
     grep -q "TCP $what .*receiver" "$tmp/client.log" || fail "$1: TCP $what"

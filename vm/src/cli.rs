@@ -15,13 +15,13 @@ use clap::{Args, Subcommand};
 
 use crate::client::{self, Outcome, Progress};
 use crate::compose::{self, Project, Rights, Size};
-use crate::control::{Event, Peer, Request, Status};
+use crate::control::{Event, Peer, Request, Status, ZoneStatus};
 use crate::doctor;
 use crate::state::StateDir;
 use crate::supervisor;
 
 /// Which compose file.
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, Default)]
 pub struct File {
     /// The compose file [default: tombolo.toml here or in a folder above]
     #[arg(short, long, value_name = "PATH")]
@@ -276,7 +276,7 @@ pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
             let rights = if read_only { Rights::ReadOnly } else { Rights::ReadWrite };
             (file, Request::ZoneAttach { zone, vm, rights, mount })
         }
-        ZoneCommand::Path { file, zone } => return zone_path(&file.load()?, &zone, json),
+        ZoneCommand::Path { file, zone } => return zone_path(&file, &zone, json),
         ZoneCommand::Detach { file, zone, vm } => (file, Request::ZoneDetach { zone, vm }),
     };
     let mut peer = client::living(&file.load()?)?;
@@ -289,30 +289,29 @@ fn say(text: &str) -> std::io::Result<()> {
     writeln!(std::io::stdout().lock(), "{text}")
 }
 
-fn zone_path(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
-    let status = status(client::living(project)?)?;
-    let Some(zone) = status.zones.iter().find(|z| z.name == name) else {
-        let near = compose::nearest(name, status.zones.iter().map(|z| z.name.as_str()));
-        let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
-        anyhow::bail!("the project '{}' has no zone '{name}'{hint}", project.name);
-    };
+fn zone_path(file: &File, name: &str, json: bool) -> anyhow::Result<ExitCode> {
+    let zone = find_zone(file, name)?;
     if json {
-        say(&serde_json::to_string(zone)?)?;
+        say(&serde_json::to_string(&zone)?)?;
     } else {
         say(&zone.path)?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where other programs open the memory of a zone that the running project of this folder (or one above) calls `name`;
-/// `None`: there is no such project, it is not up, or has no such zone.
+/// The zone that the running project of this file calls `name`; its `path` is where other programs open its memory.
 ///
 /// # Errors
-/// When the compose file is malformed, or the supervisor does not answer.
-pub fn find_zone(name: &str) -> anyhow::Result<Option<PathBuf>> {
-    let Ok(file) = compose::find(None) else { return Ok(None) };
-    let Some(peer) = Peer::connect(&StateDir::of(&Project::load(&file)?)?)? else { return Ok(None) };
-    Ok(status(peer)?.zones.into_iter().find(|z| z.name == name).map(|z| z.path.into()))
+/// When there is no such project, it is not up, or has no such zone.
+pub fn find_zone(file: &File, name: &str) -> anyhow::Result<ZoneStatus> {
+    let project = file.load()?;
+    let mut zones = status(client::living(&project)?)?.zones;
+    if let Some(at) = zones.iter().position(|z| z.name == name) {
+        return Ok(zones.swap_remove(at));
+    }
+    let near = compose::nearest(name, zones.iter().map(|z| z.name.as_str()));
+    let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
+    anyhow::bail!("the project '{}' has no zone '{name}'{hint}", project.name);
 }
 
 fn status(mut peer: Peer) -> anyhow::Result<Status> {

@@ -142,6 +142,15 @@ pub struct ZoneUse {
     /// Rights of the member.
     #[serde(default)]
     pub rights: Rights,
+    /// The directory of the zone's file system that the guest is confined to; made where it is missing.
+    #[serde(default)]
+    pub subtree: Option<String>,
+    /// What the files that the guest makes may take up together.
+    #[serde(default)]
+    pub bytes: Option<Size>,
+    /// How many files and directories it may make.
+    #[serde(default)]
+    pub inodes: Option<u64>,
 }
 
 /// One entry of a VM's `share`.
@@ -618,7 +627,7 @@ fn explain(text: &str, offset: usize, message: &str) -> String {
         let key = rest.split('`').next().unwrap_or_default();
         return format!("key '{key}' is missing{table}; add it");
     }
-    format!("{}{table}", message.trim())
+    format!("{}{table}", message.trim().replace('\n', ": "))
 }
 
 /// The candidate nearest to `word`, if one is near enough to be meant.

@@ -185,7 +185,7 @@ impl Status {
 pub struct VmStatus {
     /// Name.
     pub name: String,
-    /// "booting", "up", "stopping", "failed: …" or "ended: …".
+    /// "booting", "up", "rebooting", "stopping", "failed: …" or "ended: …".
     pub state: String,
     /// QEMU's process, while it runs.
     pub pid: Option<u32>,
@@ -197,8 +197,10 @@ pub struct VmStatus {
     pub memory: u64,
     /// Zones it is a member of.
     pub zones: Vec<String>,
-    /// Seconds since its start.
+    /// Seconds since its start, or since its last reboot.
     pub uptime: f64,
+    /// How often the guest has rebooted since 'up'.
+    pub reboots: u32,
     /// When it reached what, in seconds from its start.
     pub timeline: Vec<(String, f64)>,
     /// How far its memory is, where it grows.

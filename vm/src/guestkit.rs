@@ -14,12 +14,11 @@ pub struct Boot {
     pub initrd: Option<PathBuf>,
 }
 
-/// Folders that may hold the guest kit, a folder per kernel version in each: `$TOMBOLO_GUEST_DIR`, `$TOMBOLO_CACHE/guest`, `.cache/guest` beside the
-/// compose file or above it, `.cache/guest` above the program itself, and where a package puts it.
+/// Folders that may hold the guest kit, a folder per kernel version in each: `$TOMBOLO_CACHE/guest`, `.cache/guest` beside the compose file
+/// or above it, `.cache/guest` above the program itself, and where a package puts it.
 pub fn places(near: &Path) -> Vec<PathBuf> {
-    let mut places: Vec<PathBuf> =
-        std::env::var_os("TOMBOLO_GUEST_DIR").map(PathBuf::from).into_iter().collect();
-    places.extend(std::env::var_os("TOMBOLO_CACHE").map(|cache| PathBuf::from(cache).join("guest")));
+    let cache = std::env::var_os("TOMBOLO_CACHE").map(|cache| PathBuf::from(cache).join("guest"));
+    let mut places: Vec<PathBuf> = cache.into_iter().collect();
     places.extend(near.ancestors().map(|a| a.join(".cache/guest")));
     if let Ok(program) = std::env::current_exe() {
         places.extend(program.ancestors().map(|a| a.join(".cache/guest")));
@@ -83,7 +82,7 @@ pub fn boot(name: &str, vm: &VmSpec, near: &Path) -> anyhow::Result<Option<Boot>
                     .as_deref()
                     .map_or("no guest kit".to_owned(), |v| format!("no guest kit with kernel {v}"));
                 anyhow::bail!(
-                    "vm.{name}.kernel: {what} in {}; build it (make guest), set TOMBOLO_GUEST_DIR, or name a kernel image's path",
+                    "vm.{name}.kernel: {what} in {}; build it (make guest), set TOMBOLO_CACHE to the folder that has guest/ in it, or name a kernel image's path",
                     places[0].display()
                 );
             };

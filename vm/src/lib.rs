@@ -14,6 +14,7 @@
 //! - [`control`]: what commands and supervisor say to each other.
 //! - [`supervisor`], [`session`]: the supervisor, and what in it lasts (exec, console).
 //! - [`machine`]: one VM's life.
+//! - [`mount`]: file systems of zones in its guest.
 //! - [`growth`]: passed-through devices, and memory that arrives while the VM runs.
 //! - [`qemu`]: command line, monitor, console, and whether KVM works.
 //! - [`agent`], [`exec`]: the guest agent, and commands through it.
@@ -35,6 +36,7 @@ pub mod growth;
 pub mod guestkit;
 pub mod host;
 pub mod machine;
+pub mod mount;
 pub mod netspec;
 pub mod network;
 pub mod qemu;

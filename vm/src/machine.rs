@@ -2,6 +2,7 @@
 //! One VM's life: QEMU is started and watched by a thread of its own, the boot is followed by whoever called
 //! [`Machine::start`], and its end is told to the supervisor however it comes.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
@@ -14,9 +15,8 @@ use qapi::{qga, qmp};
 
 use crate::agent::Agent;
 use crate::child::{self, Guarded};
-use crate::compose::{Ready, VmSpec};
+use crate::compose::{Ready, VmSpec, ZoneUse};
 use crate::control::{Stage, VmStatus};
-use crate::exec;
 use crate::guestkit::Boot;
 use crate::network::Plug;
 use crate::qemu::cmdline::{self, Plan, ZoneDevice};
@@ -49,23 +49,16 @@ pub struct Start<'a> {
     pub accel: Accel,
     /// What it boots.
     pub boot: Option<Boot>,
-    /// Its zones: name and invitation.
-    pub zones: Vec<(String, Invitation)>,
+    /// Its zones: name, what for, and invitation.
+    pub zones: Vec<(String, ZoneUse, Invitation)>,
     /// How its memory arrives.
     pub memory: Layout,
     /// Its devices in networks.
     pub nics: Vec<Plug>,
     /// Where its logs go.
     pub dir: &'a StateDir,
-}
-
-/// What a guest mounts.
-#[derive(Clone, Debug)]
-pub struct Source {
-    /// The zone.
-    pub uuid: String,
-    /// The slot that is kept for the guest.
-    pub member: u32,
+    /// The machine that it follows where the guest has rebooted: its consoles go on.
+    pub before: Option<&'a Machine>,
 }
 
 /// A VM that has been started.
@@ -84,15 +77,20 @@ pub struct Machine {
     state: Mutex<State>,
     changed: Condvar,
     cancelled: AtomicBool,
+    reboots: u32,
 }
 
 #[derive(Debug)]
 struct State {
     phase: Phase,
     agent_open: bool,
+    /// The guest asked for a reset: that, too, ends QEMU (-no-reboot).
+    reset: bool,
+    /// The monitor has told all it will.
+    monitor_ended: bool,
     /// How QEMU ended.
     exit: Option<String>,
-    zones: Vec<String>,
+    zones: BTreeMap<String, ZoneUse>,
     /// Zones it has left: their memory devices are still there.
     left: Vec<String>,
     free_ports: Vec<u32>,
@@ -108,6 +106,8 @@ pub enum Phase {
     Booting,
     /// Ready.
     Up,
+    /// The guest rebooted after it was up; its next QEMU is about to be started.
+    Rebooting,
     /// On its way out.
     Stopping,
     /// It never got ready.
@@ -117,13 +117,14 @@ pub enum Phase {
 }
 
 impl Machine {
-    /// Starts QEMU. The VM is not ready yet: see [`Machine::follow`]. `ended` is called once, when QEMU is gone.
+    /// Starts QEMU. The VM is not ready yet: see [`Machine::follow`]. `ended` is called once, with how it ended, when QEMU is gone; it calls
+    /// [`Machine::set_ended`].
     ///
     /// # Errors
     /// When QEMU can't be started.
     pub fn start(
         start: Start<'_>,
-        ended: impl FnOnce(&str) + Send + 'static,
+        ended: impl FnOnce(&Arc<Machine>, String) + Send + 'static,
     ) -> anyhow::Result<Arc<Machine>> {
         let begun = Instant::now();
         let (monitor, monitor_end) = UnixStream::pair()?;
@@ -137,9 +138,9 @@ impl Machine {
             number
         };
         let mut zones = Vec::new();
-        let mut names = Vec::new();
-        for (name, invitation) in start.zones {
-            names.push(name.clone());
+        let mut used = BTreeMap::new();
+        for (name, zone_use, invitation) in start.zones {
+            used.insert(name.clone(), zone_use);
             zones.push(ZoneDevice {
                 name,
                 memory: give(invitation.memory),
@@ -172,8 +173,14 @@ impl Machine {
             Ready::Console(regex) => Some(regex_lite::Regex::new(regex)?),
             _ => None,
         };
-        let console = Console::start(console, &start.dir.console_log(start.name), pattern)?;
-        let log = Console::start(log, &start.dir.qemu_log(start.name), None)?;
+        let (console, log) = if let Some(before) = start.before {
+            before.console.resume(console, pattern)?;
+            before.log.resume(log, None)?;
+            (before.console.clone(), before.log.clone())
+        } else {
+            let console = Console::start(console, &start.dir.console_log(start.name), pattern)?;
+            (console, Console::start(log, &start.dir.qemu_log(start.name), None)?)
+        };
 
         // QEMU dies with the thread that starts it, so that thread waits for its end.
         let (sender, receiver) = mpsc::channel();
@@ -199,9 +206,8 @@ impl Machine {
                 Err(e) => format!("its end is unknown: {e}"),
             };
             if let Ok(machine) = registered.recv() {
-                machine.set_ended(how.clone());
+                ended(&machine, how);
             }
-            ended(&how);
         })?;
         let (process, pid) = receiver.recv().context("the thread that starts QEMU ended")??;
         let machine = Arc::new(Machine {
@@ -218,8 +224,10 @@ impl Machine {
             state: Mutex::new(State {
                 phase: Phase::Booting,
                 agent_open: false,
+                reset: false,
+                monitor_ended: false,
                 exit: None,
-                zones: names,
+                zones: used,
                 left: Vec::new(),
                 free_ports: (0..start.spec.hotplug_ports).rev().collect(),
                 timeline: Vec::new(),
@@ -227,6 +235,7 @@ impl Machine {
             }),
             changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
+            reboots: start.before.map_or(0, |b| b.reboots + 1),
         });
         machine.mark("qemu started");
         let _ = register.send(machine.clone());
@@ -258,6 +267,11 @@ impl Machine {
     /// What the compose file said when it was started.
     pub fn spec(&self) -> &VmSpec {
         &self.spec
+    }
+
+    /// KVM or TCG.
+    pub fn accel(&self) -> Accel {
+        self.accel
     }
 
     /// Its agent.
@@ -313,20 +327,51 @@ impl Machine {
         self.lock().timeline.push((what.to_owned(), at));
     }
 
-    fn set_ended(&self, how: String) {
-        let mut state = self.lock();
-        state.exit = Some(how);
-        if state.phase != Phase::Failed {
-            state.phase = Phase::Ended;
-        }
+    /// QEMU is gone, and whatever it had is free again. The phase that follows is returned: [`Phase::Rebooting`] is for the caller to
+    /// go on with.
+    pub fn set_ended(&self, how: String) -> Phase {
+        // What the monitor said last tells a reboot from a shutdown.
+        let (mut state, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), QUIT, |s| !s.monitor_ended)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.exit = Some(if state.reset { "the guest reset itself".into() } else { how });
+        state.phase = match state.phase {
+            Phase::Failed => Phase::Failed,
+            Phase::Up if state.reset => Phase::Rebooting,
+            _ => Phase::Ended,
+        };
+        let phase = state.phase.clone();
+        drop(state);
         self.changed.notify_all();
+        self.console.wait_end(QUIT);
+        self.log.wait_end(QUIT);
+        if phase != Phase::Rebooting {
+            self.console.close();
+        }
+        phase
+    }
+
+    /// It can't be brought to run: kills it, and says why to whoever asks.
+    pub fn fail(&self, why: &str) {
+        self.process.kill();
+        self.wait_ended(QUIT);
+        let mut state = self.lock();
+        (state.phase, state.exit) = (Phase::Failed, Some(why.to_owned()));
+        drop(state);
+        self.console.close();
     }
 
     fn event(&self, event: &str, data: &serde_json::Value) {
-        if event == "VSERPORT_CHANGE" && data["id"] == "agent" {
-            self.lock().agent_open = data["open"] == true;
-            self.changed.notify_all();
+        let mut state = self.lock();
+        match event {
+            "VSERPORT_CHANGE" if data["id"] == "agent" => state.agent_open = data["open"] == true,
+            "SHUTDOWN" if data["reason"] == "guest-reset" => state.reset = true,
+            "" => state.monitor_ended = true,
+            _ => return,
         }
+        drop(state);
+        self.changed.notify_all();
     }
 
     /// Lets the guest run and waits until it is ready, as the compose file defines it.
@@ -484,55 +529,11 @@ impl Machine {
         }
     }
 
-    /// Mounts a zone's file system through the agent.
-    ///
-    /// # Errors
-    /// Says whether the module or the mount is missing.
-    pub fn mount(&self, zone: &str, source: &Source, path: &str, read_only: bool) -> anyhow::Result<()> {
-        const MOUNT: &str = r#"if ! grep -qw tombolo /proc/filesystems; then
-	modprobe tombolo || insmod "/lib/modules/$(uname -r)/updates/dkms/tombolo.ko" || insmod /lib/modules/tombolo.ko
-	grep -qw tombolo /proc/filesystems || { uname -r; exit 3; }
-fi
-mkdir -p "$2" && exec mount -t tombolo -o "$3" "$1" "$2""#;
-        let options = format!("{},member={}", if read_only { "ro" } else { "rw" }, source.member);
-        let output =
-            exec::script(&self.agent, MOUNT, &[&source.uuid, path, &options], Duration::from_secs(60))?;
-        match output.code {
-            0 => Ok(()),
-            3 => anyhow::bail!(
-                "the VM '{}' is a guest without the module: its kernel {} knows no file system 'tombolo', so the zone '{zone}' \
-                 can't be mounted on {path}; use the guest kit, install tombolo-dkms in the image, or leave out 'mount'",
-                self.name,
-                output.out.trim()
-            ),
-            code => anyhow::bail!(
-                "the VM '{}' can't mount the zone '{zone}' on {path} (code {code}): {}",
-                self.name,
-                output.err.trim()
-            ),
-        }
-    }
-
-    /// Unmounts what is mounted from a zone.
-    ///
-    /// # Errors
-    /// When it is busy.
-    pub fn unmount(&self, source: &str) -> anyhow::Result<()> {
-        const UNMOUNT: &str = r#"awk -v s="$1" '$3 == "tombolo" && $1 == s { print $2 }' /proc/mounts | while read -r path; do
-	umount "$path" || exit 1
-done"#;
-        let output = exec::script(&self.agent, UNMOUNT, &[source], Duration::from_secs(30))?;
-        if output.code != 0 {
-            anyhow::bail!("the VM '{}' can't unmount the zone: {}", self.name, output.err.trim());
-        }
-        Ok(())
-    }
-
     /// Adds a zone's devices to the running VM.
     ///
     /// # Errors
     /// When no port is free or QEMU refuses.
-    pub fn plug(&self, zone: &str, invitation: &Invitation) -> anyhow::Result<()> {
+    pub fn plug(&self, zone: &str, zone_use: &ZoneUse, invitation: &Invitation) -> anyhow::Result<()> {
         use std::os::fd::AsFd;
         let needed = 2;
         let ports = {
@@ -591,19 +592,19 @@ done"#;
             "vectors": cmdline::DOORBELL_VECTORS, "bus": format!("hp{}", ports[1]),
         });
         qmp.execute_value("device_add", &device)?;
-        self.lock().zones.push(zone.to_owned());
+        self.lock().zones.insert(zone.to_owned(), zone_use.clone());
         Ok(())
     }
 
-    /// Zones it is a member of.
-    pub fn zones(&self) -> Vec<String> {
+    /// Zones it is a member of, those attached later included.
+    pub fn zones(&self) -> BTreeMap<String, ZoneUse> {
         self.lock().zones.clone()
     }
 
     /// It is no longer a member of this zone.
     pub fn forget_zone(&self, zone: &str) {
         let mut state = self.lock();
-        state.zones.retain(|z| z != zone);
+        state.zones.remove(zone);
         state.left.push(zone.to_owned());
     }
 
@@ -613,6 +614,7 @@ done"#;
         let how = state.exit.as_deref().unwrap_or("QEMU still runs");
         let text = match state.phase {
             Phase::Booting => "booting".to_owned(),
+            Phase::Rebooting => "rebooting".to_owned(),
             // A VM that lacks memory must not look complete.
             Phase::Up => match state.growth.as_ref().filter(|g| g.phase != Growth::Complete) {
                 Some(growth) => format!("up, {}", growth.line()),
@@ -629,8 +631,9 @@ done"#;
             accel: self.accel,
             cpus: self.spec.cpus,
             memory: self.spec.memory.0,
-            zones: state.zones.clone(),
+            zones: state.zones.keys().cloned().collect(),
             uptime: self.started.elapsed().as_secs_f64(),
+            reboots: self.reboots,
             timeline: state.timeline.clone(),
             growth: state.growth.clone(),
         }

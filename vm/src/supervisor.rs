@@ -8,24 +8,21 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
 
-use crate::compose::{Backing, Project, Ready, Rights};
+use crate::compose::{Backing, Project, Rights, ZoneUse};
 use crate::control::{Event, NetStatus, Peer, PortStatus, Request, Stage, Status, ZoneStatus};
-use crate::growth;
-use crate::guestkit;
-use crate::host;
-use crate::machine::{Machine, Phase, Source, Start};
-use crate::network::{Network, Plug};
-use crate::qemu::kvm::{self, Accel};
-use crate::qemu::version::Qemu;
+use crate::machine::{Machine, Phase};
+use crate::mount::{self, Source};
+use crate::network::Network;
 use crate::session;
 use crate::state::{Address, StateDir};
 use crate::zones::HostZone;
+
+mod start;
 
 /// How often the zones are looked after.
 const TEND: Duration = Duration::from_secs(1);
@@ -185,7 +182,7 @@ impl Supervisor {
         let machine = self.machine(vm)?;
         match machine.phase() {
             Phase::Up => Ok(machine),
-            Phase::Booting => anyhow::bail!("the VM '{vm}' is still booting"),
+            Phase::Booting | Phase::Rebooting => anyhow::bail!("the VM '{vm}' is still booting"),
             _ => anyhow::bail!(
                 "the VM '{vm}' does not run ({}); start it with 'tombolo up'",
                 machine.status().state
@@ -255,312 +252,6 @@ impl Supervisor {
         }
     }
 
-    fn up(&self, project: Project, only: &[String], peer: Peer, reporter: &Reporter) -> anyhow::Result<()> {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        for name in only {
-            if !project.compose.vm.contains_key(name) {
-                let near = crate::compose::nearest(name, project.compose.vm.keys().map(String::as_str));
-                let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
-                anyhow::bail!("{} declares no VM '{name}'{hint}", project.file.display());
-            }
-        }
-        let qemu = Qemu::find(project.compose.qemu.as_deref())?;
-        let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
-
-        // Everything that can be wrong is found out before anything is started.
-        let mut missing = Vec::new();
-        for (name, spec) in &project.compose.vm {
-            if !only.is_empty() && !only.contains(name) {
-                continue;
-            }
-            let known = self.lock().machines.get(name).cloned();
-            match known {
-                Some(machine) if !matches!(machine.phase(), Phase::Ended | Phase::Failed) => {
-                    if machine.spec() != spec {
-                        let text = format!(
-                            "the VM '{name}' runs with what the file said before; to apply the change: tombolo down {name} && tombolo up"
-                        );
-                        reporter.send(&Event::Note { text });
-                    }
-                    reporter.stage(name, Stage::AlreadyUp, "");
-                }
-                _ => missing.push((name.clone(), spec.clone(), guestkit::boot(name, spec, &near)?)),
-            }
-        }
-        for (name, spec, _) in &missing {
-            host::check_files(name, spec)?;
-            growth::check(name, spec)?;
-        }
-        let new_zones: Vec<_> = {
-            let inner = self.lock();
-            project.compose.zone.iter().filter(|(n, _)| !inner.zones.contains_key(*n)).collect()
-        };
-        for (name, spec) in &project.compose.zone {
-            let changed = self.lock().zones.get(name).is_some_and(|z| z.spec() != spec);
-            if changed {
-                let text = format!(
-                    "the zone '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
-                );
-                reporter.send(&Event::Note { text });
-            }
-        }
-        if !project.compose.overcommit {
-            let vms = missing.iter().map(|(n, s, _)| (n.as_str(), s.memory.0));
-            let zones = new_zones
-                .iter()
-                .filter(|(_, z)| z.backing == Backing::Memfd)
-                .map(|(n, z)| (n.as_str(), z.size.0));
-            host::check_memory(vms, zones)?;
-        }
-        let accel = self.accel(&qemu, &missing, &near, reporter)?;
-        let mut opened = BTreeMap::new();
-        for (name, spec) in new_zones {
-            opened.insert(name.clone(), Arc::new(HostZone::open(name, spec, self.dir.path())?));
-        }
-        let opened_names: Vec<String> = opened.keys().cloned().collect();
-        let joined = self.networks(&project, &missing, reporter)?;
-        let joined_names: Vec<String> = joined.keys().cloned().collect();
-        {
-            let mut inner = self.lock();
-            inner.zones.extend(opened);
-            inner.networks.extend(joined);
-            inner.project = project;
-        }
-
-        // The client's going, or its word, cancels what has not been finished.
-        let started: Mutex<Vec<Arc<Machine>>> = Mutex::new(Vec::new());
-        let finished = AtomicBool::new(false);
-        let cancelled = AtomicBool::new(false);
-        let (_, socket) = peer.into_raw();
-        let results: Vec<anyhow::Result<()>> = std::thread::scope(|scope| {
-            scope.spawn(|| {
-                if session::wait_hangup(&socket, &finished) {
-                    cancelled.store(true, Ordering::Release);
-                    for machine in started.lock().unwrap_or_else(PoisonError::into_inner).iter() {
-                        machine.cancel();
-                    }
-                }
-            });
-            let booting: Vec<_> = missing
-                .into_iter()
-                .map(|(name, spec, boot)| {
-                    let (qemu, accel, started, cancelled) = (&qemu, &accel, &started, &cancelled);
-                    scope.spawn(move || {
-                        reporter.stage(&name, Stage::Starting, "");
-                        let start = Start {
-                            name: &name,
-                            spec: &spec,
-                            qemu,
-                            accel: accel[&name],
-                            boot,
-                            zones: self.invite(&name, &spec)?,
-                            memory: growth::layout(&name, &spec)?,
-                            nics: self.plugs(&name, &spec),
-                            dir: &self.dir,
-                        };
-                        let result = self.start_one(start, started, cancelled, reporter);
-                        if let Err(e) = &result {
-                            let first = format!("{e:#}");
-                            reporter.stage(&name, Stage::Failed, first.lines().next().unwrap_or_default());
-                        }
-                        result
-                    })
-                })
-                .collect();
-            let results = booting
-                .into_iter()
-                .map(|b| {
-                    b.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a thread that starts a VM failed")))
-                })
-                .collect();
-            finished.store(true, Ordering::Release);
-            results
-        });
-        let errors: Vec<String> =
-            results.into_iter().filter_map(Result::err).map(|e| format!("{e:#}")).collect();
-        if errors.is_empty() && !cancelled.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        // What this request started goes again; what ran before stays.
-        for machine in started.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            machine.stop(&|stage, detail| reporter.stage(machine.name(), stage, detail));
-            self.lock().machines.remove(machine.name());
-            self.leave_zones(&machine);
-        }
-        let mut inner = self.lock();
-        for name in opened_names {
-            inner.zones.remove(&name);
-        }
-        let left: Vec<_> = joined_names.iter().filter_map(|name| inner.networks.remove(name)).collect();
-        drop(inner);
-        drop(left);
-        if cancelled.load(Ordering::Acquire) {
-            anyhow::bail!("cancelled; everything that was started has been stopped");
-        }
-        anyhow::bail!("{}", errors.join("\n"))
-    }
-
-    fn start_one(
-        &self,
-        start: Start<'_>,
-        started: &Mutex<Vec<Arc<Machine>>>,
-        cancelled: &AtomicBool,
-        reporter: &Reporter,
-    ) -> anyhow::Result<()> {
-        let name = start.name.to_owned();
-        let spec = start.spec.clone();
-        let members: Vec<(String, Arc<HostZone>)> = {
-            let inner = self.lock();
-            spec.zones.keys().filter_map(|z| Some((z.clone(), inner.zones.get(z)?.clone()))).collect()
-        };
-        let dying = members.clone();
-        let member = name.clone();
-        let memory = start.memory;
-        let nics = start.nics.clone();
-        let devices = growth::Taken::take(&name, &spec, start.dir)?;
-        let machine = Machine::start(start, move |_| {
-            drop(devices);
-            for (_, zone) in dying {
-                zone.gone(&member);
-            }
-        })?;
-        self.lock().machines.insert(name.clone(), machine.clone());
-        started.lock().unwrap_or_else(PoisonError::into_inner).push(machine.clone());
-        if cancelled.load(Ordering::Acquire) {
-            machine.cancel();
-        }
-        let report = |stage: Stage, detail: &str| reporter.stage(&name, stage, detail);
-        if let Err(e) = growth::begin(&machine, memory) {
-            machine.cancel();
-            return Err(e);
-        }
-        machine.follow(&report)?;
-        for (zone_name, zone) in &members {
-            let zone_use = &spec.zones[zone_name];
-            if let Some(path) = &zone_use.mount {
-                report(Stage::Preparing, &format!("mount {zone_name} on {path}"));
-                machine.mount(zone_name, &source(zone, &name)?, path, zone_use.rights == Rights::ReadOnly)?;
-            }
-        }
-        if spec.ready == Ready::Agent {
-            for plug in &nics {
-                report(Stage::Preparing, &format!("network {}", plug.net));
-                plug.set_address(&name, machine.agent())?;
-            }
-        }
-        machine.set_up();
-        let seconds = machine.status().uptime;
-        report(Stage::Up, &format!("{seconds:.1} s"));
-        Ok(())
-    }
-
-    fn invite(
-        &self,
-        vm: &str,
-        spec: &crate::compose::VmSpec,
-    ) -> anyhow::Result<Vec<(String, crate::zones::Invitation)>> {
-        let inner = self.lock();
-        spec.zones
-            .iter()
-            .map(|(name, zone_use)| {
-                let zone =
-                    inner.zones.get(name).with_context(|| format!("the zone '{name}' is not there"))?;
-                Ok((name.clone(), zone.invite(vm, zone_use.rights)?))
-            })
-            .collect()
-    }
-
-    /// Starts the switches that are missing for these VMs, and makes ports in those that run; returns the new ones.
-    fn networks(
-        &self,
-        project: &Project,
-        missing: &[(String, crate::compose::VmSpec, Option<guestkit::Boot>)],
-        reporter: &Reporter,
-    ) -> anyhow::Result<BTreeMap<String, Arc<Network>>> {
-        let mut joined = BTreeMap::new();
-        for (name, spec) in &project.compose.net {
-            if !missing.iter().any(|(_, vm, _)| vm.networks.0.contains_key(name)) {
-                continue;
-            }
-            let running = self.lock().networks.get(name).cloned();
-            match running {
-                None => {
-                    let network = Network::start(name, project, self.dir.path())?;
-                    joined.insert(name.clone(), Arc::new(network));
-                }
-                Some(network) => {
-                    if network.spec() != spec {
-                        let text = format!(
-                            "the network '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
-                        );
-                        reporter.send(&Event::Note { text });
-                    }
-                    network.extend(project)?;
-                }
-            }
-        }
-        Ok(joined)
-    }
-
-    fn plugs(&self, vm: &str, spec: &crate::compose::VmSpec) -> Vec<Plug> {
-        let inner = self.lock();
-        let networks = spec.networks.0.keys().filter_map(|name| inner.networks.get(name));
-        networks.filter_map(|network| network.plug(vm, &inner.project)).collect()
-    }
-
-    fn leave_zones(&self, machine: &Machine) {
-        for name in machine.zones() {
-            let zone = self.lock().zones.get(&name).cloned();
-            if let Some(zone) = zone {
-                zone.gone(machine.name());
-            }
-        }
-    }
-
-    /// What each VM runs under. KVM is only tried where somebody wants it.
-    fn accel(
-        &self,
-        qemu: &Qemu,
-        missing: &[(String, crate::compose::VmSpec, Option<guestkit::Boot>)],
-        near: &Path,
-        reporter: &Reporter,
-    ) -> anyhow::Result<BTreeMap<String, Accel>> {
-        use crate::compose::AccelChoice;
-        let mut chosen = BTreeMap::new();
-        let mut verdict = None;
-        for (name, spec, boot) in missing {
-            let choice = match std::env::var("TOMBOLO_ACCEL").ok().as_deref() {
-                Some("tcg") if spec.accel == AccelChoice::Auto => AccelChoice::Tcg,
-                _ => spec.accel,
-            };
-            if choice == AccelChoice::Tcg {
-                chosen.insert(name.clone(), Accel::Tcg);
-                continue;
-            }
-            let verdict = verdict.get_or_insert_with(|| {
-                let kit = guestkit::kit(&guestkit::places(near), None);
-                let kernel = kit.as_ref().or(boot.as_ref()).map(|b| b.kernel.as_path());
-                kvm::verdict(qemu, kernel, || {
-                    reporter.send(&Event::Note {
-                        text: "finding out whether KVM works here (once per boot of the host)".into(),
-                    });
-                })
-            });
-            if choice == AccelChoice::Kvm && !verdict.works {
-                anyhow::bail!("vm.{name}.accel is \"kvm\", but {}; write \"auto\" or \"tcg\"", verdict.why);
-            }
-            chosen.insert(name.clone(), verdict.accel());
-        }
-        if let Some(verdict) = verdict {
-            let text = format!("{}: {}", verdict.accel().name(), verdict.why);
-            reporter.send(&Event::Note { text: text.clone() });
-            self.lock().accel = text;
-        } else if !missing.is_empty() {
-            self.lock().accel = "TCG: the compose file or TOMBOLO_ACCEL says so".into();
-        }
-        Ok(chosen)
-    }
-
     fn down(&self, vms: &[String], reporter: &Reporter) -> anyhow::Result<()> {
         for vm in vms {
             self.machine(vm)?;
@@ -609,17 +300,27 @@ impl Supervisor {
             }
         });
         for machine in chosen {
-            self.leave_zones(&machine);
+            self.leave_zones(machine.name(), machine.zones().keys());
             self.lock().machines.remove(machine.name());
+        }
+    }
+
+    /// Ends a VM's memberships.
+    fn leave_zones<'a>(&self, vm: &str, zones: impl Iterator<Item = &'a String>) {
+        for name in zones {
+            let zone = self.lock().zones.get(name).cloned();
+            if let Some(zone) = zone {
+                zone.gone(vm);
+            }
         }
     }
 
     /// A member that unmounts leaves nothing to recover; one that can't is treated as dead, which is safe.
     fn unmount_all(&self, machine: &Machine) {
-        for (name, zone_use) in &machine.spec().zones {
-            let source = self.lock().zones.get(name).map(|z| z.uuid());
-            if let (Some(source), Some(_)) = (source, &zone_use.mount) {
-                if let Err(e) = machine.unmount(&source) {
+        for (name, zone_use) in machine.zones() {
+            let source = self.lock().zones.get(&name).map(|z| z.uuid());
+            if let (Some(source), Some(_)) = (source, zone_use.mount) {
+                if let Err(e) = mount::unmount(machine, &source) {
                     eprintln!("tombolo: {e:#}");
                 }
             }
@@ -637,18 +338,18 @@ impl Supervisor {
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
-        if machine.zones().iter().any(|z| z == zone_name) {
+        if machine.zones().contains_key(zone_name) {
             anyhow::bail!("the VM '{vm}' is a member of the zone '{zone_name}' already");
         }
-        let invitation = zone.invite(vm, rights)?;
-        let read_only = rights == Rights::ReadOnly;
-        if let Err(e) = machine.plug(zone_name, &invitation) {
+        let zone_use = ZoneUse { mount: mount.map(str::to_owned), rights, ..ZoneUse::default() };
+        let invitation = zone.invite(vm, &zone_use)?;
+        if let Err(e) = machine.plug(zone_name, &zone_use, &invitation) {
             zone.gone(vm);
             return Err(e);
         }
-        if let Some(path) = mount {
-            machine.mount(zone_name, &source(&zone, vm)?, path, read_only)?;
-        }
+        mount_zone(&machine, zone_name, &zone, &zone_use).with_context(|| {
+            format!("the VM '{vm}' is a member of the zone '{zone_name}' now, but has not mounted it")
+        })?;
         reporter
             .send(&Event::Note { text: format!("the VM '{vm}' is a member of the zone '{zone_name}' now") });
         Ok(())
@@ -658,10 +359,10 @@ impl Supervisor {
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
-        if !machine.zones().iter().any(|z| z == zone_name) {
+        if !machine.zones().contains_key(zone_name) {
             anyhow::bail!("the VM '{vm}' is no member of the zone '{zone_name}'");
         }
-        machine.unmount(&zone.uuid())?;
+        mount::unmount(&machine, &zone.uuid())?;
         zone.gone(vm);
         machine.forget_zone(zone_name);
         reporter.send(&Event::Note {
@@ -736,9 +437,11 @@ impl Supervisor {
     }
 }
 
-/// What `member` mounts of `zone`.
-fn source(zone: &HostZone, member: &str) -> anyhow::Result<Source> {
-    let slot =
-        zone.slot(member).with_context(|| format!("the VM '{member}' is no member of the zone any more"))?;
-    Ok(Source { uuid: zone.uuid(), member: slot })
+/// Mounts a zone's file system in the VM where it is wanted.
+fn mount_zone(machine: &Machine, name: &str, zone: &HostZone, zone_use: &ZoneUse) -> anyhow::Result<()> {
+    let Some(path) = &zone_use.mount else { return Ok(()) };
+    let vm = machine.name();
+    let member = zone.slot(vm).with_context(|| format!("the VM '{vm}' is no member of the zone any more"))?;
+    let source = Source { uuid: zone.uuid(), member };
+    mount::mount(machine, name, &source, path, zone_use.rights == Rights::ReadOnly)
 }

@@ -13,7 +13,7 @@ use anyhow::Context;
 use tombolo_zone::doorbell::DoorbellServer;
 use tombolo_zone::{Liveness, MemberId, Role, Zone, ZoneConfig};
 
-use crate::compose::{Backing, Rights, ZoneSpec};
+use crate::compose::{Backing, Rights, ZoneSpec, ZoneUse};
 
 /// Size of the huge pages of `backing = "hugetlb"`, in bytes.
 const HUGE_PAGE: u64 = 2 << 20;
@@ -70,8 +70,11 @@ impl HostZone {
                 (Zone::create(&config).with_context(|| format!("zone.{name}.backing"))?, true)
             }
         };
-        if spec.files && new {
-            make_files(name, &zone)?;
+        match (spec.files, new) {
+            (true, true) => files_command(name, &zone, "mkfs", &["--label".to_owned(), name.to_owned()])?,
+            // One that is damaged or of another version is found here, before a guest stumbles on it.
+            (true, false) => files_command(name, &zone, "df", &[])?,
+            (false, _) => {}
         }
         let zone = Arc::new(zone);
         let (bells, events) = DoorbellServer::start(zone.clone())?;
@@ -118,16 +121,16 @@ impl HostZone {
     /// Keeps a slot for a VM and holds it alive until [`HostZone::gone`].
     ///
     /// # Errors
-    /// When the zone is full or has a member of this name.
-    pub fn invite(&self, member: &str, rights: Rights) -> anyhow::Result<Invitation> {
-        let granted = match rights {
+    /// When the zone is full or has a member of this name, or what the file says of limits and subtree can't be had.
+    pub fn invite(&self, member: &str, zone_use: &ZoneUse) -> anyhow::Result<Invitation> {
+        let granted = match zone_use.rights {
             Rights::ReadWrite => tombolo_zone::Rights::READ_WRITE,
             Rights::ReadOnly => tombolo_zone::Rights::READ_ONLY,
         };
         let id = self.zone.invite(member, Role::Vm, granted)?;
         let liveness = self.zone.hold(id)?;
         let doorbell = self.doorbell(id)?;
-        let read_only = rights == Rights::ReadOnly;
+        let read_only = zone_use.rights == Rights::ReadOnly;
         if read_only {
             // It can't write into its slot that it is there.
             self.zone.activate(id)?;
@@ -135,7 +138,27 @@ impl HostZone {
         let memory =
             if read_only { self.zone.read_only_fd()? } else { self.zone.as_fd().try_clone_to_owned()? };
         self.lock().insert(member.to_owned(), Held { id, _liveness: liveness });
+        if self.spec.files {
+            if let Err(e) = self.grant(member, zone_use) {
+                self.gone(member);
+                return Err(e.context(format!("vm.{member}")));
+            }
+        }
         Ok(Invitation { memory, size: self.zone.size(), read_only, doorbell })
+    }
+
+    /// Limits and subtree; or takes back what was granted to whoever had the slot before.
+    fn grant(&self, member: &str, zone_use: &ZoneUse) -> anyhow::Result<()> {
+        let mut args = vec![member.to_owned()];
+        match zone_use {
+            ZoneUse { subtree: None, bytes: None, inodes: None, .. } => args.push("--none".to_owned()),
+            ZoneUse { subtree, bytes, inodes, .. } => {
+                args.extend(subtree.iter().map(|path| format!("--subtree={path}")));
+                args.extend(bytes.iter().map(|size| format!("--bytes={}", size.0)));
+                args.extend(inodes.iter().map(|n| format!("--inodes={n}")));
+            }
+        }
+        files_command(&self.name, &self.zone, "grant", &args)
     }
 
     /// A connected doorbell for QEMU to inherit. The socket has a name only until it is connected.
@@ -210,17 +233,19 @@ fn take_over(name: &str, spec: &ZoneSpec, path: &Path) -> anyhow::Result<Zone> {
     Ok(zone)
 }
 
-/// Makes the file system by the command for it, `tombolo files mkfs`, since this part does not know that one.
-fn make_files(name: &str, zone: &Zone) -> anyhow::Result<()> {
+/// Runs `tombolo files` on the zone's memory, since this part does not know file systems.
+fn files_command(name: &str, zone: &Zone, what: &str, args: &[String]) -> anyhow::Result<()> {
     let memory = zone.as_fd().try_clone_to_owned()?;
+    let inherited = crate::child::inherited_path(&memory);
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["files", "mkfs", "--label", name]).arg(crate::child::inherited_path(&memory));
+    command.args(["files", what]).arg(&inherited).args(args);
     command.stdin(Stdio::null()).stdout(Stdio::null());
     crate::child::tie(&mut command, std::slice::from_ref(&memory));
-    let output = command.stderr(Stdio::piped()).output().context("'tombolo files mkfs' can't be run")?;
+    let output = command.stderr(Stdio::piped()).output().context("'tombolo files' can't be run")?;
     if !output.status.success() {
         let words = String::from_utf8_lossy(&output.stderr);
-        anyhow::bail!("zone.{name}.files: the file system can't be made: {}", words.trim());
+        let words = words.trim().trim_start_matches("tombolo: ").replace(&inherited, name);
+        anyhow::bail!("zone.{name}.files: {words}");
     }
     Ok(())
 }

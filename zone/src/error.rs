@@ -7,12 +7,12 @@ use std::io;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused.
-    #[error("{what}: {source}")]
+    #[error("{what}: {cause}")]
     Io {
         /// What was tried, with the path.
         what: String,
-        /// The system's answer.
-        source: io::Error,
+        /// The system's answer; not a `source`, which a chain of errors would say twice.
+        cause: io::Error,
     },
     /// The memory does not hold a zone.
     #[error("{zone}: not a zone: {why}")]
@@ -82,11 +82,11 @@ pub enum Error {
 impl Error {
     /// Wraps the last operating system error.
     pub fn last_os(what: impl Into<String>) -> Self {
-        Error::Io { what: what.into(), source: io::Error::last_os_error() }
+        Error::Io { what: what.into(), cause: io::Error::last_os_error() }
     }
 
     /// Wraps an I/O error.
-    pub fn io(what: impl Into<String>, source: io::Error) -> Self {
-        Error::Io { what: what.into(), source }
+    pub fn io(what: impl Into<String>, cause: io::Error) -> Self {
+        Error::Io { what: what.into(), cause }
     }
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Addresses of servers: `unix:/path`, `tcp:host:port`, `vsock:cid:port`.
+//! Addresses of servers: `unix:/path`, `zone:/dev/tombolo-calls-NAME` (in a VM), `tcp:host:port`, `vsock:cid:port`.
 
 use std::path::Path;
 use tombolo_calls::hello::Hello;
-use tombolo_calls::{Error, Link, process, stream};
+use tombolo_calls::{Error, Link, process, stream, zone};
 
 /// Where a server listens if nothing else is said.
 pub const DEFAULT: &str = "unix:/run/tombolo/accel.sock";
@@ -16,11 +16,14 @@ pub fn connect(address: &str, api: &str, identity: [u8; 16]) -> Result<Link, Err
     let program = Path::new(&program).file_name().unwrap_or_default().to_string_lossy().into_owned();
     let hello = Hello { api: api.into(), identity, name: format!("{program}:{}", std::process::id()) };
     let unknown = || {
-        Error::Refused(format!("{VARIABLE}={address}: expected unix:/path, tcp:host:port or vsock:cid:port"))
+        Error::Refused(format!(
+            "{VARIABLE}={address}: expected unix:/path, zone:/dev/tombolo-calls-NAME, tcp:host:port or vsock:cid:port"
+        ))
     };
     let (scheme, rest) = address.split_once(':').ok_or_else(unknown)?;
     match scheme {
         "unix" => process::connect(Path::new(rest), &hello),
+        "zone" => zone::connect(Path::new(rest), &hello),
         "tcp" => stream::connect(stream::tcp(rest)?, &hello),
         "vsock" => {
             let (cid, port) = rest.split_once(':').ok_or_else(unknown)?;

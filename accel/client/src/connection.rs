@@ -2,11 +2,10 @@
 //! Requests and replies over a link, from any thread of a program.
 
 use crate::staging::Staging;
-use std::cell::RefCell;
+use crate::waiter::{Waiter, with_scratch};
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
-use std::thread::Thread;
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::wire::{Encoder, HEADER, PART, Record, Reply, ReplyKind, Request, WANTS_REPLY};
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
@@ -22,24 +21,6 @@ pub struct Lost;
 pub type Redeem = Box<dyn FnOnce(&Connection, i32) + Send>;
 /// Called on the callback thread with status and body; `false`: that was the last time.
 pub type Callback = Box<dyn FnMut(i32, &[u8]) -> bool + Send>;
-
-/// A thread that waits for one reply at a time.
-struct Waiter {
-    done: AtomicU32,
-    status: AtomicI32,
-    body: Mutex<Vec<u8>>,
-    thread: Thread,
-}
-
-thread_local! {
-    static WAITER: Arc<Waiter> = Arc::new(Waiter {
-        done: AtomicU32::new(0),
-        status: AtomicI32::new(0),
-        body: Mutex::default(),
-        thread: std::thread::current(),
-    });
-    static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-}
 
 struct Out {
     tx: Box<dyn Tx>,
@@ -160,10 +141,10 @@ impl Connection {
         }
         for (_, waiter) in lock(&self.pending).drain(..) {
             waiter.done.store(2, Ordering::Release);
-            waiter.thread.unpark();
+            waiter.unpark();
         }
         let mut sleepers = lock(&self.sleepers);
-        sleepers.parked.drain(..).for_each(|w| w.thread.unpark());
+        sleepers.parked.drain(..).for_each(|w| w.unpark());
         self.changed.notify_all();
         self.bell.ring();
         Lost
@@ -175,8 +156,7 @@ impl Connection {
         }
         let count = self.count(R::ID);
         count.calls.fetch_add(1, Ordering::Relaxed);
-        SCRATCH.with_borrow_mut(|bytes| {
-            bytes.clear();
+        with_scratch(|bytes| {
             bytes.extend_from_slice(&Request { call: R::ID, flags, tag }.to_bytes());
             record.encode(&mut Encoder::new(bytes));
             count.bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
@@ -240,7 +220,7 @@ impl Connection {
         record: &R,
         then: impl FnOnce(i32, &[u8]) -> T,
     ) -> Result<T, Lost> {
-        let waiter = WAITER.with(Arc::clone);
+        let waiter = Waiter::own();
         waiter.done.store(0, Ordering::Relaxed);
         lock(&waiter.body).clear();
         let tag = self.next.fetch_add(1, Ordering::Relaxed);
@@ -308,16 +288,17 @@ impl Connection {
         sleepers.owned = false;
         self.owned.store(false, Ordering::SeqCst);
         // All of them: the first may have been served already, and go without becoming the owner.
-        sleepers.parked.drain(..).for_each(|w| w.thread.unpark());
+        sleepers.parked.drain(..).for_each(|w| w.unpark());
         self.changed.notify_all();
     }
 
-    /// Waits on the doorbell once, and handles what came. The caller owns it.
-    fn listen(&self) -> Result<(), Lost> {
+    /// Handles what came; unless that was what the caller waits for, sleeps on the doorbell once. The caller owns the doorbell, and
+    /// whoever else takes its reply from now on rings it.
+    fn listen(&self, done: impl Fn() -> bool) -> Result<(), Lost> {
         let armed = {
             let mut input = lock(&self.input);
             self.drain(&mut input).map_err(|e| self.lose(&e))?;
-            input.rx.arm().map_err(|e| self.lose(&e))?
+            !done() && input.rx.arm().map_err(|e| self.lose(&e))?
         };
         if armed { self.bell.wait().or_else(|e| self.last_words(&e)) } else { Ok(()) }
     }
@@ -343,22 +324,15 @@ impl Connection {
             if self.own(&mut sleepers) {
                 drop(sleepers);
                 let mut result = Ok(());
-                while result.is_ok() {
-                    // Look before each sleep: a spinning thread may have delivered meanwhile.
-                    let mut input = lock(&self.input);
-                    result = self.drain(&mut input).map_err(|e| self.lose(&e)).map(|_| ());
-                    drop(input);
-                    if done() || result.is_err() {
-                        break;
-                    }
-                    result = self.listen();
+                while result.is_ok() && !done() {
+                    result = self.listen(done);
                 }
                 self.disown();
                 return if done() { Ok(()) } else { result };
             }
             sleepers.parked.push(waiter.clone());
             drop(sleepers);
-            std::thread::park();
+            waiter.park();
             lock(&self.sleepers).parked.retain(|w| !Arc::ptr_eq(w, waiter));
         }
     }
@@ -381,9 +355,9 @@ impl Connection {
                     drop(copy);
                     waiter.status.store(reply.status, Ordering::Relaxed);
                     waiter.done.store(1, Ordering::Release);
-                    waiter.thread.unpark();
+                    waiter.unpark();
                     // The owner of the doorbell may be asleep on it while a spinning thread took its reply.
-                    if self.owned.load(Ordering::SeqCst) && !Arc::ptr_eq(&waiter, &WAITER.with(Arc::clone)) {
+                    if self.owned.load(Ordering::SeqCst) && !waiter.is_own() {
                         self.bell.ring();
                     }
                 }
@@ -501,7 +475,7 @@ impl Connection {
             }
             if sleepers.registered > 0 && self.own(&mut sleepers) {
                 drop(sleepers);
-                let lost = self.listen().is_err();
+                let lost = self.listen(|| !lock(&self.sleepers).queue.is_empty()).is_err();
                 if let Ok(mut input) = self.input.lock() {
                     let _seen_below = self.drain(&mut input);
                 }

@@ -9,8 +9,10 @@
 //! - [`connect`]: finds the server from an address.
 //! - [`objects`]: handles: addresses in an arena that always can be read, so that any value a program passes can be checked.
 //! - [`staging`]: allocates ranges of the window.
+//! - `waiter`: a thread that waits for a reply.
 
 pub mod connect;
 pub mod connection;
 pub mod objects;
 pub mod staging;
+mod waiter;

@@ -5,6 +5,7 @@
 //! real driver and carries out what the client asks. A worker that crashes, or is told off, takes one client with it.
 //!
 //! - [`supervisor`]: listens, starts workers, keeps their limits and figures.
+//! - [`vm`]: a VM's zone and doorbells; channels that its processes take.
 //! - [`worker`]: the life of one worker, from the handshake to the end of its client.
 //! - [`sandbox`]: what a worker gives up.
 //! - [`session`]: decodes requests, whatever the API; threads, replies, sleeping.
@@ -20,4 +21,5 @@ pub mod sandbox;
 pub mod session;
 pub mod supervisor;
 pub mod table;
+pub mod vm;
 pub mod worker;

@@ -5,46 +5,104 @@
 use crate::limits::Limits;
 use crate::opencl::OpenCl;
 use crate::session::Session;
+use crate::supervisor::Place;
 use anyhow::{Context, bail};
+use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use tombolo_accel_spec::opencl as wire;
-use tombolo_calls::hello::Geometry;
-use tombolo_calls::{Error, process, stream};
+use tombolo_calls::hello::{Geometry, Hello};
+use tombolo_calls::{Error, Link, process, stream, zone};
 
-/// The descriptor a worker finds its client's socket at.
+/// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell and doorbell follow.
 pub const SOCKET_FD: i32 = 3;
 
-/// Serves the client whose socket was passed.
-pub fn run(limits: &Limits) -> anyhow::Result<()> {
-    // SAFETY: the supervisor put the client's socket there; nobody else in this process owns it.
-    let socket = unsafe { OwnedFd::from_raw_fd(SOCKET_FD) };
+/// Who the worker was started for.
+enum Caller {
+    /// A socket's other end, and what it said.
+    Socket(OwnedFd, Hello),
+    /// A process of a VM.
+    Channel(zone::Greeted),
+}
+
+impl Caller {
+    fn hello(&self) -> &Hello {
+        match self {
+            Caller::Socket(_, hello) => hello,
+            Caller::Channel(greeted) => &greeted.hello,
+        }
+    }
+
+    fn refuse(self, why: &str) -> anyhow::Result<()> {
+        match self {
+            Caller::Socket(socket, _) => stream::refuse(&socket, why).context("refusing"),
+            Caller::Channel(greeted) => greeted.refuse(why).context("refusing"),
+        }
+    }
+
+    fn accept(self, limits: &Limits) -> anyhow::Result<Link> {
+        let geometry = Geometry { window: limits.window, ..Geometry::default() };
+        match self {
+            Caller::Socket(socket, _) if is_unix(&socket)? => {
+                process::accept(UnixStream::from(socket), geometry)
+            }
+            Caller::Socket(socket, _) => stream::accept(socket, geometry),
+            Caller::Channel(greeted) => greeted.accept(),
+        }
+        .context("handshake")
+    }
+}
+
+/// None: it left before it had said who it is.
+fn called(place: Option<Place>) -> anyhow::Result<Option<Caller>> {
+    // SAFETY: the supervisor put the client's socket (or one of its own) there; nobody else in this process owns it.
+    let passed = |n: i32| unsafe { OwnedFd::from_raw_fd(SOCKET_FD + n) };
+    let socket = passed(0);
+    if let Some(Place { at, ring, window }) = place {
+        let geometry = Geometry { ring, window };
+        let (memory, bell, doorbell) = (File::from(passed(1)), passed(2), passed(3));
+        let channel = zone::Channel { memory, at, geometry, bell, doorbell, gone: socket };
+        return match zone::greet(channel) {
+            Ok(greeted) => Ok(Some(Caller::Channel(greeted))),
+            Err(Error::Closed) => Ok(None),
+            Err(e) => Err(e).context("handshake"),
+        };
+    }
     // A client that says nothing must not keep a process for ever.
-    let timeout = libc::timeval { tv_sec: 10, tv_usec: 0 };
-    set_timeout(&socket, timeout)?;
-    let hello = stream::hello(&socket).context("handshake")?;
+    set_timeout(&socket, libc::timeval { tv_sec: 10, tv_usec: 0 })?;
+    let hello = match stream::hello(&socket) {
+        Err(Error::Closed) => return Ok(None),
+        said => said.context("handshake")?,
+    };
+    set_timeout(&socket, libc::timeval { tv_sec: 0, tv_usec: 0 })?;
+    Ok(Some(Caller::Socket(socket, hello)))
+}
+
+/// Serves the client whose socket, or whose channel in a VM's zone, was passed.
+pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
+    // A panic in any thread ends this client's worker: nobody works on with a half-changed value.
+    let say = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        say(panic);
+        std::process::abort();
+    }));
+    let Some(caller) = called(place)? else { return Ok(()) };
+    let hello = caller.hello().clone();
     if let Err(why) = hello.fits(wire::API, wire::IDENTITY) {
-        stream::refuse(&socket, &why.to_string()).context("refusing")?;
+        caller.refuse(&why.to_string())?;
         bail!("{}: {why}", hello.name);
     }
-    set_timeout(&socket, libc::timeval { tv_sec: 0, tv_usec: 0 })?;
     let (scratch, own) = scratch()?;
     crate::sandbox::enter(&scratch).context("sandbox")?;
     let api = match OpenCl::load(limits.clone()) {
         Ok(api) => Arc::new(api),
         Err(e) => {
-            stream::refuse(&socket, &format!("the server can't load OpenCL: {e}")).context("refusing")?;
+            caller.refuse(&format!("the server can't load OpenCL: {e}"))?;
             bail!("{e}");
         }
     };
-    let geometry = Geometry { window: limits.window, ..Geometry::default() };
-    let link = if is_unix(&socket)? {
-        process::accept(UnixStream::from(socket), geometry)
-    } else {
-        stream::accept(socket, geometry)
-    }
-    .context("handshake")?;
+    let link = caller.accept(limits)?;
     let session = Session::new(link, limits);
     api.attach(&session);
     match session.run(api.clone()) {

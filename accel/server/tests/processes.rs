@@ -116,6 +116,14 @@ impl Server {
     }
 }
 
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Ended already, unless the test failed.
+        let _ended = self.child.kill();
+        let _reaped = self.child.wait();
+    }
+}
+
 fn native(program: &Path) -> Command {
     let mut command = Command::new(program);
     command
@@ -158,6 +166,20 @@ fn without_a_server_a_program_gets_the_apis_code_and_one_line_that_says_why() {
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(out.contains("Number of platforms") && out.contains(" 0"), "{out}");
     assert_eq!(err.matches("no accelerator server at unix:/nonexistent/accel.sock").count(), 1, "{err}");
+}
+
+#[test]
+fn memory_of_a_new_object_is_cleared_whatever_was_there_before() {
+    let (source, program) =
+        (concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/stale.c"), folder().join("stale"));
+    run(Command::new("cc").args(["-O1", source, "-o"]).arg(&program).arg("-lOpenCL"));
+    let server = Server::start("stale", &[]);
+    let out = run(&mut server.program(&program)).stdout;
+    assert_eq!(
+        String::from_utf8_lossy(&out),
+        "4096: 0 stale\n1000000: 0 stale\n1000003: 0 stale\nimage: 0 stale\n"
+    );
+    server.end();
 }
 
 #[test]

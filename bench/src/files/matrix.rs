@@ -5,6 +5,9 @@ use std::fmt::Write as _;
 
 use anyhow::{Context, Result, bail};
 
+/// The group of the cells that two VMs run at the same time.
+pub const VMS: &str = "vms2";
+
 /// The cells: every kind with every block size and number of jobs.
 #[derive(Clone, Debug)]
 pub struct Matrix {
@@ -18,6 +21,8 @@ pub struct Matrix {
     pub runtime_ms: u32,
     /// All jobs' files together, in MiB.
     pub total_mb: u32,
+    /// Only cases whose name contains one of these words; none: all.
+    pub only: Vec<String>,
 }
 
 impl Matrix {
@@ -29,6 +34,7 @@ impl Matrix {
             jobs: vec![1, 2, 4],
             runtime_ms: 700,
             total_mb: 512,
+            only: Vec::new(),
         }
     }
 
@@ -40,7 +46,19 @@ impl Matrix {
             jobs: vec![1],
             runtime_ms: 500,
             total_mb: 64,
+            only: Vec::new(),
         }
+    }
+
+    /// Whether a case is wanted.
+    pub fn wants(&self, case: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|word| case.contains(word.as_str()))
+    }
+
+    /// Kinds and sizes that are wanted of a group of cells, "j1" or the like.
+    fn cells(&self, group: &str) -> Vec<(&'static str, &'static str)> {
+        let all = self.kinds.iter().flat_map(|kind| self.sizes.iter().map(move |bs| (*kind, *bs)));
+        all.filter(|(kind, bs)| self.wants(&format!("fio-{kind}-{bs}-{group}"))).collect()
     }
 
     fn file_mb(&self, jobs: u32) -> u32 {
@@ -49,39 +67,56 @@ impl Matrix {
 
     /// Makes the files that the cells use, so that no cell pays for it: file N is as large as the largest job N asks for.
     pub fn prepare(&self, dir: &str) -> String {
-        let most = self.jobs.iter().copied().max().unwrap_or(1);
+        let wanted = |jobs: &&u32| !self.cells(&format!("j{jobs}")).is_empty();
+        let jobs: Vec<u32> = self.jobs.iter().filter(wanted).copied().collect();
+        let most = jobs.iter().copied().max().unwrap_or(0);
         let mut script = String::from("set -e\n");
         for i in 0..most {
-            let mb = self.jobs.iter().filter(|j| i < **j).map(|j| self.file_mb(*j)).max().unwrap_or(0);
+            let mb = jobs.iter().filter(|j| i < **j).map(|j| self.file_mb(*j)).max().unwrap_or(0);
             let _ = writeln!(script, "dd if=/dev/zero of={dir}/fio.{i} bs=1M count={mb} 2>/dev/null");
         }
         script
     }
 
-    /// One fio process for all cells of a number of jobs, one after the other.
-    pub fn fio(&self, dir: &str, jobs: u32) -> String {
-        let mut command = format!(
-            "fio --output-format=json --directory={dir} --filename_format='fio.$jobnum' --ioengine=psync --direct=1 \
-             --size={}M --numjobs={jobs} --group_reporting --time_based --runtime={}ms --fallocate=none --overwrite=1 \
-             --random_generator=tausworthe64 --norandommap --invalidate=0 --thread",
-            self.file_mb(jobs),
-            self.runtime_ms
-        );
-        for kind in &self.kinds {
-            for bs in &self.sizes {
-                let _ = write!(command, " --name={kind}-{bs} --stonewall --rw={kind} --bs={bs}");
-            }
-        }
-        command
+    /// Makes the file that a VM uses when several run at once, unless it's there.
+    pub fn prepare_vm(&self, dir: &str, vm: &str) -> String {
+        format!(
+            "{{ [ -e {dir}/fio.{vm} ] || dd if=/dev/zero of={dir}/fio.{vm} bs=1M count={} 2>/dev/null; }}",
+            self.file_mb(2)
+        )
     }
 
-    /// Cases and MB/s (10^6 bytes) out of fio's output.
-    pub fn read(&self, output: &str, jobs: u32) -> Result<Vec<(String, f64)>> {
+    /// One fio process for all cells of a number of jobs, one after the other; `None`: no cell is wanted.
+    pub fn fio(&self, dir: &str, jobs: u32) -> Option<String> {
+        self.command(dir, "fio.$jobnum", jobs, self.file_mb(jobs), &format!("j{jobs}"))
+    }
+
+    /// The same, of one VM among several that work at the same time.
+    pub fn fio_vm(&self, dir: &str, vm: &str) -> Option<String> {
+        self.command(dir, &format!("fio.{vm}"), 1, self.file_mb(2), VMS)
+    }
+
+    fn command(&self, dir: &str, file: &str, jobs: u32, mb: u32, group: &str) -> Option<String> {
+        let mut command = format!(
+            "fio --output-format=json --directory={dir} --filename_format='{file}' --ioengine=psync --direct=1 \
+             --size={mb}M --numjobs={jobs} --group_reporting --time_based --runtime={}ms --fallocate=none --overwrite=1 \
+             --random_generator=tausworthe64 --norandommap --invalidate=0 --thread",
+            self.runtime_ms
+        );
+        let cells = self.cells(group);
+        for (kind, bs) in &cells {
+            let _ = write!(command, " --name={kind}-{bs} --stonewall --rw={kind} --bs={bs}");
+        }
+        (!cells.is_empty()).then_some(command)
+    }
+
+    /// Cases and MB/s (10^6 bytes) out of fio's output; `group`: "j1" or the like.
+    pub fn read(&self, output: &str, group: &str) -> Result<Vec<(String, f64)>> {
         let start = output.find('{').with_context(|| format!("fio printed no JSON: {output}"))?;
         let parsed: serde_json::Value =
             serde_json::from_str(&output[start..]).context("fio's JSON is cut short")?;
         let groups = parsed["jobs"].as_array().context("fio's JSON has no jobs")?;
-        let wanted = self.kinds.len() * self.sizes.len();
+        let wanted = self.cells(group).len();
         if groups.len() != wanted {
             bail!("fio reported {} cells, not {wanted}", groups.len());
         }
@@ -95,7 +130,7 @@ impl Matrix {
                 let side = if name.contains("read") { "read" } else { "write" };
                 let bytes =
                     job[side]["bw_bytes"].as_f64().with_context(|| format!("{name} has no bandwidth"))?;
-                Ok((format!("fio-{name}-j{jobs}"), bytes / 1e6))
+                Ok((format!("fio-{name}-{group}"), bytes / 1e6))
             })
             .collect()
     }
@@ -112,7 +147,18 @@ mod tests {
             jobs: vec![1, 4],
             runtime_ms: 100,
             total_mb: 64,
+            only: Vec::new(),
         }
+    }
+
+    #[test]
+    fn cells_are_chosen_by_words_in_their_names() {
+        let some = Matrix { only: vec!["4k-j4".into(), "randwrite-4k-vms".into()], ..small() };
+        assert!(some.fio("/m", 1).is_none());
+        assert_eq!(some.fio("/m", 4).unwrap().matches("--name=").count(), 2);
+        let both = some.fio_vm("/m", "other").unwrap();
+        assert_eq!(both.matches("--name=").count(), 1);
+        assert!(both.contains("--filename_format='fio.other'") && both.contains("--size=32M"), "{both}");
     }
 
     #[test]
@@ -127,15 +173,15 @@ mod tests {
         let json = r#"note: something {"jobs":[
             {"jobname":"read-4k","error":0,"read":{"bw_bytes":2000000},"write":{"bw_bytes":0}},
             {"jobname":"randwrite-4k","error":0,"read":{"bw_bytes":0},"write":{"bw_bytes":5000000}}]}"#;
-        let cells = small().read(json, 4).unwrap();
+        let cells = small().read(json, "j4").unwrap();
         assert_eq!(cells, vec![("fio-read-4k-j4".to_owned(), 2.0), ("fio-randwrite-4k-j4".to_owned(), 5.0)]);
     }
 
     #[test]
     fn a_failed_job_or_a_missing_cell_is_an_error() {
-        assert!(small().read("{\"jobs\":[]}", 1).is_err());
+        assert!(small().read("{\"jobs\":[]}", "j1").is_err());
         let failed = r#"{"jobs":[{"jobname":"read-4k","error":5,"read":{"bw_bytes":1}},{"jobname":"randwrite-4k","error":0,"write":{"bw_bytes":1}}]}"#;
-        assert!(small().read(failed, 1).is_err());
-        assert!(small().read("no json", 1).is_err());
+        assert!(small().read(failed, "j1").is_err());
+        assert!(small().read("no json", "j1").is_err());
     }
 }

@@ -4,12 +4,14 @@
 //! Every system gets the same fio matrix (StargateFS's: sequential and random, read and write, one to four jobs), with O_DIRECT, since
 //! what is measured is sharing: bytes that another VM sees when the call has returned, not the guest's page cache. Systems
 //! take turns, round by round, so that a slower minute of the machine meets all of them. Then operations on names, a source
-//! tree, and producer and consumer in two VMs.
+//! tree, and what two VMs do with one of the systems that share.
 //!
 //! - [`peers`]: what is mounted where, and the servers on the host that it needs
 //! - [`matrix`]: the fio jobs and how their output is read
+//! - [`pair`]: two VMs at once, and producer and consumer
 
 pub mod matrix;
+pub mod pair;
 pub mod peers;
 
 use std::fmt::Write as _;
@@ -21,8 +23,8 @@ use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::guest::Project;
-use crate::record::{Better, Machine, Results, Sample};
-use matrix::Matrix;
+use crate::record::{Better, Machine, Results, Sample, command_line};
+use matrix::{Matrix, VMS};
 use peers::{Peer, Servers};
 
 /// How much of it is run.
@@ -34,7 +36,7 @@ pub struct Plan {
     pub rounds: u32,
     /// Names for the operations on names; 0: leave them out.
     pub names: u32,
-    /// MB that go from a producer in one VM to a consumer in another; 0: leave it out.
+    /// A second VM: fio in both at once, and at most that many MB from a producer in one to a consumer in the other; 0: leave it out.
     pub handover_mb: u32,
     /// Unpack a source tree and ask git for its status.
     pub tree: bool,
@@ -49,7 +51,7 @@ impl Plan {
             matrix: Matrix::full(),
             rounds: 3,
             names: 10_000,
-            handover_mb: 256,
+            handover_mb: 1024,
             tree: true,
             kernel: "general-6.12".into(),
         }
@@ -72,7 +74,7 @@ const VM: &str = "bench";
 const OTHER: &str = "other";
 
 /// Runs the plan and writes `<dir>/files.jsonl`.
-pub fn run(plan: &Plan, dir: &Path, kit: &Path, command: String) -> Result<Results> {
+pub fn run(plan: &Plan, dir: &Path, kit: &Path) -> Result<Results> {
     let temp = tempfile::Builder::new()
         .prefix("tombolo-bench-")
         .tempdir_in("/dev/shm")
@@ -82,6 +84,7 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path, command: String) -> Result<Resul
     fs::create_dir(&export)?;
     fs::create_dir(&tools)?;
     build_tool("namebench", &tools)?;
+    build_tool("handover", &tools)?;
     if plan.tree {
         pack_tree(&tools.join("tree.tar"))?;
     }
@@ -90,23 +93,25 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path, command: String) -> Result<Resul
     if !initrd.exists() {
         bail!("{} is not there: 'make guest-bench' makes it", initrd.display());
     }
-    let two = plan.handover_mb > 0;
+    let two = plan.handover_mb > 0 && (plan.matrix.wants("handover") || plan.matrix.wants(VMS));
     let project = Project::up(temp.path(), &compose(plan, &initrd, temp.path(), &servers, two))?;
     let accel = project.accel(VM)?;
     let mut versions = servers.versions();
     versions.push(format!("guest kernel {}", project.exec(VM, "uname -r")?.trim()));
     versions.push(project.exec(VM, "fio --version")?.trim().to_owned());
-    project.exec(VM, "mkdir -p /bench && mount -t 9p -o trans=virtio,version=9p2000.L tools /bench")?;
-
     let peers = Peer::all(&servers);
-    for peer in &peers {
-        project.exec(VM, &peer.mount)?;
+    for vm in [VM, OTHER].iter().take(if two { 2 } else { 1 }) {
+        project.exec(vm, "mkdir -p /bench && mount -t 9p -o trans=virtio,version=9p2000.L tools /bench")?;
+        for peer in peers.iter().filter(|peer| *vm == VM || peer.shared) {
+            project.exec(vm, &peer.mount)?;
+        }
     }
     for peer in &peers {
         project.exec(VM, &plan.matrix.prepare(&peer.dir))?;
     }
-    let mut results = Results::create(dir, "files", Machine::here(command, &accel, versions))?;
-    let steps = u64::from(plan.rounds) * peers.len() as u64;
+    let mut results = Results::create(dir, "files", Machine::here(command_line(), Some(&accel), versions))?;
+    let shared: Vec<&Peer> = peers.iter().filter(|peer| two && peer.shared).collect();
+    let steps = u64::from(plan.rounds) * (peers.len() + shared.len()) as u64;
     let bar = ProgressBar::new(steps)
         .with_style(ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg} {eta}")?);
     for _ in 0..plan.rounds {
@@ -116,10 +121,18 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path, command: String) -> Result<Resul
             bar.inc(1);
         }
     }
-    bar.finish_and_clear();
-    if two {
-        handover(plan, &project, &peers, &mut results)?;
+    for peer in &shared {
+        project.exec(VM, &format!("rm -f {}/fio.*", peer.dir))?;
     }
+    for _ in 0..plan.rounds {
+        for peer in &shared {
+            bar.set_message(format!("{}, two VMs", peer.system));
+            pair::at_once(plan, &project, peer, &mut results)?;
+            pair::handover(plan, &project, peer, &mut results)?;
+            bar.inc(1);
+        }
+    }
+    bar.finish_and_clear();
     let html = crate::report::html("files", &results.machine, &results.samples)?;
     fs::write(dir.join("files.html"), html).context("can't write the page")?;
     Ok(results)
@@ -133,31 +146,25 @@ fn add(
     unit: &str,
     better: Better,
 ) -> Result<()> {
-    results.add(Sample {
-        bench: "files".into(),
-        case,
-        system: peer.system.into(),
-        value,
-        unit: unit.into(),
-        better,
-    })
+    results.add(Sample::new("files", case, peer.system, value, unit, better))
 }
 
 fn round(plan: &Plan, project: &Project, peer: &Peer, results: &mut Results) -> Result<()> {
     for jobs in plan.matrix.jobs.clone() {
-        let output = project.exec(VM, &plan.matrix.fio(&peer.dir, jobs))?;
-        for (case, mb_per_s) in plan.matrix.read(&output, jobs)? {
+        let Some(fio) = plan.matrix.fio(&peer.dir, jobs) else { continue };
+        let output = project.exec(VM, &fio)?;
+        for (case, mb_per_s) in plan.matrix.read(&output, &format!("j{jobs}"))? {
             add(results, peer, case, mb_per_s, "MB/s", Better::Higher)?;
         }
     }
-    if plan.names > 0 {
+    if plan.names > 0 && plan.matrix.wants("meta") {
         let output = project.exec(VM, &format!("/bench/namebench {}/names {}", peer.dir, plan.names))?;
         for line in output.lines() {
             let (what, rate) = line.split_once(' ').with_context(|| format!("namebench printed '{line}'"))?;
             add(results, peer, format!("meta-{what}"), rate.trim().parse()?, "1/s", Better::Higher)?;
         }
     }
-    if plan.tree {
+    if plan.tree && plan.matrix.wants("tree") {
         let tree = format!("{}/tree", peer.dir);
         let unpack = timed(project, VM, &format!("mkdir {tree} && tar -xf /bench/tree.tar -C {tree}"))?;
         add(results, peer, "tree-unpack".into(), unpack, "s", Better::Lower)?;
@@ -179,32 +186,6 @@ fn timed(project: &Project, vm: &str, script: &str) -> Result<f64> {
     let (start, end) =
         output.trim().split_once(' ').with_context(|| format!("in VM {vm}, no times: {output}"))?;
     Ok(end.parse::<f64>()? - start.parse::<f64>()?)
-}
-
-/// A producer writes a file in one VM, then a consumer reads it in the other: the sum of both times, for systems that share.
-fn handover(plan: &Plan, project: &Project, peers: &[Peer], results: &mut Results) -> Result<()> {
-    let shared: Vec<&Peer> = peers.iter().filter(|p| p.shared).collect();
-    for peer in &shared {
-        project.exec(OTHER, &peer.mount)?;
-    }
-    for (bs, bytes) in [("1k", 1u64 << 10), ("4k", 4 << 10), ("1M", 1 << 20)] {
-        for peer in &shared {
-            // Small blocks on slow peers would take minutes: as much as fits, the figure is per MB.
-            let mb = if bytes < 1 << 20 { plan.handover_mb / 16 } else { plan.handover_mb };
-            let count = u64::from(mb) * (1 << 20) / bytes;
-            let file = format!("{}/handover", peer.dir);
-            let produce = timed(
-                project,
-                VM,
-                &format!("dd if=/dev/zero of={file} bs={bs} count={count} conv=fsync 2>/dev/null"),
-            )?;
-            let consume = timed(project, OTHER, &format!("dd if={file} of=/dev/null bs={bs} 2>/dev/null"))?;
-            project.exec(VM, &format!("rm {file}"))?;
-            let value = (produce + consume) * 1000.0 / f64::from(mb);
-            add(results, peer, format!("handover-{bs}"), value, "ms/MB", Better::Lower)?;
-        }
-    }
-    Ok(())
 }
 
 /// A static program from this folder's guest/, for the guest.
@@ -244,7 +225,7 @@ fn compose(plan: &Plan, initrd: &Path, temp: &Path, servers: &Servers, two: bool
         "name = \"tombolo-bench-{}\"\n\
          [zone.files]\nsize = \"{zone}M\"\nfiles = true\n",
         std::process::id(),
-        zone = plan.matrix.total_mb * 2 + 512,
+        zone = plan.matrix.total_mb * 2 + plan.handover_mb + 512,
     );
     let pmem_file = temp.join("pmem");
     for vm in [VM, OTHER].iter().take(if two { 2 } else { 1 }) {

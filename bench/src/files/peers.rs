@@ -2,6 +2,7 @@
 //! The systems that are compared: how each is mounted in the guest, and the servers on the host that some need. 9p, virtiofs
 //! and NFS export one and the same folder in the host's memory.
 
+use std::env;
 use std::fs;
 use std::io::ErrorKind;
 use std::net::TcpStream;
@@ -92,9 +93,15 @@ pub struct Servers {
     children: Vec<Child>,
 }
 
-fn find(candidates: &[&str]) -> Option<PathBuf> {
-    candidates.iter().map(PathBuf::from).find(|p| p.exists())
+/// A program at one of these places, or found by its name as a shell finds it.
+fn find(places: &[&str], name: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let by_name = env::split_paths(&path).map(|folder| folder.join(name));
+    places.iter().map(PathBuf::from).chain(by_name).find(|p| p.is_file())
 }
+
+/// QEMU 7.2's own virtiofsd; later ones, in Rust, have other options.
+const C_VIRTIOFSD: &str = "/usr/lib/qemu/virtiofsd";
 
 fn spawn(command: &mut Command, log: &Path) -> Result<Child> {
     let out = fs::File::create(log).with_context(|| format!("can't write {}", log.display()))?;
@@ -113,8 +120,8 @@ impl Servers {
     /// Starts what is installed; `export` is the folder to serve. VMs are called "bench" and "other".
     pub fn start(dir: &Path, export: &Path) -> Result<Servers> {
         let mut servers = Servers { virtiofsd: None, ganesha: None, children: Vec::new() };
-        if let Some(program) = find(&["/usr/lib/qemu/virtiofsd", "/usr/libexec/virtiofsd"]) {
-            let rust = program.starts_with("/usr/libexec");
+        if let Some(program) = find(&[C_VIRTIOFSD, "/usr/libexec/virtiofsd"], "virtiofsd") {
+            let rust = program != Path::new(C_VIRTIOFSD);
             let mut sockets = Vec::new();
             for vm in ["bench", "other"] {
                 let socket = dir.join(format!("virtiofs-{vm}.sock"));
@@ -131,7 +138,7 @@ impl Servers {
             servers.virtiofsd = Some((program, sockets));
             servers.await_sockets()?;
         }
-        if let Some(program) = find(&["/usr/bin/ganesha.nfsd"]) {
+        if let Some(program) = find(&["/usr/bin/ganesha.nfsd"], "ganesha.nfsd") {
             servers.start_ganesha(&program, dir, export)?;
             servers.ganesha = Some(program);
         }

@@ -4,19 +4,20 @@
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command as Process, ExitCode};
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 use tombolo_lab::client::{Output, Session};
 use tombolo_lab::config::{Config, Iommu};
 use tombolo_lab::instance::{BOOT_PATIENCE, Lab};
 use tombolo_lab::protocol::Start;
+use tombolo_record::{Machine, Results, Sample};
 use tombolo_start::layout::MIB;
 
 use crate::claims;
 use crate::measure::{System, start};
 use crate::nested::{Card, Image};
-use crate::report::{Line, costs, lines, model, table};
+use crate::report::{costs, lines, model, table};
 
 /// What `tombolo bench start` does.
 #[derive(Debug, clap::Subcommand)]
@@ -106,18 +107,13 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
         Command::Run(options) => outside(&options, json)?,
         Command::Show { file } => {
             let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
-            show(&parse(&text));
+            show(&Results::samples(&text));
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn parse(text: &str) -> Vec<Line> {
-    // Lines that describe the machine are no figures.
-    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
-}
-
-fn show(figures: &[Line]) {
+fn show(figures: &[Sample]) {
     print!("{}", table(figures));
     if let Some(costs) = costs(figures) {
         print!("{}", model(&costs));
@@ -144,7 +140,7 @@ fn inside(options: &InsideOptions) -> Result<()> {
                         start(*system, total, card.as_ref().map(|c| c.address), &image, options.work)
                             .with_context(|| format!("{} {size} MiB, device: {device}", system.name()))?;
                     for line in lines(*system, total, card.is_some(), &figures) {
-                        println!("{}", serde_json::to_string(&line)?);
+                        println!("{line}");
                     }
                 }
             }
@@ -252,26 +248,17 @@ fn outside(options: &RunOptions, json: bool) -> Result<()> {
     if output.code != 0 {
         bail!("measuring in the lab ended with {}", output.code);
     }
-    let figures = parse(&String::from_utf8_lossy(&output.stdout));
-    let machine = serde_json::json!({
-        "bench": "start",
-        "machine": {
-            "lab": {"memory_mib": options.lab_memory, "cpus": started.qemu.cpus(&Config { cpus: options.lab_cpus, ..Config::default() }),
-                "kernel": started.kernel.release, "qemu": format!("{}.{}", started.qemu.version.0, started.qemu.version.1)},
-            "shared_huge_pages": wanted.shared_huge_pages,
-            "cpus": std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
-            "cpu": first_line("/proc/cpuinfo", "model name"),
-            "kernel": fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim(),
-        },
-        "commit": commit(),
-    });
-    if let Some(folder) = options.results.parent() {
-        fs::create_dir_all(folder)?;
-    }
-    let mut file = fs::OpenOptions::new().create(true).append(true).open(&options.results)?;
-    writeln!(file, "{machine}")?;
-    for line in &figures {
-        writeln!(file, "{}", serde_json::to_string(line)?)?;
+    let figures = Results::samples(&String::from_utf8_lossy(&output.stdout));
+    let (major, minor) = (started.qemu.version.0, started.qemu.version.1);
+    let cpus = started.qemu.cpus(&Config { cpus: options.lab_cpus, ..Config::default() });
+    let versions = vec![format!(
+        "lab: {} MiB, {cpus} CPUs, kernel {}, QEMU {major}.{minor} (tcg); its guests: kvm",
+        options.lab_memory, started.kernel.release
+    )];
+    let machine = Machine::here(tombolo_record::command_line(), None, versions);
+    let mut results = Results::append(&options.results, machine)?;
+    for sample in &figures {
+        results.add(sample.clone())?;
     }
     if json {
         print!("{}", String::from_utf8_lossy(&output.stdout));
@@ -279,15 +266,4 @@ fn outside(options: &RunOptions, json: bool) -> Result<()> {
         show(&figures);
     }
     Ok(())
-}
-
-fn first_line(path: &str, name: &str) -> String {
-    let text = fs::read_to_string(path).unwrap_or_default();
-    let line = text.lines().find(|l| l.starts_with(name)).and_then(|l| l.split(':').nth(1));
-    line.unwrap_or("?").trim().to_owned()
-}
-
-fn commit() -> String {
-    let result = Process::new("git").args(["rev-parse", "--short", "HEAD"]).output();
-    result.map_or("?".into(), |o| String::from_utf8_lossy(&o.stdout).trim().to_owned())
 }

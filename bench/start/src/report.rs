@@ -4,74 +4,44 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use serde::{Deserialize, Serialize};
+use tombolo_record::{Better, Sample};
 use tombolo_start::layout::{GIB, MIB};
 use tombolo_start::model::{Costs, fit};
 
 use crate::measure::{Figures, System};
 
-/// One figure.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Line {
-    /// Always "start".
-    pub bench: String,
-    /// What was measured, `start-kernel-4096M-device` and the like.
-    pub case: String,
-    /// Whose figure it is.
-    pub system: String,
-    /// The figure.
-    pub value: f64,
-    /// Its unit.
-    pub unit: String,
-    /// "lower" or "higher".
-    pub better: String,
-}
-
-impl Line {
-    fn new(case: String, system: &str, value: f64, unit: &str, better: &str) -> Self {
-        let own = |text: &str| text.to_owned();
-        Self { bench: own("start"), case, system: own(system), value, unit: own(unit), better: own(better) }
-    }
+fn sample(case: String, system: System, value: f64, unit: &str, better: Better) -> Sample {
+    Sample::new("start", case, system.name(), value, unit, better)
 }
 
 /// The lines of one start of `total` bytes.
-pub fn lines(system: System, total: u64, device: bool, figures: &Figures) -> Vec<Line> {
+pub fn lines(system: System, total: u64, device: bool, figures: &Figures) -> Vec<Sample> {
     let size = format!("{}M{}", total / MIB, if device { "-device" } else { "" });
-    let mut lines: Vec<Line> = [
+    let mut lines: Vec<Sample> = [
         ("qmp", figures.monitor),
         ("kernel", figures.kernel),
         ("login", figures.login),
         ("full", figures.full),
     ]
     .into_iter()
-    .map(|(what, value)| Line::new(format!("start-{what}-{size}"), system.name(), value, "s", "lower"))
+    .map(|(what, value)| sample(format!("start-{what}-{size}"), system, value, "s", Better::Lower))
     .collect();
     if let Some(growth) = &figures.growth {
-        lines.push(Line::new(
-            format!("start-growth-{size}"),
-            system.name(),
-            growth.gib_per_second,
-            "GiB/s",
-            "higher",
-        ));
+        let case = format!("start-growth-{size}");
+        lines.push(sample(case, system, growth.gib_per_second, "GiB/s", Better::Higher));
         if let Some((during, after)) = growth.work {
             let share = 100.0 * during / after;
-            lines.push(Line::new(
-                format!("start-work-{size}"),
-                system.name(),
-                share,
-                "% of undisturbed",
-                "higher",
-            ));
+            let case = format!("start-work-{size}");
+            lines.push(sample(case, system, share, "% of undisturbed", Better::Higher));
         }
         let cpu = growth.report.prepared.cpu.as_secs_f64();
-        lines.push(Line::new(format!("start-prepare-cpu-{size}"), system.name(), cpu, "s", "lower"));
+        lines.push(sample(format!("start-prepare-cpu-{size}"), system, cpu, "s", Better::Lower));
     }
     lines
 }
 
 /// A table with a row for each case and a column for each system; of several repetitions the median.
-pub fn table(lines: &[Line]) -> String {
+pub fn table(lines: &[Sample]) -> String {
     let mut cells: BTreeMap<(&str, &str), BTreeMap<&str, Vec<f64>>> = BTreeMap::new();
     for line in lines {
         let row = cells.entry((&line.case, &line.unit)).or_default();
@@ -106,7 +76,7 @@ fn median(values: &mut [f64]) -> f64 {
 }
 
 /// The costs that measured lines show, where there are enough of them.
-pub fn costs(lines: &[Line]) -> Option<Costs> {
+pub fn costs(lines: &[Sample]) -> Option<Costs> {
     let slow: Vec<(u64, f64)> = of(lines, "start-qmp-", "qemu").collect();
     let (base, slow_per_gib) = fit(&slow)?;
     let per_gib = |what: &str| {
@@ -127,7 +97,7 @@ pub fn costs(lines: &[Line]) -> Option<Costs> {
 }
 
 /// Values of a system's lines with a device whose case begins with `what`, with the VM's size in bytes.
-fn of<'a>(lines: &'a [Line], what: &'a str, system: &'a str) -> impl Iterator<Item = (u64, f64)> + 'a {
+fn of<'a>(lines: &'a [Sample], what: &'a str, system: &'a str) -> impl Iterator<Item = (u64, f64)> + 'a {
     lines.iter().filter(move |l| l.system == system).filter_map(move |line| {
         let size = line.case.strip_prefix(what)?.strip_suffix("M-device")?;
         Some((size.parse::<u64>().ok()? * MIB, line.value))
@@ -156,8 +126,8 @@ pub fn model(costs: &Costs) -> String {
 mod tests {
     use super::*;
 
-    fn line(case: &str, system: &str, value: f64) -> Line {
-        Line::new(case.into(), system, value, "s", "lower")
+    fn line(case: &str, system: &str, value: f64) -> Sample {
+        Sample::new("start", case.into(), system, value, "s", Better::Lower)
     }
 
     #[test]

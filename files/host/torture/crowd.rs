@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use tombolo_files::fs::{Create, Filesystem, ROOT};
 
-use crate::model::{Model, Op};
+use crate::model::{Model, Reach};
 use crate::rng::Rng;
+use crate::tree::Spot;
+use crate::turns::{Taker, Turns};
 use crate::zone::Zone;
 
 /// Every operation by a member chosen at random, then looked at by another.
@@ -16,44 +18,13 @@ pub fn turns(seed: u64, mib: u64, operations: u64, members: u32) -> Result<Strin
     let zone = Zone::new(mib)?;
     let handles: Vec<Filesystem> =
         (0..members).map(|m| zone.open(zone.join(m)?)).collect::<Result<_, String>>()?;
-    let mut rng = Rng(seed);
-    let mut model = Model::new(ROOT, None, "");
-    // What one member has open is kept by that member.
-    let mut openers: Vec<(usize, u32)> = Vec::new();
-    for n in 0..operations {
-        if n % 5000 == 4999 {
-            model.largest = if model.largest > 1 << 20 { 300 << 10 } else { 5 << 20 };
-        }
-        let op = model.random_op(&mut rng);
-        let mut who = rng.below(u64::from(members)) as u32;
-        match &op {
-            Op::Close { node } => {
-                let at = openers.iter().position(|o| o.0 == *node).ok_or("closing what is not open")?;
-                who = openers.swap_remove(at).1;
-            }
-            Op::Open { node } if !model.node(*node).open => openers.push((*node, who)),
-            // A file without a name gets one only by who has it open.
-            Op::Link { node, .. } if model.node(*node).nlink == 0 => {
-                who = openers.iter().find(|o| o.0 == *node).map_or(who, |o| o.1);
-            }
-            _ => {}
-        }
-        let new = model
-            .step(&handles[who as usize], &op)
-            .map_err(|e| format!("operation {n} by member {who}: {e}"))?;
-        if let (Op::Create { open: true, .. } | Op::Tmpfile { .. }, Some(id)) = (&op, new) {
-            openers.push((id, who));
-        }
-        if n % 1000 == 999 || n + 1 == operations {
-            let other = rng.below(u64::from(members)) as usize;
-            model
-                .compare(&handles[other], None)
-                .map_err(|e| format!("after operation {n}, as member {other}: {e}"))?;
-        }
-    }
-    for (node, who) in openers {
-        let _ = handles[who as usize].close_ref(model.node(node).ino);
-    }
+    let takers = handles
+        .iter()
+        .enumerate()
+        .map(|(m, fs)| Taker { name: format!("member {m}"), tree: fs, maps: false })
+        .collect();
+    let root = Spot { ino: ROOT, path: None };
+    Turns::new(seed, Model::new(root, None, "", Reach::Core), takers).run(operations)?;
     drop(handles);
     zone.check()?;
     Ok(format!("{operations} operations by {members} members: no difference, fsck finds nothing"))

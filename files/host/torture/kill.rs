@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use tombolo_files::fs::{Create, Filesystem, ROOT};
 
-use crate::model::Model;
+use crate::model::{Model, Reach};
 use crate::rng::Rng;
+use crate::tree::Spot;
 use crate::zone::{Zone, raise};
 
 const CHILDREN: u32 = 2;
@@ -40,7 +41,9 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     let mut rng = Rng(seed);
     let mut children = Vec::new();
     for member in 1..=CHILDREN {
-        let model = Model::new(dir(&format!("own{member}"))?, Some(shared), &format!("m{member}-"));
+        let spot = |ino| Spot { ino, path: None };
+        let own = spot(dir(&format!("own{member}"))?);
+        let model = Model::new(own, Some(spot(shared)), &format!("m{member}-"), Reach::Core);
         children.push(Child { member, model, rng: Rng(rng.next()), pid: 0, done_before: 0 });
     }
     for child in &mut children {

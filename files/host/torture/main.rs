@@ -5,17 +5,33 @@
 //! - `kill`: members in processes of their own are killed at any instant; the others clean up and go on.
 //! - `threads`: members at once on one file and one directory: appends whole, one winner per name.
 //! - `damage`: fsck finds and repairs what was overwritten.
+//! - `together`: two guests with the kernel module and a FUSE mount of the host, in turns and at once.
+//! - `deaths`: those, dying under load.
 //! - `files …`: the commands of this part, as `tombolo files …` has them.
 //!
-//! Modules: [`model`] is the file system as it should be, [`kill`] and [`crowd`] the runs, [`zone`] memory with a member table.
+//! Modules: [`model`] is the file system as it should be, [`compare`] it against a real one, which [`tree`] is the way to: the core itself,
+//! [`mounted`], or a [`remote`] [`worker`] next to a mount. [`turns`], [`fsx`], [`crowd`], [`kill`], [`together`] and [`deaths`] are the runs,
+//! [`zone`] memory with a member table, [`site`] a real zone with its owner, [`guest`] a VM.
 
+mod compare;
 mod crowd;
 mod damage;
+mod deaths;
+mod fsx;
+mod guest;
 mod kill;
 mod model;
+mod mounted;
+mod remote;
 mod rng;
+mod site;
+mod together;
+mod tree;
+mod turns;
+mod worker;
 mod zone;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -52,6 +68,22 @@ enum Run {
         #[arg(long, default_value_t = 200)]
         rounds: u64,
     },
+    /// Two guests with the kernel module and a FUSE mount: in turns in one tree and in one file, then at once
+    Together {
+        #[command(flatten)]
+        boot: site::Boot,
+        #[command(flatten)]
+        amount: together::Amount,
+    },
+    /// Two guests and a FUSE mount, of which one after the other dies under load
+    Deaths {
+        #[command(flatten)]
+        boot: site::Boot,
+        #[arg(long, default_value_t = 20)]
+        kills: u64,
+    },
+    /// What members by mounts work with: does what it is told over a line
+    Worker { root: PathBuf, channel: PathBuf },
     /// The commands of this part
     Files {
         #[arg(long, global = true)]
@@ -77,6 +109,9 @@ fn main() -> anyhow::Result<ExitCode> {
         Run::Kill { kills } => kill::run(cli.seed, cli.mib, kills),
         Run::Damage { rounds } => damage::run(cli.seed, rounds),
         Run::Files { .. } => unreachable!("done above"),
+        Run::Together { boot, amount } => together::run(cli.seed, cli.mib, &boot, amount),
+        Run::Deaths { boot, kills } => deaths::run(cli.seed, cli.mib, &boot, kills),
+        Run::Worker { root, channel } => worker::run(&root, &channel),
         Run::Threads { seconds } => crowd::at_once(cli.seed, cli.mib, seconds),
     };
     match result {

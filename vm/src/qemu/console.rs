@@ -19,7 +19,6 @@ const TAIL: usize = 16 << 10;
 pub struct Console {
     inner: Mutex<Inner>,
     said: Condvar,
-    input: UnixStream,
 }
 
 #[derive(Debug)]
@@ -27,10 +26,13 @@ struct Inner {
     log: Log,
     tail: Vec<u8>,
     watchers: Vec<UnixStream>,
+    /// Where it is typed: QEMU's end.
+    input: UnixStream,
     /// A line has matched the pattern.
     matches: bool,
     pattern: Option<regex_lite::Regex>,
     first_output: Option<Instant>,
+    /// QEMU has closed it.
     ended: bool,
 }
 
@@ -76,17 +78,46 @@ impl Console {
                 log,
                 tail: Vec::new(),
                 watchers: Vec::new(),
+                input: socket,
                 matches: false,
                 pattern,
                 first_output: None,
                 ended: false,
             }),
             said: Condvar::new(),
-            input: socket,
         });
         let own = console.clone();
         std::thread::Builder::new().name("console".into()).spawn(move || own.pump(reader))?;
         Ok(console)
+    }
+
+    /// Goes on with the console of a new QEMU for the same VM, after the end of the one before: log and watchers stay.
+    ///
+    /// # Errors
+    /// When the QEMU before has not ended, or no thread can be had.
+    pub fn resume(
+        self: &Arc<Self>,
+        socket: UnixStream,
+        pattern: Option<regex_lite::Regex>,
+    ) -> anyhow::Result<()> {
+        let reader = socket.try_clone()?;
+        let mut inner = self.lock();
+        anyhow::ensure!(inner.ended, "the console is still another QEMU's");
+        inner.input = socket;
+        inner.tail.clear();
+        (inner.matches, inner.pattern, inner.first_output, inner.ended) = (false, pattern, None, false);
+        drop(inner);
+        let own = self.clone();
+        std::thread::Builder::new().name("console".into()).spawn(move || own.pump(reader))?;
+        Ok(())
+    }
+
+    /// Sends those away who watch: the VM is over.
+    pub fn close(&self) {
+        for watcher in self.lock().watchers.drain(..) {
+            // It fails where the watcher has gone already.
+            let _ = watcher.shutdown(std::net::Shutdown::Both);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -106,7 +137,6 @@ impl Console {
         }
         let mut inner = self.lock();
         inner.ended = true;
-        inner.watchers.clear();
         self.said.notify_all();
     }
 
@@ -157,7 +187,7 @@ impl Console {
         drop(self.said.wait_timeout_while(self.lock(), limit, |i| !i.ended));
     }
 
-    /// Gives `watcher` what is said from now on, after the last `recent` bytes; it is closed at the end.
+    /// Gives `watcher` what is said from now on, after the last `recent` bytes, until [`Console::close`].
     ///
     /// # Errors
     /// When the console has ended.
@@ -173,12 +203,19 @@ impl Console {
         Ok(())
     }
 
-    /// Types into the console.
+    /// Types into the console; between two QEMUs of a VM that reboots nobody hears it.
     ///
     /// # Errors
     /// When QEMU is gone.
     pub fn type_in(&self, data: &[u8]) -> std::io::Result<()> {
-        (&self.input).write_all(data)
+        let inner = self.lock();
+        if inner.ended {
+            return Ok(());
+        }
+        let input = inner.input.try_clone()?;
+        // A guest that does not read must not keep what it says from being heard.
+        drop(inner);
+        (&input).write_all(data)
     }
 }
 
@@ -257,9 +294,39 @@ mod tests {
         console.watch(theirs, 5).unwrap();
         guest.write_all(b"the future\n").unwrap();
         drop(guest);
+        console.wait_end(Duration::from_secs(60));
+        console.close();
         let mut seen = String::new();
         ours.read_to_string(&mut seen).unwrap();
         assert_eq!(seen, "past\nthe future\n");
+    }
+
+    #[test]
+    fn log_and_watchers_outlast_a_reboot_and_its_readiness_is_a_new_one() {
+        let (console, mut guest, dir) = console(Some("login"));
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        console.watch(theirs, 0).unwrap();
+        guest.write_all(b"first login\n").unwrap();
+        drop(guest);
+        console.wait_end(Duration::from_secs(60));
+        console.type_in(b"nobody hears it").unwrap();
+        let (next, mut guest) = UnixStream::pair().unwrap();
+        console.resume(next, Some(regex_lite::Regex::new("login").unwrap())).unwrap();
+        assert!(!console.wait_match(Duration::ZERO), "the old login is no sign");
+        guest.write_all(b"second login\n").unwrap();
+        assert!(console.wait_match(Duration::from_secs(60)));
+        console.type_in(b"root").unwrap();
+        drop(console.resume(UnixStream::pair().unwrap().0, None).unwrap_err());
+        let mut typed = [0; 4];
+        guest.read_exact(&mut typed).unwrap();
+        assert_eq!(&typed, b"root");
+        drop(guest);
+        console.wait_end(Duration::from_secs(60));
+        console.close();
+        let mut seen = String::new();
+        ours.read_to_string(&mut seen).unwrap();
+        assert_eq!(seen, "first login\nsecond login\n");
+        assert_eq!(std::fs::read_to_string(dir.path().join("c.log")).unwrap(), seen);
     }
 
     #[test]

@@ -34,7 +34,11 @@ impl Qemu {
             })?;
         let text = String::from_utf8_lossy(&output.stdout);
         let version = parse(&text).with_context(|| {
-            format!("{} --version says '{}', which is no QEMU", program.display(), text.trim())
+            let said = text.lines().next().unwrap_or_default();
+            format!(
+                "{} --version says '{said}', which is no QEMU; install the package qemu-system-x86",
+                program.display()
+            )
         })?;
         if (version.0, version.1) < OLDEST {
             anyhow::bail!(

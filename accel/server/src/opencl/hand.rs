@@ -2,7 +2,9 @@
 //! Handlers of OpenCL that are written by hand: where data goes through the window, where callbacks come back, where one request
 //! creates several objects.
 
+use super::clear;
 use super::{Cx, Extra, Handle, OpenCl, RESOURCES, VALUE, key, lock};
+use crate::session::Api;
 use std::ffi::{CString, c_char, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::Ordering;
@@ -341,6 +343,14 @@ fn create_mem(
     Ok(())
 }
 
+/// Takes a new memory object back when it could not be made ready.
+fn unless(cx: &Cx<'_>, new: u64, ready: Done) -> Done {
+    if ready.is_err() {
+        cx.cl.release(kind::MEM, new);
+    }
+    ready
+}
+
 pub(super) fn create_buffer(cx: &mut Cx<'_>, r: &wire::CreateBuffer<'_>) -> Done {
     cx.owed = r.ticket;
     let context = cx.get(kind::CONTEXT, r.context)?;
@@ -377,6 +387,11 @@ pub(super) fn create_buffer(cx: &mut Cx<'_>, r: &wire::CreateBuffer<'_>) -> Done
             _ => null_mut(),
         }
     })?;
+    if pointer.is_null() {
+        let native = cx.get(kind::MEM, r.new)?;
+        let cleared = clear::buffer(cx, context, native, size);
+        unless(cx, r.new, cleared)?;
+    }
     if r.home == 0 {
         // The driver has copied: the staging is free at the end of this request.
         cx.owed = r.ticket;
@@ -476,8 +491,12 @@ pub(super) fn create_image(cx: &mut Cx<'_>, r: &wire::CreateImage<'_>) -> Done {
         unsafe { f(context, flags, format.as_ptr().cast(), (&raw const desc).cast(), pointer, code) }
     })?;
     cx.owed = r.ticket;
-    // Now the driver knows the pixel's size.
     let native = cx.get(kind::MEM, r.new)?;
+    if pointer.is_null() && parent.is_null() {
+        let cleared = clear::image(cx, context, native, extent);
+        unless(cx, r.new, cleared)?;
+    }
+    // Now the driver knows the pixel's size.
     let ask = native!(cx, clGetImageInfo);
     let mut pixel = 0usize;
     // SAFETY: a live image; room for a size.

@@ -3,10 +3,12 @@
 //!
 //! - [`generated`]: native functions and decoders, from the declarations.
 //! - [`hand`]: handlers written by hand.
+//! - [`clear`]: clears memory before a client gets it.
 //! - [`checks`]: ranges, rectangles and pixels, before the driver sees them.
 //! - [`tickets`]: tells the client when its part of the window was read or filled.
 
 pub mod checks;
+pub mod clear;
 pub mod hand;
 pub mod svm;
 pub mod tickets;
@@ -68,6 +70,7 @@ pub struct OpenCl {
     /// The error of a posted command, told at the next clFinish.
     late: AtomicI32,
     svm: Mutex<svm::Svm>,
+    queues: clear::Queues,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -97,6 +100,7 @@ impl OpenCl {
             session: OnceLock::new(),
             late: AtomicI32::new(0),
             svm: Mutex::default(),
+            queues: clear::Queues::default(),
         })))
     }
 
@@ -145,6 +149,9 @@ impl Api for &'static OpenCl {
         let Ok((Some(native), extra)) = taken else { return };
         if extra.root {
             return;
+        }
+        if kind == kind::CONTEXT {
+            self.queues.forget(self, native);
         }
         self.release_native(kind, native);
     }

@@ -44,7 +44,7 @@ impl Layout {
         let incompat = incompat | word(offset_of!(sys::tfs_super, ro_compat))?;
         if version != sys::TFS_VERSION || incompat != 0 {
             return Err(Unreadable(format!(
-                "a file system of version {version} with features {incompat:#x}; this program knows version {}",
+                "a file system of version {version} with features {incompat:#x}; this program knows version {}; use the program that made it",
                 sys::TFS_VERSION
             )));
         }
@@ -123,7 +123,7 @@ macro_rules! fields {
     };
 }
 fields!(state_gen mode owner nlink flags rdev parent xattr_root root size blocks seq index_root index_used
-    entries free_granules openers mappers lock locks);
+    entries free_granules openers mappers lock locks account);
 
 impl Inode {
     pub(crate) fn read(area: &Area, table_block: u64, ino: u64) -> Option<Inode> {

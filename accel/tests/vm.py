@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""OpenCL in a VM under QEMU's emulation, carried out by this machine: `vm.py [--kit SERIES] [CLAIM…]`.
+
+The VM has a zone of its own, made by `tombolo-accel serve --vm`, and as the fallback a network. Needs what packages/accel.list and the
+module's tests need, and the guest kit (guest/README.md). Prints one line per claim and the counts; exit code 0 when all hold.
+"""
+import argparse, os, shutil, socket, subprocess, sys, tempfile, time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.abspath(os.path.join(HERE, "../.."))
+sys.path.insert(0, os.path.join(ROOT, "files/linux/tests"))
+from claims import build, from_kit
+from rig import Failed, Rig
+
+CHANNELS = 3
+CLAIMS = []
+
+
+def claim(f):
+    CLAIMS.append(f)
+    return f
+
+
+class Host:
+    """The server, and the same programs on the native driver."""
+
+    def __init__(self, work, target):
+        self.work, self.target, self.native_output = work, target, {}
+        self.vm = os.path.join("/dev/shm", os.path.basename(work))
+        self.environment = dict(os.environ, POCL_CACHE_DIR=work + "/cache", POCL_MEMORY_LIMIT="2")
+        self.environment.pop("OCL_ICD_VENDORS", None)
+        os.makedirs(work + "/cache")
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self.log = open(work + "/server.log", "w+")
+        self.server = subprocess.Popen(
+            [target + "/tombolo-accel", "serve", "--listen", "unix:%s/socket" % work, "--listen", "tcp:127.0.0.1:%d" % self.port,
+             "--vm", self.vm, "--vm-channels", str(CHANNELS), "--vm-window", "64"], env=self.environment, stderr=self.log)
+        begun = time.monotonic()
+        while not os.path.exists(self.vm + "/bell") or "-device" not in self.said():
+            if self.server.poll() is not None or time.monotonic() - begun > 60:
+                raise Failed("the server doesn't serve: " + self.said())
+            time.sleep(0.05)
+
+    def said(self):
+        with open(self.log.name) as f:
+            return f.read()
+
+    def qemu(self):
+        return ["-chardev", "socket,id=calls,path=%s/bell" % self.vm, "-device", "ivshmem-doorbell,chardev=calls,vectors=1",
+                "-netdev", "user,id=net,restrict=off", "-device", "virtio-net-pci,netdev=net,romfile="]
+
+    def native(self, program):
+        if program not in self.native_output:
+            done = subprocess.run([program], env=self.environment, capture_output=True, text=True, timeout=120, check=True)
+            self.native_output[program] = done.stdout.strip()
+        return self.native_output[program]
+
+    def workers(self):
+        out = subprocess.run(["pgrep", "-P", str(self.server.pid)], capture_output=True, text=True).stdout
+        return [int(p) for p in out.split()]
+
+    def end(self):
+        self.server.terminate()
+        self.server.wait()
+        shutil.rmtree(self.vm, ignore_errors=True)
+
+
+def same(program, a, b):
+    for x, y in zip(a.splitlines(), b.splitlines()):
+        if x != y:
+            raise Failed("%s: natively `%s`, in the VM `%s`" % (program, x, y))
+    if len(a.splitlines()) != len(b.splitlines()):
+        raise Failed("%s: %d lines natively, %d in the VM" % (program, len(a.splitlines()), len(b.splitlines())))
+
+
+ZONE = "TOMBOLO_ACCEL=zone:/dev/tombolo-calls-"
+
+
+@claim
+def clinfo_says_the_same_in_a_vm(host, vm, zone):
+    same("clinfo", host.native("clinfo"), vm.ok(zone + " clinfo 2>/tmp/err"))
+
+
+@claim
+def every_call_in_a_vm_answers_as_on_the_native_driver(host, vm, zone):
+    same("calls", host.native(host.work + "/calls"), vm.ok(zone + " calls 2>/tmp/err"))
+
+
+@claim
+def channels_come_back_however_a_process_ends_and_no_more_are_given_than_there_are(host, vm, zone):
+    for _ in range(CHANNELS + 1):
+        vm.ok("exec 5<>/dev/tombolo-calls-*; true")
+    rc, out = vm.run("for i in 1 2 3 4; do sleep 1000 5<>/dev/tombolo-calls-%s & done; wait $!" % os.path.basename(host.vm))
+    if rc == 0:
+        raise Failed("more than %d channels: %s" % (CHANNELS, out))
+    vm.ok("killall -9 sleep")
+    same("clinfo", host.native("clinfo"), vm.ok("for i in 1 2 3 4; do %s clinfo > /tmp/info 2>/tmp/err || exit 1; done; cat /tmp/info" % zone))
+
+
+@claim
+def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(host, vm, zone):
+    vm.start(zone + " clinfo 2>&1 >/tmp/info")
+    begun = time.monotonic()
+    while not host.workers():
+        if time.monotonic() - begun > 30:
+            raise Failed("no worker came")
+        time.sleep(0.01)
+    for pid in host.workers():
+        os.kill(pid, 9)
+    _, said = vm.finish()
+    if "accelerator server" not in said:
+        raise Failed("nothing said why: " + said)
+    same("clinfo", host.native("clinfo"), vm.ok(zone + " clinfo 2>/tmp/err"))
+
+
+@claim
+def over_tcp_where_there_is_no_zone_every_call_answers_the_same(host, vm, zone):
+    vm.ok("ifconfig eth0 10.0.2.15 netmask 255.255.255.0 up")
+    same("calls", host.native(host.work + "/calls"), vm.ok("TOMBOLO_ACCEL=tcp:10.0.2.2:%d calls 2>/tmp/err" % host.port))
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--kit", default="6.12", metavar="SERIES")
+    p.add_argument("--target", default=os.path.join(ROOT, "target/debug"), help="where tombolo-accel and libtombolo_opencl.so are")
+    p.add_argument("claims", nargs="*")
+    o = p.parse_args()
+    work = tempfile.mkdtemp(prefix="tombolo-accel-vm-")
+    host = vm = None
+    passed = failed = 0
+    try:
+        kernel, root, headers = from_kit(o.kit, work)
+        subprocess.run(["cc", "-O1", "-Wno-deprecated-declarations", HERE + "/calls.c", "-o", work + "/calls", "-lOpenCL", "-lpthread"], check=True)
+        shutil.copy(o.target + "/libtombolo_opencl.so", work)
+        subprocess.run(["strip", work + "/libtombolo_opencl.so"], check=True)
+        rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,
+                  [work + "/calls", shutil.which("clinfo"), work + "/libtombolo_opencl.so"], ["virtio_net"])
+        host = Host(work, o.target)
+        vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory="512M", extra=host.qemu())
+        name = os.path.basename(host.vm)
+        vm.ok("mkdir -p /etc/OpenCL/vendors; echo /bin/libtombolo_opencl.so > /etc/OpenCL/vendors/tombolo.icd")
+        vm.ok("echo %s > /sys/module/tombolo/parameters/calls; test -c /dev/tombolo-calls-%s || (dmesg | tail -5; exit 1)" % (name, name))
+        for f in CLAIMS:
+            if o.claims and not any(c in f.__name__ for c in o.claims):
+                continue
+            begun, why = time.monotonic(), None
+            try:
+                f(host, vm, ZONE + name)
+                why = vm.complaints()
+            except Failed as e:
+                why = str(e)
+            print("%s %s (%.1f s)" % ("FAIL" if why else "ok  ", f.__name__, time.monotonic() - begun))
+            if why:
+                print("     ", why, "\n     server:", host.said()[-2000:])
+            passed, failed = passed + (not why), failed + bool(why)
+    except Failed as e:
+        print("FAIL", e, host.said() if host else "")
+        failed += 1
+    finally:
+        if vm:
+            vm.process.kill()
+            vm.process.wait()
+        if host:
+            host.end()
+        shutil.rmtree(work)
+    print("%d passed, %d failed" % (passed, failed))
+    sys.exit(1 if failed or not passed else 0)
+
+
+main()

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What benches say: a line that describes the machine, then a line per sample, all JSON. Every bench writes them with this, and
+//! whoever reads a results file knows what to expect.
+
+use std::env;
+use std::fmt;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+/// Which way is good.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Better {
+    /// Throughput, rates.
+    Higher,
+    /// Times, sizes.
+    Lower,
+}
+
+/// One repetition of one case on one system.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// The bench: "files", "net" …
+    pub bench: String,
+    /// The case: "fio-randread-4k-j1" …
+    pub case: String,
+    /// The system: "tombolo", "9p" …
+    pub system: String,
+    /// The figure, in `unit`.
+    pub value: f64,
+    /// Its unit: "MB/s" (10^6 bytes), "1/s", "s" …
+    pub unit: String,
+    /// Which way is good.
+    pub better: Better,
+}
+
+/// Where a run took place: the first line of a results file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Machine {
+    /// The command that made the run.
+    pub command: String,
+    /// The commit of the project, with "+" if the tree had changes.
+    pub commit: String,
+    /// UTC time of the start, ISO 8601.
+    pub date: String,
+    /// Processor model and number of cores.
+    pub cpu: String,
+    /// Memory in MiB.
+    pub memory_mib: u64,
+    /// The host's kernel.
+    pub kernel: String,
+    /// QEMU's version, and how guests ran ("tcg" or "kvm"), where there were any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub qemu: Option<String>,
+    /// Versions of the peers and of the guest's kernel, as found.
+    pub versions: Vec<String>,
+}
+
+impl Sample {
+    /// A sample of `bench`.
+    pub fn new(bench: &str, case: String, system: &str, value: f64, unit: &str, better: Better) -> Sample {
+        Sample { bench: bench.into(), case, system: system.into(), value, unit: unit.into(), better }
+    }
+}
+
+fn json(line: &impl Serialize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    f.write_str(&serde_json::to_string(line).map_err(|_| fmt::Error)?)
+}
+
+impl fmt::Display for Sample {
+    /// Its line in a results file.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        json(self, f)
+    }
+}
+
+impl fmt::Display for Machine {
+    /// Its line in a results file.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        json(self, f)
+    }
+}
+
+/// The command that runs, all its words: the program without its folder, then the arguments.
+pub fn command_line() -> String {
+    let mut words = env::args();
+    let program = words.next().unwrap_or_default();
+    let name = program.rsplit('/').next().unwrap_or_default().to_owned();
+    words.fold(name, |line, word| line + " " + &word)
+}
+
+fn output(program: &str, args: &[&str]) -> String {
+    Command::new(program)
+        .args(args)
+        .output()
+        .ok()
+        .filter(|o| o.status.success())
+        .map(|o| String::from_utf8_lossy(&o.stdout).trim().to_owned())
+        .unwrap_or_default()
+}
+
+impl Machine {
+    /// Describes this machine; `accel`: how guests ran, if there were any; `versions` are lines about the peers.
+    pub fn here(command: String, accel: Option<&str>, versions: Vec<String>) -> Machine {
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let model = cpuinfo
+            .lines()
+            .find_map(|l| l.strip_prefix("model name").and_then(|l| l.split_once(':')))
+            .map_or("unknown", |(_, name)| name.trim());
+        let cores = cpuinfo.lines().filter(|l| l.starts_with("processor")).count();
+        let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let memory_kib: u64 = meminfo
+            .lines()
+            .find_map(|l| l.strip_prefix("MemTotal:"))
+            .and_then(|l| l.trim().trim_end_matches(" kB").parse().ok())
+            .unwrap_or(0);
+        let changed = !output("git", &["status", "--porcelain", "--untracked-files=no"]).is_empty();
+        Machine {
+            command,
+            commit: format!(
+                "{}{}",
+                output("git", &["rev-parse", "--short", "HEAD"]),
+                if changed { "+" } else { "" }
+            ),
+            date: output("date", &["-u", "+%Y-%m-%dT%H:%M:%SZ"]),
+            cpu: format!("{model}, {cores} cores"),
+            memory_mib: memory_kib / 1024,
+            kernel: output("uname", &["-r"]),
+            qemu: accel.map(|accel| {
+                let version = output("qemu-system-x86_64", &["--version"]);
+                format!("{} ({accel})", version.lines().next().unwrap_or("unknown"))
+            }),
+            versions,
+        }
+    }
+}
+
+/// A results file being written: each sample is on disk when [`Results::add`] returns.
+pub struct Results {
+    file: fs::File,
+    /// Where it is.
+    pub path: PathBuf,
+    /// What it describes.
+    pub machine: Machine,
+    /// What was added so far.
+    pub samples: Vec<Sample>,
+}
+
+impl Results {
+    /// Starts `<dir>/<bench>.jsonl` anew.
+    pub fn create(dir: &Path, bench: &str, machine: Machine) -> Result<Results> {
+        fs::create_dir_all(dir).with_context(|| format!("can't make the folder {}", dir.display()))?;
+        let path = dir.join(format!("{bench}.jsonl"));
+        let file = fs::File::create(&path).with_context(|| format!("can't write {}", path.display()))?;
+        Results::begin(file, path, machine)
+    }
+
+    /// Goes on in `path`, after what earlier runs wrote there.
+    pub fn append(path: &Path, machine: Machine) -> Result<Results> {
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir).with_context(|| format!("can't make the folder {}", dir.display()))?;
+        }
+        let file = fs::File::options().append(true).create(true).open(path);
+        let file = file.with_context(|| format!("can't write {}", path.display()))?;
+        Results::begin(file, path.to_owned(), machine)
+    }
+
+    fn begin(mut file: fs::File, path: PathBuf, machine: Machine) -> Result<Results> {
+        writeln!(file, "{machine}").with_context(|| format!("can't write {}", path.display()))?;
+        Ok(Results { file, path, machine, samples: Vec::new() })
+    }
+
+    /// Keeps one sample.
+    pub fn add(&mut self, sample: Sample) -> Result<()> {
+        writeln!(self.file, "{sample}").with_context(|| format!("can't write {}", self.path.display()))?;
+        self.samples.push(sample);
+        Ok(())
+    }
+
+    /// The samples in a text of such lines; other lines, of machines, are left out.
+    pub fn samples(text: &str) -> Vec<Sample> {
+        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    }
+
+    /// Reads the results file of one run.
+    pub fn read(path: &Path) -> Result<(Machine, Vec<Sample>)> {
+        let text = fs::read_to_string(path).with_context(|| format!("can't read {}", path.display()))?;
+        let mut lines = text.lines();
+        let first = lines.next().with_context(|| format!("{} is empty", path.display()))?;
+        let machine = serde_json::from_str(first)
+            .with_context(|| format!("{}: the first line does not describe a machine", path.display()))?;
+        let samples = lines
+            .enumerate()
+            .map(|(i, line)| {
+                serde_json::from_str(line)
+                    .with_context(|| format!("{}, line {}: not a sample", path.display(), i + 2))
+            })
+            .collect::<Result<_>>()?;
+        Ok((machine, samples))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_written_is_read_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let machine = Machine::here("test".into(), Some("tcg"), vec!["x 1".into()]);
+        let mut results = Results::create(dir.path(), "files", machine.clone()).unwrap();
+        let sample = Sample::new("files", "fio-read-4k-j1".into(), "9p", 3.5, "MB/s", Better::Higher);
+        results.add(sample.clone()).unwrap();
+        let (read_machine, samples) = Results::read(&results.path).unwrap();
+        assert_eq!(read_machine, machine);
+        assert_eq!(samples, vec![sample]);
+    }
+
+    #[test]
+    fn a_second_run_is_added_to_the_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("new/net.jsonl");
+        let machine = Machine::here("test".into(), None, vec![]);
+        assert!(!machine.to_string().contains("qemu"), "{machine}");
+        for value in [1.0, 2.0] {
+            let sample =
+                Sample::new("net", "net-64-split".into(), "tombolo", value, "packets/s", Better::Higher);
+            Results::append(&path, machine.clone()).unwrap().add(sample).unwrap();
+        }
+        let values: Vec<f64> =
+            Results::samples(&fs::read_to_string(&path).unwrap()).iter().map(|s| s.value).collect();
+        assert_eq!(values, [1.0, 2.0]);
+    }
+
+    #[test]
+    fn a_broken_line_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let results =
+            Results::create(dir.path(), "files", Machine::here("t".into(), Some("tcg"), vec![])).unwrap();
+        let mut text = fs::read_to_string(&results.path).unwrap();
+        text.push_str("{\"bench\":\n");
+        fs::write(&results.path, text).unwrap();
+        let error = format!("{:#}", Results::read(&results.path).unwrap_err());
+        assert!(error.contains("line 2"), "{error}");
+    }
+}

@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Between processes of a VM and a server: the CALLS area of the VM's own zone (`zone/format/tombolo_calls.h`) has channels, each with
+//! both rings and a window. In the guest a channel is an open file of `/dev/tombolo-calls-NAME` ([`connect`]); its driver sleeps
+//! and rings. On the other side [`Area`] sees channels come and go, and a worker serves one of them ([`accept`]).
+//!
+//! The handshake is the first record of each ring. The area's words may change at any time: the server believes the geometry it chose
+//! itself, and of a channel's word only its state, which it moves on by compare and swap.
+
+use crate::hello::{Geometry, Hello, welcome, welcomed};
+use crate::memory::Mapping;
+use crate::process::{EventBell, EventFd};
+use crate::rings::{self, Bells, Ring, Side};
+use crate::{Bell, Error, Link, send};
+use std::fs::File;
+use std::io;
+use std::mem::offset_of;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+#[allow(missing_docs, non_camel_case_types, dead_code, clippy::all)]
+mod format {
+    include!(concat!(env!("OUT_DIR"), "/format.rs"));
+}
+use format::{tmb_calls_channel, tmb_calls_header, tmb_calls_info};
+
+const FIRST: u64 = format::TMB_CALLS_FIRST as u64;
+const RINGS: u64 = format::TMB_CALLS_RINGS_OFF as u64;
+const _: () = assert!(size_of::<tmb_calls_header>() == 4096 && size_of::<tmb_calls_channel>() == 4096);
+
+/// A word of shared memory.
+fn word(mapping: &Mapping, at: usize) -> &AtomicU64 {
+    assert!(at % 8 == 0 && at + 8 <= mapping.len(), "a word outside of the mapping");
+    // SAFETY: inside the mapping and aligned, as checked; an atomic may be written by others at any time.
+    unsafe { AtomicU64::from_ptr(mapping.base().add(at).cast()) }
+}
+
+/// What a process of the guest asks its channel's driver; tests have one without a kernel.
+pub trait Device: Send + Sync {
+    /// Sleeps until the count of rings isn't `seen`; the count. [`Error::Closed`]: the server is gone.
+    fn wait(&self, seen: u64) -> Result<u64, Error>;
+    /// Rings the server.
+    fn ring(&self);
+    /// Counts one: wakes who waits.
+    fn wake(&self);
+}
+
+struct Driver(File);
+
+impl Driver {
+    fn ioctl(&self, request: u32, argument: *mut libc::c_void) -> io::Result<()> {
+        // SAFETY: every caller passes memory of the kind that the request wants, which lives during the call.
+        let r = unsafe { libc::ioctl(self.0.as_raw_fd(), libc::Ioctl::from(request), argument) };
+        if r < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+}
+
+impl Device for Driver {
+    fn wait(&self, seen: u64) -> Result<u64, Error> {
+        let mut count = seen;
+        match self.ioctl(format::TMB_CALLS_IOC_WAIT, (&raw mut count).cast()) {
+            Ok(()) => Ok(count),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(seen),
+            Err(e) if e.raw_os_error() == Some(libc::ENOTCONN) => Err(Error::Closed),
+            Err(e) => Err(e.into()),
+        }
+    }
+    fn ring(&self) {
+        // Without a doorbell device nobody can be rung: the next wait tells.
+        let _gone = self.ioctl(format::TMB_CALLS_IOC_RING, std::ptr::null_mut());
+    }
+    fn wake(&self) {
+        let _never = self.ioctl(format::TMB_CALLS_IOC_WAKE, std::ptr::null_mut());
+    }
+}
+
+/// Sleeps on the count of rings: what was rung since this bell last waited is not slept through.
+struct DeviceBell {
+    device: Arc<dyn Device>,
+    seen: AtomicU64,
+}
+
+impl Bell for DeviceBell {
+    fn wait(&self) -> Result<(), Error> {
+        let now = self.device.wait(self.seen.load(Ordering::Acquire))?;
+        self.seen.store(now, Ordering::Release);
+        Ok(())
+    }
+    fn ring(&self) {
+        self.device.wake();
+    }
+}
+
+struct DeviceRing(Arc<dyn Device>);
+
+impl Ring for DeviceRing {
+    fn ring(&self) {
+        self.0.ring();
+    }
+}
+
+/// Makes a link of a channel that is mapped from its first byte on, as its client.
+pub fn connect_over(
+    mapping: Arc<Mapping>,
+    geometry: Geometry,
+    device: Arc<dyn Device>,
+    gone: OwnedFd,
+    hello: &Hello,
+) -> Result<Link, Error> {
+    let geometry = geometry.check()?;
+    let bell = || Arc::new(DeviceBell { device: device.clone(), seen: AtomicU64::new(0) });
+    let peer = || Arc::new(DeviceRing(device.clone()));
+    let bells = Bells { bell: bell(), room: bell(), peer: peer(), peer_room: peer() };
+    let mut link = rings::link(mapping, RINGS, geometry, Side::Client, bells, gone)?;
+    let mut record = Vec::new();
+    hello.send(&mut record)?;
+    send(&mut *link.tx, &*link.room, &[&record])?;
+    link.tx.publish()?;
+    receive(&mut link, &mut record)?;
+    welcomed(&mut &record[..])?;
+    Ok(link)
+}
+
+/// Takes a channel of a guest's device.
+pub fn connect(path: &Path, hello: &Hello) -> Result<Link, Error> {
+    let file = File::options().read(true).write(true).open(path).map_err(|e| match e.raw_os_error() {
+        Some(libc::EUSERS) => {
+            Error::Refused(format!("{}: all channels of this VM are in use", path.display()))
+        }
+        _ => Error::Io(e),
+    })?;
+    let gone = file.as_fd().try_clone_to_owned()?;
+    let driver = Driver(file);
+    let mut info = tmb_calls_info { channel_size: 0, ring: 0, window: 0 };
+    driver.ioctl(format::TMB_CALLS_IOC_INFO, (&raw mut info).cast())?;
+    let geometry = Geometry { ring: info.ring, window: info.window };
+    let mapping = Arc::new(Mapping::of_file(&driver.0, 0, info.channel_size as usize)?);
+    connect_over(mapping, geometry, Arc::new(driver), gone, hello)
+}
+
+fn receive(link: &mut Link, record: &mut Vec<u8>) -> Result<(), Error> {
+    while !link.rx.try_recv(record)? {
+        if link.rx.arm()? {
+            link.bell.wait()?;
+        }
+        link.rx.disarm();
+    }
+    Ok(())
+}
+
+/// Wakes the client of a channel: sets its word, then rings its VM.
+struct GuestRing {
+    channel: Arc<Mapping>,
+    doorbell: EventFd,
+}
+
+impl Ring for GuestRing {
+    fn ring(&self) {
+        word(&self.channel, offset_of!(tmb_calls_channel, client_rung)).store(1, Ordering::SeqCst);
+        self.doorbell.ring();
+    }
+}
+
+/// Where a worker's channel is, and who wakes whom. All of it comes from the supervisor.
+pub struct Channel {
+    /// The zone's memory, or a part of it.
+    pub memory: File,
+    /// Where the channel is in it.
+    pub at: u64,
+    /// As the server chose it.
+    pub geometry: Geometry,
+    /// Rung by the supervisor when the client rang.
+    pub bell: OwnedFd,
+    /// The VM's doorbell.
+    pub doorbell: OwnedFd,
+    /// Its end says that the client is gone.
+    pub gone: OwnedFd,
+}
+
+/// A channel whose client has said who it is, not yet accepted.
+pub struct Greeted {
+    link: Link,
+    geometry: Geometry,
+    /// What it said.
+    pub hello: Hello,
+}
+
+/// Hears what a channel's client says first.
+pub fn greet(channel: Channel) -> Result<Greeted, Error> {
+    let Channel { memory, at, geometry, bell, doorbell, gone } = channel;
+    let geometry = geometry.check()?;
+    let mapping = Arc::new(Mapping::of_file(&memory, at, (RINGS + rings::total(geometry)) as usize)?);
+    let event = Arc::new(EventFd::from(bell));
+    let bell = || -> Result<Arc<dyn Bell>, Error> {
+        Ok(Arc::new(EventBell { event: event.clone(), socket: gone.as_fd().try_clone_to_owned()? }))
+    };
+    let peer: Arc<dyn Ring> =
+        Arc::new(GuestRing { channel: mapping.clone(), doorbell: EventFd::from(doorbell) });
+    let bells = Bells { bell: bell()?, room: bell()?, peer: peer.clone(), peer_room: peer };
+    let mut link = rings::link(mapping, RINGS, geometry, Side::Server, bells, gone)?;
+    let mut record = Vec::new();
+    receive(&mut link, &mut record)?;
+    let hello = Hello::receive(&mut &record[..])?;
+    Ok(Greeted { link, geometry, hello })
+}
+
+impl Greeted {
+    fn answer(&mut self, answer: Result<Geometry, &str>) -> Result<(), Error> {
+        send(&mut *self.link.tx, &*self.link.room, &[&welcome(answer)])?;
+        self.link.tx.publish()
+    }
+
+    /// Serves the client.
+    pub fn accept(mut self) -> Result<Link, Error> {
+        self.answer(Ok(self.geometry))?;
+        Ok(self.link)
+    }
+
+    /// Tells the client that it can't be served, and why.
+    pub fn refuse(mut self, why: &str) -> Result<(), Error> {
+        self.answer(Err(why))
+    }
+}
+
+/// What is to be done about a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Nobody has it.
+    Free,
+    /// A process opened it: start a worker, then [`Area::serve`].
+    Wanted,
+    /// A worker serves it.
+    Served,
+    /// Its worker ended; its process still has it.
+    Lost,
+    /// Its process closed it (or the area says nonsense): end the worker, then [`Area::free`].
+    Left,
+}
+
+/// The server's view of a CALLS area.
+pub struct Area {
+    mapping: Mapping,
+    memory: File,
+    at: u64,
+    channels: u32,
+    geometry: Geometry,
+}
+
+impl Area {
+    fn channel_size(geometry: Geometry) -> u64 {
+        RINGS + rings::total(geometry)
+    }
+
+    /// Bytes that an area with so many channels needs.
+    pub fn bytes(channels: u32, geometry: Geometry) -> u64 {
+        FIRST + u64::from(channels) * Self::channel_size(geometry)
+    }
+
+    /// Makes the area at byte `at` of a zone's memory, all channels free. `doorbell`: the server's ivshmem peer id.
+    pub fn make(
+        memory: File,
+        at: u64,
+        len: u64,
+        channels: u32,
+        geometry: Geometry,
+        doorbell: u16,
+    ) -> Result<Area, Error> {
+        let geometry = geometry.check()?;
+        if channels == 0 || channels > format::TMB_CALLS_CHANNELS || Self::bytes(channels, geometry) > len {
+            return Err(Error::Broken("the channels don't fit into the zone's area"));
+        }
+        let mapping = Mapping::of_file(&memory, at, Self::bytes(channels, geometry) as usize)?;
+        let area = Area { mapping, memory, at, channels, geometry };
+        let put = |at: usize, value: u64| word(&area.mapping, at).store(value, Ordering::Relaxed);
+        let of = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
+        put(offset_of!(tmb_calls_header, version), of(format::TMB_CALLS_VERSION, channels));
+        put(offset_of!(tmb_calls_header, channel_size), Self::channel_size(geometry));
+        put(offset_of!(tmb_calls_header, ring), geometry.ring);
+        put(offset_of!(tmb_calls_header, window), geometry.window);
+        put(offset_of!(tmb_calls_header, doorbell), of(u32::from(doorbell) + 1, 0));
+        for i in 0..channels {
+            area.state_word(i).store(u64::from(format::TMB_CALLS_FREE), Ordering::Relaxed);
+        }
+        word(&area.mapping, offset_of!(tmb_calls_header, magic))
+            .store(format::TMB_CALLS_MAGIC, Ordering::Release);
+        Ok(area)
+    }
+
+    /// How many channels there are.
+    pub fn channels(&self) -> u32 {
+        self.channels
+    }
+
+    /// As it was chosen.
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Where a channel is in the zone's memory.
+    pub fn offset(&self, channel: u32) -> u64 {
+        self.at + self.inside(channel)
+    }
+
+    /// The zone's memory, for a worker.
+    pub fn memory(&self) -> &File {
+        &self.memory
+    }
+
+    fn inside(&self, channel: u32) -> u64 {
+        assert!(channel < self.channels, "no such channel");
+        FIRST + u64::from(channel) * Self::channel_size(self.geometry)
+    }
+
+    fn state_word(&self, channel: u32) -> &AtomicU64 {
+        assert!(channel < self.channels, "no such channel");
+        word(&self.mapping, offset_of!(tmb_calls_header, states) + channel as usize * 8)
+    }
+
+    /// What a channel's word says.
+    pub fn state(&self, channel: u32) -> State {
+        match self.state_word(channel).load(Ordering::Acquire) as u32 & 0xff {
+            format::TMB_CALLS_FREE => State::Free,
+            format::TMB_CALLS_WANTED => State::Wanted,
+            format::TMB_CALLS_SERVED => State::Served,
+            format::TMB_CALLS_LOST => State::Lost,
+            _ => State::Left,
+        }
+    }
+
+    fn step(&self, channel: u32, from: u32, to: u32) -> bool {
+        let state = self.state_word(channel);
+        let was = state.load(Ordering::Acquire);
+        let next = was & !0xff | u64::from(to);
+        was as u32 & 0xff == from
+            && state.compare_exchange(was, next, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    }
+
+    /// A worker serves it now. `false`: it isn't wanted any more.
+    pub fn serve(&self, channel: u32) -> bool {
+        self.step(channel, format::TMB_CALLS_WANTED, format::TMB_CALLS_SERVED)
+    }
+
+    /// Its worker ended; its client finds out when its VM is rung.
+    pub fn lose(&self, channel: u32) {
+        let _left_meanwhile = self.step(channel, format::TMB_CALLS_SERVED, format::TMB_CALLS_LOST)
+            || self.step(channel, format::TMB_CALLS_WANTED, format::TMB_CALLS_LOST);
+        word(&self.mapping, self.inside(channel) as usize + offset_of!(tmb_calls_channel, client_rung))
+            .store(1, Ordering::SeqCst);
+    }
+
+    /// Clears a channel that nobody uses and gives it free. What a process left there is gone before another one maps it.
+    pub fn free(&self, channel: u32) -> Result<(), Error> {
+        let (at, len) = (self.offset(channel), Self::channel_size(self.geometry));
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: a descriptor of our own; the range is checked against the file by the kernel.
+        let r =
+            unsafe { libc::fallocate(self.memory.as_raw_fd(), punch, at as libc::off_t, len as libc::off_t) };
+        if r < 0 {
+            return Err(io::Error::last_os_error().into());
+        }
+        let state = self.state_word(channel);
+        let next = (state.load(Ordering::Acquire) >> 32).wrapping_add(1) << 32;
+        state.store(next | u64::from(format::TMB_CALLS_FREE), Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether a channel's client rang since the last look.
+    pub fn take_ring(&self, channel: u32) -> bool {
+        let at = self.inside(channel) as usize + offset_of!(tmb_calls_channel, server_rung);
+        word(&self.mapping, at).swap(0, Ordering::AcqRel) != 0
+    }
+}

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! File systems of zones in a guest: mounted and unmounted by its agent.
+
+use std::time::Duration;
+
+use crate::exec;
+use crate::machine::Machine;
+
+/// What a guest mounts.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// The zone.
+    pub uuid: String,
+    /// The slot that is kept for the guest.
+    pub member: u32,
+}
+
+/// Mounts a zone's file system through the agent.
+///
+/// # Errors
+/// Says whether the module or the mount is missing.
+pub fn mount(
+    machine: &Machine,
+    zone: &str,
+    source: &Source,
+    path: &str,
+    read_only: bool,
+) -> anyhow::Result<()> {
+    const MOUNT: &str = r#"if ! grep -qw tombolo /proc/filesystems; then
+	modprobe tombolo || insmod "/lib/modules/$(uname -r)/updates/dkms/tombolo.ko" || insmod /lib/modules/tombolo.ko
+	grep -qw tombolo /proc/filesystems || { uname -r; exit 3; }
+fi
+# A device that has just been plugged takes the guest a moment: wait for the zone's identity, which stands in its header.
+zone_is_there() {
+	for pmem in /dev/pmem*; do
+		[ -b "$pmem" ] && [ "$(od -An -tx1 -j16 -N16 "$pmem" | tr -d ' \n')" = "$4" ] && return
+	done
+	return 1
+}
+looks=0
+until zone_is_there "$@" || [ "$looks" -ge 200 ]; do
+	looks=$((looks + 1))
+	sleep 0.1
+done
+mkdir -p "$2" && mount -t tombolo -o "$3" "$1" "$2" && exit
+code=$?
+# The module's own words, which mount(8) may not have.
+dmesg | sed -n 's/.*\(tombolo: .*\)/\1/p' | tail -n 1 >&2
+exit $code"#;
+    let name = machine.name();
+    let identity = source.uuid.replace('-', "");
+    let options = format!("{},member={}", if read_only { "ro" } else { "rw" }, source.member);
+    let output = exec::script(
+        machine.agent(),
+        MOUNT,
+        &[&source.uuid, path, &options, &identity],
+        Duration::from_secs(120),
+    )?;
+    match output.code {
+        0 => Ok(()),
+        3 => anyhow::bail!(
+            "the VM '{name}' is a guest without the module: its kernel {} knows no file system 'tombolo', so the zone '{zone}' \
+             can't be mounted on {path}; use the guest kit, install tombolo-dkms in the image, or leave out 'mount'",
+            output.out.trim()
+        ),
+        code => anyhow::bail!(
+            "the VM '{name}' can't mount the zone '{zone}' on {path} (code {code}): {}",
+            output.err.trim().replace('\n', "; ")
+        ),
+    }
+}
+
+/// Unmounts what is mounted from a zone.
+///
+/// # Errors
+/// When it is busy.
+pub fn unmount(machine: &Machine, source: &str) -> anyhow::Result<()> {
+    const UNMOUNT: &str = r#"awk -v s="$1" '$3 == "tombolo" && $1 == s { print $2 }' /proc/mounts | while read -r path; do
+	umount "$path" || exit 1
+done"#;
+    let output = exec::script(machine.agent(), UNMOUNT, &[source], Duration::from_secs(30))?;
+    if output.code != 0 {
+        anyhow::bail!("the VM '{}' can't unmount the zone: {}", machine.name(), output.err.trim());
+    }
+    Ok(())
+}

@@ -1,0 +1,392 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How the supervisor starts VMs: those that `up` asks for, all at once, and each one whose guest reboots.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::{Reporter, Supervisor, mount_zone};
+use crate::compose::{Backing, Project, Ready, VmSpec, ZoneUse};
+use crate::control::{Event, Peer, Stage};
+use crate::growth;
+use crate::guestkit;
+use crate::host;
+use crate::machine::{Machine, Phase, Start};
+use crate::network::{Network, Plug};
+use crate::qemu::kvm::{self, Accel};
+use crate::qemu::version::Qemu;
+use crate::session;
+use crate::zones::{HostZone, Invitation};
+
+/// A VM that is to be started.
+struct Wanted {
+    name: String,
+    spec: VmSpec,
+    qemu: Arc<Qemu>,
+    accel: Accel,
+    boot: Option<guestkit::Boot>,
+    /// Those of the compose file, or what it had when it rebooted.
+    zones: BTreeMap<String, ZoneUse>,
+    /// What it was before it rebooted.
+    before: Option<Arc<Machine>>,
+}
+
+impl Supervisor {
+    pub(super) fn up(
+        self: &Arc<Self>,
+        project: Project,
+        only: &[String],
+        peer: Peer,
+        reporter: &Reporter,
+    ) -> anyhow::Result<()> {
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        for name in only {
+            if !project.compose.vm.contains_key(name) {
+                let near = crate::compose::nearest(name, project.compose.vm.keys().map(String::as_str));
+                let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
+                anyhow::bail!("{} declares no VM '{name}'{hint}", project.file.display());
+            }
+        }
+        let qemu = Arc::new(Qemu::find(project.compose.qemu.as_deref())?);
+        let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
+
+        // Everything that can be wrong is found out before anything is started.
+        let mut missing = Vec::new();
+        for (name, spec) in &project.compose.vm {
+            if !only.is_empty() && !only.contains(name) {
+                continue;
+            }
+            let known = self.lock().machines.get(name).cloned();
+            match known {
+                Some(machine)
+                    if !matches!(machine.phase(), Phase::Ended | Phase::Failed | Phase::Rebooting) =>
+                {
+                    if machine.spec() != spec {
+                        let text = format!(
+                            "the VM '{name}' runs with what the file said before; to apply the change: tombolo down {name} && tombolo up"
+                        );
+                        reporter.send(&Event::Note { text });
+                    }
+                    reporter.stage(name, Stage::AlreadyUp, "");
+                }
+                _ => missing.push((name.clone(), spec.clone(), guestkit::boot(name, spec, &near)?)),
+            }
+        }
+        for (name, spec, _) in &missing {
+            host::check_files(name, spec)?;
+            growth::check(name, spec)?;
+        }
+        let new_zones: Vec<_> = {
+            let inner = self.lock();
+            project.compose.zone.iter().filter(|(n, _)| !inner.zones.contains_key(*n)).collect()
+        };
+        for (name, spec) in &project.compose.zone {
+            let changed = self.lock().zones.get(name).is_some_and(|z| z.spec() != spec);
+            if changed {
+                let text = format!(
+                    "the zone '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
+                );
+                reporter.send(&Event::Note { text });
+            }
+        }
+        if !project.compose.overcommit {
+            let vms = missing.iter().map(|(n, s, _)| (n.as_str(), s.memory.0));
+            let zones = new_zones
+                .iter()
+                .filter(|(_, z)| z.backing == Backing::Memfd)
+                .map(|(n, z)| (n.as_str(), z.size.0));
+            host::check_memory(vms, zones)?;
+        }
+        let accel = self.accel(&qemu, &missing, &near, reporter)?;
+        let mut opened = BTreeMap::new();
+        for (name, spec) in new_zones {
+            opened.insert(name.clone(), Arc::new(HostZone::open(name, spec, self.dir.path())?));
+        }
+        let opened_names: Vec<String> = opened.keys().cloned().collect();
+        let joined = self.networks(&project, &missing, reporter)?;
+        let joined_names: Vec<String> = joined.keys().cloned().collect();
+        {
+            let mut inner = self.lock();
+            inner.zones.extend(opened);
+            inner.networks.extend(joined);
+            inner.project = project;
+        }
+
+        // The client's going, or its word, cancels what has not been finished.
+        let started: Mutex<Vec<Arc<Machine>>> = Mutex::new(Vec::new());
+        let finished = AtomicBool::new(false);
+        let cancelled = AtomicBool::new(false);
+        let (_, socket) = peer.into_raw();
+        let results: Vec<anyhow::Result<()>> = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                if session::wait_hangup(&socket, &finished) {
+                    cancelled.store(true, Ordering::Release);
+                    for machine in started.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+                        machine.cancel();
+                    }
+                }
+            });
+            let booting: Vec<_> = missing
+                .into_iter()
+                .map(|(name, spec, boot)| {
+                    let wanted = Wanted {
+                        zones: spec.zones.clone(),
+                        qemu: qemu.clone(),
+                        accel: accel[&name],
+                        name: name.clone(),
+                        before: None,
+                        spec,
+                        boot,
+                    };
+                    let (started, cancelled) = (&started, &cancelled);
+                    scope.spawn(move || {
+                        let registered = |machine: &Arc<Machine>| {
+                            started.lock().unwrap_or_else(PoisonError::into_inner).push(machine.clone());
+                            if cancelled.load(Ordering::Acquire) {
+                                machine.cancel();
+                            }
+                        };
+                        let report = |stage: Stage, detail: &str| reporter.stage(&name, stage, detail);
+                        let result = self.start_one(wanted, &registered, &report);
+                        if let Err(e) = &result {
+                            let first = format!("{e:#}");
+                            report(Stage::Failed, first.lines().next().unwrap_or_default());
+                        }
+                        result
+                    })
+                })
+                .collect();
+            let results = booting
+                .into_iter()
+                .map(|b| {
+                    b.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a thread that starts a VM failed")))
+                })
+                .collect();
+            finished.store(true, Ordering::Release);
+            results
+        });
+        let errors: Vec<String> =
+            results.into_iter().filter_map(Result::err).map(|e| format!("{e:#}")).collect();
+        if errors.is_empty() && !cancelled.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        // What this request started goes again; what ran before stays.
+        for machine in started.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            machine.stop(&|stage, detail| reporter.stage(machine.name(), stage, detail));
+            self.lock().machines.remove(machine.name());
+            self.leave_zones(machine.name(), machine.zones().keys());
+        }
+        let mut inner = self.lock();
+        for name in opened_names {
+            inner.zones.remove(&name);
+        }
+        let left: Vec<_> = joined_names.iter().filter_map(|name| inner.networks.remove(name)).collect();
+        drop(inner);
+        drop(left);
+        if cancelled.load(Ordering::Acquire) {
+            anyhow::bail!("cancelled; everything that was started has been stopped");
+        }
+        anyhow::bail!("{}", errors.join("\n"))
+    }
+
+    /// Starts one VM, waits until it is ready, and mounts its zones. `registered` gets it as soon as it can be stopped.
+    fn start_one(
+        self: &Arc<Self>,
+        wanted: Wanted,
+        registered: &dyn Fn(&Arc<Machine>),
+        report: &dyn Fn(Stage, &str),
+    ) -> anyhow::Result<()> {
+        let Wanted { name, spec, qemu, accel, boot, zones, before } = wanted;
+        report(Stage::Starting, "");
+        let memory = growth::layout(&name, &spec)?;
+        let devices = growth::Taken::take(&name, &spec, &self.dir)?;
+        let nics = self.plugs(&name, &spec);
+        let start = Start {
+            name: &name,
+            spec: &spec,
+            qemu: &qemu,
+            accel,
+            boot,
+            zones: self.invite(&name, &zones)?,
+            memory,
+            nics: nics.clone(),
+            dir: &self.dir,
+            before: before.as_deref(),
+        };
+        let own = self.clone();
+        let ended = move |machine: &Arc<Machine>, how| {
+            drop(devices);
+            own.leave_zones(machine.name(), machine.zones().keys());
+            if machine.set_ended(how) == Phase::Rebooting {
+                own.reboot(machine);
+            }
+        };
+        let machine = match Machine::start(start, ended) {
+            Ok(machine) => machine,
+            Err(e) => {
+                self.leave_zones(&name, zones.keys());
+                return Err(e);
+            }
+        };
+        self.lock().machines.insert(name.clone(), machine.clone());
+        registered(&machine);
+        if let Err(e) = growth::begin(&machine, memory) {
+            machine.cancel();
+            return Err(e);
+        }
+        machine.follow(report)?;
+        for (zone_name, zone_use) in &zones {
+            if let Some(path) = &zone_use.mount {
+                report(Stage::Preparing, &format!("mount {zone_name} on {path}"));
+            }
+            let zone = self.zone(zone_name)?;
+            mount_zone(&machine, zone_name, &zone, zone_use)?;
+        }
+        if spec.ready == Ready::Agent {
+            for plug in &nics {
+                report(Stage::Preparing, &format!("network {}", plug.net));
+                plug.set_address(&name, machine.agent())?;
+            }
+        }
+        machine.set_up();
+        let seconds = machine.status().uptime;
+        report(Stage::Up, &format!("{seconds:.1} s"));
+        Ok(())
+    }
+
+    /// A guest that reboots ends its QEMU, since a member's memory and doorbell must not outlast its epoch; here it gets a new one, as what
+    /// it was: the zones attached later, their mounts and its consoles included. Called when its old QEMU and memberships are gone.
+    fn reboot(self: &Arc<Self>, old: &Arc<Machine>) {
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let name = old.name();
+        // Somebody may have stopped it, or brought it up again, meanwhile.
+        if !self.lock().machines.get(name).is_some_and(|m| Arc::ptr_eq(m, old)) {
+            return;
+        }
+        let report = |stage: Stage, detail: &str| {
+            eprintln!("tombolo: the VM '{name}' reboots: {stage:?} {detail}");
+        };
+        let result = self.wanted_again(old).and_then(|wanted| self.start_one(wanted, &|_| {}, &report));
+        if let Err(e) = result {
+            let why = format!("after a reboot: {e:#}");
+            eprintln!("tombolo: the VM '{name}' failed {why}");
+            let current = self.lock().machines.get(name).cloned();
+            current.as_ref().unwrap_or(old).fail(why.lines().next().unwrap_or_default());
+        }
+    }
+
+    fn wanted_again(&self, old: &Arc<Machine>) -> anyhow::Result<Wanted> {
+        let project = self.lock().project.clone();
+        let near = project.file.parent().unwrap_or(Path::new("/"));
+        Ok(Wanted {
+            name: old.name().to_owned(),
+            spec: old.spec().clone(),
+            qemu: Arc::new(Qemu::find(project.compose.qemu.as_deref())?),
+            accel: old.accel(),
+            boot: guestkit::boot(old.name(), old.spec(), near)?,
+            zones: old.zones(),
+            before: Some(old.clone()),
+        })
+    }
+
+    /// Starts the switches that are missing for these VMs, and makes ports in those that run; returns the new ones.
+    fn networks(
+        &self,
+        project: &Project,
+        missing: &[(String, VmSpec, Option<guestkit::Boot>)],
+        reporter: &Reporter,
+    ) -> anyhow::Result<BTreeMap<String, Arc<Network>>> {
+        let mut joined = BTreeMap::new();
+        for (name, spec) in &project.compose.net {
+            if !missing.iter().any(|(_, vm, _)| vm.networks.0.contains_key(name)) {
+                continue;
+            }
+            let running = self.lock().networks.get(name).cloned();
+            match running {
+                None => {
+                    let network = Network::start(name, project, self.dir.path())?;
+                    joined.insert(name.clone(), Arc::new(network));
+                }
+                Some(network) => {
+                    if network.spec() != spec {
+                        let text = format!(
+                            "the network '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
+                        );
+                        reporter.send(&Event::Note { text });
+                    }
+                    network.extend(project)?;
+                }
+            }
+        }
+        Ok(joined)
+    }
+
+    fn plugs(&self, vm: &str, spec: &VmSpec) -> Vec<Plug> {
+        let inner = self.lock();
+        let networks = spec.networks.0.keys().filter_map(|name| inner.networks.get(name));
+        networks.filter_map(|network| network.plug(vm, &inner.project)).collect()
+    }
+
+    fn invite(
+        &self,
+        vm: &str,
+        zones: &BTreeMap<String, ZoneUse>,
+    ) -> anyhow::Result<Vec<(String, ZoneUse, Invitation)>> {
+        let mut invitations = Vec::new();
+        for (name, zone_use) in zones {
+            match self.zone(name).and_then(|zone| zone.invite(vm, zone_use)) {
+                Ok(invitation) => invitations.push((name.clone(), zone_use.clone(), invitation)),
+                Err(e) => {
+                    self.leave_zones(vm, invitations.iter().map(|(name, ..)| name));
+                    return Err(e);
+                }
+            }
+        }
+        Ok(invitations)
+    }
+
+    /// What each VM runs under. KVM is only tried where somebody wants it.
+    fn accel(
+        &self,
+        qemu: &Qemu,
+        missing: &[(String, VmSpec, Option<guestkit::Boot>)],
+        near: &Path,
+        reporter: &Reporter,
+    ) -> anyhow::Result<BTreeMap<String, Accel>> {
+        use crate::compose::AccelChoice;
+        let mut chosen = BTreeMap::new();
+        let mut verdict = None;
+        for (name, spec, boot) in missing {
+            let choice = match std::env::var("TOMBOLO_ACCEL").ok().as_deref() {
+                Some("tcg") if spec.accel == AccelChoice::Auto => AccelChoice::Tcg,
+                _ => spec.accel,
+            };
+            if choice == AccelChoice::Tcg {
+                chosen.insert(name.clone(), Accel::Tcg);
+                continue;
+            }
+            let verdict = verdict.get_or_insert_with(|| {
+                let kit = guestkit::kit(&guestkit::places(near), None);
+                let kernel = kit.as_ref().or(boot.as_ref()).map(|b| b.kernel.as_path());
+                kvm::verdict(qemu, kernel, || {
+                    reporter.send(&Event::Note {
+                        text: "finding out whether KVM works here (once per boot of the host)".into(),
+                    });
+                })
+            });
+            if choice == AccelChoice::Kvm && !verdict.works {
+                anyhow::bail!("vm.{name}.accel is \"kvm\", but {}; write \"auto\" or \"tcg\"", verdict.why);
+            }
+            chosen.insert(name.clone(), verdict.accel());
+        }
+        if let Some(verdict) = verdict {
+            let text = format!("{}: {}", verdict.accel().name(), verdict.why);
+            reporter.send(&Event::Note { text: text.clone() });
+            self.lock().accel = text;
+        } else if !missing.is_empty() {
+            self.lock().accel = "TCG: the compose file or TOMBOLO_ACCEL says so".into();
+        }
+        Ok(chosen)
+    }
+}

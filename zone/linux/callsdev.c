@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * The device of a zone's CALLS area (callsdev.h).
+ *
+ * The area's geometry is copied and checked once. A file remembers its channel's state word as it took it: when the area says another
+ * use, or that the worker ended, the server is gone for this file, whatever else the memory says.
+ */
+#include <linux/ctype.h>
+#include <linux/err.h>
+#include <linux/fs.h>
+#include <linux/miscdevice.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/mutex.h>
+#include <linux/poll.h>
+#include <linux/sched/signal.h>
+#include <linux/slab.h>
+#include <linux/uaccess.h>
+#include <linux/wait.h>
+
+#include "callsdev.h"
+#include "doorbell.h"
+#include "tombolo_calls.h"
+
+static_assert(TMB_CALLS_IOC_INFO == _IOR('T', 0x43, struct tmb_calls_info));
+static_assert(TMB_CALLS_IOC_WAIT == _IOWR('T', 0x44, u64));
+static_assert(TMB_CALLS_IOC_RING == _IO('T', 0x45));
+static_assert(TMB_CALLS_IOC_WAKE == _IO('T', 0x46));
+
+struct tmb_calls_file {
+	struct tmb_callsdev *dev;
+	u32 index;
+	u64 taken;	       /* the state word as this file took it: WANTED */
+	atomic64_t rings;      /* this kernel's own memory */
+	wait_queue_head_t rung;
+};
+
+struct tmb_callsdev {
+	struct miscdevice misc;
+	struct tmb_doorbell_client client;
+	struct tmb_calls_header *header;
+	struct tmb_calls_info info; /* checked */
+	u32 n_channels;
+	unsigned long pfn;
+	struct tmb_member *members;
+	u32 member;
+	struct mutex lock; /* files */
+	struct tmb_calls_file *files[TMB_CALLS_CHANNELS];
+};
+
+static struct tmb_calls_channel *tmb_calls_channel(struct tmb_callsdev *dev, u32 index)
+{
+	return (void *)((u8 *)dev->header + TMB_CALLS_FIRST + index * dev->info.channel_size);
+}
+
+static bool tmb_calls_gone(struct tmb_calls_file *f)
+{
+	u64 word = tmb_load_acquire(&f->dev->header->states[f->index]);
+
+	return word != f->taken && word != tmb_calls_to(f->taken, TMB_CALLS_SERVED);
+}
+
+static void tmb_calls_wake(struct tmb_calls_file *f)
+{
+	atomic64_inc(&f->rings);
+	wake_up_all(&f->rung);
+}
+
+/* Somebody rang: the channels whose word is set are awake. */
+static void tmb_calls_look(struct tmb_doorbell_client *client)
+{
+	struct tmb_callsdev *dev = container_of(client, struct tmb_callsdev, client);
+	u32 i;
+
+	tmb_fetch_and(&dev->members[dev->member].pending, ~TMB_PENDING_CALLS);
+	mutex_lock(&dev->lock);
+	for (i = 0; i < dev->n_channels; i++)
+		if (dev->files[i] && tmb_exchange(&tmb_calls_channel(dev, i)->client_rung, 0))
+			tmb_calls_wake(dev->files[i]);
+	mutex_unlock(&dev->lock);
+}
+
+/* Before the doorbell: what the server finds when it looks. */
+static int tmb_calls_ring(struct tmb_calls_file *f)
+{
+	tmb_store(&tmb_calls_channel(f->dev, f->index)->server_rung, 1);
+	return tmb_doorbell_ring(&f->dev->client, tmb_load(&f->dev->header->doorbell));
+}
+
+static int tmb_calls_open(struct inode *inode, struct file *file)
+{
+	struct tmb_callsdev *dev = container_of(file->private_data, struct tmb_callsdev, misc);
+	struct tmb_calls_file *f;
+	int err;
+	u32 i;
+
+	f = kzalloc(sizeof(*f), GFP_KERNEL);
+	if (!f)
+		return -ENOMEM;
+	f->dev = dev;
+	init_waitqueue_head(&f->rung);
+	mutex_lock(&dev->lock);
+	for (i = 0; i < dev->n_channels; i++) {
+		u64 word = tmb_load_acquire(&dev->header->states[i]);
+
+		/* A channel of this guest's own is free when the kernel says so, whatever its memory says. */
+		if (dev->files[i] || tmb_calls_state(word) != TMB_CALLS_FREE)
+			continue;
+		f->taken = tmb_calls_to(word, TMB_CALLS_WANTED);
+		if (tmb_cas64(&dev->header->states[i], word, f->taken))
+			break;
+	}
+	if (i == dev->n_channels) {
+		mutex_unlock(&dev->lock);
+		kfree(f);
+		return -EUSERS;
+	}
+	f->index = i;
+	dev->files[i] = f;
+	mutex_unlock(&dev->lock);
+	err = tmb_calls_ring(f);
+	if (err) {
+		mutex_lock(&dev->lock);
+		dev->files[i] = NULL;
+		tmb_cas64(&dev->header->states[i], f->taken, tmb_calls_to(f->taken, TMB_CALLS_LEFT));
+		mutex_unlock(&dev->lock);
+		kfree(f);
+		return err;
+	}
+	file->private_data = f;
+	return 0;
+}
+
+static int tmb_calls_release(struct inode *inode, struct file *file)
+{
+	struct tmb_calls_file *f = file->private_data;
+	struct tmb_callsdev *dev = f->dev;
+	static const u32 mine[] = { TMB_CALLS_WANTED, TMB_CALLS_SERVED, TMB_CALLS_LOST };
+	u32 i;
+
+	mutex_lock(&dev->lock);
+	dev->files[f->index] = NULL;
+	mutex_unlock(&dev->lock);
+	/* In the order in which the server may move it on; a word of another use is left alone. */
+	for (i = 0; i < ARRAY_SIZE(mine); i++)
+		if (tmb_cas64(&dev->header->states[f->index], tmb_calls_to(f->taken, mine[i]),
+			      tmb_calls_to(f->taken, TMB_CALLS_LEFT)))
+			break;
+	tmb_calls_ring(f);
+	kfree(f);
+	return 0;
+}
+
+static int tmb_calls_mmap(struct file *file, struct vm_area_struct *vma)
+{
+	struct tmb_calls_file *f = file->private_data;
+	u64 length = vma->vm_end - vma->vm_start;
+	u64 size = f->dev->info.channel_size;
+
+	if (vma->vm_pgoff > size >> PAGE_SHIFT || length > size - ((u64)vma->vm_pgoff << PAGE_SHIFT))
+		return -EINVAL;
+	if (!(vma->vm_flags & VM_SHARED))
+		return -EINVAL;
+	return remap_pfn_range(vma, vma->vm_start,
+			       f->dev->pfn + PHYS_PFN(TMB_CALLS_FIRST + f->index * size) + vma->vm_pgoff, length,
+			       vma->vm_page_prot);
+}
+
+static __poll_t tmb_calls_poll(struct file *file, poll_table *table)
+{
+	struct tmb_calls_file *f = file->private_data;
+
+	poll_wait(file, &f->rung, table);
+	return tmb_calls_gone(f) ? EPOLLIN | EPOLLHUP : 0;
+}
+
+static long tmb_calls_wait(struct tmb_calls_file *f, u64 __user *count)
+{
+	u64 seen, now;
+
+	if (get_user(seen, count))
+		return -EFAULT;
+	if (wait_event_interruptible(f->rung, atomic64_read(&f->rings) != seen || tmb_calls_gone(f)))
+		return -EINTR;
+	now = atomic64_read(&f->rings);
+	if (now == seen)
+		return -ENOTCONN;
+	return put_user(now, count) ? -EFAULT : 0;
+}
+
+static long tmb_calls_ioctl(struct file *file, unsigned int command, unsigned long arg)
+{
+	struct tmb_calls_file *f = file->private_data;
+
+	switch (command) {
+	case TMB_CALLS_IOC_INFO:
+		return copy_to_user((void __user *)arg, &f->dev->info, sizeof(f->dev->info)) ? -EFAULT : 0;
+	case TMB_CALLS_IOC_WAIT:
+		return tmb_calls_wait(f, (u64 __user *)arg);
+	case TMB_CALLS_IOC_RING:
+		return tmb_calls_ring(f);
+	case TMB_CALLS_IOC_WAKE:
+		tmb_calls_wake(f);
+		return 0;
+	}
+	return -ENOTTY;
+}
+
+static const struct file_operations tmb_calls_fops = {
+	.owner = THIS_MODULE,
+	.open = tmb_calls_open,
+	.release = tmb_calls_release,
+	.mmap = tmb_calls_mmap,
+	.poll = tmb_calls_poll,
+	.unlocked_ioctl = tmb_calls_ioctl,
+	.compat_ioctl = compat_ptr_ioctl,
+};
+
+/* What a former life of this guest had open. */
+static void tmb_calls_forget(struct tmb_callsdev *dev)
+{
+	u32 i;
+
+	for (i = 0; i < dev->n_channels; i++) {
+		u64 word = tmb_load_acquire(&dev->header->states[i]);
+
+		if (tmb_calls_state(word) == TMB_CALLS_FREE)
+			continue;
+		if (tmb_cas64(&dev->header->states[i], word, tmb_calls_to(word, TMB_CALLS_LEFT)))
+			tmb_store(&tmb_calls_channel(dev, i)->server_rung, 1);
+	}
+	tmb_doorbell_ring(&dev->client, tmb_load(&dev->header->doorbell));
+}
+
+/* Copies and checks the geometry. */
+static int tmb_calls_check(struct tmb_callsdev *dev, u64 length)
+{
+	u64 ring, window, size;
+
+	if (length < TMB_CALLS_FIRST || tmb_load_acquire(&dev->header->magic) != TMB_CALLS_MAGIC)
+		return -ENODATA;
+	if (tmb_load(&dev->header->version) != TMB_CALLS_VERSION)
+		return -EPROTONOSUPPORT;
+	dev->n_channels = tmb_load(&dev->header->n_channels);
+	dev->info.channel_size = size = tmb_load(&dev->header->channel_size);
+	dev->info.ring = ring = tmb_load(&dev->header->ring);
+	dev->info.window = window = tmb_load(&dev->header->window);
+	if (dev->n_channels == 0 || dev->n_channels > TMB_CALLS_CHANNELS || size % PAGE_SIZE || window % PAGE_SIZE ||
+	    ring < PAGE_SIZE || ring % PAGE_SIZE || ring > length || window > length ||
+	    size < TMB_CALLS_RINGS_OFF + 2 * (PAGE_SIZE + ring) + window ||
+	    size > (length - TMB_CALLS_FIRST) / dev->n_channels)
+		return -EUCLEAN;
+	return 0;
+}
+
+/* The zone's name where it makes a device name, else its uuid. */
+static char *tmb_calls_dev_name(const struct tmb_callsdev_config *config)
+{
+	const char *c = config->zone_name;
+
+	while (isalnum(*c) || *c == '-' || *c == '_' || *c == '.')
+		c++;
+	if (*c || c == config->zone_name)
+		return kasprintf(GFP_KERNEL, "tombolo-calls-%pUb", config->zone_uuid);
+	return kasprintf(GFP_KERNEL, "tombolo-calls-%s", config->zone_name);
+}
+
+struct tmb_callsdev *tmb_callsdev_create(const struct tmb_callsdev_config *config)
+{
+	struct tmb_callsdev *dev;
+	int err;
+
+	dev = kzalloc(sizeof(*dev), GFP_KERNEL);
+	if (!dev)
+		return ERR_PTR(-ENOMEM);
+	mutex_init(&dev->lock);
+	dev->header = config->area;
+	dev->pfn = config->pfn;
+	dev->members = config->members;
+	dev->member = config->member;
+	err = tmb_calls_check(dev, config->length);
+	if (err)
+		goto free;
+	memcpy(dev->client.zone_uuid, config->zone_uuid, sizeof(dev->client.zone_uuid));
+	dev->client.look = tmb_calls_look;
+	dev->misc.minor = MISC_DYNAMIC_MINOR;
+	dev->misc.fops = &tmb_calls_fops;
+	dev->misc.mode = 0600;
+	err = -ENOMEM;
+	dev->misc.name = tmb_calls_dev_name(config);
+	if (!dev->misc.name)
+		goto free;
+	tmb_doorbell_register(&dev->client);
+	tmb_calls_forget(dev);
+	err = misc_register(&dev->misc);
+	if (!err)
+		return dev;
+	tmb_doorbell_unregister(&dev->client);
+	kfree(dev->misc.name);
+free:
+	kfree(dev);
+	return ERR_PTR(err);
+}
+
+void tmb_callsdev_destroy(struct tmb_callsdev *dev)
+{
+	misc_deregister(&dev->misc);
+	tmb_doorbell_unregister(&dev->client);
+	kfree(dev->misc.name);
+	kfree(dev);
+}
