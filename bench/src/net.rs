@@ -36,7 +36,7 @@ const TURNS: u32 = 3;
 /// Seconds of one iperf3 run.
 const SECONDS: u32 = 5;
 
-/// Runs the plan and writes `<dir>/net.jsonl`, or `<dir>/net-soak.jsonl`.
+/// Runs the plan and writes `<dir>/net.jsonl`; `net-vm.jsonl` where only VMs are measured, `net-soak.jsonl` after a soak.
 ///
 /// # Errors
 /// A peer or the guest kit is missing, or a measurement fails.
