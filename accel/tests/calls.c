@@ -73,10 +73,14 @@ static void CL_CALLBACK on_build(cl_program p, void *user)
 	note(0);
 }
 
+/* Says in which order the destructors were called; when is up to the driver. */
 static void CL_CALLBACK on_gone(cl_mem m, void *user)
 {
+	static int order;
+
 	(void)m;
-	printf("     destructor %s\n", (char *)user);
+	order = order * 10 + *(int *)user;
+	note(order);
 }
 
 static void buffers(void)
@@ -141,12 +145,13 @@ static void buffers(void)
 	printf("     offset %zu\n", at);
 	SAY(clGetMemObjectInfo(sub, CL_MEM_OFFSET, 1, &at, NULL));
 	SAY(clGetMemObjectInfo(sub, 0x9999, sizeof at, &at, NULL));
-	SAY(clSetMemObjectDestructorCallback(b, on_gone, "first"));
-	SAY(clSetMemObjectDestructorCallback(b, on_gone, "second"));
+	SAY(clSetMemObjectDestructorCallback(b, on_gone, &(int){1}));
+	SAY(clSetMemObjectDestructorCallback(b, on_gone, &(int){2}));
 	SAY(clSetMemObjectDestructorCallback(b, NULL, NULL));
 	SAY(clFinish(queue));
 	SAY(clReleaseMemObject(sub));
 	SAY(clReleaseMemObject(b));
+	wait_called(2);
 	SAY(clReleaseMemObject(a));
 }
 

@@ -6,12 +6,14 @@
 //! in what carries the records; everything above is the same and so are the tests:
 //!
 //! - [`ring`]: the shared-memory protocol: records, one release store per batch, sleep without lost wake-ups.
+//! - [`lead`]: several threads that read one ring, one at a time.
 //! - [`memory`]: mappings, sealed memfds, ring memory, the window.
 //! - [`process`]: between processes of one host: a memfd and eventfds, passed over a Unix socket.
 //! - [`stream`]: TCP and vsock, where no memory is shared: frames; the window is pushed explicitly.
 //! - [`hello`]: the handshake that compares builds before the first record.
 
 pub mod hello;
+pub mod lead;
 pub mod memory;
 pub mod process;
 pub mod ring;

@@ -1,12 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The ring's protocol under a model checker: every interleaving of a producer and a consumer that sleep and wake each other, with the
-//! reorderings that the memory model allows. Built only with `RUSTFLAGS="--cfg loom"`: see calls/README.md.
+//! The ring's protocol under a model checker: every interleaving of a producer and of consumers that sleep and wake each other, with the
+//! reorderings that the memory model allows (and at most [`PREEMPTIONS`] involuntary switches). Built only with `RUSTFLAGS="--cfg loom"`: see calls/README.md.
 #![cfg(loom)]
 
 use loom::sync::atomic::{AtomicU64, Ordering, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use std::sync::atomic::Ordering as StdOrdering;
+use tombolo_calls::lead::Lead;
 use tombolo_calls::ring::{Consumer, Popped, Producer, RingMem, Word};
+
+/// Enough for every bug known so far, and little enough to end within seconds.
+const PREEMPTIONS: usize = 3;
+
+fn model(check: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(PREEMPTIONS);
+    builder.check(check);
+}
 
 /// Ring memory in the model: words are the model's atomics, the data is one cell per 8 bytes, read and written relaxed, so that a missing
 /// release or acquire shows as stale bytes.
@@ -80,7 +90,7 @@ fn ring(cells: usize) -> Shared {
 
 /// If a wake-up could be lost, the model finds the schedule in which both sides sleep, and reports a deadlock.
 fn all_arrive(cells: usize, records: u64) {
-    loom::model(move || {
+    model(move || {
         let shared = ring(cells);
         let (data, room) = (Arc::new(Doorbell::default()), Arc::new(Doorbell::default()));
         let consumer = {
@@ -133,6 +143,68 @@ fn no_wakeup_is_lost_when_the_consumer_sleeps() {
 
 #[test]
 fn no_wakeup_is_lost_when_the_ring_is_full_and_the_producer_sleeps() {
-    // Room for two records of 16 bytes.
-    all_arrive(4, 3);
+    // Room for four records of 16 bytes.
+    all_arrive(8, 5);
+}
+
+/// A server's threads: one at a time leads, until it finds the ring empty and asks for the doorbell; all of them sleep on it.
+struct Served {
+    ring: Lead<Consumer<Shared>>,
+    bell: Doorbell,
+    seen: AtomicU64,
+}
+
+impl Served {
+    fn serve(&self, records: u64) {
+        let mut record = Vec::new();
+        while self.seen.load(Ordering::Acquire) < records {
+            if let Some(mut ring) = self.ring.take_or_call() {
+                ring.disarm();
+                while ring.try_pop(&mut record).expect("an honest producer") == Popped::Record
+                    || !ring.arm().expect("an honest producer")
+                {
+                    if !record.is_empty() {
+                        self.seen.fetch_add(1, Ordering::AcqRel);
+                        record.clear();
+                    }
+                }
+                if ring.give() {
+                    continue;
+                }
+                if self.seen.load(Ordering::Acquire) == records {
+                    break;
+                }
+            }
+            self.bell.wait();
+        }
+        // Each thread wakes the next, as at the end of a session.
+        self.bell.ring();
+    }
+}
+
+#[test]
+fn no_wakeup_is_lost_among_threads_that_take_turns_to_lead() {
+    const RECORDS: u64 = 1;
+    model(|| {
+        let shared = ring(8);
+        let served = Arc::new(Served {
+            ring: Lead::new(Consumer::new(shared.clone())),
+            bell: Doorbell::default(),
+            seen: AtomicU64::new(0),
+        });
+        let threads = [(); 2].map(|()| {
+            let served = served.clone();
+            loom::thread::spawn(move || served.serve(RECORDS))
+        });
+        let mut ring = Producer::new(shared);
+        for i in 0..RECORDS {
+            assert!(ring.try_push(&[&i.to_le_bytes()]).expect("honest consumers"), "there is room");
+            if ring.publish() {
+                served.bell.ring();
+            }
+        }
+        for thread in threads {
+            thread.join().expect("it ends by itself");
+        }
+    });
 }

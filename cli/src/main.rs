@@ -53,7 +53,7 @@ enum Command {
     /// The switch: packets between VMs through memory
     Net {
         #[command(subcommand)]
-        command: tombolo_net::cli::Command,
+        command: NetCommand,
     },
     /// Accelerators for programs in VMs
     Accel {
@@ -89,6 +89,15 @@ enum ZoneCommand {
     Zone(tombolo_zone::cli::Command),
     #[command(flatten)]
     Vm(tombolo_vm::cli::ZoneCommand),
+}
+
+/// Switches, and networks of running projects.
+#[derive(Subcommand)]
+enum NetCommand {
+    #[command(flatten)]
+    Net(tombolo_net::cli::Command),
+    #[command(flatten)]
+    Vm(tombolo_vm::cli::NetCommand),
 }
 
 /// What can be measured.
@@ -138,7 +147,16 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Lab { command } => tombolo_lab::cli::run(command, cli.json),
         Command::Start { command } => tombolo_vm::cli::run_start(command, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
-        Command::Net { command } => tombolo_net::cli::run(command, cli.json),
+        Command::Net { command: NetCommand::Vm(command) } => tombolo_vm::cli::run_net(command, cli.json),
+        Command::Net { command: NetCommand::Net(mut command) } => {
+            if let Some(control) = command.control_mut() {
+                let name = control.as_deref().and_then(Path::to_str);
+                if name.is_none_or(|name| !name.contains('/')) {
+                    *control = tombolo_vm::cli::find_switch(name)?.or_else(|| control.take());
+                }
+            }
+            tombolo_net::cli::run(command, cli.json)
+        }
         Command::Accel { command } => tombolo_accel_server::cli::run(command, cli.json),
         Command::Bench { command: BenchCommand::Bench(command) } => {
             tombolo_bench::cli::run(command, cli.json)

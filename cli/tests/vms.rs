@@ -3,95 +3,12 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-/// Patience: far beyond what anything here takes, so that no test fails for a slow machine.
-const PATIENCE: Duration = Duration::from_secs(300);
+use common::{Lab, PATIENCE, signal};
 
-/// A folder with a compose file, and a runtime folder of its own; everything is taken down at the end.
-struct Lab {
-    dir: tempfile::TempDir,
-}
-
-impl Lab {
-    fn new(compose: &str) -> Lab {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("tombolo.toml"), compose).unwrap();
-        Lab { dir }
-    }
-
-    fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
-        command.args(args).current_dir(self.dir.path());
-        command.env("XDG_RUNTIME_DIR", self.dir.path()).env("TOMBOLO_ACCEL", "tcg").stdin(Stdio::null());
-        command
-    }
-
-    fn run(&self, args: &[&str]) -> Output {
-        self.command(args).output().unwrap()
-    }
-
-    fn good(&self, args: &[&str]) -> String {
-        let output = self.run(args);
-        let err = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "tombolo {args:?}: {}\n{err}", output.status);
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    fn ps(&self) -> serde_json::Value {
-        serde_json::from_str(&self.good(&["ps", "--json"])).unwrap()
-    }
-
-    /// Processes that belong to this lab: the supervisor and the QEMUs name its folder or inherit its environment.
-    fn processes(&self) -> Vec<u32> {
-        let mark = format!("XDG_RUNTIME_DIR={}", self.dir.path().display());
-        let mut found = Vec::new();
-        for entry in std::fs::read_dir("/proc").unwrap() {
-            let path = entry.unwrap().path();
-            let Some(pid) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.parse().ok()) else {
-                continue;
-            };
-            let environment = std::fs::read(path.join("environ")).unwrap_or_default();
-            if environment.split(|&b| b == 0).any(|v| v == mark.as_bytes()) {
-                found.push(pid);
-            }
-        }
-        found
-    }
-
-    /// Waits until no process is left, and looks for sockets.
-    fn assert_nothing_left(&self) {
-        let start = Instant::now();
-        while !self.processes().is_empty() {
-            assert!(start.elapsed() < PATIENCE, "left behind: {:?}", self.processes());
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        let mut folders = vec![self.dir.path().to_owned()];
-        while let Some(folder) = folders.pop() {
-            for entry in std::fs::read_dir(&folder).unwrap() {
-                let entry = entry.unwrap();
-                let kind = entry.file_type().unwrap();
-                use std::os::unix::fs::FileTypeExt;
-                assert!(!kind.is_socket(), "{} is left behind", entry.path().display());
-                if kind.is_dir() {
-                    folders.push(entry.path());
-                }
-            }
-        }
-    }
-}
-
-impl Drop for Lab {
-    fn drop(&mut self) {
-        self.run(&["down"]);
-    }
-}
-
-fn signal(pid: u32, name: &str) {
-    let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
-    assert!(status.success());
-}
+mod common;
 
 /// Starts `up` and returns once its standard error has said `line`.
 fn up_until(lab: &Lab, line: &str) -> (Child, BufReader<std::process::ChildStderr>) {
@@ -333,4 +250,89 @@ fn the_tiny_guest_tells_an_accelerator_that_works() {
     let tcg = tombolo_vm::qemu::kvm::Accel::Tcg;
     let verdict = tombolo_vm::qemu::kvm::try_guest(&qemu, &kernel, tcg, PATIENCE);
     assert!(verdict.works && verdict.why.starts_with("a tiny guest ran under TCG"), "{verdict:?}");
+}
+
+/// Compiles a program that runs in any guest.
+fn program(source: &str, to: &Path) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(source);
+    let built = Command::new("cc").args(["-O2", "-static", "-o"]).arg(to).arg(source).status().unwrap();
+    assert!(built.success());
+}
+
+#[test]
+fn the_host_and_a_guest_hear_of_each_other() {
+    let lab = Lab::new(&format!(
+        "[zone.shared]\nsize = \"64M\"\nfiles = true\n{ONE}zones = {{ shared = {{ mount = \"/mnt\" }} }}\n"
+    ));
+    lab.good(&["up"]);
+    let host = lab.dir.path().join("host");
+    std::fs::create_dir(&host).unwrap();
+    lab.good(&["files", "mount", "shared", host.to_str().unwrap()]);
+    program("demo/share.c", &host.join("share"));
+    program("files/linux/tests/hear.c", &host.join("hear"));
+
+    // A file that the guest maps is cut by the host: the guest is rung and lets go, so its blocks come back at once.
+    let free = || -> u64 {
+        let df: serde_json::Value =
+            serde_json::from_str(&lab.good(&["files", "df", "shared", "--json"])).unwrap();
+        df["free"].as_u64().unwrap()
+    };
+    let before = free();
+    std::fs::write(host.join("big"), vec![1u8; 16 << 20]).unwrap();
+    let mut holder = lab
+        .command(&["exec", "-i", "a", "--", "/mnt/share", "hold", "/mnt/big"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(holder.stdout.take().unwrap());
+    said.read_line(&mut String::new()).unwrap();
+    std::fs::OpenOptions::new().write(true).open(host.join("big")).unwrap().set_len(0).unwrap();
+    assert!(free() + (1 << 20) > before, "{} bytes of {before} came back", free());
+    drop(holder.stdin.take());
+    holder.wait().unwrap();
+
+    // What the host does is heard by inotify in the guest.
+    std::fs::create_dir(host.join("d")).unwrap();
+    std::fs::write(host.join("d/file"), "x").unwrap();
+    let hear = ["exec", "a", "--", "/mnt/hear", "/mnt/d", "/mnt/d/file", "/mnt/ready"];
+    let hearing = lab.command(&hear).stdout(Stdio::piped()).spawn().unwrap();
+    let start = Instant::now();
+    while !host.join("ready").exists() {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::fs::write(host.join("d/new"), "y").unwrap();
+    std::fs::rename(host.join("d/new"), host.join("d/moved")).unwrap();
+    std::fs::OpenOptions::new().append(true).open(host.join("d/file")).unwrap().write_all(b"z").unwrap();
+    std::fs::remove_file(host.join("d/moved")).unwrap();
+    std::fs::write(host.join("d/end"), "").unwrap();
+    let heard = hearing.wait_with_output().unwrap();
+    assert!(heard.status.success());
+    let heard = String::from_utf8(heard.stdout).unwrap();
+    for told in [
+        "dir CREATE new",
+        "dir MODIFY new",
+        "dir MOVED_FROM 0 new",
+        "dir MOVED_TO 0 moved",
+        "dir MODIFY file",
+        "file MODIFY -",
+        "dir DELETE moved",
+    ] {
+        assert!(heard.lines().any(|l| l == told), "not heard: {told}; but:\n{heard}");
+    }
+
+    // What the guest does is shown by watch on the host.
+    let mut watch = lab.command(&["files", "watch", "shared"]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines().map(Result::unwrap);
+    lines.next().unwrap();
+    lab.good(&["exec", "a", "--", "mkdir", "/mnt/d/made"]);
+    let line = lines.next().unwrap();
+    assert_eq!(line.split_whitespace().collect::<Vec<_>>(), ["a", "create", "dir", "/d/made"]);
+    signal(watch.id(), "TERM");
+    assert!(watch.wait().unwrap().success());
+
+    lab.good(&["down"]);
+    assert!(Command::new("umount").arg(&host).status().unwrap().success());
+    lab.assert_nothing_left();
 }

@@ -17,6 +17,28 @@ int tfs_map(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct t
 	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
 }
 
+/* As tfs_tree_map, for who goes along a file: there are not more runs than blocks in the area, and holes beside them. */
+static int next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run, tmb_u64 *runs)
+{
+	if (++*runs > 2 * (fs->blocks + 1))
+		return tfs_damage(fs, "file without end", fblock, *runs);
+	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
+}
+
+tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = fs->read_only ? tfs_inode(fs, ino) : NULL;
+	tmb_u64 stamp;
+
+	if (!inode)
+		return 0;
+	tmb_fence();
+	/* The generation grows when the inode is freed, the sequence number when blocks go. */
+	stamp = (tmb_load(&inode->state_gen) & ~0xffffffffULL) | (tmb_load(&inode->map_seq) & 0xffffffff);
+	tmb_fence();
+	return stamp;
+}
+
 /* --- writing -------------------------------------------------------------------------------------------------------- */
 
 /* Blocks for a hole of 'count' blocks at 'fblock', as many as lie well together. */
@@ -24,7 +46,11 @@ static int place(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u6
 {
 	tmb_u64 in_chunk = fblock & (TFS_FANOUT - 1), want = TFS_MIN(count, TFS_FANOUT - in_chunk), goal = 0;
 	struct tfs_run before;
+	tmb_u64 left = tfs_blocks_left(fs, inode);
 
+	if (!left)
+		return -EDQUOT;
+	want = TFS_MIN(want, left);
 	if (want == TFS_FANOUT && !tfs_alloc_chunk(fs, 0, want, run))
 		return 0;
 	if (fblock && !tfs_tree_map(fs, tmb_load(&inode->root), fblock - 1, 1, &before) && before.block)
@@ -42,7 +68,7 @@ static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, con
 	tmb_u64 nodes = 0;
 	int err = tfs_tree_link(fs, &inode->root, fblock, run, TFS_MAP_USED, &nodes);
 
-	tmb_store(&inode->blocks, tmb_load(&inode->blocks) + nodes + (err ? 0 : run->count));
+	tfs_count_blocks(fs, inode, (tmb_s64)(nodes + (err ? 0 : run->count)));
 	if (!err)
 		return 0;
 	for (tmb_u64 i = 0; i < run->count; i++) {
@@ -50,7 +76,7 @@ static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, con
 		bool linked = !tfs_tree_map(fs, tmb_load(&inode->root), fblock + i, 1, &there) && there.block == run->block + i;
 
 		if (linked)
-			tmb_store(&inode->blocks, tmb_load(&inode->blocks) + 1);
+			tfs_count_blocks(fs, inode, 1);
 		tfs_set_map(fs, run->block + i, 1, linked ? TFS_MAP_USED : TFS_MAP_FREE);
 	}
 	return err;
@@ -63,7 +89,7 @@ static int start_tx(struct tfs *fs, struct tfs_write *w)
 
 	if (w->slot < TFS_TX_SLOTS)
 		return 0;
-	err = tfs_tx_begin(fs, &w->slot);
+	err = tfs_tx_begin_inside(fs, &w->slot);
 	if (err) {
 		w->slot = TFS_TX_SLOTS;
 		return err;
@@ -199,7 +225,7 @@ int tfs_fault_block(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, 
 
 int tfs_wait_inode(struct tfs *fs, tmb_u64 ino)
 {
-	int err = tfs_lock_inode(fs, ino);
+	int err = tfs_begin_inode(fs, ino);
 
 	if (!err)
 		tfs_unlock_inode(fs, ino);
@@ -211,12 +237,13 @@ int tfs_wait_inode(struct tfs *fs, tmb_u64 ino)
 tmb_s64 tfs_pread(struct tfs *fs, tmb_u64 ino, void *buf, tmb_u64 len, tmb_u64 offset)
 {
 	tmb_u64 size = tfs_size(fs, ino), done = 0;
+	tmb_u32 tries = 0;
 
 	if (offset >= size)
 		return 0;
 	len = TFS_MIN(len, size - offset);
 	while (done < len) {
-		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n;
+		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n, stamp = tfs_read_stamp(fs, ino);
 		struct tfs_run run;
 		tmb_u32 pin = tfs_pin(fs, ino);
 		int err = tfs_map(fs, ino, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done), &run);
@@ -231,7 +258,10 @@ tmb_s64 tfs_pread(struct tfs *fs, tmb_u64 ino, void *buf, tmb_u64 len, tmb_u64 o
 		else
 			memset((tmb_u8 *)buf + done, 0, n);
 		tfs_unpin(fs, pin);
-		done += n;
+		if (tfs_read_stamp(fs, ino) == stamp)
+			done += n;
+		else if (++tries > TFS_READ_TRIES)
+			return done ? (tmb_s64)done : -EBUSY;
 	}
 	return (tmb_s64)done;
 }
@@ -240,7 +270,7 @@ tmb_s64 tfs_pwrite(struct tfs *fs, tmb_u64 ino, const void *buf, tmb_u64 len, tm
 {
 	struct tfs_write w;
 	tmb_u64 done = 0, size;
-	int err = tfs_lock_inode(fs, ino);
+	int err = tfs_begin_inode(fs, ino);
 
 	if (err)
 		return err;
@@ -317,7 +347,9 @@ int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_
 				err = tfs_remove_blocks(fs, inode, ino, from, ~0ULL);
 		}
 	}
+	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, ino);
+	return err;
 end:
 	tfs_tx_end(fs, slot);
 	return err;
@@ -326,10 +358,12 @@ end:
 /* Zeroes bytes in place where there are blocks; holes are zero already. */
 static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, tmb_u64 end)
 {
+	tmb_u64 runs = 0;
+
 	while (offset < end) {
 		tmb_u64 in_block = offset & (TFS_BLOCK - 1), n;
 		struct tfs_run run;
-		int err = tfs_tree_map(fs, tmb_load(&inode->root), offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + end - offset), &run);
+		int err = next_run(fs, inode, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + end - offset), &run, &runs);
 
 		if (err)
 			return err;
@@ -361,8 +395,10 @@ static int punch(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 s
 
 static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write *w, tmb_u64 fblock, tmb_u64 end)
 {
+	tmb_u64 runs = 0;
+
 	while (fblock < end) {
-		int err = tfs_tree_map(fs, tmb_load(&inode->root), fblock, end - fblock, &w->run);
+		int err = next_run(fs, inode, fblock, end - fblock, &w->run, &runs);
 
 		if (!err && !w->run.block) {
 			err = tfs_write_map_locked(fs, w, fblock, w->run.count);
@@ -389,7 +425,7 @@ int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb
 		return -EINVAL;
 	if (end > TFS_MAX_SIZE)
 		return -EFBIG;
-	err = tfs_lock_inode(fs, ino);
+	err = tfs_begin_inode(fs, ino);
 	if (err)
 		return err;
 	inode = tfs_inode(fs, ino);
@@ -421,14 +457,17 @@ unlock:
 
 tmb_s64 tfs_seek(struct tfs *fs, tmb_u64 ino, tmb_u64 offset, bool hole)
 {
-	tmb_u64 size = tfs_size(fs, ino);
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+	tmb_u64 size = tfs_size(fs, ino), runs = 0;
 
+	if (!inode)
+		return -EUCLEAN;
 	if (offset >= size)
 		return -ENXIO;
 	while (offset < size) {
 		tmb_u64 fblock = offset >> TFS_BLOCK_SHIFT;
 		struct tfs_run run;
-		int err = tfs_map(fs, ino, fblock, tfs_blocks_of(size) - fblock, &run);
+		int err = next_run(fs, inode, fblock, tfs_blocks_of(size) - fblock, &run, &runs);
 
 		if (err)
 			return err;

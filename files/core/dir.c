@@ -179,8 +179,9 @@ int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u3
 
 /* --- the index ------------------------------------------------------------------------------------------------ */
 
-/* Into a table that has room. *used grows when an empty place was taken. */
-static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 granule, tmb_u64 *used)
+/* Into a table that has room. *used grows when an empty place is taken, before it is: it may count too many, never too few. *probes: how
+ * many looks it may still take. */
+static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 granule, tmb_u64 *used, tmb_u64 *probes)
 {
 	struct probe p;
 	tmb_u64 *e;
@@ -188,14 +189,15 @@ static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 g
 
 	if (err)
 		return err;
-	while ((e = probe_next(fs, &p))) {
+	while (*probes && (e = probe_next(fs, &p))) {
 		tmb_u64 value = tmb_load(e);
 
+		--*probes;
 		if (value && value != TFS_INDEX_TOMB)
 			continue;
-		tmb_store_release(e, (tmb_u64)hash << 32 | (granule + 1));
 		if (!value)
-			(*used)++;
+			tmb_store(used, tmb_load(used) + 1);
+		tmb_store_release(e, (tmb_u64)hash << 32 | (granule + 1));
 		return 0;
 	}
 	return tfs_damage(fs, "directory index without room", index_root, hash);
@@ -204,13 +206,16 @@ static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 g
 /* Builds a table of a size that fits and puts it in place of the old one. */
 static int index_build(struct tfs *fs, struct tfs_inode *dir)
 {
-	tmb_u64 old = tmb_load(&dir->index_root), blocks = dir_blocks(fs, dir), used = 0, nodes = 0, root = 0, done = 0, n;
+	tmb_u64 old = tmb_load(&dir->index_root), blocks = dir_blocks(fs, dir), used = 0, nodes = 0, root = 0, done = 0, n, probes;
+	tmb_u64 entries = TFS_MIN(tmb_load(&dir->entries), blocks * TFS_GRANULES_PER_BLOCK);
 	tmb_u32 log = INDEX_MIN_LOG;
 	int err = 0;
 
-	while (log < INDEX_MAX_LOG && (1ULL << log) < (tmb_load(&dir->entries) + 64) * 3)
+	while (log < INDEX_MAX_LOG && (1ULL << log) < (entries + 64) * 3)
 		log++;
 	n = 1ULL << log >> TFS_FANOUT_SHIFT;
+	/* Two or three per entry are enough, unless someone gave all the same hash. */
+	probes = PROBE_MAX + (64ULL << log);
 	while (done < n && !err) {
 		struct tfs_run run;
 
@@ -233,41 +238,38 @@ static int index_build(struct tfs *fs, struct tfs_inode *dir)
 			tmb_u8 step = tmb_load(&block[i].granules);
 
 			if (tmb_load(&block[i].ref))
-				err = index_put(fs, root, tmb_load(&block[i].hash), b * TFS_GRANULES_PER_BLOCK + i, &used);
+				err = index_put(fs, root, tmb_load(&block[i].hash), b * TFS_GRANULES_PER_BLOCK + i, &used, &probes);
 			i += step ? step : 1;
 		}
 	}
 	if (err) {
-		tfs_tree_mark(fs, index_tree(root), TFS_MAP_FREE);
+		tfs_tree_mark(fs, index_tree(root), tfs_tag(fs), TFS_MAP_FREE);
 		return err;
 	}
-	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs));
+	tfs_tree_mark(fs, index_tree(old), TFS_MAP_USED, tfs_tag(fs));
 	tmb_store(&dir->index_used, used);
 	tmb_store_release(&dir->index_root, root);
-	tfs_tree_mark(fs, index_tree(root), TFS_MAP_USED);
-	tfs_tree_mark(fs, index_tree(old), TFS_MAP_FREE);
+	tfs_tree_mark(fs, index_tree(root), tfs_tag(fs), TFS_MAP_USED);
+	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs), TFS_MAP_FREE);
 	return 0;
 }
 
 static int index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule)
 {
-	tmb_u64 root = tmb_load(&dir->index_root), used = tmb_load(&dir->index_used);
+	tmb_u64 root = tmb_load(&dir->index_root), probes = PROBE_MAX;
 	int err;
 
 	if (granule > 0xfffffffeULL - 1)
 		return -ENOSPC; /* 2^32 granules: 256 GiB of names */
 	if (!root && dir_blocks(fs, dir) < 2)
 		return 0;
-	if (!root || (used + 1) * 4 > (1ULL << index_log(root)) * 3) {
+	if (!root || (tmb_load(&dir->index_used) + 1) * 4 > (1ULL << index_log(root)) * 3) {
 		err = index_build(fs, dir);
 		if (err)
 			return err;
 		root = tmb_load(&dir->index_root);
-		used = tmb_load(&dir->index_used);
 	}
-	err = index_put(fs, root, hash, granule, &used);
-	tmb_store(&dir->index_used, used);
-	return err;
+	return index_put(fs, root, hash, granule, &dir->index_used, &probes);
 }
 
 void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot, tmb_u32 hash)
@@ -292,8 +294,8 @@ void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot
 
 /* --- space for entries ------------------------------------------------------------------------------------------ */
 
-/* A free run of at least 'need' granules in this block, made one (neighbours merged); -1: none. */
-static int free_run(struct tfs_dirent *block, tmb_u32 need)
+/* A free run of at least 'need' granules in this block, made one (neighbours merged), *have: how many; -1: none. */
+static int free_run(struct tfs_dirent *block, tmb_u32 need, tmb_u32 *have)
 {
 	for (tmb_u32 i = 0; i < TFS_GRANULES_PER_BLOCK;) {
 		tmb_u32 n = 0;
@@ -306,6 +308,7 @@ static int free_run(struct tfs_dirent *block, tmb_u32 need)
 		n = TFS_MIN(n, TFS_GRANULES_PER_BLOCK - i);
 		if (n >= need) {
 			tmb_store(&block[i].granules, (tmb_u8)n);
+			*have = n;
 			return (int)i;
 		}
 		i += n;
@@ -330,7 +333,7 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
 		((struct tfs_dirent *)tfs_block(fs, run.block))->granules = TFS_GRANULES_PER_BLOCK;
 	} else {
-		err = tfs_alloc(fs, 0, 1, &run);
+		err = tfs_blocks_left(fs, dir) ? tfs_alloc(fs, 0, 1, &run) : -EDQUOT;
 		if (err)
 			return err;
 		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
@@ -340,14 +343,14 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 			tfs_set_map(fs, run.block, 1, TFS_MAP_FREE);
 			return err;
 		}
-		tmb_store(&dir->blocks, tmb_load(&dir->blocks) + 1 + nodes);
+		tfs_count_blocks(fs, dir, 1 + (tmb_s64)nodes);
 	}
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + TFS_GRANULES_PER_BLOCK);
 	tmb_store_release(&dir->size, (b + 1) << TFS_BLOCK_SHIFT);
 	return 0;
 }
 
-static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struct tfs_slot *slot)
+static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struct tfs_slot *slot, tmb_u32 *have)
 {
 	tmb_u64 blocks = dir_blocks(fs, dir), hint = tmb_load(&dir->dir_hint), tries = 0;
 	int err, at;
@@ -363,7 +366,7 @@ static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struc
 
 			if (!block)
 				return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), hint);
-			at = free_run(block, need);
+			at = free_run(block, need, have);
 			if (at >= 0) {
 				tmb_store(&dir->dir_hint, hint);
 				slot->entry = block + at;
@@ -379,6 +382,7 @@ static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struc
 		return err;
 	tmb_store(&dir->dir_hint, blocks);
 	slot->granule = blocks * TFS_GRANULES_PER_BLOCK;
+	*have = TFS_GRANULES_PER_BLOCK;
 	slot->entry = granule_at(fs, dir, slot->granule);
 	return slot->entry ? 0 : tfs_damage(fs, "directory block missing", tmb_load(&dir->root), blocks);
 }
@@ -387,13 +391,12 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 {
 	tmb_u32 need = granules_of(len), hash = tfs_hash(fs, name, len), have;
 	struct tfs_dirent *entry;
-	int err = find_space(fs, dir, need, slot);
+	int err = find_space(fs, dir, need, slot, &have);
 
 	if (err)
 		return err;
 	entry = slot->entry;
 	slot->ref = 0;
-	have = tmb_load(&entry->granules);
 	if (have > need) { /* the rest stays a free run; its length first */
 		tmb_store(&entry[need].ref, 0);
 		tmb_store_release(&entry[need].granules, (tmb_u8)(have - need));

@@ -95,11 +95,9 @@ static bool claim(struct tfs *fs, struct tfs_inode *inode)
 /* Whether the table has so few free records that a search for one is not worth it. */
 static bool table_is_full(struct tfs *fs, tmb_u64 inodes)
 {
-	tmb_s64 used = 0;
+	tmb_u64 used = tfs_inodes_used(fs);
 
-	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
-		used += tmb_load(&tfs_member_area(fs, m)->inodes_used);
-	return used < 0 || (tmb_u64)used + inodes / 8 > inodes;
+	return used > inodes || used + inodes / 8 > inodes;
 }
 
 /* Claims a free record among 'count' from the cursor on; 0: none. */
@@ -132,7 +130,7 @@ static tmb_u64 search(struct tfs *fs, tmb_u64 inodes, tmb_u64 count, struct tfs_
 int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode **out)
 {
 	for (tmb_u32 tries = 0; tries < 1000; tries++) {
-		tmb_u64 inodes = tmb_load(&tfs_sb(fs)->itable_inodes);
+		tmb_u64 inodes = tfs_table_inodes(fs);
 		struct tfs_inode *inode;
 		int err;
 
@@ -147,11 +145,14 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 			tmb_store(&inode->openers, 0);
 			tmb_store(&inode->mappers, 0);
 			tmb_store(&inode->locks, 0);
-			tmb_store(&inode->project, 0);
+			tmb_store(&inode->account, 0);
 			tmb_store(&inode->dir_hint, 0);
 			tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, 1);
 			*out = inode;
-			return 0;
+			err = tfs_open_account(fs, inode);
+			if (err)
+				tfs_drop_new_inode(fs, inode);
+			return err;
 		}
 		tmb_store(&fs->inode_cursor, inodes); /* new ones come there */
 		err = grow_table(fs, slot, inodes);
@@ -168,15 +169,16 @@ static void free_contents(struct tfs *fs, struct tfs_inode *inode)
 	for (tmb_u32 i = 0; i < 4; i++) {
 		tmb_u64 root = tmb_load(roots[i]);
 
-		tfs_tree_mark(fs, root, tfs_tag(fs)); /* so that a death in between loses nothing */
+		tfs_tree_mark(fs, root, TFS_MAP_USED, tfs_tag(fs)); /* so that a death in between loses nothing */
 		tmb_store_release(roots[i], 0);
-		tfs_tree_mark(fs, root, TFS_MAP_FREE);
+		tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_FREE);
 	}
 }
 
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode)
 {
 	free_contents(fs, inode);
+	tfs_close_account(fs, inode);
 	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));
 	tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, -1);
 }
@@ -186,7 +188,9 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 	tfs_tx_inode(fs, slot, 0, ino);
 	if (tmb_load(&inode->mappers))
 		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL);
+	tmb_fetch_add(&inode->map_seq, 1); /* read-only members leave no mapper bit, and look here */
 	free_contents(fs, inode);
+	tfs_close_account(fs, inode);
 	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));
 	tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, -1);
 	return 0;
@@ -195,6 +199,8 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to)
 {
 	struct tfs_gone *gone;
+	tmb_u64 removed = 0;
+	bool unused = true;
 	int more = 0;
 
 	if (from >= to || !tmb_load(&inode->root))
@@ -203,19 +209,21 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 	if (!gone)
 		return -ENOMEM;
 	do {
-		bool unused;
-
 		gone->n = 0;
 		gone->blocks = 0;
 		more = tfs_tree_unlink(fs, &inode->root, from, to, gone);
 		if (!gone->n)
 			break;
-		unused = tfs_wait_unused(fs, inode, ino);
+		/* Who did not let go once is not waited for again. */
+		unused = unused && tfs_wait_unused(fs, inode, ino);
 		if (!unused)
 			tfs_os_damage(fs, "a member does not let go of removed blocks; they stay unused", ino, gone->blocks);
 		for (tmb_u32 i = 0; i < gone->n; i++)
 			tfs_set_map(fs, gone->runs[i].block, gone->runs[i].count, unused ? TFS_MAP_FREE : TFS_MAP_LIMBO);
-		tmb_store(&inode->blocks, tmb_load(&inode->blocks) - gone->blocks);
+		tfs_count_blocks(fs, inode, -(tmb_s64)gone->blocks);
+		removed += gone->blocks;
+		if (removed > fs->blocks)
+			more = tfs_damage(fs, "blocks to remove without end", ino, removed);
 	} while (more > 0);
 	tfs_os_free(gone);
 	return more < 0 ? more : 0;
@@ -292,7 +300,9 @@ int tfs_setattr(struct tfs *fs, tmb_u64 ino, tmb_u32 what, const struct tfs_attr
 	if (what & TFS_SET_MTIME)
 		tmb_store(&inode->mtime, attr->mtime);
 	tfs_changed(inode, what & TFS_SET_CTIME ? attr->ctime : tfs_os_now(), false);
+	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, ino);
+	return 0;
 end:
 	tfs_tx_end(fs, slot);
 	return err;
@@ -336,10 +346,21 @@ int tfs_open_ref(struct tfs *fs, tmb_u64 ino, tmb_u32 generation)
 	return err;
 }
 
+/* In a transaction: frees the inode if it has neither name nor opener. */
+void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	if (!inode || tfs_lock_inode(fs, ino))
+		return;
+	if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
+		tfs_free_inode_locked(fs, ino, inode, slot);
+	tfs_unlock_inode(fs, ino);
+}
+
 int tfs_close_ref(struct tfs *fs, tmb_u64 ino)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);
-	tmb_u64 bit = 1ULL << fs->member;
 	tmb_u32 slot;
 	int err;
 
@@ -347,17 +368,13 @@ int tfs_close_ref(struct tfs *fs, tmb_u64 ino)
 		return -EUCLEAN;
 	if (fs->read_only)
 		return 0;
-	tmb_fetch_and(&inode->openers, ~bit);
+	tmb_fetch_and(&inode->openers, ~(1ULL << fs->member));
 	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
 		return 0;
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	if (!tfs_lock_inode(fs, ino)) {
-		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
-			tfs_free_inode_locked(fs, ino, inode, slot);
-		tfs_unlock_inode(fs, ino);
-	}
+	tfs_free_orphan(fs, ino, slot);
 	tfs_tx_end(fs, slot);
 	return 0;
 }
@@ -367,9 +384,13 @@ int tfs_map_ref(struct tfs *fs, tmb_u64 ino)
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, ino, &inode);
 
-	if (!err && !fs->read_only)
-		tmb_fetch_or(&inode->mappers, 1ULL << fs->member);
-	return err;
+	if (err || fs->read_only)
+		return err;
+	tmb_fetch_or(&inode->mappers, 1ULL << fs->member);
+	if (!tfs_frozen(fs))
+		return 0;
+	tmb_fetch_and(&inode->mappers, ~(1ULL << fs->member));
+	return -EAGAIN;
 }
 
 int tfs_unmap_ref(struct tfs *fs, tmb_u64 ino)
@@ -401,7 +422,7 @@ int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 le
 		tmb_u64 at = done << TFS_BLOCK_SHIFT, n;
 
 		if (err) {
-			tfs_tree_mark(fs, *rootp, TFS_MAP_FREE);
+			tfs_tree_mark(fs, *rootp, mark, TFS_MAP_FREE);
 			*rootp = 0;
 			return err;
 		}
@@ -411,7 +432,7 @@ int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 le
 		err = tfs_tree_link(fs, rootp, done, &run, mark, &nodes);
 		if (err) {
 			tfs_set_map(fs, run.block, run.count, TFS_MAP_FREE);
-			tfs_tree_mark(fs, *rootp, TFS_MAP_FREE);
+			tfs_tree_mark(fs, *rootp, mark, TFS_MAP_FREE);
 			*rootp = 0;
 			return err;
 		}

@@ -33,7 +33,7 @@ bool tfs_fenced(struct tfs *fs)
 
 int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 {
-	tmb_u64 mine = tmb_lock_word(fs->member, fs->epoch, 1), seen = 0, since = 0;
+	tmb_u64 mine = tmb_lock_word(fs->member, fs->epoch, 1), seen = 0, since = 0, first = 0;
 
 	if (fs->read_only)
 		return -EROFS;
@@ -43,6 +43,18 @@ int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 		tmb_u64 now = tmb_load(word);
 		tmb_u32 owner = tmb_lock_owner(now), epoch = (tmb_u32)(now >> 32);
 
+		if (round >= SPINS) {
+			tmb_u64 clock = tfs_os_clock();
+
+			if (!first)
+				first = clock;
+			if (now != seen) {
+				seen = now;
+				since = clock;
+			}
+			if (clock - since > TFS_LOCK_LIMIT_NS || clock - first > TFS_LOCK_QUEUE_LIMIT_NS)
+				return tfs_damage(fs, "lock held without end", now, (tmb_u64)((tmb_u8 *)word - fs->area));
+		}
 		if (!now) {
 			if (tmb_cas64(word, 0, mine))
 				return 0;
@@ -56,7 +68,7 @@ int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 		if (!tfs_member_alive(fs, owner, epoch)) {
 			/* In a recovery's own lock the owner's leftovers are somebody else's turn. */
 			if (fs->members && waiters && tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch) {
-				int err = tfs_recover(fs, owner);
+				int err = tfs_recover_locks(fs, owner);
 
 				if (err)
 					return err;
@@ -68,12 +80,6 @@ int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 		if (round < SPINS) {
 			tfs_os_relax();
 			continue;
-		}
-		if (now != seen) {
-			seen = now;
-			since = tfs_os_clock();
-		} else if (tfs_os_clock() - since > TFS_LOCK_LIMIT_NS) {
-			return tfs_damage(fs, "lock held without end", now, (tmb_u64)((tmb_u8 *)word - fs->area));
 		}
 		if (waiters) {
 			tmb_fetch_or(waiters, 1ULL << fs->member);
@@ -98,10 +104,10 @@ int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino)
 		return -ESHUTDOWN;
 	if (!tmb_cas64(&inode->lock.word, 0, tmb_lock_word(fs->member, fs->epoch, 1)))
 		return -EAGAIN;
-	if ((tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE)
+	if ((tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE && !tfs_frozen(fs))
 		return 0;
 	tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
-	return -ESTALE;
+	return tfs_frozen(fs) ? -EAGAIN : -ESTALE;
 }
 
 static void ring(struct tfs *fs, tmb_u32 member, tmb_u64 reason)
@@ -140,6 +146,17 @@ int tfs_lock_inode(struct tfs *fs, tmb_u64 ino)
 		return 0;
 	tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
 	return -ESTALE;
+}
+
+int tfs_begin_inode(struct tfs *fs, tmb_u64 ino)
+{
+	int err;
+
+	while (!(err = tfs_lock_inode(fs, ino)) && tfs_frozen(fs)) {
+		tfs_unlock_inode(fs, ino);
+		tfs_os_wait(fs, SPINS);
+	}
+	return err;
 }
 
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino)

@@ -65,7 +65,7 @@ static int init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, c
 			return -ENAMETOOLONG;
 		err = tfs_write_image(fs, &inode->root, c->symlink, c->symlink_len, TFS_MAP_USED);
 		tmb_store(&inode->size, c->symlink_len);
-		tmb_store(&inode->blocks, 1);
+		tfs_count_blocks(fs, inode, 1);
 	}
 	if (!err && c->xattrs) {
 		err = tfs_xattr_image_ok(c->xattrs, c->xattrs_len);
@@ -134,9 +134,11 @@ int tfs_create(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, c
 		}
 		tfs_dir_end(dir);
 	}
+	if (err)
+		tfs_drop_new_inode(fs, inode);
+	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, dir_ino);
-	if (!err)
-		goto end;
+	return err;
 drop:
 	tfs_drop_new_inode(fs, inode);
 end:
@@ -194,7 +196,10 @@ int tfs_link(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, tmb
 		tfs_dir_end(dir);
 	}
 unlock:
+	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, ino);
+	tfs_unlock_inode(fs, dir_ino);
+	return err;
 unlock_dir:
 	tfs_unlock_inode(fs, dir_ino);
 end:
@@ -267,7 +272,10 @@ static int remove_name(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u3
 		tfs_changed(inode, now, false);
 		drop_if_unused(fs, ino, inode, slot);
 	}
+	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, ino);
+	tfs_unlock_inode(fs, dir_ino);
+	return err;
 unlock_dir:
 	tfs_unlock_inode(fs, dir_ino);
 end:
@@ -290,7 +298,7 @@ int tfs_rmdir(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u6
 /* Is 'above' the directory 'ino' or one above it? 1, 0 or -EUCLEAN. With the rename lock, which keeps the answer true. */
 static int is_above(struct tfs *fs, tmb_u64 above, tmb_u64 ino)
 {
-	for (tmb_u64 n = tmb_load(&tfs_sb(fs)->itable_inodes); n; n--) {
+	for (tmb_u64 n = tfs_table_inodes(fs); n; n--) {
 		if (ino == above)
 			return 1;
 		if (ino == TFS_ROOT_INO)
@@ -561,8 +569,13 @@ int tfs_rename(struct tfs *fs, tmb_u64 old_dir, const char *old_name, tmb_u32 ol
 			if (!(flags & TFS_RENAME_EXCHANGE))
 				drop_if_unused(fs, r.target_ino, r.target, slot);
 		}
+	} else if (whiteout) {
+		tfs_drop_new_inode(fs, whiteout);
 	}
+	tfs_tx_end(fs, slot);
 	unlock_children(fs, &r);
+	unlock_dirs(fs, &r);
+	return err;
 unlock_dirs:
 	unlock_dirs(fs, &r);
 drop:

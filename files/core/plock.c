@@ -165,7 +165,8 @@ static void absorb(struct table *t, struct tfs_file_lock *lock)
 	struct tfs_lock_record *r;
 	bool more = true;
 
-	while (more) {
+	/* What it joined with touched nothing else, or would have been joined with that: the second time finds nothing. */
+	for (int times = 0; more && times < 3; times++) {
 		more = false;
 		for (tmb_u64 i = 0; (r = record_at(t, i)); i++) {
 			tmb_u64 start = tmb_load(&r->start), end = tmb_load(&r->end);

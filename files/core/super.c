@@ -119,6 +119,10 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	fs->alloc_cursor = l.data_start + (l.blocks - l.data_start) / 8 * (member % 8);
 	fs->chunk_cursor = fs->alloc_cursor / TFS_FANOUT;
 	fs->inode_cursor = TFS_ROOT_INO + 1;
+	fs->account = members ? tmb_load(&tfs_member_area(fs, member)->account) : 0;
+	fs->root = members ? tmb_load(&tfs_member_area(fs, member)->root) : 0;
+	if (!fs->root)
+		fs->root = TFS_ROOT_INO;
 	return fs->read_only ? 0 : tfs_recover(fs, member);
 }
 
@@ -126,20 +130,20 @@ void tfs_close(struct tfs *fs)
 {
 	if (!fs->members || fs->read_only || tfs_fenced(fs))
 		return;
+	tfs_listen_end(fs);
 	tmb_store_release(&fs->members[fs->member].recovered_epoch, fs->epoch);
 	tmb_store_release(&fs->members[fs->member].forgotten_epoch, fs->epoch);
 }
 
 void tfs_statfs(struct tfs *fs, struct tfs_statfs *out)
 {
-	tmb_u64 table = tmb_load(&tfs_sb(fs)->itable_inodes);
-	tmb_s64 used = 1;
+	tmb_u64 table = tfs_table_inodes(fs);
+	tmb_u64 used = 1 + tfs_inodes_used(fs);
 
-	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
-		used += tmb_load(&tfs_member_area(fs, m)->inodes_used);
 	out->blocks = fs->blocks - fs->data_start;
 	out->blocks_free = tfs_count_free(fs);
 	/* The table grows while there are blocks. */
 	out->inodes = table + out->blocks_free * TFS_INODES_PER_BLOCK;
-	out->inodes_free = used < 0 || (tmb_u64)used > out->inodes ? 0 : out->inodes - (tmb_u64)used;
+	out->inodes_free = used > out->inodes ? 0 : out->inodes - used;
+	tfs_statfs_account(fs, out);
 }

@@ -24,6 +24,8 @@ struct tfs {
 	struct tmb_member *members; /* the zone's member table, 64 slots; NULL: alone (mkfs, fsck, unit tests) */
 	tmb_u32 member;	  /* own id */
 	tmb_u32 epoch;	  /* own epoch */
+	tmb_u64 account;  /* number + 1 of the account for what it makes; 0: none */
+	tmb_u64 root;	  /* the inode that is its root directory */
 	bool read_only;
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
@@ -53,6 +55,18 @@ int tfs_recover(struct tfs *fs, tmb_u32 member);
 /* Recovers every member slot that needs it; call at mount and on TMB_PENDING_MEMBERS. */
 int tfs_recover_all(struct tfs *fs);
 
+/* For the host, about a member that is not there yet: what it makes counts for the account of this name (1 to 31 bytes), whose limits become
+ * these (0: none; they hold at once); it is confined to the directory 'root' (0: it is not). A member with no grant has neither.
+ * -ENOSPC: all accounts are taken. One call at a time. */
+int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, tmb_u64 root);
+
+/* For snapshots: stops all changes by other members until the thaw, or this member's end; a hole is not filled, nothing is mapped. -EBUSY:
+ * another member has frozen it, or one does not let go of a mapping. */
+int tfs_freeze(struct tfs *fs);
+void tfs_thaw(struct tfs *fs);
+/* Whether another living member has frozen it. */
+bool tfs_frozen(struct tfs *fs);
+
 /* --- inodes --------------------------------------------------------------------------------------------- */
 
 struct tfs_attr {
@@ -80,7 +94,8 @@ int tfs_touch_atime(struct tfs *fs, tmb_u64 ino, tmb_s64 now);
  * 1 -> 0. close frees an unlinked inode when nobody else has it open. -ESTALE: already gone. */
 int tfs_open_ref(struct tfs *fs, tmb_u64 ino, tmb_u32 generation);
 int tfs_close_ref(struct tfs *fs, tmb_u64 ino);
-/* The same for mappings of an inode's blocks: set before the first block is mapped; cleared when none is mapped or pinned. */
+/* The same for mappings of an inode's blocks: set before the first block is mapped; cleared when none is mapped or pinned. -EAGAIN: frozen,
+ * nap and try again. */
 int tfs_map_ref(struct tfs *fs, tmb_u64 ino);
 int tfs_unmap_ref(struct tfs *fs, tmb_u64 ino);
 /* Grows when blocks were taken away from the inode: compare on TMB_PENDING_REVOKE. */
@@ -89,6 +104,8 @@ tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino);
 /* The inode's lock across members. Excludes writers and truncation. Not recursive; in one member, one thread at a time
  * should ask (hold the VFS lock first). -EUCLEAN or -ESTALE: bad inode; then it's not held. */
 int tfs_lock_inode(struct tfs *fs, tmb_u64 ino);
+/* The same for who holds nothing yet and is about to change the inode: waits while the file system is frozen. */
+int tfs_begin_inode(struct tfs *fs, tmb_u64 ino);
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino);
 
 /* --- names ---------------------------------------------------------------------------------------------- */
@@ -110,7 +127,7 @@ struct tfs_create {
 	bool open;	      /* also take the opener's reference (O_CREAT, O_TMPFILE) */
 	tmb_s64 now;
 };
-/* name NULL: O_TMPFILE (nlink 0; c->open must be set). -EEXIST, -ENOSPC, -ENOENT (directory was removed) … */
+/* name NULL: O_TMPFILE (nlink 0; c->open must be set). -EEXIST, -ENOSPC, -EDQUOT, -ENOENT (directory was removed) … */
 int tfs_create(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, const struct tfs_create *c, tmb_u64 *ino);
 int tfs_link(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 ino, tmb_s64 now);
 /* expect: the inode number the caller checked, 0: any; -ESTALE when the name means another one by now. */
@@ -135,6 +152,10 @@ int tfs_readlink(struct tfs *fs, tmb_u64 ino, char *buf, tmb_u32 size);
  * Take one around tfs_map + copy of every lockless read. Never sleep for long with one. The return value goes to unpin. */
 tmb_u32 tfs_pin(struct tfs *fs, tmb_u64 ino);
 void tfs_unpin(struct tfs *fs, tmb_u32 pin);
+/* A read-only member leaves no pin. It takes this before tfs_map and again after its copy: if both are equal, no block was taken away in
+ * between; else what it copied may be another file's, and it copies again. Always 0 for others. */
+tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino);
+#define TFS_READ_TRIES 1000u
 
 struct tfs_run {
 	tmb_u64 block; /* first block of the area, 0: hole */
@@ -214,6 +235,33 @@ int tfs_get_lock(struct tfs *fs, tmb_u64 ino, struct tfs_file_lock *lock);
  */
 int tfs_lock_wait_begin(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock);
 void tfs_lock_wait_end(struct tfs *fs, int slot);
+
+/* --- change events ----------------------------------------------------------------------------------------------- */
+
+struct tfs_change {
+	tmb_u64 ino, dir; /* dir 0: not known, then there is no name */
+	tmb_u32 mask;	  /* IN_*, as inotify(7) has them; with IN_ISDIR */
+	tmb_u32 cookie;	  /* ties IN_MOVED_FROM to IN_MOVED_TO */
+	tmb_u32 member;	  /* heard: who did it */
+	tmb_u32 name_len;
+	char name[TFS_NAME_MAX + 1];
+};
+/* Whether another member wants to hear of changes: one load. Ask before making up what to tell. */
+bool tfs_change_wanted(struct tfs *fs);
+/* Tells the watchers. One thread of a member at a time: the skin has a lock for it. Returns where the record ends. */
+tmb_u64 tfs_change_post(struct tfs *fs, const struct tfs_change *c);
+/* Whether no watcher has heard the record that ends there: then the same need not be told again. Call it after what it tells of. */
+bool tfs_change_unheard(struct tfs *fs, tmb_u64 end);
+
+struct tfs_listener {
+	tmb_u64 at[TFS_MEMBERS];
+	tmb_u32 from; /* whose ring comes next */
+};
+/* From now on changes of other members are told to this one: TMB_PENDING_EVENT, and its doorbell. -EROFS for a read-only member. */
+int tfs_listen_begin(struct tfs *fs, struct tfs_listener *l);
+void tfs_listen_end(struct tfs *fs);
+/* 1: the next change; 0: none now; -EOVERFLOW: some of a member's were lost, ask again for those that follow. */
+int tfs_listen_next(struct tfs *fs, struct tfs_listener *l, struct tfs_change *c);
 
 /* --- extended attributes (full names, "user.x") ---------------------------------------------------------- */
 

@@ -82,10 +82,11 @@ struct tfs_super {
 	struct tmb_lock rename_lock;
 	tmb_u64 rename_seq;
 	tmb_u64 pad3[5];
-	/* 320: freeze for snapshots; errors */
-	tmb_u64 freeze; /* member id + 1 of who froze it, 0: not frozen */
-	tmb_u64 errors; /* damage seen since the last fsck */
-	tmb_u64 pad4[6];
+	/* 320: freeze for snapshots; errors; change events */
+	tmb_u64 freeze;	  /* a lock word: who froze it; 0: not frozen */
+	tmb_u64 errors;	  /* damage seen since the last fsck */
+	tmb_u64 watchers; /* bit per member that wants to hear of changes */
+	tmb_u64 pad4[5];
 	tmb_u8 pad5[4096 - 384];
 };
 _Static_assert(sizeof(struct tfs_super) == TFS_BLOCK, "super size");
@@ -136,7 +137,7 @@ struct tfs_inode {
 	tmb_u64 mappers;  /* bit per member that may have its blocks mapped or pinned */
 	tmb_u64 map_seq;  /* grows when blocks are taken away */
 	tmb_u64 locks;	  /* root word of a tree of file-lock records (struct tfs_lock_record) */
-	tmb_u64 project;  /* subtree quota id */
+	tmb_u64 account;  /* number + 1 of the account that it counts for; 0: none */
 	tmb_u64 dir_hint; /* directories: block where the next search for space starts */
 };
 _Static_assert(sizeof(struct tfs_inode) == 256, "inode size");
@@ -252,19 +253,55 @@ struct tfs_lock_wait {
 };
 _Static_assert(sizeof(struct tfs_lock_wait) == 64, "lock wait size");
 
+/*
+ * Change events, for watchers (inotify, fanotify) in other members. Each member has a ring that it alone writes; a position counts bytes for
+ * ever. A record is written, then the head moves past it; a reader copies, then looks whether the head has meanwhile come round.
+ * Nobody waits for readers: who falls behind by a ring has lost something and knows it.
+ */
+#define TFS_CHANGE_RING 16384u
+#define TFS_CHANGE_UNIT 32u /* records are multiples of it, so a header never wraps */
+struct tfs_change_record {
+	tmb_u64 ino; /* 0: nothing, skip 'length' bytes to the ring's end */
+	tmb_u64 dir; /* that it happened in; 0: not known */
+	tmb_u32 mask; /* IN_*, as inotify(7) has them */
+	tmb_u32 cookie;
+	tmb_u16 length; /* of the record with its name */
+	tmb_u8 name_len;
+	tmb_u8 pad[5];
+};
+_Static_assert(sizeof(struct tfs_change_record) == TFS_CHANGE_UNIT, "change record size");
+#define TFS_CHANGE_MAX ((sizeof(struct tfs_change_record) + TFS_NAME_MAX + TFS_CHANGE_UNIT - 1) / TFS_CHANGE_UNIT * TFS_CHANGE_UNIT)
+
+/*
+ * Whose blocks and inodes are counted and limited together: what was made by the members that have this account, whoever
+ * filled it later. Bound by name, since member slots go to others in time.
+ */
+struct tfs_account {
+	char name[32]; /* NUL padded; empty: free */
+	tmb_s64 blocks, inodes;
+	tmb_u64 blocks_limit, inodes_limit; /* 0: none */
+};
+_Static_assert(sizeof(struct tfs_account) == 64, "account size");
+#define TFS_ACCOUNTS TFS_MEMBERS /* number a lies in member area a */
+
 struct tfs_member_area {
 	struct tfs_tx tx[TFS_TX_SLOTS]; /* 16 KiB */
 	struct tfs_pin pins[TFS_PINS];	/* 4 KiB */
 	tmb_s64 inodes_used; /* the sum over all members counts; one member's may be negative */
 	tmb_s64 pad0;
 	tmb_u64 pins_in_use; /* slots that this member ever takes are below this */
-	tmb_u64 blocks_limit; /* 0: none */
-	tmb_u64 inodes_limit;
+	tmb_u64 root;	     /* the directory it is confined to; 0: none. The host sets it */
+	tmb_u64 account;     /* number + 1 of the account for what it makes; 0: none. The host sets it */
 	tmb_u64 pad1[3];
+	struct tfs_account own; /* the account with this area's number, whoever has it */
 	struct tfs_lock_wait waits[TFS_LOCK_WAITS];
-	tmb_u64 pad2[248];
+	tmb_u64 heard[TFS_MEMBERS]; /* up to where this member has read the rings of the others */
+	tmb_u64 change_head;	    /* bytes ever written to the ring */
+	tmb_u64 pad2[175];
+	tmb_u8 changes[TFS_CHANGE_RING];
 };
-_Static_assert(sizeof(struct tfs_member_area) == 24576, "member area size");
+_Static_assert(sizeof(struct tfs_member_area) == 40960, "member area size");
+_Static_assert(offsetof(struct tfs_member_area, changes) == 24576, "changes");
 #define TFS_MEMBER_BLOCKS (sizeof(struct tfs_member_area) / TFS_BLOCK)
 
 #endif

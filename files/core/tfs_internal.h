@@ -16,10 +16,18 @@
 #define TFS_MODE_CHR 0020000u
 #define TFS_DT(mode) (((mode) >> 12) & 15)
 
-#define TFS_MIN(a, b) ((a) < (b) ? (a) : (b))
+/* Looks at each once: the other may be memory that somebody else is changing. */
+#define TFS_MIN(a, b)                                    \
+	({                                               \
+		__typeof__(1 ? (a) : (b)) tfs_a = (a);   \
+		__typeof__(1 ? (a) : (b)) tfs_b = (b);   \
+		tfs_a < tfs_b ? tfs_a : tfs_b;           \
+	})
 
 /* How long a member waits for another that lives but does not let go, before it calls the memory damaged. */
 #define TFS_LOCK_LIMIT_NS (30ULL * 1000 * 1000 * 1000)
+/* The same for a lock that goes from hand to hand meanwhile. */
+#define TFS_LOCK_QUEUE_LIMIT_NS (4 * TFS_LOCK_LIMIT_NS)
 /* How long blocks taken away wait for readers and mappers, before they are left in limbo. */
 #define TFS_REVOKE_LIMIT_NS (2ULL * 1000 * 1000 * 1000)
 
@@ -88,11 +96,28 @@ struct tfs_gone {
 };
 /* Unlinks (tag first) what lies in [from, to); 1: 'gone' is full, call again; 0: done. */
 int tfs_tree_unlink(struct tfs *fs, tmb_u64 *rootp, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone);
-/* Calls visit for every block of the tree, nodes after their children. Bounded by the area's blocks. */
+/* Calls visit for every block of the tree, nodes after their children, and takes them off the budget (fs->blocks for a whole walk). */
 typedef int (*tfs_visit)(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node);
-int tfs_tree_walk(struct tfs *fs, tmb_u64 root, tfs_visit visit, void *ctx);
-/* Gives all blocks of a tree one map byte: the caller's tag before it's replaced, free after, used once it's linked. */
-int tfs_tree_mark(struct tfs *fs, tmb_u64 root, tmb_u8 mark);
+int tfs_tree_walk(struct tfs *fs, tmb_u64 root, tfs_visit visit, void *ctx, tmb_u64 *budget);
+/* Changes the map byte of all blocks of a tree: to the caller's tag before it's replaced, free after, used once it's linked. Ends at a
+ * block that has another byte than 'from': what two trees refer to, or one twice, is not freed twice. */
+int tfs_tree_mark(struct tfs *fs, tmb_u64 root, tmb_u8 from, tmb_u8 to);
+
+/* Inodes in the table: the super block's count, unless it can't be. */
+static inline tmb_u64 tfs_table_inodes(struct tfs *fs)
+{
+	return TFS_MIN(tmb_load(&tfs_sb(fs)->itable_inodes), fs->blocks * TFS_INODES_PER_BLOCK);
+}
+
+/* The members' counts together; a sum that can't be is a large number. */
+static inline tmb_u64 tfs_inodes_used(struct tfs *fs)
+{
+	tmb_u64 used = 0;
+
+	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
+		used += (tmb_u64)tmb_load(&tfs_member_area(fs, m)->inodes_used);
+	return used;
+}
 
 /* lock.c: locks across members, and who lives */
 int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters);
@@ -108,12 +133,17 @@ bool tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
 bool tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino); /* the same, of readers only */
 
 /* tx.c: transactions */
-int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot);
+/* The first half of tfs_recover, after which the dead member's locks may be taken over. It takes no lock of an inode itself, so who waits
+ * for one may call it; what the member had open waits for tfs_recover. */
+int tfs_recover_locks(struct tfs *fs, tmb_u32 member);
+int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot); /* for who holds no lock yet: waits while the file system is frozen */
+int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot);
 struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot);
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino);
 void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1);
 void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value);
 void tfs_tx_commit(struct tfs *fs, tmb_u32 slot); /* stores the words */
+/* Before the locks of what was changed are let go: after a death their words would be stored again, over what others did since. */
 void tfs_tx_end(struct tfs *fs, tmb_u32 slot);
 
 /* inode.c */
@@ -123,6 +153,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode);	/* undo, contents freed too */
 /* With the inode locked, nlink 0, nobody has it open: frees contents and number. */
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
+void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot);
 /* Removes and frees blocks [from, to) of the data tree, waiting for readers and mappers. */
 int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to);
 tmb_u64 tfs_blocks_of(tmb_u64 bytes);
@@ -157,6 +188,13 @@ static inline void tfs_dir_end(struct tfs_inode *dir)
 {
 	tmb_store_release(&dir->seq, (tmb_load(&dir->seq) | 1) + 1);
 }
+
+/* account.c */
+tmb_u64 tfs_blocks_left(struct tfs *fs, struct tfs_inode *inode); /* what its account may still have; ~0: no limit */
+void tfs_count_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_s64 more);
+int tfs_open_account(struct tfs *fs, struct tfs_inode *inode); /* of a new inode; -EDQUOT */
+void tfs_close_account(struct tfs *fs, struct tfs_inode *inode);
+void tfs_statfs_account(struct tfs *fs, struct tfs_statfs *st);
 
 /* xattr.c */
 int tfs_xattr_image_ok(const void *image, tmb_u64 len);

@@ -336,25 +336,35 @@ static int walk_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tfs_visit vis
 	return visit(fs, ctx, node, 1, level > 0);
 }
 
-int tfs_tree_walk(struct tfs *fs, tmb_u64 root, tfs_visit visit, void *ctx)
+int tfs_tree_walk(struct tfs *fs, tmb_u64 root, tfs_visit visit, void *ctx, tmb_u64 *budget)
 {
-	tmb_u64 budget = fs->blocks;
-
 	if (!(root & TFS_BLOCKNR_MASK))
 		return 0;
 	if (tfs_root_height(root) > TFS_MAX_HEIGHT)
 		return tfs_damage(fs, "tree too high", root, 0);
-	return walk_below(fs, root & TFS_BLOCKNR_MASK, tfs_root_height(root), visit, ctx, &budget);
+	return walk_below(fs, root & TFS_BLOCKNR_MASK, tfs_root_height(root), visit, ctx, budget);
 }
 
-static int visit_set(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
+struct change {
+	tmb_u8 from, to;
+};
+
+static int visit_change(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
 {
+	const struct change *change = ctx;
+
 	(void)node;
-	tfs_set_map(fs, block, count, *(tmb_u8 *)ctx);
+	for (tmb_u64 i = 0; i < count; i++)
+		if (tmb_load(tfs_map_bytes(fs) + block + i) != change->from)
+			return tfs_damage(fs, "block of a tree is not its own", block + i, tmb_load(tfs_map_bytes(fs) + block + i));
+	tfs_set_map(fs, block, count, change->to);
 	return 0;
 }
 
-int tfs_tree_mark(struct tfs *fs, tmb_u64 root, tmb_u8 mark)
+int tfs_tree_mark(struct tfs *fs, tmb_u64 root, tmb_u8 from, tmb_u8 to)
 {
-	return tfs_tree_walk(fs, root, visit_set, &mark);
+	struct change change = {from, to};
+	tmb_u64 budget = fs->blocks;
+
+	return tfs_tree_walk(fs, root, visit_change, &change, &budget);
 }

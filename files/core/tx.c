@@ -16,6 +16,17 @@ static tmb_u64 tx_state(struct tfs *fs, tmb_u32 state)
 
 int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot)
 {
+	int err;
+
+	while (!(err = tfs_tx_begin_inside(fs, slot)) && tfs_frozen(fs)) {
+		tfs_tx_end(fs, *slot);
+		tfs_os_wait(fs, 100);
+	}
+	return err;
+}
+
+int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot)
+{
 	tmb_u32 i = tfs_os_cpu() % TFS_TX_SLOTS;
 	tmb_u64 since = 0;
 
@@ -78,7 +89,8 @@ static void store_words(struct tfs *fs, struct tfs_tx *tx)
 	for (tmb_u64 i = 0; i < n; i++) {
 		tmb_u64 offset = tmb_load(&tx->words[i].offset), value = tmb_load(&tx->words[i].value);
 
-		if (offset % 8 || offset > (fs->blocks << TFS_BLOCK_SHIFT) - 8)
+		/* All that transactions change lies in inodes and directories. */
+		if (offset % 8 || !tfs_block_ok(fs, offset >> TFS_BLOCK_SHIFT))
 			tfs_damage(fs, "transaction word out of range", offset, i);
 		else
 			tmb_store_release((tmb_u64 *)(fs->area + offset), value);
@@ -95,9 +107,9 @@ void tfs_tx_commit(struct tfs *fs, tmb_u32 slot)
 
 static void clear_tx(struct tfs_tx *tx, tmb_u64 state)
 {
+	tmb_store_release(&tx->redo, TFS_REDO_NONE); /* first: it is about ino[0] */
 	for (tmb_u32 i = 0; i < TFS_TX_INODES; i++)
 		tmb_store(&tx->ino[i], 0);
-	tmb_store(&tx->redo, TFS_REDO_NONE);
 	tmb_store(&tx->n_words, 0);
 	tmb_store_release(&tx->state, state);
 }
@@ -121,21 +133,21 @@ static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, 
 	return 0;
 }
 
-static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag)
+static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag, tmb_u64 *budget)
 {
 	struct tfs_inode *inode;
 
 	if (ino == TFS_TX_ITABLE) {
-		tfs_tree_walk(fs, tmb_load(&tfs_sb(fs)->itable_root), keep_tagged, &tag);
+		tfs_tree_walk(fs, tmb_load(&tfs_sb(fs)->itable_root), keep_tagged, &tag, budget);
 		return;
 	}
 	inode = tfs_inode(fs, ino);
 	if (!inode)
 		return;
-	tfs_tree_walk(fs, tmb_load(&inode->root), keep_tagged, &tag);
-	tfs_tree_walk(fs, tmb_load(&inode->index_root), keep_tagged, &tag);
-	tfs_tree_walk(fs, tmb_load(&inode->xattr_root), keep_tagged, &tag);
-	tfs_tree_walk(fs, tmb_load(&inode->locks), keep_tagged, &tag);
+	tfs_tree_walk(fs, tmb_load(&inode->root), keep_tagged, &tag, budget);
+	tfs_tree_walk(fs, tmb_load(&inode->index_root), keep_tagged, &tag, budget);
+	tfs_tree_walk(fs, tmb_load(&inode->xattr_root), keep_tagged, &tag, budget);
+	tfs_tree_walk(fs, tmb_load(&inode->locks), keep_tagged, &tag, budget);
 }
 
 static void free_tagged(struct tfs *fs, tmb_u8 tag)
@@ -170,20 +182,19 @@ static void redo(struct tfs *fs, struct tfs_tx *tx)
 
 static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
 {
-	tmb_u64 n = tmb_load(&tfs_sb(fs)->itable_inodes), bit = 1ULL << member;
+	tmb_u64 n = tfs_table_inodes(fs), bit = 1ULL << member;
 
 	for (tmb_u64 ino = TFS_ROOT_INO; ino < n; ino++) {
 		struct tfs_inode *inode = tfs_inode(fs, ino);
 		tmb_u64 state;
+		tmb_u32 slot;
 
 		if (!inode)
 			break; /* itable_inodes says more than there are */
 		state = tmb_load(&inode->state_gen);
 		if (created_by(state, member)) {
-			tmb_u32 slot;
-
 			/* In a transaction: this member may die, too, while it frees what the other one made. */
-			if (!tfs_tx_begin(fs, &slot)) {
+			if (!tfs_tx_begin_inside(fs, &slot)) {
 				tfs_tx_inode(fs, slot, 0, ino);
 				tfs_drop_new_inode(fs, inode);
 				tfs_tx_end(fs, slot);
@@ -196,8 +207,10 @@ static void forget_member_in_inodes(struct tfs *fs, tmb_u32 member)
 			tmb_fetch_and(&inode->openers, ~bit);
 		if (tmb_load(&inode->mappers) & bit)
 			tmb_fetch_and(&inode->mappers, ~bit);
-		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
-			tfs_close_ref(fs, ino);
+		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers) && !tfs_tx_begin_inside(fs, &slot)) {
+			tfs_free_orphan(fs, ino, slot);
+			tfs_tx_end(fs, slot);
+		}
 	}
 }
 
@@ -211,11 +224,24 @@ static tmb_u32 ended_epoch(struct tmb_member *slot)
 	return tmb_state(state_epoch) == TMB_MEMBER_ACTIVE && epoch ? epoch - 1 : epoch;
 }
 
+static bool listed_before(struct tfs_member_area *area, tmb_u32 slot, tmb_u32 index, tmb_u64 ino)
+{
+	for (tmb_u32 i = 0; i < slot; i++)
+		for (tmb_u32 k = 0; (tmb_load(&area->tx[i].state) & 0xff) != TFS_TX_FREE && k < TFS_TX_INODES; k++)
+			if (tmb_load(&area->tx[i].ino[k]) == ino)
+				return true;
+	for (tmb_u32 k = 0; k < index; k++)
+		if (tmb_load(&area->tx[slot].ino[k]) == ino)
+			return true;
+	return false;
+}
+
 /* Locks and transactions; with the recovery lock. */
 static void recover_transactions(struct tfs *fs, tmb_u32 member)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, member);
 	tmb_u8 tag = (tmb_u8)(member + 1);
+	tmb_u64 budget = 2 * fs->blocks;
 	tmb_u32 i, k;
 
 	for (i = 0; i < TFS_TX_SLOTS; i++)
@@ -228,9 +254,10 @@ static void recover_transactions(struct tfs *fs, tmb_u32 member)
 			tmb_u64 ino = tmb_load(&area->tx[i].ino[k]);
 			struct tfs_inode *inode = ino && ino != TFS_TX_ITABLE ? tfs_inode(fs, ino) : NULL;
 
-			if (ino)
-				keep_inode_blocks(fs, ino, tag);
-			if (inode && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1)
+			if (ino && !listed_before(area, i, k, ino))
+				keep_inode_blocks(fs, ino, tag, &budget);
+			if (inode && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1 &&
+			    tmb_lock_owner(tmb_load(&inode->lock.word)) == member)
 				tfs_dir_end(inode);
 		}
 	}
@@ -247,9 +274,10 @@ static void recover_transactions(struct tfs *fs, tmb_u32 member)
 	for (i = 0; i < TFS_TX_SLOTS; i++)
 		clear_tx(&area->tx[i], 0);
 	memset(area->waits, 0, sizeof(area->waits));
+	tmb_fetch_and(&tfs_sb(fs)->watchers, ~(1ULL << member));
 }
 
-int tfs_recover(struct tfs *fs, tmb_u32 member)
+static int recover(struct tfs *fs, tmb_u32 member, bool forget)
 {
 	struct tmb_member *slot;
 	tmb_u32 upto;
@@ -258,7 +286,7 @@ int tfs_recover(struct tfs *fs, tmb_u32 member)
 	if (!fs->members || member >= TFS_MEMBERS)
 		return 0;
 	slot = &fs->members[member];
-	if (tmb_load_acquire(&slot->forgotten_epoch) >= ended_epoch(slot))
+	if (tmb_load_acquire(forget ? &slot->forgotten_epoch : &slot->recovered_epoch) >= ended_epoch(slot))
 		return 0;
 	err = tfs_lock_word(fs, &slot->recovery_lock, NULL);
 	if (err)
@@ -269,7 +297,7 @@ int tfs_recover(struct tfs *fs, tmb_u32 member)
 		tmb_store_release(&slot->recovered_epoch, upto);
 	}
 	/* From here on the dead member's locks can be taken over, which the following does itself. */
-	if (tmb_load_acquire(&slot->forgotten_epoch) < upto) {
+	if (forget && tmb_load_acquire(&slot->forgotten_epoch) < upto) {
 		forget_member_in_inodes(fs, member);
 		tmb_store_release(&slot->forgotten_epoch, upto);
 	}
@@ -277,10 +305,22 @@ int tfs_recover(struct tfs *fs, tmb_u32 member)
 	return 0;
 }
 
+int tfs_recover(struct tfs *fs, tmb_u32 member)
+{
+	return recover(fs, member, true);
+}
+
+int tfs_recover_locks(struct tfs *fs, tmb_u32 member)
+{
+	return recover(fs, member, false);
+}
+
 int tfs_recover_all(struct tfs *fs)
 {
 	if (!fs->members || fs->read_only)
 		return 0;
+	while (tfs_frozen(fs) && !tfs_fenced(fs))
+		tfs_os_wait(fs, 100);
 	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++) {
 		int err = tfs_recover(fs, m);
 

@@ -242,20 +242,22 @@ int tfs_xattr_set(struct tfs *fs, tmb_u64 ino, const char *name, const void *val
 	if (err)
 		goto unlock;
 	old = tmb_load(&inode->xattr_root);
-	tfs_tree_mark(fs, old, tfs_tag(fs));
+	tfs_tree_mark(fs, old, TFS_MAP_USED, tfs_tag(fs));
 	tfs_tx_word(fs, slot, &inode->xattr_root, root);
 	if (mode >= 0)
 		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | ((tmb_u64)mode & 07777));
 	tfs_tx_commit(fs, slot);
-	tfs_tree_mark(fs, root, TFS_MAP_USED);
+	tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_USED);
 	tfs_changed(inode, now, false);
 	if (old) {
 		bool unused = tfs_wait_unpinned(fs, ino);
 
-		tfs_tree_mark(fs, old, unused ? TFS_MAP_FREE : TFS_MAP_LIMBO);
+		tfs_tree_mark(fs, old, tfs_tag(fs), unused ? TFS_MAP_FREE : TFS_MAP_LIMBO);
 	}
 unlock:
+	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, ino);
+	return err;
 end:
 	tfs_tx_end(fs, slot);
 	return err;

@@ -1,31 +1,60 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * libFuzzer on the core: an input is a program that overwrites words of a good file system where they mean something, and calls the
- * core's functions. Whatever is written there, nothing may be touched outside the area (it lies between pages that
- * can't be accessed), nothing may go on without end, and memory that the core took must come back.
+ * libFuzzer on the core: an input is a program that damages a good file system (mutate.c), then has two members call the core's
+ * functions, and damages more between the calls and in the middle of them. Whatever is written there, nothing may be touched outside
+ * the area and the member table (they lie between pages that can't be accessed), nothing may go on without end, and
+ * memory that the core took must come back.
  *
- * Time is made up here: each look at the clock is a second later, so that the core's bounded waits end at once.
+ * In the middle: the core's looks at shared memory are counted (hooks.h). At a look that the input chooses, the word looked
+ * at, or another one, changes first. So what a hostile member could hit by luck of time follows from the input alone.
+ *
+ * Time is made up: each look at the clock is a second later, so that the core's bounded waits end at once. A call that looks at
+ * shared memory LOOKS times has no end.
  */
-#define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include "mutate.h"
 #include "tfs.h"
 
-#define AREA_BYTES (6u << 20)
-#define WORDS (AREA_BYTES / 8)
+#define AREA_BYTES (5u << 20)
+#define TABLE_BYTES (TFS_MEMBERS * sizeof(struct tmb_member))
 #define GUARD (1u << 20)
-#define MAX_STEPS 60
+#define MAX_STEPS 80
+#define MEMBERS 2 /* that work; the others are dead, or live and do nothing */
+#define LOOKS (48u << 20)
+#define EPOCH 4
 
-static tmb_u8 *area, *base;
-static struct tmb_member members[TFS_MEMBERS];
-static tmb_u64 ticks;
-static tmb_u32 used[2048], n_used; /* blocks in use */
+struct input {
+	const tmb_u8 *data;
+	size_t left;
+};
 
-void *tfs_os_alloc(tmb_u64 bytes) { return calloc(1, bytes); }
-void tfs_os_free(void *p) { free(p); }
+static tmb_u8 *area;
+static struct tmb_member *members;
+static int image; /* a memory file with the good file system, of which 'area' is a private copy */
+static struct mutator *mutator;
+static tmb_u64 ticks, looks, next_change;
+static long allocations;
+static struct input in;
+static bool running;
+volatile tmb_u8 fuzz_sink;
+
+void *tfs_os_alloc(tmb_u64 bytes)
+{
+	allocations++;
+	return calloc(1, bytes);
+}
+
+void tfs_os_free(void *p)
+{
+	allocations--;
+	free(p);
+}
+
 void tfs_os_relax(void) {}
 void tfs_os_wait(struct tfs *fs, tmb_u32 round) { (void)fs, (void)round; }
 tmb_u64 tfs_os_clock(void) { return ticks += 1000000000ULL; }
@@ -34,18 +63,47 @@ tmb_u32 tfs_os_cpu(void) { return 0; }
 void tfs_os_ring(struct tfs *fs, tmb_u32 member) { (void)fs, (void)member; }
 void tfs_os_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b) { (void)fs, (void)what, (void)a, (void)b; }
 
-struct input {
-	const tmb_u8 *data;
-	size_t left;
-};
-
-static tmb_u64 take(struct input *in, unsigned bytes)
+static tmb_u64 take(void *ctx, unsigned bytes)
 {
 	tmb_u64 v = 0;
 
-	for (; bytes && in->left; bytes--, in->left--)
-		v = v << 8 | *in->data++;
+	(void)ctx;
+	for (; bytes && in.left; bytes--, in.left--)
+		v = v << 8 | *in.data++;
 	return v;
+}
+
+/* When the next word changes under the core's hands: soon mostly. */
+static void plan_change(void)
+{
+	tmb_u64 n = take(NULL, 1);
+
+	next_change = n < 64 || !in.left ? 0 : looks + 1 + (n < 192 ? n - 64 : take(NULL, 2));
+}
+
+void fuzz_look(const volatile void *p, unsigned bytes)
+{
+	looks++;
+	if (!running || looks != next_change) {
+		if (running && looks > LOOKS) {
+			fprintf(stderr, "no end: %llu looks at shared memory in one call\n", (unsigned long long)looks);
+			abort();
+		}
+		return;
+	}
+	running = false;
+	if (take(NULL, 1) % 4 == 0) {
+		mutate(mutator, area, take, NULL);
+	} else { /* the very word, whole */
+		tmb_u64 *word = (tmb_u64 *)((uintptr_t)p & ~7ULL), offset = (tmb_u64)((tmb_u8 *)word - area);
+		bool shared = (tmb_u8 *)word >= area && offset < AREA_BYTES;
+
+		if (shared || ((void *)word >= (void *)members && (tmb_u8 *)word < (tmb_u8 *)members + TABLE_BYTES))
+			*word = mutate_value(mutator, *word, shared ? offset : 0, take, NULL);
+	}
+	(void)bytes;
+	plan_change();
+	running = true;
 }
 
 static tmb_u64 make(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 mode)
@@ -60,125 +118,226 @@ static tmb_u64 make(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 mode)
 
 static void reset_members(void)
 {
-	memset(members, 0, sizeof(members));
-	members[0].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, 2);
-	members[1].state_epoch = tmb_state_epoch(TMB_MEMBER_DEAD, 2); /* whose leftovers a recovery looks at */
+	memset(members, 0, TABLE_BYTES);
+	members[0].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH);
+	members[1].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH);
+	members[2].state_epoch = tmb_state_epoch(TMB_MEMBER_DEAD, EPOCH); /* whose leftovers a recovery looks at */
+	members[3].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH); /* never gives a lock back */
+}
+
+/* Memory between pages that can't be accessed. */
+static void *guarded(size_t bytes, int fd)
+{
+	tmb_u8 *space = mmap(NULL, bytes + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	int flags = MAP_FIXED | (fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
+
+	if (space == MAP_FAILED || mmap(space + GUARD, bytes, PROT_READ | PROT_WRITE, flags, fd, 0) == MAP_FAILED)
+		abort();
+	return space + GUARD;
+}
+
+static void names(struct tfs *fs, tmb_u64 dir, int from, int to)
+{
+	char name[64];
+
+	for (int i = from; i < to; i++) {
+		snprintf(name, sizeof(name), "f%d-a-name-that-takes-more-than-one-granule-of-space", i);
+		make(fs, dir, name, 0100644);
+	}
+}
+
+static void write_some(struct tfs *fs, tmb_u64 ino, tmb_u64 at, tmb_u64 len)
+{
+	static tmb_u8 data[20000];
+
+	memset(data, 7, sizeof(data));
+	if (tfs_pwrite(fs, ino, data, len, &at, false, false, 1) != (tmb_s64)len)
+		abort();
+}
+
+/* What a member that died leaves: a lock, blocks with its tag, a transaction under way, one that was committed. */
+static void die_halfway(tmb_u64 ino)
+{
+	struct tfs fs = {0};
+	struct tfs_write w;
+
+	members[2].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH - 1);
+	if (tfs_open(&fs, area, AREA_BYTES, members, 2, EPOCH - 1) || tfs_open_ref(&fs, ino, 0) || tfs_lock_inode(&fs, ino) ||
+	    tfs_write_begin_locked(&fs, ino, &w) || tfs_write_map_locked(&fs, &w, 90, 4) || tfs_write_done_locked(&fs, &w) ||
+	    tfs_write_map_locked(&fs, &w, 100, 3))
+		abort();
+	struct tfs_member_area *mine = (struct tfs_member_area *)tfs_block(&fs, fs.member_start + 2 * TFS_MEMBER_BLOCKS);
+	struct tfs_tx *tx = &mine->tx[1];
+
+	tx->state = (tmb_u64)(EPOCH - 1) << 32 | TFS_TX_COMMITTED;
+	tx->redo = TFS_REDO_TRUNCATE;
+	tx->ino[0] = ino;
+	tx->arg[0] = 2;
+	tx->arg[1] = ~0ULL;
+	tx->n_words = 1;
+	tx->words[0].offset = (fs.data_start << TFS_BLOCK_SHIFT) + ino * sizeof(struct tfs_inode) + offsetof(struct tfs_inode, size);
+	tx->words[0].value = 8192;
 }
 
 static void build(void)
 {
-	tmb_u8 uuid[16] = {1}, *space;
+	static tmb_u8 data[9000];
+	tmb_u8 uuid[16] = {1};
 	struct tfs fs = {0};
-	tmb_u64 dir, ino, at;
-	char name[64], data[20000];
+	tmb_u64 dir, last, ino;
 
-	space = mmap(NULL, AREA_BYTES + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	if (space == MAP_FAILED || mprotect(space + GUARD, AREA_BYTES, PROT_READ | PROT_WRITE))
+	image = memfd_create("image", 0);
+	if (image < 0 || ftruncate(image, AREA_BYTES))
 		abort();
-	area = space + GUARD;
-	base = malloc(AREA_BYTES);
+	area = guarded(AREA_BYTES, image);
+	members = guarded(TABLE_BYTES, -1);
 	reset_members();
-	if (!base || tfs_mkfs(area, AREA_BYTES, uuid, "fuzz", 7, 0, 0, 0, 0755) || tfs_open(&fs, area, AREA_BYTES, members, 0, 2))
+	if (tfs_mkfs(area, AREA_BYTES, uuid, "fuzz", 7, 0, 0, 0, 0755) || tfs_open(&fs, area, AREA_BYTES, members, 0, EPOCH))
 		abort();
 	dir = make(&fs, TFS_ROOT_INO, "d", 0040755);
 	make(&fs, dir, "e", 0040755);
-	memset(data, 7, sizeof(data));
-	for (int i = 0; i < 130; i++) { /* enough for an index */
-		snprintf(name, sizeof(name), "f%d-a-name-that-takes-more-than-one-granule-of-space", i);
-		make(&fs, dir, name, 0100644);
-	}
+	names(&fs, dir, 0, 130); /* enough for an index */
 	ino = make(&fs, TFS_ROOT_INO, "file", 0100644);
-	at = 0;
-	tfs_pwrite(&fs, ino, data, sizeof(data), &at, false, false, 1);
-	at = 1ULL << 33;
-	tfs_pwrite(&fs, ino, data, 100, &at, false, false, 1);
-	tfs_xattr_set(&fs, ino, "user.a", data, 9000, 0, -1, 1);
-	tfs_xattr_set(&fs, dir, "user.b", data, 10, 0, -1, 1);
+	write_some(&fs, ino, 0, 20000);
+	write_some(&fs, ino, 1ULL << 33, 100);
+	if (tfs_xattr_set(&fs, ino, "user.a", data, 9000, 0, -1, 1) || tfs_xattr_set(&fs, dir, "user.b", data, 10, 0, -1, 1))
+		abort();
 	ino = make(&fs, TFS_ROOT_INO, "huge", 0100644);
-	tfs_fallocate(&fs, ino, 0, 0, 2u << 20, 1);
+	if (tfs_fallocate(&fs, ino, 0, 0, 2u << 20, 1))
+		abort();
 	struct tfs_create link = {.mode = 0120777, .symlink = "target", .symlink_len = 6};
 
 	if (tfs_create(&fs, TFS_ROOT_INO, "link", 4, &link, &ino))
 		abort();
 	struct tfs_file_lock lock = {.owner = 1, .end = 100, .type = TFS_LK_WRITE, .kind = TFS_LK_POSIX};
 
-	tfs_set_lock(&fs, 2, &lock);
-	for (tmb_u32 b = 0; b < AREA_BYTES / TFS_BLOCK && n_used < 2048; b++) {
-		tmb_u8 byte = area[(fs.map_start << TFS_BLOCK_SHIFT) + b];
+	if (tfs_set_lock(&fs, 2, &lock))
+		abort();
+	/* Something of each kind at the very end of the area, where one step too far is seen. */
+	fs.alloc_cursor = fs.blocks - 4;
+	last = make(&fs, TFS_ROOT_INO, "last", 0040755);
+	if (tfs_xattr_set(&fs, last, "user.c", data, 100, 0, -1, 1))
+		abort();
+	fs.alloc_cursor = fs.blocks - 3;
+	if (tfs_set_lock(&fs, last, &lock))
+		abort();
+	fs.alloc_cursor = fs.blocks - 2;
+	if (tfs_create(&fs, last, "link", 4, &link, &ino)) /* takes the block of the target, then one for the name */
+		abort();
+	names(&fs, last, 0, 10);
+	tmb_u8 *map = area + (fs.map_start << TFS_BLOCK_SHIFT);
 
-		if (b < 8 || byte == TFS_MAP_USED || b == fs.map_start)
-			used[n_used++] = b;
-	}
-	memcpy(base, area, AREA_BYTES);
-}
-
-static void overwrite(struct input *in)
-{
-	tmb_u64 block = used[take(in, 2) % n_used], word = take(in, 2) % 512, value;
-	tmb_u64 *at = (tmb_u64 *)(area + block * TFS_BLOCK) + word;
-
-	switch (take(in, 1) % 8) {
-	case 0: value = 0; break;
-	case 1: value = ~0ULL; break;
-	case 2: value = take(in, 8); break;
-	case 3: value = *at ^ 1ULL << (take(in, 1) & 63); break;
-	case 4: value = used[take(in, 2) % n_used]; break;
-	case 5: value = used[take(in, 2) % n_used] | (take(in, 1) % 6) << 48; break;
-	case 6: value = *at + (tmb_u64)(tmb_s64)(int8_t)take(in, 1); break;
-	default: value = used[take(in, 2) % n_used] | TFS_ENTRY_HUGE; break;
-	}
-	*at = value;
+	if (map[fs.blocks - 1] != TFS_MAP_USED || map[fs.blocks - 2] != TFS_MAP_USED || map[fs.blocks - 3] != TFS_MAP_USED)
+		abort();
+	die_halfway(make(&fs, TFS_ROOT_INO, "half", 0100644));
+	mutator = mutator_new(area, AREA_BYTES);
+	if (!mutator || mmap(area, AREA_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, image, 0) == MAP_FAILED)
+		abort();
 }
 
 static bool emit(void *ctx, const char *name, tmb_u32 len, tmb_u64 ino, tmb_u8 type, tmb_u64 next)
 {
-	static volatile tmb_u8 sink;
-
 	for (tmb_u32 i = 0; i < len; i++)
-		sink ^= (tmb_u8)name[i];
-	sink ^= (tmb_u8)(ino ^ type ^ next);
+		fuzz_sink ^= (tmb_u8)name[i];
+	fuzz_sink ^= (tmb_u8)(ino ^ type ^ next);
 	return --*(int *)ctx > 0;
 }
 
-static void name_of(struct input *in, char *name)
+static void name_of(char *name)
 {
-	static const char *const known[] = {"d", "file", "huge", "link", "new", "e", "other"};
-	tmb_u64 i = take(in, 1);
+	static const char *const known[] = {"d", "file", "huge", "link", "new", "e", "other", "last", "half"};
+	tmb_u64 i = take(NULL, 1);
 
 	if (i % 4)
-		snprintf(name, 64, "%s", known[i / 4 % 7]);
+		snprintf(name, 64, "%s", known[i / 4 % 9]);
 	else
 		snprintf(name, 64, "f%d-a-name-that-takes-more-than-one-granule-of-space", (int)(i / 4 % 130));
 }
 
-static void step(struct tfs *fs, struct input *in)
+/* A write, map and copy in pieces as the kernel does it. */
+static void write_in_steps(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count)
+{
+	struct tfs_write w;
+
+	if (tfs_lock_inode(fs, ino))
+		return;
+	if (!tfs_write_begin_locked(fs, ino, &w)) {
+		int err = tfs_extend_zero_locked(fs, ino);
+
+		if (!err)
+			err = tfs_write_map_locked(fs, &w, fblock, count);
+		if (!err) {
+			memset(tfs_block(fs, w.run.block), 1, w.run.count << TFS_BLOCK_SHIFT);
+			err = tfs_write_done_locked(fs, &w);
+		}
+		tfs_write_end_locked(fs, &w, err ? 0 : (fblock + 1) << TFS_BLOCK_SHIFT, true, 1);
+	}
+	tfs_unlock_inode(fs, ino);
+}
+
+/* A read, as the kernel does it: pin, map, copy. */
+static void read_pinned(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count)
+{
+	tmb_u32 pin = tfs_pin(fs, ino);
+	struct tfs_run run;
+
+	if (!tfs_map(fs, ino, fblock, count, &run)) {
+		if (!run.count || run.count > count)
+			abort();
+		if (run.block) {
+			fuzz_sink ^= *(tmb_u8 *)tfs_block(fs, run.block);
+			fuzz_sink ^= *((tmb_u8 *)tfs_block(fs, run.block + run.count) - 1);
+		}
+	}
+	tfs_unpin(fs, pin);
+}
+
+static void locks(struct tfs *fs, tmb_u64 ino, tmb_u64 at, tmb_u64 len)
+{
+	struct tfs_file_lock lock = {.owner = at % 8, .start = at, .end = at + len, .type = (tmb_u32)len % 4, .kind = (tmb_u32)at % 3};
+	struct tfs_file_lock who = lock;
+	int slot;
+
+	tfs_get_lock(fs, ino, &who);
+	if (tfs_set_lock(fs, ino, &lock) != -EAGAIN)
+		return;
+	slot = tfs_lock_wait_begin(fs, ino, &lock);
+	/* One in two goes on waiting, so that others find it. */
+	if (slot >= 0 && len & 4)
+		tfs_lock_wait_end(fs, slot);
+}
+
+static void step(struct tfs *fs)
 {
 	static tmb_u8 buf[70000];
 	char name[64], other[64];
-	tmb_u64 ino = take(in, 1), dir = take(in, 1) % 4 + 1, at = take(in, 2) << (take(in, 1) % 24), pos = at, len = take(in, 2);
+	tmb_u64 ino = take(NULL, 1), dir = take(NULL, 1) % 4 + 1, at = take(NULL, 2) << (take(NULL, 1) % 34), pos = at, len = take(NULL, 2);
 	struct tfs_create c = {.mode = 0100644};
 	struct tfs_attr attr = {.mode = 0640};
 	struct tfs_statfs st;
 	struct tfs_run run;
+	tmb_u32 length, other_length;
 	tmb_u8 type;
 	int count = 300;
 
-	name_of(in, name);
-	name_of(in, other);
-	switch (take(in, 1) % 26) {
-	case 0: tfs_lookup(fs, dir, name, (tmb_u32)strlen(name), &ino, &type); break;
+	name_of(name);
+	name_of(other);
+	length = (tmb_u32)strlen(name);
+	other_length = (tmb_u32)strlen(other);
+	switch (take(NULL, 1) % 36) {
+	case 0: tfs_lookup(fs, dir, name, length, &ino, &type); break;
 	case 1: tfs_readdir(fs, dir, &pos, emit, &count); break;
 	case 2: tfs_getattr(fs, ino, 0, &attr); break;
-	case 3: c.open = len & 1; tfs_create(fs, dir, name, (tmb_u32)strlen(name), &c, &ino); break;
-	case 4: c.mode = 0040755; tfs_create(fs, dir, name, (tmb_u32)strlen(name), &c, &ino); break;
-	case 5: tfs_unlink(fs, dir, name, (tmb_u32)strlen(name), 0, 1); break;
-	case 6: tfs_rmdir(fs, dir, name, (tmb_u32)strlen(name), 0, 1); break;
-	case 7: tfs_rename(fs, dir, name, (tmb_u32)strlen(name), len % 4 + 1, other, (tmb_u32)strlen(other), (tmb_u32)at % 8, 1); break;
-	case 8: tfs_link(fs, dir, name, (tmb_u32)strlen(name), ino, 1); break;
+	case 3: c.open = len & 1; tfs_create(fs, dir, name, length, &c, &ino); break;
+	case 4: c.mode = 0040755; tfs_create(fs, dir, name, length, &c, &ino); break;
+	case 5: tfs_unlink(fs, dir, name, length, 0, 1); break;
+	case 6: tfs_rmdir(fs, dir, name, length, 0, 1); break;
+	case 7: tfs_rename(fs, dir, name, length, len % 4 + 1, other, other_length, (tmb_u32)at % 8, 1); break;
+	case 8: tfs_link(fs, dir, name, length, ino, 1); break;
 	case 9: tfs_pread(fs, ino, buf, len, at); break;
 	case 10: tfs_pwrite(fs, ino, buf, len, &pos, len & 1, len & 2, 1); break;
 	case 11: tfs_truncate(fs, ino, at, len & 1, 1); break;
-	case 12: tfs_fallocate(fs, ino, (tmb_u32)len % 8, at, len, 1); break;
+	case 12: tfs_fallocate(fs, ino, (tmb_u32)len % 8, at, len << (len % 32), 1); break;
 	case 13: tfs_seek(fs, ino, at, len & 1); break;
 	case 14: tfs_xattr_get(fs, ino, "user.a", buf, len); break;
 	case 15: tfs_xattr_list(fs, ino, (char *)buf, len); break;
@@ -189,34 +348,55 @@ static void step(struct tfs *fs, struct input *in)
 	case 20: tfs_setattr(fs, ino, (tmb_u32)len, &attr); break;
 	case 21: tfs_statfs(fs, &st); break;
 	case 22: tfs_fault_block(fs, ino, at >> 12, len, &run); break;
-	case 23: members[1].recovered_epoch = members[1].forgotten_epoch = 0; tfs_recover(fs, 1); break;
-	case 24: {
-		struct tfs_file_lock lock = {.owner = at, .start = at, .end = at + len, .type = (tmb_u32)len % 4, .kind = (tmb_u32)at % 3};
+	case 23: members[2].recovered_epoch = members[2].forgotten_epoch = 0; tfs_recover(fs, 2); break;
+	case 24: locks(fs, ino, at, len); break;
+	case 25: write_in_steps(fs, ino, at >> 12, len); break;
+	case 26: read_pinned(fs, ino, at >> 12, len + 1); break;
+	case 27: tfs_map_ref(fs, ino); break;
+	case 28: tfs_unmap_ref(fs, ino); break;
+	case 29: tfs_recover_all(fs); break;
+	case 30: c.open = true; tfs_create(fs, dir, NULL, 0, &c, &ino); break;
+	case 31: c.mode = 0120777; c.symlink = name; c.symlink_len = length; tfs_create(fs, dir, other, other_length, &c, &ino); break;
+	case 32: { /* the host says that somebody died, or came */
+		tmb_u64 *word = (tmb_u64 *)&members[len % 4] + at % (sizeof(*members) / 8);
 
-		tfs_get_lock(fs, ino, &lock);
-		tfs_set_lock(fs, ino, &lock);
+		*word = mutate_value(mutator, *word, 0, take, NULL);
 		break;
 	}
-	default: overwrite(in); break;
+	default: mutate(mutator, area, take, NULL); break;
 	}
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-	struct input in = {data, size};
-	struct tfs fs = {0};
+	struct tfs fs[MEMBERS] = {0};
 
 	if (!area)
 		build();
-	memcpy(area, base, AREA_BYTES);
+	in = (struct input){data, size};
+	if (madvise(area, AREA_BYTES, MADV_DONTNEED))
+		abort();
 	reset_members();
-	ticks = 0;
-	for (tmb_u64 n = take(&in, 1) % 12; n; n--)
-		overwrite(&in);
-	if (tfs_open(&fs, area, AREA_BYTES, members, 0, 2))
-		return 0;
-	for (int i = 0; i < MAX_STEPS && in.left; i++)
-		step(&fs, &in);
-	tfs_close(&fs);
+	ticks = looks = 0;
+	for (tmb_u64 n = take(NULL, 1) % 12; n; n--)
+		mutate(mutator, area, take, NULL);
+	plan_change();
+	running = true;
+	fs[1].read_only = take(NULL, 1) % 8 == 0;
+	for (tmb_u32 i = 0; i < MEMBERS; i++) {
+		looks = 0;
+		if (tfs_open(&fs[i], area, AREA_BYTES, members, i, EPOCH))
+			goto end;
+	}
+	for (int i = 0; i < MAX_STEPS && in.left; i++) {
+		looks = 0;
+		plan_change();
+		step(&fs[take(NULL, 1) % MEMBERS]);
+	}
+	tfs_close(&fs[0]);
+end:
+	running = false;
+	if (allocations)
+		abort();
 	return 0;
 }

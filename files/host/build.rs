@@ -14,19 +14,40 @@ fn main() {
     println!("cargo::rerun-if-changed=../core");
     println!("cargo::rerun-if-changed=../../zone/format");
     println!("cargo::rerun-if-changed=os");
+    let core = || {
+        let mut build = cc::Build::new();
+        build
+            .files(&sources)
+            .file("os/os.c")
+            .include("os")
+            .include("../core")
+            .include("../../zone/format")
+            .std("gnu11")
+            .opt_level(2)
+            .flag("-fno-strict-aliasing")
+            .warnings(true)
+            .extra_warnings(true)
+            .flag("-Wno-unused-parameter");
+        build
+    };
+    core().compile("tfs");
+    // For tests/prefixes, which sees every store: it defines what the instrumentation calls.
+    core()
+        .flag("-fsanitize=thread")
+        .flag_if_supported("-Wno-tsan")
+        .define("memcpy", "recorded_memcpy")
+        .define("memset", "recorded_memset")
+        .cargo_metadata(false)
+        .compile("tfs_recorded");
+    // What the damage of the random tests shares with the fuzzer; programs that don't use it don't get it.
+    println!("cargo::rerun-if-changed=../fuzz/mutate.c");
+    println!("cargo::rerun-if-changed=../fuzz/mutate.h");
     cc::Build::new()
-        .files(&sources)
-        .file("os/os.c")
-        .include("os")
+        .file("../fuzz/mutate.c")
         .include("../core")
         .include("../../zone/format")
         .std("gnu11")
-        .opt_level(2)
-        .flag("-fno-strict-aliasing")
-        .warnings(true)
-        .extra_warnings(true)
-        .flag("-Wno-unused-parameter")
-        .compile("tfs");
+        .compile("tfs_mutate");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("sys.rs");
     bindgen::Builder::default()
         .header("os/host.h")

@@ -99,7 +99,10 @@ static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl,
 
 		err = change_mode ? tfs_setattr(tmb_fs(inode), inode->i_ino, TFS_SET_MODE, &a) : 0;
 	}
-	return err ? err : tmb_refresh(inode);
+	if (err)
+		return err;
+	tmb_tell_inode(inode, FS_ATTRIB);
+	return tmb_refresh(inode);
 }
 
 #if TMB_ACL_BY_DENTRY

@@ -7,6 +7,7 @@
 
 #include <linux/blkdev.h>
 #include <linux/fs.h>
+#include <linux/fsnotify.h>
 #include <linux/huge_mm.h>
 #include <linux/mm.h>
 #include <linux/posix_acl.h>
@@ -90,6 +91,16 @@ typedef enum page_entry_size tmb_order;
 #else
 #define tmb_splice_read generic_file_splice_read
 #endif
+
+/* 6.10: who watches a file system is counted elsewhere. */
+static inline bool tmb_has_watchers(struct super_block *sb)
+{
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 10, 0)
+	return fsnotify_sb_has_watchers(sb);
+#else
+	return atomic_long_read(&sb->s_fsnotify_connectors);
+#endif
+}
 
 /* Up to 6.14 an idle DAX page has one reference. */
 static inline bool tmb_page_busy(struct page *page)

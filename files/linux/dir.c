@@ -234,6 +234,7 @@ static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 			d_drop(dentry);
 		return PTR_ERR(inode);
 	}
+	tmb_tell_name(dir, &dentry->d_name, inode, FS_CREATE);
 	if (S_ISDIR(mode)) {
 		struct dentry *alias;
 
@@ -313,6 +314,7 @@ static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry
 			d_drop(dentry);
 		return err;
 	}
+	tmb_tell_name(dir, &dentry->d_name, inode, FS_CREATE);
 	ihold(inode);
 	d_instantiate(dentry, inode);
 	restamp(dentry, dir, before);
@@ -343,6 +345,7 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 			clear_nlink(inode);
 		spin_unlock(&inode->i_lock);
 	}
+	tmb_tell_name(dir, name, inode, FS_DELETE | (inode->i_nlink ? 0 : FS_DELETE_SELF));
 	tmb_unreference(inode);
 	WRITE_ONCE(dentry->d_time, TMB_UNSTAMPED);
 	return 0;
@@ -389,6 +392,9 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 	}
 	WRITE_ONCE(old->d_time, TMB_UNSTAMPED);
 	WRITE_ONCE(new->d_time, TMB_UNSTAMPED);
+	tmb_tell_move(old_dir, &old->d_name, new_dir, &new->d_name, d_inode(old));
+	if (target && flags & RENAME_EXCHANGE)
+		tmb_tell_move(new_dir, &new->d_name, old_dir, &old->d_name, target);
 	tmb_refresh(d_inode(old));
 	if (target && tmb_refresh(target)) {
 		spin_lock(&target->i_lock);
@@ -396,6 +402,8 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 			clear_nlink(target);
 		spin_unlock(&target->i_lock);
 	}
+	if (target && !(flags & RENAME_EXCHANGE))
+		tmb_tell_inode(target, FS_ATTRIB | (target->i_nlink ? 0 : FS_DELETE_SELF));
 	if (target)
 		tmb_unreference(target);
 	return 0;
@@ -435,7 +443,7 @@ static int tmb_iterate(struct file *file, struct dir_context *dir)
 		dir->pos = 1;
 	}
 	if (dir->pos == 1) {
-		u64 parent = tfs_parent(fs, inode->i_ino);
+		u64 parent = inode == d_inode(inode->i_sb->s_root) ? inode->i_ino : tfs_parent(fs, inode->i_ino);
 
 		if (!dir_emit(dir, "..", 2, parent ? parent : inode->i_ino, DT_DIR))
 			return 0;

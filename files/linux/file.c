@@ -36,10 +36,12 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 	struct tfs *fs = tmb_fs(inode);
 	loff_t pos = iocb->ki_pos;
 	ssize_t total = 0;
+	unsigned int tries = 0;
 	int err = 0;
 
 	while (iov_iter_count(to)) {
 		struct tfs_run run;
+		u64 stamp = tfs_read_stamp(fs, inode->i_ino);
 		size_t skip = pos & (TFS_BLOCK - 1), n, done;
 		u32 pin = tfs_pin(fs, inode->i_ino);
 		u64 size = tfs_size(fs, inode->i_ino);
@@ -58,6 +60,15 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 		n = min_t(u64, n, (run.count << TFS_BLOCK_SHIFT) - skip);
 		done = copy_out(fs, &run, skip, n, to);
 		tfs_unpin(fs, pin);
+		if (tfs_read_stamp(fs, inode->i_ino) != stamp) {
+			iov_iter_revert(to, done);
+			if (++tries > TFS_READ_TRIES) {
+				err = -EBUSY;
+				break;
+			}
+			cond_resched();
+			continue;
+		}
 		pos += done;
 		total += done;
 		if (done < n && fault_in_iov_iter_writeable(to, n - done) == n - done) {
@@ -158,7 +169,7 @@ static int lock_for_write(struct file *file, struct tfs_attr *attr)
 	int err;
 
 	for (;;) {
-		err = tfs_lock_inode(fs, inode->i_ino);
+		err = tfs_begin_inode(fs, inode->i_ino);
 		if (err)
 			return err;
 		err = tfs_getattr(fs, inode->i_ino, tmb_i(inode)->generation, attr);
@@ -228,6 +239,8 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 		}
 	}
 	inode_unlock(inode);
+	if (total)
+		tmb_tell(file_dentry(file), FS_MODIFY);
 	return total ? total : err;
 }
 
@@ -283,6 +296,8 @@ static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t len
 		err = tmb_refresh(inode);
 out:
 	inode_unlock(inode);
+	if (!err)
+		tmb_tell(file_dentry(file), FS_MODIFY);
 	return err;
 }
 

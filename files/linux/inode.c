@@ -220,9 +220,10 @@ int tmb_open_inode(struct inode *inode, struct file *file)
 int tmb_release_inode(struct inode *inode, struct file *file)
 {
 	struct tmb_inode *ti = tmb_i(inode);
-
 	bool last;
 
+	if (file->f_mode & FMODE_WRITE)
+		tmb_tell(file_dentry(file), FS_CLOSE_WRITE);
 	mutex_lock(&ti->lock);
 	last = !--ti->opens;
 	mutex_unlock(&ti->lock);
@@ -285,6 +286,9 @@ int tmb_permission(tmb_idmap *idmap, struct inode *inode, int mask)
 {
 	int err = tmb_refresh(inode);
 
+	/* To read, but not to open, change into or ask: as who sets a watch does. */
+	if (mask == MAY_READ)
+		tmb_expect_watch(tmb_sb(inode->i_sb));
 	return err ? err : generic_permission(idmap, inode, mask);
 }
 
@@ -328,9 +332,13 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 		err = tfs_setattr(tmb_fs(inode), inode->i_ino, what, &a);
 	if (!err && attr->ia_valid & ATTR_MODE && READ_ONCE(tmb_i(inode)->has_xattr))
 		err = tmb_acl_chmod(idmap, dentry, attr->ia_mode);
-	if (!err)
-		err = tmb_refresh(inode);
-	return err;
+	if (err)
+		return err;
+	if (attr->ia_valid & ATTR_SIZE)
+		tmb_tell(dentry, FS_MODIFY);
+	if (what)
+		tmb_tell(dentry, FS_ATTRIB);
+	return tmb_refresh(inode);
 }
 
 static int stamp(struct inode *inode, int flags, s64 now)
@@ -378,7 +386,10 @@ int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, struct fileattr *f
 		return -EOPNOTSUPP;
 	a.flags = fa->flags;
 	err = tfs_setattr(tmb_fs(inode), inode->i_ino, TFS_SET_FLAGS, &a);
-	return err ? err : tmb_refresh(inode);
+	if (err)
+		return err;
+	tmb_tell(dentry, FS_ATTRIB);
+	return tmb_refresh(inode);
 }
 
 /* --- symbolic links -------------------------------------------------------------------------------------- */

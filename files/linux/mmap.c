@@ -18,9 +18,9 @@
 #include <linux/sched/signal.h>
 
 /* The other reasons are other services'. */
-#define TMB_FILES_PENDING (TMB_PENDING_REVOKE | TMB_PENDING_LOCK | TMB_PENDING_MEMBERS)
-#define TMB_POLL_MS 50	   /* only while something is mapped and somebody can't ring */
-#define TMB_WATCH_MS 500   /* only while something is mapped: whether somebody came who can't; well below TFS_REVOKE_LIMIT_NS */
+#define TMB_FILES_PENDING (TMB_PENDING_REVOKE | TMB_PENDING_LOCK | TMB_PENDING_EVENT | TMB_PENDING_MEMBERS)
+#define TMB_POLL_MS 50	   /* only while something is mapped or watched, and somebody can't ring */
+#define TMB_WATCH_MS 500   /* only while something is mapped or watched: whether somebody came who can't; well below TFS_REVOKE_LIMIT_NS */
 #define TMB_WORKER_WAIT 1000 /* ms the worker waits for pinned pages before it looks again later */
 #define TMB_FAULT_TRIES 64  /* waits for an inode that another member keeps changing, before the access starts over */
 #define TMB_HOLE (~0ul >> 2)   /* in 'runs': a mapped hole */
@@ -197,6 +197,8 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		filemap_invalidate_unlock(mapping);
 		ret = fatal_signal_pending(current) ? VM_FAULT_SIGBUS : VM_FAULT_NOPAGE;
 	}
+	if (err == -EAGAIN && tfs_frozen(&s->fs))
+		tfs_os_wait(&s->fs, 100);
 	if (err)
 		ret = fault_error(err);
 	if (write)
@@ -342,13 +344,15 @@ static void look(struct work_struct *work)
 	LIST_HEAD(seen);
 	struct inode *inode;
 	u64 pending = 0;
-	bool again, busy = false;
+	bool again, busy = false, more = false;
 
 	/* A member that may not write may be unable to, and has its files' sequence numbers to go by. */
 	if (!s->fs.read_only && tmb_load(&me->pending))
 		pending = tmb_fetch_and(&me->pending, ~TMB_FILES_PENDING) & TMB_FILES_PENDING;
 	if (pending & TMB_PENDING_MEMBERS && !s->fs.read_only)
 		tfs_recover_all(&s->fs);
+	if (pending & TMB_PENDING_EVENT)
+		more = tmb_changes_hear(s);
 	if (pending & TMB_PENDING_REVOKE || s->fs.read_only) {
 		while ((inode = next_mapped(s, &seen))) {
 			struct tmb_inode *ti = tmb_i(inode);
@@ -369,8 +373,13 @@ static void look(struct work_struct *work)
 	if (busy)
 		tmb_fetch_or(&me->pending, TMB_PENDING_REVOKE);
 	spin_lock(&s->mapped_lock);
-	again = !list_empty(&s->mapped);
+	again = !list_empty(&s->mapped) || READ_ONCE(s->hearing);
 	spin_unlock(&s->mapped_lock);
+	if (more) {
+		tmb_fetch_or(&me->pending, TMB_PENDING_EVENT);
+		mod_delayed_work(s->work_queue, &s->poll, 0);
+		return;
+	}
 	if (!again)
 		return;
 	if (busy || s->fs.read_only || !tmb_doorbell_self(&s->doorbell) || !tmb_load(&me->doorbell) || someone_cannot_ring(s))

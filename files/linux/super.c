@@ -20,6 +20,7 @@ static struct inode *tmb_alloc_inode(struct super_block *sb)
 		return NULL;
 	ti->generation = 0;
 	ti->version = 0;
+	ti->modify_told = 0;
 	ti->has_xattr = false;
 	ti->flags = 0;
 	ti->btime = 0;
@@ -186,14 +187,17 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 
 	if (writable && s->zone.sync_length)
 		start_sync(s);
-	root = tmb_iget(sb, TFS_ROOT_INO);
-	if (IS_ERR(root))
-		return PTR_ERR(root);
-	if (!S_ISDIR(root->i_mode)) {
+	root = tmb_iget(sb, s->fs.root);
+	if (!IS_ERR(root) && !S_ISDIR(root->i_mode)) {
 		iput(root);
-		tfs_os_damage(&s->fs, "the root is no directory", TFS_ROOT_INO, 0);
+		tfs_os_damage(&s->fs, "the root is no directory", s->fs.root, 0);
 		return -EUCLEAN;
 	}
+	if (IS_ERR(root) && s->fs.root != TFS_ROOT_INO)
+		errorf(fc, "tombolo: zone %s: the directory that this VM is confined to is gone: make it, and grant it again on the host",
+		       s->zone.name);
+	if (IS_ERR(root))
+		return PTR_ERR(root);
 	sb->s_root = d_make_root(root);
 	if (!sb->s_root)
 		return -ENOMEM;
@@ -247,6 +251,7 @@ static int tmb_get_tree(struct fs_context *fc)
 	get_random_bytes(&s->lock_key, sizeof(s->lock_key));
 	spin_lock_init(&s->mapped_lock);
 	INIT_LIST_HEAD(&s->mapped);
+	tmb_changes_start(s);
 	s->work_queue = alloc_ordered_workqueue("tombolo", WQ_MEM_RECLAIM);
 	if (!s->work_queue) {
 		kfree(s);
@@ -286,6 +291,7 @@ static void tmb_kill_sb(struct super_block *sb)
 			tmb_doorbell_unregister(&s->doorbell);
 		s->listening = false;
 		tmb_mappings_stop(s);
+		tmb_changes_stop(s);
 	}
 	kill_anon_super(sb);
 	if (!s)

@@ -9,6 +9,7 @@
  *	file.c	 data: read, write, seek, fallocate, truncate
  *	mmap.c	 faults, and taking mappings back when another member removes blocks
  *	lock.c	 flock and fcntl locks
+ *	notify.c inotify and fanotify across members
  *	xattr.c	 extended attributes; acl.c: POSIX ACLs on top of them
  *	os.c	 what the core needs (tfs_os.h)
  *	compat.h differences between kernels
@@ -70,6 +71,14 @@ struct tmb_sb {
 	struct list_head mapped;
 	struct workqueue_struct *work_queue;
 	struct delayed_work poll;
+	/* change events */
+	struct mutex changes_lock; /* one teller at a time; who begins and ends to hear */
+	u32 change_cookie;
+	bool hearing;
+	struct tfs_listener listener;	/* the worker's, while hearing */
+	struct tfs_change heard;	/* the worker's */
+	u32 heard_member, heard_cookie, heard_as; /* the last rename's */
+	struct delayed_work unwatch;
 };
 
 struct tmb_inode {
@@ -77,6 +86,7 @@ struct tmb_inode {
 	bool has_xattr;
 	u32 flags;	/* TFS_FL_* */
 	u64 version;	/* of the last refresh */
+	u64 modify_told; /* where the last word about a change of its data ends */
 	s64 btime;
 	struct mutex lock; /* the members below */
 	u32 opens;
@@ -143,6 +153,16 @@ int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid);
 /* lock.c */
 int tmb_lock(struct file *file, int cmd, struct file_lock *fl);
 int tmb_flock(struct file *file, int cmd, struct file_lock *fl);
+
+/* notify.c; masks as inotify has them (FS_*) */
+void tmb_tell(struct dentry *dentry, u32 mask);
+void tmb_tell_inode(struct inode *inode, u32 mask);
+void tmb_tell_name(struct inode *dir, const struct qstr *name, struct inode *inode, u32 mask);
+void tmb_tell_move(struct inode *old_dir, const struct qstr *old, struct inode *new_dir, const struct qstr *new, struct inode *inode);
+void tmb_expect_watch(struct tmb_sb *s);
+bool tmb_changes_hear(struct tmb_sb *s);
+void tmb_changes_start(struct tmb_sb *s);
+void tmb_changes_stop(struct tmb_sb *s);
 
 /* mmap.c */
 extern const struct address_space_operations tmb_aops;

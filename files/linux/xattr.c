@@ -34,7 +34,10 @@ static int set(const struct xattr_handler *handler, tmb_idmap *idmap, struct den
 	if (flags & XATTR_REPLACE)
 		how |= TFS_XATTR_REPLACE;
 	err = tfs_xattr_set(tmb_fs(inode), inode->i_ino, xattr_full_name(handler, name), value, size, how, -1, tfs_os_now());
-	return err ? err : tmb_refresh(inode);
+	if (err)
+		return err;
+	tmb_tell(dentry, FS_ATTRIB);
+	return tmb_refresh(inode);
 }
 
 static const struct xattr_handler user_handler = { .prefix = XATTR_USER_PREFIX, .get = get, .set = set };

@@ -27,7 +27,7 @@ pub enum Command {
         /// A port in short: NAME,SOCKET,MAC[,MAC…]
         #[arg(long, value_name = "PORT", value_parser = short_port)]
         port: Vec<PortConfig>,
-        /// An uplink in short: tap=NAME, interface=NAME or passt=SOCKET
+        /// An uplink in short: tap=NAME, interface=NAME, user=passt or passt=SOCKET
         #[arg(long, value_name = "WAY", value_parser = short_way)]
         uplink: Vec<Way>,
         /// Control socket
@@ -51,9 +51,10 @@ pub enum Command {
     },
     /// List the ports with their MACs and counters
     Ports {
-        /// Control socket of the switch
-        #[arg(long, default_value = CONTROL)]
-        control: PathBuf,
+        /// Control socket of the switch, or the name of a running project's network [default: the project's, or
+        /// /run/tombolo/net.sock]
+        #[arg(long)]
+        control: Option<PathBuf>,
     },
     /// Write a port's frames as pcapng, to a file or to a pipe into Wireshark
     Capture {
@@ -68,18 +69,20 @@ pub enum Command {
         /// End after so many seconds
         #[arg(long)]
         seconds: Option<u64>,
-        /// Control socket of the switch
-        #[arg(long, default_value = CONTROL)]
-        control: PathBuf,
+        /// Control socket of the switch, or the name of a running project's network [default: the project's, or
+        /// /run/tombolo/net.sock]
+        #[arg(long)]
+        control: Option<PathBuf>,
     },
     /// Add a port to a running switch: NAME,SOCKET,MAC[,MAC…]
     Add {
         /// The port
         #[arg(value_parser = short_port)]
         port: PortConfig,
-        /// Control socket of the switch
-        #[arg(long, default_value = CONTROL)]
-        control: PathBuf,
+        /// Control socket of the switch, or the name of a running project's network [default: the project's, or
+        /// /run/tombolo/net.sock]
+        #[arg(long)]
+        control: Option<PathBuf>,
     },
     /// Measure the switch beside its peers (also: tombolo bench net)
     Bench(crate::bench::Options),
@@ -87,10 +90,29 @@ pub enum Command {
     Remove {
         /// Its name
         port: String,
-        /// Control socket of the switch
-        #[arg(long, default_value = CONTROL)]
-        control: PathBuf,
+        /// Control socket of the switch, or the name of a running project's network [default: the project's, or
+        /// /run/tombolo/net.sock]
+        #[arg(long)]
+        control: Option<PathBuf>,
     },
+}
+
+impl Command {
+    /// Where the switch is that a command asks; `None` for commands that ask none.
+    pub fn control_mut(&mut self) -> Option<&mut Option<PathBuf>> {
+        match self {
+            Self::Ports { control }
+            | Self::Capture { control, .. }
+            | Self::Add { control, .. }
+            | Self::Remove { control, .. } => Some(control),
+            Self::Run { .. } | Self::Bench(_) => None,
+        }
+    }
+}
+
+/// The socket that is meant.
+fn socket(control: Option<PathBuf>) -> PathBuf {
+    control.unwrap_or_else(|| CONTROL.into())
 }
 
 fn short_port(text: &str) -> Result<PortConfig, String> {
@@ -104,7 +126,7 @@ fn short_port(text: &str) -> Result<PortConfig, String> {
 
 fn short_way(text: &str) -> Result<Way, String> {
     let (kind, value) =
-        text.split_once('=').ok_or("an uplink is tap=NAME, interface=NAME or passt=SOCKET")?;
+        text.split_once('=').ok_or("an uplink is tap=NAME, interface=NAME, user=passt or passt=SOCKET")?;
     serde_json::from_value(serde_json::json!({ kind: value })).map_err(|err| err.to_string())
 }
 
@@ -139,22 +161,22 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             serve(&all)
         }
         Command::Ports { control } => {
-            let (answer, _) = ask(&control, &Request::Ports)?;
+            let (answer, _) = ask(&socket(control), &Request::Ports)?;
             if json { print(&answer.to_string()) } else { print(&table(&answer)) }
         }
         Command::Capture { port, write, snap, seconds, control } => {
-            capture(&control, port, write.as_deref(), snap, seconds)
+            capture(&socket(control), port, write.as_deref(), snap, seconds)
         }
         Command::Bench(options) => {
             crate::bench::run(&options)?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Add { port, control } => {
-            ask(&control, &Request::Add { port })?;
+            ask(&socket(control), &Request::Add { port })?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Remove { port, control } => {
-            ask(&control, &Request::Remove { name: port })?;
+            ask(&socket(control), &Request::Remove { name: port })?;
             Ok(ExitCode::SUCCESS)
         }
     }
@@ -171,6 +193,15 @@ fn serve(config: &Config) -> anyhow::Result<ExitCode> {
         !config.port.is_empty() || config.switch.control.is_some(),
         "no port is configured, and no control socket to add one; see 'tombolo net run --help'"
     );
+    // Whoever runs this in a test or under another program may have its own already.
+    let _taken = tracing_subscriber::fmt()
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_default_env()
+                .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info")),
+        )
+        .try_init();
     // Blocked before any thread starts, so that only sigwait gets them.
     // SAFETY: a set of our own, filled by the calls that are made for that.
     let signals = unsafe {

@@ -150,6 +150,8 @@ pub enum Way {
     Interface(String),
     /// passt's socket.
     Passt(PathBuf),
+    /// passt (this program), started for the switch: it ends with it.
+    User(PathBuf),
 }
 
 /// A way out.

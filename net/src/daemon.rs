@@ -233,6 +233,7 @@ impl Daemon {
             Way::Tap(name) => Box::new(Tap::open(name)?),
             Way::Interface(name) => Box::new(Packet::open(name)?),
             Way::Passt(path) => Box::new(Passt::connect(path)?),
+            Way::User(program) => Box::new(Passt::start(program)?),
         };
         self.switch.attach(Attached {
             port: Arc::new(Port::new(&config.name, 1)),

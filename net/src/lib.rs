@@ -20,7 +20,7 @@
 //!   changes on their way to the workers
 //! - [`config`] what a user says; [`daemon`] the running whole; [`cli`] and [`control`] the ways to talk to it;
 //!   [`metrics`] counters for Prometheus; [`capture`] frames for Wireshark; [`sandbox`] what is given up
-//! - [`bench`] the switch beside its peers
+//! - [`bench`] the switch beside its peers; [`soak`] every frame accounted for
 //! - [`event`] eventfds; [`cpu`] prefetching; [`driver`] the guest's side, for tests and the bench
 
 pub mod bench;
@@ -53,6 +53,7 @@ pub mod port;
 pub mod protocol;
 pub mod ring;
 pub mod sandbox;
+pub mod soak;
 pub mod spoof;
 pub mod switch;
 pub mod table;

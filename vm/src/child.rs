@@ -13,12 +13,17 @@ use rustix::process::{Pid, Signal};
 
 /// Makes `command`'s process die with the calling thread and inherit `fds` at the numbers they have here.
 pub fn tie(command: &mut Command, fds: &[OwnedFd]) {
+    tie_to_end(command, Signal::KILL, fds);
+}
+
+/// As [`tie`], with the signal that the process gets then: one that it can catch lets it put its things away.
+pub fn tie_to_end(command: &mut Command, signal: Signal, fds: &[OwnedFd]) {
     let parent = rustix::process::getpid();
     let fds: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
     // SAFETY: between fork and exec only async-signal-safe system calls are made: prctl, getppid, fcntl; no allocation.
     unsafe {
         command.pre_exec(move || {
-            rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+            rustix::process::set_parent_process_death_signal(Some(signal))?;
             // The parent may have died before the line above.
             if rustix::process::getppid() != Some(parent) {
                 return Err(io::Error::from_raw_os_error(rustix::io::Errno::SRCH.raw_os_error()));
@@ -127,7 +132,12 @@ pub struct Handle {
 impl Handle {
     /// Kills the process; nothing happens if it is gone.
     pub fn kill(&self) {
+        self.signal(Signal::KILL);
+    }
+
+    /// Sends the process a signal; nothing happens if it is gone.
+    pub fn signal(&self, signal: Signal) {
         // ESRCH: it is gone, which is what was wanted.
-        let _ = rustix::process::pidfd_send_signal(self.pidfd.as_fd(), Signal::KILL);
+        let _ = rustix::process::pidfd_send_signal(self.pidfd.as_fd(), signal);
     }
 }

@@ -187,6 +187,53 @@ pub enum ZoneCommand {
     },
 }
 
+/// Commands for the networks of running projects.
+#[derive(Subcommand, Debug)]
+pub enum NetCommand {
+    /// List the networks of a running project: switch, uplink, and who has which address
+    Ls {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+    },
+}
+
+/// Runs one of [`NetCommand`].
+///
+/// # Errors
+/// As [`run`].
+pub fn run_net(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
+    let NetCommand::Ls { file } = command;
+    let status = status(client::living(&file.load()?)?)?;
+    if json {
+        say(&serde_json::to_string_pretty(&status.networks)?)?;
+    } else if status.networks.is_empty() {
+        eprintln!(
+            "the project '{}' has no network; add [net.NAME] and networks = [\"NAME\"] to a VM",
+            status.project
+        );
+    } else {
+        say(networks(&status).trim_end())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The control socket of the switch of network `name` in the running project of this folder (or one above); without a
+/// name, of the only one. `None`: there is no such project, or it is not up, or has no such network.
+///
+/// # Errors
+/// When the compose file is malformed, the supervisor does not answer, or there are several networks and no name.
+pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
+    let Ok(file) = compose::find(None) else { return Ok(None) };
+    let Some(peer) = Peer::connect(&StateDir::of(&Project::load(&file)?)?)? else { return Ok(None) };
+    let networks = status(peer)?.networks;
+    if let (None, [_, _, ..]) = (name, &networks[..]) {
+        let names: Vec<&str> = networks.iter().map(|n| n.name.as_str()).collect();
+        anyhow::bail!("there are several networks; say which with --control: {}", names.join(", "));
+    }
+    Ok(networks.into_iter().find(|n| name.is_none_or(|wanted| n.name == wanted)).map(|n| n.control))
+}
+
 /// Runs one of [`Command`].
 ///
 /// # Errors
@@ -436,7 +483,25 @@ fn table(status: &Status) -> String {
         }
         text.push_str(&columns(&rows));
     }
+    if !status.networks.is_empty() {
+        text.push_str(&networks(status));
+    }
     text
+}
+
+/// Networks and who is in them.
+fn networks(status: &Status) -> String {
+    let dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
+    let mut rows = vec![["NET", "SWITCH", "UPLINK", "SUBNET", "VM", "MAC", "ADDRESS"].map(str::to_owned)];
+    for net in &status.networks {
+        let switch = net.pid.map_or("starting".into(), |p| p.to_string());
+        let head = [net.name.clone(), switch, dash(&net.uplink), dash(&net.subnet)];
+        for (n, port) in net.ports.iter().enumerate() {
+            let [name, switch, uplink, subnet] = if n == 0 { head.clone() } else { Default::default() };
+            rows.push([name, switch, uplink, subnet, port.vm.clone(), port.mac.clone(), dash(&port.address)]);
+        }
+    }
+    columns(&rows)
 }
 
 fn columns<const N: usize>(rows: &[[String; N]]) -> String {

@@ -9,6 +9,7 @@ use std::str::FromStr;
 use tombolo_passthrough::address::Address;
 
 use crate::growth::StartKind;
+use crate::netspec::{self, NetSpec, Nics};
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -46,6 +47,9 @@ pub struct Compose {
     /// Zones by name.
     #[serde(default)]
     pub zone: BTreeMap<String, ZoneSpec>,
+    /// Networks by name.
+    #[serde(default)]
+    pub net: BTreeMap<String, NetSpec>,
     /// VMs by name.
     #[serde(default)]
     pub vm: BTreeMap<String, VmSpec>,
@@ -102,6 +106,9 @@ pub struct VmSpec {
     /// Zones the VM is a member of, by name.
     #[serde(default)]
     pub zones: BTreeMap<String, ZoneUse>,
+    /// Its devices in networks, by network.
+    #[serde(default)]
+    pub networks: Nics,
     /// Host folders offered over 9p (for tests and benches; the guest's kernel needs 9p).
     #[serde(default)]
     pub share: Vec<Share>,
@@ -547,10 +554,10 @@ fn check(compose: &Compose) -> Result<(), (String, String, String)> {
             }
         }
     }
-    Ok(())
+    netspec::check(compose)
 }
 
-fn bad_name(kind: &str, name: &str) -> Option<String> {
+pub(crate) fn bad_name(kind: &str, name: &str) -> Option<String> {
     let good = !name.is_empty()
         && name.len() < 32
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())

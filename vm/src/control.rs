@@ -161,6 +161,8 @@ pub struct Status {
     pub vms: Vec<VmStatus>,
     /// Zones.
     pub zones: Vec<ZoneStatus>,
+    /// Networks.
+    pub networks: Vec<NetStatus>,
 }
 
 impl Status {
@@ -173,6 +175,7 @@ impl Status {
             accel: String::new(),
             vms: Vec::new(),
             zones: Vec::new(),
+            networks: Vec::new(),
         }
     }
 }
@@ -218,6 +221,36 @@ pub struct ZoneStatus {
     pub path: String,
     /// Who is in it: VMs, and processes of the host.
     pub members: Vec<String>,
+}
+
+/// One network.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct NetStatus {
+    /// Name.
+    pub name: String,
+    /// Where frames go that are for no VM.
+    pub uplink: Option<String>,
+    /// Addresses of its VMs.
+    pub subnet: Option<String>,
+    /// Process of its switch; none while that is being started again.
+    pub pid: Option<u32>,
+    /// How often the switch was started.
+    pub starts: u32,
+    /// The switch's control socket.
+    pub control: std::path::PathBuf,
+    /// Who has a port.
+    pub ports: Vec<PortStatus>,
+}
+
+/// One VM in a network.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct PortStatus {
+    /// The VM.
+    pub vm: String,
+    /// Its MAC.
+    pub mac: String,
+    /// Its address, where that was chosen here.
+    pub address: Option<String>,
 }
 
 /// One end of a connection.

@@ -18,6 +18,7 @@
 //! - [`qemu`]: command line, monitor, console, and whether KVM works.
 //! - [`agent`], [`exec`]: the guest agent, and commands through it.
 //! - [`zones`]: zones as the supervisor holds them.
+//! - [`netspec`], [`network`]: networks in the file, and the switch of each, which is a child of the supervisor.
 //! - [`child`]: processes that never outlive this one.
 //! - [`doctor`]: what this host can do.
 //! - [`client`], [`cli`]: the commands.
@@ -34,6 +35,8 @@ pub mod growth;
 pub mod guestkit;
 pub mod host;
 pub mod machine;
+pub mod netspec;
+pub mod network;
 pub mod qemu;
 pub mod session;
 pub mod state;

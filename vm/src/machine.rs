@@ -18,6 +18,7 @@ use crate::compose::{Ready, VmSpec};
 use crate::control::{Stage, VmStatus};
 use crate::exec;
 use crate::guestkit::Boot;
+use crate::network::Plug;
 use crate::qemu::cmdline::{self, Plan, ZoneDevice};
 use crate::qemu::console::Console;
 use crate::qemu::kvm::Accel;
@@ -52,6 +53,8 @@ pub struct Start<'a> {
     pub zones: Vec<(String, Invitation)>,
     /// How its memory arrives.
     pub memory: Layout,
+    /// Its devices in networks.
+    pub nics: Vec<Plug>,
     /// Where its logs go.
     pub dir: &'a StateDir,
 }
@@ -156,6 +159,7 @@ impl Machine {
             agent: give(agent_end.into()),
             memory: start.memory,
             zones,
+            nics: &start.nics,
         };
         let mut command = Command::new(&start.qemu.program);
         command.args(cmdline::arguments(&plan)).arg("-S");

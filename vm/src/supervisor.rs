@@ -14,12 +14,13 @@ use std::time::Duration;
 
 use anyhow::Context;
 
-use crate::compose::{Backing, Project, Rights};
-use crate::control::{Event, Peer, Request, Stage, Status, ZoneStatus};
+use crate::compose::{Backing, Project, Ready, Rights};
+use crate::control::{Event, NetStatus, Peer, PortStatus, Request, Stage, Status, ZoneStatus};
 use crate::growth;
 use crate::guestkit;
 use crate::host;
 use crate::machine::{Machine, Phase, Source, Start};
+use crate::network::{Network, Plug};
 use crate::qemu::kvm::{self, Accel};
 use crate::qemu::version::Qemu;
 use crate::session;
@@ -45,6 +46,16 @@ struct Inner {
     accel: String,
     machines: BTreeMap<String, Arc<Machine>>,
     zones: BTreeMap<String, Arc<HostZone>>,
+    networks: BTreeMap<String, Arc<Network>>,
+}
+
+impl Inner {
+    /// Lets go of everything but VMs. What this returns ends the switches when it is dropped, which takes a moment.
+    #[must_use]
+    fn clear(&mut self) -> BTreeMap<String, Arc<Network>> {
+        self.zones.clear();
+        std::mem::take(&mut self.networks)
+    }
 }
 
 /// Sends events of one request; sending to a client that has gone is not an error, its going cancels the request.
@@ -101,6 +112,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             accel: "not known yet".into(),
             machines: BTreeMap::new(),
             zones: BTreeMap::new(),
+            networks: BTreeMap::new(),
         }),
         changing: Mutex::new(()),
         over: Mutex::new(false),
@@ -125,6 +137,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if terminated.wait() {
             own.stop(&[], None);
+            drop(own.lock().clear());
             own.end();
         }
     })?;
@@ -230,7 +243,7 @@ impl Supervisor {
         let mut inner = self.lock();
         let idle = inner.machines.is_empty();
         if idle {
-            inner.zones.clear();
+            drop(inner.clear());
             self.dir.withdraw();
         }
         idle
@@ -305,9 +318,12 @@ impl Supervisor {
             opened.insert(name.clone(), Arc::new(HostZone::open(name, spec, self.dir.path())?));
         }
         let opened_names: Vec<String> = opened.keys().cloned().collect();
+        let joined = self.networks(&project, &missing, reporter)?;
+        let joined_names: Vec<String> = joined.keys().cloned().collect();
         {
             let mut inner = self.lock();
             inner.zones.extend(opened);
+            inner.networks.extend(joined);
             inner.project = project;
         }
 
@@ -339,6 +355,7 @@ impl Supervisor {
                             boot,
                             zones: self.invite(&name, &spec)?,
                             memory: growth::layout(&name, &spec)?,
+                            nics: self.plugs(&name, &spec),
                             dir: &self.dir,
                         };
                         let result = self.start_one(start, started, cancelled, reporter);
@@ -374,7 +391,9 @@ impl Supervisor {
         for name in opened_names {
             inner.zones.remove(&name);
         }
+        let left: Vec<_> = joined_names.iter().filter_map(|name| inner.networks.remove(name)).collect();
         drop(inner);
+        drop(left);
         if cancelled.load(Ordering::Acquire) {
             anyhow::bail!("cancelled; everything that was started has been stopped");
         }
@@ -397,6 +416,7 @@ impl Supervisor {
         let dying = members.clone();
         let member = name.clone();
         let memory = start.memory;
+        let nics = start.nics.clone();
         let devices = growth::Taken::take(&name, &spec, start.dir)?;
         let machine = Machine::start(start, move |_| {
             drop(devices);
@@ -422,6 +442,12 @@ impl Supervisor {
                 machine.mount(zone_name, &source(zone, &name)?, path, zone_use.rights == Rights::ReadOnly)?;
             }
         }
+        if spec.ready == Ready::Agent {
+            for plug in &nics {
+                report(Stage::Preparing, &format!("network {}", plug.net));
+                plug.set_address(&name, machine.agent())?;
+            }
+        }
         machine.set_up();
         let seconds = machine.status().uptime;
         report(Stage::Up, &format!("{seconds:.1} s"));
@@ -442,6 +468,44 @@ impl Supervisor {
                 Ok((name.clone(), zone.invite(vm, zone_use.rights)?))
             })
             .collect()
+    }
+
+    /// Starts the switches that are missing for these VMs, and makes ports in those that run; returns the new ones.
+    fn networks(
+        &self,
+        project: &Project,
+        missing: &[(String, crate::compose::VmSpec, Option<guestkit::Boot>)],
+        reporter: &Reporter,
+    ) -> anyhow::Result<BTreeMap<String, Arc<Network>>> {
+        let mut joined = BTreeMap::new();
+        for (name, spec) in &project.compose.net {
+            if !missing.iter().any(|(_, vm, _)| vm.networks.0.contains_key(name)) {
+                continue;
+            }
+            let running = self.lock().networks.get(name).cloned();
+            match running {
+                None => {
+                    let network = Network::start(name, project, self.dir.path())?;
+                    joined.insert(name.clone(), Arc::new(network));
+                }
+                Some(network) => {
+                    if network.spec() != spec {
+                        let text = format!(
+                            "the network '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
+                        );
+                        reporter.send(&Event::Note { text });
+                    }
+                    network.extend(project)?;
+                }
+            }
+        }
+        Ok(joined)
+    }
+
+    fn plugs(&self, vm: &str, spec: &crate::compose::VmSpec) -> Vec<Plug> {
+        let inner = self.lock();
+        let networks = spec.networks.0.keys().filter_map(|name| inner.networks.get(name));
+        networks.filter_map(|network| network.plug(vm, &inner.project)).collect()
     }
 
     fn leave_zones(&self, machine: &Machine) {
@@ -502,8 +566,9 @@ impl Supervisor {
             self.machine(vm)?;
         }
         self.stop(vms, Some(reporter));
-        if self.lock().machines.is_empty() {
-            self.lock().zones.clear();
+        let mut inner = self.lock();
+        if inner.machines.is_empty() {
+            drop(inner.clear());
             self.dir.remove();
         }
         Ok(())
@@ -638,7 +703,29 @@ impl Supervisor {
                 path: zone.path(),
             })
             .collect();
+        let networks = inner
+            .networks
+            .iter()
+            .map(|(name, network)| {
+                let (pid, starts) = network.process();
+                let ports = network.leases().into_iter().map(|(vm, lease)| PortStatus {
+                    vm,
+                    mac: lease.mac.to_string(),
+                    address: lease.address.map(|(ip, prefix)| format!("{ip}/{prefix}")),
+                });
+                NetStatus {
+                    name: name.clone(),
+                    uplink: network.spec().uplink.as_ref().map(ToString::to_string),
+                    subnet: crate::netspec::subnet(&inner.project.compose, name).map(|s| s.to_string()),
+                    pid,
+                    starts,
+                    control: network.control(),
+                    ports: ports.collect(),
+                }
+            })
+            .collect();
         Status {
+            networks,
             project: inner.project.name.clone(),
             file: inner.project.file.clone(),
             supervisor: Some(std::process::id()),

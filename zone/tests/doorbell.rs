@@ -138,7 +138,7 @@ fn a_member_has_one_doorbell_at_a_time() {
     let refused = Bell::connect(&a_path, || ()).unwrap_err().to_string();
     assert!(refused.contains("connected already"), "{refused}");
     bench.event();
-    assert!(matches!(bench.event(), Event::Refused { member, .. } if member == a));
+    assert!(matches!(bench.event(), Event::Refused { member, .. } if member == Some(a)));
     first.ring(first.peer()).unwrap();
     rings.recv_timeout(LONG).unwrap();
 }
@@ -215,7 +215,7 @@ fn a_flood_of_connections_ends_and_others_are_served() {
     b_bell.ring(b_bell.peer()).unwrap();
     rings.recv_timeout(LONG).unwrap();
     while let Ok(event) = bench.events.recv_timeout(Duration::from_secs(1)) {
-        refused += usize::from(matches!(event, Event::Refused { member, .. } if member == a));
+        refused += usize::from(matches!(event, Event::Refused { member, .. } if member == Some(a)));
         if refused >= 300 {
             break;
         }
@@ -252,6 +252,29 @@ fn a_host_process_that_owns_the_zone_has_a_bell_without_a_socket() {
     rings.recv_timeout(LONG).unwrap();
     bench.server.unlisten(host).unwrap();
     until("unlisten does not end the connection", || bench.zone.member(host).unwrap().doorbell.is_none());
+}
+
+#[test]
+fn a_host_process_that_does_not_own_the_zone_enters_by_its_membership_alone() {
+    let bench = Bench::new();
+    let id = bench.zone.invite("mount", Role::Host, Rights::READ_WRITE).unwrap();
+    assert!(Bell::enter(&bench.zone, id, || {}).is_err(), "nobody lives in that slot yet");
+    let membership = bench.zone.join(id).unwrap();
+    let (sender, rings) = channel();
+    let own = Bell::enter(&bench.zone, id, move || sender.send(()).unwrap()).unwrap().unwrap();
+    rings.recv_timeout(LONG).unwrap();
+    assert_eq!(bench.zone.member(id).unwrap().doorbell, Some(own.peer()));
+    let (_a, a_path) = bench.member("a");
+    let (a_bell, a_rings) = bell(&a_path);
+    ring_soon(&a_bell, own.peer());
+    rings.recv_timeout(LONG).unwrap();
+    ring_soon(&own, a_bell.peer());
+    a_rings.recv_timeout(LONG).unwrap();
+    drop(own);
+    until("leaving does not end the doorbell", || bench.zone.member(id).unwrap().doorbell.is_none());
+    bench.zone.leave(membership).unwrap();
+    drop(bench.server);
+    assert!(Bell::enter(&bench.zone, id, || {}).unwrap().is_none(), "nobody serves any more");
 }
 
 #[test]

@@ -48,6 +48,7 @@ impl World {
             zone: &self.dir.path().join("zone"),
             zone_size: SIZE,
             bell: Some(&socket),
+            net: None,
             console: self.dir.path().join(format!("{name}.console")),
         });
         (id, guest)

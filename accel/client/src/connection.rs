@@ -312,12 +312,13 @@ impl Connection {
         self.changed.notify_all();
     }
 
-    /// Waits on the doorbell once, and handles what came. The caller owns it.
-    fn listen(&self) -> Result<(), Lost> {
+    /// Handles what came; unless that was what the caller waits for, sleeps on the doorbell once. The caller owns the doorbell, and
+    /// whoever else takes its reply from now on rings it.
+    fn listen(&self, done: impl Fn() -> bool) -> Result<(), Lost> {
         let armed = {
             let mut input = lock(&self.input);
             self.drain(&mut input).map_err(|e| self.lose(&e))?;
-            input.rx.arm().map_err(|e| self.lose(&e))?
+            !done() && input.rx.arm().map_err(|e| self.lose(&e))?
         };
         if armed { self.bell.wait().or_else(|e| self.last_words(&e)) } else { Ok(()) }
     }
@@ -343,15 +344,8 @@ impl Connection {
             if self.own(&mut sleepers) {
                 drop(sleepers);
                 let mut result = Ok(());
-                while result.is_ok() {
-                    // Look before each sleep: a spinning thread may have delivered meanwhile.
-                    let mut input = lock(&self.input);
-                    result = self.drain(&mut input).map_err(|e| self.lose(&e)).map(|_| ());
-                    drop(input);
-                    if done() || result.is_err() {
-                        break;
-                    }
-                    result = self.listen();
+                while result.is_ok() && !done() {
+                    result = self.listen(done);
                 }
                 self.disown();
                 return if done() { Ok(()) } else { result };
@@ -501,7 +495,7 @@ impl Connection {
             }
             if sleepers.registered > 0 && self.own(&mut sleepers) {
                 drop(sleepers);
-                let lost = self.listen().is_err();
+                let lost = self.listen(|| !lock(&self.sleepers).queue.is_empty()).is_err();
                 if let Ok(mut input) = self.input.lock() {
                     let _seen_below = self.drain(&mut input);
                 }

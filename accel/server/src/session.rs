@@ -11,12 +11,13 @@
 use crate::limits::{Bucket, Limits};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::common::{Ping, Release, Snapshot};
 use tombolo_accel_spec::wire::{
     HEADER, Malformed, PART, Record, Reply, ReplyKind, Request, WANTS_REPLY, decode,
 };
+use tombolo_calls::lead::{Lead, Leading};
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
 /// How long a leader looks for more before it sleeps.
@@ -73,7 +74,7 @@ pub struct In {
 /// One client.
 pub struct Session {
     outbox: Mutex<Outbox>,
-    input: Mutex<In>,
+    input: Lead<In>,
     bell: Arc<dyn Bell>,
     /// Bulk data shared with the client.
     pub window: Arc<Window>,
@@ -99,7 +100,7 @@ pub struct Call<'s> {
     pub reply: Vec<u8>,
     /// Whether the client waits for it.
     pub waited: bool,
-    lead: Option<MutexGuard<'s, In>>,
+    lead: Option<Leading<'s, In>>,
 }
 
 impl Call<'_> {
@@ -108,9 +109,9 @@ impl Call<'_> {
         let Some(mut input) = self.lead.take() else { return };
         // Something arrived already, or the ring is broken (whoever leads next will see): wake a thread for it.
         let quiet = matches!(input.rx.arm(), Ok(true));
-        drop(input);
+        let called = input.give();
         self.session.ensure_follower();
-        if !quiet {
+        if !quiet || called {
             self.session.bell.ring();
         }
     }
@@ -122,7 +123,7 @@ impl Session {
         Arc::new(Session {
             shares_window: link.tx.shares_window(),
             outbox: Mutex::new(Outbox { tx: link.tx, queue: VecDeque::new(), queued: 0 }),
-            input: Mutex::new(In { rx: link.rx, bucket: Bucket::new(limits.rate), parts: Vec::new() }),
+            input: Lead::new(In { rx: link.rx, bucket: Bucket::new(limits.rate), parts: Vec::new() }),
             bell: link.bell,
             window: link.window,
             threads: AtomicUsize::new(1),
@@ -186,15 +187,15 @@ impl Session {
                 self.bell.ring();
                 return;
             }
-            match self.input.try_lock() {
-                Ok(input) => {
-                    if let Err(e) = self.lead(input) {
+            if let Some(input) = self.input.take_or_call() {
+                match self.lead(input) {
+                    Ok(false) => {}
+                    Ok(true) => continue,
+                    Err(e) => {
                         self.end(e);
                         continue;
                     }
                 }
-                Err(TryLockError::WouldBlock) => {}
-                Err(TryLockError::Poisoned(_)) => return self.end(Error::Broken("a handler panicked")),
             }
             self.idle.fetch_add(1, Ordering::SeqCst);
             let woken = self.bell.wait();
@@ -205,8 +206,9 @@ impl Session {
         }
     }
 
-    /// Carries requests out until there are none for a while, or another thread has taken over.
-    fn lead<'s>(self: &'s Arc<Self>, mut input: MutexGuard<'s, In>) -> Result<(), Error> {
+    /// Carries requests out until there are none for a while, or another thread has taken over. `true`: another thread was woken
+    /// meanwhile and left it to this one, so look again before sleeping.
+    fn lead<'s>(self: &'s Arc<Self>, mut input: Leading<'s, In>) -> Result<bool, Error> {
         let mut record = Vec::new();
         input.rx.disarm();
         let mut idle_since: Option<Instant> = None;
@@ -219,7 +221,7 @@ impl Session {
                 }
                 match self.carry_out(&record, input)? {
                     Some(back) => input = back,
-                    None => return Ok(()),
+                    None => return Ok(false),
                 }
                 continue;
             }
@@ -232,7 +234,7 @@ impl Session {
             }
             if since.elapsed() > SPIN {
                 if input.rx.arm()? {
-                    return Ok(());
+                    return Ok(input.give());
                 }
                 idle_since = None;
             }
@@ -243,8 +245,8 @@ impl Session {
     fn carry_out<'s>(
         self: &'s Arc<Self>,
         record: &[u8],
-        mut input: MutexGuard<'s, In>,
-    ) -> Result<Option<MutexGuard<'s, In>>, Error> {
+        mut input: Leading<'s, In>,
+    ) -> Result<Option<Leading<'s, In>>, Error> {
         let malformed = |Malformed| Error::Broken("a request that can't be decoded");
         let (request, body) = Request::split(record).map_err(malformed)?;
         if request.call == PART {
@@ -289,17 +291,14 @@ impl Session {
                 count.busy_ns.fetch_add(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
             }
         }
-        match call.lead.take() {
-            Some(input) => Ok(Some(input)),
-            None => match self.input.try_lock() {
-                Ok(mut input) => {
-                    input.rx.disarm();
-                    Ok(Some(input))
-                }
-                Err(TryLockError::WouldBlock) => Ok(None),
-                Err(TryLockError::Poisoned(_)) => Err(Error::Broken("a handler panicked")),
-            },
+        if let Some(input) = call.lead.take() {
+            return Ok(Some(input));
         }
+        let mut again = self.input.try_take();
+        if let Some(input) = &mut again {
+            input.rx.disarm();
+        }
+        Ok(again)
     }
 
     /// Sends a record to the client. Never blocks.

@@ -18,6 +18,12 @@ pub const SOCKET_FD: i32 = 3;
 
 /// Serves the client whose socket was passed.
 pub fn run(limits: &Limits) -> anyhow::Result<()> {
+    // A panic in any thread ends this client's worker: nobody works on with a half-changed value.
+    let say = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        say(panic);
+        std::process::abort();
+    }));
     // SAFETY: the supervisor put the client's socket there; nobody else in this process owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(SOCKET_FD) };
     // A client that says nothing must not keep a process for ever.

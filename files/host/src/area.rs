@@ -8,7 +8,7 @@ use std::any::Any;
 use std::cell::UnsafeCell;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -254,6 +254,31 @@ impl Area {
             *byte = unsafe { AtomicU8::from_ptr(from.add(i)) }.load(Ordering::Relaxed);
         }
         true
+    }
+
+    /// Writes bytes of the area into a file at the same offset, straight from the mapping.
+    pub fn write_to(&self, offset: u64, len: u64, file: &File) -> io::Result<()> {
+        let start = usize::try_from(len).ok().and_then(|len| self.checked(offset, len));
+        let start = start.ok_or(io::ErrorKind::InvalidInput)?;
+        let mut done = 0;
+        while done < len {
+            // SAFETY: within the area, checked above; the kernel copies, and doesn't mind who stores meanwhile.
+            let n = unsafe {
+                let from = start.add(done as usize).cast::<libc::c_void>();
+                libc::pwrite(file.as_raw_fd(), from, (len - done) as usize, (offset + done) as libc::off_t)
+            };
+            match n {
+                n if n > 0 => done += n as u64,
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                _ => {
+                    let error = io::Error::last_os_error();
+                    if error.kind() != io::ErrorKind::Interrupted {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// One block, copied word by word.

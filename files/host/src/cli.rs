@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The commands `tombolo files …`. Exit codes: 0 done, 1 failed (a line says what, where and what to do); fsck's are its own.
 
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -13,7 +14,10 @@ use crate::sys;
 use crate::target::Target;
 
 mod fsck;
+mod grant;
 mod mount;
+mod snapshot;
+mod watch;
 
 /// The file system that members share.
 #[derive(Debug, Subcommand)]
@@ -56,6 +60,22 @@ pub enum Command {
     Mount(mount::Args),
     /// Find damage, and repair it; exit codes: 0 clean, 1 repaired, 4 damage is left, 8 could not check
     Fsck(fsck::Args),
+    /// Limit what a VM's files may take up, or confine it to a directory
+    Grant(grant::Args),
+    /// Show the accounts that members' files count for, with their limits
+    Accounts {
+        /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
+        zone: PathBuf,
+        /// Name of the FILES area, where the zone has several
+        #[arg(long)]
+        area: Option<String>,
+    },
+    /// Write a consistent image of a file system that is in use; its members stand still while it is copied
+    Snapshot(snapshot::Args),
+    /// Put an image back into a zone that nobody uses, after checking it
+    Restore(snapshot::RestoreArgs),
+    /// Show what members do, as it happens
+    Watch(watch::Args),
     /// Show what the file system has of a path, for debugging
     Stat {
         /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
@@ -73,9 +93,41 @@ impl Command {
     /// The argument that names the zone; the caller may put a path in place of a name it knows.
     pub fn zone_mut(&mut self) -> &mut PathBuf {
         match self {
-            Command::Mkfs { zone, .. } | Command::Df { zone, .. } | Command::Stat { zone, .. } => zone,
+            Command::Mkfs { zone, .. }
+            | Command::Df { zone, .. }
+            | Command::Stat { zone, .. }
+            | Command::Accounts { zone, .. } => zone,
+            Command::Grant(args) => &mut args.zone,
             Command::Mount(args) => args.zone_mut(),
             Command::Fsck(args) => &mut args.zone,
+            Command::Watch(args) => &mut args.zone,
+            Command::Snapshot(args) => &mut args.zone,
+            Command::Restore(args) => &mut args.zone,
+        }
+    }
+}
+
+/// How far a long command is, on a terminal; wiped when dropped.
+struct Meter {
+    show: bool,
+}
+
+impl Meter {
+    fn new(json: bool) -> Meter {
+        Meter { show: !json && std::io::stderr().is_terminal() }
+    }
+
+    fn show(&mut self, stage: &str, done: u64, of: u64) {
+        if self.show {
+            eprint!("\r{stage:<12} {:>3}%\x1b[K", done * 100 / of.max(1));
+        }
+    }
+}
+
+impl Drop for Meter {
+    fn drop(&mut self) {
+        if self.show {
+            eprint!("\r\x1b[K");
         }
     }
 }
@@ -135,6 +187,11 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         Command::Df { zone, area } => df(&zone, area.as_deref(), json),
         Command::Mount(args) => mount::run(&args, json),
         Command::Fsck(args) => return fsck::run(&args, json),
+        Command::Snapshot(args) => snapshot::run(&args, json),
+        Command::Restore(args) => snapshot::restore(&args, json),
+        Command::Grant(args) => grant::run(&args),
+        Command::Accounts { zone, area } => grant::accounts(&zone, area.as_deref(), json),
+        Command::Watch(args) => watch::run(&args, json),
         Command::Stat { zone, path, area } => stat(&zone, area.as_deref(), &path, json),
     }?;
     Ok(ExitCode::SUCCESS)

@@ -10,19 +10,21 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use rustix::io::Errno;
 
 use crate::area::Area;
+use crate::change::Teller;
 use crate::sys;
 
 /// What the core returned, as an errno.
 pub type Result<T> = std::result::Result<T, Errno>;
 
 pub use sys::tfs_attr as Attr;
+pub use sys::tfs_file_lock as FileLock;
 pub use sys::tfs_run as Run;
 pub use sys::tfs_statfs as Statfs;
 
 /// Inode number of the root directory.
 pub const ROOT: u64 = sys::TFS_ROOT_INO as u64;
 
-fn check(ret: c_int) -> Result<()> {
+pub(crate) fn check(ret: c_int) -> Result<()> {
     check_len(i64::from(ret)).map(|_| ())
 }
 
@@ -33,15 +35,27 @@ fn check_len(ret: i64) -> Result<u64> {
 /// Called for each damage that the core notices: what, and two details.
 pub type DamageLog = Box<dyn Fn(&str, u64, u64) + Send + Sync>;
 
+/// Rings the doorbell of a member, best effort.
+pub type Ringer = Box<dyn Fn(u32) + Send + Sync>;
+
 struct Host {
     raw: sys::tfs_host,
     log: DamageLog,
+    ringer: Option<Ringer>,
 }
 
 extern "C" fn on_damage(ctx: *mut c_void, what: *const c_char, a: u64, b: u64) {
     // SAFETY: ctx is the Host of a living Filesystem, what is static text of the core.
     let (host, what) = unsafe { (&*ctx.cast::<Host>(), CStr::from_ptr(what)) };
     (host.log)(&what.to_string_lossy(), a, b);
+}
+
+extern "C" fn on_ring(ctx: *mut c_void, member: u32) {
+    // SAFETY: ctx is the Host of a living Filesystem.
+    let host = unsafe { &*ctx.cast::<Host>() };
+    if let Some(ring) = &host.ringer {
+        ring(member);
+    }
 }
 
 /// How to make a file system.
@@ -134,6 +148,7 @@ pub struct Filesystem {
     host: Box<Host>,
     area: Area,
     close: bool,
+    teller: Teller,
 }
 
 // SAFETY: the core's functions may be called from any thread at once on one handle (tfs.h: the two hints in it are racy
@@ -184,8 +199,9 @@ impl Filesystem {
 
     /// Opens with a place for notices of damage.
     pub fn open_with(area: Area, log: DamageLog) -> Result<Filesystem> {
-        let mut host = Box::new(Host { raw: sys::tfs_host::default(), log });
-        host.raw = sys::tfs_host { ctx: (&raw mut *host).cast(), damage: Some(on_damage), ring: None };
+        let mut host = Box::new(Host { raw: sys::tfs_host::default(), log, ringer: None });
+        host.raw =
+            sys::tfs_host { ctx: (&raw mut *host).cast(), damage: Some(on_damage), ring: Some(on_ring) };
         let os = (&raw mut host.raw).cast();
         let mut tfs = sys::tfs { os, read_only: !area.writable(), ..Default::default() };
         let (member, epoch) = area.seat().map_or((0, 0), |seat| (seat.member, seat.epoch));
@@ -195,7 +211,12 @@ impl Filesystem {
         })?;
         tfs.os = (&raw mut host.raw).cast();
         let close = area.writable();
-        Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close })
+        Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close, teller: Teller::default() })
+    }
+
+    /// How to ring other members. Without it they find out by themselves, later, what they are told.
+    pub fn ring_by(&mut self, ringer: Option<Ringer>) {
+        self.host.ringer = ringer;
     }
 
     /// Forgets the handle as a dead process would: nothing is put in order. For tests of recovery.
@@ -203,12 +224,16 @@ impl Filesystem {
         self.close = false;
     }
 
+    pub(crate) fn teller(&self) -> &Teller {
+        &self.teller
+    }
+
     /// The area it lies in.
     pub fn area(&self) -> &Area {
         &self.area
     }
 
-    fn raw(&self) -> *mut sys::tfs {
+    pub(crate) fn raw(&self) -> *mut sys::tfs {
         debug_assert!(!self.host.raw.ctx.is_null());
         self.tfs.get()
     }
@@ -223,6 +248,26 @@ impl Filesystem {
         // SAFETY: an open handle.
         unsafe { sys::tfs_statfs(self.raw(), &mut out) };
         out
+    }
+
+    /// For the host, about a member that is not there yet: see `tfs_grant`. Limits in blocks and inodes, 0: none.
+    pub fn grant(&self, member: u32, account: &str, blocks: u64, inodes: u64, root: u64) -> Result<()> {
+        let (name, len) = (account.as_ptr().cast(), u32::try_from(account.len()).map_err(|_| Errno::INVAL)?);
+        // SAFETY: an open handle; name with its length.
+        check(unsafe { sys::tfs_grant(self.writable()?, member, name, len, blocks, inodes, root) })
+    }
+
+    /// Stops all changes by other members until [`Filesystem::thaw`], or this member's end. EBUSY: frozen by another, or a mapping that a member does
+    /// not let go of.
+    pub fn freeze(&self) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_freeze(self.writable()?) })
+    }
+
+    /// Lets the others go on.
+    pub fn thaw(&self) {
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_thaw(self.raw()) }
     }
 
     /// Repairs what a dead member left.
@@ -483,10 +528,39 @@ impl Filesystem {
         check_len(unsafe { sys::tfs_seek(self.raw(), ino, offset, hole) })
     }
 
+    /// Takes, changes or gives back a file lock; EAGAIN: another owner has it.
+    pub fn set_lock(&self, ino: u64, lock: &FileLock) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_set_lock(self.writable()?, ino, lock) })
+    }
+
+    /// Who is in the way of a file lock; nobody: its type is `TFS_LK_UNLOCK`.
+    pub fn get_lock(&self, ino: u64, lock: &FileLock) -> Result<FileLock> {
+        let mut found = *lock;
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_get_lock(self.writable()?, ino, &mut found) })?;
+        Ok(found)
+    }
+
+    /// Says that a lock is waited for, until [`Filesystem::end_wait`]. EDEADLK: its holder waits for this one's owner.
+    pub fn wait_lock(&self, ino: u64, lock: &FileLock) -> Result<LockWait> {
+        let fs = self.writable()?;
+        // SAFETY: an open handle.
+        let slot = check_len(i64::from(unsafe { sys::tfs_lock_wait_begin(fs, ino, lock) }))?;
+        Ok(LockWait(slot as c_int))
+    }
+
+    /// The end of a wait.
+    pub fn end_wait(&self, wait: LockWait) {
+        // SAFETY: an open handle; the slot was given by tfs_lock_wait_begin and is given back once.
+        unsafe { sys::tfs_lock_wait_end(self.raw(), wait.0) };
+    }
+
     /// An extended attribute's value.
     pub fn xattr_get(&self, ino: u64, name: &[u8]) -> Result<Vec<u8>> {
         let name = CString::new(name).map_err(|_| Errno::INVAL)?;
-        loop {
+        // Again when it grew in between, but not for ever.
+        for _ in 0..1000 {
             // SAFETY: an open handle; size 0 asks for the length.
             let len = check_len(unsafe {
                 sys::tfs_xattr_get(self.raw(), ino, name.as_ptr(), std::ptr::null_mut(), 0)
@@ -499,7 +573,6 @@ impl Filesystem {
             let got =
                 unsafe { sys::tfs_xattr_get(self.raw(), ino, name.as_ptr(), value.as_mut_ptr().cast(), len) };
             match check_len(got) {
-                // It grew in between: only as often as others change it.
                 Err(Errno::RANGE) => {}
                 got => {
                     value.truncate(got? as usize);
@@ -507,6 +580,7 @@ impl Filesystem {
                 }
             }
         }
+        Err(Errno::AGAIN)
     }
 
     /// Names of all extended attributes, each with its NUL.
@@ -539,6 +613,10 @@ impl Filesystem {
         })
     }
 }
+
+/// A note in the zone that somebody waits for a file lock; for [`Filesystem::end_wait`].
+#[derive(Debug)]
+pub struct LockWait(c_int);
 
 /// Keeps blocks from being reused, until dropped.
 pub struct Pin<'a> {

@@ -8,15 +8,21 @@
 //! - [`sys`]: the core's interface and format, from its headers.
 //! - [`area`]: mappings and areas; the one module that maps memory.
 //! - [`fs`]: the core's functions with Rust types.
+//! - [`change`]: its change events.
+//! - [`account`]: whose files are counted and limited together.
 //! - [`fuse`]: the FUSE mount.
 //! - [`fsck`]: check and repair.
+//! - [`snapshot`]: consistent images of file systems in use.
 //! - [`target`]: what a command's argument names.
 //! - [`cli`]: the commands `tombolo files …`.
 
+pub mod account;
 pub mod area;
+pub mod change;
 pub mod cli;
 pub mod fs;
 pub mod fsck;
 pub mod fuse;
+pub mod snapshot;
 pub mod sys;
 pub mod target;

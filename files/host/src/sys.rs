@@ -19,7 +19,7 @@ const _: () = {
     assert!(size_of::<tfs_dirent>() == 64);
     assert!(size_of::<tfs_tx>() == 512);
     assert!(core::mem::offset_of!(tfs_tx, words) == 128);
-    assert!(size_of::<tfs_member_area>() == 24576);
+    assert!(size_of::<tfs_member_area>() == 40960);
     assert!(size_of::<tmb_member>() == 256);
     assert!(size_of::<tmb_zone_header>() == 4096);
     assert!(size_of::<tmb_area>() == 64);

@@ -7,10 +7,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::FlockOperation;
-use tombolo_zone::{AreaType, Membership, Rights, Role, Zone};
+use tombolo_zone::doorbell::Bell;
+use tombolo_zone::{AreaType, MemberId, Membership, Rights, Role, Zone};
 
 use crate::area::{Area, Map, Seat, open_backing};
+use crate::fs::Ringer;
 use crate::sys;
 
 /// An opened argument.
@@ -36,6 +39,8 @@ enum Kind {
 pub struct Joined {
     zone: Arc<Zone>,
     membership: Option<Membership>,
+    bell: Option<Arc<Bell>>,
+    rung: Arc<OwnedFd>,
 }
 
 impl Joined {
@@ -49,8 +54,26 @@ impl Joined {
         &self.zone
     }
 
-    /// Takes the own pending bits.
+    /// Rings other members, if somebody serves the zone's doorbells.
+    pub fn ringer(&self) -> Option<Ringer> {
+        let (zone, bell) = (Arc::clone(&self.zone), self.bell.clone()?);
+        Some(Box::new(move |member| {
+            let slot = MemberId::new(member).and_then(|id| zone.member(id).ok());
+            if let Some(peer) = slot.and_then(|m| m.doorbell) {
+                // A peer that has gone meanwhile needs no ring.
+                let _known = bell.ring(peer);
+            }
+        }))
+    }
+
+    /// Readable once this member was rung. `None`: it has no doorbell, and must look for pending bits by itself.
+    pub fn rung(&self) -> Option<&OwnedFd> {
+        self.bell.as_ref().map(|_| &*self.rung)
+    }
+
+    /// Takes the own pending bits, and the rings that told of them.
     pub fn take_pending(&self) -> tombolo_zone::Result<u64> {
+        let _rings = rustix::io::read(&self.rung, &mut [0; 8]);
         match &self.membership {
             Some(m) => self.zone.take_pending(m.id()),
             None => Ok(0),
@@ -59,6 +82,7 @@ impl Joined {
 
     /// Gives the seat up and its slot free. Nothing may be held any more.
     pub fn leave(mut self) -> tombolo_zone::Result<()> {
+        self.bell = None;
         if let Some(membership) = self.membership.take() {
             let id = membership.id();
             self.zone.leave(membership)?;
@@ -119,6 +143,14 @@ impl Target {
         })
     }
 
+    /// Who is invited or there; `None`: no zone.
+    pub fn members(&self) -> anyhow::Result<Option<Vec<tombolo_zone::Member>>> {
+        match &self.kind {
+            Kind::Bare { .. } => Ok(None),
+            Kind::Zone { zone, .. } => Ok(Some(zone.members()?)),
+        }
+    }
+
     fn alive(&self) -> anyhow::Result<Vec<String>> {
         Ok(match &self.kind {
             Kind::Zone { zone, .. } => {
@@ -166,8 +198,19 @@ impl Target {
             }
         };
         let id = zone.invite(name, Role::Host, Rights::READ_WRITE)?;
+        // What was granted to whoever had the slot before is not for this member.
+        if !crate::account::revoke(&self.area()?, id.index()) {
+            bail!("{}: the area is too small for a file system", self.path.display());
+        }
         let membership = zone.join(id)?;
-        let joined = Joined { zone: Arc::clone(zone), membership: Some(membership) };
+        let rung = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let ring = Arc::clone(&rung);
+        let bell = Bell::enter(zone, id, move || {
+            // A counter that is full is rung already.
+            let _full = rustix::io::write(&ring, &1u64.to_ne_bytes());
+        })?;
+        let joined =
+            Joined { zone: Arc::clone(zone), membership: Some(membership), bell: bell.map(Arc::new), rung };
         Ok((self.area_of(joined.seat())?, Some(joined)))
     }
 }

@@ -4,10 +4,12 @@
 use std::sync::Arc;
 
 use rustix::io::Errno;
+use tombolo_files::account;
 use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::change::Change;
 use tombolo_files::fs::{self, Create, Filesystem, Mkfs, ROOT};
 use tombolo_files::fsck::{self, Options};
-use tombolo_files::sys;
+use tombolo_files::{snapshot, sys};
 
 const REG: u32 = libc::S_IFREG | 0o644;
 const BLOCK: u64 = 4096;
@@ -102,17 +104,22 @@ fn a_hundred_thousand_names_are_found_and_listed_with_stable_cookies() {
     assert_clean(&area);
 }
 
-/// Two members of one zone: member tables at the start, the file system behind.
-fn two_members() -> (Filesystem, Filesystem) {
-    let map = Arc::new(Map::memfd("two", 34 << 20).expect("memory"));
+/// A zone: member table at the start, the file system behind; and how its members open it.
+fn zone() -> (Area, impl Fn(u32) -> Filesystem) {
+    let map = Arc::new(Map::memfd("zone", 34 << 20).expect("memory"));
     let whole = Area::in_map(&map, 2 << 20, 32 << 20, None).expect("an area");
     fs::mkfs(&whole, &Mkfs::default()).expect("mkfs");
     let table = Area::in_map(&map, 4096, 64 * 256, None).expect("a table");
-    let open = |member: u32| {
+    let open = move |member: u32| {
         assert!(table.store_word(u64::from(member) * 256, 1 << 32 | u64::from(sys::TMB_MEMBER_ACTIVE)));
         let seat = Some((4096, Seat { member, epoch: 1 }));
         Filesystem::open(Area::in_map(&map, 2 << 20, 32 << 20, seat).expect("an area")).expect("open")
     };
+    (whole, open)
+}
+
+fn two_members() -> (Filesystem, Filesystem) {
+    let (_, open) = zone();
     (open(0), open(5))
 }
 
@@ -204,6 +211,38 @@ fn a_read_only_handle_reads_and_refuses_to_write() {
 }
 
 #[test]
+fn a_read_only_member_that_leaves_no_pin_never_reads_another_files_blocks() {
+    let map = Map::memfd("ro", 16 << 20).expect("memory");
+    let read_only = Map::new(map.file(), 16 << 20, false).expect("a second mapping");
+    let area = Area::whole(map).expect("an area");
+    fs::mkfs(&area, &Mkfs::default()).expect("mkfs");
+    let fs = Filesystem::open(area).expect("open");
+    let ino = file(&fs, "f");
+    let reader = Filesystem::open(Area::whole(read_only).expect("an area")).expect("open read-only");
+    std::thread::scope(|scope| {
+        let writing = scope.spawn(|| {
+            let other = file(&fs, "other");
+            for _ in 0..2000 {
+                fs.pwrite(ino, &[b'f'; 65536], 0, false).expect("write");
+                fs.truncate(ino, 0, false).expect("truncate");
+                fs.pwrite(other, &[b'o'; 65536], 0, false).expect("write");
+                fs.truncate(other, 0, false).expect("truncate");
+            }
+        });
+        let mut buf = vec![0; 65536];
+        while !writing.is_finished() {
+            let got = match reader.pread(ino, &mut buf, 0) {
+                Ok(got) => got,
+                Err(Errno::BUSY) => 0,
+                Err(e) => panic!("{e}"),
+            };
+            let wrong = buf[..got].iter().position(|c| *c != b'f' && *c != 0);
+            assert_eq!(wrong, None, "a byte of another file");
+        }
+    });
+}
+
+#[test]
 fn what_is_no_file_system_or_another_version_is_refused() {
     let area = area(8);
     let version = core::mem::offset_of!(sys::tfs_super, version) as u64;
@@ -215,4 +254,247 @@ fn what_is_no_file_system_or_another_version_is_refused() {
     );
     assert!(area.store_word(0, 0));
     assert_eq!(Filesystem::open(area).map(|_| ()), Err(Errno::INVAL));
+}
+
+fn named(ino: u64, name: &str, mask: u32) -> Change {
+    Change::new(ino, Some((ROOT, name.as_bytes().to_vec())), mask)
+}
+
+#[test]
+fn changes_are_heard_whole_and_in_order_while_somebody_listens() {
+    let (a, b) = two_members();
+    assert!(!a.change_wanted(), "nobody listens yet");
+    let mut listener = b.listen().expect("listen");
+    assert!(a.change_wanted());
+    assert!(!b.change_wanted(), "its own changes are no news to it");
+    let longest = "x".repeat(255);
+    // More than a ring holds, heard in between: records wrap.
+    for i in 0..1000 {
+        let mut told =
+            [named(i, &longest[..i as usize % 256], libc::IN_MOVED_FROM), named(i, "to", libc::IN_MOVED_TO)];
+        a.tell(&mut told);
+        a.tell(&mut [Change::new(i + 1, None, libc::IN_ATTRIB)]);
+        for expected in told.into_iter().filter(|c| c.ino != 0) {
+            assert_ne!(expected.cookie, 0);
+            assert_eq!(listener.next_change(), Ok(Some(expected)));
+        }
+        assert_eq!(listener.next_change(), Ok(Some(Change::new(i + 1, None, libc::IN_ATTRIB))));
+        assert_eq!(listener.next_change(), Ok(None));
+    }
+    drop(listener);
+    assert!(!a.change_wanted());
+}
+
+#[test]
+fn a_repeated_change_counts_as_told_only_until_somebody_has_heard_it() {
+    let (a, b) = two_members();
+    let mut listener = b.listen().expect("listen");
+    let end = a.tell(&mut [Change::new(7, None, libc::IN_MODIFY)]);
+    assert!(a.change_unheard(end));
+    assert!(listener.next_change().expect("a change").is_some());
+    assert!(!a.change_unheard(end), "what is done now must be told again");
+    let end = a.tell(&mut [Change::new(7, None, libc::IN_MODIFY)]);
+    drop(listener);
+    let _late = b.listen().expect("listen");
+    assert!(!a.change_unheard(end), "who listens from now on never hears the record");
+}
+
+#[test]
+fn who_falls_behind_by_a_ring_knows_it_and_hears_what_follows() {
+    let (a, b) = two_members();
+    let mut listener = b.listen().expect("listen");
+    for i in 1..10_000 {
+        a.tell(&mut [named(i, "name", libc::IN_CREATE)]);
+    }
+    assert_eq!(listener.next_change(), Err(Errno::OVERFLOW));
+    assert_eq!(listener.next_change(), Ok(None));
+    a.tell(&mut [named(5, "after", libc::IN_CREATE)]);
+    assert_eq!(listener.next_change(), Ok(Some(named(5, "after", libc::IN_CREATE))));
+}
+
+#[test]
+fn garbage_in_a_ring_is_passed_in_a_bounded_number_of_steps() {
+    let (a, b) = two_members();
+    let mut listener = b.listen().expect("listen");
+    let mut seed = 1u64;
+    let mut random = || {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        seed
+    };
+    let ring = 4096 + std::mem::offset_of!(sys::tfs_member_area, changes) as u64;
+    let head = 4096 + std::mem::offset_of!(sys::tfs_member_area, change_head) as u64;
+    for _ in 0..300 {
+        for word in 0..u64::from(sys::TFS_CHANGE_RING) / 8 {
+            assert!(a.area().store_word(ring + 8 * word, random() >> (random() % 64)));
+        }
+        let at = a.area().word(head).expect("a head");
+        assert!(a.area().store_word(head, if random() % 2 == 0 { random() } else { at + random() % 20_000 }));
+        let mut steps = 0;
+        while !matches!(listener.next_change(), Ok(None)) {
+            steps += 1;
+            assert!(steps < 10_000, "no end");
+        }
+    }
+}
+
+#[test]
+fn while_frozen_others_stand_still_and_the_freezers_end_thaws() {
+    let (a, b) = two_members();
+    let ino = file(&a, "f");
+    a.freeze().expect("freeze");
+    assert_eq!(b.freeze(), Err(Errno::BUSY), "one at a time");
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| b.pwrite(ino, b"late", 0, false));
+        let maker = scope.spawn(|| b.create(ROOT, Some(b"g"), &Create::mode(REG)));
+        let mut buf = [0; 4];
+        for _ in 0..50 {
+            assert_eq!(a.pread(ino, &mut buf, 0), Ok(0));
+            assert_eq!(a.lookup(ROOT, b"g"), Err(Errno::NOENT));
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        a.pwrite(ino, b"mine", 0, false).expect("who froze may write");
+        a.thaw();
+        assert_eq!(writer.join().expect("the writer"), Ok(4));
+        maker.join().expect("the maker").expect("create");
+    });
+    a.freeze().expect("freeze");
+    let members = a.area().members();
+    a.abandon();
+    // SAFETY: member 0's word of the table, which lives as long as b's area.
+    let word = unsafe { std::sync::atomic::AtomicU64::from_ptr((&raw mut (*members).state_epoch).cast()) };
+    word.store(2 << 32 | u64::from(sys::TMB_MEMBER_DEAD), std::sync::atomic::Ordering::Release);
+    b.pwrite(ino, b"free", 0, false).expect("the dead hold nobody up");
+}
+
+#[test]
+fn a_snapshot_of_a_busy_file_system_is_clean_and_each_file_in_it_is_whole() {
+    let (a, b) = two_members();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let dir = tempfile::tempdir().expect("a directory");
+    std::thread::scope(|scope| {
+        for (fs, name) in [(&b, "x"), (&b, "y")] {
+            let stop = &stop;
+            scope.spawn(move || {
+                let ino = file(fs, name);
+                // Each write is one letter from end to end, and a rename follows it.
+                for round in 0u32.. {
+                    if stop.load(std::sync::atomic::Ordering::Relaxed) {
+                        break;
+                    }
+                    fs.pwrite(ino, &[b'a' + (round % 26) as u8; 100_000], 0, false).expect("write");
+                    let (from, to) = if round % 2 == 0 { ("", "2") } else { ("2", "") };
+                    let (from, to) = (format!("{name}{from}"), format!("{name}{to}"));
+                    fs.rename((ROOT, from.as_bytes()), (ROOT, to.as_bytes()), 0).expect("rename");
+                }
+            });
+        }
+        for i in 0..10 {
+            let path = dir.path().join(format!("image{i}"));
+            let image =
+                std::fs::File::options().read(true).write(true).create_new(true).open(&path).expect("a file");
+            snapshot::take(&a, &image, &mut |_, _, _| {}).expect("a snapshot, checked");
+            let len = image.metadata().expect("metadata").len();
+            let fs = Filesystem::open(Area::whole(Map::new(&image, len, true).expect("map")).expect("area"))
+                .expect("open");
+            for name in ["x", "y"] {
+                let found = [name.to_owned(), format!("{name}2")].map(|n| fs.lookup(ROOT, n.as_bytes()).ok());
+                let there: Vec<_> = found.iter().flatten().collect();
+                assert!(there.len() <= 1, "{name} is there under both names");
+                for (ino, _) in there {
+                    let mut buf = vec![0; 100_000];
+                    let got = fs.pread(*ino, &mut buf, 0).expect("read");
+                    assert!(buf[..got].iter().all(|c| *c == buf[0]), "half a write in {name}");
+                }
+            }
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn an_image_goes_back_into_another_area_and_a_damaged_one_is_refused() {
+    let a = Filesystem::open(area(16)).expect("open");
+    let ino = file(&a, "kept");
+    a.pwrite(ino, b"contents", 0, false).expect("write");
+    let image = tempfile::tempfile().expect("a file");
+    snapshot::take(&a, &image, &mut |_, _, _| {}).expect("a snapshot");
+    let image = Area::whole(Map::new(&image, 16 << 20, true).expect("map")).expect("area");
+
+    let small = area(8);
+    let said = snapshot::restore(&image, &small, &mut |_, _, _| {}).expect_err("too small").to_string();
+    assert!(said.contains("16 MiB"), "{said}");
+    let larger = area(32);
+    snapshot::restore(&image, &larger, &mut |_, _, _| {}).expect("restore");
+    assert_clean(&larger);
+    let b = Filesystem::open(larger.clone()).expect("open");
+    let mut buf = [0; 8];
+    let (ino, _) = b.lookup(ROOT, b"kept").expect("lookup");
+    assert_eq!((b.pread(ino, &mut buf, 0), &buf), (Ok(8), b"contents"));
+    drop(b);
+
+    let root = image.word(std::mem::offset_of!(sys::tfs_super, itable_root) as u64).expect("a root word");
+    let node = (root & ((1 << 48) - 1)) * BLOCK;
+    assert!(image.store_word(node, !0));
+    let before = larger.block(0);
+    let said = snapshot::restore(&image, &larger, &mut |_, _, _| {}).expect_err("damaged").to_string();
+    assert!(said.contains("damaged"), "{said}");
+    assert_eq!(larger.block(0), before);
+}
+
+/// Two members, of whom the second has a grant.
+fn with_grant(blocks: u64, inodes: u64) -> (Filesystem, Filesystem, Area) {
+    let (area, open) = zone();
+    let host = open(0);
+    host.grant(5, "tenant", blocks, inodes, 0).expect("grant");
+    let tenant = open(5);
+    (host, tenant, area)
+}
+
+#[test]
+fn what_a_member_makes_counts_for_its_account_whoever_fills_and_removes_it() {
+    let (host, tenant, area) = with_grant(100, 4);
+    let limited = tenant.statfs();
+    assert_eq!((limited.blocks, limited.inodes), (100, 4));
+    let ino = file(&tenant, "mine");
+    assert_eq!(host.pwrite(ino, &[1; 50 * 4096], 0, false), Ok(50 * 4096));
+    let used = account::list(&host).remove(0);
+    assert_eq!((used.name.as_str(), used.inodes, used.bytes_limit), ("tenant", 1, 100 * 4096));
+    assert!((50 * 4096..60 * 4096).contains(&used.bytes), "{used:?}");
+
+    // Neither by its own hand nor by another's does it get beyond its limit; a file of the host's has none.
+    let wrote = tenant.pwrite(ino, &[2; 100 * 4096], 50 * 4096, false).expect("as far as it goes");
+    assert!((40 * 4096..=50 * 4096).contains(&wrote), "{wrote}");
+    assert_eq!(tenant.pwrite(ino, &[2; 4096], 1 << 20, false), Err(Errno::DQUOT));
+    assert_eq!(host.pwrite(ino, &[2; 4096], 1 << 20, false), Err(Errno::DQUOT));
+    let free = file(&host, "free");
+    assert_eq!(tenant.pwrite(free, &[3; 200 * 4096], 0, false), Ok(200 * 4096));
+
+    host.unlink(ROOT, b"mine", 0).expect("unlink");
+    let used = account::list(&host).remove(0);
+    assert_eq!((used.bytes, used.inodes), (0, 0), "what goes is given back");
+    for i in 0..4 {
+        file(&tenant, &format!("{i}"));
+    }
+    let fifth = tenant.create(ROOT, Some(b"fifth"), &Create::mode(REG));
+    assert_eq!(fifth, Err(Errno::DQUOT));
+    host.grant(5, "tenant", 100, 5, 0).expect("grant more");
+    file(&tenant, "fifth");
+    drop((host, tenant));
+    assert_clean(&area);
+}
+
+#[test]
+fn fsck_counts_accounts_anew() {
+    let (host, tenant, area) = with_grant(100, 4);
+    tenant.pwrite(file(&tenant, "f"), &[1; 4096], 0, false).expect("write");
+    let right = account::list(&host).remove(0);
+    drop((host, tenant));
+    let at = 4096 + std::mem::offset_of!(sys::tfs_member_area, own) as u64;
+    assert!(area.store_word(at + std::mem::offset_of!(sys::tfs_account, blocks) as u64, 77));
+    assert!(area.store_word(at + std::mem::offset_of!(sys::tfs_account, inodes) as u64, u64::MAX));
+    fsck::check(&area, Options { repair: true, live: false }, &mut |_, _, _| {}).expect("fsck");
+    let fs = Filesystem::open(area.clone()).expect("open");
+    assert_eq!(account::list(&fs), [right]);
 }

@@ -2,7 +2,7 @@
 //! FUSE mounts of one zone by several processes, each a member. Needs root and /dev/fuse.
 
 use std::fs;
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -165,6 +165,217 @@ fn holes_are_found_and_shared_mappings_are_refused_not_stale() {
     assert!(map(rustix::mm::MapFlags::PRIVATE).is_ok());
 }
 
+/// Runs a check in a process of its own, whose POSIX locks are nobody else's; its exit code.
+fn in_child(check: impl FnOnce() -> i32) -> i32 {
+    // SAFETY: the child calls nothing but file operations and _exit, and does not return.
+    match unsafe { libc::fork() } {
+        0 => {
+            let code = check();
+            // SAFETY: ends the child without the parent's cleaning up.
+            unsafe { libc::_exit(code) }
+        }
+        child => {
+            let mut status = 0;
+            // SAFETY: waits for the child just started.
+            assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+            libc::WEXITSTATUS(status)
+        }
+    }
+}
+
+/// fcntl with a lock of `kind` on bytes from `start` on; the errno.
+fn fcntl_lock(file: &fs::File, command: libc::c_int, kind: libc::c_int, start: i64, len: i64) -> i32 {
+    let lock = libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: start,
+        l_len: len,
+        l_pid: 0,
+    };
+    // SAFETY: an open file and a lock that lives across the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &lock) } {
+        0 => 0,
+        _ => std::io::Error::last_os_error().raw_os_error().unwrap_or(-1),
+    }
+}
+
+fn both(rig: &Rig, name: &str) -> (fs::File, fs::File) {
+    let open = |path| {
+        let mut options = fs::OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).open(path).expect("open")
+    };
+    (open(rig.at(&format!("a/{name}"))), open(rig.at(&format!("b/{name}"))))
+}
+
+#[test]
+fn flock_excludes_across_mounts_and_goes_with_the_open_file() {
+    use rustix::fs::{FlockOperation, flock};
+    let rig = Rig::new();
+    let (a, b) = both(&rig, "f");
+    flock(&a, FlockOperation::LockShared).expect("a shared lock");
+    flock(&b, FlockOperation::NonBlockingLockShared).expect("a second shared lock");
+    assert_eq!(flock(&b, FlockOperation::NonBlockingLockExclusive), Err(rustix::io::Errno::WOULDBLOCK));
+    // A descriptor that is a copy keeps it, the last one's close gives it up.
+    let copy = a.try_clone().expect("dup");
+    drop(a);
+    assert_eq!(flock(&b, FlockOperation::NonBlockingLockExclusive), Err(rustix::io::Errno::WOULDBLOCK));
+    let waiter = std::thread::spawn(move || flock(&b, FlockOperation::LockExclusive).map(|()| b));
+    drop(copy);
+    assert!(waiter.join().expect("no panic").is_ok());
+}
+
+#[test]
+fn fcntl_locks_exclude_by_range_across_mounts_and_go_when_a_process_closes_the_file() {
+    let rig = Rig::new();
+    let (a, b) = both(&rig, "f");
+    assert_eq!(fcntl_lock(&a, libc::F_SETLK, libc::F_WRLCK, 10, 10), 0);
+    assert_eq!(fcntl_lock(&b, libc::F_SETLK, libc::F_WRLCK, 20, 10), 0, "beside it");
+    assert_eq!(fcntl_lock(&b, libc::F_SETLK, libc::F_RDLCK, 15, 1), libc::EAGAIN);
+    let mut found =
+        libc::flock { l_type: libc::F_RDLCK as libc::c_short, l_whence: 0, l_start: 0, l_len: 0, l_pid: 0 };
+    // SAFETY: an open file and a lock that lives across the call.
+    assert_eq!(unsafe { libc::fcntl(b.as_raw_fd(), libc::F_GETLK, &mut found) }, 0);
+    assert_eq!((found.l_type, found.l_start, found.l_len), (libc::F_WRLCK as libc::c_short, 10, 10));
+    // Another process of the same mount is another owner.
+    let path = rig.at("a/f");
+    let other = in_child(|| {
+        let file = fs::OpenOptions::new().read(true).write(true).open(&path).expect("open");
+        fcntl_lock(&file, libc::F_SETLK, libc::F_RDLCK, 12, 1)
+    });
+    assert_eq!(other, libc::EAGAIN);
+    // POSIX: closing any descriptor of the file gives all of the process's locks up.
+    drop(fs::File::open(rig.at("a/f")).expect("open"));
+    assert_eq!(fcntl_lock(&b, libc::F_SETLK, libc::F_WRLCK, 0, 0), 0);
+}
+
+#[test]
+fn open_file_description_locks_belong_to_the_open_file() {
+    const SET: libc::c_int = libc::F_OFD_SETLK;
+    let rig = Rig::new();
+    let (a, b) = both(&rig, "f");
+    assert_eq!(fcntl_lock(&a, SET, libc::F_WRLCK, 0, 0), 0);
+    let second = fs::OpenOptions::new().read(true).write(true).open(rig.at("a/f")).expect("open");
+    assert_eq!(
+        fcntl_lock(&second, SET, libc::F_RDLCK, 0, 0),
+        libc::EAGAIN,
+        "the same process, another open file"
+    );
+    assert_eq!(fcntl_lock(&b, SET, libc::F_RDLCK, 0, 0), libc::EAGAIN);
+    drop(second);
+    assert_eq!(
+        fcntl_lock(&b, SET, libc::F_RDLCK, 0, 0),
+        libc::EAGAIN,
+        "another open file's close is nothing"
+    );
+    drop(a);
+    assert_eq!(fcntl_lock(&b, libc::F_OFD_SETLKW, libc::F_WRLCK, 0, 0), 0);
+}
+
+#[test]
+fn two_that_wait_for_each_other_are_told_and_a_signal_ends_a_wait() {
+    let rig = Rig::new();
+    let (a, b) = both(&rig, "f");
+    assert_eq!(fcntl_lock(&a, libc::F_SETLK, libc::F_WRLCK, 0, 1), 0);
+    let path = rig.at("b/f");
+    let (ready, mut told) = std::os::unix::net::UnixStream::pair().expect("a socket pair");
+    // SAFETY: the child calls nothing but file operations and _exit, and does not return.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let file = fs::OpenOptions::new().read(true).write(true).open(path).expect("open");
+        let taken = fcntl_lock(&file, libc::F_SETLK, libc::F_WRLCK, 1, 1);
+        let _ = (&ready).write_all(&[taken as u8]);
+        let waited = fcntl_lock(&file, libc::F_SETLKW, libc::F_WRLCK, 0, 1);
+        // SAFETY: ends the child without the parent's cleaning up.
+        unsafe { libc::_exit(waited) }
+    }
+    let mut taken = [1];
+    told.read_exact(&mut taken).expect("the child's word");
+    assert_eq!(taken, [0]);
+    // Whichever of the two comes second is told; if it is the child, its end gives byte 1 to the parent.
+    let mine = fcntl_lock(&a, libc::F_SETLKW, libc::F_WRLCK, 1, 1);
+    if mine == libc::EDEADLK {
+        drop((a, b));
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child started above.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    let theirs = libc::WEXITSTATUS(status);
+    assert!([(libc::EDEADLK, 0), (0, libc::EDEADLK)].contains(&(mine, theirs)), "{mine} {theirs}");
+
+    let (a, _) = both(&rig, "g");
+    rustix::fs::flock(&a, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    let path = rig.at("b/g");
+    let mut waiter = Command::new("flock").arg(&path).arg("true").spawn().expect("flock starts");
+    wait_until(|| {
+        let state = fs::read_to_string(format!("/proc/{}/wchan", waiter.id())).unwrap_or_default();
+        state.contains("fuse") || state.contains("request_wait")
+    });
+    waiter.kill().expect("a signal");
+    assert!(!waiter.wait().expect("its end").success());
+    drop(a);
+    let (_, b) = both(&rig, "g");
+    rustix::fs::flock(&b, rustix::fs::FlockOperation::LockExclusive).expect("nobody has it");
+}
+
+#[test]
+fn more_waiters_than_threads_hold_nobody_up_and_use_no_cpu() {
+    let rig = Rig::new();
+    let (a, b) = both(&rig, "f");
+    rustix::fs::flock(&a, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    let path = rig.at("b/f");
+    let waiters: Vec<_> = (0..12)
+        .map(|_| {
+            let file = fs::File::open(&path).expect("open");
+            std::thread::spawn(move || rustix::fs::flock(&file, rustix::fs::FlockOperation::LockShared))
+        })
+        .collect();
+    let cpu = |pid: i32| {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("a process");
+        let fields: Vec<u64> = stat
+            .rsplit(')')
+            .next()
+            .unwrap_or("")
+            .split_whitespace()
+            .skip(11)
+            .take(2)
+            .map(|n| n.parse().expect("a number"))
+            .collect();
+        fields.iter().sum::<u64>()
+    };
+    let (pid, before) = (rig.pids[1], cpu(rig.pids[1]));
+    let start = std::time::Instant::now();
+    while start.elapsed() < std::time::Duration::from_secs(1) {
+        fs::metadata(&path).expect("the mount answers");
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    // Ticks of 10 ms: a spinning thread would use all of the second.
+    assert!(cpu(pid) - before < 50, "{} ticks", cpu(pid) - before);
+    drop(a);
+    for waiter in waiters {
+        assert!(waiter.join().expect("no panic").is_ok());
+    }
+    drop(b);
+}
+
+#[test]
+fn the_death_of_a_mount_gives_its_locks_up() {
+    let mut rig = Rig::new();
+    let (a, b) = both(&rig, "f");
+    rustix::fs::flock(&b, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    assert_eq!(fcntl_lock(&b, libc::F_SETLK, libc::F_WRLCK, 0, 0), 0);
+    let waiter = std::thread::spawn(move || {
+        rustix::fs::flock(&a, rustix::fs::FlockOperation::LockExclusive).expect("the lock");
+        fcntl_lock(&a, libc::F_SETLKW, libc::F_WRLCK, 0, 0)
+    });
+    let pid = rig.pids.pop().expect("two mounts");
+    // SAFETY: a process started by this test.
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+    wait_until(|| rig._owner.reap().expect("a zone").len() == 1);
+    assert_eq!(waiter.join().expect("no panic"), 0);
+    drop(b);
+    assert!(Command::new("umount").arg(rig.at("b")).status().expect("umount starts").success());
+}
+
 #[test]
 fn a_killed_mount_takes_nothing_along_and_its_files_stay() {
     let mut rig = Rig::new();
@@ -217,4 +428,47 @@ fn sigterm_unmounts_and_leaves_a_clean_zone() {
     assert!(!mounted(&rig.at("a")) && !mounted(&rig.at("b")));
     let out = files(&["fsck", "-n", zone.to_str().expect("a path")]);
     assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stdout));
+}
+
+#[test]
+fn watch_shows_what_a_mount_does_as_it_happens() {
+    let rig = Rig::new();
+    fs::create_dir(rig.at("a/dir")).expect("mkdir");
+    let mut watch = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"))
+        .args(["files", "watch", rig.zone_str(), "/dir"])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    let mut lines =
+        BufReader::new(watch.stdout.take().expect("its output")).lines().map(|l| l.expect("a line"));
+    assert!(lines.next().expect("a header, once it listens").starts_with("member"));
+    fs::write(rig.at("a/outside"), "not at or below /dir").expect("write");
+    fs::write(rig.at("a/dir/f"), "contents").expect("write");
+    fs::rename(rig.at("a/dir/f"), rig.at("a/dir/g")).expect("rename");
+    fs::set_permissions(rig.at("b/dir/g"), fs::Permissions::from_mode(0o600)).expect("chmod");
+    fs::remove_file(rig.at("a/dir/g")).expect("remove");
+    let mut seen = Vec::new();
+    while !seen.last().is_some_and(|l: &String| l.contains("delete")) {
+        seen.push(lines.next().expect("more"));
+    }
+    let seen: Vec<Vec<&str>> = seen.iter().map(|l| l.split_whitespace().collect()).collect();
+    let mut expected = vec![
+        ["member-a", "create", "file", "/dir/f"],
+        ["member-a", "modify", "file", "/dir/f"],
+        ["member-a", "close-write", "file", "/dir/f"],
+        ["member-a", "moved-from", "file", "/dir/f"],
+        ["member-a", "moved-to", "file", "/dir/g"],
+        ["member-b", "attrib", "file", "/dir/g"],
+        ["member-a", "delete", "file", "/dir/g"],
+    ];
+    for line in &seen {
+        // The order of what different members did is not kept, and a close is told by the kernel in its own time.
+        if let Some(at) = expected.iter().position(|e| line == e) {
+            expected.remove(at);
+        }
+    }
+    assert!(expected.is_empty(), "missing: {expected:?}; seen: {seen:?}");
+    // SAFETY: a plain call on a child of this process.
+    unsafe { libc::kill(watch.id() as i32, libc::SIGTERM) };
+    assert!(watch.wait().expect("its end").success());
 }

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Damage: words of a file system are overwritten in places that mean something; fsck -n must tell and change nothing, fsck -y repair or
-//! say what is lost, and what it repaired must work.
+//! Damage: words of a file system are overwritten in places that mean something, one half of them by the fuzzer's mutator
+//! (`files/fuzz/mutate.c`). fsck -n, which gets the memory mapped read-only, must tell and change nothing; fsck -y repair or say what is
+//! lost; what it repaired must work; and where it found nothing at all, every name and all contents must be what they were.
+
+use std::collections::BTreeMap;
+use std::ffi::{c_uint, c_void};
+use std::sync::Arc;
 
 use tombolo_files::area::{Area, Map};
 use tombolo_files::fs::{self, Create, Filesystem, Mkfs, ROOT};
@@ -13,6 +18,10 @@ const MIB: u64 = 12;
 
 struct Image {
     area: Area,
+    /// The same memory, without the right to write.
+    read_only: Area,
+    mutator: *mut c_void,
+    files: Files,
     words: Vec<u64>,
     /// Blocks that something refers to.
     used: Vec<u64>,
@@ -26,8 +35,11 @@ pub fn run(seed: u64, rounds: u64) -> Result<String, String> {
     let (mut found, mut lost, mut hopeless) = (0, 0, 0);
     for round in 0..rounds {
         image.restore();
-        let log: Vec<String> = (0..1 + rng.below(6)).map(|_| image.damage(&mut rng)).collect();
-        let report = image.round().map_err(|e| format!("round {round}: {e}; damage: {}", log.join(", ")))?;
+        let damage: Vec<Damage> = (0..1 + rng.below(6)).map(|_| image.damage(&mut rng)).collect();
+        let report = image.round(damage.iter().any(|d| d.plausible)).map_err(|e| {
+            let log: Vec<&str> = damage.iter().map(|d| d.text.as_str()).collect();
+            format!("round {round}: {e}; damage: {}", log.join(", "))
+        })?;
         found += u64::from(report.damage > 0);
         lost += u64::from(report.problems.iter().any(|p| p.severity == Severity::Loss));
         hopeless += u64::from(report.left > 0);
@@ -39,11 +51,88 @@ pub fn run(seed: u64, rounds: u64) -> Result<String, String> {
 
 fn silent(_: &str, _: u64, _: u64) {}
 
+/// `struct mutation` of `files/fuzz/mutate.h`.
+#[repr(C)]
+struct Mutation {
+    kind: c_uint,
+    offset: u64,
+    old: u64,
+    new_value: u64,
+}
+const TX: c_uint = 1;
+const INODE: c_uint = 3;
+const XATTR: c_uint = 8;
+
+type Take = unsafe extern "C" fn(*mut c_void, c_uint) -> u64;
+
+unsafe extern "C" {
+    fn mutator_new(area: *const c_void, bytes: u64) -> *mut c_void;
+    fn mutator_free(mutator: *mut c_void);
+    fn mutate(mutator: *mut c_void, area: *mut c_void, take: Take, ctx: *mut c_void) -> Mutation;
+}
+
+/// One change.
+struct Damage {
+    text: String,
+    /// It may leave a file system that is well formed, but another one.
+    plausible: bool,
+}
+
+/// By path: the kind, and what is in it.
+type Files = BTreeMap<Vec<u8>, (u32, Vec<u8>)>;
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        // SAFETY: made by mutator_new, not used after this.
+        unsafe { mutator_free(self.mutator) };
+    }
+}
+
+/// All names and what they mean, as the core reads them.
+fn contents(area: &Area) -> Result<Files, String> {
+    let fs = Filesystem::open_with(area.lone(), Box::new(|_, _, _| {})).map_err(|e| format!("open: {e}"))?;
+    let mut files = Files::new();
+    let mut queue = vec![(ROOT, Vec::new())];
+    while let Some((dir, path)) = queue.pop() {
+        for entry in fs.list(dir).map_err(|e| format!("directory {dir}: {e}"))? {
+            let path = [path.as_slice(), b"/", &entry.name].concat();
+            let at = |e| format!("{}: {e}", String::from_utf8_lossy(&path));
+            let attr = fs.getattr(entry.ino, 0).map_err(at)?;
+            let kind = attr.mode & libc::S_IFMT;
+            let what = match kind {
+                libc::S_IFDIR => {
+                    queue.push((entry.ino, path.clone()));
+                    Vec::new()
+                }
+                libc::S_IFREG => {
+                    let mut data = vec![0; 128 << 10];
+                    let len =
+                        fs.pread(entry.ino, &mut data, attr.size.saturating_sub(128 << 10)).map_err(at)?;
+                    data.truncate(len);
+                    data
+                }
+                libc::S_IFLNK => fs.readlink(entry.ino).map_err(at)?,
+                _ => Vec::new(),
+            };
+            files.insert(path, (kind, what));
+        }
+    }
+    Ok(files)
+}
+
 impl Image {
     fn new() -> Result<Image, String> {
-        let map = Map::memfd("damage", MIB << 20).map_err(|e| e.to_string())?;
-        let area = Area::whole(map).map_err(|e| e.to_string())?;
+        let map = Arc::new(Map::memfd("damage", MIB << 20).map_err(|e| e.to_string())?);
+        let read_only = Map::new(map.file(), MIB << 20, false).and_then(Area::whole);
+        let read_only = read_only.map_err(|e| e.to_string())?;
+        let area = Area::in_map(&map, 0, MIB << 20, None).map_err(|e| e.to_string())?;
         populate(&area).map_err(|e| format!("making files: {e}"))?;
+        let files = contents(&area)?;
+        // SAFETY: the area is that long; the mutator keeps no pointer to it.
+        let mutator = unsafe { mutator_new(area.base().cast(), MIB << 20) };
+        if mutator.is_null() {
+            return Err("no memory for the mutator".into());
+        }
         let words: Vec<u64> = (0..MIB << 17).map(|i| area.word(i * 8).expect("in the area")).collect();
         let map_start = 1 + u64::from(sys::TFS_MEMBERS) * (size_of::<sys::tfs_member_area>() as u64 / 4096);
         let used = (0..MIB << 8)
@@ -52,7 +141,7 @@ impl Image {
                 area.copy_out(map_start * 4096 + b, &mut byte) && u32::from(byte[0]) == sys::TFS_MAP_USED
             })
             .collect();
-        Ok(Image { area, words, used, map_start })
+        Ok(Image { area, read_only, mutator, files, words, used, map_start })
     }
 
     fn restore(&self) {
@@ -65,7 +154,23 @@ impl Image {
         as_it_was.iter().enumerate().all(|(i, word)| self.area.word(i as u64 * 8) == Some(*word))
     }
 
-    fn damage(&self, rng: &mut Rng) -> String {
+    fn damage(&self, rng: &mut Rng) -> Damage {
+        if rng.below(2) == 0 { self.mutate(rng) } else { self.overwrite(rng) }
+    }
+
+    fn mutate(&self, rng: &mut Rng) -> Damage {
+        unsafe extern "C" fn take(rng: *mut c_void, bytes: c_uint) -> u64 {
+            // SAFETY: the generator below, which nobody else uses meanwhile.
+            unsafe { &mut *rng.cast::<Rng>() }.next() >> (64 - 8 * bytes)
+        }
+        // SAFETY: the mutator was made for this area and writes inside it.
+        let done = unsafe { mutate(self.mutator, self.area.base().cast(), take, (&raw mut *rng).cast()) };
+        let text = format!("{:#x}: {:#x} -> {:#x}", done.offset, done.old, done.new_value);
+        // Numbers of an inode, attributes' values and recorded words to store say nothing wrong by themselves.
+        Damage { text, plausible: [TX, INODE, XATTR].contains(&done.kind) }
+    }
+
+    fn overwrite(&self, rng: &mut Rng) -> Damage {
         let block = match rng.below(10) {
             0 => 0,
             1 => 1 + rng.below(self.map_start - 1),
@@ -97,13 +202,13 @@ impl Image {
         if !identity {
             assert!(self.area.store_word(at, new));
         }
-        format!("{at:#x}: {old:#x} -> {new:#x}")
+        Damage { text: format!("{at:#x}: {old:#x} -> {new:#x}"), plausible: true }
     }
 
-    fn round(&self) -> Result<Report, String> {
+    fn round(&self, plausible: bool) -> Result<Report, String> {
         let damaged: Vec<u64> =
             (0..self.words.len()).map(|i| self.area.word(i as u64 * 8).expect("in the area")).collect();
-        let looked = fsck::check(&self.area, Options::default(), &mut silent).map_err(|e| e.0)?;
+        let looked = fsck::check(&self.read_only, Options::default(), &mut silent).map_err(|e| e.0)?;
         if !self.same(&damaged) {
             return Err("fsck -n wrote".into());
         }
@@ -128,6 +233,18 @@ impl Image {
         let again = fsck::check(&self.area, Options::default(), &mut silent).map_err(|e| e.0)?;
         if !again.is_clean() {
             return Err(format!("repaired, but: {}", text(&again)));
+        }
+        if looked.is_clean() && !plausible {
+            let now = contents(&self.area)?;
+            let changed = self.files.iter().find(|(path, what)| now.get(*path) != Some(what));
+            if let Some((path, _)) =
+                changed.or_else(|| now.iter().find(|(path, _)| !self.files.contains_key(*path)))
+            {
+                return Err(format!(
+                    "found nothing, but {} is not what it was",
+                    String::from_utf8_lossy(path)
+                ));
+            }
         }
         use_all(&self.area)
             .map_err(|e| format!("repaired, but can't be used: {e} (found: {})", text(&looked)))?;

@@ -743,23 +743,23 @@ static int locks(char **a)
 	return 0;
 }
 
-/* tally FILE N KIND: adds 1 N times to a number in FILE, by read and write under a lock ("flock" or "fcntl") */
+/* tally FILE N KIND: adds 1 N times to a number in FILE, by read and write under a lock ("flock", "fcntl" or "ofd") */
 static int tally(char **a)
 {
-	int fd = open(a[0], O_RDWR | O_CREAT, 0600), n = atoi(a[1]), whole = !strcmp(a[2], "flock");
+	int fd = open(a[0], O_RDWR | O_CREAT, 0600), n = atoi(a[1]), whole = !strcmp(a[2], "flock"), ofd = !strcmp(a[2], "ofd");
 	struct flock l = {.l_whence = SEEK_SET, .l_start = 1000, .l_len = 10};
 	long value = 0;
 
 	CHECK(fd >= 0);
 	for (int i = 0; i < n; i++) {
 		l.l_type = F_WRLCK;
-		CHECK(whole ? !flock(fd, LOCK_EX) : !fcntl(fd, F_SETLKW, &l));
+		CHECK(whole ? !flock(fd, LOCK_EX) : !fcntl(fd, ofd ? F_OFD_SETLKW : F_SETLKW, &l));
 		value = 0;
 		CHECK(pread(fd, &value, sizeof(value), 0) >= 0);
 		value++;
 		CHECK(pwrite(fd, &value, sizeof(value), 0) == sizeof(value));
 		l.l_type = F_UNLCK;
-		CHECK(whole ? !flock(fd, LOCK_UN) : !fcntl(fd, F_SETLK, &l));
+		CHECK(whole ? !flock(fd, LOCK_UN) : !fcntl(fd, ofd ? F_OFD_SETLK : F_SETLK, &l));
 	}
 	CHECK(pread(fd, &value, sizeof(value), 0) >= 0);
 	printf("%ld\n", value);
@@ -780,6 +780,15 @@ static int locked(char **a)
 		pause();
 	CHECK((now() - start) * 1000 < atoi(a[1]));
 	return 0;
+}
+
+/* free FILE: whether nobody has it locked by flock */
+static int is_free(char **a)
+{
+	int fd = open(a[0], O_RDWR | O_CREAT, 0600);
+
+	CHECK(fd >= 0);
+	return flock(fd, LOCK_EX | LOCK_NB) ? 1 : 0;
 }
 
 /* meta DIR COUNT: files per second by operation */
@@ -874,7 +883,8 @@ static const struct {
 } table[] = {
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
-	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3}, {"locked", locked, 2}, {"meta", meta, 2}, {"io", io, 2},
+	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
+	{"locked", locked, 2}, {"free", is_free, 1}, {"meta", meta, 2}, {"io", io, 2},
 };
 
 int main(int argc, char **argv)

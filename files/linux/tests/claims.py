@@ -6,7 +6,7 @@ Needs QEMU, busybox-static, cpio, kmod, a C compiler, and for each kernel image,
 kernel under /boot that has headers. --kit: kernels of the guest kit (guest/README.md) instead, nothing installed. --root DIR: where boot/ and lib/modules are, for a kernel that is unpacked, not installed.
 Prints one line per claim and the counts; exit code 0 when all hold.
 """
-import argparse, glob, mmap, os, random, shutil, struct, subprocess, sys, tempfile, time
+import argparse, glob, json, mmap, os, random, shutil, signal, struct, subprocess, sys, tempfile, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from rig import Failed, Rig, ROOT, HERE
@@ -98,6 +98,11 @@ def a_read_only_member_reads_and_cannot_write(a):
 @claim(1)
 def file_locks_exclude_processes_and_find_deadlocks(a):
     a.ok("claims locks /mnt")
+
+
+@claim(1)
+def an_idmapped_mount_shows_and_stores_mapped_owners(a):
+    a.ok("idmapped /mnt /z && umount /z && rm -r /mnt/*")
 
 
 @claim(1, needs="fsx")
@@ -232,6 +237,59 @@ def flock_and_fcntl_exclude_across_guests(a, b):
         a.ok("rm /mnt/tally /mnt/go")
 
 
+@claim(2)
+def inotify_in_one_guest_sees_what_another_does(a, b):
+    a.ok("mkdir -p /mnt/d/sub; echo x > /mnt/d/file; echo x > /mnt/d/old; echo x > /mnt/d/over")
+    b.start("hear /mnt/d /mnt/d/file /mnt/ready")
+    a.ok("for i in $(seq 600); do test -e /mnt/ready && break; sleep 0.1; done; test -e /mnt/ready")
+    a.ok("echo y > /mnt/d/new; ln /mnt/d/new /mnt/d/link; mkdir /mnt/d/made; mv /mnt/d/old /mnt/d/moved; mv /mnt/d/moved /mnt/d/over; "
+         "chmod 600 /mnt/d/file; echo z >> /mnt/d/file; mv /mnt/d/file /mnt/d/sub/file; rm /mnt/d/link; rmdir /mnt/d/made; rm /mnt/d/sub/file; "
+         "touch /mnt/d/end")
+    rc, out = b.finish()
+    need(rc == 0, out)
+    heard = out.splitlines()
+    for told in ("dir CREATE new", "dir MODIFY new", "dir CLOSE_WRITE new", "dir CREATE link", "dir CREATE ISDIR made", "dir MOVED_FROM 0 old",
+                 "dir MOVED_TO 0 moved", "dir MOVED_FROM 1 moved", "dir MOVED_TO 1 over", "dir ATTRIB file", "file ATTRIB -", "dir MODIFY file",
+                 "file MODIFY -", "file CLOSE_WRITE -", "dir MOVED_FROM 2 file", "file MOVE_SELF -", "dir DELETE link", "dir DELETE ISDIR made",
+                 "file DELETE_SELF -"):
+        need(told in heard, "not heard: %s; but:\n%s" % (told, out))
+    need(len(heard) < 40, "told too often:\n" + out)
+    a.ok("rm -r /mnt/d /mnt/ready")
+
+
+@claim(2)
+def a_watcher_that_falls_behind_is_told_to_look(a, b):
+    a.ok("mkdir /mnt/d; touch /mnt/d/file")
+    b.start("hear /mnt/d /mnt/d/file /mnt/ready && touch /mnt/heard")
+    a.ok("for i in $(seq 600); do test -e /mnt/ready && break; sleep 0.1; done; test -e /mnt/ready")
+    # The name itself may be among what was lost.
+    a.ok("claims meta /mnt/d 4000; for i in $(seq 600); do touch /mnt/d/end; test -e /mnt/heard && break; rm /mnt/d/end; sleep 0.1; done; "
+         "test -e /mnt/heard")
+    rc, out = b.finish()
+    need(rc == 0, out)
+    behind = "faster than they were heard" in b.ok("dmesg")
+    need(not behind or "dir ATTRIB ISDIR -" in out, out[-500:])
+    a.ok("rm -r /mnt/d /mnt/ready /mnt/heard")
+
+
+@claim(2, grant=1)
+def a_member_stays_in_its_directory_and_within_its_limits(a, b):
+    a.ok("echo secret > /mnt/outside; echo x > /mnt/sub/given")
+    need(b.ok("ls -A /mnt; cat /mnt/given; stat -c %i /mnt/. /mnt/..").split()[:2] == ["given", "x"], b.ok("ls -Al /mnt"))
+    need(b.run("cat /mnt/../outside || cat /mnt/outside")[0], "it left its directory")
+    need("10240" in b.ok("df -k /mnt | tail -1"), b.ok("df -k /mnt"))
+    rc, out = b.run("dd if=/dev/zero of=/mnt/big bs=1M count=11")
+    need(rc and "quota exceeded" in out, out)
+    size = int(a.ok("stat -c %s /mnt/sub/big"))
+    need(8 << 20 < size <= 10 << 20, size)
+    b.ok("rm /mnt/big; for i in $(seq 20); do echo x > /mnt/f$i || break; done")
+    rc, out = b.run("echo x > /mnt/one-more")
+    need(rc and "quota exceeded" in out, out)
+    a.ok("rm /mnt/sub/f1; dd if=/dev/zero of=/mnt/large bs=1M count=20 2>/dev/null")
+    b.ok("echo x > /mnt/one-more")
+    a.ok("rm -r /mnt/sub/* /mnt/large /mnt/outside")
+
+
 @claim(2, dies=1)
 def a_guest_that_dies_under_load_leaves_its_locks_and_all_names_to_the_others(a, b):
     a.ok("mkdir /mnt/storm; echo x > /mnt/l")
@@ -253,6 +311,7 @@ def a_guest_that_dies_under_load_leaves_its_locks_and_all_names_to_the_others(a,
 def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a):
     a.ok("mkdir /mnt/storm; claims storm /mnt/storm 9 3000; dd if=/dev/zero of=/mnt/big bs=1M count=20 2>/dev/null")
     rng = random.Random(int(os.environ.get("TOMBOLO_SEED", "1")))
+    populate(a)
     files = 2 << 20
     with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
         # where something is: that's where a wild word does harm
@@ -260,7 +319,8 @@ def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a
         for _ in range(int(os.environ.get("TOMBOLO_ROUNDS", "4"))):
             a.start("timeout -s KILL 20 claims storm /mnt/storm %d 3000; timeout -s KILL 20 claims data /mnt; timeout -s KILL 20 claims mapped /mnt; "
                     "timeout -s KILL 20 find /mnt | head -1000 | tail -1; df /mnt >/dev/null; true" % rng.randrange(1000))
-            for _ in range(300):
+            # Words anywhere, then words that mean something, back and forth while they are used.
+            for _ in range(200):
                 at = rng.choice(used) + 8 * rng.randrange(512)
                 old = struct.unpack_from("<Q", m, at)[0]
                 new = rng.choice([0, rng.getrandbits(64), old ^ 1 << rng.randrange(64), old + 1, old - 1, 2**64 - 1, rng.getrandbits(16),
@@ -268,10 +328,107 @@ def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a
                 struct.pack_into("<Q", m, at, new & (2**64 - 1))
                 if rng.random() < 0.1:
                     time.sleep(0.001)
+            damage(a.rig, "live", a.rig.zone, rng.randrange(1 << 30), 600)
+            a.finish(400)
+            a.start("timeout -s KILL 60 abuse /mnt %d 1000 >/dev/null; true" % rng.randrange(1000))
+            damage(a.rig, "live", a.rig.zone, rng.randrange(1 << 30), 600)
             a.finish(400)
     a.ok("rm -rf /mnt/* & sleep 10; kill $! 2>/dev/null; true", 200)
     a.run("umount /mnt", 200)
     a.damaged = True
+
+
+def damage(rig, *args):
+    return subprocess.run([rig.work + "/damage", *map(str, args)], capture_output=True, text=True, check=True).stdout
+
+
+def populate(a):
+    a.ok("mkdir -p /mnt/d/e /mnt/many; for i in $(seq 150); do echo $i > /mnt/many/a-name-of-more-than-one-granule-so-that-an-index-comes-$i; done; "
+         "dd if=/dev/zero of=/mnt/big bs=1M count=6 2>/dev/null; dd if=/dev/zero of=/mnt/d/sparse bs=4k seek=300000 count=3 2>/dev/null; "
+         "for i in 1 5 9 13; do dd if=/dev/zero of=/mnt/d/holes bs=4k seek=$i count=1 conv=notrunc 2>/dev/null; done; ln -s d/e /mnt/link; ln /mnt/big /mnt/d/again; "
+         "mkfifo /mnt/pipe; abuse /mnt/d 1 300")
+
+
+@claim(1, mount=False, dies=0)
+def images_that_were_overwritten_are_mounted_and_used_without_a_complaint(a):
+    a.ok("mount -t tombolo test /mnt")
+    populate(a)
+    a.ok("umount /mnt")
+    base, seed, images = a.rig.work + "/base", int(os.environ.get("TOMBOLO_SEED", "1")), int(os.environ.get("TOMBOLO_ROUNDS", "30"))
+    subprocess.run(["cp", "--sparse=always", a.rig.zone, base], check=True)
+    mounted, errors = 0, ""
+    for i in range(images):
+        did = damage(a.rig, "images", a.rig.zone, base, seed * 1000003 + i, 1 + i % 12)
+        try:
+            rc, out = a.run("mount -t tombolo test /mnt && { timeout -s KILL 60 abuse /mnt %d 150; umount /mnt; }" % i, 400)
+        except Failed as e:
+            raise Failed("image %d: %s\nits damage:\n%s" % (i, e, did))
+        mounted += "mount:" not in out
+        errors += out
+        bad = a.complaints()
+        need(not bad, "image %d: the kernel complained: %s\nits damage:\n%s" % (i, bad[:3], did))
+    # Else it proves little.
+    need(mounted > images // 2 and "EUCLEAN" in errors and "is damaged" in a.ok("dmesg"), "only %d of %d were mounted: %s" % (mounted, images, errors[-300:]))
+    a.damaged = True
+
+
+class HostMount:
+    """The zone mounted on the host by FUSE. The first one, made before any guest mounts, owns the zone."""
+
+    def __init__(self, rig, name):
+        self.rig, self.path = rig, rig.work + "/" + name
+        os.makedirs(self.path, exist_ok=True)
+        program = ["cargo", "run", "--quiet", "--locked", "-p", "tombolo-files", "--bin", "tombolo-files-torture", "--"]
+        made = subprocess.run([*program, "files", "mount", "--json", "--member", name, rig.zone, self.path], cwd=ROOT, capture_output=True, text=True)
+        need(made.returncode == 0, "mounting on the host: " + made.stderr)
+        self.pid = json.loads(made.stdout)["pid"]
+        with open(rig.zone, "rb") as f:
+            table = f.read(4096 + 64 * 256)[4096:]
+        self.member = next(i for i in range(64) if table[i * 256 + 24:].split(b"\0")[0] == name.encode())
+
+    def die(self):
+        os.kill(self.pid, signal.SIGKILL)
+        declare_dead(self.rig, self.member)
+        self.unmount()
+
+    def unmount(self):
+        subprocess.run(["umount", "-l", self.path], check=True)
+
+
+def on_host(rig, *args):
+    return subprocess.Popen([rig.work + "/claims", *args], stdout=subprocess.PIPE, text=True)
+
+
+@claim(1, mount=False, dies=0)
+def locks_exclude_between_a_host_mount_and_a_guest_and_go_with_the_death_of_either(a):
+    stays, dies = HostMount(a.rig, "stays"), HostMount(a.rig, "dies")
+    try:
+        a.ok("mount -t tombolo -o member=0 test /mnt")
+        for kind in ("flock", "fcntl", "ofd"):
+            a.start("claims tally /mnt/tally 100 " + kind)
+            host = on_host(a.rig, "tally", stays.path + "/tally", "100", kind)
+            out, (rc, text) = host.communicate(timeout=300)[0], a.finish(300)
+            need(rc == 0 and host.returncode == 0 and max(int(out), int(text)) == 200, "%s: %s and %s" % (kind, out, text))
+            a.ok("rm /mnt/tally")
+        holder = on_host(a.rig, "locked", dies.path + "/l", "0")
+        need("ms" in holder.stdout.readline(), "no lock on the host")
+        need(a.run("timeout 1 claims locked /mnt/l 60000")[0], "the guest got what the host has")
+        a.start("claims locked /mnt/l 60000")
+        dies.die()
+        rc, out = a.finish()
+        need(rc == 0, "after the mount's death: " + out)
+        holder.kill()
+        a.start("claims locked /mnt/k 0")
+        while on_host(a.rig, "free", stays.path + "/k").wait() == 0:
+            need(a.process.poll() is None, "the guest is gone")
+        waiter = on_host(a.rig, "locked", stays.path + "/k", "60000")
+        a.kill()
+        declare_dead(a.rig, 0)
+        need(waiter.wait(300) == 0, "after the guest's death: %s" % waiter.stdout.read())
+    finally:
+        for mount in (stays, dies):
+            if os.path.ismount(mount.path):
+                mount.unmount()
 
 
 # maxcpus: with one possible CPU QEMU's emulation would make no atomic at all.
@@ -357,11 +514,14 @@ def main():
     try:
         flags = ["-O2", "-Wall", "-Wextra", "-I" + ROOT + "/files/core", "-I" + ROOT + "/zone/format"]
         subprocess.run(["cc", *flags, HERE + "/mkzone.c", *glob.glob(ROOT + "/files/core/*.c"), "-o", work + "/mkzone"], check=True)
-        subprocess.run(["cc", "-O2", "-static", HERE + "/claims.c", "-o", work + "/claims"], check=True)
+        subprocess.run(["cc", *flags, HERE + "/damage.c", ROOT + "/files/fuzz/mutate.c", "-o", work + "/damage"], check=True)
+        programs = [work + "/" + p for p in ("claims", "hear", "abuse", "idmapped")]
+        for p in programs:
+            subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-static", HERE + "/" + os.path.basename(p) + ".c", "-o", p], check=True)
         kernels = [(k, o.root, "/usr/src/linux-headers-" + k) for k in o.kernel] + [from_kit(k, work) for k in o.kit]
         for kernel, root, headers in kernels:
             suites = glob.glob(o.suites + "/fsx") + glob.glob(o.suites + "/pjdfstest") if o.suites else []
-            rig = Rig(kernel, os.path.join(root, "boot/vmlinuz-" + kernel), root, build(kernel, headers, work), work, [work + "/claims", *suites])
+            rig = Rig(kernel, os.path.join(root, "boot/vmlinuz-" + kernel), root, build(kernel, headers, work), work, [*programs, *suites])
             rig.programs = {os.path.basename(s) for s in suites}
             p, f = run(rig, work, o)
             passed += p
@@ -393,7 +553,7 @@ def run(rig, work, o):
             try:
                 if wants != has or not guests:
                     stop(guests)
-                    args = ["ro=%d" % options["ro"]] if "ro" in options else []
+                    args = ["%s=%d" % (o, options[o]) for o in ("ro", "grant") if o in options]
                     subprocess.run([work + "/mkzone", zone, str(ZONE_MIB), "8", *args], check=True)
                     guests = []
                     for i in range(n):

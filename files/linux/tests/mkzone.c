@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
  * mkzone FILE MIB VMS: a zone with a file system and that many VMs invited, for tests that need no host side. With
- * a last argument "ro=N", member N may not write.
+ * a last argument "ro=N", member N may not write; with "grant=N" it is confined to the directory /sub, with 10 MiB and 20 inodes.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -65,7 +65,7 @@ int main(int argc, char **argv)
 {
 	static const tmb_u8 uuid[16] = {0x7a, 0x6f, 0x6e, 0x65, 1, 2, 0x43, 4, 0x85, 6, 7, 8, 9, 10, 11, 12};
 	size_t bytes, vms, files = 2 << 20;
-	int fd, err, ro = -1;
+	int fd, err, ro = -1, grant = -1;
 	tmb_u8 *zone;
 
 	if (argc < 4)
@@ -74,6 +74,8 @@ int main(int argc, char **argv)
 	vms = (size_t)atol(argv[3]);
 	if (argc > 4 && !strncmp(argv[4], "ro=", 3))
 		ro = atoi(argv[4] + 3);
+	if (argc > 4 && !strncmp(argv[4], "grant=", 6))
+		grant = atoi(argv[4] + 6);
 	fd = open(argv[1], O_RDWR | O_CREAT | O_TRUNC, 0600);
 	if (fd < 0 || ftruncate(fd, (off_t)bytes)) {
 		perror(argv[1]);
@@ -109,6 +111,21 @@ int main(int argc, char **argv)
 	if (err) {
 		fprintf(stderr, "mkfs: %d\n", err);
 		return 1;
+	}
+	if (grant >= 0) {
+		struct tfs_create sub = { .mode = S_IFDIR | 0777 };
+		struct tfs fs = {};
+		tmb_u64 ino;
+
+		err = tfs_open(&fs, zone + files, bytes - files, NULL, 0, 0);
+		if (!err)
+			err = tfs_create(&fs, TFS_ROOT_INO, "sub", 3, &sub, &ino);
+		if (!err)
+			err = tfs_grant(&fs, (tmb_u32)grant, "tenant", 6, 2560, 20, ino);
+		if (err) {
+			fprintf(stderr, "grant: %d\n", err);
+			return 1;
+		}
 	}
 	tmb_store_release(&h->magic, TMB_ZONE_MAGIC);
 	return 0;

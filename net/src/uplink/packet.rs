@@ -2,17 +2,20 @@
 //! An interface of the host, through a packet socket with virtio-net headers (packet(7)).
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 
 use super::Link;
 use super::tap::write_frame;
 use crate::vring::Negotiated;
 
+const PACKET_AUXDATA: libc::c_int = 8;
 const PACKET_VNET_HDR: libc::c_int = 15;
 const PACKET_IGNORE_OUTGOING: libc::c_int = 23;
 /// The header of a packet socket has no `num_buffers`.
 const HEADER: usize = 10;
+/// Bytes of a VLAN tag.
+const TAG: usize = 4;
 
 /// A packet socket bound to one interface.
 pub struct Packet {
@@ -61,6 +64,7 @@ impl Packet {
             };
             let int = size_of::<libc::c_int>();
             if !set(PACKET_VNET_HDR, (&raw const one).cast(), int)
+                || !set(PACKET_AUXDATA, (&raw const one).cast(), int)
                 || !set(PACKET_IGNORE_OUTGOING, (&raw const one).cast(), int)
                 || !set(
                     libc::PACKET_ADD_MEMBERSHIP,
@@ -73,6 +77,27 @@ impl Packet {
             Ok(Self { socket })
         }
     }
+}
+
+/// Puts back the VLAN tag that the kernel takes off every frame before it shows it; the new length.
+fn put_tag(buffer: &mut [u8], len: usize, aux: &libc::tpacket_auxdata) -> usize {
+    const MACS: usize = HEADER + 12;
+    if len < MACS || len + TAG > buffer.len() {
+        return len;
+    }
+    buffer.copy_within(MACS..len, MACS + TAG);
+    let ethertype =
+        if aux.tp_status & libc::TP_STATUS_VLAN_TPID_VALID != 0 { aux.tp_vlan_tpid } else { 0x8100 };
+    buffer[MACS..MACS + 2].copy_from_slice(&ethertype.to_be_bytes());
+    buffer[MACS + 2..MACS + TAG].copy_from_slice(&aux.tp_vlan_tci.to_be_bytes());
+    // hdr_len and csum_start, where they are used.
+    for at in [2, 6] {
+        let value = u16::from_le_bytes([buffer[at], buffer[at + 1]]);
+        if value != 0 {
+            buffer[at..at + 2].copy_from_slice(&value.saturating_add(TAG as u16).to_le_bytes());
+        }
+    }
+    len + TAG
 }
 
 impl Link for Packet {
@@ -90,7 +115,30 @@ impl Link for Packet {
     }
 
     fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        (&self.socket).read(buffer)
+        let mut piece = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+        // Aligned as control messages are, and room for the one that is asked for.
+        let mut control = [0u64; 8];
+        // SAFETY: all-zero is a valid msghdr; what it points to outlives the call. Control messages are read where the
+        // kernel says that they are, and the auxiliary data as far as it is there.
+        unsafe {
+            let mut message: libc::msghdr = std::mem::zeroed();
+            message.msg_iov = &raw mut piece;
+            message.msg_iovlen = 1;
+            message.msg_control = control.as_mut_ptr().cast();
+            message.msg_controllen = size_of_val(&control) as _;
+            let n = libc::recvmsg(self.socket.as_raw_fd(), &raw mut message, 0);
+            let Ok(len) = usize::try_from(n) else { return Err(io::Error::last_os_error()) };
+            let found = libc::CMSG_FIRSTHDR(&raw const message);
+            if found.is_null()
+                || (*found).cmsg_level != libc::SOL_PACKET
+                || (*found).cmsg_type != PACKET_AUXDATA
+                || (*found).cmsg_len < libc::CMSG_LEN(size_of::<libc::tpacket_auxdata>() as u32) as usize
+            {
+                return Ok(len);
+            }
+            let aux = libc::CMSG_DATA(found).cast::<libc::tpacket_auxdata>().read_unaligned();
+            Ok(if aux.tp_status & libc::TP_STATUS_VLAN_VALID == 0 { len } else { put_tag(buffer, len, &aux) })
+        }
     }
 
     fn fd(&self) -> RawFd {

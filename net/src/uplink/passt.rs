@@ -2,9 +2,11 @@
 //! User-mode networking through passt: its stream socket carries frames with a 32-bit big-endian length before each.
 
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
 use super::Link;
@@ -36,6 +38,43 @@ impl Passt {
             let text = format!("passt at {}: {err} (start it with: passt -s {0})", path.display());
             io::Error::new(err.kind(), text)
         })?;
+        Self::over(stream)
+    }
+
+    /// Starts `program`, which ends when the connection to it does.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub fn start(program: &Path) -> io::Result<Self> {
+        let (own, theirs) = UnixStream::pair()?;
+        let theirs = OwnedFd::from(theirs);
+        let number = theirs.as_raw_fd();
+        let mut command = Command::new(program);
+        command.args(["--foreground", "--quiet", "--fd", &number.to_string()]).stdin(Stdio::null());
+        // SAFETY: between fork and exec, one system call that is safe there.
+        unsafe {
+            command.pre_exec(move || match libc::fcntl(number, libc::F_SETFD, 0) {
+                -1 => Err(io::Error::last_os_error()),
+                _ => Ok(()),
+            });
+        }
+        let mut child = command.spawn().map_err(|err| {
+            let text = format!("{} can't be started: {err}; install the package passt", program.display());
+            io::Error::new(err.kind(), text)
+        })?;
+        std::thread::Builder::new().name("net-passt".into()).spawn(move || {
+            // It ends with the switch, or it failed: the uplink is dead then, and the guests go on among themselves.
+            match child.wait() {
+                Ok(status) => {
+                    tracing::error!("passt ended: {status}; start the switch again to have the uplink again")
+                }
+                Err(err) => tracing::error!("passt is out of sight: {err}"),
+            }
+        })?;
+        Self::over(own)
+    }
+
+    fn over(stream: UnixStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         Ok(Self { stream, buffered: Mutex::default() })
     }

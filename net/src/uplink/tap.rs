@@ -3,7 +3,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 
 use super::Link;
@@ -79,7 +79,34 @@ impl Tap {
             header: 12,
             ..Negotiated::default()
         };
+        if let Err(err) = bring_up(&request) {
+            tracing::warn!("TAP device {name} is not up: {err} (do it with: ip link set {name} up)");
+        }
         Ok(Self { file, offloads })
+    }
+}
+
+/// Brings the device up that `request` names, unless it is.
+fn bring_up(request: &libc::ifreq) -> io::Result<()> {
+    let mut request = *request;
+    // SAFETY: a new descriptor of our own, and requests that take an ifreq, whose flags were just filled in.
+    unsafe {
+        let socket = libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0);
+        if socket < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let socket = OwnedFd::from_raw_fd(socket);
+        if libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFFLAGS, &mut request) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        if request.ifr_ifru.ifru_flags & libc::IFF_UP as i16 != 0 {
+            return Ok(());
+        }
+        request.ifr_ifru.ifru_flags |= libc::IFF_UP as i16;
+        match libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &request) {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
     }
 }
 

@@ -10,6 +10,7 @@ use super::version::Qemu;
 use crate::compose::VmSpec;
 use crate::growth::MEMORY;
 use crate::guestkit::Boot;
+use crate::network::Plug;
 use tombolo_start::layout::Layout;
 
 /// Address space for zones that are attached later, in bytes.
@@ -57,6 +58,8 @@ pub struct Plan<'a> {
     pub memory: Layout,
     /// Zones.
     pub zones: Vec<ZoneDevice>,
+    /// Networks.
+    pub nics: &'a [Plug],
 }
 
 /// The accelerator and the CPU that fits it.
@@ -116,6 +119,11 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     for zone in &plan.zones {
         for [option, value] in zone_arguments(zone) {
             add(&option, value);
+        }
+    }
+    for (n, plug) in plan.nics.iter().enumerate() {
+        for (option, value) in nic_arguments(n, plug, plan) {
+            add(option, value);
         }
     }
     for port in 0..spec.hotplug_ports {
@@ -179,6 +187,28 @@ fn disk_format(disk: &std::path::Path) -> &'static str {
     if read.is_ok() && magic == *b"QFI\xfb" { "qcow2" } else { "raw" }
 }
 
+/// A port of a switch: QEMU connects again by itself when the switch has been away.
+fn nic_arguments(n: usize, plug: &Plug, plan: &Plan<'_>) -> [(&'static str, String); 3] {
+    let path = plug.socket.to_string_lossy().replace(',', ",,");
+    let reconnect = if plan.qemu.version >= (9, 2, 0) { "reconnect-ms=200" } else { "reconnect=1" };
+    let (mac, queues) = (plug.lease.mac, plug.queues);
+    // A vector for each queue, one for changes and one for the control queue. Old QEMUs crash under TCG when a guest masks
+    // a vector of a vhost-user device, so their guests get none and use the pin.
+    let old = plan.accel == Accel::Tcg && plan.qemu.version < (9, 0, 0);
+    let vectors = if old { 0 } else { 2 * queues + 2 };
+    let multiqueue = if queues > 1 { ",mq=on" } else { "" };
+    [
+        ("-chardev", format!("socket,id=port{n},path={path},{reconnect}")),
+        ("-netdev", format!("vhost-user,id=net{n},chardev=port{n},queues={queues}")),
+        (
+            "-device",
+            format!(
+                "virtio-net-pci,id=nic{n},netdev=net{n},mac={mac},romfile=,vectors={vectors}{multiqueue}"
+            ),
+        ),
+    ]
+}
+
 fn zone_arguments(zone: &ZoneDevice) -> Vec<[String; 2]> {
     let ZoneDevice { name, memory, size, .. } = zone;
     let read_only = if zone.read_only { ",readonly=on" } else { "" };
@@ -223,6 +253,7 @@ mod tests {
             agent: 9,
             memory,
             zones,
+            nics: &[],
         };
         let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
         args.join(" ")
@@ -286,6 +317,49 @@ mod tests {
             "-chardev socket,id=bell-z,fd=12 -device ivshmem-doorbell,id=doorbell-z,chardev=bell-z,vectors=1"
         ));
         assert!(line.contains("id=zone-r,mem-path=/proc/self/fd/11,size=67108864,share=on,readonly=on"));
+    }
+
+    #[test]
+    fn a_network_is_a_port_of_a_switch_that_may_come_and_go() {
+        let spec: VmSpec = toml::from_str("").unwrap();
+        let of = |version, accel, queues| {
+            let qemu = Qemu { program: "qemu".into(), version };
+            let lease = crate::netspec::Lease {
+                mac: crate::netspec::Mac([2, 0, 0, 0, 0, 1]),
+                address: None,
+                dhcp: false,
+            };
+            let plug = Plug {
+                net: "lan".into(),
+                socket: "/x,y".into(),
+                lease,
+                queues,
+                mtu: 1500,
+                gateway: None,
+                names: vec![],
+            };
+            let nics = [plug];
+            let plan = Plan {
+                name: "a",
+                spec: &spec,
+                qemu: &qemu,
+                accel,
+                boot: None,
+                monitor: 7,
+                console: 8,
+                agent: 9,
+                memory: crate::growth::layout("a", &spec).unwrap(),
+                zones: vec![],
+                nics: &nics,
+            };
+            let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
+            args.join(" ")
+        };
+        let new = of((10, 0, 2), Accel::Kvm, 2);
+        assert!(new.contains("socket,id=port0,path=/x,,y,reconnect-ms=200 -netdev vhost-user,id=net0,chardev=port0,queues=2"), "{new}");
+        assert!(new.contains("mac=02:00:00:00:00:01,romfile=,vectors=6,mq=on"), "{new}");
+        let old = of((7, 2, 22), Accel::Tcg, 1);
+        assert!(old.contains("reconnect=1 ") && old.contains("romfile=,vectors=0 "), "{old}");
     }
 
     #[test]

@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::wire;
+use super::{entrance, wire};
 use crate::format::TMB_DOORBELL_MAGIC;
 use crate::mem::SharedMem;
-use crate::{Error, Result};
+use crate::{Error, MemberId, Result, Zone};
 
 /// How long the server may take for the handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -39,6 +39,18 @@ impl Bell {
         let stream = UnixStream::connect(path)
             .map_err(|e| Error::io(format!("connecting to the doorbell socket {}", path.display()), e))?;
         Self::over(stream, on_ring)
+    }
+
+    /// A doorbell for a member of the host's, from whoever serves the zone's. `None`: nobody does. `on_ring` as for [`Bell::connect`].
+    pub fn enter(
+        zone: &Zone,
+        member: MemberId,
+        on_ring: impl FnMut() + Send + 'static,
+    ) -> Result<Option<Bell>> {
+        match entrance::enter(zone.uuid(), member)? {
+            Some(stream) => Self::over(stream, on_ring).map(Some),
+            None => Ok(None),
+        }
     }
 
     /// The same over a connection that exists.

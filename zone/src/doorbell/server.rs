@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The server: one thread, non-blocking, bounded.
 //!
-//! The thread polls the listeners (one per member), the connections and a channel of commands from [`DoorbellServer`]. A member
+//! The thread polls the listeners (one per member, one for all processes of the host), the connections and a channel of commands from [`DoorbellServer`]. A member
 //! has at most one connection; a second is closed at once. Clients have nothing to say: whoever sends a byte is dropped.
 //! What a client doesn't read is kept for it up to a limit, beyond which it is dropped.
 
@@ -16,13 +16,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::client::Bell;
-use super::{VECTORS, wire};
-use crate::{Error, MemberId, Result, Zone};
+use super::{VECTORS, entrance, wire};
+use crate::{Error, MemberId, Result, Role, Zone};
 
 /// Messages kept for a client that doesn't read; a full zone's worth of joins and leaves, several times over.
 const MAX_BACKLOG: usize = 1024;
 /// Connections that one call of [`DoorbellServer::listen`] is good for: peer ids are not used twice, and there are 65536.
 const MAX_CONNECTIONS: u32 = 256;
+/// Processes at the host's entrance that have not said who they are.
+const MAX_STRANGERS: usize = 16;
 
 /// What the owner is told.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,8 +47,8 @@ pub enum Event {
     },
     /// A connection was refused.
     Refused {
-        /// Whose socket it came to.
-        member: MemberId,
+        /// Whose socket it came to; `None`: the one for processes of the host.
+        member: Option<MemberId>,
         /// Why.
         why: String,
     },
@@ -77,6 +79,8 @@ impl DoorbellServer {
         let wake = Arc::new(wire::eventfd()?);
         let bells = Bells::default();
         let work = Work {
+            hosts: entrance::listen(zone.uuid())?,
+            strangers: VecDeque::new(),
             zone,
             commands: command_receiver,
             events,
@@ -178,6 +182,9 @@ struct Client {
 
 struct Work {
     zone: Arc<Zone>,
+    hosts: UnixListener,
+    /// Processes of the host that have not said yet who they are.
+    strangers: VecDeque<UnixStream>,
     commands: Receiver<Command>,
     events: Sender<Event>,
     wake: Arc<OwnedFd>,
@@ -193,12 +200,18 @@ impl Work {
             let members: Vec<MemberId> = self.listeners.keys().copied().collect();
             let peers: Vec<u16> = self.clients.keys().copied().collect();
             let ready = self.wait(&members, &peers);
-            let (woken, rest) = ready.split_first().map_or((false, &[][..]), |(w, r)| (*w, r));
-            if woken {
+            let Some(([woken, knocking], rest)) = ready.split_first_chunk() else { return };
+            if *woken {
                 wire::take_rings(self.wake.as_fd());
             }
             for (peer, _) in peers.iter().zip(&rest[members.len()..]).filter(|(_, ready)| **ready) {
                 self.serve(*peer);
+            }
+            for ready in &rest[members.len() + peers.len()..] {
+                self.greet(*ready);
+            }
+            if *knocking {
+                self.admit();
             }
             for (member, _) in members.iter().zip(rest).filter(|(_, ready)| **ready) {
                 self.accept(*member);
@@ -231,22 +244,62 @@ impl Work {
         }
     }
 
-    /// Polls the wake-up, the listeners and the clients, in this order. Clients with a backlog are also polled for room.
+    /// Polls the wake-up, the host's entrance, the listeners, the clients and the strangers, in this order. Clients with a backlog are
+    /// also polled for room.
     fn wait(&self, members: &[MemberId], peers: &[u16]) -> Vec<bool> {
         let lagging = self.clients.values().any(|c| !c.backlog.is_empty());
-        let mut fds: Vec<BorrowedFd<'_>> = vec![self.wake.as_fd()];
+        let mut fds: Vec<BorrowedFd<'_>> = vec![self.wake.as_fd(), self.hosts.as_fd()];
         fds.extend(members.iter().map(|m| self.listeners[m].listener.as_fd()));
         fds.extend(peers.iter().map(|p| self.clients[p].stream.as_fd()));
+        fds.extend(self.strangers.iter().map(AsFd::as_fd));
         // Room in a lagging client's socket is looked for now and then: simpler than a second poll set, and rare.
         let timeout = lagging.then(|| std::time::Duration::from_millis(20));
         let mut ready = wire::wait_readable(&fds, timeout).unwrap_or_else(|error| {
             tracing::error!(%error, "doorbell server");
             vec![false; fds.len()]
         });
-        for (peer, ready) in peers.iter().zip(&mut ready[1 + members.len()..]) {
+        for (peer, ready) in peers.iter().zip(&mut ready[2 + members.len()..]) {
             *ready |= !self.clients[peer].backlog.is_empty();
         }
         ready
+    }
+
+    /// Somebody is at the host's entrance.
+    fn admit(&mut self) {
+        match entrance::accept(&self.hosts) {
+            Ok(stream) => {
+                // Who says nothing for long makes room for who does.
+                if self.strangers.len() >= MAX_STRANGERS {
+                    self.strangers.pop_front();
+                }
+                self.strangers.push_back(stream);
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            Err(e) => self.refuse(None, format!("at the host's entrance: {e}")),
+        }
+    }
+
+    /// The first of the strangers, in turn: has it said who it is?
+    fn greet(&mut self, ready: bool) {
+        let Some(stream) = self.strangers.pop_front() else { return };
+        if !ready {
+            self.strangers.push_back(stream);
+            return;
+        }
+        match entrance::greeting(&stream) {
+            Ok(member) => match self.zone.members() {
+                Ok(all) if all.iter().any(|m| m.id == member && m.alive && m.role == Some(Role::Host)) => {
+                    self.join(member, stream);
+                }
+                Ok(_) => self.refuse(Some(member), "it is no living member of the host's".to_owned()),
+                Err(e) => self.refuse(Some(member), e.to_string()),
+            },
+            Err(e) => self.refuse(None, format!("at the host's entrance: {e}")),
+        }
+    }
+
+    fn refuse(&self, member: Option<MemberId>, why: String) {
+        self.tell(Event::Refused { member, why });
     }
 
     fn accept(&mut self, member: MemberId) {
@@ -255,15 +308,14 @@ impl Work {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
-                self.tell(Event::Refused { member, why: format!("accepting: {error}") });
+                self.refuse(Some(member), format!("accepting: {error}"));
                 return;
             }
         };
         match listening.connections_left.checked_sub(1) {
             Some(left) => listening.connections_left = left,
             None => {
-                let why = format!("it has connected {MAX_CONNECTIONS} times; listen again");
-                self.tell(Event::Refused { member, why });
+                self.refuse(Some(member), format!("it has connected {MAX_CONNECTIONS} times; listen again"));
                 return;
             }
         }
@@ -277,21 +329,17 @@ impl Work {
             self.serve(peer);
         }
         if let Some(peer) = self.peers_of(member).first() {
-            let why = format!("the member is connected already, as peer {peer}");
-            self.tell(Event::Refused { member, why });
+            self.refuse(Some(member), format!("the member is connected already, as peer {peer}"));
             return;
         }
         let Some(peer) = self.next_peer else {
-            self.tell(Event::Refused {
-                member,
-                why: "all 65536 peer ids were used; restart the zone".to_owned(),
-            });
+            self.refuse(Some(member), "all 65536 peer ids were used; restart the zone".to_owned());
             return;
         };
         if let Err(error) = self.introduce(member, peer, stream) {
             self.clients.remove(&peer);
             lock(&self.bells).remove(&peer);
-            self.tell(Event::Refused { member, why: error.to_string() });
+            self.refuse(Some(member), error.to_string());
         }
     }
 

@@ -84,6 +84,8 @@ pub struct GuestConfig<'a> {
     pub zone_size: u64,
     /// Socket of the doorbell server, if the guest has a doorbell.
     pub bell: Option<&'a Path>,
+    /// A network that its device is on, as `-netdev` says it (without an id).
+    pub net: Option<&'a str>,
     /// Where the console's log goes.
     pub console: PathBuf,
 }
@@ -118,6 +120,10 @@ impl Guest {
         if let Some(bell) = config.bell {
             qemu.arg("-chardev").arg(format!("socket,path={},id=bell", bell.display()));
             qemu.args(["-device", "ivshmem-doorbell,chardev=bell,vectors=1"]);
+        }
+        if let Some(net) = config.net {
+            qemu.arg("-netdev").arg(format!("{net},id=net"));
+            qemu.args(["-device", "virtio-net-pci,netdev=net"]);
         }
         qemu.arg("-serial").arg(format!("file:{}", config.console.display()));
         qemu.args(["-serial", "stdio"]);

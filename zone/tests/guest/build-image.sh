@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-# build-image.sh KIT_DIR OUT.cpio MODULE.ko...: an initramfs with busybox, the modules of virtio-pmem and the given ones.
+# build-image.sh KIT_DIR OUT.cpio MODULE.ko...: an initramfs with busybox, the modules of virtio-pmem and virtio-net, and the given ones.
 # KIT_DIR holds modules/ of the kernel, as the guest kit lays it out.
 set -eu
 kit=$1 out=$2
@@ -13,7 +13,7 @@ cp /bin/busybox "$root/bin/busybox"
 cp "$here/init" "$root/init"
 chmod 755 "$root/init"
 n=10
-for name in virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci libnvdimm nd_virtio virtio_pmem; do
+for name in virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci libnvdimm nd_virtio virtio_pmem failover net_failover virtio_net; do
 	grep -q "/$name\.ko" "$kit/modules/modules.builtin" && continue
 	file=$(find -L "$kit/modules/" -name "$name.ko*" | head -n 1)
 	[ -n "$file" ] || { echo "build-image.sh: no module $name under $kit/modules" >&2; exit 1; }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo files fsck`: exit codes as other fsck programs have them: 0 clean, 1 repaired, 4 damage is left, 8 could not check.
 
-use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use serde_json::json;
 
+use super::Meter;
 use crate::fsck::{self, Options, Severity};
 use crate::target::Target;
 
@@ -46,17 +46,10 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
         target.require_unused("fsck")?;
     }
     let live = target.is_in_use()?;
-    let show = !json && std::io::stderr().is_terminal();
-    let mut progress = |stage: &str, done: u64, of: u64| {
-        if show {
-            eprint!("\r{stage:<12} {:>3}%\x1b[K", done * 100 / of.max(1));
-            let _ = std::io::stderr().flush();
-        }
+    let report = {
+        let mut meter = Meter::new(json);
+        fsck::check(&target.area()?, Options { repair: args.yes, live }, &mut |s, d, o| meter.show(s, d, o))?
     };
-    let report = fsck::check(&target.area()?, Options { repair: args.yes, live }, &mut progress)?;
-    if show {
-        eprint!("\r\x1b[K");
-    }
     if args.yes {
         target.area()?.sync()?;
     }

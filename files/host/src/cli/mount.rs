@@ -14,6 +14,7 @@ use serde_json::json;
 
 use super::open_error;
 use crate::fs::Filesystem;
+use crate::fuse::locks::Locks;
 use crate::fuse::nodes::Nodes;
 use crate::fuse::ops::Server;
 use crate::fuse::session::{self, MountOptions, Mounted};
@@ -22,7 +23,7 @@ use crate::target::{Joined, Target};
 
 /// The line by which a mount in the foreground says that it serves.
 const READY: &str = "serving";
-/// How often a member without a doorbell looks whether it was rung.
+/// How often a member without a doorbell looks whether it has something pending.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// Arguments of `tombolo files mount`.
@@ -123,12 +124,18 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
         let name = args.member.clone().unwrap_or_else(|| format!("mount-{}", std::process::id()));
         target.join(&name)?
     };
-    let fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
+    let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
+    fs.ring_by(joined.as_ref().and_then(Joined::ringer));
     if !args.read_only {
         fs.recover_all()
             .with_context(|| format!("{}: repairing what dead members left", args.zone.display()))?;
     }
-    let server = Arc::new(Server { fs, nodes: Nodes::default(), cached_mmap: args.cached_mmap });
+    let server = Arc::new(Server {
+        fs,
+        nodes: Nodes::default(),
+        locks: Locks::default(),
+        cached_mmap: args.cached_mmap,
+    });
     let options = MountOptions {
         source: args.zone.display().to_string(),
         read_only: args.read_only,
@@ -136,9 +143,18 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     };
     let mounted = session::mount(&args.directory, &options)
         .with_context(|| format!("mounting at {}", args.directory.display()))?;
+    let waiting = {
+        let server = Arc::clone(&server);
+        let name = std::thread::Builder::new().name("file-locks".into());
+        name.spawn(move || server.locks.serve(&server.fs)).context("starting threads")?
+    };
     let served = serve(args, json, &mounted, &server, joined.as_ref(), &signals);
     // Whatever happened: nothing stays mounted, no reference stays held, the seat is free again.
     let unmounted = mounted.unmount().with_context(|| format!("unmounting {}", args.directory.display()));
+    server.locks.stop();
+    if waiting.join().is_err() {
+        bail!("the thread that waits for file locks panicked");
+    }
     server.nodes.close_all(&server.fs);
     if server.fs.area().writable() {
         server.fs.area().sync().context("syncing the zone")?;
@@ -184,16 +200,26 @@ fn serve(
         .context("starting threads")?;
     drop(ended_write);
     announce(mounted.target(), json)?;
+    if joined.is_some_and(|joined| joined.rung().is_some()) {
+        server.locks.has_bell();
+    }
     let mut stop = false;
     while !stop {
-        let mut fds = [PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
-        match poll(&mut fds, joined.map(|_| &LOOK)) {
+        let mut fds = vec![PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
+        let rung = joined.and_then(Joined::rung);
+        fds.extend(rung.map(|rung| PollFd::new(rung, PollFlags::IN)));
+        match poll(&mut fds, if rung.is_none() { joined.map(|_| &LOOK) } else { None }) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e).context("waiting for the mount's end"),
         }
-        stop = fds.iter().any(|fd| !fd.revents().is_empty());
+        stop = fds[..2].iter().any(|fd| !fd.revents().is_empty());
         if let Some(joined) = joined {
-            if joined.take_pending()? & u64::from(sys::TMB_PENDING_MEMBERS) != 0 {
+            let pending = joined.take_pending()?;
+            // A death frees locks, too.
+            if pending & u64::from(sys::TMB_PENDING_LOCK | sys::TMB_PENDING_MEMBERS) != 0 {
+                server.locks.look();
+            }
+            if pending & u64::from(sys::TMB_PENDING_MEMBERS) != 0 {
                 if let Err(e) = server.fs.recover_all() {
                     eprintln!("tombolo: repairing what dead members left: {e}");
                 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Super block, what members left in their areas, the inode table, and each inode by itself.
+//! Super block, what members left in their areas, and each inode by itself.
 
 use std::mem::offset_of;
 
 use super::raw::{self, BLOCK, Inode, PER_BLOCK, field};
 use super::trees::Tree;
-use super::{Checker, Known, Progress};
+use super::{Checker, Known};
 use crate::sys;
 
 const KINDS: [u32; 7] = [
@@ -17,8 +17,6 @@ const KINDS: [u32; 7] = [
     libc::S_IFIFO,
     libc::S_IFSOCK,
 ];
-/// Inodes by which the table grows.
-const GROWTH: u64 = 256;
 const XATTR_IMAGE_MAX: u64 = 2 * sys::TFS_XATTR_MAX as u64;
 
 impl Checker<'_> {
@@ -99,61 +97,13 @@ impl Checker<'_> {
         }
     }
 
-    pub(crate) fn check_table(&mut self, progress: Progress<'_>) {
-        let root_at = offset_of!(sys::tfs_super, itable_root) as u64;
-        let count_at = offset_of!(sys::tfs_super, itable_inodes) as u64;
-        let root = self.area.word(root_at).unwrap_or(0);
-        let stored = self.area.word(count_at).unwrap_or(0);
-        let tree = self.claim_tree(root_at, root, "inode table");
-        let mut blocks = 0;
-        while let Some(block) = tree.block(blocks) {
-            self.table.push(block);
-            blocks += 1;
-        }
-        let there = blocks * PER_BLOCK;
-        if stored > there || stored % PER_BLOCK != 0 {
-            if self.damage("table-size", format!("the inode table has {there} inodes and says {stored}")) {
-                self.put(count_at, there);
-            }
-        } else if stored < there && !self.options.live {
-            // Someone died between linking blocks and saying so: then all in them are free, and the core finds them when it
-            // grows the table.
-            let empty = there - stored <= GROWTH
-                && (stored..there)
-                    .all(|ino| self.inode(ino).is_some_and(|inode| inode.state() == sys::TFS_INODE_FREE));
-            if empty {
-                self.note("table-size", format!("the inode table has {there} inodes and uses {stored} yet"));
-                self.table.truncate((stored / PER_BLOCK) as usize);
-            } else if self
-                .damage("table-size", format!("the inode table has {there} inodes and says {stored}"))
-            {
-                self.put(count_at, there);
-            }
-        }
-        if blocks == 0 {
-            let text = "the inode table is gone, and with it all files: make a new file system".into();
-            self.hopeless("table", text);
-            return;
-        }
-        self.inodes = vec![Known::default(); self.table.len() * PER_BLOCK as usize];
-        self.check_root();
-        let of = self.inodes.len() as u64;
-        for ino in u64::from(sys::TFS_ROOT_INO)..of {
-            if ino % 4096 == 0 {
-                progress("inodes", ino, of);
-            }
-            let Some(inode) = self.inode(ino) else { continue };
-            self.check_inode(ino, &inode);
-        }
-        progress("inodes", of, of);
-    }
-
     /// A copy of an inode in the table.
     pub(crate) fn inode(&self, ino: u64) -> Option<Inode> {
-        Inode::read(self.area, *self.table.get((ino / PER_BLOCK) as usize)?, ino)
+        let block = *self.table.get((ino / PER_BLOCK) as usize)?;
+        if block == 0 { None } else { Inode::read(self.area, block, ino) }
     }
 
-    fn check_root(&mut self) {
+    pub(crate) fn check_root(&mut self) {
         let Some(root) = self.inode(u64::from(sys::TFS_ROOT_INO)) else { return };
         let live = root.state() == sys::TFS_INODE_LIVE;
         if live && root.kind() == libc::S_IFDIR {
@@ -177,9 +127,15 @@ impl Checker<'_> {
         self.put(inode.at, raw::free_state(inode.state_gen()));
     }
 
-    fn check_inode(&mut self, ino: u64, inode: &Inode) {
+    pub(crate) fn check_inode(&mut self, ino: u64, inode: &Inode) {
         match inode.state() {
-            sys::TFS_INODE_FREE => return,
+            sys::TFS_INODE_FREE => {
+                // Whoever makes the next inode here finds it so.
+                if !self.options.live {
+                    self.check_lock(inode.at + field::lock, inode.lock(), &format!("free inode {ino}"));
+                }
+                return;
+            }
             sys::TFS_INODE_LIVE => {}
             sys::TFS_INODE_NEW => {
                 if !self.options.live

@@ -8,16 +8,19 @@
 //!
 //! - [`raw`]: fields of super block, inodes and member areas.
 //! - [`trees`]: claims blocks of radix trees.
-//! - [`inodes`]: the inode table and each inode by itself.
+//! - [`table`]: the inode table as a whole.
+//! - [`inodes`]: each inode by itself.
 //! - [`dirs`]: entries, names, indexes.
 //! - [`links`]: who is reachable, link counts, the block map, counters.
 //! - [`repair`]: what needs the core: recovery, /lost+found.
 
+mod accounts;
 mod dirs;
 mod inodes;
 mod links;
 mod raw;
 mod repair;
+mod table;
 mod trees;
 
 use std::collections::HashMap;
@@ -128,7 +131,7 @@ pub(crate) struct Checker<'a> {
     pub(crate) report: Report,
     /// Bit per block: something refers to it.
     pub(crate) claimed: Vec<u64>,
-    /// By file block of the inode table: the block.
+    /// By file block of the inode table: the block; 0: it is gone.
     pub(crate) table: Vec<u64>,
     pub(crate) inodes: Vec<Known>,
     /// Directories in the order of their numbers.
@@ -206,7 +209,9 @@ impl<'a> Checker<'a> {
         self.check_dirs(progress);
         self.check_links();
         self.check_map(progress);
+        self.fill_table();
         self.check_counters();
+        self.check_accounts();
     }
 }
 

@@ -123,7 +123,7 @@ macro_rules! fields {
     };
 }
 fields!(state_gen mode owner nlink flags rdev parent xattr_root root size blocks seq index_root index_used
-    entries free_granules openers mappers lock locks);
+    entries free_granules openers mappers lock locks account);
 
 impl Inode {
     pub(crate) fn read(area: &Area, table_block: u64, ino: u64) -> Option<Inode> {

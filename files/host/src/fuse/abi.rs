@@ -45,6 +45,9 @@ pub mod op {
     pub const READDIR: u32 = 28;
     pub const RELEASEDIR: u32 = 29;
     pub const FSYNCDIR: u32 = 30;
+    pub const GETLK: u32 = 31;
+    pub const SETLK: u32 = 32;
+    pub const SETLKW: u32 = 33;
     pub const CREATE: u32 = 35;
     pub const INTERRUPT: u32 = 36;
     pub const DESTROY: u32 = 38;
@@ -62,9 +65,11 @@ pub mod op {
 #[allow(missing_docs)]
 pub mod init {
     pub const ASYNC_READ: u64 = 1;
+    pub const POSIX_LOCKS: u64 = 1 << 1;
     pub const EXPORT_SUPPORT: u64 = 1 << 4;
     pub const BIG_WRITES: u64 = 1 << 5;
     pub const DONT_MASK: u64 = 1 << 6;
+    pub const FLOCK_LOCKS: u64 = 1 << 10;
     pub const ASYNC_DIO: u64 = 1 << 15;
     pub const PARALLEL_DIROPS: u64 = 1 << 18;
     pub const POSIX_ACL: u64 = 1 << 20;
@@ -98,6 +103,8 @@ pub const FOPEN_PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 pub const WRITE_KILL_SUIDGID: u32 = 1 << 2;
 /// `fuse_setxattr_in.setxattr_flags`: setting this ACL takes the set-group-id bit away.
 pub const SETXATTR_ACL_KILL_SGID: u32 = 1;
+/// `fuse_lk_in.lk_flags`: flock(2), not fcntl(2).
+pub const LK_FLOCK: u32 = 1;
 /// `FS_IOC_GETFLAGS`.
 pub const FS_IOC_GETFLAGS: u32 = 0x8008_6601;
 /// `FS_IOC_SETFLAGS`.

@@ -10,12 +10,16 @@
 //!
 //! - [`abi`]: the wire format.
 //! - [`acl`]: POSIX ACLs.
+//! - [`locks`]: flock and fcntl.
 //! - [`nodes`]: what the kernel knows of our inodes.
+//! - `notify`: telling watchers in other members.
 //! - [`ops`]: the operations.
 //! - [`session`]: device, mount, threads.
 
 pub mod abi;
 pub mod acl;
+pub mod locks;
 pub mod nodes;
+mod notify;
 pub mod ops;
 pub mod session;

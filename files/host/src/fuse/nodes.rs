@@ -15,6 +15,10 @@ struct Node {
     lookups: u64,
     opens: u64,
     generation: u32,
+    /// Where it was last found: directory and name.
+    place: Option<(u64, Box<[u8]>)>,
+    /// Where the last word to watchers about a change of its data ends.
+    modify_told: u64,
 }
 
 const SHARDS: usize = 64;
@@ -36,12 +40,33 @@ impl Nodes {
         self.shards[(ino % SHARDS as u64) as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An entry was sent to the kernel.
-    pub fn looked_up(&self, ino: u64, generation: u32) {
+    /// An entry was sent to the kernel, for this name of a directory.
+    pub fn looked_up(&self, ino: u64, generation: u32, dir: u64, name: &[u8]) {
         let mut shard = self.shard(ino);
         let node = shard.entry(ino).or_default();
         node.lookups += 1;
         node.generation = generation;
+        if node.place.as_ref().is_none_or(|(d, n)| (*d, &**n) != (dir, name)) && name != b"." && name != b".."
+        {
+            node.place = Some((dir, name.into()));
+        }
+    }
+
+    /// Where the kernel last found it.
+    pub fn place(&self, ino: u64) -> Option<(u64, Vec<u8>)> {
+        self.shard(ino).get(&ino)?.place.as_ref().map(|(dir, name)| (*dir, name.to_vec()))
+    }
+
+    /// Where the last word about a change of its data ends.
+    pub fn modify_told(&self, ino: u64) -> u64 {
+        self.shard(ino).get(&ino).map_or(0, |node| node.modify_told)
+    }
+
+    /// Keeps that.
+    pub fn set_modify_told(&self, ino: u64, end: u64) {
+        if let Some(node) = self.shard(ino).get_mut(&ino) {
+            node.modify_told = end;
+        }
     }
 
     /// The generation that the kernel knows; 0 (any) where it should not know it.

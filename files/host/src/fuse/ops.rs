@@ -6,6 +6,7 @@ use rustix::io::Errno;
 
 use super::abi::{self, Cursor, Header, Out, fattr, op};
 use super::acl::{self, Acl};
+use super::locks::{Locks, Request};
 use super::nodes::Nodes;
 use crate::fs::{self, Attr, Create, Filesystem, Pin, Result};
 use crate::sys;
@@ -47,6 +48,8 @@ pub struct Server {
     pub fs: Filesystem,
     /// What the kernel knows.
     pub nodes: Nodes,
+    /// File locks.
+    pub locks: Locks,
     /// Let programs map files shared, through the kernel's page cache.
     pub cached_mmap: bool,
 }
@@ -62,8 +65,20 @@ fn short() -> Errno {
 }
 
 impl Server {
-    /// Answers one request.
-    pub fn answer<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
+    /// Answers one request, and tells those who watch.
+    pub fn answer<'a>(&'a self, h: &Header, c: Cursor<'_>) -> Answer<'a> {
+        if !self.fs.change_wanted() {
+            return self.carry_out(h, c);
+        }
+        let subject = self.subject(h, c);
+        let answer = self.carry_out(h, c);
+        if answer.is_ok() {
+            self.tell(h, c, &subject);
+        }
+        answer
+    }
+
+    fn carry_out<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
         match h.opcode {
             op::LOOKUP => {
                 let name = c.name().ok_or_else(short)?;
@@ -73,7 +88,7 @@ impl Server {
                     b".." => self.fs.parent(h.node)?,
                     _ => self.fs.lookup(h.node, name)?.0,
                 };
-                self.entry(ino)
+                self.entry(ino, h.node, name)
             }
             op::FORGET => {
                 self.nodes.forget(h.node, c.u64().ok_or_else(short)?);
@@ -100,21 +115,21 @@ impl Server {
             op::SYMLINK => {
                 let (name, target) = (c.name().ok_or_else(short)?, c.name().ok_or_else(short)?);
                 let ino = self.make(h, h.node, Some(name), S_IFLNK | 0o777, 0, 0, Some(target), false)?;
-                self.entry(ino)
+                self.entry(ino, h.node, name)
             }
             op::MKNOD => {
                 let (mode, rdev, umask, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
                 let name = c.name().ok_or_else(short)?;
                 let ino =
                     self.make(h, h.node, Some(name), mode, umask, abi::decode_dev(rdev), None, false)?;
-                self.entry(ino)
+                self.entry(ino, h.node, name)
             }
             op::MKDIR => {
                 let (mode, umask) = (u32s(&mut c)?, u32s(&mut c)?);
                 let name = c.name().ok_or_else(short)?;
                 let mode = (mode & !S_IFMT) | S_IFDIR;
                 let ino = self.make(h, h.node, Some(name), mode, umask, 0, None, false)?;
-                self.entry(ino)
+                self.entry(ino, h.node, name)
             }
             op::CREATE | op::TMPFILE => self.create(h, c),
             op::UNLINK => {
@@ -142,27 +157,38 @@ impl Server {
                 self.check_node(h.node)?;
                 self.check_node(ino)?;
                 self.fs.link(h.node, name, ino)?;
-                self.entry(ino)
+                self.entry(ino, h.node, name)
             }
-            op::OPEN => {
-                let flags = u32s(&mut c)?;
+            op::OPEN | op::OPENDIR => {
                 let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
                 self.nodes.open(&self.fs, h.node, attr.generation)?;
-                let _ = flags;
-                Ok(Reply::Body(open_out(attr.mode)))
-            }
-            op::OPENDIR => {
-                let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
-                self.nodes.open(&self.fs, h.node, attr.generation)?;
-                Ok(Reply::Body(open_out(attr.mode)))
+                Ok(Reply::Body(open_out(self.locks.open())))
             }
             op::RELEASE | op::RELEASEDIR => {
+                let unlocked = self.locks.release(&self.fs, u64s(&mut c)?);
                 self.nodes.release(&self.fs, h.node)?;
+                unlocked?;
                 empty()
             }
             op::READ => self.read(h, c),
             op::WRITE => self.write(h, c),
-            op::FLUSH => empty(),
+            op::FLUSH => {
+                let (_fh, _unused, owner) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
+                self.locks.flush(&self.fs, h.node, owner)?;
+                empty()
+            }
+            op::GETLK => {
+                let request = Request::parse(c).ok_or_else(short)?;
+                Ok(Reply::Body(self.locks.get(&self.fs, h.node, &request)?))
+            }
+            op::SETLK => {
+                self.locks.set(&self.fs, h.node, &Request::parse(c).ok_or_else(short)?)?;
+                empty()
+            }
+            op::INTERRUPT => {
+                self.locks.interrupt(u64s(&mut c)?);
+                Ok(Reply::None)
+            }
             op::FSYNC | op::FSYNCDIR => {
                 if self.fs.area().writable() {
                     self.fs.area().sync().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))?;
@@ -225,10 +251,10 @@ impl Server {
         }
     }
 
-    fn entry(&self, ino: u64) -> Answer<'_> {
+    fn entry(&self, ino: u64, dir: u64, name: &[u8]) -> Answer<'_> {
         // A name that another member removes in between is one that was not there.
         let attr = self.fs.getattr(ino, 0).map_err(|e| if e == Errno::STALE { Errno::NOENT } else { e })?;
-        self.nodes.looked_up(ino, attr.generation);
+        self.nodes.looked_up(ino, attr.generation, dir, name);
         Ok(Reply::Body(entry_out(&attr)))
     }
 
@@ -307,9 +333,9 @@ impl Server {
             }
         };
         self.nodes.open(&self.fs, ino, attr.generation)?;
-        self.nodes.looked_up(ino, attr.generation);
+        self.nodes.looked_up(ino, attr.generation, h.node, name);
         let mut out = entry_out(&attr);
-        out.bytes(&open_out(attr.mode).0);
+        out.bytes(&open_out(self.locks.open()).0);
         Ok(Reply::Body(out))
     }
 
@@ -617,9 +643,9 @@ fn sized<'a>(value: Vec<u8>, size: u32) -> Answer<'a> {
     Ok(Reply::Body(Out(value)))
 }
 
-fn open_out(_mode: u32) -> Out {
+fn open_out(handle: u64) -> Out {
     let mut out = Out::new();
-    out.u64(0).u32(abi::FOPEN_DIRECT_IO | abi::FOPEN_PARALLEL_DIRECT_WRITES).u32(0);
+    out.u64(handle).u32(abi::FOPEN_DIRECT_IO | abi::FOPEN_PARALLEL_DIRECT_WRITES).u32(0);
     out
 }
 

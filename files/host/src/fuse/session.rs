@@ -14,6 +14,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::abi::{self, Header, OUT_HEADER, Out, init, op};
+use super::locks::Request;
 use super::ops::{Piece, Reply, Server};
 
 /// Largest write the kernel sends at once.
@@ -159,6 +160,10 @@ impl Mounted {
                 | init::HANDLE_KILLPRIV_V2
                 | init::SETXATTR_EXT
                 | init::INIT_EXT;
+            // A mount that may not write keeps its locks to itself: they would be words in the zone.
+            if server.fs.area().writable() {
+                wanted |= init::POSIX_LOCKS | init::FLOCK_LOCKS;
+            }
             if server.cached_mmap {
                 wanted |= init::DIRECT_IO_ALLOW_MMAP;
             }
@@ -222,10 +227,10 @@ impl Mounted {
     }
 }
 
-fn serve(device: &File, server: &Server) -> io::Result<()> {
+fn serve(device: &Arc<File>, server: &Server) -> io::Result<()> {
     let mut buf = vec![0; MAX_WRITE as usize + 8192];
     loop {
-        let len = match (&*device).read(&mut buf) {
+        let len = match (&**device).read(&mut buf) {
             Ok(0) => return Ok(()),
             Ok(len) => len,
             Err(e) => match e.raw_os_error() {
@@ -240,8 +245,16 @@ fn serve(device: &File, server: &Server) -> io::Result<()> {
         };
         let answer = match header.opcode {
             op::DESTROY => Ok(Reply::Body(Out::new())),
-            // Nothing here waits long enough to be interrupted.
-            op::INTERRUPT => Ok(Reply::None),
+            op::SETLKW => {
+                let Some(request) = Request::parse(body) else {
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, "a short request for a lock"));
+                };
+                let asked = (device, header.unique);
+                match server.locks.set_or_wait(&server.fs, asked, header.node, &request) {
+                    None => continue,
+                    Some(done) => done.map(|()| Reply::Body(Out::new())),
+                }
+            }
             _ => server.answer(&header, body),
         };
         match send(device, header.unique, &answer) {
@@ -252,6 +265,11 @@ fn serve(device: &File, server: &Server) -> io::Result<()> {
             Err(e) => return Err(e),
         }
     }
+}
+
+/// Answers a request that had to wait. An error: nobody is there to be answered.
+pub(super) fn answer_late(device: &File, unique: u64, answer: Result<(), Errno>) -> io::Result<()> {
+    send(device, unique, &answer.map(|()| Reply::Body(Out::new())))
 }
 
 fn header_bytes(unique: u64, error: i32, body: usize) -> [u8; OUT_HEADER] {

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What tests with real guests have in common.
+
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Patience: far beyond what anything here takes, so that no test fails for a slow machine.
+pub const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A folder with a compose file, and a runtime folder of its own; everything is taken down at the end.
+pub struct Lab {
+    pub dir: tempfile::TempDir,
+}
+
+impl Lab {
+    pub fn new(compose: &str) -> Lab {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tombolo.toml"), compose).unwrap();
+        Lab { dir }
+    }
+
+    pub fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+        command.args(args).current_dir(self.dir.path());
+        command.env("XDG_RUNTIME_DIR", self.dir.path()).env("TOMBOLO_ACCEL", "tcg").stdin(Stdio::null());
+        command
+    }
+
+    pub fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    pub fn good(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "tombolo {args:?}: {}\n{err}", output.status);
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    pub fn ps(&self) -> serde_json::Value {
+        serde_json::from_str(&self.good(&["ps", "--json"])).unwrap()
+    }
+
+    /// Processes that belong to this lab: the supervisor and the QEMUs name its folder or inherit its environment.
+    fn processes(&self) -> Vec<u32> {
+        let mark = format!("XDG_RUNTIME_DIR={}", self.dir.path().display());
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir("/proc").unwrap() {
+            let path = entry.unwrap().path();
+            let Some(pid) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.parse().ok()) else {
+                continue;
+            };
+            let environment = std::fs::read(path.join("environ")).unwrap_or_default();
+            if environment.split(|&b| b == 0).any(|v| v == mark.as_bytes()) {
+                found.push(pid);
+            }
+        }
+        found
+    }
+
+    /// Waits until no process is left, and looks for sockets.
+    pub fn assert_nothing_left(&self) {
+        let start = Instant::now();
+        while !self.processes().is_empty() {
+            assert!(start.elapsed() < PATIENCE, "left behind: {:?}", self.processes());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let mut folders = vec![self.dir.path().to_owned()];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(&folder).unwrap() {
+                let entry = entry.unwrap();
+                let kind = entry.file_type().unwrap();
+                use std::os::unix::fs::FileTypeExt;
+                assert!(!kind.is_socket(), "{} is left behind", entry.path().display());
+                if kind.is_dir() {
+                    folders.push(entry.path());
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        self.run(&["down"]);
+    }
+}
+
+/// Sends a signal.
+pub fn signal(pid: u32, name: &str) {
+    let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
+    assert!(status.success());
+}

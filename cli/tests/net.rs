@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Networks of a compose file, with real guests as a user has them. Under TCG, with the guest kit's 6.1 kernel.
+
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Lab, PATIENCE, signal};
+use serde_json::Value;
+
+mod common;
+
+const TWO: &str = r#"
+[net.lan]
+[vm.a]
+kernel = "6.1"
+memory = "256M"
+networks = ["lan"]
+[vm.b]
+kernel = "6.1"
+memory = "256M"
+networks = { lan = { address = "10.86.0.9", mac = "52:54:00:00:00:0b" } }
+"#;
+
+fn json(lab: &Lab, args: &[&str]) -> Value {
+    serde_json::from_str(&lab.good(args)).unwrap()
+}
+
+fn ping(lab: &Lab) {
+    let said = lab.good(&["exec", "a", "--", "ping", "-c", "5", "-A", "-W", "10", "b"]);
+    assert!(said.contains("PING b (10.86.0.9)") && said.contains(" 0% packet loss"), "{said}");
+}
+
+/// The sum of the bytes that `times` times the same file are, so that both ends can be asked for it.
+fn sum(lab: &Lab, times: u32) -> String {
+    lab.good(&[
+        "exec",
+        "a",
+        "--",
+        "sh",
+        "-c",
+        &format!("for i in $(seq {times}); do cat /tmp/data; done | md5sum"),
+    ])
+}
+
+/// Sends the file so many times over one connection from a to b; the child's output is the sum of what arrived.
+fn transfer(lab: &Lab, times: u32) -> (Child, Child) {
+    // With an end of its input nc would close its half of the connection, and the other nc then gives up.
+    lab.good(&["exec", "b", "--", "sh", "-c", "[ -e /tmp/silence ] || mkfifo /tmp/silence"]);
+    let receive = lab
+        .command(&["exec", "b", "--", "sh", "-c", "nc -l -p 5000 <>/tmp/silence | md5sum"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // Until the other listens, a connection is refused before anything is sent.
+    let text = format!(
+        "for i in $(seq 600); do (for i in $(seq {times}); do cat /tmp/data; done) | nc b 5000 && exit; usleep 100000; done; exit 1"
+    );
+    let send = lab.command(&["exec", "a", "--", "sh", "-c", &text]).spawn().unwrap();
+    (send, receive)
+}
+
+fn arrived((mut send, receive): (Child, Child)) -> String {
+    assert!(send.wait().unwrap().success());
+    String::from_utf8(receive.wait_with_output().unwrap().stdout).unwrap()
+}
+
+/// Bytes and frames that a has sent.
+fn sent(lab: &Lab) -> (u64, u64) {
+    let ports = json(lab, &["net", "ports", "--json"]);
+    let sent = &ports["ports"][0]["sent"];
+    (sent["bytes"].as_u64().unwrap(), sent["packets"].as_u64().unwrap())
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "{what} never came");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed() {
+    let lab = Lab::new(TWO);
+    lab.good(&["up"]);
+    let net = &json(&lab, &["net", "ls", "--json"])[0];
+    assert_eq!(
+        (&net["name"], &net["subnet"], &net["starts"]),
+        (&"lan".into(), &"10.86.0.0/24".into(), &1.into())
+    );
+    let ports = net["ports"].as_array().unwrap();
+    assert_eq!(
+        (&ports[0]["address"], &ports[1]["address"]),
+        (&"10.86.0.2/24".into(), &"10.86.0.9/24".into())
+    );
+    assert_eq!(ports[1]["mac"], "52:54:00:00:00:0b");
+    assert!(lab.good(&["ps"]).contains("52:54:00:00:00:0b  10.86.0.9/24"));
+    ping(&lab);
+
+    // Data arrives as it was sent, and in segments larger than any frame on a wire.
+    lab.good(&["exec", "a", "--", "sh", "-c", "seq 1 300000 >/tmp/data"]);
+    let (bytes, frames) = sent(&lab);
+    assert_eq!(arrived(transfer(&lab, 10)), sum(&lab, 10));
+    let (bytes, frames) = (sent(&lab).0 - bytes, sent(&lab).1 - frames);
+    assert!(
+        bytes > 10 << 20 && bytes / frames > 3000,
+        "{bytes} bytes in {frames} frames: no segmentation offload"
+    );
+
+    // The switch is killed in the middle of a connection, which goes on.
+    let before = sent(&lab).0;
+    let running = transfer(&lab, 40);
+    wait_until("a part of the data", || sent(&lab).0 > before + (10 << 20));
+    signal(u32::try_from(net["pid"].as_u64().unwrap()).unwrap(), "KILL");
+    wait_until("another switch", || json(&lab, &["net", "ls", "--json"])[0]["starts"] == 2);
+    assert_eq!(arrived(running), sum(&lab, 40));
+    let ports = json(&lab, &["net", "ports", "--json"]);
+    assert!(ports["ports"].as_array().unwrap().iter().all(|p| p["up"] == true), "{ports}");
+    assert!(sent(&lab).0 > 1 << 20, "nothing went through the second switch");
+
+    // A VM is killed and comes back with the same address.
+    let pid = lab.ps()["vms"][1]["pid"].as_u64().unwrap();
+    signal(u32::try_from(pid).unwrap(), "KILL");
+    wait_until("the VM's end", || lab.ps()["vms"][1]["state"] != "up");
+    lab.good(&["up"]);
+    ping(&lab);
+
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_network_that_cannot_be_had_is_named_before_anything_boots() {
+    for (uplink, words) in
+        [("{ interface = \"nosuch0\" }", "nosuch0"), ("{ tap = \"way-too-long-name\" }", "1 to 15 letters")]
+    {
+        let lab = Lab::new(&format!(
+            "[net.lan]\nuplink = {uplink}\n[vm.a]\nkernel = \"6.1\"\nnetworks = [\"lan\"]\n"
+        ));
+        let output = lab.run(&["up"]);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && err.contains(words), "{err}");
+        assert!(!err.contains("a: starting"), "{err}");
+        lab.assert_nothing_left();
+    }
+}
+
+#[test]
+fn a_supervisor_that_is_killed_takes_its_switch_along() {
+    let lab = Lab::new("[net.lan]\n[vm.a]\nkernel = \"6.1\"\nready = \"running\"\nnetworks = [\"lan\"]\n");
+    lab.good(&["up"]);
+    signal(u32::try_from(lab.ps()["supervisor"].as_u64().unwrap()).unwrap(), "KILL");
+    lab.assert_nothing_left();
+    lab.good(&["up"]);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}

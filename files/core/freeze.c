@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Freezing: for a snapshot one member stops all changes by the others. The word in the super block names who froze, so it ends with
+ * that member's life. An operation begins with a transaction or with an inode's lock (tfs_tx_begin, tfs_begin_inode), and looks at the word after
+ * taking it; who freezes looks at transactions and locks after setting the word: of two that race, at least one sees the other. What is
+ * under way goes on to its end, whatever else it takes. References (open, mapped), claims of free inodes and times of reading may still change:
+ * recovery of the copy, in which nobody lives, puts them in order. Mappings are taken back, and come again after the thaw.
+ */
+#include "tfs_internal.h"
+
+bool tfs_frozen(struct tfs *fs)
+{
+	tmb_u64 *word = &tfs_sb(fs)->freeze, now = tmb_load(word);
+	tmb_u32 owner = tmb_lock_owner(now);
+
+	if (!now || owner == fs->member)
+		return false;
+	if (tfs_member_alive(fs, owner, (tmb_u32)(now >> 32)))
+		return true;
+	tmb_cas64(word, now, 0);
+	return false;
+}
+
+/* Waits for the transactions of a member, as long as it lives. */
+static int end_of_transactions(struct tfs *fs, tmb_u32 member, tmb_u64 since)
+{
+	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++) {
+		struct tfs_tx *tx = &tfs_member_area(fs, member)->tx[i];
+
+		while ((tmb_load_acquire(&tx->state) & 0xff) != TFS_TX_FREE) {
+			if (!tfs_member_active(fs, member))
+				return tfs_recover(fs, member);
+			if (tfs_os_clock() - since > TFS_LOCK_LIMIT_NS)
+				return -EBUSY;
+			tfs_os_wait(fs, 10);
+		}
+	}
+	return 0;
+}
+
+/* Waits for who was inside already, and lets nothing stay mapped. */
+static int settle(struct tfs *fs)
+{
+	tmb_u64 inodes, since = tfs_os_clock();
+	int err = tfs_recover_all(fs);
+
+	for (tmb_u32 m = 0; m < TFS_MEMBERS && !err; m++)
+		if (m != fs->member)
+			err = end_of_transactions(fs, m, since);
+	inodes = tmb_load(&tfs_sb(fs)->itable_inodes);
+	for (tmb_u64 ino = TFS_ROOT_INO; ino < inodes && !err; ino++) {
+		struct tfs_inode *inode = tfs_inode(fs, ino);
+
+		if (!inode)
+			break; /* itable_inodes says more than there are */
+		if (tmb_load(&inode->lock.word)) {
+			err = tfs_lock_word(fs, &inode->lock.word, &inode->lock.waiters);
+			if (!err)
+				tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
+		}
+		if (!err && tmb_load(&inode->mappers) & ~(1ULL << fs->member) && !tfs_wait_unused(fs, inode, ino))
+			err = -EBUSY;
+	}
+	return err;
+}
+
+int tfs_freeze(struct tfs *fs)
+{
+	tmb_u64 *word = &tfs_sb(fs)->freeze;
+	int err;
+
+	if (fs->read_only)
+		return -EROFS;
+	if (tfs_frozen(fs) || !tmb_cas64(word, 0, tmb_lock_word(fs->member, fs->epoch, 1)))
+		return -EBUSY;
+	err = settle(fs);
+	if (err)
+		tfs_thaw(fs);
+	return err;
+}
+
+void tfs_thaw(struct tfs *fs)
+{
+	tmb_cas64(&tfs_sb(fs)->freeze, tmb_lock_word(fs->member, fs->epoch, 1), 0);
+}

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Accounts: whose files are counted and limited together (`files/core/account.c`).
+
+use std::mem::offset_of;
+
+use serde::Serialize;
+
+use crate::area::Area;
+use crate::fs::Filesystem;
+use crate::sys;
+
+/// How many there can be.
+pub const MAX: u32 = sys::TFS_ACCOUNTS;
+
+/// A copy of an account.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Account {
+    /// Its name.
+    pub name: String,
+    /// What its files take up.
+    pub bytes: u64,
+    /// How much that may be; 0: any.
+    pub bytes_limit: u64,
+    /// How many files and directories there are.
+    pub inodes: u64,
+    /// How many there may be; 0: any.
+    pub inodes_limit: u64,
+}
+
+/// Where account `number` lies in an area.
+pub(crate) fn at(number: u32) -> u64 {
+    let member = size_of::<sys::tfs_member_area>() as u64;
+    u64::from(sys::TFS_BLOCK) + u64::from(number) * member + offset_of!(sys::tfs_member_area, own) as u64
+}
+
+pub(crate) fn read(area: &Area, number: u32) -> Option<Account> {
+    let word = |field: usize| area.word(at(number) + field as u64);
+    let mut name = [0; 32];
+    if !area.copy_out(at(number), &mut name) || name[0] == 0 {
+        return None;
+    }
+    let end = name.iter().position(|b| *b == 0).unwrap_or(name.len());
+    // A count that is below zero is off by what a dead member had under way.
+    let count = |word: u64| u64::try_from(word as i64).unwrap_or(0);
+    Some(Account {
+        name: String::from_utf8_lossy(&name[..end]).into_owned(),
+        bytes: count(word(offset_of!(sys::tfs_account, blocks))?).saturating_mul(4096),
+        bytes_limit: word(offset_of!(sys::tfs_account, blocks_limit))?.saturating_mul(4096),
+        inodes: count(word(offset_of!(sys::tfs_account, inodes))?),
+        inodes_limit: word(offset_of!(sys::tfs_account, inodes_limit))?,
+    })
+}
+
+/// All accounts of a file system.
+pub fn list(fs: &Filesystem) -> Vec<Account> {
+    (0..MAX).filter_map(|number| read(fs.area(), number)).collect()
+}
+
+/// Takes a slot's grants back, before somebody else comes to it.
+pub(crate) fn revoke(area: &Area, member: u32) -> bool {
+    let start = at(member) - offset_of!(sys::tfs_member_area, own) as u64;
+    [offset_of!(sys::tfs_member_area, root), offset_of!(sys::tfs_member_area, account)]
+        .iter()
+        .all(|field| area.store_word(start + *field as u64, 0))
+}

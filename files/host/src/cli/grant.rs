@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo files grant` and `accounts`: what a member may take up, and where it is confined to.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use rustix::io::Errno;
+use serde_json::json;
+
+use super::{open_error, parse_size};
+use crate::account;
+use crate::fs::{self, Create, Filesystem};
+use crate::target::Target;
+
+/// Arguments of `tombolo files grant`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// A zone of the running project (tombolo.toml here or above) by name, or a zone's file
+    pub(super) zone: PathBuf,
+    /// The member, by name: a VM that is invited to the zone
+    member: String,
+    /// Confine it to this directory, which is made where it is missing; holds from its next mount on
+    #[arg(long, default_value = "/")]
+    subtree: String,
+    /// What its files may take up together (K, M, G); none: no limit. Holds at once
+    #[arg(long, value_parser = parse_size)]
+    bytes: Option<u64>,
+    /// How many files and directories it may make; none: no limit. Holds at once
+    #[arg(long)]
+    inodes: Option<u64>,
+    /// The account that its files count for; members may share one. The member's own name if not given
+    #[arg(long)]
+    account: Option<String>,
+    /// Name of the FILES area, where the zone has several
+    #[arg(long)]
+    area: Option<String>,
+}
+
+/// Runs `grant`.
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    let at = args.zone.display();
+    let target = Target::open(&args.zone, true, args.area.as_deref())?;
+    let Some(members) = target.members()? else {
+        bail!("{at}: a file system outside a zone has no members");
+    };
+    let Some(member) = members.iter().find(|m| m.name == args.member) else {
+        let names: Vec<&str> = members.iter().map(|m| m.name.as_str()).collect();
+        bail!("{at}: has no member '{}'; it has: {}", args.member, names.join(", "));
+    };
+    let (area, joined) = target.join(&format!("grant-{}", std::process::id()))?;
+    let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
+    fs.ring_by(joined.as_ref().and_then(crate::target::Joined::ringer));
+    let root = match directory(&fs, &args.subtree)? {
+        fs::ROOT => 0,
+        ino => ino,
+    };
+    let name = args.account.as_ref().unwrap_or(&args.member);
+    let blocks = args.bytes.map_or(0, |b| (b / 4096).max(1));
+    fs.grant(member.id.index(), name, blocks, args.inodes.unwrap_or(0), root).map_err(|e| match e {
+        Errno::NOSPC => anyhow::anyhow!("{at}: all {} accounts are taken", account::MAX),
+        Errno::INVAL => anyhow::anyhow!("{at}: '{name}' is no name of an account: 1 to 31 bytes"),
+        _ => anyhow::Error::new(e).context(format!("{at}: granting")),
+    })?;
+    drop(fs);
+    if let Some(joined) = joined {
+        joined.leave().context("leaving the zone")?;
+    }
+    Ok(())
+}
+
+/// The directory at a path, made with its parents where it is missing.
+fn directory(fs: &Filesystem, path: &str) -> anyhow::Result<u64> {
+    let mut ino = fs::ROOT;
+    for name in path.split('/').filter(|n| !n.is_empty() && *n != ".") {
+        if name == ".." {
+            bail!("{path}: write the path without '..'");
+        }
+        ino = match fs.lookup(ino, name.as_bytes()) {
+            Ok((found, libc::DT_DIR)) => found,
+            Ok(_) => bail!("{path}: {name} is no directory"),
+            Err(Errno::NOENT) => fs
+                .create(ino, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755))
+                .with_context(|| format!("{path}: making {name}"))?,
+            Err(e) => return Err(e).with_context(|| format!("{path}: at {name}")),
+        };
+    }
+    Ok(ino)
+}
+
+/// Runs `accounts`.
+pub fn accounts(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<()> {
+    let target = Target::open(zone, false, area)?;
+    let fs = Filesystem::open(target.area()?).map_err(|e| open_error(zone, e))?;
+    let all = account::list(&fs);
+    if json {
+        println!("{}", json!(all));
+        return Ok(());
+    }
+    let or_none = |limit: u64| if limit == 0 { "-".to_owned() } else { limit.to_string() };
+    println!("{:<32} {:>10} {:>10} {:>10} {:>10}", "account", "KiB", "limit", "inodes", "limit");
+    for a in all {
+        println!(
+            "{:<32} {:>10} {:>10} {:>10} {:>10}",
+            a.name,
+            a.bytes >> 10,
+            or_none(a.bytes_limit >> 10),
+            a.inodes,
+            or_none(a.inodes_limit)
+        );
+    }
+    Ok(())
+}

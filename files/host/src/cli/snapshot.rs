@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo files snapshot` and `restore`.
+
+use std::fs::File;
+use std::path::PathBuf;
+
+use anyhow::{Context, bail};
+use serde_json::json;
+
+use super::{Meter, open_error};
+use crate::area::{Area, Map};
+use crate::fs::Filesystem;
+use crate::snapshot;
+use crate::sys;
+use crate::target::Target;
+
+/// Arguments of `tombolo files snapshot`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
+    pub(super) zone: PathBuf,
+    /// The image to write; must not exist
+    image: PathBuf,
+    /// Name of the FILES area, where the zone has several
+    #[arg(long)]
+    area: Option<String>,
+}
+
+/// Arguments of `tombolo files restore`.
+#[derive(Debug, clap::Args)]
+pub struct RestoreArgs {
+    /// The image
+    image: PathBuf,
+    /// A zone by name or file, that nobody uses
+    pub(super) zone: PathBuf,
+    /// Name of the FILES area, where the zone has several
+    #[arg(long)]
+    area: Option<String>,
+    /// Overwrite a file system that is there already
+    #[arg(long)]
+    force: bool,
+}
+
+/// Runs `snapshot`.
+pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
+    let at = args.image.display();
+    let target = Target::open(&args.zone, true, args.area.as_deref())?;
+    let (area, joined) = target.join(&format!("snapshot-{}", std::process::id()))?;
+    let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
+    fs.ring_by(joined.as_ref().and_then(crate::target::Joined::ringer));
+    let image = File::options().read(true).write(true).create_new(true).open(&args.image);
+    let image = image.with_context(|| format!("{at}: the image can't be made"))?;
+    let taken = {
+        let mut meter = Meter::new(json);
+        snapshot::take(&fs, &image, &mut |s, d, o| meter.show(s, d, o))
+    };
+    drop(fs);
+    if let Some(joined) = joined {
+        joined.leave().context("leaving the zone")?;
+    }
+    let taken = match taken {
+        Ok(taken) => taken,
+        Err(e) => {
+            std::fs::remove_file(&args.image)
+                .with_context(|| format!("{at}: removing what is not complete"))?;
+            return Err(e.context(format!("{}: no snapshot was taken", args.zone.display())));
+        }
+    };
+    let ms = taken.frozen.as_secs_f64() * 1e3;
+    if json {
+        println!("{}", json!({"image": args.image, "blocks": taken.blocks, "frozen_ms": ms}));
+    } else {
+        println!("{at}: {} MiB, checked; members stood still for {ms:.0} ms", taken.blocks >> 8);
+    }
+    Ok(())
+}
+
+/// Runs `restore`.
+pub fn restore(args: &RestoreArgs, json: bool) -> anyhow::Result<()> {
+    let at = args.image.display();
+    let file = File::open(&args.image).with_context(|| format!("opening {at}"))?;
+    let image = Area::whole(
+        Map::new(&file, file.metadata()?.len(), false).with_context(|| format!("mapping {at}"))?,
+    )?;
+    let target = Target::open(&args.zone, true, args.area.as_deref())?;
+    target.require_unused("restore")?;
+    let area = target.area()?;
+    if area.word(0) == Some(sys::TFS_MAGIC) && !args.force {
+        bail!(
+            "{}: has a file system already; --force overwrites it, with all files in it",
+            args.zone.display()
+        );
+    }
+    let blocks = {
+        let mut meter = Meter::new(json);
+        snapshot::restore(&image, &area, &mut |s, d, o| meter.show(s, d, o))
+            .with_context(|| format!("restoring {at}"))?
+    };
+    area.sync().with_context(|| format!("{}: syncing", args.zone.display()))?;
+    if json {
+        println!("{}", json!({"zone": args.zone, "blocks": blocks}));
+    } else {
+        println!("{}: restored {} MiB from {at}", args.zone.display(), blocks >> 8);
+    }
+    Ok(())
+}

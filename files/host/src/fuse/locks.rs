@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! flock and fcntl locks of a mount, which exclude across all members: the zone's table decides, the kernel keeps none of its own.
+//!
+//! The kernel gives a lock's owner a number: a process (POSIX), or an open file (flock, open-file-description locks). What it says when
+//! owners go differs: a FLUSH with the owner for each close by a process; for an open file only the RELEASE of its handle.
+//! So every open has a handle of its own, and what was locked through it is given back with it.
+//!
+//! A request that must wait does not hold up a thread that answers: it goes to one waiting thread, which tries again when a lock
+//! may have come free: a doorbell rang, or somebody here gave one back. Without a doorbell it looks 50 times a second, while
+//! somebody waits.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::fs::File;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use super::abi::{self, Cursor, Out};
+use super::session;
+use crate::fs::{FileLock, Filesystem, LockWait, Result};
+use crate::sys;
+
+/// Between two looks while somebody waits, without a doorbell.
+const LOOK: Duration = Duration::from_millis(20);
+/// The same with one.
+const LOOK_ANYWAY: Duration = Duration::from_secs(1);
+/// Interrupts of requests that are not (yet) waiting here are remembered this long; most are of requests that are answered by now.
+const INTERRUPTS: usize = 64;
+const END: u64 = i64::MAX as u64;
+
+/// An owner of locks on an inode.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Holder {
+    ino: u64,
+    owner: u64,
+    kind: u32,
+}
+
+#[derive(Default)]
+struct Held {
+    holders: HashSet<Holder>,
+    /// What each open file's locks were taken as.
+    handles: HashMap<u64, HashSet<Holder>>,
+}
+
+struct Waiter {
+    device: Arc<File>,
+    unique: u64,
+    handle: u64,
+    ino: u64,
+    lock: FileLock,
+    /// POSIX locks are looked at for deadlocks.
+    wait: Option<LockWait>,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiters: Vec<Waiter>,
+    interrupted: VecDeque<u64>,
+    /// Grows when there is a reason to look again.
+    reasons: u64,
+}
+
+/// The locks of one mount.
+#[derive(Default)]
+pub struct Locks {
+    handles: AtomicU64,
+    held: Mutex<Held>,
+    queue: Mutex<Queue>,
+    arrived: Condvar,
+    stop: AtomicBool,
+    has_bell: AtomicBool,
+}
+
+/// What a request for a lock says.
+pub struct Request {
+    handle: u64,
+    lock: FileLock,
+}
+
+impl Request {
+    /// `fuse_lk_in`.
+    pub fn parse(mut c: Cursor<'_>) -> Option<Request> {
+        let (handle, owner, start, end) = (c.u64()?, c.u64()?, c.u64()?, c.u64()?);
+        let (kind, pid, flags) = (c.u32()?, c.u32()?, c.u32()?);
+        let kind = match i32::try_from(kind).ok()? {
+            libc::F_RDLCK => sys::TFS_LK_READ,
+            libc::F_WRLCK => sys::TFS_LK_WRITE,
+            libc::F_UNLCK => sys::TFS_LK_UNLOCK,
+            _ => return None,
+        };
+        let flock = flags & abi::LK_FLOCK != 0;
+        let lock = FileLock {
+            owner,
+            start,
+            end: if end >= END { !0 } else { end },
+            type_: kind,
+            kind: if flock { sys::TFS_LK_FLOCK } else { sys::TFS_LK_POSIX },
+            pid,
+            member: 0,
+        };
+        Some(Request { handle, lock })
+    }
+}
+
+fn held(locks: &Locks) -> MutexGuard<'_, Held> {
+    // A panic elsewhere leaves sets as they were: still usable.
+    locks.held.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn queue(locks: &Locks) -> MutexGuard<'_, Queue> {
+    locks.queue.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Locks {
+    /// A number for an open file.
+    pub fn open(&self) -> u64 {
+        self.handles.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Somebody calls [`Locks::look`] when this member's doorbell rings.
+    pub fn has_bell(&self) {
+        self.has_bell.store(true, Ordering::SeqCst);
+    }
+
+    /// Takes or gives back without waiting.
+    pub fn set(&self, fs: &Filesystem, ino: u64, request: &Request) -> Result<()> {
+        let done = self.try_set(fs, ino, request);
+        if request.lock.type_ != sys::TFS_LK_WRITE {
+            self.look();
+        }
+        done
+    }
+
+    fn try_set(&self, fs: &Filesystem, ino: u64, request: &Request) -> Result<()> {
+        let lock = &request.lock;
+        if lock.type_ != sys::TFS_LK_UNLOCK {
+            // Noted first, so that whoever closes the file meanwhile gives it back.
+            let holder = Holder { ino, owner: lock.owner, kind: lock.kind };
+            let mut held = held(self);
+            held.holders.insert(holder);
+            held.handles.entry(request.handle).or_default().insert(holder);
+        }
+        fs.set_lock(ino, lock).map_err(|e| if e == Errno::ROFS { Errno::NOLCK } else { e })
+    }
+
+    /// Takes it or waits for it. None: the answer comes later, from the waiting thread.
+    pub fn set_or_wait(
+        &self,
+        fs: &Filesystem,
+        (device, unique): (&Arc<File>, u64),
+        ino: u64,
+        request: &Request,
+    ) -> Option<Result<()>> {
+        match self.try_set(fs, ino, request) {
+            Err(Errno::AGAIN) => {}
+            done => return Some(done),
+        }
+        let wait = match (request.lock.kind == sys::TFS_LK_POSIX).then(|| fs.wait_lock(ino, &request.lock)) {
+            None => None,
+            Some(Ok(wait)) => Some(wait),
+            Some(Err(e)) => return Some(Err(e)),
+        };
+        let mut queue = queue(self);
+        if let Some(at) = queue.interrupted.iter().position(|u| *u == unique) {
+            queue.interrupted.remove(at);
+            if let Some(wait) = wait {
+                fs.end_wait(wait);
+            }
+            return Some(Err(Errno::INTR));
+        }
+        let (device, handle, lock) = (Arc::clone(device), request.handle, request.lock);
+        queue.waiters.push(Waiter { device, unique, handle, ino, lock, wait });
+        drop(queue);
+        self.look();
+        None
+    }
+
+    /// The kernel does not want a request's lock any more.
+    pub fn interrupt(&self, unique: u64) {
+        let mut queue = queue(self);
+        queue.interrupted.push_back(unique);
+        if queue.interrupted.len() > INTERRUPTS {
+            queue.interrupted.pop_front();
+        }
+        queue.reasons += 1;
+        self.arrived.notify_one();
+    }
+
+    /// A lock may have come free.
+    pub fn look(&self) {
+        queue(self).reasons += 1;
+        self.arrived.notify_one();
+    }
+
+    /// Who is in the way: `fuse_lk_out`.
+    pub fn get(&self, fs: &Filesystem, ino: u64, request: &Request) -> Result<Out> {
+        let found = fs.get_lock(ino, &request.lock)?;
+        let mut out = Out::new();
+        let kind = match found.type_ {
+            sys::TFS_LK_READ => libc::F_RDLCK,
+            sys::TFS_LK_WRITE => libc::F_WRLCK,
+            _ => libc::F_UNLCK,
+        };
+        // A process of another member has no number here.
+        let own = fs.area().seat().is_none_or(|seat| seat.member == found.member);
+        out.u64(found.start.min(END)).u64(found.end.min(END)).u32(kind as u32).u32(if own {
+            found.pid
+        } else {
+            0
+        });
+        Ok(out)
+    }
+
+    /// A process closed a file: its POSIX locks on it go.
+    pub fn flush(&self, fs: &Filesystem, ino: u64, owner: u64) -> Result<()> {
+        let holder = Holder { ino, owner, kind: sys::TFS_LK_POSIX };
+        if held(self).holders.remove(&holder) { self.give_back(fs, &holder) } else { Ok(()) }
+    }
+
+    /// An open file is gone, and all that was locked through it.
+    pub fn release(&self, fs: &Filesystem, handle: u64) -> Result<()> {
+        let gone: Vec<Holder> = {
+            let mut held = held(self);
+            let Some(through) = held.handles.remove(&handle) else { return Ok(()) };
+            through.into_iter().filter(|holder| held.holders.remove(holder)).collect()
+        };
+        gone.iter().try_for_each(|holder| self.give_back(fs, holder))
+    }
+
+    /// The waiting thread: until [`Locks::stop`].
+    pub fn serve(&self, fs: &Filesystem) {
+        while !self.stop.load(Ordering::SeqCst) {
+            let mut waiting = queue(self);
+            if waiting.waiters.is_empty() {
+                let _woken = self.arrived.wait_while(waiting, |queue| {
+                    queue.waiters.is_empty() && !self.stop.load(Ordering::SeqCst)
+                });
+                continue;
+            }
+            let Queue { waiters, interrupted, .. } = &mut *waiting;
+            let mut i = 0;
+            while i < waiters.len() {
+                let waiter = &waiters[i];
+                let stopped = interrupted.iter().position(|u| *u == waiter.unique);
+                let answer = match stopped {
+                    Some(at) => {
+                        interrupted.remove(at);
+                        Err(Errno::INTR)
+                    }
+                    None => {
+                        self.try_set(fs, waiter.ino, &Request { handle: waiter.handle, lock: waiter.lock })
+                    }
+                };
+                if answer == Err(Errno::AGAIN) {
+                    i += 1;
+                    continue;
+                }
+                let done = waiters.swap_remove(i);
+                self.answer(fs, done, answer);
+            }
+            let seen = waiting.reasons;
+            let time = if self.has_bell.load(Ordering::SeqCst) { LOOK_ANYWAY } else { LOOK };
+            let _woken = self.arrived.wait_timeout_while(waiting, time, |queue| queue.reasons == seen);
+        }
+        for waiter in queue(self).waiters.drain(..) {
+            self.answer(fs, waiter, Err(Errno::INTR));
+        }
+    }
+
+    fn answer(&self, fs: &Filesystem, waiter: Waiter, answer: Result<()>) {
+        if let Some(wait) = waiter.wait {
+            fs.end_wait(wait);
+        }
+        let taken = answer.is_ok();
+        let told = session::answer_late(&waiter.device, waiter.unique, answer);
+        if taken && told.is_err() {
+            // Whoever asked is gone, and with it whoever would give the lock back.
+            let _ = fs.set_lock(waiter.ino, &FileLock { type_: sys::TFS_LK_UNLOCK, ..waiter.lock });
+        }
+    }
+
+    /// Ends the waiting thread.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.look();
+    }
+
+    fn give_back(&self, fs: &Filesystem, holder: &Holder) -> Result<()> {
+        let (owner, kind) = (holder.owner, holder.kind);
+        let all = FileLock { owner, kind, start: 0, end: !0, type_: sys::TFS_LK_UNLOCK, pid: 0, member: 0 };
+        let done = fs.set_lock(holder.ino, &all);
+        self.look();
+        done
+    }
+}

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What requests did, told to those who watch in other members. The kernel notifies watchers on this host by itself.
+
+use super::abi::{Cursor, Header, fattr, op};
+use super::ops::Server;
+use crate::change::Change;
+
+/// What makes a SETATTR a change of attributes.
+const ATTRIBUTES: u32 = fattr::MODE | fattr::UID | fattr::GID | fattr::ATIME | fattr::MTIME;
+
+/// What a request is about that can't be found any more once it is done.
+#[derive(Default)]
+pub(super) struct Subject {
+    ino: u64,
+    /// Of a rename: what has the new name.
+    target: u64,
+}
+
+impl Server {
+    /// Before a request is carried out.
+    pub(super) fn subject(&self, h: &Header, mut c: Cursor<'_>) -> Subject {
+        let find =
+            |dir: u64, name: Option<&[u8]>| name.and_then(|n| self.fs.lookup(dir, n).ok()).map_or(0, |f| f.0);
+        match h.opcode {
+            op::UNLINK | op::RMDIR => Subject { ino: find(h.node, c.name()), target: 0 },
+            op::RENAME | op::RENAME2 => {
+                let dir = c.u64().unwrap_or(0);
+                c.bytes(if h.opcode == op::RENAME2 { 8 } else { 0 });
+                Subject { ino: find(h.node, c.name()), target: find(dir, c.name()) }
+            }
+            _ => Subject::default(),
+        }
+    }
+
+    /// After a request was carried out. Its body was understood, so what is missing in it here is nothing.
+    pub(super) fn tell(&self, h: &Header, mut c: Cursor<'_>, subject: &Subject) {
+        let created = |skip: usize, mut c: Cursor<'_>| {
+            c.bytes(skip);
+            let name = c.name().unwrap_or_default();
+            self.named(0, h.node, name, libc::IN_CREATE)
+        };
+        let mut changes = match h.opcode {
+            op::SYMLINK => created(0, c),
+            op::MKDIR | op::LINK => created(8, c),
+            op::MKNOD | op::CREATE => created(16, c),
+            op::UNLINK | op::RMDIR => {
+                let mask = libc::IN_DELETE | self.is_gone(subject.ino);
+                self.named(subject.ino, h.node, c.name().unwrap_or_default(), mask)
+            }
+            op::RENAME | op::RENAME2 => return self.tell_rename(h, c, subject),
+            op::SETATTR => {
+                let valid = c.u32().unwrap_or(0);
+                let size = if valid & fattr::SIZE != 0 { libc::IN_MODIFY } else { 0 };
+                let rest = if valid & ATTRIBUTES != 0 { libc::IN_ATTRIB } else { 0 };
+                vec![self.by_node(h.node, size), self.by_node(h.node, rest)]
+            }
+            op::WRITE | op::FALLOCATE => return self.tell_modified(h.node),
+            op::COPY_FILE_RANGE => {
+                c.bytes(16);
+                return self.tell_modified(c.u64().unwrap_or(0));
+            }
+            op::RELEASE => {
+                c.bytes(8);
+                let writer = c.u32().unwrap_or(0) & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32;
+                vec![self.by_node(h.node, if writer { libc::IN_CLOSE_WRITE } else { 0 })]
+            }
+            op::SETXATTR | op::REMOVEXATTR | op::IOCTL => vec![self.by_node(h.node, libc::IN_ATTRIB)],
+            _ => return,
+        };
+        changes.retain(|change| change.mask & !libc::IN_ISDIR != 0 && change.ino != 0);
+        if !changes.is_empty() {
+            self.fs.tell(&mut changes);
+        }
+    }
+
+    /// A program that writes on and on is told of once, until somebody has heard it.
+    fn tell_modified(&self, ino: u64) {
+        if !self.fs.change_unheard(self.nodes.modify_told(ino)) {
+            let end = self.fs.tell(&mut [self.by_node(ino, libc::IN_MODIFY)]);
+            self.nodes.set_modify_told(ino, end);
+        }
+    }
+
+    fn tell_rename(&self, h: &Header, mut c: Cursor<'_>, subject: &Subject) {
+        let new_dir = c.u64().unwrap_or(0);
+        let flags = if h.opcode == op::RENAME2 { c.u64().unwrap_or(0) as u32 } else { 0 };
+        let (Some(old), Some(new)) = (c.name(), c.name()) else { return };
+        let moved = |ino, from: (u64, &[u8]), to: (u64, &[u8])| {
+            let mut halves = self.named(ino, from.0, from.1, libc::IN_MOVED_FROM);
+            halves.extend(self.named(ino, to.0, to.1, libc::IN_MOVED_TO));
+            self.fs.tell(&mut halves);
+        };
+        moved(subject.ino, (h.node, old), (new_dir, new));
+        if subject.target != 0 && flags & libc::RENAME_EXCHANGE != 0 {
+            moved(subject.target, (new_dir, new), (h.node, old));
+        } else if subject.target != 0 {
+            let mask = libc::IN_ATTRIB | self.is_gone(subject.target);
+            self.fs.tell(&mut [Change::new(subject.target, None, mask)]);
+        }
+    }
+
+    /// ino 0: whatever has the name.
+    fn named(&self, ino: u64, dir: u64, name: &[u8], mask: u32) -> Vec<Change> {
+        let found = self.fs.lookup(dir, name).ok();
+        let ino = if ino == 0 { found.map_or(0, |f| f.0) } else { ino };
+        vec![Change::new(ino, Some((dir, name.to_vec())), mask | self.is_dir(ino))]
+    }
+
+    /// By the name that the kernel last found it under, if that is still its name.
+    fn by_node(&self, ino: u64, mask: u32) -> Change {
+        let place =
+            self.nodes.place(ino).filter(|(dir, name)| self.fs.lookup(*dir, name).is_ok_and(|f| f.0 == ino));
+        Change::new(ino, place, mask | self.is_dir(ino))
+    }
+
+    /// The last of its names was taken.
+    fn is_gone(&self, ino: u64) -> u32 {
+        if self.fs.getattr(ino, 0).map_or(0, |a| a.nlink) == 0 { libc::IN_DELETE_SELF } else { 0 }
+    }
+
+    fn is_dir(&self, ino: u64) -> u32 {
+        let dir = self.fs.getattr(ino, 0).is_ok_and(|a| a.mode & libc::S_IFMT == libc::S_IFDIR);
+        if dir { libc::IN_ISDIR } else { 0 }
+    }
+}

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Everybody dies after any store: the core's stores are recorded, and every prefix of them is recovered from.
+//!
+//! - [`recorder`]: sees the stores, takes them back and makes them again.
+//! - [`world`]: a small zone, and what it holds as plain values.
+//! - [`sweep`]: operations cut off after every store.
+
+mod recorder;
+mod sweep;
+mod world;
+
+use sweep::Sweep;
+use tombolo_files::fs::{Attr, Create, Filesystem, ROOT, xattr_image};
+use tombolo_files::sys;
+
+const REG: u32 = libc::S_IFREG | 0o640;
+const DIR: u32 = libc::S_IFDIR | 0o750;
+const BLOCK: u64 = 4096;
+
+fn create(fs: &Filesystem, dir: u64, name: &str, mode: u32) -> u64 {
+    fs.create(dir, Some(name.as_bytes()), &Create::mode(mode)).expect("create")
+}
+
+fn find(fs: &Filesystem, path: &str) -> u64 {
+    path.split('/')
+        .filter(|n| !n.is_empty())
+        .fold(ROOT, |dir, name| fs.lookup(dir, name.as_bytes()).expect("a name").0)
+}
+
+fn write(fs: &Filesystem, ino: u64, byte: u8, len: u64, at: u64) {
+    let bytes: Vec<u8> = (0..len).map(|i| byte ^ (i / 64) as u8 | 1).collect();
+    assert_eq!(fs.pwrite(ino, &bytes, at, false), Ok(bytes.len()));
+}
+
+fn rename(fs: &Filesystem, from: &str, to: &str, flags: u32) {
+    let split = |path: &str| {
+        let (dir, name) = path.rsplit_once('/').expect("an absolute path");
+        (find(fs, dir), name.as_bytes().to_vec())
+    };
+    let (from, to) = (split(from), split(to));
+    fs.rename((from.0, &from.1), (to.0, &to.1), flags).expect("rename");
+}
+
+/// /d, /d/sub, /e, and some files.
+fn some_files(fs: &Filesystem) {
+    let (d, e) = (create(fs, ROOT, "d", DIR), create(fs, ROOT, "e", DIR));
+    create(fs, d, "sub", DIR);
+    for (dir, name, len) in [(d, "f", 5000), (d, "g", 100), (e, "f", 9000), (e, "h", 0)] {
+        let ino = create(fs, dir, name, REG);
+        if len > 0 {
+            write(fs, ino, name.as_bytes()[0], len, 0);
+        }
+    }
+    fs.xattr_set(find(fs, "d/f"), b"user.a", Some(b"value"), 0, None).expect("attribute");
+}
+
+fn report(sweep: &Sweep) {
+    println!("{} prefixes, {} of recoveries", sweep.prefixes, sweep.second);
+}
+
+#[test]
+fn names_are_made_whole_or_not_at_all() {
+    let mut s = Sweep::new(4, some_files);
+    s.step("create", |fs| create(fs, ROOT, "new", REG));
+    s.step("create and open", |fs| {
+        fs.create(ROOT, Some(b"opened"), &Create { open: true, ..Create::mode(REG) }).expect("create")
+    });
+    s.step("create with a long name", |fs| create(fs, find(fs, "d"), &"x".repeat(255), REG));
+    s.step("mkdir", |fs| create(fs, find(fs, "d"), "m", DIR));
+    s.step("symlink", |fs| {
+        let link = Create { target: Some(b"d/f"), ..Create::mode(libc::S_IFLNK | 0o777) };
+        fs.create(ROOT, Some(b"symlink"), &link).expect("symlink")
+    });
+    s.step("mknod", |fs| {
+        let device = Create { rdev: 5 << 20 | 1, uid: 3, gid: 4, ..Create::mode(libc::S_IFCHR | 0o600) };
+        fs.create(ROOT, Some(b"device"), &device).expect("mknod")
+    });
+    s.step("create with attributes", |fs| {
+        let xattrs = xattr_image(&[(b"user.small", b"1"), (b"user.large", &[7; 6000])]);
+        fs.create(find(fs, "e"), Some(b"x"), &Create { xattrs: &xattrs, ..Create::mode(REG) })
+            .expect("create")
+    });
+    s.step("link", |fs| fs.link(find(fs, "e"), b"link", find(fs, "d/f")).expect("link"));
+    let unnamed = s.step("a file without a name", |fs| {
+        fs.create(ROOT, None, &Create { open: true, ..Create::mode(REG) }).expect("create")
+    });
+    s.step("write to it", |fs| write(fs, unnamed, 3, 5000, 0));
+    s.step("a name for it", |fs| fs.link(find(fs, "d"), b"named", unnamed).expect("link"));
+    s.step("close it", |fs| fs.close_ref(unnamed).expect("close"));
+    report(&s);
+}
+
+#[test]
+fn names_are_removed_whole_or_not_at_all() {
+    let mut s = Sweep::new(4, |fs| {
+        some_files(fs);
+        fs.link(find(fs, "e"), b"link", find(fs, "d/f")).expect("link");
+        write(fs, find(fs, "d/g"), 1, 9000, 3 << 20);
+        fs.xattr_set(find(fs, "d/g"), b"user.large", Some(&[1; 6000]), 0, None).expect("attribute");
+    });
+    s.step("unlink one of two", |fs| fs.unlink(find(fs, "e"), b"link", 0).expect("unlink"));
+    s.step("unlink the last", |fs| fs.unlink(find(fs, "d"), b"g", 0).expect("unlink"));
+    s.step("rmdir", |fs| fs.rmdir(find(fs, "d"), b"sub", 0).expect("rmdir"));
+    let open = find(s.worker(), "d/f");
+    s.step("open", |fs| fs.open_ref(open, 0).expect("open"));
+    s.step("unlink what is open", |fs| fs.unlink(find(fs, "d"), b"f", 0).expect("unlink"));
+    s.step("write to it", |fs| write(fs, open, 9, 5000, 8192));
+    s.step("close it", |fs| fs.close_ref(open).expect("close"));
+    report(&s);
+}
+
+#[test]
+fn renames_happen_whole_or_not_at_all() {
+    let mut s = Sweep::new(4, |fs| {
+        some_files(fs);
+        let deep = create(fs, create(fs, ROOT, "x", DIR), "y", DIR);
+        create(fs, deep, "z", REG);
+    });
+    s.step("in a directory", |fs| rename(fs, "/d/f", "/d/renamed", 0));
+    s.step("to another directory", |fs| rename(fs, "/d/renamed", "/e/moved", sys::TFS_RENAME_NOREPLACE));
+    s.step("over a file", |fs| rename(fs, "/e/moved", "/d/g", 0));
+    s.step("over a file of the same directory", |fs| rename(fs, "/e/f", "/e/h", 0));
+    s.step("a directory to another", |fs| rename(fs, "/x/y", "/d/y", 0));
+    s.step("a directory over an empty one", |fs| rename(fs, "/d/y", "/d/sub", 0));
+    s.step("a directory over an empty one elsewhere", |fs| rename(fs, "/d/sub", "/x", 0));
+    s.step("two exchanged", |fs| rename(fs, "/d/g", "/x", sys::TFS_RENAME_EXCHANGE));
+    s.step("two of a directory exchanged", |fs| rename(fs, "/d", "/e", sys::TFS_RENAME_EXCHANGE));
+    s.step("with a whiteout", |fs| rename(fs, "/x", "/d/back", sys::TFS_RENAME_WHITEOUT));
+    s.step("over the whiteout", |fs| rename(fs, "/d/back", "/x", 0));
+    let open = find(s.worker(), "d/h");
+    s.step("open", |fs| fs.open_ref(open, 0).expect("open"));
+    s.step("over a file that is open", |fs| rename(fs, "/x", "/d/h", 0));
+    s.step("close it", |fs| fs.close_ref(open).expect("close"));
+    report(&s);
+}
+
+#[test]
+fn directories_indexes_and_the_inode_table_grow_whole_or_not_at_all() {
+    let mut s = Sweep::new(4, |fs| {
+        let d = create(fs, ROOT, "d", DIR);
+        (0..64).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
+    });
+    s.step("a second block, and an index", |fs| create(fs, find(fs, "d"), "one-more", REG));
+    s.step("into the index", |fs| create(fs, find(fs, "d"), "another", REG));
+    s.step("out of the index", |fs| fs.unlink(find(fs, "d"), b"n5", 0).expect("unlink"));
+    s.step("rename in the index", |fs| rename(fs, "/d/n6", "/d/n-six", 0));
+    report(&s);
+
+    let mut s = Sweep::new(4, |fs| {
+        let d = create(fs, ROOT, "d", DIR);
+        let first = create(fs, d, "first", REG);
+        (1..384).for_each(|i| fs.link(d, format!("n{i}").as_bytes(), first).expect("link"));
+    });
+    s.step("a larger index", |fs| fs.link(find(fs, "d"), b"one-more", find(fs, "d/first")).expect("link"));
+    report(&s);
+
+    let mut s = Sweep::new(4, |fs| {
+        let d = create(fs, ROOT, "d", DIR);
+        (3..256).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
+    });
+    s.step("a larger inode table", |fs| create(fs, ROOT, "one-more", REG));
+    report(&s);
+}
+
+#[test]
+fn data_is_that_of_before_or_after_and_no_block_is_lost() {
+    let mut s = Sweep::new(4, some_files);
+    let keep = sys::TFS_FALLOC_KEEP_SIZE;
+    let f = find(s.worker(), "e/h");
+    let step = |s: &mut Sweep, name: &str, at: u64, len: u64| {
+        s.data(name, "/e/h", |fs| write(fs, f, name.as_bytes()[0], len, at));
+    };
+    step(&mut s, "a first block", 0, 100);
+    step(&mut s, "in place", 50, 30);
+    step(&mut s, "longer", 80, 4000);
+    step(&mut s, "more blocks", 4080, 9000);
+    s.step("append", |fs| fs.append(f, &[5; 5000], false).expect("append"));
+    step(&mut s, "far away", 3 << 20, 5000);
+    step(&mut s, "further away", 2 << 30, 10);
+    step(&mut s, "into the hole", 1 << 20, 20_000);
+    s.data("punch", "/e/h", |fs| {
+        fs.fallocate(f, sys::TFS_FALLOC_PUNCH | keep, 5000, (1 << 20) + 5000).expect("punch")
+    });
+    s.data("zero", "/e/h", |fs| fs.fallocate(f, sys::TFS_FALLOC_ZERO, 100, 9000).expect("zero"));
+    s.data("fallocate in a hole", "/e/h", |fs| fs.fallocate(f, 0, 40_000, 9000).expect("fallocate"));
+    s.step("shorter", |fs| fs.truncate(f, (3 << 20) + 100, false).expect("truncate"));
+    s.step("longer again", |fs| fs.truncate(f, (3 << 20) + 9000, false).expect("truncate"));
+    s.step("fallocate", |fs| fs.fallocate(f, 0, 3 << 20, 30_000).expect("fallocate"));
+    s.step("fallocate past the end", |fs| {
+        fs.fallocate(f, keep, (3 << 20) + 4096, 60_000).expect("fallocate")
+    });
+    s.step("to nothing", |fs| fs.truncate(f, 0, false).expect("truncate"));
+    let set = find(s.worker(), "e/f");
+    s.step("a privileged mode", |fs| {
+        fs.setattr(set, sys::TFS_SET_MODE, &Attr { mode: 0o6755, ..Attr::default() }).expect("chmod")
+    });
+    s.data("a write that takes it away", "/e/f", |fs| fs.pwrite(set, &[8; 3000], 7000, true).expect("write"));
+    report(&s);
+}
+
+#[test]
+fn large_runs_are_made_split_and_removed_and_no_block_is_lost() {
+    let mut s = Sweep::new(6, some_files);
+    let f = find(s.worker(), "e/h");
+    s.data("a large run", "/e/h", |fs| write(fs, f, 1, 2 << 20, 2 << 20));
+    let run = s.worker().map(f, 512, 512).expect("map");
+    assert_eq!((run.block % 512, run.count), (0, 512));
+    s.data("a hole in it", "/e/h", |fs| {
+        let mode = sys::TFS_FALLOC_PUNCH | sys::TFS_FALLOC_KEEP_SIZE;
+        fs.fallocate(f, mode, (2 << 20) + 5 * BLOCK, 3 * BLOCK).expect("punch");
+    });
+    s.step("cut off in it", |fs| fs.truncate(f, (2 << 20) + 100_000, false).expect("truncate"));
+    s.step("removed", |fs| fs.unlink(find(fs, "e"), b"h", 0).expect("unlink"));
+    report(&s);
+}
+
+#[test]
+fn attributes_change_whole_or_not_at_all() {
+    let mut s = Sweep::new(4, some_files);
+    let f = find(s.worker(), "d/f");
+    let attr = Attr { mode: 0o4711, uid: 7, gid: 8, flags: sys::TFS_FL_APPEND, ..Attr::default() };
+    s.step("chmod", |fs| fs.setattr(f, sys::TFS_SET_MODE, &attr).expect("chmod"));
+    s.step("chown and mode", |fs| {
+        fs.setattr(f, sys::TFS_SET_OWNER | sys::TFS_SET_MODE, &Attr { mode: 0o711, ..attr }).expect("chown")
+    });
+    s.step("flags", |fs| fs.setattr(f, sys::TFS_SET_FLAGS, &attr).expect("flags"));
+    s.step("times", |fs| fs.setattr(f, sys::TFS_SET_ATIME | sys::TFS_SET_MTIME, &attr).expect("times"));
+    let set = |fs: &Filesystem, name: &str, value: &[u8], mode| {
+        fs.xattr_set(f, name.as_bytes(), Some(value), 0, mode).expect("attribute");
+    };
+    s.step("an attribute", |fs| set(fs, "user.b", b"value", None));
+    s.step("replaced by a large one", |fs| set(fs, "user.a", &[6; 9000], None));
+    s.step("with the mode", |fs| set(fs, "system.posix_acl_access", b"acl", Some(0o640)));
+    s.step("removed", |fs| fs.xattr_set(f, b"user.a", None, 0, None).expect("remove"));
+    report(&s);
+}
+
+#[test]
+fn what_fails_for_want_of_space_changes_nothing() {
+    let mut s = Sweep::new(4, |fs| {
+        some_files(fs);
+        let d = find(fs, "d");
+        (0..60).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
+        let full = create(fs, ROOT, "full", REG);
+        let mut at = 0;
+        while let Ok(n) = fs.pwrite(full, &[1; 4096], at, false) {
+            at += n as u64;
+        }
+        fs.truncate(full, at - 4096, false).expect("one block is free");
+        assert_eq!(fs.statfs().blocks_free, 1);
+    });
+    let full = |result: Result<_, rustix::io::Errno>| assert_eq!(result, Err(rustix::io::Errno::NOSPC));
+    s.step("a directory block without an index", |fs| {
+        full(fs.create(find(fs, "d"), Some("x".repeat(250).as_bytes()), &Create::mode(REG)).map(|_| ()));
+    });
+    s.step("an attribute of two blocks", |fs| {
+        full(fs.xattr_set(find(fs, "d/f"), b"user.b", Some(&[1; 5000]), 0, None));
+    });
+    s.step("a block that needs nodes", |fs| {
+        full(fs.pwrite(find(fs, "d/f"), b"x", 1 << 30, false).map(|_| ()))
+    });
+    report(&s);
+}

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Sees every store that the core makes to a region, in program order, and can take stores back and make them again.
+//!
+//! build.rs compiles the core a second time with the compiler's instrumentation for thread sanitizers, which calls a function before each
+//! plain store and in place of each atomic access; those functions are here instead of a sanitizer's. memcpy and
+//! memset are renamed to ours. A plain store is announced before it happens, so its value is read when the next one is announced.
+//!
+//! Each thread has a recorder of its own. Stores are kept as changes of aligned words; what changes nothing is no store.
+
+use std::cell::RefCell;
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::SeqCst};
+
+// The instrumented core: before the plain one that comes with the crate, so that it is taken in its place.
+#[link(name = "tfs_recorded", kind = "static", modifiers = "+whole-archive")]
+unsafe extern "C" {}
+
+/// A changed word of the region.
+#[derive(Clone, Copy, Debug)]
+pub struct Store {
+    /// Bytes from the start of the region.
+    pub at: usize,
+    pub old: u64,
+    pub new: u64,
+}
+
+#[derive(Default)]
+struct Recorder {
+    base: usize,
+    len: usize,
+    log: Vec<Store>,
+    /// Of all words, against those at the start.
+    hash: u64,
+    /// Announced: first word and the words before.
+    announced: Option<(usize, [u64; 3], usize)>,
+}
+
+thread_local! {
+    static RECORDER: RefCell<Recorder> = RefCell::default();
+}
+
+fn mix(at: usize, value: u64) -> u64 {
+    let mut h = (value ^ (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_add(at as u64);
+    h = (h ^ h >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    h = (h ^ h >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    h ^ h >> 31
+}
+
+impl Recorder {
+    fn word(&self, at: usize) -> *mut u64 {
+        assert!(at % 8 == 0 && at < self.len);
+        (self.base + at) as *mut u64
+    }
+
+    fn get(&self, at: usize) -> u64 {
+        // SAFETY: an aligned word of the region, which attach() was promised.
+        unsafe { AtomicU64::from_ptr(self.word(at)) }.load(SeqCst)
+    }
+
+    fn put(&mut self, at: usize, value: u64) {
+        self.hash ^= mix(at, self.get(at)) ^ mix(at, value);
+        // SAFETY: as above.
+        unsafe { AtomicU64::from_ptr(self.word(at)) }.store(value, SeqCst);
+    }
+
+    /// The words that `len` bytes at an address touch; none outside the region.
+    fn words(&self, address: usize, len: usize) -> Option<(usize, usize)> {
+        let inside = address >= self.base && address < self.base + self.len;
+        inside.then(|| ((address - self.base) & !7, (address - self.base + len - 1) / 8 + 1))
+    }
+
+    fn note(&mut self, at: usize, old: u64) {
+        let new = self.get(at);
+        if new != old {
+            self.hash ^= mix(at, old) ^ mix(at, new);
+            self.log.push(Store { at, old, new });
+        }
+    }
+
+    fn settle(&mut self) {
+        if let Some((first, old, count)) = self.announced.take() {
+            for (i, old) in old.iter().take(count).enumerate() {
+                self.note(first + 8 * i, *old);
+            }
+        }
+    }
+
+    fn announce(&mut self, address: usize, len: usize) {
+        self.settle();
+        let Some((first, end)) = self.words(address, len) else { return };
+        let count = end - first / 8;
+        let mut old = [0; 3];
+        assert!(count <= old.len(), "a plain store of {len} bytes");
+        for (i, old) in old.iter_mut().take(count).enumerate() {
+            *old = self.get(first + 8 * i);
+        }
+        self.announced = Some((first, old, count));
+    }
+}
+
+fn with<R>(f: impl FnOnce(&mut Recorder) -> R) -> R {
+    RECORDER.with(|r| f(&mut r.borrow_mut()))
+}
+
+/// Starts to record this thread's stores to `len` bytes at `base`, which stay mapped, writable and this thread's own while it records.
+pub fn attach(base: *mut u8, len: usize) {
+    with(|r| *r = Recorder { base: base as usize, len, ..Recorder::default() });
+}
+
+/// How many stores were made and not taken back.
+pub fn count() -> usize {
+    with(|r| {
+        r.settle();
+        r.log.len()
+    })
+}
+
+/// The stores from number `from` on.
+pub fn since(from: usize) -> Vec<Store> {
+    with(|r| {
+        r.settle();
+        r.log[from..].to_vec()
+    })
+}
+
+/// Takes back all but the first `count` stores.
+pub fn undo_to(count: usize) {
+    with(|r| {
+        r.settle();
+        while r.log.len() > count {
+            let store = r.log.pop().expect("more than count");
+            r.put(store.at, store.old);
+        }
+    });
+}
+
+/// Makes a store that was recorded from this state.
+pub fn redo(store: &Store) {
+    set(store.at, store.new);
+}
+
+/// Stores a word.
+pub fn set(at: usize, value: u64) {
+    with(|r| {
+        r.settle();
+        let old = r.get(at);
+        if old != value {
+            r.put(at, value);
+            r.log.push(Store { at, old, new: value });
+        }
+    });
+}
+
+/// A word of the region.
+pub fn get(at: usize) -> u64 {
+    with(|r| r.get(at))
+}
+
+/// Equal for equal contents.
+pub fn state() -> u64 {
+    with(|r| {
+        r.settle();
+        r.hash
+    })
+}
+
+/// Does `op`, which changes at most the `len` bytes at `address`.
+fn around<T>(address: usize, len: usize, op: impl FnOnce() -> T) -> T {
+    with(|r| {
+        r.announce(address, len);
+        let result = op();
+        r.settle();
+        result
+    })
+}
+
+/// A copy or fill, made word by word where it goes to the region.
+fn pieces(to: usize, len: usize, mut piece: impl FnMut(usize, usize)) {
+    if with(|r| r.words(to, len.max(1))).is_none() {
+        return piece(0, len);
+    }
+    let mut done = 0;
+    while done < len {
+        let n = (8 - (to + done) % 8).min(len - done);
+        around(to + done, n, || piece(done, n));
+        done += n;
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn recorded_memcpy(to: *mut c_void, from: *const c_void, len: usize) -> *mut c_void {
+    pieces(to as usize, len, |at, n| {
+        // SAFETY: a part of what the caller of memcpy promises.
+        unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>().add(at), to.cast::<u8>().add(at), n) };
+    });
+    to
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn recorded_memset(to: *mut c_void, byte: c_int, len: usize) -> *mut c_void {
+    pieces(to as usize, len, |at, n| {
+        // SAFETY: a part of what the caller of memset promises.
+        unsafe { std::ptr::write_bytes(to.cast::<u8>().add(at), byte as u8, n) };
+    });
+    to
+}
+
+macro_rules! silent {
+    ($($name:ident($($arg:ty),*))*) => { $(
+        #[unsafe(no_mangle)]
+        extern "C" fn $name($(_: $arg),*) {}
+    )* };
+}
+silent! {
+    __tsan_init() __tsan_func_entry(usize) __tsan_func_exit() __tsan_atomic_thread_fence(c_int) __tsan_atomic_signal_fence(c_int)
+    __tsan_read1(usize) __tsan_read2(usize) __tsan_read4(usize) __tsan_read8(usize) __tsan_read16(usize)
+    __tsan_unaligned_read2(usize) __tsan_unaligned_read4(usize) __tsan_unaligned_read8(usize) __tsan_unaligned_read16(usize)
+    __tsan_read_range(usize, usize)
+}
+
+macro_rules! stores {
+    ($($name:ident $len:literal)*) => { $(
+        #[unsafe(no_mangle)]
+        extern "C" fn $name(address: usize) {
+            with(|r| r.announce(address, $len));
+        }
+    )* };
+}
+stores! {
+    __tsan_write1 1 __tsan_write2 2 __tsan_write4 4 __tsan_write8 8 __tsan_write16 16
+    __tsan_unaligned_write2 2 __tsan_unaligned_write4 4 __tsan_unaligned_write8 8 __tsan_unaligned_write16 16
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn __tsan_write_range(address: usize, len: usize) {
+    with(|r| r.announce(address, len));
+}
+
+/// The access to a shared word that the core asked for; it passes valid, aligned pointers.
+macro_rules! atomics {
+    ($atomic:ident $ty:ty: load $load:ident $store:ident store $($name:ident $op:ident)*) => {
+        #[unsafe(no_mangle)]
+        extern "C" fn $load(p: *mut $ty, _: c_int) -> $ty {
+            // SAFETY: the core's own pointer.
+            unsafe { $atomic::from_ptr(p) }.load(SeqCst)
+        }
+        #[unsafe(no_mangle)]
+        extern "C" fn $store(p: *mut $ty, value: $ty, _: c_int) {
+            around(p as usize, size_of::<$ty>(), || {
+                // SAFETY: the core's own pointer.
+                unsafe { $atomic::from_ptr(p) }.store(value, SeqCst);
+            });
+        }
+        $(
+            #[unsafe(no_mangle)]
+            extern "C" fn $name(p: *mut $ty, value: $ty, _: c_int) -> $ty {
+                around(p as usize, size_of::<$ty>(), || {
+                    // SAFETY: the core's own pointer.
+                    unsafe { $atomic::from_ptr(p) }.$op(value, SeqCst)
+                })
+            }
+        )*
+    };
+}
+atomics!(AtomicU8 u8: load __tsan_atomic8_load __tsan_atomic8_store store);
+atomics!(AtomicU16 u16: load __tsan_atomic16_load __tsan_atomic16_store store);
+atomics!(AtomicU32 u32: load __tsan_atomic32_load __tsan_atomic32_store store);
+atomics!(AtomicU64 u64: load __tsan_atomic64_load __tsan_atomic64_store store
+    __tsan_atomic64_exchange swap __tsan_atomic64_fetch_add fetch_add __tsan_atomic64_fetch_or fetch_or
+    __tsan_atomic64_fetch_and fetch_and);
+
+macro_rules! swaps {
+    ($($name:ident $atomic:ident $ty:ty)*) => { $(
+        #[unsafe(no_mangle)]
+        extern "C" fn $name(p: *mut $ty, expected: *mut $ty, value: $ty, _: c_int, _: c_int) -> c_int {
+            around(p as usize, size_of::<$ty>(), || {
+                // SAFETY: the core's own pointers; 'expected' is on its stack.
+                unsafe {
+                    match $atomic::from_ptr(p).compare_exchange(*expected, value, SeqCst, SeqCst) {
+                        Ok(_) => 1,
+                        Err(now) => {
+                            *expected = now;
+                            0
+                        }
+                    }
+                }
+            })
+        }
+    )* };
+}
+swaps! {
+    __tsan_atomic32_compare_exchange_strong AtomicU32 u32
+    __tsan_atomic64_compare_exchange_strong AtomicU64 u64
+}

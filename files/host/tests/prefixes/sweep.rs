@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One operation after the other, each recorded; from every prefix of its stores everybody dies and another member recovers.
+//!
+//! What it finds must be the file system before the operation or after it, fsck must find nothing, no block may be lost, and everything must be
+//! usable. Then once more: only the worker dies, and before anybody recovers a survivor removes everything and makes other files; all that
+//! must be there afterwards. From some prefixes (all, with TOMBOLO_PREFIXES=all) the recovery is recorded too, and from every
+//! prefix of its stores yet another member recovers.
+
+use std::collections::HashSet;
+
+use tombolo_files::fs::{Create, Filesystem, ROOT};
+
+use crate::recorder::{self, Store};
+use crate::world::{self, Tree, World};
+
+const WORKER: u32 = 2;
+/// Longer runs of consecutive words are cut off only at the ends of blocks.
+const RUN: usize = 64;
+const BLOCK: usize = 4096;
+/// Of the prefixes of an operation, every how manieth has its recovery cut off, too.
+const DEEP: usize = 17;
+/// And in recoveries with more stores than this, not each of them.
+const LONG: usize = 100;
+
+/// What may be found after a death.
+struct Wanted<'a> {
+    old: Found,
+    new: Found,
+    /// A file that may be a mixture of both.
+    mixed: Option<&'a str>,
+}
+
+struct Found {
+    tree: Tree,
+    blocks: u64,
+}
+
+/// A file system and the member that works in it.
+pub struct Sweep {
+    pub world: World,
+    worker: Option<Filesystem>,
+    /// States that were recovered from already, by who recovers.
+    seen: HashSet<(u64, u32)>,
+    every: usize,
+    pub prefixes: usize,
+    pub second: usize,
+}
+
+impl Sweep {
+    /// `setup` makes what is there before.
+    pub fn new(mib: u64, setup: impl FnOnce(&Filesystem)) -> Sweep {
+        let world = World::new(mib);
+        let fs = world.open(3).expect("open");
+        setup(&fs);
+        drop(fs);
+        let worker = Some(world.open(WORKER).expect("open"));
+        let all = std::env::var("TOMBOLO_PREFIXES").is_ok_and(|v| v == "all");
+        Sweep {
+            world,
+            worker,
+            seen: HashSet::new(),
+            every: if all { 1 } else { DEEP },
+            prefixes: 0,
+            second: 0,
+        }
+    }
+
+    /// The member that works, and dies.
+    pub fn worker(&self) -> &Filesystem {
+        self.worker.as_ref().expect("until dropped")
+    }
+
+    /// An operation that is there whole or not at all.
+    pub fn step<T>(&mut self, name: &str, op: impl FnOnce(&Filesystem) -> T) -> T {
+        self.sweep(name, None, op)
+    }
+
+    /// An operation that may have changed a part of the bytes of the file at a path.
+    pub fn data<T>(&mut self, name: &str, path: &str, op: impl FnOnce(&Filesystem) -> T) -> T {
+        self.sweep(name, Some(path), op)
+    }
+
+    fn sweep<T>(&mut self, name: &str, mixed: Option<&str>, op: impl FnOnce(&Filesystem) -> T) -> T {
+        let base = recorder::count();
+        let result = op(self.worker());
+        let log = recorder::since(base);
+        let new = self.after_death().unwrap_or_else(|e| panic!("{name}: after it: {e}"));
+        recorder::undo_to(base);
+        let old = self.after_death().unwrap_or_else(|e| panic!("{name}: before it: {e}"));
+        let wanted = Wanted { old, new, mixed };
+        let cut = cuts(&log);
+        for (i, store) in log.iter().enumerate() {
+            recorder::redo(store);
+            if cut[i] {
+                let deep = i % self.every == 0;
+                if let Err(why) = self.die(&wanted, deep) {
+                    let last = self.world.name_of(store.at);
+                    panic!("{name}: after store {} of {}, to {last}: {why}", i + 1, log.len());
+                }
+            }
+        }
+        result
+    }
+
+    fn after_death(&self) -> Result<Found, String> {
+        let here = recorder::count();
+        let fs = self.recover(0)?;
+        let found = Found { tree: world::read(&fs)?, blocks: self.world.check()? };
+        fs.abandon();
+        recorder::undo_to(here);
+        Ok(found)
+    }
+
+    /// Everybody dies; `member` is the next to come.
+    fn recover(&self, member: u32) -> Result<Filesystem, String> {
+        (0..4).filter(|m| World::is_active(*m)).for_each(World::bury);
+        let fs = self.world.open(member)?;
+        fs.recover_all().map_err(|e| format!("recovery: {e}"))?;
+        Ok(fs)
+    }
+
+    fn die(&mut self, wanted: &Wanted<'_>, deep: bool) -> Result<(), String> {
+        let here = recorder::count();
+        if !self.seen.insert((recorder::state(), 0)) {
+            return Ok(());
+        }
+        self.prefixes += 1;
+        let fs = self.recover(0)?;
+        let recovery = recorder::since(here);
+        self.verify(fs, wanted)?;
+        recorder::undo_to(here);
+        self.survive().map_err(|e| format!("a survivor went on, then: {e}"))?;
+        recorder::undo_to(here);
+        if !deep {
+            return Ok(());
+        }
+        let cut = cuts(&recovery);
+        let every = if self.every == 1 { 1 } else { 1 + recovery.len() / LONG };
+        for (i, store) in recovery.iter().enumerate() {
+            recorder::redo(store);
+            if !cut[i] || i % every != 0 || !self.seen.insert((recorder::state(), 1)) {
+                continue;
+            }
+            self.second += 1;
+            let there = recorder::count();
+            let last = || self.world.name_of(store.at);
+            let fs = self.recover(1).and_then(|fs| self.verify(fs, wanted));
+            fs.map_err(|e| {
+                format!("and store {} of {} of its recovery, to {}: {e}", i + 1, recovery.len(), last())
+            })?;
+            recorder::undo_to(there);
+        }
+        recorder::undo_to(here);
+        Ok(())
+    }
+
+    /// Only the worker dies; who lives goes on before the death is noticed, but for locks.
+    fn survive(&self) -> Result<(), String> {
+        const FILES: u64 = 6;
+        World::bury(WORKER);
+        let fs = self.world.open(1)?;
+        let text = |what: &str, e| format!("{what}: {e}");
+        remove_all(&fs, ROOT)?;
+        for i in 0..FILES {
+            let name = format!("other-{i}");
+            let made = fs.create(ROOT, Some(name.as_bytes()), &Create::mode(libc::S_IFREG | 0o600));
+            let made = made.map_err(|e| text("create", e))?;
+            fs.pwrite(made, &[b'o'; 5000], i * 5000, false).map_err(|e| text("write", e))?;
+        }
+        fs.recover_all().map_err(|e| text("recovery", e))?;
+        let tree = world::read(&fs)?;
+        fs.abandon();
+        let right = |(path, object): (&String, &world::Object)| {
+            let Some(i) = path.strip_prefix("/other-").and_then(|i| i.parse::<u64>().ok()) else {
+                return path.is_empty();
+            };
+            let bytes = object.data.values().flatten().filter(|b| **b == b'o').count();
+            object.size == (i + 1) * 5000 && bytes == 5000 && object.mode == libc::S_IFREG | 0o600
+        };
+        if tree.len() as u64 != FILES + 1 || !tree.iter().all(right) {
+            return Err(format!("there is {}", world::difference(&tree, &Tree::new())));
+        }
+        self.world.check().map(|_| ())
+    }
+
+    fn verify(&self, fs: Filesystem, wanted: &Wanted<'_>) -> Result<(), String> {
+        let tree = world::read(&fs)?;
+        let Wanted { old, new, mixed } = wanted;
+        let mixture = mixed.is_some_and(|path| world::is_mixture(&tree, &old.tree, &new.tree, path));
+        if tree != old.tree && tree != new.tree && !mixture {
+            return Err(format!(
+                "neither as before: {}\nnor as after: {}",
+                world::difference(&tree, &old.tree),
+                world::difference(&tree, &new.tree)
+            ));
+        }
+        let blocks = self.world.check()?;
+        // What was allocated past the end of a file may be gone with whoever died while writing to it.
+        if (mixed.is_none() && blocks < old.blocks.min(new.blocks)) || blocks > old.blocks.max(new.blocks) {
+            return Err(format!("{blocks} blocks in use, {} before and {} after", old.blocks, new.blocks));
+        }
+        use_all(&fs, &tree).map_err(|e| format!("can't be used: {e}"))?;
+        fs.abandon();
+        self.world.check().map(|_| ()).map_err(|e| format!("after being used: {e}"))
+    }
+}
+
+impl Drop for Sweep {
+    fn drop(&mut self) {
+        if let Some(worker) = self.worker.take() {
+            worker.abandon();
+        }
+    }
+}
+
+/// Whether everybody dies after a store.
+fn cuts(log: &[Store]) -> Vec<bool> {
+    let mut cut = vec![true; log.len()];
+    let mut first = 0;
+    for i in 1..=log.len() {
+        if i < log.len() && log[i].at == log[i - 1].at + 8 {
+            continue;
+        }
+        if i - first > RUN {
+            let blocks = if i - first > RUN * BLOCK / 8 { RUN } else { 1 };
+            for k in first + 1..i - 1 {
+                cut[k] = log[k].at % (BLOCK * blocks) == BLOCK * blocks - 8;
+            }
+        }
+        first = i;
+    }
+    cut
+}
+
+fn remove_all(fs: &Filesystem, dir: u64) -> Result<(), String> {
+    for entry in fs.list(dir).map_err(|e| format!("list: {e}"))? {
+        let removed = if u32::from(entry.kind) == libc::S_IFDIR >> 12 {
+            remove_all(fs, entry.ino)?;
+            fs.rmdir(dir, &entry.name, 0)
+        } else {
+            fs.unlink(dir, &entry.name, 0)
+        };
+        removed.map_err(|e| format!("remove {}: {e}", String::from_utf8_lossy(&entry.name)))?;
+    }
+    Ok(())
+}
+
+/// A name made and removed in every directory, a byte written to every file.
+fn use_all(fs: &Filesystem, tree: &Tree) -> Result<(), String> {
+    for (path, object) in tree {
+        let text = |what: &str, e| format!("{path}/: {what}: {e}");
+        match object.mode & libc::S_IFMT {
+            libc::S_IFDIR => {
+                let made = match fs.create(object.ino, Some(b"after"), &Create::mode(libc::S_IFREG | 0o600)) {
+                    Err(rustix::io::Errno::NOSPC) => continue,
+                    made => made.map_err(|e| text("create", e))?,
+                };
+                fs.rename((object.ino, b"after"), (ROOT, b"then"), 0).map_err(|e| text("rename", e))?;
+                fs.unlink(ROOT, b"then", made).map_err(|e| text("unlink", e))?;
+            }
+            libc::S_IFREG => match fs.pwrite(object.ino, b"x", object.size, false) {
+                Ok(_) | Err(rustix::io::Errno::NOSPC) => {}
+                Err(e) => return Err(text("write", e)),
+            },
+            _ => {}
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Every frame accounted for, for as long as one likes: two cards ([`crate::driver`]) send to each other through a switch
+//! that runs as a process of its own. Frames carry numbers, so that whoever receives sees what is missing.
+//!
+//! Rounds alternate. With a *free* sender frames are lost where a receiver is slow, and the switch's counters must explain
+//! each. With a *bounded* one (never more in flight than the receiver has buffers for) none may be lost; then the switch is
+//! killed in the middle, without warning, and a new one takes up the rings. Since a frame is done for its sender only after
+//! its receiver can see it, a killed switch may repeat the frames of one batch, and loses none.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use vhost::vhost_user::message::VhostUserInflight;
+
+use crate::control::{Request, ask};
+use crate::driver::{Nic, NicConfig};
+use crate::forward::BATCH;
+use crate::frame::{ETH_HEADER, Mac};
+
+/// Entries of each ring.
+const RING: u16 = 256;
+/// Frames in flight of a bounded sender.
+const BOUND: u64 = 192;
+/// Frames that are sent between two looks at what has come.
+const BURST: usize = 32;
+/// How long anything may take that takes no time.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What to do.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The program that runs a switch, and the arguments before the switch's own: `tombolo`, `net run`.
+    pub program: PathBuf,
+    /// See `program`.
+    pub arguments: Vec<String>,
+    /// For how long.
+    pub time: Duration,
+    /// How long one round takes.
+    pub round: Duration,
+}
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Frames that were sent.
+    pub sent: u64,
+    /// Frames that arrived, repeated ones not counted.
+    pub received: u64,
+    /// Frames that did not, and that a counter of the switch explains.
+    pub dropped: u64,
+    /// Frames that arrived again after a kill.
+    pub repeated: u64,
+    /// Switches that were killed under load.
+    pub kills: u64,
+}
+
+struct Guest {
+    nic: Nic,
+    inflight: Option<(VhostUserInflight, std::fs::File)>,
+    template: Vec<u8>,
+    sent: u64,
+    /// The number that comes next.
+    next: u64,
+    received: u64,
+    repeated: u64,
+}
+
+fn mac(n: usize) -> Mac {
+    Mac([0x52, 0x54, 0, 0, 1, n as u8])
+}
+
+impl Guest {
+    fn new(n: usize, packed: bool) -> anyhow::Result<Self> {
+        let nic = Nic::new(NicConfig { packed, size: RING, ..NicConfig::default() })?;
+        let mut template = [mac(1 - n).0, mac(n).0].concat();
+        template.extend([0x88, 0xb5]);
+        template.resize(1514, n as u8);
+        Ok(Self { nic, inflight: None, template, sent: 0, next: 0, received: 0, repeated: 0 })
+    }
+
+    /// Sends one frame; false: there is no room.
+    fn send(&mut self) -> bool {
+        self.template[ETH_HEADER..ETH_HEADER + 8].copy_from_slice(&self.sent.to_le_bytes());
+        let len = 60 + (self.sent * 37 % 1455) as usize;
+        let sent = self.nic.send(&self.template[..len]);
+        self.sent += u64::from(sent);
+        sent
+    }
+
+    /// Takes what has come.
+    fn receive(&mut self) -> anyhow::Result<()> {
+        while let Some((_, frame)) = self.nic.receive() {
+            let number = frame.get(ETH_HEADER..ETH_HEADER + 8).and_then(|b| b.try_into().ok());
+            let number = u64::from_le_bytes(number.context("a frame came cut short")?);
+            ensure!(
+                frame.len() == 60 + (number * 37 % 1455) as usize,
+                "frame {number} has {} bytes",
+                frame.len()
+            );
+            if number < self.next {
+                self.repeated += 1;
+            } else {
+                self.received += 1;
+                self.next = number + 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+struct Switch {
+    child: Child,
+    dir: tempfile::TempDir,
+}
+
+impl Switch {
+    fn start(plan: &Plan) -> anyhow::Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let mut command = Command::new(&plan.program);
+        command.args(&plan.arguments).arg("--control").arg(dir.path().join("control"));
+        for n in 0..2 {
+            command.arg("--port").arg(format!("{n},{},{}", socket(dir.path(), n).display(), mac(n)));
+        }
+        let child = command.env("RUST_LOG", "warn").stdin(Stdio::null()).spawn();
+        let child = child.with_context(|| plan.program.display().to_string())?;
+        let switch = Self { child, dir };
+        let end = Instant::now() + PATIENCE;
+        while ask(&switch.dir.path().join("control"), &Request::Ports).is_err() {
+            ensure!(Instant::now() < end, "the switch does not answer");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(switch)
+    }
+
+    fn connect(&self, guests: &mut [Guest; 2]) -> anyhow::Result<()> {
+        for (n, guest) in guests.iter_mut().enumerate() {
+            guest.nic.connect_with(&socket(self.dir.path(), n), &mut guest.inflight)?;
+        }
+        Ok(())
+    }
+
+    /// Drops of all ports, whatever the reason.
+    fn drops(&self) -> anyhow::Result<u64> {
+        let (answer, _) = ask(&self.dir.path().join("control"), &Request::Ports)?;
+        let ports = answer["ports"].as_array().context("no ports")?;
+        let flows = ports.iter().flat_map(|p| [&p["sent"]["drops"], &p["received"]["drops"]]);
+        let counts = flows.filter_map(|d| d.as_object()).flat_map(|d| d.values());
+        Ok(counts.filter_map(serde_json::Value::as_u64).sum())
+    }
+}
+
+impl Drop for Switch {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ended = self.child.kill();
+        let _ended = self.child.wait();
+    }
+}
+
+fn socket(dir: &Path, n: usize) -> PathBuf {
+    dir.join(format!("port{n}"))
+}
+
+/// Sends both ways for `time`, with at most `bound` frames in flight each way.
+fn load(guests: &mut [Guest; 2], time: Duration, bound: u64) -> anyhow::Result<()> {
+    let end = Instant::now() + time;
+    while Instant::now() < end {
+        for n in 0..2 {
+            let arrived = guests[1 - n].next;
+            for _ in 0..BURST {
+                if guests[n].sent - arrived >= bound || !guests[n].send() {
+                    break;
+                }
+            }
+            guests[1 - n].receive()?;
+        }
+    }
+    Ok(())
+}
+
+/// Waits until the switch has done all that was sent, and takes it.
+fn settle(guests: &mut [Guest; 2]) -> anyhow::Result<()> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let mut waiting = 0;
+        for guest in &mut *guests {
+            guest.nic.reap();
+            waiting += guest.nic.unsent();
+        }
+        for guest in &mut *guests {
+            guest.receive()?;
+        }
+        if waiting == 0 {
+            // Receivers saw the last frame before it was done for its sender.
+            return Ok(());
+        }
+        ensure!(Instant::now() < end, "{waiting} frames are never done");
+        std::thread::yield_now();
+    }
+}
+
+/// Runs rounds for the time that the plan says, the kinds of rings and of senders in turn.
+///
+/// # Errors
+/// A frame is lost that nothing explains, or repeated without a kill; the switch fails.
+pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally)) -> anyhow::Result<Tally> {
+    let mut tally = Tally::default();
+    let end = Instant::now() + plan.time;
+    let mut packed = false;
+    while tally.kills == 0 || Instant::now() < end {
+        let mut guests = [Guest::new(0, packed)?, Guest::new(1, packed)?];
+        let switch = Switch::start(plan)?;
+        switch.connect(&mut guests)?;
+        load(&mut guests, plan.round, u64::MAX)?;
+        settle(&mut guests)?;
+        let (sent, received, repeated) = sums(&guests);
+        let dropped = switch.drops()?;
+        ensure!(
+            sent == received + dropped && repeated == 0,
+            "{sent} sent, {received} received, {dropped} dropped by count, {repeated} repeated"
+        );
+        tally.dropped += dropped;
+        drop(switch);
+
+        // The numbers go on where a free sender's losses have no part in them.
+        for n in 0..2 {
+            guests[1 - n].next = guests[n].sent;
+        }
+        let mut switch = Switch::start(plan)?;
+        switch.connect(&mut guests)?;
+        load(&mut guests, plan.round, BOUND)?;
+        // In the middle: frames are on their way in both directions.
+        switch.child.kill()?;
+        load(&mut guests, Duration::from_millis(1), BOUND)?;
+        drop(switch);
+        let switch = Switch::start(plan)?;
+        switch.connect(&mut guests)?;
+        load(&mut guests, plan.round / 4, BOUND)?;
+        settle(&mut guests)?;
+        let (all_sent, all_received, repeated) = sums(&guests);
+        // While only one of them was connected again, its frames had nowhere to go.
+        let down = switch.drops()?;
+        ensure!(
+            all_sent - sent == all_received - received + down,
+            "{} sent around a kill, {} received, {down} dropped by count",
+            all_sent - sent,
+            all_received - received
+        );
+        tally.dropped += down;
+        ensure!(repeated <= 2 * BATCH as u64, "{repeated} frames were repeated after a kill");
+        tally.sent += all_sent;
+        tally.received += all_received;
+        tally.repeated += repeated;
+        tally.kills += 1;
+        packed = !packed;
+        tell(&tally);
+    }
+    Ok(tally)
+}
+
+fn sums(guests: &[Guest; 2]) -> (u64, u64, u64) {
+    let sum = |f: fn(&Guest) -> u64| guests.iter().map(f).sum();
+    (sum(|g| g.sent), sum(|g| g.received), sum(|g| g.repeated))
+}

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A short run of what `tombolo bench net --soak` does for as long as one likes.
+
+use std::time::Duration;
+
+use tombolo_net::soak::{Plan, run};
+
+#[test]
+fn every_frame_is_explained_and_a_killed_switch_loses_none() {
+    let plan = Plan {
+        program: env!("CARGO_BIN_EXE_tombolo-switch").into(),
+        arguments: vec!["run".into()],
+        time: Duration::from_secs(3),
+        round: Duration::from_millis(400),
+    };
+    let tally = run(&plan, |_| {}).unwrap();
+    assert_eq!(tally.sent, tally.received + tally.dropped);
+    assert!(tally.kills >= 2 && tally.sent > 1000, "{tally:?}");
+}

@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The switch as its users run it, sandboxed, with ways out: TAP, an interface, passt. Each test has a network namespace of
+//! its own, which ends with it. Needs iproute2, util-linux and passt.
+
+mod common;
+
+use std::net::UdpSocket;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Rig, frame};
+use serde_json::Value;
+use tombolo_net::control::{Request, ask};
+use tombolo_net::driver::{Nic, NicConfig};
+use tombolo_net::features::OFFLOADS;
+use tombolo_net::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
+
+/// Runs `body` in a network namespace of its own, which an ordinary user has in a user namespace.
+fn alone(test: &str, body: impl FnOnce()) {
+    const INSIDE: &str = "TOMBOLO_TEST_NAMESPACE";
+    // SAFETY: asks for a number.
+    if unsafe { libc::geteuid() } == 0 {
+        // SAFETY: moves this thread, and what it starts, into a new namespace.
+        let moved = unsafe { libc::unshare(libc::CLONE_NEWNET) };
+        assert_eq!(moved, 0, "{}", std::io::Error::last_os_error());
+    } else if std::env::var_os(INSIDE).is_none() {
+        let own = std::env::current_exe().unwrap();
+        let mut command = Command::new("unshare");
+        command.args(["--map-current-user", "--keep-caps", "--net", "--"]).arg(own);
+        command.args(["--exact", test, "--nocapture"]).env(INSIDE, "1");
+        assert!(command.status().unwrap().success(), "{test} failed in its namespaces");
+        return;
+    }
+    sh("ip link set lo up");
+    body();
+}
+
+fn sh(text: &str) {
+    let output = Command::new("sh").args(["-ec", text]).output().unwrap();
+    assert!(output.status.success(), "{text}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Waits for what must come; the limit only ends a test that has failed.
+fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + Duration::from_secs(60);
+    while Instant::now() < end {
+        if let Some(found) = look() {
+            return found;
+        }
+        std::thread::yield_now();
+    }
+    panic!("{what} never came");
+}
+
+/// The program, with one port for the guest that owns [`Rig::mac`] of `n`.
+struct Switch {
+    child: Child,
+    dir: tempfile::TempDir,
+}
+
+impl Switch {
+    fn start(n: usize, args: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-switch"));
+        command.arg("run").arg("--control").arg(dir.path().join("control"));
+        command.arg("--port").arg(format!("vm,{},{}", dir.path().join("vm").display(), Rig::mac(n)));
+        command.args(args).env("NO_COLOR", "1");
+        let log = std::fs::File::create(dir.path().join("log")).unwrap();
+        let child = command.stderr(log).stdin(Stdio::null()).spawn().unwrap();
+        let switch = Self { child, dir };
+        wait_for("the switch", || ask(&switch.control(), &Request::Ports).ok());
+        switch
+    }
+
+    fn control(&self) -> PathBuf {
+        self.dir.path().join("control")
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("log")).unwrap()
+    }
+
+    fn guest(&self, features: u64) -> Nic {
+        let features = NicConfig::default().features | features;
+        let mut nic = Nic::new(NicConfig { tx_buffer: 66_000, features, ..NicConfig::default() }).unwrap();
+        nic.connect(&self.dir.path().join("vm")).unwrap();
+        nic
+    }
+
+    /// The port of this name, as the control socket shows it.
+    fn port(&self, name: &str) -> Option<Value> {
+        let (answer, _) = ask(&self.control(), &Request::Ports).unwrap();
+        answer["ports"].as_array().unwrap().iter().find(|p| p["name"] == name).cloned()
+    }
+}
+
+impl Drop for Switch {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ended = self.child.kill();
+        let _ended = self.child.wait();
+    }
+}
+
+const HOST: [u8; 4] = [10, 9, 0, 1];
+const GUEST: [u8; 4] = [10, 9, 0, 2];
+
+/// The Internet checksum.
+fn sum(bytes: &[u8]) -> [u8; 2] {
+    let mut s: u32 = bytes.chunks(2).map(|c| u32::from(c[0]) << 8 | u32::from(*c.get(1).unwrap_or(&0))).sum();
+    while s > 0xffff {
+        s = (s & 0xffff) + (s >> 16);
+    }
+    (!(s as u16)).to_be_bytes()
+}
+
+fn ethernet(to: Mac, from: Mac, ethertype: u16, body: &[u8]) -> Vec<u8> {
+    [&to.0[..], &from.0, &ethertype.to_be_bytes(), body].concat()
+}
+
+fn ipv4(to: [u8; 4], from: [u8; 4], protocol: u8, body: &[u8]) -> Vec<u8> {
+    let len = ((20 + body.len()) as u16).to_be_bytes();
+    let mut head = [&[0x45, 0][..], &len, &[0, 0, 0, 0, 64, protocol, 0, 0], &from, &to].concat();
+    let check = sum(&head);
+    head[10..12].copy_from_slice(&check);
+    head.extend(body);
+    head
+}
+
+fn arp(operation: u8, mac: Mac, ip: [u8; 4], to: Mac, target: [u8; 4]) -> Vec<u8> {
+    [&[0, 1, 8, 0, 6, 4, 0, operation][..], &mac.0, &ip, &to.0, &target].concat()
+}
+
+/// What comes next for the guest that is not its neighbours' chatter; who asks for its MAC is told.
+fn next(nic: &mut Nic, own: Mac) -> Vec<u8> {
+    wait_for("a frame from outside", || {
+        let (_, f) = nic.receive()?;
+        let kind = u16::from_be_bytes([f[12], f[13]]);
+        if kind == 0x806 && f[21] == 1 && f[38..42] == GUEST {
+            let asker = Mac(f[22..28].try_into().unwrap());
+            let body = arp(2, own, GUEST, asker, f[28..32].try_into().unwrap());
+            assert!(nic.send(&ethernet(asker, own, 0x806, &body)));
+            return None;
+        }
+        (kind != 0x86dd && f[..6] == own.0).then_some(f)
+    })
+}
+
+#[test]
+fn host_and_guest_talk_through_a_tap() {
+    alone("host_and_guest_talk_through_a_tap", || {
+        sh("ip tuntap add tap0 mode tap && ip addr add 10.9.0.1/24 dev tap0");
+        let switch = Switch::start(1, &["--uplink", "tap=tap0"]);
+        let own = Rig::mac(1);
+        let mut guest = switch.guest(OFFLOADS);
+
+        // The guest finds the host, which answers its echo.
+        assert!(guest.send(&ethernet(Mac::BROADCAST, own, 0x806, &arp(1, own, GUEST, Mac([0; 6]), HOST))));
+        let reply = next(&mut guest, own);
+        let host = Mac(reply[22..28].try_into().unwrap());
+        let mut echo = [&[8, 0, 0, 0, 0, 7, 0, 1][..], &[0x5a; 1000]].concat();
+        let check = sum(&echo);
+        echo[2..4].copy_from_slice(&check);
+        assert!(guest.send(&ethernet(host, own, 0x800, &ipv4(HOST, GUEST, 1, &echo))));
+        let reply = next(&mut guest, own);
+        assert_eq!((&reply[34..36], &reply[38..]), (&[0, 0][..], &echo[4..]));
+
+        // Data from the host's programs to the guest, and back.
+        let socket = UdpSocket::bind("10.9.0.1:4000").unwrap();
+        for n in 0..50u8 {
+            let data = vec![n; 20 + 28 * usize::from(n)];
+            socket.send_to(&data, "10.9.0.2:5000").unwrap();
+            let got = next(&mut guest, own);
+            assert_eq!((&got[34..38], &got[42..]), (&[15, 160, 19, 136][..], &data[..]));
+            let udp = [&[19, 136, 15, 160][..], &((8 + data.len()) as u16).to_be_bytes(), &[0, 0], &data];
+            assert!(guest.send(&ethernet(host, own, 0x800, &ipv4(HOST, GUEST, 17, &udp.concat()))));
+            let mut buffer = [0; 2000];
+            let (len, from) = socket.recv_from(&mut buffer).unwrap();
+            assert_eq!((&buffer[..len], from), (&data[..], "10.9.0.2:5000".parse().unwrap()));
+        }
+
+        // Every frame is counted at the uplink too.
+        let (vm, up) = (switch.port("vm").unwrap(), switch.port("uplink0").unwrap());
+        assert_eq!(vm["sent"]["packets"], up["received"]["packets"]);
+        assert!(up["sent"]["packets"].as_u64() >= Some(52), "{up}");
+    });
+}
+
+/// A TCP segment that is to be cut.
+fn large(payload: usize) -> (NetHeader, Vec<u8>) {
+    let tcp = [0x10, 0, 0x20, 0, 0, 0, 0, 0, 0, 0, 0, 7, 0x50, 0x18, 1, 0, 0, 0, 0, 0];
+    let data: Vec<u8> = (0..payload).map(|i| (i / 3) as u8).collect();
+    let packet = ipv4([10, 0, 0, 2], [10, 0, 0, 1], 6, &[&tcp[..], &data].concat());
+    let header = NetHeader {
+        flags: NEEDS_CSUM,
+        gso_type: GSO_TCPV4,
+        hdr_len: 54,
+        gso_size: 1448,
+        csum_start: 34,
+        csum_offset: 16,
+    };
+    (header, ethernet(Rig::mac(1), Rig::mac(0), 0x800, &packet))
+}
+
+#[test]
+fn guests_of_two_hosts_talk_through_their_interfaces() {
+    alone("guests_of_two_hosts_talk_through_their_interfaces", || {
+        sh("ip link add v0 type veth peer name v1; for d in v0 v1; do
+            echo 1 >/proc/sys/net/ipv6/conf/$d/disable_ipv6; ip link set $d up; done");
+        let (here, there) = (
+            Switch::start(0, &["--uplink", "interface=v0"]),
+            Switch::start(1, &["--uplink", "interface=v1"]),
+        );
+        let (mut a, mut b) = (here.guest(OFFLOADS), there.guest(OFFLOADS));
+        for len in [60, 61, 500, 1513, 1514] {
+            for to in [Rig::mac(1), Mac::BROADCAST] {
+                let sent = frame(to, Rig::mac(0), len, len as u8);
+                assert!(a.send(&sent));
+                assert_eq!(wait_for("the frame", || b.receive()).1, sent);
+            }
+        }
+
+        // A tag is the guests' own, though the kernel takes it off on the way.
+        let mut tagged = frame(Rig::mac(1), Rig::mac(0), 200, 3);
+        tagged.splice(12..12, [0x81, 0, 0x60, 5]);
+        assert!(a.send(&tagged));
+        assert_eq!(wait_for("the tagged frame", || b.receive()).1, tagged);
+
+        // A large segment passes whole between guests that can take it, tagged or not, and in pieces for one that can't.
+        let (header, whole) = large(20_000);
+        assert!(a.send_cut(&header, &whole, &[12]));
+        let (got, bytes) = wait_for("the segment", || b.receive());
+        assert_eq!((got.gso_type, got.gso_size, got.csum_start, &bytes), (GSO_TCPV4, 1448, 34, &whole));
+        let mut tagged = whole.clone();
+        tagged.splice(12..12, [0x81, 0, 0, 5]);
+        let shifted = NetHeader { hdr_len: 58, csum_start: 38, ..header };
+        assert!(a.send_cut(&shifted, &tagged, &[12]));
+        let (got, bytes) = wait_for("the tagged segment", || b.receive());
+        assert_eq!((got.gso_type, got.csum_start, &bytes), (GSO_TCPV4, 38, &tagged));
+        drop(b);
+        let mut b = there.guest(0);
+        assert!(a.send_cut(&header, &whole, &[12]));
+        let mut data = Vec::new();
+        while data.len() < 20_000 {
+            let (_, piece) = wait_for("a piece", || b.receive());
+            assert!(piece.len() <= 1514);
+            data.extend_from_slice(&piece[54..]);
+        }
+        assert!(data == whole[54..]);
+
+        // What nobody owns goes out, and does not come back in.
+        assert!(a.send(&frame(Rig::mac(7), Rig::mac(0), 60, 0)));
+        wait_for("the drop", || {
+            let up = there.port("uplink0")?;
+            (up["sent"]["drops"]["unknown"].as_u64()? == 1).then_some(())
+        });
+        assert!(a.receive().is_none());
+    });
+}
+
+#[test]
+fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
+    alone("a_guest_gets_an_address_from_passt_which_ends_with_the_switch", || {
+        sh("ip link add out type veth peer name far; ip link set far up; ip link set out up
+            ip addr add 192.0.2.7/24 dev out; ip route add default via 192.0.2.1");
+        let mut switch = Switch::start(1, &["--uplink", "user=passt"]);
+        let own = Rig::mac(1);
+        let mut guest = switch.guest(0);
+        let mut dhcp = vec![1, 1, 6, 0, 1, 2, 3, 4];
+        dhcp.resize(28, 0);
+        dhcp.extend(own.0);
+        dhcp.resize(236, 0);
+        dhcp.extend([0x63, 0x82, 0x53, 0x63, 53, 1, 1, 255]);
+        dhcp.resize(300, 0);
+        let udp = [&[0, 68, 0, 67][..], &308u16.to_be_bytes(), &[0, 0], &dhcp].concat();
+        let discover = ethernet(Mac::BROADCAST, own, 0x800, &ipv4([255; 4], [0; 4], 17, &udp));
+        // passt may still be starting: who asks for an address asks again.
+        let mut asked = Instant::now() - Duration::from_secs(1);
+        let offer = wait_for("an offer", || {
+            if asked.elapsed() > Duration::from_millis(500) {
+                guest.send(&discover);
+                asked = Instant::now();
+            }
+            guest.receive().map(|(_, f)| f).filter(|f| f.len() > 280 && f[34..38] == [0, 67, 0, 68])
+        });
+        assert_eq!(
+            (&offer[46..50], &offer[58..62]),
+            (&[1, 2, 3, 4][..], &[192, 0, 2, 7][..]),
+            "{}",
+            switch.log()
+        );
+
+        let children = format!("/proc/{0}/task/{0}/children", switch.child.id());
+        let passt: u32 = std::fs::read_to_string(children).unwrap().trim().parse().unwrap();
+        switch.child.kill().unwrap();
+        switch.child.wait().unwrap();
+        wait_for("passt's end", || (!PathBuf::from(format!("/proc/{passt}")).exists()).then_some(()));
+    });
+}
+
+#[test]
+fn an_uplink_that_cannot_be_had_is_named_and_the_ports_go_on() {
+    alone("an_uplink_that_cannot_be_had_is_named_and_the_ports_go_on", || {
+        for (way, words) in [
+            ("interface=nosuch0", "interface nosuch0: not there"),
+            ("tap=much-too-long-a-name", "'much-too-long-a-name' is no interface name"),
+            ("tap=lo", "TAP device lo: "),
+            ("passt=/nonexistent", "start it with: passt -s /nonexistent"),
+            ("user=/nonexistent", "install the package passt"),
+        ] {
+            let switch = Switch::start(1, &["--uplink", way]);
+            assert!(switch.log().contains(words), "{way}: {}", switch.log());
+            assert!(switch.port("uplink0").is_none());
+            drop(switch.guest(0));
+        }
+    });
+}
