@@ -293,7 +293,16 @@ impl Mounted {
         let mut how = fs::RenameFlags::empty();
         how.set(fs::RenameFlags::NOREPLACE, flags & sys::TFS_RENAME_NOREPLACE != 0);
         how.set(fs::RenameFlags::EXCHANGE, flags & sys::TFS_RENAME_EXCHANGE != 0);
-        fs::renameat_with(CWD, self.name(from.0, from.1)?, CWD, self.name(to.0, to.1)?, how)
+        let (from, to) = (self.name(from.0, from.1)?, self.name(to.0, to.1)?);
+        match fs::renameat_with(CWD, &from, CWD, &to, how) {
+            // What is in use here below a name that another member changed has to be looked up first (files/linux/README.md, 'Not
+            // there'). Whether the names are there is the second call's to say.
+            Err(Errno::STALE) => {
+                let _ = (fs::lstat(&from), fs::lstat(&to));
+                fs::renameat_with(CWD, &from, CWD, &to, how)
+            }
+            other => other,
+        }
     }
 
     /// A load by the kernel, which gives an error where a load of this process would end it.

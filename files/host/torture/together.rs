@@ -113,7 +113,11 @@ pub fn hear(remote: &Remote) -> Told {
     let mut told = Told::default();
     loop {
         match remote.receive() {
-            Ok(Report::B) => told.begun += 1,
+            Ok(Report::B) => {
+                told.begun += 1;
+                // Who is gone needs no answer.
+                let _ = remote.send(&Order::Go);
+            }
             Ok(Report::D) => told.done += 1,
             Ok(Report::Ended(ended)) => {
                 told.ended = Some(ended);

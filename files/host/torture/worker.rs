@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A member's hands: a process next to a mount, in a guest or on the host, that does what it is told over a line. Messages are JSON, one
-//! to a line. It does single calls, or works by itself against a model of its own and tells of each operation before and after; a
-//! message that was sent is there, whatever happens to the machine afterwards.
+//! to a line. It does single calls, or works by itself against a model of its own and tells of each operation before and after. A
+//! message can die with the machine, so an operation begins only when its announcement has been answered.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -27,6 +27,9 @@ pub enum Order {
     Call(Call),
     /// Work until told to stop.
     Load(Load),
+    /// The operation that was announced may begin.
+    Go,
+    /// Do not begin another.
     Stop,
 }
 
@@ -37,7 +40,7 @@ pub enum Report {
     Ready,
     /// Or an errno.
     Answer(std::result::Result<Answer, i32>),
-    /// An operation of a load begins.
+    /// An operation of a load wants to begin.
     B,
     /// It is done.
     D,
@@ -136,11 +139,12 @@ pub fn run(root: &Path, channel: &Path) -> Result<String, String> {
                 send(&output, &Report::Answer(answer))?;
             }
             Order::Load(load) => {
-                let stopped = || !matches!(ordered.try_recv(), Err(mpsc::TryRecvError::Empty));
-                let ended = work(&mounted, &load, &output, stopped)?;
+                let go = || matches!(ordered.recv(), Ok(Ok(Order::Go)));
+                let ended = work(&mounted, &load, &output, go)?;
                 send(&output, &Report::Ended(ended))?;
             }
-            Order::Stop => {}
+            // An answer that met the end of a load.
+            Order::Go | Order::Stop => {}
         }
         served += 1;
     }
@@ -154,10 +158,10 @@ fn send(mut to: &File, report: &Report) -> Result<(), String> {
 }
 
 /// Works until stopped, and compares all at the end. Errors: the line is gone.
-fn work(mounted: &Mounted, load: &Load, output: &File, stopped: impl Fn() -> bool) -> Result<Ended, String> {
+fn work(mounted: &Mounted, load: &Load, output: &File, go: impl Fn() -> bool) -> Result<Ended, String> {
     let still = Stillness::watch();
     let mut ended = Ended::default();
-    let result = operations(mounted, load, output, stopped, &still, &mut ended);
+    let result = operations(mounted, load, output, go, &still, &mut ended);
     still.over.store(true, Ordering::Relaxed);
     mounted.close_all();
     ended.difference = result?.err();
@@ -168,15 +172,18 @@ fn operations(
     mounted: &Mounted,
     load: &Load,
     output: &File,
-    stopped: impl Fn() -> bool,
+    go: impl Fn() -> bool,
     still: &Stillness,
     ended: &mut Ended,
 ) -> Result<Found<()>, String> {
     let (mut model, mut rng) = load.model(0, 0);
     let quiet = || still.nanoseconds.load(Ordering::Relaxed);
-    while !stopped() {
+    loop {
         let op = model.random_op(&mut rng);
         send(output, &Report::B)?;
+        if !go() {
+            break;
+        }
         let (since, before) = (Instant::now(), quiet());
         let real = model.execute(mounted, &op);
         let took = since.elapsed().as_nanos() as u64;
