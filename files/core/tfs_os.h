@@ -35,8 +35,8 @@ tmb_u32 tfs_os_cpu(void);
 /* Rings the doorbell of a member after its 'pending' bit was set (best effort). Its own: wakes its own threads that wait. */
 void tfs_os_ring(struct tfs *fs, tmb_u32 member);
 /* Persistent memory: has the cache lines of [p, p + len) written back; and waits until those asked for before are. */
-void tfs_os_flush(const void *p, tmb_u64 len);
-void tfs_os_drain(void);
+void tfs_os_flush(const void *p, tmb_u64 len) __attribute__((cold));
+void tfs_os_drain(void) __attribute__((cold));
 /* Damage was found: one line for the log. 'what' is static text, 'a' and 'b' details (inode, block, …). */
 void tfs_os_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b);
 

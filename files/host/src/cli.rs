@@ -271,11 +271,12 @@ fn df(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<()> {
     let s = fs.statfs();
     let block = u64::from(sys::TFS_BLOCK);
     let used = s.blocks.saturating_sub(s.blocks_free);
+    let (limbo, holders) = fs.limbo();
     if json {
         println!(
             "{}",
             json!({"bytes": s.blocks * block, "used": used * block, "free": s.blocks_free * block,
-                   "inodes": s.inodes, "inodes_free": s.inodes_free})
+                   "inodes": s.inodes, "inodes_free": s.inodes_free, "limbo": limbo * block, "limbo_members": holders})
         );
     } else {
         let percent = (used * 100).div_ceil(s.blocks.max(1));
@@ -290,6 +291,12 @@ fn df(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<()> {
             percent,
             inodes
         );
+        if limbo > 0 {
+            println!(
+                "{} KiB of it are unused, but kept for members {holders:?}, who may still map them",
+                limbo * block >> 10
+            );
+        }
     }
     Ok(())
 }

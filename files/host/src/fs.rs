@@ -6,6 +6,7 @@
 
 use std::cell::UnsafeCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::mem::offset_of;
 
 use rustix::io::Errno;
 
@@ -279,6 +280,22 @@ impl Filesystem {
     pub fn thaw(&self) {
         // SAFETY: an open handle.
         unsafe { sys::tfs_thaw(self.raw()) }
+    }
+
+    /// Blocks that nothing refers to, and the members that may still look at them.
+    pub fn limbo(&self) -> (u64, Vec<u32>) {
+        let word = |at: usize| self.area.word(at as u64).unwrap_or(0);
+        let members = word(offset_of!(sys::tfs_super, limbo_members));
+        let map = word(offset_of!(sys::tfs_super, map_start)).saturating_mul(u64::from(sys::TFS_BLOCK));
+        let mut bytes = vec![0; 4096];
+        let mut blocks = 0;
+        for at in (0..word(offset_of!(sys::tfs_super, blocks))).step_by(bytes.len()) {
+            if !self.area.copy_out(map.saturating_add(at), &mut bytes) {
+                break;
+            }
+            blocks += bytes.iter().filter(|b| u32::from(**b) == sys::TFS_MAP_LIMBO).count() as u64;
+        }
+        (blocks, (0..sys::TFS_MEMBERS).filter(|m| members >> m & 1 == 1).collect())
     }
 
     /// Repairs what a dead member left.

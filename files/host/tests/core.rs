@@ -515,6 +515,7 @@ fn truncate_what_another_maps(a: &Filesystem) -> (u64, u64) {
     a.truncate(ino, 0, false).expect("truncate");
     let after = a.statfs().blocks_free;
     assert!(after < before, "blocks that member 5 maps became free");
+    assert_eq!(a.limbo(), (before - after, vec![5]));
     (before, after)
 }
 
@@ -524,6 +525,7 @@ fn blocks_that_a_member_maps_become_free_when_it_leaves() {
     let (before, _) = truncate_what_another_maps(&a);
     drop(b);
     assert_eq!(a.statfs().blocks_free, before);
+    assert_eq!(a.limbo(), (0, vec![]));
 }
 
 #[test]
