@@ -212,8 +212,8 @@ fn a_read_only_handle_reads_and_refuses_to_write() {
 
 #[test]
 fn a_read_only_member_that_leaves_no_pin_never_reads_another_files_blocks() {
-    let map = Map::memfd("ro", 16 << 20).expect("memory");
-    let read_only = Map::new(map.file(), 16 << 20, false).expect("a second mapping");
+    let map = Map::memfd("ro", 8 << 20).expect("memory");
+    let read_only = Map::new(map.file(), 8 << 20, false).expect("a second mapping");
     let area = Area::whole(map).expect("an area");
     fs::mkfs(&area, &Mkfs::default()).expect("mkfs");
     let fs = Filesystem::open(area).expect("open");
@@ -222,14 +222,14 @@ fn a_read_only_member_that_leaves_no_pin_never_reads_another_files_blocks() {
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| {
             let other = file(&fs, "other");
-            for _ in 0..2000 {
-                fs.pwrite(ino, &[b'f'; 65536], 0, false).expect("write");
+            for _ in 0..1000 {
+                fs.pwrite(ino, &[b'f'; 1 << 20], 0, false).expect("write");
                 fs.truncate(ino, 0, false).expect("truncate");
-                fs.pwrite(other, &[b'o'; 65536], 0, false).expect("write");
+                fs.pwrite(other, &[b'o'; 1 << 20], 0, false).expect("write");
                 fs.truncate(other, 0, false).expect("truncate");
             }
         });
-        let mut buf = vec![0; 65536];
+        let mut buf = vec![0; 1 << 20];
         while !writing.is_finished() {
             let got = match reader.pread(ino, &mut buf, 0) {
                 Ok(got) => got,
