@@ -73,6 +73,10 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 		/* After a death between linking and counting, blocks are there already. */
 		if (!err)
 			err = tfs_tree_map(fs, tmb_load(&sb->itable_root), had / TFS_INODES_PER_BLOCK, run.count, &there);
+		if (!err && !there.block && there.count < run.count) { /* some further on, where power failed */
+			tfs_set_map(fs, run.block + there.count, run.count - there.count, TFS_MAP_FREE);
+			run.count = there.count;
+		}
 		if (!err && there.block) {
 			tfs_set_map(fs, run.block, run.count, TFS_MAP_FREE);
 			set_inodes(fs, had + there.count * TFS_INODES_PER_BLOCK);

@@ -294,7 +294,7 @@ fn df(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<()> {
         if limbo > 0 {
             println!(
                 "{} KiB of it are unused, but kept for members {holders:?}, who may still map them",
-                limbo * block >> 10
+                (limbo * block) >> 10
             );
         }
     }
