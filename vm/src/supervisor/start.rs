@@ -346,44 +346,6 @@ impl Supervisor {
         Ok(invitations)
     }
 
-    /// Starts the switches that are missing for these VMs, and makes ports in those that run; returns the new ones.
-    fn networks(
-        &self,
-        project: &Project,
-        missing: &[(String, VmSpec, Option<guestkit::Boot>)],
-        reporter: &Reporter,
-    ) -> anyhow::Result<BTreeMap<String, Arc<Network>>> {
-        let mut joined = BTreeMap::new();
-        for (name, spec) in &project.compose.net {
-            if !missing.iter().any(|(_, vm, _)| vm.networks.0.contains_key(name)) {
-                continue;
-            }
-            let running = self.lock().networks.get(name).cloned();
-            match running {
-                None => {
-                    let network = Network::start(name, project, self.dir.path())?;
-                    joined.insert(name.clone(), Arc::new(network));
-                }
-                Some(network) => {
-                    if network.spec() != spec {
-                        let text = format!(
-                            "the network '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
-                        );
-                        reporter.send(&Event::Note { text });
-                    }
-                    network.extend(project)?;
-                }
-            }
-        }
-        Ok(joined)
-    }
-
-    fn plugs(&self, vm: &str, spec: &VmSpec) -> Vec<Plug> {
-        let inner = self.lock();
-        let networks = spec.networks.0.keys().filter_map(|name| inner.networks.get(name));
-        networks.filter_map(|network| network.plug(vm, &inner.project)).collect()
-    }
-
     /// What each VM runs under. KVM is only tried where somebody wants it.
     fn accel(
         &self,
