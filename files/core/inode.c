@@ -176,6 +176,7 @@ static void free_contents(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_u64 *roots[] = {&inode->root, &inode->index_root, &inode->xattr_root, &inode->locks};
 
+	tfs_barrier(fs); /* the transaction that names the inode, before any tag */
 	for (tmb_u32 i = 0; i < 4; i++) {
 		tmb_u64 root = tmb_load(roots[i]);
 
@@ -389,16 +390,16 @@ int tfs_open_ref(struct tfs *fs, tmb_u64 ino, tmb_u32 generation)
 	return err;
 }
 
-/* In a transaction: frees the inode if it has neither name nor opener. */
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);
+	bool locked = inode && !tfs_lock_inode(fs, ino);
 
-	if (!inode || tfs_lock_inode(fs, ino))
-		return;
-	if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
+	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
 		tfs_free_inode_locked(fs, ino, inode, slot);
-	tfs_unlock_inode(fs, ino);
+	tfs_tx_end(fs, slot);
+	if (locked)
+		tfs_unlock_inode(fs, ino);
 }
 
 int tfs_close_ref(struct tfs *fs, tmb_u64 ino)
@@ -418,7 +419,6 @@ int tfs_close_ref(struct tfs *fs, tmb_u64 ino)
 	if (err)
 		return err;
 	tfs_free_orphan(fs, ino, slot);
-	tfs_tx_end(fs, slot);
 	return 0;
 }
 

@@ -47,7 +47,7 @@ int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 			tmb_u64 clock = tfs_os_clock();
 
 			if (!first)
-				first = clock;
+				first = since = clock;
 			if (now != seen) {
 				seen = now;
 				since = clock;

@@ -184,6 +184,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode);	/* undo, contents freed too */
 /* With the inode locked, nlink 0, nobody has it open: frees contents and number. */
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
+/* Frees the inode if it has neither name nor opener, and ends the transaction. */
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot);
 /* Removes and frees blocks [from, to) of the data tree, once readers and mappers are gone; without waiting for mappers in a recovery, since
  * one who is asked to unmap may itself be waiting for the recovery to end. */

@@ -28,31 +28,30 @@ impl Checker<'_> {
             return;
         }
         let blocks = self.length(&tree, present);
-        for block in 0..blocks {
-            let there = tree.block(block).unwrap_or(0);
-            self.table.push(there);
-            if there == 0 {
+        self.table = (0..blocks).map(|block| tree.block(block).unwrap_or(0)).collect();
+        let there = blocks * PER_BLOCK;
+        // Someone died between linking blocks, in whatever order they became durable, and saying so: then all in them are free, and
+        // the core finds them when it grows the table.
+        let free = |ino| self.inode(ino).is_none_or(|inode| inode.state() == sys::TFS_INODE_FREE);
+        let growing = stored % PER_BLOCK == 0 && stored < there && there - stored <= GROWTH * PER_BLOCK;
+        let growing = growing && !self.options.live && (stored..there).all(free);
+        for block in 0..if growing { stored / PER_BLOCK } else { blocks } {
+            if self.table[block as usize] == 0 {
                 let (from, to) = (block * PER_BLOCK, (block + 1) * PER_BLOCK - 1);
                 let text =
                     format!("inode table: the block of inodes {from} to {to} is gone: an empty one now");
                 self.loss("table-hole", text);
             }
         }
-        let there = blocks * PER_BLOCK;
         if stored > there || stored % PER_BLOCK != 0 {
             if self.damage("table-size", format!("the inode table has {there} inodes and says {stored}")) {
                 self.put(COUNT, there);
             }
+        } else if growing {
+            self.note("table-size", format!("the inode table has {there} inodes and uses {stored} yet"));
+            self.table.truncate((stored / PER_BLOCK) as usize);
         } else if stored < there && !self.options.live {
-            // Someone died between linking blocks and saying so: then all in them are free, and the core finds them when it
-            // grows the table.
-            let free = |ino| self.inode(ino).is_some_and(|inode| inode.state() == sys::TFS_INODE_FREE);
-            if there - stored <= GROWTH * PER_BLOCK && (stored..there).all(free) {
-                self.note("table-size", format!("the inode table has {there} inodes and uses {stored} yet"));
-                self.table.truncate((stored / PER_BLOCK) as usize);
-            } else if self
-                .damage("table-size", format!("the inode table has {there} inodes and says {stored}"))
-            {
+            if self.damage("table-size", format!("the inode table has {there} inodes and says {stored}")) {
                 self.put(COUNT, there);
             }
         }
