@@ -172,6 +172,8 @@ int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct t
 		tmb_u32 level;
 
 		root = tmb_load(rootp);
+		if (tfs_root_height(root) > TFS_MAX_HEIGHT)
+			return tfs_damage(fs, "tree too high", root, fblock);
 		node = root & TFS_BLOCKNR_MASK;
 		for (level = tfs_root_height(root); level > (huge ? 2u : 1u); level--) {
 			tmb_u64 *slot, entry, child;

@@ -55,6 +55,14 @@ void tfs_os_ring(struct tfs *fs, tmb_u32 member)
 	(void)fs;
 	(void)member;
 }
+void tfs_os_flush(const void *p, tmb_u64 len)
+{
+	(void)p;
+	(void)len;
+}
+void tfs_os_drain(void)
+{
+}
 void tfs_os_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b)
 {
 	(void)fs;
