@@ -49,7 +49,7 @@ guest-update: ready-test ## newer kernels, if Debian has them
 	@for series in $(KERNELS); do guest/kernel $$series || exit 1; done
 	@$(MAKE) guest
 
-.PHONY: test test-native test-vm test-lab lab
+.PHONY: test test-native test-vm test-lab test-long lab
 test: guest-test ## all tests but the lab's
 	@scripts/run-tests native vm
 test-native: ready-test ## tests without guests
@@ -58,6 +58,8 @@ test-vm: guest-test ## tests in real guests under QEMU
 	@scripts/run-tests vm
 test-lab: guest-test ## tests in the emulated KVM host
 	@scripts/run-tests lab
+test-long: ready-test ## models of lock-free code, every order
+	@scripts/run-tests long
 lab: build ## a shell in the emulated KVM host
 	@target/release/tombolo lab shell
 

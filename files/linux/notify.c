@@ -185,6 +185,9 @@ static void hand_over(struct super_block *sb, struct tfs_change *c)
 	} else if (inode && (all || watched(inode) || watched(dir))) {
 		fsnotify(mask | (watched(dir) ? FS_EVENT_ON_CHILD : 0), inode, FSNOTIFY_EVENT_INODE, dir, dir ? &name : NULL,
 			 inode, 0);
+	} else if (!inode && dir && (all || watched(dir))) {
+		/* It is gone again; its directory's watchers hear of it by its name. */
+		fsnotify(mask, dir, FSNOTIFY_EVENT_INODE, dir, &name, NULL, 0);
 	}
 	if (watched(inode))
 		hand_over_self(inode, c->mask);
