@@ -93,10 +93,12 @@ def every_call_in_a_vm_answers_as_on_the_native_driver(host, vm, zone):
 def channels_come_back_however_a_process_ends_and_no_more_are_given_than_there_are(host, vm, zone):
     for _ in range(CHANNELS + 1):
         vm.ok("exec 5<>/dev/tombolo-calls-*; true")
-    rc, out = vm.run("for i in 1 2 3 4; do sleep 1000 5<>/dev/tombolo-calls-%s & done; wait $!" % os.path.basename(host.vm))
+    device = "/dev/tombolo-calls-" + os.path.basename(host.vm)
+    opened = " ".join("%d<>%s" % (5 + i, device) for i in range(CHANNELS))
+    rc, out = vm.run("exec %s; exec %d<>%s" % (opened, 5 + CHANNELS, device))
     if rc == 0:
         raise Failed("more than %d channels: %s" % (CHANNELS, out))
-    vm.ok("killall -9 sleep")
+    vm.ok("sh -c 'exec %s; touch /tmp/held; exec sleep 1000' & until test -e /tmp/held; do sleep 0.1; done; kill -9 $!; wait $!; true" % opened)
     same("clinfo", host.native("clinfo"), vm.ok("for i in 1 2 3 4; do %s clinfo > /tmp/info 2>/tmp/err || exit 1; done; cat /tmp/info" % zone))
 
 

@@ -50,10 +50,11 @@ impl Checker<'_> {
         } else if growing {
             self.note("table-size", format!("the inode table has {there} inodes and uses {stored} yet"));
             self.table.truncate((stored / PER_BLOCK) as usize);
-        } else if stored < there && !self.options.live {
-            if self.damage("table-size", format!("the inode table has {there} inodes and says {stored}")) {
-                self.put(COUNT, there);
-            }
+        } else if stored < there
+            && !self.options.live
+            && self.damage("table-size", format!("the inode table has {there} inodes and says {stored}"))
+        {
+            self.put(COUNT, there);
         }
         self.inodes = vec![Known::default(); self.table.len() * PER_BLOCK as usize];
         self.check_root();
