@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Between processes of a VM and a server: the CALLS area of the VM's own zone (`zone/format/tombolo_calls.h`) has channels, each with
 //! both rings and a window. In the guest a channel is an open file of `/dev/tombolo-calls-NAME` ([`connect`]); its driver sleeps
-//! and rings. On the other side [`Area`] sees channels come and go, and a worker serves one of them ([`accept`]).
+//! and rings. On the other side [`Area`] sees channels come and go, and a worker serves one of them (`accept`).
 //!
 //! The handshake is the first record of each ring. The area's words may change at any time: the server believes the geometry it chose
 //! itself, and of a channel's word only its state, which it moves on by compare and swap.

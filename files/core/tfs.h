@@ -38,7 +38,8 @@ struct tfs {
 /* Has all of an inode's data written back where the memory is persistent, also what was stored through mappings. */
 int tfs_sync(struct tfs *fs, tmb_u64 ino);
 
-/* Makes an empty file system, with ro_compat features (TFS_RO_COMPAT_PERSISTENT); the root directory belongs to uid:gid with 'mode'. uuid: 16 bytes. Overwrites. */
+/* Makes an empty file system, with ro_compat features (TFS_RO_COMPAT_PERSISTENT); the root directory belongs to uid:gid with 'mode'.
+ * uuid: 16 bytes. Overwrites. */
 int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, tmb_u64 hash_seed, tmb_u64 area_offset,
 	     tmb_u32 uid, tmb_u32 gid, tmb_u32 mode, tmb_u64 ro_compat);
 /* Checks the super block and fills 'fs'; read_only and os are the caller's, set before. Cleans up after this member's former life.
