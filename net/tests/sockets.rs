@@ -8,9 +8,9 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use common::{Rig, frame};
+use common::{Rig, frame, wait_for};
 use tombolo_net::config::{Config, PortConfig};
 use tombolo_net::control::{Request, ask};
 use tombolo_net::daemon::Daemon;
@@ -62,18 +62,6 @@ fn port(dir: &Path, n: usize) -> PortConfig {
     let text =
         format!("name='vm{n}'\nsocket='{}'\nmacs=['{}']", dir.join(format!("vm{n}")).display(), Rig::mac(n));
     toml::from_str(&text).unwrap()
-}
-
-/// Waits for what must come; the limit only ends a test that has failed.
-fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + Duration::from_secs(60);
-    while Instant::now() < end {
-        if let Some(found) = look() {
-            return found;
-        }
-        std::thread::yield_now();
-    }
-    panic!("{what} never came");
 }
 
 fn exchange(a: &mut Nic, b: &mut Nic, rounds: u32, seed: u8) {

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Rig, frame};
+use common::{Rig, frame, wait_for};
 use serde_json::Value;
 use tombolo_net::control::{Request, ask};
 use tombolo_net::driver::{Nic, NicConfig};
@@ -39,18 +39,6 @@ fn alone(test: &str, body: impl FnOnce()) {
 fn sh(text: &str) {
     let output = Command::new("sh").args(["-ec", text]).output().unwrap();
     assert!(output.status.success(), "{text}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
-/// Waits for what must come; the limit only ends a test that has failed.
-fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + Duration::from_secs(60);
-    while Instant::now() < end {
-        if let Some(found) = look() {
-            return found;
-        }
-        std::thread::yield_now();
-    }
-    panic!("{what} never came");
 }
 
 /// The program, with one port for the guest that owns [`Rig::mac`] of `n`.

@@ -13,14 +13,11 @@ use anyhow::{Context, bail};
 
 use crate::area::{Area, Map};
 use crate::fs::{Filesystem, Result};
-use crate::fsck::{self, Options};
+use crate::fsck::{self, Progress};
 use crate::sys;
 
 const BLOCK: u64 = sys::TFS_BLOCK as u64;
 const FREE: u8 = sys::TFS_MAP_FREE as u8;
-
-/// Told how far it is: stage, done, of how much.
-pub type Progress<'a> = &'a mut dyn FnMut(&str, u64, u64);
 
 /// What a snapshot took.
 #[derive(Clone, Copy, Debug)]
@@ -110,11 +107,7 @@ pub fn take(fs: &Filesystem, to: &File, progress: Progress<'_>) -> anyhow::Resul
 }
 
 fn check(image: &Area, progress: Progress<'_>) -> anyhow::Result<()> {
-    let report = fsck::check(image, Options { repair: false, live: false }, progress)?;
-    if let (false, Some(problem)) = (report.is_clean(), report.problems.first()) {
-        bail!("it is damaged: {} ({} in all)", problem.text, report.damage);
-    }
-    Ok(())
+    fsck::expect_clean(image, progress).map(|_| ()).map_err(|why| anyhow::anyhow!("it is damaged: {why}"))
 }
 
 /// Checks an image and copies it into an area that nobody uses. Returns the blocks copied.

@@ -191,16 +191,22 @@ fn what_was_behind_the_end_is_zero_when_a_file_grows_again() {
     assert!(buf.iter().all(|b| *b == 0));
 }
 
-#[test]
-fn a_read_only_handle_reads_and_refuses_to_write() {
+/// One memory: a handle that may write, and one whose mapping is read-only.
+fn writer_and_reader() -> (Filesystem, Filesystem) {
     let map = Map::memfd("ro", 8 << 20).expect("memory");
     let read_only = Map::new(map.file(), 8 << 20, false).expect("a second mapping");
     let area = Area::whole(map).expect("an area");
     fs::mkfs(&area, &Mkfs::default()).expect("mkfs");
     let fs = Filesystem::open(area).expect("open");
+    let reader = Filesystem::open(Area::whole(read_only).expect("an area")).expect("open read-only");
+    (fs, reader)
+}
+
+#[test]
+fn a_read_only_handle_reads_and_refuses_to_write() {
+    let (fs, reader) = writer_and_reader();
     let ino = file(&fs, "f");
     fs.pwrite(ino, b"data", 0, false).expect("write");
-    let reader = Filesystem::open(Area::whole(read_only).expect("an area")).expect("open read-only");
     let mut buf = [0; 4];
     assert_eq!(reader.lookup(ROOT, b"f").expect("lookup").0, ino);
     assert_eq!(reader.pread(ino, &mut buf, 0), Ok(4));
@@ -212,13 +218,8 @@ fn a_read_only_handle_reads_and_refuses_to_write() {
 
 #[test]
 fn a_read_only_member_that_leaves_no_pin_never_reads_another_files_blocks() {
-    let map = Map::memfd("ro", 8 << 20).expect("memory");
-    let read_only = Map::new(map.file(), 8 << 20, false).expect("a second mapping");
-    let area = Area::whole(map).expect("an area");
-    fs::mkfs(&area, &Mkfs::default()).expect("mkfs");
-    let fs = Filesystem::open(area).expect("open");
+    let (fs, reader) = writer_and_reader();
     let ino = file(&fs, "f");
-    let reader = Filesystem::open(Area::whole(read_only).expect("an area")).expect("open read-only");
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| {
             let other = file(&fs, "other");

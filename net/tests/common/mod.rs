@@ -3,6 +3,7 @@
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use tombolo_net::driver::{Nic, NicConfig};
 use tombolo_net::forward::{Forwarder, Pass};
@@ -10,6 +11,18 @@ use tombolo_net::frame::Mac;
 use tombolo_net::policy::Policy;
 use tombolo_net::port::Port;
 use tombolo_net::view::{Attached, View};
+
+/// Waits for what must come; the limit only ends a test that has failed.
+pub fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + Duration::from_secs(60);
+    while Instant::now() < end {
+        if let Some(found) = look() {
+            return found;
+        }
+        std::thread::yield_now();
+    }
+    panic!("{what} never came");
+}
 
 /// Guests and their ports on one view.
 pub struct Rig {

@@ -95,6 +95,17 @@ impl Report {
     }
 }
 
+/// Checks a file system that nobody uses, without repairing it. What is wrong, in a line.
+pub fn expect_clean(area: &Area, progress: Progress<'_>) -> Result<Report, String> {
+    let report = check(area, Options::default(), progress).map_err(|e| e.0)?;
+    if report.is_clean() {
+        return Ok(report);
+    }
+    let bad = report.problems.iter().filter(|p| p.severity != Severity::Note).take(10);
+    let bad: Vec<&str> = bad.map(|p| p.text.as_str()).collect();
+    Err(format!("fsck: {} findings: {}", report.damage, bad.join("; ")))
+}
+
 /// Why there is no report at all.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unreadable(pub String);

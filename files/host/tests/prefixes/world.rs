@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tombolo_files::area::{Area, Map, Seat};
 use tombolo_files::fs::{self, Filesystem, Mkfs, ROOT};
-use tombolo_files::fsck::{self, Options, Severity};
+use tombolo_files::fsck;
 use tombolo_files::sys;
 
 use crate::recorder;
@@ -83,15 +83,7 @@ impl World {
 
     /// Blocks in use; fsck finds nothing wrong.
     pub fn check(&self) -> Result<u64, String> {
-        let report = fsck::check(&self.area, Options::default(), &mut |_, _, _| {}).map_err(|e| e.0)?;
-        let bad: Vec<&str> = report
-            .problems
-            .iter()
-            .filter(|p| p.severity != Severity::Note)
-            .map(|p| p.text.as_str())
-            .take(5)
-            .collect();
-        if bad.is_empty() { Ok(report.blocks_used) } else { Err(format!("fsck: {}", bad.join("; "))) }
+        fsck::expect_clean(&self.area, &mut |_, _, _| {}).map(|report| report.blocks_used)
     }
 
     /// What a store changes, for who looks for the cause of a failure.
