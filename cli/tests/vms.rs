@@ -408,6 +408,11 @@ fn the_host_and_a_guest_hear_of_each_other() {
     std::fs::rename(host.join("d/new"), host.join("d/moved")).unwrap();
     std::fs::OpenOptions::new().append(true).open(host.join("d/file")).unwrap().write_all(b"z").unwrap();
     std::fs::remove_file(host.join("d/moved")).unwrap();
+    // Files that are gone before anybody hears of them.
+    for n in 0..20 {
+        std::fs::write(host.join(format!("d/brief{n}")), "y").unwrap();
+        std::fs::remove_file(host.join(format!("d/brief{n}"))).unwrap();
+    }
     std::fs::write(host.join("d/end"), "").unwrap();
     let heard = hearing.wait_with_output().unwrap();
     assert!(heard.status.success());
@@ -421,6 +426,10 @@ fn the_host_and_a_guest_hear_of_each_other() {
         "file MODIFY -",
         "dir DELETE moved",
     ] {
+        assert!(heard.lines().any(|l| l == told), "not heard: {told}; but:\n{heard}");
+    }
+    for n in 0..20 {
+        let told = format!("dir MODIFY brief{n}");
         assert!(heard.lines().any(|l| l == told), "not heard: {told}; but:\n{heard}");
     }
 

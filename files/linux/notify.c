@@ -163,6 +163,18 @@ static void hand_over_self(struct inode *inode, u32 mask)
 		fsnotify_inoderemove(inode);
 }
 
+/* Stands for a file that is gone again: fsnotify passes a name on only with an inode that it belongs to. */
+static struct inode *ghost(struct super_block *sb, const struct tfs_change *c)
+{
+	struct inode *inode = new_inode(sb);
+
+	if (inode) {
+		inode->i_ino = c->ino;
+		inode->i_mode = c->mask & FS_ISDIR ? S_IFDIR : S_IFREG;
+	}
+	return inode;
+}
+
 static void hand_over(struct super_block *sb, struct tfs_change *c)
 {
 	struct tmb_sb *s = tmb_sb(sb);
@@ -179,15 +191,14 @@ static void hand_over(struct super_block *sb, struct tfs_change *c)
 		dir = NULL;
 	if (IS_ERR(inode))
 		inode = NULL;
+	if (!inode && dir && (all || watched(dir)) && !(c->mask & ALL_FSNOTIFY_DIRENT_EVENTS))
+		inode = ghost(sb, c);
 	if (c->mask & ALL_FSNOTIFY_DIRENT_EVENTS) {
 		if (dir && (all || watched(dir)))
 			fsnotify(mask, inode ? inode : dir, FSNOTIFY_EVENT_INODE, dir, &name, NULL, cookie);
 	} else if (inode && (all || watched(inode) || watched(dir))) {
 		fsnotify(mask | (watched(dir) ? FS_EVENT_ON_CHILD : 0), inode, FSNOTIFY_EVENT_INODE, dir, dir ? &name : NULL,
 			 inode, 0);
-	} else if (!inode && dir && (all || watched(dir))) {
-		/* It is gone again; its directory's watchers hear of it by its name. */
-		fsnotify(mask, dir, FSNOTIFY_EVENT_INODE, dir, &name, NULL, 0);
 	}
 	if (watched(inode))
 		hand_over_self(inode, c->mask);

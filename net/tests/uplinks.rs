@@ -5,7 +5,7 @@
 mod common;
 
 use std::net::UdpSocket;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -74,6 +74,17 @@ impl Switch {
         let mut nic = Nic::new(NicConfig { tx_buffer: 66_000, features, ..NicConfig::default() }).unwrap();
         nic.connect(&self.dir.path().join("vm")).unwrap();
         nic
+    }
+
+    /// Returns once the thread that minds passt sleeps in its system call.
+    fn waits_for_passt(&self) {
+        let tasks = format!("/proc/{}/task", self.child.id());
+        let read = |task: &Path, what| std::fs::read_to_string(task.join(what)).unwrap_or_default();
+        wait_for("the thread that minds passt", || {
+            let mut tasks = std::fs::read_dir(&tasks).unwrap().map(|t| t.unwrap().path());
+            let minder = tasks.find(|t| read(t, "comm").trim() == "net-passt")?;
+            (read(&minder, "wchan") == "do_wait").then_some(())
+        });
     }
 
     /// The port of this name, as the control socket shows it.
@@ -279,6 +290,16 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
             switch.log()
         );
 
+        // Who was stopped goes on with what it waited for, which asks the sandbox again.
+        switch.waits_for_passt();
+        let pid = switch.child.id() as i32;
+        // SAFETY: signals to a child that has not ended, and waiting for its stop.
+        unsafe {
+            assert_eq!(libc::kill(pid, libc::SIGSTOP), 0);
+            assert_eq!(libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED), pid);
+            assert_eq!(libc::kill(pid, libc::SIGCONT), 0);
+        }
+        switch.waits_for_passt();
         let children = format!("/proc/{0}/task/{0}/children", switch.child.id());
         let passt: u32 = std::fs::read_to_string(children).unwrap().trim().parse().unwrap();
         switch.child.kill().unwrap();

@@ -21,14 +21,18 @@ mkdir -p /dev/shm; mount -t tmpfs shm /dev/shm
 for m in $(cat /modules/order); do insmod /modules/$m.ko || echo "insmod $m failed"; done
 stty -F /dev/ttyS1 raw -echo
 exec 3<>/dev/ttyS1
-echo "<<ready>>" >&3
-while read -r line <&3; do
-	sh -c "$line" </dev/null >/tmp/out 2>&1
-	rc=$?
-	cat /tmp/out >&3
-	echo "<<rc=$rc>>" >&3
-done
-poweroff -f
+# Orphans are children of this process; busybox' read forgets the half of a line when a child's end interrupts it. So another one reads.
+{
+	echo "<<ready>>" >&3
+	while read -r line <&3; do
+		sh -c "$line" </dev/null >/tmp/out 2>&1
+		rc=$?
+		cat /tmp/out >&3
+		echo "<<rc=$rc>>" >&3
+	done
+	poweroff -f
+} &
+wait
 """
 
 BAD = re.compile(r"BUG|Oops|WARNING:|general protection|Call Trace|hung task|refcount_t|INFO: task|soft lockup|Kernel panic")

@@ -70,10 +70,11 @@ pub fn receive(socket: &UnixStream) -> io::Result<Option<(i64, Option<OwnedFd>)>
         let n = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
         if n < 0 {
             let error = io::Error::last_os_error();
-            if error.kind() == io::ErrorKind::Interrupted {
-                continue;
+            match error.kind() {
+                io::ErrorKind::Interrupted => continue,
+                io::ErrorKind::WouldBlock if have > 0 => return Err(cut_short()),
+                _ => return Err(error),
             }
-            return Err(error);
         }
         for fd in descriptors(&message) {
             // A second descriptor is dropped, which closes it.
@@ -81,11 +82,15 @@ pub fn receive(socket: &UnixStream) -> io::Result<Option<(i64, Option<OwnedFd>)>
         }
         match n {
             0 if have == 0 => return Ok(None),
-            0 => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "a message was cut short")),
+            0 => return Err(cut_short()),
             n => have += n as usize,
         }
     }
     Ok(Some((i64::from_le_bytes(bytes), received)))
+}
+
+fn cut_short() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "a message was cut short")
 }
 
 /// Takes ownership of every descriptor that came with a message.
