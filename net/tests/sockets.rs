@@ -415,6 +415,22 @@ fn ports_come_and_go_at_run_time_and_refusals_say_why() {
 }
 
 #[test]
+fn workers_and_processors_that_cannot_be_had_are_named() {
+    let start = |workers: usize, cpus: &[usize]| {
+        let mut config = Config::default();
+        config.switch.sandbox = false;
+        (config.switch.workers, config.switch.cpus) = (workers, cpus.to_vec());
+        Daemon::start(&config).map(|daemon| daemon.stop()).map_err(|err| err.to_string())
+    };
+    assert!(start(0, &[]).unwrap_err().contains("1 to 64"));
+    assert!(start(65, &[]).unwrap_err().contains("1 to 64"));
+    for cpu in [1023, 100_000] {
+        assert!(start(2, &[cpu]).unwrap_err().contains(&format!("CPU {cpu}")));
+    }
+    start(64, &[]).unwrap();
+}
+
+#[test]
 fn a_switch_whose_sockets_were_removed_still_ends() {
     let lab = Lab::new(2, 1);
     for entry in std::fs::read_dir(lab.dir.path()).unwrap() {
