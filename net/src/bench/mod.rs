@@ -127,6 +127,11 @@ impl Backend {
         self.dir.path().join(format!("s{i}"))
     }
 
+    /// Waits until it is ready for what has connected.
+    fn settle(&self) -> anyhow::Result<()> {
+        if let Kind::Ovs(ovs) = &self.kind { ovs.wait_for_ports() } else { Ok(()) }
+    }
+
     /// Processor time used so far, in seconds.
     fn cpu_seconds(&self) -> anyhow::Result<f64> {
         let pid = match &self.kind {
@@ -226,6 +231,7 @@ fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64
     for (i, nic) in nics.iter_mut().enumerate() {
         nic.connect(&backend.socket(i))?;
     }
+    backend.settle()?;
     let frame = |to: usize| -> anyhow::Result<Vec<u8>> {
         let mut f = Vec::new();
         for i in [to, 1 - to] {
@@ -287,7 +293,9 @@ pub fn run(options: &Options, tell: &mut dyn FnMut(Figure) -> anyhow::Result<()>
                 for system in &options.systems {
                     let backend = Backend::start(system, options, size)?;
                     let mut load = Load::start(&backend, options, size, packed)?;
+                    backend.settle()?;
                     let value = load.rate(size, options.seconds)?;
+                    anyhow::ensure!(value > 0.0, "{case}: {system} forwards nothing");
                     let (case, system) = (case.clone(), system.clone());
                     tell(Figure { case, system, value, unit: "packets/s", higher: true })?;
                 }
@@ -310,6 +318,7 @@ pub fn run(options: &Options, tell: &mut dyn FnMut(Figure) -> anyhow::Result<()>
     for system in options.systems.iter().filter(|_| options.wants(case)) {
         let backend = Backend::start(system, options, 64)?;
         let _load = Load::start(&backend, options, 64, false)?;
+        backend.settle()?;
         std::thread::sleep(Duration::from_millis(500));
         let (start, before) = (Instant::now(), backend.cpu_seconds()?);
         std::thread::sleep(Duration::from_secs_f64(options.seconds.max(2.0)));

@@ -5,6 +5,7 @@
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
@@ -68,6 +69,7 @@ impl Drop for Peer {
 pub(super) struct Ovs {
     _database: Peer,
     pub switch: Peer,
+    control: PathBuf,
 }
 
 const OVS: &str = "openvswitch-switch-dpdk";
@@ -108,12 +110,13 @@ impl Ovs {
             "other_config:vhost-sock-dir=.",
             // Without --legacy-mem it adds --in-memory, which --no-huge does not go with.
             &format!(
-                "other_config:dpdk-extra=--no-huge --legacy-mem -m 1024 --no-pci --no-telemetry --file-prefix={prefix}"
+                "other_config:dpdk-extra=--no-huge --legacy-mem -m 256 --no-pci --no-telemetry --file-prefix={prefix}"
             ),
         ])?;
         let mut switch = command("unshare");
         switch.args(["-n", "/usr/lib/openvswitch-switch-dpdk/ovs-vswitchd-dpdk"]).arg(&socket);
-        switch.arg(format!("--unixctl={}", dir.join("switch.ctl").display()));
+        let control = dir.join("switch.ctl");
+        switch.arg(format!("--unixctl={}", control.display()));
         let switch = Peer::start(switch, OVS)?.with_prefix(prefix);
         let mtu = format!("mtu_request={}", mtu.max(1500));
         let mut add = vec!["add-br", "br0", "--", "set", "bridge", "br0", "datapath_type=netdev"];
@@ -132,7 +135,24 @@ impl Ovs {
             ]);
         }
         set(&add).context("Open vSwitch takes no ports; it needs root, for a network namespace")?;
-        Ok(Self { _database: server, switch })
+        Ok(Self { _database: server, switch, control })
+    }
+
+    /// Waits until both ports are polled: when a guest has come, their memory is set up anew, which takes seconds.
+    pub fn wait_for_ports(&self) -> anyhow::Result<()> {
+        let end = Instant::now() + Duration::from_secs(30);
+        // A port that is about to be set up anew is listed still: only what lasts counts.
+        let mut seen = 0;
+        while seen < 5 {
+            anyhow::ensure!(Instant::now() < end, "Open vSwitch does not poll both ports");
+            std::thread::sleep(Duration::from_millis(200));
+            let mut ask = Command::new("ovs-appctl");
+            let output = ask.arg("-t").arg(&self.control).arg("dpif-netdev/pmd-rxq-show").output()?;
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            let listed = |port: &str| text.split_whitespace().any(|word| word == port);
+            seen = if listed("s0") && listed("s1") { seen + 1 } else { 0 };
+        }
+        Ok(())
     }
 }
 
