@@ -115,6 +115,8 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     // QEMU tells of a port's opening only where the port has an id.
     add("-device", format!("virtserialport,id=agent,chardev=agent,name={AGENT_PORT}"));
     add("-device", "virtio-rng-pci".into());
+    // A kernel that panics says so, whatever its command line makes of a panic; QEMU ends then.
+    add("-device", "pvpanic".into());
 
     for zone in &plan.zones {
         for [option, value] in zone_arguments(zone) {
