@@ -119,9 +119,7 @@ pub fn begin(machine: &Arc<Machine>, layout: Layout) -> anyhow::Result<()> {
     if layout.grown == 0 {
         return Ok(());
     }
-    // Boot memory of the same size is an earlier file of the same kind.
-    let index = usize::from(layout.boot == layout.grown);
-    let mut prepare = FromOutside::of(machine.pid(), layout.grown, index, None, Budget::default())?;
+    let mut prepare = FromOutside::of(machine.pid(), layout.grown, None, Budget::default())?;
     let patience = Duration::from_secs(machine.spec().ready_timeout.into());
     let options = Options { driver_patience: patience, ..Options::for_host(&limits()?) };
     let machine = machine.clone();

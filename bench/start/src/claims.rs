@@ -145,11 +145,16 @@ fn names(folder: &str) -> Vec<String> {
         .collect()
 }
 
+/// The node of a disk's block device. A disk in an NVMe subsystem has a hidden path `nvme0c1n1`, and `nvme0n1` stands for all of them.
 fn block_of(device: &Device) -> Option<String> {
     let own = fs::canonicalize(format!("/sys/bus/pci/devices/{}", device.address)).ok()?;
     names("/sys/class/block").into_iter().find_map(|name| {
         let real = fs::canonicalize(format!("/sys/class/block/{name}")).ok()?;
-        let node = format!("/dev/{name}");
+        let head = match name.split_once('c') {
+            Some((subsystem, path)) => subsystem.to_owned() + &path[path.find('n')?..],
+            None => name,
+        };
+        let node = format!("/dev/{head}");
         (real.starts_with(&own) && Path::new(&node).exists()).then_some(node)
     })
 }
@@ -294,7 +299,7 @@ fn a_reboot_is_grown_again() -> Result<()> {
     let layout = small()?;
     let mut guest = start(layout, Some(&card), Image::rebooting(&kernel, folder.path(), 1000)?)?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, 0, None, Budget::default())?;
+    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
     // The guest reboots each time it has 1000 MiB, so two restarts are seen before it is full, or one if it filled up between two looks.
     let mut most = 0;
     let result =
@@ -315,7 +320,7 @@ fn no_driver_is_told() -> Result<()> {
     let mut guest = start(layout, None, Image::without_driver(&kernel, folder.path())?)?;
     guest.await_line("TOMBOLO login")?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, 0, None, Budget::default())?;
+    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
     let options =
         Options { driver_patience: std::time::Duration::from_secs(2), ..Options::for_host(&limits) };
     let result = grow(&mut guest.monitor, MEMORY, layout, &mut prepare, &options, &mut |_| {});
@@ -330,7 +335,7 @@ fn devices_come_and_go() -> Result<()> {
     let mut guest = start(layout, None, Image::working(&kernel, folder.path())?)?;
     guest.await_line("TOMBOLO work 1 ")?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, 0, None, Budget::default())?;
+    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
     let host_address = card.address.to_string();
     let mut monitor =
         Plugging { inner: &mut guest.monitor, host: host_address, plugged: false, at: layout.grown / 4 };
@@ -379,14 +384,14 @@ fn host_memory_runs_out() -> Result<()> {
     let layout = small()?;
     let mut guest = start(layout, None, Image::working(&kernel, folder.path())?)?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, 0, None, Budget::default())?;
+    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
     // The host has 300 MiB to give beyond what the guest has taken.
-    let memory_file = prepare.file.clone();
+    let memory = prepare.source.clone();
     let options = Options {
         memory_patience: std::time::Duration::from_secs(2),
         reserve: 0,
         available: Box::new(move || {
-            let taken = tombolo_start::memory::Memory::allocated(&memory_file).unwrap_or(0);
+            let taken = memory.allocated().unwrap_or(0);
             (300 * MIB).saturating_sub(taken)
         }),
         ..Options::for_host(&limits)
