@@ -56,6 +56,14 @@ fn limits() -> anyhow::Result<Limits> {
     Limits::read(std::path::Path::new("/")).context("reading the host's limits")
 }
 
+/// Gives back the devices of VMs that died with their supervisor; says which.
+///
+/// # Errors
+/// When a device does not go back to its driver.
+pub fn give_back_orphans() -> anyhow::Result<Vec<Address>> {
+    Ok(bind::reclaim(&Host::at("/"), &mut Kernel, &Store::of_host())?)
+}
+
 /// Refuses devices and memory that can't be had, and gives back what VMs that died have left.
 ///
 /// # Errors
@@ -65,8 +73,8 @@ pub fn check(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
     if spec.devices.is_empty() {
         return Ok(());
     }
+    give_back_orphans()?;
     let host = Host::at("/");
-    bind::reclaim(&host, &mut Kernel, &Store::of_host())?;
     plan(&host.devices()?, host.has_iommu(), &spec.devices, spec.whole_group)
         .with_context(|| format!("vm.{name}.devices"))?;
     limits()?.allow(&layout, true).with_context(|| format!("vm.{name}.memory"))

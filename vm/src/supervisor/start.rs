@@ -250,8 +250,9 @@ impl Supervisor {
             }
         }
         machine.set_up();
-        let seconds = machine.status().uptime;
-        report(Stage::Up, &format!("{seconds:.1} s"));
+        let status = machine.status();
+        let growing = status.growth.map(|g| format!(", {}", g.line())).unwrap_or_default();
+        report(Stage::Up, &format!("{:.1} s{growing}", status.uptime));
         Ok(())
     }
 
