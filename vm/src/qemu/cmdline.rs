@@ -94,9 +94,12 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     // The room for zones must be known at start; it costs address space only.
     let most = (memory + grown + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
     add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
-    add("-object", format!("memory-backend-memfd,id=ram,size={}M,share=on", memory >> 20));
+    // The switch of a network maps its guests' memory. Anonymous memory comes in huge pages on every host; a memfd does not.
+    let (backend, share) =
+        if plan.nics.is_empty() { ("memory-backend-ram", "") } else { ("memory-backend-memfd", ",share=on") };
+    add("-object", format!("{backend},id=ram,size={}M{share}", memory >> 20));
     if grown > 0 {
-        add("-object", format!("memory-backend-memfd,id={MEMORY}-memory,size={grown},share=on,reserve=off"));
+        add("-object", format!("{backend},id={MEMORY}-memory,size={grown}{share},reserve=off"));
         add(
             "-device",
             format!("virtio-mem-pci,id={MEMORY},memdev={MEMORY}-memory,block-size={block},requested-size=0"),
@@ -283,7 +286,7 @@ mod tests {
         let line = line("memory = \"4G\"\ndevices = [\"01:00.0\"]", Accel::Kvm, vec![]);
         for part in [
             "-m size=512M,maxmem=69632M",
-            "memory-backend-memfd,id=vmem0-memory,size=3758096384,share=on,reserve=off",
+            "memory-backend-ram,id=vmem0-memory,size=3758096384,reserve=off",
             "virtio-mem-pci,id=vmem0,memdev=vmem0-memory,block-size=16777216,requested-size=0",
             "vfio-pci,id=device0,host=0000:01:00.0",
             "memhp_default_state=online_kernel",
