@@ -6,8 +6,9 @@
  *   finish N               nanoseconds of clFinish on an idle queue, median of N
  *   set-arg N              nanoseconds of a call that needs no answer, median of N bursts of 100
  *   launch N               nanoseconds from launch to launch of N empty kernels, until all have ended
- *   write SIZE PINNED N    MB/s of a blocking write, median of N; PINNED 1: from memory of the driver (CL_MEM_ALLOC_HOST_PTR, mapped)
- *   read SIZE PINNED N
+ *   write SIZE PINNED N    MB/s of a blocking write and clFinish, median of N; PINNED 1: from memory of the driver
+ *                          (CL_MEM_ALLOC_HOST_PTR, mapped)
+ *   read SIZE PINNED N     MB/s of a blocking read
  *   memcpy SIZE N          MB/s
  *   large LOOPS            milliseconds of a kernel that computes
  *   mix CALLS              nanoseconds a call: 26 % copies, 13 % launches, the rest small calls, as in the test of the Wormhole paper
@@ -155,12 +156,13 @@ static double transfer(int writes, size_t size, int pinned, long n)
 	memset(memory, 1, size);
 	for (long i = -1; i < n; i++) {
 		double begun = now(CLOCK_MONOTONIC);
-		if (writes)
+		if (writes) {
 			CHECK(clEnqueueWriteBuffer(queue, device, CL_TRUE, 0, size, memory, 0, NULL, NULL));
-		else
+			/* It may return before the device has it. */
+			CHECK(clFinish(queue));
+		} else {
 			CHECK(clEnqueueReadBuffer(queue, device, CL_TRUE, 0, size, memory, 0, NULL, NULL));
-		/* A blocking write may return before the device has it. */
-		CHECK(clFinish(queue));
+		}
 		if (i >= 0)
 			times[i] = now(CLOCK_MONOTONIC) - begun;
 	}
