@@ -17,6 +17,7 @@ use crate::client::{self, Outcome, Progress};
 use crate::compose::{self, Project, Rights, Size};
 use crate::control::{Event, Peer, Request, Status, ZoneStatus};
 use crate::doctor;
+use crate::growth;
 use crate::state::StateDir;
 use crate::supervisor;
 
@@ -134,6 +135,12 @@ pub enum StartCommand {
         file: File,
         /// The VM
         vm: String,
+    },
+    /// How far the memory of running VMs is, in Prometheus' text format
+    Metrics {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
     },
     /// How the memory of a VM would arrive
     Plan {
@@ -369,6 +376,9 @@ fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitC
         if let Some(_lock) = dir.path().exists().then(|| dir.lock()).transpose()?.flatten() {
             dir.remove();
         }
+        for address in growth::give_back_orphans()? {
+            eprintln!("{address} given back: its VM died");
+        }
         if !json {
             eprintln!("the project '{}' is not up", project.name);
         }
@@ -395,13 +405,9 @@ fn wait_gone(dir: &StateDir) -> anyhow::Result<()> {
 }
 
 fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
-    let mut projects = Vec::new();
+    let projects: Vec<Status>;
     if all {
-        for dir in StateDir::all()? {
-            if let Some(peer) = Peer::connect(&dir)? {
-                projects.push(status(peer)?);
-            }
-        }
+        projects = running(None)?;
         if json {
             say(&serde_json::to_string_pretty(&projects)?)?;
         }
@@ -412,7 +418,7 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
             say(&serde_json::to_string_pretty(&status)?)?;
         }
-        projects.extend(found);
+        projects = found.into_iter().collect();
     }
     if !json {
         if projects.is_empty() {
@@ -425,6 +431,20 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The project of a compose file, which must be up; without a file all of this user that are up.
+pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
+    if let Some(file) = file {
+        return Ok(vec![status(client::living(&Project::load(file)?)?)?]);
+    }
+    let mut projects = Vec::new();
+    for dir in StateDir::all()? {
+        if let Some(peer) = Peer::connect(&dir)? {
+            projects.push(status(peer)?);
+        }
+    }
+    Ok(projects)
+}
+
 /// Runs one of [`StartCommand`].
 ///
 /// # Errors
@@ -432,6 +452,12 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
 pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         StartCommand::Blame { file, vm } => blame(&file.load()?, &vm, json),
+        StartCommand::Metrics { file } => {
+            let status = status(client::living(&file.load()?)?)?;
+            let growing = status.vms.iter().filter_map(|vm| Some((vm.name.as_str(), vm.growth.as_ref()?)));
+            say(tombolo_start::progress::prometheus(&growing.collect::<Vec<_>>()).trim_end())?;
+            Ok(ExitCode::SUCCESS)
+        }
         StartCommand::Plan { memory, boot_memory, libvirt } => {
             tombolo_start::cli::plan(memory.0, boot_memory.map(|b| b.0), libvirt, json)
         }
@@ -452,7 +478,7 @@ fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> 
     }
     print!("{}", tombolo_start::timeline::render_names(&vm.timeline, 40));
     if let Some(growth) = &vm.growth {
-        println!("{}", growth.line());
+        say(&growth.line())?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -503,7 +529,7 @@ fn networks(status: &Status) -> String {
     columns(&rows)
 }
 
-fn columns<const N: usize>(rows: &[[String; N]]) -> String {
+pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> String {
     let mut widths = [0; N];
     for row in rows {
         for (width, cell) in widths.iter_mut().zip(row) {

@@ -45,17 +45,14 @@ impl Listener {
                 if std::os::unix::net::UnixStream::connect(path).is_ok() {
                     bail!("{address}: a server listens there already");
                 }
-                match std::fs::remove_file(path) {
-                    Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                        return Err(e).with_context(|| format!("{path}: the old socket can't be removed"));
-                    }
-                    _ => {}
-                }
                 if let Some(folder) = Path::new(path).parent() {
                     std::fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
                 }
-                let listener = UnixListener::bind(path).with_context(|| address.to_string())?;
-                std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660))
+                // Whoever sees the socket can connect: it gets its name when it listens.
+                let unnamed = format!("{path}.{}", std::process::id());
+                let listener = UnixListener::bind(&unnamed).with_context(|| unnamed.clone())?;
+                std::fs::set_permissions(&unnamed, std::fs::Permissions::from_mode(0o660))
+                    .and_then(|()| std::fs::rename(&unnamed, path))
                     .with_context(|| address.to_string())?;
                 Ok(Listener::Unix(listener))
             }
