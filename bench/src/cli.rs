@@ -3,11 +3,14 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
+use tombolo_net::soak::Until;
 
 use crate::files::{self, Plan};
+use crate::interrupt;
 use crate::net;
 use crate::record::Results;
 use crate::report::{self, Table};
@@ -17,7 +20,7 @@ use crate::report::{self, Table};
 pub enum Command {
     /// The shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs, in one VM
     Files(FilesArgs),
-    /// The switch beside DPDK's vhost, and beside TAP and a bridge between VMs
+    /// The switch beside DPDK's vhost and Open vSwitch, and with VMs beside TAP and a bridge
     Net(NetArgs),
     /// Print the table of a results file again, and write its HTML page
     Report {
@@ -61,13 +64,13 @@ pub struct FilesArgs {
 /// `tombolo bench net`
 #[derive(Debug, Args)]
 pub struct NetArgs {
-    /// What is measured without VMs
+    /// What is measured without VMs, and which cases
     #[command(flatten)]
     load: tombolo_net::bench::Options,
     /// Leave out what is measured without VMs
     #[arg(long)]
     no_load: bool,
-    /// Leave out what is measured between VMs
+    /// Leave out what is measured with VMs
     #[arg(long)]
     no_vms: bool,
     /// Guest kernel: a version of the guest kit
@@ -76,6 +79,12 @@ pub struct NetArgs {
     /// Account for every frame for so many seconds instead, killing switches under load
     #[arg(long, value_name = "SECONDS")]
     soak: Option<u64>,
+    /// The same until so many frames have been sent
+    #[arg(long, value_name = "FRAMES", conflicts_with = "soak")]
+    soak_frames: Option<u64>,
+    /// Where the soak's kills come
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
     /// Folder for the results
     #[arg(long, default_value = "bench/results")]
     results: PathBuf,
@@ -86,6 +95,18 @@ pub struct NetArgs {
 
 /// Runs a bench; `json`: the samples as JSON lines instead of the table.
 pub fn run(command: Command, json: bool) -> Result<ExitCode> {
+    interrupt::watch()?;
+    match measure(command, json) {
+        // What ended with the signal may have failed first.
+        Err(_) if interrupt::is_asked() => {
+            eprintln!("tombolo: interrupted; everything that was started has been stopped");
+            Ok(ExitCode::from(130))
+        }
+        other => other,
+    }
+}
+
+fn measure(command: Command, json: bool) -> Result<ExitCode> {
     match command {
         Command::Files(args) => {
             let mut plan = if args.quick { Plan::quick() } else { Plan::full() };
@@ -101,9 +122,15 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
         Command::Net(args) => {
             let words: Vec<String> = std::env::args().skip(1).collect();
             let plan = net::Plan {
-                load: (!args.no_load).then_some(args.load),
+                options: args.load,
+                load: !args.no_load,
                 kernel: (!args.no_vms).then_some(args.kernel),
-                soak: args.soak.map(std::time::Duration::from_secs),
+                soak: match (args.soak, args.soak_frames) {
+                    (None, None) => None,
+                    (Some(seconds), _) => Some(Until::Time(Duration::from_secs(seconds))),
+                    (None, Some(frames)) => Some(Until::Frames(frames)),
+                }
+                .map(|until| net::Soak { until, seed: args.seed }),
                 kit: std::path::absolute(&args.kit)?,
             };
             print(&net::run(&plan, &args.results, format!("tombolo {}", words.join(" ")))?, json)?;

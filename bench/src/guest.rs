@@ -45,6 +45,7 @@ impl Project {
 
     /// Runs a shell script in a VM and returns its standard output; an exit code other than 0 is an error with what it said.
     pub fn exec(&self, vm: &str, script: &str) -> Result<String> {
+        crate::interrupt::check()?;
         let output = self.run(vm, script)?;
         if !output.status.success() {
             bail!(

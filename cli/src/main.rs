@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The `tombolo` command: it parses and wires; behaviour lives in the parts.
 
+mod top;
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -55,6 +57,8 @@ enum Command {
         #[command(subcommand)]
         command: NetCommand,
     },
+    /// Show again and again what VMs, zones and the ports of switches do
+    Top(top::Options),
     /// Accelerators for programs in VMs
     Accel {
         #[command(subcommand)]
@@ -105,6 +109,8 @@ enum NetCommand {
 enum BenchCommand {
     #[command(flatten)]
     Bench(tombolo_bench::cli::Command),
+    /// OpenCL programs on the device itself and forwarded, in turns
+    Accel(tombolo_bench_accel::Options),
     /// The start of VMs with and without passed-through devices
     Start {
         #[command(subcommand)]
@@ -156,9 +162,14 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             }
             tombolo_net::cli::run(command, cli.json)
         }
+        Command::Top(options) => top::run(&options, cli.json),
         Command::Accel { command } => tombolo_accel_server::cli::run(command, cli.json),
         Command::Bench { command: BenchCommand::Bench(command) } => {
             tombolo_bench::cli::run(command, cli.json)
+        }
+        Command::Bench { command: BenchCommand::Accel(options) } => {
+            tombolo_bench_accel::run(&options, cli.json)?;
+            Ok(ExitCode::SUCCESS)
         }
         Command::Bench { command: BenchCommand::Start { command } } => {
             tombolo_bench_start::cli::run(command, cli.json)
@@ -206,7 +217,8 @@ mod tests {
     fn every_command_has_a_manual_page_and_a_completion() {
         let dir = tempfile::tempdir().unwrap();
         manual(dir.path()).unwrap();
-        for page in ["tombolo.1", "tombolo-up.1", "tombolo-exec.1", "tombolo-zone-attach.1"] {
+        for page in ["tombolo.1", "tombolo-up.1", "tombolo-exec.1", "tombolo-top.1", "tombolo-zone-attach.1"]
+        {
             assert!(dir.path().join(page).is_file(), "{page}");
         }
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {

@@ -118,6 +118,21 @@ fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed
     assert!(ports["ports"].as_array().unwrap().iter().all(|p| p["up"] == true), "{ports}");
     assert!(sent(&lab).0 > 1 << 20, "nothing went through the second switch");
 
+    // What goes on is seen per second, by port and VM.
+    let mut pings = lab.command(&["exec", "a", "--", "ping", "-A", "-q", "b"]).spawn().unwrap();
+    wait_until("rates", || {
+        let said = json(&lab, &["top", "--json", "--count", "1", "--interval", "0.5"]);
+        let switch = &said["switches"][0];
+        assert!(switch["name"].as_str().unwrap().ends_with("/lan"), "{said}");
+        let (port, vm) = (&switch["ports"][0], &said["vms"][0]);
+        assert_eq!((&port["name"], &port["state"], &vm["name"]), (&"a".into(), &"up".into(), &"a".into()));
+        port["sent"]["bits_per_s"].as_f64().unwrap() > 0.0 && vm["cpu_percent"].as_f64().unwrap() > 0.0
+    });
+    pings.kill().unwrap();
+    pings.wait().unwrap();
+    let text = lab.good(&["top", "--count", "1"]);
+    assert!(text.contains("SENT/S") && text.contains("MEMORY"), "{text}");
+
     // A VM is killed and comes back with the same address.
     let pid = lab.ps()["vms"][1]["pid"].as_u64().unwrap();
     signal(u32::try_from(pid).unwrap(), "KILL");

@@ -45,6 +45,9 @@ pub enum Command {
         /// Microseconds for which an idle worker goes on polling
         #[arg(long)]
         poll_us: Option<u64>,
+        /// Processor time that all of them together may use, in hundredths of a processor
+        #[arg(long, value_name = "PERCENT")]
+        budget: Option<u32>,
         /// Keep all privileges
         #[arg(long)]
         no_sandbox: bool,
@@ -134,7 +137,18 @@ fn short_way(text: &str) -> Result<Way, String> {
 /// With what, where and what to do.
 pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Run { config, port, uplink, control, metrics, workers, cpus, poll_us, no_sandbox } => {
+        Command::Run {
+            config,
+            port,
+            uplink,
+            control,
+            metrics,
+            workers,
+            cpus,
+            poll_us,
+            budget,
+            no_sandbox,
+        } => {
             let mut all = match config {
                 Some(path) => {
                     let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
@@ -152,6 +166,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             s.metrics = metrics.or(s.metrics);
             s.workers = workers.unwrap_or(s.workers);
             s.poll_us = poll_us.unwrap_or(s.poll_us);
+            s.budget = budget.unwrap_or(s.budget);
             s.sandbox &= !no_sandbox;
             if !cpus.is_empty() {
                 s.cpus = cpus;
@@ -271,14 +286,9 @@ fn table(answer: &Value) -> String {
                 f["drops"].as_object().into_iter().flatten().map(|(k, v)| format!("{k}:{v}")).collect();
             if all.is_empty() { "0".into() } else { all.join(",") }
         };
-        let state = match (p["up"].as_bool(), p["connected"].as_bool()) {
-            (Some(true), _) => "up",
-            (_, Some(true)) => "connected",
-            _ => "down",
-        };
         rows.push([
             p["name"].as_str().unwrap_or("?").into(),
-            state.into(),
+            crate::top::state(p).into(),
             list(&p["macs"]),
             p["sent"]["packets"].to_string(),
             drops(&p["sent"]),
@@ -286,15 +296,24 @@ fn table(answer: &Value) -> String {
             drops(&p["received"]),
         ]);
     }
-    let mut widths = [0; 7];
-    for row in &rows {
+    columns(&rows, |_| false)
+}
+
+/// Rows under one another, those of the columns that `right` names to the right.
+pub(crate) fn columns<const N: usize>(rows: &[[String; N]], right: impl Fn(usize) -> bool) -> String {
+    let mut widths = [0; N];
+    for row in rows {
         for (w, cell) in widths.iter_mut().zip(row) {
-            *w = (*w).max(cell.len());
+            *w = (*w).max(cell.chars().count());
         }
     }
-    let line = |row: &[String; 7]| {
-        let cells: Vec<_> = row.iter().zip(widths).map(|(c, w)| format!("{c:w$}")).collect();
-        cells.join("  ").trim_end().to_string()
-    };
-    rows.iter().map(line).collect::<Vec<_>>().join("\n")
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().zip(widths).enumerate();
+        let cells: Vec<_> =
+            cells.map(|(i, (c, w))| if right(i) { format!("{c:>w$}") } else { format!("{c:w$}") }).collect();
+        text.push_str(cells.join("  ").trim_end());
+        text.push('\n');
+    }
+    text
 }

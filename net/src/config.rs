@@ -34,6 +34,8 @@ pub struct SwitchConfig {
     pub cpus: Vec<usize>,
     /// Microseconds for which an idle worker goes on polling: 0 saves CPU, more saves latency.
     pub poll_us: u64,
+    /// Processor time that all of them together may use, in hundredths of a processor; 0: all that they can get.
+    pub budget: u32,
     /// Where the control socket is made; none: no control.
     pub control: Option<PathBuf>,
     /// Where Prometheus finds the counters, over HTTP.
@@ -44,7 +46,15 @@ pub struct SwitchConfig {
 
 impl Default for SwitchConfig {
     fn default() -> Self {
-        Self { workers: 1, cpus: Vec::new(), poll_us: 50, control: None, metrics: None, sandbox: true }
+        Self {
+            workers: 1,
+            cpus: Vec::new(),
+            poll_us: 50,
+            budget: 0,
+            control: None,
+            metrics: None,
+            sandbox: true,
+        }
     }
 }
 
@@ -186,6 +196,7 @@ mod tests {
             [switch]
             workers = 2
             poll-us = 0
+            budget = 150
             control = "/run/tombolo/net.sock"
             metrics = "127.0.0.1:9127"
             [[port]]

@@ -56,7 +56,9 @@ pub(crate) fn answer(daemon: &Arc<Daemon>, stream: UnixStream) -> io::Result<()>
     let outcome = match serde_json::from_str::<Request>(&line) {
         Err(err) => Err(anyhow::anyhow!("the request isn't understood: {err}")),
         Ok(Request::Ports) => {
-            return reply(json!({ "ports": status(daemon.switch()) }));
+            return reply(
+                json!({ "ports": status(daemon.switch()), "cpu_ns": crate::worker::process_time() }),
+            );
         }
         Ok(Request::Add { port }) => daemon.add_port(&port),
         Ok(Request::Remove { name }) => daemon.remove_port(&name),

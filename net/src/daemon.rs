@@ -24,6 +24,9 @@ use crate::view::Attached;
 use crate::worker::{Pace, Worker};
 use crate::{control, metrics};
 
+/// Most threads that carry packets.
+const MAX_WORKERS: usize = 64;
+
 /// A port that is served.
 struct Served {
     name: String,
@@ -60,9 +63,19 @@ impl Daemon {
     /// # Errors
     /// Nothing of it can be started, or the control socket or the address for metrics are in use.
     pub fn start(config: &Config) -> anyhow::Result<Arc<Self>> {
-        let workers = config.switch.workers.clamp(1, 64);
+        let workers = config.switch.workers;
+        anyhow::ensure!(
+            (1..=MAX_WORKERS).contains(&workers),
+            "{workers} workers; 1 to {MAX_WORKERS} are possible"
+        );
+        for cpu in config.switch.cpus.iter().take(workers) {
+            anyhow::ensure!(
+                crate::worker::may_use(*cpu)?,
+                "workers can't run on CPU {cpu}, which this process may not use; 'taskset -p $$' shows which it may"
+            );
+        }
         let daemon = Arc::new(Self {
-            switch: Arc::new(Switch::new(workers)?),
+            switch: Arc::new(Switch::new(workers, config.switch.budget)?),
             stop: Arc::default(),
             served: Mutex::default(),
             threads: Mutex::default(),

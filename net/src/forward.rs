@@ -67,6 +67,8 @@ pub(crate) struct Sender<'a, 'w> {
     pub view: &'a View,
     pub src: usize,
     pub policy: &'a Policy,
+    /// The key of its first MAC.
+    pub own: u64,
     /// Which queue it is: frames of one queue go to one queue of a receiver.
     pub flow: usize,
     pub now: u64,
@@ -119,6 +121,7 @@ impl Forwarder {
             view,
             src,
             policy: &attached.policy,
+            own: attached.policy.macs.first().map_or(0, |mac| mac.key()),
             flow: queue,
             now,
             opens: Opens::new(),
@@ -198,6 +201,14 @@ fn prefetch_front(tx: &State, chain: &Chain, head: u32) {
     }
 }
 
+/// Destination and source of a frame, as [`Mac::key`](crate::frame::Mac::key) has them.
+#[inline(always)]
+fn addresses(prefix: &[u8]) -> (u64, u64) {
+    let word =
+        |at: usize| prefix.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u64::from_le_bytes(*b));
+    (word(0) & 0xffff_ffff_ffff, word(4) >> 16)
+}
+
 /// Copies a virtio-net header, as far as a sender fills it in. A driver without offloads has nothing to say there
 /// (virtio 1.3 §5.1.6.2): then its line, which that driver has just written, stays where it is.
 ///
@@ -270,19 +281,25 @@ impl<'a> Sender<'a, '_> {
                 capture.take(frame, Direction::FromGuest);
             }
         }
+        let (to, from) = addresses(frame.prefix);
         let mut lane = Lane { vid: None, tagged: false, open: true };
-        if !self.view.is_plain() {
+        if self.view.is_plain() {
+            // Of all that can be checked only this is, and nearly always it is the port's first MAC.
+            if self.policy.check_mac && from != self.own {
+                if let Err(reason) = spoof::check(self.policy, frame.prefix) {
+                    return Done::Dropped(reason);
+                }
+            }
+        } else {
             lane = match self.admit(frame) {
                 Ok(lane) => lane,
                 Err(reason) => return Done::Dropped(reason),
             };
         }
-        let p = frame.prefix;
-        let key = u64::from_le_bytes([p[0], p[1], p[2], p[3], p[4], p[5], 0, 0]);
-        if key & 1 != 0 {
+        if to & 1 != 0 {
             return self.flood(frame, lane);
         }
-        match self.view.owner(key) {
+        match self.view.owner(to) {
             Some(dest) if dest != self.src => self.give(dest, frame, lane),
             Some(_) => Done::Dropped(Reason::Loop),
             None => self.upward(frame, lane),

@@ -16,13 +16,14 @@
 //!   ports at one moment
 //! - [`lane`] VLANs; [`spoof`] false senders; [`limit`] rates; [`offload`] checksums and segments in software, and
 //!   [`fallback`] when to make them; [`uplink`] what isn't a guest
-//! - [`deliver`] the copy; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`switch`]
-//!   changes on their way to the workers
+//! - [`deliver`] the copy; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`balance`] which
+//!   worker carries which queue; [`switch`] changes on their way to the workers
 //! - [`config`] what a user says; [`daemon`] the running whole; [`cli`] and [`control`] the ways to talk to it;
-//!   [`metrics`] counters for Prometheus; [`capture`] frames for Wireshark; [`sandbox`] what is given up
+//!   [`metrics`] counters for Prometheus, [`top`] for people; [`capture`] frames for Wireshark; [`sandbox`] what is given up
 //! - [`mod@bench`] the switch beside its peers; [`soak`] every frame accounted for
 //! - [`event`] eventfds; [`cpu`] prefetching; [`driver`] the guest's side, for tests and the bench
 
+pub mod balance;
 pub mod bench;
 pub mod capture;
 pub mod cli;
@@ -57,6 +58,7 @@ pub mod soak;
 pub mod spoof;
 pub mod switch;
 pub mod table;
+pub mod top;
 pub mod uplink;
 pub mod view;
 pub mod vring;

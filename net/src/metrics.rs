@@ -48,6 +48,8 @@ pub struct PortStatus {
     pub connected: bool,
     /// The MACs that it owns.
     pub macs: Vec<crate::frame::Mac>,
+    /// Which worker carries what it sends, by queue in use.
+    pub workers: Vec<usize>,
     /// From the guest into the switch.
     pub sent: Flow,
     /// From the switch to the guest.
@@ -66,6 +68,10 @@ pub fn status(switch: &Switch) -> Vec<PortStatus> {
             up: a.uplink.is_some() || a.port.active_rx(0).is_some(),
             connected: a.uplink.is_some() || a.port.connected.load(Ordering::Relaxed),
             macs: a.policy.macs.clone(),
+            workers: (0..a.port.pairs())
+                .filter(|q| a.uplink.is_some() || a.port.tx(*q).lock().is_active())
+                .map(|q| a.port.home(q))
+                .collect(),
             sent: a.port.sent().into(),
             received: a.port.received().into(),
         })

@@ -2,7 +2,7 @@
 //! A port: a name and its vrings. Receive and transmit are the guest's words: it receives from vring 0, 2, 4, …
 //! (we write) and transmits on 1, 3, 5, … (we read).
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 use crate::counters::Counts;
 use crate::limit::Limiter;
@@ -17,6 +17,8 @@ pub struct Port {
     vrings: Box<[Vring]>,
     /// Bit n: receive queue n is started and enabled.
     active_rx: AtomicU32,
+    /// Which worker carries what the guest sends, by queue.
+    homes: Box<[AtomicUsize]>,
     /// What the port has used of its rates.
     pub limiter: Limiter,
     /// A front-end is connected.
@@ -32,6 +34,7 @@ impl Port {
             name: name.into(),
             vrings: (0..2 * pairs).map(|_| Vring::default()).collect(),
             active_rx: AtomicU32::new(0),
+            homes: (0..pairs).map(|_| AtomicUsize::new(0)).collect(),
             limiter: Limiter::default(),
             connected: AtomicBool::new(false),
         }
@@ -68,6 +71,17 @@ impl Port {
     #[must_use]
     pub fn tx(&self, queue: usize) -> &Vring {
         &self.vrings[2 * (queue % self.pairs()) + 1]
+    }
+
+    /// The worker that carries transmit queue `queue`.
+    #[must_use]
+    pub fn home(&self, queue: usize) -> usize {
+        self.homes[queue % self.pairs()].load(Ordering::Relaxed)
+    }
+
+    /// Gives transmit queue `queue` to a worker, which takes it over at the switch's next change.
+    pub fn set_home(&self, queue: usize, worker: usize) {
+        self.homes[queue % self.pairs()].store(worker, Ordering::Relaxed);
     }
 
     /// Looks which receive queues are active; to be called after each change.

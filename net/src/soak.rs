@@ -7,6 +7,8 @@
 //! killed in the middle, without warning, and a new one takes up the rings. Since a frame is done for its sender only after
 //! its receiver can see it, a killed switch may repeat the frames of one batch, and loses none.
 
+use std::collections::BTreeMap;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -36,24 +38,82 @@ pub struct Plan {
     /// See `program`.
     pub arguments: Vec<String>,
     /// For how long.
-    pub time: Duration,
-    /// How long one round takes.
+    pub until: Until,
+    /// How long one round takes, more or less.
     pub round: Duration,
+    /// Decides how long each round takes, and so where its kill comes.
+    pub seed: u64,
+}
+
+/// When to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Until {
+    /// After that time.
+    Time(Duration),
+    /// After so many frames.
+    Frames(u64),
 }
 
 /// What came of it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Frames that were sent.
     pub sent: u64,
     /// Frames that arrived, repeated ones not counted.
     pub received: u64,
-    /// Frames that did not, and that a counter of the switch explains.
-    pub dropped: u64,
+    /// Frames that did not, and that a counter of the switch explains, by reason.
+    pub drops: BTreeMap<String, u64>,
     /// Frames that arrived again after a kill.
     pub repeated: u64,
     /// Switches that were killed under load.
     pub kills: u64,
+    /// Time so far.
+    pub time: Duration,
+}
+
+impl Tally {
+    /// Frames that did not arrive, and that a counter explains.
+    #[must_use]
+    pub fn dropped(&self) -> u64 {
+        self.drops.values().sum()
+    }
+
+    /// Frames that did not arrive, and that nothing explains.
+    #[must_use]
+    pub fn unexplained(&self) -> u64 {
+        self.sent - self.received - self.dropped()
+    }
+
+    fn add_drops(&mut self, drops: BTreeMap<String, u64>) {
+        for (reason, n) in drops {
+            *self.drops.entry(reason).or_default() += n;
+        }
+    }
+}
+
+/// A line with every counter.
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} s: {} sent, {} received, {} dropped by count",
+            self.time.as_secs(),
+            self.sent,
+            self.received,
+            self.dropped()
+        )?;
+        for (i, (reason, n)) in self.drops.iter().enumerate() {
+            write!(f, "{}{reason} {n}", if i == 0 { " (" } else { ", " })?;
+        }
+        let close = if self.drops.is_empty() { "" } else { ")" };
+        write!(
+            f,
+            "{close}, {} unexplained, {} repeated, {} switches killed",
+            self.unexplained(),
+            self.repeated,
+            self.kills
+        )
+    }
 }
 
 struct Guest {
@@ -141,13 +201,16 @@ impl Switch {
         Ok(())
     }
 
-    /// Drops of all ports, whatever the reason.
-    fn drops(&self) -> anyhow::Result<u64> {
+    /// Drops of all ports, by reason.
+    fn drops(&self) -> anyhow::Result<BTreeMap<String, u64>> {
         let (answer, _) = ask(&self.dir.path().join("control"), &Request::Ports)?;
         let ports = answer["ports"].as_array().context("no ports")?;
         let flows = ports.iter().flat_map(|p| [&p["sent"]["drops"], &p["received"]["drops"]]);
-        let counts = flows.filter_map(|d| d.as_object()).flat_map(|d| d.values());
-        Ok(counts.filter_map(serde_json::Value::as_u64).sum())
+        let mut drops = BTreeMap::new();
+        for (reason, n) in flows.filter_map(|d| d.as_object()).flatten() {
+            *drops.entry(reason.clone()).or_default() += n.as_u64().context("a counter is no number")?;
+        }
+        Ok(drops)
     }
 }
 
@@ -201,27 +264,40 @@ fn settle(guests: &mut [Guest; 2]) -> anyhow::Result<()> {
     }
 }
 
-/// Runs rounds for the time that the plan says, the kinds of rings and of senders in turn.
+/// Runs rounds for as long as the plan says, the kinds of rings and of senders in turn; `tell` hears of each, and may end
+/// them with an error.
 ///
 /// # Errors
 /// A frame is lost that nothing explains, or repeated without a kill; the switch fails.
-pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally)) -> anyhow::Result<Tally> {
+pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally) -> anyhow::Result<()>) -> anyhow::Result<Tally> {
     let mut tally = Tally::default();
-    let end = Instant::now() + plan.time;
+    let start = Instant::now();
     let mut packed = false;
-    while tally.kills == 0 || Instant::now() < end {
+    let mut random = plan.seed;
+    // From half of a round to one and a half.
+    let mut about = |time: Duration| {
+        random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        time / 2 + time.mul_f64((random >> 40) as f64 / (1u64 << 24) as f64)
+    };
+    while tally.kills == 0
+        || match plan.until {
+            Until::Time(time) => start.elapsed() < time,
+            Until::Frames(frames) => tally.sent < frames,
+        }
+    {
         let mut guests = [Guest::new(0, packed)?, Guest::new(1, packed)?];
         let switch = Switch::start(plan)?;
         switch.connect(&mut guests)?;
-        load(&mut guests, plan.round, u64::MAX)?;
+        load(&mut guests, about(plan.round), u64::MAX)?;
         settle(&mut guests)?;
         let (sent, received, repeated) = sums(&guests);
-        let dropped = switch.drops()?;
+        let drops = switch.drops()?;
+        let dropped: u64 = drops.values().sum();
         ensure!(
             sent == received + dropped && repeated == 0,
             "{sent} sent, {received} received, {dropped} dropped by count, {repeated} repeated"
         );
-        tally.dropped += dropped;
+        tally.add_drops(drops);
         drop(switch);
 
         // The numbers go on where a free sender's losses have no part in them.
@@ -230,7 +306,7 @@ pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally)) -> anyhow::Result<Tally> {
         }
         let mut switch = Switch::start(plan)?;
         switch.connect(&mut guests)?;
-        load(&mut guests, plan.round, BOUND)?;
+        load(&mut guests, about(plan.round), BOUND)?;
         // In the middle: frames are on their way in both directions.
         switch.child.kill()?;
         load(&mut guests, Duration::from_millis(1), BOUND)?;
@@ -241,21 +317,23 @@ pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally)) -> anyhow::Result<Tally> {
         settle(&mut guests)?;
         let (all_sent, all_received, repeated) = sums(&guests);
         // While only one of them was connected again, its frames had nowhere to go.
-        let down = switch.drops()?;
+        let drops = switch.drops()?;
+        let down: u64 = drops.values().sum();
         ensure!(
             all_sent - sent == all_received - received + down,
             "{} sent around a kill, {} received, {down} dropped by count",
             all_sent - sent,
             all_received - received
         );
-        tally.dropped += down;
+        tally.add_drops(drops);
         ensure!(repeated <= 2 * BATCH as u64, "{repeated} frames were repeated after a kill");
         tally.sent += all_sent;
         tally.received += all_received;
         tally.repeated += repeated;
         tally.kills += 1;
+        tally.time = start.elapsed();
         packed = !packed;
-        tell(&tally);
+        tell(&tally)?;
     }
     Ok(tally)
 }

@@ -8,7 +8,9 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
+use crate::balance::{Board, Budget};
 use crate::event::Event;
 use crate::port::Port;
 use crate::table::Duplicate;
@@ -19,15 +21,22 @@ pub struct Switch {
     view: Mutex<Arc<View>>,
     generation: AtomicU64,
     wake: Vec<Event>,
+    start: Instant,
+    board: Board,
+    budget: Budget,
 }
 
 impl Switch {
-    /// A switch without ports for `workers` workers.
+    /// A switch without ports for `workers` workers, which together may use `budget` hundredths of a processor (0: all
+    /// they can get).
     ///
     /// # Errors
     /// No event descriptors are left.
-    pub fn new(workers: usize) -> io::Result<Self> {
+    pub fn new(workers: usize, budget: u32) -> io::Result<Self> {
         Ok(Self {
+            start: Instant::now(),
+            board: Board::new(workers.max(1)),
+            budget: Budget::new(budget.into()),
             view: Mutex::default(),
             generation: AtomicU64::new(1),
             wake: (0..workers.max(1)).map(|_| Event::new()).collect::<io::Result<_>>()?,
@@ -38,6 +47,25 @@ impl Switch {
     #[must_use]
     pub fn workers(&self) -> usize {
         self.wake.len()
+    }
+
+    /// Nanoseconds since it began.
+    #[inline(always)]
+    #[must_use]
+    pub fn now(&self) -> u64 {
+        self.start.elapsed().as_nanos() as u64
+    }
+
+    /// What the workers say of their load.
+    #[must_use]
+    pub fn board(&self) -> &Board {
+        &self.board
+    }
+
+    /// What the workers may use.
+    #[must_use]
+    pub fn budget(&self) -> &Budget {
+        &self.budget
     }
 
     /// What wakes worker `index`.
@@ -87,7 +115,12 @@ impl Switch {
     /// # Errors
     /// It has a MAC that another port has.
     pub fn attach(&self, attached: Attached) -> Result<(), Duplicate> {
-        self.edit(|ports| ports.push(attached))
+        self.edit(|ports| {
+            for queue in 0..attached.port.pairs() {
+                attached.port.set_home(queue, (ports.len() + queue) % self.workers());
+            }
+            ports.push(attached);
+        })
     }
 
     /// Removes a port.

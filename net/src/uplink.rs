@@ -152,6 +152,7 @@ pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &
             view,
             src,
             policy: &attached.policy,
+            own: 0,
             flow: 0,
             now,
             opens: Opens::new(),

@@ -37,7 +37,7 @@ pub struct View {
     ports: Vec<Attached>,
     table: MacTable,
     uplinks: Vec<usize>,
-    /// No port has VLANs, is isolated or is checked: only the MAC decides.
+    /// No port has VLANs, is isolated, limited or bound to IP addresses: only the MACs decide.
     plain: bool,
 }
 
@@ -55,7 +55,6 @@ impl View {
             let p = &a.policy;
             p.vlan == Vlan::Transparent
                 && !p.isolated
-                && !p.check_mac
                 && p.ips.is_empty()
                 && p.mtu == 0
                 && p.rate == crate::limit::Rate::default()
@@ -82,7 +81,7 @@ impl View {
         &self.uplinks
     }
 
-    /// Does only the MAC decide?
+    /// Do only the MACs decide?
     #[must_use]
     pub fn is_plain(&self) -> bool {
         self.plain

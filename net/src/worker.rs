@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A worker: a thread that polls the transmit queues it owns while there is work, and sleeps on their eventfds when
-//! there has been none for a while.
+//! there has been none for a while. Where there are several, it notes what each queue costs ([`crate::balance`]).
 //!
 //! Falling asleep is the usual dance: ask every driver for a kick, fence, look once more, sleep. Kicks come on
 //! edge-triggered descriptors, so a wake-up costs one system call and no read.
@@ -8,9 +8,10 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
+use crate::balance::{PERIOD, WHOLE};
 use crate::event::Epoll;
 use crate::fault;
 use crate::forward::{Forwarder, Pass};
@@ -33,26 +34,26 @@ impl Default for Pace {
     }
 }
 
-/// What a worker tells about itself.
-#[derive(Debug, Default)]
-pub struct Vitals {
-    /// Times that it went to sleep.
-    pub sleeps: AtomicU64,
-    /// Passes that moved frames.
-    pub passes: AtomicU64,
-}
+/// How often a worker with a budget pays for its time (nanoseconds).
+const PAY_EVERY: u64 = 1_000_000;
+/// The longest rest at once, so that a switch that is told to end does.
+const REST_MAX: Duration = Duration::from_millis(50);
 
 /// A worker's own things.
 pub struct Worker {
     switch: Arc<Switch>,
     index: usize,
     pace: Pace,
-    vitals: Arc<Vitals>,
     stop: Arc<AtomicBool>,
     generation: u64,
     view: Arc<View>,
     /// Port and transmit queue.
     queues: Vec<(usize, usize)>,
+    /// Nanoseconds that each of them has cost since `since`; only kept where there are several workers.
+    costs: Vec<u64>,
+    since: u64,
+    /// Processor time that was paid for, and when.
+    paid: (u64, u64),
     epoll: Epoll,
     forwarder: Forwarder,
     faults: usize,
@@ -71,21 +72,17 @@ impl Worker {
             switch,
             index,
             pace,
-            vitals: Arc::default(),
             stop,
             generation: 0,
             queues: Vec::new(),
+            costs: Vec::new(),
+            since: 0,
+            paid: (0, 0),
             epoll: Epoll::new()?,
             forwarder: Forwarder::default(),
             faults: fault::hits(),
             must_poll: false,
         })
-    }
-
-    /// What it tells about itself.
-    #[must_use]
-    pub fn vitals(&self) -> Arc<Vitals> {
-        self.vitals.clone()
     }
 
     /// Works until told to stop.
@@ -96,7 +93,8 @@ impl Worker {
         if let Some(cpu) = self.pace.cpu {
             pin(cpu)?;
         }
-        let start = Instant::now();
+        let several = self.switch.workers() > 1;
+        let limited = self.switch.budget().is_limited();
         let poll = self.pace.poll.as_nanos() as u64;
         let mut last_work = 0;
         loop {
@@ -106,13 +104,20 @@ impl Worker {
                 }
                 self.adopt()?;
             }
-            let now = start.elapsed().as_nanos() as u64;
-            let mut worked = false;
+            let now = self.switch.now();
+            let (mut worked, mut mark) = (false, now);
             for i in 0..self.queues.len() {
                 let (port, queue) = self.queues[i];
                 match self.forwarder.pass(&self.view, port, queue, now) {
                     Pass::Idle => {}
-                    Pass::Worked(_) | Pass::Held(_) => worked = true,
+                    Pass::Worked(_) | Pass::Held(_) => {
+                        worked = true;
+                        if several {
+                            let end = self.switch.now();
+                            self.costs[i] += end - mark;
+                            mark = end;
+                        }
+                    }
                     Pass::Broken(why) => {
                         stop_port(&self.view, port, &why);
                     }
@@ -125,15 +130,47 @@ impl Worker {
                 self.faults = fault::hits();
                 self.stop_robbed();
             }
+            if several && mark - self.since >= PERIOD {
+                self.balance(mark);
+            }
+            if limited && now - self.paid.1 >= PAY_EVERY {
+                self.pay(now);
+            }
             if worked {
                 last_work = now;
-                self.vitals.passes.fetch_add(1, Ordering::Relaxed);
             } else if now - last_work >= poll {
                 self.sleep()?;
-                last_work = start.elapsed().as_nanos() as u64;
+                last_work = self.switch.now();
             } else {
                 std::hint::spin_loop();
             }
+        }
+    }
+
+    /// Says what its queues have cost, and gives one away if another worker has more time.
+    #[cold]
+    fn balance(&mut self, now: u64) {
+        let period = now - self.since;
+        let shares: Vec<u64> = self.costs.iter().map(|cost| cost * WHOLE / period).collect();
+        self.since = now;
+        self.costs.fill(0);
+        if let Some((at, to)) = self.switch.board().report(self.index, now, &shares) {
+            let (port, queue) = self.queues[at];
+            let port = &self.view.ports()[port].port;
+            tracing::info!(port = port.name(), queue, from = self.index, to, "queue moves to another worker");
+            port.set_home(queue, to);
+            self.switch.changed();
+        }
+    }
+
+    /// Pays for the processor time since the last time, and rests if it was too much.
+    #[cold]
+    fn pay(&mut self, now: u64) {
+        let used = thread_time();
+        let rest = self.switch.budget().pay(used - self.paid.0, now);
+        self.paid = (used, now);
+        if rest > 0 {
+            std::thread::sleep(Duration::from_nanos(rest).min(REST_MAX));
         }
     }
 
@@ -153,12 +190,13 @@ impl Worker {
         self.generation = self.switch.generation();
         self.view = self.switch.view();
         self.queues.clear();
+        self.since = self.switch.now();
         self.must_poll = false;
         self.epoll = Epoll::new()?;
         self.epoll.add(self.switch.wake(self.index).as_raw_fd(), false)?;
         for (i, attached) in self.view.ports().iter().enumerate() {
             for queue in 0..attached.port.pairs() {
-                if (i + queue) % self.switch.workers() != self.index {
+                if attached.port.home(queue) != self.index {
                     continue;
                 }
                 if let Some(uplink) = &attached.uplink {
@@ -178,6 +216,8 @@ impl Worker {
                 }
             }
         }
+        self.costs.clear();
+        self.costs.resize(self.queues.len(), 0);
         Ok(())
     }
 
@@ -194,17 +234,39 @@ impl Worker {
             }
         }
         if !work && self.switch.generation() == self.generation {
-            self.vitals.sleeps.fetch_add(1, Ordering::Relaxed);
             self.epoll.wait(if self.must_poll { 1 } else { -1 })?;
             self.switch.wake(self.index).clear();
         }
         for &(port, queue) in &self.queues {
-            if let Some(ring) = &mut self.view.ports()[port].port.tx(queue).lock().ring {
-                ring.disarm();
+            let port = &self.view.ports()[port].port;
+            let mut vring = port.tx(queue).lock();
+            // Looked at under the lock: a queue that has moved may be armed by its new worker already.
+            if port.home(queue) == self.index {
+                if let Some(ring) = &mut vring.ring {
+                    ring.disarm();
+                }
             }
         }
         Ok(())
     }
+}
+
+/// Processor time that this thread has used, in nanoseconds.
+fn thread_time() -> u64 {
+    clock(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
+/// Processor time that this process has used, in nanoseconds.
+#[must_use]
+pub fn process_time() -> u64 {
+    clock(libc::CLOCK_PROCESS_CPUTIME_ID)
+}
+
+fn clock(id: libc::clockid_t) -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: time is ours; the clocks are those that every thread has.
+    unsafe { libc::clock_gettime(id, &mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
 /// Stops a port that broke the rules, and says so.
@@ -213,6 +275,21 @@ fn stop_port(view: &View, index: usize, why: &dyn std::fmt::Display) {
     let port = &view.ports()[index].port;
     tracing::warn!(port = port.name(), %why, "port is stopped until its front-end starts it anew");
     port.fail();
+}
+
+/// May the calling thread run on processor `cpu`?
+///
+/// # Errors
+/// The kernel doesn't say.
+pub fn may_use(cpu: usize) -> io::Result<bool> {
+    // SAFETY: an all-zero set is valid and ours, and CPU_ISSET checks its bounds.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        if libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(libc::CPU_ISSET(cpu, &set))
+    }
 }
 
 /// Keeps the calling thread on one processor.

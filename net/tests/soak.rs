@@ -3,17 +3,18 @@
 
 use std::time::Duration;
 
-use tombolo_net::soak::{Plan, run};
+use tombolo_net::soak::{Plan, Until, run};
 
 #[test]
 fn every_frame_is_explained_and_a_killed_switch_loses_none() {
     let plan = Plan {
         program: env!("CARGO_BIN_EXE_tombolo-switch").into(),
         arguments: vec!["run".into()],
-        time: Duration::from_secs(3),
+        until: Until::Time(Duration::from_secs(3)),
         round: Duration::from_millis(400),
+        seed: 1,
     };
-    let tally = run(&plan, |_| {}).unwrap();
-    assert_eq!(tally.sent, tally.received + tally.dropped);
+    let tally = run(&plan, |_| Ok(())).unwrap();
+    assert_eq!(tally.unexplained(), 0, "{tally}");
     assert!(tally.kills >= 2 && tally.sent > 1000, "{tally:?}");
 }

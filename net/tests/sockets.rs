@@ -8,6 +8,7 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use common::{Rig, frame, wait_for};
@@ -449,4 +450,125 @@ fn every_frame_is_explained_while_guests_come_and_go_under_load() {
     let lost: u64 = ports.iter().map(|p| p.port.received().dropped()).sum();
     assert_eq!(out.packets, sent);
     assert_eq!(arrived + lost + out.dropped(), sent);
+}
+
+#[test]
+fn a_queue_moves_between_workers_under_load_and_frames_stay_whole_and_in_order() {
+    for packed in [false, true] {
+        let lab = Lab::new(2, 3);
+        let features = NicConfig::default().features | 1 << bit::EVENT_IDX;
+        let config = NicConfig { packed, features, ..NicConfig::default() };
+        let (mut a, mut b) = (lab.connect(0, config), lab.connect(1, config));
+        let switch = lab.daemon.switch();
+        for round in 0..60 {
+            for (n, attached) in switch.view().ports().iter().enumerate() {
+                attached.port.set_home(0, (round + n) % 3);
+            }
+            switch.changed();
+            exchange(&mut a, &mut b, 5, round as u8);
+        }
+    }
+}
+
+/// Sends numbered frames to guest 1 until told to end.
+fn flood(mut nic: Nic, n: usize, end: &AtomicBool) {
+    let mut text = frame(Rig::mac(1), Rig::mac(n), 1514, 0);
+    let mut number = 0u64;
+    while !end.load(Ordering::Relaxed) {
+        text[14..22].copy_from_slice(&number.to_le_bytes());
+        number += u64::from(nic.send(&text));
+    }
+}
+
+/// Guests 0 and 2 send to guest 1; two workers share out the queues by number, 0 and 2 to the same.
+#[test]
+fn of_two_busy_ports_on_one_worker_one_moves_to_the_other() {
+    let lab = Lab::new(3, 2);
+    let [a, mut b, c] = [0, 1, 2].map(|n| lab.connect(n, NicConfig::default()));
+    let homes = || -> Vec<u64> {
+        let (answer, _) = ask(&lab.control(), &Request::Ports).unwrap();
+        let ports = answer["ports"].as_array().unwrap().clone();
+        ports.iter().map(|p| p["workers"][0].as_u64().unwrap()).collect()
+    };
+    assert_eq!(homes(), [0, 1, 0]);
+    let end = AtomicBool::new(false);
+    let mut next = [0u64; 2];
+    std::thread::scope(|s| {
+        s.spawn(|| flood(a, 0, &end));
+        s.spawn(|| flood(c, 2, &end));
+        let moved = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            wait_for("a port to move", || {
+                for _ in 0..5000 {
+                    let Some((_, got)) = b.receive() else { continue };
+                    let sender = usize::from(got[11] == 2);
+                    let number = u64::from_le_bytes(got[14..22].try_into().unwrap());
+                    assert!(number >= next[sender], "frame {number} came after {}", next[sender]);
+                    next[sender] = number + 1;
+                }
+                let homes = homes();
+                (homes[0] != homes[2]).then_some(())
+            });
+        }));
+        end.store(true, Ordering::Relaxed);
+        if let Err(panic) = moved {
+            std::panic::resume_unwind(panic);
+        }
+    });
+    assert!(next[0] > 0 && next[1] > 0);
+}
+
+/// A switch as a process, ended with the test.
+struct Program(std::process::Child);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+#[test]
+fn a_switch_with_a_budget_keeps_to_it_and_loses_nothing_for_that() {
+    let dir = tempfile::tempdir().unwrap();
+    let control = dir.path().join("control");
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_tombolo-switch"));
+    command.args(["run", "--budget", "10", "--control"]).arg(&control);
+    for n in 0..2 {
+        command.arg("--port").arg(format!(
+            "{n},{},{}",
+            dir.path().join(format!("{n}")).display(),
+            Rig::mac(n)
+        ));
+    }
+    let child = Program(command.env("RUST_LOG", "warn").spawn().unwrap());
+    wait_for("the switch", || ask(&control, &Request::Ports).ok());
+    let config = NicConfig { size: 256, ..NicConfig::default() };
+    let mut nics: Vec<Nic> = (0..2).map(|_| Nic::new(config).unwrap()).collect();
+    for (n, nic) in nics.iter_mut().enumerate() {
+        nic.connect(&dir.path().join(format!("{n}"))).unwrap();
+    }
+    let used = || {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.0.id())).unwrap();
+        let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+    };
+    let there = frame(Rig::mac(1), Rig::mac(0), 1514, 0);
+    let (start, before) = (std::time::Instant::now(), used());
+    let (mut sent, mut received) = (0u64, 0u64);
+    while start.elapsed() < Duration::from_secs(3) {
+        // Never more on the way than the receiver has buffers for.
+        if sent - received < 128 {
+            sent += u64::from(nics[0].send(&there));
+        }
+        received += u64::from(nics[1].receive().is_some());
+    }
+    // SAFETY: asks for a number.
+    let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) } as f64;
+    let share = (used() - before) as f64 / ticks / start.elapsed().as_secs_f64();
+    wait_for("the rest", || {
+        received += u64::from(nics[1].receive().is_some());
+        (received == sent).then_some(())
+    });
+    assert!(share < 0.15, "{share} of a processor, 0.1 were allowed; {received} frames");
+    assert!(received > 1000, "{received}");
 }

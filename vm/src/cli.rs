@@ -405,13 +405,9 @@ fn wait_gone(dir: &StateDir) -> anyhow::Result<()> {
 }
 
 fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
-    let mut projects = Vec::new();
+    let projects: Vec<Status>;
     if all {
-        for dir in StateDir::all()? {
-            if let Some(peer) = Peer::connect(&dir)? {
-                projects.push(status(peer)?);
-            }
-        }
+        projects = running(None)?;
         if json {
             say(&serde_json::to_string_pretty(&projects)?)?;
         }
@@ -422,7 +418,7 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
             say(&serde_json::to_string_pretty(&status)?)?;
         }
-        projects.extend(found);
+        projects = found.into_iter().collect();
     }
     if !json {
         if projects.is_empty() {
@@ -433,6 +429,20 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The project of a compose file, which must be up; without a file all of this user that are up.
+pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
+    if let Some(file) = file {
+        return Ok(vec![status(client::living(&Project::load(file)?)?)?]);
+    }
+    let mut projects = Vec::new();
+    for dir in StateDir::all()? {
+        if let Some(peer) = Peer::connect(&dir)? {
+            projects.push(status(peer)?);
+        }
+    }
+    Ok(projects)
 }
 
 /// Runs one of [`StartCommand`].
@@ -519,7 +529,7 @@ fn networks(status: &Status) -> String {
     columns(&rows)
 }
 
-fn columns<const N: usize>(rows: &[[String; N]]) -> String {
+pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> String {
     let mut widths = [0; N];
     for row in rows {
         for (width, cell) in widths.iter_mut().zip(row) {

@@ -22,7 +22,7 @@
 //! - [`netspec`], [`network`]: networks in the file, and the switch of each, which is a child of the supervisor.
 //! - [`child`]: processes that never outlive this one.
 //! - [`doctor`]: what this host can do.
-//! - [`client`], [`cli`]: the commands.
+//! - [`client`], [`cli`], [`top`]: the commands.
 
 pub mod agent;
 pub mod child;
@@ -43,4 +43,5 @@ pub mod qemu;
 pub mod session;
 pub mod state;
 pub mod supervisor;
+pub mod top;
 pub mod zones;

@@ -33,6 +33,8 @@ pub struct NetSpec {
     pub cpus: Vec<u32>,
     /// Microseconds for which an idle worker goes on polling.
     pub poll_us: Option<u64>,
+    /// Processor time that the switch may use, in hundredths of a processor.
+    pub budget: Option<u32>,
     /// Where Prometheus finds the counters.
     pub metrics: Option<SocketAddr>,
 }

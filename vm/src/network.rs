@@ -223,7 +223,11 @@ impl Network {
     fn write_config(&self) -> anyhow::Result<()> {
         let mut switch = json!({ "control": self.control() });
         let spec = &self.spec;
-        let numbers = [("workers", spec.workers.map(u64::from)), ("poll-us", spec.poll_us)];
+        let numbers = [
+            ("workers", spec.workers.map(u64::from)),
+            ("poll-us", spec.poll_us),
+            ("budget", spec.budget.map(u64::from)),
+        ];
         for (key, value) in numbers.into_iter().filter_map(|(k, v)| Some((k, v?))) {
             switch[key] = value.into();
         }

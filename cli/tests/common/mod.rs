@@ -42,7 +42,7 @@ impl Lab {
     }
 
     /// Processes that belong to this lab: the supervisor and the QEMUs name its folder or inherit its environment.
-    fn processes(&self) -> Vec<u32> {
+    pub fn processes(&self) -> Vec<u32> {
         let mark = format!("XDG_RUNTIME_DIR={}", self.dir.path().display());
         let mut found = Vec::new();
         for entry in std::fs::read_dir("/proc").unwrap() {

@@ -32,7 +32,7 @@ enum Say {
 }
 
 fuzz_target!(|acts: Vec<Say>| {
-    let switch = Arc::new(Switch::new(1).expect("a switch"));
+    let switch = Arc::new(Switch::new(1, 0).expect("a switch"));
     let port = Arc::new(Port::new("p", 2));
     let ram = Ram::new(1 << 20, 0).expect("memory");
     let session = Arc::new(Mutex::new(Session::new(switch, port.clone(), OFFERED)));

@@ -94,9 +94,11 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     // The room for zones must be known at start; it costs address space only.
     let most = (memory + grown + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
     add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
-    // The switch of a network maps its guests' memory. Anonymous memory comes in huge pages on every host; a memfd does not.
+    // A network's switch maps its guests' memory, and so does what the user's own arguments may add (virtiofs). Anonymous memory comes in
+    // huge pages on every host; a memfd does not.
+    let private = plan.nics.is_empty() && spec.qemu_args.is_empty();
     let (backend, share) =
-        if plan.nics.is_empty() { ("memory-backend-ram", "") } else { ("memory-backend-memfd", ",share=on") };
+        if private { ("memory-backend-ram", "") } else { ("memory-backend-memfd", ",share=on") };
     add("-object", format!("{backend},id=ram,size={}M{share}", memory >> 20));
     if grown > 0 {
         add("-object", format!("{backend},id={MEMORY}-memory,size={grown}{share},reserve=off"));
@@ -118,6 +120,8 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     // QEMU tells of a port's opening only where the port has an id.
     add("-device", format!("virtserialport,id=agent,chardev=agent,name={AGENT_PORT}"));
     add("-device", "virtio-rng-pci".into());
+    // A kernel that panics says so, whatever its command line makes of a panic; QEMU ends then.
+    add("-device", "pvpanic".into());
 
     for zone in &plan.zones {
         for [option, value] in zone_arguments(zone) {
@@ -260,6 +264,14 @@ mod tests {
         };
         let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
         args.join(" ")
+    }
+
+    #[test]
+    fn memory_is_shared_where_another_process_may_map_it() {
+        let own = line("memory = \"1G\"\nqemu_args = [\"-S\"]", Accel::Tcg, vec![]);
+        assert!(own.contains("memory-backend-memfd,id=ram,size=1024M,share=on"), "{own}");
+        let alone = line("memory = \"1G\"", Accel::Tcg, vec![]);
+        assert!(alone.contains("memory-backend-ram,id=ram,size=1024M "), "{alone}");
     }
 
     #[test]

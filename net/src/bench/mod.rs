@@ -14,7 +14,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,9 @@ use serde_json::json;
 use crate::config::Config;
 use crate::daemon::Daemon;
 use crate::driver::{Nic, NicConfig};
+use peer::{Ovs, Peer};
+
+mod peer;
 
 const MACS: [&str; 2] = ["02:00:00:00:00:00", "02:00:00:00:00:01"];
 
@@ -33,9 +36,12 @@ pub struct Options {
     /// Frame sizes
     #[arg(long, value_delimiter = ',', default_values_t = [64, 256, 1500, 9000])]
     pub sizes: Vec<u32>,
-    /// Systems: tombolo, dpdk-vhost
-    #[arg(long, value_delimiter = ',', default_values_t = ["tombolo".to_string(), "dpdk-vhost".to_string()])]
+    /// Systems: tombolo, dpdk-vhost, ovs-dpdk
+    #[arg(long, value_delimiter = ',', default_values_t = ["tombolo", "dpdk-vhost", "ovs-dpdk"].map(String::from))]
     pub systems: Vec<String>,
+    /// Only cases whose name contains one of these words: net-64-split, rtt, idle, copy
+    #[arg(long, value_delimiter = ',', value_name = "WORD")]
+    pub only: Vec<String>,
     /// Repetitions
     #[arg(long, default_value_t = 3)]
     pub repetitions: u32,
@@ -50,6 +56,19 @@ pub struct Options {
     pub front_cpu: usize,
 }
 
+impl Options {
+    /// How often a case is to be measured.
+    fn turns(&self, case: &str) -> u32 {
+        if self.wants(case) { self.repetitions } else { 0 }
+    }
+
+    /// Is this case to be measured?
+    #[must_use]
+    pub fn wants(&self, case: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|word| case.contains(word.as_str()))
+    }
+}
+
 /// A system under test, with two sockets.
 struct Backend {
     dir: tempfile::TempDir,
@@ -58,7 +77,8 @@ struct Backend {
 
 enum Kind {
     Tombolo(Arc<Daemon>),
-    Process(Child),
+    Vhost(Peer),
+    Ovs(Ovs),
 }
 
 impl Backend {
@@ -78,19 +98,18 @@ impl Backend {
             }
             "dpdk-vhost" => {
                 let lcores = format!("0@{},1@{}", options.front_cpu, options.back_cpu);
-                let mut command = testpmd();
+                let (mut command, prefix) = Peer::testpmd("tbe");
                 command.args(["--lcores", &lcores]);
-                command.args(["--no-huge", "-m", "512", "--no-pci", "--no-telemetry"]);
-                command.arg(format!("--file-prefix=tbe{}", std::process::id()));
                 for i in 0..2 {
                     command.arg("--vdev").arg(format!("net_vhost{i},iface={}", socket(i).display()));
                 }
                 command.args(["--", "-i", "--nb-cores=1", "--forward-mode=io", "--auto-start"]);
                 command.args(["--total-num-mbufs=4096", &mbuf(size)]);
-                let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-                Kind::Process(child.context("dpdk-testpmd (package dpdk-dev)")?)
+                command.stdout(Stdio::null());
+                Kind::Vhost(Peer::start(command, "dpdk-dev")?.with_prefix(prefix))
             }
-            other => anyhow::bail!("system '{other}' is unknown; use tombolo or dpdk-vhost"),
+            "ovs-dpdk" => Kind::Ovs(Ovs::start(dir.path(), options.front_cpu, options.back_cpu, size)?),
+            other => anyhow::bail!("system '{other}' is unknown; use tombolo, dpdk-vhost or ovs-dpdk"),
         };
         let backend = Self { dir, kind };
         let end = Instant::now() + Duration::from_secs(20);
@@ -112,7 +131,8 @@ impl Backend {
     fn cpu_seconds(&self) -> anyhow::Result<f64> {
         let pid = match &self.kind {
             Kind::Tombolo(_) => std::process::id(),
-            Kind::Process(child) => child.id(),
+            Kind::Vhost(peer) => peer.child.id(),
+            Kind::Ovs(ovs) => ovs.switch.child.id(),
         };
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
         let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
@@ -124,22 +144,10 @@ impl Backend {
 
 impl Drop for Backend {
     fn drop(&mut self) {
-        match &mut self.kind {
-            Kind::Tombolo(daemon) => daemon.stop(),
-            Kind::Process(child) => {
-                // It may have ended.
-                let _ended = child.kill();
-                let _ended = child.wait();
-            }
+        if let Kind::Tombolo(daemon) = &self.kind {
+            daemon.stop();
         }
     }
-}
-
-/// testpmd, which says things when it says them though nobody sits at a terminal.
-fn testpmd() -> Command {
-    let mut command = Command::new("stdbuf");
-    command.args(["-oL", "dpdk-testpmd"]);
-    command
 }
 
 fn mbuf(size: u32) -> String {
@@ -148,7 +156,7 @@ fn mbuf(size: u32) -> String {
 
 /// The load: testpmd with two virtio-user ports.
 struct Load {
-    child: Child,
+    peer: Peer,
     log: PathBuf,
 }
 
@@ -156,10 +164,8 @@ impl Load {
     fn start(backend: &Backend, options: &Options, size: u32, packed: bool) -> anyhow::Result<Self> {
         let log = backend.dir.path().join("load.log");
         let cpu = options.front_cpu;
-        let mut command = testpmd();
+        let (mut command, prefix) = Peer::testpmd("tfe");
         command.args(["--lcores", &format!("0@{cpu},1@{cpu}")]);
-        command.args(["--no-huge", "-m", "512", "--no-pci", "--no-telemetry"]);
-        command.arg(format!("--file-prefix=tfe{}", std::process::id()));
         for (i, mac) in MACS.iter().enumerate() {
             command.arg("--vdev").arg(format!(
                 "net_virtio_user{i},path={},packed_vq={},queue_size=256,mac={mac}",
@@ -170,14 +176,14 @@ impl Load {
         command.args(["--", "-i", "--nb-cores=1", "--forward-mode=io", "--no-flush-rx"]);
         command.args(["--total-num-mbufs=4096", &mbuf(size)]);
         command.args([format!("--eth-peer=0,{}", MACS[1]), format!("--eth-peer=1,{}", MACS[0])]);
-        command.stdin(Stdio::piped()).stdout(File::create(&log)?).stderr(Stdio::null());
-        let mut load = Self { child: command.spawn().context("dpdk-testpmd (package dpdk-dev)")?, log };
+        command.stdout(File::create(&log)?);
+        let mut load = Self { peer: Peer::start(command, "dpdk-dev")?.with_prefix(prefix), log };
         load.wait_for("testpmd>", 1)?;
         Ok(load)
     }
 
     fn say(&mut self, line: &str) -> anyhow::Result<()> {
-        let stdin = self.child.stdin.as_mut().context("testpmd has no input")?;
+        let stdin = self.peer.child.stdin.as_mut().context("testpmd has no input")?;
         writeln!(stdin, "{line}").context("testpmd has ended")
     }
 
@@ -209,14 +215,6 @@ impl Load {
             .collect();
         anyhow::ensure!(rates.len() >= 4, "testpmd said no rates");
         Ok((rates[2] + rates[3]) / 2.0)
-    }
-}
-
-impl Drop for Load {
-    fn drop(&mut self) {
-        // It may have ended.
-        let _ended = self.child.kill();
-        let _ended = self.child.wait();
     }
 }
 
@@ -284,43 +282,52 @@ pub fn run(options: &Options, tell: &mut dyn FnMut(Figure) -> anyhow::Result<()>
     for packed in [false, true] {
         let ring = if packed { "packed" } else { "split" };
         for &size in &options.sizes {
-            for _ in 0..options.repetitions {
+            let case = format!("net-{size}-{ring}");
+            for _ in 0..options.turns(&case) {
                 for system in &options.systems {
                     let backend = Backend::start(system, options, size)?;
                     let mut load = Load::start(&backend, options, size, packed)?;
                     let value = load.rate(size, options.seconds)?;
-                    let case = format!("net-{size}-{ring}");
-                    tell(Figure { case, system: system.clone(), value, unit: "packets/s", higher: true })?;
+                    let (case, system) = (case.clone(), system.clone());
+                    tell(Figure { case, system, value, unit: "packets/s", higher: true })?;
                 }
             }
         }
-        for _ in 0..options.repetitions {
+        let case = format!("net-rtt-64-{ring}");
+        for _ in 0..options.turns(&case) {
             for system in &options.systems {
                 let backend = Backend::start(system, options, 64)?;
                 let us = std::thread::scope(|s| {
                     s.spawn(|| round_trip(&backend, packed, options.front_cpu)).join()
                 });
                 let value = us.map_err(|_| anyhow::anyhow!("the measurement panicked"))??;
-                let case = format!("net-rtt-64-{ring}");
-                tell(Figure { case, system: system.clone(), value, unit: "us", higher: false })?;
+                let (case, system) = (case.clone(), system.clone());
+                tell(Figure { case, system, value, unit: "us", higher: false })?;
             }
         }
     }
-    for system in &options.systems {
+    let case = "net-idle-cpu";
+    for system in options.systems.iter().filter(|_| options.wants(case)) {
         let backend = Backend::start(system, options, 64)?;
         let _load = Load::start(&backend, options, 64, false)?;
         std::thread::sleep(Duration::from_millis(500));
         let (start, before) = (Instant::now(), backend.cpu_seconds()?);
         std::thread::sleep(Duration::from_secs_f64(options.seconds.max(2.0)));
         let value = (backend.cpu_seconds()? - before) / start.elapsed().as_secs_f64() * 100.0;
-        let case = "net-idle-cpu".into();
-        tell(Figure { case, system: system.clone(), value, unit: "% of a core", higher: false })?;
+        tell(Figure {
+            case: case.into(),
+            system: system.clone(),
+            value,
+            unit: "% of a core",
+            higher: false,
+        })?;
     }
     for &size in &options.sizes {
-        for _ in 0..options.repetitions {
+        let case = format!("net-copy-{size}");
+        for _ in 0..options.turns(&case) {
             for (system, through) in [("memcpy", false), ("memcpy-twice", true)] {
                 let value = copies(size as usize, through, options.back_cpu)?;
-                let case = format!("net-copy-{size}");
+                let case = case.clone();
                 tell(Figure { case, system: system.into(), value, unit: "frames/s", higher: true })?;
             }
         }

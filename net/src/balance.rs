@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Who carries what: queues move from a worker that is busy most of its time to one that has time left, and all workers
+//! together keep to a budget of processor time.
+//!
+//! There is no thread for that, and nothing happens while nothing is sent: a worker that works looks at its own time
+//! every [`PERIOD`], tells the others on the [`Board`], and gives one of its queues away if that takes weight off the
+//! heavier of the two. Each queue is carried by one worker at a time, so frames of a queue stay in order.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// How long a worker watches itself before it says what its queues cost (nanoseconds).
+pub const PERIOD: u64 = 100_000_000;
+/// The whole of a worker's time, in the board's units.
+pub const WHOLE: u64 = 1000;
+/// What a worker carries below this it carries alone.
+const BUSY: u64 = WHOLE / 2;
+
+/// What a worker said of itself.
+#[derive(Clone, Copy, Debug, Default)]
+struct Said {
+    at: u64,
+    load: u64,
+}
+
+/// What all workers said of themselves.
+#[derive(Debug)]
+pub struct Board(Mutex<Vec<Said>>);
+
+impl Board {
+    /// A board for so many workers.
+    #[must_use]
+    pub fn new(workers: usize) -> Self {
+        Self(Mutex::new(vec![Said::default(); workers]))
+    }
+
+    /// What each worker carries at `now`, in parts of [`WHOLE`]; one that has said nothing lately carries nothing.
+    #[must_use]
+    pub fn loads(&self, now: u64) -> Vec<u64> {
+        let board = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        board.iter().map(|s| if now.saturating_sub(s.at) > 3 * PERIOD { 0 } else { s.load }).collect()
+    }
+
+    /// Worker `own` spent so much of its time (parts of [`WHOLE`]) on each of its queues. Which of them goes to which
+    /// worker, if one should.
+    pub fn report(&self, own: usize, now: u64, queues: &[u64]) -> Option<(usize, usize)> {
+        let mut loads = self.loads(now);
+        loads[own] = queues.iter().sum();
+        let moved = choose(own, queues, &loads);
+        let mut board = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        board[own] = Said { at: now, load: loads[own] };
+        if let Some((queue, to)) = moved {
+            // Until it says so itself, so that nobody else takes it for idle.
+            board[to] = Said { at: now, load: loads[to] + queues[queue] };
+            board[own].load -= queues[queue];
+        }
+        moved
+    }
+}
+
+/// The queue whose move to the least loaded worker leaves the heavier of the two lightest, if that is lighter by an
+/// eighth than worker `own` is now.
+fn choose(own: usize, queues: &[u64], loads: &[u64]) -> Option<(usize, usize)> {
+    let total: u64 = queues.iter().sum();
+    if total < BUSY {
+        return None;
+    }
+    let (to, least) =
+        loads.iter().copied().enumerate().filter(|(i, _)| *i != own).min_by_key(|(_, load)| *load)?;
+    let peak = |queue: u64| (total - queue).max(least + queue);
+    let (at, best) =
+        queues.iter().enumerate().map(|(i, queue)| (i, peak(*queue))).min_by_key(|(_, peak)| *peak)?;
+    (best * 8 <= total * 7).then_some((at, to))
+}
+
+/// How much may be used at once after a rest (nanoseconds).
+const BURST: u64 = 5_000_000;
+
+/// Processor time that all workers together may use; what a worker has used beyond it, it rests for.
+#[derive(Debug, Default)]
+pub struct Budget {
+    /// Hundredths of a processor; 0: no limit.
+    percent: u64,
+    /// When all that was used will have been paid for.
+    paid: AtomicU64,
+}
+
+impl Budget {
+    /// A budget of so many hundredths of a processor; 0: no limit.
+    #[must_use]
+    pub fn new(percent: u64) -> Self {
+        Self { percent, paid: AtomicU64::new(0) }
+    }
+
+    /// Is there a limit?
+    #[must_use]
+    pub fn is_limited(&self) -> bool {
+        self.percent != 0
+    }
+
+    /// Pays for `used` nanoseconds at time `now`, and says for how many whoever used them has to rest.
+    pub fn pay(&self, used: u64, now: u64) -> u64 {
+        if self.percent == 0 {
+            return 0;
+        }
+        let cost = used.saturating_mul(100) / self.percent;
+        self.paid.fetch_max(now, Ordering::Relaxed);
+        let paid = self.paid.fetch_add(cost, Ordering::Relaxed) + cost;
+        paid.saturating_sub(now + BURST)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn one_of_two_busy_queues_moves_to_the_worker_that_has_time() {
+        assert_eq!(choose(0, &[500, 500], &[1000, 0]), Some((0, 1)));
+        assert_eq!(choose(1, &[100, 500, 300], &[0, 900, 700]), Some((1, 0)), "the one that evens out best");
+    }
+
+    #[test]
+    fn a_queue_that_only_changes_places_stays_and_so_does_everything_while_there_is_time() {
+        assert_eq!(choose(0, &[1000], &[1000, 0]), None, "alone on its worker");
+        assert_eq!(choose(0, &[450, 450], &[900, 900]), None, "the other has no time either");
+        assert_eq!(choose(0, &[200, 200], &[400, 0]), None, "time left");
+        assert_eq!(choose(0, &[500, 500], &[1000]), None, "nobody else");
+    }
+
+    #[test]
+    fn what_was_given_to_a_worker_counts_before_it_says_so_and_silence_is_idleness() {
+        let board = Board::new(3);
+        assert_eq!(board.report(0, PERIOD, &[500, 500]), Some((0, 1)));
+        assert_eq!(board.loads(PERIOD), [500, 500, 0]);
+        assert_eq!(board.report(0, PERIOD, &[400, 400]), Some((0, 2)));
+        assert_eq!(board.loads(10 * PERIOD), [0, 0, 0]);
+    }
+
+    proptest! {
+        #[test]
+        fn with_steady_loads_the_heaviest_worker_gets_lighter_until_nothing_moves(
+            queues in prop::collection::vec((0usize..4, 0u64..600), 1..12)
+        ) {
+            let mut queues = queues;
+            let loads = |queues: &[(usize, u64)]| -> Vec<u64> {
+                (0..4).map(|w| queues.iter().filter(|q| q.0 == w).map(|q| q.1).sum()).collect()
+            };
+            let mut quiet = 0;
+            for round in 0.. {
+                prop_assert!(round < 400, "it never ends");
+                let own = round % 4;
+                let at: Vec<usize> = (0..queues.len()).filter(|i| queues[*i].0 == own).collect();
+                let costs: Vec<u64> = at.iter().map(|i| queues[*i].1).collect();
+                let before = loads(&queues);
+                let Some((queue, to)) = choose(own, &costs, &before) else {
+                    quiet += 1;
+                    if quiet == 4 { break }
+                    continue;
+                };
+                quiet = 0;
+                queues[at[queue]].0 = to;
+                let after = loads(&queues);
+                prop_assert!(after[own].max(after[to]) < before[own]);
+            }
+        }
+    }
+
+    #[test]
+    fn who_uses_all_the_time_it_gets_uses_its_budget_and_a_burst() {
+        for percent in [1, 20, 100, 150] {
+            let budget = Budget::new(percent);
+            let (mut now, mut used) = (0, 0);
+            while now < 10_000_000_000 {
+                now += 1_000_000;
+                used += 1_000_000;
+                now += budget.pay(1_000_000, now);
+            }
+            let share = used * 100 / now;
+            assert!(share <= percent.min(100) && share + 2 > percent.min(100), "{share} of {percent}");
+        }
+        assert_eq!(Budget::new(0).pay(u64::MAX, 0), 0);
+    }
+}
