@@ -50,8 +50,14 @@ guest-update: ready-test ## newer kernels, if Debian has them
 	@$(MAKE) guest
 
 .PHONY: test test-native test-vm test-lab test-long lab
-test: guest-test ## all tests but the lab's
+test: ready-test ## all tests but the lab's
+	@$(MAKE) --no-print-directory -j2 guest-test test-programs
 	@scripts/run-tests native vm
+# The images wait for downloads while these compile.
+.PHONY: test-programs
+test-programs: ready-test
+	@$(CARGO) test --workspace --locked --no-run --quiet
+	@files/host/suites/run.sh build
 test-native: ready-test ## tests without guests
 	@scripts/run-tests native
 test-vm: guest-test ## tests in real guests under QEMU

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""OpenCL in a VM under QEMU's emulation, carried out by this machine: `vm.py [--kit SERIES] [CLAIM…]`.
+"""OpenCL in a VM under QEMU's emulation, carried out by this machine: `vm.py [--kit SERIES] [--clblast] [CLAIM…]`.
 
 The VM has a zone of its own, made by `tombolo-accel serve --vm`, and as the fallback a network. Needs what packages/accel.list and the
-module's tests need, and the guest kit (guest/README.md). Prints one line per claim and the counts; exit code 0 when all hold.
+module's tests need, and the guest kit (guest/README.md). --clblast adds clblast's test programs (minutes each). Prints one line per claim and the counts; exit code 0 when all hold.
 """
 import argparse, os, shutil, socket, subprocess, sys, tempfile, time
 
@@ -54,7 +54,7 @@ class Host:
 
     def native(self, program):
         if program not in self.native_output:
-            done = subprocess.run([program], env=self.environment, capture_output=True, text=True, timeout=120, check=True)
+            done = subprocess.run([program], env=self.environment, capture_output=True, text=True, timeout=300, check=True)
             self.native_output[program] = done.stdout.strip()
         return self.native_output[program]
 
@@ -87,6 +87,21 @@ def clinfo_says_the_same_in_a_vm(host, vm, zone):
 @claim
 def every_call_in_a_vm_answers_as_on_the_native_driver(host, vm, zone):
     same("calls", host.native(host.work + "/calls"), vm.ok(zone + " calls 2>/tmp/err", 300))
+
+
+@claim
+def programs_on_images_and_with_viennacl_print_in_a_vm_what_they_print_natively(host, vm, zone):
+    for program in ("image", "gemm"):
+        same(program, host.native(host.work + "/" + program), vm.ok(zone + " %s 2>/tmp/err" % program, 300))
+
+
+def clblast_tests_print_in_a_vm_what_they_print_natively(host, vm, zone):
+    for test in ("xaxpy", "xdot", "xhad", "xgemv"):
+        begun = time.monotonic()
+        program = "clblast_test_" + test
+        a, b = host.native(shutil.which(program)), vm.ok(zone + " %s 2>/tmp/err" % program, 3000)
+        same(program, a, b)
+        print("      %s: %d lines, %.0f s in the VM" % (program, len(a.splitlines()), time.monotonic() - begun), flush=True)
 
 
 @claim
@@ -128,18 +143,24 @@ def main():
     p = argparse.ArgumentParser()
     p.add_argument("--kit", default="6.12", metavar="SERIES")
     p.add_argument("--target", default=os.path.join(ROOT, "target/debug"), help="where tombolo-accel and libtombolo_opencl.so are")
+    p.add_argument("--clblast", action="store_true", help="clblast's test programs too")
     p.add_argument("claims", nargs="*")
     o = p.parse_args()
+    clblast = [shutil.which("clblast_test_" + t) for t in ("xaxpy", "xdot", "xhad", "xgemv")] if o.clblast else []
+    if o.clblast:
+        CLAIMS.append(clblast_tests_print_in_a_vm_what_they_print_natively)
     work = tempfile.mkdtemp(prefix="tombolo-accel-vm-")
     host = vm = None
     passed = failed = 0
     try:
         kernel, root, headers = from_kit(o.kit, work)
         subprocess.run(["cc", "-O1", "-Wno-deprecated-declarations", HERE + "/calls.c", "-o", work + "/calls", "-lOpenCL", "-lpthread"], check=True)
+        subprocess.run(["cc", "-O1", HERE + "/image.c", "-o", work + "/image", "-lOpenCL"], check=True)
+        subprocess.run(["c++", "-O1", "-w", HERE + "/gemm.cpp", "-o", work + "/gemm", "-lOpenCL", "-lpthread"], check=True)
         shutil.copy(o.target + "/libtombolo_opencl.so", work)
         subprocess.run(["strip", work + "/libtombolo_opencl.so"], check=True)
         rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,
-                  [work + "/calls", shutil.which("clinfo"), work + "/libtombolo_opencl.so"], ["virtio_net"])
+                  [work + "/calls", work + "/image", work + "/gemm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", *clblast], ["virtio_net"])
         host = Host(work, o.target)
         vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory="512M", extra=host.qemu())
         name = os.path.basename(host.vm)

@@ -162,6 +162,14 @@ impl RingMem for SharedRing {
         // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.data(at, from.len()), from.len()) };
     }
+    #[cfg(target_arch = "x86_64")]
+    fn writes_soon(&self, at: u64) {
+        let line = self.data(at, 1);
+        // SAFETY: a hint, which neither reads nor writes. (The intrinsic asks only for reading where the target is every x86-64.)
+        unsafe {
+            std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags, readonly));
+        }
+    }
 }
 
 /// Memory for bulk data that both sides see (or, over a stream, of which each side has a copy that is pushed explicitly).

@@ -109,6 +109,8 @@ enum NetCommand {
 enum BenchCommand {
     #[command(flatten)]
     Bench(tombolo_bench::cli::Command),
+    /// OpenCL programs on the device itself and forwarded, in turns
+    Accel(tombolo_bench_accel::Options),
     /// The start of VMs with and without passed-through devices
     Start {
         #[command(subcommand)]
@@ -164,6 +166,10 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Accel { command } => tombolo_accel_server::cli::run(command, cli.json),
         Command::Bench { command: BenchCommand::Bench(command) } => {
             tombolo_bench::cli::run(command, cli.json)
+        }
+        Command::Bench { command: BenchCommand::Accel(options) } => {
+            tombolo_bench_accel::run(&options, cli.json)?;
+            Ok(ExitCode::SUCCESS)
         }
         Command::Bench { command: BenchCommand::Start { command } } => {
             tombolo_bench_start::cli::run(command, cli.json)

@@ -322,6 +322,25 @@ fn a_disk_of_the_users_own_boots_by_itself_shares_files_and_keeps_what_was_writt
 }
 
 #[test]
+fn a_guest_that_panics_is_dead_at_once_and_its_console_says_why() {
+    let lab = Lab::new(&format!(
+        "[zone.z]\nsize = \"16M\"\nfiles = true\n{ONE}cmdline = \"panic=0\"\nzones = {{ z = {{ mount = \"/mnt\" }} }}\n"
+    ));
+    lab.good(&["up"]);
+    // Left alone, a kernel with panic=0 stands still for ever, a member with all its locks.
+    lab.run(&["exec", "a", "--", "sh", "-c", "echo c >/proc/sysrq-trigger"]);
+    let start = Instant::now();
+    while lab.ps()["vms"][0]["state"] == "up" {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(lab.ps()["vms"][0]["state"], "ended: the guest's kernel panicked");
+    assert!(lab.good(&["logs", "a"]).contains("sysrq triggered crash"));
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
 fn down_ends_a_reboot_and_leaves_nothing() {
     let lab = Lab::new(ONE);
     lab.good(&["up"]);

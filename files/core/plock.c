@@ -55,16 +55,22 @@ static int table_grow(struct table *t)
 
 	if (t->blocks >= MAX_BLOCKS)
 		return -ENOLCK;
-	err = tfs_alloc(t->fs, 0, 1, &run);
+	/* After a death between linking and counting, the block is there already. */
+	err = tfs_tree_map(t->fs, tmb_load(&t->inode->locks), t->blocks, 1, &run);
 	if (err)
-		return err == -ENOSPC ? -ENOLCK : err;
-	memset(tfs_block(t->fs, run.block), 0, TFS_BLOCK);
-	if (!t->blocks)
-		((struct tfs_lock_head *)tfs_block(t->fs, run.block))->blocks = 1;
-	err = tfs_tree_link(t->fs, &t->inode->locks, t->blocks, &run, TFS_MAP_USED, &nodes);
-	if (err) {
-		tfs_set_map(t->fs, run.block, 1, TFS_MAP_FREE);
-		return err == -ENOSPC ? -ENOLCK : err;
+		return err;
+	if (!run.block) {
+		err = tfs_alloc(t->fs, 0, 1, &run);
+		if (err)
+			return err == -ENOSPC ? -ENOLCK : err;
+		memset(tfs_block(t->fs, run.block), 0, TFS_BLOCK);
+		if (!t->blocks)
+			((struct tfs_lock_head *)tfs_block(t->fs, run.block))->blocks = 1;
+		err = tfs_tree_link(t->fs, &t->inode->locks, t->blocks, &run, TFS_MAP_USED, &nodes);
+		if (err) {
+			tfs_set_map(t->fs, run.block, 1, TFS_MAP_FREE);
+			return err == -ENOSPC ? -ENOLCK : err;
+		}
 	}
 	t->root = tmb_load(&t->inode->locks);
 	t->blocks++;

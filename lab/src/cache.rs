@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The lab's kernel: the newest `linux-image-amd64` that apt knows (Debian 12: its backports), downloaded as a package and unpacked into a
-//! cache folder, never installed. A folder appears there whole or not at all, so any number of labs may start at once.
+//! The lab's kernel, the newest `linux-image-amd64` that Debian has for this machine's release (Debian 12: of its backports), and where the
+//! installed QEMU is old the newest QEMU. Both are downloaded as packages by the guest kit's own apt and unpacked into a cache folder, never
+//! installed. A folder appears there whole or not at all, so any number of labs may start at once.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -37,12 +38,18 @@ impl Kernel {
     }
 }
 
-/// Where the project keeps what can be fetched again: `$TOMBOLO_CACHE`, or `tombolo` in the user's cache folder.
+/// Where the project keeps what can be fetched again: `$TOMBOLO_CACHE`; for a program in a checkout the checkout's `.cache`; or else
+/// `tombolo` in the user's cache folder.
 pub fn folder() -> Result<PathBuf> {
-    let base = std::env::var_os("TOMBOLO_CACHE").map(PathBuf::from).or_else(|| {
-        let home = || std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache"));
-        std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home).map(|c| c.join("tombolo"))
-    });
+    if let Some(folder) = std::env::var_os("TOMBOLO_CACHE") {
+        return Ok(folder.into());
+    }
+    let program = std::env::current_exe().unwrap_or_default();
+    if let Some(checkout) = program.ancestors().find(|a| a.join("guest/common.sh").is_file()) {
+        return Ok(checkout.join(".cache"));
+    }
+    let home = || std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache"));
+    let base = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home).map(|c| c.join("tombolo"));
     base.context("no folder to keep the lab's kernel in: set TOMBOLO_CACHE or HOME")
 }
 
@@ -70,94 +77,50 @@ fn newest_cached(folder: &Path) -> Result<Option<Kernel>> {
 }
 
 /// Downloads and unpacks the newest kernel package, and writes its module index.
-pub fn fetch(folder: &Path) -> Result<Kernel> {
-    let package = newest_package(&output(Command::new("apt-cache").args(["show", "linux-image-amd64"]))?)?;
-    let release = package.strip_prefix("linux-image-").unwrap_or(&package).to_owned();
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let work =
-        tempfile::Builder::new().prefix("fetch-").tempdir_in(folder).context("creating a work folder")?;
-    output(Command::new("apt-get").args(["download", "-q", "-o", "APT::Sandbox::User=root", &package]).current_dir(&work))
-        .with_context(|| {
-            format!("the lab's kernel could not be fetched: run `apt-get update`, then check that `apt-get download {package}` works")
-        })?;
-    let archive = fs::read_dir(&work)?
-        .filter_map(|e| Some(e.ok()?.path()))
-        .find(|p| p.extension().is_some_and(|e| e == "deb"))
-        .context("apt-get download left no package behind")?;
-    let tree = work.path().join("tree");
-    output(Command::new("dpkg-deb").arg("-x").args([&archive, &tree]))?;
-    // Debian 13 ships its modules under /usr/lib; depmod and modprobe look under /lib.
-    if !tree.join("lib").exists() {
-        std::os::unix::fs::symlink("usr/lib", tree.join("lib")).context("linking lib to usr/lib")?;
+fn fetch(folder: &Path) -> Result<Kernel> {
+    let (work, release) = unpack(folder, "kernel")
+        .context("the lab's kernel could not be fetched; `tombolo lab fetch` tries again")?;
+    if series(&release).is_none() {
+        bail!("Debian's newest kernel here is {release}; the lab needs {}.{} or newer", OLDEST.0, OLDEST.1);
     }
-    output(Command::new("depmod").arg("-b").args([tree.as_os_str(), release.as_ref()]))?;
     let target = folder.join(format!("kernel-{release}"));
-    match fs::rename(&tree, &target) {
-        Ok(()) => {}
-        // Another lab was faster; its folder is as good as ours.
-        Err(_) if target.join("boot").exists() => {}
-        Err(error) => {
-            return Err(error).with_context(|| format!("moving the kernel to {}", target.display()));
-        }
-    }
+    keep(&work.path().join("tree"), &target)?;
     Ok(Kernel::in_folder(&target, &release))
 }
 
-/// Packages of a QEMU, as Debian cuts it.
-const QEMU_PACKAGES: [&str; 4] = ["qemu-system-x86", "qemu-system-common", "qemu-system-data", "seabios"];
-
-/// A QEMU of Debian's backports, from the cache or fetched now and unpacked there. Its libraries are those of the installed one.
-pub fn backported_qemu() -> Result<PathBuf> {
+/// The newest QEMU that Debian has for this release, from the cache or fetched now. Its libraries are those of the installed one.
+pub fn newer_qemu() -> Result<PathBuf> {
     let folder = folder()?.join("lab");
-    let target = folder.join("qemu-backports");
-    let program = |root: &Path| root.join("usr/bin/qemu-system-x86_64");
-    if program(&target).exists() {
-        return Ok(program(&target));
+    let target = folder.join("qemu");
+    if !target.exists() {
+        let (work, _) = unpack(&folder, "qemu")?;
+        keep(&work.path().join("tree"), &target)?;
     }
-    let codename = fs::read_to_string("/etc/os-release").unwrap_or_default();
-    let codename =
-        codename.lines().find_map(|l| l.strip_prefix("VERSION_CODENAME=")).unwrap_or("bookworm").to_owned();
-    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
-    let work =
-        tempfile::Builder::new().prefix("fetch-").tempdir_in(&folder).context("creating a work folder")?;
-    let mut download = Command::new("apt-get");
-    download.args(["download", "-q", "-o", "APT::Sandbox::User=root"]);
-    download.args(QEMU_PACKAGES.map(|package| format!("{package}/{codename}-backports")));
-    output(download.current_dir(&work))?;
-    let tree = work.path().join("tree");
-    for entry in fs::read_dir(&work)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|e| e == "deb") {
-            output(Command::new("dpkg-deb").arg("-x").args([&path, &tree]))?;
-        }
-    }
-    match fs::rename(&tree, &target) {
-        Ok(()) => {}
-        // Another lab was faster; its folder is as good as ours.
-        Err(_) if program(&target).exists() => {}
-        Err(error) => return Err(error).with_context(|| format!("moving QEMU to {}", target.display())),
-    }
-    Ok(program(&target))
+    Ok(target.join("usr/bin/qemu-system-x86_64"))
 }
 
-/// The kernel package that the newest version of the metapackage depends on.
-fn newest_package(show: &str) -> Result<String> {
-    let mut packages: Vec<&str> = show
-        .lines()
-        .filter_map(|line| line.strip_prefix("Depends: "))
-        .flat_map(|depends| depends.split(", "))
-        .filter_map(|dependency| dependency.split_whitespace().next())
-        .filter(|name| name.starts_with("linux-image-") && series(&name["linux-image-".len()..]).is_some())
-        .collect();
-    packages.sort_by_key(|name| numbers(name));
-    match packages.pop() {
-        Some(package) => Ok(package.to_owned()),
-        None => bail!(
-            "apt offers no linux-image-amd64 of {}.{} or newer: run `apt-get update`; on Debian 12 add bookworm-backports to \
-             the sources",
-            OLDEST.0,
-            OLDEST.1
-        ),
+/// Runs `fetch.sh` with the guest kit's functions beside it. What it unpacked is in `tree` of the folder that is returned; with it what it
+/// printed.
+fn unpack(folder: &Path, what: &str) -> Result<(tempfile::TempDir, String)> {
+    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    let work =
+        tempfile::Builder::new().prefix("fetch-").tempdir_in(folder).context("creating a work folder")?;
+    let script = work.path().join("fetch.sh");
+    fs::write(&script, include_str!("fetch.sh"))?;
+    fs::write(work.path().join("common.sh"), include_str!("../../guest/common.sh"))?;
+    let mut command = Command::new("bash");
+    command.arg(&script).arg(what).arg(work.path().join("tree"));
+    command.env("TOMBOLO_CACHE", self::folder()?);
+    let printed = output(&mut command)?;
+    Ok((work, printed.trim().to_owned()))
+}
+
+/// Moves an unpacked tree to its place, where it appears whole or not at all.
+fn keep(tree: &Path, target: &Path) -> Result<()> {
+    match fs::rename(tree, target) {
+        // Another lab was faster; its folder is as good as ours.
+        Err(_) if target.exists() => Ok(()),
+        result => result.with_context(|| format!("moving what was unpacked to {}", target.display())),
     }
 }
 
@@ -184,20 +147,6 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_newest_kernel_is_chosen_by_number_not_by_spelling() {
-        let show = "Package: linux-image-amd64\nVersion: 6.9\nDepends: linux-image-6.9.2-amd64 (= 6.9.2-1)\n\n\
-                    Package: linux-image-amd64\nDepends: linux-image-6.12.95+deb12-amd64\n\n\
-                    Package: linux-image-amd64\nDepends: linux-image-6.1.0-56-amd64 (= 6.1.192-2)\n";
-        assert_eq!(newest_package(show).unwrap(), "linux-image-6.12.95+deb12-amd64");
-    }
-
-    #[test]
-    fn a_release_too_old_for_the_lab_is_refused_with_the_remedy() {
-        let error = newest_package("Depends: linux-image-5.10.0-30-amd64\n").unwrap_err();
-        assert!(error.to_string().contains("bookworm-backports"), "{error}");
-    }
 
     #[test]
     fn unfinished_downloads_are_not_taken_for_kernels() {

@@ -57,12 +57,11 @@ impl Qemu {
         if named.is_some() || installed.version.0 >= 9 {
             return Ok(installed);
         }
-        match crate::cache::backported_qemu().and_then(|program| Self::find(Some(&program))) {
-            Ok(backported) => Ok(backported),
+        match crate::cache::newer_qemu().and_then(|program| Self::find(Some(&program))) {
+            Ok(newer) => Ok(newer),
             Err(error) => {
                 eprintln!(
-                    "lab: emulating with QEMU {}.{}, under which nested guests may crash: no newer one could be had ({error:#}); on \
-                     Debian 12 add bookworm-backports to apt's sources",
+                    "lab: emulating with QEMU {}.{}, under which nested guests may crash: no newer one could be had ({error:#})",
                     installed.version.0, installed.version.1
                 );
                 Ok(installed)

@@ -17,6 +17,7 @@ use crate::client::{self, Outcome, Progress};
 use crate::compose::{self, Project, Rights, Size};
 use crate::control::{Event, Peer, Request, Status, ZoneStatus};
 use crate::doctor;
+use crate::growth;
 use crate::state::StateDir;
 use crate::supervisor;
 
@@ -134,6 +135,12 @@ pub enum StartCommand {
         file: File,
         /// The VM
         vm: String,
+    },
+    /// How far the memory of running VMs is, in Prometheus' text format
+    Metrics {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
     },
     /// How the memory of a VM would arrive
     Plan {
@@ -369,6 +376,9 @@ fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitC
         if let Some(_lock) = dir.path().exists().then(|| dir.lock()).transpose()?.flatten() {
             dir.remove();
         }
+        for address in growth::give_back_orphans()? {
+            eprintln!("{address} given back: its VM died");
+        }
         if !json {
             eprintln!("the project '{}' is not up", project.name);
         }
@@ -442,6 +452,12 @@ pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
 pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         StartCommand::Blame { file, vm } => blame(&file.load()?, &vm, json),
+        StartCommand::Metrics { file } => {
+            let status = status(client::living(&file.load()?)?)?;
+            let growing = status.vms.iter().filter_map(|vm| Some((vm.name.as_str(), vm.growth.as_ref()?)));
+            say(tombolo_start::progress::prometheus(&growing.collect::<Vec<_>>()).trim_end())?;
+            Ok(ExitCode::SUCCESS)
+        }
         StartCommand::Plan { memory, boot_memory, libvirt } => {
             tombolo_start::cli::plan(memory.0, boot_memory.map(|b| b.0), libvirt, json)
         }
@@ -462,7 +478,7 @@ fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> 
     }
     print!("{}", tombolo_start::timeline::render_names(&vm.timeline, 40));
     if let Some(growth) = &vm.growth {
-        println!("{}", growth.line());
+        say(&growth.line())?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -60,7 +60,7 @@ pub fn examine(near: &Path, announce: impl FnOnce()) -> Vec<Finding> {
         ),
     });
     if let Ok(q) = &qemu {
-        let verdict = kvm::verdict(q, kit.as_ref().map(|b| b.kernel.as_path()), announce);
+        let verdict = kvm::verdict(q, kit.as_ref().map(|b| b.kernel.as_path()), kvm::LIMIT, announce);
         let (grade, remedy) = if verdict.works {
             (Grade::Good, None)
         } else {

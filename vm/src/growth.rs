@@ -56,6 +56,14 @@ fn limits() -> anyhow::Result<Limits> {
     Limits::read(std::path::Path::new("/")).context("reading the host's limits")
 }
 
+/// Gives back the devices of VMs that died with their supervisor; says which.
+///
+/// # Errors
+/// When a device does not go back to its driver.
+pub fn give_back_orphans() -> anyhow::Result<Vec<Address>> {
+    Ok(bind::reclaim(&Host::at("/"), &mut Kernel, &Store::of_host())?)
+}
+
 /// Refuses devices and memory that can't be had, and gives back what VMs that died have left.
 ///
 /// # Errors
@@ -65,8 +73,8 @@ pub fn check(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
     if spec.devices.is_empty() {
         return Ok(());
     }
+    give_back_orphans()?;
     let host = Host::at("/");
-    bind::reclaim(&host, &mut Kernel, &Store::of_host())?;
     plan(&host.devices()?, host.has_iommu(), &spec.devices, spec.whole_group)
         .with_context(|| format!("vm.{name}.devices"))?;
     limits()?.allow(&layout, true).with_context(|| format!("vm.{name}.memory"))
@@ -119,9 +127,7 @@ pub fn begin(machine: &Arc<Machine>, layout: Layout) -> anyhow::Result<()> {
     if layout.grown == 0 {
         return Ok(());
     }
-    // Boot memory of the same size is an earlier file of the same kind.
-    let index = usize::from(layout.boot == layout.grown);
-    let mut prepare = FromOutside::of(machine.pid(), layout.grown, index, None, Budget::default())?;
+    let mut prepare = FromOutside::of(machine.pid(), layout.grown, None, Budget::default())?;
     let patience = Duration::from_secs(machine.spec().ready_timeout.into());
     let options = Options { driver_patience: patience, ..Options::for_host(&limits()?) };
     let machine = machine.clone();

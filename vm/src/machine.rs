@@ -86,6 +86,8 @@ struct State {
     agent_open: bool,
     /// The guest asked for a reset: that, too, ends QEMU (-no-reboot).
     reset: bool,
+    /// The guest's kernel panicked, which ends QEMU (pvpanic).
+    panicked: bool,
     /// The monitor has told all it will.
     monitor_ended: bool,
     /// How QEMU ended.
@@ -225,6 +227,7 @@ impl Machine {
                 phase: Phase::Booting,
                 agent_open: false,
                 reset: false,
+                panicked: false,
                 monitor_ended: false,
                 exit: None,
                 zones: used,
@@ -335,7 +338,13 @@ impl Machine {
             .changed
             .wait_timeout_while(self.lock(), QUIT, |s| !s.monitor_ended)
             .unwrap_or_else(PoisonError::into_inner);
-        state.exit = Some(if state.reset { "the guest reset itself".into() } else { how });
+        state.exit = Some(if state.panicked {
+            "the guest's kernel panicked".into()
+        } else if state.reset {
+            "the guest reset itself".into()
+        } else {
+            how
+        });
         state.phase = match state.phase {
             Phase::Failed => Phase::Failed,
             Phase::Up if state.reset => Phase::Rebooting,
@@ -367,6 +376,7 @@ impl Machine {
         match event {
             "VSERPORT_CHANGE" if data["id"] == "agent" => state.agent_open = data["open"] == true,
             "SHUTDOWN" if data["reason"] == "guest-reset" => state.reset = true,
+            "SHUTDOWN" if data["reason"] == "guest-panic" => state.panicked = true,
             "" => state.monitor_ended = true,
             _ => return,
         }

@@ -19,6 +19,7 @@
 //! - [`member`]: what a member slot says.
 //! - [`cli`]: `tombolo zone`.
 //! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
+//! - [`pci`]: a guest's way to a zone without the module.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 
 pub mod backing;
@@ -30,6 +31,7 @@ pub mod header;
 pub mod liveness;
 pub mod mem;
 pub mod member;
+pub mod pci;
 pub mod zone;
 
 pub use backing::Backing;

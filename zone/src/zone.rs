@@ -344,6 +344,36 @@ impl Zone {
         Err(self.refuse_id(id, "its slot changes all the time".to_owned()))
     }
 
+    /// Takes a VM's own slot from inside the VM, in a new epoch whatever a former process left in it; for a guest whose kernel has no module.
+    /// Only processes of the same VM exclude each other. Who asks rings the others ([`Self::announce`]): they clean up after the former one.
+    pub fn occupy(&self, id: MemberId) -> Result<Membership> {
+        let liveness = self.hold(id)?;
+        let at = id.at(offset_of!(tmb_member, state_epoch));
+        for _ in 0..CAS_TRIES {
+            let word = self.mem.load_u64(at)?;
+            let state = MemberState::from_word(word);
+            if matches!(state, MemberState::Empty | MemberState::Damaged) {
+                return Err(self.refuse_id(id, format!("is {state:?}: the host keeps no slot for it")));
+            }
+            let epoch = self.next_epoch(id, word)?;
+            if self.mem.cas_u64(at, word, format::state_epoch(format::TMB_MEMBER_ACTIVE, epoch))?.is_ok() {
+                if state == MemberState::Active {
+                    self.pend_others(id)?;
+                }
+                return Ok(Membership { id, epoch, liveness });
+            }
+        }
+        Err(self.refuse_id(id, "its slot changes all the time".to_owned()))
+    }
+
+    /// Gives up a slot taken with [`Self::occupy`]; the doorbell stays the VM's.
+    pub fn vacate(&self, membership: &Membership) -> Result<bool> {
+        let at = membership.id.at(offset_of!(tmb_member, state_epoch));
+        let active = format::state_epoch(format::TMB_MEMBER_ACTIVE, membership.epoch);
+        let invited = format::state_epoch(format::TMB_MEMBER_INVITED, membership.epoch);
+        Ok(self.mem.cas_u64(at, active, invited)?.is_ok())
+    }
+
     /// Holds a member alive: whoever runs a VM takes this before it starts and lets it go after it ended, or lets QEMU inherit it.
     pub fn hold(&self, id: MemberId) -> Result<Liveness> {
         liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?

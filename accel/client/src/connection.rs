@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::wire::{Encoder, HEADER, PART, Record, Reply, ReplyKind, Request, WANTS_REPLY};
+use tombolo_calls::patience::Patience;
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
-/// How long a waiting thread reads the ring itself before it sleeps.
-const SPIN: Duration = Duration::from_micros(30);
+/// How long a waiting thread reads the ring itself before it sleeps; for most of it, it offers the processor to others.
+const SPIN: Duration = Duration::from_micros(100);
 
 /// The server is gone, or what it said made no sense.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -226,7 +227,7 @@ impl Connection {
         let tag = self.next.fetch_add(1, Ordering::Relaxed);
         lock(&self.pending).push((tag, waiter.clone()));
         let begun = Instant::now();
-        let outcome = self.send(record, WANTS_REPLY, tag).and_then(|()| self.wait(&waiter, begun));
+        let outcome = self.send(record, WANTS_REPLY, tag).and_then(|()| self.wait(&waiter));
         let count = self.count(R::ID);
         count.waits.fetch_add(1, Ordering::Relaxed);
         count.waited_ns.fetch_add(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
@@ -238,9 +239,9 @@ impl Connection {
         Ok(then(waiter.status.load(Ordering::Relaxed), &body))
     }
 
-    fn wait(&self, waiter: &Arc<Waiter>, begun: Instant) -> Result<(), Lost> {
+    fn wait(&self, waiter: &Arc<Waiter>) -> Result<(), Lost> {
         let done = || waiter.done.load(Ordering::Acquire) != 0;
-        let mut turns = 0u32;
+        let mut patience = Patience::new(SPIN);
         while !done() {
             if let Ok(mut input) = self.input.try_lock() {
                 self.drain(&mut input).map_err(|e| self.lose(&e))?;
@@ -252,9 +253,7 @@ impl Connection {
                     return Ok(());
                 }
             }
-            std::hint::spin_loop();
-            turns += 1;
-            if turns % 32 == 0 && begun.elapsed() > SPIN {
+            if !patience.turn() {
                 return self.sleep(waiter);
             }
         }

@@ -77,6 +77,21 @@ fn record(out: &mut String, f: &Function) -> std::fmt::Result {
     writeln!(out, "        }})\n    }}\n}}")
 }
 
+/// A function that makes a body of any record from a source of numbers.
+fn making(out: &mut String, api: &Api) -> std::fmt::Result {
+    writeln!(
+        out,
+        "/// Makes a body that decodes as the record of this id, its values from a source of numbers; `false`: no such id. For fuzzers."
+    )?;
+    writeln!(out, "pub fn make(id: u32, next: &mut dyn FnMut() -> u64, out: &mut Vec<u8>) -> bool {{")?;
+    writeln!(out, "    let mut m = Maker::new(next, out);\n    match id {{")?;
+    for f in api.functions.iter().filter(|f| f.on_wire()) {
+        let fields: Vec<String> = f.fields().iter().map(|p| format!("m.{}();", codec(&p.ty))).collect();
+        writeln!(out, "        {:#x} => {{ {} }}", f.id, fields.join(" "))?;
+    }
+    writeln!(out, "        _ => return false,\n    }}\n    true\n}}")
+}
+
 /// The records of an API, as Rust source for `include!`.
 pub fn emit(api: &Api) -> String {
     let mut out = String::new();
@@ -132,6 +147,7 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
         writeln!(out, "        {:#x} => again::<{}>(body, out),", f.id, record_name(&f.name))?;
     }
     writeln!(out, "        _ => return None,\n    }})\n}}")?;
+    making(out, api)?;
     for f in api.functions.iter().filter(|f| f.on_wire()) {
         record(out, f)?;
     }

@@ -4,10 +4,12 @@
 use crate::state::{Body, Context, Device, Event};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
+use std::io::Write;
+use std::path::Path;
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex};
 use tombolo_accel_client::connect::{DEFAULT, VARIABLE, connect};
-use tombolo_accel_client::connection::{Connection, Lost};
+use tombolo_accel_client::connection::{Connection, Count, Lost};
 use tombolo_accel_client::objects::{self, Arena};
 use tombolo_accel_spec::common::Snapshot;
 use tombolo_accel_spec::opencl::{self as wire, kind};
@@ -124,7 +126,7 @@ fn establish() -> Result<Roots, String> {
     CURRENT.store(Box::into_raw(Box::new(connection)), Ordering::Release);
     if std::env::var_os("TOMBOLO_ACCEL_TRACE").is_some() {
         // SAFETY: registers a function of this library, which is never unloaded while handles exist.
-        unsafe { libc::atexit(print_trace) };
+        unsafe { libc::atexit(write_trace) };
     }
     Ok(roots)
 }
@@ -166,8 +168,11 @@ fn take_snapshot(connection: &Arc<Connection>, body: &[u8]) -> Result<Roots, Mal
     Ok(Roots { platforms, cache, tried: true })
 }
 
-extern "C" fn print_trace() {
-    let Ok(connection) = connection() else { return };
+/// Adds this process's counts to the file that TOMBOLO_ACCEL_TRACE names, a line of JSON; see `tombolo accel trace`.
+extern "C" fn write_trace() {
+    let (Ok(connection), Some(path)) = (connection(), std::env::var_os("TOMBOLO_ACCEL_TRACE")) else {
+        return;
+    };
     let mut rows: Vec<_> = wire::FUNCTIONS
         .iter()
         .copied()
@@ -176,16 +181,23 @@ extern "C" fn print_trace() {
         .filter(|(_, c)| c.calls.load(Ordering::Relaxed) > 0)
         .collect();
     rows.sort_by_key(|(_, c)| std::cmp::Reverse(c.waited_ns.load(Ordering::Relaxed)));
-    eprintln!("{:<36} {:>9} {:>9} {:>12} {:>12}", "tombolo: function", "sent", "waits", "bytes", "waited µs");
-    for (name, c) in rows {
-        let get = |a: &std::sync::atomic::AtomicU64| a.load(Ordering::Relaxed);
-        eprintln!(
-            "{name:<36} {:>9} {:>9} {:>12} {:>12}",
-            get(&c.calls),
-            get(&c.waits),
-            get(&c.bytes),
-            get(&c.waited_ns) / 1000
-        );
+    let row = |(name, c): &(&str, &Count)| {
+        let [calls, waits, bytes, ns] =
+            [&c.calls, &c.waits, &c.bytes, &c.waited_ns].map(|n| n.load(Ordering::Relaxed));
+        format!(r#"{{"name":"{name}","calls":{calls},"waits":{waits},"bytes":{bytes},"waited_ns":{ns}}}"#)
+    };
+    let rows: Vec<String> = rows.iter().map(row).collect();
+    let program = std::env::args_os().next().unwrap_or_default();
+    let program = Path::new(&program).file_name().unwrap_or_default().to_string_lossy();
+    let program: String = program.chars().filter(|c| !c.is_control() && !"\"\\".contains(*c)).collect();
+    let line = format!(
+        "{{\"pid\":{},\"program\":\"{program}\",\"functions\":[{}]}}\n",
+        std::process::id(),
+        rows.join(",")
+    );
+    let file = std::fs::File::options().append(true).create(true).open(&path);
+    if let Err(e) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
+        eprintln!("tombolo: TOMBOLO_ACCEL_TRACE={}: {e}", Path::new(&path).display());
     }
 }
 

@@ -1,43 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo accel`.
 
+use crate::control::{self, Listing, Request};
 use crate::limits::Limits;
 use crate::supervisor::{self, Config};
-use crate::vm;
+use crate::{trace, vm};
+use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
+
+/// Where a server listens unless it is told otherwise.
+const LISTEN: &str = "unix:/run/tombolo/accel.sock";
 
 /// Accelerators through memory.
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Serve this machine's OpenCL devices to clients
-    Serve {
-        /// Where to listen: unix:/path or tcp:host:port; may be repeated
-        #[arg(long, default_values_t = ["unix:/run/tombolo/accel.sock".to_string()])]
-        listen: Vec<String>,
-        /// A VM to serve through memory: a folder on tmpfs that gets its zone and its doorbell's socket; may be repeated
-        #[arg(long, value_name = "FOLDER")]
-        vm: Vec<std::path::PathBuf>,
-        /// Processes of a VM at once
-        #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
-        vm_channels: u32,
-        /// Window of each process of a VM, in MiB; used only as far as it is needed
-        #[arg(long, default_value_t = 256)]
-        vm_window: u64,
-        /// Clients at once
-        #[arg(long, default_value_t = 64)]
-        clients: usize,
-        /// Device memory of a client, in MiB
-        #[arg(long, default_value_t = 4096)]
-        memory: u64,
-        /// Objects of a client
-        #[arg(long, default_value_t = 65536)]
-        objects: u32,
-        /// Requests of a client per second; 0: no limit
-        #[arg(long, default_value_t = 0)]
-        rate: u32,
-        /// Memory shared with a client for bulk data, in MiB; used only as far as it is needed
-        #[arg(long, default_value_t = 1024)]
-        window: u64,
+    Serve(Serve),
+    /// List servers and who they serve
+    Ls {
+        /// Control socket of the server
+        #[arg(long, default_value = control::DEFAULT)]
+        control: PathBuf,
+    },
+    /// Let a server take nobody more and end when its last client has gone; its address is free at once
+    Drain {
+        /// Control socket of the server
+        #[arg(long, default_value = control::DEFAULT)]
+        control: PathBuf,
+    },
+    /// Run a program and tell calls, waits, bytes and time per function
+    Trace {
+        /// The server's address [default: that of TOMBOLO_ACCEL]
+        #[arg(long)]
+        server: Option<String>,
+        /// The program and its arguments
+        #[arg(last = true, required = true)]
+        program: Vec<String>,
     },
     /// Serve one client (started by 'serve')
     #[command(hide = true)]
@@ -51,15 +50,115 @@ pub enum Command {
     },
 }
 
-/// Runs a command.
-pub fn run(command: Command, _json: bool) -> anyhow::Result<ExitCode> {
-    match command {
-        Command::Serve { listen, vm, vm_channels, vm_window, clients, memory, objects, rate, window } => {
-            let limits = Limits { memory: memory << 20, objects, rate, window: window << 20 };
-            let of = |folder| vm::Config { folder, channels: vm_channels, window: vm_window << 20 };
-            let vms = vm.into_iter().map(of).collect();
-            supervisor::serve(Config { listen, vms, limits, clients })?;
+/// `tombolo accel serve`
+#[derive(clap::Args)]
+pub struct Serve {
+    /// Where to listen: unix:/path or tcp:host:port, with limits of its own behind it (,memory=MIB ,objects=N ,rate=N ,weight=1…100);
+    /// may be repeated
+    #[arg(long, default_values_t = [LISTEN.to_string()])]
+    listen: Vec<String>,
+    /// A VM to serve through memory: a folder on tmpfs that gets its zone and its doorbell's socket, with limits as --listen has;
+    /// may be repeated
+    #[arg(long, value_name = "FOLDER")]
+    vm: Vec<String>,
+    /// Processes of a VM at once
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
+    vm_channels: u32,
+    /// Window of each process of a VM, in MiB; used only as far as it is needed
+    #[arg(long, default_value_t = 256)]
+    vm_window: u64,
+    /// Clients at once, not counting processes of VMs
+    #[arg(long, default_value_t = 64)]
+    clients: usize,
+    /// Device memory of a client, in MiB
+    #[arg(long, default_value_t = 4096)]
+    memory: u64,
+    /// Objects of a client
+    #[arg(long, default_value_t = 65536)]
+    objects: u32,
+    /// Requests of a client per second; 0: no limit
+    #[arg(long, default_value_t = 0)]
+    rate: u32,
+    /// Share of processor time of a client beside others, 1 to 100
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=100))]
+    weight: u32,
+    /// Memory shared with a client for bulk data, in MiB; used only as far as it is needed
+    #[arg(long, default_value_t = 1024)]
+    window: u64,
+    /// Control socket [default: /run/tombolo/accel-control.sock if the server listens at its default address, otherwise none]
+    #[arg(long)]
+    control: Option<PathBuf>,
+    /// Address for Prometheus, such as 127.0.0.1:9128
+    #[arg(long)]
+    metrics: Option<SocketAddr>,
+}
+
+impl Serve {
+    fn config(self) -> anyhow::Result<Config> {
+        let limits = Limits {
+            memory: self.memory << 20,
+            objects: self.objects,
+            rate: self.rate,
+            window: self.window << 20,
+            weight: self.weight,
+        };
+        let split = |limits: &Limits, text: &String| limits.split(text).map_err(anyhow::Error::msg);
+        let listen = self.listen.iter().map(|l| split(&limits, l)).collect::<anyhow::Result<Vec<_>>>()?;
+        let of_vms = Limits { window: self.vm_window << 20, ..limits };
+        let vm = |text: &String| {
+            let (folder, limits) = split(&of_vms, text)?;
+            Ok(vm::Config { folder: folder.into(), channels: self.vm_channels, limits })
+        };
+        let vms = self.vm.iter().map(vm).collect::<anyhow::Result<Vec<_>>>()?;
+        let at_default = listen.iter().any(|(address, _)| address == LISTEN);
+        let control = self.control.or_else(|| at_default.then(|| control::DEFAULT.into()));
+        Ok(Config { listen, vms, clients: self.clients, control, metrics: self.metrics })
+    }
+}
+
+fn mib(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
+}
+
+fn print(servers: &[Listing]) {
+    for server in servers {
+        let state = if server.draining { ", draining" } else { "" };
+        println!("server {} at {}{state}", server.pid, server.listens.join(" "));
+        println!(
+            "{:>9} {:<24} {:>6} {:>15} {:>13} {:>12} {:>12} {:>9}  VIA",
+            "PID", "TENANT", "WEIGHT", "MEMORY MiB", "OBJECTS", "CALLS", "WAITS", "BUSY s"
+        );
+        for t in &server.tenants {
+            println!(
+                "{:>9} {:<24} {:>6} {:>15} {:>13} {:>12} {:>12} {:>9.1}  {}",
+                t.pid,
+                t.name,
+                t.weight,
+                format!("{}/{}", mib(t.memory), mib(t.memory_limit)),
+                format!("{}/{}", t.objects, t.objects_limit),
+                t.calls,
+                t.waits,
+                t.busy_seconds,
+                t.via
+            );
         }
+    }
+}
+
+/// Runs a command; with `json`, answers are JSON.
+pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Serve(serve) => supervisor::serve(serve.config()?)?,
+        Command::Ls { control } => {
+            let servers = control::servers(&control)?;
+            if json {
+                println!("{}", serde_json::to_string(&servers)?);
+            } else {
+                print(&servers);
+            }
+        }
+        Command::Drain { control } => control::ask::<()>(&control, &Request::Drain)?,
+        Command::Trace { server, program } => return trace::run(&program, server.as_deref(), json),
         Command::Worker { limits, place } => {
             let place = place.map(|p| serde_json::from_str(&p)).transpose()?;
             crate::worker::run(&serde_json::from_str(&limits)?, place)?;

@@ -4,7 +4,11 @@
 //! A supervisor listens; for each client it starts a worker, a sandboxed process that alone touches that client's memory, loads the
 //! real driver and carries out what the client asks. A worker that crashes, or is told off, takes one client with it.
 //!
-//! - [`supervisor`]: listens, starts workers, keeps their limits and figures.
+//! - [`supervisor`]: listens, starts workers; drains.
+//! - [`tenants`]: who is served now; [`figures`]: what their workers say of them.
+//! - [`control`]: commands from outside: who is served, drain.
+//! - [`metrics`]: the same for Prometheus.
+//! - [`trace`]: what one program's calls cost.
 //! - [`vm`]: a VM's zone and doorbells; channels that its processes take.
 //! - [`worker`]: the life of one worker, from the handshake to the end of its client.
 //! - [`sandbox`]: what a worker gives up.
@@ -15,11 +19,16 @@
 //! - [`cli`]: `tombolo accel`.
 
 pub mod cli;
+pub mod control;
+pub mod figures;
 pub mod limits;
+pub mod metrics;
 pub mod opencl;
 pub mod sandbox;
 pub mod session;
 pub mod supervisor;
 pub mod table;
+pub mod tenants;
+pub mod trace;
 pub mod vm;
 pub mod worker;

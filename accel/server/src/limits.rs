@@ -15,11 +15,46 @@ pub struct Limits {
     pub rate: u32,
     /// Bytes of the window.
     pub window: u64,
+    /// Share of time beside other clients, 1 to 100.
+    pub weight: u32,
+}
+
+impl Limits {
+    /// How much nicer than its server a worker is: the scheduler gives a thread 1.25 times less for each step.
+    pub fn nice(&self) -> i32 {
+        let steps = (100.0 / f64::from(self.weight.clamp(1, 100))).ln() / 1.25f64.ln();
+        (steps.round() as i32).min(19)
+    }
+
+    /// Takes the limits that stand behind an address: `ADDRESS[,NAME=NUMBER…]`; memory and window in MiB. The address, and its limits.
+    pub fn split(&self, text: &str) -> Result<(String, Limits), String> {
+        let mut words = text.split(',');
+        let address = words.next().unwrap_or_default().to_owned();
+        let mut limits = self.clone();
+        for word in words {
+            let wrong = || {
+                format!(
+                    "{word}: expected memory=MIB, objects=N, rate=N, window=MIB or weight=1…100 behind {address}"
+                )
+            };
+            let (name, number) = word.split_once('=').ok_or_else(wrong)?;
+            let number: u32 = number.parse().map_err(|_| wrong())?;
+            match name {
+                "memory" => limits.memory = u64::from(number) << 20,
+                "objects" => limits.objects = number,
+                "rate" => limits.rate = number,
+                "window" => limits.window = u64::from(number) << 20,
+                "weight" if (1..=100).contains(&number) => limits.weight = number,
+                _ => return Err(wrong()),
+            }
+        }
+        Ok((address, limits))
+    }
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Limits { memory: 4 << 30, objects: 1 << 16, rate: 0, window: 1 << 30 }
+        Limits { memory: 4 << 30, objects: 1 << 16, rate: 0, window: 1 << 30, weight: 100 }
     }
 }
 
@@ -67,6 +102,17 @@ mod tests {
         let wait = b.take_at(start).expect("the burst is used up");
         assert!(wait > Duration::from_millis(9) && wait < Duration::from_millis(11), "{wait:?}");
         assert_eq!(b.take_at(start + Duration::from_millis(50)), None);
+    }
+
+    #[test]
+    fn limits_behind_an_address_are_that_addresss_own() {
+        let all = Limits::default();
+        let (address, own) = all.split("unix:/run/a.sock,memory=8,rate=5,weight=25").expect("fine");
+        assert_eq!((address.as_str(), own.memory, own.rate), ("unix:/run/a.sock", 8 << 20, 5));
+        assert_eq!((own.objects, own.nice(), all.nice()), (all.objects, 6, 0));
+        for wrong in ["a,weight=0", "a,weight=101", "a,memory", "a,memory=x", "a,speed=3"] {
+            assert!(all.split(wrong).unwrap_err().contains("expected memory="), "{wrong}");
+        }
     }
 
     #[test]

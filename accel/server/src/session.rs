@@ -8,9 +8,10 @@
 //!
 //! Replies never block: what the ring doesn't take waits in a queue whose length is limited, so a client that doesn't read only harms itself.
 
+use crate::figures::{Figure, Figures};
 use crate::limits::{Bucket, Limits};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::common::{Ping, Release, Snapshot};
@@ -18,6 +19,7 @@ use tombolo_accel_spec::wire::{
     HEADER, Malformed, PART, Record, Reply, ReplyKind, Request, WANTS_REPLY, decode,
 };
 use tombolo_calls::lead::{Lead, Leading};
+use tombolo_calls::patience::Patience;
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
 /// How long a leader looks for more before it sleeps.
@@ -37,25 +39,11 @@ pub trait Api: Send + Sync + 'static {
     fn release(&self, kind: u32, id: u64);
     /// Tells the client what ended since; called before each reply, so that no reply overtakes what led to it.
     fn settle(&self);
+    /// Bytes of device memory and objects in use.
+    fn usage(&self) -> (u64, u64);
     /// The code of success.
     fn success(&self) -> i32;
 }
-
-/// Counts of one function.
-#[derive(Default)]
-pub struct Count {
-    /// Requests.
-    pub calls: AtomicU64,
-    /// Of these, those that the client waited for.
-    pub waits: AtomicU64,
-    /// Bytes in records.
-    pub bytes: AtomicU64,
-    /// Nanoseconds in handler and driver, of waited calls.
-    pub busy_ns: AtomicU64,
-}
-
-/// Functions counted; larger ids share the last.
-pub const COUNTED: usize = 1024;
 
 struct Outbox {
     tx: Box<dyn Tx>,
@@ -82,7 +70,7 @@ pub struct Session {
     pub shares_window: bool,
     threads: AtomicUsize,
     idle: AtomicUsize,
-    counts: Vec<Count>,
+    figures: Figures,
     over: Mutex<Option<Error>>,
     api: std::sync::OnceLock<Arc<dyn Api>>,
 }
@@ -119,7 +107,7 @@ impl Call<'_> {
 
 impl Session {
     /// Takes a link over.
-    pub fn new(link: Link, limits: &Limits) -> Arc<Session> {
+    pub fn new(link: Link, limits: &Limits, figures: Figures) -> Arc<Session> {
         Arc::new(Session {
             shares_window: link.tx.shares_window(),
             outbox: Mutex::new(Outbox { tx: link.tx, queue: VecDeque::new(), queued: 0 }),
@@ -128,28 +116,39 @@ impl Session {
             window: link.window,
             threads: AtomicUsize::new(1),
             idle: AtomicUsize::new(0),
-            counts: (0..COUNTED).map(|_| Count::default()).collect(),
+            figures,
             over: Mutex::new(None),
             api: std::sync::OnceLock::new(),
         })
     }
 
-    /// Counts of a function.
-    pub fn count(&self, call: u32) -> &Count {
-        &self.counts[(call as usize).min(COUNTED - 1)]
+    /// Says who carries requests out; the first who is named does.
+    pub fn plug(&self, api: Arc<dyn Api>) {
+        self.api.get_or_init(|| api);
+    }
+
+    /// Carries a record out as if it had come in, for tests and fuzzers.
+    pub fn carry(self: &Arc<Self>, record: &[u8]) -> Result<(), Error> {
+        let input = loop {
+            match self.input.try_take() {
+                Some(input) => break input,
+                None => std::thread::yield_now(),
+            }
+        };
+        let back = self.carry_out(record, input)?;
+        drop(back);
+        Ok(())
     }
 
     /// Serves the client on this thread and others until it is gone; why it ended.
     pub fn run(self: &Arc<Self>, api: Arc<dyn Api>) -> Error {
-        if self.api.set(api).is_err() {
-            return Error::Broken("a session runs once");
-        }
+        self.plug(api);
         self.serve();
         lock(&self.over).take().unwrap_or(Error::Closed)
     }
 
     fn api(&self) -> &Arc<dyn Api> {
-        self.api.get().expect("run() sets it before anything is served")
+        self.api.get().expect("plugged in before anything is served")
     }
 
     /// A thread exists that sleeps on the doorbell; otherwise one is started.
@@ -211,13 +210,14 @@ impl Session {
     fn lead<'s>(self: &'s Arc<Self>, mut input: Leading<'s, In>) -> Result<bool, Error> {
         let mut record = Vec::new();
         input.rx.disarm();
-        let mut idle_since: Option<Instant> = None;
+        let mut idle: Option<Patience> = None;
         loop {
             if input.rx.try_recv(&mut record)? {
-                idle_since = None;
+                idle = None;
                 if let Some(wait) = input.bucket.take() {
                     // The client's own rate: only its own requests wait.
                     std::thread::sleep(wait);
+                    self.figures.add(Figure::Held, wait.as_nanos() as u64);
                 }
                 match self.carry_out(&record, input)? {
                     Some(back) => input = back,
@@ -225,18 +225,15 @@ impl Session {
                 }
                 continue;
             }
-            if idle_since.is_none() {
+            if idle.is_none() {
                 self.flush()?;
+                self.tell_usage();
             }
-            let since = *idle_since.get_or_insert_with(Instant::now);
-            for _ in 0..32 {
-                std::hint::spin_loop();
-            }
-            if since.elapsed() > SPIN {
+            if !idle.get_or_insert_with(|| Patience::new(SPIN)).turn() {
                 if input.rx.arm()? {
                     return Ok(input.give());
                 }
-                idle_since = None;
+                idle = None;
             }
         }
     }
@@ -265,9 +262,8 @@ impl Session {
             &whole
         };
         let waited = request.flags & WANTS_REPLY != 0;
-        let count = self.count(request.call);
-        count.calls.fetch_add(1, Ordering::Relaxed);
-        count.bytes.fetch_add(record.len() as u64, Ordering::Relaxed);
+        self.figures.add(Figure::Calls, 1);
+        self.figures.add(Figure::Bytes, record.len() as u64);
         let begun = waited.then(Instant::now);
         let api = self.api();
         let mut call = Call { session: self, reply: Vec::new(), waited, lead: Some(input) };
@@ -282,23 +278,23 @@ impl Session {
         }
         .map_err(malformed)?;
         let status = outcome.err().unwrap_or_else(|| api.success());
+        if call.lead.is_none() {
+            // Before the reply, so that the client's next request need not ring for anybody.
+            call.lead = self.input.try_take();
+            if let Some(input) = &mut call.lead {
+                input.rx.disarm();
+            }
+        }
         if waited {
             api.settle();
             let body = if outcome.is_ok() { &call.reply[..] } else { &[] };
-            self.send(Reply { kind: ReplyKind::Result, status, tag: request.tag }, body)?;
-            count.waits.fetch_add(1, Ordering::Relaxed);
+            self.figures.add(Figure::Waits, 1);
             if let Some(begun) = begun {
-                count.busy_ns.fetch_add(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
+                self.figures.add(Figure::Busy, begun.elapsed().as_nanos() as u64);
             }
+            self.send(Reply { kind: ReplyKind::Result, status, tag: request.tag }, body)?;
         }
-        if let Some(input) = call.lead.take() {
-            return Ok(Some(input));
-        }
-        let mut again = self.input.try_take();
-        if let Some(input) = &mut again {
-            input.rx.disarm();
-        }
-        Ok(again)
+        Ok(call.lead.take())
     }
 
     /// Sends a record to the client. Never blocks.
@@ -364,6 +360,12 @@ impl Session {
             }
         }
         Ok(())
+    }
+
+    fn tell_usage(&self) {
+        let (memory, objects) = self.api().usage();
+        self.figures.set(Figure::Memory, memory);
+        self.figures.set(Figure::Objects, objects);
     }
 
     fn flush(&self) -> Result<(), Error> {

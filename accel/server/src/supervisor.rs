@@ -1,27 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Listens, and starts a worker for each client. The supervisor never reads what a client sends.
 
+use crate::control::{self, Listing};
+use crate::figures::Figures;
 use crate::limits::Limits;
+use crate::metrics;
+use crate::tenants::{Tenant, Tenants};
 use crate::vm;
 use anyhow::{Context, bail};
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command};
-use std::sync::Mutex;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 /// How a server runs.
 pub struct Config {
-    /// Addresses to listen on: `unix:/path`, `tcp:host:port`.
-    pub listen: Vec<String>,
+    /// Addresses to listen on (`unix:/path`, `tcp:host:port`), and the limits of each client that comes by it.
+    pub listen: Vec<(String, Limits)>,
     /// VMs to serve through zones of their own.
     pub vms: Vec<vm::Config>,
-    /// Limits of each client.
-    pub limits: Limits,
-    /// Clients at once.
+    /// Clients at once, not counting processes of VMs.
     pub clients: usize,
+    /// Where commands come in.
+    pub control: Option<PathBuf>,
+    /// Where Prometheus asks.
+    pub metrics: Option<SocketAddr>,
 }
 
 enum Listener {
@@ -36,17 +45,14 @@ impl Listener {
                 if std::os::unix::net::UnixStream::connect(path).is_ok() {
                     bail!("{address}: a server listens there already");
                 }
-                match std::fs::remove_file(path) {
-                    Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                        return Err(e).with_context(|| format!("{path}: the old socket can't be removed"));
-                    }
-                    _ => {}
-                }
-                if let Some(folder) = std::path::Path::new(path).parent() {
+                if let Some(folder) = Path::new(path).parent() {
                     std::fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
                 }
-                let listener = UnixListener::bind(path).with_context(|| address.to_string())?;
-                std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660))
+                // Whoever sees the socket can connect: it gets its name when it listens.
+                let unnamed = format!("{path}.{}", std::process::id());
+                let listener = UnixListener::bind(&unnamed).with_context(|| unnamed.clone())?;
+                std::fs::set_permissions(&unnamed, std::fs::Permissions::from_mode(0o660))
+                    .and_then(|()| std::fs::rename(&unnamed, path))
                     .with_context(|| address.to_string())?;
                 Ok(Listener::Unix(listener))
             }
@@ -66,30 +72,140 @@ impl Listener {
             }),
         }
     }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Listener::Unix(l) => l.as_fd(),
+            Listener::Tcp(l) => l.as_fd(),
+        }
+    }
 }
 
-/// Serves until the process is told to end.
+/// A running server.
+pub struct Server {
+    /// Who is served.
+    pub tenants: Arc<Tenants>,
+    listens: Vec<String>,
+    /// Copies of the sockets that clients find, to shut down.
+    sockets: Mutex<Vec<(String, OwnedFd)>>,
+    control: Option<PathBuf>,
+    most: usize,
+    draining: AtomicBool,
+}
+
+/// Serves until the process is told to end, or is drained.
 pub fn serve(config: Config) -> anyhow::Result<()> {
-    let listeners = config.listen.iter().map(|a| Listener::bind(a)).collect::<anyhow::Result<Vec<_>>>()?;
+    let listeners = config
+        .listen
+        .iter()
+        .map(|(address, limits)| Ok((address.clone(), limits.clone(), Listener::bind(address)?)))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    let copy = |(address, _, listener): &(String, Limits, Listener)| {
+        Ok((address.clone(), listener.fd().try_clone_to_owned()?))
+    };
     let vms = config.vms.iter().map(vm::Vm::new).collect::<anyhow::Result<Vec<_>>>()?;
-    let admission = Admission { limits: serde_json::to_string(&config.limits)?, most: config.clients };
-    let workers: Mutex<Vec<Child>> = Mutex::default();
-    std::thread::scope(|scope| {
-        for vm in vms {
-            scope.spawn(|| vm.serve(&admission));
-        }
-        for listener in &listeners {
-            scope.spawn(|| {
-                loop {
-                    match listener.accept() {
-                        Ok(socket) => admission.admit(socket, &workers),
-                        Err(e) => eprintln!("tombolo accel: a connection was lost before it began: {e}"),
-                    }
-                }
-            });
-        }
+    let folders = config.vms.iter().map(|vm| vm.folder.display().to_string());
+    let server = Arc::new(Server {
+        tenants: Arc::default(),
+        listens: config.listen.iter().map(|l| l.0.clone()).chain(folders).collect(),
+        sockets: Mutex::new(listeners.iter().map(copy).collect::<std::io::Result<_>>()?),
+        control: config.control,
+        most: config.clients,
+        draining: AtomicBool::new(false),
     });
+    let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
+        std::thread::Builder::new().name(name.into()).spawn(run).map(drop)
+    };
+    if let Some(address) = config.metrics {
+        let listener = TcpListener::bind(address)
+            .with_context(|| format!("metrics at {address}; choose another address"))?;
+        let tenants = server.tenants.clone();
+        spawn("metrics", Box::new(move || metrics::serve(&listener, &tenants)))?;
+    }
+    if let Some(path) = &server.control {
+        let (listener, server) = (control::listen(path)?, server.clone());
+        spawn("control", Box::new(move || control::serve(&listener, &server)))?;
+    }
+    for vm in vms {
+        let tenants = server.tenants.clone();
+        spawn("vm", Box::new(move || vm.serve(&tenants)))?;
+    }
+    let accepting = listeners
+        .into_iter()
+        .map(|(address, limits, listener)| {
+            let server = server.clone();
+            let name = std::thread::Builder::new().name("listen".into());
+            name.spawn(move || server.accept(&address, &limits, &listener))
+        })
+        .collect::<std::io::Result<Vec<_>>>()?;
+    for thread in accepting {
+        // One that panicked has said so.
+        let _ended = thread.join();
+    }
+    // Drained. The workers end with this process, so it stays until nobody needs one.
+    server.tenants.wait_until_gone();
+    if let Some(path) = &server.control {
+        // Somebody may have tidied up already.
+        let _gone = std::fs::remove_file(control::draining(path));
+    }
     Ok(())
+}
+
+impl Server {
+    fn accept(&self, address: &str, limits: &Limits, listener: &Listener) {
+        while !self.draining.load(Ordering::SeqCst) {
+            match listener.accept() {
+                Ok(socket) => self.admit(address, limits, &socket),
+                Err(_) if self.draining.load(Ordering::SeqCst) => return,
+                Err(e) => eprintln!("tombolo accel: a connection was lost before it began: {e}"),
+            }
+        }
+    }
+
+    fn admit(&self, address: &str, limits: &Limits, socket: &OwnedFd) {
+        if self.tenants.by_sockets() >= self.most {
+            let why = format!("this server has {} clients already; try later or raise --clients", self.most);
+            if tombolo_calls::stream::refuse(socket, &why).is_err() {
+                eprintln!("tombolo accel: a client left before it could be refused");
+            }
+            return;
+        }
+        if let Err(e) = start(&self.tenants, address, limits, &[socket.as_fd()], None, || ()) {
+            eprintln!("tombolo accel: no worker could be started: {e:#}");
+        }
+    }
+
+    /// Takes no clients any more; [`serve`] ends when the last one has gone. The address is free when this returns.
+    pub fn drain(&self) {
+        if self.draining.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        for (address, socket) in self.sockets.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            if let Some(path) = address.strip_prefix("unix:") {
+                if let Err(e) = std::fs::remove_file(path) {
+                    eprintln!("tombolo accel: {path}: {e}");
+                }
+            }
+            // SAFETY: an integer; wakes whoever accepts on it.
+            unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_RDWR) };
+        }
+        if let Some(path) = &self.control {
+            if let Err(e) = std::fs::rename(path, control::draining(path)) {
+                eprintln!("tombolo accel: {}: {e}", path.display());
+            }
+        }
+        eprintln!("tombolo accel: draining: {} clients are left", self.tenants.status().len());
+    }
+
+    /// Who is served.
+    pub fn listing(&self) -> Listing {
+        Listing {
+            pid: std::process::id(),
+            listens: self.listens.clone(),
+            draining: self.draining.load(Ordering::SeqCst),
+            tenants: self.tenants.status(),
+        }
+    }
 }
 
 /// Where a worker's channel is, for one that serves a VM's process.
@@ -103,57 +219,71 @@ pub struct Place {
     pub window: u64,
 }
 
-/// Starts workers.
-pub struct Admission {
-    limits: String,
-    most: usize,
-}
-
-impl Admission {
-    fn admit(&self, socket: OwnedFd, workers: &Mutex<Vec<Child>>) {
-        let mut workers = workers.lock().unwrap_or_else(|e| e.into_inner());
-        workers.retain_mut(|w| matches!(w.try_wait(), Ok(None)));
-        if workers.len() >= self.most {
-            let why = format!("this server has {} clients already; try later or raise --clients", self.most);
-            if tombolo_calls::stream::refuse(&socket, &why).is_err() {
-                eprintln!("tombolo accel: a client left before it could be refused");
-            }
-            return;
-        }
-        match self.start(&[socket.as_fd()], None) {
-            Ok(child) => workers.push(child),
-            Err(e) => eprintln!("tombolo accel: no worker could be started: {e}"),
-        }
+/// Starts a worker for a client that came by `via`. It finds its figures at [`crate::worker::FIGURES_FD`] and the descriptors from
+/// [`crate::worker::SOCKET_FD`] on. `ended` is called when it has.
+pub fn start(
+    tenants: &Arc<Tenants>,
+    via: &str,
+    limits: &Limits,
+    fds: &[BorrowedFd<'_>],
+    place: Option<&Place>,
+    ended: impl FnOnce() + Send + 'static,
+) -> anyhow::Result<()> {
+    let (figures, page) = Figures::new().context("its figures")?;
+    // First out of the way of the numbers they get.
+    let above = crate::worker::SOCKET_FD + fds.len() as i32;
+    let wanted = std::iter::once(page.as_fd()).chain(fds.iter().copied());
+    let copies = wanted.map(|fd| copy_above(fd, above)).collect::<std::io::Result<Vec<_>>>()?;
+    let raw: Vec<i32> = copies.iter().map(AsRawFd::as_raw_fd).collect();
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(worker_arguments()).arg("--limits").arg(serde_json::to_string(limits)?);
+    if let Some(place) = place {
+        command.arg("--place").arg(serde_json::to_string(place)?);
     }
-
-    /// Starts a worker, which finds the descriptors from [`crate::worker::SOCKET_FD`] on.
-    pub fn start(&self, fds: &[BorrowedFd<'_>], place: Option<&Place>) -> anyhow::Result<Child> {
-        // First out of the way of the numbers they get.
-        let above = crate::worker::SOCKET_FD + fds.len() as i32;
-        let copies = fds.iter().map(|fd| copy_above(*fd, above)).collect::<std::io::Result<Vec<_>>>()?;
-        let raw: Vec<i32> = copies.iter().map(AsRawFd::as_raw_fd).collect();
-        let mut command = Command::new(std::env::current_exe()?);
-        command.args(worker_arguments()).arg("--limits").arg(&self.limits);
-        if let Some(place) = place {
-            command.arg("--place").arg(serde_json::to_string(place)?);
-        }
-        // Inside a worker no OpenCL of ours may be found: its devices are the native ones.
-        command.env("TOMBOLO_ACCEL_SERVER", "1");
-        // SAFETY: between fork and exec only async-signal-safe calls are made.
-        unsafe {
-            command.pre_exec(move || {
-                for (fd, to) in raw.iter().zip(crate::worker::SOCKET_FD..) {
-                    if libc::dup2(*fd, to) < 0 {
-                        return Err(std::io::Error::last_os_error());
-                    }
+    // Inside a worker no OpenCL of ours may be found: its devices are the native ones.
+    command.env("TOMBOLO_ACCEL_SERVER", "1");
+    let nice = limits.nice();
+    // SAFETY: between fork and exec only async-signal-safe calls are made.
+    unsafe {
+        command.pre_exec(move || {
+            for (fd, to) in raw.iter().zip(crate::worker::FIGURES_FD..) {
+                if libc::dup2(*fd, to) < 0 {
+                    return Err(std::io::Error::last_os_error());
                 }
-                // A worker doesn't outlive its supervisor.
-                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
-                Ok(())
-            });
-        }
-        Ok(command.spawn()?)
+            }
+            if nice != 0 {
+                let own = libc::getpriority(libc::PRIO_PROCESS, 0);
+                if libc::setpriority(libc::PRIO_PROCESS, 0, own + nice) < 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+            }
+            // A worker doesn't outlive its supervisor.
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
+            Ok(())
+        });
     }
+    let tenant = Tenant { via: via.into(), limits: limits.clone(), figures, since: Instant::now() };
+    let tenants = tenants.clone();
+    // The signal comes when the thread that started a worker ends; so that thread waits for it.
+    let (said, started) = std::sync::mpsc::channel();
+    std::thread::Builder::new().name("worker-watch".into()).spawn(move || {
+        let child = command.spawn();
+        drop(copies);
+        let mut child = match child {
+            Ok(child) => child,
+            Err(e) => return drop(said.send(Err(e))),
+        };
+        let pid = child.id();
+        tenants.add(pid, tenant);
+        // Whoever asked waits for this.
+        let _heard = said.send(Ok(()));
+        if let Err(e) = child.wait() {
+            eprintln!("tombolo accel: a worker can't be waited for: {e}");
+        }
+        tenants.remove(pid);
+        ended();
+    })?;
+    Ok(started.recv().context("the thread that starts a worker ended")??)
 }
 
 fn copy_above(fd: BorrowedFd<'_>, least: i32) -> std::io::Result<OwnedFd> {

@@ -3,7 +3,9 @@
 //! take; each that is taken gets a worker. One thread per VM looks after all of that and carries no data: it starts and
 //! ends workers, and passes on which channel was rung when the VM rang.
 
-use crate::supervisor::{Admission, Place};
+use crate::limits::Limits;
+use crate::supervisor::{self, Place};
+use crate::tenants::Tenants;
 use anyhow::{Context, bail};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,8 +30,8 @@ pub struct Config {
     pub folder: PathBuf,
     /// Processes of the VM at once.
     pub channels: u32,
-    /// Bytes of each one's window.
-    pub window: u64,
+    /// Limits of each one; its window is a part of the zone.
+    pub limits: Limits,
 }
 
 enum Message {
@@ -53,6 +55,7 @@ pub struct Vm {
     area: Area,
     member: MemberId,
     peer: Option<u16>,
+    limits: Limits,
     doorbells: DoorbellServer,
     workers: BTreeMap<u32, Worker>,
     messages: Receiver<Message>,
@@ -62,7 +65,7 @@ pub struct Vm {
 }
 
 fn size(config: &Config) -> (u64, Geometry) {
-    let geometry = Geometry { ring: RING, window: config.window };
+    let geometry = Geometry { ring: RING, window: config.limits.window };
     let area = Area::bytes(config.channels, geometry).next_multiple_of(2 << 20);
     // The header and the member table come first.
     ((area + (2 << 20)).max(8 << 20), geometry)
@@ -115,25 +118,42 @@ impl Vm {
             bell = folder.join("bell").display(),
         );
         let workers = BTreeMap::new();
-        Ok(Vm { zone, area, member, peer: None, doorbells, workers, messages, sender, _bell: bell, own })
+        let limits = config.limits.clone();
+        Ok(Vm {
+            zone,
+            area,
+            member,
+            peer: None,
+            limits,
+            doorbells,
+            workers,
+            messages,
+            sender,
+            _bell: bell,
+            own,
+        })
     }
 
     /// Serves the VM for ever.
-    pub fn serve(mut self, admission: &Admission) {
+    pub fn serve(mut self, tenants: &Arc<Tenants>) {
         while let Ok(message) = self.messages.recv() {
             match message {
-                Message::Rung => self.look(admission),
+                Message::Rung => self.look(tenants),
                 Message::Doorbell(Event::Joined { member, peer }) if member == self.member => {
                     self.peer = Some(peer);
+                    tenants.vm_came();
                 }
-                Message::Doorbell(Event::Left { member, .. }) if member == self.member => self.vm_is_gone(),
+                Message::Doorbell(Event::Left { member, .. }) if member == self.member => {
+                    self.vm_is_gone();
+                    tenants.vm_went();
+                }
                 Message::Doorbell(_) => {}
                 Message::Ended(channel) => self.ended(channel),
             }
         }
     }
 
-    fn look(&mut self, admission: &Admission) {
+    fn look(&mut self, tenants: &Arc<Tenants>) {
         if let Err(e) = self.zone.take_pending(self.own.id()) {
             eprintln!("tombolo accel: {e}");
         }
@@ -142,7 +162,7 @@ impl Vm {
                 continue;
             }
             match (self.area.state(channel), self.workers.get(&channel)) {
-                (State::Wanted, None) => self.start(channel, admission),
+                (State::Wanted, None) => self.start(channel, tenants),
                 (State::Left, Some(worker)) => worker.end(),
                 (State::Left, None) => self.free(channel),
                 (_, Some(worker)) => worker.ring(),
@@ -151,8 +171,8 @@ impl Vm {
         }
     }
 
-    fn start(&mut self, channel: u32, admission: &Admission) {
-        match self.try_start(channel, admission) {
+    fn start(&mut self, channel: u32, tenants: &Arc<Tenants>) {
+        match self.try_start(channel, tenants) {
             Ok(worker) => {
                 // What the client wrote before is in its ring; it may also have left again, which the next ring tells.
                 self.area.serve(channel);
@@ -166,7 +186,7 @@ impl Vm {
         }
     }
 
-    fn try_start(&self, channel: u32, admission: &Admission) -> anyhow::Result<Worker> {
+    fn try_start(&self, channel: u32, tenants: &Arc<Tenants>) -> anyhow::Result<Worker> {
         let peer = self.peer.context("the VM has no doorbell")?;
         let doorbell = self.doorbells.descriptor(peer)?.context("the VM's doorbell is gone")?;
         let (socket, theirs) = UnixStream::pair()?;
@@ -174,15 +194,11 @@ impl Vm {
         let Geometry { ring, window } = self.area.geometry();
         let place = Place { at: self.area.offset(channel), ring, window };
         let fds = [theirs.as_fd(), self.area.memory().as_fd(), bell.as_fd(), doorbell.as_fd()];
-        let mut child = admission.start(&fds, Some(&place))?;
         let sender = self.sender.clone();
-        std::thread::Builder::new().name("worker-watch".into()).spawn(move || {
-            if let Err(e) = child.wait() {
-                eprintln!("tombolo accel: a worker can't be waited for: {e}");
-            }
-            // Nobody listens when the server ends.
-            let _ended = sender.send(Message::Ended(channel));
-        })?;
+        // Nobody listens when the server ends.
+        let ended = move || drop(sender.send(Message::Ended(channel)));
+        let via = format!("vm:{}", self.zone.name());
+        supervisor::start(tenants, &via, &self.limits, &fds, Some(&place), ended)?;
         Ok(Worker { socket, bell: File::from(bell) })
     }
 

@@ -2,6 +2,7 @@
 //! The life of one worker: it shakes hands with its client, gives up what it doesn't need, loads the driver, and serves until the
 //! client is gone.
 
+use crate::figures::Figures;
 use crate::limits::Limits;
 use crate::opencl::OpenCl;
 use crate::session::Session;
@@ -15,8 +16,10 @@ use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::{Geometry, Hello};
 use tombolo_calls::{Error, Link, process, stream, zone};
 
+/// The descriptor a worker finds the page of its figures at.
+pub const FIGURES_FD: i32 = 3;
 /// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell and doorbell follow.
-pub const SOCKET_FD: i32 = 3;
+pub const SOCKET_FD: i32 = FIGURES_FD + 1;
 
 /// Who the worker was started for.
 enum Caller {
@@ -87,8 +90,12 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
         say(panic);
         std::process::abort();
     }));
+    // SAFETY: the supervisor put it there; nobody else in this process owns it.
+    let page = File::from(unsafe { OwnedFd::from_raw_fd(FIGURES_FD) });
+    let figures = Figures::of(&page).context("the page of figures")?;
     let Some(caller) = called(place)? else { return Ok(()) };
     let hello = caller.hello().clone();
+    figures.set_name(&hello.name);
     if let Err(why) = hello.fits(wire::API, wire::IDENTITY) {
         caller.refuse(&why.to_string())?;
         bail!("{}: {why}", hello.name);
@@ -103,7 +110,7 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
         }
     };
     let link = caller.accept(limits)?;
-    let session = Session::new(link, limits);
+    let session = Session::new(link, limits, figures);
     api.attach(&session);
     match session.run(api.clone()) {
         Error::Closed => {}

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A server, its workers and programs as processes of this machine, with PoCL as the native driver (packages/accel.list).
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+use tombolo_accel_client::connection::Connection;
+use tombolo_accel_server::control::Listing;
+use tombolo_accel_spec::common::Ping;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::Hello;
 use tombolo_calls::{Error, Link, process, send};
@@ -68,13 +71,16 @@ const MEMORY: &str = "2";
 struct Server {
     child: Child,
     socket: PathBuf,
+    control: PathBuf,
 }
 
 impl Server {
     fn start(name: &str, options: &[&str]) -> Server {
         let socket = folder().join(format!("{name}-{}.sock", std::process::id()));
+        let control = socket.with_extension("control");
         let child = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"))
-            .args(["serve", "--listen", &format!("unix:{}", socket.display())])
+            .args(["serve", "--listen", &format!("unix:{}", socket.display()), "--control"])
+            .arg(&control)
             .args(options)
             .env("POCL_CACHE_DIR", folder().join("cache"))
             .env("POCL_MEMORY_LIMIT", MEMORY)
@@ -84,11 +90,11 @@ impl Server {
             .expect("the server starts");
         let begun = Instant::now();
         // The socket's appearance says that the server listens.
-        while !socket.exists() {
+        while !(socket.exists() && control.exists()) {
             assert!(begun.elapsed() < Duration::from_secs(30), "the server doesn't listen");
             std::thread::yield_now();
         }
-        Server { child, socket }
+        Server { child, socket, control }
     }
 
     fn program(&self, program: &Path) -> Command {
@@ -102,6 +108,18 @@ impl Server {
     fn connect(&self) -> Link {
         let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "test".into() };
         process::connect(&self.socket, &hello).expect("connects")
+    }
+
+    /// A client that does nothing by itself.
+    fn client(&self) -> Arc<Connection> {
+        Connection::new(self.connect())
+    }
+
+    /// The servers at this one's control socket.
+    fn ls(&self) -> Vec<Listing> {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
+        let output = run(command.args(["ls", "--json", "--control"]).arg(&self.control));
+        serde_json::from_slice(&output.stdout).expect("a list in JSON")
     }
 
     /// Ends the server; what it logged.
@@ -254,4 +272,150 @@ fn a_client_of_another_build_is_refused_with_a_reason() {
     let why = process::connect(&server.socket, &hello).err().expect("refused").to_string();
     assert!(why.contains("different declarations") && why.contains("same release"), "{why}");
     server.end();
+}
+
+fn ping(client: &Connection) {
+    client.call(&Ping {}, |_, _| ()).expect("an answer");
+}
+
+#[test]
+fn ls_tells_who_is_served_and_what_each_uses() {
+    let server = Server::start("ls", &[]);
+    let (busy, idle) = (server.client(), server.client());
+    (0..5).for_each(|_| ping(&busy));
+    busy.post(&Ping {}).expect("sent");
+    (0..2).for_each(|_| ping(&idle));
+    ping(&busy);
+    let mut listing = server.ls().remove(0);
+    assert_eq!(listing.pid, server.child.id());
+    assert!(!listing.draining);
+    listing.tenants.sort_by_key(|t| t.calls);
+    let found: Vec<_> =
+        listing.tenants.iter().map(|t| (t.name.as_str(), t.calls, t.waits, t.weight)).collect();
+    assert_eq!(found, [("test", 2, 2, 100), ("test", 7, 6, 100)]);
+    drop(idle);
+    let begun = Instant::now();
+    while server.ls()[0].tenants.len() != 1 {
+        assert!(begun.elapsed() < Duration::from_secs(30), "a client that left is still listed");
+    }
+    server.end();
+}
+
+#[test]
+fn a_client_beyond_its_rate_waits_for_its_turn_and_nobody_else_does() {
+    let free = folder().join(format!("free-{}.sock", std::process::id()));
+    let server =
+        Server::start("rate", &["--rate", "100", "--listen", &format!("unix:{},rate=0", free.display())]);
+    let slow = server.client();
+    let begun = Instant::now();
+    (0..40).for_each(|_| ping(&slow));
+    // A tenth of a second's worth is there at once.
+    assert!(begun.elapsed() > Duration::from_millis(280), "{:?}", begun.elapsed());
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "free".into() };
+    let fast = Connection::new(process::connect(&free, &hello).expect("connects"));
+    (0..40).for_each(|_| ping(&fast));
+    let tenants = server.ls().remove(0).tenants;
+    let held = |name: &str| tenants.iter().find(|t| t.name == name).expect("listed").held_seconds;
+    assert!(held("test") > 0.25, "{tenants:?}");
+    assert_eq!(held("free"), 0.0, "{tenants:?}");
+    server.end();
+}
+
+/// How nice a process is to others.
+fn niceness(pid: u32) -> i32 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
+    fields[16].parse().expect("a number")
+}
+
+#[test]
+fn a_client_of_a_quarter_of_the_weight_is_scheduled_with_a_quarter_of_the_weight() {
+    let server = Server::start("weight", &["--weight", "25"]);
+    let client = server.client();
+    ping(&client);
+    let tenant = server.ls().remove(0).tenants.remove(0);
+    // 1.25 to the power of 6 is 3.8.
+    assert_eq!((tenant.weight, niceness(tenant.pid) - niceness(server.child.id())), (25, 6));
+    server.end();
+}
+
+#[test]
+fn a_server_that_drains_keeps_its_clients_and_its_successor_listens_at_once() {
+    let mut old = Server::start("drain", &[]);
+    let client = old.client();
+    ping(&client);
+    run(Command::new(env!("CARGO_BIN_EXE_tombolo-accel")).arg("drain").arg("--control").arg(&old.control));
+    let new = Server::start("drain", &[]);
+    let newcomer = new.client();
+    (0..3).for_each(|_| ping(&newcomer));
+    ping(&client);
+    let servers = new.ls();
+    let seen: Vec<_> = servers.iter().map(|s| (s.pid, s.draining, s.tenants.len())).collect();
+    assert_eq!(seen, [(new.child.id(), false, 1), (old.child.id(), true, 1)]);
+    drop(client);
+    let ended = old.child.wait().expect("it ends when its last client has gone");
+    assert!(ended.success(), "{ended}");
+    ping(&newcomer);
+    assert_eq!(new.ls().len(), 1);
+    new.end();
+}
+
+#[test]
+fn prometheus_gets_the_figures_of_each_client() {
+    let address =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port");
+    let server = Server::start("metrics", &["--metrics", &address.to_string()]);
+    let client = server.client();
+    (0..4).for_each(|_| ping(&client));
+    let mut stream = std::net::TcpStream::connect(address).expect("it listens");
+    stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").expect("sent");
+    let mut text = String::new();
+    stream.read_to_string(&mut text).expect("an answer");
+    assert!(text.starts_with("HTTP/1.1 200 OK") && text.contains("tombolo_accel_tenants 1\n"), "{text}");
+    let pid = server.ls()[0].tenants[0].pid;
+    let calls = format!("tombolo_accel_calls_total{{pid=\"{pid}\",name=\"test\",via=\"unix:");
+    assert!(text.lines().any(|l| l.starts_with(&calls) && l.ends_with(" 4")), "{text}");
+    server.end();
+}
+
+#[test]
+fn trace_tells_calls_and_waits_per_function_and_passes_the_programs_output_and_code_on() {
+    let server = Server::start("trace", &[]);
+    let trace = |json: bool, program: &[&str]| {
+        let mut command = server.program(Path::new(env!("CARGO_BIN_EXE_tombolo-accel")));
+        if json {
+            command.arg("--json");
+        }
+        command.args(["trace", "--"]).args(program).output().expect("it runs")
+    };
+    let table = trace(false, &["clinfo", "-l"]);
+    let (out, err) = (String::from_utf8_lossy(&table.stdout), String::from_utf8_lossy(&table.stderr));
+    assert!(out.contains("Platform #0"), "{out}");
+    let snapshot = err.lines().find(|l| l.starts_with("snapshot ")).unwrap_or_else(|| panic!("{err}"));
+    let numbers: Vec<&str> = snapshot.split_whitespace().collect();
+    assert_eq!(numbers[1..3], ["1", "1"], "{err}");
+    assert!(err.starts_with("clinfo:") && err.lines().last().is_some_and(|l| l.starts_with("all ")), "{err}");
+    let failing = trace(true, &["sh", "-c", "clinfo -l >/dev/null; exit 7"]);
+    assert_eq!(failing.status.code(), Some(7));
+    let processes: serde_json::Value = serde_json::from_slice(&failing.stdout).expect("JSON");
+    assert_eq!(processes[0]["program"], "clinfo");
+    let none = trace(false, &["true"]);
+    assert!(String::from_utf8_lossy(&none.stderr).contains("sent nothing to an accelerator server"));
+    server.end();
+}
+
+#[test]
+fn commands_without_a_server_and_limits_without_sense_say_what_was_expected() {
+    let accel = |arguments: &[&str]| {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_tombolo-accel")).args(arguments).output().expect("it runs");
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    for command in ["ls", "drain"] {
+        let err = accel(&[command, "--control", "/nonexistent/control"]);
+        assert!(err.contains("no accelerator server answers at /nonexistent/control"), "{err}");
+    }
+    let err = accel(&["serve", "--listen", "unix:/nonexistent/s,speed=3"]);
+    assert!(err.contains("speed=3: expected memory=MIB"), "{err}");
 }

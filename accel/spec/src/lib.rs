@@ -14,7 +14,7 @@ pub const OPENCL_API: &str = include_str!("../opencl.api");
 /// OpenCL's records, kinds, codes and identity, generated.
 #[allow(clippy::too_many_lines)]
 pub mod opencl {
-    use crate::wire::{Decoder, Encoder, Malformed, Record, again};
+    use crate::wire::{Decoder, Encoder, Maker, Malformed, Record, again};
     use std::borrow::Cow;
     include!(concat!(env!("OUT_DIR"), "/opencl.rs"));
 }

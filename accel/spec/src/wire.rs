@@ -104,6 +104,64 @@ impl<'b> Encoder<'b> {
     }
 }
 
+/// Encodes values that a source of numbers chooses: a fuzzer's requests, which decode whatever their values are.
+pub struct Maker<'m> {
+    next: &'m mut dyn FnMut() -> u64,
+    out: &'m mut Vec<u8>,
+}
+
+macro_rules! made {
+    ($($t:ident $many:ident),*) => {
+        $(
+            /// An integer.
+            pub fn $t(&mut self) {
+                let value = (self.next)() as $t;
+                Encoder::new(self.out).$t(value);
+            }
+            /// A few integers.
+            pub fn $many(&mut self) {
+                let count = (self.next)() % 5;
+                let values: Vec<$t> = (0..count).map(|_| (self.next)() as $t).collect();
+                Encoder::new(self.out).$many(&values);
+            }
+        )*
+    };
+}
+
+impl<'m> Maker<'m> {
+    /// Appends to `out`.
+    pub fn new(next: &'m mut dyn FnMut() -> u64, out: &'m mut Vec<u8>) -> Self {
+        Maker { next, out }
+    }
+    made!(u32 u32s, i32 i32s, u64 u64s, i64 i64s);
+    /// Three integers.
+    pub fn triple(&mut self) {
+        (0..3).for_each(|_| self.u64());
+    }
+    fn some(&mut self) -> Vec<u8> {
+        let len = (self.next)() % 40;
+        (0..len).map(|_| (self.next)() as u8).collect()
+    }
+    /// A few bytes.
+    pub fn bytes(&mut self) {
+        let bytes = self.some();
+        Encoder::new(self.out).bytes(&bytes);
+    }
+    /// A few bytes, or none.
+    pub fn maybe(&mut self) {
+        let there = (self.next)() % 2 == 1;
+        let bytes = self.some();
+        Encoder::new(self.out).maybe(there.then_some(&bytes[..]));
+    }
+    /// A few byte strings.
+    pub fn strs(&mut self) {
+        let count = (self.next)() % 4;
+        let strings: Vec<Vec<u8>> = (0..count).map(|_| self.some()).collect();
+        let strings: Vec<&[u8]> = strings.iter().map(Vec::as_slice).collect();
+        Encoder::new(self.out).strs(&strings);
+    }
+}
+
 /// Takes values from bytes.
 #[derive(Clone, Copy)]
 pub struct Decoder<'a>(&'a [u8]);

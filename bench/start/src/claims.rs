@@ -145,11 +145,16 @@ fn names(folder: &str) -> Vec<String> {
         .collect()
 }
 
+/// The node of a disk's block device. A disk in an NVMe subsystem has a hidden path `nvme0c1n1`, and `nvme0n1` stands for all of them.
 fn block_of(device: &Device) -> Option<String> {
     let own = fs::canonicalize(format!("/sys/bus/pci/devices/{}", device.address)).ok()?;
     names("/sys/class/block").into_iter().find_map(|name| {
         let real = fs::canonicalize(format!("/sys/class/block/{name}")).ok()?;
-        let node = format!("/dev/{name}");
+        let head = match name.split_once('c') {
+            Some((subsystem, path)) => subsystem.to_owned() + &path[path.find('n')?..],
+            None => name,
+        };
+        let node = format!("/dev/{head}");
         (real.starts_with(&own) && Path::new(&node).exists()).then_some(node)
     })
 }
@@ -292,21 +297,13 @@ fn a_reboot_is_grown_again() -> Result<()> {
     let (folder, kernel) = folder_and_kernel()?;
     let card = Card::take()?;
     let layout = small()?;
-    let mut guest = start(layout, Some(&card), Image::rebooting(&kernel, folder.path(), 1000)?)?;
+    let mut guest = start(layout, Some(&card), Image::working(&kernel, folder.path())?)?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, 0, None, Budget::default())?;
-    // The guest reboots each time it has 1000 MiB, so two restarts are seen before it is full, or one if it filled up between two looks.
-    let mut most = 0;
-    let result =
-        grow(&mut guest.monitor, MEMORY, layout, &mut prepare, &Options::for_host(&limits), &mut |p| {
-            most = most.max(p.restarts);
-        });
-    guest.await_line("TOMBOLO reboot")?;
-    match result {
-        Ok(report) => ensure!(report.restarts == most, "{report:?}"),
-        Err(error) => return Err(error.into()),
-    }
-    Ok(())
+    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
+    let mut monitor = Midway::new(&mut guest.monitor, layout, "system_reset", json!({}));
+    let report = grow(&mut monitor, MEMORY, layout, &mut prepare, &Options::for_host(&limits), &mut |_| {})?;
+    ensure!(monitor.done() && report.restarts == 1, "{report:?}");
+    sees_all(&mut guest, layout)
 }
 
 fn no_driver_is_told() -> Result<()> {
@@ -315,7 +312,7 @@ fn no_driver_is_told() -> Result<()> {
     let mut guest = start(layout, None, Image::without_driver(&kernel, folder.path())?)?;
     guest.await_line("TOMBOLO login")?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, 0, None, Budget::default())?;
+    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
     let options =
         Options { driver_patience: std::time::Duration::from_secs(2), ..Options::for_host(&limits) };
     let result = grow(&mut guest.monitor, MEMORY, layout, &mut prepare, &options, &mut |_| {});
@@ -330,12 +327,12 @@ fn devices_come_and_go() -> Result<()> {
     let mut guest = start(layout, None, Image::working(&kernel, folder.path())?)?;
     guest.await_line("TOMBOLO work 1 ")?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, 0, None, Budget::default())?;
-    let host_address = card.address.to_string();
-    let mut monitor =
-        Plugging { inner: &mut guest.monitor, host: host_address, plugged: false, at: layout.grown / 4 };
+    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
+    let host = card.address.to_string();
+    let device = json!({"driver": "vfio-pci", "id": "device0", "host": host, "bus": "port0", "rombar": 0});
+    let mut monitor = Midway::new(&mut guest.monitor, layout, "device_add", device);
     let report = grow(&mut monitor, MEMORY, layout, &mut prepare, &Options::for_host(&limits), &mut |_| {})?;
-    ensure!(monitor.plugged, "the device was never plugged");
+    ensure!(monitor.done(), "the device was never plugged");
     ensure!(report.restarts == 0, "{report:?}");
     // The kernel counts what VFIO has pinned: all of the memory, whenever it came.
     let status = fs::read_to_string(format!("/proc/{}/status", guest.pid()))?;
@@ -345,26 +342,39 @@ fn devices_come_and_go() -> Result<()> {
     sees_all(&mut guest, layout)
 }
 
-/// A monitor that plugs a device once a quarter of the memory is there.
-struct Plugging<'a> {
+/// A monitor that runs a command of its own, once, when the guest has a quarter of the memory.
+struct Midway<'a> {
     inner: &'a mut dyn Monitor,
-    host: String,
-    plugged: bool,
     at: u64,
+    command: Option<(&'static str, serde_json::Value)>,
 }
 
-impl Monitor for Plugging<'_> {
+impl<'a> Midway<'a> {
+    fn new(
+        inner: &'a mut dyn Monitor,
+        layout: Layout,
+        command: &'static str,
+        arguments: serde_json::Value,
+    ) -> Self {
+        Self { inner, at: layout.grown / 4, command: Some((command, arguments)) }
+    }
+
+    fn done(&self) -> bool {
+        self.command.is_none()
+    }
+}
+
+impl Monitor for Midway<'_> {
     fn execute(
         &mut self,
         command: &str,
         arguments: serde_json::Value,
     ) -> Result<serde_json::Value, tombolo_start::monitor::MonitorError> {
         let answer = self.inner.execute(command, arguments)?;
-        let size = answer[0]["data"]["size"].as_u64();
-        if !self.plugged && size.is_some_and(|size| size >= self.at) {
-            self.plugged = true;
-            let device = json!({"driver": "vfio-pci", "id": "device0", "host": self.host, "bus": "port0", "rombar": 0});
-            self.inner.execute("device_add", device)?;
+        if answer[0]["data"]["size"].as_u64().is_some_and(|size| size >= self.at) {
+            if let Some((command, arguments)) = self.command.take() {
+                self.inner.execute(command, arguments)?;
+            }
         }
         Ok(answer)
     }
@@ -379,14 +389,14 @@ fn host_memory_runs_out() -> Result<()> {
     let layout = small()?;
     let mut guest = start(layout, None, Image::working(&kernel, folder.path())?)?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, 0, None, Budget::default())?;
+    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
     // The host has 300 MiB to give beyond what the guest has taken.
-    let memory_file = prepare.file.clone();
+    let memory = prepare.source.clone();
     let options = Options {
         memory_patience: std::time::Duration::from_secs(2),
         reserve: 0,
         available: Box::new(move || {
-            let taken = tombolo_start::memory::Memory::allocated(&memory_file).unwrap_or(0);
+            let taken = memory.allocated().unwrap_or(0);
             (300 * MIB).saturating_sub(taken)
         }),
         ..Options::for_host(&limits)

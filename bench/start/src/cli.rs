@@ -12,11 +12,11 @@ use tombolo_lab::config::{Config, Iommu};
 use tombolo_lab::instance::{BOOT_PATIENCE, Lab};
 use tombolo_lab::protocol::Start;
 use tombolo_record::{Machine, Results, Sample};
-use tombolo_start::layout::MIB;
+use tombolo_start::layout::{Layout, MIB};
 
 use crate::claims;
 use crate::measure::{System, start};
-use crate::nested::{Card, Image};
+use crate::nested::{Backing, Card, Guest, Image, Spec};
 use crate::report::{costs, lines, model, table};
 
 /// What `tombolo bench start` does.
@@ -130,6 +130,15 @@ fn inside(options: &InsideOptions) -> Result<()> {
     }
     for device in &options.device {
         let card = (device == "yes").then(Card::take).transpose()?;
+        // A lab's memory is its machine's, taken when it is first touched: that is no cost of any system's.
+        let largest = Layout::slow(options.sizes.iter().max().copied().unwrap_or(512) * MIB);
+        let touched = card.as_ref().map(|c| c.address);
+        drop(Guest::start(&Spec {
+            layout: largest,
+            backing: Backing::Plain,
+            device: touched,
+            image: image.clone(),
+        })?);
         for _ in 0..options.repeat {
             for size in &options.sizes {
                 for system in &options.systems {

@@ -123,7 +123,7 @@ pub fn grow_to_full(
 ) -> Result<(Report, Vec<Progress>)> {
     let limits = Limits::read(std::path::Path::new("/"))?;
     let mut prepare: Box<dyn Prepare> = if prepared {
-        Box::new(FromOutside::of(guest.pid(), layout.grown, 0, None, budget)?)
+        Box::new(FromOutside::of(guest.pid(), layout.grown, None, budget)?)
     } else {
         Box::new(Unprepared)
     };

@@ -68,16 +68,6 @@ const WORK: &str = "\
     read -r _ kib _ < /proc/meminfo; echo TOMBOLO work $n $kib\n\
     done\n";
 
-/// The same for a guest that starts anew once it has more than a given memory, as long as it had less at its start.
-fn reboot_beyond(mib: u64) -> String {
-    format!(
-        "echo TOMBOLO login\n\
-         while :; do read -r _ kib _ < /proc/meminfo; echo TOMBOLO work 0 $kib\n\
-         [ $kib -gt {} ] && echo TOMBOLO reboot && echo b > /proc/sysrq-trigger; $B usleep 200000; done\n",
-        mib * 1024
-    )
-}
-
 impl Image {
     /// A guest that takes memory and works.
     pub fn working(kernel: &Kernel, folder: &Path) -> Result<Self> {
@@ -87,11 +77,6 @@ impl Image {
     /// A guest without the driver.
     pub fn without_driver(kernel: &Kernel, folder: &Path) -> Result<Self> {
         Self::with(kernel, folder, "bare", &[], WORK)
-    }
-
-    /// A guest that reboots when it has more than `mib`.
-    pub fn rebooting(kernel: &Kernel, folder: &Path, mib: u64) -> Result<Self> {
-        Self::with(kernel, folder, "reboot", &["virtio_mem"], &reboot_beyond(mib))
     }
 
     /// A guest with an Intel network driver that asks its card for an address, then works.
@@ -284,10 +269,10 @@ fn command(spec: &Spec, socket: &Path) -> Command {
     }
     command.arg("-kernel").arg(&spec.image.kernel).arg("-initrd").arg(&spec.image.initramfs);
     let arguments = tombolo_start::guest::KERNEL_ARGUMENTS;
-    // A serial console costs much here, so only warnings are shown; an option that means nothing gives one as soon as the
-    // kernel reads its arguments.
+    // A serial console costs much here, so only warnings are shown, and the early console knows that before it begins; an option that means
+    // nothing gives one as soon as the kernel reads its arguments.
     command.arg("-append").arg(format!(
-        "console=ttyS0 no_timer_check earlycon=uart8250,io,0x3f8 loglevel=5 mem=none panic=-1 mitigations=off {arguments}"
+        "console=ttyS0 no_timer_check loglevel=5 earlycon=uart8250,io,0x3f8 mem=none panic=-1 mitigations=off {arguments}"
     ));
     command.args(["-serial", "stdio", "-qmp"]).arg(format!("unix:{},server=on,wait=off", socket.display()));
     command

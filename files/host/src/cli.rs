@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::fs::{self, Filesystem, Mkfs};
 use crate::sys;
-use crate::target::Target;
+use crate::target::{PCI, Target};
 
 mod fsck;
 mod grant;
@@ -109,7 +109,8 @@ impl Command {
             Command::Snapshot(args) => &mut args.zone,
             Command::Restore(args) => &mut args.zone,
         };
-        let is_name = !zone.as_os_str().as_encoded_bytes().contains(&b'/') && !zone.exists();
+        let bytes = zone.as_os_str().as_encoded_bytes();
+        let is_name = !bytes.contains(&b'/') && !bytes.starts_with(PCI.as_bytes()) && !zone.exists();
         is_name.then_some(zone)
     }
 

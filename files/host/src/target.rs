@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a command's ZONE argument names: a zone with a FILES area, or a file that is nothing but a file system.
+//! What a command's ZONE argument names: a zone with a FILES area, a file that is nothing but a file system, or, in a guest, `pci:NAME`: a zone
+//! in an ivshmem device.
 
 use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
@@ -10,11 +11,15 @@ use anyhow::{Context, bail};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::FlockOperation;
 use tombolo_zone::doorbell::Bell;
+use tombolo_zone::pci::{self, Registers};
 use tombolo_zone::{AreaType, MemberId, Membership, Rights, Role, Zone};
 
 use crate::area::{Area, Map, Seat, open_backing};
 use crate::fs::Ringer;
 use crate::sys;
+
+/// Begins an argument that names a zone in an ivshmem device of this guest.
+pub(crate) const PCI: &str = "pci:";
 
 /// An opened argument.
 pub struct Target {
@@ -24,23 +29,30 @@ pub struct Target {
 
 enum Kind {
     /// Held with flock by whoever mounts it.
-    Bare {
-        area: Area,
-        file: OwnedFd,
-    },
+    Bare { area: Area, file: OwnedFd },
     Zone {
         zone: Arc<Zone>,
         area: tombolo_zone::Area,
         file: Option<OwnedFd>,
+        /// Seen from within a VM, whose slot is the host's to give.
+        inside: bool,
     },
+}
+
+/// By what other members are rung.
+enum Ringing {
+    Nothing,
+    Bell(Arc<Bell>),
+    Registers(Arc<Registers>),
 }
 
 /// A seat in a zone for as long as the value lives; [`Joined::leave`] gives it up in good order.
 pub struct Joined {
     zone: Arc<Zone>,
     membership: Option<Membership>,
-    bell: Option<Arc<Bell>>,
+    ringing: Ringing,
     rung: Arc<OwnedFd>,
+    inside: bool,
 }
 
 impl Joined {
@@ -56,19 +68,25 @@ impl Joined {
 
     /// Rings other members, if somebody serves the zone's doorbells.
     pub fn ringer(&self) -> Option<Ringer> {
-        let (zone, bell) = (Arc::clone(&self.zone), self.bell.clone()?);
-        Some(Box::new(move |member| {
-            let slot = MemberId::new(member).and_then(|id| zone.member(id).ok());
-            if let Some(peer) = slot.and_then(|m| m.doorbell) {
-                // A peer that has gone meanwhile needs no ring.
-                let _known = bell.ring(peer);
+        let zone = Arc::clone(&self.zone);
+        let peer_of = move |member| MemberId::new(member).and_then(|id| zone.member(id).ok()?.doorbell);
+        // A peer that has gone meanwhile needs no ring.
+        match &self.ringing {
+            Ringing::Nothing => None,
+            Ringing::Bell(bell) => {
+                let bell = Arc::clone(bell);
+                Some(Box::new(move |member| drop(peer_of(member).map(|peer| bell.ring(peer)))))
             }
-        }))
+            Ringing::Registers(registers) => {
+                let registers = Arc::clone(registers);
+                Some(Box::new(move |member| drop(peer_of(member).map(|peer| registers.ring(peer)))))
+            }
+        }
     }
 
     /// Readable once this member was rung. `None`: it has no doorbell, and must look for pending bits by itself.
     pub fn rung(&self) -> Option<&OwnedFd> {
-        self.bell.as_ref().map(|_| &*self.rung)
+        matches!(self.ringing, Ringing::Bell(_)).then_some(&*self.rung)
     }
 
     /// Takes the own pending bits, and the rings that told of them.
@@ -80,10 +98,24 @@ impl Joined {
         }
     }
 
+    /// Says that this seat's process died, unless it left or somebody else has the seat.
+    pub fn declare_dead(&self) -> tombolo_zone::Result<()> {
+        let Some(own) = &self.membership else { return Ok(()) };
+        if self.zone.member(own.id())?.epoch != own.epoch() || !self.zone.declare_dead(own.id())? {
+            return Ok(());
+        }
+        let Ringing::Registers(registers) = &self.ringing else { return Ok(()) };
+        self.zone.announce()?.into_iter().try_for_each(|peer| registers.ring(peer))
+    }
+
     /// Gives the seat up and its slot free. Nothing may be held any more.
     pub fn leave(mut self) -> tombolo_zone::Result<()> {
-        self.bell = None;
+        self.ringing = Ringing::Nothing;
         if let Some(membership) = self.membership.take() {
+            if self.inside {
+                self.zone.vacate(&membership)?;
+                return Ok(());
+            }
             let id = membership.id();
             self.zone.leave(membership)?;
             self.zone.remove(id)?;
@@ -95,6 +127,14 @@ impl Joined {
 impl Target {
     /// Opens a zone or file system in a file. `area`: the FILES area's name where a zone has several.
     pub fn open(path: &Path, writable: bool, area: Option<&str>) -> anyhow::Result<Target> {
+        if let Some(name) = path.to_str().and_then(|p| p.strip_prefix(PCI)) {
+            let zone = Arc::new(Zone::open(pci::memory(name)?, writable)?);
+            let area = zone.area(AreaType::Files, area)?;
+            return Ok(Target {
+                path: path.to_owned(),
+                kind: Kind::Zone { zone, area, file: None, inside: true },
+            });
+        }
         let mut file = open_backing(path, writable).with_context(|| format!("opening {}", path.display()))?;
         let mut magic = [0; 8];
         let len = file.seek(std::io::SeekFrom::End(0))?;
@@ -108,7 +148,7 @@ impl Target {
             let area = zone.area(AreaType::Files, area)?;
             let regular =
                 rustix::fs::fstatfs(&file).is_ok_and(|s| s.f_type != 0x0102_1994 && s.f_type != 0x9584_58f6);
-            Kind::Zone { zone, area, file: regular.then(|| file.into()) }
+            Kind::Zone { zone, area, file: regular.then(|| file.into()), inside: false }
         } else {
             if len < 4096 {
                 bail!("{}: {len} bytes are too few for a file system or a zone", path.display());
@@ -121,6 +161,11 @@ impl Target {
     /// Whether it is a zone, and not a file system alone.
     pub fn is_zone(&self) -> bool {
         matches!(self.kind, Kind::Zone { .. })
+    }
+
+    /// Whether it is a zone seen from within a VM, by way of a device.
+    pub fn is_inside(&self) -> bool {
+        matches!(self.kind, Kind::Zone { inside: true, .. })
     }
 
     /// The path it was opened by.
@@ -136,7 +181,7 @@ impl Target {
     fn area_of(&self, seat: Option<Seat>) -> anyhow::Result<Area> {
         Ok(match &self.kind {
             Kind::Bare { area, .. } => area.clone(),
-            Kind::Zone { zone, area, file } => {
+            Kind::Zone { zone, area, file, .. } => {
                 let file = file.as_ref().map(OwnedFd::try_clone).transpose()?;
                 Area::of_zone(zone, area, seat, file)?
             }
@@ -182,10 +227,11 @@ impl Target {
         Ok(())
     }
 
-    /// Becomes a member and gives the area as this member sees it. A file without a zone has no members: whoever uses it is alone
+    /// Becomes a member, `name` where that is free to choose, and gives the area as this member sees it. A file without a zone has no members: whoever uses it is alone
     /// with it, and cleans up after whoever was before.
-    pub fn join(&self, name: &str) -> anyhow::Result<(Area, Option<Joined>)> {
+    pub fn join(&self, name: Option<&str>) -> anyhow::Result<(Area, Option<Joined>)> {
         let zone = match &self.kind {
+            Kind::Zone { zone, inside: true, .. } => return self.join_inside(zone, name),
             Kind::Zone { zone, .. } => zone,
             Kind::Bare { area, file } => {
                 if rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -197,7 +243,8 @@ impl Target {
                 return Ok((area.lone(), None));
             }
         };
-        let id = zone.invite(name, Role::Host, Rights::READ_WRITE)?;
+        let own = format!("mount-{}", std::process::id());
+        let id = zone.invite(name.unwrap_or(&own), Role::Host, Rights::READ_WRITE)?;
         // What was granted to whoever had the slot before is not for this member.
         if !crate::account::revoke(&self.area()?, id.index()) {
             bail!("{}: the area is too small for a file system", self.path.display());
@@ -209,8 +256,24 @@ impl Target {
             // A counter that is full is rung already.
             let _full = rustix::io::write(&ring, &1u64.to_ne_bytes());
         })?;
+        let ringing = bell.map_or(Ringing::Nothing, |bell| Ringing::Bell(Arc::new(bell)));
         let joined =
-            Joined { zone: Arc::clone(zone), membership: Some(membership), bell: bell.map(Arc::new), rung };
+            Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: false };
+        Ok((self.area_of(joined.seat())?, Some(joined)))
+    }
+
+    /// Takes the slot of the VM that this runs in.
+    fn join_inside(&self, zone: &Arc<Zone>, name: Option<&str>) -> anyhow::Result<(Area, Option<Joined>)> {
+        let registers = Registers::of(zone)?;
+        let id = pci::slot(zone, registers.as_ref(), name)?;
+        if zone.member(id)?.rights != Rights::READ_WRITE {
+            bail!("zone {}: this VM may only read it; mount it with --read-only", zone.name());
+        }
+        let membership = zone.occupy(id)?;
+        let rung = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let ringing = registers.map_or(Ringing::Nothing, |r| Ringing::Registers(Arc::new(r)));
+        let joined =
+            Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: true };
         Ok((self.area_of(joined.seat())?, Some(joined)))
     }
 }

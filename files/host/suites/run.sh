@@ -1,12 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-# pjdfstest and fsx over the FUSE mount: run.sh [short|full]. Short: all of pjdfstest, 10,000 operations of fsx; full: 1,000,000.
-# Needs root and /dev/fuse. The suites are built once, into target/tools.
+# pjdfstest and fsx over the FUSE mount: run.sh [short|full|build]. Short: all of pjdfstest, 10,000 operations of fsx; full: 1,000,000.
+# Needs root and /dev/fuse. The suites are built once, into target/tools; build: no more than that.
 set -eu
 case ${1:-short} in
 short) operations=10000 ;;
 full) operations=1000000 ;;
-*) echo "usage: $0 [short|full]" >&2; exit 2 ;;
+build) operations='' ;;
+*) echo "usage: $0 [short|full|build]" >&2; exit 2 ;;
 esac
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
@@ -15,6 +16,7 @@ cd "$root"
 for suite in pjdfstest@0.2.2 fsx@0.3.2; do
 	[ -x "$tools/bin/${suite%@*}" ] || cargo install --quiet --locked --root "$tools" --target-dir "$tools/build" "$suite"
 done
+[ "$operations" ] || exit 0
 cargo build --quiet -p tombolo-files --bins
 files="$root/target/debug/tombolo-files-torture files"
 # In memory: every fsync would wait for a disk.

@@ -447,6 +447,32 @@ def locks_exclude_between_a_host_mount_and_a_guest_and_go_with_the_death_of_eith
                 mount.unmount()
 
 
+@claim(1, mount=False, dies=0)
+def a_guest_without_the_module_mounts_the_zone_by_fuse_from_an_ivshmem_device(a):
+    from members import torture
+    program = torture(a.rig.work)[1]
+    b = a.rig.without_module([program]).boot("plain", a.rig.zone, ZONE_MIB, extra=[
+        "-object", "memory-backend-file,id=bar,mem-path=%s,size=%dM,share=on" % (a.rig.zone, ZONE_MIB), "-device", "ivshmem-plain,memdev=bar"])
+    try:
+        mount = "tombolo-files-torture files mount --json --member vm5 pci:test /mnt > /tmp/mount"
+        a.ok("mount -t tombolo test /mnt && echo here > /mnt/x")
+        b.ok("! test -e /sys/module/tombolo && %s && test $(cat /mnt/x) = here" % mount)
+        both(a, b, "claims append /mnt/log %d 200")
+        a.ok("claims appended /mnt/log 2 200")
+        b.ok("claims locked /mnt/l 0 > /tmp/held & until test -s /tmp/held; do :; done; echo there > /mnt/x")
+        a.ok("test $(cat /mnt/x) = there")
+        # What the mount's process held goes with it, though its VM lives; and the VM can mount again.
+        a.start("claims locked /mnt/l 60000")
+        b.ok("kill -9 $(sed 's/.*\"pid\":\([0-9]*\).*/\\1/' /tmp/mount) && umount -l /mnt && killall claims")
+        rc, out = a.finish()
+        need(rc == 0, "after the mount's death: " + out)
+        b.ok("%s && test $(cat /mnt/x) = there && umount /mnt" % mount)
+        a.ok("umount /mnt")
+        need(not b.complaints(), "the kernel complained: %s" % b.complaints())
+    finally:
+        b.off()
+
+
 # maxcpus: with one possible CPU QEMU's emulation would make no atomic at all.
 @claim(2, smp="1,maxcpus=2")
 def one_cpu_guests_lose_no_update_either(a, b):
@@ -537,7 +563,9 @@ def main():
         kernels = [(k, o.root, "/usr/src/linux-headers-" + k) for k in o.kernel] + [from_kit(k, work) for k in o.kit]
         for kernel, root, headers in kernels:
             suites = glob.glob(o.suites + "/fsx") + glob.glob(o.suites + "/pjdfstest") if o.suites else []
-            rig = Rig(kernel, os.path.join(root, "boot/vmlinuz-" + kernel), root, build(kernel, headers, work), work, [*programs, *suites])
+            base = (kernel, os.path.join(root, "boot/vmlinuz-" + kernel), root, build(kernel, headers, work))
+            rig = Rig(*base, work, [*programs, *suites])
+            rig.without_module = lambda more: Rig(*base, tempfile.mkdtemp(dir=work), [*programs, *more], modules=["fuse"], late=True)
             rig.programs = {os.path.basename(s) for s in suites}
             p, f = run(rig, work, o)
             passed += p

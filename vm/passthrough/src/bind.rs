@@ -9,6 +9,8 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -246,11 +248,21 @@ pub fn release(host: &Host, bus: &mut dyn Bus, store: &Store, address: Address) 
     store.remove(address)
 }
 
+/// How long a VM that was killed together with its owner may take to let go of its memory, and then of its devices.
+const LETTING_GO: Duration = Duration::from_secs(30);
+
 /// Gives back what owners that died have left; returns the addresses.
 pub fn reclaim(host: &Host, bus: &mut dyn Bus, store: &Store) -> Result<Vec<Address>, BindError> {
     let mut given = Vec::new();
     for record in store.orphans()? {
-        release(host, bus, store, record.address)?;
+        let begun = Instant::now();
+        loop {
+            match release(host, bus, store, record.address) {
+                // Only the device itself tells that it was let go of.
+                Err(BindError::Open(_)) if begun.elapsed() < LETTING_GO => sleep(Duration::from_millis(50)),
+                result => break result?,
+            }
+        }
         given.push(record.address);
     }
     Ok(given)

@@ -94,9 +94,14 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     // The room for zones must be known at start; it costs address space only.
     let most = (memory + grown + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
     add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
-    add("-object", format!("memory-backend-memfd,id=ram,size={}M,share=on", memory >> 20));
+    // A network's switch maps its guests' memory, and so does what the user's own arguments may add (virtiofs). Anonymous memory comes in
+    // huge pages on every host; a memfd does not.
+    let private = plan.nics.is_empty() && spec.qemu_args.is_empty();
+    let (backend, share) =
+        if private { ("memory-backend-ram", "") } else { ("memory-backend-memfd", ",share=on") };
+    add("-object", format!("{backend},id=ram,size={}M{share}", memory >> 20));
     if grown > 0 {
-        add("-object", format!("memory-backend-memfd,id={MEMORY}-memory,size={grown},share=on,reserve=off"));
+        add("-object", format!("{backend},id={MEMORY}-memory,size={grown}{share},reserve=off"));
         add(
             "-device",
             format!("virtio-mem-pci,id={MEMORY},memdev={MEMORY}-memory,block-size={block},requested-size=0"),
@@ -115,6 +120,8 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     // QEMU tells of a port's opening only where the port has an id.
     add("-device", format!("virtserialport,id=agent,chardev=agent,name={AGENT_PORT}"));
     add("-device", "virtio-rng-pci".into());
+    // A kernel that panics says so, whatever its command line makes of a panic; QEMU ends then.
+    add("-device", "pvpanic".into());
 
     for zone in &plan.zones {
         for [option, value] in zone_arguments(zone) {
@@ -260,6 +267,14 @@ mod tests {
     }
 
     #[test]
+    fn memory_is_shared_where_another_process_may_map_it() {
+        let own = line("memory = \"1G\"\nqemu_args = [\"-S\"]", Accel::Tcg, vec![]);
+        assert!(own.contains("memory-backend-memfd,id=ram,size=1024M,share=on"), "{own}");
+        let alone = line("memory = \"1G\"", Accel::Tcg, vec![]);
+        assert!(alone.contains("memory-backend-ram,id=ram,size=1024M "), "{alone}");
+    }
+
+    #[test]
     fn a_plain_vm_has_two_cpus_its_kernel_and_nothing_with_a_name_in_the_file_system() {
         let line = line("", Accel::Tcg, vec![]);
         for part in [
@@ -281,7 +296,7 @@ mod tests {
         let line = line("memory = \"4G\"\ndevices = [\"01:00.0\"]", Accel::Kvm, vec![]);
         for part in [
             "-m size=512M,maxmem=69632M",
-            "memory-backend-memfd,id=vmem0-memory,size=3758096384,share=on,reserve=off",
+            "memory-backend-ram,id=vmem0-memory,size=3758096384,reserve=off",
             "virtio-mem-pci,id=vmem0,memdev=vmem0-memory,block-size=16777216,requested-size=0",
             "vfio-pci,id=device0,host=0000:01:00.0",
             "memhp_default_state=online_kernel",

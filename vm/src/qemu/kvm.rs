@@ -51,10 +51,13 @@ impl Verdict {
 }
 
 /// The time a guest gets to reach user space. Under nested virtualization in an emulated host it takes 8 s.
-const LIMIT: Duration = Duration::from_secs(20);
+pub const LIMIT: Duration = Duration::from_secs(20);
+/// The same where the user insists on KVM: a host that is busy with other things may be slow.
+pub const INSISTING: Duration = Duration::from_secs(240);
 
-/// Asks once per boot of the host, QEMU and kernel; `announce` is called before a guest is run, which takes seconds.
-pub fn verdict(qemu: &Qemu, kernel: Option<&Path>, announce: impl FnOnce()) -> Verdict {
+/// Asks once per boot of the host, QEMU and kernel, or again with more than the usual [`LIMIT`] if the answer was no; `announce` is called
+/// before a guest is run, which takes seconds.
+pub fn verdict(qemu: &Qemu, kernel: Option<&Path>, limit: Duration, announce: impl FnOnce()) -> Verdict {
     if let Some(no) = refusal(Path::new("/dev/kvm")) {
         return no;
     }
@@ -65,13 +68,13 @@ pub fn verdict(qemu: &Qemu, kernel: Option<&Path>, announce: impl FnOnce()) -> V
         };
     };
     let cache = cache_file(qemu, kernel);
-    if let Some(known) =
-        cache.as_deref().and_then(|c| std::fs::read(c).ok()).and_then(|b| serde_json::from_slice(&b).ok())
-    {
+    let known: Option<Verdict> =
+        cache.as_deref().and_then(|c| std::fs::read(c).ok()).and_then(|b| serde_json::from_slice(&b).ok());
+    if let Some(known) = known.filter(|known| known.works || limit <= LIMIT) {
         return known;
     }
     announce();
-    let verdict = try_guest(qemu, kernel, Accel::Kvm, LIMIT);
+    let verdict = try_guest(qemu, kernel, Accel::Kvm, limit);
     if let (Some(cache), Ok(json)) = (&cache, serde_json::to_vec(&verdict)) {
         // A host where the answer can't be kept asks again.
         if let Err(e) = crate::state::write_atomically(cache, &json) {

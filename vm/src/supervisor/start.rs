@@ -250,8 +250,9 @@ impl Supervisor {
             }
         }
         machine.set_up();
-        let seconds = machine.status().uptime;
-        report(Stage::Up, &format!("{seconds:.1} s"));
+        let status = machine.status();
+        let growing = status.growth.map(|g| format!(", {}", g.line())).unwrap_or_default();
+        report(Stage::Up, &format!("{:.1} s{growing}", status.uptime));
         Ok(())
     }
 
@@ -357,6 +358,8 @@ impl Supervisor {
         use crate::compose::AccelChoice;
         let mut chosen = BTreeMap::new();
         let mut verdict = None;
+        let insists = missing.iter().any(|(_, spec, _)| spec.accel == AccelChoice::Kvm);
+        let limit = if insists { kvm::INSISTING } else { kvm::LIMIT };
         for (name, spec, boot) in missing {
             let choice = match std::env::var("TOMBOLO_ACCEL").ok().as_deref() {
                 Some("tcg") if spec.accel == AccelChoice::Auto => AccelChoice::Tcg,
@@ -369,7 +372,7 @@ impl Supervisor {
             let verdict = verdict.get_or_insert_with(|| {
                 let kit = guestkit::kit(&guestkit::places(near), None);
                 let kernel = kit.as_ref().or(boot.as_ref()).map(|b| b.kernel.as_path());
-                kvm::verdict(qemu, kernel, || {
+                kvm::verdict(qemu, kernel, limit, || {
                     reporter.send(&Event::Note {
                         text: "finding out whether KVM works here (once per boot of the host)".into(),
                     });

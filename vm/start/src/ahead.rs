@@ -268,7 +268,7 @@ mod tests {
             File::from(rustix::fs::memfd_create("tombolo-ahead", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         file.set_len(size).unwrap();
         let path = std::path::PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        let memory = Memory::map(&path, size, budget.huge).unwrap();
+        let memory = crate::memory::Source::File(path).open(size, budget.huge).unwrap();
         (file, Ahead::start(memory, size, limit, None, budget))
     }
 

@@ -128,7 +128,7 @@ pub fn run_grow(options: &GrowOptions, json: bool) -> Result<ExitCode> {
     let mut prepare: Box<dyn Prepare> = if options.unprepared {
         Box::new(Unprepared)
     } else {
-        Box::new(FromOutside::of(pid, layout.grown, 0, options.node, budget)?)
+        Box::new(FromOutside::of(pid, layout.grown, options.node, budget)?)
     };
     let terminal = std::io::stderr().is_terminal() && !json;
     let mut observe = |progress: &Progress| {

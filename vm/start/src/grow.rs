@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Offers memory to a guest, step by step, until it has all of it.
 //!
-//! The first offer is one block, of memory nobody prepared: taking it shows that the guest has the driver, and until then nothing competes with
-//! its boot. From then on the offer is what is prepared, at most a step beyond what the guest has. What the guest has is read from
-//! QEMU each time, never assumed: it shrinks to nothing when the guest starts anew, and stays behind the offer when the guest takes no more.
+//! The first offer is one block: taking it shows that the guest has the driver. Memory is prepared from the first moment on, while the guest
+//! boots, by threads that give way to it. Once the first block is taken the offer is what is prepared, at most a step beyond what the
+//! guest has. What the guest has is read from QEMU each time, never assumed: it shrinks to nothing when the guest starts anew, and stays
+//! behind the offer when the guest takes no more.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use thiserror::Error;
 
 use crate::ahead::{Ahead, Budget, Prepared};
 use crate::layout::{Layout, MIB};
-use crate::memory::{Memory, MemoryError};
+use crate::memory::{MemoryError, Source};
 use crate::monitor::{Monitor, MonitorError, driver_runs, plugged, request};
 use crate::progress::{Phase, Progress};
 
@@ -72,10 +73,10 @@ impl Prepare for Unprepared {
     }
 }
 
-/// Prepares the memory file of a running QEMU.
+/// Prepares the memory of a running QEMU.
 pub struct FromOutside {
-    /// The file, below /proc.
-    pub file: std::path::PathBuf,
+    /// Where it is.
+    pub source: Source,
     /// Its size.
     pub size: u64,
     /// The host node that it is bound to.
@@ -86,16 +87,10 @@ pub struct FromOutside {
 }
 
 impl FromOutside {
-    /// For the `index`th memory file of `size` bytes of the process `pid`.
-    pub fn of(
-        pid: u32,
-        size: u64,
-        index: usize,
-        node: Option<u32>,
-        budget: Budget,
-    ) -> Result<Self, MemoryError> {
-        let file = crate::memory::find_file(std::path::Path::new("/"), pid, size, index)?;
-        Ok(Self { file, size, node, budget, ahead: None })
+    /// For the memory of `size` bytes of the process `pid`.
+    pub fn of(pid: u32, size: u64, node: Option<u32>, budget: Budget) -> Result<Self, MemoryError> {
+        let source = Source::find(std::path::Path::new("/"), pid, size)?;
+        Ok(Self { source, size, node, budget, ahead: None })
     }
 }
 
@@ -103,7 +98,7 @@ impl Prepare for FromOutside {
     fn restart(&mut self) -> Result<(), MemoryError> {
         // Ends the threads before new ones begin.
         self.ahead = None;
-        let memory = Memory::map(&self.file, self.size, self.budget.huge)?;
+        let memory = self.source.open(self.size, self.budget.huge)?;
         self.ahead = Some(Ahead::start(memory, self.size, 0, self.node, self.budget));
         Ok(())
     }
@@ -243,7 +238,7 @@ impl Growth<'_> {
                 continue;
             }
             if now.size > self.size {
-                self.advance(now.size)?;
+                self.advance(now.size);
             }
             if self.size >= self.layout.grown {
                 self.tell(Phase::Complete);
@@ -261,21 +256,17 @@ impl Growth<'_> {
         self.size = now.size;
         self.moved = Instant::now();
         self.measured = (self.moved, now.size);
-        self.first_block = None;
-        if now.size > 0 && now.size < self.layout.grown {
-            self.first_block = Some(self.moved);
+        self.first_block = (now.size > 0).then_some(self.moved);
+        if now.size < self.layout.grown {
             self.prepare.restart()?;
         }
         request(self.monitor, self.id, now.size.max(self.layout.block))?;
         Ok(())
     }
 
-    fn advance(&mut self, size: u64) -> Result<(), GrowError> {
+    fn advance(&mut self, size: u64) {
         let now = Instant::now();
-        if self.first_block.is_none() {
-            self.first_block = Some(now);
-            self.prepare.restart()?;
-        }
+        self.first_block.get_or_insert(now);
         self.size = size;
         self.moved = now;
         let seconds = now.duration_since(self.measured.0).as_secs_f64();
@@ -285,24 +276,24 @@ impl Growth<'_> {
             self.rate = if self.rate == 0.0 { rate } else { 0.7 * self.rate + 0.3 * rate };
             self.measured = (now, size);
         }
-        Ok(())
     }
 
     /// Lets the preparation go on, offers what is prepared, and tells what is waited for.
     fn offer(&mut self, requested: u64) -> Result<Phase, GrowError> {
         let Layout { grown, block, step, .. } = self.layout;
-        if self.size == 0 {
-            return self.await_driver();
-        }
         let prepared = self.prepare.prepared()?;
-        // Two steps beyond the guest keep the threads busy while it plugs one.
-        let wish = (self.size + 3 * step).min(grown);
+        // Not all at once, so that the host's free memory is looked at on the way.
+        let wish = (self.size.max(prepared.ready) + 3 * step).min(grown);
         let missing = wish.saturating_sub(prepared.ready);
         let enough = (self.options.available)() >= missing + self.options.reserve;
         if enough {
             self.prepare.allow(wish);
             self.waiting_for_memory = None;
-        } else if prepared.ready <= self.size {
+        }
+        if self.size == 0 {
+            return self.await_driver();
+        }
+        if !enough && prepared.ready <= self.size {
             let since = *self.waiting_for_memory.get_or_insert_with(Instant::now);
             if since.elapsed() > self.options.memory_patience {
                 return Err(GrowError::HostMemory { present: self.present(), total: self.total() });

@@ -7,12 +7,8 @@
 /// Kernel arguments for a guest that is booted with its kernel given directly.
 pub const KERNEL_ARGUMENTS: &str = "memhp_default_state=online_kernel";
 
-/// Where the guest kit puts [`UDEV_RULE`].
+/// Where a guest that has udev, and whose kernel arguments are its own, gets [`UDEV_RULE`].
 pub const UDEV_RULE_PATH: &str = "/etc/udev/rules.d/60-tombolo-memory.rules";
 
-/// A udev rule that does the same for a guest whose kernel arguments are its own.
-pub const UDEV_RULE: &str = "# Memory that Tombolo adds is used at once, and by the kernel too.\n\
-    SUBSYSTEM==\"memory\", ACTION==\"add\", ATTR{state}==\"offline\", ATTR{state}=\"online_kernel\"\n";
-
-/// The module that takes the memory.
-pub const MODULE: &str = "virtio_mem";
+/// The guest kit's udev rule that does the same.
+pub const UDEV_RULE: &str = include_str!("../../../guest/60-tombolo-memory.rules");

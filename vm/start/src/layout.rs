@@ -102,7 +102,11 @@ impl Wish {
         let block = self.block(total - wanted)?;
         // Whole sections are grown; what is left over comes at start.
         let piece = block.max(SECTION);
-        let grown = (total - wanted) / piece * piece;
+        let mut grown = (total - wanted) / piece * piece;
+        // Both are found by their size: it must differ.
+        if grown * 2 == total {
+            grown -= piece;
+        }
         let boot = total - grown;
         // A step's memory map must fit into what the guest has at start, with plenty of room.
         let affordable = boot / 8 * MEMORY_MAP_SHARE;
@@ -144,7 +148,7 @@ impl Layout {
         let size = self.grown;
         arguments.extend([
             "-object".to_owned(),
-            format!("memory-backend-memfd,id={id}-memory,size={size},share=on,reserve=off{bound}"),
+            format!("memory-backend-ram,id={id}-memory,size={size},reserve=off{bound}"),
             "-device".to_owned(),
             format!("virtio-mem-pci,id={id},memdev={id}-memory,block-size={},requested-size=0", self.block),
         ]);
@@ -211,6 +215,7 @@ mod tests {
             let wish = Wish { total: pages * 2 * MIB, boot: boot.map(|b| b * 2 * MIB), dma_entries: entries };
             if let Ok(layout) = wish.layout() {
                 prop_assert_eq!(layout.boot + layout.grown, wish.total);
+                prop_assert_ne!(layout.boot, layout.grown);
                 prop_assert!(layout.block.is_power_of_two());
                 prop_assert_eq!(layout.grown % layout.block, 0);
                 prop_assert_eq!(layout.grown % SECTION, 0);

@@ -30,8 +30,15 @@ pub fn xml(layout: &Layout) -> String {
          <memory model='virtio-mem'>\n  <target>\n    <size unit='KiB'>{size}</size>\n    <node>0</node>\n    \
          <block unit='KiB'>{block}</block>\n    <requested unit='KiB'>0</requested>\n  </target>\n  \
          <alias name='{ALIAS}'/>\n</memory>\n\
-         <!-- in the guest: {arguments}; then, once it runs: tombolo grow DOMAIN -->\n",
+         <!-- in the guest: the kernel argument {arguments}, or in {rule}:\n{text}\
+         then, once it runs: tombolo grow DOMAIN -->\n",
         arguments = crate::guest::KERNEL_ARGUMENTS,
+        rule = crate::guest::UDEV_RULE_PATH,
+        text = crate::guest::UDEV_RULE
+            .lines()
+            .filter(|l| !l.starts_with('#'))
+            .map(|l| format!("{l}\n"))
+            .collect::<String>(),
     )
 }
 

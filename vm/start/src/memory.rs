@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! QEMU's memory seen from outside: its memfd, found below /proc and mapped here, and pages of it allocated and zeroed before QEMU pins them.
+//! QEMU's memory seen from outside, and pages of it allocated and zeroed before QEMU pins them: anonymous memory ([`crate::remote`]), or a
+//! memfd, found below /proc and mapped here.
 //!
-//! Huge pages need no reservation: where the host allows them on shared memory, MADV_HUGEPAGE asks for them; where it does not,
-//! MADV_COLLAPSE (Linux 6.1) makes one of an empty range directly. Where neither works the pages are small, and all else is the same.
+//! Huge pages need no reservation. Anonymous memory has them wherever the host's transparent huge pages are not off, since QEMU asks for them.
+//! On a memfd, where the host allows them on shared memory MADV_HUGEPAGE asks for them; where it does not, MADV_COLLAPSE (Linux 6.1)
+//! makes one of an empty range directly. Where neither works the pages are small, and all else is the same.
 
 use std::fs::{self, File};
 use std::io;
@@ -15,17 +17,20 @@ use std::time::Duration;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use thiserror::Error;
 
+use crate::remote::{self, Remote, RemoteError};
+
 /// A huge page of x86-64.
 const HUGE: u64 = 2 << 20;
 
 /// Memory that cannot be reached from outside.
 #[derive(Debug, Error)]
 pub enum MemoryError {
-    /// QEMU has no such memfd.
+    /// QEMU has no such memory.
     #[error(
-        "process {pid} has no memory file of {size} bytes: the memory behind virtio-mem must be a memory-backend-memfd with share=on"
+        "process {pid} has no memory of {size} bytes: the memory behind virtio-mem must be a memory-backend-ram, or a memory-backend-memfd \
+         with share=on"
     )]
-    NoFile {
+    Absent {
         /// QEMU's process.
         pid: u32,
         /// The size looked for.
@@ -34,6 +39,9 @@ pub enum MemoryError {
     /// The system refused.
     #[error("the VM's memory cannot be mapped ({0})")]
     System(#[from] io::Error),
+    /// QEMU has ended.
+    #[error("process {0} has ended")]
+    Gone(u32),
     /// The host has no memory left for it.
     #[error("the host has no memory for bytes {start} to {end} of the VM ({source})")]
     Exhausted {
@@ -46,10 +54,9 @@ pub enum MemoryError {
     },
 }
 
-/// How pages are made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Pages {
+/// How pages of a file are made; Collapsed turns into Plain for a range where it fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pages {
     /// Huge by MADV_HUGEPAGE.
     Advised,
     /// Huge by MADV_COLLAPSE.
@@ -58,8 +65,75 @@ pub enum Pages {
     Plain,
 }
 
-/// A VM's memory, mapped here.
-pub struct Memory {
+/// Where a VM's memory is to be found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A memory file, below /proc.
+    File(PathBuf),
+    /// Anonymous memory of a process, at an address of its own.
+    Anonymous {
+        /// The process.
+        pid: u32,
+        /// The first byte's address.
+        start: u64,
+    },
+}
+
+impl Source {
+    /// The memory of exactly `size` bytes that the process has: a file, or else anonymous.
+    pub fn find(root: &Path, pid: u32, size: u64) -> Result<Self, MemoryError> {
+        if let Some(path) = find_file(root, pid, size)? {
+            return Ok(Self::File(path));
+        }
+        match remote::find(root, pid, size)? {
+            Some(start) => Ok(Self::Anonymous { pid, start }),
+            None => Err(MemoryError::Absent { pid, size }),
+        }
+    }
+
+    /// Opens it, all of its `size` bytes. Nothing is touched yet.
+    pub fn open(&self, size: u64, huge: bool) -> Result<Memory, MemoryError> {
+        match self {
+            Self::File(path) => Ok(Memory::Mapped(Mapped::open(path, size, huge)?)),
+            Self::Anonymous { pid, start } => Ok(Memory::Remote(Remote::open(*pid, *start)?, *pid)),
+        }
+    }
+
+    /// How much of it exists, in bytes.
+    pub fn allocated(&self) -> io::Result<u64> {
+        match self {
+            Self::File(path) => Ok(fs::metadata(path)?.blocks() * 512),
+            Self::Anonymous { pid, start } => remote::allocated(*pid, *start),
+        }
+    }
+}
+
+/// A VM's memory, open.
+pub enum Memory {
+    /// A file, mapped here.
+    Mapped(Mapped),
+    /// A process' own, with its id.
+    Remote(Remote, u32),
+}
+
+impl Memory {
+    /// Allocates and zeroes the pages of a range that are not there yet. Returns how many bytes were asked for as huge pages
+    /// and not refused.
+    pub fn populate(&self, range: Range<u64>) -> Result<u64, MemoryError> {
+        let Range { start, end } = range;
+        match self {
+            Self::Mapped(memory) => memory.populate(start..end),
+            Self::Remote(memory, pid) => match memory.populate(start..end) {
+                Ok(()) => Ok(if anonymous_thp() { end - start } else { 0 }),
+                Err(RemoteError::Gone) => Err(MemoryError::Gone(*pid)),
+                Err(RemoteError::Refused(source)) => Err(MemoryError::Exhausted { start, end, source }),
+            },
+        }
+    }
+}
+
+/// A memory file, mapped.
+pub struct Mapped {
     start: NonNull<u8>,
     length: usize,
     pages: Pages,
@@ -67,14 +141,14 @@ pub struct Memory {
 
 // SAFETY: the mapping is only ever given to madvise, which any thread may call on any part of it at any time; no
 // reference into it is made.
-unsafe impl Send for Memory {}
+unsafe impl Send for Mapped {}
 // SAFETY: as above.
-unsafe impl Sync for Memory {}
+unsafe impl Sync for Mapped {}
 
-/// The `index`th memory file of `size` bytes that QEMU has open, in the order it opened them.
-pub fn find_file(root: &Path, pid: u32, size: u64, index: usize) -> Result<PathBuf, MemoryError> {
+/// The memory file of `size` bytes that QEMU has open; the first, should there be several.
+fn find_file(root: &Path, pid: u32, size: u64) -> io::Result<Option<PathBuf>> {
     let folder = root.join("proc").join(pid.to_string()).join("fd");
-    let mut found: Vec<(u32, u64, PathBuf)> = Vec::new();
+    let mut found: Vec<(u32, PathBuf)> = Vec::new();
     for entry in fs::read_dir(&folder)? {
         let path = entry?.path();
         let number = path.file_name().and_then(|n| n.to_str()?.parse().ok());
@@ -87,19 +161,15 @@ pub fn find_file(root: &Path, pid: u32, size: u64, index: usize) -> Result<PathB
         if !memory {
             continue;
         }
-        let status = fs::metadata(&path)?;
-        // A file that is open twice is one file.
-        if status.size() == size && !found.iter().any(|(_, inode, _)| *inode == status.ino()) {
-            found.push((number, status.ino(), path));
+        if fs::metadata(&path)?.size() == size {
+            found.push((number, path));
         }
     }
-    found.sort();
-    found.into_iter().nth(index).map(|(_, _, path)| path).ok_or(MemoryError::NoFile { pid, size })
+    Ok(found.into_iter().min().map(|(_, path)| path))
 }
 
-impl Memory {
-    /// Maps the file at `path`, all of its `size` bytes. Nothing is touched yet.
-    pub fn map(path: &Path, size: u64, huge: bool) -> Result<Self, MemoryError> {
+impl Mapped {
+    fn open(path: &Path, size: u64, huge: bool) -> Result<Self, MemoryError> {
         let file = File::options().read(true).write(true).open(path)?;
         let length = usize::try_from(size).map_err(io::Error::other)?;
         // One page more than needed would do to align by hand; the kernel aligns large shared mappings to huge pages itself.
@@ -121,14 +191,7 @@ impl Memory {
         Ok(memory)
     }
 
-    /// How pages are made; Collapsed turns into Plain for a range where it fails.
-    pub fn pages(&self) -> Pages {
-        self.pages
-    }
-
-    /// Allocates and zeroes the pages of a range that are not there yet. Returns how many bytes were asked for as huge pages
-    /// and not refused.
-    pub fn populate(&self, range: Range<u64>) -> Result<u64, MemoryError> {
+    fn populate(&self, range: Range<u64>) -> Result<u64, MemoryError> {
         let mut huge = 0;
         match self.pages {
             Pages::Collapsed => {
@@ -150,11 +213,6 @@ impl Memory {
             source,
         })?;
         Ok(huge)
-    }
-
-    /// How much of the whole file exists, in bytes.
-    pub fn allocated(path: &Path) -> io::Result<u64> {
-        Ok(fs::metadata(path)?.blocks() * 512)
     }
 
     fn part(&self, range: &Range<u64>) -> io::Result<(*mut std::ffi::c_void, usize)> {
@@ -187,7 +245,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for Mapped {
     fn drop(&mut self) {
         // SAFETY: the mapping is ours, whole, and nothing refers to it any more.
         let result = unsafe { munmap(self.start.as_ptr().cast(), self.length) };
@@ -199,6 +257,12 @@ impl Drop for Memory {
 fn shared_thp_on_request() -> bool {
     let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
     ["[always]", "[within_size]", "[advise]", "[force]"].iter().any(|word| text.contains(word))
+}
+
+/// Whether anonymous memory that asks for huge pages gets them here.
+fn anonymous_thp() -> bool {
+    let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    ["[always]", "[madvise]"].iter().any(|word| text.contains(word))
 }
 
 /// CPU time of the calling thread.
@@ -224,10 +288,10 @@ mod tests {
     fn populating_from_outside_allocates_the_range_and_nothing_else() {
         for huge in [false, true] {
             let (_file, path) = memfd(32 << 20);
-            let memory = Memory::map(&path, 32 << 20, huge).unwrap();
-            assert_eq!(Memory::allocated(&path).unwrap(), 0);
+            let memory = Mapped::open(&path, 32 << 20, huge).unwrap();
+            assert_eq!(Source::File(path.clone()).allocated().unwrap(), 0);
             memory.populate(8 << 20..16 << 20).unwrap();
-            assert_eq!(Memory::allocated(&path).unwrap(), 8 << 20, "huge: {huge}");
+            assert_eq!(Source::File(path.clone()).allocated().unwrap(), 8 << 20, "huge: {huge}");
         }
     }
 
@@ -236,7 +300,7 @@ mod tests {
         use std::os::unix::fs::FileExt;
         let (file, path) = memfd(8 << 20);
         file.write_all_at(b"guest", 3 << 20).unwrap();
-        let memory = Memory::map(&path, 8 << 20, true).unwrap();
+        let memory = Mapped::open(&path, 8 << 20, true).unwrap();
         memory.populate(0..8 << 20).unwrap();
         let mut bytes = [0; 5];
         file.read_exact_at(&mut bytes, 3 << 20).unwrap();
@@ -246,20 +310,19 @@ mod tests {
     #[test]
     fn a_range_outside_is_refused() {
         let (_file, path) = memfd(4 << 20);
-        let memory = Memory::map(&path, 4 << 20, false).unwrap();
+        let memory = Mapped::open(&path, 4 << 20, false).unwrap();
         assert!(memory.populate(0..8 << 20).is_err());
         assert!(memory.populate(1 << 20..1 << 20).is_err());
     }
 
     #[test]
-    fn files_are_found_by_size_and_order() {
+    fn files_are_found_by_size() {
         let size = (64 << 20) + 4096 * u64::from(std::process::id() % 1000);
-        let (first, _) = memfd(size);
-        let (second, _) = memfd(size);
+        let (file, _) = memfd(size);
         let own = std::process::id();
-        let inode = |index| fs::metadata(find_file(Path::new("/"), own, size, index).unwrap()).unwrap().ino();
-        assert_eq!(inode(0), first.metadata().unwrap().ino());
-        assert_eq!(inode(1), second.metadata().unwrap().ino());
-        assert!(matches!(find_file(Path::new("/"), own, size, 2), Err(MemoryError::NoFile { .. })));
+        let Source::File(path) = Source::find(Path::new("/"), own, size).unwrap() else { panic!("a file") };
+        assert_eq!(fs::metadata(path).unwrap().ino(), file.metadata().unwrap().ino());
+        drop(file);
+        assert!(matches!(Source::find(Path::new("/"), own, size), Err(MemoryError::Absent { .. })));
     }
 }

@@ -81,28 +81,37 @@ impl Progress {
     pub fn load(path: &Path) -> io::Result<Self> {
         Ok(serde_json::from_slice(&fs::read(path)?)?)
     }
+}
 
-    /// The figures in Prometheus' text format.
-    pub fn prometheus(&self, vm: &str) -> String {
-        let vm: String = vm.chars().filter(|c| !c.is_control() && !['"', '\\'].contains(c)).collect();
-        let complete = u8::from(self.phase == Phase::Complete);
-        let failed = u8::from(matches!(self.phase, Phase::Failed(_)));
-        format!(
-            "# TYPE tombolo_start_memory_bytes gauge\n\
-             tombolo_start_memory_bytes{{vm=\"{vm}\",state=\"present\"}} {}\n\
-             tombolo_start_memory_bytes{{vm=\"{vm}\",state=\"total\"}} {}\n\
-             tombolo_start_memory_bytes{{vm=\"{vm}\",state=\"prepared\"}} {}\n\
-             # TYPE tombolo_start_rate_bytes_per_second gauge\n\
-             tombolo_start_rate_bytes_per_second{{vm=\"{vm}\"}} {:.0}\n\
-             # TYPE tombolo_start_complete gauge\n\
-             tombolo_start_complete{{vm=\"{vm}\"}} {complete}\n\
-             # TYPE tombolo_start_failed gauge\n\
-             tombolo_start_failed{{vm=\"{vm}\"}} {failed}\n\
-             # TYPE tombolo_start_guest_restarts_total counter\n\
-             tombolo_start_guest_restarts_total{{vm=\"{vm}\"}} {}\n",
-            self.present, self.total, self.prepared, self.rate, self.restarts
-        )
+/// The figures of growing VMs, by name, in Prometheus' text format.
+pub fn prometheus(vms: &[(&str, &Progress)]) -> String {
+    type Values = fn(&Progress) -> Vec<(&'static str, f64)>;
+    #[expect(clippy::cast_precision_loss, reason = "Prometheus has no other numbers")]
+    let metrics: [(&str, &str, Values); 5] = [
+        ("memory_bytes", "gauge", |p| {
+            let state = |name, bytes: u64| (name, bytes as f64);
+            vec![
+                state(",state=\"present\"", p.present),
+                state(",state=\"prepared\"", p.prepared),
+                state(",state=\"total\"", p.total),
+            ]
+        }),
+        ("rate_bytes_per_second", "gauge", |p| vec![("", p.rate.round())]),
+        ("complete", "gauge", |p| vec![("", f64::from(u8::from(p.phase == Phase::Complete)))]),
+        ("failed", "gauge", |p| vec![("", f64::from(u8::from(matches!(p.phase, Phase::Failed(_)))))]),
+        ("guest_restarts_total", "counter", |p| vec![("", f64::from(p.restarts))]),
+    ];
+    let mut text = String::new();
+    for (name, kind, values) in metrics {
+        text += &format!("# TYPE tombolo_start_{name} {kind}\n");
+        for (vm, progress) in vms {
+            let vm: String = vm.chars().filter(|c| !c.is_control() && !['"', '\\'].contains(c)).collect();
+            for (label, value) in values(progress) {
+                text += &format!("tombolo_start_{name}{{vm=\"{vm}\"{label}}} {value}\n");
+            }
+        }
     }
+    text
 }
 
 #[cfg(test)]
@@ -132,11 +141,16 @@ mod tests {
     fn a_vm_that_stopped_growing_does_not_look_complete() {
         let failed = Progress { phase: Phase::Failed("no memory".into()), ..half() };
         assert!(failed.line().contains("and no more: no memory"));
-        let figures = failed.prometheus("a\"b");
-        assert!(
-            figures.contains("tombolo_start_complete{vm=\"ab\"} 0")
-                && figures.contains("failed{vm=\"ab\"} 1")
-        );
+        let figures = prometheus(&[("a\"b", &failed), ("c", &half())]);
+        for line in [
+            "tombolo_start_complete{vm=\"ab\"} 0",
+            "tombolo_start_failed{vm=\"ab\"} 1",
+            "tombolo_start_failed{vm=\"c\"} 0",
+            "tombolo_start_memory_bytes{vm=\"c\",state=\"total\"} 4294967296",
+        ] {
+            assert!(figures.lines().any(|l| l == line), "{line} is not in {figures}");
+        }
+        assert_eq!(figures.matches("# TYPE tombolo_start_failed ").count(), 1, "{figures}");
     }
 
     #[test]

@@ -847,12 +847,9 @@ pub(super) fn enqueue_read_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueReadBuffer<'
     let f = native!(cx, clEnqueueReadBuffer);
     let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
     let to = offered(cx, r.data, r.size)?;
-    if r.blocking != 0 {
-        cx.may_block();
-    }
     let (offset, size) = (r.offset as usize, r.size as usize);
     // SAFETY: live handles; the range lies in the buffer (checked before) and in the window.
-    cx.transfer(&r.waits, r.event, r.ticket, Some((r.data, r.size)), |n, list, event| unsafe {
+    cx.fill(&r.waits, r.event, (r.ticket, r.blocking != 0), (r.data, r.size), |n, list, event| unsafe {
         f(queue, buffer, r.blocking, offset, size, to, n, list, event)
     })
 }
@@ -916,10 +913,7 @@ pub(super) fn enqueue_read_buffer_rect(cx: &mut Cx<'_>, r: &wire::EnqueueReadBuf
     let to = offered(cx, r.data, len)?;
     let (origin, region) = (r.origin.map(|v| v as usize), r.region.map(|v| v as usize));
     let (row, slice, zero) = (r.row_pitch as usize, r.slice_pitch as usize, [0usize; 3]);
-    if r.blocking != 0 {
-        cx.may_block();
-    }
-    cx.transfer(&r.waits, r.event, r.ticket, Some((r.data, len)), |n, list, event| {
+    cx.fill(&r.waits, r.event, (r.ticket, r.blocking != 0), (r.data, len), |n, list, event| {
         let (o, z, g) = (origin.as_ptr(), zero.as_ptr(), region.as_ptr());
         // SAFETY: live handles; the rectangle lies in the buffer (checked before), its packed bytes in the window.
         unsafe { f(queue, buffer, r.blocking, o, z, g, row, slice, 0, 0, to, n, list, event) }
@@ -948,10 +942,7 @@ pub(super) fn enqueue_read_image(cx: &mut Cx<'_>, r: &wire::EnqueueReadImage<'_>
     let len = cx.packed(r.image, r.region)?;
     let to = offered(cx, r.data, len)?;
     let (origin, region) = (r.origin.map(|v| v as usize), r.region.map(|v| v as usize));
-    if r.blocking != 0 {
-        cx.may_block();
-    }
-    cx.transfer(&r.waits, r.event, r.ticket, Some((r.data, len)), |n, list, event| {
+    cx.fill(&r.waits, r.event, (r.ticket, r.blocking != 0), (r.data, len), |n, list, event| {
         // SAFETY: live handles; the region lies in the image (checked before), its packed pixels in the window.
         unsafe { f(queue, image, r.blocking, origin.as_ptr(), region.as_ptr(), 0, 0, to, n, list, event) }
     })

@@ -89,9 +89,18 @@ impl OpenCl {
             );
         }
         // SAFETY: symbols of the OpenCL loader have the signatures that the declarations say.
-        let native = unsafe { Native::load(|name: &CStr| libc::dlsym(library, name.as_ptr())) };
+        Ok(unsafe { OpenCl::with(limits, |name| libc::dlsym(library, name.as_ptr())) })
+    }
+
+    /// OpenCL on a driver whose functions `find` tells.
+    ///
+    /// # Safety
+    /// `find` returns null or the address of the API's function of that name.
+    pub unsafe fn with(limits: Limits, find: impl FnMut(&CStr) -> *mut c_void) -> &'static OpenCl {
+        // SAFETY: as the caller promises.
+        let native = unsafe { Native::load(find) };
         let table = Table::new(limits.objects as usize);
-        Ok(Box::leak(Box::new(OpenCl {
+        Box::leak(Box::new(OpenCl {
             native,
             table: Mutex::new(table),
             limits,
@@ -101,7 +110,7 @@ impl OpenCl {
             late: AtomicI32::new(0),
             svm: Mutex::default(),
             queues: clear::Queues::default(),
-        })))
+        }))
     }
 
     /// Ties it to its client.
@@ -138,6 +147,10 @@ impl OpenCl {
 impl Api for &'static OpenCl {
     fn success(&self) -> i32 {
         wire::SUCCESS
+    }
+
+    fn usage(&self) -> (u64, u64) {
+        (self.memory.load(Ordering::Relaxed), lock(&self.table).live() as u64)
     }
 
     fn settle(&self) {
@@ -190,6 +203,19 @@ impl OpenCl {
         if let Some((kind, id)) = new {
             // An id in use stays what it is: the client broke its own object.
             let _kept = lock(&self.table).put(kind, id, Err(code), Extra::default());
+        }
+    }
+
+    /// Gives all objects up.
+    pub fn release_all(&self) {
+        let all = lock(&self.table).drain();
+        for (kind, native, extra) in all {
+            if kind == kind::CONTEXT {
+                self.queues.forget(self, native);
+            }
+            if !extra.root {
+                self.release_native(kind, native);
+            }
         }
     }
 
@@ -378,6 +404,24 @@ impl Cx<'_> {
         let list = self.all(kind::EVENT, waits)?;
         let pointer = if list.is_empty() { std::ptr::null() } else { list.as_ptr() };
         self.status(run(list.len() as u32, pointer, wanted))
+    }
+
+    /// Fills a range of the window. If the client blocks for it, so does this, and the ticket is redeemed with the reply.
+    pub fn fill(
+        &mut self,
+        waits: &[u64],
+        event: u64,
+        (ticket, blocking): (u64, bool),
+        (at, len): (u64, u64),
+        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
+    ) -> Result<(), i32> {
+        if !blocking {
+            return self.transfer(waits, event, ticket, Some((at, len)), run);
+        }
+        self.may_block();
+        self.enqueue(waits, event, run)?;
+        self.cl.session().push_window(at, len);
+        Ok(())
     }
 
     /// Enqueues a transfer. Its ticket is redeemed when the native command has ended.

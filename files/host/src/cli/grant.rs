@@ -56,7 +56,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         }
         return Ok(());
     }
-    let (area, joined) = target.join(&format!("grant-{}", std::process::id()))?;
+    let (area, joined) = target.join(Some(&format!("grant-{}", std::process::id())))?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(crate::target::Joined::ringer));
     let root = match directory(&fs, &args.subtree)? {

@@ -3,6 +3,7 @@
 //! waits until that one says that it serves.
 
 use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -10,6 +11,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::pipe::PipeFlags;
 use serde_json::json;
 
 use super::open_error;
@@ -29,14 +31,15 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 /// Arguments of `tombolo files mount`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
+    /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system; in a guest without the
+    /// module pci:NAME, the zone in an ivshmem device
     zone: PathBuf,
     /// Where to mount it
     directory: PathBuf,
     /// Name of the FILES area, where the zone has several
     #[arg(long)]
     area: Option<String>,
-    /// Name of this member in the zone
+    /// Name of this member in the zone; in a guest without a doorbell the VM's name
     #[arg(long)]
     member: Option<String>,
     /// Stay in the foreground; prints "serving" once it does
@@ -118,12 +121,9 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
 fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     let signals = session::end_signals().context("taking over signals")?;
     let target = Target::open(&args.zone, !args.read_only, args.area.as_deref())?;
-    let (area, joined) = if args.read_only {
-        (target.area()?, None)
-    } else {
-        let name = args.member.clone().unwrap_or_else(|| format!("mount-{}", std::process::id()));
-        target.join(&name)?
-    };
+    let (area, joined) =
+        if args.read_only { (target.area()?, None) } else { target.join(args.member.as_deref())? };
+    let _watched = joined.as_ref().filter(|_| target.is_inside()).map(watch_over).transpose()?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(Joined::ringer));
     if !args.read_only {
@@ -135,6 +135,7 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
         nodes: Nodes::default(),
         locks: Locks::default(),
         cached_mmap: args.cached_mmap,
+        device_memory: target.is_inside(),
     });
     let options = MountOptions {
         source: args.zone.display().to_string(),
@@ -175,6 +176,28 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Starts a process that declares this one dead should it end without having left. Returns what it watches; nobody else may hold it.
+fn watch_over(joined: &Joined) -> anyhow::Result<OwnedFd> {
+    let (alive, held) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+    // SAFETY: this process has one thread yet, so the new one may do what it likes.
+    match unsafe { libc::fork() } {
+        -1 => {
+            Err(std::io::Error::last_os_error()).context("starting the process that watches over the mount")
+        }
+        0 => {
+            drop(held);
+            // Nothing is ever written: it returns at this process's end.
+            let _end = rustix::io::read(&alive, &mut [0; 1]);
+            let buried = joined.declare_dead();
+            if let Err(e) = &buried {
+                eprintln!("tombolo: the mount's process ended, and can't be declared dead: {e}");
+            }
+            std::process::exit(i32::from(buried.is_err()));
+        }
+        _ => Ok(held),
+    }
+}
+
 fn serve(
     args: &Args,
     json: bool,
@@ -184,7 +207,7 @@ fn serve(
     signals: &std::fs::File,
 ) -> anyhow::Result<()> {
     mounted.handshake(server)?;
-    let (ended_read, ended_write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+    let (ended_read, ended_write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     let ended_write = Arc::new(ended_write);
     let threads: Vec<_> = (0..args.threads)
         .map(|_| {

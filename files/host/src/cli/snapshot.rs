@@ -45,7 +45,7 @@ pub struct RestoreArgs {
 pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
     let at = args.image.display();
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
-    let (area, joined) = target.join(&format!("snapshot-{}", std::process::id()))?;
+    let (area, joined) = target.join(Some(&format!("snapshot-{}", std::process::id())))?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(crate::target::Joined::ringer));
     let image = File::options().read(true).write(true).create_new(true).open(&args.image);

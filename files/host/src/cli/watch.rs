@@ -44,7 +44,7 @@ pub struct Args {
 pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
     let signals = session::end_signals().context("taking over signals")?;
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
-    let (area, joined) = target.join(&format!("watch-{}", std::process::id()))?;
+    let (area, joined) = target.join(Some(&format!("watch-{}", std::process::id())))?;
     let joined = joined.with_context(|| {
         format!(
             "{}: a file system outside a zone has one user at a time, and nobody to watch",

@@ -52,6 +52,8 @@ pub struct Server {
     pub locks: Locks,
     /// Let programs map files shared, through the kernel's page cache.
     pub cached_mmap: bool,
+    /// The zone is a device's memory, which has no pages: the kernel can't read it by itself.
+    pub device_memory: bool,
 }
 
 type Answer<'a> = Result<Reply<'a>>;
@@ -424,10 +426,13 @@ impl Server {
 
     fn read<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
         let (_fh, offset, len) = (u64s(&mut c)?, u64s(&mut c)?, u64::from(u32s(&mut c)?));
-        if !self.fs.area().writable() {
+        if !self.fs.area().writable() || self.device_memory {
             let mut buf = vec![0; len as usize];
             let got = self.fs.pread(h.node, &mut buf, offset)?;
             buf.truncate(got);
+            if self.fs.area().writable() {
+                let _ = self.fs.touch_atime(h.node, fs::now());
+            }
             return Ok(Reply::Body(Out(buf)));
         }
         let pin = self.fs.pin(h.node)?;

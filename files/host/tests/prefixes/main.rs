@@ -12,7 +12,7 @@ mod sweep;
 mod world;
 
 use sweep::Sweep;
-use tombolo_files::fs::{Attr, Create, Filesystem, ROOT, xattr_image};
+use tombolo_files::fs::{Attr, Create, FileLock, Filesystem, ROOT, xattr_image};
 use tombolo_files::sys;
 use world::World;
 
@@ -286,6 +286,40 @@ fn blocks_of_a_half_done_truncate_stay_with_who_maps_them() {
         },
     );
     mapper.abandon();
+}
+
+/// After a death at any store while the records of a file's locks grow, they can grow again, and no block is lost.
+#[test]
+fn records_of_locks_grow_and_no_block_is_lost() {
+    let lock = |owner: u64, n: u64| FileLock {
+        owner,
+        start: 10 * n,
+        end: 10 * n + 1,
+        type_: sys::TFS_LK_READ,
+        kind: sys::TFS_LK_POSIX,
+        ..FileLock::default()
+    };
+    let records = u64::from(sys::TFS_LOCK_RECORDS);
+    // The head takes the place of one.
+    for full in [0, records - 1, 2 * records - 1] {
+        let mut s = Sweep::new(4, false, some_files);
+        let file = find(s.worker(), "d/f");
+        let holder = s.world.open(3).expect("open");
+        (0..full).for_each(|n| holder.set_lock(file, &lock(1, n)).expect("a lock"));
+        s.each_death(
+            |fs| fs.set_lock(file, &lock(2, full)).expect("a lock"),
+            |world| {
+                let other = world.open(0)?;
+                other.recover_all().map_err(|e| format!("recovery: {e}"))?;
+                for n in 0..2 * records {
+                    other.set_lock(file, &lock(3, n)).map_err(|e| format!("lock {n}: {e}"))?;
+                }
+                other.abandon();
+                world.check().map(|_| ())
+            },
+        );
+        holder.abandon();
+    }
 }
 
 macro_rules! claims {

@@ -1,0 +1,31 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+# Fuzzes the decoder of every function, and what stands between it and the driver: run.sh [SECONDS]; without an argument: the short form of
+# the tests, 5 s from a fixed seed. Needs clang. What it finds lies in target/fuzz/accel/found.
+# Only the crates that take what a client sends are instrumented (instrument), so all others are shared with other builds.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+target=${CARGO_TARGET_DIR:-$root/target}
+out=$target/fuzz/accel
+mkdir -p "$out/found" "$out/new"
+RUSTC_WORKSPACE_WRAPPER="$here/instrument" cargo build --locked --quiet -p tombolo-accel-fuzz
+clang -fsanitize=fuzzer -o "$out/fuzz_calls" "$target/debug/libtombolo_accel_fuzz.a" -lpthread -ldl -lm
+fuzz() {
+	"$out/fuzz_calls" -timeout=20 -max_len=512 -len_control=0 -close_fd_mask=3 -artifact_prefix="$out/found/" "$@" 2>"$out/log" || {
+		cat "$out/log" >&2
+		exit 1
+	}
+}
+case ${1:-short} in
+short)
+	fresh=$(mktemp -d)
+	trap 'rm -rf "$fresh"' EXIT
+	fuzz -seed=1 -max_total_time=5 "$fresh"
+	echo "1 passed, 0 failed"
+	;;
+*)
+	fuzz -max_total_time="$1" -use_value_profile=1 -print_final_stats=1 "$out/new"
+	tail -8 "$out/log"
+	;;
+esac

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The control socket: one request per connection, a line of JSON; the answer is a line of JSON.
+//!
+//! A server that drains gives its name to its successor: its control socket moves to `NAME.draining-PID`.
+
+use crate::supervisor::Server;
+use crate::tenants::Status;
+use anyhow::{Context, bail};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Where a server listens for commands unless it is told otherwise.
+pub const DEFAULT: &str = "/run/tombolo/accel-control.sock";
+const MAX_REQUEST: u64 = 4096;
+
+/// What can be asked.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "lowercase")]
+pub enum Request {
+    /// Who is served.
+    Ls,
+    /// Take nobody more, and end when nobody is left.
+    Drain,
+}
+
+/// A server and who it serves.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Listing {
+    /// The supervisor.
+    pub pid: u32,
+    /// Where clients find it; VMs by their folders.
+    pub listens: Vec<String>,
+    /// It takes nobody more.
+    pub draining: bool,
+    /// Who it serves.
+    pub tenants: Vec<Status>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Answer<T> {
+    Ok(T),
+    Error(String),
+}
+
+/// Listens for commands.
+pub fn listen(path: &Path) -> anyhow::Result<UnixListener> {
+    if UnixStream::connect(path).is_ok() {
+        bail!("{}: a server is controlled there already; choose another --control", path.display());
+    }
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            return Err(e).with_context(|| format!("{}: the old socket can't be removed", path.display()));
+        }
+        _ => {}
+    }
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    }
+    let listener = UnixListener::bind(path).with_context(|| path.display().to_string())?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
+        .with_context(|| path.display().to_string())?;
+    Ok(listener)
+}
+
+/// Answers commands for ever.
+pub fn serve(listener: &UnixListener, server: &Arc<Server>) {
+    for stream in listener.incoming() {
+        let answered = stream.map_err(anyhow::Error::from).and_then(|s| answer(s, server));
+        if let Err(e) = answered {
+            eprintln!("tombolo accel: a command could not be answered: {e:#}");
+        }
+    }
+}
+
+fn answer(stream: UnixStream, server: &Arc<Server>) -> anyhow::Result<()> {
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    let mut line = String::new();
+    BufReader::new((&stream).take(MAX_REQUEST)).read_line(&mut line)?;
+    let text = match serde_json::from_str(&line) {
+        Err(e) => serde_json::to_string(&Answer::<()>::Error(format!("the request isn't understood: {e}")))?,
+        Ok(Request::Ls) => serde_json::to_string(&Answer::Ok(server.listing()))?,
+        Ok(Request::Drain) => {
+            server.drain();
+            serde_json::to_string(&Answer::Ok(()))?
+        }
+    };
+    writeln!(&stream, "{text}")?;
+    Ok(())
+}
+
+/// Asks the server that is controlled at `socket`.
+pub fn ask<T: DeserializeOwned>(socket: &Path, request: &Request) -> anyhow::Result<T> {
+    let mut stream = UnixStream::connect(socket).with_context(|| {
+        format!("no accelerator server answers at {}; start one with 'tombolo accel serve'", socket.display())
+    })?;
+    writeln!(stream, "{}", serde_json::to_string(request)?)?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line)?;
+    match serde_json::from_str(&line).context("the server's answer can't be read")? {
+        Answer::Ok(value) => Ok(value),
+        Answer::Error(why) => bail!("{why}"),
+    }
+}
+
+/// Where a server that drains is controlled.
+pub fn draining(control: &Path) -> PathBuf {
+    let mut path = control.as_os_str().to_owned();
+    path.push(format!(".draining-{}", std::process::id()));
+    path.into()
+}
+
+/// The servers of a control socket: the one that takes clients, and those that drain.
+pub fn servers(control: &Path) -> anyhow::Result<Vec<Listing>> {
+    let mut found = Vec::new();
+    let prefix = format!("{}.draining-", control.file_name().unwrap_or_default().to_string_lossy());
+    for entry in control.parent().and_then(|p| p.read_dir().ok()).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with(&prefix) {
+            // One that ended just now, or was killed, answers no more.
+            found.extend(ask::<Listing>(&entry.path(), &Request::Ls));
+        }
+    }
+    match ask(control, &Request::Ls) {
+        Ok(listing) => found.insert(0, listing),
+        Err(e) if found.is_empty() => return Err(e),
+        Err(_) => {}
+    }
+    Ok(found)
+}

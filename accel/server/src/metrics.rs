@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Tenants for Prometheus (text format 0.0.4), and the small HTTP server that hands them out.
+
+use crate::tenants::{Status, Tenants};
+use std::fmt::Write as _;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::time::Duration;
+
+type Get = fn(&Status) -> f64;
+
+/// Name, kind, help, and where it comes from.
+const FAMILIES: &[(&str, &str, &str, Get)] = &[
+    ("calls_total", "counter", "Requests of a tenant.", |t| t.calls as f64),
+    ("waits_total", "counter", "Requests whose result the tenant waited for.", |t| t.waits as f64),
+    ("record_bytes_total", "counter", "Bytes in records.", |t| t.bytes as f64),
+    ("busy_seconds_total", "counter", "From requests that were waited for to their replies.", |t| {
+        t.busy_seconds
+    }),
+    ("held_seconds_total", "counter", "For which requests were held back by the tenant's rate.", |t| {
+        t.held_seconds
+    }),
+    ("memory_bytes", "gauge", "Device memory in use.", |t| t.memory as f64),
+    ("memory_limit_bytes", "gauge", "Device memory that may be used.", |t| t.memory_limit as f64),
+    ("objects", "gauge", "Objects that live.", |t| t.objects as f64),
+    ("weight", "gauge", "Share of time beside other tenants.", |t| f64::from(t.weight)),
+];
+
+/// The figures as Prometheus reads them.
+pub fn prometheus(tenants: &[Status]) -> String {
+    let label = |s: &str| s.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+    let mut out = String::new();
+    // Writing to a string can't fail.
+    let _infallible = writeln!(
+        out,
+        "# HELP tombolo_accel_tenants Clients that are served.\n# TYPE tombolo_accel_tenants gauge\ntombolo_accel_tenants {}",
+        tenants.len()
+    );
+    for (name, kind, help, get) in FAMILIES {
+        let _infallible =
+            writeln!(out, "# HELP tombolo_accel_{name} {help}\n# TYPE tombolo_accel_{name} {kind}");
+        for t in tenants {
+            let _infallible = writeln!(
+                out,
+                "tombolo_accel_{name}{{pid=\"{}\",name=\"{}\",via=\"{}\"}} {}",
+                t.pid,
+                label(&t.name),
+                label(&t.via),
+                get(t)
+            );
+        }
+    }
+    out
+}
+
+/// Answers HTTP requests.
+pub fn serve(listener: &TcpListener, tenants: &Tenants) {
+    for stream in listener.incoming() {
+        let Ok(mut stream) = stream else { continue };
+        let limit = Some(Duration::from_secs(1));
+        if stream.set_read_timeout(limit).is_err() || stream.set_write_timeout(limit).is_err() {
+            continue;
+        }
+        let mut request = [0u8; 2048];
+        let Ok(n) = stream.read(&mut request) else { continue };
+        let fine = request[..n].starts_with(b"GET /metrics ") || request[..n].starts_with(b"GET / ");
+        let (code, body) = if fine {
+            ("200 OK", prometheus(&tenants.status()))
+        } else {
+            ("404 Not Found", "the figures are at /metrics\n".into())
+        };
+        let head = format!(
+            "HTTP/1.1 {code}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            body.len()
+        );
+        // Whoever asked may have gone.
+        let _gone = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body.as_bytes()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_a_client_chose_can_not_break_out_of_its_label() {
+        let tenant = Status {
+            pid: 7,
+            name: "a\"} 1\nb".into(),
+            via: "unix:/s".into(),
+            weight: 100,
+            memory: 4096,
+            memory_limit: 8192,
+            objects: 3,
+            objects_limit: 10,
+            calls: 5,
+            waits: 2,
+            bytes: 100,
+            busy_seconds: 0.5,
+            held_seconds: 0.0,
+            seconds: 1.0,
+        };
+        let text = prometheus(&[tenant]);
+        assert!(
+            text.contains(
+                "tombolo_accel_memory_bytes{pid=\"7\",name=\"a\\\"} 1\\nb\",via=\"unix:/s\"} 4096\n"
+            )
+        );
+        assert!(text.lines().all(|l| l.starts_with("# ") || l.starts_with("tombolo_accel_")), "{text}");
+    }
+}

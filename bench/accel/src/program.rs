@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The server, and the program that measures (`opencl.c`), natively and forwarded.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_setaffinity};
+
+/// A folder with what a run needs: the program, the driver's cache, sockets.
+pub struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    /// Compiles the program; `library` is the client library.
+    pub fn new(library: &Path) -> Result<Place> {
+        ensure!(library.is_file(), "{} is not there; --library says where it is", library.display());
+        let folder = tempfile::tempdir()?;
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("opencl.c");
+        let compiled = Command::new("cc")
+            .args(["-O2", "-o"])
+            .arg(folder.path().join("opencl"))
+            .arg(&source)
+            .arg("-lOpenCL")
+            .status()
+            .context("can't run cc (packages gcc, ocl-icd-opencl-dev)")?;
+        ensure!(compiled.success(), "can't compile {}", source.display());
+        for name in ["cache", "vendors"] {
+            std::fs::create_dir(folder.path().join(name))?;
+        }
+        let driver = std::path::absolute(library)?.display().to_string();
+        std::fs::write(folder.path().join("vendors/tombolo.icd"), driver)?;
+        Ok(Place { folder })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The server's address.
+    pub fn address(&self) -> String {
+        format!("unix:{}", self.path("socket").display())
+    }
+
+    /// Runs the program; `None`: natively, otherwise forwarded to this address.
+    pub fn program(&self, server: Option<&str>) -> Result<Program> {
+        let mut command = Command::new(self.path("opencl"));
+        command.env("POCL_CACHE_DIR", self.path("cache")).env_remove("OCL_ICD_VENDORS");
+        if let Some(server) = server {
+            command.env("TOMBOLO_ACCEL", server).env("OCL_ICD_VENDORS", self.path("vendors"));
+        }
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+            bail!("the program has no pipes");
+        };
+        Ok(Program { child, input, output: BufReader::new(output) })
+    }
+
+    /// Starts a server.
+    pub fn serve(&self) -> Result<Server> {
+        let own = std::env::current_exe()?;
+        let alone = own.with_file_name("tombolo-accel");
+        let mut command = if own.file_name().is_some_and(|n| n == "tombolo") {
+            let mut command = Command::new(own);
+            command.arg("accel");
+            command
+        } else {
+            Command::new(alone)
+        };
+        let control = self.path("control");
+        let child = command
+            .args(["serve", "--listen", &self.address(), "--control"])
+            .arg(&control)
+            .env("POCL_CACHE_DIR", self.path("cache"))
+            .env_remove("OCL_ICD_VENDORS")
+            .spawn()
+            .context("the server can't be started")?;
+        let mut server = Server { child };
+        let begun = Instant::now();
+        while !(self.path("socket").exists() && control.exists()) {
+            ensure!(server.child.try_wait()?.is_none(), "the server ended");
+            ensure!(begun.elapsed() < Duration::from_secs(30), "the server doesn't listen");
+            std::thread::yield_now();
+        }
+        Ok(server)
+    }
+}
+
+/// A running server; ended when dropped.
+pub struct Server {
+    child: Child,
+}
+
+impl Server {
+    /// Processor seconds of the server and its workers so far.
+    pub fn cpu(&self) -> Result<f64> {
+        let mut sum = cpu_seconds(self.child.id())?;
+        for worker in self.workers()? {
+            sum += cpu_seconds(worker)?;
+        }
+        Ok(sum)
+    }
+
+    /// Binds all threads of the youngest worker to a processor.
+    pub fn pin(&self, cpu: usize) -> Result<()> {
+        let Some(pid) = self.workers()?.into_iter().max_by_key(|pid| begun(*pid)) else { bail!("no worker") };
+        let mut cpus = CpuSet::new();
+        cpus.set(cpu);
+        for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+            let tid = task?.file_name().to_string_lossy().parse()?;
+            sched_setaffinity(Pid::from_raw(tid), &cpus)?;
+        }
+        Ok(())
+    }
+
+    fn workers(&self) -> Result<Vec<u32>> {
+        let pid = self.child.id();
+        let mut found = Vec::new();
+        for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+            // A thread may have ended just now.
+            let Ok(text) = std::fs::read_to_string(task?.path().join("children")) else { continue };
+            found.extend(text.split_whitespace().filter_map(|w| w.parse::<u32>().ok()));
+        }
+        Ok(found)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ended = self.child.kill();
+        let _reaped = self.child.wait();
+    }
+}
+
+/// When a process was started, in ticks.
+fn begun(pid: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let field = stat.rsplit(')').next().unwrap_or_default().split_whitespace().nth(19);
+    field.and_then(|f| f.parse().ok()).unwrap_or(0)
+}
+
+/// Processor time that a process has used, in seconds.
+fn cpu_seconds(pid: u32) -> Result<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
+    let ticks: f64 = [11, 12].iter().filter_map(|i| fields.get(*i)?.parse::<f64>().ok()).sum();
+    Ok(ticks / rustix::param::clock_ticks_per_second() as f64)
+}
+
+/// A running program.
+pub struct Program {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Program {
+    /// Begins a measurement.
+    pub fn tell(&mut self, what: &str) -> Result<()> {
+        writeln!(self.input, "{what}").context("the program ended")
+    }
+
+    /// Its result, and the processor seconds that the program used.
+    pub fn hear(&mut self) -> Result<(f64, f64)> {
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        let numbers: Vec<f64> = line.split_whitespace().filter_map(|w| w.parse().ok()).collect();
+        match numbers[..] {
+            [result, cpu] => Ok((result, cpu)),
+            _ => bail!("the program ended; what it said stands above"),
+        }
+    }
+
+    /// Measures.
+    pub fn ask(&mut self, what: &str) -> Result<(f64, f64)> {
+        self.tell(what)?;
+        self.hear().with_context(|| what.to_owned())
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ended = self.child.kill();
+        let _reaped = self.child.wait();
+    }
+}

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a user does with a passed-through device, from the compose file to `down`, in the emulated KVM host.
+
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// Far beyond what anything here takes.
+const PATIENCE: Duration = Duration::from_secs(600);
+const TOMBOLO: &str = env!("CARGO_BIN_EXE_tombolo");
+
+/// A lab that is up until this is dropped, with a folder for the project in it.
+struct Lab(String);
+
+impl Lab {
+    fn start() -> Lab {
+        let lab = Lab(format!("test-{}", std::process::id()));
+        let status = Command::new(TOMBOLO).args(["lab", "up", "--name", &lab.0]).status().unwrap();
+        assert!(status.success(), "the lab did not come up");
+        lab.good("mkdir -p /run/project && modprobe e1000e");
+        lab
+    }
+
+    /// Runs a line of shell in the project's folder, `tombolo` in its PATH.
+    fn run(&self, line: &str) -> Output {
+        let folder = std::path::Path::new(TOMBOLO).parent().unwrap().display();
+        let script = format!(
+            "PATH={folder}:$PATH XDG_RUNTIME_DIR=/run; export PATH XDG_RUNTIME_DIR\ncd /run/project 2>/dev/null\n{line}"
+        );
+        let mut command = Command::new(TOMBOLO);
+        command.args(["lab", "run", "--name", &self.0, "--", "bash", "-c", &script]).stdin(Stdio::null());
+        command.output().unwrap()
+    }
+
+    fn good(&self, line: &str) -> String {
+        let output = self.run(line);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{line}: {}\n{err}", output.status);
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn json(&self, line: &str) -> Value {
+        serde_json::from_str(&self.good(line)).unwrap()
+    }
+
+    fn driver(&self, device: &str) -> String {
+        self.good(&format!("basename $(readlink /sys/bus/pci/devices/{device}/driver)")).trim().to_owned()
+    }
+
+    /// Looks until `ready`.
+    fn until<T>(&self, line: &str, ready: impl Fn(&Value) -> Option<T>) -> T {
+        let begun = Instant::now();
+        loop {
+            let seen = self.json(line);
+            if let Some(found) = ready(&seen) {
+                return found;
+            }
+            assert!(begun.elapsed() < PATIENCE, "{line} still says {seen}");
+        }
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        let status = Command::new(TOMBOLO).args(["lab", "down", "--name", &self.0]).status();
+        assert!(std::thread::panicking() || status.is_ok_and(|s| s.success()));
+    }
+}
+
+#[test]
+fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on_down_and_after_a_crash() {
+    let lab = Lab::start();
+    let list = lab.json("tombolo passthrough list --json");
+    let card = list.as_array().unwrap().iter().find(|d| {
+        d["driver"] == "e1000e" && d["group_members"].as_array().is_some_and(|members| members.len() == 1)
+    });
+    let card = card.unwrap()["address"].as_str().unwrap().to_owned();
+    lab.good(&format!(
+        "cat >tombolo.toml <<'END'\n\
+         [vm.grows]\nkernel = \"6.12\"\naccel = \"kvm\"\nmemory = \"1536M\"\nboot_memory = \"512M\"\ndevices = [\"{card}\"]\nready_timeout = 600\n\
+         [vm.second]\nkernel = \"6.12\"\naccel = \"kvm\"\nmemory = \"512M\"\ndevices = [\"{card}\"]\nready = \"running\"\nEND"
+    ));
+
+    // It starts with a part of its memory, has the card, and gets the rest.
+    let up = lab.run("tombolo up grows");
+    let said = String::from_utf8_lossy(&up.stderr).into_owned();
+    assert!(
+        up.status.success() && said.contains(" of 1536 MiB") || said.contains("1536 MiB, complete"),
+        "{said}"
+    );
+    assert_eq!(lab.driver(&card), "vfio-pci");
+    lab.until("tombolo ps --json", |ps| {
+        let vm = &ps["vms"][0];
+        assert!(vm["state"].as_str().is_some_and(|s| s.starts_with("up")), "{vm}");
+        (vm["growth"]["phase"] == "complete").then_some(())
+    });
+    let kib = lab.good("tombolo exec grows -- awk '/^MemTotal/ { print $2 }' /proc/meminfo");
+    assert!(kib.trim().parse::<u64>().unwrap() > 1400 << 10, "the guest has {kib} KiB");
+    let ids = lab.good("tombolo exec grows -- sh -c 'cat /sys/bus/pci/devices/*/device'");
+    assert!(ids.lines().any(|id| id == "0x10d3"), "no 82574L among {ids}");
+    let blame = lab.good("tombolo start blame grows");
+    for event in ["monitor answers", "first console output", "first grown block", "full memory"] {
+        assert!(blame.contains(event), "{event} is not in\n{blame}");
+    }
+    println!("{blame}");
+    assert!(lab.good("tombolo start metrics").contains("tombolo_start_complete{vm=\"grows\"} 1"));
+
+    // Nobody else gets the card meanwhile.
+    let refused = lab.run("tombolo up second");
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && said.contains("vm.second.devices"), "{said}");
+    assert!(!lab.run(&format!("tombolo passthrough release {card}")).status.success());
+
+    // The supervisor crashes, and QEMU with it; the next command gives the card back.
+    let supervisor = lab.json("tombolo ps --json")["supervisor"].to_string();
+    lab.good(&format!("kill -KILL {supervisor}"));
+    assert_eq!(lab.driver(&card), "vfio-pci");
+    lab.good("tombolo down");
+    assert_eq!(lab.driver(&card), "e1000e");
+
+    // And in peace.
+    lab.good("tombolo up second");
+    assert_eq!(lab.driver(&card), "vfio-pci");
+    lab.good("tombolo down");
+    assert_eq!(lab.driver(&card), "e1000e");
+}

@@ -1,0 +1,37 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+# fetch.sh kernel|qemu INTO: unpacks the newest kernel, or the newest QEMU, that Debian has for this machine's release (backports included) into
+# the folder INTO, and prints the kernel's release. Uses the guest kit's own apt (common.sh beside this file): nothing is installed, and the
+# machine's sources stay as they are.
+set -euo pipefail
+# shellcheck source=../../guest/common.sh
+. "$(dirname "$0")/common.sh"
+
+what=${1:?usage: fetch.sh kernel|qemu INTO}
+into=${2:?usage: fetch.sh kernel|qemu INTO}
+mkdir -p "$kit"
+exec 9>"$kit/lock"
+flock 9
+kit_apt_ready
+
+newest() { kit_apt apt-cache madison "$1" | awk '{ print $3 }' | sort -Vr | sed -n 1p; }
+
+case $what in
+    kernel)
+        version=$(newest linux-image-amd64)
+        [[ $version ]] || die "Debian's archive for $(codename) has no linux-image-amd64"
+        image=$(kit_apt apt-cache show "linux-image-amd64=$version" | sed -n 's/^Depends: \(linux-image-[^ ,]*\).*/\1/p' | sed -n 1p)
+        say "kernel of the lab: $image ($version)"
+        unpack_packages "$into" "$image=$version"
+        depmod=$(command -v depmod || printf /sbin/depmod)
+        "$depmod" -b "$into" "${image#linux-image-}"
+        printf '%s\n' "${image#linux-image-}"
+        ;;
+    qemu)
+        version=$(newest qemu-system-x86)
+        say "QEMU of the lab: $version"
+        seabios=$(newest seabios)
+        unpack_packages "$into" "seabios=$seabios" qemu-system-{x86,common,data}="$version"
+        ;;
+    *) die "what is '$what'?" ;;
+esac
