@@ -20,7 +20,7 @@ use crate::report::{self, Table};
 pub enum Command {
     /// The shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs, in one VM
     Files(FilesArgs),
-    /// The switch beside DPDK's vhost and Open vSwitch, and with VMs beside TAP and a bridge
+    /// The switch beside DPDK's vhost, and with VMs beside TAP and a bridge
     Net(NetArgs),
     /// Print the table of a results file again, and write its HTML page
     Report {

@@ -7,7 +7,7 @@
 //! - [`report`]: medians, tables, ratios, the HTML page with plots
 //! - [`guest`]: a project of VMs for one bench, driven through the `tombolo` command like a user would
 //! - [`files`]: the shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs
-//! - [`net`]: the switch beside DPDK's vhost and Open vSwitch, and beside TAP and a bridge between VMs
+//! - [`net`]: the switch beside DPDK's vhost, and beside TAP and a bridge between VMs
 //! - [`interrupt`]: what Ctrl-C does to a bench
 //! - [`cli`]: `tombolo bench`
 

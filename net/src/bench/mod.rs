@@ -37,7 +37,7 @@ pub struct Options {
     #[arg(long, value_delimiter = ',', default_values_t = [64, 256, 1500, 9000])]
     pub sizes: Vec<u32>,
     /// Systems: tombolo, dpdk-vhost, ovs-dpdk
-    #[arg(long, value_delimiter = ',', default_values_t = ["tombolo", "dpdk-vhost", "ovs-dpdk"].map(String::from))]
+    #[arg(long, value_delimiter = ',', default_values_t = ["tombolo", "dpdk-vhost"].map(String::from))]
     pub systems: Vec<String>,
     /// Only cases whose name contains one of these words: net-64-split, rtt, idle, copy
     #[arg(long, value_delimiter = ',', value_name = "WORD")]
