@@ -7,17 +7,13 @@ use std::sync::Arc;
 use tombolo_accel_server::figures::Figures;
 use tombolo_accel_server::limits::Limits;
 use tombolo_accel_server::opencl::OpenCl;
-use tombolo_accel_server::session::{Api, Session};
-use tombolo_accel_spec::common::{Release, Snapshot};
-use tombolo_accel_spec::wire::{Encoder, Record, Request, WANTS_REPLY};
+use tombolo_accel_server::session::Session;
+use tombolo_accel_spec::common::Snapshot;
+use tombolo_accel_spec::wire::{Record, Request, WANTS_REPLY};
 use tombolo_calls::memory::Mapping;
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
 const WINDOW: usize = 64 << 10;
-/// Ids below this are given back after each input.
-const IDS: u32 = 64;
-/// One more than the largest kind.
-const KINDS: u32 = 10;
 
 struct Sink;
 
@@ -68,7 +64,7 @@ impl Bell for Silence {
 /// The session.
 pub struct Client {
     session: Arc<Session>,
-    api: Arc<&'static OpenCl>,
+    api: &'static OpenCl,
     /// The window, between two pieces of its own length that stay zero.
     memory: Arc<Mapping>,
 }
@@ -93,8 +89,7 @@ impl Client {
         // SAFETY: functions with the parameters of the API's, or fewer.
         let api = unsafe { OpenCl::with(limits, driver::find) };
         api.attach(&session);
-        let api = Arc::new(api);
-        session.plug(api.clone());
+        session.plug(Arc::new(api));
         Client { session, api, memory }
     }
 
@@ -115,18 +110,11 @@ impl Client {
 
     /// Gives everything back, and looks whether the driver left the window.
     pub fn end(&mut self) {
-        for kind in 1..KINDS {
-            for id in 1..IDS {
-                let mut body = Vec::new();
-                Release { kind, id: u64::from(id) }.encode(&mut Encoder::new(&mut body));
-                self.request(Release::ID, false, &body);
-            }
-        }
-        assert_eq!(self.api.usage().1, 0, "an object is left");
+        self.api.release_all();
         for piece in [0, 2 * WINDOW] {
             // SAFETY: inside the mapping; nobody else has it.
             let bytes = unsafe { std::slice::from_raw_parts(self.memory.base().add(piece), WINDOW) };
-            assert!(bytes.iter().all(|b| *b == 0), "the driver was led out of the window");
+            assert!(bytes == [0; WINDOW], "the driver was led out of the window");
         }
     }
 }

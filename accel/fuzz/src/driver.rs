@@ -121,6 +121,22 @@ unsafe extern "C" fn write(
     0
 }
 
+/// Whatever is waited for has happened: the status of an event's callback, or the end of a memory object.
+unsafe extern "C" fn at_once(
+    object: Handle,
+    _status: i32,
+    f: extern "C" fn(Handle, i32, Handle),
+    user: Handle,
+) -> i32 {
+    f(object, 0, user);
+    0
+}
+
+unsafe extern "C" fn gone(object: Handle, f: extern "C" fn(Handle, Handle), user: Handle) -> i32 {
+    f(object, user);
+    0
+}
+
 /// The function of a name.
 pub fn find(name: &CStr) -> *mut c_void {
     let name = name.to_str().unwrap_or_default();
@@ -130,6 +146,8 @@ pub fn find(name: &CStr) -> *mut c_void {
         "clGetPlatformIDs" => platforms as *mut c_void,
         "clGetDeviceIDs" => devices as *mut c_void,
         "clGetEventInfo" => event as *mut c_void,
+        "clSetEventCallback" => at_once as *mut c_void,
+        "clSetMemObjectDestructorCallback" => gone as *mut c_void,
         "clEnqueueReadBuffer" => read as *mut c_void,
         "clEnqueueWriteBuffer" => write as *mut c_void,
         // Properties with five parameters; the others have more, and tell nothing.

@@ -206,6 +206,19 @@ impl OpenCl {
         }
     }
 
+    /// Gives all objects up.
+    pub fn release_all(&self) {
+        let all = lock(&self.table).drain();
+        for (kind, native, extra) in all {
+            if kind == kind::CONTEXT {
+                self.queues.forget(self, native);
+            }
+            if !extra.root {
+                self.release_native(kind, native);
+            }
+        }
+    }
+
     fn release_native(&self, kind: u32, native: usize) {
         let n = &self.native;
         let f = match kind {
