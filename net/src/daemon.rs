@@ -6,7 +6,7 @@
 
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -15,7 +15,7 @@ use std::time::Duration;
 use anyhow::Context;
 
 use crate::config::{Config, PortConfig, UplinkConfig, Way};
-use crate::endpoint::{Endpoint, Role};
+use crate::endpoint::{self, Endpoint, Role};
 use crate::features::{OFFERED, PLAIN};
 use crate::port::Port;
 use crate::switch::Switch;
@@ -30,8 +30,8 @@ const MAX_WORKERS: usize = 64;
 /// A port that is served.
 struct Served {
     name: String,
-    socket: PathBuf,
-    role: Role,
+    /// Where it listens, if it does.
+    listener: Option<UnixListener>,
     stop: Arc<AtomicBool>,
     thread: JoinHandle<()>,
 }
@@ -39,8 +39,8 @@ struct Served {
 impl Served {
     fn end(self) {
         self.stop.store(true, Ordering::Release);
-        if self.role == Role::Server {
-            Endpoint::interrupt(&self.socket);
+        if let Some(listener) = &self.listener {
+            endpoint::interrupt(listener);
         }
         self.thread.thread().unpark();
         // A thread that panicked has ended too.
@@ -152,6 +152,7 @@ impl Daemon {
         // The same care as for a port's socket: never take a living one.
         drop(Endpoint::open(path, Role::Server).context("control socket")?);
         let listener = UnixListener::bind(path).with_context(|| format!("control {}", path.display()))?;
+        let waiting = listener.try_clone()?;
         let daemon = self.clone();
         let own = path.to_path_buf();
         self.spawn("net-control", move || {
@@ -173,8 +174,7 @@ impl Daemon {
             // Gone already is as good.
             let _gone = std::fs::remove_file(&own);
         })?;
-        let path = path.to_path_buf();
-        self.on_stop(move || Endpoint::interrupt(&path));
+        self.on_stop(move || endpoint::interrupt(&waiting));
         Ok(())
     }
 
@@ -187,6 +187,7 @@ impl Daemon {
         config.check()?;
         self.check_name(name)?;
         let endpoint = Endpoint::open(&config.socket, config.role).with_context(|| format!("port {name}"))?;
+        let listener = endpoint.listener()?;
         let port = Arc::new(Port::new(name, config.queues));
         self.switch
             .attach(Attached::guest(port.clone(), config.policy()))
@@ -199,8 +200,7 @@ impl Daemon {
                 .name(format!("net-{name}").chars().take(15).collect())
                 .spawn(move || endpoint.serve(&switch, &port, offered, &stop))?
         };
-        let served =
-            Served { name: name.clone(), socket: config.socket.clone(), role: config.role, stop, thread };
+        let served = Served { name: name.clone(), listener, stop, thread };
         self.served.lock().unwrap_or_else(PoisonError::into_inner).push(served);
         Ok(())
     }

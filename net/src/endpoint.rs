@@ -64,7 +64,7 @@ impl Endpoint {
         Ok(Self { path: path.into(), listener })
     }
 
-    /// Serves one front-end after the other until `stop` is set and [`Endpoint::interrupt`] or a disconnection comes.
+    /// Serves one front-end after the other until `stop` is set and [`interrupt`] or a disconnection comes.
     pub fn serve(&self, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
             let stream = match &self.listener {
@@ -89,10 +89,12 @@ impl Endpoint {
         }
     }
 
-    /// Makes a waiting server look at its stop flag.
-    pub fn interrupt(path: &Path) {
-        // Nobody there is as good.
-        drop(UnixStream::connect(path));
+    /// What [`interrupt`] takes; None: this is a client.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn listener(&self) -> io::Result<Option<UnixListener>> {
+        self.listener.as_ref().map(UnixListener::try_clone).transpose()
     }
 }
 
@@ -103,6 +105,12 @@ impl Drop for Endpoint {
             let _gone = std::fs::remove_file(&self.path);
         }
     }
+}
+
+/// Makes a waiting server look at its stop flag, also where its path leads to it no more.
+pub fn interrupt(listener: &UnixListener) {
+    // SAFETY: the descriptor is open. One that is shut down already is as good.
+    unsafe { libc::shutdown(listener.as_raw_fd(), libc::SHUT_RDWR) };
 }
 
 /// Answers one front-end until it goes or breaks the protocol; says why it ended.

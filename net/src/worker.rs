@@ -282,7 +282,10 @@ fn stop_port(view: &View, index: usize, why: &dyn std::fmt::Display) {
 /// # Errors
 /// The kernel doesn't say.
 pub fn may_use(cpu: usize) -> io::Result<bool> {
-    // SAFETY: an all-zero set is valid and ours, and CPU_ISSET checks its bounds.
+    if cpu >= libc::CPU_SETSIZE as usize {
+        return Ok(false);
+    }
+    // SAFETY: an all-zero set is valid and ours, and cpu is within it.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         if libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) != 0 {

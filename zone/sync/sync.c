@@ -25,6 +25,12 @@
 #include "tombolo_sync.h"
 
 #define SPINS 100
+/*
+ * About what it takes to fall asleep and be woken from another machine: who spins that long before it sleeps pays at most twice
+ * what the better of the two would have cost.
+ */
+#define SPIN_NS 50000u
+#define SPINS_PER_LOOK 16 /* at the clock */
 /* First byte of the zone's file whose locks tell which sessions live (after the owner's, 64 members' and the table's). */
 #define SESSION_LOCKS 66
 #define SEM_MAX 0x7fffffffu
@@ -32,6 +38,7 @@
 struct tmb_sync {
 	int fd;		/* the device, or the zone's file with the lock of this session */
 	bool device;
+	bool spins;	/* somebody may post meanwhile on another processor, of this machine or not */
 	tmb_u8 *map;	/* the whole zone (host) or the area (device) */
 	size_t map_len;
 	struct tmb_sync_header *h;
@@ -322,6 +329,7 @@ int tmb_sync_open(const char *path, tmb_sync **out)
 		goto fail;
 	}
 	s->device = S_ISCHR(st.st_mode);
+	s->spins = s->device || sysconf(_SC_NPROCESSORS_ONLN) > 1;
 	err = s->device ? map_device(s) : map_zone(s, &area_len);
 	if (err)
 		goto fail;
@@ -529,13 +537,20 @@ typedef int (*try_fn)(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb
 
 static int wait_for(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u64 arg, int64_t timeout_ns, try_fn try_it)
 {
-	tmb_u64 deadline = deadline_of(timeout_ns);
+	tmb_u64 deadline = deadline_of(timeout_ns), since = 0;
 	int i, got;
 
-	for (i = 0; i < SPINS && timeout_ns != 0; i++) {
+	for (i = 1; s->spins && timeout_ns != 0; i++) {
 		got = try_it(s, o, at, arg);
 		if (got)
 			return got;
+		if (i % SPINS_PER_LOOK == 0) {
+			tmb_u64 now = now_ns();
+
+			since = since ? since : now;
+			if (now - since >= SPIN_NS || (deadline && now >= deadline))
+				break;
+		}
 		__builtin_ia32_pause();
 	}
 	for (;;) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What tests with real guests have in common.
+#![allow(dead_code, reason = "not every test needs all of it")]
 
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};

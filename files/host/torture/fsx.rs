@@ -3,6 +3,7 @@
 //! has the file open and, where it can, mapped all the time.
 
 use std::collections::VecDeque;
+use std::time::Instant;
 
 use tombolo_files::sys;
 
@@ -14,6 +15,8 @@ use crate::tree::{Answer, Call, Spot, Tree};
 /// Largest size of the file, bytes.
 const MOST: u64 = 256 << 10;
 const PAGE: u64 = 4096;
+/// How often a long run says how far it is.
+const REPORT: u64 = 50_000;
 /// Operations that a message about a difference names.
 const RECENT: usize = 12;
 
@@ -40,7 +43,11 @@ pub fn run(seed: u64, members: &[(Remote, bool)], operations: u64) -> Result<Str
         member.0.call(&Call::Open { node: node.clone() }).map_err(|e| format!("open: {e}"))?;
     }
     let mut run = Run { rng: Rng(seed), members, node, data: Vec::new(), recent: VecDeque::new() };
+    let since = Instant::now();
     for n in 0..operations {
+        if n > 0 && n % REPORT == 0 {
+            println!("{n} of {operations} operations on one file [{:.0} s]", since.elapsed().as_secs_f64());
+        }
         run.step().map_err(|e| {
             let recent: Vec<&str> = run.recent.iter().map(String::as_str).collect();
             format!("operation {n}: {e}\nthe last ones, newest first:\n  {}", recent.join("\n  "))

@@ -117,7 +117,7 @@ fn list(host: &Host, store: &Store, all: bool, json: bool) -> Result<ExitCode> {
         );
     }
     println!(
-        "{:<13}{:<10}{:<13}{:>5} {:>4}  {:<10}{:<10}WHAT WOULD BREAK",
+        "{:<13}{:<10}{:<13}{:>5} {:>4}  {:<12} {:<10}WHAT WOULD BREAK",
         "ADDRESS", "ID", "KIND", "GROUP", "NODE", "DRIVER", "RESET"
     );
     for device in shown() {
@@ -140,7 +140,7 @@ fn line(device: &Device, record: Option<&Record>) -> String {
     }
     let reset = device.reset.first().map_or("none", String::as_str);
     format!(
-        "{:<13}{:04x}:{:04x} {:<13}{:>5} {:>4}  {:<10}{:<10}{}",
+        "{:<13}{:04x}:{:04x} {:<13}{:>5} {:>4}  {:<12} {:<10}{}",
         device.address.to_string(),
         device.ids.0,
         device.ids.1,

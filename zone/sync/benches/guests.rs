@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Bench of waking a process in another guest: a semaphore's round trip through doorbells next to a byte's over TCP, between the same two
 //! guests at the same time (their network cards are joined by a socket between their QEMUs). JSON lines on standard output, round trips
-//! in ns. An argument other than cargo's is the number of repetitions; `TOMBOLO_KERNELS` names the guests' kernel.
+//! in ns, back to back and (wake-up) with a rest of 1 ms before each, after which the other side is asleep. An argument other than cargo's is
+//! the number of repetitions; `TOMBOLO_KERNELS` names the guests' kernel.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -17,10 +18,13 @@ const SIZE: u64 = 16 << 20;
 const TRIPS: u32 = 500;
 const DEVICE: &str = "/dev/tombolo-sync-test";
 
-fn line(system: &str, nanoseconds: &str) {
+/// Cases: microseconds of rest before each round trip.
+const CASES: [(&str, u32); 2] = [("guest-round-trip", 0), ("guest-wake-up", 1000)];
+
+fn line(case: &str, system: &str, nanoseconds: &str) {
     let value: f64 = nanoseconds.trim().parse().expect("a number of ns");
     let sample = serde_json::json!({
-        "bench": "sync", "case": "guest-round-trip", "system": system, "value": value, "unit": "ns", "better": "lower"
+        "bench": "sync", "case": case, "system": system, "value": value, "unit": "ns", "better": "lower"
     });
     println!("{sample}");
 }
@@ -60,10 +64,12 @@ fn main() {
     let _semaphores =
         ["ping", "pong"].map(|name| Semaphore::create(agent.sync(), name, 0).expect("a semaphore"));
     for _ in 0..repetitions {
-        for (system, what) in [("tombolo", DEVICE), ("tcp-socket", "tcp")] {
-            a.send(&format!("synctest {what} pong {TRIPS}"));
-            line(system, &b.run(&format!("synctest {what} ping {TRIPS}")));
-            assert_eq!(a.finish(), (0, String::new()));
+        for (case, rest) in CASES {
+            for (system, what) in [("tombolo", DEVICE), ("tcp-socket", "tcp")] {
+                a.send(&format!("synctest {what} pong {TRIPS}"));
+                line(case, system, &b.run(&format!("synctest {what} ping {TRIPS} {rest}")));
+                assert_eq!(a.finish(), (0, String::new()));
+            }
         }
     }
     a.kill();

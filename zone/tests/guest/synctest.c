@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
  * Uses the semaphores of a zone from a shell: synctest DEVICE COMMAND NAME|N. Exit status: 0, or the errno. To compare: `synctest tcp
- * pong N` and `synctest tcp ping N` send a byte there and back over TCP, between the addresses 10.0.0.1 and any.
+ * pong N` and `synctest tcp ping N` send a byte there and back over TCP, between the addresses 10.0.0.1 and any. A number after N: ping rests
+ * so many microseconds before each round trip, which do not count, so that the other side is asleep.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -18,6 +19,17 @@
 
 #define LONG 60000000000LL
 
+/* The clock at the beginning of a round trip, after a rest of 'us' microseconds. */
+static long long begin(int us)
+{
+	struct timespec t;
+
+	if (us)
+		usleep(us);
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
 static int pong(tmb_sync *s, int n)
 {
 	tmb_object ping, pong;
@@ -33,26 +45,26 @@ static int pong(tmb_sync *s, int n)
 	return err;
 }
 
-static int ping(tmb_sync *s, int n)
+static int ping(tmb_sync *s, int n, int rest)
 {
-	struct timespec start, end;
 	tmb_object ping, pong;
 	int err = tmb_sync_lookup(s, TMB_SEMAPHORE, "ping", &ping), i;
+	long long sum = 0;
 
 	if (!err)
 		err = tmb_sync_lookup(s, TMB_SEMAPHORE, "pong", &pong);
-	clock_gettime(CLOCK_MONOTONIC, &start);
 	for (i = 0; !err && i < n; i++) {
+		long long start = begin(rest);
+
 		err = tmb_sem_post(s, ping);
 		if (!err)
 			err = tmb_sem_wait(s, pong, LONG);
+		sum += begin(0) - start;
 	}
-	clock_gettime(CLOCK_MONOTONIC, &end);
-	printf("%lld\n", ((end.tv_sec - start.tv_sec) * 1000000000LL + end.tv_nsec - start.tv_nsec) / n);
+	printf("%lld\n", sum / n);
 	return err;
 }
 
-/* A connection without delays, to the port of the one who answers. */
 static int tcp_connection(int answers)
 {
 	struct sockaddr_in at = {.sin_family = AF_INET, .sin_port = htons(7000)};
@@ -77,31 +89,33 @@ static int tcp_connection(int answers)
 	return c < 0 || setsockopt(c, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one)) ? -1 : c;
 }
 
-static int tcp(int answers, int n)
+static int tcp(int answers, int n, int rest)
 {
-	struct timespec start, end;
 	int c = tcp_connection(answers), i;
+	long long sum = 0;
 	char byte = 0;
 
 	if (c < 0)
 		return errno;
-	clock_gettime(CLOCK_MONOTONIC, &start);
 	for (i = 0; i < n; i++) {
+		long long start = begin(rest);
+
 		if (!answers && write(c, &byte, 1) != 1)
 			return errno;
 		if (read(c, &byte, 1) != 1)
 			return EPIPE;
 		if (answers && write(c, &byte, 1) != 1)
 			return errno;
+		sum += begin(0) - start;
 	}
-	clock_gettime(CLOCK_MONOTONIC, &end);
 	if (!answers)
-		printf("%lld\n", ((end.tv_sec - start.tv_sec) * 1000000000LL + end.tv_nsec - start.tv_nsec) / n);
+		printf("%lld\n", sum / n);
 	return 0;
 }
 
 int main(int argc, char **argv)
 {
+	int rest = argc > 4 ? atoi(argv[4]) : 0;
 	tmb_object o;
 	tmb_sync *s;
 	int err;
@@ -109,7 +123,7 @@ int main(int argc, char **argv)
 	if (argc < 4)
 		return 255;
 	if (!strcmp(argv[1], "tcp"))
-		return tcp(!strcmp(argv[2], "pong"), atoi(argv[3]));
+		return tcp(!strcmp(argv[2], "pong"), atoi(argv[3]), rest);
 	err = tmb_sync_open(argv[1], &s);
 	if (err)
 		return -err;
@@ -131,7 +145,7 @@ int main(int argc, char **argv)
 			pause();
 		}
 	} else if (!strcmp(argv[2], "ping")) {
-		err = ping(s, atoi(argv[3]));
+		err = ping(s, atoi(argv[3]), rest);
 	} else if (!strcmp(argv[2], "pong")) {
 		err = pong(s, atoi(argv[3]));
 	} else {
