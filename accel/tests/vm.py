@@ -156,7 +156,7 @@ def main():
         kernel, root, headers = from_kit(o.kit, work)
         subprocess.run(["cc", "-O1", "-Wno-deprecated-declarations", HERE + "/calls.c", "-o", work + "/calls", "-lOpenCL", "-lpthread"], check=True)
         subprocess.run(["cc", "-O1", HERE + "/image.c", "-o", work + "/image", "-lOpenCL"], check=True)
-        subprocess.run(["c++", "-O1", "-w", HERE + "/gemm.cpp", "-o", work + "/gemm", "-lOpenCL", "-lpthread"], check=True)
+        subprocess.run(["c++", "-O0", "-w", HERE + "/gemm.cpp", "-o", work + "/gemm", "-lOpenCL", "-lpthread"], check=True)
         shutil.copy(o.target + "/libtombolo_opencl.so", work)
         subprocess.run(["strip", work + "/libtombolo_opencl.so"], check=True)
         rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,

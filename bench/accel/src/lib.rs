@@ -191,7 +191,7 @@ impl Bench<'_> {
 
     fn large(&mut self) -> Result<()> {
         for turn in 0..self.options.rounds {
-            self.both(turn, "large-kernel", "large 400000", "ms", Better::Lower)?;
+            self.both(turn, "large-kernel", "large 50000 9", "ms", Better::Lower)?;
         }
         Ok(())
     }
