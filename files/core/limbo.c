@@ -58,11 +58,23 @@ void tfs_limbo_release(struct tfs *fs, tmb_u64 members)
 	tfs_limbo_end(fs);
 }
 
+void tfs_revoke(struct tfs *fs)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
+
+	if (fs->read_only)
+		return;
+	tmb_store(&area->revokes_begun, tmb_load(&area->revokes_begun) + 1);
+	tmb_fence(); /* who sees the old number unlinked before what is looked at now */
+}
+
 void tfs_revoked(struct tfs *fs)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
 	tmb_u64 bit = 1ULL << fs->member, pinned = 0;
 
+	if (!fs->read_only)
+		tmb_store_release(&area->revokes_done, tmb_load(&area->revokes_begun));
 	if (!fs->members || fs->read_only || !(tmb_load(&tfs_sb(fs)->limbo_members) & bit) || lock(fs))
 		return;
 	for (tmb_u32 i = 0; i < TFS_PINS; i++)

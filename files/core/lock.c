@@ -257,20 +257,33 @@ tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members)
 	return members;
 }
 
+/* It maps the inode no more, or only what it looked up after the unlinking. */
+static bool let_go(struct tfs *fs, struct tfs_inode *inode, tmb_u32 member, tmb_u32 begun)
+{
+	tmb_u32 done = (tmb_u32)tmb_load_acquire(&tfs_member_area(fs, member)->revokes_done);
+
+	return !(tmb_load_acquire(&inode->mappers) & 1ULL << member) || !tfs_member_active(fs, member) || done - begun - 1 < 1u << 31;
+}
+
 tmb_u64 tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
 {
-	tmb_u64 since = 0, asked = 0;
+	tmb_u32 begun[TFS_MEMBERS];
+	tmb_u64 since = 0, left;
 
 	tmb_fetch_add(&inode->map_seq, 1); /* also the fence between the unlinking and the looking */
+	left = tfs_active_members(fs, tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member));
+	/* A round of taking back that begins after this one comes after the unlinking. */
+	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
+		begun[m] = left & 1ULL << m ? (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) : 0;
+	tfs_ring_members(fs, left, TMB_PENDING_REVOKE);
 	for (tmb_u32 round = 0;; round++) {
-		tmb_u64 mappers = tfs_active_members(fs, tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member));
-
-		tfs_ring_members(fs, mappers & ~asked, TMB_PENDING_REVOKE);
-		asked |= mappers;
-		if (!mappers)
+		for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
+			if (left & 1ULL << m && let_go(fs, inode, m, begun[m]))
+				left &= ~(1ULL << m);
+		if (!left)
 			return tfs_wait_unpinned(fs, ino);
 		if (!wait_round(fs, round, &since))
-			return mappers | pinned(fs, ino);
+			return left | pinned(fs, ino);
 	}
 }
 

@@ -46,6 +46,11 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
  * -EINVAL: no file system here; -EPROTONOSUPPORT: another version or unknown features; -EUCLEAN: damaged. members may be NULL. */
 int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *members, tmb_u32 member, tmb_u32 epoch);
 
+/*
+ * A member that maps files, once it has taken TMB_PENDING_REVOKE out of its own 'pending': tfs_revoke, then every mapping of an inode whose
+ * tfs_map_seq is another than at its mapping is taken back, then tfs_revoked. If some can't be, the bit is set again instead.
+ */
+void tfs_revoke(struct tfs *fs);
 /* Every mapping that was stale when TMB_PENDING_REVOKE was taken out of the own 'pending' is gone: blocks kept for them become free. */
 void tfs_revoked(struct tfs *fs);
 

@@ -306,7 +306,9 @@ struct tfs_member_area {
 	struct tfs_lock_wait waits[TFS_LOCK_WAITS];
 	tmb_u64 heard[TFS_MEMBERS]; /* up to where this member has read the rings of the others */
 	tmb_u64 change_head;	    /* bytes ever written to the ring */
-	tmb_u64 pad2[175];
+	tmb_u64 revokes_begun;	    /* times that it began to take back mappings, asked to */
+	tmb_u64 revokes_done;	    /* the last of these that is over: no mapping from before its beginning is left */
+	tmb_u64 pad2[173];
 	tmb_u8 changes[TFS_CHANGE_RING];
 };
 _Static_assert(sizeof(struct tfs_member_area) == 40960, "member area size");

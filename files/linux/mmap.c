@@ -353,6 +353,8 @@ static void look(struct work_struct *work)
 		tfs_recover_all(&s->fs);
 	if (pending & TMB_PENDING_EVENT)
 		more = tmb_changes_hear(s);
+	if (pending & TMB_PENDING_REVOKE)
+		tfs_revoke(&s->fs);
 	if (pending & TMB_PENDING_REVOKE || s->fs.read_only) {
 		while ((inode = next_mapped(s, &seen))) {
 			struct tmb_inode *ti = tmb_i(inode);

@@ -520,6 +520,32 @@ fn truncate_what_another_maps(a: &Filesystem) -> (u64, u64) {
     (before, after)
 }
 
+/// Its bit is never seen clear: it maps what is left as soon as it has taken its mappings back.
+#[test]
+fn a_member_that_maps_a_file_again_at_once_does_not_keep_what_was_cut_off() {
+    let (mut a, _b) = two_members();
+    let ino = file(&a, "mapped");
+    let before = a.statfs().blocks_free;
+    a.pwrite(ino, &[7; 100_000], 0, false).expect("write");
+    let mappers = inode_field(a.area(), ino, core::mem::offset_of!(sys::tfs_inode, mappers));
+    assert!(a.area().store_word(mappers, 1 << 5));
+    let area = a.area().clone();
+    a.ring_by(Some(Box::new(move |member| {
+        assert_eq!(member, 5);
+        let own = BLOCK + 5 * size_of::<sys::tfs_member_area>() as u64;
+        for counter in [
+            core::mem::offset_of!(sys::tfs_member_area, revokes_begun),
+            core::mem::offset_of!(sys::tfs_member_area, revokes_done),
+        ] {
+            let at = own + counter as u64;
+            assert!(area.store_word(at, area.word(at).expect("a word") + 1));
+        }
+    })));
+    a.truncate(ino, 0, false).expect("truncate");
+    assert_eq!(a.limbo(), (0, vec![]));
+    assert_eq!(a.statfs().blocks_free, before);
+}
+
 #[test]
 fn blocks_that_a_member_maps_become_free_when_it_leaves() {
     let (a, b) = two_members();
