@@ -99,7 +99,7 @@ impl Guest {
             .arg("-initrd")
             .arg(&site.boot.initrd)
             // A loaded host stops a guest for longer than its watchdog likes.
-            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check nowatchdog"])
+            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable nowatchdog"])
             .args(more)
             .stdin(Stdio::null());
         let (process, gone) = watch(command, name, site, id, alive)?;

@@ -110,7 +110,7 @@ impl Guest {
         qemu.args(["-m", "256M,maxmem=2G", "-smp", CPUS]);
         qemu.arg("-kernel").arg(kit().join(config.series).join("vmlinuz"));
         qemu.arg("-initrd").arg(config.image);
-        qemu.args(["-append", "console=ttyS0 quiet panic=-1 rdinit=/init oops=panic"]);
+        qemu.args(["-append", "console=ttyS0 quiet panic=-1 tsc=unstable rdinit=/init oops=panic"]);
         qemu.arg("-object").arg(format!(
             "memory-backend-file,id=zone,mem-path={},size={},share=on",
             config.zone.display(),
