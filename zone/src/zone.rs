@@ -366,12 +366,25 @@ impl Zone {
         Err(self.refuse_id(id, "its slot changes all the time".to_owned()))
     }
 
-    /// Gives up a slot taken with [`Self::occupy`]; the doorbell stays the VM's.
+    /// Gives up a slot taken with [`Self::occupy`]; the doorbell stays the VM's. False: somebody else has it by now.
     pub fn vacate(&self, membership: &Membership) -> Result<bool> {
+        self.end_occupation(membership, format::state_epoch(format::TMB_MEMBER_INVITED, membership.epoch))
+    }
+
+    /// Says that the process that took a slot with [`Self::occupy`] died. False: it left, or somebody else has the slot by now.
+    pub fn abandon(&self, membership: &Membership) -> Result<bool> {
+        let next = membership.epoch.saturating_add(1);
+        let died = self.end_occupation(membership, format::state_epoch(format::TMB_MEMBER_DEAD, next))?;
+        if died {
+            self.pend_others(membership.id)?;
+        }
+        Ok(died)
+    }
+
+    fn end_occupation(&self, membership: &Membership, then: u64) -> Result<bool> {
         let at = membership.id.at(offset_of!(tmb_member, state_epoch));
         let active = format::state_epoch(format::TMB_MEMBER_ACTIVE, membership.epoch);
-        let invited = format::state_epoch(format::TMB_MEMBER_INVITED, membership.epoch);
-        Ok(self.mem.cas_u64(at, active, invited)?.is_ok())
+        Ok(self.mem.cas_u64(at, active, then)?.is_ok())
     }
 
     /// Holds a member alive: whoever runs a VM takes this before it starts and lets it go after it ended, or lets QEMU inherit it.

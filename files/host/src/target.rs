@@ -3,7 +3,7 @@
 //! in an ivshmem device.
 
 use std::io::{Read, Seek};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -98,10 +98,15 @@ impl Joined {
         }
     }
 
+    /// What holds this seat alive.
+    pub fn liveness(&self) -> Option<BorrowedFd<'_>> {
+        self.membership.as_ref().map(|own| own.liveness().as_fd())
+    }
+
     /// Says that this seat's process died, unless it left or somebody else has the seat.
     pub fn declare_dead(&self) -> tombolo_zone::Result<()> {
         let Some(own) = &self.membership else { return Ok(()) };
-        if self.zone.member(own.id())?.epoch != own.epoch() || !self.zone.declare_dead(own.id())? {
+        if !self.zone.abandon(own)? {
             return Ok(());
         }
         let Ringing::Registers(registers) = &self.ringing else { return Ok(()) };

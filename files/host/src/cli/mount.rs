@@ -3,7 +3,7 @@
 //! waits until that one says that it serves.
 
 use std::io::{BufRead, BufReader};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -186,6 +186,10 @@ fn watch_over(joined: &Joined) -> anyhow::Result<OwnedFd> {
         }
         0 => {
             drop(held);
+            if let Some(alive) = joined.liveness() {
+                // SAFETY: this process's copy, which nothing here uses: the seat is free as soon as the mount's process is gone.
+                unsafe { libc::close(alive.as_raw_fd()) };
+            }
             // Nothing is ever written: it returns at this process's end.
             let _end = rustix::io::read(&alive, &mut [0; 1]);
             let buried = joined.declare_dead();
