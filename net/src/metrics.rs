@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Counters for people and for Prometheus (text format 0.0.4), and the small HTTP server that hands them out.
+//! Counters for people and for Prometheus (text format 0.0.4).
 
 use std::fmt::Write as _;
-use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use serde::Serialize;
 
@@ -128,28 +126,10 @@ pub fn prometheus(ports: &[PortStatus]) -> String {
 
 /// Answers HTTP requests on `listener` with the counters until `stop` is set.
 pub fn serve(listener: &TcpListener, switch: &Arc<Switch>, stop: &AtomicBool) {
-    for stream in listener.incoming() {
-        if stop.load(Ordering::Acquire) {
-            return;
-        }
-        let Ok(mut stream) = stream else { continue };
-        let limit = Some(Duration::from_secs(1));
-        if stream.set_read_timeout(limit).is_err() || stream.set_write_timeout(limit).is_err() {
-            continue;
-        }
-        let mut request = [0u8; 2048];
-        let Ok(n) = stream.read(&mut request) else { continue };
-        let fine = request[..n].starts_with(b"GET /metrics ") || request[..n].starts_with(b"GET / ");
-        let (code, body) = if fine {
-            ("200 OK", prometheus(&status(switch)))
-        } else {
-            ("404 Not Found", "the counters are at /metrics\n".into())
-        };
-        let head = format!(
-            "HTTP/1.1 {code}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-            body.len()
-        );
-        // Whoever asked may have gone.
-        let _gone = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body.as_bytes()));
-    }
+    tombolo_metrics::serve(
+        listener,
+        "counters",
+        || stop.load(Ordering::Acquire),
+        || prometheus(&status(switch)),
+    );
 }

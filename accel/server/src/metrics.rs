@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tenants for Prometheus (text format 0.0.4), and the small HTTP server that hands them out.
+//! Tenants for Prometheus (text format 0.0.4).
 
 use crate::tenants::{Status, Tenants};
 use std::fmt::Write as _;
-use std::io::{Read, Write};
 use std::net::TcpListener;
-use std::time::Duration;
 
 type Get = fn(&Status) -> f64;
 
@@ -55,27 +53,7 @@ pub fn prometheus(tenants: &[Status]) -> String {
 
 /// Answers HTTP requests.
 pub fn serve(listener: &TcpListener, tenants: &Tenants) {
-    for stream in listener.incoming() {
-        let Ok(mut stream) = stream else { continue };
-        let limit = Some(Duration::from_secs(1));
-        if stream.set_read_timeout(limit).is_err() || stream.set_write_timeout(limit).is_err() {
-            continue;
-        }
-        let mut request = [0u8; 2048];
-        let Ok(n) = stream.read(&mut request) else { continue };
-        let fine = request[..n].starts_with(b"GET /metrics ") || request[..n].starts_with(b"GET / ");
-        let (code, body) = if fine {
-            ("200 OK", prometheus(&tenants.status()))
-        } else {
-            ("404 Not Found", "the figures are at /metrics\n".into())
-        };
-        let head = format!(
-            "HTTP/1.1 {code}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-            body.len()
-        );
-        // Whoever asked may have gone.
-        let _gone = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body.as_bytes()));
-    }
+    tombolo_metrics::serve(listener, "figures", || false, || prometheus(&tenants.status()));
 }
 
 #[cfg(test)]
