@@ -45,6 +45,23 @@ unsafe extern "C" fn devices(_platform: Handle, _type: u64, n: u32, to: *mut Han
     0
 }
 
+/// Answers a query with a value.
+///
+/// # Safety
+/// `to` is null or has room for `size` bytes; `ret` is null or has room for its value.
+unsafe fn answer<T>(value: T, size: usize, to: *mut c_void, ret: *mut usize) -> i32 {
+    // SAFETY: as the caller promises.
+    unsafe {
+        if size >= size_of::<T>() && !to.is_null() {
+            to.cast::<T>().write_unaligned(value);
+        }
+        if !ret.is_null() {
+            ret.write(size_of::<T>());
+        }
+    }
+    0
+}
+
 /// A property: eight bytes, which name a device where devices are asked for.
 unsafe extern "C" fn property(
     _object: Handle,
@@ -54,15 +71,7 @@ unsafe extern "C" fn property(
     ret: *mut usize,
 ) -> i32 {
     // SAFETY: null, or room as the API says.
-    unsafe {
-        if size >= 8 && !to.is_null() {
-            to.cast::<Handle>().write_unaligned(object());
-        }
-        if !ret.is_null() {
-            ret.write(8);
-        }
-    }
-    0
+    unsafe { answer(object(), size, to, ret) }
 }
 
 /// The status of an event, which has ended; 4 bytes.
@@ -74,15 +83,7 @@ unsafe extern "C" fn event(
     ret: *mut usize,
 ) -> i32 {
     // SAFETY: null, or room as the API says.
-    unsafe {
-        if size >= 4 && !to.is_null() {
-            to.cast::<i32>().write_unaligned(0);
-        }
-        if !ret.is_null() {
-            ret.write(4);
-        }
-    }
-    0
+    unsafe { answer(0i32, size, to, ret) }
 }
 
 unsafe extern "C" fn read(
