@@ -56,6 +56,11 @@ printf %s "$mark" >&6
 printf %s "$mark" >&7
 exit $code"#;
 
+/// Takes away the folder $1. A spooler that has seen the mark may just begin the next segment: under the old name it can
+/// make none any more, and each of the two can have been in the middle of making one.
+const SWEEP: &str = r#"mv "$1" "$1.gone" || exit
+rm -rf "$1.gone" 2>/dev/null || rm -rf "$1.gone" 2>/dev/null || rm -rf "$1.gone""#;
+
 /// What to run.
 #[derive(Clone, Debug, Default)]
 pub struct Exec {
@@ -305,9 +310,12 @@ pub fn run(
     let dir = prepared.out.trim();
     let result = run_in(agent, dir, exec, input, cancelled, output);
     // Also after a failure: the agent may still answer.
-    let swept = script(agent, r#"rm -rf "$1""#, &[dir], REQUEST);
+    let swept = script(agent, SWEEP, &[dir], REQUEST);
     let ended = result?;
-    swept?;
+    let swept = swept?;
+    if swept.code != 0 {
+        output(Stream::Err, format!("tombolo: the guest keeps {dir}: {}\n", swept.err.trim()).as_bytes());
+    }
     Ok(ended)
 }
 
@@ -414,6 +422,33 @@ mod tests {
 
     fn passed(mark: &mut Mark, parts: &[&str]) -> Vec<String> {
         parts.iter().map(|p| String::from_utf8(mark.take(p.as_bytes().to_vec())).unwrap()).collect()
+    }
+
+    /// Runs `text` as the guest would, with `arg` as $1.
+    fn shell(text: &str, arg: &std::path::Path) -> std::process::Command {
+        let mut command = std::process::Command::new("/bin/sh");
+        command.args(["-c", text, "tombolo"]).arg(arg);
+        command
+    }
+
+    #[test]
+    fn a_folder_goes_while_both_spoolers_still_begin_segments() {
+        let parent = tempfile::tempdir().unwrap();
+        for round in 0..100 {
+            let dir = parent.path().join(round.to_string());
+            std::fs::create_dir(&dir).unwrap();
+            let spool = r#"n=0; while [ $n -lt 100000 ] && : >"$1/$$.$n"; do n=$((n + 1)); done 2>/dev/null"#;
+            let spoolers: Vec<_> = (0..2).map(|_| shell(spool, &dir).spawn().unwrap()).collect();
+            while std::fs::read_dir(&dir).unwrap().count() < 20 {
+                std::thread::yield_now();
+            }
+            let swept = shell(SWEEP, &dir).output().unwrap();
+            for mut spooler in spoolers {
+                spooler.wait().unwrap();
+            }
+            assert!(swept.status.success(), "{}", String::from_utf8_lossy(&swept.stderr));
+            assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
+        }
     }
 
     #[test]
