@@ -80,10 +80,10 @@ static void tmb_calls_look(struct tmb_doorbell_client *client)
 	mutex_unlock(&dev->lock);
 }
 
-/* Before the doorbell: what the server finds when it looks. */
+/* Before the doorbell: what the server finds when it looks. The exchange, so that one that has just come finds it where its id isn't seen. */
 static int tmb_calls_ring(struct tmb_calls_file *f)
 {
-	tmb_store(&tmb_calls_channel(f->dev, f->index)->server_rung, 1);
+	tmb_exchange(&tmb_calls_channel(f->dev, f->index)->server_rung, 1);
 	return tmb_doorbell_ring(&f->dev->client, tmb_load(&f->dev->header->doorbell));
 }
 
