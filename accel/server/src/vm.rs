@@ -309,6 +309,10 @@ impl Vm {
         if let Err(e) = self.area.free(channel) {
             eprintln!("tombolo accel: channel {channel} of {} can't be cleared: {e}", self.name);
         }
+        // Somebody may wait for it.
+        if let Some(peer) = self.peer {
+            self.ring(peer);
+        }
     }
 
     /// Its QEMU ended: nobody will close what its processes had open. Where the VM is back already, it says itself what it doesn't have.
