@@ -207,7 +207,7 @@ fn a_quota_is_told_by_the_apis_code_and_in_the_log() {
     // The program ends by itself, whatever its large buffers got.
     let out = String::from_utf8_lossy(&output.stdout);
     assert!(out.contains("9000001 bytes the same: 0"), "{out}");
-    assert!(out.contains("1000003 bytes the same: 1"), "{out}");
+    assert!(out.contains("5000003 bytes the same: 1"), "{out}");
     let log = server.end();
     assert!(log.contains("a client's quota is reached"), "{log}");
 }

@@ -309,6 +309,11 @@ pub struct Cx<'a> {
 }
 
 impl Cx<'_> {
+    /// The request has a ticket: the client waits for its redemption whatever comes of the request.
+    fn owe(&mut self, ticket: u64) {
+        self.owed = ticket;
+    }
+
     /// The native functions.
     pub fn native(&self) -> &'static Native {
         &self.cl.native
@@ -496,7 +501,6 @@ impl Cx<'_> {
         if ticket == 0 {
             return self.enqueue(waits, event, run);
         }
-        self.owed = ticket;
         let mut native: Handle = std::ptr::null_mut();
         self.enqueue_into(waits, event, &mut native, run)?;
         if event != 0 {
