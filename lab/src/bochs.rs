@@ -4,7 +4,7 @@
 //! Bochs has no virtio and loads no kernel itself: it boots a CD ([`crate::iso`]), which is also the lab's root file system. The
 //! kernel's console is its first serial port; on its second the agent says that it is ready. Clients reach the agent over
 //! an e1000 card and Bochs' own user-mode network, which forwards one port of the loopback interface and lets nothing out.
-//! There is no screen: what the BIOS prints goes to the emulator's log, through the curses display.
+//! There is no screen: of Bochs' displays the curses one needs the least, and its terminal is /dev/null (fetch.sh).
 //!
 //! Debian 12 has no Bochs with VMFUNC, so on every release the lab takes Debian 13's, unpacked, with the loader and libraries of that release.
 
@@ -158,6 +158,7 @@ impl Bochs {
         let folder = folder.display();
         let bios = self.file("usr/share/bochs/BIOS-bochs-latest");
         let vga_bios = self.file("usr/share/vgabios/vgabios.bin");
+        // ips is more than any machine reaches: time in the lab passes slower than outside while it works, and as fast while it waits (slowdown).
         // Every read of a register that Bochs does not know is an error of the processor, and a guest's kernel reads one all the time.
         format!(
             "config_interface: textconfig\n\
@@ -165,7 +166,7 @@ impl Bochs {
              memory: guest={memory_mib}, host={memory_mib}\n\
              romimage: file=\"{bios}\", options=fastboot\n\
              vgaromimage: file=\"{vga_bios}\"\n\
-             cpu: model=corei7_haswell_4770, count=1, ips=50000000, reset_on_triple_fault=0, ignore_bad_msrs=1\n\
+             cpu: model=corei7_haswell_4770, count=1, ips=200000000, reset_on_triple_fault=0, ignore_bad_msrs=1\n\
              clock: sync=slowdown, time0=utc\n\
              pci: enabled=1, chipset=i440fx\n\
              ata0-master: type=cdrom, path=\"{folder}/{image}\", status=inserted\n\
@@ -174,6 +175,7 @@ impl Bochs {
              com2: enabled=1, mode=file, dev=\"{folder}/{STATUS}\"\n\
              e1000: enabled=1, mac=52:54:00:12:34:56, ethmod=slirp, script=\"{folder}/network\"\n\
              speaker: enabled=0\n\
+             sound: waveoutdrv=dummy, waveindrv=dummy, midioutdrv=dummy\n\
              log: \"{folder}/{LOG}\"\n\
              panic: action=fatal\n\
              error: action=report, cpu0=ignore\n\

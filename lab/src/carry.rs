@@ -48,7 +48,7 @@ impl Carried {
         carried.add(&kernel.image)?;
         carried.add(Path::new(&config.agent[0])).context("the lab's agent")?;
         for path in &config.carried {
-            carried.add(path).with_context(|| format!("--with {}", path.display()))?;
+            carried.add(path).with_context(|| format!("giving the lab {}", path.display()))?;
         }
         Ok(carried)
     }
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn paths_of_the_merged_usr_are_found_where_the_lab_has_them() {
         assert_eq!(in_lab(Path::new("/bin/sh")).unwrap(), Path::new("/usr/bin/sh"));
-        assert_eq!(in_lab(Path::new("/home/bin/sh")).unwrap(), Path::new("/home/bin/sh"));
+        assert_eq!(in_lab(Path::new("/srv/bin/sh")).unwrap(), Path::new("/srv/bin/sh"));
     }
 
     #[test]

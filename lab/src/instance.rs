@@ -11,7 +11,7 @@ use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -141,7 +141,7 @@ impl Lab {
         emulator
             .await_agent(&self.folder, &mut alive, deadline)
             .and_then(|()| Session::open(&self.folder, deadline.saturating_duration_since(Instant::now())))
-            .with_context(|| format!("the lab did not come up: {}", logs(&self.folder)))?;
+            .map_err(|error| anyhow!("the lab did not come up: {error:#}\n{}", logs(&self.folder)))?;
         self.started = Some(Started { kernel, emulator, boot: begin.elapsed() });
         Ok(())
     }
@@ -166,12 +166,16 @@ impl Lab {
 
 /// The last lines of what the emulator and the lab's kernel said.
 fn logs(folder: &Path) -> String {
-    let tail = |name: &str| {
+    let mut said = String::new();
+    // A kernel's panic alone has some twenty lines.
+    for (name, most) in [("emulator.log", 10), (BOCHS_LOG, 10), (CONSOLE, 30)] {
         let text = String::from_utf8_lossy(&fs::read(folder.join(name)).unwrap_or_default()).into_owned();
         let lines: Vec<&str> = text.lines().collect();
-        lines[lines.len().saturating_sub(15)..].join("\n")
-    };
-    ["emulator.log", BOCHS_LOG, CONSOLE].map(tail).join("\n")
+        if !lines.is_empty() {
+            said.push_str(&format!("--- {name}\n{}\n", lines[lines.len().saturating_sub(most)..].join("\n")));
+        }
+    }
+    said
 }
 
 struct Collect<'a>(&'a mut Vec<u8>, &'a mut Vec<u8>);
