@@ -11,7 +11,6 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// A line on the error output that goes away when this is dropped.
 pub struct Progress {
     bar: ProgressBar,
-    what: String,
 }
 
 impl Progress {
@@ -26,13 +25,13 @@ impl Progress {
             eprintln!("lab: {what}");
         }
         bar.set_message(what.to_owned());
-        Self { bar, what: what.to_owned() }
+        Self { bar }
     }
 
     /// Shows the last line of a log that grows; none is no error.
     pub fn show_end_of(&mut self, log: &Path) {
         if let Some(line) = last_line(log) {
-            self.bar.set_message(format!("{}: {line}", self.what));
+            self.bar.set_message(line);
         }
     }
 }
