@@ -102,6 +102,12 @@ fn a_nested_guest_boots_under_kvm_and_commands_have_their_code_input_output_and_
         (Some(5), &b"typed\n"[..], &b"to stderr\n"[..])
     );
 
+    let million = vec![b'x'; 1_000_000];
+    let mut child =
+        place.lab(&["run", "--", "wc", "-c"]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(&million).unwrap();
+    assert_eq!(child.wait_with_output().unwrap().stdout, b"1000000\n");
+
     let out = place.folder.path().join("out");
     let script = "mkdir $TOMBOLO_LAB_OUT/d && seq 1 30000 >$TOMBOLO_LAB_OUT/d/numbers";
     let output = place.output(&["run", "--out", out.to_str().unwrap(), "--", "sh", "-c", script]);
