@@ -26,7 +26,7 @@ macro_rules! native {
 }
 
 /// The value of a property: status and bytes.
-fn value(ask: Query<'_>) -> (i32, Vec<u8>) {
+pub(super) fn value(ask: Query<'_>) -> (i32, Vec<u8>) {
     let mut size = 0;
     let status = ask(0, null_mut(), &mut size);
     if status != 0 || size > 1 << 20 {
@@ -38,7 +38,7 @@ fn value(ask: Query<'_>) -> (i32, Vec<u8>) {
 }
 
 /// Handles of one kind that a function lists.
-fn listed(ask: impl Fn(u32, *mut Handle, *mut u32) -> i32) -> Result<Vec<Handle>, i32> {
+pub(super) fn listed(ask: impl Fn(u32, *mut Handle, *mut u32) -> i32) -> Result<Vec<Handle>, i32> {
     let mut n = 0;
     let status = ask(0, null_mut(), &mut n);
     if status != 0 {
