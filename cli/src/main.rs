@@ -65,10 +65,7 @@ enum Command {
         command: tombolo_accel_server::cli::Command,
     },
     /// An emulated KVM host, to run and test in
-    Lab {
-        #[command(subcommand)]
-        command: tombolo_lab::cli::Command,
-    },
+    Lab(tombolo_lab::cli::LabArguments),
     /// Measure side by side with what else there is
     Bench {
         #[command(subcommand)]
@@ -149,7 +146,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             tombolo_files::cli::run(command, cli.json)
         }
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
-        Command::Lab { command } => tombolo_lab::cli::run(command, cli.json),
+        Command::Lab(arguments) => tombolo_lab::cli::run(arguments, cli.json),
         Command::Start { command } => tombolo_vm::cli::run_start(command, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
         Command::Net { command: NetCommand::Vm(command) } => tombolo_vm::cli::run_net(command, cli.json),

@@ -10,6 +10,12 @@ use common::{Lab, PATIENCE, signal};
 
 mod common;
 
+/// Bytes of memory that the guest of the VM 'a' knows of.
+fn memory_of_a(lab: &Lab) -> u64 {
+    let line = lab.good(&["exec", "a", "--", "grep", "MemTotal", "/proc/meminfo"]);
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+}
+
 /// Starts `up` and returns once its standard error has said `line`.
 fn up_until(lab: &Lab, line: &str) -> (Child, BufReader<std::process::ChildStderr>) {
     let mut child = lab.command(&["up"]).stderr(Stdio::piped()).spawn().unwrap();
@@ -338,6 +344,44 @@ fn a_guest_that_panics_is_dead_at_once_and_its_console_says_why() {
     assert!(lab.good(&["logs", "a"]).contains("sysrq triggered crash"));
     lab.good(&["down"]);
     lab.assert_nothing_left();
+}
+
+#[test]
+fn a_guest_without_virtio_mem_is_started_again_with_all_its_memory() {
+    let lab = Lab::new(
+        r#"
+[zone.shared]
+size = "16M"
+files = true
+[vm.a]
+kernel = "6.1"
+memory = "1G"
+start = "fast"
+boot_memory = "512M"
+cmdline = "module_blacklist=virtio_mem"
+zones = { shared = { mount = "/mnt/shared" } }
+"#,
+    );
+    lab.good(&["up"]);
+    let small = lab.ps()["vms"][0]["pid"].clone();
+    lab.good(&["exec", "a", "--", "touch", "/mnt/shared/kept"]);
+    let start = Instant::now();
+    let vm = loop {
+        let vm = lab.ps()["vms"][0].clone();
+        if vm["pid"] != small && vm["state"] == "up" {
+            break vm;
+        }
+        assert!(start.elapsed() < PATIENCE, "{vm}");
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    assert!(memory_of_a(&lab) > 900 << 20, "{vm}");
+    lab.good(&["exec", "a", "--", "ls", "/mnt/shared/kept"]);
+    // It stays so, also for an up of the same file and for the guest's own reboot.
+    assert!(String::from_utf8_lossy(&lab.run(&["up"]).stderr).contains("a: already running"));
+    lab.run(&["exec", "a", "--", "reboot", "-f"]);
+    wait_rebooted(&lab, 1);
+    assert!(memory_of_a(&lab) > 900 << 20);
+    lab.good(&["down"]);
 }
 
 #[test]

@@ -1,16 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The lab's kernel, the newest `linux-image-amd64` that Debian has for this machine's release (Debian 12: of its backports), and where the
-//! installed QEMU is old the newest QEMU. Both are downloaded as packages by the guest kit's own apt and unpacked into a cache folder, never
-//! installed. A folder appears there whole or not at all, so any number of labs may start at once.
+//! The lab's kernel, the newest `linux-image-amd64` that Debian has for this machine's release (Debian 12: of its backports), where the
+//! installed QEMU is old the newest QEMU, and Debian 13's Bochs. All are downloaded as packages by the guest kit's own apt and unpacked into a
+//! cache folder, never installed. A folder appears there whole or not at all, so any number of labs may start at once.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
+use rustix::fs::{FlockOperation, flock};
+
+use crate::progress::Progress;
+use crate::signals::follow;
 
 /// The oldest kernel series with everything the lab and the project's modules need (major, minor).
 const OLDEST: (u32, u32) = (6, 1);
+
+/// Names of folders in which something is being unpacked begin with this.
+const WORK: &str = "fetch-";
 
 /// An unpacked kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,14 +85,15 @@ fn newest_cached(folder: &Path) -> Result<Option<Kernel>> {
 
 /// Downloads and unpacks the newest kernel package, and writes its module index.
 fn fetch(folder: &Path) -> Result<Kernel> {
-    let (work, release) = unpack(folder, "kernel")
+    let unpacked = Unpacked::fetch(folder, "kernel")
         .context("the lab's kernel could not be fetched; `tombolo lab fetch` tries again")?;
-    if series(&release).is_none() {
+    let release = &unpacked.printed;
+    if series(release).is_none() {
         bail!("Debian's newest kernel here is {release}; the lab needs {}.{} or newer", OLDEST.0, OLDEST.1);
     }
     let target = folder.join(format!("kernel-{release}"));
-    keep(&work.path().join("tree"), &target)?;
-    Ok(Kernel::in_folder(&target, &release))
+    unpacked.keep(&target)?;
+    Ok(Kernel::in_folder(&target, release))
 }
 
 /// The newest QEMU that Debian has for this release, from the cache or fetched now. Its libraries are those of the installed one.
@@ -93,34 +101,64 @@ pub fn newer_qemu() -> Result<PathBuf> {
     let folder = folder()?.join("lab");
     let target = folder.join("qemu");
     if !target.exists() {
-        let (work, _) = unpack(&folder, "qemu")?;
-        keep(&work.path().join("tree"), &target)?;
+        Unpacked::fetch(&folder, "qemu")?.keep(&target)?;
     }
     Ok(target.join("usr/bin/qemu-system-x86_64"))
 }
 
-/// Runs `fetch.sh` with the guest kit's functions beside it. What it unpacked is in `tree` of the folder that is returned; with it what it
-/// printed.
-fn unpack(folder: &Path, what: &str) -> Result<(tempfile::TempDir, String)> {
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let work =
-        tempfile::Builder::new().prefix("fetch-").tempdir_in(folder).context("creating a work folder")?;
-    let script = work.path().join("fetch.sh");
-    fs::write(&script, include_str!("fetch.sh"))?;
-    fs::write(work.path().join("common.sh"), include_str!("../../guest/common.sh"))?;
-    let mut command = Command::new("bash");
-    command.arg(&script).arg(what).arg(work.path().join("tree"));
-    command.env("TOMBOLO_CACHE", self::folder()?);
-    let printed = output(&mut command)?;
-    Ok((work, printed.trim().to_owned()))
+/// The folder of Debian 13's Bochs with what it needs, from the cache or fetched now. Its file `version` tells the package's version.
+pub fn bochs() -> Result<PathBuf> {
+    let folder = folder()?.join("lab");
+    let target = folder.join("bochs");
+    if !target.exists() {
+        Unpacked::fetch(&folder, "bochs")?.keep(&target)?;
+    }
+    Ok(target)
 }
 
-/// Moves an unpacked tree to its place, where it appears whole or not at all.
-fn keep(tree: &Path, target: &Path) -> Result<()> {
-    match fs::rename(tree, target) {
-        // Another lab was faster; its folder is as good as ours.
-        Err(_) if target.exists() => Ok(()),
-        result => result.with_context(|| format!("moving what was unpacked to {}", target.display())),
+/// What `fetch.sh` unpacked, until it is kept.
+struct Unpacked {
+    work: tempfile::TempDir,
+    /// What the script printed.
+    printed: String,
+    /// One fetches at a time.
+    _lock: File,
+}
+
+impl Unpacked {
+    /// Runs `fetch.sh` with the guest kit's functions beside it.
+    fn fetch(folder: &Path, what: &str) -> Result<Self> {
+        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        let lock = File::create(folder.join("fetch.lock")).context("locking the lab's cache")?;
+        flock(&lock, FlockOperation::LockExclusive).context("waiting for another lab that fetches")?;
+        // Nobody else fetches now: these are of those that were killed.
+        for entry in fs::read_dir(folder)? {
+            let entry = entry?;
+            if entry.file_name().to_string_lossy().starts_with(WORK) {
+                fs::remove_dir_all(entry.path())
+                    .with_context(|| format!("removing {}", entry.path().display()))?;
+            }
+        }
+        let work =
+            tempfile::Builder::new().prefix(WORK).tempdir_in(folder).context("creating a work folder")?;
+        let script = work.path().join("fetch.sh");
+        fs::write(&script, include_str!("fetch.sh"))?;
+        fs::write(work.path().join("common.sh"), include_str!("../../guest/common.sh"))?;
+        let mut command = Command::new("bash");
+        command.arg(&script).arg(what).arg(work.path().join("tree"));
+        command.env("TOMBOLO_CACHE", self::folder()?);
+        let _progress = Progress::begin(&format!("fetching the lab's {what} from Debian's archive"));
+        let printed = output(&mut command)?.trim().to_owned();
+        Ok(Self { work, printed, _lock: lock })
+    }
+
+    /// Moves the unpacked tree to its place, where it appears whole or not at all.
+    fn keep(&self, target: &Path) -> Result<()> {
+        match fs::rename(self.work.path().join("tree"), target) {
+            // Another lab was faster; its folder is as good as ours.
+            Err(_) if target.exists() => Ok(()),
+            result => result.with_context(|| format!("moving what was unpacked to {}", target.display())),
+        }
     }
 }
 
@@ -137,6 +175,7 @@ fn series(release: &str) -> Option<(u32, u32)> {
 /// Runs a program to its end and gives its output; an error carries what it said.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
+    follow(command);
     let result = command.output().with_context(|| format!("running {name}; is its package installed?"))?;
     if !result.status.success() {
         bail!("{name} failed ({}): {}", result.status, String::from_utf8_lossy(&result.stderr).trim());

@@ -9,12 +9,26 @@ use std::sync::{Arc, Mutex};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::agent;
+use crate::bochs::Bochs;
+use crate::carry::find_program;
 use crate::client::{RawTerminal, Session, Through, copy_back};
-use crate::config::{Config, Iommu};
+use crate::config::{Config, Iommu, Machine};
+use crate::emulator::Emulator;
 use crate::instance::{self, BOOT_PATIENCE, Lab, Watch};
 use crate::protocol::Start;
 use crate::signals::Signals;
+use crate::{agent, cache};
+
+/// `tombolo lab`.
+#[derive(Debug, clap::Args)]
+pub struct LabArguments {
+    /// The lab with Intel VMX, EPT and VMFUNC, under Bochs: slower, and it sees of this machine only what it is given
+    #[arg(long, global = true)]
+    pub vmx: bool,
+    /// What to do
+    #[command(subcommand)]
+    pub command: Command,
+}
 
 /// What `tombolo lab` does.
 #[derive(Debug, clap::Subcommand)]
@@ -27,13 +41,13 @@ pub enum Command {
     Shell(Options),
     /// End a lab
     Down {
-        /// Which lab
-        #[arg(long, default_value = "lab")]
-        name: String,
+        /// Which lab (default: lab, with --vmx: vmx)
+        #[arg(long)]
+        name: Option<String>,
     },
     /// Names of the labs that are up
     List,
-    /// Fetch the lab's kernel now instead of at the first start
+    /// Fetch the lab's kernel, with --vmx also Bochs, now instead of at the first start
     Fetch,
     /// The lab's own first process; runs only inside a lab
     #[command(hide = true)]
@@ -47,27 +61,30 @@ pub enum Command {
 /// Which lab, and what it is made of where it has to be booted.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Options {
-    /// Which lab
-    #[arg(long, default_value = "lab")]
-    pub name: String,
-    /// IOMMU of the emulated host
-    #[arg(long, value_enum, default_value = "intel")]
-    pub iommu: Iommu,
-    /// Memory of the emulated host in MiB, half of it on each of two nodes
-    #[arg(long, default_value_t = 6144)]
-    pub memory: u64,
-    /// CPUs of the emulated host (default: what this QEMU emulates reliably)
+    /// Which lab (default: lab, with --vmx: vmx)
+    #[arg(long)]
+    pub name: Option<String>,
+    /// IOMMU of the emulated host (default: intel; not with --vmx)
+    #[arg(long, value_enum)]
+    pub iommu: Option<Iommu>,
+    /// Memory of the emulated host in MiB (default: 6144, half of it on each of two nodes; with --vmx 2048)
+    #[arg(long)]
+    pub memory: Option<u64>,
+    /// CPUs of the emulated host (default: what this QEMU emulates reliably; not with --vmx)
     #[arg(long)]
     pub cpus: Option<u32>,
     /// Huge pages of 2 MiB to reserve
     #[arg(long, default_value_t = 0)]
     pub huge_pages: u64,
-    /// The QEMU to emulate the host with (default: $TOMBOLO_LAB_QEMU, or qemu-system-x86_64 in PATH)
+    /// The QEMU to emulate the host with (default: $TOMBOLO_LAB_QEMU, or qemu-system-x86_64 in PATH; not with --vmx)
     #[arg(long)]
     pub qemu: Option<PathBuf>,
-    /// A folder that the lab sees as it changes (default: the git work tree around the current folder)
+    /// A folder that the lab sees as it changes (default: the git work tree around the current folder; not with --vmx)
     #[arg(long)]
     pub fresh: Option<PathBuf>,
+    /// Only with --vmx: a program (its libraries come along), file or folder of this machine that the lab gets
+    #[arg(long = "with", value_name = "PATH")]
+    pub carried: Vec<PathBuf>,
     /// More kernel arguments for the emulated host
     #[arg(long, default_value = "")]
     pub append: String,
@@ -91,19 +108,20 @@ pub struct RunOptions {
 }
 
 /// Runs a command of `tombolo lab`; the exit code of `run` and `shell` is the command's.
-pub fn run(command: Command, json: bool) -> Result<ExitCode> {
-    match command {
-        Command::Agent { port: None } => agent::supervise().map(|()| ExitCode::SUCCESS),
-        Command::Agent { port: Some(port) } => agent::serve(&port).map(|()| ExitCode::SUCCESS),
-        Command::Up(options) => up(&options, json),
-        Command::Run(options) => in_lab(&options.lab, Job { options: &options, terminal: false }),
+pub fn run(arguments: LabArguments, json: bool) -> Result<ExitCode> {
+    let machine = if arguments.vmx { Machine::Vmx } else { Machine::Svm };
+    match arguments.command {
+        Command::Agent { port } => agent::run(port.as_deref()).map(|()| ExitCode::SUCCESS),
+        Command::Up(options) => up(machine, &options, json),
+        Command::Run(options) => in_lab(machine, &options.lab, Job { options: &options, terminal: false }),
         Command::Shell(lab) => {
             let shell = std::env::var("SHELL").unwrap_or_else(|_| "/bin/bash".into());
             let options = RunOptions { lab: lab.clone(), out: None, env: Vec::new(), command: vec![shell] };
-            in_lab(&lab, Job { options: &options, terminal: true })
+            in_lab(machine, &lab, Job { options: &options, terminal: true })
         }
         Command::Down { name } => {
-            let was_up = instance::down(&name)?;
+            let name = name_of(machine, name.as_deref());
+            let was_up = instance::down(name)?;
             report(json, &serde_json::json!({"name": name, "was_up": was_up}), || {
                 if was_up { format!("lab {name} ended") } else { format!("lab {name} was not up") }
             });
@@ -114,14 +132,28 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
             report(json, &serde_json::json!(names), || names.join("\n"));
             Ok(ExitCode::SUCCESS)
         }
-        Command::Fetch => {
-            let kernel = crate::cache::kernel()?;
-            report(json, &serde_json::json!({"kernel": kernel.release, "folder": kernel.root}), || {
-                format!("kernel {} in {}", kernel.release, kernel.root.display())
-            });
-            Ok(ExitCode::SUCCESS)
-        }
+        Command::Fetch => fetch(machine, json),
     }
+}
+
+fn fetch(machine: Machine, json: bool) -> Result<ExitCode> {
+    let kernel = cache::kernel()?;
+    let mut value = serde_json::json!({"kernel": kernel.release, "folder": kernel.root});
+    let mut text = format!("kernel {} in {}", kernel.release, kernel.root.display());
+    if machine == Machine::Vmx {
+        let bochs = Bochs::fetched()?;
+        value["bochs"] = bochs.version.clone().into();
+        text = format!("{text}\nBochs {} in {}", bochs.version, bochs.file("").display());
+    }
+    report(json, &value, || text);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn name_of(machine: Machine, name: Option<&str>) -> &str {
+    name.unwrap_or(match machine {
+        Machine::Svm => "lab",
+        Machine::Vmx => "vmx",
+    })
 }
 
 fn report(json: bool, value: &serde_json::Value, text: impl FnOnce() -> String) {
@@ -134,13 +166,30 @@ fn report(json: bool, value: &serde_json::Value, text: impl FnOnce() -> String) 
 
 impl Options {
     /// The lab's configuration, with the agent of the program that runs now.
-    pub fn config(&self) -> Result<Config> {
+    pub fn config(&self, machine: Machine) -> Result<Config> {
         let own = std::env::current_exe().context("finding this program's own file")?;
         let own = own.to_str().context("this program's path is not UTF-8")?.to_owned();
         // In the `tombolo` binary these commands stand below `lab`; the agent is started the way that we were.
         let mut agent = vec![own];
         agent.extend(std::env::args().skip(1).find(|a| !a.starts_with('-')).filter(|a| a == "lab"));
         agent.push("agent".into());
+        let config = Config {
+            machine,
+            huge_pages: self.huge_pages,
+            agent,
+            kernel_arguments: self.append.clone(),
+            ..Config::default()
+        };
+        match machine {
+            Machine::Svm => self.svm(config),
+            Machine::Vmx => self.vmx(config),
+        }
+    }
+
+    fn svm(&self, config: Config) -> Result<Config> {
+        if !self.carried.is_empty() {
+            bail!("--with is for --vmx; this lab sees all of this machine's files");
+        }
         let fresh = match &self.fresh {
             Some(folder) => {
                 Some(folder.canonicalize().with_context(|| format!("--fresh {}", folder.display()))?)
@@ -148,40 +197,79 @@ impl Options {
             None => work_tree(&std::env::current_dir()?),
         };
         Ok(Config {
-            iommu: self.iommu,
-            memory_mib: self.memory,
+            iommu: self.iommu.unwrap_or(config.iommu),
+            memory_mib: self.memory.unwrap_or(config.memory_mib),
             cpus: self.cpus,
-            huge_pages: self.huge_pages,
             qemu: self.qemu.clone().or_else(|| std::env::var_os("TOMBOLO_LAB_QEMU").map(PathBuf::from)),
             fresh,
-            agent,
-            kernel_arguments: self.append.clone(),
+            ..config
+        })
+    }
+
+    fn vmx(&self, config: Config) -> Result<Config> {
+        let refused = [
+            ("--iommu", self.iommu.is_some()),
+            ("--cpus", self.cpus.is_some()),
+            ("--qemu", self.qemu.is_some()),
+            ("--fresh", self.fresh.is_some()),
+        ];
+        if let Some((option, _)) = refused.into_iter().find(|(_, given)| *given) {
+            bail!(
+                "{option} is not for --vmx: Bochs emulates one CPU and no IOMMU, and the lab gets files by --with PATH"
+            );
+        }
+        Ok(Config {
+            memory_mib: self.memory.unwrap_or(VMX_MEMORY_MIB),
+            carried: self.carried.clone(),
+            cwd: std::env::current_dir()?,
+            ..config
         })
     }
 }
+
+/// Enough for a host and a guest or two; Bochs takes it from this machine as it is used.
+const VMX_MEMORY_MIB: u64 = 2048;
 
 fn work_tree(from: &Path) -> Option<PathBuf> {
     from.ancestors().find(|folder| folder.join(".git").exists()).map(Path::to_path_buf)
 }
 
-fn up(options: &Options, json: bool) -> Result<ExitCode> {
+fn up(machine: Machine, options: &Options, json: bool) -> Result<ExitCode> {
     let cleanup = Cleanup::install()?;
-    let lab = Lab::start(&options.config()?, Some(&options.name), &*cleanup)?;
+    let config = options.config(machine)?;
+    let name = name_of(machine, options.name.as_deref());
+    let lab = Lab::start(&config, Some(name), &*cleanup)?;
     cleanup.disarm();
     let started = lab.started.as_ref().context("the lab did not say what it runs on")?;
     let seconds = started.boot.as_secs_f64();
-    let (major, minor) = started.qemu.version;
-    let value = serde_json::json!({
-        "name": options.name, "folder": lab.folder(), "kernel": started.kernel.release,
-        "qemu": format!("{major}.{minor}"), "seconds": seconds,
+    let mut value = serde_json::json!({
+        "name": name, "folder": lab.folder(), "kernel": started.kernel.release, "seconds": seconds,
     });
+    let has = match &started.emulator {
+        Emulator::Qemu(qemu) => {
+            value["qemu"] = format!("{}.{}", qemu.version.0, qemu.version.1).into();
+            format!("IOMMU {:?}", config.iommu)
+        }
+        Emulator::Bochs(bochs) => {
+            value["bochs"] = bochs.version.clone().into();
+            "VMX with EPTP switching".to_owned()
+        }
+    };
     report(json, &value, || {
         format!(
-            "lab {} up in {seconds:.1} s: kernel {}, QEMU {major}.{minor}, IOMMU {:?}",
-            options.name, started.kernel.release, options.iommu
+            "lab {name} up in {seconds:.1} s: kernel {}, {}, {has}",
+            started.kernel.release, started.emulator
         )
     });
     Ok(ExitCode::SUCCESS)
+}
+
+/// The option that chooses the kind that `machine` is not.
+fn other(machine: Machine) -> &'static str {
+    match machine {
+        Machine::Svm => "--vmx ",
+        Machine::Vmx => "",
+    }
 }
 
 /// What to run in a lab, and how.
@@ -190,11 +278,32 @@ struct Job<'a> {
     terminal: bool,
 }
 
-fn in_lab(options: &Options, job: Job<'_>) -> Result<ExitCode> {
+fn in_lab(machine: Machine, options: &Options, job: Job<'_>) -> Result<ExitCode> {
     let cleanup = Cleanup::install()?;
-    let lab = match Lab::find(&options.name)? {
-        Some(lab) => lab,
-        None => Lab::start(&options.config()?, None, &*cleanup)?,
+    let name = name_of(machine, options.name.as_deref());
+    let lab = match Lab::find(name)? {
+        Some(lab) => {
+            if lab.machine()? != machine {
+                bail!(
+                    "the lab {name} is of the other kind: `tombolo lab {}run --name {name}`",
+                    other(machine)
+                );
+            }
+            if !options.carried.is_empty() {
+                bail!(
+                    "--with {}: the lab {name} is up already and gets no more files",
+                    options.carried[0].display()
+                );
+            }
+            lab
+        }
+        None => {
+            let mut config = options.config(machine)?;
+            if machine == Machine::Vmx {
+                config.carried.extend(find_program(&job.options.command[0]));
+            }
+            Lab::start(&config, None, &*cleanup)?
+        }
     };
     let mut session = Session::open(lab.folder(), BOOT_PATIENCE)?;
     let (out, inside) = session.out_folder(lab.folder())?;
@@ -208,6 +317,7 @@ fn in_lab(options: &Options, job: Job<'_>) -> Result<ExitCode> {
     drop(raw);
     let code = code?;
     if let Some(folder) = &job.options.out {
+        session.collect(&out, &inside)?;
         let count = copy_back(&out, folder)?;
         eprintln!("{count} files from the lab in {}", folder.display());
     }
@@ -241,7 +351,7 @@ type Resizer = Box<dyn Fn(u16, u16) + Send>;
 
 /// Ends what this process has started when a signal ends the process.
 struct Cleanup {
-    lab: Mutex<Option<(PathBuf, Pid)>>,
+    lab: Mutex<Option<(PathBuf, Option<Pid>)>>,
     resize: Mutex<Option<Resizer>>,
 }
 
@@ -270,7 +380,7 @@ impl Cleanup {
         let lab = self.lab.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         if let Some((folder, pid)) = lab {
             // Both fail only where there is nothing left to clean up.
-            let _ = kill_process(pid, Signal::KILL);
+            let _ = pid.map(|pid| kill_process(pid, Signal::KILL));
             let _ = std::fs::remove_dir_all(folder);
         }
         std::process::exit(128 + signal);
@@ -283,7 +393,7 @@ impl Cleanup {
 }
 
 impl Watch for Cleanup {
-    fn begun(&self, folder: &Path, pid: Pid) {
+    fn begun(&self, folder: &Path, pid: Option<Pid>) {
         *self.lab.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some((folder.to_owned(), pid));
     }
 }

@@ -1,26 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Runs a command in a lab from outside: takes a free port, opens a session, carries input and output.
+//!
+//! A port is a Unix socket where QEMU runs the lab. Where Bochs does, all ports are one TCP address, and what a command leaves for
+//! outside is fetched over the session.
 
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use rustix::fs::{FlockOperation, flock};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 
+use crate::agent::PORTS;
+use crate::bochs::{self, Address};
 use crate::initramfs::OUT;
 use crate::protocol::{Frame, MAX_PAYLOAD, Nonce, Parsed, Start, encode, parse, prelude};
-use crate::qemu::{Files, PORTS};
+use crate::qemu::Files;
 
 /// A session with the agent on one port; the port is free again when it is dropped.
 pub struct Session {
-    stream: UnixStream,
+    /// A socket of either family.
+    stream: File,
     input: Vec<u8>,
     number: usize,
+    /// Whether the lab shares no folder with this machine.
+    apart: bool,
     _lock: File,
 }
 
@@ -72,18 +84,42 @@ impl Session {
     /// Takes a free port of the lab in `folder` and waits at most `patience` for the agent's answer.
     pub fn open(folder: &Path, patience: Duration) -> Result<Self> {
         let (number, lock) = free_port(folder)?;
-        let path = Files::port(folder, number);
-        let mut stream = UnixStream::connect(&path)
-            .with_context(|| format!("connecting to {}: is the lab up?", path.display()))?;
-        let nonce = nonce()?;
+        let address = Address::of(folder)?;
+        let (stream, nonce, greeting) = match &address {
+            Some(address) => {
+                if bochs::status(folder)?.is_none() {
+                    bail!("the lab is only just starting: wait until it is up");
+                }
+                let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, address.port)).with_context(|| {
+                    format!("connecting to port {} of this machine: is the lab up?", address.port)
+                })?;
+                stream.set_nodelay(true)?;
+                (OwnedFd::from(stream), address.token, encode(&Frame::Hello(address.token)))
+            }
+            None => {
+                let path = Files::port(folder, number);
+                let stream = UnixStream::connect(&path)
+                    .with_context(|| format!("connecting to {}: is the lab up?", path.display()))?;
+                let nonce = nonce()?;
+                (OwnedFd::from(stream), nonce, prelude(nonce))
+            }
+        };
         // The agent reads only once it runs: what does not fit into the socket waits there.
-        stream.set_write_timeout(Some(patience))?;
-        stream.set_read_timeout(Some(patience))?;
-        stream.write_all(&prelude(nonce)).context("greeting the lab's agent")?;
-        let mut session = Self { stream, input: Vec::new(), number, _lock: lock };
+        let limit = |time: Option<Duration>| {
+            set_socket_timeout(&stream, Timeout::Send, time)?;
+            set_socket_timeout(&stream, Timeout::Recv, time)
+        };
+        limit(Some(patience))?;
+        let mut session = Self {
+            stream: stream.try_clone()?.into(),
+            input: Vec::new(),
+            number,
+            apart: address.is_some(),
+            _lock: lock,
+        };
+        session.stream.write_all(&greeting).context("greeting the lab's agent")?;
         session.await_hello(nonce)?;
-        session.stream.set_write_timeout(None)?;
-        session.stream.set_read_timeout(None)?;
+        limit(None)?;
         Ok(session)
     }
 
@@ -166,14 +202,69 @@ impl Session {
     }
 
     /// The folder whose files come back, outside and inside the lab: a fresh one for this session.
-    pub fn out_folder(&self, folder: &Path) -> Result<(PathBuf, String)> {
+    pub fn out_folder(&mut self, folder: &Path) -> Result<(PathBuf, String)> {
         let name = format!("session-{}", self.number);
         let outside = folder.join("out").join(&name);
         if outside.exists() {
             fs::remove_dir_all(&outside).with_context(|| format!("emptying {}", outside.display()))?;
         }
         fs::create_dir_all(&outside).with_context(|| format!("creating {}", outside.display()))?;
-        Ok((outside, format!("{OUT}/{name}")))
+        let inside = format!("{OUT}/{name}");
+        if self.apart {
+            let script = format!("rm -rf {inside} && mkdir -p {inside}");
+            self.helper(&["/bin/busybox", "sh", "-c", &script], &mut Through)?;
+        }
+        Ok((outside, inside))
+    }
+
+    /// Brings what is in `inside` to `outside`, where the two are not one folder anyway.
+    pub fn collect(&mut self, outside: &Path, inside: &str) -> Result<()> {
+        if !self.apart {
+            return Ok(());
+        }
+        let mut unpack = Unpack::into(outside)?;
+        self.helper(&["/bin/busybox", "tar", "-C", inside, "-cf", "-", "."], &mut unpack)?;
+        unpack.finish()
+    }
+
+    /// Runs a program of ours in the lab.
+    fn helper(&mut self, argv: &[&str], sink: &mut dyn Sink) -> Result<()> {
+        let argv = argv.iter().map(|word| (*word).to_owned()).collect();
+        let code = self.run(Start { argv, env: Vec::new(), cwd: "/".into(), tty: None }, None, sink)?;
+        if code != 0 {
+            bail!("handling the command's files in the lab failed with {code}");
+        }
+        Ok(())
+    }
+}
+
+/// Unpacks an archive that comes as output.
+struct Unpack {
+    tar: Child,
+}
+
+impl Unpack {
+    fn into(folder: &Path) -> Result<Self> {
+        let tar = Command::new("tar").arg("-C").arg(folder).args(["-xf", "-"]).stdin(Stdio::piped()).spawn();
+        Ok(Self { tar: tar.context("running tar (package tar)")? })
+    }
+
+    fn finish(mut self) -> Result<()> {
+        drop(self.tar.stdin.take());
+        let status = self.tar.wait().context("waiting for tar")?;
+        if !status.success() {
+            bail!("tar could not unpack the files from the lab ({status})");
+        }
+        Ok(())
+    }
+}
+
+impl Sink for Unpack {
+    fn stdout(&mut self, data: &[u8]) -> io::Result<()> {
+        self.tar.stdin.as_mut().map_or(Ok(()), |stdin| stdin.write_all(data))
+    }
+    fn stderr(&mut self, data: &[u8]) -> io::Result<()> {
+        Through.stderr(data)
     }
 }
 
@@ -194,12 +285,12 @@ fn nonce() -> Result<Nonce> {
     Ok(nonce)
 }
 
-fn send(writer: &Mutex<UnixStream>, frame: &Frame) -> io::Result<()> {
+fn send(writer: &Mutex<File>, frame: &Frame) -> io::Result<()> {
     let mut stream = writer.lock().map_err(|_| io::Error::other("a thread that sent to the lab panicked"))?;
     stream.write_all(&encode(frame))
 }
 
-fn feed(mut input: Box<dyn Read + Send>, writer: &Mutex<UnixStream>) {
+fn feed(mut input: Box<dyn Read + Send>, writer: &Mutex<File>) {
     let mut chunk = [0; MAX_PAYLOAD];
     loop {
         let data = match input.read(&mut chunk) {

@@ -18,21 +18,37 @@ pub enum Iommu {
     None,
 }
 
+/// What is emulated, and so by what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Machine {
+    /// A host with AMD SVM, an IOMMU and devices to pass through: QEMU.
+    Svm,
+    /// A host with Intel VMX, EPT and VMFUNC: Bochs.
+    Vmx,
+}
+
 /// Everything that can be chosen about a lab.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Config {
-    /// Which IOMMU the host has.
+    /// What kind of host it is; what follows is for both kinds where it doesn't name one.
+    pub machine: Machine,
+    /// Which IOMMU the host has (SVM).
     pub iommu: Iommu,
-    /// Memory of the host in MiB, half of it on each node.
+    /// Memory of the host in MiB; with SVM half of it on each node.
     pub memory_mib: u64,
-    /// Virtual CPUs, spread over the nodes; None takes what the QEMU at hand emulates reliably.
+    /// Virtual CPUs, spread over the nodes (SVM); None takes what the QEMU at hand emulates reliably.
     pub cpus: Option<u32>,
     /// Huge pages of 2 MiB to reserve at boot.
     pub huge_pages: u64,
-    /// The QEMU that emulates the host; None takes the one in PATH.
+    /// The QEMU that emulates the host (SVM); None takes the one in PATH.
     pub qemu: Option<PathBuf>,
-    /// A folder that the lab sees as it is now, not as it was when the lab first looked; usually the repository.
+    /// A folder that the lab sees as it is now, not as it was when the lab first looked (SVM); usually the repository.
     pub fresh: Option<PathBuf>,
+    /// Programs, files and folders that are copied into the lab (VMX; the other one sees the whole machine).
+    pub carried: Vec<PathBuf>,
+    /// A folder that exists in the lab, empty (VMX): where commands begin.
+    pub cwd: PathBuf,
     /// How to start the agent in the lab: program and first arguments.
     pub agent: Vec<String>,
     /// More kernel arguments.
@@ -63,9 +79,10 @@ pub enum ConfigError {
     /// No CPU, or more than the layout has room for.
     #[error("a lab has 1 to 8 CPUs, not {0} (--cpus)")]
     Cpus(u32),
-    /// A path that cannot stand in a QEMU option or in the lab's init script.
+    /// A path that cannot stand in an emulator's option or in the lab's init script.
     #[error(
-        "the path {0:?} contains a character that is not allowed here (comma, quote or control character): use another folder"
+        "the path {0:?} contains a character that is not allowed here (comma, quote, backslash, dollar or control character): \
+         use another folder"
     )]
     Path(PathBuf),
 }
@@ -75,12 +92,15 @@ const MIN_MEMORY_MIB: u64 = 1024;
 impl Default for Config {
     fn default() -> Self {
         Self {
+            machine: Machine::Svm,
             iommu: Iommu::Intel,
             memory_mib: 6144,
             cpus: None,
             huge_pages: 0,
             qemu: None,
             fresh: None,
+            carried: Vec::new(),
+            cwd: PathBuf::from("/"),
             agent: Vec::new(),
             kernel_arguments: String::new(),
         }
@@ -104,8 +124,11 @@ impl Config {
         if let Some(cpus) = self.cpus.filter(|c| !(1..=8).contains(c)) {
             return Err(ConfigError::Cpus(cpus));
         }
-        if let Some(path) = self.fresh.as_ref().filter(|p| !plain(&p.to_string_lossy())) {
-            return Err(ConfigError::Path(path.clone()));
+        let paths = self.fresh.iter().chain(&self.carried).chain([&self.cwd]);
+        for path in paths {
+            if !plain(&path.to_string_lossy()) {
+                return Err(ConfigError::Path(path.clone()));
+            }
         }
         if let Some(word) = self.agent.iter().find(|w| !plain(w)) {
             return Err(ConfigError::Path(word.into()));
@@ -114,7 +137,8 @@ impl Config {
     }
 }
 
-fn plain(text: &str) -> bool {
+/// Whether `text` can stand in an emulator's option, in quotes of a shell and in a list of paths.
+pub fn plain(text: &str) -> bool {
     !text.chars().any(|c| c.is_control() || [',', '\'', '"', '\\', '$', '`'].contains(&c))
 }
 

@@ -10,9 +10,12 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
+use crate::agent::TOKEN;
+use crate::bochs::GUEST_ADDRESS;
 use crate::cache::{Kernel, output};
 use crate::config::Config;
 use crate::cpio::Archive;
+use crate::protocol::Nonce;
 
 /// Where files that should come back are put inside the lab.
 pub const OUT: &str = "/run/tombolo-lab/out";
@@ -21,6 +24,8 @@ pub const OUT: &str = "/run/tombolo-lab/out";
 const BOOT_MODULES: [&str; 3] = ["9pnet_virtio", "9p", "overlay"];
 /// Modules the lab loads from its root file system.
 const HOST_MODULES: &str = "kvm-amd vfio-pci vfio_iommu_type1";
+/// All modules of a lab with VMX: its root file system holds none.
+const VMX_MODULES: [&str; 7] = ["ata_piix", "sr_mod", "isofs", "overlay", "e1000", "msr", "kvm-intel"];
 
 /// The static busybox of Debian's package busybox-static.
 pub fn busybox() -> Result<PathBuf> {
@@ -33,14 +38,19 @@ pub fn busybox() -> Result<PathBuf> {
 
 /// Writes the lab's initramfs to `target`.
 pub fn write_lab(target: &Path, kernel: &Kernel, config: &Config) -> Result<()> {
-    write(target, kernel, &BOOT_MODULES, &lab_init(kernel, config))
+    write(target, kernel, &BOOT_MODULES, &lab_init(kernel, config), None)
+}
+
+/// Writes the initramfs of a lab with VMX to `target`; its root file system is on a CD, and clients must know `token`.
+pub fn write_vmx_lab(target: &Path, kernel: &Kernel, config: &Config, token: &Nonce) -> Result<()> {
+    write(target, kernel, &VMX_MODULES, &vmx_init(config), Some(token))
 }
 
 /// Writes a guest's initramfs to `target`: it loads `modules` and what they need, then runs `script` with busybox' sh. The
 /// script finds busybox as `$B`, and /proc, /sys and /dev mounted; when it ends the guest powers off.
 pub fn write_guest(target: &Path, kernel: &Kernel, modules: &[&str], script: &str) -> Result<()> {
     let init = format!("{PREAMBLE}{script}\necho o > /proc/sysrq-trigger\nwhile :; do $B sleep 60; done\n");
-    write(target, kernel, modules, &init)
+    write(target, kernel, modules, &init, None)
 }
 
 const PREAMBLE: &str = "#!/bin/busybox sh\n\
@@ -48,7 +58,7 @@ const PREAMBLE: &str = "#!/bin/busybox sh\n\
     $B mount -t proc proc /proc; $B mount -t sysfs sys /sys; $B mount -t devtmpfs dev /dev\n\
     for m in $($B cat /modules/order); do $B insmod /modules/$m || echo \"cannot load $m\"; done\n";
 
-fn write(target: &Path, kernel: &Kernel, modules: &[&str], init: &str) -> Result<()> {
+fn write(target: &Path, kernel: &Kernel, modules: &[&str], init: &str, token: Option<&Nonce>) -> Result<()> {
     let file = File::create(target).with_context(|| format!("creating {}", target.display()))?;
     let mut archive = Archive::new(BufWriter::new(file));
     for folder in ["bin", "modules", "proc", "sys", "dev", "host", "up", "root", "tmp"] {
@@ -70,6 +80,9 @@ fn write(target: &Path, kernel: &Kernel, modules: &[&str], init: &str) -> Result
     }
     archive.file("modules/order", order.as_bytes())?;
     archive.program("init", init.as_bytes())?;
+    if let Some(token) = token {
+        archive.file("token", token)?;
+    }
     archive.finish()?.flush()?;
     Ok(())
 }
@@ -93,12 +106,35 @@ fn with_dependencies(kernel: &Kernel, modules: &[&str]) -> Result<Vec<PathBuf>> 
     Ok(order)
 }
 
+/// Ends the lab when it cannot get at its root file system.
+const DIE: &str = "die() { echo \"lab: cannot mount $1\"; echo o > /proc/sysrq-trigger; $B sleep 60; }\n";
+
+/// Lays a RAM overlay over /host, as /root.
+const OVERLAY: &str = "\
+    $B mount -t tmpfs -o size=50% up /up && $B mkdir /up/u /up/w\n\
+    $B mount -t overlay -o lowerdir=/host,upperdir=/up/u,workdir=/up/w root /root || die overlay\n\
+    $B mount -t tmpfs -o mode=755 run /root/run\n";
+
+/// Makes /root a whole system and goes there.
+const SYSTEM: &str = "\
+    for d in proc sys dev; do $B mount --move /$d /root/$d; done\n\
+    cd /root/dev && $B mkdir -p pts shm hugepages\n\
+    $B ln -sf /proc/self/fd fd; $B ln -sf fd/0 stdin; $B ln -sf fd/1 stdout; $B ln -sf fd/2 stderr\n\
+    $B mount -t devpts -o ptmxmode=666 pts pts; $B mount -t tmpfs shm shm; $B mount -t hugetlbfs huge hugepages\n\
+    $B mount -t cgroup2 cgroup /root/sys/fs/cgroup\n\
+    $B hostname tombolo-lab; $B ip link set lo up\n\
+    cd /root\n";
+
+fn agent_command(config: &Config) -> String {
+    let words: Vec<String> = config.agent.iter().map(|word| format!("'{word}'")).collect();
+    words.join(" ")
+}
+
 fn lab_init(kernel: &Kernel, config: &Config) -> String {
     let release = &kernel.release;
     let modules = kernel.modules();
     let modules = modules.display();
-    let agent: Vec<String> = config.agent.iter().map(|word| format!("'{word}'")).collect();
-    let agent = agent.join(" ");
+    let agent = agent_command(config);
     let huge_pages = config.huge_pages;
     let fresh = config.fresh.as_ref().map_or(String::new(), |folder| {
         let folder = folder.display();
@@ -109,25 +145,34 @@ fn lab_init(kernel: &Kernel, config: &Config) -> String {
         )
     });
     format!(
-        "{PREAMBLE}\
-         die() {{ echo \"lab: cannot mount $1\"; echo o > /proc/sysrq-trigger; $B sleep 60; }}\n\
+        "{PREAMBLE}{DIE}\
          $B mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=524288 root /host || die root\n\
-         $B mount -t tmpfs -o size=50% up /up && $B mkdir /up/u /up/w\n\
-         $B mount -t overlay -o lowerdir=/host,upperdir=/up/u,workdir=/up/w root /root || die overlay\n\
-         $B mount -t tmpfs -o mode=755 run /root/run\n\
-         {fresh}\
+         {OVERLAY}{fresh}\
          $B mkdir -p /root{OUT} /root/run/lock '/root/lib/modules/{release}'\n\
          $B mount -t 9p -o trans=virtio,version=9p2000.L,cache=mmap,msize=524288 out /root{OUT} || die out\n\
          $B mount --bind '/root{modules}' '/root/lib/modules/{release}' || die modules\n\
-         for d in proc sys dev; do $B mount --move /$d /root/$d; done\n\
-         cd /root/dev && $B mkdir -p pts shm hugepages\n\
-         $B ln -sf /proc/self/fd fd; $B ln -sf fd/0 stdin; $B ln -sf fd/1 stdout; $B ln -sf fd/2 stderr\n\
-         $B mount -t devpts -o ptmxmode=666 pts pts; $B mount -t tmpfs shm shm; $B mount -t hugetlbfs huge hugepages\n\
-         $B mount -t cgroup2 cgroup /root/sys/fs/cgroup\n\
-         $B hostname tombolo-lab; $B ip link set lo up\n\
-         cd /root\n\
+         {SYSTEM}\
          echo {huge_pages} > proc/sys/vm/nr_hugepages\n\
          $B chroot . /sbin/modprobe -a {HOST_MODULES} || echo 'lab: some modules did not load'\n\
+         exec $B chroot . {agent}\n"
+    )
+}
+
+fn vmx_init(config: &Config) -> String {
+    let agent = agent_command(config);
+    let huge_pages = config.huge_pages;
+    let cwd = config.cwd.display();
+    // The kernel finds the drive some time after its driver was loaded.
+    format!(
+        "{PREAMBLE}{DIE}\
+         for i in $($B seq 100); do [ -b /dev/sr0 ] && break; $B sleep 0.1; done\n\
+         $B mount -t iso9660 -o ro /dev/sr0 /host || die root\n\
+         {OVERLAY}\
+         $B mkdir -p /root{OUT} /root/run/lock '/root{cwd}' /root/root\n\
+         $B cp /token /root{TOKEN}\n\
+         {SYSTEM}\
+         $B ip addr add {GUEST_ADDRESS}/24 dev eth0; $B ip link set eth0 up\n\
+         echo {huge_pages} > proc/sys/vm/nr_hugepages\n\
          exec $B chroot . {agent}\n"
     )
 }
@@ -142,14 +187,21 @@ mod tests {
         for fresh in [None, Some(PathBuf::from("/src/with space"))] {
             let config =
                 Config { fresh, agent: vec!["/bin/agent".into(), "lab".into()], ..Config::default() };
-            let script = lab_init(&kernel, &config);
-            let mut child = Command::new("sh")
-                .args(["-n"])
-                .stdin(std::process::Stdio::piped())
-                .spawn()
-                .expect("sh exists");
-            child.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
-            assert!(child.wait().unwrap().success(), "{script}");
+            assert_valid(&lab_init(&kernel, &config));
         }
+    }
+
+    #[test]
+    fn the_init_script_of_a_lab_with_vmx_is_valid_shell() {
+        let config =
+            Config { cwd: "/src/with space".into(), agent: vec!["/bin/agent".into()], ..Config::default() };
+        assert_valid(&vmx_init(&config));
+    }
+
+    fn assert_valid(script: &str) {
+        let mut child =
+            Command::new("sh").args(["-n"]).stdin(std::process::Stdio::piped()).spawn().expect("sh exists");
+        child.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
+        assert!(child.wait().unwrap().success(), "{script}");
     }
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A running lab: a folder with its sockets, logs and disks, and the QEMU process.
+//! A running lab: a folder with its sockets, logs and disks, and the emulator's process.
 //!
-//! Whoever runs the lab holds an exclusive lock on the folder's `lock` file: the starter at first, QEMU as long as it lives (it inherits
-//! the descriptor). So a folder whose lock is free belongs to nobody, whatever killed its owner, and the next start
+//! Whoever runs the lab holds an exclusive lock on the folder's `lock` file: the starter at first, the emulator as long as it lives (it
+//! inherits the descriptor). So a folder whose lock is free belongs to nobody, whatever killed its owner, and the next start
 //! removes it.
 
 use std::fs::{self, File};
@@ -11,21 +11,24 @@ use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::bochs::LOG as BOCHS_LOG;
 use crate::cache::{self, Kernel};
 use crate::client::{Output, Session};
-use crate::config::Config;
-use crate::initramfs;
+use crate::config::{Config, Machine};
+use crate::emulator::Emulator;
 use crate::protocol::Start;
-use crate::qemu::{Files, Qemu, command};
 use crate::signals::{ChildOf, detach};
 
 /// Longest time from QEMU's start to the agent's answer.
 pub const BOOT_PATIENCE: Duration = Duration::from_secs(180);
-const DISK_BYTES: u64 = 1 << 30;
+/// The same for Bochs, which is ten times slower.
+pub const BOCHS_PATIENCE: Duration = Duration::from_secs(600);
+/// What the lab's kernel says, in the lab's folder.
+pub const CONSOLE: &str = "console.log";
 
 /// A lab that this process started, or one that was up already.
 pub struct Lab {
@@ -42,20 +45,20 @@ pub struct Lab {
 pub struct Started {
     /// The lab's kernel.
     pub kernel: Kernel,
-    /// The QEMU that emulates it.
-    pub qemu: Qemu,
-    /// From QEMU's start to the agent's answer.
+    /// What emulates it.
+    pub emulator: Emulator,
+    /// From the emulator's start to the agent's answer.
     pub boot: Duration,
 }
 
-/// Told of a lab's process and folder before it boots, so that a signal can clean up.
+/// Told of a lab's folder when it is there and of its process before it boots, so that a signal can clean up.
 pub trait Watch {
-    /// The lab's folder and process.
-    fn begun(&self, folder: &Path, pid: Pid);
+    /// The lab's folder, and its process once there is one.
+    fn begun(&self, folder: &Path, pid: Option<Pid>);
 }
 
 impl Watch for () {
-    fn begun(&self, _: &Path, _: Pid) {}
+    fn begun(&self, _: &Path, _: Option<Pid>) {}
 }
 
 /// The folder that holds the folders of this user's labs.
@@ -73,11 +76,12 @@ impl Lab {
         if config.agent.is_empty() {
             bail!("no agent was named for the lab");
         }
-        let qemu = Qemu::choose(config.qemu.as_deref())?;
+        let emulator = Emulator::choose(config)?;
         let kernel = cache::kernel()?;
         let (folder, lock) = create_folder(&base(), name)?;
+        watch.begun(&folder, None);
         let mut lab = Self { folder, child: None, owned: true, started: None };
-        lab.boot(config, qemu, kernel, lock, name.is_some(), watch)?;
+        lab.boot(config, emulator, kernel, lock, name.is_some(), watch)?;
         lab.owned = name.is_none();
         Ok(lab)
     }
@@ -94,67 +98,52 @@ impl Lab {
         &self.folder
     }
 
+    /// What kind of lab this is.
+    pub fn machine(&self) -> Result<Machine> {
+        let path = self.folder.join("config.json");
+        let text = fs::read(&path)
+            .with_context(|| format!("reading {}: is it only just starting?", path.display()))?;
+        let config: Config =
+            serde_json::from_slice(&text).with_context(|| format!("reading {}", path.display()))?;
+        Ok(config.machine)
+    }
+
     fn boot(
         &mut self,
         config: &Config,
-        qemu: Qemu,
+        emulator: Emulator,
         kernel: Kernel,
         lock: File,
         stays: bool,
         watch: &dyn Watch,
     ) -> Result<()> {
-        let initramfs = self.folder.join("initramfs");
-        initramfs::write_lab(&initramfs, &kernel, config)?;
         fs::create_dir(self.folder.join("out"))?;
-        for disk in Files::disks(&self.folder) {
-            File::create(&disk)?.set_len(DISK_BYTES)?;
-        }
+        let mut command = emulator.prepare(&self.folder, config, &kernel)?;
         fs::write(self.folder.join("config.json"), serde_json::to_vec_pretty(config)?)?;
-        let log = File::create(self.folder.join("qemu.log"))?;
-        let files = Files { folder: &self.folder, initramfs: &initramfs, kernel: &kernel };
-        let mut command = command(&qemu, config, &files);
-        // Standard input carries the lock; QEMU reads nothing from it.
+        let log = File::create(self.folder.join("emulator.log"))?;
+        // Standard input carries the lock; nothing is read from it.
         command.stdin(lock).stdout(log.try_clone()?).stderr(Stdio::from(log));
         detach(&mut command, if stays { ChildOf::Nobody } else { ChildOf::Us });
         let begin = Instant::now();
-        let child = command.spawn().with_context(|| format!("starting {}", qemu.program.display()))?;
+        let child = command.spawn().with_context(|| format!("starting {emulator}"))?;
         fs::write(self.folder.join("pid"), child.id().to_string())?;
-        watch.begun(&self.folder, Pid::from_child(&child));
-        self.child = Some(child);
-        self.await_agent()?;
-        self.started = Some(Started { kernel, qemu, boot: begin.elapsed() });
-        Ok(())
-    }
-
-    /// Waits for the sockets, then for the agent behind the first of them.
-    fn await_agent(&mut self) -> Result<()> {
-        let deadline = Instant::now() + BOOT_PATIENCE;
-        let socket = Files::port(&self.folder, crate::qemu::PORTS - 1);
-        while !socket.exists() {
-            if let Some(status) = self.child.as_mut().map(Child::try_wait).transpose()?.flatten() {
-                bail!("QEMU ended at once ({status}): {}", self.logs());
-            }
-            if Instant::now() > deadline {
-                bail!("QEMU opened no sockets within {} s: {}", BOOT_PATIENCE.as_secs(), self.logs());
-            }
-            // QEMU gives no sign that its sockets exist but the sockets.
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        let left = deadline.saturating_duration_since(Instant::now());
-        match Session::open(&self.folder, left) {
-            Ok(_) => Ok(()),
-            Err(error) => Err(error).with_context(|| format!("the lab did not come up: {}", self.logs())),
-        }
-    }
-
-    /// The last lines of QEMU's and the console's logs.
-    fn logs(&self) -> String {
-        let tail = |path: PathBuf| {
-            let text = String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned();
-            let lines: Vec<&str> = text.lines().collect();
-            lines[lines.len().saturating_sub(15)..].join("\n")
+        watch.begun(&self.folder, Some(Pid::from_child(&child)));
+        let child = self.child.insert(child);
+        let patience = match config.machine {
+            Machine::Svm => BOOT_PATIENCE,
+            Machine::Vmx => BOCHS_PATIENCE,
         };
-        format!("\n{}\n{}", tail(self.folder.join("qemu.log")), tail(Files::console(&self.folder)))
+        let deadline = begin + patience;
+        let mut alive = || match child.try_wait()? {
+            Some(status) => bail!("{emulator} ended ({status})"),
+            None => Ok(()),
+        };
+        emulator
+            .await_agent(&self.folder, &mut alive, deadline)
+            .and_then(|()| Session::open(&self.folder, deadline.saturating_duration_since(Instant::now())))
+            .map_err(|error| anyhow!("the lab did not come up: {error:#}\n{}", logs(&self.folder)))?;
+        self.started = Some(Started { kernel, emulator, boot: begin.elapsed() });
+        Ok(())
     }
 
     /// Runs a command with no input and collects its output; the environment is small and fixed.
@@ -173,6 +162,20 @@ impl Lab {
         output.code = session.run(start, None, &mut output_sink(&mut output.stdout, &mut output.stderr))?;
         Ok(output)
     }
+}
+
+/// The last lines of what the emulator and the lab's kernel said.
+fn logs(folder: &Path) -> String {
+    let mut said = String::new();
+    // A kernel's panic alone has some twenty lines.
+    for (name, most) in [("emulator.log", 10), (BOCHS_LOG, 10), (CONSOLE, 30)] {
+        let text = String::from_utf8_lossy(&fs::read(folder.join(name)).unwrap_or_default()).into_owned();
+        let lines: Vec<&str> = text.lines().collect();
+        if !lines.is_empty() {
+            said.push_str(&format!("--- {name}\n{}\n", lines[lines.len().saturating_sub(most)..].join("\n")));
+        }
+    }
+    said
 }
 
 struct Collect<'a>(&'a mut Vec<u8>, &'a mut Vec<u8>);
@@ -220,7 +223,8 @@ pub fn down(name: &str) -> Result<bool> {
         fs::read_to_string(folder.join("pid")).with_context(|| format!("{name} is only just starting"))?;
     let pid = text.trim().parse().ok().and_then(Pid::from_raw).context("the lab's pid file is damaged")?;
     // The lock says that the process which wrote this number, or none, has it.
-    kill_process(pid, Signal::TERM).context("ending the lab's QEMU")?;
+    // Nothing in it is kept, and Bochs would not hear anything softer.
+    kill_process(pid, Signal::KILL).context("ending the lab's emulator")?;
     let lock = File::open(folder.join("lock"))?;
     flock(&lock, FlockOperation::LockExclusive).context("waiting for the lab's end")?;
     fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;

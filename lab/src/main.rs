@@ -12,13 +12,13 @@ struct Arguments {
     /// Machine-readable output
     #[arg(long, global = true)]
     json: bool,
-    #[command(subcommand)]
-    command: tombolo_lab::cli::Command,
+    #[command(flatten)]
+    lab: tombolo_lab::cli::LabArguments,
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    match tombolo_lab::cli::run(arguments.command, arguments.json) {
+    match tombolo_lab::cli::run(arguments.lab, arguments.json) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("tombolo-lab: {error:#}");

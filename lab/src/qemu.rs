@@ -5,17 +5,21 @@
 //! NVMe disk on node 1, behind 12.0 two e1000e functions in one group, behind 13.0 an igb where QEMU has it, and at 14.0 an
 //! NVMe disk that plays the host's own.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::agent::PORT_PREFIX;
+use crate::agent::{PORT_PREFIX, PORTS};
 use crate::cache::{Kernel, output};
 use crate::config::{Config, Iommu};
+use crate::emulator::Alive;
+use crate::initramfs;
+use crate::instance::CONSOLE;
 
-/// How many commands can run in one lab at a time.
-pub const PORTS: usize = 8;
+const DISK_BYTES: u64 = 1 << 30;
 
 /// A QEMU binary and what it can do.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -69,6 +73,35 @@ impl Qemu {
         }
     }
 
+    /// Writes the lab's initramfs and disks into its folder and returns the command that starts the emulated host.
+    pub fn prepare(&self, folder: &Path, config: &Config, kernel: &Kernel) -> Result<Command> {
+        let initramfs = folder.join("initramfs");
+        initramfs::write_lab(&initramfs, kernel, config)?;
+        for disk in Files::disks(folder) {
+            File::create(&disk)?.set_len(DISK_BYTES)?;
+        }
+        let mut command = Command::new(&self.program);
+        for folder in &self.firmware {
+            command.arg("-L").arg(folder);
+        }
+        command.args(arguments(self, config, &Files { folder, initramfs: &initramfs, kernel }));
+        Ok(command)
+    }
+
+    /// Waits for the sockets of the command ports. The agent need not be there yet: what it is sent waits in them.
+    pub fn await_sockets(folder: &Path, alive: &mut Alive<'_>, deadline: Instant) -> Result<()> {
+        let socket = Files::port(folder, PORTS - 1);
+        while !socket.exists() {
+            alive()?;
+            if Instant::now() > deadline {
+                bail!("QEMU opened no sockets");
+            }
+            // QEMU gives no sign that its sockets exist but the sockets.
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
     fn has_igb(&self) -> bool {
         self.version >= (8, 0)
     }
@@ -119,25 +152,10 @@ impl Files<'_> {
         folder.join("qmp")
     }
 
-    /// What the lab's kernel says.
-    pub fn console(folder: &Path) -> PathBuf {
-        folder.join("console.log")
-    }
-
     /// Disks, as sparse files.
     pub fn disks(folder: &Path) -> [PathBuf; 2] {
         [folder.join("disk-0"), folder.join("disk-1")]
     }
-}
-
-/// The command that starts the emulated host.
-pub fn command(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Command {
-    let mut command = Command::new(&qemu.program);
-    for folder in &qemu.firmware {
-        command.arg("-L").arg(folder);
-    }
-    command.args(arguments(qemu, config, files));
-    command
 }
 
 fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
@@ -151,7 +169,7 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
     list.pair("-display", "none");
     list.0.extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(str::to_owned));
     nodes(&mut list, qemu.cpus(config), config.memory_mib);
-    list.pair("-serial", &format!("file:{}", Files::console(files.folder).display()));
+    list.pair("-serial", &format!("file:{}", files.folder.join(CONSOLE).display()));
     list.pair("-qmp", &format!("unix:{},server=on,wait=off", Files::monitor(files.folder).display()));
     match config.iommu {
         // Interrupt remapping needs the split irqchip above; caching mode is not needed by devices that QEMU emulates itself.

@@ -84,6 +84,20 @@ pub enum ChildOf {
     Terminal,
 }
 
+/// Sets up `command`, a helper that is waited for, so that its child starts with no signal blocked and ends when we end: a terminal's Ctrl-C
+/// reaches it as it reaches us.
+pub fn follow(command: &mut Command) {
+    let before_exec = || {
+        let none = set_of(&[]);
+        // SAFETY: the mask is initialized; this is async-signal-safe.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &none, std::ptr::null_mut()) };
+        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))?;
+        Ok(())
+    };
+    // SAFETY: the closure makes only system calls that are async-signal-safe and allocates nothing.
+    unsafe { command.pre_exec(before_exec) };
+}
+
 /// Sets up `command` so that its child starts with no signal blocked, in a session of its own.
 pub fn detach(command: &mut Command, child_of: ChildOf) {
     let before_exec = move || {

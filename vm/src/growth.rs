@@ -15,7 +15,7 @@ use tombolo_passthrough::host::Host;
 use tombolo_passthrough::plan::plan;
 use tombolo_start::ahead::Budget;
 use tombolo_start::check::Limits;
-use tombolo_start::grow::{FromOutside, Options, grow};
+use tombolo_start::grow::{FromOutside, GrowError, Options, grow};
 use tombolo_start::layout::{Layout, Wish};
 use tombolo_start::monitor::{Monitor, MonitorError};
 
@@ -77,7 +77,15 @@ pub fn check(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
     let host = Host::at("/");
     plan(&host.devices()?, host.has_iommu(), &spec.devices, spec.whole_group)
         .with_context(|| format!("vm.{name}.devices"))?;
-    limits()?.allow(&layout, true).with_context(|| format!("vm.{name}.memory"))
+    allow(name, spec, &layout)
+}
+
+/// Refuses a layout that the host's limits don't allow.
+///
+/// # Errors
+/// Says which limit and how to raise it.
+pub fn allow(name: &str, spec: &VmSpec, layout: &Layout) -> anyhow::Result<()> {
+    limits()?.allow(layout, !spec.devices.is_empty()).with_context(|| format!("vm.{name}.memory"))
 }
 
 /// Devices that are a VM's; dropping this gives them back.
@@ -121,9 +129,15 @@ impl Drop for Taken {
 
 /// Grows the VM's memory in a thread of its own until it is complete or can't be; the machine keeps the progress.
 ///
+/// A guest without a driver for such memory is for `start_slowly`.
+///
 /// # Errors
 /// When the thread can't be had, or QEMU's memory can't be found.
-pub fn begin(machine: &Arc<Machine>, layout: Layout) -> anyhow::Result<()> {
+pub fn begin(
+    machine: &Arc<Machine>,
+    start_slowly: impl FnOnce(&Arc<Machine>) + Send + 'static,
+) -> anyhow::Result<()> {
+    let layout = machine.layout();
     if layout.grown == 0 {
         return Ok(());
     }
@@ -144,8 +158,13 @@ pub fn begin(machine: &Arc<Machine>, layout: Layout) -> anyhow::Result<()> {
         match result {
             Ok(_) => machine.mark("full memory"),
             // A VM that ended grows no more; that is told elsewhere.
-            Err(e) if !machine.has_ended() => eprintln!("tombolo: the VM '{}': {e}", machine.name()),
-            Err(_) => {}
+            Err(_) if machine.has_ended() => {}
+            Err(e) => {
+                eprintln!("tombolo: the VM '{}': {e}", machine.name());
+                if matches!(e, GrowError::NoDriver { .. }) {
+                    start_slowly(&machine);
+                }
+            }
         }
     })?;
     Ok(())
@@ -170,6 +189,10 @@ impl Monitor for Through<'_> {
 
     fn wait(&mut self, longest: Duration) -> Result<(), MonitorError> {
         if self.0.wait_end_for(longest) { Err(MonitorError::Gone) } else { Ok(()) }
+    }
+
+    fn ready_for(&self) -> Option<Duration> {
+        self.0.up_for()
     }
 }
 

@@ -80,11 +80,14 @@ pub struct Machine {
     changed: Condvar,
     cancelled: AtomicBool,
     reboots: u32,
+    /// How its memory arrives.
+    layout: Layout,
 }
 
 #[derive(Debug)]
 struct State {
     phase: Phase,
+    up_since: Option<Instant>,
     agent_open: bool,
     /// The guest asked for a reset: that, too, ends QEMU (-no-reboot).
     reset: bool,
@@ -232,6 +235,7 @@ impl Machine {
             pid,
             state: Mutex::new(State {
                 phase: Phase::Booting,
+                up_since: None,
                 agent_open: false,
                 reset: false,
                 panicked: false,
@@ -246,6 +250,7 @@ impl Machine {
             changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
             reboots: start.before.map_or(0, |b| b.reboots + 1),
+            layout: start.memory,
         });
         machine.mark("qemu started");
         let _ = register.send(machine.clone());
@@ -314,6 +319,11 @@ impl Machine {
     /// QEMU's process.
     pub fn pid(&self) -> u32 {
         self.pid
+    }
+
+    /// How its memory arrives.
+    pub fn layout(&self) -> Layout {
+        self.layout
     }
 
     /// Keeps how far its memory is.
@@ -460,7 +470,13 @@ impl Machine {
         let mut state = self.lock();
         if state.phase == Phase::Booting {
             state.phase = Phase::Up;
+            state.up_since = Some(Instant::now());
         }
+    }
+
+    /// How long it has been ready.
+    pub fn up_for(&self) -> Option<Duration> {
+        self.lock().up_since.map(|since| since.elapsed())
     }
 
     fn check_alive(&self) -> anyhow::Result<()> {

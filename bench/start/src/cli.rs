@@ -96,7 +96,7 @@ pub struct RunOptions {
 pub fn run(command: Command, json: bool) -> Result<ExitCode> {
     match command {
         Command::Agent { port } => {
-            return tombolo_lab::cli::run(tombolo_lab::cli::Command::Agent { port }, json);
+            return tombolo_lab::agent::run(port.as_deref()).map(|()| ExitCode::SUCCESS);
         }
         Command::Claims { short, only } => {
             claims::check(|c| {
@@ -258,11 +258,11 @@ fn outside(options: &RunOptions, json: bool) -> Result<()> {
         bail!("measuring in the lab ended with {}", output.code);
     }
     let figures = Results::samples(&String::from_utf8_lossy(&output.stdout));
-    let (major, minor) = (started.qemu.version.0, started.qemu.version.1);
-    let cpus = started.qemu.cpus(&Config { cpus: options.lab_cpus, ..Config::default() });
+    let qemu = started.emulator.qemu().context("this bench's lab runs under QEMU")?;
+    let cpus = qemu.cpus(&Config { cpus: options.lab_cpus, ..Config::default() });
     let versions = vec![format!(
-        "lab: {} MiB, {cpus} CPUs, kernel {}, QEMU {major}.{minor} (tcg); its guests: kvm",
-        options.lab_memory, started.kernel.release
+        "lab: {} MiB, {cpus} CPUs, kernel {}, {} (tcg); its guests: kvm",
+        options.lab_memory, started.kernel.release, started.emulator
     )];
     let machine = Machine::here(tombolo_record::command_line(), None, versions);
     let mut results = Results::append(&options.results, machine)?;

@@ -6,6 +6,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use tombolo_start::layout::Layout;
+
 use super::{Reporter, Supervisor, mount_zone};
 use crate::accelerator::Accelerator;
 use crate::compose::{Backing, Project, Ready, VmSpec, ZoneUse};
@@ -31,6 +33,8 @@ struct Wanted {
     zones: BTreeMap<String, ZoneUse>,
     /// What it was before it rebooted.
     before: Option<Arc<Machine>>,
+    /// All memory at its start, whatever the compose file says.
+    slow: bool,
 }
 
 impl Supervisor {
@@ -140,6 +144,7 @@ impl Supervisor {
                         accel: accel[&name],
                         name: name.clone(),
                         before: None,
+                        slow: false,
                         spec,
                         boot,
                     };
@@ -202,9 +207,9 @@ impl Supervisor {
         registered: &dyn Fn(&Arc<Machine>),
         report: &dyn Fn(Stage, &str),
     ) -> anyhow::Result<()> {
-        let Wanted { name, spec, qemu, accel, boot, zones, before } = wanted;
+        let Wanted { name, spec, qemu, accel, boot, zones, before, slow } = wanted;
         report(Stage::Starting, "");
-        let memory = growth::layout(&name, &spec)?;
+        let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
         let devices = growth::Taken::take(&name, &spec, &self.dir)?;
         let nics = self.plugs(&name, &spec);
         let start = Start {
@@ -237,7 +242,8 @@ impl Supervisor {
         };
         self.lock().machines.insert(name.clone(), machine.clone());
         registered(&machine);
-        if let Err(e) = growth::begin(&machine, memory) {
+        let own = self.clone();
+        if let Err(e) = growth::begin(&machine, move |machine| own.start_slowly(machine)) {
             machine.cancel();
             return Err(e);
         }
@@ -323,6 +329,39 @@ impl Supervisor {
         }
     }
 
+    /// Its guest has no driver for memory that comes while it runs: it is stopped and started again with all of it.
+    fn start_slowly(self: &Arc<Self>, old: &Arc<Machine>) {
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let name = old.name();
+        // Whoever stopped it, or let it reboot, has decided already.
+        if old.phase() != Phase::Up || !self.lock().machines.get(name).is_some_and(|m| Arc::ptr_eq(m, old)) {
+            return;
+        }
+        let report = |stage: Stage, detail: &str| {
+            eprintln!("tombolo: the VM '{name}' starts again, with all its memory: {stage:?} {detail}");
+        };
+        let all = Layout::slow(old.spec().memory.0);
+        if let Err(e) = growth::allow(name, old.spec(), &all) {
+            return eprintln!("tombolo: the VM '{name}' goes on with the memory it has: {e:#}");
+        }
+        let result = self.wanted_again(old).and_then(|again| {
+            self.unmount_all(old);
+            old.stop(&report);
+            let wanted = Wanted { before: None, slow: true, ..again };
+            self.start_one(
+                wanted,
+                &|machine| machine.mark("no virtio-mem driver: all memory at once"),
+                &report,
+            )
+        });
+        if let Err(e) = result {
+            let why = format!("{e:#}");
+            eprintln!("tombolo: the VM '{name}' can't be started with all its memory: {why}");
+            let current = self.lock().machines.get(name).cloned();
+            current.as_ref().unwrap_or(old).fail(why.lines().next().unwrap_or_default());
+        }
+    }
+
     fn wanted_again(&self, old: &Arc<Machine>) -> anyhow::Result<Wanted> {
         let project = self.lock().project.clone();
         let near = project.file.parent().unwrap_or(Path::new("/"));
@@ -334,6 +373,7 @@ impl Supervisor {
             boot: guestkit::boot(old.name(), old.spec(), near)?,
             zones: old.zones(),
             before: Some(old.clone()),
+            slow: old.layout().grown == 0,
         })
     }
 

@@ -21,6 +21,8 @@ use crate::progress::{Phase, Progress};
 pub struct Options {
     /// How long the guest may take to load its driver.
     pub driver_patience: Duration,
+    /// The same, once its user space is there.
+    pub settled: Duration,
     /// How long the guest may take nothing of an offer.
     pub plug_patience: Duration,
     /// How long to wait for free memory on the host.
@@ -38,6 +40,7 @@ impl Options {
     pub fn for_host(limits: &crate::check::Limits) -> Self {
         Self {
             driver_patience: Duration::from_secs(180),
+            settled: Duration::from_secs(10),
             plug_patience: Duration::from_secs(60),
             memory_patience: Duration::from_secs(120),
             tick: Duration::from_millis(50),
@@ -322,11 +325,18 @@ impl Growth<'_> {
     }
 
     fn await_driver(&mut self) -> Result<Phase, GrowError> {
-        if self.moved.elapsed() <= self.options.driver_patience {
+        let waited = self.moved.elapsed();
+        let settled = self.monitor.ready_for().is_some_and(|ready| ready > self.options.settled);
+        let runs = if settled || waited > self.options.driver_patience {
+            driver_runs(self.monitor, self.id)
+        } else {
+            None
+        };
+        if waited <= self.options.driver_patience && runs != Some(false) {
             return Ok(Phase::AwaitingDriver);
         }
-        let seconds = self.options.driver_patience.as_secs();
-        match driver_runs(self.monitor, self.id) {
+        let seconds = waited.as_secs();
+        match runs {
             Some(true) => Err(GrowError::Refused {
                 present: self.present(),
                 total: self.total(),
@@ -388,6 +398,7 @@ mod tests {
         dies_at: Option<u64>,
         most_offered_unprepared: u64,
         ready: Rc<RefCell<u64>>,
+        up: Option<Duration>,
     }
 
     impl Guest {
@@ -401,6 +412,7 @@ mod tests {
                 dies_at: None,
                 most_offered_unprepared: 0,
                 ready: Rc::default(),
+                up: None,
             }
         }
     }
@@ -424,6 +436,10 @@ mod tests {
                 }
                 other => panic!("{other} is no business of growing"),
             }
+        }
+
+        fn ready_for(&self) -> Option<Duration> {
+            self.up
         }
 
         fn wait(&mut self, _: Duration) -> Result<(), MonitorError> {
@@ -472,6 +488,7 @@ mod tests {
     fn options() -> Options {
         Options {
             driver_patience: Duration::from_millis(20),
+            settled: Duration::from_millis(20),
             plug_patience: Duration::from_millis(20),
             memory_patience: Duration::from_millis(20),
             tick: Duration::ZERO,
@@ -521,6 +538,10 @@ mod tests {
             matches!(&seen.last().unwrap().phase, Phase::Failed(why) if why.contains("start = \"slow\""))
         );
         assert_eq!(guest.requested, 0);
+        // Once its user space is there, nobody waits as long as for one that may still be booting.
+        let mut guest = Guest { driver: false, up: Some(Duration::from_secs(1)), ..Guest::new() };
+        let patient = Options { driver_patience: Duration::from_secs(3600), ..options() };
+        assert!(matches!(run(&mut guest, u64::MAX, &patient).0, Err(GrowError::NoDriver { .. })));
 
         let mut guest = Guest { takes_at_most: 0, ..Guest::new() };
         assert!(matches!(run(&mut guest, u64::MAX, &options()).0, Err(GrowError::Refused { .. })));

@@ -50,6 +50,10 @@ pub trait Monitor {
     fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, MonitorError>;
     /// Waits until something happened in the VM or the time is over; which does not matter, the caller looks again.
     fn wait(&mut self, longest: Duration) -> Result<(), MonitorError>;
+    /// How long the guest's user space has been there, where that is known: its drivers are loaded then.
+    fn ready_for(&self) -> Option<Duration> {
+        None
+    }
 }
 
 /// State of a virtio-mem device.
