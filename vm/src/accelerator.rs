@@ -431,8 +431,11 @@ fn watch(shared: &Shared) {
                 state = lock(&shared.state);
                 (state.process, state.link) = (None, None);
                 if !state.over {
-                    let why = trouble.map_or_else(|| format!("it ended: {how:?}"), |e| format!("{e:#}"));
-                    eprintln!("tombolo: {}: the server is started again: {why}", shared.server.log.display());
+                    let why = match trouble {
+                        Some(e) => format!("its server does not begin: {e:#}"),
+                        None => format!("its server ended: {how:?}"),
+                    };
+                    eprintln!("tombolo: {}: {why}; it is started again", shared.server.log.display());
                     state.trouble = Some(why);
                 }
             }
