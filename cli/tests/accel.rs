@@ -213,8 +213,10 @@ accelerators = {{ cl = {{ weight = 25, channels = 1 }} }}
     // The server is killed: whoever comes next is served by another one.
     signal(u32::try_from(pid.as_u64().unwrap()).unwrap(), "KILL");
     same("clinfo", &info, &lab.good(&["exec", "a", "--", "clinfo"]));
-    let cl = accelerator(&lab);
-    assert_eq!((&cl["starts"], &cl["state"]), (&2.into(), &"serving".into()), "{cl}");
+    wait_until("the second server", || {
+        let cl = accelerator(&lab);
+        cl["starts"] == 2 && cl["state"] == "serving"
+    });
     for mut child in held {
         drop(child.stdin.take());
         child.wait().unwrap();
