@@ -53,6 +53,8 @@ pub struct Accelerator {
 struct Seat {
     zone: Arc<HostZone>,
     used: AccelUse,
+    /// The server is in its zone; `None`: none has ever been.
+    served: Option<bool>,
     /// Whether its guest had the client library when it came up.
     library: Option<bool>,
 }
@@ -90,8 +92,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Asks a server; it answers in the order of the questions.
-fn ask(link: &Mutex<Peer>, request: &Value) -> anyhow::Result<Value> {
+/// Asks a server, which answers in the order of the questions: what it answers, or why it won't.
+fn ask(link: &Mutex<Peer>, request: &Value) -> anyhow::Result<Result<Value, String>> {
     let mut link = lock(link);
     let sent = link.send(request).map_err(anyhow::Error::from);
     let answer = sent.and_then(|()| link.receive::<Value>()?.context("the server has ended"));
@@ -101,10 +103,10 @@ fn ask(link: &Mutex<Peer>, request: &Value) -> anyhow::Result<Value> {
             let _gone_already = socket.shutdown(std::net::Shutdown::Both);
         }
     })?;
-    match answer["error"].as_str() {
-        Some(error) => Err(anyhow::anyhow!("{error}")),
+    Ok(match answer["error"].as_str() {
+        Some(error) => Err(error.to_owned()),
         None => Ok(answer["ok"].clone()),
-    }
+    })
 }
 
 impl Seat {
@@ -187,10 +189,12 @@ impl Accelerator {
             let used = used.of(&self.spec);
             let zone = HostZone::for_calls(&self.name, used.zone_bytes(), &self.dir)
                 .with_context(|| format!("the zone of vm.{vm} for accel.{}", self.name))?;
-            let seat = Seat { zone: Arc::new(zone), used, library: None };
+            let mut seat = Seat { zone: Arc::new(zone), used, served: None, library: None };
             let link = lock(&self.shared.state).link.clone();
             if let Some(link) = link {
-                ask(&link, &seat.request(vm)).map_err(|e| self.failure(&format!("{e:#}")))?;
+                let answer = ask(&link, &seat.request(vm)).map_err(|e| format!("{e:#}"));
+                answer.and_then(|answer| answer).map_err(|why| self.failure(&why))?;
+                seat.served = Some(true);
             }
             // A server that is about to be started is told of it then.
             seats.insert(vm.clone(), seat);
@@ -307,7 +311,7 @@ done"#;
             (state.process.as_ref().map(|(_, pid)| *pid), state.starts, state.link.clone())
         };
         // One that doesn't answer is about to end.
-        let server = link.and_then(|link| ask(&link, &json!({ "do": "ls" })).ok());
+        let server = link.and_then(|link| ask(&link, &json!({ "do": "ls" })).ok()?.ok());
         let tenants = server.as_ref().and_then(|s| s["tenants"].as_array()).cloned().unwrap_or_default();
         let vms = lock(&self.shared.seats)
             .iter()
@@ -320,6 +324,7 @@ done"#;
                     clients: own.len(),
                     memory: sum("memory"),
                     objects: sum("objects"),
+                    served: seat.served == Some(true),
                     library: seat.library,
                 }
             })
@@ -450,12 +455,21 @@ fn watch(shared: &Shared) {
 }
 
 impl Shared {
-    /// Tells a new server whom it serves.
+    /// Tells a new server whom it serves. A VM can damage its own zone, so that no server can enter it again; the others are served.
     fn introduce(&self, link: Peer) -> anyhow::Result<()> {
-        let seats = lock(&self.seats);
+        let mut seats = lock(&self.seats);
         let link = Arc::new(Mutex::new(link));
-        for (vm, seat) in seats.iter() {
-            ask(&link, &seat.request(vm))?;
+        for (vm, seat) in seats.iter_mut() {
+            match ask(&link, &seat.request(vm))? {
+                Ok(_) => seat.served = Some(true),
+                Err(why) if seat.served.is_some() => {
+                    seat.served = Some(false);
+                    eprintln!(
+                        "tombolo: {why}; its programs have no accelerator until tombolo down && tombolo up"
+                    );
+                }
+                Err(why) => anyhow::bail!("{why}"),
+            }
         }
         let mut state = lock(&self.state);
         (state.link, state.trouble) = (Some(link), None);
@@ -481,5 +495,56 @@ impl Server {
         let server = Guarded::spawn(&mut command)?;
         let handle = server.handle()?;
         Ok((server, handle, Peer::new(ours)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader, Write};
+
+    /// Seats of the VMs a and b, and what becomes of them when a server refuses a.
+    fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
+        let dir = tempfile::tempdir().unwrap();
+        let seat = |served| {
+            let zone = Arc::new(HostZone::for_calls("cl", 8 << 20, dir.path()).unwrap());
+            Seat { zone, used: AccelUse::default(), served, library: None }
+        };
+        let seats = [("a".to_owned(), seat(before)), ("b".to_owned(), seat(before))];
+        let server =
+            Server { log: dir.path().join("log"), scratch: dir.path().join("scratch"), metrics: None };
+        let shared = Shared {
+            server,
+            seats: Mutex::new(seats.into()),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        };
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let answering = std::thread::spawn(move || {
+            for line in BufReader::new(&theirs).lines().map_while(Result::ok) {
+                let request: Value = serde_json::from_str(&line).unwrap();
+                let answer =
+                    if request["vm"] == "a" { json!({ "error": "no zone" }) } else { json!({ "ok": null }) };
+                writeln!(&theirs, "{answer}").unwrap();
+            }
+        });
+        let result = shared.introduce(Peer::new(ours).unwrap());
+        let served = lock(&shared.seats).values().map(|seat| seat.served).collect();
+        drop(shared);
+        answering.join().unwrap();
+        (result, served)
+    }
+
+    #[test]
+    fn a_vm_that_damaged_its_zone_keeps_no_other_from_being_served() {
+        let (result, served) = refused(Some(true));
+        assert!(result.is_ok());
+        assert_eq!(served, [Some(false), Some(true)]);
+    }
+
+    #[test]
+    fn a_zone_that_no_server_could_ever_enter_is_an_error() {
+        let (result, _) = refused(None);
+        assert_eq!(result.unwrap_err().to_string(), "no zone");
     }
 }

@@ -531,7 +531,8 @@ fn accelerators(status: &Status) -> String {
                 Some(false) => "missing",
                 None => "-",
             };
-            rows.push([name, server, state, vm.vm.clone(), vm.clients.to_string(), memory, library.into()]);
+            let clients = if vm.served { vm.clients.to_string() } else { "not served".into() };
+            rows.push([name, server, state, vm.vm.clone(), clients, memory, library.into()]);
         }
     }
     columns(&rows)

@@ -289,6 +289,8 @@ pub struct AccelVm {
     pub memory: u64,
     /// Objects that they have.
     pub objects: u64,
+    /// Whether its programs are served.
+    pub served: bool,
     /// Whether its guest had the client library when it came up, where somebody looked.
     pub library: Option<bool>,
 }
