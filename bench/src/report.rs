@@ -56,7 +56,7 @@ impl Table {
         self.cells.get(&(case.to_owned(), system.to_owned())).copied()
     }
 
-    /// How many times better `system` is than `peer`, case by case (cases that both have).
+    /// How many times better `system` is than `peer`, case by case (cases that both have and neither does for nothing).
     pub fn ratios(&self, system: &str, peer: &str) -> Vec<(String, f64)> {
         self.cases
             .iter()
@@ -66,7 +66,7 @@ impl Table {
                     Better::Higher => a / b,
                     Better::Lower => b / a,
                 };
-                Some((case.clone(), ratio))
+                ratio.is_normal().then(|| (case.clone(), ratio))
             })
             .collect()
     }
@@ -229,6 +229,8 @@ mod tests {
             sample("time", "a", 2.0, Better::Lower),
             sample("time", "b", 8.0, Better::Lower),
             sample("only", "a", 2.0, Better::Lower),
+            sample("idle", "a", 0.0, Better::Lower),
+            sample("idle", "b", 95.0, Better::Lower),
         ]);
         assert_eq!(table.ratios("a", "b"), vec![("rate".to_owned(), 2.0), ("time".to_owned(), 4.0)]);
         assert!(table.text().contains("least ratio of a"), "{}", table.text());
