@@ -412,7 +412,7 @@ static void events(void)
 static void large(void)
 {
 	/* Longer than a ring, longer than a piece, with a last piece so short that it travels in its record; in both directions. */
-	size_t sizes[] = {1, 16384, 16385, (512 << 10) + 5, 1000003, 9000001, 40000000};
+	size_t sizes[] = {1, 16384, 16385, (2 << 20) + 5, 5000003, 9000001, 40000000};
 	for (int i = 0; i < 7; i++) {
 		size_t n = sizes[i];
 		unsigned char *a = malloc(n), *b = calloc(1, n);
@@ -420,7 +420,7 @@ static void large(void)
 			a[j] = j * 31 + j / 1000;
 		cl_mem m;
 		MAKE(m, clCreateBuffer(context, 0, n, NULL, &code));
-		SAY(clEnqueueWriteBuffer(queue, m, CL_FALSE, 0, n, a, 0, NULL, NULL));
+		SAY(clEnqueueWriteBuffer(queue, m, (i + 1) % 2, 0, n, a, 0, NULL, NULL));
 		cl_event e;
 		SAY(clEnqueueReadBuffer(queue, m, i % 2, 0, n, b, 0, NULL, &e));
 		SAY(clWaitForEvents(1, &e));

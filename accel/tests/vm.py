@@ -118,6 +118,13 @@ def channels_come_back_however_a_process_ends_and_no_more_are_given_than_there_a
 
 
 @claim
+def who_comes_when_all_channels_were_just_left_waits_until_they_are_cleared(host, vm, zone):
+    device = "/dev/tombolo-calls-" + os.path.basename(host.vm)
+    opened = " ".join("%d<>%s" % (5 + i, device) for i in range(CHANNELS))
+    vm.ok("for i in $(seq 10); do (exec %s) || exit 1; done" % opened)
+
+
+@claim
 def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(host, vm, zone):
     vm.start(zone + " clinfo 2>&1 >/tmp/info")
     begun = time.monotonic()

@@ -27,6 +27,10 @@ use format::{tmb_calls_channel, tmb_calls_header, tmb_calls_info};
 
 const FIRST: u64 = format::TMB_CALLS_FIRST as u64;
 const RINGS: u64 = format::TMB_CALLS_RINGS_OFF as u64;
+/// Data bytes of each ring of a VM's channel.
+pub const RING: u64 = 256 << 10;
+/// The most channels of a VM.
+pub const CHANNELS_MAX: u32 = format::TMB_CALLS_CHANNELS;
 const _: () = assert!(size_of::<tmb_calls_header>() == 4096 && size_of::<tmb_calls_channel>() == 4096);
 
 /// A word of shared memory.
@@ -228,9 +232,9 @@ impl Greeted {
 pub enum State {
     /// Nobody has it.
     Free,
-    /// A process opened it: start a worker, then [`Area::serve`].
+    /// A process opened it: [`Area::serve`], then start a worker.
     Wanted,
-    /// A worker serves it.
+    /// A worker serves it, or is about to.
     Served,
     /// Its worker ended; its process still has it.
     Lost,
@@ -257,7 +261,15 @@ impl Area {
         FIRST + u64::from(channels) * Self::channel_size(geometry)
     }
 
-    /// Makes the area at byte `at` of a zone's memory, all channels free. `doorbell`: the server's ivshmem peer id.
+    /// Bytes of a zone whose only area this is: the header and the member table come first.
+    pub fn zone_bytes(channels: u32, window: u64) -> u64 {
+        let area = Self::bytes(channels, Geometry { ring: RING, window });
+        (area.next_multiple_of(2 << 20) + (2 << 20)).max(8 << 20)
+    }
+
+    /// Makes the area at byte `at` of a zone's memory, which is zero or was this area before, with the same channels and another server:
+    /// then the channels that were served are lost to their processes, who find out when the VM is rung, and those that are wanted are
+    /// as if they had just been. `doorbell`: the server's ivshmem peer id.
     pub fn make(
         memory: File,
         at: u64,
@@ -279,8 +291,15 @@ impl Area {
         put(offset_of!(tmb_calls_header, ring), geometry.ring);
         put(offset_of!(tmb_calls_header, window), geometry.window);
         put(offset_of!(tmb_calls_header, doorbell), of(u32::from(doorbell) + 1, 0));
+        // Whoever leaves from here on rings the new server, which finds those that rang the old one by their words.
+        std::sync::atomic::fence(Ordering::SeqCst);
         for i in 0..channels {
-            area.state_word(i).store(u64::from(format::TMB_CALLS_FREE), Ordering::Relaxed);
+            match area.state(i) {
+                State::Free => {}
+                State::Left => area.free(i)?,
+                State::Wanted => area.server_rung(i).store(1, Ordering::SeqCst),
+                State::Served | State::Lost => area.lose(i),
+            }
         }
         word(&area.mapping, offset_of!(tmb_calls_header, magic))
             .store(format::TMB_CALLS_MAGIC, Ordering::Release);
@@ -336,7 +355,7 @@ impl Area {
             && state.compare_exchange(was, next, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
-    /// A worker serves it now. `false`: it isn't wanted any more.
+    /// It gets a worker now, which nothing has read before. `false`: it isn't wanted any more.
     pub fn serve(&self, channel: u32) -> bool {
         self.step(channel, format::TMB_CALLS_WANTED, format::TMB_CALLS_SERVED)
     }
@@ -367,7 +386,10 @@ impl Area {
 
     /// Whether a channel's client rang since the last look.
     pub fn take_ring(&self, channel: u32) -> bool {
-        let at = self.inside(channel) as usize + offset_of!(tmb_calls_channel, server_rung);
-        word(&self.mapping, at).swap(0, Ordering::AcqRel) != 0
+        self.server_rung(channel).swap(0, Ordering::AcqRel) != 0
+    }
+
+    fn server_rung(&self, channel: u32) -> &AtomicU64 {
+        word(&self.mapping, self.inside(channel) as usize + offset_of!(tmb_calls_channel, server_rung))
     }
 }

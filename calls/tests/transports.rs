@@ -293,3 +293,25 @@ fn a_channel_goes_from_hand_to_hand_cleared_and_an_impossible_state_counts_as_le
     area.memory().read_exact_at(&mut kept, area.offset(1) + 20_000).expect("read");
     assert_eq!(&kept, b"a neighbour's");
 }
+
+#[test]
+fn a_server_that_takes_an_area_over_serves_who_waits_and_loses_who_was_served() {
+    let len = Area::bytes(4, GEOMETRY);
+    let zone = sealed_memfd(c"zone", len).expect("memory");
+    let first = Area::make(zone.try_clone().expect("a descriptor"), 0, len, 4, GEOMETRY, 5).expect("it fits");
+    // Wanted, served, left, free; with the secret of one that left.
+    for (channel, word) in [(0, 7 << 32 | 1), (1, 7 << 32 | 1), (2, 7 << 32 | 4)] {
+        say(&first, channel, word);
+    }
+    assert!(first.serve(1));
+    first.memory().write_all_at(b"a secret", first.offset(2) + 20_000).expect("written");
+    drop(first);
+    let second = Area::make(zone, 0, len, 4, GEOMETRY, 6).expect("the same");
+    let states: Vec<State> = (0..4).map(|i| second.state(i)).collect();
+    assert_eq!(states, [State::Wanted, State::Lost, State::Free, State::Free]);
+    let rung: Vec<bool> = (0..4).map(|i| second.take_ring(i)).collect();
+    assert_eq!(rung, [true, false, false, false]);
+    let mut left = [1; 8];
+    second.memory().read_exact_at(&mut left, second.offset(2) + 20_000).expect("read");
+    assert_eq!(left, [0; 8]);
+}

@@ -160,6 +160,9 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             tombolo_net::cli::run(command, cli.json)
         }
         Command::Top(options) => top::run(&options, cli.json),
+        Command::Accel { command: tombolo_accel_server::cli::Command::Ls { control: None } } => {
+            list_accelerators(cli.json)
+        }
         Command::Accel { command } => tombolo_accel_server::cli::run(command, cli.json),
         Command::Bench { command: BenchCommand::Bench(command) } => {
             tombolo_bench::cli::run(command, cli.json)
@@ -183,6 +186,20 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+/// The server at the default address, where there is one, and those of running projects.
+fn list_accelerators(json: bool) -> anyhow::Result<ExitCode> {
+    use tombolo_accel_server::{cli, control};
+    let ours = tombolo_vm::cli::accelerator_servers()?.into_iter().map(serde_json::from_value);
+    let mut servers = ours.collect::<Result<Vec<control::Listing>, _>>()?;
+    match control::servers(Path::new(control::DEFAULT)) {
+        Ok(others) => servers.splice(0..0, others).for_each(drop),
+        Err(e) if servers.is_empty() => return Err(e),
+        Err(_) => {}
+    }
+    cli::list(&servers, json)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Puts the path of a zone's memory in place of the name that the running project has for it.

@@ -511,7 +511,39 @@ fn table(status: &Status) -> String {
     if !status.networks.is_empty() {
         text.push_str(&networks(status));
     }
+    if !status.accelerators.is_empty() {
+        text.push_str(&accelerators(status));
+    }
     text
+}
+
+/// Accelerators and who uses them.
+fn accelerators(status: &Status) -> String {
+    let mut rows =
+        vec![["ACCEL", "SERVER", "STATE", "VM", "CLIENTS", "MEMORY", "LIBRARY"].map(str::to_owned)];
+    for accel in &status.accelerators {
+        let head = [accel.name.clone(), accel.pid.map_or("-".into(), |p| p.to_string()), accel.state.clone()];
+        for (n, vm) in accel.vms.iter().enumerate() {
+            let [name, server, state] = if n == 0 { head.clone() } else { Default::default() };
+            let memory = Size(vm.memory.next_multiple_of(1 << 20)).to_string();
+            let library = match vm.library {
+                Some(true) => "there",
+                Some(false) => "missing",
+                None => "-",
+            };
+            rows.push([name, server, state, vm.vm.clone(), vm.clients.to_string(), memory, library.into()]);
+        }
+    }
+    columns(&rows)
+}
+
+/// What the accelerator servers of all projects of this user say, as `tombolo accel ls` shows it.
+///
+/// # Errors
+/// When a supervisor that lives does not answer.
+pub fn accelerator_servers() -> anyhow::Result<Vec<serde_json::Value>> {
+    let accelerators = running(None)?.into_iter().flat_map(|project| project.accelerators);
+    Ok(accelerators.filter_map(|accelerator| accelerator.server).collect())
 }
 
 /// Networks and who is in them.

@@ -8,6 +8,7 @@ use std::str::FromStr;
 
 use tombolo_passthrough::address::Address;
 
+use crate::accelspec::{self, AccelSpec, Uses};
 use crate::growth::StartKind;
 use crate::netspec::{self, NetSpec, Nics};
 use serde::de::{self, Deserializer, Visitor};
@@ -50,6 +51,9 @@ pub struct Compose {
     /// Networks by name.
     #[serde(default)]
     pub net: BTreeMap<String, NetSpec>,
+    /// Accelerators by name.
+    #[serde(default)]
+    pub accel: BTreeMap<String, AccelSpec>,
     /// VMs by name.
     #[serde(default)]
     pub vm: BTreeMap<String, VmSpec>,
@@ -109,6 +113,9 @@ pub struct VmSpec {
     /// Its devices in networks, by network.
     #[serde(default)]
     pub networks: Nics,
+    /// Accelerators that its programs use, by name.
+    #[serde(default)]
+    pub accelerators: Uses,
     /// Host folders offered over 9p (for tests and benches; the guest's kernel needs 9p).
     #[serde(default)]
     pub share: Vec<Share>,
@@ -466,7 +473,7 @@ fn check(compose: &Compose) -> Result<(), (String, String, String)> {
     }
     for (name, zone) in &compose.zone {
         let table = format!("zone.{name}");
-        if let Some(message) = bad_name("zone", name) {
+        if let Some(message) = bad_name("a zone", name) {
             return fail(&table, "", message);
         }
         let size = zone.size.0;
@@ -484,7 +491,7 @@ fn check(compose: &Compose) -> Result<(), (String, String, String)> {
     }
     for (name, vm) in &compose.vm {
         let table = format!("vm.{name}");
-        if let Some(message) = bad_name("VM", name) {
+        if let Some(message) = bad_name("a VM", name) {
             return fail(&table, "", message);
         }
         if vm.memory.0 < MEMORY_MIN {
@@ -563,7 +570,8 @@ fn check(compose: &Compose) -> Result<(), (String, String, String)> {
             }
         }
     }
-    netspec::check(compose)
+    netspec::check(compose)?;
+    accelspec::check(compose)
 }
 
 pub(crate) fn bad_name(kind: &str, name: &str) -> Option<String> {
@@ -571,7 +579,7 @@ pub(crate) fn bad_name(kind: &str, name: &str) -> Option<String> {
         && name.len() < 32
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())
         && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_".contains(c));
-    (!good).then(|| format!("'{name}' can't name a {kind}: use up to 31 letters, digits, '-' and '_'"))
+    (!good).then(|| format!("'{name}' can't name {kind}: use up to 31 letters, digits, '-' and '_'"))
 }
 
 /// Line, from 1, of a byte offset.

@@ -9,6 +9,7 @@ use std::os::unix::net::{SocketAddr, UnixStream};
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
+use crate::accelspec::Api;
 use crate::compose::{Project, Rights};
 use crate::state::StateDir;
 
@@ -163,6 +164,8 @@ pub struct Status {
     pub zones: Vec<ZoneStatus>,
     /// Networks.
     pub networks: Vec<NetStatus>,
+    /// Accelerators.
+    pub accelerators: Vec<AccelStatus>,
 }
 
 impl Status {
@@ -176,6 +179,7 @@ impl Status {
             vms: Vec::new(),
             zones: Vec::new(),
             networks: Vec::new(),
+            accelerators: Vec::new(),
         }
     }
 }
@@ -253,6 +257,40 @@ pub struct PortStatus {
     pub mac: String,
     /// Its address, where that was chosen here.
     pub address: Option<String>,
+}
+
+/// One accelerator.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct AccelStatus {
+    /// Name.
+    pub name: String,
+    /// What programs speak.
+    pub api: Api,
+    /// "serving" or "starting".
+    pub state: String,
+    /// Process of its server; none while that is being started again.
+    pub pid: Option<u32>,
+    /// How often the server was started.
+    pub starts: u32,
+    /// Who may use it.
+    pub vms: Vec<AccelVm>,
+    /// What the server itself says, as in `tombolo accel ls`.
+    pub server: Option<serde_json::Value>,
+}
+
+/// One VM at an accelerator.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct AccelVm {
+    /// The VM.
+    pub vm: String,
+    /// Processes that use it now.
+    pub clients: usize,
+    /// Bytes of device memory that they have.
+    pub memory: u64,
+    /// Objects that they have.
+    pub objects: u64,
+    /// Whether its guest had the client library when it came up, where somebody looked.
+    pub library: Option<bool>,
 }
 
 /// One end of a connection.

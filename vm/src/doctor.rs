@@ -84,7 +84,20 @@ pub fn examine(near: &Path, announce: impl FnOnce()) -> Vec<Finding> {
         ),
     });
     findings.push(fuse(Path::new("/dev/fuse")));
+    findings.push(opencl(crate::accelerator::devices()));
     findings
+}
+
+fn opencl(devices: anyhow::Result<Vec<String>>) -> Finding {
+    match devices {
+        Ok(devices) => finding("opencl", Grade::Good, devices.join(", "), None),
+        Err(e) => {
+            let remedy =
+                "apt install pocl-opencl-icd, or your device's driver (only for accelerators in VMs)";
+            let found = format!("{e:#}");
+            finding("opencl", Grade::Less, found.split(';').next().unwrap_or_default().into(), Some(remedy))
+        }
+    }
 }
 
 fn memory() -> Finding {
@@ -151,7 +164,9 @@ mod tests {
 
     #[test]
     fn what_is_missing_comes_with_its_remedy() {
-        for finding in [iommu(Path::new("/nonexistent")), fuse(Path::new("/nonexistent"))] {
+        let none = opencl(Err(anyhow::anyhow!("no OpenCL device on this machine; install one")));
+        assert_eq!(none.found, "no OpenCL device on this machine");
+        for finding in [iommu(Path::new("/nonexistent")), fuse(Path::new("/nonexistent")), none] {
             assert_eq!(finding.grade, Grade::Less);
             assert!(finding.remedy.is_some());
         }

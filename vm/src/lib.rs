@@ -20,10 +20,14 @@
 //! - [`agent`], [`exec`]: the guest agent, and commands through it.
 //! - [`zones`]: zones as the supervisor holds them.
 //! - [`netspec`], [`network`]: networks in the file, and the switch of each, which is a child of the supervisor.
+//! - [`accelspec`], [`accelerator`]: accelerators in the file, and the server of each, another child.
+//! - [`named`]: keys that are a table or a list of names.
 //! - [`child`]: processes that never outlive this one.
 //! - [`doctor`]: what this host can do.
 //! - [`client`], [`cli`], [`top`]: the commands.
 
+pub mod accelerator;
+pub mod accelspec;
 pub mod agent;
 pub mod child;
 pub mod cli;
@@ -37,6 +41,7 @@ pub mod guestkit;
 pub mod host;
 pub mod machine;
 pub mod mount;
+pub mod named;
 pub mod netspec;
 pub mod network;
 pub mod qemu;

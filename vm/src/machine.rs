@@ -51,6 +51,8 @@ pub struct Start<'a> {
     pub boot: Option<Boot>,
     /// Its zones: name, what for, and invitation.
     pub zones: Vec<(String, ZoneUse, Invitation)>,
+    /// The zones of its accelerators.
+    pub accelerators: Vec<(String, Invitation)>,
     /// How its memory arrives.
     pub memory: Layout,
     /// Its devices in networks.
@@ -139,18 +141,23 @@ impl Machine {
             inherited.push(fd);
             number
         };
-        let mut zones = Vec::new();
         let mut used = BTreeMap::new();
-        for (name, zone_use, invitation) in start.zones {
+        let named = start.zones.into_iter().map(|(name, zone_use, invitation)| {
             used.insert(name.clone(), zone_use);
-            zones.push(ZoneDevice {
+            (name, invitation)
+        });
+        // No zone of the compose file has a dot in its name.
+        let accelerators = start.accelerators.into_iter().map(|(name, i)| (format!("accel.{name}"), i));
+        let zones = named
+            .chain(accelerators)
+            .map(|(name, invitation)| ZoneDevice {
                 name,
                 memory: give(invitation.memory),
                 size: invitation.size,
                 read_only: invitation.read_only,
                 doorbell: give(invitation.doorbell.into()),
-            });
-        }
+            })
+            .collect();
         let plan = Plan {
             name: start.name,
             spec: start.spec,

@@ -6,6 +6,33 @@ use std::time::Duration;
 use crate::exec;
 use crate::machine::Machine;
 
+/// Functions for scripts in a guest. `need_module` loads the module, or ends the script with 3 and says the kernel's release; `await_zone`
+/// waits for the zone whose identity $1 is, since a device that has just come takes the guest a moment.
+pub const FUNCTIONS: &str = r#"need_module() {
+	grep -qw tombolo /proc/filesystems && return
+	modprobe tombolo || insmod "/lib/modules/$(uname -r)/updates/dkms/tombolo.ko" || insmod /lib/modules/tombolo.ko
+	grep -qw tombolo /proc/filesystems || { uname -r; exit 3; }
+}
+# The identity stands in the zone's header.
+zone_is_there() {
+	for pmem in /dev/pmem*; do
+		[ -b "$pmem" ] && [ "$(od -An -tx1 -j16 -N16 "$pmem" | tr -d ' \n')" = "$1" ] && return
+	done
+	return 1
+}
+await_zone() {
+	looks=0
+	until zone_is_there "$1" || [ "$looks" -ge 200 ]; do
+		looks=$((looks + 1))
+		sleep 0.1
+	done
+}
+# The module's own words, which programs may not have.
+module_said() {
+	dmesg | sed -n 's/.*\(tombolo: .*\)/\1/p' | tail -n 1 >&2
+}
+"#;
+
 /// What a guest mounts.
 #[derive(Clone, Debug)]
 pub struct Source {
@@ -26,33 +53,18 @@ pub fn mount(
     path: &str,
     read_only: bool,
 ) -> anyhow::Result<()> {
-    const MOUNT: &str = r#"if ! grep -qw tombolo /proc/filesystems; then
-	modprobe tombolo || insmod "/lib/modules/$(uname -r)/updates/dkms/tombolo.ko" || insmod /lib/modules/tombolo.ko
-	grep -qw tombolo /proc/filesystems || { uname -r; exit 3; }
-fi
-# A device that has just been plugged takes the guest a moment: wait for the zone's identity, which stands in its header.
-zone_is_there() {
-	for pmem in /dev/pmem*; do
-		[ -b "$pmem" ] && [ "$(od -An -tx1 -j16 -N16 "$pmem" | tr -d ' \n')" = "$4" ] && return
-	done
-	return 1
-}
-looks=0
-until zone_is_there "$@" || [ "$looks" -ge 200 ]; do
-	looks=$((looks + 1))
-	sleep 0.1
-done
+    const MOUNT: &str = r#"need_module
+await_zone "$4"
 mkdir -p "$2" && mount -t tombolo -o "$3" "$1" "$2" && exit
 code=$?
-# The module's own words, which mount(8) may not have.
-dmesg | sed -n 's/.*\(tombolo: .*\)/\1/p' | tail -n 1 >&2
+module_said
 exit $code"#;
     let name = machine.name();
     let identity = source.uuid.replace('-', "");
     let options = format!("{},member={}", if read_only { "ro" } else { "rw" }, source.member);
     let output = exec::script(
         machine.agent(),
-        MOUNT,
+        &format!("{FUNCTIONS}{MOUNT}"),
         &[&source.uuid, path, &options, &identity],
         Duration::from_secs(120),
     )?;

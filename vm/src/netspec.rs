@@ -6,7 +6,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::str::FromStr;
 
-use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
 
 use crate::compose::{Compose, Ready, VmSpec, nearest};
@@ -129,26 +129,7 @@ pub struct Nics(
 
 impl<'de> Deserialize<'de> for Nics {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        struct V;
-        impl<'de> Visitor<'de> for V {
-            type Value = Nics;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("names of networks, such as [\"lan\"], or a table, such as { lan = { address = \"10.0.0.5\" } }")
-            }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Nics, A::Error> {
-                let mut nics = BTreeMap::new();
-                while let Some(name) = seq.next_element::<String>()? {
-                    if nics.insert(name.clone(), NicSpec::default()).is_some() {
-                        return Err(de::Error::custom(format!("the network '{name}' is named twice")));
-                    }
-                }
-                Ok(Nics(nics))
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Nics, A::Error> {
-                BTreeMap::deserialize(de::value::MapAccessDeserializer::new(map)).map(Nics)
-            }
-        }
-        d.deserialize_any(V)
+        crate::named::deserialize(d, "network", "lan = { address = \"10.0.0.5\" }").map(Nics)
     }
 }
 
@@ -356,7 +337,7 @@ pub(crate) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
     let fail = |table: &str, key: &str, message: String| Err((table.to_owned(), key.to_owned(), message));
     for (name, net) in &compose.net {
         let table = format!("net.{name}");
-        if let Some(message) = crate::compose::bad_name("network", name) {
+        if let Some(message) = crate::compose::bad_name("a network", name) {
             return fail(&table, "", message);
         }
         if let Some(Uplink::Tap(device) | Uplink::Interface(device)) = &net.uplink {

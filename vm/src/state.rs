@@ -32,7 +32,7 @@ pub fn base_dir() -> anyhow::Result<PathBuf> {
     Ok(dir)
 }
 
-fn make_private(dir: &Path) -> anyhow::Result<()> {
+pub(crate) fn make_private(dir: &Path) -> anyhow::Result<()> {
     match fs::DirBuilder::new().mode(0o700).create(dir) {
         Ok(()) => {}
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}

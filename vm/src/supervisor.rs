@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 
+use crate::accelerator::Accelerator;
 use crate::compose::{Backing, Project, Rights, ZoneUse};
 use crate::control::{Event, NetStatus, Peer, PortStatus, Request, Stage, Status, ZoneStatus};
 use crate::machine::{Machine, Phase};
@@ -44,14 +45,18 @@ struct Inner {
     machines: BTreeMap<String, Arc<Machine>>,
     zones: BTreeMap<String, Arc<HostZone>>,
     networks: BTreeMap<String, Arc<Network>>,
+    accelerators: BTreeMap<String, Arc<Accelerator>>,
 }
 
+/// What runs beside VMs: dropping it ends switches and servers, which takes a moment.
+type Beside = (BTreeMap<String, Arc<Network>>, BTreeMap<String, Arc<Accelerator>>);
+
 impl Inner {
-    /// Lets go of everything but VMs. What this returns ends the switches when it is dropped, which takes a moment.
+    /// Lets go of everything but VMs.
     #[must_use]
-    fn clear(&mut self) -> BTreeMap<String, Arc<Network>> {
+    fn clear(&mut self) -> Beside {
         self.zones.clear();
-        std::mem::take(&mut self.networks)
+        (std::mem::take(&mut self.networks), std::mem::take(&mut self.accelerators))
     }
 }
 
@@ -110,6 +115,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             machines: BTreeMap::new(),
             zones: BTreeMap::new(),
             networks: BTreeMap::new(),
+            accelerators: BTreeMap::new(),
         }),
         changing: Mutex::new(()),
         over: Mutex::new(false),
@@ -143,8 +149,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     let mut over = supervisor.over.lock().unwrap_or_else(PoisonError::into_inner);
     while !*over {
         (over, _) = supervisor.over_changed.wait_timeout(over, TEND).unwrap_or_else(PoisonError::into_inner);
-        let zones: Vec<Arc<HostZone>> = supervisor.lock().zones.values().cloned().collect();
-        for zone in zones {
+        for zone in supervisor.all_zones() {
             if let Err(e) = zone.tend() {
                 eprintln!("tombolo: {e:#}");
             }
@@ -156,6 +161,16 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
 impl Supervisor {
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All that this process keeps, those of accelerators among them.
+    fn all_zones(&self) -> Vec<Arc<HostZone>> {
+        let (mut zones, accelerators): (Vec<_>, Vec<_>) = {
+            let inner = self.lock();
+            (inner.zones.values().cloned().collect(), inner.accelerators.values().cloned().collect())
+        };
+        zones.extend(accelerators.iter().flat_map(|a| a.zones()));
+        zones
     }
 
     fn end(&self) {
@@ -305,8 +320,12 @@ impl Supervisor {
         }
     }
 
-    /// Ends a VM's memberships.
+    /// Ends a VM's memberships, those in its accelerators' zones too.
     fn leave_zones<'a>(&self, vm: &str, zones: impl Iterator<Item = &'a String>) {
+        let accelerators: Vec<_> = self.lock().accelerators.values().cloned().collect();
+        for accelerator in accelerators {
+            accelerator.gone(vm);
+        }
         for name in zones {
             let zone = self.lock().zones.get(name).cloned();
             if let Some(zone) = zone {
@@ -386,6 +405,8 @@ impl Supervisor {
     }
 
     fn status(&self) -> Status {
+        let accelerators: Vec<_> = self.lock().accelerators.values().cloned().collect();
+        let accelerators = accelerators.iter().map(|a| a.status()).collect();
         let inner = self.lock();
         let vms: Vec<_> = inner.machines.values().map(|m| m.status()).collect();
         let zones = inner
@@ -427,6 +448,7 @@ impl Supervisor {
             .collect();
         Status {
             networks,
+            accelerators,
             project: inner.project.name.clone(),
             file: inner.project.file.clone(),
             supervisor: Some(std::process::id()),

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context;
 use tombolo_zone::doorbell::DoorbellServer;
-use tombolo_zone::{Liveness, MemberId, Role, Zone, ZoneConfig};
+use tombolo_zone::{AreaConfig, AreaType, Liveness, MemberId, Role, Zone, ZoneConfig};
 
-use crate::compose::{Backing, Rights, ZoneSpec, ZoneUse};
+use crate::compose::{Backing, Rights, Size, ZoneSpec, ZoneUse};
 
 /// Size of the huge pages of `backing = "hugetlb"`, in bytes.
 const HUGE_PAGE: u64 = 2 << 20;
@@ -76,6 +76,21 @@ impl HostZone {
             (true, false) => files_command(name, &zone, "df", &[])?,
             (false, _) => {}
         }
+        HostZone::serve(name, spec.clone(), zone, dir)
+    }
+
+    /// Makes the zone through which a VM's programs call an accelerator.
+    ///
+    /// # Errors
+    /// When memory or descriptors run out.
+    pub fn for_calls(accelerator: &str, size: u64, dir: &Path) -> anyhow::Result<HostZone> {
+        let calls = AreaConfig { kind: AreaType::Calls, name: "calls".into(), size: None };
+        let zone = Zone::create(&ZoneConfig::new(accelerator, size).areas(vec![calls]))?;
+        let spec = ZoneSpec { size: Size(size), backing: Backing::Memfd, files: false };
+        HostZone::serve(accelerator, spec, zone, dir)
+    }
+
+    fn serve(name: &str, spec: ZoneSpec, zone: Zone, dir: &Path) -> anyhow::Result<HostZone> {
         let zone = Arc::new(zone);
         let (bells, events) = DoorbellServer::start(zone.clone())?;
         // Comings and goings of doorbells; the thread ends with the server.
@@ -86,7 +101,7 @@ impl HostZone {
         })?;
         Ok(HostZone {
             name: name.to_owned(),
-            spec: spec.clone(),
+            spec,
             zone,
             bells,
             dir: dir.to_owned(),
@@ -227,7 +242,7 @@ fn take_over(name: &str, spec: &ZoneSpec, path: &Path) -> anyhow::Result<Zone> {
             "zone.{name}.size is {}, but the zone in {} has {}; write that, or name another file",
             spec.size,
             path.display(),
-            crate::compose::Size(zone.size())
+            Size(zone.size())
         );
     }
     Ok(zone)

@@ -12,7 +12,7 @@
  * A process of the guest opens the device, whose driver takes a free channel for it (FREE -> WANTED), and maps that channel and no
  * other. The server starts a worker (WANTED -> SERVED), which is given that channel and no other. When the process closes the device,
  * also by dying, its driver says so (-> LEFT); when the worker ends, the server does (-> LOST). The server clears a channel that was
- * left before it is free again, so that no process finds what another one left there.
+ * left before it is free again, so that no process finds what another one left there, and rings the VM then.
  *
  * Whoever rings first sets the word of the side it wakes in the channel's page, so that one doorbell serves all channels of a VM.
  */

@@ -27,6 +27,9 @@ static_assert(TMB_CALLS_IOC_WAIT == _IOWR('T', 0x44, u64));
 static_assert(TMB_CALLS_IOC_RING == _IO('T', 0x45));
 static_assert(TMB_CALLS_IOC_WAKE == _IO('T', 0x46));
 
+/* How long a process waits for a channel that another one has just left. */
+#define TMB_CALLS_PATIENCE (30 * HZ)
+
 struct tmb_calls_file {
 	struct tmb_callsdev *dev;
 	u32 index;
@@ -44,6 +47,8 @@ struct tmb_callsdev {
 	unsigned long pfn;
 	struct tmb_member *members;
 	u32 member;
+	atomic_t looks; /* this kernel's own memory */
+	wait_queue_head_t looked;
 	struct mutex lock; /* files */
 	struct tmb_calls_file *files[TMB_CALLS_CHANNELS];
 };
@@ -78,13 +83,61 @@ static void tmb_calls_look(struct tmb_doorbell_client *client)
 		if (dev->files[i] && tmb_exchange(&tmb_calls_channel(dev, i)->client_rung, 0))
 			tmb_calls_wake(dev->files[i]);
 	mutex_unlock(&dev->lock);
+	atomic_inc(&dev->looks);
+	wake_up_all(&dev->looked);
 }
 
-/* Before the doorbell: what the server finds when it looks. */
+/* Before the doorbell: what the server finds when it looks. The exchange, so that one that has just come finds it where its id isn't seen. */
 static int tmb_calls_ring(struct tmb_calls_file *f)
 {
-	tmb_store(&tmb_calls_channel(f->dev, f->index)->server_rung, 1);
+	tmb_exchange(&tmb_calls_channel(f->dev, f->index)->server_rung, 1);
 	return tmb_doorbell_ring(&f->dev->client, tmb_load(&f->dev->header->doorbell));
+}
+
+/* Takes a free channel. -EUSERS: processes of this guest have all of them; -EAGAIN: one was left, and the server has not cleared it yet. */
+static int tmb_calls_take(struct tmb_calls_file *f)
+{
+	struct tmb_callsdev *dev = f->dev;
+	int err = -EUSERS;
+	u32 i;
+
+	mutex_lock(&dev->lock);
+	for (i = 0; i < dev->n_channels; i++) {
+		u64 word = tmb_load_acquire(&dev->header->states[i]);
+
+		/* A channel of this guest's own is free when the kernel says so, whatever its memory says. */
+		if (dev->files[i])
+			continue;
+		err = -EAGAIN;
+		if (tmb_calls_state(word) != TMB_CALLS_FREE)
+			continue;
+		f->taken = tmb_calls_to(word, TMB_CALLS_WANTED);
+		if (!tmb_cas64(&dev->header->states[i], word, f->taken))
+			continue;
+		f->index = i;
+		dev->files[i] = f;
+		err = 0;
+		break;
+	}
+	mutex_unlock(&dev->lock);
+	return err;
+}
+
+/* The server rings when it has given a channel free. */
+static int tmb_calls_await(struct tmb_calls_file *f)
+{
+	long left = TMB_CALLS_PATIENCE;
+
+	for (;;) {
+		int looks = atomic_read(&f->dev->looks);
+		int err = tmb_calls_take(f);
+
+		if (err != -EAGAIN)
+			return err;
+		left = wait_event_interruptible_timeout(f->dev->looked, atomic_read(&f->dev->looks) != looks, left);
+		if (left <= 0)
+			return left ?: -EUSERS;
+	}
 }
 
 static int tmb_calls_open(struct inode *inode, struct file *file)
@@ -92,37 +145,22 @@ static int tmb_calls_open(struct inode *inode, struct file *file)
 	struct tmb_callsdev *dev = container_of(file->private_data, struct tmb_callsdev, misc);
 	struct tmb_calls_file *f;
 	int err;
-	u32 i;
 
 	f = kzalloc(sizeof(*f), GFP_KERNEL);
 	if (!f)
 		return -ENOMEM;
 	f->dev = dev;
 	init_waitqueue_head(&f->rung);
-	mutex_lock(&dev->lock);
-	for (i = 0; i < dev->n_channels; i++) {
-		u64 word = tmb_load_acquire(&dev->header->states[i]);
-
-		/* A channel of this guest's own is free when the kernel says so, whatever its memory says. */
-		if (dev->files[i] || tmb_calls_state(word) != TMB_CALLS_FREE)
-			continue;
-		f->taken = tmb_calls_to(word, TMB_CALLS_WANTED);
-		if (tmb_cas64(&dev->header->states[i], word, f->taken))
-			break;
-	}
-	if (i == dev->n_channels) {
-		mutex_unlock(&dev->lock);
+	err = tmb_calls_await(f);
+	if (err) {
 		kfree(f);
-		return -EUSERS;
+		return err;
 	}
-	f->index = i;
-	dev->files[i] = f;
-	mutex_unlock(&dev->lock);
 	err = tmb_calls_ring(f);
 	if (err) {
 		mutex_lock(&dev->lock);
-		dev->files[i] = NULL;
-		tmb_cas64(&dev->header->states[i], f->taken, tmb_calls_to(f->taken, TMB_CALLS_LEFT));
+		dev->files[f->index] = NULL;
+		tmb_cas64(&dev->header->states[f->index], f->taken, tmb_calls_to(f->taken, TMB_CALLS_LEFT));
 		mutex_unlock(&dev->lock);
 		kfree(f);
 		return err;
@@ -274,6 +312,7 @@ struct tmb_callsdev *tmb_callsdev_create(const struct tmb_callsdev_config *confi
 	if (!dev)
 		return ERR_PTR(-ENOMEM);
 	mutex_init(&dev->lock);
+	init_waitqueue_head(&dev->looked);
 	dev->header = config->area;
 	dev->pfn = config->pfn;
 	dev->members = config->members;

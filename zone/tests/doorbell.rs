@@ -277,6 +277,34 @@ fn a_host_process_that_does_not_own_the_zone_enters_by_its_membership_alone() {
 }
 
 #[test]
+fn a_host_process_that_watches_hears_of_peers_that_come_and_go_and_passes_their_doorbells_on() {
+    let bench = Bench::new();
+    let id = bench.zone.invite("server", Role::Host, Rights::READ_WRITE).unwrap();
+    let _membership = bench.zone.join(id).unwrap();
+    let (sender, looks) = channel();
+    // The receiver goes first at the end.
+    let look = move || {
+        let _gone = sender.send(());
+    };
+    let own = Bell::enter_and_watch(&bench.zone, id, look).unwrap().unwrap();
+    let wait = |peers: &[u16]| {
+        while own.peers() != peers {
+            looks.recv_timeout(LONG).unwrap();
+        }
+    };
+    let (_a, a_path) = bench.member("a");
+    let (a_bell, a_rings) = bell(&a_path);
+    wait(&[a_bell.peer()]);
+    let passed_on = own.descriptor(a_bell.peer()).unwrap().expect("it is there");
+    std::io::Write::write_all(&mut std::fs::File::from(passed_on), &1u64.to_ne_bytes()).unwrap();
+    a_rings.recv_timeout(LONG).unwrap();
+    let gone = a_bell.peer();
+    drop(a_bell);
+    wait(&[]);
+    assert!(own.descriptor(gone).unwrap().is_none());
+}
+
+#[test]
 fn a_socket_left_behind_by_a_crash_is_replaced_and_one_in_use_is_not() {
     let bench = Bench::new();
     let id = bench.zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();

@@ -6,9 +6,23 @@ use tombolo_calls::hello::Hello;
 use tombolo_calls::{Error, Link, process, stream, zone};
 
 /// Where a server listens if nothing else is said.
-pub const DEFAULT: &str = "unix:/run/tombolo/accel.sock";
+const DEFAULT: &str = "unix:/run/tombolo/accel.sock";
 /// The environment variable that says where the server is.
 pub const VARIABLE: &str = "TOMBOLO_ACCEL";
+/// What the devices of a VM's channels are called, before the zone's name.
+const CHANNELS: &str = "tombolo-calls-";
+
+/// Where this process finds its server: what the variable says; in a VM that has channels to one, there (to several: the first by
+/// name); else at the default address.
+pub fn address() -> String {
+    std::env::var(VARIABLE).ok().or_else(|| channels_in(Path::new("/dev"))).unwrap_or_else(|| DEFAULT.into())
+}
+
+fn channels_in(folder: &Path) -> Option<String> {
+    let names = folder.read_dir().ok()?.flatten().map(|entry| entry.file_name());
+    let names = names.filter_map(|name| name.into_string().ok().filter(|n| n.starts_with(CHANNELS)));
+    names.min().map(|name| format!("zone:{}", folder.join(name).display()))
+}
 
 /// Connects to the server at an address. The error says what to do.
 pub fn connect(address: &str, api: &str, identity: [u8; 16]) -> Result<Link, Error> {
@@ -31,5 +45,22 @@ pub fn connect(address: &str, api: &str, identity: [u8; 16]) -> Result<Link, Err
             stream::connect(stream::vsock(cid, port)?, &hello)
         }
         _ => Err(unknown()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_several_devices_a_program_takes_the_first_by_name() {
+        let folder = std::env::temp_dir().join(format!("tombolo-connect-{}", std::process::id()));
+        std::fs::create_dir(&folder).expect("a folder of its own");
+        assert_eq!(channels_in(&folder), None);
+        for name in ["tombolo-calls-gpu", "tombolo-calls-cpu", "tombolo-calls", "null"] {
+            std::fs::write(folder.join(name), "").expect("written");
+        }
+        assert_eq!(channels_in(&folder), Some(format!("zone:{}/tombolo-calls-cpu", folder.display())));
+        std::fs::remove_dir_all(&folder).expect("removed");
     }
 }

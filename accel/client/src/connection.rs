@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Requests and replies over a link, from any thread of a program.
 
-use crate::staging::Staging;
+use crate::staging::{Place, Staging};
 use crate::waiter::{Waiter, with_scratch};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,6 +22,9 @@ pub struct Lost;
 pub type Redeem = Box<dyn FnOnce(&Connection, i32) + Send>;
 /// Called on the callback thread with status and body; `false`: that was the last time.
 pub type Callback = Box<dyn FnMut(i32, &[u8]) -> bool + Send>;
+
+/// A ticket that somebody waits for.
+pub struct Awaited(Arc<Waiter>);
 
 struct Out {
     tx: Box<dyn Tx>,
@@ -353,12 +356,7 @@ impl Connection {
                     copy.extend_from_slice(body);
                     drop(copy);
                     waiter.status.store(reply.status, Ordering::Relaxed);
-                    waiter.done.store(1, Ordering::Release);
-                    waiter.unpark();
-                    // The owner of the doorbell may be asleep on it while a spinning thread took its reply.
-                    if self.owned.load(Ordering::SeqCst) && !waiter.is_own() {
-                        self.bell.ring();
-                    }
+                    self.wake(&waiter);
                 }
                 ReplyKind::Part => {
                     let pending = lock(&self.pending);
@@ -384,16 +382,38 @@ impl Connection {
         Ok(())
     }
 
+    /// Tells a thread that what it waits for is there.
+    fn wake(&self, waiter: &Arc<Waiter>) {
+        waiter.done.store(1, Ordering::Release);
+        waiter.unpark();
+        // The owner of the doorbell may be asleep on it while a spinning thread took its reply.
+        if self.owned.load(Ordering::SeqCst) && !waiter.is_own() {
+            self.bell.ring();
+        }
+    }
+
+    /// A ticket like [`Connection::ticket`]'s, which [`Connection::redeemed`] waits for.
+    pub fn awaited(&self, redeem: Redeem) -> (u64, Awaited) {
+        let awaited = Awaited(Arc::default());
+        let waiter = awaited.0.clone();
+        let ticket = self.ticket(Box::new(move |connection, status| {
+            redeem(connection, status);
+            connection.wake(&waiter);
+        }));
+        (ticket, awaited)
+    }
+
+    /// Waits until a ticket has been redeemed.
+    pub fn redeemed(&self, awaited: &Awaited) -> Result<(), Lost> {
+        self.wait(&awaited.0)?;
+        if awaited.0.done.load(Ordering::Acquire) == 1 { Ok(()) } else { Err(Lost) }
+    }
+
     /// A ticket whose redemption runs `redeem`.
     pub fn ticket(&self, redeem: Redeem) -> u64 {
         let ticket = self.next.fetch_add(1, Ordering::Relaxed);
         lock(&self.tickets).insert(ticket, redeem);
         ticket
-    }
-
-    /// Forgets a ticket that the server never got.
-    pub fn void(&self, ticket: u64) {
-        lock(&self.tickets).remove(&ticket);
     }
 
     /// Handles what came in without waiting for more.
@@ -408,12 +428,12 @@ impl Connection {
 
     /// Takes a range of the window; waits (by asking the server to catch up) while transfers under way hold too much of it.
     /// None: it can't fit.
-    pub fn take_staging(&self, len: u64, align: u64) -> Result<Option<u64>, Lost> {
-        if let Some(at) = lock(&self.staging).take(len, align) {
+    pub fn take_staging(&self, len: u64, place: Place) -> Result<Option<u64>, Lost> {
+        if let Some(at) = lock(&self.staging).take(len, place) {
             return Ok(Some(at));
         }
         self.poll()?;
-        Ok(lock(&self.staging).take(len, align))
+        Ok(lock(&self.staging).take(len, place))
     }
 
     /// Gives a range of the window back.

@@ -87,7 +87,7 @@ impl Client {
         let limits = Limits { memory: 1 << 20, objects: 1000, ..Limits::default() };
         let session = Session::new(link, &limits, figures);
         // SAFETY: functions with the parameters of the API's, or fewer.
-        let api = unsafe { OpenCl::with(limits, driver::find) };
+        let api = unsafe { OpenCl::with(limits, None, driver::find) };
         api.attach(&session);
         session.plug(Arc::new(api));
         Client { session, api, memory }

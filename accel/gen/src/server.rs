@@ -199,6 +199,10 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
             "        {:#x} => {{\n            let r = tombolo_accel_spec::wire::decode::<wire::{record}>(body)?;",
             f.id
         )?;
+        // Before any check: what is refused redeems its ticket too.
+        if f.fields().iter().any(|p| p.name == "ticket") {
+            writeln!(out, "            cx.owe(r.ticket);")?;
+        }
         if f.is("server") {
             if f.checks.is_empty() {
                 writeln!(out, "            hand::{}(cx, &r)", snake(&f.name))?;

@@ -8,7 +8,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex};
-use tombolo_accel_client::connect::{DEFAULT, VARIABLE, connect};
+use tombolo_accel_client::connect::{VARIABLE, address, connect};
 use tombolo_accel_client::connection::{Connection, Count, Lost};
 use tombolo_accel_client::objects::{self, Arena};
 use tombolo_accel_spec::common::Snapshot;
@@ -102,7 +102,7 @@ pub fn platforms() -> Result<Vec<Obj>, i32> {
             Ok(platforms)
         }
         Err(why) => {
-            let address = std::env::var(VARIABLE).unwrap_or_else(|_| DEFAULT.into());
+            let address = address();
             eprintln!(
                 "tombolo: no accelerator server at {address}: {why}; start one with 'tombolo accel serve' or set {VARIABLE}"
             );
@@ -113,8 +113,7 @@ pub fn platforms() -> Result<Vec<Obj>, i32> {
 }
 
 fn establish() -> Result<Roots, String> {
-    let address = std::env::var(VARIABLE).unwrap_or_else(|_| DEFAULT.into());
-    let link = connect(&address, wire::API, wire::IDENTITY).map_err(|e| e.to_string())?;
+    let link = connect(&address(), wire::API, wire::IDENTITY).map_err(|e| e.to_string())?;
     let connection = Connection::new(link);
     let snapshot = connection.call(&Snapshot {}, |status, body| (status, body.to_vec()));
     let (status, body) = snapshot.map_err(|Lost| "the server went away during the handshake".to_string())?;

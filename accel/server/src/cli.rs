@@ -6,7 +6,7 @@ use crate::limits::Limits;
 use crate::supervisor::{self, Config};
 use crate::{trace, vm};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Where a server listens unless it is told otherwise.
@@ -17,12 +17,14 @@ const LISTEN: &str = "unix:/run/tombolo/accel.sock";
 pub enum Command {
     /// Serve this machine's OpenCL devices to clients
     Serve(Serve),
-    /// List servers and who they serve
+    /// List servers and who they serve, those of running projects among them
     Ls {
-        /// Control socket of the server
-        #[arg(long, default_value = control::DEFAULT)]
-        control: PathBuf,
+        /// Only the server with this control socket
+        #[arg(long)]
+        control: Option<PathBuf>,
     },
+    /// List the devices that a server on this machine has to offer
+    Devices,
     /// Let a server take nobody more and end when its last client has gone; its address is free at once
     Drain {
         /// Control socket of the server
@@ -55,7 +57,8 @@ pub enum Command {
 pub struct Serve {
     /// Where to listen: unix:/path or tcp:host:port, with limits of its own behind it (,memory=MIB ,objects=N ,rate=N ,weight=1…100);
     /// may be repeated
-    #[arg(long, default_values_t = [LISTEN.to_string()])]
+    /// [default: unix:/run/tombolo/accel.sock]
+    #[arg(long)]
     listen: Vec<String>,
     /// A VM to serve through memory: a folder on tmpfs that gets its zone and its doorbell's socket, with limits as --listen has;
     /// may be repeated
@@ -91,10 +94,16 @@ pub struct Serve {
     /// Address for Prometheus, such as 127.0.0.1:9128
     #[arg(long)]
     metrics: Option<SocketAddr>,
+    /// Listen nowhere by itself: commands come over the standard input, a socket (started by 'tombolo up')
+    #[arg(long, hide = true)]
+    overseen: bool,
 }
 
 impl Serve {
-    fn config(self) -> anyhow::Result<Config> {
+    fn config(mut self) -> anyhow::Result<Config> {
+        if self.listen.is_empty() && !self.overseen {
+            self.listen.push(LISTEN.to_owned());
+        }
         let limits = Limits {
             memory: self.memory << 20,
             objects: self.objects,
@@ -112,7 +121,8 @@ impl Serve {
         let vms = self.vm.iter().map(vm).collect::<anyhow::Result<Vec<_>>>()?;
         let at_default = listen.iter().any(|(address, _)| address == LISTEN);
         let control = self.control.or_else(|| at_default.then(|| control::DEFAULT.into()));
-        Ok(Config { listen, vms, clients: self.clients, control, metrics: self.metrics })
+        let (clients, metrics, overseen) = (self.clients, self.metrics, self.overseen);
+        Ok(Config { listen, vms, of_vms, overseen, clients, control, metrics })
     }
 }
 
@@ -145,18 +155,34 @@ fn print(servers: &[Listing]) {
     }
 }
 
+/// Writes who serves whom.
+pub fn list(servers: &[Listing], json: bool) -> anyhow::Result<()> {
+    if json {
+        println!("{}", serde_json::to_string(servers)?);
+    } else {
+        print(servers);
+    }
+    Ok(())
+}
+
+fn devices(json: bool) -> anyhow::Result<()> {
+    let devices = crate::worker::devices()?;
+    if json {
+        println!("{}", serde_json::to_string(&devices)?);
+    } else {
+        devices.iter().for_each(|d| println!("{}: {}", d.platform, d.name));
+    }
+    Ok(())
+}
+
 /// Runs a command; with `json`, answers are JSON.
 pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         Command::Serve(serve) => supervisor::serve(serve.config()?)?,
         Command::Ls { control } => {
-            let servers = control::servers(&control)?;
-            if json {
-                println!("{}", serde_json::to_string(&servers)?);
-            } else {
-                print(&servers);
-            }
+            list(&control::servers(control.as_deref().unwrap_or(Path::new(control::DEFAULT)))?, json)?;
         }
+        Command::Devices => devices(json)?,
         Command::Drain { control } => control::ask::<()>(&control, &Request::Drain)?,
         Command::Trace { server, program } => return trace::run(&program, server.as_deref(), json),
         Command::Worker { limits, place } => {

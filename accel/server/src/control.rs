@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The control socket: one request per connection, a line of JSON; the answer is a line of JSON.
+//! Commands from outside: a line of JSON, and so is the answer. They come over the control socket, one per connection, or from the process
+//! that started a server and looks after it (`tombolo up`), over a socket that is the server's standard input.
 //!
 //! A server that drains gives its name to its successor: its control socket moves to `NAME.draining-PID`.
 
 use crate::supervisor::Server;
 use crate::tenants::Status;
+use crate::vm::Guest;
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -26,6 +28,8 @@ pub enum Request {
     Ls,
     /// Take nobody more, and end when nobody is left.
     Drain,
+    /// Serve one more VM.
+    Vm(Guest),
 }
 
 /// A server and who it serves.
@@ -82,16 +86,38 @@ fn answer(stream: UnixStream, server: &Arc<Server>) -> anyhow::Result<()> {
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;
     let mut line = String::new();
     BufReader::new((&stream).take(MAX_REQUEST)).read_line(&mut line)?;
-    let text = match serde_json::from_str(&line) {
-        Err(e) => serde_json::to_string(&Answer::<()>::Error(format!("the request isn't understood: {e}")))?,
-        Ok(Request::Ls) => serde_json::to_string(&Answer::Ok(server.listing()))?,
+    writeln!(&stream, "{}", carry_out(&line, server)?)?;
+    Ok(())
+}
+
+fn carry_out(line: &str, server: &Arc<Server>) -> serde_json::Result<String> {
+    match serde_json::from_str(line) {
+        Err(e) => serde_json::to_string(&Answer::<()>::Error(format!("the request isn't understood: {e}"))),
+        Ok(Request::Ls) => serde_json::to_string(&Answer::Ok(server.listing())),
         Ok(Request::Drain) => {
             server.drain();
-            serde_json::to_string(&Answer::Ok(()))?
+            serde_json::to_string(&Answer::Ok(()))
         }
-    };
-    writeln!(&stream, "{text}")?;
-    Ok(())
+        Ok(Request::Vm(guest)) => serde_json::to_string(&match server.serve_vm(&guest) {
+            Ok(()) => Answer::Ok(()),
+            Err(e) => Answer::Error(format!("vm.{}: {e:#}", guest.vm)),
+        }),
+    }
+}
+
+/// Does what the process says that looks after this server, and ends the server when that process has gone.
+pub fn obey(overseer: &UnixStream, server: &Arc<Server>) {
+    let obeyed = BufReader::new(overseer).lines().try_for_each(|line| {
+        let mut answer = carry_out(&line?, server)?;
+        answer.push('\n');
+        let mut overseer = overseer;
+        overseer.write_all(answer.as_bytes())
+    });
+    if let Err(e) = obeyed {
+        eprintln!("tombolo accel: whoever looks after this server has gone: {e}");
+    }
+    // The workers end with it.
+    std::process::exit(0);
 }
 
 /// Asks the server that is controlled at `socket`.

@@ -6,6 +6,7 @@
 //!
 //! - [`supervisor`]: listens, starts workers; drains.
 //! - [`tenants`]: who is served now; [`figures`]: what their workers say of them.
+//! - [`account`]: what the processes of one VM use together.
 //! - [`control`]: commands from outside: who is served, drain.
 //! - [`metrics`]: the same for Prometheus.
 //! - [`trace`]: what one program's calls cost.
@@ -18,6 +19,7 @@
 //! - [`opencl`]: OpenCL: generated decoders, hand-written handlers.
 //! - [`cli`]: `tombolo accel`.
 
+pub mod account;
 pub mod cli;
 pub mod control;
 pub mod figures;

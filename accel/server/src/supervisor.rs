@@ -11,20 +11,25 @@ use anyhow::{Context, bail};
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{JoinHandle, Thread};
 use std::time::Instant;
 
 /// How a server runs.
 pub struct Config {
     /// Addresses to listen on (`unix:/path`, `tcp:host:port`), and the limits of each client that comes by it.
     pub listen: Vec<(String, Limits)>,
-    /// VMs to serve through zones of their own.
+    /// VMs to serve through zones that this server keeps.
     pub vms: Vec<vm::Config>,
+    /// Limits of VMs that come later, as far as nothing is said of them.
+    pub of_vms: Limits,
+    /// Its standard input is a socket of a process that looks after it.
+    pub overseen: bool,
     /// Clients at once, not counting processes of VMs.
     pub clients: usize,
     /// Where commands come in.
@@ -42,7 +47,7 @@ impl Listener {
     fn bind(address: &str) -> anyhow::Result<Listener> {
         match address.split_once(':') {
             Some(("unix", path)) => {
-                if std::os::unix::net::UnixStream::connect(path).is_ok() {
+                if UnixStream::connect(path).is_ok() {
                     bail!("{address}: a server listens there already");
                 }
                 if let Some(folder) = Path::new(path).parent() {
@@ -85,12 +90,17 @@ impl Listener {
 pub struct Server {
     /// Who is served.
     pub tenants: Arc<Tenants>,
-    listens: Vec<String>,
+    listens: Mutex<Vec<String>>,
+    of_vms: Limits,
     /// Copies of the sockets that clients find, to shut down.
     sockets: Mutex<Vec<(String, OwnedFd)>>,
     control: Option<PathBuf>,
     most: usize,
     draining: AtomicBool,
+    /// Nobody can come any more.
+    closed: AtomicBool,
+    /// Waits for that.
+    main: Thread,
 }
 
 /// Serves until the process is told to end, or is drained.
@@ -103,46 +113,53 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     let copy = |(address, _, listener): &(String, Limits, Listener)| {
         Ok((address.clone(), listener.fd().try_clone_to_owned()?))
     };
-    let vms = config.vms.iter().map(vm::Vm::new).collect::<anyhow::Result<Vec<_>>>()?;
+    let vms = config.vms.iter().map(vm::Vm::keep).collect::<anyhow::Result<Vec<_>>>()?;
     let folders = config.vms.iter().map(|vm| vm.folder.display().to_string());
     let server = Arc::new(Server {
         tenants: Arc::default(),
-        listens: config.listen.iter().map(|l| l.0.clone()).chain(folders).collect(),
+        listens: Mutex::new(config.listen.iter().map(|l| l.0.clone()).chain(folders).collect()),
+        of_vms: config.of_vms,
         sockets: Mutex::new(listeners.iter().map(copy).collect::<std::io::Result<_>>()?),
         control: config.control,
         most: config.clients,
         draining: AtomicBool::new(false),
+        closed: AtomicBool::new(false),
+        main: std::thread::current(),
     });
-    let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
-        std::thread::Builder::new().name(name.into()).spawn(run).map(drop)
-    };
     if let Some(address) = config.metrics {
         let listener = TcpListener::bind(address)
             .with_context(|| format!("metrics at {address}; choose another address"))?;
         let tenants = server.tenants.clone();
-        spawn("metrics", Box::new(move || metrics::serve(&listener, &tenants)))?;
+        spawn("metrics", move || metrics::serve(&listener, &tenants))?;
     }
     if let Some(path) = &server.control {
         let (listener, server) = (control::listen(path)?, server.clone());
-        spawn("control", Box::new(move || control::serve(&listener, &server)))?;
+        spawn("control", move || control::serve(&listener, &server))?;
     }
     for vm in vms {
         let tenants = server.tenants.clone();
-        spawn("vm", Box::new(move || vm.serve(&tenants)))?;
+        spawn("vm", move || vm.serve(&tenants))?;
     }
     let accepting = listeners
         .into_iter()
         .map(|(address, limits, listener)| {
             let server = server.clone();
-            let name = std::thread::Builder::new().name("listen".into());
-            name.spawn(move || server.accept(&address, &limits, &listener))
+            spawn("listen", move || server.accept(&address, &limits, &listener))
         })
         .collect::<std::io::Result<Vec<_>>>()?;
+    if config.overseen {
+        let (overseer, server) =
+            (UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?), server.clone());
+        spawn("overseer", move || control::obey(&overseer, &server))?;
+    }
+    while !server.closed.load(Ordering::SeqCst) {
+        std::thread::park();
+    }
     for thread in accepting {
         // One that panicked has said so.
         let _ended = thread.join();
     }
-    // Drained. The workers end with this process, so it stays until nobody needs one.
+    // The workers end with this process, so it stays until nobody needs one.
     server.tenants.wait_until_gone();
     if let Some(path) = &server.control {
         // Somebody may have tidied up already.
@@ -151,7 +168,20 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     Ok(())
 }
 
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name.into()).spawn(run)
+}
+
 impl Server {
+    /// Serves one more VM, whose zone another process keeps.
+    pub fn serve_vm(&self, guest: &vm::Guest) -> anyhow::Result<()> {
+        let vm = vm::Vm::join(guest, &self.of_vms)?;
+        lock(&self.listens).push(format!("vm:{}", vm.name()));
+        let tenants = self.tenants.clone();
+        spawn("vm", move || vm.serve(&tenants))?;
+        Ok(())
+    }
+
     fn accept(&self, address: &str, limits: &Limits, listener: &Listener) {
         while !self.draining.load(Ordering::SeqCst) {
             match listener.accept() {
@@ -180,7 +210,7 @@ impl Server {
         if self.draining.swap(true, Ordering::SeqCst) {
             return;
         }
-        for (address, socket) in self.sockets.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+        for (address, socket) in lock(&self.sockets).drain(..) {
             if let Some(path) = address.strip_prefix("unix:") {
                 if let Err(e) = std::fs::remove_file(path) {
                     eprintln!("tombolo accel: {path}: {e}");
@@ -195,22 +225,31 @@ impl Server {
             }
         }
         eprintln!("tombolo accel: draining: {} clients are left", self.tenants.status().len());
+        self.closed.store(true, Ordering::SeqCst);
+        self.main.unpark();
     }
 
     /// Who is served.
     pub fn listing(&self) -> Listing {
         Listing {
             pid: std::process::id(),
-            listens: self.listens.clone(),
+            listens: lock(&self.listens).clone(),
             draining: self.draining.load(Ordering::SeqCst),
             tenants: self.tenants.status(),
         }
     }
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Lists stay whole whatever happens between two changes.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Where a worker's channel is, for one that serves a VM's process.
 #[derive(serde::Serialize, serde::Deserialize)]
 pub struct Place {
+    /// Its number, and that of the worker's place in the VM's account.
+    pub channel: u32,
     /// Its first byte in the zone's memory.
     pub at: u64,
     /// Data bytes of each of its rings.
@@ -240,8 +279,7 @@ pub fn start(
     if let Some(place) = place {
         command.arg("--place").arg(serde_json::to_string(place)?);
     }
-    // Inside a worker no OpenCL of ours may be found: its devices are the native ones.
-    command.env("TOMBOLO_ACCEL_SERVER", "1");
+    command.env(crate::worker::NATIVE, "1");
     let nice = limits.nice();
     // SAFETY: between fork and exec only async-signal-safe calls are made.
     unsafe {
@@ -257,8 +295,8 @@ pub fn start(
                     return Err(std::io::Error::last_os_error());
                 }
             }
-            // A worker doesn't outlive its supervisor.
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
+            // A worker doesn't outlive its supervisor, whatever its client's kernels do about signals.
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
             Ok(())
         });
     }

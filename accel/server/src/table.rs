@@ -2,6 +2,9 @@
 //! A client's ids and what they stand for. The client chooses ids: a slot number and a generation. Every use is checked: the number is
 //! within the limit, the slot is in use, generation and kind fit. An object whose creation failed keeps its error as its answer.
 
+use crate::account::{Account, Good};
+use std::sync::Arc;
+
 /// What an id stands for.
 #[derive(Debug)]
 pub struct Entry<X> {
@@ -30,17 +33,30 @@ pub struct Table<X> {
     slots: Vec<Option<Entry<X>>>,
     limit: usize,
     live: usize,
+    /// Where it is one of several that have the limit together.
+    account: Option<Arc<Account>>,
 }
 
 impl<X> Table<X> {
     /// An empty table for at most `limit` objects.
     pub fn new(limit: usize) -> Self {
-        Table { slots: Vec::new(), limit, live: 0 }
+        Table { slots: Vec::new(), limit, live: 0, account: None }
+    }
+
+    /// The same, where all who share the account may have `limit` objects together.
+    pub fn shared(limit: usize, account: Option<Arc<Account>>) -> Self {
+        Table { account, ..Table::new(limit) }
     }
 
     /// Objects that live.
     pub fn live(&self) -> usize {
         self.live
+    }
+
+    fn give_back(&self, n: u64) {
+        if let Some(account) = &self.account {
+            account.give_back(Good::Objects, n);
+        }
     }
 
     fn entry(&self, kind: u32, id: u64) -> Result<&Entry<X>, Fault> {
@@ -84,6 +100,9 @@ impl<X> Table<X> {
     /// Gives an id to a native handle, or to a creation that failed.
     pub fn put(&mut self, kind: u32, id: u64, native: Result<usize, i32>, extra: X) -> Result<(), Fault> {
         self.vacant(id)?;
+        if let Some(account) = &self.account {
+            account.charge(Good::Objects, 1, self.limit as u64).map_err(|_| Fault::TooMany)?;
+        }
         let index = id as u32 as usize;
         if index >= self.slots.len() {
             self.slots.resize_with(index + 1, || None);
@@ -98,11 +117,13 @@ impl<X> Table<X> {
         self.entry(kind, id)?;
         let entry = self.slots[id as u32 as usize].take().ok_or(Fault::Invalid)?;
         self.live -= 1;
+        self.give_back(1);
         Ok((entry.native.ok(), entry.extra))
     }
 
     /// Takes everything out: kind, native handle, and what was kept; last created first within a kind.
     pub fn drain(&mut self) -> Vec<(u32, usize, X)> {
+        self.give_back(self.live as u64);
         self.live = 0;
         let slots = std::mem::take(&mut self.slots);
         slots.into_iter().rev().flatten().filter_map(|e| Some((e.kind, e.native.ok()?, e.extra))).collect()
@@ -134,6 +155,21 @@ mod tests {
         assert_eq!(t.take(1, 1), Ok((Some(1), ())));
         assert_eq!(t.take(1, 1), Err(Fault::Invalid));
         assert_eq!(t.live(), 0);
+    }
+
+    #[test]
+    fn tables_with_one_account_have_their_objects_together() {
+        let (account, file) = Account::new().expect("a page");
+        let other = Account::of(&file, 1).expect("the same page");
+        let [mut a, mut b] = [account, other].map(|account| Table::shared(3, Some(Arc::new(account))));
+        a.put(1, 1, Ok(1), ()).expect("vacant");
+        a.put(1, 2, Ok(2), ()).expect("vacant");
+        b.put(1, 1, Ok(3), ()).expect("vacant");
+        assert_eq!(b.put(1, 2, Ok(4), ()), Err(Fault::TooMany));
+        a.take(1, 1).expect("there");
+        b.put(1, 2, Ok(4), ()).expect("one has gone");
+        b.drain();
+        a.put(1, 1, Ok(1), ()).expect("two have gone");
     }
 
     #[test]

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A VM's own zone: made here, with a doorbell for the VM and one for this server. Its CALLS area has channels that the VM's processes
-//! take; each that is taken gets a worker. One thread per VM looks after all of that and carries no data: it starts and
-//! ends workers, and passes on which channel was rung when the VM rang.
+//! VMs: each has a zone of its own, whose CALLS area has channels that the VM's processes take; each that is taken gets a worker. One
+//! thread per VM looks after that and carries no data: it starts and ends workers, and passes on which channel was rung when the VM rang.
+//!
+//! The zone and its doorbells are kept by this server (`--vm`), or by another process that outlives it (`tombolo up`): then a server that
+//! is started again takes the area over, and serves whichever process comes next.
 
+use crate::account::Account;
 use crate::limits::Limits;
 use crate::supervisor::{self, Place};
 use crate::tenants::Tenants;
 use anyhow::{Context, bail};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
@@ -17,12 +21,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use tombolo_calls::hello::Geometry;
-use tombolo_calls::zone::{Area, State};
-use tombolo_zone::doorbell::{Bell, DoorbellServer, Event};
+use tombolo_calls::zone::{Area, RING, State};
+use tombolo_zone::doorbell::{Bell, DoorbellServer};
 use tombolo_zone::{AreaConfig, AreaType, Backing, MemberId, Membership, Rights, Role, Zone, ZoneConfig};
 
-/// Data bytes of each ring of a channel.
-const RING: u64 = 256 << 10;
+/// The server's name among the members; no VM can have it.
+const MEMBER: &str = "accel.server";
 
 /// A VM to serve.
 pub struct Config {
@@ -30,15 +34,47 @@ pub struct Config {
     pub folder: PathBuf,
     /// Processes of the VM at once.
     pub channels: u32,
-    /// Limits of each one; its window is a part of the zone.
+    /// Limits: memory and objects of all of them together, the others of each; the window is a part of the zone.
     pub limits: Limits,
 }
 
+/// A VM to serve through a zone that another process keeps, as that process says it. What is missing is as the server's options say.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Guest {
+    /// The VM's name.
+    pub vm: String,
+    /// The zone's memory.
+    pub zone: PathBuf,
+    /// Processes of the VM at once.
+    pub channels: u32,
+    /// Bytes of each one's window.
+    pub window: u64,
+    /// Bytes of device memory, of all together.
+    pub memory: Option<u64>,
+    /// Objects, of all together.
+    pub objects: Option<u32>,
+    /// Requests of each a second; 0: no limit.
+    pub rate: Option<u32>,
+    /// Share of time of each, 1 to 100.
+    pub weight: Option<u32>,
+}
+
+impl Guest {
+    /// Its limits, where `others` are those of whom nothing is said.
+    pub fn limits(&self, others: &Limits) -> Limits {
+        Limits {
+            memory: self.memory.unwrap_or(others.memory),
+            objects: self.objects.unwrap_or(others.objects),
+            rate: self.rate.unwrap_or(others.rate),
+            window: self.window,
+            weight: self.weight.unwrap_or(others.weight),
+        }
+    }
+}
+
 enum Message {
-    /// The VM rang.
-    Rung,
-    /// Its doorbell came or went.
-    Doorbell(Event),
+    /// The VM rang, or came or went.
+    Look,
     /// A channel's worker ended.
     Ended(u32),
 }
@@ -49,26 +85,30 @@ struct Worker {
     bell: File,
 }
 
+/// What a server does for a zone that it keeps itself.
+struct Keeper {
+    /// The VM.
+    member: MemberId,
+    _doorbells: DoorbellServer,
+}
+
 /// A VM that is served.
 pub struct Vm {
+    name: String,
     zone: Arc<Zone>,
+    keeper: Option<Keeper>,
     area: Area,
-    member: MemberId,
+    /// What its processes use together: memory and objects are limited by VM.
+    account: Account,
+    account_file: File,
+    /// The VM's doorbell: only it and this server have one in its zone.
     peer: Option<u16>,
     limits: Limits,
-    doorbells: DoorbellServer,
     workers: BTreeMap<u32, Worker>,
     messages: Receiver<Message>,
     sender: Sender<Message>,
-    _bell: Bell,
+    bell: Bell,
     own: Membership,
-}
-
-fn size(config: &Config) -> (u64, Geometry) {
-    let geometry = Geometry { ring: RING, window: config.limits.window };
-    let area = Area::bytes(config.channels, geometry).next_multiple_of(2 << 20);
-    // The header and the member table come first.
-    ((area + (2 << 20)).max(8 << 20), geometry)
 }
 
 /// The zone of a former server, whose VM must be started anew with it.
@@ -83,8 +123,8 @@ fn remove_old(path: &Path) -> anyhow::Result<()> {
 }
 
 impl Vm {
-    /// Makes the zone and its doorbells.
-    pub fn new(config: &Config) -> anyhow::Result<Vm> {
+    /// Makes a zone and its doorbells, and keeps them.
+    pub fn keep(config: &Config) -> anyhow::Result<Vm> {
         let folder = &config.folder;
         let Some(name) = folder.file_name().and_then(|n| n.to_str()).filter(|n| n.len() < 32) else {
             bail!("{}: the folder's name names the zone: less than 32 bytes", folder.display());
@@ -92,64 +132,100 @@ impl Vm {
         std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
         let path = folder.join("zone");
         remove_old(&path)?;
-        let (size, geometry) = size(config);
+        let size = Area::zone_bytes(config.channels, config.limits.window);
         let calls = AreaConfig { kind: AreaType::Calls, name: "calls".into(), size: None };
         let made = ZoneConfig::new(name, size).backing(Backing::File(path.clone())).areas(vec![calls]);
         let zone = Arc::new(Zone::create(&made)?);
-        let own = zone.join(zone.invite("accel", Role::Host, Rights::READ_WRITE)?)?;
         let member = zone.invite(name, Role::Vm, Rights::READ_WRITE)?;
-        let (doorbells, events) = DoorbellServer::start(zone.clone())?;
+        // Nobody listens to the events: the server's own doorbell tells when the VM comes and goes.
+        let (doorbells, _) = DoorbellServer::start(zone.clone())?;
         doorbells.listen(member, folder.join("bell"))?;
-        let (sender, messages) = channel();
-        let rung = sender.clone();
-        // The receiver lives as long as the server.
-        let bell = doorbells.bell(own.id(), move || drop(rung.send(Message::Rung)))?;
-        let forward = sender.clone();
-        std::thread::Builder::new()
-            .name("doorbell-events".into())
-            .spawn(move || events.into_iter().all(|e| forward.send(Message::Doorbell(e)).is_ok()))?;
-        let place = zone.area(AreaType::Calls, None)?;
-        let memory = File::options().read(true).write(true).open(&path)?;
-        let area = Area::make(memory, place.offset, place.len, config.channels, geometry, bell.peer())?;
+        let keeper = Keeper { member, _doorbells: doorbells };
+        let vm = Vm::enter(name, zone, Some(keeper), config.channels, config.limits.clone())?;
         eprintln!(
             "tombolo accel: VM {name}: -object memory-backend-file,id=calls,mem-path={zone},size={size},share=on -device virtio-pmem-pci,memdev=calls \
              -chardev socket,id=calls,path={bell} -device ivshmem-doorbell,chardev=calls,vectors=1",
             zone = path.display(),
             bell = folder.join("bell").display(),
         );
-        let workers = BTreeMap::new();
-        let limits = config.limits.clone();
+        Ok(vm)
+    }
+
+    /// Enters a zone that another process keeps, and takes its area over where another server had it.
+    pub fn join(guest: &Guest, others: &Limits) -> anyhow::Result<Vm> {
+        let zone = Arc::new(Zone::open(&guest.zone, true)?);
+        Vm::enter(&guest.vm, zone, None, guest.channels, guest.limits(others))
+    }
+
+    fn enter(
+        name: &str,
+        zone: Arc<Zone>,
+        keeper: Option<Keeper>,
+        channels: u32,
+        limits: Limits,
+    ) -> anyhow::Result<Vm> {
+        let own = zone.join(zone.invite(MEMBER, Role::Host, Rights::READ_WRITE)?)?;
+        let (sender, messages) = channel();
+        let rung = sender.clone();
+        // The receiver lives as long as the server.
+        let look = move || drop(rung.send(Message::Look));
+        let bell =
+            Bell::enter_and_watch(&zone, own.id(), look)?.context("nobody serves its zone's doorbells")?;
+        let place = zone.area(AreaType::Calls, None)?;
+        let memory = File::from(zone.as_fd().try_clone_to_owned()?);
+        let geometry = Geometry { ring: RING, window: limits.window };
+        let area = Area::make(memory, place.offset, place.len, channels, geometry, bell.peer())?;
+        let (account, account_file) = Account::new().context("its account")?;
         Ok(Vm {
+            name: name.to_owned(),
+            account,
+            account_file,
             zone,
+            keeper,
             area,
-            member,
             peer: None,
             limits,
-            doorbells,
-            workers,
+            workers: BTreeMap::new(),
             messages,
             sender,
-            _bell: bell,
+            bell,
             own,
         })
+    }
+
+    /// Who it is.
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// Serves the VM for ever.
     pub fn serve(mut self, tenants: &Arc<Tenants>) {
         while let Ok(message) = self.messages.recv() {
             match message {
-                Message::Rung => self.look(tenants),
-                Message::Doorbell(Event::Joined { member, peer }) if member == self.member => {
-                    self.peer = Some(peer);
-                    tenants.vm_came();
+                Message::Look => {
+                    self.meet(tenants);
+                    self.look(tenants);
                 }
-                Message::Doorbell(Event::Left { member, .. }) if member == self.member => {
-                    self.vm_is_gone();
-                    tenants.vm_went();
-                }
-                Message::Doorbell(_) => {}
                 Message::Ended(channel) => self.ended(channel),
             }
+        }
+    }
+
+    /// Finds out whether the VM came, went, or was started again.
+    fn meet(&mut self, tenants: &Arc<Tenants>) {
+        let now = self.bell.peers().first().copied();
+        let before = std::mem::replace(&mut self.peer, now);
+        if now == before {
+            return;
+        }
+        if before.is_some() {
+            self.vm_is_gone(now.is_none());
+            tenants.vm_went();
+        }
+        if let Some(peer) = now {
+            tenants.vm_came();
+            // Its processes may have slept since before this server took the area over.
+            self.ring(peer);
         }
     }
 
@@ -172,15 +248,18 @@ impl Vm {
     }
 
     fn start(&mut self, channel: u32, tenants: &Arc<Tenants>) {
+        if !self.area.serve(channel) {
+            // It left again, and its ring says so.
+            return;
+        }
         match self.try_start(channel, tenants) {
             Ok(worker) => {
-                // What the client wrote before is in its ring; it may also have left again, which the next ring tells.
-                self.area.serve(channel);
+                // What the client wrote before is in its ring.
                 worker.ring();
                 self.workers.insert(channel, worker);
             }
             Err(e) => {
-                eprintln!("tombolo accel: no worker for channel {channel} of {}: {e:#}", self.zone.name());
+                eprintln!("tombolo accel: no worker for channel {channel} of {}: {e:#}", self.name);
                 self.lose(channel);
             }
         }
@@ -188,22 +267,24 @@ impl Vm {
 
     fn try_start(&self, channel: u32, tenants: &Arc<Tenants>) -> anyhow::Result<Worker> {
         let peer = self.peer.context("the VM has no doorbell")?;
-        let doorbell = self.doorbells.descriptor(peer)?.context("the VM's doorbell is gone")?;
+        let doorbell = self.bell.descriptor(peer)?.context("the VM's doorbell is gone")?;
         let (socket, theirs) = UnixStream::pair()?;
         let bell = eventfd()?;
         let Geometry { ring, window } = self.area.geometry();
-        let place = Place { at: self.area.offset(channel), ring, window };
-        let fds = [theirs.as_fd(), self.area.memory().as_fd(), bell.as_fd(), doorbell.as_fd()];
+        let place = Place { channel, at: self.area.offset(channel), ring, window };
+        let memory = self.area.memory().as_fd();
+        let fds = [theirs.as_fd(), memory, bell.as_fd(), doorbell.as_fd(), self.account_file.as_fd()];
         let sender = self.sender.clone();
         // Nobody listens when the server ends.
         let ended = move || drop(sender.send(Message::Ended(channel)));
-        let via = format!("vm:{}", self.zone.name());
+        let via = format!("vm:{}", self.name);
         supervisor::start(tenants, &via, &self.limits, &fds, Some(&place), ended)?;
         Ok(Worker { socket, bell: File::from(bell) })
     }
 
     fn ended(&mut self, channel: u32) {
         self.workers.remove(&channel);
+        self.account.clear(channel);
         if self.area.state(channel) == State::Left || self.peer.is_none() {
             self.free(channel);
         } else {
@@ -213,27 +294,37 @@ impl Vm {
 
     fn lose(&self, channel: u32) {
         self.area.lose(channel);
-        if let Some(Err(e)) = self.peer.map(|peer| self.doorbells.ring(peer)) {
-            eprintln!("tombolo accel: {}: {e}", self.zone.name());
+        if let Some(peer) = self.peer {
+            self.ring(peer);
+        }
+    }
+
+    fn ring(&self, peer: u16) {
+        if let Err(e) = self.bell.ring(peer) {
+            eprintln!("tombolo accel: {}: {e}", self.name);
         }
     }
 
     fn free(&self, channel: u32) {
         if let Err(e) = self.area.free(channel) {
-            eprintln!("tombolo accel: channel {channel} of {} can't be cleared: {e}", self.zone.name());
+            eprintln!("tombolo accel: channel {channel} of {} can't be cleared: {e}", self.name);
+        }
+        // Somebody may wait for it.
+        if let Some(peer) = self.peer {
+            self.ring(peer);
         }
     }
 
-    /// Its QEMU ended: nobody will close what its processes had open.
-    fn vm_is_gone(&mut self) {
-        self.peer = None;
-        if let Err(e) = self.zone.declare_dead(self.member) {
-            eprintln!("tombolo accel: {}: {e}", self.zone.name());
+    /// Its QEMU ended: nobody will close what its processes had open. Where the VM is back already, it says itself what it doesn't have.
+    fn vm_is_gone(&mut self, for_good: bool) {
+        let kept = self.keeper.as_ref().filter(|_| for_good);
+        if let Some(Err(e)) = kept.map(|keeper| self.zone.declare_dead(keeper.member)) {
+            eprintln!("tombolo accel: {}: {e}", self.name);
         }
         for channel in 0..self.area.channels() {
             match self.workers.get(&channel) {
                 Some(worker) => worker.end(),
-                None if self.area.state(channel) != State::Free => self.free(channel),
+                None if for_good && self.area.state(channel) != State::Free => self.free(channel),
                 None => {}
             }
         }

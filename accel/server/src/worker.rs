@@ -2,9 +2,10 @@
 //! The life of one worker: it shakes hands with its client, gives up what it doesn't need, loads the driver, and serves until the
 //! client is gone.
 
+use crate::account::Account;
 use crate::figures::Figures;
 use crate::limits::Limits;
-use crate::opencl::OpenCl;
+use crate::opencl::{Device, OpenCl};
 use crate::session::Session;
 use crate::supervisor::Place;
 use anyhow::{Context, bail};
@@ -18,8 +19,11 @@ use tombolo_calls::{Error, Link, process, stream, zone};
 
 /// The descriptor a worker finds the page of its figures at.
 pub const FIGURES_FD: i32 = 3;
-/// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell and doorbell follow.
+/// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell, doorbell and account follow.
 pub const SOCKET_FD: i32 = FIGURES_FD + 1;
+
+/// Set where devices are the native ones: an OpenCL driver of ours shows none there.
+pub const NATIVE: &str = "TOMBOLO_ACCEL_SERVER";
 
 /// Who the worker was started for.
 enum Caller {
@@ -58,11 +62,11 @@ impl Caller {
 }
 
 /// None: it left before it had said who it is.
-fn called(place: Option<Place>) -> anyhow::Result<Option<Caller>> {
+fn called(place: Option<&Place>) -> anyhow::Result<Option<Caller>> {
     // SAFETY: the supervisor put the client's socket (or one of its own) there; nobody else in this process owns it.
     let passed = |n: i32| unsafe { OwnedFd::from_raw_fd(SOCKET_FD + n) };
     let socket = passed(0);
-    if let Some(Place { at, ring, window }) = place {
+    if let Some(&Place { at, ring, window, .. }) = place {
         let geometry = Geometry { ring, window };
         let (memory, bell, doorbell) = (File::from(passed(1)), passed(2), passed(3));
         let channel = zone::Channel { memory, at, geometry, bell, doorbell, gone: socket };
@@ -93,7 +97,13 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
     // SAFETY: the supervisor put it there; nobody else in this process owns it.
     let page = File::from(unsafe { OwnedFd::from_raw_fd(FIGURES_FD) });
     let figures = Figures::of(&page).context("the page of figures")?;
-    let Some(caller) = called(place)? else { return Ok(()) };
+    let account = place.as_ref().map(|place| {
+        // SAFETY: as above; it is the last that is passed.
+        let page = File::from(unsafe { OwnedFd::from_raw_fd(SOCKET_FD + 4) });
+        Account::of(&page, place.channel)
+    });
+    let account = account.transpose().context("the VM's account")?;
+    let Some(caller) = called(place.as_ref())? else { return Ok(()) };
     let hello = caller.hello().clone();
     figures.set_name(&hello.name);
     if let Err(why) = hello.fits(wire::API, wire::IDENTITY) {
@@ -102,7 +112,7 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
     }
     let (scratch, own) = scratch()?;
     crate::sandbox::enter(&scratch).context("sandbox")?;
-    let api = match OpenCl::load(limits.clone()) {
+    let api = match OpenCl::load(limits.clone(), account) {
         Ok(api) => Arc::new(api),
         Err(e) => {
             caller.refuse(&format!("the server can't load OpenCL: {e}"))?;
@@ -125,6 +135,24 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
     // threads still inside of it would only risk a hang.
     // SAFETY: ends the process.
     unsafe { libc::_exit(0) }
+}
+
+/// The devices of this machine, as a worker has them. For a process that has one thread yet and ends soon.
+pub fn devices() -> anyhow::Result<Vec<Device>> {
+    let (scratch, own) = scratch()?;
+    // SAFETY: this process has one thread yet.
+    unsafe { std::env::set_var(NATIVE, "1") };
+    let found = OpenCl::load(Limits::default(), None).map_err(anyhow::Error::msg).map(|cl| cl.devices());
+    if own {
+        std::fs::remove_dir_all(&scratch).with_context(|| scratch.display().to_string())?;
+    }
+    let found = found?;
+    if found.is_empty() {
+        bail!(
+            "no OpenCL device on this machine; install a driver (Debian: pocl-opencl-icd for the CPU, or your device's) and look with clinfo"
+        );
+    }
+    Ok(found)
 }
 
 /// A folder of this worker's own, where the driver compiles kernels. With a cache folder given (POCL_CACHE_DIR), that is it: clients

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Reporter, Supervisor, mount_zone};
+use crate::accelerator::Accelerator;
 use crate::compose::{Backing, Project, Ready, VmSpec, ZoneUse};
 use crate::control::{Event, Peer, Stage};
 use crate::growth;
@@ -106,10 +107,13 @@ impl Supervisor {
         let opened_names: Vec<String> = opened.keys().cloned().collect();
         let joined = self.networks(&project, &missing, reporter)?;
         let joined_names: Vec<String> = joined.keys().cloned().collect();
+        let served = self.accelerators(&project, &missing, reporter)?;
+        let served_names: Vec<String> = served.keys().cloned().collect();
         {
             let mut inner = self.lock();
             inner.zones.extend(opened);
             inner.networks.extend(joined);
+            inner.accelerators.extend(served);
             inner.project = project;
         }
 
@@ -182,8 +186,9 @@ impl Supervisor {
             inner.zones.remove(&name);
         }
         let left: Vec<_> = joined_names.iter().filter_map(|name| inner.networks.remove(name)).collect();
+        let unused: Vec<_> = served_names.iter().filter_map(|name| inner.accelerators.remove(name)).collect();
         drop(inner);
-        drop(left);
+        drop((left, unused));
         if cancelled.load(Ordering::Acquire) {
             anyhow::bail!("cancelled; everything that was started has been stopped");
         }
@@ -209,6 +214,7 @@ impl Supervisor {
             accel,
             boot,
             zones: self.invite(&name, &zones)?,
+            accelerators: self.seats(&name, &spec, &zones)?,
             memory,
             nics: nics.clone(),
             dir: &self.dir,
@@ -249,11 +255,51 @@ impl Supervisor {
                 plug.set_address(&name, machine.agent())?;
             }
         }
+        let bare = self.make_devices(&machine, report)?;
         machine.set_up();
         let status = machine.status();
         let growing = status.growth.map(|g| format!(", {}", g.line())).unwrap_or_default();
-        report(Stage::Up, &format!("{:.1} s{growing}", status.uptime));
+        report(Stage::Up, &format!("{:.1} s{growing}{bare}", status.uptime));
         Ok(())
+    }
+
+    /// Makes the devices of a VM's accelerators in its guest. What is returned says what the guest lacks for using them.
+    fn make_devices(&self, machine: &Machine, report: &dyn Fn(Stage, &str)) -> anyhow::Result<String> {
+        let spec = machine.spec();
+        let mut bare = Vec::new();
+        if spec.ready == Ready::Agent {
+            for (name, accelerator) in self.accelerators_of(spec) {
+                report(Stage::Preparing, &format!("accelerator {name}"));
+                if !accelerator.set_up(machine)? {
+                    bare.push(name);
+                }
+            }
+        }
+        if bare.is_empty() {
+            return Ok(String::new());
+        }
+        Ok(format!(", no libtombolo-opencl.so in it for {}: see docs/accelerators.md", bare.join(", ")))
+    }
+
+    fn accelerators_of(&self, spec: &VmSpec) -> Vec<(String, Arc<Accelerator>)> {
+        let inner = self.lock();
+        let names = spec.accelerators.0.keys();
+        names.filter_map(|name| Some((name.clone(), inner.accelerators.get(name)?.clone()))).collect()
+    }
+
+    /// Invitations to the zones of a VM's accelerators; `zones` are those that it has been invited to.
+    fn seats(
+        &self,
+        vm: &str,
+        spec: &VmSpec,
+        zones: &BTreeMap<String, ZoneUse>,
+    ) -> anyhow::Result<Vec<(String, Invitation)>> {
+        let invite = |(name, accelerator): (String, Arc<Accelerator>)| {
+            Some(accelerator.invite(vm).transpose()?.map(|invitation| (name, invitation)))
+        };
+        let seats: anyhow::Result<Vec<_>> =
+            self.accelerators_of(spec).into_iter().filter_map(invite).collect();
+        seats.inspect_err(|_| self.leave_zones(vm, zones.keys()))
     }
 
     /// A guest that reboots ends its QEMU, since a member's memory and doorbell must not outlast its epoch; here it gets a new one, as what
@@ -323,6 +369,38 @@ impl Supervisor {
         Ok(joined)
     }
 
+    /// Starts the servers that are missing for these VMs, and makes places at those that run; returns the new ones.
+    fn accelerators(
+        &self,
+        project: &Project,
+        missing: &[(String, VmSpec, Option<guestkit::Boot>)],
+        reporter: &Reporter,
+    ) -> anyhow::Result<BTreeMap<String, Arc<Accelerator>>> {
+        let mut served = BTreeMap::new();
+        for name in project.compose.accel.keys() {
+            if !missing.iter().any(|(_, vm, _)| vm.accelerators.0.contains_key(name)) {
+                continue;
+            }
+            let running = self.lock().accelerators.get(name).cloned();
+            match running {
+                None => {
+                    let accelerator = Accelerator::start(name, project, self.dir.path())?;
+                    served.insert(name.clone(), Arc::new(accelerator));
+                }
+                Some(accelerator) => {
+                    if accelerator.differs(project) {
+                        let text = format!(
+                            "the accelerator '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
+                        );
+                        reporter.send(&Event::Note { text });
+                    }
+                    accelerator.extend(project)?;
+                }
+            }
+        }
+        Ok(served)
+    }
+
     fn plugs(&self, vm: &str, spec: &VmSpec) -> Vec<Plug> {
         let inner = self.lock();
         let networks = spec.networks.0.keys().filter_map(|name| inner.networks.get(name));
@@ -361,7 +439,7 @@ impl Supervisor {
         let insists = missing.iter().any(|(_, spec, _)| spec.accel == AccelChoice::Kvm);
         let limit = if insists { kvm::INSISTING } else { kvm::LIMIT };
         for (name, spec, boot) in missing {
-            let choice = match std::env::var("TOMBOLO_ACCEL").ok().as_deref() {
+            let choice = match std::env::var("TOMBOLO_VM_ACCEL").ok().as_deref() {
                 Some("tcg") if spec.accel == AccelChoice::Auto => AccelChoice::Tcg,
                 _ => spec.accel,
             };
@@ -388,7 +466,7 @@ impl Supervisor {
             reporter.send(&Event::Note { text: text.clone() });
             self.lock().accel = text;
         } else if !missing.is_empty() {
-            self.lock().accel = "TCG: the compose file or TOMBOLO_ACCEL says so".into();
+            self.lock().accel = "TCG: the compose file or TOMBOLO_VM_ACCEL says so".into();
         }
         Ok(chosen)
     }

@@ -22,6 +22,15 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 
 type Peers = Arc<Mutex<BTreeMap<u16, OwnedFd>>>;
 
+/// What a bell's thread hears.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Heard {
+    /// One or more rings.
+    Rung,
+    /// A peer came or went.
+    Peers,
+}
+
 /// A connected doorbell. A thread of its own learns of peers and calls `on_ring`; dropping it disconnects.
 pub struct Bell {
     peer: u16,
@@ -47,14 +56,30 @@ impl Bell {
         member: MemberId,
         on_ring: impl FnMut() + Send + 'static,
     ) -> Result<Option<Bell>> {
-        match entrance::enter(zone.uuid(), member)? {
-            Some(stream) => Self::over(stream, on_ring).map(Some),
-            None => Ok(None),
-        }
+        let stream = entrance::enter(zone.uuid(), member)?;
+        stream.map(|stream| Self::over(stream, on_ring)).transpose()
+    }
+
+    /// As [`Bell::enter`]; `look` is called after rings and also when a peer came or went, which [`Bell::peers`] says already.
+    pub fn enter_and_watch(
+        zone: &Zone,
+        member: MemberId,
+        mut look: impl FnMut() + Send + 'static,
+    ) -> Result<Option<Bell>> {
+        let stream = entrance::enter(zone.uuid(), member)?;
+        stream.map(|stream| Self::hearing(stream, move |_| look())).transpose()
     }
 
     /// The same over a connection that exists.
-    pub fn over(stream: UnixStream, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
+    pub fn over(stream: UnixStream, mut on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
+        Self::hearing(stream, move |heard| {
+            if heard == Heard::Rung {
+                on_ring();
+            }
+        })
+    }
+
+    fn hearing(stream: UnixStream, hear: impl FnMut(Heard) + Send + 'static) -> Result<Bell> {
         let failed = |e| Error::io("doorbell handshake", e);
         stream.set_read_timeout(Some(HANDSHAKE)).map_err(failed)?;
         let (version, _) = next(&stream)?;
@@ -85,7 +110,7 @@ impl Bell {
         let (thread_peers, thread_stop) = (Arc::clone(&peers), Arc::clone(&stop));
         let thread = std::thread::Builder::new()
             .name("doorbell".to_owned())
-            .spawn(move || attend(&stream, &own_bell, &thread_stop, &thread_peers, on_ring))
+            .spawn(move || attend(&stream, &own_bell, &thread_stop, &thread_peers, hear))
             .map_err(|e| Error::io("starting a doorbell's thread", e))?;
         Ok(Bell { peer, zone, peers, stop, thread: Some(thread) })
     }
@@ -106,6 +131,13 @@ impl Bell {
             Some(bell) => wire::ring(bell.as_fd()).map(|()| true),
             None => Ok(false),
         }
+    }
+
+    /// A peer's doorbell for another process to ring, which can do nothing else with it than ring; `None`: there is no such peer.
+    pub fn descriptor(&self, peer: u16) -> Result<Option<OwnedFd>> {
+        let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        let copy = peers.get(&peer).map(AsFd::as_fd).map(|bell| bell.try_clone_to_owned()).transpose();
+        copy.map_err(|e| Error::io("copying a doorbell's descriptor", e))
     }
 
     /// The peers known now, without itself.
@@ -181,9 +213,9 @@ fn update(peers: &mut BTreeMap<u16, OwnedFd>, id: i64, bell: Option<OwnedFd>) ->
     Ok(())
 }
 
-fn attend(stream: &UnixStream, own: &OwnedFd, stop: &OwnedFd, peers: &Peers, mut on_ring: impl FnMut()) {
+fn attend(stream: &UnixStream, own: &OwnedFd, stop: &OwnedFd, peers: &Peers, mut hear: impl FnMut(Heard)) {
     let mut connected = true;
-    on_ring();
+    hear(Heard::Rung);
     loop {
         let mut fds = vec![stop.as_fd(), own.as_fd()];
         if connected {
@@ -200,10 +232,11 @@ fn attend(stream: &UnixStream, own: &OwnedFd, stop: &OwnedFd, peers: &Peers, mut
             return;
         }
         if ready[1] && wire::take_rings(own.as_fd()) {
-            on_ring();
+            hear(Heard::Rung);
         }
         if connected && ready[2] {
             connected = learn(stream, peers);
+            hear(Heard::Peers);
         }
     }
 }

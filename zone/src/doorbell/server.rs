@@ -135,13 +135,6 @@ impl DoorbellServer {
         }
     }
 
-    /// A peer's doorbell for another process to ring, which can do nothing else with it than ring; None: there is no such peer.
-    pub fn descriptor(&self, peer: u16) -> Result<Option<OwnedFd>> {
-        let bell = lock(&self.bells).get(&peer).and_then(|vectors| vectors.first().cloned());
-        let copy = bell.map(|b| b.as_fd().try_clone_to_owned()).transpose();
-        copy.map_err(|e| Error::io("copying a doorbell's descriptor", e))
-    }
-
     fn command(&self, command: Command) -> Result<()> {
         let gone = || Error::io("telling the doorbell server", io::Error::from(io::ErrorKind::BrokenPipe));
         self.commands.send(command).map_err(|_| gone())?;

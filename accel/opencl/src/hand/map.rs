@@ -8,6 +8,7 @@ use crate::rt::{self, Handle, Id, New, Obj, code};
 use crate::state::{As, Map, Mem, Region};
 use crate::sure;
 use std::ffi::c_void;
+use tombolo_accel_client::staging::Place;
 use tombolo_accel_spec::opencl::{self as wire, kind};
 
 const READ: u64 = 1;
@@ -42,7 +43,7 @@ fn target(queue: Obj, own: Option<Host>, len: u64) -> Result<(Target, usize), i3
     match own {
         Some(host) => Ok((Target::Program(host), host.pointer)),
         None => {
-            let at = staging(queue, len).map_err(|_| code::MAP_FAILURE)?;
+            let at = staging(queue, len, Place::Aligned(1)).map_err(|_| code::MAP_FAILURE)?;
             let window = &rt::connection()?.window;
             let pointer = window.at(at, len).map_err(|_| code::MAP_FAILURE)? as usize;
             Ok((Target::Staging(at, len), pointer))

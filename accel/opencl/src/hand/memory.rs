@@ -12,6 +12,7 @@ use crate::state::{As, Body, Destructor, Mem};
 use std::ffi::c_void;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use tombolo_accel_client::staging::Place;
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::Decoder;
 
@@ -80,7 +81,7 @@ fn named(new: &rt::New) {
 fn stage(host: &Host) -> Result<(u64, u64), i32> {
     let connection = rt::connection()?;
     let len = host.len();
-    let at = rt::lost(connection.take_staging(len, 1))?.ok_or(code::ALLOCATION)?;
+    let at = rt::lost(connection.take_staging(len, Place::Beside(host.pointer)))?.ok_or(code::ALLOCATION)?;
     let to = connection.window.at(at, len).map_err(|_| code::ALLOCATION)?;
     // SAFETY: the program's memory is as large as the API says; the range of the window is ours.
     unsafe { host.gather(to) };
@@ -116,7 +117,7 @@ fn create_buffer(
     let (mut home, mut data, mut ticket) = (0, 0, 0);
     if valid && flags & ALLOC_HOST_PTR != 0 && connection.shares_window {
         let len = size as u64;
-        if let Some(at) = rt::lost(connection.take_staging(len, 4096))? {
+        if let Some(at) = rt::lost(connection.take_staging(len, Place::Aligned(4096)))? {
             let to = connection.window.at(at, len).map_err(|_| code::ALLOCATION)?;
             // SAFETY: the range of the window is ours; the program's pointer has size bytes if it asked to copy them.
             unsafe {

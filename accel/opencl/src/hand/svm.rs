@@ -8,6 +8,7 @@ use crate::rt::{self, ARENA, Handle, Id, Obj, code};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::Mutex;
+use tombolo_accel_client::staging::Place;
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::Decoder;
 
@@ -62,7 +63,7 @@ fn alloc(context: Handle, flags: u64, size: usize, alignment: u32) -> Result<*mu
         return Err(code::VALUE);
     }
     let len = (size as u64).checked_next_multiple_of(PAGE).ok_or(code::VALUE)?;
-    let data = rt::lost(connection.take_staging(len, PAGE))?.ok_or(code::ALLOCATION)?;
+    let data = rt::lost(connection.take_staging(len, Place::Aligned(PAGE)))?.ok_or(code::ALLOCATION)?;
     let made = rt::call(&wire::SvmAlloc { context: context.id(), flags, size: len, alignment, data })
         .and_then(|reply| Decoder::new(&reply).u64().map_err(|_| wire::LOST))
         .and_then(|address| {

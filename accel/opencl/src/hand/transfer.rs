@@ -10,14 +10,18 @@ use crate::rt::{self, Handle, Id, New, Obj, code};
 use crate::state::{As, Body};
 use crate::sure;
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::ffi::c_void;
-use tombolo_accel_client::connection::Connection;
+use tombolo_accel_client::connection::{Awaited, Connection, Redeem};
+use tombolo_accel_client::staging::Place;
 use tombolo_accel_spec::opencl::{self as wire, kind};
 
 /// A write of at most this many bytes travels in its record.
 const INLINE: u64 = 16 << 10;
 /// Length of a piece of a long transfer.
-const PIECE: u64 = 512 << 10;
+const PIECE: u64 = 2 << 20;
+/// Pieces of one transfer that are under way.
+const UNDER_WAY: usize = 3;
 const OUT_OF_ORDER: u64 = 1;
 
 /// A region of a program's memory: rows of rows.
@@ -97,13 +101,13 @@ impl Host {
 }
 
 /// Takes staging memory; when transfers under way hold too much of it, waits for the queue once.
-pub(crate) fn staging(queue: Obj, len: u64) -> Result<u64, i32> {
+pub(crate) fn staging(queue: Obj, len: u64, place: Place) -> Result<u64, i32> {
     let connection = rt::connection()?;
-    if let Some(at) = rt::lost(connection.take_staging(len, 1))? {
+    if let Some(at) = rt::lost(connection.take_staging(len, place))? {
         return Ok(at);
     }
     rt::call(&wire::Finish { queue: queue.id() })?;
-    rt::lost(connection.take_staging(len, 1))?.ok_or(code::ALLOCATION)
+    rt::lost(connection.take_staging(len, place))?.ok_or(code::ALLOCATION)
 }
 
 /// Where a transfer's bytes are in the window.
@@ -125,9 +129,15 @@ pub(crate) fn read_slot(queue: Obj, host: Host) -> Result<Slot, i32> {
         let ticket = if connection.shares_window { 0 } else { connection.ticket(Box::new(|_, _| ())) };
         return Ok(Slot { data, ticket });
     }
+    let (data, redeem) = staged_read(queue, host)?;
+    Ok(Slot { data, ticket: connection.ticket(redeem) })
+}
+
+/// Staging that a read fills, and what is done when it is full.
+fn staged_read(queue: Obj, host: Host) -> Result<(u64, Redeem), i32> {
     let len = host.len();
-    let data = staging(queue, len)?;
-    let ticket = connection.ticket(Box::new(move |c, status| {
+    let data = staging(queue, len, Place::Beside(host.pointer))?;
+    let redeem = Box::new(move |c: &Connection, status| {
         if status >= 0 {
             if let Ok(from) = c.window.at(data, len) {
                 // SAFETY: the program keeps its memory until the command is complete, which is what the ticket says.
@@ -135,8 +145,8 @@ pub(crate) fn read_slot(queue: Obj, host: Host) -> Result<Slot, i32> {
             }
         }
         c.give_staging(data, len);
-    }));
-    Ok(Slot { data, ticket })
+    });
+    Ok((data, redeem))
 }
 
 /// A range of the window with a program's bytes, and the ticket that frees it.
@@ -147,15 +157,57 @@ pub(crate) fn write_slot(queue: Obj, host: &Host) -> Result<Slot, i32> {
         rt::lost(connection.push_window(data, len))?;
         return Ok(Slot { data, ticket: 0 });
     }
-    let data = staging(queue, len)?;
+    let (data, redeem) = staged_write(queue, host)?;
+    Ok(Slot { data, ticket: connection.ticket(redeem) })
+}
+
+/// Staging with a program's bytes, and what is done when they have been read.
+fn staged_write(queue: Obj, host: &Host) -> Result<(u64, Redeem), i32> {
+    let connection = rt::connection()?;
+    let len = host.len();
+    let data = staging(queue, len, Place::Beside(host.pointer))?;
     let to = connection.window.at(data, len).map_err(|_| code::ALLOCATION)?;
     // SAFETY: the program's region is readable, as the API says; the range is ours.
     unsafe { host.gather(to) };
     rt::lost(connection.push_window(data, len))?;
-    Ok(Slot { data, ticket: connection.ticket(Box::new(move |c, _| c.give_staging(data, len))) })
+    Ok((data, Box::new(move |c: &Connection, _| c.give_staging(data, len))))
 }
 
-/// Sends a transfer. When the call fails, the server redeems no ticket.
+/// The pieces of a long transfer. Of one that blocks only a few are under way, so that their staging stays in the processors' caches; the
+/// program waits anyway. One that doesn't block never waits for the device.
+struct Flow {
+    blocking: bool,
+    under_way: VecDeque<Awaited>,
+}
+
+impl Flow {
+    fn new(blocking: bool) -> Flow {
+        Flow { blocking, under_way: VecDeque::new() }
+    }
+
+    /// Waits until another piece may be staged.
+    fn next(&mut self) -> Result<(), i32> {
+        if self.under_way.len() == UNDER_WAY {
+            if let Some(first) = self.under_way.pop_front() {
+                rt::lost(rt::connection()?.redeemed(&first))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The staging of a piece becomes its slot.
+    fn slot(&mut self, (data, redeem): (u64, Redeem)) -> Result<Slot, i32> {
+        let connection = rt::connection()?;
+        if !self.blocking {
+            return Ok(Slot { data, ticket: connection.ticket(redeem) });
+        }
+        let (ticket, awaited) = connection.awaited(redeem);
+        self.under_way.push_back(awaited);
+        Ok(Slot { data, ticket })
+    }
+}
+
+/// Sends a transfer. The server redeems its ticket also where it refuses it.
 fn transfer<'a, R: tombolo_accel_spec::wire::Record<'a>>(record: &R, post: bool) -> Result<(), i32> {
     if post { rt::lost(rt::connection()?.post(record)) } else { rt::call(record).map(|_| ()) }
 }
@@ -170,6 +222,11 @@ unsafe fn finish(new: New, event: *mut Handle) {
         // SAFETY: as the API says.
         unsafe { rt::write(event, new.publish()) };
     }
+}
+
+/// Whether a range needs no staging.
+fn in_window(pointer: usize, len: u64) -> Result<bool, i32> {
+    Ok(pinned(rt::connection()?, &Host::flat(pointer, len)).is_some())
 }
 
 /// Pieces of a transfer: offset and length.
@@ -201,12 +258,16 @@ pub unsafe extern "C" fn clEnqueueReadBuffer(
         let waits = unsafe { rt::waits(n, list)? };
         let sure = sure::host_range(queue, buffer, offset as u64, size as u64, &waits);
         let new = rt::new_event(queue, !event.is_null(), 0x11f3)?;
-        let cut = sure && in_order(queue);
+        let cut = sure && in_order(queue) && !in_window(ptr as usize, size as u64)?;
         let last = pieces(size as u64, cut).last();
+        let mut flow = Flow::new(blocking != 0);
         for piece @ (at, len) in pieces(size as u64, cut) {
             let is_last = Some(piece) == last;
-            let slot = if sure {
-                read_slot(queue, Host::flat(ptr as usize + at as usize, len))?
+            let slot = if cut {
+                flow.next()?;
+                flow.slot(staged_read(queue, Host::flat(ptr as usize + at as usize, len))?)?
+            } else if sure {
+                read_slot(queue, Host::flat(ptr as usize, len))?
             } else {
                 // The driver will probably refuse it; nothing is staged before it was asked.
                 probe(queue, buffer, offset, size)?;
@@ -248,7 +309,7 @@ fn probe(queue: Obj, buffer: Obj, offset: usize, size: usize) -> Result<(), i32>
 pub unsafe extern "C" fn clEnqueueWriteBuffer(
     queue: Handle,
     buffer: Handle,
-    _blocking: u32,
+    blocking: u32,
     offset: usize,
     size: usize,
     ptr: *const c_void,
@@ -269,8 +330,9 @@ pub unsafe extern "C" fn clEnqueueWriteBuffer(
             probe(queue, buffer, offset, size)?;
         }
         let new = rt::new_event(queue, !event.is_null(), 0x11f4)?;
-        let cut = sure && in_order(queue);
+        let cut = sure && in_order(queue) && !in_window(ptr as usize, size as u64)?;
         let last = pieces(size as u64, cut).last();
+        let mut flow = Flow::new(blocking != 0);
         for piece @ (at, len) in pieces(size as u64, cut) {
             let is_last = Some(piece) == last;
             let host = Host::flat(ptr as usize + at as usize, len);
@@ -281,7 +343,14 @@ pub unsafe extern "C" fn clEnqueueWriteBuffer(
             } else {
                 &[]
             };
-            let slot = if small { Slot { data: 0, ticket: 0 } } else { write_slot(queue, &host)? };
+            let slot = if small {
+                Slot { data: 0, ticket: 0 }
+            } else if cut {
+                flow.next()?;
+                flow.slot(staged_write(queue, &host)?)?
+            } else {
+                write_slot(queue, &host)?
+            };
             let record = wire::EnqueueWriteBuffer {
                 queue: queue.id(),
                 buffer: buffer.id(),

@@ -26,7 +26,7 @@ macro_rules! native {
 }
 
 /// The value of a property: status and bytes.
-fn value(ask: Query<'_>) -> (i32, Vec<u8>) {
+pub(super) fn value(ask: Query<'_>) -> (i32, Vec<u8>) {
     let mut size = 0;
     let status = ask(0, null_mut(), &mut size);
     if status != 0 || size > 1 << 20 {
@@ -38,7 +38,7 @@ fn value(ask: Query<'_>) -> (i32, Vec<u8>) {
 }
 
 /// Handles of one kind that a function lists.
-fn listed(ask: impl Fn(u32, *mut Handle, *mut u32) -> i32) -> Result<Vec<Handle>, i32> {
+pub(super) fn listed(ask: impl Fn(u32, *mut Handle, *mut u32) -> i32) -> Result<Vec<Handle>, i32> {
     let mut n = 0;
     let status = ask(0, null_mut(), &mut n);
     if status != 0 {
@@ -352,7 +352,6 @@ fn unless(cx: &Cx<'_>, new: u64, ready: Done) -> Done {
 }
 
 pub(super) fn create_buffer(cx: &mut Cx<'_>, r: &wire::CreateBuffer<'_>) -> Done {
-    cx.owed = r.ticket;
     let context = cx.get(kind::CONTEXT, r.context)?;
     let window = &cx.cl.session().window;
     let size = usize::try_from(r.size).map_err(|_| VALUE)?;
@@ -438,7 +437,6 @@ const _: () = assert!(size_of::<Desc>() == 72);
 
 pub(super) fn create_image(cx: &mut Cx<'_>, r: &wire::CreateImage<'_>) -> Done {
     const IMAGE3D: u32 = 0x10f2;
-    cx.owed = r.ticket;
     let f = native!(cx, clCreateImage);
     let context = cx.get(kind::CONTEXT, r.context)?;
     let parent = cx.maybe(kind::MEM, r.parent)?;
@@ -843,7 +841,6 @@ fn offered(cx: &Cx<'_>, at: u64, len: u64) -> Result<*mut c_void, i32> {
 }
 
 pub(super) fn enqueue_read_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueReadBuffer<'_>) -> Done {
-    cx.owed = r.ticket;
     let f = native!(cx, clEnqueueReadBuffer);
     let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
     let to = offered(cx, r.data, r.size)?;
@@ -861,7 +858,6 @@ unsafe extern "C" fn on_read(_event: Handle, _status: i32, user: *mut c_void) {
 }
 
 pub(super) fn enqueue_write_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBuffer<'_>) -> Done {
-    cx.owed = r.ticket;
     let f = native!(cx, clEnqueueWriteBuffer);
     let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
     let (offset, size) = (r.offset as usize, r.size as usize);
@@ -906,7 +902,6 @@ pub(super) fn enqueue_write_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBuffer
 }
 
 pub(super) fn enqueue_read_buffer_rect(cx: &mut Cx<'_>, r: &wire::EnqueueReadBufferRect<'_>) -> Done {
-    cx.owed = r.ticket;
     let f = native!(cx, clEnqueueReadBufferRect);
     let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
     let len = r.region.iter().try_fold(1u64, |n, v| n.checked_mul(*v)).ok_or(VALUE)?;
@@ -921,7 +916,6 @@ pub(super) fn enqueue_read_buffer_rect(cx: &mut Cx<'_>, r: &wire::EnqueueReadBuf
 }
 
 pub(super) fn enqueue_write_buffer_rect(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBufferRect<'_>) -> Done {
-    cx.owed = r.ticket;
     let f = native!(cx, clEnqueueWriteBufferRect);
     let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
     let len = r.region.iter().try_fold(1u64, |n, v| n.checked_mul(*v)).ok_or(VALUE)?;
@@ -936,7 +930,6 @@ pub(super) fn enqueue_write_buffer_rect(cx: &mut Cx<'_>, r: &wire::EnqueueWriteB
 }
 
 pub(super) fn enqueue_read_image(cx: &mut Cx<'_>, r: &wire::EnqueueReadImage<'_>) -> Done {
-    cx.owed = r.ticket;
     let f = native!(cx, clEnqueueReadImage);
     let (queue, image) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.image)?);
     let len = cx.packed(r.image, r.region)?;
@@ -949,7 +942,6 @@ pub(super) fn enqueue_read_image(cx: &mut Cx<'_>, r: &wire::EnqueueReadImage<'_>
 }
 
 pub(super) fn enqueue_write_image(cx: &mut Cx<'_>, r: &wire::EnqueueWriteImage<'_>) -> Done {
-    cx.owed = r.ticket;
     let f = native!(cx, clEnqueueWriteImage);
     let (queue, image) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.image)?);
     let len = cx.packed(r.image, r.region)?;

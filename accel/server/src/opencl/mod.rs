@@ -13,6 +13,7 @@ pub mod hand;
 pub mod svm;
 pub mod tickets;
 
+use crate::account::{Account, Good};
 use crate::limits::Limits;
 use crate::session::{Api, Call, Session};
 use crate::table::{Fault, Table};
@@ -44,6 +45,15 @@ const RESOURCES: i32 = -5;
 /// CL_INVALID_VALUE
 const VALUE: i32 = -30;
 
+/// A device, for people.
+#[derive(Debug, serde::Serialize)]
+pub struct Device {
+    /// Its platform's name.
+    pub platform: String,
+    /// Its name.
+    pub name: String,
+}
+
 /// What is kept beside a native handle.
 #[derive(Debug, Default)]
 pub struct Extra {
@@ -65,6 +75,8 @@ pub struct OpenCl {
     table: Mutex<Table<Extra>>,
     limits: Limits,
     memory: AtomicU64,
+    /// Where its limits are those of all processes of its VM together.
+    account: Option<Arc<Account>>,
     tickets: tickets::Tickets,
     session: OnceLock<Arc<Session>>,
     /// The error of a posted command, told at the next clFinish.
@@ -80,7 +92,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl OpenCl {
     /// Loads the driver. It stays until the process ends, as its threads may call back at any time.
-    pub fn load(limits: Limits) -> Result<&'static OpenCl, String> {
+    pub fn load(limits: Limits, account: Option<Account>) -> Result<&'static OpenCl, String> {
         // SAFETY: loads a library by name; the system's OpenCL loader has no constructor that depends on us.
         let library = unsafe { libc::dlopen(c"libOpenCL.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if library.is_null() {
@@ -89,28 +101,63 @@ impl OpenCl {
             );
         }
         // SAFETY: symbols of the OpenCL loader have the signatures that the declarations say.
-        Ok(unsafe { OpenCl::with(limits, |name| libc::dlsym(library, name.as_ptr())) })
+        Ok(unsafe { OpenCl::with(limits, account, |name| libc::dlsym(library, name.as_ptr())) })
     }
 
     /// OpenCL on a driver whose functions `find` tells.
     ///
     /// # Safety
     /// `find` returns null or the address of the API's function of that name.
-    pub unsafe fn with(limits: Limits, find: impl FnMut(&CStr) -> *mut c_void) -> &'static OpenCl {
+    pub unsafe fn with(
+        limits: Limits,
+        account: Option<Account>,
+        find: impl FnMut(&CStr) -> *mut c_void,
+    ) -> &'static OpenCl {
         // SAFETY: as the caller promises.
         let native = unsafe { Native::load(find) };
-        let table = Table::new(limits.objects as usize);
+        let account = account.map(Arc::new);
+        let table = Table::shared(limits.objects as usize, account.clone());
         Box::leak(Box::new(OpenCl {
             native,
             table: Mutex::new(table),
             limits,
             memory: AtomicU64::new(0),
+            account,
             tickets: tickets::Tickets::default(),
             session: OnceLock::new(),
             late: AtomicI32::new(0),
             svm: Mutex::default(),
             queues: clear::Queues::default(),
         }))
+    }
+
+    /// The native devices; none where there is no driver.
+    pub fn devices(&self) -> Vec<Device> {
+        let n = &self.native;
+        let (Some(platform_ids), Some(platform_info), Some(device_ids), Some(device_info)) =
+            (n.clGetPlatformIDs, n.clGetPlatformInfo, n.clGetDeviceIDs, n.clGetDeviceInfo)
+        else {
+            return Vec::new();
+        };
+        let text = |(_, mut bytes): (i32, Vec<u8>)| {
+            bytes.retain(|b| *b != 0);
+            String::from_utf8_lossy(&bytes).into_owned()
+        };
+        let mut devices = Vec::new();
+        // SAFETY: handles come from the driver itself; buffers are as long as said.
+        let platforms = hand::listed(|n, list, count| unsafe { platform_ids(n, list, count) });
+        for platform in platforms.unwrap_or_default() {
+            // SAFETY: as above; 0x902 is CL_PLATFORM_NAME.
+            let name = text(hand::value(&|s, v, r| unsafe { platform_info(platform, 0x902, s, v, r) }));
+            // SAFETY: as above; all kinds of devices.
+            let list = hand::listed(|n, list, c| unsafe { device_ids(platform, 0xffff_ffff, n, list, c) });
+            devices.extend(list.unwrap_or_default().into_iter().map(|device| Device {
+                platform: name.clone(),
+                // SAFETY: as above; 0x102b is CL_DEVICE_NAME.
+                name: text(hand::value(&|s, v, r| unsafe { device_info(device, 0x102b, s, v, r) })),
+            }));
+        }
+        devices
     }
 
     /// Ties it to its client.
@@ -128,19 +175,27 @@ impl OpenCl {
     fn charge(&self, bytes: u64) -> Result<(), i32> {
         let limit = self.limits.memory;
         let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= limit);
-        match self.memory.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits) {
-            Ok(_) => Ok(()),
-            Err(used) => {
-                eprintln!(
-                    "tombolo accel: a client's quota is reached: {used} of {limit} bytes of device memory are used, {bytes} more were asked for; raise --memory"
-                );
-                Err(ALLOCATION)
-            }
-        }
+        let refused = |whose: &str, used: u64| {
+            eprintln!(
+                "tombolo accel: {whose} quota is reached: {used} of {limit} bytes of device memory are used, {bytes} more were asked for; raise its limit of memory"
+            );
+            ALLOCATION
+        };
+        self.memory
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
+            .map_err(|used| refused("a client's", used))?;
+        let Some(account) = &self.account else { return Ok(()) };
+        account.charge(Good::Memory, bytes, limit).map_err(|used| {
+            self.memory.fetch_sub(bytes, Ordering::Relaxed);
+            refused("a VM's", used)
+        })
     }
 
     fn uncharge(&self, bytes: u64) {
         self.memory.fetch_sub(bytes, Ordering::Relaxed);
+        if let Some(account) = &self.account {
+            account.give_back(Good::Memory, bytes);
+        }
     }
 }
 
@@ -198,8 +253,11 @@ impl OpenCl {
     /// A posted request failed: whatever uses its object gets the code, and so does the next clFinish.
     fn posted_failed(&self, id: u32, code: i32, new: Option<(u32, u64)>) {
         let name = wire::FUNCTIONS.iter().find(|f| f.0 == id).map_or("?", |f| f.1);
-        eprintln!("tombolo accel: posted {name} failed with code {code}; the next clFinish reports it");
-        self.late.store(code, Ordering::Relaxed);
+        eprintln!(
+            "tombolo accel: posted {name} failed with code {code}; the next clFinish reports the first such code"
+        );
+        // The first one: what fails after it fails because of it.
+        let _later = self.late.compare_exchange(wire::SUCCESS, code, Ordering::Relaxed, Ordering::Relaxed);
         if let Some((kind, id)) = new {
             // An id in use stays what it is: the client broke its own object.
             let _kept = lock(&self.table).put(kind, id, Err(code), Extra::default());
@@ -251,6 +309,11 @@ pub struct Cx<'a> {
 }
 
 impl Cx<'_> {
+    /// The request has a ticket: the client waits for its redemption whatever comes of the request.
+    fn owe(&mut self, ticket: u64) {
+        self.owed = ticket;
+    }
+
     /// The native functions.
     pub fn native(&self) -> &'static Native {
         &self.cl.native
@@ -361,7 +424,9 @@ impl Cx<'_> {
 
     fn too_many(kind: u32, fault: Fault) -> i32 {
         if fault == Fault::TooMany {
-            eprintln!("tombolo accel: a client's quota is reached: no more objects; raise --objects");
+            eprintln!(
+                "tombolo accel: a client's quota is reached: no more objects; raise its limit of objects"
+            );
         }
         Self::fault(kind, fault)
     }
@@ -436,7 +501,6 @@ impl Cx<'_> {
         if ticket == 0 {
             return self.enqueue(waits, event, run);
         }
-        self.owed = ticket;
         let mut native: Handle = std::ptr::null_mut();
         self.enqueue_into(waits, event, &mut native, run)?;
         if event != 0 {

@@ -147,7 +147,6 @@ pub(super) fn set_exec_info(cx: &mut Cx<'_>, r: &wire::SetKernelExecInfo<'_>) ->
 }
 
 pub(super) fn memcpy(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemcpy<'_>) -> Done {
-    cx.owed = r.ticket;
     let f = cx.native().clEnqueueSVMMemcpy.ok_or(wire::UNSUPPORTED)?;
     let queue = cx.get(kind::QUEUE, r.queue)?;
     let window = &cx.cl.session().window;
