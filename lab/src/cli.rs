@@ -113,11 +113,11 @@ pub fn run(arguments: LabArguments, json: bool) -> Result<ExitCode> {
     match arguments.command {
         Command::Agent { port } => agent::run(port.as_deref()).map(|()| ExitCode::SUCCESS),
         Command::Up(options) => up(machine, &options, json),
-        Command::Run(options) => in_lab(machine, &options.lab, Job { options: &options, terminal: false }),
+        Command::Run(options) => in_lab(machine, &options.lab, &Job { options: &options, terminal: false }),
         Command::Shell(lab) => {
             let shell = std::env::var("SHELL").unwrap_or_else(|_| "/bin/bash".into());
             let options = RunOptions { lab: lab.clone(), out: None, env: Vec::new(), command: vec![shell] };
-            in_lab(machine, &lab, Job { options: &options, terminal: true })
+            in_lab(machine, &lab, &Job { options: &options, terminal: true })
         }
         Command::Down { name } => {
             let name = name_of(machine, name.as_deref());
@@ -238,7 +238,7 @@ fn up(machine: Machine, options: &Options, json: bool) -> Result<ExitCode> {
     let cleanup = Cleanup::install()?;
     let config = options.config(machine)?;
     let name = name_of(machine, options.name.as_deref());
-    let lab = Lab::start(&config, Some(name), &*cleanup)?;
+    let lab = cleanup.unless_ended(Lab::start(&config, Some(name), &*cleanup))?;
     cleanup.disarm();
     let started = lab.started.as_ref().context("the lab did not say what it runs on")?;
     let seconds = started.boot.as_secs_f64();
@@ -278,8 +278,12 @@ struct Job<'a> {
     terminal: bool,
 }
 
-fn in_lab(machine: Machine, options: &Options, job: Job<'_>) -> Result<ExitCode> {
+fn in_lab(machine: Machine, options: &Options, job: &Job<'_>) -> Result<ExitCode> {
     let cleanup = Cleanup::install()?;
+    cleanup.unless_ended(work_in_lab(&cleanup, machine, options, job))
+}
+
+fn work_in_lab(cleanup: &Cleanup, machine: Machine, options: &Options, job: &Job<'_>) -> Result<ExitCode> {
     let name = name_of(machine, options.name.as_deref());
     let lab = match Lab::find(name)? {
         Some(lab) => {
@@ -302,7 +306,7 @@ fn in_lab(machine: Machine, options: &Options, job: Job<'_>) -> Result<ExitCode>
             if machine == Machine::Vmx {
                 config.carried.extend(find_program(&job.options.command[0]));
             }
-            Lab::start(&config, None, &*cleanup)?
+            Lab::start(&config, None, cleanup)?
         }
     };
     let mut session = Session::open(lab.folder(), BOOT_PATIENCE)?;
@@ -377,13 +381,20 @@ impl Cleanup {
             }
             return;
         }
-        let lab = self.lab.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-        if let Some((folder, pid)) = lab {
+        // Held until the exit: the main thread sees the lab's end and must not be faster with an error of its own.
+        let mut lab = self.lab.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some((folder, pid)) = lab.take() {
             // Both fail only where there is nothing left to clean up.
             let _ = pid.map(|pid| kill_process(pid, Signal::KILL));
             let _ = std::fs::remove_dir_all(folder);
         }
         std::process::exit(128 + signal);
+    }
+
+    /// What the main thread has come to, unless a signal is ending the process.
+    fn unless_ended<T>(&self, result: T) -> T {
+        drop(self.lab.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        result
     }
 
     /// From now on the lab stays when this process ends.

@@ -27,6 +27,8 @@ use crate::signals::{ChildOf, detach};
 pub const BOOT_PATIENCE: Duration = Duration::from_secs(180);
 /// The same for Bochs, which is ten times slower.
 pub const BOCHS_PATIENCE: Duration = Duration::from_secs(600);
+/// The agent's answer at the end of a boot, at least: what is left of the boot's time may be nothing.
+const LEAST_PATIENCE: Duration = Duration::from_secs(10);
 /// What the lab's kernel says, in the lab's folder.
 pub const CONSOLE: &str = "console.log";
 
@@ -134,13 +136,14 @@ impl Lab {
             Machine::Vmx => BOCHS_PATIENCE,
         };
         let deadline = begin + patience;
+        let left = || deadline.saturating_duration_since(Instant::now()).max(LEAST_PATIENCE);
         let mut alive = || match child.try_wait()? {
             Some(status) => bail!("{emulator} ended ({status})"),
             None => Ok(()),
         };
         emulator
             .await_agent(&self.folder, &mut alive, deadline)
-            .and_then(|()| Session::open(&self.folder, deadline.saturating_duration_since(Instant::now())))
+            .and_then(|()| Session::open(&self.folder, left()))
             .map_err(|error| anyhow!("the lab did not come up: {error:#}\n{}", logs(&self.folder)))?;
         self.started = Some(Started { kernel, emulator, boot: begin.elapsed() });
         Ok(())
