@@ -25,6 +25,7 @@ use tombolo_net::uplink::{Link, Uplink};
 use tombolo_net::view::Attached;
 use tombolo_net::vring::Negotiated;
 use vhost::VhostBackend;
+use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
 
 struct Lab {
@@ -161,6 +162,33 @@ fn memory_comes_and_goes_while_frames_flow() {
         a.front().unwrap().remove_mem_region(&region).unwrap();
         exchange(&mut a, &mut b, 5, round);
     }
+}
+
+#[test]
+fn a_refusal_is_acknowledged_as_one_and_only_its_port_is_down() {
+    let lab = Lab::new(3, 1);
+    let mut rest: Vec<Nic> = (1..3).map(|n| lab.connect(n, NicConfig::default())).collect();
+    let mut a = lab.connect(0, NicConfig::default());
+    let again = VhostUserMemoryRegionInfo {
+        guest_phys_addr: a.ram.gpa(),
+        memory_size: a.ram.size(),
+        userspace_addr: a.ram.user(),
+        mmap_offset: 0,
+        mmap_handle: a.ram.file().as_raw_fd(),
+    };
+    // REPLY_ACK: the answer to a message that asked for one is not 0 (vhost-user, 'VHOST_USER_PROTOCOL_F_REPLY_ACK').
+    let refused = a.front().unwrap().add_mem_region(&again);
+    assert!(
+        matches!(
+            refused,
+            Err(vhost::Error::VhostUserProtocol(vhost::vhost_user::Error::BackendInternalError))
+        ),
+        "{refused:?}"
+    );
+    let there = frame(Rig::mac(2), Rig::mac(1), 100, 1);
+    let (b, c) = rest.split_at_mut(1);
+    wait_for("room", || b[0].send(&there).then_some(()));
+    assert_eq!(wait_for("a frame", || c[0].receive()).1, there);
 }
 
 #[test]
