@@ -12,8 +12,10 @@ use std::path::Path;
 const FILES: usize = 4096;
 const BYTES: usize = 32 << 20;
 
-/// A file: the number of the folder it was found in, its name there (`a/b.h`, `../b.h`), its text.
-pub type Files = BTreeMap<(u32, String), Vec<u8>>;
+/// A file: the number of the folder it was found in, and its name there (`a/b.h`, `../b.h`).
+pub type File = (u32, String);
+/// Files with their texts.
+pub type Files = BTreeMap<File, Vec<u8>>;
 
 /// The words of compiler options: parted by blanks, but for those quoted or behind a backslash.
 fn words(options: &str) -> Vec<String> {
@@ -83,7 +85,7 @@ fn plain(name: &str) -> Option<String> {
 pub fn gather(source: &[u8], folders: &[String]) -> Files {
     let mut files = Files::new();
     let mut bytes = 0;
-    let mut todo: Vec<(Option<(u32, String)>, Vec<u8>)> = vec![(None, source.to_vec())];
+    let mut todo: Vec<(Option<File>, Vec<u8>)> = vec![(None, source.to_vec())];
     while let Some((from, text)) = todo.pop() {
         for (name, beside) in names(&text) {
             let neighbour = from.as_ref().filter(|_| beside).map(|(folder, own)| {
