@@ -4,7 +4,6 @@
 //!
 //! Everything may be written wrongly on purpose: [`Ram`] gives raw access, and queues say where their parts are.
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -129,6 +128,25 @@ impl Ram {
         bytes
     }
 
+    /// Reads the first `N` bytes there.
+    #[must_use]
+    pub fn array<const N: usize>(&self, gpa: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        // SAFETY: at() checks the range.
+        unsafe { std::ptr::copy_nonoverlapping(self.at(gpa, N as u64), bytes.as_mut_ptr(), N) };
+        bytes
+    }
+
+    /// Reads bytes and puts them behind others.
+    pub fn append(&self, gpa: u64, len: usize, to: &mut Vec<u8>) {
+        to.reserve(len);
+        // SAFETY: at() checks the range, there is room for it, and it is written before the length says so.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.at(gpa, len as u64), to.as_mut_ptr().add(to.len()), len);
+            to.set_len(to.len() + len);
+        }
+    }
+
     /// A 16-bit word as an atomic.
     #[must_use]
     pub fn word(&self, gpa: u64) -> &AtomicU16 {
@@ -184,6 +202,28 @@ impl Default for NicConfig {
     }
 }
 
+/// Values by the id of a chain.
+struct Slots<T> {
+    slots: Vec<Option<T>>,
+    len: usize,
+}
+
+impl<T> Slots<T> {
+    fn new(size: u16) -> Self {
+        Self { slots: (0..size).map(|_| None).collect(), len: 0 }
+    }
+
+    fn put(&mut self, id: u16, value: T) {
+        self.len += usize::from(self.slots[usize::from(id)].replace(value).is_none());
+    }
+
+    fn take(&mut self, id: u16) -> Option<T> {
+        let taken = self.slots.get_mut(usize::from(id))?.take();
+        self.len -= usize::from(taken.is_some());
+        taken
+    }
+}
+
 /// The driver's half of a virtqueue. Addresses are guest-physical.
 pub struct Queue {
     /// Packed instead of split.
@@ -202,8 +242,10 @@ pub struct Queue {
     seen: u16,
     seen_wrap: bool,
     free: Vec<u16>,
-    /// By id: descriptors (split) or how many (packed).
-    held: HashMap<u16, Vec<u16>>,
+    /// For each entry in use, the one that follows in its chain.
+    follows: Vec<u16>,
+    /// How many entries a chain has.
+    held: Slots<u16>,
 }
 
 impl Queue {
@@ -227,7 +269,8 @@ impl Queue {
             seen: 0,
             seen_wrap: true,
             free: (0..size).rev().collect(),
-            held: HashMap::new(),
+            follows: vec![0; usize::from(size)],
+            held: Slots::new(size),
         }
     }
 
@@ -275,26 +318,37 @@ impl Queue {
         }
     }
 
-    fn add_split(&mut self, ram: &Ram, list: &[(u64, u32)], flags: u16) -> Option<u16> {
-        let taken: Vec<u16> = self.free.split_off(self.free.len() - list.len());
-        for (i, (addr, len)) in list.iter().enumerate() {
-            let next = taken.get(i + 1);
-            let flags = flags | if next.is_some() { DESC_NEXT } else { 0 };
-            Self::write_desc(ram, self.desc, taken[i], *addr, *len, [flags, next.copied().unwrap_or(0)]);
+    /// Takes as many free entries, which there are; the first of the chain, whose id is its number.
+    fn take_free(&mut self, count: usize) -> Option<u16> {
+        let mut first = None;
+        for _ in 0..count {
+            let entry = self.free.pop()?;
+            self.follows[usize::from(entry)] = first.unwrap_or(0);
+            first = Some(entry);
         }
-        let head = *taken.first()?;
+        self.held.put(first?, count as u16);
+        first
+    }
+
+    fn add_split(&mut self, ram: &Ram, list: &[(u64, u32)], flags: u16) -> Option<u16> {
+        let head = self.take_free(list.len())?;
+        let mut entry = head;
+        for (i, (addr, len)) in list.iter().enumerate() {
+            let next = self.follows[usize::from(entry)];
+            let flags = flags | if i + 1 < list.len() { DESC_NEXT } else { 0 };
+            Self::write_desc(ram, self.desc, entry, *addr, *len, [flags, next]);
+            entry = next;
+        }
         let slot = u64::from(self.next % self.size);
         ram.word(self.avail + 4 + 2 * slot).store(head, Ordering::Relaxed);
         self.next = self.next.wrapping_add(1);
         ram.word(self.avail + 2).store(self.next, Ordering::Release);
-        self.held.insert(head, taken);
         Some(head)
     }
 
     fn add_packed(&mut self, ram: &Ram, list: &[(u64, u32)], flags: u16) -> Option<u16> {
         // Each entry in use takes one from the free list; the first names the chain.
-        let taken: Vec<u16> = self.free.split_off(self.free.len() - list.len());
-        let id = *taken.first()?;
+        let id = self.take_free(list.len())?;
         let (first, first_wrap) = (self.next, self.wrap);
         for (i, (addr, len)) in list.iter().enumerate() {
             let state = if self.wrap { 1 << 7 } else { 1 << 15 };
@@ -309,7 +363,6 @@ impl Queue {
         }
         let word = ram.word(self.desc + 16 * u64::from(first) + 14);
         word.fetch_xor(1 << 7 | 1 << 15, Ordering::AcqRel);
-        self.held.insert(id, taken);
         Some(id)
     }
 
@@ -322,18 +375,18 @@ impl Queue {
             if both != [self.seen_wrap; 2] {
                 return None;
             }
-            let b = ram.read(at + 8, 6);
+            let b: [u8; 6] = ram.array(at + 8);
             (u16::from_le_bytes([b[4], b[5]]), u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
         } else {
             if ram.word(self.used + 2).load(Ordering::Acquire) == self.seen {
                 return None;
             }
-            let b = ram.read(self.used + 4 + 8 * u64::from(self.seen % self.size), 8);
+            let b: [u8; 8] = ram.array(self.used + 4 + 8 * u64::from(self.seen % self.size));
             (u16::from_le_bytes([b[0], b[1]]), u32::from_le_bytes([b[4], b[5], b[6], b[7]]))
         };
-        let taken = self.held.remove(&id)?;
+        let count = self.held.take(id)?;
         if self.packed {
-            self.seen += taken.len() as u16;
+            self.seen += count;
             if self.seen >= self.size {
                 self.seen -= self.size;
                 self.seen_wrap = !self.seen_wrap;
@@ -341,7 +394,11 @@ impl Queue {
         } else {
             self.seen = self.seen.wrapping_add(1);
         }
-        self.free.extend(taken);
+        let mut entry = id;
+        for _ in 0..count {
+            self.free.push(entry);
+            entry = self.follows[usize::from(entry)];
+        }
         Some((id, len))
     }
 
@@ -441,9 +498,9 @@ pub struct Nic {
     pub kicks: [Event; 2],
     config: NicConfig,
     features: u64,
-    rx_buffers: HashMap<u16, u64>,
+    rx_buffers: Slots<u64>,
     tx_buffers: Vec<(u64, u64)>,
-    tx_busy: HashMap<u16, (u64, u64)>,
+    tx_busy: Slots<(u64, u64)>,
     front: Option<Frontend>,
 }
 
@@ -472,9 +529,9 @@ impl Nic {
             kicks: [Event::new()?, Event::new()?],
             config,
             features,
-            rx_buffers: HashMap::new(),
+            rx_buffers: Slots::new(config.size),
             tx_buffers,
-            tx_busy: HashMap::new(),
+            tx_busy: Slots::new(config.size),
             front: None,
             ram,
         };
@@ -497,7 +554,7 @@ impl Nic {
             self.rx.add(&self.ram, &[(at, len)], true, None)
         };
         if let Some(id) = added {
-            self.rx_buffers.insert(id, at);
+            self.rx_buffers.put(id, at);
         }
     }
 
@@ -653,18 +710,20 @@ impl Nic {
         assert!(total <= self.config.tx_buffer as usize, "frame longer than a transmit buffer");
         self.ram.write(at, &header.bytes(0));
         self.ram.write(at + NET_HEADER as u64, frame);
-        let mut list = Vec::new();
+        let whole = [(at, total as u32)];
+        let mut parts = Vec::new();
         let mut from = 0;
-        for &cut in cuts.iter().filter(|c| **c < total).chain([&total]) {
+        for &cut in cuts.iter().filter(|c| **c < total).chain((!cuts.is_empty()).then_some(&total)) {
             if cut > from {
-                list.push((at + from as u64, (cut - from) as u32));
+                parts.push((at + from as u64, (cut - from) as u32));
                 from = cut;
             }
         }
+        let list = if cuts.is_empty() { &whole[..] } else { &parts };
         let old = self.tx.position();
-        match self.tx.add(&self.ram, &list, false, self.config.indirect.then_some(table)) {
+        match self.tx.add(&self.ram, list, false, self.config.indirect.then_some(table)) {
             Some(id) => {
-                self.tx_busy.insert(id, (at, table));
+                self.tx_busy.put(id, (at, table));
                 if self.tx.should_kick(&self.ram, old) {
                     self.kicks[1].raise();
                 }
@@ -686,7 +745,7 @@ impl Nic {
     pub fn reap(&mut self) -> usize {
         let mut n = 0;
         while let Some((id, _)) = self.tx.take_used(&self.ram) {
-            if let Some(buffers) = self.tx_busy.remove(&id) {
+            if let Some(buffers) = self.tx_busy.take(id) {
                 self.tx_buffers.push(buffers);
                 n += 1;
             }
@@ -697,12 +756,19 @@ impl Nic {
     /// Frames sent and not taken back.
     #[must_use]
     pub fn unsent(&self) -> usize {
-        self.tx_busy.len()
+        self.tx_busy.len
     }
 
     /// A received frame, if there is one; its buffers are given back.
     pub fn receive(&mut self) -> Option<(NetHeader, Vec<u8>)> {
-        let mut all = Vec::new();
+        let mut frame = Vec::new();
+        let header = self.receive_into(&mut frame)?;
+        Some((header, frame))
+    }
+
+    /// The same into a buffer, of which nothing else is kept.
+    pub fn receive_into(&mut self, frame: &mut Vec<u8>) -> Option<NetHeader> {
+        frame.clear();
         let mut buffers = 1;
         let mut header = NetHeader::default();
         let mut got = 0;
@@ -712,18 +778,21 @@ impl Nic {
                 None if got == 0 => return None,
                 None => panic!("a frame of {buffers} buffers came with {got}"),
             };
-            let at = self.rx_buffers.remove(&id)?;
-            all.extend(self.ram.read(at, len as usize));
+            let at = self.rx_buffers.take(id)?;
+            let mut skip = 0;
             if got == 0 {
-                let bytes: [u8; NET_HEADER] = all.get(..NET_HEADER)?.try_into().ok()?;
+                let bytes: [u8; NET_HEADER] = self.ram.array(at);
                 header = NetHeader::parse(&bytes);
                 buffers = u16::from_le_bytes([bytes[10], bytes[11]]);
                 assert!(buffers > 0, "num_buffers is 0");
+                skip = NET_HEADER;
             }
+            let len = (len as usize).checked_sub(skip)?;
+            self.ram.append(at + skip as u64, len, frame);
             got += 1;
             self.give_buffer(at);
         }
-        Some((header, all.split_off(NET_HEADER)))
+        Some(header)
     }
 }
 

@@ -39,6 +39,38 @@ impl AsFd for Liveness {
     }
 }
 
+/// Holds a byte in which no child has a share. Dropping it frees the byte at once, while closing the descriptor would not where a process is
+/// just being started: until that one's `exec` it has a copy of each descriptor.
+#[derive(Debug)]
+pub(crate) struct Own {
+    liveness: Liveness,
+    byte: u32,
+    /// A copy of this process, made by `fork(2)`, has no say.
+    process: u32,
+}
+
+impl Own {
+    fn new(liveness: Liveness, byte: u32) -> Self {
+        Self { liveness, byte, process: std::process::id() }
+    }
+
+    /// Tries to take `byte`; `Ok(None)` when another description has it.
+    pub(crate) fn try_hold(fd: BorrowedFd<'_>, byte: u32) -> Result<Option<Self>> {
+        Ok(try_hold(fd, true, byte)?.map(|liveness| Self::new(liveness, byte)))
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        if std::process::id() == self.process {
+            let request = lock_request(libc::F_UNLCK, self.byte);
+            // SAFETY: a valid descriptor and a valid struct flock.
+            let freed = unsafe { libc::fcntl(self.liveness.file.as_raw_fd(), libc::F_OFD_SETLK, &request) };
+            debug_assert_eq!(freed, 0, "a lock of one's own can be given up");
+        }
+    }
+}
+
 /// A new open file description of the same file, so that its locks are its own.
 pub(crate) fn reopen(fd: BorrowedFd<'_>, writable: bool) -> io::Result<File> {
     std::fs::OpenOptions::new().read(true).write(writable).open(format!("/proc/self/fd/{}", fd.as_raw_fd()))
@@ -74,14 +106,14 @@ pub(crate) fn try_hold(fd: BorrowedFd<'_>, writable: bool, byte: u32) -> Result<
 }
 
 /// Takes `byte`, waiting for whoever has it. Only for [`TABLE_BYTE`], which is held for microseconds.
-pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Liveness> {
+pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Own> {
     let file =
         reopen(fd, true).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
     let request = lock_request(libc::F_WRLCK, byte);
     loop {
         // SAFETY: a valid descriptor and a valid struct flock.
         if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLKW, &request) } == 0 {
-            return Ok(Liveness { file });
+            return Ok(Own::new(Liveness { file }, byte));
         }
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
@@ -111,4 +143,34 @@ fn any_held(fd: BorrowedFd<'_>, mut request: libc::flock) -> Result<bool> {
         return Err(Error::last_os("asking for locks on the zone's memory"));
     }
     Ok(libc::c_int::from(request.l_type) != libc::F_UNLCK)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn a_byte_of_ones_own_is_free_at_once_though_a_process_that_is_being_started_has_a_copy() {
+        let file = tempfile::tempfile().unwrap();
+        let held = Own::try_hold(file.as_fd(), OWNER_BYTE).unwrap().unwrap();
+        let copy = held.liveness.as_fd().try_clone_to_owned().unwrap();
+        assert!(is_held(file.as_fd(), OWNER_BYTE).unwrap());
+        drop(held);
+        assert!(!is_held(file.as_fd(), OWNER_BYTE).unwrap());
+        assert!(Own::try_hold(file.as_fd(), OWNER_BYTE).unwrap().is_some());
+        drop(copy);
+    }
+
+    #[test]
+    fn a_member_lives_as_long_as_any_copy_of_its_descriptor() {
+        let file = tempfile::tempfile().unwrap();
+        let byte = 3;
+        let held = try_hold(file.as_fd(), true, byte).unwrap().unwrap();
+        let copy = held.as_fd().try_clone_to_owned().unwrap();
+        drop(held);
+        assert!(is_held(file.as_fd(), byte).unwrap());
+        drop(copy);
+        assert!(!is_held(file.as_fd(), byte).unwrap());
+    }
 }

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use crate::backing::Backing;
 use crate::format::{self, tmb_member, tmb_zone_header};
 use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
-use crate::liveness::{self, Liveness, OWNER_BYTE, TABLE_BYTE, member_byte};
+use crate::liveness::{self, Liveness, OWNER_BYTE, Own, TABLE_BYTE, member_byte};
 use crate::mem::SharedMem;
 use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
 use crate::{Error, Result};
@@ -85,7 +85,7 @@ pub struct Zone {
     mem: SharedMem,
     header: Header,
     label: String,
-    owner: Option<Liveness>,
+    owner: Option<Own>,
 }
 
 impl Zone {
@@ -104,7 +104,7 @@ impl Zone {
 
     fn format(file: File, config: &ZoneConfig, areas: Vec<Area>) -> Result<Zone> {
         let label = config.backing.describe(&config.name);
-        let owner = liveness::try_hold(file.as_fd(), true, OWNER_BYTE)?
+        let owner = Own::try_hold(file.as_fd(), OWNER_BYTE)?
             .ok_or_else(|| Error::InUse { zone: label.clone(), by: "another process".to_owned() })?;
         let mem = SharedMem::map(file.as_fd(), 0, config.size, true)?;
         let header = Header {
@@ -145,7 +145,7 @@ impl Zone {
         let mut zone = Self::open(path, true)?;
         zone.may_write()?;
         let in_use = |by: String| Error::InUse { zone: zone.label.clone(), by };
-        let owner = liveness::try_hold(zone.file.as_fd(), true, OWNER_BYTE)?
+        let owner = Own::try_hold(zone.file.as_fd(), OWNER_BYTE)?
             .ok_or_else(|| in_use("its owner, another process".to_owned()))?;
         let alive: Vec<String> = zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect();
         if !alive.is_empty() {

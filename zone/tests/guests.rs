@@ -63,40 +63,58 @@ impl World {
     }
 }
 
-/// What two one-CPU guests that hammer one counter add to it together.
-fn hammered(world: &World, module: &str) -> u64 {
-    let (_, mut a) = world.guest("a");
-    let (_, mut b) = world.guest("b");
-    for guest in [&mut a, &mut b] {
-        guest.run(&format!("insmod /{module}.ko $ZONE"));
-        assert_eq!(guest.run("nproc"), "1");
+/// Two one-CPU guests that hammer one counter.
+struct Hammers<'a> {
+    world: &'a World,
+    guests: [Guest; 2],
+    struck: u64,
+}
+
+impl Hammers<'_> {
+    fn new<'a>(world: &'a World, module: &str) -> Hammers<'a> {
+        let mut guests = [world.guest("a").1, world.guest("b").1];
+        for guest in &mut guests {
+            guest.run(&format!("insmod /{module}.ko $ZONE"));
+            assert_eq!(guest.run("nproc"), "1");
+        }
+        Hammers { world, guests, struck: 0 }
     }
-    for guest in [&mut a, &mut b] {
-        guest.send(&format!("echo {TIMES} > {TEST}/hammer"));
+
+    /// How many updates have been lost after one more round.
+    fn round(&mut self) -> u64 {
+        for guest in &mut self.guests {
+            guest.send(&format!("echo {TIMES} > {TEST}/hammer"));
+        }
+        for guest in &mut self.guests {
+            let (status, output) = guest.finish();
+            assert_eq!(status, 0, "{output}");
+        }
+        self.struck += 2 * TIMES;
+        self.struck - self.world.zone.mem().load_u64(COUNTER).unwrap()
     }
-    for guest in [&mut a, &mut b] {
-        let (status, output) = guest.finish();
-        assert_eq!(status, 0, "{output}");
-    }
-    world.zone.mem().load_u64(COUNTER).unwrap()
 }
 
 #[test]
 fn one_cpu_guests_lose_no_update_of_a_shared_counter() {
     for series in series() {
         let world = World::new(&series);
-        assert_eq!(hammered(&world, "tmbtest"), 2 * TIMES, "kernel {series}");
+        let mut hammers = Hammers::new(&world, "tmbtest");
+        for _ in 0..2 {
+            assert_eq!(hammers.round(), 0, "kernel {series}");
+        }
     }
 }
 
-/// If this fails, the test above proves nothing: the guests did not run at the same time, or their kernel kept its LOCK.
+/// If this fails, the test above proves nothing: the guests never ran at the same time, or their kernel kept its LOCK. On a busy machine they
+/// may run one after the other for a while.
 #[test]
 fn the_same_guests_lose_updates_with_the_kernels_own_atomics() {
     for series in series() {
         let world = World::new(&series);
-        let counted = hammered(&world, "ordinary");
-        assert!(counted < 2 * TIMES, "kernel {series}: nothing was lost");
-        println!("kernel {series}: {} of {} updates lost", 2 * TIMES - counted, 2 * TIMES);
+        let mut hammers = Hammers::new(&world, "ordinary");
+        let lost = (0..100).map(|_| hammers.round()).find(|lost| *lost > 0);
+        let lost = lost.unwrap_or_else(|| panic!("kernel {series}: nothing was lost in 100 rounds"));
+        println!("kernel {series}: {lost} of {} updates lost", hammers.struck);
     }
 }
 

@@ -182,6 +182,7 @@ pub struct Mount {
     directory: PathBuf,
     daemon: Child,
     worker: Child,
+    ended: bool,
 }
 
 impl Mount {
@@ -205,7 +206,7 @@ impl Mount {
         let mut worker = Command::new(own);
         worker.arg("worker").arg(&directory).arg(&channel).stdin(Stdio::null()).stdout(Stdio::null());
         let worker = tie(&mut worker).spawn().map_err(text)?;
-        let mount = Mount { directory, daemon, worker };
+        let mount = Mount { directory, daemon, worker, ended: false };
         if line.trim() != "serving" {
             return Err(format!("{name}: the mount says {line:?}"));
         }
@@ -222,6 +223,7 @@ impl Mount {
 impl Mount {
     /// Takes down what is left of it, in good order if it still serves.
     pub fn end(&mut self) {
+        self.ended = true;
         // In this order: a worker that holds a file open would keep the mount.
         let _ = self.worker.kill();
         let _ = self.worker.wait();
@@ -234,7 +236,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        if self.daemon.try_wait().is_ok_and(|ended| ended.is_none()) {
+        if !self.ended {
             self.end();
         }
     }

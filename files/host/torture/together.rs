@@ -150,13 +150,18 @@ fn load(
 /// Does in a model what the member did, and compares it with what is there.
 pub fn catch_up(tree: &dyn Tree, load: &Load, own: u64, shared: u64, told: &Told) -> Result<(), String> {
     let (mut model, mut rng) = load.model(own, shared);
+    let mut last = None;
     for _ in 0..told.done {
         let op = model.random_op(&mut rng);
         // Numbers of inodes made meanwhile are learned when all is compared.
         let _ = model.apply(&op);
+        last = Some(op);
     }
     let open = (told.begun > told.done).then(|| model.random_op(&mut rng));
-    model.adopt(tree, open.as_ref())
+    model.adopt(tree, open.as_ref()).map_err(|why| {
+        let said = told.ended.as_ref().and_then(|ended| ended.difference.as_deref());
+        format!("{why}; the last that was done: {last:?}; it found itself: {said:?}")
+    })
 }
 
 /// All members work at once, each in a directory of its own and under names of its own in one for all.

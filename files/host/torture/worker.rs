@@ -187,8 +187,9 @@ fn operations(
         let (since, before) = (Instant::now(), quiet());
         let real = model.execute(mounted, &op);
         let took = since.elapsed().as_nanos() as u64;
-        // Whose mount has died was not told what became of the operation.
-        if !matches!(real, Err(_) | Ok(Err(Errno::NOTCONN | Errno::CONNABORTED))) {
+        // Whose mount has died was not told what became of the operation. EIO is the kernel's answer where it was just copying the request to
+        // the dying process; a survivor that gets it has found a difference.
+        if !matches!(real, Err(_) | Ok(Err(Errno::NOTCONN | Errno::CONNABORTED | Errno::IO))) {
             send(output, &Report::D)?;
         }
         let own = took.saturating_sub(quiet() - before);

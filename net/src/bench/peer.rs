@@ -75,8 +75,9 @@ pub(super) struct Ovs {
 const OVS: &str = "openvswitch-switch-dpdk";
 
 impl Ovs {
-    /// A bridge with the ports s0 and s1, whose sockets are in `dir`; frames go by the addresses that it learns, its only
-    /// rule. One thread polls, on `poll_cpu`; the others are on `main_cpu`.
+    /// A bridge with the ports s0 and s1, whose sockets are in `dir`; what comes from one goes to the other, its only rules: the load's
+    /// frames come back with the address that they had, by which nothing can be learnt. One thread polls, on `poll_cpu`; the others are on
+    /// `main_cpu`.
     pub fn start(dir: &Path, main_cpu: usize, poll_cpu: usize, mtu: u32) -> anyhow::Result<Self> {
         let database = dir.join("conf.db");
         let socket = format!("unix:{}", dir.join("db").display());
@@ -135,6 +136,11 @@ impl Ovs {
             ]);
         }
         set(&add).context("Open vSwitch takes no ports; it needs root, for a network namespace")?;
+        let bridge = dir.join("br0.mgmt");
+        for (from, to) in [("s0", "s1"), ("s1", "s0")] {
+            let rule = format!("priority=1,in_port={from},actions=output:{to}");
+            finish(command("ovs-ofctl").arg("add-flow").arg(&bridge).arg(rule))?;
+        }
         Ok(Self { _database: server, switch, control })
     }
 
