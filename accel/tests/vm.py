@@ -35,10 +35,11 @@ def program_claim(f):
 class Host:
     """The server, and the same programs on the native driver."""
 
-    def __init__(self, work, target):
+    def __init__(self, work, target, gib):
+        """gib: of device memory that the native driver may have; hashcat wants more than 2."""
         self.work, self.target, self.native_output = work, target, {}
         self.vm = os.path.join("/dev/shm", os.path.basename(work))
-        self.environment = dict(os.environ, POCL_CACHE_DIR=work + "/cache", POCL_MEMORY_LIMIT="2", HOME=work, XDG_DATA_HOME=work)
+        self.environment = dict(os.environ, POCL_CACHE_DIR=work + "/cache", POCL_MEMORY_LIMIT=str(gib), HOME=work, XDG_DATA_HOME=work)
         self.environment.pop("OCL_ICD_VENDORS", None)
         os.makedirs(work + "/cache")
         with socket.socket() as s:
@@ -47,7 +48,7 @@ class Host:
         self.log = open(work + "/server.log", "w+")
         self.server = subprocess.Popen(
             [target + "/tombolo-accel", "serve", "--listen", "unix:%s/socket" % work, "--listen", "tcp:127.0.0.1:%d" % self.port,
-             "--vm", self.vm, "--vm-channels", str(CHANNELS), "--vm-window", "64"], env=self.environment, stderr=self.log)
+             "--vm", self.vm, "--vm-channels", str(CHANNELS), "--vm-window", "64", "--memory", str(gib << 10)], env=self.environment, stderr=self.log)
         begun = time.monotonic()
         while not os.path.exists(self.vm + "/bell") or "-device" not in self.said():
             if self.server.poll() is not None or time.monotonic() - begun > 60:
@@ -64,7 +65,9 @@ class Host:
 
     def native(self, *command):
         if command not in self.native_output:
-            done = subprocess.run(command, env=self.environment, cwd=self.work, capture_output=True, text=True, timeout=PATIENCE, check=True)
+            done = subprocess.run(command, env=self.environment, cwd=self.work, capture_output=True, text=True, timeout=PATIENCE)
+            if done.returncode:
+                raise Failed("%s natively: ended with %d: %s" % (" ".join(command), done.returncode, (done.stdout + done.stderr)[-2000:]))
             self.native_output[command] = done.stdout.strip()
         return self.native_output[command]
 
@@ -110,7 +113,7 @@ def programs_on_images_and_with_viennacl_print_in_a_vm_what_they_print_natively(
 def program_says_the_same(host, vm, zone, name, counts, *arguments):
     native = "\n".join(counts(host.native(shutil.which(name), *arguments)))
     begun = time.monotonic()
-    said = "\n".join(counts(vm.ok("cd /tmp; HOME=/tmp %s %s 2>/tmp/err" % (zone, " ".join([name, *arguments])), PATIENCE)))
+    said = "\n".join(counts(vm.ok("cd /tmp; PATH=/usr/bin:/bin HOME=/tmp %s %s 2>/tmp/err || { rc=$?; cat /tmp/err; exit $rc; }" % (zone, " ".join([name, *arguments])), PATIENCE)))
     print("      %s: %d lines, %.0f s in the VM" % (name, len(said.splitlines()), time.monotonic() - begun), flush=True)
     same(name, native, said)
 
@@ -186,6 +189,7 @@ def main():
     binaries, files = [], []
     if o.programs:
         binaries = [shutil.which(p) for p in (*CLBLAST, "hashcat", "clpeak")]
+        files.append(shutil.which("hashcat"))  # it finds its files by where it lies itself
         for pattern in ("OpenCL/*.h", "OpenCL/inc_*", "OpenCL/shared.cl", "OpenCL/m00000_*", "modules/module_00000.so", "tunings/*"):
             files += glob.glob("/usr/share/hashcat/" + pattern)
     work = tempfile.mkdtemp(prefix="tombolo-accel-vm-")
@@ -200,7 +204,7 @@ def main():
         subprocess.run(["strip", work + "/libtombolo_opencl.so"], check=True)
         rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,
                   [work + "/calls", work + "/image", work + "/gemm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", *binaries], ["virtio_net"], files=files)
-        host = Host(work, o.target)
+        host = Host(work, o.target, 6 if o.programs else 2)
         vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory="1G" if o.programs else "512M", extra=host.qemu())
         name = os.path.basename(host.vm)
         vm.ok("mkdir -p /etc/OpenCL/vendors; echo /bin/libtombolo_opencl.so > /etc/OpenCL/vendors/tombolo.icd")
