@@ -64,7 +64,7 @@ test-vm: guest-test ## tests in real guests under QEMU
 	@scripts/run-tests vm
 test-lab: guest-test ## tests in the emulated KVM host
 	@scripts/run-tests lab
-test-long: ready-test ## models of lock-free code, every order
+test-long: guest-test ## what takes minutes: real programs, models of lock-free code in every order
 	@scripts/run-tests long
 lab: build ## a shell in the emulated KVM host
 	@target/release/tombolo lab shell

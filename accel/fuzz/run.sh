@@ -8,7 +8,10 @@ here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}
 out=$target/fuzz/accel
-mkdir -p "$out/found" "$out/new"
+# Files that kernels include are written below TMPDIR.
+export TMPDIR="$out/scratch"
+rm -rf "$TMPDIR"
+mkdir -p "$out/found" "$out/new" "$TMPDIR"
 RUSTC_WORKSPACE_WRAPPER="$here/instrument" cargo build --locked --quiet -p tombolo-accel-fuzz
 clang -fsanitize=fuzzer -o "$out/fuzz_calls" "$target/debug/libtombolo_accel_fuzz.a" -lpthread -ldl -lm
 fuzz() {

@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static cl_platform_id platform;
@@ -362,6 +363,69 @@ static void *complete(void *event)
 	return NULL;
 }
 
+static void put(const char *folder, const char *name, const char *text)
+{
+	char path[256];
+	snprintf(path, sizeof path, "%s/%s", folder, name);
+	FILE *f = fopen(path, "w");
+	if (!f || fputs(text, f) < 0 || fclose(f))
+		abort();
+}
+
+/* Files that kernels include lie where the program runs. */
+static void includes(void)
+{
+	char folder[] = "/tmp/tombolo-calls-XXXXXX", second[64], options[256], text[256];
+	const char *names[] = {"first.h", "deep/near.h", "deep/beside.h", "second/last.h", "second/first.h"};
+	const char *including = "#include \"first.h\"\n # include <last.h>\n"
+				"kernel void sum(global int *x) { x[0] = FIRST + NEAR + BESIDE + LAST + GIVEN; }";
+	int data = 0;
+	size_t size;
+	cl_program p;
+	cl_kernel k;
+	cl_mem m;
+	if (!mkdtemp(folder))
+		abort();
+	snprintf(second, sizeof second, "%s/second", folder);
+	snprintf(text, sizeof text, "%s/deep", folder);
+	if (mkdir(second, 0755) || mkdir(text, 0755))
+		abort();
+	put(folder, names[0], "#define FIRST 1\n#include \"deep/near.h\"\n");
+	put(folder, names[1], "#define NEAR 20\n#include \"beside.h\"\n");
+	put(folder, names[2], "#define BESIDE 300\n");
+	put(folder, names[3], "#include <../deep/beside.h>\n#define LAST 4000\n");
+	put(folder, names[4], "#error this one is never read\n");
+	snprintf(options, sizeof options, "-I %s -DGIVEN=50000 -I%s", folder, second);
+	MAKE(p, clCreateProgramWithSource(context, 1, &including, NULL, &code));
+	SAY(clBuildProgram(p, 0, NULL, options, NULL, NULL));
+	SAY(clGetProgramBuildInfo(p, device, CL_PROGRAM_BUILD_OPTIONS, 1, text, &size));
+	SAY(clGetProgramBuildInfo(p, device, CL_PROGRAM_BUILD_OPTIONS, sizeof text, text, &size));
+	printf("     its options: %d %d\n", size == strlen(options) + 1, !strcmp(options, text));
+	MAKE(k, clCreateKernel(p, "sum", &code));
+	MAKE(m, clCreateBuffer(context, CL_MEM_READ_WRITE, sizeof data, NULL, &code));
+	SAY(clSetKernelArg(k, 0, sizeof m, &m));
+	SAY(clEnqueueTask(queue, k, 0, NULL, NULL));
+	SAY(clEnqueueReadBuffer(queue, m, CL_TRUE, 0, sizeof data, &data, 0, NULL, NULL));
+	printf("     summed %d\n", data);
+	clReleaseKernel(k);
+	clReleaseProgram(p);
+	clReleaseMemObject(m);
+	MAKE(p, clCreateProgramWithSource(context, 1, &including, NULL, &code));
+	SAY(clCompileProgram(p, 0, NULL, options, 0, NULL, NULL, NULL, NULL));
+	clReleaseProgram(p);
+	MAKE(p, clCreateProgramWithSource(context, 1, &including, NULL, &code));
+	SAY(clBuildProgram(p, 0, NULL, "-DGIVEN=1", NULL, NULL));
+	clReleaseProgram(p);
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+		snprintf(text, sizeof text, "%s/%s", folder, names[i]);
+		unlink(text);
+	}
+	snprintf(text, sizeof text, "%s/deep", folder);
+	rmdir(text);
+	rmdir(second);
+	rmdir(folder);
+}
+
 static void events(void)
 {
 	cl_event user, read, marker, other;
@@ -463,6 +527,7 @@ int main(void)
 	maps();
 	images();
 	programs();
+	includes();
 	events();
 	large();
 	cl_uint n = 0;

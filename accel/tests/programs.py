@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Real OpenCL programs, each natively and forwarded to a server process, compared line by line: `programs.py [--target DIR] [PROGRAM…]`.
 
-What may differ between two native runs (times, speeds, colours) is taken out before. pyopencl's own tests need --pyopencl DIR, the
-folder test/ of its source distribution of the version that is installed. Prints a line per program: how many lines, how many of
-them are the program's own results, seconds; and then the counts. Exit code 0 when no line differs.
+What may differ between two native runs (times, speeds, colours) is taken out before. pyopencl's own tests are those of the version that
+is installed, fetched once from its source distribution. Prints a line per program: how many lines, how many of them are the program's
+own results, seconds; and then the counts. Exit code 0 when no line differs.
 """
-import argparse, os, re, shutil, subprocess, sys, tempfile, time
+import argparse, collections, glob, os, re, shutil, subprocess, sys, tempfile, time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.abspath(os.path.join(HERE, "../.."))
+CACHE = os.path.abspath(os.environ.get("TOMBOLO_CACHE", os.path.join(ROOT, ".cache")))
 LIMIT = 1500  # seconds of one run
+PYTHON = "/usr/bin/python3"  # the one that Debian's pyopencl belongs to
+OUTCOME = re.compile(r" (PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)\b")
 NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -29,7 +32,33 @@ def cracked(text):
 
 def pytest_results(text):
     """One line per test."""
-    return sorted(re.sub(r"\s+\[.*", "", line) for line in plain(text) if re.search(r" (PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)", line))
+    return sorted(line for line in plain(text) if "::" in line and OUTCOME.search(line))
+
+
+def tally(lines):
+    """How many tests ended how; empty where lines are no tests."""
+    ends = collections.Counter(m.group(1).lower() for m in map(OUTCOME.search, lines) if m)
+    return ", ".join("%d %s" % (n, end) for end, n in ends.most_common())
+
+
+def pyopencl_tests(work):
+    """pyopencl's own tests, of the version that is installed: no package has them, its source distribution does."""
+    version = subprocess.run([PYTHON, "-c", "import pyopencl; print(pyopencl.VERSION_TEXT)"], capture_output=True, text=True, check=True).stdout.strip()
+    folder = os.path.join(CACHE, "accel/pyopencl-" + version)
+    if not os.path.exists(folder):
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        subprocess.run([PYTHON, "-m", "venv", work + "/venv"], check=True)
+        subprocess.run([work + "/venv/bin/pip", "download", "--quiet", "--no-deps", "--no-binary", "pyopencl", "--dest", work, "pyopencl==" + version], check=True)
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(folder)) as fresh:
+            subprocess.run(["tar", "-xzf", *glob.glob(work + "/pyopencl-*.tar.gz"), "-C", fresh], check=True)
+            os.rename(os.path.join(fresh, "pyopencl-" + version), folder)
+    return folder + "/test"
+
+
+# What a program is given where it has arguments; in a VM it gets the same.
+PASSWORD = "5f4dcc3b5aa765d61d8327deb882cf99"
+HASHCAT = ["hashcat", "-D", "1", "-m", "0", "-a", "0", "--potfile-disable", "--force", PASSWORD]
+WORDS = "foo\nbar\npassword\nletmein\n"
 
 
 def programs(work, o):
@@ -39,19 +68,17 @@ def programs(work, o):
         return [work + "/" + name]
 
     with open(work + "/words", "w") as f:
-        f.write("foo\nbar\npassword\nletmein\n")
-    password = "5f4dcc3b5aa765d61d8327deb882cf99"
+        f.write(WORDS)
     known = {
         "clinfo": lambda: (["clinfo"], plain, r"\S"),
         "calls": lambda: (built("calls", "cc", "calls.c"), plain, r"\S"),
         "image": lambda: (built("image", "cc", "image.c"), plain, r"[0-9a-f]{8}$"),
         "viennacl": lambda: (built("gemm", "c++", "gemm.cpp"), plain, r"^(gemm|cg):"),
         **{"clblast-" + t: (lambda t=t: (["clblast_test_" + t], plain, r"test\(s\)")) for t in ("xaxpy", "xdot", "xhad", "xgemv")},
-        "hashcat": lambda: (["hashcat", "-D", "1", "-m", "0", "-a", "0", "--potfile-disable", "--force", password, work + "/words"], cracked, r"\S"),
+        "hashcat": lambda: ([*HASHCAT, work + "/words"], cracked, r"\S"),
         "clpeak": lambda: (["clpeak"], numbers_away, r"#$"),
+        "pyopencl": lambda: ([PYTHON, "-m", "pytest", "-v", "-o", "console_output_style=classic", "-p", "no:cacheprovider", pyopencl_tests(work)], pytest_results, "PASSED"),
     }
-    if o.pyopencl:
-        known["pyopencl"] = lambda: (["/usr/bin/python3", "-m", "pytest", "-v", "-p", "no:cacheprovider", o.pyopencl], pytest_results, r"\S")
     unknown = [p for p in o.programs if p not in known]
     if unknown:
         sys.exit("no such program here: %s; there are %s" % (", ".join(unknown), ", ".join(known)))
@@ -71,7 +98,6 @@ def run(command, environment, work):
 def main():
     p = argparse.ArgumentParser()
     p.add_argument("--target", default=os.path.join(ROOT, "target/release"), help="where tombolo-accel and libtombolo_opencl.so are")
-    p.add_argument("--pyopencl", metavar="DIR")
     p.add_argument("programs", nargs="*")
     o = p.parse_args()
     work = tempfile.mkdtemp(prefix="tombolo-programs-")
@@ -99,6 +125,8 @@ def main():
             wrong = [(x, y) for x, y in zip(a, b) if x != y]
             fine = not wrong and len(a) == len(b) and a_code == b_code and results
             print("%s %-14s %4d lines, %d results; %.1f s natively, %.1f s forwarded" % ("same  " if fine else "DIFFER", name, len(a), results, a_time, b_time), flush=True)
+            if tally(a):
+                print("    natively %s; forwarded %s" % (tally(a), tally(b)))
             if not fine:
                 print("    exit codes %s and %s, %d and %d lines" % (a_code, b_code, len(a), len(b)))
                 for x, y in wrong[:20]:
@@ -113,4 +141,5 @@ def main():
     sys.exit(1 if differ or not same else 0)
 
 
-main()
+if __name__ == "__main__":
+    main()

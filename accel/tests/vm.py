@@ -1,20 +1,25 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""OpenCL in a VM under QEMU's emulation, carried out by this machine: `vm.py [--kit SERIES] [--clblast] [CLAIM…]`.
+"""OpenCL in a VM under QEMU's emulation, carried out by this machine: `vm.py [--kit SERIES] [--programs] [CLAIM…]`.
 
 The VM has a zone of its own, made by `tombolo-accel serve --vm`, and as the fallback a network. Needs what packages/accel.list and the
-module's tests need, and the guest kit (guest/README.md). --clblast adds clblast's test programs (minutes each). Prints one line per claim and the counts; exit code 0 when all hold.
+module's tests need, and the guest kit (guest/README.md). --programs tries clblast's test programs, hashcat and clpeak instead (minutes
+each). Prints one line per claim and the counts; exit code 0 when all hold.
 """
-import argparse, os, shutil, socket, subprocess, sys, tempfile, time
+import argparse, glob, os, shlex, shutil, socket, subprocess, sys, tempfile, time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.abspath(os.path.join(HERE, "../.."))
 sys.path.insert(0, os.path.join(ROOT, "files/linux/tests"))
+import programs
 from claims import build, from_kit
 from rig import Failed, Rig
 
 CHANNELS = 3
+PATIENCE = 3000  # seconds that a real program may take in a VM; far beyond what any does
+CLBLAST = ["clblast_test_" + t for t in ("xaxpy", "xdot", "xhad", "xgemv")]
 CLAIMS = []
+PROGRAMS = []  # claims that take minutes
 
 
 def claim(f):
@@ -22,13 +27,19 @@ def claim(f):
     return f
 
 
+def program_claim(f):
+    PROGRAMS.append(f)
+    return f
+
+
 class Host:
     """The server, and the same programs on the native driver."""
 
-    def __init__(self, work, target):
+    def __init__(self, work, target, gib):
+        """gib: of device memory that the native driver may have; hashcat wants more than 2."""
         self.work, self.target, self.native_output = work, target, {}
         self.vm = os.path.join("/dev/shm", os.path.basename(work))
-        self.environment = dict(os.environ, POCL_CACHE_DIR=work + "/cache", POCL_MEMORY_LIMIT="2")
+        self.environment = dict(os.environ, POCL_CACHE_DIR=work + "/cache", POCL_MEMORY_LIMIT=str(gib), HOME=work, XDG_DATA_HOME=work)
         self.environment.pop("OCL_ICD_VENDORS", None)
         os.makedirs(work + "/cache")
         with socket.socket() as s:
@@ -37,7 +48,7 @@ class Host:
         self.log = open(work + "/server.log", "w+")
         self.server = subprocess.Popen(
             [target + "/tombolo-accel", "serve", "--listen", "unix:%s/socket" % work, "--listen", "tcp:127.0.0.1:%d" % self.port,
-             "--vm", self.vm, "--vm-channels", str(CHANNELS), "--vm-window", "64"], env=self.environment, stderr=self.log)
+             "--vm", self.vm, "--vm-channels", str(CHANNELS), "--vm-window", "64", "--memory", str(gib << 10)], env=self.environment, stderr=self.log)
         begun = time.monotonic()
         while not os.path.exists(self.vm + "/bell") or "-device" not in self.said():
             if self.server.poll() is not None or time.monotonic() - begun > 60:
@@ -52,11 +63,13 @@ class Host:
         return ["-chardev", "socket,id=calls,path=%s/bell" % self.vm, "-device", "ivshmem-doorbell,chardev=calls,vectors=1",
                 "-netdev", "user,id=net,restrict=off", "-device", "virtio-net-pci,netdev=net,romfile="]
 
-    def native(self, program):
-        if program not in self.native_output:
-            done = subprocess.run([program], env=self.environment, capture_output=True, text=True, timeout=300, check=True)
-            self.native_output[program] = done.stdout.strip()
-        return self.native_output[program]
+    def native(self, *command):
+        if command not in self.native_output:
+            done = subprocess.run(command, env=self.environment, cwd=self.work, capture_output=True, text=True, timeout=PATIENCE)
+            if done.returncode:
+                raise Failed("%s natively: ended with %d: %s" % (" ".join(command), done.returncode, (done.stdout + done.stderr)[-2000:]))
+            self.native_output[command] = done.stdout.strip()
+        return self.native_output[command]
 
     def workers(self):
         out = subprocess.run(["pgrep", "-P", str(self.server.pid)], capture_output=True, text=True).stdout
@@ -69,6 +82,8 @@ class Host:
 
 
 def same(program, a, b):
+    if not a.strip():
+        raise Failed("%s prints nothing natively" % program)
     for x, y in zip(a.splitlines(), b.splitlines()):
         if x != y:
             raise Failed("%s: natively `%s`, in the VM `%s`" % (program, x, y))
@@ -95,13 +110,31 @@ def programs_on_images_and_with_viennacl_print_in_a_vm_what_they_print_natively(
         same(program, host.native(host.work + "/" + program), vm.ok(zone + " %s 2>/tmp/err" % program, 300))
 
 
+def program_says_the_same(host, vm, zone, name, counts, *arguments):
+    native = "\n".join(counts(host.native(shutil.which(name), *arguments)))
+    begun = time.monotonic()
+    said = "\n".join(counts(vm.ok("cd /tmp; PATH=/usr/bin:/bin HOME=/tmp %s %s 2>/tmp/err || { rc=$?; cat /tmp/err; exit $rc; }" % (zone, " ".join([name, *arguments])), PATIENCE)))
+    print("      %s: %d lines, %.0f s in the VM" % (name, len(said.splitlines()), time.monotonic() - begun), flush=True)
+    same(name, native, said)
+
+
+@program_claim
 def clblast_tests_print_in_a_vm_what_they_print_natively(host, vm, zone):
-    for test in ("xaxpy", "xdot", "xhad", "xgemv"):
-        begun = time.monotonic()
-        program = "clblast_test_" + test
-        a, b = host.native(shutil.which(program)), vm.ok(zone + " %s 2>/tmp/err" % program, 3000)
-        same(program, a, b)
-        print("      %s: %d lines, %.0f s in the VM" % (program, len(a.splitlines()), time.monotonic() - begun), flush=True)
+    for name in CLBLAST:
+        program_says_the_same(host, vm, zone, name, programs.plain)
+
+
+@program_claim
+def hashcat_passes_its_self_test_and_cracks_in_a_vm_as_natively(host, vm, zone):
+    with open(host.work + "/words", "w") as f:
+        f.write(programs.WORDS)
+    vm.ok("printf %s > /tmp/words" % shlex.quote(programs.WORDS.replace("\n", "\\n")))
+    program_says_the_same(host, vm, zone, programs.HASHCAT[0], programs.cracked, *programs.HASHCAT[1:], "words")
+
+
+@program_claim
+def clpeak_measures_in_a_vm_all_that_it_measures_natively(host, vm, zone):
+    program_says_the_same(host, vm, zone, "clpeak", programs.numbers_away)
 
 
 @claim
@@ -150,12 +183,15 @@ def main():
     p = argparse.ArgumentParser()
     p.add_argument("--kit", default="6.12", metavar="SERIES")
     p.add_argument("--target", default=os.path.join(ROOT, "target/debug"), help="where tombolo-accel and libtombolo_opencl.so are")
-    p.add_argument("--clblast", action="store_true", help="clblast's test programs too")
+    p.add_argument("--programs", action="store_true", help="real programs, minutes each")
     p.add_argument("claims", nargs="*")
     o = p.parse_args()
-    clblast = [shutil.which("clblast_test_" + t) for t in ("xaxpy", "xdot", "xhad", "xgemv")] if o.clblast else []
-    if o.clblast:
-        CLAIMS.append(clblast_tests_print_in_a_vm_what_they_print_natively)
+    binaries, files = [], []
+    if o.programs:
+        binaries = [shutil.which(p) for p in (*CLBLAST, "hashcat", "clpeak")]
+        files.append(shutil.which("hashcat"))  # it finds its files by where it lies itself
+        for pattern in ("OpenCL/*.h", "OpenCL/inc_*", "OpenCL/shared.cl", "OpenCL/m00000_*", "modules/module_00000.so", "tunings/*"):
+            files += glob.glob("/usr/share/hashcat/" + pattern)
     work = tempfile.mkdtemp(prefix="tombolo-accel-vm-")
     host = vm = None
     passed = failed = 0
@@ -167,13 +203,13 @@ def main():
         shutil.copy(o.target + "/libtombolo_opencl.so", work)
         subprocess.run(["strip", work + "/libtombolo_opencl.so"], check=True)
         rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,
-                  [work + "/calls", work + "/image", work + "/gemm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", *clblast], ["virtio_net"])
-        host = Host(work, o.target)
-        vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory="512M", extra=host.qemu())
+                  [work + "/calls", work + "/image", work + "/gemm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", *binaries], ["virtio_net"], files=files)
+        host = Host(work, o.target, 6 if o.programs else 2)
+        vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory="1G" if o.programs else "512M", extra=host.qemu())
         name = os.path.basename(host.vm)
         vm.ok("mkdir -p /etc/OpenCL/vendors; echo /bin/libtombolo_opencl.so > /etc/OpenCL/vendors/tombolo.icd")
         vm.ok("echo %s > /sys/module/tombolo/parameters/calls; test -c /dev/tombolo-calls-%s || (dmesg | tail -5; exit 1)" % (name, name))
-        for f in CLAIMS:
+        for f in PROGRAMS if o.programs else CLAIMS:
             if o.claims and not any(c in f.__name__ for c in o.claims):
                 continue
             begun, why = time.monotonic(), None

@@ -146,6 +146,10 @@ pub struct Program {
     pub context: Ref,
     /// The devices it was created for.
     pub devices: Vec<Ref>,
+    /// Its source, if that includes files.
+    pub source: Vec<u8>,
+    /// The options it was built with, if files went along: the server's driver had others.
+    pub options: Mutex<Option<Vec<u8>>>,
 }
 
 /// What a driver accepted of a kernel before, so that the same can be posted.

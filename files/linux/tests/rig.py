@@ -48,9 +48,10 @@ class Failed(Exception):
 
 
 class Rig:
-    """Kernel image and initramfs for one kernel version, built once in `work`; with `late`, tombolo.ko is there but not loaded."""
+    """Kernel image and initramfs for one kernel version, built once in `work`; with `late`, tombolo.ko is there but not loaded.
+    Binaries go to /bin, with their libraries; files where they are here."""
 
-    def __init__(self, kernel, image, modules_root, module, work, binaries, modules=(), late=False):
+    def __init__(self, kernel, image, modules_root, module, work, binaries, modules=(), late=False, files=()):
         self.kernel, self.image, self.work = kernel, image, work
         tree = os.path.join(work, "initramfs-" + kernel)
         shutil.rmtree(tree, ignore_errors=True)
@@ -87,6 +88,9 @@ class Rig:
                 to = tree + path
                 os.makedirs(os.path.dirname(to), exist_ok=True)
                 shutil.copy(path, to)
+        for path in files:
+            os.makedirs(os.path.dirname(tree + path), exist_ok=True)
+            shutil.copy(path, tree + path)
         with open(os.path.join(tree, "init"), "w") as f:
             f.write(INIT)
         os.chmod(os.path.join(tree, "init"), 0o755)

@@ -7,6 +7,7 @@ use crate::state::{As, Body, Kernel, Program};
 use crate::sure;
 use std::ffi::{c_char, c_void};
 use std::sync::Mutex;
+use tombolo_accel_client::include;
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::Decoder;
 
@@ -15,12 +16,15 @@ counting!(KERNEL clRetainKernel clReleaseKernel);
 
 type ProgramNotify = Option<unsafe extern "C" fn(Handle, *mut c_void)>;
 
-fn program(context: Obj, devices: Option<&[Obj]>) -> Result<rt::New, i32> {
+fn program(context: Obj, devices: Option<&[Obj]>, source: Vec<u8>) -> Result<rt::New, i32> {
     let devices = match devices {
         Some(some) => some.iter().map(|d| rt::hold(*d)).collect(),
         None => context.context()?.devices.iter().map(|d| rt::hold(d.obj())).collect(),
     };
-    rt::new_object(kind::PROGRAM, Body::Program(Program { context: rt::hold(context), devices }))
+    rt::new_object(
+        kind::PROGRAM,
+        Body::Program(Program { context: rt::hold(context), devices, source, options: Mutex::default() }),
+    )
 }
 
 fn kernel(program: Obj) -> Result<rt::New, i32> {
@@ -68,7 +72,9 @@ pub unsafe extern "C" fn clCreateProgramWithSource(
                 source.extend_from_slice(piece(strings, lengths, i)?);
             }
             too_long(&source)?;
-            let new = program(context, None)?;
+            let including = source.windows(7).any(|w| w == b"include");
+            let kept = if including { source.clone() } else { Vec::new() };
+            let new = program(context, None, kept)?;
             rt::call(&wire::CreateProgramWithSource {
                 context: context.id(),
                 source: &source,
@@ -111,7 +117,7 @@ pub unsafe extern "C" fn clCreateProgramWithBinary(
                 sizes.push(len as u64);
             }
             too_long(&all)?;
-            let new = program(context, Some(&devices))?;
+            let new = program(context, Some(&devices), Vec::new())?;
             let reply = rt::call(&wire::CreateProgramWithBinary {
                 context: context.id(),
                 devices: devices.iter().map(|d| d.id()).collect::<Vec<_>>().into(),
@@ -144,7 +150,7 @@ pub unsafe extern "C" fn clCreateProgramWithBuiltInKernels(
             let context = rt::object(context, kind::CONTEXT)?;
             let devices = rt::list(n, devices, kind::DEVICE)?;
             let names = rt::string(names)?;
-            let new = program(context, Some(&devices))?;
+            let new = program(context, Some(&devices), Vec::new())?;
             rt::call(&wire::CreateProgramWithBuiltInKernels {
                 context: context.id(),
                 devices: devices.iter().map(|d| d.id()).collect::<Vec<_>>().into(),
@@ -172,7 +178,7 @@ pub unsafe extern "C" fn clCreateProgramWithIL(
             }
             let il = std::slice::from_raw_parts(il.cast::<u8>(), length);
             too_long(il)?;
-            let new = program(context, None)?;
+            let new = program(context, None, Vec::new())?;
             rt::call(&wire::CreateProgramWithIL { context: context.id(), il, new: new.id() })?;
             Ok(new.publish())
         })
@@ -207,6 +213,17 @@ unsafe fn options<'a>(text: *const c_char) -> Result<Option<&'a [u8]>, i32> {
     if text.is_null() { Ok(None) } else { unsafe { rt::string(text).map(Some) } }
 }
 
+/// The files that go along with a program: what it includes, but for the names of headers that the program passes itself.
+fn included(program: Obj, options: Option<&[u8]>, headers: &[&[u8]]) -> Result<include::Files, i32> {
+    let program = program.program()?;
+    let folders = include::folders(&String::from_utf8_lossy(options.unwrap_or_default()));
+    let mut files = include::gather(&program.source, &folders);
+    files.retain(|(_, name), _| !headers.contains(&name.as_bytes()));
+    let own = options.filter(|_| !files.is_empty()).map(<[u8]>::to_vec);
+    *program.options.lock().map_err(|_| code::HOST_MEMORY)? = own;
+    Ok(files)
+}
+
 /// Takes a callback back if its call failed. (A failed build still calls it: only codes that say the call itself was wrong count.)
 fn settle<T>(result: Result<T, i32>, notify: u64) -> Result<T, i32> {
     result.inspect_err(|_| rt::connection().into_iter().for_each(|c| c.forget_callback(notify)))
@@ -225,8 +242,17 @@ pub unsafe extern "C" fn clBuildProgram(
         let program = rt::object(program, kind::PROGRAM)?;
         // SAFETY: as the API says.
         let (devices, options) = unsafe { (some_devices(n, devices)?, options(text)?) };
+        let included = included(program, options, &[])?;
         let notify = notify(f, user, program)?;
-        let record = wire::BuildProgram { program: program.id(), devices: devices.into(), options, notify };
+        let record = wire::BuildProgram {
+            program: program.id(),
+            devices: devices.into(),
+            options,
+            notify,
+            folders: included.keys().map(|(folder, _)| *folder).collect::<Vec<_>>().into(),
+            files: included.keys().map(|(_, name)| name.as_bytes()).collect(),
+            texts: included.values().map(Vec::as_slice).collect(),
+        };
         settle(rt::call(&record), notify).map(|_| ())
     })
 }
@@ -260,6 +286,7 @@ pub unsafe extern "C" fn clCompileProgram(
                 let names = names.iter().map(|s| rt::string(*s)).collect::<Result<Vec<_>, _>>()?;
                 (rt::objects(n_headers, headers, kind::PROGRAM)?, names)
             };
+            let included = included(program, options, &names)?;
             let notify = notify(f, user, program)?;
             let record = wire::CompileProgram {
                 program: program.id(),
@@ -268,6 +295,9 @@ pub unsafe extern "C" fn clCompileProgram(
                 headers: headers.into(),
                 names,
                 notify,
+                folders: included.keys().map(|(folder, _)| *folder).collect::<Vec<_>>().into(),
+                files: included.keys().map(|(_, name)| name.as_bytes()).collect(),
+                texts: included.values().map(Vec::as_slice).collect(),
             };
             settle(rt::call(&record), notify).map(|_| ())
         }
@@ -294,7 +324,7 @@ pub unsafe extern "C" fn clLinkProgram(
                 if n == 0 && devices.is_null() { None } else { Some(rt::list(n, devices, kind::DEVICE)?) };
             let options = options(text)?;
             let programs = rt::objects(n_programs, programs, kind::PROGRAM)?;
-            let new = program(context, listed.as_deref())?;
+            let new = program(context, listed.as_deref(), Vec::new())?;
             let object = new.object().ok_or(code::HOST_MEMORY)?;
             let notify = notify(f, user, object)?;
             let ids = listed.unwrap_or_default().iter().map(|d| d.id()).collect::<Vec<_>>();
@@ -362,6 +392,31 @@ pub unsafe extern "C" fn clGetProgramInfo(
             }
             _ => rt::call(&wire::GetProgramInfo { program: object.id(), param })?,
         };
+        // SAFETY: as the API says.
+        unsafe { rt::answer(&bytes, size, value, size_ret) }
+    })
+}
+
+/// A property of a program's build. Its options are those that the program gave.
+pub unsafe extern "C" fn clGetProgramBuildInfo(
+    program: Handle,
+    device: Handle,
+    param: u32,
+    size: usize,
+    value: *mut c_void,
+    size_ret: *mut usize,
+) -> i32 {
+    const OPTIONS: u32 = 0x1182;
+    rt::status(|| {
+        let program = rt::object(program, kind::PROGRAM)?;
+        let device = rt::object(device, kind::DEVICE)?;
+        let mut bytes =
+            rt::call(&wire::GetProgramBuildInfo { program: program.id(), device: device.id(), param })?;
+        if param == OPTIONS {
+            if let Some(own) = &*program.program()?.options.lock().map_err(|_| code::HOST_MEMORY)? {
+                bytes = [own.as_slice(), b"\0"].concat();
+            }
+        }
         // SAFETY: as the API says.
         unsafe { rt::answer(&bytes, size, value, size_ret) }
     })

@@ -628,6 +628,21 @@ fn optional(cx: &Cx<'_>, text: Option<&[u8]>) -> Result<Option<CString>, i32> {
     text.map(|t| cx.c_string(t)).transpose()
 }
 
+/// A program's options, with the folders of the files that came along before its own.
+fn with_includes(
+    cx: &Cx<'_>,
+    options: Option<&[u8]>,
+    (folders, files, texts): (&[u32], &[&[u8]], &[&[u8]]),
+) -> Result<Option<CString>, i32> {
+    // A worker's own folder (worker.rs).
+    let mut all = super::include::keep(&std::env::temp_dir(), folders, files, texts)?.into_bytes();
+    if all.is_empty() {
+        return optional(cx, options);
+    }
+    all.extend_from_slice(options.unwrap_or_default());
+    cx.c_string(&all).map(Some)
+}
+
 fn program_notify(cx: &Cx<'_>, number: u64) -> (*const c_void, *mut c_void) {
     if number == 0 { (null(), null_mut()) } else { (on_program as *const c_void, once(cx, number)) }
 }
@@ -640,7 +655,7 @@ pub(super) fn build_program(cx: &mut Cx<'_>, r: &wire::BuildProgram<'_>) -> Done
     let f = native!(cx, clBuildProgram);
     let program = cx.get(kind::PROGRAM, r.program)?;
     let devices = cx.all(kind::DEVICE, &r.devices)?;
-    let options = optional(cx, r.options)?;
+    let options = with_includes(cx, r.options, (&r.folders, &r.files, &r.texts))?;
     let (notify, user) = program_notify(cx, r.notify);
     cx.may_block();
     let text = options.as_ref().map_or(null(), |o| o.as_ptr());
@@ -653,7 +668,7 @@ pub(super) fn compile_program(cx: &mut Cx<'_>, r: &wire::CompileProgram<'_>) -> 
     let program = cx.get(kind::PROGRAM, r.program)?;
     let devices = cx.all(kind::DEVICE, &r.devices)?;
     let headers = cx.all(kind::PROGRAM, &r.headers)?;
-    let options = optional(cx, r.options)?;
+    let options = with_includes(cx, r.options, (&r.folders, &r.files, &r.texts))?;
     let names = r.names.iter().map(|n| cx.c_string(n)).collect::<Result<Vec<_>, _>>()?;
     if names.len() != headers.len() {
         return Err(VALUE);

@@ -10,6 +10,7 @@
 pub mod checks;
 pub mod clear;
 pub mod hand;
+pub mod include;
 pub mod svm;
 pub mod tickets;
 
