@@ -12,40 +12,27 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use anyhow::Context;
-use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::accelspec::{AccelSpec, AccelUse};
-use crate::child::{self, Guarded, Handle};
+use crate::child::{self, Guarded};
 use crate::compose::Project;
 use crate::control::{AccelStatus, AccelVm, Peer};
 use crate::exec;
+use crate::keeper::{Keeper, Names, PATIENCE, Service};
 use crate::machine::Machine;
 use crate::mount;
 use crate::zones::{HostZone, Invitation};
 
-/// How long a server may take to answer, or to end.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// The longest pause before a server that died is started again.
-const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// A server that lived so long starts again at once.
-const SETTLED: Duration = Duration::from_secs(2);
-/// Lines of the server's log in an error.
-const LAST_LINES: usize = 8;
-
 /// An accelerator of a running project.
 #[derive(Debug)]
 pub struct Accelerator {
-    name: String,
-    spec: AccelSpec,
-    dir: PathBuf,
-    shared: Arc<Shared>,
-    watcher: Mutex<Option<JoinHandle<()>>>,
+    server: Arc<Server>,
+    keeper: Keeper,
 }
 
 /// A VM's place at the server.
@@ -60,32 +47,17 @@ struct Seat {
 }
 
 #[derive(Debug)]
-struct Shared {
-    /// What a server is started with.
-    server: Server,
-    /// Locked before `state`, and while a server is told of them.
-    seats: Mutex<BTreeMap<String, Seat>>,
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Debug)]
 struct Server {
-    log: PathBuf,
-    /// Where its workers compile: gone with it.
+    name: String,
+    spec: AccelSpec,
+    /// The project's folder.
+    dir: PathBuf,
+    /// Where its workers compile: gone with the accelerator.
     scratch: PathBuf,
-    metrics: Option<String>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    process: Option<(Handle, u32)>,
+    /// Locked before `link`, and while a server is told of them.
+    seats: Mutex<BTreeMap<String, Seat>>,
     /// It serves every seat.
-    link: Option<Arc<Mutex<Peer>>>,
-    starts: u32,
-    /// Why the last one was given up.
-    trouble: Option<String>,
-    over: bool,
+    link: Mutex<Option<Arc<Mutex<Peer>>>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -132,42 +104,38 @@ impl Accelerator {
         // A supervisor that was killed has left it.
         remove(&scratch);
         crate::state::make_private(&scratch)?;
-        let server = Server {
-            log: dir.join(format!("{name}.accel")),
-            scratch,
-            metrics: spec.metrics.map(|address| address.to_string()),
-        };
-        let accelerator = Accelerator {
+        let server = Arc::new(Server {
             name: name.to_owned(),
             spec,
             dir: dir.to_owned(),
-            shared: Arc::new(Shared {
-                server,
-                seats: Mutex::default(),
-                state: Mutex::default(),
-                changed: Condvar::new(),
-            }),
-            watcher: Mutex::new(None),
+            scratch,
+            seats: Mutex::default(),
+            link: Mutex::default(),
+        });
+        server.seat(project)?;
+        let names = Names {
+            owner: format!("accelerator '{name}'"),
+            process: "server",
+            log: dir.join(format!("{name}.accel")),
         };
-        accelerator.seat(project)?;
-        let shared = accelerator.shared.clone();
-        let spawned = std::thread::Builder::new().name(format!("accel-{name}"));
-        *lock(&accelerator.watcher) = Some(spawned.spawn(move || watch(&shared))?);
-        accelerator.wait_ready()?;
+        let keeper = Keeper::start(names, server.clone())?;
+        let accelerator = Accelerator { server, keeper };
+        accelerator.keeper.wait_ready()?;
         Ok(accelerator)
     }
 
     /// What the compose file said of it.
     pub fn spec(&self) -> &AccelSpec {
-        &self.spec
+        &self.server.spec
     }
 
     /// Whether a file says something else of it than what holds.
     pub fn differs(&self, project: &Project) -> bool {
-        let Some(spec) = project.compose.accel.get(&self.name) else { return true };
-        let used = |vm: &str| project.compose.vm.get(vm)?.accelerators.0.get(&self.name).map(|u| u.of(spec));
-        *spec != self.spec
-            || lock(&self.shared.seats).iter().any(|(vm, seat)| used(vm).is_some_and(|u| u != seat.used))
+        let Some(spec) = project.compose.accel.get(&self.server.name) else { return true };
+        let used =
+            |vm: &str| project.compose.vm.get(vm)?.accelerators.0.get(&self.server.name).map(|u| u.of(spec));
+        *spec != self.server.spec
+            || lock(&self.server.seats).iter().any(|(vm, seat)| used(vm).is_some_and(|u| u != seat.used))
     }
 
     /// Makes places for VMs that the compose file has now and had not before, and waits until they are served.
@@ -175,61 +143,8 @@ impl Accelerator {
     /// # Errors
     /// The server's own words.
     pub fn extend(&self, project: &Project) -> anyhow::Result<()> {
-        self.seat(project)?;
-        self.wait_ready()
-    }
-
-    fn seat(&self, project: &Project) -> anyhow::Result<()> {
-        let mut seats = lock(&self.shared.seats);
-        for (vm, spec) in &project.compose.vm {
-            let Some(used) = spec.accelerators.0.get(&self.name) else { continue };
-            if seats.contains_key(vm) {
-                continue;
-            }
-            let used = used.of(&self.spec);
-            let zone = HostZone::for_calls(&self.name, used.zone_bytes(), &self.dir)
-                .with_context(|| format!("the zone of vm.{vm} for accel.{}", self.name))?;
-            let mut seat = Seat { zone: Arc::new(zone), used, served: None, library: None };
-            let link = lock(&self.shared.state).link.clone();
-            if let Some(link) = link {
-                let answer = ask(&link, &seat.request(vm)).map_err(|e| format!("{e:#}"));
-                answer.and_then(|answer| answer).map_err(|why| self.failure(&why))?;
-                seat.served = Some(true);
-            }
-            // A server that is about to be started is told of it then.
-            seats.insert(vm.clone(), seat);
-        }
-        Ok(())
-    }
-
-    /// Waits until there is a server that serves every place; one that has just died may be followed by one that lives.
-    fn wait_ready(&self) -> anyhow::Result<()> {
-        let state = lock(&self.shared.state);
-        let last = state.starts + 1;
-        let waits = |s: &mut State| s.link.is_none() && (s.trouble.is_none() || s.starts <= last);
-        let (state, _) = self
-            .shared
-            .changed
-            .wait_timeout_while(state, PATIENCE, waits)
-            .unwrap_or_else(PoisonError::into_inner);
-        match (&state.link, &state.trouble) {
-            (Some(_), _) => Ok(()),
-            (None, Some(trouble)) => Err(self.failure(trouble)),
-            (None, None) => {
-                Err(self.failure(&format!("its server does not answer within {} s", PATIENCE.as_secs())))
-            }
-        }
-    }
-
-    fn failure(&self, what: &str) -> anyhow::Error {
-        let mut text = format!("the accelerator '{}' failed: {what}", self.name);
-        let log = std::fs::read_to_string(&self.shared.server.log).unwrap_or_default();
-        let lines: Vec<&str> = log.lines().collect();
-        for line in &lines[lines.len().saturating_sub(LAST_LINES)..] {
-            text.push_str("\n  | ");
-            text.push_str(line);
-        }
-        anyhow::anyhow!(text)
+        self.server.seat(project).map_err(|why| self.keeper.failure(&format!("{why:#}")))?;
+        self.keeper.wait_ready()
     }
 
     /// The zone's devices for a VM that is about to be started; `None` where it has no place here.
@@ -237,13 +152,13 @@ impl Accelerator {
     /// # Errors
     /// Those of the zone.
     pub fn invite(&self, vm: &str) -> anyhow::Result<Option<Invitation>> {
-        let zone = lock(&self.shared.seats).get(vm).map(|seat| seat.zone.clone());
+        let zone = lock(&self.server.seats).get(vm).map(|seat| seat.zone.clone());
         zone.map(|zone| zone.invite(vm, &Default::default())).transpose()
     }
 
     /// A VM's QEMU has ended.
     pub fn gone(&self, vm: &str) {
-        let zone = lock(&self.shared.seats).get(vm).map(|seat| seat.zone.clone());
+        let zone = lock(&self.server.seats).get(vm).map(|seat| seat.zone.clone());
         if let Some(zone) = zone {
             zone.gone(vm);
         }
@@ -251,7 +166,7 @@ impl Accelerator {
 
     /// The zones of its VMs.
     pub fn zones(&self) -> Vec<Arc<HostZone>> {
-        lock(&self.shared.seats).values().map(|seat| seat.zone.clone()).collect()
+        lock(&self.server.seats).values().map(|seat| seat.zone.clone()).collect()
     }
 
     /// Makes the device in a guest through its agent. False: the guest has no client library.
@@ -274,13 +189,13 @@ for icd in /etc/OpenCL/vendors/*.icd; do
 	break
 done"#;
         let vm = machine.name();
-        let uuid = lock(&self.shared.seats).get(vm).map(|seat| seat.zone.uuid());
-        let uuid = uuid.with_context(|| format!("the VM '{vm}' has no place at '{}'", self.name))?;
+        let uuid = lock(&self.server.seats).get(vm).map(|seat| seat.zone.uuid());
+        let uuid = uuid.with_context(|| format!("the VM '{vm}' has no place at '{}'", self.server.name))?;
         let identity = uuid.replace('-', "");
         let output = exec::script(
             machine.agent(),
             &format!("{}{SET_UP}", mount::FUNCTIONS),
-            &[&uuid, &self.name, &identity],
+            &[&uuid, &self.server.name, &identity],
             Duration::from_secs(120),
         )?;
         match output.code {
@@ -289,16 +204,16 @@ done"#;
                 "the VM '{vm}' is a guest without the module: its kernel {} can't have the device of the accelerator '{}'; use the guest \
                  kit, install tombolo-dkms in the image, or leave it out of vm.{vm}.accelerators",
                 output.out.trim(),
-                self.name
+                self.server.name
             ),
             code => anyhow::bail!(
                 "the VM '{vm}' can't have the device of the accelerator '{}' (code {code}): {}",
-                self.name,
+                self.server.name,
                 output.err.trim().replace('\n', "; ")
             ),
         }
         let library = output.out.trim() == "yes";
-        if let Some(seat) = lock(&self.shared.seats).get_mut(vm) {
+        if let Some(seat) = lock(&self.server.seats).get_mut(vm) {
             seat.library = Some(library);
         }
         Ok(library)
@@ -306,14 +221,12 @@ done"#;
 
     /// For `ps`.
     pub fn status(&self) -> AccelStatus {
-        let (pid, starts, link) = {
-            let state = lock(&self.shared.state);
-            (state.process.as_ref().map(|(_, pid)| *pid), state.starts, state.link.clone())
-        };
+        let (pid, starts) = self.keeper.process();
+        let link = lock(&self.server.link).clone();
         // One that doesn't answer is about to end.
         let server = link.and_then(|link| ask(&link, &json!({ "do": "ls" })).ok()?.ok());
         let tenants = server.as_ref().and_then(|s| s["tenants"].as_array()).cloned().unwrap_or_default();
-        let vms = lock(&self.shared.seats)
+        let vms = lock(&self.server.seats)
             .iter()
             .map(|(vm, seat)| {
                 let via = format!("vm:{vm}");
@@ -330,8 +243,8 @@ done"#;
             })
             .collect();
         AccelStatus {
-            name: self.name.clone(),
-            api: self.spec.api,
+            name: self.server.name.clone(),
+            api: self.server.spec.api,
             state: if server.is_some() { "serving" } else { "starting" }.into(),
             pid,
             starts,
@@ -339,41 +252,12 @@ done"#;
             server,
         }
     }
-
-    /// Ends the server, and whoever works for it.
-    fn stop(&self) {
-        let mut state = lock(&self.shared.state);
-        state.over = true;
-        if let Some((process, _)) = &state.process {
-            process.signal(Signal::TERM);
-        }
-        self.shared.changed.notify_all();
-        let (mut state, late) = self
-            .shared
-            .changed
-            .wait_timeout_while(state, PATIENCE, |s| s.process.is_some())
-            .unwrap_or_else(PoisonError::into_inner);
-        if late.timed_out() {
-            if let Some((process, pid)) = state.process.take() {
-                eprintln!(
-                    "tombolo: the server of '{}' (process {pid}) does not end and is killed",
-                    self.name
-                );
-                process.kill();
-            }
-        }
-        drop(state);
-        if let Some(watcher) = lock(&self.watcher).take() {
-            // One that panicked has ended too.
-            let _ended = watcher.join();
-        }
-    }
 }
 
 impl Drop for Accelerator {
     fn drop(&mut self) {
-        self.stop();
-        remove(&self.shared.server.scratch);
+        self.keeper.stop();
+        remove(&self.server.scratch);
     }
 }
 
@@ -402,61 +286,50 @@ fn remove(folder: &Path) {
     }
 }
 
-/// Keeps a server running until it is told that it is over. The server dies with this thread.
-fn watch(shared: &Shared) {
-    let mut pause = Duration::ZERO;
-    loop {
-        let mut state = lock(&shared.state);
-        if !pause.is_zero() {
-            (state, _) = shared
-                .changed
-                .wait_timeout_while(state, pause, |s| !s.over)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-        if state.over {
-            return;
-        }
-        state.starts += 1;
-        let begun = Instant::now();
-        match shared.server.spawn() {
-            Ok((mut server, handle, link)) => {
-                state.process = Some((handle, server.pid()));
-                drop(state);
-                let trouble = shared.introduce(link).err();
-                if trouble.is_some() {
-                    server.kill();
-                }
-                let how = server.wait();
-                // The zones are free for the next one when its membership has ended.
-                for seat in lock(&shared.seats).values() {
-                    if let Err(e) = seat.zone.tend() {
-                        eprintln!("tombolo: {e:#}");
-                    }
-                }
-                state = lock(&shared.state);
-                (state.process, state.link) = (None, None);
-                if !state.over {
-                    let why = match trouble {
-                        Some(e) => format!("its server does not begin: {e:#}"),
-                        None => format!("its server ended: {how:?}"),
-                    };
-                    eprintln!("tombolo: {}: {why}; it is started again", shared.server.log.display());
-                    state.trouble = Some(why);
-                }
+impl Server {
+    /// Makes places for VMs that have none yet.
+    fn seat(&self, project: &Project) -> anyhow::Result<()> {
+        let mut seats = lock(&self.seats);
+        for (vm, spec) in &project.compose.vm {
+            let Some(used) = spec.accelerators.0.get(&self.name) else { continue };
+            if seats.contains_key(vm) {
+                continue;
             }
-            Err(e) => state.trouble = Some(format!("{e:#}")),
+            let used = used.of(&self.spec);
+            let zone = HostZone::for_calls(&self.name, used.zone_bytes(), &self.dir)
+                .with_context(|| format!("the zone of vm.{vm} for accel.{}", self.name))?;
+            let mut seat = Seat { zone: Arc::new(zone), used, served: None, library: None };
+            let link = lock(&self.link).clone();
+            if let Some(link) = link {
+                ask(&link, &seat.request(vm))?.map_err(anyhow::Error::msg)?;
+                seat.served = Some(true);
+            }
+            // A server that is about to be started is told of it then.
+            seats.insert(vm.clone(), seat);
         }
-        shared.changed.notify_all();
-        pause = match begun.elapsed() {
-            lived if lived > SETTLED => Duration::ZERO,
-            _ => (pause * 2).clamp(Duration::from_millis(100), PAUSE_MAX),
-        };
+        Ok(())
     }
 }
 
-impl Shared {
+impl Service for Server {
+    type Link = Peer;
+
+    /// The server dies with the thread that starts it.
+    fn spawn(&self, log: File) -> anyhow::Result<(Guarded, Peer)> {
+        let (ours, theirs) = UnixStream::pair()?;
+        ours.set_read_timeout(Some(PATIENCE))?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["accel", "serve", "--overseen"]).env("TMPDIR", &self.scratch);
+        if let Some(metrics) = &self.spec.metrics {
+            command.args(["--metrics", &metrics.to_string()]);
+        }
+        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
+        child::tie(&mut command, &[]);
+        Ok((Guarded::spawn(&mut command)?, Peer::new(ours)?))
+    }
+
     /// Tells a new server whom it serves. A VM can damage its own zone, so that no server can enter it again; the others are served.
-    fn introduce(&self, link: Peer) -> anyhow::Result<()> {
+    fn begin(&self, link: Peer) -> anyhow::Result<()> {
         let mut seats = lock(&self.seats);
         let link = Arc::new(Mutex::new(link));
         for (vm, seat) in seats.iter_mut() {
@@ -471,30 +344,18 @@ impl Shared {
                 Err(why) => anyhow::bail!("{why}"),
             }
         }
-        let mut state = lock(&self.state);
-        (state.link, state.trouble) = (Some(link), None);
-        drop(state);
-        self.changed.notify_all();
+        *lock(&self.link) = Some(link);
         Ok(())
     }
-}
 
-impl Server {
-    fn spawn(&self) -> anyhow::Result<(Guarded, Handle, Peer)> {
-        let (ours, theirs) = UnixStream::pair()?;
-        ours.set_read_timeout(Some(PATIENCE))?;
-        let log = File::options().create(true).append(true).open(&self.log);
-        let log = log.with_context(|| self.log.display().to_string())?;
-        let mut command = Command::new(std::env::current_exe()?);
-        command.args(["accel", "serve", "--overseen"]).env("TMPDIR", &self.scratch);
-        if let Some(metrics) = &self.metrics {
-            command.args(["--metrics", metrics]);
+    fn ended(&self) {
+        *lock(&self.link) = None;
+        // The zones are free for the next one when its membership has ended.
+        for seat in lock(&self.seats).values() {
+            if let Err(e) = seat.zone.tend() {
+                eprintln!("tombolo: {e:#}");
+            }
         }
-        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
-        child::tie(&mut command, &[]);
-        let server = Guarded::spawn(&mut command)?;
-        let handle = server.handle()?;
-        Ok((server, handle, Peer::new(ours)?))
     }
 }
 
@@ -511,13 +372,13 @@ mod tests {
             Seat { zone, used: AccelUse::default(), served, library: None }
         };
         let seats = [("a".to_owned(), seat(before)), ("b".to_owned(), seat(before))];
-        let server =
-            Server { log: dir.path().join("log"), scratch: dir.path().join("scratch"), metrics: None };
-        let shared = Shared {
-            server,
+        let server = Server {
+            name: "cl".into(),
+            spec: AccelSpec::default(),
+            dir: dir.path().to_owned(),
+            scratch: dir.path().join("scratch"),
             seats: Mutex::new(seats.into()),
-            state: Mutex::default(),
-            changed: Condvar::new(),
+            link: Mutex::default(),
         };
         let (ours, theirs) = UnixStream::pair().unwrap();
         let answering = std::thread::spawn(move || {
@@ -528,9 +389,9 @@ mod tests {
                 writeln!(&theirs, "{answer}").unwrap();
             }
         });
-        let result = shared.introduce(Peer::new(ours).unwrap());
-        let served = lock(&shared.seats).values().map(|seat| seat.served).collect();
-        drop(shared);
+        let result = server.begin(Peer::new(ours).unwrap());
+        let served = lock(&server.seats).values().map(|seat| seat.served).collect();
+        drop(server);
         answering.join().unwrap();
         (result, served)
     }

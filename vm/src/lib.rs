@@ -21,6 +21,7 @@
 //! - [`zones`]: zones as the supervisor holds them.
 //! - [`netspec`], [`network`]: networks in the file, and the switch of each, which is a child of the supervisor.
 //! - [`accelspec`], [`accelerator`]: accelerators in the file, and the server of each, another child.
+//! - [`keeper`]: keeps such a child running.
 //! - [`named`]: keys that are a table or a list of names.
 //! - [`child`]: processes that never outlive this one.
 //! - [`doctor`]: what this host can do.
@@ -39,6 +40,7 @@ pub mod exec;
 pub mod growth;
 pub mod guestkit;
 pub mod host;
+pub mod keeper;
 pub mod machine;
 pub mod mount;
 pub mod named;

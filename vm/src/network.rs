@@ -11,8 +11,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -20,21 +19,14 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::agent::Agent;
-use crate::child::{self, Guarded, Handle};
+use crate::child::{self, Guarded};
 use crate::compose::Project;
 use crate::exec;
+use crate::keeper::{Keeper, Names, PATIENCE, Service};
 use crate::netspec::{self, Lease, NetSpec};
 
-/// How long a switch may take to answer, or to end.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// The longest pause before a switch that died is started again.
-const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// A switch that lived so long starts again at once.
-const SETTLED: Duration = Duration::from_secs(2);
 /// Longest path of a Unix socket, in bytes.
 const SOCKET_MAX: usize = 107;
-/// Lines of the switch's log in an error.
-const LAST_LINES: usize = 8;
 
 /// A VM's end of a network.
 #[derive(Clone, Debug)]
@@ -109,31 +101,18 @@ shift 5
 /// A network of a running project.
 #[derive(Debug)]
 pub struct Network {
+    switch: Arc<Switch>,
+    keeper: Keeper,
+}
+
+/// The switch: what it is told to have.
+#[derive(Debug)]
+struct Switch {
     name: String,
     spec: NetSpec,
+    /// The project's folder.
     dir: PathBuf,
-    shared: Arc<Shared>,
-    watcher: Mutex<Option<JoinHandle<()>>>,
     ports: Mutex<BTreeMap<String, (Value, Lease)>>,
-}
-
-#[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    process: Option<(Handle, u32)>,
-    starts: u32,
-    over: bool,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Network {
@@ -144,31 +123,114 @@ impl Network {
     /// The switch's own words where it can't have its uplink or a port.
     pub fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Network> {
         let spec = project.compose.net.get(name).cloned().unwrap_or_default();
-        let network = Network {
-            name: name.to_owned(),
-            spec,
-            dir: dir.to_owned(),
-            shared: Arc::default(),
-            watcher: Mutex::new(None),
-            ports: Mutex::default(),
-        };
-        network.plan(project)?;
-        network.write_config()?;
-        let (config, log, shared) = (network.config(), network.log(), network.shared.clone());
-        let spawned = std::thread::Builder::new().name(format!("net-{name}"));
-        let watcher = spawned.spawn(move || watch(&shared, &config, &log))?;
-        *network.watcher.lock().unwrap_or_else(PoisonError::into_inner) = Some(watcher);
+        let switch =
+            Arc::new(Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports: Mutex::default() });
+        switch.plan(project)?;
+        switch.write_config()?;
+        let names = Names { owner: format!("network '{name}'"), process: "switch", log: switch.log() };
+        let keeper = Keeper::start(names, switch.clone())?;
+        let network = Network { switch, keeper };
         network.wait_ready()?;
         Ok(network)
     }
 
     /// What the compose file said of it.
     pub fn spec(&self) -> &NetSpec {
-        &self.spec
+        &self.switch.spec
+    }
+
+    /// Whether a file says something else of it than what holds.
+    pub fn differs(&self, project: &Project) -> bool {
+        project.compose.net.get(&self.switch.name) != Some(&self.switch.spec)
     }
 
     /// The control socket of its switch.
     pub fn control(&self) -> PathBuf {
+        self.switch.control()
+    }
+
+    /// What its switch said.
+    pub fn log(&self) -> PathBuf {
+        self.switch.log()
+    }
+
+    /// Process of the switch, and how often it has been started.
+    pub fn process(&self) -> (Option<u32>, u32) {
+        self.keeper.process()
+    }
+
+    /// MACs and addresses by VM.
+    pub fn leases(&self) -> BTreeMap<String, Lease> {
+        self.switch.leases()
+    }
+
+    /// Waits until the switch answers and has all that it was told to have.
+    fn wait_ready(&self) -> anyhow::Result<()> {
+        let end = Instant::now() + PATIENCE;
+        let answer = loop {
+            match self.switch.ask(&json!({ "do": "ports" })) {
+                Ok(answer) => break answer,
+                // It is starting, or has ended: the second start tells.
+                Err(e) if self.keeper.process().1 > 1 || Instant::now() > end => {
+                    return Err(self.keeper.failure(&format!("its switch does not start: {e:#}")));
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+            }
+        };
+        let there: Vec<&str> =
+            answer["ports"].as_array().into_iter().flatten().filter_map(|p| p["name"].as_str()).collect();
+        let uplink = self.switch.spec.uplink.as_ref().map(|_| "uplink".to_owned());
+        for wanted in self.switch.ports().keys().cloned().chain(uplink) {
+            if !there.contains(&wanted.as_str()) {
+                return Err(self.keeper.failure(&format!("its switch can't have '{wanted}'")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes ports for VMs that the compose file has now and had not before.
+    ///
+    /// # Errors
+    /// The switch's own words.
+    pub fn extend(&self, project: &Project) -> anyhow::Result<()> {
+        let new = self.switch.plan(project)?;
+        if new.is_empty() {
+            return Ok(());
+        }
+        self.switch.write_config()?;
+        for port in new {
+            self.switch.ask(&json!({ "do": "add", "port": port }))?;
+        }
+        Ok(())
+    }
+
+    /// What a VM needs to join; `None` where it has no port here.
+    pub fn plug(&self, vm: &str, project: &Project) -> Option<Plug> {
+        let ports = self.switch.ports();
+        let (port, lease) = ports.get(vm)?;
+        let names = ports.iter().filter_map(|(vm, (_, lease))| Some((vm.clone(), lease.address?.0)));
+        Some(Plug {
+            net: self.switch.name.clone(),
+            socket: port["socket"].as_str()?.into(),
+            lease: lease.clone(),
+            queues: port["queues"].as_u64().and_then(|q| u32::try_from(q).ok())?,
+            mtu: self.switch.spec.mtu.unwrap_or(1500),
+            gateway: project.compose.net.get(&self.switch.name).and_then(|n| n.gateway),
+            names: names.collect(),
+        })
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        // Its sockets are gone afterwards.
+        self.keeper.stop();
+        let _ = std::fs::remove_file(self.switch.config());
+    }
+}
+
+impl Switch {
+    fn control(&self) -> PathBuf {
         self.dir.join(format!("{}.net", self.name))
     }
 
@@ -176,23 +238,15 @@ impl Network {
         self.dir.join(format!("{}.switch.toml", self.name))
     }
 
-    /// What its switch said.
-    pub fn log(&self) -> PathBuf {
+    fn log(&self) -> PathBuf {
         self.dir.join(format!("{}.switch", self.name))
-    }
-
-    /// Process of the switch, and how often it has been started.
-    pub fn process(&self) -> (Option<u32>, u32) {
-        let state = self.shared.lock();
-        (state.process.as_ref().map(|(_, pid)| *pid), state.starts)
     }
 
     fn ports(&self) -> MutexGuard<'_, BTreeMap<String, (Value, Lease)>> {
         self.ports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// MACs and addresses by VM.
-    pub fn leases(&self) -> BTreeMap<String, Lease> {
+    fn leases(&self) -> BTreeMap<String, Lease> {
         self.ports().iter().map(|(vm, (_, lease))| (vm.clone(), lease.clone())).collect()
     }
 
@@ -251,41 +305,6 @@ impl Network {
         Ok(crate::state::write_atomically(&self.config(), toml::to_string(&config)?.as_bytes())?)
     }
 
-    /// Waits until the switch answers and has all that it was told to have.
-    fn wait_ready(&self) -> anyhow::Result<()> {
-        let end = Instant::now() + PATIENCE;
-        let answer = loop {
-            match self.ask(&json!({ "do": "ports" })) {
-                Ok(answer) => break answer,
-                // It is starting, or has ended: the second start tells.
-                Err(e) if self.shared.lock().starts > 1 || Instant::now() > end => {
-                    return Err(self.failure(&format!("its switch does not start: {e:#}")));
-                }
-                Err(_) => std::thread::sleep(Duration::from_millis(10)),
-            }
-        };
-        let there: Vec<&str> =
-            answer["ports"].as_array().into_iter().flatten().filter_map(|p| p["name"].as_str()).collect();
-        let uplink = self.spec.uplink.as_ref().map(|_| "uplink".to_owned());
-        for wanted in self.ports().keys().cloned().chain(uplink) {
-            if !there.contains(&wanted.as_str()) {
-                return Err(self.failure(&format!("its switch can't have '{wanted}'")));
-            }
-        }
-        Ok(())
-    }
-
-    fn failure(&self, what: &str) -> anyhow::Error {
-        let mut text = format!("the network '{}' failed: {what}", self.name);
-        let log = std::fs::read_to_string(self.log()).unwrap_or_default();
-        let lines: Vec<&str> = log.lines().collect();
-        for line in &lines[lines.len().saturating_sub(LAST_LINES)..] {
-            text.push_str("\n  | ");
-            text.push_str(line);
-        }
-        anyhow::anyhow!(text)
-    }
-
     fn ask(&self, request: &Value) -> anyhow::Result<Value> {
         let mut stream = UnixStream::connect(self.control())?;
         stream.set_read_timeout(Some(PATIENCE))?;
@@ -298,124 +317,23 @@ impl Network {
             None => Ok(answer),
         }
     }
+}
 
-    /// Makes ports for VMs that the compose file has now and had not before.
-    ///
-    /// # Errors
-    /// The switch's own words.
-    pub fn extend(&self, project: &Project) -> anyhow::Result<()> {
-        let new = self.plan(project)?;
-        if new.is_empty() {
-            return Ok(());
-        }
-        self.write_config()?;
-        for port in new {
-            self.ask(&json!({ "do": "add", "port": port }))?;
-        }
+impl Service for Switch {
+    type Link = ();
+
+    /// The switch is told to end when the thread that starts it ends.
+    fn spawn(&self, log: File) -> anyhow::Result<(Guarded, ())> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["net", "run", "--config"]).arg(self.config());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        child::tie_to_end(&mut command, Signal::TERM, &[]);
+        Ok((Guarded::spawn(&mut command)?, ()))
+    }
+
+    fn begin(&self, (): ()) -> anyhow::Result<()> {
         Ok(())
     }
 
-    /// What a VM needs to join; `None` where it has no port here.
-    pub fn plug(&self, vm: &str, project: &Project) -> Option<Plug> {
-        let ports = self.ports();
-        let (port, lease) = ports.get(vm)?;
-        let names = ports.iter().filter_map(|(vm, (_, lease))| Some((vm.clone(), lease.address?.0)));
-        Some(Plug {
-            net: self.name.clone(),
-            socket: port["socket"].as_str()?.into(),
-            lease: lease.clone(),
-            queues: port["queues"].as_u64().and_then(|q| u32::try_from(q).ok())?,
-            mtu: self.spec.mtu.unwrap_or(1500),
-            gateway: project.compose.net.get(&self.name).and_then(|n| n.gateway),
-            names: names.collect(),
-        })
-    }
-
-    /// Ends the switch; its sockets are gone afterwards.
-    fn stop(&self) {
-        let mut state = self.shared.lock();
-        state.over = true;
-        if let Some((process, _)) = &state.process {
-            process.signal(Signal::TERM);
-        }
-        self.shared.changed.notify_all();
-        let (mut state, late) = self
-            .shared
-            .changed
-            .wait_timeout_while(state, PATIENCE, |s| s.process.is_some())
-            .unwrap_or_else(PoisonError::into_inner);
-        if late.timed_out() {
-            if let Some((process, pid)) = state.process.take() {
-                eprintln!(
-                    "tombolo: the switch of '{}' (process {pid}) does not end and is killed",
-                    self.name
-                );
-                process.kill();
-            }
-        }
-        drop(state);
-        if let Some(watcher) = self.watcher.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // One that panicked has ended too.
-            let _ended = watcher.join();
-        }
-    }
-}
-
-impl Drop for Network {
-    fn drop(&mut self) {
-        self.stop();
-        let _ = std::fs::remove_file(self.config());
-    }
-}
-
-/// Keeps a switch running until it is told that it is over. The switch is told to end when this thread ends.
-fn watch(shared: &Shared, config: &Path, log: &Path) {
-    let mut pause = Duration::ZERO;
-    loop {
-        let mut state = shared.lock();
-        if !pause.is_zero() {
-            (state, _) = shared
-                .changed
-                .wait_timeout_while(state, pause, |s| !s.over)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-        if state.over {
-            return;
-        }
-        state.starts += 1;
-        let begun = Instant::now();
-        match spawn(config, log) {
-            Ok((mut switch, handle)) => {
-                state.process = Some((handle, switch.pid()));
-                drop(state);
-                let how = switch.wait();
-                state = shared.lock();
-                state.process = None;
-                if !state.over {
-                    eprintln!(
-                        "tombolo: the switch of {} ended: {how:?}; it is started again",
-                        config.display()
-                    );
-                }
-            }
-            Err(e) => eprintln!("tombolo: {e:#}"),
-        }
-        shared.changed.notify_all();
-        pause = match begun.elapsed() {
-            lived if lived > SETTLED => Duration::ZERO,
-            _ => (pause * 2).clamp(Duration::from_millis(100), PAUSE_MAX),
-        };
-    }
-}
-
-fn spawn(config: &Path, log: &Path) -> anyhow::Result<(Guarded, Handle)> {
-    let log =
-        File::options().create(true).append(true).open(log).with_context(|| log.display().to_string())?;
-    let mut command = Command::new(std::env::current_exe()?);
-    command.args(["net", "run", "--config"]).arg(config);
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-    child::tie_to_end(&mut command, Signal::TERM, &[]);
-    let switch = Guarded::spawn(&mut command)?;
-    let handle = switch.handle()?;
-    Ok((switch, handle))
+    fn ended(&self) {}
 }

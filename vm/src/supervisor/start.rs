@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How the supervisor starts VMs: those that `up` asks for, all at once, and each one whose guest reboots.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -35,6 +35,64 @@ struct Wanted {
     before: Option<Arc<Machine>>,
     /// All memory at its start, whatever the compose file says.
     slow: bool,
+}
+
+/// What VMs of a project use together, served by a process of its own.
+trait Part: Sized {
+    /// What messages call it.
+    const KIND: &'static str;
+
+    /// Names of those that a VM uses.
+    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String>;
+
+    /// Starts it, with a place for each of its VMs.
+    fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Self>;
+
+    /// Whether a file says something else of it than what holds.
+    fn differs(&self, project: &Project) -> bool;
+
+    /// Makes places for VMs that it did not have before.
+    fn extend(&self, project: &Project) -> anyhow::Result<()>;
+}
+
+impl Part for Network {
+    const KIND: &'static str = "network";
+
+    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
+        vm.networks.0.keys()
+    }
+
+    fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Self> {
+        Network::start(name, project, dir)
+    }
+
+    fn differs(&self, project: &Project) -> bool {
+        self.differs(project)
+    }
+
+    fn extend(&self, project: &Project) -> anyhow::Result<()> {
+        self.extend(project)
+    }
+}
+
+impl Part for Accelerator {
+    const KIND: &'static str = "accelerator";
+
+    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
+        vm.accelerators.0.keys()
+    }
+
+    fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Self> {
+        Accelerator::start(name, project, dir)
+    }
+
+    fn differs(&self, project: &Project) -> bool {
+        self.differs(project)
+    }
+
+    fn extend(&self, project: &Project) -> anyhow::Result<()> {
+        self.extend(project)
+    }
 }
 
 impl Supervisor {
@@ -109,9 +167,11 @@ impl Supervisor {
             opened.insert(name.clone(), Arc::new(HostZone::open(name, spec, self.dir.path())?));
         }
         let opened_names: Vec<String> = opened.keys().cloned().collect();
-        let joined = self.networks(&project, &missing, reporter)?;
+        let running = self.lock().networks.clone();
+        let joined = self.parts(&running, &project, &missing, reporter)?;
         let joined_names: Vec<String> = joined.keys().cloned().collect();
-        let served = self.accelerators(&project, &missing, reporter)?;
+        let running = self.lock().accelerators.clone();
+        let served = self.parts(&running, &project, &missing, reporter)?;
         let served_names: Vec<String> = served.keys().cloned().collect();
         {
             let mut inner = self.lock();
@@ -311,53 +371,53 @@ impl Supervisor {
     /// A guest that reboots ends its QEMU, since a member's memory and doorbell must not outlast its epoch; here it gets a new one, as what
     /// it was: the zones attached later, their mounts and its consoles included. Called when its old QEMU and memberships are gone.
     fn reboot(self: &Arc<Self>, old: &Arc<Machine>) {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let name = old.name();
-        // Somebody may have stopped it, or brought it up again, meanwhile.
-        if !self.lock().machines.get(name).is_some_and(|m| Arc::ptr_eq(m, old)) {
-            return;
-        }
-        let report = |stage: Stage, detail: &str| {
-            eprintln!("tombolo: the VM '{name}' reboots: {stage:?} {detail}");
-        };
-        let result = self.wanted_again(old).and_then(|wanted| self.start_one(wanted, &|_| {}, &report));
-        if let Err(e) = result {
-            let why = format!("after a reboot: {e:#}");
-            eprintln!("tombolo: the VM '{name}' failed {why}");
-            let current = self.lock().machines.get(name).cloned();
-            current.as_ref().unwrap_or(old).fail(why.lines().next().unwrap_or_default());
-        }
+        self.replace(old, "reboots", |report| self.start_one(self.wanted_again(old)?, &|_| {}, report));
     }
 
     /// Its guest has no driver for memory that comes while it runs: it is stopped and started again with all of it.
     fn start_slowly(self: &Arc<Self>, old: &Arc<Machine>) {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let name = old.name();
-        // Whoever stopped it, or let it reboot, has decided already.
-        if old.phase() != Phase::Up || !self.lock().machines.get(name).is_some_and(|m| Arc::ptr_eq(m, old)) {
-            return;
-        }
-        let report = |stage: Stage, detail: &str| {
-            eprintln!("tombolo: the VM '{name}' starts again, with all its memory: {stage:?} {detail}");
-        };
-        let all = Layout::slow(old.spec().memory.0);
-        if let Err(e) = growth::allow(name, old.spec(), &all) {
-            return eprintln!("tombolo: the VM '{name}' goes on with the memory it has: {e:#}");
-        }
-        let result = self.wanted_again(old).and_then(|again| {
+        self.replace(old, "starts again, with all its memory", |report| {
+            // Whoever stopped it, or let it reboot, has decided already.
+            if old.phase() != Phase::Up {
+                return Ok(());
+            }
+            let name = old.name();
+            let all = Layout::slow(old.spec().memory.0);
+            if let Err(e) = growth::allow(name, old.spec(), &all) {
+                eprintln!("tombolo: the VM '{name}' goes on with the memory it has: {e:#}");
+                return Ok(());
+            }
+            let again = self.wanted_again(old)?;
             self.unmount_all(old);
-            old.stop(&report);
+            old.stop(report);
             let wanted = Wanted { before: None, slow: true, ..again };
             self.start_one(
                 wanted,
                 &|machine| machine.mark("no virtio-mem driver: all memory at once"),
-                &report,
+                report,
             )
         });
-        if let Err(e) = result {
-            let why = format!("{e:#}");
-            eprintln!("tombolo: the VM '{name}' can't be started with all its memory: {why}");
+    }
+
+    /// Starts a VM again, unless somebody has stopped it, or brought it up again, meanwhile. `how` says it to whoever reads the log.
+    fn replace(
+        self: &Arc<Self>,
+        old: &Arc<Machine>,
+        how: &str,
+        start: impl FnOnce(&dyn Fn(Stage, &str)) -> anyhow::Result<()>,
+    ) {
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let name = old.name();
+        if !self.lock().machines.get(name).is_some_and(|m| Arc::ptr_eq(m, old)) {
+            return;
+        }
+        let report = |stage: Stage, detail: &str| {
+            eprintln!("tombolo: the VM '{name}' {how}: {stage:?} {detail}");
+        };
+        if let Err(e) = start(&report) {
+            eprintln!("tombolo: the VM '{name}' {how}, and fails: {e:#}");
             let current = self.lock().machines.get(name).cloned();
+            let why = format!("it {how}, and fails: {e:#}");
             current.as_ref().unwrap_or(old).fail(why.lines().next().unwrap_or_default());
         }
     }
@@ -377,68 +437,31 @@ impl Supervisor {
         })
     }
 
-    /// Starts the switches that are missing for these VMs, and makes ports in those that run; returns the new ones.
-    fn networks(
+    /// Starts the parts that are missing for these VMs, and extends those that run; returns the new ones.
+    fn parts<P: Part>(
         &self,
+        running: &BTreeMap<String, Arc<P>>,
         project: &Project,
         missing: &[(String, VmSpec, Option<guestkit::Boot>)],
         reporter: &Reporter,
-    ) -> anyhow::Result<BTreeMap<String, Arc<Network>>> {
-        let mut joined = BTreeMap::new();
-        for (name, spec) in &project.compose.net {
-            if !missing.iter().any(|(_, vm, _)| vm.networks.0.contains_key(name)) {
+    ) -> anyhow::Result<BTreeMap<String, Arc<P>>> {
+        let names: BTreeSet<&String> = missing.iter().flat_map(|(_, vm, _)| P::used_by(vm)).collect();
+        let mut new = BTreeMap::new();
+        for name in names {
+            let Some(part) = running.get(name) else {
+                new.insert(name.clone(), Arc::new(P::start(name, project, self.dir.path())?));
                 continue;
+            };
+            if part.differs(project) {
+                let text = format!(
+                    "the {} '{name}' is what the file said before; to apply the change: tombolo down && tombolo up",
+                    P::KIND
+                );
+                reporter.send(&Event::Note { text });
             }
-            let running = self.lock().networks.get(name).cloned();
-            match running {
-                None => {
-                    let network = Network::start(name, project, self.dir.path())?;
-                    joined.insert(name.clone(), Arc::new(network));
-                }
-                Some(network) => {
-                    if network.spec() != spec {
-                        let text = format!(
-                            "the network '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
-                        );
-                        reporter.send(&Event::Note { text });
-                    }
-                    network.extend(project)?;
-                }
-            }
+            part.extend(project)?;
         }
-        Ok(joined)
-    }
-
-    /// Starts the servers that are missing for these VMs, and makes places at those that run; returns the new ones.
-    fn accelerators(
-        &self,
-        project: &Project,
-        missing: &[(String, VmSpec, Option<guestkit::Boot>)],
-        reporter: &Reporter,
-    ) -> anyhow::Result<BTreeMap<String, Arc<Accelerator>>> {
-        let mut served = BTreeMap::new();
-        for name in project.compose.accel.keys() {
-            if !missing.iter().any(|(_, vm, _)| vm.accelerators.0.contains_key(name)) {
-                continue;
-            }
-            let running = self.lock().accelerators.get(name).cloned();
-            match running {
-                None => {
-                    let accelerator = Accelerator::start(name, project, self.dir.path())?;
-                    served.insert(name.clone(), Arc::new(accelerator));
-                }
-                Some(accelerator) => {
-                    if accelerator.differs(project) {
-                        let text = format!(
-                            "the accelerator '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
-                        );
-                        reporter.send(&Event::Note { text });
-                    }
-                    accelerator.extend(project)?;
-                }
-            }
-        }
-        Ok(served)
+        Ok(new)
     }
 
     fn plugs(&self, vm: &str, spec: &VmSpec) -> Vec<Plug> {

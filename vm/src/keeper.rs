@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Keeps a process of another part running for as long as it is wanted: the switch of a network, the server of an accelerator.
+//!
+//! One that dies is started again, at once if it had lived for a while, otherwise after pauses that grow. It is told to end when it is not
+//! wanted any more, and is killed if it doesn't.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use rustix::process::Signal;
+
+use crate::child::{Guarded, Handle};
+
+/// How long a process may take to answer, or to end.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+/// The longest pause before one that died is started again.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+/// One that lived so long starts again at once.
+const SETTLED: Duration = Duration::from_secs(2);
+/// Lines of its log in an error.
+const LAST_LINES: usize = 8;
+
+/// What is kept running.
+pub trait Service: Send + Sync + 'static {
+    /// What is had of a new process beside itself.
+    type Link;
+
+    /// Starts the process; what it says goes to `log`.
+    ///
+    /// # Errors
+    /// Those of starting.
+    fn spawn(&self, log: File) -> anyhow::Result<(Guarded, Self::Link)>;
+
+    /// Tells the new process what it must know; then it is ready. Where that fails it is ended.
+    ///
+    /// # Errors
+    /// Why it is of no use.
+    fn begin(&self, link: Self::Link) -> anyhow::Result<()>;
+
+    /// The process has ended.
+    fn ended(&self);
+}
+
+/// Keeps one process.
+#[derive(Debug)]
+pub struct Keeper {
+    shared: Arc<Shared>,
+    watcher: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    names: Names,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// What messages call it.
+#[derive(Debug)]
+pub struct Names {
+    /// Whose it is: `network 'lan'`.
+    pub owner: String,
+    /// What it is: `switch`.
+    pub process: &'static str,
+    /// Where it says what it does.
+    pub log: PathBuf,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    process: Option<(Handle, u32)>,
+    starts: u32,
+    ready: bool,
+    /// Why the last one was given up.
+    trouble: Option<String>,
+    over: bool,
+}
+
+impl Keeper {
+    /// Starts the process, and starts it again whenever it ends.
+    ///
+    /// # Errors
+    /// When there is no thread for it.
+    pub fn start<S: Service>(names: Names, service: Arc<S>) -> std::io::Result<Keeper> {
+        let shared = Arc::new(Shared { names, state: Mutex::default(), changed: Condvar::new() });
+        let named = std::thread::Builder::new().name(shared.names.process.to_owned());
+        let own = shared.clone();
+        let watcher = named.spawn(move || own.watch(&*service))?;
+        Ok(Keeper { shared, watcher: Mutex::new(Some(watcher)) })
+    }
+
+    /// The process, and how often it has been started.
+    pub fn process(&self) -> (Option<u32>, u32) {
+        let state = self.shared.lock();
+        (state.process.as_ref().map(|(_, pid)| *pid), state.starts)
+    }
+
+    /// Waits until it is ready; one that has just died may be followed by one that lives.
+    ///
+    /// # Errors
+    /// Why it is not, with the last lines of its log.
+    pub fn wait_ready(&self) -> anyhow::Result<()> {
+        let state = self.shared.lock();
+        let last = state.starts + 1;
+        let waits = |s: &mut State| !s.ready && (s.trouble.is_none() || s.starts <= last);
+        let (state, _) = self
+            .shared
+            .changed
+            .wait_timeout_while(state, PATIENCE, waits)
+            .unwrap_or_else(PoisonError::into_inner);
+        match &state.trouble {
+            _ if state.ready => Ok(()),
+            Some(trouble) => Err(self.failure(trouble)),
+            None => {
+                let process = self.shared.names.process;
+                Err(self.failure(&format!("its {process} does not answer within {} s", PATIENCE.as_secs())))
+            }
+        }
+    }
+
+    /// What failed, with the last lines of the log.
+    pub fn failure(&self, what: &str) -> anyhow::Error {
+        let mut text = format!("the {} failed: {what}", self.shared.names.owner);
+        let log = std::fs::read_to_string(&self.shared.names.log).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        for line in &lines[lines.len().saturating_sub(LAST_LINES)..] {
+            text.push_str("\n  | ");
+            text.push_str(line);
+        }
+        anyhow::anyhow!(text)
+    }
+
+    /// Ends the process; nothing is started afterwards.
+    pub fn stop(&self) {
+        let mut state = self.shared.lock();
+        state.over = true;
+        if let Some((process, _)) = &state.process {
+            process.signal(Signal::TERM);
+        }
+        self.shared.changed.notify_all();
+        let (mut state, late) = self
+            .shared
+            .changed
+            .wait_timeout_while(state, PATIENCE, |s| s.process.is_some())
+            .unwrap_or_else(PoisonError::into_inner);
+        if late.timed_out() {
+            if let Some((process, pid)) = state.process.take() {
+                let Names { owner, process: kind, .. } = &self.shared.names;
+                eprintln!("tombolo: the {kind} of the {owner} (process {pid}) does not end and is killed");
+                process.kill();
+            }
+        }
+        drop(state);
+        if let Some(watcher) = self.watcher.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            // One that panicked has ended too.
+            let _ended = watcher.join();
+        }
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The process is told to end, or dies, with the thread that this runs in.
+    fn watch<S: Service>(&self, service: &S) {
+        let mut pause = Duration::ZERO;
+        loop {
+            let mut state = self.lock();
+            if !pause.is_zero() {
+                (state, _) = self
+                    .changed
+                    .wait_timeout_while(state, pause, |s| !s.over)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
+            if state.over {
+                return;
+            }
+            state.starts += 1;
+            let begun = Instant::now();
+            match self.spawn(service) {
+                Ok((mut process, handle, link)) => {
+                    state.process = Some((handle, process.pid()));
+                    drop(state);
+                    let trouble = self.begin(service, link).err();
+                    if trouble.is_some() {
+                        process.kill();
+                    }
+                    let how = process.wait();
+                    service.ended();
+                    state = self.lock();
+                    (state.process, state.ready) = (None, false);
+                    if !state.over {
+                        let kind = self.names.process;
+                        state.trouble = Some(match trouble {
+                            Some(e) => format!("its {kind} does not begin: {e:#}"),
+                            None => format!("its {kind} ended: {how:?}"),
+                        });
+                    }
+                }
+                Err(e) => state.trouble = Some(format!("{e:#}")),
+            }
+            if let (false, Some(why)) = (state.over, &state.trouble) {
+                eprintln!("tombolo: the {}: {why}; it is started again", self.names.owner);
+            }
+            drop(state);
+            self.changed.notify_all();
+            pause = match begun.elapsed() {
+                lived if lived > SETTLED => Duration::ZERO,
+                _ => (pause * 2).clamp(Duration::from_millis(100), PAUSE_MAX),
+            };
+        }
+    }
+
+    fn spawn<S: Service>(&self, service: &S) -> anyhow::Result<(Guarded, Handle, S::Link)> {
+        let log = File::options().create(true).append(true).open(&self.names.log);
+        let log = log.with_context(|| self.names.log.display().to_string())?;
+        let (process, link) = service.spawn(log)?;
+        let handle = process.handle()?;
+        Ok((process, handle, link))
+    }
+
+    fn begin<S: Service>(&self, service: &S, link: S::Link) -> anyhow::Result<()> {
+        service.begin(link)?;
+        let mut state = self.lock();
+        (state.ready, state.trouble) = (true, None);
+        drop(state);
+        self.changed.notify_all();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    /// A shell command; the first `refusals` processes are of no use.
+    struct Shell {
+        command: &'static str,
+        refusals: u32,
+        begun: AtomicU32,
+    }
+
+    impl Service for Shell {
+        type Link = ();
+
+        fn spawn(&self, log: File) -> anyhow::Result<(Guarded, ())> {
+            let mut command = Command::new("sh");
+            command.args(["-c", self.command]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+            Ok((Guarded::spawn(&mut command)?, ()))
+        }
+
+        fn begin(&self, (): ()) -> anyhow::Result<()> {
+            let nth = self.begun.fetch_add(1, Ordering::SeqCst);
+            anyhow::ensure!(nth >= self.refusals, "refused");
+            Ok(())
+        }
+
+        fn ended(&self) {}
+    }
+
+    fn keeper(command: &'static str, refusals: u32) -> (tempfile::TempDir, Keeper) {
+        let dir = tempfile::tempdir().unwrap();
+        let names = Names { owner: "shell 'a'".into(), process: "command", log: dir.path().join("log") };
+        let service = Arc::new(Shell { command, refusals, begun: AtomicU32::new(0) });
+        let keeper = Keeper::start(names, service).unwrap();
+        (dir, keeper)
+    }
+
+    #[test]
+    fn one_that_is_killed_is_followed_by_another_and_stop_ends_it() {
+        let (_dir, keeper) = keeper("exec sleep 1000", 0);
+        keeper.wait_ready().unwrap();
+        let first = keeper.process().0.unwrap();
+        let pid = rustix::process::Pid::from_raw(first.try_into().unwrap()).unwrap();
+        rustix::process::kill_process(pid, Signal::KILL).unwrap();
+        let state = keeper.shared.lock();
+        let same = |s: &mut State| !s.ready || s.process.as_ref().is_none_or(|(_, pid)| *pid == first);
+        let (state, late) = keeper.shared.changed.wait_timeout_while(state, PATIENCE, same).unwrap();
+        assert!(!late.timed_out() && state.starts == 2);
+        drop(state);
+        keeper.stop();
+        assert_eq!(keeper.process(), (None, 2));
+    }
+
+    #[test]
+    fn one_that_can_not_begin_is_an_error_with_the_words_of_its_log() {
+        let (_dir, keeper) = keeper("echo no such device >&2; exec sleep 1000", u32::MAX);
+        let why = keeper.wait_ready().unwrap_err().to_string();
+        assert!(why.starts_with("the shell 'a' failed: its command does not begin: refused"), "{why}");
+    }
+
+    #[test]
+    fn one_that_begins_at_the_second_try_is_ready() {
+        let (_dir, keeper) = keeper("exec sleep 1000", 1);
+        keeper.wait_ready().unwrap();
+        assert_eq!(keeper.process().1, 2);
+    }
+}
