@@ -13,6 +13,7 @@
  *   large LOOPS N          milliseconds of a kernel that computes, on one processor (one work-group), median of N
  *   mix CALLS              nanoseconds a call: 26 % copies, 13 % launches, the rest small calls, as in the test of the Wormhole paper
  *   spin SECONDS           calls of the mix in that time
+ *   busy SECONDS           kernels of a millisecond or so that end in that time, always two of them under way
  */
 #define CL_TARGET_OPENCL_VERSION 300
 #include <CL/cl.h>
@@ -250,6 +251,26 @@ static double spin(double seconds)
 	return done;
 }
 
+static double busy(double seconds)
+{
+	double done = 0, end = now(CLOCK_MONOTONIC) + seconds * 1e9;
+	size_t items = SMALL, group = SMALL / 4;
+	int loops = 3000;
+	cl_event before, last;
+
+	CHECK(clSetKernelArg(compute, 1, sizeof loops, &loops));
+	CHECK(clEnqueueNDRangeKernel(queue, compute, 1, NULL, &items, &group, 0, NULL, &before));
+	for (; now(CLOCK_MONOTONIC) < end; done++, before = last) {
+		CHECK(clEnqueueNDRangeKernel(queue, compute, 1, NULL, &items, &group, 0, NULL, &last));
+		CHECK(clFlush(queue));
+		CHECK(clWaitForEvents(1, &before));
+		CHECK(clReleaseEvent(before));
+	}
+	CHECK(clFinish(queue));
+	CHECK(clReleaseEvent(before));
+	return done;
+}
+
 int main(void)
 {
 	char line[200], what[20];
@@ -277,6 +298,8 @@ int main(void)
 			result = mix(a);
 		else if (!strcmp(what, "spin"))
 			result = spin(a);
+		else if (!strcmp(what, "busy"))
+			result = busy(a);
 		else
 			return 2;
 		printf("%.3f %.6f\n", result, (now(CLOCK_PROCESS_CPUTIME_ID) - begun) / 1e9);

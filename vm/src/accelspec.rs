@@ -43,7 +43,7 @@ pub struct AccelSpec {
     pub rate: Option<u32>,
     /// Memory shared with each process for bulk data.
     pub window: Option<Size>,
-    /// Share of processor time of each process beside others, 1 to 100.
+    /// Share of processor time of a VM beside others, 1 to 100.
     pub weight: Option<u32>,
     /// Processes of a VM at once.
     pub channels: Option<u32>,
@@ -63,7 +63,7 @@ pub struct AccelUse {
     pub rate: Option<u32>,
     /// Memory shared with each process.
     pub window: Option<Size>,
-    /// Share of processor time of each process.
+    /// Share of processor time, of all its processes together.
     pub weight: Option<u32>,
     /// Processes at once.
     pub channels: Option<u32>,

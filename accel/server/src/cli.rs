@@ -135,12 +135,12 @@ fn print(servers: &[Listing]) {
         let state = if server.draining { ", draining" } else { "" };
         println!("server {} at {}{state}", server.pid, server.listens.join(" "));
         println!(
-            "{:>9} {:<24} {:>6} {:>15} {:>13} {:>12} {:>12} {:>9}  VIA",
-            "PID", "TENANT", "WEIGHT", "MEMORY MiB", "OBJECTS", "CALLS", "WAITS", "BUSY s"
+            "{:>9} {:<24} {:>6} {:>15} {:>13} {:>12} {:>12} {:>9} {:>9}  VIA",
+            "PID", "TENANT", "WEIGHT", "MEMORY MiB", "OBJECTS", "CALLS", "WAITS", "BUSY s", "CPU s"
         );
         for t in &server.tenants {
             println!(
-                "{:>9} {:<24} {:>6} {:>15} {:>13} {:>12} {:>12} {:>9.1}  {}",
+                "{:>9} {:<24} {:>6} {:>15} {:>13} {:>12} {:>12} {:>9.1} {:>9.1}  {}",
                 t.pid,
                 t.name,
                 t.weight,
@@ -149,6 +149,7 @@ fn print(servers: &[Listing]) {
                 t.calls,
                 t.waits,
                 t.busy_seconds,
+                t.cpu_seconds,
                 t.via
             );
         }

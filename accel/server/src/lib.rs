@@ -6,6 +6,7 @@
 //!
 //! - [`supervisor`]: listens, starts workers; drains.
 //! - [`tenants`]: who is served now; [`figures`]: what their workers say of them.
+//! - [`divide`]: who of them may run, by weight.
 //! - [`account`]: what the processes of one VM use together.
 //! - [`control`]: commands from outside: who is served, drain.
 //! - [`metrics`]: the same for Prometheus.
@@ -22,6 +23,7 @@
 pub mod account;
 pub mod cli;
 pub mod control;
+pub mod divide;
 pub mod figures;
 pub mod limits;
 pub mod metrics;

@@ -18,6 +18,10 @@ const FAMILIES: &[(&str, &str, &str, Get)] = &[
     ("held_seconds_total", "counter", "For which requests were held back by the tenant's rate.", |t| {
         t.held_seconds
     }),
+    ("cpu_seconds_total", "counter", "Processor time of the tenant's worker.", |t| t.cpu_seconds),
+    ("paused_seconds_total", "counter", "For which the worker's share of time was used up.", |t| {
+        t.paused_seconds
+    }),
     ("memory_bytes", "gauge", "Device memory in use.", |t| t.memory as f64),
     ("memory_limit_bytes", "gauge", "Device memory that may be used.", |t| t.memory_limit as f64),
     ("objects", "gauge", "Objects that live.", |t| t.objects as f64),
@@ -76,6 +80,8 @@ mod tests {
             bytes: 100,
             busy_seconds: 0.5,
             held_seconds: 0.0,
+            cpu_seconds: 0.0,
+            paused_seconds: 0.0,
             seconds: 1.0,
         };
         let text = prometheus(&[tenant]);

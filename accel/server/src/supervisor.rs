@@ -5,7 +5,7 @@ use crate::control::{self, Listing};
 use crate::figures::Figures;
 use crate::limits::Limits;
 use crate::metrics;
-use crate::tenants::{Tenant, Tenants};
+use crate::tenants::{Pause, Tenant, Tenants};
 use crate::vm;
 use anyhow::{Context, bail};
 use std::net::{SocketAddr, TcpListener};
@@ -140,6 +140,8 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         let tenants = server.tenants.clone();
         spawn("vm", move || vm.serve(&tenants))?;
     }
+    let tenants = server.tenants.clone();
+    spawn("divider", move || tenants.divide())?;
     let accepting = listeners
         .into_iter()
         .map(|(address, limits, listener)| {
@@ -274,8 +276,9 @@ pub fn start(
     let wanted = std::iter::once(page.as_fd()).chain(fds.iter().copied());
     let copies = wanted.map(|fd| copy_above(fd, above)).collect::<std::io::Result<Vec<_>>>()?;
     let raw: Vec<i32> = copies.iter().map(AsRawFd::as_raw_fd).collect();
-    let mut command = Command::new(std::env::current_exe()?);
-    command.args(worker_arguments()).arg("--limits").arg(serde_json::to_string(limits)?);
+    // This program, even where another has taken its name meanwhile.
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("tombolo").args(worker_arguments()).arg("--limits").arg(serde_json::to_string(limits)?);
     if let Some(place) = place {
         command.arg("--place").arg(serde_json::to_string(place)?);
     }
@@ -300,7 +303,7 @@ pub fn start(
             Ok(())
         });
     }
-    let tenant = Tenant { via: via.into(), limits: limits.clone(), figures, since: Instant::now() };
+    let (via, limits) = (via.to_owned(), limits.clone());
     let tenants = tenants.clone();
     // The signal comes when the thread that started a worker ends; so that thread waits for it.
     let (said, started) = std::sync::mpsc::channel();
@@ -312,7 +315,17 @@ pub fn start(
             Err(e) => return drop(said.send(Err(e))),
         };
         let pid = child.id();
-        tenants.add(pid, tenant);
+        let process = match pidfd(pid) {
+            Ok(process) => process,
+            Err(e) => {
+                // It has just been started; nobody knows of it yet.
+                let _ended = child.kill();
+                let _reaped = child.wait();
+                return drop(said.send(Err(e)));
+            }
+        };
+        let paused = Pause::default();
+        tenants.add(pid, Tenant { via, limits, figures, since: Instant::now(), process, paused });
         // Whoever asked waits for this.
         let _heard = said.send(Ok(()));
         if let Err(e) = child.wait() {
@@ -322,6 +335,17 @@ pub fn start(
         ended();
     })?;
     Ok(started.recv().context("the thread that starts a worker ended")??)
+}
+
+/// Of a child that nobody has waited for.
+fn pidfd(pid: u32) -> std::io::Result<OwnedFd> {
+    // SAFETY: integers only; the result is checked.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if fd < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is fresh.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
 fn copy_above(fd: BorrowedFd<'_>, least: i32) -> std::io::Result<OwnedFd> {

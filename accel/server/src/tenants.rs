@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who is served now: a worker each, its limits and its figures.
+//! Who is served now: a worker each, its limits and its figures; and who of them may run.
 
+use crate::divide::{self, Divider, Used};
 use crate::figures::{Figure, Figures};
 use crate::limits::Limits;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A client that is served.
 pub struct Tenant {
@@ -18,6 +20,57 @@ pub struct Tenant {
     pub figures: Figures,
     /// When its worker was started.
     pub since: Instant,
+    /// Its worker, whatever becomes of its number.
+    pub process: OwnedFd,
+    /// How long it could not run, because its share of time was used up.
+    pub paused: Pause,
+}
+
+impl Tenant {
+    /// Whose time is counted together with whose: that of a VM's processes.
+    fn group(&self, pid: u32) -> String {
+        if self.via.starts_with("vm:") { self.via.clone() } else { pid.to_string() }
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: integers, and no further information. It fails only where the process has ended.
+        let _ended = unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_send_signal,
+                self.process.as_raw_fd(),
+                signal,
+                std::ptr::null::<libc::siginfo_t>(),
+                0,
+            )
+        };
+    }
+
+    fn may_run(&mut self, runs: bool) {
+        match (self.paused.since, runs) {
+            (None, false) => {
+                self.signal(libc::SIGSTOP);
+                self.paused.since = Some(Instant::now());
+            }
+            (Some(since), true) => {
+                self.signal(libc::SIGCONT);
+                self.paused = Pause { before: self.paused.before + since.elapsed(), since: None };
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Time in which a worker was stopped.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pause {
+    before: Duration,
+    since: Option<Instant>,
+}
+
+impl Pause {
+    fn total(&self) -> Duration {
+        self.before + self.since.map(|since| since.elapsed()).unwrap_or_default()
+    }
 }
 
 /// A tenant at one moment.
@@ -49,6 +102,10 @@ pub struct Status {
     pub busy_seconds: f64,
     /// Seconds for which its requests were held back by its rate.
     pub held_seconds: f64,
+    /// Seconds of processor time that its worker has used.
+    pub cpu_seconds: f64,
+    /// Seconds for which its worker could not run, because its share of time was used up.
+    pub paused_seconds: f64,
     /// Seconds since its worker was started.
     pub seconds: f64,
 }
@@ -60,11 +117,29 @@ struct Inner {
     vms: usize,
 }
 
+impl Inner {
+    /// Looks who has had how much, and lets those run who may. How long that holds.
+    fn divide(&mut self, divider: &mut Divider, now: Duration) -> Duration {
+        let mut used: BTreeMap<String, Used> = BTreeMap::new();
+        for (pid, tenant) in &self.by_pid {
+            let cpu = divide::cpu(*pid).unwrap_or_default();
+            let weight = tenant.limits.weight;
+            used.entry(tenant.group(*pid)).or_insert(Used { weight, cpu: Duration::ZERO }).cpu += cpu;
+        }
+        let rest = divider.look(now, &used, divide::idle());
+        for (pid, tenant) in &mut self.by_pid {
+            let runs = !divider.holds(&tenant.group(*pid));
+            tenant.may_run(runs);
+        }
+        rest
+    }
+}
+
 /// All tenants of a server.
 #[derive(Default)]
 pub struct Tenants {
     inner: Mutex<Inner>,
-    left: Condvar,
+    changed: Condvar,
 }
 
 impl Tenants {
@@ -76,12 +151,13 @@ impl Tenants {
     /// One more.
     pub fn add(&self, pid: u32, tenant: Tenant) {
         self.lock().by_pid.insert(pid, tenant);
+        self.changed.notify_all();
     }
 
     /// One less.
     pub fn remove(&self, pid: u32) {
         self.lock().by_pid.remove(&pid);
-        self.left.notify_all();
+        self.changed.notify_all();
     }
 
     /// A VM came.
@@ -93,7 +169,7 @@ impl Tenants {
     pub fn vm_went(&self) {
         let mut inner = self.lock();
         inner.vms = inner.vms.saturating_sub(1);
-        self.left.notify_all();
+        self.changed.notify_all();
     }
 
     /// How many came by a socket, not from VMs.
@@ -104,8 +180,24 @@ impl Tenants {
     /// Waits until nobody is left, and nobody can come from a VM.
     pub fn wait_until_gone(&self) {
         let inner = self.lock();
-        let gone = self.left.wait_while(inner, |i| !i.by_pid.is_empty() || i.vms > 0);
+        let gone = self.changed.wait_while(inner, |i| !i.by_pid.is_empty() || i.vms > 0);
         drop(gone.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Divides processor time between them, for ever.
+    pub fn divide(&self) {
+        let begun = Instant::now();
+        let mut divider = Divider::default();
+        loop {
+            let mut inner = self.lock();
+            let rest = inner.divide(&mut divider, begun.elapsed());
+            if inner.by_pid.len() < 2 {
+                drop(self.changed.wait_while(inner, |i| i.by_pid.len() < 2));
+            } else {
+                drop(inner);
+                std::thread::sleep(rest);
+            }
+        }
     }
 
     /// All of them now.
@@ -125,8 +217,84 @@ impl Tenants {
             bytes: t.figures.get(Figure::Bytes),
             busy_seconds: seconds(t.figures.get(Figure::Busy)),
             held_seconds: seconds(t.figures.get(Figure::Held)),
+            cpu_seconds: divide::cpu(*pid).unwrap_or_default().as_secs_f64(),
+            paused_seconds: t.paused.total().as_secs_f64(),
             seconds: t.since.elapsed().as_secs_f64(),
         };
         self.lock().by_pid.iter().map(status).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::FromRawFd;
+    use std::process::{Child, Command};
+    use std::sync::Arc;
+
+    /// A process that always wants to run, on one processor, as a tenant of this weight.
+    fn busy(tenants: &Tenants, via: &str, weight: u32) -> Child {
+        let child = Command::new("taskset")
+            .args(["-c", "0", "sh", "-c", "while :; do :; done"])
+            .spawn()
+            .expect("taskset (package util-linux)");
+        let pid = child.id();
+        // SAFETY: integers; the child was not waited for, so its number is its own.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+        assert!(fd >= 0, "{}", std::io::Error::last_os_error());
+        tenants.add(
+            pid,
+            Tenant {
+                via: via.into(),
+                limits: Limits { weight, ..Limits::default() },
+                figures: Figures::new().expect("a page").0,
+                since: Instant::now(),
+                // SAFETY: fresh, and nobody else's.
+                process: unsafe { OwnedFd::from_raw_fd(fd as i32) },
+                paused: Pause::default(),
+            },
+        );
+        child
+    }
+
+    #[test]
+    fn real_processes_get_time_by_weight_those_of_a_vm_together_and_all_of_it_when_the_others_have_gone() {
+        let tenants = Arc::new(Tenants::default());
+        // Two processes of a VM, and a client of a quarter of its weight.
+        let mut children =
+            [("vm:a", 100), ("vm:a", 100), ("unix:/s", 25)].map(|(via, weight)| busy(&tenants, via, weight));
+        let dividing = tenants.clone();
+        std::thread::spawn(move || {
+            // SAFETY: a set of processors is plain data, for which zeroes are a value.
+            let mut first: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+            // SAFETY: the set lives during both calls; where the children run is where idleness counts.
+            unsafe {
+                libc::CPU_SET(0, &mut first);
+                libc::sched_setaffinity(0, size_of_val(&first), &first);
+            }
+            dividing.divide();
+        });
+        let cpu = |child: &Child| divide::cpu(child.id()).expect("it runs").as_secs_f64();
+        // Until the first two had two seconds, however long that takes here.
+        while cpu(&children[0]) + cpu(&children[1]) < 2.0 {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let of_vm = cpu(&children[0]) + cpu(&children[1]);
+        let ratio = of_vm / cpu(&children[2]);
+        assert!((3.0..5.5).contains(&ratio), "{ratio}");
+        let paused = tenants.status().iter().map(|s| s.paused_seconds).fold(0.0, f64::max);
+        assert!(paused > 0.0);
+        for gone in &mut children[..2] {
+            gone.kill().expect("killed");
+            gone.wait().expect("its end");
+            tenants.remove(gone.id());
+        }
+        // It runs on, or this takes for ever.
+        let had = cpu(&children[2]);
+        while cpu(&children[2]) < had + 0.1 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        children[2].kill().expect("killed");
+        children[2].wait().expect("its end");
     }
 }

@@ -34,7 +34,7 @@ pub struct Config {
     pub folder: PathBuf,
     /// Processes of the VM at once.
     pub channels: u32,
-    /// Limits: memory and objects of all of them together, the others of each; the window is a part of the zone.
+    /// Limits: memory, objects and weight of all of them together, the others of each; the window is a part of the zone.
     pub limits: Limits,
 }
 
@@ -55,7 +55,7 @@ pub struct Guest {
     pub objects: Option<u32>,
     /// Requests of each a second; 0: no limit.
     pub rate: Option<u32>,
-    /// Share of time of each, 1 to 100.
+    /// Share of processor time of all together, 1 to 100.
     pub weight: Option<u32>,
 }
 

@@ -76,9 +76,13 @@ struct Server {
 
 impl Server {
     fn start(name: &str, options: &[&str]) -> Server {
+        Server::of(Path::new(env!("CARGO_BIN_EXE_tombolo-accel")), name, options)
+    }
+
+    fn of(program: &Path, name: &str, options: &[&str]) -> Server {
         let socket = folder().join(format!("{name}-{}.sock", std::process::id()));
         let control = socket.with_extension("control");
-        let child = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"))
+        let child = Command::new(program)
             .args(["serve", "--listen", &format!("unix:{}", socket.display()), "--control"])
             .arg(&control)
             .args(options)
@@ -338,6 +342,19 @@ fn a_client_of_a_quarter_of_the_weight_is_scheduled_with_a_quarter_of_the_weight
     // 1.25 to the power of 6 is 3.8.
     assert_eq!((tenant.weight, niceness(tenant.pid) - niceness(server.child.id())), (25, 6));
     server.end();
+}
+
+#[test]
+fn a_server_whose_program_was_replaced_while_it_runs_still_serves_who_comes() {
+    let program = folder().join(format!("tombolo-accel-{}", std::process::id()));
+    std::fs::copy(env!("CARGO_BIN_EXE_tombolo-accel"), &program).expect("a copy");
+    let server = Server::of(&program, "replaced", &[]);
+    let newer = program.with_extension("new");
+    std::fs::write(&newer, "of another release").expect("written");
+    std::fs::rename(&newer, &program).expect("replaced");
+    ping(&server.client());
+    server.end();
+    std::fs::remove_file(&program).expect("removed");
 }
 
 #[test]

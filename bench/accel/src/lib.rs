@@ -217,27 +217,28 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Several clients at once: all their calls, and how far from equal their shares are.
+    /// Several clients at once: what all get done, calls of the mix and kernels, and how far from equal their shares are.
     fn clients(&mut self) -> Result<()> {
         const SECONDS: f64 = 2.0;
+        const WORK: [(&str, &str, &str); 2] = [("", "spin", "calls/s"), ("-kernels", "busy", "kernels/s")];
         let address = self.place.address();
         for count in [1u32, 2, 4] {
             let start = |server: Option<&str>| -> Result<Vec<Program>> {
                 (0..count).map(|_| self.place.program(server)).collect()
             };
             let mut crowds = [(OURS, start(Some(&address))?), (NATIVE, start(None)?)];
-            for _ in 0..self.options.rounds {
+            for (tail, what, unit) in (0..self.options.rounds).flat_map(|_| WORK) {
                 for (system, crowd) in &mut crowds {
                     // Nobody begins before all are ready.
                     crowd.iter_mut().try_for_each(|p| p.ask("finish 1").map(drop))?;
-                    crowd.iter_mut().try_for_each(|p| p.tell(&format!("spin {SECONDS}")))?;
+                    crowd.iter_mut().try_for_each(|p| p.tell(&format!("{what} {SECONDS}")))?;
                     let done = crowd.iter_mut().map(|p| Ok(p.hear()?.0)).collect::<Result<Vec<f64>>>()?;
                     let sum: f64 = done.iter().sum();
                     let mean = sum / done.len() as f64;
                     let off = done.iter().map(|d| (d - mean).abs() / mean).fold(0.0, f64::max);
-                    let case = format!("clients-{count}");
+                    let case = format!("clients-{count}{tail}");
                     let sample =
-                        Sample::new("accel", case.clone(), system, sum / SECONDS, "calls/s", Better::Higher);
+                        Sample::new("accel", case.clone(), system, sum / SECONDS, unit, Better::Higher);
                     self.results.add(sample)?;
                     if count > 1 {
                         let case = format!("{case}-unfair");

@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Divides processor time between tenants, by weight, where the device is the CPU.
+//!
+//! The kernel's scheduler divides between threads; a tenant with more of them, or with luckier ones, gets more. So whoever is ahead of the
+//! one furthest behind by more than a quantum is stopped (SIGSTOP) until that one has caught up. What counts is the processor time of a
+//! worker as the kernel knows it, so a worker can't lie about it, and needs to do nothing for it. The processes of a VM count together.
+//!
+//! Who has not run for a while is not behind: it saves nothing up. And nobody is stopped for nothing: when processors idle while
+//! somebody is stopped, all may run, for longer each time.
+//!
+//! Nobody is looked at while there are fewer than two tenants, and rarely while fewer than two of them run.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Between two looks, while there is something to divide.
+const TICK: Duration = Duration::from_millis(4);
+/// The longest between two looks.
+const REST: Duration = Duration::from_millis(250);
+/// How far ahead somebody may get, in seconds of processor time at full weight.
+const QUANTUM: f64 = 0.010;
+/// How far ahead somebody who was stopped may go on.
+const CLOSE: f64 = 0.005;
+/// Who has not run for so long has nothing to do.
+const QUIET: Duration = Duration::from_millis(25);
+/// How long it is looked whether processors idle.
+const WINDOW: Duration = Duration::from_millis(100);
+/// Dividing was in vain where processors idled for so long in a window, all together.
+const IN_VAIN: Duration = Duration::from_millis(25);
+/// The most windows without division after that.
+const OFF_MAX: u32 = 16;
+/// The largest weight.
+const FULL_WEIGHT: f64 = 100.0;
+
+/// What a tenant has used.
+#[derive(Clone, Copy, Debug)]
+pub struct Used {
+    /// Its weight, 1 to 100.
+    pub weight: u32,
+    /// Its processor time so far.
+    pub cpu: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Share {
+    /// Its processor time at the last look.
+    cpu: Duration,
+    /// Seconds that it has had at full weight, or would have had, had it not been quiet.
+    spent: f64,
+    /// When it was last seen to run.
+    ran: Option<Duration>,
+    held: bool,
+}
+
+impl Share {
+    fn active(&self, now: Duration) -> bool {
+        self.held || self.ran.is_some_and(|at| now.saturating_sub(at) <= QUIET)
+    }
+}
+
+/// Who may run.
+#[derive(Debug, Default)]
+pub struct Divider {
+    shares: BTreeMap<String, Share>,
+    last: Duration,
+    rest: Duration,
+    window: Window,
+}
+
+/// Whether dividing is of use.
+#[derive(Debug, Default)]
+struct Window {
+    began: Duration,
+    /// Of the processors, when it began.
+    idle: Duration,
+    /// Somebody was held in it.
+    held: bool,
+    /// So many windows are left without division.
+    off: u32,
+    /// So many it was the last time.
+    backoff: u32,
+}
+
+impl Window {
+    /// False: processors idled while somebody was held, lately.
+    fn look(&mut self, now: Duration, idle: Duration) -> bool {
+        let over = now.saturating_sub(self.began) >= WINDOW;
+        let in_vain = self.held && idle.saturating_sub(self.idle) > IN_VAIN;
+        if in_vain {
+            self.backoff = (self.backoff * 2).clamp(1, OFF_MAX);
+            self.off = self.backoff;
+        } else if over {
+            self.off = self.off.saturating_sub(1);
+            self.backoff = if self.held { 0 } else { self.backoff };
+        }
+        if in_vain || over {
+            (self.began, self.idle, self.held) = (now, idle, false);
+        }
+        self.off == 0
+    }
+}
+
+impl Divider {
+    /// Looks at what all tenants have used at `now`, and how long processors have been `idle` in all, both since some beginning. Says how long
+    /// to wait before the next look; [`Divider::holds`] says who may not run until then.
+    pub fn look(&mut self, now: Duration, used: &BTreeMap<String, Used>, idle: Duration) -> Duration {
+        let since = now.saturating_sub(std::mem::replace(&mut self.last, now));
+        self.shares.retain(|name, _| used.contains_key(name));
+        for (name, used) in used {
+            let share = self
+                .shares
+                .entry(name.clone())
+                .or_insert_with(|| Share { cpu: used.cpu, ..Share::default() });
+            // Less than before: one of a VM's processes has ended.
+            let ran = used.cpu.saturating_sub(std::mem::replace(&mut share.cpu, used.cpu));
+            share.spent += ran.as_secs_f64() * FULL_WEIGHT / f64::from(used.weight.max(1));
+            if ran > since / 50 {
+                share.ran = Some(now);
+            }
+        }
+        let active = || self.shares.values().filter(|s| s.active(now));
+        let several = active().nth(1).is_some();
+        let behind = active().map(|s| s.spent).fold(f64::INFINITY, f64::min);
+        let behind = if behind.is_finite() { behind } else { 0.0 };
+        let divides = self.window.look(now, idle);
+        for share in self.shares.values_mut() {
+            if !share.active(now) || !divides {
+                // Neither what was saved up nor what was had beyond the own share counts later.
+                share.spent = if divides { share.spent.max(behind) } else { behind };
+            }
+            let most = if share.held { CLOSE } else { QUANTUM };
+            share.held = several && divides && share.active(now) && share.spent - behind > most;
+            self.window.held |= share.held;
+        }
+        self.rest = if several { TICK } else { (self.rest * 2).clamp(TICK, REST) };
+        self.rest
+    }
+
+    /// Whether a tenant may not run now.
+    pub fn holds(&self, name: &str) -> bool {
+        self.shares.get(name).is_some_and(|s| s.held)
+    }
+}
+
+/// How long the processors that this process may run on have been idle, all together; zero where the kernel doesn't say.
+pub fn idle() -> Duration {
+    let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+    // SAFETY: a set of processors is plain data, for which zeroes are a value.
+    let mut own: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the set lives during the call, and its size is given. Where it fails no processor is ours, and none idles.
+    unsafe { libc::sched_getaffinity(0, size_of_val(&own), &mut own) };
+    // SAFETY: takes an integer.
+    let ticks_a_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) }.max(1) as u64;
+    let ticks = idle_ticks(&stat, |cpu| {
+        // SAFETY: the index lies in the set.
+        cpu < libc::CPU_SETSIZE as usize && unsafe { libc::CPU_ISSET(cpu, &own) }
+    });
+    Duration::from_millis(ticks * 1000 / ticks_a_second)
+}
+
+/// The sum of idle and waiting for input, of the lines of those processors.
+fn idle_ticks(stat: &str, own: impl Fn(usize) -> bool) -> u64 {
+    let of = |line: &str| {
+        let mut fields = line.strip_prefix("cpu")?.split(' ');
+        let cpu = fields.next()?.parse().ok()?;
+        let idle: u64 = fields.skip(3).take(2).filter_map(|f| f.parse::<u64>().ok()).sum();
+        own(cpu).then_some(idle)
+    };
+    stat.lines().filter_map(of).sum()
+}
+
+/// The processor time that a process has used; `None`: it has ended.
+pub fn cpu(pid: u32) -> Option<Duration> {
+    let mut clock = 0;
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: both values live during the calls; the clock is only read where it was found.
+    let read = unsafe {
+        libc::clock_getcpuclockid(pid as libc::pid_t, &mut clock) == 0
+            && libc::clock_gettime(clock, &mut time) == 0
+    };
+    read.then(|| Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A tenant of the simulation: weight, threads that always want to run, and whether it runs at all now.
+    struct Tenant {
+        weight: u32,
+        threads: f64,
+        works: bool,
+        cpu: f64,
+    }
+
+    fn tenant(weight: u32, threads: f64) -> Tenant {
+        Tenant { weight, threads, works: true, cpu: 0.0 }
+    }
+
+    /// Processors under a scheduler that divides them between threads.
+    struct Host {
+        processors: f64,
+        divider: Divider,
+        tenants: Vec<Tenant>,
+        now: Duration,
+        idle: f64,
+    }
+
+    impl Host {
+        fn new(processors: f64, tenants: Vec<Tenant>) -> Host {
+            Host { processors, divider: Divider::default(), tenants, now: Duration::ZERO, idle: 0.0 }
+        }
+
+        /// Runs for a time; what each tenant got in it, in seconds, and what was left idle.
+        fn run(&mut self, time: Duration) -> (Vec<f64>, f64) {
+            let (end, idle) = (self.now + time, self.idle);
+            let before: Vec<f64> = self.tenants.iter().map(|t| t.cpu).collect();
+            while self.now < end {
+                let used: BTreeMap<String, Used> = self
+                    .tenants
+                    .iter()
+                    .enumerate()
+                    .map(|(i, t)| {
+                        (i.to_string(), Used { weight: t.weight, cpu: Duration::from_secs_f64(t.cpu) })
+                    })
+                    .collect();
+                let next = self.divider.look(self.now, &used, Duration::from_secs_f64(self.idle));
+                let runs =
+                    |i: usize, t: &Tenant| t.works && t.threads > 0.0 && !self.divider.holds(&i.to_string());
+                let threads: f64 = self
+                    .tenants
+                    .iter()
+                    .enumerate()
+                    .filter(|(i, t)| runs(*i, t))
+                    .map(|(_, t)| t.threads)
+                    .sum();
+                let each = if threads > self.processors { self.processors / threads } else { 1.0 };
+                let running: Vec<bool> = self.tenants.iter().enumerate().map(|(i, t)| runs(i, t)).collect();
+                for (t, _) in self.tenants.iter_mut().zip(running).filter(|(_, runs)| *runs) {
+                    t.cpu += t.threads * each * next.as_secs_f64();
+                }
+                self.idle += (self.processors - threads).max(0.0) * next.as_secs_f64();
+                self.now += next;
+            }
+            let got = self.tenants.iter().zip(before).map(|(t, before)| t.cpu - before).collect();
+            (got, self.idle - idle)
+        }
+    }
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn equal_tenants_get_equal_time_however_many_threads_they_have() {
+        let mut host = Host::new(2.0, vec![tenant(100, 2.0), tenant(100, 4.0), tenant(100, 8.0)]);
+        host.run(SECOND);
+        let (got, idle) = host.run(4 * SECOND);
+        let mean = got.iter().sum::<f64>() / 3.0;
+        assert!(got.iter().all(|g| (g - mean).abs() < 0.02 * mean), "{got:?}");
+        assert!(idle < 0.01, "{idle}");
+    }
+
+    #[test]
+    fn time_goes_by_weight() {
+        let mut host = Host::new(2.0, vec![tenant(100, 2.0), tenant(25, 2.0)]);
+        host.run(SECOND);
+        let (got, _) = host.run(4 * SECOND);
+        assert!((got[0] / got[1] - 4.0).abs() < 0.2, "{got:?}");
+    }
+
+    #[test]
+    fn who_comes_back_gets_its_share_and_not_what_it_left_to_others() {
+        let mut host = Host::new(2.0, vec![tenant(100, 2.0), tenant(100, 2.0)]);
+        host.tenants[1].works = false;
+        let (got, _) = host.run(4 * SECOND);
+        assert!(got[0] > 7.9, "{got:?}");
+        host.tenants[1].works = true;
+        host.run(SECOND / 2);
+        let (got, _) = host.run(SECOND);
+        assert!((got[0] - got[1]).abs() < 0.05, "{got:?}");
+    }
+
+    #[test]
+    fn nobody_is_stopped_for_one_who_can_not_use_the_time() {
+        // One thread of a tenant can't use two processors, and a tenth of one leaves almost all of them.
+        for little in [1.0, 0.1] {
+            let mut host = Host::new(2.0, vec![tenant(100, little), tenant(100, 2.0)]);
+            host.run(2 * SECOND);
+            let (_, idle) = host.run(4 * SECOND);
+            assert!(idle < 8.0 * 0.06, "{little}: {idle}");
+        }
+    }
+
+    #[test]
+    fn looks_are_rare_while_fewer_than_two_run() {
+        let mut host = Host::new(2.0, vec![tenant(100, 2.0), tenant(100, 2.0)]);
+        assert_eq!(host.divider.rest, Duration::ZERO);
+        host.run(SECOND);
+        assert_eq!(host.divider.rest, TICK);
+        host.tenants[1].works = false;
+        host.run(2 * SECOND);
+        assert_eq!(host.divider.rest, REST);
+        assert!(!host.divider.holds("0") && !host.divider.holds("1"));
+    }
+
+    #[test]
+    fn idle_time_is_that_of_the_own_processors() {
+        let stat = "cpu  9 9 9 900 90 1\ncpu0 1 2 3 400 40 0\ncpu1 1 2 3 500 50 0\nintr 5\n";
+        assert_eq!(idle_ticks(stat, |_| true), 990);
+        assert_eq!(idle_ticks(stat, |cpu| cpu == 1), 550);
+        assert_eq!(idle_ticks("", |_| true), 0);
+    }
+
+    #[test]
+    fn the_processor_time_of_a_process_that_is_gone_is_none() {
+        let mut child = std::process::Command::new("true").spawn().expect("true");
+        child.wait().expect("its end");
+        assert_eq!(cpu(child.id()), None);
+        assert!(cpu(std::process::id()).expect("of this one") > Duration::ZERO);
+    }
+}
