@@ -3,7 +3,8 @@
 //! is copied to the same place in the other's, in order with the records.
 //!
 //! A frame is 8 bytes, length and kind, and its bytes. Sockets are non-blocking; what the kernel doesn't take waits in a buffer, and
-//! whoever sleeps on a bell also writes from it when the socket has room.
+//! whoever sleeps on a bell also writes from it when the socket has room. What comes in wakes one sleeper, once (edge-triggered epoll):
+//! otherwise all threads of a server would wake, again and again, until one of them has read it.
 
 use crate::hello::{Geometry, Hello, welcome, welcomed};
 use crate::memory::Mapping;
@@ -55,9 +56,7 @@ impl Shared {
                     let e = io::Error::last_os_error();
                     match e.kind() {
                         io::ErrorKind::WouldBlock => {
-                            if !self.pending.swap(true, Ordering::SeqCst) {
-                                self.kick.ring();
-                            }
+                            self.pending.store(true, Ordering::SeqCst);
                             return Ok(());
                         }
                         io::ErrorKind::Interrupted => {}
@@ -90,42 +89,81 @@ impl Shared {
         }
     }
 
-    /// Sleeps until the socket is readable (if asked), writable while something is unsent, or kicked.
-    fn sleep(&self, readable: bool) -> Result<(), Error> {
-        let mut events = if readable { libc::POLLIN } else { 0 };
-        if self.pending.load(Ordering::SeqCst) {
-            events |= libc::POLLOUT;
-        }
-        let mut fds = [
-            libc::pollfd { fd: self.socket.as_raw_fd(), events, revents: 0 },
-            libc::pollfd { fd: self.kick.as_raw_fd(), events: libc::POLLIN, revents: 0 },
-        ];
-        // SAFETY: the array lives during the call.
-        if unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) } < 0 {
+    /// Sleeps until the socket takes more, and gives it more.
+    fn await_room(&self) -> Result<(), Error> {
+        let mut fd = libc::pollfd { fd: self.socket.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+        // SAFETY: the structure lives during the call.
+        if unsafe { libc::poll(&mut fd, 1, -1) } < 0 {
             let e = io::Error::last_os_error();
             return if e.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(e.into()) };
         }
-        if fds[1].revents != 0 {
-            self.kick.take();
-        }
-        if fds[0].revents & libc::POLLOUT != 0 {
-            self.flush()?;
-        }
-        if fds[0].revents & (libc::POLLHUP | libc::POLLERR) != 0 && fds[0].revents & libc::POLLIN == 0 {
-            return Err(Error::Closed);
-        }
-        Ok(())
+        self.flush()
+    }
+
+    /// Whether the kernel has something that was not read yet; also where that is the end.
+    fn has_unread(&self) -> bool {
+        let mut byte = 0u8;
+        // SAFETY: room for the one byte.
+        let n = unsafe {
+            libc::recv(
+                self.socket.as_raw_fd(),
+                (&raw mut byte).cast(),
+                1,
+                libc::MSG_PEEK | libc::MSG_DONTWAIT,
+            )
+        };
+        n >= 0
     }
 }
 
 struct StreamBell {
     shared: Arc<Shared>,
-    readable: bool,
+    epoll: OwnedFd,
+}
+
+impl StreamBell {
+    fn new(shared: Arc<Shared>, readable: bool) -> io::Result<StreamBell> {
+        // SAFETY: takes no memory; the result is checked.
+        let epoll = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
+        if epoll < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: epoll is fresh.
+        let epoll = unsafe { OwnedFd::from_raw_fd(epoll) };
+        let of_socket = libc::EPOLLOUT | if readable { libc::EPOLLIN } else { 0 };
+        let watched = [(shared.socket.as_raw_fd(), of_socket), (shared.kick.as_raw_fd(), libc::EPOLLIN)];
+        for (fd, events) in watched {
+            let mut event = libc::epoll_event { events: (events | libc::EPOLLET) as u32, u64: fd as u64 };
+            // SAFETY: the event lives during the call.
+            if unsafe { libc::epoll_ctl(epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event) } < 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(StreamBell { shared, epoll })
+    }
 }
 
 impl Bell for StreamBell {
     fn wait(&self) -> Result<(), Error> {
-        self.shared.sleep(self.readable)
+        let mut event = libc::epoll_event { events: 0, u64: 0 };
+        // SAFETY: room for the one event. Another, if there is one, is for who sleeps next.
+        if unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), &mut event, 1, -1) } < 0 {
+            let e = io::Error::last_os_error();
+            return if e.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(e.into()) };
+        }
+        let (events, fd) = (event.events as i32, event.u64);
+        if fd != self.shared.socket.as_raw_fd() as u64 {
+            // A ring; the counter is never read, each ring wakes.
+            return Ok(());
+        }
+        if events & libc::EPOLLOUT != 0 {
+            // Whatever is pending by now: the socket had room before its sender may have said so.
+            self.shared.flush()?;
+        }
+        if events & (libc::EPOLLHUP | libc::EPOLLERR) != 0 && events & libc::EPOLLIN == 0 {
+            return Err(Error::Closed);
+        }
+        Ok(())
     }
     fn ring(&self) {
         self.shared.kick.ring();
@@ -158,7 +196,7 @@ impl Tx for StreamTx {
         self.shared.flush()?;
         // A client may not come back for long after a posted call, so nothing is left behind; its server always reads.
         while self.waits && self.shared.pending.load(Ordering::SeqCst) {
-            self.shared.sleep(false)?;
+            self.shared.await_room()?;
         }
         Ok(())
     }
@@ -181,8 +219,7 @@ impl Tx for StreamTx {
             at += n;
             self.shared.flush()?;
             while self.waits && self.shared.unsent() > HIGH_WATER {
-                self.shared.sleep(false)?;
-                self.shared.flush()?;
+                self.shared.await_room()?;
             }
         }
         Ok(())
@@ -264,11 +301,11 @@ impl Rx for StreamRx {
         }
     }
     fn arm(&mut self) -> Result<bool, Error> {
-        // The socket stays readable, so a sleeper can't miss anything; only what was already taken from it must be looked at.
         let rest = &self.bytes[self.at..];
         let whole =
             rest.first_chunk::<8>().is_some_and(|h| rest.len() >= 8 + u64::from_le_bytes(*h) as u32 as usize);
-        Ok(!whole)
+        // What came before is not told again.
+        Ok(!whole && !self.shared.has_unread())
     }
     fn disarm(&mut self) {}
 }
@@ -292,8 +329,8 @@ fn link(socket: OwnedFd, window: u64, waits: bool) -> Result<Link, Error> {
             at: 0,
             incoming: vec![0; CHUNK as usize].into(),
         }),
-        bell: Arc::new(StreamBell { shared: shared.clone(), readable: true }),
-        room: Arc::new(StreamBell { shared, readable: !waits }),
+        bell: Arc::new(StreamBell::new(shared.clone(), true)?),
+        room: Arc::new(StreamBell::new(shared, !waits)?),
         window,
         gone,
     })

@@ -7,8 +7,10 @@ use std::net::TcpListener;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
+use std::time::Duration;
 use tombolo_calls::hello::{Geometry, Hello};
 use tombolo_calls::memory::{Mapping, sealed_memfd};
 use tombolo_calls::zone::{Area, Channel, Device, State};
@@ -214,6 +216,30 @@ fn nothing_outside_of_the_window_can_be_named((client, server): (Link, Link)) {
     }
 }
 
+/// Nobody reads; so whoever wakes leaves what woke it where it is.
+fn what_comes_in_wakes_sleepers_once_not_again_and_again((mut client, mut server): (Link, Link)) {
+    let wakes = Arc::new(AtomicUsize::new(0));
+    for _ in 0..4 {
+        let (bell, wakes) = (server.bell.clone(), wakes.clone());
+        // They sleep on until the process ends.
+        thread::spawn(move || {
+            while bell.wait().is_ok() {
+                wakes.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+    }
+    assert!(server.rx.arm().expect("whole"));
+    send(&mut *client.tx, &*client.room, &[b"a"]).expect("sent");
+    client.tx.publish().expect("published");
+    while wakes.load(Ordering::SeqCst) == 0 {
+        thread::yield_now();
+    }
+    // By then those that wake again and again have done so thousands of times.
+    thread::sleep(Duration::from_millis(100));
+    let woken = wakes.load(Ordering::SeqCst);
+    assert!(woken <= 16, "{woken}");
+}
+
 macro_rules! claims {
     ($($transport:ident: $($claim:ident)*;)*) => {
         $(mod $transport {
@@ -225,10 +251,10 @@ macro_rules! claims {
     };
 }
 claims! {
-    by_memory: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
-    by_zone: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
-    by_tcp: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
-    by_unix_stream: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named;
+    by_memory: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named what_comes_in_wakes_sleepers_once_not_again_and_again;
+    by_zone: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named what_comes_in_wakes_sleepers_once_not_again_and_again;
+    by_tcp: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named what_comes_in_wakes_sleepers_once_not_again_and_again;
+    by_unix_stream: every_record_comes_back_in_order a_batch_arrives_as_it_was_sent a_pushed_range_of_the_window_is_there_before_the_next_record nothing_outside_of_the_window_can_be_named what_comes_in_wakes_sleepers_once_not_again_and_again;
 }
 
 #[test]
