@@ -34,6 +34,13 @@ impl Project {
         command
     }
 
+    /// The command that runs a program in a VM, with its standard streams passed on.
+    pub fn program(&self, vm: &str, program: &str) -> Command {
+        let mut command = self.command("exec");
+        command.args(["-i", vm, "--", program]);
+        command
+    }
+
     fn run(&self, vm: &str, script: &str) -> Result<Output> {
         self.command("exec")
             .arg(vm)

@@ -88,6 +88,9 @@ fn called(place: Option<&Place>) -> anyhow::Result<Option<Caller>> {
 
 /// Serves the client whose socket, or whose channel in a VM's zone, was passed.
 pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
+    // It was started by a name that only this process understands (/proc/self/exe).
+    // SAFETY: the name ends with a zero.
+    unsafe { libc::prctl(libc::PR_SET_NAME, c"accel-worker".as_ptr()) };
     // A panic in any thread ends this client's worker: nobody works on with a half-changed value.
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

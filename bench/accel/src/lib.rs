@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo bench accel`: the same OpenCL program on the device itself and forwarded to a server process, in one run, in turns.
+//! `tombolo bench accel`: the same OpenCL program on the device itself and forwarded to a server process, through memory, over TCP, and from a
+//! VM, in one run, in turns.
 //!
 //! - [`program`]: the server, and the program that measures (`opencl.c`) natively and forwarded.
 //! - [`null`]: the transport alone: a call that waits and does nothing, and a posted one.
@@ -14,10 +15,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use tombolo_record::{Better, Machine, Results, Sample};
 
+use tombolo_bench::guest::Project;
+use tombolo_bench::interrupt;
+
 use program::{Place, Program, Server};
 
-const OURS: &str = "tombolo";
 const NATIVE: &str = "native";
+/// Through memory, from another process.
+const OURS: &str = "tombolo";
+/// Over TCP, from another process.
+const TCP: &str = "tombolo-tcp";
+/// Through memory, from a VM.
+const VM: &str = "tombolo-vm";
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -31,6 +40,15 @@ pub struct Options {
     /// Only these parts: null, calls, transfers, large, mix, clients, idle
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
+    /// Leave out what is measured in a VM
+    #[arg(long)]
+    no_vms: bool,
+    /// Guest kernel: a version of the guest kit
+    #[arg(long, default_value = "6.12")]
+    kernel: String,
+    /// Folder of the guest kit
+    #[arg(long, default_value = ".cache/guest")]
+    kit: PathBuf,
     /// The client library [default: libtombolo_opencl.so beside the program]
     #[arg(long)]
     library: Option<PathBuf>,
@@ -41,10 +59,11 @@ pub struct Options {
 
 struct Bench<'o> {
     options: &'o Options,
-    place: Place,
+    /// The program, natively and in each way forwarded. Dropped first, then what they run in, then where that lies.
+    programs: Vec<(&'static str, Program)>,
+    _vm: Option<Project>,
     server: Server,
-    ours: Program,
-    native: Program,
+    place: Place,
     results: Results,
 }
 
@@ -53,20 +72,32 @@ struct Bench<'o> {
 /// # Errors
 /// Something is missing, or a measurement fails.
 pub fn run(options: &Options, json: bool) -> Result<()> {
+    interrupt::watch()?;
     let library = match &options.library {
         Some(path) => path.clone(),
         None => std::env::current_exe()?.with_file_name("libtombolo_opencl.so"),
     };
     let place = Place::new(&library)?;
     let server = place.serve()?;
-    let (ours, native) = (place.program(Some(&place.address()))?, place.program(None)?);
+    let mut programs = vec![
+        (NATIVE, place.program(None)?),
+        (OURS, place.program(Some(&place.address()))?),
+        (TCP, place.program(Some(place.tcp()))?),
+    ];
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let load = load.split_whitespace().next().unwrap_or("?");
-    let versions =
+    let mut versions =
         vec![package("pocl-opencl-icd"), package("ocl-icd-libopencl1"), format!("load before: {load}")];
+    let mut vm = None;
+    if !options.no_vms {
+        let (project, program) = place.vm(&options.kit, &options.kernel)?;
+        versions.push(format!("VM: kernel {}, {}", options.kernel, project.accel("a")?));
+        programs.push((VM, program));
+        vm = Some(project);
+    }
     let machine = Machine::here(tombolo_record::command_line(), None, versions);
     let results = Results::create(&options.results, "accel", machine)?;
-    let mut bench = Bench { options, place, server, ours, native, results };
+    let mut bench = Bench { options, programs, _vm: vm, server, place, results };
     bench.all()?;
     if json {
         println!("{}", bench.results.machine);
@@ -127,21 +158,31 @@ impl Bench<'_> {
         self.results.add(Sample::new("accel", case.into(), system, value, unit, better))
     }
 
-    /// The same question to both programs; natively first in every other turn.
-    fn both(&mut self, turn: u32, case: &str, what: &str, unit: &str, better: Better) -> Result<()> {
-        let order = if turn % 2 == 0 { [NATIVE, OURS] } else { [OURS, NATIVE] };
-        for system in order {
-            let program = if system == OURS { &mut self.ours } else { &mut self.native };
-            let (value, _) = program.ask(what)?;
+    /// The same question to all programs, in another order every other turn.
+    fn each(&mut self, turn: u32, case: &str, what: &str, unit: &str, better: Better) -> Result<()> {
+        for system in self.order(turn) {
+            let (value, _) = self.ask(system, what)?;
             self.add(case, system, value, unit, better)?;
         }
         Ok(())
     }
 
+    fn order(&self, turn: u32) -> Vec<&'static str> {
+        let names = self.programs.iter().map(|(name, _)| *name);
+        if turn % 2 == 0 { names.collect() } else { names.rev().collect() }
+    }
+
+    fn ask(&mut self, system: &str, what: &str) -> Result<(f64, f64)> {
+        interrupt::check()?;
+        let program = self.programs.iter_mut().find(|(name, _)| *name == system);
+        let (_, program) = program.with_context(|| format!("no program runs as {system}"))?;
+        program.ask(what).with_context(|| system.to_owned())
+    }
+
     /// Processor time while a client is connected and does nothing.
     fn idle(&mut self) -> Result<()> {
         // The client is there, and what it began with has ended.
-        self.ours.ask("finish 1")?;
+        self.ask(OURS, "finish 1")?;
         for _ in 0..self.options.rounds.min(3) {
             let (begun, before) = (Instant::now(), self.server.cpu()?);
             std::thread::sleep(Duration::from_secs(3));
@@ -152,13 +193,16 @@ impl Bench<'_> {
     }
 
     fn null(&mut self) -> Result<()> {
-        let address = self.place.address();
+        let ways = [(OURS, self.place.address()), (TCP, self.place.tcp().to_owned())];
         for _ in 0..self.options.rounds {
             for (name, [client, worker]) in [("", [0, 1]), ("-one-core", [0, 0])] {
-                let pin = || self.server.pin(worker);
-                let (wait, post) = null::measure(&address, client, pin)?;
-                self.add(format!("null-wait{name}"), OURS, wait, "ns", Better::Lower)?;
-                self.add(format!("null-post{name}"), OURS, post, "ns", Better::Lower)?;
+                for (system, address) in &ways {
+                    interrupt::check()?;
+                    let pin = || self.server.pin(worker);
+                    let (wait, post) = null::measure(address, client, pin)?;
+                    self.add(format!("null-wait{name}"), system, wait, "ns", Better::Lower)?;
+                    self.add(format!("null-post{name}"), system, post, "ns", Better::Lower)?;
+                }
             }
         }
         Ok(())
@@ -166,9 +210,9 @@ impl Bench<'_> {
 
     fn calls(&mut self) -> Result<()> {
         for turn in 0..self.options.rounds {
-            self.both(turn, "finish", "finish 20000", "ns", Better::Lower)?;
-            self.both(turn, "set-arg", "set-arg 1000", "ns", Better::Lower)?;
-            self.both(turn, "launch", "launch 2000", "ns", Better::Lower)?;
+            self.each(turn, "finish", "finish 20000", "ns", Better::Lower)?;
+            self.each(turn, "set-arg", "set-arg 1000", "ns", Better::Lower)?;
+            self.each(turn, "launch", "launch 2000", "ns", Better::Lower)?;
         }
         Ok(())
     }
@@ -176,12 +220,12 @@ impl Bench<'_> {
     fn transfers(&mut self) -> Result<()> {
         for turn in 0..self.options.rounds {
             for (size, n, name) in SIZES {
-                let (value, _) = self.native.ask(&format!("memcpy {size} {n}"))?;
+                let (value, _) = self.ask(NATIVE, &format!("memcpy {size} {n}"))?;
                 self.add(format!("write-{name}"), "memcpy", value, "MB/s", Better::Higher)?;
                 for (pinned, tail) in [(0, ""), (1, "-pinned")] {
                     for way in ["write", "read"] {
                         let what = format!("{way} {size} {pinned} {n}");
-                        self.both(turn, &format!("{way}-{name}{tail}"), &what, "MB/s", Better::Higher)?;
+                        self.each(turn, &format!("{way}-{name}{tail}"), &what, "MB/s", Better::Higher)?;
                     }
                 }
             }
@@ -191,7 +235,7 @@ impl Bench<'_> {
 
     fn large(&mut self) -> Result<()> {
         for turn in 0..self.options.rounds {
-            self.both(turn, "large-kernel", "large 50000 9", "ms", Better::Lower)?;
+            self.each(turn, "large-kernel", "large 50000 9", "ms", Better::Lower)?;
         }
         Ok(())
     }
@@ -201,15 +245,13 @@ impl Bench<'_> {
         let what = format!("mix {calls}");
         let each = |seconds: f64| seconds * 1e9 / calls as f64;
         for turn in 0..self.options.rounds {
-            let order = if turn % 2 == 0 { [NATIVE, OURS] } else { [OURS, NATIVE] };
-            for system in order {
+            for system in self.order(turn) {
                 let before = self.server.cpu()?;
-                let program = if system == OURS { &mut self.ours } else { &mut self.native };
-                let (value, client) = program.ask(&what)?;
+                let (value, client) = self.ask(system, &what)?;
                 let server = self.server.cpu()? - before;
                 self.add("mix-wormhole", system, value, "ns/call", Better::Lower)?;
                 self.add("mix-cpu-client", system, each(client), "ns/call", Better::Lower)?;
-                if system == OURS {
+                if [OURS, TCP].contains(&system) {
                     self.add("mix-cpu-server", system, each(server), "ns/call", Better::Lower)?;
                 }
             }
@@ -229,6 +271,7 @@ impl Bench<'_> {
             let mut crowds = [(OURS, start(Some(&address))?), (NATIVE, start(None)?)];
             for (tail, what, unit) in (0..self.options.rounds).flat_map(|_| WORK) {
                 for (system, crowd) in &mut crowds {
+                    interrupt::check()?;
                     // Nobody begins before all are ready.
                     crowd.iter_mut().try_for_each(|p| p.ask("finish 1").map(drop))?;
                     crowd.iter_mut().try_for_each(|p| p.tell(&format!("{what} {SECONDS}")))?;
@@ -267,26 +310,21 @@ fn table(samples: &[Sample]) -> String {
         }
         cells.entry((&s.case, &s.system)).or_default().push(s.value);
     }
-    let mut out = format!(
-        "{:<24} {:<12} {:>12} {:>12} {:>12} {:>14}\n",
-        "case", "unit", OURS, NATIVE, "memcpy", "tombolo/native"
-    );
+    let systems = [OURS, NATIVE, TCP, VM, "memcpy"];
+    let mut out = format!("{:<24} {:<12}", "case", "unit");
+    systems.iter().for_each(|system| out += &format!(" {system:>12}"));
+    out += &format!(" {:>14}\n", "tombolo/native");
     for row in rows {
         let mut of = |system| cells.get_mut(&(row.case.as_str(), system)).map(|v| median(v));
-        let (ours, native, memcpy) = (of(OURS), of(NATIVE), of("memcpy"));
-        let show = |value: Option<f64>| value.map_or("-".to_owned(), |v| format!("{v:.1}"));
-        let ratio = ours.zip(native).map_or("-".to_owned(), |(o, n)| match row.better {
+        let ratio = of(OURS).zip(of(NATIVE)).map_or("-".to_owned(), |(o, n)| match row.better {
             Better::Lower => format!("{:.2}", o / n),
             Better::Higher => format!("{:.2}", n / o),
         });
-        out += &format!(
-            "{:<24} {:<12} {:>12} {:>12} {:>12} {ratio:>14}\n",
-            row.case,
-            row.unit,
-            show(ours),
-            show(native),
-            show(memcpy)
-        );
+        out += &format!("{:<24} {:<12}", row.case, row.unit);
+        for system in systems {
+            out += &format!(" {:>12}", of(system).map_or("-".to_owned(), |v| format!("{v:.1}")));
+        }
+        out += &format!(" {ratio:>14}\n");
     }
     out
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The server, and the program that measures (`opencl.c`), natively and forwarded.
+//! The server, and the program that measures (`opencl.c`), natively, forwarded, and in a VM.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -9,10 +9,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_setaffinity};
+use tombolo_bench::guest::Project;
 
 /// A folder with what a run needs: the program, the driver's cache, sockets.
 pub struct Place {
     folder: tempfile::TempDir,
+    library: PathBuf,
+    tcp: String,
 }
 
 impl Place {
@@ -32,9 +35,11 @@ impl Place {
         for name in ["cache", "vendors"] {
             std::fs::create_dir(folder.path().join(name))?;
         }
-        let driver = std::path::absolute(library)?.display().to_string();
-        std::fs::write(folder.path().join("vendors/tombolo.icd"), driver)?;
-        Ok(Place { folder })
+        let library = std::path::absolute(library)?;
+        std::fs::write(folder.path().join("vendors/tombolo.icd"), library.display().to_string())?;
+        // Free now; nobody else is about to take it.
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        Ok(Place { folder, library, tcp: format!("tcp:{tcp}") })
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -46,6 +51,50 @@ impl Place {
         format!("unix:{}", self.path("socket").display())
     }
 
+    /// The same server's address over TCP.
+    pub fn tcp(&self) -> &str {
+        &self.tcp
+    }
+
+    /// Starts a VM of the guest kit in the folder `kit`, whose programs have this host's devices, and runs the program in it.
+    pub fn vm(&self, kit: &Path, kernel: &str) -> Result<(Project, Program)> {
+        let kit = std::path::absolute(kit)?;
+        let base = kit.join(kernel).join("initrd.img");
+        ensure!(
+            base.exists(),
+            "{} is not there: 'make guest' makes it; --no-vms goes without",
+            base.display()
+        );
+        let (library, vendors) = (self.path("libtombolo-opencl.so"), self.path("guest-vendors"));
+        std::fs::create_dir_all(&vendors)?;
+        std::fs::write(vendors.join("tombolo.icd"), "/usr/lib/libtombolo-opencl.so\n")?;
+        let image = self.path("initrd.img");
+        let place = |path: &Path, to: &str| format!("{}:{to}", path.display());
+        // Without what only a debugger reads; a guest's image is memory.
+        let stripped = Command::new("strip").arg("-o").args([&library, &self.library]).status();
+        ensure!(stripped.context("strip (package binutils)")?.success(), "strip failed");
+        let added = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guest/add"))
+            .arg("--base")
+            .arg(&base)
+            .arg("-o")
+            .arg(&image)
+            .arg(self.path("opencl"))
+            .args([place(&library, "/usr/lib/libtombolo-opencl.so"), place(&vendors, "/etc/OpenCL/vendors")])
+            .env("TOMBOLO_CACHE", kit.parent().unwrap_or(&kit))
+            .stdout(Stdio::null())
+            .status()
+            .context("guest/add")?;
+        ensure!(added.success(), "guest/add failed ({added})");
+        let compose = format!(
+            "name = \"bench-accel\"\n[accel.cl]\nchannels = 1\n\
+             [vm.a]\nkernel = {:?}\ninitrd = {image:?}\nmemory = \"768M\"\naccelerators = [\"cl\"]\n",
+            kit.join(kernel).join("vmlinuz"),
+        );
+        let project = Project::up(self.folder.path(), &compose)?;
+        let program = Program::of(project.program("a", "opencl"))?;
+        Ok((project, program))
+    }
+
     /// Runs the program; `None`: natively, otherwise forwarded to this address.
     pub fn program(&self, server: Option<&str>) -> Result<Program> {
         let mut command = Command::new(self.path("opencl"));
@@ -53,27 +102,14 @@ impl Place {
         if let Some(server) = server {
             command.env("TOMBOLO_ACCEL", server).env("OCL_ICD_VENDORS", self.path("vendors"));
         }
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-            bail!("the program has no pipes");
-        };
-        Ok(Program { child, input, output: BufReader::new(output) })
+        Program::of(command)
     }
 
     /// Starts a server.
     pub fn serve(&self) -> Result<Server> {
-        let own = std::env::current_exe()?;
-        let alone = own.with_file_name("tombolo-accel");
-        let mut command = if own.file_name().is_some_and(|n| n == "tombolo") {
-            let mut command = Command::new(own);
-            command.arg("accel");
-            command
-        } else {
-            Command::new(alone)
-        };
         let control = self.path("control");
-        let child = command
-            .args(["serve", "--listen", &self.address(), "--control"])
+        let child = Command::new(std::env::current_exe()?)
+            .args(["accel", "serve", "--listen", &self.address(), "--listen", &self.tcp, "--control"])
             .arg(&control)
             .env("POCL_CACHE_DIR", self.path("cache"))
             .env_remove("OCL_ICD_VENDORS")
@@ -160,6 +196,14 @@ pub struct Program {
 }
 
 impl Program {
+    fn of(mut command: Command) -> Result<Program> {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+            bail!("the program has no pipes");
+        };
+        Ok(Program { child, input, output: BufReader::new(output) })
+    }
+
     /// Begins a measurement.
     pub fn tell(&mut self, what: &str) -> Result<()> {
         writeln!(self.input, "{what}").context("the program ended")
