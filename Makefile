@@ -73,7 +73,7 @@ lab: build ## a shell in the emulated KVM host
 demo: guest-bench build ## two VMs and the host share one file system in memory
 	@demo/run
 bench: guest-bench build ## every bench; results in bench/results
-	@target/release/tombolo bench
+	@for what in files net accel "start run"; do target/release/tombolo bench $$what || exit 1; done
 
 .PHONY: lint
 lint: ready-lint kernels ## formatting, lints, documentation, shell, C, the module with W=1

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Lab, PATIENCE, signal};
+use common::{Lab, PATIENCE, assert_names_the_missing_module, signal};
 
 mod common;
 
@@ -400,11 +400,7 @@ fn a_guest_without_the_module_is_named_with_the_remedy() {
         "[zone.z]\nsize = \"16M\"\nfiles = true\n{ONE}cmdline = \"module_blacklist=tombolo\"\nzones = {{ z = {{ mount = \"/mnt\" }} }}\n"
     ));
     let output = lab.run(&["up"]);
-    let err = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        !output.status.success() && err.contains("guest without the module") && err.contains("tombolo-dkms"),
-        "{err}"
-    );
+    assert_names_the_missing_module(&output);
     lab.assert_nothing_left();
 }
 

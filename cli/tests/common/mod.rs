@@ -92,3 +92,12 @@ pub fn signal(pid: u32, name: &str) {
     let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
     assert!(status.success());
 }
+
+/// That `up` failed because its guest has not the module, and said what to do.
+pub fn assert_names_the_missing_module(up: &Output) {
+    let err = String::from_utf8_lossy(&up.stderr);
+    assert!(
+        !up.status.success() && err.contains("guest without the module") && err.contains("tombolo-dkms"),
+        "{err}"
+    );
+}
