@@ -39,7 +39,7 @@ pub struct AccelSpec {
     pub memory: Option<Size>,
     /// Objects of a VM's processes together.
     pub objects: Option<u32>,
-    /// Requests of each process per second; 0: no limit.
+    /// Requests of a VM's processes together per second; 0: no limit.
     pub rate: Option<u32>,
     /// Memory shared with each process for bulk data.
     pub window: Option<Size>,
@@ -59,7 +59,7 @@ pub struct AccelUse {
     pub memory: Option<Size>,
     /// Objects of a VM's processes together.
     pub objects: Option<u32>,
-    /// Requests of each process per second.
+    /// Requests of a VM's processes together per second.
     pub rate: Option<u32>,
     /// Memory shared with each process.
     pub window: Option<Size>,

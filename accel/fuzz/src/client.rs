@@ -5,7 +5,7 @@ use crate::driver;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use tombolo_accel_server::figures::Figures;
-use tombolo_accel_server::limits::Limits;
+use tombolo_accel_server::limits::{Bucket, Limits};
 use tombolo_accel_server::opencl::OpenCl;
 use tombolo_accel_server::session::Session;
 use tombolo_accel_spec::common::Snapshot;
@@ -85,7 +85,7 @@ impl Client {
         let gone = OwnedFd::from(page);
         let link = Link { tx: Box::new(Sink), rx: Box::new(Nothing), bell, room, window, gone };
         let limits = Limits { memory: 1 << 20, objects: 1000, ..Limits::default() };
-        let session = Session::new(link, &limits, figures);
+        let session = Session::new(link, Bucket::new(limits.rate, None), figures);
         // SAFETY: functions with the parameters of the API's, or fewer.
         let api = unsafe { OpenCl::with(limits, None, driver::find) };
         api.attach(&session);

@@ -12,7 +12,9 @@ use tombolo_calls::zone::CHANNELS_MAX;
 const PLACES: usize = CHANNELS_MAX as usize;
 /// The words of one good lie together: whoever charges reads all of them.
 const PAGE: usize = 4096;
-const _: () = assert!(2 * PLACES * 8 <= PAGE);
+/// Where the word of the rate stands.
+const SPENT_AT: usize = 2 * PLACES * 8;
+const _: () = assert!(SPENT_AT + 8 <= PAGE);
 
 /// What is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +47,12 @@ impl Account {
         assert!(place < PLACES, "no such place");
         // SAFETY: the word lies in the page, aligned; the mapping lives as long as self; an atomic may be written by others at any time.
         unsafe { AtomicU64::from_ptr(self.page.base().add((good as usize * PLACES + place) * 8).cast()) }
+    }
+
+    /// Up to when their requests are spent: see [`crate::limits::Bucket`].
+    pub fn spent(&self) -> &AtomicU64 {
+        // SAFETY: as in word(): in the page, aligned.
+        unsafe { AtomicU64::from_ptr(self.page.base().add(SPENT_AT).cast()) }
     }
 
     /// What all use together.

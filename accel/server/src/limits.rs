@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What a client may use, and how requests are slowed down to a rate.
 
+use crate::account::Account;
 use serde::{Deserialize, Serialize};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// Limits of one client.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -58,35 +61,58 @@ impl Default for Limits {
     }
 }
 
-/// A bucket of requests that fills at a rate and holds a tenth of a second's worth.
+/// A bucket of requests that fills at a rate and holds a tenth of a second's worth (the generic cell rate algorithm: one word tells up to when
+/// requests are spent).
 pub struct Bucket {
     rate: u32,
-    tokens: f64,
-    last: Instant,
+    /// Nanoseconds of the monotonic clock, up to which requests are spent; that of a VM is its processes' together.
+    spent: Spent,
 }
+
+enum Spent {
+    Own(AtomicU64),
+    Together(Arc<Account>),
+}
+
+/// Nobody waits for longer than this many requests of others: who shares the word may have written anything.
+const MOST_AHEAD: u64 = 128;
 
 impl Bucket {
     /// A full bucket; rate 0 never empties.
-    pub fn new(rate: u32) -> Bucket {
-        Bucket { rate, tokens: f64::from(rate) / 10.0, last: Instant::now() }
+    pub fn new(rate: u32, account: Option<Arc<Account>>) -> Bucket {
+        let spent = account.map_or_else(|| Spent::Own(AtomicU64::new(0)), Spent::Together);
+        Bucket { rate, spent }
     }
 
     /// Takes one request out; how long the client has to wait for it.
-    pub fn take(&mut self) -> Option<Duration> {
+    pub fn take(&self) -> Option<Duration> {
         if self.rate == 0 {
             return None;
         }
-        self.take_at(Instant::now())
+        self.take_at(monotonic())
     }
 
-    fn take_at(&mut self, now: Instant) -> Option<Duration> {
-        let rate = f64::from(self.rate);
-        let earned = now.saturating_duration_since(self.last).as_secs_f64() * rate;
-        self.tokens = (self.tokens + earned).min((rate / 10.0).max(1.0));
-        self.last = now;
-        self.tokens -= 1.0;
-        (self.tokens < 0.0).then(|| Duration::from_secs_f64(-self.tokens / rate))
+    fn take_at(&self, now: u64) -> Option<Duration> {
+        let each = 1_000_000_000 / u64::from(self.rate);
+        let earliest = now.saturating_sub(100_000_000.max(each));
+        let latest = now + MOST_AHEAD * each;
+        let after = |spent: u64| spent.clamp(earliest, latest) + each;
+        let word = match &self.spent {
+            Spent::Own(word) => word,
+            Spent::Together(account) => account.spent(),
+        };
+        let before = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |spent| Some(after(spent)));
+        let wait = after(before.unwrap_or(now)).saturating_sub(now);
+        (wait > 0).then(|| Duration::from_nanos(wait))
     }
+}
+
+/// The clock that all processes of this machine share.
+fn monotonic() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the value lives during the call, which can't fail for this clock.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
 #[cfg(test)]
@@ -95,13 +121,28 @@ mod tests {
 
     #[test]
     fn requests_beyond_the_rate_wait_for_their_turn() {
-        let mut b = Bucket::new(100);
-        let start = Instant::now();
+        let b = Bucket::new(100, None);
+        let start = monotonic();
         let burst = (0..10).filter(|_| b.take_at(start).is_none()).count();
         assert_eq!(burst, 10);
         let wait = b.take_at(start).expect("the burst is used up");
         assert!(wait > Duration::from_millis(9) && wait < Duration::from_millis(11), "{wait:?}");
-        assert_eq!(b.take_at(start + Duration::from_millis(50)), None);
+        assert_eq!(b.take_at(start + 50_000_000), None);
+    }
+
+    #[test]
+    fn processes_of_a_vm_have_its_rate_together_and_wait_for_a_while_whatever_stands_there() {
+        let (server, file) = Account::new().expect("a page");
+        let [a, b] = [0, 1].map(|channel| {
+            Bucket::new(100, Some(Arc::new(Account::of(&file, channel).expect("the same page"))))
+        });
+        let start = monotonic();
+        let burst = (0..10).filter(|i| [&a, &b][i % 2].take_at(start).is_none()).count();
+        assert_eq!(burst, 10);
+        assert!(a.take_at(start).is_some() && b.take_at(start).is_some());
+        server.spent().store(u64::MAX, Ordering::Relaxed);
+        let wait = a.take_at(start).expect("too much is spent");
+        assert!(wait <= Duration::from_millis(10 * (MOST_AHEAD + 1)), "{wait:?}");
     }
 
     #[test]
@@ -117,7 +158,7 @@ mod tests {
 
     #[test]
     fn no_rate_means_no_wait() {
-        let mut b = Bucket::new(0);
+        let b = Bucket::new(0, None);
         assert!((0..1000).all(|_| b.take().is_none()));
     }
 }

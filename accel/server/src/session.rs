@@ -9,7 +9,7 @@
 //! Replies never block: what the ring doesn't take waits in a queue whose length is limited, so a client that doesn't read only harms itself.
 
 use crate::figures::{Figure, Figures};
-use crate::limits::{Bucket, Limits};
+use crate::limits::Bucket;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -106,12 +106,12 @@ impl Call<'_> {
 }
 
 impl Session {
-    /// Takes a link over.
-    pub fn new(link: Link, limits: &Limits, figures: Figures) -> Arc<Session> {
+    /// Takes a link over, whose requests come no faster than the bucket allows.
+    pub fn new(link: Link, bucket: Bucket, figures: Figures) -> Arc<Session> {
         Arc::new(Session {
             shares_window: link.tx.shares_window(),
             outbox: Mutex::new(Outbox { tx: link.tx, queue: VecDeque::new(), queued: 0 }),
-            input: Lead::new(In { rx: link.rx, bucket: Bucket::new(limits.rate), parts: Vec::new() }),
+            input: Lead::new(In { rx: link.rx, bucket, parts: Vec::new() }),
             bell: link.bell,
             window: link.window,
             threads: AtomicUsize::new(1),

@@ -34,7 +34,7 @@ pub struct Config {
     pub folder: PathBuf,
     /// Processes of the VM at once.
     pub channels: u32,
-    /// Limits: memory, objects and weight of all of them together, the others of each; the window is a part of the zone.
+    /// Limits: of all of them together, but for the window, which is a part of the zone.
     pub limits: Limits,
 }
 
@@ -53,7 +53,7 @@ pub struct Guest {
     pub memory: Option<u64>,
     /// Objects, of all together.
     pub objects: Option<u32>,
-    /// Requests of each a second; 0: no limit.
+    /// Requests a second, of all together; 0: no limit.
     pub rate: Option<u32>,
     /// Share of processor time of all together, 1 to 100.
     pub weight: Option<u32>,

@@ -4,7 +4,7 @@
 
 use crate::account::Account;
 use crate::figures::Figures;
-use crate::limits::Limits;
+use crate::limits::{Bucket, Limits};
 use crate::opencl::{Device, OpenCl};
 use crate::session::Session;
 use crate::supervisor::Place;
@@ -105,7 +105,8 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
         let page = File::from(unsafe { OwnedFd::from_raw_fd(SOCKET_FD + 4) });
         Account::of(&page, place.channel)
     });
-    let account = account.transpose().context("the VM's account")?;
+    let account = account.transpose().context("the VM's account")?.map(Arc::new);
+    let bucket = Bucket::new(limits.rate, account.clone());
     let Some(caller) = called(place.as_ref())? else { return Ok(()) };
     let hello = caller.hello().clone();
     figures.set_name(&hello.name);
@@ -123,7 +124,7 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
         }
     };
     let link = caller.accept(limits)?;
-    let session = Session::new(link, limits, figures);
+    let session = Session::new(link, bucket, figures);
     api.attach(&session);
     match session.run(api.clone()) {
         Error::Closed => {}

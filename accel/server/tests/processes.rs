@@ -347,7 +347,8 @@ fn a_client_of_a_quarter_of_the_weight_is_scheduled_with_a_quarter_of_the_weight
 #[test]
 fn a_server_whose_program_was_replaced_while_it_runs_still_serves_who_comes() {
     let program = folder().join(format!("tombolo-accel-{}", std::process::id()));
-    std::fs::copy(env!("CARGO_BIN_EXE_tombolo-accel"), &program).expect("a copy");
+    // Another name, not a copy: what was open for writing while another test forked can't be executed.
+    std::fs::hard_link(env!("CARGO_BIN_EXE_tombolo-accel"), &program).expect("another name");
     let server = Server::of(&program, "replaced", &[]);
     let newer = program.with_extension("new");
     std::fs::write(&newer, "of another release").expect("written");

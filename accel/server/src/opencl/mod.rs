@@ -93,7 +93,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl OpenCl {
     /// Loads the driver. It stays until the process ends, as its threads may call back at any time.
-    pub fn load(limits: Limits, account: Option<Account>) -> Result<&'static OpenCl, String> {
+    pub fn load(limits: Limits, account: Option<Arc<Account>>) -> Result<&'static OpenCl, String> {
         // SAFETY: loads a library by name; the system's OpenCL loader has no constructor that depends on us.
         let library = unsafe { libc::dlopen(c"libOpenCL.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if library.is_null() {
@@ -111,12 +111,11 @@ impl OpenCl {
     /// `find` returns null or the address of the API's function of that name.
     pub unsafe fn with(
         limits: Limits,
-        account: Option<Account>,
+        account: Option<Arc<Account>>,
         find: impl FnMut(&CStr) -> *mut c_void,
     ) -> &'static OpenCl {
         // SAFETY: as the caller promises.
         let native = unsafe { Native::load(find) };
-        let account = account.map(Arc::new);
         let table = Table::shared(limits.objects as usize, account.clone());
         Box::leak(Box::new(OpenCl {
             native,
