@@ -12,11 +12,14 @@
  *   memcpy SIZE N          MB/s
  *   large LOOPS N          milliseconds of a kernel that computes, on one processor (one work-group), median of N
  *   mix CALLS              nanoseconds a call: 26 % copies, 13 % launches, the rest small calls, as in the test of the Wormhole paper
+ *   gemm N REPEAT          GFLOPS of CLBlast's product of two N by N matrices, median of REPEAT
+ *   axpy N REPEAT          GB/s of CLBlast's y += a x of N numbers, median of REPEAT
  *   spin SECONDS           calls of the mix in that time
  *   busy SECONDS           kernels of a millisecond or so that end in that time, always two of them under way
  */
 #define CL_TARGET_OPENCL_VERSION 300
 #include <CL/cl.h>
+#include <clblast_c.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -214,6 +217,42 @@ static double large(int loops, long n)
 	return result;
 }
 
+static cl_mem filled(size_t count)
+{
+	const float one = 1;
+	int e;
+	cl_mem b = clCreateBuffer(context, 0, count * sizeof one, NULL, &e);
+	CHECK(e);
+	CHECK(clEnqueueFillBuffer(queue, b, &one, sizeof one, 0, count * sizeof one, 0, NULL, NULL));
+	return b;
+}
+
+/* matrix: a product of N by N, otherwise a sum of N. Operations, or bytes, a nanosecond. */
+static double blas(int matrix, size_t n, long repeat)
+{
+	double *times = calloc(repeat + 1, sizeof *times);
+	size_t count = matrix ? n * n : n;
+	cl_mem a = filled(count), b = filled(count), c = filled(count);
+	/* Kernels are compiled in the first turn, which doesn't count. */
+	for (long i = 0; i <= repeat; i++) {
+		double begun = now(CLOCK_MONOTONIC);
+		if (matrix)
+			CHECK(CLBlastSgemm(CLBlastLayoutRowMajor, CLBlastTransposeNo, CLBlastTransposeNo, n, n, n, 1, a, 0, n, b, 0, n, 0, c, 0, n, &queue,
+					   NULL));
+		else
+			CHECK(CLBlastSaxpy(n, 0.5f, a, 0, 1, b, 0, 1, &queue, NULL));
+		CHECK(clFinish(queue));
+		times[i] = now(CLOCK_MONOTONIC) - begun;
+	}
+	double work = matrix ? 2.0 * n * n * n : 3.0 * n * sizeof(float);
+	double result = work / median(times + 1, repeat);
+	CHECK(clReleaseMemObject(a));
+	CHECK(clReleaseMemObject(b));
+	CHECK(clReleaseMemObject(c));
+	free(times);
+	return result;
+}
+
 /* 100 calls: 26 copies (half of them reads), 13 launches, 61 small ones. */
 static void hundred(void)
 {
@@ -294,6 +333,8 @@ int main(void)
 			result = copy(a, b);
 		else if (!strcmp(what, "large"))
 			result = large(a, b);
+		else if (!strcmp(what, "gemm") || !strcmp(what, "axpy"))
+			result = blas(what[0] == 'g', a, b);
 		else if (!strcmp(what, "mix"))
 			result = mix(a);
 		else if (!strcmp(what, "spin"))

@@ -3,8 +3,10 @@
 //! VM, in one run, in turns.
 //!
 //! - [`program`]: the server, and the program that measures (`opencl.c`) natively and forwarded.
+//! - [`clpeak`]: what clpeak measures, natively and forwarded.
 //! - [`null`]: the transport alone: a call that waits and does nothing, and a posted one.
 
+pub mod clpeak;
 pub mod null;
 pub mod program;
 
@@ -37,7 +39,7 @@ pub struct Options {
     /// Calls of the mix in all turns together
     #[arg(long, default_value_t = 1_100_000)]
     calls: u64,
-    /// Only these parts: null, calls, transfers, large, mix, clients, idle
+    /// Only these parts: null, calls, transfers, large, blas, clpeak, mix, clients, idle
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Leave out what is measured in a VM
@@ -130,12 +132,14 @@ const SIZES: [(u64, u32, &str); 8] = [
 impl Bench<'_> {
     fn all(&mut self) -> Result<()> {
         type Part<'o> = fn(&mut Bench<'o>) -> Result<()>;
-        let parts: [(&str, Part<'_>); 7] = [
+        let parts: [(&str, Part<'_>); 9] = [
             ("idle", Bench::idle),
             ("null", Bench::null),
             ("calls", Bench::calls),
             ("transfers", Bench::transfers),
             ("large", Bench::large),
+            ("blas", Bench::blas),
+            ("clpeak", Bench::clpeak),
             ("mix", Bench::mix),
             ("clients", Bench::clients),
         ];
@@ -240,6 +244,33 @@ impl Bench<'_> {
         Ok(())
     }
 
+    fn blas(&mut self) -> Result<()> {
+        for turn in 0..self.options.rounds {
+            self.each(turn, "clblast-gemm-512", "gemm 512 3", "GFLOPS", Better::Higher)?;
+            self.each(turn, "clblast-axpy-4M", "axpy 4000000 5", "GB/s", Better::Higher)?;
+        }
+        Ok(())
+    }
+
+    /// In fewer turns: each takes half a minute.
+    fn clpeak(&mut self) -> Result<()> {
+        let address = self.place.address();
+        for turn in 0..self.options.rounds.min(3) {
+            let mut ways = [(NATIVE, None), (OURS, Some(address.as_str()))];
+            if turn % 2 == 1 {
+                ways.reverse();
+            }
+            for (system, server) in ways {
+                interrupt::check()?;
+                for figure in clpeak::run(&self.place, server)? {
+                    let better = if figure.unit == "us" { Better::Lower } else { Better::Higher };
+                    self.add(format!("clpeak-{}", figure.case), system, figure.value, &figure.unit, better)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn mix(&mut self) -> Result<()> {
         let calls = self.options.calls / u64::from(self.options.rounds.max(1));
         let what = format!("mix {calls}");
@@ -311,7 +342,8 @@ fn table(samples: &[Sample]) -> String {
         cells.entry((&s.case, &s.system)).or_default().push(s.value);
     }
     let systems = [OURS, NATIVE, TCP, VM, "memcpy"];
-    let mut out = format!("{:<24} {:<12}", "case", "unit");
+    let width = rows.iter().map(|r| r.case.len()).max().unwrap_or(0);
+    let mut out = format!("{:<width$} {:<12}", "case", "unit");
     systems.iter().for_each(|system| out += &format!(" {system:>12}"));
     out += &format!(" {:>14}\n", "tombolo/native");
     for row in rows {
@@ -320,7 +352,7 @@ fn table(samples: &[Sample]) -> String {
             Better::Lower => format!("{:.2}", o / n),
             Better::Higher => format!("{:.2}", n / o),
         });
-        out += &format!("{:<24} {:<12}", row.case, row.unit);
+        out += &format!("{:<width$} {:<12}", row.case, row.unit);
         for system in systems {
             out += &format!(" {:>12}", of(system).map_or("-".to_owned(), |v| format!("{v:.1}")));
         }

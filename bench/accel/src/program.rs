@@ -28,9 +28,9 @@ impl Place {
             .args(["-O2", "-o"])
             .arg(folder.path().join("opencl"))
             .arg(&source)
-            .arg("-lOpenCL")
+            .args(["-lOpenCL", "-lclblast"])
             .status()
-            .context("can't run cc (packages gcc, ocl-icd-opencl-dev)")?;
+            .context("can't run cc (packages gcc, ocl-icd-opencl-dev, libclblast-dev)")?;
         ensure!(compiled.success(), "can't compile {}", source.display());
         for name in ["cache", "vendors"] {
             std::fs::create_dir(folder.path().join(name))?;
@@ -97,12 +97,17 @@ impl Place {
 
     /// Runs the program; `None`: natively, otherwise forwarded to this address.
     pub fn program(&self, server: Option<&str>) -> Result<Program> {
-        let mut command = Command::new(self.path("opencl"));
+        Program::of(self.with_driver(&self.path("opencl"), server))
+    }
+
+    /// The command of a program, natively or forwarded in the same way.
+    pub fn with_driver(&self, program: &Path, server: Option<&str>) -> Command {
+        let mut command = Command::new(program);
         command.env("POCL_CACHE_DIR", self.path("cache")).env_remove("OCL_ICD_VENDORS");
         if let Some(server) = server {
             command.env("TOMBOLO_ACCEL", server).env("OCL_ICD_VENDORS", self.path("vendors"));
         }
-        Program::of(command)
+        command
     }
 
     /// Starts a server.
