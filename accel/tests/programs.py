@@ -100,8 +100,8 @@ def run(command, environment, work):
     try:
         done = subprocess.run(command, env=environment, cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT)
         return done.stdout, done.returncode, done.stderr, time.monotonic() - begun
-    except subprocess.TimeoutExpired:
-        return "", "no end after %d s" % LIMIT, "", LIMIT
+    except subprocess.TimeoutExpired as e:
+        return (e.stdout or b"").decode(errors="replace"), "no end after %d s" % LIMIT, (e.stderr or b"").decode(errors="replace"), LIMIT
 
 
 def main():

@@ -65,7 +65,10 @@ class Host:
 
     def native(self, *command):
         if command not in self.native_output:
-            done = subprocess.run(command, env=self.environment, cwd=self.work, capture_output=True, text=True, timeout=PATIENCE)
+            try:
+                done = subprocess.run(command, env=self.environment, cwd=self.work, capture_output=True, text=True, timeout=PATIENCE)
+            except subprocess.TimeoutExpired:
+                raise Failed("%s natively: no end within %d s" % (" ".join(command), PATIENCE))
             if done.returncode:
                 raise Failed("%s natively: ended with %d: %s" % (" ".join(command), done.returncode, (done.stdout + done.stderr)[-2000:]))
             self.native_output[command] = done.stdout.strip()
