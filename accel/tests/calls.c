@@ -496,6 +496,44 @@ static void large(void)
 	}
 }
 
+/* Mapped, made from the program's data, and given back before the map was waited for: also what is longer than the window. */
+static void large_maps(void)
+{
+	enum { N = 40000000 };
+	unsigned char *own;
+	if (posix_memalign((void **)&own, 4096, N))
+		return;
+	cl_mem_flags kinds[] = {0, CL_MEM_ALLOC_HOST_PTR, CL_MEM_COPY_HOST_PTR, CL_MEM_COPY_HOST_PTR | CL_MEM_ALLOC_HOST_PTR, CL_MEM_USE_HOST_PTR};
+	for (int k = 0; k < 5; k++) {
+		cl_mem m;
+		cl_event e;
+		unsigned char *p, last = 0;
+		for (size_t j = 0; j < N; j++)
+			own[j] = j * 7 + j / 3000 + k;
+		MAKE(m, clCreateBuffer(context, kinds[k], N, k >= 2 ? own : NULL, &code));
+		if (k < 2) {
+			MAKE(p, clEnqueueMapBuffer(queue, m, CL_TRUE, CL_MAP_WRITE, 0, N, 0, NULL, NULL, &code));
+			if (p)
+				memcpy(p, own, N);
+			SAY(clEnqueueUnmapMemObject(queue, m, p, 0, NULL, NULL));
+		}
+		MAKE(p, clEnqueueMapBuffer(queue, m, CL_FALSE, CL_MAP_READ, 0, N, 0, NULL, NULL, &code));
+		SAY(clEnqueueUnmapMemObject(queue, m, p, 0, NULL, NULL));
+		MAKE(p, clEnqueueMapBuffer(queue, m, CL_FALSE, CL_MAP_READ | CL_MAP_WRITE, 5, N - 5, 0, NULL, &e, &code));
+		SAY(clWaitForEvents(1, &e));
+		printf("     the same: %d, at its host pointer %d\n", p && !memcmp(p, own + 5, N - 5), p == own + 5);
+		if (p)
+			p[N - 6] = 77;
+		SAY(clReleaseEvent(e));
+		SAY(clEnqueueUnmapMemObject(queue, m, p, 0, NULL, NULL));
+		SAY(clEnqueueReadBuffer(queue, m, CL_TRUE, N - 1, 1, &last, 0, NULL, NULL));
+		printf("     last byte %d\n", last);
+		SAY(clReleaseMemObject(m));
+		SAY(clFinish(queue));
+	}
+	free(own);
+}
+
 /* As C++ programs do it that keep objects in static variables. */
 static cl_mem kept;
 static cl_command_queue last;
@@ -530,6 +568,7 @@ int main(void)
 	includes();
 	events();
 	large();
+	large_maps();
 	cl_uint n = 0;
 	SAY(clGetContextInfo(context, CL_CONTEXT_NUM_DEVICES, sizeof n, &n, NULL));
 	printf("     devices %u\n", n);

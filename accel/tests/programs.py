@@ -3,8 +3,9 @@
 """Real OpenCL programs, each natively and forwarded to a server process, compared line by line: `programs.py [--target DIR] [PROGRAM…]`.
 
 What may differ between two native runs (times, speeds, colours) is taken out before. pyopencl's own tests are those of the version that
-is installed, fetched once from its source distribution. Prints a line per program: how many lines, how many of them are the program's
-own results, seconds; and then the counts. Exit code 0 when no line differs.
+is installed, fetched once from its source distribution; each file of them is a program. `clblast` and `pyopencl` name all of theirs. Prints a
+line per program: how many lines, how many of them are the program's own results, seconds; and then the counts. Exit code 0 when no line
+differs.
 """
 import argparse, collections, glob, os, re, shutil, subprocess, sys, tempfile, time
 
@@ -31,8 +32,8 @@ def cracked(text):
 
 
 def pytest_results(text):
-    """One line per test."""
-    return sorted(line for line in plain(text) if "::" in line and OUTCOME.search(line))
+    """One line per test, without the folder that its file lies in."""
+    return sorted(re.sub(r"^\S*?(?=\w+\.py::)", "", line) for line in plain(text) if "::" in line and OUTCOME.search(line))
 
 
 def tally(lines):
@@ -42,7 +43,7 @@ def tally(lines):
 
 
 def pyopencl_tests(work):
-    """pyopencl's own tests, of the version that is installed: no package has them, its source distribution does."""
+    """The files of pyopencl's own tests, of the version that is installed: no package has them, its source distribution does."""
     version = subprocess.run([PYTHON, "-c", "import pyopencl; print(pyopencl.VERSION_TEXT)"], capture_output=True, text=True, check=True).stdout.strip()
     folder = os.path.join(CACHE, "accel/pyopencl-" + version)
     if not os.path.exists(folder):
@@ -52,13 +53,14 @@ def pyopencl_tests(work):
         with tempfile.TemporaryDirectory(dir=os.path.dirname(folder)) as fresh:
             subprocess.run(["tar", "-xzf", *glob.glob(work + "/pyopencl-*.tar.gz"), "-C", fresh], check=True)
             os.rename(os.path.join(fresh, "pyopencl-" + version), folder)
-    return folder + "/test"
+    return sorted(glob.glob(folder + "/test/test_*.py"))
 
 
 # What a program is given where it has arguments; in a VM it gets the same.
 PASSWORD = "5f4dcc3b5aa765d61d8327deb882cf99"
 HASHCAT = ["hashcat", "-D", "1", "-m", "0", "-a", "0", "--potfile-disable", "--force", PASSWORD]
 WORDS = "foo\nbar\npassword\nletmein\n"
+PYTEST = [PYTHON, "-m", "pytest", "-v", "-o", "console_output_style=classic", "-p", "no:cacheprovider"]
 
 
 def programs(work, o):
@@ -77,12 +79,19 @@ def programs(work, o):
         **{"clblast-" + t: (lambda t=t: (["clblast_test_" + t], plain, r"test\(s\)")) for t in ("xaxpy", "xdot", "xhad", "xgemv")},
         "hashcat": lambda: ([*HASHCAT, work + "/words"], cracked, r"\S"),
         "clpeak": lambda: (["clpeak"], numbers_away, r"#$"),
-        "pyopencl": lambda: ([PYTHON, "-m", "pytest", "-v", "-o", "console_output_style=classic", "-p", "no:cacheprovider", pyopencl_tests(work)], pytest_results, "PASSED"),
     }
-    unknown = [p for p in o.programs if p not in known]
-    if unknown:
-        sys.exit("no such program here: %s; there are %s" % (", ".join(unknown), ", ".join(known)))
-    for name in o.programs or known:
+
+    if not o.programs or any(w.startswith("pyopencl") for w in o.programs):
+        for path in pyopencl_tests(work):
+            name = os.path.basename(path)[len("test_"):-len(".py")]
+            known["pyopencl-" + name] = lambda path=path: ([*PYTEST, path], pytest_results, "PASSED")
+    chosen = []
+    for wanted in o.programs or known:
+        found = [name for name in known if name == wanted or name.startswith(wanted + "-")]
+        if not found:
+            sys.exit("no such program here: %s; there are %s" % (wanted, ", ".join(known)))
+        chosen += found
+    for name in chosen:
         yield (name, *known[name]())
 
 
@@ -91,8 +100,8 @@ def run(command, environment, work):
     try:
         done = subprocess.run(command, env=environment, cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT)
         return done.stdout, done.returncode, done.stderr, time.monotonic() - begun
-    except subprocess.TimeoutExpired:
-        return "", "no end after %d s" % LIMIT, "", LIMIT
+    except subprocess.TimeoutExpired as e:
+        return (e.stdout or b"").decode(errors="replace"), "no end after %d s" % LIMIT, (e.stderr or b"").decode(errors="replace"), LIMIT
 
 
 def main():
@@ -119,8 +128,8 @@ def main():
             # Once before, so that both find their kernels compiled.
             run(command, native, work)
             a, a_code, _, a_time = run(command, native, work)
-            b, b_code, b_err, b_time = run(command, forwarded, work)
-            a, b = counts(a), counts(b)
+            said, b_code, b_err, b_time = run(command, forwarded, work)
+            a, b = counts(a), counts(said)
             results = sum(1 for line in a if re.search(result, line))
             wrong = [(x, y) for x, y in zip(a, b) if x != y]
             fine = not wrong and len(a) == len(b) and a_code == b_code and results
@@ -131,7 +140,7 @@ def main():
                 print("    exit codes %s and %s, %d and %d lines" % (a_code, b_code, len(a), len(b)))
                 for x, y in wrong[:20]:
                     print("    natively  %s\n    forwarded %s" % (x, y))
-                print("    " + "\n    ".join(b_err.splitlines()[-8:]), flush=True)
+                print("    " + "\n    ".join(said.splitlines()[-40:] + b_err.splitlines()[-8:]), flush=True)
             same, differ = same + bool(fine), differ + (not fine)
     finally:
         server.terminate()

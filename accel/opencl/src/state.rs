@@ -2,10 +2,12 @@
 //! What the client knows of each object: enough to answer what never changes, and to tell which commands can't fail.
 
 use crate::rt::{Handle, Obj, Ref};
+use std::alloc::Layout;
 use std::collections::HashSet;
 use std::ffi::c_void;
-use std::sync::Mutex;
+use std::ptr::NonNull;
 use std::sync::atomic::AtomicI32;
+use std::sync::{Arc, Mutex};
 
 /// A destructor callback of a program: called with the handle as it was, and its user data.
 pub type Destructor = (unsafe extern "C" fn(Handle, *mut c_void), usize);
@@ -64,12 +66,44 @@ pub struct Queue {
     pub properties: u64,
 }
 
+/// Memory of this process, for a program.
+pub struct Pages(NonNull<u8>, Layout);
+
+// SAFETY: memory that only its address names here; the program says who writes it when.
+unsafe impl Send for Pages {}
+// SAFETY: as above.
+unsafe impl Sync for Pages {}
+
+impl Pages {
+    /// Room for this many bytes, at least one. None: there is no memory.
+    pub fn new(len: u64) -> Option<Arc<Pages>> {
+        let layout = Layout::from_size_align(usize::try_from(len).ok()?.max(1), 4096).ok()?;
+        // SAFETY: a layout of at least one byte.
+        let start = NonNull::new(unsafe { std::alloc::alloc(layout) })?;
+        Some(Arc::new(Pages(start, layout)))
+    }
+
+    /// Where it begins.
+    pub fn pointer(&self) -> usize {
+        self.0.as_ptr() as usize
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: from alloc() with this layout.
+        unsafe { std::alloc::dealloc(self.0.as_ptr(), self.1) };
+    }
+}
+
 /// Where a program sees a mapped region.
 pub struct Map {
     /// The pointer the program got.
     pub pointer: usize,
-    /// Offset and length of its range in the window; None: the range lies in the buffer's home.
+    /// Offset and length of its range in the window; None: it lies in the buffer's home, in memory of the program's or in `pages`.
     pub staging: Option<(u64, u64)>,
+    /// Where it lies if the window had no room.
+    pub pages: Option<Arc<Pages>>,
     /// What is mapped.
     pub region: Region,
     /// CL_MAP_*.

@@ -155,9 +155,7 @@ fn native(program: &Path) -> Command {
     command
 }
 
-#[test]
-fn every_call_answers_as_on_the_native_driver() {
-    let server = Server::start("calls", &[]);
+fn calls_answer_as_on_the_native_driver(server: Server) {
     let expected = run(&mut native(calls()));
     let forwarded = run(&mut server.program(calls()));
     let (expected, forwarded) =
@@ -167,6 +165,17 @@ fn every_call_answers_as_on_the_native_driver() {
     }
     assert_eq!(expected.lines().count(), forwarded.lines().count());
     server.end();
+}
+
+#[test]
+fn every_call_answers_as_on_the_native_driver() {
+    calls_answer_as_on_the_native_driver(Server::start("calls", &[]));
+}
+
+#[test]
+fn what_a_window_has_no_room_for_is_mapped_and_copied_all_the_same() {
+    // The program's largest buffers have 38 MiB.
+    calls_answer_as_on_the_native_driver(Server::start("narrow", &["--window", "8"]));
 }
 
 #[test]

@@ -49,7 +49,7 @@ class Failed(Exception):
 
 class Rig:
     """Kernel image and initramfs for one kernel version, built once in `work`; with `late`, tombolo.ko is there but not loaded.
-    Binaries go to /bin, with their libraries; files where they are here."""
+    Binaries go to /bin, files where they are here, both with their libraries."""
 
     def __init__(self, kernel, image, modules_root, module, work, binaries, modules=(), late=False, files=()):
         self.kernel, self.image, self.work = kernel, image, work
@@ -81,16 +81,13 @@ class Rig:
             order.append("tombolo")
         with open(os.path.join(tree, "modules/order"), "w") as f:
             f.write("\n".join(order) + "\n")
-        for b in binaries:
-            shutil.copy(b, os.path.join(tree, "bin"))
-            libs = subprocess.run(["ldd", b], capture_output=True, text=True).stdout
-            for path in re.findall(r"(/\S+) \(0x", libs):
-                to = tree + path
-                os.makedirs(os.path.dirname(to), exist_ok=True)
-                shutil.copy(path, to)
-        for path in files:
-            os.makedirs(os.path.dirname(tree + path), exist_ok=True)
-            shutil.copy(path, tree + path)
+        placed = {(b, "/bin/" + os.path.basename(b)) for b in binaries} | {(path, path) for path in files}
+        for path in {p for p, _ in placed if os.access(p, os.X_OK) or re.search(r"\.so\b", p)}:
+            libs = subprocess.run(["ldd", path], capture_output=True, text=True).stdout
+            placed.update((lib, lib) for lib in re.findall(r"(/\S+) \(0x", libs))
+        for path, to in placed:
+            os.makedirs(os.path.dirname(tree + to), exist_ok=True)
+            shutil.copy(path, tree + to)
         with open(os.path.join(tree, "init"), "w") as f:
             f.write(INIT)
         os.chmod(os.path.join(tree, "init"), 0o755)

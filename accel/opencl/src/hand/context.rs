@@ -3,7 +3,7 @@
 
 use super::counting;
 use super::platform::list;
-use crate::rt::{self, ARENA, Handle, Id, code};
+use crate::rt::{self, ARENA, Handle, Id, Obj, code};
 use crate::state::{As, Body, Context, Destructor, Queue};
 use std::ffi::{CString, c_void};
 use std::sync::Mutex;
@@ -154,6 +154,19 @@ pub unsafe extern "C" fn clSetContextDestructorCallback(
     })
 }
 
+/// A new queue, at the server too.
+pub(super) fn queue(context: Obj, device: Obj, properties: u64) -> Result<rt::New, i32> {
+    let queue = Queue { context: rt::hold(context), device: rt::hold(device), properties };
+    let new = rt::new_object(kind::QUEUE, Body::Queue(queue))?;
+    rt::call(&wire::CreateCommandQueue {
+        context: context.id(),
+        device: device.id(),
+        properties,
+        new: new.id(),
+    })?;
+    Ok(new)
+}
+
 /// A queue, the way of OpenCL 1.
 pub unsafe extern "C" fn clCreateCommandQueue(
     context: Handle,
@@ -166,15 +179,7 @@ pub unsafe extern "C" fn clCreateCommandQueue(
         rt::create(errcode, || {
             let context = rt::object(context, kind::CONTEXT)?;
             let device = rt::object(device, kind::DEVICE)?;
-            let queue = Queue { context: rt::hold(context), device: rt::hold(device), properties };
-            let new = rt::new_object(kind::QUEUE, Body::Queue(queue))?;
-            rt::call(&wire::CreateCommandQueue {
-                context: context.id(),
-                device: device.id(),
-                properties,
-                new: new.id(),
-            })?;
-            Ok(new.publish())
+            Ok(queue(context, device, properties)?.publish())
         })
     }
 }

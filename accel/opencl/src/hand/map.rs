@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mapping. A buffer whose home is the window is mapped where it lies. Anything else is read into staging (or into the program's own
-//! host pointer) when it is mapped, and written back when it is unmapped; events report the commands that the program asked for.
+//! host pointer) when it is mapped, and written back when it is unmapped; events report the commands that the program asked for. What the
+//! window has no room for is mapped in pages of the process, and travels in pieces.
 
 use super::memory::is_image;
-use super::transfer::{Host, Slot, pixels, read_slot, staging, write_slot};
+use super::transfer::{Host, Range, Slot, pixels, read, read_slot, staging, write, write_slot};
 use crate::rt::{self, Handle, Id, New, Obj, code};
-use crate::state::{As, Map, Mem, Region};
+use crate::state::{As, Map, Mem, Pages, Region};
 use crate::sure;
 use std::ffi::c_void;
 use tombolo_accel_client::staging::Place;
@@ -139,31 +140,48 @@ pub unsafe extern "C" fn clEnqueueMapBuffer(
             }
             remember(
                 mem,
-                Map { pointer, staging: None, region: Region::Bytes(offset, size), flags, pitches: (0, 0) },
+                Map {
+                    pointer,
+                    staging: None,
+                    pages: None,
+                    region: Region::Bytes(offset, size),
+                    flags,
+                    pitches: (0, 0),
+                },
             )?;
             // SAFETY: as the API says.
             unsafe { finish(new, event) };
             return Ok(pointer as *mut c_void);
         }
-        let own = (mem.host_ptr != 0).then(|| Host::flat(mem.host_ptr + offset as usize, size));
-        let (target, pointer) = target(queue, own, size)?;
-        let sent = target.slot(queue).and_then(|slot| {
-            let record = wire::EnqueueReadBuffer {
-                queue: queue.id(),
-                buffer: buffer.id(),
-                offset,
-                size,
-                data: slot.data,
-                ticket: slot.ticket,
-                blocking: u32::from(blocking != 0),
-                waits: waits.into(),
-                event: new.id(),
-            };
-            if post { rt::lost(rt::connection()?.post(&record)) } else { rt::call(&record).map(|_| ()) }
-        });
-        sent.inspect_err(|_| target.give_back())?;
         let region = Region::Bytes(offset, size);
-        remember(mem, Map { pointer, staging: target.staging(), region, flags, pitches: (0, 0) })?;
+        let staged = if mem.host_ptr == 0 { target(queue, None, size).ok() } else { None };
+        let map = if let Some((target, pointer)) = staged {
+            let sent = target.slot(queue).and_then(|slot| {
+                let record = wire::EnqueueReadBuffer {
+                    queue: queue.id(),
+                    buffer: buffer.id(),
+                    offset,
+                    size,
+                    data: slot.data,
+                    ticket: slot.ticket,
+                    blocking: u32::from(blocking != 0),
+                    waits: waits.into(),
+                    event: new.id(),
+                };
+                if post { rt::lost(rt::connection()?.post(&record)) } else { rt::call(&record).map(|_| ()) }
+            });
+            sent.inspect_err(|_| target.give_back())?;
+            Map { pointer, staging: target.staging(), pages: None, region, flags, pitches: (0, 0) }
+        } else {
+            let pages =
+                if mem.host_ptr == 0 { Some(Pages::new(size).ok_or(code::MAP_FAILURE)?) } else { None };
+            let pointer = pages.as_ref().map_or(mem.host_ptr + offset as usize, |p| p.pointer());
+            let range = Range { buffer, offset, len: size, pointer };
+            read(queue, range, blocking != 0, &waits, new.id(), pages.as_ref())?;
+            Map { pointer, staging: None, pages, region, flags, pitches: (0, 0) }
+        };
+        let pointer = map.pointer;
+        remember(mem, map)?;
         // SAFETY: as the API says.
         unsafe { finish(new, event) };
         Ok(pointer as *mut c_void)
@@ -233,7 +251,7 @@ pub unsafe extern "C" fn clEnqueueMapImage(
         sent.inspect_err(|_| target.give_back())?;
         let pitches = (host.row_pitch as usize, host.slice_pitch as usize);
         let region = Region::Pixels(origin, region);
-        remember(mem, Map { pointer, staging: target.staging(), region, flags, pitches })?;
+        remember(mem, Map { pointer, staging: target.staging(), pages: None, region, flags, pitches })?;
         // SAFETY: as the API says.
         unsafe {
             rt::write(row_pitch, pitches.0);
@@ -284,6 +302,13 @@ pub unsafe extern "C" fn clEnqueueUnmapMemObject(
             return Ok(());
         }
         let written = map.flags & (WRITE | INVALIDATE) != 0;
+        if let (None, Region::Bytes(offset, len), true) = (map.staging, map.region, written) {
+            let range = Range { buffer: object, offset, len, pointer: map.pointer };
+            write(queue, range, false, &waits, new.id())?;
+            // SAFETY: as the API says.
+            unsafe { finish(new, event) };
+            return Ok(());
+        }
         let slot = match (map.staging, map.region) {
             (Some((at, len)), _) => {
                 if written {
@@ -291,7 +316,6 @@ pub unsafe extern "C" fn clEnqueueUnmapMemObject(
                 }
                 Slot { data: at, ticket: connection.ticket(Box::new(move |c, _| c.give_staging(at, len))) }
             }
-            (None, Region::Bytes(_, len)) if written => write_slot(queue, &Host::flat(map.pointer, len))?,
             (None, Region::Pixels(_, region)) if written => {
                 let one = super::memory::is_one_dimensional(mem);
                 let (rows, slices) = if one { (1, region[1]) } else { (region[1], region[2]) };

@@ -4,9 +4,10 @@
 //! A buffer that the program wants in host memory (CL_MEM_ALLOC_HOST_PTR) has its home in the window: the program, the server and its
 //! device see the same bytes. A host pointer of the program is copied when the object is created and whenever it is mapped.
 
+use super::context::queue;
 use super::counting;
 use super::platform::list;
-use super::transfer::Host;
+use super::transfer::{Host, Range, write};
 use crate::rt::{self, ARENA, Handle, Id, Obj, code};
 use crate::state::{As, Body, Destructor, Mem};
 use std::ffi::c_void;
@@ -89,6 +90,19 @@ fn stage(host: &Host) -> Result<(u64, u64), i32> {
     Ok((at, connection.ticket(Box::new(move |c, _| c.give_staging(at, len)))))
 }
 
+/// Writes a program's data to a new buffer in pieces, where the window has no room for all of it at once.
+fn fill(context: Obj, buffer: Obj, pointer: usize, len: u64) -> Result<(), i32> {
+    let device = context.context()?.devices.first().ok_or(code::CONTEXT)?.obj();
+    let new = queue(context, device, 0)?;
+    let queue = new.object().ok_or(code::HOST_MEMORY)?;
+    new.publish();
+    let range = Range { buffer, offset: 0, len, pointer };
+    let filled = write(queue, range, true, &[], 0)
+        .and_then(|()| rt::call(&wire::Finish { queue: queue.id() }).map(|_| ()));
+    ARENA.release(queue);
+    filled
+}
+
 fn create_buffer(
     context: Handle,
     properties: Vec<i64>,
@@ -136,8 +150,13 @@ fn create_buffer(
     if let (true, Some(at)) = (valid, shared) {
         (home, mem.home) = (at, Some(at));
     }
+    let mut piecewise = false;
     if valid && home == 0 && flags & (USE_HOST_PTR | COPY_HOST_PTR) != 0 {
-        (data, ticket) = stage(&Host::flat(host_ptr as usize, size as u64))?;
+        match stage(&Host::flat(host_ptr as usize, size as u64)) {
+            Ok(staged) => (data, ticket) = staged,
+            Err(code::ALLOCATION) => piecewise = true,
+            Err(e) => return Err(e),
+        }
     }
     if flags & USE_HOST_PTR != 0 {
         mem.host_ptr = host_ptr as usize;
@@ -146,7 +165,7 @@ fn create_buffer(
     named(&new);
     let record = wire::CreateBuffer {
         context: context.id(),
-        flags,
+        flags: if piecewise { flags & !(USE_HOST_PTR | COPY_HOST_PTR) } else { flags },
         size: size as u64,
         properties: properties.into(),
         home,
@@ -154,12 +173,20 @@ fn create_buffer(
         ticket,
         new: new.id(),
     };
-    if valid {
+    if valid && !piecewise {
         rt::lost(connection.post(&record))?;
     } else {
         rt::call(&record)?;
     }
-    Ok(new.publish())
+    let buffer = new.object().ok_or(code::HOST_MEMORY)?;
+    let handle = new.publish();
+    if piecewise {
+        if let Err(e) = fill(context, buffer, host_ptr as usize, size as u64) {
+            ARENA.release(buffer);
+            return Err(e);
+        }
+    }
+    Ok(handle)
 }
 
 /// A buffer. Posted where flags and size are sure to be right.

@@ -7,11 +7,12 @@
 
 use super::memory::is_one_dimensional;
 use crate::rt::{self, Handle, Id, New, Obj, code};
-use crate::state::{As, Body};
+use crate::state::{As, Body, Pages};
 use crate::sure;
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ffi::c_void;
+use std::sync::Arc;
 use tombolo_accel_client::connection::{Awaited, Connection, Redeem};
 use tombolo_accel_client::staging::Place;
 use tombolo_accel_spec::opencl::{self as wire, kind};
@@ -106,6 +107,9 @@ pub(crate) fn staging(queue: Obj, len: u64, place: Place) -> Result<u64, i32> {
     if let Some(at) = rt::lost(connection.take_staging(len, place))? {
         return Ok(at);
     }
+    if len > connection.window.len() {
+        return Err(code::ALLOCATION);
+    }
     rt::call(&wire::Finish { queue: queue.id() })?;
     rt::lost(connection.take_staging(len, place))?.ok_or(code::ALLOCATION)
 }
@@ -129,15 +133,16 @@ pub(crate) fn read_slot(queue: Obj, host: Host) -> Result<Slot, i32> {
         let ticket = if connection.shares_window { 0 } else { connection.ticket(Box::new(|_, _| ())) };
         return Ok(Slot { data, ticket });
     }
-    let (data, redeem) = staged_read(queue, host)?;
+    let (data, redeem) = staged_read(queue, host, None)?;
     Ok(Slot { data, ticket: connection.ticket(redeem) })
 }
 
-/// Staging that a read fills, and what is done when it is full.
-fn staged_read(queue: Obj, host: Host) -> Result<(u64, Redeem), i32> {
+/// Staging that a read fills, and what is done when it is full; until then, `pages` stay.
+fn staged_read(queue: Obj, host: Host, pages: Option<Arc<Pages>>) -> Result<(u64, Redeem), i32> {
     let len = host.len();
     let data = staging(queue, len, Place::Beside(host.pointer))?;
     let redeem = Box::new(move |c: &Connection, status| {
+        let _until_copied = &pages;
         if status >= 0 {
             if let Ok(from) = c.window.at(data, len) {
                 // SAFETY: the program keeps its memory until the command is complete, which is what the ticket says.
@@ -236,6 +241,112 @@ fn pieces(len: u64, cut: bool) -> impl Iterator<Item = (u64, u64)> {
     (0..count).map(move |i| (i * piece, piece.min(len - i * piece)))
 }
 
+/// A range of a buffer and the program's memory that it goes to or comes from.
+#[derive(Clone, Copy)]
+pub(crate) struct Range {
+    pub buffer: Obj,
+    pub offset: u64,
+    pub len: u64,
+    pub pointer: usize,
+}
+
+impl Range {
+    /// Whether it goes in pieces: their order is the queue's.
+    fn cut(&self, queue: Obj) -> Result<bool, i32> {
+        Ok(in_order(queue) && !in_window(self.pointer, self.len)?)
+    }
+
+    fn piece(&self, at: u64, len: u64) -> Host {
+        Host::flat(self.pointer + at as usize, len)
+    }
+}
+
+/// Reads a range of a buffer; `pages` stay until it was copied.
+pub(crate) fn read(
+    queue: Obj,
+    range: Range,
+    blocking: bool,
+    waits: &[u64],
+    event: u64,
+    pages: Option<&Arc<Pages>>,
+) -> Result<(), i32> {
+    let Range { buffer, offset, len, .. } = range;
+    let sure = sure::host_range(queue, buffer, offset, len, waits);
+    if !sure {
+        // The driver will probably refuse it; nothing is staged before it was asked.
+        probe(queue, buffer, offset, len)?;
+    }
+    let cut = range.cut(queue)?;
+    let last = pieces(len, cut).last();
+    let mut flow = Flow::new(blocking);
+    for piece @ (at, len) in pieces(len, cut) {
+        let is_last = Some(piece) == last;
+        let slot = if cut {
+            flow.next()?;
+            flow.slot(staged_read(queue, range.piece(at, len), pages.cloned())?)?
+        } else {
+            read_slot(queue, range.piece(at, len))?
+        };
+        let record = wire::EnqueueReadBuffer {
+            queue: queue.id(),
+            buffer: buffer.id(),
+            offset: offset + at,
+            size: len,
+            data: slot.data,
+            ticket: slot.ticket,
+            blocking: u32::from(blocking && is_last),
+            waits: if at == 0 { waits.into() } else { Cow::Borrowed(&[]) },
+            event: if is_last { event } else { 0 },
+        };
+        transfer(&record, sure && !(is_last && blocking))?;
+    }
+    Ok(())
+}
+
+/// Writes a range of a buffer; the program's bytes have been taken when it returns.
+pub(crate) fn write(queue: Obj, range: Range, blocking: bool, waits: &[u64], event: u64) -> Result<(), i32> {
+    let Range { buffer, offset, len, .. } = range;
+    let sure = sure::host_range(queue, buffer, offset, len, waits);
+    if !sure {
+        probe(queue, buffer, offset, len)?;
+    }
+    let cut = range.cut(queue)?;
+    let last = pieces(len, cut).last();
+    let mut flow = Flow::new(blocking);
+    for piece @ (at, len) in pieces(len, cut) {
+        let is_last = Some(piece) == last;
+        let host = range.piece(at, len);
+        let small = len <= INLINE && pinned(rt::connection()?, &host).is_none();
+        let inline: &[u8] = if small {
+            // SAFETY: a piece of the program's bytes, as the API says.
+            unsafe { std::slice::from_raw_parts(host.pointer as *const u8, len as usize) }
+        } else {
+            &[]
+        };
+        let slot = if small {
+            Slot { data: 0, ticket: 0 }
+        } else if cut {
+            flow.next()?;
+            flow.slot(staged_write(queue, &host)?)?
+        } else {
+            write_slot(queue, &host)?
+        };
+        let record = wire::EnqueueWriteBuffer {
+            queue: queue.id(),
+            buffer: buffer.id(),
+            offset: offset + at,
+            size: len,
+            data: slot.data,
+            ticket: slot.ticket,
+            inline,
+            waits: if at == 0 { waits.into() } else { Cow::Borrowed(&[]) },
+            event: if is_last { event } else { 0 },
+        };
+        transfer(&record, sure)?;
+    }
+    Ok(())
+}
+
 /// Reads a buffer.
 pub unsafe extern "C" fn clEnqueueReadBuffer(
     queue: Handle,
@@ -256,36 +367,9 @@ pub unsafe extern "C" fn clEnqueueReadBuffer(
         }
         // SAFETY: as the API says.
         let waits = unsafe { rt::waits(n, list)? };
-        let sure = sure::host_range(queue, buffer, offset as u64, size as u64, &waits);
         let new = rt::new_event(queue, !event.is_null(), 0x11f3)?;
-        let cut = sure && in_order(queue) && !in_window(ptr as usize, size as u64)?;
-        let last = pieces(size as u64, cut).last();
-        let mut flow = Flow::new(blocking != 0);
-        for piece @ (at, len) in pieces(size as u64, cut) {
-            let is_last = Some(piece) == last;
-            let slot = if cut {
-                flow.next()?;
-                flow.slot(staged_read(queue, Host::flat(ptr as usize + at as usize, len))?)?
-            } else if sure {
-                read_slot(queue, Host::flat(ptr as usize, len))?
-            } else {
-                // The driver will probably refuse it; nothing is staged before it was asked.
-                probe(queue, buffer, offset, size)?;
-                read_slot(queue, Host::flat(ptr as usize, len))?
-            };
-            let record = wire::EnqueueReadBuffer {
-                queue: queue.id(),
-                buffer: buffer.id(),
-                offset: offset as u64 + at,
-                size: len,
-                data: slot.data,
-                ticket: slot.ticket,
-                blocking: u32::from(blocking != 0 && is_last),
-                waits: if at == 0 { waits.as_slice().into() } else { Cow::Borrowed(&[]) },
-                event: if is_last { new.id() } else { 0 },
-            };
-            transfer(&record, sure && !(is_last && blocking != 0))?;
-        }
+        let range = Range { buffer, offset: offset as u64, len: size as u64, pointer: ptr as usize };
+        read(queue, range, blocking != 0, &waits, new.id(), None)?;
         // SAFETY: as the API says.
         unsafe { finish(new, event) };
         Ok(())
@@ -293,7 +377,7 @@ pub unsafe extern "C" fn clEnqueueReadBuffer(
 }
 
 /// What no driver accepts: a range outside of the buffer, or none at all.
-fn probe(queue: Obj, buffer: Obj, offset: usize, size: usize) -> Result<(), i32> {
+fn probe(queue: Obj, buffer: Obj, offset: u64, size: u64) -> Result<(), i32> {
     let mem = buffer.mem()?;
     if !sure::same_context(queue, buffer) {
         return Err(code::CONTEXT);
@@ -302,7 +386,7 @@ fn probe(queue: Obj, buffer: Obj, offset: usize, size: usize) -> Result<(), i32>
         return Err(kind::invalid(kind::MEM));
     }
     let end = offset.checked_add(size).ok_or(code::VALUE)?;
-    if size == 0 || end as u64 > mem.size { Err(code::VALUE) } else { Ok(()) }
+    if size == 0 || end > mem.size { Err(code::VALUE) } else { Ok(()) }
 }
 
 /// Writes a buffer.
@@ -325,45 +409,9 @@ pub unsafe extern "C" fn clEnqueueWriteBuffer(
         }
         // SAFETY: as the API says.
         let waits = unsafe { rt::waits(n, list)? };
-        let sure = sure::host_range(queue, buffer, offset as u64, size as u64, &waits);
-        if !sure {
-            probe(queue, buffer, offset, size)?;
-        }
         let new = rt::new_event(queue, !event.is_null(), 0x11f4)?;
-        let cut = sure && in_order(queue) && !in_window(ptr as usize, size as u64)?;
-        let last = pieces(size as u64, cut).last();
-        let mut flow = Flow::new(blocking != 0);
-        for piece @ (at, len) in pieces(size as u64, cut) {
-            let is_last = Some(piece) == last;
-            let host = Host::flat(ptr as usize + at as usize, len);
-            let small = len <= INLINE && pinned(rt::connection()?, &host).is_none();
-            let inline: &[u8] = if small {
-                // SAFETY: a piece of the program's bytes, as the API says.
-                unsafe { std::slice::from_raw_parts(host.pointer as *const u8, len as usize) }
-            } else {
-                &[]
-            };
-            let slot = if small {
-                Slot { data: 0, ticket: 0 }
-            } else if cut {
-                flow.next()?;
-                flow.slot(staged_write(queue, &host)?)?
-            } else {
-                write_slot(queue, &host)?
-            };
-            let record = wire::EnqueueWriteBuffer {
-                queue: queue.id(),
-                buffer: buffer.id(),
-                offset: offset as u64 + at,
-                size: len,
-                data: slot.data,
-                ticket: slot.ticket,
-                inline,
-                waits: if at == 0 { waits.as_slice().into() } else { Cow::Borrowed(&[]) },
-                event: if is_last { new.id() } else { 0 },
-            };
-            transfer(&record, sure)?;
-        }
+        let range = Range { buffer, offset: offset as u64, len: size as u64, pointer: ptr as usize };
+        write(queue, range, blocking != 0, &waits, new.id())?;
         // SAFETY: as the API says.
         unsafe { finish(new, event) };
         Ok(())
