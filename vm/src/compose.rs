@@ -131,7 +131,7 @@ pub struct VmSpec {
     /// How the memory arrives; default: fast with devices, slow without.
     #[serde(default)]
     pub start: Option<StartKind>,
-    /// Memory at a fast start; default: a tenth, from 512 MiB to 8 GiB.
+    /// Memory at a fast start; default: a thirty-second part, from 512 MiB to 8 GiB.
     #[serde(default)]
     pub boot_memory: Option<Size>,
     /// More arguments for QEMU, as they are.

@@ -11,7 +11,9 @@ pub const GIB: u64 = 1 << 30;
 
 /// Linux on x86-64 adds memory in sections of this size; smaller pieces work only through sub-blocks.
 const SECTION: u64 = 128 * MIB;
-/// Boot memory when it is not set: a tenth, within these bounds.
+/// Boot memory when it is not set: this part of all, within these bounds. The map of all the memory takes half of that; of what the bound above
+/// leaves out, the map comes into memory that arrived before.
+const BOOT_SHARE: u64 = 32;
 const BOOT: (u64, u64) = (512 * MIB, 8 * GIB);
 /// The smallest block worth a mapping of its own.
 const SMALLEST_BLOCK: u64 = 16 * MIB;
@@ -98,7 +100,7 @@ impl Wish {
                 return Err(LayoutError::BootTooSmall { boot: boot / MIB, least: LEAST_BOOT / MIB });
             }
         }
-        let wanted = self.boot.unwrap_or((total / 10).clamp(BOOT.0, BOOT.1)).min(total);
+        let wanted = self.boot.unwrap_or((total / BOOT_SHARE).clamp(BOOT.0, BOOT.1)).min(total);
         let block = self.block(total - wanted)?;
         // Whole sections are grown; what is left over comes at start.
         let piece = block.max(SECTION);
@@ -172,11 +174,20 @@ mod tests {
     }
 
     #[test]
-    fn boot_memory_is_a_tenth_and_at_most_eight_gib() {
+    fn boot_memory_is_a_thirty_second_part_from_512_mib_to_eight_gib() {
         assert_eq!(layout(4 * GIB).boot, 512 * MIB);
-        assert_eq!(layout(40 * GIB).boot, 4 * GIB);
+        assert_eq!(layout(14 * GIB).boot, 512 * MIB);
+        assert_eq!(layout(64 * GIB).boot, 2 * GIB);
         assert_eq!(layout(350 * GIB).boot, 8 * GIB);
         assert_eq!(layout(2048 * GIB).boot, 8 * GIB);
+    }
+
+    #[test]
+    fn the_map_of_a_step_takes_at_most_an_eighth_of_the_boot_memory() {
+        for gib in [1, 4, 14, 64, 256, 350, 2048, 16384] {
+            let layout = layout(gib * GIB);
+            assert!(layout.step / MEMORY_MAP_SHARE <= layout.boot / 8, "{gib} GiB: {layout:?}");
+        }
     }
 
     #[test]
