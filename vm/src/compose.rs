@@ -134,6 +134,9 @@ pub struct VmSpec {
     /// Memory at a fast start; default: a thirty-second part, from 512 MiB to 8 GiB.
     #[serde(default)]
     pub boot_memory: Option<Size>,
+    /// Percent of the time in which growing may disturb the guest; default: 100, memory as soon as it can be had.
+    #[serde(default)]
+    pub growth_share: Option<tombolo_start::pace::Share>,
     /// More arguments for QEMU, as they are.
     #[serde(default)]
     pub qemu_args: Vec<String>,

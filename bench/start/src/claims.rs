@@ -20,7 +20,7 @@ use tombolo_start::monitor::Monitor;
 use tombolo_start::progress::Phase;
 use tombolo_start::timeline::{Event, render};
 
-use crate::measure::{grow_to_full, memory_in};
+use crate::measure::{System, grow_to_full, memory_in};
 use crate::nested::{Backing, Card, Guest, Image, MEMORY, Spec};
 
 /// A claim: its name, whether the short run checks it, and how.
@@ -226,7 +226,7 @@ fn a_vm_with_a_device_grows() -> Result<()> {
     let card = Card::take()?;
     let layout = small()?;
     let mut guest = start(layout, Some(&card), Image::working(&kernel, folder.path())?)?;
-    let (report, seen) = grow_to_full(&mut guest, layout, Budget::default(), true)?;
+    let (report, seen) = grow_to_full(&mut guest, layout, System::Tombolo)?;
     ensure!(report.restarts == 0, "{report:?}");
     let complete = seen.iter().filter(|p| p.phase == Phase::Complete).count();
     ensure!(
@@ -288,7 +288,7 @@ fn packets_while_growing() -> Result<()> {
     let card = Card::take()?;
     let layout = small()?;
     let mut guest = start(layout, Some(&card), Image::with_network(&kernel, folder.path())?)?;
-    grow_to_full(&mut guest, layout, Budget::default(), true)?;
+    grow_to_full(&mut guest, layout, System::Tombolo)?;
     guest.await_line("TOMBOLO ping")?;
     Ok(())
 }

@@ -33,6 +33,8 @@ pub const MEMORY: &str = "vmem0";
 pub enum Backing {
     /// What QEMU does by itself.
     Plain,
+    /// A memfd that other processes may map.
+    Shared,
     /// Reserved huge pages, touched by several threads before the start.
     Tuned,
 }
@@ -240,9 +242,12 @@ fn connect(child: &mut Child, socket: &Path) -> Result<Socket> {
 fn command(spec: &Spec, socket: &Path) -> Command {
     let mut command = Command::new("qemu-system-x86_64");
     let boot = spec.layout.boot / MIB;
-    let machine = match spec.backing {
-        Backing::Plain => "q35",
-        Backing::Tuned => "q35,memory-backend=ram0",
+    let (machine, backend) = match spec.backing {
+        Backing::Plain => ("q35", None),
+        Backing::Shared => ("q35,memory-backend=ram0", Some("")),
+        Backing::Tuned => {
+            ("q35,memory-backend=ram0", Some(",hugetlb=on,hugetlbsize=2M,prealloc=on,prealloc-threads=2"))
+        }
     };
     command.args([
         "-M",
@@ -259,9 +264,8 @@ fn command(spec: &Spec, socket: &Path) -> Command {
         "none",
     ]);
     command.args(spec.layout.arguments(MEMORY, None));
-    if spec.backing == Backing::Tuned {
-        let huge = "hugetlb=on,hugetlbsize=2M,prealloc=on,prealloc-threads=2";
-        command.args(["-object", &format!("memory-backend-memfd,id=ram0,size={boot}M,{huge}")]);
+    if let Some(more) = backend {
+        command.args(["-object", &format!("memory-backend-memfd,id=ram0,size={boot}M,share=on{more}")]);
     }
     command.args(["-device", "pcie-root-port,id=port0,chassis=1"]);
     if let Some(address) = spec.device {

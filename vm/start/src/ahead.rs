@@ -106,9 +106,10 @@ impl Ahead {
         Self { shared, threads }
     }
 
-    /// Moves the limit on, never back.
+    /// Prepares up to `limit` and no further; what a thread is at goes on.
     pub fn allow(&self, limit: u64) {
-        let before = self.shared.limit.fetch_max(limit.min(self.shared.size), Ordering::AcqRel);
+        let limit = limit.min(self.shared.size);
+        let before = self.shared.limit.swap(limit, Ordering::AcqRel);
         if before < limit {
             let _state = self.shared.lock();
             self.shared.changed.notify_all();
@@ -279,6 +280,17 @@ mod tests {
         assert_eq!(ahead.wait(41 * MIB, Duration::from_millis(20)).unwrap().ready, 40 * MIB);
         ahead.allow(u64::MAX);
         assert_eq!(ahead.wait(96 * MIB, Duration::from_secs(60)).unwrap().ready, 96 * MIB);
+    }
+
+    #[test]
+    fn a_limit_that_moves_back_stops_the_threads_where_they_are() {
+        let (_file, ahead) = start(96 * MIB, 16 * MIB, Budget { threads: 2, ..Budget::default() });
+        ahead.wait(16 * MIB, Duration::from_secs(60)).unwrap();
+        ahead.allow(0);
+        assert_eq!(ahead.wait(17 * MIB, Duration::from_millis(20)).unwrap().ready, 16 * MIB);
+        ahead.allow(64 * MIB);
+        assert_eq!(ahead.wait(64 * MIB, Duration::from_secs(60)).unwrap().ready, 64 * MIB);
+        assert_eq!(ahead.wait(65 * MIB, Duration::from_millis(20)).unwrap().ready, 64 * MIB);
     }
 
     #[test]

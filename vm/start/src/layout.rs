@@ -10,7 +10,7 @@ pub const MIB: u64 = 1 << 20;
 pub const GIB: u64 = 1 << 30;
 
 /// Linux on x86-64 adds memory in sections of this size; smaller pieces work only through sub-blocks.
-const SECTION: u64 = 128 * MIB;
+pub const SECTION: u64 = 128 * MIB;
 /// Boot memory when it is not set: this part of all, within these bounds. The map of all the memory takes half of that; of what the bound above
 /// leaves out, the map comes into memory that arrived before.
 const BOOT_SHARE: u64 = 32;
@@ -110,10 +110,7 @@ impl Wish {
             grown -= piece;
         }
         let boot = total - grown;
-        // A step's memory map must fit into what the guest has at start, with plenty of room.
-        let affordable = boot / 8 * MEMORY_MAP_SHARE;
-        let step = (grown / 16).clamp(STEP.0, STEP.1).min(affordable).max(block) / block * block;
-        Ok(Layout { boot, grown, block, step })
+        Ok(Layout { boot, grown, block, step: step(boot, grown, block) })
     }
 
     /// The smallest block with which `grown` bytes take at most three quarters of the mappings.
@@ -124,6 +121,12 @@ impl Wish {
         }
         Ok(grown.div_ceil(mappings).next_power_of_two().max(SMALLEST_BLOCK))
     }
+}
+
+/// The largest step for a guest with `boot` bytes at start: the map of what it brings must fit into that with plenty of room.
+pub fn step(boot: u64, grown: u64, block: u64) -> u64 {
+    let affordable = boot / 8 * MEMORY_MAP_SHARE;
+    (grown / 16).clamp(STEP.0, STEP.1).min(affordable).max(block) / block * block
 }
 
 impl Layout {
