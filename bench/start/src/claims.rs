@@ -60,6 +60,11 @@ pub const ALL: &[Claim] = &[
         short: false,
         check: a_reboot_is_grown_again,
     },
+    Claim {
+        name: "a_debian_guest_with_the_kits_initramfs_scripts_has_its_memory_before_its_root_file_system",
+        short: false,
+        check: memory_before_the_root,
+    },
     Claim { name: "a_guest_without_virtio_mem_is_told", short: false, check: no_driver_is_told },
     Claim { name: "a_device_may_come_and_go_while_memory_grows", short: false, check: devices_come_and_go },
     Claim {
@@ -304,6 +309,16 @@ fn a_reboot_is_grown_again() -> Result<()> {
     let report = grow(&mut monitor, MEMORY, layout, &mut prepare, &Options::for_host(&limits), &mut |_| {})?;
     ensure!(monitor.done() && report.restarts == 1, "{report:?}");
     sees_all(&mut guest, layout)
+}
+
+fn memory_before_the_root() -> Result<()> {
+    let (folder, kernel) = folder_and_kernel()?;
+    let layout = small()?;
+    let mut guest = start(layout, None, Image::debian(&kernel, folder.path())?)?;
+    let (report, _) = grow_to_full(&mut guest, layout, System::Tombolo)?;
+    ensure!(report.restarts == 0, "{report:?}");
+    guest.await_line("TOMBOLO memory goes online_kernel")?;
+    Ok(())
 }
 
 fn no_driver_is_told() -> Result<()> {

@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -57,6 +58,8 @@ pub struct Spec {
 pub struct Image {
     kernel: PathBuf,
     initramfs: PathBuf,
+    /// Its own kernel arguments.
+    arguments: &'static str,
 }
 
 /// What a guest does once it is up: it copies memory for ever and says so after each round, with the memory it has.
@@ -93,7 +96,45 @@ impl Image {
     fn with(kernel: &Kernel, folder: &Path, name: &str, modules: &[&str], script: &str) -> Result<Self> {
         let initramfs = folder.join(format!("{name}.cpio"));
         write_guest(&initramfs, kernel, modules, script)?;
-        Ok(Self { kernel: kernel.image.clone(), initramfs })
+        let arguments = tombolo_start::guest::KERNEL_ARGUMENTS;
+        Ok(Self { kernel: kernel.image.clone(), initramfs, arguments })
+    }
+
+    /// A guest that waits for a root file system in an initramfs of Debian's with the guest kit's scripts, and has no other word of grown
+    /// memory. It says what becomes of memory that arrives.
+    pub fn debian(kernel: &Kernel, folder: &Path) -> Result<Self> {
+        let settings = folder.join("initramfs-tools");
+        let write = |path: &str, text: &str| -> Result<()> {
+            let path = settings.join(path);
+            fs::create_dir_all(path.parent().context("a file is in a folder")?)?;
+            fs::write(&path, text)?;
+            Ok(fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?)
+        };
+        write("initramfs.conf", "MODULES=list\nBUSYBOX=y\nCOMPRESS=gzip\n")?;
+        write("modules", "")?;
+        write("hooks/tombolo-memory", include_str!("../../../guest/initramfs-tools/hooks/tombolo-memory"))?;
+        write(
+            "scripts/init-top/tombolo-memory",
+            include_str!("../../../guest/initramfs-tools/scripts/init-top/tombolo-memory"),
+        )?;
+        write(
+            "scripts/init-premount/claim",
+            "#!/bin/sh\ncase $1 in prereqs) exit 0 ;; esac\n\
+             echo \"TOMBOLO memory goes $(cat /sys/devices/system/memory/auto_online_blocks)\" >/dev/console\n",
+        )?;
+        let initramfs = folder.join("debian.img");
+        let made = Command::new("mkinitramfs")
+            .arg("-d")
+            .arg(&settings)
+            .arg("-o")
+            .arg(&initramfs)
+            .arg(&kernel.release)
+            .output()
+            .context("running mkinitramfs (package initramfs-tools)")?;
+        if !made.status.success() {
+            bail!("mkinitramfs: {}", String::from_utf8_lossy(&made.stderr).trim());
+        }
+        Ok(Self { kernel: kernel.image.clone(), initramfs, arguments: "root=/dev/vda rootdelay=600" })
     }
 }
 
@@ -272,7 +313,7 @@ fn command(spec: &Spec, socket: &Path) -> Command {
         command.args(["-device", &format!("vfio-pci,id=device0,host={address},bus=port0,rombar=0")]);
     }
     command.arg("-kernel").arg(&spec.image.kernel).arg("-initrd").arg(&spec.image.initramfs);
-    let arguments = tombolo_start::guest::KERNEL_ARGUMENTS;
+    let arguments = spec.image.arguments;
     // A serial console costs much here, so only warnings are shown, and the early console knows that before it begins; an option that means
     // nothing gives one as soon as the kernel reads its arguments.
     command.arg("-append").arg(format!(

@@ -61,6 +61,8 @@ impl Options {
 pub trait Prepare {
     /// Begins at the first byte: the guest lost everything, and the pages with it.
     fn restart(&mut self) -> Result<(), MemoryError>;
+    /// The guest takes memory from now on, and waits for what is not prepared.
+    fn hasten(&mut self);
     /// Go on up to this byte and no further.
     fn allow(&mut self, limit: u64);
     /// What is there.
@@ -74,6 +76,7 @@ impl Prepare for Unprepared {
     fn restart(&mut self) -> Result<(), MemoryError> {
         Ok(())
     }
+    fn hasten(&mut self) {}
     fn allow(&mut self, _: u64) {}
     fn prepared(&self) -> Result<Prepared, MemoryError> {
         Ok(Prepared { ready: u64::MAX, ..Prepared::default() })
@@ -108,6 +111,12 @@ impl Prepare for FromOutside {
         let memory = self.source.open(self.size, self.budget.huge)?;
         self.ahead = Some(Ahead::start(memory, self.size, 0, self.node, self.budget));
         Ok(())
+    }
+
+    fn hasten(&mut self) {
+        if let Some(ahead) = &mut self.ahead {
+            ahead.hasten();
+        }
     }
 
     fn allow(&mut self, limit: u64) {
@@ -272,13 +281,19 @@ impl Growth<'_> {
         if now.size < self.layout.grown {
             self.prepare.restart()?;
         }
+        if now.size > 0 {
+            self.prepare.hasten();
+        }
         request(self.monitor, self.id, now.size.max(self.layout.block))?;
         Ok(())
     }
 
     fn advance(&mut self, size: u64) {
         let now = Instant::now();
-        self.first_block.get_or_insert(now);
+        if self.first_block.is_none() {
+            self.first_block = Some(now);
+            self.prepare.hasten();
+        }
         self.size = size;
         self.moved = now;
         let seconds = now.duration_since(self.measured.0).as_secs_f64();
@@ -488,6 +503,7 @@ mod tests {
         fails_at: u64,
         starts: u32,
         stops: u32,
+        hastened: u32,
     }
 
     impl Prepare for Pages {
@@ -496,6 +512,9 @@ mod tests {
             self.limit = 0;
             self.starts += 1;
             Ok(())
+        }
+        fn hasten(&mut self) {
+            self.hastened += 1;
         }
         fn allow(&mut self, limit: u64) {
             self.limit = limit;
@@ -531,7 +550,8 @@ mod tests {
         options: &Options,
     ) -> (Result<Report, GrowError>, Vec<Progress>, Pages) {
         let layout = Layout { boot: 512 * MIB, grown: 1024 * MIB, block: BLOCK, step: 128 * MIB };
-        let mut pages = Pages { ready: guest.ready.clone(), limit: 0, fails_at, starts: 0, stops: 0 };
+        let mut pages =
+            Pages { ready: guest.ready.clone(), limit: 0, fails_at, starts: 0, stops: 0, hastened: 0 };
         let mut seen = Vec::new();
         let result = grow(guest, "vmem0", layout, &mut pages, options, &mut |p| seen.push(p.clone()));
         (result, seen, pages)
@@ -542,7 +562,7 @@ mod tests {
         let mut guest = Guest::new();
         let (result, seen, pages) = run(&mut guest, u64::MAX, &options());
         assert_eq!(result.unwrap().restarts, 0);
-        assert_eq!((guest.size, pages.starts, pages.stops), (1024 * MIB, 1, 0));
+        assert_eq!((guest.size, pages.starts, pages.stops, pages.hastened), (1024 * MIB, 1, 0, 1));
         assert!(guest.most_offered_unprepared <= BLOCK);
         let last = seen.last().unwrap();
         assert_eq!((&last.phase, last.present), (&Phase::Complete, 1536 * MIB));
@@ -569,14 +589,15 @@ mod tests {
         let mut guest = Guest { reboots_at: Some(512 * MIB), ..Guest::new() };
         let (result, _, pages) = run(&mut guest, u64::MAX, &options());
         assert_eq!(result.unwrap().restarts, 1);
-        assert_eq!((guest.size, pages.starts), (1024 * MIB, 2));
+        assert_eq!((guest.size, pages.starts, pages.hastened), (1024 * MIB, 2, 2));
     }
 
     #[test]
     fn a_guest_without_the_driver_is_told_apart_from_one_that_refuses() {
         let mut guest = Guest { driver: false, ..Guest::new() };
-        let (result, seen, _) = run(&mut guest, u64::MAX, &options());
+        let (result, seen, pages) = run(&mut guest, u64::MAX, &options());
         assert!(matches!(result, Err(GrowError::NoDriver { .. })));
+        assert_eq!(pages.hastened, 0);
         assert!(
             matches!(&seen.last().unwrap().phase, Phase::Failed(why) if why.contains("start = \"slow\""))
         );

@@ -2,10 +2,10 @@
 //! Divides the time between growing and the guest's own work.
 //!
 //! Without a share the guest is offered whatever is prepared. With one, growing takes turns: a small step is prepared, offered and taken; then
-//! nothing happens for so long that the turn was at most the share of the time. However much a turn disturbs the guest (QEMU pins and maps,
-//! before QEMU 9 or so on the virtual CPU that asked; the guest sets up its map), it can't lose more than that. QEMU does not see what a guest
-//! does with memory that it has plugged. It does see the next block being plugged, which a Linux guest does when it has put the memory before it
-//! to use; so the last block of a turn is offered by itself, and ends it.
+//! nothing happens for so long that the turn was at most the share of the time. However much a turn disturbs the guest, it can't lose more than that:
+//! QEMU pins and maps, on the virtual CPU that asked (7.2) or in its main thread (10.0), and the guest sets up its map. QEMU does not see what a
+//! guest does with memory that it has plugged. It does see the next block being plugged, which a Linux guest does when it has put the memory
+//! before it to use; so the last block of a turn is offered by itself, and ends it.
 
 use std::time::{Duration, Instant};
 
