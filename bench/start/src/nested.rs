@@ -122,6 +122,11 @@ impl Image {
             "#!/bin/sh\ncase $1 in prereqs) exit 0 ;; esac\n\
              echo \"TOMBOLO memory goes $(cat /sys/devices/system/memory/auto_online_blocks)\" >/dev/console\n",
         )?;
+        // mkinitramfs asks the kernel's configuration what it can unpack.
+        let config = format!("boot/config-{}", kernel.release);
+        fs::create_dir_all("/boot")?;
+        fs::copy(kernel.root.join(&config), Path::new("/").join(&config))
+            .with_context(|| format!("copying {config}"))?;
         let initramfs = folder.join("debian.img");
         let made = Command::new("mkinitramfs")
             .arg("-d")

@@ -22,6 +22,8 @@ pub fn lines(system: System, total: u64, device: bool, figures: &Figures) -> Vec
         ("kernel", figures.kernel),
         ("login", figures.login),
         ("full", figures.full),
+        // Both: the guest is up and has all of its memory.
+        ("complete", figures.login.max(figures.full)),
     ]
     .into_iter()
     .map(|(what, value)| sample(format!("start-{what}-{size}"), system, value, "s", Better::Lower))
