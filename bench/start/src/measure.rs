@@ -177,7 +177,7 @@ impl Monitor for Shared<'_> {
     }
 }
 
-/// Rounds of work that are waited for after growing, to know the undisturbed rate.
+/// Rounds of work that are at least waited for after growing, to know the undisturbed rate.
 const ROUNDS_AFTER: u64 = 20;
 
 fn grow_guest(guest: &mut Guest, system: System, layout: Layout, work: bool) -> Result<Growth> {
@@ -190,13 +190,14 @@ fn grow_guest(guest: &mut Guest, system: System, layout: Layout, work: bool) -> 
     Ok(Growth { gib_per_second: gib / report.growing.max(1e-9), work: rates, report })
 }
 
-/// Rounds a second between `began` and `full`, and in the rounds after it.
+/// Rounds a second between `began` and `full`, and for as long after it.
 fn work_rates(guest: &mut Guest, began: f64, full: f64) -> Result<(f64, f64)> {
     let mut rounds: Vec<(f64, u64)> =
         guest.new_lines().iter().filter_map(|(at, line)| Some((*at, round(line)?))).collect();
     let enough = |rounds: &[(f64, u64)]| {
         let after = rounds.iter().filter(|(at, _)| *at > full);
-        matches!((after.clone().next(), after.clone().next_back()), (Some(a), Some(b)) if b.1 - a.1 >= ROUNDS_AFTER)
+        matches!((after.clone().next(), after.clone().next_back()),
+            (Some(a), Some(b)) if b.1 - a.1 >= ROUNDS_AFTER && b.0 - full >= full - began)
     };
     while !enough(&rounds) {
         let (at, line) = guest.await_line("TOMBOLO work ")?;

@@ -264,9 +264,7 @@ impl Growth<'_> {
             }
             let phase = self.offer(now.requested)?;
             self.tell(phase);
-            // The end of a turn is when the pause begins.
-            let tick = if self.pace.in_turn() { self.options.tick / 5 } else { self.options.tick };
-            self.monitor.wait(tick)?;
+            self.monitor.wait(self.pace.wait(self.options.tick, Instant::now()))?;
         }
     }
 

@@ -53,6 +53,9 @@ impl std::str::FromStr for Share {
     }
 }
 
+/// A guest that reboots in a pause is found out after this long.
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
+
 /// How far growing may go now, in bytes from the first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Leave {
@@ -105,9 +108,14 @@ impl Pace {
         Some(Leave { prepare: end, offer: if size < before_last { before_last } else { end } })
     }
 
-    /// Whether something of the guest's time is being taken, so that the end of it should not be missed.
-    pub fn in_turn(&self) -> bool {
-        self.turn.is_some()
+    /// How long to wait before the next look, where `tick` is usual: the end of a turn should not be missed, and in a pause even looking costs
+    /// (QEMU answers under its big lock).
+    pub fn wait(&self, tick: Duration, now: Instant) -> Duration {
+        match (self.turn, self.rest_until) {
+            (Some(_), _) => tick / 5,
+            (None, Some(until)) => until.saturating_duration_since(now).clamp(tick, LONGEST_WAIT),
+            (None, None) => tick,
+        }
     }
 
     /// The time until now was nobody's: growing waited for the host.
@@ -182,10 +190,23 @@ mod tests {
         assert_eq!(offer(&mut pace, 112 * MIB, ms(90)), Some(128 * MIB));
         // The turn took 100 ms, so the next begins 900 ms later, with all of the next section.
         assert_eq!(offer(&mut pace, 128 * MIB, ms(100)), None);
-        assert!(!pace.in_turn());
         assert_eq!(offer(&mut pace, 128 * MIB, ms(999)), None);
         assert_eq!(offer(&mut pace, 128 * MIB, ms(1000)), Some(240 * MIB));
-        assert!(pace.in_turn());
+    }
+
+    #[test]
+    fn a_turn_is_looked_at_often_and_a_pause_hardly_ever() {
+        let mut pace = Pace::new(LAYOUT, share(10));
+        let now = Instant::now();
+        assert_eq!(pace.wait(ms(50), now), ms(50));
+        pace.leave(BLOCK, 0, now);
+        assert_eq!(pace.wait(ms(50), now), ms(10));
+        pace.leave(128 * MIB, 0, now + ms(100));
+        assert_eq!(pace.wait(ms(50), now + ms(100)), ms(900));
+        assert_eq!(pace.wait(ms(50), now + ms(990)), ms(50));
+        pace.leave(128 * MIB, 0, now + ms(1000));
+        pace.leave(256 * MIB, 0, now + ms(6000));
+        assert_eq!(pace.wait(ms(50), now + ms(6000)), LONGEST_WAIT);
     }
 
     #[test]
