@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 use crate::agent::TOKEN;
 use crate::bochs::GUEST_ADDRESS;
 use crate::cache::{Kernel, output};
-use crate::config::Config;
+use crate::config::{Config, Iommu};
 use crate::cpio::Archive;
 use crate::protocol::Nonce;
 
@@ -136,6 +136,12 @@ fn lab_init(kernel: &Kernel, config: &Config) -> String {
     let modules = modules.display();
     let agent = agent_command(config);
     let huge_pages = config.huge_pages;
+    // AMD-Vi has no interrupt remapping here, without which VFIO refuses every device.
+    let unsafe_interrupts = if config.iommu == Iommu::Amd {
+        "echo 1 > sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts\n"
+    } else {
+        ""
+    };
     let fresh = config.fresh.as_ref().map_or(String::new(), |folder| {
         let folder = folder.display();
         format!(
@@ -154,6 +160,7 @@ fn lab_init(kernel: &Kernel, config: &Config) -> String {
          {SYSTEM}\
          echo {huge_pages} > proc/sys/vm/nr_hugepages\n\
          $B chroot . /sbin/modprobe -a {HOST_MODULES} || echo 'lab: some modules did not load'\n\
+         {unsafe_interrupts}\
          exec $B chroot . {agent}\n"
     )
 }
@@ -189,6 +196,15 @@ mod tests {
                 Config { fresh, agent: vec!["/bin/agent".into(), "lab".into()], ..Config::default() };
             assert_valid(&lab_init(&kernel, &config));
         }
+    }
+
+    #[test]
+    fn only_the_lab_without_interrupt_remapping_allows_unsafe_interrupts() {
+        let kernel = Kernel { release: "6.12.1".into(), image: "/k/boot/x".into(), root: "/k".into() };
+        let allows = |iommu| {
+            lab_init(&kernel, &Config { iommu, ..Config::default() }).contains("allow_unsafe_interrupts")
+        };
+        assert_eq!([Iommu::Intel, Iommu::Amd, Iommu::None].map(allows), [false, true, false]);
     }
 
     #[test]

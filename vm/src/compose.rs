@@ -131,9 +131,12 @@ pub struct VmSpec {
     /// How the memory arrives; default: fast with devices, slow without.
     #[serde(default)]
     pub start: Option<StartKind>,
-    /// Memory at a fast start; default: a tenth, from 512 MiB to 8 GiB.
+    /// Memory at a fast start; default: a thirty-second part, from 512 MiB to 8 GiB.
     #[serde(default)]
     pub boot_memory: Option<Size>,
+    /// Percent of the time in which growing may disturb the guest; default: 100, memory as soon as it can be had.
+    #[serde(default)]
+    pub growth_share: Option<tombolo_start::pace::Share>,
     /// More arguments for QEMU, as they are.
     #[serde(default)]
     pub qemu_args: Vec<String>,

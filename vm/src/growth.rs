@@ -18,6 +18,7 @@ use tombolo_start::check::Limits;
 use tombolo_start::grow::{FromOutside, GrowError, Options, grow};
 use tombolo_start::layout::{Layout, Wish};
 use tombolo_start::monitor::{Monitor, MonitorError};
+use tombolo_start::pace::Share;
 
 use crate::compose::VmSpec;
 use crate::machine::Machine;
@@ -143,7 +144,8 @@ pub fn begin(
     }
     let mut prepare = FromOutside::of(machine.pid(), layout.grown, None, Budget::default())?;
     let patience = Duration::from_secs(machine.spec().ready_timeout.into());
-    let options = Options { driver_patience: patience, ..Options::for_host(&limits()?) };
+    let share = machine.spec().growth_share.unwrap_or(Share::ALL);
+    let options = Options { driver_patience: patience, share, ..Options::for_host(&limits()?) };
     let machine = machine.clone();
     std::thread::Builder::new().name(format!("grow-{}", machine.name())).spawn(move || {
         let mut first = true;
@@ -219,6 +221,8 @@ mod tests {
     fn what_is_wrong_names_the_key() {
         let wrong = spec("memory = \"1G\"\nstart = \"fast\"\nboot_memory = \"2G\"");
         assert!(format!("{:#}", layout("a", &wrong).unwrap_err()).starts_with("vm.a.memory: boot memory"));
+        let none = toml::from_str::<VmSpec>("memory = \"1G\"\ngrowth_share = 0").unwrap_err();
+        assert!(none.to_string().contains("growth_share") && none.to_string().contains("from 1"), "{none}");
         let absent = spec("memory = \"1G\"\ndevices = [\"ffff:ff:1f.7\"]");
         let error = format!("{:#}", check("a", &absent).unwrap_err());
         assert!(error.starts_with("vm.a.devices: ") && error.contains("ffff:ff:1f.7"), "{error}");

@@ -20,7 +20,7 @@ use tombolo_start::monitor::Monitor;
 use tombolo_start::progress::Phase;
 use tombolo_start::timeline::{Event, render};
 
-use crate::measure::{grow_to_full, memory_in};
+use crate::measure::{System, grow_to_full, memory_in};
 use crate::nested::{Backing, Card, Guest, Image, MEMORY, Spec};
 
 /// A claim: its name, whether the short run checks it, and how.
@@ -59,6 +59,11 @@ pub const ALL: &[Claim] = &[
         name: "a_guest_that_reboots_while_growing_gets_all_of_its_memory",
         short: false,
         check: a_reboot_is_grown_again,
+    },
+    Claim {
+        name: "a_debian_guest_with_the_kits_initramfs_scripts_has_its_memory_before_its_root_file_system",
+        short: false,
+        check: memory_before_the_root,
     },
     Claim { name: "a_guest_without_virtio_mem_is_told", short: false, check: no_driver_is_told },
     Claim { name: "a_device_may_come_and_go_while_memory_grows", short: false, check: devices_come_and_go },
@@ -226,7 +231,7 @@ fn a_vm_with_a_device_grows() -> Result<()> {
     let card = Card::take()?;
     let layout = small()?;
     let mut guest = start(layout, Some(&card), Image::working(&kernel, folder.path())?)?;
-    let (report, seen) = grow_to_full(&mut guest, layout, Budget::default(), true)?;
+    let (report, seen) = grow_to_full(&mut guest, layout, System::Tombolo)?;
     ensure!(report.restarts == 0, "{report:?}");
     let complete = seen.iter().filter(|p| p.phase == Phase::Complete).count();
     ensure!(
@@ -288,7 +293,7 @@ fn packets_while_growing() -> Result<()> {
     let card = Card::take()?;
     let layout = small()?;
     let mut guest = start(layout, Some(&card), Image::with_network(&kernel, folder.path())?)?;
-    grow_to_full(&mut guest, layout, Budget::default(), true)?;
+    grow_to_full(&mut guest, layout, System::Tombolo)?;
     guest.await_line("TOMBOLO ping")?;
     Ok(())
 }
@@ -304,6 +309,16 @@ fn a_reboot_is_grown_again() -> Result<()> {
     let report = grow(&mut monitor, MEMORY, layout, &mut prepare, &Options::for_host(&limits), &mut |_| {})?;
     ensure!(monitor.done() && report.restarts == 1, "{report:?}");
     sees_all(&mut guest, layout)
+}
+
+fn memory_before_the_root() -> Result<()> {
+    let (folder, kernel) = folder_and_kernel()?;
+    let layout = small()?;
+    let mut guest = start(layout, None, Image::debian(&kernel, folder.path())?)?;
+    let (report, _) = grow_to_full(&mut guest, layout, System::Tombolo)?;
+    ensure!(report.restarts == 0, "{report:?}");
+    guest.await_line("TOMBOLO memory goes online_kernel")?;
+    Ok(())
 }
 
 fn no_driver_is_told() -> Result<()> {

@@ -11,10 +11,14 @@ use tombolo_start::check::Limits;
 use tombolo_start::grow::{FromOutside, Options, Prepare, Report, Unprepared, grow};
 use tombolo_start::layout::{Layout, Wish};
 use tombolo_start::monitor::{Monitor, MonitorError, Socket};
+use tombolo_start::pace::Share;
 use tombolo_start::progress::Progress;
 use tombolo_start::timeline::{Event, now};
 
 use crate::nested::{Backing, Guest, Image, MEMORY, Spec};
+
+/// Percent of the time that growing may take of a paced VM's: what the bar of 90 % leaves.
+const SHARE: u32 = 10;
 
 /// How a VM is started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, clap::ValueEnum)]
@@ -22,10 +26,14 @@ use crate::nested::{Backing, Guest, Image, MEMORY, Spec};
 pub enum System {
     /// Fast start.
     Tombolo,
+    /// Fast start with a share of [`SHARE`].
+    TomboloPaced,
     /// virtio-mem grown with nothing prepared.
     VirtioMem,
     /// QEMU as shipped.
     Qemu,
+    /// QEMU as VMs with vhost-user devices or virtiofs have it: the memory is a memfd that others map.
+    QemuShared,
     /// QEMU with reserved huge pages and preallocation threads.
     QemuTuned,
 }
@@ -35,14 +43,31 @@ impl System {
     pub fn name(self) -> &'static str {
         match self {
             Self::Tombolo => "tombolo",
+            Self::TomboloPaced => "tombolo-paced",
             Self::VirtioMem => "virtio-mem",
             Self::Qemu => "qemu",
+            Self::QemuShared => "qemu-shared",
             Self::QemuTuned => "qemu-tuned",
         }
     }
 
     fn grows(self) -> bool {
-        matches!(self, Self::Tombolo | Self::VirtioMem)
+        matches!(self, Self::Tombolo | Self::TomboloPaced | Self::VirtioMem)
+    }
+
+    fn backing(self) -> Backing {
+        match self {
+            Self::QemuShared => Backing::Shared,
+            Self::QemuTuned => Backing::Tuned,
+            Self::Tombolo | Self::TomboloPaced | Self::VirtioMem | Self::Qemu => Backing::Plain,
+        }
+    }
+
+    fn share(self) -> Result<Share> {
+        match self {
+            Self::TomboloPaced => Share::try_from(SHARE).map_err(anyhow::Error::msg),
+            _ => Ok(Share::ALL),
+        }
     }
 }
 
@@ -91,8 +116,7 @@ pub fn start(
     work: bool,
 ) -> Result<Figures> {
     let layout = layout(system, total)?;
-    let backing = if system == System::QemuTuned { Backing::Tuned } else { Backing::Plain };
-    let mut guest = Guest::start(&Spec { layout, backing, device, image: image.clone() })?;
+    let mut guest = Guest::start(&Spec { layout, backing: system.backing(), device, image: image.clone() })?;
     let mut growth = None;
     if layout.grown > 0 {
         if work {
@@ -115,21 +139,16 @@ pub fn start(
 }
 
 /// Grows a guest to its full size and notes when it had it.
-pub fn grow_to_full(
-    guest: &mut Guest,
-    layout: Layout,
-    budget: Budget,
-    prepared: bool,
-) -> Result<(Report, Vec<Progress>)> {
+pub fn grow_to_full(guest: &mut Guest, layout: Layout, system: System) -> Result<(Report, Vec<Progress>)> {
     let limits = Limits::read(std::path::Path::new("/"))?;
-    let mut prepare: Box<dyn Prepare> = if prepared {
-        Box::new(FromOutside::of(guest.pid(), layout.grown, None, budget)?)
-    } else {
+    let mut prepare: Box<dyn Prepare> = if system == System::VirtioMem {
         Box::new(Unprepared)
+    } else {
+        Box::new(FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?)
     };
     let mut seen: Vec<Progress> = Vec::new();
     let mut first = None;
-    let options = Options::for_host(&limits);
+    let options = Options { share: system.share()?, ..Options::for_host(&limits) };
     let report =
         grow(&mut Shared(&mut guest.monitor), MEMORY, layout, &mut *prepare, &options, &mut |progress| {
             if first.is_none() && progress.present > layout.boot {
@@ -158,12 +177,12 @@ impl Monitor for Shared<'_> {
     }
 }
 
-/// Rounds of work that are waited for after growing, to know the undisturbed rate.
+/// Rounds of work that are at least waited for after growing, to know the undisturbed rate.
 const ROUNDS_AFTER: u64 = 20;
 
 fn grow_guest(guest: &mut Guest, system: System, layout: Layout, work: bool) -> Result<Growth> {
     let began = now();
-    let (report, _) = grow_to_full(guest, layout, Budget::default(), system == System::Tombolo)?;
+    let (report, _) = grow_to_full(guest, layout, system)?;
     let full = guest.at(Event::FullMemory).context("not full")?;
     let rates = if work { Some(work_rates(guest, began, full)?) } else { None };
     #[expect(clippy::cast_precision_loss, reason = "a rate")]
@@ -171,13 +190,14 @@ fn grow_guest(guest: &mut Guest, system: System, layout: Layout, work: bool) -> 
     Ok(Growth { gib_per_second: gib / report.growing.max(1e-9), work: rates, report })
 }
 
-/// Rounds a second between `began` and `full`, and in the rounds after it.
+/// Rounds a second between `began` and `full`, and for as long after it.
 fn work_rates(guest: &mut Guest, began: f64, full: f64) -> Result<(f64, f64)> {
     let mut rounds: Vec<(f64, u64)> =
         guest.new_lines().iter().filter_map(|(at, line)| Some((*at, round(line)?))).collect();
     let enough = |rounds: &[(f64, u64)]| {
         let after = rounds.iter().filter(|(at, _)| *at > full);
-        matches!((after.clone().next(), after.clone().next_back()), (Some(a), Some(b)) if b.1 - a.1 >= ROUNDS_AFTER)
+        matches!((after.clone().next(), after.clone().next_back()),
+            (Some(a), Some(b)) if b.1 - a.1 >= ROUNDS_AFTER && b.0 - full >= full - began)
     };
     while !enough(&rounds) {
         let (at, line) = guest.await_line("TOMBOLO work ")?;

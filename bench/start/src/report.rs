@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use tombolo_record::{Better, Sample};
-use tombolo_start::layout::{GIB, MIB};
+use tombolo_start::layout::{DEFAULT_DMA_ENTRIES, GIB, MIB, Wish};
 use tombolo_start::model::{Costs, fit};
 
 use crate::measure::{Figures, System};
@@ -22,6 +22,8 @@ pub fn lines(system: System, total: u64, device: bool, figures: &Figures) -> Vec
         ("kernel", figures.kernel),
         ("login", figures.login),
         ("full", figures.full),
+        // Both: the guest is up and has all of its memory.
+        ("complete", figures.login.max(figures.full)),
     ]
     .into_iter()
     .map(|(what, value)| sample(format!("start-{what}-{size}"), system, value, "s", Better::Lower))
@@ -56,14 +58,14 @@ pub fn table(lines: &[Sample]) -> String {
         .collect();
     let mut text = format!("{:<36}{:<18}", "CASE", "UNIT");
     for system in &systems {
-        let _ = write!(text, "{system:>12}");
+        let _ = write!(text, "{system:>14}");
     }
     text.push('\n');
     for ((case, unit), row) in &mut cells {
         let _ = write!(text, "{case:<36}{unit:<18}");
         for system in &systems {
             let cell = row.get_mut(system).map(|values| median(values));
-            let _ = write!(text, "{:>12}", cell.map_or("-".into(), |v| format!("{v:.2}")));
+            let _ = write!(text, "{:>14}", cell.map_or("-".into(), |v| format!("{v:.2}")));
         }
         text.push('\n');
     }
@@ -87,9 +89,10 @@ pub fn costs(lines: &[Sample]) -> Option<Costs> {
     let plug_per_gib = per_gib("start-growth-")?;
     let mut prepare: Vec<f64> = of(lines, "start-prepare-cpu-", "tombolo")
         .filter_map(|(total, cpu)| {
-            let grown = total.checked_sub(512 * MIB).filter(|g| *g > 0)?;
+            let wish = Wish { total, boot: None, dma_entries: DEFAULT_DMA_ENTRIES };
+            let grown = wish.layout().ok()?.grown;
             #[expect(clippy::cast_precision_loss, reason = "a model")]
-            Some(cpu / (grown as f64 / GIB as f64))
+            (grown > 0).then(|| cpu / (grown as f64 / GIB as f64))
         })
         .collect();
     let prepare_per_gib = if prepare.is_empty() { 0.0 } else { median(&mut prepare) };

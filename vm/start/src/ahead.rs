@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Threads that prepare memory ahead of the guest: low in priority, on the memory's own node, and within a budget.
 //!
-//! Under contention a nice value decides their share of a CPU (nice 11 against 0: weights 87 to 1024, 8 %); on idle CPUs they run at full
-//! speed, unless a bandwidth is set. Preparation goes from the start to the end, as a Linux guest plugs.
+//! On idle CPUs they run at full speed, unless a bandwidth is set. On busy ones they give way. While the guest boots nobody waits for memory, and
+//! they are SCHED_IDLE: to the scheduler a CPU that runs such a thread is idle, so a virtual CPU or an I/O thread that wakes up gets it at once. Once the
+//! guest takes memory it waits for them, and others with a nice value go on (nice 11 against 0: weights 87 to 1024, 8 % of a busy CPU). They are
+//! others because leaving SCHED_IDLE takes a privilege and becoming nice takes none. Preparation goes from the start to the end, as a Linux guest
+//! plugs.
 
 use std::fs;
 use std::path::Path;
@@ -20,7 +23,7 @@ use crate::memory::{Memory, MemoryError, thread_cpu};
 pub struct Budget {
     /// Threads.
     pub threads: u32,
-    /// Nice value of the threads, 0 to 19.
+    /// Nice value of the threads once the guest takes memory, 0 to 19.
     pub nice: i32,
     /// Most bytes a second in all; None: no limit.
     pub bandwidth: Option<u64>,
@@ -48,6 +51,8 @@ struct Shared {
     /// No further than this.
     limit: AtomicU64,
     stop: AtomicBool,
+    /// The guest takes memory.
+    hastened: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -74,9 +79,19 @@ pub struct Prepared {
     pub cpu: Duration,
 }
 
+/// How a thread competes for CPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Priority {
+    /// Behind everybody.
+    Idle,
+    /// With the nice value.
+    Nice(i32),
+}
+
 /// Preparation that runs until the end, an error, or its drop.
 pub struct Ahead {
     shared: Arc<Shared>,
+    node: Option<u32>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -91,24 +106,41 @@ impl Ahead {
             next: AtomicU64::new(0),
             limit: AtomicU64::new(limit.min(size)),
             stop: AtomicBool::new(false),
+            hastened: AtomicBool::new(false),
             state: Mutex::default(),
             changed: Condvar::new(),
         });
-        let threads = (0..budget.threads.max(1))
-            .map(|_| {
-                let shared = shared.clone();
-                std::thread::spawn(move || {
-                    humble(budget.nice, node);
-                    shared.work();
-                })
-            })
-            .collect();
-        Self { shared, threads }
+        let mut ahead = Self { shared, node, threads: Vec::new() };
+        ahead.begin(Priority::Idle);
+        ahead
     }
 
-    /// Moves the limit on, never back.
+    fn begin(&mut self, priority: Priority) {
+        let node = self.node;
+        self.threads.extend((0..self.shared.budget.threads.max(1)).map(|_| {
+            let shared = self.shared.clone();
+            std::thread::spawn(move || {
+                humble(priority, node);
+                shared.work(priority);
+            })
+        }));
+    }
+
+    /// The guest takes memory from now on: what is prepared no longer only fills idle time.
+    pub fn hasten(&mut self) {
+        if !self.shared.hastened.swap(true, Ordering::AcqRel) {
+            {
+                let _state = self.shared.lock();
+                self.shared.changed.notify_all();
+            }
+            self.begin(Priority::Nice(self.shared.budget.nice));
+        }
+    }
+
+    /// Prepares up to `limit` and no further; what a thread is at goes on.
     pub fn allow(&self, limit: u64) {
-        let before = self.shared.limit.fetch_max(limit.min(self.shared.size), Ordering::AcqRel);
+        let limit = limit.min(self.shared.size);
+        let before = self.shared.limit.swap(limit, Ordering::AcqRel);
         if before < limit {
             let _state = self.shared.lock();
             self.shared.changed.notify_all();
@@ -157,8 +189,8 @@ impl Shared {
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    fn work(&self) {
-        while let Some((start, end)) = self.take() {
+    fn work(&self, priority: Priority) {
+        while let Some((start, end)) = self.take(priority) {
             let before = thread_cpu();
             let result = self.memory.populate(start..end);
             let cpu = thread_cpu().saturating_sub(before);
@@ -178,11 +210,12 @@ impl Shared {
         }
     }
 
-    /// The next chunk, once the limit and the bandwidth allow it; None at the end.
-    fn take(&self) -> Option<(u64, u64)> {
+    /// The next chunk, once the limit and the bandwidth allow it; None at the end, and for a thread whose place others have taken.
+    fn take(&self, priority: Priority) -> Option<(u64, u64)> {
         let mut state = self.lock();
         loop {
-            if self.stop.load(Ordering::Acquire) {
+            let replaced = priority == Priority::Idle && self.hastened.load(Ordering::Acquire);
+            if replaced || self.stop.load(Ordering::Acquire) {
                 return None;
             }
             // Under the lock nobody else moves `next`.
@@ -230,9 +263,18 @@ impl State {
 }
 
 /// Lowers this thread's priority and moves it to the node's CPUs. Neither is needed for the result.
-fn humble(nice: i32, node: Option<u32>) {
-    // SAFETY: setpriority takes integers only; 0 stands for the calling thread on Linux.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) };
+fn humble(priority: Priority, node: Option<u32>) {
+    match priority {
+        Priority::Idle => {
+            let parameters = libc::sched_param { sched_priority: 0 };
+            // SAFETY: the parameters outlive the call; 0 stands for the calling thread.
+            unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &parameters) };
+        }
+        Priority::Nice(nice) => {
+            // SAFETY: setpriority takes integers only; 0 stands for the calling thread on Linux.
+            unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) };
+        }
+    }
     let cpus = node.map(|node| node_cpus(Path::new("/"), node)).unwrap_or_default();
     if !cpus.is_empty() {
         let mut set = rustix::thread::CpuSet::new();
@@ -279,6 +321,44 @@ mod tests {
         assert_eq!(ahead.wait(41 * MIB, Duration::from_millis(20)).unwrap().ready, 40 * MIB);
         ahead.allow(u64::MAX);
         assert_eq!(ahead.wait(96 * MIB, Duration::from_secs(60)).unwrap().ready, 96 * MIB);
+    }
+
+    #[test]
+    fn a_limit_that_moves_back_stops_the_threads_where_they_are() {
+        let (_file, ahead) = start(96 * MIB, 16 * MIB, Budget { threads: 2, ..Budget::default() });
+        ahead.wait(16 * MIB, Duration::from_secs(60)).unwrap();
+        ahead.allow(0);
+        assert_eq!(ahead.wait(17 * MIB, Duration::from_millis(20)).unwrap().ready, 16 * MIB);
+        ahead.allow(64 * MIB);
+        assert_eq!(ahead.wait(64 * MIB, Duration::from_secs(60)).unwrap().ready, 64 * MIB);
+        assert_eq!(ahead.wait(65 * MIB, Duration::from_millis(20)).unwrap().ready, 64 * MIB);
+    }
+
+    #[test]
+    fn what_idle_threads_have_left_others_finish_once_the_guest_takes_memory() {
+        let (_file, mut ahead) = start(96 * MIB, 32 * MIB, Budget { threads: 2, ..Budget::default() });
+        ahead.wait(32 * MIB, Duration::from_secs(60)).unwrap();
+        ahead.hasten();
+        ahead.hasten();
+        assert_eq!(ahead.threads.len(), 4);
+        ahead.allow(u64::MAX);
+        assert_eq!(ahead.wait(96 * MIB, Duration::from_secs(60)).unwrap().ready, 96 * MIB);
+    }
+
+    #[test]
+    fn a_thread_is_idle_or_nice_without_a_privilege() {
+        // SAFETY: both calls take integers only; 0 stands for the calling thread.
+        let own = || unsafe { (libc::sched_getscheduler(0), libc::getpriority(libc::PRIO_PROCESS, 0)) };
+        let seen = |priority| {
+            std::thread::spawn(move || {
+                humble(priority, None);
+                own()
+            })
+            .join()
+            .unwrap()
+        };
+        assert_eq!(seen(Priority::Idle).0, libc::SCHED_IDLE);
+        assert_eq!(seen(Priority::Nice(11)), (libc::SCHED_OTHER, 11));
     }
 
     #[test]

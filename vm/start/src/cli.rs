@@ -14,6 +14,7 @@ use crate::grow::{FromOutside, Options, Prepare, Unprepared, grow};
 use crate::layout::{MIB, Wish};
 use crate::libvirt::{Virsh, running_layout, xml};
 use crate::monitor::{Monitor, Socket};
+use crate::pace::Share;
 use crate::progress::Progress;
 use crate::timeline::{Timeline, render};
 
@@ -61,6 +62,9 @@ pub struct GrowOptions {
     /// Most MiB a second to prepare
     #[arg(long)]
     pub bandwidth: Option<u64>,
+    /// Percent of the time in which growing may disturb the guest; 100: without pauses
+    #[arg(long, value_name = "PERCENT", default_value = "100")]
+    pub share: Share,
     /// Offer memory that was not prepared
     #[arg(long)]
     pub unprepared: bool,
@@ -141,7 +145,8 @@ pub fn run_grow(options: &GrowOptions, json: bool) -> Result<ExitCode> {
             let _ = std::io::stderr().flush();
         }
     };
-    let result = grow(&mut *monitor, &id, layout, &mut *prepare, &Options::for_host(&limits), &mut observe);
+    let settings = Options { share: options.share, ..Options::for_host(&limits) };
+    let result = grow(&mut *monitor, &id, layout, &mut *prepare, &settings, &mut observe);
     if terminal {
         eprintln!();
     }

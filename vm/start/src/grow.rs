@@ -15,6 +15,7 @@ use crate::ahead::{Ahead, Budget, Prepared};
 use crate::layout::{Layout, MIB};
 use crate::memory::{MemoryError, Source};
 use crate::monitor::{Monitor, MonitorError, driver_runs, plugged, request};
+use crate::pace::{Leave, Pace, Share};
 use crate::progress::{Phase, Progress};
 
 /// Limits of patience, and where to look for free memory.
@@ -29,6 +30,8 @@ pub struct Options {
     pub memory_patience: Duration,
     /// Between two looks.
     pub tick: Duration,
+    /// How much of the time may go to growing, once the guest's driver runs.
+    pub share: Share,
     /// Bytes that the host keeps.
     pub reserve: u64,
     /// Bytes the host could give now.
@@ -44,6 +47,7 @@ impl Options {
             plug_patience: Duration::from_secs(60),
             memory_patience: Duration::from_secs(120),
             tick: Duration::from_millis(50),
+            share: Share::ALL,
             reserve: limits.reserve(),
             available: Box::new(|| {
                 let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -57,7 +61,9 @@ impl Options {
 pub trait Prepare {
     /// Begins at the first byte: the guest lost everything, and the pages with it.
     fn restart(&mut self) -> Result<(), MemoryError>;
-    /// Go on up to this byte.
+    /// The guest takes memory from now on, and waits for what is not prepared.
+    fn hasten(&mut self);
+    /// Go on up to this byte and no further.
     fn allow(&mut self, limit: u64);
     /// What is there.
     fn prepared(&self) -> Result<Prepared, MemoryError>;
@@ -70,6 +76,7 @@ impl Prepare for Unprepared {
     fn restart(&mut self) -> Result<(), MemoryError> {
         Ok(())
     }
+    fn hasten(&mut self) {}
     fn allow(&mut self, _: u64) {}
     fn prepared(&self) -> Result<Prepared, MemoryError> {
         Ok(Prepared { ready: u64::MAX, ..Prepared::default() })
@@ -104,6 +111,12 @@ impl Prepare for FromOutside {
         let memory = self.source.open(self.size, self.budget.huge)?;
         self.ahead = Some(Ahead::start(memory, self.size, 0, self.node, self.budget));
         Ok(())
+    }
+
+    fn hasten(&mut self) {
+        if let Some(ahead) = &mut self.ahead {
+            ahead.hasten();
+        }
     }
 
     fn allow(&mut self, limit: u64) {
@@ -181,6 +194,7 @@ struct Growth<'a> {
     prepare: &'a mut dyn Prepare,
     options: &'a Options,
     observe: &'a mut dyn FnMut(&Progress),
+    pace: Pace,
     began: Instant,
     first_block: Option<Instant>,
     /// Of the guest's memory, at the last look.
@@ -211,6 +225,7 @@ pub fn grow(
         prepare,
         options,
         observe,
+        pace: Pace::new(layout, options.share),
         began: now,
         first_block: None,
         size: 0,
@@ -249,7 +264,7 @@ impl Growth<'_> {
             }
             let phase = self.offer(now.requested)?;
             self.tell(phase);
-            self.monitor.wait(self.options.tick)?;
+            self.monitor.wait(self.pace.wait(self.options.tick, Instant::now()))?;
         }
     }
 
@@ -257,11 +272,15 @@ impl Growth<'_> {
     fn resume(&mut self) -> Result<(), GrowError> {
         let now = plugged(self.monitor, self.id)?;
         self.size = now.size;
+        self.pace = Pace::new(self.layout, self.options.share);
         self.moved = Instant::now();
         self.measured = (self.moved, now.size);
         self.first_block = (now.size > 0).then_some(self.moved);
         if now.size < self.layout.grown {
             self.prepare.restart()?;
+        }
+        if now.size > 0 {
+            self.prepare.hasten();
         }
         request(self.monitor, self.id, now.size.max(self.layout.block))?;
         Ok(())
@@ -269,7 +288,10 @@ impl Growth<'_> {
 
     fn advance(&mut self, size: u64) {
         let now = Instant::now();
-        self.first_block.get_or_insert(now);
+        if self.first_block.is_none() {
+            self.first_block = Some(now);
+            self.prepare.hasten();
+        }
         self.size = size;
         self.moved = now;
         let seconds = now.duration_since(self.measured.0).as_secs_f64();
@@ -283,14 +305,18 @@ impl Growth<'_> {
 
     /// Lets the preparation go on, offers what is prepared, and tells what is waited for.
     fn offer(&mut self, requested: u64) -> Result<Phase, GrowError> {
-        let Layout { grown, block, step, .. } = self.layout;
+        let block = self.layout.block;
         let prepared = self.prepare.prepared()?;
-        // Not all at once, so that the host's free memory is looked at on the way.
-        let wish = (self.size.max(prepared.ready) + 3 * step).min(grown);
-        let missing = wish.saturating_sub(prepared.ready);
+        let Some(leave) = self.leave(prepared.ready) else {
+            // The guest's own time. What it has is all that was offered, so it can't be late.
+            self.prepare.allow(0);
+            self.moved = Instant::now();
+            return Ok(Phase::Growing);
+        };
+        let missing = leave.prepare.saturating_sub(prepared.ready);
         let enough = (self.options.available)() >= missing + self.options.reserve;
         if enough {
-            self.prepare.allow(wish);
+            self.prepare.allow(leave.prepare);
             self.waiting_for_memory = None;
         }
         if self.size == 0 {
@@ -302,9 +328,10 @@ impl Growth<'_> {
                 return Err(GrowError::HostMemory { present: self.present(), total: self.total() });
             }
             self.moved = Instant::now();
+            self.pace.waited(self.moved);
             return Ok(Phase::AwaitingHostMemory);
         }
-        let target = (self.size + step).min(prepared.ready).min(grown) / block * block;
+        let target = leave.offer.min(prepared.ready) / block * block;
         if target > requested {
             if requested <= self.size {
                 self.moved = Instant::now();
@@ -322,6 +349,14 @@ impl Growth<'_> {
             });
         }
         Ok(Phase::Growing)
+    }
+
+    /// How far preparing and offering may go now. While the guest boots there is no work of its own to spare.
+    fn leave(&mut self, ready: u64) -> Option<Leave> {
+        if self.size == 0 {
+            return Pace::new(self.layout, Share::ALL).leave(0, ready, Instant::now());
+        }
+        self.pace.leave(self.size, ready, Instant::now())
     }
 
     fn await_driver(&mut self) -> Result<Phase, GrowError> {
@@ -397,6 +432,7 @@ mod tests {
         driver: bool,
         dies_at: Option<u64>,
         most_offered_unprepared: u64,
+        offers: Vec<u64>,
         ready: Rc<RefCell<u64>>,
         up: Option<Duration>,
     }
@@ -411,6 +447,7 @@ mod tests {
                 driver: true,
                 dies_at: None,
                 most_offered_unprepared: 0,
+                offers: Vec::new(),
                 ready: Rc::default(),
                 up: None,
             }
@@ -426,6 +463,7 @@ mod tests {
                 }
                 "qom-set" => {
                     self.requested = arguments["value"].as_u64().unwrap();
+                    self.offers.push(self.requested);
                     let unprepared = self.requested.saturating_sub(*self.ready.borrow());
                     self.most_offered_unprepared = self.most_offered_unprepared.max(unprepared);
                     Ok(json!({}))
@@ -462,6 +500,8 @@ mod tests {
         limit: u64,
         fails_at: u64,
         starts: u32,
+        stops: u32,
+        hastened: u32,
     }
 
     impl Prepare for Pages {
@@ -471,12 +511,16 @@ mod tests {
             self.starts += 1;
             Ok(())
         }
+        fn hasten(&mut self) {
+            self.hastened += 1;
+        }
         fn allow(&mut self, limit: u64) {
-            self.limit = self.limit.max(limit);
+            self.limit = limit;
+            self.stops += u32::from(limit == 0);
         }
         fn prepared(&self) -> Result<Prepared, MemoryError> {
             let mut ready = self.ready.borrow_mut();
-            *ready = (*ready + 3 * BLOCK).min(self.limit);
+            *ready = (*ready + 3 * BLOCK).min(self.limit).max(*ready);
             if *ready > self.fails_at {
                 let source = std::io::Error::from_raw_os_error(libc::ENOMEM);
                 return Err(MemoryError::Exhausted { start: 0, end: 0, source });
@@ -492,6 +536,7 @@ mod tests {
             plug_patience: Duration::from_millis(20),
             memory_patience: Duration::from_millis(20),
             tick: Duration::ZERO,
+            share: Share::ALL,
             reserve: 0,
             available: Box::new(|| u64::MAX),
         }
@@ -501,20 +546,21 @@ mod tests {
         guest: &mut Guest,
         fails_at: u64,
         options: &Options,
-    ) -> (Result<Report, GrowError>, Vec<Progress>, u32) {
+    ) -> (Result<Report, GrowError>, Vec<Progress>, Pages) {
         let layout = Layout { boot: 512 * MIB, grown: 1024 * MIB, block: BLOCK, step: 128 * MIB };
-        let mut pages = Pages { ready: guest.ready.clone(), limit: 0, fails_at, starts: 0 };
+        let mut pages =
+            Pages { ready: guest.ready.clone(), limit: 0, fails_at, starts: 0, stops: 0, hastened: 0 };
         let mut seen = Vec::new();
         let result = grow(guest, "vmem0", layout, &mut pages, options, &mut |p| seen.push(p.clone()));
-        (result, seen, pages.starts)
+        (result, seen, pages)
     }
 
     #[test]
     fn a_guest_gets_all_of_its_memory_and_only_prepared_memory_after_the_first_block() {
         let mut guest = Guest::new();
-        let (result, seen, starts) = run(&mut guest, u64::MAX, &options());
+        let (result, seen, pages) = run(&mut guest, u64::MAX, &options());
         assert_eq!(result.unwrap().restarts, 0);
-        assert_eq!((guest.size, starts), (1024 * MIB, 1));
+        assert_eq!((guest.size, pages.starts, pages.stops, pages.hastened), (1024 * MIB, 1, 0, 1));
         assert!(guest.most_offered_unprepared <= BLOCK);
         let last = seen.last().unwrap();
         assert_eq!((&last.phase, last.present), (&Phase::Complete, 1536 * MIB));
@@ -522,18 +568,34 @@ mod tests {
     }
 
     #[test]
+    fn with_a_share_the_guest_has_pauses_in_which_nothing_is_prepared_or_offered() {
+        let mut guest = Guest { reboots_at: Some(512 * MIB), ..Guest::new() };
+        let options = Options { share: "50".parse().unwrap(), ..options() };
+        let (result, _, pages) = run(&mut guest, u64::MAX, &options);
+        assert_eq!((result.unwrap().restarts, guest.size), (1, 1024 * MIB));
+        // A pause after each section but the last; the first time the guest rebooted after four.
+        assert!(pages.stops >= 3 + 7, "{}", pages.stops);
+        let from_first = guest.offers.rsplitn(2, |offer| *offer == BLOCK).next().unwrap();
+        for end in (1..=8).map(|section| section * 128 * MIB) {
+            let at = from_first.iter().position(|offer| *offer == end).unwrap();
+            assert_eq!(from_first[at - 1], end - BLOCK, "{from_first:?}");
+        }
+    }
+
+    #[test]
     fn a_guest_that_reboots_is_grown_again_from_nothing() {
         let mut guest = Guest { reboots_at: Some(512 * MIB), ..Guest::new() };
-        let (result, _, starts) = run(&mut guest, u64::MAX, &options());
+        let (result, _, pages) = run(&mut guest, u64::MAX, &options());
         assert_eq!(result.unwrap().restarts, 1);
-        assert_eq!((guest.size, starts), (1024 * MIB, 2));
+        assert_eq!((guest.size, pages.starts, pages.hastened), (1024 * MIB, 2, 2));
     }
 
     #[test]
     fn a_guest_without_the_driver_is_told_apart_from_one_that_refuses() {
         let mut guest = Guest { driver: false, ..Guest::new() };
-        let (result, seen, _) = run(&mut guest, u64::MAX, &options());
+        let (result, seen, pages) = run(&mut guest, u64::MAX, &options());
         assert!(matches!(result, Err(GrowError::NoDriver { .. })));
+        assert_eq!(pages.hastened, 0);
         assert!(
             matches!(&seen.last().unwrap().phase, Phase::Failed(why) if why.contains("start = \"slow\""))
         );

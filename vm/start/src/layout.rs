@@ -10,8 +10,10 @@ pub const MIB: u64 = 1 << 20;
 pub const GIB: u64 = 1 << 30;
 
 /// Linux on x86-64 adds memory in sections of this size; smaller pieces work only through sub-blocks.
-const SECTION: u64 = 128 * MIB;
-/// Boot memory when it is not set: a tenth, within these bounds.
+pub const SECTION: u64 = 128 * MIB;
+/// Boot memory when it is not set: this part of all, within these bounds. The map of all the memory takes half of that; of what the bound above
+/// leaves out, the map comes into memory that arrived before.
+const BOOT_SHARE: u64 = 32;
 const BOOT: (u64, u64) = (512 * MIB, 8 * GIB);
 /// The smallest block worth a mapping of its own.
 const SMALLEST_BLOCK: u64 = 16 * MIB;
@@ -98,7 +100,7 @@ impl Wish {
                 return Err(LayoutError::BootTooSmall { boot: boot / MIB, least: LEAST_BOOT / MIB });
             }
         }
-        let wanted = self.boot.unwrap_or((total / 10).clamp(BOOT.0, BOOT.1)).min(total);
+        let wanted = self.boot.unwrap_or((total / BOOT_SHARE).clamp(BOOT.0, BOOT.1)).min(total);
         let block = self.block(total - wanted)?;
         // Whole sections are grown; what is left over comes at start.
         let piece = block.max(SECTION);
@@ -108,10 +110,7 @@ impl Wish {
             grown -= piece;
         }
         let boot = total - grown;
-        // A step's memory map must fit into what the guest has at start, with plenty of room.
-        let affordable = boot / 8 * MEMORY_MAP_SHARE;
-        let step = (grown / 16).clamp(STEP.0, STEP.1).min(affordable).max(block) / block * block;
-        Ok(Layout { boot, grown, block, step })
+        Ok(Layout { boot, grown, block, step: step(boot, grown, block) })
     }
 
     /// The smallest block with which `grown` bytes take at most three quarters of the mappings.
@@ -122,6 +121,12 @@ impl Wish {
         }
         Ok(grown.div_ceil(mappings).next_power_of_two().max(SMALLEST_BLOCK))
     }
+}
+
+/// The largest step for a guest with `boot` bytes at start: the map of what it brings must fit into that with plenty of room.
+pub fn step(boot: u64, grown: u64, block: u64) -> u64 {
+    let affordable = boot / 8 * MEMORY_MAP_SHARE;
+    (grown / 16).clamp(STEP.0, STEP.1).min(affordable).max(block) / block * block
 }
 
 impl Layout {
@@ -172,11 +177,20 @@ mod tests {
     }
 
     #[test]
-    fn boot_memory_is_a_tenth_and_at_most_eight_gib() {
+    fn boot_memory_is_a_thirty_second_part_from_512_mib_to_eight_gib() {
         assert_eq!(layout(4 * GIB).boot, 512 * MIB);
-        assert_eq!(layout(40 * GIB).boot, 4 * GIB);
+        assert_eq!(layout(14 * GIB).boot, 512 * MIB);
+        assert_eq!(layout(64 * GIB).boot, 2 * GIB);
         assert_eq!(layout(350 * GIB).boot, 8 * GIB);
         assert_eq!(layout(2048 * GIB).boot, 8 * GIB);
+    }
+
+    #[test]
+    fn the_map_of_a_step_takes_at_most_an_eighth_of_the_boot_memory() {
+        for gib in [1, 4, 14, 64, 256, 350, 2048, 16384] {
+            let layout = layout(gib * GIB);
+            assert!(layout.step / MEMORY_MAP_SHARE <= layout.boot / 8, "{gib} GiB: {layout:?}");
+        }
     }
 
     #[test]

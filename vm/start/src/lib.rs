@@ -15,6 +15,7 @@
 //! - [`remote`]: pages of another process, made to exist without being written.
 //! - [`ahead`]: the threads that prepare memory ahead of the guest, within a budget.
 //! - [`grow`]: offers memory until the guest has all of it.
+//! - [`pace`]: the share of the time in which growing may disturb the guest.
 //! - [`progress`]: how far it is, how fast, how long it will take; as a file and for Prometheus.
 //! - [`timeline`]: what a start spent its time on.
 //! - [`guest`]: what the guest must be told.
@@ -32,6 +33,7 @@ pub mod libvirt;
 pub mod memory;
 pub mod model;
 pub mod monitor;
+pub mod pace;
 pub mod progress;
 pub mod remote;
 pub mod timeline;

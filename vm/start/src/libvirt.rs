@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::layout::{Layout, MIB};
+use crate::layout::{Layout, step};
 use crate::monitor::{Monitor, MonitorError};
 
 /// The alias that [`xml`] gives the device; libvirt keeps aliases that begin with `ua-`.
@@ -114,8 +114,8 @@ pub fn running_layout(
     let number = |v: &Value| v.as_u64().ok_or_else(|| refused(format!("unexpected answer {v}")));
     let (grown, block) = (number(&device["data"]["max-size"])?, number(&device["data"]["block-size"])?);
     let id = device["data"]["id"].as_str().ok_or_else(|| refused("the device has no id".into()))?;
-    let step = (grown / 16).clamp(128 * MIB, 8192 * MIB).max(block) / block * block;
-    Ok((id.into(), Layout { boot: number(&summary["base-memory"])?, grown, block, step }))
+    let boot = number(&summary["base-memory"])?;
+    Ok((id.into(), Layout { boot, grown, block, step: step(boot, grown, block) }))
 }
 
 #[cfg(test)]
