@@ -11,7 +11,6 @@ pub mod checks;
 pub mod clear;
 pub mod hand;
 pub mod include;
-pub mod svm;
 pub mod tickets;
 
 use crate::account::{Account, Good};
@@ -82,7 +81,7 @@ pub struct OpenCl {
     session: OnceLock<Arc<Session>>,
     /// The error of a posted command, told at the next clFinish.
     late: AtomicI32,
-    svm: Mutex<svm::Svm>,
+    svm: Mutex<hand::Svm>,
     queues: clear::Queues,
 }
 

@@ -4,7 +4,7 @@
 //!
 //! Every address that a client passes is looked up in the tree of its ranges before the driver gets it.
 
-use super::{Cx, Handle, RESOURCES, VALUE, lock};
+use crate::opencl::{Cx, Handle, RESOURCES, VALUE, lock};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use tombolo_accel_spec::opencl::{self as wire, kind};
@@ -78,7 +78,7 @@ impl Cx<'_> {
     }
 }
 
-pub(super) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
+pub(crate) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
     let f = cx.native().clSVMAlloc.ok_or(wire::UNSUPPORTED)?;
     let free = cx.native().clSVMFree.ok_or(wire::UNSUPPORTED)?;
     let context = cx.get(kind::CONTEXT, r.context)?;
@@ -114,7 +114,7 @@ pub(super) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
     Ok(())
 }
 
-pub(super) fn free(cx: &mut Cx<'_>, r: &wire::SvmFree) -> Done {
+pub(crate) fn free(cx: &mut Cx<'_>, r: &wire::SvmFree) -> Done {
     let f = cx.native().clSVMFree.ok_or(wire::UNSUPPORTED)?;
     let (len, context, native) = lock(&cx.cl.svm).0.remove(&r.address).ok_or(VALUE)?;
     replace(r.address, len, None)?;
@@ -124,7 +124,7 @@ pub(super) fn free(cx: &mut Cx<'_>, r: &wire::SvmFree) -> Done {
     Ok(())
 }
 
-pub(super) fn set_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArgSVMPointer) -> Done {
+pub(crate) fn set_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArgSVMPointer) -> Done {
     let f = cx.native().clSetKernelArgSVMPointer.ok_or(wire::UNSUPPORTED)?;
     let kernel = cx.get(kind::KERNEL, r.kernel)?;
     let address = if r.address == 0 { std::ptr::null_mut() } else { cx.shared(r.address, 1)? };
@@ -132,7 +132,7 @@ pub(super) fn set_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArgSVMPointer) -> Done
     cx.status(unsafe { f(kernel, r.index, address) })
 }
 
-pub(super) fn set_exec_info(cx: &mut Cx<'_>, r: &wire::SetKernelExecInfo<'_>) -> Done {
+pub(crate) fn set_exec_info(cx: &mut Cx<'_>, r: &wire::SetKernelExecInfo<'_>) -> Done {
     const POINTERS: u32 = 0x11b6;
     let f = cx.native().clSetKernelExecInfo.ok_or(wire::UNSUPPORTED)?;
     let kernel = cx.get(kind::KERNEL, r.kernel)?;
@@ -146,7 +146,7 @@ pub(super) fn set_exec_info(cx: &mut Cx<'_>, r: &wire::SetKernelExecInfo<'_>) ->
     cx.status(unsafe { f(kernel, r.param, r.value.len(), r.value.as_ptr().cast()) })
 }
 
-pub(super) fn memcpy(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemcpy<'_>) -> Done {
+pub(crate) fn memcpy(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemcpy<'_>) -> Done {
     let f = cx.native().clEnqueueSVMMemcpy.ok_or(wire::UNSUPPORTED)?;
     let queue = cx.get(kind::QUEUE, r.queue)?;
     let window = &cx.cl.session().window;
@@ -163,7 +163,7 @@ pub(super) fn memcpy(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemcpy<'_>) -> Done {
     })
 }
 
-pub(super) fn fill(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemFill<'_>) -> Done {
+pub(crate) fn fill(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemFill<'_>) -> Done {
     let f = cx.native().clEnqueueSVMMemFill.ok_or(wire::UNSUPPORTED)?;
     let (queue, to) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, r.size)?);
     let (pattern, len) = (r.pattern.as_ptr().cast(), r.pattern.len());
@@ -174,7 +174,7 @@ pub(super) fn fill(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemFill<'_>) -> Done {
     })
 }
 
-pub(super) fn map(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMap<'_>) -> Done {
+pub(crate) fn map(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMap<'_>) -> Done {
     let f = cx.native().clEnqueueSVMMap.ok_or(wire::UNSUPPORTED)?;
     let (queue, at) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, r.size)?);
     if r.blocking != 0 {
@@ -187,14 +187,14 @@ pub(super) fn map(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMap<'_>) -> Done {
     })
 }
 
-pub(super) fn unmap(cx: &mut Cx<'_>, r: &wire::EnqueueSVMUnmap<'_>) -> Done {
+pub(crate) fn unmap(cx: &mut Cx<'_>, r: &wire::EnqueueSVMUnmap<'_>) -> Done {
     let f = cx.native().clEnqueueSVMUnmap.ok_or(wire::UNSUPPORTED)?;
     let (queue, at) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, 1)?);
     // SAFETY: a live queue; the address was checked.
     cx.enqueue(&r.waits, r.event, |n, list, event| unsafe { f(queue, at, n, list, event) })
 }
 
-pub(super) fn migrate(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMigrateMem<'_>) -> Done {
+pub(crate) fn migrate(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMigrateMem<'_>) -> Done {
     let f = cx.native().clEnqueueSVMMigrateMem.ok_or(wire::UNSUPPORTED)?;
     let queue = cx.get(kind::QUEUE, r.queue)?;
     if r.addresses.len() != r.sizes.len() || r.addresses.is_empty() {

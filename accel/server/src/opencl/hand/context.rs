@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Contexts and queues.
+
+use super::Done;
+use super::notify::{on_context, once};
+use crate::opencl::{Cx, Extra, VALUE};
+use std::ffi::c_void;
+use std::ptr::null;
+use std::sync::atomic::Ordering;
+use tombolo_accel_spec::opencl::{self as wire, kind};
+
+/// A context's properties for the driver: ours name the platform by id. Nothing else may point anywhere.
+fn context_properties(cx: &Cx<'_>, platform: u64, given: &[i64]) -> Result<Vec<isize>, i32> {
+    const PLATFORM: isize = 0x1084;
+    const INTEROP_USER_SYNC: i64 = 0x1085;
+    let mut out = Vec::new();
+    if platform != 0 {
+        out.extend([PLATFORM, cx.get(kind::PLATFORM, platform)? as isize]);
+    }
+    for pair in given.chunks(2) {
+        match *pair {
+            [INTEROP_USER_SYNC, v] => out.extend([INTEROP_USER_SYNC as isize, v as isize]),
+            [0] => {}
+            // CL_INVALID_PROPERTY
+            _ => return Err(-64),
+        }
+    }
+    out.push(0);
+    Ok(out)
+}
+
+fn context_notify(cx: &Cx<'_>, number: u64) -> (*const c_void, *const c_void) {
+    if number == 0 { (null(), null()) } else { (on_context as *const c_void, once(cx, number)) }
+}
+
+pub(crate) fn create_context(cx: &mut Cx<'_>, r: &wire::CreateContext<'_>) -> Done {
+    let f = native!(cx, clCreateContext);
+    let devices = cx.all(kind::DEVICE, &r.devices)?;
+    let properties = context_properties(cx, r.platform, &r.properties)?;
+    let (notify, user) = context_notify(cx, r.notify);
+    cx.create(kind::CONTEXT, r.new, |code| {
+        let properties = if properties.len() > 1 { properties.as_ptr().cast() } else { null() };
+        // SAFETY: lists as long as said; the callback's data is never freed.
+        unsafe { f(properties, devices.len() as u32, devices.as_ptr(), notify, user, code) }
+    })
+}
+
+pub(crate) fn create_context_from_type(cx: &mut Cx<'_>, r: &wire::CreateContextFromType<'_>) -> Done {
+    let f = native!(cx, clCreateContextFromType);
+    let properties = context_properties(cx, r.platform, &r.properties)?;
+    let (notify, user) = context_notify(cx, r.notify);
+    cx.create(kind::CONTEXT, r.new, |code| {
+        // SAFETY: as above.
+        unsafe { f(properties.as_ptr().cast(), r.device_type, notify, user, code) }
+    })
+}
+
+pub(crate) fn create_command_queue(cx: &mut Cx<'_>, r: &wire::CreateCommandQueue) -> Done {
+    let f = native!(cx, clCreateCommandQueue);
+    let (context, device) = (cx.get(kind::CONTEXT, r.context)?, cx.get(kind::DEVICE, r.device)?);
+    let extra = Extra::default();
+    // SAFETY: live handles.
+    cx.create_with(kind::QUEUE, r.new, extra, |code| unsafe { f(context, device, r.properties, code) })
+}
+
+pub(crate) fn create_command_queue_with_properties(
+    cx: &mut Cx<'_>,
+    r: &wire::CreateCommandQueueWithProperties<'_>,
+) -> Done {
+    let f = native!(cx, clCreateCommandQueueWithProperties);
+    let (context, device) = (cx.get(kind::CONTEXT, r.context)?, cx.get(kind::DEVICE, r.device)?);
+    let properties = ended(&r.properties)?;
+    let extra = Extra::default();
+    // SAFETY: live handles; the properties end with 0.
+    cx.create_with(kind::QUEUE, r.new, extra, |code| unsafe { f(context, device, properties, code) })
+}
+
+/// A list of properties for the driver: null when empty, and otherwise pairs and a final 0.
+pub(super) fn ended(properties: &[i64]) -> Result<*const c_void, i32> {
+    match properties {
+        [] => Ok(null()),
+        [.., 0] if properties.len() % 2 == 1 => Ok(properties.as_ptr().cast()),
+        _ => Err(VALUE),
+    }
+}
+
+pub(crate) fn flush(cx: &mut Cx<'_>, r: &wire::Flush) -> Done {
+    let queue = cx.get(kind::QUEUE, r.queue)?;
+    let f = native!(cx, clFlush);
+    // SAFETY: a live queue.
+    cx.status(unsafe { f(queue) })
+}
+
+pub(crate) fn finish(cx: &mut Cx<'_>, r: &wire::Finish) -> Done {
+    let queue = cx.get(kind::QUEUE, r.queue)?;
+    let f = native!(cx, clFinish);
+    cx.may_block();
+    // SAFETY: a live queue: the client can't release it meanwhile without harming only itself.
+    cx.status(unsafe { f(queue) })?;
+    match cx.cl.late.swap(0, Ordering::Relaxed) {
+        0 => Ok(()),
+        late => Err(late),
+    }
+}

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Events and waiting.
+
+use super::Done;
+use super::notify::{Notify, on_event, once};
+use crate::opencl::Cx;
+use std::ffi::c_void;
+use tombolo_accel_spec::opencl::{self as wire, kind};
+
+pub(crate) fn wait_for_events(cx: &mut Cx<'_>, r: &wire::WaitForEvents<'_>) -> Done {
+    let f = native!(cx, clWaitForEvents);
+    let events = cx.all(kind::EVENT, &r.events)?;
+    cx.may_block();
+    // SAFETY: live events; the list is as long as said.
+    cx.status(unsafe { f(events.len() as u32, events.as_ptr()) })
+}
+
+pub(crate) fn create_user_event(cx: &mut Cx<'_>, r: &wire::CreateUserEvent) -> Done {
+    let f = native!(cx, clCreateUserEvent);
+    let context = cx.get(kind::CONTEXT, r.context)?;
+    // SAFETY: a live context.
+    cx.create(kind::EVENT, r.new, |code| unsafe { f(context, code) })
+}
+
+pub(crate) fn set_user_event_status(cx: &mut Cx<'_>, r: &wire::SetUserEventStatus) -> Done {
+    let f = native!(cx, clSetUserEventStatus);
+    let event = cx.get(kind::EVENT, r.event)?;
+    // SAFETY: a live event.
+    cx.status(unsafe { f(event, r.execution_status) })
+}
+
+pub(crate) fn set_event_callback(cx: &mut Cx<'_>, r: &wire::SetEventCallback) -> Done {
+    let f = native!(cx, clSetEventCallback);
+    let event = cx.get(kind::EVENT, r.event)?;
+    let user = once(cx, r.notify);
+    // SAFETY: a live event; the callback's data is freed by the callback, or here if the driver refused.
+    let status = unsafe { f(event, r.callback_type, on_event as *const c_void, user) };
+    if status != 0 {
+        // SAFETY: from once(), and nobody else has it.
+        drop(unsafe { Box::from_raw(user.cast::<Notify>()) });
+    }
+    cx.status(status)
+}

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Platforms and devices, and what never changes about them.
+
+use super::{Done, listed, value};
+use crate::opencl::{Cx, Extra, Handle, OpenCl, RESOURCES, VALUE, key, lock};
+use std::ptr::null_mut;
+use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::wire::Encoder;
+
+/// Platforms, then devices, numbered in this order; and what never changes about them.
+pub(crate) fn snapshot(cl: &OpenCl, reply: &mut Vec<u8>) -> Done {
+    let n = &cl.native;
+    let (platform_ids, platform_info) =
+        (n.clGetPlatformIDs.ok_or(wire::UNSUPPORTED)?, n.clGetPlatformInfo.ok_or(wire::UNSUPPORTED)?);
+    let (device_ids, device_info) =
+        (n.clGetDeviceIDs.ok_or(wire::UNSUPPORTED)?, n.clGetDeviceInfo.ok_or(wire::UNSUPPORTED)?);
+    // SAFETY: handles come from the driver itself; buffers are as long as said.
+    let platforms = listed(|n, list, count| unsafe { platform_ids(n, list, count) })?;
+    let mut roots: Vec<(u32, u64, Handle)> = platforms.iter().map(|p| (kind::PLATFORM, 0, *p)).collect();
+    for (i, platform) in platforms.iter().enumerate() {
+        // SAFETY: as above.
+        let devices = listed(|n, list, count| unsafe { device_ids(*platform, 0xffff_ffff, n, list, count) });
+        roots.extend(devices.unwrap_or_default().into_iter().map(|d| (kind::DEVICE, i as u64 + 1, d)));
+    }
+    let mut answers: Vec<(Vec<u8>, i32, Vec<u8>)> = Vec::new();
+    {
+        let mut table = lock(&cl.table);
+        for (i, (kind, _, native)) in roots.iter().enumerate() {
+            let extra = Extra { root: true, ..Extra::default() };
+            table.put(*kind, i as u64 + 1, Ok(*native as usize), extra).map_err(|_| RESOURCES)?;
+        }
+    }
+    for (i, (kind, _, native)) in roots.iter().enumerate() {
+        let id = i as u64 + 1;
+        if *kind == kind::PLATFORM {
+            for param in 0x900..=0x907 {
+                // SAFETY: as above.
+                let (status, bytes) = value(&|s, v, r| unsafe { platform_info(*native, param, s, v, r) });
+                answers.push((key(&wire::GetPlatformInfo { platform: id, param }), status, bytes));
+            }
+            for (bit, device_type) in [1u64, 2, 4, 8, 0xffff_ffff].into_iter().enumerate() {
+                let _order = bit;
+                // SAFETY: as above.
+                let found = listed(|n, list, c| unsafe { device_ids(*native, device_type, n, list, c) });
+                let (status, bytes) = ids_of(&roots, found);
+                answers.push((key(&wire::GetDeviceIDs { platform: id, device_type }), status, bytes));
+            }
+        } else {
+            for param in (0x1000..=0x1076).chain([0x1042 + 0x20, 0x4000, 0x4001, 0x4002, 0x4003]) {
+                // Handles are the client's own to answer; availability and references change.
+                if [0x1027, 0x1031, 0x1042, 0x1047].contains(&param) {
+                    continue;
+                }
+                // SAFETY: as above.
+                let (status, bytes) = value(&|s, v, r| unsafe { device_info(*native, param, s, v, r) });
+                if status == 0 {
+                    answers.push((key(&wire::GetDeviceInfo { device: id, param }), status, bytes));
+                }
+            }
+        }
+    }
+    let mut out = Encoder::new(reply);
+    out.u32(roots.len() as u32);
+    for (i, (kind, parent, _)) in roots.iter().enumerate() {
+        out.u32(*kind);
+        out.u64(i as u64 + 1);
+        out.u64(*parent);
+    }
+    out.u32(answers.len() as u32);
+    for (key, status, bytes) in answers {
+        out.bytes(&key);
+        out.i32(status);
+        out.bytes(&bytes);
+    }
+    Ok(())
+}
+
+/// Ids of root devices, encoded.
+fn ids_of(roots: &[(u32, u64, Handle)], found: Result<Vec<Handle>, i32>) -> (i32, Vec<u8>) {
+    match found {
+        Err(status) => (status, Vec::new()),
+        Ok(found) => {
+            let id = |h: &Handle| roots.iter().position(|r| r.0 == kind::DEVICE && r.2 == *h);
+            let ids: Vec<u64> = found.iter().filter_map(id).map(|i| i as u64 + 1).collect();
+            let mut bytes = Vec::new();
+            Encoder::new(&mut bytes).u64s(&ids);
+            (0, bytes)
+        }
+    }
+}
+
+pub(crate) fn get_device_ids(cx: &mut Cx<'_>, r: &wire::GetDeviceIDs) -> Done {
+    let platform = cx.get(kind::PLATFORM, r.platform)?;
+    let f = native!(cx, clGetDeviceIDs);
+    // SAFETY: a live platform; buffers are as long as said.
+    let found = listed(|n, list, c| unsafe { f(platform, r.device_type, n, list, c) })?;
+    let mut ids = Vec::new();
+    {
+        let table = lock(&cx.cl.table);
+        for device in found {
+            let id = (1..=table.live() as u64).find(|id| table.get(kind::DEVICE, *id) == Ok(device as usize));
+            ids.extend(id);
+        }
+    }
+    cx.reply().u64s(&ids);
+    Ok(())
+}
+
+pub(crate) fn create_sub_devices(cx: &mut Cx<'_>, r: &wire::CreateSubDevices<'_>) -> Done {
+    let device = cx.get(kind::DEVICE, r.device)?;
+    let f = native!(cx, clCreateSubDevices);
+    if r.properties.last() != Some(&0) {
+        return Err(VALUE);
+    }
+    let mut made = vec![null_mut(); r.new.len()];
+    let mut n = 0;
+    let list = if made.is_empty() { null_mut() } else { made.as_mut_ptr() };
+    // SAFETY: the properties end with 0; the list is as long as said.
+    let status = unsafe { f(device, r.properties.as_ptr().cast(), made.len() as u32, list, &mut n) };
+    cx.status(status)?;
+    for (id, native) in r.new.iter().zip(made).take(n as usize) {
+        cx.keep(kind::DEVICE, *id, native, Extra::default())?;
+    }
+    cx.reply().u32(n);
+    Ok(())
+}

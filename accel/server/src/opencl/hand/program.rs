@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Programs and kernels.
+
+use super::notify::{on_program, once};
+use super::{Done, value};
+use crate::opencl::{Cx, Extra, Handle, RESOURCES, VALUE, include};
+use std::ffi::{CString, c_void};
+use std::ptr::{null, null_mut};
+use tombolo_accel_spec::opencl::{self as wire, kind};
+
+pub(crate) fn create_program_with_source(cx: &mut Cx<'_>, r: &wire::CreateProgramWithSource<'_>) -> Done {
+    let f = native!(cx, clCreateProgramWithSource);
+    let context = cx.get(kind::CONTEXT, r.context)?;
+    let (text, len) = (r.source.as_ptr(), r.source.len());
+    cx.create(kind::PROGRAM, r.new, |code| {
+        // SAFETY: one string of this length.
+        unsafe { f(context, 1, (&raw const text).cast(), (&raw const len).cast(), code) }
+    })
+}
+
+pub(crate) fn create_program_with_binary(cx: &mut Cx<'_>, r: &wire::CreateProgramWithBinary<'_>) -> Done {
+    let f = native!(cx, clCreateProgramWithBinary);
+    let context = cx.get(kind::CONTEXT, r.context)?;
+    let devices = cx.all(kind::DEVICE, &r.devices)?;
+    let mut rest = r.binaries;
+    let mut starts = Vec::new();
+    for len in r.lengths.iter() {
+        let len = usize::try_from(*len).map_err(|_| VALUE)?;
+        let (one, more) = rest.split_at_checked(len).ok_or(VALUE)?;
+        starts.push(one.as_ptr());
+        rest = more;
+    }
+    if starts.len() != devices.len() {
+        return Err(VALUE);
+    }
+    let mut states = vec![0i32; devices.len()];
+    cx.create(kind::PROGRAM, r.new, |code| {
+        let (n, lengths) = (devices.len() as u32, r.lengths.as_ptr().cast());
+        // SAFETY: lists as long as said; each binary lies in the record.
+        unsafe {
+            f(context, n, devices.as_ptr(), lengths, starts.as_ptr().cast(), states.as_mut_ptr().cast(), code)
+        }
+    })?;
+    cx.reply().i32s(&states);
+    Ok(())
+}
+
+pub(crate) fn create_program_with_built_in_kernels(
+    cx: &mut Cx<'_>,
+    r: &wire::CreateProgramWithBuiltInKernels<'_>,
+) -> Done {
+    let f = native!(cx, clCreateProgramWithBuiltInKernels);
+    let context = cx.get(kind::CONTEXT, r.context)?;
+    let devices = cx.all(kind::DEVICE, &r.devices)?;
+    let names = cx.c_string(r.names)?;
+    cx.create(kind::PROGRAM, r.new, |code| {
+        // SAFETY: lists as long as said; a C string.
+        unsafe { f(context, devices.len() as u32, devices.as_ptr(), names.as_ptr(), code) }
+    })
+}
+
+pub(crate) fn create_program_with_il(cx: &mut Cx<'_>, r: &wire::CreateProgramWithIL<'_>) -> Done {
+    let f = native!(cx, clCreateProgramWithIL);
+    let context = cx.get(kind::CONTEXT, r.context)?;
+    cx.create(kind::PROGRAM, r.new, |code| {
+        // SAFETY: bytes of this length.
+        unsafe { f(context, r.il.as_ptr().cast(), r.il.len(), code) }
+    })
+}
+
+pub(super) fn optional(cx: &Cx<'_>, text: Option<&[u8]>) -> Result<Option<CString>, i32> {
+    text.map(|t| cx.c_string(t)).transpose()
+}
+
+/// A program's options, with the folders of the files that came along before its own.
+fn with_includes(
+    cx: &Cx<'_>,
+    options: Option<&[u8]>,
+    (folders, files, texts): (&[u32], &[&[u8]], &[&[u8]]),
+) -> Result<Option<CString>, i32> {
+    // A worker's own folder (worker.rs).
+    let mut all = include::keep(&std::env::temp_dir(), folders, files, texts)?.into_bytes();
+    if all.is_empty() {
+        return optional(cx, options);
+    }
+    all.extend_from_slice(options.unwrap_or_default());
+    cx.c_string(&all).map(Some)
+}
+
+fn program_notify(cx: &Cx<'_>, number: u64) -> (*const c_void, *mut c_void) {
+    if number == 0 { (null(), null_mut()) } else { (on_program as *const c_void, once(cx, number)) }
+}
+
+pub(super) fn pointer_or_null<T>(list: &[T]) -> *const T {
+    if list.is_empty() { null() } else { list.as_ptr() }
+}
+
+pub(crate) fn build_program(cx: &mut Cx<'_>, r: &wire::BuildProgram<'_>) -> Done {
+    let f = native!(cx, clBuildProgram);
+    let program = cx.get(kind::PROGRAM, r.program)?;
+    let devices = cx.all(kind::DEVICE, &r.devices)?;
+    let options = with_includes(cx, r.options, (&r.folders, &r.files, &r.texts))?;
+    let (notify, user) = program_notify(cx, r.notify);
+    cx.may_block();
+    let text = options.as_ref().map_or(null(), |o| o.as_ptr());
+    // SAFETY: lists as long as said; a C string or null; the callback's data is freed by the callback.
+    cx.status(unsafe { f(program, devices.len() as u32, pointer_or_null(&devices), text, notify, user) })
+}
+
+pub(crate) fn compile_program(cx: &mut Cx<'_>, r: &wire::CompileProgram<'_>) -> Done {
+    let f = native!(cx, clCompileProgram);
+    let program = cx.get(kind::PROGRAM, r.program)?;
+    let devices = cx.all(kind::DEVICE, &r.devices)?;
+    let headers = cx.all(kind::PROGRAM, &r.headers)?;
+    let options = with_includes(cx, r.options, (&r.folders, &r.files, &r.texts))?;
+    let names = r.names.iter().map(|n| cx.c_string(n)).collect::<Result<Vec<_>, _>>()?;
+    if names.len() != headers.len() {
+        return Err(VALUE);
+    }
+    let names: Vec<_> = names.iter().map(|n| n.as_ptr()).collect();
+    let (notify, user) = program_notify(cx, r.notify);
+    cx.may_block();
+    let text = options.as_ref().map_or(null(), |o| o.as_ptr());
+    // SAFETY: as above.
+    cx.status(unsafe {
+        f(
+            program,
+            devices.len() as u32,
+            pointer_or_null(&devices),
+            text,
+            headers.len() as u32,
+            pointer_or_null(&headers),
+            pointer_or_null(&names).cast(),
+            notify,
+            user,
+        )
+    })
+}
+
+pub(crate) fn link_program(cx: &mut Cx<'_>, r: &wire::LinkProgram<'_>) -> Done {
+    let f = native!(cx, clLinkProgram);
+    let context = cx.get(kind::CONTEXT, r.context)?;
+    let devices = cx.all(kind::DEVICE, &r.devices)?;
+    let programs = cx.all(kind::PROGRAM, &r.programs)?;
+    let options = optional(cx, r.options)?;
+    let (notify, user) = program_notify(cx, r.notify);
+    cx.may_block();
+    let text = options.as_ref().map_or(null(), |o| o.as_ptr());
+    cx.create(kind::PROGRAM, r.new, |code| {
+        // SAFETY: as above.
+        unsafe {
+            f(
+                context,
+                devices.len() as u32,
+                pointer_or_null(&devices),
+                text,
+                programs.len() as u32,
+                pointer_or_null(&programs),
+                notify,
+                user,
+                code,
+            )
+        }
+    })
+}
+
+pub(crate) fn program_binaries(cx: &mut Cx<'_>, r: &wire::ProgramBinaries) -> Done {
+    let f = native!(cx, clGetProgramInfo);
+    let program = cx.get(kind::PROGRAM, r.program)?;
+    // SAFETY (both): a live program; buffers as long as said.
+    // SAFETY: live handles that were looked up; buffers and lists are as long as said.
+    let (status, sizes) = value(&|s, v, ret| unsafe { f(program, 0x1165, s, v, ret) });
+    cx.status(status)?;
+    let sizes: Vec<usize> =
+        sizes.chunks_exact(8).filter_map(|c| c.first_chunk().map(|c| usize::from_le_bytes(*c))).collect();
+    if sizes.iter().sum::<usize>() > 256 << 20 {
+        return Err(RESOURCES);
+    }
+    let mut binaries: Vec<Vec<u8>> = sizes.iter().map(|s| vec![0; *s]).collect();
+    let pointers: Vec<*mut u8> = binaries.iter_mut().map(|b| b.as_mut_ptr()).collect();
+    let size = size_of_val(&pointers[..]);
+    // SAFETY: one pointer for each device, each with room for its binary.
+    cx.status(unsafe { f(program, 0x1166, size, pointers.as_ptr().cast_mut().cast(), null_mut()) })?;
+    let binaries: Vec<&[u8]> = binaries.iter().map(Vec::as_slice).collect();
+    cx.reply().strs(&binaries);
+    Ok(())
+}
+
+pub(crate) fn create_kernel(cx: &mut Cx<'_>, r: &wire::CreateKernel<'_>) -> Done {
+    let f = native!(cx, clCreateKernel);
+    let program = cx.get(kind::PROGRAM, r.program)?;
+    let name = cx.c_string(r.name)?;
+    // SAFETY: a live program, a C string.
+    cx.create(kind::KERNEL, r.new, |code| unsafe { f(program, name.as_ptr(), code) })
+}
+
+pub(crate) fn create_kernels_in_program(cx: &mut Cx<'_>, r: &wire::CreateKernelsInProgram<'_>) -> Done {
+    let f = native!(cx, clCreateKernelsInProgram);
+    let program = cx.get(kind::PROGRAM, r.program)?;
+    let mut made = vec![null_mut(); r.new.len()];
+    let mut n = 0;
+    let list = if made.is_empty() { null_mut() } else { made.as_mut_ptr() };
+    // SAFETY: a live program; the list is as long as said.
+    cx.status(unsafe { f(program, made.len() as u32, list, &mut n) })?;
+    for (id, native) in r.new.iter().zip(made).take(n as usize) {
+        cx.keep(kind::KERNEL, *id, native, Extra::default())?;
+    }
+    cx.reply().u32(n);
+    Ok(())
+}
+
+pub(crate) fn clone_kernel(cx: &mut Cx<'_>, r: &wire::CloneKernel) -> Done {
+    let f = native!(cx, clCloneKernel);
+    let kernel = cx.get(kind::KERNEL, r.kernel)?;
+    // SAFETY: a live kernel.
+    cx.create(kind::KERNEL, r.new, |code| unsafe { f(kernel, code) })
+}
+
+pub(crate) fn set_kernel_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
+    let f = native!(cx, clSetKernelArg);
+    let kernel = cx.get(kind::KERNEL, r.kernel)?;
+    let size = usize::try_from(r.size).map_err(|_| VALUE)?;
+    // SAFETY (all): a live kernel; the value has size bytes, or is null.
+    match r.how {
+        0 => {
+            if r.value.len() != size {
+                return Err(VALUE);
+            }
+            // SAFETY: live handles that were looked up; buffers and lists are as long as said.
+            cx.status(unsafe { f(kernel, r.index, size, r.value.as_ptr().cast()) })
+        }
+        // SAFETY: live handles that were looked up; buffers and lists are as long as said.
+        1 => cx.status(unsafe { f(kernel, r.index, size, null()) }),
+        _ => {
+            let kinds = [kind::MEM, kind::SAMPLER, kind::QUEUE];
+            let native = kinds.into_iter().find_map(|k| cx.get(k, r.handle).ok());
+            // CL_INVALID_ARG_VALUE
+            let native = native.ok_or(-50)?;
+            if size != size_of::<Handle>() {
+                return Err(-51); // CL_INVALID_ARG_SIZE
+            }
+            // SAFETY: live handles that were looked up; buffers and lists are as long as said.
+            cx.status(unsafe { f(kernel, r.index, size, (&raw const native).cast()) })
+        }
+    }
+}
+
+pub(crate) fn get_kernel_sub_group_info(cx: &mut Cx<'_>, r: &wire::GetKernelSubGroupInfo<'_>) -> Done {
+    let f = native!(cx, clGetKernelSubGroupInfo);
+    let kernel = cx.get(kind::KERNEL, r.kernel)?;
+    let device = cx.maybe(kind::DEVICE, r.device)?;
+    let (len, input) = (r.input.len(), pointer_or_null(r.input));
+    // SAFETY: live handles; lengths as said.
+    cx.info(r.param, &[], |size, value, ret| unsafe {
+        f(kernel, device, r.param, len, input.cast(), size, value.cast_const(), ret)
+    })
+}
