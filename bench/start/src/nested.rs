@@ -118,8 +118,8 @@ impl Image {
             include_str!("../../../guest/initramfs-tools/scripts/init-top/tombolo-memory"),
         )?;
         write(
-            "scripts/init-premount/claim",
-            "#!/bin/sh\ncase $1 in prereqs) exit 0 ;; esac\n\
+            "scripts/init-top/claim",
+            "#!/bin/sh\ncase $1 in prereqs) echo tombolo-memory; exit 0 ;; esac\n\
              echo \"TOMBOLO memory goes $(cat /sys/devices/system/memory/auto_online_blocks)\" >/dev/console\n",
         )?;
         // mkinitramfs asks the kernel's configuration what it can unpack.
