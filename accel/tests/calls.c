@@ -496,10 +496,10 @@ static void large(void)
 	}
 }
 
-/* Mapped, made from the program's data, and given back before the map was waited for: also what is longer than the window. */
+/* Mapped, made from the program's data, and given back before the map was waited for: in a test, that is longer than the window. */
 static void large_maps(void)
 {
-	enum { N = 40000000 };
+	enum { N = 9000000 };
 	unsigned char *own;
 	if (posix_memalign((void **)&own, 4096, N))
 		return;

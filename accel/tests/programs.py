@@ -43,7 +43,7 @@ def tally(lines):
 
 
 def pyopencl_tests(work):
-    """The files of pyopencl's own tests, of the version that is installed: no package has them, its source distribution does."""
+    """The files of pyopencl's own tests, the shortest first, of the version that is installed: no package has them, its source distribution does."""
     version = subprocess.run([PYTHON, "-c", "import pyopencl; print(pyopencl.VERSION_TEXT)"], capture_output=True, text=True, check=True).stdout.strip()
     folder = os.path.join(CACHE, "accel/pyopencl-" + version)
     if not os.path.exists(folder):
@@ -53,7 +53,7 @@ def pyopencl_tests(work):
         with tempfile.TemporaryDirectory(dir=os.path.dirname(folder)) as fresh:
             subprocess.run(["tar", "-xzf", *glob.glob(work + "/pyopencl-*.tar.gz"), "-C", fresh], check=True)
             os.rename(os.path.join(fresh, "pyopencl-" + version), folder)
-    return sorted(glob.glob(folder + "/test/test_*.py"))
+    return sorted(glob.glob(folder + "/test/test_*.py"), key=os.path.getsize)
 
 
 # What a program is given where it has arguments; in a VM it gets the same.

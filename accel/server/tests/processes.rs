@@ -174,7 +174,7 @@ fn every_call_answers_as_on_the_native_driver() {
 
 #[test]
 fn what_a_window_has_no_room_for_is_mapped_and_copied_all_the_same() {
-    // The program's largest buffers have 38 MiB.
+    // The program maps 9 MB, and its longest transfers have 40.
     calls_answer_as_on_the_native_driver(Server::start("narrow", &["--window", "8"]));
 }
 
