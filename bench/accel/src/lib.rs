@@ -240,6 +240,7 @@ impl Bench<'_> {
     fn large(&mut self) -> Result<()> {
         for turn in 0..self.options.rounds {
             self.each(turn, "large-kernel", "large 50000 9", "ms", Better::Lower)?;
+            self.each(turn, "larger-kernel", "large 500000 3", "ms", Better::Lower)?;
         }
         Ok(())
     }
