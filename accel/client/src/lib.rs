@@ -7,7 +7,7 @@
 //!
 //! - [`connection`]: requests, replies, tickets, callbacks; counts of calls and waits per function.
 //! - [`connect`]: finds the server from an address.
-//! - [`include`]: files that a kernel's source includes, which go along.
+//! - [`mod@include`]: files that a kernel's source includes, which go along.
 //! - [`objects`]: handles: addresses in an arena that always can be read, so that any value a program passes can be checked.
 //! - [`staging`]: allocates ranges of the window.
 //! - `waiter`: a thread that waits for a reply.
