@@ -127,10 +127,10 @@ def programs_on_images_and_with_viennacl_print_in_a_vm_what_they_print_natively(
         same(program, host.native(host.work + "/" + program), vm.ok(zone + " %s 2>/tmp/err" % program, 300))
 
 
-def program_says_the_same(host, vm, zone, name, counts, *arguments):
+def program_says_the_same(host, vm, environment, name, counts, *arguments):
     native = "\n".join(counts(host.native(shutil.which(name), *arguments)))
     begun = time.monotonic()
-    said = "\n".join(counts(vm.ok("cd /tmp; PATH=/usr/bin:/bin HOME=/tmp %s %s 2>/tmp/err || { rc=$?; cat /tmp/err; exit $rc; }" % (zone, " ".join([name, *arguments])), PATIENCE)))
+    said = "\n".join(counts(vm.ok("cd /tmp; PATH=/usr/bin:/bin HOME=/tmp %s %s 2>/tmp/err || { rc=$?; cat /tmp/err; exit $rc; }" % (environment, " ".join([name, *arguments])), PATIENCE)))
     print("      %s: %d lines, %.0f s in the VM" % (name, len(said.splitlines()), time.monotonic() - begun), flush=True)
     same(name, native, said)
 
@@ -156,8 +156,10 @@ def clpeak_measures_in_a_vm_all_that_it_measures_natively(host, vm, zone):
 
 @program_claim
 def pyopencls_tests_end_in_a_vm_as_natively(host, vm, zone):
+    # QEMU 7.2's emulation computes wrongly with AVX2 and FMA: numpy alone says there that tanh(-3) is -1058.
+    environment = zone + " NPY_DISABLE_CPU_FEATURES='AVX2 FMA3'"
     for path in programs.pyopencl_tests(host.work):
-        program_says_the_same(host, vm, zone, programs.PYTEST[0], programs.pytest_results, *programs.PYTEST[1:], path)
+        program_says_the_same(host, vm, environment, programs.PYTEST[0], programs.pytest_results, *programs.PYTEST[1:], path)
 
 
 @claim
