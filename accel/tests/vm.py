@@ -122,8 +122,8 @@ def every_call_in_a_vm_answers_as_on_the_native_driver(host, vm, zone):
 
 
 @claim
-def programs_on_images_and_with_viennacl_print_in_a_vm_what_they_print_natively(host, vm, zone):
-    for program in ("image", "gemm"):
+def programs_on_images_with_viennacl_and_with_shared_virtual_memory_print_in_a_vm_what_they_print_natively(host, vm, zone):
+    for program in ("image", "gemm", "svm"):
         same(program, host.native(host.work + "/" + program), vm.ok(zone + " %s 2>/tmp/err" % program, 300))
 
 
@@ -218,18 +218,20 @@ def main():
         files.append(shutil.which("hashcat"))  # it finds its files by where it lies itself
         for pattern in ("OpenCL/*", "modules/module_00000.so", "tunings/*"):
             files += glob.glob("/usr/share/hashcat/" + pattern)
-        files += python_packages("python3-pyopencl", "python3-pytest", "python3-mako") + programs.pyopencl_tests(work)
+        tests = programs.pyopencl_tests(work)
+        files += python_packages("python3-pyopencl", "python3-pytest", "python3-mako") + tests + glob.glob(os.path.dirname(tests[0]) + "/*.h")
     host = vm = None
     passed = failed = 0
     try:
         kernel, root, headers = from_kit(o.kit, work)
         subprocess.run(["cc", "-O1", "-Wno-deprecated-declarations", HERE + "/calls.c", "-o", work + "/calls", "-lOpenCL", "-lpthread"], check=True)
         subprocess.run(["cc", "-O1", HERE + "/image.c", "-o", work + "/image", "-lOpenCL"], check=True)
+        subprocess.run(["cc", "-O1", HERE + "/svm.c", "-o", work + "/svm", "-lOpenCL"], check=True)
         subprocess.run(["c++", "-O0", "-w", HERE + "/gemm.cpp", "-o", work + "/gemm", "-lOpenCL", "-lpthread"], check=True)
         shutil.copy(o.target + "/libtombolo_opencl.so", work)
         subprocess.run(["strip", work + "/libtombolo_opencl.so"], check=True)
         rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,
-                  [work + "/calls", work + "/image", work + "/gemm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", *binaries], ["virtio_net"], files=files)
+                  [work + "/calls", work + "/image", work + "/gemm", work + "/svm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", *binaries], ["virtio_net"], files=files)
         host = Host(work, o.target, 6 if o.programs else 2)
         vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory="2G" if o.programs else "512M", extra=host.qemu())
         name = os.path.basename(host.vm)

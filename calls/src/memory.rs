@@ -21,6 +21,8 @@ const _: () = assert!(WORD_STRIDE * 4 == RING_HEADER as usize);
 pub struct Mapping {
     base: *mut u8,
     len: usize,
+    /// What is mapped from its first byte on, where parts of it may be mapped again.
+    file: Option<File>,
 }
 
 // SAFETY: the mapping is plain memory; all access goes through copies by raw pointer, from any thread.
@@ -45,6 +47,33 @@ impl Mapping {
         Mapping::check(base, len)
     }
 
+    /// Maps the first `len` bytes of `file`, shared; parts of it can be mapped again.
+    pub fn of_whole(file: &File, len: usize) -> io::Result<Mapping> {
+        let mut mapping = Mapping::of_file(file, 0, len)?;
+        mapping.file = Some(file.try_clone()?);
+        Ok(mapping)
+    }
+
+    /// Maps `len` bytes from byte `at` of this mapping (multiples of the page size) a second time, at an address where nothing is mapped; whoever has
+    /// that address unmaps it.
+    fn again(&self, at: usize, len: usize, address: u64) -> io::Result<()> {
+        let Some(file) = &self.file else { return Err(io::ErrorKind::Unsupported.into()) };
+        let (to, read_write) = (address as *mut libc::c_void, libc::PROT_READ | libc::PROT_WRITE);
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: only where nothing is mapped.
+        let got = unsafe { libc::mmap(to, len, read_write, flags, file.as_raw_fd(), at as libc::off_t) };
+        if got == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        if got != to {
+            // A kernel that takes the address for a wish.
+            // SAFETY: what was just mapped.
+            unsafe { libc::munmap(got, len) };
+            return Err(io::ErrorKind::AddrInUse.into());
+        }
+        Ok(())
+    }
+
     /// Maps `len` bytes of private memory, for a window whose peer is reached by a stream.
     pub fn private(len: usize) -> io::Result<Mapping> {
         // SAFETY: as above.
@@ -65,7 +94,7 @@ impl Mapping {
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        Ok(Mapping { base: base.cast(), len })
+        Ok(Mapping { base: base.cast(), len, file: None })
     }
 
     /// Bytes.
@@ -208,6 +237,12 @@ impl Window {
             }
             _ => Err(Error::Broken("a range lies outside of the window")),
         }
+    }
+
+    /// Maps a range a second time, at an address where nothing is mapped; fails also where the window is not shared memory.
+    pub fn map_again(&self, offset: u64, len: u64, address: u64) -> Result<(), Error> {
+        self.at(offset, len)?;
+        self.mapping.again(self.at + offset as usize, len as usize, address).map_err(Error::Io)
     }
 
     /// The offset of an address of this process, if `len` bytes from it all lie in the window.

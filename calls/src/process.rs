@@ -96,7 +96,7 @@ fn link(socket: UnixStream, geometry: Geometry, fds: [OwnedFd; FDS], side: Side)
     if memory.metadata()?.len() < rings::total(geometry) {
         return Err(Error::Broken("the shared memory is smaller than announced"));
     }
-    let mapping = Arc::new(Mapping::of_file(&memory, 0, rings::total(geometry) as usize)?);
+    let mapping = Arc::new(Mapping::of_whole(&memory, rings::total(geometry) as usize)?);
     let [server, client, client_room] = [server, client, client_room].map(|fd| Arc::new(EventFd::from(fd)));
     let socket = OwnedFd::from(socket);
     let bell = |event: &Arc<EventFd>| -> Result<Arc<dyn Bell>, Error> {

@@ -139,7 +139,7 @@ pub fn connect(path: &Path, hello: &Hello) -> Result<Link, Error> {
     let mut info = tmb_calls_info { channel_size: 0, ring: 0, window: 0 };
     driver.ioctl(format::TMB_CALLS_IOC_INFO, (&raw mut info).cast())?;
     let geometry = Geometry { ring: info.ring, window: info.window };
-    let mapping = Arc::new(Mapping::of_file(&driver.0, 0, info.channel_size as usize)?);
+    let mapping = Arc::new(Mapping::of_whole(&driver.0, info.channel_size as usize)?);
     connect_over(mapping, geometry, Arc::new(driver), gone, hello)
 }
 

@@ -34,28 +34,6 @@ pub(crate) fn in_window(address: u64, len: u64) -> Option<u64> {
     (offset.checked_add(len)? <= *size).then_some(data + offset)
 }
 
-/// Maps a part of the window a second time, at an address that must be free here.
-fn map_at(address: u64, from: *mut u8, len: u64) -> Result<(), i32> {
-    let at = address as *mut c_void;
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-    // SAFETY: reserves the range only if nothing is there; then replaces that reservation by a second view of the window's pages.
-    unsafe {
-        let reserved = libc::mmap(at, len as usize, libc::PROT_NONE, flags, -1, 0);
-        if reserved != at {
-            if reserved != libc::MAP_FAILED {
-                libc::munmap(reserved, len as usize);
-            }
-            return Err(code::ALLOCATION);
-        }
-        let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        if libc::mremap(from.cast(), 0, len as usize, fixed, at) != at {
-            libc::munmap(at, len as usize);
-            return Err(code::ALLOCATION);
-        }
-    }
-    Ok(())
-}
-
 fn alloc(context: Handle, flags: u64, size: usize, alignment: u32) -> Result<*mut c_void, i32> {
     let context = rt::object(context, kind::CONTEXT)?;
     let connection = rt::connection()?;
@@ -67,8 +45,8 @@ fn alloc(context: Handle, flags: u64, size: usize, alignment: u32) -> Result<*mu
     let made = rt::call(&wire::SvmAlloc { context: context.id(), flags, size: len, alignment, data })
         .and_then(|reply| Decoder::new(&reply).u64().map_err(|_| wire::LOST))
         .and_then(|address| {
-            let from = connection.window.at(data, len).map_err(|_| wire::LOST)?;
-            map_at(address, from, len).map(|()| address).inspect_err(|_| {
+            let mapped = connection.window.map_again(data, len, address).map_err(|_| code::ALLOCATION);
+            mapped.map(|()| address).inspect_err(|_| {
                 let _gone = rt::call(&wire::SvmFree { context: context.id(), address });
             })
         });
