@@ -338,7 +338,7 @@ pub fn start(
 }
 
 /// Of a child that nobody has waited for.
-fn pidfd(pid: u32) -> std::io::Result<OwnedFd> {
+pub(crate) fn pidfd(pid: u32) -> std::io::Result<OwnedFd> {
     // SAFETY: integers only; the result is checked.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if fd < 0 {

@@ -228,7 +228,6 @@ impl Tenants {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::FromRawFd;
     use std::process::{Child, Command};
     use std::sync::Arc;
 
@@ -239,9 +238,6 @@ mod tests {
             .spawn()
             .expect("taskset (package util-linux)");
         let pid = child.id();
-        // SAFETY: integers; the child was not waited for, so its number is its own.
-        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-        assert!(fd >= 0, "{}", std::io::Error::last_os_error());
         tenants.add(
             pid,
             Tenant {
@@ -249,8 +245,7 @@ mod tests {
                 limits: Limits { weight, ..Limits::default() },
                 figures: Figures::new().expect("a page").0,
                 since: Instant::now(),
-                // SAFETY: fresh, and nobody else's.
-                process: unsafe { OwnedFd::from_raw_fd(fd as i32) },
+                process: crate::supervisor::pidfd(pid).expect("it was not waited for"),
                 paused: Pause::default(),
             },
         );
