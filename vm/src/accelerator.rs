@@ -20,10 +20,10 @@ use serde_json::{Value, json};
 
 use crate::accelspec::{AccelSpec, AccelUse};
 use crate::child::{self, Guarded};
-use crate::compose::Project;
+use crate::compose::{Project, VmSpec};
 use crate::control::{AccelStatus, AccelVm, Peer};
 use crate::exec;
-use crate::keeper::{Keeper, Names, PATIENCE, Service};
+use crate::keeper::{Keeper, Names, PATIENCE, Part, Service};
 use crate::machine::Machine;
 use crate::mount;
 use crate::zones::{HostZone, Invitation};
@@ -91,60 +91,9 @@ impl Seat {
 }
 
 impl Accelerator {
-    /// Starts the server of accelerator `name` and waits until it serves each of its VMs. `dir` is the project's folder.
-    ///
-    /// # Errors
-    /// When this host has no device for it; the server's own words.
-    pub fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Accelerator> {
-        let spec = project.compose.accel.get(name).cloned().unwrap_or_default();
-        devices().with_context(|| format!("accel.{name}"))?;
-        let of = format!("{}\n{name}", project.file.display());
-        let scratch = std::env::temp_dir()
-            .join(format!("tombolo-accel-{:08x}", crate::state::hash(of.as_bytes()) & 0xffff_ffff));
-        // A supervisor that was killed has left it.
-        remove(&scratch);
-        crate::state::make_private(&scratch)?;
-        let server = Arc::new(Server {
-            name: name.to_owned(),
-            spec,
-            dir: dir.to_owned(),
-            scratch,
-            seats: Mutex::default(),
-            link: Mutex::default(),
-        });
-        server.seat(project)?;
-        let names = Names {
-            owner: format!("accelerator '{name}'"),
-            process: "server",
-            log: dir.join(format!("{name}.accel")),
-        };
-        let keeper = Keeper::start(names, server.clone())?;
-        let accelerator = Accelerator { server, keeper };
-        accelerator.keeper.wait_ready()?;
-        Ok(accelerator)
-    }
-
     /// What the compose file said of it.
     pub fn spec(&self) -> &AccelSpec {
         &self.server.spec
-    }
-
-    /// Whether a file says something else of it than what holds.
-    pub fn differs(&self, project: &Project) -> bool {
-        let Some(spec) = project.compose.accel.get(&self.server.name) else { return true };
-        let used =
-            |vm: &str| project.compose.vm.get(vm)?.accelerators.0.get(&self.server.name).map(|u| u.of(spec));
-        *spec != self.server.spec
-            || lock(&self.server.seats).iter().any(|(vm, seat)| used(vm).is_some_and(|u| u != seat.used))
-    }
-
-    /// Makes places for VMs that the compose file has now and had not before, and waits until they are served.
-    ///
-    /// # Errors
-    /// The server's own words.
-    pub fn extend(&self, project: &Project) -> anyhow::Result<()> {
-        self.server.seat(project).map_err(|why| self.keeper.failure(&format!("{why:#}")))?;
-        self.keeper.wait_ready()
     }
 
     /// The zone's devices for a VM that is about to be started; `None` where it has no place here.
@@ -251,6 +200,65 @@ done"#;
             vms,
             server,
         }
+    }
+}
+
+impl Part for Accelerator {
+    const KIND: &'static str = "accelerator";
+
+    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
+        vm.accelerators.0.keys()
+    }
+
+    /// Starts the server of accelerator `name` and waits until it serves each of its VMs. `dir` is the project's folder.
+    ///
+    /// # Errors
+    /// When this host has no device for it; the server's own words.
+    fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Accelerator> {
+        let spec = project.compose.accel.get(name).cloned().unwrap_or_default();
+        devices().with_context(|| format!("accel.{name}"))?;
+        let of = format!("{}\n{name}", project.file.display());
+        let scratch = std::env::temp_dir()
+            .join(format!("tombolo-accel-{:08x}", crate::state::hash(of.as_bytes()) & 0xffff_ffff));
+        // A supervisor that was killed has left it.
+        remove(&scratch);
+        crate::state::make_private(&scratch)?;
+        let server = Arc::new(Server {
+            name: name.to_owned(),
+            spec,
+            dir: dir.to_owned(),
+            scratch,
+            seats: Mutex::default(),
+            link: Mutex::default(),
+        });
+        server.seat(project)?;
+        let names = Names {
+            owner: format!("accelerator '{name}'"),
+            process: "server",
+            log: dir.join(format!("{name}.accel")),
+        };
+        let keeper = Keeper::start(names, server.clone())?;
+        let accelerator = Accelerator { server, keeper };
+        accelerator.keeper.wait_ready()?;
+        Ok(accelerator)
+    }
+
+    /// Whether a file says something else of it than what holds.
+    fn differs(&self, project: &Project) -> bool {
+        let Some(spec) = project.compose.accel.get(&self.server.name) else { return true };
+        let used =
+            |vm: &str| project.compose.vm.get(vm)?.accelerators.0.get(&self.server.name).map(|u| u.of(spec));
+        *spec != self.server.spec
+            || lock(&self.server.seats).iter().any(|(vm, seat)| used(vm).is_some_and(|u| u != seat.used))
+    }
+
+    /// Makes places for VMs that the compose file has now and had not before, and waits until they are served.
+    ///
+    /// # Errors
+    /// The server's own words.
+    fn extend(&self, project: &Project) -> anyhow::Result<()> {
+        self.server.seat(project).map_err(|why| self.keeper.failure(&format!("{why:#}")))?;
+        self.keeper.wait_ready()
     }
 }
 

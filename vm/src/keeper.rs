@@ -5,7 +5,7 @@
 //! wanted any more, and is killed if it doesn't.
 
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,6 +14,7 @@ use anyhow::Context;
 use rustix::process::Signal;
 
 use crate::child::{Guarded, Handle};
+use crate::compose::{Project, VmSpec};
 
 /// How long a process may take to answer, or to end.
 pub const PATIENCE: Duration = Duration::from_secs(10);
@@ -43,6 +44,30 @@ pub trait Service: Send + Sync + 'static {
 
     /// The process has ended.
     fn ended(&self);
+}
+
+/// What VMs of a project use together, served by a process of its own.
+pub trait Part: Sized {
+    /// What messages call it.
+    const KIND: &'static str;
+
+    /// Names of those that a VM uses.
+    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String>;
+
+    /// Starts it, with a place for each of its VMs.
+    ///
+    /// # Errors
+    /// Why it can't be had.
+    fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Self>;
+
+    /// Whether a file says something else of it than what holds.
+    fn differs(&self, project: &Project) -> bool;
+
+    /// Makes places for VMs that it did not have before.
+    ///
+    /// # Errors
+    /// Its own words.
+    fn extend(&self, project: &Project) -> anyhow::Result<()>;
 }
 
 /// Keeps one process.

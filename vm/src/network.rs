@@ -20,9 +20,9 @@ use serde_json::{Value, json};
 
 use crate::agent::Agent;
 use crate::child::{self, Guarded};
-use crate::compose::Project;
+use crate::compose::{Project, VmSpec};
 use crate::exec;
-use crate::keeper::{Keeper, Names, PATIENCE, Service};
+use crate::keeper::{Keeper, Names, PATIENCE, Part, Service};
 use crate::netspec::{self, Lease, NetSpec};
 
 /// Longest path of a Unix socket, in bytes.
@@ -116,32 +116,9 @@ struct Switch {
 }
 
 impl Network {
-    /// Starts the switch of network `name` with a port for each of its VMs, and waits until it answers. `dir` is the
-    /// project's folder.
-    ///
-    /// # Errors
-    /// The switch's own words where it can't have its uplink or a port.
-    pub fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Network> {
-        let spec = project.compose.net.get(name).cloned().unwrap_or_default();
-        let switch =
-            Arc::new(Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports: Mutex::default() });
-        switch.plan(project)?;
-        switch.write_config()?;
-        let names = Names { owner: format!("network '{name}'"), process: "switch", log: switch.log() };
-        let keeper = Keeper::start(names, switch.clone())?;
-        let network = Network { switch, keeper };
-        network.wait_ready()?;
-        Ok(network)
-    }
-
     /// What the compose file said of it.
     pub fn spec(&self) -> &NetSpec {
         &self.switch.spec
-    }
-
-    /// Whether a file says something else of it than what holds.
-    pub fn differs(&self, project: &Project) -> bool {
-        project.compose.net.get(&self.switch.name) != Some(&self.switch.spec)
     }
 
     /// The control socket of its switch.
@@ -188,22 +165,6 @@ impl Network {
         Ok(())
     }
 
-    /// Makes ports for VMs that the compose file has now and had not before.
-    ///
-    /// # Errors
-    /// The switch's own words.
-    pub fn extend(&self, project: &Project) -> anyhow::Result<()> {
-        let new = self.switch.plan(project)?;
-        if new.is_empty() {
-            return Ok(());
-        }
-        self.switch.write_config()?;
-        for port in new {
-            self.switch.ask(&json!({ "do": "add", "port": port }))?;
-        }
-        Ok(())
-    }
-
     /// What a VM needs to join; `None` where it has no port here.
     pub fn plug(&self, vm: &str, project: &Project) -> Option<Plug> {
         let ports = self.switch.ports();
@@ -218,6 +179,53 @@ impl Network {
             gateway: project.compose.net.get(&self.switch.name).and_then(|n| n.gateway),
             names: names.collect(),
         })
+    }
+}
+
+impl Part for Network {
+    const KIND: &'static str = "network";
+
+    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
+        vm.networks.0.keys()
+    }
+
+    /// Starts the switch of network `name` with a port for each of its VMs, and waits until it answers. `dir` is the
+    /// project's folder.
+    ///
+    /// # Errors
+    /// The switch's own words where it can't have its uplink or a port.
+    fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Network> {
+        let spec = project.compose.net.get(name).cloned().unwrap_or_default();
+        let switch =
+            Arc::new(Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports: Mutex::default() });
+        switch.plan(project)?;
+        switch.write_config()?;
+        let names = Names { owner: format!("network '{name}'"), process: "switch", log: switch.log() };
+        let keeper = Keeper::start(names, switch.clone())?;
+        let network = Network { switch, keeper };
+        network.wait_ready()?;
+        Ok(network)
+    }
+
+    /// Whether a file says something else of it than what holds.
+    fn differs(&self, project: &Project) -> bool {
+        project.compose.net.get(&self.switch.name) != Some(&self.switch.spec)
+    }
+
+    /// Makes ports for VMs that the compose file has now and had not before.
+    ///
+    /// # Errors
+    /// The switch's own words.
+    fn extend(&self, project: &Project) -> anyhow::Result<()> {
+        let new = self.switch.plan(project)?;
+        if new.is_empty() {
+            return Ok(());
+        }
+        self.switch.write_config()?;
+        for port in new {
+            self.switch.ask(&json!({ "do": "add", "port": port }))?;
+        }
+        Ok(())
     }
 }
 

@@ -15,8 +15,9 @@ use crate::control::{Event, Peer, Stage};
 use crate::growth;
 use crate::guestkit;
 use crate::host;
+use crate::keeper::Part;
 use crate::machine::{Machine, Phase, Start};
-use crate::network::{Network, Plug};
+use crate::network::Plug;
 use crate::qemu::kvm::{self, Accel};
 use crate::qemu::version::Qemu;
 use crate::session;
@@ -35,64 +36,6 @@ struct Wanted {
     before: Option<Arc<Machine>>,
     /// All memory at its start, whatever the compose file says.
     slow: bool,
-}
-
-/// What VMs of a project use together, served by a process of its own.
-trait Part: Sized {
-    /// What messages call it.
-    const KIND: &'static str;
-
-    /// Names of those that a VM uses.
-    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String>;
-
-    /// Starts it, with a place for each of its VMs.
-    fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Self>;
-
-    /// Whether a file says something else of it than what holds.
-    fn differs(&self, project: &Project) -> bool;
-
-    /// Makes places for VMs that it did not have before.
-    fn extend(&self, project: &Project) -> anyhow::Result<()>;
-}
-
-impl Part for Network {
-    const KIND: &'static str = "network";
-
-    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
-        vm.networks.0.keys()
-    }
-
-    fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Self> {
-        Network::start(name, project, dir)
-    }
-
-    fn differs(&self, project: &Project) -> bool {
-        self.differs(project)
-    }
-
-    fn extend(&self, project: &Project) -> anyhow::Result<()> {
-        self.extend(project)
-    }
-}
-
-impl Part for Accelerator {
-    const KIND: &'static str = "accelerator";
-
-    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
-        vm.accelerators.0.keys()
-    }
-
-    fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Self> {
-        Accelerator::start(name, project, dir)
-    }
-
-    fn differs(&self, project: &Project) -> bool {
-        self.differs(project)
-    }
-
-    fn extend(&self, project: &Project) -> anyhow::Result<()> {
-        self.extend(project)
-    }
 }
 
 impl Supervisor {
