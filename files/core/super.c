@@ -56,6 +56,7 @@ static int make_root(struct tfs *fs, tmb_u32 uid, tmb_u32 gid, tmb_u32 mode)
 	root->atime = root->mtime = root->ctime = root->btime = now;
 	root->version = 1;
 	root->state_gen = 1ULL << TFS_GEN_SHIFT | TFS_INODE_LIVE;
+	tfs_keep_reserve(fs);
 	return 0;
 }
 
@@ -105,6 +106,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	struct tfs_super *sb = area;
 	struct layout l;
 	tmb_u64 blocks;
+	int err;
 
 	if (length < sizeof(*sb) || tmb_load_acquire(&sb->magic) != TFS_MAGIC || member >= TFS_MEMBERS)
 		return -EINVAL;
@@ -135,7 +137,12 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 		tfs_persist(fs, &members[member], sizeof(members[member]));
 		tfs_barrier(fs);
 	}
-	return fs->read_only ? 0 : tfs_recover(fs, member);
+	if (fs->read_only)
+		return 0;
+	err = tfs_recover(fs, member);
+	if (!err)
+		tfs_keep_reserve(fs);
+	return err;
 }
 
 void tfs_close(struct tfs *fs)

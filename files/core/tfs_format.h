@@ -45,6 +45,7 @@
 
 /* Block map bytes. */
 #define TFS_MAP_FREE 0
+#define TFS_MAP_RESERVED 0xfc /* free, but only for who frees others with it: a removal may need a node more, also where all is full */
 #define TFS_MAP_LIMBO 0xfd /* unlinked, but a member in limbo_members may still map it */
 #define TFS_MAP_META 0xfe  /* super block, member areas, the map itself */
 #define TFS_MAP_USED 0xff
@@ -106,7 +107,7 @@ _Static_assert(offsetof(struct tfs_super, limbo_lock) == 352, "limbo");
 
 /* Inode states, bits 0-7 of state_gen. */
 #define TFS_INODE_FREE 0
-#define TFS_INODE_NEW 1	 /* bits 8-15: member id + 1 that creates it */
+#define TFS_INODE_NEW 1	 /* bits 8-15: member id + 1 that creates it, or frees it: then bits 16-23 are its transaction's slot + 1 */
 #define TFS_INODE_LIVE 2
 #define TFS_GEN_SHIFT 32
 
@@ -192,6 +193,7 @@ _Static_assert(sizeof(struct tfs_xattr_entry) == 8, "xattr entry size");
 
 /* Transactions. */
 #define TFS_TX_SLOTS 32u
+#define TFS_TX_RECOVERY (TFS_TX_SLOTS - 1) /* kept for recoveries: the others' users may be waiting for one */
 #define TFS_TX_WORDS 24u
 #define TFS_TX_INODES 5u
 #define TFS_TX_ITABLE (~0ULL) /* in place of an inode number: the inode table's own tree */
@@ -215,7 +217,8 @@ struct tfs_tx {
 	tmb_u32 n_words;
 	tmb_u64 ino[TFS_TX_INODES]; /* whose trees may hold tagged blocks; 0: none */
 	tmb_u64 arg[2];
-	tmb_u64 pad[7];
+	tmb_u64 spare[2]; /* TFS_REDO_TRUNCATE: blocks with the member's tag, for the nodes that it may need; 0: none */
+	tmb_u64 pad[5];
 	struct tfs_tx_word words[TFS_TX_WORDS];
 };
 _Static_assert(sizeof(struct tfs_tx) == 512, "tx size");

@@ -212,7 +212,7 @@ static int edit(tmb_u8 *image, const char *name, const void *value, tmb_u64 size
 int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode, tmb_s64 now)
 {
 	struct tfs_inode *inode;
-	tmb_u64 old, root = 0;
+	tmb_u64 old, had, taken = 0, root = 0;
 	tmb_u8 *image;
 	tmb_u32 slot;
 	int err;
@@ -236,18 +236,26 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 	/* Removing what is not there is what an ACL that says no more than the mode asks for. */
 	if (err == -ENODATA && !value && mode >= 0)
 		err = 0;
-	if (!err && ((struct tfs_xattr_image *)image)->count)
-		err = tfs_write_image(fs, &root, image, ((struct tfs_xattr_image *)image)->bytes, tfs_tag(fs));
+	old = tmb_load(&inode->xattr_root);
+	had = tfs_tree_count(fs, old);
+	if (!err && ((struct tfs_xattr_image *)image)->count) {
+		tmb_u64 bytes = ((struct tfs_xattr_image *)image)->bytes, need = tfs_image_blocks(bytes);
+
+		if (need > had && need - had > tfs_blocks_left(fs, inode))
+			err = -EDQUOT;
+		else
+			err = tfs_write_image(fs, &root, image, bytes, tfs_tag(fs), &taken);
+	}
 	tfs_os_free(image);
 	if (err)
 		goto unlock;
-	old = tmb_load(&inode->xattr_root);
 	tfs_tree_mark(fs, old, TFS_MAP_USED, tfs_tag(fs));
 	tfs_tx_word(fs, slot, &inode->xattr_root, root);
 	if (mode >= 0)
 		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | ((tmb_u64)mode & 07777));
 	tfs_tx_commit(fs, slot);
 	tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_USED);
+	tfs_count_blocks(fs, inode, (tmb_s64)(taken - had));
 	tfs_changed(inode, now, false);
 	if (old) {
 		tmb_u64 holders = tfs_wait_unpinned(fs, h.ino);

@@ -4,9 +4,11 @@
 //! - [`recorder`]: sees the stores, takes them back and makes them again.
 //! - [`world`]: a small zone, and what it holds as plain values.
 //! - [`sweep`]: operations cut off after every store.
+//! - [`living`]: members that go on meanwhile.
 //! - [`lines`]: what of the stores persistent memory has when power fails.
 
 mod lines;
+mod living;
 mod recorder;
 mod sweep;
 mod world;
@@ -155,7 +157,7 @@ fn grow(persistent: bool) {
 
     let mut s = Sweep::new(4, persistent, |fs| {
         let d = create(fs, ROOT, "d", DIR);
-        (3..256).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
+        (4..256).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
     });
     s.step("a larger inode table", |fs| create(fs, ROOT, "one-more", REG));
     report(&s);
@@ -245,10 +247,16 @@ fn run_full(persistent: bool) {
         assert_eq!(fs.statfs().blocks_free, 1);
     });
     let full = |result: Result<_, rustix::io::Errno>| assert_eq!(result, Err(rustix::io::Errno::NOSPC));
-    s.step("a directory block without an index", |fs| {
-        full(fs.create(find(fs, "d"), Some("x".repeat(250).as_bytes()), &Create::mode(REG)).map(|_| ()));
-    });
     s.step("an attribute of two blocks", |fs| {
+        full(fs.xattr_set(find(fs, "d/f"), b"user.c", Some(&[1; 5000]), 0, None));
+    });
+    let long = |i: usize| format!("{i:x<250}");
+    s.step("a directory block without an index", |fs| create(fs, find(fs, "d"), &long(0), REG));
+    (1..12).for_each(|i| _ = create(s.worker(), find(s.worker(), "d"), &long(i), REG));
+    s.step("a directory block where there is none", |fs| {
+        full(fs.create(find(fs, "d"), Some(long(12).as_bytes()), &Create::mode(REG)).map(|_| ()));
+    });
+    s.step("an attribute where there is no room at all", |fs| {
         full(fs.xattr_set(find(fs, "d/f"), b"user.b", Some(&[1; 5000]), 0, None));
     });
     s.step("a block that needs nodes", |fs| {
