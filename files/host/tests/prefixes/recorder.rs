@@ -46,11 +46,14 @@ struct Recorder {
     announced: Option<(usize, [u64; 3], usize)>,
 }
 
+/// Before which access, and what.
+type Interrupt = (usize, *mut dyn FnMut());
+
 thread_local! {
     static RECORDER: RefCell<Recorder> = RefCell::default();
     /// Atomic accesses so far, and what is to happen before a certain one.
     static ACCESSES: Cell<usize> = const { Cell::new(0) };
-    static INTERRUPT: RefCell<Option<(usize, *mut dyn FnMut())>> = const { RefCell::new(None) };
+    static INTERRUPT: RefCell<Option<Interrupt>> = const { RefCell::new(None) };
 }
 
 /// How many atomic accesses the core has made on this thread.
