@@ -91,7 +91,7 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path) -> Result<Results> {
     let servers = Servers::start(temp.path(), &export)?;
     let initrd = kit.join(&plan.kernel).join("initrd-bench.img");
     if !initrd.exists() {
-        bail!("{} is not there: 'make guest-bench' makes it", initrd.display());
+        bail!("{} is not there: 'scripts/prepare bench' makes it", initrd.display());
     }
     let two = plan.handover_mb > 0 && (plan.matrix.wants("handover") || plan.matrix.wants(VMS));
     let project = Project::up(temp.path(), &compose(plan, &initrd, temp.path(), &servers, two))?;
