@@ -156,7 +156,7 @@ fn narrowed() -> Result<Rules, seccompiler::BackendError> {
         | libc::CLONE_NEWPID
         | libc::CLONE_NEWUSER
         | libc::CLONE_NEWUTS;
-    let number = |n: libc::c_int| u64::from(n.cast_unsigned());
+    let number = |n: libc::c_int| u64::from(n as u32);
     let no_code = || rule(2, MaskedEq(number(libc::PROT_EXEC)), 0);
     Ok([
         (libc::SYS_clone, vec![rule(0, MaskedEq(number(KIND)), number(THREAD))?]),

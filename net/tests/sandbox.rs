@@ -112,7 +112,7 @@ fn a_sandboxed_switch_makes_threads_and_no_processes_runs_no_new_code_and_reache
             refused("terminal", libc::ioctl(0, libc::TIOCSTI, c"x".as_ptr()).into());
             refused("dumpable", libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0).into());
             refused("parent", libc::kill(libc::getppid(), 0).into());
-            let parent = std::os::unix::process::parent_id() as libc::c_long;
+            let parent = libc::c_long::from(std::os::unix::process::parent_id());
             refused("its thread", libc::syscall(libc::SYS_tgkill, parent, parent, 0));
             refused("io_uring", libc::syscall(libc::SYS_io_uring_setup, 1, 0));
         }
