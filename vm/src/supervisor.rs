@@ -16,7 +16,7 @@ use anyhow::Context;
 use crate::accelerator::Accelerator;
 use crate::compose::{Backing, Project, Rights, ZoneUse};
 use crate::control::{Event, NetStatus, PortStatus, Request, Stage, Status, ZoneStatus};
-use crate::machine::{Machine, Phase};
+use crate::machine::{Machine, Phase, hotplug};
 use crate::mount::{self, Source};
 use crate::network::Network;
 use crate::peer::{self, Peer};
@@ -396,8 +396,10 @@ impl Supervisor {
         let zone_use = ZoneUse { mount: mount.map(str::to_owned), rights, ..ZoneUse::default() };
         let invitation = zone.invite(vm, &zone_use)?;
         if let Err(e) = machine.plug(zone_name, &zone_use, &invitation) {
-            zone.gone(vm);
-            return Err(e);
+            if let hotplug::Failure::Undone(_) = e {
+                zone.gone(vm);
+            }
+            return Err(e.into());
         }
         mount_zone(&machine, zone_name, &zone, &zone_use).with_context(|| {
             format!("the VM '{vm}' is a member of the zone '{zone_name}' now, but has not mounted it")
@@ -419,7 +421,7 @@ impl Supervisor {
         machine.forget_zone(zone_name);
         reporter.send(&Event::Note {
             text: format!(
-                "the VM '{vm}' has left the zone '{zone_name}'. Its memory device stays in the VM until that is stopped: stock QEMU can't unplug virtio-pmem"
+                "the VM '{vm}' has left the zone '{zone_name}'. Its memory device stays in the VM until that is stopped, or attached again: stock QEMU can't unplug virtio-pmem"
             ),
         });
         Ok(())
