@@ -9,31 +9,12 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use common::namespace::alone;
 use common::program::Switch;
 use common::{Rig, frame, wait_for};
 use tombolo_net::driver::Nic;
 use tombolo_net::features::OFFLOADS;
 use tombolo_net::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
-
-/// Runs `body` in a network namespace of its own, which an ordinary user has in a user namespace.
-fn alone(test: &str, body: impl FnOnce()) {
-    const INSIDE: &str = "TOMBOLO_TEST_NAMESPACE";
-    // SAFETY: asks for a number.
-    if unsafe { libc::geteuid() } == 0 {
-        // SAFETY: moves this thread, and what it starts, into a new namespace.
-        let moved = unsafe { libc::unshare(libc::CLONE_NEWNET) };
-        assert_eq!(moved, 0, "{}", std::io::Error::last_os_error());
-    } else if std::env::var_os(INSIDE).is_none() {
-        let own = std::env::current_exe().unwrap();
-        let mut command = Command::new("unshare");
-        command.args(["--map-current-user", "--keep-caps", "--net", "--"]).arg(own);
-        command.args(["--exact", test, "--nocapture"]).env(INSIDE, "1");
-        assert!(command.status().unwrap().success(), "{test} failed in its namespaces");
-        return;
-    }
-    sh("ip link set lo up");
-    body();
-}
 
 fn sh(text: &str) {
     let output = Command::new("sh").args(["-ec", text]).output().unwrap();
