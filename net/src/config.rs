@@ -89,6 +89,9 @@ pub struct PortConfig {
     /// If any: drop IP, ARP and neighbour discovery from other addresses.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
+    /// With `ips`: it may send router advertisements, redirects and a DHCP server's answers.
+    #[serde(default)]
+    pub router: bool,
     /// Reaches only uplinks.
     #[serde(default)]
     pub isolated: bool,
@@ -114,6 +117,7 @@ impl PortConfig {
             macs: self.macs.clone(),
             check_mac: self.check_mac,
             ips: self.ips.clone(),
+            router: self.router,
             isolated: self.isolated,
             uplink: false,
             vlan: self.vlan.clone(),
