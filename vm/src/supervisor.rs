@@ -4,14 +4,16 @@
 //! crash or a kill leaves nothing behind.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
+use rustix::process::{Resource, Rlimit};
+use tombolo_zone::door::Door;
 
 use crate::accelerator::Accelerator;
 use crate::compose::{Backing, Project, Rights, ZoneUse};
@@ -21,13 +23,17 @@ use crate::mount::{self, Source};
 use crate::network::Network;
 use crate::peer::{self, Peer};
 use crate::session;
-use crate::state::{Address, StateDir};
+use crate::state::StateDir;
 use crate::zones::HostZone;
+use reception::Connection;
 
+mod reception;
 mod start;
 
 /// How often the zones are looked after.
 const TEND: Duration = Duration::from_secs(1);
+/// How long a client may leave what it is told unread.
+const UNREAD: Duration = Duration::from_secs(2);
 /// Bytes of the console that somebody who attaches sees first.
 const RECENT: usize = 2048;
 
@@ -66,15 +72,29 @@ impl Inner {
 }
 
 /// Sends events of one request; sending to a client that has gone is not an error, its going cancels the request.
-#[derive(Clone)]
 struct Reporter {
-    socket: Arc<Mutex<UnixStream>>,
+    /// None: the client has gone, or does not read.
+    socket: Mutex<Option<Arc<UnixStream>>>,
 }
 
 impl Reporter {
+    fn of(peer: &Peer, request: &Request) -> Reporter {
+        let socket = peer.socket();
+        // Output of a command waits for its reader. Nothing else waits long for a client that is stopped.
+        let limit = (!matches!(request, Request::Exec { .. })).then_some(UNREAD);
+        // It fails for a limit of zero only.
+        let _never = socket.set_write_timeout(limit);
+        Reporter { socket: Mutex::new(Some(socket)) }
+    }
+
     fn send(&self, event: &Event) {
         let mut socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = peer::send(&mut socket, event);
+        if socket.as_ref().is_some_and(|socket| peer::send(socket, event).is_err()) {
+            // Half a message may be out.
+            if let Some(socket) = socket.take() {
+                let _gone_already = socket.shutdown(std::net::Shutdown::Both);
+            }
+        }
     }
 
     fn stage(&self, vm: &str, stage: Stage, detail: &str) {
@@ -89,28 +109,13 @@ impl Reporter {
 pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     // SAFETY: the command that starts this process passes the number of a descriptor that nobody else here owns.
     let control = UnixStream::from(unsafe { OwnedFd::from_raw_fd(control) });
-    let mut peer = Peer::new(control)?;
-    let state = StateDir::of(&project)?;
-    if state.path() != dir {
-        anyhow::bail!(
-            "{} is not the folder of this project, which is {}",
-            dir.display(),
-            state.path().display()
-        );
-    }
-    let Some(_lock) = state.lock()? else {
-        peer.send(&Event::Taken)?;
-        return Ok(());
+    let mut peer = Peer::new(control);
+    let state = StateDir::at(dir.to_owned());
+    let (_lock, door) = match settle(&state, &project) {
+        Ok(Some(settled)) => settled,
+        Ok(None) => return Ok(peer.send(&Event::Taken)?),
+        Err(e) => return Ok(peer.send(&Event::Failed { message: format!("{e:#}") })?),
     };
-    let socket = format!("tombolo-{}-{}", std::process::id(), crate::state::random_hex(12));
-    let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(&socket)?)?;
-    crate::state::log_to(&state.path().join("supervisor.log"))?;
-    state.publish(&Address {
-        socket,
-        pid: std::process::id(),
-        project: project.name.clone(),
-        file: project.file.clone(),
-    })?;
     peer.send(&Event::Note { text: "ready".into() })?;
     let supervisor = Arc::new(Supervisor {
         dir: state.clone(),
@@ -121,7 +126,8 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             zones: BTreeMap::new(),
             networks: BTreeMap::new(),
             accelerators: BTreeMap::new(),
-            requests: 0,
+            // The command that started this process.
+            requests: 1,
             withdrawn: false,
         }),
         changing: Mutex::new(()),
@@ -130,17 +136,8 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     });
     let accepting = supervisor.clone();
     std::thread::Builder::new().name("control".into()).spawn(move || {
-        for socket in listener.incoming().map_while(Result::ok) {
-            let own = accepting.clone();
-            // A thread that can't be had closes this connection; the next may have more luck.
-            drop(std::thread::Builder::new().name("request".into()).spawn(move || {
-                if peer::check_user(&socket).is_ok() {
-                    if let Ok(peer) = Peer::new(socket) {
-                        own.serve(peer);
-                    }
-                }
-            }));
-        }
+        let serve = Arc::new(move |connection| accepting.admit(connection));
+        reception::receive(door.listener(), &(serve as Arc<dyn Fn(Connection) + Send + Sync>));
     })?;
     let terminated = session::signals()?;
     let own = supervisor.clone();
@@ -152,7 +149,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
         }
     })?;
     let own = supervisor.clone();
-    std::thread::Builder::new().name("request".into()).spawn(move || own.serve(peer))?;
+    std::thread::Builder::new().name("request".into()).spawn(move || own.begin(peer))?;
     let mut over = supervisor.over.lock().unwrap_or_else(PoisonError::into_inner);
     while !*over {
         (over, _) = supervisor.over_changed.wait_timeout(over, TEND).unwrap_or_else(PoisonError::into_inner);
@@ -163,6 +160,17 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Makes this process the project's supervisor; `None`: another process is.
+fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<(File, Door)>> {
+    let Some(lock) = state.lock()? else { return Ok(None) };
+    let Some(door) = state.open_door(&project.file)? else { return Ok(None) };
+    crate::state::log_to(&state.path().join("supervisor.log"))?;
+    // Each VM, console and command takes a few.
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
+    Ok(Some((lock, door)))
 }
 
 impl Supervisor {
@@ -212,29 +220,45 @@ impl Supervisor {
         }
     }
 
-    fn serve(self: &Arc<Self>, mut peer: Peer) {
+    /// Serves the command that started this process.
+    fn begin(self: &Arc<Self>, mut peer: Peer) {
+        match peer.receive::<Request>() {
+            Ok(Some(request)) => {
+                let reporter = Reporter::of(&peer, &request);
+                self.serve(request, peer, reporter);
+            }
+            // It has gone again.
+            Ok(None) | Err(_) => self.leave_for_good(),
+        }
+    }
+
+    /// Serves a command that has found this process.
+    fn admit(self: &Arc<Self>, connection: Connection) {
+        let mut peer = Peer::new(connection.socket);
         let request = match peer.receive::<Request>() {
             Ok(Some(request)) => request,
-            Ok(None) => {
-                if self.enter() && self.leave() {
-                    self.end();
-                }
-                return;
-            }
+            Ok(None) => return,
             Err(e) => {
                 let _ = peer.send(&Event::Failed { message: format!("{e:#}") });
                 return;
             }
         };
-        let Ok(writer) = peer.writer() else { return };
-        let reporter = Reporter { socket: Arc::new(Mutex::new(writer)) };
+        let reporter = Reporter::of(&peer, &request);
+        if connection.scarce && !matches!(request, Request::Ps | Request::Down { .. }) {
+            let message = "it has no file descriptor left; 'ps' and 'down' still work. Close consoles and commands, or take the project                            down and start it with a higher limit (ulimit -n)";
+            reporter.send(&Event::Failed { message: message.into() });
+            return;
+        }
         if let Request::Attend = request {
             return attend(peer, &reporter);
         }
-        // Without 'heard' the client starts another supervisor.
-        if !self.enter() {
-            return;
+        // A client that has waited too long has said so and gone. Without 'heard' one that is there starts another supervisor.
+        if !session::has_gone(&peer.socket()) && self.enter() {
+            self.serve(request, peer, reporter);
         }
+    }
+
+    fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter) {
         reporter.send(&Event::Heard);
         let result = match request {
             Request::Up { project, vms } => self.up(*project, &vms, peer, &reporter),
@@ -249,12 +273,7 @@ impl Supervisor {
             }),
             Request::Console { vm } => {
                 match self.machine(&vm).and_then(|m| session::console(&m, peer, RECENT)) {
-                    Ok(()) => {
-                        if self.leave() {
-                            self.end();
-                        }
-                        return;
-                    }
+                    Ok(()) => return self.leave_for_good(),
                     Err(e) => Err(e),
                 }
             }
@@ -282,6 +301,13 @@ impl Supervisor {
             inner.requests += 1;
         }
         !inner.withdrawn
+    }
+
+    /// A request ends that nobody waits for.
+    fn leave_for_good(&self) {
+        if self.leave() {
+            self.end();
+        }
     }
 
     /// A request ends. A supervisor without requests and VMs has nothing to do: it lets go of the zones, can't be found any more, and is

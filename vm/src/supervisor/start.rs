@@ -108,7 +108,7 @@ impl Supervisor {
         let accel = self.accel(&qemu, &missing, &near, reporter)?;
         let mut opened = BTreeMap::new();
         for (name, spec) in new_zones {
-            opened.insert(name.clone(), Arc::new(HostZone::open(name, spec, self.dir.path())?));
+            opened.insert(name.clone(), Arc::new(HostZone::open(name, spec)?));
         }
         let opened_names: Vec<String> = opened.keys().cloned().collect();
         let running = self.lock().networks.clone();
