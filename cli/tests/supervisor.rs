@@ -199,3 +199,67 @@ fn two_that_start_one_project_from_different_runtime_folders_get_one_vm() {
         lab.good(&["down"]);
     }
 }
+
+/// Takes the project down and says how long that took, at most 30 s, and what was said.
+fn down(lab: &Lab) -> (Duration, String) {
+    let begun = Instant::now();
+    let output = lab.run(&["down"]);
+    let took = begun.elapsed();
+    let words = said(&output);
+    assert!(output.status.success(), "{words}");
+    assert!(took < Duration::from_secs(30), "{took:?}: {words}");
+    (took, words)
+}
+
+#[test]
+fn a_guest_and_a_qemu_that_hear_nothing_are_stopped_within_the_time_that_is_said() {
+    let lab = lab(&["deaf-agent", "no-quit"], "disk = \"disk\"\nzones = { z = {} }\n");
+    std::fs::write(lab.dir.path().join("disk"), "").unwrap();
+    lab.good(&["up"]);
+    // Commands that the agent never answers stand in the way.
+    let mut waiting: Vec<Child> = (0..5)
+        .map(|_| lab.command(&["exec", "a", "--", "true"]).stderr(Stdio::piped()).spawn().unwrap())
+        .collect();
+    let (_, words) = down(&lab);
+    for told in ["12 s to switch itself off", "QEMU does not quit and is killed", "a: stopped"] {
+        assert!(words.contains(told), "{words}");
+    }
+    for command in &mut waiting {
+        assert_eq!(command.wait().unwrap().code(), Some(125));
+    }
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_qemu_that_is_stopped_in_the_middle_of_a_plug_does_not_hold_up_down() {
+    let lab = lab(&[], "");
+    lab.good(&["up"]);
+    let qemu = qemu(&lab);
+    signal(qemu, "STOP");
+    let mut attach = lab.command(&["zone", "attach", "z", "a"]).stderr(Stdio::piped()).spawn().unwrap();
+    // The monitor owes the reply to the first step when QEMU has been sent something.
+    until("the plug begins", || lab.ps()["zones"][0]["members"] != serde_json::json!([]));
+    down(&lab);
+    assert!(!attach.wait().unwrap().success());
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_down_that_is_interrupted_says_that_it_goes_on_and_does() {
+    let lab = lab(&["no-quit"], "disk = \"disk\"\n");
+    std::fs::write(lab.dir.path().join("disk"), "").unwrap();
+    lab.good(&["up"]);
+    let mut child = lab.command(&["down"]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut reader = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("stopping") {
+        line.clear();
+        assert!(reader.read_line(&mut line).unwrap() > 0);
+    }
+    signal(child.id(), "TERM");
+    let mut rest = String::new();
+    reader.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{rest}");
+    assert!(rest.contains("the supervisor goes on with it"), "{rest}");
+    lab.assert_nothing_left();
+}

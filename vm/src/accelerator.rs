@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -76,6 +76,21 @@ fn ask(link: &Mutex<Peer>, request: &Value) -> anyhow::Result<Result<Value, Stri
         Some(error) => Err(error.to_owned()),
         None => Ok(answer["ok"].clone()),
     })
+}
+
+/// How long `ps` waits for a server.
+const LOOK: Duration = Duration::from_millis(300);
+
+/// What a server says of itself, where it answers soon: nobody waits long for what is only looked at. One that doesn't answer at all ends by
+/// [`ask`].
+fn look(link: Arc<Mutex<Peer>>) -> Option<Value> {
+    let (sender, answer) = mpsc::channel();
+    let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
+        // Nobody hears a late answer.
+        let _late = sender.send(ask(&link, &json!({ "do": "ls" })));
+    });
+    asking.ok()?;
+    answer.recv_timeout(LOOK).ok()?.ok()?.ok()
 }
 
 impl Seat {
@@ -169,8 +184,7 @@ done"#;
     pub fn status(&self) -> AccelStatus {
         let (pid, starts) = self.keeper.process();
         let link = lock(&self.server.link).clone();
-        // One that doesn't answer is about to end.
-        let server = link.and_then(|link| ask(&link, &json!({ "do": "ls" })).ok()?.ok());
+        let server = link.and_then(look);
         let tenants = server.as_ref().and_then(|s| s["tenants"].as_array()).cloned().unwrap_or_default();
         let vms = lock(&self.server.seats)
             .iter()

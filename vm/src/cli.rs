@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 
-use crate::client::{self, Outcome, Progress};
+use crate::client::{self, OnInterrupt, Outcome, Progress};
 use crate::compose::{self, Project, Rights, Size};
 use crate::control::{Event, Request, Status, ZoneStatus};
 use crate::doctor;
@@ -293,7 +293,7 @@ pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
         ZoneCommand::Detach { file, zone, vm } => (file, Request::ZoneDetach { zone, vm }),
     };
     let mut peer = client::living(&file.load()?, &request)?;
-    finish(client::follow(&mut peer, &mut Progress::new(json))?)
+    finish(client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave)?)
 }
 
 /// One line or more on the standard output; who reads it may be gone, which is an error like any other.
@@ -341,6 +341,12 @@ fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
             eprintln!("tombolo: interrupted; everything that was started has been stopped");
             Ok(ExitCode::from(130))
         }
+        Outcome::Left => {
+            eprintln!(
+                "tombolo: interrupted; the supervisor goes on with it, 'tombolo ps' shows how far it is"
+            );
+            Ok(ExitCode::from(130))
+        }
     }
 }
 
@@ -364,7 +370,7 @@ fn up(project: &Project, vms: Vec<String>, attach: bool, json: bool) -> anyhow::
     }
     let request = Request::Up { project: Box::new(project.clone()), vms };
     let mut peer = client::supervisor(project, &request)?;
-    let outcome = client::follow(&mut peer, &mut Progress::new(json))?;
+    let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Cancel)?;
     if outcome == Outcome::Done && attach {
         eprintln!("Ctrl-C takes everything down");
         client::attach(project)?;
@@ -390,7 +396,7 @@ fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitC
         }
         return Ok(ExitCode::SUCCESS);
     };
-    let outcome = client::follow(&mut peer, &mut Progress::new(json))?;
+    let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave)?;
     if all && outcome == Outcome::Done {
         // The supervisor ends right after its last word; whoever called `down` may count on it.
         peer.wait_ended(ENDING)?;

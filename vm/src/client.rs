@@ -161,24 +161,49 @@ pub enum Outcome {
     Done,
     /// The user pressed Ctrl-C; everything has been taken back.
     Interrupted,
+    /// The user did not wait for the end; the supervisor goes on.
+    Left,
 }
 
-/// Follows a request to its end. Ctrl-C cancels it and waits until it is taken back.
+/// What Ctrl-C, SIGTERM and SIGHUP do to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnInterrupt {
+    /// The first cancels it, and its taking back is waited for; the second ends the wait.
+    Cancel,
+    /// The first ends the wait. The supervisor carries the request out.
+    Leave,
+}
+
+/// Follows a request to its end.
 ///
 /// # Errors
 /// What the supervisor says.
-pub fn follow(peer: &mut Peer, progress: &mut Progress) -> anyhow::Result<Outcome> {
+pub fn follow(peer: &mut Peer, progress: &mut Progress, on: OnInterrupt) -> anyhow::Result<Outcome> {
     let interrupted = Arc::new(AtomicBool::new(false));
+    let left = Arc::new(AtomicBool::new(false));
     let signals = session::signals()?;
     let socket = peer.socket();
-    let seen = interrupted.clone();
+    let (cancels, leaves) = (interrupted.clone(), left.clone());
     std::thread::Builder::new().name("signals".into()).spawn(move || {
-        if signals.wait() {
-            seen.store(true, Ordering::Release);
+        if on == OnInterrupt::Cancel && signals.wait() {
+            cancels.store(true, Ordering::Release);
             // The supervisor takes the end of what is said to it as the word to stop; its answer still comes.
             let _ = socket.shutdown(std::net::Shutdown::Write);
         }
+        if signals.wait() {
+            leaves.store(true, Ordering::Release);
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+        }
     })?;
+    let ended = follow_events(peer, progress, &interrupted);
+    if left.load(Ordering::Acquire) { Ok(Outcome::Left) } else { ended }
+}
+
+fn follow_events(
+    peer: &mut Peer,
+    progress: &mut Progress,
+    interrupted: &AtomicBool,
+) -> anyhow::Result<Outcome> {
     loop {
         match peer.receive::<Event>()? {
             Some(Event::Stage { vm, stage, detail }) => progress.stage(&vm, stage, &detail),

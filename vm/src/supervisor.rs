@@ -8,6 +8,7 @@ use std::fs::File;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -26,14 +27,19 @@ use crate::session;
 use crate::state::StateDir;
 use crate::zones::HostZone;
 use reception::Connection;
+use turn::Turns;
 
+mod down;
 mod reception;
 mod start;
+mod turn;
 
 /// How often the zones are looked after.
 const TEND: Duration = Duration::from_secs(1);
 /// How long a client may leave what it is told unread.
 const UNREAD: Duration = Duration::from_secs(2);
+/// How long a guest may take to unmount a zone that it leaves.
+const UNMOUNT: Duration = Duration::from_secs(30);
 /// Bytes of the console that somebody who attaches sees first.
 const RECENT: usize = 2048;
 
@@ -41,7 +47,9 @@ struct Supervisor {
     dir: StateDir,
     inner: Mutex<Inner>,
     /// Held while VMs are started or stopped: one such request at a time.
-    changing: Mutex<()>,
+    changing: Turns,
+    /// Everything is being stopped.
+    ending: AtomicBool,
     over: Mutex<bool>,
     over_changed: Condvar,
 }
@@ -59,15 +67,21 @@ struct Inner {
     withdrawn: bool,
 }
 
-/// What runs beside VMs: dropping it ends switches and servers, which takes a moment.
-type Beside = (BTreeMap<String, Arc<Network>>, BTreeMap<String, Arc<Accelerator>>);
+/// What runs beside VMs.
+struct Beside {
+    networks: BTreeMap<String, Arc<Network>>,
+    accelerators: BTreeMap<String, Arc<Accelerator>>,
+}
 
 impl Inner {
-    /// Lets go of everything but VMs.
+    /// Lets go of everything but VMs. What is returned is to be ended, which takes a moment, without the lock.
     #[must_use]
     fn clear(&mut self) -> Beside {
         self.zones.clear();
-        (std::mem::take(&mut self.networks), std::mem::take(&mut self.accelerators))
+        Beside {
+            networks: std::mem::take(&mut self.networks),
+            accelerators: std::mem::take(&mut self.accelerators),
+        }
     }
 }
 
@@ -130,7 +144,8 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             requests: 1,
             withdrawn: false,
         }),
-        changing: Mutex::new(()),
+        changing: Turns::default(),
+        ending: AtomicBool::new(false),
         over: Mutex::new(false),
         over_changed: Condvar::new(),
     });
@@ -143,8 +158,9 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     let own = supervisor.clone();
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if terminated.wait() {
-            own.stop(&[], None);
-            drop(own.lock().clear());
+            if let Err(e) = own.down_all(None) {
+                eprintln!("tombolo: {e:#}");
+            }
             own.end();
         }
     })?;
@@ -322,61 +338,8 @@ impl Supervisor {
         let beside = inner.clear();
         self.dir.withdraw();
         drop(inner);
-        drop(beside);
+        beside.end();
         true
-    }
-
-    fn down(&self, vms: &[String], reporter: &Reporter) -> anyhow::Result<()> {
-        for vm in vms {
-            self.machine(vm)?;
-        }
-        self.stop(vms, Some(reporter));
-        let mut inner = self.lock();
-        if inner.machines.is_empty() {
-            drop(inner.clear());
-            self.dir.remove();
-        }
-        Ok(())
-    }
-
-    /// Stops VMs (all, where the list is empty), in parallel.
-    fn stop(&self, vms: &[String], reporter: Option<&Reporter>) {
-        // A start in progress is cut short rather than waited for.
-        if vms.is_empty() {
-            for machine in self.lock().machines.values().filter(|m| m.phase() == Phase::Booting) {
-                machine.cancel();
-            }
-        }
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let chosen: Vec<Arc<Machine>> = {
-            let inner = self.lock();
-            inner
-                .machines
-                .values()
-                .filter(|m| vms.is_empty() || vms.iter().any(|v| v == m.name()))
-                .cloned()
-                .collect()
-        };
-        std::thread::scope(|scope| {
-            for machine in &chosen {
-                scope.spawn(move || {
-                    let report = |stage: Stage, detail: &str| {
-                        if let Some(reporter) = reporter {
-                            reporter.stage(machine.name(), stage, detail);
-                        }
-                    };
-                    if machine.phase() == Phase::Up {
-                        self.unmount_all(machine);
-                    }
-                    machine.stop(&report);
-                    report(Stage::Stopped, "");
-                });
-            }
-        });
-        for machine in chosen {
-            self.leave_zones(machine.name(), machine.zones().keys());
-            self.lock().machines.remove(machine.name());
-        }
     }
 
     /// Ends a VM's memberships, those in its accelerators' zones too.
@@ -393,18 +356,6 @@ impl Supervisor {
         }
     }
 
-    /// A member that unmounts leaves nothing to recover; one that can't is treated as dead, which is safe.
-    fn unmount_all(&self, machine: &Machine) {
-        for (name, zone_use) in machine.zones() {
-            let source = self.lock().zones.get(&name).map(|z| z.uuid());
-            if let (Some(source), Some(_)) = (source, zone_use.mount) {
-                if let Err(e) = mount::unmount(machine, &source) {
-                    eprintln!("tombolo: {e:#}");
-                }
-            }
-        }
-    }
-
     fn attach(
         &self,
         zone_name: &str,
@@ -413,7 +364,7 @@ impl Supervisor {
         mount: Option<&str>,
         reporter: &Reporter,
     ) -> anyhow::Result<()> {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.changing.take();
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
         if machine.zones().contains_key(zone_name) {
@@ -436,13 +387,13 @@ impl Supervisor {
     }
 
     fn detach(&self, zone_name: &str, vm: &str, reporter: &Reporter) -> anyhow::Result<()> {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.changing.take();
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
         if !machine.zones().contains_key(zone_name) {
             anyhow::bail!("the VM '{vm}' is no member of the zone '{zone_name}'");
         }
-        mount::unmount(&machine, &zone.uuid())?;
+        mount::unmount(machine.agent(), vm, &[zone.uuid()], UNMOUNT)?;
         zone.gone(vm);
         machine.forget_zone(zone_name);
         reporter.send(&Event::Note {
