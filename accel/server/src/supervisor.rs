@@ -7,14 +7,18 @@ use crate::limits::Limits;
 use crate::metrics;
 use crate::tenants::{Pause, Tenant, Tenants};
 use crate::vm;
+use crate::wall::identity::Identity;
+use crate::wall::spawn::{self, Process, Start};
+use crate::wall::{Wall, limits as limits_of_processes};
 use anyhow::{Context, bail};
+use rustix::pipe::PipeFlags;
+use std::fs::File;
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
@@ -30,6 +34,8 @@ pub struct Config {
     pub of_vms: Limits,
     /// Its standard input is a socket of a process that looks after it.
     pub overseen: bool,
+    /// Clients' kernels may do all that this process's user may.
+    pub unconfined: bool,
     /// Clients at once, not counting processes of VMs.
     pub clients: usize,
     /// Where commands come in.
@@ -105,6 +111,7 @@ pub struct Server {
 
 /// Serves until the process is told to end, or is drained.
 pub fn serve(config: Config) -> anyhow::Result<()> {
+    let confinement = Confinement::tried(config.unconfined)?;
     let listeners = config
         .listen
         .iter()
@@ -116,7 +123,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     let vms = config.vms.iter().map(vm::Vm::keep).collect::<anyhow::Result<Vec<_>>>()?;
     let folders = config.vms.iter().map(|vm| vm.folder.display().to_string());
     let server = Arc::new(Server {
-        tenants: Arc::default(),
+        tenants: Arc::new(Tenants::of(confinement)),
         listens: Mutex::new(config.listen.iter().map(|l| l.0.clone()).chain(folders).collect()),
         of_vms: config.of_vms,
         sockets: Mutex::new(listeners.iter().map(copy).collect::<std::io::Result<_>>()?),
@@ -260,6 +267,118 @@ pub struct Place {
     pub window: u64,
 }
 
+/// How a server's workers are confined, whoever they serve; by default not.
+#[derive(Clone, Default)]
+pub struct Confinement(Option<Wall>);
+
+impl Confinement {
+    /// Tries on a worker that serves nobody whether workers can be confined here. `unconfined`: nothing is tried.
+    pub fn tried(unconfined: bool) -> anyhow::Result<Confinement> {
+        if unconfined {
+            eprintln!(
+                "tombolo accel: --unconfined: a client's kernels can do all that this server's user can"
+            );
+            return Ok(Confinement(None));
+        }
+        let identity = Identity::here().context("/proc/self")?;
+        let confinement = Confinement(Some(Wall { identity, memory: limits_of_processes::WORKING }));
+        let (said, process) = confinement.spawn(&["--trial"], &[], 0)?;
+        let mut words = String::new();
+        File::from(said).take(MOST_SAID).read_to_string(&mut words).context("what it says")?;
+        let ended = process.wait()?;
+        if !ended {
+            bail!(
+                "workers can't be confined here: {}; \
+                 see docs/accelerators.md, or let clients' kernels do all that this user can: --unconfined",
+                words.trim()
+            );
+        }
+        Ok(confinement)
+    }
+
+    fn of(&self, limits: &Limits) -> Confinement {
+        let memory = limits.memory.saturating_add(limits_of_processes::WORKING);
+        Confinement(self.0.clone().map(|wall| Wall { memory, ..wall }))
+    }
+
+    /// Starts a worker with descriptors from [`crate::worker::FIGURES_FD`] on. The end of what it says, and the process.
+    fn spawn(
+        &self,
+        arguments: &[&str],
+        fds: &[BorrowedFd<'_>],
+        nice: i32,
+    ) -> anyhow::Result<(OwnedFd, Process)> {
+        let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
+        let (said, says) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("a pipe")?;
+        let mut arguments: Vec<String> =
+            worker_arguments().into_iter().chain(arguments.iter().map(|a| (*a).to_owned())).collect();
+        if let Some(wall) = &self.0 {
+            arguments.extend(["--wall".into(), serde_json::to_string(wall)?]);
+        }
+        // Its standard input is not ours: that may be a socket that commands come in by.
+        let standard = [null.as_fd(), null.as_fd(), says.as_fd()];
+        let descriptors: Vec<BorrowedFd<'_>> = standard.into_iter().chain(fds.iter().copied()).collect();
+        let process = spawn::spawn(&Start {
+            arguments,
+            variables: &[(crate::worker::NATIVE, "1")],
+            descriptors: &descriptors,
+            nice,
+            namespaces: self.0.as_ref().map_or(0, Wall::namespaces),
+            cgroup: None,
+        })
+        .context(
+            "workers can't be confined here: no process with namespaces of its own \
+             (CONFIG_USER_NS, CONFIG_PID_NS, CONFIG_NET_NS; for a server that is not root also sysctl user.max_user_namespaces \
+             and kernel.unprivileged_userns_clone; in a container its own rules)",
+        )?;
+        Ok((said, process))
+    }
+}
+
+/// Bytes that a worker may say in the log of its server.
+const MOST_SAID: u64 = 64 << 10;
+
+/// Passes on to the log what a worker says, until it has ended.
+fn listen_to(said: OwnedFd, process: &Process) -> std::io::Result<()> {
+    let mut left = MOST_SAID as usize;
+    let mut said = Some(File::from(said));
+    let mut bytes = [0; 4096];
+    loop {
+        // Poll leaves a negative descriptor out: it closed its end, and may live on.
+        let mut fds = [
+            libc::pollfd {
+                fd: said.as_ref().map_or(-1, AsRawFd::as_raw_fd),
+                events: libc::POLLIN,
+                revents: 0,
+            },
+            libc::pollfd { fd: process.pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 },
+        ];
+        // SAFETY: the array lives during the call.
+        if unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) } < 0 {
+            let e = std::io::Error::last_os_error();
+            if e.kind() == std::io::ErrorKind::Interrupted {
+                continue;
+            }
+            return Err(e);
+        }
+        if fds[0].revents == 0 {
+            return Ok(());
+        }
+        let n = said.as_mut().map_or(Ok(0), |said| said.read(&mut bytes))?;
+        if n == 0 {
+            said = None;
+        }
+        let passed = n.min(left);
+        left -= passed;
+        let mut log = std::io::stderr().lock();
+        // A log that can't be written is nothing that a worker should end of.
+        let _written = log.write_all(&bytes[..passed]);
+        if passed > 0 && left == 0 {
+            let _written = log.write_all(b"\ntombolo accel: a worker says too much; the rest is left out\n");
+        }
+    }
+}
+
 /// Starts a worker for a client that came by `via`. It finds its figures at [`crate::worker::FIGURES_FD`] and the descriptors from
 /// [`crate::worker::SOCKET_FD`] on. `ended` is called when it has.
 pub fn start(
@@ -271,95 +390,43 @@ pub fn start(
     ended: impl FnOnce() + Send + 'static,
 ) -> anyhow::Result<()> {
     let (figures, page) = Figures::new().context("its figures")?;
-    // First out of the way of the numbers they get.
-    let above = crate::worker::SOCKET_FD + fds.len() as i32;
-    let wanted = std::iter::once(page.as_fd()).chain(fds.iter().copied());
-    let copies = wanted.map(|fd| copy_above(fd, above)).collect::<std::io::Result<Vec<_>>>()?;
-    let raw: Vec<i32> = copies.iter().map(AsRawFd::as_raw_fd).collect();
-    // This program, even where another has taken its name meanwhile.
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("tombolo").args(worker_arguments()).arg("--limits").arg(serde_json::to_string(limits)?);
+    let copies = fds.iter().map(BorrowedFd::try_clone_to_owned).collect::<std::io::Result<Vec<_>>>()?;
+    let mut arguments = vec!["--limits".to_owned(), serde_json::to_string(limits)?];
     if let Some(place) = place {
-        command.arg("--place").arg(serde_json::to_string(place)?);
+        arguments.extend(["--place".to_owned(), serde_json::to_string(place)?]);
     }
-    command.env(crate::worker::NATIVE, "1");
-    let nice = limits.nice();
-    // SAFETY: between fork and exec only async-signal-safe calls are made.
-    unsafe {
-        command.pre_exec(move || {
-            for (fd, to) in raw.iter().zip(crate::worker::FIGURES_FD..) {
-                if libc::dup2(*fd, to) < 0 {
-                    return Err(std::io::Error::last_os_error());
-                }
-            }
-            if nice != 0 {
-                let own = libc::getpriority(libc::PRIO_PROCESS, 0);
-                if libc::setpriority(libc::PRIO_PROCESS, 0, own + nice) < 0 {
-                    return Err(std::io::Error::last_os_error());
-                }
-            }
-            // A worker doesn't outlive its supervisor, whatever its client's kernels do about signals.
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-            Ok(())
-        });
-    }
+    let confinement = tenants.confinement().of(limits);
     let (via, limits) = (via.to_owned(), limits.clone());
     let tenants = tenants.clone();
-    // The signal comes when the thread that started a worker ends; so that thread waits for it.
-    let (said, started) = std::sync::mpsc::channel();
+    // The signal of the parent's death comes when the thread that started a worker ends; so that thread waits for it.
+    let (told, started) = std::sync::mpsc::channel();
     std::thread::Builder::new().name("worker-watch".into()).spawn(move || {
-        let child = command.spawn();
-        drop(copies);
-        let mut child = match child {
-            Ok(child) => child,
-            Err(e) => return drop(said.send(Err(e))),
+        let passed: Vec<BorrowedFd<'_>> =
+            [page.as_fd()].into_iter().chain(copies.iter().map(|c| c.as_fd())).collect();
+        let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let (said, process) = match confinement.spawn(&words, &passed, limits.nice()) {
+            Ok(begun) => begun,
+            Err(e) => return drop(told.send(Err(e))),
         };
-        let pid = child.id();
-        let process = match pidfd(pid) {
-            Ok(process) => process,
-            Err(e) => {
-                // It has just been started; nobody knows of it yet.
-                let _ended = child.kill();
-                let _reaped = child.wait();
-                return drop(said.send(Err(e)));
-            }
-        };
+        drop((page, copies));
+        let pidfd = process.pidfd.clone();
         let paused = Pause::default();
-        tenants.add(pid, Tenant { via, limits, figures, since: Instant::now(), process, paused });
+        tenants
+            .add(process.pid, Tenant { via, limits, figures, since: Instant::now(), process: pidfd, paused });
         // Whoever asked waits for this.
-        let _heard = said.send(Ok(()));
-        if let Err(e) = child.wait() {
+        let _heard = told.send(Ok(()));
+        if let Err(e) = listen_to(said, &process).and_then(|()| process.wait()) {
             eprintln!("tombolo accel: a worker can't be waited for: {e}");
         }
-        tenants.remove(pid);
+        tenants.remove(process.pid);
         ended();
     })?;
-    Ok(started.recv().context("the thread that starts a worker ended")??)
-}
-
-/// Of a child that nobody has waited for.
-pub(crate) fn pidfd(pid: u32) -> std::io::Result<OwnedFd> {
-    // SAFETY: integers only; the result is checked.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    if fd < 0 {
-        return Err(std::io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor is fresh.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
-}
-
-fn copy_above(fd: BorrowedFd<'_>, least: i32) -> std::io::Result<OwnedFd> {
-    // SAFETY: integers only; the result is checked.
-    let copy = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, least) };
-    if copy < 0 {
-        return Err(std::io::Error::last_os_error());
-    }
-    // SAFETY: the copy is fresh.
-    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+    started.recv().context("the thread that starts a worker ended")?
 }
 
 /// The words that make this program a worker: as `tombolo accel worker` or as `tombolo-accel worker`.
 fn worker_arguments() -> Vec<String> {
     let alone = std::env::args().nth(1).is_some_and(|a| a != "accel");
-    if alone { vec!["worker".into()] } else { vec!["accel".into(), "worker".into()] }
+    let words: &[&str] = if alone { &["tombolo", "worker"] } else { &["tombolo", "accel", "worker"] };
+    words.iter().map(|w| (*w).to_owned()).collect()
 }

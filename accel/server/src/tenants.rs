@@ -4,10 +4,11 @@
 use crate::divide::{self, Divider, Used};
 use crate::figures::{Figure, Figures};
 use crate::limits::Limits;
+use crate::supervisor::Confinement;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A client that is served.
@@ -21,7 +22,7 @@ pub struct Tenant {
     /// When its worker was started.
     pub since: Instant,
     /// Its worker, whatever becomes of its number.
-    pub process: OwnedFd,
+    pub process: Arc<OwnedFd>,
     /// How long it could not run, because its share of time was used up.
     pub paused: Pause,
 }
@@ -140,9 +141,20 @@ impl Inner {
 pub struct Tenants {
     inner: Mutex<Inner>,
     changed: Condvar,
+    confinement: Confinement,
 }
 
 impl Tenants {
+    /// Nobody yet; how the workers of those that come are confined.
+    pub fn of(confinement: Confinement) -> Tenants {
+        Tenants { confinement, ..Tenants::default() }
+    }
+
+    /// How workers are confined.
+    pub fn confinement(&self) -> &Confinement {
+        &self.confinement
+    }
+
     fn lock(&self) -> MutexGuard<'_, Inner> {
         // Maps stay whole whatever happens between two changes.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
@@ -229,7 +241,12 @@ impl Tenants {
 mod tests {
     use super::*;
     use std::process::{Child, Command};
-    use std::sync::Arc;
+
+    /// Of a child that nobody has waited for.
+    fn pidfd(pid: u32) -> OwnedFd {
+        let pid = rustix::process::Pid::from_raw(pid as i32).expect("not 0");
+        rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).expect("it was not waited for")
+    }
 
     /// A process that always wants to run, on one processor, as a tenant of this weight.
     fn busy(tenants: &Tenants, via: &str, weight: u32) -> Child {
@@ -245,7 +262,7 @@ mod tests {
                 limits: Limits { weight, ..Limits::default() },
                 figures: Figures::new().expect("a page").0,
                 since: Instant::now(),
-                process: crate::supervisor::pidfd(pid).expect("it was not waited for"),
+                process: Arc::new(pidfd(pid)),
                 paused: Pause::default(),
             },
         );
