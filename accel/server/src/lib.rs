@@ -12,6 +12,7 @@
 //! - [`metrics`]: the same for Prometheus.
 //! - [`trace`]: what one program's calls cost.
 //! - [`vm`]: a VM's zone and doorbells; channels that its processes take.
+//! - [`workers`]: starts workers, and looks after them.
 //! - [`worker`]: the life of one worker, from the handshake to the end of its client.
 //! - [`wall`]: what a worker is kept from, and by what.
 //! - [`session`]: decodes requests, whatever the API; threads, replies, sleeping.
@@ -36,3 +37,4 @@ pub mod trace;
 pub mod vm;
 pub mod wall;
 pub mod worker;
+pub mod workers;

@@ -15,11 +15,14 @@
 //!    capabilities, nor a way to get any.
 //! 6. [`calls`] (seccomp), once the driver is loaded and before a request is carried out: system calls that no driver needs fail.
 //!
+//! What a worker starts all the same is counted and stopped with it by its supervisor ([`census`]).
+//!
 //! A stage that fails ends the worker with a sentence that names what is missing. The supervisor tries all of them when it starts, so that
 //! a server that can't confine its workers says so at once. `--unconfined` leaves out stages 1 (but for descriptors and variables), 2 and 4,
 //! the own user id, and the limits that need one.
 
 pub mod calls;
+pub mod census;
 pub mod identity;
 pub mod limits;
 pub mod rules;
@@ -73,4 +76,94 @@ pub fn enter_unconfined() -> anyhow::Result<()> {
 /// Where a driver may write, in a worker's view.
 pub fn scratch() -> PathBuf {
     PathBuf::from("/tmp")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    /// Set in the process that goes behind the wall; its name is one of those that such a process gets.
+    const INSIDE: &str = "TOMBOLO_ACCEL_TEST_INSIDE";
+
+    /// What libraries do at any time: arenas of malloc in many threads (which look for processors in /sys), memory that grows, time zones,
+    /// locales, names of users and hosts, other programs, the log of the system, panics with their backtraces.
+    fn all_that_libraries_do() {
+        let work = |n: usize| {
+            let mut grows = Vec::new();
+            let mut small = Vec::new();
+            for i in 0..20_000_usize {
+                grows.push([i; 8]);
+                small.push(vec![0_u8; (i * 37 + n) % 700]);
+                if i % 3 == 0 {
+                    small.swap_remove(i % small.len());
+                }
+            }
+            let caught = std::panic::catch_unwind(|| assert!(grows.is_empty(), "on purpose"));
+            assert!(caught.is_err());
+            grows.len() + small.len()
+        };
+        let threads: Vec<_> = (0..128).map(|n| std::thread::spawn(move || work(n))).collect();
+        for thread in threads {
+            assert!(thread.join().expect("a thread ends by itself") > 20_000);
+        }
+        let _names = (std::net::ToSocketAddrs::to_socket_addrs(&("localhost", 1)), std::env::temp_dir());
+        assert!(std::thread::available_parallelism().is_ok());
+        // By posix_spawn, as drivers start the linker.
+        assert!(Command::new("/bin/sh").args(["-c", "exit 0"]).status().expect("a shell").success());
+        for locale in [c"", c"C.UTF-8", c"xx_XX"] {
+            // SAFETY: the strings end with a zero; no other thread runs any more.
+            unsafe { libc::setlocale(libc::LC_ALL, locale.as_ptr()) };
+        }
+        // SAFETY: strings that end with a zero, integers, and room for a time, which live during the calls.
+        unsafe {
+            for zone in [c"Europe/Berlin", c"Nowhere/Nowhere", c":/etc/shadow"] {
+                libc::setenv(c"TZ".as_ptr(), zone.as_ptr(), 1);
+                let (now, mut parts) = (libc::time(std::ptr::null_mut()), std::mem::zeroed());
+                assert!(!libc::localtime_r(&now, &mut parts).is_null());
+            }
+            let _nobody = (libc::getpwuid(libc::getuid()), libc::getpwnam(c"root".as_ptr()));
+            libc::syslog(libc::LOG_INFO, c"behind the wall".as_ptr());
+            assert!(libc::sysconf(libc::_SC_NPROCESSORS_CONF) > 0);
+            assert_eq!(libc::dlopen(c"libnonesuch.so".as_ptr(), libc::RTLD_NOW), std::ptr::null_mut());
+            // A large block that grows would be moved by mremap.
+            let mut block = libc::malloc(64 << 20);
+            block.cast::<u8>().write(7);
+            block = libc::realloc(block, 256 << 20);
+            assert_eq!(block.cast::<u8>().read(), 7);
+            libc::free(block);
+        }
+    }
+
+    #[test]
+    fn libraries_get_errors_behind_the_wall_and_nobody_is_killed() {
+        if std::env::var_os(INSIDE).is_some() {
+            let wall = std::env::var("TOMBOLO_ACCEL_TEST_WALL").expect("told");
+            let wall: Wall = serde_json::from_str(&wall).expect("a wall");
+            wall.enter().expect("confined");
+            calls::filter().expect("filtered");
+            all_that_libraries_do();
+            return;
+        }
+        let wall = Wall { identity: Identity::here().expect("/proc"), memory: limits::WORKING };
+        let told = serde_json::to_string(&wall).expect("JSON");
+        // The thread that starts it has to live as long: this one.
+        let name = "wall::tests::libraries_get_errors_behind_the_wall_and_nobody_is_killed";
+        let arguments = ["test", "--exact", name, "--test-threads=1"].map(str::to_owned).to_vec();
+        let (said, says) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let fd = std::os::fd::AsFd::as_fd(&says);
+        let process = spawn::spawn(&spawn::Start {
+            arguments,
+            variables: &[(INSIDE, "1"), ("TOMBOLO_ACCEL_TEST_WALL", &told), ("RUST_BACKTRACE", "1")],
+            descriptors: &[fd, fd, fd],
+            nice: 0,
+            namespaces: wall.namespaces(),
+            cgroup: None,
+        })
+        .expect("a process");
+        drop(says);
+        let words = std::io::read_to_string(said).expect("text");
+        assert!(process.wait().expect("waited for"), "{words}");
+        assert!(words.contains("1 passed"), "{words}");
+    }
 }

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Landlock: what the worker's root has, once more by rule; and what no mount keeps apart.
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset,
     RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope,
 };
+
+const MISSING: &str =
+    "this kernel has none: it needs CONFIG_SECURITY_LANDLOCK, and 'landlock' in lsm= where that is set";
 
 /// Restricts this process. Inside of a view (see [`super::view`]).
 pub fn set() -> anyhow::Result<()> {
@@ -20,14 +23,15 @@ pub fn set() -> anyhow::Result<()> {
         | AccessFs::Truncate;
     let mut rules = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
-        .handle_access(AccessFs::from_all(ABI::V1))?
+        .handle_access(AccessFs::from_all(ABI::V1))
+        .context(MISSING)?
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(all)?
         .handle_access(AccessNet::from_all(newest))?
         .scope(Scope::from_all(newest))?
         .create()?
         .set_compatibility(CompatLevel::BestEffort);
-    // The first word of each rule is where its rights end; the root itself has none.
+    // The root itself has no rule, so nothing can be read in it.
     let rights: [(&str, BitFlags<AccessFs>); 3] = [("dev", device), ("tmp", all), ("proc", read)];
     for entry in std::fs::read_dir("/")? {
         let entry = entry?;
@@ -37,9 +41,7 @@ pub fn set() -> anyhow::Result<()> {
         rules = rules.add_rule(PathBeneath::new(path, given))?;
     }
     if rules.restrict_self()?.ruleset == RulesetStatus::NotEnforced {
-        bail!(
-            "this kernel has none: it needs CONFIG_SECURITY_LANDLOCK, and 'landlock' in lsm= where that is set"
-        );
+        bail!("{MISSING}");
     }
     Ok(())
 }

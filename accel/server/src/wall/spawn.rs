@@ -71,6 +71,20 @@ pub struct Process {
 }
 
 impl Process {
+    /// Ends it.
+    pub fn kill(&self) {
+        // SAFETY: integers, and no further information. It fails only where the process has ended.
+        let _ended = unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_send_signal,
+                self.pidfd.as_raw_fd(),
+                libc::SIGKILL,
+                std::ptr::null::<libc::siginfo_t>(),
+                0,
+            )
+        };
+    }
+
     /// Waits until it has ended, and forgets it; whether it ended well.
     pub fn wait(&self) -> io::Result<bool> {
         let mut status = 0;
