@@ -92,9 +92,9 @@ int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 	}
 }
 
-int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino)
+int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
 	if (!inode)
 		return -ESTALE;
@@ -104,7 +104,7 @@ int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino)
 		return -ESHUTDOWN;
 	if (!tmb_cas64(&inode->lock.word, 0, tmb_lock_word(fs->member, fs->epoch, 1)))
 		return -EAGAIN;
-	if ((tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE && !tfs_frozen(fs))
+	if (tfs_is(inode, h) && !tfs_frozen(fs))
 		return 0;
 	tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
 	return tfs_frozen(fs) ? -EAGAIN : -ESTALE;
@@ -132,9 +132,9 @@ void tfs_unlock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
 	tfs_ring_members(fs, tmb_exchange(waiters, 0), TMB_PENDING_LOCK);
 }
 
-int tfs_lock_inode(struct tfs *fs, tmb_u64 ino)
+int tfs_lock_inode(struct tfs *fs, struct tfs_handle h)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 	int err;
 
 	if (!inode)
@@ -142,18 +142,18 @@ int tfs_lock_inode(struct tfs *fs, tmb_u64 ino)
 	err = tfs_lock_word(fs, &inode->lock.word, &inode->lock.waiters);
 	if (err)
 		return err;
-	if ((tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE)
+	if (tfs_is(inode, h))
 		return 0;
 	tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
 	return -ESTALE;
 }
 
-int tfs_begin_inode(struct tfs *fs, tmb_u64 ino)
+int tfs_begin_inode(struct tfs *fs, struct tfs_handle h)
 {
 	int err;
 
-	while (!(err = tfs_lock_inode(fs, ino)) && tfs_frozen(fs)) {
-		tfs_unlock_inode(fs, ino);
+	while (!(err = tfs_lock_inode(fs, h)) && tfs_frozen(fs)) {
+		tfs_unlock_inode(fs, h.ino);
 		tfs_os_wait(fs, SPINS);
 	}
 	return err;

@@ -68,7 +68,7 @@ static bool fresh(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
 	bool same = i_size_read(inode) == ti->seen.size && inode->i_nlink == ti->seen.nlink &&
-		    tfs_attr_same(tmb_fs(inode), inode->i_ino, &ti->seen);
+		    tfs_attr_same(tmb_fs(inode), &ti->seen);
 
 	smp_rmb();
 	return same;
@@ -82,7 +82,7 @@ int tmb_refresh(struct inode *inode)
 
 	if (fresh(inode))
 		return 0;
-	err = tfs_getattr(tmb_fs(inode), inode->i_ino, tmb_i(inode)->generation, &a);
+	err = tfs_getattr(tmb_fs(inode), tmb_h(inode), &a);
 	if (err)
 		return err;
 	if ((a.mode ^ inode->i_mode) & S_IFMT) {
@@ -93,14 +93,15 @@ int tmb_refresh(struct inode *inode)
 	return 0;
 }
 
-/* The inode with this number, as it is now. -ESTALE: there is none. */
-struct inode *tmb_iget(struct super_block *sb, u64 ino)
+/* The handle's inode, as it is now. -ESTALE: there is none. */
+struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 {
 	struct tfs *fs = &tmb_sb(sb)->fs;
+	u64 ino = h.ino;
 	struct iget_key key = { .ino = ino };
 	struct inode *inode;
 	struct tfs_attr a;
-	int err = tfs_getattr(fs, ino, 0, &a);
+	int err = tfs_getattr(fs, h, &a);
 
 	if (err)
 		return ERR_PTR(err);
@@ -153,14 +154,71 @@ struct inode *tmb_iget(struct super_block *sb, u64 ino)
 
 /* --- references of openers ---------------------------------------------------------------------------- */
 
+/* A reference to give back in the zone, of an inode that is gone from this kernel's cache. */
+struct closing {
+	struct list_head link;
+	struct tfs_handle h;
+};
+
+static void close_refs(struct work_struct *work)
+{
+	struct tmb_sb *s = container_of(work, struct tmb_sb, close);
+	struct closing *c;
+
+	for (;;) {
+		spin_lock(&s->closing_lock);
+		c = list_first_entry_or_null(&s->closing, struct closing, link);
+		if (c)
+			list_del(&c->link);
+		spin_unlock(&s->closing_lock);
+		if (!c)
+			break;
+		tfs_close_ref(&s->fs, c->h);
+		kfree(c);
+	}
+}
+
+void tmb_closing_start(struct tmb_sb *s)
+{
+	spin_lock_init(&s->closing_lock);
+	INIT_LIST_HEAD(&s->closing);
+	INIT_WORK(&s->close, close_refs);
+}
+
+/*
+ * Whether another thread gives the reference back, because the last user of a removed file may have to wait for other members' locks: reclaim
+ * must not, nor the worker, for which they may be waiting.
+ */
+static bool close_later(struct inode *inode)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct closing *c;
+
+	if (!(current->flags & (PF_MEMALLOC | PF_WQ_WORKER)))
+		return false;
+	c = kmalloc(sizeof(*c), GFP_NOWAIT | __GFP_NOWARN);
+	if (!c)
+		return false;
+	c->h = tmb_h(inode);
+	spin_lock(&s->closing_lock);
+	list_add_tail(&c->link, &s->closing);
+	spin_unlock(&s->closing_lock);
+	queue_work(s->lock_queue, &s->close);
+	return true;
+}
+
 static int reference_locked(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	int err;
 
 	if (ti->referenced)
 		return 0;
-	err = tfs_open_ref(tmb_fs(inode), inode->i_ino, ti->generation);
+	/* What an earlier inode of this number gives back must not be this one's. */
+	if (work_busy(&s->close))
+		flush_work(&s->close);
+	err = tfs_open_ref(tmb_fs(inode), tmb_h(inode));
 	if (!err)
 		ti->referenced = true;
 	return err;
@@ -198,7 +256,7 @@ void tmb_unreference(struct inode *inode)
 	mutex_lock(&ti->lock);
 	if (!ti->opens && ti->referenced && !READ_ONCE(ti->mapped) && inode->i_nlink) {
 		ti->referenced = false;
-		tfs_close_ref(tmb_fs(inode), inode->i_ino);
+		tfs_close_ref(tmb_fs(inode), tmb_h(inode));
 	}
 	mutex_unlock(&ti->lock);
 }
@@ -230,13 +288,8 @@ int tmb_release_inode(struct inode *inode, struct file *file)
 	mutex_lock(&ti->lock);
 	last = !--ti->opens;
 	mutex_unlock(&ti->lock);
-	/* A mapping has its file open, so now there is none. With pages still pinned the references stay until the inode is evicted. */
-	if (last && READ_ONCE(ti->mapped)) {
-		filemap_invalidate_lock(inode->i_mapping);
-		if (!READ_ONCE(ti->opens))
-			tmb_revoke_locked(inode, 0);
-		filemap_invalidate_unlock(inode->i_mapping);
-	}
+	if (last)
+		tmb_mappings_close(inode);
 	tmb_unreference(inode);
 	return 0;
 }
@@ -244,23 +297,14 @@ int tmb_release_inode(struct inode *inode, struct file *file)
 void tmb_evict_inode(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
-	bool busy = false;
 
-	if (ti->mapped) {
-		filemap_invalidate_lock(inode->i_mapping);
-		busy = tmb_revoke_locked(inode, 10000) != 0;
-		filemap_invalidate_unlock(inode->i_mapping);
-	}
+	WARN_ON_ONCE(ti->mapped);
 	truncate_inode_pages_final(&inode->i_data);
 	clear_inode(inode);
-	if (busy) {
-		tmb_sb(inode->i_sb)->unclean = true;
-		pr_warn("tombolo: inode %lu is gone from the cache while its pages are in use; its blocks come back at the next mount\n",
-			inode->i_ino);
-	}
-	if (ti->referenced && !busy) {
+	if (ti->referenced) {
 		ti->referenced = false;
-		tfs_close_ref(tmb_fs(inode), inode->i_ino);
+		if (!close_later(inode))
+			tfs_close_ref(tmb_fs(inode), tmb_h(inode));
 	}
 }
 
@@ -332,7 +376,7 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 		a.mtime = tmb_to_ns(attr->ia_mtime);
 	}
 	if (what || attr->ia_valid & ATTR_CTIME)
-		err = tfs_setattr(tmb_fs(inode), inode->i_ino, what, &a);
+		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), what, &a);
 	if (!err && attr->ia_valid & ATTR_MODE && READ_ONCE(tmb_i(inode)->seen.has_xattr))
 		err = tmb_acl_chmod(idmap, dentry, attr->ia_mode);
 	if (err)
@@ -350,9 +394,9 @@ static int stamp(struct inode *inode, int flags, s64 now)
 	int err = 0;
 
 	if (flags & S_ATIME)
-		err = tfs_touch_atime(tmb_fs(inode), inode->i_ino, now);
+		err = tfs_touch_atime(tmb_fs(inode), tmb_h(inode), now);
 	if (!err && flags & (S_MTIME | S_CTIME))
-		err = tfs_setattr(tmb_fs(inode), inode->i_ino, flags & S_MTIME ? TFS_SET_MTIME : 0, &a);
+		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), flags & S_MTIME ? TFS_SET_MTIME : 0, &a);
 	return err ? err : tmb_refresh(inode);
 }
 
@@ -388,7 +432,7 @@ int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, struct fileattr *f
 	if (fileattr_has_fsx(fa) || fa->flags & ~(TFS_FL_IMMUTABLE | TFS_FL_APPEND))
 		return -EOPNOTSUPP;
 	a.flags = fa->flags;
-	err = tfs_setattr(tmb_fs(inode), inode->i_ino, TFS_SET_FLAGS, &a);
+	err = tfs_setattr(tmb_fs(inode), tmb_h(inode), TFS_SET_FLAGS, &a);
 	if (err)
 		return err;
 	tmb_tell(dentry, FS_ATTRIB);
@@ -407,7 +451,7 @@ static const char *tmb_get_link(struct dentry *dentry, struct inode *inode, stru
 	target = kmalloc(TFS_SYMLINK_MAX + 1, GFP_KERNEL);
 	if (!target)
 		return ERR_PTR(-ENOMEM);
-	n = tfs_readlink(tmb_fs(inode), inode->i_ino, target, TFS_SYMLINK_MAX);
+	n = tfs_readlink(tmb_fs(inode), tmb_h(inode), target, TFS_SYMLINK_MAX);
 	if (n < 0) {
 		kfree(target);
 		return ERR_PTR(n);
