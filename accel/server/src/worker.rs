@@ -7,6 +7,7 @@ use crate::figures::Figures;
 use crate::limits::{Bucket, Limits};
 use crate::opencl::{Device, OpenCl};
 use crate::session::Session;
+use crate::wall::calls::Again;
 use crate::wall::{self, Wall};
 use crate::workers::Place;
 use anyhow::{Context, bail};
@@ -18,6 +19,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::{Geometry, Hello};
+use tombolo_calls::memory::PART;
 use tombolo_calls::{Error, Link, process, stream, zone};
 
 /// The descriptor a worker finds the page of its figures at.
@@ -127,7 +129,7 @@ pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow:
     };
     let link = caller.accept(limits)?;
     // The driver is loaded, and nothing that the client sent was carried out yet.
-    wall::calls::filter()?;
+    wall::calls::filter(Again { end: link.window.end() as u64, part: PART as u64 })?;
     let session = Session::new(link, bucket, figures);
     api.attach(&session);
     match session.run(api.clone()) {
@@ -197,7 +199,7 @@ fn enter(wall: Option<&Wall>) -> anyhow::Result<Scratch> {
 
 /// Whether a worker can be confined so; says why not.
 pub fn trial(wall: Option<Wall>) -> ExitCode {
-    match enter(wall.as_ref()).and_then(|_scratch| wall::calls::filter()) {
+    match enter(wall.as_ref()).and_then(|_scratch| wall::calls::filter(Again { end: 0, part: PART as u64 })) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("{e:#}");

@@ -36,9 +36,8 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_shmget,       // of System V
     libc::SYS_msgget,       // of System V, in messages
     libc::SYS_semget,       // of System V, in semaphores
-    // A mapping of a file can be moved to another part of it: of a zone, to another process's channel. realloc copies instead.
-    libc::SYS_mremap,           // by growing
-    libc::SYS_remap_file_pages, // by offset
+    // A mapping of a file can reach other parts of it: of a zone, another process's channel. mremap is below.
+    libc::SYS_remap_file_pages,
     // Namespaces: in one of its own a user has all capabilities, and with them the kernel's less tried parts. clone is below.
     libc::SYS_unshare,
     libc::SYS_setns,
@@ -66,8 +65,40 @@ fn when(argument: u8, is: SeccompCmpOp, value: u64) -> anyhow::Result<SeccompCon
     Ok(SeccompCondition::new(argument, SeccompCmpArgLen::Dword, is, value)?)
 }
 
+/// A part of a shared mapping that may be mapped a second time: a page, or a larger part that lies at a multiple of its size from the end, so that
+/// it ends inside.
+#[derive(Clone, Copy, Debug)]
+pub struct Again {
+    /// The address behind the mapping.
+    pub end: u64,
+    /// Bytes of the larger part, a power of two.
+    pub part: u64,
+}
+
+const PAGE: u64 = 4096;
+
+/// Refused of mremap: whatever may reach beyond a mapping into its file; what is left is a part of a shared one, mapped a second time (an old
+/// size of 0). realloc copies instead.
+fn mremap(again: Again) -> anyhow::Result<Vec<SeccompRule>> {
+    use SeccompCmpOp::{Eq, MaskedEq, Ne};
+    let when = |argument, is, value| SeccompCondition::new(argument, SeccompCmpArgLen::Qword, is, value);
+    let twice = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as u64;
+    let mut rules = vec![
+        vec![when(1, Ne, 0)?],
+        vec![when(2, Ne, PAGE)?, when(2, Ne, again.part)?],
+        vec![when(3, Ne, twice)?],
+    ];
+    // An address that differs from the end in a bit below the part's size.
+    let mut bit = PAGE;
+    while bit < again.part {
+        rules.push(vec![when(2, Eq, again.part)?, when(0, MaskedEq(bit), !again.end & bit)?]);
+        bit <<= 1;
+    }
+    Ok(rules.into_iter().map(SeccompRule::new).collect::<Result<_, _>>()?)
+}
+
 /// Refused by its arguments.
-fn conditional() -> anyhow::Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
+fn conditional(again: Again) -> anyhow::Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     use SeccompCmpOp::{Eq, MaskedEq, Ne};
     let rule = |conditions| Ok::<_, anyhow::Error>(SeccompRule::new(conditions)?);
     let bits = |argument, bits: libc::c_int| when(argument, MaskedEq(bits as u64), bits as u64);
@@ -88,6 +119,7 @@ fn conditional() -> anyhow::Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     let own = std::process::id().into();
     Ok(vec![
         (libc::SYS_clone, clone),
+        (libc::SYS_mremap, mremap(again)?),
         // Signals to own threads only, as raise and abort send.
         (libc::SYS_tgkill, vec![rule(vec![when(0, Ne, own)?])?]),
         // Limits of own processes by their number; 0 is the caller.
@@ -128,9 +160,16 @@ fn missing() -> BpfProgram {
 }
 
 /// Restricts all threads of this process, and whatever they start. After no_new_privs.
-pub fn filter() -> anyhow::Result<()> {
+pub fn filter(again: Again) -> anyhow::Result<()> {
+    for program in programs(again)? {
+        seccompiler::apply_filter_all_threads(&program).context("seccomp")?;
+    }
+    Ok(())
+}
+
+fn programs(again: Again) -> anyhow::Result<[BpfProgram; 2]> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = REFUSED.iter().map(|n| (*n, Vec::new())).collect();
-    rules.extend(conditional()?);
+    rules.extend(conditional(again)?);
     let filter = SeccompFilter::new(
         rules,
         SeccompAction::Allow,
@@ -138,8 +177,70 @@ pub fn filter() -> anyhow::Result<()> {
         std::env::consts::ARCH.try_into()?,
     )?;
     let program: BpfProgram = filter.try_into()?;
-    for program in [program, missing()] {
-        seccompiler::apply_filter_all_threads(&program).context("seccomp")?;
+    Ok([program, missing()])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+
+    const PART: usize = 2 << 20;
+    /// Bytes of a file that this process maps, in front of others that it doesn't.
+    const MAPPED: usize = 2 * PART + 3 * PAGE as usize;
+
+    /// Maps parts a second time; which of the attempts succeed.
+    fn attempts(base: usize, spare: usize) -> Vec<bool> {
+        let page = PAGE as usize;
+        let end = base + MAPPED;
+        let twice = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        [
+            // Inside.
+            (base, 0, page, twice),
+            (end - page, 0, page, twice),
+            (end - PART, 0, PART, twice),
+            (end - 2 * PART, 0, PART, twice),
+            // Over the end, from any page.
+            (end - page, 0, PART, twice),
+            (end - PART + page, 0, PART, twice),
+            (end - page, 0, 2 * page, twice),
+            (base, 0, 2 * PART, twice),
+            // By growing.
+            (end - page, page, 2 * page, twice),
+            (end - page, page, 2 * page, libc::MREMAP_MAYMOVE),
+            (base, MAPPED, 2 * MAPPED, libc::MREMAP_MAYMOVE),
+        ]
+        .into_iter()
+        .map(|(old, old_len, len, flags)| {
+            // SAFETY: the spare pages are this test's own.
+            let got = unsafe { libc::mremap(old as *mut _, old_len, len, flags, spare as *mut libc::c_void) };
+            got != libc::MAP_FAILED
+        })
+        .collect()
     }
-    Ok(())
+
+    #[test]
+    fn a_mapping_of_a_part_of_a_file_reaches_no_other_part_of_it() {
+        let file = tombolo_calls::memory::sealed_memfd(c"zone", 4 * MAPPED as u64).expect("a file");
+        let map = |len: usize, flags, fd| {
+            // SAFETY: fresh mappings.
+            let at = unsafe { libc::mmap(std::ptr::null_mut(), len, 3, flags, fd, 0) };
+            assert_ne!(at, libc::MAP_FAILED);
+            at as usize
+        };
+        let base = map(MAPPED, libc::MAP_SHARED, file.as_raw_fd());
+        let spare = map(4 * MAPPED, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+        // A thread's filter ends with it.
+        let outcome = std::thread::spawn(move || {
+            // SAFETY: integers only.
+            unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+            let again = Again { end: (base + MAPPED) as u64, part: PART as u64 };
+            seccompiler::apply_filter(&programs(again).expect("programs")[0]).expect("applied");
+            attempts(base, spare)
+        });
+        let outcome = outcome.join().expect("it ends");
+        assert_eq!(outcome, [[true; 4].as_slice(), &[false; 7]].concat());
+        // Without the filter the kernel lets them, so that it is the filter which refused; those that grow change what is mapped, so one of them.
+        assert_eq!(attempts(base, spare)[4..9], [true; 5]);
+    }
 }
