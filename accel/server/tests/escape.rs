@@ -4,7 +4,7 @@
 
 #![cfg(target_arch = "x86_64")]
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
@@ -53,9 +53,11 @@ fn folder() -> &'static Path {
         std::fs::set_permissions(&folder, PermissionsExt::from_mode(0o777)).expect("its mode");
         let server = Path::new(env!("CARGO_BIN_EXE_tombolo-accel"));
         std::fs::copy(server, folder.join("tombolo-accel")).expect("a copy of the server");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/escape.c");
-        let program = folder.join("escape");
-        done(Command::new("cc").args(["-O1", source, "-o"]).arg(&program).arg("-lOpenCL"));
+        for name in ["escape", "waits"] {
+            let source = format!("{}/../tests/{name}.c", env!("CARGO_MANIFEST_DIR"));
+            let mut cc = Command::new("cc");
+            done(cc.args(["-O1", &source, "-o"]).arg(folder.join(name)).args(["-lOpenCL", "-lpthread"]));
+        }
         let beside = server.parent().expect("a program lies in a folder");
         let mut build = Command::new(env!("CARGO"));
         build.args(["build", "-q", "-p", "tombolo-opencl", "--target-dir"]);
@@ -134,9 +136,14 @@ impl Server {
 
     /// The hostile program.
     fn escape(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(folder().join("escape"));
+        let mut command = self.program("escape");
+        command.args(arguments);
         command
-            .args(arguments)
+    }
+
+    fn program(&self, name: &str) -> Command {
+        let mut command = Command::new(folder().join(name));
+        command
             .env("TOMBOLO_ACCEL", format!("unix:{}", self.socket.display()))
             .env("OCL_ICD_VENDORS", folder().join("vendors"));
         command
@@ -367,6 +374,33 @@ fn a_worker_that_does_not_end_with_its_client_is_ended() {
         assert!(!lives(worker));
         server.end();
     }
+}
+
+#[test]
+fn more_waits_than_a_worker_has_threads_for_are_refused_and_the_others_end() {
+    let server = Server::start(User::Own, "waits", &[]);
+    let mut child =
+        server.program("waits").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
+    let mut out = BufReader::new(child.stdout.take().expect("piped"));
+    let mut line = String::new();
+    out.read_line(&mut line).expect("a line");
+    assert_eq!(line, "ready\n");
+    let calls = || server.tenant("waits").expect("it is served").calls;
+    let before = calls();
+    let go_on = || child.stdin.as_ref().expect("piped").write_all(b"x").expect("written");
+    go_on();
+    wait_until("all waits are read", || calls() >= before + 300);
+    go_on();
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).expect("text");
+    assert!(child.wait().expect("it ends").success());
+    let number = |what: &str| -> u32 {
+        let line = rest.lines().find_map(|line| line.strip_prefix(what)).unwrap_or_else(|| panic!("{rest}"));
+        line.parse().expect("a number")
+    };
+    assert_eq!((number("set: "), number("done: ") + number("refused: ")), (0, 300), "{rest}");
+    assert!(number("done: ") > 128 && number("refused: ") > 0, "{rest}");
+    server.end();
 }
 
 /// A filter that lets this process, and whatever it starts, have no such system call.

@@ -149,7 +149,7 @@ pub(crate) fn memcpy(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemcpy<'_>) -> Done {
     let to = if r.how == 1 { data()? } else { cx.shared(r.dst, r.size)? };
     let from = if r.how == 2 { data()? } else { cx.shared(r.src, r.size)? };
     if r.blocking != 0 {
-        cx.may_block();
+        cx.may_block()?;
     }
     let size = r.size as usize;
     // SAFETY: a live queue; both ranges were checked.
@@ -173,7 +173,7 @@ pub(crate) fn map(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMap<'_>) -> Done {
     let f = cx.native().clEnqueueSVMMap.ok_or(wire::UNSUPPORTED)?;
     let (queue, at) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, r.size)?);
     if r.blocking != 0 {
-        cx.may_block();
+        cx.may_block()?;
     }
     let size = r.size as usize;
     // SAFETY: a live queue; the range was checked.
