@@ -30,7 +30,7 @@ static int end_of_transactions(struct tfs *fs, tmb_u32 member, tmb_u64 since)
 		while ((tmb_load_acquire(&tx->state) & 0xff) != TFS_TX_FREE) {
 			if (!tfs_member_active(fs, member))
 				return tfs_recover(fs, member);
-			if (tfs_os_clock() - since > TFS_LOCK_LIMIT_NS)
+			if (tfs_os_clock() - since > TFS_FREEZE_LIMIT_NS)
 				return -EBUSY;
 			tfs_os_wait(fs, 10);
 		}
@@ -50,13 +50,14 @@ static int settle(struct tfs *fs)
 	inodes = tmb_load(&tfs_sb(fs)->itable_inodes);
 	for (tmb_u64 ino = TFS_ROOT_INO; ino < inodes && !err; ino++) {
 		struct tfs_inode *inode = tfs_inode(fs, ino);
+		tmb_u32 owner;
 
 		if (!inode)
 			break; /* itable_inodes says more than there are */
-		if (tmb_load(&inode->lock.word)) {
-			err = tfs_lock_word(fs, &inode->lock.word, &inode->lock.waiters);
+		if (tfs_lock_held(&inode->lock, &owner)) {
+			err = tfs_lock(fs, &inode->lock, TFS_KILLABLE);
 			if (!err)
-				tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
+				tfs_unlock(fs, &inode->lock);
 		}
 		if (!err && tmb_load(&inode->mappers) & ~(1ULL << fs->member) && tfs_wait_unused(fs, inode, ino))
 			err = -EBUSY;

@@ -85,6 +85,7 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
 	sb->hash_seed = hash_seed;
 	sb->created_ns = (tmb_u64)tfs_os_now();
 	sb->area_offset = area_offset;
+	sb->incompat = TFS_INCOMPAT_FAIR_LOCKS;
 	sb->ro_compat = ro_compat;
 	for (tmb_u32 i = 0; label && label[i] && i < sizeof(sb->label) - 1; i++)
 		sb->label[i] = label[i];
@@ -100,15 +101,32 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
 	return 0;
 }
 
+/* Made by an older program: its locks are the same while nobody uses them, so from now on only members that know the new ones may. */
+static int use_fair_locks(struct tfs *fs)
+{
+	struct tfs_super *sb = tfs_sb(fs);
+
+	if (tmb_load(&sb->incompat) & TFS_INCOMPAT_FAIR_LOCKS)
+		return 0;
+	for (tmb_u32 m = 0; fs->members && m < TFS_MEMBERS; m++)
+		if (m != fs->member && tfs_member_active(fs, m))
+			return -EPROTONOSUPPORT;
+	tmb_fetch_or(&sb->incompat, TFS_INCOMPAT_FAIR_LOCKS);
+	tfs_persist(fs, sb, sizeof(*sb));
+	tfs_barrier(fs);
+	return 0;
+}
+
 int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *members, tmb_u32 member, tmb_u32 epoch)
 {
 	struct tfs_super *sb = area;
 	struct layout l;
 	tmb_u64 blocks;
+	int err;
 
 	if (length < sizeof(*sb) || tmb_load_acquire(&sb->magic) != TFS_MAGIC || member >= TFS_MEMBERS)
 		return -EINVAL;
-	if (tmb_load(&sb->version) != TFS_VERSION || tmb_load(&sb->incompat) ||
+	if (tmb_load(&sb->version) != TFS_VERSION || tmb_load(&sb->incompat) & ~TFS_INCOMPAT_FAIR_LOCKS ||
 	    (tmb_load(&sb->ro_compat) & ~TFS_RO_COMPAT_PERSISTENT && !fs->read_only) || tmb_load(&sb->block_size) != TFS_BLOCK)
 		return -EPROTONOSUPPORT;
 	blocks = tmb_load(&sb->blocks);
@@ -118,6 +136,8 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 		return -EUCLEAN;
 	use_layout(fs, area, &l);
 	memset(fs->itable_cache, 0, sizeof(fs->itable_cache));
+	memset(fs->line, 0, sizeof(fs->line));
+	fs->numbers = 0;
 	fs->hash_seed = tmb_load(&sb->hash_seed);
 	fs->persistent = tmb_load(&sb->ro_compat) & TFS_RO_COMPAT_PERSISTENT && !fs->read_only;
 	fs->members = members;
@@ -135,7 +155,10 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 		tfs_persist(fs, &members[member], sizeof(members[member]));
 		tfs_barrier(fs);
 	}
-	return fs->read_only ? 0 : tfs_recover(fs, member);
+	if (fs->read_only)
+		return 0;
+	err = use_fair_locks(fs);
+	return err ? err : tfs_recover(fs, member);
 }
 
 void tfs_close(struct tfs *fs)

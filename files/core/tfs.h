@@ -16,6 +16,14 @@
 #include "tfs_os.h"
 
 #define TFS_ITABLE_CACHE 128u
+#define TFS_LINE 64u /* threads of one member that can wait in order */
+
+/* A thread that waits for a lock. */
+struct tfs_waiter {
+	tmb_u64 lock;	/* its address; 0: free */
+	tmb_u64 number; /* the order of arrival */
+	tmb_u32 bell, pad; /* counts wake-ups; the thread sleeps on it */
+};
 
 struct tfs {
 	tmb_u8 *area;	  /* the FILES area in this address space */
@@ -30,6 +38,8 @@ struct tfs {
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
+	struct tfs_waiter line[TFS_LINE]; /* wait.c */
+	tmb_u64 numbers;
 	void *os;	  /* the skin's */
 };
 
@@ -53,6 +63,9 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 void tfs_revoke(struct tfs *fs);
 /* Every mapping that was stale when TMB_PENDING_REVOKE was taken out of the own 'pending' is gone: blocks kept for them become free. */
 void tfs_revoked(struct tfs *fs);
+
+/* To be called when this member's doorbell rang: whoever waits for a lock looks again. */
+void tfs_rang(struct tfs *fs);
 
 /* Ends this member's use of it in good order; the caller has dropped all references. */
 void tfs_close(struct tfs *fs);
