@@ -8,12 +8,13 @@
 
 #define LARGE_FBLOCK 16u /* from 64 KiB on a file is worth a chunk of its own */
 
-int tfs_map(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, h, &inode);
 
-	if (!inode)
-		return -EUCLEAN;
+	if (err)
+		return err;
 	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
 }
 
@@ -94,16 +95,16 @@ static int start_tx(struct tfs *fs, struct tfs_write *w)
 		w->slot = TFS_TX_SLOTS;
 		return err;
 	}
-	tfs_tx_inode(fs, w->slot, 0, w->ino);
+	tfs_tx_inode(fs, w->slot, 0, w->h.ino);
 	tfs_tx_redo(fs, w->slot, TFS_REDO_TRIM, 0, 0);
 	return 0;
 }
 
-int tfs_write_begin_locked(struct tfs *fs, tmb_u64 ino, struct tfs_write *w)
+int tfs_write_begin_locked(struct tfs *fs, struct tfs_handle h, struct tfs_write *w)
 {
 	if (fs->read_only)
 		return -EROFS;
-	w->ino = ino;
+	w->h = h;
 	w->is_new = false;
 	w->slot = TFS_TX_SLOTS;
 	return 0;
@@ -111,7 +112,7 @@ int tfs_write_begin_locked(struct tfs *fs, tmb_u64 ino, struct tfs_write *w)
 
 int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count)
 {
-	struct tfs_inode *inode = tfs_inode(fs, w->ino);
+	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
 	int err;
 
 	if (!inode)
@@ -133,7 +134,7 @@ int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tm
 
 int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w)
 {
-	struct tfs_inode *inode = tfs_inode(fs, w->ino);
+	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
 
 	if (!w->is_new) {
 		tfs_persist(fs, tfs_block(fs, w->run.block), w->run.count << TFS_BLOCK_SHIFT);
@@ -155,7 +156,7 @@ static void drop_suid(struct tfs_inode *inode)
 
 int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool kill_suid, tmb_s64 now)
 {
-	struct tfs_inode *inode = tfs_inode(fs, w->ino);
+	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
 
 	tfs_barrier(fs); /* the data before the size */
 	if (inode && end) {
@@ -189,21 +190,21 @@ static int zero_tail(struct tfs *fs, struct tfs_inode *inode, tmb_u64 at)
 	return err;
 }
 
-int tfs_extend_zero_locked(struct tfs *fs, tmb_u64 ino)
+int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
 	return inode ? zero_tail(fs, inode, tmb_load(&inode->size)) : -EUCLEAN;
 }
 
-static int fault_locked(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+static int fault_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	struct tfs_write w;
 	int err;
 
 	if (fblock >= tfs_blocks_of(tmb_load(&inode->size)))
 		return -ENXIO;
-	err = tfs_write_begin_locked(fs, ino, &w);
+	err = tfs_write_begin_locked(fs, h, &w);
 	if (err)
 		return err;
 	err = tfs_write_map_locked(fs, &w, fblock, count >= TFS_FANOUT && !(fblock & (TFS_FANOUT - 1)) ? TFS_FANOUT : 1);
@@ -216,44 +217,48 @@ static int fault_locked(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tm
 	return err;
 }
 
-int tfs_fault_block(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+int tfs_fault_block(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
-	int err = tfs_map(fs, ino, fblock, count, run);
+	int err = tfs_map(fs, h, fblock, count, run);
 
 	if (err || run->block)
 		return err;
-	err = tfs_try_lock_inode(fs, ino);
+	err = tfs_try_lock_inode(fs, h);
 	if (err)
 		return err;
-	err = fault_locked(fs, tfs_inode(fs, ino), ino, fblock, run->count, run);
-	tfs_unlock_inode(fs, ino);
+	err = fault_locked(fs, tfs_inode(fs, h.ino), h, fblock, run->count, run);
+	tfs_unlock_inode(fs, h.ino);
 	return err;
 }
 
-int tfs_wait_inode(struct tfs *fs, tmb_u64 ino)
+int tfs_wait_inode(struct tfs *fs, struct tfs_handle h)
 {
-	int err = tfs_begin_inode(fs, ino);
+	int err = tfs_begin_inode(fs, h);
 
 	if (!err)
-		tfs_unlock_inode(fs, ino);
+		tfs_unlock_inode(fs, h.ino);
 	return err;
 }
 
 /* --- whole calls ------------------------------------------------------------------------------------------------------ */
 
-tmb_s64 tfs_pread(struct tfs *fs, tmb_u64 ino, void *buf, tmb_u64 len, tmb_u64 offset)
+tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, tmb_u64 offset)
 {
-	tmb_u64 size = tfs_size(fs, ino), done = 0;
+	tmb_u64 size = tfs_size(fs, h), done = 0;
 	tmb_u32 tries = 0;
+	struct tfs_inode *inode;
+	int gone = tfs_live_inode(fs, h, &inode);
 
+	if (gone)
+		return gone;
 	if (offset >= size)
 		return 0;
 	len = TFS_MIN(len, size - offset);
 	while (done < len) {
-		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n, stamp = tfs_read_stamp(fs, ino);
+		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n, stamp = tfs_read_stamp(fs, h.ino);
 		struct tfs_run run;
-		tmb_u32 pin = tfs_pin(fs, ino);
-		int err = tfs_map(fs, ino, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done), &run);
+		tmb_u32 pin = tfs_pin(fs, h.ino);
+		int err = tfs_map(fs, h, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done), &run);
 
 		if (err) {
 			tfs_unpin(fs, pin);
@@ -265,7 +270,7 @@ tmb_s64 tfs_pread(struct tfs *fs, tmb_u64 ino, void *buf, tmb_u64 len, tmb_u64 o
 		else
 			memset((tmb_u8 *)buf + done, 0, n);
 		tfs_unpin(fs, pin);
-		if (tfs_read_stamp(fs, ino) == stamp)
+		if (tfs_read_stamp(fs, h.ino) == stamp)
 			done += n;
 		else if (++tries > TFS_READ_TRIES)
 			return done ? (tmb_s64)done : -EBUSY;
@@ -273,27 +278,27 @@ tmb_s64 tfs_pread(struct tfs *fs, tmb_u64 ino, void *buf, tmb_u64 len, tmb_u64 o
 	return (tmb_s64)done;
 }
 
-tmb_s64 tfs_pwrite(struct tfs *fs, tmb_u64 ino, const void *buf, tmb_u64 len, tmb_u64 *offset, bool append, bool kill_suid, tmb_s64 now)
+tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64 len, tmb_u64 *offset, bool append, bool kill_suid, tmb_s64 now)
 {
 	struct tfs_write w;
 	tmb_u64 done = 0, size;
-	int err = tfs_begin_inode(fs, ino);
+	int err = tfs_begin_inode(fs, h);
 
 	if (err)
 		return err;
-	size = tfs_size(fs, ino);
+	size = tfs_size(fs, h);
 	if (append)
 		*offset = size;
 	if (!len || *offset >= TFS_MAX_SIZE) {
-		tfs_unlock_inode(fs, ino);
+		tfs_unlock_inode(fs, h.ino);
 		return len ? -EFBIG : 0;
 	}
 	len = TFS_MIN(len, TFS_MAX_SIZE - *offset);
-	err = tfs_write_begin_locked(fs, ino, &w);
+	err = tfs_write_begin_locked(fs, h, &w);
 	if (err)
 		goto unlock;
 	if (*offset + len > size)
-		err = tfs_extend_zero_locked(fs, ino);
+		err = tfs_extend_zero_locked(fs, h);
 	while (!err && done < len) {
 		tmb_u64 at = *offset + done, in_block = at & (TFS_BLOCK - 1), n;
 		tmb_u8 *to;
@@ -314,7 +319,7 @@ tmb_s64 tfs_pwrite(struct tfs *fs, tmb_u64 ino, const void *buf, tmb_u64 len, tm
 	}
 	tfs_write_end_locked(fs, &w, done ? *offset + done : 0, kill_suid, now);
 unlock:
-	tfs_unlock_inode(fs, ino);
+	tfs_unlock_inode(fs, h.ino);
 	return done ? (tmb_s64)done : err;
 }
 
@@ -326,16 +331,16 @@ static int flush_run(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bo
 	return 0;
 }
 
-int tfs_sync(struct tfs *fs, tmb_u64 ino)
+int tfs_sync(struct tfs *fs, struct tfs_handle h)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
-	int err = 0;
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, h, &inode);
 
-	if (!inode)
-		return -EUCLEAN;
+	if (err)
+		return err;
 	/* Writes flush what they write. */
 	if (fs->persistent && tmb_load(&inode->mappers)) {
-		tmb_u32 pin = tfs_pin(fs, ino);
+		tmb_u32 pin = tfs_pin(fs, h.ino);
 		tmb_u64 budget = 2 * fs->blocks;
 
 		err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), flush_run, NULL, &budget);
@@ -347,7 +352,7 @@ int tfs_sync(struct tfs *fs, tmb_u64 ino)
 
 /* --- size, space, holes ------------------------------------------------------------------------------------------------- */
 
-int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_s64 now)
+int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_suid, tmb_s64 now)
 {
 	struct tfs_inode *inode;
 	tmb_u64 old, from = tfs_blocks_of(size);
@@ -359,12 +364,12 @@ int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	err = tfs_lock_inode(fs, ino);
+	err = tfs_lock_inode(fs, h);
 	if (err)
 		goto end;
-	inode = tfs_inode(fs, ino);
+	inode = tfs_inode(fs, h.ino);
 	old = tmb_load(&inode->size);
-	tfs_tx_inode(fs, slot, 0, ino);
+	tfs_tx_inode(fs, slot, 0, h.ino);
 	if (size > old)
 		err = zero_tail(fs, inode, old);
 	if (!err) {
@@ -378,11 +383,11 @@ int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_
 		if (size <= old) {
 			err = zero_tail(fs, inode, size);
 			if (!err)
-				err = tfs_remove_blocks(fs, inode, ino, from, ~0ULL, false);
+				err = tfs_remove_blocks(fs, inode, h.ino, from, ~0ULL, false);
 		}
 	}
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, ino);
+	tfs_unlock_inode(fs, h.ino);
 	return err;
 end:
 	tfs_tx_end(fs, slot);
@@ -450,7 +455,7 @@ static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write 
 	return 0;
 }
 
-int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now)
+int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now)
 {
 	struct tfs_inode *inode;
 	struct tfs_write w;
@@ -461,18 +466,18 @@ int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb
 		return -EINVAL;
 	if (end > TFS_MAX_SIZE)
 		return -EFBIG;
-	err = tfs_begin_inode(fs, ino);
+	err = tfs_begin_inode(fs, h);
 	if (err)
 		return err;
-	inode = tfs_inode(fs, ino);
+	inode = tfs_inode(fs, h.ino);
 	size = tmb_load(&inode->size);
-	err = tfs_write_begin_locked(fs, ino, &w);
+	err = tfs_write_begin_locked(fs, h, &w);
 	if (err)
 		goto unlock;
 	if (mode & TFS_FALLOC_PUNCH) {
 		err = start_tx(fs, &w);
 		if (!err)
-			err = punch(fs, inode, ino, w.slot, offset, end);
+			err = punch(fs, inode, h.ino, w.slot, offset, end);
 	} else {
 		if (end > size && !(mode & TFS_FALLOC_KEEP_SIZE))
 			err = zero_tail(fs, inode, size);
@@ -490,17 +495,18 @@ int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb
 	if (!err)
 		tfs_changed(inode, now, true);
 unlock:
-	tfs_unlock_inode(fs, ino);
+	tfs_unlock_inode(fs, h.ino);
 	return err;
 }
 
-tmb_s64 tfs_seek(struct tfs *fs, tmb_u64 ino, tmb_u64 offset, bool hole)
+tmb_s64 tfs_seek(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, bool hole)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
-	tmb_u64 size = tfs_size(fs, ino), runs = 0;
+	struct tfs_inode *inode;
+	tmb_u64 size = tfs_size(fs, h), runs = 0;
+	int gone = tfs_live_inode(fs, h, &inode);
 
-	if (!inode)
-		return -EUCLEAN;
+	if (gone)
+		return gone;
 	if (offset >= size)
 		return -ENXIO;
 	while (offset < size) {

@@ -438,9 +438,9 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 
 /* --- readers ------------------------------------------------------------------------------------------------------ */
 
-static int live_dir(struct tfs *fs, tmb_u64 ino, struct tfs_inode **dir)
+static int live_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode **dir)
 {
-	int err = tfs_live_inode(fs, ino, dir);
+	int err = tfs_live_inode(fs, h, dir);
 
 	if (err)
 		return err;
@@ -448,20 +448,20 @@ static int live_dir(struct tfs *fs, tmb_u64 ino, struct tfs_inode **dir)
 }
 
 /* Waits for an even seq; after many tries with the directory's lock, which also cleans up after a dead writer. */
-static int read_begin(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u32 *tries, tmb_u64 *seq, bool *locked)
+static int read_begin(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u32 *tries, tmb_u64 *seq, bool *locked)
 {
 	for (;;) {
 		*seq = tmb_load_acquire(&dir->seq);
 		if (!(*seq & 1) && *tries < READ_TRIES)
 			return 0;
 		if (++*tries >= READ_TRIES && !fs->read_only) {
-			int err = tfs_lock_inode(fs, ino);
+			int err = tfs_lock_inode(fs, h);
 
 			*locked = !err;
 			return err;
 		}
 		if (*tries > 1000 * READ_TRIES)
-			return tfs_damage(fs, "directory changing without end", ino, *seq);
+			return tfs_damage(fs, "directory changing without end", h.ino, *seq);
 		tfs_os_relax();
 	}
 }
@@ -477,49 +477,58 @@ static bool read_retry(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u
 	return tmb_load(&dir->seq) != seq;
 }
 
-int tfs_lookup(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, tmb_u64 *ino, tmb_u8 *type)
+int tfs_lookup(struct tfs *fs, struct tfs_handle h, const char *name, tmb_u32 len, struct tfs_handle *found, tmb_u8 *type)
 {
-	struct tfs_inode *dir;
+	struct tfs_inode *dir, *inode;
 	struct tfs_slot slot;
 	tmb_u32 tries = 0;
 	bool locked = false;
 	tmb_u64 seq;
-	int err = live_dir(fs, dir_ino, &dir);
+	int err = live_dir(fs, h, &dir);
 
 	if (err)
 		return err;
 	if (!len || len > TFS_NAME_MAX)
 		return len ? -ENAMETOOLONG : -ENOENT;
 	do {
-		err = read_begin(fs, dir_ino, dir, &tries, &seq, &locked);
+		err = read_begin(fs, h, dir, &tries, &seq, &locked);
 		if (err)
 			return err;
 		err = tfs_dir_find(fs, dir, name, len, &slot);
+		if (!err) {
+			/* While the name stands, its inode does: so this is the generation that the name means. */
+			inode = tfs_inode(fs, slot.ref & TFS_REF_INO_MASK);
+			found->ino = slot.ref & TFS_REF_INO_MASK;
+			found->generation = inode ? (tmb_u32)(tmb_load(&inode->state_gen) >> TFS_GEN_SHIFT) : 0;
+		}
 		tries++;
-	} while (read_retry(fs, dir_ino, dir, seq, &locked));
+	} while (read_retry(fs, h.ino, dir, seq, &locked));
+	if (!tfs_is(dir, h))
+		return -ESTALE;
 	if (err)
 		return err;
-	*ino = slot.ref & TFS_REF_INO_MASK;
+	if (!found->generation)
+		return tfs_damage(fs, "name of no inode", h.ino, found->ino);
 	*type = (tmb_u8)(slot.ref >> TFS_REF_TYPE_SHIFT);
 	return 0;
 }
 
-tmb_u64 tfs_dir_seq(struct tfs *fs, tmb_u64 ino)
+tmb_u64 tfs_dir_seq(struct tfs *fs, struct tfs_handle h)
 {
-	struct tfs_inode *dir = tfs_inode(fs, ino);
+	struct tfs_inode *dir = tfs_inode(fs, h.ino);
 
-	return dir ? tmb_load_acquire(&dir->seq) : 1;
+	return dir && tfs_is(dir, h) ? tmb_load_acquire(&dir->seq) : 1;
 }
 
-tmb_u64 tfs_parent(struct tfs *fs, tmb_u64 ino)
+tmb_u64 tfs_parent(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *dir;
 
-	return live_dir(fs, ino, &dir) ? 0 : tmb_load(&dir->parent) & TFS_REF_INO_MASK;
+	return live_dir(fs, h, &dir) ? 0 : tmb_load(&dir->parent) & TFS_REF_INO_MASK;
 }
 
 /* One block, copied while nothing changed. */
-static int copy_block(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u64 b, struct tfs_dirent *copy)
+static int copy_block(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u64 b, struct tfs_dirent *copy)
 {
 	tmb_u32 tries = 0;
 	bool locked = false;
@@ -529,7 +538,7 @@ static int copy_block(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u6
 	do {
 		struct tfs_dirent *block;
 
-		err = read_begin(fs, ino, dir, &tries, &seq, &locked);
+		err = read_begin(fs, h, dir, &tries, &seq, &locked);
 		if (err)
 			return err;
 		block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
@@ -538,15 +547,17 @@ static int copy_block(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u6
 		else
 			err = -EUCLEAN;
 		tries++;
-	} while (read_retry(fs, ino, dir, seq, &locked));
-	return err ? tfs_damage(fs, "directory block missing", ino, b) : 0;
+	} while (read_retry(fs, h.ino, dir, seq, &locked));
+	if (!tfs_is(dir, h))
+		return -ESTALE;
+	return err ? tfs_damage(fs, "directory block missing", h.ino, b) : 0;
 }
 
-int tfs_readdir(struct tfs *fs, tmb_u64 ino, tmb_u64 *pos, tfs_emit emit, void *ctx)
+int tfs_readdir(struct tfs *fs, struct tfs_handle h, tmb_u64 *pos, tfs_emit emit, void *ctx)
 {
 	struct tfs_inode *dir;
 	struct tfs_dirent *copy;
-	int err = live_dir(fs, ino, &dir);
+	int err = live_dir(fs, h, &dir);
 
 	if (err)
 		return err;
@@ -557,7 +568,7 @@ int tfs_readdir(struct tfs *fs, tmb_u64 ino, tmb_u64 *pos, tfs_emit emit, void *
 		tmb_u64 b = *pos / TFS_GRANULES_PER_BLOCK;
 		tmb_u32 i = 0;
 
-		err = copy_block(fs, ino, dir, b, copy);
+		err = copy_block(fs, h, dir, b, copy);
 		if (err)
 			break;
 		while (i < TFS_GRANULES_PER_BLOCK) {
@@ -569,7 +580,7 @@ int tfs_readdir(struct tfs *fs, tmb_u64 ino, tmb_u64 *pos, tfs_emit emit, void *
 			if (here < *pos || !copy[here % TFS_GRANULES_PER_BLOCK].ref)
 				continue;
 			if (!len || i > TFS_GRANULES_PER_BLOCK || granules_of(len) > step) {
-				err = tfs_damage(fs, "directory entry malformed", ino, here);
+				err = tfs_damage(fs, "directory entry malformed", h.ino, here);
 				goto out;
 			}
 			if (!emit(ctx, copy[here % TFS_GRANULES_PER_BLOCK].name, len,

@@ -28,21 +28,12 @@ struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino)
 	return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
 }
 
-int tfs_live_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode **out)
+int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out)
 {
-	*out = tfs_inode(fs, ino);
+	*out = tfs_inode(fs, h.ino);
 	if (!*out)
-		return tfs_damage(fs, "inode number out of range", ino, 0);
-	return (tmb_load_acquire(&(*out)->state_gen) & 0xff) == TFS_INODE_LIVE ? 0 : -ESTALE;
-}
-
-static int live_of(struct tfs *fs, tmb_u64 ino, tmb_u32 generation, struct tfs_inode **out)
-{
-	int err = tfs_live_inode(fs, ino, out);
-
-	if (err)
-		return err;
-	return !generation || tmb_load(&(*out)->state_gen) >> TFS_GEN_SHIFT == generation ? 0 : -ESTALE;
+		return tfs_damage(fs, "inode number out of range", h.ino, 0);
+	return tfs_is(*out, h) ? 0 : -ESTALE;
 }
 
 /* Durable before any of the new ones is taken: recovery looks at no more. */
@@ -136,18 +127,18 @@ static tmb_u64 search(struct tfs *fs, tmb_u64 inodes, tmb_u64 count, struct tfs_
 	return 0;
 }
 
-int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode **out)
+int tfs_new_inode(struct tfs *fs, tmb_u32 slot, struct tfs_handle *made, struct tfs_inode **out)
 {
 	for (tmb_u32 tries = 0; tries < 1000; tries++) {
 		tmb_u64 inodes = tfs_table_inodes(fs);
 		struct tfs_inode *inode;
 		int err;
 
-		*ino = search(fs, inodes, TFS_MIN(inodes, SEARCH), &inode);
+		made->ino = search(fs, inodes, TFS_MIN(inodes, SEARCH), &inode);
 		/* The whole table before it grows, if an eighth of it is free: else it would grow with every run of live inodes. */
-		if (!*ino && !table_is_full(fs, inodes))
-			*ino = search(fs, inodes, inodes, &inode);
-		if (*ino) {
+		if (!made->ino && !table_is_full(fs, inodes))
+			made->ino = search(fs, inodes, inodes, &inode);
+		if (made->ino) {
 			/* Everything but state, and the lock, on which a latecomer may sit. */
 			memset((tmb_u8 *)inode + offsetof(struct tfs_inode, mode), 0,
 			       offsetof(struct tfs_inode, lock) - offsetof(struct tfs_inode, mode));
@@ -158,6 +149,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode *
 			tmb_store(&inode->dir_hint, 0);
 			tfs_persist(fs, inode, sizeof(*inode));
 			tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, 1);
+			made->generation = (tmb_u32)(tmb_load(&inode->state_gen) >> TFS_GEN_SHIFT);
 			*out = inode;
 			err = tfs_open_account(fs, inode);
 			if (err)
@@ -261,16 +253,16 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 
 /* --- attributes ----------------------------------------------------------------------------------------------- */
 
-int tfs_getattr(struct tfs *fs, tmb_u64 ino, tmb_u32 generation, struct tfs_attr *out)
+int tfs_getattr(struct tfs *fs, struct tfs_handle h, struct tfs_attr *out)
 {
 	struct tfs_inode *inode;
 	tmb_u64 owner;
-	int err = live_of(fs, ino, generation, &inode);
+	int err = tfs_live_inode(fs, h, &inode);
 
 	if (err)
 		return err;
 	owner = tmb_load(&inode->owner);
-	out->ino = ino;
+	out->ino = h.ino;
 	out->generation = (tmb_u32)(tmb_load(&inode->state_gen) >> TFS_GEN_SHIFT);
 	out->size = TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE);
 	out->blocks = tmb_load(&inode->blocks);
@@ -286,13 +278,15 @@ int tfs_getattr(struct tfs *fs, tmb_u64 ino, tmb_u32 generation, struct tfs_attr
 	out->ctime = tmb_load(&inode->ctime);
 	out->btime = tmb_load(&inode->btime);
 	out->has_xattr = tmb_load(&inode->xattr_root) != 0;
-	return 0;
+	/* Freed meanwhile, it may be a mixture of two. */
+	__atomic_thread_fence(__ATOMIC_ACQUIRE);
+	return tfs_is(inode, (struct tfs_handle){h.ino, out->generation}) ? 0 : -ESTALE;
 }
 
 /* All other changes come with a new version; these may show a moment before it, or without one. */
-bool tfs_attr_same(struct tfs *fs, tmb_u64 ino, const struct tfs_attr *before)
+bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	struct tfs_inode *inode = tfs_inode(fs, before->ino);
 
 	return inode && tmb_load_acquire(&inode->state_gen) == ((tmb_u64)before->generation << TFS_GEN_SHIFT | TFS_INODE_LIVE) &&
 	       tmb_load_acquire(&inode->size) == before->size && tmb_load(&inode->version) == before->version &&
@@ -310,7 +304,7 @@ void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data)
 	tmb_store_release(&inode->version, tmb_load(&inode->version) + 1);
 }
 
-int tfs_setattr(struct tfs *fs, tmb_u64 ino, tmb_u32 what, const struct tfs_attr *attr)
+int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr)
 {
 	struct tfs_inode *inode;
 	tmb_u32 slot;
@@ -318,11 +312,11 @@ int tfs_setattr(struct tfs *fs, tmb_u64 ino, tmb_u32 what, const struct tfs_attr
 
 	if (err)
 		return err;
-	err = tfs_lock_inode(fs, ino);
+	err = tfs_lock_inode(fs, h);
 	if (err)
 		goto end;
-	inode = tfs_inode(fs, ino);
-	tfs_tx_inode(fs, slot, 0, ino);
+	inode = tfs_inode(fs, h.ino);
+	tfs_tx_inode(fs, slot, 0, h.ino);
 	/* chown takes S_ISUID away: both or neither. */
 	if (what & TFS_SET_MODE)
 		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | (attr->mode & 07777));
@@ -345,17 +339,17 @@ int tfs_setattr(struct tfs *fs, tmb_u64 ino, tmb_u32 what, const struct tfs_attr
 	tfs_changed(inode, what & TFS_SET_CTIME ? attr->ctime : tfs_os_now(), false);
 	tfs_persist(fs, &inode->atime, sizeof(inode->atime) * 4);
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, ino);
+	tfs_unlock_inode(fs, h.ino);
 	return 0;
 end:
 	tfs_tx_end(fs, slot);
 	return err;
 }
 
-int tfs_touch_atime(struct tfs *fs, tmb_u64 ino, tmb_s64 now)
+int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now)
 {
 	struct tfs_inode *inode;
-	int err = tfs_live_inode(fs, ino, &inode);
+	int err = tfs_live_inode(fs, h, &inode);
 
 	if (err || fs->read_only)
 		return err;
@@ -363,56 +357,64 @@ int tfs_touch_atime(struct tfs *fs, tmb_u64 ino, tmb_s64 now)
 	return 0;
 }
 
-tmb_u64 tfs_size(struct tfs *fs, tmb_u64 ino)
+tmb_u64 tfs_size(struct tfs *fs, struct tfs_handle h)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	return inode ? TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE) : 0;
+	return inode && tfs_is(inode, h) ? TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE) : 0;
 }
 
 /* --- who has it open or mapped -------------------------------------------------------------------------------- */
 
-int tfs_open_ref(struct tfs *fs, tmb_u64 ino, tmb_u32 generation)
+/*
+ * The bits of this member are changed by one of its threads at a time: else a thread that finds itself late, and takes back the bit that it
+ * set on somebody else's inode, would take the bit of another thread that meanwhile opened that inode.
+ */
+static void lock_bits(struct tfs *fs, tmb_u64 ino)
 {
-	struct tfs_inode *inode;
-	tmb_u64 bit = 1ULL << fs->member, had;
-	int err = live_of(fs, ino, generation, &inode);
+	for (tmb_u32 round = 0; !tmb_cas32(&fs->bit_locks[ino % TFS_BIT_LOCKS], 0, 1); round++)
+		if (round % 128)
+			tfs_os_relax();
+		else
+			tfs_os_wait(fs, 0);
+}
 
-	if (err || fs->read_only)
-		return err;
-	had = tmb_fetch_or(&inode->openers, bit);
-	/* Whoever removed the last link meanwhile either sees the bit, or is seen here. */
-	err = live_of(fs, ino, generation, &inode);
-	if (!err && !had && !tmb_load(&inode->nlink))
+static void unlock_bits(struct tfs *fs, tmb_u64 ino)
+{
+	tmb_store_release(&fs->bit_locks[ino % TFS_BIT_LOCKS], 0);
+}
+
+/* Sets this member's bit in a word of the handle's inode; *had: it was set before. */
+static int set_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word, bool opening)
+{
+	tmb_u64 bit = 1ULL << fs->member, had;
+	int err = 0;
+
+	lock_bits(fs, h.ino);
+	had = tmb_fetch_or(word, bit);
+	/* Whoever frees the inode, or removed its last link, meanwhile either sees the bit or is seen here. */
+	if (!tfs_is(inode, h) || (opening && !had && !tmb_load(&inode->nlink)))
 		err = -ESTALE;
 	if (err && !(had & bit))
-		tfs_close_ref(fs, ino);
+		tmb_fetch_and(word, ~bit);
+	unlock_bits(fs, h.ino);
 	return err;
 }
 
-void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
+static void clear_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
-	bool locked = inode && !tfs_lock_inode(fs, ino);
-
-	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
-		tfs_free_inode_locked(fs, ino, inode, slot);
-	tfs_tx_end(fs, slot);
-	if (locked)
-		tfs_unlock_inode(fs, ino);
+	lock_bits(fs, h.ino);
+	if (tfs_is(inode, h))
+		tmb_fetch_and(word, ~(1ULL << fs->member));
+	unlock_bits(fs, h.ino);
 }
 
-int tfs_close_ref(struct tfs *fs, tmb_u64 ino)
+/* After a bit of 'openers' went: the inode may have lost its last name meanwhile, for somebody who left it to the bit's owner to free it. */
+static int free_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
 	tmb_u32 slot;
 	int err;
 
-	if (!inode)
-		return -EUCLEAN;
-	if (fs->read_only)
-		return 0;
-	tmb_fetch_and(&inode->openers, ~(1ULL << fs->member));
 	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
 		return 0;
 	err = tfs_tx_begin(fs, &slot);
@@ -422,26 +424,63 @@ int tfs_close_ref(struct tfs *fs, tmb_u64 ino)
 	return 0;
 }
 
-int tfs_map_ref(struct tfs *fs, tmb_u64 ino)
+int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode;
-	int err = tfs_live_inode(fs, ino, &inode);
+	int err = tfs_live_inode(fs, h, &inode);
 
 	if (err || fs->read_only)
 		return err;
-	tmb_fetch_or(&inode->mappers, 1ULL << fs->member);
-	if (!tfs_frozen(fs))
+	err = set_own_bit(fs, h, inode, &inode->openers, true);
+	if (err)
+		free_unused(fs, h.ino, inode);
+	return err;
+}
+
+void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+	bool locked = inode && !tfs_lock_inode(fs, tfs_any(ino));
+
+	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
+		tfs_free_inode_locked(fs, ino, inode, slot);
+	tfs_tx_end(fs, slot);
+	if (locked)
+		tfs_unlock_inode(fs, ino);
+}
+
+int tfs_close_ref(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
+
+	if (!inode)
+		return -EUCLEAN;
+	if (fs->read_only)
 		return 0;
-	tmb_fetch_and(&inode->mappers, ~(1ULL << fs->member));
+	clear_own_bit(fs, h, inode, &inode->openers);
+	return free_unused(fs, h.ino, inode);
+}
+
+int tfs_map_ref(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, h, &inode);
+
+	if (err || fs->read_only)
+		return err;
+	err = set_own_bit(fs, h, inode, &inode->mappers, false);
+	if (err || !tfs_frozen(fs))
+		return err;
+	clear_own_bit(fs, h, inode, &inode->mappers);
 	return -EAGAIN;
 }
 
-int tfs_unmap_ref(struct tfs *fs, tmb_u64 ino)
+int tfs_unmap_ref(struct tfs *fs, struct tfs_handle h)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
 	if (inode && !fs->read_only)
-		tmb_fetch_and(&inode->mappers, ~(1ULL << fs->member));
+		clear_own_bit(fs, h, inode, &inode->mappers);
 	return inode ? 0 : -EUCLEAN;
 }
 

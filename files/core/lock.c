@@ -28,9 +28,9 @@ bool tfs_fenced(struct tfs *fs)
 	return fs->members && tmb_load(&fs->members[fs->member].state_epoch) != tmb_state_epoch(TMB_MEMBER_ACTIVE, fs->epoch);
 }
 
-int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino)
+int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
 	if (!inode)
 		return -ESTALE;
@@ -40,7 +40,7 @@ int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino)
 		return -ESHUTDOWN;
 	if (!tfs_try_lock(fs, &inode->lock))
 		return -EAGAIN;
-	if ((tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE && !tfs_frozen(fs))
+	if (tfs_is(inode, h) && !tfs_frozen(fs))
 		return 0;
 	tfs_unlock(fs, &inode->lock);
 	return tfs_frozen(fs) ? -EAGAIN : -ESTALE;
@@ -60,9 +60,9 @@ void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason)
 		ring(fs, (tmb_u32)__builtin_ctzll(members), reason);
 }
 
-int tfs_lock_inode(struct tfs *fs, tmb_u64 ino)
+int tfs_lock_inode(struct tfs *fs, struct tfs_handle h)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 	int err;
 
 	if (!inode)
@@ -70,18 +70,18 @@ int tfs_lock_inode(struct tfs *fs, tmb_u64 ino)
 	err = tfs_lock(fs, &inode->lock, TFS_KILLABLE);
 	if (err)
 		return err;
-	if ((tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE)
+	if (tfs_is(inode, h))
 		return 0;
 	tfs_unlock(fs, &inode->lock);
 	return -ESTALE;
 }
 
-int tfs_begin_inode(struct tfs *fs, tmb_u64 ino)
+int tfs_begin_inode(struct tfs *fs, struct tfs_handle h)
 {
 	int err;
 
-	while (!(err = tfs_lock_inode(fs, ino)) && tfs_frozen(fs)) {
-		tfs_unlock_inode(fs, ino);
+	while (!(err = tfs_lock_inode(fs, h)) && tfs_frozen(fs)) {
+		tfs_unlock_inode(fs, h.ino);
 		tfs_os_wait(fs, SPINS);
 	}
 	return err;

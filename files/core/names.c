@@ -6,13 +6,13 @@
 #include "tfs_internal.h"
 
 /* A directory that names can be put into or taken from, locked. */
-static int lock_dir(struct tfs *fs, tmb_u64 ino, struct tfs_inode **dir)
+static int lock_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode **dir)
 {
-	int err = tfs_lock_inode(fs, ino);
+	int err = tfs_lock_inode(fs, h);
 
 	if (err)
 		return err == -ESTALE ? -ENOENT : err;
-	*dir = tfs_inode(fs, ino);
+	*dir = tfs_inode(fs, h.ino);
 	if (!*dir)
 		err = -ENOENT;
 	else if (!TFS_IS(tmb_load(&(*dir)->mode), TFS_MODE_DIR))
@@ -20,7 +20,7 @@ static int lock_dir(struct tfs *fs, tmb_u64 ino, struct tfs_inode **dir)
 	else if (!tmb_load(&(*dir)->nlink))
 		err = -ENOENT;
 	if (err)
-		tfs_unlock_inode(fs, ino);
+		tfs_unlock_inode(fs, h.ino);
 	return err;
 }
 
@@ -81,7 +81,7 @@ static tmb_u64 live_state(struct tfs_inode *inode)
 	return (tmb_load(&inode->state_gen) & ~0xffffffffULL) | TFS_INODE_LIVE;
 }
 
-int tfs_create(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, const struct tfs_create *c, tmb_u64 *ino)
+int tfs_create(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, const struct tfs_create *c, struct tfs_handle *made)
 {
 	struct tfs_inode *dir, *inode;
 	struct tfs_slot entry;
@@ -92,7 +92,7 @@ int tfs_create(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, c
 
 	if (name) {
 		err = check_name(len);
-		if (!err && !tfs_lookup(fs, dir_ino, name, len, ino, &type))
+		if (!err && !tfs_lookup(fs, dir_h, name, len, made, &type))
 			err = -EEXIST;
 		if (err)
 			return err;
@@ -100,11 +100,11 @@ int tfs_create(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, c
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	err = tfs_new_inode(fs, slot, ino, &inode);
+	err = tfs_new_inode(fs, slot, made, &inode);
 	if (err)
 		goto end;
-	tfs_tx_inode(fs, slot, 1, *ino);
-	err = init_inode(fs, inode, dir_ino, c);
+	tfs_tx_inode(fs, slot, 1, made->ino);
+	err = init_inode(fs, inode, dir_h.ino, c);
 	if (err)
 		goto drop;
 	if (!name) {
@@ -114,10 +114,10 @@ int tfs_create(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, c
 		tfs_persist(fs, inode, sizeof(*inode));
 		goto end;
 	}
-	err = lock_dir(fs, dir_ino, &dir);
+	err = lock_dir(fs, dir_h, &dir);
 	if (err)
 		goto drop;
-	tfs_tx_inode(fs, slot, 0, dir_ino);
+	tfs_tx_inode(fs, slot, 0, dir_h.ino);
 	err = tfs_dir_find(fs, dir, name, len, &entry);
 	if (!err)
 		err = -EEXIST;
@@ -128,7 +128,7 @@ int tfs_create(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, c
 		err = tfs_dir_reserve(fs, dir, name, len, &entry);
 		if (!err) {
 			tfs_tx_word(fs, slot, &inode->state_gen, live_state(inode));
-			tfs_tx_word(fs, slot, &entry.entry->ref, make_ref(*ino, c->mode));
+			tfs_tx_word(fs, slot, &entry.entry->ref, make_ref(made->ino, c->mode));
 			tfs_tx_word(fs, slot, &dir->entries, tmb_load(&dir->entries) + 1);
 			if (is_dir)
 				tfs_tx_word(fs, slot, &dir->nlink, tmb_load(&dir->nlink) + 1);
@@ -140,7 +140,7 @@ int tfs_create(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, c
 	if (err)
 		tfs_drop_new_inode(fs, inode);
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, dir_ino);
+	tfs_unlock_inode(fs, dir_h.ino);
 	return err;
 drop:
 	tfs_drop_new_inode(fs, inode);
@@ -149,7 +149,7 @@ end:
 	return err;
 }
 
-int tfs_link(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, tmb_u64 ino, tmb_s64 now)
+int tfs_link(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, struct tfs_handle h, tmb_s64 now)
 {
 	struct tfs_inode *dir, *inode;
 	struct tfs_slot entry;
@@ -162,17 +162,17 @@ int tfs_link(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, tmb
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	err = lock_dir(fs, dir_ino, &dir);
+	err = lock_dir(fs, dir_h, &dir);
 	if (err)
 		goto end;
-	err = ino == dir_ino ? -EPERM : tfs_lock_inode(fs, ino);
+	err = h.ino == dir_h.ino ? -EPERM : tfs_lock_inode(fs, h);
 	if (err) {
 		err = err == -ESTALE ? -ENOENT : err;
 		goto unlock_dir;
 	}
-	inode = tfs_inode(fs, ino);
-	tfs_tx_inode(fs, slot, 0, dir_ino);
-	tfs_tx_inode(fs, slot, 1, ino);
+	inode = tfs_inode(fs, h.ino);
+	tfs_tx_inode(fs, slot, 0, dir_h.ino);
+	tfs_tx_inode(fs, slot, 1, h.ino);
 	nlink = tmb_load(&inode->nlink);
 	if (TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR))
 		err = -EPERM;
@@ -189,7 +189,7 @@ int tfs_link(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, tmb
 		tfs_dir_begin(fs, dir);
 		err = tfs_dir_reserve(fs, dir, name, len, &entry);
 		if (!err) {
-			tfs_tx_word(fs, slot, &entry.entry->ref, make_ref(ino, tmb_load(&inode->mode)));
+			tfs_tx_word(fs, slot, &entry.entry->ref, make_ref(h.ino, tmb_load(&inode->mode)));
 			tfs_tx_word(fs, slot, &inode->nlink, nlink + 1);
 			tfs_tx_word(fs, slot, &dir->entries, tmb_load(&dir->entries) + 1);
 			tfs_tx_commit(fs, slot);
@@ -200,11 +200,11 @@ int tfs_link(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, tmb
 	}
 unlock:
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, ino);
-	tfs_unlock_inode(fs, dir_ino);
+	tfs_unlock_inode(fs, h.ino);
+	tfs_unlock_inode(fs, dir_h.ino);
 	return err;
 unlock_dir:
-	tfs_unlock_inode(fs, dir_ino);
+	tfs_unlock_inode(fs, dir_h.ino);
 end:
 	tfs_tx_end(fs, slot);
 	return err;
@@ -222,7 +222,15 @@ static void drop_if_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode,
 	tfs_free_inode_locked(fs, ino, inode, slot);
 }
 
-static int remove_name(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u32 len, tmb_u64 expect, bool want_dir, tmb_s64 now)
+/* Whether the inode that a name means is the one that the caller means. With the name's directory locked, which keeps the inode alive. */
+static bool is_expected(struct tfs *fs, tmb_u64 ino, struct tfs_handle expect)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	return !expect.ino || (ino == expect.ino && inode && tfs_is(inode, expect));
+}
+
+static int remove_name(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, struct tfs_handle expect, bool want_dir, tmb_s64 now)
 {
 	struct tfs_inode *dir, *inode;
 	struct tfs_slot entry;
@@ -236,19 +244,19 @@ static int remove_name(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u3
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	err = lock_dir(fs, dir_ino, &dir);
+	err = lock_dir(fs, dir_h, &dir);
 	if (err)
 		goto end;
 	err = tfs_dir_find(fs, dir, name, len, &entry);
 	if (err)
 		goto unlock_dir;
 	ino = ref_ino(entry.ref);
-	if (expect && ino != expect) {
+	if (!is_expected(fs, ino, expect)) {
 		err = -ESTALE;
 		goto unlock_dir;
 	}
-	if (ino == dir_ino || tfs_lock_inode(fs, ino)) {
-		err = tfs_damage(fs, "name of a free inode", dir_ino, ino);
+	if (ino == dir_h.ino || tfs_lock_inode(fs, tfs_any(ino))) {
+		err = tfs_damage(fs, "name of a free inode", dir_h.ino, ino);
 		goto unlock_dir;
 	}
 	inode = tfs_inode(fs, ino);
@@ -261,7 +269,7 @@ static int remove_name(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u3
 		tmb_u64 nlink = tmb_load(&inode->nlink);
 
 		tfs_tx_inode(fs, slot, 0, ino);
-		tfs_tx_inode(fs, slot, 1, dir_ino);
+		tfs_tx_inode(fs, slot, 1, dir_h.ino);
 		tfs_dir_begin(fs, dir);
 		tfs_tx_word(fs, slot, &entry.entry->ref, 0);
 		tfs_tx_word(fs, slot, &inode->nlink, is_dir || !nlink ? 0 : nlink - 1);
@@ -277,21 +285,21 @@ static int remove_name(struct tfs *fs, tmb_u64 dir_ino, const char *name, tmb_u3
 	}
 	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, ino);
-	tfs_unlock_inode(fs, dir_ino);
+	tfs_unlock_inode(fs, dir_h.ino);
 	return err;
 unlock_dir:
-	tfs_unlock_inode(fs, dir_ino);
+	tfs_unlock_inode(fs, dir_h.ino);
 end:
 	tfs_tx_end(fs, slot);
 	return err;
 }
 
-int tfs_unlink(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 expect, tmb_s64 now)
+int tfs_unlink(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle expect, tmb_s64 now)
 {
 	return remove_name(fs, dir, name, len, expect, false, now);
 }
 
-int tfs_rmdir(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 expect, tmb_s64 now)
+int tfs_rmdir(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle expect, tmb_s64 now)
 {
 	return remove_name(fs, dir, name, len, expect, true, now);
 }
@@ -306,7 +314,7 @@ static int is_above(struct tfs *fs, tmb_u64 above, tmb_u64 ino)
 			return 1;
 		if (ino == TFS_ROOT_INO)
 			return 0;
-		ino = tfs_parent(fs, ino);
+		ino = tfs_parent(fs, tfs_any(ino));
 		if (!ino)
 			return -ENOENT; /* removed meanwhile */
 	}
@@ -314,6 +322,7 @@ static int is_above(struct tfs *fs, tmb_u64 above, tmb_u64 ino)
 }
 
 struct rename {
+	const struct tfs_name *old, *new;
 	tmb_u64 old_ino, new_ino; /* directories */
 	struct tfs_inode *old_dir, *new_dir;
 	struct tfs_slot from, to;
@@ -341,7 +350,7 @@ static int lock_dirs(struct tfs *fs, struct rename *r)
 	int err;
 
 	if (r->old_ino == r->new_ino) {
-		err = lock_dir(fs, r->old_ino, &r->old_dir);
+		err = lock_dir(fs, r->old->dir, &r->old_dir);
 		r->new_dir = r->old_dir;
 		return err;
 	}
@@ -356,10 +365,10 @@ static int lock_dirs(struct tfs *fs, struct rename *r)
 	}
 	if (err < 0)
 		goto unlock;
-	err = lock_dir(fs, old_first ? r->old_ino : r->new_ino, old_first ? &r->old_dir : &r->new_dir);
+	err = lock_dir(fs, old_first ? r->old->dir : r->new->dir, old_first ? &r->old_dir : &r->new_dir);
 	if (err)
 		goto unlock;
-	err = lock_dir(fs, old_first ? r->new_ino : r->old_ino, old_first ? &r->new_dir : &r->old_dir);
+	err = lock_dir(fs, old_first ? r->new->dir : r->old->dir, old_first ? &r->new_dir : &r->old_dir);
 	if (!err)
 		return 0;
 	tfs_unlock_inode(fs, old_first ? r->old_ino : r->new_ino);
@@ -385,9 +394,9 @@ static int lock_children(struct tfs *fs, struct rename *r)
 		a = r->target_ino;
 		b = r->source_ino;
 	}
-	if (tfs_lock_inode(fs, a))
+	if (tfs_lock_inode(fs, tfs_any(a)))
 		return tfs_damage(fs, "name of a free inode", r->old_ino, a);
-	if (b && b != a && tfs_lock_inode(fs, b)) {
+	if (b && b != a && tfs_lock_inode(fs, tfs_any(b))) {
 		tfs_unlock_inode(fs, a);
 		return tfs_damage(fs, "name of a free inode", r->new_ino, b);
 	}
@@ -401,18 +410,21 @@ static int lock_children(struct tfs *fs, struct rename *r)
 }
 
 /* Finds both names and refuses what rename(2) refuses. */
-static int find_names(struct tfs *fs, struct rename *r, const char *old_name, tmb_u32 old_len, const char *new_name,
-		      tmb_u32 new_len, tmb_u32 flags)
+static int find_names(struct tfs *fs, struct rename *r, tmb_u32 flags)
 {
-	int err = tfs_dir_find(fs, r->old_dir, old_name, old_len, &r->from);
+	int err = tfs_dir_find(fs, r->old_dir, r->old->name, r->old->len, &r->from);
 
 	if (err)
 		return err;
 	r->source_ino = ref_ino(r->from.ref);
-	err = tfs_dir_find(fs, r->new_dir, new_name, new_len, &r->to);
+	err = tfs_dir_find(fs, r->new_dir, r->new->name, r->new->len, &r->to);
 	if (err && err != -ENOENT)
 		return err;
 	r->target_ino = err ? 0 : ref_ino(r->to.ref);
+	if (!is_expected(fs, r->source_ino, r->old->expect))
+		return -ESTALE;
+	if (r->new->expect.ino == TFS_NOTHING ? r->target_ino != 0 : !is_expected(fs, r->target_ino, r->new->expect))
+		return flags & TFS_RENAME_NOREPLACE && r->target_ino ? -EEXIST : -ESTALE;
 	if (r->target_ino && flags & TFS_RENAME_NOREPLACE)
 		return -EEXIST;
 	if (!r->target_ino && flags & TFS_RENAME_EXCHANGE)
@@ -421,14 +433,14 @@ static int find_names(struct tfs *fs, struct rename *r, const char *old_name, tm
 		/* Under the rename lock: nothing may end up below itself. */
 		struct tfs_inode *inode;
 
-		err = tfs_live_inode(fs, r->source_ino, &inode);
+		err = tfs_live_inode(fs, tfs_any(r->source_ino), &inode);
 		if (!err && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR)) {
 			err = is_above(fs, r->source_ino, r->new_ino);
 			if (err > 0)
 				return -EINVAL;
 		}
 		if (!err && r->target_ino)
-			err = tfs_live_inode(fs, r->target_ino, &inode);
+			err = tfs_live_inode(fs, tfs_any(r->target_ino), &inode);
 		if (!err && r->target_ino && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR)) {
 			err = is_above(fs, r->target_ino, r->old_ino);
 			if (err > 0)
@@ -464,14 +476,13 @@ static int exchange(struct tfs *fs, struct rename *r, tmb_u32 slot)
 	return 0;
 }
 
-static int move(struct tfs *fs, struct rename *r, tmb_u32 slot, const char *new_name, tmb_u32 new_len, struct tfs_inode *whiteout,
-		tmb_u64 whiteout_ino)
+static int move(struct tfs *fs, struct rename *r, tmb_u32 slot, struct tfs_inode *whiteout, tmb_u64 whiteout_ino)
 {
 	tmb_s64 entries_old = whiteout ? 0 : -1, entries_new = r->target_ino ? 0 : 1;
 	tmb_s64 links_old = r->source_is_dir ? -1 : 0, links_new = (r->source_is_dir ? 1 : 0) - (r->target_is_dir ? 1 : 0);
 
 	if (!r->target_ino) {
-		int err = tfs_dir_reserve(fs, r->new_dir, new_name, new_len, &r->to);
+		int err = tfs_dir_reserve(fs, r->new_dir, r->new->name, r->new->len, &r->to);
 
 		if (err)
 			return err;
@@ -497,17 +508,17 @@ static int move(struct tfs *fs, struct rename *r, tmb_u32 slot, const char *new_
 	return 0;
 }
 
-int tfs_rename(struct tfs *fs, tmb_u64 old_dir, const char *old_name, tmb_u32 old_len, tmb_u64 new_dir, const char *new_name,
-	       tmb_u32 new_len, tmb_u32 flags, tmb_s64 now)
+int tfs_rename(struct tfs *fs, const struct tfs_name *from, const struct tfs_name *to, tmb_u32 flags, tmb_s64 now)
 {
-	struct rename r = {.old_ino = old_dir, .new_ino = new_dir};
+	struct rename r = {.old = from, .new = to, .old_ino = from->dir.ino, .new_ino = to->dir.ino};
+	tmb_u64 old_dir = from->dir.ino, new_dir = to->dir.ino;
 	struct tfs_inode *whiteout = NULL;
-	tmb_u64 whiteout_ino = 0;
+	struct tfs_handle whiteout_h = {0};
 	tmb_u32 slot;
-	int err = check_name(old_len);
+	int err = check_name(from->len);
 
 	if (!err)
-		err = check_name(new_len);
+		err = check_name(to->len);
 	if (!err && flags & TFS_RENAME_EXCHANGE && flags & (TFS_RENAME_NOREPLACE | TFS_RENAME_WHITEOUT))
 		err = -EINVAL;
 	if (err)
@@ -518,16 +529,16 @@ int tfs_rename(struct tfs *fs, tmb_u64 old_dir, const char *old_name, tmb_u32 ol
 	if (flags & TFS_RENAME_WHITEOUT) {
 		struct tfs_create c = {.mode = TFS_MODE_CHR, .now = now};
 
-		err = tfs_new_inode(fs, slot, &whiteout_ino, &whiteout);
+		err = tfs_new_inode(fs, slot, &whiteout_h, &whiteout);
 		if (err)
 			goto end;
-		tfs_tx_inode(fs, slot, 4, whiteout_ino);
+		tfs_tx_inode(fs, slot, 4, whiteout_h.ino);
 		init_inode(fs, whiteout, old_dir, &c);
 	}
 	err = lock_dirs(fs, &r);
 	if (err)
 		goto drop;
-	err = find_names(fs, &r, old_name, old_len, new_name, new_len, flags);
+	err = find_names(fs, &r, flags);
 	if (err)
 		goto unlock_dirs;
 	if (r.source_ino == r.target_ino && !(flags & TFS_RENAME_EXCHANGE)) {
@@ -555,7 +566,7 @@ int tfs_rename(struct tfs *fs, tmb_u64 old_dir, const char *old_name, tmb_u32 ol
 		if (flags & TFS_RENAME_EXCHANGE)
 			err = exchange(fs, &r, slot);
 		else
-			err = move(fs, &r, slot, new_name, new_len, whiteout, whiteout_ino);
+			err = move(fs, &r, slot, whiteout, whiteout_h.ino);
 		if (!err && !whiteout && !(flags & TFS_RENAME_EXCHANGE))
 			tfs_dir_forget(fs, r.old_dir, &r.from);
 		if (new_dir != old_dir)
@@ -591,28 +602,28 @@ end:
 	return err;
 }
 
-int tfs_readlink(struct tfs *fs, tmb_u64 ino, char *buf, tmb_u32 size)
+int tfs_readlink(struct tfs *fs, struct tfs_handle h, char *buf, tmb_u32 size)
 {
 	struct tfs_inode *inode;
 	struct tfs_run run;
 	tmb_u64 len;
-	int err = tfs_live_inode(fs, ino, &inode);
+	int err = tfs_live_inode(fs, h, &inode);
 
 	if (err)
 		return err;
 	len = tmb_load(&inode->size);
 	if (!TFS_IS(tmb_load(&inode->mode), TFS_MODE_LNK))
-		return -EINVAL;
+		return tfs_is(inode, h) ? -EINVAL : -ESTALE;
 	if (!len || len > TFS_SYMLINK_MAX)
-		return tfs_damage(fs, "symlink length", ino, len);
+		return tfs_is(inode, h) ? tfs_damage(fs, "symlink length", h.ino, len) : -ESTALE;
 	/* A symlink never changes; what it needs against being freed meanwhile is a look at its state afterwards. */
 	err = tfs_tree_map(fs, tmb_load_acquire(&inode->root), 0, 1, &run);
 	if (err || !run.block)
-		return (tmb_load(&inode->state_gen) & 0xff) == TFS_INODE_LIVE ? tfs_damage(fs, "symlink without target", ino, 0) : -ESTALE;
+		return tfs_is(inode, h) ? tfs_damage(fs, "symlink without target", h.ino, 0) : -ESTALE;
 	len = TFS_MIN(len, size);
 	memcpy(buf, tfs_block(fs, run.block), len);
 	__atomic_thread_fence(__ATOMIC_ACQUIRE);
-	if ((tmb_load(&inode->state_gen) & 0xff) != TFS_INODE_LIVE)
+	if (!tfs_is(inode, h))
 		return -ESTALE;
 	return (int)len;
 }

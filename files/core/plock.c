@@ -235,7 +235,7 @@ static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_l
 	return 0;
 }
 
-int tfs_set_lock(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock)
+int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock)
 {
 	tmb_u32 slot;
 	int err;
@@ -245,26 +245,26 @@ int tfs_set_lock(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock)
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	err = tfs_lock_inode(fs, ino);
+	err = tfs_lock_inode(fs, h);
 	if (!err) {
-		tfs_tx_inode(fs, slot, 0, ino);
-		err = set_locked(fs, tfs_inode(fs, ino), *lock);
-		tfs_unlock_inode(fs, ino);
+		tfs_tx_inode(fs, slot, 0, h.ino);
+		err = set_locked(fs, tfs_inode(fs, h.ino), *lock);
+		tfs_unlock_inode(fs, h.ino);
 	}
 	tfs_tx_end(fs, slot);
 	return err;
 }
 
-int tfs_get_lock(struct tfs *fs, tmb_u64 ino, struct tfs_file_lock *lock)
+int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock)
 {
 	struct tfs_inode *inode;
 	struct tfs_lock_record *r;
 	struct table t;
-	int err = tfs_lock_inode(fs, ino);
+	int err = tfs_lock_inode(fs, h);
 
 	if (err)
 		return err;
-	inode = tfs_inode(fs, ino);
+	inode = tfs_inode(fs, h.ino);
 	table_open(&t, fs, inode);
 	for (tmb_u64 i = 0; (r = record_at(&t, i)); i++) {
 		if (!conflicts(fs, r, lock))
@@ -279,7 +279,7 @@ int tfs_get_lock(struct tfs *fs, tmb_u64 ino, struct tfs_file_lock *lock)
 	}
 	if (!r)
 		lock->type = TFS_LK_UNLOCK;
-	tfs_unlock_inode(fs, ino);
+	tfs_unlock_inode(fs, h.ino);
 	return 0;
 }
 
@@ -327,7 +327,7 @@ static bool leads_to(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lo
 	return false;
 }
 
-int tfs_lock_wait_begin(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock)
+int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
 	struct waiter self = {.member = fs->member, .owner = lock->owner};
@@ -344,9 +344,9 @@ int tfs_lock_wait_begin(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock 
 		tmb_store(&w->start, lock->start);
 		tmb_store(&w->end, lock->end);
 		tmb_store(&w->type, lock->type);
-		tmb_store_release(&w->ino, ino);
+		tmb_store_release(&w->ino, h.ino);
 		tmb_fence();
-		if (leads_to(fs, ino, lock, self, self, MAX_DEPTH, &looks)) {
+		if (leads_to(fs, h.ino, lock, self, self, MAX_DEPTH, &looks)) {
 			tfs_lock_wait_end(fs, (int)i);
 			return -EDEADLK;
 		}

@@ -2,8 +2,8 @@
 /*
  * The file system's logic, freestanding: the kernel module, the FUSE mount, mkfs, fsck, tests and fuzzers all compile it.
  *
- * Conventions: functions return 0 or a count, or a negative errno (-EUCLEAN: the zone's memory is damaged). Inode
- * numbers name inodes across members. Nothing here trusts zone memory: numbers are copied, checked, then used; walks are
+ * Conventions: functions return 0 or a count, or a negative errno (-EUCLEAN: the zone's memory is damaged; -ESTALE: the handle's inode is
+ * gone). Handles name inodes across members. Nothing here trusts zone memory: numbers are copied, checked, then used; walks are
  * bounded. Every function takes the locks it needs itself; the _locked ones want tfs_lock_inode() held.
  * No function checks permissions: that is the skin's job, before the call. Times are stamped here.
  *
@@ -16,6 +16,7 @@
 #include "tfs_os.h"
 
 #define TFS_ITABLE_CACHE 128u
+#define TFS_BIT_LOCKS 16u
 #define TFS_LINE 64u /* threads of one member that can wait in order */
 
 /* A thread that waits for a lock. */
@@ -38,15 +39,26 @@ struct tfs {
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
+	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: of the member's own bits in 'openers' and 'mappers' */
 	struct tfs_waiter line[TFS_LINE]; /* wait.c */
 	tmb_u64 numbers;
 	void *os;	  /* the skin's */
 };
 
+/*
+ * Names one inode for its whole life. The number alone may mean another inode once this one was freed, so every function that reads or changes
+ * an inode compares the generation, writers under the inode's lock. Generation 0: whatever has the number now, for callers that know
+ * by other means that it can't change hands (alone with the file system, or told the number by the host).
+ */
+struct tfs_handle {
+	tmb_u64 ino;
+	tmb_u32 generation;
+};
+
 /* --- a file system as a whole ------------------------------------------------------------------------- */
 
 /* Has all of an inode's data written back where the memory is persistent, also what was stored through mappings. */
-int tfs_sync(struct tfs *fs, tmb_u64 ino);
+int tfs_sync(struct tfs *fs, struct tfs_handle h);
 
 /* Makes an empty file system, with ro_compat features (TFS_RO_COMPAT_PERSISTENT); the root directory belongs to uid:gid with 'mode'.
  * uuid: 16 bytes. Overwrites. */
@@ -101,10 +113,9 @@ struct tfs_attr {
 	tmb_s64 atime, mtime, ctime, btime;
 	bool has_xattr;
 };
-/* -ESTALE: free, or of another generation (0: any). */
-int tfs_getattr(struct tfs *fs, tmb_u64 ino, tmb_u32 generation, struct tfs_attr *out);
+int tfs_getattr(struct tfs *fs, struct tfs_handle h, struct tfs_attr *out);
 /* Whether tfs_getattr would give what it gave before. Cheaper; false where in doubt. */
-bool tfs_attr_same(struct tfs *fs, tmb_u64 ino, const struct tfs_attr *before);
+bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before);
 
 #define TFS_SET_MODE 1u
 #define TFS_SET_OWNER 2u /* uid and gid together */
@@ -114,35 +125,35 @@ bool tfs_attr_same(struct tfs *fs, tmb_u64 ino, const struct tfs_attr *before);
 #define TFS_SET_FLAGS 32u
 #define TFS_SET_UID 64u
 #define TFS_SET_GID 128u
-int tfs_setattr(struct tfs *fs, tmb_u64 ino, tmb_u32 what, const struct tfs_attr *attr);
+int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr);
 /* Lazy, lock-free time update of a read. */
-int tfs_touch_atime(struct tfs *fs, tmb_u64 ino, tmb_s64 now);
+int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now);
 
 /* Keeps an inode's contents alive after its last unlink, until closed. The skin counts: call open at 0 -> 1, close at
  * 1 -> 0. close frees an unlinked inode when nobody else has it open. -ESTALE: already gone. */
-int tfs_open_ref(struct tfs *fs, tmb_u64 ino, tmb_u32 generation);
-int tfs_close_ref(struct tfs *fs, tmb_u64 ino);
+int tfs_open_ref(struct tfs *fs, struct tfs_handle h);
+int tfs_close_ref(struct tfs *fs, struct tfs_handle h);
 /* The same for mappings of an inode's blocks: set before the first block is mapped; cleared when none is mapped or pinned. -EAGAIN: frozen,
  * nap and try again. */
-int tfs_map_ref(struct tfs *fs, tmb_u64 ino);
-int tfs_unmap_ref(struct tfs *fs, tmb_u64 ino);
+int tfs_map_ref(struct tfs *fs, struct tfs_handle h);
+int tfs_unmap_ref(struct tfs *fs, struct tfs_handle h);
 /* Grows when blocks were taken away from the inode: compare on TMB_PENDING_REVOKE. */
 tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino);
 
 /* The inode's lock across members. Excludes writers and truncation. Not recursive; in one member, one thread at a time
  * should ask (hold the VFS lock first). -EUCLEAN or -ESTALE: bad inode; then it's not held. */
-int tfs_lock_inode(struct tfs *fs, tmb_u64 ino);
+int tfs_lock_inode(struct tfs *fs, struct tfs_handle h);
 /* The same for who holds nothing yet and is about to change the inode: waits while the file system is frozen. */
-int tfs_begin_inode(struct tfs *fs, tmb_u64 ino);
+int tfs_begin_inode(struct tfs *fs, struct tfs_handle h);
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino);
 
 /* --- names ---------------------------------------------------------------------------------------------- */
 
 /* 'type' gets DT_*. "." and ".." are not names here. -ENOENT, -ENAMETOOLONG. */
-int tfs_lookup(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 *ino, tmb_u8 *type);
+int tfs_lookup(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle *found, tmb_u8 *type);
 /* Even and unchanged: the directory's names are what they were when this value was read. Odd: being changed. */
-tmb_u64 tfs_dir_seq(struct tfs *fs, tmb_u64 dir);
-tmb_u64 tfs_parent(struct tfs *fs, tmb_u64 dir); /* 0: damaged */
+tmb_u64 tfs_dir_seq(struct tfs *fs, struct tfs_handle dir);
+tmb_u64 tfs_parent(struct tfs *fs, struct tfs_handle dir); /* 0: damaged */
 
 struct tfs_create {
 	tmb_u32 mode; /* with S_IFMT */
@@ -156,23 +167,30 @@ struct tfs_create {
 	tmb_s64 now;
 };
 /* name NULL: O_TMPFILE (nlink 0; c->open must be set). -EEXIST, -ENOSPC, -EDQUOT, -ENOENT (directory was removed) … */
-int tfs_create(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, const struct tfs_create *c, tmb_u64 *ino);
-int tfs_link(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 ino, tmb_s64 now);
-/* expect: the inode number the caller checked, 0: any; -ESTALE when the name means another one by now. */
-int tfs_unlink(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 expect, tmb_s64 now);
-int tfs_rmdir(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 len, tmb_u64 expect, tmb_s64 now);
+int tfs_create(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, const struct tfs_create *c, struct tfs_handle *made);
+int tfs_link(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle h, tmb_s64 now);
+/* expect: the inode the caller checked, number 0: any; -ESTALE when the name means another one by now. */
+int tfs_unlink(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle expect, tmb_s64 now);
+int tfs_rmdir(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle expect, tmb_s64 now);
 #define TFS_RENAME_NOREPLACE 1u
 #define TFS_RENAME_EXCHANGE 2u
 #define TFS_RENAME_WHITEOUT 4u /* leaves a 0:0 character device at the old name */
-int tfs_rename(struct tfs *fs, tmb_u64 old_dir, const char *old_name, tmb_u32 old_len, tmb_u64 new_dir, const char *new_name,
-	       tmb_u32 new_len, tmb_u32 flags, tmb_s64 now);
+/* One of the two names of a rename. expect: as for tfs_unlink; for the new name, TFS_NOTHING: it must be free. */
+struct tfs_name {
+	struct tfs_handle dir;
+	const char *name;
+	tmb_u32 len;
+	struct tfs_handle expect;
+};
+#define TFS_NOTHING (1ULL << 62) /* in place of a number */
+int tfs_rename(struct tfs *fs, const struct tfs_name *from, const struct tfs_name *to, tmb_u32 flags, tmb_s64 now);
 
 /* Calls emit for each name from *pos on (0: the first; "." and ".." are the skin's); emit returns false to stop. *pos is left at the
  * first name not taken. */
 typedef bool (*tfs_emit)(void *ctx, const char *name, tmb_u32 len, tmb_u64 ino, tmb_u8 type, tmb_u64 next_pos);
-int tfs_readdir(struct tfs *fs, tmb_u64 dir, tmb_u64 *pos, tfs_emit emit, void *ctx);
+int tfs_readdir(struct tfs *fs, struct tfs_handle dir, tmb_u64 *pos, tfs_emit emit, void *ctx);
 /* Copies up to size bytes, returns the length. */
-int tfs_readlink(struct tfs *fs, tmb_u64 ino, char *buf, tmb_u32 size);
+int tfs_readlink(struct tfs *fs, struct tfs_handle h, char *buf, tmb_u32 size);
 
 /* --- data ----------------------------------------------------------------------------------------------- */
 
@@ -190,13 +208,13 @@ struct tfs_run {
 	tmb_u64 count; /* blocks, >= 1, as many as asked at most */
 };
 /* What lies at file block 'fblock': a run of contiguous blocks, or of hole. Does not look at the size. */
-int tfs_map(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
+int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
 /* Address of a block; 0 <= block < fs->blocks was checked by tfs_map. */
 static inline void *tfs_block(struct tfs *fs, tmb_u64 block)
 {
 	return fs->area + (block << TFS_BLOCK_SHIFT);
 }
-tmb_u64 tfs_size(struct tfs *fs, tmb_u64 ino); /* bytes, <= TFS_MAX_SIZE */
+tmb_u64 tfs_size(struct tfs *fs, struct tfs_handle h); /* bytes, <= TFS_MAX_SIZE */
 
 /*
  * A write, with the inode locked:
@@ -206,42 +224,42 @@ tmb_u64 tfs_size(struct tfs *fs, tmb_u64 ino); /* bytes, <= TFS_MAX_SIZE */
  * Before a write beyond the size: tfs_extend_zero.
  */
 struct tfs_write {
-	tmb_u64 ino;
+	struct tfs_handle h;
 	tmb_u32 slot;  /* of the transaction, TFS_TX_SLOTS: none yet */
 	bool is_new;
 	struct tfs_run run;
 	tmb_u64 fblock;
 };
-int tfs_write_begin_locked(struct tfs *fs, tmb_u64 ino, struct tfs_write *w);
+int tfs_write_begin_locked(struct tfs *fs, struct tfs_handle h, struct tfs_write *w);
 int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count);
 int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w);
 /* end: file offset after the last byte written (0: nothing written). Raises the size to it, stamps mtime and ctime, takes S_ISUID and
  * S_ISGID away if kill_suid, ends the transaction. Must follow begin in any case. */
 int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool kill_suid, tmb_s64 now);
 /* Zeroes from the present size to the end of its block, so that a larger size exposes no old bytes. */
-int tfs_extend_zero_locked(struct tfs *fs, tmb_u64 ino);
+int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h);
 /*
  * Page fault on a hole: allocates one zeroed block, or 512 where count and alignment allow it (or finds what came meanwhile). -ENXIO:
  * beyond the end. -EAGAIN: another member is changing the inode and may be waiting for this member to unmap it: let go of
  * what the revoke worker needs (the mapping's invalidate lock), call tfs_wait_inode(), try again.
  */
-int tfs_fault_block(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
+int tfs_fault_block(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
 
-int tfs_wait_inode(struct tfs *fs, tmb_u64 ino);
+int tfs_wait_inode(struct tfs *fs, struct tfs_handle h);
 
 /* Whole calls for skins that copy with memcpy (FUSE, tests): a pread/pwrite of plain memory. append: offset is ignored, the data
  * goes to the end, *offset gets where. */
-tmb_s64 tfs_pread(struct tfs *fs, tmb_u64 ino, void *buf, tmb_u64 len, tmb_u64 offset);
-tmb_s64 tfs_pwrite(struct tfs *fs, tmb_u64 ino, const void *buf, tmb_u64 len, tmb_u64 *offset, bool append, bool kill_suid, tmb_s64 now);
+tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, tmb_u64 offset);
+tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64 len, tmb_u64 *offset, bool append, bool kill_suid, tmb_s64 now);
 
 /* Size change. Blocks beyond it are freed once no member reads, maps or pins them. Takes the inode's lock. */
-int tfs_truncate(struct tfs *fs, tmb_u64 ino, tmb_u64 size, bool kill_suid, tmb_s64 now);
+int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_suid, tmb_s64 now);
 #define TFS_FALLOC_KEEP_SIZE 1u
 #define TFS_FALLOC_PUNCH 2u
 #define TFS_FALLOC_ZERO 4u
-int tfs_fallocate(struct tfs *fs, tmb_u64 ino, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now);
+int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now);
 /* Next data (hole = false) or hole at or after offset; -ENXIO beyond the end. */
-tmb_s64 tfs_seek(struct tfs *fs, tmb_u64 ino, tmb_u64 offset, bool hole);
+tmb_s64 tfs_seek(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, bool hole);
 
 /* --- file locks: flock and fcntl, across members -------------------------------------------------------------- */
 
@@ -254,14 +272,14 @@ struct tfs_file_lock {
 	tmb_u32 member;	    /* tfs_get_lock: who has it */
 };
 /* Takes, changes or gives back; -EAGAIN: another owner has it. Giving back rings the members that wait. */
-int tfs_set_lock(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock);
+int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock);
 /* Who is in the way: fills 'lock' with one, or makes its type TFS_LK_UNLOCK. */
-int tfs_get_lock(struct tfs *fs, tmb_u64 ino, struct tfs_file_lock *lock);
+int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock);
 /*
  * Waiting: after -EAGAIN call tfs_lock_wait_begin once (a slot, or -EDEADLK for a POSIX lock whose holder waits for this owner); then
  * repeat { tfs_set_lock ; if -EAGAIN sleep until TMB_PENDING_LOCK or TMB_PENDING_MEMBERS arrives, at most a second }; then tfs_lock_wait_end.
  */
-int tfs_lock_wait_begin(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock);
+int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock);
 void tfs_lock_wait_end(struct tfs *fs, int slot);
 
 /* --- change events ----------------------------------------------------------------------------------------------- */
@@ -294,13 +312,13 @@ int tfs_listen_next(struct tfs *fs, struct tfs_listener *l, struct tfs_change *c
 /* --- extended attributes (full names, "user.x") ---------------------------------------------------------- */
 
 /* size 0: only the length. -ENODATA, -ERANGE. */
-tmb_s64 tfs_xattr_get(struct tfs *fs, tmb_u64 ino, const char *name, void *value, tmb_u64 size);
+tmb_s64 tfs_xattr_get(struct tfs *fs, struct tfs_handle h, const char *name, void *value, tmb_u64 size);
 /* Names, each with its NUL. */
-tmb_s64 tfs_xattr_list(struct tfs *fs, tmb_u64 ino, char *list, tmb_u64 size);
+tmb_s64 tfs_xattr_list(struct tfs *fs, struct tfs_handle h, char *list, tmb_u64 size);
 #define TFS_XATTR_CREATE 1u
 #define TFS_XATTR_REPLACE 2u
 /* value NULL: remove. mode: when >= 0 the inode's permission bits become it in the same transaction (ACLs). */
-int tfs_xattr_set(struct tfs *fs, tmb_u64 ino, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode,
+int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode,
 		  tmb_s64 now);
 
 #endif

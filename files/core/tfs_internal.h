@@ -154,7 +154,7 @@ void tfs_wait_start(struct tfs_wait *w, enum tfs_how how);
 int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owner, tmb_u32 *bell, tmb_u32 rung);
 
 /* lock.c: who lives, locks of inodes */
-int tfs_try_lock_inode(struct tfs *fs, tmb_u64 ino); /* -EAGAIN: taken */
+int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h); /* -EAGAIN: taken */
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
 bool tfs_member_active(struct tfs *fs, tmb_u32 member);
 tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of them that live */
@@ -196,8 +196,20 @@ static inline struct tfs_inode *tfs_inode(struct tfs *fs, tmb_u64 ino)
 		return tfs_search_inode(fs, ino);
 	return (struct tfs_inode *)tfs_block(fs, known & 0xffffffff) + ino % TFS_INODES_PER_BLOCK;
 }
-int tfs_live_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode **out); /* -ESTALE, -EUCLEAN */
-int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u64 *ino, struct tfs_inode **out); /* claimed, state NEW */
+/* What has the number now: for names, read with their directory locked, and for recovery. */
+static inline struct tfs_handle tfs_any(tmb_u64 ino)
+{
+	return (struct tfs_handle){.ino = ino};
+}
+/* Whether the inode lives, as the handle's. */
+static inline bool tfs_is(struct tfs_inode *inode, struct tfs_handle h)
+{
+	tmb_u64 state = tmb_load_acquire(&inode->state_gen);
+
+	return (state & 0xff) == TFS_INODE_LIVE && (!h.generation || state >> TFS_GEN_SHIFT == h.generation);
+}
+int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out); /* -ESTALE, -EUCLEAN */
+int tfs_new_inode(struct tfs *fs, tmb_u32 slot, struct tfs_handle *made, struct tfs_inode **out); /* claimed, state NEW */
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode);	/* undo, contents freed too */
 /* With the inode locked, nlink 0, nobody has it open: frees contents and number. */
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);

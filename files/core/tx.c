@@ -205,7 +205,7 @@ static void redo(struct tfs *fs, struct tfs_tx *tx)
 	tmb_u64 ino = tmb_load(&tx->ino[0]), from = tmb_load(&tx->arg[0]), to = tmb_load(&tx->arg[1]);
 	struct tfs_inode *inode;
 
-	if (what == TFS_REDO_NONE || what == TFS_REDO_FREE || tfs_live_inode(fs, ino, &inode))
+	if (what == TFS_REDO_NONE || what == TFS_REDO_FREE || tfs_live_inode(fs, tfs_any(ino), &inode))
 		return; /* orphans are freed by the scan that follows */
 	if (what == TFS_REDO_TRIM) {
 		from = tfs_blocks_of(tmb_load(&inode->size));

@@ -38,7 +38,7 @@ int tfs_xattr_image_ok(const void *image, tmb_u64 len)
 }
 
 /* A private copy of the image, at least its header; the caller frees it. room: bytes wanted beyond it. */
-static int read_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 room, tmb_u8 **out)
+static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u32 room, tmb_u8 **out)
 {
 	struct tfs_xattr_image *head;
 	tmb_u32 bytes = sizeof(*head), done = 0, pin;
@@ -47,14 +47,14 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 	tmb_u64 root;
 	int err = 0;
 
-	pin = tfs_pin(fs, ino);
+	pin = tfs_pin(fs, h.ino);
 	root = tmb_load_acquire(&inode->xattr_root);
 	if (root) {
 		err = tfs_tree_map(fs, root, 0, 1, &run);
 		if (!err && run.block)
 			bytes = tmb_load((tmb_u32 *)tfs_block(fs, run.block));
 		if (err || !run.block || bytes < sizeof(*head) || bytes > IMAGE_MAX)
-			err = tfs_damage(fs, "attribute image size", ino, bytes);
+			err = tfs_damage(fs, "attribute image size", h.ino, bytes);
 	}
 	tfs_unpin(fs, pin);
 	if (err)
@@ -64,7 +64,7 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 	if (!image)
 		return -ENOMEM;
 	head = (struct tfs_xattr_image *)image;
-	pin = tfs_pin(fs, ino);
+	pin = tfs_pin(fs, h.ino);
 	if (tmb_load_acquire(&inode->xattr_root) != root)
 		err = -EAGAIN;
 	while (!err && root && done < bytes) {
@@ -85,7 +85,7 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 		head->count = 0;
 	}
 	if (!err && (head->bytes != bytes || tfs_xattr_image_ok(image, bytes)))
-		err = tfs_damage(fs, "attribute image malformed", ino, bytes);
+		err = tfs_damage(fs, "attribute image malformed", h.ino, bytes);
 	if (err) {
 		tfs_os_free(image);
 		return err;
@@ -95,19 +95,19 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 }
 
 /* Again while another member replaces it. */
-static int get_image(struct tfs *fs, tmb_u64 ino, tmb_u8 **image)
+static int get_image(struct tfs *fs, struct tfs_handle h, tmb_u8 **image)
 {
 	struct tfs_inode *inode;
-	int err = tfs_live_inode(fs, ino, &inode);
+	int err = tfs_live_inode(fs, h, &inode);
 
 	for (tmb_u32 tries = 0; !err && tries < 10000; tries++) {
-		err = read_image(fs, inode, ino, 0, image);
+		err = read_image(fs, inode, h, 0, image);
 		if (err != -EAGAIN)
 			return err;
 		err = 0;
 		tfs_os_relax();
 	}
-	return err ? err : tfs_damage(fs, "attributes changing without end", ino, 0);
+	return err ? err : tfs_damage(fs, "attributes changing without end", h.ino, 0);
 }
 
 static const struct tfs_xattr_entry *find(const tmb_u8 *image, const char *name, tmb_u32 *where)
@@ -122,19 +122,19 @@ static const struct tfs_xattr_entry *find(const tmb_u8 *image, const char *name,
 	return NULL;
 }
 
-tmb_s64 tfs_xattr_get(struct tfs *fs, tmb_u64 ino, const char *name, void *value, tmb_u64 size)
+tmb_s64 tfs_xattr_get(struct tfs *fs, struct tfs_handle h, const char *name, void *value, tmb_u64 size)
 {
 	const struct tfs_xattr_entry *e;
 	struct tfs_inode *inode;
 	tmb_u8 *image;
 	tmb_u32 where;
-	tmb_s64 r = tfs_live_inode(fs, ino, &inode);
+	tmb_s64 r = tfs_live_inode(fs, h, &inode);
 
 	if (r)
 		return r;
 	if (!tmb_load(&inode->xattr_root))
 		return -ENODATA;
-	r = get_image(fs, ino, &image);
+	r = get_image(fs, h, &image);
 	if (r)
 		return r;
 	e = find(image, name, &where);
@@ -150,12 +150,12 @@ tmb_s64 tfs_xattr_get(struct tfs *fs, tmb_u64 ino, const char *name, void *value
 	return r;
 }
 
-tmb_s64 tfs_xattr_list(struct tfs *fs, tmb_u64 ino, char *list, tmb_u64 size)
+tmb_s64 tfs_xattr_list(struct tfs *fs, struct tfs_handle h, char *list, tmb_u64 size)
 {
 	const struct tfs_xattr_entry *e;
 	tmb_u32 at = sizeof(struct tfs_xattr_image);
 	tmb_u8 *image;
-	tmb_s64 total = 0, err = get_image(fs, ino, &image);
+	tmb_s64 total = 0, err = get_image(fs, h, &image);
 
 	if (err)
 		return err;
@@ -209,7 +209,7 @@ static int edit(tmb_u8 *image, const char *name, const void *value, tmb_u64 size
 	return 0;
 }
 
-int tfs_xattr_set(struct tfs *fs, tmb_u64 ino, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode, tmb_s64 now)
+int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode, tmb_s64 now)
 {
 	struct tfs_inode *inode;
 	tmb_u64 old, root = 0;
@@ -224,12 +224,12 @@ int tfs_xattr_set(struct tfs *fs, tmb_u64 ino, const char *name, const void *val
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	err = tfs_lock_inode(fs, ino);
+	err = tfs_lock_inode(fs, h);
 	if (err)
 		goto end;
-	inode = tfs_inode(fs, ino);
-	tfs_tx_inode(fs, slot, 0, ino);
-	err = read_image(fs, inode, ino, (tmb_u32)(sizeof(struct tfs_xattr_entry) + strlen(name) + size + 8), &image);
+	inode = tfs_inode(fs, h.ino);
+	tfs_tx_inode(fs, slot, 0, h.ino);
+	err = read_image(fs, inode, h, (tmb_u32)(sizeof(struct tfs_xattr_entry) + strlen(name) + size + 8), &image);
 	if (err)
 		goto unlock;
 	err = edit(image, name, value, size, flags);
@@ -250,7 +250,7 @@ int tfs_xattr_set(struct tfs *fs, tmb_u64 ino, const char *name, const void *val
 	tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_USED);
 	tfs_changed(inode, now, false);
 	if (old) {
-		tmb_u64 holders = tfs_wait_unpinned(fs, ino);
+		tmb_u64 holders = tfs_wait_unpinned(fs, h.ino);
 
 		if (!holders) {
 			tfs_tree_mark(fs, old, tfs_tag(fs), TFS_MAP_FREE);
@@ -261,7 +261,7 @@ int tfs_xattr_set(struct tfs *fs, tmb_u64 ino, const char *name, const void *val
 	}
 unlock:
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, ino);
+	tfs_unlock_inode(fs, h.ino);
 	return err;
 end:
 	tfs_tx_end(fs, slot);

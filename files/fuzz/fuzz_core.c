@@ -42,7 +42,7 @@ static tmb_u64 ticks, looks, naps, next_change;
 static long allocations;
 static struct input in;
 static struct tfs_listener listeners[MEMBERS];
-static tmb_u64 dirs[4];
+static struct tfs_handle dirs[4];
 static bool running;
 volatile tmb_u8 fuzz_sink;
 
@@ -119,14 +119,20 @@ void fuzz_look(const volatile void *p, unsigned bytes)
 	running = true;
 }
 
-static tmb_u64 make(struct tfs *fs, tmb_u64 dir, const char *name, tmb_u32 mode)
+/* Generation 0: most steps mean whatever has the number, so that they get past the check. */
+static struct tfs_handle any(tmb_u64 ino)
+{
+	return (struct tfs_handle){.ino = ino};
+}
+
+static struct tfs_handle make(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 mode)
 {
 	struct tfs_create c = {.mode = mode};
-	tmb_u64 ino = 0;
+	struct tfs_handle made = {0};
 
-	if (tfs_create(fs, dir, name, (tmb_u32)strlen(name), &c, &ino))
+	if (tfs_create(fs, dir, name, (tmb_u32)strlen(name), &c, &made))
 		abort();
-	return ino;
+	return made;
 }
 
 static void reset_members(void)
@@ -149,7 +155,7 @@ static void *guarded(size_t bytes, int fd)
 	return space + GUARD;
 }
 
-static void names(struct tfs *fs, tmb_u64 dir, int from, int to)
+static void names(struct tfs *fs, struct tfs_handle dir, int from, int to)
 {
 	char name[64];
 
@@ -159,24 +165,24 @@ static void names(struct tfs *fs, tmb_u64 dir, int from, int to)
 	}
 }
 
-static void write_some(struct tfs *fs, tmb_u64 ino, tmb_u64 at, tmb_u64 len)
+static void write_some(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 len)
 {
 	static tmb_u8 data[20000];
 
 	memset(data, 7, sizeof(data));
-	if (tfs_pwrite(fs, ino, data, len, &at, false, false, 1) != (tmb_s64)len)
+	if (tfs_pwrite(fs, h, data, len, &at, false, false, 1) != (tmb_s64)len)
 		abort();
 }
 
 /* What a member that died leaves: a lock, blocks with its tag, a transaction under way, one that was committed. */
-static void die_halfway(tmb_u64 ino)
+static void die_halfway(struct tfs_handle h)
 {
 	struct tfs fs = {0};
 	struct tfs_write w;
 
 	members[2].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH - 1);
-	if (tfs_open(&fs, area, AREA_BYTES, members, 2, EPOCH - 1) || tfs_open_ref(&fs, ino, 0) || tfs_lock_inode(&fs, ino) ||
-	    tfs_write_begin_locked(&fs, ino, &w) || tfs_write_map_locked(&fs, &w, 90, 4) || tfs_write_done_locked(&fs, &w) ||
+	if (tfs_open(&fs, area, AREA_BYTES, members, 2, EPOCH - 1) || tfs_open_ref(&fs, h) || tfs_lock_inode(&fs, h) ||
+	    tfs_write_begin_locked(&fs, h, &w) || tfs_write_map_locked(&fs, &w, 90, 4) || tfs_write_done_locked(&fs, &w) ||
 	    tfs_write_map_locked(&fs, &w, 100, 3))
 		abort();
 	struct tfs_member_area *mine = (struct tfs_member_area *)tfs_block(&fs, fs.member_start + 2 * TFS_MEMBER_BLOCKS);
@@ -184,11 +190,11 @@ static void die_halfway(tmb_u64 ino)
 
 	tx->state = (tmb_u64)(EPOCH - 1) << 32 | TFS_TX_COMMITTED;
 	tx->redo = TFS_REDO_TRUNCATE;
-	tx->ino[0] = ino;
+	tx->ino[0] = h.ino;
 	tx->arg[0] = 2;
 	tx->arg[1] = ~0ULL;
 	tx->n_words = 1;
-	tx->words[0].offset = (fs.data_start << TFS_BLOCK_SHIFT) + ino * sizeof(struct tfs_inode) + offsetof(struct tfs_inode, size);
+	tx->words[0].offset = (fs.data_start << TFS_BLOCK_SHIFT) + h.ino * sizeof(struct tfs_inode) + offsetof(struct tfs_inode, size);
 	tx->words[0].value = 8192;
 }
 
@@ -197,7 +203,7 @@ static void build(void)
 	static tmb_u8 data[9000];
 	tmb_u8 uuid[16] = {1};
 	struct tfs fs = {0};
-	tmb_u64 dir, last, ino;
+	struct tfs_handle dir, last, ino;
 
 	image = memfd_create("image", 0);
 	if (image < 0 || ftruncate(image, AREA_BYTES))
@@ -207,30 +213,30 @@ static void build(void)
 	reset_members();
 	if (tfs_mkfs(area, AREA_BYTES, uuid, "fuzz", 7, 0, 0, 0, 0755, 0) || tfs_open(&fs, area, AREA_BYTES, members, 0, EPOCH))
 		abort();
-	dir = make(&fs, TFS_ROOT_INO, "d", 0040755);
-	dirs[0] = TFS_ROOT_INO;
+	dir = make(&fs, any(TFS_ROOT_INO), "d", 0040755);
+	dirs[0] = any(TFS_ROOT_INO);
 	dirs[1] = dir;
 	dirs[2] = make(&fs, dir, "e", 0040755);
 	names(&fs, dir, 0, 130); /* enough for an index */
-	ino = make(&fs, TFS_ROOT_INO, "file", 0100644);
+	ino = make(&fs, any(TFS_ROOT_INO), "file", 0100644);
 	write_some(&fs, ino, 0, 20000);
 	write_some(&fs, ino, 1ULL << 33, 100);
 	if (tfs_xattr_set(&fs, ino, "user.a", data, 9000, 0, -1, 1) || tfs_xattr_set(&fs, dir, "user.b", data, 10, 0, -1, 1))
 		abort();
-	ino = make(&fs, TFS_ROOT_INO, "huge", 0100644);
+	ino = make(&fs, any(TFS_ROOT_INO), "huge", 0100644);
 	if (tfs_fallocate(&fs, ino, 0, 0, 2u << 20, 1))
 		abort();
 	struct tfs_create link = {.mode = 0120777, .symlink = "target", .symlink_len = 6};
 
-	if (tfs_create(&fs, TFS_ROOT_INO, "link", 4, &link, &ino))
+	if (tfs_create(&fs, any(TFS_ROOT_INO), "link", 4, &link, &ino))
 		abort();
 	struct tfs_file_lock lock = {.owner = 1, .end = 100, .type = TFS_LK_WRITE, .kind = TFS_LK_POSIX};
 
-	if (tfs_set_lock(&fs, 2, &lock))
+	if (tfs_set_lock(&fs, any(2), &lock))
 		abort();
 	/* Something of each kind at the very end of the area, where one step too far is seen. */
 	fs.alloc_cursor = fs.blocks - 4;
-	last = make(&fs, TFS_ROOT_INO, "last", 0040755);
+	last = make(&fs, any(TFS_ROOT_INO), "last", 0040755);
 	if (tfs_xattr_set(&fs, last, "user.c", data, 100, 0, -1, 1))
 		abort();
 	fs.alloc_cursor = fs.blocks - 3;
@@ -245,7 +251,7 @@ static void build(void)
 
 	if (map[fs.blocks - 1] != TFS_MAP_USED || map[fs.blocks - 2] != TFS_MAP_USED || map[fs.blocks - 3] != TFS_MAP_USED)
 		abort();
-	die_halfway(make(&fs, TFS_ROOT_INO, "half", 0100644));
+	die_halfway(make(&fs, any(TFS_ROOT_INO), "half", 0100644));
 	mutator = mutator_new(area, AREA_BYTES);
 	if (!mutator || mmap(area, AREA_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, image, 0) == MAP_FAILED)
 		abort();
@@ -271,14 +277,14 @@ static void name_of(char *name)
 }
 
 /* A write, map and copy in pieces as the kernel does it. */
-static void write_in_steps(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count)
+static void write_in_steps(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count)
 {
 	struct tfs_write w;
 
-	if (tfs_lock_inode(fs, ino))
+	if (tfs_lock_inode(fs, h))
 		return;
-	if (!tfs_write_begin_locked(fs, ino, &w)) {
-		int err = tfs_extend_zero_locked(fs, ino);
+	if (!tfs_write_begin_locked(fs, h, &w)) {
+		int err = tfs_extend_zero_locked(fs, h);
 
 		if (!err)
 			err = tfs_write_map_locked(fs, &w, fblock, count);
@@ -288,16 +294,16 @@ static void write_in_steps(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 
 		}
 		tfs_write_end_locked(fs, &w, err ? 0 : (fblock + 1) << TFS_BLOCK_SHIFT, true, 1);
 	}
-	tfs_unlock_inode(fs, ino);
+	tfs_unlock_inode(fs, h.ino);
 }
 
 /* A read, as the kernel does it: pin, map, copy. */
-static void read_pinned(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 count)
+static void read_pinned(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count)
 {
-	tmb_u32 pin = tfs_pin(fs, ino);
+	tmb_u32 pin = tfs_pin(fs, h.ino);
 	struct tfs_run run;
 
-	if (!tfs_map(fs, ino, fblock, count, &run)) {
+	if (!tfs_map(fs, h, fblock, count, &run)) {
 		if (!run.count || run.count > count)
 			abort();
 		if (run.block) {
@@ -308,19 +314,33 @@ static void read_pinned(struct tfs *fs, tmb_u64 ino, tmb_u64 fblock, tmb_u64 cou
 	tfs_unpin(fs, pin);
 }
 
-static void locks(struct tfs *fs, tmb_u64 ino, tmb_u64 at, tmb_u64 len)
+static void locks(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 len)
 {
 	struct tfs_file_lock lock = {.owner = at % 8, .start = at, .end = at + len, .type = (tmb_u32)len % 4, .kind = (tmb_u32)at % 3};
 	struct tfs_file_lock who = lock;
 	int slot;
 
-	tfs_get_lock(fs, ino, &who);
-	if (tfs_set_lock(fs, ino, &lock) != -EAGAIN)
+	tfs_get_lock(fs, h, &who);
+	if (tfs_set_lock(fs, h, &lock) != -EAGAIN)
 		return;
-	slot = tfs_lock_wait_begin(fs, ino, &lock);
+	slot = tfs_lock_wait_begin(fs, h, &lock);
 	/* One in two goes on waiting, so that others find it. */
 	if (slot >= 0 && len & 4)
 		tfs_lock_wait_end(fs, slot);
+}
+
+/* Every other time with what the names are expected to mean. */
+static void rename_some(struct tfs *fs, struct tfs_handle dir, const char *name, struct tfs_handle to_dir, const char *other, tmb_u32 how)
+{
+	struct tfs_name from = {.dir = dir, .name = name, .len = (tmb_u32)strlen(name)};
+	struct tfs_name to = {.dir = to_dir, .name = other, .len = (tmb_u32)strlen(other)};
+	tmb_u8 type;
+
+	if (how & 8)
+		tfs_lookup(fs, dir, name, from.len, &from.expect, &type);
+	if (how & 16 && tfs_lookup(fs, to_dir, other, to.len, &to.expect, &type))
+		to.expect.ino = TFS_NOTHING;
+	tfs_rename(fs, &from, &to, how % 8, 1);
 }
 
 /* Tells of a change, and hears of others'. */
@@ -343,7 +363,8 @@ static void step(struct tfs *fs)
 {
 	static tmb_u8 buf[70000];
 	char name[64], other[64];
-	tmb_u64 ino = take(NULL, 1), dir = dirs[take(NULL, 1) % 4], at = take(NULL, 2) << (take(NULL, 1) % 34), pos = at, len = take(NULL, 2);
+	struct tfs_handle h = any(take(NULL, 1)), dir = dirs[take(NULL, 1) % 4], made;
+	tmb_u64 ino = h.ino, at = take(NULL, 2) << (take(NULL, 1) % 34), pos = at, len = take(NULL, 2);
 	struct tfs_create c = {.mode = 0100644};
 	struct tfs_attr attr = {.mode = 0640};
 	struct tfs_statfs st;
@@ -357,39 +378,39 @@ static void step(struct tfs *fs)
 	length = (tmb_u32)strlen(name);
 	other_length = (tmb_u32)strlen(other);
 	switch (take(NULL, 1) % 38) {
-	case 0: tfs_lookup(fs, dir, name, length, &ino, &type); break;
+	case 0: tfs_lookup(fs, dir, name, length, &made, &type); break;
 	case 1: tfs_readdir(fs, dir, &pos, emit, &count); break;
-	case 2: tfs_getattr(fs, ino, 0, &attr); break;
-	case 3: c.open = len & 1; tfs_create(fs, dir, name, length, &c, &ino); break;
-	case 4: c.mode = 0040755; tfs_create(fs, dir, name, length, &c, &ino); break;
-	case 5: tfs_unlink(fs, dir, name, length, 0, 1); break;
-	case 6: tfs_rmdir(fs, dir, name, length, 0, 1); break;
-	case 7: tfs_rename(fs, dir, name, length, dirs[len % 4], other, other_length, (tmb_u32)at % 8, 1); break;
-	case 8: tfs_link(fs, dir, name, length, ino, 1); break;
-	case 9: tfs_pread(fs, ino, buf, len, at); break;
-	case 10: tfs_pwrite(fs, ino, buf, len, &pos, len & 1, len & 2, 1); break;
-	case 11: tfs_truncate(fs, ino, at, len & 1, 1); break;
-	case 12: tfs_fallocate(fs, ino, (tmb_u32)len % 8, at, len << (len % 32), 1); break;
-	case 13: tfs_seek(fs, ino, at, len & 1); break;
-	case 14: tfs_xattr_get(fs, ino, "user.a", buf, len); break;
-	case 15: tfs_xattr_list(fs, ino, (char *)buf, len); break;
-	case 16: tfs_xattr_set(fs, ino, len & 1 ? "user.a" : "user.n", len & 2 ? buf : NULL, len, (tmb_u32)at % 3, (int)at % 2 - 1, 1); break;
-	case 17: tfs_readlink(fs, ino, (char *)buf, (tmb_u32)len); break;
-	case 18: tfs_open_ref(fs, ino, 0); break;
-	case 19: tfs_close_ref(fs, ino); break;
-	case 20: tfs_setattr(fs, ino, (tmb_u32)len, &attr); break;
+	case 2: tfs_getattr(fs, h, &attr); break;
+	case 3: c.open = len & 1; tfs_create(fs, dir, name, length, &c, &made); break;
+	case 4: c.mode = 0040755; tfs_create(fs, dir, name, length, &c, &made); break;
+	case 5: tfs_unlink(fs, dir, name, length, any(0), 1); break;
+	case 6: tfs_rmdir(fs, dir, name, length, any(0), 1); break;
+	case 7: rename_some(fs, dir, name, dirs[len % 4], other, (tmb_u32)at); break;
+	case 8: tfs_link(fs, dir, name, length, h, 1); break;
+	case 9: tfs_pread(fs, h, buf, len, at); break;
+	case 10: tfs_pwrite(fs, h, buf, len, &pos, len & 1, len & 2, 1); break;
+	case 11: tfs_truncate(fs, h, at, len & 1, 1); break;
+	case 12: tfs_fallocate(fs, h, (tmb_u32)len % 8, at, len << (len % 32), 1); break;
+	case 13: tfs_seek(fs, h, at, len & 1); break;
+	case 14: tfs_xattr_get(fs, h, "user.a", buf, len); break;
+	case 15: tfs_xattr_list(fs, h, (char *)buf, len); break;
+	case 16: tfs_xattr_set(fs, h, len & 1 ? "user.a" : "user.n", len & 2 ? buf : NULL, len, (tmb_u32)at % 3, (int)at % 2 - 1, 1); break;
+	case 17: tfs_readlink(fs, h, (char *)buf, (tmb_u32)len); break;
+	case 18: tfs_open_ref(fs, h); break;
+	case 19: tfs_close_ref(fs, h); break;
+	case 20: tfs_setattr(fs, h, (tmb_u32)len, &attr); break;
 	case 21: tfs_statfs(fs, &st); break;
-	case 22: tfs_fault_block(fs, ino, at >> 12, len, &run); break;
+	case 22: tfs_fault_block(fs, h, at >> 12, len, &run); break;
 	case 23: members[2].recovered_epoch = members[2].forgotten_epoch = 0; tfs_recover(fs, 2); break;
-	case 24: locks(fs, ino, at, len); break;
-	case 25: write_in_steps(fs, ino, at >> 12, len); break;
-	case 26: read_pinned(fs, ino, at >> 12, len + 1); break;
-	case 27: tfs_map_ref(fs, ino); break;
-	case 28: tfs_unmap_ref(fs, ino); break;
+	case 24: locks(fs, h, at, len); break;
+	case 25: write_in_steps(fs, h, at >> 12, len); break;
+	case 26: read_pinned(fs, h, at >> 12, len + 1); break;
+	case 27: tfs_map_ref(fs, h); break;
+	case 28: tfs_unmap_ref(fs, h); break;
 	case 29: tfs_recover_all(fs); break;
-	case 30: c.open = true; tfs_create(fs, dir, NULL, 0, &c, &ino); break;
-	case 31: c.mode = 0120777; c.symlink = name; c.symlink_len = length; tfs_create(fs, dir, other, other_length, &c, &ino); break;
-	case 36: changes(fs, ino, dir, other, other_length); break;
+	case 30: c.open = true; tfs_create(fs, dir, NULL, 0, &c, &made); break;
+	case 31: c.mode = 0120777; c.symlink = name; c.symlink_len = length; tfs_create(fs, dir, other, other_length, &c, &made); break;
+	case 36: changes(fs, ino, dir.ino, other, other_length); break;
 	case 37: tfs_listen_end(fs); break;
 	case 32: { /* the host says that somebody died, or came */
 		tmb_u64 *word = (tmb_u64 *)&members[len % 4] + at % (sizeof(*members) / 8);

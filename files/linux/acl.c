@@ -26,7 +26,7 @@ struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu)
 	if (rcu)
 		return ERR_PTR(-ECHILD);
 	for (tries = 0; tries < 8; tries++) {
-		n = tfs_xattr_get(fs, inode->i_ino, acl_name(type), NULL, 0);
+		n = tfs_xattr_get(fs, tmb_h(inode), acl_name(type), NULL, 0);
 		if (n == -ENODATA || n == 0)
 			return NULL;
 		if (n < 0)
@@ -34,7 +34,7 @@ struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu)
 		value = kvmalloc(n, GFP_KERNEL);
 		if (!value)
 			return ERR_PTR(-ENOMEM);
-		n = tfs_xattr_get(fs, inode->i_ino, acl_name(type), value, n);
+		n = tfs_xattr_get(fs, tmb_h(inode), acl_name(type), value, n);
 		if (n == -ERANGE) { /* it grew meanwhile */
 			kvfree(value);
 			continue;
@@ -91,13 +91,13 @@ static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl,
 	err = acl_encode(acl, &value, &size);
 	if (err)
 		return err;
-	err = tfs_xattr_set(tmb_fs(inode), inode->i_ino, acl_name(type), value, size, 0, change_mode ? mode & 07777 : -1,
+	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), acl_name(type), value, size, 0, change_mode ? mode & 07777 : -1,
 			    tfs_os_now());
 	kfree(value);
 	if (err == -ENODATA) { /* nothing to remove; the mode may still have to change */
 		struct tfs_attr a = { .mode = mode & 07777 };
 
-		err = change_mode ? tfs_setattr(tmb_fs(inode), inode->i_ino, TFS_SET_MODE, &a) : 0;
+		err = change_mode ? tfs_setattr(tmb_fs(inode), tmb_h(inode), TFS_SET_MODE, &a) : 0;
 	}
 	if (err)
 		return err;

@@ -26,7 +26,7 @@ static bool is_true(struct inode *dir, struct dentry *dentry, u64 *stamp)
 
 	*stamp = READ_ONCE(dentry->d_time);
 	smp_rmb();
-	seq = tfs_dir_seq(tmb_fs(dir), dir->i_ino);
+	seq = tfs_dir_seq(tmb_fs(dir), tmb_h(dir));
 	return !(*stamp & 1) && (seq == *stamp || (seq == to && *stamp >= from && *stamp < to));
 }
 
@@ -43,7 +43,7 @@ static void unstamp(struct dentry *dentry)
 static u64 own_change(struct inode *dir, u64 before)
 {
 	struct tmb_inode *ti = tmb_i(dir);
-	u64 now = tfs_dir_seq(tmb_fs(dir), dir->i_ino);
+	u64 now = tfs_dir_seq(tmb_fs(dir), tmb_h(dir));
 
 	if (before & 1 || now != before + 2)
 		return TMB_UNSTAMPED;
@@ -66,12 +66,13 @@ static int find(struct inode *dir, const struct qstr *name, struct inode **inode
 
 	*inode = NULL;
 	for (tries = 0; tries < TMB_LOOKUP_TRIES; tries++) {
-		u64 seq = tfs_dir_seq(fs, dir->i_ino), ino;
+		u64 seq = tfs_dir_seq(fs, tmb_h(dir));
+		struct tfs_handle h;
 		u8 type;
 
-		err = tfs_lookup(fs, dir->i_ino, name->name, name->len, &ino, &type);
+		err = tfs_lookup(fs, tmb_h(dir), name->name, name->len, &h, &type);
 		if (!err) {
-			*inode = tmb_iget(dir->i_sb, ino);
+			*inode = tmb_iget(dir->i_sb, h);
 			if (IS_ERR(*inode)) {
 				err = PTR_ERR(*inode);
 				*inode = NULL;
@@ -80,7 +81,7 @@ static int find(struct inode *dir, const struct qstr *name, struct inode **inode
 		if (err && err != -ENOENT && err != -ESTALE)
 			return err;
 		*stamp = seq & 1 ? TMB_UNSTAMPED : seq;
-		if (tfs_dir_seq(fs, dir->i_ino) == seq && err != -ESTALE)
+		if (tfs_dir_seq(fs, tmb_h(dir)) == seq && err != -ESTALE)
 			return err == -ENOENT ? 0 : err;
 		if (tries + 1 < TMB_LOOKUP_TRIES) {
 			iput(*inode);
@@ -128,24 +129,19 @@ static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsig
 static int still(struct inode *dir, const struct qstr *name, struct inode *inode, u64 *stamp)
 {
 	struct tfs *fs = tmb_fs(dir);
-	u64 seq = tfs_dir_seq(fs, dir->i_ino), ino;
-	struct tfs_attr a;
+	u64 seq = tfs_dir_seq(fs, tmb_h(dir));
+	struct tfs_handle h;
 	u8 type;
-	int err = tfs_lookup(fs, dir->i_ino, name->name, name->len, &ino, &type);
+	int err = tfs_lookup(fs, tmb_h(dir), name->name, name->len, &h, &type);
 
 	if (err && err != -ENOENT)
 		return err == -ESTALE ? 0 : err;
 	if (!err != !!inode)
 		return 0;
-	if (inode) {
-		if (ino != inode->i_ino)
-			return 0;
-		err = tfs_getattr(fs, ino, tmb_i(inode)->generation, &a);
-		if (err)
-			return err == -ESTALE ? 0 : err;
-	}
+	if (inode && (h.ino != inode->i_ino || h.generation != tmb_i(inode)->generation))
+		return 0;
 	/* If the directory changed meanwhile, this was true at some moment of the call. */
-	*stamp = seq & 1 || tfs_dir_seq(fs, dir->i_ino) != seq ? TMB_UNSTAMPED : seq;
+	*stamp = seq & 1 || tfs_dir_seq(fs, tmb_h(dir)) != seq ? TMB_UNSTAMPED : seq;
 	return 1;
 }
 
@@ -200,7 +196,7 @@ static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr
 	struct tfs_create c = {};
 	struct inode *inode;
 	void *image = NULL;
-	u64 ino;
+	struct tfs_handle h;
 	int err;
 
 	if (name && name->len > TFS_NAME_MAX)
@@ -230,14 +226,14 @@ static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr
 	if (c.uid == (uid_t)-1 || c.gid == (gid_t)-1)
 		err = -EOVERFLOW;
 	else
-		err = tfs_create(fs, dir->i_ino, name ? (const char *)name->name : NULL, name ? name->len : 0, &c, &ino);
+		err = tfs_create(fs, tmb_h(dir), name ? (const char *)name->name : NULL, name ? name->len : 0, &c, &h);
 	kfree(image);
 	if (err)
 		return ERR_PTR(err);
-	inode = tmb_iget(dir->i_sb, ino);
+	inode = tmb_iget(dir->i_sb, h);
 	if (IS_ERR(inode)) {
 		if (open)
-			tfs_close_ref(fs, ino);
+			tfs_close_ref(fs, h);
 		return inode;
 	}
 	if (open) {
@@ -252,7 +248,7 @@ static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr
 
 static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev, const char *target)
 {
-	u64 before = tfs_dir_seq(tmb_fs(dir), dir->i_ino);
+	u64 before = tfs_dir_seq(tmb_fs(dir), tmb_h(dir));
 	struct inode *inode = make(idmap, dir, &dentry->d_name, mode, rdev, target, false);
 
 	if (IS_ERR(inode)) {
@@ -324,7 +320,7 @@ static int tmb_tmpfile(tmb_idmap *idmap, struct inode *dir, struct file *file, u
 static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry)
 {
 	struct inode *inode = d_inode(old);
-	u64 before = tfs_dir_seq(tmb_fs(dir), dir->i_ino);
+	u64 before = tfs_dir_seq(tmb_fs(dir), tmb_h(dir));
 	int err;
 
 	if (dentry->d_name.len > TFS_NAME_MAX)
@@ -333,7 +329,7 @@ static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry
 	err = tmb_reference(inode);
 	if (err)
 		return err;
-	err = tfs_link(tmb_fs(dir), dir->i_ino, dentry->d_name.name, dentry->d_name.len, inode->i_ino, tfs_os_now());
+	err = tfs_link(tmb_fs(dir), tmb_h(dir), dentry->d_name.name, dentry->d_name.len, tmb_h(inode), tfs_os_now());
 	tmb_refresh(inode);
 	tmb_unreference(inode);
 	if (err) {
@@ -355,12 +351,12 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 	struct inode *inode = d_inode(dentry);
 	struct tfs *fs = tmb_fs(dir);
 	const struct qstr *name = &dentry->d_name;
-	u64 before = tfs_dir_seq(fs, dir->i_ino);
+	u64 before = tfs_dir_seq(fs, tmb_h(dir));
 	int err = tmb_hold_unlinked(dentry);
 
 	if (err)
 		return err;
-	err = (directory ? tfs_rmdir : tfs_unlink)(fs, dir->i_ino, name->name, name->len, inode->i_ino, tfs_os_now());
+	err = (directory ? tfs_rmdir : tfs_unlink)(fs, tmb_h(dir), name->name, name->len, tmb_h(inode), tfs_os_now());
 	if (err) {
 		if (err == -ENOENT || err == -ESTALE)
 			d_drop(dentry);
@@ -390,11 +386,19 @@ static int tmb_rmdir(struct inode *dir, struct dentry *dentry)
 	return remove(dir, dentry, true);
 }
 
+/* In a sticky directory the VFS allowed the rename because of whom the name means: there it must still mean that one. */
+static struct tfs_handle expected(struct inode *dir, struct dentry *dentry)
+{
+	if (!(dir->i_mode & S_ISVTX))
+		return (struct tfs_handle){};
+	return d_is_positive(dentry) ? tmb_h(d_inode(dentry)) : (struct tfs_handle){ .ino = TFS_NOTHING };
+}
+
 static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *old, struct inode *new_dir, struct dentry *new,
 		      unsigned int flags)
 {
 	struct inode *target = d_inode(new);
-	u64 old_before = tfs_dir_seq(tmb_fs(old_dir), old_dir->i_ino), new_before = tfs_dir_seq(tmb_fs(new_dir), new_dir->i_ino);
+	u64 old_before = tfs_dir_seq(tmb_fs(old_dir), tmb_h(old_dir)), new_before = tfs_dir_seq(tmb_fs(new_dir), tmb_h(new_dir));
 	u32 how = 0;
 	int err;
 
@@ -413,8 +417,10 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 		if (err)
 			return err;
 	}
-	err = tfs_rename(tmb_fs(old_dir), old_dir->i_ino, old->d_name.name, old->d_name.len, new_dir->i_ino,
-			 new->d_name.name, new->d_name.len, how, tfs_os_now());
+	err = tfs_rename(tmb_fs(old_dir),
+			 &(struct tfs_name){ tmb_h(old_dir), old->d_name.name, old->d_name.len, expected(old_dir, old) },
+			 &(struct tfs_name){ tmb_h(new_dir), new->d_name.name, new->d_name.len, expected(new_dir, new) }, how,
+			 tfs_os_now());
 	unstamp(old);
 	unstamp(new);
 	if (err)
@@ -473,7 +479,7 @@ static int tmb_iterate(struct file *file, struct dir_context *dir)
 		dir->pos = 1;
 	}
 	if (dir->pos == 1) {
-		u64 parent = inode == d_inode(inode->i_sb->s_root) ? inode->i_ino : tfs_parent(fs, inode->i_ino);
+		u64 parent = inode == d_inode(inode->i_sb->s_root) ? inode->i_ino : tfs_parent(fs, tmb_h(inode));
 
 		if (!dir_emit(dir, "..", 2, parent ? parent : inode->i_ino, DT_DIR))
 			return 0;
@@ -482,7 +488,7 @@ static int tmb_iterate(struct file *file, struct dir_context *dir)
 	if (dir->pos < 2)
 		return -EINVAL;
 	pos = dir->pos - 2;
-	err = tfs_readdir(fs, inode->i_ino, &pos, emit, &c);
+	err = tfs_readdir(fs, tmb_h(inode), &pos, emit, &c);
 	if (err)
 		return err;
 	dir->pos = pos + 2;

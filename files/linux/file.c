@@ -49,7 +49,7 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 		u64 stamp = tfs_read_stamp(fs, inode->i_ino);
 		size_t skip = pos & (TFS_BLOCK - 1), n, done;
 		u32 pin = tfs_pin(fs, inode->i_ino);
-		u64 size = tfs_size(fs, inode->i_ino);
+		u64 size = tfs_size(fs, tmb_h(inode));
 
 		if (pos >= size) {
 			tfs_unpin(fs, pin);
@@ -57,7 +57,7 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 		}
 		n = min_t(u64, iov_iter_count(to), size - pos);
 		n = min_t(size_t, n, TMB_COPY_BLOCKS * TFS_BLOCK - skip);
-		err = tfs_map(fs, inode->i_ino, pos >> TFS_BLOCK_SHIFT, (skip + n + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT, &run);
+		err = tfs_map(fs, tmb_h(inode), pos >> TFS_BLOCK_SHIFT, (skip + n + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT, &run);
 		if (err) {
 			tfs_unpin(fs, pin);
 			break;
@@ -125,11 +125,11 @@ static int write_locked(struct inode *inode, const struct tfs_attr *attr, loff_t
 	int err, end_err;
 
 	*done = 0;
-	err = tfs_write_begin_locked(fs, inode->i_ino, &w);
+	err = tfs_write_begin_locked(fs, tmb_h(inode), &w);
 	if (err)
 		return err;
 	if (pos + want > attr->size)
-		err = tfs_extend_zero_locked(fs, inode->i_ino);
+		err = tfs_extend_zero_locked(fs, tmb_h(inode));
 	while (!err && *done < want) {
 		size_t skip = (pos + *done) & (TFS_BLOCK - 1), n, copied;
 		u64 left = want - *done;
@@ -175,10 +175,10 @@ static int lock_for_write(struct file *file, struct tfs_attr *attr)
 	int err;
 
 	for (;;) {
-		err = tfs_begin_inode(fs, inode->i_ino);
+		err = tfs_begin_inode(fs, tmb_h(inode));
 		if (err)
 			return err;
-		err = tfs_getattr(fs, inode->i_ino, tmb_i(inode)->generation, attr);
+		err = tfs_getattr(fs, tmb_h(inode), attr);
 		if (!err && (removed || (!(attr->mode & (S_ISUID | S_ISGID)) && !attr->has_xattr)))
 			return 0;
 		tfs_unlock_inode(fs, inode->i_ino);
@@ -259,7 +259,7 @@ int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
 	filemap_invalidate_lock(inode->i_mapping);
 	err = tmb_revoke_locked(inode, 30000);
 	if (!err)
-		err = tfs_truncate(tmb_fs(inode), inode->i_ino, size, kill_suid, tfs_os_now());
+		err = tfs_truncate(tmb_fs(inode), tmb_h(inode), size, kill_suid, tfs_os_now());
 	if (!err) {
 		i_size_write(inode, size);
 		/* Private copies of pages beyond the end go too. */
@@ -295,7 +295,7 @@ static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t len
 		err = tmb_revoke_locked(inode, 30000);
 	}
 	if (!err)
-		err = tfs_fallocate(tmb_fs(inode), inode->i_ino, how, offset, length, tfs_os_now());
+		err = tfs_fallocate(tmb_fs(inode), tmb_h(inode), how, offset, length, tfs_os_now());
 	if (removes)
 		filemap_invalidate_unlock(inode->i_mapping);
 	if (!err)
@@ -313,17 +313,17 @@ static loff_t tmb_llseek(struct file *file, loff_t offset, int whence)
 	struct tfs *fs = tmb_fs(inode);
 
 	if (whence == SEEK_DATA || whence == SEEK_HOLE) {
-		s64 at = offset < 0 ? -ENXIO : tfs_seek(fs, inode->i_ino, offset, whence == SEEK_HOLE);
+		s64 at = offset < 0 ? -ENXIO : tfs_seek(fs, tmb_h(inode), offset, whence == SEEK_HOLE);
 
 		return at < 0 ? at : vfs_setpos(file, at, inode->i_sb->s_maxbytes);
 	}
-	return generic_file_llseek_size(file, offset, whence, inode->i_sb->s_maxbytes, tfs_size(fs, inode->i_ino));
+	return generic_file_llseek_size(file, offset, whence, inode->i_sb->s_maxbytes, tfs_size(fs, tmb_h(inode)));
 }
 
 /* What a system call stored is in the zone when it returns; on persistent memory, what a mapping stored may still be in a cache. */
 static int tmb_fsync(struct file *file, loff_t start, loff_t end, int datasync)
 {
-	return tfs_sync(tmb_fs(file_inode(file)), file_inode(file)->i_ino);
+	return tfs_sync(tmb_fs(file_inode(file)), tmb_h(file_inode(file)));
 }
 
 const struct file_operations tmb_file_fops = {

@@ -68,7 +68,7 @@ static bool fresh(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
 	bool same = i_size_read(inode) == ti->seen.size && inode->i_nlink == ti->seen.nlink &&
-		    tfs_attr_same(tmb_fs(inode), inode->i_ino, &ti->seen);
+		    tfs_attr_same(tmb_fs(inode), &ti->seen);
 
 	smp_rmb();
 	return same;
@@ -82,7 +82,7 @@ int tmb_refresh(struct inode *inode)
 
 	if (fresh(inode))
 		return 0;
-	err = tfs_getattr(tmb_fs(inode), inode->i_ino, tmb_i(inode)->generation, &a);
+	err = tfs_getattr(tmb_fs(inode), tmb_h(inode), &a);
 	if (err)
 		return err;
 	if ((a.mode ^ inode->i_mode) & S_IFMT) {
@@ -93,14 +93,15 @@ int tmb_refresh(struct inode *inode)
 	return 0;
 }
 
-/* The inode with this number, as it is now. -ESTALE: there is none. */
-struct inode *tmb_iget(struct super_block *sb, u64 ino)
+/* The handle's inode, as it is now. -ESTALE: there is none. */
+struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 {
 	struct tfs *fs = &tmb_sb(sb)->fs;
+	u64 ino = h.ino;
 	struct iget_key key = { .ino = ino };
 	struct inode *inode;
 	struct tfs_attr a;
-	int err = tfs_getattr(fs, ino, 0, &a);
+	int err = tfs_getattr(fs, h, &a);
 
 	if (err)
 		return ERR_PTR(err);
@@ -160,7 +161,7 @@ static int reference_locked(struct inode *inode)
 
 	if (ti->referenced)
 		return 0;
-	err = tfs_open_ref(tmb_fs(inode), inode->i_ino, ti->generation);
+	err = tfs_open_ref(tmb_fs(inode), tmb_h(inode));
 	if (!err)
 		ti->referenced = true;
 	return err;
@@ -198,7 +199,7 @@ void tmb_unreference(struct inode *inode)
 	mutex_lock(&ti->lock);
 	if (!ti->opens && ti->referenced && !READ_ONCE(ti->mapped) && inode->i_nlink) {
 		ti->referenced = false;
-		tfs_close_ref(tmb_fs(inode), inode->i_ino);
+		tfs_close_ref(tmb_fs(inode), tmb_h(inode));
 	}
 	mutex_unlock(&ti->lock);
 }
@@ -260,7 +261,7 @@ void tmb_evict_inode(struct inode *inode)
 	}
 	if (ti->referenced && !busy) {
 		ti->referenced = false;
-		tfs_close_ref(tmb_fs(inode), inode->i_ino);
+		tfs_close_ref(tmb_fs(inode), tmb_h(inode));
 	}
 }
 
@@ -332,7 +333,7 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 		a.mtime = tmb_to_ns(attr->ia_mtime);
 	}
 	if (what || attr->ia_valid & ATTR_CTIME)
-		err = tfs_setattr(tmb_fs(inode), inode->i_ino, what, &a);
+		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), what, &a);
 	if (!err && attr->ia_valid & ATTR_MODE && READ_ONCE(tmb_i(inode)->seen.has_xattr))
 		err = tmb_acl_chmod(idmap, dentry, attr->ia_mode);
 	if (err)
@@ -350,9 +351,9 @@ static int stamp(struct inode *inode, int flags, s64 now)
 	int err = 0;
 
 	if (flags & S_ATIME)
-		err = tfs_touch_atime(tmb_fs(inode), inode->i_ino, now);
+		err = tfs_touch_atime(tmb_fs(inode), tmb_h(inode), now);
 	if (!err && flags & (S_MTIME | S_CTIME))
-		err = tfs_setattr(tmb_fs(inode), inode->i_ino, flags & S_MTIME ? TFS_SET_MTIME : 0, &a);
+		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), flags & S_MTIME ? TFS_SET_MTIME : 0, &a);
 	return err ? err : tmb_refresh(inode);
 }
 
@@ -388,7 +389,7 @@ int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, struct fileattr *f
 	if (fileattr_has_fsx(fa) || fa->flags & ~(TFS_FL_IMMUTABLE | TFS_FL_APPEND))
 		return -EOPNOTSUPP;
 	a.flags = fa->flags;
-	err = tfs_setattr(tmb_fs(inode), inode->i_ino, TFS_SET_FLAGS, &a);
+	err = tfs_setattr(tmb_fs(inode), tmb_h(inode), TFS_SET_FLAGS, &a);
 	if (err)
 		return err;
 	tmb_tell(dentry, FS_ATTRIB);
@@ -407,7 +408,7 @@ static const char *tmb_get_link(struct dentry *dentry, struct inode *inode, stru
 	target = kmalloc(TFS_SYMLINK_MAX + 1, GFP_KERNEL);
 	if (!target)
 		return ERR_PTR(-ENOMEM);
-	n = tfs_readlink(tmb_fs(inode), inode->i_ino, target, TFS_SYMLINK_MAX);
+	n = tfs_readlink(tmb_fs(inode), tmb_h(inode), target, TFS_SYMLINK_MAX);
 	if (n < 0) {
 		kfree(target);
 		return ERR_PTR(n);

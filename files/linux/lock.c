@@ -45,7 +45,7 @@ static int unlock(struct tmb_sb *s, struct inode *inode, struct file *file, stru
 
 	describe(s, fl, &lock);
 	lock.type = TFS_LK_UNLOCK;
-	zone_err = tfs_set_lock(&s->fs, inode->i_ino, &lock);
+	zone_err = tfs_set_lock(&s->fs, tmb_h(inode), &lock);
 	wake_waiters(s);
 	return err ? err : zone_err;
 }
@@ -53,18 +53,18 @@ static int unlock(struct tmb_sb *s, struct inode *inode, struct file *file, stru
 /* -EAGAIN: somebody has it. Waits if 'wait'. */
 static int take(struct tmb_sb *s, struct inode *inode, const struct tfs_file_lock *lock, bool wait)
 {
-	int seen = atomic_read(&s->rings), slot, err = tfs_set_lock(&s->fs, inode->i_ino, lock);
+	int seen = atomic_read(&s->rings), slot, err = tfs_set_lock(&s->fs, tmb_h(inode), lock);
 
 	if (err != -EAGAIN || !wait)
 		return err;
-	slot = tfs_lock_wait_begin(&s->fs, inode->i_ino, lock);
+	slot = tfs_lock_wait_begin(&s->fs, tmb_h(inode), lock);
 	if (slot < 0)
 		return slot;
 	for (;;) {
 		bool bell = tmb_doorbell_self(&s->doorbell) && tmb_load(&s->zone.members[s->fs.member].doorbell);
 		long left;
 
-		err = tfs_set_lock(&s->fs, inode->i_ino, lock);
+		err = tfs_set_lock(&s->fs, tmb_h(inode), lock);
 		if (err != -EAGAIN)
 			break;
 		left = wait_event_interruptible_timeout(s->rung, atomic_read(&s->rings) != seen,
@@ -95,7 +95,7 @@ static int set(struct file *file, struct file_lock *fl)
 	err = locks_lock_file_wait(file, fl);
 	if (err) {
 		lock.type = TFS_LK_UNLOCK;
-		tfs_set_lock(&s->fs, inode->i_ino, &lock);
+		tfs_set_lock(&s->fs, tmb_h(inode), &lock);
 		wake_waiters(s);
 	}
 	return err;
@@ -109,7 +109,7 @@ static int test(struct file *file, struct file_lock *fl)
 	int err;
 
 	describe(s, fl, &lock);
-	err = tfs_get_lock(&s->fs, inode->i_ino, &lock);
+	err = tfs_get_lock(&s->fs, tmb_h(inode), &lock);
 	if (err)
 		return err;
 	if (lock.type == TFS_LK_UNLOCK) {

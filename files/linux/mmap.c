@@ -40,7 +40,7 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 	void *old;
 	int err;
 
-	err = tfs_map(&s->fs, inode->i_ino, index, pages, &run);
+	err = tfs_map(&s->fs, tmb_h(inode), index, pages, &run);
 	if (err)
 		return err;
 	iomap->offset = pos;
@@ -100,7 +100,7 @@ static int map_reference(struct inode *inode)
 	if (!ti->mapped) {
 		/* Read first: a change after it shows. */
 		ti->map_seq = tfs_map_seq(&s->fs, inode->i_ino);
-		err = tfs_map_ref(&s->fs, inode->i_ino);
+		err = tfs_map_ref(&s->fs, tmb_h(inode));
 		if (!err) {
 			spin_lock(&s->mapped_lock);
 			list_add(&ti->mapped_link, &s->mapped);
@@ -131,15 +131,15 @@ static int fill_hole(struct inode *inode, pgoff_t index)
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tmb_inode *ti = tmb_i(inode);
 	struct tfs_run run;
-	int tries, err = tfs_map(&s->fs, inode->i_ino, index, 1, &run);
+	int tries, err = tfs_map(&s->fs, tmb_h(inode), index, 1, &run);
 
 	if (err || run.block || s->fs.read_only)
 		return err;
 	mutex_lock(&ti->fault_lock);
 	for (tries = 0; tries < TMB_FAULT_TRIES; tries++) {
-		err = tfs_fault_block(&s->fs, inode->i_ino, index, 1, &run);
+		err = tfs_fault_block(&s->fs, tmb_h(inode), index, 1, &run);
 		if (err == -EAGAIN)
-			err = tfs_wait_inode(&s->fs, inode->i_ino);
+			err = tfs_wait_inode(&s->fs, tmb_h(inode));
 		else
 			break;
 		if (err)
@@ -167,7 +167,7 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 
 		if (order != TMB_ORDER_PMD)
 			return VM_FAULT_FALLBACK;
-		if (tfs_map(&s->fs, inode->i_ino, start, HPAGE_PMD_NR, &run) || !run.block || run.count < HPAGE_PMD_NR)
+		if (tfs_map(&s->fs, tmb_h(inode), start, HPAGE_PMD_NR, &run) || !run.block || run.count < HPAGE_PMD_NR)
 			return VM_FAULT_FALLBACK;
 		pfn = s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + run.block;
 		if (pfn & (HPAGE_PMD_NR - 1))
@@ -183,7 +183,7 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		filemap_invalidate_lock_shared(mapping);
 		err = map_reference(inode);
 		if (!err) {
-			i_size_write(inode, tfs_size(&s->fs, inode->i_ino));
+			i_size_write(inode, tfs_size(&s->fs, tmb_h(inode)));
 			ret = dax_iomap_fault(vmf, order, NULL, &err, &tmb_iomap_ops);
 			again = err == -EAGAIN;
 			err = 0;
@@ -289,7 +289,7 @@ int tmb_revoke_locked(struct inode *inode, unsigned int wait_ms)
 	list_del_init(&ti->mapped_link);
 	spin_unlock(&s->mapped_lock);
 	WRITE_ONCE(ti->mapped, false);
-	err = tfs_unmap_ref(&s->fs, inode->i_ino);
+	err = tfs_unmap_ref(&s->fs, tmb_h(inode));
 	mutex_unlock(&ti->lock);
 	return err == -ESTALE ? 0 : err;
 }

@@ -184,9 +184,9 @@ static void hand_over(struct super_block *sb, struct tfs_change *c)
 	u32 cookie = local_cookie(s, c), mask = c->mask & ~FS_DELETE_SELF;
 
 	if (all && !dir && c->dir)
-		dir = tmb_iget(sb, c->dir);
+		dir = tmb_iget(sb, (struct tfs_handle){ .ino = c->dir });
 	if ((all || watched(dir)) && !inode && !(c->mask & FS_DELETE))
-		inode = tmb_iget(sb, c->ino);
+		inode = tmb_iget(sb, (struct tfs_handle){ .ino = c->ino });
 	if (IS_ERR(dir))
 		dir = NULL;
 	if (IS_ERR(inode))

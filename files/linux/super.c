@@ -186,7 +186,7 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 
 	if (writable && s->zone.sync_length)
 		start_sync(s);
-	root = tmb_iget(sb, s->fs.root);
+	root = tmb_iget(sb, (struct tfs_handle){ .ino = s->fs.root });
 	if (!IS_ERR(root) && !S_ISDIR(root->i_mode)) {
 		iput(root);
 		tfs_os_damage(&s->fs, "the root is no directory", s->fs.root, 0);

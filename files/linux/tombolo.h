@@ -114,6 +114,11 @@ static inline struct tmb_inode *tmb_i(const struct inode *inode)
 	return container_of(inode, struct tmb_inode, vfs);
 }
 
+static inline struct tfs_handle tmb_h(const struct inode *inode)
+{
+	return (struct tfs_handle){ .ino = inode->i_ino, .generation = tmb_i(inode)->generation };
+}
+
 /* calls.c */
 void tmb_calls_exit(void);
 
@@ -126,7 +131,7 @@ void tmb_zone_leave(struct tmb_zone *zone, u32 member, u32 epoch);
 
 /* inode.c */
 extern const struct inode_operations tmb_file_iops, tmb_symlink_iops, tmb_special_iops;
-struct inode *tmb_iget(struct super_block *sb, u64 ino);
+struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h);
 int tmb_refresh(struct inode *inode);
 int tmb_reference(struct inode *inode);
 void tmb_unreference(struct inode *inode);

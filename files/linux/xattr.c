@@ -20,7 +20,7 @@ static int get(const struct xattr_handler *handler, struct dentry *dentry, struc
 		if (!READ_ONCE(tmb_i(inode)->seen.has_xattr))
 			return -ENODATA;
 	}
-	return tfs_xattr_get(tmb_fs(inode), inode->i_ino, xattr_full_name(handler, name), buffer, size);
+	return tfs_xattr_get(tmb_fs(inode), tmb_h(inode), xattr_full_name(handler, name), buffer, size);
 }
 
 static int set(const struct xattr_handler *handler, tmb_idmap *idmap, struct dentry *dentry, struct inode *inode,
@@ -33,7 +33,7 @@ static int set(const struct xattr_handler *handler, tmb_idmap *idmap, struct den
 		how |= TFS_XATTR_CREATE;
 	if (flags & XATTR_REPLACE)
 		how |= TFS_XATTR_REPLACE;
-	err = tfs_xattr_set(tmb_fs(inode), inode->i_ino, xattr_full_name(handler, name), value, size, how, -1, tfs_os_now());
+	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), xattr_full_name(handler, name), value, size, how, -1, tfs_os_now());
 	if (err)
 		return err;
 	tmb_tell(dentry, FS_ATTRIB);
@@ -65,7 +65,7 @@ ssize_t tmb_listxattr(struct dentry *dentry, char *list, size_t size)
 	names = kvmalloc(TFS_XATTR_MAX, GFP_KERNEL);
 	if (!names)
 		return -ENOMEM;
-	length = tfs_xattr_list(tmb_fs(inode), inode->i_ino, names, TFS_XATTR_MAX);
+	length = tfs_xattr_list(tmb_fs(inode), tmb_h(inode), names, TFS_XATTR_MAX);
 	for (name = names; length > 0 && name < names + length;) {
 		size_t n = strnlen(name, names + length - name) + 1;
 

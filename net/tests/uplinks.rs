@@ -5,14 +5,13 @@
 mod common;
 
 use std::net::UdpSocket;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::PathBuf;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
+use common::program::Switch;
 use common::{Rig, frame, wait_for};
-use serde_json::Value;
-use tombolo_net::control::{Request, ask};
-use tombolo_net::driver::{Nic, NicConfig};
+use tombolo_net::driver::Nic;
 use tombolo_net::features::OFFLOADS;
 use tombolo_net::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
 
@@ -39,67 +38,6 @@ fn alone(test: &str, body: impl FnOnce()) {
 fn sh(text: &str) {
     let output = Command::new("sh").args(["-ec", text]).output().unwrap();
     assert!(output.status.success(), "{text}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
-/// The program, with one port for the guest that owns [`Rig::mac`] of `n`.
-struct Switch {
-    child: Child,
-    dir: tempfile::TempDir,
-}
-
-impl Switch {
-    fn start(n: usize, args: &[&str]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-switch"));
-        command.arg("run").arg("--control").arg(dir.path().join("control"));
-        command.arg("--port").arg(format!("vm,{},{}", dir.path().join("vm").display(), Rig::mac(n)));
-        command.args(args).env("NO_COLOR", "1");
-        let log = std::fs::File::create(dir.path().join("log")).unwrap();
-        let child = command.stderr(log).stdin(Stdio::null()).spawn().unwrap();
-        let switch = Self { child, dir };
-        wait_for("the switch", || ask(&switch.control(), &Request::Ports).ok());
-        switch
-    }
-
-    fn control(&self) -> PathBuf {
-        self.dir.path().join("control")
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(self.dir.path().join("log")).unwrap()
-    }
-
-    fn guest(&self, features: u64) -> Nic {
-        let features = NicConfig::default().features | features;
-        let mut nic = Nic::new(NicConfig { tx_buffer: 66_000, features, ..NicConfig::default() }).unwrap();
-        nic.connect(&self.dir.path().join("vm")).unwrap();
-        nic
-    }
-
-    /// Returns once the thread that minds passt sleeps in its system call.
-    fn waits_for_passt(&self) {
-        let tasks = format!("/proc/{}/task", self.child.id());
-        let read = |task: &Path, what| std::fs::read_to_string(task.join(what)).unwrap_or_default();
-        wait_for("the thread that minds passt", || {
-            let mut tasks = std::fs::read_dir(&tasks).unwrap().map(|t| t.unwrap().path());
-            let minder = tasks.find(|t| read(t, "comm").trim() == "net-passt")?;
-            (read(&minder, "wchan") == "do_wait").then_some(())
-        });
-    }
-
-    /// The port of this name, as the control socket shows it.
-    fn port(&self, name: &str) -> Option<Value> {
-        let (answer, _) = ask(&self.control(), &Request::Ports).unwrap();
-        answer["ports"].as_array().unwrap().iter().find(|p| p["name"] == name).cloned()
-    }
-}
-
-impl Drop for Switch {
-    fn drop(&mut self) {
-        // It may have ended.
-        let _ended = self.child.kill();
-        let _ended = self.child.wait();
-    }
 }
 
 const HOST: [u8; 4] = [10, 9, 0, 1];

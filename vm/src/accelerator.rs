@@ -21,11 +21,12 @@ use serde_json::{Value, json};
 use crate::accelspec::{AccelSpec, AccelUse};
 use crate::child::{self, Guarded};
 use crate::compose::{Project, VmSpec};
-use crate::control::{AccelStatus, AccelVm, Peer};
+use crate::control::{AccelStatus, AccelVm};
 use crate::exec;
 use crate::keeper::{Keeper, Names, PATIENCE, Part, Service};
 use crate::machine::Machine;
 use crate::mount;
+use crate::peer::Peer;
 use crate::zones::{HostZone, Invitation};
 
 /// An accelerator of a running project.

@@ -15,9 +15,10 @@ use clap::{Args, Subcommand};
 
 use crate::client::{self, Outcome, Progress};
 use crate::compose::{self, Project, Rights, Size};
-use crate::control::{Event, Peer, Request, Status, ZoneStatus};
+use crate::control::{Event, Request, Status, ZoneStatus};
 use crate::doctor;
 use crate::growth;
+use crate::peer::{self, Peer};
 use crate::state::StateDir;
 use crate::supervisor;
 
@@ -211,7 +212,7 @@ pub enum NetCommand {
 /// As [`run`].
 pub fn run_net(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
     let NetCommand::Ls { file } = command;
-    let status = status(client::living(&file.load()?)?)?;
+    let status = status(client::living(&file.load()?, &Request::Ps)?)?;
     if json {
         say(&serde_json::to_string_pretty(&status.networks)?)?;
     } else if status.networks.is_empty() {
@@ -232,7 +233,9 @@ pub fn run_net(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
 /// When the compose file is malformed, the supervisor does not answer, or there are several networks and no name.
 pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
     let Ok(file) = compose::find(None) else { return Ok(None) };
-    let Some(peer) = Peer::connect(&StateDir::of(&Project::load(&file)?)?)? else { return Ok(None) };
+    let Some(peer) = peer::ask(&StateDir::of(&Project::load(&file)?)?, &Request::Ps)? else {
+        return Ok(None);
+    };
     let networks = status(peer)?.networks;
     if let (None, [_, _, ..]) = (name, &networks[..]) {
         let names: Vec<&str> = networks.iter().map(|n| n.name.as_str()).collect();
@@ -286,8 +289,7 @@ pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
         ZoneCommand::Path { file, zone } => return zone_path(&file, &zone, json),
         ZoneCommand::Detach { file, zone, vm } => (file, Request::ZoneDetach { zone, vm }),
     };
-    let mut peer = client::living(&file.load()?)?;
-    peer.send(&request)?;
+    let peer = client::living(&file.load()?, &request)?;
     finish(client::follow(peer, &mut Progress::new(json))?)
 }
 
@@ -312,7 +314,7 @@ fn zone_path(file: &File, name: &str, json: bool) -> anyhow::Result<ExitCode> {
 /// When there is no such project, it is not up, or has no such zone.
 pub fn find_zone(file: &File, name: &str) -> anyhow::Result<ZoneStatus> {
     let project = file.load()?;
-    let mut zones = status(client::living(&project)?)?.zones;
+    let mut zones = status(client::living(&project, &Request::Ps)?)?.zones;
     if let Some(at) = zones.iter().position(|z| z.name == name) {
         return Ok(zones.swap_remove(at));
     }
@@ -322,7 +324,6 @@ pub fn find_zone(file: &File, name: &str) -> anyhow::Result<ZoneStatus> {
 }
 
 fn status(mut peer: Peer) -> anyhow::Result<Status> {
-    peer.send(&Request::Ps)?;
     match peer.receive::<Event>()? {
         Some(Event::Status(status)) => Ok(*status),
         Some(Event::Failed { message }) => anyhow::bail!("{message}"),
@@ -371,7 +372,8 @@ fn up(project: &Project, vms: Vec<String>, attach: bool, json: bool) -> anyhow::
 
 fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
     let dir = StateDir::of(project)?;
-    let Some(mut peer) = Peer::connect(&dir)? else {
+    let all = vms.is_empty();
+    let Some(peer) = peer::ask(&dir, &Request::Down { vms })? else {
         // Logs of a supervisor that died.
         if let Some(_lock) = dir.path().exists().then(|| dir.lock()).transpose()?.flatten() {
             dir.remove();
@@ -384,8 +386,6 @@ fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitC
         }
         return Ok(ExitCode::SUCCESS);
     };
-    let all = vms.is_empty();
-    peer.send(&Request::Down { vms })?;
     let outcome = client::follow(peer, &mut Progress::new(json))?;
     if all {
         wait_gone(&dir)?;
@@ -413,7 +413,7 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
         }
     } else {
         let project = file.load()?;
-        let found = Peer::connect(&StateDir::of(&project)?)?.map(status).transpose()?;
+        let found = peer::ask(&StateDir::of(&project)?, &Request::Ps)?.map(status).transpose()?;
         if json {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
             say(&serde_json::to_string_pretty(&status)?)?;
@@ -434,11 +434,11 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
 /// The project of a compose file, which must be up; without a file all of this user that are up.
 pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
     if let Some(file) = file {
-        return Ok(vec![status(client::living(&Project::load(file)?)?)?]);
+        return Ok(vec![status(client::living(&Project::load(file)?, &Request::Ps)?)?]);
     }
     let mut projects = Vec::new();
     for dir in StateDir::all()? {
-        if let Some(peer) = Peer::connect(&dir)? {
+        if let Some(peer) = peer::ask(&dir, &Request::Ps)? {
             projects.push(status(peer)?);
         }
     }
@@ -453,7 +453,7 @@ pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> 
     match command {
         StartCommand::Blame { file, vm } => blame(&file.load()?, &vm, json),
         StartCommand::Metrics { file } => {
-            let status = status(client::living(&file.load()?)?)?;
+            let status = status(client::living(&file.load()?, &Request::Ps)?)?;
             let growing = status.vms.iter().filter_map(|vm| Some((vm.name.as_str(), vm.growth.as_ref()?)));
             say(tombolo_start::progress::prometheus(&growing.collect::<Vec<_>>()).trim_end())?;
             Ok(ExitCode::SUCCESS)
@@ -466,11 +466,7 @@ pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> 
 
 fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
     let not_up = || format!("the VM '{name}' is not up; 'tombolo ps' shows what is");
-    let mut peer = Peer::connect(&StateDir::of(project)?)?.with_context(not_up)?;
-    peer.send(&Request::Ps)?;
-    let Some(Event::Status(status)) = peer.receive::<Event>()? else {
-        anyhow::bail!("the supervisor gave no answer")
-    };
+    let status = status(peer::ask(&StateDir::of(project)?, &Request::Ps)?.with_context(not_up)?)?;
     let vm = status.vms.iter().find(|vm| vm.name == name).with_context(not_up)?;
     if json {
         println!("{}", serde_json::to_string_pretty(&vm.timeline)?);

@@ -17,7 +17,8 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use rustix::termios::{OptionalActions, Termios};
 
 use crate::compose::Project;
-use crate::control::{Event, Feed, Peer, Request, Stage};
+use crate::control::{Event, Feed, Request, Stage};
+use crate::peer::{self, Peer};
 use crate::session;
 use crate::state::StateDir;
 
@@ -35,12 +36,10 @@ const ESCAPE: u8 = 0x1d;
 pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> {
     let dir = StateDir::of(project)?;
     for _ in 0..TRIES {
-        if let Some(mut peer) = Peer::connect(&dir)? {
-            // One that is about to end may close the connection before it hears of the request.
-            if peer.send(request).is_ok() {
-                return Ok(peer);
-            }
-        } else if let Some(mut peer) = spawn(project, &dir)? {
+        if let Some(peer) = peer::ask(&dir, request)? {
+            return Ok(peer);
+        }
+        if let Some(mut peer) = spawn(project, &dir)? {
             peer.send(request)?;
             return Ok(peer);
         }
@@ -83,12 +82,12 @@ fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
     }
 }
 
-/// Connects to the project's supervisor, which must live.
+/// Asks the project's supervisor, which must live.
 ///
 /// # Errors
 /// When the project is not up.
-pub fn living(project: &Project) -> anyhow::Result<Peer> {
-    Peer::connect(&StateDir::of(project)?)?.with_context(|| {
+pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
+    peer::ask(&StateDir::of(project)?, request)?.with_context(|| {
         format!(
             "the project '{}' ({}) is not up; start it with 'tombolo up'",
             project.name,
@@ -200,7 +199,7 @@ pub fn follow(mut peer: Peer, progress: &mut Progress) -> anyhow::Result<Outcome
 /// # Errors
 /// When the supervisor can't be reached.
 pub fn attach(project: &Project) -> anyhow::Result<()> {
-    let peer = living(project)?;
+    let peer = living(project, &Request::Attend)?;
     let (_, socket) = peer.into_raw();
     let signals = session::signals()?;
     let over = Arc::new(AtomicBool::new(false));
@@ -221,8 +220,7 @@ pub fn attach(project: &Project) -> anyhow::Result<()> {
 /// # Errors
 /// When it can't be run.
 pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
-    let mut peer = living(project)?;
-    peer.send(request)?;
+    let mut peer = living(project, request)?;
     if matches!(request, Request::Exec { input: true, .. }) {
         let mut socket = peer.writer()?;
         // Ends with the process: a read of a terminal can't be called off.
@@ -234,7 +232,7 @@ pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
                     Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
                     _ => Feed::End,
                 };
-                if crate::control::send(&mut socket, &message).is_err() || matches!(message, Feed::End) {
+                if peer::send(&mut socket, &message).is_err() || matches!(message, Feed::End) {
                     break;
                 }
             }
@@ -263,8 +261,7 @@ fn write(to: &mut impl Write, bytes: &[u8]) -> anyhow::Result<()> {
 /// # Errors
 /// When the VM does not run.
 pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
-    let mut peer = living(project)?;
-    peer.send(&Request::Console { vm: vm.to_owned() })?;
+    let mut peer = living(project, &Request::Console { vm: vm.to_owned() })?;
     match peer.receive::<Event>()? {
         Some(Event::Done) => {}
         Some(Event::Failed { message }) => anyhow::bail!("{message}"),

@@ -11,9 +11,10 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use crate::control::{Event, Feed, Peer};
+use crate::control::{Event, Feed};
 use crate::exec::{self, Ended, Exec, Input, Stream};
 use crate::machine::Machine;
+use crate::peer::Peer;
 
 /// Milliseconds between looks at a flag while a socket is watched.
 const LOOK: i64 = 100;

@@ -122,6 +122,11 @@ impl StateDir {
         Ok(StateDir { path: base_dir()?.join(format!("{}-{:08x}", project.name, hash & 0xffff_ffff)) })
     }
 
+    /// The folder at this path.
+    pub fn at(path: PathBuf) -> StateDir {
+        StateDir { path }
+    }
+
     /// All projects' folders.
     ///
     /// # Errors

@@ -15,10 +15,11 @@ use anyhow::Context;
 
 use crate::accelerator::Accelerator;
 use crate::compose::{Backing, Project, Rights, ZoneUse};
-use crate::control::{Event, NetStatus, Peer, PortStatus, Request, Stage, Status, ZoneStatus};
-use crate::machine::{Machine, Phase};
+use crate::control::{Event, NetStatus, PortStatus, Request, Stage, Status, ZoneStatus};
+use crate::machine::{Machine, Phase, hotplug};
 use crate::mount::{self, Source};
 use crate::network::Network;
+use crate::peer::{self, Peer};
 use crate::session;
 use crate::state::{Address, StateDir};
 use crate::zones::HostZone;
@@ -46,6 +47,10 @@ struct Inner {
     zones: BTreeMap<String, Arc<HostZone>>,
     networks: BTreeMap<String, Arc<Network>>,
     accelerators: BTreeMap<String, Arc<Accelerator>>,
+    /// Requests that are being carried out.
+    requests: usize,
+    /// The supervisor is about to end and hears no more requests.
+    withdrawn: bool,
 }
 
 /// What runs beside VMs: dropping it ends switches and servers, which takes a moment.
@@ -69,7 +74,7 @@ struct Reporter {
 impl Reporter {
     fn send(&self, event: &Event) {
         let mut socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = crate::control::send(&mut socket, event);
+        let _ = peer::send(&mut socket, event);
     }
 
     fn stage(&self, vm: &str, stage: Stage, detail: &str) {
@@ -116,6 +121,8 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             zones: BTreeMap::new(),
             networks: BTreeMap::new(),
             accelerators: BTreeMap::new(),
+            requests: 0,
+            withdrawn: false,
         }),
         changing: Mutex::new(()),
         over: Mutex::new(false),
@@ -127,7 +134,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             let own = accepting.clone();
             // A thread that can't be had closes this connection; the next may have more luck.
             drop(std::thread::Builder::new().name("request".into()).spawn(move || {
-                if crate::control::check_user(&socket).is_ok() {
+                if peer::check_user(&socket).is_ok() {
                     if let Ok(peer) = Peer::new(socket) {
                         own.serve(peer);
                     }
@@ -208,14 +215,27 @@ impl Supervisor {
     fn serve(self: &Arc<Self>, mut peer: Peer) {
         let request = match peer.receive::<Request>() {
             Ok(Some(request)) => request,
-            Ok(None) => return self.end_if_idle(),
+            Ok(None) => {
+                if self.enter() && self.leave() {
+                    self.end();
+                }
+                return;
+            }
             Err(e) => {
                 let _ = peer.send(&Event::Failed { message: format!("{e:#}") });
-                return self.end_if_idle();
+                return;
             }
         };
         let Ok(writer) = peer.writer() else { return };
         let reporter = Reporter { socket: Arc::new(Mutex::new(writer)) };
+        if let Request::Attend = request {
+            return attend(peer, &reporter);
+        }
+        // Without 'heard' the client starts another supervisor.
+        if !self.enter() {
+            return;
+        }
+        reporter.send(&Event::Heard);
         let result = match request {
             Request::Up { project, vms } => self.up(*project, &vms, peer, &reporter),
             Request::Down { vms } => self.down(&vms, &reporter),
@@ -229,17 +249,23 @@ impl Supervisor {
             }),
             Request::Console { vm } => {
                 match self.machine(&vm).and_then(|m| session::console(&m, peer, RECENT)) {
-                    Ok(()) => return,
+                    Ok(()) => {
+                        if self.leave() {
+                            self.end();
+                        }
+                        return;
+                    }
                     Err(e) => Err(e),
                 }
             }
+            Request::Attend => Ok(()),
             Request::ZoneAttach { zone, vm, rights, mount } => {
                 self.attach(&zone, &vm, rights, mount.as_deref(), &reporter)
             }
             Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &reporter),
         };
         // Whoever has the answer finds no trace of a supervisor that has nothing left to do.
-        let idle = self.withdraw_if_idle();
+        let idle = self.leave();
         match result {
             Ok(()) => reporter.send(&Event::Done),
             Err(e) => reporter.send(&Event::Failed { message: format!("{e:#}") }),
@@ -249,22 +275,29 @@ impl Supervisor {
         }
     }
 
-    /// A supervisor without VMs has nothing to do: it lets go of the zones and can't be found any more.
-    fn withdraw_if_idle(&self) -> bool {
-        let Ok(_changing) = self.changing.try_lock() else { return false };
+    /// A request begins; false: this supervisor is about to end.
+    fn enter(&self) -> bool {
         let mut inner = self.lock();
-        let idle = inner.machines.is_empty();
-        if idle {
-            drop(inner.clear());
-            self.dir.withdraw();
+        if !inner.withdrawn {
+            inner.requests += 1;
         }
-        idle
+        !inner.withdrawn
     }
 
-    fn end_if_idle(&self) {
-        if self.withdraw_if_idle() {
-            self.end();
+    /// A request ends. A supervisor without requests and VMs has nothing to do: it lets go of the zones, can't be found any more, and is
+    /// to end (true).
+    fn leave(&self) -> bool {
+        let mut inner = self.lock();
+        inner.requests -= 1;
+        inner.withdrawn |= inner.requests == 0 && inner.machines.is_empty();
+        if !inner.withdrawn {
+            return false;
         }
+        let beside = inner.clear();
+        self.dir.withdraw();
+        drop(inner);
+        drop(beside);
+        true
     }
 
     fn down(&self, vms: &[String], reporter: &Reporter) -> anyhow::Result<()> {
@@ -363,8 +396,10 @@ impl Supervisor {
         let zone_use = ZoneUse { mount: mount.map(str::to_owned), rights, ..ZoneUse::default() };
         let invitation = zone.invite(vm, &zone_use)?;
         if let Err(e) = machine.plug(zone_name, &zone_use, &invitation) {
-            zone.gone(vm);
-            return Err(e);
+            if let hotplug::Failure::Undone(_) = e {
+                zone.gone(vm);
+            }
+            return Err(e.into());
         }
         mount_zone(&machine, zone_name, &zone, &zone_use).with_context(|| {
             format!("the VM '{vm}' is a member of the zone '{zone_name}' now, but has not mounted it")
@@ -386,7 +421,7 @@ impl Supervisor {
         machine.forget_zone(zone_name);
         reporter.send(&Event::Note {
             text: format!(
-                "the VM '{vm}' has left the zone '{zone_name}'. Its memory device stays in the VM until that is stopped: stock QEMU can't unplug virtio-pmem"
+                "the VM '{vm}' has left the zone '{zone_name}'. Its memory device stays in the VM until that is stopped, or attached again: stock QEMU can't unplug virtio-pmem"
             ),
         });
         Ok(())
@@ -457,6 +492,13 @@ impl Supervisor {
             zones,
         }
     }
+}
+
+/// Keeps the connection until the client goes, or this process ends.
+fn attend(mut peer: Peer, reporter: &Reporter) {
+    reporter.send(&Event::Heard);
+    // Nothing is said on it: what comes is its end.
+    let _end = peer.receive::<Request>();
 }
 
 /// Mounts a zone's file system in the VM where it is wanted.

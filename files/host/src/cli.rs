@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use clap::Subcommand;
 use serde_json::json;
 
-use crate::fs::{self, Filesystem, Mkfs};
+use crate::fs::{self, Filesystem, Handle, Mkfs};
 use crate::sys;
 use crate::target::{PCI, Target};
 
@@ -305,11 +305,11 @@ fn df(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<()> {
 fn stat(zone: &Path, area: Option<&str>, path: &str, json: bool) -> anyhow::Result<()> {
     let target = Target::open(zone, false, area)?;
     let fs = Filesystem::open(target.area()?).map_err(|e| open_error(zone, e))?;
-    let mut ino = fs::ROOT;
+    let mut ino = Handle::from(fs::ROOT);
     for name in path.split('/').filter(|n| !n.is_empty()) {
         ino = fs.lookup(ino, name.as_bytes()).with_context(|| format!("{path}: at {name:?}"))?.0;
     }
-    let a = fs.getattr(ino, 0).with_context(|| format!("{path}: inode {ino}"))?;
+    let a = fs.getattr(ino).with_context(|| format!("{path}: inode {}", ino.ino))?;
     let xattrs: Vec<String> = fs
         .xattr_list(ino)
         .unwrap_or_default()

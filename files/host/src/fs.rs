@@ -23,8 +23,47 @@ pub use sys::tfs_file_lock as FileLock;
 pub use sys::tfs_run as Run;
 pub use sys::tfs_statfs as Statfs;
 
-/// Inode number of the root directory.
+/// Inode number of the root directory, which is never freed.
 pub const ROOT: u64 = sys::TFS_ROOT_INO as u64;
+
+/// Names one inode for its whole life: operations on a handle whose inode was freed say ESTALE, also when another inode has its number by now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Handle {
+    /// Inode number.
+    pub ino: u64,
+    /// Grows each time the number is given to a new inode; 0: whatever has the number now.
+    pub generation: u32,
+}
+
+/// Whatever has this number now, for callers that know that it can't change hands meanwhile.
+impl From<u64> for Handle {
+    fn from(ino: u64) -> Handle {
+        Handle { ino, generation: 0 }
+    }
+}
+
+impl From<&Attr> for Handle {
+    fn from(attr: &Attr) -> Handle {
+        Handle { ino: attr.ino, generation: attr.generation }
+    }
+}
+
+impl From<Handle> for sys::tfs_handle {
+    fn from(h: Handle) -> sys::tfs_handle {
+        sys::tfs_handle { ino: h.ino, generation: h.generation }
+    }
+}
+
+impl From<sys::tfs_handle> for Handle {
+    fn from(h: sys::tfs_handle) -> Handle {
+        Handle { ino: h.ino, generation: h.generation }
+    }
+}
+
+/// For the core: the handle as it takes it.
+fn raw(h: impl Into<Handle>) -> sys::tfs_handle {
+    h.into().into()
+}
 
 pub(crate) fn check(ret: c_int) -> Result<()> {
     check_len(i64::from(ret)).map(|_| ())
@@ -353,66 +392,68 @@ impl Filesystem {
         check(unsafe { sys::tfs_recover_all(self.writable()?) })
     }
 
-    /// Attributes; ESTALE when the number is free or of another generation (0: any).
-    pub fn getattr(&self, ino: u64, generation: u32) -> Result<Attr> {
+    /// Attributes.
+    pub fn getattr(&self, ino: impl Into<Handle>) -> Result<Attr> {
         let mut out = Attr::default();
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_getattr(self.raw(), ino, generation, &mut out) })?;
+        check(unsafe { sys::tfs_getattr(self.raw(), raw(ino), &mut out) })?;
         Ok(out)
     }
 
     /// Sets the attributes that `what` (`TFS_SET_*`) names.
-    pub fn setattr(&self, ino: u64, what: u32, attr: &Attr) -> Result<()> {
+    pub fn setattr(&self, ino: impl Into<Handle>, what: u32, attr: &Attr) -> Result<()> {
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_setattr(self.writable()?, ino, what, attr) })
+        check(unsafe { sys::tfs_setattr(self.writable()?, raw(ino), what, attr) })
     }
 
     /// Notes a read.
-    pub fn touch_atime(&self, ino: u64, now: i64) -> Result<()> {
+    pub fn touch_atime(&self, ino: impl Into<Handle>, now: i64) -> Result<()> {
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_touch_atime(self.writable()?, ino, now) })
+        check(unsafe { sys::tfs_touch_atime(self.writable()?, raw(ino), now) })
     }
 
     /// Keeps the inode after its last unlink. The caller counts: once per member.
-    pub fn open_ref(&self, ino: u64, generation: u32) -> Result<()> {
+    pub fn open_ref(&self, ino: impl Into<Handle>) -> Result<()> {
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_open_ref(self.writable()?, ino, generation) })
+        check(unsafe { sys::tfs_open_ref(self.writable()?, raw(ino)) })
     }
 
     /// Takes back [`Filesystem::open_ref`].
-    pub fn close_ref(&self, ino: u64) -> Result<()> {
+    pub fn close_ref(&self, ino: impl Into<Handle>) -> Result<()> {
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_close_ref(self.writable()?, ino) })
+        check(unsafe { sys::tfs_close_ref(self.writable()?, raw(ino)) })
     }
 
     /// The inode behind a name, and its `DT_*`.
-    pub fn lookup(&self, dir: u64, name: &[u8]) -> Result<(u64, u8)> {
-        let (mut ino, mut kind) = (0, 0);
+    pub fn lookup(&self, dir: impl Into<Handle>, name: &[u8]) -> Result<(Handle, u8)> {
+        let (mut found, mut kind) = (sys::tfs_handle::default(), 0);
         let len = name_len(name)?;
         // SAFETY: an open handle, name and its length.
-        check(unsafe { sys::tfs_lookup(self.raw(), dir, name.as_ptr().cast(), len, &mut ino, &mut kind) })?;
-        Ok((ino, kind))
+        check(unsafe {
+            sys::tfs_lookup(self.raw(), raw(dir), name.as_ptr().cast(), len, &mut found, &mut kind)
+        })?;
+        Ok((found.into(), kind))
     }
 
     /// Changes when names of the directory change.
-    pub fn dir_seq(&self, dir: u64) -> u64 {
+    pub fn dir_seq(&self, dir: impl Into<Handle>) -> u64 {
         // SAFETY: an open handle.
-        unsafe { sys::tfs_dir_seq(self.raw(), dir) }
+        unsafe { sys::tfs_dir_seq(self.raw(), raw(dir)) }
     }
 
     /// The directory that a directory lies in.
-    pub fn parent(&self, dir: u64) -> Result<u64> {
+    pub fn parent(&self, dir: impl Into<Handle>) -> Result<u64> {
         // SAFETY: an open handle.
-        match unsafe { sys::tfs_parent(self.raw(), dir) } {
+        match unsafe { sys::tfs_parent(self.raw(), raw(dir)) } {
             0 => Err(Errno::from_raw_os_error(libc::EUCLEAN)),
             parent => Ok(parent),
         }
     }
 
-    /// Makes an object; without a name an unlinked, open one. Returns its inode number.
-    pub fn create(&self, dir: u64, name: Option<&[u8]>, what: &Create<'_>) -> Result<u64> {
+    /// Makes an object; without a name an unlinked, open one.
+    pub fn create(&self, dir: impl Into<Handle>, name: Option<&[u8]>, what: &Create<'_>) -> Result<Handle> {
         let target = what.target.unwrap_or_default();
-        let raw = sys::tfs_create {
+        let create = sys::tfs_create {
             mode: what.mode,
             uid: what.uid,
             gid: what.gid,
@@ -426,59 +467,90 @@ impl Filesystem {
         };
         let len = name_len(name.unwrap_or_default())?;
         let name = name.map_or(std::ptr::null(), <[u8]>::as_ptr);
-        let mut ino = 0;
+        let mut made = sys::tfs_handle::default();
         // SAFETY: an open handle; pointers with their lengths.
-        check(unsafe { sys::tfs_create(self.writable()?, dir, name.cast(), len, &raw, &mut ino) })?;
-        Ok(ino)
+        check(unsafe { sys::tfs_create(self.writable()?, raw(dir), name.cast(), len, &create, &mut made) })?;
+        Ok(made.into())
     }
 
     /// One more name for an inode.
-    pub fn link(&self, dir: u64, name: &[u8], ino: u64) -> Result<()> {
+    pub fn link(&self, dir: impl Into<Handle>, name: &[u8], ino: impl Into<Handle>) -> Result<()> {
         // SAFETY: an open handle, name and its length.
         check(unsafe {
-            sys::tfs_link(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, ino, now())
+            sys::tfs_link(self.writable()?, raw(dir), name.as_ptr().cast(), name_len(name)?, raw(ino), now())
         })
     }
 
-    /// Removes a name; `expect`: the inode it must mean (0: any), else ESTALE.
-    pub fn unlink(&self, dir: u64, name: &[u8], expect: u64) -> Result<()> {
+    /// Removes a name; `expect`: the inode it must mean, else ESTALE.
+    pub fn unlink(&self, dir: impl Into<Handle>, name: &[u8], expect: Option<Handle>) -> Result<()> {
         // SAFETY: an open handle, name and its length.
         check(unsafe {
-            sys::tfs_unlink(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, expect, now())
-        })
-    }
-
-    /// Removes an empty directory; `expect` as for [`Filesystem::unlink`].
-    pub fn rmdir(&self, dir: u64, name: &[u8], expect: u64) -> Result<()> {
-        // SAFETY: an open handle, name and its length.
-        check(unsafe {
-            sys::tfs_rmdir(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, expect, now())
-        })
-    }
-
-    /// Renames; flags are `TFS_RENAME_*`.
-    pub fn rename(&self, old: (u64, &[u8]), new: (u64, &[u8]), flags: u32) -> Result<()> {
-        let (old_len, new_len) = (name_len(old.1)?, name_len(new.1)?);
-        // SAFETY: an open handle, names and their lengths.
-        check(unsafe {
-            sys::tfs_rename(
+            sys::tfs_unlink(
                 self.writable()?,
-                old.0,
-                old.1.as_ptr().cast(),
-                old_len,
-                new.0,
-                new.1.as_ptr().cast(),
-                new_len,
-                flags,
+                raw(dir),
+                name.as_ptr().cast(),
+                name_len(name)?,
+                raw(expect.unwrap_or_default()),
                 now(),
             )
         })
     }
 
+    /// Removes an empty directory; `expect` as for [`Filesystem::unlink`].
+    pub fn rmdir(&self, dir: impl Into<Handle>, name: &[u8], expect: Option<Handle>) -> Result<()> {
+        // SAFETY: an open handle, name and its length.
+        check(unsafe {
+            sys::tfs_rmdir(
+                self.writable()?,
+                raw(dir),
+                name.as_ptr().cast(),
+                name_len(name)?,
+                raw(expect.unwrap_or_default()),
+                now(),
+            )
+        })
+    }
+
+    /// Renames; flags are `TFS_RENAME_*`.
+    pub fn rename<D: Into<Handle>, E: Into<Handle>>(
+        &self,
+        old: (D, &[u8]),
+        new: (E, &[u8]),
+        flags: u32,
+    ) -> Result<()> {
+        self.rename_expecting((old.0.into(), old.1), (new.0.into(), new.1), [Expect::Any; 2], flags)
+    }
+
+    /// Renames, if the two names mean what they are expected to mean, else ESTALE.
+    pub fn rename_expecting(
+        &self,
+        old: (Handle, &[u8]),
+        new: (Handle, &[u8]),
+        expect: [Expect; 2],
+        flags: u32,
+    ) -> Result<()> {
+        let name = |(dir, name): (Handle, &[u8]), expect: Expect| {
+            let expect = match expect {
+                Expect::Any => Handle::default(),
+                Expect::Nothing => Handle::from(sys::TFS_NOTHING),
+                Expect::This(handle) => handle,
+            };
+            Ok(sys::tfs_name {
+                dir: raw(dir),
+                name: name.as_ptr().cast(),
+                len: name_len(name)?,
+                expect: raw(expect),
+            })
+        };
+        let (from, to) = (name(old, expect[0])?, name(new, expect[1])?);
+        // SAFETY: an open handle, names and their lengths.
+        check(unsafe { sys::tfs_rename(self.writable()?, &from, &to, flags, now()) })
+    }
+
     /// Calls `emit` for each name from cookie `pos` on until it returns false; returns the cookie of the first name not taken.
     pub fn readdir(
         &self,
-        dir: u64,
+        dir: impl Into<Handle>,
         mut pos: u64,
         mut emit: impl FnMut(&[u8], u64, u8, u64) -> bool,
     ) -> Result<u64> {
@@ -500,13 +572,13 @@ impl Filesystem {
         let mut emit: Emit<'_> = &mut emit;
         // SAFETY: an open handle; emit lives across the call.
         check(unsafe {
-            sys::tfs_readdir(self.raw(), dir, &mut pos, Some(trampoline), (&raw mut emit).cast())
+            sys::tfs_readdir(self.raw(), raw(dir), &mut pos, Some(trampoline), (&raw mut emit).cast())
         })?;
         Ok(pos)
     }
 
     /// All names of a directory.
-    pub fn list(&self, dir: u64) -> Result<Vec<Entry>> {
+    pub fn list(&self, dir: impl Into<Handle>) -> Result<Vec<Entry>> {
         let mut entries = Vec::new();
         self.readdir(dir, 0, |name, ino, kind, next| {
             entries.push(Entry { name: name.to_vec(), ino, kind, next });
@@ -516,37 +588,38 @@ impl Filesystem {
     }
 
     /// Target of a symbolic link.
-    pub fn readlink(&self, ino: u64) -> Result<Vec<u8>> {
+    pub fn readlink(&self, ino: impl Into<Handle>) -> Result<Vec<u8>> {
         let mut buf = vec![0; sys::TFS_SYMLINK_MAX as usize + 1];
         // SAFETY: an open handle, buffer and its length.
         let len = check_len(i64::from(unsafe {
-            sys::tfs_readlink(self.raw(), ino, buf.as_mut_ptr().cast(), buf.len() as u32)
+            sys::tfs_readlink(self.raw(), raw(ino), buf.as_mut_ptr().cast(), buf.len() as u32)
         }))?;
         buf.truncate(len as usize);
         Ok(buf)
     }
 
     /// Reads at most `buf.len()` bytes.
-    pub fn pread(&self, ino: u64, buf: &mut [u8], offset: u64) -> Result<usize> {
+    pub fn pread(&self, ino: impl Into<Handle>, buf: &mut [u8], offset: u64) -> Result<usize> {
         // SAFETY: an open handle, buffer and its length.
-        let len =
-            unsafe { sys::tfs_pread(self.raw(), ino, buf.as_mut_ptr().cast(), buf.len() as u64, offset) };
+        let len = unsafe {
+            sys::tfs_pread(self.raw(), raw(ino), buf.as_mut_ptr().cast(), buf.len() as u64, offset)
+        };
         Ok(check_len(len)? as usize)
     }
 
     /// Writes at `offset`.
-    pub fn pwrite(&self, ino: u64, buf: &[u8], offset: u64, kill_suid: bool) -> Result<usize> {
+    pub fn pwrite(&self, ino: impl Into<Handle>, buf: &[u8], offset: u64, kill_suid: bool) -> Result<usize> {
         self.pwrite_raw(ino, buf, offset, false, kill_suid).map(|(len, _)| len)
     }
 
     /// Writes at the end, whole. Returns how much and where.
-    pub fn append(&self, ino: u64, buf: &[u8], kill_suid: bool) -> Result<(usize, u64)> {
+    pub fn append(&self, ino: impl Into<Handle>, buf: &[u8], kill_suid: bool) -> Result<(usize, u64)> {
         self.pwrite_raw(ino, buf, 0, true, kill_suid)
     }
 
     fn pwrite_raw(
         &self,
-        ino: u64,
+        ino: impl Into<Handle>,
         buf: &[u8],
         mut offset: u64,
         append: bool,
@@ -555,69 +628,78 @@ impl Filesystem {
         let fs = self.writable()?;
         // SAFETY: an open handle, buffer and its length.
         let len = unsafe {
-            sys::tfs_pwrite(fs, ino, buf.as_ptr().cast(), buf.len() as u64, &mut offset, append, kill, now())
+            sys::tfs_pwrite(
+                fs,
+                raw(ino),
+                buf.as_ptr().cast(),
+                buf.len() as u64,
+                &mut offset,
+                append,
+                kill,
+                now(),
+            )
         };
         Ok((check_len(len)? as usize, offset))
     }
 
     /// Bytes.
-    pub fn size(&self, ino: u64) -> u64 {
+    pub fn size(&self, ino: impl Into<Handle>) -> u64 {
         // SAFETY: an open handle.
-        unsafe { sys::tfs_size(self.raw(), ino) }
+        unsafe { sys::tfs_size(self.raw(), raw(ino)) }
     }
 
     /// Holds the inode's blocks for a reader until the value is dropped. Only for short copies.
-    pub fn pin(&self, ino: u64) -> Result<Pin<'_>> {
+    pub fn pin(&self, ino: impl Into<Handle>) -> Result<Pin<'_>> {
         let fs = self.writable()?;
         // SAFETY: an open handle.
-        Ok(Pin { fs: self, pin: unsafe { sys::tfs_pin(fs, ino) } })
+        Ok(Pin { fs: self, pin: unsafe { sys::tfs_pin(fs, ino.into().ino) } })
     }
 
     /// What lies at a file block: a run of blocks (block 0: a hole).
-    pub fn map(&self, ino: u64, fblock: u64, count: u64) -> Result<Run> {
+    pub fn map(&self, ino: impl Into<Handle>, fblock: u64, count: u64) -> Result<Run> {
         let mut run = Run::default();
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_map(self.raw(), ino, fblock, count, &mut run) })?;
+        check(unsafe { sys::tfs_map(self.raw(), raw(ino), fblock, count, &mut run) })?;
         Ok(run)
     }
 
     /// Sets the size.
-    pub fn truncate(&self, ino: u64, size: u64, kill_suid: bool) -> Result<()> {
+    pub fn truncate(&self, ino: impl Into<Handle>, size: u64, kill_suid: bool) -> Result<()> {
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_truncate(self.writable()?, ino, size, kill_suid, now()) })
+        check(unsafe { sys::tfs_truncate(self.writable()?, raw(ino), size, kill_suid, now()) })
     }
 
     /// Allocates, punches or zeroes; mode is `TFS_FALLOC_*`.
-    pub fn fallocate(&self, ino: u64, mode: u32, offset: u64, len: u64) -> Result<()> {
+    pub fn fallocate(&self, ino: impl Into<Handle>, mode: u32, offset: u64, len: u64) -> Result<()> {
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_fallocate(self.writable()?, ino, mode, offset, len, now()) })
+        check(unsafe { sys::tfs_fallocate(self.writable()?, raw(ino), mode, offset, len, now()) })
     }
 
     /// Next data or hole.
-    pub fn seek(&self, ino: u64, offset: u64, hole: bool) -> Result<u64> {
+    pub fn seek(&self, ino: impl Into<Handle>, offset: u64, hole: bool) -> Result<u64> {
         // SAFETY: an open handle.
-        check_len(unsafe { sys::tfs_seek(self.raw(), ino, offset, hole) })
+        check_len(unsafe { sys::tfs_seek(self.raw(), raw(ino), offset, hole) })
     }
 
     /// Takes, changes or gives back a file lock; EAGAIN: another owner has it.
-    pub fn set_lock(&self, ino: u64, lock: &FileLock) -> Result<()> {
+    pub fn set_lock(&self, ino: impl Into<Handle>, lock: &FileLock) -> Result<()> {
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_set_lock(self.writable()?, ino, lock) })
+        check(unsafe { sys::tfs_set_lock(self.writable()?, raw(ino), lock) })
     }
 
     /// Who is in the way of a file lock; nobody: its type is `TFS_LK_UNLOCK`.
-    pub fn get_lock(&self, ino: u64, lock: &FileLock) -> Result<FileLock> {
+    pub fn get_lock(&self, ino: impl Into<Handle>, lock: &FileLock) -> Result<FileLock> {
         let mut found = *lock;
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_get_lock(self.writable()?, ino, &mut found) })?;
+        check(unsafe { sys::tfs_get_lock(self.writable()?, raw(ino), &mut found) })?;
         Ok(found)
     }
 
     /// Says that a lock is waited for, until [`Filesystem::end_wait`]. EDEADLK: its holder waits for this one's owner.
-    pub fn wait_lock(&self, ino: u64, lock: &FileLock) -> Result<LockWait> {
+    pub fn wait_lock(&self, ino: impl Into<Handle>, lock: &FileLock) -> Result<LockWait> {
         let fs = self.writable()?;
         // SAFETY: an open handle.
-        let slot = check_len(i64::from(unsafe { sys::tfs_lock_wait_begin(fs, ino, lock) }))?;
+        let slot = check_len(i64::from(unsafe { sys::tfs_lock_wait_begin(fs, raw(ino), lock) }))?;
         Ok(LockWait(slot as c_int))
     }
 
@@ -628,21 +710,23 @@ impl Filesystem {
     }
 
     /// An extended attribute's value.
-    pub fn xattr_get(&self, ino: u64, name: &[u8]) -> Result<Vec<u8>> {
+    pub fn xattr_get(&self, ino: impl Into<Handle>, name: &[u8]) -> Result<Vec<u8>> {
+        let ino = ino.into();
         let name = CString::new(name).map_err(|_| Errno::INVAL)?;
         // Again when it grew in between, but not for ever.
         for _ in 0..1000 {
             // SAFETY: an open handle; size 0 asks for the length.
             let len = check_len(unsafe {
-                sys::tfs_xattr_get(self.raw(), ino, name.as_ptr(), std::ptr::null_mut(), 0)
+                sys::tfs_xattr_get(self.raw(), raw(ino), name.as_ptr(), std::ptr::null_mut(), 0)
             })?;
             let mut value = vec![0; len as usize];
             if len == 0 {
                 return Ok(value);
             }
             // SAFETY: an open handle, buffer and its length.
-            let got =
-                unsafe { sys::tfs_xattr_get(self.raw(), ino, name.as_ptr(), value.as_mut_ptr().cast(), len) };
+            let got = unsafe {
+                sys::tfs_xattr_get(self.raw(), raw(ino), name.as_ptr(), value.as_mut_ptr().cast(), len)
+            };
             match check_len(got) {
                 Err(Errno::RANGE) => {}
                 got => {
@@ -655,11 +739,11 @@ impl Filesystem {
     }
 
     /// Names of all extended attributes, each with its NUL.
-    pub fn xattr_list(&self, ino: u64) -> Result<Vec<u8>> {
+    pub fn xattr_list(&self, ino: impl Into<Handle>) -> Result<Vec<u8>> {
         let mut list = vec![0; sys::TFS_XATTR_MAX as usize];
         // SAFETY: an open handle, buffer and its length.
         let len = check_len(unsafe {
-            sys::tfs_xattr_list(self.raw(), ino, list.as_mut_ptr().cast(), list.len() as u64)
+            sys::tfs_xattr_list(self.raw(), raw(ino), list.as_mut_ptr().cast(), list.len() as u64)
         })?;
         list.truncate(len as usize);
         Ok(list)
@@ -668,7 +752,7 @@ impl Filesystem {
     /// Sets (Some) or removes an extended attribute; flags are `TFS_XATTR_*`; `mode` sets the permission bits with it.
     pub fn xattr_set(
         &self,
-        ino: u64,
+        ino: impl Into<Handle>,
         name: &[u8],
         value: Option<&[u8]>,
         flags: u32,
@@ -680,9 +764,20 @@ impl Filesystem {
         let mode = mode.map_or(-1, |m| m as c_int);
         // SAFETY: an open handle; pointers with their lengths.
         check(unsafe {
-            sys::tfs_xattr_set(self.writable()?, ino, name.as_ptr(), ptr.cast(), len, flags, mode, now())
+            sys::tfs_xattr_set(self.writable()?, raw(ino), name.as_ptr(), ptr.cast(), len, flags, mode, now())
         })
     }
+}
+
+/// What a name must mean for an operation on it to go ahead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expect {
+    /// Whatever it means.
+    Any,
+    /// Nothing: the name is free.
+    Nothing,
+    /// This inode.
+    This(Handle),
 }
 
 /// A note in the zone that somebody waits for a file lock; for [`Filesystem::end_wait`].

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use tombolo_files::account;
 use tombolo_files::area::{Area, Map, Seat};
 use tombolo_files::change::Change;
-use tombolo_files::fs::{self, Create, Filesystem, Mkfs, ROOT};
+use tombolo_files::fs::{self, Attr, Create, Expect, FileLock, Filesystem, Handle, Mkfs, ROOT};
 use tombolo_files::fsck::{self, Options};
 use tombolo_files::{snapshot, sys};
 
@@ -20,7 +20,7 @@ fn area(mib: u64) -> Area {
     area
 }
 
-fn file(fs: &Filesystem, name: &str) -> u64 {
+fn file(fs: &Filesystem, name: &str) -> Handle {
     fs.create(ROOT, Some(name.as_bytes()), &Create::mode(REG)).expect("create")
 }
 
@@ -54,7 +54,7 @@ fn a_full_zone_says_so_and_loses_nothing() {
     assert_eq!(fs.pread(kept, &mut back, 0), Ok(50_000));
     assert!(back[..50_000].iter().all(|b| *b == 7));
     assert_eq!(fs.size(big), at);
-    fs.unlink(ROOT, b"big", 0).expect("unlink frees");
+    fs.unlink(ROOT, b"big", None).expect("unlink frees");
     fs.pwrite(kept, &[8; 50_000], 1 << 20, false).expect("room again");
     drop(fs);
     assert_clean(&area);
@@ -89,7 +89,7 @@ fn a_hundred_thousand_names_are_found_and_listed_with_stable_cookies() {
         }
         if pos == 0 {
             for i in (0..NAMES).step_by(2) {
-                fs.unlink(dir, format!("name-{i}").as_bytes(), 0).expect("unlink");
+                fs.unlink(dir, format!("name-{i}").as_bytes(), None).expect("unlink");
             }
         }
         pos = next;
@@ -123,22 +123,146 @@ fn two_members() -> (Filesystem, Filesystem) {
     (open(0), open(5))
 }
 
+/// Makes files until one gets a number that was freed.
+fn reuse(fs: &Filesystem, ino: u64, name: &str) -> Handle {
+    for _ in 0..10_000 {
+        let made = file(fs, name);
+        if made.ino == ino {
+            return made;
+        }
+        fs.unlink(ROOT, name.as_bytes(), Some(made)).expect("unlink");
+    }
+    panic!("number {ino} is not given out again");
+}
+
+#[test]
+fn a_handle_of_a_removed_file_does_not_reach_the_file_that_has_its_number_now() {
+    let (a, b) = two_members();
+    let old = file(&a, "old");
+    a.unlink(ROOT, b"old", Some(old)).expect("unlink");
+    let new = reuse(&b, old.ino, "new");
+    assert_ne!(old, new);
+    assert_eq!(a.lookup(ROOT, b"new").map(|found| found.0), Ok(new));
+    b.pwrite(new, b"contents", 0, false).expect("write");
+    let before = b.getattr(new).expect("attributes");
+
+    let gone = Err(Errno::STALE);
+    let any = Attr { mode: 0o777, uid: 7, gid: 7, ..Attr::default() };
+    let lock = FileLock {
+        owner: 1,
+        start: 0,
+        end: !0,
+        type_: sys::TFS_LK_WRITE,
+        kind: sys::TFS_LK_POSIX,
+        pid: 1,
+        member: 0,
+    };
+    assert_eq!(a.truncate(old, 0, false), gone);
+    assert_eq!(a.setattr(old, sys::TFS_SET_MODE | sys::TFS_SET_OWNER, &any), gone);
+    assert_eq!(a.touch_atime(old, 1), gone);
+    assert_eq!(a.xattr_set(old, b"user.a", Some(b"x"), 0, None), gone);
+    assert_eq!(a.xattr_list(old).map(|_| ()), gone);
+    assert_eq!(a.fallocate(old, 0, 0, 1 << 20), gone);
+    assert_eq!(a.pwrite(old, b"other", 0, false).map(|_| ()), gone);
+    assert_eq!(a.append(old, b"other", false).map(|_| ()), gone);
+    assert_eq!(a.pread(old, &mut [0; 8], 0).map(|_| ()), gone);
+    assert_eq!(a.map(old, 0, 1).map(|_| ()), gone);
+    assert_eq!(a.seek(old, 0, false).map(|_| ()), gone);
+    assert_eq!(a.set_lock(old, &lock), gone);
+    assert_eq!(a.get_lock(old, &lock).map(|_| ()), gone);
+    assert_eq!(a.getattr(old).map(|_| ()), gone);
+    assert_eq!(a.open_ref(old), gone);
+    assert_eq!(a.link(ROOT, b"other", old), Err(Errno::NOENT));
+    assert_eq!(a.unlink(ROOT, b"new", Some(old)), gone);
+    assert_eq!(a.size(old), 0);
+
+    let after = b.getattr(new).expect("attributes");
+    assert_eq!((after.mode, after.uid, after.size, after.version), (before.mode, 0, 8, before.version));
+    assert_eq!((after.nlink, after.blocks, after.atime), (1, before.blocks, before.atime));
+    let mut buf = [0; 8];
+    assert_eq!(b.pread(new, &mut buf, 0), Ok(8));
+    assert_eq!(&buf, b"contents");
+}
+
+#[test]
+fn a_handle_of_a_removed_directory_does_not_reach_the_directory_that_has_its_number_now() {
+    let (a, b) = two_members();
+    let dir = |fs: &Filesystem, name: &[u8]| {
+        fs.create(ROOT, Some(name), &Create::mode(libc::S_IFDIR | 0o755)).expect("create")
+    };
+    let old = dir(&a, b"old");
+    a.rmdir(ROOT, b"old", Some(old)).expect("rmdir");
+    reuse(&b, old.ino, "x");
+    b.unlink(ROOT, b"x", None).expect("unlink");
+    let new = (0..10_000).find_map(|i| {
+        let name = format!("d{i}");
+        Some(dir(&b, name.as_bytes())).filter(|made| made.ino == old.ino)
+    });
+    let new = new.expect("a directory that has its number");
+    b.create(new, Some(b"f"), &Create::mode(REG)).expect("create");
+    assert_eq!(a.lookup(old, b"f").map(|_| ()), Err(Errno::STALE));
+    assert_eq!(a.list(old).map(|_| ()), Err(Errno::STALE));
+    assert_eq!(a.create(old, Some(b"g"), &Create::mode(REG)).map(|_| ()), Err(Errno::NOENT));
+    assert_eq!(a.unlink(old, b"f", None), Err(Errno::NOENT));
+    assert_eq!(a.rename((old, b"f"), (ROOT, b"f"), 0), Err(Errno::NOENT));
+    assert_eq!(a.dir_seq(old) % 2, 1, "what was known of the old one's names holds no more");
+    assert_eq!(b.list(new).expect("names").len(), 1);
+}
+
+#[test]
+fn a_late_close_leaves_the_open_file_that_has_its_number_now() {
+    let (a, b) = two_members();
+    let old = file(&a, "old");
+    a.unlink(ROOT, b"old", Some(old)).expect("unlink");
+    let new = reuse(&a, old.ino, "new");
+    a.open_ref(new).expect("open");
+    b.unlink(ROOT, b"new", Some(new)).expect("unlink");
+    a.close_ref(old).expect("close of what is gone");
+    assert_eq!(a.getattr(new).map(|attr| attr.nlink), Ok(0));
+    a.close_ref(new).expect("close");
+    assert_eq!(a.getattr(new).map(|_| ()), Err(Errno::STALE));
+}
+
+#[test]
+fn a_rename_does_not_replace_or_move_what_it_does_not_expect() {
+    let (a, b) = two_members();
+    let (mine, theirs) = (file(&a, "mine"), file(&b, "theirs"));
+    let root = Handle::from(ROOT);
+    let names = ((root, &b"mine"[..]), (root, &b"theirs"[..]));
+    let rename = |expect, flags| a.rename_expecting(names.0, names.1, expect, flags);
+    for flags in [0, sys::TFS_RENAME_EXCHANGE] {
+        assert_eq!(rename([Expect::This(mine), Expect::Nothing], flags), Err(Errno::STALE));
+        assert_eq!(rename([Expect::This(mine), Expect::This(mine)], flags), Err(Errno::STALE));
+        assert_eq!(rename([Expect::This(theirs), Expect::This(theirs)], flags), Err(Errno::STALE));
+    }
+    let other = Handle { generation: theirs.generation + 1, ..theirs };
+    assert_eq!(rename([Expect::Any, Expect::This(other)], 0), Err(Errno::STALE));
+    assert_eq!(rename([Expect::Any, Expect::Nothing], sys::TFS_RENAME_NOREPLACE), Err(Errno::EXIST));
+    assert_eq!(b.lookup(ROOT, b"theirs").map(|found| found.0), Ok(theirs));
+    assert_eq!(rename([Expect::This(mine), Expect::This(theirs)], 0), Ok(()));
+    assert_eq!(b.lookup(ROOT, b"theirs").map(|found| found.0), Ok(mine));
+    assert_eq!(
+        a.rename_expecting((root, b"theirs"), (root, b"free"), [Expect::This(mine), Expect::Nothing], 0),
+        Ok(())
+    );
+}
+
 #[test]
 fn a_file_that_another_member_unlinked_stays_readable_until_closed() {
     let (a, b) = two_members();
     let ino = file(&a, "f");
     a.pwrite(ino, b"contents", 0, false).expect("write");
-    b.open_ref(ino, 0).expect("open");
+    b.open_ref(ino).expect("open");
     let free = a.statfs().blocks_free;
-    a.unlink(ROOT, b"f", 0).expect("unlink");
+    a.unlink(ROOT, b"f", None).expect("unlink");
     assert_eq!(a.lookup(ROOT, b"f"), Err(Errno::NOENT));
     let mut buf = [0; 8];
     assert_eq!(b.pread(ino, &mut buf, 0), Ok(8));
     assert_eq!(&buf, b"contents");
     b.pwrite(ino, b"more", 8, false).expect("write after unlink");
-    assert_eq!(b.getattr(ino, 0).expect("attributes").nlink, 0);
+    assert_eq!(b.getattr(ino).expect("attributes").nlink, 0);
     b.close_ref(ino).expect("close");
-    assert_eq!(b.getattr(ino, 0).map(|_| ()), Err(Errno::STALE));
+    assert_eq!(b.getattr(ino).map(|_| ()), Err(Errno::STALE));
     assert!(a.statfs().blocks_free > free);
 }
 
@@ -148,12 +272,12 @@ fn writes_truncation_and_chown_bits_follow_posix() {
     let mode = libc::S_IFREG | 0o6755;
     let ino = fs.create(ROOT, Some(b"suid"), &Create::mode(mode)).expect("create");
     fs.pwrite(ino, b"x", 0, false).expect("write by root");
-    assert_eq!(fs.getattr(ino, 0).expect("attributes").mode, mode);
+    assert_eq!(fs.getattr(ino).expect("attributes").mode, mode);
     fs.pwrite(ino, b"x", 0, true).expect("write by another");
-    assert_eq!(fs.getattr(ino, 0).expect("attributes").mode, libc::S_IFREG | 0o755);
+    assert_eq!(fs.getattr(ino).expect("attributes").mode, libc::S_IFREG | 0o755);
     let locking = fs.create(ROOT, Some(b"locking"), &Create::mode(libc::S_IFREG | 0o2644)).expect("create");
     fs.truncate(locking, 0, true).expect("truncate");
-    assert_eq!(fs.getattr(locking, 0).expect("attributes").mode, libc::S_IFREG | 0o2644);
+    assert_eq!(fs.getattr(locking).expect("attributes").mode, libc::S_IFREG | 0o2644);
 }
 
 #[test]
@@ -169,9 +293,9 @@ fn two_mebibytes_are_one_aligned_run_and_are_counted_right_after_a_punch_splits_
     assert_eq!(fs.seek(ino, 0, true), Ok(10 * BLOCK));
     assert_eq!(fs.seek(ino, 10 * BLOCK, false), Ok(15 * BLOCK));
     let nodes = 2;
-    assert_eq!(fs.getattr(ino, 0).expect("attributes").blocks, 512 - 5 + nodes);
+    assert_eq!(fs.getattr(ino).expect("attributes").blocks, 512 - 5 + nodes);
     fs.truncate(ino, 0, false).expect("truncate");
-    assert_eq!(fs.getattr(ino, 0).expect("attributes").blocks, 0);
+    assert_eq!(fs.getattr(ino).expect("attributes").blocks, 0);
     drop(fs);
     assert_clean(&area);
 }
@@ -211,7 +335,7 @@ fn a_read_only_handle_reads_and_refuses_to_write() {
     assert_eq!(reader.lookup(ROOT, b"f").expect("lookup").0, ino);
     assert_eq!(reader.pread(ino, &mut buf, 0), Ok(4));
     assert_eq!(reader.pwrite(ino, b"x", 0, false), Err(Errno::ROFS));
-    assert_eq!(reader.unlink(ROOT, b"f", 0), Err(Errno::ROFS));
+    assert_eq!(reader.unlink(ROOT, b"f", None), Err(Errno::ROFS));
     let report = fsck::check(reader.area(), Options::default(), &mut |_, _, _| {}).expect("a file system");
     assert!(report.is_clean());
 }
@@ -472,7 +596,7 @@ fn what_a_member_makes_counts_for_its_account_whoever_fills_and_removes_it() {
     let free = file(&host, "free");
     assert_eq!(tenant.pwrite(free, &[3; 200 * 4096], 0, false), Ok(200 * 4096));
 
-    host.unlink(ROOT, b"mine", 0).expect("unlink");
+    host.unlink(ROOT, b"mine", None).expect("unlink");
     let used = account::list(&host).remove(0);
     assert_eq!((used.bytes, used.inodes), (0, 0), "what goes is given back");
     for i in 0..4 {
@@ -511,7 +635,7 @@ fn truncate_what_another_maps(a: &Filesystem) -> (u64, u64) {
     let ino = file(a, "mapped");
     let before = a.statfs().blocks_free;
     a.pwrite(ino, &[7; 100_000], 0, false).expect("write");
-    let mappers = inode_field(a.area(), ino, core::mem::offset_of!(sys::tfs_inode, mappers));
+    let mappers = inode_field(a.area(), ino.ino, core::mem::offset_of!(sys::tfs_inode, mappers));
     assert!(a.area().store_word(mappers, 1 << 5));
     a.truncate(ino, 0, false).expect("truncate");
     let after = a.statfs().blocks_free;
@@ -527,7 +651,7 @@ fn a_member_that_maps_a_file_again_at_once_does_not_keep_what_was_cut_off() {
     let ino = file(&a, "mapped");
     let before = a.statfs().blocks_free;
     a.pwrite(ino, &[7; 100_000], 0, false).expect("write");
-    let mappers = inode_field(a.area(), ino, core::mem::offset_of!(sys::tfs_inode, mappers));
+    let mappers = inode_field(a.area(), ino.ino, core::mem::offset_of!(sys::tfs_inode, mappers));
     assert!(a.area().store_word(mappers, 1 << 5));
     let area = a.area().clone();
     a.ring_by(Some(Box::new(move |member| {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use tombolo_files::fs::{Create, Filesystem, ROOT};
+use tombolo_files::fs::{Create, Filesystem, Handle, ROOT};
 
 use crate::model::{Model, Reach};
 use crate::rng::Rng;
@@ -83,7 +83,7 @@ pub fn at_once(seed: u64, mib: u64, seconds: u64) -> Result<String, String> {
             }
             fs.rename((ROOT, a.as_bytes()), (race, b.as_bytes()), 0)
                 .map_err(|e| format!("rename {a}: {e}"))?;
-            fs.unlink(race, b.as_bytes(), 0).map_err(|e| format!("unlink {b}: {e}"))?;
+            fs.unlink(race, b.as_bytes(), None).map_err(|e| format!("unlink {b}: {e}"))?;
         }
         Ok(())
     };
@@ -118,7 +118,7 @@ pub fn at_once(seed: u64, mib: u64, seconds: u64) -> Result<String, String> {
     Ok(format!("{seen} records by {MEMBERS} members with two threads each: all whole, one winner per name"))
 }
 
-fn read_records(fs: &Filesystem, log: u64) -> Result<u64, String> {
+fn read_records(fs: &Filesystem, log: Handle) -> Result<u64, String> {
     let mut data = vec![0; fs.size(log) as usize];
     let n = fs.pread(log, &mut data, 0).map_err(|e| e.to_string())?;
     let mut rest = &data[..n];

@@ -8,7 +8,7 @@ use std::ffi::{c_uint, c_void};
 use std::sync::Arc;
 
 use tombolo_files::area::{Area, Map};
-use tombolo_files::fs::{self, Create, Filesystem, Mkfs, ROOT};
+use tombolo_files::fs::{self, Create, Filesystem, Handle, Mkfs, ROOT};
 use tombolo_files::fsck::{self, Options, Report, Severity};
 use tombolo_files::sys;
 
@@ -97,7 +97,7 @@ fn contents(area: &Area) -> Result<Files, String> {
         for entry in fs.list(dir).map_err(|e| format!("directory {dir}: {e}"))? {
             let path = [path.as_slice(), b"/", &entry.name].concat();
             let at = |e| format!("{}: {e}", String::from_utf8_lossy(&path));
-            let attr = fs.getattr(entry.ino, 0).map_err(at)?;
+            let attr = fs.getattr(entry.ino).map_err(at)?;
             let kind = attr.mode & libc::S_IFMT;
             let what = match kind {
                 libc::S_IFDIR => {
@@ -255,11 +255,12 @@ impl Image {
 fn populate(area: &Area) -> fs::Result<()> {
     fs::mkfs(area, &Mkfs { hash_seed: 7, ..Mkfs::default() })?;
     let fs = Filesystem::open(area.clone())?;
-    let dir =
-        |parent, name: &str| fs.create(parent, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755));
+    let dir = |parent: Handle, name: &str| {
+        fs.create(parent, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755))
+    };
     let file =
         |parent, name: &str| fs.create(parent, Some(name.as_bytes()), &Create::mode(libc::S_IFREG | 0o644));
-    let (a, large) = (dir(ROOT, "a")?, dir(ROOT, "large")?);
+    let (a, large) = (dir(ROOT.into(), "a")?, dir(ROOT.into(), "large")?);
     let b = dir(dir(a, "b")?, "c")?;
     for i in 0..300 {
         let ino = file(large, &format!("file-{i}-{}", "x".repeat(i % 150)))?;
@@ -301,7 +302,7 @@ fn use_all(area: &Area) -> Result<(), String> {
     while let Some(dir) = queue.pop() {
         for entry in fs.list(dir).map_err(|e| format!("directory {dir}: {e}"))? {
             let at = |e| format!("inode {}: {e}", entry.ino);
-            let attr = fs.getattr(entry.ino, 0).map_err(at)?;
+            let attr = fs.getattr(entry.ino).map_err(at)?;
             fs.lookup(dir, &entry.name).map_err(at)?;
             for name in fs.xattr_list(entry.ino).map_err(at)?.split(|b| *b == 0).filter(|n| !n.is_empty()) {
                 fs.xattr_get(entry.ino, name).map_err(at)?;

@@ -237,7 +237,7 @@ fn directory(fs: &Filesystem, name: &str) -> Result<Spot, String> {
     let ino = fs
         .create(ROOT, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755))
         .map_err(|e| format!("{name}: {e}"))?;
-    Ok(Spot { ino, path: Some(name.into()) })
+    Ok(Spot { ino: ino.ino, path: Some(name.into()) })
 }
 
 /// Removes all that is below a directory.
@@ -246,9 +246,9 @@ fn clear(fs: &Filesystem, dir: u64) -> Result<(), String> {
     for entry in fs.list(dir).map_err(text)? {
         if entry.kind == libc::DT_DIR {
             clear(fs, entry.ino)?;
-            fs.rmdir(dir, &entry.name, 0).map_err(text)?;
+            fs.rmdir(dir, &entry.name, None).map_err(text)?;
         } else {
-            fs.unlink(dir, &entry.name, 0).map_err(text)?;
+            fs.unlink(dir, &entry.name, None).map_err(text)?;
         }
     }
     Ok(())

@@ -6,7 +6,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use tombolo_files::fs::{Create, Filesystem, ROOT};
+use tombolo_files::fs::{Create, Filesystem, Handle, ROOT};
 
 use crate::model::{Model, Reach};
 use crate::rng::Rng;
@@ -41,7 +41,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     let mut rng = Rng(seed);
     let mut children = Vec::new();
     for member in 1..=CHILDREN {
-        let spot = |ino| Spot { ino, path: None };
+        let spot = |dir: Handle| Spot { ino: dir.ino, path: None };
         let own = spot(dir(&format!("own{member}"))?);
         let model = Model::new(own, Some(spot(shared)), &format!("m{member}-"), Reach::Core);
         children.push(Child { member, model, rng: Rng(rng.next()), pid: 0, done_before: 0 });

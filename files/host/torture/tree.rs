@@ -213,11 +213,11 @@ impl Tree for Filesystem {
                     open: *open || name.is_none(),
                     ..Create::mode(what | first_mode(*what))
                 };
-                self.create(dir.ino, name.as_deref(), &create).map(Answer::Number)
+                self.create(dir.ino, name.as_deref(), &create).map(|made| Answer::Number(made.ino))
             }
             Call::Link { node, dir, name } => self.link(dir.ino, name, node.ino).map(done),
-            Call::Unlink { dir, name } => self.unlink(dir.ino, name, 0).map(done),
-            Call::Rmdir { dir, name } => self.rmdir(dir.ino, name, 0).map(done),
+            Call::Unlink { dir, name } => self.unlink(dir.ino, name, None).map(done),
+            Call::Rmdir { dir, name } => self.rmdir(dir.ino, name, None).map(done),
             Call::Rename { from, to, flags } => {
                 self.rename((from.0.ino, &from.1), (to.0.ino, &to.1), *flags).map(done)
             }
@@ -237,7 +237,7 @@ impl Tree for Filesystem {
                 let attr = Attr { mode: *perm, ..Default::default() };
                 self.setattr(node.ino, sys::TFS_SET_MODE, &attr).map(done)
             }
-            Call::Open { node } => self.open_ref(node.ino, 0).map(done),
+            Call::Open { node } => self.open_ref(node.ino).map(done),
             Call::Close { node } => self.close_ref(node.ino).map(done),
             Call::Read { node, at, len, .. } => read(node, *at, *len).map(Answer::Bytes),
             Call::Digest { node, at, len, .. } => {
@@ -248,10 +248,10 @@ impl Tree for Filesystem {
                 let entries = self.list(dir.ino)?;
                 Ok(Answer::Names(entries.into_iter().map(|e| (e.name, e.ino, e.kind)).collect()))
             }
-            Call::Lookup { dir, name } => self.lookup(dir.ino, name).map(|found| Answer::Number(found.0)),
+            Call::Lookup { dir, name } => self.lookup(dir.ino, name).map(|found| Answer::Number(found.0.ino)),
             Call::Parent { dir } => self.parent(dir.ino).map(Answer::Number),
             Call::Stat { node } => {
-                let a = self.getattr(node.ino, 0)?;
+                let a = self.getattr(node.ino)?;
                 Ok(Answer::Stat(Stat {
                     ino: a.ino,
                     mode: a.mode,

@@ -2,6 +2,8 @@
 //! What the tests share: guests on a switch.
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
+pub mod program;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

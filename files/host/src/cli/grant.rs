@@ -85,11 +85,13 @@ fn directory(fs: &Filesystem, path: &str) -> anyhow::Result<u64> {
             bail!("{path}: write the path without '..'");
         }
         ino = match fs.lookup(ino, name.as_bytes()) {
-            Ok((found, libc::DT_DIR)) => found,
+            Ok((found, libc::DT_DIR)) => found.ino,
             Ok(_) => bail!("{path}: {name} is no directory"),
-            Err(Errno::NOENT) => fs
-                .create(ino, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755))
-                .with_context(|| format!("{path}: making {name}"))?,
+            Err(Errno::NOENT) => {
+                fs.create(ino, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755))
+                    .with_context(|| format!("{path}: making {name}"))?
+                    .ino
+            }
             Err(e) => return Err(e).with_context(|| format!("{path}: at {name}")),
         };
     }

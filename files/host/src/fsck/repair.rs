@@ -31,27 +31,27 @@ pub(crate) fn reconnect(area: &Area, lost: &[u64], report: &mut Report) {
         Err(e) => return say(report, "lost+found", format!("can't be made: {e}"), false),
     };
     let dir = match fs.lookup(ROOT, b"lost+found") {
-        Ok((ino, _)) => Ok(ino),
+        Ok((dir, _)) => Ok(dir),
         Err(_) => fs.create(ROOT, Some(b"lost+found"), &Create::mode(libc::S_IFDIR | 0o700)),
     };
     let dir = match dir {
         Ok(dir) => dir,
         Err(e) => return say(report, "lost+found", format!("can't be made: {e}"), false),
     };
-    for ino in lost.iter().filter(|ino| **ino != dir) {
-        if let Err(why) = reconnect_one(area, &fs, dir, *ino) {
+    for ino in lost.iter().filter(|ino| **ino != dir.ino) {
+        if let Err(why) = reconnect_one(area, &fs, dir.ino, *ino) {
             say(report, "lost+found", format!("inode {ino} finds no place there: {why}"), false);
         }
     }
 }
 
 fn reconnect_one(area: &Area, fs: &Filesystem, dir: u64, ino: u64) -> Result<(), String> {
-    let attr = fs.getattr(ino, 0).map_err(|e| e.to_string())?;
+    let attr = fs.getattr(ino).map_err(|e| e.to_string())?;
     let kind = attr.mode & libc::S_IFMT;
     let name = format!("#{ino}");
     let target: Option<&[u8]> = (kind == libc::S_IFLNK).then_some(b"x");
     let what = Create { target, ..Create::mode(kind | 0o600) };
-    let stand_in = fs.create(dir, Some(name.as_bytes()), &what).map_err(|e| e.to_string())?;
+    let stand_in = fs.create(dir, Some(name.as_bytes()), &what).map_err(|e| e.to_string())?.ino;
     let layout = Layout::read(area).map_err(|e| e.0)?;
     // The entry: the one word that refers to the stand-in.
     let entry = entry_of(area, &layout, fs, dir, stand_in, attr.mode).ok_or("its new entry is not found")?;

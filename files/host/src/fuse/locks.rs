@@ -19,7 +19,7 @@ use rustix::io::Errno;
 
 use super::abi::{self, Cursor, Out};
 use super::session;
-use crate::fs::{FileLock, Filesystem, LockWait, Result};
+use crate::fs::{FileLock, Filesystem, Handle, LockWait, Result};
 use crate::sys;
 
 /// Between two looks while somebody waits, without a doorbell.
@@ -33,7 +33,7 @@ const END: u64 = i64::MAX as u64;
 /// An owner of locks on an inode.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Holder {
-    ino: u64,
+    ino: Handle,
     owner: u64,
     kind: u32,
 }
@@ -49,7 +49,7 @@ struct Waiter {
     device: Arc<File>,
     unique: u64,
     handle: u64,
-    ino: u64,
+    ino: Handle,
     lock: FileLock,
     /// POSIX locks are looked at for deadlocks.
     wait: Option<LockWait>,
@@ -126,7 +126,7 @@ impl Locks {
     }
 
     /// Takes or gives back without waiting.
-    pub fn set(&self, fs: &Filesystem, ino: u64, request: &Request) -> Result<()> {
+    pub fn set(&self, fs: &Filesystem, ino: Handle, request: &Request) -> Result<()> {
         let done = self.try_set(fs, ino, request);
         if request.lock.type_ != sys::TFS_LK_WRITE {
             self.look();
@@ -134,7 +134,7 @@ impl Locks {
         done
     }
 
-    fn try_set(&self, fs: &Filesystem, ino: u64, request: &Request) -> Result<()> {
+    fn try_set(&self, fs: &Filesystem, ino: Handle, request: &Request) -> Result<()> {
         let lock = &request.lock;
         if lock.type_ != sys::TFS_LK_UNLOCK {
             // Noted first, so that whoever closes the file meanwhile gives it back.
@@ -151,7 +151,7 @@ impl Locks {
         &self,
         fs: &Filesystem,
         (device, unique): (&Arc<File>, u64),
-        ino: u64,
+        ino: Handle,
         request: &Request,
     ) -> Option<Result<()>> {
         match self.try_set(fs, ino, request) {
@@ -196,7 +196,7 @@ impl Locks {
     }
 
     /// Who is in the way: `fuse_lk_out`.
-    pub fn get(&self, fs: &Filesystem, ino: u64, request: &Request) -> Result<Out> {
+    pub fn get(&self, fs: &Filesystem, ino: Handle, request: &Request) -> Result<Out> {
         let found = fs.get_lock(ino, &request.lock)?;
         let mut out = Out::new();
         let kind = match found.type_ {
@@ -215,7 +215,7 @@ impl Locks {
     }
 
     /// A process closed a file: its POSIX locks on it go.
-    pub fn flush(&self, fs: &Filesystem, ino: u64, owner: u64) -> Result<()> {
+    pub fn flush(&self, fs: &Filesystem, ino: Handle, owner: u64) -> Result<()> {
         let holder = Holder { ino, owner, kind: sys::TFS_LK_POSIX };
         if held(self).holders.remove(&holder) { self.give_back(fs, &holder) } else { Ok(()) }
     }

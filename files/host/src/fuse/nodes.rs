@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
-use crate::fs::{Filesystem, Result};
+use crate::fs::{Filesystem, Handle, Result};
 
 #[derive(Default)]
 struct Node {
@@ -41,7 +41,8 @@ impl Nodes {
     }
 
     /// An entry was sent to the kernel, for this name of a directory.
-    pub fn looked_up(&self, ino: u64, generation: u32, dir: u64, name: &[u8]) {
+    pub fn looked_up(&self, handle: Handle, dir: u64, name: &[u8]) {
+        let Handle { ino, generation } = handle;
         let mut shard = self.shard(ino);
         let node = shard.entry(ino).or_default();
         node.lookups += 1;
@@ -69,9 +70,10 @@ impl Nodes {
         }
     }
 
-    /// The generation that the kernel knows; 0 (any) where it should not know it.
-    pub fn generation(&self, ino: u64) -> u32 {
-        self.shard(ino).get(&ino).map_or(0, |node| node.generation)
+    /// The inode that the kernel means by a number. The root, whose number it knows from the start, is never freed.
+    pub fn handle(&self, ino: u64) -> Handle {
+        let generation = self.shard(ino).get(&ino).map_or(0, |node| node.generation);
+        Handle { ino, generation }
     }
 
     /// The kernel dropped `n` of its lookups.
@@ -86,12 +88,13 @@ impl Nodes {
     }
 
     /// An open; with the first the inode's contents stay until the last release.
-    pub fn open(&self, fs: &Filesystem, ino: u64, generation: u32) -> Result<()> {
+    pub fn open(&self, fs: &Filesystem, handle: Handle) -> Result<()> {
+        let Handle { ino, generation } = handle;
         let mut shard = self.shard(ino);
         let node = shard.entry(ino).or_default();
         if node.opens == 0 {
             if fs.area().writable() {
-                fs.open_ref(ino, generation)?;
+                fs.open_ref(handle)?;
             }
             node.generation = generation;
         }
@@ -106,19 +109,20 @@ impl Nodes {
         let node = shard.get_mut(&ino).ok_or(Errno::BADF)?;
         node.opens = node.opens.checked_sub(1).ok_or(Errno::BADF)?;
         let last = node.opens == 0;
+        let handle = Handle { ino, generation: node.generation };
         if last && node.lookups == 0 {
             shard.remove(&ino);
         }
-        if last && fs.area().writable() { fs.close_ref(ino) } else { Ok(()) }
+        if last && fs.area().writable() { fs.close_ref(handle) } else { Ok(()) }
     }
 
     /// Drops the references of all that is open: the mount ended.
     pub fn close_all(&self, fs: &Filesystem) {
         for shard in &self.shards {
             let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
-            for (ino, _) in shard.drain().filter(|(_, node)| node.opens > 0 && fs.area().writable()) {
+            for (ino, node) in shard.drain().filter(|(_, node)| node.opens > 0 && fs.area().writable()) {
                 // Whatever it says, there is no one left to tell; recovery would find the rest.
-                let _ = fs.close_ref(ino);
+                let _ = fs.close_ref(Handle { ino, generation: node.generation });
             }
         }
     }

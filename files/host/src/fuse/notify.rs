@@ -19,8 +19,9 @@ pub(super) struct Subject {
 impl Server {
     /// Before a request is carried out.
     pub(super) fn subject(&self, h: &Header, mut c: Cursor<'_>) -> Subject {
-        let find =
-            |dir: u64, name: Option<&[u8]>| name.and_then(|n| self.fs.lookup(dir, n).ok()).map_or(0, |f| f.0);
+        let find = |dir: u64, name: Option<&[u8]>| {
+            name.and_then(|n| self.fs.lookup(dir, n).ok()).map_or(0, |f| f.0.ino)
+        };
         match h.opcode {
             op::UNLINK | op::RMDIR => Subject { ino: find(h.node, c.name()), target: 0 },
             op::RENAME | op::RENAME2 => {
@@ -102,24 +103,26 @@ impl Server {
     /// ino 0: whatever has the name.
     fn named(&self, ino: u64, dir: u64, name: &[u8], mask: u32) -> Vec<Change> {
         let found = self.fs.lookup(dir, name).ok();
-        let ino = if ino == 0 { found.map_or(0, |f| f.0) } else { ino };
+        let ino = if ino == 0 { found.map_or(0, |f| f.0.ino) } else { ino };
         vec![Change::new(ino, Some((dir, name.to_vec())), mask | self.is_dir(ino))]
     }
 
     /// By the name that the kernel last found it under, if that is still its name.
     fn by_node(&self, ino: u64, mask: u32) -> Change {
-        let place =
-            self.nodes.place(ino).filter(|(dir, name)| self.fs.lookup(*dir, name).is_ok_and(|f| f.0 == ino));
+        let place = self
+            .nodes
+            .place(ino)
+            .filter(|(dir, name)| self.fs.lookup(*dir, name).is_ok_and(|f| f.0.ino == ino));
         Change::new(ino, place, mask | self.is_dir(ino))
     }
 
     /// The last of its names was taken.
     fn is_gone(&self, ino: u64) -> u32 {
-        if self.fs.getattr(ino, 0).map_or(0, |a| a.nlink) == 0 { libc::IN_DELETE_SELF } else { 0 }
+        if self.fs.getattr(ino).map_or(0, |a| a.nlink) == 0 { libc::IN_DELETE_SELF } else { 0 }
     }
 
     fn is_dir(&self, ino: u64) -> u32 {
-        let dir = self.fs.getattr(ino, 0).is_ok_and(|a| a.mode & libc::S_IFMT == libc::S_IFDIR);
+        let dir = self.fs.getattr(ino).is_ok_and(|a| a.mode & libc::S_IFMT == libc::S_IFDIR);
         if dir { libc::IN_ISDIR } else { 0 }
     }
 }

@@ -8,7 +8,7 @@ use super::abi::{self, Cursor, Header, Out, fattr, op};
 use super::acl::{self, Acl};
 use super::locks::{Locks, Request};
 use super::nodes::Nodes;
-use crate::fs::{self, Attr, Create, Filesystem, Pin, Result};
+use crate::fs::{self, Attr, Create, Filesystem, Handle, Pin, Result};
 use crate::sys;
 
 const S_IFMT: u32 = libc::S_IFMT;
@@ -84,13 +84,13 @@ impl Server {
         match h.opcode {
             op::LOOKUP => {
                 let name = c.name().ok_or_else(short)?;
-                self.check_node(h.node)?;
-                let ino = match name {
-                    b"." => h.node,
-                    b".." => self.fs.parent(h.node)?,
-                    _ => self.fs.lookup(h.node, name)?.0,
+                let dir = self.nodes.handle(h.node);
+                let found = match name {
+                    b"." => dir,
+                    b".." => self.fs.parent(dir)?.into(),
+                    _ => self.fs.lookup(dir, name)?.0,
                 };
-                self.entry(ino, h.node, name)
+                self.entry(found, h.node, name)
             }
             op::FORGET => {
                 self.nodes.forget(h.node, c.u64().ok_or_else(short)?);
@@ -105,65 +105,61 @@ impl Server {
                 Ok(Reply::None)
             }
             op::GETATTR => {
-                let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
+                let attr = self.fs.getattr(self.nodes.handle(h.node))?;
                 Ok(Reply::Body(attr_out(&attr)))
             }
             op::STATX => {
-                let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
+                let attr = self.fs.getattr(self.nodes.handle(h.node))?;
                 Ok(Reply::Body(statx_out(&attr)))
             }
             op::SETATTR => self.setattr(h, c),
-            op::READLINK => Ok(Reply::Body(Out(self.fs.readlink(h.node)?))),
+            op::READLINK => Ok(Reply::Body(Out(self.fs.readlink(self.nodes.handle(h.node))?))),
             op::SYMLINK => {
                 let (name, target) = (c.name().ok_or_else(short)?, c.name().ok_or_else(short)?);
-                let ino = self.make(h, h.node, Some(name), S_IFLNK | 0o777, 0, 0, Some(target), false)?;
-                self.entry(ino, h.node, name)
+                let made = self.make(h, h.node, Some(name), S_IFLNK | 0o777, 0, 0, Some(target), false)?;
+                self.entry(made, h.node, name)
             }
             op::MKNOD => {
                 let (mode, rdev, umask, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
                 let name = c.name().ok_or_else(short)?;
-                let ino =
+                let made =
                     self.make(h, h.node, Some(name), mode, umask, abi::decode_dev(rdev), None, false)?;
-                self.entry(ino, h.node, name)
+                self.entry(made, h.node, name)
             }
             op::MKDIR => {
                 let (mode, umask) = (u32s(&mut c)?, u32s(&mut c)?);
                 let name = c.name().ok_or_else(short)?;
                 let mode = (mode & !S_IFMT) | S_IFDIR;
-                let ino = self.make(h, h.node, Some(name), mode, umask, 0, None, false)?;
-                self.entry(ino, h.node, name)
+                let made = self.make(h, h.node, Some(name), mode, umask, 0, None, false)?;
+                self.entry(made, h.node, name)
             }
             op::CREATE | op::TMPFILE => self.create(h, c),
             op::UNLINK => {
-                self.check_node(h.node)?;
-                self.fs.unlink(h.node, c.name().ok_or_else(short)?, 0)?;
+                self.fs.unlink(self.nodes.handle(h.node), c.name().ok_or_else(short)?, None)?;
                 empty()
             }
             op::RMDIR => {
-                self.check_node(h.node)?;
-                self.fs.rmdir(h.node, c.name().ok_or_else(short)?, 0)?;
+                self.fs.rmdir(self.nodes.handle(h.node), c.name().ok_or_else(short)?, None)?;
                 empty()
             }
             op::RENAME | op::RENAME2 => {
                 let new_dir = c.u64().ok_or_else(short)?;
                 let flags = if h.opcode == op::RENAME2 { (u32s(&mut c)?, u32s(&mut c)?).0 } else { 0 };
                 let (old, new) = (c.name().ok_or_else(short)?, c.name().ok_or_else(short)?);
-                self.check_node(h.node)?;
-                self.check_node(new_dir)?;
-                self.fs.rename((h.node, old), (new_dir, new), flags)?;
+                let (old_dir, new_dir) = (self.nodes.handle(h.node), self.nodes.handle(new_dir));
+                self.fs.rename((old_dir, old), (new_dir, new), flags)?;
                 empty()
             }
             op::LINK => {
                 let ino = c.u64().ok_or_else(short)?;
                 let name = c.name().ok_or_else(short)?;
-                self.check_node(h.node)?;
-                self.check_node(ino)?;
-                self.fs.link(h.node, name, ino)?;
-                self.entry(ino, h.node, name)
+                let linked = self.nodes.handle(ino);
+                self.fs.link(self.nodes.handle(h.node), name, linked)?;
+                self.entry(linked, h.node, name)
             }
             op::OPEN | op::OPENDIR => {
-                let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
-                self.nodes.open(&self.fs, h.node, attr.generation)?;
+                let attr = self.fs.getattr(self.nodes.handle(h.node))?;
+                self.nodes.open(&self.fs, Handle::from(&attr))?;
                 Ok(Reply::Body(open_out(self.locks.open())))
             }
             op::RELEASE | op::RELEASEDIR => {
@@ -176,15 +172,15 @@ impl Server {
             op::WRITE => self.write(h, c),
             op::FLUSH => {
                 let (_fh, _unused, owner) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
-                self.locks.flush(&self.fs, h.node, owner)?;
+                self.locks.flush(&self.fs, self.nodes.handle(h.node), owner)?;
                 empty()
             }
             op::GETLK => {
                 let request = Request::parse(c).ok_or_else(short)?;
-                Ok(Reply::Body(self.locks.get(&self.fs, h.node, &request)?))
+                Ok(Reply::Body(self.locks.get(&self.fs, self.nodes.handle(h.node), &request)?))
             }
             op::SETLK => {
-                self.locks.set(&self.fs, h.node, &Request::parse(c).ok_or_else(short)?)?;
+                self.locks.set(&self.fs, self.nodes.handle(h.node), &Request::parse(c).ok_or_else(short)?)?;
                 empty()
             }
             op::INTERRUPT => {
@@ -202,12 +198,12 @@ impl Server {
             op::SETXATTR => self.setxattr(h, c),
             op::GETXATTR => {
                 let (size, _) = (u32s(&mut c)?, u32s(&mut c)?);
-                let value = self.fs.xattr_get(h.node, c.name().ok_or_else(short)?)?;
+                let value = self.fs.xattr_get(self.nodes.handle(h.node), c.name().ok_or_else(short)?)?;
                 sized(value, size)
             }
             op::LISTXATTR => {
                 let size = u32s(&mut c)?;
-                let mut list = self.fs.xattr_list(h.node)?;
+                let mut list = self.fs.xattr_list(self.nodes.handle(h.node))?;
                 if h.uid != 0 {
                     list = list
                         .split_inclusive(|b| *b == 0)
@@ -220,10 +216,13 @@ impl Server {
             }
             op::REMOVEXATTR => {
                 let name = c.name().ok_or_else(short)?;
-                if self.fs.getattr(h.node, 0)?.flags & (sys::TFS_FL_IMMUTABLE | sys::TFS_FL_APPEND) != 0 {
+                if self.fs.getattr(self.nodes.handle(h.node))?.flags
+                    & (sys::TFS_FL_IMMUTABLE | sys::TFS_FL_APPEND)
+                    != 0
+                {
                     return Err(Errno::PERM);
                 }
-                self.fs.xattr_set(h.node, name, None, 0, None)?;
+                self.fs.xattr_set(self.nodes.handle(h.node), name, None, 0, None)?;
                 empty()
             }
             op::FALLOCATE => self.fallocate(h, c),
@@ -236,7 +235,7 @@ impl Server {
                     _ => return Err(Errno::INVAL),
                 };
                 let mut out = Out::new();
-                out.u64(self.fs.seek(h.node, offset, hole)?);
+                out.u64(self.fs.seek(self.nodes.handle(h.node), offset, hole)?);
                 Ok(Reply::Body(out))
             }
             op::COPY_FILE_RANGE => self.copy_file_range(h, c),
@@ -245,18 +244,10 @@ impl Server {
         }
     }
 
-    /// ESTALE when the number belongs to another inode by now than the kernel looked up.
-    fn check_node(&self, ino: u64) -> Result<()> {
-        match self.nodes.generation(ino) {
-            0 => Ok(()),
-            generation => self.fs.getattr(ino, generation).map(|_| ()),
-        }
-    }
-
-    fn entry(&self, ino: u64, dir: u64, name: &[u8]) -> Answer<'_> {
+    fn entry(&self, found: Handle, dir: u64, name: &[u8]) -> Answer<'_> {
         // A name that another member removes in between is one that was not there.
-        let attr = self.fs.getattr(ino, 0).map_err(|e| if e == Errno::STALE { Errno::NOENT } else { e })?;
-        self.nodes.looked_up(ino, attr.generation, dir, name);
+        let attr = self.fs.getattr(found).map_err(|e| if e == Errno::STALE { Errno::NOENT } else { e })?;
+        self.nodes.looked_up(Handle::from(&attr), dir, name);
         Ok(Reply::Body(entry_out(&attr)))
     }
 
@@ -273,8 +264,9 @@ impl Server {
         rdev: u64,
         target: Option<&[u8]>,
         open: bool,
-    ) -> Result<u64> {
-        let parent = self.fs.getattr(dir, self.nodes.generation(dir))?;
+    ) -> Result<Handle> {
+        let parent = self.fs.getattr(self.nodes.handle(dir))?;
+        let dir = Handle::from(&parent);
         if parent.flags & sys::TFS_FL_IMMUTABLE != 0 {
             return Err(Errno::PERM);
         }
@@ -285,7 +277,7 @@ impl Server {
                 mode |= S_ISGID;
             }
         }
-        let default = match self.xattr_if(&parent, dir, acl::DEFAULT)? {
+        let default = match self.xattr_if(&parent, acl::DEFAULT)? {
             Some(value) if target.is_none() => Acl::parse(&value),
             _ => None,
         };
@@ -310,11 +302,11 @@ impl Server {
         self.fs.create(dir, name, &Create { mode, uid: h.uid, gid, rdev, target, xattrs: &xattrs, open })
     }
 
-    fn xattr_if(&self, attr: &Attr, ino: u64, name: &[u8]) -> Result<Option<Vec<u8>>> {
+    fn xattr_if(&self, attr: &Attr, name: &[u8]) -> Result<Option<Vec<u8>>> {
         if !attr.has_xattr {
             return Ok(None);
         }
-        match self.fs.xattr_get(ino, name) {
+        match self.fs.xattr_get(Handle::from(attr), name) {
             Ok(value) => Ok(Some(value)),
             Err(Errno::NODATA) => Ok(None),
             Err(e) => Err(e),
@@ -326,16 +318,16 @@ impl Server {
         let name = c.name().ok_or_else(short)?;
         let mode = (mode & !S_IFMT) | S_IFREG;
         let named = (h.opcode == op::CREATE).then_some(name);
-        let ino = self.make(h, h.node, named, mode, umask, 0, None, true)?;
-        let attr = match self.fs.getattr(ino, 0) {
+        let made = self.make(h, h.node, named, mode, umask, 0, None, true)?;
+        let attr = match self.fs.getattr(made) {
             Ok(attr) => attr,
             Err(e) => {
-                self.fs.close_ref(ino)?;
+                self.fs.close_ref(made)?;
                 return Err(e);
             }
         };
-        self.nodes.open(&self.fs, ino, attr.generation)?;
-        self.nodes.looked_up(ino, attr.generation, h.node, name);
+        self.nodes.open(&self.fs, made)?;
+        self.nodes.looked_up(made, h.node, name);
         let mut out = entry_out(&attr);
         out.bytes(&open_out(self.locks.open()).0);
         Ok(Reply::Body(out))
@@ -347,8 +339,8 @@ impl Server {
         let (atime, mtime, ctime) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
         let (atime_ns, mtime_ns, ctime_ns) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
         let (mode, _, uid, gid) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
-        let ino = h.node;
-        let old = self.fs.getattr(ino, self.nodes.generation(ino))?;
+        let ino = self.nodes.handle(h.node);
+        let old = self.fs.getattr(ino)?;
         self.refuse_protected(&old, true)?;
         let dir = old.mode & S_IFMT == S_IFDIR;
         if valid & fattr::SIZE != 0 {
@@ -360,7 +352,7 @@ impl Server {
         if valid & fattr::MODE != 0 {
             let mode = mode & 0o7777;
             // The kernel leaves it to us to bring a mode and an ACL together.
-            match self.xattr_if(&old, ino, acl::ACCESS)?.and_then(|value| Acl::parse(&value)) {
+            match self.xattr_if(&old, acl::ACCESS)?.and_then(|value| Acl::parse(&value)) {
                 Some(mut acl) => {
                     acl.chmod(mode);
                     self.fs.xattr_set(ino, acl::ACCESS, Some(&acl.value()), 0, Some(mode))?;
@@ -405,12 +397,12 @@ impl Server {
         if what != 0 {
             self.fs.setattr(ino, what, &new)?;
         }
-        Ok(Reply::Body(attr_out(&self.fs.getattr(ino, 0)?)))
+        Ok(Reply::Body(attr_out(&self.fs.getattr(ino)?)))
     }
 
     fn drop_capability(&self, attr: &Attr) -> Result<()> {
-        match self.xattr_if(attr, attr.ino, CAPABILITY)? {
-            Some(_) => match self.fs.xattr_set(attr.ino, CAPABILITY, None, 0, None) {
+        match self.xattr_if(attr, CAPABILITY)? {
+            Some(_) => match self.fs.xattr_set(Handle::from(attr), CAPABILITY, None, 0, None) {
                 Err(Errno::NODATA) => Ok(()),
                 done => done,
             },
@@ -428,22 +420,22 @@ impl Server {
         let (_fh, offset, len) = (u64s(&mut c)?, u64s(&mut c)?, u64::from(u32s(&mut c)?));
         if !self.fs.area().writable() || self.device_memory {
             let mut buf = vec![0; len as usize];
-            let got = self.fs.pread(h.node, &mut buf, offset)?;
+            let got = self.fs.pread(self.nodes.handle(h.node), &mut buf, offset)?;
             buf.truncate(got);
             if self.fs.area().writable() {
-                let _ = self.fs.touch_atime(h.node, fs::now());
+                let _ = self.fs.touch_atime(self.nodes.handle(h.node), fs::now());
             }
             return Ok(Reply::Body(Out(buf)));
         }
-        let pin = self.fs.pin(h.node)?;
-        let end = self.fs.size(h.node).min(offset.saturating_add(len));
+        let pin = self.fs.pin(self.nodes.handle(h.node))?;
+        let end = self.fs.size(self.nodes.handle(h.node)).min(offset.saturating_add(len));
         let block = u64::from(sys::TFS_BLOCK);
         let mut pieces = Vec::new();
         let mut at = offset;
         while at < end {
             let (fblock, within) = (at / block, at % block);
             let want = end.div_ceil(block) - fblock;
-            let run = self.fs.map(h.node, fblock, want)?;
+            let run = self.fs.map(self.nodes.handle(h.node), fblock, want)?;
             let bytes = (run.count.clamp(1, want) * block - within).min(end - at);
             let from = if run.block == 0 {
                 std::ptr::null()
@@ -458,7 +450,7 @@ impl Server {
             pieces.push(Piece { from, len: bytes as usize });
             at += bytes;
         }
-        let _ = self.fs.touch_atime(h.node, fs::now());
+        let _ = self.fs.touch_atime(self.nodes.handle(h.node), fs::now());
         Ok(Reply::Zone(pieces, pin))
     }
 
@@ -467,13 +459,13 @@ impl Server {
         let (_owner, flags, _) = (u64s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
         let data = c.bytes(size as usize).ok_or_else(short)?;
         let kill = write_flags & abi::WRITE_KILL_SUIDGID != 0;
-        let attr = self.fs.getattr(h.node, 0)?;
+        let attr = self.fs.getattr(self.nodes.handle(h.node))?;
         self.refuse_protected(&attr, flags as i32 & libc::O_APPEND == 0)?;
         self.drop_capability(&attr)?;
         let written = if flags as i32 & libc::O_APPEND != 0 {
-            self.fs.append(h.node, data, kill)?.0
+            self.fs.append(self.nodes.handle(h.node), data, kill)?.0
         } else {
-            self.fs.pwrite(h.node, data, offset, kill)?
+            self.fs.pwrite(self.nodes.handle(h.node), data, offset, kill)?
         };
         let mut out = Out::new();
         out.u32(written as u32).u32(0);
@@ -482,7 +474,10 @@ impl Server {
 
     fn fallocate(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
         let (_fh, offset, len, mode) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?, u32s(&mut c)? as i32);
-        self.refuse_protected(&self.fs.getattr(h.node, 0)?, mode & !libc::FALLOC_FL_KEEP_SIZE != 0)?;
+        self.refuse_protected(
+            &self.fs.getattr(self.nodes.handle(h.node))?,
+            mode & !libc::FALLOC_FL_KEEP_SIZE != 0,
+        )?;
         let mut core = 0;
         let mut left = mode;
         for (flag, tfs) in [
@@ -498,14 +493,15 @@ impl Server {
         if left != 0 {
             return Err(Errno::OPNOTSUPP);
         }
-        self.fs.fallocate(h.node, core, offset, len)?;
+        self.fs.fallocate(self.nodes.handle(h.node), core, offset, len)?;
         empty()
     }
 
     fn copy_file_range(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
         let (_fh_in, from) = (u64s(&mut c)?, u64s(&mut c)?);
         let (out_node, _fh_out, to, len) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
-        let attr = self.fs.getattr(out_node, 0)?;
+        let to_file = self.nodes.handle(out_node);
+        let attr = self.fs.getattr(to_file)?;
         self.refuse_protected(&attr, true)?;
         self.drop_capability(&attr)?;
         let len = len.min(COPY_LIMIT);
@@ -513,11 +509,11 @@ impl Server {
         let mut done = 0;
         while done < len {
             let want = (len - done).min(buf.len() as u64) as usize;
-            let got = self.fs.pread(h.node, &mut buf[..want], from + done)?;
+            let got = self.fs.pread(self.nodes.handle(h.node), &mut buf[..want], from + done)?;
             if got == 0 {
                 break;
             }
-            match self.fs.pwrite(out_node, &buf[..got], to + done, true) {
+            match self.fs.pwrite(to_file, &buf[..got], to + done, true) {
                 Ok(put) => done += put as u64,
                 Err(_) if done > 0 => break,
                 Err(e) => return Err(e),
@@ -545,9 +541,13 @@ impl Server {
             return Err(Errno::INVAL);
         }
         // A directory that was removed while it is open has no parent any more.
-        if offset > 1 || add(b"..", self.fs.parent(h.node).unwrap_or(h.node), libc::DT_DIR, 2) {
+        if offset > 1
+            || add(b"..", self.fs.parent(self.nodes.handle(h.node)).unwrap_or(h.node), libc::DT_DIR, 2)
+        {
             let pos = offset.max(2) - 2;
-            match self.fs.readdir(h.node, pos, |name, ino, kind, next| add(name, ino, kind, next + 2)) {
+            match self.fs.readdir(self.nodes.handle(h.node), pos, |name, ino, kind, next| {
+                add(name, ino, kind, next + 2)
+            }) {
                 Ok(_) | Err(Errno::NOENT) => {}
                 Err(e) => return Err(e),
             }
@@ -567,7 +567,7 @@ impl Server {
         let (size, flags, ext, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
         let name = c.name().ok_or_else(short)?;
         let value = c.bytes(size as usize).ok_or_else(short)?;
-        let attr = self.fs.getattr(h.node, self.nodes.generation(h.node))?;
+        let attr = self.fs.getattr(self.nodes.handle(h.node))?;
         self.refuse_protected(&attr, true)?;
         if name == acl::ACCESS {
             let acl = Acl::parse(value).ok_or(Errno::INVAL)?;
@@ -576,15 +576,15 @@ impl Server {
                 mode &= !S_ISGID;
             }
             if acl.is_only_mode() {
-                match self.fs.xattr_set(h.node, name, None, 0, Some(mode)) {
+                match self.fs.xattr_set(self.nodes.handle(h.node), name, None, 0, Some(mode)) {
                     Err(Errno::NODATA) => {
                         let new = Attr { mode: (attr.mode & S_IFMT) | mode, ..Attr::default() };
-                        self.fs.setattr(h.node, sys::TFS_SET_MODE, &new)?;
+                        self.fs.setattr(self.nodes.handle(h.node), sys::TFS_SET_MODE, &new)?;
                     }
                     done => done?,
                 }
             } else {
-                self.fs.xattr_set(h.node, name, Some(value), 0, Some(mode))?;
+                self.fs.xattr_set(self.nodes.handle(h.node), name, Some(value), 0, Some(mode))?;
             }
             return empty();
         }
@@ -596,7 +596,7 @@ impl Server {
         } else if ![&b"user."[..], b"trusted.", b"security."].iter().any(|p| name.starts_with(p)) {
             return Err(Errno::OPNOTSUPP);
         }
-        self.fs.xattr_set(h.node, name, Some(value), flags, None)?;
+        self.fs.xattr_set(self.nodes.handle(h.node), name, Some(value), flags, None)?;
         empty()
     }
 
@@ -607,14 +607,18 @@ impl Server {
         out.u32(0).u32(0).u32(0).u32(0);
         match cmd {
             abi::FS_IOC_GETFLAGS => {
-                out.u32(self.fs.getattr(h.node, 0)?.flags);
+                out.u32(self.fs.getattr(self.nodes.handle(h.node))?.flags);
             }
             abi::FS_IOC_SETFLAGS if in_size >= 4 => {
                 let flags = u32s(&mut c)?;
                 if flags & !(sys::TFS_FL_IMMUTABLE | sys::TFS_FL_APPEND) != 0 {
                     return Err(Errno::OPNOTSUPP);
                 }
-                self.fs.setattr(h.node, sys::TFS_SET_FLAGS, &Attr { flags, ..Attr::default() })?;
+                self.fs.setattr(
+                    self.nodes.handle(h.node),
+                    sys::TFS_SET_FLAGS,
+                    &Attr { flags, ..Attr::default() },
+                )?;
             }
             _ => return Err(Errno::NOTTY),
         }

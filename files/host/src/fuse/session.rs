@@ -250,7 +250,8 @@ fn serve(device: &Arc<File>, server: &Server) -> io::Result<()> {
                     return Err(io::Error::new(io::ErrorKind::InvalidData, "a short request for a lock"));
                 };
                 let asked = (device, header.unique);
-                match server.locks.set_or_wait(&server.fs, asked, header.node, &request) {
+                match server.locks.set_or_wait(&server.fs, asked, server.nodes.handle(header.node), &request)
+                {
                     None => continue,
                     Some(done) => done.map(|()| Reply::Body(Out::new())),
                 }

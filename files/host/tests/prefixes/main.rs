@@ -12,7 +12,7 @@ mod sweep;
 mod world;
 
 use sweep::Sweep;
-use tombolo_files::fs::{Attr, Create, FileLock, Filesystem, ROOT, xattr_image};
+use tombolo_files::fs::{Attr, Create, FileLock, Filesystem, Handle, ROOT, xattr_image};
 use tombolo_files::sys;
 use world::World;
 
@@ -20,17 +20,17 @@ const REG: u32 = libc::S_IFREG | 0o640;
 const DIR: u32 = libc::S_IFDIR | 0o750;
 const BLOCK: u64 = 4096;
 
-fn create(fs: &Filesystem, dir: u64, name: &str, mode: u32) -> u64 {
+fn create(fs: &Filesystem, dir: impl Into<Handle>, name: &str, mode: u32) -> Handle {
     fs.create(dir, Some(name.as_bytes()), &Create::mode(mode)).expect("create")
 }
 
-fn find(fs: &Filesystem, path: &str) -> u64 {
+fn find(fs: &Filesystem, path: &str) -> Handle {
     path.split('/')
         .filter(|n| !n.is_empty())
-        .fold(ROOT, |dir, name| fs.lookup(dir, name.as_bytes()).expect("a name").0)
+        .fold(ROOT.into(), |dir, name| fs.lookup(dir, name.as_bytes()).expect("a name").0)
 }
 
-fn write(fs: &Filesystem, ino: u64, byte: u8, len: u64, at: u64) {
+fn write(fs: &Filesystem, ino: impl Into<Handle>, byte: u8, len: u64, at: u64) {
     let bytes: Vec<u8> = (0..len).map(|i| byte ^ (i / 64) as u8 | 1).collect();
     assert_eq!(fs.pwrite(ino, &bytes, at, false), Ok(bytes.len()));
 }
@@ -99,12 +99,12 @@ fn remove_names(persistent: bool) {
         write(fs, find(fs, "d/g"), 1, 9000, 3 << 20);
         fs.xattr_set(find(fs, "d/g"), b"user.large", Some(&[1; 6000]), 0, None).expect("attribute");
     });
-    s.step("unlink one of two", |fs| fs.unlink(find(fs, "e"), b"link", 0).expect("unlink"));
-    s.step("unlink the last", |fs| fs.unlink(find(fs, "d"), b"g", 0).expect("unlink"));
-    s.step("rmdir", |fs| fs.rmdir(find(fs, "d"), b"sub", 0).expect("rmdir"));
+    s.step("unlink one of two", |fs| fs.unlink(find(fs, "e"), b"link", None).expect("unlink"));
+    s.step("unlink the last", |fs| fs.unlink(find(fs, "d"), b"g", None).expect("unlink"));
+    s.step("rmdir", |fs| fs.rmdir(find(fs, "d"), b"sub", None).expect("rmdir"));
     let open = find(s.worker(), "d/f");
-    s.step("open", |fs| fs.open_ref(open, 0).expect("open"));
-    s.step("unlink what is open", |fs| fs.unlink(find(fs, "d"), b"f", 0).expect("unlink"));
+    s.step("open", |fs| fs.open_ref(open).expect("open"));
+    s.step("unlink what is open", |fs| fs.unlink(find(fs, "d"), b"f", None).expect("unlink"));
     s.step("write to it", |fs| write(fs, open, 9, 5000, 8192));
     s.step("close it", |fs| fs.close_ref(open).expect("close"));
     report(&s);
@@ -128,7 +128,7 @@ fn rename_all(persistent: bool) {
     s.step("with a whiteout", |fs| rename(fs, "/x", "/d/back", sys::TFS_RENAME_WHITEOUT));
     s.step("over the whiteout", |fs| rename(fs, "/d/back", "/x", 0));
     let open = find(s.worker(), "d/h");
-    s.step("open", |fs| fs.open_ref(open, 0).expect("open"));
+    s.step("open", |fs| fs.open_ref(open).expect("open"));
     s.step("over a file that is open", |fs| rename(fs, "/x", "/d/h", 0));
     s.step("close it", |fs| fs.close_ref(open).expect("close"));
     report(&s);
@@ -141,7 +141,7 @@ fn grow(persistent: bool) {
     });
     s.step("a second block, and an index", |fs| create(fs, find(fs, "d"), "one-more", REG));
     s.step("into the index", |fs| create(fs, find(fs, "d"), "another", REG));
-    s.step("out of the index", |fs| fs.unlink(find(fs, "d"), b"n5", 0).expect("unlink"));
+    s.step("out of the index", |fs| fs.unlink(find(fs, "d"), b"n5", None).expect("unlink"));
     s.step("rename in the index", |fs| rename(fs, "/d/n6", "/d/n-six", 0));
     report(&s);
 
@@ -207,7 +207,7 @@ fn large_runs(persistent: bool) {
         fs.fallocate(f, mode, (2 << 20) + 5 * BLOCK, 3 * BLOCK).expect("punch");
     });
     s.step("cut off in it", |fs| fs.truncate(f, (2 << 20) + 100_000, false).expect("truncate"));
-    s.step("removed", |fs| fs.unlink(find(fs, "e"), b"h", 0).expect("unlink"));
+    s.step("removed", |fs| fs.unlink(find(fs, "e"), b"h", None).expect("unlink"));
     report(&s);
 }
 
@@ -269,7 +269,7 @@ fn blocks_of_a_half_done_truncate_stay_with_who_maps_them() {
     });
     let ino = find(s.worker(), "mapped");
     let mapper = s.world.open(3).expect("open");
-    s.world.map_file(3, ino);
+    s.world.map_file(3, ino.ino);
     s.each_death(
         |fs| fs.truncate(ino, 0, false).expect("truncate"),
         |world| {

@@ -313,9 +313,9 @@ fn remove_all(fs: &Filesystem, dir: u64) -> Result<(), String> {
     for entry in fs.list(dir).map_err(|e| format!("list: {e}"))? {
         let removed = if u32::from(entry.kind) == libc::S_IFDIR >> 12 {
             remove_all(fs, entry.ino)?;
-            fs.rmdir(dir, &entry.name, 0)
+            fs.rmdir(dir, &entry.name, None)
         } else {
-            fs.unlink(dir, &entry.name, 0)
+            fs.unlink(dir, &entry.name, None)
         };
         removed.map_err(|e| format!("remove {}: {e}", String::from_utf8_lossy(&entry.name)))?;
     }
@@ -333,7 +333,7 @@ fn use_all(fs: &Filesystem, tree: &Tree) -> Result<(), String> {
                     made => made.map_err(|e| text("create", e))?,
                 };
                 fs.rename((object.ino, b"after"), (ROOT, b"then"), 0).map_err(|e| text("rename", e))?;
-                fs.unlink(ROOT, b"then", made).map_err(|e| text("unlink", e))?;
+                fs.unlink(ROOT, b"then", Some(made)).map_err(|e| text("unlink", e))?;
             }
             libc::S_IFREG => match fs.pwrite(object.ino, b"x", object.size, false) {
                 Ok(_) | Err(rustix::io::Errno::NOSPC) => {}

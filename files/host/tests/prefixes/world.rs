@@ -140,8 +140,8 @@ pub fn read(fs: &Filesystem) -> Result<Tree, String> {
             for entry in fs.list(ino).map_err(|e| format!("{path}/: {e}"))? {
                 let name = format!("{path}/{}", String::from_utf8_lossy(&entry.name));
                 let found = fs.lookup(ino, &entry.name).map_err(|e| format!("{name}: {e}"))?;
-                if found.0 != entry.ino {
-                    return Err(format!("{name}: listed as {}, found as {}", entry.ino, found.0));
+                if found.0.ino != entry.ino {
+                    return Err(format!("{name}: listed as {}, found as {}", entry.ino, found.0.ino));
                 }
                 queue.push((name, entry.ino));
             }
@@ -154,7 +154,7 @@ pub fn read(fs: &Filesystem) -> Result<Tree, String> {
 }
 
 fn read_object(fs: &Filesystem, ino: u64) -> fs::Result<Object> {
-    let attr = fs.getattr(ino, 0)?;
+    let attr = fs.getattr(ino)?;
     let kind = attr.mode & libc::S_IFMT;
     let mut object = Object {
         ino,
