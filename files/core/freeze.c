@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * Freezing: for a snapshot one member stops all changes by the others. The word in the super block names who froze, so it ends with
- * that member's life. An operation begins with a transaction or with an inode's lock (tfs_tx_begin, tfs_begin_inode), and looks at the word after
- * taking it; who freezes looks at transactions and locks after setting the word: of two that race, at least one sees the other. What is
+ * that member's life. An operation begins with a transaction (tfs_tx_begin) and looks at the word after
+ * taking its slot; who freezes looks at transactions and locks after setting the word: of two that race, at least one sees the other. What is
  * under way goes on to its end, whatever else it takes. References (open, mapped), claims of free inodes and times of reading may still change:
  * recovery of the copy, in which nobody lives, puts them in order. Mappings are taken back, and come again after the thaw.
  */
@@ -19,6 +19,19 @@ bool tfs_frozen(struct tfs *fs)
 		return true;
 	tmb_cas64(word, now, 0);
 	return false;
+}
+
+int tfs_wait_thaw(struct tfs *fs)
+{
+	struct tfs_wait w;
+	int err = 0;
+
+	if (!tfs_frozen(fs))
+		return 0;
+	tfs_wait_start(&w, TFS_KILLABLE);
+	while (!err && tfs_frozen(fs))
+		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
+	return err;
 }
 
 /* Waits for the transactions of a member, as long as it lives. */

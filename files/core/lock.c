@@ -40,10 +40,10 @@ int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h)
 		return -ESHUTDOWN;
 	if (!tfs_try_lock(fs, &inode->lock))
 		return -EAGAIN;
-	if (tfs_is(inode, h) && !tfs_frozen(fs))
+	if (tfs_is(inode, h))
 		return 0;
 	tfs_unlock(fs, &inode->lock);
-	return tfs_frozen(fs) ? -EAGAIN : -ESTALE;
+	return -ESTALE;
 }
 
 static void ring(struct tfs *fs, tmb_u32 member, tmb_u64 reason)
@@ -74,17 +74,6 @@ int tfs_lock_inode(struct tfs *fs, struct tfs_handle h)
 		return 0;
 	tfs_unlock(fs, &inode->lock);
 	return -ESTALE;
-}
-
-int tfs_begin_inode(struct tfs *fs, struct tfs_handle h)
-{
-	int err;
-
-	while (!(err = tfs_lock_inode(fs, h)) && tfs_frozen(fs)) {
-		tfs_unlock_inode(fs, h.ino);
-		tfs_os_wait(fs, SPINS);
-	}
-	return err;
 }
 
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino)

@@ -62,18 +62,23 @@ static int make_root(struct tfs *fs, tmb_u32 uid, tmb_u32 gid, tmb_u32 mode)
 int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, tmb_u64 hash_seed, tmb_u64 area_offset, tmb_u32 uid,
 	     tmb_u32 gid, tmb_u32 mode, tmb_u64 ro_compat)
 {
-	struct tfs fs = {.hash_seed = hash_seed, .persistent = ro_compat & TFS_RO_COMPAT_PERSISTENT};
+	struct tfs *fs;
 	struct tfs_super *sb = area;
 	struct layout l;
 	int err = lay_out(length, &l);
 
 	if (err)
 		return err;
+	fs = tfs_os_alloc(sizeof(*fs));
+	if (!fs)
+		return -ENOMEM;
+	fs->hash_seed = hash_seed;
+	fs->persistent = ro_compat & TFS_RO_COMPAT_PERSISTENT;
 	tmb_store_release(&sb->magic, 0);
 	memset(area, 0, l.data_start << TFS_BLOCK_SHIFT);
-	use_layout(&fs, area, &l);
-	memset(tfs_map_bytes(&fs), TFS_MAP_META, l.data_start);
-	memset(tfs_map_bytes(&fs) + l.blocks, TFS_MAP_META, ((l.data_start - l.map_start) << TFS_BLOCK_SHIFT) - l.blocks);
+	use_layout(fs, area, &l);
+	memset(tfs_map_bytes(fs), TFS_MAP_META, l.data_start);
+	memset(tfs_map_bytes(fs) + l.blocks, TFS_MAP_META, ((l.data_start - l.map_start) << TFS_BLOCK_SHIFT) - l.blocks);
 	sb->version = TFS_VERSION;
 	sb->block_size = TFS_BLOCK;
 	memcpy(sb->uuid, uuid, 16);
@@ -89,16 +94,18 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
 	sb->ro_compat = ro_compat;
 	for (tmb_u32 i = 0; label && label[i] && i < sizeof(sb->label) - 1; i++)
 		sb->label[i] = label[i];
-	err = make_root(&fs, uid, gid, mode);
+	err = make_root(fs, uid, gid, mode);
 	if (err)
-		return err;
-	tfs_persist(&fs, area, l.data_start << TFS_BLOCK_SHIFT);
-	tfs_persist(&fs, tfs_inode(&fs, TFS_ROOT_INO), sizeof(struct tfs_inode));
-	tfs_barrier(&fs);
+		goto out;
+	tfs_persist(fs, area, l.data_start << TFS_BLOCK_SHIFT);
+	tfs_persist(fs, tfs_inode(fs, TFS_ROOT_INO), sizeof(struct tfs_inode));
+	tfs_barrier(fs);
 	tmb_store_release(&sb->magic, TFS_MAGIC);
-	tfs_persist(&fs, sb, sizeof(*sb));
-	tfs_barrier(&fs);
-	return 0;
+	tfs_persist(fs, sb, sizeof(*sb));
+	tfs_barrier(fs);
+out:
+	tfs_os_free(fs);
+	return err;
 }
 
 /* Made by an older program: its locks are the same while nobody uses them, so from now on only members that know the new ones may. */

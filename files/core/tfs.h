@@ -143,8 +143,6 @@ tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino);
 /* The inode's lock across members. Excludes writers and truncation. Not recursive; in one member, one thread at a time
  * should ask (hold the VFS lock first). -EUCLEAN or -ESTALE: bad inode; then it's not held. */
 int tfs_lock_inode(struct tfs *fs, struct tfs_handle h);
-/* The same for who holds nothing yet and is about to change the inode: waits while the file system is frozen. */
-int tfs_begin_inode(struct tfs *fs, struct tfs_handle h);
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino);
 
 /* --- names ---------------------------------------------------------------------------------------------- */
@@ -217,20 +215,21 @@ static inline void *tfs_block(struct tfs *fs, tmb_u64 block)
 tmb_u64 tfs_size(struct tfs *fs, struct tfs_handle h); /* bytes, <= TFS_MAX_SIZE */
 
 /*
- * A write, with the inode locked:
+ * A write: tfs_write_begin takes what it needs of a transaction, and then the inode's lock. With it:
  *	for each piece: tfs_write_map(…, &run, &is_new) ; copy into the run ; tfs_write_done(…)
  * tfs_write_map gives existing blocks, or new ones (tagged, not yet linked; not zeroed: the copier fills all of them, or zeroes what it doesn't
- * fill); tfs_write_done links new blocks (all of run, even if less was copied). Then tfs_write_end sets size and times.
- * Before a write beyond the size: tfs_extend_zero.
+ * fill); tfs_write_done links new blocks (all of run, even if less was copied). Then tfs_write_end sets size and times, and the
+ * inode is unlocked. Before a write beyond the size: tfs_extend_zero. While the file system is frozen tfs_write_begin waits.
  */
 struct tfs_write {
 	struct tfs_handle h;
-	tmb_u32 slot;  /* of the transaction, TFS_TX_SLOTS: none yet */
+	tmb_u32 slot;  /* of the transaction */
+	bool started;  /* it names the inode; a write in place needs none */
 	bool is_new;
 	struct tfs_run run;
 	tmb_u64 fblock;
 };
-int tfs_write_begin_locked(struct tfs *fs, struct tfs_handle h, struct tfs_write *w);
+int tfs_write_begin(struct tfs *fs, struct tfs_handle h, struct tfs_write *w);
 int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count);
 int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w);
 /* end: file offset after the last byte written (0: nothing written). Raises the size to it, stamps mtime and ctime, takes S_ISUID and

@@ -153,6 +153,8 @@ void tfs_wait_start(struct tfs_wait *w, enum tfs_how how);
  * after. -EINTR, or -ESHUTDOWN: this member was declared dead. */
 int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owner, tmb_u32 *bell, tmb_u32 rung);
 
+int tfs_wait_thaw(struct tfs *fs); /* freeze.c: while another member has frozen the file system */
+
 /* lock.c: who lives, locks of inodes */
 int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h); /* -EAGAIN: taken */
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
@@ -175,8 +177,13 @@ void tfs_limbo_release(struct tfs *fs, tmb_u64 members); /* these hold nothing a
 /* The first half of tfs_recover, after which the dead member's locks may be taken over. It takes no lock of an inode itself, so who waits
  * for one may call it; what the member had open waits for tfs_recover. */
 int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how);
-int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot); /* for who holds no lock yet: waits while the file system is frozen */
-int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot);
+/*
+ * A slot comes before any lock: threads that have slots may wait for locks, so whoever waited for a slot with a lock could wait for itself.
+ * So nothing here takes a slot but these two, which an operation begins with. Waits while the file system is frozen.
+ */
+int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot);
+int tfs_tx_try_begin(struct tfs *fs, tmb_u32 *slot); /* -EAGAIN: frozen */
+void tfs_tx_drop(struct tfs *fs, tmb_u32 slot); /* of a transaction that has listed nothing */
 struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot);
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino);
 void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1);

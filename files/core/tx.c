@@ -18,18 +18,8 @@ static tmb_u64 tx_state(struct tfs *fs, tmb_u32 state)
 	return (tmb_u64)fs->epoch << 32 | state;
 }
 
-int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot)
-{
-	int err;
-
-	while (!(err = tfs_tx_begin_inside(fs, slot)) && tfs_frozen(fs)) {
-		tfs_tx_end(fs, *slot);
-		tfs_os_wait(fs, 100);
-	}
-	return err;
-}
-
-int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot)
+/* Waits while all slots are taken by other threads of this member; the caller has no lock that these could wait for. */
+static int claim(struct tfs *fs, tmb_u32 *slot)
 {
 	tmb_u32 i = tfs_os_cpu() % TFS_TX_SLOTS;
 	struct tfs_wait w;
@@ -45,7 +35,6 @@ int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot)
 			tmb_u64 old = tmb_load(&tx->state);
 
 			if ((old & 0xff) == TFS_TX_FREE && tmb_cas64(&tx->state, old, tx_state(fs, TFS_TX_OPEN))) {
-				tfs_persist(fs, tx, TX_HEAD);
 				*slot = i;
 				return 0;
 			}
@@ -60,6 +49,29 @@ int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot)
 				return err;
 		}
 	}
+}
+
+int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot)
+{
+	int err;
+
+	while (!(err = claim(fs, slot)) && tfs_frozen(fs)) {
+		tfs_tx_drop(fs, *slot);
+		err = tfs_wait_thaw(fs);
+		if (err)
+			break;
+	}
+	return err;
+}
+
+int tfs_tx_try_begin(struct tfs *fs, tmb_u32 *slot)
+{
+	int err = claim(fs, slot);
+
+	if (err || !tfs_frozen(fs))
+		return err;
+	tfs_tx_drop(fs, *slot);
+	return -EAGAIN;
 }
 
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino)
@@ -136,6 +148,11 @@ static void clear_tx(struct tfs *fs, struct tfs_tx *tx, tmb_u64 state)
 	tmb_store(&tx->n_words, 0);
 	tmb_store_release(&tx->state, state);
 	tfs_persist(fs, tx, TX_HEAD);
+}
+
+void tfs_tx_drop(struct tfs *fs, tmb_u32 slot)
+{
+	tmb_store_release(&tfs_tx(fs, slot)->state, tx_state(fs, TFS_TX_FREE));
 }
 
 void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
@@ -229,7 +246,7 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 		state = tmb_load(&inode->state_gen);
 		if (created_by(state, members)) {
 			/* In a transaction: this member may die, too, while it frees what the other one made. */
-			if (!tfs_tx_begin_inside(fs, &slot)) {
+			if (!claim(fs, &slot)) {
 				tfs_tx_inode(fs, slot, 0, ino);
 				tfs_drop_new_inode(fs, inode);
 				tfs_tx_end(fs, slot);
@@ -242,7 +259,7 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 			tmb_fetch_and(&inode->openers, ~members);
 		if (tmb_load(&inode->mappers) & members)
 			tmb_fetch_and(&inode->mappers, ~members);
-		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers) && !tfs_tx_begin_inside(fs, &slot))
+		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers) && !claim(fs, &slot))
 			tfs_free_orphan(fs, ino, slot);
 	}
 }
@@ -408,7 +425,7 @@ int tfs_recover_all(struct tfs *fs)
 {
 	if (!fs->members || fs->read_only)
 		return 0;
-	while (tfs_frozen(fs) && !tfs_fenced(fs))
-		tfs_os_wait(fs, 100);
-	return recover_members(fs, ~0ULL, true, TFS_KILLABLE);
+	int err = tfs_wait_thaw(fs);
+
+	return err ? err : recover_members(fs, ~0ULL, true, TFS_KILLABLE);
 }

@@ -181,8 +181,8 @@ static void die_halfway(struct tfs_handle h)
 	struct tfs_write w;
 
 	members[2].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH - 1);
-	if (tfs_open(&fs, area, AREA_BYTES, members, 2, EPOCH - 1) || tfs_open_ref(&fs, h) || tfs_lock_inode(&fs, h) ||
-	    tfs_write_begin_locked(&fs, h, &w) || tfs_write_map_locked(&fs, &w, 90, 4) || tfs_write_done_locked(&fs, &w) ||
+	if (tfs_open(&fs, area, AREA_BYTES, members, 2, EPOCH - 1) || tfs_open_ref(&fs, h) ||
+	    tfs_write_begin(&fs, h, &w) || tfs_write_map_locked(&fs, &w, 90, 4) || tfs_write_done_locked(&fs, &w) ||
 	    tfs_write_map_locked(&fs, &w, 100, 3))
 		abort();
 	struct tfs_member_area *mine = (struct tfs_member_area *)tfs_block(&fs, fs.member_start + 2 * TFS_MEMBER_BLOCKS);
@@ -281,19 +281,17 @@ static void write_in_steps(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, 
 {
 	struct tfs_write w;
 
-	if (tfs_lock_inode(fs, h))
+	if (tfs_write_begin(fs, h, &w))
 		return;
-	if (!tfs_write_begin_locked(fs, h, &w)) {
-		int err = tfs_extend_zero_locked(fs, h);
+	int err = tfs_extend_zero_locked(fs, h);
 
-		if (!err)
-			err = tfs_write_map_locked(fs, &w, fblock, count);
-		if (!err) {
-			memset(tfs_block(fs, w.run.block), 1, w.run.count << TFS_BLOCK_SHIFT);
-			err = tfs_write_done_locked(fs, &w);
-		}
-		tfs_write_end_locked(fs, &w, err ? 0 : (fblock + 1) << TFS_BLOCK_SHIFT, true, 1);
+	if (!err)
+		err = tfs_write_map_locked(fs, &w, fblock, count);
+	if (!err) {
+		memset(tfs_block(fs, w.run.block), 1, w.run.count << TFS_BLOCK_SHIFT);
+		err = tfs_write_done_locked(fs, &w);
 	}
+	tfs_write_end_locked(fs, &w, err ? 0 : (fblock + 1) << TFS_BLOCK_SHIFT, true, 1);
 	tfs_unlock_inode(fs, h.ino);
 }
 

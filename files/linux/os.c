@@ -44,12 +44,12 @@ void tfs_os_wait(struct tfs *fs, tmb_u32 round)
 
 bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable)
 {
+	unsigned int state = killable ? TASK_KILLABLE : TASK_UNINTERRUPTIBLE;
 	ktime_t until = ktime_add_ns(ktime_get(), ns);
 	long ended;
 
 	/* wait_var_event() has no form with a fine timeout. */
-	ended = ___wait_var_event(word, READ_ONCE(*word) != value || ktime_after(ktime_get(), until),
-				  killable ? TASK_KILLABLE : TASK_UNINTERRUPTIBLE, 0, 0,
+	ended = ___wait_var_event(word, READ_ONCE(*word) != value || ktime_after(ktime_get(), until), state, 0, 0,
 				  schedule_hrtimeout(&until, HRTIMER_MODE_ABS));
 	return ended == -ERESTARTSYS;
 }
