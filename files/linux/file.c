@@ -20,6 +20,7 @@
  */
 #define TMB_STREAM_BYTES 16384
 #define TMB_STREAM_FILE (32ULL << 20)
+#define TMB_PINNED_MS 30000	/* how long a truncation waits for pages that are in a pipe or under direct I/O, before it gives -EBUSY */
 #define TMB_WRITE_RESTARTS 8	/* of a write whose buffer faults, before it may end up in pieces */
 
 static size_t copy_out(struct tfs *fs, const struct tfs_run *run, size_t skip, size_t n, struct iov_iter *to)
@@ -261,7 +262,7 @@ int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
 	int err;
 
 	filemap_invalidate_lock(inode->i_mapping);
-	err = tmb_revoke_locked(inode, 30000);
+	err = tmb_revoke_wait_locked(inode, TMB_PINNED_MS);
 	if (!err)
 		err = tfs_truncate(tmb_fs(inode), tmb_h(inode), size, kill_suid, tfs_os_now());
 	if (!err) {
@@ -296,7 +297,7 @@ static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t len
 		goto out;
 	if (removes) {
 		filemap_invalidate_lock(inode->i_mapping);
-		err = tmb_revoke_locked(inode, 30000);
+		err = tmb_revoke_wait_locked(inode, TMB_PINNED_MS);
 	}
 	if (!err)
 		err = tfs_fallocate(tmb_fs(inode), tmb_h(inode), how, offset, length, tfs_os_now());

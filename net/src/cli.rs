@@ -33,9 +33,9 @@ pub enum Command {
         /// Control socket
         #[arg(long)]
         control: Option<PathBuf>,
-        /// Address for Prometheus, such as 127.0.0.1:9127
+        /// Address for Prometheus, such as 127.0.0.1:9127, or a Unix socket's absolute path
         #[arg(long)]
-        metrics: Option<std::net::SocketAddr>,
+        metrics: Option<tombolo_metrics::Place>,
         /// Threads that carry packets
         #[arg(long)]
         workers: Option<usize>,
@@ -163,7 +163,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             }
             let s = &mut all.switch;
             s.control = control.or_else(|| s.control.take());
-            s.metrics = metrics.or(s.metrics);
+            s.metrics = metrics.or_else(|| s.metrics.take());
             s.workers = workers.unwrap_or(s.workers);
             s.poll_us = poll_us.unwrap_or(s.poll_us);
             s.budget = budget.unwrap_or(s.budget);

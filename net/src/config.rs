@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The switch's configuration, as a TOML file or as parts of a compose file have it.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use tombolo_metrics::Place;
 
 use crate::endpoint::Role;
 use crate::frame::Mac;
@@ -39,7 +40,7 @@ pub struct SwitchConfig {
     /// Where the control socket is made; none: no control.
     pub control: Option<PathBuf>,
     /// Where Prometheus finds the counters, over HTTP.
-    pub metrics: Option<SocketAddr>,
+    pub metrics: Option<Place>,
     /// Give up all privileges once started.
     pub sandbox: bool,
 }
@@ -88,6 +89,9 @@ pub struct PortConfig {
     /// If any: drop IP, ARP and neighbour discovery from other addresses.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
+    /// With `ips`: it may send router advertisements, redirects and a DHCP server's answers.
+    #[serde(default)]
+    pub router: bool,
     /// Reaches only uplinks.
     #[serde(default)]
     pub isolated: bool,
@@ -113,6 +117,7 @@ impl PortConfig {
             macs: self.macs.clone(),
             check_mac: self.check_mac,
             ips: self.ips.clone(),
+            router: self.router,
             isolated: self.isolated,
             uplink: false,
             vlan: self.vlan.clone(),

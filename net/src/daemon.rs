@@ -4,10 +4,10 @@
 //! A port that can't be made (its socket is in use, its MAC is another's) is left out with a message, and the others
 //! go on; only if nothing is left is that an error.
 
-use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use std::time::Duration;
 use anyhow::Context;
 
 use crate::config::{Config, PortConfig, UplinkConfig, Way};
-use crate::endpoint::{self, Endpoint, Role};
+use crate::endpoint::{self, Endpoint, Role, Stop};
 use crate::features::{OFFERED, PLAIN};
 use crate::port::Port;
 use crate::switch::Switch;
@@ -27,24 +27,33 @@ use crate::{control, metrics};
 /// Most threads that carry packets.
 const MAX_WORKERS: usize = 64;
 
+/// How long the end of a port's thread is waited for. It does nothing that takes long; but a descriptor that a front-end
+/// sent may be a file of a FUSE file system, and to close that may take for ever.
+const END: Duration = Duration::from_secs(2);
+
 /// A port that is served.
 struct Served {
     name: String,
-    /// Where it listens, if it does.
-    listener: Option<UnixListener>,
-    stop: Arc<AtomicBool>,
+    stop: Arc<Stop>,
     thread: JoinHandle<()>,
+    /// Hung up when the thread has ended.
+    ended: Receiver<()>,
 }
 
 impl Served {
     fn end(self) {
-        self.stop.store(true, Ordering::Release);
-        if let Some(listener) = &self.listener {
-            endpoint::interrupt(listener);
-        }
+        self.stop.now();
         self.thread.thread().unpark();
-        // A thread that panicked has ended too.
-        let _ended = self.thread.join();
+        match self.ended.recv_timeout(END) {
+            Err(RecvTimeoutError::Timeout) => {
+                tracing::warn!(
+                    port = self.name,
+                    "its thread is held up, by a descriptor of its front-end perhaps, and is left behind"
+                );
+            }
+            // A thread that panicked has ended too.
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => drop(self.thread.join()),
+        }
     }
 }
 
@@ -115,13 +124,13 @@ impl Daemon {
         if let Some(path) = &config.switch.control {
             daemon.serve_control(path)?;
         }
-        if let Some(address) = config.switch.metrics {
-            let listener = TcpListener::bind(address)
-                .with_context(|| format!("metrics at {address}; choose another address"))?;
-            let local = listener.local_addr()?;
-            let (switch, stop) = (daemon.switch.clone(), daemon.stop.clone());
-            daemon.spawn("net-metrics", move || metrics::serve(&listener, &switch, &stop))?;
-            daemon.on_stop(move || drop(std::net::TcpStream::connect(local)));
+        if let Some(place) = &config.switch.metrics {
+            let server = tombolo_metrics::Server::bind(place)
+                .with_context(|| format!("metrics at {place}; choose another address"))?;
+            let stop = server.stop()?;
+            let switch = daemon.switch.clone();
+            daemon.spawn("net-metrics", move || metrics::serve(&server, &switch))?;
+            daemon.on_stop(move || stop.now());
         }
         Ok(daemon)
     }
@@ -187,20 +196,23 @@ impl Daemon {
         config.check()?;
         self.check_name(name)?;
         let endpoint = Endpoint::open(&config.socket, config.role).with_context(|| format!("port {name}"))?;
-        let listener = endpoint.listener()?;
+        let stop = Arc::new(endpoint.stop()?);
         let port = Arc::new(Port::new(name, config.queues));
         self.switch
             .attach(Attached::guest(port.clone(), config.policy()))
             .map_err(|d| self.explain(&d, name))?;
-        let stop = Arc::new(AtomicBool::new(false));
         let offered = if config.offload { OFFERED } else { PLAIN };
+        let (running, ended) = mpsc::channel();
         let thread = {
             let (switch, stop) = (self.switch.clone(), stop.clone());
-            std::thread::Builder::new()
-                .name(format!("net-{name}").chars().take(15).collect())
-                .spawn(move || endpoint.serve(&switch, &port, offered, &stop))?
+            std::thread::Builder::new().name(format!("net-{name}").chars().take(15).collect()).spawn(
+                move || {
+                    endpoint.serve(&switch, &port, offered, &stop);
+                    drop(running);
+                },
+            )?
         };
-        let served = Served { name: name.clone(), listener, stop, thread };
+        let served = Served { name: name.clone(), stop, thread, ended };
         self.served.lock().unwrap_or_else(PoisonError::into_inner).push(served);
         Ok(())
     }

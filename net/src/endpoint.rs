@@ -64,9 +64,9 @@ impl Endpoint {
         Ok(Self { path: path.into(), listener })
     }
 
-    /// Serves one front-end after the other until `stop` is set and [`interrupt`] or a disconnection comes.
-    pub fn serve(&self, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64, stop: &AtomicBool) {
-        while !stop.load(Ordering::Acquire) {
+    /// Serves one front-end after the other until `stop` is [`Stop::now`].
+    pub fn serve(&self, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64, stop: &Stop) {
+        while !stop.is_set() {
             let stream = match &self.listener {
                 Some(listener) => listener.accept().map(|(stream, _)| stream),
                 None => UnixStream::connect(&self.path),
@@ -75,26 +75,28 @@ impl Endpoint {
                 std::thread::park_timeout(RETRY);
                 continue;
             };
-            if stop.load(Ordering::Acquire) {
+            if !stop.watch(&stream) {
                 return;
             }
             tracing::info!(port = port.name(), "front-end connected");
             port.connected.store(true, Ordering::Relaxed);
-            let why = converse(stream, switch, port, offered, stop);
+            let why = converse(stream, switch, port, offered);
             port.connected.store(false, Ordering::Relaxed);
             tracing::info!(port = port.name(), %why, "front-end gone");
+            stop.forget();
             if self.listener.is_none() {
                 std::thread::park_timeout(RETRY);
             }
         }
     }
 
-    /// What [`interrupt`] takes; None: this is a client.
+    /// What ends [`Endpoint::serve`].
     ///
     /// # Errors
     /// No descriptors are left.
-    pub fn listener(&self) -> io::Result<Option<UnixListener>> {
-        self.listener.as_ref().map(UnixListener::try_clone).transpose()
+    pub fn stop(&self) -> io::Result<Stop> {
+        let listener = self.listener.as_ref().map(UnixListener::try_clone).transpose()?;
+        Ok(Stop { set: AtomicBool::new(false), listener, stream: Mutex::default() })
     }
 }
 
@@ -107,6 +109,47 @@ impl Drop for Endpoint {
     }
 }
 
+/// Ends a port's thread wherever it waits: for a connection, or for a front-end that has sent a part of a message or
+/// doesn't take its answer.
+#[derive(Debug, Default)]
+pub struct Stop {
+    set: AtomicBool,
+    listener: Option<UnixListener>,
+    /// The connection that is served.
+    stream: Mutex<Option<UnixStream>>,
+}
+
+impl Stop {
+    /// Ends the connection, and lets no other begin.
+    pub fn now(&self) {
+        self.set.store(true, Ordering::Release);
+        if let Some(listener) = &self.listener {
+            interrupt(listener);
+        }
+        if let Some(stream) = &*self.stream.lock().unwrap_or_else(PoisonError::into_inner) {
+            // The front-end may have gone.
+            let _gone = stream.shutdown(std::net::Shutdown::Both);
+        }
+    }
+
+    fn is_set(&self) -> bool {
+        self.set.load(Ordering::Acquire)
+    }
+
+    /// Takes note of the connection that is served from now on. False: none is to be served.
+    fn watch(&self, stream: &UnixStream) -> bool {
+        let mut watched = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok(own) = stream.try_clone() else { return false };
+        *watched = Some(own);
+        // Whoever stops sets the flag before it looks for a connection.
+        !self.is_set()
+    }
+
+    fn forget(&self) {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
 /// Makes a waiting server look at its stop flag, also where its path leads to it no more.
 pub fn interrupt(listener: &UnixListener) {
     // SAFETY: the descriptor is open. One that is shut down already is as good.
@@ -114,31 +157,17 @@ pub fn interrupt(listener: &UnixListener) {
 }
 
 /// Answers one front-end until it goes or breaks the protocol; says why it ended.
-fn converse(
-    stream: UnixStream,
-    switch: &Arc<Switch>,
-    port: &Arc<Port>,
-    offered: u64,
-    stop: &AtomicBool,
-) -> Error {
+fn converse(stream: UnixStream, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64) -> Error {
     let session = Arc::new(Mutex::new(Session::new(switch.clone(), port.clone(), offered)));
     let own = match stream.try_clone() {
         Ok(own) => own,
         Err(err) => return Error::SocketError(err),
     };
     let mut handler = BackendReqHandler::from_stream(stream, session.clone());
-    let fd = handler.as_raw_fd();
     loop {
-        // Wait with a limit, so that a stop is seen; messages themselves are read blocking.
-        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        let mut poll = libc::pollfd { fd: own.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one pollfd of our own.
-        let ready = unsafe { libc::poll(&mut poll, 1, 500) };
-        if stop.load(Ordering::Acquire) {
-            return Error::Disconnected;
-        }
-        if ready == 0 {
-            continue;
-        }
+        unsafe { libc::poll(&mut poll, 1, -1) };
         match early_enable(&own, &session) {
             Ok(true) => continue,
             Ok(false) => {}

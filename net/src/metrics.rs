@@ -2,9 +2,8 @@
 //! Counters for people and for Prometheus (text format 0.0.4).
 
 use std::fmt::Write as _;
-use std::net::TcpListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use serde::Serialize;
 
@@ -124,12 +123,9 @@ pub fn prometheus(ports: &[PortStatus]) -> String {
     out
 }
 
-/// Answers HTTP requests on `listener` with the counters until `stop` is set.
-pub fn serve(listener: &TcpListener, switch: &Arc<Switch>, stop: &AtomicBool) {
-    tombolo_metrics::serve(
-        listener,
-        "counters",
-        || stop.load(Ordering::Acquire),
-        || prometheus(&status(switch)),
-    );
+/// Answers HTTP requests with the counters until `server` is stopped.
+pub fn serve(server: &tombolo_metrics::Server, switch: &Arc<Switch>) {
+    if let Err(err) = server.serve("counters", || prometheus(&status(switch))) {
+        tracing::error!("metrics ended: {err}");
+    }
 }

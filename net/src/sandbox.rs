@@ -53,7 +53,6 @@ const ALLOWED: &[&[libc::c_long]] = &[
         libc::SYS_close,
         libc::SYS_fcntl,
         libc::SYS_fstat,
-        libc::SYS_fstatfs,
         libc::SYS_dup,
     ],
     // Connections; sockets of ports that come and go.

@@ -4,7 +4,8 @@
 mod common;
 
 use std::ffi::CStr;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
 
@@ -152,11 +153,18 @@ fn a_switch_that_many_ask_at_once_while_ports_come_and_go_lives_on() {
 }
 
 #[test]
-fn a_sandboxed_switch_ends_when_it_is_told_to() {
-    let mut switch = Switch::start(0, &[]);
+fn a_sandboxed_switch_hands_out_its_counters_and_ends_when_it_is_told_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let metrics = dir.path().join("metrics");
+    let mut switch = Switch::start(0, &["--metrics", metrics.to_str().unwrap()]);
+    let mut scrape = UnixStream::connect(&metrics).unwrap();
+    scrape.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+    let mut text = String::new();
+    scrape.read_to_string(&mut text).unwrap();
+    assert!(text.contains("tombolo_net_port_up{port=\"vm\"} 0"), "{text}");
     // SAFETY: a signal to a child that was not waited for.
     assert_eq!(unsafe { libc::kill(switch.child.id() as i32, libc::SIGTERM) }, 0);
     let status = common::wait_for("the end", || switch.child.try_wait().unwrap());
     assert!(status.success(), "{status}: {}", switch.log());
-    assert!(!switch.control().exists() && !switch.dir.path().join("vm").exists());
+    assert!(!switch.control().exists() && !switch.dir.path().join("vm").exists() && !metrics.exists());
 }

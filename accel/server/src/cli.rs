@@ -5,7 +5,6 @@ use crate::control::{self, Listing, Request};
 use crate::limits::Limits;
 use crate::supervisor::{self, Config};
 use crate::{trace, vm};
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -91,9 +90,9 @@ pub struct Serve {
     /// Control socket [default: /run/tombolo/accel-control.sock if the server listens at its default address, otherwise none]
     #[arg(long)]
     control: Option<PathBuf>,
-    /// Address for Prometheus, such as 127.0.0.1:9128
+    /// Address for Prometheus, such as 127.0.0.1:9128, or a Unix socket's absolute path
     #[arg(long)]
-    metrics: Option<SocketAddr>,
+    metrics: Option<tombolo_metrics::Place>,
     /// Listen nowhere by itself: commands come over the standard input, a socket (started by 'tombolo up')
     #[arg(long, hide = true)]
     overseen: bool,

@@ -8,7 +8,7 @@ use crate::metrics;
 use crate::tenants::{Pause, Tenant, Tenants};
 use crate::vm;
 use anyhow::{Context, bail};
-use std::net::{SocketAddr, TcpListener};
+use std::net::TcpListener;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -35,7 +35,7 @@ pub struct Config {
     /// Where commands come in.
     pub control: Option<PathBuf>,
     /// Where Prometheus asks.
-    pub metrics: Option<SocketAddr>,
+    pub metrics: Option<tombolo_metrics::Place>,
 }
 
 enum Listener {
@@ -126,11 +126,11 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         closed: AtomicBool::new(false),
         main: std::thread::current(),
     });
-    if let Some(address) = config.metrics {
-        let listener = TcpListener::bind(address)
-            .with_context(|| format!("metrics at {address}; choose another address"))?;
+    if let Some(place) = config.metrics {
+        let figures = tombolo_metrics::Server::bind(&place)
+            .with_context(|| format!("metrics at {place}; choose another address"))?;
         let tenants = server.tenants.clone();
-        spawn("metrics", move || metrics::serve(&listener, &tenants))?;
+        spawn("metrics", move || metrics::serve(&figures, &tenants))?;
     }
     if let Some(path) = &server.control {
         let (listener, server) = (control::listen(path)?, server.clone());

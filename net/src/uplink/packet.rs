@@ -42,19 +42,12 @@ impl Packet {
         let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
         // SAFETY: a new descriptor of our own, and structures of the sizes given.
         unsafe {
-            let fd = libc::socket(libc::AF_PACKET, kind, i32::from(all));
+            // Protocol 0 receives nothing. With another one the socket would receive from all interfaces until it is bound.
+            let fd = libc::socket(libc::AF_PACKET, kind, 0);
             if fd < 0 {
                 return Err(named("no packet socket (needs CAP_NET_RAW)"));
             }
             let socket = File::from_raw_fd(fd);
-            let mut address: libc::sockaddr_ll = std::mem::zeroed();
-            address.sll_family = libc::AF_PACKET as u16;
-            address.sll_protocol = all;
-            address.sll_ifindex = index as i32;
-            let len = size_of::<libc::sockaddr_ll>() as u32;
-            if libc::bind(fd, (&raw const address).cast(), len) != 0 {
-                return Err(named("can't be bound"));
-            }
             let mut member: libc::packet_mreq = std::mem::zeroed();
             member.mr_ifindex = index as i32;
             member.mr_type = libc::PACKET_MR_PROMISC as u16;
@@ -73,6 +66,14 @@ impl Packet {
                 )
             {
                 return Err(named("can't be set up"));
+            }
+            let mut address: libc::sockaddr_ll = std::mem::zeroed();
+            address.sll_family = libc::AF_PACKET as u16;
+            address.sll_protocol = all;
+            address.sll_ifindex = index as i32;
+            let len = size_of::<libc::sockaddr_ll>() as u32;
+            if libc::bind(fd, (&raw const address).cast(), len) != 0 {
+                return Err(named("can't be bound"));
             }
             Ok(Self { socket })
         }
