@@ -13,13 +13,11 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 .DEFAULT_GOAL := help
 
-.PHONY: ready ready-test ready-bench ready-lint
+.PHONY: ready ready-test ready-lint
 ready:
 	@scripts/bootstrap build
 ready-test:
 	@scripts/bootstrap build test
-ready-bench:
-	@scripts/bootstrap build test bench
 ready-lint:
 	@scripts/bootstrap build test lint
 
@@ -27,37 +25,24 @@ ready-lint:
 build: ready ## the programs, in target/release
 	@$(CARGO) build --release --locked
 
-.PHONY: kernels
+# guest/build fetches a kernel, builds tombolo.ko for it and packs the images, in this order.
+.PHONY: kernels module guest guest-test guest-update
 kernels: ready-test
+	@guest/build $(KERNELS:%=--kernel %) --until kernel
+module: ready-test ## tombolo.ko for every guest kernel
+	@guest/build $(KERNELS:%=--kernel %) --until module
+guest: ready-test ## guest kernels and the base image, tombolo.ko in it
 	@guest/build $(KERNELS:%=--kernel %)
-
-.PHONY: module
-module: kernels ## tombolo.ko for every guest kernel
-	@for series in $(KERNELS); do \
-		$(MAKE) -s --no-print-directory -C files/linux KDIR="$(TOMBOLO_CACHE)/guest/$$series/build" || exit 1; done
-
-.PHONY: guest guest-test guest-bench guest-update
-guest: module ## guest kernels and the base image, tombolo.ko in it
-	@guest/build $(KERNELS:%=--kernel %)
-guest-test: module
+guest-test: ready-test
 	@guest/build $(KERNELS:%=--kernel %) --flavour test
-guest-bench: ready-bench module ## the larger images for benches, and a general kernel that has 9p
-	@guest/build --kernel general-6.12 --flavour bench
-	@$(MAKE) -s --no-print-directory -C files/linux KDIR="$(TOMBOLO_CACHE)/guest/general-6.12/build"
-	@guest/build --kernel general-6.12 --flavour bench
 guest-update: ready-test ## newer kernels, if Debian has them
 	@for series in $(KERNELS); do guest/kernel $$series || exit 1; done
 	@$(MAKE) guest
 
 .PHONY: test test-native test-vm test-lab test-long lab
-test: ready-test ## all tests but the lab's
-	@$(MAKE) --no-print-directory -j2 guest-test test-programs
+test: ## all tests but the lab's
+	@scripts/prepare test
 	@scripts/run-tests native vm
-# The images wait for downloads while these compile.
-.PHONY: test-programs
-test-programs: ready-test
-	@$(CARGO) test --workspace --locked --no-run --quiet
-	@files/host/suites/run.sh build
 test-native: ready-test ## tests without guests
 	@scripts/run-tests native
 test-vm: guest-test ## tests in real guests under QEMU
@@ -70,14 +55,21 @@ lab: build ## a shell in the emulated KVM host
 	@target/release/tombolo lab shell
 
 .PHONY: demo bench
-demo: guest-bench build ## two VMs and the host share one file system in memory
+demo: ## two VMs and the host share one file system in memory
+	@scripts/prepare demo
 	@demo/run
-bench: guest-bench build ## every bench; results in bench/results
+bench: ## every bench; results in bench/results
+	@scripts/prepare bench
 	@for what in files net accel "start run"; do target/release/tombolo bench $$what || exit 1; done
 
 .PHONY: lint
 lint: ready-lint kernels ## formatting, lints, documentation, shell, C, the module with W=1
 	@scripts/lint
+
+.PHONY: deb
+deb: ## Debian packages, in target/deb
+	@scripts/bootstrap build deb
+	@scripts/make-deb target/deb
 
 .PHONY: dkms
 dkms: ## the module's source tree for DKMS, in target/dkms

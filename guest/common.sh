@@ -6,7 +6,8 @@
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
-cache=${TOMBOLO_CACHE:-$root/.cache}
+# shellcheck source=../scripts/cache.sh
+. "$root/scripts/cache.sh"
 kit=$cache/guest
 export LC_ALL=C SOURCE_DATE_EPOCH=1700000000
 

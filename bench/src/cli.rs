@@ -13,7 +13,7 @@ use crate::files::{self, Plan};
 use crate::interrupt;
 use crate::net;
 use crate::record::Results;
-use crate::report::{self, Table};
+use crate::report;
 
 /// What can be measured.
 #[derive(Debug, Subcommand)]
@@ -136,12 +136,12 @@ fn measure(command: Command, json: bool) -> Result<ExitCode> {
             print(&net::run(&plan, &args.results, format!("tombolo {}", words.join(" ")))?, json)?;
         }
         Command::Report { file, html } => {
-            let (machine, samples) = Results::read(&file)?;
+            let (machine, samples, left_out) = Results::read(&file)?;
             if let Some(path) = html {
                 let bench = samples.first().map_or("", |s| s.bench.as_str());
                 std::fs::write(&path, report::html(bench, &machine, &samples)?)?;
             }
-            println!("{}", Table::new(&samples).text());
+            println!("{}", report::text(&samples, &left_out));
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -153,8 +153,11 @@ fn print(results: &Results, json: bool) -> Result<()> {
         for sample in &results.samples {
             println!("{sample}");
         }
+        for line in &results.left_out {
+            println!("{line}");
+        }
     } else {
-        println!("{}", Table::new(&results.samples).text());
+        println!("{}", report::text(&results.samples, &results.left_out));
         println!("results: {}", results.path.display());
     }
     Ok(())

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 
-use crate::record::{Better, Machine, Sample};
+use crate::record::{Better, LeftOut, Machine, Sample};
 
 /// The median; `None` of nothing.
 pub fn median(values: &[f64]) -> Option<f64> {
@@ -109,6 +109,15 @@ impl Table {
         }
         out
     }
+}
+
+/// The table of the samples, and below it the systems that were left out, each with its reason.
+pub fn text(samples: &[Sample], left_out: &[LeftOut]) -> String {
+    let mut out = Table::new(samples).text();
+    for line in left_out {
+        let _ = writeln!(out, "{} was left out: {}", line.system, line.left_out);
+    }
+    out
 }
 
 fn mean(values: &[f64]) -> f64 {

@@ -50,7 +50,7 @@ static struct tfs_dirent *granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_
 {
 	struct tfs_run run;
 
-	if (tfs_tree_map(fs, tmb_load_acquire(&dir->root), granule / TFS_GRANULES_PER_BLOCK, 1, &run) || !run.block)
+	if (tfs_tree_look(fs, tmb_load_acquire(&dir->root), granule / TFS_GRANULES_PER_BLOCK, 1, &run) || !run.block)
 		return NULL;
 	return (struct tfs_dirent *)tfs_block(fs, run.block) + granule % TFS_GRANULES_PER_BLOCK;
 }
@@ -79,7 +79,7 @@ static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, c
 		tmb_u32 i = 0;
 
 		if (!block)
-			return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
+			return -EUCLEAN;
 		while (i < TFS_GRANULES_PER_BLOCK) {
 			if (matches(block + i, TFS_GRANULES_PER_BLOCK - i, name, len, slot->hash, &slot->ref)) {
 				slot->entry = block + i;
@@ -117,7 +117,7 @@ static int probe_start(struct tfs *fs, struct probe *p, tmb_u64 index_root, tmb_
 	tmb_u32 log = index_log(index_root);
 
 	if (log < INDEX_MIN_LOG || log > INDEX_MAX_LOG)
-		return tfs_damage(fs, "directory index size", index_root, log);
+		return -EUCLEAN;
 	p->tree = index_tree(index_root);
 	p->mask = (1ULL << log) - 1;
 	/* Spread the 32 bits over larger tables. */
@@ -137,7 +137,7 @@ static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
 	if (!p->block || at / TFS_FANOUT != p->block_no) {
 		struct tfs_run run;
 
-		if (tfs_tree_map(fs, p->tree, at / TFS_FANOUT, 1, &run) || !run.block)
+		if (tfs_tree_look(fs, p->tree, at / TFS_FANOUT, 1, &run) || !run.block)
 			return NULL;
 		p->block_no = at / TFS_FANOUT;
 		p->block = tfs_block(fs, run.block);
@@ -170,9 +170,10 @@ static int find_by_index(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_ro
 					   hash, &slot->ref))
 			return 0;
 	}
-	return tfs_damage(fs, "directory index without an end", index_root, hash);
+	return -EUCLEAN;
 }
 
+/* What is found may be changing, or gone, for readers: damage is what a second look confirms, and told by the caller. */
 int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
 	tmb_u64 index_root = tmb_load_acquire(&dir->index_root), blocks = dir_blocks(fs, dir);
@@ -550,7 +551,7 @@ int tfs_lookup(struct tfs *fs, struct tfs_handle h, const char *name, tmb_u32 le
 	if (!tfs_is(dir, h))
 		return -ESTALE;
 	if (err)
-		return err;
+		return err == -EUCLEAN ? tfs_damage(fs, "directory not readable", h.ino, slot.hash) : err;
 	if (!found->generation)
 		return tfs_damage(fs, "name of no inode", h.ino, found->ino);
 	*type = (tmb_u8)(slot.ref >> TFS_REF_TYPE_SHIFT);

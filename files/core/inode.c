@@ -53,7 +53,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 	int err;
 
 	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, TFS_TX_ITABLE);
-	err = tfs_lock_word(fs, &sb->itable_lock.word, &sb->itable_lock.waiters);
+	err = tfs_lock(fs, &sb->itable_lock, TFS_KILLABLE);
 	if (err)
 		return err;
 	had = tmb_load(&sb->itable_inodes);
@@ -78,7 +78,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 				set_inodes(fs, had + run.count * TFS_INODES_PER_BLOCK);
 		}
 	}
-	tfs_unlock_word(fs, &sb->itable_lock.word, &sb->itable_lock.waiters);
+	tfs_unlock(fs, &sb->itable_lock);
 	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, 0);
 	return err;
 }
@@ -86,10 +86,9 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 /* Whoever freed it has its lock for a moment longer, and may have died with it: a new file there would have to wait for the recovery. */
 static bool is_locked(struct tfs *fs, struct tfs_inode *inode)
 {
-	tmb_u64 word = tmb_load(&inode->lock.word);
-	tmb_u32 owner = tmb_lock_owner(word), epoch = (tmb_u32)(word >> 32);
+	tmb_u32 owner, epoch = (tmb_u32)(tmb_load(&inode->lock.word) >> 32);
 
-	if (!word || owner >= TFS_MEMBERS || !fs->members)
+	if (!tfs_lock_held(&inode->lock, &owner) || owner >= TFS_MEMBERS || !fs->members)
 		return false;
 	return tfs_member_alive(fs, owner, epoch) || tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch;
 }
@@ -539,6 +538,8 @@ int tfs_map_ref(struct tfs *fs, struct tfs_handle h)
 	if (err || fs->read_only)
 		return err;
 	err = set_own_bit(fs, h, inode, &inode->mappers, false);
+	if (!err && fs->persistent)
+		tmb_store(&inode->unsynced, 1);
 	if (err || !tfs_frozen(fs))
 		return err;
 	clear_own_bit(fs, h, inode, &inode->mappers);

@@ -129,7 +129,7 @@ int tfs_create(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u3
 	if (err)
 		goto drop;
 	tfs_tx_inode(fs, slot, 0, dir_h.ino);
-	err = tfs_dir_find(fs, dir, name, len, &entry);
+	err = tfs_dir_find_locked(fs, dir, name, len, &entry);
 	if (!err)
 		err = -EEXIST;
 	else if (err == -ENOENT)
@@ -193,7 +193,7 @@ int tfs_link(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 
 		err = -EMLINK;
 	if (err)
 		goto unlock;
-	err = tfs_dir_find(fs, dir, name, len, &entry);
+	err = tfs_dir_find_locked(fs, dir, name, len, &entry);
 	if (!err)
 		err = -EEXIST;
 	if (err == -ENOENT) {
@@ -258,7 +258,7 @@ static int remove_name(struct tfs *fs, struct tfs_handle dir_h, const char *name
 	err = lock_dir(fs, dir_h, &dir);
 	if (err)
 		goto end;
-	err = tfs_dir_find(fs, dir, name, len, &entry);
+	err = tfs_dir_find_locked(fs, dir, name, len, &entry);
 	if (err)
 		goto unlock_dir;
 	ino = ref_ino(entry.ref);
@@ -349,7 +349,7 @@ static void unlock_dirs(struct tfs *fs, struct rename *r)
 	tfs_unlock_inode(fs, r->old_ino);
 	if (r->new_ino != r->old_ino) {
 		tfs_unlock_inode(fs, r->new_ino);
-		tfs_unlock_word(fs, &sb->rename_lock.word, &sb->rename_lock.waiters);
+		tfs_unlock(fs, &sb->rename_lock);
 	}
 }
 
@@ -365,7 +365,7 @@ static int lock_dirs(struct tfs *fs, struct rename *r)
 		r->new_dir = r->old_dir;
 		return err;
 	}
-	err = tfs_lock_word(fs, &sb->rename_lock.word, &sb->rename_lock.waiters);
+	err = tfs_lock(fs, &sb->rename_lock, TFS_KILLABLE);
 	if (err)
 		return err;
 	err = is_above(fs, r->old_ino, r->new_ino);
@@ -384,7 +384,7 @@ static int lock_dirs(struct tfs *fs, struct rename *r)
 		return 0;
 	tfs_unlock_inode(fs, old_first ? r->old_ino : r->new_ino);
 unlock:
-	tfs_unlock_word(fs, &sb->rename_lock.word, &sb->rename_lock.waiters);
+	tfs_unlock(fs, &sb->rename_lock);
 	return err;
 }
 
@@ -423,12 +423,12 @@ static int lock_children(struct tfs *fs, struct rename *r)
 /* Finds both names and refuses what rename(2) refuses. */
 static int find_names(struct tfs *fs, struct rename *r, tmb_u32 flags)
 {
-	int err = tfs_dir_find(fs, r->old_dir, r->old->name, r->old->len, &r->from);
+	int err = tfs_dir_find_locked(fs, r->old_dir, r->old->name, r->old->len, &r->from);
 
 	if (err)
 		return err;
 	r->source_ino = ref_ino(r->from.ref);
-	err = tfs_dir_find(fs, r->new_dir, r->new->name, r->new->len, &r->to);
+	err = tfs_dir_find_locked(fs, r->new_dir, r->new->name, r->new->len, &r->to);
 	if (err && err != -ENOENT)
 		return err;
 	r->target_ino = err ? 0 : ref_ino(r->to.ref);
@@ -627,7 +627,7 @@ int tfs_readlink(struct tfs *fs, struct tfs_handle h, char *buf, tmb_u32 size)
 	if (!len || len > TFS_SYMLINK_MAX)
 		return tfs_is(inode, h) ? tfs_damage(fs, "symlink length", h.ino, len) : -ESTALE;
 	/* A symlink never changes; what it needs against being freed meanwhile is a look at its state afterwards. */
-	err = tfs_tree_map(fs, tmb_load_acquire(&inode->root), 0, 1, &run);
+	err = tfs_tree_look(fs, tmb_load_acquire(&inode->root), 0, 1, &run);
 	if (err || !run.block)
 		return tfs_is(inode, h) ? tfs_damage(fs, "symlink without target", h.ino, 0) : -ESTALE;
 	len = TFS_MIN(len, size);

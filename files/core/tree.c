@@ -26,7 +26,7 @@ static bool beyond(tmb_u32 height, tmb_u64 fblock)
 	return height < 7 && fblock >> (TFS_FANOUT_SHIFT * height);
 }
 
-int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+int tfs_tree_look(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	tmb_u32 height = tfs_root_height(root), level;
 	tmb_u64 node = root & TFS_BLOCKNR_MASK;
@@ -36,7 +36,7 @@ int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, st
 	if (!node)
 		return 0;
 	if (height > TFS_MAX_HEIGHT || !tfs_block_ok(fs, node))
-		return tfs_damage(fs, "tree root out of range", root, fblock);
+		return -EUCLEAN;
 	if (beyond(height, fblock))
 		return 0;
 	if (!height) {
@@ -58,7 +58,7 @@ int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, st
 		}
 		if (entry & TFS_ENTRY_HUGE) {
 			if (!huge_ok(fs, level, block))
-				return tfs_damage(fs, "large tree entry out of range", entry, fblock);
+				return -EUCLEAN;
 			run->block = block + within;
 			while (n < count && ++i < TFS_FANOUT) {
 				block += TFS_FANOUT;
@@ -70,7 +70,7 @@ int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, st
 			return 0;
 		}
 		if (!tfs_block_ok(fs, block))
-			return tfs_damage(fs, "tree entry out of range", entry, fblock);
+			return -EUCLEAN;
 		if (level == 1) {
 			run->block = block;
 			n = 1;
@@ -83,6 +83,13 @@ int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, st
 		node = block;
 	}
 	return 0;
+}
+
+int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+{
+	int err = tfs_tree_look(fs, root, fblock, count, run);
+
+	return err ? tfs_damage(fs, "tree entry out of range", root, fblock) : 0;
 }
 
 static int new_node(struct tfs *fs, tmb_u64 *nodes, tmb_u64 *node) /* tagged */

@@ -154,13 +154,70 @@ struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 
 /* --- references of openers ---------------------------------------------------------------------------- */
 
+/* A reference to give back in the zone, of an inode that is gone from this kernel's cache. */
+struct closing {
+	struct list_head link;
+	struct tfs_handle h;
+};
+
+static void close_refs(struct work_struct *work)
+{
+	struct tmb_sb *s = container_of(work, struct tmb_sb, close);
+	struct closing *c;
+
+	for (;;) {
+		spin_lock(&s->closing_lock);
+		c = list_first_entry_or_null(&s->closing, struct closing, link);
+		if (c)
+			list_del(&c->link);
+		spin_unlock(&s->closing_lock);
+		if (!c)
+			break;
+		tfs_close_ref(&s->fs, c->h);
+		kfree(c);
+	}
+}
+
+void tmb_closing_start(struct tmb_sb *s)
+{
+	spin_lock_init(&s->closing_lock);
+	INIT_LIST_HEAD(&s->closing);
+	INIT_WORK(&s->close, close_refs);
+}
+
+/*
+ * Whether another thread gives the reference back, because the last user of a removed file may have to wait for other members' locks: reclaim
+ * must not, nor the worker, for which they may be waiting.
+ */
+static bool close_later(struct inode *inode)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct closing *c;
+
+	if (!(current->flags & (PF_MEMALLOC | PF_WQ_WORKER)))
+		return false;
+	c = kmalloc(sizeof(*c), GFP_NOWAIT | __GFP_NOWARN);
+	if (!c)
+		return false;
+	c->h = tmb_h(inode);
+	spin_lock(&s->closing_lock);
+	list_add_tail(&c->link, &s->closing);
+	spin_unlock(&s->closing_lock);
+	queue_work(s->lock_queue, &s->close);
+	return true;
+}
+
 static int reference_locked(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	int err;
 
 	if (ti->referenced)
 		return 0;
+	/* What an earlier inode of this number gives back must not be this one's. */
+	if (work_busy(&s->close))
+		flush_work(&s->close);
 	err = tfs_open_ref(tmb_fs(inode), tmb_h(inode));
 	if (!err)
 		ti->referenced = true;
@@ -231,13 +288,8 @@ int tmb_release_inode(struct inode *inode, struct file *file)
 	mutex_lock(&ti->lock);
 	last = !--ti->opens;
 	mutex_unlock(&ti->lock);
-	/* A mapping has its file open, so now there is none. With pages still pinned the references stay until the inode is evicted. */
-	if (last && READ_ONCE(ti->mapped)) {
-		filemap_invalidate_lock(inode->i_mapping);
-		if (!READ_ONCE(ti->opens))
-			tmb_revoke_locked(inode, 0);
-		filemap_invalidate_unlock(inode->i_mapping);
-	}
+	if (last)
+		tmb_mappings_close(inode);
 	tmb_unreference(inode);
 	return 0;
 }
@@ -245,23 +297,14 @@ int tmb_release_inode(struct inode *inode, struct file *file)
 void tmb_evict_inode(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
-	bool busy = false;
 
-	if (ti->mapped) {
-		filemap_invalidate_lock(inode->i_mapping);
-		busy = tmb_revoke_locked(inode, 10000) != 0;
-		filemap_invalidate_unlock(inode->i_mapping);
-	}
+	WARN_ON_ONCE(ti->mapped);
 	truncate_inode_pages_final(&inode->i_data);
 	clear_inode(inode);
-	if (busy) {
-		tmb_sb(inode->i_sb)->unclean = true;
-		pr_warn("tombolo: inode %lu is gone from the cache while its pages are in use; its blocks come back at the next mount\n",
-			inode->i_ino);
-	}
-	if (ti->referenced && !busy) {
+	if (ti->referenced) {
 		ti->referenced = false;
-		tfs_close_ref(tmb_fs(inode), tmb_h(inode));
+		if (!close_later(inode))
+			tfs_close_ref(tmb_fs(inode), tmb_h(inode));
 	}
 }
 

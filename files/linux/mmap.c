@@ -2,7 +2,7 @@
 /*
  * Mappings are of the zone's own pages, through fs/dax. Before the first page of an inode is mapped, the zone's inode gets this
  * member's mapper bit (tfs_map_ref); whoever takes blocks away rings every mapper and waits until its bit is gone. Here a worker
- * then unmaps the inode everywhere, waits until nobody has its pages pinned, and gives the bit back; a later access faults anew
+ * then unmaps the inode everywhere and gives the bit back once nobody has its pages in use; a later access faults anew
  * and finds the file as it is then, or SIGBUS.
  *
  * Holes: a block is allocated at the first fault, reading or writing, because a mapped zero page would go on
@@ -21,7 +21,7 @@
 #define TMB_FILES_PENDING (TMB_PENDING_REVOKE | TMB_PENDING_LOCK | TMB_PENDING_EVENT | TMB_PENDING_MEMBERS)
 #define TMB_POLL_MS 50	   /* only while something is mapped or watched, and somebody can't ring */
 #define TMB_WATCH_MS 500   /* only while something is mapped or watched: whether somebody came who can't; well below TFS_REVOKE_LIMIT_NS */
-#define TMB_WORKER_WAIT 1000 /* ms the worker waits for pinned pages before it looks again later */
+#define TMB_FAULT_WAIT 100   /* ms a fault waits for pages in use, before the access starts over */
 #define TMB_FAULT_TRIES 64  /* waits for an inode that another member keeps changing, before the access starts over */
 #define TMB_HOLE (~0ul >> 2)   /* in 'runs': a mapped hole */
 
@@ -96,7 +96,7 @@ static int map_reference(struct inode *inode)
 
 	if (READ_ONCE(ti->mapped))
 		return 0;
-	mutex_lock(&ti->lock);
+	mutex_lock(&ti->map_lock);
 	if (!ti->mapped) {
 		/* Read first: a change after it shows. */
 		ti->map_seq = tfs_map_seq(&s->fs, inode->i_ino);
@@ -109,7 +109,7 @@ static int map_reference(struct inode *inode)
 			queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_POLL_MS));
 		}
 	}
-	mutex_unlock(&ti->lock);
+	mutex_unlock(&ti->map_lock);
 	return err;
 }
 
@@ -135,7 +135,8 @@ static int fill_hole(struct inode *inode, pgoff_t index)
 
 	if (err || run.block || s->fs.read_only)
 		return err;
-	mutex_lock(&ti->fault_lock);
+	if (mutex_lock_killable(&ti->fault_lock))
+		return -EINTR;
 	for (tries = 0; tries < TMB_FAULT_TRIES; tries++) {
 		err = tfs_fault_block(&s->fs, tmb_h(inode), index, 1, &run);
 		if (err == -EAGAIN)
@@ -193,7 +194,7 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 	if (again) {
 		/* The file changed under the fault, or an older block is still mapped here: that's taken back now. */
 		filemap_invalidate_lock(mapping);
-		tmb_revoke_locked(inode, 100);
+		tmb_revoke_wait_locked(inode, TMB_FAULT_WAIT);
 		filemap_invalidate_unlock(mapping);
 		ret = fatal_signal_pending(current) ? VM_FAULT_SIGBUS : VM_FAULT_NOPAGE;
 	}
@@ -242,57 +243,150 @@ const struct address_space_operations tmb_aops = {
 
 /* --- taking mappings back -------------------------------------------------------------------------------------- */
 
+static bool pinned_at(struct tmb_sb *s, unsigned long entry)
+{
+	unsigned long i, pages = entry & 1 ? HPAGE_PMD_NR : 1;
+	unsigned long pfn = s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + (entry >> 1);
+
+	if (entry >> 1 == TMB_HOLE)
+		return false;
+	for (i = 0; i < pages; i++)
+		if (tmb_page_busy(pfn_to_page(pfn + i)))
+			return true;
+	return false;
+}
+
 static bool any_pinned(struct tmb_sb *s, struct tmb_inode *ti)
 {
-	unsigned long index, i;
-	void *entry;
+	void *entry = xa_load(&ti->runs, ti->pinned_at);
+	unsigned long index;
 
-	xa_for_each(&ti->runs, index, entry) {
-		unsigned long value = xa_to_value(entry), pages = value & 1 ? HPAGE_PMD_NR : 1;
-		unsigned long pfn = s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + (value >> 1);
-
-		if (value >> 1 == TMB_HOLE)
-			continue;
-		for (i = 0; i < pages; i++)
-			if (tmb_page_busy(pfn_to_page(pfn + i)))
-				return true;
-	}
+	if (entry && pinned_at(s, xa_to_value(entry)))
+		return true;
+	xa_for_each(&ti->runs, index, entry)
+		if (pinned_at(s, xa_to_value(entry))) {
+			ti->pinned_at = index;
+			return true;
+		}
 	return false;
 }
 
 /*
- * Unmaps all of an inode and gives the mapper bit back; with invalidate_lock held. -EBUSY: pages are still pinned after
- * wait_ms (by direct I/O of another file system into them, or in a pipe); then the bit stays.
+ * A page in a pipe, or under direct I/O, outlives its mapping and its file. Its block must not become another file's, so
+ * the inode stays in the cache and in 's->mapped', and the super block with it though nothing is mounted any more. The worker looks whether the
+ * pages are idle; then another thread drops these references, since that may be the end of the super block, which waits for the worker.
  */
-int tmb_revoke_locked(struct inode *inode, unsigned int wait_ms)
+struct tmb_linger {
+	struct work_struct work;
+	struct inode *inode;
+};
+
+static struct workqueue_struct *put_queue;
+
+/* With invalidate_lock held: the inode need no longer keep itself. */
+static void end_lingering(struct tmb_sb *s, struct tmb_inode *ti)
+{
+	if (!ti->lingers)
+		return;
+	queue_work(put_queue, &ti->lingers->work);
+	ti->lingers = NULL;
+	atomic_dec(&s->lingering);
+}
+
+/*
+ * Unmaps all of an inode and gives the mapper bit back; with invalidate_lock held. -EBUSY: somebody still has pages of it (a pipe, direct I/O of
+ * another file system); then the bit stays, and so do the blocks. Does not wait.
+ */
+int tmb_revoke_locked(struct inode *inode)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tmb_inode *ti = tmb_i(inode);
 	struct address_space *mapping = inode->i_mapping;
-	unsigned long until = jiffies + msecs_to_jiffies(wait_ms);
 	int err;
 
 	if (!ti->mapped)
 		return 0;
 	unmap_mapping_range(mapping, 0, 0, 0);
-	while (any_pinned(s, ti)) {
-		if (time_after(jiffies, until))
-			return -EBUSY;
-		if (fatal_signal_pending(current) && !(inode->i_state & I_FREEING))
-			return -EINTR;
-		usleep_range(200, 1000);
-	}
+	if (any_pinned(s, ti))
+		return -EBUSY;
 	truncate_inode_pages_range(mapping, 0, -1);
 	xa_destroy(&ti->runs);
-	mutex_lock(&ti->lock);
 	spin_lock(&s->mapped_lock);
 	list_del_init(&ti->mapped_link);
 	spin_unlock(&s->mapped_lock);
 	WRITE_ONCE(ti->mapped, false);
+	end_lingering(s, ti);
 	err = tfs_unmap_ref(&s->fs, tmb_h(inode));
-	mutex_unlock(&ti->lock);
 	return err == -ESTALE ? 0 : err;
 }
+
+/* The same, but waits up to wait_ms for who has pages, or until the process is killed (-EINTR). Lets go of invalidate_lock while it waits. */
+int tmb_revoke_wait_locked(struct inode *inode, unsigned int wait_ms)
+{
+	unsigned long until = jiffies + msecs_to_jiffies(wait_ms), pause = 1;
+	int err;
+
+	while ((err = tmb_revoke_locked(inode)) == -EBUSY) {
+		if (time_after(jiffies, until))
+			return -EBUSY;
+		filemap_invalidate_unlock(inode->i_mapping);
+		schedule_timeout_killable(pause);
+		filemap_invalidate_lock(inode->i_mapping);
+		if (fatal_signal_pending(current))
+			return -EINTR;
+		pause = min_t(unsigned long, pause * 2, HZ / 20 + 1);
+	}
+	return err;
+}
+
+/* --- files that are closed while their pages are in use -------------------------------------------------------- */
+
+static void stop_lingering(struct work_struct *work)
+{
+	struct tmb_linger *l = container_of(work, struct tmb_linger, work);
+	struct super_block *sb = l->inode->i_sb;
+
+	tmb_unreference(l->inode);
+	iput(l->inode);
+	deactivate_super(sb);
+	kfree(l);
+}
+
+int tmb_mappings_init(void)
+{
+	put_queue = alloc_workqueue("tombolo-put", WQ_UNBOUND, 0);
+	return put_queue ? 0 : -ENOMEM;
+}
+
+void tmb_mappings_exit(void)
+{
+	destroy_workqueue(put_queue);
+}
+
+/* After the last close. A mapping has its file open, so now there is none. */
+void tmb_mappings_close(struct inode *inode)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tmb_inode *ti = tmb_i(inode);
+
+	if (!READ_ONCE(ti->mapped))
+		return;
+	filemap_invalidate_lock(inode->i_mapping);
+	if (!READ_ONCE(ti->opens) && tmb_revoke_locked(inode) == -EBUSY && !ti->lingers) {
+		struct tmb_linger *l = kmalloc(sizeof(*l), GFP_NOFS | __GFP_NOFAIL);
+
+		INIT_WORK(&l->work, stop_lingering);
+		l->inode = inode;
+		ihold(inode);
+		atomic_inc(&inode->i_sb->s_active);
+		ti->lingers = l;
+		atomic_inc(&s->lingering);
+		mod_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_POLL_MS));
+	}
+	filemap_invalidate_unlock(inode->i_mapping);
+}
+
+/* --- what the worker looks after ------------------------------------------------------------------------------- */
 
 static bool has_holes(struct tmb_inode *ti)
 {
@@ -341,6 +435,7 @@ static void look(struct work_struct *work)
 {
 	struct tmb_sb *s = container_of(to_delayed_work(work), struct tmb_sb, poll);
 	struct tmb_member *me = &s->zone.members[s->fs.member];
+	bool lingering = atomic_read(&s->lingering);
 	LIST_HEAD(seen);
 	struct inode *inode;
 	u64 pending = 0;
@@ -349,20 +444,23 @@ static void look(struct work_struct *work)
 	/* A member that may not write may be unable to, and has its files' sequence numbers to go by. */
 	if (!s->fs.read_only && tmb_load(&me->pending))
 		pending = tmb_fetch_and(&me->pending, ~TMB_FILES_PENDING) & TMB_FILES_PENDING;
-	if (pending & TMB_PENDING_MEMBERS && !s->fs.read_only)
-		tfs_recover_all(&s->fs);
+	if (pending & TMB_PENDING_MEMBERS)
+		queue_work(s->lock_queue, &s->recovery);
 	if (pending & TMB_PENDING_EVENT)
 		more = tmb_changes_hear(s);
 	if (pending & TMB_PENDING_REVOKE)
 		tfs_revoke(&s->fs);
-	if (pending & TMB_PENDING_REVOKE || s->fs.read_only) {
+	if (pending & TMB_PENDING_REVOKE || s->fs.read_only || lingering) {
 		while ((inode = next_mapped(s, &seen))) {
 			struct tmb_inode *ti = tmb_i(inode);
+			bool stale = tfs_map_seq(&s->fs, inode->i_ino) != ti->map_seq || (s->fs.read_only && has_holes(ti));
 
-			if (tfs_map_seq(&s->fs, inode->i_ino) != ti->map_seq || (s->fs.read_only && has_holes(ti))) {
+			if (stale || READ_ONCE(ti->lingers)) {
 				filemap_invalidate_lock(inode->i_mapping);
-				if (tmb_revoke_locked(inode, TMB_WORKER_WAIT) == -EBUSY)
-					busy = true;
+				if ((stale || !READ_ONCE(ti->opens)) && tmb_revoke_locked(inode) == -EBUSY)
+					busy |= stale;
+				else if (READ_ONCE(ti->opens))
+					end_lingering(s, ti); /* its next close sees to it */
 				filemap_invalidate_unlock(inode->i_mapping);
 			}
 			iput(inode);
@@ -386,7 +484,7 @@ static void look(struct work_struct *work)
 	}
 	if (!again)
 		return;
-	if (busy || s->fs.read_only || !tmb_doorbell_self(&s->doorbell) || !tmb_load(&me->doorbell) || someone_cannot_ring(s))
+	if (busy || lingering || s->fs.read_only || !tmb_doorbell_self(&s->doorbell) || !tmb_load(&me->doorbell) || someone_cannot_ring(s))
 		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_POLL_MS));
 	else
 		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_WATCH_MS));
@@ -398,13 +496,21 @@ void tmb_mappings_look(struct tmb_sb *s)
 	mod_delayed_work(s->work_queue, &s->poll, 0);
 }
 
+static void recover(struct work_struct *work)
+{
+	tfs_recover_all(&container_of(work, struct tmb_sb, recovery)->fs);
+}
+
 void tmb_mappings_start(struct tmb_sb *s)
 {
+	INIT_WORK(&s->recovery, recover);
 	INIT_DELAYED_WORK(&s->poll, look);
 }
 
 void tmb_mappings_stop(struct tmb_sb *s)
 {
-	if (s->poll.work.func)
-		cancel_delayed_work_sync(&s->poll);
+	if (!s->poll.work.func)
+		return;
+	cancel_delayed_work_sync(&s->poll);
+	flush_work(&s->recovery);
 }

@@ -26,6 +26,8 @@ static struct inode *tmb_alloc_inode(struct super_block *sb)
 	ti->own_from = 0;
 	ti->own_to = 0;
 	ti->mapped = false;
+	ti->pinned_at = 0;
+	ti->lingers = NULL;
 	return &ti->vfs;
 }
 
@@ -40,6 +42,7 @@ static void inode_init_once_cb(void *p)
 
 	mutex_init(&ti->lock);
 	mutex_init(&ti->fault_lock);
+	mutex_init(&ti->map_lock);
 	xa_init(&ti->runs);
 	INIT_LIST_HEAD(&ti->mapped_link);
 	inode_init_once(&ti->vfs);
@@ -95,8 +98,10 @@ static void rung(struct tmb_doorbell_client *client)
 
 	atomic_inc(&s->rings);
 	wake_up_all(&s->rung);
-	if (smp_load_acquire(&s->opened))
+	if (smp_load_acquire(&s->opened)) {
+		tfs_rang(&s->fs);
 		tmb_mappings_look(s);
+	}
 }
 
 /* The files work without it. */
@@ -215,6 +220,15 @@ static int set_zone(struct super_block *sb, struct fs_context *fc)
 	return set_anon_super(sb, NULL);
 }
 
+static void free_sb(struct tmb_sb *s)
+{
+	if (s->work_queue)
+		destroy_workqueue(s->work_queue);
+	if (s->lock_queue)
+		destroy_workqueue(s->lock_queue);
+	kfree(s);
+}
+
 static int tmb_get_tree(struct fs_context *fc)
 {
 	struct tmb_options *o = fc->fs_private;
@@ -255,16 +269,17 @@ static int tmb_get_tree(struct fs_context *fc)
 	spin_lock_init(&s->mapped_lock);
 	INIT_LIST_HEAD(&s->mapped);
 	tmb_changes_start(s);
+	tmb_closing_start(s);
 	s->work_queue = alloc_ordered_workqueue("tombolo", WQ_MEM_RECLAIM);
-	if (!s->work_queue) {
-		kfree(s);
+	s->lock_queue = alloc_ordered_workqueue("tombolo-locks", 0);
+	if (!s->work_queue || !s->lock_queue) {
+		free_sb(s);
 		return -ENOMEM;
 	}
 	fc->s_fs_info = s;
 	sb = sget_fc(fc, same_zone, set_zone);
 	if (fc->s_fs_info) { /* not taken over by a new super block */
-		destroy_workqueue(s->work_queue);
-		kfree(s);
+		free_sb(s);
 		fc->s_fs_info = NULL;
 	}
 	if (IS_ERR(sb))
@@ -300,16 +315,16 @@ static void tmb_kill_sb(struct super_block *sb)
 	if (!s)
 		return;
 	tmb_syncdev_destroy(s->sync);
-	destroy_workqueue(s->work_queue);
+	flush_workqueue(s->lock_queue);
 	/* Path walks under RCU may still look at the zone. */
 	synchronize_rcu();
-	if (s->opened && !s->unclean)
+	if (s->opened)
 		tfs_close(&s->fs);
 	if (s->joined)
 		tmb_zone_leave(&s->zone, s->fs.member, s->fs.epoch);
 	if (s->zone.addr)
 		tmb_zone_detach(&s->zone, sb);
-	kfree(s);
+	free_sb(s);
 }
 
 enum { OPT_MEMBER };
@@ -388,15 +403,20 @@ static int __init tmb_init(void)
 					SLAB_RECLAIM_ACCOUNT | SLAB_ACCOUNT, inode_init_once_cb);
 	if (!inode_cache)
 		return -ENOMEM;
-	err = tmb_doorbell_init();
+	err = tmb_mappings_init();
 	if (err)
 		goto cache;
+	err = tmb_doorbell_init();
+	if (err)
+		goto mappings;
 	err = register_filesystem(&tmb_type);
 	if (err)
 		goto doorbell;
 	return 0;
 doorbell:
 	tmb_doorbell_exit();
+mappings:
+	tmb_mappings_exit();
 cache:
 	kmem_cache_destroy(inode_cache);
 	return err;
@@ -405,6 +425,7 @@ cache:
 static void __exit tmb_exit(void)
 {
 	unregister_filesystem(&tmb_type);
+	tmb_mappings_exit();
 	tmb_calls_exit();
 	tmb_doorbell_exit();
 	rcu_barrier(); /* inodes are freed after a grace period */

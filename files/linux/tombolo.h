@@ -62,7 +62,6 @@ struct tmb_sb {
 	struct tmb_zone zone;
 	dev_t dev;
 	bool joined, opened, listening;
-	bool unclean; /* references are left for the next life of this member to give back */
 	struct tmb_doorbell_client doorbell;
 	struct tmb_syncdev *sync; /* semaphores of this zone for processes; NULL: none */
 	atomic_t rings;	/* counts doorbells, for who sleeps in tfs_os_wait */
@@ -70,9 +69,16 @@ struct tmb_sb {
 	siphash_key_t lock_key;
 	/* mapped inodes, for revokes */
 	spinlock_t mapped_lock;
-	struct list_head mapped;
-	struct workqueue_struct *work_queue;
+	struct list_head mapped; /* each is open, or lingers: none is evicted while it is here */
+	atomic_t lingering;	 /* how many of them are closed, but have pages in use */
+	struct workqueue_struct *work_queue; /* never waits for another member's lock, whose owner may be waiting for this queue */
 	struct delayed_work poll;
+	/* what may wait for other members */
+	struct workqueue_struct *lock_queue;
+	struct work_struct recovery;
+	struct work_struct close;
+	spinlock_t closing_lock;
+	struct list_head closing; /* references to give back in the zone */
 	/* change events */
 	struct mutex changes_lock; /* one teller at a time; who begins and ends to hear */
 	u32 change_cookie;
@@ -96,7 +102,10 @@ struct tmb_inode {
 	bool mapped;
 	u64 map_seq;
 	struct xarray runs; /* page offset -> block << 1 | huge, of what dax may have mapped */
+	unsigned long pinned_at; /* in 'runs': where somebody had a page when it was last looked at */
 	struct list_head mapped_link;
+	struct mutex map_lock; /* of what map_reference() does; nobody waits for another member with it */
+	struct tmb_linger *lingers; /* closed while its pages are in use: the references that keep it; changes with invalidate_lock held */
 	struct mutex fault_lock; /* one allocation for a fault at a time */
 	struct inode vfs;
 };
@@ -139,6 +148,7 @@ int tmb_hold_unlinked(struct dentry *dentry);
 int tmb_open_inode(struct inode *inode, struct file *file);
 int tmb_release_inode(struct inode *inode, struct file *file);
 void tmb_evict_inode(struct inode *inode);
+void tmb_closing_start(struct tmb_sb *s);
 int tmb_getattr(tmb_idmap *idmap, const struct path *path, struct kstat *stat, u32 mask, unsigned int flags);
 int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr);
 int tmb_permission(tmb_idmap *idmap, struct inode *inode, int mask);
@@ -176,7 +186,11 @@ void tmb_changes_stop(struct tmb_sb *s);
 /* mmap.c */
 extern const struct address_space_operations tmb_aops;
 int tmb_mmap(struct file *file, struct vm_area_struct *vma);
-int tmb_revoke_locked(struct inode *inode, unsigned int wait_ms);
+int tmb_revoke_locked(struct inode *inode);
+int tmb_revoke_wait_locked(struct inode *inode, unsigned int wait_ms);
+void tmb_mappings_close(struct inode *inode);
+int tmb_mappings_init(void);
+void tmb_mappings_exit(void);
 void tmb_mappings_start(struct tmb_sb *s);
 void tmb_mappings_stop(struct tmb_sb *s);
 void tmb_mappings_look(struct tmb_sb *s);

@@ -5,101 +5,23 @@
 mod common;
 
 use std::net::UdpSocket;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use common::namespace::alone;
+use common::program::{Switch, child_of};
 use common::{Rig, frame, wait_for};
-use serde_json::Value;
-use tombolo_net::control::{Request, ask};
-use tombolo_net::driver::{Nic, NicConfig};
+use tombolo_net::driver::Nic;
 use tombolo_net::features::OFFLOADS;
 use tombolo_net::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
-
-/// Runs `body` in a network namespace of its own, which an ordinary user has in a user namespace.
-fn alone(test: &str, body: impl FnOnce()) {
-    const INSIDE: &str = "TOMBOLO_TEST_NAMESPACE";
-    // SAFETY: asks for a number.
-    if unsafe { libc::geteuid() } == 0 {
-        // SAFETY: moves this thread, and what it starts, into a new namespace.
-        let moved = unsafe { libc::unshare(libc::CLONE_NEWNET) };
-        assert_eq!(moved, 0, "{}", std::io::Error::last_os_error());
-    } else if std::env::var_os(INSIDE).is_none() {
-        let own = std::env::current_exe().unwrap();
-        let mut command = Command::new("unshare");
-        command.args(["--map-current-user", "--keep-caps", "--net", "--"]).arg(own);
-        command.args(["--exact", test, "--nocapture"]).env(INSIDE, "1");
-        assert!(command.status().unwrap().success(), "{test} failed in its namespaces");
-        return;
-    }
-    sh("ip link set lo up");
-    body();
-}
+use tombolo_net::uplink::Link;
+use tombolo_net::uplink::packet::Packet;
 
 fn sh(text: &str) {
     let output = Command::new("sh").args(["-ec", text]).output().unwrap();
     assert!(output.status.success(), "{text}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
-/// The program, with one port for the guest that owns [`Rig::mac`] of `n`.
-struct Switch {
-    child: Child,
-    dir: tempfile::TempDir,
-}
-
-impl Switch {
-    fn start(n: usize, args: &[&str]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-switch"));
-        command.arg("run").arg("--control").arg(dir.path().join("control"));
-        command.arg("--port").arg(format!("vm,{},{}", dir.path().join("vm").display(), Rig::mac(n)));
-        command.args(args).env("NO_COLOR", "1");
-        let log = std::fs::File::create(dir.path().join("log")).unwrap();
-        let child = command.stderr(log).stdin(Stdio::null()).spawn().unwrap();
-        let switch = Self { child, dir };
-        wait_for("the switch", || ask(&switch.control(), &Request::Ports).ok());
-        switch
-    }
-
-    fn control(&self) -> PathBuf {
-        self.dir.path().join("control")
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(self.dir.path().join("log")).unwrap()
-    }
-
-    fn guest(&self, features: u64) -> Nic {
-        let features = NicConfig::default().features | features;
-        let mut nic = Nic::new(NicConfig { tx_buffer: 66_000, features, ..NicConfig::default() }).unwrap();
-        nic.connect(&self.dir.path().join("vm")).unwrap();
-        nic
-    }
-
-    /// Returns once the thread that minds passt sleeps in its system call.
-    fn waits_for_passt(&self) {
-        let tasks = format!("/proc/{}/task", self.child.id());
-        let read = |task: &Path, what| std::fs::read_to_string(task.join(what)).unwrap_or_default();
-        wait_for("the thread that minds passt", || {
-            let mut tasks = std::fs::read_dir(&tasks).unwrap().map(|t| t.unwrap().path());
-            let minder = tasks.find(|t| read(t, "comm").trim() == "net-passt")?;
-            (read(&minder, "wchan") == "do_wait").then_some(())
-        });
-    }
-
-    /// The port of this name, as the control socket shows it.
-    fn port(&self, name: &str) -> Option<Value> {
-        let (answer, _) = ask(&self.control(), &Request::Ports).unwrap();
-        answer["ports"].as_array().unwrap().iter().find(|p| p["name"] == name).cloned()
-    }
-}
-
-impl Drop for Switch {
-    fn drop(&mut self) {
-        // It may have ended.
-        let _ended = self.child.kill();
-        let _ended = self.child.wait();
-    }
 }
 
 const HOST: [u8; 4] = [10, 9, 0, 1];
@@ -291,7 +213,6 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
         );
 
         // Who was stopped goes on with what it waited for, which asks the sandbox again.
-        switch.waits_for_passt();
         let pid = switch.child.id() as i32;
         // SAFETY: signals to a child that has not ended, and waiting for its stop.
         unsafe {
@@ -299,9 +220,8 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
             assert_eq!(libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED), pid);
             assert_eq!(libc::kill(pid, libc::SIGCONT), 0);
         }
-        switch.waits_for_passt();
-        let children = format!("/proc/{0}/task/{0}/children", switch.child.id());
-        let passt: u32 = std::fs::read_to_string(children).unwrap().trim().parse().unwrap();
+        assert!(switch.port("uplink0").is_some());
+        let passt = child_of(switch.keeper());
         switch.child.kill().unwrap();
         switch.child.wait().unwrap();
         wait_for("passt's end", || (!PathBuf::from(format!("/proc/{passt}")).exists()).then_some(()));
@@ -323,5 +243,32 @@ fn an_uplink_that_cannot_be_had_is_named_and_the_ports_go_on() {
             assert!(switch.port("uplink0").is_none());
             drop(switch.guest(0));
         }
+    });
+}
+
+#[test]
+fn an_interface_opened_as_uplink_brings_no_frames_of_other_interfaces() {
+    alone("an_interface_opened_as_uplink_brings_no_frames_of_other_interfaces", || {
+        sh("ip link add v0 type veth peer name v1; for d in v0 v1; do
+            echo 1 >/proc/sys/net/ipv6/conf/$d/disable_ipv6; ip link set $d up; done");
+        let over = AtomicBool::new(false);
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+                while !over.load(Ordering::Relaxed) {
+                    socket.send_to(&[0x5a; 100], "127.0.0.1:9").unwrap();
+                }
+            });
+            let mut buffer = vec![0; 70_000];
+            let mut foreign = 0;
+            for _ in 0..50 {
+                let packet = Packet::over(Packet::open("v0").unwrap());
+                while packet.receive(&mut buffer).is_ok() {
+                    foreign += 1;
+                }
+            }
+            over.store(true, Ordering::Relaxed);
+            assert_eq!(foreign, 0);
+        });
     });
 }

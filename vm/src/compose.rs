@@ -119,7 +119,7 @@ pub struct VmSpec {
     /// Host folders offered over 9p (for tests and benches; the guest's kernel needs 9p).
     #[serde(default)]
     pub share: Vec<Share>,
-    /// Empty PCI Express ports for zones that are attached later, two for each zone.
+    /// Empty PCI Express ports for zones that are attached later, one for each.
     #[serde(default = "default_ports")]
     pub hotplug_ports: u32,
     /// PCI devices of the host that become the VM's, such as "0000:01:00.0".
@@ -211,7 +211,7 @@ fn default_ready_timeout() -> u32 {
     180
 }
 fn default_ports() -> u32 {
-    4
+    8
 }
 
 /// A size in bytes, written "512M" or as a number of bytes.

@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the commands and the supervisor say to each other: one JSON object per line over a Unix socket. A connection
-//! carries one request; its answer is a row of events that ends with `done` or `failed`. Closing it cancels the request.
+//! What the commands and the supervisor say to each other: one JSON object per line over a Unix socket (see [`crate::peer`]). A
+//! connection carries one request; the supervisor answers `heard` at once, then a row of events that ends with `done` or `failed`. A
+//! request without `heard` was not begun. Closing the connection cancels the request.
 
-use std::io::{BufRead, BufReader, Write};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
-
-use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
 use crate::accelspec::Api;
 use crate::compose::{Project, Rights};
-use crate::state::StateDir;
 
 /// What a command asks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -31,6 +26,8 @@ pub enum Request {
     },
     /// What runs.
     Ps,
+    /// Keep the connection open for as long as the supervisor lives.
+    Attend,
     /// Run a command in a guest; [`Feed`] lines follow.
     Exec {
         /// The VM.
@@ -83,6 +80,8 @@ pub enum Feed {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
+    /// The request has arrived and is carried out now.
+    Heard,
     /// A VM has come to a stage.
     Stage {
         /// The VM.
@@ -293,106 +292,4 @@ pub struct AccelVm {
     pub served: bool,
     /// Whether its guest had the client library when it came up, where somebody looked.
     pub library: Option<bool>,
-}
-
-/// One end of a connection.
-#[derive(Debug)]
-pub struct Peer {
-    reader: BufReader<UnixStream>,
-    writer: UnixStream,
-}
-
-/// The longest line, in bytes: an exec's chunk in base64 with room to spare.
-const LINE_MAX: u64 = 16 << 20;
-
-impl Peer {
-    /// Wraps a connected socket.
-    ///
-    /// # Errors
-    /// When descriptors run out.
-    pub fn new(socket: UnixStream) -> std::io::Result<Peer> {
-        Ok(Peer { reader: BufReader::new(socket.try_clone()?), writer: socket })
-    }
-
-    /// Connects to the supervisor that lives in `dir`: `None` if none does.
-    ///
-    /// # Errors
-    /// When it lives and can't be reached.
-    pub fn connect(dir: &StateDir) -> anyhow::Result<Option<Peer>> {
-        let Some(address) = dir.address()? else { return Ok(None) };
-        let name = SocketAddr::from_abstract_name(&address.socket)?;
-        let socket = match UnixStream::connect_addr(&name) {
-            Ok(socket) => socket,
-            // It ended between the two lines.
-            Err(e) if e.kind() == std::io::ErrorKind::ConnectionRefused => return Ok(None),
-            Err(e) => {
-                return Err(e)
-                    .with_context(|| format!("the supervisor (process {}) can't be reached", address.pid));
-            }
-        };
-        check_user(&socket)?;
-        Ok(Some(Peer::new(socket)?))
-    }
-
-    /// Sends one message.
-    ///
-    /// # Errors
-    /// When the other side is gone.
-    pub fn send<T: Serialize>(&mut self, message: &T) -> std::io::Result<()> {
-        send(&mut self.writer, message)
-    }
-
-    /// The next message; `None` at the end.
-    ///
-    /// # Errors
-    /// When it can't be read or understood.
-    pub fn receive<T: for<'a> Deserialize<'a>>(&mut self) -> anyhow::Result<Option<T>> {
-        let mut line = Vec::new();
-        let n = std::io::Read::take(&mut self.reader, LINE_MAX).read_until(b'\n', &mut line)?;
-        if n == 0 {
-            return Ok(None);
-        }
-        if line.last() != Some(&b'\n') {
-            anyhow::bail!("the other side ended in the middle of a message");
-        }
-        serde_json::from_slice(&line)
-            .map(Some)
-            .context("the other side is of another version; take the project down and up again")
-    }
-
-    /// The socket for writing, for another thread.
-    ///
-    /// # Errors
-    /// When descriptors run out.
-    pub fn writer(&self) -> std::io::Result<UnixStream> {
-        self.writer.try_clone()
-    }
-
-    /// What has been read ahead, and the socket.
-    pub fn into_raw(self) -> (Vec<u8>, UnixStream) {
-        (self.reader.buffer().to_vec(), self.writer)
-    }
-}
-
-/// Sends one message over `socket`.
-///
-/// # Errors
-/// When the other side is gone.
-pub fn send<T: Serialize>(socket: &mut UnixStream, message: &T) -> std::io::Result<()> {
-    let mut line = serde_json::to_vec(message).map_err(std::io::Error::other)?;
-    line.push(b'\n');
-    socket.write_all(&line)
-}
-
-/// Abstract addresses have no permissions: both sides look who the other is.
-///
-/// # Errors
-/// When it is neither this user nor root.
-pub fn check_user(socket: &UnixStream) -> anyhow::Result<()> {
-    let peer = rustix::net::sockopt::socket_peercred(socket)?;
-    let own = rustix::process::geteuid();
-    if peer.uid != own && !peer.uid.is_root() {
-        anyhow::bail!("the other side of the control socket belongs to the user {}", peer.uid.as_raw());
-    }
-    Ok(())
 }

@@ -184,7 +184,7 @@ impl Monitor for Through<'_> {
         let monitor = self.0.qmp().map_err(|e| MonitorError::Transport(e.to_string()))?;
         monitor.execute_value(name, &arguments).map_err(|e| match e {
             qmp::Error::Ended => MonitorError::Gone,
-            qmp::Error::Silent { .. } => MonitorError::Late,
+            qmp::Error::Silent { .. } | qmp::Error::Behind { .. } => MonitorError::Late,
             other => MonitorError::Refused { command: name.into(), reason: other.to_string() },
         })
     }

@@ -11,7 +11,7 @@
 //! - [`guestkit`]: which kernel and initramfs a VM boots.
 //! - [`host`]: what the host has.
 //! - [`state`]: the project's folder and the lock that tells whether its supervisor lives.
-//! - [`control`]: what commands and supervisor say to each other.
+//! - [`control`], [`peer`]: what commands and supervisor say to each other, and the connection over which they do.
 //! - [`supervisor`], [`session`]: the supervisor, and what in it lasts (exec, console).
 //! - [`machine`]: one VM's life.
 //! - [`mount`]: file systems of zones in its guest.
@@ -46,6 +46,7 @@ pub mod mount;
 pub mod named;
 pub mod netspec;
 pub mod network;
+pub mod peer;
 pub mod qemu;
 pub mod session;
 pub mod state;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use qapi::{qga, qmp};
+use qapi::qmp;
 
 use crate::agent::Agent;
 use crate::child::{self, Guarded};
@@ -26,11 +26,13 @@ use crate::qemu::qmp::Qmp;
 use crate::qemu::version::Qemu;
 use crate::state::StateDir;
 use crate::zones::Invitation;
+use hotplug::Ports;
 use tombolo_start::layout::Layout;
 use tombolo_start::progress::{Phase as Growth, Progress};
 
-/// How long a guest with a disk of its own may take to shut down.
-const SHUTDOWN: Duration = Duration::from_secs(60);
+pub mod hotplug;
+pub mod stop;
+
 /// How long QEMU may take to end when told to.
 const QUIT: Duration = Duration::from_secs(5);
 /// Lines of console and QEMU's log in an error.
@@ -82,6 +84,8 @@ pub struct Machine {
     reboots: u32,
     /// How its memory arrives.
     layout: Layout,
+    /// Where zones come to it while it runs.
+    ports: Mutex<Ports>,
 }
 
 #[derive(Debug)]
@@ -98,9 +102,6 @@ struct State {
     /// How QEMU ended.
     exit: Option<String>,
     zones: BTreeMap<String, ZoneUse>,
-    /// Zones it has left: their memory devices are still there.
-    left: Vec<String>,
-    free_ports: Vec<u32>,
     timeline: Vec<(String, f64)>,
     /// How far its memory is, where it grows.
     growth: Option<Progress>,
@@ -145,8 +146,10 @@ impl Machine {
             number
         };
         let mut used = BTreeMap::new();
+        let mut memory = BTreeMap::new();
         let named = start.zones.into_iter().map(|(name, zone_use, invitation)| {
             used.insert(name.clone(), zone_use);
+            memory.insert(name.clone(), invitation.read_only);
             (name, invitation)
         });
         // No zone of the compose file has a dot in its name.
@@ -161,6 +164,7 @@ impl Machine {
                 doorbell: give(invitation.doorbell.into()),
             })
             .collect();
+        let ports = Ports::new(start.name, start.spec.hotplug_ports, memory);
         let plan = Plan {
             name: start.name,
             spec: start.spec,
@@ -242,8 +246,6 @@ impl Machine {
                 monitor_ended: false,
                 exit: None,
                 zones: used,
-                left: Vec::new(),
-                free_ports: (0..start.spec.hotplug_ports).rev().collect(),
                 timeline: Vec::new(),
                 growth: None,
             }),
@@ -251,6 +253,7 @@ impl Machine {
             cancelled: AtomicBool::new(false),
             reboots: start.before.map_or(0, |b| b.reboots + 1),
             layout: start.memory,
+            ports: Mutex::new(ports),
         });
         machine.mark("qemu started");
         let _ = register.send(machine.clone());
@@ -527,106 +530,23 @@ impl Machine {
         self.process.kill();
     }
 
-    /// Stops it: a guest with a disk is asked to shut down first.
-    pub fn stop(&self, report: &dyn Fn(Stage, &str)) {
-        let was_up = {
-            let mut state = self.lock();
-            if state.exit.is_some() {
-                return;
-            }
-            std::mem::replace(&mut state.phase, Phase::Stopping) == Phase::Up
-        };
-        report(Stage::Stopping, "");
-        if was_up && self.spec.disk.is_some() && !self.spec.snapshot {
-            let asked = if self.lock().agent_open {
-                // The agent does not answer this one when it succeeds.
-                let command = qga::guest_shutdown { mode: Some(qga::GuestShutdownMode::Powerdown) };
-                matches!(
-                    self.agent.call(command, Duration::from_secs(2)),
-                    Ok(_) | Err(crate::agent::Error::Silent { .. })
-                )
-            } else {
-                self.qmp().is_ok_and(|q| q.execute(qmp::system_powerdown {}).is_ok())
-            };
-            if asked && self.wait_ended(SHUTDOWN) {
-                return;
-            }
-        }
-        // QEMU flushes its disks when it quits.
-        if self.qmp().is_ok_and(|q| q.execute(qmp::quit {}).is_ok()) && self.wait_ended(QUIT) {
-            return;
-        }
-        self.process.kill();
-        if !self.wait_ended(QUIT) {
-            eprintln!("tombolo: process {} of the VM '{}' does not die", self.pid, self.name);
-        }
-    }
-
-    /// Adds a zone's devices to the running VM.
+    /// Adds a zone's devices to the running VM. After [`hotplug::Failure::Open`], too, it is a member.
     ///
     /// # Errors
-    /// When no port is free or QEMU refuses.
-    pub fn plug(&self, zone: &str, zone_use: &ZoneUse, invitation: &Invitation) -> anyhow::Result<()> {
-        use std::os::fd::AsFd;
-        let needed = 2;
-        let ports = {
-            let mut state = self.lock();
-            if state.left.iter().any(|z| z == zone) {
-                anyhow::bail!(
-                    "the VM '{}' has left the zone '{zone}' and still has its memory device, which stock QEMU can't unplug; \
-                     to make it a member again, stop it and start it: tombolo down {} && tombolo up",
-                    self.name,
-                    self.name
-                );
-            }
-            if state.free_ports.len() < needed {
-                anyhow::bail!(
-                    "the VM '{}' has no free port for another zone; raise vm.{}.hotplug_ports (now {}) and start it again",
-                    self.name,
-                    self.name,
-                    self.spec.hotplug_ports
-                );
-            }
-            let at = state.free_ports.len() - needed;
-            state.free_ports.split_off(at)
-        };
-        let qmp = self.qmp()?;
-        let added =
-            qmp.execute_with(qmp::add_fd { fdset_id: None, opaque: None }, Some(invitation.memory.as_fd()))?;
-        let json = |v: serde_json::Value| v;
-        let object = json(serde_json::json!({
-            "qom-type": "memory-backend-file", "id": format!("zone-{zone}"), "share": true, "readonly": invitation.read_only,
-            "mem-path": format!("/proc/self/fd/{}", added.fd), "size": invitation.size,
-        }));
-        let created = qmp.execute_value("object-add", &object);
-        // QEMU has mapped it; the descriptor itself is not needed any more.
-        qmp.execute(qmp::remove_fd { fdset_id: added.fdset_id, fd: None })?;
-        created?;
-        let device = serde_json::json!({
-            "driver": "virtio-pmem-pci", "id": format!("pmem-{zone}"), "memdev": format!("zone-{zone}"),
-            "bus": format!("hp{}", ports[0]),
-        });
-        if let Err(e) = qmp.execute_value("device_add", &device) {
-            let gone = serde_json::json!({ "id": format!("zone-{zone}") });
-            qmp.execute_value("object-del", &gone).context("the zone's memory stays with QEMU")?;
-            self.lock().free_ports.extend(ports);
-            return Err(e.into());
+    /// When no port is free or QEMU refuses or does not answer.
+    pub fn plug(
+        &self,
+        zone: &str,
+        zone_use: &ZoneUse,
+        invitation: &Invitation,
+    ) -> Result<(), hotplug::Failure> {
+        let qmp = self.qmp().map_err(|e| hotplug::Failure::Undone(e.to_string()))?;
+        let mut ports = self.ports.lock().unwrap_or_else(PoisonError::into_inner);
+        let plugged = ports.plug(qmp, zone, invitation);
+        if !matches!(plugged, Err(hotplug::Failure::Undone(_))) {
+            self.lock().zones.insert(zone.to_owned(), zone_use.clone());
         }
-        let name = format!("bell-{zone}");
-        qmp.execute_with(qmp::getfd { fdname: name.clone() }, Some(invitation.doorbell.as_fd()))?;
-        let chardev = serde_json::json!({
-            "id": name, "backend": { "type": "socket", "data": {
-                "addr": { "type": "fd", "data": { "str": name } }, "server": false,
-            } },
-        });
-        qmp.execute_value("chardev-add", &chardev)?;
-        let device = serde_json::json!({
-            "driver": "ivshmem-doorbell", "id": format!("doorbell-{zone}"), "chardev": name,
-            "vectors": cmdline::DOORBELL_VECTORS, "bus": format!("hp{}", ports[1]),
-        });
-        qmp.execute_value("device_add", &device)?;
-        self.lock().zones.insert(zone.to_owned(), zone_use.clone());
-        Ok(())
+        plugged
     }
 
     /// Zones it is a member of, those attached later included.
@@ -636,9 +556,7 @@ impl Machine {
 
     /// It is no longer a member of this zone.
     pub fn forget_zone(&self, zone: &str) {
-        let mut state = self.lock();
-        state.zones.remove(zone);
-        state.left.push(zone.to_owned());
+        self.lock().zones.remove(zone);
     }
 
     /// For `ps`.

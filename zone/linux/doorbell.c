@@ -63,7 +63,8 @@ static void tmb_bell_bind(struct tmb_doorbell_client *client)
 	struct tmb_doorbell *bell, *found = NULL;
 
 	lockdep_assert_held(&tmb_bell_mutex);
-	list_for_each_entry(bell, &tmb_bells, link) {
+	/* The last that came: the doorbell of an earlier membership stays where QEMU can't unplug it, and is deaf. */
+	list_for_each_entry_reverse(bell, &tmb_bells, link) {
 		if (!memcmp(bell->zone_uuid, client->zone_uuid, sizeof(bell->zone_uuid))) {
 			found = bell;
 			break;

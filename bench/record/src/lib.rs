@@ -39,6 +39,23 @@ pub struct Sample {
     pub better: Better,
 }
 
+/// A system that did not take part in a run, or not to its end, and why: a line of its own in a results file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeftOut {
+    /// The system: "nfs" …
+    pub system: String,
+    /// The reason, in one line.
+    pub left_out: String,
+}
+
+/// A line of a results file after its first.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Line {
+    Sample(Sample),
+    LeftOut(LeftOut),
+}
+
 /// Where a run took place: the first line of a results file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Machine {
@@ -73,6 +90,13 @@ fn json(line: &impl Serialize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
 }
 
 impl fmt::Display for Sample {
+    /// Its line in a results file.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        json(self, f)
+    }
+}
+
+impl fmt::Display for LeftOut {
     /// Its line in a results file.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         json(self, f)
@@ -149,6 +173,8 @@ pub struct Results {
     pub machine: Machine,
     /// What was added so far.
     pub samples: Vec<Sample>,
+    /// The systems that were left out so far.
+    pub left_out: Vec<LeftOut>,
 }
 
 impl Results {
@@ -172,7 +198,7 @@ impl Results {
 
     fn begin(mut file: fs::File, path: PathBuf, machine: Machine) -> Result<Results> {
         writeln!(file, "{machine}").with_context(|| format!("can't write {}", path.display()))?;
-        Ok(Results { file, path, machine, samples: Vec::new() })
+        Ok(Results { file, path, machine, samples: Vec::new(), left_out: Vec::new() })
     }
 
     /// Keeps one sample.
@@ -182,26 +208,39 @@ impl Results {
         Ok(())
     }
 
+    /// Notes that a system takes no further part; of `reason`, the words are kept on one line.
+    pub fn leave_out(&mut self, system: &str, reason: &str) -> Result<()> {
+        let left_out = reason.split_whitespace().collect::<Vec<_>>().join(" ");
+        let line = LeftOut { system: system.into(), left_out };
+        writeln!(self.file, "{line}").with_context(|| format!("can't write {}", self.path.display()))?;
+        self.left_out.push(line);
+        Ok(())
+    }
+
     /// The samples in a text of such lines; other lines, of machines, are left out.
     pub fn samples(text: &str) -> Vec<Sample> {
         text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
     /// Reads the results file of one run.
-    pub fn read(path: &Path) -> Result<(Machine, Vec<Sample>)> {
+    pub fn read(path: &Path) -> Result<(Machine, Vec<Sample>, Vec<LeftOut>)> {
         let text = fs::read_to_string(path).with_context(|| format!("can't read {}", path.display()))?;
         let mut lines = text.lines();
         let first = lines.next().with_context(|| format!("{} is empty", path.display()))?;
         let machine = serde_json::from_str(first)
             .with_context(|| format!("{}: the first line does not describe a machine", path.display()))?;
-        let samples = lines
-            .enumerate()
-            .map(|(i, line)| {
-                serde_json::from_str(line)
-                    .with_context(|| format!("{}, line {}: not a sample", path.display(), i + 2))
-            })
-            .collect::<Result<_>>()?;
-        Ok((machine, samples))
+        let (mut samples, mut left_out) = (Vec::new(), Vec::new());
+        for (i, line) in lines.enumerate() {
+            match serde_json::from_str(line) {
+                Ok(Line::Sample(sample)) => samples.push(sample),
+                Ok(Line::LeftOut(line)) => left_out.push(line),
+                Err(e) => {
+                    return Err(e)
+                        .with_context(|| format!("{}, line {}: not a sample", path.display(), i + 2));
+                }
+            }
+        }
+        Ok((machine, samples, left_out))
     }
 }
 
@@ -216,9 +255,12 @@ mod tests {
         let mut results = Results::create(dir.path(), "files", machine.clone()).unwrap();
         let sample = Sample::new("files", "fio-read-4k-j1".into(), "9p", 3.5, "MB/s", Better::Higher);
         results.add(sample.clone()).unwrap();
-        let (read_machine, samples) = Results::read(&results.path).unwrap();
+        results.leave_out("nfs", "its server ended:\n  no such folder").unwrap();
+        let (read_machine, samples, left_out) = Results::read(&results.path).unwrap();
         assert_eq!(read_machine, machine);
         assert_eq!(samples, vec![sample]);
+        assert_eq!(left_out, results.left_out);
+        assert_eq!(left_out[0].left_out, "its server ended: no such folder");
     }
 
     #[test]

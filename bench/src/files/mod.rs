@@ -6,13 +6,15 @@
 //! take turns, round by round, so that a slower minute of the machine meets all of them. Then operations on names, a source
 //! tree, and what two VMs do with one of the systems that share.
 //!
-//! - [`peers`]: what is mounted where, and the servers on the host that it needs
+//! - [`peers`]: what is mounted where
+//! - [`servers`]: the servers on the host that some peers need
 //! - [`matrix`]: the fio jobs and how their output is read
 //! - [`pair`]: two VMs at once, and producer and consumer
 
 pub mod matrix;
 pub mod pair;
 pub mod peers;
+pub mod servers;
 
 use std::fmt::Write as _;
 use std::fs;
@@ -25,7 +27,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::guest::Project;
 use crate::record::{Better, Machine, Results, Sample, command_line};
 use matrix::{Matrix, VMS};
-use peers::{Peer, Servers};
+use peers::{Peer, TOMBOLO};
+use servers::Servers;
 
 /// How much of it is run.
 #[derive(Clone, Debug)]
@@ -88,10 +91,10 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path) -> Result<Results> {
     if plan.tree {
         pack_tree(&tools.join("tree.tar"))?;
     }
-    let servers = Servers::start(temp.path(), &export)?;
+    let servers = Servers::start(temp.path(), &export);
     let initrd = kit.join(&plan.kernel).join("initrd-bench.img");
     if !initrd.exists() {
-        bail!("{} is not there: 'make guest-bench' makes it", initrd.display());
+        bail!("{} is not there: 'scripts/prepare bench' makes it", initrd.display());
     }
     let two = plan.handover_mb > 0 && (plan.matrix.wants("handover") || plan.matrix.wants(VMS));
     let project = Project::up(temp.path(), &compose(plan, &initrd, temp.path(), &servers, two))?;
@@ -99,43 +102,92 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path) -> Result<Results> {
     let mut versions = servers.versions();
     versions.push(format!("guest kernel {}", project.exec(VM, "uname -r")?.trim()));
     versions.push(project.exec(VM, "fio --version")?.trim().to_owned());
-    let peers = Peer::all(&servers);
+    let machine = Machine::here(command_line(), Some(&accel), versions);
+    let mut results = Results::create(dir, "files", machine)?;
+    for (system, reason) in servers.left_out() {
+        results.leave_out(system, reason)?;
+    }
     for vm in [VM, OTHER].iter().take(if two { 2 } else { 1 }) {
         project.exec(vm, "mkdir -p /bench && mount -t 9p -o trans=virtio,version=9p2000.L tools /bench")?;
-        for peer in peers.iter().filter(|peer| *vm == VM || peer.shared) {
-            project.exec(vm, &peer.mount)?;
+    }
+    let mut peers = Vec::new();
+    for peer in Peer::all(&servers) {
+        if takes_part(&peer, &mut results, |_| prepare(plan, &project, &peer, two))? {
+            peers.push(peer);
         }
     }
-    for peer in &peers {
-        project.exec(VM, &plan.matrix.prepare(&peer.dir))?;
-    }
-    let mut results = Results::create(dir, "files", Machine::here(command_line(), Some(&accel), versions))?;
-    let shared: Vec<&Peer> = peers.iter().filter(|peer| two && peer.shared).collect();
-    let steps = u64::from(plan.rounds) * (peers.len() + shared.len()) as u64;
-    let bar = ProgressBar::new(steps)
+    let shared = peers.iter().filter(|peer| two && peer.shared).count();
+    let bar = ProgressBar::new(u64::from(plan.rounds) * (peers.len() + shared) as u64)
         .with_style(ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg} {eta}")?);
     for _ in 0..plan.rounds {
-        for peer in &peers {
+        each(&mut peers, &mut results, |peer, results| {
             bar.set_message(peer.system);
-            round(plan, &project, peer, &mut results)?;
+            round(plan, &project, peer, results)?;
             bar.inc(1);
-        }
+            Ok(())
+        })?;
     }
-    for peer in &shared {
+    peers.retain(|peer| two && peer.shared);
+    each(&mut peers, &mut results, |peer, _| {
         project.exec(VM, &format!("rm -f {}/fio.*", peer.dir))?;
-    }
+        Ok(())
+    })?;
     for _ in 0..plan.rounds {
-        for peer in &shared {
+        each(&mut peers, &mut results, |peer, results| {
             bar.set_message(format!("{}, two VMs", peer.system));
-            pair::at_once(plan, &project, peer, &mut results)?;
-            pair::handover(plan, &project, peer, &mut results)?;
+            pair::at_once(plan, &project, peer, results)?;
+            pair::handover(plan, &project, peer, results)?;
             bar.inc(1);
-        }
+            Ok(())
+        })?;
     }
     bar.finish_and_clear();
     let html = crate::report::html("files", &results.machine, &results.samples)?;
     fs::write(dir.join("files.html"), html).context("can't write the page")?;
     Ok(results)
+}
+
+/// Mounts a peer in the VMs and makes its files.
+fn prepare(plan: &Plan, project: &Project, peer: &Peer, two: bool) -> Result<()> {
+    project.exec(VM, &peer.mount)?;
+    if two && peer.shared {
+        project.exec(OTHER, &peer.mount)?;
+    }
+    project.exec(VM, &plan.matrix.prepare(&peer.dir))?;
+    Ok(())
+}
+
+/// Runs one part of the bench on a peer. Returns false for a peer that fails, and notes why it takes no further part; Tombolo's own
+/// failure, and an interruption, end the bench.
+fn takes_part(
+    peer: &Peer,
+    results: &mut Results,
+    part: impl FnOnce(&mut Results) -> Result<()>,
+) -> Result<bool> {
+    match part(results) {
+        Ok(()) => Ok(true),
+        Err(e) if peer.system == TOMBOLO || crate::interrupt::is_asked() => Err(e),
+        Err(e) => {
+            results.leave_out(peer.system, &format!("{e:#}"))?;
+            Ok(false)
+        }
+    }
+}
+
+/// Runs one part of the bench on each peer, and keeps the peers that could do it.
+fn each(
+    peers: &mut Vec<Peer>,
+    results: &mut Results,
+    mut part: impl FnMut(&Peer, &mut Results) -> Result<()>,
+) -> Result<()> {
+    let mut able = Vec::new();
+    for peer in peers.drain(..) {
+        if takes_part(&peer, results, |results| part(&peer, results))? {
+            able.push(peer);
+        }
+    }
+    *peers = able;
+    Ok(())
 }
 
 fn add(

@@ -84,8 +84,12 @@ impl Guest {
         let zone = format!("mem-path={},size={},share=on", site.zone_path(), site.zone.size());
         let mut command = Command::new("qemu-system-x86_64");
         command
-            .args(["-M", "q35", "-accel", "tcg,thread=multi", "-cpu", &site.boot.cpu, "-smp", "2"])
-            .args(["-m", "256M,maxmem=64G", "-nodefaults", "-display", "none", "-no-reboot"])
+            .args(["-M", "q35,memory-backend=ram", "-accel", "tcg,thread=multi"])
+            .args(["-cpu", &site.boot.cpu, "-smp", "2"])
+            // The guest's memory is QEMU's first RAM block: when a guest is saved, QEMU 10.0 takes offsets in a block for offsets in all
+            // RAM, and ends by an assertion where the first block is smaller (tlb_reset_dirty_range_all).
+            .args(["-object", "memory-backend-ram,id=ram,size=256M", "-m", "256M,maxmem=64G"])
+            .args(["-nodefaults", "-display", "none", "-no-reboot"])
             .args(["-serial", &format!("file:{}", console.display())])
             .args(["-serial", "chardev:shell", "-chardev", &socket("shell", &shell)])
             .args(["-chardev", &socket("monitor", &monitor), "-mon", "chardev=monitor,mode=control"])

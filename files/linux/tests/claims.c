@@ -667,6 +667,64 @@ static int hold(char **a)
 	return 0;
 }
 
+/*
+ * spliced DIR STOP: pages of 8 mapped files are in pipes while nobody has the files open any more. When STOP is there, each pipe still shows its own
+ * file's bytes.
+ */
+static int spliced(char **a)
+{
+	int pipes[8][2], fd;
+	struct stat st;
+	char *m;
+
+	for (int i = 0; i < 8; i++) {
+		struct iovec io = {.iov_len = 4096};
+		char name[8] = {'s', (char)('0' + i), 0};
+
+		fd = open(at(a[0], name), O_RDWR | O_CREAT, 0600);
+		CHECK(fd >= 0 && !ftruncate(fd, 1 << 20));
+		m = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+		CHECK(m != MAP_FAILED);
+		memset(m, 'a' + i, 1 << 20);
+		io.iov_base = m;
+		CHECK(!pipe(pipes[i]) && vmsplice(pipes[i][1], &io, 1, 0) == 4096);
+		CHECK(!munmap(m, 1 << 20) && !close(fd));
+		if (i & 1)
+			CHECK(!unlink(at(a[0], name)));
+	}
+	fd = open("/proc/sys/vm/drop_caches", O_WRONLY);
+	CHECK(fd >= 0 && write(fd, "2", 1) == 1);
+	printf("held\n");
+	fflush(stdout);
+	for (int i = 0; stat(a[1], &st); i++) {
+		CHECK(i < 600000);
+		usleep(1000);
+	}
+	for (int i = 0; i < 8; i++) {
+		CHECK(read(pipes[i][0], buf, 4096) == 4096);
+		for (int k = 0; k < 4096; k++)
+			CHECK(buf[k] == 'a' + i);
+	}
+	printf("shown\n");
+	return 0;
+}
+
+/* touched DIR N: maps N files one after the other, stores to each */
+static int touched(char **a)
+{
+	for (int i = 0; i < atoi(a[1]); i++) {
+		int fd = open(at(a[0], "touched"), O_RDWR | O_CREAT, 0600);
+		char *m;
+
+		CHECK(fd >= 0 && !ftruncate(fd, 65536));
+		m = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+		CHECK(m != MAP_FAILED);
+		m[4096 * (i % 16)] = 1;
+		CHECK(!munmap(m, 65536) && !close(fd) && !unlink(at(a[0], "touched")));
+	}
+	return 0;
+}
+
 /* move FROM TO: without a look at either before, unlike mv */
 static int move(char **a)
 {
@@ -883,7 +941,7 @@ static const struct {
 } table[] = {
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
-	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
+	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"spliced", spliced, 2}, {"touched", touched, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"meta", meta, 2}, {"io", io, 2},
 };
 

@@ -27,6 +27,13 @@ def need(what, message):
         raise Failed(message)
 
 
+def comes_to(guest, command, wanted):
+    """What another thread of the kernel does in a moment; looked at until it is so."""
+    end = time.monotonic() + PATIENCE
+    while (now := guest.ok(command)) != wanted:
+        need(time.monotonic() < end, "`%s` stays %s, not %s" % (command, now, wanted))
+
+
 # --- one guest ---------------------------------------------------------------------------------------------------------
 
 
@@ -53,6 +60,33 @@ def a_directory_read_while_it_shrinks_shows_every_name_once(a):
 @claim(1)
 def a_mapping_shows_writes_grows_shrinks_and_serves_futexes_and_pipes(a):
     a.ok("claims mapped /mnt")
+
+
+@claim(1)
+def pages_of_closed_files_in_pipes_hold_up_nobody_and_are_no_other_files_blocks(a):
+    a.ok("touch /mnt/x; rm /mnt/x")
+    before = a.ok("df /mnt | tail -1")
+    a.ok("rm -f /tmp/stop; claims spliced /mnt /tmp/stop > /tmp/spliced 2>&1 & until test -s /tmp/spliced; do :; done; cat /tmp/spliced")
+    for _ in range(2):
+        a.ok("dd if=/dev/zero of=/mnt/fill bs=1M count=230 2>/dev/null; rm /mnt/fill; claims touched /mnt 200; echo 2 > /proc/sys/vm/drop_caches")
+        # A mount that nobody uses can go, and come again, while a pipe has its pages.
+        a.ok("umount /mnt; mount -t tombolo test /mnt; test $(ls /mnt | wc -l) = 4")
+    rc, out = a.run("timeout -s KILL 1 truncate -s 0 /mnt/s0")
+    need(rc == 137, "a truncation did not wait, or not for its end: %d %s" % (rc, out))
+    a.ok("truncate -s 4 /mnt/s0 & touch /tmp/stop; wait; test $(cat /mnt/s0) = aaaa")
+    a.ok("until test $(wc -l < /tmp/spliced) = 2; do :; done")
+    need("shown" in a.ok("cat /tmp/spliced"), a.ok("cat /tmp/spliced"))
+    a.ok("rm /mnt/s*")
+    # The worker finds the pages idle when it looks next.
+    comes_to(a, "df /mnt | tail -1", before)
+
+
+@claim(1)
+def files_that_are_mapped_and_removed_one_after_the_other_leave_nothing(a):
+    a.ok("touch /mnt/x; rm /mnt/x")
+    before = a.ok("df /mnt | tail -1")
+    a.ok("claims touched /mnt 3000")
+    comes_to(a, "df /mnt | tail -1", before)
 
 
 @claim(1)

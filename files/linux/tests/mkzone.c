@@ -123,13 +123,13 @@ int main(int argc, char **argv)
 	if (grant >= 0) {
 		struct tfs_create sub = { .mode = S_IFDIR | 0777 };
 		struct tfs fs = {};
-		tmb_u64 ino;
+		struct tfs_handle made, root = { TFS_ROOT_INO, 0 };
 
 		err = tfs_open(&fs, zone + files, bytes - files, NULL, 0, 0);
 		if (!err)
-			err = tfs_create(&fs, TFS_ROOT_INO, "sub", 3, &sub, &ino);
+			err = tfs_create(&fs, root, "sub", 3, &sub, &made);
 		if (!err)
-			err = tfs_grant(&fs, (tmb_u32)grant, "tenant", 6, 2560, 20, ino);
+			err = tfs_grant(&fs, (tmb_u32)grant, "tenant", 6, 2560, 20, made.ino);
 		if (err) {
 			fprintf(stderr, "grant: %d\n", err);
 			return 1;

@@ -151,7 +151,9 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
         let format = disk_format(disk);
         let snapshot = if spec.snapshot { ",snapshot=on" } else { "" };
         add("-drive", format!("file={path},if=none,id=disk,format={format}{snapshot}"));
-        add("-device", "virtio-blk-pci,drive=disk,bootindex=0".into());
+        // QEMU gives a kernel that it loads itself the first place.
+        let first = if plan.boot.is_none() { ",bootindex=0" } else { "" };
+        add("-device", format!("virtio-blk-pci,drive=disk{first}"));
     }
     if let Some(boot) = &plan.boot {
         add("-kernel", boot.kernel.to_string_lossy().into_owned());
@@ -247,7 +249,8 @@ mod tests {
 
     fn line_of(version: (u32, u32, u32), spec: &str, accel: Accel, zones: Vec<ZoneDevice>) -> String {
         let spec: VmSpec = toml::from_str(spec).unwrap();
-        let boot = spec.disk.is_none().then(|| Boot { kernel: "/k".into(), initrd: Some("/i".into()) });
+        let boot = (spec.disk.is_none() || spec.kernel.is_some())
+            .then(|| Boot { kernel: "/k".into(), initrd: Some("/i".into()) });
         let qemu = Qemu { program: "qemu".into(), version };
         let memory = crate::growth::layout("a", &spec).unwrap();
         let plan = Plan {
@@ -386,7 +389,11 @@ mod tests {
         let spec = format!("disk = \"{}\"\nsnapshot = true\nqemu_args = [\"-S\"]", disk.display());
         let line = line(&spec, Accel::Tcg, vec![]);
         assert!(line.contains("a,,b.img,if=none,id=disk,format=qcow2,snapshot=on"), "{line}");
+        assert!(line.contains("virtio-blk-pci,drive=disk,bootindex=0 "), "{line}");
         assert!(line.ends_with("-S") && !line.contains("-kernel"));
+        // QEMU refuses a second 'first': the kernel is.
+        let both = self::line(&format!("kernel = \"/k\"\n{spec}"), Accel::Tcg, vec![]);
+        assert!(both.contains("-kernel /k") && !both.contains("bootindex"), "{both}");
         std::fs::write(&disk, b"no").unwrap();
         assert_eq!(disk_format(&disk), "raw");
     }

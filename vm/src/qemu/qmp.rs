@@ -1,20 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! QEMU's monitor: commands typed by the crate `qapi`, over a socket that can carry file descriptors. One thread reads: it
-//! hands each reply to the one caller that waits and each event to a callback.
+//! hands each reply to the caller that waits for it and each event to a callback.
+//!
+//! Every command has an id, and QEMU has at most one command at a time. A command whose reply did not come in time is still QEMU's: its late
+//! reply is thrown away, and until then no other command is sent, so that nothing (no file descriptor above all) meets a QEMU in a state
+//! that its caller does not know.
 
-use std::io::{BufRead, BufReader, IoSlice};
+use std::io::{BufRead, BufReader, IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, mpsc};
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use qapi::{Command, Execute, qmp};
+use qapi::{Command, qmp};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::Value;
 
 /// How long QEMU may take for one command; device_add with much memory is the slowest.
 const REPLY: Duration = Duration::from_secs(60);
+/// The longest line that is read, in bytes. A longer one ends the connection.
+const LINE_MAX: u64 = 16 << 20;
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -27,11 +33,21 @@ pub enum Error {
         /// QEMU's words.
         message: String,
     },
-    /// No reply.
-    #[error("QEMU gave no reply to {command} within {} s", REPLY.as_secs())]
+    /// No reply in time; QEMU may carry the command out later.
+    #[error("QEMU gave no reply to {command} within {} s", limit.as_secs())]
     Silent {
         /// The command.
         command: &'static str,
+        /// The time limit.
+        limit: Duration,
+    },
+    /// An earlier command has no reply yet. This one was not sent.
+    #[error("QEMU still owes the reply to {owed}, so {command} was not sent")]
+    Behind {
+        /// The command.
+        command: &'static str,
+        /// The earlier command.
+        owed: &'static str,
     },
     /// The connection is gone.
     #[error("QEMU has ended")]
@@ -50,7 +66,67 @@ pub enum Error {
 #[derive(Debug)]
 pub struct Qmp {
     socket: UnixStream,
-    replies: Mutex<mpsc::Receiver<Value>>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Ids used so far. The greeting counts as the reply to command 0.
+    ids: u64,
+    /// The command that QEMU has: its id and name.
+    owed: Option<(u64, &'static str)>,
+    /// The reply to the command that QEMU had.
+    reply: Option<(u64, Value)>,
+    ended: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits, at most until `deadline`, as long as `waits` holds and QEMU is there.
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        deadline: Instant,
+        waits: impl Fn(&State) -> bool,
+    ) -> MutexGuard<'a, State> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let waited = self.changed.wait_timeout_while(state, left, |s| !s.ended && waits(s));
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    fn read(&self, reader: &mut impl BufRead, event: &mut impl FnMut(&str, &Value)) {
+        let mut line = Vec::new();
+        loop {
+            line.clear();
+            match reader.by_ref().take(LINE_MAX).read_until(b'\n', &mut line) {
+                Ok(n) if n > 0 && line.ends_with(b"\n") => {}
+                _ => break,
+            }
+            let Ok(value) = serde_json::from_slice::<Value>(&line) else { continue };
+            if let Some(name) = value["event"].as_str() {
+                event(name, &value["data"]);
+                continue;
+            }
+            let id = if value.get("QMP").is_some() { Some(0) } else { value["id"].as_u64() };
+            let mut state = self.lock();
+            if state.owed.is_some_and(|(owed, _)| Some(owed) == id) {
+                state.reply = state.owed.take().map(|(id, _)| (id, value));
+                self.changed.notify_all();
+            }
+        }
+        self.lock().ended = true;
+        self.changed.notify_all();
+        event("", &Value::Null);
+    }
 }
 
 impl Qmp {
@@ -64,29 +140,15 @@ impl Qmp {
         mut event: impl FnMut(&str, &Value) + Send + 'static,
     ) -> Result<Qmp, Error> {
         let reader = socket.try_clone().map_err(|_| Error::Ended)?;
-        let (sender, replies) = mpsc::channel();
+        let shared = Arc::new(Shared::default());
+        shared.lock().owed = Some((0, "greeting"));
+        let own = shared.clone();
         std::thread::Builder::new()
             .name("qmp".into())
-            .spawn(move || {
-                for line in BufReader::new(reader).lines().map_while(Result::ok) {
-                    let Ok(value) = serde_json::from_str::<Value>(&line) else { continue };
-                    if let Some(name) = value["event"].as_str() {
-                        event(name, &value["data"]);
-                    } else if sender.send(value).is_err() {
-                        break;
-                    }
-                }
-                event("", &Value::Null);
-            })
+            .spawn(move || own.read(&mut BufReader::new(reader), &mut event))
             .map_err(|_| Error::Ended)?;
-        let qmp = Qmp { socket, replies: Mutex::new(replies) };
-        {
-            let replies = qmp.replies.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            let greeting = wait(&replies, "greeting")?;
-            if greeting.get("QMP").is_none() {
-                return Err(Error::Shape { command: "greeting", message: greeting.to_string() });
-            }
-        }
+        let qmp = Qmp { socket, shared };
+        qmp.reply(0, "greeting", Instant::now() + REPLY, REPLY)?;
         qmp.execute(qmp::qmp_capabilities { enable: None })?;
         Ok(qmp)
     }
@@ -96,17 +158,31 @@ impl Qmp {
     /// # Errors
     /// See [`Error`].
     pub fn execute<C: Command>(&self, command: C) -> Result<C::Ok, Error> {
-        self.execute_with(command, None)
+        self.execute_with(command, None, REPLY)
+    }
+
+    /// Executes one command and waits at most `limit` for its reply.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub fn execute_within<C: Command>(&self, command: C, limit: Duration) -> Result<C::Ok, Error> {
+        self.execute_with(command, None, limit)
     }
 
     /// Executes one command that carries a file descriptor (`add-fd`, `getfd`).
     ///
     /// # Errors
     /// See [`Error`].
-    pub fn execute_with<C: Command>(&self, command: C, fd: Option<BorrowedFd<'_>>) -> Result<C::Ok, Error> {
+    pub fn execute_with<C: Command>(
+        &self,
+        command: C,
+        fd: Option<BorrowedFd<'_>>,
+        limit: Duration,
+    ) -> Result<C::Ok, Error> {
         let shape = |message: String| Error::Shape { command: C::NAME, message };
-        let text = serde_json::to_vec(&Execute::<C>::from(command)).map_err(|e| shape(e.to_string()))?;
-        self.raw(C::NAME, text, fd).and_then(|v| serde_json::from_value(v).map_err(|e| shape(e.to_string())))
+        let arguments = serde_json::to_value(&command).map_err(|e| shape(e.to_string()))?;
+        let value = self.raw(C::NAME, &arguments, fd, limit)?;
+        serde_json::from_value(value).map_err(|e| shape(e.to_string()))
     }
 
     /// Executes a command given by name and arguments, for what `qapi` has no exact type for.
@@ -114,29 +190,54 @@ impl Qmp {
     /// # Errors
     /// See [`Error`].
     pub fn execute_value(&self, name: &'static str, arguments: &Value) -> Result<Value, Error> {
-        let text = serde_json::json!({ "execute": name, "arguments": arguments });
-        self.raw(name, text.to_string().into_bytes(), None)
+        self.raw(name, arguments, None, REPLY)
     }
 
-    fn raw(&self, name: &'static str, mut text: Vec<u8>, fd: Option<BorrowedFd<'_>>) -> Result<Value, Error> {
-        // Held until the reply is there: replies come in the order of the commands, one at a time.
-        let replies = self.replies.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    fn raw(
+        &self,
+        name: &'static str,
+        arguments: &Value,
+        fd: Option<BorrowedFd<'_>>,
+        limit: Duration,
+    ) -> Result<Value, Error> {
+        let deadline = Instant::now() + limit;
+        let mut state = self.shared.wait(self.shared.lock(), deadline, |s| s.owed.is_some());
+        match state.owed {
+            _ if state.ended => return Err(Error::Ended),
+            Some((_, owed)) => return Err(Error::Behind { command: name, owed }),
+            None => {}
+        }
+        state.ids += 1;
+        let id = state.ids;
+        state.owed = Some((id, name));
+        drop(state);
+        let command = serde_json::json!({ "execute": name, "arguments": arguments, "id": id });
+        let mut text = command.to_string().into_bytes();
         text.push(b'\n');
+        // QEMU has read all earlier commands, so that one fits into the socket without a wait.
         send(&self.socket, &text, fd).map_err(|_| Error::Ended)?;
-        let reply = wait(&replies, name)?;
+        let reply = self.reply(id, name, deadline, limit)?;
         if let Some(error) = reply.get("error") {
             let message = error["desc"].as_str().unwrap_or("no reason given").to_owned();
             return Err(Error::Refused { command: name, message });
         }
         Ok(reply["return"].clone())
     }
-}
 
-fn wait(replies: &mpsc::Receiver<Value>, command: &'static str) -> Result<Value, Error> {
-    replies.recv_timeout(REPLY).map_err(|e| match e {
-        mpsc::RecvTimeoutError::Timeout => Error::Silent { command },
-        mpsc::RecvTimeoutError::Disconnected => Error::Ended,
-    })
+    fn reply(
+        &self,
+        id: u64,
+        command: &'static str,
+        deadline: Instant,
+        limit: Duration,
+    ) -> Result<Value, Error> {
+        let is_there = |s: &State| s.reply.as_ref().is_some_and(|(of, _)| *of == id);
+        let mut state = self.shared.wait(self.shared.lock(), deadline, |s| !is_there(s));
+        if is_there(&state) {
+            return state.reply.take().map(|(_, value)| value).ok_or(Error::Ended);
+        }
+        if state.ended { Err(Error::Ended) } else { Err(Error::Silent { command, limit }) }
+    }
 }
 
 /// Writes all of `data`; `fd`, if any, travels with its first byte.
@@ -166,7 +267,7 @@ pub fn send(socket: &UnixStream, data: &[u8], fd: Option<BorrowedFd<'_>>) -> std
 mod tests {
     use super::*;
     use std::io::Write;
-    use std::sync::Arc;
+    use std::sync::mpsc;
 
     /// A peer that greets and answers each line with the next of `answers`.
     fn fake(answers: &'static [&'static str]) -> (UnixStream, std::thread::JoinHandle<Vec<String>>) {
@@ -176,10 +277,11 @@ mod tests {
             writeln!(writer, r#"{{"QMP": {{"version": {{}}, "capabilities": []}}}}"#).unwrap();
             let mut heard = Vec::new();
             let mut lines = BufReader::new(theirs).lines();
-            for answer in [r#"{"return": {}}"#].iter().chain(answers) {
+            for answer in [r#"{"return": {}, "id": ID}"#].iter().chain(answers) {
                 let Some(Ok(line)) = lines.next() else { break };
+                let id = serde_json::from_str::<Value>(&line).unwrap()["id"].to_string();
                 heard.push(line);
-                writeln!(writer, "{answer}").unwrap();
+                writeln!(writer, "{}", answer.replace("ID", &id)).unwrap();
             }
             heard
         });
@@ -189,7 +291,7 @@ mod tests {
     #[test]
     fn replies_and_events_are_told_apart() {
         let (socket, peer) = fake(&[
-            "{\"event\": \"RESET\", \"data\": {\"guest\": true}, \"timestamp\": {\"seconds\": 1, \"microseconds\": 2}}\n{\"return\": {\"running\": true, \"singlestep\": false, \"status\": \"running\"}}",
+            "{\"event\": \"RESET\", \"data\": {\"guest\": true}, \"timestamp\": {\"seconds\": 1, \"microseconds\": 2}}\n{\"id\": ID, \"return\": {\"running\": true, \"singlestep\": false, \"status\": \"running\"}}",
         ]);
         let events = Arc::new(Mutex::new(Vec::new()));
         let seen = events.clone();
@@ -198,7 +300,7 @@ mod tests {
         })
         .unwrap();
         assert!(qmp.execute(qmp::query_status {}).unwrap().running);
-        assert_eq!(peer.join().unwrap()[1], r#"{"execute":"query-status","arguments":{}}"#);
+        assert_eq!(peer.join().unwrap()[1], r#"{"arguments":{},"execute":"query-status","id":2}"#);
         let events = events.lock().unwrap();
         assert_eq!(events[0].0, "RESET");
         assert_eq!(events[0].1["guest"], true);
@@ -207,7 +309,7 @@ mod tests {
     #[test]
     fn a_refusal_carries_the_words_of_qemu() {
         let (socket, _peer) =
-            fake(&[r#"{"error": {"class": "GenericError", "desc": "Bus 'hp9' not found"}}"#]);
+            fake(&[r#"{"id": ID, "error": {"class": "GenericError", "desc": "Bus 'hp9' not found"}}"#]);
         let qmp = Qmp::connect(socket, |_, _| ()).unwrap();
         let error = qmp.execute(qmp::stop {}).unwrap_err();
         assert_eq!(error.to_string(), "QEMU refused stop: Bus 'hp9' not found");
@@ -220,5 +322,41 @@ mod tests {
         let qmp = Qmp::connect(socket, move |name, _| sender.send(name.to_owned()).unwrap()).unwrap();
         assert!(matches!(qmp.execute(qmp::stop {}), Err(Error::Ended)));
         assert_eq!(ended.recv().unwrap(), "");
+    }
+
+    /// A monitor whose greeting and capabilities are done, and QEMU's end of it.
+    fn connected() -> (Qmp, UnixStream, std::io::Lines<BufReader<UnixStream>>) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut writer = theirs.try_clone().unwrap();
+        let mut lines = BufReader::new(theirs).lines();
+        let connecting = std::thread::spawn(move || Qmp::connect(ours, |_, _| ()).unwrap());
+        writeln!(writer, r#"{{"QMP": {{}}}}"#).unwrap();
+        lines.next().unwrap().unwrap();
+        writeln!(writer, r#"{{"return": {{}}, "id": 1}}"#).unwrap();
+        (connecting.join().unwrap(), writer, lines)
+    }
+
+    #[test]
+    fn a_late_reply_is_not_taken_for_the_next_one_and_nothing_is_sent_before_it() {
+        let (qmp, mut writer, mut lines) = connected();
+        let short = Duration::from_millis(50);
+        let late = qmp.execute_with(qmp::add_fd { fdset_id: Some(7), opaque: None }, None, short);
+        assert!(matches!(late, Err(Error::Silent { command: "add-fd", .. })), "{late:?}");
+        // QEMU still has the first command: the second, which may carry another descriptor, stays here.
+        let early = qmp.execute_within(qmp::stop {}, short);
+        assert!(matches!(early, Err(Error::Behind { command: "stop", owed: "add-fd" })), "{early:?}");
+        assert!(lines.next().unwrap().unwrap().contains("add-fd"));
+        std::thread::scope(|scope| {
+            let next = scope
+                .spawn(|| qmp.execute_with(qmp::add_fd { fdset_id: Some(8), opaque: None }, None, REPLY));
+            writeln!(writer, r#"{{"return": {{"fdset-id": 7, "fd": 70}}, "id": 2}}"#).unwrap();
+            let line = lines.next().unwrap().unwrap();
+            assert!(line.contains(r#""fdset-id":8"#) && line.contains(r#""id":3"#), "{line}");
+            // Replies to nobody's question.
+            writeln!(writer, r#"{{"return": {{"fdset-id": 6, "fd": 60}}}}"#).unwrap();
+            writeln!(writer, r#"{{"return": {{"fdset-id": 7, "fd": 70}}, "id": 2}}"#).unwrap();
+            writeln!(writer, r#"{{"return": {{"fdset-id": 8, "fd": 80}}, "id": 3}}"#).unwrap();
+            assert_eq!(next.join().unwrap().unwrap().fd, 80);
+        });
     }
 }

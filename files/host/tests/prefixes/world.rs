@@ -73,7 +73,12 @@ impl World {
 
     /// Whether somebody has the lock of the inode table, under which it grows.
     pub fn table_is_locked(&self) -> bool {
-        self.super_word(core::mem::offset_of!(sys::tfs_super, itable_lock)) != 0
+        self.super_word(core::mem::offset_of!(sys::tfs_super, itable_lock)) & 0xff != 0
+    }
+
+    /// Where a block lies in the region.
+    pub fn address(&self, block: u64) -> usize {
+        AREA + (block * BLOCK) as usize
     }
 
     /// Who has a block.

@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Devices that come to a running VM: the memory and the doorbell of a zone.
+//!
+//! The two are functions 0 and 1 of one port. A guest sees a port's functions when function 0 comes, so that is the last step: whatever
+//! fails before it is undone without the guest's help. A step whose undoing has to wait, because the monitor owes a reply, is undone before
+//! the next plug. Stock QEMU can't unplug virtio-pmem; a VM that has left a zone keeps the memory device, and only needs another doorbell
+//! to be a member again.
+
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use qapi::qmp;
+use serde_json::{Value, json};
+
+use crate::qemu::cmdline;
+use crate::qemu::qmp::{Error, Qmp};
+use crate::zones::Invitation;
+
+/// How long QEMU may take for each step.
+const STEP: Duration = Duration::from_secs(60);
+
+/// Why a plug failed, and what that means for the membership.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// The VM has none of the zone's memory from this plug.
+    #[error("{0}")]
+    Undone(String),
+    /// QEMU may still carry out the last step: the VM counts as a member until it ends.
+    #[error("{0}; it may still happen, so the VM counts as a member until it is stopped")]
+    Open(Error),
+}
+
+/// The ports of one VM for devices that come while it runs.
+#[derive(Debug)]
+pub struct Ports {
+    vm: String,
+    count: u32,
+    free: Vec<u32>,
+    /// How often something was plugged: makes names that were never used before in this QEMU.
+    plugs: i64,
+    /// What is to be undone, the last first.
+    undo: Vec<Undo>,
+    /// Zones whose memory device is in the VM, and whether that is read-only.
+    memory: BTreeMap<String, bool>,
+}
+
+#[derive(Debug)]
+struct Undo {
+    command: &'static str,
+    arguments: Value,
+}
+
+impl Ports {
+    /// Ports of a VM that was started with the memory of these zones (and whether it is read-only).
+    pub fn new(vm: &str, count: u32, memory: BTreeMap<String, bool>) -> Ports {
+        let free = (0..count).rev().collect();
+        Ports { vm: vm.to_owned(), count, free, plugs: 0, undo: Vec::new(), memory }
+    }
+
+    /// Adds a zone's devices, or only a new doorbell where its memory is there since an earlier membership.
+    ///
+    /// # Errors
+    /// See [`Failure`].
+    pub fn plug(&mut self, qmp: &Qmp, zone: &str, invitation: &Invitation) -> Result<(), Failure> {
+        let undone = |e: Error| Failure::Undone(e.to_string());
+        let has_memory = match self.memory.get(zone) {
+            Some(read_only) if *read_only != invitation.read_only => {
+                return Err(Failure::Undone(format!(
+                    "the VM '{vm}' still has the memory of the zone '{zone}' from an earlier membership, {}; stock QEMU can't unplug it. \
+                     Attach it with the same rights, or stop the VM and start it: tombolo down {vm} && tombolo up",
+                    if *read_only { "read-only" } else { "writable" },
+                    vm = self.vm,
+                )));
+            }
+            known => known.is_some(),
+        };
+        self.settle(qmp).map_err(undone)?;
+        let Some(port) = self.free.pop() else {
+            return Err(Failure::Undone(format!(
+                "the VM '{vm}' has no free port for another zone; raise vm.{vm}.hotplug_ports (now {}) and start it again",
+                self.count,
+                vm = self.vm,
+            )));
+        };
+        self.plugs += 1;
+        let plugged = self
+            .doorbell(qmp, zone, port, has_memory, invitation)
+            .and_then(|()| if has_memory { Ok(()) } else { self.memory(qmp, zone, port, invitation) });
+        match plugged {
+            Ok(()) => {
+                self.undo.clear();
+                self.memory.insert(zone.to_owned(), invitation.read_only);
+                Ok(())
+            }
+            Err((e, true)) => {
+                self.undo.clear();
+                self.memory.insert(zone.to_owned(), invitation.read_only);
+                Err(Failure::Open(e))
+            }
+            Err((e, false)) => {
+                self.free.push(port);
+                // What can't be undone now is undone before the next plug.
+                let _later = self.settle(qmp);
+                Err(undone(e))
+            }
+        }
+    }
+
+    /// Undoes what an earlier plug has left.
+    fn settle(&mut self, qmp: &Qmp) -> Result<(), Error> {
+        while let Some(undo) = self.undo.last() {
+            match qmp.execute_value(undo.command, &undo.arguments) {
+                // What QEMU refuses to undo was not done.
+                Ok(_) | Err(Error::Refused { .. }) => drop(self.undo.pop()),
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// One step: noted as to be undone before it is done.
+    fn step(
+        &mut self,
+        undo: &'static str,
+        arguments: Value,
+        step: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(), (Error, bool)> {
+        self.undo.push(Undo { command: undo, arguments });
+        step().map_err(|e| (e, false))
+    }
+
+    fn doorbell(
+        &mut self,
+        qmp: &Qmp,
+        zone: &str,
+        port: u32,
+        alone: bool,
+        invitation: &Invitation,
+    ) -> Result<(), (Error, bool)> {
+        let name = format!("bell-{zone}.{}", self.plugs);
+        let id = format!("doorbell-{zone}.{}", self.plugs);
+        self.step("closefd", json!({ "fdname": name }), || {
+            let getfd = qmp::getfd { fdname: name.clone() };
+            qmp.execute_with(getfd, Some(invitation.doorbell.as_fd()), STEP).map(drop)
+        })?;
+        let chardev = json!({
+            "id": name, "backend": { "type": "socket", "data": {
+                "addr": { "type": "fd", "data": { "str": name } }, "server": false,
+            } },
+        });
+        self.step("chardev-remove", json!({ "id": name }), || {
+            qmp.execute_value("chardev-add", &chardev).map(drop)
+        })?;
+        let device = json!({
+            "driver": "ivshmem-doorbell", "id": id, "chardev": name, "vectors": cmdline::DOORBELL_VECTORS,
+            "bus": format!("hp{port}"), "addr": if alone { "0.0" } else { "0.1" }, "multifunction": !alone,
+        });
+        if alone {
+            return last(qmp, &device);
+        }
+        self.step("device_del", json!({ "id": id }), || qmp.execute_value("device_add", &device).map(drop))
+    }
+
+    fn memory(
+        &mut self,
+        qmp: &Qmp,
+        zone: &str,
+        port: u32,
+        invitation: &Invitation,
+    ) -> Result<(), (Error, bool)> {
+        let set = self.plugs;
+        let object = format!("zone-{zone}.{}", self.plugs);
+        let mut number = 0;
+        self.step("remove-fd", json!({ "fdset-id": set }), || {
+            let add = qmp::add_fd { fdset_id: Some(set), opaque: None };
+            number = qmp.execute_with(add, Some(invitation.memory.as_fd()), STEP)?.fd;
+            Ok(())
+        })?;
+        let backend = json!({
+            "qom-type": "memory-backend-file", "id": object, "share": true, "readonly": invitation.read_only,
+            "mem-path": format!("/proc/self/fd/{number}"), "size": invitation.size,
+        });
+        self.step("object-del", json!({ "id": object }), || {
+            qmp.execute_value("object-add", &backend).map(drop)
+        })?;
+        // QEMU has mapped it; the descriptor itself is not needed any more.
+        let removed = qmp.execute_value("remove-fd", &json!({ "fdset-id": set }));
+        removed.map_err(|e| (e, false))?;
+        let device = json!({
+            "driver": "virtio-pmem-pci", "id": format!("pmem-{zone}.{}", self.plugs), "memdev": object,
+            "bus": format!("hp{port}"), "addr": "0.0", "multifunction": true,
+        });
+        last(qmp, &device)
+    }
+}
+
+/// The last step: from it on the guest sees the devices. Whether it may still happen goes with its error.
+fn last(qmp: &Qmp, device: &Value) -> Result<(), (Error, bool)> {
+    qmp.execute_value("device_add", device).map(drop).map_err(|e| {
+        let open = !matches!(e, Error::Refused { .. } | Error::Behind { .. });
+        (e, open)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixStream;
+    use std::sync::{Arc, Mutex};
+
+    /// A QEMU that does what it is told and notes it, except that it refuses the commands for which `refuses` says so.
+    fn qemu(refuses: impl Fn(&str, &Value) -> bool + Send + 'static) -> (Qmp, Arc<Mutex<Vec<String>>>) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let done = Arc::new(Mutex::new(Vec::new()));
+        let told = done.clone();
+        std::thread::spawn(move || {
+            let mut writer = theirs.try_clone().unwrap();
+            writeln!(writer, r#"{{"QMP": {{}}}}"#).unwrap();
+            for line in BufReader::new(theirs).lines().map_while(Result::ok) {
+                let command: Value = serde_json::from_str(&line).unwrap();
+                let (name, arguments) = (command["execute"].as_str().unwrap(), &command["arguments"]);
+                let mut reply = json!({ "id": command["id"] });
+                if refuses(name, arguments) {
+                    reply["error"] = json!({ "class": "GenericError", "desc": "no" });
+                } else {
+                    let what = arguments["id"].as_str().or(arguments["fdname"].as_str());
+                    let what = what.map_or_else(|| arguments["fdset-id"].to_string(), str::to_owned);
+                    told.lock().unwrap().push(format!("{name} {what}"));
+                    reply["return"] = json!({});
+                    if name == "add-fd" {
+                        reply["return"] = json!({ "fdset-id": arguments["fdset-id"], "fd": 9 });
+                    }
+                }
+                if writeln!(writer, "{reply}").is_err() {
+                    return;
+                }
+            }
+        });
+        let qmp = Qmp::connect(ours, |_, _| ()).unwrap();
+        done.lock().unwrap().clear();
+        (qmp, done)
+    }
+
+    fn invitation(read_only: bool) -> Invitation {
+        let (doorbell, _) = UnixStream::pair().unwrap();
+        let memory = crate::child::memory_file("zone", b"x").unwrap();
+        Invitation { memory, size: 1 << 20, read_only, doorbell }
+    }
+
+    #[test]
+    fn a_plug_that_fails_at_any_step_leaves_nothing_and_its_port_is_free_again() {
+        let steps = [
+            "getfd",
+            "chardev-add",
+            "ivshmem-doorbell",
+            "add-fd",
+            "object-add",
+            "remove-fd",
+            "virtio-pmem-pci",
+        ];
+        for failing in steps {
+            let first = Mutex::new(true);
+            let (qmp, done) = qemu(move |name, arguments| {
+                let it = name == failing || name == "device_add" && arguments["driver"] == failing;
+                it && std::mem::take(&mut *first.lock().unwrap())
+            });
+            let mut ports = Ports::new("a", 1, BTreeMap::new());
+            let failed = ports.plug(&qmp, "z", &invitation(false));
+            assert!(matches!(failed, Err(Failure::Undone(_))), "{failing}: {failed:?}");
+            let mut left: Vec<String> = Vec::new();
+            for line in done.lock().unwrap().drain(..) {
+                let (command, what) = line.split_once(' ').unwrap();
+                match command {
+                    "getfd" | "chardev-add" | "device_add" | "add-fd" | "object-add" => {
+                        left.push(what.to_owned())
+                    }
+                    _ => left.retain(|l| l != what),
+                }
+            }
+            assert_eq!(left, Vec::<String>::new(), "after {failing}");
+            // The only port takes the next one.
+            ports.plug(&qmp, "z", &invitation(false)).unwrap();
+            assert!(
+                ports.plug(&qmp, "y", &invitation(false)).unwrap_err().to_string().contains("no free port")
+            );
+        }
+    }
+
+    #[test]
+    fn the_guest_sees_the_memory_last() {
+        let (qmp, done) = qemu(|_, _| false);
+        Ports::new("a", 1, BTreeMap::new()).plug(&qmp, "z", &invitation(false)).unwrap();
+        assert_eq!(done.lock().unwrap().last().unwrap(), "device_add pmem-z.1");
+    }
+
+    #[test]
+    fn a_zone_that_was_left_comes_back_with_a_doorbell_alone_and_with_the_rights_it_had() {
+        let (qmp, done) = qemu(|_, _| false);
+        let mut ports = Ports::new("a", 2, BTreeMap::from([("z".to_owned(), true)]));
+        let refused = ports.plug(&qmp, "z", &invitation(false)).unwrap_err();
+        assert!(refused.to_string().contains("read-only; stock QEMU can't unplug it"), "{refused}");
+        ports.plug(&qmp, "z", &invitation(true)).unwrap();
+        assert_eq!(
+            *done.lock().unwrap(),
+            ["getfd bell-z.1", "chardev-add bell-z.1", "device_add doorbell-z.1"]
+        );
+    }
+}
