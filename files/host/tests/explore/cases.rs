@@ -12,9 +12,9 @@ const DIR: u32 = libc::S_IFDIR | 0o755;
 const LEN: usize = 9000;
 
 fn at(fs: &Filesystem, path: &str) -> Result<Handle, Errno> {
-    path.split('/').filter(|n| !n.is_empty()).try_fold(ROOT.into(), |dir, name| {
-        fs.lookup(dir, name.as_bytes()).map(|found| found.0)
-    })
+    path.split('/')
+        .filter(|n| !n.is_empty())
+        .try_fold(ROOT.into(), |dir, name| fs.lookup(dir, name.as_bytes()).map(|found| found.0))
 }
 
 fn make(fs: &Filesystem, dir: &str, name: &str, mode: u32) -> Result<Handle, String> {
@@ -230,7 +230,9 @@ fn a_reader_without_a_pin_reads_attributes_whole() {
                     for _ in 0..2 {
                         let value = fs.xattr_get(g, b"user.a").map_err(|e| format!("get: {e}"))?;
                         let (first, len) = (value[0], value.len());
-                        if ![(1, 6000), (2, 6000)].contains(&(first, len)) || value.iter().any(|b| *b != first) {
+                        if ![(1, 6000), (2, 6000)].contains(&(first, len))
+                            || value.iter().any(|b| *b != first)
+                        {
                             return Err(format!("{len} bytes, the first {first}"));
                         }
                     }

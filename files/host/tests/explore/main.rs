@@ -29,33 +29,35 @@ const TABLE: usize = 4096;
 const AREA: usize = 32768;
 const MIB: u64 = 4;
 /// Schedules by chance in the short form.
-const SHORT: u64 = 400;
+const SHORT: u64 = 1500;
 /// Of the places for one switch or death, so many are tried in the short form.
-const PLACES: usize = 150;
+const PLACES: usize = 400;
 
 /// What one thread does: 0, or what went wrong that must not.
-pub type Body = fn(&Filesystem) -> Result<(), String>;
+type Body = fn(&Filesystem) -> Result<(), String>;
 
 /// A member's thread.
-pub struct Doing {
-    pub member: u32,
-    pub read_only: bool,
-    pub mortal: bool,
+struct Doing {
+    member: u32,
+    read_only: bool,
+    mortal: bool,
     /// Starts once the death of this thread is known.
-    pub after: Option<usize>,
-    pub body: Body,
+    after: Option<usize>,
+    body: Body,
 }
 
 /// Several members at once.
-pub struct Case {
-    pub setup: fn(&Filesystem),
-    pub doing: Vec<Doing>,
+struct Case {
+    setup: fn(&Filesystem),
+    doing: Vec<Doing>,
     /// Afterwards, by a member that comes then; which threads came to their end.
-    pub check: fn(&Filesystem, &[bool]) -> Result<(), String>,
+    check: fn(&Filesystem, &[bool]) -> Result<(), String>,
 }
 
 struct Zone {
     map: Arc<Map>,
+    /// The same memory, for members that may only read.
+    reader: Arc<Map>,
     area: Area,
     image: Vec<u8>,
 }
@@ -65,24 +67,27 @@ impl Zone {
         let map = Arc::new(Map::memfd("explore", AREA as u64 + (MIB << 20)).expect("memory"));
         let area = Area::in_map(&map, AREA as u64, MIB << 20, None).expect("an area");
         fs::mkfs(&area, &Mkfs { hash_seed: 5, ..Mkfs::default() }).expect("mkfs");
-        let mut zone = Zone { map, area, image: Vec::new() };
+        let reader = Arc::new(Map::new(map.file(), map.size(), false).expect("memory"));
+        let mut zone = Zone { map, reader, area, image: Vec::new() };
         let fs = zone.open(20, false).expect("open");
         setup(&fs);
         drop(fs);
-        let (base, len) = zone.region();
+        let (base, len) = Zone::region(&zone.map);
         // SAFETY: the region is mapped, and only this thread uses it.
         zone.image = unsafe { std::slice::from_raw_parts(base as *const u8, len) }.to_vec();
         zone
     }
 
-    fn region(&self) -> (usize, usize) {
-        let whole = Area::in_map(&self.map, 0, self.map.size(), None).expect("all of it");
-        (whole.base() as usize, self.map.size() as usize)
+    /// Address and length.
+    fn region(map: &Arc<Map>) -> (usize, usize) {
+        let whole = Area::in_map(map, 0, map.size(), None).expect("all of it");
+        (whole.base() as usize, map.size() as usize)
     }
 
     fn reset(&self) {
+        let to = Zone::region(&self.map).0 as *mut u8;
         // SAFETY: the region is mapped writable and as long as its image; only this thread uses it.
-        unsafe { std::ptr::copy_nonoverlapping(self.image.as_ptr(), self.region().0 as *mut u8, self.image.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(self.image.as_ptr(), to, self.image.len()) };
     }
 
     fn state(&self, member: u32) -> (Area, u64) {
@@ -96,14 +101,16 @@ impl Zone {
         let state = (epoch + 1) << 32 | u64::from(sys::TMB_MEMBER_ACTIVE);
         assert!(table.store_word(u64::from(member) * 256, state));
         let seat = Some((TABLE as u64, Seat { member, epoch: epoch as u32 + 1 }));
-        let area = Area::in_map(&self.map, AREA as u64, MIB << 20, seat).expect("an area");
-        let area = if read_only { area.reader() } else { area };
+        let map = if read_only { &self.reader } else { &self.map };
+        let area = Area::in_map(map, AREA as u64, MIB << 20, seat).expect("an area");
         Filesystem::open(area).map_err(|e| format!("open: {e}"))
     }
 
     fn bury(&self, member: u32) {
         let (table, epoch) = self.state(member);
-        assert!(table.store_word(u64::from(member) * 256, (epoch + 1) << 32 | u64::from(sys::TMB_MEMBER_DEAD)));
+        assert!(
+            table.store_word(u64::from(member) * 256, (epoch + 1) << 32 | u64::from(sys::TMB_MEMBER_DEAD))
+        );
     }
 }
 
@@ -133,7 +140,9 @@ impl Case {
             });
             threads.push(Thread { body, after: doing.after });
         }
-        let ran = Schedule::run(threads, zone.region(), plan, |i| zone.bury(self.doing[i].member))?;
+        let ran = Schedule::run(threads, [Zone::region(&zone.map), Zone::region(&zone.reader)], plan, |i| {
+            zone.bury(self.doing[i].member)
+        })?;
         members.into_iter().for_each(|(_, fs)| fs.abandon());
         let mut wrong = wrong.into_inner();
         wrong.extend(ran.damage.iter().map(|what| format!("damage: {what}")));
@@ -157,7 +166,8 @@ impl Case {
             tried += 1;
             self.run(&zone, plan).unwrap_or_else(|e| panic!("{name}: {what}: {e}"))
         };
-        let long = std::env::var("TOMBOLO_EXPLORE").ok().and_then(|s| s.parse().ok()).map(Duration::from_secs);
+        let long =
+            std::env::var("TOMBOLO_EXPLORE").ok().and_then(|s| s.parse().ok()).map(Duration::from_secs);
         let n = self.doing.len();
         let alone = go(Plan::new(0, Vec::new(), Vec::new(), true), "one after the other");
         let mut steps = alone.steps;
@@ -176,10 +186,11 @@ impl Case {
         }
         let mortal: Vec<usize> = (0..n).filter(|i| self.doing[*i].mortal).collect();
         let start = Instant::now();
-        let from = std::env::var("TOMBOLO_EXPLORE_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(match long {
-            Some(_) => u64::from(std::process::id()) << 24,
-            None => 1,
-        });
+        let from =
+            std::env::var("TOMBOLO_EXPLORE_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(match long {
+                Some(_) => u64::from(std::process::id()) << 24,
+                None => 1,
+            });
         for seed in from.. {
             if long.map_or(seed - from >= SHORT, |time| start.elapsed() > time) {
                 break;

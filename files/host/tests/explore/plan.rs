@@ -20,7 +20,12 @@ pub struct Plan {
 
 impl Plan {
     /// From `first` on, with these switches and deaths.
-    pub fn new(first: usize, switches: Vec<(usize, usize)>, deaths: Vec<(usize, usize)>, at_once: bool) -> Plan {
+    pub fn new(
+        first: usize,
+        switches: Vec<(usize, usize)>,
+        deaths: Vec<(usize, usize)>,
+        at_once: bool,
+    ) -> Plan {
         Plan { switches, deaths, at_once, rate: 0, random: 0, last: first, switched: false }
     }
 

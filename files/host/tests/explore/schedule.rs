@@ -52,7 +52,7 @@ pub struct Schedule<'a> {
     main: Box<libc::ucontext_t>,
     current: usize,
     plan: Plan,
-    region: (usize, usize),
+    regions: [(usize, usize); 2],
     clock: u64,
     waits: usize,
     pub damage: Vec<String>,
@@ -65,7 +65,6 @@ pub struct Ran {
     /// Whether it came to its end.
     pub done: Vec<bool>,
     pub damage: Vec<String>,
-    pub plan: Plan,
 }
 
 fn blank() -> Box<libc::ucontext_t> {
@@ -89,7 +88,7 @@ impl<'a> Schedule<'a> {
     /// Runs threads to their end as the plan says; `bury(i)` makes the death of thread i known. Errors: a wait without end.
     pub fn run(
         threads: Vec<Thread<'a>>,
-        region: (usize, usize),
+        regions: [(usize, usize); 2],
         plan: Plan,
         mut bury: impl FnMut(usize),
     ) -> Result<Ran, String> {
@@ -98,7 +97,7 @@ impl<'a> Schedule<'a> {
             main: blank(),
             current: 0,
             plan,
-            region,
+            regions,
             clock: 1,
             waits: 0,
             damage: Vec::new(),
@@ -113,7 +112,6 @@ impl<'a> Schedule<'a> {
             steps: s.coroutines.iter().map(|c| c.steps).collect(),
             done: s.coroutines.iter().map(|c| c.state == State::Done).collect(),
             damage: s.damage,
-            plan: s.plan,
         })
     }
 
@@ -201,7 +199,7 @@ fn with(f: impl FnOnce(&mut Schedule<'_>)) {
 /// Before an access to an address.
 pub fn access(address: usize) {
     with(|s| {
-        if address >= s.region.0 && address < s.region.1 {
+        if s.regions.iter().any(|(base, len)| address.wrapping_sub(*base) < *len) {
             s.step();
         }
     });
