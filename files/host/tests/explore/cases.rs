@@ -58,14 +58,32 @@ fn recover(fs: &Filesystem) -> Result<(), String> {
 
 /// A file of its own, where blocks and records that come free are taken first.
 fn make_own(fs: &Filesystem) -> Result<(), String> {
-    let file = make(fs, "b", "own", REG)?;
+    make_file(fs, "own")
+}
+
+/// The same while a second recovery is under way.
+fn make_late(fs: &Filesystem) -> Result<(), String> {
+    make_file(fs, "late")
+}
+
+fn make_file(fs: &Filesystem, name: &str) -> Result<(), String> {
+    let file = make(fs, "b", name, REG)?;
     put(fs, file, b'o', LEN)?;
     is_full_of(fs, file, b'o', LEN)
 }
 
 fn own_is_there(fs: &Filesystem) -> Result<(), String> {
-    let own = at(fs, "b/own").map_err(|e| format!("b/own: {e}"))?;
-    is_full_of(fs, own, b'o', LEN).map_err(|e| format!("b/own: {e}"))
+    file_is_there(fs, "b/own")
+}
+
+/// Where nobody died twice it was not made.
+fn late_is_there(fs: &Filesystem, made: bool) -> Result<(), String> {
+    if made { file_is_there(fs, "b/late") } else { Ok(()) }
+}
+
+fn file_is_there(fs: &Filesystem, path: &str) -> Result<(), String> {
+    let file = at(fs, path).map_err(|e| format!("{path}: {e}"))?;
+    is_full_of(fs, file, b'o', LEN).map_err(|e| format!("{path}: {e}"))
 }
 
 #[test]
@@ -80,8 +98,10 @@ fn a_removal_takes_no_file_from_members_that_live() {
             doing(20, false, make_own),
             Doing { after: Some(0), ..doing(1, true, recover) },
             Doing { after: Some(2), ..doing(2, false, recover) },
+            Doing { after: Some(2), ..doing(12, false, make_late) },
         ],
         check: |fs, done| {
+            late_is_there(fs, done[4])?;
             if done[0] && at(fs, "a/f") != Err(Errno::NOENT) {
                 return Err("a/f is still there".into());
             }
@@ -103,8 +123,10 @@ fn a_rename_over_a_file_takes_no_file_from_members_that_live() {
             doing(20, false, make_own),
             Doing { after: Some(0), ..doing(1, true, recover) },
             Doing { after: Some(2), ..doing(2, false, recover) },
+            Doing { after: Some(2), ..doing(12, false, make_late) },
         ],
         check: |fs, done| {
+            late_is_there(fs, done[4])?;
             let f = at(fs, "a/f").map_err(|e| format!("a/f: {e}"))?;
             match at(fs, "a/g") {
                 Ok(g) if !done[0] => {
@@ -132,8 +154,10 @@ fn the_death_of_who_recovers_a_truncate_gives_no_block_away_twice() {
             doing(20, false, make_own),
             Doing { after: Some(0), ..doing(1, true, recover) },
             Doing { after: Some(2), ..doing(2, false, recover) },
+            Doing { after: Some(2), ..doing(12, false, make_late) },
         ],
         check: |fs, done| {
+            late_is_there(fs, done[4])?;
             let h = at(fs, "a/h").map_err(|e| format!("a/h: {e}"))?;
             let cut = fs.size(h) == 5000;
             if done[0] && !cut {
@@ -187,9 +211,13 @@ fn a_path_that_means_another_file_by_now_leaves_that_one_as_it_is() {
 
 #[test]
 fn an_open_file_stays_though_another_thread_was_late_for_the_last_one_with_its_number() {
-    fn open_and_close(fs: &Filesystem) -> Result<(), String> {
-        for _ in 0..2 {
+    /// A skin has one reference for each inode: here one thread for the first, one for those that come after it.
+    fn open_and_close(fs: &Filesystem, first: bool) -> Result<(), String> {
+        for _ in 0..3 {
             let Ok(f) = at(fs, "a/f") else { continue };
+            if (f.generation == 1) != first {
+                continue;
+            }
             match fs.open_ref(f) {
                 Err(Errno::STALE) => continue,
                 done => done.map_err(|e| format!("open: {e}"))?,
@@ -199,10 +227,22 @@ fn an_open_file_stays_though_another_thread_was_late_for_the_last_one_with_its_n
         }
         Ok(())
     }
+    /// No record is free but those that come free.
+    fn setup_full(fs: &Filesystem) {
+        setup(fs);
+        make(fs, "", "full", DIR).expect("mkdir");
+        for i in 0.. {
+            let file = make(fs, "full", &i.to_string(), REG).expect("create");
+            if file.ino == 255 {
+                break;
+            }
+        }
+    }
     let case = Case {
-        setup,
+        setup: setup_full,
         doing: vec![
-            doing(4, false, open_and_close),
+            doing(4, false, |fs| open_and_close(fs, true)),
+            doing(4, false, |fs| open_and_close(fs, false)),
             doing(20, false, |fs| {
                 let a = at(fs, "a").map_err(|e| e.to_string())?;
                 for _ in 0..2 {
@@ -211,7 +251,7 @@ fn an_open_file_stays_though_another_thread_was_late_for_the_last_one_with_its_n
                 }
                 Ok(())
             }),
-            doing(1, true, open_and_close),
+            doing(1, true, |fs| open_and_close(fs, true)),
         ],
         check: |_, _| Ok(()),
     };
@@ -241,9 +281,9 @@ fn a_reader_without_a_pin_reads_attributes_whole() {
             },
             doing(20, true, |fs| {
                 let g = at(fs, "a/g").map_err(|e| e.to_string())?;
-                fs.xattr_set(g, b"user.a", Some(&[2; 6000]), 0, None).map_err(|e| format!("set: {e}"))?;
-                make_own(fs)
+                fs.xattr_set(g, b"user.a", Some(&[2; 6000]), 0, None).map_err(|e| format!("set: {e}"))
             }),
+            doing(12, false, make_own),
         ],
         check: |_, _| Ok(()),
     };

@@ -32,20 +32,20 @@ macro_rules! atomics {
     ($atomic:ident $ty:ty: load $load:ident $store:ident store $($name:ident $op:ident)*) => {
         #[unsafe(no_mangle)]
         extern "C" fn $load(p: *mut $ty, _: c_int) -> $ty {
-            schedule::access(p as usize);
+            schedule::access(p as usize, false);
             // SAFETY: the core's own pointer.
             unsafe { $atomic::from_ptr(p) }.load(SeqCst)
         }
         #[unsafe(no_mangle)]
         extern "C" fn $store(p: *mut $ty, value: $ty, _: c_int) {
-            schedule::access(p as usize);
+            schedule::access(p as usize, true);
             // SAFETY: the core's own pointer.
             unsafe { $atomic::from_ptr(p) }.store(value, SeqCst);
         }
         $(
             #[unsafe(no_mangle)]
             extern "C" fn $name(p: *mut $ty, value: $ty, _: c_int) -> $ty {
-                schedule::access(p as usize);
+                schedule::access(p as usize, true);
                 // SAFETY: the core's own pointer.
                 unsafe { $atomic::from_ptr(p) }.$op(value, SeqCst)
             }
@@ -64,7 +64,7 @@ macro_rules! swaps {
     ($($name:ident $atomic:ident $ty:ty)*) => { $(
         #[unsafe(no_mangle)]
         extern "C" fn $name(p: *mut $ty, expected: *mut $ty, value: $ty, _: c_int, _: c_int) -> c_int {
-            schedule::access(p as usize);
+            schedule::access(p as usize, true);
             // SAFETY: the core's own pointers; 'expected' is on its stack.
             unsafe {
                 match $atomic::from_ptr(p).compare_exchange(*expected, value, SeqCst, SeqCst) {
@@ -85,8 +85,8 @@ swaps! {
 
 #[unsafe(no_mangle)]
 extern "C" fn recorded_memcpy(to: *mut c_void, from: *const c_void, len: usize) -> *mut c_void {
-    schedule::access(to as usize);
-    schedule::access(from as usize);
+    schedule::access(to as usize, true);
+    schedule::access(from as usize, false);
     // SAFETY: what the caller of memcpy promises.
     unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast::<u8>(), len) };
     to
@@ -94,7 +94,7 @@ extern "C" fn recorded_memcpy(to: *mut c_void, from: *const c_void, len: usize) 
 
 #[unsafe(no_mangle)]
 extern "C" fn recorded_memset(to: *mut c_void, byte: c_int, len: usize) -> *mut c_void {
-    schedule::access(to as usize);
+    schedule::access(to as usize, true);
     // SAFETY: what the caller of memset promises.
     unsafe { std::ptr::write_bytes(to.cast::<u8>(), byte as u8, len) };
     to

@@ -170,21 +170,23 @@ impl Case {
             std::env::var("TOMBOLO_EXPLORE").ok().and_then(|s| s.parse().ok()).map(Duration::from_secs);
         let n = self.doing.len();
         let alone = go(Plan::new(0, Vec::new(), Vec::new(), true), "one after the other");
-        let mut steps = alone.steps;
+        let (steps, mut stores) = (alone.steps, alone.stores);
+        let places = |of: usize| {
+            let every = if long.is_some() { 1 } else { of.div_ceil(PLACES).max(1) };
+            (1..=of).step_by(every)
+        };
         for first in 0..n {
-            let places = if long.is_some() { steps[first].max(1) } else { PLACES };
-            let every = steps[first].div_ceil(places).max(1);
-            for at in (1..=steps[first]).step_by(every) {
+            for at in places(steps[first]) {
                 go(Plan::new(first, vec![(first, at)], Vec::new(), true), "one switch");
-                if self.doing[first].mortal {
-                    for at_once in [true, false] {
-                        let ran = go(Plan::new(first, Vec::new(), vec![(first, at)], at_once), "one death");
-                        steps.iter_mut().zip(ran.steps).for_each(|(most, n)| *most = (*most).max(n));
-                    }
-                }
             }
         }
         let mortal: Vec<usize> = (0..n).filter(|i| self.doing[*i].mortal).collect();
+        for first in mortal.iter().copied() {
+            for (at, at_once) in places(stores[first]).flat_map(|at| [(at, true), (at, false)]) {
+                let ran = go(Plan::new(first, Vec::new(), vec![(first, at)], at_once), "one death");
+                stores.iter_mut().zip(ran.stores).for_each(|(most, n)| *most = (*most).max(n));
+            }
+        }
         let start = Instant::now();
         let from =
             std::env::var("TOMBOLO_EXPLORE_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(match long {
@@ -195,7 +197,7 @@ impl Case {
             if long.map_or(seed - from >= SHORT, |time| start.elapsed() > time) {
                 break;
             }
-            go(Plan::by_chance(seed, &mortal, &steps), &format!("seed {seed}"));
+            go(Plan::by_chance(seed, &mortal, &stores), &format!("seed {seed}"));
         }
         println!("{name}: {tried} schedules, of up to {} accesses", steps.iter().sum::<usize>());
         tried

@@ -6,7 +6,7 @@
 pub struct Plan {
     /// Thread and the number of its access before which another one goes on.
     pub switches: Vec<(usize, usize)>,
-    /// Thread and the number of its access before which it dies.
+    /// Thread and the number of its store before which it dies.
     pub deaths: Vec<(usize, usize)>,
     /// Deaths are known at once, not only when nobody else can go on.
     pub at_once: bool,
@@ -29,15 +29,15 @@ impl Plan {
         Plan { switches, deaths, at_once, rate: 0, random: 0, last: first, switched: false }
     }
 
-    /// By chance: switches, and the deaths of some of `mortal`, within the accesses that they made before.
-    pub fn by_chance(seed: u64, mortal: &[usize], steps: &[usize]) -> Plan {
+    /// By chance: switches, and the deaths of some of `mortal`, within the stores that they made before.
+    pub fn by_chance(seed: u64, mortal: &[usize], stores: &[usize]) -> Plan {
         let mut plan = Plan::new(0, Vec::new(), Vec::new(), false);
         plan.random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         plan.rate = 2 << (plan.next() % 8);
         plan.at_once = plan.next() % 2 == 0;
         for thread in mortal {
             if plan.next() % 4 != 0 {
-                let at = 1 + plan.next() as usize % (steps[*thread] + 1);
+                let at = 1 + plan.next() as usize % (stores[*thread] + 1);
                 plan.deaths.push((*thread, at));
             }
         }

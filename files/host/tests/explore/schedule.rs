@@ -38,6 +38,7 @@ struct Coroutine<'a> {
     body: Option<Box<dyn FnOnce() + 'a>>,
     state: State,
     steps: usize,
+    stores: usize,
 }
 
 /// A thread of a run.
@@ -62,6 +63,8 @@ pub struct Schedule<'a> {
 pub struct Ran {
     /// Accesses of each thread.
     pub steps: Vec<usize>,
+    /// Of these, those that may store.
+    pub stores: Vec<usize>,
     /// Whether it came to its end.
     pub done: Vec<bool>,
     pub damage: Vec<String>,
@@ -110,6 +113,7 @@ impl<'a> Schedule<'a> {
         ended.map_err(|e| format!("{e}; {:?}", s.damage))?;
         Ok(Ran {
             steps: s.coroutines.iter().map(|c| c.steps).collect(),
+            stores: s.coroutines.iter().map(|c| c.stores).collect(),
             done: s.coroutines.iter().map(|c| c.state == State::Done).collect(),
             damage: s.damage,
         })
@@ -161,11 +165,12 @@ impl<'a> Schedule<'a> {
         unsafe { libc::swapcontext(from, &*self.main) };
     }
 
-    fn step(&mut self) {
+    fn step(&mut self, stores: bool) {
         let c = &mut self.coroutines[self.current];
         c.steps += 1;
-        let steps = c.steps;
-        if self.plan.dies(self.current, steps) {
+        c.stores += usize::from(stores);
+        let (steps, store) = (c.steps, c.stores);
+        if stores && self.plan.dies(self.current, store) {
             self.leave(State::Dead(false));
         } else if self.plan.switches(self.current, steps) {
             self.leave(State::Ready);
@@ -184,7 +189,7 @@ impl<'a> Coroutine<'a> {
             libc::makecontext(&mut *context, enter, 0);
         }
         let state = thread.after.map_or(State::Ready, State::After);
-        Coroutine { context, _stack: stack, body: Some(thread.body), state, steps: 0 }
+        Coroutine { context, _stack: stack, body: Some(thread.body), state, steps: 0, stores: 0 }
     }
 }
 
@@ -196,11 +201,11 @@ fn with(f: impl FnOnce(&mut Schedule<'_>)) {
     }
 }
 
-/// Before an access to an address.
-pub fn access(address: usize) {
+/// Before an access to an address. Stores are where threads die: to die before a load is to die after the store before.
+pub fn access(address: usize, stores: bool) {
     with(|s| {
         if s.regions.iter().any(|(base, len)| address.wrapping_sub(*base) < *len) {
-            s.step();
+            s.step(stores);
         }
     });
 }
