@@ -122,7 +122,7 @@ impl Drop for Taken {
     fn drop(&mut self) {
         for address in &self.devices {
             if let Err(e) = bind::release(&Host::at("/"), &mut Kernel, &Store::of_host(), *address) {
-                eprintln!("tombolo: {e:#}");
+                crate::say!("{e:#}");
             }
         }
     }
@@ -162,7 +162,7 @@ pub fn begin(
             // A VM that ended grows no more; that is told elsewhere.
             Err(_) if machine.has_ended() => {}
             Err(e) => {
-                eprintln!("tombolo: the VM '{}': {e}", machine.name());
+                crate::say!("the VM '{}': {e}", machine.name());
                 if matches!(e, GrowError::NoDriver { .. }) {
                     start_slowly(&machine);
                 }
