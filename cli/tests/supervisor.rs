@@ -318,3 +318,17 @@ fn a_running_project_outlasts_the_replacement_of_its_program() {
     lab.good(&["down"]);
     lab.assert_nothing_left();
 }
+
+#[test]
+fn a_zone_file_that_somebody_cuts_short_takes_no_supervisor_and_no_other_vm_along() {
+    let lab = lab(&[], "zones = { kept = {} }\n[zone.kept]\nsize = \"16M\"\nbacking = \"./kept.zone\"\n");
+    lab.good(&["up"]);
+    let before = (supervisor(&lab), qemu(&lab));
+    let zone = lab.dir.path().join("kept.zone");
+    std::fs::OpenOptions::new().write(true).open(&zone).unwrap().set_len(4096).unwrap();
+    until("nobody tells", || lab.ps()["zones"][0]["lost"] == true);
+    assert_eq!((supervisor(&lab), qemu(&lab)), before);
+    lab.good(&["zone", "attach", "z", "a"]);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}

@@ -433,6 +433,7 @@ impl Supervisor {
                     Backing::File(path) => path.display().to_string(),
                 },
                 members: zone.members(),
+                lost: zone.is_lost(),
                 uuid: zone.uuid(),
                 path: zone.path(),
             })

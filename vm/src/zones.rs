@@ -99,6 +99,11 @@ impl HostZone {
         Ok(HostZone { name: name.to_owned(), spec, zone, bells, members: Mutex::new(BTreeMap::new()) })
     }
 
+    /// Whether somebody has cut the zone's file short.
+    pub fn is_lost(&self) -> bool {
+        self.zone.is_lost()
+    }
+
     /// What the compose file says of it.
     pub fn spec(&self) -> &ZoneSpec {
         &self.spec
@@ -194,7 +199,18 @@ impl HostZone {
     /// # Errors
     /// When the zone's memory can't be reached.
     pub fn tend(&self) -> anyhow::Result<()> {
+        if self.zone.is_lost() {
+            return Ok(());
+        }
         self.zone.beat()?;
+        if self.zone.is_lost() {
+            // Said once: the next look ends above.
+            crate::say!(
+                "zone '{}': somebody has cut its file short; its VMs lose it, or end. tombolo down && tombolo up",
+                self.name
+            );
+            return Ok(());
+        }
         if !self.zone.reap()?.is_empty() {
             self.announce()?;
         }
