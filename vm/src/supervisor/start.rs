@@ -227,7 +227,7 @@ impl Supervisor {
         let Wanted { name, spec, qemu, accel, boot, zones, before, slow } = wanted;
         report(Stage::Starting, "");
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
-        let devices = growth::Taken::take(&name, &spec, &self.dir)?;
+        let devices = growth::Taken::take(&name, &spec)?;
         let nics = self.plugs(&name, &spec);
         let start = Start {
             name: &name,
