@@ -3,9 +3,10 @@
 //! in an ivshmem device.
 
 use std::io::{Read, Seek};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use rustix::event::{EventfdFlags, eventfd};
@@ -37,6 +38,41 @@ enum Kind {
         /// Seen from within a VM, whose slot is the host's to give.
         inside: bool,
     },
+}
+
+/// A mount holds the file of a bare file system by flock until its process has written everything back, and by a write lock of the open file
+/// description on this byte until it learns that it was unmounted. So a command that comes after an unmount waits for that process's end, and one that
+/// comes before is told that the file is in use.
+const SERVING: libc::off_t = 0;
+/// umount(8) returns before the mount's process has learnt of it; that takes a moment.
+const LEARNT: Duration = Duration::from_secs(2);
+
+fn serving_lock(file: &OwnedFd, command: libc::c_int, kind: libc::c_int) -> std::io::Result<libc::flock> {
+    let whence = libc::SEEK_SET as libc::c_short;
+    let mut lock =
+        libc::flock { l_type: kind as libc::c_short, l_whence: whence, l_start: SERVING, l_len: 1, l_pid: 0 };
+    // SAFETY: an open descriptor and a flock that lives across the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
+        0 => Ok(lock),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+const UNLOCKED: libc::c_short = libc::F_UNLCK as libc::c_short;
+
+/// Whether no mount serves the file any more; `attempt` says EAGAIN while one does.
+fn await_serving(mut attempt: impl FnMut() -> std::io::Result<()>) -> std::io::Result<bool> {
+    let until = Instant::now() + LEARNT;
+    loop {
+        match attempt() {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {}
+            done => return done.map(|()| true),
+        }
+        if Instant::now() >= until {
+            return Ok(false);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// By what other members are rung.
@@ -206,11 +242,18 @@ impl Target {
             Kind::Zone { zone, .. } => {
                 zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect()
             }
-            Kind::Bare { file, .. } => match rustix::fs::flock(file, FlockOperation::NonBlockingLockShared) {
-                Ok(()) => Vec::new(),
-                Err(rustix::io::Errno::WOULDBLOCK) => vec!["another process".to_owned()],
-                Err(e) => return Err(e.into()),
-            },
+            Kind::Bare { file, .. } => {
+                let ended =
+                    await_serving(|| match serving_lock(file, libc::F_OFD_GETLK, libc::F_WRLCK)?.l_type {
+                        UNLOCKED => Ok(()),
+                        _ => Err(std::io::Error::from_raw_os_error(libc::EAGAIN)),
+                    })?;
+                if !ended {
+                    return Ok(vec!["another process".to_owned()]);
+                }
+                rustix::fs::flock(file, FlockOperation::LockShared)?;
+                Vec::new()
+            }
         })
     }
 
@@ -239,12 +282,14 @@ impl Target {
             Kind::Zone { zone, inside: true, .. } => return self.join_inside(zone, name),
             Kind::Zone { zone, .. } => zone,
             Kind::Bare { area, file } => {
-                if rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
-                    bail!(
-                        "{}: is mounted already; a file system outside a zone has one user at a time",
-                        self.path.display()
-                    );
+                let at = self.path.display();
+                if !await_serving(|| serving_lock(file, libc::F_OFD_SETLK, libc::F_WRLCK).map(|_| ()))
+                    .with_context(|| format!("{at}: locking"))?
+                {
+                    bail!("{at}: is mounted already; a file system outside a zone has one user at a time");
                 }
+                rustix::fs::flock(file, FlockOperation::LockExclusive)
+                    .with_context(|| format!("{at}: waiting for its last user to end"))?;
                 return Ok((area.lone(), None));
             }
         };
@@ -265,6 +310,14 @@ impl Target {
         let joined =
             Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: false };
         Ok((self.area_of(joined.seat())?, Some(joined)))
+    }
+
+    /// After an unmount: the file of a bare file system is only held until it is written back.
+    pub fn stop_serving(&self) -> std::io::Result<()> {
+        match &self.kind {
+            Kind::Bare { file, .. } => serving_lock(file, libc::F_OFD_SETLK, libc::F_UNLCK).map(drop),
+            Kind::Zone { .. } => Ok(()),
+        }
     }
 
     /// Takes the slot of the VM that this runs in.
