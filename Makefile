@@ -66,6 +66,11 @@ bench: ## every bench; results in bench/results
 lint: ready-lint kernels ## formatting, lints, documentation, shell, C, the module with W=1
 	@scripts/lint
 
+.PHONY: deb
+deb: ## Debian packages, in target/deb
+	@scripts/bootstrap build deb
+	@scripts/make-deb target/deb
+
 .PHONY: dkms
 dkms: ## the module's source tree for DKMS, in target/dkms
 	@guest/dkms/make-source target/dkms

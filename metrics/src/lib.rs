@@ -1,34 +1,332 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The small HTTP server that hands figures out to Prometheus (text format 0.0.4): one request at a time, `/metrics` and nothing else.
+//! The small HTTP server that hands figures out to Prometheus (text format 0.0.4): `/metrics` and nothing else, over TCP or a
+//! Unix socket.
+//!
+//! One thread serves all connections, none of which it waits for: each has [`PATIENCE`] for all of its request and its answer,
+//! and of more than [`MOST`] the oldest is hung up on. So a scrape is answered at once, whatever other peers do or leave undone.
+//!
+//! - [`Place`] where it listens; [`Server`] the loop; [`Stop`] its end
+//! - [`request`] one request, read and judged
 
-use std::io::{Read, Write};
-use std::net::TcpListener;
-use std::time::Duration;
+pub mod request;
 
-/// Answers HTTP requests on `listener` with what `text` says, until `is_over` when a connection comes. `what`: how the figures are called.
-pub fn serve(listener: &TcpListener, what: &str, is_over: impl Fn() -> bool, text: impl Fn() -> String) {
-    for stream in listener.incoming() {
-        if is_over() {
-            return;
+use std::fmt;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{Shutdown, shutdown};
+use serde::{Deserialize, Serialize};
+
+use request::{Request, read};
+
+/// How long a peer has for its request and for taking the answer.
+pub const PATIENCE: Duration = Duration::from_secs(5);
+/// Most connections at one time.
+pub const MOST: usize = 32;
+/// How long to wait for descriptors when there are none.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// Where figures are handed out: `127.0.0.1:9127`, or the path of a Unix socket (absolute).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Place {
+    /// An address and a port.
+    Tcp(SocketAddr),
+    /// A socket's path; who may connect is its folder's and its owner's business.
+    Unix(PathBuf),
+}
+
+impl FromStr for Place {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.starts_with('/') {
+            return Ok(Self::Unix(text.into()));
         }
-        let Ok(mut stream) = stream else { continue };
-        let limit = Some(Duration::from_secs(1));
-        if stream.set_read_timeout(limit).is_err() || stream.set_write_timeout(limit).is_err() {
-            continue;
+        let wrong =
+            |_| format!("'{text}' is neither ADDRESS:PORT, such as 127.0.0.1:9127, nor an absolute path");
+        text.parse().map(Self::Tcp).map_err(wrong)
+    }
+}
+
+impl TryFrom<String> for Place {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Place> for String {
+    fn from(place: Place) -> Self {
+        place.to_string()
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => address.fmt(f),
+            Self::Unix(path) => path.display().fmt(f),
         }
-        let mut request = [0u8; 2048];
-        let Ok(n) = stream.read(&mut request) else { continue };
-        let fine = request[..n].starts_with(b"GET /metrics ") || request[..n].starts_with(b"GET / ");
-        let (code, body) = if fine {
-            ("200 OK", text())
-        } else {
-            ("404 Not Found", format!("the {what} are at /metrics\n"))
+    }
+}
+
+enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+/// A peer's end of a connection.
+trait Peer: Read + Write + AsFd {}
+impl Peer for TcpStream {}
+impl Peer for UnixStream {}
+
+impl Listener {
+    /// A connection that waits, if there is one.
+    fn accept(&self) -> io::Result<Box<dyn Peer>> {
+        Ok(match self {
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nonblocking(true)?;
+                Box::new(stream)
+            }
+            Self::Unix(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nonblocking(true)?;
+                Box::new(stream)
+            }
+        })
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(listener) => listener.as_fd(),
+            Self::Unix(listener) => listener.as_fd(),
+        }
+    }
+}
+
+/// One connection.
+struct Client {
+    peer: Box<dyn Peer>,
+    until: Instant,
+    asked: Vec<u8>,
+    /// What is left of the answer; empty before there is one.
+    answer: Vec<u8>,
+}
+
+impl Client {
+    fn new(peer: Box<dyn Peer>, now: Instant) -> Self {
+        Self { peer, until: now + PATIENCE, asked: Vec::new(), answer: Vec::new() }
+    }
+
+    fn wants(&self) -> PollFlags {
+        if self.answer.is_empty() { PollFlags::IN } else { PollFlags::OUT }
+    }
+
+    /// Goes on as far as it can without waiting. False: done, or the peer is gone.
+    fn go_on(&mut self, what: &str, text: &dyn Fn() -> String) -> bool {
+        if self.answer.is_empty() {
+            let mut piece = [0; 2048];
+            match self.peer.read(&mut piece) {
+                Ok(0) => return false,
+                Ok(n) => self.asked.extend_from_slice(&piece[..n]),
+                Err(err) => return err.kind() == ErrorKind::WouldBlock,
+            }
+            self.answer = match read(&self.asked) {
+                Request::Part => return true,
+                Request::Figures { body } => respond("200 OK", "", &text(), body),
+                Request::Elsewhere => {
+                    respond("404 Not Found", "", &format!("the {what} are at /metrics\n"), true)
+                }
+                Request::Method => {
+                    respond("405 Method Not Allowed", "Allow: GET, HEAD\r\n", "use GET\n", true)
+                }
+                Request::Broken => respond("400 Bad Request", "", "this is no HTTP request\n", true),
+            };
+        }
+        match self.peer.write(&self.answer) {
+            Ok(n) => self.answer.drain(..n),
+            Err(err) => return err.kind() == ErrorKind::WouldBlock,
         };
-        let head = format!(
-            "HTTP/1.1 {code}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-            body.len()
-        );
-        // Whoever asked may have gone.
-        let _gone = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body.as_bytes()));
+        if self.answer.is_empty() {
+            // The peer may have gone.
+            let _gone = shutdown(&self.peer, Shutdown::Write);
+        }
+        !self.answer.is_empty()
+    }
+}
+
+fn respond(status: &str, fields: &str, text: &str, body: bool) -> Vec<u8> {
+    let mut answer = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\n{fields}Content-Length: {}\r\nConnection: close\r\n\r\n",
+        text.len()
+    );
+    if body {
+        answer.push_str(text);
+    }
+    answer.into_bytes()
+}
+
+/// The server, listening.
+pub struct Server {
+    listener: Listener,
+    /// A socket that goes with it.
+    path: Option<PathBuf>,
+}
+
+/// Ends a [`Server::serve`].
+#[derive(Debug)]
+pub struct Stop(OwnedFd);
+
+impl Stop {
+    /// Ends it now.
+    pub fn now(&self) {
+        // Ended already is as good.
+        let _ended = shutdown(&self.0, Shutdown::Both);
+    }
+}
+
+impl Server {
+    /// Listens at `place`. A Unix socket at which nobody listens any more is replaced.
+    ///
+    /// # Errors
+    /// It is in use, or not ours to listen at.
+    pub fn bind(place: &Place) -> io::Result<Self> {
+        match place {
+            Place::Tcp(address) => {
+                let listener = TcpListener::bind(address)?;
+                listener.set_nonblocking(true)?;
+                Ok(Self { listener: Listener::Tcp(listener), path: None })
+            }
+            Place::Unix(path) => {
+                remove_dead(path)?;
+                let listener = UnixListener::bind(path)?;
+                listener.set_nonblocking(true)?;
+                Ok(Self { listener: Listener::Unix(listener), path: Some(path.clone()) })
+            }
+        }
+    }
+
+    /// Where it listens, with the port that the kernel chose where it was asked for 0.
+    ///
+    /// # Errors
+    /// The kernel doesn't say.
+    pub fn place(&self) -> io::Result<Place> {
+        Ok(match (&self.listener, &self.path) {
+            (Listener::Tcp(listener), _) => Place::Tcp(listener.local_addr()?),
+            (_, path) => Place::Unix(path.clone().unwrap_or_default()),
+        })
+    }
+
+    /// The listener, and the path of its Unix socket, which is the caller's to remove: for a server in another process.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn into_parts(mut self) -> io::Result<(OwnedFd, Option<PathBuf>)> {
+        let listener = self.listener.as_fd().try_clone_to_owned()?;
+        Ok((listener, self.path.take()))
+    }
+
+    /// The server of a listener that came from [`Server::into_parts`] of one at `place`.
+    #[must_use]
+    pub fn over(listener: OwnedFd, place: &Place) -> Self {
+        let listener = match place {
+            Place::Tcp(_) => Listener::Tcp(listener.into()),
+            Place::Unix(_) => Listener::Unix(listener.into()),
+        };
+        Self { listener, path: None }
+    }
+
+    /// What ends [`Server::serve`].
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn stop(&self) -> io::Result<Stop> {
+        Ok(Stop(self.listener.as_fd().try_clone_to_owned()?))
+    }
+
+    /// Answers requests with what `text` says until it is stopped. `what`: how the figures are called.
+    ///
+    /// # Errors
+    /// The kernel refuses to let it wait.
+    pub fn serve(&self, what: &str, text: impl Fn() -> String) -> io::Result<()> {
+        let mut clients: Vec<Client> = Vec::new();
+        loop {
+            let next = clients.iter().map(|c| c.until).min();
+            let (listening, ready) = wait(&self.listener, &clients, next)?;
+            if listening.contains(PollFlags::HUP) {
+                return Ok(());
+            }
+            let now = Instant::now();
+            let mut ready = ready.into_iter();
+            clients.retain_mut(|client| {
+                let ready = ready.next().is_some_and(|flags| !flags.is_empty());
+                (!ready || client.go_on(what, &text)) && client.until > now
+            });
+            if listening.contains(PollFlags::IN) {
+                match self.listener.accept() {
+                    Ok(peer) => {
+                        if clients.len() == MOST {
+                            clients.remove(0);
+                        }
+                        clients.push(Client::new(peer, now));
+                    }
+                    // Whoever knocked is gone again.
+                    Err(err)
+                        if matches!(err.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => {}
+                    // No descriptors are left: one of ours is given back, or others give theirs back.
+                    Err(_) if clients.is_empty() => std::thread::sleep(RETRY),
+                    Err(_) => drop(clients.remove(0)),
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(path) = &self.path {
+            // Gone already is as good.
+            let _gone = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// Waits for the listener and for what the clients want, at most until `next`; says what is ready.
+fn wait(
+    listener: &Listener,
+    clients: &[Client],
+    next: Option<Instant>,
+) -> io::Result<(PollFlags, Vec<PollFlags>)> {
+    let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
+    fds.extend(clients.iter().map(|c| PollFd::new(&c.peer, c.wants())));
+    let left = next.map(|at| at.saturating_duration_since(Instant::now()));
+    let left = left.map(|d| Timespec { tv_sec: d.as_secs() as i64, tv_nsec: d.subsec_nanos().into() });
+    match poll(&mut fds, left.as_ref()) {
+        Ok(_) => {}
+        Err(rustix::io::Errno::INTR) => return Ok((PollFlags::empty(), Vec::new())),
+        Err(err) => return Err(err.into()),
+    }
+    Ok((fds[0].revents(), fds[1..].iter().map(PollFd::revents).collect()))
+}
+
+/// Removes a socket at which nobody listens any more.
+fn remove_dead(path: &Path) -> io::Result<()> {
+    match path.symlink_metadata() {
+        Ok(meta) if meta.file_type().is_socket() && UnixStream::connect(path).is_err() => {
+            std::fs::remove_file(path)
+        }
+        _ => Ok(()),
     }
 }

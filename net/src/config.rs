@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The switch's configuration, as a TOML file or as parts of a compose file have it.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use tombolo_metrics::Place;
 
+use crate::access::Access;
 use crate::endpoint::Role;
 use crate::frame::Mac;
 use crate::limit::Rate;
@@ -38,8 +40,12 @@ pub struct SwitchConfig {
     pub budget: u32,
     /// Where the control socket is made; none: no control.
     pub control: Option<PathBuf>,
+    /// Who may connect to ports that say nothing else.
+    pub access: Access,
+    /// The user as which a switch that root runs goes on; none: `tombolo` if there is that user, otherwise `nobody`.
+    pub user: Option<String>,
     /// Where Prometheus finds the counters, over HTTP.
-    pub metrics: Option<SocketAddr>,
+    pub metrics: Option<Place>,
     /// Give up all privileges once started.
     pub sandbox: bool,
 }
@@ -52,6 +58,8 @@ impl Default for SwitchConfig {
             poll_us: 50,
             budget: 0,
             control: None,
+            access: Access::default(),
+            user: None,
             metrics: None,
             sandbox: true,
         }
@@ -77,6 +85,9 @@ pub struct PortConfig {
     /// Who listens there.
     #[serde(default)]
     pub role: Role,
+    /// Who may connect there; none: as the switch's configuration says.
+    #[serde(default)]
+    pub access: Option<Access>,
     /// The MACs that it owns.
     pub macs: Vec<Mac>,
     /// Queue pairs that the guest may use.
@@ -88,6 +99,9 @@ pub struct PortConfig {
     /// If any: drop IP, ARP and neighbour discovery from other addresses.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
+    /// With `ips`: it may send router advertisements, redirects and a DHCP server's answers.
+    #[serde(default)]
+    pub router: bool,
     /// Reaches only uplinks.
     #[serde(default)]
     pub isolated: bool,
@@ -113,6 +127,7 @@ impl PortConfig {
             macs: self.macs.clone(),
             check_mac: self.check_mac,
             ips: self.ips.clone(),
+            router: self.router,
             isolated: self.isolated,
             uplink: false,
             vlan: self.vlan.clone(),

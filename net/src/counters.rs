@@ -3,8 +3,9 @@
 //! count is a load and a store; anybody may read.
 //!
 //! Every frame that a port sends is counted once by its sending vring (`packets`), and ends as a packet of a receiving
-//! vring or as one drop: at the sender where no receiver was chosen, at the receiver otherwise. A flooded frame is a
-//! packet or drop at each receiver, and counted as `flooded` at the sender.
+//! vring or as one drop, counted by the sending or the receiving vring. A frame that becomes several, since it is flooded
+//! or cut into segments, ends once for each of them; those beyond the first are counted by the sending vring as `copies`.
+//! So over all vrings of a switch, sent packets and copies are received packets and drops.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -33,13 +34,15 @@ reasons! {
     Oversize = "oversize",
     /// The virtio-net header makes no sense.
     Header = "header",
-    /// The receiver has no buffers.
+    /// The receiver has no buffers, and the sender has waited for it as long as it may.
     NoBuffer = "no_buffer",
+    /// Another worker has held the receiver for as long as the sender may wait.
+    Busy = "busy",
     /// The receiver's buffers can't hold a frame of that length.
     BufferSize = "buffer_size",
     /// The destination is known, but not connected.
     Down = "down",
-    /// The destination is unknown and there is no uplink.
+    /// The destination is unknown and there is no uplink, or nobody may have a flooded frame.
     Unknown = "unknown",
     /// Sent to itself.
     Loop = "loop",
@@ -47,6 +50,12 @@ reasons! {
     SpoofMac = "spoof_mac",
     /// The source IP, ARP or ND sender isn't one of the port's.
     SpoofIp = "spoof_ip",
+    /// The port is guarded, and the frame can't be read.
+    Unparsable = "unparsable",
+    /// A router's or DHCP server's message from a guarded port.
+    Server = "server",
+    /// To an address that no bridge forwards (01:80:c2:00:00:00 to :0f).
+    Reserved = "reserved",
     /// The VLAN isn't one of the port's.
     Vlan = "vlan",
     /// One of the two ports is isolated.
@@ -66,6 +75,7 @@ pub struct Counters {
     packets: AtomicU64,
     bytes: AtomicU64,
     flooded: AtomicU64,
+    copies: AtomicU64,
     signals: AtomicU64,
     drops: [AtomicU64; N],
 }
@@ -94,6 +104,11 @@ impl Counters {
         add(&self.flooded, 1);
     }
 
+    /// Frames that were made of one. Lock holder only.
+    pub fn copied(&self, copies: u64) {
+        add(&self.copies, copies);
+    }
+
     /// One interrupt sent. Lock holder only.
     #[inline(always)]
     pub fn signalled(&self) {
@@ -112,6 +127,7 @@ impl Counters {
             packets: get(&self.packets),
             bytes: get(&self.bytes),
             flooded: get(&self.flooded),
+            copies: get(&self.copies),
             signals: get(&self.signals),
             drops,
         }
@@ -127,6 +143,8 @@ pub struct Counts {
     pub bytes: u64,
     /// Of the packets, those flooded.
     pub flooded: u64,
+    /// Frames that the packets became beyond themselves, by flooding and segmentation.
+    pub copies: u64,
     /// Interrupts.
     pub signals: u64,
     drops: [u64; N],
@@ -151,6 +169,7 @@ impl std::ops::AddAssign for Counts {
         self.packets += other.packets;
         self.bytes += other.bytes;
         self.flooded += other.flooded;
+        self.copies += other.copies;
         self.signals += other.signals;
         for (a, b) in self.drops.iter_mut().zip(other.drops) {
             *a += b;

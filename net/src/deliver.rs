@@ -6,6 +6,7 @@
 
 use crate::cpu::{prefetch_write, prefetch_write_all};
 use crate::frame::{NET_HEADER, NetHeader};
+use crate::offload::Layers;
 use crate::ring::{Broken, Segment, window::WINDOW};
 use crate::vring::State;
 
@@ -14,6 +15,8 @@ use crate::vring::State;
 pub struct Frame<'a> {
     /// Its virtio-net header.
     pub header: NetHeader,
+    /// Where its parts are, if the header asks for a checksum or for cutting.
+    pub layers: Layers,
     /// Its first bytes, in our own memory: checked, perhaps changed.
     pub prefix: &'a [u8],
     /// The buffers that hold the rest,

@@ -6,8 +6,11 @@ use crate::capture::Direction;
 use crate::counters::Reason;
 use crate::deliver::{Frame, Put, put};
 use crate::forward::{Done, PREFIX, Sender};
-use crate::frame::{GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, MAX_FRAME, NEEDS_CSUM, NetHeader};
-use crate::offload;
+use crate::frame::{
+    DATA_VALID, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, MAX_FRAME, NEEDS_CSUM, NetHeader,
+};
+use crate::held::Progress;
+use crate::offload::{self, Layers};
 use crate::ring::Segment;
 use crate::vring::Negotiated;
 
@@ -36,7 +39,7 @@ pub(crate) fn takes(n: &Negotiated, h: &NetHeader) -> bool {
         GSO_UDP_L4 => n.uso,
         _ => false,
     };
-    (h.flags & NEEDS_CSUM == 0 || n.csum) && gso && (h.gso_type & GSO_ECN == 0 || n.ecn)
+    (h.flags & (NEEDS_CSUM | DATA_VALID) == 0 || n.csum) && gso && (h.gso_type & GSO_ECN == 0 || n.ecn)
 }
 
 /// Copies a frame into one piece. None: it is longer than any frame.
@@ -61,6 +64,7 @@ fn plain(bytes: &[u8], run: impl FnOnce(&Frame<'_>) -> Done) -> Done {
     let rest = [Segment { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() as u32 }];
     run(&Frame {
         header: NetHeader::default(),
+        layers: Layers::default(),
         prefix: &bytes[..split],
         rest: &rest,
         skip: split as u32,
@@ -72,42 +76,46 @@ fn plain(bytes: &[u8], run: impl FnOnce(&Frame<'_>) -> Done) -> Done {
 /// left out.
 pub(crate) fn finish(
     buffers: &mut Buffers,
-    resume: &mut usize,
+    progress: &mut Progress,
     frame: &Frame<'_>,
     mut give: impl FnMut(&Frame<'_>) -> Done,
 ) -> Done {
+    let (header, layers) = (&frame.header, &frame.layers);
+    if header.gso_type == GSO_NONE && header.flags & NEEDS_CSUM == 0 {
+        // That the checksum was found right is not to be told to this receiver.
+        return give(&Frame { header: NetHeader::default(), ..*frame });
+    }
     let Buffers { whole, cut } = buffers;
     let Some(len) = gather(frame, whole) else { return Done::Dropped(Reason::Oversize) };
     let whole = &mut whole[..len];
-    if frame.header.gso_type == GSO_NONE {
-        offload::checksum(whole, &frame.header);
+    if header.gso_type == GSO_NONE {
+        offload::checksum(whole, layers);
         return plain(whole, give);
     }
-    let Some(count) = offload::segments(whole, &frame.header) else { return Done::Dropped(Reason::Header) };
-    for index in *resume..count {
-        let Some(len) = offload::segment(whole, &frame.header, index, cut) else {
+    for index in progress.resume..offload::segments(whole, header, layers) {
+        let Some(len) = offload::segment(whole, header, layers, index, cut) else {
             return Done::Dropped(Reason::Header);
         };
         match plain(&cut[..len], &mut give) {
-            Done::Taken => {}
+            Done::Taken => progress.ends += 1,
             other => {
-                *resume = index;
+                progress.resume = index;
                 return other;
             }
         }
     }
-    Done::Taken
+    Done::Ended
 }
 
 /// Finishes a frame for the guest at `dest`, whose ring is open.
 #[inline(never)]
 pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) -> Done {
     let mut failed = None;
-    let mut resume = sender.resume;
+    let mut progress = sender.progress;
     let (view, flow) = (sender.view, sender.flow);
     let done = {
-        let Ok(open) = sender.opens.get(view, dest, flow) else { return Done::Again };
-        finish(sender.buffers, &mut resume, frame, |piece| match put(&mut open.guard, piece) {
+        let Ok(open) = sender.opens.get(view, dest, flow) else { return Done::Dropped(Reason::Down) };
+        finish(sender.buffers, &mut progress, frame, |piece| match put(&mut open.guard, piece) {
             Put::Done => {
                 open.packets += 1;
                 open.bytes += u64::from(piece.len);
@@ -122,7 +130,7 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
             }
         })
     };
-    sender.resume = resume;
+    sender.progress = progress;
     match failed {
         Some(why) => sender.not_put(dest, why),
         None => done,

@@ -2,22 +2,26 @@
 //! One pass over a transmit queue: a batch of frames is taken, each is given to the port that owns its destination
 //! (selection and forwarding, as in the NOVA paper), then all receivers' rings are published, then the sender's.
 //!
-//! Frames are done in order. A receiver without buffers holds its sender up for a moment ([`HOLD_NS`]): the frame stays
-//! in the sender's ring and nothing is lost. A receiver that has no buffers for longer is *stuck*: what is sent to
-//! it is dropped at once, until it takes a frame again, so that it can't hold up others.
+//! Frames are done in order. One whose receiver has no buffers waits in its sender's ring ([`crate::held`]) as long as the
+//! sender's credit with that receiver lasts ([`crate::credit`]), and is dropped then, so that no receiver holds up what is
+//! sent to others. Flooded frames don't wait for buffers.
 //!
 //! The bytes that decide (addresses, tags, whatever a check looks at) are copied first, and the copy is what the
-//! receiver gets; a guest that changes its frame meanwhile changes nothing that was decided upon.
+//! receiver gets; a guest that changes its frame meanwhile changes nothing that was decided upon. Of a port without policy
+//! only the addresses decide; of others, and of frames that ask for work, the headers are read ([`crate::headers`]).
 
 use crate::capture::Direction;
-use crate::counters::Reason;
+use crate::counters::{Counters, Reason};
 use crate::cpu::{prefetch, prefetch_all};
+use crate::credit::Credits;
 use crate::deliver::{Frame, LONG, Put, put};
 use crate::fallback::{self, Buffers};
-use crate::frame::{ETH_HEADER, MAX_FRAME, NET_HEADER, NetHeader};
+use crate::frame::{DATA_VALID, ETH_HEADER, MAX_FRAME, Mac, NEEDS_CSUM, NET_HEADER, NetHeader};
+use crate::headers::{Headers, LOOK, TPID_VLAN};
+use crate::held::{Held, Progress};
 use crate::lane::{self, Edit, Lane};
-use crate::offload;
-use crate::opens::{NotOpen, Opens};
+use crate::offload::{self, Layers};
+use crate::opens::{self, NotOpen, Opens};
 use crate::policy::Policy;
 use crate::ring::{Broken, Chain, Segment};
 use crate::spoof;
@@ -26,8 +30,6 @@ use crate::vring::State;
 
 /// Frames of one pass.
 pub const BATCH: usize = 32;
-/// How long a receiver without buffers holds up its sender.
-pub const HOLD_NS: u64 = 200_000;
 /// Bytes of a frame that are copied before they are looked at: addresses, and type or tag.
 pub(crate) const PREFIX: usize = 16;
 /// Frames that are fetched ahead.
@@ -46,12 +48,16 @@ pub enum Pass {
     Broken(Broken),
 }
 
-/// What became of a frame: taken (delivered, or dropped and counted), dropped for a reason to be counted at the
-/// sender, or to be tried again.
+/// What became of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Done {
+    /// It ended once, counted by its receiver.
     Taken,
+    /// It ended as often as [`Progress::ends`] says, all counted where it did.
+    Ended,
+    /// To be counted by its sender.
     Dropped(Reason),
+    /// To be tried again.
     Again,
 }
 
@@ -68,27 +74,53 @@ pub(crate) struct Sender<'a, 'w> {
     pub src: usize,
     pub policy: &'a Policy,
     /// The key of its first MAC.
-    pub own: u64,
+    own: u64,
+    /// Only the MACs decide.
+    simple: bool,
     /// Which queue it is: frames of one queue go to one queue of a receiver.
     pub flow: usize,
     pub now: u64,
     pub opens: Opens<'a>,
     pub buffers: &'w mut Buffers,
     pub broken: &'w mut Vec<(usize, Broken)>,
-    /// Segments of the present frame that were delivered before it was held up.
-    pub resume: usize,
-    /// Who had no room for the present frame.
-    pub full: Option<usize>,
+    /// How far the present frame has come.
+    pub progress: Progress,
+    /// It is flooded.
+    pub flooding: bool,
+    /// For whom it waits.
+    pub receiver: usize,
+    /// The frame that is to be tried again.
+    pub held: Option<Held>,
+    /// What was sent.
+    pub tally: Tally,
+}
+
+/// What a pass has sent.
+#[derive(Default)]
+pub(crate) struct Tally {
+    packets: u64,
+    bytes: u64,
+}
+
+impl Tally {
+    /// One frame that ended once.
+    #[inline(always)]
+    pub fn one(&mut self, len: u32) {
+        self.packets += 1;
+        self.bytes += u64::from(len);
+    }
+
+    /// Counts it all.
+    #[inline(always)]
+    pub fn count(&self, counters: &Counters) {
+        counters.passed(self.packets, self.bytes);
+    }
 }
 
 impl Forwarder {
     /// Receivers whose rings were found broken since the last call, by position in the view.
     pub fn take_broken(&mut self) -> impl Iterator<Item = (usize, Broken)> + '_ {
         self.broken.drain(..)
-    }
-
-    pub(crate) fn note_broken(&mut self, more: Vec<(usize, Broken)>) {
-        self.broken.extend(more);
     }
 
     /// Does one pass over transmit queue `queue` of the port at `src`, at time `now` (nanoseconds).
@@ -117,26 +149,19 @@ impl Forwarder {
                 }
             }
         }
-        let mut sender = Sender {
-            view,
-            src,
-            policy: &attached.policy,
-            own: attached.policy.macs.first().map_or(0, |mac| mac.key()),
-            flow: queue,
-            now,
-            opens: Opens::new(),
-            buffers: &mut self.buffers,
-            broken: &mut self.broken,
-            resume: tx.resume,
-            full: None,
-        };
-        let deep = !attached.policy.ips.is_empty();
+        let credits = std::mem::take(&mut tx.credits);
+        let mut sender = Sender::new(self, view, src, queue, now, credits);
         let head = u32::from(tx.negotiated.header);
-        let (mut taken, mut bytes, mut held) = (0, 0, false);
+        let (mut taken, mut waits) = (0, false);
         for chain in tx.window.chains().iter().take(AHEAD) {
             prefetch_front(&tx, chain, head);
         }
-        while let Some(&chain) = tx.window.chain(taken) {
+        if let Some(held) = tx.held.take() {
+            let chain = tx.window.chains()[0];
+            waits = !sender.again(&held, tx.window.segments(&chain), tx.counters());
+            taken = usize::from(!waits);
+        }
+        while let Some(&chain) = tx.window.chain(taken).filter(|_| !waits) {
             if let Some(ahead) = tx.window.chain(taken + AHEAD) {
                 prefetch_front(&tx, ahead, head);
             }
@@ -145,47 +170,43 @@ impl Forwarder {
                     prefetch_all(s.ptr, s.len);
                 }
             }
-            let len = chain.total.wrapping_sub(head);
-            let done = if chain.total < head + ETH_HEADER as u32 {
+            let len = chain.total.saturating_sub(head);
+            let done = if len < ETH_HEADER as u32 {
                 Done::Dropped(Reason::Short)
             } else if len > MAX_FRAME as u32 {
                 Done::Dropped(Reason::Oversize)
             } else {
-                sender.frame(tx.window.segments(&chain), head, len, deep, tx.negotiated.host)
+                sender.frame(tx.window.segments(&chain), head, len, tx.negotiated.host)
             };
-            match done {
-                Done::Taken => {}
-                Done::Dropped(reason) => tx.counters().drop_one(reason),
-                Done::Again => {
-                    let since = *tx.held_since.get_or_insert(now);
-                    if now.saturating_sub(since) < HOLD_NS {
-                        held = true;
-                        break;
-                    }
-                    sender.give_up();
-                    tx.counters().drop_one(Reason::NoBuffer);
-                }
+            if done == Done::Taken {
+                sender.tally.one(len);
+            } else if !sender.end(done, len, tx.counters()) {
+                waits = true;
+                break;
             }
-            tx.held_since = None;
-            sender.resume = 0;
             taken += 1;
-            bytes += u64::from(len);
         }
-        tx.resume = sender.resume;
+        let held = sender.held.take();
         // Receivers first: a frame is never done for the sender before the receiver can see it.
-        drop(sender);
+        let (credits, tally) = (sender.opens.finish(), sender.tally);
+        let state = &mut *tx;
+        state.credits = credits;
+        if waits {
+            state.held = held;
+        }
         if taken > 0 {
-            let state = &mut *tx;
             if let Some(ring) = &mut state.ring {
                 for chain in &state.window.chains()[..taken] {
                     ring.complete(chain, 0);
                 }
             }
             state.window.advance(taken);
-            tx.counters().passed(taken as u64, bytes);
+        }
+        tally.count(tx.counters());
+        if taken > 0 {
             tx.publish();
         }
-        if held { Pass::Held(taken) } else { Pass::Worked(taken) }
+        if waits { Pass::Held(taken) } else { Pass::Worked(taken) }
     }
 }
 
@@ -225,31 +246,70 @@ pub(crate) unsafe fn read_header(at: *const u8, host: bool) -> NetHeader {
     NetHeader::from_words(u64::from_le(first), u16::from_le(last))
 }
 
-impl<'a> Sender<'a, '_> {
+impl<'a, 'w> Sender<'a, 'w> {
+    /// A pass over queue `queue` of the port at `src`.
+    #[inline(always)]
+    pub fn new(
+        forwarder: &'w mut Forwarder,
+        view: &'a View,
+        src: usize,
+        queue: usize,
+        now: u64,
+        credits: Credits,
+    ) -> Self {
+        let policy = &*view.ports()[src].policy;
+        Sender {
+            view,
+            src,
+            policy,
+            own: policy.macs.first().map_or(0, |mac| mac.key()),
+            simple: view.is_simple(src),
+            flow: queue,
+            now,
+            opens: Opens::new(credits),
+            buffers: &mut forwarder.buffers,
+            broken: &mut forwarder.broken,
+            progress: Progress::default(),
+            flooding: false,
+            receiver: 0,
+            held: None,
+            tally: Tally::default(),
+        }
+    }
+
     /// Takes the frame of `len` bytes that lies in `segments` after a virtio-net header of `head` bytes.
     #[inline(always)]
-    fn frame(&mut self, segments: &[Segment], head: u32, len: u32, deep: bool, host: bool) -> Done {
+    fn frame(&mut self, segments: &[Segment], head: u32, len: u32, host: bool) -> Done {
         let (at, header_at, rest, skip) = match segments {
-            [one] if one.len >= head + PREFIX as u32 && !deep => {
+            [one] if one.len >= head + PREFIX as u32 && self.simple => {
                 (one.ptr.wrapping_add(head as usize), one.ptr, one, head + PREFIX as u32)
             }
-            [first, two] if first.len == head && two.len >= PREFIX as u32 && !deep => {
+            [first, two] if first.len == head && two.len >= PREFIX as u32 && self.simple => {
                 (two.ptr, first.ptr, two, PREFIX as u32)
             }
-            _ => return self.gathered(segments, head, len, deep, host),
+            _ => return self.gathered(segments, head, len, host),
         };
         // SAFETY: the segments have that many mapped bytes.
         let (prefix, header) =
             unsafe { (at.cast::<[u8; PREFIX]>().read_unaligned(), read_header(header_at, host)) };
+        if !header.is_plain() {
+            return self.gathered(segments, head, len, host);
+        }
+        let (header, layers) = (NetHeader::default(), Layers::default());
         let rest = std::slice::from_ref(rest);
-        self.forward(&Frame { header, prefix: &prefix, rest, skip, len })
+        let frame = Frame { header, layers, prefix: &prefix, rest, skip, len };
+        let done = self.plain(&frame);
+        if done == Done::Again {
+            self.keep(&frame, segments.len() - 1, Lane::OPEN);
+        }
+        done
     }
 
-    /// A frame whose first bytes lie across buffers, or of which more than usual must be looked at.
+    /// A frame whose first bytes lie across buffers, or of which more must be looked at.
     #[inline(never)]
-    fn gathered(&mut self, segments: &[Segment], head: u32, len: u32, deep: bool, host: bool) -> Done {
-        let mut first = [0u8; NET_HEADER + spoof::DEEP];
-        let want = (head + len.min(if deep { spoof::DEEP } else { PREFIX } as u32)) as usize;
+    fn gathered(&mut self, segments: &[Segment], head: u32, len: u32, host: bool) -> Done {
+        let mut first = [0u8; NET_HEADER + LOOK];
+        let want = (head + len.min(LOOK as u32)) as usize;
         let (mut got, mut index, mut skip) = (0usize, 0usize, 0u32);
         while got < want {
             let Some(s) = segments.get(index) else { return Done::Dropped(Reason::Short) };
@@ -267,35 +327,117 @@ impl<'a> Sender<'a, '_> {
         // SAFETY: first is longer than any header.
         let header = unsafe { read_header(first.as_ptr(), host) };
         let prefix = &first[head as usize..want];
-        self.forward(&Frame { header, prefix, rest: &segments[index..], skip, len })
+        let frame = Frame { header, layers: Layers::default(), prefix, rest: &segments[index..], skip, len };
+        self.described(frame, index)
     }
 
-    /// Chooses the receiver and gives it the frame.
+    /// Takes a frame of which only the MACs decide.
     #[inline(always)]
-    pub(crate) fn forward(&mut self, frame: &Frame<'_>) -> Done {
-        if !frame.header.is_plain() && !offload::is_valid(&frame.header, frame.len) {
-            return Done::Dropped(Reason::Header);
-        }
+    fn plain(&mut self, frame: &Frame<'_>) -> Done {
         if let Some(capture) = &self.view.ports()[self.src].capture {
-            if self.full.is_none() && self.resume == 0 {
-                capture.take(frame, Direction::FromGuest);
+            capture.take(frame, Direction::FromGuest);
+        }
+        let (_, from) = addresses(frame.prefix);
+        // Nearly always it is the port's first MAC.
+        if self.policy.check_mac && from != self.own {
+            if let Err(reason) = spoof::check_mac(self.policy, frame.prefix) {
+                return Done::Dropped(reason);
             }
         }
-        let (to, from) = addresses(frame.prefix);
-        let mut lane = Lane { vid: None, tagged: false, open: true };
-        if self.view.is_plain() {
-            // Of all that can be checked only this is, and nearly always it is the port's first MAC.
-            if self.policy.check_mac && from != self.own {
-                if let Err(reason) = spoof::check(self.policy, frame.prefix) {
-                    return Done::Dropped(reason);
-                }
-            }
-        } else {
-            lane = match self.admit(frame) {
-                Ok(lane) => lane,
-                Err(reason) => return Done::Dropped(reason),
-            };
+        self.deliver(frame, Lane::OPEN)
+    }
+
+    /// Takes a frame by what its headers say; its virtio-net header is as its sender wrote it. `index`: which of the
+    /// sender's segments its rest begins with.
+    pub fn described(&mut self, mut frame: Frame<'_>, index: usize) -> Done {
+        if let Some(capture) = &self.view.ports()[self.src].capture {
+            capture.take(&frame, Direction::FromGuest);
         }
+        let lane = match self.admit(&mut frame) {
+            Ok(lane) => lane,
+            Err(reason) => return Done::Dropped(reason),
+        };
+        let done = self.deliver(&frame, lane);
+        if done == Done::Again {
+            self.keep(&frame, index, lane);
+        }
+        done
+    }
+
+    /// Is the sender allowed to send this, and on which VLAN? Makes the frame's virtio-net header, and the sender pays.
+    fn admit(&mut self, frame: &mut Frame<'_>) -> Result<Lane, Reason> {
+        let policy = self.policy;
+        let headers = Headers::parse(frame.prefix, frame.len);
+        spoof::check(policy, &headers, frame.prefix)?;
+        let lane = lane::enter(policy, &headers).ok_or(Reason::Vlan)?;
+        let asked = frame.header;
+        (frame.header, frame.layers) =
+            offload::wanted(&asked, &headers, frame.prefix, frame.len).ok_or(Reason::Header)?;
+        if policy.uplink && frame.header.flags == 0 {
+            // The host's kernel may say that it has checked; a guest may not.
+            frame.header.flags = asked.flags & DATA_VALID;
+        }
+        let link = ETH_HEADER as u32 + 4 * u32::from(headers.tags);
+        if policy.mtu != 0 && frame.header.gso_type == 0 && frame.len > link + u32::from(policy.mtu) {
+            return Err(Reason::Oversize);
+        }
+        let port = &self.view.ports()[self.src].port;
+        if !port.limiter.admit(&policy.rate, frame.len.into(), self.now) {
+            return Err(Reason::Rate);
+        }
+        Ok(lane)
+    }
+
+    /// Keeps a frame that was admitted and is to be tried again.
+    #[cold]
+    fn keep(&mut self, frame: &Frame<'_>, index: usize, lane: Lane) {
+        self.held = Some(Held::new(frame, index, lane, self.now, self.receiver));
+    }
+
+    /// Tries a frame again that was held up, in its sender's `segments`. Has it ended?
+    #[cold]
+    pub fn again(&mut self, held: &Held, segments: &[Segment], counters: &Counters) -> bool {
+        self.opens.credits.wait(held.receiver, self.now.saturating_sub(held.since), self.now);
+        self.progress = held.progress;
+        let done = self.deliver(&held.frame(segments), held.lane);
+        if done == Done::Again {
+            let mut held = *held;
+            (held.since, held.receiver) = (self.now, self.receiver);
+            self.held = Some(held);
+        }
+        self.end(done, held.len(), counters)
+    }
+
+    /// Counts what became of a frame of `len` bytes. False: it is to be tried again.
+    #[cold]
+    pub fn end(&mut self, done: Done, len: u32, counters: &Counters) -> bool {
+        let ends = match done {
+            Done::Taken => self.progress.ends + 1,
+            Done::Dropped(reason) => {
+                counters.drop_one(reason);
+                self.progress.ends + 1
+            }
+            Done::Ended | Done::Again => self.progress.ends,
+        };
+        let mut progress = Progress { ends: 0, ..self.progress };
+        if ends > 0 {
+            if !progress.counted {
+                self.tally.one(len);
+            }
+            counters.copied(ends - u64::from(!progress.counted));
+            progress.counted = true;
+        }
+        self.progress = Progress::default();
+        if let Some(held) = &mut self.held {
+            held.progress = progress;
+        }
+        done != Done::Again
+    }
+
+    /// Chooses the receiver of an admitted frame and gives it the frame.
+    #[inline(always)]
+    fn deliver(&mut self, frame: &Frame<'_>, lane: Lane) -> Done {
+        let (to, _) = addresses(frame.prefix);
         if to & 1 != 0 {
             return self.flood(frame, lane);
         }
@@ -304,25 +446,6 @@ impl<'a> Sender<'a, '_> {
             Some(_) => Done::Dropped(Reason::Loop),
             None => self.upward(frame, lane),
         }
-    }
-
-    /// Is the sender allowed to send this, and on which VLAN?
-    #[inline(never)]
-    fn admit(&mut self, frame: &Frame<'_>) -> Result<Lane, Reason> {
-        let policy = self.policy;
-        // A frame that is tried again was admitted, and paid for, before.
-        let again = self.full.is_some() || self.resume > 0;
-        spoof::check(policy, frame.prefix)?;
-        let lane = lane::enter(policy, frame.prefix).ok_or(Reason::Vlan)?;
-        let headers = ETH_HEADER as u32 + if lane.tagged { 4 } else { 0 };
-        if policy.mtu != 0 && frame.header.gso_type == 0 && frame.len > headers + u32::from(policy.mtu) {
-            return Err(Reason::Oversize);
-        }
-        let port = &self.view.ports()[self.src].port;
-        if !again && !port.limiter.admit(&policy.rate, frame.len.into(), self.now) {
-            return Err(Reason::Rate);
-        }
-        Ok(lane)
     }
 
     /// Gives a frame that nobody owns to an uplink.
@@ -344,7 +467,7 @@ impl<'a> Sender<'a, '_> {
     /// Gives a frame to one port.
     #[inline(always)]
     fn give(&mut self, dest: usize, frame: &Frame<'_>, lane: Lane) -> Done {
-        if !self.view.is_plain() {
+        if !self.view.is_open() {
             let to = &*self.view.ports()[dest].policy;
             if self.policy.isolated && !to.uplink || to.isolated && !self.policy.uplink {
                 return Done::Dropped(Reason::Isolated);
@@ -352,36 +475,45 @@ impl<'a> Sender<'a, '_> {
             match lane::leave(to, lane) {
                 None => return Done::Dropped(Reason::Vlan),
                 Some(Edit::Keep) => {}
-                Some(edit) => return self.give_edited(dest, frame, edit),
+                Some(Edit::Bare) => return self.give_edited(dest, frame, None),
+                Some(Edit::Tag(tci)) => return self.give_edited(dest, frame, Some(tci)),
             }
         }
         self.hand(dest, frame)
     }
 
-    /// Gives a frame to one port with its tag changed.
+    /// Gives a frame that has at most one tag to one port, with `tag` only.
     #[inline(never)]
-    fn give_edited(&mut self, dest: usize, frame: &Frame<'_>, edit: Edit) -> Done {
-        let mut buffer = [0u8; spoof::DEEP + 4];
+    fn give_edited(&mut self, dest: usize, frame: &Frame<'_>, tag: Option<u16>) -> Done {
+        const MACS: usize = 12;
         let old = frame.prefix;
-        let (tail, at, delta): (&[u8], usize, i32) = match edit {
-            Edit::Push(vid) => {
-                buffer[12..14].copy_from_slice(&[0x81, 0]);
-                buffer[14..16].copy_from_slice(&vid.to_be_bytes());
-                (&old[12..], 16, 4)
-            }
-            Edit::Pop => (&old[16..], 12, -4),
-            Edit::Keep => (&old[12..], 12, 0),
+        let tail = match old.get(MACS..MACS + 2) {
+            Some(tpid) if tpid == TPID_VLAN.to_be_bytes() => &old[MACS + 4..],
+            _ => &old[MACS..],
         };
-        buffer[..12].copy_from_slice(&old[..12]);
-        buffer[at..at + tail.len()].copy_from_slice(tail);
-        let shift = |v: u16| if v == 0 { 0 } else { v.saturating_add_signed(delta as i16) };
+        let mut buffer = [0u8; LOOK + 4];
+        buffer[..MACS].copy_from_slice(&old[..MACS]);
+        let at = match tag {
+            Some(tci) => {
+                buffer[MACS..MACS + 2].copy_from_slice(&TPID_VLAN.to_be_bytes());
+                buffer[MACS + 2..MACS + 4].copy_from_slice(&tci.to_be_bytes());
+                MACS + 4
+            }
+            None => MACS,
+        };
+        let end = at + tail.len();
+        buffer[at..end].copy_from_slice(tail);
+        let delta = end as i32 - old.len() as i32;
         let mut header = frame.header;
-        if !header.is_plain() {
-            header.csum_start = shift(header.csum_start);
-            header.hdr_len = shift(header.hdr_len);
+        let layers = frame.layers.shifted(delta);
+        if header.flags & NEEDS_CSUM != 0 {
+            header.csum_start = layers.l4;
         }
-        let prefix = &buffer[..at + tail.len()];
-        self.hand(dest, &Frame { header, prefix, len: frame.len.saturating_add_signed(delta), ..*frame })
+        if header.gso_type != 0 {
+            header.hdr_len = layers.payload;
+        }
+        let len = frame.len.saturating_add_signed(delta);
+        self.hand(dest, &Frame { header, layers, prefix: &buffer[..end], len, ..*frame })
     }
 
     /// Hands a frame to one port as it is, or in a form that the port can take.
@@ -390,7 +522,7 @@ impl<'a> Sender<'a, '_> {
         let open = match self.opens.get(self.view, dest, self.flow) {
             Ok(open) => open,
             Err(NotOpen::Uplink) => return crate::uplink::hand(self, dest, frame),
-            Err(NotOpen::Busy) => return Done::Again,
+            Err(NotOpen::Busy) => return self.wait(dest, Reason::Busy),
             Err(NotOpen::Down) => return Done::Dropped(Reason::Down),
         };
         if !frame.header.is_plain() && !fallback::takes(&open.guard.negotiated, &frame.header) {
@@ -409,16 +541,26 @@ impl<'a> Sender<'a, '_> {
         }
     }
 
+    /// May the present frame wait for the port at `dest`? If not, it is dropped for `reason`.
+    #[cold]
+    pub(crate) fn wait(&mut self, dest: usize, reason: Reason) -> Done {
+        self.receiver = opens::key(self.view, dest);
+        let may = self.opens.credits.wait(self.receiver, 0, self.now);
+        if may { Done::Again } else { Done::Dropped(reason) }
+    }
+
     /// What to do about a frame that the receiver's ring didn't take.
     #[cold]
     pub(crate) fn not_put(&mut self, dest: usize, why: Put) -> Done {
-        let Ok(open) = self.opens.get(self.view, dest, self.flow) else { return Done::Again };
+        let Ok(open) = self.opens.get(self.view, dest, self.flow) else {
+            return Done::Dropped(Reason::Down);
+        };
         match why {
             Put::Done => Done::Taken,
-            Put::Full if open.guard.stuck => Done::Dropped(Reason::NoBuffer),
+            Put::Full if !self.flooding => self.wait(dest, Reason::NoBuffer),
             Put::Full => {
-                self.full = Some(dest);
-                Done::Again
+                open.guard.counters().drop_one(Reason::NoBuffer);
+                Done::Taken
             }
             Put::TooLarge => {
                 open.guard.counters().drop_one(Reason::BufferSize);
@@ -433,34 +575,40 @@ impl<'a> Sender<'a, '_> {
         }
     }
 
-    /// The present frame has waited long enough.
-    #[cold]
-    pub(crate) fn give_up(&mut self) {
-        if let Some(dest) = self.full.take() {
-            if let Ok(open) = self.opens.get(self.view, dest, self.flow) {
-                open.guard.stuck = true;
-            }
-        }
-    }
-
-    /// Gives a frame to all ports that may have it.
+    /// Gives a frame to all ports that may have it. It waits for a receiver that another worker has, but for no buffers:
+    /// where there are none it is counted as dropped.
     #[inline(never)]
     fn flood(&mut self, frame: &Frame<'_>, lane: Lane) -> Done {
-        for dest in 0..self.view.ports().len() {
-            if dest == self.src || self.policy.uplink && self.view.ports()[dest].policy.uplink {
+        if frame.prefix.first_chunk().is_some_and(|b| Mac(*b).is_reserved()) {
+            return Done::Dropped(Reason::Reserved);
+        }
+        let view = self.view;
+        let counters = &view.ports()[self.src].port.tx(self.flow).counters;
+        self.flooding = true;
+        for dest in self.progress.cursor..view.ports().len() {
+            if dest == self.src || self.policy.uplink && view.ports()[dest].policy.uplink {
                 continue;
             }
-            let resume = std::mem::take(&mut self.resume);
-            // A flooded frame waits for nobody: it is counted as dropped where it can't be had.
-            if self.give(dest, frame, lane) == Done::Again {
-                if let Ok(open) = self.opens.get(self.view, dest, self.flow) {
-                    open.guard.counters().drop_one(Reason::NoBuffer);
+            match self.give(dest, frame, lane) {
+                Done::Taken => self.progress.ends += 1,
+                Done::Ended | Done::Dropped(Reason::Vlan | Reason::Isolated | Reason::Down) => {}
+                Done::Dropped(reason) => {
+                    counters.drop_one(reason);
+                    self.progress.ends += 1;
+                }
+                Done::Again => {
+                    self.progress.cursor = dest;
+                    self.flooding = false;
+                    return Done::Again;
                 }
             }
-            self.resume = resume;
+            self.progress.resume = 0;
         }
-        self.full = None;
-        self.view.ports()[self.src].port.tx(self.flow).counters.flooded();
-        Done::Taken
+        self.flooding = false;
+        counters.flooded();
+        if self.progress.ends == 0 && !self.progress.counted {
+            return Done::Dropped(Reason::Unknown);
+        }
+        Done::Ended
     }
 }

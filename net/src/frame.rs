@@ -19,6 +19,12 @@ impl Mac {
     /// ff:ff:ff:ff:ff:ff.
     pub const BROADCAST: Mac = Mac([0xff; 6]);
 
+    /// For bridges themselves, which forward none of these (IEEE 802.1Q §8.6.3)?
+    #[must_use]
+    pub fn is_reserved(self) -> bool {
+        self.0[..5] == [1, 0x80, 0xc2, 0, 0] && self.0[5] < 0x10
+    }
+
     /// For several receivers (broadcast included)?
     #[must_use]
     pub fn is_multicast(self) -> bool {
@@ -158,10 +164,10 @@ impl NetHeader {
         [self.flags, self.gso_type, h[0], h[1], g[0], g[1], s[0], s[1], o[0], o[1], n[0], n[1]]
     }
 
-    /// Nothing to be done by whoever gets the frame?
+    /// Does it say nothing to whoever gets the frame?
     #[inline(always)]
     #[must_use]
     pub fn is_plain(&self) -> bool {
-        self.flags & NEEDS_CSUM == 0 && self.gso_type == GSO_NONE
+        self.flags == 0 && self.gso_type == GSO_NONE
     }
 }

@@ -1,69 +1,73 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! VLANs: on which one a frame comes in, whether it may leave by a port, and with a tag or without (IEEE 802.1Q).
+//! VLANs: on which one a frame comes in, whether it may leave by a port, and with which tag (IEEE 802.1Q).
+//!
+//! A frame that is on a VLAN has no tag or exactly one, and leaves with none or exactly one: the switch's own, of type
+//! 0x8100. Frames with several tags, or with a tag of another type, pass between transparent ports only, as they are.
 
+use crate::headers::Headers;
 use crate::policy::{Policy, Vlan};
 
-const TAG: [u8; 2] = [0x81, 0x00];
+const VID: u16 = 0xfff;
 
 /// The VLAN that a frame is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lane {
     /// Its number, if the switch has looked at it.
     pub vid: Option<u16>,
-    /// The frame carries a tag as it is.
-    pub tagged: bool,
-    /// It came by a port that takes no notice of VLANs.
+    /// The priority (and drop eligibility) of its tag, in place.
+    pub priority: u16,
+    /// It came by a port that takes no notice of VLANs, and leaves as it is by others of that kind.
     pub open: bool,
 }
 
-/// What to do to a frame's tag when it leaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Edit {
-    /// Nothing.
-    Keep,
-    /// Put this one in.
-    Push(u16),
-    /// Take it out.
-    Pop,
+impl Lane {
+    /// Of a frame whose tags nobody has looked at.
+    pub const OPEN: Lane = Lane { vid: None, priority: 0, open: true };
 }
 
-/// The VLAN of a frame that a port sends, by its first bytes. None: not one of the port's.
+/// How a frame leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Edit {
+    /// As it is.
+    Keep,
+    /// Without a tag.
+    Bare,
+    /// With this one only: priority and VLAN number.
+    Tag(u16),
+}
+
+/// The VLAN of a frame that a port sends. None: not one of the port's.
 #[must_use]
-pub fn enter(policy: &Policy, head: &[u8]) -> Option<Lane> {
-    let vid = match head.get(12..16) {
-        Some(&[a, b, high, low]) if [a, b] == TAG => Some(u16::from_be_bytes([high, low]) & 0xfff),
-        _ => None,
-    };
-    let tagged = vid.is_some();
+pub fn enter(policy: &Policy, headers: &Headers) -> Option<Lane> {
+    let tag = headers.only_tag();
+    let priority = tag.unwrap_or(0) & !VID;
     // A tag of VLAN 0 only carries a priority.
-    let real = vid.filter(|v| *v != 0);
-    match &policy.vlan {
-        Vlan::Transparent => Some(Lane { vid: real.filter(|_| policy.uplink), tagged, open: true }),
-        Vlan::Access(own) => real.is_none().then_some(Lane { vid: Some(*own), tagged, open: false }),
-        Vlan::Trunk { vlans, native } => match real {
-            Some(v) => vlans.contains(&v).then_some(Lane { vid: Some(v), tagged, open: false }),
-            None => native.map(|n| Lane { vid: Some(n), tagged, open: false }),
-        },
+    let real = tag.map(|t| t & VID).filter(|vid| *vid != 0);
+    if policy.vlan == Vlan::Transparent {
+        return Some(Lane { vid: real.filter(|_| policy.uplink), priority, open: true });
     }
+    if headers.tags > 0 && tag.is_none() {
+        return None;
+    }
+    let vid = match (&policy.vlan, real) {
+        (Vlan::Access(own), None) => *own,
+        (Vlan::Trunk { native, .. }, None) => (*native)?,
+        (Vlan::Trunk { vlans, .. }, Some(vid)) if vlans.contains(&vid) => vid,
+        _ => return None,
+    };
+    Some(Lane { vid: Some(vid), priority, open: false })
 }
 
 /// May a frame on `lane` leave by this port, and how? None: no.
 #[must_use]
 pub fn leave(policy: &Policy, lane: Lane) -> Option<Edit> {
-    let bare = if lane.tagged { Edit::Pop } else { Edit::Keep };
-    let with_tag = |vid| if lane.tagged { Edit::Keep } else { Edit::Push(vid) };
+    let tag = |vid| Edit::Tag(lane.priority | vid);
     match (&policy.vlan, lane.vid) {
-        (Vlan::Transparent, Some(vid)) if policy.uplink => Some(with_tag(vid)),
-        (Vlan::Transparent, None) => Some(Edit::Keep),
-        (Vlan::Transparent, Some(_)) => lane.open.then_some(Edit::Keep),
-        (Vlan::Access(own), vid) => (vid == Some(*own)).then_some(bare),
-        (Vlan::Trunk { vlans, native }, Some(vid)) => {
-            if *native == Some(vid) {
-                Some(bare)
-            } else {
-                vlans.contains(&vid).then(|| with_tag(vid))
-            }
-        }
+        (Vlan::Transparent, _) if lane.open => Some(Edit::Keep),
+        (Vlan::Transparent, vid) => vid.filter(|_| policy.uplink).map(tag),
+        (Vlan::Access(own), vid) => (vid == Some(*own)).then_some(Edit::Bare),
+        (Vlan::Trunk { native, .. }, Some(vid)) if *native == Some(vid) => Some(Edit::Bare),
+        (Vlan::Trunk { vlans, .. }, Some(vid)) => vlans.contains(&vid).then(|| tag(vid)),
         (Vlan::Trunk { .. }, None) => None,
     }
 }
@@ -71,14 +75,16 @@ pub fn leave(policy: &Policy, lane: Lane) -> Option<Edit> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::headers::TPID_VLAN;
 
-    fn head(vid: Option<u16>) -> Vec<u8> {
+    fn headers(tags: &[(u16, u16)]) -> Headers {
         let mut h = vec![0; 12];
-        match vid {
-            Some(v) => h.extend([0x81, 0, (v >> 8) as u8, v as u8]),
-            None => h.extend([8, 0, 0x45, 0]),
+        for (tpid, tci) in tags {
+            h.extend(tpid.to_be_bytes());
+            h.extend(tci.to_be_bytes());
         }
-        h
+        h.extend([0x88, 0xb5]);
+        Headers::parse(&h, 60)
     }
 
     fn port(vlan: Vlan) -> Policy {
@@ -86,7 +92,8 @@ mod tests {
     }
 
     fn way(from: &Policy, vid: Option<u16>, to: &Policy) -> Option<Edit> {
-        leave(to, enter(from, &head(vid))?)
+        let tags: Vec<_> = vid.map(|v| (TPID_VLAN, v)).into_iter().collect();
+        leave(to, enter(from, &headers(&tags))?)
     }
 
     #[test]
@@ -95,26 +102,46 @@ mod tests {
         let trunk = port(Vlan::Trunk { vlans: vec![5, 7], native: Some(6) });
         let open = port(Vlan::Transparent);
         let uplink = Policy { uplink: true, ..Policy::default() };
-        assert_eq!(way(&a5, None, &a5), Some(Edit::Keep));
+        assert_eq!(way(&a5, None, &a5), Some(Edit::Bare));
         assert_eq!(way(&a5, None, &a6), None);
         assert_eq!(way(&a5, Some(6), &a6), None, "no hopping by a tag of one's own");
         assert_eq!(way(&a5, Some(5), &a5), None);
-        assert_eq!(way(&a5, Some(0), &a5), Some(Edit::Pop), "a priority tag");
-        assert_eq!(way(&a5, None, &trunk), Some(Edit::Push(5)));
-        assert_eq!(way(&a6, None, &trunk), Some(Edit::Keep), "native");
-        assert_eq!(way(&trunk, Some(5), &a5), Some(Edit::Pop));
-        assert_eq!(way(&trunk, None, &a6), Some(Edit::Keep));
+        assert_eq!(way(&a5, Some(0), &a5), Some(Edit::Bare), "a priority tag");
+        assert_eq!(way(&a5, None, &trunk), Some(Edit::Tag(5)));
+        assert_eq!(way(&a6, None, &trunk), Some(Edit::Bare), "native");
+        assert_eq!(way(&trunk, Some(5), &a5), Some(Edit::Bare));
+        assert_eq!(way(&trunk, None, &a6), Some(Edit::Bare));
         assert_eq!(way(&trunk, Some(8), &a5), None);
-        assert_eq!(way(&trunk, Some(7), &trunk), Some(Edit::Keep));
+        assert_eq!(way(&trunk, Some(7), &trunk), Some(Edit::Tag(7)));
         assert_eq!(way(&open, None, &open), Some(Edit::Keep));
         assert_eq!(way(&open, Some(9), &open), Some(Edit::Keep));
         assert_eq!(way(&open, Some(5), &a5), None, "a transparent port can't enter a VLAN");
         assert_eq!(way(&a5, None, &open), None);
-        assert_eq!(way(&a5, None, &uplink), Some(Edit::Push(5)));
-        assert_eq!(way(&uplink, Some(5), &a5), Some(Edit::Pop));
+        assert_eq!(way(&a5, None, &uplink), Some(Edit::Tag(5)));
+        assert_eq!(way(&uplink, Some(5), &a5), Some(Edit::Bare));
         assert_eq!(way(&uplink, None, &a5), None);
         assert_eq!(way(&uplink, None, &open), Some(Edit::Keep));
         assert_eq!(way(&uplink, Some(5), &open), Some(Edit::Keep));
         assert_eq!(way(&open, Some(5), &uplink), Some(Edit::Keep));
+    }
+
+    #[test]
+    fn a_frame_with_several_tags_or_a_foreign_one_is_on_no_vlan() {
+        let trunk = port(Vlan::Trunk { vlans: vec![5, 6], native: Some(7) });
+        let uplink = Policy { uplink: true, ..Policy::default() };
+        for tags in
+            [&[(0x8100, 0), (0x8100, 6)][..], &[(0x8100, 5), (0x8100, 6)], &[(0x88a8, 5)], &[(0x8100, 5); 3]]
+        {
+            let h = headers(tags);
+            assert_eq!(enter(&port(Vlan::Access(5)), &h), None, "{tags:x?}");
+            assert_eq!(enter(&trunk, &h), None, "{tags:x?}");
+            // From outside, it passes among ports that take no notice.
+            let lane = enter(&uplink, &h).unwrap();
+            assert_eq!(leave(&port(Vlan::Access(5)), lane), None);
+            assert_eq!(leave(&trunk, lane), None);
+            assert_eq!(leave(&port(Vlan::Transparent), lane), Some(Edit::Keep));
+        }
+        let urgent = enter(&port(Vlan::Access(5)), &headers(&[(0x8100, 0xa000)])).unwrap();
+        assert_eq!(leave(&trunk, urgent), Some(Edit::Tag(0xa005)), "a priority stays");
     }
 }

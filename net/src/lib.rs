@@ -14,15 +14,17 @@
 //! - [`vring`] a queue with its lock; [`port`] a port's queues; [`counters`] what is counted
 //! - [`frame`] Ethernet and virtio-net headers; [`table`] who owns a MAC; [`policy`] what a port may do; [`view`] all
 //!   ports at one moment
-//! - [`lane`] VLANs; [`spoof`] false senders; [`limit`] rates; [`offload`] checksums and segments in software, and
-//!   [`fallback`] when to make them; [`uplink`] what isn't a guest
-//! - [`deliver`] the copy; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`balance`] which
+//! - [`headers`] what a frame is, read once; by that description: [`lane`] VLANs; [`spoof`] false senders; [`offload`]
+//!   checksums and segments in software, and [`fallback`] when to make them. [`limit`] rates; [`uplink`] what isn't a guest
+//! - [`deliver`] the copy; [`held`] a frame that waits, and [`credit`] how long it may; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`balance`] which
 //!   worker carries which queue; [`switch`] changes on their way to the workers
 //! - [`config`] what a user says; [`daemon`] the running whole; [`cli`] and [`control`] the ways to talk to it;
 //!   [`metrics`] counters for Prometheus, [`top`] for people; [`capture`] frames for Wireshark; [`sandbox`] what is given up
 //! - [`mod@bench`] the switch beside its peers; [`soak`] every frame accounted for
+//! - [`keeper`] the part that keeps the rights to open things, at the other end of a [`link`]; [`access`] who may connect
 //! - [`event`] eventfds; [`cpu`] prefetching; [`driver`] the guest's side, for tests and the bench
 
+pub mod access;
 pub mod balance;
 pub mod bench;
 pub mod capture;
@@ -31,6 +33,7 @@ pub mod config;
 pub mod control;
 pub mod counters;
 pub mod cpu;
+pub mod credit;
 pub mod daemon;
 pub mod deliver;
 pub mod dirty;
@@ -42,9 +45,13 @@ pub mod fault;
 pub mod features;
 pub mod forward;
 pub mod frame;
+pub mod headers;
+pub mod held;
 pub mod inflight;
+mod keeper;
 pub mod lane;
 pub mod limit;
+mod link;
 pub mod memory;
 pub mod metrics;
 pub mod offload;

@@ -5,8 +5,13 @@
 //! mappings that stay. Each vring looks addresses up through its own [`Translator`], which remembers the region
 //! that it hit last, so that the usual case is one subtraction and one comparison.
 //!
+//! Only files that are memory themselves are mapped: those of tmpfs (a memfd, a file in `/dev/shm`) and of hugetlbfs. A
+//! page of any other file comes from somewhere (a disk, a server, a FUSE process), and a worker that touches it waits
+//! for that as long as it takes, with all other ports. A region of such a file is known and never translated.
+//!
 //! Files are mapped only from `mmap_offset` on and only as far as the region says, after a check that the file is
-//! that long. What the front-end does to the file later (truncation) is caught by [`crate::fault`].
+//! that long. Whoever can write to the file may still shrink it: QEMU seals its memfds against that, a file in
+//! `/dev/shm` can't be sealed. An access beyond its new end is caught by [`crate::fault`], and the port is stopped.
 
 use std::fs::File;
 use std::io;
@@ -58,6 +63,14 @@ pub enum MemoryError {
         /// Bytes in the region.
         size: u64,
     },
+    /// The file is no memory, or can't be written.
+    #[error("memory region at guest address {gpa:#x} is {why}")]
+    NotMemory {
+        /// Start of the region.
+        gpa: u64,
+        /// What it is.
+        why: &'static str,
+    },
     /// The kernel refused the mapping.
     #[error("memory region can't be mapped: {0}")]
     Map(#[from] io::Error),
@@ -94,9 +107,10 @@ pub struct Region {
     pub size: u64,
     /// Address of the first byte in the front-end's process (ring addresses come in these).
     pub user: u64,
-    /// Address of the first byte here.
+    /// Address of the first byte here; null where there is no mapping.
     host: *mut u8,
-    map: Arc<Mapping>,
+    /// None: the file is no memory.
+    map: Option<Arc<Mapping>>,
 }
 
 // SAFETY: a region is a description; see Mapping.
@@ -114,7 +128,7 @@ impl Region {
     /// Maps `size` bytes of `file` from `offset` on as guest memory at `gpa`.
     ///
     /// # Errors
-    /// The region is empty or wraps, the file is too short, or the kernel refuses.
+    /// The region is empty or wraps, the file is too short or no memory, or the kernel refuses.
     pub fn map(file: &File, gpa: u64, size: u64, user: u64, offset: u64) -> Result<Self, MemoryError> {
         let shape = MemoryError::Shape { gpa, size };
         let (Some(_), Some(_), Some(end)) =
@@ -125,6 +139,9 @@ impl Region {
         if size == 0 || size > isize::MAX as u64 / 2 {
             return Err(shape);
         }
+        if !is_memory(file) {
+            return Err(MemoryError::NotMemory { gpa, why: "a file that is no memory" });
+        }
         // SAFETY: an all-zero stat is a valid value to be filled in.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
         // SAFETY: the descriptor is open and stat is ours.
@@ -132,7 +149,7 @@ impl Region {
             return Err(io::Error::last_os_error().into());
         }
         let file_len = stat.st_size as u64;
-        if stat.st_mode & libc::S_IFMT == libc::S_IFREG && end > file_len {
+        if end > file_len {
             return Err(MemoryError::BeyondFile { size, offset, file: file_len });
         }
         // hugetlbfs wants offset and length in its own page size, which is what st_blksize says there.
@@ -154,7 +171,13 @@ impl Region {
             )
         };
         if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error().into());
+            let err = io::Error::last_os_error();
+            return Err(match err.kind() {
+                io::ErrorKind::PermissionDenied => {
+                    MemoryError::NotMemory { gpa, why: "memory that can only be read" }
+                }
+                _ => err.into(),
+            });
         }
         // SAFETY: our own mapping; failure only makes core dumps larger.
         unsafe { libc::madvise(base, len, libc::MADV_DONTDUMP) };
@@ -162,14 +185,44 @@ impl Region {
         let watch = Some(fault::watch(base as usize, len)?);
         // SAFETY: offset - start < page <= len.
         let host = unsafe { base.add((offset - start) as usize) };
-        Ok(Self { gpa, size, user, host, map: Arc::new(Mapping { base, len, watch }) })
+        Ok(Self { gpa, size, user, host, map: Some(Arc::new(Mapping { base, len, watch })) })
+    }
+
+    /// The same for a region that a VMM shares besides its guest's RAM: if its file is no memory, or can only be read,
+    /// the region is known but leads nowhere. Such are zones in files on a disk, and zones that the guest only reads.
+    ///
+    /// # Errors
+    /// As for [`Region::map`] otherwise.
+    pub fn map_or_leave_out(
+        file: &File,
+        gpa: u64,
+        size: u64,
+        user: u64,
+        offset: u64,
+    ) -> Result<Self, MemoryError> {
+        match Self::map(file, gpa, size, user, offset) {
+            Err(why @ MemoryError::NotMemory { .. }) => {
+                tracing::warn!(
+                    "{why}; it is left out: a guest that sends from there or receives there is stopped"
+                );
+                Ok(Self { gpa, size, user, host: std::ptr::null_mut(), map: None })
+            }
+            other => other,
+        }
     }
 
     /// Did the file behind this region shrink, so that zero pages were put in its place?
     #[must_use]
     pub fn is_gone(&self) -> bool {
-        self.map.watch.as_ref().is_some_and(fault::Watch::is_hit)
+        self.map.as_ref().and_then(|map| map.watch.as_ref()).is_some_and(fault::Watch::is_hit)
     }
+}
+
+/// Are the pages of `file` the kernel's own memory: a file of tmpfs or hugetlbfs, as memfds are? Only those have seals. To
+/// ask for them is no call to the file's file system, which may be a front-end's own and never answer (fstatfs, fstat).
+fn is_memory(file: &File) -> bool {
+    // SAFETY: asks for a number.
+    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
 }
 
 /// All memory of one guest, sorted by guest-physical address.
@@ -236,14 +289,14 @@ impl GuestMemory {
     fn find(&self, gpa: u64) -> Option<&Region> {
         let after = self.regions.partition_point(|r| r.gpa <= gpa);
         let region = self.regions.get(after.checked_sub(1)?)?;
-        (gpa - region.gpa < region.size).then_some(region)
+        (gpa - region.gpa < region.size && region.map.is_some()).then_some(region)
     }
 
     /// Where `len` bytes at the front-end's address `user` lie here; they must lie in one region.
     #[must_use]
     pub fn at_user(&self, user: u64, len: u64) -> Option<*mut u8> {
-        let region =
-            self.regions.iter().find(|r| user.checked_sub(r.user).is_some_and(|off| off < r.size))?;
+        let mut mapped = self.regions.iter().filter(|r| r.map.is_some());
+        let region = mapped.find(|r| user.checked_sub(r.user).is_some_and(|off| off < r.size))?;
         let off = user - region.user;
         // SAFETY: off + len lies within the region, which is mapped.
         (len <= region.size - off).then(|| unsafe { region.host.add(off as usize) })
@@ -253,7 +306,7 @@ impl GuestMemory {
     #[must_use]
     pub fn gpa_of(&self, host: *const u8) -> Option<u64> {
         let host = host as u64;
-        self.regions.iter().find_map(|r| {
+        self.regions.iter().filter(|r| r.map.is_some()).find_map(|r| {
             let off = host.checked_sub(r.host as u64)?;
             (off < r.size).then(|| r.gpa + off)
         })

@@ -1,37 +1,96 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The work that a sender left to the receiver, done in software where the receiver can't: checksums, and cutting large
-//! TCP and UDP frames into segments (virtio 1.3 §5.1.6.2, RFC 9293, RFC 768, RFC 1071).
+//! The work that a sender left to the receiver: what of it the switch believes, and how it is done in software where the
+//! receiver can't: checksums, and cutting large TCP and UDP frames into segments (virtio 1.3 §5.1.6.2, RFC 9293,
+//! RFC 768, RFC 1071).
 //!
-//! Pure functions over a frame in our own memory; nothing in the frame or its header is believed before it is checked.
+//! A sender's virtio-net header is never passed on. [`wanted`] compares it with the frame's description and makes a new
+//! one, so that a checksum is only ever written into the checksum field of a TCP or UDP header.
+//!
+//! Pure functions over a frame in our own memory.
 
-use crate::frame::{ETH_HEADER, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, NEEDS_CSUM, NetHeader};
+use crate::frame::{GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, NEEDS_CSUM, NetHeader};
+use crate::headers::{Headers, Net, Part, protocol};
 
-const ETH_IPV4: u16 = 0x0800;
-const ETH_IPV6: u16 = 0x86dd;
-const ETH_VLAN: u16 = 0x8100;
-const TCP: u8 = 6;
-const UDP: u8 = 17;
 const TCP_FIN_PSH: u8 = 0x09;
 const TCP_CWR: u8 = 0x80;
 /// Shortest payload of a segment that is cut; shorter ones only serve to make work.
 const MIN_GSO: u16 = 48;
 
-/// Does a header's wish fit a frame of `len` bytes? What doesn't is dropped, whoever the receiver is.
-#[must_use]
-pub fn is_valid(h: &NetHeader, len: u32) -> bool {
-    if h.flags & NEEDS_CSUM != 0 {
-        let at = u32::from(h.csum_start) + u32::from(h.csum_offset);
-        if u32::from(h.csum_start) < ETH_HEADER as u32 || at + 2 > len {
-            return false;
-        }
+/// Where the parts of a TCP or UDP frame are that checksums and segments are made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Layers {
+    /// The IP header.
+    pub ip: u16,
+    /// The TCP or UDP header.
+    pub l4: u16,
+    /// What it carries.
+    pub payload: u16,
+    /// IPv6, not 4.
+    pub v6: bool,
+    /// UDP, not TCP.
+    pub udp: bool,
+}
+
+impl Layers {
+    /// Where the checksum is, from the transport header on.
+    fn checksum(self) -> u16 {
+        if self.udp { 6 } else { 16 }
     }
-    match h.gso_type & !GSO_ECN {
-        GSO_NONE => h.gso_type == GSO_NONE,
+
+    /// The same in a frame whose first bytes have become `delta` more.
+    #[must_use]
+    pub fn shifted(self, delta: i32) -> Self {
+        let shift = |v: u16| v.saturating_add_signed(delta as i16);
+        Self { ip: shift(self.ip), l4: shift(self.l4), payload: shift(self.payload), ..self }
+    }
+}
+
+/// Makes the virtio-net header of a frame of `len` bytes that starts with `head`, from the sender's `asked`. None: what
+/// is asked for doesn't fit the frame, which is dropped whoever the receiver is.
+#[must_use]
+pub fn wanted(asked: &NetHeader, headers: &Headers, head: &[u8], len: u32) -> Option<(NetHeader, Layers)> {
+    let kind = asked.gso_type & !GSO_ECN;
+    if asked.flags & NEEDS_CSUM == 0 {
+        // Segments have checksums of their own, which nobody else can make.
+        return (asked.gso_type == GSO_NONE).then(Default::default);
+    }
+    let udp = match headers.protocol {
+        protocol::TCP => false,
+        protocol::UDP => true,
+        _ => return None,
+    };
+    let v6 = headers.net == Net::Ipv6;
+    let l4 = headers.l4;
+    let header = if udp { 8 } else { u16::from(*head.get(usize::from(l4) + 12)? >> 4) * 4 };
+    let layers = Layers { ip: headers.at, l4, payload: l4 + header, v6, udp };
+    let fits = headers.is_ip()
+        && headers.part == Part::Whole
+        && header >= if udp { 8 } else { 20 }
+        && u32::from(layers.payload) <= len
+        && asked.csum_start == l4
+        && asked.csum_offset == layers.checksum();
+    let mut made = NetHeader {
+        flags: NEEDS_CSUM,
+        csum_start: l4,
+        csum_offset: layers.checksum(),
+        ..NetHeader::default()
+    };
+    let cut = match kind {
+        GSO_NONE => asked.gso_type == GSO_NONE,
         GSO_TCPV4 | GSO_TCPV6 | GSO_UDP_L4 => {
-            h.flags & NEEDS_CSUM != 0 && h.gso_size >= MIN_GSO && u32::from(h.csum_start) < len
+            made.gso_type = if udp { kind } else { asked.gso_type };
+            made.gso_size = asked.gso_size;
+            made.hdr_len = layers.payload;
+            let right = match kind {
+                GSO_TCPV4 => !v6 && !udp,
+                GSO_TCPV6 => v6 && !udp,
+                _ => udp,
+            };
+            right && asked.gso_size >= MIN_GSO && u32::from(layers.payload) < len
         }
         _ => false,
-    }
+    };
+    (fits && cut).then_some((made, layers))
 }
 
 /// Ones' complement sum of `bytes`, taken as big-endian words, added to `sum`.
@@ -66,10 +125,10 @@ pub fn fold(mut sum: u32) -> u16 {
     !(sum as u16)
 }
 
-/// Completes the checksum that `h` asks for. The header must be valid for the frame.
-pub fn checksum(frame: &mut [u8], h: &NetHeader) {
-    let start = usize::from(h.csum_start);
-    let at = start + usize::from(h.csum_offset);
+/// Completes the checksum of a frame. The layers must be those of that frame.
+pub fn checksum(frame: &mut [u8], l: &Layers) {
+    let start = usize::from(l.l4);
+    let at = start + usize::from(l.checksum());
     let mut value = fold(sum(&frame[start..], 0));
     // UDP sends 0 for "none".
     if value == 0 {
@@ -78,111 +137,65 @@ pub fn checksum(frame: &mut [u8], h: &NetHeader) {
     frame[at..at + 2].copy_from_slice(&value.to_be_bytes());
 }
 
-/// Where a large frame's headers are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Layers {
-    ip: usize,
-    v6: bool,
-    l4: usize,
-    payload: usize,
-    udp: bool,
-}
-
 fn be16(b: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*b.get(at)?, *b.get(at + 1)?]))
 }
 
-fn layers(frame: &[u8], h: &NetHeader) -> Option<Layers> {
-    let mut ip = ETH_HEADER;
-    let mut ethertype = be16(frame, 12)?;
-    while ethertype == ETH_VLAN && ip < ETH_HEADER + 8 {
-        ethertype = be16(frame, ip + 2)?;
-        ip += 4;
-    }
-    let l4 = usize::from(h.csum_start);
-    let udp = h.gso_type & !GSO_ECN == GSO_UDP_L4;
-    let v6 = match ethertype {
-        ETH_IPV4 => {
-            let ihl = usize::from(frame.get(ip)? & 0xf) * 4;
-            let protocol = *frame.get(ip + 9)?;
-            if ihl < 20 || ip + ihl != l4 || protocol != if udp { UDP } else { TCP } {
-                return None;
-            }
-            // Fragments can't be cut.
-            if be16(frame, ip + 6)? & 0x3fff != 0 {
-                return None;
-            }
-            false
-        }
-        ETH_IPV6 if l4 >= ip + 40 => true,
-        _ => return None,
-    };
-    let expected = match h.gso_type & !GSO_ECN {
-        GSO_TCPV4 => !v6,
-        GSO_TCPV6 => v6,
-        _ => true,
-    };
-    let payload = if udp { l4 + 8 } else { l4 + usize::from(frame.get(l4 + 12)? >> 4) * 4 };
-    let ok = expected && payload >= l4 + if udp { 8 } else { 20 } && payload < frame.len();
-    ok.then_some(Layers { ip, v6, l4, payload, udp })
-}
-
-/// How many segments the frame makes. None: it can't be cut.
+/// How many segments a frame makes, with the header and layers that [`wanted`] made.
 #[must_use]
-pub fn segments(frame: &[u8], h: &NetHeader) -> Option<usize> {
-    let l = layers(frame, h)?;
-    Some((frame.len() - l.payload).div_ceil(usize::from(h.gso_size)))
+pub fn segments(frame: &[u8], h: &NetHeader, l: &Layers) -> usize {
+    frame.len().saturating_sub(l.payload.into()).div_ceil(usize::from(h.gso_size.max(1)))
 }
 
 /// Writes segment `index` of the frame to `out`, whole, with all checksums, and returns its length. None: there is no
-/// such segment, the frame can't be cut, or `out` is too short.
+/// such segment, or `out` is too short. Header and layers are those that [`wanted`] made.
 #[must_use]
-pub fn segment(frame: &[u8], h: &NetHeader, index: usize, out: &mut [u8]) -> Option<usize> {
-    let l = layers(frame, h)?;
+pub fn segment(frame: &[u8], h: &NetHeader, l: &Layers, index: usize, out: &mut [u8]) -> Option<usize> {
+    let (ip, l4, payload) = (usize::from(l.ip), usize::from(l.l4), usize::from(l.payload));
     let size = usize::from(h.gso_size);
-    let from = l.payload + index * size;
+    let from = payload + index * size;
     if from >= frame.len() {
         return None;
     }
     let to = (from + size).min(frame.len());
     let (first, last) = (index == 0, to == frame.len());
-    let len = l.payload + to - from;
+    let len = payload + to - from;
     let out = out.get_mut(..len)?;
-    out[..l.payload].copy_from_slice(&frame[..l.payload]);
-    out[l.payload..].copy_from_slice(&frame[from..to]);
+    out[..payload].copy_from_slice(&frame[..payload]);
+    out[payload..].copy_from_slice(&frame[from..to]);
     let put16 = |out: &mut [u8], at: usize, v: u16| out[at..at + 2].copy_from_slice(&v.to_be_bytes());
-    let l4_len = (len - l.l4) as u16;
+    let l4_len = (len - l4) as u16;
     let mut pseudo;
     if l.v6 {
-        put16(out, l.ip + 4, (len - l.ip - 40) as u16);
-        pseudo = sum(&out[l.ip + 8..l.ip + 40], 0);
+        put16(out, ip + 4, (len - ip - 40) as u16);
+        pseudo = sum(&out[ip + 8..ip + 40], 0);
     } else {
-        put16(out, l.ip + 2, (len - l.ip) as u16);
-        let id = be16(frame, l.ip + 4)?.wrapping_add(index as u16);
-        put16(out, l.ip + 4, id);
-        put16(out, l.ip + 10, 0);
-        let header = fold(sum(&out[l.ip..l.l4], 0));
-        put16(out, l.ip + 10, header);
-        pseudo = sum(&out[l.ip + 12..l.ip + 20], 0);
+        put16(out, ip + 2, (len - ip) as u16);
+        let id = be16(frame, ip + 4)?.wrapping_add(index as u16);
+        put16(out, ip + 4, id);
+        put16(out, ip + 10, 0);
+        let header = fold(sum(&out[ip..l4], 0));
+        put16(out, ip + 10, header);
+        pseudo = sum(&out[ip + 12..ip + 20], 0);
     }
-    pseudo += u32::from(l4_len) + u32::from(if l.udp { UDP } else { TCP });
+    pseudo += u32::from(l4_len) + u32::from(if l.udp { protocol::UDP } else { protocol::TCP });
     let at = if l.udp {
-        put16(out, l.l4 + 4, l4_len);
-        l.l4 + 6
+        put16(out, l4 + 4, l4_len);
+        l4 + 6
     } else {
-        let b = &frame[l.l4 + 4..l.l4 + 8];
+        let b = &frame[l4 + 4..l4 + 8];
         let sequence = u32::from_be_bytes([b[0], b[1], b[2], b[3]]).wrapping_add((index * size) as u32);
-        out[l.l4 + 4..l.l4 + 8].copy_from_slice(&sequence.to_be_bytes());
+        out[l4 + 4..l4 + 8].copy_from_slice(&sequence.to_be_bytes());
         if !last {
-            out[l.l4 + 13] &= !TCP_FIN_PSH;
+            out[l4 + 13] &= !TCP_FIN_PSH;
         }
         if !first && h.gso_type & GSO_ECN != 0 {
-            out[l.l4 + 13] &= !TCP_CWR;
+            out[l4 + 13] &= !TCP_CWR;
         }
-        l.l4 + 16
+        l4 + 16
     };
     put16(out, at, 0);
-    let mut value = fold(sum(&out[l.l4..], pseudo));
+    let mut value = fold(sum(&out[l4..], pseudo));
     if value == 0 && l.udp {
         value = 0xffff;
     }
@@ -193,7 +206,19 @@ pub fn segment(frame: &[u8], h: &NetHeader, index: usize, out: &mut [u8]) -> Opt
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::headers::LOOK;
     use proptest::prelude::*;
+
+    const TCP: u8 = protocol::TCP;
+    const UDP: u8 = protocol::UDP;
+    const ETH_IPV4: u16 = 0x0800;
+    const ETH_IPV6: u16 = 0x86dd;
+
+    /// As the switch looks at a frame.
+    fn look(f: &[u8], h: &NetHeader) -> Option<(NetHeader, Layers)> {
+        let head = &f[..f.len().min(LOOK)];
+        wanted(h, &Headers::parse(head, f.len() as u32), head, f.len() as u32)
+    }
 
     /// A frame as a guest with segmentation offload sends it: lengths of the whole, partial checksum.
     fn large(v6: bool, udp: bool, payload: usize, flags: u8) -> (Vec<u8>, NetHeader) {
@@ -274,13 +299,14 @@ mod tests {
             let (frame, mut h) = large(v6, udp, payload, 0x99);
             h.gso_size = size;
             h.gso_type |= if udp { 0 } else { GSO_ECN };
-            prop_assert!(is_valid(&h, frame.len() as u32));
-            let n = segments(&frame, &h).unwrap();
+            let (h, l) = look(&frame, &h).unwrap();
+            prop_assert_eq!(usize::from(h.hdr_len), frame.len() - payload);
+            let n = segments(&frame, &h, &l);
             prop_assert_eq!(n, payload.div_ceil(size.into()));
             let mut out = vec![0; 65_600];
             let mut all = Vec::new();
             for i in 0..n {
-                let len = segment(&frame, &h, i, &mut out).unwrap();
+                let len = segment(&frame, &h, &l, i, &mut out).unwrap();
                 let s = &out[..len];
                 prop_assert_eq!(receiver_sum(s, v6, udp), 0xffff);
                 let l4 = usize::from(h.csum_start);
@@ -303,25 +329,42 @@ mod tests {
                 }
                 all.extend_from_slice(&s[head..]);
             }
-            prop_assert_eq!(segment(&frame, &h, n, &mut out), None);
+            prop_assert_eq!(segment(&frame, &h, &l, n, &mut out), None);
             prop_assert_eq!(&all[..], &frame[frame.len() - payload..]);
         }
 
         #[test]
-        fn no_frame_and_header_make_it_panic(
-            frame in prop::collection::vec(any::<u8>(), 14..300),
-            flags in any::<u8>(), gso_type in any::<u8>(), gso_size in any::<u16>(),
-            csum_start in 0u16..320, csum_offset in 0u16..320, index in 0usize..40,
+        fn a_checksum_changes_two_bytes_behind_the_addresses(
+            v6 in any::<bool>(), udp in any::<bool>(), payload in 0usize..300, csum_start in 0u16..320,
+            csum_offset in 0u16..320, flags in any::<u8>(), gso_type in any::<u8>(), gso_size in any::<u16>(),
+            damage in prop::collection::vec((12usize..80, any::<u8>()), 0..4), honest in any::<bool>(),
         ) {
-            let h = NetHeader { flags, gso_type, hdr_len: 0, gso_size, csum_start, csum_offset };
-            if is_valid(&h, frame.len() as u32) {
-                if h.flags & NEEDS_CSUM != 0 {
-                    checksum(&mut frame.clone(), &h);
+            let (mut frame, right) = large(v6, udp, payload, 0x18);
+            for (at, value) in damage {
+                if let Some(b) = frame.get_mut(at) {
+                    *b = value;
                 }
-                if h.gso_type != GSO_NONE {
+            }
+            let mut h = NetHeader { flags, gso_type, gso_size, csum_start, csum_offset, ..right };
+            if honest {
+                h = NetHeader { flags, gso_type, gso_size, ..right };
+            }
+            if let Some((made, l)) = look(&frame, &h) {
+                prop_assert_eq!(made.flags & !NEEDS_CSUM, 0);
+                if made.gso_type == GSO_NONE && made.flags != 0 {
+                    let mut done = frame.clone();
+                    checksum(&mut done, &l);
+                    let at = usize::from(made.csum_start + made.csum_offset);
+                    let ip_header = if l.v6 { 40 } else { 20 };
+                    prop_assert!(l.l4 >= l.ip + ip_header);
+                    prop_assert_eq!(&done[..at], &frame[..at]);
+                    prop_assert_eq!(&done[at + 2..], &frame[at + 2..]);
+                }
+                if made.gso_type != GSO_NONE {
                     let mut out = vec![0; 65_600];
-                    let _ = segments(&frame, &h);
-                    let _ = segment(&frame, &h, index, &mut out);
+                    for i in 0..segments(&frame, &made, &l) {
+                        prop_assert!(segment(&frame, &made, &l, i, &mut out).is_some());
+                    }
                 }
             }
         }
@@ -342,26 +385,35 @@ mod tests {
             }
             let at = l4 + usize::from(h.csum_offset);
             frame[at..at + 2].copy_from_slice(&(!fold(pseudo)).to_be_bytes());
-            checksum(&mut frame, &h);
+            let (_, l) = look(&frame, &h).unwrap();
+            checksum(&mut frame, &l);
             assert_eq!(receiver_sum(&frame, v6, udp), 0xffff, "v6 {v6} udp {udp}");
         }
     }
 
     #[test]
-    fn wishes_beyond_the_frame_are_invalid() {
-        let h = |csum_start, csum_offset| NetHeader {
-            flags: NEEDS_CSUM,
-            csum_start,
-            csum_offset,
-            ..NetHeader::default()
-        };
-        assert!(is_valid(&h(34, 16), 60));
-        assert!(is_valid(&h(34, 24), 60));
-        assert!(!is_valid(&h(34, 25), 60));
-        assert!(!is_valid(&h(13, 0), 60));
-        assert!(!is_valid(&h(65535, 65535), 65535));
-        assert!(!is_valid(&NetHeader { gso_type: GSO_TCPV4, gso_size: 0, ..h(34, 16) }, 60));
-        assert!(!is_valid(&NetHeader { gso_type: 3, gso_size: 1000, ..h(34, 16) }, 60));
-        assert!(!is_valid(&NetHeader { gso_type: GSO_ECN, ..NetHeader::default() }, 60));
+    fn only_the_checksum_of_a_tcp_or_udp_header_may_be_asked_for() {
+        let (frame, right) = large(false, false, 100, 0x18);
+        let plain = NetHeader { gso_type: GSO_NONE, gso_size: 0, ..right };
+        let made = NetHeader { hdr_len: 0, ..plain };
+        assert_eq!(look(&frame, &NetHeader { hdr_len: 9, ..plain }).unwrap().0, made);
+        for (csum_start, csum_offset) in
+            [(14, 16), (14, 12), (34, 6), (34, 24), (33, 17), (35, 15), (65535, 65535)]
+        {
+            assert_eq!(look(&frame, &NetHeader { csum_start, csum_offset, ..plain }), None);
+        }
+        let gso = |gso_type, gso_size| look(&frame, &NetHeader { gso_type, gso_size, ..right }).is_some();
+        assert!(gso(GSO_TCPV4, 48) && gso(GSO_TCPV4 | GSO_ECN, 48));
+        assert!(!gso(GSO_TCPV4, 0) && !gso(GSO_TCPV6, 1000) && !gso(GSO_UDP_L4, 1000) && !gso(3, 1000));
+        assert!(!gso(GSO_ECN, 0), "a bit without its type");
+        let mut fragment = frame.clone();
+        fragment[20] = 0x20;
+        assert_eq!(look(&fragment, &plain), None);
+        let mut arp = frame.clone();
+        arp[12..14].copy_from_slice(&[8, 6]);
+        assert_eq!(look(&arp, &plain), None);
+        // What means nothing to a receiver is not passed on.
+        let noise = NetHeader { flags: 0xfe, gso_size: 7, hdr_len: 9, csum_start: 1, ..NetHeader::default() };
+        assert_eq!(look(&frame, &noise), Some(Default::default()));
     }
 }

@@ -3,6 +3,7 @@
 //! publishes each of them once.
 
 use crate::capture::Capture;
+use crate::credit::Credits;
 use crate::view::View;
 use crate::vring::Guard;
 
@@ -12,6 +13,8 @@ const OPEN: usize = 8;
 /// A receiver's ring, held.
 pub(crate) struct Open<'a> {
     dest: usize,
+    /// Names the receiver in [`Credits`].
+    key: usize,
     pub guard: Guard<'a>,
     pub packets: u64,
     pub bytes: u64,
@@ -23,7 +26,6 @@ impl Drop for Open<'_> {
     #[inline]
     fn drop(&mut self) {
         if self.packets > 0 {
-            self.guard.stuck = false;
             self.guard.counters().passed(self.packets, self.bytes);
             self.guard.publish();
         }
@@ -45,11 +47,36 @@ pub(crate) enum NotOpen {
 pub(crate) struct Opens<'a> {
     list: [Option<Open<'a>>; OPEN],
     last: usize,
+    /// How long the sender may wait for whom.
+    pub credits: Credits,
+}
+
+/// The number that names the port at `dest` in [`Credits`].
+pub(crate) fn key(view: &View, dest: usize) -> usize {
+    std::sync::Arc::as_ptr(&view.ports()[dest].port).addr()
 }
 
 impl<'a> Opens<'a> {
-    pub fn new() -> Self {
-        Self { list: [const { None }; OPEN], last: 0 }
+    pub fn new(credits: Credits) -> Self {
+        Self { list: [const { None }; OPEN], last: 0, credits }
+    }
+
+    /// Gives all rings back, and the credits with what the receivers have earned.
+    #[inline(always)]
+    pub fn finish(mut self) -> Credits {
+        if !self.credits.are_whole() {
+            (0..OPEN).for_each(|at| self.shut(at));
+        }
+        std::mem::take(&mut self.credits)
+    }
+
+    #[cold]
+    fn shut(&mut self, at: usize) {
+        if let Some(open) = self.list[at].take() {
+            if !self.credits.are_whole() {
+                self.credits.earn(open.key, open.packets, open.bytes);
+            }
+        }
     }
 
     /// The ring of the port at `dest` for frames of `flow`.
@@ -77,16 +104,25 @@ impl<'a> Opens<'a> {
         }
         // A free place, or the one after the last used, whose ring is published by that.
         let at = self.list.iter().position(Option::is_none).unwrap_or((self.last + 1) % OPEN);
-        self.list[at] =
-            Some(Open { dest, guard, packets: 0, bytes: 0, capture: attached.capture.as_deref() });
+        if self.list[at].is_some() {
+            self.shut(at);
+        }
+        self.list[at] = Some(Open {
+            dest,
+            key: key(view, dest),
+            guard,
+            packets: 0,
+            bytes: 0,
+            capture: attached.capture.as_deref(),
+        });
         Ok(at)
     }
 
     /// Gives a ring back.
     pub fn close(&mut self, dest: usize) {
-        for open in &mut self.list {
-            if matches!(open, Some(o) if o.dest == dest) {
-                *open = None;
+        for at in 0..OPEN {
+            if matches!(&self.list[at], Some(o) if o.dest == dest) {
+                self.shut(at);
             }
         }
     }

@@ -36,6 +36,8 @@ pub struct Policy {
     pub check_mac: bool,
     /// If not empty: drop IP packets, ARP and neighbour advertisements that claim other addresses.
     pub ips: Vec<IpAddr>,
+    /// It may send router advertisements, redirects and a DHCP server's answers although it has `ips`.
+    pub router: bool,
     /// Reaches only the uplinks.
     pub isolated: bool,
     /// An uplink: takes what nobody owns.
@@ -46,4 +48,16 @@ pub struct Policy {
     pub rate: Rate,
     /// Largest IP packet that it may send without segmentation offload; 0: any.
     pub mtu: u16,
+}
+
+impl Policy {
+    /// Do only the MACs decide about what the port sends? Uplinks are looked at for their tags.
+    #[must_use]
+    pub fn is_simple(&self) -> bool {
+        self.vlan == Vlan::Transparent
+            && !self.uplink
+            && self.ips.is_empty()
+            && self.mtu == 0
+            && self.rate == Rate::default()
+    }
 }

@@ -150,7 +150,9 @@ impl VhostUserBackendReqHandlerMut for Session {
         let regions = regions
             .iter()
             .zip(files)
-            .map(|(r, file)| Region::map(&file, r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset))
+            .map(|(r, file)| {
+                Region::map_or_leave_out(&file, r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset)
+            })
             .collect::<std::result::Result<Vec<_>, _>>()
             .map_err(refuse)?;
         self.set_memory(GuestMemory::new(regions).map_err(refuse)?)
@@ -161,8 +163,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn add_mem_region(&mut self, r: &VhostUserSingleMemoryRegion, file: File) -> Result<()> {
-        let region = Region::map(&file, r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset)
-            .map_err(refuse)?;
+        let region =
+            Region::map_or_leave_out(&file, r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset)
+                .map_err(refuse)?;
         self.set_memory(self.memory.with(region).map_err(refuse)?)
     }
 
@@ -271,8 +274,15 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
-        self.vring(index)?.enabled = enable;
-        self.changed();
+        let changes = {
+            let mut vring = self.vring(index)?;
+            let was = vring.is_active();
+            vring.enabled = enable;
+            vring.is_active() != was
+        };
+        if changes {
+            self.changed();
+        }
         Ok(())
     }
 

@@ -8,15 +8,22 @@ pub mod passt;
 pub mod tap;
 
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::sync::Mutex;
 
+use serde::{Deserialize, Serialize};
+
+use crate::config::Way;
 use crate::counters::Reason;
+use crate::credit::Credits;
 use crate::deliver::Frame;
-use crate::fallback::{Buffers, finish, takes};
-use crate::forward::{BATCH, Done, Forwarder, HOLD_NS, PREFIX, Pass, Sender};
+use crate::fallback::{finish, takes};
+use crate::forward::{BATCH, Done, Forwarder, Pass, Sender};
 use crate::frame::{ETH_HEADER, MAX_FRAME, NET_HEADER, NetHeader};
-use crate::opens::Opens;
+use crate::headers::LOOK;
+use crate::held::Held;
+use crate::offload::Layers;
+use crate::opens;
 use crate::ring::Segment;
 use crate::view::View;
 use crate::vring::Negotiated;
@@ -48,12 +55,53 @@ pub trait Link: Send + Sync {
     fn fd(&self) -> RawFd;
 }
 
+/// What an opened way out is, besides its descriptor.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub enum Opened {
+    /// A TAP device.
+    Tap(tap::Offloads),
+    /// A packet socket.
+    Packet,
+    /// A connection to passt.
+    Passt,
+}
+
+impl Opened {
+    /// Opens a way out.
+    ///
+    /// # Errors
+    /// With what it is and what to do.
+    pub fn open(way: &Way) -> io::Result<(Self, OwnedFd)> {
+        Ok(match way {
+            Way::Tap(name) => {
+                let (offloads, fd) = tap::Tap::open(name)?;
+                (Self::Tap(offloads), fd)
+            }
+            Way::Interface(name) => (Self::Packet, packet::Packet::open(name)?),
+            Way::Passt(path) => (Self::Passt, passt::Passt::connect(path)?),
+            Way::User(program) => (Self::Passt, passt::Passt::start(program)?),
+        })
+    }
+
+    /// The link over what was opened.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn link(self, fd: OwnedFd) -> io::Result<Box<dyn Link>> {
+        Ok(match self {
+            Self::Tap(offloads) => Box::new(tap::Tap::over(offloads, fd)),
+            Self::Packet => Box::new(packet::Packet::over(fd)),
+            Self::Passt => Box::new(passt::Passt::over(fd)?),
+        })
+    }
+}
+
 /// A frame that came in and is not forwarded yet.
 struct Inbox {
     buffer: Box<[u8]>,
     len: usize,
-    held_since: Option<u64>,
-    resume: usize,
+    held: Option<Held>,
+    credits: Credits,
 }
 
 /// An uplink.
@@ -67,7 +115,7 @@ impl Uplink {
     #[must_use]
     pub fn new(link: Box<dyn Link>) -> Self {
         let buffer = vec![0; NET_HEADER + MAX_FRAME].into_boxed_slice();
-        Self { link, inbox: Mutex::new(Inbox { buffer, len: 0, held_since: None, resume: 0 }) }
+        Self { link, inbox: Mutex::new(Inbox { buffer, len: 0, held: None, credits: Credits::default() }) }
     }
 
     /// What to wait for.
@@ -105,34 +153,48 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
     let attached = &sender.view.ports()[dest];
     let Some(uplink) = &attached.uplink else { return Done::Dropped(Reason::Down) };
     // The queue's lock is that of the way out, and makes its counters ours.
-    let Some(guard) = attached.port.rx(0).try_lock() else { return Done::Again };
+    let Some(guard) = attached.port.rx(0).try_lock() else { return sender.wait(dest, Reason::Busy) };
     let counters = guard.counters();
     let link = &*uplink.link;
-    let give = |piece: &Frame<'_>| match send(link, piece) {
+    let mut full = false;
+    let key = opens::key(sender.view, dest);
+    let credits = &mut sender.opens.credits;
+    let mut give = |piece: &Frame<'_>| match send(link, piece) {
         Ok(()) => {
             counters.passed(1, piece.len.into());
+            if !credits.are_whole() {
+                credits.earn(key, 1, piece.len.into());
+            }
             Done::Taken
         }
-        Err(err) if err.kind() == io::ErrorKind::WouldBlock => Done::Again,
+        Err(err) if err.kind() == io::ErrorKind::WouldBlock => {
+            full = true;
+            Done::Again
+        }
         Err(_) => {
             counters.drop_one(Reason::Uplink);
             Done::Taken
         }
     };
     let simple = frame.header.is_plain() || takes(&link.offloads(), &frame.header);
-    if simple && frame.rest.len() <= PIECES {
-        return give(frame);
-    }
-    if simple {
+    let done = if simple && frame.rest.len() <= PIECES {
+        give(frame)
+    } else if simple {
         let mut whole = vec![0; frame.len as usize];
         if crate::fallback::gather(frame, &mut whole).is_none() {
             return Done::Dropped(Reason::Oversize);
         }
         let rest = [Segment { ptr: whole.as_mut_ptr(), len: frame.len }];
         let skip = frame.prefix.len() as u32;
-        return give(&Frame { rest: &rest, skip, ..*frame });
+        give(&Frame { rest: &rest, skip, ..*frame })
+    } else {
+        finish(sender.buffers, &mut sender.progress, frame, give)
+    };
+    match done {
+        Done::Again if full && sender.flooding => Done::Dropped(Reason::Uplink),
+        Done::Again => sender.wait(dest, Reason::Uplink),
+        done => done,
     }
-    finish(sender.buffers, &mut sender.resume, frame, give)
 }
 
 /// Takes up to a batch of frames from an uplink and forwards them.
@@ -143,77 +205,48 @@ pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &
     let Some(_counting) = counted.try_lock() else { return Pass::Idle };
     let link = &*uplink.link;
     let head = link.header();
-    let Forwarder { buffers, .. } = forwarder;
-    let mut spare: Buffers = std::mem::take(buffers);
-    let mut broken = Vec::new();
-    let (mut taken, mut bytes, mut held) = (0, 0, false);
-    {
-        let mut sender = Sender {
-            view,
-            src,
-            policy: &attached.policy,
-            own: 0,
-            flow: 0,
-            now,
-            opens: Opens::new(),
-            buffers: &mut spare,
-            broken: &mut broken,
-            resume: inbox.resume,
-            full: None,
-        };
-        while taken < BATCH {
-            if inbox.len == 0 {
-                match link.receive(&mut inbox.buffer) {
-                    Ok(len) => inbox.len = len,
-                    Err(_) => break,
-                }
+    let inbox = &mut *inbox;
+    let mut taken = 0;
+    let credits = std::mem::take(&mut inbox.credits);
+    let mut sender = Sender::new(forwarder, view, src, 0, now, credits);
+    while taken < BATCH {
+        if inbox.len == 0 {
+            match link.receive(&mut inbox.buffer) {
+                Ok(len) => inbox.len = len,
+                Err(_) => break,
             }
-            let frame = &inbox.buffer[..inbox.len];
-            let done = match frame.len().checked_sub(head) {
-                Some(len) if len >= ETH_HEADER => {
-                    let header = match frame.first_chunk::<NET_HEADER>() {
-                        Some(h) if head > 0 => NetHeader::parse(h),
-                        _ => NetHeader::default(),
-                    };
-                    let split = head
-                        + len.min(if attached.policy.ips.is_empty() { PREFIX } else { crate::spoof::DEEP });
-                    let rest = [Segment { ptr: frame.as_ptr().cast_mut(), len: frame.len() as u32 }];
-                    sender.flow = flow_of(&frame[head..]);
-                    sender.forward(&Frame {
-                        header,
-                        prefix: &frame[head..split],
-                        rest: &rest,
-                        skip: split as u32,
-                        len: len as u32,
-                    })
-                }
-                _ => Done::Dropped(Reason::Short),
-            };
-            match done {
-                Done::Taken => {}
-                Done::Dropped(reason) => counted.counters.drop_one(reason),
-                Done::Again => {
-                    let since = *inbox.held_since.get_or_insert(now);
-                    if now.saturating_sub(since) < HOLD_NS {
-                        held = true;
-                        break;
-                    }
-                    sender.give_up();
-                    counted.counters.drop_one(Reason::NoBuffer);
-                }
-            }
-            bytes += (inbox.len - head.min(inbox.len)) as u64;
-            inbox.len = 0;
-            inbox.held_since = None;
-            sender.resume = 0;
-            taken += 1;
         }
-        inbox.resume = sender.resume;
+        let frame = &inbox.buffer[..inbox.len];
+        let rest = [Segment { ptr: frame.as_ptr().cast_mut(), len: frame.len() as u32 }];
+        sender.flow = flow_of(frame.get(head..).unwrap_or_default());
+        let len = frame.len().saturating_sub(head);
+        let ended = if let Some(held) = inbox.held.take() {
+            sender.again(&held, &rest, &counted.counters)
+        } else {
+            let done = if len < ETH_HEADER {
+                Done::Dropped(Reason::Short)
+            } else {
+                let header = match frame.first_chunk::<NET_HEADER>() {
+                    Some(h) if head > 0 => NetHeader::parse(h),
+                    _ => NetHeader::default(),
+                };
+                let split = head + len.min(LOOK);
+                let (prefix, skip) = (&frame[head..split], split as u32);
+                let layers = Layers::default();
+                sender.described(Frame { header, layers, prefix, rest: &rest, skip, len: len as u32 }, 0)
+            };
+            sender.end(done, len as u32, &counted.counters)
+        };
+        if !ended {
+            break;
+        }
+        inbox.len = 0;
+        taken += 1;
     }
-    forwarder.buffers = spare;
-    forwarder.note_broken(broken);
-    counted.counters.passed(taken as u64, bytes);
-    match (held, taken) {
+    inbox.held = sender.held.take();
+    inbox.credits = sender.opens.finish();
+    sender.tally.count(&counted.counters);
+    match (inbox.held.is_some(), taken) {
         (true, n) => Pass::Held(n),
         (false, 0) => Pass::Idle,
         (false, n) => Pass::Worked(n),

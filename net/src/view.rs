@@ -37,8 +37,10 @@ pub struct View {
     ports: Vec<Attached>,
     table: MacTable,
     uplinks: Vec<usize>,
-    /// No port has VLANs, is isolated, limited or bound to IP addresses: only the MACs decide.
-    plain: bool,
+    /// For each port: of what it sends only the MACs decide.
+    simple: Vec<bool>,
+    /// Of what may be sent to any port only the MACs decide.
+    open: bool,
 }
 
 impl View {
@@ -51,15 +53,9 @@ impl View {
             ports.iter().enumerate().flat_map(|(i, a)| a.policy.macs.iter().map(move |m| (*m, i))).collect();
         let table = MacTable::new(&pairs)?;
         let uplinks = ports.iter().enumerate().filter(|(_, a)| a.policy.uplink).map(|(i, _)| i).collect();
-        let plain = ports.iter().all(|a| {
-            let p = &a.policy;
-            p.vlan == Vlan::Transparent
-                && !p.isolated
-                && p.ips.is_empty()
-                && p.mtu == 0
-                && p.rate == crate::limit::Rate::default()
-        });
-        Ok(Self { ports, table, uplinks, plain })
+        let simple = ports.iter().map(|a| a.policy.is_simple()).collect();
+        let open = ports.iter().all(|a| a.policy.vlan == Vlan::Transparent && !a.policy.isolated);
+        Ok(Self { ports, table, uplinks, simple, open })
     }
 
     /// The ports; positions are what the table speaks of.
@@ -81,9 +77,17 @@ impl View {
         &self.uplinks
     }
 
-    /// Do only the MACs decide?
+    /// Do only the MACs decide about what the port at `src` sends?
+    #[inline(always)]
     #[must_use]
-    pub fn is_plain(&self) -> bool {
-        self.plain
+    pub fn is_simple(&self, src: usize) -> bool {
+        self.simple[src]
+    }
+
+    /// May every port have what any other sends?
+    #[inline(always)]
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.open
     }
 }

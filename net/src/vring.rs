@@ -14,7 +14,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::counters::Counters;
+use crate::credit::Credits;
 use crate::dirty::DirtyLog;
+use crate::held::Held;
 use crate::memory::{GuestMemory, Translator};
 use crate::ring::{Broken, PackedRing, Ring, RingAddress, RingError, RingFeatures, SplitRing, Window};
 
@@ -61,6 +63,8 @@ pub struct State {
     pub address: RingAddress,
     /// Base as SET_VRING_BASE says.
     pub base: u32,
+    /// The base at which we stopped the ring ourselves.
+    pub known_base: Option<u32>,
     /// Where to send interrupts.
     pub call: Option<File>,
     /// Where kicks come from.
@@ -75,12 +79,10 @@ pub struct State {
     pub inflight: Option<crate::inflight::Queue>,
     /// Why the ring was stopped by us.
     pub broken: Option<Broken>,
-    /// Since when (nanoseconds) the first fetched frame waits for its receiver.
-    pub held_since: Option<u64>,
-    /// Segments of the first fetched frame that its receiver has already.
-    pub resume: usize,
-    /// A receiver that has had no buffers for too long.
-    pub stuck: bool,
+    /// The first fetched frame, admitted, if it waits for its receiver.
+    pub held: Option<Held>,
+    /// How long it may.
+    pub credits: Credits,
 }
 
 impl Default for State {
@@ -94,6 +96,7 @@ impl Default for State {
             size: 0,
             address: RingAddress::default(),
             base: 0,
+            known_base: None,
             call: None,
             kick: None,
             err: None,
@@ -101,9 +104,8 @@ impl Default for State {
             log_used: None,
             inflight: None,
             broken: None,
-            held_since: None,
-            resume: 0,
-            stuck: false,
+            held: None,
+            credits: Credits::default(),
         }
     }
 }
@@ -127,7 +129,10 @@ impl State {
             let left = self.inflight.as_ref().and_then(crate::inflight::Queue::places_left);
             Ring::Packed(match left {
                 Some(places) => PackedRing::resume(mem, at, self.size, places, n.ring)?,
-                None => PackedRing::new(mem, at, self.size, self.base, n.ring)?,
+                None if self.known_base == Some(self.base) => {
+                    PackedRing::new(mem, at, self.size, self.base, n.ring)?
+                }
+                None => PackedRing::told(mem, at, self.size, self.base, n.ring)?,
             })
         } else {
             Ring::Split(SplitRing::new(mem, at, self.size, self.base as u16, n.ring)?)
@@ -142,9 +147,11 @@ impl State {
     /// Stops the ring; what was fetched and not completed counts as not fetched. Returns the base for a successor.
     pub fn stop(&mut self) -> u32 {
         self.window.clear();
+        self.held = None;
         if let Some(mut ring) = self.ring.take() {
             ring.rewind();
             self.base = ring.base();
+            self.known_base = Some(self.base);
         }
         self.base
     }

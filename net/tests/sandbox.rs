@@ -4,7 +4,8 @@
 mod common;
 
 use std::ffi::CStr;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
 
@@ -106,9 +107,13 @@ fn a_sandboxed_switch_makes_threads_and_no_processes_runs_no_new_code_and_reache
             let code = libc::PROT_READ | libc::PROT_EXEC;
             let at = libc::mmap(std::ptr::null_mut(), 4096, code, libc::MAP_PRIVATE | libc::MAP_ANON, -1, 0);
             refused("code", at as i64);
-            for family in [libc::AF_INET, libc::AF_INET6, libc::AF_PACKET, libc::AF_NETLINK, libc::AF_VSOCK] {
+            for family in [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_PACKET, libc::AF_NETLINK] {
                 refused("socket", libc::socket(family, libc::SOCK_DGRAM, 0).into());
             }
+            refused("connect", libc::connect(0, std::ptr::null(), 0).into());
+            refused("bind", libc::bind(0, std::ptr::null(), 0).into());
+            refused("unlink", libc::unlink(c"/nonexistent".as_ptr()).into());
+            refused("rename", libc::rename(c"/nonexistent".as_ptr(), c"/other".as_ptr()).into());
             refused("terminal", libc::ioctl(0, libc::TIOCSTI, c"x".as_ptr()).into());
             refused("dumpable", libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0).into());
             refused("parent", libc::kill(libc::getppid(), 0).into());
@@ -152,11 +157,18 @@ fn a_switch_that_many_ask_at_once_while_ports_come_and_go_lives_on() {
 }
 
 #[test]
-fn a_sandboxed_switch_ends_when_it_is_told_to() {
-    let mut switch = Switch::start(0, &[]);
+fn a_sandboxed_switch_hands_out_its_counters_and_ends_when_it_is_told_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let metrics = dir.path().join("metrics");
+    let mut switch = Switch::start(0, &["--metrics", metrics.to_str().unwrap()]);
+    let mut scrape = UnixStream::connect(&metrics).unwrap();
+    scrape.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+    let mut text = String::new();
+    scrape.read_to_string(&mut text).unwrap();
+    assert!(text.contains("tombolo_net_port_up{port=\"vm\"} 0"), "{text}");
     // SAFETY: a signal to a child that was not waited for.
     assert_eq!(unsafe { libc::kill(switch.child.id() as i32, libc::SIGTERM) }, 0);
     let status = common::wait_for("the end", || switch.child.try_wait().unwrap());
     assert!(status.success(), "{status}: {}", switch.log());
-    assert!(!switch.control().exists() && !switch.dir.path().join("vm").exists());
+    assert!(!switch.control().exists() && !switch.dir.path().join("vm").exists() && !metrics.exists());
 }

@@ -7,33 +7,17 @@ mod common;
 use std::net::UdpSocket;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::program::Switch;
+use common::namespace::alone;
+use common::program::{Switch, child_of};
 use common::{Rig, frame, wait_for};
 use tombolo_net::driver::Nic;
 use tombolo_net::features::OFFLOADS;
 use tombolo_net::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
-
-/// Runs `body` in a network namespace of its own, which an ordinary user has in a user namespace.
-fn alone(test: &str, body: impl FnOnce()) {
-    const INSIDE: &str = "TOMBOLO_TEST_NAMESPACE";
-    // SAFETY: asks for a number.
-    if unsafe { libc::geteuid() } == 0 {
-        // SAFETY: moves this thread, and what it starts, into a new namespace.
-        let moved = unsafe { libc::unshare(libc::CLONE_NEWNET) };
-        assert_eq!(moved, 0, "{}", std::io::Error::last_os_error());
-    } else if std::env::var_os(INSIDE).is_none() {
-        let own = std::env::current_exe().unwrap();
-        let mut command = Command::new("unshare");
-        command.args(["--map-current-user", "--keep-caps", "--net", "--"]).arg(own);
-        command.args(["--exact", test, "--nocapture"]).env(INSIDE, "1");
-        assert!(command.status().unwrap().success(), "{test} failed in its namespaces");
-        return;
-    }
-    sh("ip link set lo up");
-    body();
-}
+use tombolo_net::uplink::Link;
+use tombolo_net::uplink::packet::Packet;
 
 fn sh(text: &str) {
     let output = Command::new("sh").args(["-ec", text]).output().unwrap();
@@ -229,7 +213,6 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
         );
 
         // Who was stopped goes on with what it waited for, which asks the sandbox again.
-        switch.waits_for_passt();
         let pid = switch.child.id() as i32;
         // SAFETY: signals to a child that has not ended, and waiting for its stop.
         unsafe {
@@ -237,9 +220,8 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
             assert_eq!(libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED), pid);
             assert_eq!(libc::kill(pid, libc::SIGCONT), 0);
         }
-        switch.waits_for_passt();
-        let children = format!("/proc/{0}/task/{0}/children", switch.child.id());
-        let passt: u32 = std::fs::read_to_string(children).unwrap().trim().parse().unwrap();
+        assert!(switch.port("uplink0").is_some());
+        let passt = child_of(switch.keeper());
         switch.child.kill().unwrap();
         switch.child.wait().unwrap();
         wait_for("passt's end", || (!PathBuf::from(format!("/proc/{passt}")).exists()).then_some(()));
@@ -261,5 +243,32 @@ fn an_uplink_that_cannot_be_had_is_named_and_the_ports_go_on() {
             assert!(switch.port("uplink0").is_none());
             drop(switch.guest(0));
         }
+    });
+}
+
+#[test]
+fn an_interface_opened_as_uplink_brings_no_frames_of_other_interfaces() {
+    alone("an_interface_opened_as_uplink_brings_no_frames_of_other_interfaces", || {
+        sh("ip link add v0 type veth peer name v1; for d in v0 v1; do
+            echo 1 >/proc/sys/net/ipv6/conf/$d/disable_ipv6; ip link set $d up; done");
+        let over = AtomicBool::new(false);
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+                while !over.load(Ordering::Relaxed) {
+                    socket.send_to(&[0x5a; 100], "127.0.0.1:9").unwrap();
+                }
+            });
+            let mut buffer = vec![0; 70_000];
+            let mut foreign = 0;
+            for _ in 0..50 {
+                let packet = Packet::over(Packet::open("v0").unwrap());
+                while packet.receive(&mut buffer).is_ok() {
+                    foreign += 1;
+                }
+            }
+            over.store(true, Ordering::Relaxed);
+            assert_eq!(foreign, 0);
+        });
     });
 }

@@ -3,7 +3,6 @@
 //! together, the rest each.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 
 use serde::de::Deserializer;
 use serde::{Deserialize, Serialize};
@@ -48,7 +47,9 @@ pub struct AccelSpec {
     /// Processes of a VM at once.
     pub channels: Option<u32>,
     /// Where Prometheus finds the figures.
-    pub metrics: Option<SocketAddr>,
+    pub metrics: Option<tombolo_metrics::Place>,
+    /// VMs' kernels may do all that the server's user may, for hosts that can't confine them.
+    pub unconfined: bool,
 }
 
 /// A VM's use of an accelerator: where something is said here, it is not as the accelerator says.

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr};
 use std::str::FromStr;
 
 use serde::de::{self, Deserializer};
@@ -36,7 +36,7 @@ pub struct NetSpec {
     /// Processor time that the switch may use, in hundredths of a processor.
     pub budget: Option<u32>,
     /// Where Prometheus finds the counters.
-    pub metrics: Option<SocketAddr>,
+    pub metrics: Option<tombolo_metrics::Place>,
 }
 
 /// `uplink =`

@@ -296,7 +296,7 @@ impl Switch {
         if !spec.cpus.is_empty() {
             switch["cpus"] = json!(spec.cpus);
         }
-        if let Some(address) = spec.metrics {
+        if let Some(address) = &spec.metrics {
             switch["metrics"] = address.to_string().into();
         }
         let ports: Vec<Value> = self.ports().values().map(|(port, _)| port.clone()).collect();

@@ -3,7 +3,7 @@
 
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
@@ -20,7 +20,8 @@ pub enum Backing {
     Memfd,
     /// A memfd of huge pages of this many bytes (2 MiB or 1 GiB), which must be reserved (`/proc/sys/vm/nr_hugepages`); sealed as well.
     Hugetlb(u64),
-    /// A file, which persists. On a DAX file system (persistent memory) or tmpfs it is memory itself.
+    /// A file, which persists. On a DAX file system (persistent memory) or tmpfs it is memory itself. Its file system must be the
+    /// kernel's own: pages that another process or machine delivers may never come, while a member holds a lock of the zone.
     File(PathBuf),
 }
 
@@ -71,6 +72,10 @@ impl Backing {
                     .mode(0o600)
                     .open(path)
                     .map_err(|e| Error::io(format!("creating {what}"), e))?;
+                if let Err(error) = check_pages(file.as_fd(), &what) {
+                    let _ = std::fs::remove_file(path);
+                    return Err(error);
+                }
                 // SAFETY: a descriptor of our own.
                 let refused = unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, length) };
                 if refused != 0 {
@@ -116,4 +121,35 @@ pub(crate) fn huge_page_size(fd: BorrowedFd<'_>) -> Option<usize> {
     // SAFETY: a valid descriptor and a valid buffer.
     let answered = unsafe { libc::fstatfs(fd.as_raw_fd(), &mut info) } == 0;
     (answered && info.f_type == libc::HUGETLBFS_MAGIC).then(|| usize::try_from(info.f_bsize).ok()).flatten()
+}
+
+/// File systems whose pages another process or machine delivers (linux/magic.h and the file systems' own headers).
+const DELIVERED: &[(libc::__fsword_t, &str)] = &[
+    (libc::FUSE_SUPER_MAGIC, "FUSE"),
+    (0x0102_1997, "9p"),
+    (libc::NFS_SUPER_MAGIC, "NFS"),
+    (libc::SMB_SUPER_MAGIC, "SMB"),
+    (0xff53_4d42, "SMB"),
+    (0xfe53_4d42, "SMB"),
+    (libc::AFS_SUPER_MAGIC, "AFS"),
+    (libc::CODA_SUPER_MAGIC, "Coda"),
+    (0x00c3_6400, "Ceph"),
+];
+
+/// Refuses a file whose pages come from another process or machine.
+pub(crate) fn check_pages(fd: BorrowedFd<'_>, what: &str) -> Result<()> {
+    // SAFETY: asks for a number. Memory files and those of tmpfs and hugetlbfs have seals, others don't.
+    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) } >= 0 {
+        return Ok(());
+    }
+    // SAFETY: statfs is plain data; the kernel fills it.
+    let mut info: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: a valid descriptor and a valid buffer.
+    if unsafe { libc::fstatfs(fd.as_raw_fd(), &mut info) } != 0 {
+        return Err(Error::last_os(format!("{what}: asking for its file system")));
+    }
+    match DELIVERED.iter().find(|(magic, _)| *magic == info.f_type) {
+        None => Ok(()),
+        Some((_, name)) => Err(Error::NotMemory { zone: what.to_owned(), kind: (*name).to_owned() }),
+    }
 }

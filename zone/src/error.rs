@@ -22,6 +22,16 @@ pub enum Error {
         /// What was found.
         why: String,
     },
+    /// A file whose pages another process or machine delivers.
+    #[error(
+        "{zone}: a zone can't lie in a file of {kind}, whose pages may never come; use tmpfs (/dev/shm), a DAX file system or a disk of this host"
+    )]
+    NotMemory {
+        /// Path or name.
+        zone: String,
+        /// The kind of file system.
+        kind: String,
+    },
     /// A zone of another version, or with features that this program doesn't know.
     #[error("{zone}: {why}; use the version of tombolo that made it, or create the zone anew")]
     Unsupported {

@@ -178,6 +178,7 @@ impl Zone {
         if meta.len() < HEADER_SIZE as u64 {
             return Err(Error::NotAZone { zone: label, why: format!("it has only {} bytes", meta.len()) });
         }
+        crate::backing::check_pages(file.as_fd(), &label)?;
         // The header alone may not be mappable (huge pages), so the file is mapped as it is, and cut to the zone's size below.
         let probe = SharedMem::map(file.as_fd(), 0, meta.len(), writable)?;
         let mut page = [0; HEADER_SIZE];

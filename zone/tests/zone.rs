@@ -1,11 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Zones between real processes: creating, opening, taking over, dying.
 
+#[path = "common/namespace.rs"]
+mod namespace;
+#[path = "common/never.rs"]
+mod never;
+
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use namespace::alone;
+use never::Never;
 use tombolo_zone::mem::SharedMem;
 use tombolo_zone::{
     AreaConfig, AreaType, Backing, Error, MemberState, Pending, Rights, Role, Zone, ZoneConfig,
@@ -103,6 +110,21 @@ fn a_file_that_is_no_zone_is_refused_by_name() {
     assert!(said.contains("noise: not a zone: magic is 0x07"), "{said}");
     std::fs::write(&path, b"short").unwrap();
     assert!(Zone::open(&path, true).unwrap_err().to_string().contains("only 5 bytes"));
+}
+
+#[test]
+fn a_zone_is_neither_made_nor_opened_where_another_process_delivers_its_pages() {
+    alone("a_zone_is_neither_made_nor_opened_where_another_process_delivers_its_pages", || {
+        let never = Never::new(16 * MIB);
+        let refused = |made: Result<Zone, Error>| {
+            let said = made.unwrap_err().to_string();
+            assert!(said.contains("can't lie in a file of FUSE"), "{said}");
+        };
+        refused(Zone::open(never.path(), true));
+        refused(Zone::open_fd(never.open().into(), false));
+        let backing = Backing::File(never.path().with_file_name("new"));
+        refused(Zone::create(&ZoneConfig::new("test", 16 * MIB).backing(backing)));
+    });
 }
 
 #[test]

@@ -3,7 +3,6 @@
 
 use crate::tenants::{Status, Tenants};
 use std::fmt::Write as _;
-use std::net::TcpListener;
 
 type Get = fn(&Status) -> f64;
 
@@ -56,8 +55,10 @@ pub fn prometheus(tenants: &[Status]) -> String {
 }
 
 /// Answers HTTP requests.
-pub fn serve(listener: &TcpListener, tenants: &Tenants) {
-    tombolo_metrics::serve(listener, "figures", || false, || prometheus(&tenants.status()));
+pub fn serve(server: &tombolo_metrics::Server, tenants: &Tenants) {
+    if let Err(err) = server.serve("figures", || prometheus(&tenants.status())) {
+        eprintln!("tombolo accel: metrics ended: {err}");
+    }
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use anyhow::{Context, Result, bail};
 /// The NFS server's port on the host's loopback address.
 pub const NFS_PORT: u16 = 20499;
 
-/// QEMU 7.2's own virtiofsd; later ones, in Rust, have other options.
+/// QEMU 7.2's own virtiofsd; later ones, in Rust, have other options, and may have a link here.
 const C_VIRTIOFSD: &str = "/usr/lib/qemu/virtiofsd";
 
 /// A server's program, its version for the results file, and its processes, which end when this is dropped.

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Any bytes as a frame: what checks, cuts and sums them neither panics nor writes where it shouldn't.
+//! Any bytes as a frame: what describes, checks, cuts and sums it neither panics nor contradicts itself.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use tombolo_net::frame::{GSO_NONE, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::headers::{Headers, LOOK, Part};
 use tombolo_net::policy::{Policy, Vlan};
 use tombolo_net::{lane, offload, spoof};
 
-fuzz_target!(|input: ([u8; 12], bool, Vec<u8>)| {
-    let (header, trunk, mut frame) = input;
+fuzz_target!(|input: ([u8; 12], bool, u16, Vec<u8>)| {
+    let (header, trunk, more, mut frame) = input;
     let header = NetHeader::parse(&header);
     let policy = Policy {
         macs: vec![Mac([2, 0, 0, 0, 0, 1])],
@@ -17,25 +18,41 @@ fuzz_target!(|input: ([u8; 12], bool, Vec<u8>)| {
         vlan: if trunk { Vlan::Trunk { vlans: vec![5], native: Some(7) } } else { Vlan::Access(5) },
         ..Policy::default()
     };
-    let head = &frame[..frame.len().min(spoof::DEEP)];
-    let _verdict = spoof::check(&policy, head);
-    if let Some(lane) = lane::enter(&policy, head) {
+    let head = &frame[..frame.len().min(LOOK)];
+    // A frame that goes on out of sight is described by the same bytes.
+    let long = Headers::parse(head, frame.len() as u32 + u32::from(more));
+    if long.is_ip() {
+        assert!(u32::from(long.l4) <= long.end && long.end <= frame.len() as u32 + u32::from(more));
+    }
+    let headers = Headers::parse(head, frame.len() as u32);
+    let allowed = spoof::check(&policy, &headers, head).is_ok();
+    if headers.is_ip() {
+        assert!(u32::from(headers.l4) <= headers.end && headers.end <= frame.len() as u32);
+        // What is behind the packet's end changes nothing.
+        let end = headers.end as usize;
+        let same = Headers::parse(&frame[..end.min(LOOK)], headers.end);
+        assert_eq!(same, headers);
+        assert_eq!(spoof::check(&policy, &same, &frame[..end.min(LOOK)]).is_ok(), allowed);
+    }
+    if let Some(lane) = lane::enter(&policy, &headers) {
+        assert!(headers.tags <= 1);
         let _edit = lane::leave(&policy, lane);
     }
-    if frame.len() < 14 || !offload::is_valid(&header, frame.len() as u32) {
-        return;
-    }
+    let Some((header, layers)) = offload::wanted(&header, &headers, head, frame.len() as u32) else { return };
     if header.gso_type != GSO_NONE {
         let mut out = vec![0; 65_600];
-        if let Some(n) = offload::segments(&frame, &header) {
-            for i in 0..n {
-                let len = offload::segment(&frame, &header, i, &mut out).expect("as many as were said");
-                assert!(len <= frame.len());
-            }
-            assert_eq!(offload::segment(&frame, &header, n, &mut out), None);
+        let n = offload::segments(&frame, &header, &layers);
+        for i in 0..n {
+            let len = offload::segment(&frame, &header, &layers, i, &mut out).expect("as many as were said");
+            assert!(len <= frame.len());
         }
-    }
-    if header.flags & NEEDS_CSUM != 0 {
-        offload::checksum(&mut frame, &header);
+        assert_eq!(offload::segment(&frame, &header, &layers, n, &mut out), None);
+    } else if header.flags & NEEDS_CSUM != 0 {
+        assert!(headers.part == Part::Whole);
+        let before = frame.clone();
+        offload::checksum(&mut frame, &layers);
+        let at = usize::from(header.csum_start + header.csum_offset);
+        assert_eq!((&before[..at], &before[at + 2..]), (&frame[..at], &frame[at + 2..]));
+        assert_eq!(Headers::parse(&frame[..frame.len().min(LOOK)], frame.len() as u32), headers);
     }
 });

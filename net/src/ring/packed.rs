@@ -96,7 +96,7 @@ impl PackedRing {
         let desc = area(mem, "descriptor", at.desc, 16 * u64::from(size), 16)?;
         let driver_event = area(mem, "driver event", at.avail, 4, 4)?;
         let device_event = area(mem, "device event", at.used, 4, 4)?;
-        let mut ring = Self {
+        Ok(Self {
             desc,
             driver_event,
             device_event,
@@ -109,32 +109,57 @@ impl PackedRing {
             shadow: [(0, 0, 0); WINDOW],
             shadowed: 0,
             signalled: None,
-        };
-        if let Some(found) = ring.contradiction() {
+        })
+    }
+
+    /// The same with a base that a front-end told a switch that hasn't seen the ring before. A front-end that keeps no
+    /// in-flight state (QEMU's virtio-net) knows only an old place after a crash of the switch: if the ring contradicts
+    /// it, the place is the one that the ring shows.
+    ///
+    /// # Errors
+    /// As [`PackedRing::new`].
+    pub fn told(
+        mem: &GuestMemory,
+        at: RingAddress,
+        size: u16,
+        base: u32,
+        features: RingFeatures,
+    ) -> Result<Self, RingError> {
+        let mut ring = Self::new(mem, at, size, base, features)?;
+        if let Some(found) = ring.shown().filter(|_| ring.contradicts(ring.used)) {
             (ring.next, ring.used, ring.published) = (found, found, found);
         }
         Ok(ring)
     }
 
-    /// Where the ring itself says that the device is, if what it was told can't be: a front-end that keeps no in-flight
-    /// state (QEMU's virtio-net) knows only an old place after a crash of the switch.
-    ///
-    /// In lap `w` the entries before the device's place have the used flag at `w`, those from there on at `!w`. This is
-    /// so for entries that are chains of their own (as Linux drivers make them); rings with longer chains say nothing.
-    fn contradiction(&self) -> Option<Place> {
-        let used = |i: u16| self.flags(i).load(Ordering::Acquire) & USED != 0;
-        let Place { index, wrap } = self.used;
-        let first = used(0);
-        if used(index) != wrap && used(self.size - 1) != wrap && (index == 0 || first == wrap) {
-            return None;
+    /// The available and the used flag of an entry.
+    fn state(&self, index: u16) -> (bool, bool) {
+        let flags = self.flags(index).load(Ordering::Acquire);
+        (flags & AVAIL != 0, flags & USED != 0)
+    }
+
+    /// Can't the device be at `place`? In lap `w` an entry before it is not still as lap `!w` left it used, and one from
+    /// there on not yet used in `w`. Entries within longer chains only ever have the flags that the driver gave them,
+    /// so they look available and say nothing. If all entries do, a driver that gave all of them to the device shows
+    /// its place, which is where one lap's flags end and the next lap's begin.
+    fn contradicts(&self, place: Place) -> bool {
+        let used_in = |i: u16, lap: bool| self.state(i) == (lap, lap);
+        if (0..self.size).all(|i| !used_in(i, true) && !used_in(i, false)) {
+            return self.shown().is_some_and(|shown| shown != place);
         }
-        let flip = (1..self.size).find(|i| used(*i) != first);
-        match flip {
-            None => Some(Place { index: 0, wrap: !first }),
-            Some(index) => {
-                (index..self.size).all(|i| used(i) != first).then_some(Place { index, wrap: first })
-            }
-        }
+        (0..place.index).any(|i| used_in(i, !place.wrap))
+            || (place.index..self.size).any(|i| used_in(i, place.wrap))
+    }
+
+    /// Where the used flags say that the device is, if every entry is a chain of its own (as Linux drivers make them):
+    /// in lap `w` those before its place have them at `w`, those from there on at `!w`. Else nothing.
+    fn shown(&self) -> Option<Place> {
+        let (_, first) = self.state(0);
+        let place = match (1..self.size).find(|i| self.state(*i).1 != first) {
+            None => Place { index: 0, wrap: !first },
+            Some(index) => Place { index, wrap: first },
+        };
+        (place.index..self.size).all(|i| self.state(i).1 != place.wrap).then_some(place)
     }
 
     /// A ring that goes on where a predecessor was that did the batch from `old` to `new` last: at `new` if the driver

@@ -2,6 +2,10 @@
 //! What the tests share: guests on a switch.
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
+#[path = "../../../zone/tests/common/namespace.rs"]
+pub mod namespace;
+#[path = "../../../zone/tests/common/never.rs"]
+pub mod never;
 pub mod program;
 
 use std::sync::Arc;

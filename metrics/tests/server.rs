@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The server with its peers: fast, slow, silent and broken ones.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use tombolo_metrics::{MOST, PATIENCE, Place, Server, Stop};
+
+/// A server with its thread.
+struct Running {
+    place: Place,
+    stop: Stop,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    fn at(place: &Place, text: &'static str, times: usize) -> Self {
+        let server = Server::bind(place).unwrap();
+        let (place, stop) = (server.place().unwrap(), server.stop().unwrap());
+        let thread = std::thread::spawn(move || server.serve("figures", || text.repeat(times)).unwrap());
+        Self { place, stop, thread: Some(thread) }
+    }
+
+    fn new() -> Self {
+        Self::at(&"127.0.0.1:0".parse().unwrap(), "up 1\n", 1)
+    }
+
+    fn connect(&self) -> TcpStream {
+        let Place::Tcp(address) = self.place else { panic!("{}", self.place) };
+        TcpStream::connect(address).unwrap()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop.now();
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+fn answer(mut stream: impl Read) -> String {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
+}
+
+#[test]
+fn a_request_in_several_segments_or_with_a_query_gets_the_figures() {
+    let server = Running::new();
+    let whole = "GET /metrics?a=b HTTP/1.1\r\nHost: here\r\n\r\n";
+    let mut stream = server.connect();
+    stream.set_nodelay(true).unwrap();
+    for byte in whole.as_bytes() {
+        stream.write_all(&[*byte]).unwrap();
+    }
+    let text = answer(stream);
+    assert!(text.starts_with("HTTP/1.1 200 OK\r\n") && text.ends_with("\r\n\r\nup 1\n"), "{text}");
+    assert!(text.contains("Content-Length: 5\r\n"), "{text}");
+}
+
+#[test]
+fn what_is_not_there_or_no_request_is_said_so() {
+    let server = Running::new();
+    for (line, status) in [
+        ("GET /other HTTP/1.1", "404 Not Found"),
+        ("DELETE /metrics HTTP/1.1", "405 Method Not Allowed"),
+        ("hello", "400 Bad Request"),
+    ] {
+        let mut stream = server.connect();
+        write!(stream, "{line}\r\n\r\n").unwrap();
+        let text = answer(stream);
+        assert!(text.starts_with(&format!("HTTP/1.1 {status}\r\n")), "{line}: {text}");
+    }
+    let mut stream = server.connect();
+    stream.write_all(b"HEAD /metrics HTTP/1.1\r\n\r\n").unwrap();
+    let text = answer(stream);
+    assert!(text.contains("Content-Length: 5\r\n") && text.ends_with("\r\n\r\n"), "{text}");
+}
+
+#[test]
+fn peers_that_say_nothing_or_take_no_answer_hold_up_no_scrape() {
+    // An answer that fits into no socket's buffer.
+    let server = Running::at(&"127.0.0.1:0".parse().unwrap(), "long 1\n", 1 << 20);
+    let silent: Vec<_> = (0..4 * MOST).map(|_| server.connect()).collect();
+    let deaf: Vec<_> = (0..4)
+        .map(|_| {
+            let mut stream = server.connect();
+            stream.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+            stream
+        })
+        .collect();
+    let begun = Instant::now();
+    let mut stream = server.connect();
+    stream.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    assert!(answer(stream).len() > 7 << 20);
+    assert!(begun.elapsed() < PATIENCE, "{:?}", begun.elapsed());
+    drop((silent, deaf));
+}
+
+#[test]
+fn a_unix_socket_hands_out_the_figures_and_goes_with_the_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics");
+    let place: Place = path.to_str().unwrap().parse().unwrap();
+    let ask = |path: &Path| {
+        let mut stream = UnixStream::connect(path).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        answer(stream)
+    };
+    // A server that was killed leaves its socket, which the next one replaces.
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    let server = Running::at(&place, "up 1\n", 1);
+    assert!(ask(&path).ends_with("up 1\n"));
+    assert!(Server::bind(&place).is_err(), "two servers at one socket");
+    assert!(ask(&path).ends_with("up 1\n"));
+    drop(server);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_place_is_an_address_or_an_absolute_path() {
+    for text in ["127.0.0.1:9127", "[::1]:9127", "/run/tombolo/metrics.sock"] {
+        assert_eq!(text.parse::<Place>().unwrap().to_string(), text);
+    }
+    for text in ["metrics.sock", "127.0.0.1", ""] {
+        assert!(text.parse::<Place>().unwrap_err().contains("nor an absolute path"), "{text}");
+    }
+}

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Front-ends that try to hold the switch up, and the sandboxed program that must go on for the others.
+
+mod common;
+
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use common::namespace::alone;
+use common::never::Never;
+use common::program::Switch;
+use common::{Rig, frame, wait_for};
+use tombolo_net::control::{Request, ask};
+use tombolo_net::driver::{Nic, NicConfig};
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
+use vmm_sys_util::eventfd::EventFd;
+
+/// Where the second region lies in guest and front-end.
+const SECOND: u64 = 0x7000_0000_0000;
+
+impl Switch {
+    /// One more port, for the guest that owns [`Rig::mac`] of `n`, and the guest.
+    fn another(&self, n: usize) -> Nic {
+        let socket = self.dir.path().join(format!("vm{n}"));
+        let port = serde_json::json!({ "name": format!("vm{n}"), "socket": socket, "macs": [Rig::mac(n)] });
+        let port = serde_json::from_value(port).unwrap();
+        ask(&self.control(), &Request::Add { port }).unwrap();
+        let mut nic = Nic::new(NicConfig::default()).unwrap();
+        nic.connect(&socket).unwrap();
+        nic
+    }
+}
+
+/// Shares `file` as one more region of `nic`'s memory.
+fn share(nic: &mut Nic, file: &File, size: u64) {
+    let region = VhostUserMemoryRegionInfo {
+        guest_phys_addr: SECOND,
+        memory_size: size,
+        userspace_addr: SECOND,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    nic.front().unwrap().add_mem_region(&region).unwrap();
+}
+
+/// Makes a frame available that lies in the second region.
+fn send_from_there(nic: &mut Nic) {
+    nic.tx.add(&nic.ram, &[(SECOND, 100)], false, None).unwrap();
+    nic.kicks[1].raise();
+}
+
+fn exchange(from: &mut Nic, to: &mut Nic, n: u8) {
+    let sent = frame(Rig::mac(2), Rig::mac(1), 100, n);
+    assert!(from.send(&sent));
+    assert_eq!(wait_for("a frame between others", || to.receive()).1, sent);
+}
+
+#[test]
+fn pages_that_never_come_stop_only_the_port_that_handed_them_over() {
+    alone("pages_that_never_come_stop_only_the_port_that_handed_them_over", || {
+        let switch = Switch::start(0, &[]);
+        let (mut b, mut c) = (switch.another(1), switch.another(2));
+        let mut hostile = switch.guest(0);
+        // Ends first, so that a switch that waits for a page can be killed.
+        let never = Never::new(1 << 20);
+        share(&mut hostile, &never.open(), 1 << 20);
+        exchange(&mut b, &mut c, 1);
+        send_from_there(&mut hostile);
+        wait_for("the stop of its port", || switch.log().contains("port is stopped").then_some(()));
+        exchange(&mut b, &mut c, 2);
+        assert!(switch.log().contains("is a file that is no memory"), "{}", switch.log());
+    });
+}
+
+#[test]
+fn memory_is_taken_from_memfds_sealed_or_not_and_from_files_in_dev_shm() {
+    let switch = Switch::start(0, &[]);
+    let mut c = switch.another(2);
+    // SAFETY: new descriptors of our own.
+    let memfd = || unsafe {
+        File::from_raw_fd(libc::memfd_create(c"ram".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING))
+    };
+    let sealed = memfd();
+    sealed.set_len(1 << 20).unwrap();
+    // SAFETY: a descriptor of our own.
+    assert_eq!(unsafe { libc::fcntl(sealed.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) }, 0);
+    let (open, shm) = (memfd(), tempfile::tempfile_in("/dev/shm").unwrap());
+    for (n, file) in [sealed, open, shm].into_iter().enumerate() {
+        file.set_len(1 << 20).unwrap();
+        let sent = frame(Rig::mac(2), Rig::mac(0), 88, n as u8);
+        std::os::unix::fs::FileExt::write_all_at(&file, &[&[0; 12], &sent[..]].concat(), 0).unwrap();
+        let mut guest = switch.guest(0);
+        share(&mut guest, &file, 1 << 20);
+        send_from_there(&mut guest);
+        assert_eq!(wait_for("the frame", || c.receive()).1, sent);
+    }
+}
+
+#[test]
+fn memory_that_is_cut_short_later_stops_only_its_port() {
+    let switch = Switch::start(0, &[]);
+    let (mut b, mut c) = (switch.another(1), switch.another(2));
+    let mut hostile = switch.guest(0);
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(1 << 20).unwrap();
+    share(&mut hostile, &file, 1 << 20);
+    file.set_len(0).unwrap();
+    send_from_there(&mut hostile);
+    wait_for("the stop of its port", || switch.log().contains("took its memory away").then_some(()));
+    exchange(&mut b, &mut c, 1);
+}
+
+/// Tells the switch to end, and waits until it has.
+fn ends(mut switch: Switch) {
+    // SAFETY: a signal to a child that was not waited for.
+    assert_eq!(unsafe { libc::kill(switch.child.id() as i32, libc::SIGTERM) }, 0);
+    let status = wait_for("the end", || switch.child.try_wait().unwrap());
+    assert!(status.success(), "{status}: {}", switch.log());
+}
+
+#[test]
+fn a_front_end_that_stops_in_the_middle_of_a_message_holds_up_neither_its_removal_nor_the_end() {
+    let switch = Switch::start(0, &[]);
+    let silent = |n: usize| {
+        let socket = switch.dir.path().join(format!("silent{n}"));
+        let port =
+            serde_json::json!({ "name": format!("silent{n}"), "socket": socket, "macs": [Rig::mac(n)] });
+        let port = serde_json::from_value(port).unwrap();
+        ask(&switch.control(), &Request::Add { port }).unwrap();
+        let mut stream = UnixStream::connect(socket).unwrap();
+        stream.write_all(&[1, 0, 0, 0]).unwrap();
+        wait_for("its connection", || {
+            (switch.port(&format!("silent{n}"))?["connected"] == true).then_some(())
+        });
+        stream
+    };
+    let mut removed = silent(1);
+    ask(&switch.control(), &Request::Remove { name: "silent1".into() }).unwrap();
+    assert_eq!(removed.read(&mut [0]).unwrap(), 0);
+    let mut ended = silent(2);
+    ends(switch);
+    assert_eq!(ended.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn a_front_end_that_takes_no_answers_holds_up_neither_its_removal_nor_the_end() {
+    let switch = Switch::start(0, &[]);
+    let mut stream = UnixStream::connect(switch.dir.path().join("vm")).unwrap();
+    stream.set_nonblocking(true).unwrap();
+    // GET_FEATURES, until the switch waits for room for its answers and reads no more.
+    let question = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
+    wait_for("a switch that reads no more", || match stream.write_all(&question) {
+        Ok(()) => None,
+        Err(err) => (err.kind() == ErrorKind::WouldBlock).then_some(()),
+    });
+    ask(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
+    ends(switch);
+}
+
+#[test]
+fn a_descriptor_whose_close_never_ends_holds_up_neither_its_removal_nor_other_ports() {
+    alone("a_descriptor_whose_close_never_ends_holds_up_neither_its_removal_nor_other_ports", || {
+        let switch = Switch::start(0, &[]);
+        let (mut b, mut c) = (switch.another(1), switch.another(2));
+        let mut hostile = switch.guest(0);
+        let never = Never::not_even_closed(1 << 20);
+        // SAFETY: a descriptor of our own, handed over.
+        let call = unsafe { EventFd::from_raw_fd(never.open().into_raw_fd()) };
+        let call = Arc::new(call);
+        // It is no eventfd: the switch closes it, and waits for the file system, before it says no.
+        let sent = call.clone();
+        let asked = std::thread::spawn(move || hostile.front().unwrap().set_vring_call(0, &sent).is_err());
+        wait_for("the close", || never.is_closing().then_some(()));
+        exchange(&mut b, &mut c, 1);
+        ask(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
+        assert!(switch.port("vm").is_none());
+        exchange(&mut b, &mut c, 2);
+        drop(never);
+        assert!(asked.join().unwrap());
+    });
+}
