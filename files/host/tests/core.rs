@@ -611,6 +611,23 @@ fn what_a_member_makes_counts_for_its_account_whoever_fills_and_removes_it() {
 }
 
 #[test]
+fn a_grant_to_a_member_that_is_there_holds_at_once_for_what_it_makes() {
+    let (area, open) = zone();
+    let (host, tenant) = (open(0), open(5));
+    let before = file(&tenant, "before");
+    host.grant(5, "tenant", 100, 2, 0).expect("grant");
+    let wrote = tenant.pwrite(file(&tenant, "after"), &[1; 200 * 4096], 0, false).expect("as far as it goes");
+    assert!(wrote <= 100 * 4096, "{wrote}");
+    assert_eq!(tenant.create(ROOT, Some(b"more"), &Create::mode(REG)), Err(Errno::DQUOT));
+    assert_eq!(tenant.statfs().blocks, 100);
+    assert_eq!(tenant.pwrite(before, &[1; 200 * 4096], 0, false), Ok(200 * 4096), "made before the grant");
+    host.grant(5, "tenant", 0, 0, 0).expect("grant without limits");
+    file(&tenant, "free");
+    drop((host, tenant));
+    assert_clean(&area);
+}
+
+#[test]
 fn fsck_counts_accounts_anew() {
     let (host, tenant, area) = with_grant(100, 4);
     tenant.pwrite(file(&tenant, "f"), &[1; 4096], 0, false).expect("write");
