@@ -341,6 +341,9 @@ impl Service for Server {
         if let Some(metrics) = &self.spec.metrics {
             command.args(["--metrics", &metrics.to_string()]);
         }
+        if self.spec.unconfined {
+            command.arg("--unconfined");
+        }
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
         child::tie(&mut command, &[]);
         Ok((Guarded::spawn(&mut command)?, Peer::new(ours)))

@@ -485,5 +485,5 @@ fn mount_zone(machine: &Machine, name: &str, zone: &HostZone, zone_use: &ZoneUse
     let vm = machine.name();
     let member = zone.slot(vm).with_context(|| format!("the VM '{vm}' is no member of the zone any more"))?;
     let source = Source { uuid: zone.uuid(), member };
-    mount::mount(machine, name, &source, path, zone_use.rights == Rights::ReadOnly)
+    mount::mount(machine, name, &source, path, zone_use.rights == Rights::ReadOnly, &zone_use.options)
 }
