@@ -32,28 +32,30 @@ pub fn run(mib: u64, lockers: u64, seconds: u64) -> Result<String, String> {
         }
         Ok(())
     };
-    let (appends, slowest) = std::thread::scope(|scope| {
+    let (appends, slowest, passed) = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..lockers).map(|who| scope.spawn(move || lock_on(who))).collect();
-        let (mut appends, mut slowest) = (0u64, Duration::ZERO);
+        let (mut appends, mut slowest, mut passed) = (0u64, Duration::ZERO, 0);
         let end = Instant::now() + Duration::from_secs(seconds);
         let mut result = Ok(());
         while Instant::now() < end && result.is_ok() {
-            let since = Instant::now();
+            let (since, before) = (Instant::now(), locked.load(Ordering::Relaxed));
             result = fs.append(file, &[1; 4096], false).map(|_| ()).map_err(|e| format!("append: {e}"));
             slowest = slowest.max(since.elapsed());
+            passed += locked.load(Ordering::Relaxed) - before;
             appends += 1;
             std::thread::sleep(PAUSE);
         }
         stop.store(true, Ordering::Relaxed);
         let joined =
             threads.into_iter().map(|t| t.join().unwrap_or_else(|_| Err("a locker panicked".into())));
-        joined.chain([result]).collect::<Result<(), String>>().map(|()| (appends, slowest))
+        joined.chain([result]).collect::<Result<(), String>>().map(|()| (appends, slowest, passed))
     })?;
     drop(fs);
     zone.check()?;
     Ok(format!(
-        "{lockers} lockers: {appends} appends in {seconds} s, the slowest {} ms; {} locks, the slowest {} ms",
+        "{lockers} lockers: {appends} appends in {seconds} s, the slowest {} ms, {} locks of others during one; {} locks, the slowest {} ms",
         slowest.as_millis(),
+        passed / appends.max(1),
         locked.load(Ordering::Relaxed),
         longest.load(Ordering::Relaxed) / 1_000_000
     ))
