@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use tombolo_metrics::Place;
 
+use crate::access::Access;
 use crate::endpoint::Role;
 use crate::frame::Mac;
 use crate::limit::Rate;
@@ -39,6 +40,10 @@ pub struct SwitchConfig {
     pub budget: u32,
     /// Where the control socket is made; none: no control.
     pub control: Option<PathBuf>,
+    /// Who may connect to ports that say nothing else.
+    pub access: Access,
+    /// The user as which a switch that root runs goes on; none: `tombolo` if there is that user, otherwise `nobody`.
+    pub user: Option<String>,
     /// Where Prometheus finds the counters, over HTTP.
     pub metrics: Option<Place>,
     /// Give up all privileges once started.
@@ -53,6 +58,8 @@ impl Default for SwitchConfig {
             poll_us: 50,
             budget: 0,
             control: None,
+            access: Access::default(),
+            user: None,
             metrics: None,
             sandbox: true,
         }
@@ -78,6 +85,9 @@ pub struct PortConfig {
     /// Who listens there.
     #[serde(default)]
     pub role: Role,
+    /// Who may connect there; none: as the switch's configuration says.
+    #[serde(default)]
+    pub access: Option<Access>,
     /// The MACs that it owns.
     pub macs: Vec<Mac>,
     /// Queue pairs that the guest may use.

@@ -21,8 +21,10 @@
 //! - [`config`] what a user says; [`daemon`] the running whole; [`cli`] and [`control`] the ways to talk to it;
 //!   [`metrics`] counters for Prometheus, [`top`] for people; [`capture`] frames for Wireshark; [`sandbox`] what is given up
 //! - [`mod@bench`] the switch beside its peers; [`soak`] every frame accounted for
+//! - [`keeper`] the part that keeps the rights to open things, at the other end of a [`link`]; [`access`] who may connect
 //! - [`event`] eventfds; [`cpu`] prefetching; [`driver`] the guest's side, for tests and the bench
 
+pub mod access;
 pub mod balance;
 pub mod bench;
 pub mod capture;
@@ -46,8 +48,10 @@ pub mod frame;
 pub mod headers;
 pub mod held;
 pub mod inflight;
+mod keeper;
 pub mod lane;
 pub mod limit;
+mod link;
 pub mod memory;
 pub mod metrics;
 pub mod offload;
