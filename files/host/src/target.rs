@@ -6,6 +6,7 @@ use std::io::{Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
@@ -13,7 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::FlockOperation;
 use tombolo_zone::doorbell::Bell;
 use tombolo_zone::pci::{self, Registers};
-use tombolo_zone::{AreaType, MemberId, Membership, Rights, Role, Zone};
+use tombolo_zone::{AreaType, MemberId, MemberState, Membership, Rights, Role, Zone};
 
 use crate::area::{Area, Map, Seat, open_backing};
 use crate::fs::Ringer;
@@ -262,17 +263,53 @@ impl Target {
         Ok(!self.alive()?.is_empty())
     }
 
-    /// Refuses when someone lives in the zone.
-    pub fn require_unused(&self, what: &str) -> anyhow::Result<()> {
+    /// Who has the file system mounted. A VM that lives but has unmounted is none of them; one that may only read always is, since it can't say.
+    fn users(&self, readers: bool) -> anyhow::Result<Vec<String>> {
+        let Kind::Zone { zone, .. } = &self.kind else { return self.alive() };
+        let uses = |m: &tombolo_zone::Member| {
+            let joined = matches!(m.state, MemberState::Active | MemberState::Damaged);
+            m.alive && joined && (readers || m.rights != Rights::READ_ONLY)
+        };
+        Ok(zone.members()?.into_iter().filter(uses).map(|m| m.name).collect())
+    }
+
+    /// Refuses when someone has the file system mounted; with `force` members that may only read don't matter.
+    pub fn require_unused(&self, what: &str, force: bool) -> anyhow::Result<()> {
+        let users = self.users(!force)?;
+        if !users.is_empty() {
+            bail!(
+                "{}: in use by {}; unmount there first (tombolo zone inspect shows who is in it), then {what} again; members that may only read count \
+                 as users unless --force is given",
+                self.path.display(),
+                users.join(", ")
+            );
+        }
+        Ok(())
+    }
+
+    /// Refuses when someone could mount the file system at any moment.
+    pub fn require_nobody(&self, what: &str) -> anyhow::Result<()> {
         let alive = self.alive()?;
         if !alive.is_empty() {
             bail!(
-                "{}: in use by {}; unmount there first (tombolo zone inspect shows who is in it), then {what} again",
+                "{}: {} could mount it at any moment; have them leave the zone first, then {what} again",
                 self.path.display(),
                 alive.join(", ")
             );
         }
         Ok(())
+    }
+
+    /// Takes the file system away, so that nobody mounts it from now on, unless someone has it mounted: then it is as it was.
+    pub fn retire(&self, what: &str, force: bool) -> anyhow::Result<()> {
+        self.require_unused(what, force)?;
+        let area = self.area()?;
+        let magic = area.word(0).unwrap_or_default();
+        let store = |magic| area.store_word(0, magic).then_some(()).context("the area can't be written");
+        store(0)?;
+        // Whoever mounts says so in the member table before it looks for a file system: it is seen here, or finds none.
+        fence(Ordering::SeqCst);
+        self.require_unused(what, force).or_else(|used| store(magic).and(Err(used)))
     }
 
     /// Becomes a member, `name` where that is free to choose, and gives the area as this member sees it. A file without a zone has no members: whoever uses it is alone

@@ -548,10 +548,11 @@ fn an_image_goes_back_into_another_area_and_a_damaged_one_is_refused() {
     let image = Area::whole(Map::new(&image, 16 << 20, true).expect("map")).expect("area");
 
     let small = area(8);
-    let said = snapshot::restore(&image, &small, &mut |_, _, _| {}).expect_err("too small").to_string();
+    let said =
+        snapshot::restore(&image, &small, || Ok(()), &mut |_, _, _| {}).expect_err("too small").to_string();
     assert!(said.contains("16 MiB"), "{said}");
     let larger = area(32);
-    snapshot::restore(&image, &larger, &mut |_, _, _| {}).expect("restore");
+    snapshot::restore(&image, &larger, || Ok(()), &mut |_, _, _| {}).expect("restore");
     assert_clean(&larger);
     let b = Filesystem::open(larger.clone()).expect("open");
     let mut buf = [0; 8];
@@ -563,7 +564,8 @@ fn an_image_goes_back_into_another_area_and_a_damaged_one_is_refused() {
     let node = (root & ((1 << 48) - 1)) * BLOCK;
     assert!(image.store_word(node, !0));
     let before = larger.block(0);
-    let said = snapshot::restore(&image, &larger, &mut |_, _, _| {}).expect_err("damaged").to_string();
+    let said =
+        snapshot::restore(&image, &larger, || Ok(()), &mut |_, _, _| {}).expect_err("damaged").to_string();
     assert!(said.contains("damaged"), "{said}");
     assert_eq!(larger.block(0), before);
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use tempfile::TempDir;
-use tombolo_zone::{Backing, Zone, ZoneConfig};
+use tombolo_zone::{Backing, Rights, Role, Zone, ZoneConfig};
 
 fn files(args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"));
@@ -627,6 +627,42 @@ fn a_file_system_can_be_mounted_again_as_soon_as_it_is_unmounted() {
     }
     let out = files(&["fsck", "-n", &alone.image]);
     assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stdout));
+}
+
+/// As a project holds its VMs: alive from before they mount until after they unmount.
+#[test]
+fn an_image_comes_back_into_a_zone_whose_vms_live_but_have_unmounted_it() {
+    let dir = TempDir::new().expect("a directory");
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let (zone, image) = (path("zone"), path("image"));
+    let config = ZoneConfig::new("rig", 32 << 20).backing(Backing::File(zone.clone().into()));
+    let owner = Zone::create(&config).expect("a zone");
+    must(&["mkfs", &zone]);
+    must(&["snapshot", &zone, &image]);
+    let vm = owner.invite("one", Role::Vm, Rights::READ_WRITE).expect("a slot");
+    let reader = owner.invite("reader", Role::Vm, Rights::READ_ONLY).expect("a slot");
+    let _alive = (owner.hold(vm).expect("alive"), owner.hold(reader).expect("alive"));
+
+    let restore = |force: bool| {
+        let force: &[&str] = if force { &["--force"] } else { &[] };
+        files(&[&["restore"], force, &[&image, &zone]].concat())
+    };
+    let refused = |out: Output, why: &str| {
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(!out.status.success() && said.contains(why), "{said}");
+    };
+    owner.activate(vm).expect("what its kernel does when it mounts");
+    refused(restore(true), "in use by one");
+    owner.declare_dead(vm).expect("its end");
+    let vm = owner.invite("two", Role::Vm, Rights::READ_WRITE).expect("a slot");
+    let _two = owner.hold(vm).expect("alive");
+    assert!(restore(true).status.success());
+    owner.activate(reader).expect("what the host does for a VM that may only read");
+    refused(restore(false), "in use by reader");
+    assert!(restore(true).status.success());
+    must(&["grant", &zone, "two", "--bytes", "1M"]);
+    refused(restore(true), "granted to two");
+    refused(files(&["fsck", "-y", &zone]), "could mount it");
 }
 
 #[test]
