@@ -312,6 +312,42 @@ fn children(pid: u32) -> Vec<(u32, char)> {
     found
 }
 
+/// The effective and the permitted capabilities, and those that a program may get.
+fn capabilities(pid: u32) -> Vec<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
+    let of = |set: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(set)).expect("a set");
+        u64::from_str_radix(line.trim(), 16).expect("bits")
+    };
+    ["CapEff:", "CapPrm:", "CapBnd:"].map(of).to_vec()
+}
+
+#[test]
+fn a_worker_has_no_capability_and_a_server_only_those_that_it_uses() {
+    for user in users() {
+        let server = Server::start(*user, "capabilities", &[]);
+        let client = server.client();
+        ping(&client);
+        let worker = server.tenants()[0].pid;
+        let status = std::fs::read_to_string(format!("/proc/{worker}/status")).expect("it lives");
+        assert!(status.contains("NoNewPrivs:\t1") && status.contains("Seccomp:\t2"), "{status}");
+        let adjusted = std::fs::read_to_string(format!("/proc/{worker}/oom_score_adj")).expect("it lives");
+        assert_eq!(adjusted.trim(), "1000");
+        assert_eq!(capabilities(worker), [0, 0, 0]);
+        // Loading modules, raw devices, rebooting, setting the clock, making nodes: none of a server's business.
+        let others = 1 << 16 | 1 << 17 | 1 << 22 | 1 << 25 | 1 << 27;
+        let server_has = capabilities(server.child.id());
+        assert_eq!((server_has[0] & others, server_has[1] & others), (0, 0), "{server_has:x?}");
+        if is_root() && *user == User::Own {
+            assert_eq!(server_has[2] & others, 0, "{server_has:x?}");
+            let uids = status.lines().find(|line| line.starts_with("Uid:")).expect("ids");
+            let own = format!("{}", 0x7000_0000_u32 + worker);
+            assert!(uids.split_whitespace().skip(1).all(|uid| uid == own), "{uids}");
+        }
+        server.end();
+    }
+}
+
 fn lives(pid: u32) -> bool {
     Path::new(&format!("/proc/{pid}")).exists()
 }
