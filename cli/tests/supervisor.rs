@@ -2,6 +2,7 @@
 //! What the supervisor does in trouble: no guests, a stand-in for QEMU (`fake-qemu`).
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::{PermissionsExt, symlink};
 
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -261,5 +262,73 @@ fn a_down_that_is_interrupted_says_that_it_goes_on_and_does() {
     reader.read_to_string(&mut rest).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130), "{rest}");
     assert!(rest.contains("the supervisor goes on with it"), "{rest}");
+    lab.assert_nothing_left();
+}
+
+/// Waits until the VM has rebooted once and is up again.
+fn reboot(lab: &Lab) {
+    signal(qemu(lab), "USR1");
+    until("the guest does not come back", || {
+        let vm = lab.ps()["vms"][0].clone();
+        vm["reboots"] == 1 && vm["state"] == "up"
+    });
+}
+
+#[test]
+fn a_full_folder_stops_no_console_and_no_reboot() {
+    let lab = lab(&[], "");
+    lab.good(&["up"]);
+    let folder = std::fs::read_dir(lab.dir.path().join("tombolo")).unwrap().next().unwrap().unwrap().path();
+    lab.good(&["down"]);
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o700)).unwrap();
+    for log in ["supervisor.log", "supervisor.panic", "a.console", "a.qemu"] {
+        symlink("/dev/full", folder.join(log)).unwrap();
+    }
+    lab.good(&["up"]);
+    let (mut child, mut reader) = console(&lab);
+    let mut line = String::new();
+    signal(qemu(&lab), "USR2");
+    reader.read_line(&mut line).unwrap();
+    assert!(line.contains("next words"), "{line}");
+    reboot(&lab);
+    reader.read_line(&mut line).unwrap();
+    assert!(line.ends_with("first words\r\n"), "{line}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_running_project_outlasts_the_replacement_of_its_program() {
+    let lab = lab(&[], "zones = { z = {} }\n[zone.files]\nsize = \"16M\"\nfiles = true\n");
+    let program = lab.dir.path().join("tombolo-installed");
+    std::fs::copy(env!("CARGO_BIN_EXE_tombolo"), &program).unwrap();
+    let mut up = Command::new(&program);
+    up.arg("up").current_dir(lab.dir.path()).env("XDG_RUNTIME_DIR", lab.dir.path());
+    up.env("TOMBOLO_VM_ACCEL", "tcg").stdin(Stdio::null());
+    let output = up.output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    std::fs::remove_file(&program).unwrap();
+    // Both have the supervisor run its own program: what is granted in a zone with files is written by it.
+    lab.good(&["zone", "attach", "files", "a"]);
+    reboot(&lab);
+    assert_eq!(lab.ps()["vms"][0]["zones"], serde_json::json!(["files", "z"]));
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_zone_file_that_somebody_cuts_short_takes_no_supervisor_and_no_other_vm_along() {
+    let lab = lab(&[], "zones = { kept = {} }\n[zone.kept]\nsize = \"16M\"\nbacking = \"./kept.zone\"\n");
+    lab.good(&["up"]);
+    let before = (supervisor(&lab), qemu(&lab));
+    let zone = lab.dir.path().join("kept.zone");
+    std::fs::OpenOptions::new().write(true).open(&zone).unwrap().set_len(4096).unwrap();
+    until("nobody tells", || lab.ps()["zones"][0]["lost"] == true);
+    assert_eq!((supervisor(&lab), qemu(&lab)), before);
+    lab.good(&["zone", "attach", "z", "a"]);
+    lab.good(&["down"]);
     lab.assert_nothing_left();
 }

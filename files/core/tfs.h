@@ -33,7 +33,6 @@ struct tfs {
 	struct tmb_member *members; /* the zone's member table, 64 slots; NULL: alone (mkfs, fsck, unit tests) */
 	tmb_u32 member;	  /* own id */
 	tmb_u32 epoch;	  /* own epoch */
-	tmb_u64 account;  /* number + 1 of the account for what it makes; 0: none */
 	tmb_u64 root;	  /* the inode that is its root directory */
 	bool read_only;
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
@@ -93,8 +92,8 @@ int tfs_recover(struct tfs *fs, tmb_u32 member);
 /* Recovers every member slot that needs it; call at mount and on TMB_PENDING_MEMBERS. */
 int tfs_recover_all(struct tfs *fs);
 
-/* For the host, about a member that is not there yet: what it makes counts for the account of this name (1 to 31 bytes), whose limits become
- * these (0: none; they hold at once); it is confined to the directory 'root' (0: it is not). A member with no grant has neither.
+/* For the host: what the member makes from now on, also if it is there already, counts for the account of this name (1 to 31 bytes), whose
+ * limits become these (0: none); at its next opening it is confined to the directory 'root' (0: it is not). A member with no grant has neither.
  * -ENOSPC: all accounts are taken. One call at a time. */
 int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, tmb_u64 root);
 

@@ -514,7 +514,9 @@ fn table(status: &Status) -> String {
         let mut rows = vec![["ZONE", "SIZE", "BACKING", "MEMBERS"].map(str::to_owned)];
         for zone in &status.zones {
             let members = if zone.members.is_empty() { "-".into() } else { zone.members.join(",") };
-            rows.push([zone.name.clone(), Size(zone.size).to_string(), zone.backing.clone(), members]);
+            let backing =
+                if zone.lost { format!("{} (cut short!)", zone.backing) } else { zone.backing.clone() };
+            rows.push([zone.name.clone(), Size(zone.size).to_string(), backing, members]);
         }
         text.push_str(&columns(&rows));
     }

@@ -344,7 +344,7 @@ impl Filesystem {
         out
     }
 
-    /// For the host, about a member that is not there yet: see `tfs_grant`. Limits in blocks and inodes, 0: none.
+    /// For the host, about a member: see `tfs_grant`. Limits in blocks and inodes, 0: none.
     pub fn grant(&self, member: u32, account: &str, blocks: u64, inodes: u64, root: u64) -> Result<()> {
         let (name, len) = (account.as_ptr().cast(), u32::try_from(account.len()).map_err(|_| Errno::INVAL)?);
         // SAFETY: an open handle; name with its length.

@@ -191,7 +191,7 @@ impl Supervisor {
         for machine in started.into_inner().unwrap_or_else(PoisonError::into_inner) {
             if let Err(e) = machine.stop(&[], &|stage, detail| reporter.stage(machine.name(), stage, detail))
             {
-                eprintln!("tombolo: {e:#}");
+                crate::say!("{e:#}");
             }
             self.lock().machines.remove(machine.name());
             self.leave_zones(machine.name(), machine.zones().keys());
@@ -227,7 +227,7 @@ impl Supervisor {
         let Wanted { name, spec, qemu, accel, boot, zones, before, slow } = wanted;
         report(Stage::Starting, "");
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
-        let devices = growth::Taken::take(&name, &spec, &self.dir)?;
+        let devices = growth::Taken::take(&name, &spec)?;
         let nics = self.plugs(&name, &spec);
         let start = Start {
             name: &name,
@@ -341,7 +341,7 @@ impl Supervisor {
             let name = old.name();
             let all = Layout::slow(old.spec().memory.0);
             if let Err(e) = growth::allow(name, old.spec(), &all) {
-                eprintln!("tombolo: the VM '{name}' goes on with the memory it has: {e:#}");
+                crate::say!("the VM '{name}' goes on with the memory it has: {e:#}");
                 return Ok(());
             }
             let again = self.wanted_again(old)?;
@@ -368,10 +368,10 @@ impl Supervisor {
             return;
         }
         let report = |stage: Stage, detail: &str| {
-            eprintln!("tombolo: the VM '{name}' {how}: {stage:?} {detail}");
+            crate::say!("the VM '{name}' {how}: {stage:?} {detail}");
         };
         if let Err(e) = start(&report) {
-            eprintln!("tombolo: the VM '{name}' {how}, and fails: {e:#}");
+            crate::say!("the VM '{name}' {how}, and fails: {e:#}");
             let current = self.lock().machines.get(name).cloned();
             let why = format!("it {how}, and fails: {e:#}");
             current.as_ref().unwrap_or(old).fail(why.lines().next().unwrap_or_default());
