@@ -117,6 +117,10 @@ struct Server {
 
 impl Server {
     fn start(user: User, name: &str, options: &[&str]) -> Server {
+        Server::with(user, name, options, |_| {})
+    }
+
+    fn with(user: User, name: &str, options: &[&str], prepare: impl FnOnce(&mut Command)) -> Server {
         let socket = folder().join(format!("{name}-{user:?}.sock"));
         let control = socket.with_extension("control");
         let mut command = server_command(user);
@@ -124,6 +128,7 @@ impl Server {
         command.arg("--control").arg(&control).args(options);
         // What a client must not be able to read.
         command.env("SECRET_OF_THE_SERVER", "it");
+        prepare(&mut command);
         let mut child = command.stderr(Stdio::piped()).spawn().expect("the server starts");
         wait_until("the server listens", || {
             if let Some(status) = child.try_wait().expect("a child") {
@@ -489,6 +494,22 @@ fn a_server_that_can_not_confine_its_workers_says_what_is_missing_and_serves_onl
     let (status, said) = where_there_is_no(libc::SYS_landlock_create_ruleset, &["--unconfined"]);
     assert!(status.code().is_none(), "it was killed when it listened: {said}");
     assert!(said.contains("a client's kernels can do all that this server's user can"), "{said}");
+}
+
+#[test]
+fn drivers_are_found_by_a_list_that_lies_where_the_server_is_told() {
+    for user in users() {
+        // PoCL finds its own files by where its library lies, so only the list is elsewhere.
+        let vendors = folder().join(format!("vendors-{user:?}"));
+        std::fs::create_dir_all(&vendors).expect("a folder");
+        std::fs::copy("/etc/OpenCL/vendors/pocl.icd", vendors.join("one.icd")).expect("pocl-opencl-icd");
+        let server = Server::with(*user, "elsewhere", &[], |command| {
+            command.env("OCL_ICD_VENDORS", &vendors);
+        });
+        let said = numbers(&done(&mut server.escape(&["fill"])));
+        assert_eq!(said.len(), 4, "{said:?}");
+        server.end();
+    }
 }
 
 #[test]
