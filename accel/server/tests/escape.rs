@@ -353,8 +353,25 @@ fn a_worker_has_no_capability_and_a_server_only_those_that_it_uses() {
     }
 }
 
+/// Whether a process runs; one that only waits to be waited for doesn't.
 fn lives(pid: u32) -> bool {
-    Path::new(&format!("/proc/{pid}")).exists()
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+#[test]
+fn workers_and_what_they_started_end_with_their_server_however_it_ends() {
+    for user in users() {
+        let server = Server::start(*user, "killed", &[]);
+        let hostile = Hostile::start(&server, "linger", "lingers");
+        let worker = server.tenants()[0].pid;
+        let started: Vec<u32> = children(worker).into_iter().map(|(pid, _)| pid).collect();
+        assert!(lives(worker) && started.len() == 1 && lives(started[0]), "{started:?}");
+        server.end();
+        wait_until("the worker has ended", || !lives(worker));
+        wait_until("what it started has ended", || !lives(started[0]));
+        hostile.end();
+    }
 }
 
 #[test]
