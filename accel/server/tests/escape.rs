@@ -53,7 +53,7 @@ fn folder() -> &'static Path {
         std::fs::set_permissions(&folder, PermissionsExt::from_mode(0o777)).expect("its mode");
         let server = Path::new(env!("CARGO_BIN_EXE_tombolo-accel"));
         std::fs::copy(server, folder.join("tombolo-accel")).expect("a copy of the server");
-        for name in ["escape", "waits"] {
+        for name in ["escape", "svm", "waits"] {
             let source = format!("{}/../tests/{name}.c", env!("CARGO_MANIFEST_DIR"));
             let mut cc = Command::new("cc");
             done(cc.args(["-O1", &source, "-o"]).arg(folder.join(name)).args(["-lOpenCL", "-lpthread"]));
@@ -511,6 +511,19 @@ fn a_server_that_can_not_confine_its_workers_says_what_is_missing_and_serves_onl
     let (status, said) = where_there_is_no(libc::SYS_landlock_create_ruleset, &["--unconfined"]);
     assert!(status.code().is_none(), "it was killed when it listened: {said}");
     assert!(said.contains("a client's kernels can do all that this server's user can"), "{said}");
+}
+
+#[test]
+fn shared_virtual_memory_works_behind_the_wall() {
+    let natively = done(Command::new(folder().join("svm")).env_remove("OCL_ICD_VENDORS"));
+    for user in users() {
+        let server = Server::start(*user, "svm", &[]);
+        let forwarded = done(&mut server.program("svm"));
+        let [natively, forwarded] = [&natively, &forwarded].map(|o| String::from_utf8_lossy(&o.stdout));
+        assert!(!natively.is_empty());
+        assert_eq!(natively, forwarded);
+        server.end();
+    }
 }
 
 #[test]
