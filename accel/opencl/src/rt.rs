@@ -114,7 +114,7 @@ pub fn platforms() -> Result<Vec<Obj>, i32> {
 
 fn establish() -> Result<Roots, String> {
     let link = connect(&address(), wire::API, wire::IDENTITY).map_err(|e| e.to_string())?;
-    let connection = Connection::new(link);
+    let connection = Connection::new(link).map_err(|e| e.to_string())?;
     let snapshot = connection.call(&Snapshot {}, |status, body| (status, body.to_vec()));
     let (status, body) = snapshot.map_err(|Lost| "the server went away during the handshake".to_string())?;
     if status != wire::SUCCESS {

@@ -126,6 +126,7 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
     let link = caller.accept(limits)?;
     let session = Session::new(link, bucket, figures);
     api.attach(&session);
+    api.capture_output().context("standard output")?;
     match session.run(api.clone()) {
         Error::Closed => {}
         why => eprintln!("tombolo accel: client {}: {why}", hello.name),

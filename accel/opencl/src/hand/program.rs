@@ -3,7 +3,7 @@
 
 use super::counting;
 use crate::rt::{self, ARENA, Handle, Id, Obj, code};
-use crate::state::{As, Body, Kernel, Program};
+use crate::state::{Argument, As, Body, Kernel, Program};
 use crate::sure;
 use std::ffi::{c_char, c_void};
 use std::sync::Mutex;
@@ -476,17 +476,32 @@ pub unsafe extern "C" fn clCloneKernel(source: Handle, errcode: *mut i32) -> Han
     }
 }
 
-const VALUE: u32 = 0;
-const NULL: u32 = 1;
-const HANDLE: u32 = 2;
+/// An argument, as far as it matters to a driver: is it a buffer of this kernel's context, how large is the local memory?
+fn argument(kernel: Obj, object: Option<Obj>, null: bool, size: usize) -> Argument {
+    let Some(object) = object else {
+        return if null { Argument::Null(size) } else { Argument::Value(size) };
+    };
+    if object.body().context() != kernel.body().context() {
+        return Argument::Doubtful;
+    }
+    match object.body() {
+        Body::Mem(m) => Argument::Object(kind::MEM, m.object_type, m.origin),
+        Body::Queue(_) => Argument::Object(kind::QUEUE, 0, 0),
+        _ => Argument::Object(kind::SAMPLER, 0, 0),
+    }
+}
 
-/// Sets an argument. Eight bytes that name a live object are a handle. Posted if the driver accepted the same kind of value before.
+/// Sets an argument. Eight bytes may be a value or a handle: the server knows by the kernel, so it gets both. Posted if the driver accepted
+/// the same kind of argument before.
 pub unsafe extern "C" fn clSetKernelArg(
     kernel: Handle,
     index: u32,
     size: usize,
     value: *const c_void,
 ) -> i32 {
+    const PLAIN: u32 = 0;
+    const NULL: u32 = 1;
+    const NAMES_OBJECT: u32 = 2;
     rt::status(|| {
         let kernel = rt::object(kernel, kind::KERNEL)?;
         let bytes: &[u8] = if value.is_null() {
@@ -501,22 +516,29 @@ pub unsafe extern "C" fn clSetKernelArg(
             let handle = usize::from_ne_bytes(*b) as *const c_void;
             [kind::MEM, kind::SAMPLER, kind::QUEUE].into_iter().find_map(|k| ARENA.find(handle, k))
         });
-        let (how, handle) = match object {
-            Some(object) => (HANDLE, object.id()),
-            None if value.is_null() => (NULL, 0),
-            None => (VALUE, 0),
+        let argument = argument(kernel, object, value.is_null(), size);
+        let how = match object {
+            Some(_) => NAMES_OBJECT,
+            None if value.is_null() => NULL,
+            None => PLAIN,
         };
-        let bytes = if how == HANDLE { &[] } else { bytes };
-        let state = kernel.kernel()?;
-        let like = (index, size as u64, how);
-        let record =
-            wire::SetKernelArg { kernel: kernel.id(), index, how, size: size as u64, handle, value: bytes };
-        let known = state.learned.lock().map_err(|_| code::HOST_MEMORY)?.args.contains(&like);
-        if known {
-            return rt::lost(rt::connection()?.post(&record));
+        let record = wire::SetKernelArg {
+            kernel: kernel.id(),
+            index,
+            how,
+            size: size as u64,
+            handle: object.map_or(0, |o| o.id()),
+            value: bytes,
+        };
+        // Held until the request is in the ring: what is learned must not overtake what the server does.
+        let mut learned = kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?;
+        if argument != Argument::Doubtful && learned.accepted.contains(&(index, argument)) {
+            rt::lost(rt::connection()?.post(&record))?;
+        } else {
+            rt::call(&record)?;
+            learned.accepted.insert((index, argument));
         }
-        rt::call(&record)?;
-        state.learned.lock().map_err(|_| code::HOST_MEMORY)?.args.insert(like);
+        learned.set(index, argument);
         Ok(())
     })
 }
@@ -606,7 +628,7 @@ pub unsafe extern "C" fn clEnqueueNDRangeKernel(
         if !sure {
             let device = queue.queue()?.device.id();
             let like = (work_dim, record.local, device);
-            kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?.launches.insert(like);
+            kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?.launch(like);
         }
         Ok(())
     })

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Ranges, rectangles and pixels are checked with arithmetic that can't overflow, before the driver sees them.
 
-use super::{Cx, Extra, VALUE, lock};
+use super::{Cx, Extra, VALUE};
 use tombolo_accel_spec::opencl::kind;
 
 /// Whether `size` bytes from `offset` lie in `len` bytes.
@@ -26,8 +26,7 @@ fn rectangle_end(origin: [u64; 3], region: [u64; 3], row: u64, slice: u64) -> Op
 
 impl Cx<'_> {
     pub(super) fn of<T>(&self, mem: u64, f: impl FnOnce(&Extra) -> T) -> Result<T, i32> {
-        let table = lock(&self.cl.table);
-        table.extra(kind::MEM, mem).map(f).map_err(|e| Self::fault(kind::MEM, e))
+        self.extra(kind::MEM, mem, f)
     }
 
     /// A range lies in a buffer.
