@@ -2,9 +2,10 @@
 //! Queries that are answered from what the client knows: everything that names handles or pointers of the program, and what is
 //! counted here. (Which queue is a device's default only the driver knows; it comes as an id.)
 
+use crate::hand::memory::PIPE;
 use crate::rt::{self, ARENA, Handle, Id, Obj, code};
 use crate::state::Body;
-use tombolo_accel_spec::opencl as wire;
+use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::Decoder;
 
 fn handle(object: Option<Obj>) -> Vec<u8> {
@@ -49,6 +50,7 @@ pub fn answer(object: Obj, param: u32) -> Result<Vec<u8>, i32> {
         (Body::Mem(m), 0x1106) => handle(Some(m.context.obj())),
         (Body::Mem(m), 0x1107 | 0x1118) => handle(m.parent.as_ref().map(|p| p.obj())),
         (Body::Mem(m), 0x1109) => u32::from(m.shared).to_ne_bytes().into(),
+        (Body::Mem(m), 0x1122) if m.object_type != PIPE => return Err(kind::invalid(kind::MEM)),
         (Body::Mem(m), 0x110a | 0x1122) => words(&m.properties),
         (Body::Child(_), 0x1150) => refs(),
         (Body::Child(c), 0x1151) => handle(Some(c.obj())),

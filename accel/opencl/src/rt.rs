@@ -528,6 +528,11 @@ pub fn max_alloc(devices: &[Ref]) -> u64 {
     devices.iter().map(of).min().flatten().unwrap_or(0)
 }
 
+/// A queue takes only objects of its own context.
+pub fn same_context(queue: Obj, object: Obj) -> Result<(), i32> {
+    if crate::sure::same_context(queue, object) { Ok(()) } else { Err(code::CONTEXT) }
+}
+
 /// The context of an object, for those that need one.
 pub fn context_of(object: Obj) -> Result<&'static Context, i32> {
     match object.body() {

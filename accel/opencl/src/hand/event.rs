@@ -160,13 +160,10 @@ pub unsafe extern "C" fn clEnqueueMarker(queue: Handle, event: *mut Handle) -> i
 /// Waits in the queue, the way of OpenCL 1.
 pub unsafe extern "C" fn clEnqueueWaitForEvents(queue: Handle, n: u32, list: *const Handle) -> i32 {
     if n == 0 || list.is_null() {
-        return code::VALUE;
+        return code::WAIT_LIST;
     }
     // SAFETY: as the API says.
-    unsafe {
-        let status = crate::stubs::clEnqueueBarrierWithWaitList(queue, n, list, std::ptr::null_mut());
-        if status == code::WAIT_LIST { code::EVENT } else { status }
-    }
+    unsafe { crate::stubs::clEnqueueBarrierWithWaitList(queue, n, list, std::ptr::null_mut()) }
 }
 
 /// A barrier, the way of OpenCL 1.

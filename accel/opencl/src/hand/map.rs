@@ -211,11 +211,11 @@ pub unsafe extern "C" fn clEnqueueMapImage(
         let queue = rt::object(queue, kind::QUEUE)?;
         let image = rt::object(image, kind::MEM)?;
         let mem = image.mem()?;
-        if !is_image(mem) {
-            return Err(kind::invalid(kind::MEM));
-        }
         if !sure::same_context(queue, image) {
             return Err(code::CONTEXT);
+        }
+        if !is_image(mem) {
+            return Err(kind::invalid(kind::MEM));
         }
         flags_ok(mem, flags)?;
         let layered = matches!(mem.object_type, 0x10f2 | 0x10f3 | 0x10f5);

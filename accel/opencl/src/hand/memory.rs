@@ -29,7 +29,7 @@ pub(crate) const IMAGE3D: u32 = 0x10f2;
 pub(crate) const IMAGE2D_ARRAY: u32 = 0x10f3;
 pub(crate) const IMAGE1D_ARRAY: u32 = 0x10f5;
 const IMAGE1D_BUFFER: u32 = 0x10f6;
-const PIPE: u32 = 0x10f7;
+pub(crate) const PIPE: u32 = 0x10f7;
 
 counting!(MEM clRetainMemObject clReleaseMemObject);
 
@@ -230,6 +230,9 @@ pub unsafe extern "C" fn clCreateSubBuffer(
         rt::create(errcode, || {
             let buffer = rt::object(buffer, kind::MEM)?;
             let parent = buffer.mem()?;
+            if is_image(parent) {
+                return Err(kind::invalid(kind::MEM));
+            }
             if create_info.is_null() {
                 return Err(code::VALUE);
             }
@@ -332,6 +335,9 @@ unsafe fn create_image(
         _ => [desc.width, 1, 1],
     }
     .map(|v| v as u64);
+    if flags & USE_HOST_PTR != 0 && flags & (ALLOC_HOST_PTR | COPY_HOST_PTR) != 0 {
+        return Err(code::VALUE);
+    }
     if parent.is_none() {
         host_ptr_ok(flags, host_ptr as usize)?;
     }

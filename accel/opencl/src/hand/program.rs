@@ -445,7 +445,10 @@ pub unsafe extern "C" fn clCreateKernelsInProgram(
 ) -> i32 {
     rt::status(|| {
         let p = rt::object(p, kind::PROGRAM)?;
-        let wanted = if kernels.is_null() { 0 } else { n.min(4096) };
+        if kernels.is_null() != (n == 0) {
+            return Err(code::VALUE);
+        }
+        let wanted = n.min(4096);
         let new = (0..wanted).map(|_| kernel(p)).collect::<Result<Vec<_>, _>>()?;
         let ids: Vec<u64> = new.iter().map(|n| n.id()).collect();
         let reply = rt::call(&wire::CreateKernelsInProgram { program: p.id(), new: ids.into() })?;
@@ -595,8 +598,9 @@ pub unsafe extern "C" fn clEnqueueNDRangeKernel(
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;
         let kernel = rt::object(kernel, kind::KERNEL)?;
+        // Drivers take a list of none here, and programs pass it.
         // SAFETY: as the API says.
-        let waits = unsafe { rt::waits(n, list)? };
+        let waits = if n == 0 { Vec::new() } else { unsafe { rt::waits(n, list)? } };
         let sizes = |from: *const usize| {
             let mut out = [0; 3];
             if !from.is_null() {

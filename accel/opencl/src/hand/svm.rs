@@ -38,7 +38,12 @@ pub(crate) fn in_window(address: u64, len: u64) -> Option<u64> {
 fn alloc(context: Handle, flags: u64, size: usize, alignment: u32) -> Result<*mut c_void, i32> {
     let context = rt::object(context, kind::CONTEXT)?;
     let connection = rt::connection()?;
-    if size == 0 || !connection.shares_window || alignment != 0 && !alignment.is_power_of_two() {
+    // No type is larger than 16 longs.
+    if size == 0
+        || !connection.shares_window
+        || alignment != 0 && !alignment.is_power_of_two()
+        || alignment > 128
+    {
         return Err(code::VALUE);
     }
     let len = (size as u64).checked_next_multiple_of(PAGE).ok_or(code::VALUE)?;

@@ -316,7 +316,7 @@ pub(crate) fn write(queue: Obj, range: Range, blocking: bool, waits: &[u64], eve
     for piece @ (at, len) in pieces(len, cut) {
         let is_last = Some(piece) == last;
         let host = range.piece(at, len);
-        let small = len <= INLINE && pinned(rt::connection()?, &host).is_none();
+        let small = (1..=INLINE).contains(&len) && pinned(rt::connection()?, &host).is_none();
         let inline: &[u8] = if small {
             // SAFETY: a piece of the program's bytes, as the API says.
             unsafe { std::slice::from_raw_parts(host.pointer as *const u8, len as usize) }
@@ -386,8 +386,9 @@ fn probe(queue: Obj, buffer: Obj, offset: u64, size: u64, reads: bool) -> Result
         return Err(kind::invalid(kind::MEM));
     }
     host_access(mem, reads)?;
+    // Whether there may be nothing at all to transfer, the driver says.
     let end = offset.checked_add(size).ok_or(code::VALUE)?;
-    if size == 0 || end > mem.size { Err(code::VALUE) } else { Ok(()) }
+    if end > mem.size { Err(code::VALUE) } else { Ok(()) }
 }
 
 /// Writes a buffer.
@@ -628,6 +629,9 @@ pub unsafe extern "C" fn clEnqueueReadImage(
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;
         let image = rt::object(image, kind::MEM)?;
+        if !sure::same_context(queue, image) {
+            return Err(code::CONTEXT);
+        }
         // SAFETY: as the API says.
         let (waits, (host, origin, region)) = unsafe {
             (rt::waits(n, list)?, pixels(image, origin, region, row_pitch, slice_pitch, ptr as usize)?)
@@ -669,6 +673,9 @@ pub unsafe extern "C" fn clEnqueueWriteImage(
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;
         let image = rt::object(image, kind::MEM)?;
+        if !sure::same_context(queue, image) {
+            return Err(code::CONTEXT);
+        }
         // SAFETY: as the API says.
         let (waits, (host, origin, region)) = unsafe {
             (rt::waits(n, list)?, pixels(image, origin, region, row_pitch, slice_pitch, ptr as usize)?)

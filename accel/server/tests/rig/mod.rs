@@ -63,9 +63,15 @@ pub fn compiled(name: &str) -> PathBuf {
 
 /// Compiles a program beside its name and then gives it that: another test may run an older one.
 pub fn compile(source: &Path, program: &Path) {
+    compile_with(source, program, &[]);
+}
+
+/// The same, with further options.
+pub fn compile_with(source: &Path, program: &Path, options: &[&str]) {
     let fresh = program.with_extension(format!("{}", std::process::id()));
     run(Command::new("cc")
         .args(["-O1", "-Wno-deprecated-declarations"])
+        .args(options)
         .arg(source)
         .arg("-o")
         .arg(&fresh)

@@ -16,6 +16,8 @@ use tombolo_accel_spec::opencl::{self as wire, kind};
 const INVALID_ARG_VALUE: i32 = -50;
 const INVALID_ARG_SIZE: i32 = -51;
 const INVALID_DEVICE_QUEUE: i32 = -70;
+/// CL_KERNEL_ARG_ADDRESS_QUALIFIER
+const ADDRESS: u32 = 0x1196;
 const HANDLE: usize = size_of::<Handle>();
 
 /// What a kernel declares a parameter to be.
@@ -88,13 +90,14 @@ pub(crate) fn get_kernel_arg_info(cx: &mut Cx<'_>, r: &wire::GetKernelArgInfo) -
     let f = native!(cx, clGetKernelArgInfo);
     let kernel = cx.get(kind::KERNEL, r.kernel)?;
     let tells = cx.extra(kind::KERNEL, r.kernel, |e| e.kernel.as_ref().is_some_and(|k| k.tells_arguments))?;
-    // SAFETY: a live kernel; buffers are as long as said.
-    let ask = |size, value, ret| unsafe { f(kernel, r.arg_index, r.param, size, value, ret) };
-    match ask(0, null_mut(), null_mut()) {
-        // What is wrong with the question comes first.
-        0 if !tells => Err(NOT_AVAILABLE),
-        _ => cx.info(r.param, &[], ask),
+    if !tells {
+        // That there is no such argument comes first.
+        // SAFETY: a live kernel; only asked whether there is an answer.
+        cx.status(unsafe { f(kernel, r.arg_index, ADDRESS, 0, null_mut(), null_mut()) })?;
+        return Err(NOT_AVAILABLE);
     }
+    // SAFETY: a live kernel; buffers are as long as said.
+    cx.info(r.param, &[], |size, value, ret| unsafe { f(kernel, r.arg_index, r.param, size, value, ret) })
 }
 
 /// Names of types that are passed by value. Others may be defined by the kernel's source.
@@ -129,7 +132,6 @@ fn like(cx: &Cx<'_>, kernel: Handle) -> Result<Handle, i32> {
 /// address at all is accepted where a buffer goes, and nowhere else.
 fn parameters(cx: &Cx<'_>, kernel: Handle) -> Result<Arc<[Parameter]>, i32> {
     const COUNT: u32 = 0x1191;
-    const ADDRESS: u32 = 0x1196;
     const TYPE_NAME: u32 = 0x1198;
     const GLOBAL: u32 = 0x119b;
     const LOCAL: u32 = 0x119c;

@@ -210,9 +210,26 @@ pub(crate) fn create_image(cx: &mut Cx<'_>, r: &wire::CreateImage<'_>) -> Done {
         .unwrap_or(u64::MAX);
     let bytes = if parent.is_null() { bytes } else { 0 };
     let extra = Extra { pixel: 1, extent, ..Extra::default() };
+    // A driver may take pitches of an image without a host pointer, and make room by them, which is then too little.
+    let row = extent[0].saturating_mul(pixel_size(format).unwrap_or(16));
+    let narrow = |pitch: usize, needed: u64| pitch != 0 && (pitch as u64) < needed;
+    let too_narrow = parent.is_null()
+        && (narrow(desc.row_pitch, row) || narrow(desc.slice_pitch, row.saturating_mul(extent[1])));
+    let cl = cx.cl;
     create_mem(cx, r.new, bytes, 0, extra, |code| {
-        // SAFETY: live handles; structures as the API has them; the pointer has what the image needs, checked above.
-        unsafe { f(context, flags, format.as_ptr().cast(), (&raw const desc).cast(), pointer, code) }
+        let make = |desc: &Desc, code| {
+            // SAFETY: live handles; structures as the API has them; the pointer has what the image needs, checked above.
+            unsafe {
+                f(context, flags, format.as_ptr().cast(), std::ptr::from_ref(desc).cast(), pointer, code)
+            }
+        };
+        let made = make(&desc, code);
+        if made.is_null() || !too_narrow {
+            return made;
+        }
+        cl.release_native(kind::MEM, made as usize);
+        (desc.row_pitch, desc.slice_pitch) = (0, 0);
+        make(&desc, code)
     })?;
     cx.owed = r.ticket;
     let native = cx.get(kind::MEM, r.new)?;
