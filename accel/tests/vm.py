@@ -183,6 +183,25 @@ def who_comes_when_all_channels_were_just_left_waits_until_they_are_cleared(host
 
 
 @claim
+def a_worker_maps_its_channel_of_the_zone_and_keeps_no_descriptor_of_it(host, vm, zone):
+    device = "/dev/tombolo-calls-" + os.path.basename(host.vm)
+    vm.ok("sh -c 'exec 5<>%s; touch /tmp/open; exec sleep 1000' & echo $! > /tmp/holder; until test -e /tmp/open; do sleep 0.1; done" % device)
+    zone, begun, mapped, kept = os.path.getsize(host.vm + "/zone"), time.monotonic(), [], []
+    # A worker maps its channel first, closes the zone next, and only then reads a byte of it: it waits for its client's first word.
+    while not mapped or kept:
+        if time.monotonic() - begun > 60:
+            raise Failed("mapped of the zone: %s, descriptors of it: %s" % (mapped, kept))
+        for pid in host.workers():
+            with open("/proc/%d/maps" % pid) as maps:
+                mapped = [line.split()[0] for line in maps if line.rstrip().endswith("/zone")]
+            kept = [fd for fd in glob.glob("/proc/%d/fd/*" % pid) if os.path.lexists(fd) and os.readlink(fd).endswith("/zone")]
+    sizes = [int(end, 16) - int(begin, 16) for begin, end in (m.split("-") for m in mapped)]
+    if len(sizes) != 1 or sizes[0] * CHANNELS > zone:
+        raise Failed("of a zone of %d bytes for %d channels a worker maps %s" % (zone, CHANNELS, sizes))
+    vm.ok("kill -9 $(cat /tmp/holder); rm /tmp/open")
+
+
+@claim
 def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(host, vm, zone):
     vm.start(zone + " clinfo 2>&1 >/tmp/info")
     begun = time.monotonic()
@@ -196,6 +215,20 @@ def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(ho
     if "accelerator server" not in said:
         raise Failed("nothing said why: " + said)
     same("clinfo", host.native("clinfo"), vm.ok(zone + " clinfo 2>/tmp/err"))
+
+
+@claim
+def a_worker_lives_in_a_cgroup_of_its_own_with_limits_which_ends_with_it(host, vm, zone):
+    vm.ok("mkdir -p /cg && mount -t cgroup2 none /cg && echo +memory +pids +cpu > /cg/cgroup.subtree_control && mkdir /cg/accel && ifconfig lo up")
+    vm.ok("tombolo-accel serve --listen tcp:127.0.0.1:7790 --memory 64 --window 16 --weight 30 --unconfined --cgroup /cg/accel >/tmp/served 2>&1 & "
+          "for i in $(seq 300); do netstat -ltn | grep -q 7790 && exit 0; sleep 0.1; done; cat /tmp/served; exit 1")
+    # (Nobody can leave an initramfs by pivot_root, so it is unconfined.) A client that says nothing: its worker waits for it for ten seconds.
+    vm.ok("nc 127.0.0.1 7790 >/dev/null </dev/ttyS0 & echo $! > /tmp/silent; for i in $(seq 100); do ls -d /cg/accel/worker-* 2>/dev/null && exit 0; sleep 0.1; done; cat /tmp/served; exit 1")
+    said = vm.ok("cd /cg/accel/worker-*; cat memory.max pids.max cpu.weight memory.oom.group; wc -l < cgroup.procs").split()
+    if said != [str((64 + 2048 + 16 + 512) << 20), "1024", "30", "1", "1"]:
+        raise Failed("the worker's group: %s" % said)
+    vm.ok("kill $(cat /tmp/silent); for i in $(seq 300); do ls -d /cg/accel/worker-* >/dev/null 2>&1 || exit 0; sleep 0.1; done; ls /cg/accel; exit 1")
+    vm.ok("kill $(pidof tombolo-accel)")
 
 
 @claim
@@ -231,7 +264,7 @@ def main():
         shutil.copy(o.target + "/libtombolo_opencl.so", work)
         subprocess.run(["strip", work + "/libtombolo_opencl.so"], check=True)
         rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,
-                  [work + "/calls", work + "/image", work + "/gemm", work + "/svm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", *binaries], ["virtio_net"], files=files)
+                  [work + "/calls", work + "/image", work + "/gemm", work + "/svm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", o.target + "/tombolo-accel", *binaries], ["virtio_net"], files=files)
         host = Host(work, o.target, 6 if o.programs else 2)
         vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory="2G" if o.programs else "512M", extra=host.qemu())
         name = os.path.basename(host.vm)

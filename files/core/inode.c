@@ -53,7 +53,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 	int err;
 
 	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, TFS_TX_ITABLE);
-	err = tfs_lock_word(fs, &sb->itable_lock.word, &sb->itable_lock.waiters);
+	err = tfs_lock(fs, &sb->itable_lock, TFS_KILLABLE);
 	if (err)
 		return err;
 	had = tmb_load(&sb->itable_inodes);
@@ -78,7 +78,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 				set_inodes(fs, had + run.count * TFS_INODES_PER_BLOCK);
 		}
 	}
-	tfs_unlock_word(fs, &sb->itable_lock.word, &sb->itable_lock.waiters);
+	tfs_unlock(fs, &sb->itable_lock);
 	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, 0);
 	return err;
 }
@@ -244,6 +244,7 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 			tfs_limbo_end(fs);
 		tfs_count_blocks(fs, inode, -(tmb_s64)gone->blocks);
 		removed += gone->blocks;
+		tfs_os_yield();
 		if (removed > fs->blocks)
 			more = tfs_damage(fs, "blocks to remove without end", ino, removed);
 	} while (more > 0);
@@ -440,7 +441,7 @@ int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);
-	bool locked = inode && !tfs_lock_inode(fs, tfs_any(ino));
+	bool locked = inode && !tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE);
 
 	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
 		tfs_free_inode_locked(fs, ino, inode, slot);

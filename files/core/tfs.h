@@ -17,6 +17,14 @@
 
 #define TFS_ITABLE_CACHE 128u
 #define TFS_BIT_LOCKS 16u
+#define TFS_LINE 64u /* threads of one member that can wait in order */
+
+/* A thread that waits for a lock. */
+struct tfs_waiter {
+	tmb_u64 lock;	/* its address; 0: free */
+	tmb_u64 number; /* the order of arrival */
+	tmb_u32 bell, pad; /* counts wake-ups; the thread sleeps on it */
+};
 
 struct tfs {
 	tmb_u8 *area;	  /* the FILES area in this address space */
@@ -25,13 +33,14 @@ struct tfs {
 	struct tmb_member *members; /* the zone's member table, 64 slots; NULL: alone (mkfs, fsck, unit tests) */
 	tmb_u32 member;	  /* own id */
 	tmb_u32 epoch;	  /* own epoch */
-	tmb_u64 account;  /* number + 1 of the account for what it makes; 0: none */
 	tmb_u64 root;	  /* the inode that is its root directory */
 	bool read_only;
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
 	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: of the member's own bits in 'openers' and 'mappers' */
+	struct tfs_waiter line[TFS_LINE]; /* wait.c */
+	tmb_u64 numbers;
 	void *os;	  /* the skin's */
 };
 
@@ -66,6 +75,9 @@ void tfs_revoke(struct tfs *fs);
 /* Every mapping that was stale when TMB_PENDING_REVOKE was taken out of the own 'pending' is gone: blocks kept for them become free. */
 void tfs_revoked(struct tfs *fs);
 
+/* To be called when this member's doorbell rang: whoever waits for a lock looks again. */
+void tfs_rang(struct tfs *fs);
+
 /* Ends this member's use of it in good order; the caller has dropped all references. */
 void tfs_close(struct tfs *fs);
 
@@ -80,8 +92,8 @@ int tfs_recover(struct tfs *fs, tmb_u32 member);
 /* Recovers every member slot that needs it; call at mount and on TMB_PENDING_MEMBERS. */
 int tfs_recover_all(struct tfs *fs);
 
-/* For the host, about a member that is not there yet: what it makes counts for the account of this name (1 to 31 bytes), whose limits become
- * these (0: none; they hold at once); it is confined to the directory 'root' (0: it is not). A member with no grant has neither.
+/* For the host: what the member makes from now on, also if it is there already, counts for the account of this name (1 to 31 bytes), whose
+ * limits become these (0: none); at its next opening it is confined to the directory 'root' (0: it is not). A member with no grant has neither.
  * -ENOSPC: all accounts are taken. One call at a time. */
 int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, tmb_u64 root);
 
@@ -130,8 +142,6 @@ tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino);
 /* The inode's lock across members. Excludes writers and truncation. Not recursive; in one member, one thread at a time
  * should ask (hold the VFS lock first). -EUCLEAN or -ESTALE: bad inode; then it's not held. */
 int tfs_lock_inode(struct tfs *fs, struct tfs_handle h);
-/* The same for who holds nothing yet and is about to change the inode: waits while the file system is frozen. */
-int tfs_begin_inode(struct tfs *fs, struct tfs_handle h);
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino);
 
 /* --- names ---------------------------------------------------------------------------------------------- */
@@ -204,20 +214,21 @@ static inline void *tfs_block(struct tfs *fs, tmb_u64 block)
 tmb_u64 tfs_size(struct tfs *fs, struct tfs_handle h); /* bytes, <= TFS_MAX_SIZE */
 
 /*
- * A write, with the inode locked:
+ * A write: tfs_write_begin takes what it needs of a transaction, and then the inode's lock. With it:
  *	for each piece: tfs_write_map(…, &run, &is_new) ; copy into the run ; tfs_write_done(…)
  * tfs_write_map gives existing blocks, or new ones (tagged, not yet linked; not zeroed: the copier fills all of them, or zeroes what it doesn't
- * fill); tfs_write_done links new blocks (all of run, even if less was copied). Then tfs_write_end sets size and times.
- * Before a write beyond the size: tfs_extend_zero.
+ * fill); tfs_write_done links new blocks (all of run, even if less was copied). Then tfs_write_end sets size and times, and the
+ * inode is unlocked. Before a write beyond the size: tfs_extend_zero. While the file system is frozen tfs_write_begin waits.
  */
 struct tfs_write {
 	struct tfs_handle h;
-	tmb_u32 slot;  /* of the transaction, TFS_TX_SLOTS: none yet */
+	tmb_u32 slot;  /* of the transaction */
+	bool started;  /* it names the inode; a write in place needs none */
 	bool is_new;
 	struct tfs_run run;
 	tmb_u64 fblock;
 };
-int tfs_write_begin_locked(struct tfs *fs, struct tfs_handle h, struct tfs_write *w);
+int tfs_write_begin(struct tfs *fs, struct tfs_handle h, struct tfs_write *w);
 int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count);
 int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w);
 /* end: file offset after the last byte written (0: nothing written). Raises the size to it, stamps mtime and ctime, takes S_ISUID and
@@ -258,13 +269,16 @@ struct tfs_file_lock {
 	tmb_u32 pid;	    /* what F_GETLK shows */
 	tmb_u32 member;	    /* tfs_get_lock: who has it */
 };
-/* Takes, changes or gives back; -EAGAIN: another owner has it. Giving back rings the members that wait. */
+/* Takes, changes or gives back; -EAGAIN: another owner has it. Giving back rings the members that wait. A flock that would become another
+ * one is given back first, also where the answer is -EAGAIN. */
 int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock);
 /* Who is in the way: fills 'lock' with one, or makes its type TFS_LK_UNLOCK. */
 int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock);
 /*
  * Waiting: after -EAGAIN call tfs_lock_wait_begin once (a slot, or -EDEADLK for a POSIX lock whose holder waits for this owner); then
  * repeat { tfs_set_lock ; if -EAGAIN sleep until TMB_PENDING_LOCK or TMB_PENDING_MEMBERS arrives, at most a second }; then tfs_lock_wait_end.
+ * The slot TFS_LOCK_WAITS is none: of more than so many waiters of a member at once, the further ones aren't seen by others that look for
+ * deadlocks; these ask for a slot again each time they looked in vain.
  */
 int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock);
 void tfs_lock_wait_end(struct tfs *fs, int slot);

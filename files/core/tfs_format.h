@@ -58,6 +58,20 @@
 
 #define TFS_RO_COMPAT_PERSISTENT 1ULL /* the memory outlives power: who writes orders its stores for that */
 
+#define TFS_INCOMPAT_FAIR_LOCKS 1ULL /* lock words are as below; all of this version have it */
+
+/*
+ * The word of a struct tmb_lock in this area: what tombolo_zone.h says of lock words, with these in the tag. A word without an owner may still
+ * have a turn and a count: it is free.
+ */
+#define TFS_LOCK_TAG 0xffffff00ULL
+#define TFS_LOCK_KIND 0x300ULL
+#define TFS_LOCK_HELD 0x100ULL
+#define TFS_LOCK_OFFERED 0x200ULL /* the named member may take it; others when it doesn't */
+#define TFS_LOCK_DEMAND 0x400ULL  /* held: to be offered to the next member that waits, not given free */
+#define TFS_LOCK_TURN 0xff0000ULL /* the member it was last offered to, + 1 */
+#define TFS_LOCK_COUNT 0xff000000ULL /* grows each time it is taken */
+
 struct tfs_super {
 	tmb_u64 magic;
 	tmb_u32 version;
@@ -243,14 +257,16 @@ struct tfs_lock_record {
 	tmb_u64 start, end; /* bytes, end inclusive */
 	tmb_u32 type, kind;
 	tmb_u32 pid, pad0;
-	tmb_u64 pad1[2];
+	tmb_u64 order; /* grows from owner to owner, as they came; all records of one have the same */
+	tmb_u64 pad1;
 };
 _Static_assert(sizeof(struct tfs_lock_record) == 64, "lock record size");
 #define TFS_LOCK_RECORDS (TFS_BLOCK / 64u) /* per block; the first place of block 0 is the head */
 struct tfs_lock_head {
 	tmb_u64 waiters; /* bit per member that waits for one of these locks */
 	tmb_u64 blocks;	 /* of records */
-	tmb_u64 pad[6];
+	tmb_u64 orders;	 /* the last that an owner got */
+	tmb_u64 pad[5];
 };
 _Static_assert(sizeof(struct tfs_lock_head) == 64, "lock head size");
 #define TFS_LOCK_WAITS 32u

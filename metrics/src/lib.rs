@@ -229,6 +229,25 @@ impl Server {
         })
     }
 
+    /// The listener, and the path of its Unix socket, which is the caller's to remove: for a server in another process.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn into_parts(mut self) -> io::Result<(OwnedFd, Option<PathBuf>)> {
+        let listener = self.listener.as_fd().try_clone_to_owned()?;
+        Ok((listener, self.path.take()))
+    }
+
+    /// The server of a listener that came from [`Server::into_parts`] of one at `place`.
+    #[must_use]
+    pub fn over(listener: OwnedFd, place: &Place) -> Self {
+        let listener = match place {
+            Place::Tcp(_) => Listener::Tcp(listener.into()),
+            Place::Unix(_) => Listener::Unix(listener.into()),
+        };
+        Self { listener, path: None }
+    }
+
     /// What ends [`Server::serve`].
     ///
     /// # Errors

@@ -48,6 +48,18 @@ pub enum Command {
         /// Processor time that all of them together may use, in hundredths of a processor
         #[arg(long, value_name = "PERCENT")]
         budget: Option<u32>,
+        /// Owner of the ports' sockets, by name or number
+        #[arg(long)]
+        owner: Option<String>,
+        /// Their group [default for root: the group of libvirt's QEMU, where there is one]
+        #[arg(long)]
+        group: Option<String>,
+        /// Their mode, such as 0660
+        #[arg(long)]
+        mode: Option<String>,
+        /// User as which a switch that root starts goes on [default: tombolo, or nobody]
+        #[arg(long)]
+        user: Option<String>,
         /// Keep all privileges
         #[arg(long)]
         no_sandbox: bool,
@@ -87,7 +99,19 @@ pub enum Command {
         #[arg(long)]
         control: Option<PathBuf>,
     },
-    /// Remove a port from a running switch
+    /// Add an uplink to a running switch
+    AddUplink {
+        /// Its name
+        name: String,
+        /// Where it leads: tap=NAME, interface=NAME, user=passt or passt=SOCKET
+        #[arg(value_parser = short_way)]
+        way: Way,
+        /// Control socket of the switch, or the name of a running project's network [default: the project's, or
+        /// /run/tombolo/net.sock]
+        #[arg(long)]
+        control: Option<PathBuf>,
+    },
+    /// Remove a port or an uplink from a running switch
     Remove {
         /// Its name
         port: String,
@@ -105,6 +129,7 @@ impl Command {
             Self::Ports { control }
             | Self::Capture { control, .. }
             | Self::Add { control, .. }
+            | Self::AddUplink { control, .. }
             | Self::Remove { control, .. } => Some(control),
             Self::Run { .. } => None,
         }
@@ -147,6 +172,10 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             cpus,
             poll_us,
             budget,
+            owner,
+            group,
+            mode,
+            user,
             no_sandbox,
         } => {
             let mut all = match config {
@@ -168,6 +197,10 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             s.poll_us = poll_us.unwrap_or(s.poll_us);
             s.budget = budget.unwrap_or(s.budget);
             s.sandbox &= !no_sandbox;
+            s.access.owner = owner.or_else(|| s.access.owner.take());
+            s.access.group = group.or_else(|| s.access.group.take());
+            s.access.mode = mode.or_else(|| s.access.mode.take());
+            s.user = user.or_else(|| s.user.take());
             if !cpus.is_empty() {
                 s.cpus = cpus;
             }
@@ -182,6 +215,11 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         }
         Command::Add { port, control } => {
             ask(&socket(control), &Request::Add { port })?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::AddUplink { name, way, control } => {
+            let uplink = UplinkConfig { name, way, vlan: crate::policy::Vlan::default() };
+            ask(&socket(control), &Request::AddUplink { uplink })?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Remove { port, control } => {

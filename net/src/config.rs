@@ -7,11 +7,14 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use tombolo_metrics::Place;
 
+use crate::access::Access;
 use crate::endpoint::Role;
 use crate::frame::Mac;
+use crate::learn::MAX_LEARNED;
 use crate::limit::Rate;
 use crate::policy::{Policy, Vlan};
 use crate::port::MAX_PAIRS;
+use crate::rules::Rule;
 
 /// All of it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -39,6 +42,10 @@ pub struct SwitchConfig {
     pub budget: u32,
     /// Where the control socket is made; none: no control.
     pub control: Option<PathBuf>,
+    /// Who may connect to ports that say nothing else.
+    pub access: Access,
+    /// The user as which a switch that root runs goes on; none: `tombolo` if there is that user, otherwise `nobody`.
+    pub user: Option<String>,
     /// Where Prometheus finds the counters, over HTTP.
     pub metrics: Option<Place>,
     /// Give up all privileges once started.
@@ -53,6 +60,8 @@ impl Default for SwitchConfig {
             poll_us: 50,
             budget: 0,
             control: None,
+            access: Access::default(),
+            user: None,
             metrics: None,
             sandbox: true,
         }
@@ -78,6 +87,9 @@ pub struct PortConfig {
     /// Who listens there.
     #[serde(default)]
     pub role: Role,
+    /// Who may connect there; none: as the switch's configuration says.
+    #[serde(default)]
+    pub access: Option<Access>,
     /// The MACs that it owns.
     pub macs: Vec<Mac>,
     /// Queue pairs that the guest may use.
@@ -86,6 +98,9 @@ pub struct PortConfig {
     /// Drop frames from other MACs.
     #[serde(default = "yes")]
     pub check_mac: bool,
+    /// How many addresses the port may use beyond its own, for VMs nested in its guest.
+    #[serde(default)]
+    pub learn: u8,
     /// If any: drop IP, ARP and neighbour discovery from other addresses.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
@@ -101,6 +116,12 @@ pub struct PortConfig {
     /// Limits.
     #[serde(default)]
     pub rate: Rate,
+    /// Limits of what it is sent.
+    #[serde(default)]
+    pub receive_rate: Rate,
+    /// Which IP packets it may send and get; the first that fits decides.
+    #[serde(default)]
+    pub rules: Vec<Rule>,
     /// Largest IP packet that it may send; 0: any.
     #[serde(default)]
     pub mtu: u16,
@@ -116,12 +137,15 @@ impl PortConfig {
         Policy {
             macs: self.macs.clone(),
             check_mac: self.check_mac,
+            learn: self.learn,
             ips: self.ips.clone(),
             router: self.router,
             isolated: self.isolated,
             uplink: false,
             vlan: self.vlan.clone(),
             rate: self.rate,
+            receive_rate: self.receive_rate,
+            rules: self.rules.clone(),
             mtu: self.mtu,
         }
     }
@@ -138,6 +162,11 @@ impl PortConfig {
             (1..=MAX_PAIRS).contains(&self.queues),
             "port {name} has {} queues; from 1 to {MAX_PAIRS} are possible",
             self.queues
+        );
+        anyhow::ensure!(
+            usize::from(self.learn) <= MAX_LEARNED,
+            "port {name} may learn {} addresses; up to {MAX_LEARNED} are possible",
+            self.learn
         );
         check_vlan(name, &self.vlan)
     }
@@ -211,6 +240,8 @@ mod tests {
             ips = ["10.0.0.1", "fd00::1"]
             vlan = { access = 5 }
             rate = { bytes = 1000000 }
+            receive-rate = { packets = 100000 }
+            rules = [{ action = "drop", direction = "out", protocol = "tcp", destination-port = 25 }]
             [[port]]
             name = "db"
             socket = "/run/tombolo/db.sock"
@@ -228,6 +259,7 @@ mod tests {
         let config: Config = toml::from_str(text).unwrap();
         assert_eq!(config.port[0].vlan, Vlan::Access(5));
         assert!(config.port[0].check_mac && config.port[0].offload);
+        assert_eq!(config.port[0].policy().rules[0].to_string(), "drop out tcp to port 25");
         assert_eq!(config.port[1].role, Role::Client);
         assert_eq!(config.uplink[0].way, Way::Tap("tap0".into()));
         assert_eq!(config.uplink[1].way, Way::Passt("/tmp/passt.sock".into()));
@@ -245,6 +277,7 @@ mod tests {
         assert!(port("macs=[]").contains("owns no MAC"));
         assert!(port("macs=['52:54:00:00:00:01']\nqueues=0").contains("from 1 to"));
         assert!(port("macs=['52:54:00:00:00:01']\nvlan={access=4095}").contains("1 to 4094"));
+        assert!(port("macs=['52:54:00:00:00:01']\nlearn=65").contains("up to 64"));
         assert!(port("macs=['ff:ff:ff:ff:ff:ff']").contains("unicast"));
         assert!(port("macs=['52:54:00:00:00:01']\ncolour='red'").contains("colour"));
     }

@@ -13,12 +13,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::capture::Capture;
-use crate::config::PortConfig;
+use crate::config::{PortConfig, UplinkConfig};
 use crate::daemon::Daemon;
 use crate::metrics::status;
 
 /// Longest request.
 const MAX_REQUEST: u64 = 64 << 10;
+/// How long a request may take to come, and each write of an answer.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// How often a capture is written out.
 const CAPTURE_EVERY: Duration = Duration::from_millis(20);
 
@@ -33,7 +35,13 @@ pub enum Request {
         /// The port.
         port: PortConfig,
     },
-    /// One port less.
+    /// A new uplink.
+    #[serde(rename = "add-uplink")]
+    AddUplink {
+        /// The uplink.
+        uplink: UplinkConfig,
+    },
+    /// One port or uplink less.
     Remove {
         /// Its name.
         name: String,
@@ -47,22 +55,29 @@ pub enum Request {
     },
 }
 
-/// Answers one connection.
-pub(crate) fn answer(daemon: &Arc<Daemon>, stream: UnixStream) -> io::Result<()> {
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+/// Reads what a connection asks.
+pub(crate) fn read(stream: &UnixStream) -> io::Result<anyhow::Result<Request>> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
     let mut line = String::new();
-    BufReader::new((&stream).take(MAX_REQUEST)).read_line(&mut line)?;
+    BufReader::new(stream.take(MAX_REQUEST)).read_line(&mut line)?;
+    Ok(serde_json::from_str(&line).map_err(|err| anyhow::anyhow!("the request isn't understood: {err}")))
+}
+
+/// Answers one connection.
+pub(crate) fn answer(daemon: &Arc<Daemon>, stream: UnixStream, request: Request) -> io::Result<()> {
     let reply = |value: Value| writeln!(&stream, "{value}");
-    let outcome = match serde_json::from_str::<Request>(&line) {
-        Err(err) => Err(anyhow::anyhow!("the request isn't understood: {err}")),
-        Ok(Request::Ports) => {
+    let outcome = match request {
+        Request::Ports => {
             return reply(
                 json!({ "ports": status(daemon.switch()), "cpu_ns": crate::worker::process_time() }),
             );
         }
-        Ok(Request::Add { port }) => daemon.add_port(&port),
-        Ok(Request::Remove { name }) => daemon.remove_port(&name),
-        Ok(Request::Capture { name, snap }) => return capture(daemon, stream, &name, snap),
+        Request::Remove { name } => daemon.remove(&name),
+        Request::Capture { name, snap } => return capture(daemon, stream, &name, snap),
+        Request::Add { .. } | Request::AddUplink { .. } => {
+            Err(anyhow::anyhow!("ports and uplinks come from the keeper"))
+        }
     };
     match outcome {
         Ok(()) => reply(json!({ "ok": true })),

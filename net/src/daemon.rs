@@ -4,8 +4,8 @@
 //! A port that can't be made (its socket is in use, its MAC is another's) is left out with a message, and the others
 //! go on; only if nothing is left is that an error.
 
-use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,12 +14,15 @@ use std::time::Duration;
 
 use anyhow::Context;
 
-use crate::config::{Config, PortConfig, UplinkConfig, Way};
-use crate::endpoint::{self, Endpoint, Role, Stop};
+use crate::config::{Config, PortConfig, UplinkConfig};
+use crate::control::Request;
+use crate::endpoint::{Endpoint, Stop};
 use crate::features::{OFFERED, PLAIN};
+use crate::keeper::{Answer, Keeper, Told};
+use crate::link::Link;
 use crate::port::Port;
 use crate::switch::Switch;
-use crate::uplink::{Link, Uplink, packet::Packet, passt::Passt, tap::Tap};
+use crate::uplink::{Opened, Uplink};
 use crate::view::Attached;
 use crate::worker::{Pace, Worker};
 use crate::{control, metrics};
@@ -64,10 +67,12 @@ pub struct Daemon {
     served: Mutex<Vec<Served>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     wake: Mutex<Vec<Box<dyn Fn() + Send>>>,
+    link: Link,
+    keeper: Mutex<Option<Keeper>>,
 }
 
 impl Daemon {
-    /// Starts what `config` says.
+    /// Starts what `config` says. With a sandbox it must be called before the process has a second thread.
     ///
     /// # Errors
     /// Nothing of it can be started, or the control socket or the address for metrics are in use.
@@ -83,56 +88,133 @@ impl Daemon {
                 "workers can't run on CPU {cpu}, which this process may not use; 'taskset -p $$' shows which it may"
             );
         }
+        let switch = Arc::new(Switch::new(workers, config.switch.budget)?);
+        let (keeper, link) = Keeper::start(config, config.switch.sandbox)?;
         let daemon = Arc::new(Self {
-            switch: Arc::new(Switch::new(workers, config.switch.budget)?),
+            switch,
             stop: Arc::default(),
             served: Mutex::default(),
             threads: Mutex::default(),
             wake: Mutex::default(),
+            link,
+            keeper: Mutex::new(Some(keeper)),
         });
-        let mut working = 0;
-        for uplink in &config.uplink {
-            match daemon.add_uplink(uplink) {
-                Ok(()) => working += 1,
-                Err(err) => tracing::error!("uplink {}: {err:#}", uplink.name),
-            }
+        let begun = daemon.begin(config);
+        if begun.is_err() {
+            daemon.stop();
         }
+        begun.map(|()| daemon)
+    }
+
+    fn begin(self: &Arc<Self>, config: &Config) -> anyhow::Result<()> {
         if config.switch.sandbox {
             // Before any thread is started: each has its own capabilities.
+            crate::sandbox::drop_user(config.switch.user.as_deref())?;
             crate::sandbox::drop_capabilities().context("capabilities can't be dropped")?;
         }
-        for port in &config.port {
-            match daemon.add_port(port) {
-                Ok(()) => working += 1,
-                Err(err) => tracing::error!("{err:#}"),
+        let mut answers = Vec::new();
+        let mut metrics = None;
+        loop {
+            let gone = || anyhow::anyhow!("the switch's keeper ended at once");
+            let (told, fd) = self.link.receive()?.ok_or_else(gone)?;
+            match told {
+                Told::Started => break,
+                Told::Failed(why) => anyhow::bail!("{why}"),
+                Told::Metrics(place) => metrics = Some((place, fd.ok_or_else(gone)?)),
+                told => answers.extend(self.take(told, fd)),
             }
         }
+        // The keeper reads no answers before it has told all.
+        let has = answers.iter().filter(|a| matches!(a, Answer::Has(_))).count();
+        for answer in answers {
+            self.link.send(&answer, None)?;
+        }
         let wanted = config.port.len() + config.uplink.len();
-        anyhow::ensure!(working > 0 || wanted == 0, "none of the {wanted} ports could be made");
-        for index in 0..workers {
+        anyhow::ensure!(has > 0 || wanted == 0, "none of the {wanted} ports could be made");
+        for index in 0..config.switch.workers {
             let pace = Pace {
                 poll: Duration::from_micros(config.switch.poll_us),
                 cpu: config.switch.cpus.get(index).copied(),
             };
-            let worker = Worker::new(daemon.switch.clone(), index, pace, daemon.stop.clone())?;
-            daemon.spawn(&format!("net-worker-{index}"), move || {
+            let worker = Worker::new(self.switch.clone(), index, pace, self.stop.clone())?;
+            self.spawn(&format!("net-worker-{index}"), move || {
                 if let Err(err) = worker.run() {
                     tracing::error!("worker {index} ended: {err}");
                 }
             })?;
         }
-        if let Some(path) = &config.switch.control {
-            daemon.serve_control(path)?;
-        }
-        if let Some(place) = &config.switch.metrics {
-            let server = tombolo_metrics::Server::bind(place)
-                .with_context(|| format!("metrics at {place}; choose another address"))?;
+        let daemon = self.clone();
+        self.spawn("net-link", move || daemon.listen())?;
+        if let Some((place, listener)) = metrics {
+            let server = tombolo_metrics::Server::over(listener, &place);
             let stop = server.stop()?;
-            let switch = daemon.switch.clone();
-            daemon.spawn("net-metrics", move || metrics::serve(&server, &switch))?;
-            daemon.on_stop(move || stop.now());
+            let switch = self.switch.clone();
+            self.spawn("net-metrics", move || metrics::serve(&server, &switch))?;
+            self.on_stop(move || stop.now());
         }
-        Ok(daemon)
+        Ok(())
+    }
+
+    /// Listens to the keeper until it ends.
+    fn listen(self: &Arc<Self>) {
+        loop {
+            match self.link.receive() {
+                Ok(Some((told, fd))) => {
+                    if let Some(answer) = self.take(told, fd) {
+                        if let Err(err) = self.link.send(&answer, None) {
+                            tracing::warn!("the switch's keeper doesn't listen: {err}");
+                        }
+                    }
+                }
+                Ok(None) => break,
+                Err(err) => {
+                    tracing::error!("the switch's keeper isn't understood: {err}");
+                    break;
+                }
+            }
+        }
+        if !self.is_stopping() {
+            tracing::error!(
+                "the switch's keeper ended: ports stay as they are; start the switch again to change them"
+            );
+        }
+    }
+
+    /// Takes what the keeper hands over; the answer, where it waits for one.
+    fn take(self: &Arc<Self>, told: Told, fd: Option<OwnedFd>) -> Option<Answer> {
+        let fd = fd.or_else(|| {
+            tracing::error!("the switch's keeper sent no descriptor; are too many open?");
+            None
+        });
+        let (id, outcome) = match told {
+            Told::Port(id, config) => (id, fd.map(|source| self.add_port(&config, source))),
+            Told::Uplink(id, config, opened) => (id, fd.map(|fd| self.add_uplink(&config, opened, fd))),
+            Told::Asked(request) => {
+                if let Some(fd) = fd {
+                    self.answer(fd.into(), request);
+                }
+                return None;
+            }
+            Told::Metrics(_) | Told::Started | Told::Failed(_) => return None,
+        };
+        Some(match outcome {
+            Some(Ok(())) => Answer::Has(id),
+            Some(Err(why)) => Answer::Refuses(id, format!("{why:#}")),
+            None => Answer::Refuses(id, "its descriptor did not arrive".into()),
+        })
+    }
+
+    /// Answers a question, in a thread of its own: a capture lasts.
+    fn answer(self: &Arc<Self>, stream: UnixStream, request: Request) {
+        let daemon = self.clone();
+        let spawned = std::thread::Builder::new().name("net-answer".into()).spawn(move || {
+            if let Err(err) = control::answer(&daemon, stream, request) {
+                tracing::debug!("control connection: {err}");
+            }
+        });
+        if let Err(err) = spawned {
+            tracing::warn!("no thread for a control connection: {err}");
+        }
     }
 
     /// What the workers share.
@@ -157,45 +239,11 @@ impl Daemon {
         self.wake.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(wake));
     }
 
-    fn serve_control(self: &Arc<Self>, path: &Path) -> anyhow::Result<()> {
-        // The same care as for a port's socket: never take a living one.
-        drop(Endpoint::open(path, Role::Server).context("control socket")?);
-        let listener = UnixListener::bind(path).with_context(|| format!("control {}", path.display()))?;
-        let waiting = listener.try_clone()?;
-        let daemon = self.clone();
-        let own = path.to_path_buf();
-        self.spawn("net-control", move || {
-            for stream in listener.incoming() {
-                if daemon.is_stopping() {
-                    break;
-                }
-                let (Ok(stream), daemon) = (stream, daemon.clone()) else { continue };
-                // One thread per question: a capture lasts.
-                let spawned = std::thread::Builder::new().name("net-answer".into()).spawn(move || {
-                    if let Err(err) = control::answer(&daemon, stream) {
-                        tracing::debug!("control connection: {err}");
-                    }
-                });
-                if let Err(err) = spawned {
-                    tracing::warn!("no thread for a control connection: {err}");
-                }
-            }
-            // Gone already is as good.
-            let _gone = std::fs::remove_file(&own);
-        })?;
-        self.on_stop(move || endpoint::interrupt(&waiting));
-        Ok(())
-    }
-
-    /// Adds a guest's port.
-    ///
-    /// # Errors
-    /// Its configuration is impossible, its name, MAC or socket is in use.
-    pub fn add_port(&self, config: &PortConfig) -> anyhow::Result<()> {
+    /// Takes a guest's port, of which the keeper has made `source`.
+    fn add_port(&self, config: &PortConfig, source: OwnedFd) -> anyhow::Result<()> {
         let name = &config.name;
-        config.check()?;
         self.check_name(name)?;
-        let endpoint = Endpoint::open(&config.socket, config.role).with_context(|| format!("port {name}"))?;
+        let endpoint = Endpoint::over(config.role, source);
         let stop = Arc::new(endpoint.stop()?);
         let port = Arc::new(Port::new(name, config.queues));
         self.switch
@@ -232,34 +280,30 @@ impl Daemon {
         )
     }
 
-    /// Removes a guest's port.
+    /// Removes a port or an uplink.
     ///
     /// # Errors
     /// There is none of that name.
-    pub fn remove_port(&self, name: &str) -> anyhow::Result<()> {
+    pub fn remove(&self, name: &str) -> anyhow::Result<()> {
         let served = {
             let mut list = self.served.lock().unwrap_or_else(PoisonError::into_inner);
-            let at = list.iter().position(|s| s.name == name).with_context(|| {
-                format!("port {name}: there is none of that name; 'tombolo net ports' lists them")
-            })?;
-            list.remove(at)
+            list.iter().position(|s| s.name == name).map(|at| list.remove(at))
         };
-        served.end();
-        let view = self.switch.view();
-        for attached in view.ports().iter().filter(|a| a.port.name() == name) {
-            self.switch.detach(&attached.port);
+        if let Some(served) = served {
+            served.end();
         }
+        let view = self.switch.view();
+        let attached = view.ports().iter().find(|a| a.port.name() == name);
+        let attached = attached.with_context(|| {
+            format!("port {name}: there is none of that name; 'tombolo net ports' lists them")
+        })?;
+        self.switch.detach(&attached.port);
         Ok(())
     }
 
-    fn add_uplink(&self, config: &UplinkConfig) -> anyhow::Result<()> {
+    fn add_uplink(&self, config: &UplinkConfig, opened: Opened, fd: OwnedFd) -> anyhow::Result<()> {
         self.check_name(&config.name)?;
-        let link: Box<dyn Link> = match &config.way {
-            Way::Tap(name) => Box::new(Tap::open(name)?),
-            Way::Interface(name) => Box::new(Packet::open(name)?),
-            Way::Passt(path) => Box::new(Passt::connect(path)?),
-            Way::User(program) => Box::new(Passt::start(program)?),
-        };
+        let link = opened.link(fd).with_context(|| format!("uplink {}", config.name))?;
         self.switch.attach(Attached {
             port: Arc::new(Port::new(&config.name, 1)),
             policy: Arc::new(config.policy()),
@@ -269,7 +313,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Ends all threads and removes the sockets.
+    /// Ends all threads, and the keeper, which removes the sockets.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         for served in std::mem::take(&mut *self.served.lock().unwrap_or_else(PoisonError::into_inner)) {
@@ -278,6 +322,12 @@ impl Daemon {
         self.switch.changed();
         for wake in self.wake.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             wake();
+        }
+        let keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(keeper) = keeper {
+            // If it is gone, the sockets stay.
+            let _gone = self.link.send(&Answer::End, None);
+            keeper.wait();
         }
         for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {
             // A thread that panicked has ended too.

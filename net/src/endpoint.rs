@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A port's socket: the switch listens on it (server) or connects to it (client), one connection at a time, again and
-//! again. One thread per port, which sleeps in the kernel unless the front-end has something to say.
+//! A port's socket: the switch listens on it (server), or its keeper connects to it (client), one connection at a time,
+//! again and again. One thread per port, which sleeps in the kernel unless the front-end has something to say.
 
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
 
+use crate::link::Link;
 use crate::port::Port;
 use crate::protocol::Session;
 use crate::switch::Switch;
@@ -28,50 +29,67 @@ pub enum Role {
     Client,
 }
 
-/// Where a port is to be had.
-pub struct Endpoint {
-    path: PathBuf,
-    listener: Option<UnixListener>,
+/// Where the connections of a port come from.
+pub struct Endpoint(Source);
+
+enum Source {
+    /// The switch listens.
+    Listener(UnixListener),
+    /// The keeper connects, for a byte, and sends the connection.
+    Dialer(UnixStream),
 }
 
-/// How long a client waits before it tries again.
-const RETRY: Duration = Duration::from_millis(200);
+/// How long to wait for another try: to connect, or for descriptors that others give back.
+pub(crate) const RETRY: Duration = Duration::from_millis(200);
+
+/// Listens at `path`. A socket that a dead server left is replaced.
+///
+/// # Errors
+/// The path is in use, or something else than a socket, or not ours to make.
+pub fn listen(path: &Path) -> io::Result<UnixListener> {
+    let named = |err: io::Error| io::Error::new(err.kind(), format!("{}: {err}", path.display()));
+    if let Ok(meta) = path.symlink_metadata() {
+        if !meta.file_type().is_socket() {
+            let err = io::Error::new(io::ErrorKind::AlreadyExists, "exists and is no socket");
+            return Err(named(err));
+        }
+        if UnixStream::connect(path).is_ok() {
+            let text = "another server listens there; stop it or choose another path";
+            return Err(named(io::Error::new(io::ErrorKind::AddrInUse, text)));
+        }
+        std::fs::remove_file(path).map_err(named)?;
+    }
+    UnixListener::bind(path).map_err(named)
+}
 
 impl Endpoint {
-    /// The socket at `path`; a server binds it here. A socket that a dead server left is replaced.
-    ///
-    /// # Errors
-    /// The path is in use, or something else than a socket, or not ours to make.
-    pub fn open(path: &Path, role: Role) -> io::Result<Self> {
-        let named = |err: io::Error| io::Error::new(err.kind(), format!("{}: {err}", path.display()));
-        let listener = match role {
-            Role::Client => None,
-            Role::Server => {
-                if let Ok(meta) = path.symlink_metadata() {
-                    if !meta.file_type().is_socket() {
-                        let err = io::Error::new(io::ErrorKind::AlreadyExists, "exists and is no socket");
-                        return Err(named(err));
-                    }
-                    if UnixStream::connect(path).is_ok() {
-                        let text = "another server listens there; stop it or choose another path";
-                        return Err(named(io::Error::new(io::ErrorKind::AddrInUse, text)));
-                    }
-                    std::fs::remove_file(path).map_err(named)?;
+    /// The endpoint of a port of this role, of which the keeper has made `source`.
+    #[must_use]
+    pub fn over(role: Role, source: OwnedFd) -> Self {
+        Self(match role {
+            Role::Server => Source::Listener(source.into()),
+            Role::Client => Source::Dialer(source.into()),
+        })
+    }
+
+    /// The next connection.
+    fn next(&self) -> io::Result<UnixStream> {
+        match &self.0 {
+            Source::Listener(listener) => listener.accept().map(|(stream, _)| stream),
+            Source::Dialer(channel) => {
+                (&*channel).write_all(&[0])?;
+                match Link::over(channel.try_clone()?.into()).receive::<()>()? {
+                    Some(((), Some(stream))) => Ok(stream.into()),
+                    _ => Err(io::ErrorKind::UnexpectedEof.into()),
                 }
-                Some(UnixListener::bind(path).map_err(named)?)
             }
-        };
-        Ok(Self { path: path.into(), listener })
+        }
     }
 
     /// Serves one front-end after the other until `stop` is [`Stop::now`].
     pub fn serve(&self, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64, stop: &Stop) {
         while !stop.is_set() {
-            let stream = match &self.listener {
-                Some(listener) => listener.accept().map(|(stream, _)| stream),
-                None => UnixStream::connect(&self.path),
-            };
-            let Ok(stream) = stream else {
+            let Ok(stream) = self.next() else {
                 std::thread::park_timeout(RETRY);
                 continue;
             };
@@ -84,7 +102,7 @@ impl Endpoint {
             port.connected.store(false, Ordering::Relaxed);
             tracing::info!(port = port.name(), %why, "front-end gone");
             stop.forget();
-            if self.listener.is_none() {
+            if matches!(self.0, Source::Dialer(_)) {
                 std::thread::park_timeout(RETRY);
             }
         }
@@ -95,26 +113,22 @@ impl Endpoint {
     /// # Errors
     /// No descriptors are left.
     pub fn stop(&self) -> io::Result<Stop> {
-        let listener = self.listener.as_ref().map(UnixListener::try_clone).transpose()?;
-        Ok(Stop { set: AtomicBool::new(false), listener, stream: Mutex::default() })
-    }
-}
-
-impl Drop for Endpoint {
-    fn drop(&mut self) {
-        if self.listener.take().is_some() {
-            // Gone already is as good.
-            let _gone = std::fs::remove_file(&self.path);
-        }
+        let source = match &self.0 {
+            Source::Listener(listener) => listener.as_fd(),
+            Source::Dialer(channel) => channel.as_fd(),
+        };
+        let source = source.try_clone_to_owned()?;
+        Ok(Stop { set: AtomicBool::new(false), source, stream: Mutex::default() })
     }
 }
 
 /// Ends a port's thread wherever it waits: for a connection, or for a front-end that has sent a part of a message or
 /// doesn't take its answer.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Stop {
     set: AtomicBool,
-    listener: Option<UnixListener>,
+    /// Where connections come from.
+    source: OwnedFd,
     /// The connection that is served.
     stream: Mutex<Option<UnixStream>>,
 }
@@ -123,9 +137,7 @@ impl Stop {
     /// Ends the connection, and lets no other begin.
     pub fn now(&self) {
         self.set.store(true, Ordering::Release);
-        if let Some(listener) = &self.listener {
-            interrupt(listener);
-        }
+        interrupt(&self.source);
         if let Some(stream) = &*self.stream.lock().unwrap_or_else(PoisonError::into_inner) {
             // The front-end may have gone.
             let _gone = stream.shutdown(std::net::Shutdown::Both);
@@ -150,10 +162,10 @@ impl Stop {
     }
 }
 
-/// Makes a waiting server look at its stop flag, also where its path leads to it no more.
-pub fn interrupt(listener: &UnixListener) {
-    // SAFETY: the descriptor is open. One that is shut down already is as good.
-    unsafe { libc::shutdown(listener.as_raw_fd(), libc::SHUT_RDWR) };
+/// Ends the wait for a connection at a socket, also where its path leads to it no more.
+pub(crate) fn interrupt(socket: &impl AsFd) {
+    // One that is shut down already is as good.
+    let _ended = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
 }
 
 /// Answers one front-end until it goes or breaks the protocol; says why it ended.

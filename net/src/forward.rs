@@ -17,13 +17,15 @@ use crate::credit::Credits;
 use crate::deliver::{Frame, LONG, Put, put};
 use crate::fallback::{self, Buffers};
 use crate::frame::{DATA_VALID, ETH_HEADER, MAX_FRAME, Mac, NEEDS_CSUM, NET_HEADER, NetHeader};
-use crate::headers::{Headers, LOOK, TPID_VLAN};
+use crate::headers::{self, Headers, LOOK, TPID_VLAN};
 use crate::held::{Held, Progress};
 use crate::lane::{self, Edit, Lane};
+use crate::learn;
 use crate::offload::{self, Layers};
 use crate::opens::{self, NotOpen, Opens};
 use crate::policy::Policy;
 use crate::ring::{Broken, Chain, Segment};
+use crate::rules::{self, Way};
 use crate::spoof;
 use crate::view::View;
 use crate::vring::State;
@@ -152,15 +154,16 @@ impl Forwarder {
         let credits = std::mem::take(&mut tx.credits);
         let mut sender = Sender::new(self, view, src, queue, now, credits);
         let head = u32::from(tx.negotiated.header);
-        let mut taken = 0;
+        let (mut taken, mut waits) = (0, false);
         for chain in tx.window.chains().iter().take(AHEAD) {
             prefetch_front(&tx, chain, head);
         }
         if let Some(held) = tx.held.take() {
             let chain = tx.window.chains()[0];
-            taken += usize::from(sender.again(&held, tx.window.segments(&chain), tx.counters()));
+            waits = !sender.again(&held, tx.window.segments(&chain), tx.counters());
+            taken = usize::from(!waits);
         }
-        while let Some(&chain) = tx.window.chain(taken).filter(|_| sender.held.is_none()) {
+        while let Some(&chain) = tx.window.chain(taken).filter(|_| !waits) {
             if let Some(ahead) = tx.window.chain(taken + AHEAD) {
                 prefetch_front(&tx, ahead, head);
             }
@@ -180,6 +183,7 @@ impl Forwarder {
             if done == Done::Taken {
                 sender.tally.one(len);
             } else if !sender.end(done, len, tx.counters()) {
+                waits = true;
                 break;
             }
             taken += 1;
@@ -189,7 +193,6 @@ impl Forwarder {
         let (credits, tally) = (sender.opens.finish(), sender.tally);
         let state = &mut *tx;
         state.credits = credits;
-        let waits = held.is_some();
         if waits {
             state.held = held;
         }
@@ -279,12 +282,12 @@ impl<'a, 'w> Sender<'a, 'w> {
     /// Takes the frame of `len` bytes that lies in `segments` after a virtio-net header of `head` bytes.
     #[inline(always)]
     fn frame(&mut self, segments: &[Segment], head: u32, len: u32, host: bool) -> Done {
-        let (at, header_at, index, skip) = match segments {
+        let (at, header_at, rest, skip) = match segments {
             [one] if one.len >= head + PREFIX as u32 && self.simple => {
-                (one.ptr.wrapping_add(head as usize), one.ptr, 0, head + PREFIX as u32)
+                (one.ptr.wrapping_add(head as usize), one.ptr, one, head + PREFIX as u32)
             }
             [first, two] if first.len == head && two.len >= PREFIX as u32 && self.simple => {
-                (two.ptr, first.ptr, 1, PREFIX as u32)
+                (two.ptr, first.ptr, two, PREFIX as u32)
             }
             _ => return self.gathered(segments, head, len, host),
         };
@@ -295,10 +298,11 @@ impl<'a, 'w> Sender<'a, 'w> {
             return self.gathered(segments, head, len, host);
         }
         let (header, layers) = (NetHeader::default(), Layers::default());
-        let frame = Frame { header, layers, prefix: &prefix, rest: &segments[index..], skip, len };
+        let rest = std::slice::from_ref(rest);
+        let frame = Frame { header, layers, prefix: &prefix, rest, skip, len };
         let done = self.plain(&frame);
         if done == Done::Again {
-            self.keep(&frame, index, Lane::OPEN);
+            self.keep(&frame, segments.len() - 1, Lane::OPEN);
         }
         done
     }
@@ -366,6 +370,10 @@ impl<'a, 'w> Sender<'a, 'w> {
     fn admit(&mut self, frame: &mut Frame<'_>) -> Result<Lane, Reason> {
         let policy = self.policy;
         let headers = Headers::parse(frame.prefix, frame.len);
+        if policy.learn > 0 && !headers::source(frame.prefix).is_some_and(|mac| policy.macs.contains(&mac)) {
+            let (_, from) = addresses(frame.prefix);
+            learn::learn(self.view, self.src, from, self.now)?;
+        }
         spoof::check(policy, &headers, frame.prefix)?;
         let lane = lane::enter(policy, &headers).ok_or(Reason::Vlan)?;
         let asked = frame.header;
@@ -374,6 +382,9 @@ impl<'a, 'w> Sender<'a, 'w> {
         if policy.uplink && frame.header.flags == 0 {
             // The host's kernel may say that it has checked; a guest may not.
             frame.header.flags = asked.flags & DATA_VALID;
+        }
+        if let Some(reason) = rules::decide(&policy.rules, Way::Out, &headers, frame.prefix).count() {
+            return Err(reason);
         }
         let link = ETH_HEADER as u32 + 4 * u32::from(headers.tags);
         if policy.mtu != 0 && frame.header.gso_type == 0 && frame.len > link + u32::from(policy.mtu) {
@@ -442,7 +453,11 @@ impl<'a, 'w> Sender<'a, 'w> {
         match self.view.owner(to) {
             Some(dest) if dest != self.src => self.give(dest, frame, lane),
             Some(_) => Done::Dropped(Reason::Loop),
-            None => self.upward(frame, lane),
+            None => match self.view.learned(to, self.now) {
+                Some(dest) if dest != self.src => self.give(dest, frame, lane),
+                Some(_) => Done::Dropped(Reason::Loop),
+                None => self.upward(frame, lane),
+            },
         }
     }
 
@@ -470,19 +485,51 @@ impl<'a, 'w> Sender<'a, 'w> {
             if self.policy.isolated && !to.uplink || to.isolated && !self.policy.uplink {
                 return Done::Dropped(Reason::Isolated);
             }
-            match lane::leave(to, lane) {
-                None => return Done::Dropped(Reason::Vlan),
-                Some(Edit::Keep) => {}
-                Some(Edit::Bare) => return self.give_edited(dest, frame, None),
-                Some(Edit::Tag(tci)) => return self.give_edited(dest, frame, Some(tci)),
+            let Some(edit) = lane::leave(to, lane) else { return Done::Dropped(Reason::Vlan) };
+            if self.view.filters(dest) {
+                return self.give_filtered(dest, frame, edit);
+            }
+            if edit != Edit::Keep {
+                return self.give_edited(dest, frame, edit);
             }
         }
         self.hand(dest, frame)
     }
 
-    /// Gives a frame that has at most one tag to one port, with `tag` only.
+    /// Gives a frame to a port that doesn't take everything.
     #[inline(never)]
-    fn give_edited(&mut self, dest: usize, frame: &Frame<'_>, tag: Option<u16>) -> Done {
+    fn give_filtered(&mut self, dest: usize, frame: &Frame<'_>, edit: Edit) -> Done {
+        let mut buffer = [0; LOOK];
+        let frame = frame.deepened(&mut buffer);
+        let to = &self.view.ports()[dest];
+        let (rate, limiter) = (&to.policy.receive_rate, &to.port.receive_limiter);
+        let headers = Headers::parse(frame.prefix, frame.len);
+        let decision = rules::decide(&to.policy.rules, Way::In, &headers, frame.prefix);
+        let done = if !decision.passes() || !limiter.is_open(rate, self.now) {
+            Done::Dropped(Reason::ReceiveRate)
+        } else {
+            self.give_edited(dest, &frame, edit)
+        };
+        // A frame that waits is decided about again, and counted when it has ended.
+        match done {
+            Done::Again => {}
+            Done::Dropped(reason) => return Done::Dropped(decision.count().unwrap_or(reason)),
+            Done::Taken | Done::Ended => {
+                decision.count();
+                limiter.pay(rate, frame.len.into(), self.now);
+            }
+        }
+        done
+    }
+
+    /// Gives a frame to one port with its tag changed; it has one at most, unless it is kept as it is.
+    #[inline(never)]
+    fn give_edited(&mut self, dest: usize, frame: &Frame<'_>, edit: Edit) -> Done {
+        let tag = match edit {
+            Edit::Keep => return self.hand(dest, frame),
+            Edit::Bare => None,
+            Edit::Tag(tci) => Some(tci),
+        };
         const MACS: usize = 12;
         let old = frame.prefix;
         let tail = match old.get(MACS..MACS + 2) {

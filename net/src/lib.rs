@@ -12,17 +12,19 @@
 //!   [`inflight`] what a successor needs
 //! - [`ring`] the device's side of split and packed virtqueues
 //! - [`vring`] a queue with its lock; [`port`] a port's queues; [`counters`] what is counted
-//! - [`frame`] Ethernet and virtio-net headers; [`table`] who owns a MAC; [`policy`] what a port may do; [`view`] all
+//! - [`frame`] Ethernet and virtio-net headers; [`table`] who owns a MAC, [`learn`] who uses one; [`policy`] what a port may do; [`view`] all
 //!   ports at one moment
-//! - [`headers`] what a frame is, read once; by that description: [`lane`] VLANs; [`spoof`] false senders; [`offload`]
+//! - [`headers`] what a frame is, read once; by that description: [`lane`] VLANs; [`spoof`] false senders; [`rules`] by addresses and ports; [`offload`]
 //!   checksums and segments in software, and [`fallback`] when to make them. [`limit`] rates; [`uplink`] what isn't a guest
 //! - [`deliver`] the copy; [`held`] a frame that waits, and [`credit`] how long it may; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`balance`] which
 //!   worker carries which queue; [`switch`] changes on their way to the workers
 //! - [`config`] what a user says; [`daemon`] the running whole; [`cli`] and [`control`] the ways to talk to it;
 //!   [`metrics`] counters for Prometheus, [`top`] for people; [`capture`] frames for Wireshark; [`sandbox`] what is given up
 //! - [`mod@bench`] the switch beside its peers; [`soak`] every frame accounted for
+//! - [`keeper`] the part that keeps the rights to open things, at the other end of a [`link`]; [`access`] who may connect
 //! - [`event`] eventfds; [`cpu`] prefetching; [`driver`] the guest's side, for tests and the bench
 
+pub mod access;
 pub mod balance;
 pub mod bench;
 pub mod capture;
@@ -46,8 +48,11 @@ pub mod frame;
 pub mod headers;
 pub mod held;
 pub mod inflight;
+mod keeper;
 pub mod lane;
+pub mod learn;
 pub mod limit;
+mod link;
 pub mod memory;
 pub mod metrics;
 pub mod offload;
@@ -56,6 +61,7 @@ pub mod policy;
 pub mod port;
 pub mod protocol;
 pub mod ring;
+pub mod rules;
 pub mod sandbox;
 pub mod soak;
 pub mod spoof;

@@ -19,6 +19,8 @@ pub struct Flow {
     pub bytes: u64,
     /// Of the frames, those to several receivers.
     pub flooded: u64,
+    /// What the frames became beyond themselves, by flooding and segmentation.
+    pub copies: u64,
     /// Interrupts sent.
     pub signals: u64,
     /// Frames lost, by reason; reasons that never were are left out.
@@ -28,7 +30,8 @@ pub struct Flow {
 impl From<Counts> for Flow {
     fn from(c: Counts) -> Self {
         let drops = REASONS.iter().map(|r| (r.name(), c.dropped_for(*r))).filter(|(_, n)| *n > 0).collect();
-        Self { packets: c.packets, bytes: c.bytes, flooded: c.flooded, signals: c.signals, drops }
+        let Counts { packets, bytes, flooded, copies, signals, .. } = c;
+        Self { packets, bytes, flooded, copies, signals, drops }
     }
 }
 
@@ -47,6 +50,9 @@ pub struct PortStatus {
     pub macs: Vec<crate::frame::Mac>,
     /// Which worker carries what it sends, by queue in use.
     pub workers: Vec<usize>,
+    /// Its rules, each with the frames that it decided about.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rules: Vec<(String, u64)>,
     /// From the guest into the switch.
     pub sent: Flow,
     /// From the switch to the guest.
@@ -69,6 +75,7 @@ pub fn status(switch: &Switch) -> Vec<PortStatus> {
                 .filter(|q| a.uplink.is_some() || a.port.tx(*q).lock().is_active())
                 .map(|q| a.port.home(q))
                 .collect(),
+            rules: a.policy.rules.iter().map(|r| (r.to_string(), r.hits.get())).collect(),
             sent: a.port.sent().into(),
             received: a.port.received().into(),
         })
@@ -91,9 +98,10 @@ pub fn prometheus(ports: &[PortStatus]) -> String {
         }
     });
     type Get = fn(&Flow) -> u64;
-    let counters: [(&str, &str, Get); 3] = [
+    let counters: [(&str, &str, Get); 4] = [
         ("packets_total", "Frames, by the port's own direction.", |f| f.packets),
         ("bytes_total", "Bytes of frames.", |f| f.bytes),
+        ("copies_total", "What frames became beyond themselves, by flooding and segmentation.", |f| f.copies),
         ("interrupts_total", "Interrupts sent to the guest.", |f| f.signals),
     ];
     for (name, help, get) in counters {
@@ -117,6 +125,17 @@ pub fn prometheus(ports: &[PortStatus]) -> String {
                         "tombolo_net_drops_total{{port=\"{port}\",direction=\"{direction}\",reason=\"{reason}\"}} {n}"
                     );
                 }
+            }
+        }
+    });
+    family("rule_frames_total", "counter", "Frames that a port's rule decided about.", &mut |out| {
+        for p in ports {
+            for (n, (rule, hits)) in p.rules.iter().enumerate() {
+                let (port, rule) = (label(&p.name), label(rule));
+                let _infallible = writeln!(
+                    out,
+                    "tombolo_net_rule_frames_total{{port=\"{port}\",number=\"{n}\",rule=\"{rule}\"}} {hits}"
+                );
             }
         }
     });

@@ -274,8 +274,15 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
-        self.vring(index)?.enabled = enable;
-        self.changed();
+        let changes = {
+            let mut vring = self.vring(index)?;
+            let was = vring.is_active();
+            vring.enabled = enable;
+            vring.is_active() != was
+        };
+        if changes {
+            self.changed();
+        }
         Ok(())
     }
 

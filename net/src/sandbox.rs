@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a running switch gives up, once its devices and sockets are open.
+//! What a running switch gives up. What it needs from outside, the [keeper](crate::keeper) hands over as descriptors.
 //!
-//! 1. [`drop_capabilities`], once uplinks are open and before any thread is started: all capabilities, for good
-//!    (PR_SET_NO_NEW_PRIVS); a switch that began as root can no longer open devices, load modules, trace others or
-//!    change the network.
+//! 1. [`drop_user`] and [`drop_capabilities`], once the keeper runs and before any thread is started: root, its groups and
+//!    all capabilities, for good (PR_SET_NO_NEW_PRIVS).
 //! 2. [`filter_calls`], once all threads run: all system calls but those that carrying packets, mapping a new
 //!    front-end's memory and answering control requests take. A call falls into one of four classes:
 //!    - [`ALLOWED`] and [`narrowed`] calls are made, the latter only with the arguments named there;
@@ -18,6 +17,7 @@
 use std::collections::BTreeMap;
 use std::io;
 
+use anyhow::Context;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
     TargetArch,
@@ -55,20 +55,10 @@ const ALLOWED: &[&[libc::c_long]] = &[
         libc::SYS_fstat,
         libc::SYS_dup,
     ],
-    // Connections; sockets of ports that come and go.
-    &[
-        libc::SYS_accept4,
-        libc::SYS_bind,
-        libc::SYS_listen,
-        libc::SYS_connect,
-        libc::SYS_shutdown,
-        libc::SYS_getsockopt,
-        libc::SYS_setsockopt,
-        libc::SYS_getsockname,
-        libc::SYS_newfstatat,
-        libc::SYS_statx,
-        libc::SYS_unlinkat,
-    ],
+    // Connections at sockets that the keeper has made.
+    &[libc::SYS_accept4, libc::SYS_shutdown, libc::SYS_getsockopt, libc::SYS_setsockopt],
+    // What a descriptor is: fstat, and statx for those that front-ends send. Of a path they tell no more than that.
+    &[libc::SYS_newfstatat, libc::SYS_statx],
     // Memory: a guest's, our own, and what replaces memory that was taken away.
     &[
         libc::SYS_munmap,
@@ -96,14 +86,13 @@ const ALLOWED: &[&[libc::c_long]] = &[
         libc::SYS_rt_sigtimedwait,
         libc::SYS_getrandom,
     ],
-    // The end of a program that was started before: passt.
+    // The end of the keeper.
     &[libc::SYS_wait4],
 ];
 
 /// Calls of older ways that only x86-64 has.
 #[cfg(target_arch = "x86_64")]
-const LEGACY: &[libc::c_long] =
-    &[libc::SYS_epoll_wait, libc::SYS_poll, libc::SYS_unlink, libc::SYS_stat, libc::SYS_lstat];
+const LEGACY: &[libc::c_long] = &[libc::SYS_epoll_wait, libc::SYS_poll];
 #[cfg(not(target_arch = "x86_64"))]
 const LEGACY: &[libc::c_long] = &[];
 
@@ -163,7 +152,6 @@ fn narrowed() -> Result<Rules, seccompiler::BackendError> {
         (libc::SYS_mprotect, vec![no_code()?]),
         // What the standard library asks of a socket: whether its calls block, whether exec closes it.
         (libc::SYS_ioctl, vec![rule(1, Eq, libc::FIONBIO)?, rule(1, Eq, libc::FIOCLEX)?]),
-        (libc::SYS_socket, vec![rule(0, Eq, number(libc::AF_UNIX))?]),
         // A thread's name.
         (libc::SYS_prctl, vec![rule(0, Eq, number(libc::PR_SET_NAME))?]),
         // Signals to itself: abort.
@@ -192,6 +180,49 @@ pub fn filter_calls() -> io::Result<()> {
     let mut allowed = any(&[ALLOWED.concat(), LEGACY.to_vec()].concat());
     allowed.extend(narrowed().map_err(io::Error::other)?);
     set(allowed, SeccompAction::Allow, SeccompAction::Errno(libc::EPERM as u32))
+}
+
+/// Goes on as the user `named` where root began: as `tombolo` if there is that user and none is named, otherwise as `nobody`. In a user
+/// namespace that has no other user, root stays what it is there: an ordinary user outside.
+///
+/// # Errors
+/// There is no such user, or the kernel refuses.
+pub fn drop_user(named: Option<&str>) -> anyhow::Result<()> {
+    const NOBODY: u32 = 65_534;
+    // SAFETY: asks for a number.
+    if unsafe { libc::geteuid() } != 0 {
+        return Ok(());
+    }
+    let found = crate::access::user_and_group;
+    let (user, group) = match named {
+        Some(name) => found(name).with_context(|| {
+            format!("user '{name}': there is none of that name; 'getent passwd' lists them")
+        })?,
+        None => found("tombolo").or_else(|| found("nobody")).unwrap_or((NOBODY, NOBODY)),
+    };
+    let mut signal: libc::c_int = 0;
+    // SAFETY: numbers, an empty list of groups and a number of our own.
+    let (dropped, err) = unsafe {
+        libc::prctl(libc::PR_GET_PDEATHSIG, &raw mut signal);
+        let parent = libc::getppid();
+        let dropped = libc::setgroups(0, std::ptr::null()) == 0
+            && libc::setresgid(group, group, group) == 0
+            && libc::setresuid(user, user, user) == 0;
+        let err = io::Error::last_os_error();
+        // Who started the switch may want it to end with itself; the kernel forgets that where a user changes.
+        libc::prctl(libc::PR_SET_PDEATHSIG, signal);
+        if signal != 0 && libc::getppid() != parent {
+            libc::raise(signal);
+        }
+        (dropped, err)
+    };
+    // What was dropped before the refusal stays dropped.
+    if !dropped && named.is_none() && matches!(err.raw_os_error(), Some(libc::EINVAL | libc::EPERM)) {
+        tracing::warn!("the switch goes on as root, without its capabilities: {err}");
+        return Ok(());
+    }
+    anyhow::ensure!(dropped, "the switch can't go on as user {user}: {err}");
+    Ok(())
 }
 
 /// Empties the calling thread's capability sets for good, and so those of the threads that it starts.

@@ -20,6 +20,7 @@ use crate::view::{Attached, View};
 pub struct Switch {
     view: Mutex<Arc<View>>,
     generation: AtomicU64,
+    adoptions: AtomicU64,
     wake: Vec<Event>,
     start: Instant,
     board: Board,
@@ -39,6 +40,7 @@ impl Switch {
             budget: Budget::new(budget.into()),
             view: Mutex::default(),
             generation: AtomicU64::new(1),
+            adoptions: AtomicU64::new(0),
             wake: (0..workers.max(1)).map(|_| Event::new()).collect::<io::Result<_>>()?,
         })
     }
@@ -79,6 +81,17 @@ impl Switch {
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
+    }
+
+    /// How often workers have adopted changes.
+    #[must_use]
+    pub fn adoptions(&self) -> u64 {
+        self.adoptions.load(Ordering::Relaxed)
+    }
+
+    /// Counts an adoption.
+    pub(crate) fn note_adoption(&self) {
+        self.adoptions.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The view of this moment.

@@ -8,9 +8,12 @@ pub mod passt;
 pub mod tap;
 
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::sync::Mutex;
 
+use serde::{Deserialize, Serialize};
+
+use crate::config::Way;
 use crate::counters::Reason;
 use crate::credit::Credits;
 use crate::deliver::Frame;
@@ -50,6 +53,47 @@ pub trait Link: Send + Sync {
 
     /// What to wait for.
     fn fd(&self) -> RawFd;
+}
+
+/// What an opened way out is, besides its descriptor.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub enum Opened {
+    /// A TAP device.
+    Tap(tap::Offloads),
+    /// A packet socket.
+    Packet,
+    /// A connection to passt.
+    Passt,
+}
+
+impl Opened {
+    /// Opens a way out.
+    ///
+    /// # Errors
+    /// With what it is and what to do.
+    pub fn open(way: &Way) -> io::Result<(Self, OwnedFd)> {
+        Ok(match way {
+            Way::Tap(name) => {
+                let (offloads, fd) = tap::Tap::open(name)?;
+                (Self::Tap(offloads), fd)
+            }
+            Way::Interface(name) => (Self::Packet, packet::Packet::open(name)?),
+            Way::Passt(path) => (Self::Passt, passt::Passt::connect(path)?),
+            Way::User(program) => (Self::Passt, passt::Passt::start(program)?),
+        })
+    }
+
+    /// The link over what was opened.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn link(self, fd: OwnedFd) -> io::Result<Box<dyn Link>> {
+        Ok(match self {
+            Self::Tap(offloads) => Box::new(tap::Tap::over(offloads, fd)),
+            Self::Packet => Box::new(packet::Packet::over(fd)),
+            Self::Passt => Box::new(passt::Passt::over(fd)?),
+        })
+    }
 }
 
 /// A frame that came in and is not forwarded yet.

@@ -36,6 +36,10 @@ impl Default for Pace {
 
 /// How often a worker with a budget pays for its time (nanoseconds).
 const PAY_EVERY: u64 = 1_000_000;
+/// Shortest time from one adoption of changes to the next (nanoseconds), and how many times its duration it is at least. A
+/// front-end may start, stop and toggle its queues as often as it likes: all other ports keep 19 of 20 parts of the time.
+const ADOPT_PAUSE: u64 = 1_000_000;
+const ADOPT_SHARE: u64 = 19;
 /// The longest rest at once, so that a switch that is told to end does.
 const REST_MAX: Duration = Duration::from_millis(50);
 
@@ -46,6 +50,8 @@ pub struct Worker {
     pace: Pace,
     stop: Arc<AtomicBool>,
     generation: u64,
+    /// When changes may be adopted again.
+    adopt_at: u64,
     view: Arc<View>,
     /// Port and transmit queue.
     queues: Vec<(usize, usize)>,
@@ -74,6 +80,7 @@ impl Worker {
             pace,
             stop,
             generation: 0,
+            adopt_at: 0,
             queues: Vec::new(),
             costs: Vec::new(),
             since: 0,
@@ -98,13 +105,17 @@ impl Worker {
         let poll = self.pace.poll.as_nanos() as u64;
         let mut last_work = 0;
         loop {
+            let mut now = self.switch.now();
             if self.switch.generation() != self.generation {
                 if self.stop.load(Ordering::Acquire) {
                     return Ok(());
                 }
-                self.adopt()?;
+                if now >= self.adopt_at {
+                    self.adopt()?;
+                    let begun = std::mem::replace(&mut now, self.switch.now());
+                    self.adopt_at = now + ADOPT_PAUSE.max(ADOPT_SHARE * (now - begun));
+                }
             }
-            let now = self.switch.now();
             let (mut worked, mut mark) = (false, now);
             for i in 0..self.queues.len() {
                 let (port, queue) = self.queues[i];
@@ -188,6 +199,7 @@ impl Worker {
     /// Takes over what has changed: the view, which queues are ours, what wakes us.
     fn adopt(&mut self) -> io::Result<()> {
         self.generation = self.switch.generation();
+        self.switch.note_adoption();
         self.view = self.switch.view();
         self.queues.clear();
         self.since = self.switch.now();

@@ -107,9 +107,13 @@ fn a_sandboxed_switch_makes_threads_and_no_processes_runs_no_new_code_and_reache
             let code = libc::PROT_READ | libc::PROT_EXEC;
             let at = libc::mmap(std::ptr::null_mut(), 4096, code, libc::MAP_PRIVATE | libc::MAP_ANON, -1, 0);
             refused("code", at as i64);
-            for family in [libc::AF_INET, libc::AF_INET6, libc::AF_PACKET, libc::AF_NETLINK, libc::AF_VSOCK] {
+            for family in [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_PACKET, libc::AF_NETLINK] {
                 refused("socket", libc::socket(family, libc::SOCK_DGRAM, 0).into());
             }
+            refused("connect", libc::connect(0, std::ptr::null(), 0).into());
+            refused("bind", libc::bind(0, std::ptr::null(), 0).into());
+            refused("unlink", libc::unlink(c"/nonexistent".as_ptr()).into());
+            refused("rename", libc::rename(c"/nonexistent".as_ptr(), c"/other".as_ptr()).into());
             refused("terminal", libc::ioctl(0, libc::TIOCSTI, c"x".as_ptr()).into());
             refused("dumpable", libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0).into());
             refused("parent", libc::kill(libc::getppid(), 0).into());

@@ -9,7 +9,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{Rig, frame, wait_for};
 use tombolo_net::config::{Config, PortConfig};
@@ -114,6 +114,15 @@ fn a_queue_may_be_enabled_before_the_features_are_set_as_qemu_does() {
     (&stream).read_exact(&mut [0; 20]).unwrap();
     let view = lab.daemon.switch().view();
     assert!(view.ports()[0].port.rx(0).lock().enabled && view.ports()[0].port.tx(0).lock().enabled);
+}
+
+#[test]
+fn a_driver_may_be_told_its_mtu_by_its_vmm() {
+    let lab = Lab::new(2, 1);
+    let features = NicConfig::default().features | 1 << bit::MTU;
+    let config = NicConfig { features, ..NicConfig::default() };
+    let (mut a, mut b) = (lab.connect(0, config), lab.connect(1, config));
+    exchange(&mut a, &mut b, 3, 1);
 }
 
 #[test]
@@ -340,6 +349,29 @@ fn cve_2019_14818_a_flood_of_ring_sizes_costs_no_memory() {
     let mut reply = [0u8; 20];
     (&stream).read_exact(&mut reply).unwrap();
     assert!(resident() < before + (32 << 20), "{} grew to {}", before, resident());
+}
+
+#[test]
+fn a_flood_of_started_and_stopped_queues_leaves_the_workers_to_the_others() {
+    let lab = Lab::new(3, 2);
+    let (mut a, mut b) = (lab.connect(0, NicConfig::default()), lab.connect(1, NicConfig::default()));
+    let mut hostile = lab.connect(2, NicConfig::default());
+    exchange(&mut a, &mut b, 10, 0);
+    let (before, begun) = (lab.daemon.switch().adoptions(), Instant::now());
+    for n in 0..20_000u32 {
+        hostile.front().unwrap().set_vring_enable(1, n % 2 == 1).unwrap();
+    }
+    exchange(&mut a, &mut b, 10, 1);
+    // Two workers, each once a millisecond at most.
+    let most = 2 * (begun.elapsed().as_millis() as u64 + 2);
+    let adopted = lab.daemon.switch().adoptions() - before;
+    assert!(adopted <= most, "{adopted} adoptions, {most} at most");
+    // What does not change is no change.
+    let before = lab.daemon.switch().generation();
+    for _ in 0..100 {
+        hostile.front().unwrap().set_vring_enable(1, true).unwrap();
+    }
+    assert_eq!(lab.daemon.switch().generation(), before);
 }
 
 #[test]

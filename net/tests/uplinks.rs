@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::namespace::alone;
-use common::program::Switch;
+use common::program::{Switch, child_of};
 use common::{Rig, frame, wait_for};
 use tombolo_net::driver::Nic;
 use tombolo_net::features::OFFLOADS;
@@ -213,7 +213,6 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
         );
 
         // Who was stopped goes on with what it waited for, which asks the sandbox again.
-        switch.waits_for_passt();
         let pid = switch.child.id() as i32;
         // SAFETY: signals to a child that has not ended, and waiting for its stop.
         unsafe {
@@ -221,9 +220,8 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
             assert_eq!(libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED), pid);
             assert_eq!(libc::kill(pid, libc::SIGCONT), 0);
         }
-        switch.waits_for_passt();
-        let children = format!("/proc/{0}/task/{0}/children", switch.child.id());
-        let passt: u32 = std::fs::read_to_string(children).unwrap().trim().parse().unwrap();
+        assert!(switch.port("uplink0").is_some());
+        let passt = child_of(switch.keeper());
         switch.child.kill().unwrap();
         switch.child.wait().unwrap();
         wait_for("passt's end", || (!PathBuf::from(format!("/proc/{passt}")).exists()).then_some(()));
@@ -264,7 +262,7 @@ fn an_interface_opened_as_uplink_brings_no_frames_of_other_interfaces() {
             let mut buffer = vec![0; 70_000];
             let mut foreign = 0;
             for _ in 0..50 {
-                let packet = Packet::open("v0").unwrap();
+                let packet = Packet::over(Packet::open("v0").unwrap());
                 while packet.receive(&mut buffer).is_ok() {
                     foreign += 1;
                 }

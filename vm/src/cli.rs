@@ -13,14 +13,17 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 
-use crate::client::{self, Outcome, Progress};
+use crate::client::{self, OnInterrupt, Outcome, Progress};
 use crate::compose::{self, Project, Rights, Size};
-use crate::control::{Event, Request, Status, ZoneStatus};
+use crate::control::{Request, Status, ZoneStatus};
 use crate::doctor;
 use crate::growth;
-use crate::peer::{self, Peer};
-use crate::state::StateDir;
+use crate::peer;
+use crate::state::{self, StateDir};
 use crate::supervisor;
+
+/// How long a supervisor may take to end after its last word.
+const ENDING: Duration = Duration::from_secs(5);
 
 /// Which compose file.
 #[derive(Args, Clone, Debug, Default)]
@@ -212,7 +215,7 @@ pub enum NetCommand {
 /// As [`run`].
 pub fn run_net(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
     let NetCommand::Ls { file } = command;
-    let status = status(client::living(&file.load()?, &Request::Ps)?)?;
+    let status = client::status(client::living(&file.load()?, &Request::Ps)?)?;
     if json {
         say(&serde_json::to_string_pretty(&status.networks)?)?;
     } else if status.networks.is_empty() {
@@ -233,10 +236,10 @@ pub fn run_net(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
 /// When the compose file is malformed, the supervisor does not answer, or there are several networks and no name.
 pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
     let Ok(file) = compose::find(None) else { return Ok(None) };
-    let Some(peer) = peer::ask(&StateDir::of(&Project::load(&file)?)?, &Request::Ps)? else {
+    let Some(peer) = peer::ask(&Project::load(&file)?, &Request::Ps)? else {
         return Ok(None);
     };
-    let networks = status(peer)?.networks;
+    let networks = client::status(peer)?.networks;
     if let (None, [_, _, ..]) = (name, &networks[..]) {
         let names: Vec<&str> = networks.iter().map(|n| n.name.as_str()).collect();
         anyhow::bail!("there are several networks; say which with --control: {}", names.join(", "));
@@ -289,8 +292,8 @@ pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
         ZoneCommand::Path { file, zone } => return zone_path(&file, &zone, json),
         ZoneCommand::Detach { file, zone, vm } => (file, Request::ZoneDetach { zone, vm }),
     };
-    let peer = client::living(&file.load()?, &request)?;
-    finish(client::follow(peer, &mut Progress::new(json))?)
+    let mut peer = client::living(&file.load()?, &request)?;
+    finish(client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave)?)
 }
 
 /// One line or more on the standard output; who reads it may be gone, which is an error like any other.
@@ -314,7 +317,7 @@ fn zone_path(file: &File, name: &str, json: bool) -> anyhow::Result<ExitCode> {
 /// When there is no such project, it is not up, or has no such zone.
 pub fn find_zone(file: &File, name: &str) -> anyhow::Result<ZoneStatus> {
     let project = file.load()?;
-    let mut zones = status(client::living(&project, &Request::Ps)?)?.zones;
+    let mut zones = client::status(client::living(&project, &Request::Ps)?)?.zones;
     if let Some(at) = zones.iter().position(|z| z.name == name) {
         return Ok(zones.swap_remove(at));
     }
@@ -323,19 +326,17 @@ pub fn find_zone(file: &File, name: &str) -> anyhow::Result<ZoneStatus> {
     anyhow::bail!("the project '{}' has no zone '{name}'{hint}", project.name);
 }
 
-fn status(mut peer: Peer) -> anyhow::Result<Status> {
-    match peer.receive::<Event>()? {
-        Some(Event::Status(status)) => Ok(*status),
-        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
-        other => anyhow::bail!("the supervisor answered {other:?}"),
-    }
-}
-
 fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
     match outcome {
         Outcome::Done => Ok(ExitCode::SUCCESS),
         Outcome::Interrupted => {
             eprintln!("tombolo: interrupted; everything that was started has been stopped");
+            Ok(ExitCode::from(130))
+        }
+        Outcome::Left => {
+            eprintln!(
+                "tombolo: interrupted; the supervisor goes on with it, 'tombolo ps' shows how far it is"
+            );
             Ok(ExitCode::from(130))
         }
     }
@@ -360,8 +361,8 @@ fn up(project: &Project, vms: Vec<String>, attach: bool, json: bool) -> anyhow::
         anyhow::bail!("{} declares no VM; add a table [vm.NAME]", project.file.display());
     }
     let request = Request::Up { project: Box::new(project.clone()), vms };
-    let peer = client::supervisor(project, &request)?;
-    let outcome = client::follow(peer, &mut Progress::new(json))?;
+    let mut peer = client::supervisor(project, &request)?;
+    let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Cancel)?;
     if outcome == Outcome::Done && attach {
         eprintln!("Ctrl-C takes everything down");
         client::attach(project)?;
@@ -373,9 +374,10 @@ fn up(project: &Project, vms: Vec<String>, attach: bool, json: bool) -> anyhow::
 fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
     let dir = StateDir::of(project)?;
     let all = vms.is_empty();
-    let Some(peer) = peer::ask(&dir, &Request::Down { vms })? else {
-        // Logs of a supervisor that died.
-        if let Some(_lock) = dir.path().exists().then(|| dir.lock()).transpose()?.flatten() {
+    let Some(mut peer) = peer::ask(project, &Request::Down { vms })? else {
+        // Logs of a supervisor that died; one that is about to end keeps its lock until then.
+        if dir.path().exists() {
+            let _lock = dir.lock_within(ENDING)?;
             dir.remove();
         }
         for address in growth::give_back_orphans()? {
@@ -386,34 +388,25 @@ fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitC
         }
         return Ok(ExitCode::SUCCESS);
     };
-    let outcome = client::follow(peer, &mut Progress::new(json))?;
-    if all {
-        wait_gone(&dir)?;
+    let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave)?;
+    if all && outcome == Outcome::Done {
+        // The supervisor ends right after its last word; whoever called `down` may count on it.
+        peer.wait_ended(ENDING)?;
     }
     finish(outcome)
 }
 
-/// The supervisor ends right after its last word; whoever called `down` may count on it.
-fn wait_gone(dir: &StateDir) -> anyhow::Result<()> {
-    for _ in 0..500 {
-        if dir.address()?.is_none() {
-            return Ok(());
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    anyhow::bail!("the supervisor still lives; see {}", dir.path().display())
-}
-
 fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
     let projects: Vec<Status>;
+    let mut silent = Vec::new();
     if all {
-        projects = running(None)?;
+        (projects, silent) = all_running()?;
         if json {
             say(&serde_json::to_string_pretty(&projects)?)?;
         }
     } else {
         let project = file.load()?;
-        let found = peer::ask(&StateDir::of(&project)?, &Request::Ps)?.map(status).transpose()?;
+        let found = peer::ask(&project, &Request::Ps)?.map(client::status).transpose()?;
         if json {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
             say(&serde_json::to_string_pretty(&status)?)?;
@@ -421,28 +414,44 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
         projects = found.into_iter().collect();
     }
     if !json {
-        if projects.is_empty() {
+        if projects.is_empty() && silent.is_empty() {
             eprintln!("nothing runs");
         }
         for status in &projects {
             say(table(status).trim_end())?;
         }
     }
-    Ok(ExitCode::SUCCESS)
+    for error in &silent {
+        eprintln!("tombolo: {error:#}");
+    }
+    Ok(if silent.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The project of a compose file, which must be up; without a file all of this user that are up.
-pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
-    if let Some(file) = file {
-        return Ok(vec![status(client::living(&Project::load(file)?, &Request::Ps)?)?]);
-    }
-    let mut projects = Vec::new();
-    for dir in StateDir::all()? {
-        if let Some(peer) = peer::ask(&dir, &Request::Ps)? {
-            projects.push(status(peer)?);
+/// All projects of this user that are up, and why others that are up did not answer.
+fn all_running() -> anyhow::Result<(Vec<Status>, Vec<anyhow::Error>)> {
+    let (mut projects, mut silent) = (Vec::new(), Vec::new());
+    for found in state::supervisors()? {
+        match client::status_of(&found) {
+            Ok(project) => projects.extend(project),
+            Err(e) => silent.push(e),
         }
     }
-    Ok(projects)
+    Ok((projects, silent))
+}
+
+/// The project of a compose file, which must be up; without a file all of this user that are up and answer.
+pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
+    if let Some(file) = file {
+        return Ok(vec![client::status(client::living(
+            &Project::load(&compose::find(Some(file))?)?,
+            &Request::Ps,
+        )?)?]);
+    }
+    let (projects, silent) = all_running()?;
+    match silent.into_iter().next() {
+        Some(error) if projects.is_empty() => Err(error),
+        _ => Ok(projects),
+    }
 }
 
 /// Runs one of [`StartCommand`].
@@ -453,7 +462,7 @@ pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> 
     match command {
         StartCommand::Blame { file, vm } => blame(&file.load()?, &vm, json),
         StartCommand::Metrics { file } => {
-            let status = status(client::living(&file.load()?, &Request::Ps)?)?;
+            let status = client::status(client::living(&file.load()?, &Request::Ps)?)?;
             let growing = status.vms.iter().filter_map(|vm| Some((vm.name.as_str(), vm.growth.as_ref()?)));
             say(tombolo_start::progress::prometheus(&growing.collect::<Vec<_>>()).trim_end())?;
             Ok(ExitCode::SUCCESS)
@@ -466,7 +475,7 @@ pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> 
 
 fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
     let not_up = || format!("the VM '{name}' is not up; 'tombolo ps' shows what is");
-    let status = status(peer::ask(&StateDir::of(project)?, &Request::Ps)?.with_context(not_up)?)?;
+    let status = client::status(peer::ask(project, &Request::Ps)?.with_context(not_up)?)?;
     let vm = status.vms.iter().find(|vm| vm.name == name).with_context(not_up)?;
     if json {
         println!("{}", serde_json::to_string_pretty(&vm.timeline)?);
@@ -500,7 +509,9 @@ fn table(status: &Status) -> String {
         let mut rows = vec![["ZONE", "SIZE", "BACKING", "MEMBERS"].map(str::to_owned)];
         for zone in &status.zones {
             let members = if zone.members.is_empty() { "-".into() } else { zone.members.join(",") };
-            rows.push([zone.name.clone(), Size(zone.size).to_string(), zone.backing.clone(), members]);
+            let backing =
+                if zone.lost { format!("{} (cut short!)", zone.backing) } else { zone.backing.clone() };
+            rows.push([zone.name.clone(), Size(zone.size).to_string(), backing, members]);
         }
         text.push_str(&columns(&rows));
     }
@@ -588,7 +599,7 @@ fn logs(project: &Project, vm: &str, follow: bool, qemu: bool) -> anyhow::Result
     })?;
     let mut out = std::io::stdout().lock();
     std::io::copy(&mut log, &mut out)?;
-    while follow && dir.address()?.is_some() {
+    while follow && state::supervisor(project)?.is_some() {
         std::thread::sleep(Duration::from_millis(200));
         log = reopened(log, &path)?;
         std::io::copy(&mut log, &mut out)?;

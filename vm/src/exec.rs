@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use qapi::qga;
 
-use crate::agent::{Agent, Error};
+use crate::agent::{Agent, Calls, Error};
 
 /// Time for one request to the agent; a guest under load on an emulated CPU is slow.
 const REQUEST: Duration = Duration::from_secs(60);
@@ -60,6 +60,51 @@ exit $code"#;
 /// make none any more, and each of the two can have been in the middle of making one.
 const SWEEP: &str = r#"mv "$1" "$1.gone" || exit
 rm -rf "$1.gone" 2>/dev/null || rm -rf "$1.gone" 2>/dev/null || rm -rf "$1.gone""#;
+
+/// Ends the process $1 with all that it started, as far as it has not been given to init: TERM, and KILL for what is there two seconds later.
+/// Stopped from the top down, none of them starts another one meanwhile. Needs nothing but a shell and /proc.
+const KILL: &str = r#"children() {
+	for status in /proc/[0-9]*/status; do
+		while read -r key value rest; do
+			case $key in
+				Pid:) pid=$value ;;
+				PPid:) [ "$value" = "$1" ] && echo "$pid"; break ;;
+			esac
+		done <"$status"
+	done 2>/dev/null
+}
+# Whether one of them is there; whom nobody has waited for yet is not.
+alive() {
+	for process in $all; do
+		while read -r key value rest; do
+			[ "$key" = State: ] || continue
+			[ "$value" = Z ] || return 0
+			break
+		done <"/proc/$process/status"
+	done 2>/dev/null
+	return 1
+}
+all=
+next=$1
+while [ "$next" ]; do
+	found=
+	for process in $next; do
+		kill -STOP "$process" 2>/dev/null || continue
+		all="$all $process"
+		found="$found $(children "$process")"
+	done
+	next=$(echo $found)
+done
+[ "$all" ] || exit 0
+kill -TERM $all 2>/dev/null
+kill -CONT $all 2>/dev/null
+looks=0
+while alive && [ "$looks" -lt 20 ]; do
+	looks=$((looks + 1))
+	sleep 0.1
+done
+kill -KILL $all 2>/dev/null
+exit 0"#;
 
 /// What to run.
 #[derive(Clone, Debug, Default)]
@@ -114,14 +159,16 @@ pub struct Output {
 ///
 /// # Errors
 /// Those of the agent, or that it took too long.
-pub fn script(agent: &Agent, text: &str, args: &[&str], limit: Duration) -> anyhow::Result<Output> {
+pub fn script(agent: &impl Calls, text: &str, args: &[&str], limit: Duration) -> anyhow::Result<Output> {
     let mut arg = vec!["-c".to_owned(), text.to_owned(), "tombolo".to_owned()];
     arg.extend(args.iter().map(|a| (*a).to_owned()));
-    let pid = start(agent, "/bin/sh", arg, Vec::new(), None, true)?;
     let begun = std::time::Instant::now();
+    // An agent that hangs does not make a short limit long.
+    let request = limit.min(REQUEST);
+    let pid = start_within(agent, "/bin/sh", arg, Vec::new(), None, true, request)?;
     let mut pauses = Pauses::default();
     loop {
-        let status = agent.call(qga::guest_exec_status { pid }, REQUEST)?;
+        let status = agent.call(qga::guest_exec_status { pid }, request)?;
         if status.exited {
             let text =
                 |data: Option<Vec<u8>>| String::from_utf8_lossy(&data.unwrap_or_default()).into_owned();
@@ -150,6 +197,18 @@ fn start(
     input: Option<Vec<u8>>,
     capture: bool,
 ) -> Result<i64, Error> {
+    start_within(agent, path, arg, env, input, capture, REQUEST)
+}
+
+fn start_within(
+    agent: &impl Calls,
+    path: &str,
+    arg: Vec<String>,
+    env: Vec<String>,
+    input: Option<Vec<u8>>,
+    capture: bool,
+    limit: Duration,
+) -> Result<i64, Error> {
     let command = qga::guest_exec {
         path: path.to_owned(),
         arg: Some(arg),
@@ -157,7 +216,7 @@ fn start(
         input_data: input,
         capture_output: Some(qga::GuestExecCaptureOutput::flag(capture)),
     };
-    agent.call(command, REQUEST).map(|r| r.pid)
+    agent.call(command, limit).map(|r| r.pid)
 }
 
 fn code_of(status: &qga::GuestExecStatus) -> i32 {
@@ -379,8 +438,7 @@ fn run_in(
             }
         }
         if cancelled() {
-            // The command and the spoolers, then the shell.
-            script(agent, r#"pkill -TERM -P "$1"; kill -TERM "$1""#, &[&pid.to_string()], REQUEST)?;
+            script(agent, KILL, &[&pid.to_string()], REQUEST)?;
             break Ended::Cancelled;
         }
         if busy {

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use crate::agent::Calls;
 use crate::exec;
 use crate::machine::Machine;
 
@@ -42,7 +43,17 @@ pub struct Source {
     pub member: u32,
 }
 
-/// Mounts a zone's file system through the agent.
+/// The options of a mount. Files of a zone are made by every member's root, who must not become root in this guest with them.
+fn options(source: &Source, read_only: bool, more: &[String]) -> String {
+    let mut all = vec!["nosuid", "nodev"];
+    all.extend(more.iter().map(String::as_str));
+    if read_only {
+        all.push("ro");
+    }
+    format!("{},member={}", all.join(","), source.member)
+}
+
+/// Mounts a zone's file system through the agent, with these options of mount(8) besides.
 ///
 /// # Errors
 /// Says whether the module or the mount is missing.
@@ -52,6 +63,7 @@ pub fn mount(
     source: &Source,
     path: &str,
     read_only: bool,
+    more: &[String],
 ) -> anyhow::Result<()> {
     const MOUNT: &str = r#"need_module
 await_zone "$4"
@@ -61,7 +73,7 @@ module_said
 exit $code"#;
     let name = machine.name();
     let identity = source.uuid.replace('-', "");
-    let options = format!("{},member={}", if read_only { "ro" } else { "rw" }, source.member);
+    let options = options(source, read_only, more);
     let output = exec::script(
         machine.agent(),
         &format!("{FUNCTIONS}{MOUNT}"),
@@ -82,17 +94,35 @@ exit $code"#;
     }
 }
 
-/// Unmounts what is mounted from a zone.
+/// Unmounts what is mounted from these zones, within `limit`.
 ///
 /// # Errors
-/// When it is busy.
-pub fn unmount(machine: &Machine, source: &str) -> anyhow::Result<()> {
-    const UNMOUNT: &str = r#"awk -v s="$1" '$3 == "tombolo" && $1 == s { print $2 }' /proc/mounts | while read -r path; do
-	umount "$path" || exit 1
-done"#;
-    let output = exec::script(machine.agent(), UNMOUNT, &[source], Duration::from_secs(30))?;
+/// When one is busy, or the agent does not answer.
+pub fn unmount(agent: &impl Calls, vm: &str, sources: &[String], limit: Duration) -> anyhow::Result<()> {
+    const UNMOUNT: &str = r#"for source; do
+	awk -v s="$source" '$3 == "tombolo" && $1 == s { print $2 }' /proc/mounts | while read -r path; do
+		umount "$path" || exit 1
+	done || code=1
+done
+exit ${code:-0}"#;
+    let sources: Vec<&str> = sources.iter().map(String::as_str).collect();
+    let output = exec::script(agent, UNMOUNT, &sources, limit)?;
     if output.code != 0 {
-        anyhow::bail!("the VM '{}' can't unmount the zone: {}", machine.name(), output.err.trim());
+        anyhow::bail!("the VM '{vm}' can't unmount the zone: {}", output.err.trim());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn set_id_bits_and_devices_count_in_a_guest_only_where_they_are_asked_for() {
+        let source = Source { uuid: String::new(), member: 3 };
+        assert_eq!(options(&source, true, &[]), "nosuid,nodev,ro,member=3");
+        // The later one holds.
+        let more = ["noatime".to_owned(), "suid".to_owned()];
+        assert_eq!(options(&source, false, &more), "nosuid,nodev,noatime,suid,member=3");
+    }
 }

@@ -13,19 +13,23 @@
 //! Modules:
 //! - [`mod@format`]: the format, from `format/tombolo_zone.h`; sizes and offsets asserted.
 //! - [`mem`]: the one place that touches shared memory: bounds-checked atomics and copies.
+//! - `fault`: survives that the file behind a mapping is cut short.
 //! - [`backing`]: memfd, huge pages or file; seals.
 //! - [`liveness`]: the locks that tell who lives.
 //! - [`header`]: making and checking the zone's header.
 //! - [`member`]: what a member slot says.
 //! - [`cli`]: `tombolo zone`.
 //! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
+//! - [`door`]: listening sockets that only the same user reaches, and that have no name.
 //! - [`pci`]: a guest's way to a zone without the module.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 
 pub mod backing;
 pub mod cli;
+pub mod door;
 pub mod doorbell;
 pub mod error;
+mod fault;
 pub mod format;
 pub mod header;
 pub mod liveness;

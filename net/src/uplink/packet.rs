@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! An interface of the host, through a packet socket with virtio-net headers (packet(7)).
 
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use super::Link;
 use super::tap::write_frame;
@@ -19,7 +18,7 @@ const TAG: usize = 4;
 
 /// A packet socket bound to one interface.
 pub struct Packet {
-    socket: File,
+    socket: OwnedFd,
 }
 
 impl Packet {
@@ -27,7 +26,7 @@ impl Packet {
     ///
     /// # Errors
     /// There is no such interface, or the kernel refuses.
-    pub fn open(name: &str) -> io::Result<Self> {
+    pub fn open(name: &str) -> io::Result<OwnedFd> {
         let named = |what: &str| {
             let err = io::Error::last_os_error();
             io::Error::new(err.kind(), format!("interface {name}: {what}: {err}"))
@@ -47,7 +46,7 @@ impl Packet {
             if fd < 0 {
                 return Err(named("no packet socket (needs CAP_NET_RAW)"));
             }
-            let socket = File::from_raw_fd(fd);
+            let socket = OwnedFd::from_raw_fd(fd);
             let mut member: libc::packet_mreq = std::mem::zeroed();
             member.mr_ifindex = index as i32;
             member.mr_type = libc::PACKET_MR_PROMISC as u16;
@@ -75,8 +74,14 @@ impl Packet {
             if libc::bind(fd, (&raw const address).cast(), len) != 0 {
                 return Err(named("can't be bound"));
             }
-            Ok(Self { socket })
+            Ok(socket)
         }
+    }
+
+    /// A socket that was opened, maybe by another process.
+    #[must_use]
+    pub fn over(socket: OwnedFd) -> Self {
+        Self { socket }
     }
 }
 

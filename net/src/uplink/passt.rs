@@ -33,19 +33,20 @@ impl Passt {
     ///
     /// # Errors
     /// Nobody listens there.
-    pub fn connect(path: &Path) -> io::Result<Self> {
-        let stream = UnixStream::connect(path).map_err(|err| {
-            let text = format!("passt at {}: {err} (start it with: passt -s {0})", path.display());
-            io::Error::new(err.kind(), text)
-        })?;
-        Self::over(stream)
+    pub fn connect(path: &Path) -> io::Result<OwnedFd> {
+        UnixStream::connect(path)
+            .map_err(|err| {
+                let text = format!("passt at {}: {err} (start it with: passt -s {0})", path.display());
+                io::Error::new(err.kind(), text)
+            })
+            .map(Into::into)
     }
 
     /// Starts `program`, which ends when the connection to it does.
     ///
     /// # Errors
     /// It can't be started.
-    pub fn start(program: &Path) -> io::Result<Self> {
+    pub fn start(program: &Path) -> io::Result<OwnedFd> {
         let (own, theirs) = UnixStream::pair()?;
         let theirs = OwnedFd::from(theirs);
         let number = theirs.as_raw_fd();
@@ -71,10 +72,15 @@ impl Passt {
                 Err(err) => tracing::error!("passt is out of sight: {err}"),
             }
         })?;
-        Self::over(own)
+        Ok(own.into())
     }
 
-    fn over(stream: UnixStream) -> io::Result<Self> {
+    /// A connection that was made, maybe by another process.
+    ///
+    /// # Errors
+    /// It can't be set not to block.
+    pub fn over(connection: OwnedFd) -> io::Result<Self> {
+        let stream = UnixStream::from(connection);
         stream.set_nonblocking(true)?;
         Ok(Self { stream, buffered: Mutex::default() })
     }

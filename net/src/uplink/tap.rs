@@ -6,6 +6,8 @@ use std::io::{self, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 
+use serde::{Deserialize, Serialize};
+
 use super::Link;
 use crate::vring::Negotiated;
 
@@ -22,10 +24,19 @@ const TUN_F_ECN: libc::c_ulong = 8;
 const TUN_F_USO4: libc::c_ulong = 0x20;
 const TUN_F_USO6: libc::c_ulong = 0x40;
 
+/// What the kernel does for a TAP device.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Offloads {
+    /// Checksums and TCP segments.
+    tso: bool,
+    /// UDP segments.
+    uso: bool,
+}
+
 /// A TAP device.
 pub struct Tap {
     file: File,
-    offloads: Negotiated,
+    offloads: Offloads,
 }
 
 impl Tap {
@@ -33,7 +44,7 @@ impl Tap {
     ///
     /// # Errors
     /// The name is no interface name, or the kernel refuses.
-    pub fn open(name: &str) -> io::Result<Self> {
+    pub fn open(name: &str) -> io::Result<(Offloads, OwnedFd)> {
         let named = |err: io::Error| {
             let text =
                 format!("TAP device {name}: {err} (make it with: ip tuntap add {name} mode tap user $USER)");
@@ -69,20 +80,17 @@ impl Tap {
         // SAFETY: takes a number.
         let set = |flags: libc::c_ulong| unsafe { libc::ioctl(fd, TUNSETOFFLOAD, flags) == 0 };
         let uso = set(tso | TUN_F_USO4 | TUN_F_USO6);
-        let all = uso || set(tso);
-        let offloads = Negotiated {
-            csum: all,
-            tso4: all,
-            tso6: all,
-            ecn: all,
-            uso,
-            header: 12,
-            ..Negotiated::default()
-        };
+        let offloads = Offloads { tso: uso || set(tso), uso };
         if let Err(err) = bring_up(&request) {
             tracing::warn!("TAP device {name} is not up: {err} (do it with: ip link set {name} up)");
         }
-        Ok(Self { file, offloads })
+        Ok((offloads, file.into()))
+    }
+
+    /// A device that was opened, maybe by another process.
+    #[must_use]
+    pub fn over(offloads: Offloads, device: OwnedFd) -> Self {
+        Self { file: device.into(), offloads }
     }
 }
 
@@ -123,7 +131,8 @@ impl Link for Tap {
     }
 
     fn offloads(&self) -> Negotiated {
-        self.offloads
+        let Offloads { tso, uso } = self.offloads;
+        Negotiated { csum: tso, tso4: tso, tso6: tso, ecn: tso, uso, header: 12, ..Negotiated::default() }
     }
 
     fn send(&self, pieces: &[libc::iovec]) -> io::Result<()> {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The switch as a program, sandboxed.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
@@ -45,15 +45,9 @@ impl Switch {
         nic
     }
 
-    /// Returns once the thread that minds passt sleeps in its system call.
-    pub fn waits_for_passt(&self) {
-        let tasks = format!("/proc/{}/task", self.child.id());
-        let read = |task: &Path, what| std::fs::read_to_string(task.join(what)).unwrap_or_default();
-        wait_for("the thread that minds passt", || {
-            let mut tasks = std::fs::read_dir(&tasks).unwrap().map(|t| t.unwrap().path());
-            let minder = tasks.find(|t| read(t, "comm").trim() == "net-passt")?;
-            (read(&minder, "wchan") == "do_wait").then_some(())
-        });
+    /// The process of its keeper.
+    pub fn keeper(&self) -> u32 {
+        child_of(self.child.id())
     }
 
     /// The port of this name, as the control socket shows it.
@@ -61,6 +55,12 @@ impl Switch {
         let (answer, _) = ask(&self.control(), &Request::Ports).unwrap();
         answer["ports"].as_array().unwrap().iter().find(|p| p["name"] == name).cloned()
     }
+}
+
+/// The one child of a process.
+pub fn child_of(pid: u32) -> u32 {
+    let children = format!("/proc/{pid}/task/{pid}/children");
+    std::fs::read_to_string(children).unwrap().trim().parse().unwrap()
 }
 
 impl Drop for Switch {

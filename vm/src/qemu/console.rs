@@ -2,15 +2,14 @@
 //! A guest's serial console: everything it says goes to a log of bounded size, the last lines stay at hand for errors, and
 //! people may watch and type.
 
-use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A log that has grown to this many bytes is renamed to `NAME.1` and begun anew.
-const LOG_LIMIT: u64 = 4 << 20;
+use crate::log::Log;
+
 /// Bytes of the end that are kept in memory.
 const TAIL: usize = 16 << 10;
 
@@ -25,9 +24,9 @@ pub struct Console {
 struct Inner {
     log: Log,
     tail: Vec<u8>,
-    watchers: Vec<UnixStream>,
+    watchers: Vec<Arc<UnixStream>>,
     /// Where it is typed: QEMU's end.
-    input: UnixStream,
+    input: Arc<UnixStream>,
     /// A line has matched the pattern.
     matches: bool,
     pattern: Option<regex_lite::Regex>,
@@ -36,49 +35,24 @@ struct Inner {
     ended: bool,
 }
 
-#[derive(Debug)]
-struct Log {
-    path: PathBuf,
-    file: File,
-    length: u64,
-}
-
-impl Log {
-    fn create(path: &Path) -> std::io::Result<Log> {
-        Ok(Log { path: path.to_owned(), file: File::create(path)?, length: 0 })
-    }
-
-    fn write(&mut self, data: &[u8]) -> std::io::Result<()> {
-        if self.length + data.len() as u64 > LOG_LIMIT {
-            let mut old = self.path.clone().into_os_string();
-            old.push(".1");
-            std::fs::rename(&self.path, old)?;
-            self.file = File::create(&self.path)?;
-            self.length = 0;
-        }
-        self.length += data.len() as u64;
-        self.file.write_all(data)
-    }
-}
-
 impl Console {
     /// Reads `socket` on a thread of its own until its end; `pattern` is what [`Console::wait_match`] waits for.
     ///
     /// # Errors
-    /// When the log can't be created.
+    /// When no thread can be had.
     pub fn start(
         socket: UnixStream,
         log: &Path,
         pattern: Option<regex_lite::Regex>,
     ) -> anyhow::Result<Arc<Console>> {
-        let log = Log::create(log).map_err(|e| anyhow::anyhow!("{}: {e}", log.display()))?;
+        let log = Log::new(log);
         let reader = socket.try_clone()?;
         let console = Arc::new(Console {
             inner: Mutex::new(Inner {
                 log,
                 tail: Vec::new(),
                 watchers: Vec::new(),
-                input: socket,
+                input: Arc::new(socket),
                 matches: false,
                 pattern,
                 first_output: None,
@@ -103,7 +77,7 @@ impl Console {
         let reader = socket.try_clone()?;
         let mut inner = self.lock();
         anyhow::ensure!(inner.ended, "the console is still another QEMU's");
-        inner.input = socket;
+        inner.input = Arc::new(socket);
         inner.tail.clear();
         (inner.matches, inner.pattern, inner.first_output, inner.ended) = (false, pattern, None, false);
         drop(inner);
@@ -143,15 +117,12 @@ impl Console {
     fn take(&self, data: &[u8]) {
         let mut inner = self.lock();
         inner.first_output.get_or_insert_with(Instant::now);
-        if let Err(e) = inner.log.write(data) {
-            // The guest must not stop for a full disk; the tail in memory still has the end.
-            eprintln!("tombolo: {}: {e}", inner.log.path.display());
-        }
+        inner.log.write(data);
         inner.tail.extend_from_slice(data);
         let excess = inner.tail.len().saturating_sub(TAIL);
         inner.tail.drain(..excess);
         // A watcher that does not read is dropped rather than waited for.
-        inner.watchers.retain_mut(|w| w.write_all(data).is_ok());
+        inner.watchers.retain(|w| (&**w).write_all(data).is_ok());
         if !inner.matches {
             if let Some(pattern) = &inner.pattern {
                 let tail = String::from_utf8_lossy(&inner.tail);
@@ -191,16 +162,21 @@ impl Console {
     ///
     /// # Errors
     /// When the console has ended.
-    pub fn watch(&self, mut watcher: UnixStream, recent: usize) -> std::io::Result<()> {
+    pub fn watch(&self, watcher: Arc<UnixStream>, recent: usize) -> std::io::Result<()> {
         let mut inner = self.lock();
         if inner.ended {
             return Err(std::io::Error::other("the VM has ended"));
         }
         watcher.set_write_timeout(Some(Duration::from_millis(200)))?;
         let start = inner.tail.len().saturating_sub(recent);
-        watcher.write_all(&inner.tail[start..])?;
+        (&*watcher).write_all(&inner.tail[start..])?;
         inner.watchers.push(watcher);
         Ok(())
+    }
+
+    /// A watcher has gone.
+    pub fn unwatch(&self, watcher: &Arc<UnixStream>) {
+        self.lock().watchers.retain(|w| !Arc::ptr_eq(w, watcher));
     }
 
     /// Types into the console; between two QEMUs of a VM that reboots nobody hears it.
@@ -212,10 +188,10 @@ impl Console {
         if inner.ended {
             return Ok(());
         }
-        let input = inner.input.try_clone()?;
+        let input = inner.input.clone();
         // A guest that does not read must not keep what it says from being heard.
         drop(inner);
-        (&input).write_all(data)
+        (&*input).write_all(data)
     }
 }
 
@@ -291,7 +267,7 @@ mod tests {
         guest.write_all(b"the past\n").unwrap();
         assert!(console.wait_match(Duration::from_secs(60)));
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        console.watch(theirs, 5).unwrap();
+        console.watch(Arc::new(theirs), 5).unwrap();
         guest.write_all(b"the future\n").unwrap();
         drop(guest);
         console.wait_end(Duration::from_secs(60));
@@ -305,7 +281,7 @@ mod tests {
     fn log_and_watchers_outlast_a_reboot_and_its_readiness_is_a_new_one() {
         let (console, mut guest, dir) = console(Some("login"));
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        console.watch(theirs, 0).unwrap();
+        console.watch(Arc::new(theirs), 0).unwrap();
         guest.write_all(b"first login\n").unwrap();
         drop(guest);
         console.wait_end(Duration::from_secs(60));
@@ -333,13 +309,13 @@ mod tests {
     fn a_log_does_not_grow_without_bound() {
         let (console, mut guest, dir) = console(None);
         let line = [b'x'; 1 << 16];
-        for _ in 0..((3 * LOG_LIMIT) >> 16) {
+        for _ in 0..((3 * crate::log::LIMIT) >> 16) {
             guest.write_all(&line).unwrap();
         }
         drop(guest);
         console.wait_end(Duration::from_secs(60));
         let size: u64 =
             std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
-        assert!(size <= 2 * LOG_LIMIT && size > LOG_LIMIT, "{size}");
+        assert!(size <= 2 * crate::log::LIMIT && size > crate::log::LIMIT, "{size}");
     }
 }

@@ -104,7 +104,7 @@ pub(crate) fn flush(cx: &mut Cx<'_>, r: &wire::Flush) -> Done {
 pub(crate) fn finish(cx: &mut Cx<'_>, r: &wire::Finish) -> Done {
     let queue = cx.get(kind::QUEUE, r.queue)?;
     let f = native!(cx, clFinish);
-    cx.may_block();
+    cx.may_block()?;
     // SAFETY: a live queue: the client can't release it meanwhile without harming only itself.
     cx.status(unsafe { f(queue) })?;
     cx.cl.late.check(r.queue, cx.waited)

@@ -16,7 +16,7 @@ pub(crate) fn wait_for_events(cx: &mut Cx<'_>, r: &wire::WaitForEvents<'_>) -> D
             let _told = cx.cl.late.check(queue, cx.waited);
         }
     })?;
-    cx.may_block();
+    cx.may_block()?;
     // SAFETY: live events; the list is as long as said.
     cx.status(unsafe { f(events.len() as u32, events.as_ptr()) })
 }

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Who may connect to a port: owner, group and mode of its socket. To connect takes the right to write.
+
+use std::ffi::CString;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+
+/// Groups as which libvirt's QEMU runs, the narrowest first: those of Debian and Fedora, and that of all who may use KVM.
+const VMMS: [&str; 3] = ["libvirt-qemu", "qemu", "kvm"];
+const MODE: u32 = 0o660;
+
+/// What a user says of it. By default a switch that root runs gives its sockets to the first group of [`VMMS`] that there
+/// is, with mode 0660; that of another user leaves them to that user.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Access {
+    /// A user's name or number.
+    pub owner: Option<String>,
+    /// A group's name or number.
+    pub group: Option<String>,
+    /// Octal, such as "0660".
+    pub mode: Option<String>,
+}
+
+impl Access {
+    /// Sets owner, group and mode of the socket at `path`.
+    ///
+    /// # Errors
+    /// There is no such user or group, the mode is none, or they are not ours to give.
+    pub fn apply(&self, path: &Path) -> anyhow::Result<()> {
+        let owner = self.owner.as_deref().map(|name| id(name, user).with_context(|| no("user", name)));
+        let group = self.group.as_deref().map(|name| id(name, group).with_context(|| no("group", name)));
+        let (owner, mut group) = (owner.transpose()?, group.transpose()?);
+        let mode = match &self.mode {
+            Some(text) => Some(
+                u32::from_str_radix(text, 8)
+                    .ok()
+                    .filter(|mode| *mode <= 0o777)
+                    .with_context(|| format!("mode '{text}' is none; use octal digits, such as 0660"))?,
+            ),
+            None => None,
+        };
+        // SAFETY: asks for a number.
+        if *self == Self::default() && unsafe { libc::geteuid() } == 0 {
+            group = VMMS.iter().find_map(|name| self::group(name));
+        }
+        let told = owner.or(group).map(|_| MODE);
+        if owner.or(group).is_some() {
+            std::os::unix::fs::chown(path, owner, group)
+                .with_context(|| format!("owner and group of {}", path.display()))?;
+        }
+        if let Some(mode) = mode.or(told) {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
+                .with_context(|| format!("mode of {}", path.display()))?;
+        }
+        Ok(())
+    }
+}
+
+fn no(kind: &str, name: &str) -> String {
+    format!("there is no {kind} '{name}'; 'getent passwd' and 'getent group' list those that are")
+}
+
+/// A number as it is, or what `find` finds.
+fn id(name: &str, find: fn(&str) -> Option<u32>) -> Option<u32> {
+    name.parse().ok().or_else(|| find(name))
+}
+
+/// Room for the strings of an entry.
+const ROOM: usize = 64 << 10;
+
+/// The number of a user.
+fn user(name: &str) -> Option<u32> {
+    user_and_group(name).map(|(user, _)| user)
+}
+
+/// The numbers of a user and of its own group.
+pub(crate) fn user_and_group(name: &str) -> Option<(u32, u32)> {
+    let name = CString::new(name).ok()?;
+    let mut room = vec![0; ROOM];
+    let mut found = std::ptr::null_mut();
+    // SAFETY: an all-zero entry is valid to be filled in; name, entry and room outlive the call.
+    unsafe {
+        let mut entry: libc::passwd = std::mem::zeroed();
+        libc::getpwnam_r(name.as_ptr(), &mut entry, room.as_mut_ptr(), room.len(), &mut found);
+        (!found.is_null()).then_some((entry.pw_uid, entry.pw_gid))
+    }
+}
+
+/// The number of a group.
+fn group(name: &str) -> Option<u32> {
+    let name = CString::new(name).ok()?;
+    let mut room = vec![0; ROOM];
+    let mut found = std::ptr::null_mut();
+    // SAFETY: as for a user.
+    unsafe {
+        let mut entry: libc::group = std::mem::zeroed();
+        libc::getgrnam_r(name.as_ptr(), &mut entry, room.as_mut_ptr(), room.len(), &mut found);
+        (!found.is_null()).then_some(entry.gr_gid)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    fn access(owner: Option<&str>, group: Option<&str>, mode: Option<&str>) -> Access {
+        Access { owner: owner.map(Into::into), group: group.map(Into::into), mode: mode.map(Into::into) }
+    }
+
+    #[test]
+    fn a_socket_is_given_to_whom_the_configuration_names() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        // SAFETY: asks for numbers.
+        let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
+        access(Some(&uid.to_string()), Some(&gid.to_string()), None).apply(file.path()).unwrap();
+        let meta = file.path().metadata().unwrap();
+        assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o777), (uid, gid, 0o660));
+        access(None, None, Some("600")).apply(file.path()).unwrap();
+        assert_eq!(file.path().metadata().unwrap().mode() & 0o777, 0o600);
+        if uid == 0 {
+            access(Some("nobody"), Some("kvm"), Some("0666")).apply(file.path()).unwrap();
+            let meta = file.path().metadata().unwrap();
+            assert_eq!((Some(meta.uid()), Some(meta.gid())), (user("nobody"), group("kvm")));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_given_is_named() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let said = |a: Access| format!("{:#}", a.apply(file.path()).unwrap_err());
+        assert!(said(access(Some("no such user"), None, None)).contains("no user 'no such user'"));
+        assert!(said(access(None, Some("no such group"), None)).contains("no group 'no such group'"));
+        for mode in ["rw", "1777", "8"] {
+            assert!(said(access(None, None, Some(mode))).contains("such as 0660"), "{mode}");
+        }
+    }
+}

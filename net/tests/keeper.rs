@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The sandboxed program and its keeper: what the one has given up, and what the other does for it.
+
+mod common;
+
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+
+use common::namespace::alone;
+use common::program::Switch;
+use common::{Rig, frame, wait_for};
+use tombolo_net::config::UplinkConfig;
+use tombolo_net::control::{Request, ask};
+use tombolo_net::driver::{Nic, NicConfig};
+use tombolo_net::frame::Mac;
+
+/// A line of /proc/PID/status.
+fn status(pid: u32, key: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = text.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':')).unwrap();
+    line.split_whitespace().map(str::to_owned).collect()
+}
+
+fn is_root() -> bool {
+    // SAFETY: asks for a number.
+    unsafe { libc::geteuid() == 0 }
+}
+
+fn runs(pid: u32) -> bool {
+    Path::new(&format!("/proc/{pid}/stat")).exists() && status(pid, "State")[0] != "Z"
+}
+
+fn port(name: &str, socket: &Path, n: usize, role: &str) -> Request {
+    let port = serde_json::json!({ "name": name, "socket": socket, "macs": [Rig::mac(n)], "role": role });
+    Request::Add { port: serde_json::from_value(port).unwrap() }
+}
+
+#[test]
+fn a_switch_that_root_starts_is_an_ordinary_user_without_rights() {
+    let switch = Switch::start(0, &[]);
+    let pid = switch.child.id();
+    for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+        assert_eq!(status(pid, set), ["0000000000000000"], "{set}");
+    }
+    assert_eq!((&status(pid, "NoNewPrivs")[0][..], &status(pid, "Seccomp")[0][..]), ("1", "2"));
+    if is_root() {
+        for id in ["Uid", "Gid"] {
+            assert!(status(pid, id).iter().all(|n| n != "0"), "{id}: {:?}", status(pid, id));
+        }
+        assert_eq!(status(pid, "Groups"), Vec::<String>::new());
+        let named = Switch::start(0, &["--user", "daemon"]);
+        assert_eq!(status(named.child.id(), "Uid"), ["1"; 4]);
+    }
+}
+
+#[test]
+fn the_sockets_of_ports_have_the_owner_group_and_mode_that_were_asked_for() {
+    let of = |switch: &Switch, name: &str| {
+        let meta = switch.dir.path().join(name).metadata().unwrap();
+        (meta.uid(), meta.gid(), meta.mode() & 0o777)
+    };
+    let switch = Switch::start(0, &["--mode", "0600"]);
+    // SAFETY: asks for numbers.
+    let own = unsafe { (libc::geteuid(), libc::getegid()) };
+    assert_eq!(of(&switch, "vm"), (own.0, own.1, 0o600));
+    // A port's own word counts more than the switch's.
+    let mut port = port("more", &switch.dir.path().join("more"), 1, "server");
+    let Request::Add { port: config } = &mut port else { unreachable!() };
+    config.access = Some(serde_json::from_value(serde_json::json!({ "mode": "0606" })).unwrap());
+    ask(&switch.control(), &port).unwrap();
+    assert_eq!(of(&switch, "more").2, 0o606);
+    if is_root() {
+        let given = Switch::start(0, &["--owner", "daemon", "--group", "3"]);
+        assert_eq!(of(&given, "vm"), (1, 3, 0o660));
+        // The group of libvirt's QEMU, or that of those who may use KVM, where there is one.
+        let text = std::fs::read_to_string("/etc/group").unwrap();
+        let number = |name: &str| {
+            text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(":x:")?.split(':').next())
+        };
+        let fits = ["libvirt-qemu", "qemu", "kvm"].into_iter().find_map(number);
+        let plain = Switch::start(0, &[]);
+        if let Some(group) = fits {
+            assert_eq!(of(&plain, "vm"), (0, group.parse().unwrap(), 0o660));
+        }
+    }
+    let mut refused = port_of(&switch, "wrong");
+    let Request::Add { port: config } = &mut refused else { unreachable!() };
+    config.access = Some(serde_json::from_value(serde_json::json!({ "group": "no such group" })).unwrap());
+    let said = ask(&switch.control(), &refused).unwrap_err().to_string();
+    assert!(said.contains("port wrong: there is no group 'no such group'"), "{said}");
+    assert!(!switch.dir.path().join("wrong").exists());
+}
+
+fn port_of(switch: &Switch, name: &str) -> Request {
+    port(name, &switch.dir.path().join(name), 2, "server")
+}
+
+#[test]
+fn ports_come_and_go_in_a_sandboxed_switch_and_take_their_sockets_with_them() {
+    let switch = Switch::start(0, &[]);
+    for _ in 0..20 {
+        ask(&switch.control(), &port_of(&switch, "more")).unwrap();
+        let said = ask(&switch.control(), &port_of(&switch, "more")).unwrap_err().to_string();
+        assert!(said.contains("the name is in use"), "{said}");
+        assert!(switch.dir.path().join("more").exists());
+        ask(&switch.control(), &Request::Remove { name: "more".into() }).unwrap();
+        assert!(!switch.dir.path().join("more").exists());
+    }
+    // Refused by the switch itself, which owns the MAC already: no socket is left.
+    let taken = port("taken", &switch.dir.path().join("taken"), 0, "server");
+    let said = ask(&switch.control(), &taken).unwrap_err().to_string();
+    assert!(said.contains("belongs to port vm already"), "{said}");
+    assert!(!switch.dir.path().join("taken").exists());
+}
+
+#[test]
+fn a_sandboxed_switch_is_the_client_of_a_socket_that_comes_and_goes() {
+    let switch = Switch::start(0, &[]);
+    let mut a = switch.guest(0);
+    let path = switch.dir.path().join("theirs");
+    ask(&switch.control(), &port("theirs", &path, 1, "client")).unwrap();
+    for round in 0..3 {
+        let listener = UnixListener::bind(&path).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        let mut b = Nic::new(NicConfig::default()).unwrap();
+        b.connect_over(stream, &mut None).unwrap();
+        let sent = frame(Rig::mac(1), Rig::mac(0), 100, round);
+        assert!(a.send(&sent));
+        assert_eq!(wait_for("the frame", || b.receive()).1, sent);
+        drop((listener, b));
+        std::fs::remove_file(&path).unwrap();
+    }
+    // Nobody listens: the port goes all the same.
+    ask(&switch.control(), &Request::Remove { name: "theirs".into() }).unwrap();
+    assert!(switch.port("theirs").is_none());
+}
+
+#[test]
+fn uplinks_come_and_go_while_the_switch_runs() {
+    alone("uplinks_come_and_go_while_the_switch_runs", || {
+        let sh = |text: &str| {
+            assert!(Command::new("sh").args(["-ec", text]).status().unwrap().success(), "{text}")
+        };
+        sh("ip link add v0 type veth peer name v1; for d in v0 v1; do
+            echo 1 >/proc/sys/net/ipv6/conf/$d/disable_ipv6; ip link set $d up; done");
+        let (here, there) = (Switch::start(0, &[]), Switch::start(1, &[]));
+        let (mut a, mut b) = (here.guest(0), there.guest(0));
+        let uplink = |way: &str, to: &str| {
+            let uplink: UplinkConfig =
+                serde_json::from_value(serde_json::json!({ "name": "out", way: to })).unwrap();
+            Request::AddUplink { uplink }
+        };
+        for round in 0..3 {
+            ask(&here.control(), &uplink("interface", "v0")).unwrap();
+            ask(&there.control(), &uplink("interface", "v1")).unwrap();
+            let sent = frame(Rig::mac(1), Rig::mac(0), 100, round);
+            assert!(a.send(&sent));
+            assert_eq!(wait_for("the frame", || b.receive()).1, sent);
+            ask(&here.control(), &Request::Remove { name: "out".into() }).unwrap();
+            assert!(here.port("out").is_none());
+            // A frame that nobody owns has no way any more.
+            assert!(a.send(&frame(Mac([2, 0, 0, 0, 0, 9]), Rig::mac(0), 60, 0)));
+            wait_for("the drop", || {
+                (here.port("vm")?["sent"]["drops"]["unknown"] == round + 1).then_some(())
+            });
+            ask(&there.control(), &Request::Remove { name: "out".into() }).unwrap();
+        }
+        for (way, to, words) in [
+            ("interface", "nosuch0", "uplink out: interface nosuch0: not there"),
+            ("passt", "/nonexistent", "start it with: passt -s /nonexistent"),
+        ] {
+            let said = ask(&here.control(), &uplink(way, to)).unwrap_err().to_string();
+            assert!(said.contains(words), "{said}");
+        }
+        ask(&here.control(), &uplink("tap", "tap0")).unwrap();
+        assert_eq!(here.port("out").unwrap()["kind"], "uplink");
+        sh("ip link show tap0");
+    });
+}
+
+#[test]
+fn a_keeper_that_dies_takes_no_frame_along_and_a_switch_that_dies_takes_its_keeper() {
+    let mut switch = Switch::start(0, &[]);
+    let path = switch.dir.path().join("b");
+    ask(&switch.control(), &port("b", &path, 1, "server")).unwrap();
+    let (mut a, mut b) = (switch.guest(0), Nic::new(NicConfig::default()).unwrap());
+    b.connect(&path).unwrap();
+    let keeper = switch.keeper();
+    // SAFETY: a signal to a process of ours.
+    assert_eq!(unsafe { libc::kill(keeper as i32, libc::SIGKILL) }, 0);
+    wait_for("the word of it", || switch.log().contains("the switch's keeper ended").then_some(()));
+    let sent = frame(Rig::mac(1), Rig::mac(0), 100, 1);
+    assert!(a.send(&sent));
+    assert_eq!(wait_for("the frame", || b.receive()).1, sent);
+    // It can still be told to end.
+    // SAFETY: a signal to a process of ours.
+    assert_eq!(unsafe { libc::kill(switch.child.id() as i32, libc::SIGTERM) }, 0);
+    assert!(wait_for("the end", || switch.child.try_wait().unwrap()).success());
+
+    let mut switch = Switch::start(0, &[]);
+    let keeper = switch.keeper();
+    switch.child.kill().unwrap();
+    switch.child.wait().unwrap();
+    wait_for("the keeper's end", || (!runs(keeper)).then_some(()));
+}
+
+#[test]
+fn a_switch_ends_with_whoever_started_it_if_that_was_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let control = dir.path().join("control");
+    // The kernel sends the signal when the thread ends that started the process.
+    let (program, socket) = (env!("CARGO_BIN_EXE_tombolo-switch"), control.clone());
+    let starter = std::thread::spawn(move || {
+        let mut command = Command::new(program);
+        command.arg("run").arg("--control").arg(&socket);
+        // SAFETY: between fork and exec, one call that is safe there.
+        unsafe {
+            command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            });
+        }
+        let child = command.spawn().unwrap();
+        wait_for("the switch", || ask(&socket, &Request::Ports).ok());
+        child
+    });
+    let mut child = starter.join().unwrap();
+    assert!(wait_for("its end", || child.try_wait().unwrap()).success());
+    assert!(!control.exists());
+}
