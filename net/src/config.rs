@@ -10,9 +10,11 @@ use tombolo_metrics::Place;
 use crate::access::Access;
 use crate::endpoint::Role;
 use crate::frame::Mac;
+use crate::learn::MAX_LEARNED;
 use crate::limit::Rate;
 use crate::policy::{Policy, Vlan};
 use crate::port::MAX_PAIRS;
+use crate::rules::Rule;
 
 /// All of it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -96,6 +98,9 @@ pub struct PortConfig {
     /// Drop frames from other MACs.
     #[serde(default = "yes")]
     pub check_mac: bool,
+    /// How many addresses the port may use beyond its own, for VMs nested in its guest.
+    #[serde(default)]
+    pub learn: u8,
     /// If any: drop IP, ARP and neighbour discovery from other addresses.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
@@ -111,6 +116,15 @@ pub struct PortConfig {
     /// Limits.
     #[serde(default)]
     pub rate: Rate,
+    /// The port or uplink that gets copies of what it sends, as far as it may, and of what it gets.
+    #[serde(default)]
+    pub mirror: Option<Box<str>>,
+    /// Limits of what it is sent.
+    #[serde(default)]
+    pub receive_rate: Rate,
+    /// Which IP packets it may send and get; the first that fits decides.
+    #[serde(default)]
+    pub rules: Box<[Rule]>,
     /// Largest IP packet that it may send; 0: any.
     #[serde(default)]
     pub mtu: u16,
@@ -126,12 +140,16 @@ impl PortConfig {
         Policy {
             macs: self.macs.clone(),
             check_mac: self.check_mac,
+            learn: self.learn,
             ips: self.ips.clone(),
             router: self.router,
             isolated: self.isolated,
             uplink: false,
             vlan: self.vlan.clone(),
+            mirror: self.mirror.as_deref().map(str::to_owned),
             rate: self.rate,
+            receive_rate: self.receive_rate,
+            rules: self.rules.to_vec(),
             mtu: self.mtu,
         }
     }
@@ -148,6 +166,11 @@ impl PortConfig {
             (1..=MAX_PAIRS).contains(&self.queues),
             "port {name} has {} queues; from 1 to {MAX_PAIRS} are possible",
             self.queues
+        );
+        anyhow::ensure!(
+            usize::from(self.learn) <= MAX_LEARNED,
+            "port {name} may learn {} addresses; up to {MAX_LEARNED} are possible",
+            self.learn
         );
         check_vlan(name, &self.vlan)
     }
@@ -221,6 +244,8 @@ mod tests {
             ips = ["10.0.0.1", "fd00::1"]
             vlan = { access = 5 }
             rate = { bytes = 1000000 }
+            receive-rate = { packets = 100000 }
+            rules = [{ action = "drop", direction = "out", protocol = "tcp", destination-port = 25 }]
             [[port]]
             name = "db"
             socket = "/run/tombolo/db.sock"
@@ -238,6 +263,7 @@ mod tests {
         let config: Config = toml::from_str(text).unwrap();
         assert_eq!(config.port[0].vlan, Vlan::Access(5));
         assert!(config.port[0].check_mac && config.port[0].offload);
+        assert_eq!(config.port[0].policy().rules[0].to_string(), "drop out tcp to port 25");
         assert_eq!(config.port[1].role, Role::Client);
         assert_eq!(config.uplink[0].way, Way::Tap("tap0".into()));
         assert_eq!(config.uplink[1].way, Way::Passt("/tmp/passt.sock".into()));
@@ -255,6 +281,7 @@ mod tests {
         assert!(port("macs=[]").contains("owns no MAC"));
         assert!(port("macs=['52:54:00:00:00:01']\nqueues=0").contains("from 1 to"));
         assert!(port("macs=['52:54:00:00:00:01']\nvlan={access=4095}").contains("1 to 4094"));
+        assert!(port("macs=['52:54:00:00:00:01']\nlearn=65").contains("up to 64"));
         assert!(port("macs=['ff:ff:ff:ff:ff:ff']").contains("unicast"));
         assert!(port("macs=['52:54:00:00:00:01']\ncolour='red'").contains("colour"));
     }

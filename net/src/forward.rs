@@ -17,13 +17,15 @@ use crate::credit::Credits;
 use crate::deliver::{Frame, LONG, Put, put};
 use crate::fallback::{self, Buffers};
 use crate::frame::{DATA_VALID, ETH_HEADER, MAX_FRAME, Mac, NEEDS_CSUM, NET_HEADER, NetHeader};
-use crate::headers::{Headers, LOOK, TPID_VLAN};
+use crate::headers::{self, Headers, LOOK, TPID_VLAN};
 use crate::held::{Held, Progress};
 use crate::lane::{self, Edit, Lane};
+use crate::learn;
 use crate::offload::{self, Layers};
 use crate::opens::{self, NotOpen, Opens};
 use crate::policy::Policy;
 use crate::ring::{Broken, Chain, Segment};
+use crate::rules::{self, Way};
 use crate::spoof;
 use crate::view::View;
 use crate::vring::State;
@@ -77,6 +79,8 @@ pub(crate) struct Sender<'a, 'w> {
     own: u64,
     /// Only the MACs decide.
     simple: bool,
+    /// Somebody watches what it sends.
+    watched: bool,
     /// Which queue it is: frames of one queue go to one queue of a receiver.
     pub flow: usize,
     pub now: u64,
@@ -87,6 +91,8 @@ pub(crate) struct Sender<'a, 'w> {
     pub progress: Progress,
     /// It is flooded.
     pub flooding: bool,
+    /// A copy of it is given to a mirror.
+    mirroring: bool,
     /// For whom it waits.
     pub receiver: usize,
     /// The frame that is to be tried again.
@@ -264,6 +270,7 @@ impl<'a, 'w> Sender<'a, 'w> {
             policy,
             own: policy.macs.first().map_or(0, |mac| mac.key()),
             simple: view.is_simple(src),
+            watched: view.is_watched(src),
             flow: queue,
             now,
             opens: Opens::new(credits),
@@ -271,6 +278,7 @@ impl<'a, 'w> Sender<'a, 'w> {
             broken: &mut forwarder.broken,
             progress: Progress::default(),
             flooding: false,
+            mirroring: false,
             receiver: 0,
             held: None,
             tally: Tally::default(),
@@ -334,8 +342,8 @@ impl<'a, 'w> Sender<'a, 'w> {
     /// Takes a frame of which only the MACs decide.
     #[inline(always)]
     fn plain(&mut self, frame: &Frame<'_>) -> Done {
-        if let Some(capture) = &self.view.ports()[self.src].capture {
-            capture.take(frame, Direction::FromGuest);
+        if self.watched {
+            self.capture(frame);
         }
         let (_, from) = addresses(frame.prefix);
         // Nearly always it is the port's first MAC.
@@ -344,19 +352,63 @@ impl<'a, 'w> Sender<'a, 'w> {
                 return Done::Dropped(reason);
             }
         }
+        if self.watched {
+            self.mirror(self.src, frame);
+        }
         self.deliver(frame, Lane::OPEN)
+    }
+
+    /// Shows what the port sends to whoever watches it.
+    #[cold]
+    fn capture(&self, frame: &Frame<'_>) {
+        if let Some(capture) = &self.view.ports()[self.src].capture {
+            capture.take(frame, Direction::FromGuest);
+        }
+    }
+
+    /// Gives a copy of a frame that the port at `of` sends or has got to the one that mirrors it, if there is one. Copies
+    /// wait for nobody, and end in counters like other frames.
+    #[cold]
+    pub(crate) fn mirror(&mut self, of: usize, frame: &Frame<'_>) {
+        let Some(to) = self.view.mirror(of).filter(|_| !self.mirroring) else { return };
+        let counters = &self.view.ports()[self.src].port.tx(self.flow).counters;
+        let (progress, flooding) = (std::mem::take(&mut self.progress), self.flooding);
+        (self.mirroring, self.flooding) = (true, true);
+        let ends = match self.hand(to, frame) {
+            Done::Taken => self.progress.ends + 1,
+            Done::Ended | Done::Dropped(Reason::Down) => self.progress.ends,
+            Done::Dropped(reason) => {
+                counters.drop_one(reason);
+                self.progress.ends + 1
+            }
+            Done::Again => {
+                counters.drop_one(Reason::Busy);
+                self.progress.ends + 1
+            }
+        };
+        counters.copied(ends);
+        (self.mirroring, self.flooding) = (false, flooding);
+        self.progress = progress;
+    }
+
+    /// What the port at `dest` has got is shown to whoever watches it.
+    #[cold]
+    fn watch(&mut self, dest: usize, frame: &Frame<'_>) {
+        if let Some(capture) = &self.view.ports()[dest].capture {
+            capture.take(frame, Direction::ToGuest);
+        }
+        self.mirror(dest, frame);
     }
 
     /// Takes a frame by what its headers say; its virtio-net header is as its sender wrote it. `index`: which of the
     /// sender's segments its rest begins with.
     pub fn described(&mut self, mut frame: Frame<'_>, index: usize) -> Done {
-        if let Some(capture) = &self.view.ports()[self.src].capture {
-            capture.take(&frame, Direction::FromGuest);
-        }
+        self.capture(&frame);
         let lane = match self.admit(&mut frame) {
             Ok(lane) => lane,
             Err(reason) => return Done::Dropped(reason),
         };
+        self.mirror(self.src, &frame);
         let done = self.deliver(&frame, lane);
         if done == Done::Again {
             self.keep(&frame, index, lane);
@@ -368,6 +420,10 @@ impl<'a, 'w> Sender<'a, 'w> {
     fn admit(&mut self, frame: &mut Frame<'_>) -> Result<Lane, Reason> {
         let policy = self.policy;
         let headers = Headers::parse(frame.prefix, frame.len);
+        if policy.learn > 0 && !headers::source(frame.prefix).is_some_and(|mac| policy.macs.contains(&mac)) {
+            let (_, from) = addresses(frame.prefix);
+            learn::learn(self.view, self.src, from, self.now)?;
+        }
         spoof::check(policy, &headers, frame.prefix)?;
         let lane = lane::enter(policy, &headers).ok_or(Reason::Vlan)?;
         let asked = frame.header;
@@ -376,6 +432,9 @@ impl<'a, 'w> Sender<'a, 'w> {
         if policy.uplink && frame.header.flags == 0 {
             // The host's kernel may say that it has checked; a guest may not.
             frame.header.flags = asked.flags & DATA_VALID;
+        }
+        if let Some(reason) = rules::decide(&policy.rules, Way::Out, &headers, frame.prefix).count() {
+            return Err(reason);
         }
         let link = ETH_HEADER as u32 + 4 * u32::from(headers.tags);
         if policy.mtu != 0 && frame.header.gso_type == 0 && frame.len > link + u32::from(policy.mtu) {
@@ -444,7 +503,11 @@ impl<'a, 'w> Sender<'a, 'w> {
         match self.view.owner(to) {
             Some(dest) if dest != self.src => self.give(dest, frame, lane),
             Some(_) => Done::Dropped(Reason::Loop),
-            None => self.upward(frame, lane),
+            None => match self.view.learned(to, self.now) {
+                Some(dest) if dest != self.src => self.give(dest, frame, lane),
+                Some(_) => Done::Dropped(Reason::Loop),
+                None => self.upward(frame, lane),
+            },
         }
     }
 
@@ -472,19 +535,51 @@ impl<'a, 'w> Sender<'a, 'w> {
             if self.policy.isolated && !to.uplink || to.isolated && !self.policy.uplink {
                 return Done::Dropped(Reason::Isolated);
             }
-            match lane::leave(to, lane) {
-                None => return Done::Dropped(Reason::Vlan),
-                Some(Edit::Keep) => {}
-                Some(Edit::Bare) => return self.give_edited(dest, frame, None),
-                Some(Edit::Tag(tci)) => return self.give_edited(dest, frame, Some(tci)),
+            let Some(edit) = lane::leave(to, lane) else { return Done::Dropped(Reason::Vlan) };
+            if self.view.filters(dest) {
+                return self.give_filtered(dest, frame, edit);
+            }
+            if edit != Edit::Keep {
+                return self.give_edited(dest, frame, edit);
             }
         }
         self.hand(dest, frame)
     }
 
-    /// Gives a frame that has at most one tag to one port, with `tag` only.
+    /// Gives a frame to a port that doesn't take everything.
     #[inline(never)]
-    fn give_edited(&mut self, dest: usize, frame: &Frame<'_>, tag: Option<u16>) -> Done {
+    fn give_filtered(&mut self, dest: usize, frame: &Frame<'_>, edit: Edit) -> Done {
+        let mut buffer = [0; LOOK];
+        let frame = frame.deepened(&mut buffer);
+        let to = &self.view.ports()[dest];
+        let (rate, limiter) = (&to.policy.receive_rate, &to.port.receive_limiter);
+        let headers = Headers::parse(frame.prefix, frame.len);
+        let decision = rules::decide(&to.policy.rules, Way::In, &headers, frame.prefix);
+        let done = if !decision.passes() || !limiter.is_open(rate, self.now) {
+            Done::Dropped(Reason::ReceiveRate)
+        } else {
+            self.give_edited(dest, &frame, edit)
+        };
+        // A frame that waits is decided about again, and counted when it has ended.
+        match done {
+            Done::Again => {}
+            Done::Dropped(reason) => return Done::Dropped(decision.count().unwrap_or(reason)),
+            Done::Taken | Done::Ended => {
+                decision.count();
+                limiter.pay(rate, frame.len.into(), self.now);
+            }
+        }
+        done
+    }
+
+    /// Gives a frame to one port with its tag changed; it has one at most, unless it is kept as it is.
+    #[inline(never)]
+    fn give_edited(&mut self, dest: usize, frame: &Frame<'_>, edit: Edit) -> Done {
+        let tag = match edit {
+            Edit::Keep => return self.hand(dest, frame),
+            Edit::Bare => None,
+            Edit::Tag(tci) => Some(tci),
+        };
         const MACS: usize = 12;
         let old = frame.prefix;
         let tail = match old.get(MACS..MACS + 2) {
@@ -521,7 +616,13 @@ impl<'a, 'w> Sender<'a, 'w> {
     fn hand(&mut self, dest: usize, frame: &Frame<'_>) -> Done {
         let open = match self.opens.get(self.view, dest, self.flow) {
             Ok(open) => open,
-            Err(NotOpen::Uplink) => return crate::uplink::hand(self, dest, frame),
+            Err(NotOpen::Uplink) => {
+                let done = crate::uplink::hand(self, dest, frame);
+                if matches!(done, Done::Taken | Done::Ended) {
+                    self.watch(dest, frame);
+                }
+                return done;
+            }
             Err(NotOpen::Busy) => return self.wait(dest, Reason::Busy),
             Err(NotOpen::Down) => return Done::Dropped(Reason::Down),
         };
@@ -532,8 +633,8 @@ impl<'a, 'w> Sender<'a, 'w> {
             Put::Done => {
                 open.packets += 1;
                 open.bytes += u64::from(frame.len);
-                if let Some(capture) = open.capture {
-                    capture.take(frame, Direction::ToGuest);
+                if open.watched {
+                    self.watch(dest, frame);
                 }
                 Done::Taken
             }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::Mac;
 use crate::limit::Rate;
+use crate::rules::{Rule, Way};
 
 /// How a port meets VLANs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,6 +35,8 @@ pub struct Policy {
     pub macs: Vec<Mac>,
     /// Drop what it sends with other source addresses.
     pub check_mac: bool,
+    /// How many addresses it may use beyond its own: those of VMs nested in the guest.
+    pub learn: u8,
     /// If not empty: drop IP packets, ARP and neighbour advertisements that claim other addresses.
     pub ips: Vec<IpAddr>,
     /// It may send router advertisements, redirects and a DHCP server's answers although it has `ips`.
@@ -44,8 +47,14 @@ pub struct Policy {
     pub uplink: bool,
     /// VLANs.
     pub vlan: Vlan,
+    /// The port that gets copies of what it sends and gets.
+    pub mirror: Option<String>,
     /// How much it may send.
     pub rate: Rate,
+    /// How much it may be sent.
+    pub receive_rate: Rate,
+    /// Which IP packets it may send and get.
+    pub rules: Vec<Rule>,
     /// Largest IP packet that it may send without segmentation offload; 0: any.
     pub mtu: u16,
 }
@@ -56,8 +65,16 @@ impl Policy {
     pub fn is_simple(&self) -> bool {
         self.vlan == Vlan::Transparent
             && !self.uplink
+            && self.learn == 0
             && self.ips.is_empty()
             && self.mtu == 0
             && self.rate == Rate::default()
+            && self.rules.iter().all(|r| r.direction == Way::In)
+    }
+
+    /// Must what is sent to the port be looked at, or counted against a limit?
+    #[must_use]
+    pub fn filters_receiving(&self) -> bool {
+        self.receive_rate != Rate::default() || self.rules.iter().any(|r| r.direction == Way::In)
     }
 }

@@ -5,6 +5,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 use crate::counters::Counts;
+use crate::learn::Learned;
 use crate::limit::Limiter;
 use crate::vring::Vring;
 
@@ -21,6 +22,10 @@ pub struct Port {
     homes: Box<[AtomicUsize]>,
     /// What the port has used of its rates.
     pub limiter: Limiter,
+    /// What others have used of what it may be sent.
+    pub receive_limiter: Limiter,
+    /// Addresses that it uses beyond its own, where it may.
+    pub learned: Learned,
     /// A front-end is connected.
     pub connected: AtomicBool,
 }
@@ -36,6 +41,8 @@ impl Port {
             active_rx: AtomicU32::new(0),
             homes: (0..pairs).map(|_| AtomicUsize::new(0)).collect(),
             limiter: Limiter::default(),
+            receive_limiter: Limiter::default(),
+            learned: Learned::default(),
             connected: AtomicBool::new(false),
         }
     }

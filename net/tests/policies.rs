@@ -14,6 +14,7 @@ use tombolo_net::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::limit::Rate;
 use tombolo_net::offload;
 use tombolo_net::policy::{Policy, Vlan};
+use tombolo_net::rules::Rule;
 
 fn plain(n: usize) -> Vec<NicConfig> {
     vec![NicConfig::default(); n]
@@ -29,6 +30,45 @@ fn a_port_sends_from_its_own_mac_only() {
     assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(honest));
     assert_eq!(rig.nics[1].receive(), None);
     assert_eq!(rig.ports[0].sent().dropped_for(Reason::SpoofMac), 1);
+}
+
+#[test]
+fn a_port_that_may_learn_addresses_has_so_many_and_none_of_anothers() {
+    let nested = |n: u8| Mac([0x52, 0x54, 1, 0, 0, n]);
+    let mut rig = Rig::with_policies(&plain(3), |i| Policy {
+        check_mac: true,
+        learn: [2, 1, 0][i],
+        ..Policy::default()
+    });
+    let from = |rig: &mut Rig, port: usize, source: Mac, second: u64| {
+        assert!(rig.nics[port].send(&frame(Rig::mac(2), source, 60, 1)));
+        rig.pass_at(port, second * 1_000_000_000);
+        rig.nics[2].receive().is_some()
+    };
+    assert!(
+        from(&mut rig, 0, nested(1), 1)
+            && from(&mut rig, 0, nested(2), 1)
+            && from(&mut rig, 0, Rig::mac(0), 1)
+    );
+    assert!(!from(&mut rig, 0, nested(3), 2), "one too many");
+    assert!(!from(&mut rig, 0, Rig::mac(1), 2), "a configured one of another port");
+    assert!(!from(&mut rig, 1, nested(1), 2), "a learned one of another port");
+    assert!(!from(&mut rig, 0, Mac([0x53, 0, 0, 0, 0, 1]), 2), "a group's");
+    // What is sent there arrives, and nowhere else.
+    let to = frame(nested(2), Rig::mac(2), 60, 1);
+    assert!(rig.nics[2].send(&to));
+    rig.pass_at(2, 3_000_000_000);
+    assert_eq!(rig.nics[0].receive().map(|f| f.1), Some(to.clone()));
+    assert_eq!(rig.nics[1].receive(), None);
+    // One that is silent for long is forgotten, and may come up elsewhere.
+    assert!(from(&mut rig, 0, nested(1), 290));
+    assert!(from(&mut rig, 0, nested(3), 310) && from(&mut rig, 1, nested(2), 311));
+    assert!(!from(&mut rig, 1, nested(1), 312));
+    assert!(rig.nics[2].send(&to));
+    rig.pass_at(2, 313_000_000_000);
+    assert_eq!((rig.nics[0].receive(), rig.nics[1].receive().map(|f| f.1)), (None, Some(to)));
+    let sent = rig.ports[0].sent();
+    assert_eq!((sent.dropped_for(Reason::TooManyMacs), sent.dropped_for(Reason::SpoofMac)), (1, 2));
 }
 
 #[test]
@@ -115,6 +155,82 @@ fn a_rate_lets_a_burst_through_and_then_the_rate() {
     }
     assert!((1000..1100).contains(&got), "{got} frames in a second at 1000 a second");
     assert_eq!(rig.ports[0].sent().dropped_for(Reason::Rate), 5000 - got);
+}
+
+#[test]
+fn what_a_port_is_sent_is_limited_where_it_arrives() {
+    let receive_rate = Rate { bytes: 0, packets: 1000 };
+    let mut rig = Rig::with_policies(&plain(3), |i| match i {
+        1 => Policy { receive_rate, ..Policy::default() },
+        _ => Policy::default(),
+    });
+    let (mut got, mut free) = (0, 0);
+    for ms in 0..1000u64 {
+        for n in 0..5 {
+            assert!(rig.nics[0].send(&frame(Rig::mac(1), Rig::mac(0), 60, n)));
+            assert!(rig.nics[0].send(&frame(Rig::mac(2), Rig::mac(0), 60, n)));
+        }
+        rig.pass_at(0, ms * 1_000_000);
+        while rig.nics[1].receive().is_some() {
+            got += 1;
+        }
+        while rig.nics[2].receive().is_some() {
+            free += 1;
+        }
+    }
+    assert!((1000..1100).contains(&got), "{got} frames in a second at 1000 a second");
+    assert_eq!((free, rig.ports[0].sent().dropped_for(Reason::ReceiveRate)), (5000, 5000 - got));
+}
+
+#[test]
+fn rules_decide_what_a_guest_sends_and_gets_and_count_it_once() {
+    let rules: Vec<Rule> = ["out", "in"]
+        .map(|direction| {
+            let text = format!("action='drop'\ndirection='{direction}'\nprotocol='tcp'\ndestination-port=25");
+            toml::from_str(&text).unwrap()
+        })
+        .into();
+    let mail = |to: usize, from: usize, port: u8| {
+        let mut f = frame(Rig::mac(to), Rig::mac(from), 12, 0);
+        f.extend([8, 0, 0x45, 0, 0, 40, 0, 1, 0, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 9, 9, 0, port]);
+        f.extend([0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0, 0, 0, 0, 0, 0, 0]);
+        f
+    };
+    let small = NicConfig { size: 8, ..NicConfig::default() };
+    let mut rig = Rig::with_policies(&[NicConfig::default(), small], |i| Policy {
+        rules: if i == 1 { rules.clone() } else { vec![] },
+        ..Policy::default()
+    });
+    // In one buffer, and with the ports in a buffer of their own.
+    for cuts in [&[][..], &[12, 12 + 34]] {
+        for (port, passes) in [(25, false), (80, true)] {
+            for (to, from) in [(1, 0), (0, 1)] {
+                assert!(rig.nics[from].send_cut(&NetHeader::default(), &mail(to, from, port), cuts));
+                rig.pass(from);
+                let got = rig.nics[to].receive().map(|f| f.1);
+                assert_eq!(got, passes.then(|| mail(to, from, port)), "to {to}, port {port}");
+            }
+        }
+    }
+    assert_eq!(rules.iter().map(|r| r.hits.get()).collect::<Vec<_>>(), [2, 2]);
+    assert_eq!(rig.ports.iter().map(|p| p.sent().dropped_for(Reason::Rule)).collect::<Vec<_>>(), [2, 2]);
+
+    // One that waits for its receiver is decided about once.
+    let allow: Rule = toml::from_str("action='allow'\ndirection='in'\nprotocol='tcp'").unwrap();
+    let mut rig = Rig::with_policies(&[NicConfig::default(), small], |i| Policy {
+        rules: if i == 1 { vec![allow.clone()] } else { vec![] },
+        ..Policy::default()
+    });
+    for _ in 0..9 {
+        assert!(rig.nics[0].send(&mail(1, 0, 80)));
+    }
+    for ns in [1, 1000, 2000] {
+        rig.pass_at(0, ns);
+    }
+    assert_eq!(allow.hits.get(), 8);
+    while rig.nics[1].receive().is_some() {}
+    rig.pass_at(0, 3000);
+    assert_eq!((allow.hits.get(), rig.nics[1].receive().map(|f| f.1)), (9, Some(mail(1, 0, 80))));
 }
 
 /// A TCP segment of `payload` bytes as a guest with segmentation offload sends it.
@@ -208,6 +324,46 @@ fn a_receiver_with_checksum_offload_only_gets_segments_and_one_with_neither_a_wh
     assert!(h.is_plain());
     assert_eq!(got[..50], sent[..50]);
     assert_eq!(got[52..], sent[52..]);
+}
+
+#[test]
+fn a_mirror_gets_copies_of_what_a_port_sends_and_gets_and_holds_up_nobody() {
+    let mirror = Some("vm3".to_owned());
+    let mut rig =
+        Rig::with_policies(&[big(OFFLOADS), big(OFFLOADS), big(0), NicConfig::default()], |i| Policy {
+            mirror: mirror.clone().filter(|_| i == 1),
+            vlan: if i == 2 { Vlan::Access(5) } else { Vlan::Transparent },
+            ..Policy::default()
+        });
+    let (to, from) = (frame(Rig::mac(1), Rig::mac(0), 300, 1), frame(Rig::mac(0), Rig::mac(1), 60, 2));
+    let other = frame(Rig::mac(3), Rig::mac(0), 60, 3);
+    for (n, f) in [(0, &to), (1, &from), (0, &other)] {
+        assert!(rig.nics[n].send(f));
+        rig.pass(n);
+    }
+    assert_eq!(rig.nics[0].receive().map(|f| f.1), Some(from.clone()));
+    assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(to.clone()));
+    for f in [to.clone(), from, other] {
+        assert_eq!(rig.nics[3].receive(), Some((NetHeader::default(), f)));
+    }
+    // A large one comes in the form that the mirror takes.
+    let (header, whole) = large(5000);
+    assert!(rig.nics[0].send_cut(&header, &whole, &[]));
+    rig.pass(0);
+    assert_eq!(rig.nics[1].receive(), Some((header, whole)));
+    assert_eq!((0..9).filter(|_| rig.nics[3].receive().is_some()).count(), 4);
+    // A mirror that is full loses copies, and nobody waits.
+    for _ in 0..200 {
+        assert!(rig.nics[0].send(&to));
+        rig.pass(0);
+        assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(to.clone()));
+    }
+    assert_eq!(rig.ports[3].received().dropped_for(Reason::NoBuffer), 200 - 64);
+    let counts = rig.ports.iter().fold((0, 0), |(sent, ended), port| {
+        let (s, r) = (port.sent(), port.received());
+        (sent + s.packets + s.copies, ended + s.dropped() + r.packets + r.dropped())
+    });
+    assert_eq!(counts.0, counts.1);
 }
 
 #[test]
