@@ -175,8 +175,8 @@ impl Case {
             let every = if long.is_some() { 1 } else { of.div_ceil(PLACES).max(1) };
             (1..=of).step_by(every)
         };
-        for first in 0..n {
-            for at in places(steps[first]) {
+        for (first, of) in steps.iter().enumerate() {
+            for at in places(*of) {
                 go(Plan::new(first, vec![(first, at)], Vec::new(), true), "one switch");
             }
         }
