@@ -104,6 +104,9 @@ fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
     assert_eq!(lab.good(&["exec", "b", "--", "cat", "/mnt/shared/x"]), "hello\n");
     assert!(!lab.run(&["exec", "b", "--", "sh", "-c", "echo no >/mnt/shared/y"]).status.success());
 
+    // Neither a set-id program nor a device node that the other made counts in it.
+    assert!(lab.good(&["exec", "a", "--", "grep", "tombolo", "/proc/mounts"]).contains("nosuid,nodev"));
+
     // Not even its kernel can write to the zone.
     lab.good(&["exec", "b", "--", "dd", "if=/dev/zero", "of=/dev/pmem0", "bs=4096", "count=1", "conv=fsync"]);
     let path = lab.good(&["zone", "path", "shared"]);

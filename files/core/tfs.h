@@ -269,13 +269,16 @@ struct tfs_file_lock {
 	tmb_u32 pid;	    /* what F_GETLK shows */
 	tmb_u32 member;	    /* tfs_get_lock: who has it */
 };
-/* Takes, changes or gives back; -EAGAIN: another owner has it. Giving back rings the members that wait. */
+/* Takes, changes or gives back; -EAGAIN: another owner has it. Giving back rings the members that wait. A flock that would become another
+ * one is given back first, also where the answer is -EAGAIN. */
 int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock);
 /* Who is in the way: fills 'lock' with one, or makes its type TFS_LK_UNLOCK. */
 int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock);
 /*
  * Waiting: after -EAGAIN call tfs_lock_wait_begin once (a slot, or -EDEADLK for a POSIX lock whose holder waits for this owner); then
  * repeat { tfs_set_lock ; if -EAGAIN sleep until TMB_PENDING_LOCK or TMB_PENDING_MEMBERS arrives, at most a second }; then tfs_lock_wait_end.
+ * The slot TFS_LOCK_WAITS is none: of more than so many waiters of a member at once, the further ones aren't seen by others that look for
+ * deadlocks; these ask for a slot again each time they looked in vain.
  */
 int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock);
 void tfs_lock_wait_end(struct tfs *fs, int slot);

@@ -784,6 +784,13 @@ pub enum Expect {
 #[derive(Debug)]
 pub struct LockWait(c_int);
 
+impl LockWait {
+    /// Whether others that look for deadlocks see it; of very many waiters some are not.
+    pub fn is_seen(&self) -> bool {
+        self.0 < sys::TFS_LOCK_WAITS as c_int
+    }
+}
+
 /// Keeps blocks from being reused, until dropped.
 pub struct Pin<'a> {
     fs: &'a Filesystem,

@@ -250,6 +250,20 @@ fn serve(
     if joined.is_some_and(|joined| joined.rung().is_some()) {
         server.locks.has_bell();
     }
+    let (deaths, died) = std::sync::mpsc::channel();
+    let recovery = {
+        // A thread of its own, since it may have to wait for locks of a suspended member.
+        let (server, name) = (Arc::clone(server), std::thread::Builder::new().name("recovery".into()));
+        let recover = move || {
+            for () in died {
+                match server.fs.recover_all() {
+                    Ok(()) | Err(rustix::io::Errno::INTR) => {}
+                    Err(e) => eprintln!("tombolo: repairing what dead members left: {e}"),
+                }
+            }
+        };
+        name.spawn(recover).context("starting threads")?
+    };
     let mut stop = false;
     while !stop {
         let mut fds = vec![PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
@@ -265,13 +279,19 @@ fn serve(
             // A death frees locks, too.
             if pending & u64::from(sys::TMB_PENDING_LOCK | sys::TMB_PENDING_MEMBERS) != 0 {
                 server.locks.look();
+                server.fs.rang();
             }
             if pending & u64::from(sys::TMB_PENDING_MEMBERS) != 0 {
-                if let Err(e) = server.fs.recover_all() {
-                    eprintln!("tombolo: repairing what dead members left: {e}");
-                }
+                // It ends only at the end of this function.
+                let _ = deaths.send(());
             }
         }
+    }
+    // Who waits for a lock of a suspended member does not hold up the mount's end.
+    server.fs.end_waits();
+    drop(deaths);
+    if recovery.join().is_err() {
+        bail!("the thread that repairs what dead members left panicked");
     }
     if mounted.unmount()? {
         for thread in threads {
