@@ -183,6 +183,25 @@ def who_comes_when_all_channels_were_just_left_waits_until_they_are_cleared(host
 
 
 @claim
+def a_worker_maps_its_channel_of_the_zone_and_keeps_no_descriptor_of_it(host, vm, zone):
+    device = "/dev/tombolo-calls-" + os.path.basename(host.vm)
+    vm.ok("sh -c 'exec 5<>%s; touch /tmp/open; exec sleep 1000' & echo $! > /tmp/holder; until test -e /tmp/open; do sleep 0.1; done" % device)
+    zone, begun, mapped, kept = os.path.getsize(host.vm + "/zone"), time.monotonic(), [], []
+    # A worker maps its channel first, closes the zone next, and only then reads a byte of it: it waits for its client's first word.
+    while not mapped or kept:
+        if time.monotonic() - begun > 60:
+            raise Failed("mapped of the zone: %s, descriptors of it: %s" % (mapped, kept))
+        for pid in host.workers():
+            with open("/proc/%d/maps" % pid) as maps:
+                mapped = [line.split()[0] for line in maps if line.rstrip().endswith("/zone")]
+            kept = [fd for fd in glob.glob("/proc/%d/fd/*" % pid) if os.path.lexists(fd) and os.readlink(fd).endswith("/zone")]
+    sizes = [int(end, 16) - int(begin, 16) for begin, end in (m.split("-") for m in mapped)]
+    if len(sizes) != 1 or sizes[0] * CHANNELS > zone:
+        raise Failed("of a zone of %d bytes for %d channels a worker maps %s" % (zone, CHANNELS, sizes))
+    vm.ok("kill -9 $(cat /tmp/holder); rm /tmp/open")
+
+
+@claim
 def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(host, vm, zone):
     vm.start(zone + " clinfo 2>&1 >/tmp/info")
     begun = time.monotonic()

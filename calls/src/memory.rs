@@ -17,6 +17,11 @@ pub const RING_HEADER: u64 = 512;
 const WORD_STRIDE: usize = 128;
 const _: () = assert!(WORD_STRIDE * 4 == RING_HEADER as usize);
 
+/// Bytes of a page.
+pub const PAGE: usize = 4096;
+/// Bytes of the larger parts by which [`Window::map_over`] maps.
+pub const PART: usize = 2 << 20;
+
 /// A mapping of a file, or of anonymous memory; unmapped when dropped.
 pub struct Mapping {
     base: *mut u8,
@@ -243,6 +248,35 @@ impl Window {
     pub fn map_again(&self, offset: u64, len: u64, address: u64) -> Result<(), Error> {
         self.at(offset, len)?;
         self.mapping.again(self.at + offset as usize, len as usize, address).map_err(Error::Io)
+    }
+
+    /// Maps a range (multiples of [`PAGE`]) a second time over what is mapped at `address`. Its parts are of [`PAGE`] or [`PART`] bytes, and a larger one ends
+    /// where the mapping does or a multiple of its size before, so that a filter of system calls can tell these from calls that
+    /// reach beyond the mapping into its file.
+    ///
+    /// # Safety
+    /// The caller owns the pages at `address`.
+    pub unsafe fn map_over(&self, offset: u64, len: u64, address: *mut u8) -> Result<(), Error> {
+        let from = self.at(offset, len)?;
+        let mut done = 0;
+        while done < len as usize {
+            let large = len as usize - done >= PART && (self.end() - from as usize - done) % PART == 0;
+            let part = if large { PART } else { PAGE };
+            let (old, to) = (from.wrapping_add(done), address.wrapping_add(done));
+            let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+            // SAFETY: old lies in the mapping; the pages at to are the caller's to give. An old size of 0 leaves a shared mapping where it is.
+            let got = unsafe { libc::mremap(old.cast(), 0, part, flags, to) };
+            if got == libc::MAP_FAILED {
+                return Err(Error::Io(io::Error::last_os_error()));
+            }
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// The address behind the last byte of the mapping that the window is a part of.
+    pub fn end(&self) -> usize {
+        self.mapping.base() as usize + self.mapping.len()
     }
 
     /// The offset of an address of this process, if `len` bytes from it all lie in the window.

@@ -195,6 +195,8 @@ pub fn greet(channel: Channel) -> Result<Greeted, Error> {
     let Channel { memory, at, geometry, bell, doorbell, gone } = channel;
     let geometry = geometry.check()?;
     let mapping = Arc::new(Mapping::of_file(&memory, at, (RINGS + rings::total(geometry)) as usize)?);
+    // From here on this process reaches these pages of the zone and no others.
+    drop(memory);
     let event = Arc::new(EventFd::from(bell));
     let bell = || -> Result<Arc<dyn Bell>, Error> {
         Ok(Arc::new(EventBell { event: event.clone(), socket: gone.as_fd().try_clone_to_owned()? }))

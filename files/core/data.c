@@ -6,6 +6,7 @@
  */
 #include "tfs_internal.h"
 
+#define FALLOC_STEP (4ULL << 20) /* bytes filled under one hold of the inode's lock; whole chunks */
 #define LARGE_FBLOCK 16u /* from 64 KiB on a file is worth a chunk of its own */
 
 int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
@@ -83,31 +84,36 @@ static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, con
 	return err;
 }
 
-/* A write in place needs no transaction; the first new block starts it. */
-static int start_tx(struct tfs *fs, struct tfs_write *w)
+/* A write in place needs no transaction but its slot; the first new block starts it. */
+static void start_tx(struct tfs *fs, struct tfs_write *w)
 {
-	int err;
-
-	if (w->slot < TFS_TX_SLOTS)
-		return 0;
-	err = tfs_tx_begin_inside(fs, &w->slot);
-	if (err) {
-		w->slot = TFS_TX_SLOTS;
-		return err;
-	}
+	if (w->started)
+		return;
 	tfs_tx_inode(fs, w->slot, 0, w->h.ino);
 	tfs_tx_redo(fs, w->slot, TFS_REDO_TRIM, 0, 0);
-	return 0;
+	w->started = true;
 }
 
-int tfs_write_begin_locked(struct tfs *fs, struct tfs_handle h, struct tfs_write *w)
+static void end_tx(struct tfs *fs, struct tfs_write *w)
 {
-	if (fs->read_only)
-		return -EROFS;
+	if (w->started)
+		tfs_tx_end(fs, w->slot);
+	else
+		tfs_tx_drop(fs, w->slot);
+}
+
+int tfs_write_begin(struct tfs *fs, struct tfs_handle h, struct tfs_write *w)
+{
+	int err = tfs_tx_begin(fs, &w->slot);
+
+	if (err)
+		return err;
 	w->h = h;
-	w->is_new = false;
-	w->slot = TFS_TX_SLOTS;
-	return 0;
+	w->is_new = w->started = false;
+	err = tfs_lock_inode(fs, h);
+	if (err)
+		end_tx(fs, w);
+	return err;
 }
 
 int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count)
@@ -125,9 +131,8 @@ int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tm
 		w->is_new = false;
 		return err;
 	}
-	err = start_tx(fs, w);
-	if (!err)
-		err = place(fs, inode, fblock, w->run.count, &w->run);
+	start_tx(fs, w);
+	err = place(fs, inode, fblock, w->run.count, &w->run);
 	w->is_new = !err;
 	return err;
 }
@@ -168,8 +173,7 @@ int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool 
 		tfs_persist(fs, inode, sizeof(*inode));
 		tfs_barrier(fs);
 	}
-	if (w->slot < TFS_TX_SLOTS)
-		tfs_tx_end(fs, w->slot);
+	end_tx(fs, w);
 	return inode ? 0 : -EUCLEAN;
 }
 
@@ -197,44 +201,46 @@ int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h)
 	return inode ? zero_tail(fs, inode, tmb_load(&inode->size)) : -EUCLEAN;
 }
 
-static int fault_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+static int fault_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
-	struct tfs_write w;
 	int err;
 
 	if (fblock >= tfs_blocks_of(tmb_load(&inode->size)))
 		return -ENXIO;
-	err = tfs_write_begin_locked(fs, h, &w);
-	if (err)
-		return err;
-	err = tfs_write_map_locked(fs, &w, fblock, count >= TFS_FANOUT && !(fblock & (TFS_FANOUT - 1)) ? TFS_FANOUT : 1);
-	if (!err && w.is_new)
-		memset(tfs_block(fs, w.run.block), 0, w.run.count << TFS_BLOCK_SHIFT);
-	*run = w.run;
-	if (!err)
-		err = tfs_write_done_locked(fs, &w);
-	tfs_write_end_locked(fs, &w, 0, false, 0);
-	return err;
+	err = tfs_write_map_locked(fs, w, fblock, count >= TFS_FANOUT && !(fblock & (TFS_FANOUT - 1)) ? TFS_FANOUT : 1);
+	if (!err && w->is_new)
+		memset(tfs_block(fs, w->run.block), 0, w->run.count << TFS_BLOCK_SHIFT);
+	*run = w->run;
+	return err ? err : tfs_write_done_locked(fs, w);
 }
 
 int tfs_fault_block(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
+	struct tfs_write w = {.h = h};
 	int err = tfs_map(fs, h, fblock, count, run);
 
 	if (err || run->block)
 		return err;
-	err = tfs_try_lock_inode(fs, h);
+	err = tfs_tx_try_begin(fs, &w.slot);
 	if (err)
 		return err;
-	err = fault_locked(fs, tfs_inode(fs, h.ino), h, fblock, run->count, run);
+	err = tfs_try_lock_inode(fs, h);
+	if (err) {
+		end_tx(fs, &w);
+		return err;
+	}
+	err = fault_locked(fs, tfs_inode(fs, h.ino), &w, fblock, run->count, run);
+	tfs_write_end_locked(fs, &w, 0, false, 0);
 	tfs_unlock_inode(fs, h.ino);
 	return err;
 }
 
 int tfs_wait_inode(struct tfs *fs, struct tfs_handle h)
 {
-	int err = tfs_begin_inode(fs, h);
+	int err = tfs_wait_thaw(fs);
 
+	if (!err)
+		err = tfs_lock_inode(fs, h);
 	if (!err)
 		tfs_unlock_inode(fs, h.ino);
 	return err;
@@ -282,22 +288,18 @@ tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64
 {
 	struct tfs_write w;
 	tmb_u64 done = 0, size;
-	int err = tfs_begin_inode(fs, h);
+	int err = tfs_write_begin(fs, h, &w);
 
 	if (err)
 		return err;
 	size = tfs_size(fs, h);
 	if (append)
 		*offset = size;
-	if (!len || *offset >= TFS_MAX_SIZE) {
-		tfs_unlock_inode(fs, h.ino);
-		return len ? -EFBIG : 0;
-	}
-	len = TFS_MIN(len, TFS_MAX_SIZE - *offset);
-	err = tfs_write_begin_locked(fs, h, &w);
-	if (err)
-		goto unlock;
-	if (*offset + len > size)
+	if (len && *offset >= TFS_MAX_SIZE)
+		err = -EFBIG;
+	else
+		len = TFS_MIN(len, TFS_MAX_SIZE - *offset);
+	if (!err && *offset + len > size)
 		err = tfs_extend_zero_locked(fs, h);
 	while (!err && done < len) {
 		tmb_u64 at = *offset + done, in_block = at & (TFS_BLOCK - 1), n;
@@ -318,7 +320,6 @@ tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64
 			done += n;
 	}
 	tfs_write_end_locked(fs, &w, done ? *offset + done : 0, kill_suid, now);
-unlock:
 	tfs_unlock_inode(fs, h.ino);
 	return done ? (tmb_s64)done : err;
 }
@@ -455,47 +456,60 @@ static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write 
 	return 0;
 }
 
-int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now)
+/* One step, under the inode's lock; size_to: what the size is raised to, 0: it stays. */
+static int fill_step(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 end, tmb_u64 size_to, tmb_s64 now)
 {
 	struct tfs_inode *inode;
 	struct tfs_write w;
-	tmb_u64 end = offset + len, size;
-	int err;
+	int err = tfs_write_begin(fs, h, &w);
 
-	if (!len || end < offset)
-		return -EINVAL;
-	if (end > TFS_MAX_SIZE)
-		return -EFBIG;
-	err = tfs_begin_inode(fs, h);
 	if (err)
 		return err;
 	inode = tfs_inode(fs, h.ino);
-	size = tmb_load(&inode->size);
-	err = tfs_write_begin_locked(fs, h, &w);
-	if (err)
-		goto unlock;
 	if (mode & TFS_FALLOC_PUNCH) {
-		err = start_tx(fs, &w);
-		if (!err)
-			err = punch(fs, inode, h.ino, w.slot, offset, end);
+		start_tx(fs, &w);
+		err = punch(fs, inode, h.ino, w.slot, offset, end);
 	} else {
-		if (end > size && !(mode & TFS_FALLOC_KEEP_SIZE))
-			err = zero_tail(fs, inode, size);
+		bool longer = size_to > tmb_load(&inode->size);
+
+		if (longer)
+			err = zero_tail(fs, inode, tmb_load(&inode->size));
 		if (!err && mode & TFS_FALLOC_ZERO)
 			err = zero_range(fs, inode, offset, end);
 		if (!err)
 			err = fill_holes(fs, inode, &w, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(end));
 		tfs_barrier(fs);
-		if (!err && end > size && !(mode & TFS_FALLOC_KEEP_SIZE)) {
-			tmb_store_release(&inode->size, end);
+		if (!err && longer) {
+			tmb_store_release(&inode->size, size_to);
 			tfs_persist(fs, &inode->size, sizeof(inode->size));
 		}
 	}
 	tfs_write_end_locked(fs, &w, 0, false, 0);
 	if (!err)
 		tfs_changed(inode, now, true);
-unlock:
 	tfs_unlock_inode(fs, h.ino);
+	return err;
+}
+
+int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now)
+{
+	tmb_u64 end = offset + len, size_to = mode & TFS_FALLOC_KEEP_SIZE ? 0 : end;
+	int err = 0;
+
+	if (!len || end < offset)
+		return -EINVAL;
+	if (end > TFS_MAX_SIZE)
+		return -EFBIG;
+	if (mode & TFS_FALLOC_PUNCH)
+		return fill_step(fs, h, mode, offset, end, 0, now);
+	/* In steps, so that others have their turn; the size last. */
+	while (!err && offset < end) {
+		tmb_u64 to = TFS_MIN(end, (offset / FALLOC_STEP + 1) * FALLOC_STEP);
+
+		err = fill_step(fs, h, mode, offset, to, to == end ? size_to : 0, now);
+		offset = to;
+		tfs_os_yield();
+	}
 	return err;
 }
 

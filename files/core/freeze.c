@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * Freezing: for a snapshot one member stops all changes by the others. The word in the super block names who froze, so it ends with
- * that member's life. An operation begins with a transaction or with an inode's lock (tfs_tx_begin, tfs_begin_inode), and looks at the word after
- * taking it; who freezes looks at transactions and locks after setting the word: of two that race, at least one sees the other. What is
+ * that member's life. An operation begins with a transaction (tfs_tx_begin) and looks at the word after
+ * taking its slot; who freezes looks at transactions and locks after setting the word: of two that race, at least one sees the other. What is
  * under way goes on to its end, whatever else it takes. References (open, mapped), claims of free inodes and times of reading may still change:
  * recovery of the copy, in which nobody lives, puts them in order. Mappings are taken back, and come again after the thaw.
  */
@@ -21,6 +21,19 @@ bool tfs_frozen(struct tfs *fs)
 	return false;
 }
 
+int tfs_wait_thaw(struct tfs *fs)
+{
+	struct tfs_wait w;
+	int err = 0;
+
+	if (!tfs_frozen(fs))
+		return 0;
+	tfs_wait_start(&w, TFS_KILLABLE);
+	while (!err && tfs_frozen(fs))
+		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
+	return err;
+}
+
 /* Waits for the transactions of a member, as long as it lives. */
 static int end_of_transactions(struct tfs *fs, tmb_u32 member, tmb_u64 since)
 {
@@ -30,7 +43,7 @@ static int end_of_transactions(struct tfs *fs, tmb_u32 member, tmb_u64 since)
 		while ((tmb_load_acquire(&tx->state) & 0xff) != TFS_TX_FREE) {
 			if (!tfs_member_active(fs, member))
 				return tfs_recover(fs, member);
-			if (tfs_os_clock() - since > TFS_LOCK_LIMIT_NS)
+			if (tfs_os_clock() - since > TFS_FREEZE_LIMIT_NS)
 				return -EBUSY;
 			tfs_os_wait(fs, 10);
 		}
@@ -50,13 +63,14 @@ static int settle(struct tfs *fs)
 	inodes = tmb_load(&tfs_sb(fs)->itable_inodes);
 	for (tmb_u64 ino = TFS_ROOT_INO; ino < inodes && !err; ino++) {
 		struct tfs_inode *inode = tfs_inode(fs, ino);
+		tmb_u32 owner;
 
 		if (!inode)
 			break; /* itable_inodes says more than there are */
-		if (tmb_load(&inode->lock.word)) {
-			err = tfs_lock_word(fs, &inode->lock.word, &inode->lock.waiters);
+		if (tfs_lock_held(&inode->lock, &owner)) {
+			err = tfs_lock(fs, &inode->lock, TFS_KILLABLE);
 			if (!err)
-				tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
+				tfs_unlock(fs, &inode->lock);
 		}
 		if (!err && tmb_load(&inode->mappers) & ~(1ULL << fs->member) && tfs_wait_unused(fs, inode, ino))
 			err = -EBUSY;

@@ -53,7 +53,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 	int err;
 
 	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, TFS_TX_ITABLE);
-	err = tfs_lock_word(fs, &sb->itable_lock.word, &sb->itable_lock.waiters);
+	err = tfs_lock(fs, &sb->itable_lock, TFS_KILLABLE);
 	if (err)
 		return err;
 	had = tmb_load(&sb->itable_inodes);
@@ -78,7 +78,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 				set_inodes(fs, had + run.count * TFS_INODES_PER_BLOCK);
 		}
 	}
-	tfs_unlock_word(fs, &sb->itable_lock.word, &sb->itable_lock.waiters);
+	tfs_unlock(fs, &sb->itable_lock);
 	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, 0);
 	return err;
 }

@@ -9,15 +9,15 @@
  */
 #include "tfs_internal.h"
 
-/* Without waiters: its dead owner's other leftovers are not waited for by those who hold an inode's lock. */
+/* Its dead owner's other leftovers are not waited for by those who hold an inode's lock. */
 static int lock(struct tfs *fs)
 {
-	return tfs_lock_word(fs, &tfs_sb(fs)->limbo_lock.word, NULL);
+	return tfs_lock(fs, &tfs_sb(fs)->limbo_lock, TFS_NO_RECOVERY);
 }
 
 void tfs_limbo_end(struct tfs *fs)
 {
-	tfs_unlock_word(fs, &tfs_sb(fs)->limbo_lock.word, NULL);
+	tfs_unlock(fs, &tfs_sb(fs)->limbo_lock);
 }
 
 int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders)

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Locks across members. A lock word names its owner and the owner's epoch; who waits looks whether the owner still lives,
- * and if not, cleans up after it and takes the word over. Waiting: spin a little, then sleep; the unlocker rings
- * the doorbells of the members that sleep.
- *
- * Pins and mappings keep blocks from being reused: see tfs_wait_unused.
+ * Who lives, who is rung, and the locks of inodes (wait.c has the lock itself). Pins and mappings keep blocks from being reused: see
+ * tfs_wait_unused.
  */
 #include "tfs_internal.h"
 
@@ -31,67 +28,6 @@ bool tfs_fenced(struct tfs *fs)
 	return fs->members && tmb_load(&fs->members[fs->member].state_epoch) != tmb_state_epoch(TMB_MEMBER_ACTIVE, fs->epoch);
 }
 
-int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
-{
-	tmb_u64 mine = tmb_lock_word(fs->member, fs->epoch, 1), seen = 0, since = 0, first = 0;
-
-	if (fs->read_only)
-		return -EROFS;
-	if (tfs_fenced(fs))
-		return -ESHUTDOWN;
-	for (tmb_u32 round = 0;; round++) {
-		tmb_u64 now = tmb_load(word);
-		tmb_u32 owner = tmb_lock_owner(now), epoch = (tmb_u32)(now >> 32);
-
-		if (round >= SPINS) {
-			tmb_u64 clock = tfs_os_clock();
-
-			if (!first)
-				first = since = clock;
-			if (now != seen) {
-				seen = now;
-				since = clock;
-			}
-			if (clock - since > TFS_LOCK_LIMIT_NS || clock - first > TFS_LOCK_QUEUE_LIMIT_NS)
-				return tfs_damage(fs, "lock held without end", now, (tmb_u64)((tmb_u8 *)word - fs->area));
-		}
-		if (!now) {
-			if (tmb_cas64(word, 0, mine))
-				return 0;
-			continue;
-		}
-		if (owner >= TFS_MEMBERS) {
-			tfs_damage(fs, "lock word without an owner", now, 0);
-			tmb_cas64(word, now, 0);
-			continue;
-		}
-		if (!tfs_member_alive(fs, owner, epoch)) {
-			/* In a recovery's own lock the owner's leftovers are somebody else's turn. */
-			if (fs->members && waiters && tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch) {
-				int err = tfs_recover_locks(fs, owner);
-
-				if (err)
-					return err;
-			}
-			if (tmb_cas64(word, now, mine))
-				return 0;
-			continue;
-		}
-		if (round < SPINS) {
-			tfs_os_relax();
-			continue;
-		}
-		if (waiters) {
-			tmb_fetch_or(waiters, 1ULL << fs->member);
-			if (!tmb_load(word))
-				continue;
-		}
-		tfs_os_wait(fs, round - SPINS);
-		if (tfs_fenced(fs))
-			return -ESHUTDOWN;
-	}
-}
-
 int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
@@ -102,12 +38,12 @@ int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h)
 		return -EROFS;
 	if (tfs_fenced(fs))
 		return -ESHUTDOWN;
-	if (!tmb_cas64(&inode->lock.word, 0, tmb_lock_word(fs->member, fs->epoch, 1)))
+	if (!tfs_try_lock(fs, &inode->lock))
 		return -EAGAIN;
-	if (tfs_is(inode, h) && !tfs_frozen(fs))
+	if (tfs_is(inode, h))
 		return 0;
-	tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
-	return tfs_frozen(fs) ? -EAGAIN : -ESTALE;
+	tfs_unlock(fs, &inode->lock);
+	return -ESTALE;
 }
 
 static void ring(struct tfs *fs, tmb_u32 member, tmb_u64 reason)
@@ -124,14 +60,6 @@ void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason)
 		ring(fs, (tmb_u32)__builtin_ctzll(members), reason);
 }
 
-void tfs_unlock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters)
-{
-	/* Compare and swap, not a store: if this member was declared dead, the lock is no longer its own. */
-	if (!tmb_cas64(word, tmb_lock_word(fs->member, fs->epoch, 1), 0) || !waiters || !tmb_load(waiters))
-		return;
-	tfs_ring_members(fs, tmb_exchange(waiters, 0), TMB_PENDING_LOCK);
-}
-
 int tfs_lock_inode(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
@@ -139,24 +67,13 @@ int tfs_lock_inode(struct tfs *fs, struct tfs_handle h)
 
 	if (!inode)
 		return -ESTALE;
-	err = tfs_lock_word(fs, &inode->lock.word, &inode->lock.waiters);
+	err = tfs_lock(fs, &inode->lock, TFS_KILLABLE);
 	if (err)
 		return err;
 	if (tfs_is(inode, h))
 		return 0;
-	tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
+	tfs_unlock(fs, &inode->lock);
 	return -ESTALE;
-}
-
-int tfs_begin_inode(struct tfs *fs, struct tfs_handle h)
-{
-	int err;
-
-	while (!(err = tfs_lock_inode(fs, h)) && tfs_frozen(fs)) {
-		tfs_unlock_inode(fs, h.ino);
-		tfs_os_wait(fs, SPINS);
-	}
-	return err;
 }
 
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino)
@@ -164,7 +81,7 @@ void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino)
 	struct tfs_inode *inode = tfs_inode(fs, ino);
 
 	if (inode)
-		tfs_unlock_word(fs, &inode->lock.word, &inode->lock.waiters);
+		tfs_unlock(fs, &inode->lock);
 }
 
 /* --- pins ---------------------------------------------------------------------------------------------------- */

@@ -338,7 +338,7 @@ static void unlock_dirs(struct tfs *fs, struct rename *r)
 	tfs_unlock_inode(fs, r->old_ino);
 	if (r->new_ino != r->old_ino) {
 		tfs_unlock_inode(fs, r->new_ino);
-		tfs_unlock_word(fs, &sb->rename_lock.word, &sb->rename_lock.waiters);
+		tfs_unlock(fs, &sb->rename_lock);
 	}
 }
 
@@ -354,7 +354,7 @@ static int lock_dirs(struct tfs *fs, struct rename *r)
 		r->new_dir = r->old_dir;
 		return err;
 	}
-	err = tfs_lock_word(fs, &sb->rename_lock.word, &sb->rename_lock.waiters);
+	err = tfs_lock(fs, &sb->rename_lock, TFS_KILLABLE);
 	if (err)
 		return err;
 	err = is_above(fs, r->old_ino, r->new_ino);
@@ -373,7 +373,7 @@ static int lock_dirs(struct tfs *fs, struct rename *r)
 		return 0;
 	tfs_unlock_inode(fs, old_first ? r->old_ino : r->new_ino);
 unlock:
-	tfs_unlock_word(fs, &sb->rename_lock.word, &sb->rename_lock.waiters);
+	tfs_unlock(fs, &sb->rename_lock);
 	return err;
 }
 

@@ -62,18 +62,23 @@ static int make_root(struct tfs *fs, tmb_u32 uid, tmb_u32 gid, tmb_u32 mode)
 int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, tmb_u64 hash_seed, tmb_u64 area_offset, tmb_u32 uid,
 	     tmb_u32 gid, tmb_u32 mode, tmb_u64 ro_compat)
 {
-	struct tfs fs = {.hash_seed = hash_seed, .persistent = ro_compat & TFS_RO_COMPAT_PERSISTENT};
+	struct tfs *fs;
 	struct tfs_super *sb = area;
 	struct layout l;
 	int err = lay_out(length, &l);
 
 	if (err)
 		return err;
+	fs = tfs_os_alloc(sizeof(*fs));
+	if (!fs)
+		return -ENOMEM;
+	fs->hash_seed = hash_seed;
+	fs->persistent = ro_compat & TFS_RO_COMPAT_PERSISTENT;
 	tmb_store_release(&sb->magic, 0);
 	memset(area, 0, l.data_start << TFS_BLOCK_SHIFT);
-	use_layout(&fs, area, &l);
-	memset(tfs_map_bytes(&fs), TFS_MAP_META, l.data_start);
-	memset(tfs_map_bytes(&fs) + l.blocks, TFS_MAP_META, ((l.data_start - l.map_start) << TFS_BLOCK_SHIFT) - l.blocks);
+	use_layout(fs, area, &l);
+	memset(tfs_map_bytes(fs), TFS_MAP_META, l.data_start);
+	memset(tfs_map_bytes(fs) + l.blocks, TFS_MAP_META, ((l.data_start - l.map_start) << TFS_BLOCK_SHIFT) - l.blocks);
 	sb->version = TFS_VERSION;
 	sb->block_size = TFS_BLOCK;
 	memcpy(sb->uuid, uuid, 16);
@@ -85,18 +90,37 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
 	sb->hash_seed = hash_seed;
 	sb->created_ns = (tmb_u64)tfs_os_now();
 	sb->area_offset = area_offset;
+	sb->incompat = TFS_INCOMPAT_FAIR_LOCKS;
 	sb->ro_compat = ro_compat;
 	for (tmb_u32 i = 0; label && label[i] && i < sizeof(sb->label) - 1; i++)
 		sb->label[i] = label[i];
-	err = make_root(&fs, uid, gid, mode);
+	err = make_root(fs, uid, gid, mode);
 	if (err)
-		return err;
-	tfs_persist(&fs, area, l.data_start << TFS_BLOCK_SHIFT);
-	tfs_persist(&fs, tfs_inode(&fs, TFS_ROOT_INO), sizeof(struct tfs_inode));
-	tfs_barrier(&fs);
+		goto out;
+	tfs_persist(fs, area, l.data_start << TFS_BLOCK_SHIFT);
+	tfs_persist(fs, tfs_inode(fs, TFS_ROOT_INO), sizeof(struct tfs_inode));
+	tfs_barrier(fs);
 	tmb_store_release(&sb->magic, TFS_MAGIC);
-	tfs_persist(&fs, sb, sizeof(*sb));
-	tfs_barrier(&fs);
+	tfs_persist(fs, sb, sizeof(*sb));
+	tfs_barrier(fs);
+out:
+	tfs_os_free(fs);
+	return err;
+}
+
+/* Made by an older program: its locks are the same while nobody uses them, so from now on only members that know the new ones may. */
+static int use_fair_locks(struct tfs *fs)
+{
+	struct tfs_super *sb = tfs_sb(fs);
+
+	if (tmb_load(&sb->incompat) & TFS_INCOMPAT_FAIR_LOCKS)
+		return 0;
+	for (tmb_u32 m = 0; fs->members && m < TFS_MEMBERS; m++)
+		if (m != fs->member && tfs_member_active(fs, m))
+			return -EPROTONOSUPPORT;
+	tmb_fetch_or(&sb->incompat, TFS_INCOMPAT_FAIR_LOCKS);
+	tfs_persist(fs, sb, sizeof(*sb));
+	tfs_barrier(fs);
 	return 0;
 }
 
@@ -105,10 +129,11 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	struct tfs_super *sb = area;
 	struct layout l;
 	tmb_u64 blocks;
+	int err;
 
 	if (length < sizeof(*sb) || tmb_load_acquire(&sb->magic) != TFS_MAGIC || member >= TFS_MEMBERS)
 		return -EINVAL;
-	if (tmb_load(&sb->version) != TFS_VERSION || tmb_load(&sb->incompat) ||
+	if (tmb_load(&sb->version) != TFS_VERSION || tmb_load(&sb->incompat) & ~TFS_INCOMPAT_FAIR_LOCKS ||
 	    (tmb_load(&sb->ro_compat) & ~TFS_RO_COMPAT_PERSISTENT && !fs->read_only) || tmb_load(&sb->block_size) != TFS_BLOCK)
 		return -EPROTONOSUPPORT;
 	blocks = tmb_load(&sb->blocks);
@@ -118,6 +143,8 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 		return -EUCLEAN;
 	use_layout(fs, area, &l);
 	memset(fs->itable_cache, 0, sizeof(fs->itable_cache));
+	memset(fs->line, 0, sizeof(fs->line));
+	fs->numbers = 0;
 	fs->hash_seed = tmb_load(&sb->hash_seed);
 	fs->persistent = tmb_load(&sb->ro_compat) & TFS_RO_COMPAT_PERSISTENT && !fs->read_only;
 	fs->members = members;
@@ -135,7 +162,10 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 		tfs_persist(fs, &members[member], sizeof(members[member]));
 		tfs_barrier(fs);
 	}
-	return fs->read_only ? 0 : tfs_recover(fs, member);
+	if (fs->read_only)
+		return 0;
+	err = use_fair_locks(fs);
+	return err ? err : tfs_recover(fs, member);
 }
 
 void tfs_close(struct tfs *fs)

@@ -17,6 +17,14 @@
 
 #define TFS_ITABLE_CACHE 128u
 #define TFS_BIT_LOCKS 16u
+#define TFS_LINE 64u /* threads of one member that can wait in order */
+
+/* A thread that waits for a lock. */
+struct tfs_waiter {
+	tmb_u64 lock;	/* its address; 0: free */
+	tmb_u64 number; /* the order of arrival */
+	tmb_u32 bell, pad; /* counts wake-ups; the thread sleeps on it */
+};
 
 struct tfs {
 	tmb_u8 *area;	  /* the FILES area in this address space */
@@ -32,6 +40,8 @@ struct tfs {
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
 	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: of the member's own bits in 'openers' and 'mappers' */
+	struct tfs_waiter line[TFS_LINE]; /* wait.c */
+	tmb_u64 numbers;
 	void *os;	  /* the skin's */
 };
 
@@ -65,6 +75,9 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 void tfs_revoke(struct tfs *fs);
 /* Every mapping that was stale when TMB_PENDING_REVOKE was taken out of the own 'pending' is gone: blocks kept for them become free. */
 void tfs_revoked(struct tfs *fs);
+
+/* To be called when this member's doorbell rang: whoever waits for a lock looks again. */
+void tfs_rang(struct tfs *fs);
 
 /* Ends this member's use of it in good order; the caller has dropped all references. */
 void tfs_close(struct tfs *fs);
@@ -130,8 +143,6 @@ tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino);
 /* The inode's lock across members. Excludes writers and truncation. Not recursive; in one member, one thread at a time
  * should ask (hold the VFS lock first). -EUCLEAN or -ESTALE: bad inode; then it's not held. */
 int tfs_lock_inode(struct tfs *fs, struct tfs_handle h);
-/* The same for who holds nothing yet and is about to change the inode: waits while the file system is frozen. */
-int tfs_begin_inode(struct tfs *fs, struct tfs_handle h);
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino);
 
 /* --- names ---------------------------------------------------------------------------------------------- */
@@ -204,20 +215,21 @@ static inline void *tfs_block(struct tfs *fs, tmb_u64 block)
 tmb_u64 tfs_size(struct tfs *fs, struct tfs_handle h); /* bytes, <= TFS_MAX_SIZE */
 
 /*
- * A write, with the inode locked:
+ * A write: tfs_write_begin takes what it needs of a transaction, and then the inode's lock. With it:
  *	for each piece: tfs_write_map(…, &run, &is_new) ; copy into the run ; tfs_write_done(…)
  * tfs_write_map gives existing blocks, or new ones (tagged, not yet linked; not zeroed: the copier fills all of them, or zeroes what it doesn't
- * fill); tfs_write_done links new blocks (all of run, even if less was copied). Then tfs_write_end sets size and times.
- * Before a write beyond the size: tfs_extend_zero.
+ * fill); tfs_write_done links new blocks (all of run, even if less was copied). Then tfs_write_end sets size and times, and the
+ * inode is unlocked. Before a write beyond the size: tfs_extend_zero. While the file system is frozen tfs_write_begin waits.
  */
 struct tfs_write {
 	struct tfs_handle h;
-	tmb_u32 slot;  /* of the transaction, TFS_TX_SLOTS: none yet */
+	tmb_u32 slot;  /* of the transaction */
+	bool started;  /* it names the inode; a write in place needs none */
 	bool is_new;
 	struct tfs_run run;
 	tmb_u64 fblock;
 };
-int tfs_write_begin_locked(struct tfs *fs, struct tfs_handle h, struct tfs_write *w);
+int tfs_write_begin(struct tfs *fs, struct tfs_handle h, struct tfs_write *w);
 int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count);
 int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w);
 /* end: file offset after the last byte written (0: nothing written). Raises the size to it, stamps mtime and ctime, takes S_ISUID and

@@ -58,6 +58,20 @@
 
 #define TFS_RO_COMPAT_PERSISTENT 1ULL /* the memory outlives power: who writes orders its stores for that */
 
+#define TFS_INCOMPAT_FAIR_LOCKS 1ULL /* lock words are as below; all of this version have it */
+
+/*
+ * The word of a struct tmb_lock in this area: what tombolo_zone.h says of lock words, with these in the tag. A word without an owner may still
+ * have a turn and a count: it is free.
+ */
+#define TFS_LOCK_TAG 0xffffff00ULL
+#define TFS_LOCK_KIND 0x300ULL
+#define TFS_LOCK_HELD 0x100ULL
+#define TFS_LOCK_OFFERED 0x200ULL /* the named member may take it; others when it doesn't */
+#define TFS_LOCK_DEMAND 0x400ULL  /* held: to be offered to the next member that waits, not given free */
+#define TFS_LOCK_TURN 0xff0000ULL /* the member it was last offered to, + 1 */
+#define TFS_LOCK_COUNT 0xff000000ULL /* grows each time it is taken */
+
 struct tfs_super {
 	tmb_u64 magic;
 	tmb_u32 version;

@@ -24,10 +24,8 @@
 		tfs_a < tfs_b ? tfs_a : tfs_b;           \
 	})
 
-/* How long a member waits for another that lives but does not let go, before it calls the memory damaged. */
-#define TFS_LOCK_LIMIT_NS (30ULL * 1000 * 1000 * 1000)
-/* The same for a lock that goes from hand to hand meanwhile. */
-#define TFS_LOCK_QUEUE_LIMIT_NS (4 * TFS_LOCK_LIMIT_NS)
+/* How long a freeze waits for others' operations, before it gives up. */
+#define TFS_FREEZE_LIMIT_NS (30ULL * 1000 * 1000 * 1000)
 /* How long blocks taken away wait for readers and mappers, before they are left in limbo. */
 #define TFS_REVOKE_LIMIT_NS (2ULL * 1000 * 1000 * 1000)
 
@@ -134,9 +132,30 @@ static inline tmb_u64 tfs_inodes_used(struct tfs *fs)
 	return used;
 }
 
-/* lock.c: locks across members, and who lives */
-int tfs_lock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters);
-void tfs_unlock_word(struct tfs *fs, tmb_u64 *word, tmb_u64 *waiters);
+/* wait.c: the lock across members */
+enum tfs_how {
+	TFS_KILLABLE,	 /* a signal ends the wait: -EINTR */
+	TFS_SURE,	 /* the same, but only once the wait is no ordinary one: where the end of it leaves something undone */
+	TFS_NO_RECOVERY, /* as TFS_SURE; and what a dead owner left is somebody else's turn */
+};
+int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how);
+bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock);
+void tfs_unlock(struct tfs *fs, struct tmb_lock *lock);
+bool tfs_lock_held(const struct tmb_lock *lock, tmb_u32 *owner); /* by a member, dead or alive */
+/* One wait for something that another thread or member has. */
+struct tfs_wait {
+	enum tfs_how how;
+	bool asked;
+	tmb_u64 started, changed, seen, tell;
+};
+void tfs_wait_start(struct tfs_wait *w, enum tfs_how how);
+/* Sleeps a little, or until *bell (NULL: none) is no longer 'rung'. While 'seen' stays the same, 'owner' (TFS_MEMBERS: nobody) is asked
+ * after. -EINTR, or -ESHUTDOWN: this member was declared dead. */
+int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owner, tmb_u32 *bell, tmb_u32 rung);
+
+int tfs_wait_thaw(struct tfs *fs); /* freeze.c: while another member has frozen the file system */
+
+/* lock.c: who lives, locks of inodes */
 int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h); /* -EAGAIN: taken */
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
 bool tfs_member_active(struct tfs *fs, tmb_u32 member);
@@ -157,9 +176,14 @@ void tfs_limbo_release(struct tfs *fs, tmb_u64 members); /* these hold nothing a
 /* tx.c: transactions */
 /* The first half of tfs_recover, after which the dead member's locks may be taken over. It takes no lock of an inode itself, so who waits
  * for one may call it; what the member had open waits for tfs_recover. */
-int tfs_recover_locks(struct tfs *fs, tmb_u32 member);
-int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot); /* for who holds no lock yet: waits while the file system is frozen */
-int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot);
+int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how);
+/*
+ * A slot comes before any lock: threads that have slots may wait for locks, so whoever waited for a slot with a lock could wait for itself.
+ * So nothing here takes a slot but these two, which an operation begins with. Waits while the file system is frozen.
+ */
+int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot);
+int tfs_tx_try_begin(struct tfs *fs, tmb_u32 *slot); /* -EAGAIN: frozen */
+void tfs_tx_drop(struct tfs *fs, tmb_u32 slot); /* of a transaction that has listed nothing */
 struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot);
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino);
 void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1);

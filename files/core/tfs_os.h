@@ -26,6 +26,15 @@ void tfs_os_free(void *p);
 void tfs_os_relax(void);
 /* Called when spinning did not help: gives the CPU away, sleeps up to 'round' × some 10 µs or until a doorbell. */
 void tfs_os_wait(struct tfs *fs, tmb_u32 round);
+/* Sleeps while *word, of this member's own memory, is 'value', for at most so long; may return early. True: the caller is to end, being
+ * killed; only if 'killable'. */
+bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable);
+/* Wakes those who sleep on the word, after it was changed. */
+void tfs_os_wake(struct tfs *fs, tmb_u32 *word);
+/* In a long loop: gives the CPU away if somebody else wants it. */
+void tfs_os_yield(void);
+/* One line for the log: a lock has not been given back for so long by a member that lives, and that answers when it is rung, or not. */
+void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds);
 /* Monotonic time in ns, for bounded waits. */
 tmb_u64 tfs_os_clock(void);
 /* Wall clock in ns since 1970, for time stamps. */

@@ -18,21 +18,11 @@ static tmb_u64 tx_state(struct tfs *fs, tmb_u32 state)
 	return (tmb_u64)fs->epoch << 32 | state;
 }
 
-int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot)
-{
-	int err;
-
-	while (!(err = tfs_tx_begin_inside(fs, slot)) && tfs_frozen(fs)) {
-		tfs_tx_end(fs, *slot);
-		tfs_os_wait(fs, 100);
-	}
-	return err;
-}
-
-int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot)
+/* Waits while all slots are taken by other threads of this member; the caller has no lock that these could wait for. */
+static int claim(struct tfs *fs, tmb_u32 *slot)
 {
 	tmb_u32 i = tfs_os_cpu() % TFS_TX_SLOTS;
-	tmb_u64 since = 0;
+	struct tfs_wait w;
 
 	if (fs->read_only)
 		return -EROFS;
@@ -45,19 +35,43 @@ int tfs_tx_begin_inside(struct tfs *fs, tmb_u32 *slot)
 			tmb_u64 old = tmb_load(&tx->state);
 
 			if ((old & 0xff) == TFS_TX_FREE && tmb_cas64(&tx->state, old, tx_state(fs, TFS_TX_OPEN))) {
-				tfs_persist(fs, tx, TX_HEAD);
 				*slot = i;
 				return 0;
 			}
 		}
 		if (round && round % TFS_TX_SLOTS == 0) {
-			if (!since)
-				since = tfs_os_clock();
-			else if (tfs_os_clock() - since > TFS_LOCK_LIMIT_NS)
-				return tfs_damage(fs, "transaction slots all taken", fs->member, 0);
-			tfs_os_wait(fs, round / TFS_TX_SLOTS);
+			int err;
+
+			if (round == TFS_TX_SLOTS)
+				tfs_wait_start(&w, TFS_KILLABLE);
+			err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
+			if (err)
+				return err;
 		}
 	}
+}
+
+int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot)
+{
+	int err;
+
+	while (!(err = claim(fs, slot)) && tfs_frozen(fs)) {
+		tfs_tx_drop(fs, *slot);
+		err = tfs_wait_thaw(fs);
+		if (err)
+			break;
+	}
+	return err;
+}
+
+int tfs_tx_try_begin(struct tfs *fs, tmb_u32 *slot)
+{
+	int err = claim(fs, slot);
+
+	if (err || !tfs_frozen(fs))
+		return err;
+	tfs_tx_drop(fs, *slot);
+	return -EAGAIN;
 }
 
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino)
@@ -134,6 +148,11 @@ static void clear_tx(struct tfs *fs, struct tfs_tx *tx, tmb_u64 state)
 	tmb_store(&tx->n_words, 0);
 	tmb_store_release(&tx->state, state);
 	tfs_persist(fs, tx, TX_HEAD);
+}
+
+void tfs_tx_drop(struct tfs *fs, tmb_u32 slot)
+{
+	tmb_store_release(&tfs_tx(fs, slot)->state, tx_state(fs, TFS_TX_FREE));
 }
 
 void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
@@ -227,7 +246,7 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 		state = tmb_load(&inode->state_gen);
 		if (created_by(state, members)) {
 			/* In a transaction: this member may die, too, while it frees what the other one made. */
-			if (!tfs_tx_begin_inside(fs, &slot)) {
+			if (!claim(fs, &slot)) {
 				tfs_tx_inode(fs, slot, 0, ino);
 				tfs_drop_new_inode(fs, inode);
 				tfs_tx_end(fs, slot);
@@ -240,7 +259,7 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 			tmb_fetch_and(&inode->openers, ~members);
 		if (tmb_load(&inode->mappers) & members)
 			tmb_fetch_and(&inode->mappers, ~members);
-		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers) && !tfs_tx_begin_inside(fs, &slot))
+		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers) && !claim(fs, &slot))
 			tfs_free_orphan(fs, ino, slot);
 	}
 }
@@ -273,7 +292,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 	struct tfs_member_area *area = tfs_member_area(fs, member);
 	tmb_u8 tag = (tmb_u8)(member + 1);
 	tmb_u64 budget = 2 * fs->blocks, holders = 0;
-	tmb_u32 i, k;
+	tmb_u32 i, k, owner;
 	int err;
 
 	for (i = 0; i < TFS_TX_SLOTS; i++)
@@ -291,7 +310,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 			if (inode)
 				holders |= tfs_holders(fs, inode, ino);
 			if (inode && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1 &&
-			    (!tmb_load(&inode->lock.word) || tmb_lock_owner(tmb_load(&inode->lock.word)) == member))
+			    (!tfs_lock_held(&inode->lock, &owner) || owner == member))
 				tfs_dir_end(fs, inode); /* and nobody else is at it */
 		}
 	}
@@ -316,8 +335,35 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 	return 0;
 }
 
+/*
+ * The lock of a member's recovery, which is taken over from a dead owner as it is. 1: it is not needed, because the recovery of transactions
+ * is done, and no more is wanted. Who has it recovers transactions first, which waits for no lock but that of the limbo; so who
+ * holds locks of inodes and waits here for that goes on while the owner still waits for locks of inodes to forget what was open.
+ * Several are taken in the order of their members, by none who holds another lock.
+ */
+static int lock_recovery(struct tfs *fs, struct tmb_member *slot, bool too, tmb_u32 upto, enum tfs_how how)
+{
+	tmb_u64 mine = tmb_lock_word(fs->member, fs->epoch, 1);
+	struct tfs_wait w;
+	int err = 0;
+
+	tfs_wait_start(&w, how);
+	while (!err) {
+		tmb_u64 now = tmb_load(&slot->recovery_lock);
+		tmb_u32 owner = tmb_lock_owner(now);
+
+		if (!too && tmb_load_acquire(&slot->recovered_epoch) >= upto)
+			return 1;
+		if (now && tfs_member_alive(fs, owner, (tmb_u32)(now >> 32)))
+			err = tfs_wait_more(fs, &w, now, owner, NULL, 0);
+		else if (tmb_cas64(&slot->recovery_lock, now, mine))
+			return 0;
+	}
+	return err;
+}
+
 /* too: also what they had open, for which the locks of inodes are needed. */
-static int recover_members(struct tfs *fs, tmb_u64 members, bool too)
+static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_how how)
 {
 	tmb_u32 upto[TFS_MEMBERS];
 	tmb_u64 locked = 0, forget = 0, left;
@@ -331,9 +377,13 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too)
 
 		if (tmb_load_acquire(too ? &slot->forgotten_epoch : &slot->recovered_epoch) >= ended_epoch(slot))
 			continue;
-		err = tfs_lock_word(fs, &slot->recovery_lock, NULL);
-		if (err)
-			break;
+		upto[m] = ended_epoch(slot);
+		err = lock_recovery(fs, slot, too, upto[m], how);
+		if (err) {
+			if (err > 0)
+				err = 0;
+			continue;
+		}
 		locked |= 1ULL << m;
 		upto[m] = ended_epoch(slot);
 		if (tmb_load_acquire(&slot->recovered_epoch) < upto[m]) {
@@ -357,25 +407,25 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too)
 	}
 	tfs_barrier(fs);
 	for (left = locked; left; left &= left - 1)
-		tfs_unlock_word(fs, &fs->members[__builtin_ctzll(left)].recovery_lock, NULL);
+		tmb_cas64(&fs->members[__builtin_ctzll(left)].recovery_lock, tmb_lock_word(fs->member, fs->epoch, 1), 0);
 	return err;
 }
 
 int tfs_recover(struct tfs *fs, tmb_u32 member)
 {
-	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, true) : 0;
+	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, true, TFS_KILLABLE) : 0;
 }
 
-int tfs_recover_locks(struct tfs *fs, tmb_u32 member)
+int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how)
 {
-	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, false) : 0;
+	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, false, how) : 0;
 }
 
 int tfs_recover_all(struct tfs *fs)
 {
 	if (!fs->members || fs->read_only)
 		return 0;
-	while (tfs_frozen(fs) && !tfs_fenced(fs))
-		tfs_os_wait(fs, 100);
-	return recover_members(fs, ~0ULL, true);
+	int err = tfs_wait_thaw(fs);
+
+	return err ? err : recover_members(fs, ~0ULL, true, TFS_KILLABLE);
 }

@@ -8,8 +8,8 @@
  * In the middle: the core's looks at shared memory are counted (hooks.h). At a look that the input chooses, the word looked
  * at, or another one, changes first. So what a hostile member could hit by luck of time follows from the input alone.
  *
- * Time is made up: each look at the clock is a second later, so that the core's bounded waits end at once. A call that looks at
- * shared memory LOOKS times has no end.
+ * Time is made up: each look at the clock is a second later, so that the core's bounded waits end at once; the others are ended by a
+ * signal. A call that looks at shared memory LOOKS times has no end.
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -26,6 +26,7 @@
 #define MAX_STEPS 80
 #define MEMBERS 2 /* that work; the others are dead, or live and do nothing */
 #define LOOKS (48u << 20)
+#define NAPS 8 /* in one call, then it is killed */
 #define EPOCH 4
 
 struct input {
@@ -37,7 +38,7 @@ static tmb_u8 *area;
 static struct tmb_member *members;
 static int image; /* a memory file with the good file system, of which 'area' is a private copy */
 static struct mutator *mutator;
-static tmb_u64 ticks, looks, next_change;
+static tmb_u64 ticks, looks, naps, next_change;
 static long allocations;
 static struct input in;
 static struct tfs_listener listeners[MEMBERS];
@@ -59,6 +60,14 @@ void tfs_os_free(void *p)
 
 void tfs_os_relax(void) {}
 void tfs_os_wait(struct tfs *fs, tmb_u32 round) { (void)fs, (void)round; }
+void tfs_os_wake(struct tfs *fs, tmb_u32 *word) { (void)fs, (void)word; }
+bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable)
+{
+	(void)fs, (void)word, (void)value, (void)ns;
+	return killable && ++naps > NAPS;
+}
+void tfs_os_yield(void) {}
+void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds) { (void)fs, (void)member, (void)answers, (void)seconds; }
 tmb_u64 tfs_os_clock(void) { return ticks += 1000000000ULL; }
 tmb_s64 tfs_os_now(void) { return 1; }
 tmb_u32 tfs_os_cpu(void) { return 0; }
@@ -172,8 +181,8 @@ static void die_halfway(struct tfs_handle h)
 	struct tfs_write w;
 
 	members[2].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH - 1);
-	if (tfs_open(&fs, area, AREA_BYTES, members, 2, EPOCH - 1) || tfs_open_ref(&fs, h) || tfs_lock_inode(&fs, h) ||
-	    tfs_write_begin_locked(&fs, h, &w) || tfs_write_map_locked(&fs, &w, 90, 4) || tfs_write_done_locked(&fs, &w) ||
+	if (tfs_open(&fs, area, AREA_BYTES, members, 2, EPOCH - 1) || tfs_open_ref(&fs, h) ||
+	    tfs_write_begin(&fs, h, &w) || tfs_write_map_locked(&fs, &w, 90, 4) || tfs_write_done_locked(&fs, &w) ||
 	    tfs_write_map_locked(&fs, &w, 100, 3))
 		abort();
 	struct tfs_member_area *mine = (struct tfs_member_area *)tfs_block(&fs, fs.member_start + 2 * TFS_MEMBER_BLOCKS);
@@ -272,19 +281,17 @@ static void write_in_steps(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, 
 {
 	struct tfs_write w;
 
-	if (tfs_lock_inode(fs, h))
+	if (tfs_write_begin(fs, h, &w))
 		return;
-	if (!tfs_write_begin_locked(fs, h, &w)) {
-		int err = tfs_extend_zero_locked(fs, h);
+	int err = tfs_extend_zero_locked(fs, h);
 
-		if (!err)
-			err = tfs_write_map_locked(fs, &w, fblock, count);
-		if (!err) {
-			memset(tfs_block(fs, w.run.block), 1, w.run.count << TFS_BLOCK_SHIFT);
-			err = tfs_write_done_locked(fs, &w);
-		}
-		tfs_write_end_locked(fs, &w, err ? 0 : (fblock + 1) << TFS_BLOCK_SHIFT, true, 1);
+	if (!err)
+		err = tfs_write_map_locked(fs, &w, fblock, count);
+	if (!err) {
+		memset(tfs_block(fs, w.run.block), 1, w.run.count << TFS_BLOCK_SHIFT);
+		err = tfs_write_done_locked(fs, &w);
 	}
+	tfs_write_end_locked(fs, &w, err ? 0 : (fblock + 1) << TFS_BLOCK_SHIFT, true, 1);
 	tfs_unlock_inode(fs, h.ino);
 }
 
@@ -431,12 +438,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	running = true;
 	fs[1].read_only = take(NULL, 1) % 8 == 0;
 	for (tmb_u32 i = 0; i < MEMBERS; i++) {
-		looks = 0;
+		looks = naps = 0;
 		if (tfs_open(&fs[i], area, AREA_BYTES, members, i, EPOCH))
 			goto end;
 	}
 	for (int i = 0; i < MAX_STEPS && in.left; i++) {
-		looks = 0;
+		looks = naps = 0;
 		plan_change();
 		step(&fs[take(NULL, 1) % MEMBERS]);
 	}

@@ -116,32 +116,28 @@ static size_t copy_in(struct tfs *fs, const struct tfs_write *w, u64 size, size_
  * Writes 'from' at pos, with the inode locked here and across members. *done: bytes that count. Where the buffer is
  * not present: -EAGAIN and nothing counts (others see whole writes), or if 'pieces': -EFAULT and what came before counts.
  */
-static int write_locked(struct inode *inode, const struct tfs_attr *attr, loff_t pos, struct iov_iter *from, bool pieces,
-			size_t *done)
+static int write_locked(struct inode *inode, struct tfs_write *w, const struct tfs_attr *attr, loff_t pos, struct iov_iter *from,
+			bool pieces, size_t *done)
 {
 	struct tfs *fs = tmb_fs(inode);
 	bool kill_suid = attr->mode & (S_ISUID | S_ISGID) && !capable(CAP_FSETID);
-	struct tfs_write w;
 	size_t want = iov_iter_count(from);
-	int err, end_err;
+	int err = 0, end_err;
 
 	*done = 0;
-	err = tfs_write_begin_locked(fs, tmb_h(inode), &w);
-	if (err)
-		return err;
 	if (pos + want > attr->size)
 		err = tfs_extend_zero_locked(fs, tmb_h(inode));
 	while (!err && *done < want) {
 		size_t skip = (pos + *done) & (TFS_BLOCK - 1), n, copied;
 		u64 left = want - *done;
 
-		err = tfs_write_map_locked(fs, &w, (pos + *done) >> TFS_BLOCK_SHIFT,
+		err = tfs_write_map_locked(fs, w, (pos + *done) >> TFS_BLOCK_SHIFT,
 					   (skip + left + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT);
 		if (err)
 			break;
-		n = min_t(u64, left, (w.run.count << TFS_BLOCK_SHIFT) - skip);
-		copied = copy_in(fs, &w, attr->size, skip, n, from);
-		err = tfs_write_done_locked(fs, &w);
+		n = min_t(u64, left, (w->run.count << TFS_BLOCK_SHIFT) - skip);
+		copied = copy_in(fs, w, attr->size, skip, n, from);
+		err = tfs_write_done_locked(fs, w);
 		if (err)
 			break;
 		*done += copied;
@@ -151,7 +147,7 @@ static int write_locked(struct inode *inode, const struct tfs_attr *attr, loff_t
 	}
 	if (err == -EAGAIN)
 		*done = 0;
-	end_err = tfs_write_end_locked(fs, &w, *done ? pos + *done : 0, kill_suid, tfs_os_now());
+	end_err = tfs_write_end_locked(fs, w, *done ? pos + *done : 0, kill_suid, tfs_os_now());
 	return end_err ? end_err : err;
 }
 
@@ -167,8 +163,15 @@ static int remove_privileges(struct file *file)
 	return file_remove_privs(file);
 }
 
-/* Locks the inode across members for a write, with no privileges left on it. */
-static int lock_for_write(struct file *file, struct tfs_attr *attr)
+/* Nothing was written: gives back what tfs_write_begin took. */
+static void abandon_write(struct tfs *fs, struct tfs_write *w)
+{
+	tfs_write_end_locked(fs, w, 0, false, 0);
+	tfs_unlock_inode(fs, w->h.ino);
+}
+
+/* Begins a write, which locks the inode across members, with no privileges left on it. */
+static int lock_for_write(struct file *file, struct tfs_write *w, struct tfs_attr *attr)
 {
 	struct inode *inode = file_inode(file);
 	struct tfs *fs = tmb_fs(inode);
@@ -176,13 +179,13 @@ static int lock_for_write(struct file *file, struct tfs_attr *attr)
 	int err;
 
 	for (;;) {
-		err = tfs_begin_inode(fs, tmb_h(inode));
+		err = tfs_write_begin(fs, tmb_h(inode), w);
 		if (err)
 			return err;
 		err = tfs_getattr(fs, tmb_h(inode), attr);
 		if (!err && (removed || (!(attr->mode & (S_ISUID | S_ISGID)) && !attr->has_xattr)))
 			return 0;
-		tfs_unlock_inode(fs, inode->i_ino);
+		abandon_write(fs, w);
 		if (!err)
 			err = remove_privileges(file);
 		if (err)
@@ -206,22 +209,23 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 	inode_lock(inode);
 	for (;;) {
 		struct iov_iter saved;
+		struct tfs_write w;
 		size_t done = 0, want, left;
 		struct tfs_attr attr;
 
-		err = lock_for_write(file, &attr);
+		err = lock_for_write(file, &w, &attr);
 		if (err)
 			break;
 		/* O_APPEND and limits go by the size that only a holder of the lock may change. */
 		i_size_write(inode, attr.size);
 		err = generic_write_checks(iocb, from);
 		if (err <= 0) {
-			tfs_unlock_inode(fs, inode->i_ino);
+			abandon_write(fs, &w);
 			break;
 		}
 		want = err;
 		saved = *from;
-		err = write_locked(inode, &attr, iocb->ki_pos, from, pieces, &done);
+		err = write_locked(inode, &w, &attr, iocb->ki_pos, from, pieces, &done);
 		if (done)
 			i_size_write(inode, max_t(loff_t, attr.size, iocb->ki_pos + done));
 		tfs_unlock_inode(fs, inode->i_ino);

@@ -8,7 +8,9 @@
 #include <linux/mm.h>
 #include <linux/slab.h>
 #include <linux/smp.h>
+#include <linux/sched/signal.h>
 #include <linux/timekeeping.h>
+#include <linux/wait_bit.h>
 
 void *tfs_os_alloc(tmb_u64 bytes)
 {
@@ -38,6 +40,41 @@ void tfs_os_wait(struct tfs *fs, tmb_u32 round)
 	}
 	seen = atomic_read(&s->rings);
 	wait_event_hrtimeout(s->rung, atomic_read(&s->rings) != seen, ns_to_ktime(us * NSEC_PER_USEC));
+}
+
+bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable)
+{
+	unsigned int state = killable ? TASK_KILLABLE : TASK_UNINTERRUPTIBLE;
+	ktime_t until = ktime_add_ns(ktime_get(), ns);
+	long ended;
+
+	/* wait_var_event() has no form with a fine timeout. */
+	ended = ___wait_var_event(word, READ_ONCE(*word) != value || ktime_after(ktime_get(), until), state, 0, 0,
+				  schedule_hrtimeout(&until, HRTIMER_MODE_ABS));
+	return ended == -ERESTARTSYS;
+}
+
+void tfs_os_wake(struct tfs *fs, tmb_u32 *word)
+{
+	wake_up_var(word);
+}
+
+void tfs_os_yield(void)
+{
+	cond_resched();
+}
+
+void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds)
+{
+	struct tmb_sb *s = fs ? fs->os : NULL;
+	char name[TMB_NAME_LEN + 1] = "";
+
+	if (!s || member >= TMB_MAX_MEMBERS)
+		return;
+	memcpy(name, s->zone.members[member].name, TMB_NAME_LEN);
+	pr_warn_ratelimited("tombolo: zone %s: a lock is held by member %u (%*pE) for %llu s; it %s\n", s->zone.name, member,
+			    (int)strnlen(name, TMB_NAME_LEN), name, seconds,
+			    answers ? "is at work" : "does not answer: it is suspended, or its machine hangs");
 }
 
 tmb_u64 tfs_os_clock(void)

@@ -98,8 +98,10 @@ static void rung(struct tmb_doorbell_client *client)
 
 	atomic_inc(&s->rings);
 	wake_up_all(&s->rung);
-	if (smp_load_acquire(&s->opened))
+	if (smp_load_acquire(&s->opened)) {
+		tfs_rang(&s->fs);
 		tmb_mappings_look(s);
+	}
 }
 
 /* The files work without it. */

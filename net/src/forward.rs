@@ -152,15 +152,16 @@ impl Forwarder {
         let credits = std::mem::take(&mut tx.credits);
         let mut sender = Sender::new(self, view, src, queue, now, credits);
         let head = u32::from(tx.negotiated.header);
-        let mut taken = 0;
+        let (mut taken, mut waits) = (0, false);
         for chain in tx.window.chains().iter().take(AHEAD) {
             prefetch_front(&tx, chain, head);
         }
         if let Some(held) = tx.held.take() {
             let chain = tx.window.chains()[0];
-            taken += usize::from(sender.again(&held, tx.window.segments(&chain), tx.counters()));
+            waits = !sender.again(&held, tx.window.segments(&chain), tx.counters());
+            taken = usize::from(!waits);
         }
-        while let Some(&chain) = tx.window.chain(taken).filter(|_| sender.held.is_none()) {
+        while let Some(&chain) = tx.window.chain(taken).filter(|_| !waits) {
             if let Some(ahead) = tx.window.chain(taken + AHEAD) {
                 prefetch_front(&tx, ahead, head);
             }
@@ -180,6 +181,7 @@ impl Forwarder {
             if done == Done::Taken {
                 sender.tally.one(len);
             } else if !sender.end(done, len, tx.counters()) {
+                waits = true;
                 break;
             }
             taken += 1;
@@ -189,7 +191,6 @@ impl Forwarder {
         let (credits, tally) = (sender.opens.finish(), sender.tally);
         let state = &mut *tx;
         state.credits = credits;
-        let waits = held.is_some();
         if waits {
             state.held = held;
         }
@@ -279,12 +280,12 @@ impl<'a, 'w> Sender<'a, 'w> {
     /// Takes the frame of `len` bytes that lies in `segments` after a virtio-net header of `head` bytes.
     #[inline(always)]
     fn frame(&mut self, segments: &[Segment], head: u32, len: u32, host: bool) -> Done {
-        let (at, header_at, index, skip) = match segments {
+        let (at, header_at, rest, skip) = match segments {
             [one] if one.len >= head + PREFIX as u32 && self.simple => {
-                (one.ptr.wrapping_add(head as usize), one.ptr, 0, head + PREFIX as u32)
+                (one.ptr.wrapping_add(head as usize), one.ptr, one, head + PREFIX as u32)
             }
             [first, two] if first.len == head && two.len >= PREFIX as u32 && self.simple => {
-                (two.ptr, first.ptr, 1, PREFIX as u32)
+                (two.ptr, first.ptr, two, PREFIX as u32)
             }
             _ => return self.gathered(segments, head, len, host),
         };
@@ -295,10 +296,11 @@ impl<'a, 'w> Sender<'a, 'w> {
             return self.gathered(segments, head, len, host);
         }
         let (header, layers) = (NetHeader::default(), Layers::default());
-        let frame = Frame { header, layers, prefix: &prefix, rest: &segments[index..], skip, len };
+        let rest = std::slice::from_ref(rest);
+        let frame = Frame { header, layers, prefix: &prefix, rest, skip, len };
         let done = self.plain(&frame);
         if done == Done::Again {
-            self.keep(&frame, index, Lane::OPEN);
+            self.keep(&frame, segments.len() - 1, Lane::OPEN);
         }
         done
     }

@@ -19,6 +19,8 @@ pub struct Flow {
     pub bytes: u64,
     /// Of the frames, those to several receivers.
     pub flooded: u64,
+    /// What the frames became beyond themselves, by flooding and segmentation.
+    pub copies: u64,
     /// Interrupts sent.
     pub signals: u64,
     /// Frames lost, by reason; reasons that never were are left out.
@@ -28,7 +30,8 @@ pub struct Flow {
 impl From<Counts> for Flow {
     fn from(c: Counts) -> Self {
         let drops = REASONS.iter().map(|r| (r.name(), c.dropped_for(*r))).filter(|(_, n)| *n > 0).collect();
-        Self { packets: c.packets, bytes: c.bytes, flooded: c.flooded, signals: c.signals, drops }
+        let Counts { packets, bytes, flooded, copies, signals, .. } = c;
+        Self { packets, bytes, flooded, copies, signals, drops }
     }
 }
 
@@ -91,9 +94,10 @@ pub fn prometheus(ports: &[PortStatus]) -> String {
         }
     });
     type Get = fn(&Flow) -> u64;
-    let counters: [(&str, &str, Get); 3] = [
+    let counters: [(&str, &str, Get); 4] = [
         ("packets_total", "Frames, by the port's own direction.", |f| f.packets),
         ("bytes_total", "Bytes of frames.", |f| f.bytes),
+        ("copies_total", "What frames became beyond themselves, by flooding and segmentation.", |f| f.copies),
         ("interrupts_total", "Interrupts sent to the guest.", |f| f.signals),
     ];
     for (name, help, get) in counters {

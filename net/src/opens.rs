@@ -104,7 +104,9 @@ impl<'a> Opens<'a> {
         }
         // A free place, or the one after the last used, whose ring is published by that.
         let at = self.list.iter().position(Option::is_none).unwrap_or((self.last + 1) % OPEN);
-        self.shut(at);
+        if self.list[at].is_some() {
+            self.shut(at);
+        }
         self.list[at] = Some(Open {
             dest,
             key: key(view, dest),

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -51,8 +51,6 @@ struct Seat {
 struct Server {
     name: String,
     spec: AccelSpec,
-    /// The project's folder.
-    dir: PathBuf,
     /// Where its workers compile: gone with the accelerator.
     scratch: PathBuf,
     /// Locked before `link`, and while a server is told of them.
@@ -72,14 +70,27 @@ fn ask(link: &Mutex<Peer>, request: &Value) -> anyhow::Result<Result<Value, Stri
     let answer = sent.and_then(|()| link.receive::<Value>()?.context("the server has ended"));
     let answer = answer.inspect_err(|_| {
         // A late answer would be taken for the next one's: without its link this server ends.
-        if let Ok(socket) = link.writer() {
-            let _gone_already = socket.shutdown(std::net::Shutdown::Both);
-        }
+        let _gone_already = link.socket().shutdown(std::net::Shutdown::Both);
     })?;
     Ok(match answer["error"].as_str() {
         Some(error) => Err(error.to_owned()),
         None => Ok(answer["ok"].clone()),
     })
+}
+
+/// How long `ps` waits for a server.
+const LOOK: Duration = Duration::from_millis(300);
+
+/// What a server says of itself, where it answers soon: nobody waits long for what is only looked at. One that doesn't answer at all ends by
+/// [`ask`].
+fn look(link: Arc<Mutex<Peer>>) -> Option<Value> {
+    let (sender, answer) = mpsc::channel();
+    let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
+        // Nobody hears a late answer.
+        let _late = sender.send(ask(&link, &json!({ "do": "ls" })));
+    });
+    asking.ok()?;
+    answer.recv_timeout(LOOK).ok()?.ok()?.ok()
 }
 
 impl Seat {
@@ -173,8 +184,7 @@ done"#;
     pub fn status(&self) -> AccelStatus {
         let (pid, starts) = self.keeper.process();
         let link = lock(&self.server.link).clone();
-        // One that doesn't answer is about to end.
-        let server = link.and_then(|link| ask(&link, &json!({ "do": "ls" })).ok()?.ok());
+        let server = link.and_then(look);
         let tenants = server.as_ref().and_then(|s| s["tenants"].as_array()).cloned().unwrap_or_default();
         let vms = lock(&self.server.seats)
             .iter()
@@ -227,7 +237,6 @@ impl Part for Accelerator {
         let server = Arc::new(Server {
             name: name.to_owned(),
             spec,
-            dir: dir.to_owned(),
             scratch,
             seats: Mutex::default(),
             link: Mutex::default(),
@@ -305,7 +314,7 @@ impl Server {
                 continue;
             }
             let used = used.of(&self.spec);
-            let zone = HostZone::for_calls(&self.name, used.zone_bytes(), &self.dir)
+            let zone = HostZone::for_calls(&self.name, used.zone_bytes())
                 .with_context(|| format!("the zone of vm.{vm} for accel.{}", self.name))?;
             let mut seat = Seat { zone: Arc::new(zone), used, served: None, library: None };
             let link = lock(&self.link).clone();
@@ -332,9 +341,12 @@ impl Service for Server {
         if let Some(metrics) = &self.spec.metrics {
             command.args(["--metrics", &metrics.to_string()]);
         }
+        if self.spec.unconfined {
+            command.arg("--unconfined");
+        }
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
         child::tie(&mut command, &[]);
-        Ok((Guarded::spawn(&mut command)?, Peer::new(ours)?))
+        Ok((Guarded::spawn(&mut command)?, Peer::new(ours)))
     }
 
     /// Tells a new server whom it serves. A VM can damage its own zone, so that no server can enter it again; the others are served.
@@ -377,14 +389,13 @@ mod tests {
     fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
         let dir = tempfile::tempdir().unwrap();
         let seat = |served| {
-            let zone = Arc::new(HostZone::for_calls("cl", 8 << 20, dir.path()).unwrap());
+            let zone = Arc::new(HostZone::for_calls("cl", 8 << 20).unwrap());
             Seat { zone, used: AccelUse::default(), served, library: None }
         };
         let seats = [("a".to_owned(), seat(before)), ("b".to_owned(), seat(before))];
         let server = Server {
             name: "cl".into(),
             spec: AccelSpec::default(),
-            dir: dir.path().to_owned(),
             scratch: dir.path().join("scratch"),
             seats: Mutex::new(seats.into()),
             link: Mutex::default(),
@@ -398,7 +409,7 @@ mod tests {
                 writeln!(&theirs, "{answer}").unwrap();
             }
         });
-        let result = server.begin(Peer::new(ours).unwrap());
+        let result = server.begin(Peer::new(ours));
         let served = lock(&server.seats).values().map(|seat| seat.served).collect();
         drop(server);
         answering.join().unwrap();

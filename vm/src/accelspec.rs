@@ -48,6 +48,8 @@ pub struct AccelSpec {
     pub channels: Option<u32>,
     /// Where Prometheus finds the figures.
     pub metrics: Option<tombolo_metrics::Place>,
+    /// VMs' kernels may do all that the server's user may, for hosts that can't confine them.
+    pub unconfined: bool,
 }
 
 /// A VM's use of an accelerator: where something is said here, it is not as the accelerator says.

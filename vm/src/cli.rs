@@ -13,14 +13,17 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 
-use crate::client::{self, Outcome, Progress};
+use crate::client::{self, OnInterrupt, Outcome, Progress};
 use crate::compose::{self, Project, Rights, Size};
 use crate::control::{Event, Request, Status, ZoneStatus};
 use crate::doctor;
 use crate::growth;
 use crate::peer::{self, Peer};
-use crate::state::StateDir;
+use crate::state::{self, StateDir};
 use crate::supervisor;
+
+/// How long a supervisor may take to end after its last word.
+const ENDING: Duration = Duration::from_secs(5);
 
 /// Which compose file.
 #[derive(Args, Clone, Debug, Default)]
@@ -233,7 +236,7 @@ pub fn run_net(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
 /// When the compose file is malformed, the supervisor does not answer, or there are several networks and no name.
 pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
     let Ok(file) = compose::find(None) else { return Ok(None) };
-    let Some(peer) = peer::ask(&StateDir::of(&Project::load(&file)?)?, &Request::Ps)? else {
+    let Some(peer) = peer::ask(&Project::load(&file)?, &Request::Ps)? else {
         return Ok(None);
     };
     let networks = status(peer)?.networks;
@@ -289,8 +292,8 @@ pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
         ZoneCommand::Path { file, zone } => return zone_path(&file, &zone, json),
         ZoneCommand::Detach { file, zone, vm } => (file, Request::ZoneDetach { zone, vm }),
     };
-    let peer = client::living(&file.load()?, &request)?;
-    finish(client::follow(peer, &mut Progress::new(json))?)
+    let mut peer = client::living(&file.load()?, &request)?;
+    finish(client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave)?)
 }
 
 /// One line or more on the standard output; who reads it may be gone, which is an error like any other.
@@ -338,6 +341,12 @@ fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
             eprintln!("tombolo: interrupted; everything that was started has been stopped");
             Ok(ExitCode::from(130))
         }
+        Outcome::Left => {
+            eprintln!(
+                "tombolo: interrupted; the supervisor goes on with it, 'tombolo ps' shows how far it is"
+            );
+            Ok(ExitCode::from(130))
+        }
     }
 }
 
@@ -360,8 +369,8 @@ fn up(project: &Project, vms: Vec<String>, attach: bool, json: bool) -> anyhow::
         anyhow::bail!("{} declares no VM; add a table [vm.NAME]", project.file.display());
     }
     let request = Request::Up { project: Box::new(project.clone()), vms };
-    let peer = client::supervisor(project, &request)?;
-    let outcome = client::follow(peer, &mut Progress::new(json))?;
+    let mut peer = client::supervisor(project, &request)?;
+    let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Cancel)?;
     if outcome == Outcome::Done && attach {
         eprintln!("Ctrl-C takes everything down");
         client::attach(project)?;
@@ -373,9 +382,10 @@ fn up(project: &Project, vms: Vec<String>, attach: bool, json: bool) -> anyhow::
 fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
     let dir = StateDir::of(project)?;
     let all = vms.is_empty();
-    let Some(peer) = peer::ask(&dir, &Request::Down { vms })? else {
-        // Logs of a supervisor that died.
-        if let Some(_lock) = dir.path().exists().then(|| dir.lock()).transpose()?.flatten() {
+    let Some(mut peer) = peer::ask(project, &Request::Down { vms })? else {
+        // Logs of a supervisor that died; one that is about to end keeps its lock until then.
+        if dir.path().exists() {
+            let _lock = dir.lock_within(ENDING)?;
             dir.remove();
         }
         for address in growth::give_back_orphans()? {
@@ -386,34 +396,25 @@ fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitC
         }
         return Ok(ExitCode::SUCCESS);
     };
-    let outcome = client::follow(peer, &mut Progress::new(json))?;
-    if all {
-        wait_gone(&dir)?;
+    let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave)?;
+    if all && outcome == Outcome::Done {
+        // The supervisor ends right after its last word; whoever called `down` may count on it.
+        peer.wait_ended(ENDING)?;
     }
     finish(outcome)
 }
 
-/// The supervisor ends right after its last word; whoever called `down` may count on it.
-fn wait_gone(dir: &StateDir) -> anyhow::Result<()> {
-    for _ in 0..500 {
-        if dir.address()?.is_none() {
-            return Ok(());
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    anyhow::bail!("the supervisor still lives; see {}", dir.path().display())
-}
-
 fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
     let projects: Vec<Status>;
+    let mut silent = Vec::new();
     if all {
-        projects = running(None)?;
+        (projects, silent) = all_running()?;
         if json {
             say(&serde_json::to_string_pretty(&projects)?)?;
         }
     } else {
         let project = file.load()?;
-        let found = peer::ask(&StateDir::of(&project)?, &Request::Ps)?.map(status).transpose()?;
+        let found = peer::ask(&project, &Request::Ps)?.map(status).transpose()?;
         if json {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
             say(&serde_json::to_string_pretty(&status)?)?;
@@ -421,28 +422,41 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
         projects = found.into_iter().collect();
     }
     if !json {
-        if projects.is_empty() {
+        if projects.is_empty() && silent.is_empty() {
             eprintln!("nothing runs");
         }
         for status in &projects {
             say(table(status).trim_end())?;
         }
     }
-    Ok(ExitCode::SUCCESS)
+    for error in &silent {
+        eprintln!("tombolo: {error:#}");
+    }
+    Ok(if silent.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The project of a compose file, which must be up; without a file all of this user that are up.
+/// All projects of this user that are up, and why others that are up did not answer.
+fn all_running() -> anyhow::Result<(Vec<Status>, Vec<anyhow::Error>)> {
+    let (mut projects, mut silent) = (Vec::new(), Vec::new());
+    for found in state::supervisors()? {
+        match peer::ask_found(&found, &Request::Ps).and_then(|peer| peer.map(status).transpose()) {
+            Ok(project) => projects.extend(project),
+            Err(e) => silent.push(e),
+        }
+    }
+    Ok((projects, silent))
+}
+
+/// The project of a compose file, which must be up; without a file all of this user that are up and answer.
 pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
     if let Some(file) = file {
         return Ok(vec![status(client::living(&Project::load(file)?, &Request::Ps)?)?]);
     }
-    let mut projects = Vec::new();
-    for dir in StateDir::all()? {
-        if let Some(peer) = peer::ask(&dir, &Request::Ps)? {
-            projects.push(status(peer)?);
-        }
+    let (projects, silent) = all_running()?;
+    match silent.into_iter().next() {
+        Some(error) if projects.is_empty() => Err(error),
+        _ => Ok(projects),
     }
-    Ok(projects)
 }
 
 /// Runs one of [`StartCommand`].
@@ -466,7 +480,7 @@ pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> 
 
 fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
     let not_up = || format!("the VM '{name}' is not up; 'tombolo ps' shows what is");
-    let status = status(peer::ask(&StateDir::of(project)?, &Request::Ps)?.with_context(not_up)?)?;
+    let status = status(peer::ask(project, &Request::Ps)?.with_context(not_up)?)?;
     let vm = status.vms.iter().find(|vm| vm.name == name).with_context(not_up)?;
     if json {
         println!("{}", serde_json::to_string_pretty(&vm.timeline)?);
@@ -588,7 +602,7 @@ fn logs(project: &Project, vm: &str, follow: bool, qemu: bool) -> anyhow::Result
     })?;
     let mut out = std::io::stdout().lock();
     std::io::copy(&mut log, &mut out)?;
-    while follow && dir.address()?.is_some() {
+    while follow && state::supervisor(project)?.is_some() {
         std::thread::sleep(Duration::from_millis(200));
         log = reopened(log, &path)?;
         std::io::copy(&mut log, &mut out)?;

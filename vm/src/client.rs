@@ -36,14 +36,15 @@ const ESCAPE: u8 = 0x1d;
 pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> {
     let dir = StateDir::of(project)?;
     for _ in 0..TRIES {
-        if let Some(peer) = peer::ask(&dir, request)? {
+        if let Some(peer) = peer::ask(project, request)? {
             return Ok(peer);
         }
         if let Some(mut peer) = spawn(project, &dir)? {
             peer.send(request)?;
             return Ok(peer);
         }
-        std::thread::sleep(Duration::from_millis(100));
+        // Two that begin at the same moment give way to each other; the next time they don't meet.
+        std::thread::sleep(Duration::from_millis(50 + u64::from(std::process::id() % 97)));
     }
     anyhow::bail!(
         "the supervisor of the project '{}' neither lives nor dies; see {}",
@@ -72,7 +73,7 @@ fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
     }
     drop(command.spawn().context("the supervisor can't be started")?);
     drop(theirs);
-    let mut peer = Peer::new(ours)?;
+    let mut peer = Peer::new(ours);
     match peer.receive::<Event>()? {
         Some(Event::Note { .. }) => Ok(Some(peer)),
         Some(Event::Taken) => Ok(None),
@@ -87,7 +88,7 @@ fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
 /// # Errors
 /// When the project is not up.
 pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
-    peer::ask(&StateDir::of(project)?, request)?.with_context(|| {
+    peer::ask(project, request)?.with_context(|| {
         format!(
             "the project '{}' ({}) is not up; start it with 'tombolo up'",
             project.name,
@@ -160,24 +161,49 @@ pub enum Outcome {
     Done,
     /// The user pressed Ctrl-C; everything has been taken back.
     Interrupted,
+    /// The user did not wait for the end; the supervisor goes on.
+    Left,
 }
 
-/// Follows a request to its end. Ctrl-C cancels it and waits until it is taken back.
+/// What Ctrl-C, SIGTERM and SIGHUP do to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnInterrupt {
+    /// The first cancels it, and its taking back is waited for; the second ends the wait.
+    Cancel,
+    /// The first ends the wait. The supervisor carries the request out.
+    Leave,
+}
+
+/// Follows a request to its end.
 ///
 /// # Errors
 /// What the supervisor says.
-pub fn follow(mut peer: Peer, progress: &mut Progress) -> anyhow::Result<Outcome> {
+pub fn follow(peer: &mut Peer, progress: &mut Progress, on: OnInterrupt) -> anyhow::Result<Outcome> {
     let interrupted = Arc::new(AtomicBool::new(false));
+    let left = Arc::new(AtomicBool::new(false));
     let signals = session::signals()?;
-    let socket = peer.writer()?;
-    let seen = interrupted.clone();
+    let socket = peer.socket();
+    let (cancels, leaves) = (interrupted.clone(), left.clone());
     std::thread::Builder::new().name("signals".into()).spawn(move || {
-        if signals.wait() {
-            seen.store(true, Ordering::Release);
+        if on == OnInterrupt::Cancel && signals.wait() {
+            cancels.store(true, Ordering::Release);
             // The supervisor takes the end of what is said to it as the word to stop; its answer still comes.
             let _ = socket.shutdown(std::net::Shutdown::Write);
         }
+        if signals.wait() {
+            leaves.store(true, Ordering::Release);
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+        }
     })?;
+    let ended = follow_events(peer, progress, &interrupted);
+    if left.load(Ordering::Acquire) { Ok(Outcome::Left) } else { ended }
+}
+
+fn follow_events(
+    peer: &mut Peer,
+    progress: &mut Progress,
+    interrupted: &AtomicBool,
+) -> anyhow::Result<Outcome> {
     loop {
         match peer.receive::<Event>()? {
             Some(Event::Stage { vm, stage, detail }) => progress.stage(&vm, stage, &detail),
@@ -222,7 +248,7 @@ pub fn attach(project: &Project) -> anyhow::Result<()> {
 pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
     let mut peer = living(project, request)?;
     if matches!(request, Request::Exec { input: true, .. }) {
-        let mut socket = peer.writer()?;
+        let socket = peer.socket();
         // Ends with the process: a read of a terminal can't be called off.
         std::thread::Builder::new().name("input".into()).spawn(move || {
             let mut buffer = vec![0; CHUNK];
@@ -232,7 +258,7 @@ pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
                     Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
                     _ => Feed::End,
                 };
-                if peer::send(&mut socket, &message).is_err() || matches!(message, Feed::End) {
+                if peer::send(&socket, &message).is_err() || matches!(message, Feed::End) {
                     break;
                 }
             }
@@ -267,7 +293,7 @@ pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
         Some(Event::Failed { message }) => anyhow::bail!("{message}"),
         _ => anyhow::bail!("the supervisor died"),
     }
-    let (ahead, mut socket) = peer.into_raw();
+    let (ahead, socket) = peer.into_raw();
     let raw = RawTerminal::enter()?;
     if raw.is_some() {
         eprint!("console of '{vm}'; Ctrl-] leaves it\r\n");
@@ -291,7 +317,7 @@ pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
         while let Ok(n) = std::io::stdin().read(&mut buffer) {
             let typed = &buffer[..n];
             let typed = typed.split(|&b| interactive && b == ESCAPE).next().unwrap_or_default();
-            if socket.write_all(typed).is_err() || typed.len() < n {
+            if (&*socket).write_all(typed).is_err() || typed.len() < n {
                 break;
             }
             // A script that has no more to type still reads.

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use qapi::qga;
 
-use crate::agent::{Agent, Error};
+use crate::agent::{Agent, Calls, Error};
 
 /// Time for one request to the agent; a guest under load on an emulated CPU is slow.
 const REQUEST: Duration = Duration::from_secs(60);
@@ -114,14 +114,16 @@ pub struct Output {
 ///
 /// # Errors
 /// Those of the agent, or that it took too long.
-pub fn script(agent: &Agent, text: &str, args: &[&str], limit: Duration) -> anyhow::Result<Output> {
+pub fn script(agent: &impl Calls, text: &str, args: &[&str], limit: Duration) -> anyhow::Result<Output> {
     let mut arg = vec!["-c".to_owned(), text.to_owned(), "tombolo".to_owned()];
     arg.extend(args.iter().map(|a| (*a).to_owned()));
-    let pid = start(agent, "/bin/sh", arg, Vec::new(), None, true)?;
     let begun = std::time::Instant::now();
+    // An agent that hangs does not make a short limit long.
+    let request = limit.min(REQUEST);
+    let pid = start_within(agent, "/bin/sh", arg, Vec::new(), None, true, request)?;
     let mut pauses = Pauses::default();
     loop {
-        let status = agent.call(qga::guest_exec_status { pid }, REQUEST)?;
+        let status = agent.call(qga::guest_exec_status { pid }, request)?;
         if status.exited {
             let text =
                 |data: Option<Vec<u8>>| String::from_utf8_lossy(&data.unwrap_or_default()).into_owned();
@@ -150,6 +152,18 @@ fn start(
     input: Option<Vec<u8>>,
     capture: bool,
 ) -> Result<i64, Error> {
+    start_within(agent, path, arg, env, input, capture, REQUEST)
+}
+
+fn start_within(
+    agent: &impl Calls,
+    path: &str,
+    arg: Vec<String>,
+    env: Vec<String>,
+    input: Option<Vec<u8>>,
+    capture: bool,
+    limit: Duration,
+) -> Result<i64, Error> {
     let command = qga::guest_exec {
         path: path.to_owned(),
         arg: Some(arg),
@@ -157,7 +171,7 @@ fn start(
         input_data: input,
         capture_output: Some(qga::GuestExecCaptureOutput::flag(capture)),
     };
-    agent.call(command, REQUEST).map(|r| r.pid)
+    agent.call(command, limit).map(|r| r.pid)
 }
 
 fn code_of(status: &qga::GuestExecStatus) -> i32 {

@@ -16,8 +16,10 @@ use rustix::process::Signal;
 use crate::child::{Guarded, Handle};
 use crate::compose::{Project, VmSpec};
 
-/// How long a process may take to answer, or to end.
+/// How long a process may take to answer.
 pub const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a process may take to end before it is killed.
+pub const ENDING: Duration = Duration::from_secs(3);
 /// The longest pause before one that died is started again.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// One that lived so long starts again at once.
@@ -170,7 +172,7 @@ impl Keeper {
         let (mut state, late) = self
             .shared
             .changed
-            .wait_timeout_while(state, PATIENCE, |s| s.process.is_some())
+            .wait_timeout_while(state, ENDING, |s| s.process.is_some())
             .unwrap_or_else(PoisonError::into_inner);
         if late.timed_out() {
             if let Some((process, pid)) = state.process.take() {

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use qapi::{qga, qmp};
+use qapi::qmp;
 
 use crate::agent::Agent;
 use crate::child::{self, Guarded};
@@ -31,9 +31,8 @@ use tombolo_start::layout::Layout;
 use tombolo_start::progress::{Phase as Growth, Progress};
 
 pub mod hotplug;
+pub mod stop;
 
-/// How long a guest with a disk of its own may take to shut down.
-const SHUTDOWN: Duration = Duration::from_secs(60);
 /// How long QEMU may take to end when told to.
 const QUIT: Duration = Duration::from_secs(5);
 /// Lines of console and QEMU's log in an error.
@@ -529,41 +528,6 @@ impl Machine {
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
         self.process.kill();
-    }
-
-    /// Stops it: a guest with a disk is asked to shut down first.
-    pub fn stop(&self, report: &dyn Fn(Stage, &str)) {
-        let was_up = {
-            let mut state = self.lock();
-            if state.exit.is_some() {
-                return;
-            }
-            std::mem::replace(&mut state.phase, Phase::Stopping) == Phase::Up
-        };
-        report(Stage::Stopping, "");
-        if was_up && self.spec.disk.is_some() && !self.spec.snapshot {
-            let asked = if self.lock().agent_open {
-                // The agent does not answer this one when it succeeds.
-                let command = qga::guest_shutdown { mode: Some(qga::GuestShutdownMode::Powerdown) };
-                matches!(
-                    self.agent.call(command, Duration::from_secs(2)),
-                    Ok(_) | Err(crate::agent::Error::Silent { .. })
-                )
-            } else {
-                self.qmp().is_ok_and(|q| q.execute(qmp::system_powerdown {}).is_ok())
-            };
-            if asked && self.wait_ended(SHUTDOWN) {
-                return;
-            }
-        }
-        // QEMU flushes its disks when it quits.
-        if self.qmp().is_ok_and(|q| q.execute(qmp::quit {}).is_ok()) && self.wait_ended(QUIT) {
-            return;
-        }
-        self.process.kill();
-        if !self.wait_ended(QUIT) {
-            eprintln!("tombolo: process {} of the VM '{}' does not die", self.pid, self.name);
-        }
     }
 
     /// Adds a zone's devices to the running VM. After [`hotplug::Failure::Open`], too, it is a member.

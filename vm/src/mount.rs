@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use crate::agent::Calls;
 use crate::exec;
 use crate::machine::Machine;
 
@@ -82,17 +83,21 @@ exit $code"#;
     }
 }
 
-/// Unmounts what is mounted from a zone.
+/// Unmounts what is mounted from these zones, within `limit`.
 ///
 /// # Errors
-/// When it is busy.
-pub fn unmount(machine: &Machine, source: &str) -> anyhow::Result<()> {
-    const UNMOUNT: &str = r#"awk -v s="$1" '$3 == "tombolo" && $1 == s { print $2 }' /proc/mounts | while read -r path; do
-	umount "$path" || exit 1
-done"#;
-    let output = exec::script(machine.agent(), UNMOUNT, &[source], Duration::from_secs(30))?;
+/// When one is busy, or the agent does not answer.
+pub fn unmount(agent: &impl Calls, vm: &str, sources: &[String], limit: Duration) -> anyhow::Result<()> {
+    const UNMOUNT: &str = r#"for source; do
+	awk -v s="$source" '$3 == "tombolo" && $1 == s { print $2 }' /proc/mounts | while read -r path; do
+		umount "$path" || exit 1
+	done || code=1
+done
+exit ${code:-0}"#;
+    let sources: Vec<&str> = sources.iter().map(String::as_str).collect();
+    let output = exec::script(agent, UNMOUNT, &sources, limit)?;
     if output.code != 0 {
-        anyhow::bail!("the VM '{}' can't unmount the zone: {}", machine.name(), output.err.trim());
+        anyhow::bail!("the VM '{vm}' can't unmount the zone: {}", output.err.trim());
     }
     Ok(())
 }

@@ -6,9 +6,9 @@
 //! the end of the stream, as the moment has it), which is 'none lives' once its process has ended.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::fd::AsFd;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -16,8 +16,11 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
 use serde::{Deserialize, Serialize};
 
+use tombolo_zone::door::Found;
+
+use crate::compose::Project;
 use crate::control::{Event, Request};
-use crate::state::{Address, StateDir};
+use crate::state;
 
 /// How long a supervisor that runs may take to hear a request, and to end once it has closed a connection.
 const ANSWER: Duration = Duration::from_secs(5);
@@ -32,17 +35,15 @@ const LINE_MAX: u64 = 16 << 20;
 #[derive(Debug)]
 pub struct Peer {
     reader: BufReader<Watched>,
-    writer: UnixStream,
+    socket: Arc<UnixStream>,
 }
 
 impl Peer {
-    /// Wraps a connected socket.
-    ///
-    /// # Errors
-    /// When descriptors run out.
-    pub fn new(socket: UnixStream) -> std::io::Result<Peer> {
-        let reader = Watched { socket: socket.try_clone()?, supervisor: None, limit: None };
-        Ok(Peer { reader: BufReader::new(reader), writer: socket })
+    /// Wraps a connected socket; no further descriptor is needed.
+    pub fn new(socket: UnixStream) -> Peer {
+        let socket = Arc::new(socket);
+        let reader = Watched { socket: socket.clone(), supervisor: None, limit: None };
+        Peer { reader: BufReader::new(reader), socket }
     }
 
     /// Sends one message.
@@ -50,7 +51,7 @@ impl Peer {
     /// # Errors
     /// When the other side is gone.
     pub fn send<T: Serialize>(&mut self, message: &T) -> std::io::Result<()> {
-        send(&mut self.writer, message)
+        send(&self.socket, message)
     }
 
     /// The next message; `None` at the end.
@@ -71,17 +72,29 @@ impl Peer {
             .context("the other side is of another version; take the project down and up again")
     }
 
-    /// The socket for writing, for another thread.
+    /// The socket, for another thread.
+    pub fn socket(&self) -> Arc<UnixStream> {
+        self.socket.clone()
+    }
+
+    /// Waits until the supervisor at the other end has ended.
     ///
     /// # Errors
-    /// When descriptors run out.
-    pub fn writer(&self) -> std::io::Result<UnixStream> {
-        self.writer.try_clone()
+    /// When it still lives after `limit`.
+    pub fn wait_ended(&self, limit: Duration) -> anyhow::Result<()> {
+        let Some(supervisor) = &self.reader.get_ref().supervisor else { return Ok(()) };
+        anyhow::ensure!(
+            supervisor.ends_within(limit)?,
+            "the supervisor (process {}) did not end within {} s",
+            supervisor.pid,
+            limit.as_secs()
+        );
+        Ok(())
     }
 
     /// What has been read ahead, and the socket.
-    pub fn into_raw(self) -> (Vec<u8>, UnixStream) {
-        (self.reader.buffer().to_vec(), self.writer)
+    pub fn into_raw(self) -> (Vec<u8>, Arc<UnixStream>) {
+        (self.reader.buffer().to_vec(), self.socket)
     }
 }
 
@@ -89,7 +102,7 @@ impl Peer {
 ///
 /// # Errors
 /// When the other side is gone.
-pub fn send<T: Serialize>(socket: &mut UnixStream, message: &T) -> std::io::Result<()> {
+pub fn send<T: Serialize>(mut socket: &UnixStream, message: &T) -> std::io::Result<()> {
     let mut line = serde_json::to_vec(message).map_err(std::io::Error::other)?;
     line.push(b'\n');
     socket.write_all(&line)
@@ -98,18 +111,18 @@ pub fn send<T: Serialize>(socket: &mut UnixStream, message: &T) -> std::io::Resu
 /// A socket whose reads end when the supervisor at its other end is stopped, or says nothing within the limit.
 #[derive(Debug)]
 struct Watched {
-    socket: UnixStream,
-    /// The supervisor's process; none: the other end is no supervisor.
-    supervisor: Option<u32>,
+    socket: Arc<UnixStream>,
+    /// None: the other end is no supervisor.
+    supervisor: Option<Supervisor>,
     limit: Option<Duration>,
 }
 
 impl Read for Watched {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        if let Some(pid) = self.supervisor {
-            self.wait(pid)?;
+        if let Some(supervisor) = &self.supervisor {
+            self.wait(supervisor.pid)?;
         }
-        self.socket.read(buffer)
+        (&*self.socket).read(buffer)
     }
 }
 
@@ -117,7 +130,7 @@ impl Watched {
     fn wait(&self, pid: u32) -> std::io::Result<()> {
         let begun = Instant::now();
         let mut stopped_since: Option<Instant> = None;
-        while !readable(&self.socket, LOOK)? {
+        while !readable(&*self.socket, LOOK)? {
             stopped_since = is_stopped(pid).then(|| stopped_since.unwrap_or_else(Instant::now));
             if stopped_since.is_some_and(|since| since.elapsed() >= STOPPED) {
                 return Err(std::io::Error::new(
@@ -157,32 +170,49 @@ fn is_stopped(pid: u32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
 }
 
-/// Asks the supervisor that lives in `dir`. `None`: none lives, and nothing of the request was begun. Otherwise the request was heard, and
-/// its events follow; while they are waited for, a supervisor that is stopped is an error.
+/// Asks the project's supervisor. `None`: none lives, and nothing of the request was begun. Otherwise the request was heard, and its events
+/// follow; while they are waited for, a supervisor that is stopped is an error.
 ///
 /// # Errors
 /// When a supervisor lives and does not answer.
-pub fn ask(dir: &StateDir, request: &Request) -> anyhow::Result<Option<Peer>> {
-    let Some(address) = dir.address()? else { return Ok(None) };
-    let name = SocketAddr::from_abstract_name(&address.socket)?;
-    let heard = match UnixStream::connect_addr(&name) {
-        Ok(socket) => converse(socket, address.pid, request),
-        Err(e) => Err(e.into()),
-    };
-    match heard {
-        Err(e) if is_gone(&e) && has_ended(&address, ANSWER)? => Ok(None),
-        other => other
-            .map(Some)
-            .with_context(|| format!("the supervisor (process {}) can't be reached", address.pid)),
+pub fn ask(project: &Project, request: &Request) -> anyhow::Result<Option<Peer>> {
+    match state::supervisor(project)? {
+        Some(found) => ask_found(&found, request),
+        None => Ok(None),
     }
 }
 
-/// Asks the supervisor `pid` behind `socket`, up to and with its 'heard'.
-fn converse(socket: UnixStream, pid: u32, request: &Request) -> anyhow::Result<Peer> {
-    check_user(&socket)?;
-    let mut peer = Peer::new(socket)?;
+/// As [`ask`], for a supervisor that was found.
+///
+/// # Errors
+/// As [`ask`].
+pub fn ask_found(found: &Found, request: &Request) -> anyhow::Result<Option<Peer>> {
+    let Some(process) = open_process(found.process)? else { return Ok(None) };
+    ask_at(|| found.knock(Some(ANSWER)), &Supervisor { pid: found.process, process }, request)
+}
+
+fn ask_at(
+    connect: impl FnOnce() -> std::io::Result<UnixStream>,
+    supervisor: &Supervisor,
+    request: &Request,
+) -> anyhow::Result<Option<Peer>> {
+    let heard = match connect() {
+        Ok(socket) => converse(socket, supervisor.try_clone()?, request),
+        Err(e) => Err(e.into()),
+    };
+    match heard {
+        Err(e) if is_gone(&e) && supervisor.ends_within(ANSWER)? => Ok(None),
+        other => other
+            .map(Some)
+            .with_context(|| format!("the supervisor (process {}) can't be reached", supervisor.pid)),
+    }
+}
+
+/// Asks the supervisor behind `socket`, up to and with its 'heard'.
+fn converse(socket: UnixStream, supervisor: Supervisor, request: &Request) -> anyhow::Result<Peer> {
+    let mut peer = Peer::new(socket);
     let reader = peer.reader.get_mut();
-    (reader.supervisor, reader.limit) = (Some(pid), Some(ANSWER));
+    (reader.supervisor, reader.limit) = (Some(supervisor), Some(ANSWER));
     peer.send(request)?;
     match peer.receive::<Event>()? {
         Some(Event::Heard) => {}
@@ -196,40 +226,44 @@ fn converse(socket: UnixStream, pid: u32, request: &Request) -> anyhow::Result<P
 
 /// Whether the other side has closed the connection, or nobody listens.
 fn is_gone(error: &anyhow::Error) -> bool {
-    use std::io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, UnexpectedEof};
+    use std::io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
     let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-    matches!(kind, Some(BrokenPipe | ConnectionRefused | ConnectionReset | UnexpectedEof))
+    matches!(kind, Some(BrokenPipe | ConnectionRefused | ConnectionReset | NotFound | UnexpectedEof))
 }
 
-/// Whether the supervisor's process has ended, or ends within `limit`: its descriptors are closed before its process ends.
-fn has_ended(address: &Address, limit: Duration) -> anyhow::Result<bool> {
-    let Some(pid) = i32::try_from(address.pid).ok().and_then(Pid::from_raw) else { return Ok(true) };
+/// A supervisor's process.
+#[derive(Debug)]
+struct Supervisor {
+    pid: u32,
+    process: OwnedFd,
+}
+
+fn open_process(pid: u32) -> anyhow::Result<Option<OwnedFd>> {
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
     match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
-        Ok(process) => {
-            let begun = Instant::now();
-            while begun.elapsed() < limit {
-                if readable(&process, LOOK)? {
-                    return Ok(true);
-                }
-            }
-            Ok(false)
-        }
-        Err(rustix::io::Errno::SRCH) => Ok(true),
+        Ok(process) => Ok(Some(process)),
+        Err(rustix::io::Errno::SRCH) => Ok(None),
         Err(e) => Err(e.into()),
     }
 }
 
-/// Abstract addresses have no permissions: both sides look who the other is.
-///
-/// # Errors
-/// When it is neither this user nor root.
-pub fn check_user(socket: &UnixStream) -> anyhow::Result<()> {
-    let peer = rustix::net::sockopt::socket_peercred(socket)?;
-    let own = rustix::process::geteuid();
-    if peer.uid != own && !peer.uid.is_root() {
-        anyhow::bail!("the other side of the control socket belongs to the user {}", peer.uid.as_raw());
+impl Supervisor {
+    fn try_clone(&self) -> std::io::Result<Supervisor> {
+        Ok(Supervisor { pid: self.pid, process: self.process.try_clone()? })
     }
-    Ok(())
+
+    /// Whether the process has ended, or ends within `limit`: its descriptors are closed before its process ends.
+    fn ends_within(&self, limit: Duration) -> std::io::Result<bool> {
+        let begun = Instant::now();
+        loop {
+            if readable(&self.process, LOOK)? {
+                return Ok(true);
+            }
+            if begun.elapsed() >= limit {
+                return Ok(false);
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -242,23 +276,21 @@ mod tests {
     struct Fake {
         process: Child,
         listener: UnixListener,
-        dir: StateDir,
-        _lock: std::fs::File,
-        _base: tempfile::TempDir,
+        dir: tempfile::TempDir,
     }
 
     impl Fake {
         fn new() -> Fake {
-            let base = tempfile::tempdir().unwrap();
-            let dir = StateDir::at(base.path().join("p"));
-            let lock = dir.lock().unwrap().unwrap();
+            let dir = tempfile::tempdir().unwrap();
             let process = Command::new("sleep").arg("1000").stdin(Stdio::null()).spawn().unwrap();
-            let socket = format!("tombolo-test-{}", crate::state::random_hex(12));
-            let listener =
-                UnixListener::bind_addr(&SocketAddr::from_abstract_name(&socket).unwrap()).unwrap();
-            let address = Address { socket, pid: process.id(), project: "p".into(), file: "/f".into() };
-            dir.publish(&address).unwrap();
-            Fake { process, listener, dir, _lock: lock, _base: base }
+            let listener = UnixListener::bind(dir.path().join("door")).unwrap();
+            Fake { process, listener, dir }
+        }
+
+        fn ask(&self) -> anyhow::Result<Option<Peer>> {
+            let process = open_process(self.process.id()).unwrap().unwrap();
+            let supervisor = Supervisor { pid: self.process.id(), process };
+            ask_at(|| UnixStream::connect(self.dir.path().join("door")), &supervisor, &Request::Ps)
         }
 
         fn signal(&self, signal: rustix::process::Signal) {
@@ -279,7 +311,7 @@ mod tests {
         for (accepts, reads) in [(true, false), (true, true), (false, false)] {
             let fake = Fake::new();
             std::thread::scope(|scope| {
-                let asking = scope.spawn(|| ask(&fake.dir, &Request::Ps));
+                let asking = scope.spawn(|| fake.ask());
                 readable(&fake.listener, Duration::from_secs(60)).unwrap();
                 if accepts {
                     let (socket, _) = fake.listener.accept().unwrap();
@@ -301,7 +333,7 @@ mod tests {
     fn a_supervisor_that_lives_and_hangs_up_is_an_error_and_not_absence() {
         let fake = Fake::new();
         std::thread::scope(|scope| {
-            let asking = scope.spawn(|| ask(&fake.dir, &Request::Ps));
+            let asking = scope.spawn(|| fake.ask());
             drop(fake.listener.accept().unwrap());
             let error = asking.join().unwrap().unwrap_err();
             assert!(error.to_string().contains("can't be reached"), "{error:#}");
@@ -312,7 +344,7 @@ mod tests {
     fn a_supervisor_that_is_stopped_is_named_with_the_remedy() {
         let fake = Fake::new();
         fake.signal(rustix::process::Signal::STOP);
-        let error = format!("{:#}", ask(&fake.dir, &Request::Ps).unwrap_err());
+        let error = format!("{:#}", fake.ask().unwrap_err());
         let pid = fake.process.id();
         assert!(error.contains(&format!("is stopped; to let it go on: kill -CONT {pid}")), "{error}");
     }

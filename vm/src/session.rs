@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The supervisor's side of what lasts: a command in a guest, a console, the wait for a client's going, signals.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,6 +31,13 @@ pub fn wait_hangup(socket: &UnixStream, finished: &AtomicBool) -> bool {
         }
     }
     false
+}
+
+/// Whether the other side of `socket` has closed it.
+pub fn has_gone(socket: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
 }
 
 /// SIGINT, SIGTERM and SIGHUP, made waitable.
@@ -119,20 +126,25 @@ pub fn exec(
 /// When the VM has ended.
 pub fn console(machine: &Machine, mut peer: Peer, recent: usize) -> anyhow::Result<()> {
     peer.send(&Event::Done)?;
-    let (ahead, mut socket) = peer.into_raw();
-    machine.console().watch(socket.try_clone()?, recent)?;
-    machine.console().type_in(&ahead)?;
+    let (ahead, socket) = peer.into_raw();
+    machine.console().watch(socket.clone(), recent)?;
+    let typed = type_all(machine, &ahead, &socket);
+    machine.console().unwatch(&socket);
+    // The client may have gone already.
+    let _ = socket.shutdown(std::net::Shutdown::Both);
+    typed
+}
+
+/// Types what a client sends until it goes.
+fn type_all(machine: &Machine, ahead: &[u8], mut socket: &UnixStream) -> anyhow::Result<()> {
+    machine.console().type_in(ahead)?;
     let mut buffer = [0; 4096];
     loop {
         match socket.read(&mut buffer) {
-            Ok(0) => break,
+            Ok(0) => return Ok(()),
             Ok(n) => machine.console().type_in(&buffer[..n])?,
             Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(_) => break,
+            Err(_) => return Ok(()),
         }
     }
-    // Whoever watches is found gone at the guest's next word.
-    let _ = socket.flush();
-    let _ = socket.shutdown(std::net::Shutdown::Both);
-    Ok(())
 }

@@ -2,18 +2,20 @@
 //! Where a running project keeps its files, and how one tells that its supervisor lives.
 //!
 //! `$XDG_RUNTIME_DIR/tombolo/` (root: `/run/tombolo/`) has one folder per project, named by the project and a hash of its
-//! compose file's path: `lock` (held with flock by the supervisor, for as long as it lives), `supervisor.json` (how to
-//! reach it) and the logs. Sockets are not files: the supervisor listens on an abstract address, and QEMU talks to it
-//! over inherited descriptors; so nothing has to be swept up after a crash but the folder, and the next command does that.
+//! compose file's path: `lock` (held with flock by the supervisor, for as long as it lives) and the logs. Sockets are not files: the
+//! supervisor is found and reached by its standard input, a [`Door`] that is named for the compose file, and QEMU talks to it over
+//! inherited descriptors. So a project is found by its compose file alone, whatever becomes of its folder, and nothing has to be swept up
+//! after a crash but that.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::fs::FlockOperation;
-use serde::{Deserialize, Serialize};
+use tombolo_zone::door::{self, Door, Found};
 
 use crate::compose::Project;
 
@@ -93,17 +95,32 @@ pub fn log_to(log: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How to reach a supervisor.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Address {
-    /// The abstract socket's name.
-    pub socket: String,
-    /// The supervisor's process id.
-    pub pid: u32,
-    /// The project's name.
-    pub project: String,
-    /// Its compose file.
-    pub file: PathBuf,
+/// Names of doors of supervisors begin so; the compose file's hash follows.
+const DOOR: &str = "tombolo-project-";
+/// A supervisor's door is its standard input, which nobody reads: commands look at one descriptor of each process.
+const DOOR_NUMBER: u32 = 0;
+
+/// The supervisor that lives for this project, whatever its environment was and whether or not its folder is still there.
+///
+/// # Errors
+/// When /proc can't be read.
+pub fn supervisor(project: &Project) -> io::Result<Option<Found>> {
+    let name = door_name(&project.file);
+    Ok(door::find(|n| n == name, Some(DOOR_NUMBER))?.into_iter().next())
+}
+
+/// All supervisors of this user that live.
+///
+/// # Errors
+/// When /proc can't be read.
+pub fn supervisors() -> io::Result<Vec<Found>> {
+    let mut all = door::find(|n| n.starts_with(DOOR), Some(DOOR_NUMBER))?;
+    all.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(all)
+}
+
+fn door_name(file: &Path) -> String {
+    format!("{DOOR}{:016x}", hash(file.as_os_str().as_encoded_bytes()))
 }
 
 /// A project's folder.
@@ -113,11 +130,15 @@ pub struct StateDir {
 }
 
 impl StateDir {
-    /// The folder of this project; it need not exist.
+    /// The folder of this project: its supervisor's, if one lives. It need not exist.
     ///
     /// # Errors
     /// See [`base_dir`].
     pub fn of(project: &Project) -> anyhow::Result<StateDir> {
+        let living = supervisor(project)?;
+        if let Some(dir) = living.as_ref().and_then(|found| found.path.parent()) {
+            return Ok(StateDir { path: dir.to_owned() });
+        }
         let hash = hash(project.file.as_os_str().as_encoded_bytes());
         Ok(StateDir { path: base_dir()?.join(format!("{}-{:08x}", project.name, hash & 0xffff_ffff)) })
     }
@@ -125,22 +146,6 @@ impl StateDir {
     /// The folder at this path.
     pub fn at(path: PathBuf) -> StateDir {
         StateDir { path }
-    }
-
-    /// All projects' folders.
-    ///
-    /// # Errors
-    /// Those of reading the folder.
-    pub fn all() -> anyhow::Result<Vec<StateDir>> {
-        let mut all = Vec::new();
-        for entry in fs::read_dir(base_dir()?)? {
-            let path = entry?.path();
-            if path.is_dir() {
-                all.push(StateDir { path });
-            }
-        }
-        all.sort_by(|a, b| a.path.cmp(&b.path));
-        Ok(all)
     }
 
     /// The folder's path.
@@ -179,46 +184,58 @@ impl StateDir {
         }
     }
 
-    /// How to reach the supervisor: `None` when none lives. What a dead one left is swept up, except its logs.
+    /// Takes the lock, from a process that ends within `limit` if need be.
     ///
     /// # Errors
-    /// Those of the file system.
-    pub fn address(&self) -> anyhow::Result<Option<Address>> {
-        let lock = match File::options().write(true).open(self.path.join("lock")) {
-            Ok(lock) => lock,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(e.into()),
-        };
-        let file = self.path.join("supervisor.json");
-        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockShared) {
-            Ok(()) => {
-                // Nobody holds it: the supervisor is dead.
-                match fs::remove_file(&file) {
-                    Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e.into()),
-                    _ => Ok(None),
-                }
+    /// When another process keeps it, and those of the file system.
+    pub fn lock_within(&self, limit: Duration) -> anyhow::Result<File> {
+        let begun = Instant::now();
+        loop {
+            if let Some(lock) = self.lock()? {
+                return Ok(lock);
             }
-            Err(rustix::io::Errno::WOULDBLOCK) => match fs::read(&file) {
-                Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
-                // It lives and has not written it yet, or is about to end.
-                Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-                Err(e) => Err(e.into()),
-            },
-            Err(e) => Err(e.into()),
+            if begun.elapsed() >= limit {
+                anyhow::bail!(
+                    "a supervisor that can't be reached any more keeps {} locked; 'fuser {0}' says which process",
+                    self.path.join("lock").display()
+                );
+            }
+            std::thread::sleep(Duration::from_millis(10));
         }
     }
 
-    /// Tells clients how to reach this supervisor.
+    /// Makes a door of this process, which holds the lock, its standard input. `None`: another process has one for this project, which
+    /// it keeps in another folder.
     ///
     /// # Errors
     /// Those of the file system.
-    pub fn publish(&self, address: &Address) -> anyhow::Result<()> {
-        Ok(write_atomically(&self.path.join("supervisor.json"), &serde_json::to_vec(address)?)?)
+    pub fn open_door(&self, file: &Path) -> io::Result<Option<Door>> {
+        let name = door_name(file);
+        // A supervisor that was killed in the middle of this.
+        fs::remove_file(self.path.join(&name)).or_else(absent)?;
+        let door = Door::open(&self.path, &name)?;
+        rustix::stdio::dup2_stdin(door.handle())?;
+        // Of two that begin at the same time both may see the other here, never neither.
+        let others = door::find(|n| n == name, Some(DOOR_NUMBER))?;
+        if others.iter().any(|found| found.process != std::process::id()) {
+            self.close_door();
+            return Ok(None);
+        }
+        Ok(Some(door))
     }
 
-    /// Takes back what [`StateDir::publish`] said; the folder goes with it where no VM has left a log. Called with the lock held.
+    /// This process can't be found any more.
+    pub fn close_door(&self) {
+        let closed = File::open("/dev/null").and_then(|null| Ok(rustix::stdio::dup2_stdin(&null)?));
+        if closed.is_err() {
+            // Without a descriptor for /dev/null any other that is no door will do.
+            let _nothing_left = rustix::stdio::dup2_stdin(rustix::stdio::stderr());
+        }
+    }
+
+    /// Called with the lock held by a supervisor that is about to end: the folder goes where no VM has left a log.
     pub fn withdraw(&self) {
-        let _ = fs::remove_file(self.path.join("supervisor.json"));
+        self.close_door();
         let logs = fs::read_dir(&self.path).is_ok_and(|entries| {
             entries.filter_map(Result::ok).any(|e| e.path().extension().is_some_and(|x| x == "console"))
         });
@@ -229,10 +246,15 @@ impl StateDir {
 
     /// Removes the folder; called with the lock held.
     pub fn remove(&self) {
-        if let Err(e) = fs::remove_dir_all(&self.path) {
+        if let Err(e) = fs::remove_dir_all(&self.path).or_else(absent) {
             eprintln!("tombolo: {}: {e}", self.path.display());
         }
     }
+}
+
+/// What is not there need not be removed.
+fn absent(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
 }
 
 #[cfg(test)]
@@ -240,18 +262,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_tells_whether_the_supervisor_lives() {
+    fn one_supervisor_at_a_time_has_a_folder() {
         let base = tempfile::tempdir().unwrap();
         let dir = StateDir { path: base.path().join("p") };
-        assert!(dir.address().unwrap().is_none());
         let lock = dir.lock().unwrap().expect("nobody has it");
         assert!(dir.lock().unwrap().is_none(), "taken");
-        let address = Address { socket: "s".into(), pid: 1, project: "p".into(), file: "/f".into() };
-        dir.publish(&address).unwrap();
-        assert_eq!(dir.address().unwrap().unwrap().socket, "s");
         drop(lock);
-        assert!(dir.address().unwrap().is_none(), "dead");
-        assert!(!dir.path().join("supervisor.json").exists(), "swept up");
+        assert!(dir.lock().unwrap().is_some(), "free again");
     }
 
     #[test]

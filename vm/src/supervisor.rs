@@ -4,14 +4,17 @@
 //! crash or a kill leaves nothing behind.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
+use rustix::process::{Resource, Rlimit};
+use tombolo_zone::door::Door;
 
 use crate::accelerator::Accelerator;
 use crate::compose::{Backing, Project, Rights, ZoneUse};
@@ -21,13 +24,22 @@ use crate::mount::{self, Source};
 use crate::network::Network;
 use crate::peer::{self, Peer};
 use crate::session;
-use crate::state::{Address, StateDir};
+use crate::state::StateDir;
 use crate::zones::HostZone;
+use reception::Connection;
+use turn::Turns;
 
+mod down;
+mod reception;
 mod start;
+mod turn;
 
 /// How often the zones are looked after.
 const TEND: Duration = Duration::from_secs(1);
+/// How long a client may leave what it is told unread.
+const UNREAD: Duration = Duration::from_secs(2);
+/// How long a guest may take to unmount a zone that it leaves.
+const UNMOUNT: Duration = Duration::from_secs(30);
 /// Bytes of the console that somebody who attaches sees first.
 const RECENT: usize = 2048;
 
@@ -35,7 +47,9 @@ struct Supervisor {
     dir: StateDir,
     inner: Mutex<Inner>,
     /// Held while VMs are started or stopped: one such request at a time.
-    changing: Mutex<()>,
+    changing: Turns,
+    /// Everything is being stopped.
+    ending: AtomicBool,
     over: Mutex<bool>,
     over_changed: Condvar,
 }
@@ -53,28 +67,48 @@ struct Inner {
     withdrawn: bool,
 }
 
-/// What runs beside VMs: dropping it ends switches and servers, which takes a moment.
-type Beside = (BTreeMap<String, Arc<Network>>, BTreeMap<String, Arc<Accelerator>>);
+/// What runs beside VMs.
+struct Beside {
+    networks: BTreeMap<String, Arc<Network>>,
+    accelerators: BTreeMap<String, Arc<Accelerator>>,
+}
 
 impl Inner {
-    /// Lets go of everything but VMs.
+    /// Lets go of everything but VMs. What is returned is to be ended, which takes a moment, without the lock.
     #[must_use]
     fn clear(&mut self) -> Beside {
         self.zones.clear();
-        (std::mem::take(&mut self.networks), std::mem::take(&mut self.accelerators))
+        Beside {
+            networks: std::mem::take(&mut self.networks),
+            accelerators: std::mem::take(&mut self.accelerators),
+        }
     }
 }
 
 /// Sends events of one request; sending to a client that has gone is not an error, its going cancels the request.
-#[derive(Clone)]
 struct Reporter {
-    socket: Arc<Mutex<UnixStream>>,
+    /// None: the client has gone, or does not read.
+    socket: Mutex<Option<Arc<UnixStream>>>,
 }
 
 impl Reporter {
+    fn of(peer: &Peer, request: &Request) -> Reporter {
+        let socket = peer.socket();
+        // Output of a command waits for its reader. Nothing else waits long for a client that is stopped.
+        let limit = (!matches!(request, Request::Exec { .. })).then_some(UNREAD);
+        // It fails for a limit of zero only.
+        let _never = socket.set_write_timeout(limit);
+        Reporter { socket: Mutex::new(Some(socket)) }
+    }
+
     fn send(&self, event: &Event) {
         let mut socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = peer::send(&mut socket, event);
+        if socket.as_ref().is_some_and(|socket| peer::send(socket, event).is_err()) {
+            // Half a message may be out.
+            if let Some(socket) = socket.take() {
+                let _gone_already = socket.shutdown(std::net::Shutdown::Both);
+            }
+        }
     }
 
     fn stage(&self, vm: &str, stage: Stage, detail: &str) {
@@ -89,28 +123,13 @@ impl Reporter {
 pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     // SAFETY: the command that starts this process passes the number of a descriptor that nobody else here owns.
     let control = UnixStream::from(unsafe { OwnedFd::from_raw_fd(control) });
-    let mut peer = Peer::new(control)?;
-    let state = StateDir::of(&project)?;
-    if state.path() != dir {
-        anyhow::bail!(
-            "{} is not the folder of this project, which is {}",
-            dir.display(),
-            state.path().display()
-        );
-    }
-    let Some(_lock) = state.lock()? else {
-        peer.send(&Event::Taken)?;
-        return Ok(());
+    let mut peer = Peer::new(control);
+    let state = StateDir::at(dir.to_owned());
+    let (_lock, door) = match settle(&state, &project) {
+        Ok(Some(settled)) => settled,
+        Ok(None) => return Ok(peer.send(&Event::Taken)?),
+        Err(e) => return Ok(peer.send(&Event::Failed { message: format!("{e:#}") })?),
     };
-    let socket = format!("tombolo-{}-{}", std::process::id(), crate::state::random_hex(12));
-    let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(&socket)?)?;
-    crate::state::log_to(&state.path().join("supervisor.log"))?;
-    state.publish(&Address {
-        socket,
-        pid: std::process::id(),
-        project: project.name.clone(),
-        file: project.file.clone(),
-    })?;
     peer.send(&Event::Note { text: "ready".into() })?;
     let supervisor = Arc::new(Supervisor {
         dir: state.clone(),
@@ -121,38 +140,32 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             zones: BTreeMap::new(),
             networks: BTreeMap::new(),
             accelerators: BTreeMap::new(),
-            requests: 0,
+            // The command that started this process.
+            requests: 1,
             withdrawn: false,
         }),
-        changing: Mutex::new(()),
+        changing: Turns::default(),
+        ending: AtomicBool::new(false),
         over: Mutex::new(false),
         over_changed: Condvar::new(),
     });
     let accepting = supervisor.clone();
     std::thread::Builder::new().name("control".into()).spawn(move || {
-        for socket in listener.incoming().map_while(Result::ok) {
-            let own = accepting.clone();
-            // A thread that can't be had closes this connection; the next may have more luck.
-            drop(std::thread::Builder::new().name("request".into()).spawn(move || {
-                if peer::check_user(&socket).is_ok() {
-                    if let Ok(peer) = Peer::new(socket) {
-                        own.serve(peer);
-                    }
-                }
-            }));
-        }
+        let serve = Arc::new(move |connection| accepting.admit(connection));
+        reception::receive(door.listener(), &(serve as Arc<dyn Fn(Connection) + Send + Sync>));
     })?;
     let terminated = session::signals()?;
     let own = supervisor.clone();
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if terminated.wait() {
-            own.stop(&[], None);
-            drop(own.lock().clear());
+            if let Err(e) = own.down_all(None) {
+                eprintln!("tombolo: {e:#}");
+            }
             own.end();
         }
     })?;
     let own = supervisor.clone();
-    std::thread::Builder::new().name("request".into()).spawn(move || own.serve(peer))?;
+    std::thread::Builder::new().name("request".into()).spawn(move || own.begin(peer))?;
     let mut over = supervisor.over.lock().unwrap_or_else(PoisonError::into_inner);
     while !*over {
         (over, _) = supervisor.over_changed.wait_timeout(over, TEND).unwrap_or_else(PoisonError::into_inner);
@@ -163,6 +176,17 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Makes this process the project's supervisor; `None`: another process is.
+fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<(File, Door)>> {
+    let Some(lock) = state.lock()? else { return Ok(None) };
+    let Some(door) = state.open_door(&project.file)? else { return Ok(None) };
+    crate::state::log_to(&state.path().join("supervisor.log"))?;
+    // Each VM, console and command takes a few.
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
+    Ok(Some((lock, door)))
 }
 
 impl Supervisor {
@@ -212,29 +236,45 @@ impl Supervisor {
         }
     }
 
-    fn serve(self: &Arc<Self>, mut peer: Peer) {
+    /// Serves the command that started this process.
+    fn begin(self: &Arc<Self>, mut peer: Peer) {
+        match peer.receive::<Request>() {
+            Ok(Some(request)) => {
+                let reporter = Reporter::of(&peer, &request);
+                self.serve(request, peer, reporter);
+            }
+            // It has gone again.
+            Ok(None) | Err(_) => self.leave_for_good(),
+        }
+    }
+
+    /// Serves a command that has found this process.
+    fn admit(self: &Arc<Self>, connection: Connection) {
+        let mut peer = Peer::new(connection.socket);
         let request = match peer.receive::<Request>() {
             Ok(Some(request)) => request,
-            Ok(None) => {
-                if self.enter() && self.leave() {
-                    self.end();
-                }
-                return;
-            }
+            Ok(None) => return,
             Err(e) => {
                 let _ = peer.send(&Event::Failed { message: format!("{e:#}") });
                 return;
             }
         };
-        let Ok(writer) = peer.writer() else { return };
-        let reporter = Reporter { socket: Arc::new(Mutex::new(writer)) };
+        let reporter = Reporter::of(&peer, &request);
+        if connection.scarce && !matches!(request, Request::Ps | Request::Down { .. }) {
+            let message = "it has no file descriptor left; 'ps' and 'down' still work. Close consoles and commands, or take the project                            down and start it with a higher limit (ulimit -n)";
+            reporter.send(&Event::Failed { message: message.into() });
+            return;
+        }
         if let Request::Attend = request {
             return attend(peer, &reporter);
         }
-        // Without 'heard' the client starts another supervisor.
-        if !self.enter() {
-            return;
+        // A client that has waited too long has said so and gone. Without 'heard' one that is there starts another supervisor.
+        if !session::has_gone(&peer.socket()) && self.enter() {
+            self.serve(request, peer, reporter);
         }
+    }
+
+    fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter) {
         reporter.send(&Event::Heard);
         let result = match request {
             Request::Up { project, vms } => self.up(*project, &vms, peer, &reporter),
@@ -249,12 +289,7 @@ impl Supervisor {
             }),
             Request::Console { vm } => {
                 match self.machine(&vm).and_then(|m| session::console(&m, peer, RECENT)) {
-                    Ok(()) => {
-                        if self.leave() {
-                            self.end();
-                        }
-                        return;
-                    }
+                    Ok(()) => return self.leave_for_good(),
                     Err(e) => Err(e),
                 }
             }
@@ -284,6 +319,13 @@ impl Supervisor {
         !inner.withdrawn
     }
 
+    /// A request ends that nobody waits for.
+    fn leave_for_good(&self) {
+        if self.leave() {
+            self.end();
+        }
+    }
+
     /// A request ends. A supervisor without requests and VMs has nothing to do: it lets go of the zones, can't be found any more, and is
     /// to end (true).
     fn leave(&self) -> bool {
@@ -296,61 +338,8 @@ impl Supervisor {
         let beside = inner.clear();
         self.dir.withdraw();
         drop(inner);
-        drop(beside);
+        beside.end();
         true
-    }
-
-    fn down(&self, vms: &[String], reporter: &Reporter) -> anyhow::Result<()> {
-        for vm in vms {
-            self.machine(vm)?;
-        }
-        self.stop(vms, Some(reporter));
-        let mut inner = self.lock();
-        if inner.machines.is_empty() {
-            drop(inner.clear());
-            self.dir.remove();
-        }
-        Ok(())
-    }
-
-    /// Stops VMs (all, where the list is empty), in parallel.
-    fn stop(&self, vms: &[String], reporter: Option<&Reporter>) {
-        // A start in progress is cut short rather than waited for.
-        if vms.is_empty() {
-            for machine in self.lock().machines.values().filter(|m| m.phase() == Phase::Booting) {
-                machine.cancel();
-            }
-        }
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let chosen: Vec<Arc<Machine>> = {
-            let inner = self.lock();
-            inner
-                .machines
-                .values()
-                .filter(|m| vms.is_empty() || vms.iter().any(|v| v == m.name()))
-                .cloned()
-                .collect()
-        };
-        std::thread::scope(|scope| {
-            for machine in &chosen {
-                scope.spawn(move || {
-                    let report = |stage: Stage, detail: &str| {
-                        if let Some(reporter) = reporter {
-                            reporter.stage(machine.name(), stage, detail);
-                        }
-                    };
-                    if machine.phase() == Phase::Up {
-                        self.unmount_all(machine);
-                    }
-                    machine.stop(&report);
-                    report(Stage::Stopped, "");
-                });
-            }
-        });
-        for machine in chosen {
-            self.leave_zones(machine.name(), machine.zones().keys());
-            self.lock().machines.remove(machine.name());
-        }
     }
 
     /// Ends a VM's memberships, those in its accelerators' zones too.
@@ -367,18 +356,6 @@ impl Supervisor {
         }
     }
 
-    /// A member that unmounts leaves nothing to recover; one that can't is treated as dead, which is safe.
-    fn unmount_all(&self, machine: &Machine) {
-        for (name, zone_use) in machine.zones() {
-            let source = self.lock().zones.get(&name).map(|z| z.uuid());
-            if let (Some(source), Some(_)) = (source, zone_use.mount) {
-                if let Err(e) = mount::unmount(machine, &source) {
-                    eprintln!("tombolo: {e:#}");
-                }
-            }
-        }
-    }
-
     fn attach(
         &self,
         zone_name: &str,
@@ -387,7 +364,7 @@ impl Supervisor {
         mount: Option<&str>,
         reporter: &Reporter,
     ) -> anyhow::Result<()> {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.changing.take();
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
         if machine.zones().contains_key(zone_name) {
@@ -410,13 +387,13 @@ impl Supervisor {
     }
 
     fn detach(&self, zone_name: &str, vm: &str, reporter: &Reporter) -> anyhow::Result<()> {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.changing.take();
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
         if !machine.zones().contains_key(zone_name) {
             anyhow::bail!("the VM '{vm}' is no member of the zone '{zone_name}'");
         }
-        mount::unmount(&machine, &zone.uuid())?;
+        mount::unmount(machine.agent(), vm, &[zone.uuid()], UNMOUNT)?;
         zone.gone(vm);
         machine.forget_zone(zone_name);
         reporter.send(&Event::Note {

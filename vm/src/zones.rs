@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -25,8 +25,6 @@ pub struct HostZone {
     spec: ZoneSpec,
     zone: Arc<Zone>,
     bells: DoorbellServer,
-    /// Where the doorbells' sockets have a name for the moment of connecting.
-    dir: PathBuf,
     members: Mutex<BTreeMap<String, Held>>,
 }
 
@@ -51,12 +49,11 @@ pub struct Invitation {
 }
 
 impl HostZone {
-    /// Makes the zone, with a file system if it wants one, or takes over the one that its file holds. `dir` is the
-    /// project's folder.
+    /// Makes the zone, with a file system if it wants one, or takes over the one that its file holds.
     ///
     /// # Errors
     /// Names the zone's key and the remedy; a zone that another process holds is 'in use'.
-    pub fn open(name: &str, spec: &ZoneSpec, dir: &Path) -> anyhow::Result<HostZone> {
+    pub fn open(name: &str, spec: &ZoneSpec) -> anyhow::Result<HostZone> {
         let config = ZoneConfig::new(name, spec.size.0);
         let (zone, new) = match &spec.backing {
             Backing::Memfd => (Zone::create(&config)?, true),
@@ -76,21 +73,21 @@ impl HostZone {
             (true, false) => files_command(name, &zone, "df", &[])?,
             (false, _) => {}
         }
-        HostZone::serve(name, spec.clone(), zone, dir)
+        HostZone::serve(name, spec.clone(), zone)
     }
 
     /// Makes the zone through which a VM's programs call an accelerator.
     ///
     /// # Errors
     /// When memory or descriptors run out.
-    pub fn for_calls(accelerator: &str, size: u64, dir: &Path) -> anyhow::Result<HostZone> {
+    pub fn for_calls(accelerator: &str, size: u64) -> anyhow::Result<HostZone> {
         let calls = AreaConfig { kind: AreaType::Calls, name: "calls".into(), size: None };
         let zone = Zone::create(&ZoneConfig::new(accelerator, size).areas(vec![calls]))?;
         let spec = ZoneSpec { size: Size(size), backing: Backing::Memfd, files: false };
-        HostZone::serve(accelerator, spec, zone, dir)
+        HostZone::serve(accelerator, spec, zone)
     }
 
-    fn serve(name: &str, spec: ZoneSpec, zone: Zone, dir: &Path) -> anyhow::Result<HostZone> {
+    fn serve(name: &str, spec: ZoneSpec, zone: Zone) -> anyhow::Result<HostZone> {
         let zone = Arc::new(zone);
         let (bells, events) = DoorbellServer::start(zone.clone())?;
         // Comings and goings of doorbells; the thread ends with the server.
@@ -99,14 +96,7 @@ impl HostZone {
                 eprintln!("tombolo: doorbell: {event:?}");
             }
         })?;
-        Ok(HostZone {
-            name: name.to_owned(),
-            spec,
-            zone,
-            bells,
-            dir: dir.to_owned(),
-            members: Mutex::new(BTreeMap::new()),
-        })
+        Ok(HostZone { name: name.to_owned(), spec, zone, bells, members: Mutex::new(BTreeMap::new()) })
     }
 
     /// What the compose file says of it.
@@ -144,7 +134,7 @@ impl HostZone {
         };
         let id = self.zone.invite(member, Role::Vm, granted)?;
         let liveness = self.zone.hold(id)?;
-        let doorbell = self.doorbell(id)?;
+        let doorbell = self.bells.connect(id)?;
         let read_only = zone_use.rights == Rights::ReadOnly;
         if read_only {
             // It can't write into its slot that it is there.
@@ -174,17 +164,6 @@ impl HostZone {
             }
         }
         files_command(&self.name, &self.zone, "grant", &args)
-    }
-
-    /// A connected doorbell for QEMU to inherit. The socket has a name only until it is connected.
-    fn doorbell(&self, id: MemberId) -> anyhow::Result<UnixStream> {
-        let path = self.dir.join(format!("bell-{}", crate::state::random_hex(4)));
-        self.bells.listen(id, &path)?;
-        let connected = UnixStream::connect(&path);
-        let removed = std::fs::remove_file(&path);
-        let stream = connected.with_context(|| format!("the doorbell socket {}", path.display()))?;
-        removed.with_context(|| format!("the doorbell socket {}", path.display()))?;
-        Ok(stream)
     }
 
     /// A member has gone, with or without saying so: its epoch ends and the others are told. Its memory must be out of its

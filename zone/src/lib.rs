@@ -19,11 +19,13 @@
 //! - [`member`]: what a member slot says.
 //! - [`cli`]: `tombolo zone`.
 //! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
+//! - [`door`]: listening sockets that only the same user reaches, and that have no name.
 //! - [`pci`]: a guest's way to a zone without the module.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 
 pub mod backing;
 pub mod cli;
+pub mod door;
 pub mod doorbell;
 pub mod error;
 pub mod format;

@@ -277,6 +277,18 @@ fn a_host_process_that_does_not_own_the_zone_enters_by_its_membership_alone() {
 }
 
 #[test]
+fn no_other_user_can_come_near_the_doorbells_or_take_their_name() {
+    let bench = Bench::new();
+    let uuid = bench.zone.uuid().to_string();
+    let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
+    // An abstract address begins with '@'. A door is known by the path where it was bound, which is gone.
+    let named: Vec<&str> = sockets.lines().filter(|line| line.contains(&uuid)).collect();
+    let [line] = named[..] else { panic!("{named:?}") };
+    let path = line.split_whitespace().last().unwrap();
+    assert!(!path.starts_with('@') && !std::path::Path::new(path).exists(), "{line}");
+}
+
+#[test]
 fn a_host_process_that_watches_hears_of_peers_that_come_and_go_and_passes_their_doorbells_on() {
     let bench = Bench::new();
     let id = bench.zone.invite("server", Role::Host, Rights::READ_WRITE).unwrap();

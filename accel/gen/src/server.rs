@@ -112,7 +112,7 @@ fn handler(out: &mut String, f: &Function) -> std::fmt::Result {
         }
         _ => {
             if f.is("blocks") {
-                writeln!(out, "    cx.may_block();")?;
+                writeln!(out, "    cx.may_block()?;")?;
             }
             writeln!(out, "    cx.status(unsafe {{ f({args}) }})?;")?;
             for p in &f.params {

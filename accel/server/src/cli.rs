@@ -43,11 +43,17 @@ pub enum Command {
     #[command(hide = true)]
     Worker {
         /// Limits, as JSON
-        #[arg(long)]
+        #[arg(long, default_value = "")]
         limits: String,
         /// The place of its channel in a VM's zone, as JSON
         #[arg(long)]
         place: Option<String>,
+        /// How it is confined, as JSON
+        #[arg(long)]
+        wall: Option<String>,
+        /// Serve nobody: only try whether this process can be confined
+        #[arg(long)]
+        trial: bool,
     },
 }
 
@@ -93,6 +99,9 @@ pub struct Serve {
     /// Address for Prometheus, such as 127.0.0.1:9128, or a Unix socket's absolute path
     #[arg(long)]
     metrics: Option<tombolo_metrics::Place>,
+    /// Let clients' kernels do all that this server's user may: for hosts that can't confine workers, and clients that are trusted
+    #[arg(long)]
+    unconfined: bool,
     /// Listen nowhere by itself: commands come over the standard input, a socket (started by 'tombolo up')
     #[arg(long, hide = true)]
     overseen: bool,
@@ -121,7 +130,8 @@ impl Serve {
         let at_default = listen.iter().any(|(address, _)| address == LISTEN);
         let control = self.control.or_else(|| at_default.then(|| control::DEFAULT.into()));
         let (clients, metrics, overseen) = (self.clients, self.metrics, self.overseen);
-        Ok(Config { listen, vms, of_vms, overseen, clients, control, metrics })
+        let unconfined = self.unconfined;
+        Ok(Config { listen, vms, of_vms, overseen, unconfined, clients, control, metrics })
     }
 }
 
@@ -185,9 +195,13 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         Command::Devices => devices(json)?,
         Command::Drain { control } => control::ask::<()>(&control, &Request::Drain)?,
         Command::Trace { server, program } => return trace::run(&program, server.as_deref(), json),
-        Command::Worker { limits, place } => {
+        Command::Worker { limits, place, wall, trial } => {
+            let wall = wall.map(|w| serde_json::from_str(&w)).transpose()?;
+            if trial {
+                return Ok(crate::worker::trial(wall));
+            }
             let place = place.map(|p| serde_json::from_str(&p)).transpose()?;
-            crate::worker::run(&serde_json::from_str(&limits)?, place)?;
+            crate::worker::run(&serde_json::from_str(&limits)?, place, wall)?;
         }
     }
     Ok(ExitCode::SUCCESS)

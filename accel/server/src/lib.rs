@@ -12,8 +12,9 @@
 //! - [`metrics`]: the same for Prometheus.
 //! - [`trace`]: what one program's calls cost.
 //! - [`vm`]: a VM's zone and doorbells; channels that its processes take.
+//! - [`workers`]: starts workers, and looks after them.
 //! - [`worker`]: the life of one worker, from the handshake to the end of its client.
-//! - [`sandbox`]: what a worker gives up.
+//! - [`wall`]: what a worker is kept from, and by what.
 //! - [`session`]: decodes requests, whatever the API; threads, replies, sleeping.
 //! - [`table`]: ids of the client and native handles, with kinds, owners and limits.
 //! - [`limits`]: what a client may use.
@@ -28,11 +29,12 @@ pub mod figures;
 pub mod limits;
 pub mod metrics;
 pub mod opencl;
-pub mod sandbox;
 pub mod session;
 pub mod supervisor;
 pub mod table;
 pub mod tenants;
 pub mod trace;
 pub mod vm;
+pub mod wall;
 pub mod worker;
+pub mod workers;

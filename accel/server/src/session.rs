@@ -27,7 +27,7 @@ const SPIN: Duration = Duration::from_micros(50);
 /// Bytes of replies that may wait for a client to read.
 const MAX_QUEUED: usize = 64 << 20;
 /// Threads of a client that may be inside the driver at once.
-const MAX_THREADS: usize = 128;
+const MAX_THREADS: usize = 256;
 
 /// What an API plugs in.
 pub trait Api: Send + Sync + 'static {
@@ -92,16 +92,23 @@ pub struct Call<'s> {
 }
 
 impl Call<'_> {
-    /// Says that the driver is about to be entered for an unknown time: others may lead on meanwhile.
-    pub fn may_block(&mut self) {
-        let Some(mut input) = self.lead.take() else { return };
+    /// Says that the driver is about to be entered for an unknown time: others may lead on meanwhile. `false`: it may not be, as there are as
+    /// many threads in it as may be, and what would end this call's wait may be a request that nobody were left to read.
+    #[must_use]
+    pub fn may_block(&mut self) -> bool {
+        if self.lead.is_none() {
+            return true;
+        }
+        if !self.session.ensure_follower() {
+            return false;
+        }
+        let Some(mut input) = self.lead.take() else { return true };
         // Something arrived already, or the ring is broken (whoever leads next will see): wake a thread for it.
         let quiet = matches!(input.rx.arm(), Ok(true));
-        let called = input.give();
-        self.session.ensure_follower();
-        if !quiet || called {
+        if input.give() || !quiet {
             self.session.bell.ring();
         }
+        true
     }
 }
 
@@ -151,14 +158,14 @@ impl Session {
         self.api.get().expect("plugged in before anything is served")
     }
 
-    /// A thread exists that sleeps on the doorbell; otherwise one is started.
-    fn ensure_follower(self: &Arc<Self>) {
+    /// A thread exists that sleeps on the doorbell; otherwise one is started. `false`: none is left, and none can be started.
+    fn ensure_follower(self: &Arc<Self>) -> bool {
         if self.idle.load(Ordering::SeqCst) > 0 {
-            return;
+            return true;
         }
         if self.threads.fetch_add(1, Ordering::SeqCst) >= MAX_THREADS {
             self.threads.fetch_sub(1, Ordering::SeqCst);
-            return;
+            return false;
         }
         let session = self.clone();
         // Counted before it runs, so that the next call doesn't start another.
@@ -171,6 +178,7 @@ impl Session {
             self.idle.fetch_sub(1, Ordering::SeqCst);
             self.threads.fetch_sub(1, Ordering::SeqCst);
         }
+        spawned.is_ok()
     }
 
     fn end(&self, why: Error) {

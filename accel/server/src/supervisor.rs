@@ -1,24 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Listens, and starts a worker for each client. The supervisor never reads what a client sends.
+//! Listens, and has a worker started for each client. The supervisor never reads what a client sends.
 
 use crate::control::{self, Listing};
-use crate::figures::Figures;
 use crate::limits::Limits;
 use crate::metrics;
-use crate::tenants::{Pause, Tenant, Tenants};
+use crate::tenants::Tenants;
 use crate::vm;
+use crate::workers::{self, Confinement};
 use anyhow::{Context, bail};
 use std::net::TcpListener;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
-use std::time::Instant;
 
 /// How a server runs.
 pub struct Config {
@@ -30,6 +27,8 @@ pub struct Config {
     pub of_vms: Limits,
     /// Its standard input is a socket of a process that looks after it.
     pub overseen: bool,
+    /// Clients' kernels may do all that this process's user may.
+    pub unconfined: bool,
     /// Clients at once, not counting processes of VMs.
     pub clients: usize,
     /// Where commands come in.
@@ -105,6 +104,7 @@ pub struct Server {
 
 /// Serves until the process is told to end, or is drained.
 pub fn serve(config: Config) -> anyhow::Result<()> {
+    let confinement = Confinement::tried(config.unconfined)?;
     let listeners = config
         .listen
         .iter()
@@ -116,7 +116,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     let vms = config.vms.iter().map(vm::Vm::keep).collect::<anyhow::Result<Vec<_>>>()?;
     let folders = config.vms.iter().map(|vm| vm.folder.display().to_string());
     let server = Arc::new(Server {
-        tenants: Arc::default(),
+        tenants: Arc::new(Tenants::of(confinement)),
         listens: Mutex::new(config.listen.iter().map(|l| l.0.clone()).chain(folders).collect()),
         of_vms: config.of_vms,
         sockets: Mutex::new(listeners.iter().map(copy).collect::<std::io::Result<_>>()?),
@@ -202,7 +202,7 @@ impl Server {
             }
             return;
         }
-        if let Err(e) = start(&self.tenants, address, limits, &[socket.as_fd()], None, || ()) {
+        if let Err(e) = workers::start(&self.tenants, address, limits, &[socket.as_fd()], None, || ()) {
             eprintln!("tombolo accel: no worker could be started: {e:#}");
         }
     }
@@ -245,121 +245,4 @@ impl Server {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Lists stay whole whatever happens between two changes.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Where a worker's channel is, for one that serves a VM's process.
-#[derive(serde::Serialize, serde::Deserialize)]
-pub struct Place {
-    /// Its number, and that of the worker's place in the VM's account.
-    pub channel: u32,
-    /// Its first byte in the zone's memory.
-    pub at: u64,
-    /// Data bytes of each of its rings.
-    pub ring: u64,
-    /// Bytes of its window.
-    pub window: u64,
-}
-
-/// Starts a worker for a client that came by `via`. It finds its figures at [`crate::worker::FIGURES_FD`] and the descriptors from
-/// [`crate::worker::SOCKET_FD`] on. `ended` is called when it has.
-pub fn start(
-    tenants: &Arc<Tenants>,
-    via: &str,
-    limits: &Limits,
-    fds: &[BorrowedFd<'_>],
-    place: Option<&Place>,
-    ended: impl FnOnce() + Send + 'static,
-) -> anyhow::Result<()> {
-    let (figures, page) = Figures::new().context("its figures")?;
-    // First out of the way of the numbers they get.
-    let above = crate::worker::SOCKET_FD + fds.len() as i32;
-    let wanted = std::iter::once(page.as_fd()).chain(fds.iter().copied());
-    let copies = wanted.map(|fd| copy_above(fd, above)).collect::<std::io::Result<Vec<_>>>()?;
-    let raw: Vec<i32> = copies.iter().map(AsRawFd::as_raw_fd).collect();
-    // This program, even where another has taken its name meanwhile.
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("tombolo").args(worker_arguments()).arg("--limits").arg(serde_json::to_string(limits)?);
-    if let Some(place) = place {
-        command.arg("--place").arg(serde_json::to_string(place)?);
-    }
-    command.env(crate::worker::NATIVE, "1");
-    let nice = limits.nice();
-    // SAFETY: between fork and exec only async-signal-safe calls are made.
-    unsafe {
-        command.pre_exec(move || {
-            for (fd, to) in raw.iter().zip(crate::worker::FIGURES_FD..) {
-                if libc::dup2(*fd, to) < 0 {
-                    return Err(std::io::Error::last_os_error());
-                }
-            }
-            if nice != 0 {
-                let own = libc::getpriority(libc::PRIO_PROCESS, 0);
-                if libc::setpriority(libc::PRIO_PROCESS, 0, own + nice) < 0 {
-                    return Err(std::io::Error::last_os_error());
-                }
-            }
-            // A worker doesn't outlive its supervisor, whatever its client's kernels do about signals.
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-            Ok(())
-        });
-    }
-    let (via, limits) = (via.to_owned(), limits.clone());
-    let tenants = tenants.clone();
-    // The signal comes when the thread that started a worker ends; so that thread waits for it.
-    let (said, started) = std::sync::mpsc::channel();
-    std::thread::Builder::new().name("worker-watch".into()).spawn(move || {
-        let child = command.spawn();
-        drop(copies);
-        let mut child = match child {
-            Ok(child) => child,
-            Err(e) => return drop(said.send(Err(e))),
-        };
-        let pid = child.id();
-        let process = match pidfd(pid) {
-            Ok(process) => process,
-            Err(e) => {
-                // It has just been started; nobody knows of it yet.
-                let _ended = child.kill();
-                let _reaped = child.wait();
-                return drop(said.send(Err(e)));
-            }
-        };
-        let paused = Pause::default();
-        tenants.add(pid, Tenant { via, limits, figures, since: Instant::now(), process, paused });
-        // Whoever asked waits for this.
-        let _heard = said.send(Ok(()));
-        if let Err(e) = child.wait() {
-            eprintln!("tombolo accel: a worker can't be waited for: {e}");
-        }
-        tenants.remove(pid);
-        ended();
-    })?;
-    Ok(started.recv().context("the thread that starts a worker ended")??)
-}
-
-/// Of a child that nobody has waited for.
-pub(crate) fn pidfd(pid: u32) -> std::io::Result<OwnedFd> {
-    // SAFETY: integers only; the result is checked.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    if fd < 0 {
-        return Err(std::io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor is fresh.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
-}
-
-fn copy_above(fd: BorrowedFd<'_>, least: i32) -> std::io::Result<OwnedFd> {
-    // SAFETY: integers only; the result is checked.
-    let copy = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, least) };
-    if copy < 0 {
-        return Err(std::io::Error::last_os_error());
-    }
-    // SAFETY: the copy is fresh.
-    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
-}
-
-/// The words that make this program a worker: as `tombolo accel worker` or as `tombolo-accel worker`.
-fn worker_arguments() -> Vec<String> {
-    let alone = std::env::args().nth(1).is_some_and(|a| a != "accel");
-    if alone { vec!["worker".into()] } else { vec!["accel".into(), "worker".into()] }
 }

@@ -4,10 +4,12 @@
 use crate::divide::{self, Divider, Used};
 use crate::figures::{Figure, Figures};
 use crate::limits::Limits;
+use crate::wall::census::Census;
+use crate::workers::Confinement;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A client that is served.
@@ -21,7 +23,9 @@ pub struct Tenant {
     /// When its worker was started.
     pub since: Instant,
     /// Its worker, whatever becomes of its number.
-    pub process: OwnedFd,
+    pub process: Arc<OwnedFd>,
+    /// The processes that its worker started, once they can be seen.
+    pub census: Option<Census>,
     /// How long it could not run, because its share of time was used up.
     pub paused: Pause,
 }
@@ -32,7 +36,18 @@ impl Tenant {
         if self.via.starts_with("vm:") { self.via.clone() } else { pid.to_string() }
     }
 
+    /// The processor time of its worker and of what that started.
+    fn cpu(&mut self, pid: u32) -> Duration {
+        if self.census.is_none() {
+            self.census = Census::of(pid);
+        }
+        divide::cpu(pid).unwrap_or_default() + self.census.as_mut().map(Census::look).unwrap_or_default()
+    }
+
     fn signal(&self, signal: i32) {
+        if let Some(census) = self.census.as_ref().filter(|census| census.has_others()) {
+            census.signal(signal);
+        }
         // SAFETY: integers, and no further information. It fails only where the process has ended.
         let _ended = unsafe {
             libc::syscall(
@@ -47,6 +62,10 @@ impl Tenant {
 
     fn may_run(&mut self, runs: bool) {
         match (self.paused.since, runs) {
+            (Some(_), false) if self.census.as_ref().is_some_and(Census::has_others) => {
+                // What it started since.
+                self.signal(libc::SIGSTOP);
+            }
             (None, false) => {
                 self.signal(libc::SIGSTOP);
                 self.paused.since = Some(Instant::now());
@@ -121,8 +140,8 @@ impl Inner {
     /// Looks who has had how much, and lets those run who may. How long that holds.
     fn divide(&mut self, divider: &mut Divider, now: Duration) -> Duration {
         let mut used: BTreeMap<String, Used> = BTreeMap::new();
-        for (pid, tenant) in &self.by_pid {
-            let cpu = divide::cpu(*pid).unwrap_or_default();
+        for (pid, tenant) in &mut self.by_pid {
+            let cpu = tenant.cpu(*pid);
             let weight = tenant.limits.weight;
             used.entry(tenant.group(*pid)).or_insert(Used { weight, cpu: Duration::ZERO }).cpu += cpu;
         }
@@ -140,9 +159,20 @@ impl Inner {
 pub struct Tenants {
     inner: Mutex<Inner>,
     changed: Condvar,
+    confinement: Confinement,
 }
 
 impl Tenants {
+    /// Nobody yet; how the workers of those that come are confined.
+    pub fn of(confinement: Confinement) -> Tenants {
+        Tenants { confinement, ..Tenants::default() }
+    }
+
+    /// How workers are confined.
+    pub fn confinement(&self) -> &Confinement {
+        &self.confinement
+    }
+
     fn lock(&self) -> MutexGuard<'_, Inner> {
         // Maps stay whole whatever happens between two changes.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
@@ -203,7 +233,7 @@ impl Tenants {
     /// All of them now.
     pub fn status(&self) -> Vec<Status> {
         let seconds = |ns: u64| ns as f64 / 1e9;
-        let status = |(pid, t): (&u32, &Tenant)| Status {
+        let status = |(pid, t): (&u32, &mut Tenant)| Status {
             pid: *pid,
             name: t.figures.name(),
             via: t.via.clone(),
@@ -217,11 +247,11 @@ impl Tenants {
             bytes: t.figures.get(Figure::Bytes),
             busy_seconds: seconds(t.figures.get(Figure::Busy)),
             held_seconds: seconds(t.figures.get(Figure::Held)),
-            cpu_seconds: divide::cpu(*pid).unwrap_or_default().as_secs_f64(),
+            cpu_seconds: t.cpu(*pid).as_secs_f64(),
             paused_seconds: t.paused.total().as_secs_f64(),
             seconds: t.since.elapsed().as_secs_f64(),
         };
-        self.lock().by_pid.iter().map(status).collect()
+        self.lock().by_pid.iter_mut().map(status).collect()
     }
 }
 
@@ -229,7 +259,12 @@ impl Tenants {
 mod tests {
     use super::*;
     use std::process::{Child, Command};
-    use std::sync::Arc;
+
+    /// Of a child that nobody has waited for.
+    fn pidfd(pid: u32) -> OwnedFd {
+        let pid = rustix::process::Pid::from_raw(pid as i32).expect("not 0");
+        rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).expect("it was not waited for")
+    }
 
     /// A process that always wants to run, on one processor, as a tenant of this weight.
     fn busy(tenants: &Tenants, via: &str, weight: u32) -> Child {
@@ -245,7 +280,8 @@ mod tests {
                 limits: Limits { weight, ..Limits::default() },
                 figures: Figures::new().expect("a page").0,
                 since: Instant::now(),
-                process: crate::supervisor::pidfd(pid).expect("it was not waited for"),
+                process: Arc::new(pidfd(pid)),
+                census: None,
                 paused: Pause::default(),
             },
         );

@@ -7,8 +7,8 @@
 
 use crate::account::Account;
 use crate::limits::Limits;
-use crate::supervisor::{self, Place};
 use crate::tenants::Tenants;
+use crate::workers::{self, Place};
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -278,7 +278,7 @@ impl Vm {
         // Nobody listens when the server ends.
         let ended = move || drop(sender.send(Message::Ended(channel)));
         let via = format!("vm:{}", self.name);
-        supervisor::start(tenants, &via, &self.limits, &fds, Some(&place), ended)?;
+        workers::start(tenants, &via, &self.limits, &fds, Some(&place), ended)?;
         Ok(Worker { socket, bell: File::from(bell) })
     }
 

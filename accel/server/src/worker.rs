@@ -7,14 +7,19 @@ use crate::figures::Figures;
 use crate::limits::{Bucket, Limits};
 use crate::opencl::{Device, OpenCl};
 use crate::session::Session;
-use crate::supervisor::Place;
+use crate::wall::calls::Again;
+use crate::wall::{self, Wall};
+use crate::workers::Place;
 use anyhow::{Context, bail};
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Arc;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::{Geometry, Hello};
+use tombolo_calls::memory::PART;
 use tombolo_calls::{Error, Link, process, stream, zone};
 
 /// The descriptor a worker finds the page of its figures at.
@@ -87,10 +92,11 @@ fn called(place: Option<&Place>) -> anyhow::Result<Option<Caller>> {
 }
 
 /// Serves the client whose socket, or whose channel in a VM's zone, was passed.
-pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
+pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow::Result<()> {
     // It was started by a name that only this process understands (/proc/self/exe).
     // SAFETY: the name ends with a zero.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"accel-worker".as_ptr()) };
+    let scratch = enter(wall.as_ref())?;
     // A panic in any thread ends this client's worker: nobody works on with a half-changed value.
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -114,8 +120,6 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
         caller.refuse(&why.to_string())?;
         bail!("{}: {why}", hello.name);
     }
-    let (scratch, own) = scratch()?;
-    crate::sandbox::enter(&scratch).context("sandbox")?;
     let api = match OpenCl::load(limits.clone(), account) {
         Ok(api) => Arc::new(api),
         Err(e) => {
@@ -124,32 +128,94 @@ pub fn run(limits: &Limits, place: Option<Place>) -> anyhow::Result<()> {
         }
     };
     let link = caller.accept(limits)?;
+    // The driver is loaded, and nothing that the client sent was carried out yet.
+    wall::calls::filter(Again { end: link.window.end() as u64, part: PART as u64 })?;
     let session = Session::new(link, bucket, figures);
     api.attach(&session);
     match session.run(api.clone()) {
         Error::Closed => {}
         why => eprintln!("tombolo accel: client {}: {why}", hello.name),
     }
-    if own {
-        if let Err(e) = std::fs::remove_dir_all(&scratch) {
-            eprintln!("tombolo accel: {}: {e}", scratch.display());
-        }
-    }
+    drop(scratch);
     // The process ends here; the kernel takes back its memory and devices. Running the driver's own exit handlers with
     // threads still inside of it would only risk a hang.
     // SAFETY: ends the process.
     unsafe { libc::_exit(0) }
 }
 
+/// A folder where the driver compiles kernels, which ends with this value.
+enum Scratch {
+    /// In the worker's own file system, which ends with the worker.
+    View,
+    /// Removed when dropped.
+    Folder(tempfile::TempDir),
+    /// One that the user named; it stays.
+    Given(PathBuf),
+}
+
+impl Scratch {
+    /// Without a file system of its own. With a cache folder given (POCL_CACHE_DIR), that is it: clients
+    /// then share compiled kernels, which only clients that trust each other should.
+    fn outside() -> anyhow::Result<Scratch> {
+        match std::env::var_os("POCL_CACHE_DIR") {
+            Some(given) => Ok(Scratch::Given(given.into())),
+            None => {
+                let folder = tempfile::Builder::new().prefix("tombolo-accel-").tempdir();
+                Ok(Scratch::Folder(folder.context("a folder for kernels that are compiled")?))
+            }
+        }
+    }
+
+    /// Lets this process's libraries write there.
+    fn announce(&self) {
+        let (path, names): (_, &[&str]) = match self {
+            // There is no other folder.
+            Scratch::View => (wall::scratch(), &["POCL_CACHE_DIR", "TMPDIR", "HOME", "XDG_CACHE_HOME"]),
+            Scratch::Folder(folder) => (folder.path().to_owned(), &["POCL_CACHE_DIR", "TMPDIR"]),
+            Scratch::Given(path) => (path.clone(), &["POCL_CACHE_DIR", "TMPDIR"]),
+        };
+        for name in names {
+            // SAFETY: this process has one thread yet.
+            unsafe { std::env::set_var(name, &path) };
+        }
+    }
+}
+
+/// Gives up what this worker doesn't need, as far as its supervisor says. For a process that has one thread.
+fn enter(wall: Option<&Wall>) -> anyhow::Result<Scratch> {
+    let scratch = match wall {
+        Some(wall) => {
+            wall.enter()?;
+            Scratch::View
+        }
+        None => {
+            wall::enter_unconfined()?;
+            Scratch::outside()?
+        }
+    };
+    scratch.announce();
+    Ok(scratch)
+}
+
+/// Whether a worker can be confined so; says why not.
+pub fn trial(wall: Option<Wall>) -> ExitCode {
+    match enter(wall.as_ref()).and_then(|_scratch| wall::calls::filter(Again { end: 0, part: PART as u64 })) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("{e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
 /// The devices of this machine, as a worker has them. For a process that has one thread yet and ends soon.
 pub fn devices() -> anyhow::Result<Vec<Device>> {
-    let (scratch, own) = scratch()?;
+    let scratch = Scratch::outside()?;
+    scratch.announce();
     // SAFETY: this process has one thread yet.
     unsafe { std::env::set_var(NATIVE, "1") };
     let found = OpenCl::load(Limits::default(), None).map_err(anyhow::Error::msg).map(|cl| cl.devices());
-    if own {
-        std::fs::remove_dir_all(&scratch).with_context(|| scratch.display().to_string())?;
-    }
+    drop(scratch);
     let found = found?;
     if found.is_empty() {
         bail!(
@@ -157,22 +223,6 @@ pub fn devices() -> anyhow::Result<Vec<Device>> {
         );
     }
     Ok(found)
-}
-
-/// A folder of this worker's own, where the driver compiles kernels. With a cache folder given (POCL_CACHE_DIR), that is it: clients
-/// then share compiled kernels, which only clients that trust each other should.
-fn scratch() -> anyhow::Result<(std::path::PathBuf, bool)> {
-    let given = std::env::var_os("POCL_CACHE_DIR").map(std::path::PathBuf::from);
-    let own = given.is_none();
-    let path =
-        given.unwrap_or_else(|| std::env::temp_dir().join(format!("tombolo-accel-{}", std::process::id())));
-    std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
-    // SAFETY: this process has one thread yet.
-    unsafe {
-        std::env::set_var("POCL_CACHE_DIR", &path);
-        std::env::set_var("TMPDIR", &path);
-    }
-    Ok((path, own))
 }
 
 fn set_timeout(socket: &OwnedFd, timeout: libc::timeval) -> anyhow::Result<()> {

@@ -9,6 +9,8 @@ struct tfs_host {
 	void *ctx;
 	void (*damage)(void *ctx, const char *what, tmb_u64 a, tmb_u64 b);
 	void (*ring)(void *ctx, tmb_u32 member);
+	void (*waiting)(void *ctx, tmb_u32 member, bool answers, tmb_u64 seconds);
+	bool ending; /* nobody may wait any more */
 };
 
 #endif

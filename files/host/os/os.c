@@ -3,14 +3,17 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include <linux/futex.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "host.h"
 
 #define NS 1000000000ULL
-/* A process has no doorbell to sleep on here, so it looks again after a while; never longer than this. */
+/* What is waited for here wakes nobody, so it is looked at again after a while; never longer than this. */
 #define LONGEST_WAIT_NS (2 * 1000 * 1000L)
 
 void *tfs_os_alloc(tmb_u64 bytes)
@@ -39,6 +42,35 @@ void tfs_os_wait(struct tfs *fs, tmb_u32 round)
 	}
 	pause.tv_nsec = round < 200 ? (long)round * 10000 : LONGEST_WAIT_NS;
 	nanosleep(&pause, NULL);
+}
+
+bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable)
+{
+	const struct tfs_host *host = fs->os;
+	struct timespec pause = { (time_t)(ns / NS), (long)(ns % NS) };
+
+	if (killable && host && tmb_load(&host->ending))
+		return true;
+	syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, &pause, NULL, 0);
+	return false;
+}
+
+void tfs_os_wake(struct tfs *fs, tmb_u32 *word)
+{
+	(void)fs;
+	syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+}
+
+void tfs_os_yield(void)
+{
+}
+
+void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds)
+{
+	const struct tfs_host *host = fs->os;
+
+	if (host && host->waiting)
+		host->waiting(host->ctx, member, answers, seconds);
 }
 
 static tmb_u64 now(clockid_t clock)

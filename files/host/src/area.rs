@@ -228,6 +228,21 @@ impl Area {
         if self.seat.is_some() { self.members } else { std::ptr::null_mut() }
     }
 
+    /// The name of a member, as the table has it.
+    pub fn member_name(&self, member: u32) -> String {
+        if self.members().is_null() || member >= sys::TMB_MAX_MEMBERS {
+            return String::new();
+        }
+        // SAFETY: a slot of the member table, which in_map() and of_zone() found to lie in the mapping; bytes are read one by one.
+        let name = unsafe { &raw const (*self.members.add(member as usize)).name }.cast::<u8>();
+        let bytes: Vec<u8> = (0..sys::TMB_NAME_LEN as usize)
+            // SAFETY: within the name.
+            .map(|i| unsafe { AtomicU8::from_ptr(name.add(i).cast_mut()) }.load(Ordering::Relaxed))
+            .take_while(|b| *b != 0)
+            .collect();
+        String::from_utf8_lossy(&bytes).escape_default().to_string()
+    }
+
     /// Makes what was stored durable, as far as the backing can.
     pub fn sync(&self) -> io::Result<()> {
         match &self.file {

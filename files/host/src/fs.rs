@@ -7,6 +7,7 @@
 use std::cell::UnsafeCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::offset_of;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
 
@@ -82,6 +83,22 @@ struct Host {
     raw: sys::tfs_host,
     log: DamageLog,
     ringer: Option<Ringer>,
+    area: Area,
+    waits: WaitLog,
+}
+
+/// Called when a lock stays with a member that lives: its number and name, whether it answers its doorbell, and seconds.
+pub type WaitLog = Box<dyn Fn(u32, &str, bool, u64) + Send + Sync>;
+
+fn tell_wait(member: u32, name: &str, answers: bool, seconds: u64) {
+    let how = if answers { "it is at work" } else { "it does not answer: suspended, or its machine hangs" };
+    eprintln!("tombolo: a lock is held by member {member} ({name}) for {seconds} s; {how}");
+}
+
+extern "C" fn on_waiting(ctx: *mut c_void, member: u32, answers: bool, seconds: u64) {
+    // SAFETY: ctx is the Host of a living Filesystem.
+    let host = unsafe { &*ctx.cast::<Host>() };
+    (host.waits)(member, &host.area.member_name(member), answers, seconds);
 }
 
 extern "C" fn on_damage(ctx: *mut c_void, what: *const c_char, a: u64, b: u64) {
@@ -250,9 +267,16 @@ impl Filesystem {
 
     /// Opens with a place for notices of damage.
     pub fn open_with(area: Area, log: DamageLog) -> Result<Filesystem> {
-        let mut host = Box::new(Host { raw: sys::tfs_host::default(), log, ringer: None });
-        host.raw =
-            sys::tfs_host { ctx: (&raw mut *host).cast(), damage: Some(on_damage), ring: Some(on_ring) };
+        let (area_of_host, waits) = (area.clone(), Box::new(tell_wait));
+        let mut host =
+            Box::new(Host { raw: sys::tfs_host::default(), log, ringer: None, area: area_of_host, waits });
+        host.raw = sys::tfs_host {
+            ctx: (&raw mut *host).cast(),
+            damage: Some(on_damage),
+            ring: Some(on_ring),
+            waiting: Some(on_waiting),
+            ending: false,
+        };
         let os = (&raw mut host.raw).cast();
         let mut tfs = sys::tfs { os, read_only: !area.writable(), ..Default::default() };
         let (member, epoch) = area.seat().map_or((0, 0), |seat| (seat.member, seat.epoch));
@@ -268,6 +292,25 @@ impl Filesystem {
     /// How to ring other members. Without it they find out by themselves, later, what they are told.
     pub fn ring_by(&mut self, ringer: Option<Ringer>) {
         self.host.ringer = ringer;
+    }
+
+    /// Where it is told that a lock stays with another member; else on standard error.
+    pub fn tell_waits_to(&mut self, log: WaitLog) {
+        self.host.waits = log;
+    }
+
+    /// This member's doorbell rang: threads that wait for locks look again.
+    pub fn rang(&self) {
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_rang(self.raw()) }
+    }
+
+    /// From now on nobody waits in this handle for other members: such calls end with EINTR, as if they had been killed.
+    pub fn end_waits(&self) {
+        // SAFETY: a flag in the Host, which lives as long as self; the core reads it by atomic loads.
+        unsafe { AtomicBool::from_ptr((&raw const self.host.raw.ending).cast_mut()) }
+            .store(true, Ordering::SeqCst);
+        self.rang();
     }
 
     /// Forgets the handle as a dead process would: nothing is put in order. For tests of recovery.

@@ -25,9 +25,9 @@ pub struct Console {
 struct Inner {
     log: Log,
     tail: Vec<u8>,
-    watchers: Vec<UnixStream>,
+    watchers: Vec<Arc<UnixStream>>,
     /// Where it is typed: QEMU's end.
-    input: UnixStream,
+    input: Arc<UnixStream>,
     /// A line has matched the pattern.
     matches: bool,
     pattern: Option<regex_lite::Regex>,
@@ -78,7 +78,7 @@ impl Console {
                 log,
                 tail: Vec::new(),
                 watchers: Vec::new(),
-                input: socket,
+                input: Arc::new(socket),
                 matches: false,
                 pattern,
                 first_output: None,
@@ -103,7 +103,7 @@ impl Console {
         let reader = socket.try_clone()?;
         let mut inner = self.lock();
         anyhow::ensure!(inner.ended, "the console is still another QEMU's");
-        inner.input = socket;
+        inner.input = Arc::new(socket);
         inner.tail.clear();
         (inner.matches, inner.pattern, inner.first_output, inner.ended) = (false, pattern, None, false);
         drop(inner);
@@ -151,7 +151,7 @@ impl Console {
         let excess = inner.tail.len().saturating_sub(TAIL);
         inner.tail.drain(..excess);
         // A watcher that does not read is dropped rather than waited for.
-        inner.watchers.retain_mut(|w| w.write_all(data).is_ok());
+        inner.watchers.retain(|w| (&**w).write_all(data).is_ok());
         if !inner.matches {
             if let Some(pattern) = &inner.pattern {
                 let tail = String::from_utf8_lossy(&inner.tail);
@@ -191,16 +191,21 @@ impl Console {
     ///
     /// # Errors
     /// When the console has ended.
-    pub fn watch(&self, mut watcher: UnixStream, recent: usize) -> std::io::Result<()> {
+    pub fn watch(&self, watcher: Arc<UnixStream>, recent: usize) -> std::io::Result<()> {
         let mut inner = self.lock();
         if inner.ended {
             return Err(std::io::Error::other("the VM has ended"));
         }
         watcher.set_write_timeout(Some(Duration::from_millis(200)))?;
         let start = inner.tail.len().saturating_sub(recent);
-        watcher.write_all(&inner.tail[start..])?;
+        (&*watcher).write_all(&inner.tail[start..])?;
         inner.watchers.push(watcher);
         Ok(())
+    }
+
+    /// A watcher has gone.
+    pub fn unwatch(&self, watcher: &Arc<UnixStream>) {
+        self.lock().watchers.retain(|w| !Arc::ptr_eq(w, watcher));
     }
 
     /// Types into the console; between two QEMUs of a VM that reboots nobody hears it.
@@ -212,10 +217,10 @@ impl Console {
         if inner.ended {
             return Ok(());
         }
-        let input = inner.input.try_clone()?;
+        let input = inner.input.clone();
         // A guest that does not read must not keep what it says from being heard.
         drop(inner);
-        (&input).write_all(data)
+        (&*input).write_all(data)
     }
 }
 
@@ -291,7 +296,7 @@ mod tests {
         guest.write_all(b"the past\n").unwrap();
         assert!(console.wait_match(Duration::from_secs(60)));
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        console.watch(theirs, 5).unwrap();
+        console.watch(Arc::new(theirs), 5).unwrap();
         guest.write_all(b"the future\n").unwrap();
         drop(guest);
         console.wait_end(Duration::from_secs(60));
@@ -305,7 +310,7 @@ mod tests {
     fn log_and_watchers_outlast_a_reboot_and_its_readiness_is_a_new_one() {
         let (console, mut guest, dir) = console(Some("login"));
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        console.watch(theirs, 0).unwrap();
+        console.watch(Arc::new(theirs), 0).unwrap();
         guest.write_all(b"first login\n").unwrap();
         drop(guest);
         console.wait_end(Duration::from_secs(60));

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tombolo_start::layout::Layout;
 
-use super::{Reporter, Supervisor, mount_zone};
+use super::{Beside, Reporter, Supervisor, mount_zone};
 use crate::accelerator::Accelerator;
 use crate::compose::{Backing, Project, Ready, VmSpec, ZoneUse};
 use crate::control::{Event, Stage};
@@ -47,7 +47,8 @@ impl Supervisor {
         peer: Peer,
         reporter: &Reporter,
     ) -> anyhow::Result<()> {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.changing.take();
+        self.check_not_ending()?;
         for name in only {
             if !project.compose.vm.contains_key(name) {
                 let near = crate::compose::nearest(name, project.compose.vm.keys().map(String::as_str));
@@ -106,9 +107,10 @@ impl Supervisor {
             host::check_memory(vms, zones)?;
         }
         let accel = self.accel(&qemu, &missing, &near, reporter)?;
+        self.check_not_ending()?;
         let mut opened = BTreeMap::new();
         for (name, spec) in new_zones {
-            opened.insert(name.clone(), Arc::new(HostZone::open(name, spec, self.dir.path())?));
+            opened.insert(name.clone(), Arc::new(HostZone::open(name, spec)?));
         }
         let opened_names: Vec<String> = opened.keys().cloned().collect();
         let running = self.lock().networks.clone();
@@ -117,6 +119,7 @@ impl Supervisor {
         let running = self.lock().accelerators.clone();
         let served = self.parts(&running, &project, &missing, reporter)?;
         let served_names: Vec<String> = served.keys().cloned().collect();
+        self.check_not_ending()?;
         {
             let mut inner = self.lock();
             inner.zones.extend(opened);
@@ -186,7 +189,10 @@ impl Supervisor {
         }
         // What this request started goes again; what ran before stays.
         for machine in started.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            machine.stop(&|stage, detail| reporter.stage(machine.name(), stage, detail));
+            if let Err(e) = machine.stop(&[], &|stage, detail| reporter.stage(machine.name(), stage, detail))
+            {
+                eprintln!("tombolo: {e:#}");
+            }
             self.lock().machines.remove(machine.name());
             self.leave_zones(machine.name(), machine.zones().keys());
         }
@@ -194,14 +200,21 @@ impl Supervisor {
         for name in opened_names {
             inner.zones.remove(&name);
         }
-        let left: Vec<_> = joined_names.iter().filter_map(|name| inner.networks.remove(name)).collect();
-        let unused: Vec<_> = served_names.iter().filter_map(|name| inner.accelerators.remove(name)).collect();
+        let beside = Beside {
+            networks: take_out(&mut inner.networks, joined_names),
+            accelerators: take_out(&mut inner.accelerators, served_names),
+        };
         drop(inner);
-        drop((left, unused));
+        beside.end();
         if cancelled.load(Ordering::Acquire) {
             anyhow::bail!("cancelled; everything that was started has been stopped");
         }
         anyhow::bail!("{}", errors.join("\n"))
+    }
+
+    fn check_not_ending(&self) -> anyhow::Result<()> {
+        anyhow::ensure!(!self.ending.load(Ordering::Acquire), "cancelled: the project is being taken down");
+        Ok(())
     }
 
     /// Starts one VM, waits until it is ready, and mounts its zones. `registered` gets it as soon as it can be stopped.
@@ -332,8 +345,7 @@ impl Supervisor {
                 return Ok(());
             }
             let again = self.wanted_again(old)?;
-            self.unmount_all(old);
-            old.stop(report);
+            old.stop(&self.mounted(old), report)?;
             let wanted = Wanted { before: None, slow: true, ..again };
             self.start_one(
                 wanted,
@@ -350,7 +362,7 @@ impl Supervisor {
         how: &str,
         start: impl FnOnce(&dyn Fn(Stage, &str)) -> anyhow::Result<()>,
     ) {
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.changing.take();
         let name = old.name();
         if !self.lock().machines.get(name).is_some_and(|m| Arc::ptr_eq(m, old)) {
             return;
@@ -477,4 +489,9 @@ impl Supervisor {
         }
         Ok(chosen)
     }
+}
+
+/// Takes these entries out of `all`.
+fn take_out<T>(all: &mut BTreeMap<String, T>, names: Vec<String>) -> BTreeMap<String, T> {
+    names.into_iter().filter_map(|name| all.remove_entry(&name)).collect()
 }

@@ -1,41 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where host processes that are not the zone's owner (mounts, tools) get a doorbell: an abstract socket named for the zone, so that
-//! nothing is left behind in a folder. Who comes says which member it is, one message, then speaks ivshmem like QEMU. Abstract names
-//! belong to nobody, so each side looks whose process the other is: the same user's, or root's.
+//! Where host processes that are not the zone's owner (mounts, tools) get a doorbell: a [`Door`] named for the zone, so that only this
+//! user's processes (and root's) come near it. Who comes says which member it is, one message, then speaks ivshmem like QEMU.
 
 use std::io;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Duration;
 
 use rustix::net::sockopt::socket_peercred;
 use uuid::Uuid;
 
 use super::wire;
+use crate::door::{self, Door};
 use crate::{Error, MemberId, Result};
 
-fn address(zone: Uuid) -> io::Result<SocketAddr> {
-    SocketAddr::from_abstract_name(format!("tombolo-doorbells-{zone}"))
+/// How long a server may take to accept a process at its door.
+const ACCEPT: Duration = Duration::from_secs(10);
+
+fn name(zone: Uuid) -> String {
+    format!("tombolo-doorbells-{zone}")
 }
 
-fn is_own(stream: &UnixStream) -> io::Result<bool> {
-    let peer = socket_peercred(stream)?.uid;
-    Ok(peer == rustix::process::geteuid() || peer.is_root())
-}
-
-/// The server's side. The name is taken while another process serves the zone.
-pub(super) fn listen(zone: Uuid) -> Result<UnixListener> {
+/// The server's side. A zone has one owner, and that one server.
+pub(super) fn listen(zone: Uuid) -> Result<Door> {
     let listen = || {
-        let listener = UnixListener::bind_addr(&address(zone)?)?;
-        listener.set_nonblocking(true)?;
-        Ok(listener)
+        let folder = std::env::temp_dir().join(format!(".tombolo-{}", Uuid::new_v4()));
+        std::fs::DirBuilder::new().mode(0o700).create(&folder)?;
+        let door = Door::open(&folder, &name(zone));
+        std::fs::remove_dir(&folder)?;
+        let door = door?;
+        door.listener().set_nonblocking(true)?;
+        Ok(door)
     };
     listen().map_err(|e| Error::io("making the host's doorbell socket", e))
 }
 
-/// A process at the door, if it is one of ours.
+/// A process at the door.
 pub(super) fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
     let (stream, _) = listener.accept()?;
-    if !is_own(&stream)? {
+    let peer = socket_peercred(&stream)?.uid;
+    if peer != rustix::process::geteuid() && !peer.is_root() {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a process of another user"));
     }
     stream.set_nonblocking(true)?;
@@ -52,17 +56,17 @@ pub(super) fn greeting(stream: &UnixStream) -> io::Result<MemberId> {
 /// The process's side: a connection on which ivshmem follows. `None`: nobody serves doorbells for this zone.
 pub(super) fn enter(zone: Uuid, member: MemberId) -> Result<Option<UnixStream>> {
     let failed = |e| Error::io("connecting to the zone's doorbells", e);
-    let stream = match UnixStream::connect_addr(&address(zone).map_err(failed)?) {
-        Ok(stream) => stream,
-        Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => return Ok(None),
-        Err(e) => return Err(failed(e)),
-    };
-    if !is_own(&stream).map_err(failed)? {
-        return Err(failed(io::Error::new(
-            io::ErrorKind::PermissionDenied,
-            "served by another user's process",
-        )));
+    let name = name(zone);
+    for found in door::find(|n| n == name, None).map_err(failed)? {
+        match found.knock(Some(ACCEPT)) {
+            Ok(stream) => {
+                wire::send(&stream, i64::from(member.index()), None).map_err(failed)?;
+                return Ok(Some(stream));
+            }
+            // It ended meanwhile, or is a copy that a process has on its way from fork to exec.
+            Err(e) if e.kind() != io::ErrorKind::TimedOut => {}
+            Err(e) => return Err(failed(e)),
+        }
     }
-    wire::send(&stream, i64::from(member.index()), None).map_err(failed)?;
-    Ok(Some(stream))
+    Ok(None)
 }

@@ -14,9 +14,11 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use super::client::Bell;
 use super::{VECTORS, entrance, wire};
+use crate::door::Door;
 use crate::{Error, MemberId, Result, Role, Zone};
 
 /// Messages kept for a client that doesn't read; a full zone's worth of joins and leaves, several times over.
@@ -25,6 +27,10 @@ const MAX_BACKLOG: usize = 1024;
 const MAX_CONNECTIONS: u32 = 256;
 /// Processes at the host's entrance that have not said who they are.
 const MAX_STRANGERS: usize = 16;
+
+/// How long nobody is accepted after an accept that failed, for want of descriptors say: the caller is still there, and would be met at
+/// once again.
+const RECOVERY: Duration = Duration::from_millis(200);
 
 /// What the owner is told.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,6 +95,7 @@ impl DoorbellServer {
             listeners: BTreeMap::new(),
             clients: BTreeMap::new(),
             next_peer: Some(0),
+            closed_until: None,
         };
         let thread = std::thread::Builder::new()
             .name("doorbells".to_owned())
@@ -120,11 +127,16 @@ impl DoorbellServer {
         self.command(Command::Unlisten { member })
     }
 
-    /// A doorbell for a member in this process: no socket file needed. `on_ring` as for [`Bell::connect`].
-    pub fn bell(&self, member: MemberId, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
+    /// A connection for a member, for its QEMU to inherit: no socket file needed.
+    pub fn connect(&self, member: MemberId) -> Result<UnixStream> {
         let (ours, theirs) = UnixStream::pair().map_err(|e| Error::io("making a doorbell connection", e))?;
         self.command(Command::Adopt { member, stream: theirs })?;
-        Bell::over(ours, on_ring)
+        Ok(ours)
+    }
+
+    /// A doorbell for a member in this process: no socket file needed. `on_ring` as for [`Bell::connect`].
+    pub fn bell(&self, member: MemberId, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
+        Bell::over(self.connect(member)?, on_ring)
     }
 
     /// Rings a peer; false when there is none of this id (any more).
@@ -182,7 +194,7 @@ struct Client {
 
 struct Work {
     zone: Arc<Zone>,
-    hosts: UnixListener,
+    hosts: Door,
     /// Processes of the host that have not said yet who they are.
     strangers: VecDeque<UnixStream>,
     commands: Receiver<Command>,
@@ -192,6 +204,8 @@ struct Work {
     listeners: BTreeMap<MemberId, Listening>,
     clients: BTreeMap<u16, Client>,
     next_peer: Option<u16>,
+    /// Nobody is accepted before.
+    closed_until: Option<Instant>,
 }
 
 impl Work {
@@ -248,16 +262,27 @@ impl Work {
     /// also polled for room.
     fn wait(&self, members: &[MemberId], peers: &[u16]) -> Vec<bool> {
         let lagging = self.clients.values().any(|c| !c.backlog.is_empty());
-        let mut fds: Vec<BorrowedFd<'_>> = vec![self.wake.as_fd(), self.hosts.as_fd()];
-        fds.extend(members.iter().map(|m| self.listeners[m].listener.as_fd()));
+        let closed = self.closed_until.is_some_and(|until| Instant::now() < until);
+        // What is not accepted must not be polled: it stays readable.
+        let unless_closed = |fd| if closed { self.wake.as_fd() } else { fd };
+        let mut fds: Vec<BorrowedFd<'_>> =
+            vec![self.wake.as_fd(), unless_closed(self.hosts.listener().as_fd())];
+        fds.extend(members.iter().map(|m| unless_closed(self.listeners[m].listener.as_fd())));
         fds.extend(peers.iter().map(|p| self.clients[p].stream.as_fd()));
         fds.extend(self.strangers.iter().map(AsFd::as_fd));
         // Room in a lagging client's socket is looked for now and then: simpler than a second poll set, and rare.
-        let timeout = lagging.then(|| std::time::Duration::from_millis(20));
+        let timeout = match (lagging, closed) {
+            (true, _) => Some(Duration::from_millis(20)),
+            (false, true) => Some(RECOVERY),
+            (false, false) => None,
+        };
         let mut ready = wire::wait_readable(&fds, timeout).unwrap_or_else(|error| {
             tracing::error!(%error, "doorbell server");
             vec![false; fds.len()]
         });
+        if closed {
+            ready[1..2 + members.len()].fill(false);
+        }
         for (peer, ready) in peers.iter().zip(&mut ready[2 + members.len()..]) {
             *ready |= !self.clients[peer].backlog.is_empty();
         }
@@ -266,7 +291,7 @@ impl Work {
 
     /// Somebody is at the host's entrance.
     fn admit(&mut self) {
-        match entrance::accept(&self.hosts) {
+        match entrance::accept(self.hosts.listener()) {
             Ok(stream) => {
                 // Who says nothing for long makes room for who does.
                 if self.strangers.len() >= MAX_STRANGERS {
@@ -275,7 +300,10 @@ impl Work {
                 self.strangers.push_back(stream);
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-            Err(e) => self.refuse(None, format!("at the host's entrance: {e}")),
+            Err(e) => {
+                self.closed_until = Some(Instant::now() + RECOVERY);
+                self.refuse(None, format!("at the host's entrance: {e}"));
+            }
         }
     }
 
@@ -308,6 +336,7 @@ impl Work {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
+                self.closed_until = Some(Instant::now() + RECOVERY);
                 self.refuse(Some(member), format!("accepting: {error}"));
                 return;
             }

@@ -300,7 +300,7 @@ impl OpenCl {
 pub struct Cx<'a> {
     cl: &'static OpenCl,
     reply: &'a mut Vec<u8>,
-    block: &'a mut dyn FnMut(),
+    block: &'a mut dyn FnMut() -> bool,
     /// The object that the request creates.
     new: Option<(u32, u64)>,
     /// A ticket that is redeemed when the request ends, unless a native event does it.
@@ -369,9 +369,9 @@ impl Cx<'_> {
         Encoder::new(self.reply)
     }
 
-    /// The driver may be entered for long.
-    pub fn may_block(&mut self) {
-        (self.block)();
+    /// The driver may be entered for long; an error where too many threads of this client are inside of it.
+    pub fn may_block(&mut self) -> Result<(), i32> {
+        if (self.block)() { Ok(()) } else { Err(RESOURCES) }
     }
 
     /// A property: asked for its size, then for its value. Properties that name native handles are never told.
@@ -482,7 +482,7 @@ impl Cx<'_> {
         if !blocking {
             return self.transfer(waits, event, ticket, Some((at, len)), run);
         }
-        self.may_block();
+        self.may_block()?;
         self.enqueue(waits, event, run)?;
         self.cl.session().push_window(at, len);
         Ok(())

@@ -58,9 +58,13 @@ impl Checker<'_> {
 
     /// Who comes to a lock whose owner is gone takes it over; an owner that can't be is damage.
     fn check_lock(&mut self, at: u64, word: u64, what: &str) {
-        let nobody = word & 0xff > u64::from(sys::TFS_MEMBERS) || (word != 0 && word & 0xff == 0);
+        // A free lock still says whose turn it was and counts.
+        let free = word & !u64::from(sys::TFS_LOCK_TURN | sys::TFS_LOCK_COUNT) == 0;
+        let kind = word & u64::from(sys::TFS_LOCK_KIND);
+        let known = [sys::TFS_LOCK_HELD, sys::TFS_LOCK_OFFERED].iter().any(|k| u64::from(*k) == kind);
+        let nobody = word & 0xff > u64::from(sys::TFS_MEMBERS) || word & 0xff == 0 || !known;
         let fix = match word {
-            0 => false,
+            _ if free => false,
             _ if nobody => self.damage("lock", format!("lock of {what}: {word:#x} names no member")),
             _ => self.note("lock", format!("lock of {what}: member {} had it", (word & 0xff) - 1)),
         };

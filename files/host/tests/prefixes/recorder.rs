@@ -303,7 +303,7 @@ macro_rules! atomics {
 }
 atomics!(AtomicU8 u8: load __tsan_atomic8_load __tsan_atomic8_store store);
 atomics!(AtomicU16 u16: load __tsan_atomic16_load __tsan_atomic16_store store);
-atomics!(AtomicU32 u32: load __tsan_atomic32_load __tsan_atomic32_store store);
+atomics!(AtomicU32 u32: load __tsan_atomic32_load __tsan_atomic32_store store __tsan_atomic32_fetch_add fetch_add);
 atomics!(AtomicU64 u64: load __tsan_atomic64_load __tsan_atomic64_store store
     __tsan_atomic64_exchange swap __tsan_atomic64_fetch_add fetch_add __tsan_atomic64_fetch_or fetch_or
     __tsan_atomic64_fetch_and fetch_and);

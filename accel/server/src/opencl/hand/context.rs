@@ -94,7 +94,7 @@ pub(crate) fn flush(cx: &mut Cx<'_>, r: &wire::Flush) -> Done {
 pub(crate) fn finish(cx: &mut Cx<'_>, r: &wire::Finish) -> Done {
     let queue = cx.get(kind::QUEUE, r.queue)?;
     let f = native!(cx, clFinish);
-    cx.may_block();
+    cx.may_block()?;
     // SAFETY: a live queue: the client can't release it meanwhile without harming only itself.
     cx.status(unsafe { f(queue) })?;
     match cx.cl.late.swap(0, Ordering::Relaxed) {

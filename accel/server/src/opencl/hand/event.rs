@@ -10,7 +10,7 @@ use tombolo_accel_spec::opencl::{self as wire, kind};
 pub(crate) fn wait_for_events(cx: &mut Cx<'_>, r: &wire::WaitForEvents<'_>) -> Done {
     let f = native!(cx, clWaitForEvents);
     let events = cx.all(kind::EVENT, &r.events)?;
-    cx.may_block();
+    cx.may_block()?;
     // SAFETY: live events; the list is as long as said.
     cx.status(unsafe { f(events.len() as u32, events.as_ptr()) })
 }

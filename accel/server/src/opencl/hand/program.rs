@@ -101,7 +101,7 @@ pub(crate) fn build_program(cx: &mut Cx<'_>, r: &wire::BuildProgram<'_>) -> Done
     let devices = cx.all(kind::DEVICE, &r.devices)?;
     let options = with_includes(cx, r.options, (&r.folders, &r.files, &r.texts))?;
     let (notify, user) = program_notify(cx, r.notify);
-    cx.may_block();
+    cx.may_block()?;
     let text = options.as_ref().map_or(null(), |o| o.as_ptr());
     // SAFETY: lists as long as said; a C string or null; the callback's data is freed by the callback.
     cx.status(unsafe { f(program, devices.len() as u32, pointer_or_null(&devices), text, notify, user) })
@@ -119,7 +119,7 @@ pub(crate) fn compile_program(cx: &mut Cx<'_>, r: &wire::CompileProgram<'_>) -> 
     }
     let names: Vec<_> = names.iter().map(|n| n.as_ptr()).collect();
     let (notify, user) = program_notify(cx, r.notify);
-    cx.may_block();
+    cx.may_block()?;
     let text = options.as_ref().map_or(null(), |o| o.as_ptr());
     // SAFETY: as above.
     cx.status(unsafe {
@@ -144,7 +144,7 @@ pub(crate) fn link_program(cx: &mut Cx<'_>, r: &wire::LinkProgram<'_>) -> Done {
     let programs = cx.all(kind::PROGRAM, &r.programs)?;
     let options = optional(cx, r.options)?;
     let (notify, user) = program_notify(cx, r.notify);
-    cx.may_block();
+    cx.may_block()?;
     let text = options.as_ref().map_or(null(), |o| o.as_ptr());
     cx.create(kind::PROGRAM, r.new, |code| {
         // SAFETY: as above.

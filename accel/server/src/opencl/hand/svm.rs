@@ -28,19 +28,11 @@ impl Svm {
     }
 }
 
-/// Replaces pages by other ones: the window's when `from` is given, fresh ones otherwise.
-fn replace(at: u64, len: u64, from: Option<*mut u8>) -> Done {
-    let (to, len) = (at as *mut c_void, len as usize);
-    // SAFETY: the pages belong to an allocation of whole pages that this client owns, or to a view made here before.
-    let done = unsafe {
-        match from {
-            Some(from) => libc::mremap(from.cast(), 0, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, to),
-            None => {
-                let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-                libc::mmap(to, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
-            }
-        }
-    };
+/// Replaces pages by fresh ones.
+fn refresh(at: u64, len: u64) -> Done {
+    let (to, flags) = (at as *mut c_void, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
+    // SAFETY: the pages belong to a view made by alloc.
+    let done = unsafe { libc::mmap(to, len as usize, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
     if done == to { Ok(()) } else { Err(RESOURCES) }
 }
 
@@ -103,11 +95,14 @@ pub(crate) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
         return Err(RESOURCES);
     }
     let address = native.next_multiple_of(PAGE);
-    if let Err(code) = replace(address, r.size, Some(from)) {
+    // SAFETY: whole pages of an allocation that this client owns.
+    if unsafe { session.window.map_over(r.data, r.size, address as *mut u8) }.is_err() {
+        // Some of it may be the window's by now, which the driver must not get back.
+        refresh(address, r.size)?;
         // SAFETY: just allocated.
         unsafe { free(context, native as *const c_void) };
         cx.cl.uncharge(r.size);
-        return Err(code);
+        return Err(RESOURCES);
     }
     lock(&cx.cl.svm).0.insert(address, (r.size, context as usize, native));
     cx.reply().u64(address);
@@ -117,7 +112,7 @@ pub(crate) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
 pub(crate) fn free(cx: &mut Cx<'_>, r: &wire::SvmFree) -> Done {
     let f = cx.native().clSVMFree.ok_or(wire::UNSUPPORTED)?;
     let (len, context, native) = lock(&cx.cl.svm).0.remove(&r.address).ok_or(VALUE)?;
-    replace(r.address, len, None)?;
+    refresh(r.address, len)?;
     // SAFETY: an allocation of this context, whose pages are private memory again.
     unsafe { f(context as Handle, native as *const c_void) };
     cx.cl.uncharge(len);
@@ -154,7 +149,7 @@ pub(crate) fn memcpy(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemcpy<'_>) -> Done {
     let to = if r.how == 1 { data()? } else { cx.shared(r.dst, r.size)? };
     let from = if r.how == 2 { data()? } else { cx.shared(r.src, r.size)? };
     if r.blocking != 0 {
-        cx.may_block();
+        cx.may_block()?;
     }
     let size = r.size as usize;
     // SAFETY: a live queue; both ranges were checked.
@@ -178,7 +173,7 @@ pub(crate) fn map(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMap<'_>) -> Done {
     let f = cx.native().clEnqueueSVMMap.ok_or(wire::UNSUPPORTED)?;
     let (queue, at) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, r.size)?);
     if r.blocking != 0 {
-        cx.may_block();
+        cx.may_block()?;
     }
     let size = r.size as usize;
     // SAFETY: a live queue; the range was checked.

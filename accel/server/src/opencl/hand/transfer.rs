@@ -138,7 +138,7 @@ pub(crate) fn enqueue_map_home(cx: &mut Cx<'_>, r: &wire::EnqueueMapHome<'_>) ->
     let (offset, size) = (r.offset as usize, r.size as usize);
     let blocking = u32::from(r.flags & BLOCKING != 0);
     if blocking != 0 {
-        cx.may_block();
+        cx.may_block()?;
     }
     cx.enqueue(&r.waits, r.event, |n, list, event| {
         let mut code = 0;

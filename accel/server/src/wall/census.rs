@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The processes of a worker beside itself, as its supervisor sees them through the worker's own /proc: the linker, and whatever a client's
+//! kernel started. Their processor time is the worker's, and they stop when it does.
+//!
+//! No time gets lost: a process that has ended stays there until its parent waits for it, which adds its time to the parent's; and the
+//! worker can't ask the kernel to forget its children (see [`super::calls`]).
+
+use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags};
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::Duration;
+
+/// So many looks find the same while there is nobody beside the worker.
+const RARELY: u8 = 8;
+
+/// The view of one worker's processes.
+pub struct Census {
+    proc: OwnedFd,
+    /// The worker is process 1.
+    others: Vec<CString>,
+    /// Looks until the next one that looks.
+    rest: u8,
+    cpu: Duration,
+}
+
+/// Clock ticks of processor time: the process's own, and those of its children that it has waited for.
+fn ticks(stat: &str) -> Option<(u64, u64)> {
+    // The name before may have any characters.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let number = |at: usize| fields.get(at)?.parse::<u64>().ok();
+    Some((number(11)? + number(12)?, number(13)? + number(14)?))
+}
+
+fn duration(ticks: u64) -> Duration {
+    // SAFETY: takes an integer.
+    let a_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) }.max(1) as u64;
+    Duration::from_millis(ticks * 1000 / a_second)
+}
+
+impl Census {
+    /// None: the worker has no /proc of its own yet, or has ended.
+    pub fn of(pid: u32) -> Option<Census> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let proc = rustix::fs::openat(CWD, format!("/proc/{pid}/root/proc"), flags, Mode::empty()).ok()?;
+        let theirs = rustix::fs::fstat(&proc).ok()?;
+        let ours = rustix::fs::statat(CWD, "/proc", AtFlags::empty()).ok()?;
+        let is_its_own = theirs.st_dev != ours.st_dev;
+        is_its_own.then(|| Census { proc, others: Vec::new(), rest: 0, cpu: Duration::ZERO })
+    }
+
+    fn list(&self) -> io::Result<Vec<CString>> {
+        let is_other =
+            |name: &[u8]| name.iter().all(u8::is_ascii_digit) && !name.is_empty() && name != b"1".as_slice();
+        let mut others = Vec::new();
+        for entry in Dir::read_from(&self.proc)? {
+            let entry = entry?;
+            if is_other(entry.file_name().to_bytes()) {
+                others.push(entry.file_name().to_owned());
+            }
+        }
+        Ok(others)
+    }
+
+    fn ticks_of(&self, process: &str) -> Option<(u64, u64)> {
+        let path = format!("{process}/stat");
+        let file =
+            rustix::fs::openat(&self.proc, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()?;
+        let mut stat = [0; 1024];
+        let n = rustix::io::read(&file, &mut stat).ok()?;
+        ticks(&String::from_utf8_lossy(&stat[..n]))
+    }
+
+    /// Looks again, not each time while nobody was there; the processor time of all but the worker's own threads.
+    pub fn look(&mut self) -> Duration {
+        if self.rest > 0 {
+            self.rest -= 1;
+            return self.cpu;
+        }
+        // An error: the worker has ended, and what it had used stays so.
+        let Ok(others) = self.list() else { return self.cpu };
+        let ended = self.ticks_of("1").map_or(0, |(_, children)| children);
+        let living = others.iter().filter_map(|pid| self.ticks_of(pid.to_str().ok()?));
+        self.cpu = duration(living.map(|(own, children)| own + children).sum::<u64>() + ended);
+        self.rest = if others.is_empty() { RARELY } else { 0 };
+        self.others = others;
+        self.cpu
+    }
+
+    /// Whether the last look found anybody.
+    pub fn has_others(&self) -> bool {
+        !self.others.is_empty()
+    }
+
+    /// Sends all of them a signal, also those that they start meanwhile.
+    pub fn signal(&self, signal: libc::c_int) {
+        let mut before: Vec<CString> = Vec::new();
+        // Each round finds at least one more, of which there are not many.
+        for _ in 0..super::limits::TASKS {
+            let Ok(now) = self.list() else { return };
+            if now == before {
+                return;
+            }
+            for pid in now.iter().filter(|pid| !before.contains(pid)) {
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+                let Ok(process) = rustix::fs::openat(&self.proc, pid, flags, Mode::empty()) else { continue };
+                // SAFETY: integers, and no further information. It fails only where the process has ended.
+                let _ended = unsafe {
+                    libc::syscall(
+                        libc::SYS_pidfd_send_signal,
+                        process.as_raw_fd(),
+                        signal,
+                        std::ptr::null::<libc::siginfo_t>(),
+                        0,
+                    )
+                };
+            }
+            before = now;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_times_of_a_process_are_found_whatever_its_name_is() {
+        let stat = "7 (a) b (c) R 1 7 7 0 -1 4194304 1 0 0 0 11 12 13 14 20 0 1 0 5 0 0";
+        assert_eq!(ticks(stat), Some((23, 27)));
+        assert_eq!(ticks("7 (short) R 1"), None);
+    }
+
+    #[test]
+    fn a_process_with_the_hosts_proc_has_no_census() {
+        assert!(Census::of(std::process::id()).is_none());
+    }
+}

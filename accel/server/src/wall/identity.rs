@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Who a worker is: nobody that owns anything.
+
+use anyhow::{Context, bail};
+use serde::{Deserialize, Serialize};
+use std::io;
+
+/// The first user id of workers; a worker's is this plus its process number on the host, so no two have the same. Debian, systemd and
+/// containers leave this range alone (systemd, UIDs-GIDs.md: 0x70000000 to 0x7fffffff, unused).
+pub const FIRST: u32 = 0x7000_0000;
+/// The kernel's process numbers are below this.
+const PIDS: u64 = 1 << 22;
+
+/// How a worker gets to be somebody else than its server's user.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Identity {
+    /// A user id that nobody else has.
+    Own,
+    /// The server's, in a user namespace that knows no other.
+    Mapped,
+}
+
+/// Whether the lines of a uid_map or gid_map have all ids of workers.
+fn has_all(map: &str) -> bool {
+    let has = |line: &str| {
+        let mut numbers = line.split_whitespace().map_while(|n| n.parse::<u64>().ok());
+        let (inside, _outside, count) = (numbers.next()?, numbers.next()?, numbers.next()?);
+        Some(inside <= u64::from(FIRST) && u64::from(FIRST) + PIDS <= inside + count)
+    };
+    map.lines().any(|line| has(line) == Some(true))
+}
+
+/// The bits of the effective capabilities of /proc/self/status.
+fn effective(status: &str) -> u64 {
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    line.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0)
+}
+
+/// CAP_SETGID, CAP_SETUID, CAP_SETPCAP, CAP_SYS_ADMIN: to give an own user id and namespaces.
+const NEEDED: u64 = 1 << 6 | 1 << 7 | 1 << 8 | 1 << 21;
+
+impl Identity {
+    /// What this process can give to its workers.
+    pub fn here() -> io::Result<Identity> {
+        let read = |name: &str| std::fs::read_to_string(format!("/proc/self/{name}"));
+        let own = effective(&read("status")?) & NEEDED == NEEDED
+            && has_all(&read("uid_map")?)
+            && has_all(&read("gid_map")?);
+        Ok(if own { Identity::Own } else { Identity::Mapped })
+    }
+
+    /// The user id to take, of a worker that still sees the host's /proc.
+    pub fn uid(self) -> anyhow::Result<Option<u32>> {
+        if self == Identity::Mapped {
+            return Ok(None);
+        }
+        let pid = std::fs::read_link("/proc/self").context("/proc/self")?;
+        let pid = pid.to_str().and_then(|p| p.parse::<u32>().ok()).context("/proc/self names no process")?;
+        Ok(Some(FIRST + pid))
+    }
+}
+
+fn check(r: libc::c_int, what: &'static str) -> anyhow::Result<()> {
+    if r < 0 { Err(io::Error::last_os_error()).context(what) } else { Ok(()) }
+}
+
+/// Takes a user id and the groups of the device's nodes, gives up all capabilities and every way to get some back, and ties this process's life
+/// to that of the thread that started it.
+pub fn become_nobody(uid: Option<u32>, groups: &[libc::gid_t]) -> anyhow::Result<()> {
+    #[repr(C)]
+    struct Header {
+        version: u32,
+        pid: i32,
+    }
+    // _LINUX_CAPABILITY_VERSION_3: two words per set.
+    let header = Header { version: 0x2008_0522, pid: 0 };
+    let none = [0u32; 6];
+    // SAFETY: integers, and structures of the shapes that the calls take, which live during them.
+    unsafe {
+        check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")?;
+        for capability in 0.. {
+            if libc::prctl(libc::PR_CAPBSET_READ, capability, 0, 0, 0) < 0 {
+                break;
+            }
+            // Who lacks CAP_SETPCAP has no capability that it could pass on either.
+            let _fails = libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0);
+        }
+        if let Some(uid) = uid {
+            check(libc::setgroups(groups.len(), groups.as_ptr()), "setgroups")?;
+            check(libc::setresgid(uid, uid, uid), "setresgid")?;
+            check(libc::setresuid(uid, uid, uid), "setresuid")?;
+        }
+        check(libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "ambient")?;
+        check(libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr()) as libc::c_int, "capset")?;
+        // Another process of the same user can't look into this one.
+        check(libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")?;
+        // Another user id took the signal of the parent's death away.
+        check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0), "the parent's death")?;
+        // The supervisor reads what is said there. If it died before the line above, nobody does.
+        let mut said = libc::pollfd { fd: libc::STDERR_FILENO, events: 0, revents: 0 };
+        check(libc::poll(&mut said, 1, 0), "poll")?;
+        if said.revents & libc::POLLERR != 0 {
+            bail!("the supervisor has ended");
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_own_user_id_needs_the_capabilities_and_all_ids_of_workers() {
+        assert!(has_all("         0          0 4294967295\n"));
+        assert!(!has_all("         0     100000      65536\n"));
+        assert!(!has_all(&format!("0 0 {FIRST}\n{FIRST} 100000 65536\n")));
+        assert!(!has_all("nonsense\n"));
+        assert_eq!(effective("Name:\tx\nCapEff:\t00000000002001c0\n") & NEEDED, NEEDED);
+        assert_eq!(effective(""), 0);
+    }
+}

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What each process of a worker may use, and how many there may be. These hold without a cgroup; they count by process, a cgroup counts
+//! all of them together.
+
+use anyhow::Context;
+
+/// Threads and processes of a worker: those that wait inside the driver, the driver's own, the linker's.
+pub const TASKS: u64 = 1024;
+/// Descriptors of each process.
+const DESCRIPTORS: u64 = 1024;
+/// Bytes of private memory beside what the client's limit says: the driver, its compiler, threads' stacks.
+pub const WORKING: u64 = 2 << 30;
+
+fn limit(resource: libc::__rlimit_resource_t, value: u64) -> anyhow::Result<()> {
+    // SAFETY: plain integers, for which zeroes are values.
+    let mut limit: libc::rlimit = unsafe { std::mem::zeroed() };
+    // SAFETY: the structure lives during the call.
+    if unsafe { libc::getrlimit(resource, &mut limit) } < 0 {
+        return Err(std::io::Error::last_os_error()).context("getrlimit");
+    }
+    // Where the server itself has less, so does the worker.
+    let value = value.min(limit.rlim_max);
+    let limit = libc::rlimit { rlim_cur: value, rlim_max: value };
+    // SAFETY: as above.
+    if unsafe { libc::setrlimit(resource, &limit) } < 0 {
+        return Err(std::io::Error::last_os_error()).context("setrlimit");
+    }
+    Ok(())
+}
+
+/// A core dump would hold the client's data.
+pub fn no_core_dump() -> anyhow::Result<()> {
+    limit(libc::RLIMIT_CORE, 0)
+}
+
+/// Sets all of them, for good; `memory` in bytes.
+pub fn set(memory: u64) -> anyhow::Result<()> {
+    no_core_dump()?;
+    limit(libc::RLIMIT_NPROC, TASKS)?;
+    limit(libc::RLIMIT_NOFILE, DESCRIPTORS)?;
+    limit(libc::RLIMIT_DATA, memory)?;
+    limit(libc::RLIMIT_SIGPENDING, TASKS)?;
+    limit(libc::RLIMIT_MSGQUEUE, 0)
+}

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Starts a worker for each client, behind the wall that this server can build, and looks after it until it has ended.
+
+use crate::figures::Figures;
+use crate::limits::Limits;
+use crate::tenants::{Pause, Tenant, Tenants};
+use crate::wall::Wall;
+use crate::wall::identity::Identity;
+use crate::wall::limits::WORKING;
+use crate::wall::spawn::{self, Process, Start};
+use anyhow::{Context, anyhow};
+use rustix::pipe::PipeFlags;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Where a worker's channel is, for one that serves a VM's process.
+#[derive(serde::Serialize, serde::Deserialize)]
+pub struct Place {
+    /// Its number, and that of the worker's place in the VM's account.
+    pub channel: u32,
+    /// Its first byte in the zone's memory.
+    pub at: u64,
+    /// Data bytes of each of its rings.
+    pub ring: u64,
+    /// Bytes of its window.
+    pub window: u64,
+}
+
+/// How a server's workers are confined, whoever they serve; by default not.
+#[derive(Clone, Default)]
+pub struct Confinement(Option<Wall>);
+
+impl Confinement {
+    /// Tries on a worker that serves nobody whether workers can be confined here. `unconfined`: nothing is tried.
+    pub fn tried(unconfined: bool) -> anyhow::Result<Confinement> {
+        if unconfined {
+            eprintln!(
+                "tombolo accel: --unconfined: a client's kernels can do all that this server's user can"
+            );
+            return Ok(Confinement(None));
+        }
+        let identity = Identity::here().context("/proc/self")?;
+        let confinement = Confinement(Some(Wall { identity, memory: WORKING }));
+        confinement.try_it().map_err(|why| {
+            anyhow!(
+                "workers can't be confined here: {why:#}; see docs/accelerators.md, \
+                 or let clients' kernels do all that this user can: --unconfined"
+            )
+        })?;
+        Ok(confinement)
+    }
+
+    fn try_it(&self) -> anyhow::Result<()> {
+        let (said, process) = self.spawn(&["--trial"], &[], 0)?;
+        let mut words = String::new();
+        File::from(said).take(MOST_SAID as u64).read_to_string(&mut words).context("what it says")?;
+        if process.wait()? { Ok(()) } else { Err(anyhow!("{}", words.trim())) }
+    }
+
+    fn of(&self, limits: &Limits) -> Confinement {
+        let memory = limits.memory.saturating_add(WORKING);
+        Confinement(self.0.clone().map(|wall| Wall { memory, ..wall }))
+    }
+
+    /// Starts a worker with descriptors from [`crate::worker::FIGURES_FD`] on. The end of what it says, and the process.
+    fn spawn(
+        &self,
+        arguments: &[&str],
+        fds: &[BorrowedFd<'_>],
+        nice: i32,
+    ) -> anyhow::Result<(OwnedFd, Process)> {
+        let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
+        let (said, says) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("a pipe")?;
+        let mut arguments: Vec<String> =
+            worker_arguments().into_iter().chain(arguments.iter().map(|a| (*a).to_owned())).collect();
+        if let Some(wall) = &self.0 {
+            arguments.extend(["--wall".into(), serde_json::to_string(wall)?]);
+        }
+        // Its standard input is not ours: that may be a socket that commands come in by.
+        let standard = [null.as_fd(), null.as_fd(), says.as_fd()];
+        let descriptors: Vec<BorrowedFd<'_>> = standard.into_iter().chain(fds.iter().copied()).collect();
+        let process = spawn::spawn(&Start {
+            arguments,
+            variables: &[(crate::worker::NATIVE, "1")],
+            descriptors: &descriptors,
+            nice,
+            namespaces: self.0.as_ref().map_or(0, Wall::namespaces),
+            cgroup: None,
+        })
+        .context(
+            "no process with namespaces of its own \
+             (CONFIG_USER_NS, CONFIG_PID_NS, CONFIG_NET_NS; for a server that is not root also sysctl user.max_user_namespaces \
+             and kernel.unprivileged_userns_clone; in a container its own rules)",
+        )?;
+        Ok((said, process))
+    }
+}
+
+/// Bytes that a worker may say in the log of its server.
+const MOST_SAID: usize = 64 << 10;
+
+/// How long a worker may live on when its client has gone.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// Passes on to the log what a worker says, until it has ended; which it has to soon after the other end of its client's socket has gone.
+fn look_after(process: &Process, said: OwnedFd, mut client: Option<OwnedFd>) -> std::io::Result<()> {
+    let mut left = MOST_SAID;
+    let mut said = Some(File::from(said));
+    let mut gone: Option<Instant> = None;
+    let mut bytes = [0; 4096];
+    loop {
+        // Poll leaves a negative descriptor out.
+        let number = |fd: Option<&dyn AsRawFd>| fd.map_or(-1, AsRawFd::as_raw_fd);
+        let watched = |fd, events| libc::pollfd { fd, events, revents: 0 };
+        let mut fds = [
+            watched(number(said.as_ref().map(|s| s as _)), libc::POLLIN),
+            watched(number(client.as_ref().map(|c| c as _)), libc::POLLRDHUP),
+            watched(process.pidfd.as_raw_fd(), libc::POLLIN),
+        ];
+        let left_of_grace = gone.map(|since| GRACE.saturating_sub(since.elapsed()));
+        let timeout = left_of_grace.map_or(-1, |left| left.as_millis() as i32 + 1);
+        // SAFETY: the array lives during the call.
+        if unsafe { libc::poll(fds.as_mut_ptr(), 3, timeout) } < 0 {
+            let e = std::io::Error::last_os_error();
+            if e.kind() == std::io::ErrorKind::Interrupted {
+                continue;
+            }
+            return Err(e);
+        }
+        if fds[1].revents != 0 {
+            (client, gone) = (None, Some(Instant::now()));
+        }
+        if fds[0].revents != 0 {
+            let n = said.as_mut().map_or(Ok(0), |said| said.read(&mut bytes))?;
+            if n == 0 {
+                // It closed its end, and may live on.
+                said = None;
+            }
+            left = log(&bytes[..n], left);
+        } else if fds[2].revents != 0 {
+            return Ok(());
+        } else if left_of_grace == Some(Duration::ZERO) {
+            eprintln!("tombolo accel: worker {} didn't end with its client, and is killed", process.pid);
+            process.kill();
+            gone = None;
+        }
+    }
+}
+
+/// Writes what a worker said, of which so much is left to it; how much is left then.
+fn log(bytes: &[u8], left: usize) -> usize {
+    let (passed, after) = (bytes.len().min(left), left.saturating_sub(bytes.len()));
+    let mut log = std::io::stderr().lock();
+    // A log that can't be written is nothing that a worker should end of.
+    let _written = log.write_all(&bytes[..passed]);
+    if passed > 0 && after == 0 {
+        let _written = log.write_all(b"\ntombolo accel: a worker says too much; the rest is left out\n");
+    }
+    after
+}
+
+/// Starts a worker for a client that came by `via`. It finds its figures at [`crate::worker::FIGURES_FD`] and the descriptors from
+/// [`crate::worker::SOCKET_FD`] on. `ended` is called when it has.
+pub fn start(
+    tenants: &Arc<Tenants>,
+    via: &str,
+    limits: &Limits,
+    fds: &[BorrowedFd<'_>],
+    place: Option<&Place>,
+    ended: impl FnOnce() + Send + 'static,
+) -> anyhow::Result<()> {
+    let (figures, page) = Figures::new().context("its figures")?;
+    let copies = fds.iter().map(BorrowedFd::try_clone_to_owned).collect::<std::io::Result<Vec<_>>>()?;
+    let mut arguments = vec!["--limits".to_owned(), serde_json::to_string(limits)?];
+    if let Some(place) = place {
+        arguments.extend(["--place".to_owned(), serde_json::to_string(place)?]);
+    }
+    let confinement = tenants.confinement().of(limits);
+    let (via, limits) = (via.to_owned(), limits.clone());
+    let tenants = tenants.clone();
+    // The signal of the parent's death comes when the thread that started a worker ends; so that thread waits for it.
+    let (told, started) = std::sync::mpsc::channel();
+    std::thread::Builder::new().name("worker-watch".into()).spawn(move || {
+        let passed: Vec<BorrowedFd<'_>> =
+            [page.as_fd()].into_iter().chain(copies.iter().map(|c| c.as_fd())).collect();
+        let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let (said, process) = match confinement.spawn(&words, &passed, limits.nice()) {
+            Ok(begun) => begun,
+            Err(e) => return drop(told.send(Err(e))),
+        };
+        drop(page);
+        // The first is the socket whose end says that the client has gone.
+        let client = copies.into_iter().next();
+        let pidfd = process.pidfd.clone();
+        let (census, paused) = (None, Pause::default());
+        tenants.add(
+            process.pid,
+            Tenant { via, limits, figures, since: Instant::now(), process: pidfd, census, paused },
+        );
+        // Whoever asked waits for this.
+        let _heard = told.send(Ok(()));
+        if let Err(e) = look_after(&process, said, client).and_then(|()| process.wait()) {
+            eprintln!("tombolo accel: a worker can't be waited for: {e}");
+        }
+        tenants.remove(process.pid);
+        ended();
+    })?;
+    started.recv().context("the thread that starts a worker ended")?
+}
+
+/// The words that make this program a worker: as `tombolo accel worker` or as `tombolo-accel worker`.
+fn worker_arguments() -> Vec<String> {
+    let alone = std::env::args().nth(1).is_some_and(|a| a != "accel");
+    let words: &[&str] = if alone { &["tombolo", "worker"] } else { &["tombolo", "accel", "worker"] };
+    words.iter().map(|w| (*w).to_owned()).collect()
+}

@@ -1,0 +1,483 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Hostile native code in a worker, as a client's kernel (accel/tests/escape.c), against servers of root, where the tests run as root, and of
+//! an ordinary user. PoCL carries kernels out on the CPU (packages/accel.list).
+
+#![cfg(target_arch = "x86_64")]
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+use tombolo_accel_client::connection::Connection;
+use tombolo_accel_server::control::Listing;
+use tombolo_accel_server::tenants::Status;
+use tombolo_accel_server::wall::limits::{TASKS, WORKING};
+use tombolo_accel_spec::common::Ping;
+use tombolo_accel_spec::opencl as wire;
+use tombolo_calls::hello::Hello;
+use tombolo_calls::process;
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// A user that owns nothing.
+const NOBODY: u32 = 65534;
+
+/// Whose server it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum User {
+    /// The one that runs the tests.
+    Own,
+    /// Of root's tests, an ordinary one.
+    Nobody,
+}
+
+fn is_root() -> bool {
+    // SAFETY: takes nothing.
+    unsafe { libc::geteuid() == 0 }
+}
+
+fn users() -> &'static [User] {
+    if is_root() { &[User::Own, User::Nobody] } else { &[User::Own] }
+}
+
+/// Where all users may look, with the server's program, the hostile one and the client library in it.
+fn folder() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let folder = tempfile::Builder::new().prefix("tombolo-escape-").tempdir().expect("a folder").keep();
+        std::fs::set_permissions(&folder, PermissionsExt::from_mode(0o777)).expect("its mode");
+        let server = Path::new(env!("CARGO_BIN_EXE_tombolo-accel"));
+        std::fs::copy(server, folder.join("tombolo-accel")).expect("a copy of the server");
+        for name in ["escape", "waits"] {
+            let source = format!("{}/../tests/{name}.c", env!("CARGO_MANIFEST_DIR"));
+            let mut cc = Command::new("cc");
+            done(cc.args(["-O1", &source, "-o"]).arg(folder.join(name)).args(["-lOpenCL", "-lpthread"]));
+        }
+        let beside = server.parent().expect("a program lies in a folder");
+        let mut build = Command::new(env!("CARGO"));
+        build.args(["build", "-q", "-p", "tombolo-opencl", "--target-dir"]);
+        build.arg(beside.parent().expect("target"));
+        if beside.ends_with("release") {
+            build.arg("--release");
+        }
+        done(&mut build);
+        let library = beside.join("libtombolo_opencl.so");
+        std::fs::create_dir(folder.join("vendors")).expect("a folder");
+        std::fs::write(folder.join("vendors/tombolo.icd"), library.to_str().expect("a plain path"))
+            .expect("written");
+        // The folder is in use until this process ends, and nobody else knows its name.
+        // SAFETY: the function lives as long as the program and takes nothing.
+        unsafe { libc::atexit(remove_folder) };
+        folder
+    })
+}
+
+extern "C" fn remove_folder() {
+    // What can't be removed lies in the system's folder for temporary files.
+    let _left = std::fs::remove_dir_all(folder());
+}
+
+fn done(command: &mut Command) -> Output {
+    let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn server_command(user: User) -> Command {
+    let mut command = Command::new(folder().join("tombolo-accel"));
+    if user == User::Nobody {
+        command.uid(NOBODY).gid(NOBODY);
+    }
+    // Folders that these name would be the worker's too; cargo sets the last one.
+    for name in ["OCL_ICD_VENDORS", "OCL_ICD_FILENAMES", "LD_LIBRARY_PATH"] {
+        command.env_remove(name);
+    }
+    command.arg("serve");
+    command
+}
+
+struct Server {
+    child: Child,
+    socket: PathBuf,
+    control: PathBuf,
+}
+
+impl Server {
+    fn start(user: User, name: &str, options: &[&str]) -> Server {
+        let socket = folder().join(format!("{name}-{user:?}.sock"));
+        let control = socket.with_extension("control");
+        let mut command = server_command(user);
+        command.arg("--listen").arg(format!("unix:{}", socket.display()));
+        command.arg("--control").arg(&control).args(options);
+        // What a client must not be able to read.
+        command.env("SECRET_OF_THE_SERVER", "it");
+        let mut child = command.stderr(Stdio::piped()).spawn().expect("the server starts");
+        wait_until("the server listens", || {
+            if let Some(status) = child.try_wait().expect("a child") {
+                panic!("the server ended with {status}: {}", said(&mut child));
+            }
+            socket.exists() && control.exists()
+        });
+        Server { child, socket, control }
+    }
+
+    /// The hostile program.
+    fn escape(&self, arguments: &[&str]) -> Command {
+        let mut command = self.program("escape");
+        command.args(arguments);
+        command
+    }
+
+    fn program(&self, name: &str) -> Command {
+        let mut command = Command::new(folder().join(name));
+        command
+            .env("TOMBOLO_ACCEL", format!("unix:{}", self.socket.display()))
+            .env("OCL_ICD_VENDORS", folder().join("vendors"));
+        command
+    }
+
+    /// A client that does nothing by itself.
+    fn client(&self) -> Arc<Connection> {
+        let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "neighbour".into() };
+        Connection::new(process::connect(&self.socket, &hello).expect("connects"))
+    }
+
+    fn tenants(&self) -> Vec<Status> {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
+        let output = done(command.args(["ls", "--json", "--control"]).arg(&self.control));
+        let mut servers: Vec<Listing> = serde_json::from_slice(&output.stdout).expect("a list in JSON");
+        servers.remove(0).tenants
+    }
+
+    fn tenant(&self, name: &str) -> Option<Status> {
+        self.tenants().into_iter().find(|t| t.name.starts_with(name))
+    }
+
+    /// Ends the server; what it logged.
+    fn end(mut self) -> String {
+        self.child.kill().expect("it runs");
+        self.child.wait().expect("it ran");
+        said(&mut self.child)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Ended already, unless the test failed.
+        let _ended = self.child.kill();
+        let _reaped = self.child.wait();
+    }
+}
+
+fn said(child: &mut Child) -> String {
+    let mut log = String::new();
+    if let Some(mut stderr) = child.stderr.take() {
+        stderr.read_to_string(&mut log).expect("a log in UTF-8");
+    }
+    log
+}
+
+/// A hostile client that runs until it is told to end.
+struct Hostile {
+    child: Child,
+    _out: BufReader<ChildStdout>,
+}
+
+impl Hostile {
+    fn start(server: &Server, what: &str, says: &str) -> Hostile {
+        let mut command = server.escape(&[what]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
+        let mut out = BufReader::new(child.stdout.take().expect("piped"));
+        let mut line = String::new();
+        out.read_line(&mut line).expect("a line");
+        assert_eq!(line.trim(), says);
+        Hostile { child, _out: out }
+    }
+
+    fn end(mut self) -> ExitStatus {
+        drop(self.child.stdin.take());
+        self.child.wait().expect("it ends")
+    }
+}
+
+/// The lines 'what: number' that a hostile program says.
+fn numbers(output: &Output) -> Vec<(String, i64)> {
+    let text = String::from_utf8_lossy(&output.stdout);
+    let line = |line: &str| {
+        let (what, number) = line.rsplit_once(": ").unwrap_or_else(|| panic!("{line}"));
+        (what.to_owned(), number.parse().unwrap_or_else(|_| panic!("{line}")))
+    };
+    text.lines().map(line).collect()
+}
+
+fn ping(client: &Connection) {
+    client.call(&Ping {}, |_, _| ()).expect("an answer");
+}
+
+/// Memory of System V that anybody may use; removed when dropped.
+struct SystemV(i32);
+
+impl SystemV {
+    fn new() -> SystemV {
+        // SAFETY: integers only.
+        let id = unsafe { libc::shmget(libc::IPC_PRIVATE, 4096, libc::IPC_CREAT | 0o666) };
+        assert!(id >= 0, "{}", std::io::Error::last_os_error());
+        SystemV(id)
+    }
+}
+
+impl Drop for SystemV {
+    fn drop(&mut self) {
+        // SAFETY: integers, and no structure for this command.
+        unsafe { libc::shmctl(self.0, libc::IPC_RMID, std::ptr::null_mut()) };
+    }
+}
+
+/// A file that everybody may change; removed when dropped.
+struct Secret(PathBuf);
+
+impl Secret {
+    fn new(folder: &Path) -> Secret {
+        let path = folder.join(format!("tombolo-secret-{}", std::process::id()));
+        std::fs::write(&path, "secret").expect("written");
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).expect("its mode");
+        Secret(path)
+    }
+}
+
+impl Drop for Secret {
+    fn drop(&mut self) {
+        assert_eq!(std::fs::read_to_string(&self.0).expect("it is there"), "secret");
+        std::fs::remove_file(&self.0).expect("removed");
+    }
+}
+
+#[test]
+fn a_kernels_system_calls_reach_no_process_file_socket_or_memory_of_others() {
+    for user in users() {
+        let server = Server::start(*user, "try", &[]);
+        let neighbour = server.client();
+        ping(&neighbour);
+        let its_worker = server.tenant("neighbour").expect("it is served").pid;
+        // Another tenant's zone lies in the first of these, its kernels in the second.
+        let secrets = [Path::new("/dev/shm"), &std::env::temp_dir(), folder()].map(Secret::new);
+        let name = format!("tombolo-escape-{}-{user:?}", std::process::id());
+        let abstract_socket =
+            UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).expect("a name")).expect("bound");
+        abstract_socket.set_nonblocking(true).expect("set");
+        let memory = SystemV::new();
+        let (pid, worker, id) = (server.child.id().to_string(), its_worker.to_string(), memory.0.to_string());
+        let mut arguments = vec!["try", &pid, &worker, &name, &id];
+        arguments.extend(secrets.iter().map(|s| s.0.to_str().expect("a plain path")));
+        let socket = server.socket.to_str().expect("a plain path");
+        arguments.push(socket);
+        let attempts = numbers(&done(&mut server.escape(&arguments)));
+        assert!(attempts.len() > 200, "{}", attempts.len());
+        let succeeded: Vec<_> = attempts.iter().filter(|(_, result)| *result >= 0).collect();
+        assert!(succeeded.is_empty(), "{user:?}: {succeeded:?}");
+        assert!(abstract_socket.recv(&mut [0; 8]).is_err(), "something came in by the abstract socket");
+        ping(&neighbour);
+        assert_eq!(server.tenant("neighbour").expect("it is served").pid, its_worker);
+        server.end();
+    }
+}
+
+/// Processes whose parent is this one: number, state.
+fn children(pid: u32) -> Vec<(u32, char)> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").expect("/proc").flatten() {
+        let Ok(stat) = std::fs::read_to_string(entry.path().join("stat")) else { continue };
+        let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
+        let mut fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+        let (state, parent) = (fields.next(), fields.next().and_then(|p| p.parse::<u32>().ok()));
+        if let (Some(number), Some(state), Some(parent)) = (number, state, parent) {
+            if parent == pid {
+                found.push((number, state.chars().next().unwrap_or(' ')));
+            }
+        }
+    }
+    found
+}
+
+fn lives(pid: u32) -> bool {
+    Path::new(&format!("/proc/{pid}")).exists()
+}
+
+#[test]
+fn what_a_kernel_starts_is_charged_and_stopped_like_its_worker_and_ends_with_it() {
+    for user in users() {
+        let server = Server::start(*user, "linger", &[]);
+        let hostile = [(); 2].map(|()| Hostile::start(&server, "linger", "lingers"));
+        // The workers themselves have nothing to do.
+        let used = || server.tenants().iter().map(|t| t.cpu_seconds).fold(f64::INFINITY, f64::min);
+        let begun = used();
+        wait_until("the processes' time is charged", || used() > begun + 0.5);
+        let workers: Vec<u32> = server.tenants().iter().map(|t| t.pid).collect();
+        let started: Vec<u32> = workers.iter().flat_map(|w| children(*w)).map(|(pid, _)| pid).collect();
+        assert_eq!((workers.len(), started.len()), (2, 2), "{workers:?} {started:?}");
+        // Both always want to run. With more processors than two nobody would have to wait for the other.
+        if std::thread::available_parallelism().is_ok_and(|n| n.get() <= 2) {
+            let stopped = || workers.iter().flat_map(|w| children(*w)).any(|(_, state)| state == 'T');
+            wait_until("one of the processes is stopped", stopped);
+        }
+        for hostile in hostile {
+            hostile.end();
+        }
+        wait_until("the workers have ended", || server.tenants().is_empty());
+        for pid in started {
+            assert!(!lives(pid), "{user:?}: process {pid} outlives its worker");
+        }
+        server.end();
+    }
+}
+
+#[test]
+fn memory_disk_and_processes_end_at_their_limits_and_nothing_of_them_stays() {
+    for user in users() {
+        let server = Server::start(*user, "fill", &["--memory", "64"]);
+        let neighbour = server.client();
+        let got = numbers(&done(&mut server.escape(&["fill"])));
+        let of = |what: &str| got.iter().find(|(w, _)| w == what).unwrap_or_else(|| panic!("{got:?}")).1;
+        // Each is more than nothing, so that what ended it was its limit.
+        let most = (64 + (WORKING >> 20)) as i64;
+        assert!((most / 2..=most).contains(&of("private MiB")), "{got:?}");
+        assert!(of("shared") < 0, "{got:?}");
+        assert!((256..=512).contains(&of("file MiB")), "{got:?}");
+        assert!((TASKS as i64 / 2..=TASKS as i64).contains(&of("processes")), "{got:?}");
+        wait_until("the worker has ended", || server.tenants().len() == 1);
+        ping(&neighbour);
+        server.end();
+    }
+}
+
+#[test]
+fn a_worker_that_does_not_end_with_its_client_is_ended() {
+    for user in users() {
+        let server = Server::start(*user, "deaf", &[]);
+        let hostile = Hostile::start(&server, "deaf", "deaf");
+        let worker = server.tenants()[0].pid;
+        assert!(hostile.end().success());
+        wait_until("the worker is ended", || server.tenants().is_empty());
+        assert!(!lives(worker));
+        server.end();
+    }
+}
+
+#[test]
+fn more_waits_than_a_worker_has_threads_for_are_refused_and_the_others_end() {
+    let server = Server::start(User::Own, "waits", &[]);
+    let mut child =
+        server.program("waits").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
+    let mut out = BufReader::new(child.stdout.take().expect("piped"));
+    let mut line = String::new();
+    out.read_line(&mut line).expect("a line");
+    assert_eq!(line, "ready\n");
+    let calls = || server.tenant("waits").expect("it is served").calls;
+    let before = calls();
+    let go_on = || child.stdin.as_ref().expect("piped").write_all(b"x").expect("written");
+    go_on();
+    wait_until("all waits are read", || calls() >= before + 300);
+    go_on();
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).expect("text");
+    assert!(child.wait().expect("it ends").success());
+    let number = |what: &str| -> u32 {
+        let line = rest.lines().find_map(|line| line.strip_prefix(what)).unwrap_or_else(|| panic!("{rest}"));
+        line.parse().expect("a number")
+    };
+    assert_eq!((number("set: "), number("done: ") + number("refused: ")), (0, 300), "{rest}");
+    assert!(number("done: ") > 128 && number("refused: ") > 0, "{rest}");
+    server.end();
+}
+
+/// A filter that lets this process, and whatever it starts, have no such system call.
+fn without(number: libc::c_long) -> seccompiler::BpfProgram {
+    let rules = [(number, Vec::new())].into_iter().collect();
+    let (allow, none) =
+        (seccompiler::SeccompAction::Allow, seccompiler::SeccompAction::Errno(libc::ENOSYS as u32));
+    let arch = std::env::consts::ARCH.try_into().expect("this processor");
+    let filter = seccompiler::SeccompFilter::new(rules, allow, none, arch).expect("a filter");
+    filter.try_into().expect("a program")
+}
+
+/// A server on a host that lacks a system call: how it ended, and what it said.
+fn where_there_is_no(number: libc::c_long, options: &[&str]) -> (ExitStatus, String) {
+    let socket = folder().join(format!("lacks-{number}.sock"));
+    let program = without(number);
+    let mut command = server_command(User::Own);
+    command.arg("--listen").arg(format!("unix:{}", socket.display())).args(options);
+    // SAFETY: between fork and exec only system calls are made.
+    unsafe {
+        command.pre_exec(move || {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+            seccompiler::apply_filter(&program).map_err(std::io::Error::other)
+        });
+    }
+    let mut child = command.stderr(Stdio::piped()).spawn().expect("it starts");
+    wait_until("it ends or listens", || socket.exists() || child.try_wait().expect("a child").is_some());
+    if socket.exists() {
+        child.kill().expect("it runs");
+    }
+    let status = child.wait().expect("it ended");
+    // What a server leaves that was killed.
+    let _there_or_not = std::fs::remove_file(&socket);
+    (status, said(&mut child))
+}
+
+#[test]
+fn a_server_that_can_not_confine_its_workers_says_what_is_missing_and_serves_only_when_told_to() {
+    let lacking = [
+        (libc::SYS_landlock_create_ruleset, "CONFIG_SECURITY_LANDLOCK"),
+        (libc::SYS_pivot_root, "a file system of its own (mount namespace)"),
+        (libc::SYS_clone3, "no process with namespaces of its own"),
+    ];
+    for (number, words) in lacking {
+        let (status, said) = where_there_is_no(number, &[]);
+        assert_eq!(status.code(), Some(1), "{said}");
+        assert!(said.contains("can't be confined here") && said.contains(words), "{said}");
+        assert!(said.contains("--unconfined"), "{said}");
+    }
+    let (status, said) = where_there_is_no(libc::SYS_landlock_create_ruleset, &["--unconfined"]);
+    assert!(status.code().is_none(), "it was killed when it listened: {said}");
+    assert!(said.contains("a client's kernels can do all that this server's user can"), "{said}");
+}
+
+#[test]
+fn a_client_reads_nothing_of_the_servers_environment_and_descriptors() {
+    for user in users() {
+        let server = Server::start(*user, "environment", &[]);
+        let client = server.client();
+        ping(&client);
+        let worker = server.tenants()[0].pid;
+        let environment = std::fs::read(format!("/proc/{worker}/environ"));
+        // A process that isn't dumpable shows it to root alone.
+        if is_root() {
+            let environment = String::from_utf8_lossy(&environment.expect("root reads it")).into_owned();
+            assert!(environment.contains("PATH=") && !environment.contains("SECRET"), "{environment}");
+            let descriptors = std::fs::read_dir(format!("/proc/{worker}/fd")).expect("root reads them");
+            let names: Vec<String> = descriptors
+                .filter_map(|fd| Some(std::fs::read_link(fd.ok()?.path()).ok()?.display().to_string()))
+                .collect();
+            let known = |name: &String| {
+                ["/dev/null", "pipe:", "socket:", "anon_inode:", "/memfd:tombolo-"]
+                    .iter()
+                    .any(|k| name.starts_with(k))
+            };
+            assert!(names.iter().all(known), "{names:?}");
+        }
+        server.end();
+    }
+}

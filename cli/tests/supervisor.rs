@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the supervisor does in trouble: no guests, a stand-in for QEMU (`fake-qemu`).
+
+use std::io::{BufRead, BufReader, Read};
+
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Lab, PATIENCE, signal};
+
+mod common;
+
+/// A project of one VM whose QEMU is the stand-in, with these words for it and more lines for the VM.
+fn lab(words: &[&str], more: &str) -> Lab {
+    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
+    let arguments: Vec<String> = words.iter().map(|w| format!("\"-fake\", \"{w}\"")).collect();
+    let lab = Lab::new(&format!(
+        "qemu = \"{}\"\n[zone.z]\nsize = \"8M\"\n[vm.a]\nkernel = \"./kernel\"\nmemory = \"128M\"\nhotplug_ports = 2\nready = \"running\"\nqemu_args = [{}]\n{more}",
+        fake.display(),
+        arguments.join(", ")
+    ));
+    std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
+    lab
+}
+
+fn supervisor(lab: &Lab) -> u32 {
+    u32::try_from(lab.ps()["supervisor"].as_u64().unwrap()).unwrap()
+}
+
+fn qemu(lab: &Lab) -> u32 {
+    u32::try_from(lab.ps()["vms"][0]["pid"].as_u64().unwrap()).unwrap()
+}
+
+fn descriptors(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
+}
+
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Starts `console` and waits until it shows the guest's first words.
+fn console(lab: &Lab) -> (Child, BufReader<std::process::ChildStdout>) {
+    let mut child =
+        lab.command(&["console", "a"]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut reader = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    reader.read_line(&mut line).unwrap();
+    assert!(line.contains("first words"), "{line}");
+    (child, reader)
+}
+
+#[test]
+fn a_console_that_is_closed_gives_its_descriptor_back_though_the_guest_is_silent() {
+    let lab = lab(&[], "");
+    lab.good(&["up"]);
+    let supervisor = supervisor(&lab);
+    let before = descriptors(supervisor);
+    for _ in 0..5 {
+        let (mut child, _reader) = console(&lab);
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    until("consoles leak", || descriptors(supervisor) <= before);
+}
+
+#[test]
+fn a_supervisor_out_of_descriptors_still_answers_ps_and_down() {
+    let lab = lab(&[], "");
+    lab.good(&["up"]);
+    let (supervisor, qemu) = (supervisor(&lab), qemu(&lab));
+    let limited =
+        Command::new("prlimit").args([format!("--pid={supervisor}"), "--nofile=64".into()]).status();
+    assert!(limited.unwrap().success());
+    // Consoles that stay open take what is left.
+    let mut consoles = Vec::new();
+    loop {
+        let mut child = lab
+            .command(&["console", "a"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        let mut reader = BufReader::new(child.stdout.take().unwrap());
+        if reader.read_line(&mut line).unwrap() == 0 {
+            let refused = child.wait_with_output().unwrap();
+            assert!(said(&refused).contains("no file descriptor left"), "{}", said(&refused));
+            break;
+        }
+        consoles.push((child, reader));
+    }
+    for _ in 0..3 {
+        assert_eq!(lab.ps()["vms"][0]["state"], "up");
+    }
+    let refused = lab.run(&["zone", "attach", "z", "a"]);
+    assert!(
+        !refused.status.success() && said(&refused).contains("no file descriptor left"),
+        "{}",
+        said(&refused)
+    );
+    let refused = lab.run(&["up"]);
+    assert!(
+        !refused.status.success() && said(&refused).contains("no file descriptor left"),
+        "{}",
+        said(&refused)
+    );
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+    assert!(!Path::new(&format!("/proc/{qemu}")).exists());
+    for (mut console, _) in consoles {
+        console.wait().unwrap();
+    }
+}
+
+#[test]
+fn a_supervisor_that_is_stopped_is_told_by_every_command_and_down_can_be_interrupted() {
+    let lab = lab(&[], "");
+    lab.good(&["up"]);
+    let supervisor = supervisor(&lab);
+    signal(supervisor, "STOP");
+    for command in
+        [&["ps"][..], &["ps", "-a"], &["down"], &["up"], &["exec", "a", "--", "true"], &["zone", "path", "z"]]
+    {
+        let begun = Instant::now();
+        let output = lab.run(command);
+        assert!(!output.status.success(), "{command:?}");
+        assert!(
+            said(&output).contains(&format!("kill -CONT {supervisor}")),
+            "{command:?}: {}",
+            said(&output)
+        );
+        assert!(begun.elapsed() < Duration::from_secs(60), "{command:?}");
+    }
+    signal(supervisor, "CONT");
+    assert_eq!(lab.ps()["vms"][0]["state"], "up", "commands that were not heard did nothing");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_project_is_its_compose_file_whatever_the_runtime_folder_is() {
+    let lab = lab(&[], "");
+    lab.good(&["up"]);
+    let (first, qemu) = (supervisor(&lab), qemu(&lab));
+    let other = tempfile::tempdir().unwrap();
+    let elsewhere =
+        |arguments: &[&str]| lab.command(arguments).env("XDG_RUNTIME_DIR", other.path()).output().unwrap();
+    let again = elsewhere(&["up"]);
+    assert!(again.status.success() && said(&again).contains("a: already running"), "{}", said(&again));
+    assert_eq!(supervisor(&lab), first);
+    // As at a logout.
+    std::fs::remove_dir_all(lab.dir.path().join("tombolo")).unwrap();
+    assert_eq!((supervisor(&lab), self::qemu(&lab)), (first, qemu));
+    signal(qemu, "USR1");
+    until("a guest reboots without its folder", || {
+        let vm = lab.ps()["vms"][0].clone();
+        vm["reboots"] == 1 && vm["state"] == "up"
+    });
+    assert!(elsewhere(&["down"]).status.success());
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn two_that_start_one_project_from_different_runtime_folders_get_one_vm() {
+    for _ in 0..5 {
+        let lab = lab(&[], "");
+        let other = tempfile::tempdir().unwrap();
+        let mut starts: Vec<Child> = (0..4)
+            .map(|n| {
+                let mut command = lab.command(&["up"]);
+                if n % 2 == 1 {
+                    command.env("XDG_RUNTIME_DIR", other.path());
+                }
+                command.stderr(Stdio::piped()).spawn().unwrap()
+            })
+            .collect();
+        for start in &mut starts {
+            let mut words = String::new();
+            start.stderr.take().unwrap().read_to_string(&mut words).unwrap();
+            assert!(start.wait().unwrap().success(), "{words}");
+        }
+        let file = lab.dir.path().join("tombolo.toml");
+        // Projects of other tests are there too, and may not answer.
+        let all: serde_json::Value =
+            serde_json::from_slice(&lab.run(&["ps", "-a", "--json"]).stdout).unwrap();
+        let ours = all.as_array().unwrap().iter().filter(|p| p["file"] == file.to_str().unwrap()).count();
+        assert_eq!(ours, 1);
+        lab.good(&["down"]);
+    }
+}
+
+/// Takes the project down and says how long that took, at most 30 s, and what was said.
+fn down(lab: &Lab) -> (Duration, String) {
+    let begun = Instant::now();
+    let output = lab.run(&["down"]);
+    let took = begun.elapsed();
+    let words = said(&output);
+    assert!(output.status.success(), "{words}");
+    assert!(took < Duration::from_secs(30), "{took:?}: {words}");
+    (took, words)
+}
+
+#[test]
+fn a_guest_and_a_qemu_that_hear_nothing_are_stopped_within_the_time_that_is_said() {
+    let lab = lab(&["deaf-agent", "no-quit"], "disk = \"disk\"\nzones = { z = {} }\n");
+    std::fs::write(lab.dir.path().join("disk"), "").unwrap();
+    lab.good(&["up"]);
+    // Commands that the agent never answers stand in the way.
+    let mut waiting: Vec<Child> = (0..5)
+        .map(|_| lab.command(&["exec", "a", "--", "true"]).stderr(Stdio::piped()).spawn().unwrap())
+        .collect();
+    let (_, words) = down(&lab);
+    for told in ["12 s to switch itself off", "QEMU does not quit and is killed", "a: stopped"] {
+        assert!(words.contains(told), "{words}");
+    }
+    for command in &mut waiting {
+        assert_eq!(command.wait().unwrap().code(), Some(125));
+    }
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_qemu_that_is_stopped_in_the_middle_of_a_plug_does_not_hold_up_down() {
+    let lab = lab(&[], "");
+    lab.good(&["up"]);
+    let qemu = qemu(&lab);
+    signal(qemu, "STOP");
+    let mut attach = lab.command(&["zone", "attach", "z", "a"]).stderr(Stdio::piped()).spawn().unwrap();
+    // The monitor owes the reply to the first step when QEMU has been sent something.
+    until("the plug begins", || lab.ps()["zones"][0]["members"] != serde_json::json!([]));
+    down(&lab);
+    assert!(!attach.wait().unwrap().success());
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_down_that_is_interrupted_says_that_it_goes_on_and_does() {
+    let lab = lab(&["no-quit"], "disk = \"disk\"\n");
+    std::fs::write(lab.dir.path().join("disk"), "").unwrap();
+    lab.good(&["up"]);
+    let mut child = lab.command(&["down"]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut reader = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("stopping") {
+        line.clear();
+        assert!(reader.read_line(&mut line).unwrap() > 0);
+    }
+    signal(child.id(), "TERM");
+    let mut rest = String::new();
+    reader.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{rest}");
+    assert!(rest.contains("the supervisor goes on with it"), "{rest}");
+    lab.assert_nothing_left();
+}

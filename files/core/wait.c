@@ -1,0 +1,367 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * The lock across members, and waiting. tfs_format.h says what a lock word holds.
+ *
+ * Without waiters a lock is taken and given back by one compare and swap each. Who finds it taken spins a little, then stands in its member's
+ * line for this lock, which is private memory and in the order of arrival; the first of a line acts for its member: it announces the
+ * member in 'waiters' and sleeps. Who gives the lock back wakes the next member, which may find that somebody else was faster. Having slept
+ * once in vain, the first of a line demands the lock: then its owner does not give it back but offers it to the next member in 'waiters' after
+ * the last that it was offered to, so a member that waits is passed over by each other member once at most.
+ *
+ * An offer is no ownership. It ends when its member takes it, when that member is dead, or when it has not come within OFFER_NS, as a member
+ * that is suspended doesn't: then whoever waits takes the lock. So neither dead nor suspended waiters hold up a lock. What was owned by a
+ * dead member is taken over once its transactions are recovered.
+ *
+ * Waiting for an owner that lives has no end but a signal. After ASK_NS of it the owner is rung; whether it answers is told in the log.
+ *
+ * files/host/tests/lock_model.rs explores this protocol; its steps have the names of the comments here.
+ */
+#include "tfs_internal.h"
+
+#define SPINS 200u
+#define NAP_MIN_NS (50ULL * 1000)
+#define NAP_MAX_NS (10ULL * 1000 * 1000) /* a doorbell may be missing, or its ringer dead */
+#define OFFER_NS (50ULL * 1000 * 1000)
+#define ASK_NS (1000ULL * 1000 * 1000)
+#define TELL_NS (2 * ASK_NS)
+#define SURE_NS (5 * ASK_NS)
+
+/* --- words ------------------------------------------------------------------------------------------------------- */
+
+static tmb_u64 field(tmb_u64 word, tmb_u64 mask)
+{
+	return (word & mask) >> __builtin_ctzll(mask);
+}
+
+static tmb_u64 with(tmb_u64 word, tmb_u64 mask, tmb_u64 value)
+{
+	return (word & ~mask) | (value << __builtin_ctzll(mask) & mask);
+}
+
+/* The word once this member owns the lock that is as in 'now'. */
+static tmb_u64 owned(struct tfs *fs, tmb_u64 now)
+{
+	tmb_u64 word = with(now & TFS_LOCK_TURN, TFS_LOCK_COUNT, field(now, TFS_LOCK_COUNT) + 1);
+
+	return word | tmb_lock_word(fs->member, fs->epoch, 0) | TFS_LOCK_HELD;
+}
+
+static bool is_own(struct tfs *fs, tmb_u64 word)
+{
+	return (word & ~TFS_LOCK_TAG) == tmb_lock_word(fs->member, fs->epoch, 0);
+}
+
+static tmb_u32 epoch_of(tmb_u64 word)
+{
+	return (tmb_u32)(word >> 32);
+}
+
+bool tfs_lock_held(const struct tmb_lock *lock, tmb_u32 *owner)
+{
+	tmb_u64 now = tmb_load(&lock->word);
+
+	*owner = tmb_lock_owner(now);
+	return now & 0xff && (now & TFS_LOCK_KIND) == TFS_LOCK_HELD;
+}
+
+/* --- lines of this member's own threads ------------------------------------------------------------------------------- */
+
+/* What a lock is called in a line. */
+static tmb_u64 name_of(struct tmb_lock *lock)
+{
+	return (tmb_u64)(unsigned long)lock;
+}
+
+/* NULL: there is no place. */
+static struct tfs_waiter *line_up(struct tfs *fs, struct tmb_lock *lock)
+{
+	for (tmb_u32 i = 0; i < TFS_LINE; i++) {
+		struct tfs_waiter *w = &fs->line[i];
+
+		if (tmb_load(&w->lock) || !tmb_cas64(&w->lock, 0, name_of(lock)))
+			continue;
+		tmb_store_release(&w->number, tmb_fetch_add(&fs->numbers, 1) + 1);
+		return w;
+	}
+	return NULL;
+}
+
+static void leave_line(struct tfs_waiter *w)
+{
+	tmb_store(&w->number, 0);
+	tmb_store_release(&w->lock, 0);
+}
+
+static struct tfs_waiter *first_of(struct tfs *fs, tmb_u64 lock)
+{
+	struct tfs_waiter *first = NULL;
+	tmb_u64 lowest = 0;
+
+	for (tmb_u32 i = 0; i < TFS_LINE; i++) {
+		struct tfs_waiter *w = &fs->line[i];
+		tmb_u64 number;
+
+		if (tmb_load_acquire(&w->lock) != lock)
+			continue;
+		number = tmb_load_acquire(&w->number); /* 0: just coming, so not before anybody else */
+		if (!first || (number && (!lowest || number < lowest))) {
+			first = w;
+			lowest = number;
+		}
+	}
+	return first;
+}
+
+static void wake(struct tfs *fs, struct tfs_waiter *w)
+{
+	tmb_fetch_add(&w->bell, 1);
+	tfs_os_wake(fs, &w->bell);
+}
+
+void tfs_rang(struct tfs *fs)
+{
+	for (tmb_u32 i = 0; i < TFS_LINE; i++) {
+		tmb_u64 lock = tmb_load_acquire(&fs->line[i].lock);
+
+		if (lock && first_of(fs, lock) == &fs->line[i])
+			wake(fs, &fs->line[i]);
+	}
+}
+
+/* Wakes the first of a member's line. */
+static void ring(struct tfs *fs, struct tmb_lock *lock, tmb_u32 member)
+{
+	struct tfs_waiter *w;
+
+	if (member != fs->member) {
+		tfs_ring_members(fs, 1ULL << member, TMB_PENDING_LOCK);
+		return;
+	}
+	w = first_of(fs, name_of(lock));
+	if (w)
+		wake(fs, w);
+}
+
+/* --- waiting ------------------------------------------------------------------------------------------------------------ */
+
+void tfs_wait_start(struct tfs_wait *w, enum tfs_how how)
+{
+	*w = (struct tfs_wait){.how = how, .started = tfs_os_clock()};
+	w->changed = w->started;
+	w->tell = TELL_NS;
+}
+
+/* Asks after an owner that has not let go for long, and tells of it, ever less often. */
+static void ask(struct tfs *fs, struct tfs_wait *w, tmb_u64 clock, tmb_u32 owner)
+{
+	tmb_u64 waited = clock - w->changed;
+	bool answers = owner == fs->member;
+
+	if (owner >= TFS_MEMBERS || !fs->members || waited < ASK_NS)
+		return;
+	if (!w->asked) {
+		w->asked = true;
+		tfs_ring_members(fs, 1ULL << owner, TMB_PENDING_LOCK);
+	}
+	if (waited < w->tell)
+		return;
+	w->tell *= 4;
+	/* Who runs takes its pending bits. */
+	answers = answers || !(tmb_load(&fs->members[owner].pending) & TMB_PENDING_LOCK);
+	tfs_os_waiting(fs, owner, answers, waited / ASK_NS);
+	w->asked = !answers;
+}
+
+int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owner, tmb_u32 *bell, tmb_u32 rung)
+{
+	tmb_u64 clock = tfs_os_clock(), waited, nap;
+	tmb_u32 none = 0;
+
+	if (seen != w->seen) {
+		w->seen = seen;
+		w->changed = clock;
+		w->asked = false;
+		w->tell = TELL_NS;
+	}
+	ask(fs, w, clock, owner);
+	waited = clock - w->started;
+	nap = TFS_MIN(waited / 4 + NAP_MIN_NS, NAP_MAX_NS);
+	if (tfs_os_sleep(fs, bell ? bell : &none, bell ? rung : 0, nap, w->how == TFS_KILLABLE || waited > SURE_NS))
+		return -EINTR;
+	return tfs_fenced(fs) ? -ESHUTDOWN : 0;
+}
+
+/* --- taking ---------------------------------------------------------------------------------------------------------------- */
+
+/* The next living member that waits, after one; TFS_MEMBERS: none. */
+static tmb_u32 choose(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
+{
+	tmb_u64 waiters = tmb_load_acquire(&lock->waiters);
+	tmb_u32 after = (tmb_u32)field(word, TFS_LOCK_TURN) % TFS_MEMBERS; /* the member's number + 1, so the one after it */
+
+	for (tmb_u32 i = 0; waiters && i < TFS_MEMBERS; i++) {
+		tmb_u32 m = (after + i) % TFS_MEMBERS;
+
+		if (!(waiters >> m & 1))
+			continue;
+		if (tfs_member_active(fs, m))
+			return m;
+		tmb_fetch_and(&lock->waiters, ~(1ULL << m));
+	}
+	return TFS_MEMBERS;
+}
+
+bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock)
+{
+	tmb_u64 now = tmb_load(&lock->word);
+
+	return !(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now));
+}
+
+/* One attempt of the first of a line. 1: it owns the lock; 0: not yet; or an error. */
+static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now, tmb_u64 since)
+{
+	tmb_u32 owner = tmb_lock_owner(now);
+	tmb_u64 kind = now & TFS_LOCK_KIND;
+
+	if (!(now & 0xff)) /* free */
+		return tmb_cas64(&lock->word, now, owned(fs, now));
+	if (owner >= TFS_MEMBERS || (kind != TFS_LOCK_HELD && kind != TFS_LOCK_OFFERED)) {
+		tfs_damage(fs, "lock word without an owner", now, (tmb_u64)((tmb_u8 *)lock - fs->area));
+		tmb_cas64(&lock->word, now, 0);
+		return 0;
+	}
+	if (kind == TFS_LOCK_OFFERED) {
+		bool lapsed = since && tfs_os_clock() - since > OFFER_NS;
+
+		if (!is_own(fs, now) && tfs_member_alive(fs, owner, epoch_of(now)) && !lapsed)
+			return 0;
+		if (!is_own(fs, now))
+			tmb_fetch_and(&lock->waiters, ~(1ULL << owner)); /* SkipIdler: it announces itself again when it comes */
+		return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeLapsed */
+	}
+	if (tfs_member_alive(fs, owner, epoch_of(now)))
+		return 0;
+	if (w->how != TFS_NO_RECOVERY && fs->members && tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch_of(now)) {
+		int err = tfs_recover_locks(fs, owner, w->how);
+
+		if (err)
+			return err;
+	}
+	return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeDead */
+}
+
+/* Out of the line. The member stays announced while others of it are in line; the next of them is woken by whoever gives the lock back. */
+static void withdraw(struct tfs *fs, struct tmb_lock *lock, struct tfs_waiter *place)
+{
+	tmb_u64 bit = 1ULL << fs->member;
+
+	leave_line(place);
+	if (first_of(fs, name_of(lock))) {
+		tmb_fetch_or(&lock->waiters, bit);
+		return;
+	}
+	if (!(tmb_load(&lock->waiters) & bit))
+		return;
+	tmb_fetch_and(&lock->waiters, ~bit);
+	if (first_of(fs, name_of(lock))) /* Again: it may have announced itself in between */
+		tmb_fetch_or(&lock->waiters, bit);
+}
+
+static int wait_in_line(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, struct tfs_waiter *place)
+{
+	tmb_u64 seen = 0, since = 0;
+	bool slept = false;
+	int got;
+
+	for (;;) {
+		tmb_u32 rung = tmb_load_acquire(&place->bell), owner = TFS_MEMBERS;
+		tmb_u64 now = tmb_load_acquire(&lock->word);
+
+		if (first_of(fs, name_of(lock)) == place) {
+			if (now != seen || !since) {
+				seen = now;
+				since = tfs_os_clock();
+			}
+			got = attempt(fs, lock, w, now, since);
+			if (got)
+				return got;
+			if (tmb_load(&lock->word) != now)
+				continue;
+			tmb_fetch_or(&lock->waiters, 1ULL << fs->member); /* Announce */
+			if (tmb_load(&lock->word) != now) /* Confirm */
+				continue;
+			if (slept && (now & TFS_LOCK_KIND) == TFS_LOCK_HELD && !(now & TFS_LOCK_DEMAND)) {
+				if (!tmb_cas64(&lock->word, now, now | TFS_LOCK_DEMAND))
+					continue;
+				seen = now | TFS_LOCK_DEMAND;
+			}
+			slept = true;
+			owner = tmb_lock_owner(now);
+		}
+		got = tfs_wait_more(fs, w, now & ~TFS_LOCK_DEMAND, owner, &place->bell, rung);
+		if (got)
+			return got;
+	}
+}
+
+int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
+{
+	struct tfs_waiter *place;
+	struct tfs_wait w;
+	int err = 0;
+
+	if (fs->read_only)
+		return -EROFS;
+	if (tfs_fenced(fs))
+		return -ESHUTDOWN;
+	for (tmb_u32 i = 0; i < SPINS; i++) {
+		tmb_u64 now = tmb_load(&lock->word);
+
+		if (!(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now)))
+			return 0;
+		if (now & TFS_LOCK_DEMAND)
+			break;
+		tfs_os_relax();
+	}
+	tfs_wait_start(&w, how);
+	while (!(place = line_up(fs, lock))) {
+		if (tfs_try_lock(fs, lock))
+			return 0;
+		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
+		if (err)
+			return err;
+	}
+	err = wait_in_line(fs, lock, &w, place);
+	withdraw(fs, lock, place);
+	if (err > 0)
+		return 0;
+	/* What was offered to this member is for the next of its line, or for another member. */
+	if (err != -ESHUTDOWN && tmb_load(&lock->waiters))
+		ring(fs, lock, fs->member);
+	return err;
+}
+
+void tfs_unlock(struct tfs *fs, struct tmb_lock *lock)
+{
+	for (;;) {
+		tmb_u64 now = tmb_load(&lock->word), next = now & (TFS_LOCK_TURN | TFS_LOCK_COUNT);
+		tmb_u32 heir = now & TFS_LOCK_DEMAND ? choose(fs, lock, now) : TFS_MEMBERS;
+
+		/* If this member was declared dead, the lock is no longer its own. */
+		if (!is_own(fs, now) || (now & TFS_LOCK_KIND) != TFS_LOCK_HELD)
+			return;
+		if (heir < TFS_MEMBERS) {
+			tmb_u32 epoch = heir == fs->member || !fs->members ? fs->epoch : tmb_epoch(tmb_load(&fs->members[heir].state_epoch));
+
+			next = with(next, TFS_LOCK_TURN, heir + 1) | tmb_lock_word(heir, epoch, 0) | TFS_LOCK_OFFERED;
+		}
+		if (!tmb_cas64(&lock->word, now, next))
+			continue;
+		if (heir == TFS_MEMBERS && tmb_load(&lock->waiters))
+			heir = choose(fs, lock, now);
+		if (heir < TFS_MEMBERS)
+			ring(fs, lock, heir);
+		return;
+	}
+}

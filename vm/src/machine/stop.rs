@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How a VM is stopped: its guest is asked once, then QEMU is, then it is killed. Each step has its time, and all together
+//! take [`LONGEST`] at most, whatever guest and QEMU do.
+
+use std::time::Duration;
+
+use qapi::{qga, qmp};
+
+use super::{Machine, Phase};
+use crate::agent::{Calls, Error, Farewell};
+use crate::control::Stage;
+use crate::mount;
+
+/// For the guest to unmount its zones.
+const UNMOUNT: Duration = Duration::from_secs(4);
+/// For the guest's agent to take the request to switch off.
+const ASK: Duration = Duration::from_secs(1);
+/// For a guest with a disk of its own to switch itself off.
+const SWITCH_OFF: Duration = Duration::from_secs(12);
+/// For QEMU to end when told to, its disks flushed.
+const QUIT: Duration = Duration::from_secs(3);
+/// For a killed process to end.
+const KILL: Duration = Duration::from_secs(2);
+/// The sum.
+pub const LONGEST: Duration = Duration::from_secs(22);
+
+impl Machine {
+    /// Stops it. A guest that is up is first asked to unmount the zones with these identities, and one with a disk to switch itself off.
+    ///
+    /// # Errors
+    /// When the process does not die.
+    pub fn stop(&self, zones: &[String], report: &dyn Fn(Stage, &str)) -> anyhow::Result<()> {
+        let was_up = {
+            let mut state = self.lock();
+            if state.exit.is_some() {
+                return Ok(());
+            }
+            std::mem::replace(&mut state.phase, Phase::Stopping) == Phase::Up
+        };
+        report(Stage::Stopping, "");
+        // Commands that still run in the guest get an error instead of a turn.
+        let mut agent = Some(self.agent.retire()).filter(|_| self.lock().agent_open);
+        if was_up && !zones.is_empty() {
+            if let Err(e) =
+                agent.as_ref().map_or(Ok(()), |agent| mount::unmount(agent, &self.name, zones, UNMOUNT))
+            {
+                // A member that can't unmount is treated as dead, which is safe.
+                report(Stage::Stopping, &e.to_string());
+                agent = None;
+            }
+        }
+        if was_up
+            && self.spec.disk.is_some()
+            && !self.spec.snapshot
+            && self.switch_off(agent.as_ref(), report)
+        {
+            return Ok(());
+        }
+        // QEMU flushes its disks when it quits.
+        if self.qmp().is_ok_and(|q| q.execute_within(qmp::quit {}, QUIT).is_ok()) && self.wait_ended(QUIT) {
+            return Ok(());
+        }
+        if !self.has_ended() {
+            report(Stage::Stopping, "QEMU does not quit and is killed");
+        }
+        self.process.kill();
+        anyhow::ensure!(
+            self.wait_ended(KILL),
+            "process {} of the VM '{}' does not die, though it was killed; see /proc/{0}/stack",
+            self.pid,
+            self.name
+        );
+        Ok(())
+    }
+
+    /// Asks the guest to switch itself off, its agent once, then its power button; whether it did.
+    fn switch_off(&self, agent: Option<&Farewell<'_>>, report: &dyn Fn(Stage, &str)) -> bool {
+        let mode = Some(qga::GuestShutdownMode::Powerdown);
+        // The agent does not answer this one when it succeeds.
+        let asked = agent.is_some_and(|agent| {
+            matches!(
+                agent.call(qga::guest_shutdown { mode }, ASK),
+                Ok(_) | Err(Error::Silent { command: "guest-shutdown", .. })
+            )
+        });
+        let pressed = self.qmp().is_ok_and(|q| q.execute_within(qmp::system_powerdown {}, ASK).is_ok());
+        if !asked && !pressed {
+            return self.has_ended();
+        }
+        report(Stage::Stopping, &format!("the guest has {} s to switch itself off", SWITCH_OFF.as_secs()));
+        self.wait_ended(SWITCH_OFF)
+    }
+}

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Listening sockets of a process that only its own user (and root) can reach, and that leave nothing behind.
+//!
+//! A [`Door`] is a Unix socket that is bound in a folder, opened (O_PATH) and unlinked at once. Whoever looks for it reads the links in
+//! `/proc/PID/fd`, which the kernel shows to the same user and to root alone, and connects through such a link. So other users can neither
+//! connect nor take the name, nothing depends on a folder that may be removed, and a process that is killed leaves no file.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+
+/// What /proc appends to the name of a file that has been unlinked.
+const UNLINKED: &str = " (deleted)";
+
+/// A listening socket and the descriptor through which others reach it.
+#[derive(Debug)]
+pub struct Door {
+    listener: UnixListener,
+    handle: OwnedFd,
+}
+
+impl Door {
+    /// Makes a door; `folder` has the socket for a moment, under this name.
+    ///
+    /// # Errors
+    /// Those of the file system, a name that is taken there among them.
+    pub fn open(folder: &Path, name: &str) -> io::Result<Door> {
+        let folder = OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(folder)?;
+        // An address has room for 107 bytes: too few for some paths.
+        let path = PathBuf::from(format!("/proc/self/fd/{}/{name}", folder.as_raw_fd()));
+        let listener = UnixListener::bind(&path)?;
+        let opened = std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).and_then(|()| {
+            OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(&path)
+        });
+        let removed = std::fs::remove_file(&path);
+        let handle: File = opened?;
+        removed?;
+        Ok(Door { listener, handle: handle.into() })
+    }
+
+    /// The listening socket.
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    /// What must stay open for the door to be found.
+    pub fn handle(&self) -> BorrowedFd<'_> {
+        self.handle.as_fd()
+    }
+}
+
+/// A door that was found.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// The process that has it.
+    pub process: u32,
+    /// Where it was bound; the file is not there any more.
+    pub path: PathBuf,
+    link: PathBuf,
+}
+
+impl Found {
+    /// The name under which it was opened.
+    pub fn name(&self) -> &str {
+        self.path.file_name().and_then(|n| n.to_str()).unwrap_or_default()
+    }
+
+    /// Connects; `limit` is for a process that has more callers waiting than it accepts.
+    ///
+    /// # Errors
+    /// `NotFound` or `ConnectionRefused` when the process or its door has gone meanwhile, `TimedOut` at the limit, `PermissionDenied` when
+    /// the socket is another process's.
+    pub fn knock(&self, limit: Option<Duration>) -> io::Result<UnixStream> {
+        let socket =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, limit)?;
+        match rustix::net::connect(&socket, &SocketAddrUnix::new(&self.link)?) {
+            Err(rustix::io::Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+            other => other?,
+        }
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, None)?;
+        let peer = sockopt::socket_peercred(&socket)?;
+        let own = rustix::process::geteuid();
+        if u32::try_from(peer.pid.as_raw_pid()) != Ok(self.process) || peer.uid != own && !peer.uid.is_root()
+        {
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "another process's socket"));
+        }
+        Ok(socket.into())
+    }
+}
+
+/// Doors of this user's processes whose name `wanted` accepts. With `number` only that descriptor of each process is looked at.
+///
+/// # Errors
+/// When /proc can't be read.
+pub fn find(wanted: impl Fn(&str) -> bool, number: Option<u32>) -> io::Result<Vec<Found>> {
+    let own = rustix::process::geteuid().as_raw();
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc")? {
+        let Ok(entry) = entry else { continue };
+        let Some(process) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
+        // A process that ends meanwhile has no door.
+        if !entry.metadata().is_ok_and(|m| m.uid() == own) {
+            continue;
+        }
+        let folder = entry.path().join("fd");
+        let mut look = |link: PathBuf| {
+            let Ok(path) = std::fs::read_link(&link) else { return };
+            let Some(path) = path.to_str().and_then(|p| p.strip_suffix(UNLINKED)) else { return };
+            let path = PathBuf::from(path);
+            if path.file_name().and_then(|n| n.to_str()).is_some_and(&wanted) {
+                found.push(Found { process, path, link });
+            }
+        };
+        match number {
+            Some(number) => look(folder.join(number.to_string())),
+            None => {
+                let links = std::fs::read_dir(&folder).into_iter().flatten();
+                links.filter_map(Result::ok).for_each(|link| look(link.path()));
+            }
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open(name: &str) -> (Door, tempfile::TempDir) {
+        let folder = tempfile::tempdir().unwrap();
+        let door = Door::open(folder.path(), name).unwrap();
+        (door, folder)
+    }
+
+    #[test]
+    fn a_door_is_found_without_its_folder_and_ends_with_its_process() {
+        let name = format!("tombolo-door-{}", uuid::Uuid::new_v4());
+        let (door, folder) = open(&name);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "the name is gone");
+        drop(folder);
+        let all = find(|n| n == name, None).unwrap();
+        let [found] = &all[..] else { panic!("{all:?}") };
+        assert_eq!((found.process, found.name()), (std::process::id(), name.as_str()));
+        let _ours = found.knock(None).unwrap();
+        drop(door.listener().accept().unwrap());
+        assert!(find(|n| n == name, Some(0)).unwrap().is_empty(), "it is not the standard input");
+        drop(door);
+        assert!(found.knock(None).is_err());
+        assert!(find(|n| n == name, None).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_path_of_any_length_has_room_for_a_door() {
+        let folder = tempfile::tempdir().unwrap();
+        let deep = folder.path().join("x".repeat(200));
+        std::fs::create_dir(&deep).unwrap();
+        let name = format!("tombolo-door-{}", uuid::Uuid::new_v4());
+        let _door = Door::open(&deep, &name).unwrap();
+        assert_eq!(find(|n| n == name, None).unwrap()[0].path, deep.join(&name));
+    }
+
+    #[test]
+    fn who_knocks_where_nobody_opens_waits_no_longer_than_the_limit() {
+        let name = format!("tombolo-door-{}", uuid::Uuid::new_v4());
+        let (_door, _folder) = open(&name);
+        let found = find(|n| n == name, None).unwrap().remove(0);
+        let mut waiting = Vec::new();
+        let error = loop {
+            match found.knock(Some(Duration::from_millis(20))) {
+                Ok(stream) => waiting.push(stream),
+                Err(e) => break e,
+            }
+            assert!(waiting.len() < 10_000);
+        };
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+}
