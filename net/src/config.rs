@@ -13,6 +13,7 @@ use crate::frame::Mac;
 use crate::limit::Rate;
 use crate::policy::{Policy, Vlan};
 use crate::port::MAX_PAIRS;
+use crate::rules::Rule;
 
 /// All of it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -111,6 +112,12 @@ pub struct PortConfig {
     /// Limits.
     #[serde(default)]
     pub rate: Rate,
+    /// Limits of what it is sent.
+    #[serde(default)]
+    pub receive_rate: Rate,
+    /// Which IP packets it may send and get; the first that fits decides.
+    #[serde(default)]
+    pub rules: Vec<Rule>,
     /// Largest IP packet that it may send; 0: any.
     #[serde(default)]
     pub mtu: u16,
@@ -132,6 +139,8 @@ impl PortConfig {
             uplink: false,
             vlan: self.vlan.clone(),
             rate: self.rate,
+            receive_rate: self.receive_rate,
+            rules: self.rules.clone(),
             mtu: self.mtu,
         }
     }
@@ -221,6 +230,8 @@ mod tests {
             ips = ["10.0.0.1", "fd00::1"]
             vlan = { access = 5 }
             rate = { bytes = 1000000 }
+            receive-rate = { packets = 100000 }
+            rules = [{ action = "drop", direction = "out", protocol = "tcp", destination-port = 25 }]
             [[port]]
             name = "db"
             socket = "/run/tombolo/db.sock"
@@ -238,6 +249,7 @@ mod tests {
         let config: Config = toml::from_str(text).unwrap();
         assert_eq!(config.port[0].vlan, Vlan::Access(5));
         assert!(config.port[0].check_mac && config.port[0].offload);
+        assert_eq!(config.port[0].policy().rules[0].to_string(), "drop out tcp to port 25");
         assert_eq!(config.port[1].role, Role::Client);
         assert_eq!(config.uplink[0].way, Way::Tap("tap0".into()));
         assert_eq!(config.uplink[1].way, Way::Passt("/tmp/passt.sock".into()));

@@ -62,6 +62,10 @@ reasons! {
     Isolated = "isolated",
     /// Beyond the port's rate.
     Rate = "rate",
+    /// Beyond what its receiver may be sent.
+    ReceiveRate = "receive_rate",
+    /// A rule of the sender or the receiver drops it.
+    Rule = "rule",
     /// The uplink took no more.
     Uplink = "uplink",
 }

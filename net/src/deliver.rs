@@ -27,6 +27,32 @@ pub struct Frame<'a> {
     pub len: u32,
 }
 
+impl Frame<'_> {
+    /// The same with more of its first bytes in our own memory: as many as fit into `buffer`, or all.
+    pub(crate) fn deepened<'a>(&'a self, buffer: &'a mut [u8]) -> Frame<'a> {
+        let want = buffer.len().min(self.len as usize);
+        let mut got = self.prefix.len();
+        if got >= want {
+            return *self;
+        }
+        buffer[..got].copy_from_slice(self.prefix);
+        let (mut index, mut skip) = (0, self.skip);
+        while let Some(s) = self.rest.get(index).filter(|_| got < want) {
+            let n = (want - got).min((s.len - skip) as usize);
+            // SAFETY: n bytes from skip on are mapped, and the buffer has room for want.
+            unsafe {
+                std::ptr::copy_nonoverlapping(s.ptr.add(skip as usize), buffer.as_mut_ptr().add(got), n);
+            }
+            got += n;
+            skip += n as u32;
+            if skip == s.len {
+                (index, skip) = (index + 1, 0);
+            }
+        }
+        Frame { prefix: &buffer[..got], rest: &self.rest[index..], skip, ..*self }
+    }
+}
+
 /// What became of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Put {

@@ -9,6 +9,7 @@ pub mod bit {
     #![allow(missing_docs)]
     pub const CSUM: u32 = 0;
     pub const GUEST_CSUM: u32 = 1;
+    pub const MTU: u32 = 3;
     pub const GUEST_TSO4: u32 = 7;
     pub const GUEST_TSO6: u32 = 8;
     pub const GUEST_ECN: u32 = 9;
@@ -57,6 +58,8 @@ pub const OFFERED: u64 = PLAIN | OFFLOADS;
 
 /// What is offered to a port without offloads.
 pub const PLAIN: u64 = mask(&[
+    // The VMM says how much it is.
+    bit::MTU,
     bit::MRG_RXBUF,
     bit::STATUS,
     bit::CTRL_VQ,

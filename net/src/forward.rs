@@ -24,6 +24,7 @@ use crate::offload::{self, Layers};
 use crate::opens::{self, NotOpen, Opens};
 use crate::policy::Policy;
 use crate::ring::{Broken, Chain, Segment};
+use crate::rules::{self, Way};
 use crate::spoof;
 use crate::view::View;
 use crate::vring::State;
@@ -377,6 +378,9 @@ impl<'a, 'w> Sender<'a, 'w> {
             // The host's kernel may say that it has checked; a guest may not.
             frame.header.flags = asked.flags & DATA_VALID;
         }
+        if let Some(reason) = rules::decide(&policy.rules, Way::Out, &headers, frame.prefix).count() {
+            return Err(reason);
+        }
         let link = ETH_HEADER as u32 + 4 * u32::from(headers.tags);
         if policy.mtu != 0 && frame.header.gso_type == 0 && frame.len > link + u32::from(policy.mtu) {
             return Err(Reason::Oversize);
@@ -472,19 +476,51 @@ impl<'a, 'w> Sender<'a, 'w> {
             if self.policy.isolated && !to.uplink || to.isolated && !self.policy.uplink {
                 return Done::Dropped(Reason::Isolated);
             }
-            match lane::leave(to, lane) {
-                None => return Done::Dropped(Reason::Vlan),
-                Some(Edit::Keep) => {}
-                Some(Edit::Bare) => return self.give_edited(dest, frame, None),
-                Some(Edit::Tag(tci)) => return self.give_edited(dest, frame, Some(tci)),
+            let Some(edit) = lane::leave(to, lane) else { return Done::Dropped(Reason::Vlan) };
+            if self.view.filters(dest) {
+                return self.give_filtered(dest, frame, edit);
+            }
+            if edit != Edit::Keep {
+                return self.give_edited(dest, frame, edit);
             }
         }
         self.hand(dest, frame)
     }
 
-    /// Gives a frame that has at most one tag to one port, with `tag` only.
+    /// Gives a frame to a port that doesn't take everything.
     #[inline(never)]
-    fn give_edited(&mut self, dest: usize, frame: &Frame<'_>, tag: Option<u16>) -> Done {
+    fn give_filtered(&mut self, dest: usize, frame: &Frame<'_>, edit: Edit) -> Done {
+        let mut buffer = [0; LOOK];
+        let frame = frame.deepened(&mut buffer);
+        let to = &self.view.ports()[dest];
+        let (rate, limiter) = (&to.policy.receive_rate, &to.port.receive_limiter);
+        let headers = Headers::parse(frame.prefix, frame.len);
+        let decision = rules::decide(&to.policy.rules, Way::In, &headers, frame.prefix);
+        let done = if !decision.passes() || !limiter.is_open(rate, self.now) {
+            Done::Dropped(Reason::ReceiveRate)
+        } else {
+            self.give_edited(dest, &frame, edit)
+        };
+        // A frame that waits is decided about again, and counted when it has ended.
+        match done {
+            Done::Again => {}
+            Done::Dropped(reason) => return Done::Dropped(decision.count().unwrap_or(reason)),
+            Done::Taken | Done::Ended => {
+                decision.count();
+                limiter.pay(rate, frame.len.into(), self.now);
+            }
+        }
+        done
+    }
+
+    /// Gives a frame to one port with its tag changed; it has one at most, unless it is kept as it is.
+    #[inline(never)]
+    fn give_edited(&mut self, dest: usize, frame: &Frame<'_>, edit: Edit) -> Done {
+        let tag = match edit {
+            Edit::Keep => return self.hand(dest, frame),
+            Edit::Bare => None,
+            Edit::Tag(tci) => Some(tci),
+        };
         const MACS: usize = 12;
         let old = frame.prefix;
         let tail = match old.get(MACS..MACS + 2) {

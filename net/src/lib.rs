@@ -14,7 +14,7 @@
 //! - [`vring`] a queue with its lock; [`port`] a port's queues; [`counters`] what is counted
 //! - [`frame`] Ethernet and virtio-net headers; [`table`] who owns a MAC; [`policy`] what a port may do; [`view`] all
 //!   ports at one moment
-//! - [`headers`] what a frame is, read once; by that description: [`lane`] VLANs; [`spoof`] false senders; [`offload`]
+//! - [`headers`] what a frame is, read once; by that description: [`lane`] VLANs; [`spoof`] false senders; [`rules`] by addresses and ports; [`offload`]
 //!   checksums and segments in software, and [`fallback`] when to make them. [`limit`] rates; [`uplink`] what isn't a guest
 //! - [`deliver`] the copy; [`held`] a frame that waits, and [`credit`] how long it may; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`balance`] which
 //!   worker carries which queue; [`switch`] changes on their way to the workers
@@ -62,6 +62,7 @@ pub mod policy;
 pub mod port;
 pub mod protocol;
 pub mod ring;
+pub mod rules;
 pub mod sandbox;
 pub mod soak;
 pub mod spoof;

@@ -34,20 +34,29 @@ fn cost(amount: u64, rate: u64) -> u64 {
 impl Limiter {
     /// May a frame of `bytes` be sent at `now` (nanoseconds)? If so, it is paid for.
     pub fn admit(&self, rate: &Rate, bytes: u64, now: u64) -> bool {
-        let limits = [(&self.bytes, rate.bytes, bytes), (&self.packets, rate.packets, 1)];
-        let open = |&(paid, rate, _): &(&AtomicU64, u64, u64)| {
+        let open = self.is_open(rate, now);
+        if open {
+            self.pay(rate, bytes, now);
+        }
+        open
+    }
+
+    /// May a frame be sent at `now`?
+    pub fn is_open(&self, rate: &Rate, now: u64) -> bool {
+        let open = |paid: &AtomicU64, rate| {
             rate == 0 || paid.load(Ordering::Relaxed) <= now.saturating_add(BURST_NS)
         };
-        if !limits.iter().all(open) {
-            return false;
-        }
-        for (paid, rate, amount) in limits {
+        open(&self.bytes, rate.bytes) && open(&self.packets, rate.packets)
+    }
+
+    /// Pays for a frame of `bytes`.
+    pub fn pay(&self, rate: &Rate, bytes: u64, now: u64) {
+        for (paid, rate, amount) in [(&self.bytes, rate.bytes, bytes), (&self.packets, rate.packets, 1)] {
             if rate != 0 {
                 paid.fetch_max(now, Ordering::Relaxed);
                 paid.fetch_add(cost(amount, rate), Ordering::Relaxed);
             }
         }
-        true
     }
 }
 

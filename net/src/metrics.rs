@@ -50,6 +50,9 @@ pub struct PortStatus {
     pub macs: Vec<crate::frame::Mac>,
     /// Which worker carries what it sends, by queue in use.
     pub workers: Vec<usize>,
+    /// Its rules, each with the frames that it decided about.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rules: Vec<(String, u64)>,
     /// From the guest into the switch.
     pub sent: Flow,
     /// From the switch to the guest.
@@ -72,6 +75,7 @@ pub fn status(switch: &Switch) -> Vec<PortStatus> {
                 .filter(|q| a.uplink.is_some() || a.port.tx(*q).lock().is_active())
                 .map(|q| a.port.home(q))
                 .collect(),
+            rules: a.policy.rules.iter().map(|r| (r.to_string(), r.hits.get())).collect(),
             sent: a.port.sent().into(),
             received: a.port.received().into(),
         })
@@ -121,6 +125,17 @@ pub fn prometheus(ports: &[PortStatus]) -> String {
                         "tombolo_net_drops_total{{port=\"{port}\",direction=\"{direction}\",reason=\"{reason}\"}} {n}"
                     );
                 }
+            }
+        }
+    });
+    family("rule_frames_total", "counter", "Frames that a port's rule decided about.", &mut |out| {
+        for p in ports {
+            for (n, (rule, hits)) in p.rules.iter().enumerate() {
+                let (port, rule) = (label(&p.name), label(rule));
+                let _infallible = writeln!(
+                    out,
+                    "tombolo_net_rule_frames_total{{port=\"{port}\",number=\"{n}\",rule=\"{rule}\"}} {hits}"
+                );
             }
         }
     });

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::Mac;
 use crate::limit::Rate;
+use crate::rules::{Rule, Way};
 
 /// How a port meets VLANs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,6 +47,10 @@ pub struct Policy {
     pub vlan: Vlan,
     /// How much it may send.
     pub rate: Rate,
+    /// How much it may be sent.
+    pub receive_rate: Rate,
+    /// Which IP packets it may send and get.
+    pub rules: Vec<Rule>,
     /// Largest IP packet that it may send without segmentation offload; 0: any.
     pub mtu: u16,
 }
@@ -59,5 +64,12 @@ impl Policy {
             && self.ips.is_empty()
             && self.mtu == 0
             && self.rate == Rate::default()
+            && self.rules.iter().all(|r| r.direction == Way::In)
+    }
+
+    /// Must what is sent to the port be looked at, or counted against a limit?
+    #[must_use]
+    pub fn filters_receiving(&self) -> bool {
+        self.receive_rate != Rate::default() || self.rules.iter().any(|r| r.direction == Way::In)
     }
 }

@@ -21,6 +21,8 @@ pub struct Port {
     homes: Box<[AtomicUsize]>,
     /// What the port has used of its rates.
     pub limiter: Limiter,
+    /// What others have used of what it may be sent.
+    pub receive_limiter: Limiter,
     /// A front-end is connected.
     pub connected: AtomicBool,
 }
@@ -36,6 +38,7 @@ impl Port {
             active_rx: AtomicU32::new(0),
             homes: (0..pairs).map(|_| AtomicUsize::new(0)).collect(),
             limiter: Limiter::default(),
+            receive_limiter: Limiter::default(),
             connected: AtomicBool::new(false),
         }
     }

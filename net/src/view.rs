@@ -39,6 +39,8 @@ pub struct View {
     uplinks: Vec<usize>,
     /// For each port: of what it sends only the MACs decide.
     simple: Vec<bool>,
+    /// For each port: what is sent to it is looked at, or limited.
+    filters: Vec<bool>,
     /// Of what may be sent to any port only the MACs decide.
     open: bool,
 }
@@ -54,8 +56,10 @@ impl View {
         let table = MacTable::new(&pairs)?;
         let uplinks = ports.iter().enumerate().filter(|(_, a)| a.policy.uplink).map(|(i, _)| i).collect();
         let simple = ports.iter().map(|a| a.policy.is_simple()).collect();
-        let open = ports.iter().all(|a| a.policy.vlan == Vlan::Transparent && !a.policy.isolated);
-        Ok(Self { ports, table, uplinks, simple, open })
+        let filters: Vec<bool> = ports.iter().map(|a| a.policy.filters_receiving()).collect();
+        let open = ports.iter().all(|a| a.policy.vlan == Vlan::Transparent && !a.policy.isolated)
+            && !filters.contains(&true);
+        Ok(Self { ports, table, uplinks, simple, filters, open })
     }
 
     /// The ports; positions are what the table speaks of.
@@ -82,6 +86,13 @@ impl View {
     #[must_use]
     pub fn is_simple(&self, src: usize) -> bool {
         self.simple[src]
+    }
+
+    /// Is what is sent to the port at `dest` looked at, or limited?
+    #[inline(always)]
+    #[must_use]
+    pub fn filters(&self, dest: usize) -> bool {
+        self.filters[dest]
     }
 
     /// May every port have what any other sends?

@@ -13,6 +13,7 @@ use tombolo_net::features::{OFFLOADS, bit};
 use tombolo_net::frame::{DATA_VALID, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::limit::Rate;
 use tombolo_net::policy::{Policy, Vlan};
+use tombolo_net::rules::{Rule, Way};
 
 const PORTS: usize = 4;
 
@@ -249,6 +250,21 @@ fn is_honest(policy: &Policy, mac: Mac, f: &[u8]) -> bool {
     }
 }
 
+/// The transport protocol of an IP packet. Tags are off already.
+fn protocol(f: &[u8]) -> Option<u8> {
+    match f[12..14] {
+        [8, 0] => Some(f[23]),
+        [0x86, 0xdd] => {
+            let (mut at, mut next) = (54, f[20]);
+            while matches!(next, 0 | 43 | 44 | 60) {
+                (next, at) = (f[at], at + 8);
+            }
+            Some(next)
+        }
+        _ => None,
+    }
+}
+
 /// Was it right that the port `to` got `f` of what `from` sent?
 fn is_allowed(
     rig: &Rig,
@@ -291,6 +307,9 @@ fn is_allowed(
         if with { [&f[..12], &f[16..]].concat() } else { f.to_vec() }
     };
     check(!matches!(bare[12..14], [0x81, 0]), "a second tag")?;
+    let forbids = |policy: &Policy, way| policy.rules.iter().any(|r| r.direction == way);
+    let udp = protocol(&bare) == Some(17);
+    check(!udp || !forbids(source, Way::Out) && !forbids(dest, Way::In), "a rule forbids it")?;
     check(is_honest(source, Rig::mac(from), &bare), "claims what isn't its own")?;
     let limit = usize::from(source.mtu);
     check(
@@ -326,7 +345,10 @@ fn vlan() -> impl Strategy<Value = Vlan> {
 fn policies() -> impl Strategy<Value = Vec<Policy>> {
     let one =
         (vlan(), any::<[bool; 2]>(), 0u8..12, prop_oneof![3 => Just(0u16), 1 => Just(300)], any::<bool>());
-    (any::<bool>(), prop::collection::vec(one, PORTS)).prop_map(|(vlans, all)| {
+    let rule = |way| format!("action = 'drop'\ndirection = '{way}'\nprotocol = 'udp'");
+    let no_udp = move |way| -> Rule { toml::from_str(&rule(way)).unwrap() };
+    let filters = prop::collection::vec((0u8..8, 0u8..8), PORTS);
+    (any::<bool>(), prop::collection::vec(one, PORTS), filters).prop_map(move |(vlans, all, filters)| {
         all.into_iter()
             .enumerate()
             .map(|(i, (vlan, [check_mac, guarded], isolated, mtu, limited))| Policy {
@@ -335,6 +357,12 @@ fn policies() -> impl Strategy<Value = Vec<Policy>> {
                 isolated: isolated == 0,
                 mtu,
                 rate: Rate { bytes: 0, packets: if limited && mtu > 0 { 1000 } else { 0 } },
+                rules: match filters[i].0 {
+                    0 => vec![no_udp("out")],
+                    1 => vec![no_udp("in")],
+                    _ => vec![],
+                },
+                receive_rate: Rate { bytes: 0, packets: if filters[i].1 == 0 { 500 } else { 0 } },
                 ips: if guarded { vec![ip4(i as u8).into(), ip6(i as u8).into()] } else { vec![] },
                 ..Policy::default()
             })

@@ -14,6 +14,7 @@ use tombolo_net::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::limit::Rate;
 use tombolo_net::offload;
 use tombolo_net::policy::{Policy, Vlan};
+use tombolo_net::rules::Rule;
 
 fn plain(n: usize) -> Vec<NicConfig> {
     vec![NicConfig::default(); n]
@@ -115,6 +116,82 @@ fn a_rate_lets_a_burst_through_and_then_the_rate() {
     }
     assert!((1000..1100).contains(&got), "{got} frames in a second at 1000 a second");
     assert_eq!(rig.ports[0].sent().dropped_for(Reason::Rate), 5000 - got);
+}
+
+#[test]
+fn what_a_port_is_sent_is_limited_where_it_arrives() {
+    let receive_rate = Rate { bytes: 0, packets: 1000 };
+    let mut rig = Rig::with_policies(&plain(3), |i| match i {
+        1 => Policy { receive_rate, ..Policy::default() },
+        _ => Policy::default(),
+    });
+    let (mut got, mut free) = (0, 0);
+    for ms in 0..1000u64 {
+        for n in 0..5 {
+            assert!(rig.nics[0].send(&frame(Rig::mac(1), Rig::mac(0), 60, n)));
+            assert!(rig.nics[0].send(&frame(Rig::mac(2), Rig::mac(0), 60, n)));
+        }
+        rig.pass_at(0, ms * 1_000_000);
+        while rig.nics[1].receive().is_some() {
+            got += 1;
+        }
+        while rig.nics[2].receive().is_some() {
+            free += 1;
+        }
+    }
+    assert!((1000..1100).contains(&got), "{got} frames in a second at 1000 a second");
+    assert_eq!((free, rig.ports[0].sent().dropped_for(Reason::ReceiveRate)), (5000, 5000 - got));
+}
+
+#[test]
+fn rules_decide_what_a_guest_sends_and_gets_and_count_it_once() {
+    let rules: Vec<Rule> = ["out", "in"]
+        .map(|direction| {
+            let text = format!("action='drop'\ndirection='{direction}'\nprotocol='tcp'\ndestination-port=25");
+            toml::from_str(&text).unwrap()
+        })
+        .into();
+    let mail = |to: usize, from: usize, port: u8| {
+        let mut f = frame(Rig::mac(to), Rig::mac(from), 12, 0);
+        f.extend([8, 0, 0x45, 0, 0, 40, 0, 1, 0, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 9, 9, 0, port]);
+        f.extend([0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0, 0, 0, 0, 0, 0, 0]);
+        f
+    };
+    let small = NicConfig { size: 8, ..NicConfig::default() };
+    let mut rig = Rig::with_policies(&[NicConfig::default(), small], |i| Policy {
+        rules: if i == 1 { rules.clone() } else { vec![] },
+        ..Policy::default()
+    });
+    // In one buffer, and with the ports in a buffer of their own.
+    for cuts in [&[][..], &[12, 12 + 34]] {
+        for (port, passes) in [(25, false), (80, true)] {
+            for (to, from) in [(1, 0), (0, 1)] {
+                assert!(rig.nics[from].send_cut(&NetHeader::default(), &mail(to, from, port), cuts));
+                rig.pass(from);
+                let got = rig.nics[to].receive().map(|f| f.1);
+                assert_eq!(got, passes.then(|| mail(to, from, port)), "to {to}, port {port}");
+            }
+        }
+    }
+    assert_eq!(rules.iter().map(|r| r.hits.get()).collect::<Vec<_>>(), [2, 2]);
+    assert_eq!(rig.ports.iter().map(|p| p.sent().dropped_for(Reason::Rule)).collect::<Vec<_>>(), [2, 2]);
+
+    // One that waits for its receiver is decided about once.
+    let allow: Rule = toml::from_str("action='allow'\ndirection='in'\nprotocol='tcp'").unwrap();
+    let mut rig = Rig::with_policies(&[NicConfig::default(), small], |i| Policy {
+        rules: if i == 1 { vec![allow.clone()] } else { vec![] },
+        ..Policy::default()
+    });
+    for _ in 0..9 {
+        assert!(rig.nics[0].send(&mail(1, 0, 80)));
+    }
+    for ns in [1, 1000, 2000] {
+        rig.pass_at(0, ns);
+    }
+    assert_eq!(allow.hits.get(), 8);
+    while rig.nics[1].receive().is_some() {}
+    rig.pass_at(0, 3000);
+    assert_eq!((allow.hits.get(), rig.nics[1].receive().map(|f| f.1)), (9, Some(mail(1, 0, 80))));
 }
 
 /// A TCP segment of `payload` bytes as a guest with segmentation offload sends it.

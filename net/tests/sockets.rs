@@ -118,6 +118,15 @@ fn a_queue_may_be_enabled_before_the_features_are_set_as_qemu_does() {
 }
 
 #[test]
+fn a_driver_may_be_told_its_mtu_by_its_vmm() {
+    let lab = Lab::new(2, 1);
+    let features = NicConfig::default().features | 1 << bit::MTU;
+    let config = NicConfig { features, ..NicConfig::default() };
+    let (mut a, mut b) = (lab.connect(0, config), lab.connect(1, config));
+    exchange(&mut a, &mut b, 3, 1);
+}
+
+#[test]
 fn a_guest_that_reconnects_goes_on_and_the_other_notices_nothing() {
     let lab = Lab::new(2, 1);
     let mut b = lab.connect(1, NicConfig::default());

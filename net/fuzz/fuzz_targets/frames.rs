@@ -2,15 +2,33 @@
 //! Any bytes as a frame: what describes, checks, cuts and sums it neither panics nor contradicts itself.
 #![no_main]
 
+use std::sync::OnceLock;
+
 use libfuzzer_sys::fuzz_target;
 use tombolo_net::frame::{GSO_NONE, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::headers::{Headers, LOOK, Part};
 use tombolo_net::policy::{Policy, Vlan};
+use tombolo_net::rules::{self, Rule, Way};
 use tombolo_net::{lane, offload, spoof};
 
-fuzz_target!(|input: ([u8; 12], bool, u16, Vec<u8>)| {
-    let (header, trunk, more, mut frame) = input;
-    let header = NetHeader::parse(&header);
+/// No UDP, and ports to be compared.
+fn rules() -> &'static [Rule] {
+    static RULES: OnceLock<Vec<Rule>> = OnceLock::new();
+    let all = || {
+        ["out", "in"].map(|way| {
+            ["\"destination-port\": 7, \"source\": \"10.0.0.0/24\"", "\"protocol\": \"udp\""]
+                .map(|fields| format!("{{\"action\": \"drop\", \"direction\": \"{way}\", {fields}}}"))
+        })
+    };
+    RULES.get_or_init(|| all().iter().flatten().map(|t| serde_json::from_str(t).expect("a rule")).collect())
+}
+
+fuzz_target!(|data: &[u8]| {
+    // A virtio-net header, a byte that chooses, then the frame as it is.
+    let Some((header, rest)) = data.split_first_chunk() else { return };
+    let Some((choice, frame)) = rest.split_first() else { return };
+    let (trunk, more, mut frame) = (choice & 1 != 0, choice >> 1, frame.to_vec());
+    let header = NetHeader::parse(header);
     let policy = Policy {
         macs: vec![Mac([2, 0, 0, 0, 0, 1])],
         check_mac: trunk,
@@ -26,6 +44,10 @@ fuzz_target!(|input: ([u8; 12], bool, u16, Vec<u8>)| {
     }
     let headers = Headers::parse(head, frame.len() as u32);
     let allowed = spoof::check(&policy, &headers, head).is_ok();
+    for direction in [Way::In, Way::Out] {
+        let passes = rules::decide(rules(), direction, &headers, head).passes();
+        assert!(!passes || headers.protocol != 17 || !headers.is_ip());
+    }
     if headers.is_ip() {
         assert!(u32::from(headers.l4) <= headers.end && headers.end <= frame.len() as u32);
         // What is behind the packet's end changes nothing.

@@ -201,7 +201,7 @@ fn disk_format(disk: &std::path::Path) -> &'static str {
 fn nic_arguments(n: usize, plug: &Plug, plan: &Plan<'_>) -> [(&'static str, String); 3] {
     let path = plug.socket.to_string_lossy().replace(',', ",,");
     let reconnect = if plan.qemu.version >= (9, 2, 0) { "reconnect-ms=200" } else { "reconnect=1" };
-    let (mac, queues) = (plug.lease.mac, plug.queues);
+    let (mac, queues, mtu) = (plug.lease.mac, plug.queues, plug.mtu);
     // A vector for each queue, one for changes and one for the control queue. Old QEMUs crash under TCG when a guest masks
     // a vector of a vhost-user device, so their guests get none and use the pin.
     let old = plan.accel == Accel::Tcg && plan.qemu.version < (9, 0, 0);
@@ -213,7 +213,7 @@ fn nic_arguments(n: usize, plug: &Plug, plan: &Plan<'_>) -> [(&'static str, Stri
         (
             "-device",
             format!(
-                "virtio-net-pci,id=nic{n},netdev=net{n},mac={mac},romfile=,vectors={vectors}{multiqueue}"
+                "virtio-net-pci,id=nic{n},netdev=net{n},mac={mac},host_mtu={mtu},romfile=,vectors={vectors}{multiqueue}"
             ),
         ),
     ]
@@ -376,7 +376,7 @@ mod tests {
         };
         let new = of((10, 0, 2), Accel::Kvm, 2);
         assert!(new.contains("socket,id=port0,path=/x,,y,reconnect-ms=200 -netdev vhost-user,id=net0,chardev=port0,queues=2"), "{new}");
-        assert!(new.contains("mac=02:00:00:00:00:01,romfile=,vectors=6,mq=on"), "{new}");
+        assert!(new.contains("mac=02:00:00:00:00:01,host_mtu=1500,romfile=,vectors=6,mq=on"), "{new}");
         let old = of((7, 2, 22), Accel::Tcg, 1);
         assert!(old.contains("reconnect=1 ") && old.contains("romfile=,vectors=0 "), "{old}");
     }
