@@ -54,7 +54,9 @@ impl View {
         let pairs: Vec<_> =
             ports.iter().enumerate().flat_map(|(i, a)| a.policy.macs.iter().map(move |m| (*m, i))).collect();
         let table = MacTable::new(&pairs)?;
-        let uplinks = ports.iter().enumerate().filter(|(_, a)| a.policy.uplink).map(|(i, _)| i).collect();
+        // One that owns MACs is a service: it is no way out.
+        let out = |a: &Attached| a.policy.uplink && a.policy.macs.is_empty();
+        let uplinks = ports.iter().enumerate().filter(|(_, a)| out(a)).map(|(i, _)| i).collect();
         let simple = ports.iter().map(|a| a.policy.is_simple()).collect();
         let filters: Vec<bool> = ports.iter().map(|a| a.policy.filters_receiving()).collect();
         let open = ports.iter().all(|a| a.policy.vlan == Vlan::Transparent && !a.policy.isolated)
