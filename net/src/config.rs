@@ -11,6 +11,7 @@ use crate::access::Access;
 use crate::dhcp::DhcpConfig;
 use crate::endpoint::Role;
 use crate::frame::Mac;
+use crate::learn::MAX_LEARNED;
 use crate::limit::Rate;
 use crate::policy::{Policy, Vlan};
 use crate::port::MAX_PAIRS;
@@ -100,6 +101,9 @@ pub struct PortConfig {
     /// Drop frames from other MACs.
     #[serde(default = "yes")]
     pub check_mac: bool,
+    /// How many addresses the port may use beyond its own, for VMs nested in its guest.
+    #[serde(default)]
+    pub learn: u8,
     /// If any: drop IP, ARP and neighbour discovery from other addresses.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
@@ -139,6 +143,7 @@ impl PortConfig {
         Policy {
             macs: self.macs.clone(),
             check_mac: self.check_mac,
+            learn: self.learn,
             ips: self.ips.clone(),
             router: self.router,
             isolated: self.isolated,
@@ -170,6 +175,11 @@ impl PortConfig {
             (1..=MAX_PAIRS).contains(&self.queues),
             "port {name} has {} queues; from 1 to {MAX_PAIRS} are possible",
             self.queues
+        );
+        anyhow::ensure!(
+            usize::from(self.learn) <= MAX_LEARNED,
+            "port {name} may learn {} addresses; up to {MAX_LEARNED} are possible",
+            self.learn
         );
         check_vlan(name, &self.vlan)
     }
@@ -280,6 +290,7 @@ mod tests {
         assert!(port("macs=[]").contains("owns no MAC"));
         assert!(port("macs=['52:54:00:00:00:01']\nqueues=0").contains("from 1 to"));
         assert!(port("macs=['52:54:00:00:00:01']\nvlan={access=4095}").contains("1 to 4094"));
+        assert!(port("macs=['52:54:00:00:00:01']\nlearn=65").contains("up to 64"));
         assert!(port("macs=['ff:ff:ff:ff:ff:ff']").contains("unicast"));
         assert!(port("macs=['52:54:00:00:00:01']\ncolour='red'").contains("colour"));
     }

@@ -48,6 +48,8 @@ reasons! {
     Loop = "loop",
     /// The source MAC isn't one of the port's.
     SpoofMac = "spoof_mac",
+    /// The port uses as many MACs as it may learn.
+    TooManyMacs = "too_many_macs",
     /// The source IP, ARP or ND sender isn't one of the port's.
     SpoofIp = "spoof_ip",
     /// The port is guarded, and the frame can't be read.

@@ -17,9 +17,10 @@ use crate::credit::Credits;
 use crate::deliver::{Frame, LONG, Put, put};
 use crate::fallback::{self, Buffers};
 use crate::frame::{DATA_VALID, ETH_HEADER, MAX_FRAME, Mac, NEEDS_CSUM, NET_HEADER, NetHeader};
-use crate::headers::{Headers, LOOK, TPID_VLAN};
+use crate::headers::{self, Headers, LOOK, TPID_VLAN};
 use crate::held::{Held, Progress};
 use crate::lane::{self, Edit, Lane};
+use crate::learn;
 use crate::offload::{self, Layers};
 use crate::opens::{self, NotOpen, Opens};
 use crate::policy::Policy;
@@ -369,6 +370,10 @@ impl<'a, 'w> Sender<'a, 'w> {
     fn admit(&mut self, frame: &mut Frame<'_>) -> Result<Lane, Reason> {
         let policy = self.policy;
         let headers = Headers::parse(frame.prefix, frame.len);
+        if policy.learn > 0 && !headers::source(frame.prefix).is_some_and(|mac| policy.macs.contains(&mac)) {
+            let (_, from) = addresses(frame.prefix);
+            learn::learn(self.view, self.src, from, self.now)?;
+        }
         spoof::check(policy, &headers, frame.prefix)?;
         let lane = lane::enter(policy, &headers).ok_or(Reason::Vlan)?;
         let asked = frame.header;
@@ -448,7 +453,11 @@ impl<'a, 'w> Sender<'a, 'w> {
         match self.view.owner(to) {
             Some(dest) if dest != self.src => self.give(dest, frame, lane),
             Some(_) => Done::Dropped(Reason::Loop),
-            None => self.upward(frame, lane),
+            None => match self.view.learned(to, self.now) {
+                Some(dest) if dest != self.src => self.give(dest, frame, lane),
+                Some(_) => Done::Dropped(Reason::Loop),
+                None => self.upward(frame, lane),
+            },
         }
     }
 

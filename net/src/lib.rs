@@ -12,7 +12,7 @@
 //!   [`inflight`] what a successor needs
 //! - [`ring`] the device's side of split and packed virtqueues
 //! - [`vring`] a queue with its lock; [`port`] a port's queues; [`counters`] what is counted
-//! - [`frame`] Ethernet and virtio-net headers; [`table`] who owns a MAC; [`policy`] what a port may do; [`view`] all
+//! - [`frame`] Ethernet and virtio-net headers; [`table`] who owns a MAC, [`learn`] who uses one; [`policy`] what a port may do; [`view`] all
 //!   ports at one moment
 //! - [`headers`] what a frame is, read once; by that description: [`lane`] VLANs; [`spoof`] false senders; [`rules`] by addresses and ports; [`offload`]
 //!   checksums and segments in software, and [`fallback`] when to make them. [`limit`] rates; [`uplink`] what isn't a guest
@@ -54,6 +54,7 @@ pub mod held;
 pub mod inflight;
 mod keeper;
 pub mod lane;
+pub mod learn;
 pub mod limit;
 mod link;
 pub mod memory;

@@ -35,6 +35,8 @@ pub struct Policy {
     pub macs: Vec<Mac>,
     /// Drop what it sends with other source addresses.
     pub check_mac: bool,
+    /// How many addresses it may use beyond its own: those of VMs nested in the guest.
+    pub learn: u8,
     /// If not empty: drop IP packets, ARP and neighbour advertisements that claim other addresses.
     pub ips: Vec<IpAddr>,
     /// It may send router advertisements, redirects and a DHCP server's answers although it has `ips`.
@@ -61,6 +63,7 @@ impl Policy {
     pub fn is_simple(&self) -> bool {
         self.vlan == Vlan::Transparent
             && !self.uplink
+            && self.learn == 0
             && self.ips.is_empty()
             && self.mtu == 0
             && self.rate == Rate::default()

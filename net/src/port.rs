@@ -5,6 +5,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 use crate::counters::Counts;
+use crate::learn::Learned;
 use crate::limit::Limiter;
 use crate::vring::Vring;
 
@@ -23,6 +24,8 @@ pub struct Port {
     pub limiter: Limiter,
     /// What others have used of what it may be sent.
     pub receive_limiter: Limiter,
+    /// Addresses that it uses beyond its own, where it may.
+    pub learned: Learned,
     /// A front-end is connected.
     pub connected: AtomicBool,
 }
@@ -39,6 +42,7 @@ impl Port {
             homes: (0..pairs).map(|_| AtomicUsize::new(0)).collect(),
             limiter: Limiter::default(),
             receive_limiter: Limiter::default(),
+            learned: Learned::default(),
             connected: AtomicBool::new(false),
         }
     }

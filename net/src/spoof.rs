@@ -26,13 +26,14 @@ mod icmp {
 /// Options of neighbour discovery: source and target link-layer address.
 const LINK_ADDRESS: [u8; 2] = [1, 2];
 
-/// Is the frame's source one of the port's MACs, where that matters?
+/// Is the frame's source one of the port's MACs, where that matters? Of a port that learns addresses it is, once
+/// [`crate::learn`] has taken it.
 ///
 /// # Errors
 /// The reason for dropping it.
 #[inline(always)]
 pub fn check_mac(policy: &Policy, head: &[u8]) -> Result<(), Reason> {
-    if policy.check_mac && !policy.macs.contains(&source(head).ok_or(Reason::Short)?) {
+    if policy.check_mac && policy.learn == 0 && !policy.macs.contains(&source(head).ok_or(Reason::Short)?) {
         return Err(Reason::SpoofMac);
     }
     Ok(())
@@ -65,15 +66,22 @@ pub fn check(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reas
         }
         Net::Arp => {
             // Sender hardware address at 8, protocol address at 14; 0.0.0.0 is a probe.
-            let mac = is_own_mac(policy, get(head, body + 8));
+            let mac = is_own_mac(policy, head, get(head, body + 8));
             if mac && (owns(v4(14)) || v4(14).is_unspecified()) { Ok(()) } else { Err(Reason::SpoofIp) }
         }
         Net::Ipv6 => check_ipv6(policy, headers, head),
     }
 }
 
-fn is_own_mac(policy: &Policy, mac: Option<[u8; 6]>) -> bool {
-    mac.is_some_and(|mac| !policy.check_mac || policy.macs.contains(&Mac(mac)))
+/// The frame's source, which was learned, if it isn't one of the port's own addresses.
+fn learned(policy: &Policy, head: &[u8]) -> Option<Mac> {
+    source(head).filter(|_| policy.learn > 0)
+}
+
+fn is_own_mac(policy: &Policy, head: &[u8], mac: Option<[u8; 6]>) -> bool {
+    mac.map(Mac).is_some_and(|mac| {
+        !policy.check_mac || policy.macs.contains(&mac) || learned(policy, head) == Some(mac)
+    })
 }
 
 /// The link-local address that a MAC stands for (RFC 4291, appendix A).
@@ -83,14 +91,15 @@ pub fn link_local(mac: Mac) -> Ipv6Addr {
     Ipv6Addr::from([0xfe, 0x80, 0, 0, 0, 0, 0, 0, m[0] ^ 2, m[1], m[2], 0xff, 0xfe, m[3], m[4], m[5]])
 }
 
-fn owns6(policy: &Policy, ip: Ipv6Addr) -> bool {
-    policy.ips.contains(&IpAddr::V6(ip)) || policy.macs.iter().any(|mac| link_local(*mac) == ip)
+fn owns6(policy: &Policy, head: &[u8], ip: Ipv6Addr) -> bool {
+    policy.ips.contains(&IpAddr::V6(ip))
+        || policy.macs.iter().copied().chain(learned(policy, head)).any(|mac| link_local(mac) == ip)
 }
 
 fn check_ipv6(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reason> {
     let spoofed = Err(Reason::SpoofIp);
     let Some(from) = get(head, usize::from(headers.at) + 8).map(Ipv6Addr::from) else { return spoofed };
-    let own = owns6(policy, from);
+    let own = owns6(policy, head, from);
     if headers.protocol != protocol::ICMPV6 || headers.part == Part::Later {
         if headers.protocol == protocol::UDP && !policy.router && headers.ports(head) == Some((547, 546)) {
             return Err(Reason::Server);
@@ -130,7 +139,7 @@ fn check_ipv6(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Rea
     let target = get(message, 8).map(Ipv6Addr::from);
     // Others are asked about; but one's own address is told of, or probed before it is taken.
     let tells = kind == icmp::NEIGHBOUR_ADVERTISEMENT || kind == icmp::NEIGHBOUR_SOLICITATION && !own;
-    if tells && !target.is_some_and(|ip| owns6(policy, ip)) {
+    if tells && !target.is_some_and(|ip| owns6(policy, head, ip)) {
         return spoofed;
     }
     let mut options = message.get(fixed..).ok_or(Reason::Unparsable)?;
@@ -139,7 +148,7 @@ fn check_ipv6(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Rea
         if size == 0 || size > options.len() {
             return Err(Reason::Unparsable);
         }
-        if LINK_ADDRESS.contains(option) && !is_own_mac(policy, get(options, 2)) {
+        if LINK_ADDRESS.contains(option) && !is_own_mac(policy, head, get(options, 2)) {
             return spoofed;
         }
         options = &options[size..];

@@ -37,6 +37,8 @@ pub struct View {
     ports: Vec<Attached>,
     table: MacTable,
     uplinks: Vec<usize>,
+    /// Ports that may learn addresses.
+    learners: Vec<usize>,
     /// For each port: of what it sends only the MACs decide.
     simple: Vec<bool>,
     /// For each port: what is sent to it is looked at, or limited.
@@ -57,11 +59,12 @@ impl View {
         // One that owns MACs is a service: it is no way out.
         let out = |a: &Attached| a.policy.uplink && a.policy.macs.is_empty();
         let uplinks = ports.iter().enumerate().filter(|(_, a)| out(a)).map(|(i, _)| i).collect();
+        let learners = ports.iter().enumerate().filter(|(_, a)| a.policy.learn > 0).map(|(i, _)| i).collect();
         let simple = ports.iter().map(|a| a.policy.is_simple()).collect();
         let filters: Vec<bool> = ports.iter().map(|a| a.policy.filters_receiving()).collect();
         let open = ports.iter().all(|a| a.policy.vlan == Vlan::Transparent && !a.policy.isolated)
             && !filters.contains(&true);
-        Ok(Self { ports, table, uplinks, simple, filters, open })
+        Ok(Self { ports, table, uplinks, learners, simple, filters, open })
     }
 
     /// The ports; positions are what the table speaks of.
@@ -75,6 +78,12 @@ impl View {
     #[must_use]
     pub fn owner(&self, key: u64) -> Option<usize> {
         self.table.find(key)
+    }
+
+    /// Position of the port that uses a MAC which nobody owns, by its key.
+    #[must_use]
+    pub fn learned(&self, key: u64, now: u64) -> Option<usize> {
+        self.learners.iter().copied().find(|i| self.ports[*i].port.learned.has(key, now))
     }
 
     /// Positions of the uplinks.

@@ -33,6 +33,45 @@ fn a_port_sends_from_its_own_mac_only() {
 }
 
 #[test]
+fn a_port_that_may_learn_addresses_has_so_many_and_none_of_anothers() {
+    let nested = |n: u8| Mac([0x52, 0x54, 1, 0, 0, n]);
+    let mut rig = Rig::with_policies(&plain(3), |i| Policy {
+        check_mac: true,
+        learn: [2, 1, 0][i],
+        ..Policy::default()
+    });
+    let from = |rig: &mut Rig, port: usize, source: Mac, second: u64| {
+        assert!(rig.nics[port].send(&frame(Rig::mac(2), source, 60, 1)));
+        rig.pass_at(port, second * 1_000_000_000);
+        rig.nics[2].receive().is_some()
+    };
+    assert!(
+        from(&mut rig, 0, nested(1), 1)
+            && from(&mut rig, 0, nested(2), 1)
+            && from(&mut rig, 0, Rig::mac(0), 1)
+    );
+    assert!(!from(&mut rig, 0, nested(3), 2), "one too many");
+    assert!(!from(&mut rig, 0, Rig::mac(1), 2), "a configured one of another port");
+    assert!(!from(&mut rig, 1, nested(1), 2), "a learned one of another port");
+    assert!(!from(&mut rig, 0, Mac([0x53, 0, 0, 0, 0, 1]), 2), "a group's");
+    // What is sent there arrives, and nowhere else.
+    let to = frame(nested(2), Rig::mac(2), 60, 1);
+    assert!(rig.nics[2].send(&to));
+    rig.pass_at(2, 3_000_000_000);
+    assert_eq!(rig.nics[0].receive().map(|f| f.1), Some(to.clone()));
+    assert_eq!(rig.nics[1].receive(), None);
+    // One that is silent for long is forgotten, and may come up elsewhere.
+    assert!(from(&mut rig, 0, nested(1), 290));
+    assert!(from(&mut rig, 0, nested(3), 310) && from(&mut rig, 1, nested(2), 311));
+    assert!(!from(&mut rig, 1, nested(1), 312));
+    assert!(rig.nics[2].send(&to));
+    rig.pass_at(2, 313_000_000_000);
+    assert_eq!((rig.nics[0].receive(), rig.nics[1].receive().map(|f| f.1)), (None, Some(to)));
+    let sent = rig.ports[0].sent();
+    assert_eq!((sent.dropped_for(Reason::TooManyMacs), sent.dropped_for(Reason::SpoofMac)), (1, 2));
+}
+
+#[test]
 fn a_port_with_addresses_claims_no_others() {
     let mut rig = Rig::with_policies(&plain(2), |_| Policy {
         ips: vec!["10.0.0.1".parse().unwrap()],

@@ -10,6 +10,8 @@ pub const TASKS: u64 = 1024;
 const DESCRIPTORS: u64 = 1024;
 /// Bytes of private memory beside what the client's limit says: the driver, its compiler, threads' stacks.
 pub const WORKING: u64 = 2 << 30;
+/// Bytes of the files that a worker's driver writes, which are memory.
+pub const SCRATCH: u64 = 512 << 20;
 
 fn limit(resource: libc::__rlimit_resource_t, value: u64) -> anyhow::Result<()> {
     // SAFETY: plain integers, for which zeroes are values.

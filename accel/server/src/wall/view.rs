@@ -31,8 +31,7 @@ const NODES: &[&str] = &[
     "null", "random", "urandom", "full", "dri", "kfd", "accel", "nvidia", "mali", "dxg", "davinci",
     "hisi_hdc",
 ];
-/// Bytes and files that a driver may write: kernels are compiled there.
-const SCRATCH: &str = "536870912";
+/// Files that a driver may make: kernels are compiled there.
 const SCRATCH_FILES: &str = "65536";
 
 /// Something to bring in.
@@ -189,10 +188,11 @@ pub fn enter() -> anyhow::Result<Vec<libc::gid_t>> {
     // 0755, whatever the umask says.
     let root = file_system("tmpfs", &[("size", "1048576"), ("nr_inodes", "4096"), ("mode", "0755")], plain)
         .context("tmpfs")?;
-    // /usr is everywhere, and is open already.
+    // Everybody has /proc, of which nothing is needed any more.
     let here = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
-    rustix::mount::move_mount(&root, "", CWD, "/usr", here).context("the new root")?;
-    let options = [("size", SCRATCH), ("nr_inodes", SCRATCH_FILES), ("mode", "1777")];
+    rustix::mount::move_mount(&root, "", CWD, "/proc", here).context("the new root")?;
+    let size = super::limits::SCRATCH.to_string();
+    let options = [("size", size.as_str()), ("nr_inodes", SCRATCH_FILES), ("mode", "1777")];
     let scratch = file_system("tmpfs", &options, plain).context("tmpfs")?;
     attach(&root, Path::new("/tmp"), scratch, FileType::Directory).context("/tmp")?;
     let proc = file_system("proc", &[], plain | MountAttrFlags::MOUNT_ATTR_NOEXEC)
