@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
@@ -123,6 +123,8 @@ impl Daemon {
             // Before any thread is started: each has its own capabilities.
             crate::sandbox::drop_user(config.switch.user.as_deref())?;
             crate::sandbox::drop_capabilities().context("capabilities can't be dropped")?;
+            // Before any front-end is heard.
+            crate::sandbox::filter_calls().context("sandbox; --no-sandbox runs without")?;
         }
         if let Some((dhcp, leases)) = &self.dhcp {
             self.switch.attach(Attached {
@@ -186,6 +188,7 @@ impl Daemon {
             match self.link.receive() {
                 Ok(Some((told, fd))) => {
                     if let Some(answer) = self.take(told, fd) {
+                        self.settle();
                         if let Err(err) = self.link.send(&answer, None) {
                             tracing::warn!("the switch's keeper doesn't listen: {err}");
                         }
@@ -336,6 +339,12 @@ impl Daemon {
         )
     }
 
+    /// Waits until the workers go by what has changed, so that whoever asked for it finds it so.
+    fn settle(&self) {
+        let end = Instant::now() + END;
+        self.switch.settle(|| self.is_stopping() || Instant::now() > end);
+    }
+
     /// Removes a port or an uplink.
     ///
     /// # Errors
@@ -362,6 +371,7 @@ impl Daemon {
             attached.policy.macs.iter().for_each(|mac| leases.take(*mac));
         }
         self.switch.detach(&attached.port);
+        self.settle();
         Ok(())
     }
 
