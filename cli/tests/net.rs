@@ -145,6 +145,20 @@ fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed
 }
 
 #[test]
+fn a_vm_is_given_its_address_by_the_networks_dhcp() {
+    let lab = Lab::new(
+        "[net.lan]\ndhcp = true\n[vm.a]\nkernel = \"6.1\"\nmemory = \"256M\"\nnetworks = { lan = { address = \"dhcp\" } }\n\
+         [vm.b]\nkernel = \"6.1\"\nmemory = \"256M\"\nnetworks = { lan = { address = \"10.86.0.9\" } }\n",
+    );
+    lab.good(&["up"]);
+    let said = lab.good(&["exec", "a", "--", "ip", "-4", "-o", "addr"]);
+    assert!(said.contains("inet 10.86.0.2/24"), "{said}");
+    ping(&lab);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
 fn a_network_that_cannot_be_had_is_named_before_anything_boots() {
     for (uplink, words) in
         [("{ interface = \"nosuch0\" }", "nosuch0"), ("{ tap = \"way-too-long-name\" }", "1 to 15 letters")]
