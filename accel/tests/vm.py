@@ -218,6 +218,20 @@ def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(ho
 
 
 @claim
+def a_worker_lives_in_a_cgroup_of_its_own_with_limits_which_ends_with_it(host, vm, zone):
+    vm.ok("mkdir -p /cg && mount -t cgroup2 none /cg && echo +memory +pids +cpu > /cg/cgroup.subtree_control && mkdir /cg/accel && ifconfig lo up")
+    vm.ok("tombolo-accel serve --listen tcp:127.0.0.1:7790 --memory 64 --window 16 --weight 30 --unconfined --cgroup /cg/accel >/tmp/served 2>&1 & "
+          "for i in $(seq 300); do netstat -ltn | grep -q 7790 && exit 0; sleep 0.1; done; cat /tmp/served; exit 1")
+    # (Nobody can leave an initramfs by pivot_root, so it is unconfined.) A client that says nothing: its worker waits for it for ten seconds.
+    vm.ok("nc 127.0.0.1 7790 >/dev/null </dev/ttyS0 & echo $! > /tmp/silent; for i in $(seq 100); do ls -d /cg/accel/worker-* 2>/dev/null && exit 0; sleep 0.1; done; cat /tmp/served; exit 1")
+    said = vm.ok("cd /cg/accel/worker-*; cat memory.max pids.max cpu.weight memory.oom.group; wc -l < cgroup.procs").split()
+    if said != [str((64 + 2048 + 16 + 512) << 20), "1024", "30", "1", "1"]:
+        raise Failed("the worker's group: %s" % said)
+    vm.ok("kill $(cat /tmp/silent); for i in $(seq 300); do ls -d /cg/accel/worker-* >/dev/null 2>&1 || exit 0; sleep 0.1; done; ls /cg/accel; exit 1")
+    vm.ok("kill $(pidof tombolo-accel)")
+
+
+@claim
 def over_tcp_where_there_is_no_zone_every_call_answers_the_same(host, vm, zone):
     vm.ok("ifconfig eth0 10.0.2.15 netmask 255.255.255.0 up")
     same("calls", host.native(host.work + "/calls"), vm.ok("TOMBOLO_ACCEL=tcp:10.0.2.2:%d calls 2>/tmp/err" % host.port, 300))
@@ -250,7 +264,7 @@ def main():
         shutil.copy(o.target + "/libtombolo_opencl.so", work)
         subprocess.run(["strip", work + "/libtombolo_opencl.so"], check=True)
         rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,
-                  [work + "/calls", work + "/image", work + "/gemm", work + "/svm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", *binaries], ["virtio_net"], files=files)
+                  [work + "/calls", work + "/image", work + "/gemm", work + "/svm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", o.target + "/tombolo-accel", *binaries], ["virtio_net"], files=files)
         host = Host(work, o.target, 6 if o.programs else 2)
         vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory="2G" if o.programs else "512M", extra=host.qemu())
         name = os.path.basename(host.vm)

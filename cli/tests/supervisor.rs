@@ -2,6 +2,7 @@
 //! What the supervisor does in trouble: no guests, a stand-in for QEMU (`fake-qemu`).
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::{PermissionsExt, symlink};
 
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -262,4 +263,96 @@ fn a_down_that_is_interrupted_says_that_it_goes_on_and_does() {
     assert_eq!(child.wait().unwrap().code(), Some(130), "{rest}");
     assert!(rest.contains("the supervisor goes on with it"), "{rest}");
     lab.assert_nothing_left();
+}
+
+/// Waits until the VM has rebooted once and is up again.
+fn reboot(lab: &Lab) {
+    signal(qemu(lab), "USR1");
+    until("the guest does not come back", || {
+        let vm = lab.ps()["vms"][0].clone();
+        vm["reboots"] == 1 && vm["state"] == "up"
+    });
+}
+
+#[test]
+fn a_full_folder_stops_no_console_and_no_reboot() {
+    let lab = lab(&[], "");
+    lab.good(&["up"]);
+    let folder = std::fs::read_dir(lab.dir.path().join("tombolo")).unwrap().next().unwrap().unwrap().path();
+    lab.good(&["down"]);
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o700)).unwrap();
+    for log in ["supervisor.log", "supervisor.panic", "a.console", "a.qemu"] {
+        symlink("/dev/full", folder.join(log)).unwrap();
+    }
+    lab.good(&["up"]);
+    let (mut child, mut reader) = console(&lab);
+    let mut line = String::new();
+    signal(qemu(&lab), "USR2");
+    reader.read_line(&mut line).unwrap();
+    assert!(line.contains("next words"), "{line}");
+    reboot(&lab);
+    reader.read_line(&mut line).unwrap();
+    assert!(line.ends_with("first words\r\n"), "{line}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_running_project_outlasts_the_replacement_of_its_program() {
+    let lab = lab(&[], "zones = { z = {} }\n[zone.files]\nsize = \"16M\"\nfiles = true\n");
+    let program = lab.dir.path().join("tombolo-installed");
+    std::fs::copy(env!("CARGO_BIN_EXE_tombolo"), &program).unwrap();
+    let mut up = Command::new(&program);
+    up.arg("up").current_dir(lab.dir.path()).env("XDG_RUNTIME_DIR", lab.dir.path());
+    up.env("TOMBOLO_VM_ACCEL", "tcg").stdin(Stdio::null());
+    let output = up.output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    std::fs::remove_file(&program).unwrap();
+    // Both have the supervisor run its own program: what is granted in a zone with files is written by it.
+    lab.good(&["zone", "attach", "files", "a"]);
+    reboot(&lab);
+    assert_eq!(lab.ps()["vms"][0]["zones"], serde_json::json!(["files", "z"]));
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_zone_file_that_somebody_cuts_short_takes_no_supervisor_and_no_other_vm_along() {
+    let lab = lab(&[], "zones = { kept = {} }\n[zone.kept]\nsize = \"16M\"\nbacking = \"./kept.zone\"\n");
+    lab.good(&["up"]);
+    let before = (supervisor(&lab), qemu(&lab));
+    let zone = lab.dir.path().join("kept.zone");
+    std::fs::OpenOptions::new().write(true).open(&zone).unwrap().set_len(4096).unwrap();
+    until("nobody tells", || lab.ps()["zones"][0]["lost"] == true);
+    assert_eq!((supervisor(&lab), qemu(&lab)), before);
+    lab.good(&["zone", "attach", "z", "a"]);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn memory_that_a_vm_has_not_touched_is_not_promised_twice() {
+    let available = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let available = available.lines().find(|l| l.starts_with("MemAvailable")).unwrap();
+    let available: u64 = available.split_whitespace().nth(1).unwrap().parse().unwrap();
+    // Two of these fit together no more than one after the other.
+    let size = format!("{}M", available / 1024 * 6 / 10);
+    let lab = lab(&[], "");
+    let file = lab.dir.path().join("tombolo.toml");
+    let compose = std::fs::read_to_string(&file).unwrap().replace("\"128M\"", &format!("\"{size}\""));
+    let (head, vm) = compose.split_at(compose.find("[vm.a]").unwrap());
+    std::fs::write(&file, format!("{head}{vm}{}", vm.replace("[vm.a]", "[vm.b]"))).unwrap();
+    lab.good(&["up", "a"]);
+    let refused = lab.run(&["up", "b"]);
+    assert!(
+        !refused.status.success() && said(&refused).contains("that running ones may still take"),
+        "{}",
+        said(&refused)
+    );
+    lab.good(&["down"]);
+    lab.good(&["up", "b"]);
+    lab.good(&["down"]);
 }

@@ -38,16 +38,23 @@ void tfs_count_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_s64 more)
 		tmb_fetch_add(&a->blocks, more);
 }
 
+/* Of what this member makes from now on: the host may grant or revoke while it is there. */
+static tmb_u64 own_number(struct tfs *fs)
+{
+	return fs->members ? tmb_load(&tfs_member_area(fs, fs->member)->account) : 0;
+}
+
 int tfs_open_account(struct tfs *fs, struct tfs_inode *inode)
 {
-	struct tfs_account *a = account(fs, fs->account);
+	tmb_u64 number = own_number(fs);
+	struct tfs_account *a = account(fs, number);
 
 	if (!a)
 		return 0;
 	if (!left_of(&a->inodes, &a->inodes_limit) || !left_of(&a->blocks, &a->blocks_limit))
 		return -EDQUOT;
 	tmb_fetch_add(&a->inodes, 1);
-	tmb_store(&inode->account, fs->account);
+	tmb_store(&inode->account, number);
 	return 0;
 }
 
@@ -64,7 +71,7 @@ void tfs_close_account(struct tfs *fs, struct tfs_inode *inode)
 
 void tfs_statfs_account(struct tfs *fs, struct tfs_statfs *st)
 {
-	struct tfs_account *a = account(fs, fs->account);
+	struct tfs_account *a = account(fs, own_number(fs));
 	tmb_u64 left;
 
 	if (!a)

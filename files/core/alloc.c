@@ -14,6 +14,7 @@
 #define HIGHS 0x8080808080808080ULL
 /* Chunks looked at for an empty one, before the search gives up (8 GiB). */
 #define CHUNK_SEARCH 4096u
+#define YIELD_BYTES 65536u /* of the map */
 
 static inline tmb_u64 *map_word(struct tfs *fs, tmb_u64 block)
 {
@@ -126,6 +127,8 @@ tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value)
 			return TFS_MIN(block, to);
 		}
 		from = (from & ~7ULL) + 8;
+		if (!(from % YIELD_BYTES))
+			tfs_os_yield();
 	}
 	return to;
 }
@@ -169,6 +172,8 @@ tmb_u64 tfs_count_free(struct tfs *fs)
 	for (; from + 8 <= fs->blocks; from += 8) {
 		tmb_u64 word = tmb_load(map_word(fs, from));
 
+		if (!(from % YIELD_BYTES))
+			tfs_os_yield();
 		if (!word)
 			n += 8;
 		else if (word != ~0ULL) /* exact: a byte is zero when neither its low seven bits nor its top bit is set */

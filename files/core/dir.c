@@ -447,12 +447,16 @@ static int live_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode **dir)
 	return TFS_IS(tmb_load(&(*dir)->mode), TFS_MODE_DIR) ? 0 : -ENOTDIR;
 }
 
-/* Waits for an even seq; after many tries with the directory's lock, which also cleans up after a dead writer. */
+/* Waits for an even seq; after many tries with the directory's lock, which also cleans up after a dead writer. A read-only member takes
+ * no lock. */
 static int read_begin(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u32 *tries, tmb_u64 *seq, bool *locked)
 {
+	struct tfs_wait w;
+
+	tfs_wait_start(&w, TFS_KILLABLE);
 	for (;;) {
 		*seq = tmb_load_acquire(&dir->seq);
-		if (!(*seq & 1) && *tries < READ_TRIES)
+		if (!(*seq & 1) && (*tries < READ_TRIES || fs->read_only))
 			return 0;
 		if (++*tries >= READ_TRIES && !fs->read_only) {
 			int err = tfs_lock_inode(fs, h);
@@ -460,9 +464,10 @@ static int read_begin(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir
 			*locked = !err;
 			return err;
 		}
-		if (*tries > 1000 * READ_TRIES)
-			return tfs_damage(fs, "directory changing without end", h.ino, *seq);
-		tfs_os_relax();
+		if (*tries < READ_TRIES)
+			tfs_os_relax();
+		else if (tfs_wait_more(fs, &w, *seq, TFS_MEMBERS, NULL, 0) == -EINTR)
+			return -EINTR;
 	}
 }
 

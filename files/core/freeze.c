@@ -28,7 +28,7 @@ int tfs_wait_thaw(struct tfs *fs)
 
 	if (!tfs_frozen(fs))
 		return 0;
-	tfs_wait_start(&w, TFS_KILLABLE);
+	tfs_wait_start(&w, TFS_SURE);
 	while (!err && tfs_frozen(fs))
 		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
 	return err;

@@ -244,6 +244,7 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 			tfs_limbo_end(fs);
 		tfs_count_blocks(fs, inode, -(tmb_s64)gone->blocks);
 		removed += gone->blocks;
+		tfs_os_yield();
 		if (removed > fs->blocks)
 			more = tfs_damage(fs, "blocks to remove without end", ino, removed);
 	} while (more > 0);
@@ -440,7 +441,7 @@ int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);
-	bool locked = inode && !tfs_lock_inode(fs, tfs_any(ino));
+	bool locked = inode && !tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE);
 
 	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
 		tfs_free_inode_locked(fs, ino, inode, slot);

@@ -62,12 +62,17 @@ void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason)
 
 int tfs_lock_inode(struct tfs *fs, struct tfs_handle h)
 {
+	return tfs_lock_inode_as(fs, h, TFS_KILLABLE);
+}
+
+int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
+{
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 	int err;
 
 	if (!inode)
 		return -ESTALE;
-	err = tfs_lock(fs, &inode->lock, TFS_KILLABLE);
+	err = tfs_lock(fs, &inode->lock, how);
 	if (err)
 		return err;
 	if (tfs_is(inode, h))

@@ -255,8 +255,9 @@ static int remove_name(struct tfs *fs, struct tfs_handle dir_h, const char *name
 		err = -ESTALE;
 		goto unlock_dir;
 	}
-	if (ino == dir_h.ino || tfs_lock_inode(fs, tfs_any(ino))) {
-		err = tfs_damage(fs, "name of a free inode", dir_h.ino, ino);
+	err = ino == dir_h.ino ? -ESTALE : tfs_lock_inode(fs, tfs_any(ino));
+	if (err) {
+		err = err == -ESTALE ? tfs_damage(fs, "name of a free inode", dir_h.ino, ino) : err;
 		goto unlock_dir;
 	}
 	inode = tfs_inode(fs, ino);
@@ -387,6 +388,7 @@ static void unlock_children(struct tfs *fs, struct rename *r)
 static int lock_children(struct tfs *fs, struct rename *r)
 {
 	tmb_u64 a = r->source_ino, b = r->target_ino;
+	int err;
 
 	if (a == r->old_ino || a == r->new_ino || b == r->old_ino || b == r->new_ino)
 		return tfs_damage(fs, "directory inside itself", a, b);
@@ -394,12 +396,14 @@ static int lock_children(struct tfs *fs, struct rename *r)
 		a = r->target_ino;
 		b = r->source_ino;
 	}
-	if (tfs_lock_inode(fs, tfs_any(a)))
-		return tfs_damage(fs, "name of a free inode", r->old_ino, a);
-	if (b && b != a && tfs_lock_inode(fs, tfs_any(b))) {
-		tfs_unlock_inode(fs, a);
-		return tfs_damage(fs, "name of a free inode", r->new_ino, b);
+	err = tfs_lock_inode(fs, tfs_any(a));
+	if (!err && b && b != a) {
+		err = tfs_lock_inode(fs, tfs_any(b));
+		if (err)
+			tfs_unlock_inode(fs, a);
 	}
+	if (err)
+		return err == -ESTALE ? tfs_damage(fs, "name of a free inode", a, b) : err;
 	r->source = tfs_inode(fs, r->source_ino);
 	r->source_is_dir = TFS_IS(tmb_load(&r->source->mode), TFS_MODE_DIR);
 	if (r->target_ino) {

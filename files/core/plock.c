@@ -106,7 +106,8 @@ static bool conflicts(struct tfs *fs, const struct tfs_lock_record *r, const str
 	       tmb_load(&r->end) >= lock->start;
 }
 
-static void fill(struct tfs_lock_record *r, tmb_u64 holder, const struct tfs_file_lock *lock, tmb_u64 start, tmb_u64 end, tmb_u32 type)
+static void fill(struct tfs_lock_record *r, tmb_u64 holder, const struct tfs_file_lock *lock, tmb_u64 start, tmb_u64 end, tmb_u32 type,
+		 tmb_u64 order)
 {
 	tmb_store(&r->owner, lock->owner);
 	tmb_store(&r->start, start);
@@ -114,7 +115,16 @@ static void fill(struct tfs_lock_record *r, tmb_u64 holder, const struct tfs_fil
 	tmb_store(&r->type, type);
 	tmb_store(&r->kind, lock->kind);
 	tmb_store(&r->pid, lock->pid);
+	tmb_store(&r->order, order);
 	tmb_store_release(&r->holder, holder);
+}
+
+/* Which of two conflicting locks F_GETLK names: Linux keeps an owner's locks together, by their start, and owners as they came. */
+static bool comes_before(const struct tfs_lock_record *a, const struct tfs_lock_record *b)
+{
+	tmb_u64 first = tmb_load(&a->order), second = tmb_load(&b->order);
+
+	return first != second ? first < second : tmb_load(&a->start) < tmb_load(&b->start);
 }
 
 /* A record to write into; may grow the table. */
@@ -152,7 +162,7 @@ static int cut_out(struct table *t, const struct tfs_file_lock *lock, bool *gave
 
 			if (err)
 				return err;
-			fill(rest, self_word(t->fs), lock, lock->end + 1, end, tmb_load(&r->type));
+			fill(rest, self_word(t->fs), lock, lock->end + 1, end, tmb_load(&r->type), tmb_load(&r->order));
 			tmb_store_release(&r->end, lock->start - 1);
 		} else if (start < lock->start) {
 			tmb_store_release(&r->end, lock->start - 1);
@@ -202,11 +212,27 @@ static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_l
 	struct tfs_lock_record *r;
 	struct table t;
 	struct tfs_lock_head *head = table_open(&t, fs, inode);
+	struct tfs_lock_record *own = NULL;
+	tmb_u64 order = 0;
 	bool gave = false;
 	int err;
 
 	if (!head && lock.type == TFS_LK_UNLOCK)
 		return 0;
+	for (tmb_u64 i = 0; !own && (r = record_at(&t, i)); i++)
+		if (same_owner(fs, r, &lock))
+			own = r;
+	if (own)
+		order = tmb_load(&own->order);
+	if (lock.kind == TFS_LK_FLOCK && own && lock.type != TFS_LK_UNLOCK) {
+		if (tmb_load(&own->type) == lock.type)
+			return 0;
+		/* As flock(2) has it: the old lock goes first, whatever becomes of the new one. So two that convert don't wait for each other. */
+		err = cut_out(&t, &lock, &gave);
+		if (err)
+			return err;
+		wake(fs, inode);
+	}
 	if (lock.type != TFS_LK_UNLOCK) {
 		for (tmb_u64 i = 0; (r = record_at(&t, i)); i++) {
 			if (conflicts(fs, r, &lock)) {
@@ -228,7 +254,13 @@ static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_l
 		err = free_record(&t, &r);
 		if (err)
 			return err;
-		fill(r, self_word(fs), &lock, lock.start, lock.end, lock.type);
+		if (!own) {
+			head = table_open(&t, fs, inode);
+			order = head ? tmb_load(&head->orders) + 1 : 0;
+			if (head)
+				tmb_store(&head->orders, order);
+		}
+		fill(r, self_word(fs), &lock, lock.start, lock.end, lock.type, order);
 	}
 	if (gave)
 		wake(fs, inode);
@@ -245,7 +277,7 @@ int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	err = tfs_lock_inode(fs, h);
+	err = tfs_lock_inode_as(fs, h, lock->type == TFS_LK_UNLOCK ? TFS_SURE : TFS_KILLABLE);
 	if (!err) {
 		tfs_tx_inode(fs, slot, 0, h.ino);
 		err = set_locked(fs, tfs_inode(fs, h.ino), *lock);
@@ -258,7 +290,7 @@ int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock
 int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock)
 {
 	struct tfs_inode *inode;
-	struct tfs_lock_record *r;
+	struct tfs_lock_record *r, *found = NULL;
 	struct table t;
 	int err = tfs_lock_inode(fs, h);
 
@@ -266,19 +298,19 @@ int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock
 		return err;
 	inode = tfs_inode(fs, h.ino);
 	table_open(&t, fs, inode);
-	for (tmb_u64 i = 0; (r = record_at(&t, i)); i++) {
-		if (!conflicts(fs, r, lock))
-			continue;
-		lock->type = tmb_load(&r->type);
-		lock->start = tmb_load(&r->start);
-		lock->end = tmb_load(&r->end);
-		lock->pid = tmb_load(&r->pid);
-		lock->owner = tmb_load(&r->owner);
-		lock->member = tmb_lock_owner(tmb_load(&r->holder));
-		break;
-	}
-	if (!r)
+	for (tmb_u64 i = 0; (r = record_at(&t, i)); i++)
+		if (conflicts(fs, r, lock) && (!found || comes_before(r, found)))
+			found = r;
+	if (found) {
+		lock->type = tmb_load(&found->type);
+		lock->start = tmb_load(&found->start);
+		lock->end = tmb_load(&found->end);
+		lock->pid = tmb_load(&found->pid);
+		lock->owner = tmb_load(&found->owner);
+		lock->member = tmb_lock_owner(tmb_load(&found->holder));
+	} else {
 		lock->type = TFS_LK_UNLOCK;
+	}
 	tfs_unlock_inode(fs, h.ino);
 	return 0;
 }
@@ -333,13 +365,11 @@ int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_fi
 	struct waiter self = {.member = fs->member, .owner = lock->owner};
 	tmb_u32 looks = MAX_LOOKS;
 
-	for (tmb_u32 i = 0; i < TFS_LOCK_WAITS; i++) {
+	for (tmb_u32 i = 0; lock->kind == TFS_LK_POSIX && i < TFS_LOCK_WAITS; i++) {
 		struct tfs_lock_wait *w = &area->waits[i];
 
 		if (!tmb_cas32(&w->claimed, 0, 1))
 			continue;
-		if (lock->kind != TFS_LK_POSIX)
-			return (int)i;
 		tmb_store(&w->owner, lock->owner);
 		tmb_store(&w->start, lock->start);
 		tmb_store(&w->end, lock->end);
@@ -352,12 +382,17 @@ int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_fi
 		}
 		return (int)i;
 	}
-	return -ENOLCK;
+	/* Nobody else can see that this one waits, so it looks for itself alone. */
+	return lock->kind == TFS_LK_POSIX && leads_to(fs, h.ino, lock, self, self, MAX_DEPTH, &looks) ? -EDEADLK : (int)TFS_LOCK_WAITS;
 }
 
 void tfs_lock_wait_end(struct tfs *fs, int slot)
 {
-	struct tfs_lock_wait *w = &tfs_member_area(fs, fs->member)->waits[slot];
+	struct tfs_lock_wait *w;
+
+	if (slot >= (int)TFS_LOCK_WAITS)
+		return;
+	w = &tfs_member_area(fs, fs->member)->waits[slot];
 
 	tmb_store(&w->ino, 0);
 	tmb_store_release(&w->claimed, 0);

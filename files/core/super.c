@@ -154,7 +154,6 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	fs->alloc_cursor = l.data_start + (l.blocks - l.data_start) / 8 * (member % 8);
 	fs->chunk_cursor = fs->alloc_cursor / TFS_FANOUT;
 	fs->inode_cursor = TFS_ROOT_INO + 1;
-	fs->account = members ? tmb_load(&tfs_member_area(fs, member)->account) : 0;
 	fs->root = members ? tmb_load(&tfs_member_area(fs, member)->root) : 0;
 	if (!fs->root)
 		fs->root = TFS_ROOT_INO;

@@ -33,7 +33,6 @@ struct tfs {
 	struct tmb_member *members; /* the zone's member table, 64 slots; NULL: alone (mkfs, fsck, unit tests) */
 	tmb_u32 member;	  /* own id */
 	tmb_u32 epoch;	  /* own epoch */
-	tmb_u64 account;  /* number + 1 of the account for what it makes; 0: none */
 	tmb_u64 root;	  /* the inode that is its root directory */
 	bool read_only;
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
@@ -93,8 +92,8 @@ int tfs_recover(struct tfs *fs, tmb_u32 member);
 /* Recovers every member slot that needs it; call at mount and on TMB_PENDING_MEMBERS. */
 int tfs_recover_all(struct tfs *fs);
 
-/* For the host, about a member that is not there yet: what it makes counts for the account of this name (1 to 31 bytes), whose limits become
- * these (0: none; they hold at once); it is confined to the directory 'root' (0: it is not). A member with no grant has neither.
+/* For the host: what the member makes from now on, also if it is there already, counts for the account of this name (1 to 31 bytes), whose
+ * limits become these (0: none); at its next opening it is confined to the directory 'root' (0: it is not). A member with no grant has neither.
  * -ENOSPC: all accounts are taken. One call at a time. */
 int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, tmb_u64 root);
 
@@ -270,13 +269,16 @@ struct tfs_file_lock {
 	tmb_u32 pid;	    /* what F_GETLK shows */
 	tmb_u32 member;	    /* tfs_get_lock: who has it */
 };
-/* Takes, changes or gives back; -EAGAIN: another owner has it. Giving back rings the members that wait. */
+/* Takes, changes or gives back; -EAGAIN: another owner has it. Giving back rings the members that wait. A flock that would become another
+ * one is given back first, also where the answer is -EAGAIN. */
 int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock);
 /* Who is in the way: fills 'lock' with one, or makes its type TFS_LK_UNLOCK. */
 int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock);
 /*
  * Waiting: after -EAGAIN call tfs_lock_wait_begin once (a slot, or -EDEADLK for a POSIX lock whose holder waits for this owner); then
  * repeat { tfs_set_lock ; if -EAGAIN sleep until TMB_PENDING_LOCK or TMB_PENDING_MEMBERS arrives, at most a second }; then tfs_lock_wait_end.
+ * The slot TFS_LOCK_WAITS is none: of more than so many waiters of a member at once, the further ones aren't seen by others that look for
+ * deadlocks; these ask for a slot again each time they looked in vain.
  */
 int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock);
 void tfs_lock_wait_end(struct tfs *fs, int slot);

@@ -257,14 +257,16 @@ struct tfs_lock_record {
 	tmb_u64 start, end; /* bytes, end inclusive */
 	tmb_u32 type, kind;
 	tmb_u32 pid, pad0;
-	tmb_u64 pad1[2];
+	tmb_u64 order; /* grows from owner to owner, as they came; all records of one have the same */
+	tmb_u64 pad1;
 };
 _Static_assert(sizeof(struct tfs_lock_record) == 64, "lock record size");
 #define TFS_LOCK_RECORDS (TFS_BLOCK / 64u) /* per block; the first place of block 0 is the head */
 struct tfs_lock_head {
 	tmb_u64 waiters; /* bit per member that waits for one of these locks */
 	tmb_u64 blocks;	 /* of records */
-	tmb_u64 pad[6];
+	tmb_u64 orders;	 /* the last that an owner got */
+	tmb_u64 pad[5];
 };
 _Static_assert(sizeof(struct tfs_lock_head) == 64, "lock head size");
 #define TFS_LOCK_WAITS 32u

@@ -156,6 +156,7 @@ int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owne
 int tfs_wait_thaw(struct tfs *fs); /* freeze.c: while another member has frozen the file system */
 
 /* lock.c: who lives, locks of inodes */
+int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how);
 int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h); /* -EAGAIN: taken */
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
 bool tfs_member_active(struct tfs *fs, tmb_u32 member);

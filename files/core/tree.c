@@ -339,6 +339,7 @@ static int walk_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tfs_visit vis
 	if (level) {
 		tmb_u64 *entries = node_entries(fs, node);
 
+		tfs_os_yield();
 		for (tmb_u32 i = 0; i < TFS_FANOUT; i++) {
 			tmb_u64 entry = tmb_load(&entries[i]), block = entry & TFS_BLOCKNR_MASK;
 

@@ -43,7 +43,7 @@ static int claim(struct tfs *fs, tmb_u32 *slot)
 			int err;
 
 			if (round == TFS_TX_SLOTS)
-				tfs_wait_start(&w, TFS_KILLABLE);
+				tfs_wait_start(&w, TFS_SURE); /* who closes a file, being killed, must get one */
 			err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
 			if (err)
 				return err;
@@ -243,6 +243,8 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 
 		if (!inode)
 			break; /* itable_inodes says more than there are */
+		if (!(ino % TFS_INODES_PER_BLOCK))
+			tfs_os_yield();
 		state = tmb_load(&inode->state_gen);
 		if (created_by(state, members)) {
 			/* In a transaction: this member may die, too, while it frees what the other one made. */

@@ -294,11 +294,15 @@ static int wait_in_line(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *
 			if (slept && (now & TFS_LOCK_KIND) == TFS_LOCK_HELD && !(now & TFS_LOCK_DEMAND)) {
 				if (!tmb_cas64(&lock->word, now, now | TFS_LOCK_DEMAND))
 					continue;
-				seen = now | TFS_LOCK_DEMAND;
+				now |= TFS_LOCK_DEMAND;
+				for (tmb_u32 i = 0; i < SPINS && tmb_load(&lock->word) == now; i++)
+					tfs_os_relax(); /* most owners soon offer it */
+				if (tmb_load(&lock->word) != now)
+					continue;
 			}
-			slept = true;
 			owner = tmb_lock_owner(now);
 		}
+		slept = true;
 		got = tfs_wait_more(fs, w, now & ~TFS_LOCK_DEMAND, owner, &place->bell, rung);
 		if (got)
 			return got;

@@ -50,11 +50,26 @@ static int unlock(struct tmb_sb *s, struct inode *inode, struct file *file, stru
 	return err ? err : zone_err;
 }
 
-/* -EAGAIN: somebody has it. Waits if 'wait'. */
-static int take(struct tmb_sb *s, struct inode *inode, const struct tfs_file_lock *lock, bool wait)
+/* A flock of another type was given back in the zone, so that who waits for it can go on; the VFS's copy goes too. */
+static void drop_flock(struct tmb_sb *s, struct file *file, struct file_lock *fl)
 {
+	struct file_lock old;
+
+	locks_init_lock(&old);
+	locks_copy_lock(&old, fl);
+	tmb_fl(&old, type) = F_UNLCK;
+	locks_lock_file_wait(file, &old);
+	wake_waiters(s);
+}
+
+/* -EAGAIN: somebody has it. Waits if 'wait'. */
+static int take(struct tmb_sb *s, struct file *file, struct file_lock *fl, const struct tfs_file_lock *lock, bool wait)
+{
+	struct inode *inode = file_inode(file);
 	int seen = atomic_read(&s->rings), slot, err = tfs_set_lock(&s->fs, tmb_h(inode), lock);
 
+	if (err == -EAGAIN && lock->kind == TFS_LK_FLOCK)
+		drop_flock(s, file, fl);
 	if (err != -EAGAIN || !wait)
 		return err;
 	slot = tfs_lock_wait_begin(&s->fs, tmb_h(inode), lock);
@@ -74,6 +89,10 @@ static int take(struct tmb_sb *s, struct inode *inode, const struct tfs_file_loc
 			break;
 		}
 		seen = atomic_read(&s->rings);
+		if (slot == TFS_LOCK_WAITS)
+			slot = tfs_lock_wait_begin(&s->fs, tmb_h(inode), lock);
+		if (slot < 0)
+			return slot;
 	}
 	tfs_lock_wait_end(&s->fs, slot);
 	return err;
@@ -89,7 +108,7 @@ static int set(struct file *file, struct file_lock *fl)
 	if (tmb_fl(fl, type) == F_UNLCK)
 		return unlock(s, inode, file, fl);
 	describe(s, fl, &lock);
-	err = take(s, inode, &lock, tmb_fl(fl, flags) & FL_SLEEP);
+	err = take(s, file, fl, &lock, tmb_fl(fl, flags) & FL_SLEEP);
 	if (err)
 		return err == -EROFS ? -ENOLCK : err;
 	err = locks_lock_file_wait(file, fl);

@@ -243,8 +243,7 @@ bool tmb_changes_hear(struct tmb_sb *s)
 			c->mask &= ALL_FSNOTIFY_DIRENT_EVENTS | FS_ATTRIB | FS_MODIFY | FS_CLOSE_WRITE | FS_DELETE_SELF | FS_ISDIR;
 			hand_over(s->sb, c);
 		} else {
-			pr_warn_ratelimited("tombolo: zone %s: changes came faster than they were heard; watchers are told to look\n",
-					    s->zone.name);
+			/* Any burst of changes does this, and who watches is told to look: nothing for the log. */
 			hand_over_all(s->sb);
 		}
 	}

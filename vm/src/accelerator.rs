@@ -11,7 +11,7 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
@@ -284,7 +284,7 @@ impl Drop for Accelerator {
 /// # Errors
 /// That there is nothing, and what to do.
 pub fn devices() -> anyhow::Result<Vec<String>> {
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = crate::child::own_program();
     command.args(["accel", "devices"]).stdin(Stdio::null());
     child::tie(&mut command, &[]);
     let output = command.output().context("'tombolo accel devices' can't be run")?;
@@ -298,7 +298,7 @@ pub fn devices() -> anyhow::Result<Vec<String>> {
 fn remove(folder: &Path) {
     match std::fs::remove_dir_all(folder) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            eprintln!("tombolo: {}: {e}", folder.display());
+            crate::say!("{}: {e}", folder.display());
         }
         _ => {}
     }
@@ -336,7 +336,7 @@ impl Service for Server {
     fn spawn(&self, log: File) -> anyhow::Result<(Guarded, Peer)> {
         let (ours, theirs) = UnixStream::pair()?;
         ours.set_read_timeout(Some(PATIENCE))?;
-        let mut command = Command::new(std::env::current_exe()?);
+        let mut command = crate::child::own_program();
         command.args(["accel", "serve", "--overseen"]).env("TMPDIR", &self.scratch);
         if let Some(metrics) = &self.spec.metrics {
             command.args(["--metrics", &metrics.to_string()]);
@@ -358,9 +358,7 @@ impl Service for Server {
                 Ok(_) => seat.served = Some(true),
                 Err(why) if seat.served.is_some() => {
                     seat.served = Some(false);
-                    eprintln!(
-                        "tombolo: {why}; its programs have no accelerator until tombolo down && tombolo up"
-                    );
+                    crate::say!("{why}; its programs have no accelerator until tombolo down && tombolo up");
                 }
                 Err(why) => anyhow::bail!("{why}"),
             }
@@ -374,7 +372,7 @@ impl Service for Server {
         // The zones are free for the next one when its membership has ended.
         for seat in lock(&self.seats).values() {
             if let Err(e) = seat.zone.tend() {
-                eprintln!("tombolo: {e:#}");
+                crate::say!("{e:#}");
             }
         }
     }

@@ -37,6 +37,14 @@ pub fn tie_to_end(command: &mut Command, signal: Signal, fds: &[OwnedFd]) {
     }
 }
 
+/// This program as another process, also when its file has been replaced or removed since (by an upgrade): between fork and exec the link is
+/// the new process's, which still is this one's copy.
+pub fn own_program() -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("tombolo");
+    command
+}
+
 /// The path under which a child that inherited `fd` opens it.
 pub fn inherited_path(fd: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", fd.as_raw_fd())

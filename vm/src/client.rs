@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io::{IsTerminal, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -16,8 +16,10 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use rustix::termios::{OptionalActions, Termios};
 
+use tombolo_zone::door::Found;
+
 use crate::compose::Project;
-use crate::control::{Event, Feed, Request, Stage};
+use crate::control::{Event, Feed, Request, Stage, Status};
 use crate::peer::{self, Peer};
 use crate::session;
 use crate::state::StateDir;
@@ -58,7 +60,7 @@ fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
     let theirs = OwnedFd::from(theirs);
     let number = theirs.as_raw_fd();
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = crate::child::own_program();
     command.args(["supervise", "--dir"]).arg(dir.path()).arg("--control").arg(number.to_string());
     command.arg("--file").arg(&project.file);
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -95,6 +97,26 @@ pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
             project.file.display()
         )
     })
+}
+
+/// The answer to [`Request::Ps`], which has been asked.
+///
+/// # Errors
+/// When there is none.
+pub fn status(mut peer: Peer) -> anyhow::Result<Status> {
+    match peer.receive::<Event>()? {
+        Some(Event::Status(status)) => Ok(*status),
+        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+        other => anyhow::bail!("the supervisor answered {other:?}"),
+    }
+}
+
+/// The status of a project whose supervisor was found; `None`: it has ended.
+///
+/// # Errors
+/// When it does not answer.
+pub fn status_of(found: &Found) -> anyhow::Result<Option<Status>> {
+    peer::ask_found(found, &Request::Ps)?.map(status).transpose()
 }
 
 /// Shows what happens to the VMs: bars on a terminal, lines elsewhere.

@@ -149,6 +149,9 @@ pub struct ZoneUse {
     /// Where the guest mounts the zone's file system.
     #[serde(default)]
     pub mount: Option<String>,
+    /// Options of that mount: noatime and the like. Set-id bits and devices count only with "suid" and "dev".
+    #[serde(default)]
+    pub options: Vec<String>,
     /// Rights of the member.
     #[serde(default)]
     pub rights: Rights,

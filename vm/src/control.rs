@@ -226,6 +226,9 @@ pub struct ZoneStatus {
     pub path: String,
     /// Who is in it: VMs, and processes of the host.
     pub members: Vec<String>,
+    /// Somebody has cut its file short.
+    #[serde(default)]
+    pub lost: bool,
 }
 
 /// One network.

@@ -61,6 +61,51 @@ exit $code"#;
 const SWEEP: &str = r#"mv "$1" "$1.gone" || exit
 rm -rf "$1.gone" 2>/dev/null || rm -rf "$1.gone" 2>/dev/null || rm -rf "$1.gone""#;
 
+/// Ends the process $1 with all that it started, as far as it has not been given to init: TERM, and KILL for what is there two seconds later.
+/// Stopped from the top down, none of them starts another one meanwhile. Needs nothing but a shell and /proc.
+const KILL: &str = r#"children() {
+	for status in /proc/[0-9]*/status; do
+		while read -r key value rest; do
+			case $key in
+				Pid:) pid=$value ;;
+				PPid:) [ "$value" = "$1" ] && echo "$pid"; break ;;
+			esac
+		done <"$status"
+	done 2>/dev/null
+}
+# Whether one of them is there; whom nobody has waited for yet is not.
+alive() {
+	for process in $all; do
+		while read -r key value rest; do
+			[ "$key" = State: ] || continue
+			[ "$value" = Z ] || return 0
+			break
+		done <"/proc/$process/status"
+	done 2>/dev/null
+	return 1
+}
+all=
+next=$1
+while [ "$next" ]; do
+	found=
+	for process in $next; do
+		kill -STOP "$process" 2>/dev/null || continue
+		all="$all $process"
+		found="$found $(children "$process")"
+	done
+	next=$(echo $found)
+done
+[ "$all" ] || exit 0
+kill -TERM $all 2>/dev/null
+kill -CONT $all 2>/dev/null
+looks=0
+while alive && [ "$looks" -lt 20 ]; do
+	looks=$((looks + 1))
+	sleep 0.1
+done
+kill -KILL $all 2>/dev/null
+exit 0"#;
+
 /// What to run.
 #[derive(Clone, Debug, Default)]
 pub struct Exec {
@@ -393,8 +438,7 @@ fn run_in(
             }
         }
         if cancelled() {
-            // The command and the spoolers, then the shell.
-            script(agent, r#"pkill -TERM -P "$1"; kill -TERM "$1""#, &[&pid.to_string()], REQUEST)?;
+            script(agent, KILL, &[&pid.to_string()], REQUEST)?;
             break Ended::Cancelled;
         }
         if busy {

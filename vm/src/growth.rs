@@ -2,7 +2,6 @@
 //! Passed-through devices of a VM, and memory that arrives while it runs: what the compose file asks for is checked before anything
 //! is touched, taken when the VM starts, and given back when its QEMU has ended.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,7 +22,6 @@ use tombolo_start::pace::Share;
 use crate::compose::VmSpec;
 use crate::machine::Machine;
 use crate::qemu::qmp;
-use crate::state::StateDir;
 
 /// The id of the memory that grows.
 pub const MEMORY: &str = "vmem0";
@@ -100,29 +98,24 @@ impl Taken {
     ///
     /// # Errors
     /// When one can't be had; then none was taken.
-    pub fn take(name: &str, spec: &VmSpec, dir: &StateDir) -> anyhow::Result<Taken> {
+    pub fn take(name: &str, spec: &VmSpec) -> anyhow::Result<Taken> {
         if spec.devices.is_empty() {
             return Ok(Taken { devices: Vec::new() });
         }
         let host = Host::at("/");
         let plan = plan(&host.devices()?, host.has_iommu(), &spec.devices, spec.whole_group)
             .with_context(|| format!("vm.{name}.devices"))?;
-        let owner = Owner { vm: name.to_owned(), lock: lock_of(dir) };
+        let owner = Owner::new(name, std::process::id())?;
         bind::bind(&host, &mut Kernel, &Store::of_host(), &plan, Some(&owner))?;
         Ok(Taken { devices: plan.take.into_iter().map(|(address, _)| address).collect() })
     }
-}
-
-/// The file that the supervisor keeps locked as long as it lives.
-fn lock_of(dir: &StateDir) -> PathBuf {
-    dir.path().join("lock")
 }
 
 impl Drop for Taken {
     fn drop(&mut self) {
         for address in &self.devices {
             if let Err(e) = bind::release(&Host::at("/"), &mut Kernel, &Store::of_host(), *address) {
-                eprintln!("tombolo: {e:#}");
+                crate::say!("{e:#}");
             }
         }
     }
@@ -162,7 +155,7 @@ pub fn begin(
             // A VM that ended grows no more; that is told elsewhere.
             Err(_) if machine.has_ended() => {}
             Err(e) => {
-                eprintln!("tombolo: the VM '{}': {e}", machine.name());
+                crate::say!("the VM '{}': {e}", machine.name());
                 if matches!(e, GrowError::NoDriver { .. }) {
                     start_slowly(&machine);
                 }

@@ -177,7 +177,7 @@ impl Keeper {
         if late.timed_out() {
             if let Some((process, pid)) = state.process.take() {
                 let Names { owner, process: kind, .. } = &self.shared.names;
-                eprintln!("tombolo: the {kind} of the {owner} (process {pid}) does not end and is killed");
+                crate::say!("the {kind} of the {owner} (process {pid}) does not end and is killed");
                 process.kill();
             }
         }
@@ -239,7 +239,7 @@ impl Shared {
                 Err(e) => state.trouble = Some(format!("{e:#}")),
             }
             if let (false, Some(why)) = (state.over, &state.trouble) {
-                eprintln!("tombolo: the {}: {why}; it is started again", self.names.owner);
+                crate::say!("the {}: {why}; it is started again", self.names.owner);
             }
             drop(state);
             self.changed.notify_all();

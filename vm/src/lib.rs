@@ -18,6 +18,7 @@
 //! - [`growth`]: passed-through devices, and memory that arrives while the VM runs.
 //! - [`qemu`]: command line, monitor, console, and whether KVM works.
 //! - [`agent`], [`exec`]: the guest agent, and commands through it.
+//! - [`log`]: logs that never fail.
 //! - [`zones`]: zones as the supervisor holds them.
 //! - [`netspec`], [`network`]: networks in the file, and the switch of each, which is a child of the supervisor.
 //! - [`accelspec`], [`accelerator`]: accelerators in the file, and the server of each, another child.
@@ -27,11 +28,16 @@
 //! - [`doctor`]: what this host can do.
 //! - [`client`], [`cli`], [`top`]: the commands.
 
+// In the supervisor a print that fails would be a panic: see `log`.
+#![deny(clippy::print_stderr, clippy::print_stdout)]
+
 pub mod accelerator;
 pub mod accelspec;
 pub mod agent;
 pub mod child;
+#[allow(clippy::print_stderr, clippy::print_stdout, reason = "commands talk to the terminal")]
 pub mod cli;
+#[allow(clippy::print_stderr, reason = "commands talk to the terminal")]
 pub mod client;
 pub mod compose;
 pub mod control;
@@ -41,6 +47,7 @@ pub mod growth;
 pub mod guestkit;
 pub mod host;
 pub mod keeper;
+pub mod log;
 pub mod machine;
 pub mod mount;
 pub mod named;

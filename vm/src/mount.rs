@@ -43,7 +43,17 @@ pub struct Source {
     pub member: u32,
 }
 
-/// Mounts a zone's file system through the agent.
+/// The options of a mount. Files of a zone are made by every member's root, who must not become root in this guest with them.
+fn options(source: &Source, read_only: bool, more: &[String]) -> String {
+    let mut all = vec!["nosuid", "nodev"];
+    all.extend(more.iter().map(String::as_str));
+    if read_only {
+        all.push("ro");
+    }
+    format!("{},member={}", all.join(","), source.member)
+}
+
+/// Mounts a zone's file system through the agent, with these options of mount(8) besides.
 ///
 /// # Errors
 /// Says whether the module or the mount is missing.
@@ -53,6 +63,7 @@ pub fn mount(
     source: &Source,
     path: &str,
     read_only: bool,
+    more: &[String],
 ) -> anyhow::Result<()> {
     const MOUNT: &str = r#"need_module
 await_zone "$4"
@@ -62,7 +73,7 @@ module_said
 exit $code"#;
     let name = machine.name();
     let identity = source.uuid.replace('-', "");
-    let options = format!("{},member={}", if read_only { "ro" } else { "rw" }, source.member);
+    let options = options(source, read_only, more);
     let output = exec::script(
         machine.agent(),
         &format!("{FUNCTIONS}{MOUNT}"),
@@ -100,4 +111,18 @@ exit ${code:-0}"#;
         anyhow::bail!("the VM '{vm}' can't unmount the zone: {}", output.err.trim());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn set_id_bits_and_devices_count_in_a_guest_only_where_they_are_asked_for() {
+        let source = Source { uuid: String::new(), member: 3 };
+        assert_eq!(options(&source, true, &[]), "nosuid,nodev,ro,member=3");
+        // The later one holds.
+        let more = ["noatime".to_owned(), "suid".to_owned()];
+        assert_eq!(options(&source, false, &more), "nosuid,nodev,noatime,suid,member=3");
+    }
 }

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -332,7 +332,7 @@ impl Service for Switch {
 
     /// The switch is told to end when the thread that starts it ends.
     fn spawn(&self, log: File) -> anyhow::Result<(Guarded, ())> {
-        let mut command = Command::new(std::env::current_exe()?);
+        let mut command = crate::child::own_program();
         command.args(["net", "run", "--config"]).arg(self.config());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         child::tie_to_end(&mut command, Signal::TERM, &[]);

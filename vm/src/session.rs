@@ -112,7 +112,13 @@ pub fn exec(
         input.then_some(&receiver),
         &|| gone.load(Ordering::Acquire),
         &mut output,
-    )?;
+    );
+    if let (Err(e), true) = (&ended, gone.load(Ordering::Acquire)) {
+        // Its client can't be told any more.
+        let command = exec.argv.join(" ");
+        crate::say!("the VM '{}': '{command}' was interrupted and may still run: {e:#}", machine.name());
+    }
+    let ended = ended?;
     match ended {
         Ended::Code(code) => report(&Event::Exit { code }),
         Ended::Cancelled => {}

@@ -85,16 +85,6 @@ pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     fs::rename(&temporary, path)
 }
 
-/// Sends what this process says on its standard error into `log`.
-///
-/// # Errors
-/// When the file can't be made.
-pub fn log_to(log: &Path) -> anyhow::Result<()> {
-    let file = File::create(log).with_context(|| log.display().to_string())?;
-    rustix::stdio::dup2_stderr(&file)?;
-    Ok(())
-}
-
 /// Names of doors of supervisors begin so; the compose file's hash follows.
 const DOOR: &str = "tombolo-project-";
 /// A supervisor's door is its standard input, which nobody reads: commands look at one descriptor of each process.
@@ -247,7 +237,7 @@ impl StateDir {
     /// Removes the folder; called with the lock held.
     pub fn remove(&self) {
         if let Err(e) = fs::remove_dir_all(&self.path).or_else(absent) {
-            eprintln!("tombolo: {}: {e}", self.path.display());
+            crate::say!("{}: {e}", self.path.display());
         }
     }
 }

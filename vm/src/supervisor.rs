@@ -159,7 +159,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if terminated.wait() {
             if let Err(e) = own.down_all(None) {
-                eprintln!("tombolo: {e:#}");
+                crate::say!("{e:#}");
             }
             own.end();
         }
@@ -171,7 +171,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
         (over, _) = supervisor.over_changed.wait_timeout(over, TEND).unwrap_or_else(PoisonError::into_inner);
         for zone in supervisor.all_zones() {
             if let Err(e) = zone.tend() {
-                eprintln!("tombolo: {e:#}");
+                crate::say!("{e:#}");
             }
         }
     }
@@ -182,7 +182,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
 fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<(File, Door)>> {
     let Some(lock) = state.lock()? else { return Ok(None) };
     let Some(door) = state.open_door(&project.file)? else { return Ok(None) };
-    crate::state::log_to(&state.path().join("supervisor.log"))?;
+    crate::log::open(&state.path().join("supervisor.log"))?;
     // Each VM, console and command takes a few.
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
@@ -433,6 +433,7 @@ impl Supervisor {
                     Backing::File(path) => path.display().to_string(),
                 },
                 members: zone.members(),
+                lost: zone.is_lost(),
                 uuid: zone.uuid(),
                 path: zone.path(),
             })
@@ -484,5 +485,5 @@ fn mount_zone(machine: &Machine, name: &str, zone: &HostZone, zone_use: &ZoneUse
     let vm = machine.name();
     let member = zone.slot(vm).with_context(|| format!("the VM '{vm}' is no member of the zone any more"))?;
     let source = Source { uuid: zone.uuid(), member };
-    mount::mount(machine, name, &source, path, zone_use.rights == Rights::ReadOnly)
+    mount::mount(machine, name, &source, path, zone_use.rights == Rights::ReadOnly, &zone_use.options)
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context;
@@ -93,10 +93,15 @@ impl HostZone {
         // Comings and goings of doorbells; the thread ends with the server.
         std::thread::Builder::new().name(format!("zone-{name}")).spawn(move || {
             for event in events {
-                eprintln!("tombolo: doorbell: {event:?}");
+                crate::say!("doorbell: {event:?}");
             }
         })?;
         Ok(HostZone { name: name.to_owned(), spec, zone, bells, members: Mutex::new(BTreeMap::new()) })
+    }
+
+    /// Whether somebody has cut the zone's file short.
+    pub fn is_lost(&self) -> bool {
+        self.zone.is_lost()
     }
 
     /// What the compose file says of it.
@@ -171,7 +176,7 @@ impl HostZone {
     pub fn gone(&self, member: &str) {
         let Some(held) = self.lock().remove(member) else { return };
         if let Err(e) = self.bury(held.id) {
-            eprintln!("tombolo: zone '{}', member '{member}': {e:#}", self.name);
+            crate::say!("zone '{}', member '{member}': {e:#}", self.name);
         }
     }
 
@@ -194,7 +199,18 @@ impl HostZone {
     /// # Errors
     /// When the zone's memory can't be reached.
     pub fn tend(&self) -> anyhow::Result<()> {
+        if self.zone.is_lost() {
+            return Ok(());
+        }
         self.zone.beat()?;
+        if self.zone.is_lost() {
+            // Said once: the next look ends above.
+            crate::say!(
+                "zone '{}': somebody has cut its file short; its VMs lose it, or end. tombolo down && tombolo up",
+                self.name
+            );
+            return Ok(());
+        }
         if !self.zone.reap()?.is_empty() {
             self.announce()?;
         }
@@ -231,7 +247,7 @@ fn take_over(name: &str, spec: &ZoneSpec, path: &Path) -> anyhow::Result<Zone> {
 fn files_command(name: &str, zone: &Zone, what: &str, args: &[String]) -> anyhow::Result<()> {
     let memory = zone.as_fd().try_clone_to_owned()?;
     let inherited = crate::child::inherited_path(&memory);
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = crate::child::own_program();
     command.args(["files", what]).arg(&inherited).args(args);
     command.stdin(Stdio::null()).stdout(Stdio::null());
     crate::child::tie(&mut command, std::slice::from_ref(&memory));

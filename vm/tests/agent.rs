@@ -2,6 +2,7 @@
 //! Commands through a real guest agent, which runs here instead of in a guest.
 
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -20,10 +21,16 @@ struct Guest {
 
 impl Guest {
     fn new() -> Guest {
+        Guest::with("/usr/sbin:/usr/bin:/sbin:/bin")
+    }
+
+    /// With these folders of programs.
+    fn with(path: &str) -> Guest {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("agent");
-        let process = Command::new("qemu-ga")
-            .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+        let program = ["/usr/sbin/qemu-ga", "/usr/bin/qemu-ga"].into_iter().find(|p| Path::new(p).exists());
+        let process = Command::new(program.expect("the package qemu-guest-agent"))
+            .env("PATH", path)
             .args(["-m", "unix-listen", "-p"])
             .arg(&socket)
             .arg("-t")
@@ -32,7 +39,7 @@ impl Guest {
             .arg(dir.path().join("log"))
             .stdin(Stdio::null())
             .spawn()
-            .expect("the package qemu-guest-agent");
+            .unwrap();
         let start = Instant::now();
         let stream = loop {
             match UnixStream::connect(&socket) {
@@ -126,6 +133,39 @@ fn a_command_whose_caller_has_gone_is_ended() {
     let path = format!("/proc/{}/cmdline", pid.trim());
     while std::fs::read(&path).is_ok_and(|c| !c.is_empty()) {
         assert!(start.elapsed() < PATIENCE, "it lives on");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_command_that_ignores_its_end_is_killed_with_all_that_it_started_in_a_guest_that_has_little() {
+    // What a small image has: no pkill, no setsid.
+    let programs = tempfile::tempdir().unwrap();
+    for program in ["sh", "mkfifo", "dd", "mkdir", "mv", "rm", "sleep", "cat"] {
+        let found = ["/usr/bin", "/bin"].map(|folder| Path::new(folder).join(program));
+        let found = found.iter().find(|path| path.exists()).unwrap();
+        std::os::unix::fs::symlink(found, programs.path().join(program)).unwrap();
+    }
+    let guest = Guest::with(programs.path().to_str().unwrap());
+    let command = r#"trap "" TERM; sh -c 'trap "" TERM; sleep 1000 & echo $! deepest; wait' & wait"#;
+    let exec = Exec { argv: ["sh", "-c", command].map(str::to_owned).to_vec(), ..Exec::default() };
+    let mut said = String::new();
+    let gone = AtomicBool::new(false);
+    let ended = run(&guest.agent, &exec, None, &|| gone.load(Ordering::Acquire), &mut |_, data| {
+        said.push_str(&String::from_utf8_lossy(data));
+        gone.store(said.contains("deepest"), Ordering::Release);
+    });
+    assert_eq!(ended.unwrap(), Ended::Cancelled);
+    let deepest = format!("/proc/{}", said.split_whitespace().next().unwrap());
+    let agent = guest.process.id();
+    let left = || {
+        let children = std::fs::read_to_string(format!("/proc/{agent}/task/{agent}/children")).unwrap();
+        let alive = |pid: &&str| std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|c| !c.is_empty());
+        children.split_whitespace().filter(alive).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let start = Instant::now();
+    while Path::new(&deepest).exists() || !left().is_empty() {
+        assert!(start.elapsed() < PATIENCE, "{:?} of the agent live on, and {deepest}", left());
         std::thread::sleep(Duration::from_millis(10));
     }
 }

@@ -72,7 +72,7 @@ struct tmb_sync_object {
 	tmb_u32 generation; /* grows when the object is destroyed */
 	tmb_u8 pad2[40];
 	/* 128: rwlock: bit per session that reads */
-	tmb_u64 readers[TMB_SYNC_SESSIONS / 64];
+	tmb_u64 readers[TMB_SYNC_SESSIONS / 64]; /* of a slot's present session: tmb_session_clear_reads */
 	tmb_u8 pad3[96];
 };
 _Static_assert(sizeof(struct tmb_sync_object) == 256, "sync object size");
@@ -110,6 +110,20 @@ static inline tmb_u64 tmb_session_take(struct tmb_sync_header *h, struct tmb_mem
 	tmb_u64 word = tmb_session_word(member, (tmb_u32)(old >> 16) + 1, epoch);
 
 	return !tmb_session_lives(members, old) && tmb_cas64(&h->sessions[i], old, word) ? word : 0;
+}
+
+/*
+ * Whoever took a session slot calls this before it locks anything: the bits of read locks name slots, and a dead predecessor may have left
+ * its own. Writers that wait look again within a slice.
+ */
+static inline void tmb_session_clear_reads(struct tmb_sync_header *h, tmb_u32 n_objects, tmb_u32 i)
+{
+	struct tmb_sync_object *o = (struct tmb_sync_object *)((tmb_u8 *)h + TMB_SYNC_OBJECTS_OFF);
+	tmb_u64 bit = 1ULL << i % 64;
+
+	for (; n_objects; n_objects--, o++)
+		if (tmb_load(&o->readers[i / 64]) & bit)
+			tmb_fetch_and(&o->readers[i / 64], ~bit);
 }
 
 /* Ends a session, unless somebody else has the slot by now. Its generation stays. */

@@ -100,6 +100,7 @@ static int tmb_sync_open_file(struct inode *inode, struct file *file)
 	}
 	if (!f->word)
 		goto fail;
+	tmb_session_clear_reads(dev->header, dev->n_objects, f->session);
 	dev->sessions[f->session] = f->word;
 	mutex_unlock(&dev->lock);
 	file->private_data = f;

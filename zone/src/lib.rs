@@ -13,6 +13,7 @@
 //! Modules:
 //! - [`mod@format`]: the format, from `format/tombolo_zone.h`; sizes and offsets asserted.
 //! - [`mem`]: the one place that touches shared memory: bounds-checked atomics and copies.
+//! - `fault`: survives that the file behind a mapping is cut short.
 //! - [`backing`]: memfd, huge pages or file; seals.
 //! - [`liveness`]: the locks that tell who lives.
 //! - [`header`]: making and checking the zone's header.
@@ -28,6 +29,7 @@ pub mod cli;
 pub mod door;
 pub mod doorbell;
 pub mod error;
+mod fault;
 pub mod format;
 pub mod header;
 pub mod liveness;

@@ -9,6 +9,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
+use crate::fault::{self, Watch};
 use crate::{Error, Result};
 
 /// Alignment of mappings, so that files in the zone can be mapped with huge pages.
@@ -19,6 +20,8 @@ pub struct SharedMem {
     ptr: NonNull<u8>,
     len: usize,
     writable: bool,
+    /// None: nobody can cut its file short.
+    watch: Option<Watch>,
 }
 
 // SAFETY: the mapping is process-wide and all access is atomic.
@@ -83,7 +86,17 @@ impl SharedMem {
         }
         let ptr =
             NonNull::new(ptr.cast::<u8>()).expect("mmap never returns 0 for MAP_FIXED at a non-zero address");
-        Ok(SharedMem { ptr, len: size, writable })
+        let mut mem = SharedMem { ptr, len: size, writable, watch: None };
+        if !is_sealed(fd) {
+            let watch = fault::watch(ptr.as_ptr() as usize, size);
+            mem.watch = Some(watch.map_err(|e| Error::io("watching over a mapping", e))?);
+        }
+        Ok(mem)
+    }
+
+    /// Whether somebody has cut its file short: then it is this process's own, zeroes at first, and nobody else sees what is written.
+    pub fn is_lost(&self) -> bool {
+        self.watch.as_ref().is_some_and(Watch::is_hit)
     }
 
     /// Bytes mapped.
@@ -221,8 +234,15 @@ impl SharedMem {
     }
 }
 
+/// Whether the file can't be cut short.
+fn is_sealed(fd: BorrowedFd<'_>) -> bool {
+    rustix::fs::fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(rustix::fs::SealFlags::SHRINK))
+}
+
 impl Drop for SharedMem {
     fn drop(&mut self) {
+        // The range may be another mapping's in a moment.
+        self.watch = None;
         // SAFETY: the mapping is ours and nobody can hold a reference into it beyond our lifetime.
         unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.len) };
     }

@@ -496,6 +496,11 @@ impl Zone {
         ))
     }
 
+    /// Whether somebody has cut the zone's file short. This process no longer sees the zone then, only zeroes.
+    pub fn is_lost(&self) -> bool {
+        self.mem.is_lost()
+    }
+
     /// Whether some process owns the zone.
     pub fn has_owner(&self) -> Result<bool> {
         liveness::is_held(self.file.as_fd(), OWNER_BYTE)

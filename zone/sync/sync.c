@@ -346,6 +346,8 @@ int tmb_sync_open(const char *path, tmb_sync **out)
 	err = -EUCLEAN;
 	if (!s->n_objects || s->n_objects > fits)
 		goto fail;
+	if (!s->device) /* in a guest the kernel did it */
+		tmb_session_clear_reads(s->h, s->n_objects, s->session);
 	pthread_mutex_init(&s->readers_lock, NULL);
 	s->lock_word = tmb_lock_word(s->member, s->epoch, tmb_session_tag(s->session, s->session_word));
 	*out = s;

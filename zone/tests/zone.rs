@@ -274,3 +274,19 @@ fn huge_pages_are_used_or_their_lack_is_explained() {
     let odd = ZoneConfig::new("huge", 8 * MIB).backing(Backing::Hugetlb(3 << 20));
     assert!(Zone::create(&odd).unwrap_err().to_string().contains("huge page size"));
 }
+
+#[test]
+fn a_zone_whose_file_is_cut_short_is_lost_and_its_owner_lives() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("zone");
+    let zone = Zone::create(&ZoneConfig::new("cut", 16 << 20).backing(Backing::File(path.clone()))).unwrap();
+    assert!(!zone.is_lost());
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(0).unwrap();
+    zone.beat().unwrap();
+    assert!(zone.is_lost());
+    assert!(zone.members().unwrap().iter().all(|m| !m.alive));
+    // Others are not.
+    let other = Zone::create(&ZoneConfig::new("whole", 16 << 20)).unwrap();
+    other.beat().unwrap();
+    assert!(!other.is_lost());
+}

@@ -102,6 +102,9 @@ pub struct Serve {
     /// Let clients' kernels do all that this server's user may: for hosts that can't confine workers, and clients that are trusted
     #[arg(long)]
     unconfined: bool,
+    /// A cgroup (version 2) of this server's own, without a process: each worker gets a group in it, with limits of memory, tasks and time
+    #[arg(long, value_name = "FOLDER")]
+    cgroup: Option<PathBuf>,
     /// Listen nowhere by itself: commands come over the standard input, a socket (started by 'tombolo up')
     #[arg(long, hide = true)]
     overseen: bool,
@@ -130,8 +133,8 @@ impl Serve {
         let at_default = listen.iter().any(|(address, _)| address == LISTEN);
         let control = self.control.or_else(|| at_default.then(|| control::DEFAULT.into()));
         let (clients, metrics, overseen) = (self.clients, self.metrics, self.overseen);
-        let unconfined = self.unconfined;
-        Ok(Config { listen, vms, of_vms, overseen, unconfined, clients, control, metrics })
+        let (unconfined, cgroup) = (self.unconfined, self.cgroup);
+        Ok(Config { listen, vms, of_vms, overseen, unconfined, cgroup, clients, control, metrics })
     }
 }
 

@@ -6,6 +6,7 @@ use crate::limits::Limits;
 use crate::metrics;
 use crate::tenants::Tenants;
 use crate::vm;
+use crate::wall::identity;
 use crate::workers::{self, Confinement};
 use anyhow::{Context, bail};
 use std::net::TcpListener;
@@ -29,6 +30,8 @@ pub struct Config {
     pub overseen: bool,
     /// Clients' kernels may do all that this process's user may.
     pub unconfined: bool,
+    /// A cgroup (version 2) that is this server's own: each worker gets one in it.
+    pub cgroup: Option<PathBuf>,
     /// Clients at once, not counting processes of VMs.
     pub clients: usize,
     /// Where commands come in.
@@ -104,7 +107,8 @@ pub struct Server {
 
 /// Serves until the process is told to end, or is drained.
 pub fn serve(config: Config) -> anyhow::Result<()> {
-    let confinement = Confinement::tried(config.unconfined)?;
+    identity::keep_what_a_server_needs().context("capabilities that a server has no use for")?;
+    let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref())?;
     let listeners = config
         .listen
         .iter()

@@ -5,14 +5,16 @@ use crate::figures::Figures;
 use crate::limits::Limits;
 use crate::tenants::{Pause, Tenant, Tenants};
 use crate::wall::Wall;
+use crate::wall::cgroup::{Delegated, Group};
 use crate::wall::identity::Identity;
-use crate::wall::limits::WORKING;
+use crate::wall::limits::{SCRATCH, WORKING};
 use crate::wall::spawn::{self, Process, Start};
 use anyhow::{Context, anyhow};
 use rustix::pipe::PipeFlags;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -31,19 +33,33 @@ pub struct Place {
 
 /// How a server's workers are confined, whoever they serve; by default not.
 #[derive(Clone, Default)]
-pub struct Confinement(Option<Wall>);
+pub struct Confinement {
+    wall: Option<Wall>,
+    cgroup: Option<Delegated>,
+}
+
+/// A worker that was started.
+struct Begun {
+    process: Process,
+    /// The end of what it says.
+    said: OwnedFd,
+    /// What it lives in, until that is dropped.
+    _group: Option<Group>,
+}
 
 impl Confinement {
-    /// Tries on a worker that serves nobody whether workers can be confined here. `unconfined`: nothing is tried.
-    pub fn tried(unconfined: bool) -> anyhow::Result<Confinement> {
+    /// Tries on a worker that serves nobody whether workers can be confined here. `unconfined`: nothing is tried. `cgroup`: a group for theirs.
+    pub fn tried(unconfined: bool, cgroup: Option<&Path>) -> anyhow::Result<Confinement> {
+        let cgroup = cgroup.map(|folder| Delegated::at(folder).with_context(|| folder.display().to_string()));
+        let cgroup = cgroup.transpose()?;
         if unconfined {
             eprintln!(
                 "tombolo accel: --unconfined: a client's kernels can do all that this server's user can"
             );
-            return Ok(Confinement(None));
+            return Ok(Confinement { wall: None, cgroup });
         }
         let identity = Identity::here().context("/proc/self")?;
-        let confinement = Confinement(Some(Wall { identity, memory: WORKING }));
+        let confinement = Confinement { wall: Some(Wall { identity, memory: WORKING }), cgroup };
         confinement.try_it().map_err(|why| {
             anyhow!(
                 "workers can't be confined here: {why:#}; see docs/accelerators.md, \
@@ -54,29 +70,25 @@ impl Confinement {
     }
 
     fn try_it(&self) -> anyhow::Result<()> {
-        let (said, process) = self.spawn(&["--trial"], &[], 0)?;
+        let Begun { process, said, _group } = self.spawn(&["--trial"], &[], &Limits::default())?;
         let mut words = String::new();
         File::from(said).take(MOST_SAID as u64).read_to_string(&mut words).context("what it says")?;
         if process.wait()? { Ok(()) } else { Err(anyhow!("{}", words.trim())) }
     }
 
-    fn of(&self, limits: &Limits) -> Confinement {
+    /// Starts a worker with descriptors from [`crate::worker::FIGURES_FD`] on.
+    fn spawn(&self, arguments: &[&str], fds: &[BorrowedFd<'_>], limits: &Limits) -> anyhow::Result<Begun> {
         let memory = limits.memory.saturating_add(WORKING);
-        Confinement(self.0.clone().map(|wall| Wall { memory, ..wall }))
-    }
-
-    /// Starts a worker with descriptors from [`crate::worker::FIGURES_FD`] on. The end of what it says, and the process.
-    fn spawn(
-        &self,
-        arguments: &[&str],
-        fds: &[BorrowedFd<'_>],
-        nice: i32,
-    ) -> anyhow::Result<(OwnedFd, Process)> {
+        let wall = self.wall.clone().map(|wall| Wall { memory, ..wall });
+        // The window is charged to whoever writes there first, and what is compiled to the group too.
+        let all = memory.saturating_add(limits.window).saturating_add(SCRATCH);
+        let group =
+            self.cgroup.as_ref().map(|c| c.group(all, limits.weight)).transpose().context("a cgroup")?;
         let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
         let (said, says) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("a pipe")?;
         let mut arguments: Vec<String> =
             worker_arguments().into_iter().chain(arguments.iter().map(|a| (*a).to_owned())).collect();
-        if let Some(wall) = &self.0 {
+        if let Some(wall) = &wall {
             arguments.extend(["--wall".into(), serde_json::to_string(wall)?]);
         }
         // Its standard input is not ours: that may be a socket that commands come in by.
@@ -86,16 +98,16 @@ impl Confinement {
             arguments,
             variables: &[(crate::worker::NATIVE, "1")],
             descriptors: &descriptors,
-            nice,
-            namespaces: self.0.as_ref().map_or(0, Wall::namespaces),
-            cgroup: None,
+            nice: limits.nice(),
+            namespaces: wall.as_ref().map_or(0, Wall::namespaces),
+            cgroup: group.as_ref().map(Group::fd),
         })
         .context(
             "no process with namespaces of its own \
              (CONFIG_USER_NS, CONFIG_PID_NS, CONFIG_NET_NS; for a server that is not root also sysctl user.max_user_namespaces \
              and kernel.unprivileged_userns_clone; in a container its own rules)",
         )?;
-        Ok((said, process))
+        Ok(Begun { process, said, _group: group })
     }
 }
 
@@ -178,7 +190,7 @@ pub fn start(
     if let Some(place) = place {
         arguments.extend(["--place".to_owned(), serde_json::to_string(place)?]);
     }
-    let confinement = tenants.confinement().of(limits);
+    let confinement = tenants.confinement().clone();
     let (via, limits) = (via.to_owned(), limits.clone());
     let tenants = tenants.clone();
     // The signal of the parent's death comes when the thread that started a worker ends; so that thread waits for it.
@@ -187,7 +199,7 @@ pub fn start(
         let passed: Vec<BorrowedFd<'_>> =
             [page.as_fd()].into_iter().chain(copies.iter().map(|c| c.as_fd())).collect();
         let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let (said, process) = match confinement.spawn(&words, &passed, limits.nice()) {
+        let Begun { process, said, _group } = match confinement.spawn(&words, &passed, &limits) {
             Ok(begun) => begun,
             Err(e) => return drop(told.send(Err(e))),
         };

@@ -254,11 +254,9 @@ fn a_killed_vm_gives_its_device_back() -> Result<()> {
     let (folder, kernel) = folder_and_kernel()?;
     let host = Host::at("/");
     let card = find(&host, |d| d.class >> 8 == 0x0200 && d.group_members.len() == 1)?;
-    let lock = folder.path().join("lock");
-    let file = fs::File::create(&lock)?;
-    rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive)?;
+    let mut process = std::process::Command::new("sleep").arg("3600").spawn()?;
     let store = Store::at(folder.path().join("records"));
-    let owner = Owner { vm: "claim".into(), lock };
+    let owner = Owner::new("claim", process.id())?;
     bind(
         &host,
         &mut binding::Kernel,
@@ -281,7 +279,8 @@ fn a_killed_vm_gives_its_device_back() -> Result<()> {
     // The guest is killed and its owner dies with it.
     drop(guest);
     ensure!(reclaim(&host, &mut binding::Kernel, &store)?.is_empty(), "taken from an owner that lives");
-    drop(file);
+    process.kill()?;
+    process.wait()?;
     ensure!(reclaim(&host, &mut binding::Kernel, &store)? == [card.address], "not given back");
     let driver = find(&host, |d| d.address == card.address)?.driver;
     ensure!(driver.as_deref() == Some("e1000e"), "it went to {driver:?}");

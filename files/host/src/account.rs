@@ -56,10 +56,20 @@ pub fn list(fs: &Filesystem) -> Vec<Account> {
     (0..MAX).filter_map(|number| read(fs.area(), number)).collect()
 }
 
-/// Takes a slot's grants back, before somebody else comes to it.
-pub(crate) fn revoke(area: &Area, member: u32) -> bool {
+/// What was granted to a slot.
+fn grant_words(member: u32) -> [u64; 2] {
     let start = at(member) - offset_of!(sys::tfs_member_area, own) as u64;
     [offset_of!(sys::tfs_member_area, root), offset_of!(sys::tfs_member_area, account)]
-        .iter()
-        .all(|field| area.store_word(start + *field as u64, 0))
+        .map(|field| start + field as u64)
+}
+
+/// The root and the account that a slot was granted, 0: none. `None`: the area is too small.
+pub(crate) fn granted(area: &Area, member: u32) -> Option<(u64, u64)> {
+    let [root, account] = grant_words(member);
+    Some((area.word(root)?, area.word(account)?))
+}
+
+/// Takes a slot's grants back, before somebody else comes to it.
+pub(crate) fn revoke(area: &Area, member: u32) -> bool {
+    grant_words(member).iter().all(|word| area.store_word(*word, 0))
 }

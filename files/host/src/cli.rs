@@ -230,7 +230,7 @@ fn mkfs(
         file.set_len(size).with_context(|| format!("{}: growing to {size} bytes", zone.display()))?;
     }
     let target = Target::open(zone, true, area)?;
-    target.require_unused("mkfs")?;
+    target.require_unused("mkfs", force)?;
     let area = target.area()?;
     if area.word(0) == Some(sys::TFS_MAGIC) && !force {
         bail!("{}: has a file system already; --force overwrites it, with all files in it", zone.display());
@@ -238,6 +238,7 @@ fn mkfs(
     if !target.is_zone() && !force && size.is_none() && !starts_empty(&area) {
         bail!("{}: is not empty and holds no file system; --force overwrites it", zone.display());
     }
+    target.retire("mkfs", force)?;
     fs::mkfs(&area, options).map_err(|e| match e.raw_os_error() {
         libc::ENOSPC | libc::EINVAL => {
             anyhow::anyhow!("{}: {} bytes are too few for a file system", zone.display(), area.size())

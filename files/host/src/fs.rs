@@ -344,7 +344,7 @@ impl Filesystem {
         out
     }
 
-    /// For the host, about a member that is not there yet: see `tfs_grant`. Limits in blocks and inodes, 0: none.
+    /// For the host, about a member: see `tfs_grant`. Limits in blocks and inodes, 0: none.
     pub fn grant(&self, member: u32, account: &str, blocks: u64, inodes: u64, root: u64) -> Result<()> {
         let (name, len) = (account.as_ptr().cast(), u32::try_from(account.len()).map_err(|_| Errno::INVAL)?);
         // SAFETY: an open handle; name with its length.
@@ -783,6 +783,13 @@ pub enum Expect {
 /// A note in the zone that somebody waits for a file lock; for [`Filesystem::end_wait`].
 #[derive(Debug)]
 pub struct LockWait(c_int);
+
+impl LockWait {
+    /// Whether others that look for deadlocks see it; of very many waiters some are not.
+    pub fn is_seen(&self) -> bool {
+        self.0 < sys::TFS_LOCK_WAITS as c_int
+    }
+}
 
 /// Keeps blocks from being reused, until dropped.
 pub struct Pin<'a> {

@@ -110,11 +110,16 @@ fn check(image: &Area, progress: Progress<'_>) -> anyhow::Result<()> {
     fsck::expect_clean(image, progress).map(|_| ()).map_err(|why| anyhow::anyhow!("it is damaged: {why}"))
 }
 
-/// Checks an image and copies it into an area that nobody uses. Returns the blocks copied.
+/// Checks an image and copies it into an area that nobody uses: `retire` sees to that, once the image is known to be good. Returns the blocks copied.
 ///
 /// # Errors
 /// A damaged image or one that is larger than the area; then the area is as it was.
-pub fn restore(image: &Area, to: &Area, progress: Progress<'_>) -> anyhow::Result<u64> {
+pub fn restore(
+    image: &Area,
+    to: &Area,
+    retire: impl FnOnce() -> anyhow::Result<()>,
+    progress: Progress<'_>,
+) -> anyhow::Result<u64> {
     let (_, blocks) = geometry(image).context("this is no image of a file system")?;
     if blocks * BLOCK > to.size() {
         bail!("the image has {} MiB, the zone room for {} MiB", blocks >> 8, to.size() >> 20);
@@ -122,6 +127,7 @@ pub fn restore(image: &Area, to: &Area, progress: Progress<'_>) -> anyhow::Resul
     check(image, progress)?;
     let (map_at, _) = geometry(image)?;
     let mut map = vec![0; blocks as usize];
+    retire()?;
     if !image.copy_out(map_at, &mut map) || !to.store_word(offset_of!(sys::tfs_super, magic) as u64, 0) {
         bail!("the block map does not lie in the image");
     }

@@ -3,16 +3,18 @@
 //! in an ivshmem device.
 
 use std::io::{Read, Seek};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::FlockOperation;
 use tombolo_zone::doorbell::Bell;
 use tombolo_zone::pci::{self, Registers};
-use tombolo_zone::{AreaType, MemberId, Membership, Rights, Role, Zone};
+use tombolo_zone::{AreaType, MemberId, MemberState, Membership, Rights, Role, Zone};
 
 use crate::area::{Area, Map, Seat, open_backing};
 use crate::fs::Ringer;
@@ -37,6 +39,41 @@ enum Kind {
         /// Seen from within a VM, whose slot is the host's to give.
         inside: bool,
     },
+}
+
+/// A mount holds the file of a bare file system by flock until its process has written everything back, and by a write lock of the open file
+/// description on this byte until it learns that it was unmounted. So a command that comes after an unmount waits for that process's end, and one that
+/// comes before is told that the file is in use.
+const SERVING: libc::off_t = 0;
+/// umount(8) returns before the mount's process has learnt of it; that takes a moment.
+const LEARNT: Duration = Duration::from_secs(2);
+
+fn serving_lock(file: &OwnedFd, command: libc::c_int, kind: libc::c_int) -> std::io::Result<libc::flock> {
+    let whence = libc::SEEK_SET as libc::c_short;
+    let mut lock =
+        libc::flock { l_type: kind as libc::c_short, l_whence: whence, l_start: SERVING, l_len: 1, l_pid: 0 };
+    // SAFETY: an open descriptor and a flock that lives across the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
+        0 => Ok(lock),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+const UNLOCKED: libc::c_short = libc::F_UNLCK as libc::c_short;
+
+/// Whether no mount serves the file any more; `attempt` says EAGAIN while one does.
+fn await_serving(mut attempt: impl FnMut() -> std::io::Result<()>) -> std::io::Result<bool> {
+    let until = Instant::now() + LEARNT;
+    loop {
+        match attempt() {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {}
+            done => return done.map(|()| true),
+        }
+        if Instant::now() >= until {
+            return Ok(false);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// By what other members are rung.
@@ -206,11 +243,18 @@ impl Target {
             Kind::Zone { zone, .. } => {
                 zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect()
             }
-            Kind::Bare { file, .. } => match rustix::fs::flock(file, FlockOperation::NonBlockingLockShared) {
-                Ok(()) => Vec::new(),
-                Err(rustix::io::Errno::WOULDBLOCK) => vec!["another process".to_owned()],
-                Err(e) => return Err(e.into()),
-            },
+            Kind::Bare { file, .. } => {
+                let ended =
+                    await_serving(|| match serving_lock(file, libc::F_OFD_GETLK, libc::F_WRLCK)?.l_type {
+                        UNLOCKED => Ok(()),
+                        _ => Err(std::io::Error::from_raw_os_error(libc::EAGAIN)),
+                    })?;
+                if !ended {
+                    return Ok(vec!["another process".to_owned()]);
+                }
+                rustix::fs::flock(file, FlockOperation::LockShared)?;
+                Vec::new()
+            }
         })
     }
 
@@ -219,17 +263,53 @@ impl Target {
         Ok(!self.alive()?.is_empty())
     }
 
-    /// Refuses when someone lives in the zone.
-    pub fn require_unused(&self, what: &str) -> anyhow::Result<()> {
+    /// Who has the file system mounted. A VM that lives but has unmounted is none of them; one that may only read always is, since it can't say.
+    fn users(&self, readers: bool) -> anyhow::Result<Vec<String>> {
+        let Kind::Zone { zone, .. } = &self.kind else { return self.alive() };
+        let uses = |m: &tombolo_zone::Member| {
+            let joined = matches!(m.state, MemberState::Active | MemberState::Damaged);
+            m.alive && joined && (readers || m.rights != Rights::READ_ONLY)
+        };
+        Ok(zone.members()?.into_iter().filter(uses).map(|m| m.name).collect())
+    }
+
+    /// Refuses when someone has the file system mounted; with `force` members that may only read don't matter.
+    pub fn require_unused(&self, what: &str, force: bool) -> anyhow::Result<()> {
+        let users = self.users(!force)?;
+        if !users.is_empty() {
+            bail!(
+                "{}: in use by {}; unmount there first (tombolo zone inspect shows who is in it), then {what} again; members that may only read count \
+                 as users unless --force is given",
+                self.path.display(),
+                users.join(", ")
+            );
+        }
+        Ok(())
+    }
+
+    /// Refuses when someone could mount the file system at any moment.
+    pub fn require_nobody(&self, what: &str) -> anyhow::Result<()> {
         let alive = self.alive()?;
         if !alive.is_empty() {
             bail!(
-                "{}: in use by {}; unmount there first (tombolo zone inspect shows who is in it), then {what} again",
+                "{}: {} could mount it at any moment; have them leave the zone first, then {what} again",
                 self.path.display(),
                 alive.join(", ")
             );
         }
         Ok(())
+    }
+
+    /// Takes the file system away, so that nobody mounts it from now on, unless someone has it mounted: then it is as it was.
+    pub fn retire(&self, what: &str, force: bool) -> anyhow::Result<()> {
+        self.require_unused(what, force)?;
+        let area = self.area()?;
+        let magic = area.word(0).unwrap_or_default();
+        let store = |magic| area.store_word(0, magic).then_some(()).context("the area can't be written");
+        store(0)?;
+        // Whoever mounts says so in the member table before it looks for a file system: it is seen here, or finds none.
+        fence(Ordering::SeqCst);
+        self.require_unused(what, force).or_else(|used| store(magic).and(Err(used)))
     }
 
     /// Becomes a member, `name` where that is free to choose, and gives the area as this member sees it. A file without a zone has no members: whoever uses it is alone
@@ -239,12 +319,14 @@ impl Target {
             Kind::Zone { zone, inside: true, .. } => return self.join_inside(zone, name),
             Kind::Zone { zone, .. } => zone,
             Kind::Bare { area, file } => {
-                if rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
-                    bail!(
-                        "{}: is mounted already; a file system outside a zone has one user at a time",
-                        self.path.display()
-                    );
+                let at = self.path.display();
+                if !await_serving(|| serving_lock(file, libc::F_OFD_SETLK, libc::F_WRLCK).map(|_| ()))
+                    .with_context(|| format!("{at}: locking"))?
+                {
+                    bail!("{at}: is mounted already; a file system outside a zone has one user at a time");
                 }
+                rustix::fs::flock(file, FlockOperation::LockExclusive)
+                    .with_context(|| format!("{at}: waiting for its last user to end"))?;
                 return Ok((area.lone(), None));
             }
         };
@@ -265,6 +347,14 @@ impl Target {
         let joined =
             Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: false };
         Ok((self.area_of(joined.seat())?, Some(joined)))
+    }
+
+    /// After an unmount: the file of a bare file system is only held until it is written back.
+    pub fn stop_serving(&self) -> std::io::Result<()> {
+        match &self.kind {
+            Kind::Bare { file, .. } => serving_lock(file, libc::F_OFD_SETLK, libc::F_UNLCK).map(drop),
+            Kind::Zone { .. } => Ok(()),
+        }
     }
 
     /// Takes the slot of the VM that this runs in.

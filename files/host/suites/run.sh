@@ -18,7 +18,7 @@ for suite in pjdfstest@0.2.2 fsx@0.3.2; do
 done
 [ "$operations" ] || exit 0
 cargo build --quiet -p tombolo-files --bins
-files="$root/target/debug/tombolo-files-torture files"
+files() { "$root/target/debug/tombolo-files-torture" files "$@"; }
 # In memory: every fsync would wait for a disk.
 work=$(mktemp -d /dev/shm/tombolo-suites.XXXXXX)
 chmod 755 "$work" # other users, whom the suites become, must get in
@@ -30,8 +30,8 @@ cleanup() {
 trap cleanup EXIT
 trap 'exit 130' INT TERM
 mkdir "$work/mnt" "$work/second"
-$files mkfs --size 256M "$work/zone"
-$files mount "$work/zone" "$work/mnt"
+files mkfs --size 256M "$work/zone"
+files mount "$work/zone" "$work/mnt"
 mkdir "$work/mnt/pjd"
 "$tools/bin/pjdfstest" -c "$here/pjdfstest.toml" -p "$work/mnt/pjd" -s "$work/second" >"$work/log" 2>&1 || {
 	grep -A3 FAILED "$work/log"
@@ -43,6 +43,6 @@ passed=$(sed -n 's/.*[^0-9]\([0-9][0-9]*\) passed.*/\1/p' "$work/log" | tail -n 
 umount "$work/mnt"
 # The mount's process leaves the zone after the kernel has let go of it: wait for its lock.
 flock "$work/zone" true
-$files fsck -n "$work/zone"
+files fsck -n "$work/zone"
 # pjdfstest's own count, and one each for fsx and fsck, which got here only by passing.
 echo "$((passed + 2)) passed, 0 failed"

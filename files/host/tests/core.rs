@@ -548,10 +548,11 @@ fn an_image_goes_back_into_another_area_and_a_damaged_one_is_refused() {
     let image = Area::whole(Map::new(&image, 16 << 20, true).expect("map")).expect("area");
 
     let small = area(8);
-    let said = snapshot::restore(&image, &small, &mut |_, _, _| {}).expect_err("too small").to_string();
+    let said =
+        snapshot::restore(&image, &small, || Ok(()), &mut |_, _, _| {}).expect_err("too small").to_string();
     assert!(said.contains("16 MiB"), "{said}");
     let larger = area(32);
-    snapshot::restore(&image, &larger, &mut |_, _, _| {}).expect("restore");
+    snapshot::restore(&image, &larger, || Ok(()), &mut |_, _, _| {}).expect("restore");
     assert_clean(&larger);
     let b = Filesystem::open(larger.clone()).expect("open");
     let mut buf = [0; 8];
@@ -563,7 +564,8 @@ fn an_image_goes_back_into_another_area_and_a_damaged_one_is_refused() {
     let node = (root & ((1 << 48) - 1)) * BLOCK;
     assert!(image.store_word(node, !0));
     let before = larger.block(0);
-    let said = snapshot::restore(&image, &larger, &mut |_, _, _| {}).expect_err("damaged").to_string();
+    let said =
+        snapshot::restore(&image, &larger, || Ok(()), &mut |_, _, _| {}).expect_err("damaged").to_string();
     assert!(said.contains("damaged"), "{said}");
     assert_eq!(larger.block(0), before);
 }
@@ -606,6 +608,23 @@ fn what_a_member_makes_counts_for_its_account_whoever_fills_and_removes_it() {
     assert_eq!(fifth, Err(Errno::DQUOT));
     host.grant(5, "tenant", 100, 5, 0).expect("grant more");
     file(&tenant, "fifth");
+    drop((host, tenant));
+    assert_clean(&area);
+}
+
+#[test]
+fn a_grant_to_a_member_that_is_there_holds_at_once_for_what_it_makes() {
+    let (area, open) = zone();
+    let (host, tenant) = (open(0), open(5));
+    let before = file(&tenant, "before");
+    host.grant(5, "tenant", 100, 2, 0).expect("grant");
+    let wrote = tenant.pwrite(file(&tenant, "after"), &[1; 200 * 4096], 0, false).expect("as far as it goes");
+    assert!(wrote <= 100 * 4096, "{wrote}");
+    assert_eq!(tenant.create(ROOT, Some(b"more"), &Create::mode(REG)), Err(Errno::DQUOT));
+    assert_eq!(tenant.statfs().blocks, 100);
+    assert_eq!(tenant.pwrite(before, &[1; 200 * 4096], 0, false), Ok(200 * 4096), "made before the grant");
+    host.grant(5, "tenant", 0, 0, 0).expect("grant without limits");
+    file(&tenant, "free");
     drop((host, tenant));
     assert_clean(&area);
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use tempfile::TempDir;
-use tombolo_zone::{Backing, Zone, ZoneConfig};
+use tombolo_zone::{Backing, Rights, Role, Zone, ZoneConfig};
 
 fn files(args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"));
@@ -471,4 +471,215 @@ fn watch_shows_what_a_mount_does_as_it_happens() {
     // SAFETY: a plain call on a child of this process.
     unsafe { libc::kill(watch.id() as i32, libc::SIGTERM) };
     assert!(watch.wait().expect("its end").success());
+}
+
+/// A file system in a file of its own, and where to mount it.
+struct Alone {
+    _dir: TempDir,
+    image: String,
+    at: PathBuf,
+}
+
+impl Alone {
+    fn new() -> Alone {
+        let dir = TempDir::new().expect("a directory");
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).expect("chmod");
+        let (image, at) = (dir.path().join("image").display().to_string(), dir.path().join("at"));
+        fs::create_dir(&at).expect("a directory");
+        must(&["mkfs", "--size", "64M", "--mode", "1777", &image]);
+        Alone { _dir: dir, image, at }
+    }
+
+    fn mount(&self, options: &[&str]) {
+        let at = self.at.to_str().expect("a path");
+        must(&[&["mount"], options, &["--", &self.image, at]].concat());
+    }
+
+    /// Busy at first where a child that another test forked has not closed what it inherited yet.
+    fn unmount(&self) {
+        let umount = || Command::new("umount").arg(&self.at).output().expect("umount starts");
+        let mut last = umount();
+        wait_until(|| {
+            if !last.status.success() {
+                last = umount();
+            }
+            last.status.success()
+        });
+        assert!(last.status.success(), "{}", String::from_utf8_lossy(&last.stderr));
+    }
+
+    /// What the mount table says of it.
+    fn options(&self) -> String {
+        let table = fs::read_to_string("/proc/self/mountinfo").expect("the mount table");
+        let line = table.lines().find(|l| l.split(' ').nth(4) == self.at.to_str()).expect("a mount");
+        line.split(' ').nth(5).expect("options").to_owned()
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        if mounted(&self.at) {
+            self.unmount();
+        }
+    }
+}
+
+#[test]
+fn set_id_bits_and_devices_that_a_vm_made_count_for_nothing_unless_asked_for() {
+    let alone = Alone::new();
+    alone.mount(&[]);
+    let (program, device) = (alone.at.join("id"), alone.at.join("null"));
+    fs::copy("/usr/bin/id", &program).expect("copy");
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o4755)).expect("chmod");
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &device,
+        rustix::fs::FileType::CharacterDevice,
+        rustix::fs::Mode::from_raw_mode(0o666),
+        rustix::fs::makedev(1, 3),
+    )
+    .expect("mknod");
+    let user = || {
+        let mut id = Command::new(&program);
+        let out = std::os::unix::process::CommandExt::uid(id.arg("-u"), 65534).output().expect("id starts");
+        String::from_utf8_lossy(&out.stdout).trim().to_owned()
+    };
+    assert_eq!(user(), "65534");
+    assert_eq!(fs::File::open(&device).expect_err("a device").raw_os_error(), Some(libc::EACCES));
+    alone.unmount();
+    alone.mount(&["--suid", "--dev"]);
+    assert_eq!(user(), "0");
+    fs::File::open(&device).expect("a device that is asked for");
+}
+
+#[test]
+fn options_of_a_mount_hold_and_others_are_named() {
+    let alone = Alone::new();
+    alone.mount(&["-o", "noatime,noexec", "-o", "dev"]);
+    let options = alone.options();
+    for option in ["nosuid", "noexec", "noatime"] {
+        assert!(options.contains(option), "{options}");
+    }
+    assert!(!options.contains("nodev"), "{options}");
+    let path = alone.at.join("f");
+    fs::write(&path, "x").expect("write");
+    let before = fs::metadata(&path).expect("stat");
+    assert_eq!(fs::read(&path).expect("read"), b"x");
+    let after = fs::metadata(&path).expect("stat");
+    assert_eq!((before.atime(), before.atime_nsec()), (after.atime(), after.atime_nsec()));
+    alone.unmount();
+    alone.mount(&["-o", "ro"]);
+    let refused = fs::write(&path, "y").expect_err("a read-only mount");
+    assert_eq!(refused.raw_os_error(), Some(libc::EROFS));
+    alone.unmount();
+    let out = files(&["mount", "-o", "quota", &alone.image, alone.at.to_str().expect("a path")]);
+    assert!(!out.status.success());
+    assert!(String::from_utf8_lossy(&out.stderr).contains("[no]atime"));
+}
+
+#[test]
+fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
+    let alone = Alone::new();
+    alone.mount(&[]);
+    let modes = [
+        0,
+        libc::FALLOC_FL_KEEP_SIZE,
+        libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+        libc::FALLOC_FL_ZERO_RANGE,
+        libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE,
+    ];
+    for (uid, left) in [(1000, 0o777), (0, 0o6777)] {
+        for mode in modes {
+            let path = alone.at.join("f");
+            fs::write(&path, [1; 10_000]).expect("write");
+            std::os::unix::fs::chown(&path, Some(0), Some(0)).expect("chown");
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o6777)).expect("chmod");
+            let file = fs::OpenOptions::new().write(true).open(&path).expect("open");
+            let code = in_child(|| {
+                // SAFETY: plain calls of a child with one thread.
+                let ret = unsafe {
+                    if libc::setgid(uid) != 0 || libc::setuid(uid) != 0 {
+                        return 2;
+                    }
+                    libc::fallocate(file.as_raw_fd(), mode, 4096, 8192)
+                };
+                i32::from(ret != 0)
+            });
+            assert_eq!(code, 0, "mode {mode:#x}");
+            let now = fs::metadata(&path).expect("stat").mode() & 0o7777;
+            assert_eq!(now, left, "user {uid}, mode {mode:#x}: {now:o}");
+            fs::remove_file(&path).expect("unlink");
+        }
+    }
+}
+
+#[test]
+fn a_file_system_can_be_mounted_again_as_soon_as_it_is_unmounted() {
+    let alone = Alone::new();
+    for round in 0..10 {
+        alone.mount(&[]);
+        if round == 0 {
+            let busy = files(&["mount", &alone.image, alone.at.to_str().expect("a path")]);
+            assert!(String::from_utf8_lossy(&busy.stderr).contains("is mounted already"));
+        }
+        fs::write(alone.at.join("f"), vec![round; 20 << 20]).expect("write");
+        alone.unmount();
+    }
+    let out = files(&["fsck", "-n", &alone.image]);
+    assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stdout));
+}
+
+/// As a project holds its VMs: alive from before they mount until after they unmount.
+#[test]
+fn an_image_comes_back_into_a_zone_whose_vms_live_but_have_unmounted_it() {
+    let dir = TempDir::new().expect("a directory");
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let (zone, image) = (path("zone"), path("image"));
+    let config = ZoneConfig::new("rig", 32 << 20).backing(Backing::File(zone.clone().into()));
+    let owner = Zone::create(&config).expect("a zone");
+    must(&["mkfs", &zone]);
+    must(&["snapshot", &zone, &image]);
+    let vm = owner.invite("one", Role::Vm, Rights::READ_WRITE).expect("a slot");
+    let reader = owner.invite("reader", Role::Vm, Rights::READ_ONLY).expect("a slot");
+    let _alive = (owner.hold(vm).expect("alive"), owner.hold(reader).expect("alive"));
+
+    let restore = |force: bool| {
+        let force: &[&str] = if force { &["--force"] } else { &[] };
+        files(&[&["restore"], force, &[&image, &zone]].concat())
+    };
+    let refused = |out: Output, why: &str| {
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(!out.status.success() && said.contains(why), "{said}");
+    };
+    owner.activate(vm).expect("what its kernel does when it mounts");
+    refused(restore(true), "in use by one");
+    owner.declare_dead(vm).expect("its end");
+    let vm = owner.invite("two", Role::Vm, Rights::READ_WRITE).expect("a slot");
+    let _two = owner.hold(vm).expect("alive");
+    assert!(restore(true).status.success());
+    owner.activate(reader).expect("what the host does for a VM that may only read");
+    refused(restore(false), "in use by reader");
+    assert!(restore(true).status.success());
+    must(&["grant", &zone, "two", "--bytes", "1M"]);
+    refused(restore(true), "granted to two");
+    refused(files(&["fsck", "-y", &zone]), "could mount it");
+}
+
+#[test]
+fn opening_a_name_that_another_mount_makes_at_that_moment_never_says_that_it_exists() {
+    let rig = Rig::new();
+    let start = std::sync::Barrier::new(2);
+    let open_all = |dir: &str| -> Vec<_> {
+        let open = |i| {
+            start.wait();
+            let path = rig.at(&format!("{dir}/n{i}"));
+            fs::OpenOptions::new().create(true).truncate(false).write(true).open(path).err()
+        };
+        (0..1000).filter_map(open).collect()
+    };
+    let (a, b) = std::thread::scope(|scope| {
+        let b = scope.spawn(|| open_all("b"));
+        (open_all("a"), b.join().expect("no panic"))
+    });
+    assert!(a.is_empty() && b.is_empty(), "{a:?} {b:?}");
 }

@@ -30,6 +30,11 @@ fn members_killed_at_any_instant_lose_nothing_and_block_nobody() {
 }
 
 #[test]
+fn members_that_die_or_stop_in_line_for_a_lock_hold_up_nobody_and_two_never_hold_it() {
+    torture(&["--seed", "5", "queue", "--kills", "60"]);
+}
+
+#[test]
 fn fsck_repairs_what_was_overwritten() {
     torture(&["--seed", "7", "damage", "--rounds", "150"]);
 }

@@ -5,6 +5,8 @@
 //! - `kill`: members in processes of their own are killed at any instant; the others clean up and go on.
 //! - `threads`: members at once on one file and one directory: appends whole, one winner per name.
 //! - `damage`: fsck finds and repairs what was overwritten.
+//! - `queue`: members that stand in line for one lock are killed and stopped there; those who wait clean up.
+//! - `lockers`: how an appender fares among threads that lock ranges of its file; no test, a figure.
 //! - `together`: two guests with the kernel module and a FUSE mount of the host, in turns and at once.
 //! - `deaths`: those, dying under load.
 //! - `repair`: how long the next one needs when all are dead.
@@ -21,8 +23,10 @@ mod deaths;
 mod fsx;
 mod guest;
 mod kill;
+mod lockers;
 mod model;
 mod mounted;
+mod queue;
 mod remote;
 mod repair;
 mod rng;
@@ -95,6 +99,18 @@ enum Run {
         #[command(subcommand)]
         command: tombolo_files::cli::Command,
     },
+    /// Members in line for one lock are killed and stopped
+    Queue {
+        #[arg(long, default_value_t = 50)]
+        kills: u64,
+    },
+    /// An appender among lockers of its file
+    Lockers {
+        #[arg(long, default_value_t = 8)]
+        lockers: u64,
+        #[arg(long, default_value_t = 5)]
+        seconds: u64,
+    },
     /// Members at once
     Threads {
         #[arg(long, default_value_t = 2)]
@@ -112,6 +128,8 @@ fn main() -> anyhow::Result<ExitCode> {
         Run::Members { operations, members } => crowd::turns(cli.seed, cli.mib, operations, members),
         Run::Kill { kills } => kill::run(cli.seed, cli.mib, kills),
         Run::Damage { rounds } => damage::run(cli.seed, rounds),
+        Run::Queue { kills } => queue::run(cli.seed, cli.mib, kills),
+        Run::Lockers { lockers, seconds } => lockers::run(cli.mib, lockers, seconds),
         Run::Repair => repair::run(cli.mib),
         Run::Files { .. } => unreachable!("done above"),
         Run::Together { boot, amount } => together::run(cli.seed, cli.mib, &boot, amount),

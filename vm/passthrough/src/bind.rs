@@ -2,8 +2,9 @@
 //! Carries plans out and gives devices back.
 //!
 //! A record per device is written before the device is touched, and removed after it was given back, so at any instant the records name
-//! at least the devices that are away. A record may name an owner's lock file: as long as the owner lives, it holds that
-//! lock; [`Store::orphans`] are records whose lock is free.
+//! at least the devices that are away. A record that is there says where its device came from, however far whoever wrote it got: it is
+//! not written anew with what a half-done binding shows. A record may name an owner, a process; [`Store::orphans`] are records whose
+//! owner has ended.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -12,7 +13,6 @@ use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -26,8 +26,36 @@ use crate::plan::Plan;
 pub struct Owner {
     /// The VM's name.
     pub vm: String,
-    /// A file that the owner keeps locked (flock, exclusive) as long as it lives.
-    pub lock: PathBuf,
+    /// The owner's process id.
+    #[serde(default)]
+    pub process: u32,
+    /// When that process was started, in ticks since the host's boot: another one with its number is another owner.
+    #[serde(default)]
+    pub started: u64,
+}
+
+impl Owner {
+    /// A living process as the owner of a VM's devices.
+    ///
+    /// # Errors
+    /// When there is no such process.
+    pub fn new(vm: &str, process: u32) -> io::Result<Owner> {
+        let started = start_of(process).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+        Ok(Owner { vm: vm.to_owned(), process, started })
+    }
+
+    fn is_alive(&self) -> bool {
+        start_of(self.process) == Some(self.started)
+    }
+}
+
+/// When a process was started (proc(5), `/proc/PID/stat`, field 22); `None`: it is not there, or is dead and not yet waited for.
+fn start_of(process: u32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // The second field, the name, is in parentheses and may contain anything.
+    let mut fields = stat.rsplit_once(") ")?.1.split_whitespace();
+    let state = fields.next()?;
+    if matches!(state, "Z" | "X") { None } else { fields.nth(18)?.parse().ok() }
 }
 
 /// What has to be restored when a device is given back.
@@ -168,7 +196,7 @@ impl Store {
         Ok(self
             .all()?
             .into_iter()
-            .filter(|record| record.owner.as_ref().is_some_and(|o| !alive(o)))
+            .filter(|record| record.owner.as_ref().is_some_and(|owner| !owner.is_alive()))
             .collect())
     }
 
@@ -191,11 +219,6 @@ impl Store {
     }
 }
 
-fn alive(owner: &Owner) -> bool {
-    // A lock file that is gone is held by nobody.
-    File::open(&owner.lock).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_err())
-}
-
 /// Binds every device of the plan to vfio-pci, or none.
 pub fn bind(
     host: &Host,
@@ -206,11 +229,19 @@ pub fn bind(
 ) -> Result<(), BindError> {
     bus.load_vfio()?;
     for (index, (address, driver)) in plan.take.iter().enumerate() {
-        let record = Record {
+        let fresh = Record {
             address: *address,
             driver: driver.clone(),
             driver_override: override_of(host, *address),
             owner: owner.cloned(),
+        };
+        // Whoever was killed while it bound or gave back has left the device without its driver, or with the override.
+        let half_done = |d: &Option<String>| d.as_deref().is_none_or(|driver| driver == VFIO);
+        let record = match store.get(*address)? {
+            Some(known) if half_done(driver) || fresh.driver_override.as_deref() == Some(VFIO) => {
+                Record { owner: owner.cloned(), ..known }
+            }
+            _ => fresh,
         };
         let result = store.put(&record).and_then(|()| take(host, bus, *address));
         if let Err(error) = result {
@@ -390,20 +421,41 @@ mod tests {
         let tree = Tree::server();
         let store = Store::at(tree.path().join("records"));
         let mut bus = FakeBus::new(&tree);
-        let owner = |name: &str| Owner { vm: name.into(), lock: tree.path().join(name) };
-        let hold = |name: &str| {
-            let file = File::create(tree.path().join(name)).unwrap();
-            flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
-            file
-        };
-        let (dead, alive) = (hold("dead"), hold("alive"));
-        bound(&tree, &mut bus, &store, &["01:00.0"], Some(&owner("dead"))).unwrap();
-        bound(&tree, &mut bus, &store, &["02:00.0"], Some(&owner("alive"))).unwrap();
+        let mut process = Command::new("sleep").arg("1000").spawn().unwrap();
+        let dead = Owner::new("dead", process.id()).unwrap();
+        let alive = Owner::new("alive", std::process::id()).unwrap();
+        // Another process that got the number later is another owner.
+        let reused = Owner { started: alive.started - 1, ..alive.clone() };
+        bound(&tree, &mut bus, &store, &["01:00.0"], Some(&dead)).unwrap();
+        bound(&tree, &mut bus, &store, &["02:00.0"], Some(&alive)).unwrap();
         assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap(), vec![]);
-        drop(dead);
+        process.kill().unwrap();
+        process.wait().unwrap();
         assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap(), vec![address("01:00.0")]);
         assert_eq!(store.all().unwrap().len(), 2);
-        drop(alive);
+        bound(&tree, &mut bus, &store, &["01:00.0"], Some(&reused)).unwrap();
+        assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap(), vec![address("01:00.0")]);
+    }
+
+    #[test]
+    fn a_device_whose_binding_was_killed_at_any_step_goes_back_to_its_first_driver() {
+        for killed_at in 0..3 {
+            let tree = Tree::server();
+            let before = drivers(&tree);
+            let store = Store::at(tree.path().join("records"));
+            let mut bus = FakeBus::new(&tree);
+            bus.killed_at = Some(killed_at);
+            let host = tree.host();
+            let killed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                bound(&tree, &mut bus, &store, &["01:00.0"], None)
+            }));
+            assert!(killed.is_err(), "{killed_at}");
+            // Run again, and given back.
+            bound(&tree, &mut FakeBus::new(&tree), &store, &["01:00.0"], None).unwrap();
+            release(&host, &mut FakeBus::new(&tree), &store, address("01:00.0")).unwrap();
+            assert_eq!(drivers(&tree), before, "killed at {killed_at}");
+            assert_eq!(host.devices().unwrap()[&address("01:00.0")].driver_override, None);
+        }
     }
 
     #[test]

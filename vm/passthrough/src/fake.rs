@@ -110,11 +110,13 @@ pub(crate) struct FakeBus {
     root: PathBuf,
     writes: usize,
     pub(crate) fail_at: Option<usize>,
+    /// The process is killed before this write.
+    pub(crate) killed_at: Option<usize>,
 }
 
 impl FakeBus {
     pub(crate) fn new(tree: &Tree) -> Self {
-        Self { root: tree.path().to_owned(), writes: 0, fail_at: None }
+        Self { root: tree.path().to_owned(), writes: 0, fail_at: None, killed_at: None }
     }
 }
 
@@ -126,6 +128,7 @@ impl Bus for FakeBus {
     fn write(&mut self, path: &Path, content: &str) -> io::Result<()> {
         let number = self.writes;
         self.writes += 1;
+        assert!(self.killed_at != Some(number), "killed");
         if self.fail_at == Some(number) {
             return Err(io::Error::from_raw_os_error(22));
         }

@@ -2,15 +2,14 @@
 //! A guest's serial console: everything it says goes to a log of bounded size, the last lines stay at hand for errors, and
 //! people may watch and type.
 
-use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A log that has grown to this many bytes is renamed to `NAME.1` and begun anew.
-const LOG_LIMIT: u64 = 4 << 20;
+use crate::log::Log;
+
 /// Bytes of the end that are kept in memory.
 const TAIL: usize = 16 << 10;
 
@@ -36,42 +35,17 @@ struct Inner {
     ended: bool,
 }
 
-#[derive(Debug)]
-struct Log {
-    path: PathBuf,
-    file: File,
-    length: u64,
-}
-
-impl Log {
-    fn create(path: &Path) -> std::io::Result<Log> {
-        Ok(Log { path: path.to_owned(), file: File::create(path)?, length: 0 })
-    }
-
-    fn write(&mut self, data: &[u8]) -> std::io::Result<()> {
-        if self.length + data.len() as u64 > LOG_LIMIT {
-            let mut old = self.path.clone().into_os_string();
-            old.push(".1");
-            std::fs::rename(&self.path, old)?;
-            self.file = File::create(&self.path)?;
-            self.length = 0;
-        }
-        self.length += data.len() as u64;
-        self.file.write_all(data)
-    }
-}
-
 impl Console {
     /// Reads `socket` on a thread of its own until its end; `pattern` is what [`Console::wait_match`] waits for.
     ///
     /// # Errors
-    /// When the log can't be created.
+    /// When no thread can be had.
     pub fn start(
         socket: UnixStream,
         log: &Path,
         pattern: Option<regex_lite::Regex>,
     ) -> anyhow::Result<Arc<Console>> {
-        let log = Log::create(log).map_err(|e| anyhow::anyhow!("{}: {e}", log.display()))?;
+        let log = Log::new(log);
         let reader = socket.try_clone()?;
         let console = Arc::new(Console {
             inner: Mutex::new(Inner {
@@ -143,10 +117,7 @@ impl Console {
     fn take(&self, data: &[u8]) {
         let mut inner = self.lock();
         inner.first_output.get_or_insert_with(Instant::now);
-        if let Err(e) = inner.log.write(data) {
-            // The guest must not stop for a full disk; the tail in memory still has the end.
-            eprintln!("tombolo: {}: {e}", inner.log.path.display());
-        }
+        inner.log.write(data);
         inner.tail.extend_from_slice(data);
         let excess = inner.tail.len().saturating_sub(TAIL);
         inner.tail.drain(..excess);
@@ -338,13 +309,13 @@ mod tests {
     fn a_log_does_not_grow_without_bound() {
         let (console, mut guest, dir) = console(None);
         let line = [b'x'; 1 << 16];
-        for _ in 0..((3 * LOG_LIMIT) >> 16) {
+        for _ in 0..((3 * crate::log::LIMIT) >> 16) {
             guest.write_all(&line).unwrap();
         }
         drop(guest);
         console.wait_end(Duration::from_secs(60));
         let size: u64 =
             std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
-        assert!(size <= 2 * LOG_LIMIT && size > LOG_LIMIT, "{size}");
+        assert!(size <= 2 * crate::log::LIMIT && size > crate::log::LIMIT, "{size}");
     }
 }

@@ -78,10 +78,7 @@ pub fn verdict(qemu: &Qemu, kernel: Option<&Path>, limit: Duration, announce: im
     if let (Some(cache), Ok(json)) = (&cache, serde_json::to_vec(&verdict)) {
         // A host where the answer can't be kept asks again.
         if let Err(e) = crate::state::write_atomically(cache, &json) {
-            eprintln!(
-                "tombolo: {} can't be written ({e}): KVM will be tried again next time",
-                cache.display()
-            );
+            crate::say!("{} can't be written ({e}): KVM will be tried again next time", cache.display());
         }
     }
     verdict

@@ -104,7 +104,7 @@ impl Supervisor {
                 .iter()
                 .filter(|(_, z)| z.backing == Backing::Memfd)
                 .map(|(n, z)| (n.as_str(), z.size.0));
-            host::check_memory(vms, zones)?;
+            host::check_memory(self.promised(), vms, zones)?;
         }
         let accel = self.accel(&qemu, &missing, &near, reporter)?;
         self.check_not_ending()?;
@@ -191,7 +191,7 @@ impl Supervisor {
         for machine in started.into_inner().unwrap_or_else(PoisonError::into_inner) {
             if let Err(e) = machine.stop(&[], &|stage, detail| reporter.stage(machine.name(), stage, detail))
             {
-                eprintln!("tombolo: {e:#}");
+                crate::say!("{e:#}");
             }
             self.lock().machines.remove(machine.name());
             self.leave_zones(machine.name(), machine.zones().keys());
@@ -212,6 +212,15 @@ impl Supervisor {
         anyhow::bail!("{}", errors.join("\n"))
     }
 
+    /// What running VMs and zones of all projects of this user may still take.
+    fn promised(&self) -> u64 {
+        let others = crate::state::supervisors().unwrap_or_default();
+        let others = others.iter().filter(|found| found.process != std::process::id());
+        // One that does not answer can't be counted.
+        let others = others.filter_map(|found| crate::client::status_of(found).ok().flatten());
+        others.chain([self.status()]).map(|project| host::promised(&project)).sum()
+    }
+
     fn check_not_ending(&self) -> anyhow::Result<()> {
         anyhow::ensure!(!self.ending.load(Ordering::Acquire), "cancelled: the project is being taken down");
         Ok(())
@@ -227,7 +236,7 @@ impl Supervisor {
         let Wanted { name, spec, qemu, accel, boot, zones, before, slow } = wanted;
         report(Stage::Starting, "");
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
-        let devices = growth::Taken::take(&name, &spec, &self.dir)?;
+        let devices = growth::Taken::take(&name, &spec)?;
         let nics = self.plugs(&name, &spec);
         let start = Start {
             name: &name,
@@ -341,7 +350,7 @@ impl Supervisor {
             let name = old.name();
             let all = Layout::slow(old.spec().memory.0);
             if let Err(e) = growth::allow(name, old.spec(), &all) {
-                eprintln!("tombolo: the VM '{name}' goes on with the memory it has: {e:#}");
+                crate::say!("the VM '{name}' goes on with the memory it has: {e:#}");
                 return Ok(());
             }
             let again = self.wanted_again(old)?;
@@ -368,10 +377,10 @@ impl Supervisor {
             return;
         }
         let report = |stage: Stage, detail: &str| {
-            eprintln!("tombolo: the VM '{name}' {how}: {stage:?} {detail}");
+            crate::say!("the VM '{name}' {how}: {stage:?} {detail}");
         };
         if let Err(e) = start(&report) {
-            eprintln!("tombolo: the VM '{name}' {how}, and fails: {e:#}");
+            crate::say!("the VM '{name}' {how}, and fails: {e:#}");
             let current = self.lock().machines.get(name).cloned();
             let why = format!("it {how}, and fails: {e:#}");
             current.as_ref().unwrap_or(old).fail(why.lines().next().unwrap_or_default());

@@ -10,6 +10,8 @@ pub const TASKS: u64 = 1024;
 const DESCRIPTORS: u64 = 1024;
 /// Bytes of private memory beside what the client's limit says: the driver, its compiler, threads' stacks.
 pub const WORKING: u64 = 2 << 30;
+/// Bytes of the files that a worker's driver writes, which are memory.
+pub const SCRATCH: u64 = 512 << 20;
 
 fn limit(resource: libc::__rlimit_resource_t, value: u64) -> anyhow::Result<()> {
     // SAFETY: plain integers, for which zeroes are values.
@@ -31,6 +33,11 @@ fn limit(resource: libc::__rlimit_resource_t, value: u64) -> anyhow::Result<()> 
 /// A core dump would hold the client's data.
 pub fn no_core_dump() -> anyhow::Result<()> {
     limit(libc::RLIMIT_CORE, 0)
+}
+
+/// Where the host runs out of memory, the kernel ends a worker before anybody else. For a process that still may write to its /proc.
+pub fn first_to_go() -> anyhow::Result<()> {
+    std::fs::write("/proc/self/oom_score_adj", "1000").context("/proc/self/oom_score_adj")
 }
 
 /// Sets all of them, for good; `memory` in bytes.

@@ -15,6 +15,7 @@
 //!    capabilities, nor a way to get any.
 //! 6. [`calls`] (seccomp), once the driver is loaded and before a request is carried out: system calls that no driver needs fail.
 //!
+//! Where the server was given a cgroup, each worker begins in one of its own ([`cgroup`]).
 //! What a worker starts all the same is counted and stopped with it by its supervisor ([`census`]).
 //!
 //! A stage that fails ends the worker with a sentence that names what is missing. The supervisor tries all of them when it starts, so that
@@ -23,6 +24,7 @@
 
 pub mod calls;
 pub mod census;
+pub mod cgroup;
 pub mod identity;
 pub mod limits;
 pub mod rules;
@@ -60,6 +62,7 @@ impl Wall {
     pub fn enter(&self) -> anyhow::Result<()> {
         // Asked while the host's /proc is there.
         let uid = self.identity.uid().context("a user id of its own")?;
+        limits::first_to_go()?;
         let groups = view::enter().context("a file system of its own (mount namespace)")?;
         limits::set(self.memory).context("limits")?;
         rules::set().context("Landlock")?;
@@ -69,6 +72,7 @@ impl Wall {
 
 /// What remains of stages 2 to 5 for a worker that is not confined.
 pub fn enter_unconfined() -> anyhow::Result<()> {
+    limits::first_to_go()?;
     limits::no_core_dump()?;
     identity::become_nobody(None, &[])
 }

@@ -31,8 +31,7 @@ const NODES: &[&str] = &[
     "null", "random", "urandom", "full", "dri", "kfd", "accel", "nvidia", "mali", "dxg", "davinci",
     "hisi_hdc",
 ];
-/// Bytes and files that a driver may write: kernels are compiled there.
-const SCRATCH: &str = "536870912";
+/// Files that a driver may make: kernels are compiled there.
 const SCRATCH_FILES: &str = "65536";
 
 /// Something to bring in.
@@ -119,13 +118,21 @@ fn drivers() -> Vec<PathBuf> {
         named.extend(icds.filter_map(|icd| std::fs::read_to_string(icd).ok()).map(|text| text.trim().into()));
         named.push(vendors);
     }
-    let folder = |path: PathBuf| {
-        let path = path.canonicalize().ok()?;
-        let folder = if path.is_dir() { path } else { path.parent()?.to_owned() };
-        let known = PROGRAMS.iter().chain(SETTINGS).any(|p| folder.starts_with(p));
-        (!known && folder.parent().is_some()).then_some(folder)
+    // A link's own folder, and that of what it leads to.
+    let folders = |path: PathBuf| {
+        let holding = |path: &Path| {
+            if path.is_dir() { Some(path.to_owned()) } else { path.parent().map(Path::to_owned) }
+        };
+        [path.canonicalize().ok().as_deref().and_then(holding), holding(&path)]
     };
-    let mut found: Vec<PathBuf> = named.into_iter().filter(|p| p.is_absolute()).filter_map(folder).collect();
+    let known = |folder: &PathBuf| {
+        PROGRAMS.iter().chain(SETTINGS).chain(&["/dev", "/proc", "/sys"]).any(|p| folder.starts_with(p))
+    };
+    // Folders right below the root, as /tmp, hold more than drivers.
+    let deep = |folder: &PathBuf| folder.components().count() > 2;
+    let named = named.into_iter().filter(|p| p.is_absolute()).flat_map(folders).flatten();
+    let mut found: Vec<PathBuf> =
+        named.filter(|folder| !known(folder) && deep(folder) && folder.is_dir()).collect();
     found.sort();
     // A folder inside of another one comes with it; sorted, it stands behind that one.
     found.dedup_by(|inner, outer| inner.starts_with(outer));
@@ -189,10 +196,11 @@ pub fn enter() -> anyhow::Result<Vec<libc::gid_t>> {
     // 0755, whatever the umask says.
     let root = file_system("tmpfs", &[("size", "1048576"), ("nr_inodes", "4096"), ("mode", "0755")], plain)
         .context("tmpfs")?;
-    // /usr is everywhere, and is open already.
+    // Everybody has /proc, of which nothing is needed any more.
     let here = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
-    rustix::mount::move_mount(&root, "", CWD, "/usr", here).context("the new root")?;
-    let options = [("size", SCRATCH), ("nr_inodes", SCRATCH_FILES), ("mode", "1777")];
+    rustix::mount::move_mount(&root, "", CWD, "/proc", here).context("the new root")?;
+    let size = super::limits::SCRATCH.to_string();
+    let options = [("size", size.as_str()), ("nr_inodes", SCRATCH_FILES), ("mode", "1777")];
     let scratch = file_system("tmpfs", &options, plain).context("tmpfs")?;
     attach(&root, Path::new("/tmp"), scratch, FileType::Directory).context("/tmp")?;
     let proc = file_system("proc", &[], plain | MountAttrFlags::MOUNT_ATTR_NOEXEC)

@@ -47,7 +47,7 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<ExitCode> {
 fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
     let target = Target::open(&args.zone, args.yes, args.area.as_deref())?;
     if args.yes {
-        target.require_unused("fsck")?;
+        target.require_nobody("fsck")?;
     }
     let live = target.is_in_use()?;
     let report = {

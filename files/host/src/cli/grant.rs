@@ -22,10 +22,10 @@ pub struct Args {
     /// Confine it to this directory, which is made where it is missing; holds from its next mount on
     #[arg(long, default_value = "/")]
     subtree: String,
-    /// What its files may take up together (K, M, G); none: no limit. Holds at once
+    /// What its files may take up together (K, M, G); none: no limit. Holds at once, for what the member makes from now on
     #[arg(long, value_parser = parse_size)]
     bytes: Option<u64>,
-    /// How many files and directories it may make; none: no limit. Holds at once
+    /// How many files and directories it may make; none: no limit. Holds at once, for what the member makes from now on
     #[arg(long)]
     inodes: Option<u64>,
     /// The account that its files count for; members may share one. The member's own name if not given

@@ -19,7 +19,8 @@ use crate::fs::Filesystem;
 use crate::fuse::locks::Locks;
 use crate::fuse::nodes::Nodes;
 use crate::fuse::ops::Server;
-use crate::fuse::session::{self, MountOptions, Mounted};
+use crate::fuse::options::MountOptions;
+use crate::fuse::session::{self, Mounted};
 use crate::sys;
 use crate::target::{Joined, Target};
 
@@ -51,10 +52,15 @@ pub struct Args {
     /// Threads that answer requests
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
-    /// Let programs map files shared, through the kernel's page cache: such mappings do not see what other members write (without
-    /// this they are refused with ENODEV; the kernel module's mappings are coherent)
+    /// Mount options: ro, noexec, noatime …; nosuid and nodev hold unless suid and dev are asked for
+    #[arg(short, long, value_delimiter = ',')]
+    options: Vec<String>,
+    /// Let set-id bits and capabilities of programs count: for zones whose members' administrators may become any user here
     #[arg(long)]
-    cached_mmap: bool,
+    suid: bool,
+    /// Let device nodes be opened: for zones whose members' administrators may use this machine's devices
+    #[arg(long)]
+    dev: bool,
     /// For mounts of ordinary users: let other users in
     #[arg(long)]
     allow_other: bool,
@@ -63,6 +69,19 @@ pub struct Args {
 impl Args {
     pub(super) fn zone_mut(&mut self) -> &mut PathBuf {
         &mut self.zone
+    }
+
+    fn mount_options(&self) -> anyhow::Result<MountOptions> {
+        let mut options = MountOptions {
+            source: self.zone.display().to_string(),
+            read_only: self.read_only,
+            allow_other: self.allow_other,
+            suid: self.suid,
+            dev: self.dev,
+            ..MountOptions::default()
+        };
+        self.options.iter().try_for_each(|option| options.set(option)).map_err(anyhow::Error::msg)?;
+        Ok(options)
     }
 }
 
@@ -76,7 +95,8 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
     command.args(["files", "mount", "--foreground", "--threads", &args.threads.to_string()]);
     for (flag, on) in [
         ("--read-only", args.read_only),
-        ("--cached-mmap", args.cached_mmap),
+        ("--suid", args.suid),
+        ("--dev", args.dev),
         ("--allow-other", args.allow_other),
     ] {
         command.args(on.then_some(flag));
@@ -85,6 +105,9 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
         if let Some(value) = value {
             command.args([option, value]);
         }
+    }
+    for option in &args.options {
+        command.args(["--options", option]);
     }
     command.arg("--").arg(&args.zone).arg(&args.directory);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -120,13 +143,14 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
 
 fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     let signals = session::end_signals().context("taking over signals")?;
-    let target = Target::open(&args.zone, !args.read_only, args.area.as_deref())?;
+    let options = args.mount_options()?;
+    let target = Target::open(&args.zone, !options.read_only, args.area.as_deref())?;
     let (area, joined) =
-        if args.read_only { (target.area()?, None) } else { target.join(args.member.as_deref())? };
+        if options.read_only { (target.area()?, None) } else { target.join(args.member.as_deref())? };
     let _watched = joined.as_ref().filter(|_| target.is_inside()).map(watch_over).transpose()?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(Joined::ringer));
-    if !args.read_only {
+    if !options.read_only {
         fs.recover_all()
             .with_context(|| format!("{}: repairing what dead members left", args.zone.display()))?;
     }
@@ -134,14 +158,9 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
         fs,
         nodes: Nodes::default(),
         locks: Locks::default(),
-        cached_mmap: args.cached_mmap,
+        noatime: options.noatime,
         device_memory: target.is_inside(),
     });
-    let options = MountOptions {
-        source: args.zone.display().to_string(),
-        read_only: args.read_only,
-        allow_other: args.allow_other,
-    };
     let mounted = session::mount(&args.directory, &options)
         .with_context(|| format!("mounting at {}", args.directory.display()))?;
     let waiting = {
@@ -152,6 +171,7 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     let served = serve(args, json, &mounted, &server, joined.as_ref(), &signals);
     // Whatever happened: nothing stays mounted, no reference stays held, the seat is free again.
     let unmounted = mounted.unmount().with_context(|| format!("unmounting {}", args.directory.display()));
+    target.stop_serving().context("unlocking the file")?;
     server.locks.stop();
     if waiting.join().is_err() {
         bail!("the thread that waits for file locks panicked");
@@ -230,6 +250,20 @@ fn serve(
     if joined.is_some_and(|joined| joined.rung().is_some()) {
         server.locks.has_bell();
     }
+    let (deaths, died) = std::sync::mpsc::channel();
+    let recovery = {
+        // A thread of its own, since it may have to wait for locks of a suspended member.
+        let (server, name) = (Arc::clone(server), std::thread::Builder::new().name("recovery".into()));
+        let recover = move || {
+            for () in died {
+                match server.fs.recover_all() {
+                    Ok(()) | Err(rustix::io::Errno::INTR) => {}
+                    Err(e) => eprintln!("tombolo: repairing what dead members left: {e}"),
+                }
+            }
+        };
+        name.spawn(recover).context("starting threads")?
+    };
     let mut stop = false;
     while !stop {
         let mut fds = vec![PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
@@ -245,13 +279,19 @@ fn serve(
             // A death frees locks, too.
             if pending & u64::from(sys::TMB_PENDING_LOCK | sys::TMB_PENDING_MEMBERS) != 0 {
                 server.locks.look();
+                server.fs.rang();
             }
             if pending & u64::from(sys::TMB_PENDING_MEMBERS) != 0 {
-                if let Err(e) = server.fs.recover_all() {
-                    eprintln!("tombolo: repairing what dead members left: {e}");
-                }
+                // It ends only at the end of this function.
+                let _ = deaths.send(());
             }
         }
+    }
+    // Who waits for a lock of a suspended member does not hold up the mount's end.
+    server.fs.end_waits();
+    drop(deaths);
+    if recovery.join().is_err() {
+        bail!("the thread that repairs what dead members left panicked");
     }
     if mounted.unmount()? {
         for thread in threads {

@@ -8,6 +8,7 @@ use anyhow::{Context, bail};
 use serde_json::json;
 
 use super::{Meter, open_error};
+use crate::account;
 use crate::area::{Area, Map};
 use crate::fs::Filesystem;
 use crate::snapshot;
@@ -83,7 +84,7 @@ pub fn restore(args: &RestoreArgs, json: bool) -> anyhow::Result<()> {
         Map::new(&file, file.metadata()?.len(), false).with_context(|| format!("mapping {at}"))?,
     )?;
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
-    target.require_unused("restore")?;
+    target.require_unused("restore", args.force)?;
     let area = target.area()?;
     if area.word(0) == Some(sys::TFS_MAGIC) && !args.force {
         bail!(
@@ -91,9 +92,11 @@ pub fn restore(args: &RestoreArgs, json: bool) -> anyhow::Result<()> {
             args.zone.display()
         );
     }
+    keep_grants(&target, &image)?;
     let blocks = {
         let mut meter = Meter::new(json);
-        snapshot::restore(&image, &area, &mut |s, d, o| meter.show(s, d, o))
+        let retire = || target.retire("restore", args.force);
+        snapshot::restore(&image, &area, retire, &mut |s, d, o| meter.show(s, d, o))
             .with_context(|| format!("restoring {at}"))?
     };
     area.sync().with_context(|| format!("{}: syncing", args.zone.display()))?;
@@ -101,6 +104,27 @@ pub fn restore(args: &RestoreArgs, json: bool) -> anyhow::Result<()> {
         println!("{}", json!({"zone": args.zone, "blocks": blocks}));
     } else {
         println!("{}: restored {} MiB from {at}", args.zone.display(), blocks >> 8);
+    }
+    Ok(())
+}
+
+/// A member that lives and was granted less than everything must not get more by an image that knows nothing of it.
+fn keep_grants(target: &Target, image: &Area) -> anyhow::Result<()> {
+    let area = target.area()?;
+    if area.word(0) != Some(sys::TFS_MAGIC) {
+        return Ok(());
+    }
+    for member in target.members()?.unwrap_or_default().iter().filter(|m| m.alive) {
+        let id = member.id.index();
+        let now = account::granted(&area, id);
+        if now != Some((0, 0)) && now != account::granted(image, id) {
+            bail!(
+                "{}: the image does not hold what was granted to {}; take the grant back (tombolo files grant --none) or have it leave, restore, and \
+                 grant again",
+                target.path().display(),
+                member.name
+            );
+        }
     }
     Ok(())
 }

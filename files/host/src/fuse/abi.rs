@@ -77,7 +77,6 @@ pub mod init {
     pub const HANDLE_KILLPRIV_V2: u64 = 1 << 28;
     pub const SETXATTR_EXT: u64 = 1 << 29;
     pub const INIT_EXT: u64 = 1 << 30;
-    pub const DIRECT_IO_ALLOW_MMAP: u64 = 1 << 36;
 }
 
 /// `fuse_setattr_in.valid`.
@@ -156,6 +155,8 @@ pub struct Header {
     pub uid: u32,
     /// Caller.
     pub gid: u32,
+    /// The caller's thread, 0 where it is in a name space that this process can't see.
+    pub pid: u32,
 }
 
 impl Header {
@@ -164,10 +165,10 @@ impl Header {
         let mut c = Cursor(request);
         let len = c.u32()? as usize;
         let (opcode, unique, node, uid, gid) = (c.u32()?, c.u64()?, c.u64()?, c.u32()?, c.u32()?);
-        let (_pid, ext) = (c.u32()?, c.u32()? & 0xffff);
+        let (pid, ext) = (c.u32()?, c.u32()? & 0xffff);
         let end = len.checked_sub(ext as usize * 8)?;
         let body = request.get(IN_HEADER..end)?;
-        Some((Header { opcode, unique, node, uid, gid }, Cursor(body)))
+        Some((Header { opcode, unique, node, uid, gid, pid }, Cursor(body)))
     }
 }
 

@@ -55,6 +55,16 @@ struct Waiter {
     wait: Option<LockWait>,
 }
 
+impl Waiter {
+    /// Of a waiter that others don't see, since all places for that were taken.
+    fn look_for_deadlock(&mut self, fs: &Filesystem) -> Result<()> {
+        if self.wait.as_ref().is_some_and(|wait| !wait.is_seen()) {
+            self.wait = Some(fs.wait_lock(self.ino, &self.lock)?);
+        }
+        Ok(())
+    }
+}
+
 #[derive(Default)]
 struct Queue {
     waiters: Vec<Waiter>,
@@ -254,10 +264,16 @@ impl Locks {
                         self.try_set(fs, waiter.ino, &Request { handle: waiter.handle, lock: waiter.lock })
                     }
                 };
-                if answer == Err(Errno::AGAIN) {
-                    i += 1;
-                    continue;
-                }
+                let answer = match answer {
+                    Err(Errno::AGAIN) => match waiters[i].look_for_deadlock(fs) {
+                        Ok(()) => {
+                            i += 1;
+                            continue;
+                        }
+                        found => found,
+                    },
+                    done => done,
+                };
                 let done = waiters.swap_remove(i);
                 self.answer(fs, done, answer);
             }

@@ -14,6 +14,8 @@
 //! - [`nodes`]: what the kernel knows of our inodes.
 //! - `notify`: telling watchers in other members.
 //! - [`ops`]: the operations.
+//! - [`options`]: mount options.
+//! - `rights`: what the kernel's checks don't cover.
 //! - [`session`]: device, mount, threads.
 
 pub mod abi;
@@ -22,4 +24,6 @@ pub mod locks;
 pub mod nodes;
 mod notify;
 pub mod ops;
+pub mod options;
+mod rights;
 pub mod session;

@@ -8,6 +8,7 @@ use super::abi::{self, Cursor, Header, Out, fattr, op};
 use super::acl::{self, Acl};
 use super::locks::{Locks, Request};
 use super::nodes::Nodes;
+use super::rights;
 use crate::fs::{self, Attr, Create, Filesystem, Handle, Pin, Result};
 use crate::sys;
 
@@ -50,8 +51,8 @@ pub struct Server {
     pub nodes: Nodes,
     /// File locks.
     pub locks: Locks,
-    /// Let programs map files shared, through the kernel's page cache.
-    pub cached_mmap: bool,
+    /// Reading leaves access times as they are.
+    pub noatime: bool,
     /// The zone is a device's memory, which has no pages: the kernel can't read it by itself.
     pub device_memory: bool,
 }
@@ -135,19 +136,18 @@ impl Server {
             }
             op::CREATE | op::TMPFILE => self.create(h, c),
             op::UNLINK => {
-                self.fs.unlink(self.nodes.handle(h.node), c.name().ok_or_else(short)?, None)?;
+                self.remove(h, c.name().ok_or_else(short)?, false)?;
                 empty()
             }
             op::RMDIR => {
-                self.fs.rmdir(self.nodes.handle(h.node), c.name().ok_or_else(short)?, None)?;
+                self.remove(h, c.name().ok_or_else(short)?, true)?;
                 empty()
             }
             op::RENAME | op::RENAME2 => {
                 let new_dir = c.u64().ok_or_else(short)?;
                 let flags = if h.opcode == op::RENAME2 { (u32s(&mut c)?, u32s(&mut c)?).0 } else { 0 };
                 let (old, new) = (c.name().ok_or_else(short)?, c.name().ok_or_else(short)?);
-                let (old_dir, new_dir) = (self.nodes.handle(h.node), self.nodes.handle(new_dir));
-                self.fs.rename((old_dir, old), (new_dir, new), flags)?;
+                self.rename(h, (h.node, old), (new_dir, new), flags)?;
                 empty()
             }
             op::LINK => {
@@ -314,11 +314,16 @@ impl Server {
     }
 
     fn create(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
-        let (_flags, mode, umask, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
+        let (flags, mode, umask, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
         let name = c.name().ok_or_else(short)?;
         let mode = (mode & !S_IFMT) | S_IFREG;
         let named = (h.opcode == op::CREATE).then_some(name);
-        let made = self.make(h, h.node, named, mode, umask, 0, None, true)?;
+        let made = match self.make(h, h.node, named, mode, umask, 0, None, true) {
+            // The name came after the kernel had looked. Without O_EXCL the file is opened, with the checks of an open: ESTALE has the
+            // kernel walk the path again.
+            Err(Errno::EXIST) if flags as i32 & libc::O_EXCL == 0 => return Err(Errno::STALE),
+            made => made?,
+        };
         let attr = match self.fs.getattr(made) {
             Ok(attr) => attr,
             Err(e) => {
@@ -410,6 +415,15 @@ impl Server {
         }
     }
 
+    /// Before an operation that changes data and of which the kernel doesn't say whether the caller may leave set-id bits.
+    fn drop_privileges(&self, h: &Header, attr: &Attr) -> Result<()> {
+        let mode = killed(attr.mode);
+        if mode != attr.mode && !rights::keeps_set_id(h) {
+            self.fs.setattr(Handle::from(attr), sys::TFS_SET_MODE, &Attr { mode, ..Attr::default() })?;
+        }
+        self.drop_capability(attr)
+    }
+
     /// EPERM for what chattr +i and +a forbid.
     fn refuse_protected(&self, attr: &Attr, append_too: bool) -> Result<()> {
         let mask = sys::TFS_FL_IMMUTABLE | if append_too { sys::TFS_FL_APPEND } else { 0 };
@@ -423,7 +437,7 @@ impl Server {
             let got = self.fs.pread(self.nodes.handle(h.node), &mut buf, offset)?;
             buf.truncate(got);
             if self.fs.area().writable() {
-                let _ = self.fs.touch_atime(self.nodes.handle(h.node), fs::now());
+                self.note_read(h.node);
             }
             return Ok(Reply::Body(Out(buf)));
         }
@@ -450,8 +464,15 @@ impl Server {
             pieces.push(Piece { from, len: bytes as usize });
             at += bytes;
         }
-        let _ = self.fs.touch_atime(self.nodes.handle(h.node), fs::now());
+        self.note_read(h.node);
         Ok(Reply::Zone(pieces, pin))
+    }
+
+    fn note_read(&self, ino: u64) {
+        if !self.noatime {
+            // The read itself was answered; the file may be gone by now.
+            let _ = self.fs.touch_atime(self.nodes.handle(ino), fs::now());
+        }
     }
 
     fn write(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
@@ -474,10 +495,8 @@ impl Server {
 
     fn fallocate(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
         let (_fh, offset, len, mode) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?, u32s(&mut c)? as i32);
-        self.refuse_protected(
-            &self.fs.getattr(self.nodes.handle(h.node))?,
-            mode & !libc::FALLOC_FL_KEEP_SIZE != 0,
-        )?;
+        let attr = self.fs.getattr(self.nodes.handle(h.node))?;
+        self.refuse_protected(&attr, mode & !libc::FALLOC_FL_KEEP_SIZE != 0)?;
         let mut core = 0;
         let mut left = mode;
         for (flag, tfs) in [
@@ -493,6 +512,7 @@ impl Server {
         if left != 0 {
             return Err(Errno::OPNOTSUPP);
         }
+        self.drop_privileges(h, &attr)?;
         self.fs.fallocate(self.nodes.handle(h.node), core, offset, len)?;
         empty()
     }
@@ -503,7 +523,7 @@ impl Server {
         let to_file = self.nodes.handle(out_node);
         let attr = self.fs.getattr(to_file)?;
         self.refuse_protected(&attr, true)?;
-        self.drop_capability(&attr)?;
+        self.drop_privileges(h, &attr)?;
         let len = len.min(COPY_LIMIT);
         let mut buf = vec![0; len.min(1 << 20) as usize];
         let mut done = 0;
@@ -513,7 +533,7 @@ impl Server {
             if got == 0 {
                 break;
             }
-            match self.fs.pwrite(to_file, &buf[..got], to + done, true) {
+            match self.fs.pwrite(to_file, &buf[..got], to + done, false) {
                 Ok(put) => done += put as u64,
                 Err(_) if done > 0 => break,
                 Err(e) => return Err(e),

@@ -16,6 +16,7 @@ use rustix::io::Errno;
 use super::abi::{self, Header, OUT_HEADER, Out, init, op};
 use super::locks::Request;
 use super::ops::{Piece, Reply, Server};
+use super::options::MountOptions;
 
 /// Largest write the kernel sends at once.
 const MAX_WRITE: u32 = 1 << 20;
@@ -27,17 +28,6 @@ static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
 pub struct Mounted {
     device: Arc<File>,
     target: PathBuf,
-}
-
-/// How to mount.
-#[derive(Clone, Debug)]
-pub struct MountOptions {
-    /// What the mount table shows as the source.
-    pub source: String,
-    /// No writes.
-    pub read_only: bool,
-    /// Let other users in (always so for root's mounts).
-    pub allow_other: bool,
 }
 
 /// Opens the device and mounts it. Ordinary users go through fusermount3 (package fuse3).
@@ -61,10 +51,15 @@ fn mount_as_root(target: &Path, options: &MountOptions) -> io::Result<File> {
     ))?;
     let source = CString::new(options.source.as_str())?;
     let path = CString::new(target.as_os_str().as_bytes())?;
-    let flags = if options.read_only { libc::MS_RDONLY } else { 0 };
     // SAFETY: terminated strings that live across the call.
     let ret = unsafe {
-        libc::mount(source.as_ptr(), path.as_ptr(), c"fuse.tombolo".as_ptr(), flags, data.as_ptr().cast())
+        libc::mount(
+            source.as_ptr(),
+            path.as_ptr(),
+            c"fuse.tombolo".as_ptr(),
+            options.flags(),
+            data.as_ptr().cast(),
+        )
     };
     if ret != 0 { Err(io::Error::last_os_error()) } else { Ok(device) }
 }
@@ -73,9 +68,7 @@ fn mount_as_user(target: &Path, options: &MountOptions) -> io::Result<File> {
     let (ours, theirs) = UnixStream::pair()?;
     rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
     let mut opts = format!("fsname={},subtype=tombolo,default_permissions", options.source.replace(',', "_"));
-    if options.read_only {
-        opts += ",ro";
-    }
+    opts += &options.text();
     if options.allow_other {
         opts += ",allow_other";
     }
@@ -163,9 +156,6 @@ impl Mounted {
             // A mount that may not write keeps its locks to itself: they would be words in the zone.
             if server.fs.area().writable() {
                 wanted |= init::POSIX_LOCKS | init::FLOCK_LOCKS;
-            }
-            if server.cached_mmap {
-                wanted |= init::DIRECT_IO_ALLOW_MMAP;
             }
             let agreed = wanted & offered;
             out.u32(abi::MAJOR).u32(abi::MINOR.min(minor)).u32(readahead).u32(agreed as u32);

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Mount options, as mount(8) has them. Set-id bits and devices count for nothing unless they are asked for: files of a zone are made by every
+//! VM's root, who must not become root here with them.
+
+/// How to mount.
+#[derive(Clone, Debug, Default)]
+pub struct MountOptions {
+    /// What the mount table shows as the source.
+    pub source: String,
+    /// No writes.
+    pub read_only: bool,
+    /// Let other users in (always so for root's mounts).
+    pub allow_other: bool,
+    /// Programs' set-id bits and capabilities count.
+    pub suid: bool,
+    /// Device nodes can be opened.
+    pub dev: bool,
+    /// No program can be run.
+    pub noexec: bool,
+    /// Reading leaves access times as they are.
+    pub noatime: bool,
+}
+
+impl MountOptions {
+    /// Takes one option of `-o`.
+    ///
+    /// # Errors
+    /// Names the options there are.
+    pub fn set(&mut self, option: &str) -> Result<(), String> {
+        match option {
+            "ro" => self.read_only = true,
+            "rw" => self.read_only = false,
+            "suid" => self.suid = true,
+            "nosuid" => self.suid = false,
+            "dev" => self.dev = true,
+            "nodev" => self.dev = false,
+            "exec" => self.noexec = false,
+            "noexec" => self.noexec = true,
+            "atime" => self.noatime = false,
+            "noatime" => self.noatime = true,
+            _ => {
+                return Err(format!(
+                    "'{option}' is no option of this mount; there are ro, rw, [no]suid, [no]dev, [no]exec, [no]atime"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn list(&self) -> [(bool, libc::c_ulong, &'static str); 5] {
+        [
+            (self.read_only, libc::MS_RDONLY, "ro"),
+            (!self.suid, libc::MS_NOSUID, "nosuid"),
+            (!self.dev, libc::MS_NODEV, "nodev"),
+            (self.noexec, libc::MS_NOEXEC, "noexec"),
+            (self.noatime, libc::MS_NOATIME, "noatime"),
+        ]
+    }
+
+    /// Flags of mount(2).
+    pub fn flags(&self) -> libc::c_ulong {
+        self.list().iter().filter(|(on, ..)| *on).fold(0, |flags, (_, flag, _)| flags | flag)
+    }
+
+    /// The same for fusermount3, each with a comma before it.
+    pub fn text(&self) -> String {
+        self.list().iter().filter(|(on, ..)| *on).map(|(_, _, name)| format!(",{name}")).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn set_id_bits_and_devices_count_only_where_they_are_asked_for() {
+        let mut options = MountOptions::default();
+        assert_eq!(options.flags(), libc::MS_NOSUID | libc::MS_NODEV);
+        assert_eq!(options.text(), ",nosuid,nodev");
+        for option in ["suid", "dev", "ro", "noatime"] {
+            options.set(option).expect("an option");
+        }
+        assert_eq!(options.flags(), libc::MS_RDONLY | libc::MS_NOATIME);
+        assert!(options.set("user_xattr").expect_err("no option").contains("[no]atime"));
+    }
+}

@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Claims about locks across members and about waiting for them. tests/lock_model.rs explores the protocol itself.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, mpsc};
+
+use rustix::io::Errno;
+use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::fs::{self, Attr, Create, FileLock, Filesystem, Handle, Mkfs, ROOT};
+use tombolo_files::{fsck, sys};
+
+const REG: u32 = libc::S_IFREG | 0o644;
+const AREA_AT: u64 = 2 << 20;
+
+/// A zone's memory, with a member table that the tests write as its host would.
+struct Zone {
+    map: Arc<Map>,
+    area: Area,
+    damage: Arc<AtomicU64>,
+}
+
+impl Zone {
+    fn new() -> Zone {
+        let map = Arc::new(Map::memfd("waiting", AREA_AT + (64 << 20)).expect("memory"));
+        let area = Area::in_map(&map, AREA_AT, 64 << 20, None).expect("an area");
+        fs::mkfs(&area, &Mkfs::default()).expect("mkfs");
+        Zone { map, area, damage: Arc::default() }
+    }
+
+    /// A word of the zone.
+    fn word(&self, offset: u64) -> &AtomicU64 {
+        let at = Area::in_map(&self.map, 0, self.map.size(), None).expect("all of it").base();
+        assert!(offset % 8 == 0 && offset < self.map.size());
+        // SAFETY: an aligned word of the mapping, which lives as long as self and is only accessed by atomics.
+        unsafe { AtomicU64::from_ptr(at.add(offset as usize).cast()) }
+    }
+
+    fn member(&self, member: u32, field: usize) -> &AtomicU64 {
+        self.word(4096 + u64::from(member) * 256 + field as u64)
+    }
+
+    fn set(&self, member: u32, epoch: u32, state: u32) {
+        self.member(member, 0).store(u64::from(epoch) << 32 | u64::from(state), SeqCst);
+    }
+
+    fn open(&self, member: u32) -> Filesystem {
+        self.set(member, 1, sys::TMB_MEMBER_ACTIVE);
+        let area =
+            Area::in_map(&self.map, AREA_AT, self.area.size(), Some((4096, Seat { member, epoch: 1 })));
+        let damage = Arc::clone(&self.damage);
+        let log = Box::new(move |what: &str, a, b| {
+            eprintln!("damage: {what} ({a:#x}, {b:#x})");
+            damage.fetch_add(1, SeqCst);
+        });
+        Filesystem::open_with(area.expect("an area"), log).expect("open")
+    }
+
+    fn bury(&self, member: u32) {
+        self.set(member, 2, sys::TMB_MEMBER_DEAD);
+    }
+
+    /// The word of an inode's lock; all inodes of these tests lie in the table's first blocks.
+    fn lock_of(&self, ino: Handle) -> &AtomicU64 {
+        let data_start = self.area.word(core::mem::offset_of!(sys::tfs_super, data_start) as u64);
+        let table = AREA_AT + data_start.expect("a super block") * 4096;
+        self.word(table + ino.ino * 256 + core::mem::offset_of!(sys::tfs_inode, lock) as u64)
+    }
+
+    /// Counted damage; nobody may use the file system any more.
+    fn assert_undamaged(&self) {
+        assert_eq!(self.damage.load(SeqCst), 0, "damage was reported");
+        assert_eq!(self.area.word(core::mem::offset_of!(sys::tfs_super, errors) as u64), Some(0));
+        fsck::expect_clean(&self.area, &mut |_, _, _| {}).expect("clean");
+    }
+}
+
+fn held_by(member: u32) -> u64 {
+    1 << 32 | u64::from(sys::TFS_LOCK_HELD) | u64::from(member + 1)
+}
+
+fn offered_to(member: u32) -> u64 {
+    let turn = u64::from(member + 1) << 16;
+    1 << 32 | u64::from(sys::TFS_LOCK_OFFERED) | turn | u64::from(member + 1)
+}
+
+fn file(fs: &Filesystem, name: &str) -> Handle {
+    fs.create(ROOT, Some(name.as_bytes()), &Create::mode(REG)).expect("create")
+}
+
+fn chmod(fs: &Filesystem, ino: Handle) -> fs::Result<()> {
+    fs.setattr(ino, sys::TFS_SET_MODE, &Attr { mode: 0o600, ..Attr::default() })
+}
+
+fn range(owner: u64, type_: u32) -> FileLock {
+    let kind = sys::TFS_LK_POSIX;
+    FileLock { owner, start: owner * 10, end: owner * 10 + 5, type_, kind, ..FileLock::default() }
+}
+
+fn flock(owner: u64, type_: u32) -> FileLock {
+    FileLock { owner, start: 0, end: !0, type_, kind: sys::TFS_LK_FLOCK, ..FileLock::default() }
+}
+
+#[test]
+fn more_lockers_than_transaction_slots_and_an_appender_wait_for_each_other_only_briefly() {
+    let zone = Zone::new();
+    let fs = zone.open(0);
+    let ino = file(&fs, "f");
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for who in 0..u64::from(sys::TFS_TX_SLOTS) + 8 {
+            let (fs, stop) = (&fs, &stop);
+            scope.spawn(move || {
+                while !stop.load(SeqCst) {
+                    fs.set_lock(ino, &range(who, sys::TFS_LK_WRITE)).expect("a lock");
+                    fs.set_lock(ino, &range(who, sys::TFS_LK_UNLOCK)).expect("given back");
+                }
+            });
+        }
+        for _ in 0..200 {
+            fs.append(ino, &[1; 4096], false).expect("append");
+        }
+        stop.store(true, SeqCst);
+    });
+    assert_eq!(fs.size(ino), 200 * 4096);
+    drop(fs);
+    zone.assert_undamaged();
+}
+
+#[test]
+fn a_member_that_writes_without_pause_lets_another_change_the_file() {
+    let zone = Zone::new();
+    let (writer, other) = (zone.open(0), zone.open(1));
+    let ino = file(&writer, "f");
+    let (stop, writes) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let bytes = vec![1; 8 << 20];
+            while !stop.load(SeqCst) {
+                writer.pwrite(ino, &bytes, 0, false).expect("write");
+                writes.fetch_add(1, SeqCst);
+            }
+        });
+        while writes.load(SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        for _ in 0..20 {
+            chmod(&other, ino).expect("chmod");
+        }
+        stop.store(true, SeqCst);
+    });
+    drop((writer, other));
+    zone.assert_undamaged();
+}
+
+#[test]
+fn fallocate_gives_others_their_turn_between_its_steps() {
+    let zone = Zone::new();
+    let (one, other) = (zone.open(0), zone.open(1));
+    let ino = file(&one, "f");
+    let step = 4 << 20;
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let filling = scope.spawn(|| {
+            for _ in (0..2000).take_while(|_| !stop.load(SeqCst)) {
+                one.truncate(ino, 0, false).expect("truncate");
+                one.fallocate(ino, 0, 0, 8 * step).expect("fallocate");
+            }
+        });
+        let mut between = false;
+        while !between && !filling.is_finished() {
+            chmod(&other, ino).expect("chmod");
+            let attr = other.getattr(ino).expect("attributes");
+            between = attr.size == 0 && attr.blocks > 0 && attr.blocks < 8 * step / 4096;
+        }
+        stop.store(true, SeqCst);
+        filling.join().expect("no panic");
+        assert!(between, "nobody had a turn in the middle of a fallocate");
+    });
+    assert_eq!(one.size(ino), 8 * step);
+    drop((one, other));
+    zone.assert_undamaged();
+}
+
+#[test]
+fn a_member_that_is_suspended_with_a_lock_makes_others_wait_and_is_no_damage() {
+    let zone = Zone::new();
+    let (suspended, mut other) = (zone.open(0), zone.open(1));
+    let ino = file(&suspended, "f");
+    let (told, tells) = mpsc::channel();
+    let told = std::sync::Mutex::new(told);
+    other.tell_waits_to(Box::new(move |member, _, answers, _| {
+        // Nobody listens any more once it was told.
+        let _ = told.lock().expect("no panic").send((member, answers));
+    }));
+    zone.lock_of(ino).store(held_by(0), SeqCst);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| chmod(&other, ino));
+        // It is named, and found not to answer since nobody takes its pending bits.
+        assert_eq!(tells.recv().expect("it is told"), (0, false));
+        assert!(!waiter.is_finished());
+        assert_eq!(zone.lock_of(ino).load(SeqCst) & 0xff, 1, "the lock is still its own");
+        zone.lock_of(ino).store(0, SeqCst);
+        waiter.join().expect("no panic").expect("it went on once the lock was given back");
+    });
+    drop((suspended, other));
+    zone.assert_undamaged();
+}
+
+#[test]
+fn a_wait_ends_when_the_waiter_is_to_end() {
+    let zone = Zone::new();
+    let (suspended, other) = (zone.open(0), zone.open(1));
+    let ino = file(&suspended, "f");
+    zone.lock_of(ino).store(held_by(0), SeqCst);
+    std::thread::scope(|scope| {
+        let waiters: Vec<_> = (0..3).map(|_| scope.spawn(|| chmod(&other, ino))).collect();
+        let waits = zone.lock_of(ino).as_ptr().wrapping_add(1);
+        // SAFETY: the lock's second word, in the mapping like the first.
+        let waits = unsafe { AtomicU64::from_ptr(waits) };
+        while waits.load(SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        other.end_waits();
+        for waiter in waiters {
+            assert_eq!(waiter.join().expect("no panic"), Err(Errno::INTR));
+        }
+        assert_eq!(waits.load(SeqCst), 0, "nobody waits any more");
+    });
+    zone.lock_of(ino).store(0, SeqCst);
+    drop((suspended, other));
+    zone.assert_undamaged();
+}
+
+#[test]
+fn a_lock_that_was_offered_to_a_member_that_does_not_come_is_taken_by_who_waits() {
+    let zone = Zone::new();
+    let (here, idle, gone) = (zone.open(0), zone.open(1), zone.open(2));
+    let ino = file(&here, "f");
+    for to in [1, 2] {
+        zone.lock_of(ino).store(offered_to(to), SeqCst);
+        if to == 2 {
+            gone_away(&zone);
+        }
+        chmod(&here, ino).expect("chmod");
+        let word = zone.lock_of(ino).load(SeqCst);
+        assert_eq!((word & 0xff, word >> 16 & 0xff), (0, u64::from(to) + 1), "free, and its turn is over");
+    }
+    // To this member itself, whoever of it comes.
+    zone.lock_of(ino).store(offered_to(0), SeqCst);
+    chmod(&here, ino).expect("chmod");
+    gone.abandon();
+    drop((here, idle));
+    zone.assert_undamaged();
+}
+
+fn gone_away(zone: &Zone) {
+    zone.bury(2);
+}
+
+#[test]
+fn recoveries_that_meet_end() {
+    // One member has the recovery of 1 and is busy forgetting what 1 had open; another, which recovers 2, needs a lock that 1 held.
+    let zone = Zone::new();
+    let (first, second, busy, other) = (zone.open(1), zone.open(2), zone.open(5), zone.open(6));
+    let ino = file(&first, "f");
+    second.open_ref(ino).expect("open");
+    other.unlink(ROOT, b"f", None).expect("unlink");
+    first.abandon();
+    second.abandon();
+    zone.lock_of(ino).store(held_by(1), SeqCst);
+    zone.bury(1);
+    zone.bury(2);
+    let recovered = core::mem::offset_of!(sys::tmb_member, recovered_epoch);
+    let recovery_lock = core::mem::offset_of!(sys::tmb_member, recovery_lock);
+    zone.member(1, recovered).store(2, SeqCst);
+    zone.member(1, recovery_lock).store(held_by(5), SeqCst);
+    other.recover(2).expect("it waits for no recovery that is done");
+    assert_eq!(other.getattr(ino).err(), Some(Errno::STALE), "the orphan was freed");
+    zone.member(1, recovery_lock).store(0, SeqCst);
+    drop((busy, other));
+    zone.assert_undamaged();
+}
+
+#[test]
+fn two_shared_flocks_that_become_exclusive_do_not_wait_for_each_other() {
+    let zone = Zone::new();
+    let (a, b) = (zone.open(0), zone.open(1));
+    let ino = file(&a, "f");
+    a.set_lock(ino, &flock(1, sys::TFS_LK_READ)).expect("shared");
+    b.set_lock(ino, &flock(1, sys::TFS_LK_READ)).expect("shared");
+    // The first gives its own back, and waits; so the second gets it.
+    assert_eq!(a.set_lock(ino, &flock(1, sys::TFS_LK_WRITE)), Err(Errno::AGAIN));
+    b.set_lock(ino, &flock(1, sys::TFS_LK_WRITE)).expect("exclusive");
+    b.set_lock(ino, &flock(1, sys::TFS_LK_WRITE)).expect("once more");
+    assert_eq!(a.set_lock(ino, &flock(1, sys::TFS_LK_WRITE)), Err(Errno::AGAIN));
+    b.set_lock(ino, &flock(1, sys::TFS_LK_UNLOCK)).expect("given back");
+    a.set_lock(ino, &flock(1, sys::TFS_LK_WRITE)).expect("exclusive");
+    drop((a, b));
+    zone.assert_undamaged();
+}
+
+#[test]
+fn any_number_of_lockers_can_wait() {
+    let zone = Zone::new();
+    let fs = zone.open(0);
+    let ino = file(&fs, "f");
+    let whole = |owner| FileLock { start: 0, end: !0, ..range(owner, sys::TFS_LK_WRITE) };
+    fs.set_lock(ino, &flock(1000, sys::TFS_LK_WRITE)).expect("a lock");
+    fs.set_lock(ino, &whole(1000)).expect("a lock");
+    let waits: Vec<_> = (0..200u64)
+        .map(|owner| {
+            let lock = if owner % 2 == 0 { flock(owner, sys::TFS_LK_WRITE) } else { whole(owner) };
+            assert_eq!(fs.set_lock(ino, &lock), Err(Errno::AGAIN));
+            fs.wait_lock(ino, &lock).expect("it can wait")
+        })
+        .collect();
+    // Also one that nobody sees finds out that it would wait for ever.
+    let other = file(&fs, "g");
+    fs.set_lock(other, &whole(1)).expect("a lock");
+    assert_eq!(fs.wait_lock(other, &whole(1000)).err(), Some(Errno::DEADLK));
+    assert!(waits.iter().any(|wait| !wait.is_seen()));
+    waits.into_iter().for_each(|wait| fs.end_wait(wait));
+    assert!(fs.wait_lock(ino, &whole(7)).expect("a place is free").is_seen());
+    drop(fs);
+    zone.assert_undamaged();
+}
+
+#[test]
+fn the_lock_that_is_named_as_in_the_way_is_the_one_that_ext4_names() {
+    let zone = Zone::new();
+    let (a, b) = (zone.open(0), zone.open(1));
+    let ino = file(&a, "f");
+    let at = |owner, start, end, type_| FileLock { start, end, ..range(owner, type_) };
+    let (read, unlock) = (sys::TFS_LK_READ, sys::TFS_LK_UNLOCK);
+    // Owner 1 comes first, takes its lower range last, and owner 2 lies below both.
+    a.set_lock(ino, &at(1, 100, 109, read)).expect("a lock");
+    b.set_lock(ino, &at(2, 0, 9, read)).expect("a lock");
+    a.set_lock(ino, &at(1, 50, 59, read)).expect("a lock");
+    let found = |from| b.get_lock(ino, &at(3, from, 200, sys::TFS_LK_WRITE)).expect("asked");
+    assert_eq!((found(0).owner, found(0).start), (1, 50));
+    assert_eq!((found(60).owner, found(60).start), (1, 100));
+    // A range that is split keeps its owner's place; one that is gone and comes again does not.
+    a.set_lock(ino, &at(1, 103, 105, unlock)).expect("given back");
+    assert_eq!((found(60).start, found(104).start), (100, 106));
+    a.set_lock(ino, &at(1, 0, 200, unlock)).expect("given back");
+    a.set_lock(ino, &at(1, 50, 59, read)).expect("a lock");
+    assert_eq!((found(0).owner, found(0).start), (2, 0));
+    drop((a, b));
+    zone.assert_undamaged();
+}

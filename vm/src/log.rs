@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Logs of the supervisor and of consoles. Writing one never fails and never panics: what a full or absent folder does not take is lost, and
+//! counted; when there is room again the log says how much is missing. A log has a bounded size.
+
+use std::fmt::Arguments;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// A log that has grown to this many bytes is renamed to `NAME.1` and begun anew.
+pub const LIMIT: u64 = 4 << 20;
+
+/// A log in a file.
+#[derive(Debug)]
+pub struct Log {
+    path: PathBuf,
+    file: Option<File>,
+    length: u64,
+    /// Bytes that could not be written since the last that could.
+    lost: u64,
+}
+
+impl Log {
+    /// A log in this file, which begins anew.
+    pub fn new(path: &Path) -> Log {
+        let mut log = Log { path: path.to_owned(), file: None, length: 0, lost: 0 };
+        // The first write tries again.
+        let _full = log.begin();
+        log
+    }
+
+    fn begin(&mut self) -> io::Result<()> {
+        self.file = None;
+        let created = File::create(&self.path).or_else(|e| match (e.kind(), self.path.parent()) {
+            // As at the end of a login session.
+            (io::ErrorKind::NotFound, Some(folder)) => {
+                std::fs::create_dir_all(folder)?;
+                File::create(&self.path)
+            }
+            _ => Err(e),
+        });
+        (self.file, self.length) = (Some(created?), 0);
+        Ok(())
+    }
+
+    /// Writes what there is room for.
+    pub fn write(&mut self, data: &[u8]) {
+        let before = self.lost;
+        if before > 0 {
+            let gap = format!("\n[tombolo: {before} bytes are missing here]\n");
+            if self.try_write(gap.as_bytes()).is_err() {
+                self.lost += data.len() as u64;
+                return;
+            }
+            self.lost = 0;
+        }
+        if self.try_write(data).is_err() {
+            self.lost += data.len() as u64;
+        }
+    }
+
+    fn try_write(&mut self, data: &[u8]) -> io::Result<()> {
+        if self.length + data.len() as u64 > LIMIT {
+            let mut old = self.path.clone().into_os_string();
+            old.push(".1");
+            // Where that fails the file begins anew all the same.
+            let _kept = std::fs::rename(&self.path, old);
+            self.begin()?;
+        }
+        if self.file.is_none() {
+            self.begin()?;
+        }
+        let Some(file) = &mut self.file else { return Err(io::ErrorKind::NotFound.into()) };
+        self.length += data.len() as u64;
+        file.write_all(data)
+    }
+}
+
+/// Where this process says what it has to say; none: the standard error.
+static OWN: Mutex<Option<Log>> = Mutex::new(None);
+
+/// Sends what this process [says](crate::say) into a file, and what it writes to its standard error (a panic's words) into another.
+///
+/// # Errors
+/// When the folder can't be written to.
+pub fn open(path: &Path) -> io::Result<()> {
+    let panics = File::create(path.with_extension("panic")).or_else(|_| File::create("/dev/null"))?;
+    rustix::stdio::dup2_stderr(&panics)?;
+    *OWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(Log::new(path));
+    Ok(())
+}
+
+/// What [`crate::say`] does.
+pub fn say(text: Arguments<'_>) {
+    let line = format!("tombolo: {text}\n");
+    match &mut *OWN.lock().unwrap_or_else(PoisonError::into_inner) {
+        Some(log) => log.write(line.as_bytes()),
+        // Nobody may read it.
+        None => drop(io::stderr().write_all(line.as_bytes())),
+    }
+}
+
+/// Says a line in the log of this process. Unlike `eprintln!` it never panics.
+#[macro_export]
+macro_rules! say {
+    ($($argument:tt)*) => { $crate::log::say(::std::format_args!($($argument)*)) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_that_had_no_room_says_how_much_is_missing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        std::os::unix::fs::symlink("/dev/full", &path).unwrap();
+        let mut log = Log::new(&path);
+        log.write(b"lost");
+        log.write(b"lost too");
+        std::fs::remove_file(&path).unwrap();
+        log.begin().unwrap();
+        log.write(b"kept\n");
+        assert_eq!(std::fs::read(&path).unwrap(), b"\n[tombolo: 12 bytes are missing here]\nkept\n");
+    }
+
+    #[test]
+    fn a_log_whose_folder_is_gone_begins_anew_at_its_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("folder");
+        std::fs::create_dir(&folder).unwrap();
+        let mut log = Log::new(&folder.join("log"));
+        std::fs::remove_dir_all(&folder).unwrap();
+        let half = vec![b'x'; 3 << 20];
+        log.write(&half);
+        log.write(&half);
+        assert_eq!(std::fs::metadata(folder.join("log")).unwrap().len(), 3 << 20);
+    }
+}

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What happens when somebody cuts short the file behind a mapping: the next access beyond its new end raises SIGBUS.
+//!
+//! A handler finds the mapping in a fixed table of watched ranges, puts zero pages over the whole of it and marks it, so that the access
+//! goes on harmlessly and whoever uses the mapping learns of it at the next look ([`Watch::is_hit`]). Other faults go to the handler that
+//! was there before. The handler only reads atomics and calls mmap, both safe in a signal.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Once, OnceLock};
+
+const SLOTS: usize = 1024;
+
+struct Slot {
+    taken: AtomicBool,
+    /// Length 0: not watched. Written after, and cleared before, `start`.
+    len: AtomicUsize,
+    start: AtomicUsize,
+    hit: AtomicBool,
+}
+
+static TABLE: [Slot; SLOTS] = [const {
+    Slot {
+        taken: AtomicBool::new(false),
+        len: AtomicUsize::new(0),
+        start: AtomicUsize::new(0),
+        hit: AtomicBool::new(false),
+    }
+}; SLOTS];
+static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
+static ONCE: Once = Once::new();
+
+/// A watched range; the watch ends when it is dropped.
+#[derive(Debug)]
+pub struct Watch(usize);
+
+impl Watch {
+    /// Was the range hit, and is it zero pages by now?
+    #[must_use]
+    pub fn is_hit(&self) -> bool {
+        TABLE[self.0].hit.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let slot = &TABLE[self.0];
+        slot.len.store(0, Ordering::SeqCst);
+        slot.taken.store(false, Ordering::Release);
+    }
+}
+
+/// Watches `len` bytes from `start` on; the first call installs the handler.
+///
+/// # Errors
+/// The handler can't be installed, or all of the table is in use.
+pub fn watch(start: usize, len: usize) -> io::Result<Watch> {
+    let mut result = Ok(());
+    ONCE.call_once(|| result = install());
+    result?;
+    for (i, slot) in TABLE.iter().enumerate() {
+        if slot.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            slot.hit.store(false, Ordering::Relaxed);
+            slot.start.store(start, Ordering::Relaxed);
+            slot.len.store(len, Ordering::SeqCst);
+            return Ok(Watch(i));
+        }
+    }
+    Err(io::Error::other(format!("more than {SLOTS} zones are mapped")))
+}
+
+fn install() -> io::Result<()> {
+    // SAFETY: an all-zero sigaction is valid; the handler is an extern "C" function of the SA_SIGINFO shape.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = on_fault as *const () as usize;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER;
+        let mut before: libc::sigaction = std::mem::zeroed();
+        if libc::sigaction(libc::SIGBUS, std::ptr::null(), &mut before) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // Before the handler is there, which looks for it.
+        BEFORE.get_or_init(|| before);
+        if libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+extern "C" fn on_fault(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the kernel passes a valid siginfo for SIGBUS.
+    let addr = unsafe { (*info).si_addr() } as usize;
+    for slot in &TABLE {
+        let len = slot.len.load(Ordering::SeqCst);
+        let start = slot.start.load(Ordering::Relaxed);
+        if len != 0 && addr.wrapping_sub(start) < len {
+            slot.hit.store(true, Ordering::Relaxed);
+            // SAFETY: the range is a mapping of ours; it is replaced as a whole by private zero pages.
+            let new = unsafe {
+                libc::mmap(
+                    start as *mut libc::c_void,
+                    len,
+                    libc::PROT_READ | libc::PROT_WRITE,
+                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE,
+                    -1,
+                    0,
+                )
+            };
+            if new != libc::MAP_FAILED {
+                return;
+            }
+        }
+    }
+    // Not ours: what was there before, the default action perhaps, takes place when the access is tried again.
+    if let Some(before) = BEFORE.get() {
+        // SAFETY: allowed in a signal handler; the action was valid before.
+        unsafe { libc::sigaction(libc::SIGBUS, before, std::ptr::null_mut()) };
+    }
+}
