@@ -16,7 +16,7 @@
 //!   ports at one moment
 //! - [`headers`] what a frame is, read once; by that description: [`lane`] VLANs; [`spoof`] false senders; [`rules`] by addresses and ports; [`offload`]
 //!   checksums and segments in software, and [`fallback`] when to make them. [`limit`] rates; [`uplink`] what isn't a guest
-//! - [`deliver`] the copy; [`held`] a frame that waits, and [`credit`] how long it may; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`balance`] which
+//! - [`deliver`] the copy; [`held`] a frame that waits, and [`credit`] how long it may; [`forward`] a pass over a queue, and `route` the ways of its frames; [`worker`] the thread that polls and sleeps; [`balance`] which
 //!   worker carries which queue; [`switch`] changes on their way to the workers
 //! - [`config`] what a user says; [`daemon`] the running whole; [`cli`] and [`control`] the ways to talk to it;
 //!   [`metrics`] counters for Prometheus, [`top`] for people; [`capture`] frames for Wireshark; [`sandbox`] what is given up
@@ -65,6 +65,7 @@ pub mod policy;
 pub mod port;
 pub mod protocol;
 pub mod ring;
+mod route;
 pub mod rules;
 pub mod sandbox;
 pub mod soak;
