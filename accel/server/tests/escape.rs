@@ -152,7 +152,7 @@ impl Server {
     /// A client that does nothing by itself.
     fn client(&self) -> Arc<Connection> {
         let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "neighbour".into() };
-        Connection::new(process::connect(&self.socket, &hello).expect("connects"))
+        Connection::new(process::connect(&self.socket, &hello).expect("connects")).expect("a connection")
     }
 
     fn tenants(&self) -> Vec<Status> {
