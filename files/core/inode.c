@@ -441,8 +441,11 @@ int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);
-	bool locked = inode && !tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE);
+	int err = inode ? tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE) : -ESTALE;
+	bool locked = !err;
 
+	if (err == -EINTR) /* for who recovers this member */
+		tmb_store(&fs->unclean, true);
 	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
 		tfs_free_inode_locked(fs, ino, inode, slot);
 	tfs_tx_end(fs, slot);

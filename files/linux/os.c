@@ -44,10 +44,13 @@ void tfs_os_wait(struct tfs *fs, tmb_u32 round)
 
 bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable)
 {
+	struct tmb_sb *s = fs ? fs->os : NULL;
 	unsigned int state = killable ? TASK_KILLABLE : TASK_UNINTERRUPTIBLE;
 	ktime_t until = ktime_add_ns(ktime_get(), ns);
 	long ended;
 
+	if (killable && s && READ_ONCE(s->ending))
+		return true;
 	/* wait_var_event() has no form with a fine timeout. */
 	ended = ___wait_var_event(word, READ_ONCE(*word) != value || ktime_after(ktime_get(), until), state, 0, 0,
 				  schedule_hrtimeout(&until, HRTIMER_MODE_ABS));

@@ -31,6 +31,23 @@ void tfs_os_wait(struct tfs *fs, tmb_u32 round)
 	(void)fs;
 	usleep(20 * (round < 50 ? round : 50));
 }
+bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable)
+{
+	(void)fs, (void)word, (void)value, (void)killable;
+	usleep(ns / 1000);
+	return false;
+}
+void tfs_os_wake(struct tfs *fs, tmb_u32 *word)
+{
+	(void)fs, (void)word;
+}
+void tfs_os_yield(void)
+{
+}
+void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds)
+{
+	(void)fs, (void)member, (void)answers, (void)seconds;
+}
 static tmb_u64 clock_ns(clockid_t c)
 {
 	struct timespec t;
