@@ -332,7 +332,7 @@ static int try_all(char **v)
 		"/sys/firmware", "/proc/kcore", "/proc/kmsg" };
 	const char *unchanging[] = { "/escape", "/usr/escape", "/usr/bin/env", "/etc/escape", "/etc/ld.so.cache", "/etc/OpenCL/escape", "/dev/escape",
 		"/sys/devices/system/cpu/cpu1/online", "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger",
-		"/proc/self/uid_map" };
+		"/proc/self/uid_map", "/proc/self/oom_score_adj" };
 	cl_int e;
 
 	/* Before what may change the worker itself. */

@@ -35,6 +35,14 @@ unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
+fn keep_from_children(base: *mut u8, len: usize) -> io::Result<()> {
+    // SAFETY: a mapping of the caller's; nothing changes for this process.
+    if unsafe { libc::madvise(base.cast(), len, libc::MADV_DONTFORK) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
 impl Mapping {
     /// Maps `len` bytes of `file` from `offset` (both multiples of the page size), shared.
     pub fn of_file(file: &impl AsRawFd, offset: u64, len: usize) -> io::Result<Mapping> {
@@ -59,6 +67,11 @@ impl Mapping {
         Ok(mapping)
     }
 
+    /// Leaves it out of processes that are forked from this one: they could only disturb the peer.
+    pub fn not_in_children(&self) -> io::Result<()> {
+        keep_from_children(self.base, self.len)
+    }
+
     /// Maps `len` bytes from byte `at` of this mapping (multiples of the page size) a second time, at an address where nothing is mapped; whoever has
     /// that address unmaps it.
     fn again(&self, at: usize, len: usize, address: u64) -> io::Result<()> {
@@ -76,7 +89,7 @@ impl Mapping {
             unsafe { libc::munmap(got, len) };
             return Err(io::ErrorKind::AddrInUse.into());
         }
-        Ok(())
+        keep_from_children(got.cast(), len)
     }
 
     /// Maps `len` bytes of private memory, for a window whose peer is reached by a stream.

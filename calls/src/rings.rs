@@ -100,6 +100,7 @@ pub(crate) fn link(
     bells: Bells,
     gone: OwnedFd,
 ) -> Result<Link, Error> {
+    mapping.not_in_children()?;
     let step = RING_HEADER.next_multiple_of(PAGE) + geometry.ring;
     let ring =
         |at| SharedRing::new(mapping.clone(), at, geometry.ring).ok_or(Error::Broken("a ring doesn't fit"));

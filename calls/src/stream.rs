@@ -2,16 +2,18 @@
 //! Where no memory is shared: records as frames on a byte stream (TCP, vsock). Each side has a window of its own; what one side pushes
 //! is copied to the same place in the other's, in order with the records.
 //!
-//! A frame is 8 bytes, length and kind, and its bytes. Sockets are non-blocking; what the kernel doesn't take waits in a buffer, and
-//! whoever sleeps on a bell also writes from it when the socket has room. What comes in wakes one sleeper, once (edge-triggered epoll):
+//! A frame is 8 bytes, length and kind, and its bytes. Sockets are non-blocking; what the kernel doesn't take waits here (records as bytes, parts
+//! of the window as ranges, which are copied when the socket takes them: a peer that doesn't read costs no memory), and whoever sleeps on a bell also writes from it when the socket has room. What comes in wakes one sleeper, once (edge-triggered epoll):
 //! otherwise all threads of a server would wake, again and again, until one of them has read it.
 
 use crate::hello::{Geometry, Hello, welcome, welcomed};
 use crate::memory::Mapping;
 use crate::process::EventFd;
 use crate::{Bell, Error, Link, Rx, Tx, Window};
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -21,37 +23,133 @@ const WINDOW: u32 = 2;
 const MAX_RECORD: usize = 512 << 10;
 const CHUNK: u64 = 256 << 10;
 /// A sender waits when more than this is unsent.
-const HIGH_WATER: usize = 1 << 20;
+const HIGH_WATER: u64 = 1 << 20;
+/// Parts of the window that may wait for a peer to read them.
+const MAX_PARTS: usize = 1 << 20;
+
+/// What waits behind the bytes of [`Out`].
+enum Waiting {
+    /// Whole frames.
+    Frames(Vec<u8>),
+    /// A part of the window.
+    Part(Range<u64>),
+}
+
+/// What the kernel hasn't taken yet.
+#[derive(Default)]
+struct Out {
+    /// Bytes of frames, from the index on.
+    bytes: Vec<u8>,
+    done: usize,
+    waiting: VecDeque<Waiting>,
+    /// Bytes that wait, of frames and of the window.
+    waits: u64,
+    parts: usize,
+}
+
+impl Out {
+    fn unsent(&self) -> u64 {
+        (self.bytes.len() - self.done) as u64 + self.waits
+    }
+
+    /// Where a frame is put: at the end of everything.
+    fn end(&mut self) -> &mut Vec<u8> {
+        if self.waiting.is_empty() {
+            // A peer that is always a little behind: what it has is forgotten.
+            if self.done as u64 > HIGH_WATER {
+                self.bytes.drain(..self.done);
+                self.done = 0;
+            }
+            return &mut self.bytes;
+        }
+        if !matches!(self.waiting.back(), Some(Waiting::Frames(_))) {
+            self.waiting.push_back(Waiting::Frames(Vec::new()));
+        }
+        match self.waiting.back_mut() {
+            Some(Waiting::Frames(bytes)) => bytes,
+            _ => &mut self.bytes,
+        }
+    }
+
+    fn frame(&mut self, kind: u32, parts: &[&[u8]]) {
+        let len: usize = parts.iter().map(|p| p.len()).sum();
+        let waits = !self.waiting.is_empty();
+        let end = self.end();
+        end.extend_from_slice(&(len as u32).to_le_bytes());
+        end.extend_from_slice(&kind.to_le_bytes());
+        for part in parts {
+            end.extend_from_slice(part);
+        }
+        if waits {
+            self.waits += 8 + len as u64;
+        }
+    }
+
+    /// Makes bytes of what waits, once those before are sent; `false`: nothing waits.
+    fn refill(&mut self, window: &Window) -> Result<bool, Error> {
+        self.bytes.clear();
+        self.done = 0;
+        match self.waiting.pop_front() {
+            None => return Ok(false),
+            Some(Waiting::Frames(frames)) => {
+                self.waits -= frames.len() as u64;
+                self.bytes = frames;
+            }
+            Some(Waiting::Part(Range { start, end })) => {
+                let next = end.min(start + CHUNK);
+                self.bytes.extend_from_slice(&(8 + (next - start) as u32).to_le_bytes());
+                self.bytes.extend_from_slice(&WINDOW.to_le_bytes());
+                self.bytes.extend_from_slice(&start.to_le_bytes());
+                let at = self.bytes.len();
+                self.bytes.resize(at + (next - start) as usize, 0);
+                window.read(start, &mut self.bytes[at..])?;
+                self.waits -= next - start;
+                if next < end {
+                    self.waiting.push_front(Waiting::Part(next..end));
+                } else {
+                    self.parts -= 1;
+                }
+            }
+        }
+        Ok(true)
+    }
+}
 
 struct Shared {
     socket: OwnedFd,
-    /// Bytes that the kernel hasn't taken yet, from the index on.
-    out: Mutex<(Vec<u8>, usize)>,
+    window: Arc<Window>,
+    out: Mutex<Out>,
     pending: AtomicBool,
     kick: EventFd,
 }
 
 impl Shared {
-    fn out(&self) -> MutexGuard<'_, (Vec<u8>, usize)> {
+    fn out(&self) -> MutexGuard<'_, Out> {
         // A panic elsewhere can't leave the buffer half changed in a way that matters more than the lost connection.
         self.out.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     fn flush(&self) -> Result<(), Error> {
-        let mut guard = self.out();
-        let (bytes, done) = &mut *guard;
-        while *done < bytes.len() {
+        let mut out = self.out();
+        loop {
+            let rest = &out.bytes[out.done..];
+            if rest.is_empty() {
+                if out.refill(&self.window)? {
+                    continue;
+                }
+                break;
+            }
             // SAFETY: the slice lives during the call.
             let n = unsafe {
                 libc::send(
                     self.socket.as_raw_fd(),
-                    bytes[*done..].as_ptr().cast(),
-                    bytes.len() - *done,
+                    rest.as_ptr().cast(),
+                    rest.len(),
                     libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
                 )
             };
             match usize::try_from(n) {
-                Ok(n) => *done += n,
+                Ok(n) => out.done += n,
                 Err(_) => {
                     let e = io::Error::last_os_error();
                     match e.kind() {
@@ -68,25 +166,12 @@ impl Shared {
                 }
             }
         }
-        bytes.clear();
-        *done = 0;
         self.pending.store(false, Ordering::SeqCst);
         Ok(())
     }
 
-    fn unsent(&self) -> usize {
-        let out = self.out();
-        out.0.len() - out.1
-    }
-
-    fn frame(&self, kind: u32, parts: &[&[u8]]) {
-        let len: usize = parts.iter().map(|p| p.len()).sum();
-        let mut out = self.out();
-        out.0.extend_from_slice(&(len as u32).to_le_bytes());
-        out.0.extend_from_slice(&kind.to_le_bytes());
-        for part in parts {
-            out.0.extend_from_slice(part);
-        }
+    fn unsent(&self) -> u64 {
+        self.out().unsent()
     }
 
     /// Sleeps until the socket takes more, and gives it more.
@@ -173,7 +258,7 @@ impl Bell for StreamBell {
 struct StreamTx {
     shared: Arc<Shared>,
     window: Arc<Window>,
-    /// Whether pushing waits while much is unsent. A server must go on reading instead, its clients' windows bound what it buffers.
+    /// Whether sending waits until the kernel has taken everything. A server must go on reading instead.
     waits: bool,
 }
 
@@ -189,7 +274,7 @@ impl Tx for StreamTx {
                 return Ok(false);
             }
         }
-        self.shared.frame(RECORD, parts);
+        self.shared.out().frame(RECORD, parts);
         Ok(true)
     }
     fn publish(&mut self) -> Result<(), Error> {
@@ -209,20 +294,20 @@ impl Tx for StreamTx {
     }
     fn push_window(&mut self, offset: u64, len: u64) -> Result<(), Error> {
         self.window.at(offset, len)?;
-        let mut buffer = vec![0; CHUNK.min(len) as usize];
-        let (mut at, end) = (offset, offset + len);
-        while at < end {
-            let n = CHUNK.min(end - at);
-            let chunk = &mut buffer[..n as usize];
-            self.window.read(at, chunk)?;
-            self.shared.frame(WINDOW, &[&at.to_le_bytes(), chunk]);
-            at += n;
-            self.shared.flush()?;
-            while self.waits && self.shared.unsent() > HIGH_WATER {
-                self.shared.await_room()?;
-            }
+        if len == 0 {
+            return Ok(());
         }
-        Ok(())
+        {
+            let mut out = self.shared.out();
+            if out.parts == MAX_PARTS {
+                return Err(Error::Broken("the peer doesn't read what it asked for"));
+            }
+            out.parts += 1;
+            out.waits += len;
+            out.waiting.push_back(Waiting::Part(offset..offset + len));
+        }
+        // A client's memory is its own again when this returns, so by then it is sent.
+        self.publish()
     }
     fn shares_window(&self) -> bool {
         false
@@ -316,6 +401,7 @@ fn link(socket: OwnedFd, window: u64, waits: bool) -> Result<Link, Error> {
     let gone = socket.as_fd().try_clone_to_owned()?;
     let shared = Arc::new(Shared {
         socket,
+        window: window.clone(),
         out: Mutex::default(),
         pending: AtomicBool::new(false),
         kick: EventFd::new()?,

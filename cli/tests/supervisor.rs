@@ -332,3 +332,27 @@ fn a_zone_file_that_somebody_cuts_short_takes_no_supervisor_and_no_other_vm_alon
     lab.good(&["down"]);
     lab.assert_nothing_left();
 }
+
+#[test]
+fn memory_that_a_vm_has_not_touched_is_not_promised_twice() {
+    let available = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let available = available.lines().find(|l| l.starts_with("MemAvailable")).unwrap();
+    let available: u64 = available.split_whitespace().nth(1).unwrap().parse().unwrap();
+    // Two of these fit together no more than one after the other.
+    let size = format!("{}M", available / 1024 * 6 / 10);
+    let lab = lab(&[], "");
+    let file = lab.dir.path().join("tombolo.toml");
+    let compose = std::fs::read_to_string(&file).unwrap().replace("\"128M\"", &format!("\"{size}\""));
+    let (head, vm) = compose.split_at(compose.find("[vm.a]").unwrap());
+    std::fs::write(&file, format!("{head}{vm}{}", vm.replace("[vm.a]", "[vm.b]"))).unwrap();
+    lab.good(&["up", "a"]);
+    let refused = lab.run(&["up", "b"]);
+    assert!(
+        !refused.status.success() && said(&refused).contains("that running ones may still take"),
+        "{}",
+        said(&refused)
+    );
+    lab.good(&["down"]);
+    lab.good(&["up", "b"]);
+    lab.good(&["down"]);
+}

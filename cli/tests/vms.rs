@@ -104,6 +104,9 @@ fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
     assert_eq!(lab.good(&["exec", "b", "--", "cat", "/mnt/shared/x"]), "hello\n");
     assert!(!lab.run(&["exec", "b", "--", "sh", "-c", "echo no >/mnt/shared/y"]).status.success());
 
+    // Neither a set-id program nor a device node that the other made counts in it.
+    assert!(lab.good(&["exec", "a", "--", "grep", "tombolo", "/proc/mounts"]).contains("nosuid,nodev"));
+
     // Not even its kernel can write to the zone.
     lab.good(&["exec", "b", "--", "dd", "if=/dev/zero", "of=/dev/pmem0", "bs=4096", "count=1", "conv=fsync"]);
     let path = lab.good(&["zone", "path", "shared"]);
@@ -382,6 +385,46 @@ zones = { shared = { mount = "/mnt/shared" } }
     wait_rebooted(&lab, 1);
     assert!(memory_of_a(&lab) > 900 << 20);
     lab.good(&["down"]);
+}
+
+#[test]
+fn zones_come_and_go_and_come_back_as_often_as_there_are_ports() {
+    let lab = Lab::new(&format!(
+        "[zone.late]\nsize = \"16M\"\nfiles = true\n[zone.other]\nsize = \"16M\"\nfiles = true\n{ONE}hotplug_ports = 4\n"
+    ));
+    lab.good(&["up"]);
+    lab.good(&["zone", "attach", "--mount", "/mnt/late", "late", "a"]);
+    lab.good(&["exec", "a", "--", "sh", "-c", "echo kept >/mnt/late/x"]);
+    lab.good(&["zone", "attach", "--mount", "/mnt/other", "other", "a"]);
+    // Its memory stays with QEMU; a new doorbell makes it a member again.
+    for _ in 0..2 {
+        lab.good(&["zone", "detach", "late", "a"]);
+        lab.good(&["zone", "attach", "--mount", "/mnt/late", "late", "a"]);
+        assert_eq!(lab.good(&["exec", "a", "--", "cat", "/mnt/late/x"]), "kept\n");
+    }
+    // The host cuts a file that the guest holds open: it is rung by the doorbell that came last.
+    let host = lab.dir.path().join("host");
+    std::fs::create_dir(&host).unwrap();
+    lab.good(&["files", "mount", "late", host.to_str().unwrap()]);
+    program("files/linux/tests/hear.c", &host.join("hear"));
+    std::fs::create_dir(host.join("d")).unwrap();
+    std::fs::write(host.join("d/file"), "x").unwrap();
+    let hear = ["exec", "a", "--", "/mnt/late/hear", "/mnt/late/d", "/mnt/late/d/file", "/mnt/late/ready"];
+    let hearing = lab.command(&hear).stdout(Stdio::piped()).spawn().unwrap();
+    let start = Instant::now();
+    while !host.join("ready").exists() {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::fs::write(host.join("d/end"), "").unwrap();
+    let heard = hearing.wait_with_output().unwrap();
+    assert!(heard.status.success() && String::from_utf8_lossy(&heard.stdout).contains(" end"), "{heard:?}");
+    assert!(Command::new("umount").arg(&host).status().unwrap().success());
+    lab.good(&["zone", "detach", "other", "a"]);
+    let full = lab.run(&["zone", "attach", "other", "a"]);
+    assert!(String::from_utf8_lossy(&full.stderr).contains("raise vm.a.hotplug_ports (now 4)"), "{full:?}");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
 }
 
 #[test]

@@ -53,7 +53,7 @@ static int join(struct tmb_calls_zone *c)
 	tmb_doorbell_unregister(&c->doorbell);
 	if (!doorbell)
 		return -ENODEV;
-	err = tmb_zone_join(&c->zone, -1, doorbell, &c->member, &c->epoch, &writable, &joined);
+	err = tmb_zone_join(&c->zone, -1, doorbell, false, &c->member, &c->epoch, &writable, &joined);
 	if (err)
 		return err;
 	if (!joined)

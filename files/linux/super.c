@@ -156,7 +156,8 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 	s->doorbell.look = rung;
 	tmb_doorbell_register(&s->doorbell);
 	s->listening = true;
-	err = tmb_zone_join(&s->zone, o->member, tmb_doorbell_self(&s->doorbell), &member, &epoch, &writable, &s->joined);
+	err = tmb_zone_join(&s->zone, o->member, tmb_doorbell_self(&s->doorbell), sb->s_flags & SB_RDONLY, &member, &epoch,
+			    &s->may_write, &s->joined);
 	if (err) {
 		if (o->member >= 0)
 			errorf(fc, "tombolo: zone %s keeps no slot %d for this VM: invite it on the host", s->zone.name,
@@ -168,6 +169,8 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 	s->fs.member = member;
 	s->fs.epoch = epoch;
 	s->fs.os = s;
+	/* Without a slot of its own it stores nothing. */
+	writable = s->joined;
 	s->fs.read_only = !writable;
 	if (!writable)
 		sb->s_flags |= SB_RDONLY;
@@ -293,6 +296,11 @@ static int tmb_get_tree(struct fs_context *fc)
 		}
 		sb->s_flags |= SB_ACTIVE;
 	} else if ((fc->sb_flags ^ sb->s_flags) & SB_RDONLY && !(fc->sb_flags & SB_RDONLY) && tmb_sb(sb)->fs.read_only) {
+		if (tmb_sb(sb)->may_write) {
+			errorf(fc, "tombolo: zone %s is mounted read-only: unmount it there first", tmb_sb(sb)->zone.name);
+			deactivate_locked_super(sb);
+			return -EBUSY;
+		}
 		/* A second mount of a read-only membership is read-only as well. */
 		fc->sb_flags |= SB_RDONLY;
 	}
@@ -352,6 +360,8 @@ static int tmb_reconfigure(struct fs_context *fc)
 {
 	struct tmb_sb *s = tmb_sb(fc->root->d_sb);
 
+	if (s->fs.read_only && s->may_write && !(fc->sb_flags & SB_RDONLY) && fc->sb_flags_mask & SB_RDONLY)
+		return invalf(fc, "tombolo: zone %s was mounted without taking part in it: unmount it, and mount it for writing", s->zone.name);
 	if (s->fs.read_only && !(fc->sb_flags & SB_RDONLY) && fc->sb_flags_mask & SB_RDONLY)
 		return invalf(fc, "tombolo: the host gave this VM no right to write to zone %s", s->zone.name);
 	return 0;

@@ -63,6 +63,7 @@ struct tmb_sb {
 	dev_t dev;
 	bool joined, opened, listening;
 	bool ending;  /* being unmounted: nobody waits for other members' locks for long */
+	bool may_write; /* by the host's leave; fs.read_only: by what was mounted */
 	struct tmb_doorbell_client doorbell;
 	struct tmb_syncdev *sync; /* semaphores of this zone for processes; NULL: none */
 	atomic_t rings;	/* counts doorbells, for who sleeps in tfs_os_wait */
@@ -136,7 +137,7 @@ void tmb_calls_exit(void);
 int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path);
 int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder);
 void tmb_zone_detach(struct tmb_zone *zone, void *holder);
-int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, u32 *member, u32 *epoch, bool *writable, bool *joined);
+int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, bool read_only, u32 *member, u32 *epoch, bool *writable, bool *joined);
 void tmb_zone_leave(struct tmb_zone *zone, u32 member, u32 epoch);
 
 /* inode.c */

@@ -173,10 +173,10 @@ static bool slot_fits(struct tmb_zone *zone, u32 i, int wanted, u32 doorbell)
 }
 
 /*
- * Takes a slot, which may still say that an earlier life of this guest is in it. A member without the right to write
- * may have the zone mapped read-only, so it writes nothing: *joined stays false. -ENOSPC: no slot for this guest.
+ * Takes a slot, which may still say that an earlier life of this guest is in it. Who wants to read only, or has no right to more and
+ * may have the zone mapped read-only, stores nothing, not even in its slot: *joined stays false. -ENOSPC: no slot for this guest.
  */
-int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, u32 *member, u32 *epoch, bool *writable, bool *joined)
+int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, bool read_only, u32 *member, u32 *epoch, bool *writable, bool *joined)
 {
 	u32 i;
 
@@ -192,7 +192,7 @@ int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, u32 *member, 
 		*member = i;
 		*epoch = tmb_epoch(was);
 		*writable = tmb_load(&m->rights) & TMB_RIGHT_WRITE;
-		if (!*writable)
+		if (!*writable || read_only)
 			return 0;
 		++*epoch;
 		if (!tmb_cas64(&m->state_epoch, was, tmb_state_epoch(TMB_MEMBER_ACTIVE, *epoch)))

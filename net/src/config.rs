@@ -116,12 +116,15 @@ pub struct PortConfig {
     /// Limits.
     #[serde(default)]
     pub rate: Rate,
+    /// The port or uplink that gets copies of what it sends, as far as it may, and of what it gets.
+    #[serde(default)]
+    pub mirror: Option<Box<str>>,
     /// Limits of what it is sent.
     #[serde(default)]
     pub receive_rate: Rate,
     /// Which IP packets it may send and get; the first that fits decides.
     #[serde(default)]
-    pub rules: Vec<Rule>,
+    pub rules: Box<[Rule]>,
     /// Largest IP packet that it may send; 0: any.
     #[serde(default)]
     pub mtu: u16,
@@ -143,9 +146,10 @@ impl PortConfig {
             isolated: self.isolated,
             uplink: false,
             vlan: self.vlan.clone(),
+            mirror: self.mirror.as_deref().map(str::to_owned),
             rate: self.rate,
             receive_rate: self.receive_rate,
-            rules: self.rules.clone(),
+            rules: self.rules.to_vec(),
             mtu: self.mtu,
         }
     }

@@ -119,7 +119,7 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
             Put::Done => {
                 open.packets += 1;
                 open.bytes += u64::from(piece.len);
-                if let Some(capture) = open.capture {
+                if let Some(capture) = &view.ports()[dest].capture {
                     capture.take(piece, Direction::ToGuest);
                 }
                 Done::Taken
@@ -133,6 +133,11 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
     sender.progress = progress;
     match failed {
         Some(why) => sender.not_put(dest, why),
-        None => done,
+        None => {
+            if done != Done::Again {
+                sender.mirror(dest, frame);
+            }
+            done
+        }
     }
 }

@@ -79,6 +79,8 @@ pub(crate) struct Sender<'a, 'w> {
     own: u64,
     /// Only the MACs decide.
     simple: bool,
+    /// Somebody watches what it sends.
+    watched: bool,
     /// Which queue it is: frames of one queue go to one queue of a receiver.
     pub flow: usize,
     pub now: u64,
@@ -89,6 +91,8 @@ pub(crate) struct Sender<'a, 'w> {
     pub progress: Progress,
     /// It is flooded.
     pub flooding: bool,
+    /// A copy of it is given to a mirror.
+    mirroring: bool,
     /// For whom it waits.
     pub receiver: usize,
     /// The frame that is to be tried again.
@@ -266,6 +270,7 @@ impl<'a, 'w> Sender<'a, 'w> {
             policy,
             own: policy.macs.first().map_or(0, |mac| mac.key()),
             simple: view.is_simple(src),
+            watched: view.is_watched(src),
             flow: queue,
             now,
             opens: Opens::new(credits),
@@ -273,6 +278,7 @@ impl<'a, 'w> Sender<'a, 'w> {
             broken: &mut forwarder.broken,
             progress: Progress::default(),
             flooding: false,
+            mirroring: false,
             receiver: 0,
             held: None,
             tally: Tally::default(),
@@ -336,8 +342,8 @@ impl<'a, 'w> Sender<'a, 'w> {
     /// Takes a frame of which only the MACs decide.
     #[inline(always)]
     fn plain(&mut self, frame: &Frame<'_>) -> Done {
-        if let Some(capture) = &self.view.ports()[self.src].capture {
-            capture.take(frame, Direction::FromGuest);
+        if self.watched {
+            self.capture(frame);
         }
         let (_, from) = addresses(frame.prefix);
         // Nearly always it is the port's first MAC.
@@ -346,19 +352,63 @@ impl<'a, 'w> Sender<'a, 'w> {
                 return Done::Dropped(reason);
             }
         }
+        if self.watched {
+            self.mirror(self.src, frame);
+        }
         self.deliver(frame, Lane::OPEN)
+    }
+
+    /// Shows what the port sends to whoever watches it.
+    #[cold]
+    fn capture(&self, frame: &Frame<'_>) {
+        if let Some(capture) = &self.view.ports()[self.src].capture {
+            capture.take(frame, Direction::FromGuest);
+        }
+    }
+
+    /// Gives a copy of a frame that the port at `of` sends or has got to the one that mirrors it, if there is one. Copies
+    /// wait for nobody, and end in counters like other frames.
+    #[cold]
+    pub(crate) fn mirror(&mut self, of: usize, frame: &Frame<'_>) {
+        let Some(to) = self.view.mirror(of).filter(|_| !self.mirroring) else { return };
+        let counters = &self.view.ports()[self.src].port.tx(self.flow).counters;
+        let (progress, flooding) = (std::mem::take(&mut self.progress), self.flooding);
+        (self.mirroring, self.flooding) = (true, true);
+        let ends = match self.hand(to, frame) {
+            Done::Taken => self.progress.ends + 1,
+            Done::Ended | Done::Dropped(Reason::Down) => self.progress.ends,
+            Done::Dropped(reason) => {
+                counters.drop_one(reason);
+                self.progress.ends + 1
+            }
+            Done::Again => {
+                counters.drop_one(Reason::Busy);
+                self.progress.ends + 1
+            }
+        };
+        counters.copied(ends);
+        (self.mirroring, self.flooding) = (false, flooding);
+        self.progress = progress;
+    }
+
+    /// What the port at `dest` has got is shown to whoever watches it.
+    #[cold]
+    fn watch(&mut self, dest: usize, frame: &Frame<'_>) {
+        if let Some(capture) = &self.view.ports()[dest].capture {
+            capture.take(frame, Direction::ToGuest);
+        }
+        self.mirror(dest, frame);
     }
 
     /// Takes a frame by what its headers say; its virtio-net header is as its sender wrote it. `index`: which of the
     /// sender's segments its rest begins with.
     pub fn described(&mut self, mut frame: Frame<'_>, index: usize) -> Done {
-        if let Some(capture) = &self.view.ports()[self.src].capture {
-            capture.take(&frame, Direction::FromGuest);
-        }
+        self.capture(&frame);
         let lane = match self.admit(&mut frame) {
             Ok(lane) => lane,
             Err(reason) => return Done::Dropped(reason),
         };
+        self.mirror(self.src, &frame);
         let done = self.deliver(&frame, lane);
         if done == Done::Again {
             self.keep(&frame, index, lane);
@@ -566,7 +616,13 @@ impl<'a, 'w> Sender<'a, 'w> {
     fn hand(&mut self, dest: usize, frame: &Frame<'_>) -> Done {
         let open = match self.opens.get(self.view, dest, self.flow) {
             Ok(open) => open,
-            Err(NotOpen::Uplink) => return crate::uplink::hand(self, dest, frame),
+            Err(NotOpen::Uplink) => {
+                let done = crate::uplink::hand(self, dest, frame);
+                if matches!(done, Done::Taken | Done::Ended) {
+                    self.watch(dest, frame);
+                }
+                return done;
+            }
             Err(NotOpen::Busy) => return self.wait(dest, Reason::Busy),
             Err(NotOpen::Down) => return Done::Dropped(Reason::Down),
         };
@@ -577,8 +633,8 @@ impl<'a, 'w> Sender<'a, 'w> {
             Put::Done => {
                 open.packets += 1;
                 open.bytes += u64::from(frame.len);
-                if let Some(capture) = open.capture {
-                    capture.take(frame, Direction::ToGuest);
+                if open.watched {
+                    self.watch(dest, frame);
                 }
                 Done::Taken
             }

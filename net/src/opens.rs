@@ -2,7 +2,6 @@
 //! The receivers whose rings a pass holds. A ring is published when it is given back, so a pass that sends much to few
 //! publishes each of them once.
 
-use crate::capture::Capture;
 use crate::credit::Credits;
 use crate::view::View;
 use crate::vring::Guard;
@@ -18,8 +17,8 @@ pub(crate) struct Open<'a> {
     pub guard: Guard<'a>,
     pub packets: u64,
     pub bytes: u64,
-    /// Somebody who watches the receiver.
-    pub capture: Option<&'a Capture>,
+    /// Somebody watches the receiver.
+    pub watched: bool,
 }
 
 impl Drop for Open<'_> {
@@ -113,7 +112,7 @@ impl<'a> Opens<'a> {
             guard,
             packets: 0,
             bytes: 0,
-            capture: attached.capture.as_deref(),
+            watched: view.is_watched(dest),
         });
         Ok(at)
     }

@@ -47,6 +47,8 @@ pub struct Policy {
     pub uplink: bool,
     /// VLANs.
     pub vlan: Vlan,
+    /// The port that gets copies of what it sends and gets.
+    pub mirror: Option<String>,
     /// How much it may send.
     pub rate: Rate,
     /// How much it may be sent.

@@ -43,6 +43,8 @@ pub struct View {
     simple: Vec<bool>,
     /// For each port: what is sent to it is looked at, or limited.
     filters: Vec<bool>,
+    /// For each port: who gets copies of its frames.
+    mirrors: Vec<Option<usize>>,
     /// Of what may be sent to any port only the MACs decide.
     open: bool,
 }
@@ -59,10 +61,15 @@ impl View {
         let uplinks = ports.iter().enumerate().filter(|(_, a)| a.policy.uplink).map(|(i, _)| i).collect();
         let learners = ports.iter().enumerate().filter(|(_, a)| a.policy.learn > 0).map(|(i, _)| i).collect();
         let simple = ports.iter().map(|a| a.policy.is_simple()).collect();
+        let mirror_of = |(i, a): (usize, &Attached)| {
+            let name = a.policy.mirror.as_ref()?;
+            ports.iter().position(|b| b.port.name() == name).filter(|to| *to != i)
+        };
+        let mirrors = ports.iter().enumerate().map(mirror_of).collect();
         let filters: Vec<bool> = ports.iter().map(|a| a.policy.filters_receiving()).collect();
         let open = ports.iter().all(|a| a.policy.vlan == Vlan::Transparent && !a.policy.isolated)
             && !filters.contains(&true);
-        Ok(Self { ports, table, uplinks, learners, simple, filters, open })
+        Ok(Self { ports, table, uplinks, learners, simple, filters, mirrors, open })
     }
 
     /// The ports; positions are what the table speaks of.
@@ -95,6 +102,19 @@ impl View {
     #[must_use]
     pub fn is_simple(&self, src: usize) -> bool {
         self.simple[src]
+    }
+
+    /// Position of the port that gets copies of what the one at `at` sends and gets.
+    #[inline(always)]
+    #[must_use]
+    pub fn mirror(&self, at: usize) -> Option<usize> {
+        self.mirrors[at]
+    }
+
+    /// Does anybody watch the port at `at`?
+    #[must_use]
+    pub fn is_watched(&self, at: usize) -> bool {
+        self.mirrors[at].is_some() || self.ports[at].capture.is_some()
     }
 
     /// Is what is sent to the port at `dest` looked at, or limited?

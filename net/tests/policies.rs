@@ -327,6 +327,46 @@ fn a_receiver_with_checksum_offload_only_gets_segments_and_one_with_neither_a_wh
 }
 
 #[test]
+fn a_mirror_gets_copies_of_what_a_port_sends_and_gets_and_holds_up_nobody() {
+    let mirror = Some("vm3".to_owned());
+    let mut rig =
+        Rig::with_policies(&[big(OFFLOADS), big(OFFLOADS), big(0), NicConfig::default()], |i| Policy {
+            mirror: mirror.clone().filter(|_| i == 1),
+            vlan: if i == 2 { Vlan::Access(5) } else { Vlan::Transparent },
+            ..Policy::default()
+        });
+    let (to, from) = (frame(Rig::mac(1), Rig::mac(0), 300, 1), frame(Rig::mac(0), Rig::mac(1), 60, 2));
+    let other = frame(Rig::mac(3), Rig::mac(0), 60, 3);
+    for (n, f) in [(0, &to), (1, &from), (0, &other)] {
+        assert!(rig.nics[n].send(f));
+        rig.pass(n);
+    }
+    assert_eq!(rig.nics[0].receive().map(|f| f.1), Some(from.clone()));
+    assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(to.clone()));
+    for f in [to.clone(), from, other] {
+        assert_eq!(rig.nics[3].receive(), Some((NetHeader::default(), f)));
+    }
+    // A large one comes in the form that the mirror takes.
+    let (header, whole) = large(5000);
+    assert!(rig.nics[0].send_cut(&header, &whole, &[]));
+    rig.pass(0);
+    assert_eq!(rig.nics[1].receive(), Some((header, whole)));
+    assert_eq!((0..9).filter(|_| rig.nics[3].receive().is_some()).count(), 4);
+    // A mirror that is full loses copies, and nobody waits.
+    for _ in 0..200 {
+        assert!(rig.nics[0].send(&to));
+        rig.pass(0);
+        assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(to.clone()));
+    }
+    assert_eq!(rig.ports[3].received().dropped_for(Reason::NoBuffer), 200 - 64);
+    let counts = rig.ports.iter().fold((0, 0), |(sent, ended), port| {
+        let (s, r) = (port.sent(), port.received());
+        (sent + s.packets + s.copies, ended + s.dropped() + r.packets + r.dropped())
+    });
+    assert_eq!(counts.0, counts.1);
+}
+
+#[test]
 fn a_capture_shows_both_directions_of_one_port() {
     let mut rig = Rig::new(&plain(3));
     let watch = Arc::new(Capture::new(96));

@@ -202,6 +202,7 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
             if asked.elapsed() > Duration::from_millis(500) {
                 guest.send(&discover);
                 asked = Instant::now();
+                assert!(!switch.log().contains("passt ended"), "{}", switch.log());
             }
             guest.receive().map(|(_, f)| f).filter(|f| f.len() > 280 && f[34..38] == [0, 67, 0, 68])
         });

@@ -15,10 +15,10 @@ use clap::{Args, Subcommand};
 
 use crate::client::{self, OnInterrupt, Outcome, Progress};
 use crate::compose::{self, Project, Rights, Size};
-use crate::control::{Event, Request, Status, ZoneStatus};
+use crate::control::{Request, Status, ZoneStatus};
 use crate::doctor;
 use crate::growth;
-use crate::peer::{self, Peer};
+use crate::peer;
 use crate::state::{self, StateDir};
 use crate::supervisor;
 
@@ -215,7 +215,7 @@ pub enum NetCommand {
 /// As [`run`].
 pub fn run_net(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
     let NetCommand::Ls { file } = command;
-    let status = status(client::living(&file.load()?, &Request::Ps)?)?;
+    let status = client::status(client::living(&file.load()?, &Request::Ps)?)?;
     if json {
         say(&serde_json::to_string_pretty(&status.networks)?)?;
     } else if status.networks.is_empty() {
@@ -239,7 +239,7 @@ pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
     let Some(peer) = peer::ask(&Project::load(&file)?, &Request::Ps)? else {
         return Ok(None);
     };
-    let networks = status(peer)?.networks;
+    let networks = client::status(peer)?.networks;
     if let (None, [_, _, ..]) = (name, &networks[..]) {
         let names: Vec<&str> = networks.iter().map(|n| n.name.as_str()).collect();
         anyhow::bail!("there are several networks; say which with --control: {}", names.join(", "));
@@ -317,21 +317,13 @@ fn zone_path(file: &File, name: &str, json: bool) -> anyhow::Result<ExitCode> {
 /// When there is no such project, it is not up, or has no such zone.
 pub fn find_zone(file: &File, name: &str) -> anyhow::Result<ZoneStatus> {
     let project = file.load()?;
-    let mut zones = status(client::living(&project, &Request::Ps)?)?.zones;
+    let mut zones = client::status(client::living(&project, &Request::Ps)?)?.zones;
     if let Some(at) = zones.iter().position(|z| z.name == name) {
         return Ok(zones.swap_remove(at));
     }
     let near = compose::nearest(name, zones.iter().map(|z| z.name.as_str()));
     let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
     anyhow::bail!("the project '{}' has no zone '{name}'{hint}", project.name);
-}
-
-fn status(mut peer: Peer) -> anyhow::Result<Status> {
-    match peer.receive::<Event>()? {
-        Some(Event::Status(status)) => Ok(*status),
-        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
-        other => anyhow::bail!("the supervisor answered {other:?}"),
-    }
 }
 
 fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
@@ -414,7 +406,7 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
         }
     } else {
         let project = file.load()?;
-        let found = peer::ask(&project, &Request::Ps)?.map(status).transpose()?;
+        let found = peer::ask(&project, &Request::Ps)?.map(client::status).transpose()?;
         if json {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
             say(&serde_json::to_string_pretty(&status)?)?;
@@ -439,7 +431,7 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
 fn all_running() -> anyhow::Result<(Vec<Status>, Vec<anyhow::Error>)> {
     let (mut projects, mut silent) = (Vec::new(), Vec::new());
     for found in state::supervisors()? {
-        match peer::ask_found(&found, &Request::Ps).and_then(|peer| peer.map(status).transpose()) {
+        match client::status_of(&found) {
             Ok(project) => projects.extend(project),
             Err(e) => silent.push(e),
         }
@@ -450,7 +442,10 @@ fn all_running() -> anyhow::Result<(Vec<Status>, Vec<anyhow::Error>)> {
 /// The project of a compose file, which must be up; without a file all of this user that are up and answer.
 pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
     if let Some(file) = file {
-        return Ok(vec![status(client::living(&Project::load(file)?, &Request::Ps)?)?]);
+        return Ok(vec![client::status(client::living(
+            &Project::load(&compose::find(Some(file))?)?,
+            &Request::Ps,
+        )?)?]);
     }
     let (projects, silent) = all_running()?;
     match silent.into_iter().next() {
@@ -467,7 +462,7 @@ pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> 
     match command {
         StartCommand::Blame { file, vm } => blame(&file.load()?, &vm, json),
         StartCommand::Metrics { file } => {
-            let status = status(client::living(&file.load()?, &Request::Ps)?)?;
+            let status = client::status(client::living(&file.load()?, &Request::Ps)?)?;
             let growing = status.vms.iter().filter_map(|vm| Some((vm.name.as_str(), vm.growth.as_ref()?)));
             say(tombolo_start::progress::prometheus(&growing.collect::<Vec<_>>()).trim_end())?;
             Ok(ExitCode::SUCCESS)
@@ -480,7 +475,7 @@ pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> 
 
 fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
     let not_up = || format!("the VM '{name}' is not up; 'tombolo ps' shows what is");
-    let status = status(peer::ask(project, &Request::Ps)?.with_context(not_up)?)?;
+    let status = client::status(peer::ask(project, &Request::Ps)?.with_context(not_up)?)?;
     let vm = status.vms.iter().find(|vm| vm.name == name).with_context(not_up)?;
     if json {
         println!("{}", serde_json::to_string_pretty(&vm.timeline)?);

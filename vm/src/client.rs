@@ -16,8 +16,10 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use rustix::termios::{OptionalActions, Termios};
 
+use tombolo_zone::door::Found;
+
 use crate::compose::Project;
-use crate::control::{Event, Feed, Request, Stage};
+use crate::control::{Event, Feed, Request, Stage, Status};
 use crate::peer::{self, Peer};
 use crate::session;
 use crate::state::StateDir;
@@ -95,6 +97,26 @@ pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
             project.file.display()
         )
     })
+}
+
+/// The answer to [`Request::Ps`], which has been asked.
+///
+/// # Errors
+/// When there is none.
+pub fn status(mut peer: Peer) -> anyhow::Result<Status> {
+    match peer.receive::<Event>()? {
+        Some(Event::Status(status)) => Ok(*status),
+        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+        other => anyhow::bail!("the supervisor answered {other:?}"),
+    }
+}
+
+/// The status of a project whose supervisor was found; `None`: it has ended.
+///
+/// # Errors
+/// When it does not answer.
+pub fn status_of(found: &Found) -> anyhow::Result<Option<Status>> {
+    peer::ask_found(found, &Request::Ps)?.map(status).transpose()
 }
 
 /// Shows what happens to the VMs: bars on a terminal, lines elsewhere.

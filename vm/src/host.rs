@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What the host has: memory, and the files that a VM names.
 
+use std::os::unix::fs::MetadataExt;
+
 use crate::compose::{Size, VmSpec};
+use crate::control::Status;
 
 /// Memory that is left, in bytes.
 pub fn memory_available() -> Option<u64> {
@@ -15,34 +18,63 @@ pub fn meminfo(key: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse::<u64>().ok().map(|kb| kb << 10)
 }
 
-/// Refuses what can't fit.
+/// Memory that running VMs and zones in memory may still take: they have been promised all of theirs, and the host counts as taken only
+/// what they have touched. In bytes.
+pub fn promised(project: &Status) -> u64 {
+    let vms = project.vms.iter().filter_map(|vm| Some(vm.memory.saturating_sub(resident(vm.pid?))));
+    let zones = project.zones.iter().filter(|zone| zone.backing == "memfd").map(|zone| {
+        let touched = std::fs::metadata(&zone.path).map_or(zone.size, |meta| meta.blocks() * 512);
+        zone.size.saturating_sub(touched)
+    });
+    vms.chain(zones).fold(0, u64::saturating_add)
+}
+
+/// Memory of a process that is its own or shared memory, in bytes.
+fn resident(process: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+    let kilobytes = |line: &str| {
+        let (key, value) = line.split_once(':')?;
+        matches!(key, "RssAnon" | "RssShmem").then(|| value.split_whitespace().next()?.parse::<u64>().ok())?
+    };
+    status.lines().filter_map(kilobytes).sum::<u64>() << 10
+}
+
+/// Refuses what can't fit beside what has been `promised` already.
 ///
 /// # Errors
 /// Names the sizes and the largest part.
 pub fn check_memory<'a>(
+    promised: u64,
     vms: impl Iterator<Item = (&'a str, u64)>,
     zones: impl Iterator<Item = (&'a str, u64)>,
 ) -> anyhow::Result<()> {
-    check_memory_of(memory_available(), vms, zones)
+    check_memory_of(memory_available(), promised, vms, zones)
 }
 
 fn check_memory_of<'a>(
     available: Option<u64>,
+    promised: u64,
     vms: impl Iterator<Item = (&'a str, u64)>,
     zones: impl Iterator<Item = (&'a str, u64)>,
 ) -> anyhow::Result<()> {
     let Some(available) = available else { return Ok(()) };
+    let left = available.saturating_sub(promised);
     let parts: Vec<(String, u64)> = vms
         .map(|(n, s)| (format!("vm.{n}.memory"), s))
         .chain(zones.map(|(n, s)| (format!("zone.{n}.size"), s)))
         .collect();
     let total: u64 = parts.iter().fold(0, |sum, (_, s)| sum.saturating_add(*s));
-    if let Some((name, size)) = parts.iter().max_by_key(|(_, s)| *s).filter(|_| total > available) {
+    if let Some((name, size)) = parts.iter().max_by_key(|(_, s)| *s).filter(|_| total > left) {
         anyhow::bail!(
-            "too little memory: VMs and zones want {}M together, the host has {}M left; the largest is {name} with {}; \
+            "too little memory: VMs and zones want {}M together, the host has {}M left{}; the largest is {name} with {}; \
              make it smaller, or set overcommit = true",
             total >> 20,
-            available >> 20,
+            left >> 20,
+            if promised > 0 {
+                format!(" beside the {}M that running ones may still take", promised >> 20)
+            } else {
+                String::new()
+            },
             Size(*size)
         );
     }
@@ -74,13 +106,15 @@ mod tests {
     fn too_little_memory_names_the_largest_part_and_the_remedy() {
         let vms = || [("a", 4 << 30), ("b", 1 << 30)].into_iter();
         let zones = || [("z", 2 << 30)].into_iter();
-        let e = check_memory_of(Some(6 << 30), vms(), zones()).unwrap_err().to_string();
+        let e = check_memory_of(Some(6 << 30), 0, vms(), zones()).unwrap_err().to_string();
         assert!(
             e.contains("want 7168M together, the host has 6144M") && e.contains("vm.a.memory with 4G"),
             "{e}"
         );
         assert!(e.contains("overcommit = true"));
-        check_memory_of(Some(7 << 30), vms(), zones()).unwrap();
+        check_memory_of(Some(7 << 30), 0, vms(), zones()).unwrap();
+        let e = check_memory_of(Some(8 << 30), 2 << 30, vms(), zones()).unwrap_err().to_string();
+        assert!(e.contains("6144M left beside the 2048M that running ones may still take"), "{e}");
     }
 
     #[test]

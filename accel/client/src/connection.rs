@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Requests and replies over a link, from any thread of a program.
 
+use crate::here::Here;
 use crate::staging::{Place, Staging};
 use crate::waiter::{Waiter, with_scratch};
 use std::collections::{HashMap, VecDeque};
@@ -66,6 +67,8 @@ pub struct Count {
 
 /// A connection to a server.
 pub struct Connection {
+    /// The process that it is of.
+    here: Here,
     out: Mutex<Out>,
     input: Mutex<In>,
     bell: Arc<dyn Bell>,
@@ -98,13 +101,39 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
+/// Why a connection is none for a child of its process.
+const FORKED: &str =
+    "this process was forked from the one that uses the accelerator, whose objects are not its own";
+
+/// Writes what a kernel printed to the standard output: past the buffers of the C library, as a driver in this process does.
+fn print(mut bytes: &[u8]) {
+    while !bytes.is_empty() {
+        // SAFETY: the slice lives during the call.
+        let n = unsafe { libc::write(libc::STDOUT_FILENO, bytes.as_ptr().cast(), bytes.len()) };
+        match usize::try_from(n) {
+            Ok(n) => bytes = &bytes[n..],
+            Err(_) => match std::io::Error::last_os_error().kind() {
+                std::io::ErrorKind::Interrupted => {}
+                std::io::ErrorKind::WouldBlock => {
+                    let mut fd = libc::pollfd { fd: libc::STDOUT_FILENO, events: libc::POLLOUT, revents: 0 };
+                    // SAFETY: the structure lives during the call.
+                    unsafe { libc::poll(&mut fd, 1, -1) };
+                }
+                // The program's standard output is closed; then nobody wants it.
+                _ => return,
+            },
+        }
+    }
+}
+
 /// Functions counted; larger ids share the last.
 pub const COUNTED: usize = 1024;
 
 impl Connection {
     /// Takes a link over.
-    pub fn new(link: Link) -> Arc<Connection> {
-        Arc::new(Connection {
+    pub fn new(link: Link) -> Result<Arc<Connection>, Error> {
+        Ok(Arc::new(Connection {
+            here: Here::new()?,
             max_record: link.tx.max_record() - HEADER,
             shares_window: link.tx.shares_window(),
             out: Mutex::new(Out { tx: link.tx, lazy: false }),
@@ -125,7 +154,7 @@ impl Connection {
             window: link.window,
             counts: (0..COUNTED).map(|_| Count::default()).collect(),
             _gone: link.gone,
-        })
+        }))
     }
 
     /// Counts of a function.
@@ -133,9 +162,18 @@ impl Connection {
         &self.counts[(call as usize).min(COUNTED - 1)]
     }
 
-    /// Why the connection was lost, if it was.
+    /// Why the connection was lost, if it was: also for a process that was forked from the one that made it.
     pub fn lost(&self) -> Option<&str> {
-        self.lost.get().map(String::as_str)
+        let lost = self.lost.get().map(String::as_str);
+        lost.or_else(|| (!self.here.is_here()).then_some(FORKED))
+    }
+
+    /// Refuses whatever a connection that is lost can't do. Comes before any lock, which nobody may be left to unlock in a forked process.
+    fn usable(&self) -> Result<(), Lost> {
+        if self.here.is_here() {
+            return if self.lost.get().is_some() { Err(Lost) } else { Ok(()) };
+        }
+        Err(Lost)
     }
 
     /// Gives the connection up: everyone who waits is told.
@@ -155,9 +193,7 @@ impl Connection {
     }
 
     fn send<'a, R: Record<'a>>(&self, record: &R, flags: u32, tag: u64) -> Result<(), Lost> {
-        if self.lost.get().is_some() {
-            return Err(Lost);
-        }
+        self.usable()?;
         let count = self.count(R::ID);
         count.calls.fetch_add(1, Ordering::Relaxed);
         with_scratch(|bytes| {
@@ -200,6 +236,7 @@ impl Connection {
 
     /// Hands lazy requests to the server.
     pub fn publish(&self) -> Result<(), Lost> {
+        self.usable()?;
         let mut out = lock(&self.out);
         if !std::mem::take(&mut out.lazy) {
             return Ok(());
@@ -211,6 +248,7 @@ impl Connection {
 
     /// Makes a range of the window visible to the server before the next request.
     pub fn push_window(&self, offset: u64, len: u64) -> Result<(), Lost> {
+        self.usable()?;
         if self.shares_window {
             return Ok(());
         }
@@ -224,6 +262,7 @@ impl Connection {
         record: &R,
         then: impl FnOnce(i32, &[u8]) -> T,
     ) -> Result<T, Lost> {
+        self.usable().inspect_err(|_| self.tell_child())?;
         let waiter = Waiter::own();
         waiter.done.store(0, Ordering::Relaxed);
         lock(&waiter.body).clear();
@@ -240,6 +279,13 @@ impl Connection {
         }
         let body = lock(&waiter.body);
         Ok(then(waiter.status.load(Ordering::Relaxed), &body))
+    }
+
+    /// Says once in a forked process why its calls fail.
+    fn tell_child(&self) {
+        if !self.here.is_here() && self.lost.set(FORKED.into()).is_ok() {
+            eprintln!("tombolo: {FORKED}; clGetDeviceIDs gives it a connection of its own");
+        }
     }
 
     fn wait(&self, waiter: &Arc<Waiter>) -> Result<(), Lost> {
@@ -368,6 +414,7 @@ impl Connection {
                     let redeem = lock(&self.tickets).remove(&reply.tag);
                     redeem.ok_or(Error::Broken("an unknown ticket"))?(self, reply.status);
                 }
+                ReplyKind::Output => print(body),
                 ReplyKind::Notify => {
                     let mut sleepers = lock(&self.sleepers);
                     sleepers.queue.push_back((reply.tag, reply.status, body.to_vec()));
@@ -418,6 +465,7 @@ impl Connection {
 
     /// Handles what came in without waiting for more.
     pub fn poll(&self) -> Result<(), Lost> {
+        self.usable()?;
         let Ok(mut input) = self.input.try_lock() else { return Ok(()) };
         self.drain(&mut input).map_err(|e| self.lose(&e))?;
         if self.owned.load(Ordering::SeqCst) {
@@ -429,6 +477,7 @@ impl Connection {
     /// Takes a range of the window; waits (by asking the server to catch up) while transfers under way hold too much of it.
     /// None: it can't fit.
     pub fn take_staging(&self, len: u64, place: Place) -> Result<Option<u64>, Lost> {
+        self.usable()?;
         if let Some(at) = lock(&self.staging).take(len, place) {
             return Ok(Some(at));
         }
@@ -489,7 +538,7 @@ impl Connection {
                 }
                 return false;
             }
-            if sleepers.stop || self.lost.get().is_some() {
+            if sleepers.stop || self.lost().is_some() {
                 return true;
             }
             if sleepers.registered > 0 && self.own(&mut sleepers) {

@@ -7,6 +7,7 @@
 //!
 //! - [`connection`]: requests, replies, tickets, callbacks; counts of calls and waits per function.
 //! - [`connect`]: finds the server from an address.
+//! - `here`: tells a process from one that was forked from it.
 //! - [`mod@include`]: files that a kernel's source includes, which go along.
 //! - [`objects`]: handles: addresses in an arena that always can be read, so that any value a program passes can be checked.
 //! - [`staging`]: allocates ranges of the window.
@@ -14,6 +15,7 @@
 
 pub mod connect;
 pub mod connection;
+mod here;
 pub mod include;
 pub mod objects;
 pub mod staging;

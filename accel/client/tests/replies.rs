@@ -112,7 +112,8 @@ fn a_thread_that_finds_its_reply_while_it_goes_to_sleep_stays_awake() {
             room: bell.clone(),
             window: Arc::new(Window::new(mapping, 0, 4096).expect("it fits")),
             gone: File::open("/dev/null").expect("a descriptor").into(),
-        });
+        })
+        .expect("a connection");
         let answer = connection.call(&Ping {}, |status, _| status);
         assert!(!bell.for_ever.load(Ordering::SeqCst), "slept on with its reply at look {reply_at}");
         assert_eq!(answer, Ok(0), "reply at look {reply_at}");

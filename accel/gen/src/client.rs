@@ -135,6 +135,9 @@ fn stub(out: &mut String, f: &Function) -> std::fmt::Result {
         Class::Enqueue => {
             writeln!(out, "    rt::status(|| {{")?;
             let objects = convert(out, f)?;
+            for other in &objects[1..] {
+                writeln!(out, "        rt::same_context({}, {other})?;", objects[0])?;
+            }
             writeln!(out, "        // SAFETY: the caller passes num_waits events, as the API says.")?;
             writeln!(out, "        let waits = unsafe {{ rt::waits(num_waits, wait_list) }}?;")?;
             writeln!(

@@ -203,20 +203,18 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
         if f.fields().iter().any(|p| p.name == "ticket") {
             writeln!(out, "            cx.owe(r.ticket);")?;
         }
-        if f.is("server") {
-            if f.checks.is_empty() {
-                writeln!(out, "            hand::{}(cx, &r)", snake(&f.name))?;
-            } else {
-                writeln!(
-                    out,
-                    "            check_{}(cx, &r).and_then(|()| hand::{}(cx, &r))",
-                    snake(&f.name),
-                    snake(&f.name)
-                )?;
-            }
-        } else {
-            writeln!(out, "            {}(cx, &r)", snake(&f.name))?;
+        let mut steps = Vec::new();
+        // A command of a queue in which a posted one failed is refused, until the program was told.
+        let queue = f.fields().into_iter().find(|p| p.ty == Type::Handle("queue".into(), false));
+        if let (Class::Enqueue, Some(queue)) = (&f.class, queue) {
+            steps.push(format!("cx.in_queue(r.{}, r.event)", ident(&queue.name)));
         }
+        if f.is("server") && !f.checks.is_empty() {
+            steps.push(format!("check_{}(cx, &r)", snake(&f.name)));
+        }
+        let module = if f.is("server") { "hand::" } else { "" };
+        steps.push(format!("{module}{}(cx, &r)", snake(&f.name)));
+        writeln!(out, "            {}", steps.join(".and_then(|()| ") + &")".repeat(steps.len() - 1))?;
         writeln!(out, "        }}")?;
     }
     writeln!(out, "        _ => Err(wire::UNSUPPORTED),\n    }})\n}}")?;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Queries that are answered from what the client knows: everything that names handles or pointers of the program, and what is
-//! counted here.
+//! counted here. (Which queue is a device's default only the driver knows; it comes as an id.)
 
-use crate::rt::{self, Handle, Obj, code};
+use crate::hand::memory::PIPE;
+use crate::rt::{self, ARENA, Handle, Id, Obj, code};
 use crate::state::Body;
-use tombolo_accel_spec::opencl::kind;
+use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::wire::Decoder;
 
 fn handle(object: Option<Obj>) -> Vec<u8> {
     let handle: Handle = object.map_or(std::ptr::null_mut(), |o| o.handle());
@@ -32,16 +34,23 @@ pub fn answer(object: Obj, param: u32) -> Result<Vec<u8>, i32> {
         (Body::Queue(q), 0x1090) => handle(Some(q.context.obj())),
         (Body::Queue(q), 0x1091) => handle(Some(q.device.obj())),
         (Body::Queue(_), 0x1092) => refs(),
-        (Body::Queue(_), 0x1095) => return Err(kind::invalid(kind::QUEUE)),
+        (Body::Queue(_), 0x1095) => {
+            let reply = rt::call(&wire::GetCommandQueueInfo { command_queue: object.id(), param })?;
+            let id = Decoder::new(&reply).u64().map_err(|_| wire::LOST)?;
+            handle(ARENA.by_id(id))
+        }
         (Body::Mem(m), 0x1101) => {
-            let access = if m.flags & 7 == 0 { 1 } else { 0 };
-            (m.flags | access).to_ne_bytes().into()
+            // No flags at all mean CL_MEM_READ_WRITE; others are told as they were given.
+            let flags = if m.flags == 0 { 1 } else { m.flags };
+            flags.to_ne_bytes().into()
         }
         (Body::Mem(m), 0x1103) => m.host_ptr.to_ne_bytes().into(),
         (Body::Mem(m), 0x1104) => (m.maps.lock().map_or(0, |maps| maps.len()) as u32).to_ne_bytes().into(),
         (Body::Mem(_), 0x1105) => refs(),
         (Body::Mem(m), 0x1106) => handle(Some(m.context.obj())),
         (Body::Mem(m), 0x1107 | 0x1118) => handle(m.parent.as_ref().map(|p| p.obj())),
+        (Body::Mem(m), 0x1109) => u32::from(m.shared).to_ne_bytes().into(),
+        (Body::Mem(m), 0x1122) if m.object_type != PIPE => return Err(kind::invalid(kind::MEM)),
         (Body::Mem(m), 0x110a | 0x1122) => words(&m.properties),
         (Body::Child(_), 0x1150) => refs(),
         (Body::Child(c), 0x1151) => handle(Some(c.obj())),

@@ -114,7 +114,7 @@ pub fn platforms() -> Result<Vec<Obj>, i32> {
 
 fn establish() -> Result<Roots, String> {
     let link = connect(&address(), wire::API, wire::IDENTITY).map_err(|e| e.to_string())?;
-    let connection = Connection::new(link);
+    let connection = Connection::new(link).map_err(|e| e.to_string())?;
     let snapshot = connection.call(&Snapshot {}, |status, body| (status, body.to_vec()));
     let (status, body) = snapshot.map_err(|Lost| "the server went away during the handshake".to_string())?;
     if status != wire::SUCCESS {
@@ -526,6 +526,11 @@ pub fn max_alloc(devices: &[Ref]) -> u64 {
         (status == wire::SUCCESS).then(|| bytes.first_chunk().map(|b| u64::from_le_bytes(*b)))?
     };
     devices.iter().map(of).min().flatten().unwrap_or(0)
+}
+
+/// A queue takes only objects of its own context.
+pub fn same_context(queue: Obj, object: Obj) -> Result<(), i32> {
+    if crate::sure::same_context(queue, object) { Ok(()) } else { Err(code::CONTEXT) }
 }
 
 /// The context of an object, for those that need one.

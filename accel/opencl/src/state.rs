@@ -3,7 +3,7 @@
 
 use crate::rt::{Handle, Obj, Ref};
 use std::alloc::Layout;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicI32;
@@ -135,6 +135,8 @@ pub struct Mem {
     pub host_ptr: usize,
     /// Its memory in the window.
     pub home: Option<u64>,
+    /// Its host pointer is shared virtual memory.
+    pub shared: bool,
     /// The buffer it is a part of, or the buffer of an image.
     pub parent: Option<Ref>,
     /// Offset in the parent.
@@ -186,13 +188,72 @@ pub struct Program {
     pub options: Mutex<Option<Vec<u8>>>,
 }
 
+/// What an argument is, as far as a driver's answer may depend on it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Argument {
+    /// A value of this size that names no object.
+    Value(usize),
+    /// No value: local memory of this size, or no buffer.
+    Null(usize),
+    /// An object of this context: its kind, its type, and where in its parent it begins.
+    Object(u32, u32, u64),
+    /// An address of shared memory.
+    Shared,
+    /// Anything else: such calls always wait.
+    Doubtful,
+}
+
+/// A launch: dimensions, local sizes (0: none), device.
+pub type Launch = (u32, [u64; 3], u64);
+
+/// More combinations of arguments than this are no program's habit.
+const COMBINATIONS: usize = 64;
+
 /// What a driver accepted of a kernel before, so that the same can be posted.
 #[derive(Default)]
 pub struct Learned {
-    /// Arguments: index, size, how.
-    pub args: HashSet<(u32, u64, u32)>,
-    /// Launches: dimensions, local sizes (0: none), device.
-    pub launches: HashSet<(u32, [u64; 3], u64)>,
+    /// Arguments by index.
+    pub accepted: HashSet<(u32, Argument)>,
+    /// The arguments that the kernel has now.
+    current: Vec<Argument>,
+    /// Launches that were accepted with such arguments.
+    launches: HashSet<Launch>,
+    /// Launches that were accepted with others.
+    others: HashMap<Vec<Argument>, HashSet<Launch>>,
+}
+
+impl Learned {
+    /// An argument was set.
+    pub fn set(&mut self, index: u32, argument: Argument) {
+        let index = index as usize;
+        if self.current.get(index) == Some(&argument) {
+            return;
+        }
+        let before = std::mem::take(&mut self.launches);
+        if !before.is_empty() {
+            if self.others.len() >= COMBINATIONS {
+                self.others.clear();
+            }
+            self.others.insert(self.current.clone(), before);
+        }
+        if index >= self.current.len() {
+            self.current.resize(index + 1, Argument::Doubtful);
+        }
+        self.current[index] = argument;
+        self.launches = self.others.remove(&self.current).unwrap_or_default();
+    }
+
+    /// Whether a launch like this was accepted with arguments like the present ones.
+    pub fn launched(&self, like: &Launch) -> bool {
+        self.launches.contains(like)
+    }
+
+    /// A launch was accepted.
+    pub fn launch(&mut self, like: Launch) {
+        if !self.current.contains(&Argument::Doubtful) {
+            self.launches.insert(like);
+        }
+    }
 }
 
 /// A kernel.

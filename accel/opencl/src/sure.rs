@@ -73,7 +73,7 @@ pub fn enqueue_barrier_with_wait_list(queue: Obj, r: &wire::EnqueueBarrierWithWa
     waits_ok(queue, &r.waits)
 }
 
-/// A launch like one that the driver accepted before.
+/// A launch like one that the driver accepted before, with arguments like those.
 pub fn launch(queue: Obj, kernel: Obj, r: &wire::EnqueueNDRangeKernel<'_>) -> bool {
     let (Body::Queue(q), Ok(k)) = (queue.body(), kernel.kernel()) else { return false };
     let dims = r.work_dim as usize;
@@ -90,5 +90,5 @@ pub fn launch(queue: Obj, kernel: Obj, r: &wire::EnqueueNDRangeKernel<'_>) -> bo
         && waits_ok(queue, &r.waits)
         && k.learned
             .lock()
-            .is_ok_and(|l| l.launches.contains(&(r.work_dim, r.local, crate::rt::ARENA.id(q.device.obj()))))
+            .is_ok_and(|l| l.launched(&(r.work_dim, r.local, crate::rt::ARENA.id(q.device.obj()))))
 }

@@ -12,7 +12,7 @@ use crate::figures::{Figure, Figures};
 use crate::limits::Bucket;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::common::{Ping, Release, Snapshot};
 use tombolo_accel_spec::wire::{
@@ -26,6 +26,8 @@ use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 const SPIN: Duration = Duration::from_micros(50);
 /// Bytes of replies that may wait for a client to read.
 const MAX_QUEUED: usize = 64 << 20;
+/// Bytes of replies that wait when more of a kernel's output is not taken.
+const MUCH_QUEUED: usize = 1 << 20;
 /// Threads of a client that may be inside the driver at once.
 const MAX_THREADS: usize = 256;
 
@@ -49,6 +51,8 @@ struct Outbox {
     tx: Box<dyn Tx>,
     queue: VecDeque<Vec<u8>>,
     queued: usize,
+    /// A thread waits until less is queued.
+    awaited: bool,
 }
 
 /// The incoming side, held by the leader.
@@ -62,6 +66,8 @@ pub struct In {
 /// One client.
 pub struct Session {
     outbox: Mutex<Outbox>,
+    /// Replies that waited have been sent, or nobody takes any more.
+    room: Condvar,
     input: Lead<In>,
     bell: Arc<dyn Bell>,
     /// Bulk data shared with the client.
@@ -78,6 +84,11 @@ pub struct Session {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // A panic ends the worker (see worker.rs); nobody works on with a half-changed value.
     mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// What a reply that waits takes of this process's memory, about: most are short.
+fn weight(record: &[u8]) -> usize {
+    record.len() + 64
 }
 
 /// A request that is being carried out.
@@ -117,7 +128,8 @@ impl Session {
     pub fn new(link: Link, bucket: Bucket, figures: Figures) -> Arc<Session> {
         Arc::new(Session {
             shares_window: link.tx.shares_window(),
-            outbox: Mutex::new(Outbox { tx: link.tx, queue: VecDeque::new(), queued: 0 }),
+            room: Condvar::new(),
+            outbox: Mutex::new(Outbox { tx: link.tx, queue: VecDeque::new(), queued: 0, awaited: false }),
             input: Lead::new(In { rx: link.rx, bucket, parts: Vec::new() }),
             bell: link.bell,
             window: link.window,
@@ -184,6 +196,20 @@ impl Session {
     fn end(&self, why: Error) {
         lock(&self.over).get_or_insert(why);
         self.bell.ring();
+        let _not_between = lock(&self.outbox);
+        self.room.notify_all();
+    }
+
+    /// Waits while many replies wait for the client. `false`: the session is over.
+    pub fn wait_for_room(&self) -> bool {
+        let over = || lock(&self.over).is_some();
+        let full = |out: &mut Outbox| {
+            out.awaited = out.queued > MUCH_QUEUED && !over();
+            out.awaited
+        };
+        let waited = self.room.wait_while(lock(&self.outbox), full);
+        drop(waited);
+        !over()
     }
 
     /// Life of a thread: leads when nobody does, sleeps otherwise.
@@ -325,7 +351,7 @@ impl Session {
         }
         let mut record = head.to_vec();
         record.extend_from_slice(body);
-        out.queued += record.len();
+        out.queued += weight(&record);
         out.queue.push_back(record);
         if out.queued > MAX_QUEUED {
             return Err(Error::Broken("the client doesn't read its replies"));
@@ -361,7 +387,7 @@ impl Session {
                 }
                 continue;
             }
-            out.queued -= record.len();
+            out.queued -= weight(record);
             out.queue.pop_front();
             if out.queue.is_empty() {
                 out.tx.publish()?;
@@ -378,6 +404,10 @@ impl Session {
 
     fn flush(&self) -> Result<(), Error> {
         let mut out = lock(&self.outbox);
-        if out.queue.is_empty() { Ok(()) } else { Self::drain(&mut out) }
+        let drained = if out.queue.is_empty() { Ok(()) } else { Self::drain(&mut out) };
+        if out.awaited {
+            self.room.notify_all();
+        }
+        drained
     }
 }

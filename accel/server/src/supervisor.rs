@@ -6,6 +6,7 @@ use crate::limits::Limits;
 use crate::metrics;
 use crate::tenants::Tenants;
 use crate::vm;
+use crate::wall::identity;
 use crate::workers::{self, Confinement};
 use anyhow::{Context, bail};
 use std::net::TcpListener;
@@ -106,6 +107,7 @@ pub struct Server {
 
 /// Serves until the process is told to end, or is drained.
 pub fn serve(config: Config) -> anyhow::Result<()> {
+    identity::keep_what_a_server_needs().context("capabilities that a server has no use for")?;
     let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref())?;
     let listeners = config
         .listen

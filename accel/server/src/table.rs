@@ -71,6 +71,13 @@ impl<X> Table<X> {
         self.entry(kind, id)?.native.map_err(Fault::Failed)
     }
 
+    /// The id that stands for a native handle.
+    pub fn id_of(&self, kind: u32, native: usize) -> Option<u64> {
+        let is = |e: &Entry<X>| e.kind == kind && e.native == Ok(native);
+        let at = self.slots.iter().position(|slot| slot.as_ref().is_some_and(is))?;
+        self.slots[at].as_ref().map(|e| u64::from(e.generation) << 32 | at as u64)
+    }
+
     /// What is kept beside an object.
     pub fn extra(&self, kind: u32, id: u64) -> Result<&X, Fault> {
         Ok(&self.entry(kind, id)?.extra)
@@ -139,6 +146,7 @@ mod tests {
         let mut t = Table::new(10);
         t.put(1, 7 << 32 | 3, Ok(42), ()).expect("vacant");
         assert_eq!(t.get(1, 7 << 32 | 3), Ok(42));
+        assert_eq!((t.id_of(1, 42), t.id_of(2, 42), t.id_of(1, 41)), (Some(7 << 32 | 3), None, None));
         assert_eq!(t.get(2, 7 << 32 | 3), Err(Fault::Invalid));
         assert_eq!(t.get(1, 8 << 32 | 3), Err(Fault::Invalid));
         assert_eq!(t.get(1, 7 << 32 | 4), Err(Fault::Invalid));

@@ -132,6 +132,7 @@ pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow:
     wall::calls::filter(Again { end: link.window.end() as u64, part: PART as u64 })?;
     let session = Session::new(link, bucket, figures);
     api.attach(&session);
+    api.capture_output().context("standard output")?;
     match session.run(api.clone()) {
         Error::Closed => {}
         why => eprintln!("tombolo accel: client {}: {why}", hello.name),

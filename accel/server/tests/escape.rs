@@ -53,7 +53,7 @@ fn folder() -> &'static Path {
         std::fs::set_permissions(&folder, PermissionsExt::from_mode(0o777)).expect("its mode");
         let server = Path::new(env!("CARGO_BIN_EXE_tombolo-accel"));
         std::fs::copy(server, folder.join("tombolo-accel")).expect("a copy of the server");
-        for name in ["escape", "waits"] {
+        for name in ["escape", "svm", "waits"] {
             let source = format!("{}/../tests/{name}.c", env!("CARGO_MANIFEST_DIR"));
             let mut cc = Command::new("cc");
             done(cc.args(["-O1", &source, "-o"]).arg(folder.join(name)).args(["-lOpenCL", "-lpthread"]));
@@ -117,6 +117,10 @@ struct Server {
 
 impl Server {
     fn start(user: User, name: &str, options: &[&str]) -> Server {
+        Server::with(user, name, options, |_| {})
+    }
+
+    fn with(user: User, name: &str, options: &[&str], prepare: impl FnOnce(&mut Command)) -> Server {
         let socket = folder().join(format!("{name}-{user:?}.sock"));
         let control = socket.with_extension("control");
         let mut command = server_command(user);
@@ -124,6 +128,7 @@ impl Server {
         command.arg("--control").arg(&control).args(options);
         // What a client must not be able to read.
         command.env("SECRET_OF_THE_SERVER", "it");
+        prepare(&mut command);
         let mut child = command.stderr(Stdio::piped()).spawn().expect("the server starts");
         wait_until("the server listens", || {
             if let Some(status) = child.try_wait().expect("a child") {
@@ -312,8 +317,61 @@ fn children(pid: u32) -> Vec<(u32, char)> {
     found
 }
 
+/// The effective and the permitted capabilities, and those that a program may get.
+fn capabilities(pid: u32) -> Vec<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
+    let of = |set: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(set)).expect("a set");
+        u64::from_str_radix(line.trim(), 16).expect("bits")
+    };
+    ["CapEff:", "CapPrm:", "CapBnd:"].map(of).to_vec()
+}
+
+#[test]
+fn a_worker_has_no_capability_and_a_server_only_those_that_it_uses() {
+    for user in users() {
+        let server = Server::start(*user, "capabilities", &[]);
+        let client = server.client();
+        ping(&client);
+        let worker = server.tenants()[0].pid;
+        let status = std::fs::read_to_string(format!("/proc/{worker}/status")).expect("it lives");
+        assert!(status.contains("NoNewPrivs:\t1") && status.contains("Seccomp:\t2"), "{status}");
+        let adjusted = std::fs::read_to_string(format!("/proc/{worker}/oom_score_adj")).expect("it lives");
+        assert_eq!(adjusted.trim(), "1000");
+        assert_eq!(capabilities(worker), [0, 0, 0]);
+        // Loading modules, raw devices, rebooting, setting the clock, making nodes: none of a server's business.
+        let others = 1 << 16 | 1 << 17 | 1 << 22 | 1 << 25 | 1 << 27;
+        let server_has = capabilities(server.child.id());
+        assert_eq!((server_has[0] & others, server_has[1] & others), (0, 0), "{server_has:x?}");
+        if is_root() && *user == User::Own {
+            assert_eq!(server_has[2] & others, 0, "{server_has:x?}");
+            let uids = status.lines().find(|line| line.starts_with("Uid:")).expect("ids");
+            let own = format!("{}", 0x7000_0000_u32 + worker);
+            assert!(uids.split_whitespace().skip(1).all(|uid| uid == own), "{uids}");
+        }
+        server.end();
+    }
+}
+
+/// Whether a process runs; one that only waits to be waited for doesn't.
 fn lives(pid: u32) -> bool {
-    Path::new(&format!("/proc/{pid}")).exists()
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+#[test]
+fn workers_and_what_they_started_end_with_their_server_however_it_ends() {
+    for user in users() {
+        let server = Server::start(*user, "killed", &[]);
+        let hostile = Hostile::start(&server, "linger", "lingers");
+        let worker = server.tenants()[0].pid;
+        let started: Vec<u32> = children(worker).into_iter().map(|(pid, _)| pid).collect();
+        assert!(lives(worker) && started.len() == 1 && lives(started[0]), "{started:?}");
+        server.end();
+        wait_until("the worker has ended", || !lives(worker));
+        wait_until("what it started has ended", || !lives(started[0]));
+        hostile.end();
+    }
 }
 
 #[test]
@@ -453,6 +511,35 @@ fn a_server_that_can_not_confine_its_workers_says_what_is_missing_and_serves_onl
     let (status, said) = where_there_is_no(libc::SYS_landlock_create_ruleset, &["--unconfined"]);
     assert!(status.code().is_none(), "it was killed when it listened: {said}");
     assert!(said.contains("a client's kernels can do all that this server's user can"), "{said}");
+}
+
+#[test]
+fn shared_virtual_memory_works_behind_the_wall() {
+    let natively = done(Command::new(folder().join("svm")).env_remove("OCL_ICD_VENDORS"));
+    for user in users() {
+        let server = Server::start(*user, "svm", &[]);
+        let forwarded = done(&mut server.program("svm"));
+        let [natively, forwarded] = [&natively, &forwarded].map(|o| String::from_utf8_lossy(&o.stdout));
+        assert!(!natively.is_empty());
+        assert_eq!(natively, forwarded);
+        server.end();
+    }
+}
+
+#[test]
+fn drivers_are_found_by_a_list_that_lies_where_the_server_is_told() {
+    for user in users() {
+        // PoCL finds its own files by where its library lies, so only the list is elsewhere.
+        let vendors = folder().join(format!("vendors-{user:?}"));
+        std::fs::create_dir_all(&vendors).expect("a folder");
+        std::fs::copy("/etc/OpenCL/vendors/pocl.icd", vendors.join("one.icd")).expect("pocl-opencl-icd");
+        let server = Server::with(*user, "elsewhere", &[], |command| {
+            command.env("OCL_ICD_VENDORS", &vendors);
+        });
+        let said = numbers(&done(&mut server.escape(&["fill"])));
+        assert_eq!(said.len(), 4, "{said:?}");
+        server.end();
+    }
 }
 
 #[test]

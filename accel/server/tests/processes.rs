@@ -1,158 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A server, its workers and programs as processes of this machine, with PoCL as the native driver (packages/accel.list).
 
+mod rig;
+
+use rig::{Server, compiled, folder, library, native, run};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::sync::{Arc, OnceLock};
+use std::process::Command;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use tombolo_accel_client::connection::Connection;
-use tombolo_accel_server::control::Listing;
 use tombolo_accel_spec::common::Ping;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::Hello;
 use tombolo_calls::{Error, Link, process, send};
 
-/// A folder for this test run: programs, sockets, the driver's cache.
-fn folder() -> &'static Path {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("accel");
-        std::fs::create_dir_all(path.join("cache")).expect("a folder under target");
-        path
-    })
-}
-
-fn run(command: &mut Command) -> Output {
-    let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
-    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
-    output
-}
-
-/// The client library, built beside the server.
-fn library() -> &'static Path {
-    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
-    LIBRARY.get_or_init(|| {
-        let bin = Path::new(env!("CARGO_BIN_EXE_tombolo-accel"));
-        let beside = bin.parent().expect("a program lies in a folder");
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "-q", "-p", "tombolo-opencl", "--target-dir"]);
-        build.arg(beside.parent().expect("target"));
-        if beside.ends_with("release") {
-            build.arg("--release");
-        }
-        run(&mut build);
-        let vendors = folder().join("vendors");
-        std::fs::create_dir_all(&vendors).expect("a folder");
-        let library = beside.join("libtombolo_opencl.so");
-        std::fs::write(vendors.join("tombolo.icd"), library.to_str().expect("a plain path"))
-            .expect("written");
-        vendors
-    })
-}
-
 /// The program that makes calls and prints what they answer.
 fn calls() -> &'static Path {
     static CALLS: OnceLock<PathBuf> = OnceLock::new();
-    CALLS.get_or_init(|| {
-        let (source, program) =
-            (concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/calls.c"), folder().join("calls"));
-        run(Command::new("cc")
-            .args(["-O1", "-Wno-deprecated-declarations", source, "-o"])
-            .arg(&program)
-            .args(["-lOpenCL", "-lpthread"]));
-        program
-    })
-}
-
-/// GiB that the native driver may use: without it, what it reports follows the memory that happens to be free.
-const MEMORY: &str = "2";
-
-struct Server {
-    child: Child,
-    socket: PathBuf,
-    control: PathBuf,
-}
-
-impl Server {
-    fn start(name: &str, options: &[&str]) -> Server {
-        Server::of(Path::new(env!("CARGO_BIN_EXE_tombolo-accel")), name, options)
-    }
-
-    fn of(program: &Path, name: &str, options: &[&str]) -> Server {
-        let socket = folder().join(format!("{name}-{}.sock", std::process::id()));
-        let control = socket.with_extension("control");
-        let child = Command::new(program)
-            .args(["serve", "--listen", &format!("unix:{}", socket.display()), "--control"])
-            .arg(&control)
-            .args(options)
-            .env("POCL_CACHE_DIR", folder().join("cache"))
-            .env("POCL_MEMORY_LIMIT", MEMORY)
-            .env_remove("OCL_ICD_VENDORS")
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("the server starts");
-        let begun = Instant::now();
-        // The socket's appearance says that the server listens.
-        while !(socket.exists() && control.exists()) {
-            assert!(begun.elapsed() < Duration::from_secs(30), "the server doesn't listen");
-            std::thread::yield_now();
-        }
-        Server { child, socket, control }
-    }
-
-    fn program(&self, program: &Path) -> Command {
-        let mut command = Command::new(program);
-        command
-            .env("TOMBOLO_ACCEL", format!("unix:{}", self.socket.display()))
-            .env("OCL_ICD_VENDORS", library());
-        command
-    }
-
-    fn connect(&self) -> Link {
-        let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "test".into() };
-        process::connect(&self.socket, &hello).expect("connects")
-    }
-
-    /// A client that does nothing by itself.
-    fn client(&self) -> Arc<Connection> {
-        Connection::new(self.connect())
-    }
-
-    /// The servers at this one's control socket.
-    fn ls(&self) -> Vec<Listing> {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
-        let output = run(command.args(["ls", "--json", "--control"]).arg(&self.control));
-        serde_json::from_slice(&output.stdout).expect("a list in JSON")
-    }
-
-    /// Ends the server; what it logged.
-    fn end(mut self) -> String {
-        self.child.kill().expect("it runs");
-        self.child.wait().expect("it ran");
-        let mut log = String::new();
-        if let Some(mut stderr) = self.child.stderr.take() {
-            stderr.read_to_string(&mut log).expect("a log in UTF-8");
-        }
-        log
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // Ended already, unless the test failed.
-        let _ended = self.child.kill();
-        let _reaped = self.child.wait();
-    }
-}
-
-fn native(program: &Path) -> Command {
-    let mut command = Command::new(program);
-    command
-        .env("POCL_CACHE_DIR", folder().join("cache"))
-        .env("POCL_MEMORY_LIMIT", MEMORY)
-        .env_remove("OCL_ICD_VENDORS");
-    command
+    CALLS.get_or_init(|| compiled("calls"))
 }
 
 fn calls_answer_as_on_the_native_driver(server: Server) {
@@ -201,9 +67,7 @@ fn without_a_server_a_program_gets_the_apis_code_and_one_line_that_says_why() {
 
 #[test]
 fn memory_of_a_new_object_is_cleared_whatever_was_there_before() {
-    let (source, program) =
-        (concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/stale.c"), folder().join("stale"));
-    run(Command::new("cc").args(["-O1", source, "-o"]).arg(&program).arg("-lOpenCL"));
+    let program = compiled("stale");
     let server = Server::start("stale", &[]);
     let out = run(&mut server.program(&program)).stdout;
     assert_eq!(
@@ -325,7 +189,7 @@ fn a_client_beyond_its_rate_waits_for_its_turn_and_nobody_else_does() {
     // A tenth of a second's worth is there at once.
     assert!(begun.elapsed() > Duration::from_millis(280), "{:?}", begun.elapsed());
     let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "free".into() };
-    let fast = Connection::new(process::connect(&free, &hello).expect("connects"));
+    let fast = Connection::new(process::connect(&free, &hello).expect("connects")).expect("a connection");
     (0..40).for_each(|_| ping(&fast));
     let tenants = server.ls().remove(0).tenants;
     let held = |name: &str| tenants.iter().find(|t| t.name == name).expect("listed").held_seconds;

@@ -258,6 +258,8 @@ pub enum ReplyKind {
     Notify = 3,
     /// The front of a result that is longer than a record; more follows.
     Part = 4,
+    /// What a kernel printed, for the program's standard output.
+    Output = 5,
 }
 
 /// Number of a request that only carries the front of the next one's body, which is longer than a record.
@@ -287,6 +289,7 @@ impl Reply {
             2 => ReplyKind::Ticket,
             3 => ReplyKind::Notify,
             4 => ReplyKind::Part,
+            5 => ReplyKind::Output,
             _ => return Err(Malformed),
         };
         Ok((Reply { kind, status: d.i32()?, tag: d.u64()? }, d.rest()))

@@ -23,7 +23,7 @@ fn bound(address: &str, cpu: usize, pin: impl FnOnce() -> Result<()>) -> Result<
     cpus.set(cpu);
     sched_setaffinity(None, &cpus)?;
     let link = connect(address, wire::API, wire::IDENTITY).map_err(|e| anyhow!("{address}: {e}"))?;
-    let c = Connection::new(link);
+    let c = Connection::new(link).map_err(|e| anyhow!("{address}: {e}"))?;
     let gone = |Lost| anyhow!("{address}: the server went away");
     c.call(&Snapshot {}, |_, _| ()).map_err(gone)?;
     pin()?;

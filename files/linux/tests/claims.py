@@ -6,7 +6,7 @@ Needs QEMU, busybox-static, cpio, kmod, a C compiler, and for each kernel image,
 kernel under /boot that has headers. --kit: kernels of the guest kit (guest/README.md) instead, nothing installed. --root DIR: where boot/ and lib/modules are, for a kernel that is unpacked, not installed.
 Prints one line per claim and the counts; exit code 0 when all hold.
 """
-import argparse, glob, json, mmap, os, random, shutil, signal, struct, subprocess, sys, tempfile, time
+import argparse, glob, hashlib, json, mmap, os, random, shutil, signal, struct, subprocess, sys, tempfile, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from rig import Failed, PATIENCE, Rig, ROOT, HERE
@@ -32,6 +32,11 @@ def comes_to(guest, command, wanted):
     end = time.monotonic() + PATIENCE
     while (now := guest.ok(command)) != wanted:
         need(time.monotonic() < end, "`%s` stays %s, not %s" % (command, now, wanted))
+
+
+def whole(zone):
+    with open(zone, "rb") as f:
+        return hashlib.sha256(f.read()).hexdigest()
 
 
 # --- one guest ---------------------------------------------------------------------------------------------------------
@@ -127,6 +132,21 @@ def a_read_only_member_reads_and_cannot_write(a):
     rc, out = a.run("mount -o remount,rw /mnt")
     need(rc, "remounted for writing")
     a.ok("ls /mnt")
+
+
+@claim(1)
+def a_mount_for_reading_only_stores_nothing_in_the_zone(a):
+    a.ok("mkdir /mnt/d; echo kept > /mnt/d/f; chmod 644 /mnt/d/f; dd if=/dev/zero of=/mnt/sparse bs=4k seek=99 count=1 2>/dev/null; umount /mnt")
+    before = whole(a.rig.zone)
+    a.ok("mount -t tombolo -o ro test /mnt")
+    rc, out = a.run("echo x > /mnt/x")
+    need(rc and "Read-only" in out, out)
+    need(a.ok("cat /mnt/d/f; ls /mnt; claims seen /mnt/sparse 400000") == "kept\nd\nsparse\n0", "what is there")
+    need(a.run("mount -o remount,rw /mnt")[0], "it came to write without taking part")
+    rc, out = a.run("mount -t tombolo test /z")
+    need(rc and "is mounted read-only" in a.ok("dmesg | tail -2"), out)
+    need(whole(a.rig.zone) == before, "something was stored")
+    a.ok("umount /mnt; mount -t tombolo test /mnt; rm -r /mnt/*")
 
 
 @claim(1)

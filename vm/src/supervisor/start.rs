@@ -104,7 +104,7 @@ impl Supervisor {
                 .iter()
                 .filter(|(_, z)| z.backing == Backing::Memfd)
                 .map(|(n, z)| (n.as_str(), z.size.0));
-            host::check_memory(vms, zones)?;
+            host::check_memory(self.promised(), vms, zones)?;
         }
         let accel = self.accel(&qemu, &missing, &near, reporter)?;
         self.check_not_ending()?;
@@ -210,6 +210,15 @@ impl Supervisor {
             anyhow::bail!("cancelled; everything that was started has been stopped");
         }
         anyhow::bail!("{}", errors.join("\n"))
+    }
+
+    /// What running VMs and zones of all projects of this user may still take.
+    fn promised(&self) -> u64 {
+        let others = crate::state::supervisors().unwrap_or_default();
+        let others = others.iter().filter(|found| found.process != std::process::id());
+        // One that does not answer can't be counted.
+        let others = others.filter_map(|found| crate::client::status_of(found).ok().flatten());
+        others.chain([self.status()]).map(|project| host::promised(&project)).sum()
     }
 
     fn check_not_ending(&self) -> anyhow::Result<()> {

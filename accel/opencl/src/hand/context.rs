@@ -13,6 +13,7 @@ use tombolo_accel_spec::wire::Decoder;
 type ContextNotify = Option<unsafe extern "C" fn(*const i8, *const c_void, usize, *mut c_void)>;
 
 const CONTEXT_PLATFORM: i64 = 0x1084;
+const INVALID_PROPERTY: i32 = -64;
 
 /// The properties a program gave, the platform taken out, and the id of that.
 unsafe fn properties(from: *const c_void) -> Result<(Vec<i64>, Vec<isize>, u64), i32> {
@@ -22,6 +23,8 @@ unsafe fn properties(from: *const c_void) -> Result<(Vec<i64>, Vec<isize>, u64),
     let mut platform = 0;
     for pair in given.chunks(2) {
         match pair {
+            // The others are counted by the driver, which gets the platform once.
+            [CONTEXT_PLATFORM, _] if platform != 0 => return Err(INVALID_PROPERTY),
             [CONTEXT_PLATFORM, handle] => platform = rt::object(*handle as Handle, kind::PLATFORM)?.id(),
             [key, value] => rest.extend([*key, *value]),
             _ => {}

@@ -56,8 +56,13 @@ pub unsafe extern "C" fn clGetEventInfo(
                 let state = event.event()?;
                 let mut status = state.status.load(Ordering::Acquire);
                 if status > COMPLETE {
-                    let reply = rt::call(&wire::GetEventInfo { event: event.id(), param })?;
-                    status = reply.first_chunk().map(|b| i32::from_le_bytes(*b)).ok_or(wire::LOST)?;
+                    let connection = rt::connection()?;
+                    status = match rt::call(&wire::GetEventInfo { event: event.id(), param }) {
+                        Ok(reply) => reply.first_chunk().map(|b| i32::from_le_bytes(*b)).ok_or(wire::LOST)?,
+                        // Its command was posted, and the driver refused it.
+                        Err(code) if connection.lost().is_none() => code,
+                        Err(lost) => return Err(lost),
+                    };
                     if status <= COMPLETE {
                         state.status.store(status, Ordering::Release);
                     }
@@ -155,13 +160,10 @@ pub unsafe extern "C" fn clEnqueueMarker(queue: Handle, event: *mut Handle) -> i
 /// Waits in the queue, the way of OpenCL 1.
 pub unsafe extern "C" fn clEnqueueWaitForEvents(queue: Handle, n: u32, list: *const Handle) -> i32 {
     if n == 0 || list.is_null() {
-        return code::VALUE;
+        return code::WAIT_LIST;
     }
     // SAFETY: as the API says.
-    unsafe {
-        let status = crate::stubs::clEnqueueBarrierWithWaitList(queue, n, list, std::ptr::null_mut());
-        if status == code::WAIT_LIST { code::EVENT } else { status }
-    }
+    unsafe { crate::stubs::clEnqueueBarrierWithWaitList(queue, n, list, std::ptr::null_mut()) }
 }
 
 /// A barrier, the way of OpenCL 1.

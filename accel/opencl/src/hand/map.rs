@@ -3,7 +3,7 @@
 //! host pointer) when it is mapped, and written back when it is unmapped; events report the commands that the program asked for. What the
 //! window has no room for is mapped in pages of the process, and travels in pieces.
 
-use super::memory::is_image;
+use super::memory::{host_access, is_image};
 use super::transfer::{Host, Range, Slot, pixels, read, read_slot, staging, write, write_slot};
 use crate::rt::{self, Handle, Id, New, Obj, code};
 use crate::state::{As, Map, Mem, Pages, Region};
@@ -24,11 +24,13 @@ fn flags_ok(mem: &Mem, flags: u64) -> Result<(), i32> {
     if flags & !(READ | WRITE | INVALIDATE) != 0 || flags & INVALIDATE != 0 && flags & (READ | WRITE) != 0 {
         return Err(code::VALUE);
     }
-    // CL_MEM_HOST_WRITE_ONLY, READ_ONLY, NO_ACCESS
-    let refused = mem.flags & 1 << 7 != 0 && flags & READ != 0
-        || mem.flags & 1 << 8 != 0 && flags & (WRITE | INVALIDATE) != 0
-        || mem.flags & 1 << 9 != 0;
-    if refused { Err(wire::UNSUPPORTED) } else { Ok(()) }
+    if flags & READ != 0 {
+        host_access(mem, true)?;
+    }
+    if flags & (WRITE | INVALIDATE) != 0 {
+        host_access(mem, false)?;
+    }
+    Ok(())
 }
 
 /// What a map reads, and where to.
@@ -112,13 +114,13 @@ pub unsafe extern "C" fn clEnqueueMapBuffer(
         if !sure::same_context(queue, buffer) {
             return Err(code::CONTEXT);
         }
-        flags_ok(mem, flags)?;
         // SAFETY: as the API says.
         let waits = unsafe { rt::waits(n, list)? };
         let (offset, size) = (offset as u64, size as u64);
         if size == 0 || offset.checked_add(size).is_none_or(|end| end > mem.size) {
             return Err(code::VALUE);
         }
+        flags_ok(mem, flags)?;
         let new = rt::new_event(queue, !event.is_null(), MAP_BUFFER)?;
         let post = blocking == 0 && sure::host_range(queue, buffer, offset, size, &waits);
         if let Some(home) = mem.home {
@@ -209,11 +211,11 @@ pub unsafe extern "C" fn clEnqueueMapImage(
         let queue = rt::object(queue, kind::QUEUE)?;
         let image = rt::object(image, kind::MEM)?;
         let mem = image.mem()?;
-        if !is_image(mem) {
-            return Err(kind::invalid(kind::MEM));
-        }
         if !sure::same_context(queue, image) {
             return Err(code::CONTEXT);
+        }
+        if !is_image(mem) {
+            return Err(kind::invalid(kind::MEM));
         }
         flags_ok(mem, flags)?;
         let layered = matches!(mem.object_type, 0x10f2 | 0x10f3 | 0x10f5);
@@ -309,14 +311,24 @@ pub unsafe extern "C" fn clEnqueueUnmapMemObject(
             unsafe { finish(new, event) };
             return Ok(());
         }
+        let ids = (queue.id(), object.id(), new.id());
+        if !written {
+            // Nothing goes to the device; staging is free when the map before has ended.
+            let ticket =
+                map.staging.map(|(at, len)| connection.ticket(Box::new(move |c, _| c.give_staging(at, len))));
+            let (ticket, waits) = (ticket.unwrap_or(0), waits.into());
+            let record = wire::EnqueueHost { queue: ids.0, ticket, waits, event: ids.2 };
+            rt::lost(connection.post(&record))?;
+            // SAFETY: as the API says.
+            unsafe { finish(new, event) };
+            return Ok(());
+        }
         let slot = match (map.staging, map.region) {
             (Some((at, len)), _) => {
-                if written {
-                    rt::lost(connection.push_window(at, len))?;
-                }
+                rt::lost(connection.push_window(at, len))?;
                 Slot { data: at, ticket: connection.ticket(Box::new(move |c, _| c.give_staging(at, len))) }
             }
-            (None, Region::Pixels(_, region)) if written => {
+            (None, Region::Pixels(_, region)) => {
                 let one = super::memory::is_one_dimensional(mem);
                 let (rows, slices) = if one { (1, region[1]) } else { (region[1], region[2]) };
                 let host = Host {
@@ -329,12 +341,11 @@ pub unsafe extern "C" fn clEnqueueUnmapMemObject(
                 };
                 write_slot(queue, &host)?
             }
-            _ => Slot { data: 0, ticket: 0 },
+            // Written above.
+            (None, Region::Bytes(..)) => return Err(code::VALUE),
         };
-        let ids = (queue.id(), object.id(), new.id());
         match map.region {
-            // A write of nothing is a marker that also redeems the ticket.
-            Region::Pixels(origin, region) if written => rt::call(&wire::EnqueueWriteImage {
+            Region::Pixels(origin, region) => rt::call(&wire::EnqueueWriteImage {
                 queue: ids.0,
                 image: ids.1,
                 origin,
@@ -345,11 +356,7 @@ pub unsafe extern "C" fn clEnqueueUnmapMemObject(
                 event: ids.2,
             })
             .map(|_| ())?,
-            region => {
-                let (offset, size) = match region {
-                    Region::Bytes(offset, size) if written => (offset, size),
-                    _ => (0, 0),
-                };
+            Region::Bytes(offset, size) => {
                 let record = wire::EnqueueWriteBuffer {
                     queue: ids.0,
                     buffer: ids.1,

@@ -29,7 +29,7 @@ pub(crate) const IMAGE3D: u32 = 0x10f2;
 pub(crate) const IMAGE2D_ARRAY: u32 = 0x10f3;
 pub(crate) const IMAGE1D_ARRAY: u32 = 0x10f5;
 const IMAGE1D_BUFFER: u32 = 0x10f6;
-const PIPE: u32 = 0x10f7;
+pub(crate) const PIPE: u32 = 0x10f7;
 
 counting!(MEM clRetainMemObject clReleaseMemObject);
 
@@ -57,6 +57,7 @@ fn plain_mem(context: Obj, object_type: u32, flags: u64, size: u64) -> Mem {
         size,
         host_ptr: 0,
         home: None,
+        shared: false,
         parent: None,
         origin: 0,
         pixel: 0,
@@ -113,22 +114,22 @@ fn create_buffer(
     let context = rt::object(context, kind::CONTEXT)?;
     let connection = rt::connection()?;
     let max_alloc = context.context()?.max_alloc;
+    if size == 0 {
+        return Err(code::BUFFER_SIZE);
+    }
     if flags & USE_HOST_PTR != 0 && flags & (ALLOC_HOST_PTR | COPY_HOST_PTR) != 0 {
         return Err(code::VALUE);
     }
     if max_alloc > 0 && size as u64 > max_alloc && flags_ok(flags) {
         return Err(code::BUFFER_SIZE);
     }
-    let valid = flags_ok(flags) && size > 0 && size as u64 <= max_alloc && properties.len() < 2;
+    let valid = flags_ok(flags) && size as u64 <= max_alloc && properties.len() < 2;
     if flags_ok(flags) {
-        if size == 0 {
-            return Err(code::BUFFER_SIZE);
-        }
         host_ptr_ok(flags, host_ptr as usize)?;
     }
     let mut mem = plain_mem(context, BUFFER, flags, size as u64);
     mem.properties = properties.clone();
-    let (mut home, mut data, mut ticket) = (0, 0, 0);
+    let (mut home, mut svm, mut data, mut ticket) = (0, 0, 0, 0);
     if valid && flags & ALLOC_HOST_PTR != 0 && connection.shares_window {
         let len = size as u64;
         if let Some(at) = rt::lost(connection.take_staging(len, Place::Aligned(4096)))? {
@@ -148,7 +149,8 @@ fn create_buffer(
     // A buffer over shared memory lives there.
     let shared = super::svm::in_window(host_ptr as u64, size as u64).filter(|_| flags & USE_HOST_PTR != 0);
     if let (true, Some(at)) = (valid, shared) {
-        (home, mem.home) = (at, Some(at));
+        (home, svm) = (at, host_ptr as u64);
+        (mem.home, mem.shared) = (Some(at), true);
     }
     let mut piecewise = false;
     if valid && home == 0 && flags & (USE_HOST_PTR | COPY_HOST_PTR) != 0 {
@@ -169,6 +171,7 @@ fn create_buffer(
         size: size as u64,
         properties: properties.into(),
         home,
+        svm,
         data,
         ticket,
         new: new.id(),
@@ -227,10 +230,18 @@ pub unsafe extern "C" fn clCreateSubBuffer(
         rt::create(errcode, || {
             let buffer = rt::object(buffer, kind::MEM)?;
             let parent = buffer.mem()?;
+            if is_image(parent) {
+                return Err(kind::invalid(kind::MEM));
+            }
             if create_info.is_null() {
                 return Err(code::VALUE);
             }
             let [origin, size] = create_info.cast::<[usize; 2]>().read_unaligned().map(|v| v as u64);
+            // What the driver doesn't know of the parent.
+            let [write, read, none] = [7, 8, 9].map(|bit| (flags >> bit & 1, parent.flags >> bit & 1));
+            if write.0 & (read.1 | none.1) | read.0 & (write.1 | none.1) != 0 {
+                return Err(code::VALUE);
+            }
             let inherit = |mask: u64| if flags & mask == 0 { parent.flags & mask } else { 0 };
             let all = flags
                 | inherit(7)
@@ -240,6 +251,7 @@ pub unsafe extern "C" fn clCreateSubBuffer(
             mem.origin = origin;
             mem.parent = Some(rt::hold(buffer));
             mem.home = parent.home.map(|h| h + origin);
+            mem.shared = parent.shared;
             mem.host_ptr =
                 if parent.host_ptr == 0 { 0 } else { parent.host_ptr.wrapping_add(origin as usize) };
             let new = rt::new_object(kind::MEM, Body::Mem(Box::new(mem)))?;
@@ -323,6 +335,9 @@ unsafe fn create_image(
         _ => [desc.width, 1, 1],
     }
     .map(|v| v as u64);
+    if flags & USE_HOST_PTR != 0 && flags & (ALLOC_HOST_PTR | COPY_HOST_PTR) != 0 {
+        return Err(code::VALUE);
+    }
     if parent.is_none() {
         host_ptr_ok(flags, host_ptr as usize)?;
     }
@@ -542,6 +557,15 @@ pub unsafe extern "C" fn clSetMemObjectDestructorCallback(
         mem.mem()?.destructors.lock().map_err(|_| code::HOST_MEMORY)?.push(destructor);
         Ok(())
     })
+}
+
+/// What the program said of the host's access. The driver doesn't know: the server reads what is mapped for writing only.
+pub(crate) fn host_access(mem: &Mem, reads: bool) -> Result<(), i32> {
+    const WRITE_ONLY: u64 = 1 << 7;
+    const READ_ONLY: u64 = 1 << 8;
+    const NO_ACCESS: u64 = 1 << 9;
+    let refused = NO_ACCESS | if reads { WRITE_ONLY } else { READ_ONLY };
+    if mem.flags & refused == 0 { Ok(()) } else { Err(wire::UNSUPPORTED) }
 }
 
 /// Whether an object is an image.

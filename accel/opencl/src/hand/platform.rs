@@ -140,7 +140,10 @@ pub unsafe extern "C" fn clCreateSubDevices(
             properties.push(0);
         }
         let platform = device.device()?.platform;
-        let wanted = if out.is_null() { 0 } else { n.min(1024) };
+        if out.is_null() != (n == 0) {
+            return Err(code::VALUE);
+        }
+        let wanted = n.min(1024);
         let new = (0..wanted)
             .map(|_| {
                 let body = Device { platform, parent: Some(rt::hold(device)) };
@@ -148,9 +151,6 @@ pub unsafe extern "C" fn clCreateSubDevices(
             })
             .collect::<Result<Vec<_>, _>>()?;
         let ids: Vec<u64> = new.iter().map(|n| n.id()).collect();
-        if !out.is_null() && n == 0 {
-            return Err(code::VALUE);
-        }
         let reply = rt::call(&wire::CreateSubDevices {
             device: device.id(),
             properties: properties.into(),

@@ -3,7 +3,7 @@
 
 use super::counting;
 use crate::rt::{self, ARENA, Handle, Id, Obj, code};
-use crate::state::{As, Body, Kernel, Program};
+use crate::state::{Argument, As, Body, Kernel, Program};
 use crate::sure;
 use std::ffi::{c_char, c_void};
 use std::sync::Mutex;
@@ -445,7 +445,10 @@ pub unsafe extern "C" fn clCreateKernelsInProgram(
 ) -> i32 {
     rt::status(|| {
         let p = rt::object(p, kind::PROGRAM)?;
-        let wanted = if kernels.is_null() { 0 } else { n.min(4096) };
+        if kernels.is_null() != (n == 0) {
+            return Err(code::VALUE);
+        }
+        let wanted = n.min(4096);
         let new = (0..wanted).map(|_| kernel(p)).collect::<Result<Vec<_>, _>>()?;
         let ids: Vec<u64> = new.iter().map(|n| n.id()).collect();
         let reply = rt::call(&wire::CreateKernelsInProgram { program: p.id(), new: ids.into() })?;
@@ -476,17 +479,32 @@ pub unsafe extern "C" fn clCloneKernel(source: Handle, errcode: *mut i32) -> Han
     }
 }
 
-const VALUE: u32 = 0;
-const NULL: u32 = 1;
-const HANDLE: u32 = 2;
+/// An argument, as far as it matters to a driver: is it a buffer of this kernel's context, how large is the local memory?
+fn argument(kernel: Obj, object: Option<Obj>, null: bool, size: usize) -> Argument {
+    let Some(object) = object else {
+        return if null { Argument::Null(size) } else { Argument::Value(size) };
+    };
+    if object.body().context() != kernel.body().context() {
+        return Argument::Doubtful;
+    }
+    match object.body() {
+        Body::Mem(m) => Argument::Object(kind::MEM, m.object_type, m.origin),
+        Body::Queue(_) => Argument::Object(kind::QUEUE, 0, 0),
+        _ => Argument::Object(kind::SAMPLER, 0, 0),
+    }
+}
 
-/// Sets an argument. Eight bytes that name a live object are a handle. Posted if the driver accepted the same kind of value before.
+/// Sets an argument. Eight bytes may be a value or a handle: the server knows by the kernel, so it gets both. Posted if the driver accepted
+/// the same kind of argument before.
 pub unsafe extern "C" fn clSetKernelArg(
     kernel: Handle,
     index: u32,
     size: usize,
     value: *const c_void,
 ) -> i32 {
+    const PLAIN: u32 = 0;
+    const NULL: u32 = 1;
+    const NAMES_OBJECT: u32 = 2;
     rt::status(|| {
         let kernel = rt::object(kernel, kind::KERNEL)?;
         let bytes: &[u8] = if value.is_null() {
@@ -501,22 +519,29 @@ pub unsafe extern "C" fn clSetKernelArg(
             let handle = usize::from_ne_bytes(*b) as *const c_void;
             [kind::MEM, kind::SAMPLER, kind::QUEUE].into_iter().find_map(|k| ARENA.find(handle, k))
         });
-        let (how, handle) = match object {
-            Some(object) => (HANDLE, object.id()),
-            None if value.is_null() => (NULL, 0),
-            None => (VALUE, 0),
+        let argument = argument(kernel, object, value.is_null(), size);
+        let how = match object {
+            Some(_) => NAMES_OBJECT,
+            None if value.is_null() => NULL,
+            None => PLAIN,
         };
-        let bytes = if how == HANDLE { &[] } else { bytes };
-        let state = kernel.kernel()?;
-        let like = (index, size as u64, how);
-        let record =
-            wire::SetKernelArg { kernel: kernel.id(), index, how, size: size as u64, handle, value: bytes };
-        let known = state.learned.lock().map_err(|_| code::HOST_MEMORY)?.args.contains(&like);
-        if known {
-            return rt::lost(rt::connection()?.post(&record));
+        let record = wire::SetKernelArg {
+            kernel: kernel.id(),
+            index,
+            how,
+            size: size as u64,
+            handle: object.map_or(0, |o| o.id()),
+            value: bytes,
+        };
+        // Held until the request is in the ring: what is learned must not overtake what the server does.
+        let mut learned = kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?;
+        if argument != Argument::Doubtful && learned.accepted.contains(&(index, argument)) {
+            rt::lost(rt::connection()?.post(&record))?;
+        } else {
+            rt::call(&record)?;
+            learned.accepted.insert((index, argument));
         }
-        rt::call(&record)?;
-        state.learned.lock().map_err(|_| code::HOST_MEMORY)?.args.insert(like);
+        learned.set(index, argument);
         Ok(())
     })
 }
@@ -573,8 +598,9 @@ pub unsafe extern "C" fn clEnqueueNDRangeKernel(
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;
         let kernel = rt::object(kernel, kind::KERNEL)?;
+        // Drivers take a list of none here, and programs pass it.
         // SAFETY: as the API says.
-        let waits = unsafe { rt::waits(n, list)? };
+        let waits = if n == 0 { Vec::new() } else { unsafe { rt::waits(n, list)? } };
         let sizes = |from: *const usize| {
             let mut out = [0; 3];
             if !from.is_null() {
@@ -606,7 +632,7 @@ pub unsafe extern "C" fn clEnqueueNDRangeKernel(
         if !sure {
             let device = queue.queue()?.device.id();
             let like = (work_dim, record.local, device);
-            kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?.launches.insert(like);
+            kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?.launch(like);
         }
         Ok(())
     })

@@ -4,7 +4,8 @@
 //! server's CPU; elsewhere there is none (clSVMAlloc returns null, as it may).
 
 use super::transfer::{Host, read_slot, write_slot};
-use crate::rt::{self, ARENA, Handle, Id, Obj, code};
+use crate::rt::{self, ARENA, Handle, Id, New, Obj, code};
+use crate::state::{Argument, As};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::Mutex;
@@ -37,7 +38,12 @@ pub(crate) fn in_window(address: u64, len: u64) -> Option<u64> {
 fn alloc(context: Handle, flags: u64, size: usize, alignment: u32) -> Result<*mut c_void, i32> {
     let context = rt::object(context, kind::CONTEXT)?;
     let connection = rt::connection()?;
-    if size == 0 || !connection.shares_window || alignment != 0 && !alignment.is_power_of_two() {
+    // No type is larger than 16 longs.
+    if size == 0
+        || !connection.shares_window
+        || alignment != 0 && !alignment.is_power_of_two()
+        || alignment > 128
+    {
         return Err(code::VALUE);
     }
     let len = (size as u64).checked_next_multiple_of(PAGE).ok_or(code::VALUE)?;
@@ -169,15 +175,13 @@ pub unsafe extern "C" fn clEnqueueSVMMemcpy(
             (false, true) => (1, Some(read_slot(queue, Host::flat(dst as usize, size as u64))?)),
             (true, false) => (2, Some(write_slot(queue, &Host::flat(src as usize, size as u64))?)),
             (false, false) => {
-                // SAFETY: both are the program's own, as the API says; nothing of the device is involved.
-                unsafe { std::ptr::copy(src.cast::<u8>(), dst.cast::<u8>(), size) };
-                let record = wire::EnqueueMarkerWithWaitList {
-                    command_queue: queue.id(),
-                    waits: waits.into(),
-                    event: new.id(),
+                let (to, from) = (dst as usize, src as usize);
+                let copy = move || {
+                    // SAFETY: both are the program's own, as the API says, until the command is complete.
+                    unsafe { std::ptr::copy(from as *const u8, to as *mut u8, size) };
                 };
                 // SAFETY: as the API says.
-                return unsafe { rt::submit(&record, false, new, event) };
+                return unsafe { on_host(queue, copy, blocking != 0, waits, new, event) };
             }
         };
         let record = wire::EnqueueSVMMemcpy {
@@ -195,6 +199,30 @@ pub unsafe extern "C" fn clEnqueueSVMMemcpy(
         // SAFETY: as the API says.
         unsafe { rt::submit(&record, false, new, event) }
     })
+}
+
+/// Does something with memory of the program alone, as a command of the queue: when the commands before it have ended.
+///
+/// # Safety
+/// `event` is null or points to room for a handle.
+unsafe fn on_host(
+    queue: Obj,
+    work: impl FnOnce() + Send + 'static,
+    blocking: bool,
+    waits: Vec<u64>,
+    new: New,
+    event: *mut Handle,
+) -> Result<(), i32> {
+    let connection = rt::connection()?;
+    let (ticket, done) = connection.awaited(Box::new(move |_, status| {
+        if status >= 0 {
+            work();
+        }
+    }));
+    let record = wire::EnqueueHost { queue: queue.id(), ticket, waits: waits.into(), event: new.id() };
+    // SAFETY: as the caller promises.
+    unsafe { rt::submit(&record, false, new, event)? };
+    if blocking { rt::lost(connection.redeemed(&done)) } else { Ok(()) }
 }
 
 fn command(queue: Handle, n: u32, list: *const Handle) -> Result<(Obj, Vec<u64>), i32> {
@@ -217,6 +245,25 @@ pub unsafe extern "C" fn clEnqueueSVMMemFill(
     rt::status(|| {
         let (queue, waits) = command(queue, n, list)?;
         let new = rt::new_event(queue, !event.is_null(), 0x120b)?;
+        if !pointer.is_null() && !is_shared(pointer as u64) {
+            // SAFETY: pattern_size bytes, as the API says.
+            let pattern = unsafe { rt::bytes(pattern, pattern_size)? }.to_vec();
+            let whole = |n: usize| size % n == 0 && pointer as usize % n == 0;
+            if size == 0 || !pattern.len().is_power_of_two() || pattern.len() > 128 || !whole(pattern.len()) {
+                return Err(code::VALUE);
+            }
+            let at = pointer as usize;
+            let fill = move || {
+                for i in (0..size).step_by(pattern.len()) {
+                    // SAFETY: memory of the program, until the command is complete; a whole number of patterns.
+                    unsafe {
+                        ((at + i) as *mut u8).copy_from_nonoverlapping(pattern.as_ptr(), pattern.len())
+                    };
+                }
+            };
+            // SAFETY: as the API says.
+            return unsafe { on_host(queue, fill, false, waits, new, event) };
+        }
         let record = wire::EnqueueSVMMemFill {
             queue: queue.id(),
             address: pointer as u64,
@@ -327,6 +374,9 @@ pub unsafe extern "C" fn clSetKernelArgSVMPointer(kernel: Handle, index: u32, va
     rt::status(|| {
         let kernel = rt::object(kernel, kind::KERNEL)?;
         let record = wire::SetKernelArgSVMPointer { kernel: kernel.id(), index, address: value as u64 };
-        rt::call(&record).map(|_| ())
+        let mut learned = kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?;
+        rt::call(&record)?;
+        learned.set(index, Argument::Shared);
+        Ok(())
     })
 }

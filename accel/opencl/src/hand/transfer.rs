@@ -5,7 +5,7 @@
 //! in the record itself; long transfers are cut into pieces, so that one side copies while the other is at the next piece. A write has
 //! taken the program's data when it returns, so it never waits; a blocking read waits for its last piece.
 
-use super::memory::is_one_dimensional;
+use super::memory::{host_access, is_one_dimensional};
 use crate::rt::{self, Handle, Id, New, Obj, code};
 use crate::state::{As, Body, Pages};
 use crate::sure;
@@ -274,7 +274,7 @@ pub(crate) fn read(
     let sure = sure::host_range(queue, buffer, offset, len, waits);
     if !sure {
         // The driver will probably refuse it; nothing is staged before it was asked.
-        probe(queue, buffer, offset, len)?;
+        probe(queue, buffer, offset, len, true)?;
     }
     let cut = range.cut(queue)?;
     let last = pieces(len, cut).last();
@@ -308,7 +308,7 @@ pub(crate) fn write(queue: Obj, range: Range, blocking: bool, waits: &[u64], eve
     let Range { buffer, offset, len, .. } = range;
     let sure = sure::host_range(queue, buffer, offset, len, waits);
     if !sure {
-        probe(queue, buffer, offset, len)?;
+        probe(queue, buffer, offset, len, false)?;
     }
     let cut = range.cut(queue)?;
     let last = pieces(len, cut).last();
@@ -316,7 +316,7 @@ pub(crate) fn write(queue: Obj, range: Range, blocking: bool, waits: &[u64], eve
     for piece @ (at, len) in pieces(len, cut) {
         let is_last = Some(piece) == last;
         let host = range.piece(at, len);
-        let small = len <= INLINE && pinned(rt::connection()?, &host).is_none();
+        let small = (1..=INLINE).contains(&len) && pinned(rt::connection()?, &host).is_none();
         let inline: &[u8] = if small {
             // SAFETY: a piece of the program's bytes, as the API says.
             unsafe { std::slice::from_raw_parts(host.pointer as *const u8, len as usize) }
@@ -377,7 +377,7 @@ pub unsafe extern "C" fn clEnqueueReadBuffer(
 }
 
 /// What no driver accepts: a range outside of the buffer, or none at all.
-fn probe(queue: Obj, buffer: Obj, offset: u64, size: u64) -> Result<(), i32> {
+fn probe(queue: Obj, buffer: Obj, offset: u64, size: u64, reads: bool) -> Result<(), i32> {
     let mem = buffer.mem()?;
     if !sure::same_context(queue, buffer) {
         return Err(code::CONTEXT);
@@ -385,8 +385,10 @@ fn probe(queue: Obj, buffer: Obj, offset: u64, size: u64) -> Result<(), i32> {
     if super::memory::is_image(mem) {
         return Err(kind::invalid(kind::MEM));
     }
+    host_access(mem, reads)?;
+    // Whether there may be nothing at all to transfer, the driver says.
     let end = offset.checked_add(size).ok_or(code::VALUE)?;
-    if size == 0 || end > mem.size { Err(code::VALUE) } else { Ok(()) }
+    if end > mem.size { Err(code::VALUE) } else { Ok(()) }
 }
 
 /// Writes a buffer.
@@ -482,7 +484,7 @@ pub unsafe extern "C" fn clEnqueueReadBufferRect(
                 rt::triple(region)?,
             )
         };
-        rectangle_inside(buffer, origin, region, buffer_row_pitch, buffer_slice_pitch)?;
+        rectangle_inside(buffer, origin, region, buffer_row_pitch, buffer_slice_pitch, true)?;
         let new = rt::new_event(queue, !event.is_null(), 0x1201)?;
         let slot = read_slot(queue, host)?;
         rt::call(&wire::EnqueueReadBufferRect {
@@ -533,7 +535,7 @@ pub unsafe extern "C" fn clEnqueueWriteBufferRect(
                 rt::triple(region)?,
             )
         };
-        rectangle_inside(buffer, origin, region, buffer_row_pitch, buffer_slice_pitch)?;
+        rectangle_inside(buffer, origin, region, buffer_row_pitch, buffer_slice_pitch, false)?;
         let new = rt::new_event(queue, !event.is_null(), 0x1202)?;
         let slot = write_slot(queue, &host)?;
         rt::call(&wire::EnqueueWriteBufferRect {
@@ -561,11 +563,13 @@ fn rectangle_inside(
     region: [u64; 3],
     row_pitch: usize,
     slice_pitch: usize,
+    reads: bool,
 ) -> Result<(), i32> {
     let mem = buffer.mem()?;
     if super::memory::is_image(mem) {
         return Err(kind::invalid(kind::MEM));
     }
+    host_access(mem, reads)?;
     let row = if row_pitch == 0 { region[0] } else { row_pitch as u64 };
     let inside = || {
         let slice = if slice_pitch == 0 { region[1].checked_mul(row)? } else { slice_pitch as u64 };
@@ -625,10 +629,14 @@ pub unsafe extern "C" fn clEnqueueReadImage(
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;
         let image = rt::object(image, kind::MEM)?;
+        if !sure::same_context(queue, image) {
+            return Err(code::CONTEXT);
+        }
         // SAFETY: as the API says.
         let (waits, (host, origin, region)) = unsafe {
             (rt::waits(n, list)?, pixels(image, origin, region, row_pitch, slice_pitch, ptr as usize)?)
         };
+        host_access(image.mem()?, true)?;
         let new = rt::new_event(queue, !event.is_null(), 0x11f6)?;
         let slot = read_slot(queue, host)?;
         rt::call(&wire::EnqueueReadImage {
@@ -665,10 +673,14 @@ pub unsafe extern "C" fn clEnqueueWriteImage(
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;
         let image = rt::object(image, kind::MEM)?;
+        if !sure::same_context(queue, image) {
+            return Err(code::CONTEXT);
+        }
         // SAFETY: as the API says.
         let (waits, (host, origin, region)) = unsafe {
             (rt::waits(n, list)?, pixels(image, origin, region, row_pitch, slice_pitch, ptr as usize)?)
         };
+        host_access(image.mem()?, false)?;
         let new = rt::new_event(queue, !event.is_null(), 0x11f7)?;
         let slot = write_slot(queue, &host)?;
         rt::call(&wire::EnqueueWriteImage {

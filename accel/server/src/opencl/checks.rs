@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Ranges, rectangles and pixels are checked with arithmetic that can't overflow, before the driver sees them.
 
-use super::{Cx, Extra, VALUE, lock};
+use super::{Cx, Extra, VALUE};
 use tombolo_accel_spec::opencl::kind;
 
 /// Whether `size` bytes from `offset` lie in `len` bytes.
@@ -26,18 +26,22 @@ fn rectangle_end(origin: [u64; 3], region: [u64; 3], row: u64, slice: u64) -> Op
 
 impl Cx<'_> {
     pub(super) fn of<T>(&self, mem: u64, f: impl FnOnce(&Extra) -> T) -> Result<T, i32> {
-        let table = lock(&self.cl.table);
-        table.extra(kind::MEM, mem).map(f).map_err(|e| Self::fault(kind::MEM, e))
+        self.extra(kind::MEM, mem, f)
+    }
+
+    /// An object is an image, or is none.
+    fn is_image(&self, object: u64, wanted: bool) -> Result<(), i32> {
+        let is = self.of(object, |e| e.pixel != 0)?;
+        if is == wanted { Ok(()) } else { Err(kind::invalid(kind::MEM)) }
     }
 
     /// A range lies in a buffer.
     pub fn check_range(&self, buffer: u64, offset: u64, size: u64) -> Result<(), i32> {
         // Unmapping names one offset twice: it only has to lie inside.
-        self.of(buffer, |e| {
-            e.pixel == 0 && (inside(offset, size, e.size) || offset == size && offset < e.size)
-        })?
-        .then_some(())
-        .ok_or(VALUE)
+        self.is_image(buffer, false)?;
+        let inside =
+            self.of(buffer, |e| inside(offset, size, e.size) || offset == size && offset < e.size)?;
+        inside.then_some(()).ok_or(VALUE)
     }
 
     /// A rectangle lies in a buffer.
@@ -49,20 +53,18 @@ impl Cx<'_> {
         row: u64,
         slice: u64,
     ) -> Result<(), i32> {
-        self.of(buffer, |e| {
-            e.pixel == 0 && rectangle_end(origin, region, row, slice).is_some_and(|end| end <= e.size)
-        })?
-        .then_some(())
-        .ok_or(VALUE)
+        self.is_image(buffer, false)?;
+        let end = rectangle_end(origin, region, row, slice).ok_or(VALUE)?;
+        if end <= self.of(buffer, |e| e.size)? { Ok(()) } else { Err(VALUE) }
     }
 
     /// A region lies in an image.
     pub fn check_pixels(&self, image: u64, origin: [u64; 3], region: [u64; 3]) -> Result<(), i32> {
-        self.of(image, |e| {
-            e.pixel != 0 && (0..3).all(|i| region[i] != 0 && inside(origin[i], region[i], e.extent[i].max(1)))
-        })?
-        .then_some(())
-        .ok_or(VALUE)
+        self.is_image(image, true)?;
+        let inside = self.of(image, |e| {
+            (0..3).all(|i| region[i] != 0 && inside(origin[i], region[i], e.extent[i].max(1)))
+        })?;
+        inside.then_some(()).ok_or(VALUE)
     }
 
     /// The packed pixels of a region of an image lie in a buffer.

@@ -5,12 +5,18 @@
 //! - [`hand`]: handlers written by hand.
 //! - [`clear`]: clears memory before a client gets it.
 //! - [`checks`]: ranges, rectangles and pixels, before the driver sees them.
+//! - [`properties`]: which properties a client may set.
+//! - [`late`]: errors of posted commands, until the client waits for something.
+//! - [`output`]: what kernels print.
 //! - [`tickets`]: tells the client when its part of the window was read or filled.
 
 pub mod checks;
 pub mod clear;
 pub mod hand;
 pub mod include;
+pub mod late;
+pub mod output;
+pub mod properties;
 pub mod tickets;
 
 use crate::account::{Account, Good};
@@ -19,7 +25,7 @@ use crate::session::{Api, Call, Session};
 use crate::table::{Fault, Table};
 use generated::Native;
 use std::ffi::{CStr, CString, c_void};
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::{Encoder, Malformed, Record, ReplyKind};
@@ -67,6 +73,12 @@ pub struct Extra {
     root: bool,
     /// The address in the window of a buffer at home there.
     home: usize,
+    /// Of a program.
+    program: hand::Built,
+    /// Of a kernel.
+    kernel: Option<Box<hand::Kernel>>,
+    /// The queue of a posted command that failed, beside its event.
+    queue: u64,
 }
 
 /// OpenCL for one client.
@@ -79,8 +91,8 @@ pub struct OpenCl {
     account: Option<Arc<Account>>,
     tickets: tickets::Tickets,
     session: OnceLock<Arc<Session>>,
-    /// The error of a posted command, told at the next clFinish.
-    late: AtomicI32,
+    late: late::Late,
+    output: output::Output,
     svm: Mutex<hand::Svm>,
     queues: clear::Queues,
 }
@@ -124,7 +136,8 @@ impl OpenCl {
             account,
             tickets: tickets::Tickets::default(),
             session: OnceLock::new(),
-            late: AtomicI32::new(0),
+            late: late::Late::default(),
+            output: output::Output::default(),
             svm: Mutex::default(),
             queues: clear::Queues::default(),
         }))
@@ -164,6 +177,17 @@ impl OpenCl {
         if self.session.set(session.clone()).is_err() {
             eprintln!("tombolo accel: a driver serves one client; the second was ignored");
         }
+    }
+
+    /// From now on, what kernels print goes to the client. For a process that has one client and prints nothing itself.
+    pub fn capture_output(&self) -> std::io::Result<()> {
+        self.output.capture(self.session())
+    }
+
+    /// Tells the client what ended, and what was printed before.
+    fn tell_what_ended(&self) {
+        self.output.settle();
+        self.tickets.settle(self);
     }
 
     fn session(&self) -> &Arc<Session> {
@@ -208,7 +232,7 @@ impl Api for &'static OpenCl {
     }
 
     fn settle(&self) {
-        self.tickets.settle(self);
+        self.tell_what_ended();
     }
 
     fn release(&self, kind: u32, id: u64) {
@@ -217,8 +241,11 @@ impl Api for &'static OpenCl {
         if extra.root {
             return;
         }
-        if kind == kind::CONTEXT {
-            self.queues.forget(self, native);
+        match kind {
+            kind::CONTEXT => self.queues.forget(self, native),
+            // Nobody can ask for its error any more.
+            kind::QUEUE => drop(self.late.check(id, true)),
+            _ => {}
         }
         self.release_native(kind, native);
     }
@@ -230,11 +257,12 @@ impl Api for &'static OpenCl {
     fn call(&self, call: &mut Call<'_>, id: u32, body: &[u8]) -> Result<Result<(), i32>, Malformed> {
         let waited = call.waited;
         let mut reply = Vec::new();
-        let (outcome, new, owed) = {
+        let (outcome, new, owed, queue) = {
             let mut block = || call.may_block();
-            let mut cx = Cx { cl: self, reply: &mut reply, block: &mut block, new: None, owed: 0 };
+            let mut cx =
+                Cx { cl: self, reply: &mut reply, block: &mut block, new: None, owed: 0, waited, queue: 0 };
             let outcome = generated::dispatch(&mut cx, id, body)?;
-            (outcome, cx.new, cx.owed)
+            (outcome, cx.new, cx.owed, cx.queue)
         };
         call.reply = reply;
         if owed != 0 {
@@ -242,24 +270,25 @@ impl Api for &'static OpenCl {
             self.session().notify(ReplyKind::Ticket, status, owed, &[]);
         }
         if let (Err(code), false) = (outcome, waited) {
-            self.posted_failed(id, code, new);
+            self.posted_failed(id, code, new, queue);
         }
         Ok(outcome)
     }
 }
 
 impl OpenCl {
-    /// A posted request failed: whatever uses its object gets the code, and so does the next clFinish.
-    fn posted_failed(&self, id: u32, code: i32, new: Option<(u32, u64)>) {
+    /// A posted request failed: whatever uses its object gets the code, and so does what follows in its queue ([`late`]).
+    fn posted_failed(&self, id: u32, code: i32, new: Option<(u32, u64)>, queue: u64) {
         let name = wire::FUNCTIONS.iter().find(|f| f.0 == id).map_or("?", |f| f.1);
         eprintln!(
-            "tombolo accel: posted {name} failed with code {code}; the next clFinish reports the first such code"
+            "tombolo accel: posted {name} failed with code {code}; the program is told when it uses the result, or waits for the queue"
         );
-        // The first one: what fails after it fails because of it.
-        let _later = self.late.compare_exchange(wire::SUCCESS, code, Ordering::Relaxed, Ordering::Relaxed);
+        if queue != 0 {
+            self.late.note(queue, code);
+        }
         if let Some((kind, id)) = new {
             // An id in use stays what it is: the client broke its own object.
-            let _kept = lock(&self.table).put(kind, id, Err(code), Extra::default());
+            let _kept = lock(&self.table).put(kind, id, Err(code), Extra { queue, ..Extra::default() });
         }
     }
 
@@ -305,12 +334,31 @@ pub struct Cx<'a> {
     new: Option<(u32, u64)>,
     /// A ticket that is redeemed when the request ends, unless a native event does it.
     owed: u64,
+    /// Whether the client waits for the reply.
+    waited: bool,
+    /// The queue that the request puts a command into.
+    queue: u64,
 }
 
 impl Cx<'_> {
     /// The request has a ticket: the client waits for its redemption whatever comes of the request.
     fn owe(&mut self, ticket: u64) {
         self.owed = ticket;
+    }
+
+    /// The request puts a command into this queue: refused if a posted one failed there before, of which the client knows nothing yet.
+    /// Whatever the command is refused for later, its event (0: none) has that code.
+    pub fn in_queue(&mut self, queue: u64, event: u64) -> Result<(), i32> {
+        self.queue = queue;
+        if event != 0 {
+            self.new = Some((kind::EVENT, event));
+        }
+        self.cl.late.check(queue, self.waited)
+    }
+
+    /// What is kept beside an object.
+    fn extra<T>(&self, kind: u32, id: u64, f: impl FnOnce(&Extra) -> T) -> Result<T, i32> {
+        lock(&self.cl.table).extra(kind, id).map(f).map_err(|e| Self::fault(kind, e))
     }
 
     /// The native functions.

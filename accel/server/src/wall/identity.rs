@@ -38,6 +38,9 @@ fn effective(status: &str) -> u64 {
 
 /// CAP_SETGID, CAP_SETUID, CAP_SETPCAP, CAP_SYS_ADMIN: to give an own user id and namespaces.
 const NEEDED: u64 = 1 << 6 | 1 << 7 | 1 << 8 | 1 << 21;
+/// CAP_DAC_OVERRIDE, CAP_KILL, CAP_NET_BIND_SERVICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE: sockets and zones in folders of others, stopping and ending
+/// workers, low ports, looking at a worker's processes, its place among those that end when memory does.
+const USED: u64 = 1 << 1 | 1 << 5 | 1 << 10 | 1 << 19 | 1 << 24;
 
 impl Identity {
     /// What this process can give to its workers.
@@ -60,6 +63,38 @@ impl Identity {
     }
 }
 
+#[repr(C)]
+struct Header {
+    version: u32,
+    pid: i32,
+}
+
+/// _LINUX_CAPABILITY_VERSION_3: two words per set.
+static HEADER: Header = Header { version: 0x2008_0522, pid: 0 };
+
+/// Capabilities that the kernel knows.
+fn known() -> impl Iterator<Item = u32> {
+    // SAFETY: integers only.
+    (0..64).take_while(|c| unsafe { libc::prctl(libc::PR_CAPBSET_READ, *c, 0, 0, 0) } >= 0)
+}
+
+/// Gives up, for good, the capabilities that a server has no use for. For a process that has one thread.
+pub fn keep_what_a_server_needs() -> anyhow::Result<()> {
+    let kept = NEEDED | USED;
+    for capability in known().filter(|c| kept & 1 << c == 0) {
+        // Who lacks CAP_SETPCAP has no capability that it could pass on either.
+        // SAFETY: integers only.
+        let _fails = unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
+    }
+    let own = effective(&std::fs::read_to_string("/proc/self/status").context("/proc/self/status")?) & kept;
+    let (low, high) = (own as u32, (own >> 32) as u32);
+    // Effective, permitted, inheritable: low words, then high ones.
+    let sets = [low, low, 0, high, high, 0];
+    // SAFETY: structures of the shapes that the call takes, which live during it.
+    let r = unsafe { libc::syscall(libc::SYS_capset, &raw const HEADER, sets.as_ptr()) };
+    check(r as libc::c_int, "capset")
+}
+
 fn check(r: libc::c_int, what: &'static str) -> anyhow::Result<()> {
     if r < 0 { Err(io::Error::last_os_error()).context(what) } else { Ok(()) }
 }
@@ -67,21 +102,11 @@ fn check(r: libc::c_int, what: &'static str) -> anyhow::Result<()> {
 /// Takes a user id and the groups of the device's nodes, gives up all capabilities and every way to get some back, and ties this process's life
 /// to that of the thread that started it.
 pub fn become_nobody(uid: Option<u32>, groups: &[libc::gid_t]) -> anyhow::Result<()> {
-    #[repr(C)]
-    struct Header {
-        version: u32,
-        pid: i32,
-    }
-    // _LINUX_CAPABILITY_VERSION_3: two words per set.
-    let header = Header { version: 0x2008_0522, pid: 0 };
     let none = [0u32; 6];
     // SAFETY: integers, and structures of the shapes that the calls take, which live during them.
     unsafe {
         check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")?;
-        for capability in 0.. {
-            if libc::prctl(libc::PR_CAPBSET_READ, capability, 0, 0, 0) < 0 {
-                break;
-            }
+        for capability in known() {
             // Who lacks CAP_SETPCAP has no capability that it could pass on either.
             let _fails = libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0);
         }
@@ -91,7 +116,7 @@ pub fn become_nobody(uid: Option<u32>, groups: &[libc::gid_t]) -> anyhow::Result
             check(libc::setresuid(uid, uid, uid), "setresuid")?;
         }
         check(libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "ambient")?;
-        check(libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr()) as libc::c_int, "capset")?;
+        check(libc::syscall(libc::SYS_capset, &raw const HEADER, none.as_ptr()) as libc::c_int, "capset")?;
         // Another process of the same user can't look into this one.
         check(libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")?;
         // Another user id took the signal of the parent's death away.

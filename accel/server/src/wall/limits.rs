@@ -35,6 +35,11 @@ pub fn no_core_dump() -> anyhow::Result<()> {
     limit(libc::RLIMIT_CORE, 0)
 }
 
+/// Where the host runs out of memory, the kernel ends a worker before anybody else. For a process that still may write to its /proc.
+pub fn first_to_go() -> anyhow::Result<()> {
+    std::fs::write("/proc/self/oom_score_adj", "1000").context("/proc/self/oom_score_adj")
+}
+
 /// Sets all of them, for good; `memory` in bytes.
 pub fn set(memory: u64) -> anyhow::Result<()> {
     no_core_dump()?;

@@ -62,6 +62,7 @@ impl Wall {
     pub fn enter(&self) -> anyhow::Result<()> {
         // Asked while the host's /proc is there.
         let uid = self.identity.uid().context("a user id of its own")?;
+        limits::first_to_go()?;
         let groups = view::enter().context("a file system of its own (mount namespace)")?;
         limits::set(self.memory).context("limits")?;
         rules::set().context("Landlock")?;
@@ -71,6 +72,7 @@ impl Wall {
 
 /// What remains of stages 2 to 5 for a worker that is not confined.
 pub fn enter_unconfined() -> anyhow::Result<()> {
+    limits::first_to_go()?;
     limits::no_core_dump()?;
     identity::become_nobody(None, &[])
 }

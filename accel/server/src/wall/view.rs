@@ -118,13 +118,21 @@ fn drivers() -> Vec<PathBuf> {
         named.extend(icds.filter_map(|icd| std::fs::read_to_string(icd).ok()).map(|text| text.trim().into()));
         named.push(vendors);
     }
-    let folder = |path: PathBuf| {
-        let path = path.canonicalize().ok()?;
-        let folder = if path.is_dir() { path } else { path.parent()?.to_owned() };
-        let known = PROGRAMS.iter().chain(SETTINGS).any(|p| folder.starts_with(p));
-        (!known && folder.parent().is_some()).then_some(folder)
+    // A link's own folder, and that of what it leads to.
+    let folders = |path: PathBuf| {
+        let holding = |path: &Path| {
+            if path.is_dir() { Some(path.to_owned()) } else { path.parent().map(Path::to_owned) }
+        };
+        [path.canonicalize().ok().as_deref().and_then(holding), holding(&path)]
     };
-    let mut found: Vec<PathBuf> = named.into_iter().filter(|p| p.is_absolute()).filter_map(folder).collect();
+    let known = |folder: &PathBuf| {
+        PROGRAMS.iter().chain(SETTINGS).chain(&["/dev", "/proc", "/sys"]).any(|p| folder.starts_with(p))
+    };
+    // Folders right below the root, as /tmp, hold more than drivers.
+    let deep = |folder: &PathBuf| folder.components().count() > 2;
+    let named = named.into_iter().filter(|p| p.is_absolute()).flat_map(folders).flatten();
+    let mut found: Vec<PathBuf> =
+        named.filter(|folder| !known(folder) && deep(folder) && folder.is_dir()).collect();
     found.sort();
     // A folder inside of another one comes with it; sorted, it stands behind that one.
     found.dedup_by(|inner, outer| inner.starts_with(outer));

@@ -3,10 +3,9 @@
 
 use super::Done;
 use super::notify::{on_context, once};
-use crate::opencl::{Cx, Extra, VALUE};
+use crate::opencl::{Cx, Extra, Handle, VALUE, lock, properties};
 use std::ffi::c_void;
-use std::ptr::null;
-use std::sync::atomic::Ordering;
+use std::ptr::{null, null_mut};
 use tombolo_accel_spec::opencl::{self as wire, kind};
 
 /// A context's properties for the driver: ours name the platform by id. Nothing else may point anywhere.
@@ -69,19 +68,30 @@ pub(crate) fn create_command_queue_with_properties(
 ) -> Done {
     let f = native!(cx, clCreateCommandQueueWithProperties);
     let (context, device) = (cx.get(kind::CONTEXT, r.context)?, cx.get(kind::DEVICE, r.device)?);
-    let properties = ended(&r.properties)?;
+    let properties = properties::pairs(&r.properties, properties::OF_QUEUES, VALUE)?;
     let extra = Extra::default();
     // SAFETY: live handles; the properties end with 0.
     cx.create_with(kind::QUEUE, r.new, extra, |code| unsafe { f(context, device, properties, code) })
 }
 
-/// A list of properties for the driver: null when empty, and otherwise pairs and a final 0.
-pub(super) fn ended(properties: &[i64]) -> Result<*const c_void, i32> {
-    match properties {
-        [] => Ok(null()),
-        [.., 0] if properties.len() % 2 == 1 => Ok(properties.as_ptr().cast()),
-        _ => Err(VALUE),
+/// A property of a queue. The device's default queue is told by its id; 0: none that is the client's.
+pub(crate) fn get_command_queue_info(cx: &mut Cx<'_>, r: &wire::GetCommandQueueInfo) -> Done {
+    const DEVICE_DEFAULT: u32 = 0x1095;
+    let f = native!(cx, clGetCommandQueueInfo);
+    let queue = cx.get(kind::QUEUE, r.command_queue)?;
+    // Context, device and references are the client's to answer; this names a queue.
+    let local = [0x1090, 0x1091, 0x1092];
+    if r.param != DEVICE_DEFAULT {
+        // SAFETY: a live queue; buffers are as long as said.
+        return cx.info(r.param, &local, |size, value, ret| unsafe { f(queue, r.param, size, value, ret) });
     }
+    let mut default: Handle = null_mut();
+    let room = size_of::<Handle>();
+    // SAFETY: a live queue; room for a handle.
+    cx.status(unsafe { f(queue, r.param, room, (&raw mut default).cast(), null_mut()) })?;
+    let id = lock(&cx.cl.table).id_of(kind::QUEUE, default as usize).unwrap_or(0);
+    cx.reply().u64(id);
+    Ok(())
 }
 
 pub(crate) fn flush(cx: &mut Cx<'_>, r: &wire::Flush) -> Done {
@@ -97,8 +107,5 @@ pub(crate) fn finish(cx: &mut Cx<'_>, r: &wire::Finish) -> Done {
     cx.may_block()?;
     // SAFETY: a live queue: the client can't release it meanwhile without harming only itself.
     cx.status(unsafe { f(queue) })?;
-    match cx.cl.late.swap(0, Ordering::Relaxed) {
-        0 => Ok(()),
-        late => Err(late),
-    }
+    cx.cl.late.check(r.queue, cx.waited)
 }

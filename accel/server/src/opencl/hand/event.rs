@@ -9,7 +9,13 @@ use tombolo_accel_spec::opencl::{self as wire, kind};
 
 pub(crate) fn wait_for_events(cx: &mut Cx<'_>, r: &wire::WaitForEvents<'_>) -> Done {
     let f = native!(cx, clWaitForEvents);
-    let events = cx.all(kind::EVENT, &r.events)?;
+    let events = cx.all(kind::EVENT, &r.events).inspect_err(|_| {
+        // A posted command that failed: now the client is told of what its queue keeps, too.
+        for event in r.events.iter() {
+            let queue = cx.extra(kind::EVENT, *event, |e| e.queue).unwrap_or(0);
+            let _told = cx.cl.late.check(queue, cx.waited);
+        }
+    })?;
     cx.may_block()?;
     // SAFETY: live events; the list is as long as said.
     cx.status(unsafe { f(events.len() as u32, events.as_ptr()) })

@@ -2,8 +2,7 @@
 //! Buffers, images, pipes and samplers.
 
 use super::Done;
-use super::context::ended;
-use crate::opencl::{Cx, Extra, Handle, OpenCl, VALUE, clear, lock};
+use crate::opencl::{Cx, Extra, Handle, OpenCl, VALUE, clear, lock, properties};
 use crate::session::Api;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -13,6 +12,16 @@ use tombolo_accel_spec::wire::ReplyKind;
 const USE_HOST_PTR: u64 = 1 << 3;
 const ALLOC_HOST_PTR: u64 = 1 << 4;
 const COPY_HOST_PTR: u64 = 1 << 5;
+/// CL_MEM_HOST_WRITE_ONLY, _READ_ONLY, _NO_ACCESS
+const HOST_ACCESS: u64 = 7 << 7;
+const INVALID_PROPERTY: i32 = -64;
+
+/// Without what the client's own library enforces: how the host may access an object. The server reads what is mapped for writing only, so
+/// that what the program doesn't write stays as it is.
+fn for_driver(flags: u64) -> u64 {
+    // More than one is wrong; the driver says so.
+    if (flags & HOST_ACCESS).is_power_of_two() { flags & !HOST_ACCESS } else { flags }
+}
 
 /// What happens when a memory object of the driver is really gone.
 struct Gone {
@@ -68,19 +77,22 @@ pub(crate) fn create_buffer(cx: &mut Cx<'_>, r: &wire::CreateBuffer<'_>) -> Done
     let context = cx.get(kind::CONTEXT, r.context)?;
     let window = &cx.cl.session().window;
     let size = usize::try_from(r.size).map_err(|_| VALUE)?;
-    let properties = ended(&r.properties)?;
+    let properties = properties::pairs(&r.properties, properties::NONE, INVALID_PROPERTY)?;
     let mut extra = Extra { size: r.size, ..Extra::default() };
     // A host pointer of the client means nothing here: its bytes lie in the window, or the buffer lives there.
     let (flags, pointer) = if r.home != 0 {
         let home = window.at(r.home, r.size).map_err(|_| VALUE)?;
+        // The driver sees the address that the program has, too: kernels may leave pointers there.
+        let home = if r.svm == 0 { home.cast() } else { cx.shared(r.svm, r.size)? };
         extra.home = home as usize;
-        (r.flags & !(ALLOC_HOST_PTR | COPY_HOST_PTR) | USE_HOST_PTR, home.cast())
+        (r.flags & !(ALLOC_HOST_PTR | COPY_HOST_PTR) | USE_HOST_PTR, home)
     } else if r.data != 0 {
         let data: *mut c_void = window.at(r.data, r.size).map_err(|_| VALUE)?.cast();
         (r.flags & !(USE_HOST_PTR | ALLOC_HOST_PTR) | COPY_HOST_PTR, data)
     } else {
         (r.flags, null_mut())
     };
+    let flags = for_driver(flags);
     if r.home == 0 && r.data == 0 && r.flags & (USE_HOST_PTR | COPY_HOST_PTR) != 0 {
         // CL_INVALID_HOST_PTR: what the driver says of null.
         return Err(-37);
@@ -128,7 +140,7 @@ pub(crate) fn create_sub_buffer(cx: &mut Cx<'_>, r: &wire::CreateSubBuffer) -> D
     }
     create_mem(cx, r.new, 0, 0, extra, |code| {
         // SAFETY: a live buffer; the region lies inside of it.
-        unsafe { f(buffer, r.flags, r.create_type, info.as_ptr().cast(), code) }
+        unsafe { f(buffer, for_driver(r.flags), r.create_type, info.as_ptr().cast(), code) }
     })
 }
 
@@ -153,6 +165,7 @@ pub(crate) fn create_image(cx: &mut Cx<'_>, r: &wire::CreateImage<'_>) -> Done {
     let f = native!(cx, clCreateImage);
     let context = cx.get(kind::CONTEXT, r.context)?;
     let parent = cx.maybe(kind::MEM, r.parent)?;
+    properties::pairs(&r.properties, properties::NONE, INVALID_PROPERTY)?;
     let format: [u32; 2] = r.format[..].try_into().map_err(|_| VALUE)?;
     let words: [u64; 9] = r.desc[..].try_into().map_err(|_| VALUE)?;
     let size = |i: usize| usize::try_from(words[i]).map_err(|_| VALUE);
@@ -176,7 +189,7 @@ pub(crate) fn create_image(cx: &mut Cx<'_>, r: &wire::CreateImage<'_>) -> Done {
         0x10f5 => [words[1], words[4], 1],
         _ => [words[1], 1, 1],
     };
-    let (mut flags, mut pointer) = (r.flags, null_mut());
+    let (mut flags, mut pointer) = (for_driver(r.flags), null_mut());
     if r.data != 0 {
         // Packed by the client. The driver may read as much as the pitches say, so they are taken away, and the size is checked
         // against what the largest pixel could need: the driver's own pixel size is only known once the image exists.
@@ -197,9 +210,26 @@ pub(crate) fn create_image(cx: &mut Cx<'_>, r: &wire::CreateImage<'_>) -> Done {
         .unwrap_or(u64::MAX);
     let bytes = if parent.is_null() { bytes } else { 0 };
     let extra = Extra { pixel: 1, extent, ..Extra::default() };
+    // A driver may take pitches of an image without a host pointer, and make room by them, which is then too little.
+    let row = extent[0].saturating_mul(pixel_size(format).unwrap_or(16));
+    let narrow = |pitch: usize, needed: u64| pitch != 0 && (pitch as u64) < needed;
+    let too_narrow = parent.is_null()
+        && (narrow(desc.row_pitch, row) || narrow(desc.slice_pitch, row.saturating_mul(extent[1])));
+    let cl = cx.cl;
     create_mem(cx, r.new, bytes, 0, extra, |code| {
-        // SAFETY: live handles; structures as the API has them; the pointer has what the image needs, checked above.
-        unsafe { f(context, flags, format.as_ptr().cast(), (&raw const desc).cast(), pointer, code) }
+        let make = |desc: &Desc, code| {
+            // SAFETY: live handles; structures as the API has them; the pointer has what the image needs, checked above.
+            unsafe {
+                f(context, flags, format.as_ptr().cast(), std::ptr::from_ref(desc).cast(), pointer, code)
+            }
+        };
+        let made = make(&desc, code);
+        if made.is_null() || !too_narrow {
+            return made;
+        }
+        cl.release_native(kind::MEM, made as usize);
+        (desc.row_pitch, desc.slice_pitch) = (0, 0);
+        make(&desc, code)
     })?;
     cx.owed = r.ticket;
     let native = cx.get(kind::MEM, r.new)?;
@@ -240,7 +270,7 @@ fn pixel_size(format: [u32; 2]) -> Option<u64> {
 pub(crate) fn create_pipe(cx: &mut Cx<'_>, r: &wire::CreatePipe<'_>) -> Done {
     let f = native!(cx, clCreatePipe);
     let context = cx.get(kind::CONTEXT, r.context)?;
-    let properties = ended(&r.properties)?;
+    let properties = properties::pairs(&r.properties, properties::NONE, VALUE)?;
     let bytes = u64::from(r.packet_size).saturating_mul(u64::from(r.max_packets));
     create_mem(cx, r.new, bytes, 0, Extra::default(), |code| {
         // SAFETY: a live context; the properties end with 0.
@@ -272,7 +302,7 @@ pub(crate) fn create_sampler_with_properties(
 ) -> Done {
     let f = native!(cx, clCreateSamplerWithProperties);
     let context = cx.get(kind::CONTEXT, r.context)?;
-    let properties = ended(&r.properties)?;
+    let properties = properties::pairs(&r.properties, properties::OF_SAMPLERS, VALUE)?;
     // SAFETY: a live context; the properties end with 0.
     cx.create(kind::SAMPLER, r.new, |code| unsafe { f(context, properties, code) })
 }

@@ -5,7 +5,8 @@
 //! - [`platform`]: platforms and devices, and what never changes about them.
 //! - [`context`]: contexts and queues.
 //! - [`memory`]: buffers, images, pipes and samplers.
-//! - [`program`]: programs and kernels.
+//! - [`program`]: programs, from source to build.
+//! - [`kernel`]: kernels and their arguments.
 //! - [`event`]: events and waiting.
 //! - [`svm`]: shared virtual memory.
 //! - [`transfer`]: commands whose data goes through the window, and launches.
@@ -20,6 +21,7 @@ macro_rules! native {
 
 mod context;
 mod event;
+mod kernel;
 mod memory;
 mod notify;
 mod platform;
@@ -29,6 +31,7 @@ mod transfer;
 
 pub(super) use context::*;
 pub(super) use event::*;
+pub(super) use kernel::*;
 pub(super) use memory::*;
 pub(super) use platform::*;
 pub(super) use program::*;

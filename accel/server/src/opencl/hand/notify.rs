@@ -19,7 +19,7 @@ pub(super) fn once(cx: &Cx<'_>, number: u64) -> *mut c_void {
 unsafe fn notified(user: *mut c_void, status: i32) {
     // SAFETY: from once(), and the driver calls once.
     let notify = unsafe { Box::from_raw(user.cast::<Notify>()) };
-    notify.cl.tickets.settle(notify.cl);
+    notify.cl.tell_what_ended();
     notify.cl.session().notify(ReplyKind::Notify, status, notify.number, &[]);
 }
 

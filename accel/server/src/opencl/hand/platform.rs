@@ -2,10 +2,27 @@
 //! Platforms and devices, and what never changes about them.
 
 use super::{Done, listed, value};
-use crate::opencl::{Cx, Extra, Handle, OpenCl, RESOURCES, VALUE, key, lock};
+use crate::opencl::{Cx, Extra, Handle, OpenCl, RESOURCES, VALUE, key, lock, properties};
+use std::path::Path;
 use std::ptr::null_mut;
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::Encoder;
+
+/// Says in the log why there is nothing to serve.
+fn no_platform(code: i32) {
+    let given = std::env::var_os("OCL_ICD_VENDORS");
+    let place = given.as_ref().map_or("/etc/OpenCL/vendors".as_ref(), Path::new);
+    let why =
+        match place.metadata().and_then(|m| if m.is_dir() { place.read_dir().map(drop) } else { Ok(()) }) {
+            Ok(()) => "its files name no driver that loads here".to_string(),
+            Err(e) => format!("a worker can't read it: {e}"),
+        };
+    let from = if given.is_some() { " (OCL_ICD_VENDORS)" } else { "" };
+    eprintln!(
+        "tombolo accel: no OpenCL platform (code {code}): the loader looked in {}{from}, and {why}. Workers read programs and libraries of the system only (/usr, /lib, /etc, /opt): drivers and the files that name them belong there",
+        place.display()
+    );
+}
 
 /// Platforms, then devices, numbered in this order; and what never changes about them.
 pub(crate) fn snapshot(cl: &OpenCl, reply: &mut Vec<u8>) -> Done {
@@ -15,7 +32,8 @@ pub(crate) fn snapshot(cl: &OpenCl, reply: &mut Vec<u8>) -> Done {
     let (device_ids, device_info) =
         (n.clGetDeviceIDs.ok_or(wire::UNSUPPORTED)?, n.clGetDeviceInfo.ok_or(wire::UNSUPPORTED)?);
     // SAFETY: handles come from the driver itself; buffers are as long as said.
-    let platforms = listed(|n, list, count| unsafe { platform_ids(n, list, count) })?;
+    let platforms = listed(|n, list, count| unsafe { platform_ids(n, list, count) })
+        .inspect_err(|code| no_platform(*code))?;
     let mut roots: Vec<(u32, u64, Handle)> = platforms.iter().map(|p| (kind::PLATFORM, 0, *p)).collect();
     for (i, platform) in platforms.iter().enumerate() {
         // SAFETY: as above.
@@ -109,7 +127,7 @@ pub(crate) fn get_device_ids(cx: &mut Cx<'_>, r: &wire::GetDeviceIDs) -> Done {
 pub(crate) fn create_sub_devices(cx: &mut Cx<'_>, r: &wire::CreateSubDevices<'_>) -> Done {
     let device = cx.get(kind::DEVICE, r.device)?;
     let f = native!(cx, clCreateSubDevices);
-    if r.properties.last() != Some(&0) {
+    if !properties::partition(&r.properties) {
         return Err(VALUE);
     }
     let mut made = vec![null_mut(); r.new.len()];

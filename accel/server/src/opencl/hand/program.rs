@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Programs and kernels.
+//! Programs.
 
 use super::notify::{on_program, once};
 use super::{Done, value};
-use crate::opencl::{Cx, Extra, Handle, RESOURCES, VALUE, include};
+use crate::opencl::{Cx, RESOURCES, VALUE, include, lock};
 use std::ffi::{CString, c_void};
 use std::ptr::{null, null_mut};
 use tombolo_accel_spec::opencl::{self as wire, kind};
@@ -11,15 +11,19 @@ use tombolo_accel_spec::opencl::{self as wire, kind};
 pub(crate) fn create_program_with_source(cx: &mut Cx<'_>, r: &wire::CreateProgramWithSource<'_>) -> Done {
     let f = native!(cx, clCreateProgramWithSource);
     let context = cx.get(kind::CONTEXT, r.context)?;
-    let (text, len) = (r.source.as_ptr(), r.source.len());
+    cx.cl.output.expect_of(r.source);
+    // A length of 0 says that the string ends with a zero, so it gets one.
+    let source = [r.source, b"\0"].concat();
+    let (text, len) = (source.as_ptr(), r.source.len());
     cx.create(kind::PROGRAM, r.new, |code| {
-        // SAFETY: one string of this length.
+        // SAFETY: one string of this length, and a zero behind it.
         unsafe { f(context, 1, (&raw const text).cast(), (&raw const len).cast(), code) }
     })
 }
 
 pub(crate) fn create_program_with_binary(cx: &mut Cx<'_>, r: &wire::CreateProgramWithBinary<'_>) -> Done {
     let f = native!(cx, clCreateProgramWithBinary);
+    cx.cl.output.expect();
     let context = cx.get(kind::CONTEXT, r.context)?;
     let devices = cx.all(kind::DEVICE, &r.devices)?;
     let mut rest = r.binaries;
@@ -50,6 +54,7 @@ pub(crate) fn create_program_with_built_in_kernels(
     r: &wire::CreateProgramWithBuiltInKernels<'_>,
 ) -> Done {
     let f = native!(cx, clCreateProgramWithBuiltInKernels);
+    cx.cl.output.expect();
     let context = cx.get(kind::CONTEXT, r.context)?;
     let devices = cx.all(kind::DEVICE, &r.devices)?;
     let names = cx.c_string(r.names)?;
@@ -61,6 +66,7 @@ pub(crate) fn create_program_with_built_in_kernels(
 
 pub(crate) fn create_program_with_il(cx: &mut Cx<'_>, r: &wire::CreateProgramWithIL<'_>) -> Done {
     let f = native!(cx, clCreateProgramWithIL);
+    cx.cl.output.expect();
     let context = cx.get(kind::CONTEXT, r.context)?;
     cx.create(kind::PROGRAM, r.new, |code| {
         // SAFETY: bytes of this length.
@@ -72,19 +78,61 @@ pub(super) fn optional(cx: &Cx<'_>, text: Option<&[u8]>) -> Result<Option<CStrin
     text.map(|t| cx.c_string(t)).transpose()
 }
 
+/// The driver is always asked to know the parameters of kernels ([`super::kernel`]).
+const ARGUMENTS: &[u8] = b"-cl-kernel-arg-info";
+
+/// How a program was built.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Built {
+    /// Kernels tell of their arguments: the client asked for it, or gave no options at all (where drivers don't ask for the option).
+    pub tells_arguments: bool,
+    /// The server added [`ARGUMENTS`] behind the client's options.
+    added: bool,
+}
+
 /// A program's options, with the folders of the files that came along before its own.
-fn with_includes(
-    cx: &Cx<'_>,
+fn building(
+    cx: &mut Cx<'_>,
+    program: u64,
     options: Option<&[u8]>,
     (folders, files, texts): (&[u32], &[&[u8]], &[&[u8]]),
-) -> Result<Option<CString>, i32> {
+) -> Result<CString, i32> {
     // A worker's own folder (worker.rs).
     let mut all = include::keep(&std::env::temp_dir(), folders, files, texts)?.into_bytes();
-    if all.is_empty() {
-        return optional(cx, options);
+    let own = options.unwrap_or_default();
+    all.extend_from_slice(own);
+    texts.iter().for_each(|text| cx.cl.output.expect_of(text));
+    cx.cl.output.expect_of(own);
+    let asked = own.split(u8::is_ascii_whitespace).any(|option| option == ARGUMENTS);
+    if !asked {
+        if !all.is_empty() {
+            all.push(b' ');
+        }
+        all.extend_from_slice(ARGUMENTS);
     }
-    all.extend_from_slice(options.unwrap_or_default());
-    cx.c_string(&all).map(Some)
+    if let Ok(extra) = lock(&cx.cl.table).extra_mut(kind::PROGRAM, program) {
+        extra.program = Built { tells_arguments: asked || options.is_none(), added: !asked };
+    }
+    cx.c_string(&all)
+}
+
+/// Of a build's options, those that the server added are left out.
+pub(crate) fn get_program_build_info(cx: &mut Cx<'_>, r: &wire::GetProgramBuildInfo) -> Done {
+    const OPTIONS: u32 = 0x1182;
+    let f = native!(cx, clGetProgramBuildInfo);
+    let (program, device) = (cx.get(kind::PROGRAM, r.program)?, cx.get(kind::DEVICE, r.device)?);
+    // SAFETY: live handles; buffers are as long as said.
+    cx.info(r.param, &[], |size, value, ret| unsafe { f(program, device, r.param, size, value, ret) })?;
+    if r.param == OPTIONS {
+        let added = cx.extra(kind::PROGRAM, r.program, |e| e.program.added)?;
+        let text = cx.reply.strip_suffix(b"\0").and_then(|text| text.strip_suffix(ARGUMENTS));
+        if let (Some(text), true) = (text, added) {
+            let own = text.strip_suffix(b" ").unwrap_or(text).len();
+            cx.reply.truncate(own);
+            cx.reply.push(0);
+        }
+    }
+    Ok(())
 }
 
 fn program_notify(cx: &Cx<'_>, number: u64) -> (*const c_void, *mut c_void) {
@@ -99,11 +147,11 @@ pub(crate) fn build_program(cx: &mut Cx<'_>, r: &wire::BuildProgram<'_>) -> Done
     let f = native!(cx, clBuildProgram);
     let program = cx.get(kind::PROGRAM, r.program)?;
     let devices = cx.all(kind::DEVICE, &r.devices)?;
-    let options = with_includes(cx, r.options, (&r.folders, &r.files, &r.texts))?;
+    let options = building(cx, r.program, r.options, (&r.folders, &r.files, &r.texts))?;
     let (notify, user) = program_notify(cx, r.notify);
     cx.may_block()?;
-    let text = options.as_ref().map_or(null(), |o| o.as_ptr());
-    // SAFETY: lists as long as said; a C string or null; the callback's data is freed by the callback.
+    let text = options.as_ptr();
+    // SAFETY: lists as long as said; a C string; the callback's data is freed by the callback.
     cx.status(unsafe { f(program, devices.len() as u32, pointer_or_null(&devices), text, notify, user) })
 }
 
@@ -112,7 +160,7 @@ pub(crate) fn compile_program(cx: &mut Cx<'_>, r: &wire::CompileProgram<'_>) -> 
     let program = cx.get(kind::PROGRAM, r.program)?;
     let devices = cx.all(kind::DEVICE, &r.devices)?;
     let headers = cx.all(kind::PROGRAM, &r.headers)?;
-    let options = with_includes(cx, r.options, (&r.folders, &r.files, &r.texts))?;
+    let options = building(cx, r.program, r.options, (&r.folders, &r.files, &r.texts))?;
     let names = r.names.iter().map(|n| cx.c_string(n)).collect::<Result<Vec<_>, _>>()?;
     if names.len() != headers.len() {
         return Err(VALUE);
@@ -120,7 +168,7 @@ pub(crate) fn compile_program(cx: &mut Cx<'_>, r: &wire::CompileProgram<'_>) -> 
     let names: Vec<_> = names.iter().map(|n| n.as_ptr()).collect();
     let (notify, user) = program_notify(cx, r.notify);
     cx.may_block()?;
-    let text = options.as_ref().map_or(null(), |o| o.as_ptr());
+    let text = options.as_ptr();
     // SAFETY: as above.
     cx.status(unsafe {
         f(
@@ -184,74 +232,4 @@ pub(crate) fn program_binaries(cx: &mut Cx<'_>, r: &wire::ProgramBinaries) -> Do
     let binaries: Vec<&[u8]> = binaries.iter().map(Vec::as_slice).collect();
     cx.reply().strs(&binaries);
     Ok(())
-}
-
-pub(crate) fn create_kernel(cx: &mut Cx<'_>, r: &wire::CreateKernel<'_>) -> Done {
-    let f = native!(cx, clCreateKernel);
-    let program = cx.get(kind::PROGRAM, r.program)?;
-    let name = cx.c_string(r.name)?;
-    // SAFETY: a live program, a C string.
-    cx.create(kind::KERNEL, r.new, |code| unsafe { f(program, name.as_ptr(), code) })
-}
-
-pub(crate) fn create_kernels_in_program(cx: &mut Cx<'_>, r: &wire::CreateKernelsInProgram<'_>) -> Done {
-    let f = native!(cx, clCreateKernelsInProgram);
-    let program = cx.get(kind::PROGRAM, r.program)?;
-    let mut made = vec![null_mut(); r.new.len()];
-    let mut n = 0;
-    let list = if made.is_empty() { null_mut() } else { made.as_mut_ptr() };
-    // SAFETY: a live program; the list is as long as said.
-    cx.status(unsafe { f(program, made.len() as u32, list, &mut n) })?;
-    for (id, native) in r.new.iter().zip(made).take(n as usize) {
-        cx.keep(kind::KERNEL, *id, native, Extra::default())?;
-    }
-    cx.reply().u32(n);
-    Ok(())
-}
-
-pub(crate) fn clone_kernel(cx: &mut Cx<'_>, r: &wire::CloneKernel) -> Done {
-    let f = native!(cx, clCloneKernel);
-    let kernel = cx.get(kind::KERNEL, r.kernel)?;
-    // SAFETY: a live kernel.
-    cx.create(kind::KERNEL, r.new, |code| unsafe { f(kernel, code) })
-}
-
-pub(crate) fn set_kernel_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
-    let f = native!(cx, clSetKernelArg);
-    let kernel = cx.get(kind::KERNEL, r.kernel)?;
-    let size = usize::try_from(r.size).map_err(|_| VALUE)?;
-    // SAFETY (all): a live kernel; the value has size bytes, or is null.
-    match r.how {
-        0 => {
-            if r.value.len() != size {
-                return Err(VALUE);
-            }
-            // SAFETY: live handles that were looked up; buffers and lists are as long as said.
-            cx.status(unsafe { f(kernel, r.index, size, r.value.as_ptr().cast()) })
-        }
-        // SAFETY: live handles that were looked up; buffers and lists are as long as said.
-        1 => cx.status(unsafe { f(kernel, r.index, size, null()) }),
-        _ => {
-            let kinds = [kind::MEM, kind::SAMPLER, kind::QUEUE];
-            let native = kinds.into_iter().find_map(|k| cx.get(k, r.handle).ok());
-            // CL_INVALID_ARG_VALUE
-            let native = native.ok_or(-50)?;
-            if size != size_of::<Handle>() {
-                return Err(-51); // CL_INVALID_ARG_SIZE
-            }
-            // SAFETY: live handles that were looked up; buffers and lists are as long as said.
-            cx.status(unsafe { f(kernel, r.index, size, (&raw const native).cast()) })
-        }
-    }
-}
-
-pub(crate) fn get_kernel_sub_group_info(cx: &mut Cx<'_>, r: &wire::GetKernelSubGroupInfo<'_>) -> Done {
-    let f = native!(cx, clGetKernelSubGroupInfo);
-    let kernel = cx.get(kind::KERNEL, r.kernel)?;
-    let device = cx.maybe(kind::DEVICE, r.device)?;
-    let (len, input) = (r.input.len(), pointer_or_null(r.input));
-    // SAFETY: live handles; lengths as said.
-    cx.info(r.param, &[], |size, value, ret| unsafe {
-        f(kernel, device, r.param, len, input.cast(), size, value.cast_const(), ret)
-    })
 }

@@ -37,7 +37,8 @@ fn refresh(at: u64, len: u64) -> Done {
 }
 
 impl Cx<'_> {
-    fn shared(&self, address: u64, len: u64) -> Result<*mut c_void, i32> {
+    /// An address whose `len` bytes all are shared memory of this client.
+    pub(super) fn shared(&self, address: u64, len: u64) -> Result<*mut c_void, i32> {
         if lock(&self.cl.svm).contains(address, len) { Ok(address as *mut c_void) } else { Err(VALUE) }
     }
 
@@ -129,8 +130,13 @@ pub(crate) fn set_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArgSVMPointer) -> Done
 
 pub(crate) fn set_exec_info(cx: &mut Cx<'_>, r: &wire::SetKernelExecInfo<'_>) -> Done {
     const POINTERS: u32 = 0x11b6;
+    const FINE_GRAIN: u32 = 0x11b7;
     let f = cx.native().clSetKernelExecInfo.ok_or(wire::UNSUPPORTED)?;
     let kernel = cx.get(kind::KERNEL, r.kernel)?;
+    // Others could name anything.
+    if r.param != POINTERS && r.param != FINE_GRAIN {
+        return Err(VALUE);
+    }
     if r.param == POINTERS {
         for address in r.value.chunks(8) {
             let address = address.first_chunk().map(|a| u64::from_le_bytes(*a)).ok_or(VALUE)?;

@@ -36,13 +36,6 @@ pub(crate) fn enqueue_write_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBuffer
     let f = native!(cx, clEnqueueWriteBuffer);
     let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
     let (offset, size) = (r.offset as usize, r.size as usize);
-    if size == 0 {
-        let marker = native!(cx, clEnqueueMarkerWithWaitList);
-        // SAFETY: a live queue.
-        return cx.transfer(&r.waits, r.event, r.ticket, None, |n, list, event| unsafe {
-            marker(queue, n, list, event)
-        });
-    }
     if r.inline.is_empty() {
         let from = offered(cx, r.data, r.size)?;
         // SAFETY: live handles; the range lies in the buffer (checked before) and in the window.
@@ -158,6 +151,13 @@ pub(crate) fn enqueue_unmap_home(cx: &mut Cx<'_>, r: &wire::EnqueueUnmapHome<'_>
     let mapped = home.wrapping_add(r.offset as usize) as *const c_void;
     // SAFETY: live handles; the driver checks that this address is mapped.
     cx.enqueue(&r.waits, r.event, |n, list, event| unsafe { f(queue, buffer, mapped, n, list, event) })
+}
+
+pub(crate) fn enqueue_host(cx: &mut Cx<'_>, r: &wire::EnqueueHost<'_>) -> Done {
+    let f = native!(cx, clEnqueueMarkerWithWaitList);
+    let queue = cx.get(kind::QUEUE, r.queue)?;
+    // SAFETY: a live queue.
+    cx.transfer(&r.waits, r.event, r.ticket, None, |n, list, event| unsafe { f(queue, n, list, event) })
 }
 
 pub(crate) fn enqueue_nd_range_kernel(cx: &mut Cx<'_>, r: &wire::EnqueueNDRangeKernel<'_>) -> Done {

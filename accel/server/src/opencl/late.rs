@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Errors of posted commands. Nobody waits for a posted command's status, so its queue keeps the first error: from then on the queue refuses
+//! commands with that code, until a call that the client waits for has returned it. So nothing that follows a failed command looks as
+//! if it had succeeded: neither a blocking read, nor an event, nor the data of a read that didn't block.
+
+use super::lock;
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// The first error of each queue that has one.
+#[derive(Default)]
+pub struct Late {
+    errors: Mutex<HashMap<u64, i32>>,
+    /// How many queues have one, to be asked without the lock.
+    count: AtomicUsize,
+}
+
+impl Late {
+    /// A posted command of this queue failed.
+    pub fn note(&self, queue: u64, code: i32) {
+        let mut errors = lock(&self.errors);
+        errors.entry(queue).or_insert(code);
+        self.count.store(errors.len(), Ordering::Release);
+    }
+
+    /// The queue's error. It is kept unless the client is `told` it.
+    pub fn check(&self, queue: u64, told: bool) -> Result<(), i32> {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return Ok(());
+        }
+        let mut errors = lock(&self.errors);
+        let code = if told { errors.remove(&queue) } else { errors.get(&queue).copied() };
+        self.count.store(errors.len(), Ordering::Release);
+        code.map_or(Ok(()), Err)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queue_keeps_its_first_error_until_the_client_is_told() {
+        let late = Late::default();
+        late.note(7, -5);
+        late.note(7, -4);
+        assert_eq!(late.check(8, true), Ok(()));
+        assert_eq!(late.check(7, false), Err(-5));
+        assert_eq!(late.check(7, true), Err(-5));
+        assert_eq!(late.check(7, true), Ok(()));
+    }
+}

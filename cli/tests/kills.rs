@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Kills whoever takes part in a command, at any moment of it, and compares what `ps` says with what the host has.
+//! `TOMBOLO_KILLS=500 TOMBOLO_SEED=7 cargo test -p tombolo-cli --test kills` for more of them, or those of one seed.
+
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Lab, PATIENCE, signal};
+
+mod common;
+
+/// xorshift64*.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % n
+    }
+}
+
+fn number(variable: &str, default: u64) -> u64 {
+    std::env::var(variable).map_or(default, |text| text.parse().unwrap())
+}
+
+/// Two VMs, each with a stand-in for QEMU, and zones that come and go.
+fn lab() -> Lab {
+    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
+    let vm = "kernel = \"./kernel\"\nmemory = \"128M\"\nhotplug_ports = 16\n";
+    let lab = Lab::new(&format!(
+        "qemu = \"{}\"\n[zone.z]\nsize = \"8M\"\n[zone.late]\nsize = \"8M\"\n[vm.a]\n{vm}ready = \"running\"\nzones = {{ z = {{}} }}\n[vm.b]\n{vm}ready = \"agent\"\n",
+        fake.display()
+    ));
+    std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
+    lab
+}
+
+/// What `ps` says, once nothing is on its way any more; with it the processes of this project that the host has.
+fn settled(lab: &Lab) -> (serde_json::Value, Vec<u32>) {
+    let start = Instant::now();
+    loop {
+        let ps = lab.ps();
+        let pid = |value: &serde_json::Value| value.as_u64().map(|pid| u32::try_from(pid).unwrap());
+        let vms = ps["vms"].as_array().unwrap();
+        let states: Vec<&str> = vms.iter().map(|vm| vm["state"].as_str().unwrap()).collect();
+        let moving = states.iter().any(|state| matches!(*state, "booting" | "rebooting" | "stopping"));
+        let mut known: Vec<u32> =
+            vms.iter().map(|vm| &vm["pid"]).chain([&ps["supervisor"]]).filter_map(pid).collect();
+        let mut there = lab.processes();
+        known.sort_unstable();
+        there.sort_unstable();
+        if !moving && known == there {
+            return (ps, there);
+        }
+        assert!(start.elapsed() < PATIENCE, "ps knows {known:?}, the host has {there:?}: {ps}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn begin(lab: &Lab, arguments: &[&str]) -> Child {
+    lab.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+}
+
+#[test]
+fn whoever_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_not_know_and_nothing_is_lost_that_was_up()
+ {
+    let seed = number("TOMBOLO_SEED", u64::from(std::process::id()));
+    println!("TOMBOLO_SEED={seed}");
+    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let lab = lab();
+    for round in 0..number("TOMBOLO_KILLS", 30) {
+        lab.good(&["up"]);
+        let (before, _) = settled(&lab);
+        let vm = |name: &str, ps: &serde_json::Value| {
+            ps["vms"].as_array().unwrap().iter().find(|vm| vm["name"] == name).cloned()
+        };
+        let commands: [&[&str]; 6] = [
+            &["up"],
+            &["down"],
+            &["down", "b"],
+            &["exec", "b", "--", "true"],
+            &["zone", "attach", "late", "a"],
+            &["zone", "detach", "late", "a"],
+        ];
+        let chosen = random.below(7);
+        // An 'up' has something to do.
+        if chosen == 0 {
+            lab.good(&["down"]);
+        }
+        let mut client = match commands.get(usize::try_from(chosen).unwrap()) {
+            Some(command) => begin(&lab, command),
+            None => {
+                let pid = vm("a", &before).unwrap()["pid"].as_u64().unwrap();
+                signal(u32::try_from(pid).unwrap(), "USR1");
+                begin(&lab, &["ps"])
+            }
+        };
+        std::thread::sleep(Duration::from_millis(random.below(150)));
+        // The client is ended in time; the others may have ended already.
+        let others: Vec<u32> = lab.processes().into_iter().filter(|pid| *pid != client.id()).collect();
+        let victims = others.len() as u64 + 1;
+        let victim = match others.get(usize::try_from(random.below(victims)).unwrap()) {
+            Some(pid) => {
+                let pid = rustix::process::Pid::from_raw(i32::try_from(*pid).unwrap()).unwrap();
+                let _ended_by_itself = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+                Some(u64::try_from(pid.as_raw_nonzero().get()).unwrap())
+            }
+            None => {
+                let _ended_by_itself = client.kill();
+                None
+            }
+        };
+        client.wait().unwrap();
+        let (after, there) = settled(&lab);
+        let what =
+            format!("seed {seed}, round {round}: {chosen} with {victim:?} killed; {before} then {after}");
+        if after["supervisor"].is_null() {
+            assert_eq!(there, Vec::<u32>::new(), "{what}");
+        }
+        // Only what was killed, or told to stop, is not what it was.
+        if chosen >= 3 && victim != before["supervisor"].as_u64() {
+            for name in ["a", "b"] {
+                let (old, new) = (vm(name, &before).unwrap(), vm(name, &after).expect(&what));
+                let state = new["state"].as_str().unwrap();
+                // A reboot whose new QEMU, or the question for its version, is killed has failed.
+                let killed = state.starts_with("ended: QEMU was killed")
+                    || chosen == 6 && name == "a" && state.starts_with("failed: it reboots, and fails");
+                assert!(new["state"] == "up" || killed && victim.is_some(), "{name}: {what}");
+                assert!(new["pid"] == old["pid"] || killed || chosen == 6, "{name}: {what}");
+            }
+        }
+    }
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
