@@ -314,6 +314,7 @@ static void tmb_kill_sb(struct super_block *sb)
 	struct tmb_sb *s = tmb_sb(sb);
 
 	if (s) { /* the worker may hold an inode */
+		WRITE_ONCE(s->ending, true);
 		if (s->listening)
 			tmb_doorbell_unregister(&s->doorbell);
 		s->listening = false;

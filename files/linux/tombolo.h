@@ -62,6 +62,7 @@ struct tmb_sb {
 	struct tmb_zone zone;
 	dev_t dev;
 	bool joined, opened, listening;
+	bool ending;  /* being unmounted: nobody waits for other members' locks for long */
 	bool may_write; /* by the host's leave; fs.read_only: by what was mounted */
 	struct tmb_doorbell_client doorbell;
 	struct tmb_syncdev *sync; /* semaphores of this zone for processes; NULL: none */
