@@ -655,9 +655,12 @@ static int storm(char **a)
 static int hold(char **a)
 {
 	int fd = open(a[0], O_RDWR);
+	char held[4096];
 	struct stat st;
 
 	CHECK(fd >= 0);
+	snprintf(held, sizeof(held), "%s.held", a[1]);
+	CHECK(!close(open(held, O_CREAT | O_WRONLY, 0600)));
 	for (int i = 0; stat(a[1], &st); i++) {
 		CHECK(i < 60000);
 		usleep(1000);

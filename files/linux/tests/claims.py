@@ -273,7 +273,7 @@ def a_mapped_hole_shows_at_once_what_another_guest_stores_there(a, b):
 def an_open_file_survives_its_removal_by_another_guest(a, b):
     a.ok("printf held > /mnt/h")
     b.start("claims hold /mnt/h /mnt/go")
-    wait_for(b, "hold")
+    a.ok("until test -e /mnt/go.held; do :; done; rm /mnt/go.held")
     a.ok("rm /mnt/h && echo x > /mnt/n && touch /mnt/go")
     rc, out = b.finish()
     need(rc == 0, out)
@@ -300,7 +300,7 @@ def what_another_guest_removes_comes_back_though_it_was_open_or_mapped_here(a, b
     need(a.ok(df) == before, "mapped and closed: %s became %s" % (before, a.ok(df)))
     a.ok("printf held > /mnt/h")
     b.start("claims hold /mnt/h /mnt/go")
-    wait_for(b, "hold")
+    a.ok("until test -e /mnt/go.held; do :; done; rm /mnt/go.held")
     a.ok("rm /mnt/h; touch /mnt/go")
     rc, out = b.finish()
     need(rc == 0, out)
@@ -576,11 +576,6 @@ def both(a, b, command, timeout=PATIENCE):
     for g, (rc, out) in zip((a, b), got):
         need(rc == 0, "%s: `%s`: %s" % (g.name, command, out))
     return [out for _, out in got]
-
-
-def wait_for(guest, what):
-    """Its command is running already; give it until the console stays quiet. Bounded by the command itself."""
-    time.sleep(0.5)
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
