@@ -22,9 +22,12 @@
 //!   [`metrics`] counters for Prometheus, [`top`] for people; [`capture`] frames for Wireshark; [`sandbox`] what is given up
 //! - [`mod@bench`] the switch beside its peers; [`soak`] every frame accounted for
 //! - [`keeper`] the part that keeps the rights to open things, at the other end of a [`link`]; [`access`] who may connect
+//! - [`dhcp`] addresses for guests that ask for one
+//! - [`announce`] a guest that has come from another host
 //! - [`event`] eventfds; [`cpu`] prefetching; [`driver`] the guest's side, for tests and the bench
 
 pub mod access;
+mod announce;
 pub mod balance;
 pub mod bench;
 pub mod capture;
@@ -36,6 +39,7 @@ pub mod cpu;
 pub mod credit;
 pub mod daemon;
 pub mod deliver;
+pub mod dhcp;
 pub mod dirty;
 pub mod driver;
 pub mod endpoint;
