@@ -21,6 +21,24 @@ static inline tmb_u64 *map_word(struct tfs *fs, tmb_u64 block)
 	return (tmb_u64 *)(tfs_map_bytes(fs) + (block & ~7ULL));
 }
 
+/* Claims one block that has this map byte. */
+static bool claim_one(struct tfs *fs, tmb_u64 block, tmb_u8 value)
+{
+	tmb_u64 *word = map_word(fs, block);
+	tmb_u32 shift = 8 * (block & 7);
+
+	for (;;) {
+		tmb_u64 old = tmb_load(word);
+
+		if ((old >> shift & 0xff) != value)
+			return false;
+		if (tmb_cas64(word, old, old ^ (tmb_u64)(value ^ tfs_tag(fs)) << shift)) {
+			tfs_persist(fs, word, sizeof(*word));
+			return true;
+		}
+	}
+}
+
 /* Claims free bytes from 'block' on, at most 'want', at most to the end of its word; the number claimed. */
 static tmb_u64 claim_in_word(struct tfs *fs, tmb_u64 block, tmb_u64 want)
 {
@@ -161,6 +179,41 @@ int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
 		}
 	}
 	return -ENOSPC;
+}
+
+int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block)
+{
+	struct tfs_run run;
+
+	if (!tfs_alloc(fs, 0, 1, &run)) {
+		*block = run.block;
+		return 0;
+	}
+	*block = fs->data_start;
+	while ((*block = tfs_find_map(fs, *block, fs->blocks, TFS_MAP_RESERVED)) < fs->blocks) {
+		if (claim_one(fs, *block, TFS_MAP_RESERVED)) {
+			tmb_store(&fs->reserve_taken, true);
+			return 0;
+		}
+		(*block)++;
+	}
+	return -ENOSPC;
+}
+
+void tfs_keep_reserve(struct tfs *fs)
+{
+	tmb_u64 block = fs->data_start;
+	struct tfs_run run;
+
+	for (tmb_u32 n = 0; n < TFS_RESERVE; n++, block++) {
+		block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_RESERVED);
+		if (block < fs->blocks)
+			continue;
+		if (tfs_alloc(fs, 0, 1, &run))
+			return; /* all is full: with the next removal */
+		tfs_set_map(fs, run.block, 1, TFS_MAP_RESERVED);
+	}
+	tmb_store(&fs->reserve_taken, false);
 }
 
 tmb_u64 tfs_count_free(struct tfs *fs)

@@ -113,9 +113,9 @@ static int next_of(struct tfs *fs, struct tfs_listener *l, tmb_u32 m, struct tfs
 		memcpy(c->name, r + 1, c->ino ? c->name_len : 0);
 		c->name[c->ino ? c->name_len : 0] = 0;
 		c->member = m;
-		/* The writer may be one record further than the head says. */
+		/* The writer may be one record further than the head says, and have skipped the ring's end for it. */
 		tmb_fence();
-		if (tmb_load(&area->change_head) + TFS_CHANGE_MAX - l->at[m] > TFS_CHANGE_RING)
+		if (tmb_load(&area->change_head) + 2 * TFS_CHANGE_MAX - l->at[m] > TFS_CHANGE_RING)
 			break;
 		l->at[m] += length;
 		/* Said before the caller acts on it: what changes from now on is told again. */

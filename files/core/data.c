@@ -14,9 +14,17 @@ int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, 
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, h, &inode);
 
-	if (err)
-		return err;
-	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
+	/* A read-only member has no pin: nodes may be freed while it looks at them. */
+	for (tmb_u32 tries = 0; !err && tries < TFS_READ_TRIES; tries++) {
+		tmb_u64 stamp = tfs_read_stamp(fs, h.ino), root = tmb_load_acquire(&inode->root);
+
+		if (!tfs_tree_look(fs, root, fblock, count, run))
+			return 0;
+		if (tfs_read_stamp(fs, h.ino) == stamp)
+			return tfs_damage(fs, "tree entry out of range", root, fblock);
+		err = tfs_is(inode, h) ? 0 : -ESTALE;
+	}
+	return err ? err : -EBUSY;
 }
 
 /* As tfs_tree_map, for who goes along a file: there are not more runs than blocks in the area, and holes beside them. */
@@ -64,23 +72,12 @@ static int place(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u6
 	return tfs_alloc(fs, 0, want, run);
 }
 
-/* Links a new run; when the tree finds no room for its nodes, what is not linked is given back. */
 static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, const struct tfs_run *run)
 {
-	tmb_u64 nodes = 0;
-	int err = tfs_tree_link(fs, &inode->root, fblock, run, TFS_MAP_USED, &nodes);
+	tmb_u64 taken = 0;
+	int err = tfs_tree_add(fs, &inode->root, fblock, run, TFS_MAP_USED, &taken);
 
-	tfs_count_blocks(fs, inode, (tmb_s64)(nodes + (err ? 0 : run->count)));
-	if (!err)
-		return 0;
-	for (tmb_u64 i = 0; i < run->count; i++) {
-		struct tfs_run there;
-		bool linked = !tfs_tree_map(fs, tmb_load(&inode->root), fblock + i, 1, &there) && there.block == run->block + i;
-
-		if (linked)
-			tfs_count_blocks(fs, inode, 1);
-		tfs_set_map(fs, run->block + i, 1, linked ? TFS_MAP_USED : TFS_MAP_FREE);
-	}
+	tfs_count_blocks(fs, inode, (tmb_s64)taken);
 	return err;
 }
 
@@ -349,8 +346,10 @@ int tfs_sync(struct tfs *fs, struct tfs_handle h)
 
 	if (err)
 		return err;
-	/* Writes flush what they write. */
-	if (fs->persistent && tmb_load(&inode->mappers)) {
+	/* Writes flush what they write. A mapping that was taken back may have left stores in caches, one that is there makes more. */
+	if (fs->persistent && tmb_load(&inode->unsynced)) {
+		if (!tmb_load_acquire(&inode->mappers))
+			tmb_exchange(&inode->unsynced, 0);
 		tmb_u32 pin = tfs_pin(fs, h.ino);
 		tmb_u64 budget = 2 * fs->blocks;
 
@@ -366,6 +365,7 @@ int tfs_sync(struct tfs *fs, struct tfs_handle h)
 int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_suid, tmb_s64 now)
 {
 	struct tfs_inode *inode;
+	struct tfs_gone *gone = NULL;
 	tmb_u64 old, from = tfs_blocks_of(size);
 	tmb_u32 slot;
 	int err;
@@ -383,6 +383,8 @@ int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_su
 	tfs_tx_inode(fs, slot, 0, h.ino);
 	if (size > old)
 		err = zero_tail(fs, inode, old);
+	else
+		err = tfs_begin_removal(fs, slot, inode, from, ~0ULL, &gone);
 	if (!err) {
 		if (size <= old)
 			tfs_tx_redo(fs, slot, TFS_REDO_TRUNCATE, from, ~0ULL);
@@ -394,9 +396,11 @@ int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_su
 		if (size <= old) {
 			err = zero_tail(fs, inode, size);
 			if (!err)
-				err = tfs_remove_blocks(fs, inode, h.ino, from, ~0ULL, false);
+				err = tfs_remove_blocks(fs, inode, h.ino, from, ~0ULL, gone, false);
 		}
 	}
+	if (gone)
+		tfs_end_removal(fs, gone);
 	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, h.ino);
 	return err;
@@ -430,19 +434,24 @@ static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, t
 static int punch(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 slot, tmb_u64 offset, tmb_u64 end)
 {
 	tmb_u64 from = tfs_blocks_of(offset), to = end >> TFS_BLOCK_SHIFT;
+	struct tfs_gone *gone;
 	int err;
 
-	if (from >= to) {
+	if (from >= to)
 		return zero_range(fs, inode, offset, end);
-	}
+	err = tfs_begin_removal(fs, slot, inode, from, to, &gone);
+	if (err)
+		return err;
 	err = zero_range(fs, inode, offset, from << TFS_BLOCK_SHIFT);
 	if (!err)
 		err = zero_range(fs, inode, to << TFS_BLOCK_SHIFT, end);
-	if (err)
-		return err;
-	tfs_tx_redo(fs, slot, TFS_REDO_TRUNCATE, from, to);
-	tfs_tx_commit(fs, slot);
-	return tfs_remove_blocks(fs, inode, ino, from, to, false);
+	if (!err) {
+		tfs_tx_redo(fs, slot, TFS_REDO_TRUNCATE, from, to);
+		tfs_tx_commit(fs, slot);
+		err = tfs_remove_blocks(fs, inode, ino, from, to, gone, false);
+	}
+	tfs_end_removal(fs, gone);
+	return err;
 }
 
 static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write *w, tmb_u64 fblock, tmb_u64 end)

@@ -50,7 +50,7 @@ static struct tfs_dirent *granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_
 {
 	struct tfs_run run;
 
-	if (tfs_tree_map(fs, tmb_load_acquire(&dir->root), granule / TFS_GRANULES_PER_BLOCK, 1, &run) || !run.block)
+	if (tfs_tree_look(fs, tmb_load_acquire(&dir->root), granule / TFS_GRANULES_PER_BLOCK, 1, &run) || !run.block)
 		return NULL;
 	return (struct tfs_dirent *)tfs_block(fs, run.block) + granule % TFS_GRANULES_PER_BLOCK;
 }
@@ -79,7 +79,7 @@ static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, c
 		tmb_u32 i = 0;
 
 		if (!block)
-			return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
+			return -EUCLEAN;
 		while (i < TFS_GRANULES_PER_BLOCK) {
 			if (matches(block + i, TFS_GRANULES_PER_BLOCK - i, name, len, slot->hash, &slot->ref)) {
 				slot->entry = block + i;
@@ -117,7 +117,7 @@ static int probe_start(struct tfs *fs, struct probe *p, tmb_u64 index_root, tmb_
 	tmb_u32 log = index_log(index_root);
 
 	if (log < INDEX_MIN_LOG || log > INDEX_MAX_LOG)
-		return tfs_damage(fs, "directory index size", index_root, log);
+		return -EUCLEAN;
 	p->tree = index_tree(index_root);
 	p->mask = (1ULL << log) - 1;
 	/* Spread the 32 bits over larger tables. */
@@ -137,7 +137,7 @@ static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
 	if (!p->block || at / TFS_FANOUT != p->block_no) {
 		struct tfs_run run;
 
-		if (tfs_tree_map(fs, p->tree, at / TFS_FANOUT, 1, &run) || !run.block)
+		if (tfs_tree_look(fs, p->tree, at / TFS_FANOUT, 1, &run) || !run.block)
 			return NULL;
 		p->block_no = at / TFS_FANOUT;
 		p->block = tfs_block(fs, run.block);
@@ -170,9 +170,10 @@ static int find_by_index(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_ro
 					   hash, &slot->ref))
 			return 0;
 	}
-	return tfs_damage(fs, "directory index without an end", index_root, hash);
+	return -EUCLEAN;
 }
 
+/* What is found may be changing, or gone, for readers: damage is what a second look confirms, and told by the caller. */
 int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
 	tmb_u64 index_root = tmb_load_acquire(&dir->index_root), blocks = dir_blocks(fs, dir);
@@ -216,7 +217,7 @@ static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 g
 /* Builds a table of a size that fits and puts it in place of the old one. */
 static int index_build(struct tfs *fs, struct tfs_inode *dir)
 {
-	tmb_u64 old = tmb_load(&dir->index_root), blocks = dir_blocks(fs, dir), used = 0, nodes = 0, root = 0, done = 0, n, probes;
+	tmb_u64 old = tmb_load(&dir->index_root), blocks = dir_blocks(fs, dir), used = 0, taken = 0, root = 0, done = 0, n, probes, had;
 	tmb_u64 entries = TFS_MIN(tmb_load(&dir->entries), blocks * TFS_GRANULES_PER_BLOCK);
 	tmb_u32 log = INDEX_MIN_LOG;
 	int err = 0;
@@ -224,6 +225,9 @@ static int index_build(struct tfs *fs, struct tfs_inode *dir)
 	while (log < INDEX_MAX_LOG && (1ULL << log) < (entries + 64) * 3)
 		log++;
 	n = 1ULL << log >> TFS_FANOUT_SHIFT;
+	had = tfs_tree_count(fs, index_tree(old));
+	if (n > had && n - had > tfs_blocks_left(fs, dir))
+		return -EDQUOT;
 	/* Two or three per entry are enough, unless someone gave all the same hash. */
 	probes = PROBE_MAX + (64ULL << log);
 	while (done < n && !err) {
@@ -233,7 +237,7 @@ static int index_build(struct tfs *fs, struct tfs_inode *dir)
 		if (err)
 			break;
 		memset(tfs_block(fs, run.block), 0, run.count << TFS_BLOCK_SHIFT);
-		err = tfs_tree_link(fs, &root, done, &run, tfs_tag(fs), &nodes);
+		err = tfs_tree_add(fs, &root, done, &run, tfs_tag(fs), &taken);
 		done += run.count;
 	}
 	root |= (tmb_u64)log << TFS_INDEX_LOG_SHIFT;
@@ -264,7 +268,23 @@ static int index_build(struct tfs *fs, struct tfs_inode *dir)
 	tfs_barrier(fs);
 	tfs_tree_mark(fs, index_tree(root), tfs_tag(fs), TFS_MAP_USED);
 	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs), TFS_MAP_FREE);
+	tfs_count_blocks(fs, dir, (tmb_s64)(taken - had));
 	return 0;
+}
+
+/* Readers wait for the directory's change to be over. */
+static void index_drop(struct tfs *fs, struct tfs_inode *dir)
+{
+	tmb_u64 old = tmb_load(&dir->index_root), had = tfs_tree_count(fs, index_tree(old));
+
+	tfs_tree_mark(fs, index_tree(old), TFS_MAP_USED, tfs_tag(fs));
+	tfs_barrier(fs);
+	tmb_store_release(&dir->index_root, 0);
+	tmb_store(&dir->index_used, 0);
+	tfs_persist(fs, &dir->index_root, 2 * sizeof(dir->index_root));
+	tfs_barrier(fs);
+	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs), TFS_MAP_FREE);
+	tfs_count_blocks(fs, dir, -(tmb_s64)had);
 }
 
 static int index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule)
@@ -277,10 +297,19 @@ static int index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u6
 	if (!root && dir_blocks(fs, dir) < 2)
 		return 0;
 	if (!root || (tmb_load(&dir->index_used) + 1) * 4 > (1ULL << index_log(root)) * 3) {
+		bool full = root && (tmb_load(&dir->index_used) + 1) * 16 > (1ULL << index_log(root)) * 15;
+
+		/* Where there is no room for another table, the old one may be fuller than it should be, then makes room, then names are found without. */
 		err = index_build(fs, dir);
-		if (err)
+		if (full && (err == -ENOSPC || err == -EDQUOT)) {
+			index_drop(fs, dir);
+			err = index_build(fs, dir);
+		}
+		if (err && err != -ENOSPC && err != -EDQUOT)
 			return err;
 		root = tmb_load(&dir->index_root);
+		if (!root)
+			return 0;
 	}
 	return index_put(fs, root, hash, granule, &dir->index_used, &probes);
 }
@@ -340,7 +369,7 @@ static int free_run(struct tfs_dirent *block, tmb_u32 need, tmb_u32 *have)
 static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 {
 	struct tfs_run run;
-	tmb_u64 nodes = 0;
+	tmb_u64 taken = 0;
 	int err = tfs_tree_map(fs, tmb_load(&dir->root), b, 1, &run);
 
 	if (err)
@@ -356,12 +385,10 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 			return err;
 		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
 		((struct tfs_dirent *)tfs_block(fs, run.block))->granules = TFS_GRANULES_PER_BLOCK;
-		err = tfs_tree_link(fs, &dir->root, b, &run, TFS_MAP_USED, &nodes);
-		if (err) {
-			tfs_set_map(fs, run.block, 1, TFS_MAP_FREE);
+		err = tfs_tree_add(fs, &dir->root, b, &run, TFS_MAP_USED, &taken);
+		tfs_count_blocks(fs, dir, (tmb_s64)taken);
+		if (err)
 			return err;
-		}
-		tfs_count_blocks(fs, dir, 1 + (tmb_s64)nodes);
 		tfs_barrier(fs);
 	}
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + TFS_GRANULES_PER_BLOCK);
@@ -370,34 +397,52 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 	return 0;
 }
 
+/* Looks for free granules in at most 'most' blocks from 'b' on. -ENOSPC: none. */
+static int search_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, tmb_u64 b, tmb_u64 most, struct tfs_slot *slot, tmb_u32 *have)
+{
+	tmb_u64 blocks = dir_blocks(fs, dir);
+
+	if (b >= blocks)
+		b = blocks ? blocks - 1 : 0;
+	for (tmb_u64 tries = 0; tries < most && tries < blocks; tries++) {
+		struct tfs_dirent *block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
+		int at;
+
+		if (!block)
+			return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
+		at = free_run(block, need, have);
+		if (at >= 0) {
+			tmb_store(&dir->dir_hint, b);
+			slot->entry = block + at;
+			slot->granule = b * TFS_GRANULES_PER_BLOCK + (tmb_u32)at;
+			return 0;
+		}
+		b = b + 1 < blocks ? b + 1 : 0;
+	}
+	tmb_store(&dir->dir_hint, b);
+	return -ENOSPC;
+}
+
 static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struct tfs_slot *slot, tmb_u32 *have)
 {
-	tmb_u64 blocks = dir_blocks(fs, dir), hint = tmb_load(&dir->dir_hint), tries = 0;
-	int err, at;
+	tmb_u64 blocks = dir_blocks(fs, dir), hint = tmb_load(&dir->dir_hint);
+	int err;
 
 	/* The newest block first; older ones when a quarter of the granules is free. */
 	if (blocks && tmb_load(&dir->free_granules) >= need) {
 		bool worth = tmb_load(&dir->free_granules) * 4 >= blocks * TFS_GRANULES_PER_BLOCK;
 
-		if (hint >= blocks)
-			hint = blocks - 1;
-		do {
-			struct tfs_dirent *block = granule_at(fs, dir, hint * TFS_GRANULES_PER_BLOCK);
-
-			if (!block)
-				return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), hint);
-			at = free_run(block, need, have);
-			if (at >= 0) {
-				tmb_store(&dir->dir_hint, hint);
-				slot->entry = block + at;
-				slot->granule = hint * TFS_GRANULES_PER_BLOCK + (tmb_u32)at;
-				return 0;
-			}
-			hint = hint + 1 < blocks ? hint + 1 : 0;
-		} while (worth && ++tries < SPACE_SEARCH && tries < blocks);
-		tmb_store(&dir->dir_hint, hint);
+		err = search_space(fs, dir, need, hint, worth ? SPACE_SEARCH : 1, slot, have);
+		if (err != -ENOSPC)
+			return err;
 	}
 	err = add_block(fs, dir, blocks);
+	if (err == -ENOSPC || err == -EDQUOT) {
+		/* Then wherever there is room. */
+		int found = search_space(fs, dir, need, 0, blocks, slot, have);
+
+		return found == -ENOSPC ? err : found;
+	}
 	if (err)
 		return err;
 	tmb_store(&dir->dir_hint, blocks);
@@ -521,7 +566,7 @@ int tfs_lookup(struct tfs *fs, struct tfs_handle h, const char *name, tmb_u32 le
 	if (!tfs_is(dir, h))
 		return -ESTALE;
 	if (err)
-		return err;
+		return err == -EUCLEAN ? tfs_damage(fs, "directory not readable", h.ino, slot.hash) : err;
 	if (!found->generation)
 		return tfs_damage(fs, "name of no inode", h.ino, found->ino);
 	*type = (tmb_u8)(slot.ref >> TFS_REF_TYPE_SHIFT);

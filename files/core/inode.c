@@ -49,7 +49,7 @@ static void set_inodes(struct tfs *fs, tmb_u64 n)
 static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 {
 	struct tfs_super *sb = tfs_sb(fs);
-	tmb_u64 had, nodes = 0;
+	tmb_u64 had, taken = 0;
 	int err;
 
 	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, TFS_TX_ITABLE);
@@ -73,7 +73,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 			set_inodes(fs, had + there.count * TFS_INODES_PER_BLOCK);
 		} else if (!err) {
 			memset(tfs_block(fs, run.block), 0, run.count << TFS_BLOCK_SHIFT);
-			err = tfs_tree_link(fs, &sb->itable_root, had / TFS_INODES_PER_BLOCK, &run, TFS_MAP_USED, &nodes);
+			err = tfs_tree_add(fs, &sb->itable_root, had / TFS_INODES_PER_BLOCK, &run, TFS_MAP_USED, &taken);
 			if (!err)
 				set_inodes(fs, had + run.count * TFS_INODES_PER_BLOCK);
 		}
@@ -83,12 +83,22 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 	return err;
 }
 
+/* Whoever freed it has its lock for a moment longer, and may have died with it: a new file there would have to wait for the recovery. */
+static bool is_locked(struct tfs *fs, struct tfs_inode *inode)
+{
+	tmb_u32 owner, epoch = (tmb_u32)(tmb_load(&inode->lock.word) >> 32);
+
+	if (!tfs_lock_held(&inode->lock, &owner) || owner >= TFS_MEMBERS || !fs->members)
+		return false;
+	return tfs_member_alive(fs, owner, epoch) || tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch;
+}
+
 static bool claim(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_u64 old = tmb_load(&inode->state_gen);
 	tmb_u64 generation = old >> TFS_GEN_SHIFT ? old & ~0xffffffffULL : 1ULL << TFS_GEN_SHIFT;
 
-	return (old & 0xff) == TFS_INODE_FREE &&
+	return (old & 0xff) == TFS_INODE_FREE && !is_locked(fs, inode) &&
 	       tmb_cas64(&inode->state_gen, old, generation | (tmb_u64)tfs_tag(fs) << 8 | TFS_INODE_NEW);
 }
 
@@ -127,7 +137,7 @@ static tmb_u64 search(struct tfs *fs, tmb_u64 inodes, tmb_u64 count, struct tfs_
 	return 0;
 }
 
-int tfs_new_inode(struct tfs *fs, tmb_u32 slot, struct tfs_handle *made, struct tfs_inode **out)
+int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle *made, struct tfs_inode **out)
 {
 	for (tmb_u32 tries = 0; tries < 1000; tries++) {
 		tmb_u64 inodes = tfs_table_inodes(fs);
@@ -139,6 +149,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, struct tfs_handle *made, struct 
 		if (!made->ino && !table_is_full(fs, inodes))
 			made->ino = search(fs, inodes, inodes, &inode);
 		if (made->ino) {
+			tfs_tx_inode(fs, slot, index, made->ino);
 			/* Everything but state, and the lock, on which a latecomer may sit. */
 			memset((tmb_u8 *)inode + offsetof(struct tfs_inode, mode), 0,
 			       offsetof(struct tfs_inode, lock) - offsetof(struct tfs_inode, mode));
@@ -153,7 +164,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, struct tfs_handle *made, struct 
 			*out = inode;
 			err = tfs_open_account(fs, inode);
 			if (err)
-				tfs_drop_new_inode(fs, inode);
+				tfs_drop_new_inode(fs, inode, slot);
 			return err;
 		}
 		tmb_store(&fs->inode_cursor, inodes); /* new ones come there */
@@ -183,29 +194,57 @@ static void free_contents(struct tfs *fs, struct tfs_inode *inode)
 	}
 }
 
-static void set_free(struct tfs *fs, struct tfs_inode *inode)
+static tmb_u64 freeing_state(struct tfs *fs, tmb_u32 slot)
+{
+	return (tmb_u64)(slot + 1) << 16 | (tmb_u64)tfs_tag(fs) << 8 | TFS_INODE_NEW;
+}
+
+/*
+ * Nobody can claim the record yet: a death before the end of the transaction has its words stored once more, which must not hit somebody
+ * else's new inode.
+ */
+static void set_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
+{
+	tmb_store_release(&inode->state_gen, (tmb_load(&inode->state_gen) & ~0xffffffffULL) | freeing_state(fs, slot));
+	tfs_persist(fs, inode, sizeof(inode->state_gen));
+}
+
+bool tfs_is_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
+{
+	return (tmb_load(&inode->state_gen) & 0xffffffff) == freeing_state(fs, slot);
+}
+
+void tfs_set_free(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_store_release(&inode->state_gen, tfs_free_state(tmb_load(&inode->state_gen)));
 	tfs_persist(fs, inode, sizeof(inode->state_gen));
 	tmb_fetch_add(&tfs_member_area(fs, fs->member)->inodes_used, -1);
 }
 
-void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode)
+void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
 {
+	set_freeing(fs, inode, slot); /* a dead member's: this one's now */
 	free_contents(fs, inode);
 	tfs_close_account(fs, inode);
-	set_free(fs, inode);
 }
 
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot)
 {
+	struct tfs_gone *gone;
+
 	tfs_tx_inode(fs, slot, 0, ino);
-	if (tmb_load(&inode->mappers))
-		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL, false);
+	if (tmb_load(&inode->mappers)) {
+		int err = tfs_begin_removal(fs, slot, inode, 0, ~0ULL, &gone);
+
+		if (err)
+			return err; /* unused as it is, the next recovery frees it */
+		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL, gone, false);
+		tfs_end_removal(fs, gone);
+	}
 	tmb_fetch_add(&inode->map_seq, 1); /* read-only members leave no mapper bit, and look here */
 	free_contents(fs, inode);
 	tfs_close_account(fs, inode);
-	set_free(fs, inode);
+	set_freeing(fs, inode, slot);
 	return 0;
 }
 
@@ -220,17 +259,48 @@ static void tell_holders(struct tfs *fs, tmb_u64 holders)
 	}
 }
 
-int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, bool recovering)
+int tfs_begin_removal(struct tfs *fs, tmb_u32 slot, struct tfs_inode *inode, tmb_u64 from, tmb_u64 to, struct tfs_gone **gone)
 {
-	struct tfs_gone *gone;
+	tmb_u64 root = tmb_load(&inode->root), borders[2] = {from, to};
+	struct tfs_tx *tx = tfs_tx(fs, slot);
+	struct tfs_gone *g = tfs_os_alloc(sizeof(*g));
+
+	if (!g)
+		return -ENOMEM;
+	for (tmb_u32 i = 0; i < 2; i++) {
+		/* Both in one large entry: it is split once. */
+		bool again = i && g->spare[0] && from / TFS_FANOUT == to / TFS_FANOUT;
+
+		if (from < to && !again && tfs_tree_splits(fs, root, borders[i]) && tfs_alloc_spare(fs, &g->spare[i])) {
+			g->spare[i] = 0;
+			tfs_end_removal(fs, g);
+			return -ENOSPC;
+		}
+		tmb_store(&tx->spare[i], g->spare[i]);
+	}
+	tfs_persist(fs, tx->spare, sizeof(tx->spare));
+	*gone = g;
+	return 0;
+}
+
+void tfs_end_removal(struct tfs *fs, struct tfs_gone *gone)
+{
+	for (tmb_u32 i = 0; i < 2; i++)
+		if (gone->spare[i])
+			tfs_set_map(fs, gone->spare[i], 1, TFS_MAP_FREE);
+	tfs_os_free(gone);
+	if (tmb_load(&fs->reserve_taken))
+		tfs_keep_reserve(fs);
+}
+
+int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone,
+		      bool recovering)
+{
 	tmb_u64 removed = 0, holders = 0;
 	int more = 0;
 
 	if (from >= to || !tmb_load(&inode->root))
 		return 0;
-	gone = tfs_os_alloc(sizeof(*gone));
-	if (!gone)
-		return -ENOMEM;
 	do {
 		tmb_u8 mark = TFS_MAP_FREE;
 
@@ -259,7 +329,6 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 		if (removed > fs->blocks)
 			more = tfs_damage(fs, "blocks to remove without end", ino, removed);
 	} while (more > 0);
-	tfs_os_free(gone);
 	return more < 0 ? more : 0;
 }
 
@@ -484,6 +553,8 @@ int tfs_map_ref(struct tfs *fs, struct tfs_handle h)
 	if (err || fs->read_only)
 		return err;
 	err = set_own_bit(fs, h, inode, &inode->mappers, false);
+	if (!err && fs->persistent)
+		tmb_store(&inode->unsynced, 1);
 	if (err || !tfs_frozen(fs))
 		return err;
 	clear_own_bit(fs, h, inode, &inode->mappers);
@@ -518,29 +589,35 @@ tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino)
 
 /* --- contents given whole: symlink targets, attribute images ---------------------------------------------------- */
 
-int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark)
+tmb_u64 tfs_image_blocks(tmb_u64 len)
 {
-	tmb_u64 blocks = tfs_blocks_of(len), done = 0, nodes = 0;
+	tmb_u64 blocks = tfs_blocks_of(len);
+
+	return blocks > 1 ? blocks + 1 : blocks; /* an image needs one node at most */
+}
+_Static_assert(2 * TFS_XATTR_MAX <= TFS_FANOUT * TFS_BLOCK, "an image of one node");
+
+int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark, tmb_u64 *taken)
+{
+	tmb_u64 blocks = tfs_blocks_of(len), done = 0;
 
 	*rootp = 0;
+	*taken = 0;
 	while (done < blocks) {
 		struct tfs_run run;
 		int err = tfs_alloc(fs, 0, blocks - done, &run);
 		tmb_u64 at = done << TFS_BLOCK_SHIFT, n;
 
-		if (err) {
-			tfs_tree_mark(fs, *rootp, mark, TFS_MAP_FREE);
-			*rootp = 0;
-			return err;
+		if (!err) {
+			n = TFS_MIN(len - at, run.count << TFS_BLOCK_SHIFT);
+			memcpy(tfs_block(fs, run.block), (const tmb_u8 *)data + at, n);
+			memset((tmb_u8 *)tfs_block(fs, run.block) + n, 0, (run.count << TFS_BLOCK_SHIFT) - n);
+			err = tfs_tree_add(fs, rootp, done, &run, mark, taken);
 		}
-		n = TFS_MIN(len - at, run.count << TFS_BLOCK_SHIFT);
-		memcpy(tfs_block(fs, run.block), (const tmb_u8 *)data + at, n);
-		memset((tmb_u8 *)tfs_block(fs, run.block) + n, 0, (run.count << TFS_BLOCK_SHIFT) - n);
-		err = tfs_tree_link(fs, rootp, done, &run, mark, &nodes);
 		if (err) {
-			tfs_set_map(fs, run.block, run.count, TFS_MAP_FREE);
 			tfs_tree_mark(fs, *rootp, mark, TFS_MAP_FREE);
 			*rootp = 0;
+			*taken = 0;
 			return err;
 		}
 		done += run.count;

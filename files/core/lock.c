@@ -213,9 +213,7 @@ tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
 {
 	tmb_u64 mappers;
 
-	if (!tmb_load(&inode->mappers))
-		return tfs_wait_unpinned(fs, ino);
-	tmb_fetch_add(&inode->map_seq, 1);
+	tmb_fetch_add(&inode->map_seq, 1); /* read-only members are no mappers, and look here */
 	mappers = tfs_active_members(fs, tmb_load_acquire(&inode->mappers));
 	return mappers | tfs_wait_unpinned(fs, ino);
 }

@@ -41,6 +41,19 @@ static tmb_u64 ref_ino(tmb_u64 ref)
 
 /* --- create, link ------------------------------------------------------------------------------------------------- */
 
+/* Contents that a new inode has from the start. */
+static int first_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 *rootp, const void *data, tmb_u64 len)
+{
+	tmb_u64 taken;
+	int err;
+
+	if (tfs_image_blocks(len) > tfs_blocks_left(fs, inode))
+		return -EDQUOT;
+	err = tfs_write_image(fs, rootp, data, len, TFS_MAP_USED, &taken);
+	tfs_count_blocks(fs, inode, (tmb_s64)taken);
+	return err;
+}
+
 static int init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, const struct tfs_create *c)
 {
 	bool dir = TFS_IS(c->mode, TFS_MODE_DIR);
@@ -63,14 +76,13 @@ static int init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, c
 			return -ENOENT;
 		if (c->symlink_len > TFS_SYMLINK_MAX)
 			return -ENAMETOOLONG;
-		err = tfs_write_image(fs, &inode->root, c->symlink, c->symlink_len, TFS_MAP_USED);
+		err = first_image(fs, inode, &inode->root, c->symlink, c->symlink_len);
 		tmb_store(&inode->size, c->symlink_len);
-		tfs_count_blocks(fs, inode, 1);
 	}
 	if (!err && c->xattrs) {
 		err = tfs_xattr_image_ok(c->xattrs, c->xattrs_len);
 		if (!err)
-			err = tfs_write_image(fs, &inode->xattr_root, c->xattrs, c->xattrs_len, TFS_MAP_USED);
+			err = first_image(fs, inode, &inode->xattr_root, c->xattrs, c->xattrs_len);
 	}
 	tfs_persist(fs, inode, sizeof(*inode));
 	return err;
@@ -100,10 +112,9 @@ int tfs_create(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u3
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	err = tfs_new_inode(fs, slot, made, &inode);
+	err = tfs_new_inode(fs, slot, 1, made, &inode);
 	if (err)
 		goto end;
-	tfs_tx_inode(fs, slot, 1, made->ino);
 	err = init_inode(fs, inode, dir_h.ino, c);
 	if (err)
 		goto drop;
@@ -118,7 +129,7 @@ int tfs_create(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u3
 	if (err)
 		goto drop;
 	tfs_tx_inode(fs, slot, 0, dir_h.ino);
-	err = tfs_dir_find(fs, dir, name, len, &entry);
+	err = tfs_dir_find_locked(fs, dir, name, len, &entry);
 	if (!err)
 		err = -EEXIST;
 	else if (err == -ENOENT)
@@ -138,12 +149,12 @@ int tfs_create(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u3
 		tfs_dir_end(fs, dir);
 	}
 	if (err)
-		tfs_drop_new_inode(fs, inode);
+		tfs_drop_new_inode(fs, inode, slot);
 	tfs_tx_end(fs, slot);
 	tfs_unlock_inode(fs, dir_h.ino);
 	return err;
 drop:
-	tfs_drop_new_inode(fs, inode);
+	tfs_drop_new_inode(fs, inode, slot);
 end:
 	tfs_tx_end(fs, slot);
 	return err;
@@ -182,7 +193,7 @@ int tfs_link(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 
 		err = -EMLINK;
 	if (err)
 		goto unlock;
-	err = tfs_dir_find(fs, dir, name, len, &entry);
+	err = tfs_dir_find_locked(fs, dir, name, len, &entry);
 	if (!err)
 		err = -EEXIST;
 	if (err == -ENOENT) {
@@ -247,7 +258,7 @@ static int remove_name(struct tfs *fs, struct tfs_handle dir_h, const char *name
 	err = lock_dir(fs, dir_h, &dir);
 	if (err)
 		goto end;
-	err = tfs_dir_find(fs, dir, name, len, &entry);
+	err = tfs_dir_find_locked(fs, dir, name, len, &entry);
 	if (err)
 		goto unlock_dir;
 	ino = ref_ino(entry.ref);
@@ -416,12 +427,12 @@ static int lock_children(struct tfs *fs, struct rename *r)
 /* Finds both names and refuses what rename(2) refuses. */
 static int find_names(struct tfs *fs, struct rename *r, tmb_u32 flags)
 {
-	int err = tfs_dir_find(fs, r->old_dir, r->old->name, r->old->len, &r->from);
+	int err = tfs_dir_find_locked(fs, r->old_dir, r->old->name, r->old->len, &r->from);
 
 	if (err)
 		return err;
 	r->source_ino = ref_ino(r->from.ref);
-	err = tfs_dir_find(fs, r->new_dir, r->new->name, r->new->len, &r->to);
+	err = tfs_dir_find_locked(fs, r->new_dir, r->new->name, r->new->len, &r->to);
 	if (err && err != -ENOENT)
 		return err;
 	r->target_ino = err ? 0 : ref_ino(r->to.ref);
@@ -533,10 +544,9 @@ int tfs_rename(struct tfs *fs, const struct tfs_name *from, const struct tfs_nam
 	if (flags & TFS_RENAME_WHITEOUT) {
 		struct tfs_create c = {.mode = TFS_MODE_CHR, .now = now};
 
-		err = tfs_new_inode(fs, slot, &whiteout_h, &whiteout);
+		err = tfs_new_inode(fs, slot, 4, &whiteout_h, &whiteout);
 		if (err)
 			goto end;
-		tfs_tx_inode(fs, slot, 4, whiteout_h.ino);
 		init_inode(fs, whiteout, old_dir, &c);
 	}
 	err = lock_dirs(fs, &r);
@@ -588,7 +598,7 @@ int tfs_rename(struct tfs *fs, const struct tfs_name *from, const struct tfs_nam
 				drop_if_unused(fs, r.target_ino, r.target, slot);
 		}
 	} else if (whiteout) {
-		tfs_drop_new_inode(fs, whiteout);
+		tfs_drop_new_inode(fs, whiteout, slot);
 	}
 	tfs_tx_end(fs, slot);
 	unlock_children(fs, &r);
@@ -598,7 +608,7 @@ unlock_dirs:
 	unlock_dirs(fs, &r);
 drop:
 	if (err && whiteout)
-		tfs_drop_new_inode(fs, whiteout);
+		tfs_drop_new_inode(fs, whiteout, slot);
 	if (err > 0)
 		err = 0;
 end:
@@ -621,7 +631,7 @@ int tfs_readlink(struct tfs *fs, struct tfs_handle h, char *buf, tmb_u32 size)
 	if (!len || len > TFS_SYMLINK_MAX)
 		return tfs_is(inode, h) ? tfs_damage(fs, "symlink length", h.ino, len) : -ESTALE;
 	/* A symlink never changes; what it needs against being freed meanwhile is a look at its state afterwards. */
-	err = tfs_tree_map(fs, tmb_load_acquire(&inode->root), 0, 1, &run);
+	err = tfs_tree_look(fs, tmb_load_acquire(&inode->root), 0, 1, &run);
 	if (err || !run.block)
 		return tfs_is(inode, h) ? tfs_damage(fs, "symlink without target", h.ino, 0) : -ESTALE;
 	len = TFS_MIN(len, size);

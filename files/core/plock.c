@@ -50,7 +50,7 @@ static struct tfs_lock_record *record_at(struct table *t, tmb_u64 i)
 static int table_grow(struct table *t)
 {
 	struct tfs_run run;
-	tmb_u64 nodes = 0;
+	tmb_u64 taken = 0;
 	int err;
 
 	if (t->blocks >= MAX_BLOCKS)
@@ -60,17 +60,18 @@ static int table_grow(struct table *t)
 	if (err)
 		return err;
 	if (!run.block) {
+		if (!tfs_blocks_left(t->fs, t->inode))
+			return -ENOLCK;
 		err = tfs_alloc(t->fs, 0, 1, &run);
 		if (err)
 			return err == -ENOSPC ? -ENOLCK : err;
 		memset(tfs_block(t->fs, run.block), 0, TFS_BLOCK);
 		if (!t->blocks)
 			((struct tfs_lock_head *)tfs_block(t->fs, run.block))->blocks = 1;
-		err = tfs_tree_link(t->fs, &t->inode->locks, t->blocks, &run, TFS_MAP_USED, &nodes);
-		if (err) {
-			tfs_set_map(t->fs, run.block, 1, TFS_MAP_FREE);
+		err = tfs_tree_add(t->fs, &t->inode->locks, t->blocks, &run, TFS_MAP_USED, &taken);
+		tfs_count_blocks(t->fs, t->inode, (tmb_s64)taken);
+		if (err)
 			return err == -ENOSPC ? -ENOLCK : err;
-		}
 	}
 	t->root = tmb_load(&t->inode->locks);
 	t->blocks++;

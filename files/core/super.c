@@ -56,6 +56,7 @@ static int make_root(struct tfs *fs, tmb_u32 uid, tmb_u32 gid, tmb_u32 mode)
 	root->atime = root->mtime = root->ctime = root->btime = now;
 	root->version = 1;
 	root->state_gen = 1ULL << TFS_GEN_SHIFT | TFS_INODE_LIVE;
+	tfs_keep_reserve(fs);
 	return 0;
 }
 
@@ -165,7 +166,11 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	if (fs->read_only)
 		return 0;
 	err = use_fair_locks(fs);
-	return err ? err : tfs_recover(fs, member);
+	if (!err)
+		err = tfs_recover(fs, member);
+	if (!err)
+		tfs_keep_reserve(fs);
+	return err;
 }
 
 void tfs_close(struct tfs *fs)

@@ -45,6 +45,7 @@
 
 /* Block map bytes. */
 #define TFS_MAP_FREE 0
+#define TFS_MAP_RESERVED 0xfc /* free, but only for who frees others with it: a removal may need a node more, also where all is full */
 #define TFS_MAP_LIMBO 0xfd /* unlinked, but a member in limbo_members may still map it */
 #define TFS_MAP_META 0xfe  /* super block, member areas, the map itself */
 #define TFS_MAP_USED 0xff
@@ -120,7 +121,7 @@ _Static_assert(offsetof(struct tfs_super, limbo_lock) == 352, "limbo");
 
 /* Inode states, bits 0-7 of state_gen. */
 #define TFS_INODE_FREE 0
-#define TFS_INODE_NEW 1	 /* bits 8-15: member id + 1 that creates it */
+#define TFS_INODE_NEW 1	 /* bits 8-15: member id + 1 that creates it, or frees it: then bits 16-23 are its transaction's slot + 1 */
 #define TFS_INODE_LIVE 2
 #define TFS_GEN_SHIFT 32
 
@@ -154,7 +155,8 @@ struct tfs_inode {
 	tmb_s64 btime;
 	tmb_u64 version; /* grows with each change of data or attributes */
 	tmb_u64 hole_mappers; /* bit per member, of those in 'mappers', that may show zeroes where there are holes */
-	tmb_u64 pad0[2];
+	tmb_u64 unsynced; /* persistent memory: data may have been stored through mappings since it was last written back */
+	tmb_u64 pad0[1];
 	/* 192: shared state */
 	struct tmb_lock lock;
 	tmb_u64 openers;  /* bit per member that has it open */
@@ -207,6 +209,7 @@ _Static_assert(sizeof(struct tfs_xattr_entry) == 8, "xattr entry size");
 
 /* Transactions. */
 #define TFS_TX_SLOTS 32u
+#define TFS_TX_RECOVERY (TFS_TX_SLOTS - 1) /* kept for recoveries: the others' users may be waiting for one */
 #define TFS_TX_WORDS 24u
 #define TFS_TX_INODES 5u
 #define TFS_TX_ITABLE (~0ULL) /* in place of an inode number: the inode table's own tree */
@@ -230,7 +233,8 @@ struct tfs_tx {
 	tmb_u32 n_words;
 	tmb_u64 ino[TFS_TX_INODES]; /* whose trees may hold tagged blocks; 0: none */
 	tmb_u64 arg[2];
-	tmb_u64 pad[7];
+	tmb_u64 spare[2]; /* TFS_REDO_TRUNCATE: blocks with the member's tag, for the nodes that it may need; 0: none */
+	tmb_u64 pad[5];
 	struct tfs_tx_word words[TFS_TX_WORDS];
 };
 _Static_assert(sizeof(struct tfs_tx) == 512, "tx size");

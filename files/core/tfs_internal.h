@@ -90,23 +90,37 @@ static inline int tfs_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u6
 int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run);
 /* Tags 512 free blocks that are aligned to 512, or some of them from 'offset' in such a chunk on. -ENOSPC. */
 int tfs_alloc_chunk(struct tfs *fs, tmb_u64 offset, tmb_u64 want, struct tfs_run *run);
+#define TFS_RESERVE 2u /* blocks: as many nodes as one removal may need */
+/* Tags one free block, a reserved one if there is no other. -ENOSPC. */
+int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block);
+/* Reserves blocks again if too few are. */
+void tfs_keep_reserve(struct tfs *fs);
 void tfs_set_map(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 value);
 /* First block in [from, to) with this map byte, or 'to'. */
 tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value);
 tmb_u64 tfs_count_free(struct tfs *fs);
 
 /* tree.c: radix trees. 'root' is a copied root word; 'rootp' points to one, in the zone or private. */
+/* look: the same without a report of damage, for readers that may find the tree freed under them: -EUCLEAN counts if it is still there. */
+int tfs_tree_look(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
 int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
 /* Links run.count blocks, tagged as the caller's, at a hole; then gives them and new nodes the map byte 'mark' (used; or still the
  * tag, where the root itself is not linked yet). *nodes grows by the nodes it took. */
 int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *nodes);
+/* The same; if it fails, what could not be linked is free again. *taken grows by all blocks that the tree has more, nodes among them. */
+int tfs_tree_add(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *taken);
+/* Blocks of a tree, nodes among them. */
+tmb_u64 tfs_tree_count(struct tfs *fs, tmb_u64 root);
 /* Blocks unlinked so far, to be freed when nobody can look at them any more. */
 #define TFS_GONE_RUNS 240u
 struct tfs_gone {
 	tmb_u32 n;
 	tmb_u64 blocks;
+	tmb_u64 spare[2]; /* tagged blocks for the nodes of large entries that are split */
 	struct tfs_run runs[TFS_GONE_RUNS];
 };
+/* Whether a large entry lies across the border before 'fblock', so that a removal that begins or ends there splits it. */
+bool tfs_tree_splits(struct tfs *fs, tmb_u64 root, tmb_u64 fblock);
 /* Unlinks (tag first) what lies in [from, to); 1: 'gone' is full, call again; 0: done. */
 int tfs_tree_unlink(struct tfs *fs, tmb_u64 *rootp, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone);
 /* Calls visit for every block of the tree, nodes after their children, and takes them off the budget (fs->blocks for a whole walk). */
@@ -217,23 +231,35 @@ static inline bool tfs_is(struct tfs_inode *inode, struct tfs_handle h)
 	return (state & 0xff) == TFS_INODE_LIVE && (!h.generation || state >> TFS_GEN_SHIFT == h.generation);
 }
 int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out); /* -ESTALE, -EUCLEAN */
-int tfs_new_inode(struct tfs *fs, tmb_u32 slot, struct tfs_handle *made, struct tfs_inode **out); /* claimed, state NEW */
-void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode);	/* undo, contents freed too */
-/* With the inode locked, nlink 0, nobody has it open: frees contents and number. */
+/* Claims a record, state NEW, and names it in the transaction as number 'index'. */
+int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle *made, struct tfs_inode **out);
+/* Undo, contents freed too. The transaction names the inode, and its end frees the number. */
+void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot);
+/* Whether the transaction in this slot has freed the inode; tfs_tx_end then lets others claim the record: tfs_set_free. */
+bool tfs_is_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot);
+void tfs_set_free(struct tfs *fs, struct tfs_inode *inode);
+/* With the inode locked, nlink 0, nobody has it open: frees contents, and has the end of the transaction free the number. */
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
 /* Frees the inode if it has neither name nor opener, and ends the transaction. */
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot);
-/* Removes and frees blocks [from, to) of the data tree, once readers and mappers are gone; without waiting for mappers in a recovery, since
- * one who is asked to unmap may itself be waiting for the recovery to end. */
-int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, bool recovering);
+/*
+ * Removes and frees blocks [from, to) of the data tree, once readers and mappers are gone; without waiting for mappers in a recovery, since
+ * one who is asked to unmap may itself be waiting for the recovery to end. Before the transaction commits, tfs_begin_removal takes all that the
+ * removal needs, so that it can't fail half-way; tfs_end_removal gives back what was not used.
+ */
+int tfs_begin_removal(struct tfs *fs, tmb_u32 slot, struct tfs_inode *inode, tmb_u64 from, tmb_u64 to, struct tfs_gone **gone);
+int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone,
+		      bool recovering);
+void tfs_end_removal(struct tfs *fs, struct tfs_gone *gone);
 tmb_u64 tfs_blocks_of(tmb_u64 bytes);
 static inline tmb_u64 tfs_free_state(tmb_u64 state_gen)
 {
 	return ((state_gen >> TFS_GEN_SHIFT) + 1) << TFS_GEN_SHIFT;
 }
 void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data); /* ctime, version; mtime if data */
-/* Makes a tree over a copy of 'data' and stores its root word; 'mark' as in tfs_tree_link. */
-int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark);
+/* Makes a tree over a copy of 'data' and stores its root word; 'mark' as in tfs_tree_link. *taken: its blocks, at most tfs_image_blocks. */
+int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark, tmb_u64 *taken);
+tmb_u64 tfs_image_blocks(tmb_u64 len);
 
 /* dir.c: entries of one directory. The caller holds its lock for all but tfs_dir_find (with a seq check). */
 struct tfs_slot {
@@ -243,8 +269,14 @@ struct tfs_slot {
 	tmb_u32 hash;	 /* of the name looked for */
 };
 tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len);
-/* -ENOENT: of 'slot' only the hash is set. */
+/* -ENOENT: of 'slot' only the hash is set. -EUCLEAN is not reported yet: tfs_dir_find_locked does. */
 int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot);
+static inline int tfs_dir_find_locked(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
+{
+	int err = tfs_dir_find(fs, dir, name, len, slot);
+
+	return err == -EUCLEAN ? tfs_damage(fs, "directory not readable", tmb_load(&dir->root), slot->hash) : err;
+}
 /* After tfs_dir_find said -ENOENT: makes an entry with ref 0 that lookups do not see yet, in the index already. */
 int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot);
 /* After its ref became 0: out of the index. */

@@ -26,7 +26,7 @@ static bool beyond(tmb_u32 height, tmb_u64 fblock)
 	return height < 7 && fblock >> (TFS_FANOUT_SHIFT * height);
 }
 
-int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+int tfs_tree_look(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	tmb_u32 height = tfs_root_height(root), level;
 	tmb_u64 node = root & TFS_BLOCKNR_MASK;
@@ -36,7 +36,7 @@ int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, st
 	if (!node)
 		return 0;
 	if (height > TFS_MAX_HEIGHT || !tfs_block_ok(fs, node))
-		return tfs_damage(fs, "tree root out of range", root, fblock);
+		return -EUCLEAN;
 	if (beyond(height, fblock))
 		return 0;
 	if (!height) {
@@ -58,7 +58,7 @@ int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, st
 		}
 		if (entry & TFS_ENTRY_HUGE) {
 			if (!huge_ok(fs, level, block))
-				return tfs_damage(fs, "large tree entry out of range", entry, fblock);
+				return -EUCLEAN;
 			run->block = block + within;
 			while (n < count && ++i < TFS_FANOUT) {
 				block += TFS_FANOUT;
@@ -70,7 +70,7 @@ int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, st
 			return 0;
 		}
 		if (!tfs_block_ok(fs, block))
-			return tfs_damage(fs, "tree entry out of range", entry, fblock);
+			return -EUCLEAN;
 		if (level == 1) {
 			run->block = block;
 			n = 1;
@@ -83,6 +83,13 @@ int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, st
 		node = block;
 	}
 	return 0;
+}
+
+int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+{
+	int err = tfs_tree_look(fs, root, fblock, count, run);
+
+	return err ? tfs_damage(fs, "tree entry out of range", root, fblock) : 0;
 }
 
 static int new_node(struct tfs *fs, tmb_u64 *nodes, tmb_u64 *node) /* tagged */
@@ -220,6 +227,24 @@ int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct t
 	return 0;
 }
 
+int tfs_tree_add(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *taken)
+{
+	int err = tfs_tree_link(fs, rootp, fblock, run, mark, taken);
+
+	if (!err) {
+		*taken += run->count;
+		return 0;
+	}
+	for (tmb_u64 i = 0; i < run->count; i++) {
+		struct tfs_run there;
+		bool linked = !tfs_tree_map(fs, tmb_load(rootp), fblock + i, 1, &there) && there.block == run->block + i;
+
+		*taken += linked;
+		tfs_set_map(fs, run->block + i, 1, linked ? mark : TFS_MAP_FREE);
+	}
+	return err;
+}
+
 /* --- removing --------------------------------------------------------------------------------------------- */
 
 static bool gone_add(struct tfs_gone *gone, tmb_u64 block, tmb_u64 count)
@@ -248,19 +273,37 @@ static bool unlink_entry(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 c
 }
 
 /* A large entry of which only a part goes: an ordinary node in its place. */
-static int split(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 *node)
+static int split(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 *node, struct tfs_gone *gone)
 {
-	tmb_u64 nodes = 0;
-	int err = new_node(fs, &nodes, node);
+	tmb_u64 *spare = gone->spare[0] ? &gone->spare[0] : &gone->spare[1];
 
-	if (err)
-		return err;
+	if (!*spare && tfs_alloc_spare(fs, spare))
+		return -ENOSPC;
+	*node = *spare;
+	*spare = 0;
 	for (tmb_u32 i = 0; i < TFS_FANOUT; i++)
 		node_entries(fs, *node)[i] = block + i;
 	tfs_persist(fs, node_entries(fs, *node), TFS_BLOCK);
 	set_entry(fs, slot, *node);
 	mark_linked(fs, *node, 1, TFS_MAP_USED);
 	return 0;
+}
+
+bool tfs_tree_splits(struct tfs *fs, tmb_u64 root, tmb_u64 fblock)
+{
+	tmb_u64 node = root & TFS_BLOCKNR_MASK;
+	tmb_u32 height = tfs_root_height(root);
+
+	if (!(fblock & (TFS_FANOUT - 1)) || height < 2 || height > TFS_MAX_HEIGHT || beyond(height, fblock))
+		return false;
+	for (tmb_u32 level = height; tfs_block_ok(fs, node); level--) {
+		tmb_u64 entry = tmb_load(&node_entries(fs, node)[(fblock / span_of(level)) & (TFS_FANOUT - 1)]);
+
+		if (level == 2)
+			return entry & TFS_ENTRY_HUGE;
+		node = entry & TFS_BLOCKNR_MASK;
+	}
+	return false;
 }
 
 /* [from, to) relative to the first file block below 'node'. 0, 1 (gone is full) or -errno. */
@@ -284,7 +327,7 @@ static int unlink_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tmb_u64 fro
 					return 1;
 				continue;
 			}
-			err = split(fs, &entries[i], block, &block);
+			err = split(fs, &entries[i], block, &block, gone);
 			if (err)
 				return err;
 			gone->blocks--; /* a node more; the caller subtracts what is gone from the inode's count */
@@ -391,4 +434,19 @@ int tfs_tree_mark(struct tfs *fs, tmb_u64 root, tmb_u8 from, tmb_u8 to)
 	tmb_u64 budget = fs->blocks;
 
 	return tfs_tree_walk(fs, root, visit_change, &change, &budget);
+}
+
+static int visit_count(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
+{
+	(void)fs, (void)block, (void)node;
+	*(tmb_u64 *)ctx += count;
+	return 0;
+}
+
+tmb_u64 tfs_tree_count(struct tfs *fs, tmb_u64 root)
+{
+	tmb_u64 blocks = 0, budget = fs->blocks;
+
+	tfs_tree_walk(fs, root, visit_count, &blocks, &budget);
+	return blocks;
 }

@@ -13,36 +13,46 @@ struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot)
 	return &tfs_member_area(fs, fs->member)->tx[slot];
 }
 
+/* Number i of those whose trees may hold tagged blocks; NULL: none, or the inode table. */
+static struct tfs_inode *listed_inode(struct tfs *fs, struct tfs_tx *tx, tmb_u32 i)
+{
+	tmb_u64 ino = tmb_load(&tx->ino[i]);
+
+	return ino && ino != TFS_TX_ITABLE ? tfs_inode(fs, ino) : NULL;
+}
+
 static tmb_u64 tx_state(struct tfs *fs, tmb_u32 state)
 {
 	return (tmb_u64)fs->epoch << 32 | state;
 }
 
+static bool open_slot(struct tfs *fs, tmb_u32 i)
+{
+	struct tfs_tx *tx = tfs_tx(fs, i);
+	tmb_u64 old = tmb_load(&tx->state);
+
+	return (old & 0xff) == TFS_TX_FREE && tmb_cas64(&tx->state, old, tx_state(fs, TFS_TX_OPEN));
+}
+
 /* Waits while all slots are taken by other threads of this member; the caller has no lock that these could wait for. */
 static int claim(struct tfs *fs, tmb_u32 *slot)
 {
-	tmb_u32 i = tfs_os_cpu() % TFS_TX_SLOTS;
+	tmb_u32 i = tfs_os_cpu() % TFS_TX_RECOVERY;
 	struct tfs_wait w;
 
 	if (fs->read_only)
 		return -EROFS;
 	if (tfs_fenced(fs))
 		return -ESHUTDOWN;
-	for (tmb_u32 round = 0;; round++, i = (i + 1) % TFS_TX_SLOTS) {
-		struct tfs_tx *tx = tfs_tx(fs, i);
-
-		if ((tmb_load(&tx->state) & 0xff) == TFS_TX_FREE) {
-			tmb_u64 old = tmb_load(&tx->state);
-
-			if ((old & 0xff) == TFS_TX_FREE && tmb_cas64(&tx->state, old, tx_state(fs, TFS_TX_OPEN))) {
-				*slot = i;
-				return 0;
-			}
+	for (tmb_u32 round = 0;; round++, i = (i + 1) % TFS_TX_RECOVERY) {
+		if (open_slot(fs, i)) {
+			*slot = i;
+			return 0;
 		}
-		if (round && round % TFS_TX_SLOTS == 0) {
+		if (round && round % TFS_TX_RECOVERY == 0) {
 			int err;
 
-			if (round == TFS_TX_SLOTS)
+			if (round == TFS_TX_RECOVERY)
 				tfs_wait_start(&w, TFS_SURE); /* who closes a file, being killed, must get one */
 			err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
 			if (err)
@@ -157,9 +167,21 @@ void tfs_tx_drop(struct tfs *fs, tmb_u32 slot)
 
 void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
 {
+	struct tfs_tx *tx = tfs_tx(fs, slot);
+	struct tfs_inode *freed[TFS_TX_INODES];
+	tmb_u32 n = 0;
+
+	for (tmb_u32 i = 0; i < TFS_TX_INODES; i++) {
+		struct tfs_inode *inode = listed_inode(fs, tx, i);
+
+		if (inode && tfs_is_freeing(fs, inode, slot))
+			freed[n++] = inode;
+	}
 	tfs_barrier(fs);
-	clear_tx(fs, tfs_tx(fs, slot), tx_state(fs, TFS_TX_FREE));
+	clear_tx(fs, tx, tx_state(fs, TFS_TX_FREE));
 	tfs_barrier(fs);
+	while (n)
+		tfs_set_free(fs, freed[--n]);
 }
 
 /* --- after a death ------------------------------------------------------------------------------------------- */
@@ -215,20 +237,47 @@ static bool created_by(tmb_u64 state_gen, tmb_u64 members)
 	return (state_gen & 0xff) == TFS_INODE_NEW && tag && tag <= TFS_MEMBERS && members >> (tag - 1) & 1;
 }
 
-/* The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. */
-static void redo(struct tfs *fs, struct tfs_tx *tx)
+/*
+ * The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. In a transaction of this
+ * member's own: it tags and unlinks blocks, too, and may die of it.
+ */
+static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 {
 	tmb_u32 what = tmb_load(&tx->redo);
 	tmb_u64 ino = tmb_load(&tx->ino[0]), from = tmb_load(&tx->arg[0]), to = tmb_load(&tx->arg[1]);
-	struct tfs_inode *inode;
+	struct tfs_inode *inode = listed_inode(fs, tx, 0);
+	struct tfs_gone *gone;
+	int err;
 
-	if (what == TFS_REDO_NONE || what == TFS_REDO_FREE || tfs_live_inode(fs, tfs_any(ino), &inode))
-		return; /* orphans are freed by the scan that follows */
+	if (what == TFS_REDO_NONE || what == TFS_REDO_FREE || !inode || !tfs_is(inode, tfs_any(ino)))
+		return 0; /* orphans are freed by the scan that follows */
 	if (what == TFS_REDO_TRIM) {
 		from = tfs_blocks_of(tmb_load(&inode->size));
 		to = ~0ULL;
 	}
-	tfs_remove_blocks(fs, inode, ino, from, to, true);
+	gone = tfs_os_alloc(sizeof(*gone));
+	if (!gone)
+		return -ENOMEM;
+	/* Those that the dead member left are its own still, and linked to nothing. */
+	for (tmb_u32 i = 0; what == TFS_REDO_TRUNCATE && i < 2; i++) {
+		tmb_u64 spare = tmb_load(&tx->spare[i]);
+
+		if (tfs_block_ok(fs, spare) && tmb_load(tfs_map_bytes(fs) + spare) == tag)
+			gone->spare[i] = spare;
+	}
+	/* Another thread's recovery has it, and waits for nobody. */
+	for (tmb_u32 round = 0; !open_slot(fs, TFS_TX_RECOVERY); round++) {
+		if (tfs_fenced(fs)) {
+			tfs_os_free(gone);
+			return -ESHUTDOWN;
+		}
+		tfs_os_wait(fs, round);
+	}
+	tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
+	err = tfs_remove_blocks(fs, inode, ino, from, to, gone, true);
+	tfs_tx_end(fs, TFS_TX_RECOVERY);
+	tfs_os_free(gone);
+	return err;
 }
 
 /* One pass for all of them: the table is the largest thing that a recovery reads. */
@@ -250,7 +299,7 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 			/* In a transaction: this member may die, too, while it frees what the other one made. */
 			if (!claim(fs, &slot)) {
 				tfs_tx_inode(fs, slot, 0, ino);
-				tfs_drop_new_inode(fs, inode);
+				tfs_drop_new_inode(fs, inode, slot);
 				tfs_tx_end(fs, slot);
 			}
 			continue;
@@ -297,7 +346,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 	tmb_u8 tag = (tmb_u8)(member + 1);
 	tmb_u64 budget = 2 * fs->blocks, holders = 0;
 	tmb_u32 i, k, owner;
-	int err;
+	int err = 0;
 
 	for (i = 0; i < TFS_TX_SLOTS; i++)
 		if ((tmb_load_acquire(&area->tx[i].state) & 0xff) == TFS_TX_COMMITTED)
@@ -307,7 +356,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 			continue;
 		for (k = 0; k < TFS_TX_INODES; k++) {
 			tmb_u64 ino = tmb_load(&area->tx[i].ino[k]);
-			struct tfs_inode *inode = ino && ino != TFS_TX_ITABLE ? tfs_inode(fs, ino) : NULL;
+			struct tfs_inode *inode = listed_inode(fs, &area->tx[i], k);
 
 			if (ino && !listed_before(area, i, k, ino))
 				keep_inode_blocks(fs, ino, tag, &budget);
@@ -318,16 +367,19 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 				tfs_dir_end(fs, inode); /* and nobody else is at it */
 		}
 	}
-	err = free_tagged(fs, tag, holders);
-	if (err)
-		return err;
 	for (i = 0; i < TFS_TX_SLOTS; i++) {
 		struct tfs_tx *tx = &area->tx[i];
 		tmb_u32 state = tmb_load(&tx->state) & 0xff;
 
 		if (state == TFS_TX_COMMITTED || (state == TFS_TX_OPEN && tmb_load(&tx->redo) == TFS_REDO_TRIM))
-			redo(fs, tx);
+			err = redo(fs, tx, tag);
+		/* What a later try may bring to an end is tried later. */
+		if (err == -ENOMEM || err == -ESHUTDOWN)
+			return err;
 	}
+	err = free_tagged(fs, tag, holders);
+	if (err)
+		return err;
 	for (i = 0; i < TFS_PINS; i++)
 		tmb_store(&area->pins[i].ino, 0);
 	tfs_barrier(fs);
@@ -403,6 +455,8 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_h
 	if (forget)
 		forget_in_inodes(fs, forget);
 	tfs_limbo_release(fs, forget);
+	if (forget && !err)
+		tfs_keep_reserve(fs);
 	tfs_barrier(fs);
 	for (left = forget; left; left &= left - 1) {
 		tmb_u32 m = (tmb_u32)__builtin_ctzll(left);

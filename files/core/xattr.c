@@ -42,23 +42,24 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle
 {
 	struct tfs_xattr_image *head;
 	tmb_u32 bytes = sizeof(*head), done = 0, pin;
+	tmb_u64 root, stamp = tfs_read_stamp(fs, h.ino);
+	const char *wrong = NULL;
 	tmb_u8 *image = NULL;
 	struct tfs_run run;
-	tmb_u64 root;
 	int err = 0;
 
 	pin = tfs_pin(fs, h.ino);
 	root = tmb_load_acquire(&inode->xattr_root);
 	if (root) {
-		err = tfs_tree_map(fs, root, 0, 1, &run);
+		err = tfs_tree_look(fs, root, 0, 1, &run);
 		if (!err && run.block)
 			bytes = tmb_load((tmb_u32 *)tfs_block(fs, run.block));
 		if (err || !run.block || bytes < sizeof(*head) || bytes > IMAGE_MAX)
-			err = tfs_damage(fs, "attribute image size", h.ino, bytes);
+			wrong = "attribute image size";
 	}
 	tfs_unpin(fs, pin);
-	if (err)
-		return err;
+	if (wrong)
+		goto out;
 	/* No allocation under a pin: it may sleep. */
 	image = tfs_os_alloc(bytes + room + 8);
 	if (!image)
@@ -70,7 +71,7 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle
 	while (!err && root && done < bytes) {
 		tmb_u32 n;
 
-		err = tfs_tree_map(fs, root, done >> TFS_BLOCK_SHIFT, tfs_blocks_of(bytes - done), &run);
+		err = tfs_tree_look(fs, root, done >> TFS_BLOCK_SHIFT, tfs_blocks_of(bytes - done), &run);
 		if (!err && !run.block)
 			err = -EUCLEAN;
 		if (err)
@@ -84,8 +85,14 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle
 		head->bytes = sizeof(*head);
 		head->count = 0;
 	}
-	if (!err && (head->bytes != bytes || tfs_xattr_image_ok(image, bytes)))
-		err = tfs_damage(fs, "attribute image malformed", h.ino, bytes);
+	if (err == -EUCLEAN || (!err && (head->bytes != bytes || tfs_xattr_image_ok(image, bytes))))
+		wrong = "attribute image malformed";
+out:
+	/* A read-only member has no pin: its copy may be of blocks that were freed meanwhile. */
+	if (tfs_read_stamp(fs, h.ino) != stamp || !tfs_is(inode, h))
+		err = tfs_is(inode, h) ? -EAGAIN : -ESTALE;
+	else if (wrong)
+		err = tfs_damage(fs, wrong, h.ino, bytes);
 	if (err) {
 		tfs_os_free(image);
 		return err;
@@ -212,7 +219,7 @@ static int edit(tmb_u8 *image, const char *name, const void *value, tmb_u64 size
 int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode, tmb_s64 now)
 {
 	struct tfs_inode *inode;
-	tmb_u64 old, root = 0;
+	tmb_u64 old, had, taken = 0, root = 0;
 	tmb_u8 *image;
 	tmb_u32 slot;
 	int err;
@@ -236,19 +243,28 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 	/* Removing what is not there is what an ACL that says no more than the mode asks for. */
 	if (err == -ENODATA && !value && mode >= 0)
 		err = 0;
-	if (!err && ((struct tfs_xattr_image *)image)->count)
-		err = tfs_write_image(fs, &root, image, ((struct tfs_xattr_image *)image)->bytes, tfs_tag(fs));
+	old = tmb_load(&inode->xattr_root);
+	had = tfs_tree_count(fs, old);
+	if (!err && ((struct tfs_xattr_image *)image)->count) {
+		tmb_u64 bytes = ((struct tfs_xattr_image *)image)->bytes, need = tfs_image_blocks(bytes);
+
+		if (need > had && need - had > tfs_blocks_left(fs, inode))
+			err = -EDQUOT;
+		else
+			err = tfs_write_image(fs, &root, image, bytes, tfs_tag(fs), &taken);
+	}
 	tfs_os_free(image);
 	if (err)
 		goto unlock;
-	old = tmb_load(&inode->xattr_root);
 	tfs_tree_mark(fs, old, TFS_MAP_USED, tfs_tag(fs));
 	tfs_tx_word(fs, slot, &inode->xattr_root, root);
 	if (mode >= 0)
 		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | ((tmb_u64)mode & 07777));
 	tfs_tx_commit(fs, slot);
 	tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_USED);
+	tfs_count_blocks(fs, inode, (tmb_s64)(taken - had));
 	tfs_changed(inode, now, false);
+	tmb_fetch_add(&inode->map_seq, 1); /* for read-only members, which leave no pin */
 	if (old) {
 		tmb_u64 holders = tfs_wait_unpinned(fs, h.ino);
 

@@ -18,7 +18,6 @@ fn main() {
         let mut build = cc::Build::new();
         build
             .files(&sources)
-            .file("os/os.c")
             .include("os")
             .include("../core")
             .include("../../zone/format")
@@ -30,8 +29,8 @@ fn main() {
             .flag("-Wno-unused-parameter");
         build
     };
-    core().file("os/persist.c").compile("tfs");
-    // For tests/prefixes, which sees every store: it defines what the instrumentation calls.
+    core().file("os/os.c").file("os/persist.c").compile("tfs");
+    // For tests/prefixes and tests/explore, which see every access: they define what the instrumentation calls.
     core()
         .flag("-fsanitize=thread")
         .flag_if_supported("-Wno-tsan")

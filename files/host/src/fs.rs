@@ -424,6 +424,24 @@ impl Filesystem {
         check(unsafe { sys::tfs_close_ref(self.writable()?, raw(ino)) })
     }
 
+    /// Says that this member maps the inode's blocks, before the first is mapped. EAGAIN: frozen.
+    pub fn map_ref(&self, ino: impl Into<Handle>) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_map_ref(self.writable()?, raw(ino)) })
+    }
+
+    /// Says that none is mapped any more.
+    pub fn unmap_ref(&self, ino: impl Into<Handle>) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_unmap_ref(self.writable()?, raw(ino)) })
+    }
+
+    /// Has the inode's data written back where the memory is persistent.
+    pub fn sync(&self, ino: impl Into<Handle>) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_sync(self.raw(), raw(ino)) })
+    }
+
     /// The inode behind a name, and its `DT_*`.
     pub fn lookup(&self, dir: impl Into<Handle>, name: &[u8]) -> Result<(Handle, u8)> {
         let (mut found, mut kind) = (sys::tfs_handle::default(), 0);

@@ -209,6 +209,55 @@ fn a_handle_of_a_removed_directory_does_not_reach_the_directory_that_has_its_num
     assert_eq!(b.list(new).expect("names").len(), 1);
 }
 
+/// Fills it to the last block, and says how long the file is.
+fn fill(fs: &Filesystem, name: &str) -> u64 {
+    let full = file(fs, name);
+    let mut at = 0;
+    for len in [65_536, 4096] {
+        while let Ok(n) = fs.pwrite(full, &vec![1; len], at, false) {
+            at += n as u64;
+        }
+    }
+    assert_eq!(fs.statfs().blocks_free, 0);
+    at
+}
+
+#[test]
+fn a_file_is_cut_within_a_large_run_also_where_all_is_full() {
+    let area = area(16);
+    let fs = Filesystem::open(area.clone()).expect("open");
+    let files: Vec<Handle> = (0..4).map(|i| file(&fs, &format!("large{i}"))).collect();
+    for f in &files {
+        fs.pwrite(*f, &[b'S'; 2 << 20], 0, false).expect("room");
+        assert_eq!(fs.map(*f, 0, 512).map(|run| (run.block % 512, run.count)), Ok((0, 512)));
+    }
+    fs.pwrite(files[3], &[b'S'; 2 << 20], 2 << 20, false).expect("room");
+    let zeros = |f: Handle, at: u64| {
+        let mut buf = [1; 64];
+        fs.pread(f, &mut buf, at).expect("read");
+        buf == [0; 64]
+    };
+    for (i, f) in files.iter().enumerate() {
+        fill(&fs, &format!("full{i}"));
+        if i >= 2 {
+            let mode = sys::TFS_FALLOC_PUNCH | sys::TFS_FALLOC_KEEP_SIZE;
+            let end = if i == 2 { 3 << 19 } else { 3 << 20 };
+            fs.fallocate(*f, mode, 1 << 20, end - (1 << 20)).expect("a hole needs no room");
+            assert!(zeros(*f, 1 << 20) && zeros(*f, end - 64));
+            assert!(!zeros(*f, (1 << 20) - 64) && !zeros(*f, end));
+            continue;
+        }
+        fs.truncate(*f, 100 * BLOCK, false).expect("cutting needs no room");
+        // All but the node that the rest needs, and the block that is reserved for the next time.
+        assert_eq!(fs.getattr(*f).map(|attr| (attr.size, attr.blocks)), Ok((100 * BLOCK, 100 + 2)));
+        assert_eq!(fs.statfs().blocks_free, 412 - 1);
+        fs.truncate(*f, 2 << 20, false).expect("longer");
+        assert!(zeros(*f, 300 * BLOCK), "old bytes show in a file that grew again");
+    }
+    drop(fs);
+    assert_clean(&area);
+}
+
 #[test]
 fn a_late_close_leaves_the_open_file_that_has_its_number_now() {
     let (a, b) = two_members();
@@ -609,6 +658,88 @@ fn what_a_member_makes_counts_for_its_account_whoever_fills_and_removes_it() {
     host.grant(5, "tenant", 100, 5, 0).expect("grant more");
     file(&tenant, "fifth");
     drop((host, tenant));
+    assert_clean(&area);
+}
+
+#[test]
+fn attributes_indexes_and_tables_of_locks_count_for_an_account_as_data_does() {
+    let (host, tenant, area) = with_grant(100, 2000);
+    let used = || account::list(&host).remove(0).bytes / 4096;
+    let f = file(&tenant, "f");
+    assert_eq!(used(), 0);
+    tenant.xattr_set(f, b"user.a", Some(&[1; 9000]), 0, None).expect("attribute");
+    assert_eq!(used(), 4, "three blocks and a node");
+    tenant.xattr_set(f, b"user.a", Some(&[1; 100]), 0, None).expect("attribute");
+    assert_eq!(used(), 1);
+    let lock = |n: u64| FileLock {
+        owner: n,
+        start: n,
+        end: n,
+        type_: sys::TFS_LK_READ,
+        kind: sys::TFS_LK_POSIX,
+        pid: 1,
+        member: 0,
+    };
+    let taken = (0..).find(|n| tenant.set_lock(f, &lock(*n)) == Err(Errno::NOLCK)).expect("a limit");
+    assert_eq!(used(), 100);
+    assert_eq!(taken, 98 * 64 - 1, "all but the attribute's block and the table's node hold locks");
+    assert_eq!(tenant.xattr_set(f, b"user.a", Some(&[1; 9000]), 0, None), Err(Errno::DQUOT));
+    assert_eq!(tenant.pwrite(f, b"x", 0, false), Err(Errno::DQUOT));
+    tenant.xattr_set(f, b"user.a", None, 0, None).expect("what is removed needs no room");
+    tenant.unlink(ROOT, b"f", None).expect("unlink");
+    assert_eq!(used(), 0);
+
+    let dir = tenant.create(ROOT, Some(b"dir"), &Create::mode(libc::S_IFDIR | 0o755)).expect("mkdir");
+    for i in 0..1000 {
+        tenant.create(dir, Some(format!("name-{i}").as_bytes()), &Create::mode(REG)).expect("create");
+    }
+    let blocks = tenant.getattr(dir).expect("attributes").blocks;
+    assert_eq!(used(), blocks);
+    assert!(blocks >= 1000 / 64 + 1 + 5, "names, and an index of 2048 places: {blocks}");
+    drop((host, tenant));
+    assert_clean(&area);
+    let report = fsck::check(&area, Options::default(), &mut |_, _, _| {}).expect("a file system");
+    let counts = |p: &&fsck::Problem| p.code == "blocks" || p.code == "account-count";
+    assert_eq!(report.problems.iter().filter(counts).count(), 0, "{:?}", report.problems);
+}
+
+/// Blocks that belong to somebody but to nothing.
+fn tagged(area: &Area) -> usize {
+    let word = |field: usize| area.word(field as u64).expect("in the super block");
+    let (map, blocks) = (
+        word(core::mem::offset_of!(sys::tfs_super, map_start)),
+        word(core::mem::offset_of!(sys::tfs_super, blocks)),
+    );
+    let mut bytes = vec![0; blocks as usize];
+    assert!(area.copy_out(map * BLOCK, &mut bytes));
+    bytes.iter().filter(|b| (1..=64).contains(*b)).count()
+}
+
+#[test]
+fn names_find_room_in_a_full_zone_as_long_as_their_directory_has_some() {
+    let area = area(8);
+    let fs = Filesystem::open(area.clone()).expect("open");
+    let dir = fs.create(ROOT, Some(b"dir"), &Create::mode(libc::S_IFDIR | 0o755)).expect("mkdir");
+    let first = fs.create(dir, Some(b"first"), &Create::mode(REG)).expect("create");
+    // The next name but one asks for a larger index.
+    for i in 1..383 {
+        fs.link(dir, format!("n{i}").as_bytes(), first).expect("link");
+    }
+    fill(&fs, "full");
+    let before = fs.statfs().blocks_free;
+    for i in 0..10_000 {
+        let (from, to) = (format!("n{}", 1 + i % 382), format!("moved{i}"));
+        fs.rename((dir, from.as_bytes()), (dir, to.as_bytes()), 0)
+            .expect("a rename in a directory with room");
+        fs.rename((dir, to.as_bytes()), (dir, from.as_bytes()), 0).expect("and back");
+    }
+    let failed = (0..100_000).find_map(|i| fs.link(dir, format!("more-{i}").as_bytes(), first).err());
+    assert_eq!(failed, Some(Errno::NOSPC));
+    assert_eq!((fs.statfs().blocks_free, tagged(&area)), (before, 0), "what failed leaves no block behind");
+    for entry in fs.list(dir).expect("names") {
+        assert_eq!(fs.lookup(dir, &entry.name).map(|found| found.0), Ok(first));
+    }
+    drop(fs);
     assert_clean(&area);
 }
 

@@ -135,7 +135,9 @@ impl Checker<'_> {
                 self.put(inode.at + field::seq, inode.seq().wrapping_add(1));
             }
         }
-        self.check_index(ino, inode, &contents.entries);
+        let index = self.check_index(ino, inode, &contents.entries);
+        let blocks = self.inodes.get(ino as usize).map_or(0, |known| known.blocks);
+        self.check_blocks(ino, inode, blocks + index);
     }
 
     fn check_dir_block(&mut self, dir: u64, b: u64, block: u64, contents: &mut Contents) {
@@ -235,10 +237,11 @@ impl Checker<'_> {
         None
     }
 
-    fn check_index(&mut self, ino: u64, inode: &Inode, entries: &[Entry]) {
+    /// Returns the blocks that it takes.
+    fn check_index(&mut self, ino: u64, inode: &Inode, entries: &[Entry]) -> u64 {
         let root = inode.index_root();
         if root == 0 {
-            return;
+            return 0;
         }
         let log = (root >> sys::TFS_INDEX_LOG_SHIFT & 63) as u32;
         let tree_root = root & ((1 << sys::TFS_INDEX_LOG_SHIFT) - 1);
@@ -252,6 +255,7 @@ impl Checker<'_> {
                 checker.put(at, 0);
                 checker.put(inode.at + field::index_used, 0);
             }
+            0
         };
         if root >> 58 != 0 || !INDEX_LOG.contains(&log) {
             return drop(self, &Tree::default(), format!("word {root:#x} can't be"));
@@ -263,7 +267,7 @@ impl Checker<'_> {
             return drop(self, &tree, "has holes".into());
         }
         if self.options.live {
-            return;
+            return tree.blocks();
         }
         let value = |slot: u64| {
             self.area.word(table[(slot / FANOUT) as usize] * BLOCK + slot % FANOUT * 8).unwrap_or(0)
@@ -294,5 +298,6 @@ impl Checker<'_> {
                 self.put(inode.at + field::index_used, used);
             }
         }
+        tree.blocks()
     }
 }

@@ -179,8 +179,7 @@ impl Checker<'_> {
         }
         let what = format!("inode {ino}");
         let tree = self.claim_tree(inode.at + field::root, inode.root(), &what);
-        self.check_xattrs(ino, inode);
-        self.check_file_locks(ino, inode);
+        let others = self.check_xattrs(ino, inode) + self.check_file_locks(ino, inode);
         let good = match kind {
             libc::S_IFDIR => true, // its blocks come with the directories
             libc::S_IFREG => self.check_file(ino, inode, &tree),
@@ -204,12 +203,9 @@ impl Checker<'_> {
         {
             self.put(inode.at + field::index_root, 0);
         }
-        let blocks = if kind == libc::S_IFLNK { 1 } else { tree.blocks() };
-        let right = matches!(kind, libc::S_IFREG | libc::S_IFLNK | libc::S_IFDIR).then_some(blocks);
-        if let Some(right) = right.filter(|r| *r != inode.blocks() && !self.options.live) {
-            if self.note("blocks", format!("inode {ino}: counts {} blocks, has {right}", inode.blocks())) {
-                self.put(inode.at + field::blocks, right);
-            }
+        let blocks = tree.blocks() + others;
+        if kind != libc::S_IFDIR {
+            self.check_blocks(ino, inode, blocks); // a directory's with its index
         }
         if !self.options.live {
             self.check_lock(inode.at + field::lock, inode.lock(), &what);
@@ -229,8 +225,21 @@ impl Checker<'_> {
             self.dirs.push(ino);
         }
         if let Some(known) = self.inodes.get_mut(ino as usize) {
-            *known =
-                Known { live: true, mode: inode.mode() as u32, nlink: inode.nlink(), ..Known::default() };
+            *known = Known {
+                live: true,
+                mode: inode.mode() as u32,
+                nlink: inode.nlink(),
+                blocks,
+                ..Known::default()
+            };
+        }
+    }
+
+    /// `right`: blocks of all its trees, nodes among them.
+    pub(crate) fn check_blocks(&mut self, ino: u64, inode: &Inode, right: u64) {
+        let text = || format!("inode {ino}: counts {} blocks, has {right}", inode.blocks());
+        if right != inode.blocks() && !self.options.live && self.note("blocks", text()) {
+            self.put(inode.at + field::blocks, right);
         }
     }
 
@@ -257,29 +266,33 @@ impl Checker<'_> {
         good
     }
 
-    fn check_xattrs(&mut self, ino: u64, inode: &Inode) {
+    /// Returns the blocks that they take.
+    fn check_xattrs(&mut self, ino: u64, inode: &Inode) -> u64 {
         let tree = self.claim_tree(
             inode.at + field::xattr_root,
             inode.xattr_root(),
             &format!("attributes of inode {ino}"),
         );
         if inode.xattr_root() == 0 || tree.blocks() == 0 {
-            return;
+            return 0;
         }
         if !self.xattrs_ok(&tree)
             && self.loss("xattrs", format!("inode {ino}: its extended attributes are not readable: dropped"))
         {
             self.unclaim(&tree);
             self.put(inode.at + field::xattr_root, 0);
+            return 0;
         }
+        tree.blocks()
     }
 
-    /// Records of dead members count for nothing; what must be there are the blocks that the head says.
-    fn check_file_locks(&mut self, ino: u64, inode: &Inode) {
+    /// Records of dead members count for nothing; what must be there are the blocks that the head says. Returns the blocks
+    /// that they take.
+    fn check_file_locks(&mut self, ino: u64, inode: &Inode) -> u64 {
         let tree =
             self.claim_tree(inode.at + field::locks, inode.locks(), &format!("file locks of inode {ino}"));
         if inode.locks() == 0 || tree.blocks() == 0 {
-            return;
+            return 0;
         }
         let head = offset_of!(sys::tfs_lock_head, blocks) as u64;
         let says = tree.block(0).and_then(|block| self.area.word(block * BLOCK + head)).unwrap_or(u64::MAX);
@@ -292,7 +305,9 @@ impl Checker<'_> {
         {
             self.unclaim(&tree);
             self.put(inode.at + field::locks, 0);
+            return 0;
         }
+        tree.blocks()
     }
 
     fn xattrs_ok(&self, tree: &Tree) -> bool {

@@ -125,7 +125,8 @@ impl Checker<'_> {
                     _ => free,
                 };
                 let under_way = self.options.live && (1..=64).contains(&stored);
-                if stored == right || under_way || (self.options.live && !is_meta) {
+                let is_reserve = right == free && stored == sys::TFS_MAP_RESERVED;
+                if stored == right || is_reserve || under_way || (self.options.live && !is_meta) {
                     continue;
                 }
                 let (severity, code, text) = if stored == sys::TFS_MAP_LIMBO && right == free {

@@ -130,6 +130,8 @@ pub(crate) struct Known {
     pub(crate) named_by: u64,
     /// Directories below it.
     pub(crate) subdirs: u64,
+    /// Of its trees, but for a directory's index.
+    pub(crate) blocks: u64,
 }
 
 /// Says what is done: stage, done, of.

@@ -4,13 +4,16 @@
 //! - [`recorder`]: sees the stores, takes them back and makes them again.
 //! - [`world`]: a small zone, and what it holds as plain values.
 //! - [`sweep`]: operations cut off after every store.
+//! - [`living`]: members that go on meanwhile.
 //! - [`lines`]: what of the stores persistent memory has when power fails.
 
 mod lines;
+mod living;
 mod recorder;
 mod sweep;
 mod world;
 
+use recorder::Order;
 use sweep::Sweep;
 use tombolo_files::fs::{Attr, Create, FileLock, Filesystem, Handle, ROOT, xattr_image};
 use tombolo_files::sys;
@@ -155,7 +158,7 @@ fn grow(persistent: bool) {
 
     let mut s = Sweep::new(4, persistent, |fs| {
         let d = create(fs, ROOT, "d", DIR);
-        (3..256).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
+        (4..256).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
     });
     s.step("a larger inode table", |fs| create(fs, ROOT, "one-more", REG));
     report(&s);
@@ -245,7 +248,7 @@ fn run_full(persistent: bool) {
         assert_eq!(fs.statfs().blocks_free, 1);
     });
     let full = |result: Result<_, rustix::io::Errno>| assert_eq!(result, Err(rustix::io::Errno::NOSPC));
-    s.step("a directory block without an index", |fs| {
+    s.step("a directory block that needs a node", |fs| {
         full(fs.create(find(fs, "d"), Some("x".repeat(250).as_bytes()), &Create::mode(REG)).map(|_| ()));
     });
     s.step("an attribute of two blocks", |fs| {
@@ -253,6 +256,14 @@ fn run_full(persistent: bool) {
     });
     s.step("a block that needs nodes", |fs| {
         full(fs.pwrite(find(fs, "d/f"), b"x", 1 << 30, false).map(|_| ()))
+    });
+    let last = find(s.worker(), "full");
+    s.step("a block more", |fs| fs.truncate(last, fs.size(last) - BLOCK, false).expect("truncate"));
+    let long = |i: usize| format!("{i:x<250}");
+    s.step("a directory block without an index", |fs| create(fs, find(fs, "d"), &long(0), REG));
+    (1..12).for_each(|i| _ = create(s.worker(), find(s.worker(), "d"), &long(i), REG));
+    s.step("a directory block where there is none", |fs| {
+        full(fs.create(find(fs, "d"), Some(long(12).as_bytes()), &Create::mode(REG)).map(|_| ()));
     });
     report(&s);
 }
@@ -320,6 +331,31 @@ fn records_of_locks_grow_and_no_block_is_lost() {
         );
         holder.abandon();
     }
+}
+
+/// Also once the mapping was taken back, and only then no more than once.
+#[test]
+fn fsync_flushes_what_was_stored_through_a_mapping() {
+    let world = World::new(4, true);
+    let fs = world.open(0).expect("open");
+    let f = create(&fs, ROOT, "f", REG);
+    write(&fs, f, 1, 5000, 0);
+    let at = world.address(fs.map(f, 0, 2).expect("map").block);
+    let flushed = |op: &dyn Fn()| {
+        let base = recorder::count();
+        op();
+        let orders = recorder::orders_since(base);
+        orders.iter().any(
+            |(_, order)| matches!(order, Order::Flush { at: from, len } if *from <= at && at < from + len),
+        )
+    };
+    let sync = || fs.sync(f).expect("sync");
+    fs.map_ref(f).expect("map");
+    assert!(flushed(&sync) && flushed(&sync), "stores may come at any time");
+    fs.unmap_ref(f).expect("unmap");
+    assert!(flushed(&sync), "what was stored since is in caches");
+    assert!(!flushed(&sync), "it is not any more");
+    fs.abandon();
 }
 
 macro_rules! claims {

@@ -7,7 +7,7 @@
 //!
 //! Each thread has a recorder of its own. Stores are kept as changes of aligned words; what changes nothing is no store.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::SeqCst};
 
@@ -46,8 +46,41 @@ struct Recorder {
     announced: Option<(usize, [u64; 3], usize)>,
 }
 
+/// Before which access, and what.
+type Interrupt = (usize, *mut dyn FnMut());
+
 thread_local! {
     static RECORDER: RefCell<Recorder> = RefCell::default();
+    /// Atomic accesses so far, and what is to happen before a certain one.
+    static ACCESSES: Cell<usize> = const { Cell::new(0) };
+    static INTERRUPT: RefCell<Option<Interrupt>> = const { RefCell::new(None) };
+}
+
+/// How many atomic accesses the core has made on this thread.
+pub fn accesses() -> usize {
+    ACCESSES.get()
+}
+
+/// Does `op`, and in the middle of it, before the atomic access with this number, `other`: as another member's thread would that is faster.
+pub fn interrupt_at<T>(access: usize, mut other: impl FnMut(), op: impl FnOnce() -> T) -> T {
+    let other: *mut (dyn FnMut() + '_) = &raw mut other;
+    // SAFETY: only the lifetime changes; it is taken out below, before 'other' ends.
+    let other: *mut (dyn FnMut() + 'static) = unsafe { std::mem::transmute(other) };
+    INTERRUPT.set(Some((access, other)));
+    let result = op();
+    INTERRUPT.set(None);
+    result
+}
+
+fn access() {
+    let now = ACCESSES.get();
+    ACCESSES.set(now + 1);
+    let due = INTERRUPT.with_borrow_mut(|i| i.take_if(|(at, _)| *at <= now));
+    if let Some((_, other)) = due {
+        with(Recorder::settle);
+        // SAFETY: set by interrupt_at, which has not returned yet; taken, so it is called once.
+        unsafe { (*other)() };
+    }
 }
 
 fn mix(at: usize, value: u64) -> u64 {
@@ -280,11 +313,13 @@ macro_rules! atomics {
     ($atomic:ident $ty:ty: load $load:ident $store:ident store $($name:ident $op:ident)*) => {
         #[unsafe(no_mangle)]
         extern "C" fn $load(p: *mut $ty, _: c_int) -> $ty {
+            access();
             // SAFETY: the core's own pointer.
             unsafe { $atomic::from_ptr(p) }.load(SeqCst)
         }
         #[unsafe(no_mangle)]
         extern "C" fn $store(p: *mut $ty, value: $ty, _: c_int) {
+            access();
             around(p as usize, size_of::<$ty>(), || {
                 // SAFETY: the core's own pointer.
                 unsafe { $atomic::from_ptr(p) }.store(value, SeqCst);
@@ -293,6 +328,7 @@ macro_rules! atomics {
         $(
             #[unsafe(no_mangle)]
             extern "C" fn $name(p: *mut $ty, value: $ty, _: c_int) -> $ty {
+                access();
                 around(p as usize, size_of::<$ty>(), || {
                     // SAFETY: the core's own pointer.
                     unsafe { $atomic::from_ptr(p) }.$op(value, SeqCst)
@@ -312,6 +348,7 @@ macro_rules! swaps {
     ($($name:ident $atomic:ident $ty:ty)*) => { $(
         #[unsafe(no_mangle)]
         extern "C" fn $name(p: *mut $ty, expected: *mut $ty, value: $ty, _: c_int, _: c_int) -> c_int {
+            access();
             around(p as usize, size_of::<$ty>(), || {
                 // SAFETY: the core's own pointers; 'expected' is on its stack.
                 unsafe {

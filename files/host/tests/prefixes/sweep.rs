@@ -4,13 +4,15 @@
 //! What it finds must be the file system before the operation or after it, fsck must find nothing, no block may be lost, and everything must be
 //! usable. Then once more: only the worker dies, and before anybody recovers a survivor removes everything and makes other files; all that
 //! must be there afterwards. From some prefixes (all, with TOMBOLO_PREFIXES=all) the recovery is recorded too, and from every
-//! prefix of its stores yet another member recovers.
+//! prefix of its stores yet another member recovers. And once more with members that live on and go on with their own work
+//! before, during and after the recovery, and the death of who recovers.
 
 use std::collections::HashSet;
 
-use tombolo_files::fs::{Create, Filesystem, ROOT};
+use tombolo_files::fs::{Create, Filesystem, Handle, ROOT};
 
 use crate::lines;
+use crate::living::{HOME, Living, Work};
 use crate::recorder::{self, Order, Store};
 use crate::world::{self, Tree, World};
 
@@ -20,6 +22,8 @@ const RUN: usize = 64;
 const BLOCK: usize = 4096;
 /// Of the prefixes of an operation, every how manieth has its recovery cut off, too.
 const DEEP: usize = 17;
+/// Of the accesses of a second recovery, before how many the living have a turn.
+const TURNS: usize = 3;
 /// And in recoveries with more stores than this, not each of them.
 const LONG: usize = 100;
 
@@ -41,6 +45,7 @@ struct Found {
 pub struct Sweep {
     pub world: World,
     worker: Option<Filesystem>,
+    home: Handle,
     /// States that were recovered from already, by who recovers.
     seen: HashSet<(u64, u32)>,
     every: usize,
@@ -54,12 +59,16 @@ impl Sweep {
     pub fn new(mib: u64, persistent: bool, setup: impl FnOnce(&Filesystem)) -> Sweep {
         let world = World::new(mib, persistent);
         let fs = world.open(3).expect("open");
+        let home =
+            fs.create(ROOT, Some(HOME.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755)).expect("mkdir");
+        fs.create(home, Some(b"x"), &Create::mode(libc::S_IFREG)).expect("create");
+        fs.unlink(home, b"x", None).expect("unlink");
         setup(&fs);
         drop(fs);
         let worker = Some(world.open(WORKER).expect("open"));
         let all = std::env::var("TOMBOLO_PREFIXES").is_ok_and(|v| v == "all");
         let every = if all { 1 } else { DEEP };
-        Sweep { world, worker, seen: HashSet::new(), every, persistent, prefixes: 0, second: 0 }
+        Sweep { world, worker, home, seen: HashSet::new(), every, persistent, prefixes: 0, second: 0 }
     }
 
     /// The member that works, and dies.
@@ -190,7 +199,7 @@ impl Sweep {
 
     /// Everybody dies; `member` is the next to come.
     fn recover(&self, member: u32) -> Result<Filesystem, String> {
-        (0..4).filter(|m| World::is_active(*m)).for_each(World::bury);
+        (0..12).filter(|m| World::is_active(*m)).for_each(World::bury);
         let fs = self.world.open(member)?;
         fs.recover_all().map_err(|e| format!("recovery: {e}"))?;
         Ok(fs)
@@ -207,6 +216,8 @@ impl Sweep {
         self.verify(fs, wanted)?;
         recorder::undo_to(here);
         self.survive().map_err(|e| format!("a survivor went on, then: {e}"))?;
+        recorder::undo_to(here);
+        self.live_on(wanted, deep).map_err(|e| format!("with members that live on: {e}"))?;
         recorder::undo_to(here);
         if !deep {
             return Ok(());
@@ -260,17 +271,103 @@ impl Sweep {
         self.world.check().map(|_| ())
     }
 
+    /// Some live on; another one recovers, and dies of it, if 'deep', after each store.
+    fn live_on(&self, wanted: &Wanted<'_>, deep: bool) -> Result<(), String> {
+        let mut living = Living::join(&self.world, self.home)?;
+        // The lock of the inode table is everybody's, and waited for until the death is known.
+        if !self.world.table_is_locked() {
+            living.go_on().map_err(|e| format!("before anybody knows of the death: {e}"))?;
+        }
+        World::bury(WORKER);
+        living.go_on().map_err(|e| format!("before the recovery: {e}"))?;
+        let (here, work) = (recorder::count(), living.work());
+        let fs = self.world.open(0)?;
+        fs.recover_all().map_err(|e| format!("recovery: {e}"))?;
+        let recovery = recorder::since(here);
+        self.verify_among(&mut living, fs, wanted)?;
+        if !deep {
+            return Ok(());
+        }
+        recorder::undo_to(here);
+        drop(living);
+        let cut = cuts(&recovery);
+        let every = if self.every == 1 { 1 } else { 1 + recovery.len() / LONG };
+        for (i, store) in recovery.iter().enumerate() {
+            recorder::redo(store);
+            if !cut[i] || i % every != 0 {
+                continue;
+            }
+            let there = recorder::count();
+            self.recoverer_dies(wanted, &work).map_err(|e| {
+                let last = self.world.name_of(store.at);
+                format!("and store {} of {} of its recovery, to {last}: {e}", i + 1, recovery.len())
+            })?;
+            recorder::undo_to(there);
+        }
+        Ok(())
+    }
+
+    /// Member 0 dies while it recovers; 1 recovers from both deaths, and between any two stores of that the living go on.
+    fn recoverer_dies(&self, wanted: &Wanted<'_>, work: &Work) -> Result<(), String> {
+        let here = recorder::count();
+        World::bury(0);
+        let fs = self.world.open(1)?;
+        let before = recorder::accesses();
+        fs.recover_all().map_err(|e| format!("second recovery: {e}"))?;
+        let accesses = recorder::accesses() - before;
+        fs.abandon();
+        recorder::undo_to(here);
+        let turns = if self.every == 1 { accesses } else { TURNS };
+        for turn in 0..turns {
+            let mut living = Living::again(&self.world, work.clone())?;
+            living.go_on().map_err(|e| format!("before anybody knows of the second death: {e}"))?;
+            World::bury(0);
+            let fs = self.world.open(1)?;
+            let (mut went_on, mut living_too) = (Ok(()), Some(living));
+            let living = &mut living_too;
+            let went = &mut went_on;
+            let at = recorder::accesses() + accesses * turn / turns;
+            recorder::interrupt_at(
+                at,
+                || {
+                    *went = living.as_mut().map_or(Ok(()), Living::go_on);
+                },
+                || fs.recover_all().map_err(|e| format!("second recovery: {e}")),
+            )?;
+            went_on.map_err(|e| format!("during the second recovery: {e}"))?;
+            let mut living = living_too.take().expect("put there above");
+            self.verify_among(&mut living, fs, wanted)?;
+            drop(living);
+            recorder::undo_to(here);
+        }
+        Ok(())
+    }
+
+    fn verify_among(&self, living: &mut Living, fs: Filesystem, wanted: &Wanted<'_>) -> Result<(), String> {
+        living.go_on().map_err(|e| format!("after the recovery: {e}"))?;
+        let tree = living.tree_without(&fs)?;
+        self.is_wanted(&tree, wanted)?;
+        fs.abandon();
+        self.world.check().map(|_| ())
+    }
+
+    fn is_wanted(&self, tree: &Tree, wanted: &Wanted<'_>) -> Result<(), String> {
+        let Wanted { old, new, mixed } = wanted;
+        let mixture = mixed.is_some_and(|path| world::is_mixture(tree, &old.tree, &new.tree, path));
+        if *tree == old.tree || *tree == new.tree || mixture {
+            return Ok(());
+        }
+        Err(format!(
+            "neither as before: {}\nnor as after: {}",
+            world::difference(tree, &old.tree),
+            world::difference(tree, &new.tree)
+        ))
+    }
+
     fn verify(&self, fs: Filesystem, wanted: &Wanted<'_>) -> Result<(), String> {
         let tree = world::read(&fs)?;
+        self.is_wanted(&tree, wanted)?;
         let Wanted { old, new, mixed } = wanted;
-        let mixture = mixed.is_some_and(|path| world::is_mixture(&tree, &old.tree, &new.tree, path));
-        if tree != old.tree && tree != new.tree && !mixture {
-            return Err(format!(
-                "neither as before: {}\nnor as after: {}",
-                world::difference(&tree, &old.tree),
-                world::difference(&tree, &new.tree)
-            ));
-        }
         let blocks = self.world.check()?;
         // What was allocated past the end of a file may be gone with whoever died while writing to it.
         if (mixed.is_none() && blocks < old.blocks.min(new.blocks)) || blocks > old.blocks.max(new.blocks) {

@@ -40,18 +40,18 @@ impl World {
         recorder::set(TABLE + member as usize * MEMBER, u64::from(epoch) << 32 | u64::from(state));
     }
 
-    /// The area as a member that joins now sees it.
-    pub fn join(&self, member: u32) -> Area {
-        let epoch = World::epoch(member) + 1;
-        World::set(member, epoch, sys::TMB_MEMBER_ACTIVE);
-        let seat = Some((TABLE as u64, Seat { member, epoch }));
-        Area::in_map(&self.map, AREA as u64, self.area.size(), seat).expect("an area")
-    }
-
     /// Lets a member in.
     pub fn open(&self, member: u32) -> Result<Filesystem, String> {
+        World::set(member, World::epoch(member) + 1, sys::TMB_MEMBER_ACTIVE);
+        self.open_again(member)
+    }
+
+    /// A handle of a member that is in already.
+    pub fn open_again(&self, member: u32) -> Result<Filesystem, String> {
         let log = Box::new(|what: &str, a, b| eprintln!("damage: {what} ({a:#x}, {b:#x})"));
-        Filesystem::open_with(self.join(member), log).map_err(|e| format!("opening: {e}"))
+        let seat = Some((TABLE as u64, Seat { member, epoch: World::epoch(member) }));
+        let area = Area::in_map(&self.map, AREA as u64, self.area.size(), seat).expect("an area");
+        Filesystem::open_with(area, log).map_err(|e| format!("opening: {e}"))
     }
 
     /// Whether a member is counted as alive.
@@ -69,6 +69,16 @@ impl World {
         let at = self.super_word(88) as usize * 4096 + ino as usize * size_of::<sys::tfs_inode>();
         let at = AREA + at + core::mem::offset_of!(sys::tfs_inode, mappers);
         recorder::set(at, recorder::get(at) | 1 << member);
+    }
+
+    /// Whether somebody has the lock of the inode table, under which it grows.
+    pub fn table_is_locked(&self) -> bool {
+        self.super_word(core::mem::offset_of!(sys::tfs_super, itable_lock)) & 0xff != 0
+    }
+
+    /// Where a block lies in the region.
+    pub fn address(&self, block: u64) -> usize {
+        AREA + (block * BLOCK) as usize
     }
 
     /// Who has a block.

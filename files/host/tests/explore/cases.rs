@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What members do at the same time, and what must come of it.
+
+use rustix::io::Errno;
+use tombolo_files::fs::{Create, Filesystem, Handle, ROOT};
+use tombolo_files::sys;
+
+use crate::{Case, Doing};
+
+const REG: u32 = libc::S_IFREG | 0o644;
+const DIR: u32 = libc::S_IFDIR | 0o755;
+const LEN: usize = 9000;
+
+fn at(fs: &Filesystem, path: &str) -> Result<Handle, Errno> {
+    path.split('/')
+        .filter(|n| !n.is_empty())
+        .try_fold(ROOT.into(), |dir, name| fs.lookup(dir, name.as_bytes()).map(|found| found.0))
+}
+
+fn make(fs: &Filesystem, dir: &str, name: &str, mode: u32) -> Result<Handle, String> {
+    let text = |e| format!("create {dir}/{name}: {e}");
+    fs.create(at(fs, dir).map_err(text)?, Some(name.as_bytes()), &Create::mode(mode)).map_err(text)
+}
+
+fn put(fs: &Filesystem, file: Handle, byte: u8, len: usize) -> Result<(), String> {
+    match fs.pwrite(file, &vec![byte; len], 0, false) {
+        Ok(n) if n == len => Ok(()),
+        other => Err(format!("write: {other:?}")),
+    }
+}
+
+fn is_full_of(fs: &Filesystem, file: Handle, byte: u8, len: usize) -> Result<(), String> {
+    let mut bytes = vec![0; len + 1];
+    match fs.pread(file, &mut bytes, 0) {
+        Ok(n) if n == len && bytes[..n].iter().all(|b| *b == byte) => Ok(()),
+        got => Err(format!("{got:?}, {:?} instead of {len} times {byte}", &bytes[..4])),
+    }
+}
+
+fn setup(fs: &Filesystem) {
+    for dir in ["a", "b"] {
+        make(fs, "", dir, DIR).expect("mkdir");
+    }
+    for (name, len) in [("f", LEN), ("g", 100), ("h", 40_000)] {
+        let file = make(fs, "a", name, REG).expect("create");
+        put(fs, file, name.as_bytes()[0], len).expect("write");
+    }
+    fs.xattr_set(at(fs, "a/g").expect("a/g"), b"user.a", Some(&[1; 6000]), 0, None).expect("attribute");
+}
+
+fn doing(member: u32, mortal: bool, body: crate::Body) -> Doing {
+    Doing { member, read_only: false, mortal, after: None, body }
+}
+
+fn recover(fs: &Filesystem) -> Result<(), String> {
+    fs.recover_all().map_err(|e| format!("recovery: {e}"))
+}
+
+/// A file of its own, where blocks and records that come free are taken first.
+fn make_own(fs: &Filesystem) -> Result<(), String> {
+    make_file(fs, "own")
+}
+
+/// The same while a second recovery is under way.
+fn make_late(fs: &Filesystem) -> Result<(), String> {
+    make_file(fs, "late")
+}
+
+fn make_file(fs: &Filesystem, name: &str) -> Result<(), String> {
+    let file = make(fs, "b", name, REG)?;
+    put(fs, file, b'o', LEN)?;
+    is_full_of(fs, file, b'o', LEN)
+}
+
+fn own_is_there(fs: &Filesystem) -> Result<(), String> {
+    file_is_there(fs, "b/own")
+}
+
+/// Where nobody died twice it was not made.
+fn late_is_there(fs: &Filesystem, made: bool) -> Result<(), String> {
+    if made { file_is_there(fs, "b/late") } else { Ok(()) }
+}
+
+fn file_is_there(fs: &Filesystem, path: &str) -> Result<(), String> {
+    let file = at(fs, path).map_err(|e| format!("{path}: {e}"))?;
+    is_full_of(fs, file, b'o', LEN).map_err(|e| format!("{path}: {e}"))
+}
+
+#[test]
+fn a_removal_takes_no_file_from_members_that_live() {
+    let case = Case {
+        setup,
+        doing: vec![
+            doing(4, true, |fs| {
+                let dir = at(fs, "a").map_err(|e| e.to_string())?;
+                fs.unlink(dir, b"f", None).map_err(|e| format!("unlink: {e}"))
+            }),
+            doing(20, false, make_own),
+            Doing { after: Some(0), ..doing(1, true, recover) },
+            Doing { after: Some(2), ..doing(2, false, recover) },
+            Doing { after: Some(2), ..doing(12, false, make_late) },
+        ],
+        check: |fs, done| {
+            late_is_there(fs, done[4])?;
+            if done[0] && at(fs, "a/f") != Err(Errno::NOENT) {
+                return Err("a/f is still there".into());
+            }
+            own_is_there(fs)
+        },
+    };
+    case.explore("removal");
+}
+
+#[test]
+fn a_rename_over_a_file_takes_no_file_from_members_that_live() {
+    let case = Case {
+        setup,
+        doing: vec![
+            doing(4, true, |fs| {
+                let dir = at(fs, "a").map_err(|e| e.to_string())?;
+                fs.rename((dir, b"g"), (dir, b"f"), 0).map_err(|e| format!("rename: {e}"))
+            }),
+            doing(20, false, make_own),
+            Doing { after: Some(0), ..doing(1, true, recover) },
+            Doing { after: Some(2), ..doing(2, false, recover) },
+            Doing { after: Some(2), ..doing(12, false, make_late) },
+        ],
+        check: |fs, done| {
+            late_is_there(fs, done[4])?;
+            let f = at(fs, "a/f").map_err(|e| format!("a/f: {e}"))?;
+            match at(fs, "a/g") {
+                Ok(g) if !done[0] => {
+                    is_full_of(fs, f, b'f', LEN)?;
+                    is_full_of(fs, g, b'g', 100)?;
+                }
+                Err(Errno::NOENT) => is_full_of(fs, f, b'g', 100)?,
+                other => return Err(format!("a/g: {other:?}")),
+            }
+            own_is_there(fs)
+        },
+    };
+    case.explore("rename");
+}
+
+#[test]
+fn the_death_of_who_recovers_a_truncate_gives_no_block_away_twice() {
+    let case = Case {
+        setup,
+        doing: vec![
+            doing(4, true, |fs| {
+                let h = at(fs, "a/h").map_err(|e| e.to_string())?;
+                fs.truncate(h, 5000, false).map_err(|e| format!("truncate: {e}"))
+            }),
+            doing(20, false, make_own),
+            Doing { after: Some(0), ..doing(1, true, recover) },
+            Doing { after: Some(2), ..doing(2, false, recover) },
+            Doing { after: Some(2), ..doing(12, false, make_late) },
+        ],
+        check: |fs, done| {
+            late_is_there(fs, done[4])?;
+            let h = at(fs, "a/h").map_err(|e| format!("a/h: {e}"))?;
+            let cut = fs.size(h) == 5000;
+            if done[0] && !cut {
+                return Err("a/h is not cut".into());
+            }
+            is_full_of(fs, h, b'h', if cut { 5000 } else { 40_000 }).map_err(|e| format!("a/h: {e}"))?;
+            own_is_there(fs)
+        },
+    };
+    case.explore("truncate");
+}
+
+#[test]
+fn a_path_that_means_another_file_by_now_leaves_that_one_as_it_is() {
+    let case = Case {
+        setup,
+        doing: vec![
+            doing(4, false, |fs| {
+                let Ok(f) = at(fs, "a/f") else { return Ok(()) };
+                let attr = tombolo_files::fs::Attr { mode: 0o4777, ..Default::default() };
+                for done in [
+                    fs.truncate(f, 1, false),
+                    fs.setattr(f, sys::TFS_SET_MODE, &attr),
+                    fs.xattr_set(f, b"user.x", Some(b"x"), 0, None),
+                    fs.pwrite(f, b"x", 0, false).map(|_| ()),
+                ] {
+                    if !matches!(done, Ok(()) | Err(Errno::STALE)) {
+                        return Err(format!("{done:?}"));
+                    }
+                }
+                Ok(())
+            }),
+            doing(20, false, |fs| {
+                let a = at(fs, "a").map_err(|e| e.to_string())?;
+                fs.unlink(a, b"f", None).map_err(|e| format!("unlink: {e}"))?;
+                make_own(fs)
+            }),
+        ],
+        check: |fs, _| {
+            own_is_there(fs)?;
+            let own = at(fs, "b/own").map_err(|e| e.to_string())?;
+            let attr = fs.getattr(own).map_err(|e| e.to_string())?;
+            if attr.mode != REG || attr.has_xattr {
+                return Err(format!("mode {:o}, attributes {}", attr.mode, attr.has_xattr));
+            }
+            Ok(())
+        },
+    };
+    case.explore("handles");
+}
+
+#[test]
+fn an_open_file_stays_though_another_thread_was_late_for_the_last_one_with_its_number() {
+    /// A skin has one reference for each inode: here one thread for the first, one for those that come after it.
+    fn open_and_close(fs: &Filesystem, first: bool) -> Result<(), String> {
+        for _ in 0..3 {
+            let Ok(f) = at(fs, "a/f") else { continue };
+            if (f.generation == 1) != first {
+                continue;
+            }
+            match fs.open_ref(f) {
+                Err(Errno::STALE) => continue,
+                done => done.map_err(|e| format!("open: {e}"))?,
+            }
+            fs.getattr(f).map_err(|e| format!("a file that is open: {e}"))?;
+            fs.close_ref(f).map_err(|e| format!("close: {e}"))?;
+        }
+        Ok(())
+    }
+    /// No record is free but those that come free.
+    fn setup_full(fs: &Filesystem) {
+        setup(fs);
+        make(fs, "", "full", DIR).expect("mkdir");
+        for i in 0.. {
+            let file = make(fs, "full", &i.to_string(), REG).expect("create");
+            if file.ino == 255 {
+                break;
+            }
+        }
+    }
+    let case = Case {
+        setup: setup_full,
+        doing: vec![
+            doing(4, false, |fs| open_and_close(fs, true)),
+            doing(4, false, |fs| open_and_close(fs, false)),
+            doing(20, false, |fs| {
+                let a = at(fs, "a").map_err(|e| e.to_string())?;
+                for _ in 0..2 {
+                    fs.unlink(a, b"f", None).map_err(|e| format!("unlink: {e}"))?;
+                    make(fs, "a", "f", REG)?;
+                }
+                Ok(())
+            }),
+            doing(1, true, |fs| open_and_close(fs, true)),
+        ],
+        check: |_, _| Ok(()),
+    };
+    case.explore("references");
+}
+
+#[test]
+fn a_reader_without_a_pin_reads_attributes_whole() {
+    let case = Case {
+        setup,
+        doing: vec![
+            Doing {
+                read_only: true,
+                ..doing(4, false, |fs| {
+                    let g = at(fs, "a/g").map_err(|e| e.to_string())?;
+                    for _ in 0..2 {
+                        let value = fs.xattr_get(g, b"user.a").map_err(|e| format!("get: {e}"))?;
+                        let (first, len) = (value[0], value.len());
+                        if ![(1, 6000), (2, 6000)].contains(&(first, len))
+                            || value.iter().any(|b| *b != first)
+                        {
+                            return Err(format!("{len} bytes, the first {first}"));
+                        }
+                    }
+                    Ok(())
+                })
+            },
+            doing(20, true, |fs| {
+                let g = at(fs, "a/g").map_err(|e| e.to_string())?;
+                fs.xattr_set(g, b"user.a", Some(&[2; 6000]), 0, None).map_err(|e| format!("set: {e}"))
+            }),
+            doing(12, false, make_own),
+        ],
+        check: |_, _| Ok(()),
+    };
+    case.explore("attributes");
+}
+
+#[test]
+fn names_made_and_removed_in_one_directory_are_those_that_were_told() {
+    let case = Case {
+        setup,
+        doing: vec![
+            doing(4, true, |fs| {
+                make(fs, "a", "new", REG)?;
+                let a = at(fs, "a").map_err(|e| e.to_string())?;
+                fs.rename((a, b"new"), (a, b"moved"), 0).map_err(|e| format!("rename: {e}"))
+            }),
+            doing(20, true, |fs| {
+                let a = at(fs, "a").map_err(|e| e.to_string())?;
+                fs.unlink(a, b"g", None).map_err(|e| format!("unlink: {e}"))?;
+                make(fs, "a", "other", DIR).map(|_| ())
+            }),
+            Doing {
+                read_only: false,
+                ..doing(5, false, |fs| {
+                    let a = at(fs, "a").map_err(|e| e.to_string())?;
+                    let names = fs.list(a).map_err(|e| format!("list: {e}"))?;
+                    if !names.iter().any(|entry| entry.name == b"f") {
+                        return Err("f is not listed".into());
+                    }
+                    let f = at(fs, "a/f").map_err(|e| format!("a/f: {e}"))?;
+                    is_full_of(fs, f, b'f', LEN)
+                })
+            },
+            Doing { after: Some(0), ..doing(1, true, recover) },
+            Doing { after: Some(1), ..doing(2, true, recover) },
+        ],
+        check: |fs, done| {
+            if done[0] && (at(fs, "a/moved").is_err() || at(fs, "a/new").is_ok()) {
+                return Err("a/moved is not there, or a/new is".into());
+            }
+            if done[1] && (at(fs, "a/other").is_err() || at(fs, "a/g").is_ok()) {
+                return Err("a/other is not there, or a/g is".into());
+            }
+            at(fs, "a/f").map(|_| ()).map_err(|e| format!("a/f: {e}"))
+        },
+    };
+    case.explore("names");
+}

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Threads of members as coroutines of one thread: the core's accesses to the zone are where they are switched, so a schedule is repeated from
+//! its plan alone.
+//!
+//! The core is the one that the prefixes test has, compiled with the instrumentation for thread sanitizers; what that calls, and what the core
+//! asks of its surroundings (`tfs_os_*`), is in [`crate::hooks`] and comes here. Time is made up and passes while somebody waits.
+//!
+//! A thread that dies is not run any more: its member stays as it was, with all locks, until its death is known. That is when the plan says, or
+//! when nobody else can go on.
+
+use std::cell::Cell;
+use std::mem::MaybeUninit;
+
+use crate::plan::Plan;
+
+const STACK: usize = 256 << 10;
+/// Waits in one run; more are waits without end.
+const WAITS: usize = 300_000;
+
+thread_local! {
+    static CURRENT: Cell<*mut Schedule> = const { Cell::new(std::ptr::null_mut()) };
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Starts once the death of this one is known.
+    After(usize),
+    Ready,
+    Waits,
+    Done,
+    /// Not run any more. Is it known?
+    Dead(bool),
+}
+
+struct Coroutine<'a> {
+    context: Box<libc::ucontext_t>,
+    _stack: Vec<u8>,
+    body: Option<Box<dyn FnOnce() + 'a>>,
+    state: State,
+    steps: usize,
+    stores: usize,
+}
+
+/// A thread of a run.
+pub struct Thread<'a> {
+    pub body: Box<dyn FnOnce() + 'a>,
+    /// Starts once the death of this one is known.
+    pub after: Option<usize>,
+}
+
+pub struct Schedule<'a> {
+    coroutines: Vec<Coroutine<'a>>,
+    main: Box<libc::ucontext_t>,
+    current: usize,
+    plan: Plan,
+    regions: [(usize, usize); 2],
+    clock: u64,
+    waits: usize,
+    pub damage: Vec<String>,
+}
+
+/// How a run went.
+pub struct Ran {
+    /// Accesses of each thread.
+    pub steps: Vec<usize>,
+    /// Of these, those that may store.
+    pub stores: Vec<usize>,
+    /// Whether it came to its end.
+    pub done: Vec<bool>,
+    pub damage: Vec<String>,
+}
+
+fn blank() -> Box<libc::ucontext_t> {
+    // SAFETY: plain data, filled by getcontext or swapcontext before it is used.
+    unsafe { Box::new(MaybeUninit::zeroed().assume_init()) }
+}
+
+extern "C" fn enter() {
+    let s = CURRENT.get();
+    // SAFETY: run() set it for as long as coroutines run; nobody else uses it meanwhile on this thread.
+    let body = unsafe { (&mut *s).coroutines[(*s).current].body.take() };
+    if let Some(body) = body {
+        body();
+    }
+    // SAFETY: as above.
+    unsafe { (&mut *s).leave(State::Done) };
+    unreachable!("a coroutine that is done goes on");
+}
+
+impl<'a> Schedule<'a> {
+    /// Runs threads to their end as the plan says; `bury(i)` makes the death of thread i known. Errors: a wait without end.
+    pub fn run(
+        threads: Vec<Thread<'a>>,
+        regions: [(usize, usize); 2],
+        plan: Plan,
+        mut bury: impl FnMut(usize),
+    ) -> Result<Ran, String> {
+        let mut s = Schedule {
+            coroutines: threads.into_iter().map(Coroutine::new).collect(),
+            main: blank(),
+            current: 0,
+            plan,
+            regions,
+            clock: 1,
+            waits: 0,
+            damage: Vec::new(),
+        };
+        let p: *mut Schedule<'a> = &raw mut s;
+        CURRENT.set(p.cast());
+        // SAFETY: p is s, which lives until the end of this function; between switches only one side uses it.
+        let ended = unsafe { (&mut *p).all(&mut bury) };
+        CURRENT.set(std::ptr::null_mut());
+        ended.map_err(|e| format!("{e}; {:?}", s.damage))?;
+        Ok(Ran {
+            steps: s.coroutines.iter().map(|c| c.steps).collect(),
+            stores: s.coroutines.iter().map(|c| c.stores).collect(),
+            done: s.coroutines.iter().map(|c| c.state == State::Done).collect(),
+            damage: s.damage,
+        })
+    }
+
+    fn all(&mut self, bury: &mut impl FnMut(usize)) -> Result<(), String> {
+        loop {
+            let unknown = self.coroutines.iter().position(|c| c.state == State::Dead(false));
+            let ready: Vec<usize> = self.with(State::Ready);
+            let waiting: Vec<usize> = self.with(State::Waits);
+            if let Some(dead) = unknown {
+                if ready.is_empty() || self.plan.is_known(dead) {
+                    self.coroutines[dead].state = State::Dead(true);
+                    bury(dead);
+                    for c in &mut self.coroutines {
+                        if c.state == State::After(dead) {
+                            c.state = State::Ready;
+                        }
+                    }
+                    continue;
+                }
+            }
+            if ready.is_empty() && waiting.is_empty() {
+                return Ok(());
+            }
+            if self.waits > WAITS {
+                return Err(format!("threads {waiting:?} wait without end"));
+            }
+            if ready.is_empty() {
+                waiting.iter().for_each(|i| self.coroutines[*i].state = State::Ready);
+                continue;
+            }
+            self.current = self.plan.pick(&ready);
+            let to: *const libc::ucontext_t = &*self.coroutines[self.current].context;
+            // SAFETY: made by Coroutine::new or left by leave().
+            unsafe { libc::swapcontext(&mut *self.main, to) };
+        }
+    }
+
+    fn with(&self, state: State) -> Vec<usize> {
+        (0..self.coroutines.len()).filter(|i| self.coroutines[*i].state == state).collect()
+    }
+
+    fn leave(&mut self, state: State) {
+        let c = &mut self.coroutines[self.current];
+        c.state = state;
+        let from: *mut libc::ucontext_t = &mut *c.context;
+        // SAFETY: main was left by all(), which is on this thread's own stack.
+        unsafe { libc::swapcontext(from, &*self.main) };
+    }
+
+    fn step(&mut self, stores: bool) {
+        let c = &mut self.coroutines[self.current];
+        c.steps += 1;
+        c.stores += usize::from(stores);
+        let (steps, store) = (c.steps, c.stores);
+        if stores && self.plan.dies(self.current, store) {
+            self.leave(State::Dead(false));
+        } else if self.plan.switches(self.current, steps) {
+            self.leave(State::Ready);
+        }
+    }
+}
+
+impl<'a> Coroutine<'a> {
+    fn new(thread: Thread<'a>) -> Coroutine<'a> {
+        let (mut context, mut stack) = (blank(), vec![0; STACK]);
+        // SAFETY: the context and the stack live as long as the coroutine; enter takes no argument.
+        unsafe {
+            libc::getcontext(&mut *context);
+            context.uc_stack.ss_sp = stack.as_mut_ptr().cast();
+            context.uc_stack.ss_size = STACK;
+            libc::makecontext(&mut *context, enter, 0);
+        }
+        let state = thread.after.map_or(State::Ready, State::After);
+        Coroutine { context, _stack: stack, body: Some(thread.body), state, steps: 0, stores: 0 }
+    }
+}
+
+fn with(f: impl FnOnce(&mut Schedule<'_>)) {
+    let s = CURRENT.get();
+    if !s.is_null() {
+        // SAFETY: set while run() is on; coroutines and the loop take turns.
+        f(unsafe { &mut *s });
+    }
+}
+
+/// Before an access to an address. Stores are where threads die: to die before a load is to die after the store before.
+pub fn access(address: usize, stores: bool) {
+    with(|s| {
+        if s.regions.iter().any(|(base, len)| address.wrapping_sub(*base) < *len) {
+            s.step(stores);
+        }
+    });
+}
+
+/// Somebody waits, for so long if nothing happens.
+pub fn wait(ns: u64) {
+    with(|s| {
+        s.clock += ns.max(1000);
+        s.waits += 1;
+        s.leave(State::Waits);
+    });
+}
+
+pub fn clock() -> u64 {
+    let mut now = 1;
+    with(|s| now = s.clock);
+    now
+}
+
+/// Which thread runs.
+pub fn thread() -> usize {
+    let mut current = 0;
+    with(|s| current = s.current);
+    current
+}
+
+pub fn damage(what: String) {
+    with(|s| s.damage.push(what));
+}

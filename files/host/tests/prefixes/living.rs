@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Members that live through another one's death: in a directory of their own they make, fill, lock, read, cut and remove files at any time,
+//! also before anybody knows of the death, and while it is recovered from. What they made must be there at the end, and nothing else of theirs.
+//!
+//! They allocate where the others' blocks are: a member's search for free blocks starts at a place that follows from its number.
+
+use std::collections::BTreeMap;
+
+use rustix::io::Errno;
+use tombolo_files::fs::{Create, FileLock, Filesystem, Handle};
+use tombolo_files::sys;
+
+use crate::world::{self, Tree, World};
+
+/// The directory that is theirs alone.
+pub const HOME: &str = "living";
+/// Numbers that search where members 2 and 3 do: the one that dies, and the one that made what was there before.
+const MEMBERS: [u32; 2] = [10, 11];
+const LEN: usize = 5000;
+
+pub struct Living {
+    members: Vec<Filesystem>,
+    work: Work,
+}
+
+/// What they have made.
+#[derive(Clone)]
+pub struct Work {
+    home: Handle,
+    /// By whom, and full of which byte.
+    files: BTreeMap<String, (usize, Handle, u8)>,
+    made: usize,
+}
+
+impl Living {
+    pub fn join(world: &World, home: Handle) -> Result<Living, String> {
+        let members = MEMBERS.iter().map(|m| world.open(*m)).collect::<Result<_, _>>()?;
+        Ok(Living { members, work: Work { home, files: BTreeMap::new(), made: 0 } })
+    }
+
+    pub fn work(&self) -> Work {
+        self.work.clone()
+    }
+
+    /// The same members as they were when they had done this work, in memory that is as it was then.
+    pub fn again(world: &World, work: Work) -> Result<Living, String> {
+        let members = MEMBERS.iter().map(|m| world.open_again(*m)).collect::<Result<_, _>>()?;
+        Ok(Living { members, work })
+    }
+
+    /// A turn of everything: what was made before is read, each makes a file and locks it, and one removes the oldest.
+    pub fn go_on(&mut self) -> Result<(), String> {
+        self.read()?;
+        for i in 0..self.members.len() {
+            let (name, byte) = (format!("l{}", self.work.made), b'a' + (self.work.made % 26) as u8);
+            self.work.made += 1;
+            let fs = &self.members[i];
+            let file = match fs.create(
+                self.work.home,
+                Some(name.as_bytes()),
+                &Create::mode(libc::S_IFREG | 0o600),
+            ) {
+                Err(Errno::NOSPC) => continue,
+                made => made.map_err(|e| format!("create {name}: {e}"))?,
+            };
+            match fs.pwrite(file, &[byte; LEN], 0, false) {
+                Ok(LEN) => {
+                    let lock = FileLock {
+                        owner: 1,
+                        end: 9,
+                        type_: sys::TFS_LK_WRITE,
+                        kind: sys::TFS_LK_POSIX,
+                        ..FileLock::default()
+                    };
+                    match fs.set_lock(file, &lock) {
+                        Err(Errno::NOLCK) => {}
+                        done => done.map_err(|e| format!("lock {name}: {e}"))?,
+                    }
+                    self.work.files.insert(name, (i, file, byte));
+                }
+                Ok(_) | Err(Errno::NOSPC) => fs
+                    .unlink(self.work.home, name.as_bytes(), Some(file))
+                    .map_err(|e| format!("unlink {name}: {e}"))?,
+                Err(e) => return Err(format!("write to {name}: {e}")),
+            }
+        }
+        if self.work.files.len() > 3 {
+            let (name, (i, file, _)) = self.work.files.pop_first().expect("more than three");
+            let fs = &self.members[1 - i];
+            fs.truncate(file, 1, false).map_err(|e| format!("truncate {name}: {e}"))?;
+            fs.unlink(self.work.home, name.as_bytes(), Some(file))
+                .map_err(|e| format!("unlink {name}: {e}"))?;
+        }
+        self.read()
+    }
+
+    /// All that they made is as they made it.
+    fn read(&self) -> Result<(), String> {
+        for (name, (_, file, byte)) in &self.work.files {
+            for fs in &self.members {
+                let (found, _) =
+                    fs.lookup(self.work.home, name.as_bytes()).map_err(|e| format!("{name}: {e}"))?;
+                if found != *file {
+                    return Err(format!("{name} is {found:?}, not {file:?}"));
+                }
+                let mut bytes = [0; LEN + 1];
+                let n = fs.pread(*file, &mut bytes, 0).map_err(|e| format!("read {name}: {e}"))?;
+                if n != LEN || bytes[..n].iter().any(|b| b != byte) {
+                    return Err(format!("{name} has {n} bytes, not all {byte}"));
+                }
+                let attr = fs.getattr(*file).map_err(|e| format!("{name}: {e}"))?;
+                if attr.nlink != 1 {
+                    return Err(format!("{name} has {} links", attr.nlink));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What everybody finds, without what is theirs.
+    pub fn tree_without(&self, fs: &Filesystem) -> Result<Tree, String> {
+        self.read()?;
+        let mut tree = world::read(fs)?;
+        let home = format!("/{HOME}/");
+        let theirs = tree.keys().filter(|path| path.starts_with(&home)).count();
+        if theirs != self.work.files.len() {
+            return Err(format!("{theirs} files of the living, not {}", self.work.files.len()));
+        }
+        tree.retain(|path, _| !path.starts_with(&home));
+        Ok(tree)
+    }
+}
+
+impl Drop for Living {
+    fn drop(&mut self) {
+        self.members.drain(..).for_each(Filesystem::abandon);
+    }
+}
