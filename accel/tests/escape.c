@@ -6,6 +6,7 @@
  *		tries to reach those processes, that socket, that memory of System V and those files; one line 'what: result' for each attempt,
  *		where a negative result is the kernel's error
  *	escape fill	takes as much memory, disk and processes as it gets; one line 'what: how much' for each
+ *	escape many	starts processes, for ever
  *	escape linger	starts a process that always wants to run; says 'lingers', and ends with its standard input
  *	escape deaf	makes its worker blind for the end of its client; says 'deaf', and ends
  */
@@ -80,6 +81,8 @@ static const char *source =
 	"		n++;\n"
 	"	results[3] = n;\n"
 	"}\n"
+	/* Processes, and then more as soon as some have ended. */
+	"kernel void many(global long *results) { for (;;) results[0] = child(0); }\n"
 	"kernel void linger(global long *results) { results[0] = child(1); }\n"
 	/* Whatever its worker watches is something else from now on. */
 	"kernel void deafen(global long *results)\n"
@@ -374,6 +377,8 @@ int main(int n, char **v)
 
 		e = run("fill", 2, (void *[]){ path, results }, (size_t[]){ sizeof(path), sizeof(results) }, 0);
 		printf("private MiB: %ld\nshared: %ld\nfile MiB: %ld\nprocesses: %ld\n", results[0], results[1], results[2], results[3]);
+	} else if (!strcmp(v[1], "many")) {
+		run("many", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
 	} else if (!strcmp(v[1], "linger")) {
 		e = run("linger", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
 		puts(results[0] > 0 ? "lingers" : "can't");

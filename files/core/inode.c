@@ -490,12 +490,22 @@ int tfs_map_ref(struct tfs *fs, struct tfs_handle h)
 	return -EAGAIN;
 }
 
+int tfs_hole_ref(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, h, &inode);
+
+	return err || fs->read_only ? err : set_own_bit(fs, h, inode, &inode->hole_mappers, false);
+}
+
 int tfs_unmap_ref(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	if (inode && !fs->read_only)
+	if (inode && !fs->read_only) {
+		clear_own_bit(fs, h, inode, &inode->hole_mappers);
 		clear_own_bit(fs, h, inode, &inode->mappers);
+	}
 	return inode ? 0 : -EUCLEAN;
 }
 

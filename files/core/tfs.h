@@ -137,6 +137,9 @@ int tfs_close_ref(struct tfs *fs, struct tfs_handle h);
  * nap and try again. */
 int tfs_map_ref(struct tfs *fs, struct tfs_handle h);
 int tfs_unmap_ref(struct tfs *fs, struct tfs_handle h);
+/* Besides tfs_map_ref, before zeroes are mapped where tfs_map finds a hole when it is asked again after this: whoever fills a hole then waits until
+ * they are taken back. Cleared by tfs_unmap_ref. */
+int tfs_hole_ref(struct tfs *fs, struct tfs_handle h);
 /* Grows when blocks were taken away from the inode: compare on TMB_PENDING_REVOKE. */
 tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino);
 
