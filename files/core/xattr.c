@@ -94,7 +94,8 @@ out:
 	else if (wrong)
 		err = tfs_damage(fs, wrong, h.ino, bytes);
 	if (err) {
-		tfs_os_free(image);
+		if (image)
+			tfs_os_free(image);
 		return err;
 	}
 	*out = image;
