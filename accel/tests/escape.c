@@ -6,6 +6,7 @@
  *		tries to reach those processes, that socket, that memory of System V and those files; one line 'what: result' for each attempt,
  *		where a negative result is the kernel's error
  *	escape fill	takes as much memory, disk and processes as it gets; one line 'what: how much' for each
+ *	escape many	starts processes, for ever
  *	escape linger	starts a process that always wants to run; says 'lingers', and ends with its standard input
  *	escape deaf	makes its worker blind for the end of its client; says 'deaf', and ends
  */
@@ -45,7 +46,8 @@ static const char *source =
 	"		__asm__ volatile(\"xor %%edx, %%edx; xor %%r10d, %%r10d; xor %%r8d, %%r8d; syscall; test %%rax, %%rax; jnz 1f; 2: jmp 2b; 1:\"\n"
 	"			: \"=a\"(r) : \"a\"(56L), \"D\"(flags), \"S\"(0L) : \"rcx\", \"rdx\", \"r8\", \"r10\", \"r11\", \"memory\");\n"
 	"	else\n"
-	"		__asm__ volatile(\"xor %%edx, %%edx; xor %%r10d, %%r10d; xor %%r8d, %%r8d; syscall; test %%rax, %%rax; jnz 1f; 2: mov $34, %%eax; syscall; jmp 2b; 1:\"\n"
+	"		__asm__ volatile(\"xor %%edx, %%edx; xor %%r10d, %%r10d; xor %%r8d, %%r8d; syscall; test %%rax, %%rax; jnz 1f; \"\n"
+	"			\"2: mov $34, %%eax; syscall; jmp 2b; 1:\"\n"
 	"			: \"=a\"(r) : \"a\"(56L), \"D\"(flags), \"S\"(0L) : \"rcx\", \"rdx\", \"r8\", \"r10\", \"r11\", \"memory\");\n"
 	"	return r;\n"
 	"}\n"
@@ -80,6 +82,8 @@ static const char *source =
 	"		n++;\n"
 	"	results[3] = n;\n"
 	"}\n"
+	/* Processes, and then more as soon as some have ended. */
+	"kernel void many(global long *results) { for (;;) results[0] = child(0); }\n"
 	"kernel void linger(global long *results) { results[0] = child(1); }\n"
 	/* Whatever its worker watches is something else from now on. */
 	"kernel void deafen(global long *results)\n"
@@ -374,6 +378,8 @@ int main(int n, char **v)
 
 		e = run("fill", 2, (void *[]){ path, results }, (size_t[]){ sizeof(path), sizeof(results) }, 0);
 		printf("private MiB: %ld\nshared: %ld\nfile MiB: %ld\nprocesses: %ld\n", results[0], results[1], results[2], results[3]);
+	} else if (!strcmp(v[1], "many")) {
+		run("many", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
 	} else if (!strcmp(v[1], "linger")) {
 		e = run("linger", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
 		puts(results[0] > 0 ? "lingers" : "can't");

@@ -123,8 +123,16 @@ def every_call_in_a_vm_answers_as_on_the_native_driver(host, vm, zone):
 
 @claim
 def programs_on_images_with_viennacl_and_with_shared_virtual_memory_print_in_a_vm_what_they_print_natively(host, vm, zone):
-    for program in ("image", "gemm", "svm"):
+    for program in ("image", "gemm", "svm", "answers"):
         same(program, host.native(host.work + "/" + program), vm.ok(zone + " %s 2>/tmp/err" % program, 300))
+
+
+@claim
+def a_program_that_forks_in_a_vm_keeps_its_channel_whatever_its_child_does(host, vm, zone):
+    for does in ("releases", "exits", "uses", "asks"):
+        said = vm.ok(zone + " fork %s 2>/tmp/err" % does, 100)
+        if said.split("\n")[:5] != ["before 0", "child 0", "after 0", "after 0", "after 0"]:
+            raise Failed("a child that %s: %s" % (does, said))
 
 
 def program_says_the_same(host, vm, environment, name, counts, *arguments):
@@ -258,13 +266,13 @@ def main():
     try:
         kernel, root, headers = from_kit(o.kit, work)
         subprocess.run(["cc", "-O1", "-Wno-deprecated-declarations", HERE + "/calls.c", "-o", work + "/calls", "-lOpenCL", "-lpthread"], check=True)
-        subprocess.run(["cc", "-O1", HERE + "/image.c", "-o", work + "/image", "-lOpenCL"], check=True)
-        subprocess.run(["cc", "-O1", HERE + "/svm.c", "-o", work + "/svm", "-lOpenCL"], check=True)
+        for program in ("image", "svm", "answers", "fork"):
+            subprocess.run(["cc", "-O1", "-w", HERE + "/%s.c" % program, "-o", work + "/" + program, "-lOpenCL"], check=True)
         subprocess.run(["c++", "-O0", "-w", HERE + "/gemm.cpp", "-o", work + "/gemm", "-lOpenCL", "-lpthread"], check=True)
         shutil.copy(o.target + "/libtombolo_opencl.so", work)
         subprocess.run(["strip", work + "/libtombolo_opencl.so"], check=True)
         rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,
-                  [work + "/calls", work + "/image", work + "/gemm", work + "/svm", shutil.which("clinfo"), work + "/libtombolo_opencl.so", o.target + "/tombolo-accel", *binaries], ["virtio_net"], files=files)
+                  [work + "/calls", work + "/image", work + "/gemm", work + "/svm", work + "/answers", work + "/fork", shutil.which("clinfo"), work + "/libtombolo_opencl.so", o.target + "/tombolo-accel", *binaries], ["virtio_net"], files=files)
         host = Host(work, o.target, 6 if o.programs else 2)
         vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory="2G" if o.programs else "512M", extra=host.qemu())
         name = os.path.basename(host.vm)

@@ -121,7 +121,7 @@ fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed
     // What goes on is seen per second, by port and VM.
     let mut pings = lab.command(&["exec", "a", "--", "ping", "-A", "-q", "b"]).spawn().unwrap();
     wait_until("rates", || {
-        let said = json(&lab, &["top", "--json", "--count", "1", "--interval", "0.5"]);
+        let said = json(&lab, &["top", "-f", "tombolo.toml", "--json", "--count", "1", "--interval", "0.5"]);
         let switch = &said["switches"][0];
         assert!(switch["name"].as_str().unwrap().ends_with("/lan"), "{said}");
         let (port, vm) = (&switch["ports"][0], &said["vms"][0]);
@@ -130,7 +130,7 @@ fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed
     });
     pings.kill().unwrap();
     pings.wait().unwrap();
-    let text = lab.good(&["top", "--count", "1"]);
+    let text = lab.good(&["top", "-f", "tombolo.toml", "--count", "1"]);
     assert!(text.contains("SENT/S") && text.contains("MEMORY"), "{text}");
 
     // A VM is killed and comes back with the same address.
@@ -140,6 +140,20 @@ fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed
     lab.good(&["up"]);
     ping(&lab);
 
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_vm_is_given_its_address_by_the_networks_dhcp() {
+    let lab = Lab::new(
+        "[net.lan]\ndhcp = true\n[vm.a]\nkernel = \"6.1\"\nmemory = \"256M\"\nnetworks = { lan = { address = \"dhcp\" } }\n\
+         [vm.b]\nkernel = \"6.1\"\nmemory = \"256M\"\nnetworks = { lan = { address = \"10.86.0.9\" } }\n",
+    );
+    lab.good(&["up"]);
+    let said = lab.good(&["exec", "a", "--", "ip", "-4", "-o", "addr"]);
+    assert!(said.contains("inet 10.86.0.2/24"), "{said}");
+    ping(&lab);
     lab.good(&["down"]);
     lab.assert_nothing_left();
 }

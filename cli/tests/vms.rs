@@ -402,7 +402,7 @@ fn zones_come_and_go_and_come_back_as_often_as_there_are_ports() {
         lab.good(&["zone", "attach", "--mount", "/mnt/late", "late", "a"]);
         assert_eq!(lab.good(&["exec", "a", "--", "cat", "/mnt/late/x"]), "kept\n");
     }
-    // The host cuts a file that the guest holds open: it is rung by the doorbell that came last.
+    // What the host does is heard in the guest, by the doorbell that came last.
     let host = lab.dir.path().join("host");
     std::fs::create_dir(&host).unwrap();
     lab.good(&["files", "mount", "late", host.to_str().unwrap()]);
@@ -416,9 +416,13 @@ fn zones_come_and_go_and_come_back_as_often_as_there_are_ports() {
         assert!(start.elapsed() < PATIENCE);
         std::thread::sleep(Duration::from_millis(10));
     }
+    std::fs::write(host.join("d/new"), "").unwrap();
     std::fs::write(host.join("d/end"), "").unwrap();
     let heard = hearing.wait_with_output().unwrap();
-    assert!(heard.status.success() && String::from_utf8_lossy(&heard.stdout).contains(" end"), "{heard:?}");
+    assert!(
+        heard.status.success() && String::from_utf8_lossy(&heard.stdout).contains("dir CREATE new"),
+        "{heard:?}"
+    );
     assert!(Command::new("umount").arg(&host).status().unwrap().success());
     lab.good(&["zone", "detach", "other", "a"]);
     let full = lab.run(&["zone", "attach", "other", "a"]);

@@ -156,6 +156,14 @@ static void drop_suid(struct tfs_inode *inode)
 	tmb_store(&inode->mode, mode & ~(tmb_u64)(04000 | (mode & 010 ? 02000 : 0)));
 }
 
+/* Holes were filled: zeroes that other members map there are taken back, as far as those members answer. */
+static void show_filled(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
+{
+	tmb_fence(); /* who said that it maps holes is seen here, or sees the new blocks */
+	if (tfs_active_members(fs, tmb_load(&inode->hole_mappers) & ~(1ULL << fs->member)))
+		tfs_wait_unused(fs, inode, ino);
+}
+
 int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool kill_suid, tmb_s64 now)
 {
 	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
@@ -170,6 +178,8 @@ int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool 
 		tfs_persist(fs, inode, sizeof(*inode));
 		tfs_barrier(fs);
 	}
+	if (inode && w->started)
+		show_filled(fs, inode, w->h.ino);
 	end_tx(fs, w);
 	return inode ? 0 : -EUCLEAN;
 }

@@ -492,13 +492,23 @@ static int live_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode **dir)
 	return TFS_IS(tmb_load(&(*dir)->mode), TFS_MODE_DIR) ? 0 : -ENOTDIR;
 }
 
+/* For a member that can take no lock. */
+static int wait_for_writer(struct tfs *fs, struct tfs_inode *dir)
+{
+	struct tfs_wait w;
+	tmb_u64 seq;
+
+	tfs_wait_start(&w, TFS_KILLABLE);
+	while ((seq = tmb_load_acquire(&dir->seq)) & 1)
+		if (tfs_wait_more(fs, &w, seq, TFS_MEMBERS, NULL, 0) == -EINTR)
+			return -EINTR;
+	return 0;
+}
+
 /* Waits for an even seq; after many tries with the directory's lock, which also cleans up after a dead writer. A read-only member takes
  * no lock. */
 static int read_begin(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u32 *tries, tmb_u64 *seq, bool *locked)
 {
-	struct tfs_wait w;
-
-	tfs_wait_start(&w, TFS_KILLABLE);
 	for (;;) {
 		*seq = tmb_load_acquire(&dir->seq);
 		if (!(*seq & 1) && (*tries < READ_TRIES || fs->read_only))
@@ -511,7 +521,7 @@ static int read_begin(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir
 		}
 		if (*tries < READ_TRIES)
 			tfs_os_relax();
-		else if (tfs_wait_more(fs, &w, *seq, TFS_MEMBERS, NULL, 0) == -EINTR)
+		else if (wait_for_writer(fs, dir))
 			return -EINTR;
 	}
 }

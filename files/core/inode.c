@@ -248,6 +248,17 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 	return 0;
 }
 
+/* Who did not let go of removed blocks; these stay in limbo until it does. */
+static void tell_holders(struct tfs *fs, tmb_u64 holders)
+{
+	for (; holders && fs->members; holders &= holders - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(holders);
+		bool answers = m == fs->member || !(tmb_load(&fs->members[m].pending) & TMB_PENDING_REVOKE);
+
+		tfs_os_waiting(fs, m, answers, TFS_REVOKE_LIMIT_NS / 1000000000);
+	}
+}
+
 int tfs_begin_removal(struct tfs *fs, tmb_u32 slot, struct tfs_inode *inode, tmb_u64 from, tmb_u64 to, struct tfs_gone **gone)
 {
 	tmb_u64 root = tmb_load(&inode->root), borders[2] = {from, to};
@@ -303,7 +314,7 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 		tfs_barrier(fs);
 		if (holders) {
 			if (!recovering)
-				tfs_os_damage(fs, "a member does not let go of removed blocks; they stay unused until it does", ino, holders);
+				tell_holders(fs, holders);
 			if (tfs_limbo_begin(fs, holders))
 				break; /* declared dead: they have this member's tag, recovery sees to them */
 			mark = TFS_MAP_LIMBO;
@@ -510,8 +521,11 @@ int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);
-	bool locked = inode && !tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE);
+	int err = inode ? tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE) : -ESTALE;
+	bool locked = !err;
 
+	if (err == -EINTR) /* for who recovers this member */
+		tmb_store(&fs->unclean, true);
 	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
 		tfs_free_inode_locked(fs, ino, inode, slot);
 	tfs_tx_end(fs, slot);
@@ -547,12 +561,22 @@ int tfs_map_ref(struct tfs *fs, struct tfs_handle h)
 	return -EAGAIN;
 }
 
+int tfs_hole_ref(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, h, &inode);
+
+	return err || fs->read_only ? err : set_own_bit(fs, h, inode, &inode->hole_mappers, false);
+}
+
 int tfs_unmap_ref(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	if (inode && !fs->read_only)
+	if (inode && !fs->read_only) {
+		clear_own_bit(fs, h, inode, &inode->hole_mappers);
 		clear_own_bit(fs, h, inode, &inode->mappers);
+	}
 	return inode ? 0 : -EUCLEAN;
 }
 

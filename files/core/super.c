@@ -146,6 +146,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	memset(fs->itable_cache, 0, sizeof(fs->itable_cache));
 	memset(fs->line, 0, sizeof(fs->line));
 	fs->numbers = 0;
+	fs->unclean = false;
 	fs->hash_seed = tmb_load(&sb->hash_seed);
 	fs->persistent = tmb_load(&sb->ro_compat) & TFS_RO_COMPAT_PERSISTENT && !fs->read_only;
 	fs->members = members;
@@ -178,6 +179,8 @@ void tfs_close(struct tfs *fs)
 		return;
 	tfs_listen_end(fs);
 	tfs_limbo_release(fs, 1ULL << fs->member);
+	if (tmb_load(&fs->unclean))
+		return;
 	tmb_store_release(&fs->members[fs->member].recovered_epoch, fs->epoch);
 	tmb_store_release(&fs->members[fs->member].forgotten_epoch, fs->epoch);
 }

@@ -36,6 +36,7 @@ struct tfs {
 	tmb_u64 root;	  /* the inode that is its root directory */
 	bool read_only;
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
+	bool unclean;	 /* something was left undone, as at a death */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	bool reserve_taken; /* and not given back yet */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
@@ -137,6 +138,9 @@ int tfs_close_ref(struct tfs *fs, struct tfs_handle h);
  * nap and try again. */
 int tfs_map_ref(struct tfs *fs, struct tfs_handle h);
 int tfs_unmap_ref(struct tfs *fs, struct tfs_handle h);
+/* Besides tfs_map_ref, before zeroes are mapped where tfs_map finds a hole when it is asked again after this: whoever fills a hole then waits until
+ * they are taken back. Cleared by tfs_unmap_ref. */
+int tfs_hole_ref(struct tfs *fs, struct tfs_handle h);
 /* Grows when blocks were taken away from the inode: compare on TMB_PENDING_REVOKE. */
 tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino);
 

@@ -33,7 +33,7 @@ bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool
 void tfs_os_wake(struct tfs *fs, tmb_u32 *word);
 /* In a long loop: gives the CPU away if somebody else wants it. */
 void tfs_os_yield(void);
-/* One line for the log: a lock has not been given back for so long by a member that lives, and that answers when it is rung, or not. */
+/* One line for the log: a member that lives has not given back a lock, or removed blocks, for so long; it answers when it is rung, or not. */
 void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds);
 /* Monotonic time in ns, for bounded waits. */
 tmb_u64 tfs_os_clock(void);

@@ -310,6 +310,8 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 			tmb_fetch_and(&inode->openers, ~members);
 		if (tmb_load(&inode->mappers) & members)
 			tmb_fetch_and(&inode->mappers, ~members);
+		if (tmb_load(&inode->hole_mappers) & members)
+			tmb_fetch_and(&inode->hole_mappers, ~members);
 		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers) && !claim(fs, &slot))
 			tfs_free_orphan(fs, ino, slot);
 	}

@@ -201,7 +201,7 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 	struct tfs *fs = tmb_fs(inode);
 	size_t total = 0;
 	unsigned int restarts = 0;
-	bool pieces = false;
+	bool pieces = false, filled = false;
 	ssize_t err;
 
 	if (!iov_iter_count(from))
@@ -229,6 +229,7 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 		if (done)
 			i_size_write(inode, max_t(loff_t, attr.size, iocb->ki_pos + done));
 		tfs_unlock_inode(fs, inode->i_ino);
+		filled |= w.started;
 		iocb->ki_pos += done;
 		total += done;
 		if (err == -EAGAIN) {
@@ -249,6 +250,8 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 			break;
 		}
 	}
+	if (filled)
+		tmb_holes_filled(inode, 0, 0);
 	inode_unlock(inode);
 	if (total)
 		tmb_tell(file_dentry(file), FS_MODIFY);
@@ -303,6 +306,7 @@ static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t len
 		err = tfs_fallocate(tmb_fs(inode), tmb_h(inode), how, offset, length, tfs_os_now());
 	if (removes)
 		filemap_invalidate_unlock(inode->i_mapping);
+	tmb_holes_filled(inode, offset, length);
 	if (!err)
 		err = tmb_refresh(inode);
 out:

@@ -5,9 +5,10 @@
  * then unmaps the inode everywhere and gives the bit back once nobody has its pages in use; a later access faults anew
  * and finds the file as it is then, or SIGBUS.
  *
- * Holes: a block is allocated at the first fault, reading or writing, because a mapped zero page would go on
- * showing zeroes after another member writes there. A read-only member cannot allocate; its mappings of holes are taken back by
- * the poll instead (TMB_POLL_MS).
+ * Holes: a shared mapping of a file that is open for writing gets a block at the first access: programs use it as shared memory, and wait for
+ * each other at pages that nobody has stored to. Others, who may only read, must not fill the zone and are shown zeroes. Their member says so in the
+ * zone (tfs_hole_ref), and whoever fills a hole waits until they are taken back. A read-only member can't say it; its mappings of holes are taken back
+ * by the poll instead (TMB_POLL_MS).
  */
 #include "tombolo.h"
 
@@ -33,7 +34,7 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tmb_inode *ti = tmb_i(inode);
-	bool huge = length > PAGE_SIZE;
+	bool huge = length > PAGE_SIZE, told = smp_load_acquire(&ti->told_holes);
 	pgoff_t index = pos >> PAGE_SHIFT;
 	unsigned long value, pages = huge ? HPAGE_PMD_NR : 1, i;
 	struct tfs_run run;
@@ -41,6 +42,15 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 	int err;
 
 	err = tfs_map(&s->fs, tmb_h(inode), index, pages, &run);
+	if (!err && !run.block && !told) {
+		WRITE_ONCE(ti->shows_holes, true);
+		err = tfs_hole_ref(&s->fs, tmb_h(inode));
+		smp_mb(); /* who fills the hole sees both, or the block is seen here */
+		if (!err) {
+			smp_store_release(&ti->told_holes, true);
+			err = tfs_map(&s->fs, tmb_h(inode), index, pages, &run);
+		}
+	}
 	if (err)
 		return err;
 	iomap->offset = pos;
@@ -49,7 +59,7 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 	iomap->dax_dev = s->zone.dax;
 	iomap->bdev = s->zone.dev.bdev;
 	if (!run.block) {
-		if (flags & IOMAP_WRITE || huge || !s->fs.read_only)
+		if (flags & IOMAP_WRITE || huge)
 			return -EAGAIN;
 		iomap->type = IOMAP_HOLE;
 		iomap->addr = IOMAP_NULL_ADDR;
@@ -148,6 +158,8 @@ static int fill_hole(struct inode *inode, pgoff_t index)
 		err = -EAGAIN;
 	}
 	mutex_unlock(&ti->fault_lock);
+	if (!err)
+		tmb_holes_filled(inode, (loff_t)index << PAGE_SHIFT, PAGE_SIZE);
 	return err;
 }
 
@@ -178,7 +190,7 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		sb_start_pagefault(inode->i_sb);
 		file_update_time(vma->vm_file);
 	}
-	if (order == TMB_ORDER_PTE)
+	if (order == TMB_ORDER_PTE && vma->vm_flags & VM_SHARED)
 		err = fill_hole(inode, vmf->pgoff);
 	if (!err) {
 		filemap_invalidate_lock_shared(mapping);
@@ -315,6 +327,7 @@ int tmb_revoke_locked(struct inode *inode)
 	list_del_init(&ti->mapped_link);
 	spin_unlock(&s->mapped_lock);
 	WRITE_ONCE(ti->mapped, false);
+	ti->shows_holes = ti->told_holes = false;
 	end_lingering(s, ti);
 	err = tfs_unmap_ref(&s->fs, tmb_h(inode));
 	return err == -ESTALE ? 0 : err;
@@ -337,6 +350,18 @@ int tmb_revoke_wait_locked(struct inode *inode, unsigned int wait_ms)
 		pause = min_t(unsigned long, pause * 2, HZ / 20 + 1);
 	}
 	return err;
+}
+
+/* After holes were filled: zeroes that this kernel maps there are taken back; length 0: in all of the file. Other members were told by the core. */
+void tmb_holes_filled(struct inode *inode, loff_t pos, loff_t length)
+{
+	smp_mb(); /* pairs with tmb_iomap_begin() */
+	if (!READ_ONCE(tmb_i(inode)->shows_holes))
+		return;
+	/* A fault that found the hole maps its zeroes before this, one that comes after finds the block. */
+	filemap_invalidate_lock(inode->i_mapping);
+	unmap_mapping_range(inode->i_mapping, round_down(pos, PAGE_SIZE), round_up(length + (pos & ~PAGE_MASK), PAGE_SIZE), 0);
+	filemap_invalidate_unlock(inode->i_mapping);
 }
 
 /* --- files that are closed while their pages are in use -------------------------------------------------------- */

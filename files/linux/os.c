@@ -44,10 +44,13 @@ void tfs_os_wait(struct tfs *fs, tmb_u32 round)
 
 bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable)
 {
+	struct tmb_sb *s = fs ? fs->os : NULL;
 	unsigned int state = killable ? TASK_KILLABLE : TASK_UNINTERRUPTIBLE;
 	ktime_t until = ktime_add_ns(ktime_get(), ns);
 	long ended;
 
+	if (killable && s && READ_ONCE(s->ending))
+		return true;
 	/* wait_var_event() has no form with a fine timeout. */
 	ended = ___wait_var_event(word, READ_ONCE(*word) != value || ktime_after(ktime_get(), until), state, 0, 0,
 				  schedule_hrtimeout(&until, HRTIMER_MODE_ABS));
@@ -72,7 +75,7 @@ void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 second
 	if (!s || member >= TMB_MAX_MEMBERS)
 		return;
 	memcpy(name, s->zone.members[member].name, TMB_NAME_LEN);
-	pr_warn_ratelimited("tombolo: zone %s: a lock is held by member %u (%*pE) for %llu s; it %s\n", s->zone.name, member,
+	pr_warn_ratelimited("tombolo: zone %s: member %u (%*pE) is waited for since %llu s; it %s\n", s->zone.name, member,
 			    (int)strnlen(name, TMB_NAME_LEN), name, seconds,
 			    answers ? "is at work" : "does not answer: it is suspended, or its machine hangs");
 }

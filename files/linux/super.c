@@ -26,6 +26,7 @@ static struct inode *tmb_alloc_inode(struct super_block *sb)
 	ti->own_from = 0;
 	ti->own_to = 0;
 	ti->mapped = false;
+	ti->shows_holes = ti->told_holes = false;
 	ti->pinned_at = 0;
 	ti->lingers = NULL;
 	return &ti->vfs;
@@ -313,6 +314,7 @@ static void tmb_kill_sb(struct super_block *sb)
 	struct tmb_sb *s = tmb_sb(sb);
 
 	if (s) { /* the worker may hold an inode */
+		WRITE_ONCE(s->ending, true);
 		if (s->listening)
 			tmb_doorbell_unregister(&s->doorbell);
 		s->listening = false;

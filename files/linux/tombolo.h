@@ -62,6 +62,7 @@ struct tmb_sb {
 	struct tmb_zone zone;
 	dev_t dev;
 	bool joined, opened, listening;
+	bool ending;  /* being unmounted: nobody waits for other members' locks for long */
 	bool may_write; /* by the host's leave; fs.read_only: by what was mounted */
 	struct tmb_doorbell_client doorbell;
 	struct tmb_syncdev *sync; /* semaphores of this zone for processes; NULL: none */
@@ -103,6 +104,7 @@ struct tmb_inode {
 	bool mapped;
 	u64 map_seq;
 	struct xarray runs; /* page offset -> block << 1 | huge, of what dax may have mapped */
+	bool shows_holes, told_holes; /* zeroes may be mapped where there are holes; and the zone says so */
 	unsigned long pinned_at; /* in 'runs': where somebody had a page when it was last looked at */
 	struct list_head mapped_link;
 	struct mutex map_lock; /* of what map_reference() does; nobody waits for another member with it */
@@ -190,6 +192,7 @@ int tmb_mmap(struct file *file, struct vm_area_struct *vma);
 int tmb_revoke_locked(struct inode *inode);
 int tmb_revoke_wait_locked(struct inode *inode, unsigned int wait_ms);
 void tmb_mappings_close(struct inode *inode);
+void tmb_holes_filled(struct inode *inode, loff_t pos, loff_t length);
 int tmb_mappings_init(void);
 void tmb_mappings_exit(void);
 void tmb_mappings_start(struct tmb_sb *s);

@@ -260,9 +260,6 @@ fn serve(config: &Config) -> anyhow::Result<ExitCode> {
         set
     };
     let daemon = Daemon::start(config)?;
-    if config.switch.sandbox {
-        crate::sandbox::filter_calls().context("sandbox; --no-sandbox runs without")?;
-    }
     let mut signal = 0;
     // SAFETY: both are ours.
     unsafe { libc::sigwait(&signals, &mut signal) };

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The switch's configuration, as a TOML file or as parts of a compose file have it.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use tombolo_metrics::Place;
 
 use crate::access::Access;
+use crate::dhcp::DhcpConfig;
 use crate::endpoint::Role;
 use crate::frame::Mac;
 use crate::learn::MAX_LEARNED;
@@ -26,6 +27,8 @@ pub struct Config {
     pub port: Vec<PortConfig>,
     /// Ways out.
     pub uplink: Vec<UplinkConfig>,
+    /// The service that gives guests their addresses.
+    pub dhcp: Option<DhcpConfig>,
 }
 
 /// The switch as a whole.
@@ -104,6 +107,9 @@ pub struct PortConfig {
     /// If any: drop IP, ARP and neighbour discovery from other addresses.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
+    /// The address that it gets from the switch's DHCP service; none: the first IPv4 address of `ips`.
+    #[serde(default)]
+    pub address: Option<Ipv4Addr>,
     /// With `ips`: it may send router advertisements, redirects and a DHCP server's answers.
     #[serde(default)]
     pub router: bool,
@@ -152,6 +158,13 @@ impl PortConfig {
             rules: self.rules.to_vec(),
             mtu: self.mtu,
         }
+    }
+
+    /// The address that a DHCP service gives it.
+    #[must_use]
+    pub fn given(&self) -> Option<Ipv4Addr> {
+        let v4 = |ip: &IpAddr| if let IpAddr::V4(ip) = ip { Some(*ip) } else { None };
+        self.address.or_else(|| self.ips.iter().find_map(v4))
     }
 
     /// Is it possible?

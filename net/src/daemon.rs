@@ -10,22 +10,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
 use crate::config::{Config, PortConfig, UplinkConfig};
 use crate::control::Request;
+use crate::dhcp::{DhcpConfig, Lease};
 use crate::endpoint::{Endpoint, Stop};
 use crate::features::{OFFERED, PLAIN};
 use crate::keeper::{Answer, Keeper, Told};
 use crate::link::Link;
+use crate::policy::Policy;
 use crate::port::Port;
 use crate::switch::Switch;
+use crate::uplink::service::{Leases, Service};
 use crate::uplink::{Opened, Uplink};
 use crate::view::Attached;
 use crate::worker::{Pace, Worker};
-use crate::{control, metrics};
+use crate::{control, metrics, rules};
 
 /// Most threads that carry packets.
 const MAX_WORKERS: usize = 64;
@@ -33,6 +36,9 @@ const MAX_WORKERS: usize = 64;
 /// How long the end of a port's thread is waited for. It does nothing that takes long; but a descriptor that a front-end
 /// sent may be a file of a FUSE file system, and to close that may take for ever.
 const END: Duration = Duration::from_secs(2);
+
+/// The port of the switch's own service.
+const SERVICE: &str = "dhcp";
 
 /// A port that is served.
 struct Served {
@@ -69,6 +75,8 @@ pub struct Daemon {
     wake: Mutex<Vec<Box<dyn Fn() + Send>>>,
     link: Link,
     keeper: Mutex<Option<Keeper>>,
+    /// The switch's own service, and what it gives.
+    dhcp: Option<(DhcpConfig, Leases)>,
 }
 
 impl Daemon {
@@ -88,6 +96,9 @@ impl Daemon {
                 "workers can't run on CPU {cpu}, which this process may not use; 'taskset -p $$' shows which it may"
             );
         }
+        if let Some(dhcp) = &config.dhcp {
+            dhcp.check()?;
+        }
         let switch = Arc::new(Switch::new(workers, config.switch.budget)?);
         let (keeper, link) = Keeper::start(config, config.switch.sandbox)?;
         let daemon = Arc::new(Self {
@@ -98,6 +109,7 @@ impl Daemon {
             wake: Mutex::default(),
             link,
             keeper: Mutex::new(Some(keeper)),
+            dhcp: config.dhcp.clone().map(|dhcp| (dhcp, Leases::default())),
         });
         let begun = daemon.begin(config);
         if begun.is_err() {
@@ -111,6 +123,21 @@ impl Daemon {
             // Before any thread is started: each has its own capabilities.
             crate::sandbox::drop_user(config.switch.user.as_deref())?;
             crate::sandbox::drop_capabilities().context("capabilities can't be dropped")?;
+            // Before any front-end is heard.
+            crate::sandbox::filter_calls().context("sandbox; --no-sandbox runs without")?;
+        }
+        if let Some((dhcp, leases)) = &self.dhcp {
+            self.switch.attach(Attached {
+                port: Arc::new(Port::new(SERVICE, 1)),
+                policy: Arc::new(Policy {
+                    macs: vec![dhcp.mac()],
+                    uplink: true,
+                    vlan: dhcp.vlan.clone(),
+                    ..Policy::default()
+                }),
+                uplink: Some(Arc::new(Uplink::new(Box::new(Service::new(dhcp.clone(), leases.clone())?)))),
+                capture: None,
+            })?;
         }
         let mut answers = Vec::new();
         let mut metrics = None;
@@ -161,6 +188,7 @@ impl Daemon {
             match self.link.receive() {
                 Ok(Some((told, fd))) => {
                     if let Some(answer) = self.take(told, fd) {
+                        self.settle();
                         if let Err(err) = self.link.send(&answer, None) {
                             tracing::warn!("the switch's keeper doesn't listen: {err}");
                         }
@@ -246,9 +274,15 @@ impl Daemon {
         let endpoint = Endpoint::over(config.role, source);
         let stop = Arc::new(endpoint.stop()?);
         let port = Arc::new(Port::new(name, config.queues));
-        self.switch
-            .attach(Attached::guest(port.clone(), config.policy()))
-            .map_err(|d| self.explain(&d, name))?;
+        let mut policy = config.policy();
+        if self.dhcp.is_some() && !config.router {
+            policy.rules.insert(0, rules::no_dhcp_server());
+        }
+        self.switch.attach(Attached::guest(port.clone(), policy)).map_err(|d| self.explain(&d, name))?;
+        if let Err(err) = self.give(config) {
+            self.switch.detach(&port);
+            return Err(err);
+        }
         let offered = if config.offload { OFFERED } else { PLAIN };
         let (running, ended) = mpsc::channel();
         let thread = {
@@ -262,6 +296,31 @@ impl Daemon {
         };
         let served = Served { name: name.clone(), stop, thread, ended };
         self.served.lock().unwrap_or_else(PoisonError::into_inner).push(served);
+        Ok(())
+    }
+
+    /// Lets the switch's service give a port its address.
+    fn give(&self, config: &PortConfig) -> anyhow::Result<()> {
+        let name = &config.name;
+        let (Some((dhcp, leases)), Some(address)) = (&self.dhcp, config.given()) else {
+            anyhow::ensure!(
+                config.address.is_none(),
+                "port {name}: its address is given by DHCP, which this switch doesn't serve; say [dhcp]"
+            );
+            return Ok(());
+        };
+        let inside = String::from(dhcp.address);
+        anyhow::ensure!(
+            dhcp.address.has(address) && address != dhcp.address.address,
+            "port {name}: a guest can't have {address} where the DHCP service is {inside}"
+        );
+        let plain = |c: &char| c.is_ascii_alphanumeric() || *c == '-';
+        let lease = Lease { address, name: name.chars().filter(plain).take(63).collect() };
+        if let Some(mac) = config.macs.first() {
+            leases.put(*mac, lease.clone()).map_err(|other| {
+                anyhow::anyhow!("port {name}: {address} is given to port {other} already")
+            })?;
+        }
         Ok(())
     }
 
@@ -280,11 +339,22 @@ impl Daemon {
         )
     }
 
+    /// Waits until the workers go by what has changed, so that whoever asked for it finds it so.
+    fn settle(&self) {
+        let end = Instant::now() + END;
+        self.switch.settle(|| self.is_stopping() || Instant::now() > end);
+    }
+
     /// Removes a port or an uplink.
     ///
     /// # Errors
     /// There is none of that name.
     pub fn remove(&self, name: &str) -> anyhow::Result<()> {
+        let own = self.dhcp.is_some() && name == SERVICE;
+        anyhow::ensure!(
+            !own,
+            "port {name} is the switch's own service; leave [dhcp] out of its configuration"
+        );
         let served = {
             let mut list = self.served.lock().unwrap_or_else(PoisonError::into_inner);
             list.iter().position(|s| s.name == name).map(|at| list.remove(at))
@@ -297,7 +367,11 @@ impl Daemon {
         let attached = attached.with_context(|| {
             format!("port {name}: there is none of that name; 'tombolo net ports' lists them")
         })?;
+        if let Some((_, leases)) = &self.dhcp {
+            attached.policy.macs.iter().for_each(|mac| leases.take(*mac));
+        }
         self.switch.detach(&attached.port);
+        self.settle();
         Ok(())
     }
 

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
 
+use crate::frame::Mac;
 use crate::link::Link;
 use crate::port::Port;
 use crate::protocol::Session;
@@ -180,7 +181,7 @@ fn converse(stream: UnixStream, switch: &Arc<Switch>, port: &Arc<Port>, offered:
         let mut poll = libc::pollfd { fd: own.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one pollfd of our own.
         unsafe { libc::poll(&mut poll, 1, -1) };
-        match early_enable(&own, &session) {
+        match own_message(&own, &session) {
             Ok(true) => continue,
             Ok(false) => {}
             Err(why) => return why,
@@ -193,16 +194,14 @@ fn converse(stream: UnixStream, switch: &Arc<Switch>, port: &Arc<Port>, offered:
     }
 }
 
-/// Answers a SET_VRING_ENABLE that comes before SET_FEATURES: QEMU sends it as soon as the protocol features are agreed
-/// upon, the `vhost` crate (0.14) takes it only after the virtio features. True: there was one.
-fn early_enable(stream: &UnixStream, session: &Mutex<Session>) -> Result<bool, Error> {
+/// Answers what the `vhost` crate (0.14) does not: a SET_VRING_ENABLE that comes before SET_FEATURES, as QEMU sends it as
+/// soon as the protocol features are agreed upon, and SEND_RARP. True: there was one of them.
+fn own_message(stream: &UnixStream, session: &Mutex<Session>) -> Result<bool, Error> {
     const SET_VRING_ENABLE: u32 = 18;
+    const SEND_RARP: u32 = 19;
     const NEED_REPLY: u32 = 8;
     const REPLY: u32 = 5;
     let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
-    if session.has_features() {
-        return Ok(false);
-    }
     // Three words of header, two of body.
     let mut bytes = [0u8; 20];
     let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
@@ -210,12 +209,19 @@ fn early_enable(stream: &UnixStream, session: &Mutex<Session>) -> Result<bool, E
     let n = unsafe { libc::recv(stream.as_raw_fd(), bytes.as_mut_ptr().cast(), bytes.len(), flags) };
     let word =
         |b: &[u8; 20], i: usize| u32::from_ne_bytes([b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3]]);
-    if n != 20 || word(&bytes, 0) != SET_VRING_ENABLE || word(&bytes, 2) != 8 {
+    let request = word(&bytes, 0);
+    let ours = request == SEND_RARP || request == SET_VRING_ENABLE && !session.has_features();
+    if n != 20 || !ours || word(&bytes, 2) != 8 {
         return Ok(false);
     }
     (&*stream).read_exact(&mut bytes).map_err(Error::SocketError)?;
-    let (index, enable) = (word(&bytes, 3), word(&bytes, 4));
-    session.set_vring_enable(index, enable != 0)?;
+    match request {
+        // The MAC as it lies in memory.
+        SEND_RARP => {
+            session.send_rarp(Mac([bytes[12], bytes[13], bytes[14], bytes[15], bytes[16], bytes[17]]))?
+        }
+        _ => session.set_vring_enable(word(&bytes, 3), word(&bytes, 4) != 0)?,
+    }
     if word(&bytes, 1) & NEED_REPLY != 0 {
         let mut reply = bytes;
         reply[4..8].copy_from_slice(&REPLY.to_ne_bytes());

@@ -16,15 +16,18 @@
 //!   ports at one moment
 //! - [`headers`] what a frame is, read once; by that description: [`lane`] VLANs; [`spoof`] false senders; [`rules`] by addresses and ports; [`offload`]
 //!   checksums and segments in software, and [`fallback`] when to make them. [`limit`] rates; [`uplink`] what isn't a guest
-//! - [`deliver`] the copy; [`held`] a frame that waits, and [`credit`] how long it may; [`forward`] a pass over a queue; [`worker`] the thread that polls and sleeps; [`balance`] which
+//! - [`deliver`] the copy; [`held`] a frame that waits, and [`credit`] how long it may; [`forward`] a pass over a queue, and `route` the ways of its frames; [`worker`] the thread that polls and sleeps; [`balance`] which
 //!   worker carries which queue; [`switch`] changes on their way to the workers
 //! - [`config`] what a user says; [`daemon`] the running whole; [`cli`] and [`control`] the ways to talk to it;
 //!   [`metrics`] counters for Prometheus, [`top`] for people; [`capture`] frames for Wireshark; [`sandbox`] what is given up
 //! - [`mod@bench`] the switch beside its peers; [`soak`] every frame accounted for
 //! - [`keeper`] the part that keeps the rights to open things, at the other end of a [`link`]; [`access`] who may connect
+//! - [`dhcp`] addresses for guests that ask for one
+//! - [`announce`] a guest that has come from another host
 //! - [`event`] eventfds; [`cpu`] prefetching; [`driver`] the guest's side, for tests and the bench
 
 pub mod access;
+mod announce;
 pub mod balance;
 pub mod bench;
 pub mod capture;
@@ -36,6 +39,7 @@ pub mod cpu;
 pub mod credit;
 pub mod daemon;
 pub mod deliver;
+pub mod dhcp;
 pub mod dirty;
 pub mod driver;
 pub mod endpoint;
@@ -61,6 +65,7 @@ pub mod policy;
 pub mod port;
 pub mod protocol;
 pub mod ring;
+mod route;
 pub mod rules;
 pub mod sandbox;
 pub mod soak;

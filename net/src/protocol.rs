@@ -15,9 +15,11 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 
+use crate::announce::announce;
 use crate::dirty::DirtyLog;
 use crate::event::check_peer_event;
 use crate::features::{OFFERED, bit, has, negotiated};
+use crate::frame::Mac;
 use crate::inflight;
 use crate::memory::{GuestMemory, MAX_REGIONS, Region};
 use crate::port::Port;
@@ -52,6 +54,14 @@ impl Session {
     #[must_use]
     pub fn has_features(&self) -> bool {
         self.features != 0
+    }
+
+    /// SEND_RARP: the guest has come from another host and can't announce itself.
+    ///
+    /// # Errors
+    /// The MAC is not one of the port's.
+    pub fn send_rarp(&mut self, mac: Mac) -> Result<()> {
+        announce(&self.switch, &self.port, mac).map_err(refuse)
     }
 
     fn vring(&self, index: u32) -> Result<Guard<'_>> {
@@ -259,6 +269,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
         Ok(VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::LOG_SHMFD
+            | VhostUserProtocolFeatures::RARP
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             | VhostUserProtocolFeatures::RESET_DEVICE

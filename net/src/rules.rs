@@ -226,6 +226,21 @@ impl fmt::Display for Rule {
     }
 }
 
+/// Nothing that a DHCP server says: for the guests of a switch that serves addresses itself.
+#[must_use]
+pub fn no_dhcp_server() -> Rule {
+    Rule {
+        action: Action::Drop,
+        direction: Way::Out,
+        protocol: Some(Protocol(protocol::UDP)),
+        source: None,
+        destination: None,
+        source_port: Some(Ports(67..=67)),
+        destination_port: None,
+        hits: Hits::default(),
+    }
+}
+
 /// What rules compare.
 struct Packet {
     protocol: u8,

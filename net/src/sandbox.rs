@@ -3,7 +3,7 @@
 //!
 //! 1. [`drop_user`] and [`drop_capabilities`], once the keeper runs and before any thread is started: root, its groups and
 //!    all capabilities, for good (PR_SET_NO_NEW_PRIVS).
-//! 2. [`filter_calls`], once all threads run: all system calls but those that carrying packets, mapping a new
+//! 2. [`filter_calls`], right after, before any front-end is heard: all system calls but those that carrying packets, mapping a new
 //!    front-end's memory and answering control requests take. A call falls into one of four classes:
 //!    - [`ALLOWED`] and [`narrowed`] calls are made, the latter only with the arguments named there;
 //!    - [`FATAL`] calls kill the process: nothing but an attacker makes them;

@@ -8,7 +8,7 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::balance::{Board, Budget};
 use crate::event::Event;
@@ -16,11 +16,16 @@ use crate::port::Port;
 use crate::table::Duplicate;
 use crate::view::{Attached, View};
 
+/// How often it is looked whether all workers have adopted a change.
+const SETTLE: Duration = Duration::from_micros(200);
+
 /// What workers and control threads share.
 pub struct Switch {
     view: Mutex<Arc<View>>,
     generation: AtomicU64,
     adoptions: AtomicU64,
+    /// What each worker has adopted.
+    adopted: Vec<AtomicU64>,
     wake: Vec<Event>,
     start: Instant,
     board: Board,
@@ -41,6 +46,7 @@ impl Switch {
             view: Mutex::default(),
             generation: AtomicU64::new(1),
             adoptions: AtomicU64::new(0),
+            adopted: (0..workers.max(1)).map(|_| AtomicU64::new(0)).collect(),
             wake: (0..workers.max(1)).map(|_| Event::new()).collect::<io::Result<_>>()?,
         })
     }
@@ -89,9 +95,18 @@ impl Switch {
         self.adoptions.load(Ordering::Relaxed)
     }
 
-    /// Counts an adoption.
-    pub(crate) fn note_adoption(&self) {
+    /// Worker `index` has adopted what there was at `generation`.
+    pub(crate) fn note_adoption(&self, index: usize, generation: u64) {
         self.adoptions.fetch_add(1, Ordering::Relaxed);
+        self.adopted[index].store(generation, Ordering::Release);
+    }
+
+    /// Waits until all workers have adopted what there is now, or `give_up` says so.
+    pub fn settle(&self, give_up: impl Fn() -> bool) {
+        let now = self.generation();
+        while self.adopted.iter().any(|g| g.load(Ordering::Acquire) < now) && !give_up() {
+            std::thread::sleep(SETTLE);
+        }
     }
 
     /// The view of this moment.

@@ -5,6 +5,7 @@
 
 pub mod packet;
 pub mod passt;
+pub mod service;
 pub mod tap;
 
 use std::io;

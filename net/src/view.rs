@@ -58,7 +58,9 @@ impl View {
         let pairs: Vec<_> =
             ports.iter().enumerate().flat_map(|(i, a)| a.policy.macs.iter().map(move |m| (*m, i))).collect();
         let table = MacTable::new(&pairs)?;
-        let uplinks = ports.iter().enumerate().filter(|(_, a)| a.policy.uplink).map(|(i, _)| i).collect();
+        // One that owns MACs is a service: it is no way out.
+        let out = |a: &Attached| a.policy.uplink && a.policy.macs.is_empty();
+        let uplinks = ports.iter().enumerate().filter(|(_, a)| out(a)).map(|(i, _)| i).collect();
         let learners = ports.iter().enumerate().filter(|(_, a)| a.policy.learn > 0).map(|(i, _)| i).collect();
         let simple = ports.iter().map(|a| a.policy.is_simple()).collect();
         let mirror_of = |(i, a): (usize, &Attached)| {

@@ -199,7 +199,6 @@ impl Worker {
     /// Takes over what has changed: the view, which queues are ours, what wakes us.
     fn adopt(&mut self) -> io::Result<()> {
         self.generation = self.switch.generation();
-        self.switch.note_adoption();
         self.view = self.switch.view();
         self.queues.clear();
         self.since = self.switch.now();
@@ -228,6 +227,7 @@ impl Worker {
                 }
             }
         }
+        self.switch.note_adoption(self.index, self.generation);
         self.costs.clear();
         self.costs.resize(self.queues.len(), 0);
         Ok(())

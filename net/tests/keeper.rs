@@ -10,6 +10,7 @@ use std::path::Path;
 use std::process::Command;
 
 use common::namespace::alone;
+use common::network::{cable, sh};
 use common::program::Switch;
 use common::{Rig, frame, wait_for};
 use tombolo_net::config::UplinkConfig;
@@ -141,11 +142,7 @@ fn a_sandboxed_switch_is_the_client_of_a_socket_that_comes_and_goes() {
 #[test]
 fn uplinks_come_and_go_while_the_switch_runs() {
     alone("uplinks_come_and_go_while_the_switch_runs", || {
-        let sh = |text: &str| {
-            assert!(Command::new("sh").args(["-ec", text]).status().unwrap().success(), "{text}")
-        };
-        sh("ip link add v0 type veth peer name v1; for d in v0 v1; do
-            echo 1 >/proc/sys/net/ipv6/conf/$d/disable_ipv6; ip link set $d up; done");
+        cable();
         let (here, there) = (Switch::start(0, &[]), Switch::start(1, &[]));
         let (mut a, mut b) = (here.guest(0), there.guest(0));
         let uplink = |way: &str, to: &str| {

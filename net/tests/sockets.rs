@@ -27,6 +27,7 @@ use tombolo_net::vring::Negotiated;
 use vhost::VhostBackend;
 use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
 struct Lab {
     daemon: Arc<Daemon>,
@@ -284,6 +285,7 @@ fn hung_up(stream: &UnixStream) {
 
 const SET_LOG_BASE: u32 = 6;
 const SET_VRING_NUM: u32 = 8;
+const SEND_RARP: u32 = 19;
 const SET_VRING_ADDR: u32 = 9;
 const GET_INFLIGHT_FD: u32 = 31;
 const SET_INFLIGHT_FD: u32 = 32;
@@ -349,6 +351,36 @@ fn cve_2019_14818_a_flood_of_ring_sizes_costs_no_memory() {
     let mut reply = [0u8; 20];
     (&stream).read_exact(&mut reply).unwrap();
     assert!(resident() < before + (32 << 20), "{} grew to {}", before, resident());
+}
+
+#[test]
+fn a_guest_that_has_come_from_another_host_is_announced_to_all_others_with_its_own_mac_only() {
+    let lab = Lab::new(3, 1);
+    let (mut b, mut c) = (lab.connect(1, NicConfig::default()), lab.connect(2, NicConfig::default()));
+    let stream = UnixStream::connect(lab.socket(0)).unwrap();
+    let raw = stream.try_clone().unwrap();
+    let mut a = Nic::new(NicConfig::default()).unwrap();
+    a.connect_over(stream, &mut None).unwrap();
+    let features = a.front().unwrap().get_protocol_features().unwrap();
+    assert!(features.contains(VhostUserProtocolFeatures::RARP));
+    let own = Rig::mac(0).0;
+    message(&raw, SEND_RARP, &[&own[..], &[0; 2]].concat(), &[]);
+    for nic in [&mut b, &mut c] {
+        let (_, frame) = wait_for("the announcement", || nic.receive());
+        assert_eq!(
+            (&frame[..6], &frame[6..12], &frame[12..14]),
+            (&[0xff; 6][..], &own[..], &[0x80, 0x35][..])
+        );
+        assert_eq!((&frame[22..28], &frame[32..38], frame.len()), (&own[..], &own[..], 60));
+    }
+    exchange(&mut a, &mut b, 3, 1);
+    // Another's MAC is not the front-end's to announce.
+    message(&raw, SEND_RARP, &[&Rig::mac(1).0[..], &[0; 2]].concat(), &[]);
+    hung_up(&raw);
+    let mut a = lab.connect(0, NicConfig::default());
+    let sent = frame(Rig::mac(2), Rig::mac(0), 80, 1);
+    assert!(a.send(&sent));
+    assert_eq!(wait_for("the next frame", || c.receive()).1, sent);
 }
 
 #[test]

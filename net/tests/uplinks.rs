@@ -6,11 +6,11 @@ mod common;
 
 use std::net::UdpSocket;
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::namespace::alone;
+use common::network::{cable, sh};
 use common::program::{Switch, child_of};
 use common::{Rig, frame, wait_for};
 use tombolo_net::driver::Nic;
@@ -18,11 +18,6 @@ use tombolo_net::features::OFFLOADS;
 use tombolo_net::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::uplink::Link;
 use tombolo_net::uplink::packet::Packet;
-
-fn sh(text: &str) {
-    let output = Command::new("sh").args(["-ec", text]).output().unwrap();
-    assert!(output.status.success(), "{text}: {}", String::from_utf8_lossy(&output.stderr));
-}
 
 const HOST: [u8; 4] = [10, 9, 0, 1];
 const GUEST: [u8; 4] = [10, 9, 0, 2];
@@ -127,8 +122,7 @@ fn large(payload: usize) -> (NetHeader, Vec<u8>) {
 #[test]
 fn guests_of_two_hosts_talk_through_their_interfaces() {
     alone("guests_of_two_hosts_talk_through_their_interfaces", || {
-        sh("ip link add v0 type veth peer name v1; for d in v0 v1; do
-            echo 1 >/proc/sys/net/ipv6/conf/$d/disable_ipv6; ip link set $d up; done");
+        cable();
         let (here, there) = (
             Switch::start(0, &["--uplink", "interface=v0"]),
             Switch::start(1, &["--uplink", "interface=v1"]),
@@ -250,8 +244,7 @@ fn an_uplink_that_cannot_be_had_is_named_and_the_ports_go_on() {
 #[test]
 fn an_interface_opened_as_uplink_brings_no_frames_of_other_interfaces() {
     alone("an_interface_opened_as_uplink_brings_no_frames_of_other_interfaces", || {
-        sh("ip link add v0 type veth peer name v1; for d in v0 v1; do
-            echo 1 >/proc/sys/net/ipv6/conf/$d/disable_ipv6; ip link set $d up; done");
+        cable();
         let over = AtomicBool::new(false);
         std::thread::scope(|s| {
             s.spawn(|| {

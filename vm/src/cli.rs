@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::{Args, Subcommand};
+use tombolo_zone::door::Found;
 
 use crate::client::{self, OnInterrupt, Outcome, Progress};
 use crate::compose::{self, Project, Rights, Size};
@@ -599,7 +600,8 @@ fn logs(project: &Project, vm: &str, follow: bool, qemu: bool) -> anyhow::Result
     })?;
     let mut out = std::io::stdout().lock();
     std::io::copy(&mut log, &mut out)?;
-    while follow && state::supervisor(project)?.is_some() {
+    let living = if follow { state::supervisor(project)? } else { None };
+    while living.as_ref().is_some_and(Found::is_there) {
         std::thread::sleep(Duration::from_millis(200));
         log = reopened(log, &path)?;
         std::io::copy(&mut log, &mut out)?;

@@ -25,6 +25,8 @@ pub struct NetSpec {
     pub subnet: Option<Subnet>,
     /// The VMs' way out of the subnet.
     pub gateway: Option<Ipv4Addr>,
+    /// The switch gives VMs that ask for it their addresses.
+    pub dhcp: bool,
     /// Largest IP packet of the VMs' devices; default: 1500.
     pub mtu: Option<u16>,
     /// Threads of the switch.
@@ -175,6 +177,11 @@ impl Subnet {
         u32::MAX.checked_shl(32 - u32::from(self.prefix)).unwrap_or(0)
     }
 
+    /// The first address, which VMs have only where the file says so.
+    fn first(self) -> Ipv4Addr {
+        Ipv4Addr::from(u32::from(self.base) + 1)
+    }
+
     /// Can a VM have this address?
     #[must_use]
     pub fn has(self, ip: Ipv4Addr) -> bool {
@@ -276,7 +283,7 @@ pub fn leases(
             ));
         }
     }
-    let gateway = subnet.map(|s| spec.gateway.unwrap_or_else(|| Ipv4Addr::from(u32::from(s.base) + 1)));
+    let gateway = subnet.map(|s| spec.gateway.unwrap_or_else(|| s.first()));
     let mut used: BTreeSet<Ipv4Addr> = taken.keys().copied().chain(gateway).collect();
     used.extend(held.values().filter_map(|l| l.address).map(|(ip, _)| ip));
     let mut macs: BTreeMap<Mac, String> = BTreeMap::new();
@@ -298,16 +305,20 @@ pub fn leases(
         let prefix = subnet.map_or(24, |s| s.prefix);
         let address = match (nic.address, subnet) {
             (NicAddress::Static(ip), _) => Some((ip, prefix)),
-            (NicAddress::Auto, Some(subnet)) => match old.and_then(|l| l.address) {
-                Some(address) => Some(address),
-                None => {
-                    let free = subnet.hosts().find(|ip| !used.contains(ip)).ok_or_else(|| {
+            (NicAddress::Auto | NicAddress::Dhcp, Some(subnet))
+                if nic.address == NicAddress::Auto || spec.dhcp =>
+            {
+                match old.and_then(|l| l.address) {
+                    Some(address) => Some(address),
+                    None => {
+                        let free = subnet.hosts().find(|ip| !used.contains(ip)).ok_or_else(|| {
                         (name.clone(), format!("the subnet {subnet} of '{net}' has no address left for vm.{name}; make it larger"))
                     })?;
-                    used.insert(free);
-                    Some((free, prefix))
+                        used.insert(free);
+                        Some((free, prefix))
+                    }
                 }
-            },
+            }
             _ => None,
         };
         let dhcp = nic.address == NicAddress::Dhcp
@@ -317,9 +328,15 @@ pub fn leases(
     Ok(leases)
 }
 
-/// What the file says of a VM's port, as the switch's configuration has it.
+/// What the file says of a VM's port, as the switch's configuration has it; `dhcp`: the switch gives it its address.
 #[must_use]
-pub fn port(vm: &str, socket: &std::path::Path, nic: &NicSpec, lease: &Lease) -> serde_json::Value {
+pub fn port(
+    vm: &str,
+    socket: &std::path::Path,
+    nic: &NicSpec,
+    lease: &Lease,
+    dhcp: bool,
+) -> serde_json::Value {
     let mut port = serde_json::json!({
         "name": vm, "socket": socket, "macs": [lease.mac], "queues": nic.queues.unwrap_or(1), "isolated": nic.isolated,
     });
@@ -329,7 +346,23 @@ pub fn port(vm: &str, socket: &std::path::Path, nic: &NicSpec, lease: &Lease) ->
     if let (true, Some((ip, _))) = (nic.check_address, lease.address) {
         port["ips"] = serde_json::json!([IpAddr::V4(ip)]);
     }
+    if let (true, Some((ip, _))) = (dhcp, lease.address) {
+        port["address"] = serde_json::json!(ip);
+    }
     port
+}
+
+/// The switch's DHCP service, as its configuration has it. It goes by the router's address, or by the subnet's first, which no VM has.
+#[must_use]
+pub fn service(compose: &Compose, net: &str) -> Option<serde_json::Value> {
+    let spec = compose.net.get(net).filter(|spec| spec.dhcp)?;
+    let subnet = subnet(compose, net)?;
+    let own = spec.gateway.unwrap_or_else(|| subnet.first());
+    let mut service = serde_json::json!({ "address": format!("{own}/{}", subnet.prefix), "domain": net });
+    if let Some(gateway) = spec.gateway {
+        service["router"] = serde_json::json!(gateway);
+    }
+    Some(service)
 }
 
 /// Checks that need no look at the host. The error is (table, key, message).
@@ -359,6 +392,13 @@ pub(crate) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
                     format!("net.{name}.gateway is {gateway}, which is not in {subnet}"),
                 );
             }
+        }
+        if net.dhcp && subnet(compose, name).is_none() {
+            return fail(
+                &table,
+                "dhcp",
+                format!("net.{name}.dhcp: the addresses are those of a subnet; add subnet = \"10.0.0.0/24\""),
+            );
         }
         if net.mtu.is_some_and(|m| !(68..=65_521).contains(&m)) {
             return fail(&table, "mtu", format!("net.{name}.mtu: write 68 to 65521"));
@@ -402,8 +442,23 @@ fn check_vm(compose: &Compose, name: &str, vm: &VmSpec) -> Result<(), (String, S
                 ));
             }
         }
+        let served = compose.net.get(net).is_some_and(|spec| spec.dhcp);
+        if served && nic.vlan.is_some() {
+            return fail(format!(
+                "vm.{name}.networks.{net}: the network's DHCP answers VMs without a VLAN only; leave out vlan, or dhcp"
+            ));
+        }
+        if let (true, NicAddress::Static(ip), Some(subnet)) = (served, nic.address, subnet(compose, net)) {
+            let own = compose.net.get(net).and_then(|spec| spec.gateway).unwrap_or_else(|| subnet.first());
+            if ip == own {
+                return fail(format!(
+                    "vm.{name}.networks.{net}.address is {ip}, by which the network's DHCP goes; choose another"
+                ));
+            }
+        }
         let set = matches!(nic.address, NicAddress::Static(_) | NicAddress::Dhcp);
-        if set && vm.ready != Ready::Agent {
+        // Who asks by itself needs no agent.
+        if set && !served && vm.ready != Ready::Agent {
             return Err((
                 "ready".to_owned(),
                 format!(
@@ -463,6 +518,27 @@ mod tests {
     }
 
     #[test]
+    fn a_network_with_dhcp_gives_addresses_to_those_who_ask_and_needs_no_agent() {
+        let text = "[net.lan]\ndhcp = true\n[vm.a]\nready = \"running\"\nnetworks = { lan = { address = \"dhcp\" } }\n\
+                    [vm.b]\nnetworks = [\"lan\"]\n";
+        let project = parse(text).unwrap();
+        let plan = plan(text, "lan");
+        assert_eq!((plan["a"].address, plan["a"].dhcp), (Some((Ipv4Addr::new(10, 86, 0, 2), 24)), true));
+        assert_eq!((plan["b"].address, plan["b"].dhcp), (Some((Ipv4Addr::new(10, 86, 0, 3), 24)), false));
+        let nic = &project.compose.vm["a"].networks.0["lan"];
+        assert_eq!(port("a", Path::new("/s"), nic, &plan["a"], true)["address"], "10.86.0.2");
+        let service = service(&project.compose, "lan").unwrap();
+        assert_eq!((&service["address"], &service["domain"]), (&"10.86.0.1/24".into(), &"lan".into()));
+        let error = |text: &str| parse(text).unwrap_err();
+        let e = error("[net.out]\nuplink = \"user\"\ndhcp = true\n[vm.a]\nnetworks = [\"out\"]\n");
+        assert!(e.contains(":3: ") && e.contains("add subnet ="), "{e}");
+        let e = error("[net.lan]\ndhcp = true\n[vm.a]\nnetworks = { lan = { address = \"10.86.0.1\" } }\n");
+        assert!(e.contains("by which the network's DHCP goes"), "{e}");
+        let e = error("[net.lan]\ndhcp = true\n[vm.a]\nnetworks = { lan = { vlan = 5 } }\n");
+        assert!(e.contains("leave out vlan, or dhcp"), "{e}");
+    }
+
+    #[test]
     fn what_is_wrong_is_named_with_line_and_remedy() {
         let error = |text: &str| parse(text).unwrap_err();
         let e = error("[net.lan]\n[vm.a]\nnetworks = [\"lna\"]\n");
@@ -488,7 +564,7 @@ mod tests {
     fn a_port_says_what_the_file_says() {
         let p = parse("[net.lan]\n[vm.a]\nnetworks = { lan = { vlan = 5, isolated = true, check_address = true, queues = 2 } }\n").unwrap();
         let lease = &leases(&p.compose, "p", "lan", &BTreeMap::new()).unwrap()["a"];
-        let port = port("a", Path::new("/s"), &p.compose.vm["a"].networks.0["lan"], lease);
+        let port = port("a", Path::new("/s"), &p.compose.vm["a"].networks.0["lan"], lease, false);
         assert_eq!(port["vlan"]["access"], 5);
         assert_eq!(port["ips"][0], "10.86.0.2");
         assert_eq!((&port["queues"], &port["isolated"]), (&2.into(), &true.into()));

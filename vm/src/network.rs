@@ -61,17 +61,19 @@ done
 nic=${nic##*/}
 ip link set dev "$nic" mtu "$2" up || exit 1
 case $3 in
-	dhcp) [ ! -e /etc/udhcpc ] || udhcpc -n -q -t 10 -i "$nic" -s /etc/udhcpc; exit ;;
+	dhcp) [ ! -e /etc/udhcpc ] || udhcpc -n -q -t 10 -i "$nic" -s /etc/udhcpc || exit 1 ;;
 	none) exit ;;
+	*)
+		ip -4 addr flush dev "$nic" && ip addr add "$3" brd + dev "$nic" || exit 1
+		[ -z "$4" ] || ip route replace default via "$4" || exit 1 ;;
 esac
-ip -4 addr flush dev "$nic" && ip addr add "$3" brd + dev "$nic" || exit 1
-[ -z "$4" ] || ip route replace default via "$4" || exit 1
+[ $# -gt 5 ] || exit 0
 net=$5 hosts=$(sed "/# tombolo $5\$/d" /etc/hosts)
 shift 5
 { echo "$hosts"; for line; do echo "$line # tombolo $net"; done; } >/etc/hosts"##;
         let address = match self.lease.address {
+            _ if self.lease.dhcp => "dhcp".to_owned(),
             Some((ip, prefix)) => format!("{ip}/{prefix}"),
-            None if self.lease.dhcp => "dhcp".to_owned(),
             None => "none".to_owned(),
         };
         let mut args = vec![self.lease.mac.to_string(), self.mtu.to_string(), address];
@@ -199,7 +201,7 @@ impl Part for Network {
         let switch =
             Arc::new(Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports: Mutex::default() });
         switch.plan(project)?;
-        switch.write_config()?;
+        switch.write_config(project)?;
         let names = Names { owner: format!("network '{name}'"), process: "switch", log: switch.log() };
         let keeper = Keeper::start(names, switch.clone())?;
         let network = Network { switch, keeper };
@@ -221,7 +223,7 @@ impl Part for Network {
         if new.is_empty() {
             return Ok(());
         }
-        self.switch.write_config()?;
+        self.switch.write_config(project)?;
         for port in new {
             self.switch.ask(&json!({ "do": "add", "port": port }))?;
         }
@@ -275,14 +277,20 @@ impl Switch {
                 self.name,
                 socket.display()
             );
-            let port = netspec::port(&vm, &socket, &project.compose.vm[&vm].networks.0[&self.name], &lease);
+            let port = netspec::port(
+                &vm,
+                &socket,
+                &project.compose.vm[&vm].networks.0[&self.name],
+                &lease,
+                self.spec.dhcp,
+            );
             new.push(port.clone());
             self.ports().insert(vm, (port, lease));
         }
         Ok(new)
     }
 
-    fn write_config(&self) -> anyhow::Result<()> {
+    fn write_config(&self, project: &Project) -> anyhow::Result<()> {
         let mut switch = json!({ "control": self.control() });
         let spec = &self.spec;
         let numbers = [
@@ -301,6 +309,9 @@ impl Switch {
         }
         let ports: Vec<Value> = self.ports().values().map(|(port, _)| port.clone()).collect();
         let mut config = json!({ "switch": switch, "port": ports });
+        if let Some(service) = netspec::service(&project.compose, &self.name) {
+            config["dhcp"] = service;
+        }
         if let Some(uplink) = &spec.uplink {
             let mut way = match uplink {
                 netspec::Uplink::User => json!({ "user": "passt" }),

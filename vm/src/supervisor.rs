@@ -36,6 +36,8 @@ mod turn;
 
 /// How often the zones are looked after.
 const TEND: Duration = Duration::from_secs(1);
+/// How long a client may take to say what it wants.
+const UNSAID: Duration = Duration::from_secs(5);
 /// How long a client may leave what it is told unread.
 const UNREAD: Duration = Duration::from_secs(2);
 /// How long a guest may take to unmount a zone that it leaves.
@@ -250,8 +252,12 @@ impl Supervisor {
 
     /// Serves a command that has found this process.
     fn admit(self: &Arc<Self>, connection: Connection) {
+        // What it fails for is a limit of zero.
+        let _never = connection.socket.set_read_timeout(Some(UNSAID));
         let mut peer = Peer::new(connection.socket);
-        let request = match peer.receive::<Request>() {
+        let request = peer.receive::<Request>();
+        let _never = peer.socket().set_read_timeout(None);
+        let request = match request {
             Ok(Some(request)) => request,
             Ok(None) => return,
             Err(e) => {

@@ -71,6 +71,14 @@ impl Found {
         self.path.file_name().and_then(|n| n.to_str()).unwrap_or_default()
     }
 
+    /// Whether the process still has the door.
+    pub fn is_there(&self) -> bool {
+        let link = std::fs::read_link(&self.link);
+        link.is_ok_and(|at| {
+            at.to_str().and_then(|at| at.strip_suffix(UNLINKED)).map(Path::new) == Some(&self.path)
+        })
+    }
+
     /// Connects; `limit` is for a process that has more callers waiting than it accepts.
     ///
     /// # Errors
@@ -148,11 +156,12 @@ mod tests {
         let all = find(|n| n == name, None).unwrap();
         let [found] = &all[..] else { panic!("{all:?}") };
         assert_eq!((found.process, found.name()), (std::process::id(), name.as_str()));
+        assert!(found.is_there());
         let _ours = found.knock(None).unwrap();
         drop(door.listener().accept().unwrap());
         assert!(find(|n| n == name, Some(0)).unwrap().is_empty(), "it is not the standard input");
         drop(door);
-        assert!(found.knock(None).is_err());
+        assert!(!found.is_there() && found.knock(None).is_err());
         assert!(find(|n| n == name, None).unwrap().is_empty());
     }
 

@@ -213,7 +213,7 @@ const COMBINATIONS: usize = 64;
 #[derive(Default)]
 pub struct Learned {
     /// Arguments by index.
-    pub accepted: HashSet<(u32, Argument)>,
+    accepted: HashSet<(u32, Argument)>,
     /// The arguments that the kernel has now.
     current: Vec<Argument>,
     /// Launches that were accepted with such arguments.
@@ -223,6 +223,19 @@ pub struct Learned {
 }
 
 impl Learned {
+    /// Whether the driver accepted such an argument before.
+    pub fn accepts(&self, index: u32, argument: Argument) -> bool {
+        // Mostly an argument is like the one before it.
+        argument != Argument::Doubtful
+            && (self.current.get(index as usize) == Some(&argument)
+                || self.accepted.contains(&(index, argument)))
+    }
+
+    /// The driver accepted an argument.
+    pub fn accept(&mut self, index: u32, argument: Argument) {
+        self.accepted.insert((index, argument));
+    }
+
     /// An argument was set.
     pub fn set(&mut self, index: u32, argument: Argument) {
         let index = index as usize;

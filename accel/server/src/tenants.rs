@@ -44,6 +44,17 @@ impl Tenant {
         divide::cpu(pid).unwrap_or_default() + self.census.as_mut().map(Census::look).unwrap_or_default()
     }
 
+    fn end_if_it_has_too_many_processes(&mut self, pid: u32) {
+        if self.census.as_ref().is_some_and(Census::has_too_many) {
+            eprintln!(
+                "tombolo accel: worker {pid} started more processes than any driver does, and is killed"
+            );
+            // They end with it, and needn't be looked at again.
+            self.census = None;
+            self.signal(libc::SIGKILL);
+        }
+    }
+
     fn signal(&self, signal: i32) {
         if let Some(census) = self.census.as_ref().filter(|census| census.has_others()) {
             census.signal(signal);
@@ -142,6 +153,7 @@ impl Inner {
         let mut used: BTreeMap<String, Used> = BTreeMap::new();
         for (pid, tenant) in &mut self.by_pid {
             let cpu = tenant.cpu(*pid);
+            tenant.end_if_it_has_too_many_processes(*pid);
             let weight = tenant.limits.weight;
             used.entry(tenant.group(*pid)).or_insert(Used { weight, cpu: Duration::ZERO }).cpu += cpu;
         }

@@ -165,6 +165,11 @@ fn a_server_that_finds_no_driver_says_where_it_looked() {
     let server = Server::run(server, "nowhere", &[]);
     let output = server.program(Path::new("clinfo")).output().expect("it runs");
     assert!(text(&output.stderr).contains("no usable OpenCL (code -1001); see its log"), "{output:?}");
+    // What a worker says is in the log by the time that it is off the list.
+    let begun = Instant::now();
+    while !server.ls()[0].tenants.is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(30), "the worker of a client that left");
+    }
     let log = server.end();
     let (why, place) = ("no OpenCL platform", vendors.display().to_string());
     assert!(log.contains(why) && log.contains(&place), "{log}");

@@ -157,7 +157,7 @@ impl Server {
     /// A client that does nothing by itself.
     fn client(&self) -> Arc<Connection> {
         let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "neighbour".into() };
-        Connection::new(process::connect(&self.socket, &hello).expect("connects"))
+        Connection::new(process::connect(&self.socket, &hello).expect("connects")).expect("a connection")
     }
 
     fn tenants(&self) -> Vec<Status> {
@@ -406,7 +406,6 @@ fn what_a_kernel_starts_is_charged_and_stopped_like_its_worker_and_ends_with_it(
 fn memory_disk_and_processes_end_at_their_limits_and_nothing_of_them_stays() {
     for user in users() {
         let server = Server::start(*user, "fill", &["--memory", "64"]);
-        let neighbour = server.client();
         let got = numbers(&done(&mut server.escape(&["fill"])));
         let of = |what: &str| got.iter().find(|(w, _)| w == what).unwrap_or_else(|| panic!("{got:?}")).1;
         // Each is more than nothing, so that what ended it was its limit.
@@ -415,9 +414,22 @@ fn memory_disk_and_processes_end_at_their_limits_and_nothing_of_them_stays() {
         assert!(of("shared") < 0, "{got:?}");
         assert!((256..=512).contains(&of("file MiB")), "{got:?}");
         assert!((TASKS as i64 / 2..=TASKS as i64).contains(&of("processes")), "{got:?}");
-        wait_until("the worker has ended", || server.tenants().len() == 1);
-        ping(&neighbour);
+        wait_until("the worker has ended", || server.tenants().is_empty());
         server.end();
+    }
+}
+
+#[test]
+fn a_worker_with_more_processes_than_a_driver_starts_is_ended_beside_others() {
+    for user in users() {
+        let server = Server::start(*user, "many", &[]);
+        let neighbour = server.client();
+        ping(&neighbour);
+        // It ends with its device lost, or before its worker does.
+        server.escape(&["many"]).stdout(Stdio::null()).stderr(Stdio::null()).status().expect("it starts");
+        wait_until("the worker is ended", || server.tenants().len() == 1);
+        ping(&neighbour);
+        assert!(server.end().contains("started more processes than any driver does"));
     }
 }
 

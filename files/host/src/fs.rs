@@ -87,12 +87,12 @@ struct Host {
     waits: WaitLog,
 }
 
-/// Called when a lock stays with a member that lives: its number and name, whether it answers its doorbell, and seconds.
+/// Called when a lock, or blocks that were removed, stay with a member that lives: its number and name, whether it answers its doorbell, and seconds.
 pub type WaitLog = Box<dyn Fn(u32, &str, bool, u64) + Send + Sync>;
 
 fn tell_wait(member: u32, name: &str, answers: bool, seconds: u64) {
     let how = if answers { "it is at work" } else { "it does not answer: suspended, or its machine hangs" };
-    eprintln!("tombolo: a lock is held by member {member} ({name}) for {seconds} s; {how}");
+    eprintln!("tombolo: member {member} ({name}) is waited for since {seconds} s; {how}");
 }
 
 extern "C" fn on_waiting(ctx: *mut c_void, member: u32, answers: bool, seconds: u64) {
@@ -294,7 +294,7 @@ impl Filesystem {
         self.host.ringer = ringer;
     }
 
-    /// Where it is told that a lock stays with another member; else on standard error.
+    /// Where it is told that a member is waited for; else on standard error.
     pub fn tell_waits_to(&mut self, log: WaitLog) {
         self.host.waits = log;
     }

@@ -109,9 +109,9 @@ enum Flaw {
 
 #[derive(Clone, Copy)]
 struct Run {
-    /// By member, how many threads; each takes the lock this often.
+    /// By member, how many threads it has, and how often each of these takes the lock.
     threads: &'static [u8],
-    times: u8,
+    times: [u8; MEMBERS],
     deaths: u8,
     /// A dead member's slot is taken by a new incarnation with the same work.
     rejoin: bool,
@@ -127,7 +127,7 @@ impl State {
             s.members[m].alive = true;
             s.members[m].epoch = 1;
             for _ in 0..*threads {
-                s.threads.push(Thread { member: m as u8, left: run.times, ..Thread::default() });
+                s.threads.push(Thread { member: m as u8, left: run.times[m], ..Thread::default() });
             }
         }
         s
@@ -497,7 +497,7 @@ fn explore(run: &Run) -> Result<usize, String> {
 }
 
 const WHOLE: Run =
-    Run { threads: &[1, 1, 1], times: 1, deaths: 0, rejoin: false, polls: true, flaw: Flaw::None };
+    Run { threads: &[1, 1, 1], times: [1; MEMBERS], deaths: 0, rejoin: false, polls: true, flaw: Flaw::None };
 
 fn holds(name: &str, run: Run) {
     match explore(&run) {
@@ -512,21 +512,21 @@ fn one_owner_at_a_time_and_everybody_ends_whoever_dies_at_any_step() {
     holds("two threads of one member, a death", Run { threads: &[2, 1], deaths: 1, ..WHOLE });
     holds(
         "a new life in a dead member's slot",
-        Run { threads: &[1, 1], deaths: 1, times: 2, rejoin: true, ..WHOLE },
+        Run { threads: &[1, 1], deaths: 1, times: [2; MEMBERS], rejoin: true, ..WHOLE },
     );
 }
 
 #[test]
 fn without_deaths_no_wake_up_is_lost() {
     holds("three members", Run { polls: false, ..WHOLE });
-    holds("twice each", Run { polls: false, times: 2, threads: &[1, 1], ..WHOLE });
+    holds("twice each", Run { polls: false, times: [2; MEMBERS], threads: &[1, 1], ..WHOLE });
     holds("two threads of one member", Run { polls: false, threads: &[2, 1], ..WHOLE });
     holds("three threads of one member", Run { polls: false, threads: &[3], ..WHOLE });
 }
 
 #[test]
 fn a_waiter_is_passed_over_by_each_other_member_once_at_most() {
-    holds("three members that come again", Run { polls: false, times: 2, ..WHOLE });
+    holds("three members that come again", Run { polls: false, times: [2; MEMBERS], ..WHOLE });
 }
 
 #[test]
@@ -539,5 +539,5 @@ fn the_model_notices_what_is_taken_out_of_the_protocol() {
     finds(Run { deaths: 1, flaw: Flaw::NoRecovery, ..two }, "the lock is owned before");
     finds(Run { polls: false, flaw: Flaw::LateAnnouncement, ..two }, "some can never end");
     finds(Run { flaw: Flaw::OfferIsOwnership, ..two }, "some can never end");
-    finds(Run { polls: false, times: 3, flaw: Flaw::NoTurn, ..WHOLE }, "a waiter was passed over");
+    finds(Run { polls: false, times: [4, 3, 1], flaw: Flaw::NoTurn, ..WHOLE }, "a waiter was passed over");
 }

@@ -655,9 +655,12 @@ static int storm(char **a)
 static int hold(char **a)
 {
 	int fd = open(a[0], O_RDWR);
+	char held[4096];
 	struct stat st;
 
 	CHECK(fd >= 0);
+	snprintf(held, sizeof(held), "%s.held", a[1]);
+	CHECK(!close(open(held, O_CREAT | O_WRONLY, 0600)));
 	for (int i = 0; stat(a[1], &st); i++) {
 		CHECK(i < 60000);
 		usleep(1000);
@@ -721,6 +724,64 @@ static int seen(char **a)
 	for (size_t i = 0; i < size; i++)
 		sum += m[i];
 	printf("%lu\n", sum);
+	return 0;
+}
+
+/* holes FILE: what is stored into a hole shows in a mapping that showed zeroes there, however it is stored */
+static int holes(char **a)
+{
+	int fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0600), reader = open(a[0], O_RDONLY);
+	volatile char *r;
+	char *w;
+
+	CHECK(fd >= 0 && !ftruncate(fd, 1 << 20));
+	r = mmap(NULL, 1 << 20, PROT_READ, MAP_SHARED, reader, 0);
+	w = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(r != MAP_FAILED && w != MAP_FAILED);
+	for (int i = 0; i < 256; i++)
+		CHECK(!r[i * 4096]);
+	CHECK(pwrite(fd, "p", 1, 5 * 4096) == 1 && r[5 * 4096] == 'p' && w[5 * 4096] == 'p');
+	w[7 * 4096] = 'w';
+	CHECK(r[7 * 4096] == 'w');
+	CHECK(!fallocate(fd, 0, 9 * 4096, 4096) && !r[9 * 4096]);
+	CHECK(pwrite(fd, "f", 1, 9 * 4096) == 1 && r[9 * 4096] == 'f' && w[9 * 4096] == 'f');
+	CHECK(!fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 1 << 20));
+	for (int i = 0; i < 256; i++)
+		CHECK(!r[i * 4096]);
+	CHECK(pwrite(fd, "q", 1, 5 * 4096) == 1 && r[5 * 4096] == 'q');
+	return 0;
+}
+
+/* filled FILE READY GO: maps the file, sees zeroes; once GO is there, another member has stored 'x' at the start of each of its first 64 pages */
+static int filled(char **a)
+{
+	int fd = open(a[0], O_RDONLY);
+	volatile char *m = mmap(NULL, 64 * 4096, PROT_READ, MAP_SHARED, fd, 0);
+	struct stat st;
+
+	CHECK(m != MAP_FAILED);
+	for (int i = 0; i < 64; i++)
+		CHECK(!m[i * 4096]);
+	CHECK(close(open(a[1], O_CREAT | O_WRONLY, 0600)) == 0);
+	for (int i = 0; stat(a[2], &st); i++)
+		CHECK(i < 600000);
+	for (int i = 0; i < 64; i++)
+		CHECK(m[i * 4096] == 'x');
+	return 0;
+}
+
+/* fill FILE HOW: stores 'x' at the start of each of the first 64 pages, with write(2) or through a mapping */
+static int fill_pages(char **a)
+{
+	int fd = open(a[0], O_RDWR);
+	char *m = mmap(NULL, 64 * 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+
+	CHECK(m != MAP_FAILED);
+	for (int i = 0; i < 64; i++)
+		if (!strcmp(a[1], "write"))
+			CHECK(pwrite(fd, "x", 1, i * 4096) == 1);
+		else
+			m[i * 4096] = 'x';
 	return 0;
 }
 
@@ -956,7 +1017,9 @@ static const struct {
 } table[] = {
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
-	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"spliced", spliced, 2}, {"touched", touched, 2}, {"seen", seen, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
+	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"spliced", spliced, 2}, {"touched", touched, 2},
+	{"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
+	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"meta", meta, 2}, {"io", io, 2},
 };
 

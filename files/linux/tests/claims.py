@@ -95,6 +95,15 @@ def files_that_are_mapped_and_removed_one_after_the_other_leave_nothing(a):
 
 
 @claim(1)
+def a_reader_of_a_sparse_mapping_fills_nothing_and_sees_what_is_stored_there(a):
+    a.ok("claims holes /mnt/h; rm /mnt/h; touch /mnt/sparse; truncate -s 100M /mnt/sparse")
+    before = a.ok("df /mnt | tail -1")
+    need(a.ok("claims seen /mnt/sparse 104857600; cat /mnt/sparse | wc -c") == "0\n104857600", "zeroes")
+    need(a.ok("df /mnt | tail -1") == before, "%s became %s" % (before, a.ok("df /mnt | tail -1")))
+    a.ok("rm /mnt/sparse")
+
+
+@claim(1)
 def what_a_file_took_comes_back_when_it_goes(a):
     a.ok("touch /mnt/x; rm /mnt/x")
     before = a.ok("df /mnt | tail -1")
@@ -250,10 +259,21 @@ def a_mapping_never_shows_blocks_of_another_file(a, b):
 
 
 @claim(2)
+def a_mapped_hole_shows_at_once_what_another_guest_stores_there(a, b):
+    for how in ("write", "map") * 5:
+        a.ok("rm -f /mnt/hole /mnt/ready /mnt/go; touch /mnt/hole; truncate -s 1M /mnt/hole")
+        b.start("claims filled /mnt/hole /mnt/ready /mnt/go")
+        a.ok("until test -e /mnt/ready; do :; done; claims fill /mnt/hole %s && touch /mnt/go" % how)
+        rc, out = b.finish()
+        need(rc == 0, "%s: %s" % (how, out))
+    a.ok("rm /mnt/hole /mnt/ready /mnt/go")
+
+
+@claim(2)
 def an_open_file_survives_its_removal_by_another_guest(a, b):
     a.ok("printf held > /mnt/h")
     b.start("claims hold /mnt/h /mnt/go")
-    wait_for(b, "hold")
+    a.ok("until test -e /mnt/go.held; do :; done; rm /mnt/go.held")
     a.ok("rm /mnt/h && echo x > /mnt/n && touch /mnt/go")
     rc, out = b.finish()
     need(rc == 0, out)
@@ -280,7 +300,7 @@ def what_another_guest_removes_comes_back_though_it_was_open_or_mapped_here(a, b
     need(a.ok(df) == before, "mapped and closed: %s became %s" % (before, a.ok(df)))
     a.ok("printf held > /mnt/h")
     b.start("claims hold /mnt/h /mnt/go")
-    wait_for(b, "hold")
+    a.ok("until test -e /mnt/go.held; do :; done; rm /mnt/go.held")
     a.ok("rm /mnt/h; touch /mnt/go")
     rc, out = b.finish()
     need(rc == 0, out)
@@ -556,11 +576,6 @@ def both(a, b, command, timeout=PATIENCE):
     for g, (rc, out) in zip((a, b), got):
         need(rc == 0, "%s: `%s`: %s" % (g.name, command, out))
     return [out for _, out in got]
-
-
-def wait_for(guest, what):
-    """Its command is running already; give it until the console stays quiet. Bounded by the command itself."""
-    time.sleep(0.5)
 
 
 # --- running ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 
 #[path = "../../../zone/tests/common/namespace.rs"]
 pub mod namespace;
+pub mod network;
 #[path = "../../../zone/tests/common/never.rs"]
 pub mod never;
 pub mod program;

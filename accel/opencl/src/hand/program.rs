@@ -535,11 +535,11 @@ pub unsafe extern "C" fn clSetKernelArg(
         };
         // Held until the request is in the ring: what is learned must not overtake what the server does.
         let mut learned = kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?;
-        if argument != Argument::Doubtful && learned.accepted.contains(&(index, argument)) {
+        if learned.accepts(index, argument) {
             rt::lost(rt::connection()?.post(&record))?;
         } else {
             rt::call(&record)?;
-            learned.accepted.insert((index, argument));
+            learned.accept(index, argument);
         }
         learned.set(index, argument);
         Ok(())

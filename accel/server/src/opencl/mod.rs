@@ -25,7 +25,7 @@ use crate::session::{Api, Call, Session};
 use crate::table::{Fault, Table};
 use generated::Native;
 use std::ffi::{CStr, CString, c_void};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::{Encoder, Malformed, Record, ReplyKind};
@@ -92,6 +92,8 @@ pub struct OpenCl {
     tickets: tickets::Tickets,
     session: OnceLock<Arc<Session>>,
     late: late::Late,
+    /// Some kernel has an argument whose posted setting failed: until then, none is asked.
+    arguments_failed: AtomicBool,
     output: output::Output,
     svm: Mutex<hand::Svm>,
     queues: clear::Queues,
@@ -137,6 +139,7 @@ impl OpenCl {
             tickets: tickets::Tickets::default(),
             session: OnceLock::new(),
             late: late::Late::default(),
+            arguments_failed: AtomicBool::new(false),
             output: output::Output::default(),
             svm: Mutex::default(),
             queues: clear::Queues::default(),

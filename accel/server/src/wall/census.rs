@@ -14,6 +14,9 @@ use std::time::Duration;
 /// So many looks find the same while there is nobody beside the worker.
 const RARELY: u8 = 8;
 
+/// The most processes that a driver could have a use for: linkers of kernels that are built at once.
+const MOST: usize = 128;
+
 /// The view of one worker's processes.
 pub struct Census {
     proc: OwnedFd,
@@ -82,7 +85,8 @@ impl Census {
         let ended = self.ticks_of("1").map_or(0, |(_, children)| children);
         let living = others.iter().filter_map(|pid| self.ticks_of(pid.to_str().ok()?));
         self.cpu = duration(living.map(|(own, children)| own + children).sum::<u64>() + ended);
-        self.rest = if others.is_empty() { RARELY } else { 0 };
+        // Looking at many takes long; so it is done less often.
+        self.rest = if others.is_empty() { RARELY } else { (others.len() / 8).min(MOST) as u8 };
         self.others = others;
         self.cpu
     }
@@ -90,6 +94,17 @@ impl Census {
     /// Whether the last look found anybody.
     pub fn has_others(&self) -> bool {
         !self.others.is_empty()
+    }
+
+    /// Whether there are more than any driver starts: stopping them again and again would take the time that is to be divided.
+    pub fn has_too_many(&self) -> bool {
+        self.others.len() > MOST
+    }
+
+    /// Finds nobody, for many looks.
+    pub fn rest_long(&mut self) {
+        self.others.clear();
+        self.rest = u8::MAX;
     }
 
     /// Sends all of them a signal, also those that they start meanwhile.

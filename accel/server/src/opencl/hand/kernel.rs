@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use tombolo_accel_spec::opencl::{self as wire, kind};
 
 const INVALID_ARG_VALUE: i32 = -50;
@@ -264,12 +265,16 @@ fn set(cx: &Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
 
 pub(crate) fn set_kernel_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
     let done = set(cx, r);
-    let waited = cx.waited;
-    cx.with_kernel(r.kernel, |k| match done {
-        Err(code) if !waited => drop(k.failed.insert(r.index, code)),
-        Err(_) => {}
-        Ok(()) => drop(k.failed.remove(&r.index)),
-    })?;
+    match done {
+        Err(code) if !cx.waited => {
+            cx.cl.arguments_failed.store(true, Ordering::Release);
+            cx.with_kernel(r.kernel, |k| k.failed.insert(r.index, code))?;
+        }
+        Ok(()) if cx.cl.arguments_failed.load(Ordering::Acquire) => {
+            cx.with_kernel(r.kernel, |k| k.failed.remove(&r.index))?;
+        }
+        _ => {}
+    }
     done
 }
 
@@ -282,6 +287,9 @@ impl Cx<'_> {
 
     /// No argument of a kernel is an older one because setting it failed unheard.
     pub fn check_args(&self, kernel: u64) -> Result<(), i32> {
+        if !self.cl.arguments_failed.load(Ordering::Acquire) {
+            return Ok(());
+        }
         let failed = self.extra(kind::KERNEL, kernel, |e| {
             e.kernel.as_ref().and_then(|k| k.failed.first_key_value().map(|(_, code)| *code))
         })?;

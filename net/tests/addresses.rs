@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The program as the DHCP server of its guests.
+
+mod common;
+
+use common::program::Switch;
+use common::{Rig, wait_for};
+use serde_json::{Value, json};
+use tombolo_net::control::{Request, ask};
+use tombolo_net::driver::{Nic, NicConfig};
+use tombolo_net::frame::Mac;
+
+const DISCOVER: u8 = 1;
+const OFFER: u8 = 2;
+const REQUEST: u8 = 3;
+const ACK: u8 = 5;
+const NAK: u8 = 6;
+const SERVER: [u8; 4] = [10, 86, 0, 1];
+
+fn start() -> Switch {
+    let config = tempfile::NamedTempFile::new().unwrap();
+    let text = "[dhcp]\naddress = '10.86.0.1/24'\nrouter = '10.86.0.254'\ndns = ['9.9.9.9']\n";
+    std::fs::write(config.path(), text).unwrap();
+    Switch::start(0, &["--config", config.path().to_str().unwrap()])
+}
+
+fn add(switch: &Switch, n: usize, more: &Value) -> anyhow::Result<()> {
+    let socket = switch.dir.path().join(format!("vm{n}"));
+    let mut port = json!({ "name": format!("vm{n}"), "socket": socket, "macs": [Rig::mac(n)] });
+    port.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    ask(&switch.control(), &Request::Add { port: serde_json::from_value(port).unwrap() }).map(drop)
+}
+
+fn guest(switch: &Switch, n: usize) -> Nic {
+    let mut nic = Nic::new(NicConfig::default()).unwrap();
+    nic.connect(&switch.dir.path().join(format!("vm{n}"))).unwrap();
+    nic
+}
+
+/// A frame with a DHCP message between these ports.
+fn message(from: Mac, ports: [u8; 4], op: u8, options: &[u8]) -> Vec<u8> {
+    let mut body = vec![0; 240];
+    body[..8].copy_from_slice(&[op, 1, 6, 0, 9, 9, 9, 9]);
+    body[28..34].copy_from_slice(&from.0);
+    body[236..].copy_from_slice(&[0x63, 0x82, 0x53, 0x63]);
+    body.extend(options);
+    body.push(255);
+    let udp = [&ports[..], &((8 + body.len()) as u16).to_be_bytes(), &[0, 0], &body].concat();
+    let len = ((20 + udp.len()) as u16).to_be_bytes();
+    let ip = [&[0x45, 0][..], &len, &[0, 0, 0, 0, 64, 17, 0, 0], &[0; 4], &[255; 4]].concat();
+    [&[0xff; 6][..], &from.0, &[8, 0], &ip, &udp].concat()
+}
+
+/// What the guest is answered: the type and the address.
+fn asks(nic: &mut Nic, mac: Mac, options: &[u8]) -> (u8, [u8; 4]) {
+    assert!(nic.send(&message(mac, [0, 68, 0, 67], 1, options)));
+    let reply =
+        wait_for("an answer", || nic.receive().map(|(_, f)| f).filter(|f| f[34..38] == [0, 67, 0, 68]));
+    assert_eq!((&reply[..6], &reply[26..30], &reply[282..284]), (&mac.0[..], &SERVER[..], &[53, 1][..]));
+    (reply[284], reply[58..62].try_into().unwrap())
+}
+
+#[test]
+fn each_guest_is_given_its_own_address_and_no_other() {
+    let switch = start();
+    add(&switch, 1, &json!({ "address": "10.86.0.5" })).unwrap();
+    // The address that a port is held to is the one that it is given.
+    add(&switch, 2, &json!({ "ips": ["fd00::6", "10.86.0.6"], "isolated": true })).unwrap();
+    for (n, address) in [(1, [10, 86, 0, 5]), (2, [10, 86, 0, 6])] {
+        let mut nic = guest(&switch, n);
+        assert_eq!(asks(&mut nic, Rig::mac(n), &[53, 1, DISCOVER]), (OFFER, address));
+        let wants = |ip: [u8; 4]| [&[53, 1, REQUEST, 54, 4][..], &SERVER, &[50, 4], &ip].concat();
+        assert_eq!(asks(&mut nic, Rig::mac(n), &wants(address)), (ACK, address));
+        assert_eq!(asks(&mut nic, Rig::mac(n), &wants([10, 86, 0, 7])), (NAK, [0; 4]));
+    }
+    for (more, words) in [
+        (json!({ "address": "10.86.0.5" }), "10.86.0.5 is given to port vm1 already"),
+        (json!({ "address": "10.86.1.5" }), "a guest can't have 10.86.1.5"),
+        (json!({ "address": "10.86.0.1" }), "a guest can't have 10.86.0.1"),
+    ] {
+        let said = add(&switch, 3, &more).unwrap_err().to_string();
+        assert!(said.contains(words), "{said}");
+    }
+    // With its port an address becomes free; the service itself stays.
+    ask(&switch.control(), &Request::Remove { name: "vm1".into() }).unwrap();
+    add(&switch, 3, &json!({ "address": "10.86.0.5" })).unwrap();
+    assert_eq!(asks(&mut guest(&switch, 3), Rig::mac(3), &[53, 1, DISCOVER]), (OFFER, [10, 86, 0, 5]));
+    let said = ask(&switch.control(), &Request::Remove { name: "dhcp".into() }).unwrap_err().to_string();
+    assert!(said.contains("the switch's own service"), "{said}");
+}
+
+#[test]
+fn a_guest_that_plays_the_server_reaches_nobody() {
+    let switch = start();
+    add(&switch, 1, &json!({ "address": "10.86.0.5" })).unwrap();
+    add(&switch, 2, &json!({ "router": true })).unwrap();
+    let (mut rogue, mut victim, mut router) = (switch.guest(0), guest(&switch, 1), guest(&switch, 2));
+    let offer = |mac| message(mac, [0, 67, 0, 68], 2, &[53, 1, OFFER]);
+    assert!(rogue.send(&offer(Rig::mac(0))));
+    wait_for("the drop", || (switch.port("vm")?["sent"]["drops"]["rule"] == 1).then_some(()));
+    // A port that is a router by its policy may.
+    assert!(router.send(&offer(Rig::mac(2))));
+    let got = wait_for("the router's offer", || victim.receive()).1;
+    assert_eq!(got[6..12], Rig::mac(2).0);
+    assert_eq!(asks(&mut victim, Rig::mac(1), &[53, 1, DISCOVER]), (OFFER, [10, 86, 0, 5]));
+}
+
+#[test]
+fn the_service_is_no_way_out() {
+    let switch = start();
+    let mut nic = switch.guest(0);
+    assert!(nic.send(&common::frame(Mac([2, 0, 0, 0, 0, 9]), Rig::mac(0), 60, 0)));
+    wait_for("the drop", || (switch.port("vm")?["sent"]["drops"]["unknown"] == 1).then_some(()));
+    let said = add(&Switch::start(0, &[]), 1, &json!({ "address": "10.86.0.5" })).unwrap_err().to_string();
+    assert!(said.contains("which this switch doesn't serve; say [dhcp]"), "{said}");
+}
