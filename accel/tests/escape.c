@@ -23,10 +23,12 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 static const char *source =
@@ -260,6 +262,28 @@ static void sockets(const char *abstract)
 	}
 }
 
+/* Running on while it is stopped, memory that no limit counts, what there is but once for the whole host. */
+static void kernel_resources(void)
+{
+	struct {
+		long value;
+		int signal, notify;
+		char rest[48];
+	} event = { 0, SIGCONT, SIGEV_SIGNAL, { 0 } };
+	long stack[2] = { 1l << 40, -1 };
+
+	TRY("go on by a timer", SYS_timer_create, P(CLOCK_MONOTONIC), DATA, put(&event, sizeof(event)), OUT);
+	TRY("go on by a signal", SYS_tgkill, P(1), P(1), P(SIGCONT));
+	TRY("go on by a descriptor", SYS_fcntl, P(0), P(F_SETSIG), P(SIGCONT));
+	TRY("go on by a child's end", SYS_clone, P(CLONE_VM | CLONE_VFORK | SIGCONT), P(0), P(0), P(0), P(0));
+	TRY("memory that grows down", SYS_mmap, P(0), P(4096), P(3), P(MAP_PRIVATE | MAP_ANONYMOUS | MAP_GROWSDOWN), P(-1), P(0));
+	TRY("the host's huge pages", SYS_mmap, P(0), P(2 << 20), P(3), P(MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB), P(-1), P(0));
+	TRY("a stack without an end", SYS_prlimit64, P(0), P(RLIMIT_STACK), DATA, put(stack, sizeof(stack)), P(0));
+	TRY("the host's places for asynchronous transfers", SYS_io_setup, P(1), OUT);
+	TRY("a processor core of its own", SYS_prctl, P(62 /* PR_SCHED_CORE */), P(1), P(0), P(0), P(0));
+	TRY("the kernel's routes", SYS_socket, P(AF_NETLINK), P(SOCK_RAW), P(0));
+}
+
 static void kernel_parts(long shmid)
 {
 	struct {
@@ -326,6 +350,7 @@ static void kernel_parts(long shmid)
 	TRY("acct", SYS_acct, S("/tmp/acct"));
 	TRY("remap_file_pages", SYS_remap_file_pages, P(0), P(4096), P(0), P(1), P(0));
 	TRY("mremap", SYS_mremap, OUT, P(4096), P(8192), P(1), P(0));
+	kernel_resources();
 }
 
 static int try_all(char **v)

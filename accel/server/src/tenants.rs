@@ -73,10 +73,8 @@ impl Tenant {
 
     fn may_run(&mut self, runs: bool) {
         match (self.paused.since, runs) {
-            (Some(_), false) if self.census.as_ref().is_some_and(Census::has_others) => {
-                // What it started since.
-                self.signal(libc::SIGSTOP);
-            }
+            // What it started since, and what was let go on by somebody else.
+            (Some(_), false) => self.signal(libc::SIGSTOP),
             (None, false) => {
                 self.signal(libc::SIGSTOP);
                 self.paused.since = Some(Instant::now());

@@ -31,6 +31,10 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_sched_setattr,      // the same
     libc::SYS_sched_setaffinity,  // processors that the server was kept from
     libc::SYS_ioprio_set,         // the disk's
+    // Running on while the supervisor has stopped it: whatever sends SIGCONT, even one that is ignored, ends the stop. tgkill, fcntl and clone are below.
+    libc::SYS_timer_create, // with a signal of choice
+    // What there is but once for the whole host.
+    libc::SYS_io_setup, // places for asynchronous transfers (fs.aio-max-nr), which QEMU and databases need
     // Memory that the limit of private memory doesn't count.
     libc::SYS_memfd_create, // in a descriptor
     libc::SYS_shmget,       // of System V
@@ -77,6 +81,9 @@ pub struct Again {
 
 const PAGE: u64 = 4096;
 
+/// Of fcntl(2); libc has no name for it.
+const F_SETSIG: u64 = 10;
+
 /// Refused of mremap: whatever may reach beyond a mapping into its file; what is left is a part of a shared one, mapped a second time (an old
 /// size of 0). realloc copies instead.
 fn mremap(again: Again) -> anyhow::Result<Vec<SeccompRule>> {
@@ -116,20 +123,46 @@ fn conditional(again: Again) -> anyhow::Result<Vec<(libc::c_long, Vec<SeccompRul
         clone.push(rule(vec![bits(0, namespace)?])?);
     }
     clone.push(rule(vec![bits(0, libc::CLONE_PARENT)?])?); // as a child of the supervisor
+    // As a child whose end lets a stopped parent go on: the lowest byte is the signal that tells of it.
+    clone.push(rule(vec![when(0, MaskedEq(0xff), libc::SIGCONT as u64)?])?);
     let own = std::process::id().into();
     Ok(vec![
         (libc::SYS_clone, clone),
         (libc::SYS_mremap, mremap(again)?),
-        // Signals to own threads only, as raise and abort send.
-        (libc::SYS_tgkill, vec![rule(vec![when(0, Ne, own)?])?]),
+        // Signals to own threads only, as raise and abort send; none that lets a stopped worker go on.
+        (
+            libc::SYS_tgkill,
+            vec![rule(vec![when(0, Ne, own)?])?, rule(vec![when(2, Eq, libc::SIGCONT as u64)?])?],
+        ),
+        // The signal that tells of a descriptor's events: SIGIO, and no other.
+        (libc::SYS_fcntl, vec![rule(vec![when(1, Eq, F_SETSIG)?])?]),
         // Limits of own processes by their number; 0 is the caller.
         (libc::SYS_prlimit64, vec![rule(vec![when(0, Ne, 0)?])?]),
         // Sockets but of the kind that asks the kernel about devices.
-        (libc::SYS_socket, vec![rule(vec![when(0, Ne, libc::AF_NETLINK as u64)?])?]),
-        // Shared memory without a file, which the limit of private memory doesn't count.
-        (libc::SYS_mmap, vec![rule(vec![bits(3, libc::MAP_SHARED | libc::MAP_ANONYMOUS)?])?]),
-        // To outlive the supervisor.
-        (libc::SYS_prctl, vec![rule(vec![when(0, Eq, libc::PR_SET_PDEATHSIG as u64)?])?]),
+        (
+            libc::SYS_socket,
+            vec![
+                rule(vec![when(0, Ne, libc::AF_NETLINK as u64)?])?,
+                rule(vec![when(2, Ne, libc::NETLINK_KOBJECT_UEVENT as u64)?])?,
+            ],
+        ),
+        // Memory that the limit of private memory doesn't count: shared without a file, and stacks. Huge pages are the host's, kept for its VMs.
+        (
+            libc::SYS_mmap,
+            vec![
+                rule(vec![bits(3, libc::MAP_SHARED | libc::MAP_ANONYMOUS)?])?,
+                rule(vec![bits(3, libc::MAP_GROWSDOWN)?])?,
+                rule(vec![bits(3, libc::MAP_HUGETLB)?])?,
+            ],
+        ),
+        // To outlive the supervisor; to keep others from the threads of a core (core scheduling).
+        (
+            libc::SYS_prctl,
+            vec![
+                rule(vec![when(0, Eq, libc::PR_SET_PDEATHSIG as u64)?])?,
+                rule(vec![when(0, Eq, libc::PR_SCHED_CORE as u64)?])?,
+            ],
+        ),
         // Children that end without a trace of the time they used.
         (
             libc::SYS_rt_sigaction,

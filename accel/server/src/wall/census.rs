@@ -46,9 +46,16 @@ impl Census {
     pub fn of(pid: u32) -> Option<Census> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let proc = rustix::fs::openat(CWD, format!("/proc/{pid}/root/proc"), flags, Mode::empty()).ok()?;
+        Census::from_folder(proc)
+    }
+
+    /// None: it is no /proc, or the host's. While a worker makes its view, its new root lies where the host's /proc was; who took that for the
+    /// worker's own would never see what the worker starts.
+    fn from_folder(proc: OwnedFd) -> Option<Census> {
+        let is_proc = rustix::fs::fstatfs(&proc).ok()?.f_type == rustix::fs::PROC_SUPER_MAGIC;
         let theirs = rustix::fs::fstat(&proc).ok()?;
         let ours = rustix::fs::statat(CWD, "/proc", AtFlags::empty()).ok()?;
-        let is_its_own = theirs.st_dev != ours.st_dev;
+        let is_its_own = is_proc && theirs.st_dev != ours.st_dev;
         is_its_own.then(|| Census { proc, others: Vec::new(), rest: 0, cpu: Duration::ZERO })
     }
 
@@ -101,12 +108,6 @@ impl Census {
         self.others.len() > MOST
     }
 
-    /// Finds nobody, for many looks.
-    pub fn rest_long(&mut self) {
-        self.others.clear();
-        self.rest = u8::MAX;
-    }
-
     /// Sends all of them a signal, also those that they start meanwhile.
     pub fn signal(&self, signal: libc::c_int) {
         let mut before: Vec<CString> = Vec::new();
@@ -144,6 +145,12 @@ mod tests {
         let stat = "7 (a) b (c) R 1 7 7 0 -1 4194304 1 0 0 0 11 12 13 14 20 0 1 0 5 0 0";
         assert_eq!(ticks(stat), Some((23, 27)));
         assert_eq!(ticks("7 (short) R 1"), None);
+    }
+
+    #[test]
+    fn a_folder_that_is_no_proc_gives_no_census() {
+        let folder = std::fs::File::open("/dev").expect("a folder of another file system");
+        assert!(Census::from_folder(folder.into()).is_none());
     }
 
     #[test]

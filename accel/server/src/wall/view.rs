@@ -6,7 +6,6 @@ use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -26,11 +25,13 @@ const SETTINGS: &[&str] = &[
 ];
 /// What the kernel says of processors and devices; not /sys/fs, /sys/kernel and /sys/firmware.
 const FACTS: &[&str] = &["/sys/bus", "/sys/class", "/sys/dev", "/sys/devices", "/sys/module"];
-/// Of the devices' nodes, those that compute and those that any program may need, by how their names begin.
-const NODES: &[&str] = &[
-    "null", "random", "urandom", "full", "dri", "kfd", "accel", "nvidia", "mali", "dxg", "davinci",
-    "hisi_hdc",
-];
+/// Nodes that any program may need.
+const PLAIN: &[&str] = &["null", "random", "urandom", "full"];
+/// Of the devices' nodes, those that compute, by how their paths below /dev begin. Of a graphics device the node that renders: at the one for displays,
+/// whoever comes first may set the screen, and buffers are found by small numbers.
+const NODES: &[&str] = &["dri/renderD", "kfd", "accel", "nvidia", "mali", "dxg", "davinci", "hisi_hdc"];
+/// Nodes of those drivers that set screens, join devices to fabrics, or look into others' work.
+const NO_NODES: &[&str] = &["nvidia-modeset", "nvidia-nvswitch", "nvidia-nvlink", "nvidia-uvm-tools"];
 /// Files that a driver may make: kernels are compiled there.
 const SCRATCH_FILES: &str = "65536";
 
@@ -81,16 +82,28 @@ fn part(path: &Path, attributes: u64) -> anyhow::Result<Option<Part>> {
     Ok(Some(Part::Tree(path.to_owned(), tree, kind)))
 }
 
-/// Nodes of devices in a folder of /dev, all that are below names that begin so.
+/// Whether a node of a device, by its path below /dev, is one of those that a worker sees.
+fn is_seen(node: &str) -> bool {
+    let begins = |names: &[&str]| names.iter().any(|n| node.starts_with(n));
+    PLAIN.contains(&node) || begins(NODES) && !begins(NO_NODES)
+}
+
+/// Whether nodes that a worker sees may be in a folder, by its path below /dev.
+fn leads_on(folder: &str) -> bool {
+    is_seen(folder) || NODES.iter().any(|n| n.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/')))
+}
+
+/// The nodes of devices that a worker sees, and their groups.
 fn nodes() -> anyhow::Result<(Vec<Part>, Vec<libc::gid_t>)> {
     let (mut parts, mut groups) = (Vec::new(), Vec::new());
-    let begins = |name: &[u8]| NODES.iter().any(|n| name.starts_with(n.as_bytes()));
-    let mut todo: Vec<PathBuf> = std::fs::read_dir("/dev")?
-        .filter_map(|entry| entry.ok().map(|e| e.path()))
-        .filter(|path| path.file_name().is_some_and(|name| begins(name.as_bytes())))
-        .collect();
+    let mut todo: Vec<PathBuf> =
+        std::fs::read_dir("/dev")?.filter_map(|entry| entry.ok().map(|e| e.path())).collect();
     while let Some(path) = todo.pop() {
+        let Some(name) = path.strip_prefix("/dev").ok().and_then(Path::to_str) else { continue };
         let Ok(found) = std::fs::symlink_metadata(&path) else { continue };
+        if !(if found.is_dir() { leads_on(name) } else { is_seen(name) }) {
+            continue;
+        }
         if found.is_dir() {
             let inside = std::fs::read_dir(&path).with_context(|| path.display().to_string())?;
             todo.extend(inside.filter_map(|entry| entry.ok().map(|e| e.path())));
@@ -227,4 +240,40 @@ pub fn enter() -> anyhow::Result<Vec<libc::gid_t>> {
     rustix::mount::unmount(".", UnmountFlags::DETACH).context("the old root stays")?;
     rustix::process::chdir("/").context("/")?;
     Ok(groups)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_the_devices_only_nodes_that_compute_are_seen() {
+        for seen in [
+            "null",
+            "dri/renderD128",
+            "kfd",
+            "accel/accel0",
+            "nvidia0",
+            "nvidiactl",
+            "nvidia-uvm",
+            "nvidia-caps/nvidia-cap1",
+        ] {
+            assert!(is_seen(seen), "{seen}");
+        }
+        for other in [
+            "dri/card0",
+            "dri/by-path/card",
+            "nullb0",
+            "nvidia-modeset",
+            "nvidia-nvswitchctl",
+            "nvidia-uvm-tools",
+            "zero",
+            "shm",
+            "kvm",
+        ] {
+            assert!(!is_seen(other), "{other}");
+        }
+        let folders = ["dri", "accel", "nvidia-caps", "dri/by-path", "shm", "dr", "d"];
+        assert_eq!(folders.map(leads_on), [true, true, true, false, false, false, false]);
+    }
 }
