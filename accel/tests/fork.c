@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
  * A program that forks while it uses a device. Whatever the child does with its parent's objects, the parent goes on; the child may have a
- * connection of its own. The argument says what the child does.
+ * connection of its own. The argument says what the child does. One that lingers outlives its parent, until its standard input ends.
  */
 #define CL_TARGET_OPENCL_VERSION 300
 #include <CL/cl.h>
@@ -40,6 +40,13 @@ static int child(const char *does)
 	}
 	if (!strcmp(does, "exits"))
 		exit(0);
+	if (!strcmp(does, "lingers")) {
+		char byte;
+
+		while (read(0, &byte, 1) > 0)
+			;
+		_exit(0);
+	}
 	if (!strcmp(does, "uses")) {
 		int value = 1, status = clFinish(queue);
 		status |= clEnqueueFillBuffer(queue, buffer, &value, 4, 0, 64, 0, NULL, NULL);
@@ -74,6 +81,8 @@ int main(int argc, char **argv)
 	pid_t pid = fork();
 	if (!pid)
 		return child(argc > 1 ? argv[1] : "");
+	if (argc > 1 && !strcmp(argv[1], "lingers"))
+		return 0;
 	waitpid(pid, &status, 0);
 	printf("child %d\n", status);
 	for (int i = 2; i < 5; i++)

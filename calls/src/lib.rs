@@ -13,8 +13,10 @@
 //! - `rings`: a link over rings in memory, whoever shares it.
 //! - [`zone`]: between a VM and a server: channels in a zone's CALLS area, a device of the guest's kernel, doorbells.
 //! - [`stream`]: TCP and vsock, where no memory is shared: frames; the window is pushed explicitly.
+//! - [`children`]: descriptors that forked processes don't keep.
 //! - [`hello`]: the handshake that compares builds before the first record.
 
+pub mod children;
 pub mod hello;
 pub mod lead;
 pub mod memory;
@@ -117,7 +119,7 @@ pub struct Link {
     /// Bulk data.
     pub window: Arc<Window>,
     /// Readable at its end when the peer is gone.
-    pub gone: std::os::fd::OwnedFd,
+    pub gone: children::NotInChildren,
 }
 
 /// Sends one record, waiting for room as long as the peer lives. Publishes first what was sent before.

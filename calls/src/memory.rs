@@ -5,10 +5,11 @@
 //! is never formed.
 
 use crate::Error;
+use crate::children::NotInChildren;
 use crate::ring::{RingMem, Word};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -27,7 +28,7 @@ pub struct Mapping {
     base: *mut u8,
     len: usize,
     /// What is mapped from its first byte on, where parts of it may be mapped again.
-    file: Option<File>,
+    file: Option<NotInChildren>,
 }
 
 // SAFETY: the mapping is plain memory; all access goes through copies by raw pointer, from any thread.
@@ -61,9 +62,9 @@ impl Mapping {
     }
 
     /// Maps the first `len` bytes of `file`, shared; parts of it can be mapped again.
-    pub fn of_whole(file: &File, len: usize) -> io::Result<Mapping> {
-        let mut mapping = Mapping::of_file(file, 0, len)?;
-        mapping.file = Some(file.try_clone()?);
+    pub fn of_whole(file: &impl AsFd, len: usize) -> io::Result<Mapping> {
+        let mut mapping = Mapping::of_file(&file.as_fd(), 0, len)?;
+        mapping.file = Some(NotInChildren::new(file.as_fd().try_clone_to_owned()?)?);
         Ok(mapping)
     }
 

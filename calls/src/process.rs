@@ -2,13 +2,14 @@
 //! Between processes of one host: a sealed memfd holds both rings and the window, eventfds are the doorbells, all made by the
 //! server and passed over a Unix socket. The socket stays open: its end says that the peer is gone.
 
+use crate::children::NotInChildren;
 use crate::hello::{Geometry, Hello, welcome, welcomed};
 use crate::memory::{Mapping, sealed_memfd};
 use crate::rings::{self, Bells, Ring, Side};
 use crate::{Bell, Error, Link};
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -61,7 +62,7 @@ impl AsRawFd for EventFd {
 /// Sleeps on an eventfd and on the end of a socket.
 pub(crate) struct EventBell {
     pub(crate) event: Arc<EventFd>,
-    pub(crate) socket: OwnedFd,
+    pub(crate) socket: NotInChildren,
 }
 
 impl Bell for EventBell {
@@ -98,9 +99,9 @@ fn link(socket: UnixStream, geometry: Geometry, fds: [OwnedFd; FDS], side: Side)
     }
     let mapping = Arc::new(Mapping::of_whole(&memory, rings::total(geometry) as usize)?);
     let [server, client, client_room] = [server, client, client_room].map(|fd| Arc::new(EventFd::from(fd)));
-    let socket = OwnedFd::from(socket);
+    let socket = NotInChildren::new(socket)?;
     let bell = |event: &Arc<EventFd>| -> Result<Arc<dyn Bell>, Error> {
-        Ok(Arc::new(EventBell { event: event.clone(), socket: socket.as_fd().try_clone_to_owned()? }))
+        Ok(Arc::new(EventBell { event: event.clone(), socket: socket.try_clone()? }))
     };
     let bells = match side {
         Side::Client => {

@@ -2,11 +2,11 @@
 //! A link over two rings and a window that lie one after the other in memory that both sides map; who wakes whom, and how, is
 //! the transport's ([`crate::process`], [`crate::zone`]).
 
+use crate::children::NotInChildren;
 use crate::hello::Geometry;
 use crate::memory::{Mapping, RING_HEADER, SharedRing};
 use crate::ring::{Consumer, Popped, Producer};
 use crate::{Bell, Error, Link, Rx, Tx, Window};
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 const PAGE: u64 = 4096;
@@ -98,7 +98,7 @@ pub(crate) fn link(
     geometry: Geometry,
     side: Side,
     bells: Bells,
-    gone: OwnedFd,
+    gone: NotInChildren,
 ) -> Result<Link, Error> {
     mapping.not_in_children()?;
     let step = RING_HEADER.next_multiple_of(PAGE) + geometry.ring;

@@ -6,6 +6,7 @@
 //! of the window as ranges, which are copied when the socket takes them: a peer that doesn't read costs no memory), and whoever sleeps on a bell also writes from it when the socket has room. What comes in wakes one sleeper, once (edge-triggered epoll):
 //! otherwise all threads of a server would wake, again and again, until one of them has read it.
 
+use crate::children::NotInChildren;
 use crate::hello::{Geometry, Hello, welcome, welcomed};
 use crate::memory::Mapping;
 use crate::process::EventFd;
@@ -14,7 +15,7 @@ use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -116,7 +117,7 @@ impl Out {
 }
 
 struct Shared {
-    socket: OwnedFd,
+    socket: NotInChildren,
     window: Arc<Window>,
     out: Mutex<Out>,
     pending: AtomicBool,
@@ -398,7 +399,8 @@ impl Rx for StreamRx {
 fn link(socket: OwnedFd, window: u64, waits: bool) -> Result<Link, Error> {
     let mapping = Arc::new(Mapping::private((window as usize).max(4096))?);
     let window = Arc::new(Window::new(mapping, 0, window).ok_or(Error::Broken("the window doesn't fit"))?);
-    let gone = socket.as_fd().try_clone_to_owned()?;
+    let socket = NotInChildren::new(socket)?;
+    let gone = socket.try_clone()?;
     let shared = Arc::new(Shared {
         socket,
         window: window.clone(),

@@ -6,6 +6,7 @@
 //! The handshake is the first record of each ring. The area's words may change at any time: the server believes the geometry it chose
 //! itself, and of a channel's word only its state, which it moves on by compare and swap.
 
+use crate::children::NotInChildren;
 use crate::hello::{Geometry, Hello, welcome, welcomed};
 use crate::memory::Mapping;
 use crate::process::{EventBell, EventFd};
@@ -50,7 +51,7 @@ pub trait Device: Send + Sync {
     fn wake(&self);
 }
 
-struct Driver(File);
+struct Driver(NotInChildren);
 
 impl Driver {
     fn ioctl(&self, request: u32, argument: *mut libc::c_void) -> io::Result<()> {
@@ -116,6 +117,7 @@ pub fn connect_over(
     let bell = || Arc::new(DeviceBell { device: device.clone(), seen: AtomicU64::new(0) });
     let peer = || Arc::new(DeviceRing(device.clone()));
     let bells = Bells { bell: bell(), room: bell(), peer: peer(), peer_room: peer() };
+    let gone = NotInChildren::new(gone)?;
     let mut link = rings::link(mapping, RINGS, geometry, Side::Client, bells, gone)?;
     let mut record = Vec::new();
     hello.send(&mut record)?;
@@ -135,7 +137,7 @@ pub fn connect(path: &Path, hello: &Hello) -> Result<Link, Error> {
         _ => Error::Io(e),
     })?;
     let gone = file.as_fd().try_clone_to_owned()?;
-    let driver = Driver(file);
+    let driver = Driver(NotInChildren::new(file)?);
     let mut info = tmb_calls_info { channel_size: 0, ring: 0, window: 0 };
     driver.ioctl(format::TMB_CALLS_IOC_INFO, (&raw mut info).cast())?;
     let geometry = Geometry { ring: info.ring, window: info.window };
@@ -197,9 +199,9 @@ pub fn greet(channel: Channel) -> Result<Greeted, Error> {
     let mapping = Arc::new(Mapping::of_file(&memory, at, (RINGS + rings::total(geometry)) as usize)?);
     // From here on this process reaches these pages of the zone and no others.
     drop(memory);
-    let event = Arc::new(EventFd::from(bell));
+    let (event, gone) = (Arc::new(EventFd::from(bell)), NotInChildren::new(gone)?);
     let bell = || -> Result<Arc<dyn Bell>, Error> {
-        Ok(Arc::new(EventBell { event: event.clone(), socket: gone.as_fd().try_clone_to_owned()? }))
+        Ok(Arc::new(EventBell { event: event.clone(), socket: gone.try_clone()? }))
     };
     let peer: Arc<dyn Ring> =
         Arc::new(GuestRing { channel: mapping.clone(), doorbell: EventFd::from(doorbell) });

@@ -93,7 +93,7 @@ pub struct Connection {
     /// Whether the server sees the window without pushing.
     pub shares_window: bool,
     counts: Vec<Count>,
-    _gone: std::os::fd::OwnedFd,
+    _gone: tombolo_calls::children::NotInChildren,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

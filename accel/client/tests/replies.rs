@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use tombolo_accel_client::connection::Connection;
 use tombolo_accel_spec::common::Ping;
 use tombolo_accel_spec::wire::{Reply, ReplyKind, Request};
+use tombolo_calls::children::NotInChildren;
 use tombolo_calls::memory::Mapping;
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
@@ -111,7 +112,7 @@ fn a_thread_that_finds_its_reply_while_it_goes_to_sleep_stays_awake() {
             bell: bell.clone(),
             room: bell.clone(),
             window: Arc::new(Window::new(mapping, 0, 4096).expect("it fits")),
-            gone: File::open("/dev/null").expect("a descriptor").into(),
+            gone: NotInChildren::new(File::open("/dev/null").expect("a descriptor")).expect("kept here"),
         })
         .expect("a connection");
         let answer = connection.call(&Ping {}, |status, _| status);

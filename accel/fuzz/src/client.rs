@@ -2,7 +2,6 @@
 //! A session without a client: requests are carried out as if they had come in, replies are dropped.
 
 use crate::driver;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use tombolo_accel_server::figures::Figures;
 use tombolo_accel_server::limits::{Bucket, Limits};
@@ -10,6 +9,7 @@ use tombolo_accel_server::opencl::OpenCl;
 use tombolo_accel_server::session::Session;
 use tombolo_accel_spec::common::Snapshot;
 use tombolo_accel_spec::wire::{Record, Request, WANTS_REPLY};
+use tombolo_calls::children::NotInChildren;
 use tombolo_calls::memory::Mapping;
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
@@ -82,7 +82,7 @@ impl Client {
         let window = Arc::new(Window::new(memory.clone(), WINDOW as u64, WINDOW as u64).expect("it fits"));
         let (figures, page) = Figures::new().expect("a page");
         let (bell, room) = (Arc::new(Silence), Arc::new(Silence));
-        let gone = OwnedFd::from(page);
+        let gone = NotInChildren::new(page).expect("a handler of forks");
         let link = Link { tx: Box::new(Sink), rx: Box::new(Nothing), bell, room, window, gone };
         let limits = Limits { memory: 1 << 20, objects: 1000, ..Limits::default() };
         let session = Session::new(link, Bucket::new(limits.rate, None), figures);
