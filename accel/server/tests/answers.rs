@@ -4,9 +4,9 @@
 mod rig;
 
 use rig::{Server, compiled, folder, native, run};
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::common::Snapshot;
 use tombolo_accel_spec::opencl as wire;
@@ -59,6 +59,44 @@ fn a_process_that_forks_keeps_its_connection_whatever_its_child_does() {
 }
 
 #[test]
+fn a_value_is_not_read_beyond_what_the_kernel_takes() {
+    let (server, program) = (Server::start("sizes", &[]), compiled("sizes"));
+    let expected = text(&run(&mut native(&program)).stdout);
+    assert!(expected.contains("argument 4: -51 -51 -51 0 -51 -51\n"), "{expected}");
+    assert_eq!(text(&run(&mut server.program(&program)).stdout), expected);
+    server.end();
+}
+
+fn free_address() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port")
+}
+
+#[test]
+fn a_worker_ends_with_its_client_though_a_child_of_that_lives_on() {
+    let server = Server::start("lingers", &[]);
+    let tcp = format!("tcp:{}", free_address());
+    let by_tcp = Server::start("lingers-tcp", &["--listen", &tcp]);
+    for (server, address) in [(&server, None), (&by_tcp, Some(&tcp))] {
+        let mut program = server.program(&compiled("fork"));
+        program.args(["lingers"]).stdin(Stdio::piped()).stdout(Stdio::null());
+        if let Some(address) = address {
+            program.env("TOMBOLO_ACCEL", address);
+        }
+        let mut client = program.spawn().expect("it starts");
+        // Its child reads this until it ends.
+        let child_lives = client.stdin.take().expect("piped");
+        assert!(client.wait().expect("it ends").success());
+        let begun = Instant::now();
+        while !server.ls()[0].tenants.is_empty() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "the worker outlives its client");
+        }
+        drop(child_lives);
+    }
+    server.end();
+    by_tcp.end();
+}
+
+#[test]
 fn whatever_waits_tells_of_a_command_that_failed_before() {
     let server = Server::start("late", &["--memory", "1"]);
     let out = text(&run(&mut server.program(&compiled("late"))).stdout);
@@ -93,7 +131,7 @@ fn post<'a, R: Record<'a>>(link: &mut Link, record: &R, flags: u32) {
 fn a_client_that_reads_nothing_over_tcp_costs_no_more_memory_than_its_window() {
     const BUFFER: u64 = 32 << 20;
     const READS: u64 = 60;
-    let address = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port");
+    let address = free_address();
     let server = Server::start("greedy", &["--listen", &format!("tcp:{address}")]);
     let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "greedy".into() };
     let socket = stream::tcp(&address.to_string()).expect("it listens");

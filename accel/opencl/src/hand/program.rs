@@ -505,11 +505,21 @@ pub unsafe extern "C" fn clSetKernelArg(
     const PLAIN: u32 = 0;
     const NULL: u32 = 1;
     const NAMES_OBJECT: u32 = 2;
+    const ASKS: u32 = 3;
     rt::status(|| {
         let kernel = rt::object(kernel, kind::KERNEL)?;
         let bytes: &[u8] = if value.is_null() {
             &[]
         } else if size <= 64 << 10 {
+            let is_known = || -> Result<bool, i32> {
+                let learned = kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?;
+                Ok(learned.accepts(index, Argument::Value(size)))
+            };
+            // A driver compares sizes before it reads; so behind the value of a program that is wrong about the size there may be nothing to read.
+            if size > size_of::<Handle>() && !is_known()? {
+                let (kernel, size) = (kernel.id(), size as u64);
+                rt::call(&wire::SetKernelArg { kernel, index, how: ASKS, size, handle: 0, value: &[] })?;
+            }
             // SAFETY: size bytes, as the API says.
             unsafe { std::slice::from_raw_parts(value.cast(), size) }
         } else {

@@ -20,6 +20,8 @@ const INVALID_DEVICE_QUEUE: i32 = -70;
 /// CL_KERNEL_ARG_ADDRESS_QUALIFIER
 const ADDRESS: u32 = 0x1196;
 const HANDLE: usize = size_of::<Handle>();
+/// Bytes of the largest argument; drivers say 1024 to 4352 (CL_DEVICE_MAX_PARAMETER_SIZE).
+const MOST: usize = 64 << 10;
 
 /// What a kernel declares a parameter to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -263,7 +265,28 @@ fn set(cx: &Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
     cx.status(unsafe { f(kernel, r.index, size, value.cast()) })
 }
 
+/// Whether a kernel takes a value of a size, tried out on a second one: for a client that doesn't know yet how much of its program's memory to read.
+fn takes_size(cx: &Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
+    let f = native!(cx, clSetKernelArg);
+    let kernel = cx.get(kind::KERNEL, r.kernel)?;
+    let size = usize::try_from(r.size).ok().filter(|size| *size <= MOST).ok_or(INVALID_ARG_SIZE)?;
+    match parameter(cx, r.kernel, kernel, r.index)? {
+        Some(Parameter::Memory | Parameter::Sampler | Parameter::Queue) if size != HANDLE => {
+            return Err(INVALID_ARG_SIZE);
+        }
+        _ => {}
+    }
+    let trial = like(cx, kernel)?;
+    // SAFETY: a kernel of ours; as many zeroes as said, which name no object.
+    let status = unsafe { f(trial, r.index, size, vec![0_u8; size].as_ptr().cast()) };
+    cx.cl.release_native(kind::KERNEL, trial as usize);
+    cx.status(status)
+}
+
 pub(crate) fn set_kernel_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
+    if r.how == 3 {
+        return takes_size(cx, r);
+    }
     let done = set(cx, r);
     match done {
         Err(code) if !cx.waited => {
