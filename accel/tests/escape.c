@@ -9,6 +9,7 @@
  *	escape many	starts processes, for ever
  *	escape linger	starts a process that always wants to run; says 'lingers', and ends with its standard input
  *	escape deaf	makes its worker blind for the end of its client; says 'deaf', and ends
+ *	escape chatter	the same, and its worker never stops talking in the server's log
  */
 #define CL_TARGET_OPENCL_VERSION 300
 #define _GNU_SOURCE
@@ -21,6 +22,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -93,6 +95,14 @@ static const char *source =
 	"	for (int fd = 3; fd < 64; fd++)\n"
 	"		sc(33, 0, fd, 0, 0, 0, 0);\n"
 	"	results[0] = 0;\n"
+	"}\n"
+	"kernel void chatter(global long *results)\n"
+	"{\n"
+	"	char word[2] = { 27, 'c' };\n"
+	"	for (int fd = 3; fd < 64; fd++)\n"
+	"		sc(33, 0, fd, 0, 0, 0, 0);\n"
+	"	for (;;)\n"
+	"		results[0] = sc(1, 2, (long)word, 2, 0, 0, 0);\n"
 	"}\n";
 
 static cl_context context;
@@ -281,6 +291,8 @@ static void kernel_resources(void)
 	TRY("a stack without an end", SYS_prlimit64, P(0), P(RLIMIT_STACK), DATA, put(stack, sizeof(stack)), P(0));
 	TRY("the host's places for asynchronous transfers", SYS_io_setup, P(1), OUT);
 	TRY("a processor core of its own", SYS_prctl, P(62 /* PR_SCHED_CORE */), P(1), P(0), P(0), P(0));
+	TRY("a write of the supervisor that blocks", SYS_fcntl, P(2), P(F_SETFL), P(0));
+	TRY("the same by ioctl", SYS_ioctl, P(2), P(FIONBIO), OUT);
 	TRY("the kernel's routes", SYS_socket, P(AF_NETLINK), P(SOCK_RAW), P(0));
 }
 
@@ -410,16 +422,16 @@ int main(int n, char **v)
 		puts(results[0] > 0 ? "lingers" : "can't");
 		while (read(0, &byte, 1) > 0)
 			;
-	} else if (!strcmp(v[1], "deaf")) {
+	} else if (!strcmp(v[1], "deaf") || !strcmp(v[1], "chatter")) {
 		/* The answer gets lost, as its descriptor does. */
-		cl_kernel kernel = clCreateKernel(program, "deafen", &e);
+		cl_kernel kernel = clCreateKernel(program, !strcmp(v[1], "deaf") ? "deafen" : "chatter", &e);
 		cl_mem buffer = clCreateBuffer(context, 0, sizeof(results), NULL, &e);
 		size_t one = 1;
 
 		clSetKernelArg(kernel, 0, sizeof(buffer), &buffer);
 		e = clEnqueueNDRangeKernel(queue, kernel, 1, NULL, &one, &one, 0, NULL, NULL);
 		clFlush(queue);
-		puts("deaf");
+		puts(v[1]);
 		while (read(0, &byte, 1) > 0)
 			;
 		_exit(0);

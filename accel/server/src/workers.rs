@@ -10,6 +10,7 @@ use crate::wall::identity::Identity;
 use crate::wall::limits::{SCRATCH, WORKING};
 use crate::wall::spawn::{self, Process, Start};
 use anyhow::{Context, anyhow};
+use rustix::fs::OFlags;
 use rustix::pipe::PipeFlags;
 use std::fs::File;
 use std::io::{Read, Write};
@@ -119,6 +120,8 @@ const GRACE: Duration = Duration::from_secs(10);
 
 /// Passes on to the log what a worker says, until it has ended; which it has to soon after the other end of its client's socket has gone.
 fn look_after(process: &Process, said: OwnedFd, mut client: Option<OwnedFd>) -> std::io::Result<()> {
+    // A worker of this user could open the pipe anew and take out what poll(2) told of; nobody may wait for it then.
+    rustix::fs::fcntl_setfl(&said, OFlags::NONBLOCK)?;
     let mut left = MOST_SAID;
     let mut said = Some(File::from(said));
     let mut gone: Option<Instant> = None;
@@ -145,25 +148,32 @@ fn look_after(process: &Process, said: OwnedFd, mut client: Option<OwnedFd>) -> 
         if fds[1].revents != 0 {
             (client, gone) = (None, Some(Instant::now()));
         }
+        // Whatever it still says.
+        if left_of_grace == Some(Duration::ZERO) {
+            eprintln!("tombolo accel: worker {} didn't end with its client, and is killed", process.pid);
+            process.kill();
+            gone = None;
+        }
         if fds[0].revents != 0 {
-            let n = said.as_mut().map_or(Ok(0), |said| said.read(&mut bytes))?;
+            let n = match said.as_mut().map_or(Ok(0), |said| said.read(&mut bytes)) {
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => continue,
+                read => read?,
+            };
             if n == 0 {
                 // It closed its end, and may live on.
                 said = None;
             }
-            left = log(&bytes[..n], left);
+            left = log(&mut bytes[..n], left);
         } else if fds[2].revents != 0 {
             return Ok(());
-        } else if left_of_grace == Some(Duration::ZERO) {
-            eprintln!("tombolo accel: worker {} didn't end with its client, and is killed", process.pid);
-            process.kill();
-            gone = None;
         }
     }
 }
 
 /// Writes what a worker said, of which so much is left to it; how much is left then.
-fn log(bytes: &[u8], left: usize) -> usize {
+fn log(bytes: &mut [u8], left: usize) -> usize {
+    // A kernel's words must not move the cursor of who reads them on a terminal.
+    bytes.iter_mut().filter(|b| b.is_ascii_control() && !b"\n\t".contains(b)).for_each(|b| *b = b'?');
     let (passed, after) = (bytes.len().min(left), left.saturating_sub(bytes.len()));
     let mut log = std::io::stderr().lock();
     // A log that can't be written is nothing that a worker should end of.

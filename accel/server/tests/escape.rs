@@ -447,6 +447,27 @@ fn a_worker_that_does_not_end_with_its_client_is_ended() {
 }
 
 #[test]
+fn a_worker_that_never_stops_talking_is_ended_with_its_client_and_sends_no_terminal_its_codes() {
+    for user in users() {
+        let mut server = Server::start(*user, "chatter", &[]);
+        let mut said = server.child.stderr.take().expect("piped");
+        let hostile = Hostile::start(&server, "chatter", "chatter");
+        let worker = server.tenants()[0].pid;
+        let (mut log, mut bytes) = (String::new(), [0; 4096]);
+        while !log.contains("says too much") {
+            let n = said.read(&mut bytes).expect("a log");
+            assert_ne!(n, 0, "the server ended: {log}");
+            log.push_str(std::str::from_utf8(&bytes[..n]).expect("a log in ASCII"));
+        }
+        assert!(log.contains("?c?c") && !log.contains('\x1b'), "{log}");
+        assert!(hostile.end().success());
+        wait_until("the worker is ended", || server.tenants().is_empty());
+        assert!(!lives(worker));
+        server.end();
+    }
+}
+
+#[test]
 fn more_waits_than_a_worker_has_threads_for_are_refused_and_the_others_end() {
     let server = Server::start(User::Own, "waits", &[]);
     let mut child =

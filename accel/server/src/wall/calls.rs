@@ -134,8 +134,19 @@ fn conditional(again: Again) -> anyhow::Result<Vec<(libc::c_long, Vec<SeccompRul
             libc::SYS_tgkill,
             vec![rule(vec![when(0, Ne, own)?])?, rule(vec![when(2, Eq, libc::SIGCONT as u64)?])?],
         ),
-        // The signal that tells of a descriptor's events: SIGIO, and no other.
-        (libc::SYS_fcntl, vec![rule(vec![when(1, Eq, F_SETSIG)?])?]),
+        // The signal that tells of a descriptor's events: SIGIO, and no other. To make a descriptor block: the bells of a VM are the supervisor's
+        // too, and a write that blocks there would keep it from serving the VM.
+        (
+            libc::SYS_fcntl,
+            vec![
+                rule(vec![when(1, Eq, F_SETSIG)?])?,
+                rule(vec![
+                    when(1, Eq, libc::F_SETFL as u64)?,
+                    when(2, MaskedEq(libc::O_NONBLOCK as u64), 0)?,
+                ])?,
+            ],
+        ),
+        (libc::SYS_ioctl, vec![rule(vec![when(1, Eq, libc::FIONBIO)?])?]),
         // Limits of own processes by their number; 0 is the caller.
         (libc::SYS_prlimit64, vec![rule(vec![when(0, Ne, 0)?])?]),
         // Sockets but of the kind that asks the kernel about devices.
