@@ -6,15 +6,18 @@ mod common;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use common::{Rig, frame};
 use proptest::prelude::*;
 use tombolo_net::counters::Reason;
 use tombolo_net::driver::NicConfig;
 use tombolo_net::features::OFFLOADS;
-use tombolo_net::forward::Pass;
+use tombolo_net::forward::{Forwarder, Pass};
 use tombolo_net::frame::{GSO_TCPV4, GSO_UDP_L4, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::limit::Rate;
 use tombolo_net::policy::{Policy, Vlan};
 use tombolo_net::port::Port;
 use tombolo_net::uplink::{Link, Uplink};
@@ -271,7 +274,7 @@ fn act() -> impl Strategy<Value = Act> {
         2 => (0..=GUESTS, 0..=GUESTS).prop_map(|(n, other)| Act::Contended(n, other)),
         2 => (0u8..3).prop_map(Act::Trouble),
         1 => (0..GUESTS).prop_map(Act::Restart),
-        1 => (0..GUESTS).prop_map(Act::Toggle),
+        1 => (0..=GUESTS).prop_map(Act::Toggle),
     ]
 }
 
@@ -296,7 +299,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn every_frame_is_in_one_counter_with_uplinks_mirrors_learners_and_ports_that_go(
-        kinds in prop::collection::vec((0u8..4, 0u8..4, any::<bool>(), any::<bool>()), GUESTS),
+        kinds in prop::collection::vec((0u8..10, 0u8..4, any::<bool>(), any::<bool>()), GUESTS),
         acts in prop::collection::vec(act(), 20..150),
     ) {
         let nics: Vec<_> = kinds.iter().map(|(_, _, packed, offloads)| NicConfig {
@@ -320,6 +323,11 @@ proptest! {
                 3 => Some("vm0".into()),
                 _ => None,
             },
+            ips: if kinds[i].0 == 4 { vec!["10.0.0.1".parse().unwrap()] } else { vec![] },
+            mtu: if kinds[i].0 == 5 { 1000 } else { 0 },
+            isolated: kinds[i].0 == 6,
+            rate: Rate { bytes: 0, packets: if kinds[i].0 == 7 { 2000 } else { 0 } },
+            receive_rate: Rate { bytes: 0, packets: if kinds[i].0 == 8 { 2000 } else { 0 } },
             ..Policy::default()
         });
         let wire = with_uplink(&mut rig);
@@ -400,4 +408,59 @@ proptest! {
         prop_assert_eq!(sent, ended);
         prop_assert!((given..=given + restarts).contains(&packets), "{} of {}", packets, given);
     }
+}
+
+#[test]
+fn two_workers_in_each_others_way_count_every_frame_once() {
+    let mut rig =
+        Rig::with_policies(&[offloading(), NicConfig::default(), offloading(), NicConfig::default()], |i| {
+            let mirror = (i == 1).then(|| "vm3".to_owned());
+            Policy { check_mac: true, mirror, ..Policy::default() }
+        });
+    let over = AtomicBool::new(false);
+    let begun = Instant::now();
+    let (nics, view) = (&mut rig.nics, &rig.view);
+    std::thread::scope(|s| {
+        for worker in 0..2 {
+            let over = &over;
+            s.spawn(move || {
+                let mut forwarder = Forwarder::default();
+                for n in worker.. {
+                    // Once it is over, until all that waits has ended.
+                    let last = over.load(Ordering::Acquire);
+                    let now = begun.elapsed().as_nanos() as u64;
+                    let passes = (0..4).map(|at| forwarder.pass(view, (n + at) % 4, 0, now));
+                    if passes.filter(|p| *p != Pass::Idle).count() == 0 && last {
+                        break;
+                    }
+                }
+            });
+        }
+        for n in 0..10_000usize {
+            let from = n % 4;
+            let to = if n % 3 == 0 { Mac::BROADCAST } else { Rig::mac(n / 4 % 5) };
+            let (header, mut f) = match n % 5 {
+                0 if from % 2 == 0 => tcp(20_000, 1400, 0),
+                _ => (NetHeader::default(), frame(to, to, 60 + n % 1000, 1)),
+            };
+            f[..6].copy_from_slice(&to.0);
+            f[6..12].copy_from_slice(&Rig::mac(from).0);
+            while !nics[from].send_cut(&header, &f, &[]) {
+                std::thread::yield_now();
+            }
+            // One of them is slow.
+            for nic in nics.iter_mut().take(if n % 1000 == 0 { 4 } else { 3 }) {
+                let _all = std::iter::from_fn(|| nic.receive()).count();
+            }
+        }
+        over.store(true, Ordering::Release);
+    });
+    // What a worker found locked by the other, and left.
+    for n in 0..4 {
+        rig.pass_at(n, begun.elapsed().as_nanos() as u64 + 1_000_000_000);
+    }
+    let (sent, ended) = ledger(&rig);
+    assert_eq!(sent, ended);
+    assert_eq!(rig.ports.iter().map(|p| p.sent().packets).sum::<u64>(), 10_000);
+    assert!(rig.ports.iter().map(|p| p.received().packets).sum::<u64>() >= 64);
 }
