@@ -72,9 +72,11 @@ pub fn check(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reas
             if owns(v4(12)) || asks { Ok(()) } else { Err(Reason::SpoofIp) }
         }
         Net::Arp => {
-            // Sender hardware address at 8, protocol address at 14; 0.0.0.0 is a probe.
+            // Sender hardware address at 8, protocol address at 14. 0.0.0.0 is a probe of the target's at 24: one of another's
+            // address would tell that other, who probes it too, that it is taken (RFC 5227).
             let mac = is_own_mac(policy, head, get(head, body + 8));
-            if mac && (owns(v4(14)) || v4(14).is_unspecified()) { Ok(()) } else { Err(Reason::SpoofIp) }
+            let probes = v4(14).is_unspecified() && owns(v4(24));
+            if mac && (owns(v4(14)) || probes) { Ok(()) } else { Err(Reason::SpoofIp) }
         }
         Net::Ipv6 => check_ipv6(policy, headers, head),
     }
@@ -224,12 +226,8 @@ mod tests {
         b
     }
 
-    fn arp(mac: Mac, ip: [u8; 4]) -> Vec<u8> {
-        let mut b = vec![0, 1, 8, 0, 6, 4, 0, 1];
-        b.extend(mac.0);
-        b.extend(ip);
-        b.extend([0; 10]);
-        b
+    fn arp(mac: Mac, ip: [u8; 4], target: [u8; 4]) -> Vec<u8> {
+        [&[0, 1, 8, 0, 6, 4, 0, 1][..], &mac.0, &ip, &[0; 6], &target].concat()
     }
 
     /// Behind a header of destination options, as nobody needs to send it.
@@ -248,10 +246,11 @@ mod tests {
             assert!(!ok(0x0800, ipv4([10, 0, 0, 2], 6, [68, 80])));
             assert!(ok(0x0800, ipv4([0; 4], 17, [68, 67])), "DHCP");
             assert!(!ok(0x0800, ipv4([0; 4], 17, [68, 53])));
-            assert!(ok(0x0806, arp(OWN, [10, 0, 0, 1])));
-            assert!(ok(0x0806, arp(OWN, [0; 4])), "ARP probe");
-            assert!(!ok(0x0806, arp(OWN, [10, 0, 0, 254])));
-            assert!(!ok(0x0806, arp(OTHER, [10, 0, 0, 1])));
+            assert!(ok(0x0806, arp(OWN, [10, 0, 0, 1], [10, 0, 0, 9])));
+            assert!(ok(0x0806, arp(OWN, [0; 4], [10, 0, 0, 1])), "is my own address taken?");
+            assert!(!ok(0x0806, arp(OWN, [0; 4], [10, 0, 0, 9])), "is another's?");
+            assert!(!ok(0x0806, arp(OWN, [10, 0, 0, 254], [10, 0, 0, 9])));
+            assert!(!ok(0x0806, arp(OTHER, [10, 0, 0, 1], [10, 0, 0, 9])));
             assert!(ok(0x86dd, ipv6("fd00::1", 6, &[0; 20])));
             assert!(!ok(0x86dd, ipv6("fd00::1", 6, &[0; 3])), "without its ports");
             assert!(!ok(0x86dd, ipv6("fd00::2", 6, &[0; 20])));

@@ -169,7 +169,8 @@ impl Sent {
                 f.extend([8, 6, 0, 1, 8, 0, 6, 4, 0, 2]);
                 f.extend(Rig::mac(*mac).0);
                 f.extend(ip4(*ip));
-                f.extend([0; 10]);
+                f.extend([0; 6]);
+                f.extend(ip4(*mac as u8));
             }
             Body::Snap => f.extend([
                 0, 60, 0xaa, 0xaa, 3, 0, 0, 0, 8, 0, 0x45, 0, 0, 20, 0, 0, 0, 0, 64, 17, 0, 0, 9, 9, 9, 9,
@@ -221,7 +222,9 @@ fn is_honest(policy: &Policy, mac: Mac, f: &[u8]) -> bool {
             let answers = whole && f[23] == 17 && word(l4 + 2) == 68;
             !answers && (has(ip4_at(26)) || f[26..30] == [0; 4] && whole && f[23] == 17 && word(l4 + 2) == 67)
         }
-        0x0806 => (any_mac || f[22..28] == mac.0) && (has(ip4_at(28)) || f[28..32] == [0; 4]),
+        0x0806 => {
+            (any_mac || f[22..28] == mac.0) && (has(ip4_at(28)) || f[28..32] == [0; 4] && has(ip4_at(38)))
+        }
         0x86dd => {
             let nameless = f[22..38] == [0; 16];
             if !has(ip6_at(22)) && !nameless {
