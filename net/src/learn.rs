@@ -46,7 +46,7 @@ impl Learned {
     }
 
     fn find(&self, key: u64) -> Option<&Slot> {
-        self.slots.iter().find(|slot| slot.key.load(Ordering::Relaxed) == key)
+        self.slots.iter().find(|slot| key != 0 && slot.key.load(Ordering::Relaxed) == key)
     }
 }
 
@@ -59,8 +59,12 @@ impl Slot {
 /// The uplink at `src` brings a frame from the address `key`: whoever uses that is outside. What a port has learned of it
 /// is forgotten, and it is learned no more while it is heard. Of addresses beyond [`MAX_LEARNED`], those heard last stay.
 pub fn note_outside(view: &View, src: usize, key: u64, now: u64) {
-    let slots = &view.ports()[src].port.learned.slots;
-    let known = || slots.iter().find(|s| s.key.load(Ordering::Relaxed) == key);
+    // A group's address is nobody's, nor is zero.
+    if key & 1 != 0 || key == 0 {
+        return;
+    }
+    let outside = &view.ports()[src].port.learned;
+    let (slots, known) = (&outside.slots, || outside.find(key));
     if let Some(slot) = known().filter(|slot| slot.is_fresh(now)) {
         slot.heard.store(now, Ordering::Relaxed);
         return;

@@ -219,6 +219,10 @@ fn a_port_that_learns_takes_no_address_of_somebody_outside() {
         rig.pass_at(1, now);
         rig.nics[0].receive().is_some()
     };
+    // Nobody's address is not that of an empty place.
+    assert!(rig.nics[1].send(&frame(Mac([0; 6]), Rig::mac(1), 60, 4)));
+    rig.pass_at(1, 1);
+    assert_eq!(rig.nics[0].receive(), None);
     heard(&mut rig, SECOND);
     assert!(rig.nics[0].send(&claim));
     rig.pass_at(0, 2 * SECOND);
