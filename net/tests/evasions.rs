@@ -16,13 +16,16 @@ use tombolo_net::counters::Reason;
 use tombolo_net::driver::NicConfig;
 use tombolo_net::features::OFFLOADS;
 use tombolo_net::forward::{Forwarder, Pass};
-use tombolo_net::frame::{GSO_TCPV4, GSO_UDP_L4, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::frame::{GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::headers::{Headers, LOOK};
 use tombolo_net::limit::Rate;
 use tombolo_net::policy::{Policy, Vlan};
 use tombolo_net::port::Port;
+use tombolo_net::rules::{self, Rule, Way};
 use tombolo_net::uplink::{Link, Uplink};
 use tombolo_net::view::{Attached, View};
 use tombolo_net::vring::Negotiated;
+use tombolo_net::{offload, spoof};
 
 fn offloading() -> NicConfig {
     NicConfig {
@@ -141,6 +144,69 @@ fn segments_are_of_the_packet_and_within_the_senders_mtu() {
         assert_eq!(carried, if reason.is_none() { data } else { 0 }, "{data} by {size} and {behind}");
         let drops = reason.map_or(0, |reason| rig.ports[0].sent().dropped_for(reason));
         assert_eq!((drops, rig.ports[0].sent().dropped()), (u64::from(reason.is_some()), drops));
+    }
+}
+
+/// What the switch's parts say of a frame.
+fn may_be_sent(policy: &Policy, f: &[u8]) -> bool {
+    let head = &f[..f.len().min(LOOK)];
+    let headers = Headers::parse(head, f.len() as u32);
+    let rules = rules::decide(&policy.rules, Way::Out, &headers, head);
+    spoof::check(policy, &headers, head).is_ok() && rules.passes()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 20_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn what_the_switch_makes_of_a_frame_it_would_have_let_pass_itself(
+        base in 0usize..6,
+        (from, to) in prop::sample::select(vec![(67u16, 68u16), (547, 546), (9, 25), (9, 99)]),
+        ruled in any::<bool>(),
+        data in 1usize..600,
+        size in prop::sample::select(vec![48u16, 100, 65_535]),
+        checksum_only in any::<bool>(),
+        changes in prop::collection::vec(
+            (12usize..70, prop::sample::select(vec![0u8, 1, 4, 6, 8, 17, 20, 28, 44, 60, 0x45, 0x46, 0x50, 0x81, 255])),
+            0..5,
+        ),
+    ) {
+        let drop: Rule = toml::from_str("action = 'drop'\ndirection = 'out'\ndestination-port = 25").unwrap();
+        let policy = Policy { rules: if ruled { vec![drop] } else { vec![] }, check_mac: false, ..guarded(false) };
+        let options = |next: u8| [next, 0, 1, 4, 0, 0, 0, 0];
+        let datagram = udp(from, to, data);
+        let stream = [&from.to_be_bytes()[..], &to.to_be_bytes(), &[0, 0, 0, 0, 0, 0, 0, 7, 0x50, 0x18, 1, 0, 0, 0, 0, 0], &vec![1; data]];
+        let stream = stream.concat();
+        let (mut f, l4) = match base {
+            0 => (ipv4(28 + data, 0, 17, &datagram), 34),
+            1 => (ipv4(40 + data, 0, 6, &stream), 34),
+            2 => (ipv6(8 + data, 17, &datagram), 54),
+            3 => (ipv6(20 + data, 6, &stream), 54),
+            4 => (ipv6(16 + data, 60, &[&options(17)[..], &datagram].concat()), 62),
+            _ => (ipv6(28 + data, 0, &[&options(6)[..], &stream].concat()), 62),
+        };
+        for (at, byte) in changes {
+            let last = f.len() - 1;
+            f[at.min(last)] = byte;
+        }
+        let (udp, v6) = (base % 2 == 0, base > 1);
+        let kind = if udp { GSO_UDP_L4 } else if v6 { GSO_TCPV6 } else { GSO_TCPV4 };
+        let (gso_type, gso_size) = if checksum_only { (0, 0) } else { (kind, size) };
+        let csum_offset = if udp { 6 } else { 16 };
+        let asked = NetHeader { flags: NEEDS_CSUM, gso_type, gso_size, csum_start: l4, csum_offset, hdr_len: 0 };
+        let head = &f[..f.len().min(LOOK)];
+        let made = offload::wanted(&asked, &Headers::parse(head, f.len() as u32), head, f.len() as u32);
+        if let Some((header, layers)) = made.filter(|_| may_be_sent(&policy, &f)) {
+            if checksum_only {
+                offload::checksum(&mut f, &layers);
+                prop_assert!(may_be_sent(&policy, &f), "{:02x?}", f);
+            } else {
+                let mut out = vec![0; 70_000];
+                for n in 0..offload::segments(&f, &header, &layers) {
+                    let len = offload::segment(&f, &header, &layers, n, &mut out).unwrap();
+                    prop_assert!(may_be_sent(&policy, &out[..len]), "{:02x?} of {:02x?}", &out[..len], f);
+                }
+            }
+        }
     }
 }
 
