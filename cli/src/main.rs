@@ -96,7 +96,7 @@ enum ZoneCommand {
 #[derive(Subcommand)]
 enum NetCommand {
     #[command(flatten)]
-    Net(tombolo_net::cli::Command),
+    Net(Box<tombolo_net::cli::Command>),
     #[command(flatten)]
     Vm(tombolo_vm::cli::NetCommand),
 }
@@ -157,7 +157,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
                     *control = tombolo_vm::cli::find_switch(name)?.or_else(|| control.take());
                 }
             }
-            tombolo_net::cli::run(command, cli.json)
+            tombolo_net::cli::run(*command, cli.json)
         }
         Command::Top(options) => top::run(&options, cli.json),
         Command::Accel { command: tombolo_accel_server::cli::Command::Ls { control: None } } => {
