@@ -238,6 +238,29 @@ static bool created_by(tmb_u64 state_gen, tmb_u64 members)
 }
 
 /*
+ * Opens the slot that recoveries have. The lock of this member's threads is in its own memory, so what others write into the zone can't keep
+ * the slot taken. With the lock held, an open slot is that of a predecessor in an earlier epoch, whose blocks recover_transactions() has looked
+ * through by now, or damage; both are cleared.
+ */
+static int begin_recovery(struct tfs *fs)
+{
+	/* Another thread's recovery has it, and waits for nobody. */
+	for (tmb_u32 round = 0; !tmb_cas32(&fs->recovery_lock, 0, 1); round++) {
+		if (tfs_fenced(fs))
+			return -ESHUTDOWN;
+		tfs_os_wait(fs, round);
+	}
+	if (!open_slot(fs, TFS_TX_RECOVERY)) {
+		tmb_u64 state = tmb_load(&tfs_tx(fs, TFS_TX_RECOVERY)->state);
+
+		if (state >> 32 == fs->epoch)
+			tfs_damage(fs, "the transaction of recoveries is open", fs->member, state);
+		clear_tx(fs, tfs_tx(fs, TFS_TX_RECOVERY), tx_state(fs, TFS_TX_OPEN));
+	}
+	return 0;
+}
+
+/*
  * The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. In a transaction of this
  * member's own: it tags and unlinks blocks, too, and may die of it.
  */
@@ -265,17 +288,13 @@ static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 		if (tfs_block_ok(fs, spare) && tmb_load(tfs_map_bytes(fs) + spare) == tag)
 			gone->spare[i] = spare;
 	}
-	/* Another thread's recovery has it, and waits for nobody. */
-	for (tmb_u32 round = 0; !open_slot(fs, TFS_TX_RECOVERY); round++) {
-		if (tfs_fenced(fs)) {
-			tfs_os_free(gone);
-			return -ESHUTDOWN;
-		}
-		tfs_os_wait(fs, round);
+	err = begin_recovery(fs);
+	if (!err) {
+		tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
+		err = tfs_remove_blocks(fs, inode, ino, from, to, gone, true);
+		tfs_tx_end(fs, TFS_TX_RECOVERY);
+		tmb_store_release(&fs->recovery_lock, 0);
 	}
-	tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
-	err = tfs_remove_blocks(fs, inode, ino, from, to, gone, true);
-	tfs_tx_end(fs, TFS_TX_RECOVERY);
 	tfs_os_free(gone);
 	return err;
 }
