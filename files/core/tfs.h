@@ -41,6 +41,8 @@ struct tfs {
 	bool reserve_taken; /* and not given back yet */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
 	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: of the member's own bits in 'openers' and 'mappers' */
+	tmb_u64 silent; /* bit per member that let a wait for its mappings run out ... */
+	tmb_u32 silent_at[TFS_MEMBERS]; /* ... when its 'revokes_begun' was this */
 	struct tfs_waiter line[TFS_LINE]; /* wait.c */
 	tmb_u64 numbers;
 	void *os;	  /* the skin's */

@@ -238,11 +238,26 @@ static bool created_by(tmb_u64 state_gen, tmb_u64 members)
 }
 
 /*
- * The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. In a transaction of this
- * member's own: it tags and unlinks blocks, too, and may die of it.
+ * The transaction in which this member repeats another one's work: it tags and unlinks blocks, too, and may die of it. In its own former life's
+ * work the tag is the same, and the transaction that is repeated names the inode; the slot may be one of those that are recovered, too.
  */
+static int begin_redo(struct tfs *fs, tmb_u64 ino, bool own)
+{
+	/* Another thread's recovery has it, and waits for nobody. */
+	for (tmb_u32 round = 0; !own && !open_slot(fs, TFS_TX_RECOVERY); round++) {
+		if (tfs_fenced(fs))
+			return -ESHUTDOWN;
+		tfs_os_wait(fs, round);
+	}
+	if (!own)
+		tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
+	return 0;
+}
+
+/* The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. */
 static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 {
+	bool own = tag == tfs_tag(fs);
 	tmb_u32 what = tmb_load(&tx->redo);
 	tmb_u64 ino = tmb_load(&tx->ino[0]), from = tmb_load(&tx->arg[0]), to = tmb_load(&tx->arg[1]);
 	struct tfs_inode *inode = listed_inode(fs, tx, 0);
@@ -265,17 +280,12 @@ static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 		if (tfs_block_ok(fs, spare) && tmb_load(tfs_map_bytes(fs) + spare) == tag)
 			gone->spare[i] = spare;
 	}
-	/* Another thread's recovery has it, and waits for nobody. */
-	for (tmb_u32 round = 0; !open_slot(fs, TFS_TX_RECOVERY); round++) {
-		if (tfs_fenced(fs)) {
-			tfs_os_free(gone);
-			return -ESHUTDOWN;
-		}
-		tfs_os_wait(fs, round);
+	err = begin_redo(fs, ino, own);
+	if (!err) {
+		err = tfs_remove_blocks(fs, inode, ino, from, to, gone, true);
+		if (!own)
+			tfs_tx_end(fs, TFS_TX_RECOVERY);
 	}
-	tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
-	err = tfs_remove_blocks(fs, inode, ino, from, to, gone, true);
-	tfs_tx_end(fs, TFS_TX_RECOVERY);
 	tfs_os_free(gone);
 	return err;
 }
@@ -418,6 +428,11 @@ static int lock_recovery(struct tfs *fs, struct tmb_member *slot, bool too, tmb_
 	return err;
 }
 
+static void unlock_recovery(struct tfs *fs, tmb_u32 member)
+{
+	tmb_cas64(&fs->members[member].recovery_lock, tmb_lock_word(fs->member, fs->epoch, 1), 0);
+}
+
 /* too: also what they had open, for which the locks of inodes are needed. */
 static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_how how)
 {
@@ -444,8 +459,12 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_h
 		upto[m] = ended_epoch(slot);
 		if (tmb_load_acquire(&slot->recovered_epoch) < upto[m]) {
 			err = recover_transactions(fs, m);
-			if (err)
+			if (err) {
+				/* What the others had open is still to be forgotten, and this one may have the lock of it. */
+				unlock_recovery(fs, m);
+				locked &= ~(1ULL << m);
 				break;
+			}
 			store_word(fs, &slot->recovered_epoch, upto[m]);
 		}
 		if (too && tmb_load_acquire(&slot->forgotten_epoch) < upto[m])
@@ -465,7 +484,7 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_h
 	}
 	tfs_barrier(fs);
 	for (left = locked; left; left &= left - 1)
-		tmb_cas64(&fs->members[__builtin_ctzll(left)].recovery_lock, tmb_lock_word(fs->member, fs->epoch, 1), 0);
+		unlock_recovery(fs, (tmb_u32)__builtin_ctzll(left));
 	return err;
 }
 
