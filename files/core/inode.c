@@ -236,8 +236,10 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 	if (tmb_load(&inode->mappers)) {
 		int err = tfs_begin_removal(fs, slot, inode, 0, ~0ULL, &gone);
 
-		if (err)
-			return err; /* unused as it is, the next recovery frees it */
+		if (err) {
+			tmb_store(&fs->unclean, true); /* unused as it is, the recovery of this member frees it */
+			return err;
+		}
 		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL, gone, false);
 		tfs_end_removal(fs, gone);
 	}
@@ -508,8 +510,10 @@ static int free_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
 		return 0;
 	err = tfs_tx_begin(fs, &slot);
-	if (err)
+	if (err) {
+		tmb_store(&fs->unclean, true);
 		return err;
+	}
 	tfs_free_orphan(fs, ino, slot);
 	return 0;
 }

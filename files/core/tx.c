@@ -243,15 +243,17 @@ static bool created_by(tmb_u64 state_gen, tmb_u64 members)
  */
 static int begin_redo(struct tfs *fs, tmb_u64 ino, bool own)
 {
-	/* Another thread's recovery has it, and waits for nobody. */
-	for (tmb_u32 round = 0; !own && !open_slot(fs, TFS_TX_RECOVERY); round++) {
-		if (tfs_fenced(fs))
-			return -ESHUTDOWN;
-		tfs_os_wait(fs, round);
-	}
-	if (!own)
+	struct tfs_wait w;
+	int err = 0;
+
+	if (own)
+		return 0;
+	tfs_wait_start(&w, TFS_SURE);
+	while (!err && !open_slot(fs, TFS_TX_RECOVERY)) /* another thread's recovery has it */
+		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
+	if (!err)
 		tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
-	return 0;
+	return err;
 }
 
 /* The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. */
@@ -307,11 +309,13 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 		state = tmb_load(&inode->state_gen);
 		if (created_by(state, members)) {
 			/* In a transaction: this member may die, too, while it frees what the other one made. */
-			if (!claim(fs, &slot)) {
-				tfs_tx_inode(fs, slot, 0, ino);
-				tfs_drop_new_inode(fs, inode, slot);
-				tfs_tx_end(fs, slot);
+			if (claim(fs, &slot)) {
+				tmb_store(&fs->unclean, true);
+				continue;
 			}
+			tfs_tx_inode(fs, slot, 0, ino);
+			tfs_drop_new_inode(fs, inode, slot);
+			tfs_tx_end(fs, slot);
 			continue;
 		}
 		if ((state & 0xff) != TFS_INODE_LIVE)
@@ -322,7 +326,11 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 			tmb_fetch_and(&inode->mappers, ~members);
 		if (tmb_load(&inode->hole_mappers) & members)
 			tmb_fetch_and(&inode->hole_mappers, ~members);
-		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers) && !claim(fs, &slot))
+		if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
+			continue;
+		if (claim(fs, &slot))
+			tmb_store(&fs->unclean, true);
+		else
 			tfs_free_orphan(fs, ino, slot);
 	}
 }
@@ -384,7 +392,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 		if (state == TFS_TX_COMMITTED || (state == TFS_TX_OPEN && tmb_load(&tx->redo) == TFS_REDO_TRIM))
 			err = redo(fs, tx, tag);
 		/* What a later try may bring to an end is tried later. */
-		if (err == -ENOMEM || err == -ESHUTDOWN)
+		if (err == -ENOMEM || err == -EINTR || err == -ESHUTDOWN)
 			return err;
 	}
 	err = free_tagged(fs, tag, holders);

@@ -163,3 +163,42 @@ fn a_suspended_member_that_maps_holes_is_waited_for_once_until_it_answers() {
     [fs, mapper].into_iter().for_each(Filesystem::abandon);
     zone.assert_clean(&[4, 10]);
 }
+
+#[test]
+fn a_removed_file_that_could_not_be_freed_is_freed_when_its_member_has_left() {
+    let zone = Zone::new(|_| {});
+    let (fs, mapper) = (zone.open(4, false).expect("open"), zone.open(10, false).expect("open"));
+    let file = file(&fs, "f", &[1; 9000]);
+    fs.open_ref(file).expect("open");
+    fs.unlink(ROOT, b"f", None).expect("unlink");
+    zone.maps(10, file);
+    hooks::NO_MEMORY.set(1);
+    fs.close_ref(file).expect("close");
+    assert_eq!(hooks::NO_MEMORY.get(), 0, "freeing it takes memory");
+    zone.does(|| drop(fs));
+    zone.leave(4);
+    zone.does(|| mapper.recover_all()).expect("recovery");
+    assert_eq!(mapper.getattr(file).err(), Some(Errno::STALE), "it was freed");
+    mapper.abandon();
+    zone.assert_clean(&[10]);
+}
+
+#[test]
+fn a_recovery_that_waits_for_its_transaction_can_be_killed() {
+    let zone = Zone::new(|_| {});
+    let (dead, fs) = (zone.open(1, false).expect("open"), zone.open(7, false).expect("open"));
+    let cut = file(&dead, "cut", &[2; 20_000]);
+    dead.abandon();
+    zone.truncates(1, 0, cut);
+    zone.bury(1);
+    let state = Zone::member_area(7, sys::TFS_TX_RECOVERY as usize * size_of::<sys::tfs_tx>());
+    zone.store(state, 1 << 32 | u64::from(sys::TFS_TX_OPEN));
+    hooks::KILLED.set(true);
+    assert_eq!(zone.does(|| fs.recover_all()), Err(Errno::INTR));
+    hooks::KILLED.set(false);
+    zone.store(state, 0);
+    zone.does(|| fs.recover_all()).expect("recovery");
+    assert_eq!(fs.size(cut), 0);
+    fs.abandon();
+    zone.assert_clean(&[7]);
+}

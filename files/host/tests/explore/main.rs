@@ -120,6 +120,12 @@ impl Zone {
         }
     }
 
+    /// It has left in good order.
+    fn leave(&self, member: u32) {
+        let (table, epoch) = self.state(member);
+        assert!(table.store_word(u64::from(member) * 256, epoch << 32 | u64::from(sys::TMB_MEMBER_INVITED)));
+    }
+
     fn bury(&self, member: u32) {
         let (table, epoch) = self.state(member);
         assert!(
