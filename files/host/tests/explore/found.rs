@@ -202,3 +202,36 @@ fn a_recovery_that_waits_for_its_transaction_can_be_killed() {
     fs.abandon();
     zone.assert_clean(&[7]);
 }
+
+#[test]
+fn a_file_system_from_before_fair_locks_is_taken_over_with_what_the_dead_left_in_it() {
+    let zone = Zone::new(|_| {});
+    let [dead, other] = [1, 2].map(|m| zone.open(m, false).expect("open"));
+    let (cut, kept) = (file(&dead, "cut", &[1; 20_000]), file(&dead, "kept", &[2; 9000]));
+    [dead, other].into_iter().for_each(Filesystem::abandon);
+    // As it was then: no feature, no reserved blocks, the tag of a lock's word is 1.
+    let incompat = offset_of!(sys::tfs_super, incompat) as u64;
+    zone.store(incompat, 0);
+    let map = zone.area.word(offset_of!(sys::tfs_super, map_start) as u64).expect("a super block") * BLOCK;
+    for word in (map..).step_by(8).take((zone.area.size() / BLOCK / 8) as usize) {
+        let bytes = zone.area.word(word).expect("the map").to_le_bytes();
+        let then = bytes.map(|byte| if u32::from(byte) == sys::TFS_MAP_RESERVED { 0 } else { byte });
+        zone.store(word, u64::from_le_bytes(then));
+    }
+    zone.truncates(1, 31, cut);
+    zone.store(zone.inode(cut, offset_of!(sys::tfs_inode, lock)), 1 << 32 | 1 << 8 | 2);
+    zone.bury(1);
+    let refused = zone.open(3, false).map(Filesystem::abandon);
+    assert!(refused.is_err(), "the second may be one of the older ones");
+    assert_eq!(zone.area.word(incompat), Some(0));
+    zone.leave(20);
+    [2, 3].into_iter().for_each(|m| zone.bury(m));
+    let fs = zone.does(|| zone.open(4, false)).expect("open");
+    assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_FAIR_LOCKS)));
+    zone.does(|| fs.truncate(cut, 3, false)).expect("the dead one's lock is taken over");
+    assert_eq!((fs.size(cut), fs.size(kept)), (3, 9000));
+    let mut bytes = [1; 3];
+    assert_eq!((fs.pread(cut, &mut bytes, 0), bytes), (Ok(3), [0; 3]), "it had been cut");
+    fs.abandon();
+    zone.assert_clean(&[4]);
+}
