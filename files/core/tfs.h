@@ -76,7 +76,8 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
  * tfs_map_seq is another than at its mapping is taken back, then tfs_revoked. If some can't be, the bit is set again instead.
  */
 void tfs_revoke(struct tfs *fs);
-/* Every mapping that was stale when TMB_PENDING_REVOKE was taken out of the own 'pending' is gone: blocks kept for them become free. */
+/* Every mapping that was stale when TMB_PENDING_REVOKE was taken out of the own 'pending' is gone: blocks kept for them become free. Sets the bit
+ * again while one of this member's readers stays where it is: then both are to be called once more, after a while. */
 void tfs_revoked(struct tfs *fs);
 
 /* To be called when this member's doorbell rang: whoever waits for a lock looks again. */

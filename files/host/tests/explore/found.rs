@@ -235,3 +235,37 @@ fn a_file_system_from_before_fair_locks_is_taken_over_with_what_the_dead_left_in
     fs.abandon();
     zone.assert_clean(&[4]);
 }
+
+#[test]
+fn what_was_kept_for_a_reader_that_stood_still_is_free_once_it_has_gone_on() {
+    let zone = Zone::new(|_| {});
+    let (fs, reader) = (zone.open(4, false).expect("open"), zone.open(10, false).expect("open"));
+    let (cut, other) = (file(&fs, "cut", &[1; 20_000]), file(&fs, "other", &[2; 9000]));
+    let free = fs.statfs().blocks_free;
+    let pin = |slot: u64, ino| {
+        zone.store(Zone::member_area(10, offset_of!(sys::tfs_member_area, pins)) + slot * 64, ino)
+    };
+    zone.store(Zone::member_area(10, offset_of!(sys::tfs_member_area, pins_in_use)), 2);
+    pin(0, cut.ino);
+    zone.does(|| fs.truncate(cut, 0, false)).expect("truncate");
+    assert_eq!(fs.statfs().blocks_free, free, "they are kept");
+    let pending = || {
+        let (table, _) = zone.state(10);
+        let at = 10 * 256 + offset_of!(sys::tmb_member, pending) as u64;
+        let pending = table.word(at).expect("a slot");
+        assert!(table.store_word(at, 0));
+        pending & u64::from(sys::TMB_PENDING_REVOKE) != 0
+    };
+    assert!(pending(), "it is asked to");
+    // It goes on, while another of its threads stands still at another file.
+    pin(0, 0);
+    pin(1, other.ino);
+    zone.does(|| reader.let_go());
+    assert!(pending(), "it is to look again");
+    pin(1, 0);
+    zone.does(|| reader.let_go());
+    assert!(!pending());
+    assert!(fs.statfs().blocks_free > free, "they are free");
+    [fs, reader].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[4, 10]);
+}
