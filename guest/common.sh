@@ -6,8 +6,8 @@
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
-# shellcheck source=../scripts/cache.sh
-. "$root/scripts/cache.sh"
+# shellcheck source=cache.sh
+. "$here/cache.sh"
 kit=$cache/guest
 export LC_ALL=C SOURCE_DATE_EPOCH=1700000000
 

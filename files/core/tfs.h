@@ -39,6 +39,7 @@ struct tfs {
 	bool unclean;	 /* something was left undone, as at a death */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	bool reserve_taken; /* and not given back yet */
+	tmb_u32 recovery_lock; /* of the member's threads: who has the transaction slot TFS_TX_RECOVERY */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
 	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: of the member's own bits in 'openers' and 'mappers' */
 	tmb_u64 silent; /* bit per member that let a wait for its mappings run out ... */

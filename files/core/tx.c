@@ -238,22 +238,38 @@ static bool created_by(tmb_u64 state_gen, tmb_u64 members)
 }
 
 /*
- * The transaction in which this member repeats another one's work: it tags and unlinks blocks, too, and may die of it. In its own former life's
- * work the tag is the same, and the transaction that is repeated names the inode; the slot may be one of those that are recovered, too.
+ * The transaction in which this member repeats another one's work: it tags and unlinks blocks, too, and may die of it. The lock of its threads
+ * is in its own memory, so what others write into the zone can't keep the slot taken: with the lock held, an open slot is damage. In its own
+ * former life's work the tag is the same, and the transaction that is repeated names the inode; the slot may be one of those that are
+ * recovered, too, and stays as it is until they all are.
  */
 static int begin_redo(struct tfs *fs, tmb_u64 ino, bool own)
 {
+	struct tfs_tx *tx = tfs_tx(fs, TFS_TX_RECOVERY);
 	struct tfs_wait w;
 	int err = 0;
 
 	if (own)
 		return 0;
 	tfs_wait_start(&w, TFS_SURE);
-	while (!err && !open_slot(fs, TFS_TX_RECOVERY)) /* another thread's recovery has it */
+	while (!err && !tmb_cas32(&fs->recovery_lock, 0, 1)) /* another thread's recovery has it */
 		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
-	if (!err)
-		tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
-	return err;
+	if (err)
+		return err;
+	if (!open_slot(fs, TFS_TX_RECOVERY)) {
+		tfs_damage(fs, "the transaction of recoveries is open", fs->member, tmb_load(&tx->state));
+		clear_tx(fs, tx, tx_state(fs, TFS_TX_OPEN));
+	}
+	tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
+	return 0;
+}
+
+static void end_redo(struct tfs *fs, bool own)
+{
+	if (own)
+		return;
+	tfs_tx_end(fs, TFS_TX_RECOVERY);
+	tmb_store_release(&fs->recovery_lock, 0);
 }
 
 /* The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. */
@@ -285,8 +301,7 @@ static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 	err = begin_redo(fs, ino, own);
 	if (!err) {
 		err = tfs_remove_blocks(fs, inode, ino, from, to, gone, true);
-		if (!own)
-			tfs_tx_end(fs, TFS_TX_RECOVERY);
+		end_redo(fs, own);
 	}
 	tfs_os_free(gone);
 	return err;

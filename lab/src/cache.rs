@@ -142,8 +142,13 @@ impl Unpacked {
         let work =
             tempfile::Builder::new().prefix(WORK).tempdir_in(folder).context("creating a work folder")?;
         let script = work.path().join("fetch.sh");
-        fs::write(&script, include_str!("fetch.sh"))?;
-        fs::write(work.path().join("common.sh"), include_str!("../../guest/common.sh"))?;
+        for (name, text) in [
+            ("fetch.sh", include_str!("fetch.sh")),
+            ("common.sh", include_str!("../../guest/common.sh")),
+            ("cache.sh", include_str!("../../guest/cache.sh")),
+        ] {
+            fs::write(work.path().join(name), text)?;
+        }
         let mut command = Command::new("bash");
         command.arg(&script).arg(what).arg(work.path().join("tree"));
         command.env("TOMBOLO_CACHE", self::folder()?);

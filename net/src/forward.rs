@@ -16,7 +16,7 @@ use crate::cpu::{prefetch, prefetch_all};
 use crate::credit::Credits;
 use crate::deliver::{Frame, LONG};
 use crate::fallback::Buffers;
-use crate::frame::{DATA_VALID, ETH_HEADER, MAX_FRAME, NET_HEADER, NetHeader};
+use crate::frame::{DATA_VALID, ETH_HEADER, GSO_NONE, MAX_FRAME, NET_HEADER, NetHeader};
 use crate::headers::{self, Headers, LOOK};
 use crate::held::{Held, Progress};
 use crate::lane::{self, Lane};
@@ -390,6 +390,10 @@ impl<'a, 'w> Sender<'a, 'w> {
             let (_, from) = addresses(frame.prefix);
             learn::learn(self.view, self.src, from, self.now)?;
         }
+        if policy.uplink && !self.view.learners().is_empty() {
+            let (_, from) = addresses(frame.prefix);
+            learn::note_outside(self.view, self.src, from, self.now);
+        }
         spoof::check(policy, &headers, frame.prefix)?;
         let lane = lane::enter(policy, &headers).ok_or(Reason::Vlan)?;
         let asked = frame.header;
@@ -402,8 +406,13 @@ impl<'a, 'w> Sender<'a, 'w> {
         if let Some(reason) = rules::decide(&policy.rules, Way::Out, &headers, frame.prefix).count() {
             return Err(reason);
         }
+        // A frame that is to be cut is as long as the segments that it asks for.
+        let longest = match frame.header.gso_type {
+            GSO_NONE => frame.len,
+            _ => frame.len.min(u32::from(frame.layers.payload) + u32::from(frame.header.gso_size)),
+        };
         let link = ETH_HEADER as u32 + 4 * u32::from(headers.tags);
-        if policy.mtu != 0 && frame.header.gso_type == 0 && frame.len > link + u32::from(policy.mtu) {
+        if policy.mtu != 0 && longest > link + u32::from(policy.mtu) {
             return Err(Reason::Oversize);
         }
         let port = &self.view.ports()[self.src].port;
@@ -424,6 +433,7 @@ impl<'a, 'w> Sender<'a, 'w> {
     pub fn again(&mut self, held: &Held, segments: &[Segment], counters: &Counters) -> bool {
         self.opens.credits.wait(held.receiver, self.now.saturating_sub(held.since), self.now);
         self.progress = held.progress;
+        self.receiver = held.receiver;
         let done = self.deliver(&held.frame(segments), held.lane);
         if done == Done::Again {
             let mut held = *held;

@@ -243,15 +243,24 @@ impl Headers {
     /// Source and destination port of a frame that has them within `head`, the bytes that were parsed.
     #[must_use]
     pub fn ports(&self, head: &[u8]) -> Option<(u16, u16)> {
-        let has = self.is_ip()
+        let has = self.should_have_ports() && u32::from(self.l4) + 4 <= self.end;
+        let b: [u8; 4] = get(head, usize::from(self.l4)).filter(|_| has)?;
+        Some((u16::from_be_bytes([b[0], b[1]]), u16::from_be_bytes([b[2], b[3]])))
+    }
+
+    fn should_have_ports(&self) -> bool {
+        self.is_ip()
             && self.part != Part::Later
-            && u32::from(self.l4) + 4 <= self.end
             && matches!(
                 self.protocol,
                 protocol::TCP | protocol::UDP | protocol::SCTP | protocol::DCCP | protocol::UDP_LITE
-            );
-        let b: [u8; 4] = get(head, usize::from(self.l4)).filter(|_| has)?;
-        Some((u16::from_be_bytes([b[0], b[1]]), u16::from_be_bytes([b[2], b[3]])))
+            )
+    }
+
+    /// Ends the packet before the ports that its protocol has? Whoever reads on, or puts fragments together, finds some.
+    #[must_use]
+    pub fn lacks_ports(&self, head: &[u8]) -> bool {
+        self.should_have_ports() && self.ports(head).is_none()
     }
 
     /// The same for a frame whose first bytes have become `delta` more.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Addresses behind a port that the configuration doesn't name: VMs nested in its guest. A port that may learn some takes
-//! the sources of what it sends, as many as it may, never one that another port owns or uses; one that is silent for
-//! [`SILENCE_NS`] makes room. The table is the port's own and of fixed size, so a guest that makes addresses up fills
-//! nobody's but its own.
+//! the sources of what it sends, as many as it may, never one that another port owns or uses, or that an uplink brings
+//! frames from; one that is silent for [`SILENCE_NS`] makes room. The table is the port's own and of fixed size, so a guest
+//! that makes addresses up fills nobody's but its own. An uplink's says who is outside: nothing is sent by it.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -46,7 +46,7 @@ impl Learned {
     }
 
     fn find(&self, key: u64) -> Option<&Slot> {
-        self.slots.iter().find(|slot| slot.key.load(Ordering::Relaxed) == key)
+        self.slots.iter().find(|slot| key != 0 && slot.key.load(Ordering::Relaxed) == key)
     }
 }
 
@@ -56,10 +56,36 @@ impl Slot {
     }
 }
 
+/// The uplink at `src` brings a frame from the address `key`: whoever uses that is outside. What a port has learned of it
+/// is forgotten, and it is learned no more while it is heard. Of addresses beyond [`MAX_LEARNED`], those heard last stay.
+pub fn note_outside(view: &View, src: usize, key: u64, now: u64) {
+    // A group's address is nobody's, nor is zero.
+    if key & 1 != 0 || key == 0 {
+        return;
+    }
+    let outside = &view.ports()[src].port.learned;
+    let (slots, known) = (&outside.slots, || outside.find(key));
+    if let Some(slot) = known().filter(|slot| slot.is_fresh(now)) {
+        slot.heard.store(now, Ordering::Relaxed);
+        return;
+    }
+    let _taking = TAKING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let heard = |slot: &&Slot| (slot.key.load(Ordering::Relaxed) != 0, slot.heard.load(Ordering::Relaxed));
+    if let Some(slot) = known().or_else(|| slots.iter().min_by_key(heard)) {
+        slot.heard.store(now, Ordering::Relaxed);
+        slot.key.store(key, Ordering::Relaxed);
+    }
+    for learner in view.learners() {
+        if let Some(slot) = view.ports()[*learner].port.learned.find(key) {
+            slot.key.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
 /// May the port at `src` send from the address `key`, which the configuration doesn't give it? If so, it is learned.
 ///
 /// # Errors
-/// It is another's, or the port has as many as it may.
+/// It is another's, somebody's outside, or the port has as many as it may.
 pub fn learn(view: &View, src: usize, key: u64, now: u64) -> Result<(), Reason> {
     let own = &view.ports()[src];
     let slots = &own.port.learned.slots[..usize::from(own.policy.learn).min(MAX_LEARNED)];
@@ -74,7 +100,8 @@ pub fn learn(view: &View, src: usize, key: u64, now: u64) -> Result<(), Reason> 
     }
     let _taking = TAKING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     if known().is_none() {
-        if view.learned(key, now).is_some() {
+        let outside = |at: &usize| view.ports()[*at].port.learned.has(key, now);
+        if view.learned(key, now).is_some() || view.uplinks().iter().any(outside) {
             return Err(Reason::SpoofMac);
         }
         let free = slots.iter().find(|s| s.key.load(Ordering::Relaxed) == 0 || !s.is_fresh(now));

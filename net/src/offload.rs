@@ -15,6 +15,8 @@ const TCP_FIN_PSH: u8 = 0x09;
 const TCP_CWR: u8 = 0x80;
 /// Shortest payload of a segment that is cut; shorter ones only serve to make work.
 const MIN_GSO: u16 = 48;
+/// Longest packet that the length field of IPv4 can tell.
+const MAX_PACKET: usize = 65535;
 
 /// Where the parts of a TCP or UDP frame are that checksums and segments are made of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -63,10 +65,11 @@ pub fn wanted(asked: &NetHeader, headers: &Headers, head: &[u8], len: u32) -> Op
     let l4 = headers.l4;
     let header = if udp { 8 } else { u16::from(*head.get(usize::from(l4) + 12)? >> 4) * 4 };
     let layers = Layers { ip: headers.at, l4, payload: l4 + header, v6, udp };
+    // The transport header is the packet's: what follows its end was checked by nobody.
     let fits = headers.is_ip()
         && headers.part == Part::Whole
         && header >= if udp { 8 } else { 20 }
-        && u32::from(layers.payload) <= len
+        && u32::from(layers.payload) <= headers.end
         && asked.csum_start == l4
         && asked.csum_offset == layers.checksum();
     let mut made = NetHeader {
@@ -86,7 +89,13 @@ pub fn wanted(asked: &NetHeader, headers: &Headers, head: &[u8], len: u32) -> Op
                 GSO_TCPV6 => v6 && !udp,
                 _ => udp,
             };
-            right && asked.gso_size >= MIN_GSO && u32::from(layers.payload) < len
+            // Segments get lengths of their own, so everything in the frame must be the packet's already.
+            let packet = usize::from(layers.payload - layers.ip) + usize::from(asked.gso_size);
+            right
+                && asked.gso_size >= MIN_GSO
+                && packet <= MAX_PACKET
+                && headers.end == len
+                && u32::from(layers.payload) < len
         }
         _ => false,
     };

@@ -55,7 +55,7 @@ pub struct Policy {
     pub receive_rate: Rate,
     /// Which IP packets it may send and get.
     pub rules: Vec<Rule>,
-    /// Largest IP packet that it may send without segmentation offload; 0: any.
+    /// Largest IP packet that it may send, or have a larger one cut into; 0: any.
     pub mtu: u16,
 }
 

@@ -207,7 +207,11 @@ impl Sender<'_, '_> {
         let view = self.view;
         let counters = &view.ports()[self.src].port.tx(self.flow).counters;
         self.flooding = true;
-        for dest in self.progress.cursor..view.ports().len() {
+        // Ports may have come and gone since it waited; those that are left keep their order.
+        let cursor = self.progress.cursor;
+        let here = |at: &usize| opens::key(view, *at) == self.receiver;
+        let next = if cursor == 0 { 0 } else { (0..view.ports().len()).find(here).unwrap_or(cursor) };
+        for dest in next..view.ports().len() {
             if dest == self.src || self.policy.uplink && view.ports()[dest].policy.uplink {
                 continue;
             }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::counters::Reason;
-use crate::headers::{Headers, Net, Part, get, protocol};
+use crate::headers::{Headers, Net, get, protocol};
 
 /// What a rule does with a packet that fits it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -226,7 +226,8 @@ impl fmt::Display for Rule {
     }
 }
 
-/// Nothing that a DHCP server says: for the guests of a switch that serves addresses itself.
+/// Nothing that a DHCP client would hear: for the guests of a switch that serves addresses itself. Clients look at the
+/// port that it is sent to, not at the one that it comes from.
 #[must_use]
 pub fn no_dhcp_server() -> Rule {
     Rule {
@@ -235,8 +236,8 @@ pub fn no_dhcp_server() -> Rule {
         protocol: Some(Protocol(protocol::UDP)),
         source: None,
         destination: None,
-        source_port: Some(Ports(67..=67)),
-        destination_port: None,
+        source_port: None,
+        destination_port: Some(Ports(68..=68)),
         hits: Hits::default(),
     }
 }
@@ -259,11 +260,12 @@ impl Packet {
             (get::<16>(head, at + 8)?.into(), get::<16>(head, at + 24)?.into())
         };
         let ports = headers.ports(head);
-        let must = matches!(headers.protocol, protocol::TCP | protocol::UDP | protocol::SCTP);
-        if ports.is_none() && must && headers.part != Part::Later {
-            return None;
-        }
-        Some(Self { protocol: headers.protocol, source, destination, ports })
+        (!headers.lacks_ports(head)).then_some(Self {
+            protocol: headers.protocol,
+            source,
+            destination,
+            ports,
+        })
     }
 }
 

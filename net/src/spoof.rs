@@ -23,6 +23,11 @@ mod icmp {
     pub const REDIRECT: u8 = 137;
     pub const MLDV2_REPORT: u8 = 143;
 }
+/// The ports that DHCP clients listen on (RFC 2131, RFC 8415). They take what comes from any port.
+mod dhcp_client {
+    pub const V4: u16 = 68;
+    pub const V6: u16 = 546;
+}
 /// Options of neighbour discovery: source and target link-layer address.
 const LINK_ADDRESS: [u8; 2] = [1, 2];
 
@@ -48,6 +53,9 @@ pub fn check(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reas
     if policy.ips.is_empty() {
         return Ok(());
     }
+    if headers.lacks_ports(head) {
+        return Err(Reason::Unparsable);
+    }
     let body = usize::from(headers.at);
     let v4 = |at: usize| get(head, body + at).map_or(Ipv4Addr::BROADCAST, Ipv4Addr::from);
     let owns = |ip: Ipv4Addr| policy.ips.contains(&IpAddr::V4(ip));
@@ -55,22 +63,28 @@ pub fn check(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reas
         Net::Unknown => Err(Reason::Unparsable),
         Net::Other(_) => Ok(()),
         Net::Ipv4 => {
-            let ports = headers.ports(head);
-            let udp = headers.protocol == protocol::UDP;
-            if udp && !policy.router && ports == Some((67, 68)) {
+            let to = udp_destination(headers, head);
+            if to == Some(dhcp_client::V4) && !policy.router {
                 return Err(Reason::Server);
             }
             // From 0.0.0.0 to port 67: somebody who has no address yet.
-            let asks = v4(12).is_unspecified() && udp && ports.is_some_and(|(_, to)| to == 67);
+            let asks = v4(12).is_unspecified() && to == Some(67);
             if owns(v4(12)) || asks { Ok(()) } else { Err(Reason::SpoofIp) }
         }
         Net::Arp => {
-            // Sender hardware address at 8, protocol address at 14; 0.0.0.0 is a probe.
+            // Sender hardware address at 8, protocol address at 14. 0.0.0.0 is a probe of the target's at 24: one of another's
+            // address would tell that other, who probes it too, that it is taken (RFC 5227).
             let mac = is_own_mac(policy, head, get(head, body + 8));
-            if mac && (owns(v4(14)) || v4(14).is_unspecified()) { Ok(()) } else { Err(Reason::SpoofIp) }
+            let probes = v4(14).is_unspecified() && owns(v4(24));
+            if mac && (owns(v4(14)) || probes) { Ok(()) } else { Err(Reason::SpoofIp) }
         }
         Net::Ipv6 => check_ipv6(policy, headers, head),
     }
+}
+
+/// The port that a UDP datagram is for.
+fn udp_destination(headers: &Headers, head: &[u8]) -> Option<u16> {
+    headers.ports(head).filter(|_| headers.protocol == protocol::UDP).map(|(_, to)| to)
 }
 
 /// The frame's source, which was learned, if it isn't one of the port's own addresses.
@@ -101,7 +115,7 @@ fn check_ipv6(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Rea
     let Some(from) = get(head, usize::from(headers.at) + 8).map(Ipv6Addr::from) else { return spoofed };
     let own = owns6(policy, head, from);
     if headers.protocol != protocol::ICMPV6 || headers.part == Part::Later {
-        if headers.protocol == protocol::UDP && !policy.router && headers.ports(head) == Some((547, 546)) {
+        if udp_destination(headers, head) == Some(dhcp_client::V6) && !policy.router {
             return Err(Reason::Server);
         }
         return if own { Ok(()) } else { spoofed };
@@ -212,12 +226,8 @@ mod tests {
         b
     }
 
-    fn arp(mac: Mac, ip: [u8; 4]) -> Vec<u8> {
-        let mut b = vec![0, 1, 8, 0, 6, 4, 0, 1];
-        b.extend(mac.0);
-        b.extend(ip);
-        b.extend([0; 10]);
-        b
+    fn arp(mac: Mac, ip: [u8; 4], target: [u8; 4]) -> Vec<u8> {
+        [&[0, 1, 8, 0, 6, 4, 0, 1][..], &mac.0, &ip, &[0; 6], &target].concat()
     }
 
     /// Behind a header of destination options, as nobody needs to send it.
@@ -236,12 +246,14 @@ mod tests {
             assert!(!ok(0x0800, ipv4([10, 0, 0, 2], 6, [68, 80])));
             assert!(ok(0x0800, ipv4([0; 4], 17, [68, 67])), "DHCP");
             assert!(!ok(0x0800, ipv4([0; 4], 17, [68, 53])));
-            assert!(ok(0x0806, arp(OWN, [10, 0, 0, 1])));
-            assert!(ok(0x0806, arp(OWN, [0; 4])), "ARP probe");
-            assert!(!ok(0x0806, arp(OWN, [10, 0, 0, 254])));
-            assert!(!ok(0x0806, arp(OTHER, [10, 0, 0, 1])));
-            assert!(ok(0x86dd, ipv6("fd00::1", 6, &[])));
-            assert!(!ok(0x86dd, ipv6("fd00::2", 6, &[])));
+            assert!(ok(0x0806, arp(OWN, [10, 0, 0, 1], [10, 0, 0, 9])));
+            assert!(ok(0x0806, arp(OWN, [0; 4], [10, 0, 0, 1])), "is my own address taken?");
+            assert!(!ok(0x0806, arp(OWN, [0; 4], [10, 0, 0, 9])), "is another's?");
+            assert!(!ok(0x0806, arp(OWN, [10, 0, 0, 254], [10, 0, 0, 9])));
+            assert!(!ok(0x0806, arp(OTHER, [10, 0, 0, 1], [10, 0, 0, 9])));
+            assert!(ok(0x86dd, ipv6("fd00::1", 6, &[0; 20])));
+            assert!(!ok(0x86dd, ipv6("fd00::1", 6, &[0; 3])), "without its ports");
+            assert!(!ok(0x86dd, ipv6("fd00::2", 6, &[0; 20])));
             assert!(ok(0x86dd, ipv6(LINK, 58, &advertisement("fd00::1", OWN))));
             assert!(ok(0x86dd, ipv6(LINK, 58, &advertisement(LINK, OWN))));
             assert!(!ok(0x86dd, ipv6(LINK, 58, &advertisement("fd00::fe", OWN))));

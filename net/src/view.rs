@@ -93,6 +93,12 @@ impl View {
         self.learners.iter().copied().find(|i| self.ports[*i].port.learned.has(key, now))
     }
 
+    /// Positions of the ports that may learn addresses.
+    #[must_use]
+    pub fn learners(&self) -> &[usize] {
+        &self.learners
+    }
+
     /// Positions of the uplinks.
     #[must_use]
     pub fn uplinks(&self) -> &[usize] {

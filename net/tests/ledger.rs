@@ -169,7 +169,8 @@ impl Sent {
                 f.extend([8, 6, 0, 1, 8, 0, 6, 4, 0, 2]);
                 f.extend(Rig::mac(*mac).0);
                 f.extend(ip4(*ip));
-                f.extend([0; 10]);
+                f.extend([0; 6]);
+                f.extend(ip4(*mac as u8));
             }
             Body::Snap => f.extend([
                 0, 60, 0xaa, 0xaa, 3, 0, 0, 0, 8, 0, 0x45, 0, 0, 20, 0, 0, 0, 0, 64, 17, 0, 0, 9, 9, 9, 9,
@@ -218,10 +219,12 @@ fn is_honest(policy: &Policy, mac: Mac, f: &[u8]) -> bool {
         0x0800 => {
             let l4 = 14 + usize::from(f[14] & 15) * 4;
             let whole = word(20) & 0x1fff == 0;
-            let answers = whole && f[23] == 17 && (word(l4), word(l4 + 2)) == (67, 68);
+            let answers = whole && f[23] == 17 && word(l4 + 2) == 68;
             !answers && (has(ip4_at(26)) || f[26..30] == [0; 4] && whole && f[23] == 17 && word(l4 + 2) == 67)
         }
-        0x0806 => (any_mac || f[22..28] == mac.0) && (has(ip4_at(28)) || f[28..32] == [0; 4]),
+        0x0806 => {
+            (any_mac || f[22..28] == mac.0) && (has(ip4_at(28)) || f[28..32] == [0; 4] && has(ip4_at(38)))
+        }
         0x86dd => {
             let nameless = f[22..38] == [0; 16];
             if !has(ip6_at(22)) && !nameless {
@@ -317,13 +320,7 @@ fn is_allowed(
     check(!udp || !forbids(source, Way::Out) && !forbids(dest, Way::In), "a rule forbids it")?;
     check(is_honest(source, Rig::mac(from), &bare), "claims what isn't its own")?;
     let limit = usize::from(source.mtu);
-    check(
-        limit == 0
-            || header.gso_type != 0
-            || matches!(sent.header, Wish::Segments(_))
-            || bare.len() <= 14 + limit,
-        "MTU",
-    )?;
+    check(limit == 0 || header.gso_type != 0 || bare.len() <= 14 + limit, "MTU")?;
     // The header speaks of this frame's transport header, to one who agreed to that.
     check(header.flags & (!NEEDS_CSUM | DATA_VALID) == 0, "flags")?;
     if header.flags == 0 {
@@ -391,7 +388,7 @@ fn guests() -> impl Strategy<Value = Vec<NicConfig>> {
 }
 
 fn body() -> impl Strategy<Value = Body> {
-    let port = prop::sample::select(vec![(1u16, 2u16), (67, 68), (68, 67)]);
+    let port = prop::sample::select(vec![(1u16, 2u16), (67, 68), (68, 67), (1, 68)]);
     let fragment = prop::sample::select(vec![0u16, 0x4000, 0x2000, 5]);
     let ipv4 = (0u8..10, prop::sample::select(vec![6u8, 17, 1]), port, fragment, any::<bool>()).prop_map(
         |(source, protocol, ports, fragment, options)| Body::Ipv4 {

@@ -414,10 +414,15 @@ impl Project {
     /// # Errors
     /// [`ComposeError`] with the line, as far as it is known.
     pub fn parse(file: &Path, text: &str) -> Result<Project, ComposeError> {
-        let mut compose: Compose = toml::from_str(text).map_err(|e| ComposeError {
-            file: file.to_owned(),
-            line: e.span().map(|s| line_of(text, s.start)),
-            message: explain(text, e.span().map_or(0, |s| s.start), e.message()),
+        let parsed = serde_path_to_error::deserialize(toml::Deserializer::new(text));
+        let mut compose: Compose = parsed.map_err(|e| {
+            let path = e.path().to_string();
+            let e = e.into_inner();
+            ComposeError {
+                file: file.to_owned(),
+                line: e.span().map(|s| line_of(text, s.start)),
+                message: explain(&path, e.message()),
+            }
         })?;
         let dir = file.parent().unwrap_or(Path::new("/"));
         check(&compose).map_err(|(table, key, message)| ComposeError {
@@ -618,15 +623,11 @@ fn locate(text: &str, table: &str, key: &str) -> Option<usize> {
     header
 }
 
-/// Makes serde's message one for people: unknown keys get their table and the nearest valid key.
-fn explain(text: &str, offset: usize, message: &str) -> String {
-    let table = text[..offset.min(text.len())]
-        .lines()
-        .rev()
-        .map(str::trim)
-        .find_map(|l| l.strip_prefix('[').and_then(|l| l.split(']').next()))
-        .map(|t| format!(" in [{}]", t.trim_start_matches('[')))
-        .unwrap_or_default();
+/// Makes serde's message about the value at `path` ("vm.a.cpus"; "." for the whole file) one for people: unknown keys get their table and
+/// the nearest valid key, other errors the key that they are about.
+fn explain(path: &str, message: &str) -> String {
+    let whole_file = path == ".";
+    let in_table = |table: &str| if table.is_empty() { String::new() } else { format!(" in [{table}]") };
     if let Some(rest) = message.strip_prefix("unknown field `") {
         let mut quoted = rest.split('`');
         let key = quoted.next().unwrap_or_default();
@@ -635,13 +636,16 @@ fn explain(text: &str, offset: usize, message: &str) -> String {
             Some(near) => format!("did you mean '{near}'?"),
             None => format!("valid keys: {}", valid.join(", ")),
         };
-        return format!("unknown key '{key}'{table}; {hint}");
+        // The path ends with the unknown key itself.
+        let table = path.rsplit_once('.').map_or("", |(table, _)| table);
+        return format!("unknown key '{key}'{}; {hint}", in_table(table));
     }
     if let Some(rest) = message.strip_prefix("missing field `") {
         let key = rest.split('`').next().unwrap_or_default();
-        return format!("key '{key}' is missing{table}; add it");
+        return format!("key '{key}' is missing{}; add it", in_table(if whole_file { "" } else { path }));
     }
-    format!("{}{table}", message.trim().replace('\n', ": "))
+    let message = message.trim().replace('\n', ": ");
+    if whole_file { message } else { format!("{path}: {message}") }
 }
 
 /// The candidate nearest to `word`, if one is near enough to be meant.
@@ -707,6 +711,16 @@ mod tests {
     }
 
     #[test]
+    fn a_value_of_the_wrong_kind_names_its_key() {
+        let e = error("[vm.a]\nnetworks = 5\n");
+        assert!(e.contains(":2: vm.a.networks: invalid type: integer `5`"), "{e}");
+        let e = error("[vm]\na = 1\n");
+        assert!(e.contains(":2: vm.a: invalid type: integer `1`"), "{e}");
+        assert!(error("[vms.a]\n").contains(":1: unknown key 'vms'; did you mean 'vm'?"));
+        assert!(error("[vm.a]\ncpus = \n").starts_with("/somewhere/demo/tombolo.toml:2: "));
+    }
+
+    #[test]
     fn too_little_memory_names_key_and_line() {
         assert_eq!(
             error("[vm.a]\n\nmemory = \"16M\"\n"),
@@ -718,7 +732,7 @@ mod tests {
     fn a_zone_that_would_break_its_neighbours_is_refused_with_a_size_that_works() {
         assert!(error("[zone.z]\nsize = \"9M\"\n").ends_with("write \"10M\""));
         assert!(error("[zone.z]\nsize = \"1M\"\n").ends_with("write \"8M\""));
-        assert!(error("[zone.z]\nsize = \"much\"\n").contains(":2: 'much' is not a size"));
+        assert!(error("[zone.z]\nsize = \"much\"\n").contains(":2: zone.z.size: 'much' is not a size"));
     }
 
     #[test]

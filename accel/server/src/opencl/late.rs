@@ -8,6 +8,10 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+/// Stands for the queue of requests that belong to none, the creation of a buffer say. Its error refuses no command, since whatever uses
+/// the object is refused; clFinish tells it, so that a program that only creates hears of it.
+pub const NO_QUEUE: u64 = 0;
+
 /// The first error of each queue that has one.
 #[derive(Default)]
 pub struct Late {

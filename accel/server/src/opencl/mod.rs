@@ -290,6 +290,9 @@ impl OpenCl {
             self.late.note(queue, code);
         }
         if let Some((kind, id)) = new {
+            if queue == 0 {
+                self.late.note(late::NO_QUEUE, code);
+            }
             // An id in use stays what it is: the client broke its own object.
             let _kept = lock(&self.table).put(kind, id, Err(code), Extra { queue, ..Extra::default() });
         }

@@ -3,6 +3,7 @@
 
 use super::Done;
 use super::notify::{on_context, once};
+use crate::opencl::late::NO_QUEUE;
 use crate::opencl::{Cx, Extra, Handle, VALUE, lock, properties};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -107,5 +108,6 @@ pub(crate) fn finish(cx: &mut Cx<'_>, r: &wire::Finish) -> Done {
     cx.may_block()?;
     // SAFETY: a live queue: the client can't release it meanwhile without harming only itself.
     cx.status(unsafe { f(queue) })?;
-    cx.cl.late.check(r.queue, cx.waited)
+    let late = &cx.cl.late;
+    late.check(r.queue, cx.waited).and_then(|()| late.check(NO_QUEUE, cx.waited))
 }
