@@ -236,8 +236,10 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 	if (tmb_load(&inode->mappers)) {
 		int err = tfs_begin_removal(fs, slot, inode, 0, ~0ULL, &gone);
 
-		if (err)
-			return err; /* unused as it is, the next recovery frees it */
+		if (err) {
+			tmb_store(&fs->unclean, true); /* unused as it is, the recovery of this member frees it */
+			return err;
+		}
 		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL, gone, false);
 		tfs_end_removal(fs, gone);
 	}
@@ -297,6 +299,7 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 		      bool recovering)
 {
 	tmb_u64 removed = 0, holders = 0;
+	bool keep = false;
 	int more = 0;
 
 	if (from >= to || !tmb_load(&inode->root))
@@ -313,15 +316,23 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 		holders = recovering || holders ? tfs_holders(fs, inode, ino) : tfs_wait_unused(fs, inode, ino);
 		tfs_barrier(fs);
 		if (holders) {
-			if (!recovering)
+			int err;
+
+			if (!recovering && !keep)
 				tell_holders(fs, holders);
-			if (tfs_limbo_begin(fs, holders))
+			err = keep ? -EINTR : tfs_limbo_begin(fs, holders);
+			if (err == -ESHUTDOWN)
 				break; /* declared dead: they have this member's tag, recovery sees to them */
+			if (err) {
+				/* Killed. The removal goes on, or what is left would show when the file grows; this member's recovery frees the blocks. */
+				keep = true;
+				tmb_store(&fs->unclean, true);
+			}
 			mark = TFS_MAP_LIMBO;
 		}
-		for (tmb_u32 i = 0; i < gone->n; i++)
+		for (tmb_u32 i = 0; i < gone->n && !keep; i++)
 			tfs_set_map(fs, gone->runs[i].block, gone->runs[i].count, mark);
-		if (holders)
+		if (holders && !keep)
 			tfs_limbo_end(fs);
 		tfs_count_blocks(fs, inode, -(tmb_s64)gone->blocks);
 		removed += gone->blocks;
@@ -499,8 +510,10 @@ static int free_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
 		return 0;
 	err = tfs_tx_begin(fs, &slot);
-	if (err)
+	if (err) {
+		tmb_store(&fs->unclean, true);
 		return err;
+	}
 	tfs_free_orphan(fs, ino, slot);
 	return 0;
 }

@@ -9,6 +9,8 @@
  */
 #include "tfs_internal.h"
 
+#define READER_ROUNDS 64u /* some 20 ms */
+
 /* Its dead owner's other leftovers are not waited for by those who hold an inode's lock. */
 static int lock(struct tfs *fs)
 {
@@ -68,19 +70,40 @@ void tfs_revoke(struct tfs *fs)
 	tmb_fence(); /* who sees the old number unlinked before what is looked at now */
 }
 
+/* Waits a little for the own readers that are at it now. Who pins anew finds nothing that was unlinked before. */
+static bool readers_left(struct tfs *fs)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
+
+	for (tmb_u32 i = 0; i < TFS_PINS; i++) {
+		tmb_u64 ino = tmb_load_acquire(&area->pins[i].ino);
+
+		for (tmb_u32 round = 0; ino && tmb_load_acquire(&area->pins[i].ino) == ino; round++) {
+			if (round == READER_ROUNDS)
+				return false;
+			tfs_os_wait(fs, round);
+		}
+	}
+	return true;
+}
+
 void tfs_revoked(struct tfs *fs)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
-	tmb_u64 bit = 1ULL << fs->member, pinned = 0;
+	tmb_u64 bit = 1ULL << fs->member;
 
 	if (!fs->read_only)
 		tmb_store_release(&area->revokes_done, tmb_load(&area->revokes_begun));
-	if (!fs->members || fs->read_only || !(tmb_load(&tfs_sb(fs)->limbo_members) & bit) || lock(fs))
+	if (!fs->members || fs->read_only || !(tmb_load(&tfs_sb(fs)->limbo_members) & bit))
 		return;
-	for (tmb_u32 i = 0; i < TFS_PINS; i++)
-		pinned |= tmb_load_acquire(&area->pins[i].ino);
+	if (!readers_left(fs)) {
+		tmb_fetch_or(&fs->members[fs->member].pending, TMB_PENDING_REVOKE);
+		return;
+	}
+	if (lock(fs))
+		return;
 	/* Asked again meanwhile: then what is in limbo since is only revoked by the next round. */
-	if (!pinned && !(tmb_load(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE))
+	if (!(tmb_load(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE))
 		release(fs, bit);
 	tfs_limbo_end(fs);
 }

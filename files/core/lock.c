@@ -187,25 +187,56 @@ static bool let_go(struct tfs *fs, struct tfs_inode *inode, tmb_u32 member, tmb_
 	return !(tmb_load_acquire(&inode->mappers) & 1ULL << member) || !tfs_member_active(fs, member) || done - begun - 1 < 1u << 31;
 }
 
+/* Of the members those that let a wait run out and have not looked since: they are asked again, but nobody waits for them again. */
+static tmb_u64 still_silent(struct tfs *fs, tmb_u64 members)
+{
+	tmb_u64 silent = 0;
+
+	for (members &= tmb_load(&fs->silent); members; members &= members - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
+
+		if (tmb_load(&fs->members[m].pending) & TMB_PENDING_REVOKE &&
+		    (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) == tmb_load(&fs->silent_at[m]))
+			silent |= 1ULL << m;
+		else
+			tmb_fetch_and(&fs->silent, ~(1ULL << m));
+	}
+	return silent;
+}
+
+static void note_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
+{
+	for (; members; members &= members - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
+
+		tmb_store(&fs->silent_at[m], begun[m]);
+		tmb_fetch_or(&fs->silent, 1ULL << m);
+	}
+}
+
 tmb_u64 tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
 {
 	tmb_u32 begun[TFS_MEMBERS];
-	tmb_u64 since = 0, left;
+	tmb_u64 since = 0, left, silent;
 
 	tmb_fetch_add(&inode->map_seq, 1); /* also the fence between the unlinking and the looking */
 	left = tfs_active_members(fs, tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member));
 	/* A round of taking back that begins after this one comes after the unlinking. */
 	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
 		begun[m] = left & 1ULL << m ? (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) : 0;
+	silent = still_silent(fs, left);
 	tfs_ring_members(fs, left, TMB_PENDING_REVOKE);
+	left &= ~silent;
 	for (tmb_u32 round = 0;; round++) {
 		for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
 			if (left & 1ULL << m && let_go(fs, inode, m, begun[m]))
 				left &= ~(1ULL << m);
 		if (!left)
-			return tfs_wait_unpinned(fs, ino);
-		if (!wait_round(fs, round, &since))
-			return left | pinned(fs, ino);
+			return silent | tfs_wait_unpinned(fs, ino);
+		if (!wait_round(fs, round, &since)) {
+			note_silent(fs, left, begun);
+			return left | silent | pinned(fs, ino);
+		}
 	}
 }
 

@@ -42,6 +42,8 @@ struct tfs {
 	tmb_u32 recovery_lock; /* of the member's threads: who has the transaction slot TFS_TX_RECOVERY */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
 	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: of the member's own bits in 'openers' and 'mappers' */
+	tmb_u64 silent; /* bit per member that let a wait for its mappings run out ... */
+	tmb_u32 silent_at[TFS_MEMBERS]; /* ... when its 'revokes_begun' was this */
 	struct tfs_waiter line[TFS_LINE]; /* wait.c */
 	tmb_u64 numbers;
 	void *os;	  /* the skin's */
@@ -75,7 +77,8 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
  * tfs_map_seq is another than at its mapping is taken back, then tfs_revoked. If some can't be, the bit is set again instead.
  */
 void tfs_revoke(struct tfs *fs);
-/* Every mapping that was stale when TMB_PENDING_REVOKE was taken out of the own 'pending' is gone: blocks kept for them become free. */
+/* Every mapping that was stale when TMB_PENDING_REVOKE was taken out of the own 'pending' is gone: blocks kept for them become free. Sets the bit
+ * again while one of this member's readers stays where it is: then both are to be called once more, after a while. */
 void tfs_revoked(struct tfs *fs);
 
 /* To be called when this member's doorbell rang: whoever waits for a lock looks again. */

@@ -238,34 +238,44 @@ static bool created_by(tmb_u64 state_gen, tmb_u64 members)
 }
 
 /*
- * Opens the slot that recoveries have. The lock of this member's threads is in its own memory, so what others write into the zone can't keep
- * the slot taken. With the lock held, an open slot is that of a predecessor in an earlier epoch, whose blocks recover_transactions() has looked
- * through by now, or damage; both are cleared.
+ * The transaction in which this member repeats another one's work: it tags and unlinks blocks, too, and may die of it. The lock of its threads
+ * is in its own memory, so what others write into the zone can't keep the slot taken: with the lock held, an open slot is damage. In its own
+ * former life's work the tag is the same, and the transaction that is repeated names the inode; the slot may be one of those that are
+ * recovered, too, and stays as it is until they all are.
  */
-static int begin_recovery(struct tfs *fs)
+static int begin_redo(struct tfs *fs, tmb_u64 ino, bool own)
 {
-	/* Another thread's recovery has it, and waits for nobody. */
-	for (tmb_u32 round = 0; !tmb_cas32(&fs->recovery_lock, 0, 1); round++) {
-		if (tfs_fenced(fs))
-			return -ESHUTDOWN;
-		tfs_os_wait(fs, round);
-	}
-	if (!open_slot(fs, TFS_TX_RECOVERY)) {
-		tmb_u64 state = tmb_load(&tfs_tx(fs, TFS_TX_RECOVERY)->state);
+	struct tfs_tx *tx = tfs_tx(fs, TFS_TX_RECOVERY);
+	struct tfs_wait w;
+	int err = 0;
 
-		if (state >> 32 == fs->epoch)
-			tfs_damage(fs, "the transaction of recoveries is open", fs->member, state);
-		clear_tx(fs, tfs_tx(fs, TFS_TX_RECOVERY), tx_state(fs, TFS_TX_OPEN));
+	if (own)
+		return 0;
+	tfs_wait_start(&w, TFS_SURE);
+	while (!err && !tmb_cas32(&fs->recovery_lock, 0, 1)) /* another thread's recovery has it */
+		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
+	if (err)
+		return err;
+	if (!open_slot(fs, TFS_TX_RECOVERY)) {
+		tfs_damage(fs, "the transaction of recoveries is open", fs->member, tmb_load(&tx->state));
+		clear_tx(fs, tx, tx_state(fs, TFS_TX_OPEN));
 	}
+	tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
 	return 0;
 }
 
-/*
- * The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. In a transaction of this
- * member's own: it tags and unlinks blocks, too, and may die of it.
- */
+static void end_redo(struct tfs *fs, bool own)
+{
+	if (own)
+		return;
+	tfs_tx_end(fs, TFS_TX_RECOVERY);
+	tmb_store_release(&fs->recovery_lock, 0);
+}
+
+/* The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. */
 static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 {
+	bool own = tag == tfs_tag(fs);
 	tmb_u32 what = tmb_load(&tx->redo);
 	tmb_u64 ino = tmb_load(&tx->ino[0]), from = tmb_load(&tx->arg[0]), to = tmb_load(&tx->arg[1]);
 	struct tfs_inode *inode = listed_inode(fs, tx, 0);
@@ -288,12 +298,10 @@ static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 		if (tfs_block_ok(fs, spare) && tmb_load(tfs_map_bytes(fs) + spare) == tag)
 			gone->spare[i] = spare;
 	}
-	err = begin_recovery(fs);
+	err = begin_redo(fs, ino, own);
 	if (!err) {
-		tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
 		err = tfs_remove_blocks(fs, inode, ino, from, to, gone, true);
-		tfs_tx_end(fs, TFS_TX_RECOVERY);
-		tmb_store_release(&fs->recovery_lock, 0);
+		end_redo(fs, own);
 	}
 	tfs_os_free(gone);
 	return err;
@@ -316,11 +324,13 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 		state = tmb_load(&inode->state_gen);
 		if (created_by(state, members)) {
 			/* In a transaction: this member may die, too, while it frees what the other one made. */
-			if (!claim(fs, &slot)) {
-				tfs_tx_inode(fs, slot, 0, ino);
-				tfs_drop_new_inode(fs, inode, slot);
-				tfs_tx_end(fs, slot);
+			if (claim(fs, &slot)) {
+				tmb_store(&fs->unclean, true);
+				continue;
 			}
+			tfs_tx_inode(fs, slot, 0, ino);
+			tfs_drop_new_inode(fs, inode, slot);
+			tfs_tx_end(fs, slot);
 			continue;
 		}
 		if ((state & 0xff) != TFS_INODE_LIVE)
@@ -331,7 +341,11 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 			tmb_fetch_and(&inode->mappers, ~members);
 		if (tmb_load(&inode->hole_mappers) & members)
 			tmb_fetch_and(&inode->hole_mappers, ~members);
-		if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers) && !claim(fs, &slot))
+		if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
+			continue;
+		if (claim(fs, &slot))
+			tmb_store(&fs->unclean, true);
+		else
 			tfs_free_orphan(fs, ino, slot);
 	}
 }
@@ -393,7 +407,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 		if (state == TFS_TX_COMMITTED || (state == TFS_TX_OPEN && tmb_load(&tx->redo) == TFS_REDO_TRIM))
 			err = redo(fs, tx, tag);
 		/* What a later try may bring to an end is tried later. */
-		if (err == -ENOMEM || err == -ESHUTDOWN)
+		if (err == -ENOMEM || err == -EINTR || err == -ESHUTDOWN)
 			return err;
 	}
 	err = free_tagged(fs, tag, holders);
@@ -437,6 +451,11 @@ static int lock_recovery(struct tfs *fs, struct tmb_member *slot, bool too, tmb_
 	return err;
 }
 
+static void unlock_recovery(struct tfs *fs, tmb_u32 member)
+{
+	tmb_cas64(&fs->members[member].recovery_lock, tmb_lock_word(fs->member, fs->epoch, 1), 0);
+}
+
 /* too: also what they had open, for which the locks of inodes are needed. */
 static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_how how)
 {
@@ -463,8 +482,12 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_h
 		upto[m] = ended_epoch(slot);
 		if (tmb_load_acquire(&slot->recovered_epoch) < upto[m]) {
 			err = recover_transactions(fs, m);
-			if (err)
+			if (err) {
+				/* What the others had open is still to be forgotten, and this one may have the lock of it. */
+				unlock_recovery(fs, m);
+				locked &= ~(1ULL << m);
 				break;
+			}
 			store_word(fs, &slot->recovered_epoch, upto[m]);
 		}
 		if (too && tmb_load_acquire(&slot->forgotten_epoch) < upto[m])
@@ -484,7 +507,7 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_h
 	}
 	tfs_barrier(fs);
 	for (left = locked; left; left &= left - 1)
-		tmb_cas64(&fs->members[__builtin_ctzll(left)].recovery_lock, tmb_lock_word(fs->member, fs->epoch, 1), 0);
+		unlock_recovery(fs, (tmb_u32)__builtin_ctzll(left));
 	return err;
 }
 

@@ -495,12 +495,14 @@ static void look(struct work_struct *work)
 		list_splice(&seen, &s->mapped);
 		spin_unlock(&s->mapped_lock);
 	}
-	if (busy)
+	if (busy) {
 		tmb_fetch_or(&me->pending, TMB_PENDING_REVOKE);
-	else if (pending & TMB_PENDING_REVOKE)
+	} else if (pending & TMB_PENDING_REVOKE) {
 		tfs_revoked(&s->fs);
+		busy = tmb_load(&me->pending) & TMB_PENDING_REVOKE; /* a reader is still at it */
+	}
 	spin_lock(&s->mapped_lock);
-	again = !list_empty(&s->mapped) || READ_ONCE(s->hearing);
+	again = busy || !list_empty(&s->mapped) || READ_ONCE(s->hearing);
 	spin_unlock(&s->mapped_lock);
 	if (more) {
 		tmb_fetch_or(&me->pending, TMB_PENDING_EVENT);

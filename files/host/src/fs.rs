@@ -305,6 +305,16 @@ impl Filesystem {
         unsafe { sys::tfs_rang(self.raw()) }
     }
 
+    /// To be called once TMB_PENDING_REVOKE was taken: this handle maps nothing, so what was kept for its readers becomes free. The bit
+    /// is set again while one of them has not gone on.
+    pub fn let_go(&self) {
+        // SAFETY: an open handle.
+        unsafe {
+            sys::tfs_revoke(self.raw());
+            sys::tfs_revoked(self.raw());
+        }
+    }
+
     /// From now on nobody waits in this handle for other members: such calls end with EINTR, as if they had been killed.
     pub fn end_waits(&self) {
         // SAFETY: a flag in the Host, which lives as long as self; the core reads it by atomic loads.

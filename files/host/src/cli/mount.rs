@@ -250,12 +250,18 @@ fn serve(
     if joined.is_some_and(|joined| joined.rung().is_some()) {
         server.locks.has_bell();
     }
-    let (deaths, died) = std::sync::mpsc::channel();
+    let (asked, asks) = std::sync::mpsc::channel();
     let recovery = {
         // A thread of its own, since it may have to wait for locks of a suspended member.
         let (server, name) = (Arc::clone(server), std::thread::Builder::new().name("recovery".into()));
         let recover = move || {
-            for () in died {
+            for pending in asks {
+                if pending & u64::from(sys::TMB_PENDING_REVOKE) != 0 {
+                    server.fs.let_go();
+                }
+                if pending & u64::from(sys::TMB_PENDING_MEMBERS) == 0 {
+                    continue;
+                }
                 match server.fs.recover_all() {
                     Ok(()) | Err(rustix::io::Errno::INTR) => {}
                     Err(e) => eprintln!("tombolo: repairing what dead members left: {e}"),
@@ -281,15 +287,15 @@ fn serve(
                 server.locks.look();
                 server.fs.rang();
             }
-            if pending & u64::from(sys::TMB_PENDING_MEMBERS) != 0 {
+            if pending & u64::from(sys::TMB_PENDING_REVOKE | sys::TMB_PENDING_MEMBERS) != 0 {
                 // It ends only at the end of this function.
-                let _ = deaths.send(());
+                let _ = asked.send(pending);
             }
         }
     }
     // Who waits for a lock of a suspended member does not hold up the mount's end.
     server.fs.end_waits();
-    drop(deaths);
+    drop(asked);
     if recovery.join().is_err() {
         bail!("the thread that repairs what dead members left panicked");
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What the instrumented core calls: before each atomic access, each copy and fill; and its surroundings.
 
+use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::SeqCst};
 
@@ -9,6 +10,13 @@ use crate::schedule;
 // The instrumented core: before the plain one that comes with the crate, so that it is taken in its place.
 #[link(name = "tfs_recorded", kind = "static", modifiers = "+whole-archive")]
 unsafe extern "C" {}
+
+thread_local! {
+    /// Allocations that find no memory, from now on.
+    pub static NO_MEMORY: Cell<usize> = const { Cell::new(0) };
+    /// Whether the waiting threads have been killed.
+    pub static KILLED: Cell<bool> = const { Cell::new(false) };
+}
 
 macro_rules! silent {
     ($($name:ident($($arg:ty),*))*) => { $(
@@ -102,6 +110,10 @@ extern "C" fn recorded_memset(to: *mut c_void, byte: c_int, len: usize) -> *mut 
 
 #[unsafe(no_mangle)]
 extern "C" fn tfs_os_alloc(bytes: u64) -> *mut c_void {
+    if let Some(left) = NO_MEMORY.get().checked_sub(1) {
+        NO_MEMORY.set(left);
+        return std::ptr::null_mut();
+    }
     // SAFETY: any size will do.
     unsafe { libc::calloc(1, bytes as usize) }
 }
@@ -123,9 +135,9 @@ extern "C" fn tfs_os_wait(_: usize, round: u32) {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn tfs_os_sleep(_: usize, _: usize, _: u32, ns: u64, _: bool) -> bool {
+extern "C" fn tfs_os_sleep(_: usize, _: usize, _: u32, ns: u64, killable: bool) -> bool {
     schedule::wait(ns);
-    false
+    killable && KILLED.get()
 }
 
 #[unsafe(no_mangle)]

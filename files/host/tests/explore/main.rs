@@ -6,12 +6,14 @@
 //! - [`plan`]: who runs when and who dies when.
 //! - [`hooks`]: what the instrumented core calls.
 //! - [`cases`]: what the members do, and what must come of it.
+//! - [`found`]: single situations in which something stands still, is refused or is left over: what one member finds there.
 //!
 //! Of each case all schedules with one switch, and all with one death, are tried at every n-th access; then as many by chance, each with any number of
 //! switches and deaths. TOMBOLO_EXPLORE=SECONDS goes on by chance for so long in each case, with other seeds each time; with all
 //! accesses of the first kind. A failure says its plan; TOMBOLO_EXPLORE_SEED=N begins with the seed that it names.
 
 mod cases;
+mod found;
 mod hooks;
 mod plan;
 mod schedule;
@@ -50,7 +52,7 @@ struct Doing {
 struct Case {
     setup: fn(&Filesystem),
     doing: Vec<Doing>,
-    /// Afterwards, by a member that comes then; which threads came to their end.
+    /// Afterwards, by a member that comes then, in some plans one that died; which threads came to their end.
     check: fn(&Filesystem, &[bool]) -> Result<(), String>,
 }
 
@@ -106,6 +108,24 @@ impl Zone {
         Filesystem::open(area).map_err(|e| format!("open: {e}"))
     }
 
+    /// One thread alone, to its end.
+    fn alone<T>(&self, body: impl FnOnce() -> T) -> Result<T, String> {
+        let mut result = None;
+        let thread = Thread { body: Box::new(|| result = Some(body())), after: None };
+        let regions = [Zone::region(&self.map), Zone::region(&self.reader)];
+        let ran = Schedule::run(vec![thread], regions, Plan::new(0, Vec::new(), Vec::new(), true), |_| {})?;
+        match ran.damage.is_empty() {
+            true => result.ok_or_else(|| "it came to no end".into()),
+            false => Err(format!("damage: {:?}", ran.damage)),
+        }
+    }
+
+    /// It has left in good order.
+    fn leave(&self, member: u32) {
+        let (table, epoch) = self.state(member);
+        assert!(table.store_word(u64::from(member) * 256, epoch << 32 | u64::from(sys::TMB_MEMBER_INVITED)));
+    }
+
     fn bury(&self, member: u32) {
         let (table, epoch) = self.state(member);
         assert!(
@@ -128,6 +148,8 @@ impl Case {
                 members.push((doing.member, zone.open(doing.member, doing.read_only)?));
             }
         }
+        let back = plan.deaths.first().filter(|_| !plan.at_once);
+        let last = back.map_or(30, |(thread, _)| self.doing[*thread].member);
         let wrong = std::cell::RefCell::new(Vec::new());
         let mut threads = Vec::new();
         for (i, doing) in self.doing.iter().enumerate() {
@@ -150,8 +172,10 @@ impl Case {
             return Err(wrong.join("; "));
         }
         self.doing.iter().for_each(|doing| zone.bury(doing.member));
-        let last = zone.open(30, false)?;
-        last.recover_all().map_err(|e| format!("the last recovery: {e}"))?;
+        let last = zone.alone(|| {
+            let last = zone.open(last, false)?;
+            last.recover_all().map_err(|e| format!("the last recovery: {e}")).map(|()| last)
+        })??;
         (self.check)(&last, &ran.done)?;
         last.abandon();
         fsck::expect_clean(&zone.area, &mut |_, _, _| {}).map_err(|e| format!("fsck: {e}"))?;
