@@ -529,7 +529,9 @@ fn set_id_bits_and_devices_that_a_vm_made_count_for_nothing_unless_asked_for() {
     let alone = Alone::new();
     alone.mount(&[]);
     let (program, device) = (alone.at.join("id"), alone.at.join("null"));
-    fs::copy("/usr/bin/id", &program).expect("copy");
+    // Written by another process: a child that another test's thread forks meanwhile would keep this one's descriptor, and with it the program
+    // from being run (ETXTBSY).
+    assert!(Command::new("cp").arg("/usr/bin/id").arg(&program).status().expect("cp starts").success());
     fs::set_permissions(&program, fs::Permissions::from_mode(0o4755)).expect("chmod");
     rustix::fs::mknodat(
         rustix::fs::CWD,
