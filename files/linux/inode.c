@@ -170,7 +170,9 @@ static void close_refs(struct work_struct *work)
 		c = list_first_entry_or_null(&s->closing, struct closing, link);
 		if (c)
 			list_del(&c->link);
+		s->closing_now = c ? c->h : (struct tfs_handle){};
 		spin_unlock(&s->closing_lock);
+		wake_up_all(&s->closed);
 		if (!c)
 			break;
 		tfs_close_ref(&s->fs, c->h);
@@ -178,10 +180,43 @@ static void close_refs(struct work_struct *work)
 	}
 }
 
+static bool same_handle(struct tfs_handle a, struct tfs_handle b)
+{
+	return a.ino == b.ino && a.generation == b.generation;
+}
+
+static bool closing_now(struct tmb_sb *s, struct tfs_handle h)
+{
+	bool yes;
+
+	spin_lock(&s->closing_lock);
+	yes = same_handle(s->closing_now, h);
+	spin_unlock(&s->closing_lock);
+	return yes;
+}
+
+/* Takes the reference that an earlier inode of this file was to give back over from it; false: there is none. */
+static bool take_over(struct tmb_sb *s, struct tfs_handle h)
+{
+	struct closing *c, *found = NULL;
+
+	spin_lock(&s->closing_lock);
+	list_for_each_entry(c, &s->closing, link)
+		if (same_handle(c->h, h)) {
+			found = c;
+			list_del(&c->link);
+			break;
+		}
+	spin_unlock(&s->closing_lock);
+	kfree(found);
+	return found;
+}
+
 void tmb_closing_start(struct tmb_sb *s)
 {
 	spin_lock_init(&s->closing_lock);
 	INIT_LIST_HEAD(&s->closing);
+	init_waitqueue_head(&s->closed);
 	INIT_WORK(&s->close, close_refs);
 }
 
@@ -215,9 +250,17 @@ static int reference_locked(struct inode *inode)
 
 	if (ti->referenced)
 		return 0;
-	/* What an earlier inode of this number gives back must not be this one's. */
-	if (work_busy(&s->close))
-		flush_work(&s->close);
+	/*
+	 * The zone has one bit for all of this member's users of a file. If an earlier inode of the file is about to clear it, that is called off;
+	 * if it does so now, it is waited for. Giving back other files' references may take long, and is not.
+	 */
+	if (take_over(s, tmb_h(inode))) {
+		ti->referenced = true;
+		return 0;
+	}
+	err = wait_event_killable(s->closed, !closing_now(s, tmb_h(inode)));
+	if (err)
+		return err;
 	err = tfs_open_ref(tmb_fs(inode), tmb_h(inode));
 	if (!err)
 		ti->referenced = true;

@@ -81,6 +81,8 @@ struct tmb_sb {
 	struct work_struct close;
 	spinlock_t closing_lock;
 	struct list_head closing; /* references to give back in the zone */
+	struct tfs_handle closing_now; /* the one that is being given back; number 0: none */
+	wait_queue_head_t closed;      /* one has been given back */
 	/* change events */
 	struct mutex changes_lock; /* one teller at a time; who begins and ends to hear */
 	u32 change_cookie;
