@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who does a frame say that it is from? Anti-spoofing of MAC, IPv4, IPv6, ARP and neighbour discovery (RFC 826, RFC 4861,
+//! Drops frames with a forged sender: anti-spoofing of MAC, IPv4, IPv6, ARP and neighbour discovery (RFC 826, RFC 4861,
 //! RFC 6980), by the frame's description and its first bytes, which were copied beforehand.
 //!
 //! A port that has IP addresses is *guarded*: it claims its own addresses only, sends nothing that can't be read, and

@@ -78,7 +78,7 @@ impl<X> Table<X> {
         self.slots[at].as_ref().map(|e| u64::from(e.generation) << 32 | at as u64)
     }
 
-    /// What is kept beside an object.
+    /// The server's own facts about an object.
     pub fn extra(&self, kind: u32, id: u64) -> Result<&X, Fault> {
         Ok(&self.entry(kind, id)?.extra)
     }

@@ -270,7 +270,7 @@ mod tests {
     use super::*;
     use std::process::{Child, Command};
 
-    /// Of a child that nobody has waited for.
+    /// The pidfd of a child that has not been waited for.
     fn pidfd(pid: u32) -> OwnedFd {
         let pid = rustix::process::Pid::from_raw(pid as i32).expect("not 0");
         rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).expect("it was not waited for")

@@ -511,31 +511,19 @@ impl Filesystem {
 
     /// Removes a name; `expect`: the inode it must mean, else ESTALE.
     pub fn unlink(&self, dir: impl Into<Handle>, name: &[u8], expect: Option<Handle>) -> Result<()> {
+        let (dir, expect) = (raw(dir), raw(expect.unwrap_or_default()));
         // SAFETY: an open handle, name and its length.
         check(unsafe {
-            sys::tfs_unlink(
-                self.writable()?,
-                raw(dir),
-                name.as_ptr().cast(),
-                name_len(name)?,
-                raw(expect.unwrap_or_default()),
-                now(),
-            )
+            sys::tfs_unlink(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, expect, now())
         })
     }
 
     /// Removes an empty directory; `expect` as for [`Filesystem::unlink`].
     pub fn rmdir(&self, dir: impl Into<Handle>, name: &[u8], expect: Option<Handle>) -> Result<()> {
+        let (dir, expect) = (raw(dir), raw(expect.unwrap_or_default()));
         // SAFETY: an open handle, name and its length.
         check(unsafe {
-            sys::tfs_rmdir(
-                self.writable()?,
-                raw(dir),
-                name.as_ptr().cast(),
-                name_len(name)?,
-                raw(expect.unwrap_or_default()),
-                now(),
-            )
+            sys::tfs_rmdir(self.writable()?, dir, name.as_ptr().cast(), name_len(name)?, expect, now())
         })
     }
 

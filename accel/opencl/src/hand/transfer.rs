@@ -386,7 +386,7 @@ fn probe(queue: Obj, buffer: Obj, offset: u64, size: u64, reads: bool) -> Result
         return Err(kind::invalid(kind::MEM));
     }
     host_access(mem, reads)?;
-    // Whether there may be nothing at all to transfer, the driver says.
+    // The driver decides whether an empty transfer is an error.
     let end = offset.checked_add(size).ok_or(code::VALUE)?;
     if end > mem.size { Err(code::VALUE) } else { Ok(()) }
 }

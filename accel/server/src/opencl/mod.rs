@@ -362,7 +362,7 @@ impl Cx<'_> {
         self.cl.late.check(queue, self.waited)
     }
 
-    /// What is kept beside an object.
+    /// Reads the server's own facts about an object.
     fn extra<T>(&self, kind: u32, id: u64, f: impl FnOnce(&Extra) -> T) -> Result<T, i32> {
         lock(&self.cl.table).extra(kind, id).map(f).map_err(|e| Self::fault(kind, e))
     }

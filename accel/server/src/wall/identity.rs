@@ -121,7 +121,7 @@ pub fn become_nobody(uid: Option<u32>, groups: &[libc::gid_t]) -> anyhow::Result
         check(libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")?;
         // Another user id took the signal of the parent's death away.
         check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0), "the parent's death")?;
-        // The supervisor reads what is said there. If it died before the line above, nobody does.
+        // The supervisor reads this pipe. A supervisor that died before the line above leaves it without a reader.
         let mut said = libc::pollfd { fd: libc::STDERR_FILENO, events: 0, revents: 0 };
         check(libc::poll(&mut said, 1, 0), "poll")?;
         if said.revents & libc::POLLERR != 0 {
