@@ -29,7 +29,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     #[command(flatten)]
-    Vm(tombolo_vm::cli::Command),
+    Vm(tombolo_vm::commands::cli::Command),
     /// Zones: memory that VMs and host share
     Zone {
         #[command(subcommand)]
@@ -48,7 +48,7 @@ enum Command {
     /// How VMs start, and how their memory arrives
     Start {
         #[command(subcommand)]
-        command: tombolo_vm::cli::StartCommand,
+        command: tombolo_vm::commands::cli::StartCommand,
     },
     /// Grow a running VM's virtio-mem to its full size
     Grow(tombolo_start::cli::GrowOptions),
@@ -89,16 +89,16 @@ enum ZoneCommand {
     #[command(flatten)]
     Zone(tombolo_zone::cli::Command),
     #[command(flatten)]
-    Vm(tombolo_vm::cli::ZoneCommand),
+    Vm(tombolo_vm::commands::cli::ZoneCommand),
 }
 
 /// Switches, and networks of running projects.
 #[derive(Subcommand)]
 enum NetCommand {
     #[command(flatten)]
-    Net(Box<tombolo_net::cli::Command>),
+    Net(Box<tombolo_net::control::cli::Command>),
     #[command(flatten)]
-    Vm(tombolo_vm::cli::NetCommand),
+    Vm(tombolo_vm::commands::cli::NetCommand),
 }
 
 /// What can be measured.
@@ -135,9 +135,9 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
-        Command::Vm(command) => tombolo_vm::cli::run(command, cli.json),
+        Command::Vm(command) => tombolo_vm::commands::cli::run(command, cli.json),
         Command::Zone { command: ZoneCommand::Zone(command) } => tombolo_zone::cli::run(command, cli.json),
-        Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::cli::run_zone(command, cli.json),
+        Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::commands::cli::run_zone(command, cli.json),
         Command::Files { mut command } => {
             if let Err(e) = find_zone(&mut command) {
                 eprintln!("tombolo: {e:#}");
@@ -147,17 +147,17 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         }
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
         Command::Lab(arguments) => tombolo_lab::cli::run(arguments, cli.json),
-        Command::Start { command } => tombolo_vm::cli::run_start(command, cli.json),
+        Command::Start { command } => tombolo_vm::commands::cli::run_start(command, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
-        Command::Net { command: NetCommand::Vm(command) } => tombolo_vm::cli::run_net(command, cli.json),
+        Command::Net { command: NetCommand::Vm(command) } => tombolo_vm::commands::cli::run_net(command, cli.json),
         Command::Net { command: NetCommand::Net(mut command) } => {
             if let Some(control) = command.control_mut() {
                 let name = control.as_deref().and_then(Path::to_str);
                 if name.is_none_or(|name| !name.contains('/')) {
-                    *control = tombolo_vm::cli::find_switch(name)?.or_else(|| control.take());
+                    *control = tombolo_vm::commands::cli::find_switch(name)?.or_else(|| control.take());
                 }
             }
-            tombolo_net::cli::run(*command, cli.json)
+            tombolo_net::control::cli::run(*command, cli.json)
         }
         Command::Top(options) => top::run(&options, cli.json),
         Command::Accel { command: tombolo_accel_server::cli::Command::Ls { control: None } } => {
@@ -191,7 +191,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
 /// The server at the default address, where there is one, and those of running projects.
 fn list_accelerators(json: bool) -> anyhow::Result<ExitCode> {
     use tombolo_accel_server::{cli, control};
-    let ours = tombolo_vm::cli::accelerator_servers()?.into_iter().map(serde_json::from_value);
+    let ours = tombolo_vm::commands::cli::accelerator_servers()?.into_iter().map(serde_json::from_value);
     let mut servers = ours.collect::<Result<Vec<control::Listing>, _>>()?;
     match control::servers(Path::new(control::DEFAULT)) {
         Ok(others) => servers.splice(0..0, others).for_each(drop),
@@ -206,7 +206,7 @@ fn list_accelerators(json: bool) -> anyhow::Result<ExitCode> {
 fn find_zone(command: &mut tombolo_files::cli::Command) -> anyhow::Result<()> {
     let Some(zone) = command.zone_by_name() else { return Ok(()) };
     let name = zone.to_string_lossy();
-    let found = tombolo_vm::cli::find_zone(&tombolo_vm::cli::File::default(), &name)
+    let found = tombolo_vm::commands::cli::find_zone(&tombolo_vm::commands::cli::File::default(), &name)
         .with_context(|| format!("'{name}' is no file here, and no zone of a running project"))?;
     *zone = found.path.into();
     Ok(())

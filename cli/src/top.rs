@@ -8,8 +8,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use tombolo_net::top as net;
-use tombolo_vm::top as vm;
+use tombolo_net::control::top as net;
+use tombolo_vm::commands::top as vm;
 
 /// `tombolo top`
 #[derive(Args, Debug)]

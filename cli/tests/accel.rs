@@ -67,8 +67,8 @@ fn image() -> &'static Path {
         let library = folder().join("libtombolo-opencl.so");
         done(Command::new("strip").arg("-o").args([&library, &programs.join("libtombolo_opencl.so")]));
         std::fs::write(folder().join("vendors/tombolo.icd"), "/usr/lib/libtombolo-opencl.so\n").unwrap();
-        let places = tombolo_vm::guestkit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
-        let kit = tombolo_vm::guestkit::kit(&places, Some("6.1")).expect("the guest kit");
+        let places = tombolo_vm::guest::kit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
+        let kit = tombolo_vm::guest::kit::kit(&places, Some("6.1")).expect("the guest kit");
         let image = folder().join("initrd.img");
         let mut add = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../guest/add"));
         add.arg("--base")

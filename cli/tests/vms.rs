@@ -305,8 +305,8 @@ fn a_guest_that_reboots_comes_back_a_new_member_with_all_its_zones_mounted() {
 
 /// A folder of the guest kit's 6.1 kernel.
 fn kit() -> std::path::PathBuf {
-    let places = tombolo_vm::guestkit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
-    let kernel = tombolo_vm::guestkit::kit(&places, Some("6.1")).expect("the guest kit").kernel;
+    let places = tombolo_vm::guest::kit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
+    let kernel = tombolo_vm::guest::kit::kit(&places, Some("6.1")).expect("the guest kit").kernel;
     kernel.parent().unwrap().to_owned()
 }
 

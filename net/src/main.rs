@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use tombolo_net::cli::{self, Command};
+use tombolo_net::control::cli::{self, Command};
 
 /// Packets between VMs through memory: a vhost-user switch
 #[derive(Parser)]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Every frame accounted for, for as long as one likes: two cards ([`crate::driver`]) send to each other through a switch
+//! Every frame accounted for, for as long as one likes: two cards ([`crate::vring::driver`]) send to each other through a switch
 //! that runs as a process of its own. Frames carry numbers, so that whoever receives sees what is missing.
 //!
 //! Rounds alternate. With a *free* sender frames are lost where a receiver is slow, and the switch's counters must explain
@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use vhost::vhost_user::message::VhostUserInflight;
 
-use crate::control::{Request, ask};
-use crate::driver::{Nic, NicConfig};
-use crate::forward::BATCH;
-use crate::frame::{ETH_HEADER, Mac};
+use crate::control::socket::{Request, ask};
+use crate::forwarding::forward::BATCH;
+use crate::frames::frame::{ETH_HEADER, Mac};
+use crate::vring::driver::{Nic, NicConfig};
 
 /// Entries of each ring.
 const RING: u16 = 256;

@@ -6,16 +6,16 @@ mod common;
 use std::sync::Arc;
 
 use common::{Rig, frame};
-use tombolo_net::capture::Capture;
-use tombolo_net::counters::Reason;
-use tombolo_net::driver::NicConfig;
-use tombolo_net::features::{OFFLOADS, bit};
-use tombolo_net::forward::Pass;
-use tombolo_net::frame::{DATA_VALID, Mac, NEEDS_CSUM, NetHeader};
-use tombolo_net::limit::Rate;
-use tombolo_net::offload;
-use tombolo_net::policy::{Policy, Vlan};
-use tombolo_net::view::View;
+use tombolo_net::forwarding::capture::Capture;
+use tombolo_net::forwarding::forward::Pass;
+use tombolo_net::forwarding::view::View;
+use tombolo_net::frames::frame::{DATA_VALID, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::frames::offload;
+use tombolo_net::policy::limit::Rate;
+use tombolo_net::policy::port::{Policy, Vlan};
+use tombolo_net::ports::counters::Reason;
+use tombolo_net::vring::driver::NicConfig;
+use tombolo_net::vring::features::{OFFLOADS, bit};
 
 fn plain(n: usize) -> Vec<NicConfig> {
     vec![NicConfig::default(); n]

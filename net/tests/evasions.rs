@@ -12,20 +12,21 @@ use std::time::Instant;
 
 use common::{Rig, frame};
 use proptest::prelude::*;
-use tombolo_net::counters::Reason;
-use tombolo_net::driver::NicConfig;
-use tombolo_net::features::OFFLOADS;
-use tombolo_net::forward::{Forwarder, Pass};
-use tombolo_net::frame::{GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, Mac, NEEDS_CSUM, NetHeader};
-use tombolo_net::headers::{Headers, LOOK};
-use tombolo_net::limit::Rate;
-use tombolo_net::policy::{Policy, Vlan};
-use tombolo_net::port::Port;
-use tombolo_net::rules::{self, Rule, Way};
+use tombolo_net::forwarding::forward::{Forwarder, Pass};
+use tombolo_net::forwarding::view::{Attached, View};
+use tombolo_net::frames::frame::{GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::frames::headers::{Headers, LOOK};
+use tombolo_net::frames::offload;
+use tombolo_net::policy::limit::Rate;
+use tombolo_net::policy::port::{Policy, Vlan};
+use tombolo_net::policy::rules::{self, Rule, Way};
+use tombolo_net::policy::spoof;
+use tombolo_net::ports::counters::Reason;
+use tombolo_net::ports::port::Port;
 use tombolo_net::uplink::{Link, Uplink};
-use tombolo_net::view::{Attached, View};
-use tombolo_net::vring::Negotiated;
-use tombolo_net::{offload, spoof};
+use tombolo_net::vring::driver::NicConfig;
+use tombolo_net::vring::features::OFFLOADS;
+use tombolo_net::vring::queue::Negotiated;
 
 fn offloading() -> NicConfig {
     NicConfig {

@@ -5,10 +5,10 @@ mod common;
 
 use common::{Rig, frame};
 use proptest::prelude::*;
-use tombolo_net::counters::Reason;
-use tombolo_net::driver::NicConfig;
-use tombolo_net::features::bit;
-use tombolo_net::frame::{Mac, NetHeader};
+use tombolo_net::frames::frame::{Mac, NetHeader};
+use tombolo_net::ports::counters::Reason;
+use tombolo_net::vring::driver::NicConfig;
+use tombolo_net::vring::features::bit;
 
 fn kinds() -> Vec<NicConfig> {
     let mut all = Vec::new();

@@ -7,13 +7,13 @@ mod common;
 use std::sync::atomic::Ordering;
 
 use common::{Rig, frame};
-use tombolo_net::counters::Reason;
-use tombolo_net::driver::{NicConfig, Queue};
-use tombolo_net::features::OFFLOADS;
-use tombolo_net::features::bit;
-use tombolo_net::forward::Pass;
-use tombolo_net::frame::{NEEDS_CSUM, NetHeader};
-use tombolo_net::ring::{Broken, DESC_INDIRECT, DESC_NEXT, DESC_WRITE};
+use tombolo_net::forwarding::forward::Pass;
+use tombolo_net::frames::frame::{NEEDS_CSUM, NetHeader};
+use tombolo_net::ports::counters::Reason;
+use tombolo_net::vring::driver::{NicConfig, Queue};
+use tombolo_net::vring::features::OFFLOADS;
+use tombolo_net::vring::features::bit;
+use tombolo_net::vring::ring::{Broken, DESC_INDIRECT, DESC_NEXT, DESC_WRITE};
 
 fn config(packed: bool) -> NicConfig {
     NicConfig { packed, ..NicConfig::default() }

@@ -13,10 +13,10 @@ use common::namespace::alone;
 use common::network::{cable, sh};
 use common::program::Switch;
 use common::{Rig, frame, wait_for};
-use tombolo_net::config::UplinkConfig;
-use tombolo_net::control::{Request, ask};
-use tombolo_net::driver::{Nic, NicConfig};
-use tombolo_net::frame::Mac;
+use tombolo_net::control::config::UplinkConfig;
+use tombolo_net::control::socket::{Request, ask};
+use tombolo_net::frames::frame::Mac;
+use tombolo_net::vring::driver::{Nic, NicConfig};
 
 /// A line of /proc/PID/status.
 fn status(pid: u32, key: &str) -> Vec<String> {

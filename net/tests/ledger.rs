@@ -8,12 +8,12 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use common::Rig;
 use proptest::prelude::*;
-use tombolo_net::driver::NicConfig;
-use tombolo_net::features::{OFFLOADS, bit};
-use tombolo_net::frame::{DATA_VALID, Mac, NEEDS_CSUM, NetHeader};
-use tombolo_net::limit::Rate;
-use tombolo_net::policy::{Policy, Vlan};
-use tombolo_net::rules::{Rule, Way};
+use tombolo_net::frames::frame::{DATA_VALID, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::policy::limit::Rate;
+use tombolo_net::policy::port::{Policy, Vlan};
+use tombolo_net::policy::rules::{Rule, Way};
+use tombolo_net::vring::driver::NicConfig;
+use tombolo_net::vring::features::{OFFLOADS, bit};
 
 const PORTS: usize = 4;
 

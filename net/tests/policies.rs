@@ -6,15 +6,15 @@ mod common;
 use std::sync::Arc;
 
 use common::{Rig, frame};
-use tombolo_net::capture::Capture;
-use tombolo_net::counters::Reason;
-use tombolo_net::driver::NicConfig;
-use tombolo_net::features::{OFFLOADS, bit};
-use tombolo_net::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
-use tombolo_net::limit::Rate;
-use tombolo_net::offload;
-use tombolo_net::policy::{Policy, Vlan};
-use tombolo_net::rules::Rule;
+use tombolo_net::forwarding::capture::Capture;
+use tombolo_net::frames::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::frames::offload;
+use tombolo_net::policy::limit::Rate;
+use tombolo_net::policy::port::{Policy, Vlan};
+use tombolo_net::policy::rules::Rule;
+use tombolo_net::ports::counters::Reason;
+use tombolo_net::vring::driver::NicConfig;
+use tombolo_net::vring::features::{OFFLOADS, bit};
 
 fn plain(n: usize) -> Vec<NicConfig> {
     vec![NicConfig::default(); n]
@@ -372,7 +372,7 @@ fn a_capture_shows_both_directions_of_one_port() {
     let watch = Arc::new(Capture::new(96));
     let mut ports = rig.view.ports().to_vec();
     ports[1].capture = Some(watch.clone());
-    rig.view = tombolo_net::view::View::new(ports).unwrap();
+    rig.view = tombolo_net::forwarding::view::View::new(ports).unwrap();
     let to = frame(Rig::mac(1), Rig::mac(0), 300, 1);
     let from = frame(Rig::mac(0), Rig::mac(1), 60, 2);
     assert!(rig.nics[0].send(&to));

@@ -11,8 +11,8 @@ use std::process::{Command, Output};
 
 use common::Rig;
 use common::program::Switch;
-use tombolo_net::control::{Request, ask};
-use tombolo_net::sandbox::{drop_capabilities, filter_calls};
+use tombolo_net::control::sandbox::{drop_capabilities, filter_calls};
+use tombolo_net::control::socket::{Request, ask};
 
 const INSIDE: &str = "TOMBOLO_TEST_SANDBOXED";
 

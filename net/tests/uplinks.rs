@@ -13,11 +13,11 @@ use common::namespace::alone;
 use common::network::{cable, sh};
 use common::program::{Switch, child_of};
 use common::{Rig, frame, wait_for};
-use tombolo_net::driver::Nic;
-use tombolo_net::features::OFFLOADS;
-use tombolo_net::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::frames::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::uplink::Link;
 use tombolo_net::uplink::packet::Packet;
+use tombolo_net::vring::driver::Nic;
+use tombolo_net::vring::features::OFFLOADS;
 
 const HOST: [u8; 4] = [10, 9, 0, 1];
 const GUEST: [u8; 4] = [10, 9, 0, 2];

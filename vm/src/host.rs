@@ -4,7 +4,7 @@
 use std::os::unix::fs::MetadataExt;
 
 use crate::compose::{Size, VmSpec};
-use crate::control::Status;
+use crate::project::control::Status;
 
 /// Memory that is left, in bytes.
 pub fn memory_available() -> Option<u64> {

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use tombolo_vm::agent::Agent;
-use tombolo_vm::exec::{Ended, Exec, Input, Stream, run};
+use tombolo_vm::guest::agent::Agent;
+use tombolo_vm::guest::exec::{Ended, Exec, Input, Stream, run};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 

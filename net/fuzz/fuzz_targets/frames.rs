@@ -5,11 +5,12 @@
 use std::sync::OnceLock;
 
 use libfuzzer_sys::fuzz_target;
-use tombolo_net::frame::{GSO_NONE, Mac, NEEDS_CSUM, NetHeader};
-use tombolo_net::headers::{Headers, LOOK, Part};
-use tombolo_net::policy::{Policy, Vlan};
-use tombolo_net::rules::{self, Rule, Way};
-use tombolo_net::{lane, offload, spoof};
+use tombolo_net::frames::frame::{GSO_NONE, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::frames::headers::{Headers, LOOK, Part};
+use tombolo_net::policy::port::{Policy, Vlan};
+use tombolo_net::policy::rules::{self, Rule, Way};
+use tombolo_net::frames::{offload, vlan};
+use tombolo_net::policy::spoof;
 
 /// No UDP, and ports to be compared.
 fn rules() -> &'static [Rule] {
@@ -56,9 +57,9 @@ fuzz_target!(|data: &[u8]| {
         assert_eq!(same, headers);
         assert_eq!(spoof::check(&policy, &same, &frame[..end.min(LOOK)]).is_ok(), allowed);
     }
-    if let Some(lane) = lane::enter(&policy, &headers) {
+    if let Some(tag) = vlan::enter(&policy, &headers) {
         assert!(headers.tags <= 1);
-        let _edit = lane::leave(&policy, lane);
+        let _edit = vlan::leave(&policy, tag);
     }
     let Some((header, layers)) = offload::wanted(&header, &headers, head, frame.len() as u32) else { return };
     if header.gso_type != GSO_NONE {

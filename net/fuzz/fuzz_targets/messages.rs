@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex};
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
-use tombolo_net::driver::Ram;
-use tombolo_net::features::OFFERED;
-use tombolo_net::port::Port;
-use tombolo_net::protocol::Session;
-use tombolo_net::switch::Switch;
+use tombolo_net::vring::driver::Ram;
+use tombolo_net::vring::features::OFFERED;
+use tombolo_net::ports::port::Port;
+use tombolo_net::ports::protocol::Session;
+use tombolo_net::forwarding::switch::Switch;
 use vhost::vhost_user::message::*;
 use vhost::vhost_user::VhostUserBackendReqHandlerMut;
 

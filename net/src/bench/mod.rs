@@ -6,7 +6,7 @@
 //! the system under test, into the other, and out again. The system under test has one core (`back_cpu`), testpmd the
 //! other (`front_cpu`). Within a repetition the systems take turns, so that what the machine does besides hits all.
 //!
-//! Round trips are measured by two cards of our own ([`crate::driver`]) on `front_cpu`; idle CPU with testpmd's ports
+//! Round trips are measured by two cards of our own ([`crate::vring::driver`]) on `front_cpu`; idle CPU with testpmd's ports
 //! connected and silent. How fast memory is copied at all is measured too: frames of one buffer into another, in a set of
 //! buffers as large as testpmd's, once (as the switch does) and through a third one (as DPDK does).
 
@@ -21,9 +21,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use serde_json::json;
 
-use crate::config::Config;
-use crate::daemon::Daemon;
-use crate::driver::{Nic, NicConfig};
+use crate::control::config::Config;
+use crate::control::daemon::Daemon;
+use crate::vring::driver::{Nic, NicConfig};
 use peer::{Ovs, Peer};
 
 mod peer;
@@ -225,7 +225,7 @@ impl Load {
 
 /// Median round trip in microseconds of a 64-byte frame from one polling card to another and back.
 fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64> {
-    crate::worker::pin(cpu)?;
+    crate::forwarding::worker::pin(cpu)?;
     let config = NicConfig { packed, ..NicConfig::default() };
     let mut nics = [Nic::new(config)?, Nic::new(config)?];
     for (i, nic) in nics.iter_mut().enumerate() {
@@ -235,7 +235,7 @@ fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64
     let frame = |to: usize| -> anyhow::Result<Vec<u8>> {
         let mut f = Vec::new();
         for i in [to, 1 - to] {
-            f.extend(MACS[i].parse::<crate::frame::Mac>()?.0);
+            f.extend(MACS[i].parse::<crate::frames::frame::Mac>()?.0);
         }
         f.extend([0x88, 0xb5]);
         f.resize(64, 0);
@@ -350,7 +350,7 @@ fn copies(size: usize, through: bool, cpu: usize) -> anyhow::Result<f64> {
     const BUFFERS: usize = 1536;
     const FRAMES: usize = 100_000;
     let work = move || -> anyhow::Result<f64> {
-        crate::worker::pin(cpu)?;
+        crate::forwarding::worker::pin(cpu)?;
         let stride = size + 320;
         let mut memory = vec![1u8; stride * BUFFERS];
         let mut third = vec![0u8; size];

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use super::Link;
 use super::tap::write_frame;
-use crate::vring::Negotiated;
+use crate::vring::queue::Negotiated;
 
 const PACKET_AUXDATA: libc::c_int = 8;
 const PACKET_VNET_HDR: libc::c_int = 15;

@@ -10,8 +10,8 @@ use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
 use super::Link;
-use crate::frame::MAX_FRAME;
-use crate::vring::Negotiated;
+use crate::frames::frame::MAX_FRAME;
+use crate::vring::queue::Negotiated;
 
 /// What is in flight in each direction.
 #[derive(Default)]

@@ -8,10 +8,10 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::Link;
-use crate::dhcp::{DhcpConfig, Lease, answer};
 use crate::event::Event;
-use crate::frame::Mac;
-use crate::vring::Negotiated;
+use crate::frames::frame::Mac;
+use crate::policy::dhcp::{DhcpConfig, Lease, answer};
+use crate::vring::queue::Negotiated;
 
 /// Most answers that wait for their delivery.
 const WAITING: usize = 256;

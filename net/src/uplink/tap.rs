@@ -9,7 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use serde::{Deserialize, Serialize};
 
 use super::Link;
-use crate::vring::Negotiated;
+use crate::vring::queue::Negotiated;
 
 const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
 const TUNSETOFFLOAD: libc::c_ulong = 0x4004_54d0;

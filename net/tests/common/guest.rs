@@ -8,13 +8,13 @@ use std::sync::atomic::Ordering;
 
 #[cfg(fuzzing)]
 use arbitrary::Arbitrary;
-use tombolo_net::driver::{Nic, NicConfig, Queue};
-use tombolo_net::features::bit;
-use tombolo_net::forward::{Forwarder, Pass};
-use tombolo_net::frame::{Mac, NetHeader};
-use tombolo_net::policy::Policy;
-use tombolo_net::port::Port;
-use tombolo_net::view::{Attached, View};
+use tombolo_net::forwarding::forward::{Forwarder, Pass};
+use tombolo_net::forwarding::view::{Attached, View};
+use tombolo_net::frames::frame::{Mac, NetHeader};
+use tombolo_net::policy::port::Policy;
+use tombolo_net::ports::port::Port;
+use tombolo_net::vring::driver::{Nic, NicConfig, Queue};
+use tombolo_net::vring::features::bit;
 
 #[cfg_attr(fuzzing, derive(Arbitrary))]
 #[derive(Clone, Debug)]

@@ -12,12 +12,12 @@ pub mod program;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tombolo_net::driver::{Nic, NicConfig};
-use tombolo_net::forward::{Forwarder, Pass};
-use tombolo_net::frame::Mac;
-use tombolo_net::policy::Policy;
-use tombolo_net::port::Port;
-use tombolo_net::view::{Attached, View};
+use tombolo_net::forwarding::forward::{Forwarder, Pass};
+use tombolo_net::forwarding::view::{Attached, View};
+use tombolo_net::frames::frame::Mac;
+use tombolo_net::policy::port::Policy;
+use tombolo_net::ports::port::Port;
+use tombolo_net::vring::driver::{Nic, NicConfig};
 
 /// Waits for what must come; the limit only ends a test that has failed.
 pub fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
-use tombolo_net::control::{Request, ask};
-use tombolo_net::driver::{Nic, NicConfig};
+use tombolo_net::control::socket::{Request, ask};
+use tombolo_net::vring::driver::{Nic, NicConfig};
 
 use super::{Rig, wait_for};
 

@@ -13,9 +13,9 @@ use std::time::Duration;
 use qapi::qmp;
 use serde_json::{Value, json};
 
+use crate::project::zones::Invitation;
 use crate::qemu::cmdline;
 use crate::qemu::qmp::{Error, Qmp};
-use crate::zones::Invitation;
 
 /// How long QEMU may take for each step.
 const STEP: Duration = Duration::from_secs(60);

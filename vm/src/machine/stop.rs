@@ -7,9 +7,9 @@ use std::time::Duration;
 use qapi::{qga, qmp};
 
 use super::{Machine, Phase};
-use crate::agent::{Calls, Error, Farewell};
-use crate::control::Stage;
-use crate::mount;
+use crate::guest::agent::{Calls, Error, Farewell};
+use crate::guest::mount;
+use crate::project::control::Stage;
 
 /// For the guest to unmount its zones.
 const UNMOUNT: Duration = Duration::from_secs(4);

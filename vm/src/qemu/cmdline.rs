@@ -8,9 +8,9 @@ use std::os::fd::RawFd;
 use super::kvm::Accel;
 use super::version::Qemu;
 use crate::compose::VmSpec;
-use crate::growth::MEMORY;
-use crate::guestkit::Boot;
-use crate::network::Plug;
+use crate::guest::kit::Boot;
+use crate::machine::growth::MEMORY;
+use crate::project::network::Plug;
 use tombolo_start::layout::Layout;
 
 /// Address space for zones that are attached later, in bytes.
@@ -252,7 +252,7 @@ mod tests {
         let boot = (spec.disk.is_none() || spec.kernel.is_some())
             .then(|| Boot { kernel: "/k".into(), initrd: Some("/i".into()) });
         let qemu = Qemu { program: "qemu".into(), version };
-        let memory = crate::growth::layout("a", &spec).unwrap();
+        let memory = crate::machine::growth::layout("a", &spec).unwrap();
         let plan = Plan {
             name: "a",
             spec: &spec,
@@ -343,8 +343,8 @@ mod tests {
         let spec: VmSpec = toml::from_str("").unwrap();
         let of = |version, accel, queues| {
             let qemu = Qemu { program: "qemu".into(), version };
-            let lease = crate::netspec::Lease {
-                mac: crate::netspec::Mac([2, 0, 0, 0, 0, 1]),
+            let lease = crate::compose::network::Lease {
+                mac: crate::compose::network::Mac([2, 0, 0, 0, 0, 1]),
                 address: None,
                 dhcp: false,
             };
@@ -367,7 +367,7 @@ mod tests {
                 monitor: 7,
                 console: 8,
                 agent: 9,
-                memory: crate::growth::layout("a", &spec).unwrap(),
+                memory: crate::machine::growth::layout("a", &spec).unwrap(),
                 zones: vec![],
                 nics: &nics,
             };

@@ -77,7 +77,7 @@ pub fn verdict(qemu: &Qemu, kernel: Option<&Path>, limit: Duration, announce: im
     let verdict = try_guest(qemu, kernel, Accel::Kvm, limit);
     if let (Some(cache), Ok(json)) = (&cache, serde_json::to_vec(&verdict)) {
         // A host where the answer can't be kept asks again.
-        if let Err(e) = crate::state::write_atomically(cache, &json) {
+        if let Err(e) = crate::project::state::write_atomically(cache, &json) {
             crate::say!("{} can't be written ({e}): KVM will be tried again next time", cache.display());
         }
     }
@@ -106,8 +106,8 @@ fn cache_file(qemu: &Qemu, kernel: &Path) -> Option<PathBuf> {
     let kernel = kernel.canonicalize().ok()?;
     let meta = kernel.metadata().ok()?;
     let key = format!("{} {} {:?} {}", boot.trim(), qemu.program.display(), qemu.version, meta.mtime());
-    let hash = crate::state::hash(format!("{key} {}", kernel.display()).as_bytes());
-    Some(crate::state::base_dir().ok()?.join(format!("kvm-{hash:016x}.json")))
+    let hash = crate::project::state::hash(format!("{key} {}", kernel.display()).as_bytes());
+    Some(crate::project::state::base_dir().ok()?.join(format!("kvm-{hash:016x}.json")))
 }
 
 /// Runs the tiny guest with `kernel` under `accel` for at most `limit`.

@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo net`: run a switch, and look into a running one.
+
+use std::io::{self, IsTerminal, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Subcommand;
+use serde_json::Value;
+
+use crate::control::config::{Config, PortConfig, UplinkConfig, Way};
+use crate::control::daemon::Daemon;
+use crate::control::socket::{Request, ask};
+
+/// Where a switch listens unless it is told otherwise.
+const CONTROL: &str = "/run/tombolo/net.sock";
+
+/// What can be done with switches.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run a switch until it is told to end (SIGINT, SIGTERM)
+    Run {
+        /// Configuration file
+        #[arg(short, long)]
+        config: Option<PathBuf>,
+        /// A port in short: NAME,SOCKET,MAC[,MAC…]
+        #[arg(long, value_name = "PORT", value_parser = short_port)]
+        port: Vec<PortConfig>,
+        /// An uplink in short: tap=NAME, interface=NAME, user=passt or passt=SOCKET
+        #[arg(long, value_name = "WAY", value_parser = short_way)]
+        uplink: Vec<Way>,
+        /// Control socket
+        #[arg(long)]
+        control: Option<PathBuf>,
+        /// Address for Prometheus, such as 127.0.0.1:9127, or a Unix socket's absolute path
+        #[arg(long)]
+        metrics: Option<tombolo_metrics::Place>,
+        /// Threads that carry packets
+        #[arg(long)]
+        workers: Option<usize>,
+        /// Processors for them, one each
+        #[arg(long, value_delimiter = ',')]
+        cpus: Vec<usize>,
+        /// Microseconds for which an idle worker goes on polling
+        #[arg(long)]
+        poll_us: Option<u64>,
+        /// Processor time that all of them together may use, in hundredths of a processor
+        #[arg(long, value_name = "PERCENT")]
+        budget: Option<u32>,
+        /// Owner of the ports' sockets, by name or number
+        #[arg(long)]
+        owner: Option<String>,
+        /// Their group [default for root: the group of libvirt's QEMU, where there is one]
+        #[arg(long)]
+        group: Option<String>,
+        /// Their mode, such as 0660
+        #[arg(long)]
+        mode: Option<String>,
+        /// User as which a switch that root starts goes on [default: tombolo, or nobody]
+        #[arg(long)]
+        user: Option<String>,
+        /// Keep all privileges
+        #[arg(long)]
+        no_sandbox: bool,
+    },
+    /// List the ports with their MACs and counters
+    Ports {
+        /// Control socket of the switch, or the name of a running project's network [default: the project's, or
+        /// /run/tombolo/net.sock]
+        #[arg(long)]
+        control: Option<PathBuf>,
+    },
+    /// Write a port's frames as pcapng, to a file or to a pipe into Wireshark
+    Capture {
+        /// The port
+        port: String,
+        /// File; otherwise standard output
+        #[arg(short, long)]
+        write: Option<PathBuf>,
+        /// Bytes of each frame that are kept
+        #[arg(short, long, default_value_t = 65600)]
+        snap: u32,
+        /// End after so many seconds
+        #[arg(long)]
+        seconds: Option<u64>,
+        /// Control socket of the switch, or the name of a running project's network [default: the project's, or
+        /// /run/tombolo/net.sock]
+        #[arg(long)]
+        control: Option<PathBuf>,
+    },
+    /// Add a port to a running switch: NAME,SOCKET,MAC[,MAC…]
+    Add {
+        /// The port
+        #[arg(value_parser = short_port)]
+        port: PortConfig,
+        /// Control socket of the switch, or the name of a running project's network [default: the project's, or
+        /// /run/tombolo/net.sock]
+        #[arg(long)]
+        control: Option<PathBuf>,
+    },
+    /// Add an uplink to a running switch
+    AddUplink {
+        /// Its name
+        name: String,
+        /// Where it leads: tap=NAME, interface=NAME, user=passt or passt=SOCKET
+        #[arg(value_parser = short_way)]
+        way: Way,
+        /// Control socket of the switch, or the name of a running project's network [default: the project's, or
+        /// /run/tombolo/net.sock]
+        #[arg(long)]
+        control: Option<PathBuf>,
+    },
+    /// Remove a port or an uplink from a running switch
+    Remove {
+        /// Its name
+        port: String,
+        /// Control socket of the switch, or the name of a running project's network [default: the project's, or
+        /// /run/tombolo/net.sock]
+        #[arg(long)]
+        control: Option<PathBuf>,
+    },
+}
+
+impl Command {
+    /// Where the switch is that a command asks; `None` for commands that ask none.
+    pub fn control_mut(&mut self) -> Option<&mut Option<PathBuf>> {
+        match self {
+            Self::Ports { control }
+            | Self::Capture { control, .. }
+            | Self::Add { control, .. }
+            | Self::AddUplink { control, .. }
+            | Self::Remove { control, .. } => Some(control),
+            Self::Run { .. } => None,
+        }
+    }
+}
+
+/// The socket that is meant.
+fn socket(control: Option<PathBuf>) -> PathBuf {
+    control.unwrap_or_else(|| CONTROL.into())
+}
+
+fn short_port(text: &str) -> Result<PortConfig, String> {
+    let parts: Vec<&str> = text.split(',').collect();
+    let [name, socket, macs @ ..] = &parts[..] else {
+        return Err("a port is NAME,SOCKET,MAC[,MAC…]".into());
+    };
+    let port = serde_json::json!({ "name": name, "socket": socket, "macs": macs });
+    serde_json::from_value(port).map_err(|err| err.to_string())
+}
+
+fn short_way(text: &str) -> Result<Way, String> {
+    let (kind, value) =
+        text.split_once('=').ok_or("an uplink is tap=NAME, interface=NAME, user=passt or passt=SOCKET")?;
+    serde_json::from_value(serde_json::json!({ kind: value })).map_err(|err| err.to_string())
+}
+
+/// Does what `command` says; with `json`, answers are JSON.
+///
+/// # Errors
+/// With what, where and what to do.
+pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Run {
+            config,
+            port,
+            uplink,
+            control,
+            metrics,
+            workers,
+            cpus,
+            poll_us,
+            budget,
+            owner,
+            group,
+            mode,
+            user,
+            no_sandbox,
+        } => {
+            let mut all = match config {
+                Some(path) => {
+                    let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+                    toml::from_str::<Config>(&text).with_context(|| path.display().to_string())?
+                }
+                None => Config::default(),
+            };
+            all.port.extend(port);
+            for way in uplink {
+                let name = format!("uplink{}", all.uplink.len());
+                all.uplink.push(UplinkConfig { name, way, vlan: crate::policy::port::Vlan::default() });
+            }
+            let s = &mut all.switch;
+            s.control = control.or_else(|| s.control.take());
+            s.metrics = metrics.or_else(|| s.metrics.take());
+            s.workers = workers.unwrap_or(s.workers);
+            s.poll_us = poll_us.unwrap_or(s.poll_us);
+            s.budget = budget.unwrap_or(s.budget);
+            s.sandbox &= !no_sandbox;
+            s.access.owner = owner.or_else(|| s.access.owner.take());
+            s.access.group = group.or_else(|| s.access.group.take());
+            s.access.mode = mode.or_else(|| s.access.mode.take());
+            s.user = user.or_else(|| s.user.take());
+            if !cpus.is_empty() {
+                s.cpus = cpus;
+            }
+            serve(&all)
+        }
+        Command::Ports { control } => {
+            let (answer, _) = ask(&socket(control), &Request::Ports)?;
+            if json { print(&answer.to_string()) } else { print(&table(&answer)) }
+        }
+        Command::Capture { port, write, snap, seconds, control } => {
+            capture(&socket(control), port, write.as_deref(), snap, seconds)
+        }
+        Command::Add { port, control } => {
+            ask(&socket(control), &Request::Add { port })?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::AddUplink { name, way, control } => {
+            let uplink = UplinkConfig { name, way, vlan: crate::policy::port::Vlan::default() };
+            ask(&socket(control), &Request::AddUplink { uplink })?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Remove { port, control } => {
+            ask(&socket(control), &Request::Remove { name: port })?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+fn print(text: &str) -> anyhow::Result<ExitCode> {
+    writeln!(io::stdout(), "{}", text.trim_end())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs a switch until a signal comes.
+fn serve(config: &Config) -> anyhow::Result<ExitCode> {
+    anyhow::ensure!(
+        !config.port.is_empty() || config.switch.control.is_some(),
+        "no port is configured, and no control socket to add one; see 'tombolo net run --help'"
+    );
+    // Whoever runs this in a test or under another program may have its own already.
+    let _taken = tracing_subscriber::fmt()
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_default_env()
+                .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info")),
+        )
+        .try_init();
+    // Blocked before any thread starts, so that only sigwait gets them.
+    // SAFETY: a set of our own, filled by the calls that are made for that.
+    let signals = unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, libc::SIGINT);
+        libc::sigaddset(&mut set, libc::SIGTERM);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+        set
+    };
+    let daemon = Daemon::start(config)?;
+    let mut signal = 0;
+    // SAFETY: both are ours.
+    unsafe { libc::sigwait(&signals, &mut signal) };
+    tracing::info!(signal, "ending");
+    daemon.stop();
+    Ok(ExitCode::SUCCESS)
+}
+
+fn capture(
+    control: &Path,
+    port: String,
+    file: Option<&Path>,
+    snap: u32,
+    seconds: Option<u64>,
+) -> anyhow::Result<ExitCode> {
+    let mut out: Box<dyn Write> = match file {
+        Some(path) => Box::new(std::fs::File::create(path).with_context(|| path.display().to_string())?),
+        None => {
+            anyhow::ensure!(
+                !io::stdout().is_terminal(),
+                "frames don't suit a terminal; use --write FILE, or pipe into 'wireshark -k -i -'"
+            );
+            Box::new(io::stdout())
+        }
+    };
+    let (_, mut reader) = ask(control, &Request::Capture { name: port, snap })?;
+    let stream = reader.get_ref().try_clone()?;
+    if let Some(seconds) = seconds {
+        std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_secs(seconds));
+            // The switch answers by ending the file properly.
+            let _gone = stream.shutdown(std::net::Shutdown::Write);
+        });
+    }
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        let n = reader.read(&mut buffer)?;
+        if n == 0 {
+            return Ok(ExitCode::SUCCESS);
+        }
+        match out.write_all(&buffer[..n]).and_then(|()| out.flush()) {
+            Err(err) if err.kind() == io::ErrorKind::BrokenPipe => return Ok(ExitCode::SUCCESS),
+            other => other?,
+        }
+    }
+}
+
+/// The ports for people.
+fn table(answer: &Value) -> String {
+    let mut rows =
+        vec![["PORT", "STATE", "MACS", "SENT", "DROPPED", "RECEIVED", "DROPPED"].map(String::from)];
+    for p in answer["ports"].as_array().unwrap_or(&Vec::new()) {
+        let list = |v: &Value| {
+            let all: Vec<_> = v.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+            if all.is_empty() { "-".into() } else { all.join(",") }
+        };
+        let drops = |f: &Value| {
+            let all: Vec<_> =
+                f["drops"].as_object().into_iter().flatten().map(|(k, v)| format!("{k}:{v}")).collect();
+            if all.is_empty() { "0".into() } else { all.join(",") }
+        };
+        rows.push([
+            p["name"].as_str().unwrap_or("?").into(),
+            crate::control::top::state(p).into(),
+            list(&p["macs"]),
+            p["sent"]["packets"].to_string(),
+            drops(&p["sent"]),
+            p["received"]["packets"].to_string(),
+            drops(&p["received"]),
+        ]);
+    }
+    columns(&rows, |_| false)
+}
+
+/// Rows under one another, those of the columns that `right` names to the right.
+pub(crate) fn columns<const N: usize>(rows: &[[String; N]], right: impl Fn(usize) -> bool) -> String {
+    let mut widths = [0; N];
+    for row in rows {
+        for (w, cell) in widths.iter_mut().zip(row) {
+            *w = (*w).max(cell.chars().count());
+        }
+    }
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().zip(widths).enumerate();
+        let cells: Vec<_> =
+            cells.map(|(i, (c, w))| if right(i) { format!("{c:>w$}") } else { format!("{c:w$}") }).collect();
+        text.push_str(cells.join("  ").trim_end());
+        text.push('\n');
+    }
+    text
+}

@@ -1,0 +1,412 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The running switch: configuration in, threads out, and back.
+//!
+//! A port that can't be made (its socket is in use, its MAC is another's) is left out with a message, and the others
+//! go on; only if nothing is left is that an error.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+
+use crate::control::config::{Config, PortConfig, UplinkConfig};
+use crate::control::keeper::{Answer, Keeper, Told};
+use crate::control::link::Link;
+use crate::control::socket::Request;
+use crate::control::{metrics, socket};
+use crate::forwarding::switch::Switch;
+use crate::forwarding::view::Attached;
+use crate::forwarding::worker::{Pace, Worker};
+use crate::policy::dhcp::{DhcpConfig, Lease};
+use crate::policy::port::Policy;
+use crate::policy::rules;
+use crate::ports::endpoint::{Endpoint, Stop};
+use crate::ports::port::Port;
+use crate::uplink::service::{Leases, Service};
+use crate::uplink::{Opened, Uplink};
+use crate::vring::features::{OFFERED, PLAIN};
+
+/// Most threads that carry packets.
+const MAX_WORKERS: usize = 64;
+
+/// How long the end of a port's thread is waited for. It does nothing that takes long; but a descriptor that a front-end
+/// sent may be a file of a FUSE file system, and to close that may take for ever.
+const END: Duration = Duration::from_secs(2);
+
+/// The port of the switch's own service.
+const SERVICE: &str = "dhcp";
+
+/// A port that is served.
+struct Served {
+    name: String,
+    stop: Arc<Stop>,
+    thread: JoinHandle<()>,
+    /// Hung up when the thread has ended.
+    ended: Receiver<()>,
+}
+
+impl Served {
+    fn end(self) {
+        self.stop.now();
+        self.thread.thread().unpark();
+        match self.ended.recv_timeout(END) {
+            Err(RecvTimeoutError::Timeout) => {
+                tracing::warn!(
+                    port = self.name,
+                    "its thread is held up, by a descriptor of its front-end perhaps, and is left behind"
+                );
+            }
+            // A thread that panicked has ended too.
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => drop(self.thread.join()),
+        }
+    }
+}
+
+/// A running switch.
+pub struct Daemon {
+    switch: Arc<Switch>,
+    stop: Arc<AtomicBool>,
+    served: Mutex<Vec<Served>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    wake: Mutex<Vec<Box<dyn Fn() + Send>>>,
+    link: Link,
+    keeper: Mutex<Option<Keeper>>,
+    /// The switch's own service, and what it gives.
+    dhcp: Option<(DhcpConfig, Leases)>,
+}
+
+impl Daemon {
+    /// Starts what `config` says. With a sandbox it must be called before the process has a second thread.
+    ///
+    /// # Errors
+    /// Nothing of it can be started, or the control socket or the address for metrics are in use.
+    pub fn start(config: &Config) -> anyhow::Result<Arc<Self>> {
+        let workers = config.switch.workers;
+        anyhow::ensure!(
+            (1..=MAX_WORKERS).contains(&workers),
+            "{workers} workers; 1 to {MAX_WORKERS} are possible"
+        );
+        for cpu in config.switch.cpus.iter().take(workers) {
+            anyhow::ensure!(
+                crate::forwarding::worker::may_use(*cpu)?,
+                "workers can't run on CPU {cpu}, which this process may not use; 'taskset -p $$' shows which it may"
+            );
+        }
+        if let Some(dhcp) = &config.dhcp {
+            dhcp.check()?;
+        }
+        let switch = Arc::new(Switch::new(workers, config.switch.budget)?);
+        let (keeper, link) = Keeper::start(config, config.switch.sandbox)?;
+        let daemon = Arc::new(Self {
+            switch,
+            stop: Arc::default(),
+            served: Mutex::default(),
+            threads: Mutex::default(),
+            wake: Mutex::default(),
+            link,
+            keeper: Mutex::new(Some(keeper)),
+            dhcp: config.dhcp.clone().map(|dhcp| (dhcp, Leases::default())),
+        });
+        let begun = daemon.begin(config);
+        if begun.is_err() {
+            daemon.stop();
+        }
+        begun.map(|()| daemon)
+    }
+
+    fn begin(self: &Arc<Self>, config: &Config) -> anyhow::Result<()> {
+        if config.switch.sandbox {
+            // Before any thread is started: each has its own capabilities.
+            crate::control::sandbox::drop_user(config.switch.user.as_deref())?;
+            crate::control::sandbox::drop_capabilities().context("capabilities can't be dropped")?;
+            // Before any front-end is heard.
+            crate::control::sandbox::filter_calls().context("sandbox; --no-sandbox runs without")?;
+        }
+        if let Some((dhcp, leases)) = &self.dhcp {
+            self.switch.attach(Attached {
+                port: Arc::new(Port::new(SERVICE, 1)),
+                policy: Arc::new(Policy {
+                    macs: vec![dhcp.mac()],
+                    uplink: true,
+                    vlan: dhcp.vlan.clone(),
+                    ..Policy::default()
+                }),
+                uplink: Some(Arc::new(Uplink::new(Box::new(Service::new(dhcp.clone(), leases.clone())?)))),
+                capture: None,
+            })?;
+        }
+        let mut answers = Vec::new();
+        let mut metrics = None;
+        loop {
+            let gone = || anyhow::anyhow!("the switch's keeper ended at once");
+            let (told, fd) = self.link.receive()?.ok_or_else(gone)?;
+            match told {
+                Told::Started => break,
+                Told::Failed(why) => anyhow::bail!("{why}"),
+                Told::Metrics(place) => metrics = Some((place, fd.ok_or_else(gone)?)),
+                told => answers.extend(self.take(told, fd)),
+            }
+        }
+        // The keeper reads no answers before it has told all.
+        let has = answers.iter().filter(|a| matches!(a, Answer::Has(_))).count();
+        for answer in answers {
+            self.link.send(&answer, None)?;
+        }
+        let wanted = config.port.len() + config.uplink.len();
+        anyhow::ensure!(has > 0 || wanted == 0, "none of the {wanted} ports could be made");
+        for index in 0..config.switch.workers {
+            let pace = Pace {
+                poll: Duration::from_micros(config.switch.poll_us),
+                cpu: config.switch.cpus.get(index).copied(),
+            };
+            let worker = Worker::new(self.switch.clone(), index, pace, self.stop.clone())?;
+            self.spawn(&format!("net-worker-{index}"), move || {
+                if let Err(err) = worker.run() {
+                    tracing::error!("worker {index} ended: {err}");
+                }
+            })?;
+        }
+        let daemon = self.clone();
+        self.spawn("net-link", move || daemon.listen())?;
+        if let Some((place, listener)) = metrics {
+            let server = tombolo_metrics::Server::over(listener, &place);
+            let stop = server.stop()?;
+            let switch = self.switch.clone();
+            self.spawn("net-metrics", move || metrics::serve(&server, &switch))?;
+            self.on_stop(move || stop.now());
+        }
+        Ok(())
+    }
+
+    /// Listens to the keeper until it ends.
+    fn listen(self: &Arc<Self>) {
+        loop {
+            match self.link.receive() {
+                Ok(Some((told, fd))) => {
+                    if let Some(answer) = self.take(told, fd) {
+                        self.settle();
+                        if let Err(err) = self.link.send(&answer, None) {
+                            tracing::warn!("the switch's keeper doesn't listen: {err}");
+                        }
+                    }
+                }
+                Ok(None) => break,
+                Err(err) => {
+                    tracing::error!("the switch's keeper isn't understood: {err}");
+                    break;
+                }
+            }
+        }
+        if !self.is_stopping() {
+            tracing::error!(
+                "the switch's keeper ended: ports stay as they are; start the switch again to change them"
+            );
+        }
+    }
+
+    /// Takes what the keeper hands over; the answer, where it waits for one.
+    fn take(self: &Arc<Self>, told: Told, fd: Option<OwnedFd>) -> Option<Answer> {
+        let fd = fd.or_else(|| {
+            tracing::error!("the switch's keeper sent no descriptor; are too many open?");
+            None
+        });
+        let (id, outcome) = match told {
+            Told::Port(id, config) => (id, fd.map(|source| self.add_port(&config, source))),
+            Told::Uplink(id, config, opened) => (id, fd.map(|fd| self.add_uplink(&config, opened, fd))),
+            Told::Asked(request) => {
+                if let Some(fd) = fd {
+                    self.answer(fd.into(), request);
+                }
+                return None;
+            }
+            Told::Metrics(_) | Told::Started | Told::Failed(_) => return None,
+        };
+        Some(match outcome {
+            Some(Ok(())) => Answer::Has(id),
+            Some(Err(why)) => Answer::Refuses(id, format!("{why:#}")),
+            None => Answer::Refuses(id, "its descriptor did not arrive".into()),
+        })
+    }
+
+    /// Answers a question, in a thread of its own: a capture lasts.
+    fn answer(self: &Arc<Self>, stream: UnixStream, request: Request) {
+        let daemon = self.clone();
+        let spawned = std::thread::Builder::new().name("net-answer".into()).spawn(move || {
+            if let Err(err) = socket::answer(&daemon, stream, request) {
+                tracing::debug!("control connection: {err}");
+            }
+        });
+        if let Err(err) = spawned {
+            tracing::warn!("no thread for a control connection: {err}");
+        }
+    }
+
+    /// What the workers share.
+    #[must_use]
+    pub fn switch(&self) -> &Arc<Switch> {
+        &self.switch
+    }
+
+    /// Has [`Daemon::stop`] been called?
+    #[must_use]
+    pub fn is_stopping(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> anyhow::Result<()> {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(run)?;
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+        Ok(())
+    }
+
+    fn on_stop(&self, wake: impl Fn() + Send + 'static) {
+        self.wake.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(wake));
+    }
+
+    /// Takes a guest's port, of which the keeper has made `source`.
+    fn add_port(&self, config: &PortConfig, source: OwnedFd) -> anyhow::Result<()> {
+        let name = &config.name;
+        self.check_name(name)?;
+        let endpoint = Endpoint::over(config.role, source);
+        let stop = Arc::new(endpoint.stop()?);
+        let port = Arc::new(Port::new(name, config.queues));
+        let mut policy = config.policy();
+        if self.dhcp.is_some() && !config.router {
+            policy.rules.insert(0, rules::no_dhcp_server());
+        }
+        self.switch.attach(Attached::guest(port.clone(), policy)).map_err(|d| self.explain(&d, name))?;
+        if let Err(err) = self.give(config) {
+            self.switch.detach(&port);
+            return Err(err);
+        }
+        let offered = if config.offload { OFFERED } else { PLAIN };
+        let (running, ended) = mpsc::channel();
+        let thread = {
+            let (switch, stop) = (self.switch.clone(), stop.clone());
+            std::thread::Builder::new().name(format!("net-{name}").chars().take(15).collect()).spawn(
+                move || {
+                    endpoint.serve(&switch, &port, offered, &stop);
+                    drop(running);
+                },
+            )?
+        };
+        let served = Served { name: name.clone(), stop, thread, ended };
+        self.served.lock().unwrap_or_else(PoisonError::into_inner).push(served);
+        Ok(())
+    }
+
+    /// Lets the switch's service give a port its address.
+    fn give(&self, config: &PortConfig) -> anyhow::Result<()> {
+        let name = &config.name;
+        let (Some((dhcp, leases)), Some(address)) = (&self.dhcp, config.given()) else {
+            anyhow::ensure!(
+                config.address.is_none(),
+                "port {name}: its address is given by DHCP, which this switch doesn't serve; say [dhcp]"
+            );
+            return Ok(());
+        };
+        let inside = String::from(dhcp.address);
+        anyhow::ensure!(
+            dhcp.address.has(address) && address != dhcp.address.address,
+            "port {name}: a guest can't have {address} where the DHCP service is {inside}"
+        );
+        let plain = |c: &char| c.is_ascii_alphanumeric() || *c == '-';
+        let lease = Lease { address, name: name.chars().filter(plain).take(63).collect() };
+        if let Some(mac) = config.macs.first() {
+            leases.put(*mac, lease.clone()).map_err(|other| {
+                anyhow::anyhow!("port {name}: {address} is given to port {other} already")
+            })?;
+        }
+        Ok(())
+    }
+
+    fn check_name(&self, name: &str) -> anyhow::Result<()> {
+        let taken = self.switch.view().ports().iter().any(|a| a.port.name() == name);
+        anyhow::ensure!(!taken, "port {name}: the name is in use; choose another");
+        Ok(())
+    }
+
+    fn explain(&self, duplicate: &crate::forwarding::table::Duplicate, name: &str) -> anyhow::Error {
+        let view = self.switch.view();
+        let owner = view.ports().get(duplicate.first).map_or("another port", |a| a.port.name());
+        anyhow::anyhow!(
+            "port {name}: MAC {} belongs to port {owner} already; give one of them another",
+            duplicate.mac
+        )
+    }
+
+    /// Waits until the workers go by what has changed, so that whoever asked for it finds it so.
+    fn settle(&self) {
+        let end = Instant::now() + END;
+        self.switch.settle(|| self.is_stopping() || Instant::now() > end);
+    }
+
+    /// Removes a port or an uplink.
+    ///
+    /// # Errors
+    /// There is none of that name.
+    pub fn remove(&self, name: &str) -> anyhow::Result<()> {
+        let own = self.dhcp.is_some() && name == SERVICE;
+        anyhow::ensure!(
+            !own,
+            "port {name} is the switch's own service; leave [dhcp] out of its configuration"
+        );
+        let served = {
+            let mut list = self.served.lock().unwrap_or_else(PoisonError::into_inner);
+            list.iter().position(|s| s.name == name).map(|at| list.remove(at))
+        };
+        if let Some(served) = served {
+            served.end();
+        }
+        let view = self.switch.view();
+        let attached = view.ports().iter().find(|a| a.port.name() == name);
+        let attached = attached.with_context(|| {
+            format!("port {name}: there is none of that name; 'tombolo net ports' lists them")
+        })?;
+        if let Some((_, leases)) = &self.dhcp {
+            attached.policy.macs.iter().for_each(|mac| leases.take(*mac));
+        }
+        self.switch.detach(&attached.port);
+        self.settle();
+        Ok(())
+    }
+
+    fn add_uplink(&self, config: &UplinkConfig, opened: Opened, fd: OwnedFd) -> anyhow::Result<()> {
+        self.check_name(&config.name)?;
+        let link = opened.link(fd).with_context(|| format!("uplink {}", config.name))?;
+        self.switch.attach(Attached {
+            port: Arc::new(Port::new(&config.name, 1)),
+            policy: Arc::new(config.policy()),
+            uplink: Some(Arc::new(Uplink::new(link))),
+            capture: None,
+        })?;
+        Ok(())
+    }
+
+    /// Ends all threads, and the keeper, which removes the sockets.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        for served in std::mem::take(&mut *self.served.lock().unwrap_or_else(PoisonError::into_inner)) {
+            served.end();
+        }
+        self.switch.changed();
+        for wake in self.wake.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            wake();
+        }
+        let keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(keeper) = keeper {
+            // If it is gone, the sockets stay.
+            let _gone = self.link.send(&Answer::End, None);
+            keeper.wait();
+        }
+        for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {
+            // A thread that panicked has ended too.
+            let _ended = thread.join();
+        }
+    }
+}

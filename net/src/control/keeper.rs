@@ -1,0 +1,380 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The keeper: the part of a switch that keeps the rights to open things, and touches nothing that guests can write.
+//!
+//! The switch itself maps guests' memory and reads front-ends' messages, so it gives everything up (see
+//! [`crate::control::sandbox`]): it opens no path, connects to nothing and removes nothing. The keeper, a process of its own that is
+//! forked before, does that for it and hands over descriptors:
+//! - it opens uplinks, makes the ports' sockets with their owner and mode, and removes them at the end;
+//! - it connects to the sockets of ports that are clients, again and again, each over a [`Link`] of its own;
+//! - it listens on the control socket, and so knows by itself what was asked for: a switch that an attacker has taken
+//!   over can't ask for anything but the end of what it has.
+//!
+//! Without a sandbox (tests, the bench) the keeper is a thread of the same process and does the same.
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::Context;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tombolo_metrics::{Place, Server};
+
+use crate::control::config::{Config, PortConfig, UplinkConfig};
+use crate::control::link::Link;
+use crate::control::socket::{self, Request};
+use crate::ports::access::Access;
+use crate::ports::endpoint::{self, RETRY, Role};
+use crate::uplink::Opened;
+
+/// From the keeper to the switch.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Told {
+    /// A port, with its listener or the link that brings its connections.
+    Port(u64, PortConfig),
+    /// An uplink, with its descriptor.
+    Uplink(u64, UplinkConfig, Opened),
+    /// The listener of the metrics at a place.
+    Metrics(Place),
+    /// All of the configuration was told.
+    Started,
+    /// The configuration can't be had, for this reason.
+    Failed(String),
+    /// Somebody asks, with the connection on which to answer.
+    Asked(Request),
+}
+
+/// From the switch to the keeper.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    /// It has the port or uplink.
+    Has(u64),
+    /// It can't have the port or uplink, for this reason.
+    Refuses(u64, String),
+    /// It ends.
+    End,
+}
+
+/// The switch's hold on its keeper.
+pub(crate) enum Keeper {
+    /// A process.
+    Process(libc::pid_t),
+    /// A thread.
+    Thread(JoinHandle<()>),
+}
+
+impl Keeper {
+    /// Starts the keeper of `config`: a process if `apart`, which takes that the caller's process has one thread only.
+    ///
+    /// # Errors
+    /// The kernel gives no socket, process or thread.
+    pub fn start(config: &Config, apart: bool) -> anyhow::Result<(Self, Link)> {
+        let (own, theirs) = Link::pair()?;
+        if !apart {
+            let config = config.clone();
+            let thread = std::thread::Builder::new()
+                .name("net-keeper".into())
+                .spawn(move || serve(theirs, &config))?;
+            return Ok((Self::Thread(thread), own));
+        }
+        // SAFETY: the process has one thread, so the child finds no lock taken.
+        match unsafe { libc::fork() } {
+            -1 => Err(std::io::Error::last_os_error()).context("the switch's keeper"),
+            0 => {
+                // The switch's death is the end of its last end of the link.
+                drop(own);
+                let ended = std::panic::catch_unwind(|| {
+                    // SAFETY: a string with its zero.
+                    unsafe { libc::prctl(libc::PR_SET_NAME, c"net-keeper".as_ptr()) };
+                    serve(theirs, config);
+                });
+                // SAFETY: ends this process, whose parent's affairs at exit are not its own.
+                unsafe { libc::_exit(ended.is_err().into()) }
+            }
+            pid => Ok((Self::Process(pid), own)),
+        }
+    }
+
+    /// Waits for its end, which [`Answer::End`] brings.
+    pub fn wait(self) {
+        match self {
+            Self::Thread(thread) => drop(thread.join()),
+            // SAFETY: a child of ours, which nobody else waits for.
+            Self::Process(pid) => drop(unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) }),
+        }
+    }
+}
+
+/// What the switch has of the keeper, or is about to have.
+struct Entry {
+    id: u64,
+    name: String,
+    /// Its socket, if the keeper made one.
+    path: Option<PathBuf>,
+    /// Who asked for it and waits for an answer.
+    asker: Option<UnixStream>,
+}
+
+struct State {
+    link: Link,
+    access: Access,
+    entries: Mutex<(u64, Vec<Entry>)>,
+}
+
+/// Serves the switch at the other end of `link` until that ends.
+fn serve(link: Link, config: &Config) {
+    let access = config.switch.access.clone();
+    let state = Arc::new(State { link, access, entries: Mutex::default() });
+    let mut paths = Vec::new();
+    let control = match state.open_all(config, &mut paths) {
+        Ok(control) => control,
+        Err(err) => {
+            state.tell(&Told::Failed(format!("{err:#}")), None);
+            None
+        }
+    };
+    loop {
+        match state.link.receive::<Answer>() {
+            Ok(Some((Answer::Has(id), _))) => state.settle(id, None),
+            Ok(Some((Answer::Refuses(id, why), _))) => state.settle(id, Some(&why)),
+            Ok(Some((Answer::End, _))) => {
+                let entries = std::mem::take(&mut state.entries().1);
+                paths.extend(entries.into_iter().filter_map(|e| e.path));
+                for path in paths {
+                    // Gone already is as good.
+                    let _gone = std::fs::remove_file(path);
+                }
+                break;
+            }
+            // It was killed: its sockets stay, as a successor may have made them anew already.
+            Ok(None) => break,
+            Err(err) => {
+                tracing::error!("the switch's keeper: {err}");
+                break;
+            }
+        }
+    }
+    // The switch hears of the end also while somebody here still waits for a question.
+    endpoint::interrupt(&state.link);
+    if let Some((listener, thread)) = control {
+        endpoint::interrupt(&listener);
+        // A thread that panicked has ended too.
+        let _ended = thread.join();
+    }
+}
+
+impl State {
+    fn entries(&self) -> MutexGuard<'_, (u64, Vec<Entry>)> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, told: &Told, fd: Option<&dyn AsFd>) {
+        if let Err(err) = self.link.send(told, fd.map(|fd| fd.as_fd())) {
+            tracing::debug!("the switch is gone: {err}");
+        }
+    }
+
+    /// Opens all that the configuration says, the control socket last.
+    fn open_all(
+        self: &Arc<Self>,
+        config: &Config,
+        paths: &mut Vec<PathBuf>,
+    ) -> anyhow::Result<Option<(UnixListener, JoinHandle<()>)>> {
+        for uplink in &config.uplink {
+            if let Err(err) = self.open_uplink(uplink, None) {
+                tracing::error!("{err:#}");
+            }
+        }
+        for port in &config.port {
+            if let Err(err) = self.open_port(port, None) {
+                tracing::error!("{err:#}");
+            }
+        }
+        if let Some(place) = &config.switch.metrics {
+            let server =
+                Server::bind(place).with_context(|| format!("metrics at {place}; choose another address"))?;
+            let (listener, path) = server.into_parts()?;
+            paths.extend(path);
+            self.tell(&Told::Metrics(place.clone()), Some(&listener));
+        }
+        let control = match &config.switch.control {
+            None => None,
+            Some(path) => {
+                let listener = endpoint::listen(path).context("control socket")?;
+                paths.push(path.clone());
+                let (state, waiting) = (self.clone(), listener.try_clone()?);
+                let thread = std::thread::Builder::new()
+                    .name("net-control".into())
+                    .spawn(move || state.serve_control(&listener))?;
+                Some((waiting, thread))
+            }
+        };
+        self.tell(&Told::Started, None);
+        Ok(control)
+    }
+
+    /// One thread per question: who asks may be slow.
+    fn serve_control(self: &Arc<Self>, listener: &UnixListener) {
+        loop {
+            let stream = match listener.accept() {
+                Ok((stream, _)) => stream,
+                // Shut down: the end.
+                Err(err) if err.kind() == std::io::ErrorKind::InvalidInput => return,
+                Err(err) => {
+                    tracing::warn!("control connection: {err}");
+                    std::thread::park_timeout(RETRY);
+                    continue;
+                }
+            };
+            let state = self.clone();
+            let spawned = std::thread::Builder::new().name("net-asker".into()).spawn(move || {
+                if let Err(err) = state.asked(stream) {
+                    tracing::debug!("control connection: {err}");
+                }
+            });
+            if let Err(err) = spawned {
+                tracing::warn!("no thread for a control connection: {err}");
+            }
+        }
+    }
+
+    fn asked(self: &Arc<Self>, stream: UnixStream) -> std::io::Result<()> {
+        let asker = stream.try_clone()?;
+        let outcome = match socket::read(&stream)? {
+            Err(err) => Err(err),
+            Ok(Request::Add { port }) => self.open_port(&port, Some(asker)),
+            Ok(Request::AddUplink { uplink }) => self.open_uplink(&uplink, Some(asker)),
+            Ok(request) => {
+                if let Request::Remove { name } = &request {
+                    self.forget(|e| e.name == *name);
+                }
+                self.tell(&Told::Asked(request), Some(&stream));
+                return Ok(());
+            }
+        };
+        match outcome {
+            // The switch is asked now.
+            Ok(()) => Ok(()),
+            Err(err) => writeln!(&stream, "{}", json!({ "error": format!("{err:#}") })),
+        }
+    }
+
+    /// Forgets what `which` says, and removes its socket.
+    fn forget(&self, which: impl Fn(&Entry) -> bool) -> Option<Entry> {
+        let mut entries = self.entries();
+        let at = entries.1.iter().position(which)?;
+        let entry = entries.1.remove(at);
+        if let Some(path) = &entry.path {
+            // Gone already is as good.
+            let _gone = std::fs::remove_file(path);
+        }
+        Some(entry)
+    }
+
+    /// What the switch says of an entry: None, it has it; otherwise why not.
+    fn settle(&self, id: u64, refused: Option<&str>) {
+        let asker = match refused {
+            Some(why) => {
+                let entry = self.forget(|e| e.id == id);
+                let asker = entry.and_then(|e| e.asker);
+                if asker.is_none() {
+                    tracing::error!("{why}");
+                }
+                asker
+            }
+            None => self.entries().1.iter_mut().find(|e| e.id == id).and_then(|e| e.asker.take()),
+        };
+        if let Some(mut asker) = asker {
+            let answer = refused.map_or(json!({ "ok": true }), |why| json!({ "error": why }));
+            // Whoever asked may have gone.
+            let _gone = writeln!(asker, "{answer}");
+        }
+    }
+
+    /// Takes the name for an entry.
+    fn enter(&self, kind: &str, name: &str, asker: Option<UnixStream>) -> anyhow::Result<u64> {
+        let mut entries = self.entries();
+        let taken = entries.1.iter().any(|e| e.name == name);
+        anyhow::ensure!(!taken, "{kind} {name}: the name is in use; choose another");
+        entries.0 += 1;
+        let id = entries.0;
+        entries.1.push(Entry { id, name: name.into(), path: None, asker });
+        Ok(id)
+    }
+
+    /// Opens a port for the switch, which answers `asker` then.
+    fn open_port(self: &Arc<Self>, config: &PortConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
+        config.check()?;
+        let id = self.enter("port", &config.name, asker)?;
+        let opened = self.open_source(id, config);
+        match opened.with_context(|| format!("port {}", config.name)) {
+            Ok(source) => self.tell(&Told::Port(id, config.clone()), Some(&source)),
+            Err(err) => {
+                self.forget(|e| e.id == id);
+                return Err(err);
+            }
+        }
+        Ok(())
+    }
+
+    /// What brings the connections of a port.
+    fn open_source(&self, id: u64, config: &PortConfig) -> anyhow::Result<OwnedFd> {
+        match config.role {
+            Role::Server => {
+                let listener = endpoint::listen(&config.socket)?;
+                if let Some(entry) = self.entries().1.iter_mut().find(|e| e.id == id) {
+                    entry.path = Some(config.socket.clone());
+                }
+                config.access.as_ref().unwrap_or(&self.access).apply(&config.socket)?;
+                Ok(listener.into())
+            }
+            Role::Client => {
+                let (own, theirs) = UnixStream::pair()?;
+                let path = config.socket.clone();
+                let name = format!("dial-{}", config.name).chars().take(15).collect();
+                std::thread::Builder::new().name(name).spawn(move || dial(&path, own))?;
+                Ok(theirs.into())
+            }
+        }
+    }
+
+    fn open_uplink(self: &Arc<Self>, config: &UplinkConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
+        let id = self.enter("uplink", &config.name, asker)?;
+        match Opened::open(&config.way).with_context(|| format!("uplink {}", config.name)) {
+            Ok((opened, fd)) => self.tell(&Told::Uplink(id, config.clone(), opened), Some(&fd)),
+            Err(err) => {
+                self.forget(|e| e.id == id);
+                return Err(err);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Connects to `path` each time that a byte asks for it, and sends the connection back, until the other end goes.
+fn dial(path: &Path, channel: UnixStream) {
+    while matches!((&channel).read(&mut [0]), Ok(1)) {
+        let stream = loop {
+            match UnixStream::connect(path) {
+                Ok(stream) => break stream,
+                Err(_) if hangs_up(&channel, RETRY) => return,
+                Err(_) => {}
+            }
+        };
+        // The other end may be gone.
+        let Ok(other) = channel.try_clone() else { return };
+        let _gone = Link::over(other.into()).send(&(), Some(stream.as_fd()));
+    }
+}
+
+/// Does the other end go within `time`?
+fn hangs_up(channel: &UnixStream, time: Duration) -> bool {
+    let mut fds = [PollFd::new(channel, PollFlags::RDHUP)];
+    let time = Timespec { tv_sec: 0, tv_nsec: time.subsec_nanos().into() };
+    poll(&mut fds, Some(&time)).is_ok_and(|n| n > 0)
+}

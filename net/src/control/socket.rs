@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The control socket: one request per connection, a line of JSON; the answer is a line of JSON, for a capture followed
+//! by pcapng until one side closes.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::control::config::{PortConfig, UplinkConfig};
+use crate::control::daemon::Daemon;
+use crate::control::metrics::status;
+use crate::forwarding::capture::Capture;
+
+/// Longest request.
+const MAX_REQUEST: u64 = 64 << 10;
+/// How long a request may take to come, and each write of an answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How often a capture is written out.
+const CAPTURE_EVERY: Duration = Duration::from_millis(20);
+
+/// What can be asked.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "lowercase")]
+pub enum Request {
+    /// All ports with their counters.
+    Ports,
+    /// A new port.
+    Add {
+        /// The port.
+        port: PortConfig,
+    },
+    /// A new uplink.
+    #[serde(rename = "add-uplink")]
+    AddUplink {
+        /// The uplink.
+        uplink: UplinkConfig,
+    },
+    /// One port or uplink less.
+    Remove {
+        /// Its name.
+        name: String,
+    },
+    /// A port's frames.
+    Capture {
+        /// Its name.
+        name: String,
+        /// Bytes of each frame that are kept.
+        snap: u32,
+    },
+}
+
+/// Reads what a connection asks.
+pub(crate) fn read(stream: &UnixStream) -> io::Result<anyhow::Result<Request>> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut line = String::new();
+    BufReader::new(stream.take(MAX_REQUEST)).read_line(&mut line)?;
+    Ok(serde_json::from_str(&line).map_err(|err| anyhow::anyhow!("the request isn't understood: {err}")))
+}
+
+/// Answers one connection.
+pub(crate) fn answer(daemon: &Arc<Daemon>, stream: UnixStream, request: Request) -> io::Result<()> {
+    let reply = |value: Value| writeln!(&stream, "{value}");
+    let outcome = match request {
+        Request::Ports => {
+            return reply(
+                json!({ "ports": status(daemon.switch()), "cpu_ns": crate::forwarding::worker::process_time() }),
+            );
+        }
+        Request::Remove { name } => daemon.remove(&name),
+        Request::Capture { name, snap } => return capture(daemon, stream, &name, snap),
+        Request::Add { .. } | Request::AddUplink { .. } => {
+            Err(anyhow::anyhow!("ports and uplinks come from the keeper"))
+        }
+    };
+    match outcome {
+        Ok(()) => reply(json!({ "ok": true })),
+        Err(err) => reply(json!({ "error": format!("{err:#}") })),
+    }
+}
+
+fn capture(daemon: &Arc<Daemon>, mut stream: UnixStream, name: &str, snap: u32) -> io::Result<()> {
+    let watch = Arc::new(Capture::new(snap.clamp(64, 1 << 17)));
+    let mut found = Err("there is no such port; 'tombolo net ports' lists them");
+    let edited = daemon.switch().edit(|ports| {
+        if let Some(a) = ports.iter_mut().find(|a| a.port.name() == name) {
+            found = match a.capture {
+                Some(_) => Err("somebody captures there already"),
+                None => {
+                    a.capture = Some(watch.clone());
+                    Ok(())
+                }
+            };
+        }
+    });
+    if let Err(why) = edited.map_err(|d| d.to_string()).and_then(|()| found.map_err(Into::into)) {
+        return writeln!(stream, "{}", json!({ "error": format!("port {name}: {why}") }));
+    }
+    let result = stream_capture(daemon, &mut stream, name, &watch);
+    // The same ports with less to do make no duplicate.
+    let _never = daemon.switch().edit(|ports| {
+        for a in ports {
+            if a.capture.as_ref().is_some_and(|c| Arc::ptr_eq(c, &watch)) {
+                a.capture = None;
+            }
+        }
+    });
+    result
+}
+
+fn stream_capture(daemon: &Daemon, stream: &mut UnixStream, name: &str, watch: &Capture) -> io::Result<()> {
+    writeln!(stream, "{}", json!({ "ok": true }))?;
+    stream.write_all(&watch.preamble(name))?;
+    let mut spare = Vec::new();
+    // The reader says that it has enough by closing its sending side.
+    stream.set_read_timeout(Some(CAPTURE_EVERY))?;
+    loop {
+        watch.drain(stream, &mut spare)?;
+        let ended = match stream.read(&mut [0; 16]) {
+            Ok(_) => true,
+            Err(err) if matches!(err.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => false,
+            Err(err) => return Err(err),
+        };
+        if ended || daemon.is_stopping() {
+            watch.drain(stream, &mut spare)?;
+            return stream.write_all(&watch.statistics());
+        }
+    }
+}
+
+/// Asks the switch at `socket`; returns its answer and the connection, for what follows the answer.
+///
+/// # Errors
+/// Nobody listens there, or the switch refuses.
+pub fn ask(socket: &Path, request: &Request) -> anyhow::Result<(Value, BufReader<UnixStream>)> {
+    let mut stream = UnixStream::connect(socket).with_context(|| {
+        format!("no switch answers at {}; start one with 'tombolo net run'", socket.display())
+    })?;
+    writeln!(stream, "{}", serde_json::to_string(request)?)?;
+    let mut reader = BufReader::new(stream);
+    let mut line = String::new();
+    reader.read_line(&mut line)?;
+    let value: Value = serde_json::from_str(&line).context("the switch's answer isn't JSON")?;
+    if let Some(error) = value.get("error").and_then(Value::as_str) {
+        anyhow::bail!("{error}");
+    }
+    Ok((value, reader))
+}

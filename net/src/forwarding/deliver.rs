@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The one copy: from the sender's buffers into the receiver's.
+//!
+//! Bytes are copied while both guests may write to them; a guest that does gets garbage in its frame and nothing else,
+//! since whatever was decided upon is in [`Frame::prefix`], our own copy.
+
+use crate::cpu::{prefetch_write, prefetch_write_all};
+use crate::frames::frame::{NET_HEADER, NetHeader};
+use crate::frames::offload::Layers;
+use crate::vring::queue::State;
+use crate::vring::ring::{Broken, Segment, window::WINDOW};
+
+/// A frame on its way.
+#[derive(Clone, Copy)]
+pub struct Frame<'a> {
+    /// Its virtio-net header.
+    pub header: NetHeader,
+    /// Where its parts are, if the header asks for a checksum or for cutting.
+    pub layers: Layers,
+    /// Its first bytes, in our own memory: checked, perhaps changed.
+    pub prefix: &'a [u8],
+    /// The buffers that hold the rest,
+    pub rest: &'a [Segment],
+    /// from this byte of the first one on.
+    pub skip: u32,
+    /// Bytes in all, without the virtio-net header.
+    pub len: u32,
+}
+
+impl Frame<'_> {
+    /// The same with more of its first bytes in our own memory: as many as fit into `buffer`, or all.
+    pub(crate) fn deepened<'a>(&'a self, buffer: &'a mut [u8]) -> Frame<'a> {
+        let want = buffer.len().min(self.len as usize);
+        let mut got = self.prefix.len();
+        if got >= want {
+            return *self;
+        }
+        buffer[..got].copy_from_slice(self.prefix);
+        let (mut index, mut skip) = (0, self.skip);
+        while let Some(s) = self.rest.get(index).filter(|_| got < want) {
+            let n = (want - got).min((s.len - skip) as usize);
+            // SAFETY: n bytes from skip on are mapped, and the buffer has room for want.
+            unsafe {
+                std::ptr::copy_nonoverlapping(s.ptr.add(skip as usize), buffer.as_mut_ptr().add(got), n);
+            }
+            got += n;
+            skip += n as u32;
+            if skip == s.len {
+                (index, skip) = (index + 1, 0);
+            }
+        }
+        Frame { prefix: &buffer[..got], rest: &self.rest[index..], skip, ..*self }
+    }
+}
+
+/// What became of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Put {
+    /// It is in the receiver's buffers, visible after the next publish.
+    Done,
+    /// The receiver has no buffers at the moment.
+    Full,
+    /// The receiver's buffers will never hold it.
+    TooLarge,
+    /// The receiver's ring is broken.
+    Broken(Broken),
+}
+
+/// How many chains are fetched at once.
+const FETCH: usize = 32;
+/// Frames from this length on have all their lines fetched ahead.
+pub(crate) const LONG: u32 = 256;
+/// How many frames ahead a buffer is fetched into the cache.
+const AHEAD: usize = 8;
+
+/// Copies `frame` into the next buffers of `rx`, an active ring.
+#[inline(always)]
+pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
+    let State { ring: Some(ring), window, translator, negotiated, .. } = rx else { return Put::Full };
+    if window.is_empty() {
+        match ring.fetch(translator, window, true, FETCH) {
+            Ok(0) => return Put::Full,
+            Ok(_) => {
+                for chain in window.chains().iter().take(AHEAD) {
+                    prefetch_front(window.segments(chain));
+                }
+            }
+            Err(why) => return Put::Broken(why),
+        }
+    }
+    if let Some(ahead) = window.chain(AHEAD) {
+        prefetch_front(window.segments(ahead));
+    }
+    if frame.len > LONG {
+        // The next frame is probably as long as this one.
+        if let Some(s) = window.chain(1).and_then(|next| window.segments(next).first()) {
+            prefetch_write_all(s.ptr, frame.len.min(s.len));
+        }
+    }
+    let Some(&chain) = window.chain(0) else { return Put::Full };
+    let need = u32::from(negotiated.header) + frame.len;
+    if let ([to], [from], true) = (window.segments(&chain), frame.rest, chain.total >= need) {
+        let head = usize::from(negotiated.header);
+        let rest = frame.len as usize - frame.prefix.len();
+        // SAFETY: `to` has `need` = head + prefix + rest mapped bytes; `from` has skip + rest.
+        unsafe {
+            put_header(to.ptr, &frame.header, 1, head);
+            let at = to.ptr.add(head);
+            copy(frame.prefix.as_ptr(), at, frame.prefix.len());
+            copy(from.ptr.add(frame.skip as usize), at.add(frame.prefix.len()), rest);
+        }
+        ring.complete(&chain, need);
+        window.advance(1);
+    } else {
+        return put_scattered(rx, frame);
+    }
+    if rx.log.is_some() {
+        log_chain(rx, &chain, need);
+    }
+    Put::Done
+}
+
+/// Fetches what every frame writes: the header's line and the one after it.
+#[inline(always)]
+fn prefetch_front(segments: &[Segment]) {
+    if let Some(s) = segments.first() {
+        prefetch_write(s.ptr);
+        prefetch_write(s.ptr.wrapping_add(64));
+    }
+}
+
+/// Writes the virtio-net header.
+///
+/// # Safety
+/// `at` has room for `len` (10 or 12) bytes.
+#[inline(always)]
+unsafe fn put_header(at: *mut u8, header: &NetHeader, buffers: u16, len: usize) {
+    let bytes = header.bytes(buffers);
+    // SAFETY: the caller's promise; len is at most 12.
+    unsafe {
+        if len == NET_HEADER {
+            at.cast::<[u8; NET_HEADER]>().write_unaligned(bytes);
+        } else {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), at, len);
+        }
+    }
+}
+
+/// Copies `len` bytes; short ones without a call.
+///
+/// # Safety
+/// Both sides have `len` mapped bytes.
+#[inline(always)]
+unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+    type Word = [u64; 2];
+    // SAFETY: every offset below stays under len, by the branch that it is in.
+    unsafe {
+        if (16..=64).contains(&len) {
+            let word = |i: usize| from.add(i).cast::<Word>().read_unaligned();
+            let put = |i: usize, w: Word| to.add(i).cast::<Word>().write_unaligned(w);
+            // Two or four words that may overlap in the middle.
+            let (a, d) = (word(0), word(len - 16));
+            if len > 32 {
+                let (b, c) = (word(16), word(len - 32));
+                put(16, b);
+                put(len - 32, c);
+            }
+            put(0, a);
+            put(len - 16, d);
+        } else {
+            std::ptr::copy_nonoverlapping(from, to, len);
+        }
+    }
+}
+
+/// A frame that isn't in one piece, or takes several buffers.
+#[inline(never)]
+fn put_scattered(rx: &mut State, frame: &Frame<'_>) -> Put {
+    let State { ring: Some(ring), window, translator, negotiated, .. } = rx else { return Put::Full };
+    let head = u32::from(negotiated.header);
+    let need = head + frame.len;
+    // How many buffers does it take?
+    let (mut count, mut room) = (0usize, 0u64);
+    while room < u64::from(need) {
+        if let Some(chain) = window.chain(count) {
+            if chain.total < head || !negotiated.mergeable && chain.total < need {
+                return Put::TooLarge;
+            }
+            room += u64::from(chain.total);
+            count += 1;
+            continue;
+        }
+        if count >= WINDOW {
+            return Put::TooLarge;
+        }
+        match ring.fetch(translator, window, true, FETCH) {
+            Ok(0) => return Put::Full,
+            Ok(_) => {}
+            Err(why) => return Put::Broken(why),
+        }
+    }
+    let header = frame.header.bytes(count as u16);
+    let own = |bytes: &[u8]| Segment { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() as u32 };
+    let sources = [own(&header[..head as usize]), own(frame.prefix)];
+    let mut source = sources
+        .into_iter()
+        .chain(frame.rest.iter().enumerate().map(|(i, s)| {
+            let skip = if i == 0 { frame.skip } else { 0 };
+            Segment { ptr: s.ptr.wrapping_add(skip as usize), len: s.len - skip }
+        }))
+        .filter(|s| s.len > 0);
+    let mut from = Segment { ptr: std::ptr::null_mut(), len: 0 };
+    let mut left = need;
+    for _ in 0..count {
+        let Some(&chain) = window.chain(0) else { break };
+        let mut written = 0;
+        'chain: for to in window.segments(&chain) {
+            let mut to = *to;
+            while to.len > 0 {
+                if left == 0 {
+                    break 'chain;
+                }
+                if from.len == 0 {
+                    let Some(next) = source.next() else { break 'chain };
+                    from = next;
+                }
+                let n = from.len.min(to.len).min(left);
+                // SAFETY: both pieces have n mapped bytes left.
+                unsafe { copy(from.ptr, to.ptr, n as usize) };
+                from = Segment { ptr: from.ptr.wrapping_add(n as usize), len: from.len - n };
+                to = Segment { ptr: to.ptr.wrapping_add(n as usize), len: to.len - n };
+                left -= n;
+                written += n;
+            }
+        }
+        if let Some(log) = &rx.log {
+            log_segments(log, translator.memory(), window.segments(&chain), written);
+        }
+        ring.complete(&chain, written);
+        window.advance(1);
+    }
+    Put::Done
+}
+
+#[cold]
+fn log_segments(
+    log: &crate::vring::dirty::DirtyLog,
+    mem: &crate::vring::memory::GuestMemory,
+    segments: &[Segment],
+    written: u32,
+) {
+    let mut left = written;
+    for s in segments {
+        let n = s.len.min(left);
+        if let Some(gpa) = mem.gpa_of(s.ptr) {
+            log.mark(gpa, n.into());
+        }
+        left -= n;
+    }
+}
+
+/// Marks what was written into a chain that is complete already but still readable in the window.
+#[cold]
+fn log_chain(rx: &State, chain: &crate::vring::ring::Chain, written: u32) {
+    if let Some(log) = &rx.log {
+        log_segments(log, rx.translator.memory(), rx.window.segments(chain), written);
+    }
+}

@@ -1,0 +1,471 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One pass over a transmit queue: a batch of frames is taken, each is given to the port that owns its destination
+//! (selection and forwarding, as in the NOVA paper), then all receivers' rings are published, then the sender's.
+//!
+//! Frames are done in order. One whose receiver has no buffers waits in its sender's ring ([`crate::forwarding::held`]) as long as the
+//! sender's credit with that receiver lasts ([`crate::forwarding::credit`]), and is dropped then, so that no receiver holds up what is
+//! sent to others. Flooded frames don't wait for buffers.
+//!
+//! The bytes that decide (addresses, tags, whatever a check looks at) are copied first, and the copy is what the
+//! receiver gets; a guest that changes its frame meanwhile changes nothing that was decided upon. Of a port without policy
+//! only the addresses decide; of others, and of frames that ask for work, the headers are read ([`crate::frames::headers`]).
+
+use crate::cpu::{prefetch, prefetch_all};
+use crate::forwarding::capture::Direction;
+use crate::forwarding::credit::Credits;
+use crate::forwarding::deliver::{Frame, LONG};
+use crate::forwarding::fallback::Buffers;
+use crate::forwarding::held::{Held, Progress};
+use crate::forwarding::learn;
+use crate::forwarding::opens::Opens;
+use crate::forwarding::view::View;
+use crate::frames::frame::{DATA_VALID, ETH_HEADER, GSO_NONE, MAX_FRAME, NET_HEADER, NetHeader};
+use crate::frames::headers::{self, Headers, LOOK};
+use crate::frames::offload::{self, Layers};
+use crate::frames::vlan::{self, VlanTag};
+use crate::policy::port::Policy;
+use crate::policy::rules::{self, Way};
+use crate::policy::spoof;
+use crate::ports::counters::{Counters, Reason};
+use crate::vring::queue::State;
+use crate::vring::ring::{Broken, Chain, Segment};
+
+/// Frames of one pass.
+pub const BATCH: usize = 32;
+/// Bytes of a frame that are copied before they are looked at: addresses, and type or tag.
+pub(crate) const PREFIX: usize = 16;
+/// Frames that are fetched ahead.
+const AHEAD: usize = 8;
+
+/// What a pass came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// Nothing to do.
+    Idle,
+    /// So many frames were taken.
+    Worked(usize),
+    /// So many frames were taken, and the next waits for its receiver.
+    Held(usize),
+    /// The sender's ring is broken; it is stopped.
+    Broken(Broken),
+}
+
+/// What became of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Done {
+    /// It ended once, counted by its receiver.
+    Taken,
+    /// It ended as often as [`Progress::ends`] says, all counted where it did.
+    Ended,
+    /// To be counted by its sender.
+    Dropped(Reason),
+    /// To be tried again.
+    Again,
+}
+
+/// What a worker needs to forward: buffers for what can't be copied directly, and a list of receivers that broke.
+#[derive(Default)]
+pub struct Forwarder {
+    pub(crate) buffers: Buffers,
+    broken: Vec<(usize, Broken)>,
+}
+
+/// All that is known during a pass.
+pub(crate) struct Sender<'a, 'w> {
+    pub view: &'a View,
+    pub src: usize,
+    pub policy: &'a Policy,
+    /// The key of its first MAC.
+    own: u64,
+    /// Only the MACs decide.
+    simple: bool,
+    /// Somebody watches what it sends.
+    watched: bool,
+    /// Which queue it is: frames of one queue go to one queue of a receiver.
+    pub flow: usize,
+    pub now: u64,
+    pub opens: Opens<'a>,
+    pub buffers: &'w mut Buffers,
+    pub broken: &'w mut Vec<(usize, Broken)>,
+    /// How far the present frame has come.
+    pub progress: Progress,
+    /// It is flooded.
+    pub flooding: bool,
+    /// A copy of it is given to a mirror.
+    pub mirroring: bool,
+    /// For whom it waits.
+    pub receiver: usize,
+    /// The frame that is to be tried again.
+    pub held: Option<Held>,
+    /// What was sent.
+    pub tally: Tally,
+}
+
+/// What a pass has sent.
+#[derive(Default)]
+pub(crate) struct Tally {
+    packets: u64,
+    bytes: u64,
+}
+
+impl Tally {
+    /// One frame that ended once.
+    #[inline(always)]
+    pub fn one(&mut self, len: u32) {
+        self.packets += 1;
+        self.bytes += u64::from(len);
+    }
+
+    /// Counts it all.
+    #[inline(always)]
+    pub fn count(&self, counters: &Counters) {
+        counters.passed(self.packets, self.bytes);
+    }
+}
+
+impl Forwarder {
+    /// Receivers whose rings were found broken since the last call, by position in the view.
+    pub fn take_broken(&mut self) -> impl Iterator<Item = (usize, Broken)> + '_ {
+        self.broken.drain(..)
+    }
+
+    /// Does one pass over transmit queue `queue` of the port at `src`, at time `now` (nanoseconds).
+    pub fn pass(&mut self, view: &View, src: usize, queue: usize, now: u64) -> Pass {
+        let Some(attached) = view.ports().get(src) else { return Pass::Idle };
+        if let Some(uplink) = &attached.uplink {
+            return crate::uplink::pass(self, view, src, uplink, now);
+        }
+        let Some(mut tx) = attached.port.tx(queue).try_lock() else { return Pass::Idle };
+        {
+            let state = &mut *tx;
+            if !state.enabled {
+                return Pass::Idle;
+            }
+            let Some(ring) = &mut state.ring else { return Pass::Idle };
+            if state.window.is_empty() {
+                let fetched = ring.fetch(&mut state.translator, &mut state.window, false, BATCH);
+                if state.window.is_empty() {
+                    return match fetched {
+                        Ok(_) => Pass::Idle,
+                        Err(why) => {
+                            state.fail(why);
+                            Pass::Broken(why)
+                        }
+                    };
+                }
+            }
+        }
+        let credits = std::mem::take(&mut tx.credits);
+        let mut sender = Sender::new(self, view, src, queue, now, credits);
+        let head = u32::from(tx.negotiated.header);
+        let (mut taken, mut waits) = (0, false);
+        for chain in tx.window.chains().iter().take(AHEAD) {
+            prefetch_front(&tx, chain, head);
+        }
+        if let Some(held) = tx.held.take() {
+            let chain = tx.window.chains()[0];
+            waits = !sender.again(&held, tx.window.segments(&chain), tx.counters());
+            taken = usize::from(!waits);
+        }
+        while let Some(&chain) = tx.window.chain(taken).filter(|_| !waits) {
+            if let Some(ahead) = tx.window.chain(taken + AHEAD) {
+                prefetch_front(&tx, ahead, head);
+            }
+            if let Some(next) = tx.window.chain(taken + 1).filter(|next| next.total > LONG) {
+                if let Some(s) = tx.window.segments(next).last() {
+                    prefetch_all(s.ptr, s.len);
+                }
+            }
+            let len = chain.total.saturating_sub(head);
+            let done = if len < ETH_HEADER as u32 {
+                Done::Dropped(Reason::Short)
+            } else if len > MAX_FRAME as u32 {
+                Done::Dropped(Reason::Oversize)
+            } else {
+                sender.frame(tx.window.segments(&chain), head, len, tx.negotiated.host)
+            };
+            if done == Done::Taken {
+                sender.tally.one(len);
+            } else if !sender.end(done, len, tx.counters()) {
+                waits = true;
+                break;
+            }
+            taken += 1;
+        }
+        let held = sender.held.take();
+        // Receivers first: a frame is never done for the sender before the receiver can see it.
+        let (credits, tally) = (sender.opens.finish(), sender.tally);
+        let state = &mut *tx;
+        state.credits = credits;
+        if waits {
+            state.held = held;
+        }
+        if taken > 0 {
+            if let Some(ring) = &mut state.ring {
+                for chain in &state.window.chains()[..taken] {
+                    ring.complete(chain, 0);
+                }
+            }
+            state.window.advance(taken);
+        }
+        tally.count(tx.counters());
+        if taken > 0 {
+            tx.publish();
+        }
+        if waits { Pass::Held(taken) } else { Pass::Worked(taken) }
+    }
+}
+
+/// Fetches what every frame is looked at for: the header, where it says anything, and the addresses, which may lie on the
+/// next line.
+#[inline(always)]
+fn prefetch_front(tx: &State, chain: &Chain, head: u32) {
+    for s in tx.window.segments(chain).iter().take(2) {
+        if tx.negotiated.host {
+            prefetch(s.ptr);
+        }
+        prefetch(s.ptr.wrapping_add(head as usize));
+    }
+}
+
+/// Destination and source of a frame, as [`Mac::key`](crate::frames::frame::Mac::key) has them.
+#[inline(always)]
+pub(crate) fn addresses(prefix: &[u8]) -> (u64, u64) {
+    let word =
+        |at: usize| prefix.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u64::from_le_bytes(*b));
+    (word(0) & 0xffff_ffff_ffff, word(4) >> 16)
+}
+
+/// Copies a virtio-net header, as far as a sender fills it in. A driver without offloads has nothing to say there
+/// (virtio 1.3 §5.1.6.2): then its line, which that driver has just written, stays where it is.
+///
+/// # Safety
+/// `at` has 10 mapped bytes.
+#[inline(always)]
+pub(crate) unsafe fn read_header(at: *const u8, host: bool) -> NetHeader {
+    if !host {
+        return NetHeader::default();
+    }
+    // SAFETY: the caller's promise.
+    let (first, last) =
+        unsafe { (at.cast::<u64>().read_unaligned(), at.add(8).cast::<u16>().read_unaligned()) };
+    NetHeader::from_words(u64::from_le(first), u16::from_le(last))
+}
+
+impl<'a, 'w> Sender<'a, 'w> {
+    /// A pass over queue `queue` of the port at `src`.
+    #[inline(always)]
+    pub fn new(
+        forwarder: &'w mut Forwarder,
+        view: &'a View,
+        src: usize,
+        queue: usize,
+        now: u64,
+        credits: Credits,
+    ) -> Self {
+        let policy = &*view.ports()[src].policy;
+        Sender {
+            view,
+            src,
+            policy,
+            own: policy.macs.first().map_or(0, |mac| mac.key()),
+            simple: view.is_simple(src),
+            watched: view.is_watched(src),
+            flow: queue,
+            now,
+            opens: Opens::new(credits),
+            buffers: &mut forwarder.buffers,
+            broken: &mut forwarder.broken,
+            progress: Progress::default(),
+            flooding: false,
+            mirroring: false,
+            receiver: 0,
+            held: None,
+            tally: Tally::default(),
+        }
+    }
+
+    /// Takes the frame of `len` bytes that lies in `segments` after a virtio-net header of `head` bytes.
+    #[inline(always)]
+    fn frame(&mut self, segments: &[Segment], head: u32, len: u32, host: bool) -> Done {
+        let (at, header_at, rest, skip) = match segments {
+            [one] if one.len >= head + PREFIX as u32 && self.simple => {
+                (one.ptr.wrapping_add(head as usize), one.ptr, one, head + PREFIX as u32)
+            }
+            [first, two] if first.len == head && two.len >= PREFIX as u32 && self.simple => {
+                (two.ptr, first.ptr, two, PREFIX as u32)
+            }
+            _ => return self.gathered(segments, head, len, host),
+        };
+        // SAFETY: the segments have that many mapped bytes.
+        let (prefix, header) =
+            unsafe { (at.cast::<[u8; PREFIX]>().read_unaligned(), read_header(header_at, host)) };
+        if !header.is_plain() {
+            return self.gathered(segments, head, len, host);
+        }
+        let (header, layers) = (NetHeader::default(), Layers::default());
+        let rest = std::slice::from_ref(rest);
+        let frame = Frame { header, layers, prefix: &prefix, rest, skip, len };
+        let done = self.plain(&frame);
+        if done == Done::Again {
+            self.keep(&frame, segments.len() - 1, VlanTag::OPEN);
+        }
+        done
+    }
+
+    /// A frame whose first bytes lie across buffers, or of which more must be looked at.
+    #[inline(never)]
+    fn gathered(&mut self, segments: &[Segment], head: u32, len: u32, host: bool) -> Done {
+        let mut first = [0u8; NET_HEADER + LOOK];
+        let want = (head + len.min(LOOK as u32)) as usize;
+        let (mut got, mut index, mut skip) = (0usize, 0usize, 0u32);
+        while got < want {
+            let Some(s) = segments.get(index) else { return Done::Dropped(Reason::Short) };
+            let n = (want - got).min((s.len - skip) as usize);
+            // SAFETY: n bytes from skip on are within the segment, and first has room for want.
+            unsafe {
+                std::ptr::copy_nonoverlapping(s.ptr.add(skip as usize), first.as_mut_ptr().add(got), n);
+            }
+            got += n;
+            skip += n as u32;
+            if skip == s.len {
+                (index, skip) = (index + 1, 0);
+            }
+        }
+        // SAFETY: first is longer than any header.
+        let header = unsafe { read_header(first.as_ptr(), host) };
+        let prefix = &first[head as usize..want];
+        let frame = Frame { header, layers: Layers::default(), prefix, rest: &segments[index..], skip, len };
+        self.described(frame, index)
+    }
+
+    /// Takes a frame of which only the MACs decide.
+    #[inline(always)]
+    fn plain(&mut self, frame: &Frame<'_>) -> Done {
+        if self.watched {
+            self.capture(frame);
+        }
+        let (_, from) = addresses(frame.prefix);
+        // Nearly always it is the port's first MAC.
+        if self.policy.check_mac && from != self.own {
+            if let Err(reason) = spoof::check_mac(self.policy, frame.prefix) {
+                return Done::Dropped(reason);
+            }
+        }
+        if self.watched {
+            self.mirror(self.src, frame);
+        }
+        self.deliver(frame, VlanTag::OPEN)
+    }
+
+    /// Shows what the port sends to whoever watches it.
+    #[cold]
+    fn capture(&self, frame: &Frame<'_>) {
+        if let Some(capture) = &self.view.ports()[self.src].capture {
+            capture.take(frame, Direction::FromGuest);
+        }
+    }
+
+    /// Takes a frame by what its headers say; its virtio-net header is as its sender wrote it. `index`: which of the
+    /// sender's segments its rest begins with.
+    pub fn described(&mut self, mut frame: Frame<'_>, index: usize) -> Done {
+        self.capture(&frame);
+        let tag = match self.admit(&mut frame) {
+            Ok(tag) => tag,
+            Err(reason) => return Done::Dropped(reason),
+        };
+        self.mirror(self.src, &frame);
+        let done = self.deliver(&frame, tag);
+        if done == Done::Again {
+            self.keep(&frame, index, tag);
+        }
+        done
+    }
+
+    /// Is the sender allowed to send this, and on which VLAN? Makes the frame's virtio-net header, and the sender pays.
+    fn admit(&mut self, frame: &mut Frame<'_>) -> Result<VlanTag, Reason> {
+        let policy = self.policy;
+        let headers = Headers::parse(frame.prefix, frame.len);
+        if policy.learn > 0 && !headers::source(frame.prefix).is_some_and(|mac| policy.macs.contains(&mac)) {
+            let (_, from) = addresses(frame.prefix);
+            learn::learn(self.view, self.src, from, self.now)?;
+        }
+        if policy.uplink && !self.view.learners().is_empty() {
+            let (_, from) = addresses(frame.prefix);
+            learn::note_outside(self.view, self.src, from, self.now);
+        }
+        spoof::check(policy, &headers, frame.prefix)?;
+        let tag = vlan::enter(policy, &headers).ok_or(Reason::Vlan)?;
+        let asked = frame.header;
+        (frame.header, frame.layers) =
+            offload::wanted(&asked, &headers, frame.prefix, frame.len).ok_or(Reason::Header)?;
+        if policy.uplink && frame.header.flags == 0 {
+            // The host's kernel may say that it has checked; a guest may not.
+            frame.header.flags = asked.flags & DATA_VALID;
+        }
+        if let Some(reason) = rules::decide(&policy.rules, Way::Out, &headers, frame.prefix).count() {
+            return Err(reason);
+        }
+        // A frame that is to be cut is as long as the segments that it asks for.
+        let longest = match frame.header.gso_type {
+            GSO_NONE => frame.len,
+            _ => frame.len.min(u32::from(frame.layers.payload) + u32::from(frame.header.gso_size)),
+        };
+        let link = ETH_HEADER as u32 + 4 * u32::from(headers.tags);
+        if policy.mtu != 0 && longest > link + u32::from(policy.mtu) {
+            return Err(Reason::Oversize);
+        }
+        let port = &self.view.ports()[self.src].port;
+        if !port.limiter.admit(&policy.rate, frame.len.into(), self.now) {
+            return Err(Reason::Rate);
+        }
+        Ok(tag)
+    }
+
+    /// Keeps a frame that was admitted and is to be tried again.
+    #[cold]
+    fn keep(&mut self, frame: &Frame<'_>, index: usize, tag: VlanTag) {
+        self.held = Some(Held::new(frame, index, tag, self.now, self.receiver));
+    }
+
+    /// Tries a frame again that was held up, in its sender's `segments`. Has it ended?
+    #[cold]
+    pub fn again(&mut self, held: &Held, segments: &[Segment], counters: &Counters) -> bool {
+        self.opens.credits.wait(held.receiver, self.now.saturating_sub(held.since), self.now);
+        self.progress = held.progress;
+        self.receiver = held.receiver;
+        let done = self.deliver(&held.frame(segments), held.tag);
+        if done == Done::Again {
+            let mut held = *held;
+            (held.since, held.receiver) = (self.now, self.receiver);
+            self.held = Some(held);
+        }
+        self.end(done, held.len(), counters)
+    }
+
+    /// Counts what became of a frame of `len` bytes. False: it is to be tried again.
+    #[cold]
+    pub fn end(&mut self, done: Done, len: u32, counters: &Counters) -> bool {
+        let ends = match done {
+            Done::Taken => self.progress.ends + 1,
+            Done::Dropped(reason) => {
+                counters.drop_one(reason);
+                self.progress.ends + 1
+            }
+            Done::Ended | Done::Again => self.progress.ends,
+        };
+        let mut progress = Progress { ends: 0, ..self.progress };
+        if ends > 0 {
+            if !progress.counted {
+                self.tally.one(len);
+            }
+            counters.copied(ends - u64::from(!progress.counted));
+            progress.counted = true;
+        }
+        self.progress = Progress::default();
+        if let Some(held) = &mut self.held {
+            held.progress = progress;
+        }
+        done != Done::Again
+    }
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A frame that was admitted and waits for its receiver. It was parsed, checked, captured and paid for, and is not again:
+//! what is tried later is what is kept here, with the rest of the bytes where the sender left them.
+
+use crate::forwarding::deliver::Frame;
+use crate::frames::frame::NetHeader;
+use crate::frames::headers::LOOK;
+use crate::frames::offload::Layers;
+use crate::frames::vlan::VlanTag;
+use crate::vring::ring::Segment;
+
+/// How far a frame has come.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Progress {
+    /// Segments that its receiver has already, where it is cut.
+    pub resume: usize,
+    /// Position of the next receiver, where it is flooded.
+    pub cursor: usize,
+    /// How often it has ended, as a packet or a drop, beyond what was counted.
+    pub ends: u64,
+    /// It has ended for one receiver and was counted as sent.
+    pub counted: bool,
+}
+
+/// A frame that waits.
+#[derive(Clone, Copy, Debug)]
+pub struct Held {
+    header: NetHeader,
+    layers: Layers,
+    prefix: [u8; LOOK],
+    prefix_len: u8,
+    /// Which of the sender's segments comes after the prefix, and from which byte on.
+    index: u16,
+    skip: u32,
+    len: u32,
+    /// Its VLAN.
+    pub tag: VlanTag,
+    /// How far it has come.
+    pub progress: Progress,
+    /// Until when its waiting was paid for (nanoseconds).
+    pub since: u64,
+    /// For whom it waits, as [`crate::forwarding::credit::Credits`] names receivers.
+    pub receiver: usize,
+}
+
+impl Held {
+    /// Keeps `frame`, whose rest begins with segment `index` of its sender's.
+    pub(crate) fn new(frame: &Frame<'_>, index: usize, tag: VlanTag, since: u64, receiver: usize) -> Self {
+        let mut prefix = [0; LOOK];
+        let n = frame.prefix.len().min(LOOK);
+        prefix[..n].copy_from_slice(&frame.prefix[..n]);
+        Self {
+            header: frame.header,
+            layers: frame.layers,
+            prefix,
+            prefix_len: n as u8,
+            index: index as u16,
+            skip: frame.skip,
+            len: frame.len,
+            tag,
+            progress: Progress::default(),
+            since,
+            receiver,
+        }
+    }
+
+    /// The frame, the rest of which is in its sender's `segments`.
+    pub(crate) fn frame<'a>(&'a self, segments: &'a [Segment]) -> Frame<'a> {
+        Frame {
+            header: self.header,
+            layers: self.layers,
+            prefix: &self.prefix[..self.prefix_len.into()],
+            rest: &segments[self.index.into()..],
+            skip: self.skip,
+            len: self.len,
+        }
+    }
+
+    /// Bytes of the frame.
+    pub(crate) fn len(&self) -> u32 {
+        self.len
+    }
+}

@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A worker: a thread that polls the transmit queues it owns while there is work, and sleeps on their eventfds when
+//! there has been none for a while. Where there are several, it notes what each queue costs ([`crate::forwarding::balance`]).
+//!
+//! Falling asleep is the usual dance: ask every driver for a kick, fence, look once more, sleep. Kicks come on
+//! edge-triggered descriptors, so a wake-up costs one system call and no read.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::event::Epoll;
+use crate::forwarding::balance::{PERIOD, WHOLE};
+use crate::forwarding::forward::{Forwarder, Pass};
+use crate::forwarding::switch::Switch;
+use crate::forwarding::view::View;
+use crate::vring::fault;
+use crate::vring::queue::Vring;
+
+/// How a worker spends its time.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// How long to go on polling after the last frame.
+    pub poll: Duration,
+    /// The processor to stay on.
+    pub cpu: Option<usize>,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self { poll: Duration::from_micros(50), cpu: None }
+    }
+}
+
+/// How often a worker with a budget pays for its time (nanoseconds).
+const PAY_EVERY: u64 = 1_000_000;
+/// Shortest time from one adoption of changes to the next (nanoseconds), and how many times its duration it is at least. A
+/// front-end may start, stop and toggle its queues as often as it likes: all other ports keep 19 of 20 parts of the time.
+const ADOPT_PAUSE: u64 = 1_000_000;
+const ADOPT_SHARE: u64 = 19;
+/// The longest rest at once, so that a switch that is told to end does.
+const REST_MAX: Duration = Duration::from_millis(50);
+
+/// A worker's own things.
+pub struct Worker {
+    switch: Arc<Switch>,
+    index: usize,
+    pace: Pace,
+    stop: Arc<AtomicBool>,
+    generation: u64,
+    /// When changes may be adopted again.
+    adopt_at: u64,
+    view: Arc<View>,
+    /// Port and transmit queue.
+    queues: Vec<(usize, usize)>,
+    /// Nanoseconds that each of them has cost since `since`; only kept where there are several workers.
+    costs: Vec<u64>,
+    since: u64,
+    /// Processor time that was paid for, and when.
+    paid: (u64, u64),
+    epoll: Epoll,
+    forwarder: Forwarder,
+    faults: usize,
+    /// Some queue has no eventfd: look at it every millisecond.
+    must_poll: bool,
+}
+
+impl Worker {
+    /// A worker with number `index` of `switch`, which runs until `stop` is set and it is woken.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn new(switch: Arc<Switch>, index: usize, pace: Pace, stop: Arc<AtomicBool>) -> io::Result<Self> {
+        Ok(Self {
+            view: switch.view(),
+            switch,
+            index,
+            pace,
+            stop,
+            generation: 0,
+            adopt_at: 0,
+            queues: Vec::new(),
+            costs: Vec::new(),
+            since: 0,
+            paid: (0, 0),
+            epoll: Epoll::new()?,
+            forwarder: Forwarder::default(),
+            faults: fault::hits(),
+            must_poll: false,
+        })
+    }
+
+    /// Works until told to stop.
+    ///
+    /// # Errors
+    /// The kernel refuses to let it wait.
+    pub fn run(mut self) -> io::Result<()> {
+        if let Some(cpu) = self.pace.cpu {
+            pin(cpu)?;
+        }
+        let several = self.switch.workers() > 1;
+        let limited = self.switch.budget().is_limited();
+        let poll = self.pace.poll.as_nanos() as u64;
+        let mut last_work = 0;
+        loop {
+            let mut now = self.switch.now();
+            if self.switch.generation() != self.generation {
+                if self.stop.load(Ordering::Acquire) {
+                    return Ok(());
+                }
+                if now >= self.adopt_at {
+                    self.adopt()?;
+                    let begun = std::mem::replace(&mut now, self.switch.now());
+                    self.adopt_at = now + ADOPT_PAUSE.max(ADOPT_SHARE * (now - begun));
+                }
+            }
+            let (mut worked, mut mark) = (false, now);
+            for i in 0..self.queues.len() {
+                let (port, queue) = self.queues[i];
+                match self.forwarder.pass(&self.view, port, queue, now) {
+                    Pass::Idle => {}
+                    Pass::Worked(_) | Pass::Held(_) => {
+                        worked = true;
+                        if several {
+                            let end = self.switch.now();
+                            self.costs[i] += end - mark;
+                            mark = end;
+                        }
+                    }
+                    Pass::Broken(why) => {
+                        stop_port(&self.view, port, &why);
+                    }
+                }
+            }
+            for (port, why) in self.forwarder.take_broken() {
+                stop_port(&self.view, port, &why);
+            }
+            if fault::hits() != self.faults {
+                self.faults = fault::hits();
+                self.stop_robbed();
+            }
+            if several && mark - self.since >= PERIOD {
+                self.balance(mark);
+            }
+            if limited && now - self.paid.1 >= PAY_EVERY {
+                self.pay(now);
+            }
+            if worked {
+                last_work = now;
+            } else if now - last_work >= poll {
+                self.sleep()?;
+                last_work = self.switch.now();
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    /// Says what its queues have cost, and gives one away if another worker has more time.
+    #[cold]
+    fn balance(&mut self, now: u64) {
+        let period = now - self.since;
+        let shares: Vec<u64> = self.costs.iter().map(|cost| cost * WHOLE / period).collect();
+        self.since = now;
+        self.costs.fill(0);
+        if let Some((at, to)) = self.switch.board().report(self.index, now, &shares) {
+            let (port, queue) = self.queues[at];
+            let port = &self.view.ports()[port].port;
+            tracing::info!(port = port.name(), queue, from = self.index, to, "queue moves to another worker");
+            port.set_home(queue, to);
+            self.switch.changed();
+        }
+    }
+
+    /// Pays for the processor time since the last time, and rests if it was too much.
+    #[cold]
+    fn pay(&mut self, now: u64) {
+        let used = thread_time();
+        let rest = self.switch.budget().pay(used - self.paid.0, now);
+        self.paid = (used, now);
+        if rest > 0 {
+            std::thread::sleep(Duration::from_nanos(rest).min(REST_MAX));
+        }
+    }
+
+    /// Stops the ports whose memory was taken away.
+    #[cold]
+    fn stop_robbed(&self) {
+        for (i, attached) in self.view.ports().iter().enumerate() {
+            let gone = |v: &Vring| v.lock().translator.memory().is_gone();
+            if attached.port.vrings().iter().any(gone) {
+                stop_port(&self.view, i, &"the front-end took its memory away");
+            }
+        }
+    }
+
+    /// Takes over what has changed: the view, which queues are ours, what wakes us.
+    fn adopt(&mut self) -> io::Result<()> {
+        self.generation = self.switch.generation();
+        self.view = self.switch.view();
+        self.queues.clear();
+        self.since = self.switch.now();
+        self.must_poll = false;
+        self.epoll = Epoll::new()?;
+        self.epoll.add(self.switch.wake(self.index).as_raw_fd(), false)?;
+        for (i, attached) in self.view.ports().iter().enumerate() {
+            for queue in 0..attached.port.pairs() {
+                if attached.port.home(queue) != self.index {
+                    continue;
+                }
+                if let Some(uplink) = &attached.uplink {
+                    self.queues.push((i, queue));
+                    self.epoll.add(uplink.fd(), true)?;
+                    continue;
+                }
+                let vring = attached.port.tx(queue).lock();
+                if !vring.is_active() {
+                    continue;
+                }
+                self.queues.push((i, queue));
+                match &vring.kick {
+                    // One that can't be waited for is looked at like none.
+                    Some(kick) if self.epoll.add(kick.as_raw_fd(), true).is_ok() => {}
+                    _ => self.must_poll = true,
+                }
+            }
+        }
+        self.switch.note_adoption(self.index, self.generation);
+        self.costs.clear();
+        self.costs.resize(self.queues.len(), 0);
+        Ok(())
+    }
+
+    /// Sleeps until a kick or a change, unless there is work after all.
+    fn sleep(&mut self) -> io::Result<()> {
+        let mut work = false;
+        for &(port, queue) in &self.queues {
+            match self.view.ports()[port].port.tx(queue).try_lock() {
+                Some(mut vring) => {
+                    let pending = !vring.window.is_empty();
+                    work |= pending || vring.ring.as_mut().is_some_and(crate::vring::ring::Ring::arm);
+                }
+                None => work = true,
+            }
+        }
+        if !work && self.switch.generation() == self.generation {
+            self.epoll.wait(if self.must_poll { 1 } else { -1 })?;
+            self.switch.wake(self.index).clear();
+        }
+        for &(port, queue) in &self.queues {
+            let port = &self.view.ports()[port].port;
+            let mut vring = port.tx(queue).lock();
+            // Looked at under the lock: a queue that has moved may be armed by its new worker already.
+            if port.home(queue) == self.index {
+                if let Some(ring) = &mut vring.ring {
+                    ring.disarm();
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Processor time that this thread has used, in nanoseconds.
+fn thread_time() -> u64 {
+    clock(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
+/// Processor time that this process has used, in nanoseconds.
+#[must_use]
+pub fn process_time() -> u64 {
+    clock(libc::CLOCK_PROCESS_CPUTIME_ID)
+}
+
+fn clock(id: libc::clockid_t) -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: time is ours; the clocks are those that every thread has.
+    unsafe { libc::clock_gettime(id, &mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Stops a port that broke the rules, and says so.
+#[cold]
+fn stop_port(view: &View, index: usize, why: &dyn std::fmt::Display) {
+    let port = &view.ports()[index].port;
+    tracing::warn!(port = port.name(), %why, "port is stopped until its front-end starts it anew");
+    port.fail();
+}
+
+/// May the calling thread run on processor `cpu`?
+///
+/// # Errors
+/// The kernel doesn't say.
+pub fn may_use(cpu: usize) -> io::Result<bool> {
+    if cpu >= libc::CPU_SETSIZE as usize {
+        return Ok(false);
+    }
+    // SAFETY: an all-zero set is valid and ours, and cpu is within it.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        if libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(libc::CPU_ISSET(cpu, &set))
+    }
+}
+
+/// Keeps the calling thread on one processor.
+///
+/// # Errors
+/// There is no such processor for us.
+pub fn pin(cpu: usize) -> io::Result<()> {
+    // SAFETY: an all-zero set is valid, and CPU_SET checks its bounds.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(cpu, &mut set);
+        if libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set) != 0 {
+            let err = io::Error::last_os_error();
+            return Err(io::Error::new(err.kind(), format!("can't run on CPU {cpu}: {err}")));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,485 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Addresses for guests that ask for one (DHCP, RFC 2131 and 2132): what a message is answered with.
+//!
+//! Each MAC has one address, which the configuration says, so there is nothing to remember: any switch that has the
+//! configuration gives the same answer. Who asks for another address is told no; who asks another server, or through a
+//! relay, gets no answer.
+
+use std::net::Ipv4Addr;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::frames::frame::Mac;
+use crate::policy::port::Vlan;
+
+/// An address of the subnet that it is in: `10.86.0.1/24`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Inside {
+    /// The address.
+    pub address: Ipv4Addr,
+    /// Bits of it that are the subnet's, 1 to 30.
+    pub prefix: u32,
+}
+
+impl Inside {
+    fn mask(self) -> u32 {
+        u32::MAX << (32 - self.prefix)
+    }
+
+    /// Is this an address of the same subnet that a guest can have?
+    #[must_use]
+    pub fn has(self, ip: Ipv4Addr) -> bool {
+        let (own, ip, mask) = (u32::from(self.address), u32::from(ip), self.mask());
+        own & mask == ip & mask && ip & !mask != 0 && ip | mask != u32::MAX
+    }
+}
+
+impl FromStr for Inside {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let bad = || format!("'{text}' is no address with its subnet; write one such as 10.86.0.1/24");
+        let (address, prefix) = text.split_once('/').ok_or_else(bad)?;
+        let (address, prefix) = (address.parse().map_err(|_| bad())?, prefix.parse().map_err(|_| bad())?);
+        let inside = Self { address, prefix };
+        if (1..=30).contains(&prefix) && inside.has(address) { Ok(inside) } else { Err(bad()) }
+    }
+}
+
+impl TryFrom<String> for Inside {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Inside> for String {
+    fn from(inside: Inside) -> Self {
+        format!("{}/{}", inside.address, inside.prefix)
+    }
+}
+
+fn hour() -> u32 {
+    3600
+}
+
+/// The service, as the configuration says it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct DhcpConfig {
+    /// The server's own address, and the subnet.
+    pub address: Inside,
+    /// The way out of the subnet.
+    #[serde(default)]
+    pub router: Option<Ipv4Addr>,
+    /// Name servers.
+    #[serde(default)]
+    pub dns: Vec<Ipv4Addr>,
+    /// The domain of the guests' names.
+    #[serde(default)]
+    pub domain: Option<String>,
+    /// Seconds for which an address is given.
+    #[serde(default = "hour")]
+    pub lease: u32,
+    /// The VLAN of those who are answered.
+    #[serde(default)]
+    pub vlan: Vlan,
+}
+
+impl DhcpConfig {
+    /// The server's MAC: a local one, made of its address.
+    #[must_use]
+    pub fn mac(&self) -> Mac {
+        let [a, b, c, d] = self.address.address.octets();
+        Mac([0x02, 0x54, a, b, c, d])
+    }
+
+    /// Is it possible?
+    ///
+    /// # Errors
+    /// What is wrong with it, and what to do.
+    pub fn check(&self) -> anyhow::Result<()> {
+        anyhow::ensure!(self.dns.len() <= 16, "dhcp: {} name servers; up to 16 are possible", self.dns.len());
+        anyhow::ensure!(self.lease >= 60, "dhcp: a lease of {} s is too short; write 60 or more", self.lease);
+        let long = self.domain.as_ref().is_some_and(|d| d.len() > 64 || !d.is_ascii());
+        anyhow::ensure!(!long, "dhcp: the domain must be of up to 64 ASCII characters");
+        Ok(())
+    }
+}
+
+/// What a guest gets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lease {
+    /// Its address.
+    pub address: Ipv4Addr,
+    /// Its name.
+    pub name: String,
+}
+
+const ETH: usize = 14;
+const IP: usize = 20;
+const UDP: usize = 8;
+/// Bytes of a BOOTP message in front of its options, the magic cookie included.
+const FIXED: usize = 240;
+const COOKIE: [u8; 4] = [0x63, 0x82, 0x53, 0x63];
+/// The shortest BOOTP message that old clients take.
+const SHORTEST: usize = 300;
+
+/// Types of messages (RFC 2132, option 53).
+mod kind {
+    pub const DISCOVER: u8 = 1;
+    pub const OFFER: u8 = 2;
+    pub const REQUEST: u8 = 3;
+    pub const ACK: u8 = 5;
+    pub const NAK: u8 = 6;
+    pub const INFORM: u8 = 8;
+}
+
+/// Numbers of options.
+mod option {
+    pub const MASK: u8 = 1;
+    pub const ROUTER: u8 = 3;
+    pub const DNS: u8 = 6;
+    pub const NAME: u8 = 12;
+    pub const DOMAIN: u8 = 15;
+    pub const BROADCAST: u8 = 28;
+    pub const REQUESTED: u8 = 50;
+    pub const LEASE: u8 = 51;
+    pub const KIND: u8 = 53;
+    pub const SERVER: u8 = 54;
+    pub const RENEW: u8 = 58;
+    pub const REBIND: u8 = 59;
+    pub const CLIENT: u8 = 61;
+    pub const END: u8 = 255;
+}
+
+/// The value of an option, the first of its number.
+fn find(mut options: &[u8], wanted: u8) -> Option<&[u8]> {
+    loop {
+        match options {
+            [0, rest @ ..] => options = rest,
+            [number, len, rest @ ..] if *number != option::END => {
+                let (value, rest) = rest.split_at_checked((*len).into())?;
+                if *number == wanted {
+                    return Some(value);
+                }
+                options = rest;
+            }
+            _ => return None,
+        }
+    }
+}
+
+fn ip(bytes: &[u8]) -> Option<Ipv4Addr> {
+    bytes.first_chunk::<4>().map(|b| Ipv4Addr::from(*b))
+}
+
+/// The answer to a frame, if it gets one: to a question for an address, or for the server's own MAC (ARP). `lease`: what
+/// the owner of a MAC gets.
+#[must_use]
+pub fn answer(config: &DhcpConfig, frame: &[u8], lease: impl Fn(Mac) -> Option<Lease>) -> Option<Vec<u8>> {
+    let from = Mac(*frame.get(6..12)?.first_chunk()?);
+    match frame.get(12..ETH)? {
+        [0x08, 0x06] => arp(config, from, &frame[ETH..]),
+        [0x08, 0x00] => dhcp(config, from, &frame[ETH..], lease),
+        _ => None,
+    }
+}
+
+fn ethernet(to: Mac, from: Mac, kind: u16, body: &[u8]) -> Vec<u8> {
+    [&to.0[..], &from.0, &kind.to_be_bytes(), body].concat()
+}
+
+/// Tells the server's MAC. The router's address is the router's, also where the server goes by it.
+fn arp(config: &DhcpConfig, from: Mac, body: &[u8]) -> Option<Vec<u8>> {
+    const QUESTION: [u8; 8] = [0, 1, 8, 0, 6, 4, 0, 1];
+    let own = config.address.address;
+    if body.first_chunk() != Some(&QUESTION) || ip(body.get(24..)?)? != own || config.router == Some(own) {
+        return None;
+    }
+    let reply = [&[0, 1, 8, 0, 6, 4, 0, 2][..], &config.mac().0, &own.octets(), &body[8..18]].concat();
+    Some(ethernet(from, config.mac(), 0x0806, &reply))
+}
+
+fn dhcp(
+    config: &DhcpConfig,
+    from: Mac,
+    packet: &[u8],
+    lease: impl Fn(Mac) -> Option<Lease>,
+) -> Option<Vec<u8>> {
+    // IPv4 of one piece, with UDP from port 68 to port 67.
+    let head = 4 * usize::from(packet.first()? & 15);
+    let total = usize::from(u16::from_be_bytes(*packet.get(2..)?.first_chunk()?));
+    let fragment = u16::from_be_bytes(*packet.get(6..)?.first_chunk()?) & 0x3fff;
+    if packet[0] >> 4 != 4 || head < IP || fragment != 0 || *packet.get(9)? != 17 {
+        return None;
+    }
+    let udp = packet.get(..total)?.get(head..)?;
+    if udp.get(..4)? != [0, 68, 0, 67] {
+        return None;
+    }
+    let len = usize::from(u16::from_be_bytes(*udp.get(4..)?.first_chunk()?));
+    let asked = udp.get(UDP..len)?;
+    let (fixed, options) = asked.split_at_checked(FIXED)?;
+    // A question over Ethernet, for itself, not through a relay.
+    let own = fixed[..3] == [1, 1, 6] && fixed[28..34] == from.0 && fixed[24..28] == [0; 4];
+    if !own || fixed[236..] != COOKIE {
+        return None;
+    }
+    let lease = lease(from)?;
+    let server = config.address.address;
+    if find(options, option::SERVER).is_some_and(|s| s != server.octets()) {
+        return None;
+    }
+    let has = ip(&fixed[12..])?;
+    let kind = match find(options, option::KIND)? {
+        [kind::DISCOVER] => kind::OFFER,
+        [kind::INFORM] => kind::ACK,
+        [kind::REQUEST] => {
+            let wanted = find(options, option::REQUESTED).and_then(ip).unwrap_or(has);
+            if wanted == lease.address { kind::ACK } else { kind::NAK }
+        }
+        _ => return None,
+    };
+    let informs = find(options, option::KIND) == Some(&[kind::INFORM]);
+    let gives = kind != kind::NAK && !informs;
+
+    let mut reply = vec![0; FIXED];
+    reply[..4].copy_from_slice(&[2, 1, 6, 0]);
+    // The number of the exchange; flags; the client's hardware address.
+    reply[4..8].copy_from_slice(&fixed[4..8]);
+    reply[10..12].copy_from_slice(&fixed[10..12]);
+    reply[28..44].copy_from_slice(&fixed[28..44]);
+    if kind != kind::NAK {
+        reply[12..16].copy_from_slice(&has.octets());
+    }
+    if gives {
+        reply[16..20].copy_from_slice(&lease.address.octets());
+    }
+    reply[236..].copy_from_slice(&COOKIE);
+    let mut say = |number: u8, value: &[u8]| {
+        if let (Ok(len), false) = (u8::try_from(value.len()), value.is_empty()) {
+            reply.extend([number, len]);
+            reply.extend(value);
+        }
+    };
+    say(option::KIND, &[kind]);
+    say(option::SERVER, &server.octets());
+    say(option::CLIENT, find(options, option::CLIENT).unwrap_or_default());
+    if gives {
+        for (number, seconds) in [
+            (option::LEASE, config.lease),
+            (option::RENEW, config.lease / 2),
+            (option::REBIND, config.lease / 8 * 7),
+        ] {
+            say(number, &seconds.to_be_bytes());
+        }
+    }
+    if kind != kind::NAK {
+        let mask = config.address.mask();
+        say(option::MASK, &mask.to_be_bytes());
+        say(option::BROADCAST, &(u32::from(lease.address) | !mask).to_be_bytes());
+        say(
+            option::ROUTER,
+            &config.router.map(|r| r.octets()).unwrap_or_default()
+                [..4 * usize::from(config.router.is_some())],
+        );
+        say(option::DNS, &config.dns.iter().flat_map(Ipv4Addr::octets).collect::<Vec<_>>());
+        say(option::DOMAIN, config.domain.as_deref().unwrap_or_default().as_bytes());
+        say(option::NAME, lease.name.as_bytes());
+    }
+    reply.push(option::END);
+    reply.resize(reply.len().max(SHORTEST), 0);
+
+    // To the address that it has; to nobody's address where it has none yet and says so, or is told no.
+    let broadcast = kind == kind::NAK || fixed[10] & 0x80 != 0;
+    let to = match (kind == kind::NAK, has.is_unspecified(), broadcast) {
+        (false, false, _) => has,
+        (_, _, true) => Ipv4Addr::BROADCAST,
+        _ => lease.address,
+    };
+    let mut packet = vec![0; IP + UDP];
+    packet[0] = 0x45;
+    packet[2..4].copy_from_slice(&((IP + UDP + reply.len()) as u16).to_be_bytes());
+    packet[8..10].copy_from_slice(&[64, 17]);
+    packet[12..16].copy_from_slice(&server.octets());
+    packet[16..20].copy_from_slice(&to.octets());
+    let check = sum(&packet[..IP], 0);
+    packet[10..12].copy_from_slice(&check);
+    packet[20..24].copy_from_slice(&[0, 67, 0, 68]);
+    packet[24..26].copy_from_slice(&((UDP + reply.len()) as u16).to_be_bytes());
+    packet.extend(reply);
+    // UDP's sum takes in the addresses, the protocol and the length.
+    let length = (packet.len() - IP) as u32;
+    let check = match sum(&packet[12..], 17 + length) {
+        [0, 0] => [0xff, 0xff],
+        check => check,
+    };
+    packet[26..28].copy_from_slice(&check);
+    Some(ethernet(from, config.mac(), 0x0800, &packet))
+}
+
+/// The Internet checksum of `bytes` and of a number before them.
+fn sum(bytes: &[u8], first: u32) -> [u8; 2] {
+    let word = |c: &[u8]| u32::from(c[0]) << 8 | u32::from(*c.get(1).unwrap_or(&0));
+    let mut s = bytes.chunks(2).map(word).sum::<u32>() + first;
+    while s > 0xffff {
+        s = (s & 0xffff) + (s >> 16);
+    }
+    (!(s as u16)).to_be_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const GUEST: Mac = Mac([0x52, 0x54, 0, 0, 0, 1]);
+    const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 86, 0, 5);
+    const SERVER: Ipv4Addr = Ipv4Addr::new(10, 86, 0, 1);
+
+    fn config() -> DhcpConfig {
+        serde_json::from_str(
+            r#"{ "address": "10.86.0.1/24", "router": "10.86.0.254", "dns": ["9.9.9.9", "1.1.1.1"], "domain": "lan" }"#,
+        )
+        .unwrap()
+    }
+
+    fn lease(mac: Mac) -> Option<Lease> {
+        (mac == GUEST).then(|| Lease { address: ADDRESS, name: "web".into() })
+    }
+
+    /// A message with these options from `from`, which has the address `has`.
+    fn message(from: Mac, has: Ipv4Addr, options: &[u8]) -> Vec<u8> {
+        let mut body = vec![0; FIXED];
+        body[..8].copy_from_slice(&[1, 1, 6, 0, 1, 2, 3, 4]);
+        body[12..16].copy_from_slice(&has.octets());
+        body[28..34].copy_from_slice(&from.0);
+        body[236..].copy_from_slice(&COOKIE);
+        body.extend(options);
+        body.push(255);
+        let mut packet = vec![0x45, 0, 0, 0, 0, 0, 0, 0, 64, 17, 0, 0];
+        packet.extend([0, 0, 0, 0, 255, 255, 255, 255, 0, 68, 0, 67, 0, 0, 0, 0]);
+        packet[24..26].copy_from_slice(&((UDP + body.len()) as u16).to_be_bytes());
+        packet.extend(body);
+        let len = (packet.len() as u16).to_be_bytes();
+        packet[2..4].copy_from_slice(&len);
+        ethernet(Mac::BROADCAST, from, 0x0800, &packet)
+    }
+
+    /// Type, address and options of an answer, whose sums are right.
+    fn read(frame: &[u8]) -> (u8, Ipv4Addr, Vec<u8>) {
+        assert_eq!((&frame[..6], &frame[6..12]), (&GUEST.0[..], &config().mac().0[..]));
+        let packet = &frame[ETH..];
+        assert_eq!(sum(&packet[..IP], 0), [0, 0], "IP's sum");
+        assert_eq!(sum(&packet[12..], 17 + (packet.len() - IP) as u32), [0, 0], "UDP's sum");
+        let body = &packet[IP + UDP..];
+        assert_eq!((&body[..8], &body[28..34]), (&[2, 1, 6, 0, 1, 2, 3, 4][..], &GUEST.0[..]));
+        assert!(body.len() >= SHORTEST);
+        (find(&body[FIXED..], 53).unwrap()[0], ip(&body[16..]).unwrap(), body[FIXED..].to_vec())
+    }
+
+    #[test]
+    fn a_guest_is_offered_its_address_and_gets_it_with_what_belongs_to_it() {
+        let none = Ipv4Addr::UNSPECIFIED;
+        let offer = answer(&config(), &message(GUEST, none, &[53, 1, 1, 61, 3, 1, 2, 3]), lease).unwrap();
+        let (kind, address, options) = read(&offer);
+        assert_eq!((kind, address), (2, ADDRESS));
+        for (number, value) in [
+            (54, &SERVER.octets()[..]),
+            (51, &3600u32.to_be_bytes()),
+            (1, &[255, 255, 255, 0]),
+            (28, &[10, 86, 0, 255]),
+            (3, &[10, 86, 0, 254]),
+            (6, &[9, 9, 9, 9, 1, 1, 1, 1]),
+            (15, b"lan"),
+            (12, b"web"),
+            (61, &[1, 2, 3]),
+        ] {
+            assert_eq!(find(&options, number), Some(value), "option {number}");
+        }
+        let wants = [&[53, 1, 3, 54, 4][..], &SERVER.octets(), &[50, 4], &ADDRESS.octets()].concat();
+        let (kind, address, _) = read(&answer(&config(), &message(GUEST, none, &wants), lease).unwrap());
+        assert_eq!((kind, address), (5, ADDRESS));
+        // A renewal, from the address that it has.
+        let renewed = answer(&config(), &message(GUEST, ADDRESS, &[53, 1, 3]), lease).unwrap();
+        assert_eq!((read(&renewed).0, &renewed[30..34]), (5, &ADDRESS.octets()[..]));
+        // Who has set its address itself is only told the rest.
+        let (kind, address, options) =
+            read(&answer(&config(), &message(GUEST, ADDRESS, &[53, 1, 8]), lease).unwrap());
+        assert_eq!((kind, address, find(&options, 51)), (5, none, None));
+    }
+
+    #[test]
+    fn another_address_is_refused_and_others_get_no_answer() {
+        let none = Ipv4Addr::UNSPECIFIED;
+        let wrong = [53, 1, 3, 50, 4, 10, 86, 0, 6];
+        let (kind, address, options) =
+            read(&answer(&config(), &message(GUEST, none, &wrong), lease).unwrap());
+        assert_eq!((kind, address, find(&options, 51)), (6, none, None));
+        let silent = |frame: &[u8]| assert_eq!(answer(&config(), frame, lease), None);
+        // An unknown guest; another server's client; a release; a relay; somebody for another.
+        silent(&message(Mac([2, 0, 0, 0, 0, 9]), none, &[53, 1, 1]));
+        silent(&message(GUEST, none, &[53, 1, 3, 54, 4, 10, 86, 0, 9]));
+        silent(&message(GUEST, none, &[53, 1, 7]));
+        for at in [24, 28] {
+            let mut other = message(GUEST, none, &[53, 1, 1]);
+            other[ETH + IP + UDP + at] ^= 1;
+            silent(&other);
+        }
+    }
+
+    #[test]
+    fn the_servers_mac_is_told_unless_its_address_is_the_routers() {
+        let body =
+            [&[0, 1, 8, 0, 6, 4, 0, 1][..], &GUEST.0, &ADDRESS.octets(), &[0; 6], &SERVER.octets()].concat();
+        let question = ethernet(Mac::BROADCAST, GUEST, 0x0806, &body);
+        let told = answer(&config(), &question, lease).unwrap();
+        assert_eq!(
+            (&told[..6], &told[20..22], &told[22..28]),
+            (&GUEST.0[..], &[0, 2][..], &config().mac().0[..])
+        );
+        assert_eq!(
+            (&told[28..32], &told[32..38], &told[38..]),
+            (&SERVER.octets()[..], &GUEST.0[..], &ADDRESS.octets()[..])
+        );
+        let router = DhcpConfig { router: Some(SERVER), ..config() };
+        assert_eq!(answer(&router, &question, lease), None);
+    }
+
+    #[test]
+    fn an_address_lies_within_its_subnet() {
+        let own: Inside = "10.86.0.1/24".parse().unwrap();
+        assert!(own.has(ADDRESS));
+        for outside in ["10.86.1.5", "10.86.0.0", "10.86.0.255"] {
+            assert!(!own.has(outside.parse().unwrap()), "{outside}");
+        }
+        for text in ["10.86.0.1", "10.86.0.0/24", "10.86.0.1/31", "10.86.0.1/0", "10.86.0.255/24", "x/24"] {
+            assert!(text.parse::<Inside>().unwrap_err().contains("such as 10.86.0.1/24"), "{text}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_frame_is_too_broken_to_be_looked_at(
+            bytes in proptest::collection::vec(any::<u8>(), 0..700),
+            cut in 0usize..400,
+            options in proptest::collection::vec(any::<u8>(), 0..60),
+            at in 0usize..340,
+            value in any::<u8>(),
+        ) {
+            let _any = answer(&config(), &bytes, |_| lease(GUEST));
+            let mut near = message(GUEST, Ipv4Addr::UNSPECIFIED, &options);
+            let cut = cut.min(near.len());
+            let _cut = answer(&config(), &near[..cut], lease);
+            let at = at.min(near.len() - 1);
+            near[at] = value;
+            if let Some(reply) = answer(&config(), &near, lease) {
+                prop_assert!(reply.len() < 1514);
+            }
+        }
+    }
+}

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a port may send and receive: [`port`] the policy of a port, [`spoof`] false senders, [`rules`] by addresses and
+//! ports, [`limit`] rates, [`dhcp`] addresses for guests that ask for one.
+
+pub mod dhcp;
+pub mod limit;
+pub mod port;
+pub mod rules;
+pub mod spoof;

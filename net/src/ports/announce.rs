@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The announcement after a migration (SEND_RARP): a guest that can't do it itself (VIRTIO_NET_F_GUEST_ANNOUNCE) has
+//! come from another host, and the network's switches must learn where it is now.
+//!
+//! The frame is the guest's own in all but its origin: it passes the port's policy, leaves on the port's VLAN and is
+//! counted as sent.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::forwarding::credit::Credits;
+use crate::forwarding::deliver::Frame;
+use crate::forwarding::forward::{Forwarder, Sender};
+use crate::forwarding::switch::Switch;
+use crate::frames::frame::{Mac, NetHeader};
+use crate::frames::offload::Layers;
+use crate::ports::port::Port;
+use crate::vring::ring::Segment;
+
+/// Bytes of the shortest Ethernet frame, without its checksum.
+const SHORTEST: usize = 60;
+/// Until a receiver's lock is free.
+const PAUSE: Duration = Duration::from_micros(50);
+
+/// A RARP request of `mac` for its own address (RFC 903), to everybody.
+fn request(mac: Mac) -> [u8; SHORTEST] {
+    let mut frame = [0; SHORTEST];
+    frame[..6].copy_from_slice(&Mac::BROADCAST.0);
+    frame[6..12].copy_from_slice(&mac.0);
+    // RARP; Ethernet and IPv4 with their lengths; the request.
+    frame[12..22].copy_from_slice(&[0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);
+    frame[22..28].copy_from_slice(&mac.0);
+    frame[32..38].copy_from_slice(&mac.0);
+    frame
+}
+
+/// Sends an announcement of `mac` from `port` to all who may have it.
+///
+/// # Errors
+/// The MAC is not one of the port's, or the port is no more.
+pub fn announce(switch: &Switch, port: &Arc<Port>, mac: Mac) -> Result<(), String> {
+    let view = switch.view();
+    let at = view.ports().iter().position(|a| Arc::ptr_eq(&a.port, port));
+    let src = at.ok_or("the port was removed")?;
+    if !view.ports()[src].policy.macs.contains(&mac) {
+        return Err(format!("announcement of {mac}, which is not the port's"));
+    }
+    let frame = request(mac);
+    let rest = [Segment { ptr: frame.as_ptr().cast_mut(), len: SHORTEST as u32 }];
+    let mut forwarder = Forwarder::default();
+    let (mut credits, mut held) = (Credits::default(), None);
+    loop {
+        {
+            // The queue's lock makes its counters ours.
+            let counted = port.tx(0).lock();
+            let mut sender = Sender::new(&mut forwarder, &view, src, 0, switch.now(), credits);
+            let done = match held.take() {
+                Some(held) => sender.again(&held, &rest, counted.counters()),
+                None => {
+                    let (header, layers, len) = (NetHeader::default(), Layers::default(), SHORTEST as u32);
+                    let frame = Frame { header, layers, prefix: &frame, rest: &rest, skip: len, len };
+                    let done = sender.described(frame, 0);
+                    sender.end(done, len, counted.counters())
+                }
+            };
+            held = sender.held.take();
+            credits = sender.opens.finish();
+            sender.tally.count(counted.counters());
+            if done {
+                break;
+            }
+        }
+        // A receiver is busy: it is tried again, until the time that it has for this sender is over.
+        std::thread::sleep(PAUSE);
+    }
+    for (broken, why) in forwarder.take_broken() {
+        tracing::warn!(port = view.ports()[broken].port.name(), %why, "port is stopped until its front-end starts it anew");
+        view.ports()[broken].port.fail();
+    }
+    Ok(())
+}

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A port's socket: the switch listens on it (server), or its keeper connects to it (client), one connection at a time,
+//! again and again. One thread per port, which sleeps in the kernel unless the front-end has something to say.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
+
+use crate::control::link::Link;
+use crate::forwarding::switch::Switch;
+use crate::frames::frame::Mac;
+use crate::ports::port::Port;
+use crate::ports::protocol::Session;
+
+/// Who makes the connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// The switch listens (QEMU's default, libvirt's `mode='client'`).
+    #[default]
+    Server,
+    /// The front-end listens (QEMU's `server=on`, libvirt's `mode='server'`).
+    Client,
+}
+
+/// Where the connections of a port come from.
+pub struct Endpoint(Source);
+
+enum Source {
+    /// The switch listens.
+    Listener(UnixListener),
+    /// The keeper connects, for a byte, and sends the connection.
+    Dialer(UnixStream),
+}
+
+/// How long to wait for another try: to connect, or for descriptors that others give back.
+pub(crate) const RETRY: Duration = Duration::from_millis(200);
+
+/// Listens at `path`. A socket that a dead server left is replaced.
+///
+/// # Errors
+/// The path is in use, or something else than a socket, or not ours to make.
+pub fn listen(path: &Path) -> io::Result<UnixListener> {
+    let named = |err: io::Error| io::Error::new(err.kind(), format!("{}: {err}", path.display()));
+    if let Ok(meta) = path.symlink_metadata() {
+        if !meta.file_type().is_socket() {
+            let err = io::Error::new(io::ErrorKind::AlreadyExists, "exists and is no socket");
+            return Err(named(err));
+        }
+        if UnixStream::connect(path).is_ok() {
+            let text = "another server listens there; stop it or choose another path";
+            return Err(named(io::Error::new(io::ErrorKind::AddrInUse, text)));
+        }
+        std::fs::remove_file(path).map_err(named)?;
+    }
+    UnixListener::bind(path).map_err(named)
+}
+
+impl Endpoint {
+    /// The endpoint of a port of this role, of which the keeper has made `source`.
+    #[must_use]
+    pub fn over(role: Role, source: OwnedFd) -> Self {
+        Self(match role {
+            Role::Server => Source::Listener(source.into()),
+            Role::Client => Source::Dialer(source.into()),
+        })
+    }
+
+    /// The next connection.
+    fn next(&self) -> io::Result<UnixStream> {
+        match &self.0 {
+            Source::Listener(listener) => listener.accept().map(|(stream, _)| stream),
+            Source::Dialer(channel) => {
+                (&*channel).write_all(&[0])?;
+                match Link::over(channel.try_clone()?.into()).receive::<()>()? {
+                    Some(((), Some(stream))) => Ok(stream.into()),
+                    _ => Err(io::ErrorKind::UnexpectedEof.into()),
+                }
+            }
+        }
+    }
+
+    /// Serves one front-end after the other until `stop` is [`Stop::now`].
+    pub fn serve(&self, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64, stop: &Stop) {
+        while !stop.is_set() {
+            let Ok(stream) = self.next() else {
+                std::thread::park_timeout(RETRY);
+                continue;
+            };
+            if !stop.watch(&stream) {
+                return;
+            }
+            tracing::info!(port = port.name(), "front-end connected");
+            port.connected.store(true, Ordering::Relaxed);
+            let why = converse(stream, switch, port, offered);
+            port.connected.store(false, Ordering::Relaxed);
+            tracing::info!(port = port.name(), %why, "front-end gone");
+            stop.forget();
+            if matches!(self.0, Source::Dialer(_)) {
+                std::thread::park_timeout(RETRY);
+            }
+        }
+    }
+
+    /// What ends [`Endpoint::serve`].
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn stop(&self) -> io::Result<Stop> {
+        let source = match &self.0 {
+            Source::Listener(listener) => listener.as_fd(),
+            Source::Dialer(channel) => channel.as_fd(),
+        };
+        let source = source.try_clone_to_owned()?;
+        Ok(Stop { set: AtomicBool::new(false), source, stream: Mutex::default() })
+    }
+}
+
+/// Ends a port's thread wherever it waits: for a connection, or for a front-end that has sent a part of a message or
+/// doesn't take its answer.
+#[derive(Debug)]
+pub struct Stop {
+    set: AtomicBool,
+    /// Where connections come from.
+    source: OwnedFd,
+    /// The connection that is served.
+    stream: Mutex<Option<UnixStream>>,
+}
+
+impl Stop {
+    /// Ends the connection, and lets no other begin.
+    pub fn now(&self) {
+        self.set.store(true, Ordering::Release);
+        interrupt(&self.source);
+        if let Some(stream) = &*self.stream.lock().unwrap_or_else(PoisonError::into_inner) {
+            // The front-end may have gone.
+            let _gone = stream.shutdown(std::net::Shutdown::Both);
+        }
+    }
+
+    fn is_set(&self) -> bool {
+        self.set.load(Ordering::Acquire)
+    }
+
+    /// Takes note of the connection that is served from now on. False: none is to be served.
+    fn watch(&self, stream: &UnixStream) -> bool {
+        let mut watched = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok(own) = stream.try_clone() else { return false };
+        *watched = Some(own);
+        // Whoever stops sets the flag before it looks for a connection.
+        !self.is_set()
+    }
+
+    fn forget(&self) {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
+/// Ends the wait for a connection at a socket, also where its path leads to it no more.
+pub(crate) fn interrupt(socket: &impl AsFd) {
+    // One that is shut down already is as good.
+    let _ended = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
+}
+
+/// Answers one front-end until it goes or breaks the protocol; says why it ended.
+fn converse(stream: UnixStream, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64) -> Error {
+    let session = Arc::new(Mutex::new(Session::new(switch.clone(), port.clone(), offered)));
+    let own = match stream.try_clone() {
+        Ok(own) => own,
+        Err(err) => return Error::SocketError(err),
+    };
+    let mut handler = BackendReqHandler::from_stream(stream, session.clone());
+    loop {
+        let mut poll = libc::pollfd { fd: own.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd of our own.
+        unsafe { libc::poll(&mut poll, 1, -1) };
+        match own_message(&own, &session) {
+            Ok(true) => continue,
+            Ok(false) => {}
+            Err(why) => return why,
+        }
+        match handler.handle_request() {
+            Ok(()) => {}
+            Err(Error::SocketRetry(_)) => {}
+            Err(why) => return why,
+        }
+    }
+}
+
+/// Answers what the `vhost` crate (0.14) does not: a SET_VRING_ENABLE that comes before SET_FEATURES, as QEMU sends it as
+/// soon as the protocol features are agreed upon, and SEND_RARP. True: there was one of them.
+fn own_message(stream: &UnixStream, session: &Mutex<Session>) -> Result<bool, Error> {
+    const SET_VRING_ENABLE: u32 = 18;
+    const SEND_RARP: u32 = 19;
+    const NEED_REPLY: u32 = 8;
+    const REPLY: u32 = 5;
+    let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
+    // Three words of header, two of body.
+    let mut bytes = [0u8; 20];
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+    // SAFETY: our own buffer, as long as said.
+    let n = unsafe { libc::recv(stream.as_raw_fd(), bytes.as_mut_ptr().cast(), bytes.len(), flags) };
+    let word =
+        |b: &[u8; 20], i: usize| u32::from_ne_bytes([b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3]]);
+    let request = word(&bytes, 0);
+    let ours = request == SEND_RARP || request == SET_VRING_ENABLE && !session.has_features();
+    if n != 20 || !ours || word(&bytes, 2) != 8 {
+        return Ok(false);
+    }
+    (&*stream).read_exact(&mut bytes).map_err(Error::SocketError)?;
+    match request {
+        // The MAC as it lies in memory.
+        SEND_RARP => {
+            session.send_rarp(Mac([bytes[12], bytes[13], bytes[14], bytes[15], bytes[16], bytes[17]]))?
+        }
+        _ => session.set_vring_enable(word(&bytes, 3), word(&bytes, 4) != 0)?,
+    }
+    if word(&bytes, 1) & NEED_REPLY != 0 {
+        let mut reply = bytes;
+        reply[4..8].copy_from_slice(&REPLY.to_ne_bytes());
+        reply[12..].fill(0);
+        (&*stream).write_all(&reply).map_err(Error::SocketError)?;
+    }
+    Ok(true)
+}

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A port: a name and its vrings. Receive and transmit are the guest's words: it receives from vring 0, 2, 4, …
+//! (we write) and transmits on 1, 3, 5, … (we read).
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+
+use crate::forwarding::learn::Learned;
+use crate::policy::limit::Limiter;
+use crate::ports::counters::Counts;
+use crate::vring::queue::Vring;
+
+/// Most queue pairs of a port.
+pub const MAX_PAIRS: usize = 16;
+
+/// A port of the switch.
+pub struct Port {
+    name: String,
+    vrings: Box<[Vring]>,
+    /// Bit n: receive queue n is started and enabled.
+    active_rx: AtomicU32,
+    /// Which worker carries what the guest sends, by queue.
+    homes: Box<[AtomicUsize]>,
+    /// What the port has used of its rates.
+    pub limiter: Limiter,
+    /// What others have used of what it may be sent.
+    pub receive_limiter: Limiter,
+    /// Addresses that it uses beyond its own, where it may.
+    pub learned: Learned,
+    /// A front-end is connected.
+    pub connected: AtomicBool,
+}
+
+impl Port {
+    /// A port with room for `pairs` queue pairs (1 to [`MAX_PAIRS`]).
+    #[must_use]
+    pub fn new(name: &str, pairs: usize) -> Self {
+        let pairs = pairs.clamp(1, MAX_PAIRS);
+        Self {
+            name: name.into(),
+            vrings: (0..2 * pairs).map(|_| Vring::default()).collect(),
+            active_rx: AtomicU32::new(0),
+            homes: (0..pairs).map(|_| AtomicUsize::new(0)).collect(),
+            limiter: Limiter::default(),
+            receive_limiter: Limiter::default(),
+            learned: Learned::default(),
+            connected: AtomicBool::new(false),
+        }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// All vrings, in the protocol's order.
+    #[must_use]
+    pub fn vrings(&self) -> &[Vring] {
+        &self.vrings
+    }
+
+    /// Queue pairs that there is room for.
+    #[inline(always)]
+    #[must_use]
+    pub fn pairs(&self) -> usize {
+        self.vrings.len() / 2
+    }
+
+    /// The vring that the guest receives from, for any number (taken modulo the number of queues).
+    #[inline(always)]
+    #[must_use]
+    pub fn rx(&self, queue: usize) -> &Vring {
+        &self.vrings[2 * (queue % self.pairs())]
+    }
+
+    /// The vring that the guest transmits on, for any number (taken modulo the number of queues).
+    #[inline(always)]
+    #[must_use]
+    pub fn tx(&self, queue: usize) -> &Vring {
+        &self.vrings[2 * (queue % self.pairs()) + 1]
+    }
+
+    /// The worker that carries transmit queue `queue`.
+    #[must_use]
+    pub fn home(&self, queue: usize) -> usize {
+        self.homes[queue % self.pairs()].load(Ordering::Relaxed)
+    }
+
+    /// Gives transmit queue `queue` to a worker, which takes it over at the switch's next change.
+    pub fn set_home(&self, queue: usize, worker: usize) {
+        self.homes[queue % self.pairs()].store(worker, Ordering::Relaxed);
+    }
+
+    /// Looks which receive queues are active; to be called after each change.
+    pub fn note_active(&self) {
+        let mut mask = 0;
+        for (i, vring) in self.vrings.iter().step_by(2).enumerate() {
+            if vring.lock().is_active() {
+                mask |= 1 << i;
+            }
+        }
+        self.active_rx.store(mask, Ordering::Release);
+    }
+
+    /// Stops all queues, one of them having been found broken. The caller holds none of their locks.
+    pub fn fail(&self) {
+        for vring in &self.vrings {
+            let mut vring = vring.lock();
+            if vring.ring.is_some() {
+                vring.stop();
+                vring.tell_error();
+            }
+        }
+        self.active_rx.store(0, Ordering::Release);
+    }
+
+    /// An active receive queue, the same for the same `flow`. None: the port is down.
+    #[inline(always)]
+    #[must_use]
+    pub fn active_rx(&self, flow: usize) -> Option<usize> {
+        let mut mask = self.active_rx.load(Ordering::Relaxed);
+        if mask == 0 {
+            return None;
+        }
+        for _ in 0..flow % mask.count_ones() as usize {
+            mask &= mask - 1;
+        }
+        Some(mask.trailing_zeros() as usize)
+    }
+
+    /// What the guest has received (and what was lost on the way in), over all queues.
+    #[must_use]
+    pub fn received(&self) -> Counts {
+        self.sum(0)
+    }
+
+    /// What the guest has sent, over all queues.
+    #[must_use]
+    pub fn sent(&self) -> Counts {
+        self.sum(1)
+    }
+
+    fn sum(&self, parity: usize) -> Counts {
+        let mut sum = Counts::default();
+        for vring in self.vrings.iter().skip(parity).step_by(2) {
+            sum += vring.counters.read();
+        }
+        sum
+    }
+}

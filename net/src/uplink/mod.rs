@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What is behind a port that isn't a guest: a TAP device, an interface (AF_PACKET) or passt. One system call per
+//! frame, on descriptors that don't block; the frame goes from the guest's buffers to the kernel without a copy of
+//! ours, and large frames as large frames where the kernel takes them.
+
+pub mod packet;
+pub mod passt;
+pub mod service;
+pub mod tap;
+
+use std::io;
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::Mutex;
+
+use serde::{Deserialize, Serialize};
+
+use crate::control::config::Way;
+use crate::forwarding::credit::Credits;
+use crate::forwarding::deliver::Frame;
+use crate::forwarding::fallback::{finish, takes};
+use crate::forwarding::forward::{BATCH, Done, Forwarder, Pass, Sender};
+use crate::forwarding::held::Held;
+use crate::forwarding::opens;
+use crate::forwarding::view::View;
+use crate::frames::frame::{ETH_HEADER, MAX_FRAME, NET_HEADER, NetHeader};
+use crate::frames::headers::LOOK;
+use crate::frames::offload::Layers;
+use crate::ports::counters::Reason;
+use crate::vring::queue::Negotiated;
+use crate::vring::ring::Segment;
+
+/// Most pieces of one frame that are given to the kernel; a frame of more is put together first.
+const PIECES: usize = 64;
+
+/// A way out.
+pub trait Link: Send + Sync {
+    /// Bytes of virtio-net header before each frame (0, 10 or 12).
+    fn header(&self) -> usize;
+
+    /// What the other end can finish.
+    fn offloads(&self) -> Negotiated;
+
+    /// Sends a frame that lies in `pieces` (its header, as far as there is one, first).
+    ///
+    /// # Errors
+    /// `WouldBlock`: no room at present. Others: the frame is lost.
+    fn send(&self, pieces: &[libc::iovec]) -> io::Result<()>;
+
+    /// Receives a frame (its header, as far as there is one, first); its length.
+    ///
+    /// # Errors
+    /// `WouldBlock`: there is none.
+    fn receive(&self, buffer: &mut [u8]) -> io::Result<usize>;
+
+    /// What to wait for.
+    fn fd(&self) -> RawFd;
+}
+
+/// What an opened way out is, besides its descriptor.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub enum Opened {
+    /// A TAP device.
+    Tap(tap::Offloads),
+    /// A packet socket.
+    Packet,
+    /// A connection to passt.
+    Passt,
+}
+
+impl Opened {
+    /// Opens a way out.
+    ///
+    /// # Errors
+    /// With what it is and what to do.
+    pub fn open(way: &Way) -> io::Result<(Self, OwnedFd)> {
+        Ok(match way {
+            Way::Tap(name) => {
+                let (offloads, fd) = tap::Tap::open(name)?;
+                (Self::Tap(offloads), fd)
+            }
+            Way::Interface(name) => (Self::Packet, packet::Packet::open(name)?),
+            Way::Passt(path) => (Self::Passt, passt::Passt::connect(path)?),
+            Way::User(program) => (Self::Passt, passt::Passt::start(program)?),
+        })
+    }
+
+    /// The link over what was opened.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn link(self, fd: OwnedFd) -> io::Result<Box<dyn Link>> {
+        Ok(match self {
+            Self::Tap(offloads) => Box::new(tap::Tap::over(offloads, fd)),
+            Self::Packet => Box::new(packet::Packet::over(fd)),
+            Self::Passt => Box::new(passt::Passt::over(fd)?),
+        })
+    }
+}
+
+/// A frame that came in and is not forwarded yet.
+struct Inbox {
+    buffer: Box<[u8]>,
+    len: usize,
+    held: Option<Held>,
+    credits: Credits,
+}
+
+/// An uplink.
+pub struct Uplink {
+    link: Box<dyn Link>,
+    inbox: Mutex<Inbox>,
+}
+
+impl Uplink {
+    /// An uplink over `link`.
+    #[must_use]
+    pub fn new(link: Box<dyn Link>) -> Self {
+        let buffer = vec![0; NET_HEADER + MAX_FRAME].into_boxed_slice();
+        Self { link, inbox: Mutex::new(Inbox { buffer, len: 0, held: None, credits: Credits::default() }) }
+    }
+
+    /// What to wait for.
+    #[must_use]
+    pub fn fd(&self) -> RawFd {
+        self.link.fd()
+    }
+}
+
+/// Sends one frame as it is.
+fn send(link: &dyn Link, frame: &Frame<'_>) -> io::Result<()> {
+    let header = frame.header.bytes(0);
+    let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+    let mut pieces = [empty; PIECES + 2];
+    let mut n = 0;
+    let mut add = |ptr: *const u8, len: usize| {
+        if len > 0 {
+            pieces[n] = libc::iovec { iov_base: ptr.cast_mut().cast(), iov_len: len };
+            n += 1;
+        }
+    };
+    add(header.as_ptr(), link.header());
+    add(frame.prefix.as_ptr(), frame.prefix.len());
+    let mut skip = frame.skip;
+    for s in frame.rest {
+        add(s.ptr.wrapping_add(skip as usize), (s.len - skip) as usize);
+        skip = 0;
+    }
+    link.send(&pieces[..n])
+}
+
+/// Hands a frame to the uplink at `dest`.
+#[inline(never)]
+pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) -> Done {
+    let attached = &sender.view.ports()[dest];
+    let Some(uplink) = &attached.uplink else { return Done::Dropped(Reason::Down) };
+    // The queue's lock is that of the way out, and makes its counters ours.
+    let Some(guard) = attached.port.rx(0).try_lock() else { return sender.wait(dest, Reason::Busy) };
+    let counters = guard.counters();
+    let link = &*uplink.link;
+    let mut full = false;
+    let key = opens::key(sender.view, dest);
+    let credits = &mut sender.opens.credits;
+    let mut give = |piece: &Frame<'_>| match send(link, piece) {
+        Ok(()) => {
+            counters.passed(1, piece.len.into());
+            if !credits.are_whole() {
+                credits.earn(key, 1, piece.len.into());
+            }
+            Done::Taken
+        }
+        Err(err) if err.kind() == io::ErrorKind::WouldBlock => {
+            full = true;
+            Done::Again
+        }
+        Err(_) => {
+            counters.drop_one(Reason::Uplink);
+            Done::Taken
+        }
+    };
+    let simple = frame.header.is_plain() || takes(&link.offloads(), &frame.header);
+    let done = if simple && frame.rest.len() <= PIECES {
+        give(frame)
+    } else if simple {
+        let mut whole = vec![0; frame.len as usize];
+        if crate::forwarding::fallback::gather(frame, &mut whole).is_none() {
+            return Done::Dropped(Reason::Oversize);
+        }
+        let rest = [Segment { ptr: whole.as_mut_ptr(), len: frame.len }];
+        let skip = frame.prefix.len() as u32;
+        give(&Frame { rest: &rest, skip, ..*frame })
+    } else {
+        finish(sender.buffers, &mut sender.progress, frame, give)
+    };
+    match done {
+        Done::Again if full && sender.flooding => Done::Dropped(Reason::Uplink),
+        Done::Again => sender.wait(dest, Reason::Uplink),
+        done => done,
+    }
+}
+
+/// Takes up to a batch of frames from an uplink and forwards them.
+pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &Uplink, now: u64) -> Pass {
+    let Ok(mut inbox) = uplink.inbox.try_lock() else { return Pass::Idle };
+    let attached = &view.ports()[src];
+    let counted = attached.port.tx(0);
+    let Some(_counting) = counted.try_lock() else { return Pass::Idle };
+    let link = &*uplink.link;
+    let head = link.header();
+    let inbox = &mut *inbox;
+    let mut taken = 0;
+    let credits = std::mem::take(&mut inbox.credits);
+    let mut sender = Sender::new(forwarder, view, src, 0, now, credits);
+    while taken < BATCH {
+        if inbox.len == 0 {
+            match link.receive(&mut inbox.buffer) {
+                Ok(len) => inbox.len = len,
+                Err(_) => break,
+            }
+        }
+        let frame = &inbox.buffer[..inbox.len];
+        let rest = [Segment { ptr: frame.as_ptr().cast_mut(), len: frame.len() as u32 }];
+        sender.flow = flow_of(frame.get(head..).unwrap_or_default());
+        let len = frame.len().saturating_sub(head);
+        let ended = if let Some(held) = inbox.held.take() {
+            sender.again(&held, &rest, &counted.counters)
+        } else {
+            let done = if len < ETH_HEADER {
+                Done::Dropped(Reason::Short)
+            } else {
+                let header = match frame.first_chunk::<NET_HEADER>() {
+                    Some(h) if head > 0 => NetHeader::parse(h),
+                    _ => NetHeader::default(),
+                };
+                let split = head + len.min(LOOK);
+                let (prefix, skip) = (&frame[head..split], split as u32);
+                let layers = Layers::default();
+                sender.described(Frame { header, layers, prefix, rest: &rest, skip, len: len as u32 }, 0)
+            };
+            sender.end(done, len as u32, &counted.counters)
+        };
+        if !ended {
+            break;
+        }
+        inbox.len = 0;
+        taken += 1;
+    }
+    inbox.held = sender.held.take();
+    inbox.credits = sender.opens.finish();
+    sender.tally.count(&counted.counters);
+    match (inbox.held.is_some(), taken) {
+        (true, n) => Pass::Held(n),
+        (false, 0) => Pass::Idle,
+        (false, n) => Pass::Worked(n),
+    }
+}
+
+/// A number that is the same for all frames of one connection: addresses and ports of IPv4 and IPv6, or the MACs.
+fn flow_of(frame: &[u8]) -> usize {
+    let (at, len) = match frame.get(12..14) {
+        Some([0x08, 0x00]) => (26, 12),
+        Some([0x86, 0xdd]) => (22, 36),
+        _ => (0, 12),
+    };
+    let mut hash = 0u32;
+    for word in frame.get(at..at + len).unwrap_or_default().chunks(4) {
+        let word = word.iter().fold(0u32, |w, b| w << 8 | u32::from(*b));
+        hash = (hash ^ word).wrapping_mul(0x9e37_79b1).rotate_left(7);
+    }
+    hash as usize
+}

@@ -1,0 +1,367 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Guest memory: what a front-end shared, mapped here, and the way from a guest-physical address to it.
+//!
+//! A [`GuestMemory`] is an immutable, sorted table of [`Region`]s; a change makes a new table that shares the
+//! mappings that stay. Each vring looks addresses up through its own [`Translator`], which remembers the region
+//! that it hit last, so that the usual case is one subtraction and one comparison.
+//!
+//! Only files that are memory themselves are mapped: those of tmpfs (a memfd, a file in `/dev/shm`) and of hugetlbfs. A
+//! page of any other file comes from somewhere (a disk, a server, a FUSE process), and a worker that touches it waits
+//! for that as long as it takes, with all other ports. A region of such a file is known and never translated.
+//!
+//! Files are mapped only from `mmap_offset` on and only as far as the region says, after a check that the file is
+//! that long. Whoever can write to the file may still shrink it: QEMU seals its memfds against that, a file in
+//! `/dev/shm` can't be sealed. An access beyond its new end is caught by [`crate::vring::fault`], and the port is stopped.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use crate::vring::fault;
+
+/// Most regions that one port may have (the protocol's GET_MAX_MEM_SLOTS answer).
+pub const MAX_REGIONS: usize = 509;
+
+/// What was wrong with a region that a front-end wanted to share.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// The file is shorter than the region says.
+    #[error(
+        "memory region of {size:#x} bytes at offset {offset:#x} reaches beyond its file of {file:#x} bytes"
+    )]
+    BeyondFile {
+        /// Bytes in the region.
+        size: u64,
+        /// Where in the file it starts.
+        offset: u64,
+        /// Bytes in the file.
+        file: u64,
+    },
+    /// Two regions overlap in guest-physical or in front-end virtual addresses.
+    #[error("memory region at guest address {gpa:#x} overlaps another one")]
+    Overlap {
+        /// Start of the region.
+        gpa: u64,
+    },
+    /// Empty, or wraps around the address space.
+    #[error("memory region at guest address {gpa:#x} of {size:#x} bytes is empty or wraps around")]
+    Shape {
+        /// Start of the region.
+        gpa: u64,
+        /// Bytes in the region.
+        size: u64,
+    },
+    /// More regions than [`MAX_REGIONS`].
+    #[error("more than {MAX_REGIONS} memory regions")]
+    TooMany,
+    /// A region to be removed isn't there.
+    #[error("no memory region at guest address {gpa:#x} of {size:#x} bytes to remove")]
+    Absent {
+        /// Start of the region.
+        gpa: u64,
+        /// Bytes in the region.
+        size: u64,
+    },
+    /// The file is no memory, or can't be written.
+    #[error("memory region at guest address {gpa:#x} is {why}")]
+    NotMemory {
+        /// Start of the region.
+        gpa: u64,
+        /// What it is.
+        why: &'static str,
+    },
+    /// The kernel refused the mapping.
+    #[error("memory region can't be mapped: {0}")]
+    Map(#[from] io::Error),
+}
+
+/// One mapping, unmapped when the last region that uses it goes.
+struct Mapping {
+    base: *mut u8,
+    len: usize,
+    watch: Option<fault::Watch>,
+}
+
+// SAFETY: the mapping is plain shared memory; all access goes through raw pointers whose users (vrings) are
+// serialized by their own locks, and the kernel's unmap is done once, by the last owner.
+unsafe impl Send for Mapping {}
+// SAFETY: see Send.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // The watch ends first: a late fault must not be taken for ours once the range is someone else's.
+        self.watch = None;
+        // SAFETY: base and len are what mmap returned, and nobody else unmaps them.
+        unsafe { libc::munmap(self.base.cast(), self.len) };
+    }
+}
+
+/// A piece of guest memory.
+#[derive(Clone)]
+pub struct Region {
+    /// Guest-physical address of the first byte.
+    pub gpa: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Address of the first byte in the front-end's process (ring addresses come in these).
+    pub user: u64,
+    /// Address of the first byte here; null where there is no mapping.
+    host: *mut u8,
+    /// None: the file is no memory.
+    map: Option<Arc<Mapping>>,
+}
+
+// SAFETY: a region is a description; see Mapping.
+unsafe impl Send for Region {}
+// SAFETY: see Send.
+unsafe impl Sync for Region {}
+
+impl std::fmt::Debug for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:#x}+{:#x} (user {:#x})", self.gpa, self.size, self.user)
+    }
+}
+
+impl Region {
+    /// Maps `size` bytes of `file` from `offset` on as guest memory at `gpa`.
+    ///
+    /// # Errors
+    /// The region is empty or wraps, the file is too short or no memory, or the kernel refuses.
+    pub fn map(file: &File, gpa: u64, size: u64, user: u64, offset: u64) -> Result<Self, MemoryError> {
+        let shape = MemoryError::Shape { gpa, size };
+        let (Some(_), Some(_), Some(end)) =
+            (gpa.checked_add(size), user.checked_add(size), offset.checked_add(size))
+        else {
+            return Err(shape);
+        };
+        if size == 0 || size > isize::MAX as u64 / 2 {
+            return Err(shape);
+        }
+        if !is_memory(file) {
+            return Err(MemoryError::NotMemory { gpa, why: "a file that is no memory" });
+        }
+        // SAFETY: an all-zero stat is a valid value to be filled in.
+        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+        // SAFETY: the descriptor is open and stat is ours.
+        if unsafe { libc::fstat(file.as_raw_fd(), &mut stat) } != 0 {
+            return Err(io::Error::last_os_error().into());
+        }
+        let file_len = stat.st_size as u64;
+        if end > file_len {
+            return Err(MemoryError::BeyondFile { size, offset, file: file_len });
+        }
+        // hugetlbfs wants offset and length in its own page size, which is what st_blksize says there.
+        let page = (stat.st_blksize as u64).max(4096);
+        if !page.is_power_of_two() {
+            return Err(shape);
+        }
+        let start = offset & !(page - 1);
+        let len = (end - start).checked_next_multiple_of(page).ok_or(shape)? as usize;
+        // SAFETY: a fresh shared mapping at an address of the kernel's choice.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_NORESERVE,
+                file.as_raw_fd(),
+                start as libc::off_t,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            let err = io::Error::last_os_error();
+            return Err(match err.kind() {
+                io::ErrorKind::PermissionDenied => {
+                    MemoryError::NotMemory { gpa, why: "memory that can only be read" }
+                }
+                _ => err.into(),
+            });
+        }
+        // SAFETY: our own mapping; failure only makes core dumps larger.
+        unsafe { libc::madvise(base, len, libc::MADV_DONTDUMP) };
+        let base = base.cast::<u8>();
+        let watch = Some(fault::watch(base as usize, len)?);
+        // SAFETY: offset - start < page <= len.
+        let host = unsafe { base.add((offset - start) as usize) };
+        Ok(Self { gpa, size, user, host, map: Some(Arc::new(Mapping { base, len, watch })) })
+    }
+
+    /// The same for a region that a VMM shares besides its guest's RAM: if its file is no memory, or can only be read,
+    /// the region is known but leads nowhere. Such are zones in files on a disk, and zones that the guest only reads.
+    ///
+    /// # Errors
+    /// As for [`Region::map`] otherwise.
+    pub fn map_or_leave_out(
+        file: &File,
+        gpa: u64,
+        size: u64,
+        user: u64,
+        offset: u64,
+    ) -> Result<Self, MemoryError> {
+        match Self::map(file, gpa, size, user, offset) {
+            Err(why @ MemoryError::NotMemory { .. }) => {
+                tracing::warn!(
+                    "{why}; it is left out: a guest that sends from there or receives there is stopped"
+                );
+                Ok(Self { gpa, size, user, host: std::ptr::null_mut(), map: None })
+            }
+            other => other,
+        }
+    }
+
+    /// Did the file behind this region shrink, so that zero pages were put in its place?
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.map.as_ref().and_then(|map| map.watch.as_ref()).is_some_and(fault::Watch::is_hit)
+    }
+}
+
+/// Are the pages of `file` the kernel's own memory: a file of tmpfs or hugetlbfs, as memfds are? Only those have seals. To
+/// ask for them is no call to the file's file system, which may be a front-end's own and never answer (fstatfs, fstat).
+fn is_memory(file: &File) -> bool {
+    // SAFETY: asks for a number.
+    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
+}
+
+/// All memory of one guest, sorted by guest-physical address.
+#[derive(Clone, Debug, Default)]
+pub struct GuestMemory {
+    regions: Vec<Region>,
+}
+
+impl GuestMemory {
+    /// A table of `regions`.
+    ///
+    /// # Errors
+    /// They overlap, or there are too many.
+    pub fn new(mut regions: Vec<Region>) -> Result<Self, MemoryError> {
+        if regions.len() > MAX_REGIONS {
+            return Err(MemoryError::TooMany);
+        }
+        regions.sort_by_key(|r| r.user);
+        for pair in regions.windows(2) {
+            if pair[0].user + pair[0].size > pair[1].user {
+                return Err(MemoryError::Overlap { gpa: pair[1].gpa });
+            }
+        }
+        regions.sort_by_key(|r| r.gpa);
+        for pair in regions.windows(2) {
+            if pair[0].gpa + pair[0].size > pair[1].gpa {
+                return Err(MemoryError::Overlap { gpa: pair[1].gpa });
+            }
+        }
+        Ok(Self { regions })
+    }
+
+    /// This table with one more region.
+    ///
+    /// # Errors
+    /// It overlaps another, or there are too many.
+    pub fn with(&self, region: Region) -> Result<Self, MemoryError> {
+        let mut regions = self.regions.clone();
+        regions.push(region);
+        Self::new(regions)
+    }
+
+    /// This table without the region of exactly that place and size.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn without(&self, gpa: u64, size: u64, user: u64) -> Result<Self, MemoryError> {
+        let mut regions = self.regions.clone();
+        let at = regions
+            .iter()
+            .position(|r| r.gpa == gpa && r.size == size && r.user == user)
+            .ok_or(MemoryError::Absent { gpa, size })?;
+        regions.remove(at);
+        Ok(Self { regions })
+    }
+
+    /// The regions, by guest-physical address.
+    #[must_use]
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// The region that holds `gpa`.
+    fn find(&self, gpa: u64) -> Option<&Region> {
+        let after = self.regions.partition_point(|r| r.gpa <= gpa);
+        let region = self.regions.get(after.checked_sub(1)?)?;
+        (gpa - region.gpa < region.size && region.map.is_some()).then_some(region)
+    }
+
+    /// Where `len` bytes at the front-end's address `user` lie here; they must lie in one region.
+    #[must_use]
+    pub fn at_user(&self, user: u64, len: u64) -> Option<*mut u8> {
+        let mut mapped = self.regions.iter().filter(|r| r.map.is_some());
+        let region = mapped.find(|r| user.checked_sub(r.user).is_some_and(|off| off < r.size))?;
+        let off = user - region.user;
+        // SAFETY: off + len lies within the region, which is mapped.
+        (len <= region.size - off).then(|| unsafe { region.host.add(off as usize) })
+    }
+
+    /// The guest-physical address of a byte that a translation led to.
+    #[must_use]
+    pub fn gpa_of(&self, host: *const u8) -> Option<u64> {
+        let host = host as u64;
+        self.regions.iter().filter(|r| r.map.is_some()).find_map(|r| {
+            let off = host.checked_sub(r.host as u64)?;
+            (off < r.size).then(|| r.gpa + off)
+        })
+    }
+
+    /// Did the front-end take memory away from under us?
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.regions.iter().any(Region::is_gone)
+    }
+}
+
+/// A vring's way from guest-physical addresses to bytes: the table and the region hit last.
+pub struct Translator {
+    mem: Arc<GuestMemory>,
+    gpa: u64,
+    size: u64,
+    host: *mut u8,
+}
+
+// SAFETY: the pointer belongs to a mapping that `mem` keeps alive; see Mapping.
+unsafe impl Send for Translator {}
+
+impl Translator {
+    /// A translator over `mem`.
+    #[must_use]
+    pub fn new(mem: Arc<GuestMemory>) -> Self {
+        Self { mem, gpa: 0, size: 0, host: std::ptr::null_mut() }
+    }
+
+    /// The memory behind it.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<GuestMemory> {
+        &self.mem
+    }
+
+    /// Where `gpa` lies here, and how many of the `len` bytes wanted from there on are in one piece (at least one,
+    /// unless `len` is 0). None: not in the guest's memory.
+    #[inline(always)]
+    pub fn at(&mut self, gpa: u64, len: u32) -> Option<(*mut u8, u32)> {
+        let off = gpa.wrapping_sub(self.gpa);
+        if off < self.size && u64::from(len) <= self.size - off {
+            // SAFETY: off < size, within the mapping.
+            return Some((unsafe { self.host.add(off as usize) }, len));
+        }
+        self.at_slow(gpa, len)
+    }
+
+    #[cold]
+    fn at_slow(&mut self, gpa: u64, len: u32) -> Option<(*mut u8, u32)> {
+        let region = self.mem.find(gpa)?;
+        (self.gpa, self.size, self.host) = (region.gpa, region.size, region.host);
+        let off = gpa - region.gpa;
+        let piece = u64::from(len).min(region.size - off) as u32;
+        // SAFETY: find made sure that off < size.
+        Some((unsafe { region.host.add(off as usize) }, piece))
+    }
+}

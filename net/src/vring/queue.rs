@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A vring: a queue of a port with all that belongs to it, behind a lock that is tried once per batch.
+//!
+//! Workers only ever try the lock ([`Vring::try_lock`]) and do something else if they don't get it. The port's control
+//! thread waits for it ([`Vring::lock`]), for at most as long as a batch takes. Nobody waits for one lock while holding
+//! another, so there is no deadlock. While the lock is held nothing else touches the ring, the window or the memory
+//! that its translator keeps alive: stopping a ring or changing memory is taking the lock and changing it.
+
+use std::cell::UnsafeCell;
+use std::fs::File;
+use std::io::Write;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::forwarding::credit::Credits;
+use crate::forwarding::held::Held;
+use crate::ports::counters::Counters;
+use crate::vring::dirty::DirtyLog;
+use crate::vring::memory::{GuestMemory, Translator};
+use crate::vring::ring::{Broken, PackedRing, Ring, RingAddress, RingError, RingFeatures, SplitRing, Window};
+
+/// What was negotiated, as far as the data path needs it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Negotiated {
+    /// VIRTIO_F_RING_PACKED.
+    pub packed: bool,
+    /// For the ring.
+    pub ring: RingFeatures,
+    /// Bytes of the virtio-net header: 12, or 10 for a legacy driver without mergeable buffers.
+    pub header: u8,
+    /// VIRTIO_NET_F_MRG_RXBUF.
+    pub mergeable: bool,
+    /// Any of VIRTIO_NET_F_CSUM and VIRTIO_NET_F_HOST_*: the driver fills in the headers of what it sends.
+    pub host: bool,
+    /// VIRTIO_NET_F_GUEST_CSUM: the driver takes frames with partial checksums.
+    pub csum: bool,
+    /// VIRTIO_NET_F_GUEST_TSO4.
+    pub tso4: bool,
+    /// VIRTIO_NET_F_GUEST_TSO6.
+    pub tso6: bool,
+    /// VIRTIO_NET_F_GUEST_ECN.
+    pub ecn: bool,
+    /// VIRTIO_NET_F_GUEST_USO4 and 6.
+    pub uso: bool,
+}
+
+/// The parts of a vring that its lock protects.
+pub struct State {
+    /// The ring, while it is started.
+    pub ring: Option<Ring>,
+    /// SET_VRING_ENABLE.
+    pub enabled: bool,
+    /// Chains fetched and not completed.
+    pub window: Window,
+    /// Way to the guest's memory.
+    pub translator: Translator,
+    /// What was negotiated.
+    pub negotiated: Negotiated,
+    /// Entries, as SET_VRING_NUM says.
+    pub size: u16,
+    /// Where the areas are.
+    pub address: RingAddress,
+    /// Base as SET_VRING_BASE says.
+    pub base: u32,
+    /// The base at which we stopped the ring ourselves.
+    pub known_base: Option<u32>,
+    /// Where to send interrupts.
+    pub call: Option<File>,
+    /// Where kicks come from.
+    pub kick: Option<Arc<File>>,
+    /// Where to tell of errors.
+    pub err: Option<File>,
+    /// Pages to be marked as written, during migration.
+    pub log: Option<Arc<DirtyLog>>,
+    /// Log address of the used ring, where the front-end wants that logged.
+    pub log_used: Option<u64>,
+    /// Where the place in a packed ring is kept for a successor.
+    pub inflight: Option<crate::vring::inflight::Queue>,
+    /// Why the ring was stopped by us.
+    pub broken: Option<Broken>,
+    /// The first fetched frame, admitted, if it waits for its receiver.
+    pub held: Option<Held>,
+    /// How long it may.
+    pub credits: Credits,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self {
+            ring: None,
+            enabled: false,
+            window: Window::default(),
+            translator: Translator::new(Arc::new(GuestMemory::default())),
+            negotiated: Negotiated::default(),
+            size: 0,
+            address: RingAddress::default(),
+            base: 0,
+            known_base: None,
+            call: None,
+            kick: None,
+            err: None,
+            log: None,
+            log_used: None,
+            inflight: None,
+            broken: None,
+            held: None,
+            credits: Credits::default(),
+        }
+    }
+}
+
+impl State {
+    /// May frames go through?
+    #[inline(always)]
+    #[must_use]
+    pub fn is_active(&self) -> bool {
+        self.enabled && self.ring.is_some()
+    }
+
+    /// Starts the ring where the front-end says that it is.
+    ///
+    /// # Errors
+    /// As [`SplitRing::new`] and [`PackedRing::new`].
+    pub fn start(&mut self) -> Result<(), RingError> {
+        self.stop();
+        let (mem, at, n) = (self.translator.memory(), self.address, self.negotiated);
+        let mut ring = if n.packed {
+            let left = self.inflight.as_ref().and_then(crate::vring::inflight::Queue::places_left);
+            Ring::Packed(match left {
+                Some(places) => PackedRing::resume(mem, at, self.size, places, n.ring)?,
+                None if self.known_base == Some(self.base) => {
+                    PackedRing::new(mem, at, self.size, self.base, n.ring)?
+                }
+                None => PackedRing::told(mem, at, self.size, self.base, n.ring)?,
+            })
+        } else {
+            Ring::Split(SplitRing::new(mem, at, self.size, self.base as u16, n.ring)?)
+        };
+        ring.disarm();
+        self.base = ring.base();
+        self.broken = None;
+        self.ring = Some(ring);
+        Ok(())
+    }
+
+    /// Stops the ring; what was fetched and not completed counts as not fetched. Returns the base for a successor.
+    pub fn stop(&mut self) -> u32 {
+        self.window.clear();
+        self.held = None;
+        if let Some(mut ring) = self.ring.take() {
+            ring.rewind();
+            self.base = ring.base();
+            self.known_base = Some(self.base);
+        }
+        self.base
+    }
+
+    /// Puts other memory under the ring, which goes on where it was, if it is still mapped there.
+    ///
+    /// # Errors
+    /// The ring isn't in the new memory; it is stopped.
+    pub fn set_memory(&mut self, mem: Arc<GuestMemory>) -> Result<(), RingError> {
+        let running = self.ring.is_some();
+        self.stop();
+        self.translator = Translator::new(mem);
+        if running { self.start() } else { Ok(()) }
+    }
+
+    /// Stops a ring for good (until the front-end starts it anew) and tells the front-end.
+    #[cold]
+    pub fn fail(&mut self, why: Broken) {
+        self.stop();
+        self.broken = Some(why);
+        self.tell_error();
+    }
+
+    /// Tells the front-end that the ring was stopped.
+    pub fn tell_error(&mut self) {
+        if let Some(err) = &mut self.err {
+            // Nobody has to listen.
+            let _unheard = err.write(&1u64.to_ne_bytes());
+        }
+    }
+
+    /// Makes completed chains visible and interrupts the driver if it wants that.
+    #[inline(always)]
+    pub fn publish(&mut self, counters: &Counters) {
+        let Some(ring) = &mut self.ring else { return };
+        if self.log.is_some() || self.inflight.is_some() {
+            return self.publish_slow(counters);
+        }
+        if ring.publish() && ring.should_signal() {
+            self.signal(counters);
+        }
+    }
+
+    #[cold]
+    fn publish_slow(&mut self, counters: &Counters) {
+        let Some(ring) = &mut self.ring else { return };
+        let base = ring.base();
+        if base == self.base {
+            return;
+        }
+        if let Some(inflight) = &self.inflight {
+            inflight.begin((self.base >> 16) as u16, (base >> 16) as u16);
+        }
+        ring.publish();
+        if let Some(inflight) = &self.inflight {
+            inflight.end((base >> 16) as u16);
+        }
+        if let (Some(log), Some(at)) = (&self.log, self.log_used) {
+            let mem = self.translator.memory();
+            let used = mem.at_user(self.address.used, 1).map_or(0, |p| p as usize);
+            let packed = self.negotiated.packed;
+            ring.written_since(self.base, |ptr, len| {
+                // Of a split ring the front-end gives the used area's log address, a packed ring is all in memory.
+                let gpa = if packed { mem.gpa_of(ptr) } else { Some(at + (ptr as usize - used) as u64) };
+                if let Some(gpa) = gpa {
+                    log.mark(gpa, len as u64);
+                }
+            });
+        }
+        self.base = base;
+        if ring.should_signal() {
+            self.signal(counters);
+        }
+    }
+
+    #[inline(never)]
+    fn signal(&mut self, counters: &Counters) {
+        if let Some(call) = &mut self.call {
+            // The descriptor doesn't block; a counter at its limit has woken the other side already.
+            let _full = call.write(&1u64.to_ne_bytes());
+            counters.signalled();
+        }
+    }
+}
+
+/// A vring.
+pub struct Vring {
+    busy: AtomicBool,
+    state: UnsafeCell<State>,
+    /// What went through. Written under the lock, read by anybody.
+    pub counters: Counters,
+}
+
+// SAFETY: state is only reached through a Guard, of which there is one at a time.
+unsafe impl Sync for Vring {}
+
+impl Default for Vring {
+    fn default() -> Self {
+        Self {
+            busy: AtomicBool::new(false),
+            state: UnsafeCell::new(State::default()),
+            counters: Counters::default(),
+        }
+    }
+}
+
+impl Vring {
+    /// The lock, if it is free.
+    #[inline(always)]
+    pub fn try_lock(&self) -> Option<Guard<'_>> {
+        // A look first keeps the line shared while another holds it.
+        if self.busy.load(Ordering::Relaxed) || self.busy.swap(true, Ordering::Acquire) {
+            return None;
+        }
+        Some(Guard(self))
+    }
+
+    /// The lock, after at most a batch's time. For control threads.
+    pub fn lock(&self) -> Guard<'_> {
+        loop {
+            if let Some(guard) = self.try_lock() {
+                return guard;
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// The right to use a vring's state.
+pub struct Guard<'a>(&'a Vring);
+
+impl Guard<'_> {
+    /// The vring's counters.
+    #[inline(always)]
+    #[must_use]
+    pub fn counters(&self) -> &Counters {
+        &self.0.counters
+    }
+
+    /// [`State::publish`] with the vring's counters.
+    #[inline(always)]
+    pub fn publish(&mut self) {
+        // SAFETY: we hold the lock; counters and state are different fields.
+        unsafe { (*self.0.state.get()).publish(&self.0.counters) };
+    }
+}
+
+impl Deref for Guard<'_> {
+    type Target = State;
+
+    #[inline(always)]
+    fn deref(&self) -> &State {
+        // SAFETY: the guard is the only one.
+        unsafe { &*self.0.state.get() }
+    }
+}
+
+impl DerefMut for Guard<'_> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut State {
+        // SAFETY: the guard is the only one.
+        unsafe { &mut *self.0.state.get() }
+    }
+}
+
+impl Drop for Guard<'_> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        self.0.busy.store(false, Ordering::Release);
+    }
+}

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Chains fetched and not yet completed, in order, with their buffers translated.
+
+use super::{Broken, MAX_CHAIN};
+use crate::vring::memory::Translator;
+
+/// Most chains in a window.
+pub const WINDOW: usize = 64;
+const SEGMENTS: usize = 2 * MAX_CHAIN;
+
+/// Bytes of guest memory in one piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// The first byte, in this process.
+    pub ptr: *mut u8,
+    /// Bytes.
+    pub len: u32,
+}
+
+/// A fetched chain.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Chain {
+    /// Head index (split) or buffer id (packed).
+    pub id: u16,
+    /// Ring entries that it takes (packed; 1 for split).
+    pub entries: u16,
+    /// First of its segments in the window.
+    pub first: u16,
+    /// Segments.
+    pub count: u16,
+    /// Bytes in all segments.
+    pub total: u32,
+}
+
+/// A queue of fetched chains.
+#[derive(Debug)]
+pub struct Window {
+    chains: Box<[Chain; WINDOW]>,
+    start: usize,
+    end: usize,
+    segments: Box<[Segment]>,
+    used_segments: usize,
+    /// Of the chain being built.
+    open: Chain,
+}
+
+// SAFETY: the pointers are addresses in guest mappings that the owner's Translator keeps alive; the window itself is
+// used by one thread at a time, under its vring's lock.
+unsafe impl Send for Window {}
+
+impl Default for Window {
+    fn default() -> Self {
+        Self {
+            chains: Box::new([Chain::default(); WINDOW]),
+            start: 0,
+            end: 0,
+            segments: vec![Segment { ptr: std::ptr::null_mut(), len: 0 }; SEGMENTS].into_boxed_slice(),
+            used_segments: 0,
+            open: Chain::default(),
+        }
+    }
+}
+
+impl Window {
+    /// Fetched chains, oldest first.
+    #[inline(always)]
+    #[must_use]
+    pub fn chains(&self) -> &[Chain] {
+        &self.chains[self.start..self.end]
+    }
+
+    /// The `i`-th oldest chain.
+    #[inline(always)]
+    #[must_use]
+    pub fn chain(&self, i: usize) -> Option<&Chain> {
+        self.chains[..self.end].get(self.start + i)
+    }
+
+    /// Number of chains.
+    #[inline(always)]
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// No chain?
+    #[inline(always)]
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.start == self.end
+    }
+
+    /// A chain's buffers.
+    #[inline(always)]
+    #[must_use]
+    pub fn segments(&self, chain: &Chain) -> &[Segment] {
+        &self.segments[chain.first as usize..][..chain.count as usize]
+    }
+
+    /// Takes the `n` oldest chains out.
+    #[inline(always)]
+    pub fn advance(&mut self, n: usize) {
+        self.start = (self.start + n).min(self.end);
+        if self.start == self.end {
+            self.clear();
+        }
+    }
+
+    /// Takes all out.
+    #[inline(always)]
+    pub fn clear(&mut self) {
+        self.start = 0;
+        self.end = 0;
+        self.used_segments = 0;
+    }
+
+    /// Makes room for `wanted` chains as far as possible, and says how many fit.
+    #[inline(always)]
+    pub(super) fn room(&mut self, wanted: usize) -> usize {
+        if self.start > 0 && WINDOW - self.end < wanted {
+            self.compact();
+        }
+        (WINDOW - self.end).min(wanted)
+    }
+
+    #[cold]
+    fn compact(&mut self) {
+        let base = self.chains[self.start].first;
+        self.segments.copy_within(usize::from(base)..self.used_segments, 0);
+        self.used_segments -= usize::from(base);
+        self.chains.copy_within(self.start..self.end, 0);
+        self.end -= self.start;
+        self.start = 0;
+        for chain in &mut self.chains[..self.end] {
+            chain.first -= base;
+        }
+    }
+
+    /// Begins a chain.
+    #[inline(always)]
+    pub(super) fn begin(&mut self) {
+        self.open = Chain { first: self.used_segments as u16, ..Chain::default() };
+    }
+
+    /// Adds a buffer to the chain that was begun. `Ok(false)`: no room at present, fetch it again later.
+    #[inline(always)]
+    pub(super) fn push(&mut self, tr: &mut Translator, gpa: u64, len: u32) -> Result<bool, Broken> {
+        if let Some((ptr, piece)) = tr.at(gpa, len) {
+            if piece == len && self.used_segments < SEGMENTS {
+                let Some(total) = self.open.total.checked_add(len) else { return Err(Broken::TooLong) };
+                self.open.total = total;
+                self.segments[self.used_segments] = Segment { ptr, len };
+                self.used_segments += 1;
+                self.open.count += 1;
+                return Ok(true);
+            }
+        }
+        self.push_slow(tr, gpa, len)
+    }
+
+    /// A buffer in several pieces, or a full window.
+    #[cold]
+    fn push_slow(&mut self, tr: &mut Translator, gpa: u64, len: u32) -> Result<bool, Broken> {
+        let (mut at, mut rest) = (gpa, len);
+        while rest > 0 {
+            let Some((ptr, piece)) = tr.at(at, rest) else { return Err(Broken::Address { gpa, len }) };
+            if self.used_segments == SEGMENTS {
+                // Alone in the window and still too long, or just no room now?
+                return if self.is_empty() { Err(Broken::TooLong) } else { Ok(false) };
+            }
+            self.segments[self.used_segments] = Segment { ptr, len: piece };
+            self.used_segments += 1;
+            self.open.count += 1;
+            let Some(total) = self.open.total.checked_add(piece) else { return Err(Broken::TooLong) };
+            self.open.total = total;
+            rest -= piece;
+            if rest > 0 {
+                at = at.checked_add(u64::from(piece)).ok_or(Broken::Address { gpa, len })?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Ends the chain that was begun.
+    #[inline(always)]
+    pub(super) fn commit(&mut self, id: u16, entries: u16) {
+        self.chains[self.end] = Chain { id, entries, ..self.open };
+        self.end += 1;
+    }
+
+    /// Drops the chain that was begun.
+    #[cold]
+    pub(super) fn abandon(&mut self) {
+        self.used_segments = usize::from(self.open.first);
+    }
+}

@@ -1,0 +1,381 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The commands' side of the control socket: find or start the supervisor, show progress, pass streams through.
+
+use std::collections::BTreeMap;
+use std::io::{IsTerminal, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use anyhow::Context;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use rustix::termios::{OptionalActions, Termios};
+
+use tombolo_zone::door::Found;
+
+use crate::compose::Project;
+use crate::project::control::{Event, Feed, Request, Stage, Status};
+use crate::project::peer::{self, Peer};
+use crate::project::session;
+use crate::project::state::StateDir;
+
+/// Times that a start is tried when other commands start or end the same project at the same moment.
+const TRIES: u32 = 50;
+/// Bytes of input sent at once.
+const CHUNK: usize = 256 << 10;
+/// Ends an interactive console: Ctrl-].
+const ESCAPE: u8 = 0x1d;
+
+/// Connects to the project's supervisor and starts it if none lives.
+///
+/// # Errors
+/// When it can't be started.
+pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> {
+    let dir = StateDir::of(project)?;
+    for _ in 0..TRIES {
+        if let Some(peer) = peer::ask(project, request)? {
+            return Ok(peer);
+        }
+        if let Some(mut peer) = spawn(project, &dir)? {
+            peer.send(request)?;
+            return Ok(peer);
+        }
+        // Two that begin at the same moment give way to each other; the next time they don't meet.
+        std::thread::sleep(Duration::from_millis(50 + u64::from(std::process::id() % 97)));
+    }
+    anyhow::bail!(
+        "the supervisor of the project '{}' neither lives nor dies; see {}",
+        project.name,
+        dir.path().display()
+    )
+}
+
+/// Starts a supervisor; `None` when another one was faster.
+fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+    let theirs = OwnedFd::from(theirs);
+    let number = theirs.as_raw_fd();
+    let mut command = crate::child::own_program();
+    command.args(["supervise", "--dir"]).arg(dir.path()).arg("--control").arg(number.to_string());
+    command.arg("--file").arg(&project.file);
+    command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    // SAFETY: between fork and exec only async-signal-safe system calls are made (setsid, fcntl), nothing allocates.
+    unsafe {
+        command.pre_exec(move || {
+            rustix::process::setsid()?;
+            let fd = rustix::fd::BorrowedFd::borrow_raw(number);
+            rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
+            Ok(())
+        });
+    }
+    drop(command.spawn().context("the supervisor can't be started")?);
+    drop(theirs);
+    let mut peer = Peer::new(ours);
+    match peer.receive::<Event>()? {
+        Some(Event::Note { .. }) => Ok(Some(peer)),
+        Some(Event::Taken) => Ok(None),
+        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+        Some(other) => anyhow::bail!("the supervisor began with {other:?}"),
+        None => anyhow::bail!("the supervisor ended before it said anything"),
+    }
+}
+
+/// Asks the project's supervisor, which must live.
+///
+/// # Errors
+/// When the project is not up.
+pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
+    peer::ask(project, request)?.with_context(|| {
+        format!(
+            "the project '{}' ({}) is not up; start it with 'tombolo up'",
+            project.name,
+            project.file.display()
+        )
+    })
+}
+
+/// The answer to [`Request::Ps`], which has been asked.
+///
+/// # Errors
+/// When there is none.
+pub fn status(mut peer: Peer) -> anyhow::Result<Status> {
+    match peer.receive::<Event>()? {
+        Some(Event::Status(status)) => Ok(*status),
+        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+        other => anyhow::bail!("the supervisor answered {other:?}"),
+    }
+}
+
+/// The status of a project whose supervisor was found; `None`: it has ended.
+///
+/// # Errors
+/// When it does not answer.
+pub fn status_of(found: &Found) -> anyhow::Result<Option<Status>> {
+    peer::ask_found(found, &Request::Ps)?.map(status).transpose()
+}
+
+/// Shows what happens to the VMs: bars on a terminal, lines elsewhere.
+pub struct Progress {
+    bars: Option<(MultiProgress, BTreeMap<String, ProgressBar>)>,
+    quiet: bool,
+}
+
+impl Progress {
+    /// For a person, or silent (`quiet`) for a script that reads JSON.
+    pub fn new(quiet: bool) -> Progress {
+        let bars =
+            (!quiet && std::io::stderr().is_terminal()).then(|| (MultiProgress::new(), BTreeMap::new()));
+        Progress { bars, quiet }
+    }
+
+    fn stage(&mut self, vm: &str, stage: Stage, detail: &str) {
+        let (text, finished) = match stage {
+            Stage::Starting => ("starting", false),
+            Stage::Booting => ("booting", false),
+            Stage::Preparing => ("preparing", false),
+            Stage::Up => ("up", true),
+            Stage::AlreadyUp => ("already running", true),
+            Stage::Stopping => ("stopping", false),
+            Stage::Stopped => ("stopped", true),
+            Stage::Failed => ("failed", true),
+        };
+        let message = if detail.is_empty() { text.to_owned() } else { format!("{text} ({detail})") };
+        if self.quiet {
+            return;
+        }
+        let Some((all, bars)) = &mut self.bars else {
+            eprintln!("{vm}: {message}");
+            return;
+        };
+        let bar = bars.entry(vm.to_owned()).or_insert_with(|| {
+            let bar = all.add(ProgressBar::new_spinner());
+            let style = ProgressStyle::with_template("{spinner:.cyan} {prefix:.bold} {msg} {elapsed:.dim}");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
+            bar.set_prefix(vm.to_owned());
+            bar.enable_steady_tick(Duration::from_millis(120));
+            bar
+        });
+        if finished {
+            bar.finish_with_message(message);
+        } else {
+            bar.set_message(message);
+        }
+    }
+
+    fn note(&self, text: &str) {
+        match &self.bars {
+            _ if self.quiet => {}
+            Some((all, _)) => drop(all.println(text)),
+            None => eprintln!("{text}"),
+        }
+    }
+}
+
+/// How a request ended.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Done.
+    Done,
+    /// The user pressed Ctrl-C; everything has been taken back.
+    Interrupted,
+    /// The user did not wait for the end; the supervisor goes on.
+    Left,
+}
+
+/// What Ctrl-C, SIGTERM and SIGHUP do to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnInterrupt {
+    /// The first cancels it, and its taking back is waited for; the second ends the wait.
+    Cancel,
+    /// The first ends the wait. The supervisor carries the request out.
+    Leave,
+}
+
+/// Follows a request to its end.
+///
+/// # Errors
+/// What the supervisor says.
+pub fn follow(peer: &mut Peer, progress: &mut Progress, on: OnInterrupt) -> anyhow::Result<Outcome> {
+    let interrupted = Arc::new(AtomicBool::new(false));
+    let left = Arc::new(AtomicBool::new(false));
+    let signals = session::signals()?;
+    let socket = peer.socket();
+    let (cancels, leaves) = (interrupted.clone(), left.clone());
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        if on == OnInterrupt::Cancel && signals.wait() {
+            cancels.store(true, Ordering::Release);
+            // The supervisor takes the end of what is said to it as the word to stop; its answer still comes.
+            let _ = socket.shutdown(std::net::Shutdown::Write);
+        }
+        if signals.wait() {
+            leaves.store(true, Ordering::Release);
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+        }
+    })?;
+    let ended = follow_events(peer, progress, &interrupted);
+    if left.load(Ordering::Acquire) { Ok(Outcome::Left) } else { ended }
+}
+
+fn follow_events(
+    peer: &mut Peer,
+    progress: &mut Progress,
+    interrupted: &AtomicBool,
+) -> anyhow::Result<Outcome> {
+    loop {
+        match peer.receive::<Event>()? {
+            Some(Event::Stage { vm, stage, detail }) => progress.stage(&vm, stage, &detail),
+            Some(Event::Note { text }) => progress.note(&text),
+            Some(Event::Done) => return Ok(Outcome::Done),
+            Some(Event::Failed { .. }) if interrupted.load(Ordering::Acquire) => {
+                return Ok(Outcome::Interrupted);
+            }
+            Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+            Some(_) => {}
+            None if interrupted.load(Ordering::Acquire) => return Ok(Outcome::Interrupted),
+            None => anyhow::bail!("the supervisor died; everything it had started is gone with it"),
+        }
+    }
+}
+
+/// Waits for Ctrl-C or the supervisor's end, for `up --attach`.
+///
+/// # Errors
+/// When the supervisor can't be reached.
+pub fn attach(project: &Project) -> anyhow::Result<()> {
+    let peer = living(project, &Request::Attend)?;
+    let (_, socket) = peer.into_raw();
+    let signals = session::signals()?;
+    let over = Arc::new(AtomicBool::new(false));
+    let seen = over.clone();
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        if signals.wait() {
+            seen.store(true, Ordering::Release);
+        }
+    })?;
+    if session::wait_hangup(&socket, &over) {
+        anyhow::bail!("the supervisor ended");
+    }
+    Ok(())
+}
+
+/// Runs a command in a guest with this process's input and output: its exit code.
+///
+/// # Errors
+/// When it can't be run.
+pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
+    let mut peer = living(project, request)?;
+    if matches!(request, Request::Exec { input: true, .. }) {
+        let socket = peer.socket();
+        // Ends with the process: a read of a terminal can't be called off.
+        std::thread::Builder::new().name("input".into()).spawn(move || {
+            let mut buffer = vec![0; CHUNK];
+            loop {
+                let message = match std::io::stdin().read(&mut buffer) {
+                    Ok(n) if n > 0 => Feed::Input(BASE64.encode(&buffer[..n])),
+                    Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
+                    _ => Feed::End,
+                };
+                if peer::send(&socket, &message).is_err() || matches!(message, Feed::End) {
+                    break;
+                }
+            }
+        })?;
+    }
+    let mut code = None;
+    loop {
+        match peer.receive::<Event>()? {
+            Some(Event::Out { data }) => write(&mut std::io::stdout().lock(), &BASE64.decode(data)?)?,
+            Some(Event::Err { data }) => write(&mut std::io::stderr().lock(), &BASE64.decode(data)?)?,
+            Some(Event::Exit { code: c }) => code = Some(c),
+            Some(Event::Done) => return code.context("the command's exit code is missing"),
+            Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+            Some(_) => {}
+            None => anyhow::bail!("the supervisor died while the command ran"),
+        }
+    }
+}
+
+fn write(to: &mut impl Write, bytes: &[u8]) -> anyhow::Result<()> {
+    to.write_all(bytes).and_then(|()| to.flush()).context("the output can't be written")
+}
+
+/// Connects the terminal to a VM's console, until Ctrl-] or the VM's end.
+///
+/// # Errors
+/// When the VM does not run.
+pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
+    let mut peer = living(project, &Request::Console { vm: vm.to_owned() })?;
+    match peer.receive::<Event>()? {
+        Some(Event::Done) => {}
+        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+        _ => anyhow::bail!("the supervisor died"),
+    }
+    let (ahead, socket) = peer.into_raw();
+    let raw = RawTerminal::enter()?;
+    if raw.is_some() {
+        eprint!("console of '{vm}'; Ctrl-] leaves it\r\n");
+    }
+    write(&mut std::io::stdout().lock(), &ahead)?;
+    let (sender, ended) = mpsc::channel();
+    let mut reader = socket.try_clone()?;
+    let output_ended = sender.clone();
+    std::thread::Builder::new().name("console-output".into()).spawn(move || {
+        let mut buffer = vec![0; 64 << 10];
+        while let Ok(n) = reader.read(&mut buffer) {
+            if n == 0 || write(&mut std::io::stdout().lock(), &buffer[..n]).is_err() {
+                break;
+            }
+        }
+        let _ = output_ended.send("the VM has ended");
+    })?;
+    let interactive = raw.is_some();
+    std::thread::Builder::new().name("console-input".into()).spawn(move || {
+        let mut buffer = [0; 4096];
+        while let Ok(n) = std::io::stdin().read(&mut buffer) {
+            let typed = &buffer[..n];
+            let typed = typed.split(|&b| interactive && b == ESCAPE).next().unwrap_or_default();
+            if (&*socket).write_all(typed).is_err() || typed.len() < n {
+                break;
+            }
+            // A script that has no more to type still reads.
+            if n == 0 {
+                return;
+            }
+        }
+        let _ = sender.send("left");
+    })?;
+    let why = ended.recv().unwrap_or("left");
+    drop(raw);
+    if interactive {
+        eprintln!("\n{why}");
+    }
+    Ok(())
+}
+
+/// The terminal in raw mode, until dropped.
+struct RawTerminal(Termios);
+
+impl RawTerminal {
+    fn enter() -> anyhow::Result<Option<RawTerminal>> {
+        let stdin = std::io::stdin();
+        if !stdin.is_terminal() {
+            return Ok(None);
+        }
+        let before = rustix::termios::tcgetattr(&stdin)?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        rustix::termios::tcsetattr(&stdin, OptionalActions::Now, &raw)?;
+        Ok(Some(RawTerminal(before)))
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        let _ = rustix::termios::tcsetattr(std::io::stdin(), OptionalActions::Now, &self.0);
+    }
+}

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Accelerators as the compose file has them: which API a server offers, and what a VM's processes may use of it: memory and objects
+//! together, the rest each.
+
+use std::collections::BTreeMap;
+
+use serde::de::Deserializer;
+use serde::{Deserialize, Serialize};
+use tombolo_calls::zone::{Area, CHANNELS_MAX};
+
+use crate::compose::{Compose, Size, nearest};
+
+/// Processes of a VM at once, where nothing is said.
+const CHANNELS: u32 = 8;
+/// Window of each process, where nothing is said.
+const WINDOW: Size = Size(256 << 20);
+/// Windows are multiples of this many bytes.
+const WINDOW_ALIGN: u64 = 1 << 20;
+/// The largest zone of a VM, in bytes: the guest keeps 1/64 of its size in tables.
+const ZONE_MAX: u64 = 64 << 30;
+
+/// What programs speak.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Api {
+    /// OpenCL.
+    #[default]
+    OpenCl,
+}
+
+/// `[accel.NAME]`
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AccelSpec {
+    /// The API.
+    pub api: Api,
+    /// Device memory of a VM's processes together.
+    pub memory: Option<Size>,
+    /// Objects of a VM's processes together.
+    pub objects: Option<u32>,
+    /// Requests of a VM's processes together per second; 0: no limit.
+    pub rate: Option<u32>,
+    /// Memory shared with each process for bulk data.
+    pub window: Option<Size>,
+    /// Share of processor time of a VM beside others, 1 to 100.
+    pub weight: Option<u32>,
+    /// Processes of a VM at once.
+    pub channels: Option<u32>,
+    /// Where Prometheus finds the figures.
+    pub metrics: Option<tombolo_metrics::Place>,
+    /// VMs' kernels may do all that the server's user may, for hosts that can't confine them.
+    pub unconfined: bool,
+}
+
+/// A VM's use of an accelerator: where something is said here, it is not as the accelerator says.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AccelUse {
+    /// Device memory of a VM's processes together.
+    pub memory: Option<Size>,
+    /// Objects of a VM's processes together.
+    pub objects: Option<u32>,
+    /// Requests of a VM's processes together per second.
+    pub rate: Option<u32>,
+    /// Memory shared with each process.
+    pub window: Option<Size>,
+    /// Share of processor time, of all its processes together.
+    pub weight: Option<u32>,
+    /// Processes at once.
+    pub channels: Option<u32>,
+}
+
+/// The accelerators of one VM: written as a table, or as a list of names.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[serde(transparent)]
+pub struct Uses(
+    /// By accelerator.
+    pub BTreeMap<String, AccelUse>,
+);
+
+impl<'de> Deserialize<'de> for Uses {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        crate::compose::named::deserialize(d, "accelerator", "cl = { weight = 25 }").map(Uses)
+    }
+}
+
+impl AccelUse {
+    /// What holds for a VM, where `spec` says it of all.
+    #[must_use]
+    pub fn of(&self, spec: &AccelSpec) -> AccelUse {
+        AccelUse {
+            memory: self.memory.or(spec.memory),
+            objects: self.objects.or(spec.objects),
+            rate: self.rate.or(spec.rate),
+            window: self.window.or(spec.window),
+            weight: self.weight.or(spec.weight),
+            channels: self.channels.or(spec.channels),
+        }
+    }
+
+    /// Channels and the window of each, in bytes.
+    #[must_use]
+    pub fn geometry(&self) -> (u32, u64) {
+        (self.channels.unwrap_or(CHANNELS), self.window.unwrap_or(WINDOW).0)
+    }
+
+    /// Bytes of the VM's zone.
+    #[must_use]
+    pub fn zone_bytes(&self) -> u64 {
+        let (channels, window) = self.geometry();
+        Area::zone_bytes(channels, window)
+    }
+
+    /// What can't be had: key and message, which goes on after the table's name.
+    fn wrong(&self) -> Option<(&'static str, String)> {
+        if self.weight.is_some_and(|w| w == 0 || w > 100) {
+            return Some(("weight", "write 1 to 100".into()));
+        }
+        if self.channels.is_some_and(|c| c == 0 || c > CHANNELS_MAX) {
+            return Some(("channels", format!("write 1 to {CHANNELS_MAX}")));
+        }
+        if self.objects == Some(0) {
+            return Some(("objects", "write 1 or more".into()));
+        }
+        let (channels, window) = self.geometry();
+        if window == 0 || window % WINDOW_ALIGN != 0 || window > ZONE_MAX {
+            let better = Size(window.clamp(1, ZONE_MAX / 2).next_multiple_of(WINDOW_ALIGN));
+            return Some(("window", format!("it must be a multiple of 1M, up to 32G; write \"{better}\"")));
+        }
+        if self.zone_bytes() > ZONE_MAX {
+            let together = format!("{channels} channels with {} each are more than 64G", Size(window));
+            return Some(("window", format!("{together}; write less, or fewer channels")));
+        }
+        None
+    }
+}
+
+/// Checks that need no look at the host. The error is (table, key, message).
+pub(crate) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
+    let general = AccelUse::default();
+    for (name, spec) in &compose.accel {
+        let table = format!("accel.{name}");
+        if let Some(message) = crate::compose::bad_name("an accelerator", name) {
+            return Err((table, String::new(), message));
+        }
+        if let Some((key, message)) = general.of(spec).wrong() {
+            let message = format!("accel.{name}.{key}: {message}");
+            return Err((table, key.into(), message));
+        }
+    }
+    for (name, vm) in &compose.vm {
+        let fail = |message: String| Err((format!("vm.{name}"), "accelerators".to_owned(), message));
+        for (accel, used) in &vm.accelerators.0 {
+            let Some(spec) = compose.accel.get(accel) else {
+                let hint = match nearest(accel, compose.accel.keys().map(String::as_str)) {
+                    Some(near) => format!("did you mean '{near}'?"),
+                    None => format!("add [accel.{accel}]"),
+                };
+                return fail(format!(
+                    "vm.{name}.accelerators names the accelerator '{accel}', which is not declared; {hint}"
+                ));
+            };
+            if let Some((key, message)) = used.of(spec).wrong() {
+                return fail(format!("vm.{name}.accelerators.{accel}.{key}: {message}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compose::Project;
+    use std::path::Path;
+
+    fn parse(text: &str) -> Result<Project, String> {
+        Project::parse(Path::new("/somewhere/demo/tombolo.toml"), text).map_err(|e| e.to_string())
+    }
+
+    fn error(text: &str) -> String {
+        parse(text).expect_err("must be refused")
+    }
+
+    #[test]
+    fn a_vm_has_what_its_accelerator_says_unless_it_says_otherwise() {
+        let text = "[accel.cl]\nmemory = \"512M\"\nweight = 50\n[vm.a]\naccelerators = [\"cl\"]\n\
+                    [vm.b]\naccelerators = { cl = { weight = 25, window = \"32M\", channels = 2 } }\n";
+        let project = parse(text).unwrap();
+        let spec = &project.compose.accel["cl"];
+        assert_eq!(spec.api, Api::OpenCl);
+        let of = |vm: &str| project.compose.vm[vm].accelerators.0["cl"].of(spec);
+        let (a, b) = (of("a"), of("b"));
+        assert_eq!((a.memory, a.weight, a.geometry()), (Some(Size(512 << 20)), Some(50), (8, 256 << 20)));
+        assert_eq!((b.memory, b.weight, b.geometry()), (Some(Size(512 << 20)), Some(25), (2, 32 << 20)));
+        assert!(a.zone_bytes() > 2 << 30 && a.zone_bytes() < 3 << 30 && a.zone_bytes() % (2 << 20) == 0);
+        let json = serde_json::to_string(&project).unwrap();
+        assert_eq!(serde_json::from_str::<Project>(&json).unwrap(), project);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_line_and_remedy() {
+        let e = error("[accel.cl]\n[vm.a]\naccelerators = [\"lc\"]\n");
+        assert!(e.contains(":3: ") && e.ends_with("did you mean 'cl'?"), "{e}");
+        let e = error("[vm.a]\naccelerators = [\"gpu\"]\n");
+        assert!(e.ends_with("add [accel.gpu]"), "{e}");
+        let e = error("[accel.cl]\nweihgt = 3\n");
+        assert!(e.contains(":2: unknown key 'weihgt'") && e.ends_with("did you mean 'weight'?"), "{e}");
+        let e = error("[accel.cl]\napi = \"cuda\"\n");
+        assert!(e.contains(":2: ") && e.contains("cuda") && e.contains("opencl"), "{e}");
+        let e = error("[accel.cl]\nweight = 101\n");
+        assert!(e.contains(":2: accel.cl.weight: write 1 to 100"), "{e}");
+        let e = error("[accel.cl]\n[vm.a]\naccelerators = { cl = { window = \"100K\" } }\n");
+        assert!(e.contains(":3: vm.a.accelerators.cl.window") && e.ends_with("write \"1M\""), "{e}");
+        let e = error("[accel.cl]\nwindow = \"4G\"\nchannels = 64\n");
+        assert!(e.contains(":2: ") && e.contains("more than 64G"), "{e}");
+        let e = error("[accel.cl]\n[vm.a]\naccelerators = [\"cl\", \"cl\"]\n");
+        assert!(e.contains("the accelerator 'cl' is named twice"), "{e}");
+        let e = error("[accel.\"a b\"]\n");
+        assert!(e.contains(": 'a b' can't name an accelerator"), "{e}");
+    }
+}

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What runs or lies inside a guest.
+//!
+//! - [`kit`]: which kernel and initramfs a VM boots.
+//! - [`agent`]: the guest agent; [`exec`]: commands through it; [`mount`]: file systems of zones in the guest.
+
+pub mod agent;
+pub mod exec;
+pub mod kit;
+pub mod mount;

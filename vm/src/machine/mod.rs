@@ -1,0 +1,603 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One VM's life: QEMU is started and watched by a thread of its own, the boot is followed by whoever called
+//! [`Machine::start`], and its end is told to the supervisor however it comes.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use qapi::qmp;
+
+use crate::child::{self, Guarded};
+use crate::compose::{Ready, VmSpec, ZoneUse};
+use crate::guest::agent::Agent;
+use crate::guest::kit::Boot;
+use crate::project::control::{Stage, VmStatus};
+use crate::project::network::Plug;
+use crate::project::state::StateDir;
+use crate::project::zones::Invitation;
+use crate::qemu::cmdline::{self, Plan, ZoneDevice};
+use crate::qemu::console::Console;
+use crate::qemu::kvm::Accel;
+use crate::qemu::qmp::Qmp;
+use crate::qemu::version::Qemu;
+use hotplug::Ports;
+use tombolo_start::layout::Layout;
+use tombolo_start::progress::{Phase as Growth, Progress};
+
+pub mod growth;
+pub mod hotplug;
+pub mod stop;
+
+/// How long QEMU may take to end when told to.
+const QUIT: Duration = Duration::from_secs(5);
+/// Lines of console and QEMU's log in an error.
+const LAST_LINES: usize = 15;
+
+/// What a VM is started from.
+#[derive(Debug)]
+pub struct Start<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// What the compose file says.
+    pub spec: &'a VmSpec,
+    /// The QEMU.
+    pub qemu: &'a Qemu,
+    /// KVM or TCG.
+    pub accel: Accel,
+    /// What it boots.
+    pub boot: Option<Boot>,
+    /// Its zones: name, what for, and invitation.
+    pub zones: Vec<(String, ZoneUse, Invitation)>,
+    /// The zones of its accelerators.
+    pub accelerators: Vec<(String, Invitation)>,
+    /// How its memory arrives.
+    pub memory: Layout,
+    /// Its devices in networks.
+    pub nics: Vec<Plug>,
+    /// Where its logs go.
+    pub dir: &'a StateDir,
+    /// The machine that it follows where the guest has rebooted: its consoles go on.
+    pub before: Option<&'a Machine>,
+}
+
+/// A VM that has been started.
+#[derive(Debug)]
+pub struct Machine {
+    name: String,
+    spec: VmSpec,
+    accel: Accel,
+    started: Instant,
+    console: Arc<Console>,
+    log: Arc<Console>,
+    agent: Agent,
+    qmp: OnceLock<Qmp>,
+    process: child::Handle,
+    pid: u32,
+    state: Mutex<State>,
+    changed: Condvar,
+    cancelled: AtomicBool,
+    reboots: u32,
+    /// How its memory arrives.
+    layout: Layout,
+    /// Where zones come to it while it runs.
+    ports: Mutex<Ports>,
+}
+
+#[derive(Debug)]
+struct State {
+    phase: Phase,
+    up_since: Option<Instant>,
+    agent_open: bool,
+    /// The guest asked for a reset: that, too, ends QEMU (-no-reboot).
+    reset: bool,
+    /// The guest's kernel panicked, which ends QEMU (pvpanic).
+    panicked: bool,
+    /// The monitor has told all it will.
+    monitor_ended: bool,
+    /// How QEMU ended.
+    exit: Option<String>,
+    zones: BTreeMap<String, ZoneUse>,
+    timeline: Vec<(String, f64)>,
+    /// How far its memory is, where it grows.
+    growth: Option<Progress>,
+}
+
+/// Where a VM is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// On its way.
+    Booting,
+    /// Ready.
+    Up,
+    /// The guest rebooted after it was up; its next QEMU is about to be started.
+    Rebooting,
+    /// On its way out.
+    Stopping,
+    /// It never got ready.
+    Failed,
+    /// QEMU has ended.
+    Ended,
+}
+
+impl Machine {
+    /// Starts QEMU. The VM is not ready yet: see [`Machine::follow`]. `ended` is called once, with how it ended, when QEMU is gone; it calls
+    /// [`Machine::set_ended`].
+    ///
+    /// # Errors
+    /// When QEMU can't be started.
+    pub fn start(
+        start: Start<'_>,
+        ended: impl FnOnce(&Arc<Machine>, String) + Send + 'static,
+    ) -> anyhow::Result<Arc<Machine>> {
+        let begun = Instant::now();
+        let (monitor, monitor_end) = UnixStream::pair()?;
+        let (console, console_end) = UnixStream::pair()?;
+        let (agent, agent_end) = UnixStream::pair()?;
+        let (log, log_end) = UnixStream::pair()?;
+        let mut inherited: Vec<OwnedFd> = Vec::new();
+        let mut give = |fd: OwnedFd| {
+            let number = fd.as_raw_fd();
+            inherited.push(fd);
+            number
+        };
+        let mut used = BTreeMap::new();
+        let mut memory = BTreeMap::new();
+        let named = start.zones.into_iter().map(|(name, zone_use, invitation)| {
+            used.insert(name.clone(), zone_use);
+            memory.insert(name.clone(), invitation.read_only);
+            (name, invitation)
+        });
+        // No zone of the compose file has a dot in its name.
+        let accelerators = start.accelerators.into_iter().map(|(name, i)| (format!("accel.{name}"), i));
+        let zones = named
+            .chain(accelerators)
+            .map(|(name, invitation)| ZoneDevice {
+                name,
+                memory: give(invitation.memory),
+                size: invitation.size,
+                read_only: invitation.read_only,
+                doorbell: give(invitation.doorbell.into()),
+            })
+            .collect();
+        let ports = Ports::new(start.name, start.spec.hotplug_ports, memory);
+        let plan = Plan {
+            name: start.name,
+            spec: start.spec,
+            qemu: start.qemu,
+            accel: start.accel,
+            boot: start.boot,
+            monitor: give(monitor_end.into()),
+            console: give(console_end.into()),
+            agent: give(agent_end.into()),
+            memory: start.memory,
+            zones,
+            nics: &start.nics,
+        };
+        let mut command = Command::new(&start.qemu.program);
+        command.args(cmdline::arguments(&plan)).arg("-S");
+        command.stdin(Stdio::null());
+        command.stdout(Stdio::from(OwnedFd::from(log_end.try_clone()?)));
+        command.stderr(Stdio::from(OwnedFd::from(log_end)));
+        child::tie(&mut command, &inherited);
+
+        let pattern = match &start.spec.ready {
+            Ready::Console(regex) => Some(regex_lite::Regex::new(regex)?),
+            _ => None,
+        };
+        let (console, log) = if let Some(before) = start.before {
+            before.console.resume(console, pattern)?;
+            before.log.resume(log, None)?;
+            (before.console.clone(), before.log.clone())
+        } else {
+            let console = Console::start(console, &start.dir.console_log(start.name), pattern)?;
+            (console, Console::start(log, &start.dir.qemu_log(start.name), None)?)
+        };
+
+        // QEMU dies with the thread that starts it, so that thread waits for its end.
+        let (sender, receiver) = mpsc::channel();
+        let (register, registered) = mpsc::channel::<Arc<Machine>>();
+        std::thread::Builder::new().name(format!("vm-{}", start.name)).spawn(move || {
+            let mut qemu = match Guarded::spawn(&mut command).and_then(|q| Ok((q.handle()?, q))) {
+                Ok((handle, qemu)) => {
+                    if sender.send(Ok((handle, qemu.pid()))).is_err() {
+                        return;
+                    }
+                    qemu
+                }
+                Err(e) => {
+                    let _ = sender.send(Err(e));
+                    return;
+                }
+            };
+            // QEMU has its copies; with these open its end of a socket would never be seen.
+            drop(command);
+            drop(inherited);
+            let how = match qemu.wait() {
+                Ok(status) => describe(status),
+                Err(e) => format!("its end is unknown: {e}"),
+            };
+            if let Ok(machine) = registered.recv() {
+                ended(&machine, how);
+            }
+        })?;
+        let (process, pid) = receiver.recv().context("the thread that starts QEMU ended")??;
+        let machine = Arc::new(Machine {
+            name: start.name.to_owned(),
+            spec: start.spec.clone(),
+            accel: start.accel,
+            started: begun,
+            console,
+            log,
+            agent: Agent::new(agent),
+            qmp: OnceLock::new(),
+            process,
+            pid,
+            state: Mutex::new(State {
+                phase: Phase::Booting,
+                up_since: None,
+                agent_open: false,
+                reset: false,
+                panicked: false,
+                monitor_ended: false,
+                exit: None,
+                zones: used,
+                timeline: Vec::new(),
+                growth: None,
+            }),
+            changed: Condvar::new(),
+            cancelled: AtomicBool::new(false),
+            reboots: start.before.map_or(0, |b| b.reboots + 1),
+            layout: start.memory,
+            ports: Mutex::new(ports),
+        });
+        machine.mark("qemu started");
+        let _ = register.send(machine.clone());
+        let weak = Arc::downgrade(&machine);
+        let connected = Qmp::connect(monitor, move |event, data| {
+            if let Some(machine) = weak.upgrade() {
+                machine.event(event, data);
+            }
+        });
+        match connected {
+            Ok(qmp) => {
+                machine.mark("monitor answers");
+                let _ = machine.qmp.set(qmp);
+                Ok(machine)
+            }
+            Err(e) => {
+                machine.process.kill();
+                machine.wait_ended(QUIT);
+                Err(machine.failure(&e.to_string()))
+            }
+        }
+    }
+
+    /// The VM's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What the compose file said when it was started.
+    pub fn spec(&self) -> &VmSpec {
+        &self.spec
+    }
+
+    /// KVM or TCG.
+    pub fn accel(&self) -> Accel {
+        self.accel
+    }
+
+    /// Its agent.
+    pub fn agent(&self) -> &Agent {
+        &self.agent
+    }
+
+    /// Its serial console.
+    pub fn console(&self) -> &Console {
+        &self.console
+    }
+
+    /// Where it is.
+    pub fn phase(&self) -> Phase {
+        self.lock().phase.clone()
+    }
+
+    /// The monitor.
+    ///
+    /// # Errors
+    /// When QEMU is not there yet.
+    pub fn qmp(&self) -> anyhow::Result<&Qmp> {
+        self.qmp.get().with_context(|| format!("the VM '{}' has no monitor yet", self.name))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// QEMU's process.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// How its memory arrives.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Keeps how far its memory is.
+    pub fn set_growth(&self, progress: Progress) {
+        self.lock().growth = Some(progress);
+    }
+
+    /// Whether QEMU has ended.
+    pub fn has_ended(&self) -> bool {
+        self.lock().exit.is_some()
+    }
+
+    /// Waits for QEMU's end, at most so long; whether it came.
+    pub fn wait_end_for(&self, longest: Duration) -> bool {
+        self.wait_ended(longest)
+    }
+
+    /// Notes that the VM has come to something now.
+    pub fn mark(&self, what: &str) {
+        let at = self.started.elapsed().as_secs_f64();
+        self.lock().timeline.push((what.to_owned(), at));
+    }
+
+    /// QEMU is gone, and whatever it had is free again. The phase that follows is returned: [`Phase::Rebooting`] is for the caller to
+    /// go on with.
+    pub fn set_ended(&self, how: String) -> Phase {
+        // What the monitor said last tells a reboot from a shutdown.
+        let (mut state, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), QUIT, |s| !s.monitor_ended)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.exit = Some(if state.panicked {
+            "the guest's kernel panicked".into()
+        } else if state.reset {
+            "the guest reset itself".into()
+        } else {
+            how
+        });
+        state.phase = match state.phase {
+            Phase::Failed => Phase::Failed,
+            Phase::Up if state.reset => Phase::Rebooting,
+            _ => Phase::Ended,
+        };
+        let phase = state.phase.clone();
+        drop(state);
+        self.changed.notify_all();
+        self.console.wait_end(QUIT);
+        self.log.wait_end(QUIT);
+        if phase != Phase::Rebooting {
+            self.console.close();
+        }
+        phase
+    }
+
+    /// It can't be brought to run: kills it, and says why to whoever asks.
+    pub fn fail(&self, why: &str) {
+        self.process.kill();
+        self.wait_ended(QUIT);
+        let mut state = self.lock();
+        (state.phase, state.exit) = (Phase::Failed, Some(why.to_owned()));
+        drop(state);
+        self.console.close();
+    }
+
+    fn event(&self, event: &str, data: &serde_json::Value) {
+        let mut state = self.lock();
+        match event {
+            "VSERPORT_CHANGE" if data["id"] == "agent" => state.agent_open = data["open"] == true,
+            "SHUTDOWN" if data["reason"] == "guest-reset" => state.reset = true,
+            "SHUTDOWN" if data["reason"] == "guest-panic" => state.panicked = true,
+            "" => state.monitor_ended = true,
+            _ => return,
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Lets the guest run and waits until it is ready, as the compose file defines it.
+    ///
+    /// # Errors
+    /// With the console's last lines. QEMU is gone then.
+    pub fn follow(&self, report: &dyn Fn(Stage, &str)) -> anyhow::Result<()> {
+        report(Stage::Booting, self.accel.name());
+        let result = self.boot();
+        if result.is_err() {
+            self.lock().phase = Phase::Failed;
+            self.process.kill();
+            self.wait_ended(QUIT);
+        }
+        result
+    }
+
+    fn boot(&self) -> anyhow::Result<()> {
+        self.qmp()?.execute(qmp::cont {}).map_err(|e| self.failure(&e.to_string()))?;
+        self.mark("guest runs");
+        let limit = Duration::from_secs(self.spec.ready_timeout.into());
+        let deadline = self.started + limit;
+        match &self.spec.ready {
+            Ready::Running => {}
+            Ready::Console(pattern) => {
+                let matched = self.console.wait_match(limit);
+                self.check_alive()?;
+                if !matched {
+                    let what =
+                        format!("no line of its console matched '{pattern}' within {} s", limit.as_secs());
+                    return Err(self.failure(&what));
+                }
+            }
+            Ready::Agent => {
+                let silent = |e: &str| {
+                    self.failure(&format!(
+                        "its guest agent did not answer within {} s{e}; if the image has no qemu-guest-agent, set ready = \"running\" or \"console:REGEX\"",
+                        limit.as_secs()
+                    ))
+                };
+                let left = deadline.saturating_duration_since(Instant::now());
+                let (state, _) = self
+                    .changed
+                    .wait_timeout_while(self.lock(), left, |s| !s.agent_open && s.exit.is_none())
+                    .unwrap_or_else(PoisonError::into_inner);
+                let open = state.agent_open;
+                drop(state);
+                self.check_alive()?;
+                if !open {
+                    return Err(silent(""));
+                }
+                let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_secs(1));
+                if let Err(e) = self.agent.ping(left) {
+                    self.check_alive()?;
+                    return Err(silent(&format!(" ({e})")));
+                }
+            }
+        }
+        if let Some(first) = self.console.first_output() {
+            let at = first.saturating_duration_since(self.started).as_secs_f64();
+            self.lock().timeline.push(("first console output".into(), at));
+        }
+        self.mark("ready");
+        Ok(())
+    }
+
+    /// The VM counts as up from here.
+    pub fn set_up(&self) {
+        let mut state = self.lock();
+        if state.phase == Phase::Booting {
+            state.phase = Phase::Up;
+            state.up_since = Some(Instant::now());
+        }
+    }
+
+    /// How long it has been ready.
+    pub fn up_for(&self) -> Option<Duration> {
+        self.lock().up_since.map(|since| since.elapsed())
+    }
+
+    fn check_alive(&self) -> anyhow::Result<()> {
+        if self.cancelled.load(Ordering::Acquire) {
+            anyhow::bail!("cancelled");
+        }
+        let exit = self.lock().exit.clone();
+        match exit {
+            None => Ok(()),
+            Some(how) => {
+                self.console.wait_end(QUIT);
+                self.log.wait_end(QUIT);
+                Err(self.failure(&format!("it ended while it booted ({how})")))
+            }
+        }
+    }
+
+    /// An error that carries the last lines of the console and of QEMU's own log.
+    fn failure(&self, what: &str) -> anyhow::Error {
+        let mut text = format!("the VM '{}' failed: {what}", self.name);
+        for (title, lines) in [
+            ("QEMU said", self.log.last_lines(LAST_LINES)),
+            ("last lines of its console", self.console.last_lines(LAST_LINES)),
+        ] {
+            if !lines.is_empty() {
+                text.push_str(&format!("\n  {title}:"));
+                for line in lines {
+                    text.push_str("\n  | ");
+                    text.push_str(&line);
+                }
+            }
+        }
+        anyhow::anyhow!(text)
+    }
+
+    /// Waits for QEMU's end: whether it came within `limit`.
+    fn wait_ended(&self, limit: Duration) -> bool {
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), limit, |s| s.exit.is_none())
+            .unwrap_or_else(PoisonError::into_inner);
+        state.exit.is_some()
+    }
+
+    /// Kills it now; a boot that is followed ends with 'cancelled'.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Release);
+        self.process.kill();
+    }
+
+    /// Adds a zone's devices to the running VM. After [`hotplug::Failure::Open`], too, it is a member.
+    ///
+    /// # Errors
+    /// When no port is free or QEMU refuses or does not answer.
+    pub fn plug(
+        &self,
+        zone: &str,
+        zone_use: &ZoneUse,
+        invitation: &Invitation,
+    ) -> Result<(), hotplug::Failure> {
+        let qmp = self.qmp().map_err(|e| hotplug::Failure::Undone(e.to_string()))?;
+        let mut ports = self.ports.lock().unwrap_or_else(PoisonError::into_inner);
+        let plugged = ports.plug(qmp, zone, invitation);
+        if !matches!(plugged, Err(hotplug::Failure::Undone(_))) {
+            self.lock().zones.insert(zone.to_owned(), zone_use.clone());
+        }
+        plugged
+    }
+
+    /// Zones it is a member of, those attached later included.
+    pub fn zones(&self) -> BTreeMap<String, ZoneUse> {
+        self.lock().zones.clone()
+    }
+
+    /// It is no longer a member of this zone.
+    pub fn forget_zone(&self, zone: &str) {
+        self.lock().zones.remove(zone);
+    }
+
+    /// For `ps`.
+    pub fn status(&self) -> VmStatus {
+        let state = self.lock();
+        let how = state.exit.as_deref().unwrap_or("QEMU still runs");
+        let text = match state.phase {
+            Phase::Booting => "booting".to_owned(),
+            Phase::Rebooting => "rebooting".to_owned(),
+            // A VM that lacks memory must not look complete.
+            Phase::Up => match state.growth.as_ref().filter(|g| g.phase != Growth::Complete) {
+                Some(growth) => format!("up, {}", growth.line()),
+                None => "up".to_owned(),
+            },
+            Phase::Stopping => "stopping".to_owned(),
+            Phase::Failed => format!("failed: {how}"),
+            Phase::Ended => format!("ended: {how}"),
+        };
+        VmStatus {
+            name: self.name.clone(),
+            state: text,
+            pid: state.exit.is_none().then_some(self.pid),
+            accel: self.accel,
+            cpus: self.spec.cpus,
+            memory: self.spec.memory.0,
+            zones: state.zones.keys().cloned().collect(),
+            uptime: self.started.elapsed().as_secs_f64(),
+            reboots: self.reboots,
+            timeline: state.timeline.clone(),
+            growth: state.growth.clone(),
+        }
+    }
+}
+
+fn describe(status: std::process::ExitStatus) -> String {
+    use std::os::unix::process::ExitStatusExt;
+    match (status.code(), status.signal()) {
+        (Some(0), _) => "the guest switched itself off".into(),
+        (Some(code), _) => format!("QEMU ended with code {code}"),
+        (None, Some(signal)) => format!("QEMU was killed by signal {signal}"),
+        (None, None) => "QEMU ended".into(),
+    }
+}

@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the commands and the supervisor say to each other: one JSON object per line over a Unix socket (see [`crate::project::peer`]). A
+//! connection carries one request; the supervisor answers `heard` at once, then a row of events that ends with `done` or `failed`. A
+//! request without `heard` was not begun. Closing the connection cancels the request.
+
+use serde::{Deserialize, Serialize};
+
+use crate::compose::accelerator::Api;
+use crate::compose::{Project, Rights};
+
+/// What a command asks.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+pub enum Request {
+    /// Start what is missing.
+    Up {
+        /// The compose file.
+        project: Box<Project>,
+        /// These VMs only; empty: all.
+        vms: Vec<String>,
+    },
+    /// Stop VMs; all of them and the supervisor where the list is empty.
+    Down {
+        /// Names.
+        vms: Vec<String>,
+    },
+    /// What runs.
+    Ps,
+    /// Keep the connection open for as long as the supervisor lives.
+    Attend,
+    /// Run a command in a guest; [`Feed`] lines follow.
+    Exec {
+        /// The VM.
+        vm: String,
+        /// Program and arguments.
+        argv: Vec<String>,
+        /// "NAME=VALUE".
+        env: Vec<String>,
+        /// Working folder.
+        dir: Option<String>,
+        /// Whether input follows.
+        input: bool,
+    },
+    /// The serial console: after `done` the connection is the console itself.
+    Console {
+        /// The VM.
+        vm: String,
+    },
+    /// Make a running VM a member of a zone.
+    ZoneAttach {
+        /// The zone.
+        zone: String,
+        /// The VM.
+        vm: String,
+        /// Its rights.
+        rights: Rights,
+        /// Where to mount the zone's file system.
+        mount: Option<String>,
+    },
+    /// End a VM's membership.
+    ZoneDetach {
+        /// The zone.
+        zone: String,
+        /// The VM.
+        vm: String,
+    },
+}
+
+/// What follows an `exec` with input.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Feed {
+    /// Bytes, base64.
+    Input(String),
+    /// No more.
+    End,
+}
+
+/// What the supervisor answers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// The request has arrived and is carried out now.
+    Heard,
+    /// A VM has come to a stage.
+    Stage {
+        /// The VM.
+        vm: String,
+        /// Where it is.
+        stage: Stage,
+        /// More about it.
+        detail: String,
+    },
+    /// Something to tell the user.
+    Note {
+        /// One sentence.
+        text: String,
+    },
+    /// The answer to `ps`.
+    Status(Box<Status>),
+    /// Output of a command, base64.
+    Out {
+        /// The bytes.
+        data: String,
+    },
+    /// Error output of a command, base64.
+    Err {
+        /// The bytes.
+        data: String,
+    },
+    /// The command's end.
+    Exit {
+        /// Its code.
+        code: i32,
+    },
+    /// It is done.
+    Done,
+    /// It is not done, and nothing of it is left behind.
+    Failed {
+        /// What, where, and what to do.
+        message: String,
+    },
+    /// Another supervisor was faster.
+    Taken,
+}
+
+/// Stages of a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// QEMU is being started.
+    Starting,
+    /// The guest boots.
+    Booting,
+    /// The guest is being set up (mounts).
+    Preparing,
+    /// It is up.
+    Up,
+    /// It was up before.
+    AlreadyUp,
+    /// It is being stopped.
+    Stopping,
+    /// It is stopped.
+    Stopped,
+    /// It failed.
+    Failed,
+}
+
+/// The answer to `ps`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Status {
+    /// The project.
+    pub project: String,
+    /// Its compose file.
+    pub file: std::path::PathBuf,
+    /// The supervisor's process, if the project is up.
+    pub supervisor: Option<u32>,
+    /// The accelerator and why.
+    pub accel: String,
+    /// VMs.
+    pub vms: Vec<VmStatus>,
+    /// Zones.
+    pub zones: Vec<ZoneStatus>,
+    /// Networks.
+    pub networks: Vec<NetStatus>,
+    /// Accelerators.
+    pub accelerators: Vec<AccelStatus>,
+}
+
+impl Status {
+    /// Of a project that is not up.
+    pub fn down(project: &Project) -> Status {
+        Status {
+            project: project.name.clone(),
+            file: project.file.clone(),
+            supervisor: None,
+            accel: String::new(),
+            vms: Vec::new(),
+            zones: Vec::new(),
+            networks: Vec::new(),
+            accelerators: Vec::new(),
+        }
+    }
+}
+
+/// One VM.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct VmStatus {
+    /// Name.
+    pub name: String,
+    /// "booting", "up", "rebooting", "stopping", "failed: …" or "ended: …".
+    pub state: String,
+    /// QEMU's process, while it runs.
+    pub pid: Option<u32>,
+    /// "kvm" or "tcg".
+    pub accel: crate::qemu::kvm::Accel,
+    /// Virtual CPUs.
+    pub cpus: u32,
+    /// Memory in bytes.
+    pub memory: u64,
+    /// Zones it is a member of.
+    pub zones: Vec<String>,
+    /// Seconds since its start, or since its last reboot.
+    pub uptime: f64,
+    /// How often the guest has rebooted since 'up'.
+    pub reboots: u32,
+    /// When it reached what, in seconds from its start.
+    pub timeline: Vec<(String, f64)>,
+    /// How far its memory is, where it grows.
+    #[serde(default)]
+    pub growth: Option<tombolo_start::progress::Progress>,
+}
+
+/// One zone.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ZoneStatus {
+    /// Name.
+    pub name: String,
+    /// Size in bytes.
+    pub size: u64,
+    /// "memfd", "hugetlb" or a path.
+    pub backing: String,
+    /// Its identity.
+    pub uuid: String,
+    /// Where other processes of this host open its memory.
+    pub path: String,
+    /// Who is in it: VMs, and processes of the host.
+    pub members: Vec<String>,
+    /// Somebody has cut its file short.
+    #[serde(default)]
+    pub lost: bool,
+}
+
+/// One network.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct NetStatus {
+    /// Name.
+    pub name: String,
+    /// Where frames go that are for no VM.
+    pub uplink: Option<String>,
+    /// Addresses of its VMs.
+    pub subnet: Option<String>,
+    /// Process of its switch; none while that is being started again.
+    pub pid: Option<u32>,
+    /// How often the switch was started.
+    pub starts: u32,
+    /// The switch's control socket.
+    pub control: std::path::PathBuf,
+    /// Who has a port.
+    pub ports: Vec<PortStatus>,
+}
+
+/// One VM in a network.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct PortStatus {
+    /// The VM.
+    pub vm: String,
+    /// Its MAC.
+    pub mac: String,
+    /// Its address, where that was chosen here.
+    pub address: Option<String>,
+}
+
+/// One accelerator.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct AccelStatus {
+    /// Name.
+    pub name: String,
+    /// What programs speak.
+    pub api: Api,
+    /// "serving" or "starting".
+    pub state: String,
+    /// Process of its server; none while that is being started again.
+    pub pid: Option<u32>,
+    /// How often the server was started.
+    pub starts: u32,
+    /// Who may use it.
+    pub vms: Vec<AccelVm>,
+    /// What the server itself says, as in `tombolo accel ls`.
+    pub server: Option<serde_json::Value>,
+}
+
+/// One VM at an accelerator.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct AccelVm {
+    /// The VM.
+    pub vm: String,
+    /// Processes that use it now.
+    pub clients: usize,
+    /// Bytes of device memory that they have.
+    pub memory: u64,
+    /// Objects that they have.
+    pub objects: u64,
+    /// Whether its programs are served.
+    pub served: bool,
+    /// Whether its guest had the client library when it came up, where somebody looked.
+    pub library: Option<bool>,
+}

@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A connection between a command and the supervisor, or between the supervisor and a server: one JSON object per line.
+//!
+//! [`ask`] is how a command reaches a supervisor. It tells four cases apart: the request was heard; no supervisor lives; one lives and is
+//! stopped; one lives and does not answer. A supervisor that dies between accept and answer closes the connection (EPIPE, ECONNRESET or
+//! the end of the stream, as the moment has it), which is 'none lives' once its process has ended.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags};
+use serde::{Deserialize, Serialize};
+
+use tombolo_zone::door::Found;
+
+use crate::compose::Project;
+use crate::project::control::{Event, Request};
+use crate::project::state;
+
+/// How long a supervisor that runs may take to hear a request, and to end once it has closed a connection.
+const ANSWER: Duration = Duration::from_secs(5);
+/// How long a supervisor that is stopped is waited for.
+const STOPPED: Duration = Duration::from_millis(500);
+/// How often a wait looks whether the supervisor is stopped.
+const LOOK: Duration = Duration::from_millis(100);
+/// The longest line, in bytes: an exec's chunk in base64 with room to spare.
+const LINE_MAX: u64 = 16 << 20;
+
+/// One end of a connection.
+#[derive(Debug)]
+pub struct Peer {
+    reader: BufReader<Watched>,
+    socket: Arc<UnixStream>,
+}
+
+impl Peer {
+    /// Wraps a connected socket; no further descriptor is needed.
+    pub fn new(socket: UnixStream) -> Peer {
+        let socket = Arc::new(socket);
+        let reader = Watched { socket: socket.clone(), supervisor: None, limit: None };
+        Peer { reader: BufReader::new(reader), socket }
+    }
+
+    /// Sends one message.
+    ///
+    /// # Errors
+    /// When the other side is gone.
+    pub fn send<T: Serialize>(&mut self, message: &T) -> std::io::Result<()> {
+        send(&self.socket, message)
+    }
+
+    /// The next message; `None` at the end.
+    ///
+    /// # Errors
+    /// When it can't be read or understood.
+    pub fn receive<T: for<'a> Deserialize<'a>>(&mut self) -> anyhow::Result<Option<T>> {
+        let mut line = Vec::new();
+        let n = Read::take(&mut self.reader, LINE_MAX).read_until(b'\n', &mut line)?;
+        if n == 0 {
+            return Ok(None);
+        }
+        if line.last() != Some(&b'\n') {
+            anyhow::bail!("the other side ended in the middle of a message");
+        }
+        serde_json::from_slice(&line)
+            .map(Some)
+            .context("the other side is of another version; take the project down and up again")
+    }
+
+    /// The socket, for another thread.
+    pub fn socket(&self) -> Arc<UnixStream> {
+        self.socket.clone()
+    }
+
+    /// Waits until the supervisor at the other end has ended.
+    ///
+    /// # Errors
+    /// When it still lives after `limit`.
+    pub fn wait_ended(&self, limit: Duration) -> anyhow::Result<()> {
+        let Some(supervisor) = &self.reader.get_ref().supervisor else { return Ok(()) };
+        anyhow::ensure!(
+            supervisor.ends_within(limit)?,
+            "the supervisor (process {}) did not end within {} s",
+            supervisor.pid,
+            limit.as_secs()
+        );
+        Ok(())
+    }
+
+    /// What has been read ahead, and the socket.
+    pub fn into_raw(self) -> (Vec<u8>, Arc<UnixStream>) {
+        (self.reader.buffer().to_vec(), self.socket)
+    }
+}
+
+/// Sends one message over `socket`.
+///
+/// # Errors
+/// When the other side is gone.
+pub fn send<T: Serialize>(mut socket: &UnixStream, message: &T) -> std::io::Result<()> {
+    let mut line = serde_json::to_vec(message).map_err(std::io::Error::other)?;
+    line.push(b'\n');
+    socket.write_all(&line)
+}
+
+/// A socket whose reads end when the supervisor at its other end is stopped, or says nothing within the limit.
+#[derive(Debug)]
+struct Watched {
+    socket: Arc<UnixStream>,
+    /// None: the other end is no supervisor.
+    supervisor: Option<Supervisor>,
+    limit: Option<Duration>,
+}
+
+impl Read for Watched {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        if let Some(supervisor) = &self.supervisor {
+            self.wait(supervisor.pid)?;
+        }
+        (&*self.socket).read(buffer)
+    }
+}
+
+impl Watched {
+    fn wait(&self, pid: u32) -> std::io::Result<()> {
+        let begun = Instant::now();
+        let mut stopped_since: Option<Instant> = None;
+        while !readable(&*self.socket, LOOK)? {
+            stopped_since = is_stopped(pid).then(|| stopped_since.unwrap_or_else(Instant::now));
+            if stopped_since.is_some_and(|since| since.elapsed() >= STOPPED) {
+                return Err(std::io::Error::new(
+                    std::io::ErrorKind::TimedOut,
+                    format!("the supervisor (process {pid}) is stopped; to let it go on: kill -CONT {pid}"),
+                ));
+            }
+            if let Some(limit) = self.limit.filter(|limit| begun.elapsed() >= *limit) {
+                return Err(std::io::Error::new(
+                    std::io::ErrorKind::TimedOut,
+                    format!("the supervisor (process {pid}) did not answer within {} s", limit.as_secs()),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Waits at most `limit` until `fd` can be read, which an ended peer and an ended process can.
+fn readable(fd: &impl AsFd, limit: Duration) -> std::io::Result<bool> {
+    let limit = Timespec {
+        tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: limit.subsec_nanos().into(),
+    };
+    let mut fds = [PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)];
+    match rustix::event::poll(&mut fds, Some(&limit)) {
+        Ok(n) => Ok(n > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Whether a process is stopped, by a signal (SIGSTOP) or a debugger.
+fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The state follows the name, which is in parentheses and may contain some.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
+}
+
+/// Asks the project's supervisor. `None`: none lives, and nothing of the request was begun. Otherwise the request was heard, and its events
+/// follow; while they are waited for, a supervisor that is stopped is an error.
+///
+/// # Errors
+/// When a supervisor lives and does not answer.
+pub fn ask(project: &Project, request: &Request) -> anyhow::Result<Option<Peer>> {
+    match state::supervisor(project)? {
+        Some(found) => ask_found(&found, request),
+        None => Ok(None),
+    }
+}
+
+/// As [`ask`], for a supervisor that was found.
+///
+/// # Errors
+/// As [`ask`].
+pub fn ask_found(found: &Found, request: &Request) -> anyhow::Result<Option<Peer>> {
+    let Some(process) = open_process(found.process)? else { return Ok(None) };
+    ask_at(|| found.knock(Some(ANSWER)), &Supervisor { pid: found.process, process }, request)
+}
+
+fn ask_at(
+    connect: impl FnOnce() -> std::io::Result<UnixStream>,
+    supervisor: &Supervisor,
+    request: &Request,
+) -> anyhow::Result<Option<Peer>> {
+    let heard = match connect() {
+        Ok(socket) => converse(socket, supervisor.try_clone()?, request),
+        Err(e) => Err(e.into()),
+    };
+    match heard {
+        Err(e) if is_gone(&e) && supervisor.ends_within(ANSWER)? => Ok(None),
+        other => other
+            .map(Some)
+            .with_context(|| format!("the supervisor (process {}) can't be reached", supervisor.pid)),
+    }
+}
+
+/// Asks the supervisor behind `socket`, up to and with its 'heard'.
+fn converse(socket: UnixStream, supervisor: Supervisor, request: &Request) -> anyhow::Result<Peer> {
+    let mut peer = Peer::new(socket);
+    let reader = peer.reader.get_mut();
+    (reader.supervisor, reader.limit) = (Some(supervisor), Some(ANSWER));
+    peer.send(request)?;
+    match peer.receive::<Event>()? {
+        Some(Event::Heard) => {}
+        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+        Some(other) => anyhow::bail!("it began with {other:?}"),
+        None => return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into()),
+    }
+    peer.reader.get_mut().limit = None;
+    Ok(peer)
+}
+
+/// Whether the other side has closed the connection, or nobody listens.
+fn is_gone(error: &anyhow::Error) -> bool {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
+    let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+    matches!(kind, Some(BrokenPipe | ConnectionRefused | ConnectionReset | NotFound | UnexpectedEof))
+}
+
+/// A supervisor's process.
+#[derive(Debug)]
+struct Supervisor {
+    pid: u32,
+    process: OwnedFd,
+}
+
+fn open_process(pid: u32) -> anyhow::Result<Option<OwnedFd>> {
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
+    match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(process) => Ok(Some(process)),
+        Err(rustix::io::Errno::SRCH) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+impl Supervisor {
+    fn try_clone(&self) -> std::io::Result<Supervisor> {
+        Ok(Supervisor { pid: self.pid, process: self.process.try_clone()? })
+    }
+
+    /// Whether the process has ended, or ends within `limit`: its descriptors are closed before its process ends.
+    fn ends_within(&self, limit: Duration) -> std::io::Result<bool> {
+        let begun = Instant::now();
+        loop {
+            if readable(&self.process, LOOK)? {
+                return Ok(true);
+            }
+            if begun.elapsed() >= limit {
+                return Ok(false);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+    use std::process::{Child, Command, Stdio};
+
+    /// What a command sees of a supervisor: a process, and a socket that the test serves.
+    struct Fake {
+        process: Child,
+        listener: UnixListener,
+        dir: tempfile::TempDir,
+    }
+
+    impl Fake {
+        fn new() -> Fake {
+            let dir = tempfile::tempdir().unwrap();
+            let process = Command::new("sleep").arg("1000").stdin(Stdio::null()).spawn().unwrap();
+            let listener = UnixListener::bind(dir.path().join("door")).unwrap();
+            Fake { process, listener, dir }
+        }
+
+        fn ask(&self) -> anyhow::Result<Option<Peer>> {
+            let process = open_process(self.process.id()).unwrap().unwrap();
+            let supervisor = Supervisor { pid: self.process.id(), process };
+            ask_at(|| UnixStream::connect(self.dir.path().join("door")), &supervisor, &Request::Ps)
+        }
+
+        fn signal(&self, signal: rustix::process::Signal) {
+            rustix::process::kill_process(Pid::from_child(&self.process), signal).unwrap();
+        }
+    }
+
+    impl Drop for Fake {
+        fn drop(&mut self) {
+            self.process.kill().unwrap();
+            self.process.wait().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_supervisor_that_dies_before_it_answers_is_not_there() {
+        // It dies with the request unread (ECONNRESET), after reading it (the stream's end), or without accepting (ECONNRESET).
+        for (accepts, reads) in [(true, false), (true, true), (false, false)] {
+            let fake = Fake::new();
+            std::thread::scope(|scope| {
+                let asking = scope.spawn(|| fake.ask());
+                readable(&fake.listener, Duration::from_secs(60)).unwrap();
+                if accepts {
+                    let (socket, _) = fake.listener.accept().unwrap();
+                    readable(&socket, Duration::from_secs(60)).unwrap();
+                    if reads {
+                        BufReader::new(&socket).read_line(&mut String::new()).unwrap();
+                    }
+                } else {
+                    rustix::net::shutdown(&fake.listener, rustix::net::Shutdown::Both).unwrap();
+                    while fake.listener.accept().is_ok() {}
+                }
+                fake.signal(rustix::process::Signal::KILL);
+                assert!(asking.join().unwrap().unwrap().is_none(), "accepts: {accepts}, reads: {reads}");
+            });
+        }
+    }
+
+    #[test]
+    fn a_supervisor_that_lives_and_hangs_up_is_an_error_and_not_absence() {
+        let fake = Fake::new();
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| fake.ask());
+            drop(fake.listener.accept().unwrap());
+            let error = asking.join().unwrap().unwrap_err();
+            assert!(error.to_string().contains("can't be reached"), "{error:#}");
+        });
+    }
+
+    #[test]
+    fn a_supervisor_that_is_stopped_is_named_with_the_remedy() {
+        let fake = Fake::new();
+        fake.signal(rustix::process::Signal::STOP);
+        let error = format!("{:#}", fake.ask().unwrap_err());
+        let pid = fake.process.id();
+        assert!(error.contains(&format!("is stopped; to let it go on: kill -CONT {pid}")), "{error}");
+    }
+}

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The supervisor's side of what lasts: a command in a guest, a console, the wait for a client's going, signals.
+
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use crate::guest::exec::{self, Ended, Exec, Input, Stream};
+use crate::machine::Machine;
+use crate::project::control::{Event, Feed};
+use crate::project::peer::Peer;
+
+/// Milliseconds between looks at a flag while a socket is watched.
+const LOOK: i64 = 100;
+
+/// Waits until the other side of `socket` goes or says anything (true), or `finished` is set (false).
+pub fn wait_hangup(socket: &UnixStream, finished: &AtomicBool) -> bool {
+    let limit = Timespec { tv_sec: 0, tv_nsec: LOOK * 1_000_000 };
+    while !finished.load(Ordering::Acquire) {
+        let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN | PollFlags::RDHUP)];
+        match rustix::event::poll(&mut fds, Some(&limit)) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => {}
+            Ok(_) => return true,
+            Err(_) => return true,
+        }
+    }
+    false
+}
+
+/// Whether the other side of `socket` has closed it.
+pub fn has_gone(socket: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
+}
+
+/// SIGINT, SIGTERM and SIGHUP, made waitable.
+#[derive(Debug)]
+pub struct Signals {
+    reader: UnixStream,
+}
+
+/// From here on these signals are told rather than end the process.
+///
+/// # Errors
+/// When they can't be caught.
+pub fn signals() -> anyhow::Result<Signals> {
+    let (reader, writer) = UnixStream::pair()?;
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+        signal_hook::low_level::pipe::register(signal, writer.try_clone()?)?;
+    }
+    Ok(Signals { reader })
+}
+
+impl Signals {
+    /// Waits for one: true; false only when nothing can be heard any more.
+    pub fn wait(&self) -> bool {
+        let mut byte = [0];
+        (&self.reader).read_exact(&mut byte).is_ok()
+    }
+}
+
+/// Runs a command for a client and reports its output and its end.
+///
+/// # Errors
+/// When the agent fails, with the VM's name.
+pub fn exec(
+    machine: &Machine,
+    exec: &Exec,
+    input: bool,
+    mut peer: Peer,
+    report: &dyn Fn(&Event),
+) -> anyhow::Result<()> {
+    if exec.argv.is_empty() {
+        anyhow::bail!("there is no command to run");
+    }
+    // The reader ends with the connection, and with it the command: also where there is no input.
+    let (sender, receiver) = mpsc::sync_channel(4);
+    let gone = std::sync::Arc::new(AtomicBool::new(false));
+    let seen = gone.clone();
+    std::thread::Builder::new().name("exec-input".into()).spawn(move || {
+        while let Ok(Some(feed)) = peer.receive::<Feed>() {
+            let message = match feed {
+                Feed::Input(text) => match BASE64.decode(text) {
+                    Ok(data) => Input::Data(data),
+                    Err(_) => break,
+                },
+                Feed::End => Input::End,
+            };
+            if input && sender.send(message).is_err() {
+                break;
+            }
+        }
+        seen.store(true, Ordering::Release);
+    })?;
+    let mut output = |stream: Stream, bytes: &[u8]| {
+        let data = BASE64.encode(bytes);
+        report(&match stream {
+            Stream::Out => Event::Out { data },
+            Stream::Err => Event::Err { data },
+        });
+    };
+    let ended = exec::run(
+        machine.agent(),
+        exec,
+        input.then_some(&receiver),
+        &|| gone.load(Ordering::Acquire),
+        &mut output,
+    );
+    if let (Err(e), true) = (&ended, gone.load(Ordering::Acquire)) {
+        // Its client can't be told any more.
+        let command = exec.argv.join(" ");
+        crate::say!("the VM '{}': '{command}' was interrupted and may still run: {e:#}", machine.name());
+    }
+    let ended = ended?;
+    match ended {
+        Ended::Code(code) => report(&Event::Exit { code }),
+        Ended::Cancelled => {}
+    }
+    Ok(())
+}
+
+/// Makes the connection a view of the VM's console until either side ends.
+///
+/// # Errors
+/// When the VM has ended.
+pub fn console(machine: &Machine, mut peer: Peer, recent: usize) -> anyhow::Result<()> {
+    peer.send(&Event::Done)?;
+    let (ahead, socket) = peer.into_raw();
+    machine.console().watch(socket.clone(), recent)?;
+    let typed = type_all(machine, &ahead, &socket);
+    machine.console().unwatch(&socket);
+    // The client may have gone already.
+    let _ = socket.shutdown(std::net::Shutdown::Both);
+    typed
+}
+
+/// Types what a client sends until it goes.
+fn type_all(machine: &Machine, ahead: &[u8], mut socket: &UnixStream) -> anyhow::Result<()> {
+    machine.console().type_in(ahead)?;
+    let mut buffer = [0; 4096];
+    loop {
+        match socket.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(n) => machine.console().type_in(&buffer[..n])?,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(_) => return Ok(()),
+        }
+    }
+}

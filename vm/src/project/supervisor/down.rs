@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How VMs are stopped, and with the last of them the project. All of it takes [`LONGEST`] at most: a command that is in the way is cut off
+//! by the end of its VMs, and if that does not help by the end of this process, with which everything ends that it started.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::{Beside, Reporter, Supervisor};
+use crate::machine::{Machine, Phase, stop};
+use crate::project::control::{Event, Stage};
+
+/// For a command that is in the way to end by itself.
+const COURTESY: Duration = Duration::from_secs(2);
+/// For one whose VMs were killed.
+const CUT_OFF: Duration = Duration::from_secs(2);
+/// For a command that is in the way of stopping some VMs.
+const OTHERS: Duration = Duration::from_secs(20);
+/// All of `down`: the above, the VMs at the same time, then switches and servers at the same time.
+const LONGEST: Duration = Duration::from_secs(30);
+const _: () = assert!(
+    COURTESY.as_secs()
+        + CUT_OFF.as_secs()
+        + stop::LONGEST.as_secs()
+        + crate::project::keeper::ENDING.as_secs()
+        < LONGEST.as_secs()
+);
+
+impl Supervisor {
+    /// Stops VMs, all of them and what runs beside them where the list is empty.
+    ///
+    /// # Errors
+    /// Names VMs that are not there, and processes that don't die.
+    pub(super) fn down(&self, vms: &[String], reporter: &Reporter) -> anyhow::Result<()> {
+        if vms.is_empty() {
+            return self.down_all(Some(reporter));
+        }
+        for vm in vms {
+            self.machine(vm)?;
+        }
+        let Some(_turn) = self.changing.take_within(OTHERS) else {
+            anyhow::bail!(
+                "another command has been starting or stopping VMs for more than {} s; 'tombolo down' without a name cuts it off",
+                OTHERS.as_secs()
+            );
+        };
+        self.stop(|machine| vms.iter().any(|vm| vm == machine.name()), Some(reporter))?;
+        let mut inner = self.lock();
+        if inner.machines.is_empty() {
+            let beside = inner.clear();
+            drop(inner);
+            beside.end();
+            self.dir.remove();
+        }
+        Ok(())
+    }
+
+    /// Stops everything.
+    ///
+    /// # Errors
+    /// Names processes that don't die.
+    pub(super) fn down_all(&self, reporter: Option<&Reporter>) -> anyhow::Result<()> {
+        self.ending.store(true, Ordering::Release);
+        let stopped = self.clear_all(reporter);
+        // Whoever fixes what is wrong may start VMs again.
+        self.ending.store(stopped.is_ok(), Ordering::Release);
+        stopped
+    }
+
+    fn clear_all(&self, reporter: Option<&Reporter>) -> anyhow::Result<()> {
+        // A start in progress is cut short rather than waited for.
+        self.cancel(|machine| machine.phase() == Phase::Booting);
+        let turn = self.changing.take_within(COURTESY).or_else(|| {
+            self.cancel(|_| true);
+            self.changing.take_within(CUT_OFF)
+        });
+        if turn.is_none() {
+            let text =
+                "another command does not end; the supervisor ends, and with it everything that it started";
+            if let Some(reporter) = reporter {
+                reporter.send(&Event::Note { text: text.into() });
+            }
+            self.lock().withdrawn = true;
+            self.dir.close_door();
+            self.dir.remove();
+            return Ok(());
+        }
+        self.stop(|_| true, reporter)?;
+        let beside = self.lock().clear();
+        beside.end();
+        self.dir.remove();
+        Ok(())
+    }
+
+    fn cancel(&self, which: impl Fn(&Machine) -> bool) {
+        for machine in self.lock().machines.values().filter(|machine| which(machine)) {
+            machine.cancel();
+        }
+    }
+
+    /// Stops VMs at the same time. Those that don't die stay in the list.
+    fn stop(&self, which: impl Fn(&Machine) -> bool, reporter: Option<&Reporter>) -> anyhow::Result<()> {
+        let chosen: Vec<Arc<Machine>> = {
+            let inner = self.lock();
+            inner.machines.values().filter(|machine| which(machine)).cloned().collect()
+        };
+        let stopped: Vec<anyhow::Result<()>> = std::thread::scope(|scope| {
+            let stop = |machine: &Arc<Machine>| {
+                let machine = machine.clone();
+                scope.spawn(move || {
+                    let report = |stage: Stage, detail: &str| {
+                        if let Some(reporter) = reporter {
+                            reporter.stage(machine.name(), stage, detail);
+                        }
+                    };
+                    machine.stop(&self.mounted(&machine), &report)?;
+                    report(Stage::Stopped, "");
+                    Ok(())
+                })
+            };
+            let threads: Vec<_> = chosen.iter().map(stop).collect();
+            let failed = || Err(anyhow::anyhow!("a thread that stops a VM failed"));
+            threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| failed())).collect()
+        });
+        let mut errors = Vec::new();
+        for (machine, stopped) in chosen.iter().zip(stopped) {
+            match stopped {
+                Ok(()) => {
+                    self.leave_zones(machine.name(), machine.zones().keys());
+                    self.lock().machines.remove(machine.name());
+                }
+                Err(e) => errors.push(format!("{e:#}")),
+            }
+        }
+        anyhow::ensure!(errors.is_empty(), "{}", errors.join("\n"));
+        Ok(())
+    }
+
+    /// Identities of the zones that a VM has mounted.
+    pub(super) fn mounted(&self, machine: &Machine) -> Vec<String> {
+        let inner = self.lock();
+        let zones: BTreeMap<_, _> = machine.zones();
+        let mounted = zones.iter().filter(|(_, zone_use)| zone_use.mount.is_some());
+        mounted.filter_map(|(name, _)| inner.zones.get(name).map(|zone| zone.uuid())).collect()
+    }
+}
+
+impl Beside {
+    /// Ends switches and servers, all at the same time.
+    pub(super) fn end(self) {
+        std::thread::scope(|scope| {
+            for network in self.networks.into_values() {
+                scope.spawn(move || drop(network));
+            }
+            for accelerator in self.accelerators.into_values() {
+                scope.spawn(move || drop(accelerator));
+            }
+        });
+    }
+}
