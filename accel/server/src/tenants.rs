@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use tombolo_calls::say;
 
 /// A client that is served.
 pub struct Tenant {
@@ -46,9 +47,7 @@ impl Tenant {
 
     fn end_if_it_has_too_many_processes(&mut self, pid: u32) {
         if self.census.as_ref().is_some_and(Census::has_too_many) {
-            eprintln!(
-                "tombolo accel: worker {pid} started more processes than any driver does, and is killed"
-            );
+            say!("tombolo accel: worker {pid} started more processes than any driver does, and is killed");
             // They end with it, and needn't be looked at again.
             self.census = None;
             self.signal(libc::SIGKILL);

@@ -20,11 +20,12 @@ use std::sync::Arc;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::{Geometry, Hello};
 use tombolo_calls::memory::PART;
+use tombolo_calls::say;
 use tombolo_calls::{Error, Link, process, stream, zone};
 
 /// The descriptor a worker finds the page of its figures at.
 pub const FIGURES_FD: i32 = 3;
-/// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell, doorbell and account follow.
+/// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell, doorbell and the account's two files follow.
 pub const SOCKET_FD: i32 = FIGURES_FD + 1;
 
 /// Set where devices are the native ones: an OpenCL driver of ours shows none there.
@@ -107,9 +108,9 @@ pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow:
     let page = File::from(unsafe { OwnedFd::from_raw_fd(FIGURES_FD) });
     let figures = Figures::of(&page).context("the page of figures")?;
     let account = place.as_ref().map(|place| {
-        // SAFETY: as above; it is the last that is passed.
-        let page = File::from(unsafe { OwnedFd::from_raw_fd(SOCKET_FD + 4) });
-        Account::of(&page, place.channel)
+        // SAFETY: as above; they are the last that are passed.
+        let files = [4, 5].map(|n| File::from(unsafe { OwnedFd::from_raw_fd(SOCKET_FD + n) }));
+        Account::of([&files[0], &files[1]], place.channel)
     });
     let account = account.transpose().context("the VM's account")?.map(Arc::new);
     let bucket = Bucket::new(limits.rate, account.clone());
@@ -135,7 +136,7 @@ pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow:
     api.capture_output().context("standard output")?;
     match session.run(api.clone()) {
         Error::Closed => {}
-        why => eprintln!("tombolo accel: client {}: {why}", hello.name),
+        why => say!("tombolo accel: client {}: {why}", hello.name),
     }
     drop(scratch);
     // The process ends here; the kernel takes back its memory and devices. Running the driver's own exit handlers with
@@ -203,7 +204,7 @@ pub fn trial(wall: Option<Wall>) -> ExitCode {
     match enter(wall.as_ref()).and_then(|_scratch| wall::calls::filter(Again { end: 0, part: PART as u64 })) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("{e:#}");
+            say!("{e:#}");
             ExitCode::FAILURE
         }
     }

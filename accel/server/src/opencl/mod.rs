@@ -8,6 +8,7 @@
 //! - [`properties`]: which properties a client may set.
 //! - [`late`]: errors of posted commands, until the client waits for something.
 //! - [`output`]: what kernels print.
+//! - [`stream`]: long transfers in pieces.
 //! - [`tickets`]: tells the client when its part of the window was read or filled.
 
 pub mod checks;
@@ -17,6 +18,7 @@ pub mod include;
 pub mod late;
 pub mod output;
 pub mod properties;
+pub mod stream;
 pub mod tickets;
 
 use crate::account::{Account, Good};
@@ -29,6 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::{Encoder, Malformed, Record, ReplyKind};
+use tombolo_calls::say;
 
 /// A handle of the native driver.
 pub type Handle = *mut c_void;
@@ -90,6 +93,7 @@ pub struct OpenCl {
     /// Where its limits are those of all processes of its VM together.
     account: Option<Arc<Account>>,
     tickets: tickets::Tickets,
+    streams: stream::Streams,
     session: OnceLock<Arc<Session>>,
     late: late::Late,
     /// Some kernel has an argument whose posted setting failed: until then, none is asked.
@@ -137,6 +141,7 @@ impl OpenCl {
             memory: AtomicU64::new(0),
             account,
             tickets: tickets::Tickets::default(),
+            streams: stream::Streams::default(),
             session: OnceLock::new(),
             late: late::Late::default(),
             arguments_failed: AtomicBool::new(false),
@@ -178,7 +183,7 @@ impl OpenCl {
     /// Ties it to its client.
     pub fn attach(&self, session: &Arc<Session>) {
         if self.session.set(session.clone()).is_err() {
-            eprintln!("tombolo accel: a driver serves one client; the second was ignored");
+            say!("tombolo accel: a driver serves one client; the second was ignored");
         }
     }
 
@@ -202,7 +207,7 @@ impl OpenCl {
         let limit = self.limits.memory;
         let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= limit);
         let refused = |whose: &str, used: u64| {
-            eprintln!(
+            say!(
                 "tombolo accel: {whose} quota is reached: {used} of {limit} bytes of device memory are used, {bytes} more were asked for; raise its limit of memory"
             );
             ALLOCATION
@@ -283,7 +288,7 @@ impl OpenCl {
     /// A posted request failed: whatever uses its object gets the code, and so does what follows in its queue ([`late`]).
     fn posted_failed(&self, id: u32, code: i32, new: Option<(u32, u64)>, queue: u64) {
         let name = wire::FUNCTIONS.iter().find(|f| f.0 == id).map_or("?", |f| f.1);
-        eprintln!(
+        say!(
             "tombolo accel: posted {name} failed with code {code}; the program is told when it uses the result, or waits for the queue"
         );
         if queue != 0 {
@@ -477,9 +482,7 @@ impl Cx<'_> {
 
     fn too_many(kind: u32, fault: Fault) -> i32 {
         if fault == Fault::TooMany {
-            eprintln!(
-                "tombolo accel: a client's quota is reached: no more objects; raise its limit of objects"
-            );
+            say!("tombolo accel: a client's quota is reached: no more objects; raise its limit of objects");
         }
         Self::fault(kind, fault)
     }
