@@ -196,6 +196,56 @@ static void behind_a_failure(void)
 	free(bytes);
 }
 
+/* What was written without a look at the device is read at once by another queue, or by one without order: all sizes of ways, again and again. */
+static void read_by_others(cl_command_queue writer, cl_command_queue reader, const char *who)
+{
+	static const size_t sizes[] = {16, 4000, 30000, 400000, 3 << 20};
+	unsigned char *from = malloc(3 << 20), *to = malloc(3 << 20);
+	cl_mem buffer = buffer_of(3 << 20);
+	size_t zero[3] = {0, 0, 0};
+	long wrong = 0;
+
+	for (unsigned round = 1; round < 60; round++)
+		for (size_t s = 0; s < 5; s++) {
+			size_t size = sizes[s], region[3] = {size, 1, 1};
+			memset(from, round, size);
+			memset(to, 0, size);
+			if (round % 2)
+				check("write", clEnqueueWriteBuffer(writer, buffer, CL_TRUE, 0, size, from, 0, NULL, NULL));
+			else
+				check("write", clEnqueueWriteBufferRect(writer, buffer, CL_TRUE, zero, zero, region, 0, 0, 0, 0, from, 0, NULL, NULL));
+			check("read", clEnqueueReadBuffer(reader, buffer, CL_TRUE, 0, size, to, 0, NULL, NULL));
+			wrong += differs(from, to, size) >= 0;
+		}
+	printf("%s: %ld wrong\n", who, wrong);
+	clReleaseMemObject(buffer);
+	free(from);
+	free(to);
+}
+
+/* The event of a write that blocks has ended, and tells its times. */
+static void ended_at_once(void)
+{
+	cl_command_queue queue = queue_with(CL_QUEUE_PROFILING_ENABLE);
+	cl_mem buffer = buffer_of(MOST);
+	unsigned char *bytes = calloc(1, MOST);
+	cl_event event;
+	cl_ulong begun, ended;
+	cl_int status;
+
+	for (size_t size = 1000; size < MOST; size *= 8) {
+		check("write", clEnqueueWriteBuffer(queue, buffer, CL_TRUE, 0, size, bytes, 0, NULL, &event));
+		check("status", clGetEventInfo(event, CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof status, &status, NULL));
+		int code = clGetEventProfilingInfo(event, CL_PROFILING_COMMAND_START, sizeof begun, &begun, NULL);
+		code |= clGetEventProfilingInfo(event, CL_PROFILING_COMMAND_END, sizeof ended, &ended, NULL);
+		printf("ended %d, times %d %d\n", status, code, !code && begun <= ended);
+		clReleaseEvent(event);
+	}
+	clReleaseMemObject(buffer);
+	clReleaseCommandQueue(queue);
+	free(bytes);
+}
+
 /* Of a part of a buffer, and of one that may not be read. */
 static void of_other_buffers(void)
 {
@@ -265,6 +315,10 @@ int main(int argc, char **argv)
 		printf("thread %zu %ld\n", i, (long)wrong);
 	}
 	behind_a_kernel();
+	cl_command_queue a = queue_with(0), b = queue_with(0), c = queue_with(CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE);
+	read_by_others(a, b, "another queue");
+	read_by_others(c, c, "out of order");
+	ended_at_once();
 	of_other_buffers();
 	return 0;
 }

@@ -124,6 +124,7 @@ fn establish() -> Result<Roots, String> {
     let roots = take_snapshot(&connection, &body)
         .map_err(|Malformed| "the server's snapshot can't be decoded".to_string())?;
     CURRENT.store(Box::into_raw(Box::new(connection)), Ordering::Release);
+    crate::deferred::forget();
     if std::env::var_os("TOMBOLO_ACCEL_TRACE").is_some() {
         // SAFETY: registers a function of this library, which is never unloaded while handles exist.
         unsafe { libc::atexit(write_trace) };
@@ -395,6 +396,7 @@ pub fn new_event(queue: Obj, wanted: bool, command: u32) -> Result<New, i32> {
             queue: Some(hold(queue)),
             command,
             status: AtomicI32::new(i32::MAX),
+            counted: None,
         }),
     )
 }

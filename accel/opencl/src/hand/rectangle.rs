@@ -4,6 +4,7 @@
 use super::memory::{host_access, is_one_dimensional};
 use super::region::Host;
 use super::transfer::{finish, read_slot, write_slot};
+use crate::deferred::Write;
 use crate::rt::{self, Handle, Id, Obj, code};
 use crate::state::As;
 use crate::sure;
@@ -100,7 +101,7 @@ pub unsafe extern "C" fn clEnqueueReadBufferRect(
 pub unsafe extern "C" fn clEnqueueWriteBufferRect(
     queue: Handle,
     buffer: Handle,
-    _blocking: u32,
+    blocking: u32,
     buffer_origin: *const usize,
     host_origin: *const usize,
     region: *const usize,
@@ -126,7 +127,7 @@ pub unsafe extern "C" fn clEnqueueWriteBufferRect(
             )
         };
         rectangle_inside(buffer, origin, region, buffer_row_pitch, buffer_slice_pitch, false)?;
-        let new = rt::new_event(queue, !event.is_null(), 0x1202)?;
+        let new = Write::new(queue, blocking != 0, !event.is_null(), 0x1202)?;
         let slot = write_slot(queue, &host)?;
         rt::call(&wire::EnqueueWriteBufferRect {
             queue: queue.id(),
@@ -138,11 +139,10 @@ pub unsafe extern "C" fn clEnqueueWriteBufferRect(
             data: slot.data,
             ticket: slot.ticket,
             waits: waits.into(),
-            event: new.id(),
+            event: new.event(),
         })?;
         // SAFETY: as the API says.
-        unsafe { finish(new, event) };
-        Ok(())
+        unsafe { new.sent(event) }
     })
 }
 
@@ -250,7 +250,7 @@ pub unsafe extern "C" fn clEnqueueReadImage(
 pub unsafe extern "C" fn clEnqueueWriteImage(
     queue: Handle,
     image: Handle,
-    _blocking: u32,
+    blocking: u32,
     origin: *const usize,
     region: *const usize,
     row_pitch: usize,
@@ -271,7 +271,7 @@ pub unsafe extern "C" fn clEnqueueWriteImage(
             (rt::waits(n, list)?, pixels(image, origin, region, row_pitch, slice_pitch, ptr as usize)?)
         };
         host_access(image.mem()?, false)?;
-        let new = rt::new_event(queue, !event.is_null(), 0x11f7)?;
+        let new = Write::new(queue, blocking != 0, !event.is_null(), 0x11f7)?;
         let slot = write_slot(queue, &host)?;
         rt::call(&wire::EnqueueWriteImage {
             queue: queue.id(),
@@ -281,10 +281,9 @@ pub unsafe extern "C" fn clEnqueueWriteImage(
             data: slot.data,
             ticket: slot.ticket,
             waits: waits.into(),
-            event: new.id(),
+            event: new.event(),
         })?;
         // SAFETY: as the API says.
-        unsafe { finish(new, event) };
-        Ok(())
+        unsafe { new.sent(event) }
     })
 }

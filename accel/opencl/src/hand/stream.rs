@@ -2,7 +2,7 @@
 //! Long transfers that the program waits for, piece by piece through a few slots of the window: one side copies a piece while the other is at the next. The
 //! server's end is one command of the driver, so it needs a device that runs native kernels: a processor.
 
-use super::transfer::{Range, in_order, staging};
+use super::transfer::{Range, staging};
 use crate::rt::{self, Id, Obj, code};
 use crate::state::As;
 use std::collections::VecDeque;
@@ -36,7 +36,7 @@ fn runs_native_kernels(queue: Obj) -> Result<bool, i32> {
 /// Whether a transfer that the program waits for may go this way.
 pub(super) fn suits(queue: Obj, range: &Range) -> Result<bool, i32> {
     let long = range.len >= LEAST && rt::connection()?.shares_window;
-    Ok(long && in_order(queue) && range.cut(queue)? && runs_native_kernels(queue)?)
+    Ok(long && range.cut(queue)? && runs_native_kernels(queue)?)
 }
 
 /// A piece that is under way.

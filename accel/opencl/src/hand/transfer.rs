@@ -8,8 +8,9 @@
 use super::memory::host_access;
 use super::region::Host;
 use super::stream;
+use crate::deferred::{Write, in_order};
 use crate::rt::{self, Handle, Id, New, Obj, code};
-use crate::state::{As, Body, Pages};
+use crate::state::{As, Pages};
 use crate::sure;
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -25,7 +26,6 @@ const INLINE: u64 = 16 << 10;
 const PIECE: u64 = 2 << 20;
 /// Pieces of one transfer that are under way.
 const UNDER_WAY: usize = 3;
-const OUT_OF_ORDER: u64 = 1;
 
 /// Takes staging memory; when transfers under way hold too much of it, waits for the queue once.
 pub(crate) fn staging(queue: Obj, len: u64, place: Place) -> Result<u64, i32> {
@@ -143,10 +143,6 @@ fn transfer<'a, R: tombolo_accel_spec::wire::Record<'a>>(record: &R, post: bool)
     if post { rt::lost(rt::connection()?.post(record)) } else { rt::call(record).map(|_| ()) }
 }
 
-pub(super) fn in_order(queue: Obj) -> bool {
-    matches!(queue.body(), Body::Queue(q) if q.properties & OUT_OF_ORDER == 0)
-}
-
 /// The end of a transfer: the program gets its event.
 pub(super) unsafe fn finish(new: New, event: *mut Handle) {
     if new.object().is_some() {
@@ -239,9 +235,6 @@ pub(crate) fn write(queue: Obj, range: Range, blocking: bool, waits: &[u64], eve
     let sure = sure::host_range(queue, buffer, offset, len, waits);
     if !sure {
         probe(queue, buffer, offset, len, false)?;
-    }
-    if sure && blocking && waits.is_empty() && event == 0 && stream::suits(queue, &range)? {
-        return stream::write(queue, range);
     }
     let cut = range.cut(queue)?;
     let last = pieces(len, cut).last();
@@ -344,11 +337,15 @@ pub unsafe extern "C" fn clEnqueueWriteBuffer(
         }
         // SAFETY: as the API says.
         let waits = unsafe { rt::waits(n, list)? };
-        let new = rt::new_event(queue, !event.is_null(), 0x11f4)?;
+        let (blocking, wanted) = (blocking != 0, !event.is_null());
         let range = Range { buffer, offset: offset as u64, len: size as u64, pointer: ptr as usize };
-        write(queue, range, blocking != 0, &waits, new.id())?;
+        let sure = sure::host_range(queue, buffer, range.offset, range.len, &waits);
+        if sure && blocking && !wanted && waits.is_empty() && stream::suits(queue, &range)? {
+            return stream::write(queue, range);
+        }
+        let new = Write::new(queue, blocking, wanted, 0x11f4)?;
+        write(queue, range, blocking, &waits, new.event())?;
         // SAFETY: as the API says.
-        unsafe { finish(new, event) };
-        Ok(())
+        unsafe { new.sent(event) }
     })
 }
