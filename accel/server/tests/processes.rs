@@ -45,6 +45,16 @@ fn what_a_window_has_no_room_for_is_mapped_and_copied_all_the_same() {
 }
 
 #[test]
+fn odd_but_legal_programs_print_what_they_print_natively() {
+    let (server, program) = (Server::start("odd", &[]), compiled("odd"));
+    let expected = run(&mut native(&program)).stdout;
+    let forwarded = run(&mut server.program(&program)).stdout;
+    assert!(expected.ends_with(b"\nends\n"), "{}", String::from_utf8_lossy(&expected));
+    assert_eq!(String::from_utf8_lossy(&forwarded), String::from_utf8_lossy(&expected));
+    server.end();
+}
+
+#[test]
 fn clinfo_says_the_same() {
     let server = Server::start("clinfo", &[]);
     let expected = run(&mut native(Path::new("clinfo"))).stdout;
