@@ -10,6 +10,7 @@ use crate::vm;
 use crate::wall::identity;
 use crate::workers::{self, Confinement};
 use anyhow::{Context, bail};
+use rustix::process::Resource;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
@@ -18,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
+use std::time::Duration;
 use tombolo_calls::say;
 
 /// How a server runs.
@@ -90,6 +92,17 @@ impl Listener {
     }
 }
 
+/// How long nobody is taken after a connection was lost, unless a tenant leaves.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// As many descriptors as this process may have: each worker takes some.
+fn raise_descriptors() {
+    let mut limit = rustix::process::getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    // A kernel's own limit may be lower; then it stays as it was.
+    let _as_before = rustix::process::setrlimit(Resource::Nofile, limit);
+}
+
 /// A running server.
 pub struct Server {
     /// Who is served.
@@ -112,6 +125,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     if config.overseen {
         tombolo_calls::say::log_is_own();
     }
+    raise_descriptors();
     identity::keep_what_a_server_needs().context("capabilities that a server has no use for")?;
     let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref())?;
     if let Some(cgroup) = confinement.cgroup().cloned() {
@@ -203,7 +217,11 @@ impl Server {
             match listener.accept() {
                 Ok(socket) => self.admit(address, limits, &socket),
                 Err(_) if self.draining.load(Ordering::SeqCst) => return,
-                Err(e) => say!("tombolo accel: a connection was lost before it began: {e}"),
+                Err(e) => {
+                    say!("tombolo accel: a connection was lost before it began: {e}");
+                    // Where there are no descriptors, or no memory, it would be lost again at once.
+                    self.tenants.wait_for_change(PAUSE);
+                }
             }
         }
     }

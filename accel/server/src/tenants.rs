@@ -216,6 +216,11 @@ impl Tenants {
         self.lock().by_pid.values().filter(|t| !t.via.starts_with("vm:")).count()
     }
 
+    /// Waits until one comes or goes, or for so long.
+    pub fn wait_for_change(&self, most: Duration) {
+        drop(self.changed.wait_timeout(self.lock(), most).unwrap_or_else(PoisonError::into_inner));
+    }
+
     /// Waits until nobody is left, and nobody can come from a VM.
     pub fn wait_until_gone(&self) {
         let inner = self.lock();

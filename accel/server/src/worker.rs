@@ -17,6 +17,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::{Geometry, Hello};
 use tombolo_calls::memory::PART;
@@ -27,6 +28,9 @@ use tombolo_calls::{Error, Link, process, stream, zone};
 pub const FIGURES_FD: i32 = 3;
 /// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell, doorbell and the account's two files follow.
 pub const SOCKET_FD: i32 = FIGURES_FD + 1;
+
+/// How long a client may take to say who it is.
+const HELLO: Duration = Duration::from_secs(10);
 
 /// Set where devices are the native ones: an OpenCL driver of ours shows none there.
 pub const NATIVE: &str = "TOMBOLO_ACCEL_SERVER";
@@ -82,13 +86,10 @@ fn called(place: Option<&Place>) -> anyhow::Result<Option<Caller>> {
             Err(e) => Err(e).context("handshake"),
         };
     }
-    // A client that says nothing must not keep a process for ever.
-    set_timeout(&socket, libc::timeval { tv_sec: 10, tv_usec: 0 })?;
-    let hello = match stream::hello(&socket) {
+    let hello = match stream::hello(&socket, HELLO) {
         Err(Error::Closed) => return Ok(None),
         said => said.context("handshake")?,
     };
-    set_timeout(&socket, libc::timeval { tv_sec: 0, tv_usec: 0 })?;
     Ok(Some(Caller::Socket(socket, hello)))
 }
 
@@ -225,20 +226,6 @@ pub fn devices() -> anyhow::Result<Vec<Device>> {
         );
     }
     Ok(found)
-}
-
-fn set_timeout(socket: &OwnedFd, timeout: libc::timeval) -> anyhow::Result<()> {
-    // SAFETY: the value lives during the call, and its size is given.
-    let r = unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_RCVTIMEO,
-            (&raw const timeout).cast(),
-            size_of_val(&timeout) as libc::socklen_t,
-        )
-    };
-    if r < 0 { Err(std::io::Error::last_os_error()).context("SO_RCVTIMEO") } else { Ok(()) }
 }
 
 fn is_unix(socket: &OwnedFd) -> anyhow::Result<bool> {

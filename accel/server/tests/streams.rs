@@ -57,7 +57,8 @@ fn long_transfers_answer_as_on_the_native_driver_and_go_piece_by_piece() {
     assert!(expected.starts_with("in order -1\n") && expected.ends_with("beyond -30 -30\n"), "{expected}");
     assert_eq!(text(&run(&mut server.program(&program))), expected);
     let mut trace = server.program(env!("CARGO_BIN_EXE_tombolo-accel").as_ref());
-    let trace = trace.args(["--json", "trace", "--", "sh", "-c", "exec \"$0\" >/dev/null"]).arg(&program).output();
+    let trace =
+        trace.args(["--json", "trace", "--", "sh", "-c", "exec \"$0\" >/dev/null"]).arg(&program).output();
     let trace: serde_json::Value = serde_json::from_slice(&trace.expect("it runs").stdout).expect("JSON");
     let functions = trace[0]["functions"].as_array().expect("functions");
     let calls = |name: &str| {

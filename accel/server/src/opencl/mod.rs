@@ -10,6 +10,7 @@
 //! - [`output`]: what kernels print.
 //! - [`stream`]: long transfers in pieces.
 //! - [`tickets`]: tells the client when its part of the window was read or filled.
+//! - [`waits`]: waiting for events and queues.
 
 pub mod checks;
 pub mod clear;
@@ -20,10 +21,11 @@ pub mod output;
 pub mod properties;
 pub mod stream;
 pub mod tickets;
+pub mod waits;
 
 use crate::account::{Account, Good};
 use crate::limits::Limits;
-use crate::session::{Api, Call, Session};
+use crate::session::{Api, Call, Early, Session};
 use crate::table::{Fault, Table};
 use generated::Native;
 use std::ffi::{CStr, CString, c_void};
@@ -82,6 +84,8 @@ pub struct Extra {
     kernel: Option<Box<hand::Kernel>>,
     /// The queue of a posted command that failed, beside its event.
     queue: u64,
+    /// Of a queue: the last wait for it took long.
+    waits_long: bool,
 }
 
 /// OpenCL for one client.
@@ -266,9 +270,7 @@ impl Api for &'static OpenCl {
         let waited = call.waited;
         let mut reply = Vec::new();
         let (outcome, new, owed, queue) = {
-            let mut block = || call.may_block();
-            let mut cx =
-                Cx { cl: self, reply: &mut reply, block: &mut block, new: None, owed: 0, waited, queue: 0 };
+            let mut cx = Cx { cl: self, reply: &mut reply, call, new: None, owed: 0, waited, queue: 0 };
             let outcome = generated::dispatch(&mut cx, id, body)?;
             (outcome, cx.new, cx.owed, cx.queue)
         };
@@ -336,11 +338,28 @@ impl OpenCl {
     }
 }
 
+/// What a handler needs of the session's call that it carries out.
+trait Waited {
+    /// [`Call::may_block`]
+    fn may_block(&mut self) -> bool;
+    /// [`Call::early`]
+    fn early(&mut self) -> Option<Arc<Early>>;
+}
+
+impl Waited for Call<'_> {
+    fn may_block(&mut self) -> bool {
+        Call::may_block(self)
+    }
+    fn early(&mut self) -> Option<Arc<Early>> {
+        Call::early(self)
+    }
+}
+
 /// One request, for its handler.
 pub struct Cx<'a> {
     cl: &'static OpenCl,
     reply: &'a mut Vec<u8>,
-    block: &'a mut dyn FnMut() -> bool,
+    call: &'a mut dyn Waited,
     /// The object that the request creates.
     new: Option<(u32, u64)>,
     /// A ticket that is redeemed when the request ends, unless a native event does it.
@@ -370,6 +389,12 @@ impl Cx<'_> {
     /// Reads the server's own facts about an object.
     fn extra<T>(&self, kind: u32, id: u64, f: impl FnOnce(&Extra) -> T) -> Result<T, i32> {
         lock(&self.cl.table).extra(kind, id).map(f).map_err(|e| Self::fault(kind, e))
+    }
+
+    /// Whether a wait for a queue took long, for the next one.
+    fn remember_wait(&self, id: u64, long: bool) {
+        // It may have been given up meanwhile.
+        let _gone = lock(&self.cl.table).extra_mut(kind::QUEUE, id).map(|extra| extra.waits_long = long);
     }
 
     /// The native functions.
@@ -430,7 +455,7 @@ impl Cx<'_> {
 
     /// The driver may be entered for long; an error where too many threads of this client are inside of it.
     pub fn may_block(&mut self) -> Result<(), i32> {
-        if (self.block)() { Ok(()) } else { Err(RESOURCES) }
+        if self.call.may_block() { Ok(()) } else { Err(RESOURCES) }
     }
 
     /// A property: asked for its size, then for its value. Properties that name native handles are never told.
