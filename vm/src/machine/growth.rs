@@ -63,16 +63,15 @@ pub fn give_back_orphans() -> anyhow::Result<Vec<Address>> {
     Ok(bind::reclaim(&Host::at("/"), &mut Kernel, &Store::of_host())?)
 }
 
-/// Refuses devices and memory that can't be had, and gives back what VMs that died have left.
+/// Refuses devices and memory that can't be had.
 ///
 /// # Errors
-/// Says which device and why. Nothing of this VM has been touched.
+/// Says which device and why. Nothing has been touched.
 pub fn check(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
     let layout = layout(name, spec)?;
     if spec.devices.is_empty() {
         return Ok(());
     }
-    give_back_orphans()?;
     let host = Host::at("/");
     plan(&host.devices()?, host.has_iommu(), &spec.devices, spec.whole_group)
         .with_context(|| format!("vm.{name}.devices"))?;

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use rustix::process::{Resource, Rlimit};
@@ -21,6 +21,7 @@ use crate::guest::mount::{self, Source};
 use crate::machine::{Machine, Phase, hotplug};
 use crate::project::accelerator::Accelerator;
 use crate::project::control::{Event, NetStatus, PortStatus, Request, Stage, Status, ZoneStatus};
+use crate::project::journal;
 use crate::project::network::Network;
 use crate::project::peer::{self, Peer};
 use crate::project::session;
@@ -30,6 +31,7 @@ use reception::Connection;
 use turn::Turns;
 
 mod down;
+mod plan;
 mod reception;
 mod start;
 mod turn;
@@ -177,6 +179,8 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             }
         }
     }
+    drop(over);
+    journal::close();
     Ok(())
 }
 
@@ -271,8 +275,10 @@ impl Supervisor {
             reporter.send(&Event::Failed { message: message.into() });
             return;
         }
-        if let Request::Attend = request {
-            return attend(peer, &reporter);
+        match request {
+            Request::Attend => return attend(peer, &reporter),
+            Request::Events { since } => return tell(&peer.socket(), since, &reporter),
+            _ => {}
         }
         // A client that has waited too long has said so and gone. Without 'heard' one that is there starts another supervisor.
         if !session::has_gone(&peer.socket()) && self.enter() {
@@ -283,7 +289,11 @@ impl Supervisor {
     fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter) {
         reporter.send(&Event::Heard);
         let result = match request {
-            Request::Up { project, vms } => self.up(*project, &vms, peer, &reporter),
+            Request::Up { project, wish } => self.up(*project, &wish, peer, &reporter),
+            Request::Plan { project, wish } => {
+                reporter.send(&self.planned(*project, &wish));
+                Ok(())
+            }
             Request::Down { vms } => self.down(&vms, &reporter),
             Request::Ps => {
                 reporter.send(&Event::Status(Box::new(self.status())));
@@ -299,7 +309,7 @@ impl Supervisor {
                     Err(e) => Err(e),
                 }
             }
-            Request::Attend => Ok(()),
+            Request::Attend | Request::Events { .. } => Ok(()),
             Request::ZoneAttach { zone, vm, rights, mount } => {
                 self.attach(&zone, &vm, rights, mount.as_deref(), &reporter)
             }
@@ -442,6 +452,7 @@ impl Supervisor {
                 lost: zone.is_lost(),
                 uuid: zone.uuid(),
                 path: zone.path(),
+                link: self.dir.zone_link(name),
             })
             .collect();
         let networks = inner
@@ -457,8 +468,7 @@ impl Supervisor {
                 NetStatus {
                     name: name.clone(),
                     uplink: network.spec().uplink.as_ref().map(ToString::to_string),
-                    subnet: crate::compose::network::subnet(&inner.project.compose, name)
-                        .map(|s| s.to_string()),
+                    subnet: network.spec().subnet.map(|s| s.to_string()),
                     pid,
                     starts,
                     control: network.control(),
@@ -484,6 +494,21 @@ fn attend(mut peer: Peer, reporter: &Reporter) {
     reporter.send(&Event::Heard);
     // Nothing is said on it: what comes is its end.
     let _end = peer.receive::<Request>();
+}
+
+/// Sends what happens until the client goes, or this process ends.
+fn tell(socket: &UnixStream, since: Option<f64>, reporter: &Reporter) {
+    reporter.send(&Event::Heard);
+    let since = since.map(|seconds| {
+        let since = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        SystemTime::UNIX_EPOCH.checked_add(since).unwrap_or(SystemTime::UNIX_EPOCH)
+    });
+    journal::follow(since, &|entry| {
+        if let Some(entry) = entry {
+            reporter.send(&Event::Happened(entry.clone()));
+        }
+        !session::has_gone(socket)
+    });
 }
 
 /// Mounts a zone's file system in the VM where it is wanted.
