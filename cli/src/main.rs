@@ -241,6 +241,7 @@ fn put_path(zone: &mut PathBuf) -> anyhow::Result<()> {
 fn manual(dir: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(dir)?;
     clap_mangen::generate_to(Cli::command(), dir)?;
+    std::fs::write(dir.join("tombolo.toml.5"), tombolo_vm::compose::manual::page())?;
     Ok(())
 }
 
@@ -257,7 +258,7 @@ mod tests {
     fn every_command_has_a_manual_page() {
         let dir = tempfile::tempdir().unwrap();
         manual(dir.path()).unwrap();
-        for page in ["tombolo.1", "tombolo-up.1", "tombolo-exec.1", "tombolo-top.1", "tombolo-zone-attach.1"]
+        for page in ["tombolo.1", "tombolo-up.1", "tombolo-exec.1", "tombolo-top.1", "tombolo-zone-attach.1", "tombolo.toml.5"]
         {
             assert!(dir.path().join(page).is_file(), "{page}");
         }

@@ -44,7 +44,7 @@ struct Leftover {
 pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     let base = state::base_dir()?;
     let mut leftovers = of_projects(&base)?;
-    leftovers.extend(scratch(&std::env::temp_dir(), &scratch_in_use()?)?);
+    leftovers.extend(scratch(&std::env::temp_dir(), scratch_in_use)?);
     leftovers.sort();
     let mut errors = Vec::new();
     for leftover in &leftovers {
@@ -101,16 +101,25 @@ fn scratch_in_use() -> anyhow::Result<BTreeSet<PathBuf>> {
     Ok(used)
 }
 
-fn scratch(folder: &Path, used: &BTreeSet<PathBuf>) -> io::Result<Vec<Leftover>> {
-    let mut leftovers = Vec::new();
+/// Scratch files and folders; the projects that run are asked where there are some of accelerators.
+fn scratch(
+    folder: &Path,
+    used: impl FnOnce() -> anyhow::Result<BTreeSet<PathBuf>>,
+) -> anyhow::Result<Vec<Leftover>> {
+    let (mut leftovers, mut compiled) = (Vec::new(), Vec::new());
     for path in own_entries(folder)? {
         let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
         let process = OF_PROCESSES.iter().find_map(|prefix| name.strip_prefix(prefix)?.parse::<u32>().ok());
-        if name.starts_with("tombolo-accel-") && !used.contains(&path) {
-            leftovers.push(Leftover { what: "compiled kernels of an accelerator that has ended", path });
+        if name.starts_with("tombolo-accel-") {
+            compiled.push(path);
         } else if process.is_some_and(|process| !Path::new(&format!("/proc/{process}")).exists()) {
             leftovers.push(Leftover { what: "files of a program that has ended", path });
         }
+    }
+    if !compiled.is_empty() {
+        let used = used()?;
+        let unused = compiled.into_iter().filter(|path| !used.contains(path));
+        leftovers.extend(unused.map(|path| Leftover { what: "compiled kernels of an accelerator that has ended", path }));
     }
     Ok(leftovers)
 }
@@ -153,7 +162,7 @@ mod tests {
         }
         std::os::unix::fs::symlink("/", path("tombolo-accel-00000003")).unwrap();
         let mut found: Vec<PathBuf> =
-            scratch(folder.path(), &BTreeSet::from([used])).unwrap().into_iter().map(|l| l.path).collect();
+            scratch(folder.path(), || Ok(BTreeSet::from([used]))).unwrap().into_iter().map(|l| l.path).collect();
         found.sort();
         assert_eq!(found, [left, dead]);
     }

@@ -301,7 +301,8 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Supervise { dir, control, file } => {
-            supervisor::run(Project::load(&file)?, &dir, control)?;
+            // The project comes with the first request; of the file only its path counts, whatever has become of it.
+            supervisor::run(Project::unread(&file), &dir, control)?;
             Ok(ExitCode::SUCCESS)
         }
     }

@@ -15,6 +15,7 @@ use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
 pub mod accelerator;
+pub mod manual;
 pub mod named;
 pub mod network;
 
@@ -132,7 +133,7 @@ pub struct VmSpec {
     /// Take the other devices of each IOMMU group along.
     #[serde(default)]
     pub whole_group: bool,
-    /// How the memory arrives; default: fast with devices, slow without.
+    /// How the memory arrives; default: "auto", fast with devices and slow without.
     #[serde(default)]
     pub start: Option<StartKind>,
     /// Memory at a fast start; default: a thirty-second part, from 512 MiB to 8 GiB.
@@ -181,6 +182,9 @@ pub struct Share {
     /// Refuse writes.
     #[serde(default)]
     pub readonly: bool,
+    /// Where the guest mounts it; none: it does so itself.
+    #[serde(default)]
+    pub mount: Option<String>,
 }
 
 /// Rights of a member of a zone.
@@ -421,6 +425,10 @@ impl Project {
     /// # Errors
     /// [`ComposeError`] with the line, as far as it is known.
     pub fn load(file: &Path) -> Result<Project, ComposeError> {
+        if file.to_str().is_none() {
+            let message = "its path is not UTF-8; rename the folder or the file".into();
+            return Err(ComposeError { file: file.to_owned(), line: None, message });
+        }
         let text = std::fs::read_to_string(file).map_err(|e| ComposeError {
             file: file.to_owned(),
             line: None,
@@ -564,6 +572,20 @@ fn check(compose: &Compose) -> Result<(), (String, String, String)> {
         }
         if vm.snapshot && vm.disk.is_none() {
             return fail(&table, "snapshot", format!("vm.{name}.snapshot is set, but there is no disk"));
+        }
+        for share in &vm.share {
+            let Some(mount) = &share.mount else { continue };
+            if !mount.starts_with('/') {
+                let message = format!("vm.{name}.share: mount is '{mount}'; write an absolute path");
+                return fail(&table, "share", message);
+            }
+            if vm.ready != Ready::Agent {
+                let message = format!(
+                    "vm.{name} mounts the share '{}', which is done through the guest agent: ready must be \"agent\"",
+                    share.tag
+                );
+                return fail(&table, "ready", message);
+            }
         }
         for (zone, zone_use) in &vm.zones {
             let Some(spec) = compose.zone.get(zone) else {

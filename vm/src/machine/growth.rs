@@ -30,6 +30,8 @@ pub const MEMORY: &str = "vmem0";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StartKind {
+    /// The faster of the two: fast with passed-through devices, whose memory is pinned at start, slow without.
+    Auto,
     /// A small part of the memory at start, the rest while the VM runs.
     Fast,
     /// All of the memory before the first instruction.
@@ -41,14 +43,24 @@ pub enum StartKind {
 /// # Errors
 /// Names the key to change.
 pub fn layout(name: &str, spec: &VmSpec) -> anyhow::Result<Layout> {
-    let default = if spec.devices.is_empty() { StartKind::Slow } else { StartKind::Fast };
-    if spec.start.unwrap_or(default) == StartKind::Slow {
+    let fast = match spec.start.unwrap_or(StartKind::Auto) {
+        StartKind::Auto => !spec.devices.is_empty(),
+        StartKind::Fast => true,
+        StartKind::Slow => false,
+    };
+    if !fast {
         return Ok(Layout::slow(spec.memory.0));
     }
     let limits = limits()?;
     let wish =
         Wish { total: spec.memory.0, boot: spec.boot_memory.map(|b| b.0), dma_entries: limits.dma_entries };
     wish.layout().with_context(|| format!("vm.{name}.memory"))
+}
+
+/// What to tell a user who chose the slower way.
+pub fn advice(spec: &VmSpec) -> Option<&'static str> {
+    let needless = spec.start == Some(StartKind::Fast) && spec.devices.is_empty();
+    needless.then_some("start = \"fast\" only pays with passed-through devices; \"auto\" chooses by itself")
 }
 
 fn limits() -> anyhow::Result<Limits> {
@@ -207,6 +219,8 @@ mod tests {
         assert_eq!(layout("a", &slow).unwrap().grown, 0);
         let fast = spec("memory = \"4G\"\nstart = \"fast\"\nboot_memory = \"1G\"");
         assert_eq!(layout("a", &fast).unwrap().boot, 1 << 30);
+        assert!(advice(&fast).is_some() && advice(&device).is_none());
+        assert_eq!(layout("a", &spec("memory = \"4G\"\nstart = \"auto\"")).unwrap().grown, 0);
     }
 
     #[test]

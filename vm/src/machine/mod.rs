@@ -18,7 +18,7 @@ use crate::compose::{Ready, VmSpec, ZoneUse};
 use crate::guest::agent::Agent;
 use crate::guest::kit::Boot;
 use crate::project::changes::Kind;
-use crate::project::control::{Stage, VmStatus};
+use crate::project::control::{ShareStatus, Stage, VmStatus};
 use crate::project::journal;
 use crate::project::network::Plug;
 use crate::project::state::StateDir;
@@ -108,6 +108,8 @@ struct State {
     timeline: Vec<(String, f64)>,
     /// How far its memory is, where it grows.
     growth: Option<Progress>,
+    /// Folders of the host, where its guest was asked.
+    shares: Vec<ShareStatus>,
 }
 
 /// Where a VM is.
@@ -251,6 +253,7 @@ impl Machine {
                 zones: used,
                 timeline: Vec::new(),
                 growth: None,
+                shares: Vec::new(),
             }),
             changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
@@ -336,6 +339,11 @@ impl Machine {
     /// Keeps how far its memory is.
     pub fn set_growth(&self, progress: Progress) {
         self.lock().growth = Some(progress);
+    }
+
+    /// Keeps what its guest made of the host's folders.
+    pub fn set_shares(&self, shares: Vec<ShareStatus>) {
+        self.lock().shares = shares;
     }
 
     /// Whether QEMU has ended.
@@ -607,6 +615,7 @@ impl Machine {
             uptime: self.started.elapsed().as_secs_f64(),
             reboots: self.reboots,
             timeline: state.timeline.clone(),
+            shares: state.shares.clone(),
             growth: state.growth.clone(),
         }
     }

@@ -237,9 +237,25 @@ pub struct VmStatus {
     pub reboots: u32,
     /// When it reached what, in seconds from its start.
     pub timeline: Vec<(String, f64)>,
+    /// Folders of the host that it is offered; empty where nobody has asked its guest.
+    #[serde(default)]
+    pub shares: Vec<ShareStatus>,
     /// How far its memory is, where it grows.
     #[serde(default)]
     pub growth: Option<tombolo_start::progress::Progress>,
+}
+
+/// A folder of the host in a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShareStatus {
+    /// Its mount tag.
+    pub tag: String,
+    /// The folder.
+    pub path: std::path::PathBuf,
+    /// The guest can use it.
+    pub there: bool,
+    /// "mounted on PATH", "offered" (the guest mounts it itself), or why not.
+    pub state: String,
 }
 
 /// One zone.

@@ -11,7 +11,7 @@ use tombolo_start::layout::Layout;
 use super::plan::{replaced, started, take_out};
 use super::{Beside, Reporter, Supervisor, mount_zone};
 use crate::compose::{self, Project, VmSpec, ZoneUse};
-use crate::guest::kit;
+use crate::guest::{kit, share};
 use crate::host;
 use crate::machine::growth;
 use crate::machine::{Machine, Phase, Start};
@@ -195,7 +195,7 @@ impl Supervisor {
         report: &dyn Fn(Stage, &str),
     ) -> anyhow::Result<()> {
         let Wanted { name, spec, qemu, accel, boot, zones, before, slow } = wanted;
-        report(Stage::Starting, "");
+        report(Stage::Starting, growth::advice(&spec).unwrap_or_default());
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
         let devices = growth::Taken::take(&name, &spec)?;
         let nics = self.plugs(&name, &spec);
@@ -248,7 +248,7 @@ impl Supervisor {
                 plug.set_address(&name, machine.agent())?;
             }
         }
-        let bare = self.make_devices(&machine, report)?;
+        let bare = self.make_devices(&machine, report)? + &mount_shares(&machine, report)?;
         machine.set_up();
         let status = machine.status();
         let growing = status.growth.map(|g| format!(", {}", g.line())).unwrap_or_default();
@@ -468,4 +468,17 @@ impl Supervisor {
         reporter.send(&Event::Detail { text: format!("supervisor {}, logs in {logs}", std::process::id()) });
         Ok(chosen)
     }
+}
+
+/// Mounts the host's folders in a guest that has an agent. What is returned says which ones it can't use.
+fn mount_shares(machine: &Machine, report: &dyn Fn(Stage, &str)) -> anyhow::Result<String> {
+    let spec = machine.spec();
+    if spec.share.is_empty() || spec.ready != compose::Ready::Agent {
+        return Ok(String::new());
+    }
+    report(Stage::Preparing, "folders of the host");
+    let shares = share::mount(machine.agent(), machine.name(), &spec.share)?;
+    let missing = shares.iter().filter(|share| !share.there).map(|share| format!(", {}", share.state)).collect();
+    machine.set_shares(shares);
+    Ok(missing)
 }
