@@ -25,7 +25,8 @@ pub(crate) fn answer() {
 /// Writes the script of a shell.
 pub(crate) fn script(shell: Shell, to: &mut dyn Write) -> anyhow::Result<()> {
     let shells = Shells::builtins();
-    let script = shells.completer(&shell.to_string()).with_context(|| format!("no completion for {shell}"))?;
+    let script =
+        shells.completer(&shell.to_string()).with_context(|| format!("no completion for {shell}"))?;
     script.write_registration(VARIABLE, "tombolo", "tombolo", "tombolo", to)?;
     Ok(())
 }
@@ -57,7 +58,9 @@ fn with_names(command: Command) -> Command {
     // A running project's switch is named by its network.
     command.mut_subcommands(|subcommand| {
         subcommand.mut_args(|arg| match arg.get_id().as_str() {
-            "control" => arg.add(ArgValueCompleter::new(|typed: &OsStr| candidates(typed, |names| names.networks))),
+            "control" => {
+                arg.add(ArgValueCompleter::new(|typed: &OsStr| candidates(typed, |names| names.networks)))
+            }
             _ => arg,
         })
     })

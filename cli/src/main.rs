@@ -166,7 +166,9 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             }
             tombolo_zone::cli::run(command, cli.json)
         }
-        Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::commands::cli::run_zone(command, cli.json),
+        Command::Zone { command: ZoneCommand::Vm(command) } => {
+            tombolo_vm::commands::cli::run_zone(command, cli.json)
+        }
         Command::Files { mut command } => {
             if let Some(Err(e)) = command.zone_by_name().map(put_path) {
                 complain(&e);
@@ -178,7 +180,9 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Lab(arguments) => tombolo_lab::cli::run(arguments, cli.json),
         Command::Start { command } => tombolo_vm::commands::cli::run_start(command, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
-        Command::Net { command: NetCommand::Vm(command) } => tombolo_vm::commands::cli::run_net(command, cli.json),
+        Command::Net { command: NetCommand::Vm(command) } => {
+            tombolo_vm::commands::cli::run_net(command, cli.json)
+        }
         Command::Net { command: NetCommand::Net(mut command) } => {
             if let Some(control) = command.control_mut() {
                 let name = control.as_deref().and_then(Path::to_str);
@@ -258,8 +262,14 @@ mod tests {
     fn every_command_has_a_manual_page() {
         let dir = tempfile::tempdir().unwrap();
         manual(dir.path()).unwrap();
-        for page in ["tombolo.1", "tombolo-up.1", "tombolo-exec.1", "tombolo-top.1", "tombolo-zone-attach.1", "tombolo.toml.5"]
-        {
+        for page in [
+            "tombolo.1",
+            "tombolo-up.1",
+            "tombolo-exec.1",
+            "tombolo-top.1",
+            "tombolo-zone-attach.1",
+            "tombolo.toml.5",
+        ] {
             assert!(dir.path().join(page).is_file(), "{page}");
         }
     }

@@ -55,13 +55,18 @@ fn action(actions: &[Value], kind: &str, name: &str) -> String {
 
 #[test]
 fn a_changed_network_waits_for_its_vms_and_a_restart_of_them_applies_it() {
-    let file = |mtu: u32| format!("[net.lan]\nmtu = {mtu}\n[vm.a]\n{VM}networks = [\"lan\"]\n[vm.b]\n{VM}networks = [\"lan\"]\n");
+    let file = |mtu: u32| {
+        format!(
+            "[net.lan]\nmtu = {mtu}\n[vm.a]\n{VM}networks = [\"lan\"]\n[vm.b]\n{VM}networks = [\"lan\"]\n"
+        )
+    };
     let lab = lab(&file(1500));
     lab.good(&["up"]);
     let before = lab.ps();
     write(&lab, &file(9000));
     let words = told(&lab, &["up"]);
-    let expected = "tombolo: leave the network 'lan' as it runs: mtu 1500 -> 9000; to apply: tombolo restart a b";
+    let expected =
+        "tombolo: leave the network 'lan' as it runs: mtu 1500 -> 9000; to apply: tombolo restart a b";
     assert!(words.contains(expected), "{words}");
     assert_eq!(lab.ps()["networks"][0]["pid"], before["networks"][0]["pid"]);
     // One of them alone does not.
@@ -80,7 +85,9 @@ fn a_changed_network_waits_for_its_vms_and_a_restart_of_them_applies_it() {
 #[test]
 fn a_vms_changed_port_is_the_switchs_after_the_vms_restart_and_others_keep_theirs() {
     let file = |mac: &str| {
-        format!("[net.lan]\n[vm.a]\n{VM}networks = {{ lan = {{ mac = \"{mac}\", address = \"none\" }} }}\n[vm.b]\n{VM}networks = {{ lan = {{ address = \"none\" }} }}\n")
+        format!(
+            "[net.lan]\n[vm.a]\n{VM}networks = {{ lan = {{ mac = \"{mac}\", address = \"none\" }} }}\n[vm.b]\n{VM}networks = {{ lan = {{ address = \"none\" }} }}\n"
+        )
     };
     let lab = lab(&file("52:54:00:00:00:01"));
     lab.good(&["up"]);
@@ -91,10 +98,17 @@ fn a_vms_changed_port_is_the_switchs_after_the_vms_restart_and_others_keep_their
     let after = lab.ps();
     let net = |ps: &Value| ps["networks"][0].clone();
     assert_eq!(net(&after)["ports"][0]["mac"], "52:54:00:00:00:02");
-    assert_eq!((net(&after)["pid"].clone(), pid(&after, "b")), (net(&before)["pid"].clone(), pid(&before, "b")));
+    assert_eq!(
+        (net(&after)["pid"].clone(), pid(&after, "b")),
+        (net(&before)["pid"].clone(), pid(&before, "b"))
+    );
     let control = net(&after)["control"].as_str().unwrap().to_owned();
-    let ports: Value = serde_json::from_str(&lab.good(&["net", "ports", "--control", &control, "--json"])).unwrap();
-    assert!(ports.to_string().contains("52:54:00:00:00:02") && !ports.to_string().contains("52:54:00:00:00:01"), "{ports}");
+    let ports: Value =
+        serde_json::from_str(&lab.good(&["net", "ports", "--control", &control, "--json"])).unwrap();
+    assert!(
+        ports.to_string().contains("52:54:00:00:00:02") && !ports.to_string().contains("52:54:00:00:00:01"),
+        "{ports}"
+    );
     lab.good(&["down"]);
 }
 
@@ -105,10 +119,17 @@ fn a_network_that_runs_keeps_its_addresses_when_the_file_gains_one_before_it() {
     let lan = lan.replace("ready = \"running\"", "ready = \"agent\"");
     let lab = lab(&lan);
     lab.good(&["up"]);
-    write(&lab, &format!("[net.first]\n{lan}[vm.b]\n{}networks = [\"first\", \"lan\"]\n", VM.replace("running", "agent")));
+    write(
+        &lab,
+        &format!(
+            "[net.first]\n{lan}[vm.b]\n{}networks = [\"first\", \"lan\"]\n",
+            VM.replace("running", "agent")
+        ),
+    );
     assert!(!told(&lab, &["up"]).contains("leave"));
     let ps = lab.ps();
-    let subnets: Vec<&str> = ps["networks"].as_array().unwrap().iter().map(|n| n["subnet"].as_str().unwrap()).collect();
+    let subnets: Vec<&str> =
+        ps["networks"].as_array().unwrap().iter().map(|n| n["subnet"].as_str().unwrap()).collect();
     assert_eq!(subnets, ["10.86.1.0/24", "10.86.0.0/24"]);
     lab.good(&["down"]);
 }
@@ -116,7 +137,9 @@ fn a_network_that_runs_keeps_its_addresses_when_the_file_gains_one_before_it() {
 #[test]
 fn what_the_file_no_longer_declares_is_told_and_stopped_only_by_remove_orphans() {
     let a = format!("[zone.z]\nsize = \"8M\"\n[vm.a]\n{VM}zones = {{ z = {{}} }}\n");
-    let lab = lab(&format!("{a}[net.lan]\n[zone.y]\nsize = \"8M\"\n[vm.b]\n{VM}networks = {{ lan = {{ address = \"none\" }} }}\nzones = {{ y = {{}} }}\n"));
+    let lab = lab(&format!(
+        "{a}[net.lan]\n[zone.y]\nsize = \"8M\"\n[vm.b]\n{VM}networks = {{ lan = {{ address = \"none\" }} }}\nzones = {{ y = {{}} }}\n"
+    ));
     lab.good(&["up"]);
     let before = lab.ps();
     write(&lab, &format!("name = \"other\"\n{a}"));
@@ -142,7 +165,12 @@ fn what_the_file_no_longer_declares_is_told_and_stopped_only_by_remove_orphans()
 
 #[test]
 fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
-    let file = |memory: &str| format!("[zone.z]\nsize = \"8M\"\n[net.lan]\n[vm.a]\n{}networks = {{ lan = {{ address = \"none\" }} }}\n", VM.replace("128M", memory));
+    let file = |memory: &str| {
+        format!(
+            "[zone.z]\nsize = \"8M\"\n[net.lan]\n[vm.a]\n{}networks = {{ lan = {{ address = \"none\" }} }}\n",
+            VM.replace("128M", memory)
+        )
+    };
     let lab = lab(&file("128M"));
     let planned = actions(&lab, &[]);
     for (kind, name) in [("zone", "z"), ("network", "lan"), ("vm", "a")] {
@@ -150,7 +178,10 @@ fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
     }
     lab.assert_nothing_left();
     assert!(lab.ps()["supervisor"].is_null());
-    assert!(!lab.dir.path().join("tombolo").read_dir().is_ok_and(|mut dir| dir.any(|_| true)), "a folder is left");
+    assert!(
+        !lab.dir.path().join("tombolo").read_dir().is_ok_and(|mut dir| dir.any(|_| true)),
+        "a folder is left"
+    );
     lab.good(&["up"]);
     let before = lab.ps();
     write(&lab, &format!("{}[vm.b]\n{VM}", file("256M")));
@@ -163,7 +194,10 @@ fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
     let refused = lab.run(&["up", "--dry-run"]);
     assert!(!refused.status.success() && said(&refused).contains("vm.b.kernel: "), "{}", said(&refused));
     let after = lab.ps();
-    assert_eq!((&after["supervisor"], pid(&after, "a"), pid(&after, "b")), (&before["supervisor"], pid(&before, "a"), None));
+    assert_eq!(
+        (&after["supervisor"], pid(&after, "a"), pid(&after, "b")),
+        (&before["supervisor"], pid(&before, "a"), None)
+    );
     lab.good(&["down"]);
 }
 
@@ -187,7 +221,9 @@ fn events_tell_each_state_from_now_on_or_since_a_time() {
     now.stdout.take().unwrap().read_to_string(&mut text).unwrap();
     assert!(now.wait().unwrap().success() && all.wait().unwrap().success());
     let entries: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let of = |kind: &str| entries.iter().filter(|e| e["kind"] == kind).map(|e| e["state"].as_str().unwrap()).collect::<Vec<_>>();
+    let of = |kind: &str| {
+        entries.iter().filter(|e| e["kind"] == kind).map(|e| e["state"].as_str().unwrap()).collect::<Vec<_>>()
+    };
     assert_eq!(of("vm"), ["rebooting", "booting", "up", "stopping", "ended"], "{text}");
     assert_eq!(of("network"), ["ended", "up", "ended"], "{text}");
     let mut rest = String::new();
@@ -233,7 +269,10 @@ fn logs_are_followed_over_reboots_and_restarts_until_the_project_is_down() {
 fn config_prints_a_file_that_says_the_same_and_says_what_is_wrong() {
     let lab = lab(&format!("[net.lan]\n[vm.a]\n{VM}"));
     let printed = lab.good(&["config"]);
-    assert!(printed.contains("subnet = \"10.86.0.0/24\"") && printed.contains("memory = \"128M\""), "{printed}");
+    assert!(
+        printed.contains("subnet = \"10.86.0.0/24\"") && printed.contains("memory = \"128M\""),
+        "{printed}"
+    );
     std::fs::write(lab.dir.path().join("again.toml"), &printed).unwrap();
     assert_eq!(lab.good(&["config", "-f", "again.toml"]), printed);
     let json: Value = serde_json::from_str(&lab.good(&["config", "--json"])).unwrap();
@@ -241,7 +280,11 @@ fn config_prints_a_file_that_says_the_same_and_says_what_is_wrong() {
     assert_eq!(lab.good(&["config", "-q"]), "");
     write(&lab, "[vms.a]\n");
     let wrong = lab.run(&["config", "-q"]);
-    assert!(said(&wrong).contains("unknown key 'vms' at the top level; did you mean 'vm'?"), "{}", said(&wrong));
+    assert!(
+        said(&wrong).contains("unknown key 'vms' at the top level; did you mean 'vm'?"),
+        "{}",
+        said(&wrong)
+    );
 }
 
 #[test]
@@ -267,7 +310,8 @@ fn up_and_down_are_lines_of_json_where_a_script_reads_them() {
         lab.good(arguments).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     };
     let up = events(&["up", "--json"]);
-    let stages: Vec<&str> = up.iter().filter(|e| e["vm"] == "a").map(|e| e["stage"].as_str().unwrap()).collect();
+    let stages: Vec<&str> =
+        up.iter().filter(|e| e["vm"] == "a").map(|e| e["stage"].as_str().unwrap()).collect();
     assert_eq!(stages, ["starting", "booting", "up"], "{up:?}");
     assert_eq!(up.last().unwrap()["event"], "done");
     assert_eq!(serde_json::from_str::<Value>(&lab.good(&["start", "metrics", "--json"])).unwrap(), json!({}));
@@ -283,7 +327,10 @@ fn up_and_down_are_lines_of_json_where_a_script_reads_them() {
 
 #[test]
 fn whoever_closes_the_output_ends_every_printing_command_without_a_word() {
-    let lab = lab(&format!("[zone.z]\nsize = \"16M\"\nfiles = true\n[vm.a]\n{}zones = {{ z = {{}} }}\n", VM.replace("running", "agent")));
+    let lab = lab(&format!(
+        "[zone.z]\nsize = \"16M\"\nfiles = true\n[vm.a]\n{}zones = {{ z = {{}} }}\n",
+        VM.replace("running", "agent")
+    ));
     lab.good(&["up"]);
     for command in [
         &["ps"][..],
@@ -309,12 +356,18 @@ fn whoever_closes_the_output_ends_every_printing_command_without_a_word() {
 
 #[test]
 fn a_zone_is_named_where_files_take_a_name_and_messages_say_its_name() {
-    let lab = lab(&format!("[zone.shared]\nsize = \"16M\"\nfiles = true\n[vm.a]\n{VM}zones = {{ shared = {{}} }}\n"));
+    let lab = lab(&format!(
+        "[zone.shared]\nsize = \"16M\"\nfiles = true\n[vm.a]\n{VM}zones = {{ shared = {{}} }}\n"
+    ));
     lab.good(&["up"]);
     assert!(lab.good(&["zone", "inspect", "shared"]).starts_with("shared "));
     let refused = lab.run(&["files", "mkfs", "shared"]);
     assert!(!refused.status.success(), "a file system is there");
-    assert!(said(&refused).contains("/zones/shared: ") && !said(&refused).contains("/fd/"), "{}", said(&refused));
+    assert!(
+        said(&refused).contains("/zones/shared: ") && !said(&refused).contains("/fd/"),
+        "{}",
+        said(&refused)
+    );
     let unknown = lab.run(&["zone", "inspect", "shraed"]);
     assert!(said(&unknown).contains("did you mean 'shared'?"), "{}", said(&unknown));
     lab.good(&["down"]);
@@ -322,10 +375,15 @@ fn a_zone_is_named_where_files_take_a_name_and_messages_say_its_name() {
 
 #[test]
 fn an_uplink_over_a_device_that_is_not_there_starts_nothing() {
-    let lab = lab(&format!("[net.out]\nuplink = {{ tap = \"nosuchtap\" }}\n[vm.a]\n{VM}networks = [\"out\"]\n"));
+    let lab =
+        lab(&format!("[net.out]\nuplink = {{ tap = \"nosuchtap\" }}\n[vm.a]\n{VM}networks = [\"out\"]\n"));
     let refused = lab.run(&["up"]);
     assert!(!refused.status.success());
-    assert!(said(&refused).contains("net.out.uplink: there is no device 'nosuchtap'; make it: ip tuntap add"), "{}", said(&refused));
+    assert!(
+        said(&refused).contains("net.out.uplink: there is no device 'nosuchtap'; make it: ip tuntap add"),
+        "{}",
+        said(&refused)
+    );
     lab.assert_nothing_left();
 }
 
@@ -335,7 +393,10 @@ fn completion_knows_the_names_of_the_compose_file() {
     let complete = |words: &[&str]| {
         let mut command = lab.command(&[&["--"], words].concat());
         command.env("COMPLETE", "bash").env("_CLAP_COMPLETE_INDEX", (words.len() - 1).to_string());
-        command.env("_CLAP_COMPLETE_COMP_TYPE", "9").env("_CLAP_COMPLETE_SPACE", "true").env("_CLAP_IFS", "\n");
+        command
+            .env("_CLAP_COMPLETE_COMP_TYPE", "9")
+            .env("_CLAP_COMPLETE_SPACE", "true")
+            .env("_CLAP_IFS", "\n");
         let output = command.output().unwrap();
         assert!(output.status.success(), "{}", said(&output));
         String::from_utf8(output.stdout).unwrap()
@@ -354,7 +415,12 @@ fn clean_removes_what_a_killed_supervisor_left_and_nothing_that_lives() {
     // Both keep their folders in one place.
     let shared = tempfile::tempdir().unwrap();
     let run = |lab: &Lab, arguments: &[&str]| {
-        let output = lab.command(arguments).env("XDG_RUNTIME_DIR", shared.path()).env("TMPDIR", shared.path()).output().unwrap();
+        let output = lab
+            .command(arguments)
+            .env("XDG_RUNTIME_DIR", shared.path())
+            .env("TMPDIR", shared.path())
+            .output()
+            .unwrap();
         assert!(output.status.success(), "{arguments:?}: {}", said(&output));
         String::from_utf8(output.stdout).unwrap()
     };

@@ -54,7 +54,8 @@ fn settled(lab: &Lab) -> (serde_json::Value, Vec<u32>) {
         let vms = ps["vms"].as_array().unwrap();
         let states: Vec<&str> = vms.iter().map(|vm| vm["state"].as_str().unwrap()).collect();
         let networks = ps["networks"].as_array().unwrap();
-        let changing = |state: &&str| matches!(*state, "booting" | "rebooting" | "stopping") || state.starts_with("up,");
+        let changing =
+            |state: &&str| matches!(*state, "booting" | "rebooting" | "stopping") || state.starts_with("up,");
         let moving = states.iter().any(changing) || networks.iter().any(|net| net["pid"].is_null());
         let parts = vms.iter().chain(networks).map(|part| &part["pid"]);
         let mut known: Vec<u32> = parts.chain([&ps["supervisor"]]).filter_map(pid).collect();

@@ -83,7 +83,10 @@ fn of_projects(base: &Path) -> anyhow::Result<Vec<Leftover>> {
         let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
         if name.starts_with("kvm-") && name.ends_with(".json") {
             leftovers.push(Leftover { what: "whether KVM works here", path });
-        } else if path.join("lock").is_file() && !living.contains(&path) && StateDir::at(path.clone()).is_free()? {
+        } else if path.join("lock").is_file()
+            && !living.contains(&path)
+            && StateDir::at(path.clone()).is_free()?
+        {
             leftovers.push(Leftover { what: "a project whose supervisor died", path });
         }
     }
@@ -119,7 +122,9 @@ fn scratch(
     if !compiled.is_empty() {
         let used = used()?;
         let unused = compiled.into_iter().filter(|path| !used.contains(path));
-        leftovers.extend(unused.map(|path| Leftover { what: "compiled kernels of an accelerator that has ended", path }));
+        leftovers.extend(
+            unused.map(|path| Leftover { what: "compiled kernels of an accelerator that has ended", path }),
+        );
     }
     Ok(leftovers)
 }
@@ -141,7 +146,11 @@ fn remove(leftover: &Leftover) -> anyhow::Result<()> {
         }
         return Ok(());
     }
-    let removed = if leftover.path.is_dir() { fs::remove_dir_all(&leftover.path) } else { fs::remove_file(&leftover.path) };
+    let removed = if leftover.path.is_dir() {
+        fs::remove_dir_all(&leftover.path)
+    } else {
+        fs::remove_file(&leftover.path)
+    };
     // Another 'clean' was faster.
     Ok(removed.or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) })?)
 }
@@ -161,8 +170,11 @@ mod tests {
             fs::create_dir(path).unwrap();
         }
         std::os::unix::fs::symlink("/", path("tombolo-accel-00000003")).unwrap();
-        let mut found: Vec<PathBuf> =
-            scratch(folder.path(), || Ok(BTreeSet::from([used]))).unwrap().into_iter().map(|l| l.path).collect();
+        let mut found: Vec<PathBuf> = scratch(folder.path(), || Ok(BTreeSet::from([used])))
+            .unwrap()
+            .into_iter()
+            .map(|l| l.path)
+            .collect();
         found.sort();
         assert_eq!(found, [left, dead]);
     }

@@ -11,8 +11,6 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Context;
-use clap::{Args, Subcommand};
 use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
 use crate::commands::{clean, config, doctor, events, logs, up};
 use crate::compose::{self, Project, Rights, Size};
@@ -21,6 +19,8 @@ use crate::project::control::{Event, Request, Status, ZoneStatus};
 use crate::project::peer;
 use crate::project::state::{self, StateDir};
 use crate::project::supervisor;
+use anyhow::Context;
+use clap::{Args, Subcommand};
 
 /// How long a supervisor may take to end after its last word.
 const ENDING: Duration = Duration::from_secs(5);
@@ -369,9 +369,7 @@ pub(crate) fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::from(130))
         }
         Outcome::Left => {
-            crate::say!(
-                "interrupted; the supervisor goes on with it, 'tombolo ps' shows how far it is"
-            );
+            crate::say!("interrupted; the supervisor goes on with it, 'tombolo ps' shows how far it is");
             Ok(ExitCode::from(130))
         }
     }
@@ -520,7 +518,8 @@ fn table(status: &Status) -> String {
         text.push_str(&status.accel);
         text.push('\n');
     }
-    let mut rows = vec![["VM", "STATE", "ACCEL", "PID", "CPUS", "MEMORY", "UPTIME", "ZONES"].map(str::to_owned)];
+    let mut rows =
+        vec![["VM", "STATE", "ACCEL", "PID", "CPUS", "MEMORY", "UPTIME", "ZONES"].map(str::to_owned)];
     for vm in &status.vms {
         rows.push([
             vm.name.clone(),

@@ -71,7 +71,10 @@ mod tests {
                     [vm.b]\nmemory = \"1G\"\nready = \"console:login\"\n";
         let first = Project::parse(Path::new("/somewhere/demo/tombolo.toml"), text).unwrap();
         let printed = toml::to_string(&understood(first.clone()).unwrap()).unwrap();
-        assert!(printed.contains("memory = \"512M\"") && printed.contains("subnet = \"10.86.0.0/24\""), "{printed}");
+        assert!(
+            printed.contains("memory = \"512M\"") && printed.contains("subnet = \"10.86.0.0/24\""),
+            "{printed}"
+        );
         let mut second = Project::parse(Path::new("/elsewhere/tombolo.toml"), &printed).unwrap();
         let mut first = first;
         network::settle(&mut first.compose, &std::collections::BTreeMap::new());

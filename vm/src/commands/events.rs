@@ -25,8 +25,9 @@ fn parse_time(text: &str) -> Result<SystemTime, String> {
     if let Ok(time) = humantime::parse_rfc3339_weak(text) {
         return Ok(time);
     }
-    let ago: Duration = humantime::parse_duration(text)
-        .map_err(|_| format!("'{text}' is no time; write one such as 2026-01-31T12:00:00Z, or so long ago, such as 10m"))?;
+    let ago: Duration = humantime::parse_duration(text).map_err(|_| {
+        format!("'{text}' is no time; write one such as 2026-01-31T12:00:00Z, or so long ago, such as 10m")
+    })?;
     Ok(SystemTime::now().checked_sub(ago).unwrap_or(SystemTime::UNIX_EPOCH))
 }
 
@@ -35,7 +36,8 @@ fn parse_time(text: &str) -> Result<SystemTime, String> {
 /// # Errors
 /// When the project is not up.
 pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
-    let since = options.since.map(|t| t.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64());
+    let since =
+        options.since.map(|t| t.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64());
     let mut peer = client::living(&options.file.identify()?, &Request::Events { since })?;
     while let Some(event) = peer.receive::<Event>()? {
         if let Event::Happened(entry) = event {

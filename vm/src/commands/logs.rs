@@ -50,7 +50,11 @@ pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     let kind = if options.qemu { "qemu" } else { "console" };
     let declared = || project.compose.vm.keys().map(String::as_str);
     let names = if options.vms.is_empty() { logged(dir.path(), kind)? } else { options.vms.clone() };
-    anyhow::ensure!(!names.is_empty(), "the project '{}' has no logs; start it with 'tombolo up'", project.name);
+    anyhow::ensure!(
+        !names.is_empty(),
+        "the project '{}' has no logs; start it with 'tombolo up'",
+        project.name
+    );
     let mut tails = Vec::new();
     for vm in names {
         let path = if options.qemu { dir.qemu_log(&vm) } else { dir.console_log(&vm) };
@@ -241,13 +245,22 @@ mod tests {
         assert_eq!(String::from_utf8(out).unwrap(), "web   | one\nweb   | two\nweb   | three\n");
         let (mut out, json) = (Vec::new(), Printer { json: true, width: None });
         json.line(&mut out, "web", b"say \"x\"").unwrap();
-        assert_eq!(serde_json::from_slice::<serde_json::Value>(&out).unwrap(), json!({ "vm": "web", "line": "say \"x\"" }));
+        assert_eq!(
+            serde_json::from_slice::<serde_json::Value>(&out).unwrap(),
+            json!({ "vm": "web", "line": "say \"x\"" })
+        );
     }
 
     #[test]
     fn the_last_lines_are_counted_from_the_end() {
         let text = b"1\n2\n3\n";
-        for (lines, expected) in [(None, "1\n2\n3\n"), (Some(0), ""), (Some(1), "3\n"), (Some(2), "2\n3\n"), (Some(9), "1\n2\n3\n")] {
+        for (lines, expected) in [
+            (None, "1\n2\n3\n"),
+            (Some(0), ""),
+            (Some(1), "3\n"),
+            (Some(2), "2\n3\n"),
+            (Some(9), "1\n2\n3\n"),
+        ] {
             assert_eq!(last_lines(text, lines), expected.as_bytes(), "{lines:?}");
         }
         assert_eq!(last_lines(b"1\n2", Some(1)), b"2");

@@ -32,7 +32,11 @@ const TABLES: [Table; 9] = [
         about: "Memory that VMs and the host share.",
         keys: &[
             ("size", "\"512M\"", "A multiple of 2M, at least 8M. Required."),
-            ("backing", "\"memfd\"", "\"memfd\"; \"hugetlb\": huge pages that are reserved; or the path of a file, with a '/' in it, which persists."),
+            (
+                "backing",
+                "\"memfd\"",
+                "\"memfd\"; \"hugetlb\": huge pages that are reserved; or the path of a file, with a '/' in it, which persists.",
+            ),
             ("files", "false", "Make a file system in it when it is new."),
         ],
     },
@@ -40,16 +44,32 @@ const TABLES: [Table; 9] = [
         header: "[net.NAME]",
         about: "A network with a switch of its own.",
         keys: &[
-            ("uplink", "none", "Where frames go that are for no VM: \"user\" (passt), { tap = \"tap0\" } or { interface = \"eth1\" }. The device must exist."),
-            ("subnet", "\"10.86.N.0/24\"", "Addresses of the VMs. Default without uplink: by the network's place in the file, kept while the network runs."),
+            (
+                "uplink",
+                "none",
+                "Where frames go that are for no VM: \"user\" (passt), { tap = \"tap0\" } or { interface = \"eth1\" }. The device must exist.",
+            ),
+            (
+                "subnet",
+                "\"10.86.N.0/24\"",
+                "Addresses of the VMs. Default without uplink: by the network's place in the file, kept while the network runs.",
+            ),
             ("gateway", "none", "The VMs' way out of the subnet."),
-            ("dhcp", "false", "The switch gives VMs that ask for it their addresses; they need no agent then."),
+            (
+                "dhcp",
+                "false",
+                "The switch gives VMs that ask for it their addresses; they need no agent then.",
+            ),
             ("mtu", "1500", "Largest IP packet."),
             ("workers", "1", "Threads of the switch."),
             ("cpus", "[]", "Processors that the threads stay on, one each."),
             ("poll_us", "50", "Microseconds for which an idle thread goes on polling."),
             ("budget", "none", "Processor time that the switch may use, in hundredths of a processor."),
-            ("metrics", "none", "Where Prometheus finds the counters: an address with a port, or the path of a Unix socket."),
+            (
+                "metrics",
+                "none",
+                "Where Prometheus finds the counters: an address with a port, or the path of a Unix socket.",
+            ),
         ],
     },
     Table {
@@ -71,7 +91,11 @@ const TABLES: [Table; 9] = [
         header: "[vm.NAME]",
         about: "A virtual machine.",
         keys: &[
-            ("kernel", "the newest of the guest kit", "A kernel image's path, or a version of the guest kit such as \"6.12\". What is a file beside the compose file is a path."),
+            (
+                "kernel",
+                "the newest of the guest kit",
+                "A kernel image's path, or a version of the guest kit such as \"6.12\". What is a file beside the compose file is a path.",
+            ),
             ("initrd", "the guest kit's", "The initramfs."),
             ("cmdline", "none", "More words for the kernel's command line."),
             ("disk", "none", "A disk image, qcow2 or raw. The VM boots from it where no kernel is named."),
@@ -79,7 +103,11 @@ const TABLES: [Table; 9] = [
             ("cpus", "2", "Virtual CPUs, 1 to 255."),
             ("memory", "\"512M\"", "A multiple of 2M, at least 128M."),
             ("accel", "\"auto\"", "\"kvm\": or an error; \"tcg\": emulation; \"auto\": KVM where it works."),
-            ("ready", "\"agent\"", "When the VM counts as up: \"agent\": its guest agent answers; \"running\": QEMU runs; \"console:REGEX\": a line of its console matches."),
+            (
+                "ready",
+                "\"agent\"",
+                "When the VM counts as up: \"agent\": its guest agent answers; \"running\": QEMU runs; \"console:REGEX\": a line of its console matches.",
+            ),
             ("ready_timeout", "180", "Seconds until a VM that is not ready has failed."),
             ("zones", "{}", "Zones that it is a member of; see below."),
             ("networks", "[]", "Networks that it has a device in: names, or a table; see below."),
@@ -88,8 +116,16 @@ const TABLES: [Table; 9] = [
             ("hotplug_ports", "8", "Ports for zones that are attached later, one each, 0 to 16."),
             ("devices", "[]", "PCI devices of the host that become the VM's, such as \"0000:01:00.0\"."),
             ("whole_group", "false", "Take the other devices of each IOMMU group along."),
-            ("start", "\"auto\"", "How memory arrives. \"fast\": a part at start, the rest while the VM runs, which pays with devices; \"slow\": all at start; \"auto\": fast with devices, slow without."),
-            ("boot_memory", "a thirty-second part", "Memory at a fast start. Default: a thirty-second part, from 512M to 8G."),
+            (
+                "start",
+                "\"auto\"",
+                "How memory arrives. \"fast\": a part at start, the rest while the VM runs, which pays with devices; \"slow\": all at start; \"auto\": fast with devices, slow without.",
+            ),
+            (
+                "boot_memory",
+                "a thirty-second part",
+                "Memory at a fast start. Default: a thirty-second part, from 512M to 8G.",
+            ),
             ("growth_share", "100", "Percent of the time in which growing may disturb the guest."),
             ("qemu_args", "[]", "More arguments for QEMU, as they are."),
         ],
@@ -99,7 +135,11 @@ const TABLES: [Table; 9] = [
         about: "A VM's use of a zone.",
         keys: &[
             ("mount", "none", "Where the guest mounts the zone's file system."),
-            ("options", "[]", "Options of that mount, which is nosuid and nodev unless \"suid\" and \"dev\" are among them."),
+            (
+                "options",
+                "[]",
+                "Options of that mount, which is nosuid and nodev unless \"suid\" and \"dev\" are among them.",
+            ),
             ("rights", "\"rw\"", "\"ro\": it may only read."),
             ("subtree", "none", "The directory that the guest is confined to; made where it is missing."),
             ("bytes", "none", "What the files that the guest makes may take up together."),
@@ -111,7 +151,11 @@ const TABLES: [Table; 9] = [
         about: "A VM's device in a network.",
         keys: &[
             ("mac", "made of project, network and VM", "Its MAC."),
-            ("address", "\"auto\"", "\"auto\": the next free one of the subnet; \"none\"; \"dhcp\"; or an IPv4 address."),
+            (
+                "address",
+                "\"auto\"",
+                "\"auto\": the next free one of the subnet; \"none\"; \"dhcp\"; or an IPv4 address.",
+            ),
             ("queues", "1", "Queue pairs, 1 to 16."),
             ("isolated", "false", "It reaches only the uplink."),
             ("vlan", "none", "The VLAN that it is in, 1 to 4094."),
@@ -137,7 +181,11 @@ const TABLES: [Table; 9] = [
             ("tag", "\"src\"", "The mount tag. Required."),
             ("path", "\".\"", "The folder. Required."),
             ("readonly", "false", "Refuse writes."),
-            ("mount", "none", "Where the guest mounts it; it needs a guest agent. Without it the guest mounts it itself: mount -t 9p -o trans=virtio TAG DIR."),
+            (
+                "mount",
+                "none",
+                "Where the guest mounts it; it needs a guest agent. Without it the guest mounts it itself: mount -t 9p -o trans=virtio TAG DIR.",
+            ),
         ],
     },
 ];

@@ -466,7 +466,10 @@ impl Project {
 
 /// The name of a project whose file says none.
 fn folder_name(file: &Path) -> String {
-    let folder = file.parent().and_then(Path::file_name).map_or("tombolo".into(), |n| n.to_string_lossy().into_owned());
+    let folder = file
+        .parent()
+        .and_then(Path::file_name)
+        .map_or("tombolo".into(), |n| n.to_string_lossy().into_owned());
     sanitize(&folder)
 }
 
@@ -675,8 +678,9 @@ fn locate(text: &str, table: &str, key: &str) -> Option<usize> {
 /// the nearest valid key, other errors the key that they are about.
 fn explain(path: &str, message: &str) -> String {
     let whole_file = path == ".";
-    let in_table =
-        |table: &str| if table.is_empty() { " at the top level".to_owned() } else { format!(" in [{table}]") };
+    let in_table = |table: &str| {
+        if table.is_empty() { " at the top level".to_owned() } else { format!(" in [{table}]") }
+    };
     if let Some(rest) = message.strip_prefix("unknown field `") {
         let mut quoted = rest.split('`');
         let key = quoted.next().unwrap_or_default();

@@ -262,14 +262,16 @@ pub fn subnet(compose: &Compose, net: &str) -> Option<Subnet> {
 /// file has gained or lost since; a new one gets the first that is free.
 pub fn settle(compose: &mut Compose, held: &BTreeMap<String, Subnet>) {
     let said = compose.net.values().filter_map(|spec| spec.subnet);
-    let mut taken: BTreeSet<Ipv4Addr> = said.chain(held.values().copied()).map(|subnet| subnet.base).collect();
+    let mut taken: BTreeSet<Ipv4Addr> =
+        said.chain(held.values().copied()).map(|subnet| subnet.base).collect();
     let names: Vec<String> = compose.net.keys().cloned().collect();
     for name in names {
         let Some(own) = subnet(compose, &name) else { continue };
         let Some(spec) = compose.net.get_mut(&name).filter(|spec| spec.subnet.is_none()) else { continue };
         let conventional = || (0..=u8::MAX).map(|n| Subnet { base: Ipv4Addr::new(10, 86, n, 0), prefix: 24 });
         let chosen = held.get(&name).copied().unwrap_or_else(|| {
-            let free = std::iter::once(own).chain(conventional()).find(|subnet| !taken.contains(&subnet.base));
+            let free =
+                std::iter::once(own).chain(conventional()).find(|subnet| !taken.contains(&subnet.base));
             free.unwrap_or(own)
         });
         taken.insert(chosen.base);

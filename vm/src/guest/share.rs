@@ -28,7 +28,8 @@ pub fn mount(agent: &impl Calls, vm: &str, shares: &[Share]) -> anyhow::Result<V
 }
 
 fn mount_one(agent: &impl Calls, vm: &str, share: &Share) -> anyhow::Result<ShareStatus> {
-    let options = if share.readonly { "trans=virtio,version=9p2000.L,ro" } else { "trans=virtio,version=9p2000.L" };
+    let options =
+        if share.readonly { "trans=virtio,version=9p2000.L,ro" } else { "trans=virtio,version=9p2000.L" };
     let path = share.mount.as_deref().unwrap_or_default();
     let output = exec::script(agent, MOUNT, &[&share.tag, path, options], LIMIT)?;
     let kernel = output.out.trim();

@@ -2,6 +2,7 @@
 //! Passed-through devices of a VM, and memory that arrives while it runs: what the compose file asks for is checked before anything
 //! is touched, taken when the VM starts, and given back when its QEMU has ended.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tombolo_passthrough::address::Address;
-use tombolo_passthrough::bind::{self, Kernel, Owner, Store};
+use tombolo_passthrough::bind::{self, BindError, Kernel, Owner, Store};
 use tombolo_passthrough::host::Host;
 use tombolo_passthrough::plan::plan;
 use tombolo_start::ahead::Budget;
@@ -72,7 +73,13 @@ fn limits() -> anyhow::Result<Limits> {
 /// # Errors
 /// When a device does not go back to its driver.
 pub fn give_back_orphans() -> anyhow::Result<Vec<Address>> {
-    Ok(bind::reclaim(&Host::at("/"), &mut Kernel, &Store::of_host())?)
+    match bind::reclaim(&Host::at("/"), &mut Kernel, &Store::of_host()) {
+        // The records are another user's, and so are the devices.
+        Err(BindError::Record { source, .. }) if source.kind() == ErrorKind::PermissionDenied => {
+            Ok(Vec::new())
+        }
+        reclaimed => Ok(reclaimed?),
+    }
 }
 
 /// Refuses devices and memory that can't be had.

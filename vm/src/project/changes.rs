@@ -218,7 +218,8 @@ fn values<T: Serialize>(parts: &BTreeMap<String, T>) -> Parts {
 
 /// The keys whose values differ.
 pub fn changes(from: &Value, to: &Value) -> Vec<Change> {
-    let keys = |value: &Value| value.as_object().into_iter().flat_map(|o| o.keys().cloned()).collect::<Vec<_>>();
+    let keys =
+        |value: &Value| value.as_object().into_iter().flat_map(|o| o.keys().cloned()).collect::<Vec<_>>();
     let all: BTreeSet<String> = keys(from).into_iter().chain(keys(to)).collect();
     let differs = all.into_iter().filter(|key| from[key] != to[key]);
     differs.map(|key| Change { from: from[&key].clone(), to: to[&key].clone(), key }).collect()
@@ -242,7 +243,8 @@ pub fn plan(running: &Side, wanted: &Side, wish: &Wish) -> Vec<Action> {
     for kind in [Kind::Zone, Kind::Network, Kind::Accelerator] {
         for (name, settings) in wanted.parts(kind) {
             let users = users(running, &moves, kind, name);
-            let needed = kind == Kind::Zone || moves.started.iter().any(|vm| uses(&wanted.vms[vm], kind, name));
+            let needed =
+                kind == Kind::Zone || moves.started.iter().any(|vm| uses(&wanted.vms[vm], kind, name));
             actions.extend(part(kind, name, running.parts(kind).get(name), settings, users, needed));
         }
         for name in running.parts(kind).keys().filter(|name| !wanted.parts(kind).contains_key(*name)) {
@@ -291,7 +293,11 @@ fn part(
 
 fn orphan(kind: Kind, name: &str, users: Vec<String>, remove: bool) -> Action {
     let name = name.to_owned();
-    if remove && users.is_empty() { Action::Stop { kind, name } } else { Action::Orphan { kind, name, users } }
+    if remove && users.is_empty() {
+        Action::Stop { kind, name }
+    } else {
+        Action::Orphan { kind, name, users }
+    }
 }
 
 /// Which VMs stop and start.
@@ -362,9 +368,14 @@ impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Action::Rename { from, to } => {
-                write!(f, "rename the project '{from}' to '{to}' (its logs stay in their folder until 'tombolo down')")
+                write!(
+                    f,
+                    "rename the project '{from}' to '{to}' (its logs stay in their folder until 'tombolo down')"
+                )
             }
-            Action::Stop { kind, name } => write!(f, "stop the {} '{name}', which the file does not declare", kind.word()),
+            Action::Stop { kind, name } => {
+                write!(f, "stop the {} '{name}', which the file does not declare", kind.word())
+            }
             Action::Replace { kind, name, changes } => {
                 write!(f, "start the {} '{name}' anew: {}", kind.word(), list(changes))
             }
@@ -403,7 +414,11 @@ impl fmt::Display for Change {
         };
         let (from, to) = (word(&self.from), word(&self.to));
         // Tables are long, and the file has them.
-        if from.len() + to.len() > 60 { write!(f, "{} differs", self.key) } else { write!(f, "{} {from} -> {to}", self.key) }
+        if from.len() + to.len() > 60 {
+            write!(f, "{} differs", self.key)
+        } else {
+            write!(f, "{} {from} -> {to}", self.key)
+        }
     }
 }
 

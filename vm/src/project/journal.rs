@@ -133,7 +133,8 @@ impl Journal {
             if !goes_on || closed && new.is_empty() {
                 break;
             }
-            let nothing_new = |ring: &mut Ring| ring.first + ring.entries.len() as u64 == next && !ring.closed;
+            let nothing_new =
+                |ring: &mut Ring| ring.first + ring.entries.len() as u64 == next && !ring.closed;
             (ring, _) = self
                 .changed
                 .wait_timeout_while(ring, LOOK, nothing_new)
@@ -225,7 +226,8 @@ mod tests {
     #[test]
     fn an_entry_is_a_line_for_people_and_json_for_scripts() {
         let time = SystemTime::UNIX_EPOCH + Duration::from_millis(1_700_000_000_123);
-        let entry = Entry { time, kind: Kind::Vm, name: "a".into(), state: "ended".into(), detail: "why".into() };
+        let entry =
+            Entry { time, kind: Kind::Vm, name: "a".into(), state: "ended".into(), detail: "why".into() };
         assert_eq!(entry.to_string(), "2023-11-14T22:13:20.123Z VM a ended (why)");
         let json = serde_json::to_value(&entry).unwrap();
         assert_eq!((&json["time"], &json["kind"]), (&"2023-11-14T22:13:20.123Z".into(), &"vm".into()));

@@ -321,12 +321,8 @@ mod tests {
 
     fn keeper(command: &'static str, refusals: u32) -> (tempfile::TempDir, Keeper) {
         let dir = tempfile::tempdir().unwrap();
-        let names = Names {
-            kind: Kind::Network,
-            name: "a".into(),
-            process: "command",
-            log: dir.path().join("log"),
-        };
+        let names =
+            Names { kind: Kind::Network, name: "a".into(), process: "command", log: dir.path().join("log") };
         let service = Arc::new(Shell { command, refusals, begun: AtomicU32::new(0) });
         let keeper = Keeper::start(names, service).unwrap();
         (dir, keeper)

@@ -208,7 +208,8 @@ impl Part for Network {
             Arc::new(Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports: Mutex::default() });
         switch.plan(project, &BTreeSet::new())?;
         switch.write_config()?;
-        let names = Names { kind: Kind::Network, name: name.to_owned(), process: "switch", log: switch.log() };
+        let names =
+            Names { kind: Kind::Network, name: name.to_owned(), process: "switch", log: switch.log() };
         let keeper = Keeper::start(names, switch.clone())?;
         let network = Network { switch, keeper };
         network.wait_ready()?;
@@ -280,7 +281,10 @@ impl Switch {
                 continue;
             }
             let holder = held.iter().find(|(other, old)| {
-                **other != vm && !starting.contains(other) && old.address.is_some() && old.address == lease.address
+                **other != vm
+                    && !starting.contains(other)
+                    && old.address.is_some()
+                    && old.address == lease.address
             });
             if let Some((other, _)) = holder {
                 anyhow::bail!(

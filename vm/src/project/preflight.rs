@@ -35,14 +35,18 @@ pub fn examine(
     let near = project.file.parent().unwrap_or(Path::new("/"));
     let mut vms = Vec::new();
     for action in actions {
-        let (Action::Start { kind: Kind::Vm, name } | Action::Restart { name, .. }) = action else { continue };
+        let (Action::Start { kind: Kind::Vm, name } | Action::Restart { name, .. }) = action else {
+            continue;
+        };
         let Some(spec) = project.compose.vm.get(name) else { continue };
         vms.push((name.clone(), spec.clone(), kit::boot(name, spec, near)?));
         host::check_files(name, spec)?;
         growth::check(name, spec)?;
     }
     for action in actions {
-        if let Action::Start { kind: Kind::Network, name } | Action::Replace { kind: Kind::Network, name, .. } = action {
+        if let Action::Start { kind: Kind::Network, name }
+        | Action::Replace { kind: Kind::Network, name, .. } = action
+        {
             let uplink = project.compose.net.get(name).and_then(|net| net.uplink.as_ref());
             check_uplink(name, uplink, Path::new("/sys/class/net"))?;
         }
@@ -93,7 +97,9 @@ fn check_uplink(net: &str, uplink: Option<&Uplink>, devices: &Path) -> anyhow::R
     let there: Vec<String> = there.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     let remedy = match crate::compose::nearest(name, there.iter().map(String::as_str)) {
         Some(near) => format!("did you mean '{near}'?"),
-        None if is_tap => format!("make it: ip tuntap add {name} mode tap user $USER && ip link set {name} up"),
+        None if is_tap => {
+            format!("make it: ip tuntap add {name} mode tap user $USER && ip link set {name} up")
+        }
         None => format!("there are: {}", there.join(", ")),
     };
     anyhow::bail!("net.{net}.uplink: there is no device '{name}'; {remedy}")
@@ -110,14 +116,18 @@ mod tests {
             std::fs::create_dir(devices.path().join(name)).unwrap();
         }
         std::fs::write(devices.path().join("tap0/tun_flags"), "0x1002\n").unwrap();
-        let check = |uplink: Uplink| check_uplink("lan", Some(&uplink), devices.path()).map_err(|e| e.to_string());
+        let check =
+            |uplink: Uplink| check_uplink("lan", Some(&uplink), devices.path()).map_err(|e| e.to_string());
         check(Uplink::Tap("tap0".into())).unwrap();
         check(Uplink::Interface("eth0".into())).unwrap();
         check(Uplink::User).unwrap();
         let typed = check(Uplink::Tap("tpa0".into())).unwrap_err();
         assert_eq!(typed, "net.lan.uplink: there is no device 'tpa0'; did you mean 'tap0'?");
         let missing = check(Uplink::Tap("uplink9".into())).unwrap_err();
-        assert!(missing.ends_with("make it: ip tuntap add uplink9 mode tap user $USER && ip link set uplink9 up"), "{missing}");
+        assert!(
+            missing.ends_with("make it: ip tuntap add uplink9 mode tap user $USER && ip link set uplink9 up"),
+            "{missing}"
+        );
         let other = check(Uplink::Tap("eth0".into())).unwrap_err();
         assert!(other.contains("'eth0' is no TAP device; write { interface = \"eth0\" }"), "{other}");
     }

@@ -30,7 +30,11 @@ pub fn base_dir() -> anyhow::Result<PathBuf> {
         _ if user.is_root() => "/run/tombolo".into(),
         _ => std::env::temp_dir().join(format!("tombolo-{}", user.as_raw())),
     };
-    anyhow::ensure!(dir.to_str().is_some(), "{} is not UTF-8; set XDG_RUNTIME_DIR to another folder", dir.display());
+    anyhow::ensure!(
+        dir.to_str().is_some(),
+        "{} is not UTF-8; set XDG_RUNTIME_DIR to another folder",
+        dir.display()
+    );
     make_private(&dir)?;
     Ok(dir)
 }

@@ -18,7 +18,10 @@ fn parts() -> impl Strategy<Value = Parts> {
 }
 
 fn vms() -> impl Strategy<Value = Parts> {
-    let used = || btree_set(name(), 0..3).prop_map(|names| names.into_iter().map(|n| (n, json!({}))).collect::<BTreeMap<_, _>>());
+    let used = || {
+        btree_set(name(), 0..3)
+            .prop_map(|names| names.into_iter().map(|n| (n, json!({}))).collect::<BTreeMap<_, _>>())
+    };
     let vm = (0..2u8, used(), used(), used()).prop_map(|(cpus, zones, networks, accelerators)| {
         json!({ "cpus": cpus, "zones": zones, "networks": networks, "accelerators": accelerators })
     });
@@ -27,19 +30,26 @@ fn vms() -> impl Strategy<Value = Parts> {
 
 /// A side whose VMs use only what it has.
 fn side() -> impl Strategy<Value = Side> {
-    (name(), vms(), parts(), parts(), parts()).prop_map(|(project, mut vms, zones, networks, accelerators)| {
-        for vm in vms.values_mut() {
-            for (key, there) in [("zones", &zones), ("networks", &networks), ("accelerators", &accelerators)] {
-                vm[key].as_object_mut().unwrap().retain(|name, _| there.contains_key(name));
+    (name(), vms(), parts(), parts(), parts()).prop_map(
+        |(project, mut vms, zones, networks, accelerators)| {
+            for vm in vms.values_mut() {
+                for (key, there) in
+                    [("zones", &zones), ("networks", &networks), ("accelerators", &accelerators)]
+                {
+                    vm[key].as_object_mut().unwrap().retain(|name, _| there.contains_key(name));
+                }
             }
-        }
-        Side { project, vms, zones, networks, accelerators, members: BTreeMap::new() }
-    })
+            Side { project, vms, zones, networks, accelerators, members: BTreeMap::new() }
+        },
+    )
 }
 
 fn wish() -> impl Strategy<Value = Wish> {
-    (vec(name(), 0..3), any::<bool>(), any::<bool>())
-        .prop_map(|(vms, remove_orphans, restart)| Wish { vms, remove_orphans, restart })
+    (vec(name(), 0..3), any::<bool>(), any::<bool>()).prop_map(|(vms, remove_orphans, restart)| Wish {
+        vms,
+        remove_orphans,
+        restart,
+    })
 }
 
 fn everything() -> Wish {

@@ -49,10 +49,22 @@ impl Supervisor {
         let running = Side {
             project: inner.project.name.clone(),
             vms: machines.map(|(name, machine)| (name.clone(), changes::value(machine.spec()))).collect(),
-            zones: inner.zones.iter().map(|(name, zone)| (name.clone(), changes::value(zone.spec()))).collect(),
-            networks: inner.networks.iter().map(|(name, net)| (name.clone(), changes::value(net.spec()))).collect(),
+            zones: inner
+                .zones
+                .iter()
+                .map(|(name, zone)| (name.clone(), changes::value(zone.spec())))
+                .collect(),
+            networks: inner
+                .networks
+                .iter()
+                .map(|(name, net)| (name.clone(), changes::value(net.spec())))
+                .collect(),
             accelerators,
-            members: inner.zones.iter().map(|(name, zone)| (name.clone(), zone.members().into_iter().collect())).collect(),
+            members: inner
+                .zones
+                .iter()
+                .map(|(name, zone)| (name.clone(), zone.members().into_iter().collect()))
+                .collect(),
         };
         (running, wanted)
     }
@@ -60,7 +72,8 @@ impl Supervisor {
     /// Tells the client what happens beside the starts of VMs, which tell of themselves.
     pub(super) fn announce(&self, actions: &[Action], reporter: &Reporter) {
         for action in actions {
-            if let Action::Keep { kind: Kind::Vm, name } | Action::Wait { kind: Kind::Vm, name, .. } = action {
+            if let Action::Keep { kind: Kind::Vm, name } | Action::Wait { kind: Kind::Vm, name, .. } = action
+            {
                 reporter.stage(name, Stage::AlreadyUp, "");
             }
             if action.is_news() {
@@ -76,14 +89,18 @@ impl Supervisor {
     pub(super) fn clear_away(&self, actions: &[Action], reporter: &Reporter) -> anyhow::Result<()> {
         let stops = |machine: &Machine| {
             actions.iter().any(|action| match action {
-                Action::Stop { kind: Kind::Vm, name } | Action::Restart { name, .. } => name == machine.name(),
+                Action::Stop { kind: Kind::Vm, name } | Action::Restart { name, .. } => {
+                    name == machine.name()
+                }
                 _ => false,
             })
         };
         self.stop(stops, Some(reporter))?;
         let named = |wanted: Kind| {
             actions.iter().filter_map(move |action| match action {
-                Action::Stop { kind, name } | Action::Replace { kind, name, .. } if *kind == wanted => Some(name),
+                Action::Stop { kind, name } | Action::Replace { kind, name, .. } if *kind == wanted => {
+                    Some(name)
+                }
                 _ => None,
             })
         };

@@ -58,7 +58,8 @@ impl Supervisor {
         // Everything that can be wrong is found out before anything is stopped or started.
         growth::give_back_orphans()?;
         let (running, actions) = self.plan(&mut project, wish);
-        let Ready { qemu, vms: missing } = preflight::examine(&project, &running, &actions, || self.promised())?;
+        let Ready { qemu, vms: missing } =
+            preflight::examine(&project, &running, &actions, || self.promised())?;
         let accel = self.accel(&qemu, &missing, &near, reporter)?;
         self.check_not_ending()?;
         self.announce(&actions, reporter);
@@ -455,7 +456,8 @@ impl Supervisor {
             self.lock().accel = "TCG: the compose file or TOMBOLO_VM_ACCEL says so".into();
         }
         for (name, _, boot) in missing {
-            let kernel = boot.as_ref().map_or("its disk's".to_owned(), |boot| boot.kernel.display().to_string());
+            let kernel =
+                boot.as_ref().map_or("its disk's".to_owned(), |boot| boot.kernel.display().to_string());
             let text = format!(
                 "the VM '{name}': {} {} with {}, kernel {kernel}",
                 qemu.program.display(),
@@ -478,7 +480,8 @@ fn mount_shares(machine: &Machine, report: &dyn Fn(Stage, &str)) -> anyhow::Resu
     }
     report(Stage::Preparing, "folders of the host");
     let shares = share::mount(machine.agent(), machine.name(), &spec.share)?;
-    let missing = shares.iter().filter(|share| !share.there).map(|share| format!(", {}", share.state)).collect();
+    let missing =
+        shares.iter().filter(|share| !share.there).map(|share| format!(", {}", share.state)).collect();
     machine.set_shares(shares);
     Ok(missing)
 }
