@@ -2,6 +2,7 @@
 //! Attacks on the supervisor: hostile guests, odd names, other users, stopped processes, many commands at once. A stand-in for QEMU, real switches.
 
 use std::ffi::OsStr;
+use std::io::{BufRead, BufReader};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -152,8 +153,26 @@ fn a_qemu_that_is_stopped_is_restarted_like_any_other() {
     lab.assert_nothing_left();
 }
 
-/// A project in a folder of this name below a new one; the commands get it as their current folder.
-fn named(folder: &OsStr) -> (tempfile::TempDir, PathBuf) {
+/// A project in a folder of this name below a new one. Its runtime folder is another; everything is taken down at the end.
+struct Named {
+    place: PathBuf,
+    runtime: tempfile::TempDir,
+    _dir: tempfile::TempDir,
+}
+
+impl Named {
+    fn run(&self, arguments: &[&str]) -> Output {
+        run_in(&self.place, self.runtime.path(), arguments)
+    }
+}
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        self.run(&["down"]);
+    }
+}
+
+fn named(folder: &OsStr) -> Named {
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join(folder);
     std::fs::create_dir_all(&place).unwrap();
@@ -164,7 +183,7 @@ fn named(folder: &OsStr) -> (tempfile::TempDir, PathBuf) {
     );
     std::fs::write(place.join("tombolo.toml"), text).unwrap();
     std::fs::write(place.join("kernel"), "").unwrap();
-    (dir, place)
+    Named { place, runtime: tempfile::tempdir().unwrap(), _dir: dir }
 }
 
 fn run_in(place: &Path, runtime: &Path, arguments: &[&str]) -> Output {
@@ -186,8 +205,7 @@ fn a_project_may_lie_in_a_folder_of_any_name_that_is_text() {
         " (deleted)",
         &long,
     ] {
-        let (_dir, place) = named(OsStr::new(folder));
-        let runtime = tempfile::tempdir().unwrap();
+        let project = named(OsStr::new(folder));
         for arguments in [
             &["up"][..],
             &["up"],
@@ -198,7 +216,7 @@ fn a_project_may_lie_in_a_folder_of_any_name_that_is_text() {
             &["ps"],
             &["down"],
         ] {
-            let output = run_in(&place, runtime.path(), arguments);
+            let output = project.run(arguments);
             assert!(output.status.success(), "{folder:?} {arguments:?}: {}", said(&output));
         }
     }
@@ -206,22 +224,20 @@ fn a_project_may_lie_in_a_folder_of_any_name_that_is_text() {
 
 #[test]
 fn a_folder_whose_name_is_no_text_is_refused_in_plain_words() {
-    let (_dir, place) = named(OsStr::from_bytes(b"latin-\xe9"));
-    let runtime = tempfile::tempdir().unwrap();
-    let refused = run_in(&place, runtime.path(), &["up"]);
+    let refused = named(OsStr::from_bytes(b"latin-\xe9")).run(&["up"]);
     assert_eq!(refused.status.code(), Some(1));
     assert!(said(&refused).contains("is not UTF-8; rename"), "{}", said(&refused));
-    let (_dir, place) = named(OsStr::new("plain"));
-    let odd = runtime.path().join(OsStr::from_bytes(b"run-\xe9"));
+    let project = named(OsStr::new("plain"));
+    let odd = project.runtime.path().join(OsStr::from_bytes(b"run-\xe9"));
     std::fs::create_dir(&odd).unwrap();
-    let refused = run_in(&place, &odd, &["up"]);
+    let refused = run_in(&project.place, &odd, &["up"]);
     assert!(said(&refused).contains("is not UTF-8; set XDG_RUNTIME_DIR"), "{}", said(&refused));
 }
 
 #[test]
 fn a_runtime_folder_that_can_not_be_used_is_named_with_the_remedy() {
-    let (_dir, place) = named(OsStr::new("p"));
-    let refused = run_in(&place, Path::new("/nonexistent/runtime"), &["up"]);
+    let project = named(OsStr::new("p"));
+    let refused = run_in(&project.place, Path::new("/nonexistent/runtime"), &["up"]);
     assert!(
         said(&refused).contains("/nonexistent/runtime/tombolo can't be made; set XDG_RUNTIME_DIR"),
         "{}",
@@ -230,9 +246,46 @@ fn a_runtime_folder_that_can_not_be_used_is_named_with_the_remedy() {
     let long = tempfile::tempdir().unwrap();
     let deep = long.path().join("d".repeat(120));
     std::fs::create_dir(&deep).unwrap();
-    let refused = run_in(&place, &deep, &["up"]);
+    let refused = run_in(&project.place, &deep, &["up"]);
     assert!(said(&refused).contains("107 are possible; shorten the names"), "{}", said(&refused));
-    assert!(run_in(&place, &deep, &["down"]).status.success());
+    assert!(run_in(&project.place, &deep, &["down"]).status.success());
+}
+
+#[test]
+fn a_runtime_folder_without_room_is_named_and_nothing_runs() {
+    let project = named(OsStr::new("p"));
+    // A file system of its own for the command and what it starts, with room for few files.
+    let script = "mount -t tmpfs -o size=64k,nr_inodes=4 none \"$1\" && exec \"$0\" up";
+    let mut command = Command::new("unshare");
+    command.args(["-m", "sh", "-c", script, env!("CARGO_BIN_EXE_tombolo")]).arg(project.runtime.path());
+    command.env("XDG_RUNTIME_DIR", project.runtime.path()).current_dir(&project.place).stdin(Stdio::null());
+    let refused = command.output().unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+    let words = said(&refused);
+    assert!(words.contains("the project's folder") && words.contains("No space left on device"), "{words}");
+    assert!(String::from_utf8(project.run(&["ps", "--json"]).stdout).unwrap().contains("\"supervisor\": null"));
+}
+
+#[test]
+fn a_command_that_waits_for_another_says_so_and_can_be_interrupted() {
+    let lab = lab(&format!("[zone.z]\nsize = \"8M\"\n[vm.a]\n{VM}"));
+    lab.good(&["up"]);
+    let qemu = number(&lab.ps()["vms"][0]["pid"]);
+    signal(qemu, "STOP");
+    let mut attach = lab.command(&["zone", "attach", "z", "a"]).stderr(Stdio::null()).spawn().unwrap();
+    until("the attach begins", || lab.ps()["zones"][0]["members"] != serde_json::json!([]));
+    let mut up = lab.command(&["up"]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut reader = BufReader::new(up.stderr.take().unwrap());
+    let mut line = String::new();
+    reader.read_line(&mut line).unwrap();
+    assert!(line.contains("another command is starting or stopping VMs; this one waits"), "{line}");
+    signal(up.id(), "INT");
+    assert_eq!(up.wait().unwrap().code(), Some(130));
+    signal(qemu, "CONT");
+    assert!(attach.wait().unwrap().success());
+    assert_eq!(lab.ps()["vms"][0]["state"], "up");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
 }
 
 #[test]

@@ -166,7 +166,8 @@ impl StateDir {
         loop {
             make_private(&self.path)?;
             let path = self.path.join("lock");
-            let file = File::options().create(true).truncate(false).write(true).open(&path)?;
+            let file = File::options().create(true).truncate(false).write(true).open(&path);
+            let file = file.with_context(|| format!("{} can't be made", path.display()))?;
             match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),

@@ -44,6 +44,10 @@ const UNSAID: Duration = Duration::from_secs(5);
 const UNREAD: Duration = Duration::from_secs(2);
 /// How long a guest may take to unmount a zone that it leaves.
 const UNMOUNT: Duration = Duration::from_secs(30);
+/// How long a request waits for its turn before it says so.
+const SILENT: Duration = Duration::from_secs(1);
+/// How often one that waits looks whether its client has gone.
+const LOOK: Duration = Duration::from_millis(200);
 /// Bytes of the console that somebody who attaches sees first.
 const RECENT: usize = 2048;
 
@@ -132,7 +136,10 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     let (_lock, door) = match settle(&state, &project) {
         Ok(Some(settled)) => settled,
         Ok(None) => return Ok(peer.send(&Event::Taken)?),
-        Err(e) => return Ok(peer.send(&Event::Failed { message: format!("{e:#}") })?),
+        Err(e) => {
+            let message = format!("the project's folder {} can't be used: {e:#}", dir.display());
+            return Ok(peer.send(&Event::Failed { message })?);
+        }
     };
     peer.send(&Event::Note { text: "ready".into() })?;
     let supervisor = Arc::new(Supervisor {
@@ -311,9 +318,9 @@ impl Supervisor {
             }
             Request::Attend | Request::Events { .. } => Ok(()),
             Request::ZoneAttach { zone, vm, rights, mount } => {
-                self.attach(&zone, &vm, rights, mount.as_deref(), &reporter)
+                self.attach(&zone, &vm, rights, mount.as_deref(), &peer.socket(), &reporter)
             }
-            Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &reporter),
+            Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &peer.socket(), &reporter),
         };
         // Whoever has the answer finds no trace of a supervisor that has nothing left to do.
         let idle = self.leave();
@@ -378,9 +385,10 @@ impl Supervisor {
         vm: &str,
         rights: Rights,
         mount: Option<&str>,
+        client: &UnixStream,
         reporter: &Reporter,
     ) -> anyhow::Result<()> {
-        let _changing = self.changing.take();
+        let _changing = self.turn(client, reporter)?;
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
         if machine.zones().contains_key(zone_name) {
@@ -402,8 +410,23 @@ impl Supervisor {
         Ok(())
     }
 
-    fn detach(&self, zone_name: &str, vm: &str, reporter: &Reporter) -> anyhow::Result<()> {
-        let _changing = self.changing.take();
+    /// Waits for the turn to start and stop VMs, which a client that goes does not want any more.
+    fn turn(&self, client: &UnixStream, reporter: &Reporter) -> anyhow::Result<turn::Turn<'_>> {
+        if let Some(turn) = self.changing.take_within(SILENT) {
+            return Ok(turn);
+        }
+        let text = "another command is starting or stopping VMs; this one waits for its end";
+        reporter.send(&Event::Note { text: text.into() });
+        loop {
+            if let Some(turn) = self.changing.take_within(LOOK) {
+                return Ok(turn);
+            }
+            anyhow::ensure!(!session::has_gone(client), "cancelled while it waited for another command; nothing was begun");
+        }
+    }
+
+    fn detach(&self, zone_name: &str, vm: &str, client: &UnixStream, reporter: &Reporter) -> anyhow::Result<()> {
+        let _changing = self.turn(client, reporter)?;
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
         if !machine.zones().contains_key(zone_name) {
@@ -434,7 +457,11 @@ impl Supervisor {
 
     fn status(&self) -> Status {
         let accelerators: Vec<_> = self.lock().accelerators.values().cloned().collect();
-        let accelerators = accelerators.iter().map(|a| a.status()).collect();
+        // Each is given a moment to answer; all of them together have no more.
+        let accelerators = std::thread::scope(|scope| {
+            let asked: Vec<_> = accelerators.iter().map(|a| scope.spawn(|| a.status())).collect();
+            asked.into_iter().filter_map(|answer| answer.join().ok()).collect()
+        });
         let inner = self.lock();
         let vms: Vec<_> = inner.machines.values().map(|m| m.status()).collect();
         let zones = inner

@@ -50,7 +50,7 @@ impl Supervisor {
         peer: Peer,
         reporter: &Reporter,
     ) -> anyhow::Result<()> {
-        let _changing = self.changing.take();
+        let _changing = self.turn(&peer.socket(), reporter)?;
         self.check_not_ending()?;
         wish.check(&project)?;
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
