@@ -381,6 +381,8 @@ fn names_without_a_pin_are_read_whole_or_not_at_all() {
                 put(fs, other, b'o', LEN)?;
                 is_full_of(fs, other, b'o', LEN)
             }),
+            // A member that may not write waits for a dead one's change until somebody has recovered it.
+            Doing { after: Some(2), ..doing(1, false, recover) },
         ],
         check: |fs, _| is_full_of(fs, at(fs, "other").map_err(|e| e.to_string())?, b'o', LEN),
     };
