@@ -374,18 +374,18 @@ fn a_read_lock_of_a_destroyed_object_is_none_of_its_successor() {
     let bench = Bench::new();
     let (reader, writer) = (bench.open(), bench.open());
     let old = RwLock::create(&reader, "rw").unwrap();
-    old.read(NOW).unwrap();
+    assert_eq!(old.read(NOW), Ok(Locked::Clean));
     reader.destroy("rw").unwrap();
     let written = RwLock::create(&writer, "rw").unwrap();
-    written.write(NOW).unwrap();
+    assert_eq!(written.write(NOW), Ok(Locked::Clean));
     let anew = RwLock::open(&reader, "rw").unwrap();
     assert!(anew.read(NOW).is_err(), "a writer has it");
     written.unlock_write().unwrap();
-    anew.read(NOW).unwrap();
+    assert_eq!(anew.read(NOW), Ok(Locked::Clean));
     assert!(old.unlock_read().is_err(), "it is gone");
     assert!(written.write(NOW).is_err(), "the successor's reader stays");
     anew.unlock_read().unwrap();
-    written.write(NOW).unwrap();
+    assert_eq!(written.write(NOW), Ok(Locked::Clean));
 }
 
 #[test]
