@@ -461,7 +461,8 @@ fn a_range_has_one_locker_at_a_time_whatever_becomes_of_its_file_and_of_other_lo
                     return Err(format!("{owner} has the lock that {other} has"));
                 }
             }
-            let found = fs.get_lock(g, &range(owner + 100, sys::TFS_LK_WRITE)).map_err(|e| format!("test: {e}"))?;
+            let found =
+                fs.get_lock(g, &range(owner + 100, sys::TFS_LK_WRITE)).map_err(|e| format!("test: {e}"))?;
             if found.owner != owner {
                 return Err(format!("the lock of {owner} is named as that of {}", found.owner));
             }
