@@ -421,11 +421,20 @@ impl Supervisor {
             if let Some(turn) = self.changing.take_within(LOOK) {
                 return Ok(turn);
             }
-            anyhow::ensure!(!session::has_gone(client), "cancelled while it waited for another command; nothing was begun");
+            anyhow::ensure!(
+                !session::has_gone(client),
+                "cancelled while it waited for another command; nothing was begun"
+            );
         }
     }
 
-    fn detach(&self, zone_name: &str, vm: &str, client: &UnixStream, reporter: &Reporter) -> anyhow::Result<()> {
+    fn detach(
+        &self,
+        zone_name: &str,
+        vm: &str,
+        client: &UnixStream,
+        reporter: &Reporter,
+    ) -> anyhow::Result<()> {
         let _changing = self.turn(client, reporter)?;
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
