@@ -15,12 +15,14 @@ use clap::{Args, Subcommand};
 use tombolo_zone::door::Found;
 
 use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
-use crate::commands::doctor;
+use crate::commands::terminal;
+use crate::commands::{copy, doctor};
 use crate::compose::{self, Project, Rights, Size};
 use crate::machine::growth;
 use crate::project::control::{Request, Status, ZoneStatus};
 use crate::project::peer;
 use crate::project::state::{self, StateDir};
+use crate::project::stopped;
 use crate::project::supervisor;
 
 /// How long a supervisor may take to end after its last word.
@@ -32,11 +34,14 @@ pub struct File {
     /// The compose file [default: tombolo.toml here or in a folder above]
     #[arg(short, long, value_name = "PATH")]
     file: Option<PathBuf>,
+    /// Take variables from this file instead of .env beside the compose file; the last of several counts
+    #[arg(long, value_name = "PATH")]
+    env_file: Vec<PathBuf>,
 }
 
 impl File {
-    fn load(&self) -> anyhow::Result<Project> {
-        Ok(Project::load(&compose::find(self.file.as_deref())?)?)
+    pub(super) fn load(&self) -> anyhow::Result<Project> {
+        Ok(Project::load_with(&compose::find(self.file.as_deref())?, &self.env_file)?)
     }
 }
 
@@ -53,7 +58,13 @@ pub enum Command {
         /// Stay in the foreground; Ctrl-C takes everything down
         #[arg(short, long)]
         attach: bool,
-        /// Only these VMs
+        /// As at the host's boot: leave alone what 'down VM' has stopped under restart = "unless-stopped"
+        #[arg(long)]
+        boot: bool,
+        /// Wait until all VMs with a health check are healthy
+        #[arg(short, long)]
+        wait: bool,
+        /// Only these VMs, and those that they depend on
         vms: Vec<String>,
     },
     /// Stop VMs; without a name all of them, and the zones with them
@@ -81,6 +92,9 @@ pub enum Command {
         /// Pass this command's input on
         #[arg(short, long)]
         interactive: bool,
+        /// Run it on a terminal, with this command's input
+        #[arg(short, long)]
+        tty: bool,
         /// Set a variable
         #[arg(short, long, value_name = "NAME=VALUE")]
         env: Vec<String>,
@@ -92,6 +106,19 @@ pub enum Command {
         /// Program and arguments
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
+    },
+    /// Copy files and folders to and from a VM: one of the two is VM:PATH; '-' is a tar on the standard input or output
+    Cp {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// Copy a folder with all that is in it
+        #[arg(short, long)]
+        recursive: bool,
+        /// What is copied
+        from: String,
+        /// Its new name, or the folder that it goes to
+        to: String,
     },
     /// Show what a VM's console said
     Logs {
@@ -127,6 +154,9 @@ pub enum Command {
         /// The compose file
         #[arg(long)]
         file: PathBuf,
+        /// The project's name
+        #[arg(long)]
+        name: String,
     },
 }
 
@@ -255,12 +285,16 @@ pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
 pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         Command::Doctor => diagnose(json),
-        Command::Up { file, attach, vms } => up(&file.load()?, vms, attach, json),
+        Command::Up { file, attach, boot, wait, vms } => {
+            up(&file.load()?, vms, UpOptions { attach, boot, wait }, json)
+        }
         Command::Down { file, vms } => down(&file.load()?, vms, json),
         Command::Ps { file, all } => ps(&file, all, json),
-        Command::Exec { file, interactive, env, dir, vm, command } => {
-            let request = Request::Exec { vm, argv: command, env, dir, input: interactive };
-            match file.load().and_then(|project| client::exec(&project, &request)) {
+        Command::Exec { file, interactive, tty, env, dir, vm, command } => {
+            let terminal = tty.then(terminal::here);
+            let request = Request::Exec { vm, argv: command, env, dir, input: interactive, terminal };
+            let run = if tty { terminal::exec } else { client::exec };
+            match file.load().and_then(|project| run(&project, &request)) {
                 Ok(code) => Ok(ExitCode::from(u8::try_from(code & 0xff).unwrap_or(255))),
                 Err(e) => {
                     eprintln!("tombolo: {e:#}");
@@ -268,13 +302,18 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
                 }
             }
         }
+        Command::Cp { file, recursive, from, to } => {
+            copy::copy(&file.load()?, &from, &to, recursive)?;
+            Ok(ExitCode::SUCCESS)
+        }
         Command::Logs { file, follow, qemu, vm } => logs(&file.load()?, &vm, follow, qemu),
         Command::Console { file, vm } => {
             client::console(&file.load()?, &vm)?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::Supervise { dir, control, file } => {
-            supervisor::run(Project::load(&file)?, &dir, control)?;
+        Command::Supervise { dir, control, file, name } => {
+            // What the file says comes with the first request.
+            supervisor::run(Project { name, file, compose: compose::Compose::default() }, &dir, control)?;
             Ok(ExitCode::SUCCESS)
         }
     }
@@ -357,25 +396,63 @@ fn diagnose(json: bool) -> anyhow::Result<ExitCode> {
     Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-fn up(project: &Project, vms: Vec<String>, attach: bool, json: bool) -> anyhow::Result<ExitCode> {
+/// Options of 'up'.
+struct UpOptions {
+    attach: bool,
+    boot: bool,
+    wait: bool,
+}
+
+fn up(project: &Project, mut vms: Vec<String>, options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
+    let UpOptions { attach, boot, wait } = options;
     if project.compose.vm.is_empty() {
         anyhow::bail!("{} declares no VM; add a table [vm.NAME]", project.file.display());
     }
-    let request = Request::Up { project: Box::new(project.clone()), vms };
+    if boot {
+        let stopped = stopped::list(project)?;
+        let named = |vm: &String| vms.is_empty() || vms.contains(vm);
+        let wanted: Vec<String> =
+            project.compose.vm.keys().filter(|vm| named(vm) && !stopped.contains(*vm)).cloned().collect();
+        if wanted.is_empty() {
+            eprintln!("all VMs were stopped by 'down VM'; start them with 'tombolo up'");
+            return Ok(ExitCode::SUCCESS);
+        }
+        vms = wanted;
+    }
+    let request = Request::Up { project: Box::new(project.clone()), vms: vms.clone(), wait };
     let mut peer = client::supervisor(project, &request)?;
     let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Cancel)?;
-    if outcome == Outcome::Done && attach {
-        eprintln!("Ctrl-C takes everything down");
-        client::attach(project)?;
-        return down(project, Vec::new(), json);
+    if outcome == Outcome::Done {
+        if !boot {
+            stopped::remove(project, &vms)?;
+        }
+        if attach {
+            return stay(project, json);
+        }
     }
     finish(outcome)
+}
+
+/// Stays until Ctrl-C or SIGTERM, which take the project down, or until it is down. A service manager that waits for it is told that all is up.
+fn stay(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
+    let dir = StateDir::of(project)?;
+    sd_notify::notify(false, &[sd_notify::NotifyState::Ready])?;
+    eprintln!("Ctrl-C takes everything down");
+    match client::attach(project) {
+        Ok(()) => down(project, Vec::new(), json),
+        // A supervisor that was told to end takes its folder along, one that died does not.
+        Err(_) if !dir.path().exists() => {
+            eprintln!("the project '{}' was taken down", project.name);
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(e) => Err(e),
+    }
 }
 
 fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
     let dir = StateDir::of(project)?;
     let all = vms.is_empty();
-    let Some(mut peer) = peer::ask(project, &Request::Down { vms })? else {
+    let Some(mut peer) = peer::ask(project, &Request::Down { vms: vms.clone() })? else {
         // Logs of a supervisor that died; one that is about to end keeps its lock until then.
         if dir.path().exists() {
             let _lock = dir.lock_within(ENDING)?;
@@ -390,9 +467,12 @@ fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitC
         return Ok(ExitCode::SUCCESS);
     };
     let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave)?;
-    if all && outcome == Outcome::Done {
-        // The supervisor ends right after its last word; whoever called `down` may count on it.
-        peer.wait_ended(ENDING)?;
+    if outcome == Outcome::Done {
+        stopped::add(project, &vms)?;
+        if all {
+            // The supervisor ends right after its last word; whoever called `down` may count on it.
+            peer.wait_ended(ENDING)?;
+        }
     }
     finish(outcome)
 }
@@ -497,7 +577,7 @@ fn table(status: &Status) -> String {
     for vm in &status.vms {
         rows.push([
             vm.name.clone(),
-            vm.state.clone(),
+            vm.health.map_or_else(|| vm.state.clone(), |health| format!("{} ({health})", vm.state)),
             vm.pid.map_or("-".into(), |p| p.to_string()),
             vm.cpus.to_string(),
             Size(vm.memory).to_string(),

@@ -5,5 +5,7 @@
 pub mod cli;
 #[allow(clippy::print_stderr, reason = "commands talk to the terminal")]
 pub mod client;
+pub mod copy;
 pub mod doctor;
+pub mod terminal;
 pub mod top;

@@ -6,5 +6,8 @@
 
 pub mod agent;
 pub mod exec;
+pub mod health;
 pub mod kit;
 pub mod mount;
+pub mod seed;
+pub mod terminal;

@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::compose::accelerator::Api;
 use crate::compose::{Project, Rights};
+use crate::guest::health::Health;
+use crate::guest::terminal::{Size, Terminal};
 
 /// What a command asks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -16,8 +18,11 @@ pub enum Request {
     Up {
         /// The compose file.
         project: Box<Project>,
-        /// These VMs only; empty: all.
+        /// These VMs only, and those that they depend on; empty: all.
         vms: Vec<String>,
+        /// Wait until they are healthy.
+        #[serde(default)]
+        wait: bool,
     },
     /// Stop VMs; all of them and the supervisor where the list is empty.
     Down {
@@ -40,6 +45,9 @@ pub enum Request {
         dir: Option<String>,
         /// Whether input follows.
         input: bool,
+        /// Run it on a terminal like this one.
+        #[serde(default)]
+        terminal: Option<Terminal>,
     },
     /// The serial console: after `done` the connection is the console itself.
     Console {
@@ -72,6 +80,8 @@ pub enum Request {
 pub enum Feed {
     /// Bytes, base64.
     Input(String),
+    /// The terminal's new size.
+    Size(Size),
     /// No more.
     End,
 }
@@ -128,6 +138,8 @@ pub enum Event {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
+    /// It waits for another VM, or for its own health check.
+    Waiting,
     /// QEMU is being started.
     Starting,
     /// The guest boots.
@@ -204,6 +216,12 @@ pub struct VmStatus {
     pub uptime: f64,
     /// How often the guest has rebooted since 'up'.
     pub reboots: u32,
+    /// How often its restart policy has started it again since 'up'.
+    #[serde(default)]
+    pub restarts: u32,
+    /// What its health check says, where it has one.
+    #[serde(default)]
+    pub health: Option<Health>,
     /// When it reached what, in seconds from its start.
     pub timeline: Vec<(String, f64)>,
     /// How far its memory is, where it grows.

@@ -15,5 +15,6 @@ pub mod network;
 pub mod peer;
 pub mod session;
 pub mod state;
+pub mod stopped;
 pub mod supervisor;
 pub mod zones;

@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 
 use crate::child::{self, Guarded};
 use crate::compose::network::{self, Lease, NetSpec};
+use crate::compose::ports::{self, Forward, Protocol};
 use crate::compose::{Project, VmSpec};
 use crate::guest::agent::Agent;
 use crate::guest::exec;
@@ -112,6 +113,8 @@ pub struct Network {
 struct Switch {
     name: String,
     spec: NetSpec,
+    /// Ports of the host that its uplink forwards.
+    forwards: Vec<Forward>,
     /// The project's folder.
     dir: PathBuf,
     ports: Mutex<BTreeMap<String, (Value, Lease)>>,
@@ -198,8 +201,14 @@ impl Part for Network {
     /// The switch's own words where it can't have its uplink or a port.
     fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Network> {
         let spec = project.compose.net.get(name).cloned().unwrap_or_default();
-        let switch =
-            Arc::new(Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports: Mutex::default() });
+        let forwards = ports::through(&project.compose, name).cloned().collect();
+        let switch = Arc::new(Switch {
+            name: name.to_owned(),
+            spec,
+            forwards,
+            dir: dir.to_owned(),
+            ports: Mutex::default(),
+        });
         switch.plan(project)?;
         switch.write_config(project)?;
         let names = Names { owner: format!("network '{name}'"), process: "switch", log: switch.log() };
@@ -211,7 +220,8 @@ impl Part for Network {
 
     /// Whether a file says something else of it than what holds.
     fn differs(&self, project: &Project) -> bool {
-        project.compose.net.get(&self.switch.name) != Some(&self.switch.spec)
+        let Switch { name, spec, forwards, .. } = &*self.switch;
+        project.compose.net.get(name) != Some(spec) || !ports::through(&project.compose, name).eq(forwards)
     }
 
     /// Makes ports for VMs that the compose file has now and had not before.
@@ -318,6 +328,13 @@ impl Switch {
                 network::Uplink::Tap(name) => json!({ "tap": name }),
                 network::Uplink::Interface(name) => json!({ "interface": name }),
             };
+            for (key, protocol) in [("tcp-ports", Protocol::Tcp), ("udp-ports", Protocol::Udp)] {
+                let wanted = self.forwards.iter().filter(|forward| forward.protocol == protocol);
+                let wanted: Vec<String> = wanted.map(Forward::for_passt).collect();
+                if !wanted.is_empty() {
+                    way[key] = json!(wanted);
+                }
+            }
             way["name"] = "uplink".into();
             config["uplink"] = json!([way]);
         }
