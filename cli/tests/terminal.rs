@@ -107,8 +107,8 @@ fn a_command_in_a_guest_has_a_terminal_with_its_size_its_keys_and_job_control() 
     session.wait_for("# ");
     assert_eq!(running(&lab, "sleep 1000"), "0\n");
     // A change of the size reaches what runs there.
-    session.type_in("trap 'stty size; echo changed' WINCH; while :; do sleep 1; done\r");
-    session.wait_for("done\r\n");
+    session.type_in("sh -c 'trap \"stty size\" WINCH; echo waiting; while :; do sleep 1; done'\r");
+    session.wait_for("\nwaiting\r\n");
     resize(&session.master, 50, 140);
     signal(session.command.id(), "WINCH");
     session.wait_for("50 140\r\n");

@@ -26,12 +26,14 @@ const HEAD: usize = 64;
 /// Permission bits of a file, the set-id bits included.
 const MODE: u32 = 0o7777;
 
-/// Takes a file ($2, mode $3) from the input to $1, or into that folder.
+/// Takes a file ($2, mode $3) from the input to $1, or into that folder. A shell that is ended tells of the programs that were ended with it, to
+/// nobody who is still there: SIGPIPE would end it before it has cleaned up.
 const TAKE_FILE: &str = r#"target=$1
 [ ! -d "$target" ] || target=${target%/}/$2
 temporary=${target%/*}/.tombolo-cp-$$
 trap 'rm -f "$temporary"' EXIT
 trap 'exit 1' HUP INT TERM
+trap '' PIPE
 umask 077
 cat >"$temporary" && chmod "$3" "$temporary" && mv -f "$temporary" "$target""#;
 
@@ -47,6 +49,7 @@ else
 fi
 trap 'rm -rf "$temporary"' EXIT
 trap 'exit 1' HUP INT TERM
+trap '' PIPE
 mkdir "$temporary" && tar -x -o -p -f - -C "$temporary" || exit
 if [ ! -e "$target/" ]; then
 	[ ! -e "$target" ] || { echo "$target is there and is no folder" >&2; exit 1; }
@@ -384,7 +387,11 @@ fn feed(
                 Ok(n) => Feed::Input(BASE64.encode(&buffer[..n])),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
                 Err(e) => {
-                    return give_up(&socket, &why, anyhow::Error::from(e).context("the source can't be read"));
+                    return give_up(
+                        &socket,
+                        &why,
+                        anyhow::Error::from(e).context("the source can't be read"),
+                    );
                 }
             };
             if peer::send(&socket, &message).is_err() || matches!(message, Feed::End) {
@@ -470,14 +477,19 @@ mod tests {
         fs::write(&target, "before").unwrap();
         let mut command = Command::new("/bin/sh");
         command.args(["-c", TAKE_FILE, "tombolo", target.to_str().unwrap(), "x", "644"]);
-        let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+        let mut child = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut input = child.stdin.take().unwrap();
+        drop(child.stderr.take());
         input.write_all(&[1; 1 << 16]).unwrap();
         while names(dir.path()).len() < 2 {
             std::thread::yield_now();
         }
-        let pid = rustix::process::Pid::from_child(&child);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        // As the guest ends a command: all of its processes at once.
+        let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", child.id())).unwrap();
+        for pid in children.split_whitespace().map(|pid| pid.parse().unwrap()).chain([child.id()]) {
+            let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
+            rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        }
         drop(input);
         assert!(!child.wait().unwrap().success());
         assert_eq!(
