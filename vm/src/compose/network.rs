@@ -550,8 +550,8 @@ fn check_vm(compose: &Compose, name: &str, vm: &VmSpec) -> Result<(), (String, S
             }
         }
         let set = matches!(nic.address, NicAddress::Static(_) | NicAddress::Dhcp);
-        // Who asks by itself needs no agent.
-        if set && !served && vm.ready != Ready::Agent {
+        // Who asks by itself needs no agent, and cloud-init is told at the start.
+        if set && !served && vm.cloud_init.is_none() && vm.ready != Ready::Agent {
             return Err((
                 "ready".to_owned(),
                 format!(
