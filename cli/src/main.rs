@@ -40,6 +40,11 @@ enum Command {
         #[command(subcommand)]
         command: tombolo_files::cli::Command,
     },
+    /// Zones, networks, accelerators and growing memory for domains of libvirt
+    Libvirt {
+        #[command(subcommand)]
+        command: tombolo_libvirt::cli::Command,
+    },
     /// PCI devices for VMs
     Passthrough {
         #[command(subcommand)]
@@ -145,6 +150,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             }
             tombolo_files::cli::run(command, cli.json)
         }
+        Command::Libvirt { command } => tombolo_libvirt::cli::run(command),
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
         Command::Lab(arguments) => tombolo_lab::cli::run(arguments, cli.json),
         Command::Start { command } => tombolo_vm::commands::cli::run_start(command, cli.json),
