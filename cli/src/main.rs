@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The `tombolo` command: it parses and wires; behaviour lives in the parts.
 
+mod init;
 mod top;
 
 use std::io::Write;
@@ -30,6 +31,8 @@ struct Cli {
 enum Command {
     #[command(flatten)]
     Vm(tombolo_vm::commands::cli::Command),
+    /// Write a compose file to begin with
+    Init(init::Options),
     /// Zones: memory that VMs and host share
     Zone {
         #[command(subcommand)]
@@ -141,6 +144,7 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         Command::Vm(command) => tombolo_vm::commands::cli::run(command, cli.json),
+        Command::Init(options) => init::run(&options),
         Command::Zone { command: ZoneCommand::Zone(command) } => tombolo_zone::cli::run(command, cli.json),
         Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::commands::cli::run_zone(command, cli.json),
         Command::Files { mut command } => {

@@ -209,3 +209,42 @@ fn a_zone_of_a_process_that_serves_no_others_invites_nobody() {
     assert!(said.contains("serves no VMs of others") && said.contains("compose file"), "{said}");
     assert!(place.member("a").is_none());
 }
+
+/// What QEMU's monitor says of memory devices when it has these arguments; the guest never runs.
+fn qemu_takes(arguments: &str) -> String {
+    let mut qemu = Command::new("qemu-system-x86_64");
+    qemu.args(["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"]).args(arguments.split_whitespace());
+    let mut qemu = qemu.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    std::io::Write::write_all(&mut qemu.stdin.take().unwrap(), b"info memory-devices\nquit\n").unwrap();
+    let output = qemu.wait_with_output().unwrap();
+    assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn the_hook_of_proxmox_invites_and_prints_arguments_that_qemu_takes() {
+    let place = Place::new();
+    let lists = place.dir.path().join("lists");
+    std::fs::create_dir(&lists).unwrap();
+    std::fs::write(lists.join("100.zones"), format!("# zones of VM 100\n{}\n", place.zone().display())).unwrap();
+    let hook = |words: &[&str]| {
+        let program = Path::new(env!("CARGO_BIN_EXE_tombolo"));
+        let path = format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
+        let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../vm/proxmox/tombolo-hook"));
+        command.args(words).env("PATH", path).env("TOMBOLO_PROXMOX", &lists);
+        command.env("TOMBOLO_ZONES_RUN", place.dir.path().join("run")).output().unwrap()
+    };
+    assert!(hook(&["100", "pre-start"]).status.success());
+    assert_eq!(place.member("vm-100").unwrap().state, MemberState::Invited);
+    let printed = hook(&["100", "args", "512"]);
+    let arguments = String::from_utf8(printed.stdout).unwrap();
+    // Proxmox puts its own -m before what 'args' has.
+    let said = qemu_takes(&format!("-machine pc -m 512 {arguments}"));
+    assert!(said.contains("virtio-pmem") && said.contains("zone-own"), "{said}");
+    assert!(hook(&["101", "pre-start"]).status.success(), "a VM without a list is none of our business");
+    std::fs::write(lists.join("100.zones"), format!("{} rw\n", place.zone().display())).unwrap();
+    let refused = hook(&["100", "pre-start"]);
+    assert!(!refused.status.success() && String::from_utf8_lossy(&refused.stderr).contains("write 'ro' or nothing"));
+    std::fs::write(lists.join("100.zones"), "/nowhere/own.zone\n").unwrap();
+    assert!(!hook(&["100", "pre-start"]).status.success());
+}

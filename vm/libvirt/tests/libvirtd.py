@@ -3,7 +3,7 @@
 """`tombolo libvirt` with a real libvirtd and domains of type qemu: `libvirtd.py --tombolo PROGRAM --kit FOLDER`.
 
 libvirtd runs as root in mount, network and PID namespaces of its own, with folders and a configuration of its own, and ends with them; its QEMUs run as
-`nobody` in the group kvm. Prints a line per claim and the counts. Needs root, libvirt-daemon, libvirt-daemon-driver-qemu, libvirt-clients and the guest kit.
+Debian's user libvirt-qemu, which these namespaces have. Prints a line per claim and the counts. Needs root, libvirt-daemon, libvirt-daemon-driver-qemu, libvirt-clients and the guest kit.
 """
 import argparse, os, shutil, signal, socket, subprocess, sys, tempfile, time
 
@@ -120,11 +120,16 @@ class World:
             f.write(hook)
         os.chmod("/etc/libvirt/hooks/qemu.d/tombolo", 0o755)
         with open("/etc/libvirt/qemu.conf", "w") as f:
-            f.write("user = 'nobody'\ngroup = 'kvm'\nsecurity_driver = 'none'\ncgroup_controllers = []\nnamespaces = []\nstdio_handler = 'file'\n".replace("'", '"'))
+            f.write("security_driver = 'none'\ncgroup_controllers = []\nnamespaces = []\nstdio_handler = 'file'\n".replace("'", '"'))
         with open("/etc/libvirt/libvirtd.conf", "w") as f:
             f.write('auth_unix_rw = "none"\nauth_unix_ro = "none"\nlog_outputs = "2:file:%s/libvirtd.log"\n' % self.folder)
         self.daemon = subprocess.Popen(["libvirtd", "--config", "/etc/libvirt/libvirtd.conf"], stdin=subprocess.DEVNULL)
-        until("no libvirtd", lambda: subprocess.run(["virsh", "list"], capture_output=True).returncode == 0)
+
+        def answers():
+            need(self.daemon.poll() is None, "libvirtd ended")
+            return subprocess.run(["virsh", "list"], capture_output=True).returncode == 0
+
+        until("no libvirtd", answers)
 
     def tombolo(self, *words, good=True):
         return run(self.program, *words, good=good)
@@ -243,6 +248,15 @@ CLAIMS = [
 ]
 
 
+def be_init():
+    """Goes on in a child process; this one, the first of its PID namespace, takes in processes whose parents have ended, and ends with the child."""
+    own = os.fork()
+    while own:
+        pid, status = os.wait()
+        if pid == own:
+            os._exit(os.waitstatus_to_exitcode(status) & 0xff)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tombolo", required=True)
@@ -256,11 +270,18 @@ def main():
         mounts = "mount --make-rprivate / && mount -t tmpfs tmpfs /run"
         for folder in ("/etc/libvirt", "/var/lib/libvirt", "/var/cache/libvirt", "/var/log/libvirt"):
             mounts += " && mkdir -p %s && mount -t tmpfs tmpfs %s" % (folder, folder)
+        # Debian's package libvirt-daemon-system makes this user; this machine may not have it.
+        for file, line in (("passwd", "libvirt-qemu:x:64055:64055::/var/lib/libvirt:/usr/sbin/nologin"), ("group", "libvirt-qemu:x:64055:")):
+            mounts += " && { sed /^libvirt-qemu:/d /etc/%s; echo %s; } >/run/%s && mount --bind /run/%s /etc/%s" % (file, line, file, file, file)
         again = [sys.executable, os.path.abspath(__file__), "--tombolo", os.path.abspath(options.tombolo), "--kit", os.path.abspath(options.kit), "--inside"]
         words = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", mounts + ' && ip link set lo up && exec "$@"', "sh"]
         os.execvp("unshare", words + again)
-    world = World(options.tombolo, options.kit)
+    be_init()
     passed = failed = 0
+    try:
+        world = World(options.tombolo, options.kit)
+    except Failed as e:
+        sys.exit("0 passed, 1 failed\n%s" % e)
     for claim in CLAIMS:
         words = claim.__name__.replace("_", " ")
         try:
