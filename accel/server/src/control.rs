@@ -37,6 +37,9 @@ pub enum Request {
 pub struct Listing {
     /// The supervisor.
     pub pid: u32,
+    /// The VM that it runs in, where that is not this machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm: Option<String>,
     /// Where clients find it; VMs by their folders.
     pub listens: Vec<String>,
     /// It takes nobody more.

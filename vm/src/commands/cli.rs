@@ -530,7 +530,8 @@ fn accelerators(status: &Status) -> String {
     let mut rows =
         vec![["ACCEL", "SERVER", "STATE", "VM", "CLIENTS", "MEMORY", "LIBRARY"].map(str::to_owned)];
     for accel in &status.accelerators {
-        let head = [accel.name.clone(), accel.pid.map_or("-".into(), |p| p.to_string()), accel.state.clone()];
+        let server = accel.owner.clone().or_else(|| accel.pid.map(|p| p.to_string()));
+        let head = [accel.name.clone(), server.unwrap_or_else(|| "-".into()), accel.state.clone()];
         for (n, vm) in accel.vms.iter().enumerate() {
             let [name, server, state] = if n == 0 { head.clone() } else { Default::default() };
             let memory = Size(vm.memory.next_multiple_of(1 << 20)).to_string();

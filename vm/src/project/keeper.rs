@@ -14,7 +14,7 @@ use anyhow::Context;
 use rustix::process::Signal;
 
 use crate::child::{Guarded, Handle};
-use crate::compose::{Project, VmSpec};
+use crate::compose::{Compose, Project, VmSpec};
 
 /// How long a process may take to answer.
 pub const PATIENCE: Duration = Duration::from_secs(10);
@@ -53,8 +53,12 @@ pub trait Part: Sized {
     /// What messages call it.
     const KIND: &'static str;
 
-    /// Names of those that a VM uses.
-    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String>;
+    /// Names of those that a VM of the project uses, or serves.
+    fn used_by<'a>(
+        name: &str,
+        vm: &'a VmSpec,
+        compose: &'a Compose,
+    ) -> impl Iterator<Item = &'a String> + use<'a, Self>;
 
     /// Starts it, with a place for each of its VMs.
     ///

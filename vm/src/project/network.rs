@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use crate::child::{self, Guarded};
 use crate::compose::network::{self, Lease, NetSpec};
-use crate::compose::{Project, VmSpec};
+use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::agent::Agent;
 use crate::guest::exec;
 use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
@@ -187,7 +187,7 @@ impl Network {
 impl Part for Network {
     const KIND: &'static str = "network";
 
-    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
+    fn used_by<'a>(_: &str, vm: &'a VmSpec, _: &'a Compose) -> impl Iterator<Item = &'a String> + use<'a> {
         vm.networks.0.keys()
     }
 

@@ -30,6 +30,7 @@ use reception::Connection;
 use turn::Turns;
 
 mod down;
+mod owners;
 mod reception;
 mod start;
 mod turn;
@@ -176,6 +177,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
                 crate::say!("{e:#}");
             }
         }
+        supervisor.tend_accelerators();
     }
     Ok(())
 }
