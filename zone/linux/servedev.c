@@ -136,6 +136,8 @@ static ssize_t tmb_serve_read(struct file *file, char __user *to, size_t length,
 	if (wait_event_interruptible(dev->rung, atomic64_read(&dev->rings) != READ_ONCE(dev->seen)))
 		return -ERESTARTSYS;
 	WRITE_ONCE(dev->seen, atomic64_read(&dev->rings));
+	/* Whoever takes a channel from here on rings this VM. */
+	tmb_store(&dev->header->doorbell, tmb_doorbell_self(&dev->client));
 	life = tmb_serve_life(dev, &doorbell);
 	return copy_to_user(to, &life, sizeof(life)) ? -EFAULT : sizeof(life);
 }
