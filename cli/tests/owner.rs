@@ -256,26 +256,41 @@ fn no_process_of_the_host_takes_part(lab: &Lab) {
     assert!(woken < CALLS / 2, "woken {woken} times during {CALLS} calls");
 }
 
-/// With no call, no thread of the server is woken in five seconds of the guest's time, but for the one that answers `accel ls`; with a client
-/// that is idle, neither server nor worker uses processor time.
+/// Waits until so many processes that serve in the owner come to rest: none of their threads runs in five seconds of the guest's time.
+fn assert_rests(lab: &Lab, processes: usize) {
+    wait_until("rest", || {
+        let (before, after) = looks_at_the_owner(lab);
+        assert_eq!(before.lines().count(), processes, "{before}");
+        before == after
+    });
+}
+
+/// A line for each process that serves in the owner, before and after five seconds of the guest's time: how often its threads were woken, and
+/// their processor time in ticks. The thread that answers `accel ls` is left out, as others may ask.
+fn looks_at_the_owner(lab: &Lab) -> (String, String) {
+    let look = r#"look() {
+        for p in $server $workers; do
+            for t in /proc/$p/task/*; do
+                [ "$(cat $t/comm)" = control ] || cat $t/status $t/stat
+            done | awk '/^voluntary/ { woken += $2 } /^[0-9]+ \(/ { ticks += $14 + $15 } END { print woken, ticks }'
+        done
+    }"#;
+    let said = shell(lab, "owner", &format!("{PROCESSES}{look}\nlook; sleep 5; echo then; look"));
+    let (before, after) = said.split_once("then\n").expect("two looks");
+    (before.to_owned(), after.to_owned())
+}
+
+/// Without a client, and with one that is idle, server and worker rest.
 fn nobody_runs_while_nobody_calls(lab: &Lab) {
-    let count = r#"for t in /proc/$server/task/*; do
-        [ "$(cat $t/comm)" = control ] || cat $t/status
-    done | awk '/^voluntary/ { n += $2 } END { print n }'"#;
-    let said = shell(lab, "owner", &format!("{PROCESSES}{count}; sleep 5; {count}"));
-    let counts: Vec<&str> = said.lines().collect();
-    assert_eq!(counts[0], counts[1], "wake-ups of the server");
+    wait_until("the last worker's end", || workers(lab) == 0);
+    assert_rests(lab, 1);
 
     let mut holds = lab.command(&["exec", "-i", "a", "--", "hold", "4"]);
     let mut holds = holds.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(holds.stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line, "0\n");
-    let ticks = "for p in $server $workers; do awk '{ print $14 + $15 }' /proc/$p/stat; done";
-    let said = shell(lab, "owner", &format!("{PROCESSES}{ticks}; sleep 5; echo then; {ticks}"));
-    let (before, after) = said.split_once("then\n").expect("two looks");
-    assert_eq!(before.lines().count(), 2, "a server and a worker: {said}");
-    assert_eq!(before, after, "ticks of processor time");
+    assert_rests(lab, 2);
     let gpu = accelerator(lab);
     let clients: BTreeMap<&str, &Value> =
         gpu["vms"].as_array().unwrap().iter().map(|vm| (vm["vm"].as_str().unwrap(), &vm["clients"])).collect();
