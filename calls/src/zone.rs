@@ -473,12 +473,8 @@ impl Area {
             Clearing::Host => {
                 let done = was & !0xff | u64::from(format::TMB_CALLS_DONE);
                 // Whose word changes meanwhile is looked at again: its VM rings.
-                let _again = self.state_word(channel).compare_exchange(
-                    was,
-                    done,
-                    Ordering::AcqRel,
-                    Ordering::Relaxed,
-                );
+                let _again =
+                    self.state_word(channel).compare_exchange(was, done, Ordering::AcqRel, Ordering::Relaxed);
                 Ok(())
             }
         }

@@ -345,8 +345,7 @@ fn a_server_that_takes_an_area_over_serves_who_waits_and_loses_who_was_served() 
 /// Words of five channels: wanted, served, left, free, done; with a secret in the last.
 fn five(zone: &File) -> Area {
     let len = Area::bytes(5, GEOMETRY);
-    let area =
-        Area::prepare(zone.try_clone().expect("a descriptor"), 0, len, 5, GEOMETRY).expect("it fits");
+    let area = Area::prepare(zone.try_clone().expect("a descriptor"), 0, len, 5, GEOMETRY).expect("it fits");
     for (channel, word) in [(0, 7 << 32 | 1), (1, 7 << 32 | 2), (2, 7 << 32 | 4), (4, 7 << 32 | 5)] {
         say(&area, channel, word);
     }

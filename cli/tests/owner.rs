@@ -68,7 +68,8 @@ fn bare_image() -> &'static Path {
 fn owner_image() -> &'static Path {
     static IMAGE: OnceLock<PathBuf> = OnceLock::new();
     IMAGE.get_or_init(|| {
-        let icd = std::fs::read_to_string("/etc/OpenCL/vendors/pocl.icd").expect("pocl-opencl-icd is installed");
+        let icd =
+            std::fs::read_to_string("/etc/OpenCL/vendors/pocl.icd").expect("pocl-opencl-icd is installed");
         let gcc = done(Command::new("cc").arg("-print-file-name=libgcc.a")).stdout;
         let gcc = PathBuf::from(String::from_utf8(gcc).unwrap().trim());
         let mut items = vec![
@@ -292,8 +293,12 @@ fn nobody_runs_while_nobody_calls(lab: &Lab) {
     assert_eq!(line, "0\n");
     assert_rests(lab, 2);
     let gpu = accelerator(lab);
-    let clients: BTreeMap<&str, &Value> =
-        gpu["vms"].as_array().unwrap().iter().map(|vm| (vm["vm"].as_str().unwrap(), &vm["clients"])).collect();
+    let clients: BTreeMap<&str, &Value> = gpu["vms"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|vm| (vm["vm"].as_str().unwrap(), &vm["clients"]))
+        .collect();
     assert_eq!(clients, BTreeMap::from([("a", &Value::from(1)), ("b", &Value::from(0))]));
     drop(holds.stdin.take());
     assert!(holds.wait().unwrap().success());
@@ -346,7 +351,10 @@ fn a_vm_serves_its_device_to_others_and_its_deaths_are_survived() {
     let lab = lab(owner_image());
     lab.good(&["up"]);
     let gpu = accelerator(&lab);
-    assert_eq!((&gpu["owner"], &gpu["pid"], &gpu["state"]), (&"owner".into(), &Value::Null, &"serving".into()));
+    assert_eq!(
+        (&gpu["owner"], &gpu["pid"], &gpu["state"]),
+        (&"owner".into(), &Value::Null, &"serving".into())
+    );
     computes(&lab, "a", "kernel");
     computes(&lab, "b", "kernel");
     let listed = lab.good(&["accel", "ls"]);
@@ -394,12 +402,18 @@ fn an_owner_without_a_device_and_one_that_is_not_up_are_named_with_the_remedy() 
     let lab = lab(bare_image());
     let output = lab.run(&["up", "a"]);
     let err = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && err.contains("which the VM 'owner' owns, and that is not up"), "{err}");
+    assert!(
+        !output.status.success() && err.contains("which the VM 'owner' owns, and that is not up"),
+        "{err}"
+    );
     assert!(err.contains("tombolo up owner a") && !err.contains("a: starting"), "{err}");
     lab.assert_nothing_left();
     let output = lab.run(&["up", "owner"]);
     let err = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && err.contains("the VM 'owner' owns accel.gpu, but has nothing to serve"), "{err}");
+    assert!(
+        !output.status.success() && err.contains("the VM 'owner' owns accel.gpu, but has nothing to serve"),
+        "{err}"
+    );
     assert!(err.contains("pocl-opencl-icd"), "{err}");
     lab.assert_nothing_left();
 }

@@ -230,8 +230,8 @@ impl Vm {
         let geometry = Geometry { ring: RING, window: limits.window };
         Vm::with(name, limits, |look| {
             let own = zone.join(zone.invite(MEMBER, Role::Host, Rights::READ_WRITE)?)?;
-            let bell =
-                Bell::enter_and_watch(&zone, own.id(), look)?.context("nobody serves its zone's doorbells")?;
+            let bell = Bell::enter_and_watch(&zone, own.id(), look)?
+                .context("nobody serves its zone's doorbells")?;
             let place = zone.area(AreaType::Calls, None)?;
             let memory = File::from(zone.as_fd().try_clone_to_owned()?);
             let area = Area::make(memory, place.offset, place.len, channels, geometry, bell.peer())?;

@@ -161,12 +161,14 @@ fn check_owner(compose: &Compose, name: &str, spec: &AccelSpec) -> Result<(), Wr
     }
     let twin = compose.accel.iter().find(|(other, s)| *other != name && s.vm.as_ref() == Some(owner));
     if let Some((other, _)) = twin {
-        let message =
-            format!("the VM '{owner}' owns accel.{other} already; a VM owns one accelerator, with all of its devices");
+        let message = format!(
+            "the VM '{owner}' owns accel.{other} already; a VM owns one accelerator, with all of its devices"
+        );
         return fail("vm", message);
     }
     if vm.ready != Ready::Agent {
-        let message = format!("its server is started by the VM's agent; write ready = \"agent\" in [vm.{owner}]");
+        let message =
+            format!("its server is started by the VM's agent; write ready = \"agent\" in [vm.{owner}]");
         return fail("vm", message);
     }
     if spec.metrics.is_some() {

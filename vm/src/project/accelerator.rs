@@ -166,7 +166,8 @@ impl Accelerator {
         let name = &self.server.name;
         let mut seats = lock(&self.server.seats);
         if self.owner() != Some(vm) {
-            let invitation = seats.get(vm).map(|seat| seat.zone.invite(vm, &Default::default())).transpose()?;
+            let invitation =
+                seats.get(vm).map(|seat| seat.zone.invite(vm, &Default::default())).transpose()?;
             return Ok(invitation.map(|i| (name.clone(), i)).into_iter().collect());
         }
         let invite = |(client, seat): (&String, &mut Seat)| {

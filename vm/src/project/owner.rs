@@ -143,10 +143,7 @@ impl Owner {
             present.machine = Arc::downgrade(machine);
             present.starts += 1;
         }
-        let mut words = vec![
-            accelerator.to_owned(),
-            if unconfined { "--unconfined" } else { "" }.to_owned(),
-        ];
+        let mut words = vec![accelerator.to_owned(), if unconfined { "--unconfined" } else { "" }.to_owned()];
         for client in clients {
             words.extend([client.uuid.clone(), client.uuid.replace('-', ""), client.guest.to_string()]);
         }

@@ -30,7 +30,8 @@ impl Supervisor {
         let inner = self.lock();
         for (vm, spec) in project.compose.vm.iter().filter(|(vm, _)| starting.contains(&vm.as_str())) {
             for name in spec.accelerators.0.keys() {
-                let Some(owner) = project.compose.accel.get(name).and_then(|accel| accel.vm.as_deref()) else {
+                let Some(owner) = project.compose.accel.get(name).and_then(|accel| accel.vm.as_deref())
+                else {
                     continue;
                 };
                 if starting.contains(&owner) {

@@ -421,7 +421,8 @@ impl Supervisor {
         missing: &[(String, VmSpec, Option<kit::Boot>)],
         reporter: &Reporter,
     ) -> anyhow::Result<BTreeMap<String, Arc<P>>> {
-        let names: BTreeSet<&String> = missing.iter().flat_map(|(name, vm, _)| P::used_by(name, vm, &project.compose)).collect();
+        let names: BTreeSet<&String> =
+            missing.iter().flat_map(|(name, vm, _)| P::used_by(name, vm, &project.compose)).collect();
         let mut new = BTreeMap::new();
         for name in names {
             let Some(part) = running.get(name) else {
