@@ -32,6 +32,7 @@ pub mod metrics;
 pub mod opencl;
 pub mod owner;
 pub mod session;
+pub mod signals;
 pub mod supervisor;
 pub mod table;
 pub mod tenants;

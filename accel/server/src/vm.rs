@@ -5,11 +5,12 @@
 //! The zone and its doorbells are kept by this server (`--vm`), or by another process that outlives it (`tombolo up`): then a server that
 //! is started again takes the area over, and serves whichever process comes next.
 
-use crate::account::Account;
+use crate::account::{Account, Files};
 use crate::limits::Limits;
 use crate::owner;
 use crate::tenants::Tenants;
-use crate::workers::{self, Place};
+use crate::wall::cgroup::Group;
+use crate::workers::{self, Confinement, Place};
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -22,6 +23,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use tombolo_calls::hello::Geometry;
+use tombolo_calls::say;
 use tombolo_calls::zone::{Area, RING, State};
 use tombolo_zone::doorbell::{Bell, DoorbellServer};
 use tombolo_zone::{AreaConfig, AreaType, Backing, MemberId, Membership, Rights, Role, Zone, ZoneConfig};
@@ -125,14 +127,14 @@ impl Side for HostSide {
 
     fn attend(&self) {
         if let Err(e) = self.zone.take_pending(self.own.id()) {
-            eprintln!("tombolo accel: {e}");
+            say!("tombolo accel: {e}");
         }
     }
 
     fn ring(&self) {
         let rung = self.peer().map(|peer| self.bell.ring(peer));
         if let Some(Err(e)) = rung {
-            eprintln!("tombolo accel: {}: {e}", self.name);
+            say!("tombolo accel: {}: {e}", self.name);
         }
     }
 
@@ -144,7 +146,7 @@ impl Side for HostSide {
     fn gone(&self) {
         let kept = self.kept.as_ref();
         if let Some(Err(e)) = kept.map(|(member, _)| self.zone.declare_dead(*member)) {
-            eprintln!("tombolo accel: {}: {e}", self.name);
+            say!("tombolo accel: {}: {e}", self.name);
         }
     }
 }
@@ -156,10 +158,12 @@ pub struct Vm {
     side: Box<dyn Side>,
     /// What its processes use together: memory and objects are limited by VM.
     account: Account,
-    account_file: File,
+    account_files: Files,
     /// The VM's life that was last seen.
     life: Option<u64>,
     limits: Limits,
+    /// The control group of all its workers.
+    group: Option<Arc<Group>>,
     workers: BTreeMap<u32, Worker>,
     messages: Receiver<Message>,
     sender: Sender<Message>,
@@ -178,7 +182,7 @@ fn remove_old(path: &Path) -> anyhow::Result<()> {
 
 impl Vm {
     /// Makes a zone and its doorbells, and keeps them.
-    pub fn keep(config: &Config) -> anyhow::Result<Vm> {
+    pub fn keep(config: &Config, confinement: &Confinement) -> anyhow::Result<Vm> {
         let folder = &config.folder;
         let Some(name) = folder.file_name().and_then(|n| n.to_str()).filter(|n| n.len() < 32) else {
             bail!("{}: the folder's name names the zone: less than 32 bytes", folder.display());
@@ -195,8 +199,8 @@ impl Vm {
         let (doorbells, _) = DoorbellServer::start(zone.clone())?;
         doorbells.listen(member, folder.join("bell"))?;
         let kept = Some((member, doorbells));
-        let vm = Vm::enter(name, zone, kept, config.channels, config.limits.clone())?;
-        eprintln!(
+        let vm = Vm::enter(name, zone, kept, config.channels, config.limits.clone(), confinement)?;
+        say!(
             "tombolo accel: VM {name}: -object memory-backend-file,id=calls,mem-path={zone},size={size},share=on -device virtio-pmem-pci,memdev=calls \
              -chardev socket,id=calls,path={bell} -device ivshmem-doorbell,chardev=calls,vectors=1",
             zone = path.display(),
@@ -207,17 +211,17 @@ impl Vm {
 
     /// Enters a zone that another process keeps, and takes its area over where another server had it. In a VM that owns the accelerator, `zone`
     /// is a device.
-    pub fn join(guest: &Guest, others: &Limits) -> anyhow::Result<Vm> {
-        let limits = guest.limits(others);
+    pub fn join(guest: &Guest, others: &Limits, confinement: &Confinement) -> anyhow::Result<Vm> {
+        let (limits, channels) = (guest.limits(others), guest.channels);
         if owner::is_device(&guest.zone) {
             let geometry = Geometry { ring: RING, window: limits.window };
-            return Vm::with(&guest.vm, limits, |look| {
-                let (area, side) = owner::open(&guest.zone, guest.channels, geometry, look)?;
+            return Vm::with(&guest.vm, limits, channels, confinement, |look| {
+                let (area, side) = owner::open(&guest.zone, channels, geometry, look)?;
                 Ok((area, Box::new(side) as Box<dyn Side>))
             });
         }
         let zone = Arc::new(Zone::open(&guest.zone, true)?);
-        Vm::enter(&guest.vm, zone, None, guest.channels, limits)
+        Vm::enter(&guest.vm, zone, None, channels, limits, confinement)
     }
 
     fn enter(
@@ -226,9 +230,10 @@ impl Vm {
         kept: Option<(MemberId, DoorbellServer)>,
         channels: u32,
         limits: Limits,
+        confinement: &Confinement,
     ) -> anyhow::Result<Vm> {
         let geometry = Geometry { ring: RING, window: limits.window };
-        Vm::with(name, limits, |look| {
+        Vm::with(name, limits, channels, confinement, |look| {
             let own = zone.join(zone.invite(MEMBER, Role::Host, Rights::READ_WRITE)?)?;
             let bell = Bell::enter_and_watch(&zone, own.id(), look)?
                 .context("nobody serves its zone's doorbells")?;
@@ -244,21 +249,26 @@ impl Vm {
     fn with(
         name: &str,
         limits: Limits,
+        channels: u32,
+        confinement: &Confinement,
         open: impl FnOnce(Box<dyn FnMut() + Send>) -> anyhow::Result<(Area, Box<dyn Side>)>,
     ) -> anyhow::Result<Vm> {
         let (sender, messages) = channel();
         let rung = sender.clone();
         // The receiver lives as long as the server.
         let (area, side) = open(Box::new(move || drop(rung.send(Message::Look))))?;
-        let (account, account_file) = Account::new().context("its account")?;
+        let (account, account_files) = Account::new(channels).context("its account")?;
+        let group = confinement.cgroup().map(|cgroup| cgroup.vm(name, &limits, channels));
+        let group = group.transpose().context("its control group")?.map(Arc::new);
         Ok(Vm {
             name: name.to_owned(),
             area,
             side,
             account,
-            account_file,
+            account_files,
             life: None,
             limits,
+            group,
             workers: BTreeMap::new(),
             messages,
             sender,
@@ -329,7 +339,7 @@ impl Vm {
                 self.workers.insert(channel, worker);
             }
             Err(e) => {
-                eprintln!("tombolo accel: no worker for channel {channel} of {}: {e:#}", self.name);
+                say!("tombolo accel: no worker for channel {channel} of {}: {e:#}", self.name);
                 self.lose(channel);
             }
         }
@@ -342,12 +352,13 @@ impl Vm {
         let Geometry { ring, window } = self.area.geometry();
         let place = Place { channel, at: self.area.offset(channel), ring, window };
         let memory = self.area.memory().as_fd();
-        let fds = [theirs.as_fd(), memory, bell.as_fd(), doorbell.as_fd(), self.account_file.as_fd()];
+        let [write, read] = self.account_files.fds();
+        let fds = [theirs.as_fd(), memory, bell.as_fd(), doorbell.as_fd(), write, read];
         let sender = self.sender.clone();
         // Nobody listens when the server ends.
         let ended = move || drop(sender.send(Message::Ended(channel)));
         let via = format!("vm:{}", self.name);
-        workers::start(tenants, &via, &self.limits, &fds, Some(&place), ended)?;
+        workers::start(tenants, &via, &self.limits, &fds, Some((&place, self.group.clone())), ended)?;
         Ok(Worker { socket, bell: File::from(bell) })
     }
 
@@ -368,7 +379,7 @@ impl Vm {
 
     fn free(&self, channel: u32) {
         if let Err(e) = self.area.free(channel) {
-            eprintln!("tombolo accel: channel {channel} of {} can't be cleared: {e}", self.name);
+            say!("tombolo accel: channel {channel} of {} can't be cleared: {e}", self.name);
         }
         // Somebody may wait for it.
         self.side.ring();

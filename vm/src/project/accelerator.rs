@@ -8,7 +8,7 @@
 //!
 //! Where a VM owns the accelerator there is no such process: the VM is a member of its clients' zones and serves them ([`owner`]).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -27,6 +27,7 @@ use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::exec;
 use crate::guest::mount;
 use crate::machine::Machine;
+use crate::project::changes::{self, Kind};
 use crate::project::control::{AccelStatus, AccelVm};
 use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
 use crate::project::owner::{self, Client, Owner};
@@ -144,9 +145,19 @@ impl Seat {
 }
 
 impl Accelerator {
-    /// What the compose file said of it.
-    pub fn spec(&self) -> &AccelSpec {
-        &self.server.spec
+    /// Its settings, as [`crate::project::changes`] compares them: its table, and what it grants each VM that has a place. Those that hold, or
+    /// those of a file.
+    pub fn settings(&self, project: Option<&Project>) -> Value {
+        let compose = project.map(|project| &project.compose);
+        let name = &self.server.name;
+        let spec = compose.and_then(|c| c.accel.get(name)).unwrap_or(&self.server.spec);
+        let mut settings = changes::value(spec);
+        for (vm, seat) in &*lock(&self.server.seats) {
+            // The place of a VM that no longer uses it is nobody's.
+            let said = compose.and_then(|c| Some(c.vm.get(vm)?.accelerators.0.get(name)?.of(spec)));
+            settings[format!("vm.{vm}")] = changes::value(said.as_ref().unwrap_or(&seat.used));
+        }
+        settings
     }
 
     /// The VM that owns it, where one does.
@@ -346,8 +357,6 @@ done"#;
 }
 
 impl Part for Accelerator {
-    const KIND: &'static str = "accelerator";
-
     fn used_by<'a>(
         name: &str,
         vm: &'a VmSpec,
@@ -376,9 +385,7 @@ impl Part for Accelerator {
             return Ok(Accelerator { server: Arc::new(server), runs: Runs::In(Owner::new(&owner)) });
         }
         devices().with_context(|| format!("accel.{name}"))?;
-        let of = format!("{}\n{name}", project.file.display());
-        let scratch = std::env::temp_dir()
-            .join(format!("tombolo-accel-{:08x}", crate::project::state::hash(of.as_bytes()) & 0xffff_ffff));
+        let scratch = scratch(&project.file, name);
         // A supervisor that was killed has left it.
         remove(&scratch);
         crate::project::state::make_private(&scratch)?;
@@ -391,7 +398,8 @@ impl Part for Accelerator {
         });
         server.seat(project)?;
         let names = Names {
-            owner: format!("accelerator '{name}'"),
+            kind: Kind::Accelerator,
+            name: name.to_owned(),
             process: "server",
             log: dir.join(format!("{name}.accel")),
         };
@@ -400,20 +408,11 @@ impl Part for Accelerator {
         Ok(Accelerator { server, runs: Runs::Here(keeper) })
     }
 
-    /// Whether a file says something else of it than what holds.
-    fn differs(&self, project: &Project) -> bool {
-        let Some(spec) = project.compose.accel.get(&self.server.name) else { return true };
-        let used =
-            |vm: &str| project.compose.vm.get(vm)?.accelerators.0.get(&self.server.name).map(|u| u.of(spec));
-        *spec != self.server.spec
-            || lock(&self.server.seats).iter().any(|(vm, seat)| used(vm).is_some_and(|u| u != seat.used))
-    }
-
     /// Makes places for VMs that the compose file has now and had not before, and waits until they are served.
     ///
     /// # Errors
     /// The server's own words.
-    fn extend(&self, project: &Project) -> anyhow::Result<()> {
+    fn extend(&self, project: &Project, _starting: &BTreeSet<&String>) -> anyhow::Result<()> {
         let seated = self.server.seat(project);
         match &self.runs {
             Runs::Here(keeper) => {
@@ -434,6 +433,13 @@ impl Drop for Accelerator {
             remove(scratch);
         }
     }
+}
+
+/// Where the workers of an accelerator compile.
+pub fn scratch(file: &Path, name: &str) -> PathBuf {
+    let of = format!("{}\n{name}", file.display());
+    let hash = crate::project::state::hash(of.as_bytes()) & 0xffff_ffff;
+    std::env::temp_dir().join(format!("tombolo-accel-{hash:08x}"))
 }
 
 /// What the host's OpenCL has to offer, a line each.
@@ -509,6 +515,9 @@ impl Service for Server {
         }
         if self.spec.unconfined {
             command.arg("--unconfined");
+        }
+        if let Some(cgroup) = &self.spec.cgroup {
+            command.arg("--cgroup").arg(cgroup);
         }
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
         child::tie(&mut command, &[]);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VMs that own accelerators, as the supervisor sees them.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::Supervisor;
@@ -26,15 +27,15 @@ impl Supervisor {
     ///
     /// # Errors
     /// Names the owner that is not up, or runs without a VM's zone, and the remedy.
-    pub(super) fn check_owners(&self, project: &Project, starting: &[&str]) -> anyhow::Result<()> {
+    pub(super) fn check_owners(&self, project: &Project, starting: &BTreeSet<&String>) -> anyhow::Result<()> {
         let inner = self.lock();
-        for (vm, spec) in project.compose.vm.iter().filter(|(vm, _)| starting.contains(&vm.as_str())) {
+        for (vm, spec) in project.compose.vm.iter().filter(|(vm, _)| starting.contains(vm)) {
             for name in spec.accelerators.0.keys() {
                 let Some(owner) = project.compose.accel.get(name).and_then(|accel| accel.vm.as_deref())
                 else {
                     continue;
                 };
-                if starting.contains(&owner) {
+                if starting.iter().any(|vm| *vm == owner) {
                     continue;
                 }
                 let phase = inner.machines.get(owner).map(|machine| machine.phase());
