@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The switch's configuration, as a TOML file or as parts of a compose file have it.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -9,13 +9,14 @@ use tombolo_metrics::Place;
 
 use crate::forwarding::learn::MAX_LEARNED;
 use crate::frames::frame::Mac;
-use crate::policy::dhcp::DhcpConfig;
 use crate::policy::limit::Rate;
 use crate::policy::port::{Policy, Vlan};
 use crate::policy::rules::Rule;
 use crate::ports::access::Access;
 use crate::ports::endpoint::Role;
 use crate::ports::port::MAX_PAIRS;
+use crate::service::dhcp::DhcpConfig;
+use crate::service::ipv6::Ipv6Config;
 
 /// All of it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -27,8 +28,23 @@ pub struct Config {
     pub port: Vec<PortConfig>,
     /// Ways out.
     pub uplink: Vec<UplinkConfig>,
-    /// The service that gives guests their addresses.
+    /// The service that gives guests their IPv4 addresses.
     pub dhcp: Option<DhcpConfig>,
+    /// The service that gives guests their IPv6 addresses.
+    pub ipv6: Option<Ipv6Config>,
+}
+
+/// Where frames for a multicast group go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Multicast {
+    /// To ports that have joined it, where a multicast router asks which those are; elsewhere to all.
+    #[default]
+    Snoop,
+    /// To ports that have joined it; the switch asks.
+    Query,
+    /// To all.
+    Flood,
 }
 
 /// The switch as a whole.
@@ -51,6 +67,8 @@ pub struct SwitchConfig {
     pub user: Option<String>,
     /// Where Prometheus finds the counters, over HTTP.
     pub metrics: Option<Place>,
+    /// Where frames for a multicast group go.
+    pub multicast: Multicast,
     /// Give up all privileges once started.
     pub sandbox: bool,
 }
@@ -66,6 +84,7 @@ impl Default for SwitchConfig {
             access: Access::default(),
             user: None,
             metrics: None,
+            multicast: Multicast::default(),
             sandbox: true,
         }
     }
@@ -110,7 +129,11 @@ pub struct PortConfig {
     /// The address that it gets from the switch's DHCP service; none: the first IPv4 address of `ips`.
     #[serde(default)]
     pub address: Option<Ipv4Addr>,
-    /// With `ips`: it may send router advertisements, redirects and a DHCP server's answers.
+    /// The address that it gets from the switch's IPv6 service; none: one of the prefix and its first MAC.
+    #[serde(default)]
+    pub address6: Option<Ipv6Addr>,
+    /// It may send router advertisements, redirects, multicast queries and a DHCP server's answers, and gets what is for
+    /// multicast routers.
     #[serde(default)]
     pub router: bool,
     /// Reaches only uplinks.
@@ -149,6 +172,7 @@ impl PortConfig {
             learn: self.learn,
             ips: self.ips.clone(),
             router: self.router,
+            no_server: false,
             isolated: self.isolated,
             uplink: false,
             vlan: self.vlan.clone(),
@@ -160,20 +184,13 @@ impl PortConfig {
         }
     }
 
-    /// The address that a DHCP service gives it.
-    #[must_use]
-    pub fn given(&self) -> Option<Ipv4Addr> {
-        let v4 = |ip: &IpAddr| if let IpAddr::V4(ip) = ip { Some(*ip) } else { None };
-        self.address.or_else(|| self.ips.iter().find_map(v4))
-    }
-
     /// Is it possible?
     ///
     /// # Errors
     /// What is wrong with it, and what to do.
     pub fn check(&self) -> anyhow::Result<()> {
         let name = &self.name;
-        anyhow::ensure!(!name.is_empty(), "a port has no name; give it one");
+        check_name("port", name)?;
         anyhow::ensure!(!self.macs.is_empty(), "port {name} owns no MAC; give it one in 'macs'");
         anyhow::ensure!(
             (1..=MAX_PAIRS).contains(&self.queues),
@@ -187,6 +204,16 @@ impl PortConfig {
         );
         check_vlan(name, &self.vlan)
     }
+}
+
+/// Most bytes of a name.
+const NAME_MAX: usize = 64;
+
+fn check_name(kind: &str, name: &str) -> anyhow::Result<()> {
+    anyhow::ensure!(!name.is_empty(), "the {kind} has no name; give it one");
+    let plain = name.len() <= NAME_MAX && !name.chars().any(char::is_control);
+    anyhow::ensure!(plain, "{kind} {name:?}: a name has up to {NAME_MAX} bytes and no control characters");
+    Ok(())
 }
 
 fn check_vlan(name: &str, vlan: &Vlan) -> anyhow::Result<()> {
@@ -246,6 +273,15 @@ impl UplinkConfig {
     #[must_use]
     pub fn policy(&self) -> Policy {
         Policy { uplink: true, vlan: self.vlan.clone(), ..Policy::default() }
+    }
+
+    /// Is it possible?
+    ///
+    /// # Errors
+    /// What is wrong with it, and what to do.
+    pub fn check(&self) -> anyhow::Result<()> {
+        check_name("uplink", &self.name)?;
+        check_vlan(&self.name, &self.vlan)
     }
 }
 
@@ -309,5 +345,10 @@ mod tests {
         assert!(port("macs=['52:54:00:00:00:01']\nlearn=65").contains("up to 64"));
         assert!(port("macs=['ff:ff:ff:ff:ff:ff']").contains("unicast"));
         assert!(port("macs=['52:54:00:00:00:01']\ncolour='red'").contains("colour"));
+        for name in ["a\0", "a\nb", "\x1b[2J", &"x".repeat(65)] {
+            let config = serde_json::json!({ "name": name, "socket": "/s", "macs": ["52:54:00:00:00:01"] });
+            let err = serde_json::from_value::<PortConfig>(config).unwrap().check().unwrap_err().to_string();
+            assert!(err.contains("no control characters"), "{err}");
+        }
     }
 }

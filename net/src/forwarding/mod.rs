@@ -5,7 +5,9 @@
 //! - [`forward`]: a pass over a queue; `route`: the ways of its frames; [`deliver`]: the copy; [`fallback`]: the copy that is
 //!   checksummed or cut first.
 //! - [`held`]: a frame that waits, and [`credit`]: how long it may; `opens`: the receivers whose rings a pass holds.
-//! - [`table`]: which port owns a MAC address, [`learn`]: which port has been seen to use one.
+//! - [`table`]: which port owns a MAC address, [`learn`]: which port has been seen to use one; [`multicast`]: which port has
+//!   joined which multicast group.
+//! - [`watch`]: the thread that frees a worker whom a front-end's eventfd keeps waiting.
 //! - [`switch`]: a change on its way to the workers; [`view`]: all ports at one moment.
 //! - [`capture`]: frames for Wireshark.
 
@@ -17,9 +19,11 @@ pub mod fallback;
 pub mod forward;
 pub mod held;
 pub mod learn;
+pub mod multicast;
 pub(crate) mod opens;
 mod route;
 pub mod switch;
 pub mod table;
 pub mod view;
+pub mod watch;
 pub mod worker;

@@ -12,8 +12,10 @@ use std::time::{Duration, Instant};
 
 use crate::event::Event;
 use crate::forwarding::balance::{Board, Budget};
+use crate::forwarding::multicast::Snooping;
 use crate::forwarding::table::Duplicate;
 use crate::forwarding::view::{Attached, View};
+use crate::forwarding::watch::Watch;
 use crate::ports::port::Port;
 
 /// How often it is looked whether all workers have adopted a change.
@@ -30,19 +32,24 @@ pub struct Switch {
     start: Instant,
     board: Board,
     budget: Budget,
+    watch: Watch,
+    /// What is known of multicast queriers; outlives all views.
+    snooping: Option<Arc<Snooping>>,
 }
 
 impl Switch {
     /// A switch without ports for `workers` workers, which together may use `budget` hundredths of a processor (0: all
-    /// they can get).
+    /// they can get). With `snoops`, multicast goes where it was asked for.
     ///
     /// # Errors
     /// No event descriptors are left.
-    pub fn new(workers: usize, budget: u32) -> io::Result<Self> {
+    pub fn new(workers: usize, budget: u32, snoops: bool) -> io::Result<Self> {
         Ok(Self {
             start: Instant::now(),
+            snooping: snoops.then(Arc::default),
             board: Board::new(workers.max(1)),
             budget: Budget::new(budget.into()),
+            watch: Watch::new(workers.max(1)),
             view: Mutex::default(),
             generation: AtomicU64::new(1),
             adoptions: AtomicU64::new(0),
@@ -74,6 +81,12 @@ impl Switch {
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.budget
+    }
+
+    /// What frees workers that wait.
+    #[must_use]
+    pub fn watch(&self) -> &Watch {
+        &self.watch
     }
 
     /// What wakes worker `index`.
@@ -132,7 +145,7 @@ impl Switch {
             let mut view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
             let mut ports = view.ports().to_vec();
             edit(&mut ports);
-            *view = Arc::new(View::new(ports)?);
+            *view = Arc::new(View::new(ports)?.snooping(self.snooping.clone()));
         }
         self.changed();
         Ok(())

@@ -2,9 +2,11 @@
 //! A port: a name and its vrings. Receive and transmit are the guest's words: it receives from vring 0, 2, 4, …
 //! (we write) and transmits on 1, 3, 5, … (we read).
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use crate::forwarding::learn::Learned;
+use crate::forwarding::learn::{Learned, Outside};
+use crate::forwarding::multicast::Groups;
 use crate::policy::limit::Limiter;
 use crate::ports::counters::Counts;
 use crate::vring::queue::Vring;
@@ -12,12 +14,18 @@ use crate::vring::queue::Vring;
 /// Most queue pairs of a port.
 pub const MAX_PAIRS: usize = 16;
 
+/// What a warning about a port costs, and how much may be said at once, in time (nanoseconds).
+const WARNING_NS: u64 = 1_000_000_000;
+const WARNINGS_NS: u64 = 20 * WARNING_NS;
+
 /// A port of the switch.
 pub struct Port {
     name: String,
     vrings: Box<[Vring]>,
     /// Bit n: receive queue n is started and enabled.
     active_rx: AtomicU32,
+    /// Bit n: transmit queue n is started and enabled.
+    active_tx: AtomicU32,
     /// Which worker carries what the guest sends, by queue.
     homes: Box<[AtomicUsize]>,
     /// What the port has used of its rates.
@@ -26,8 +34,14 @@ pub struct Port {
     pub receive_limiter: Limiter,
     /// Addresses that it uses beyond its own, where it may.
     pub learned: Learned,
+    /// Of an uplink: who is behind it.
+    pub outside: OnceLock<Outside>,
+    /// Multicast groups that it has joined.
+    pub groups: Groups,
     /// A front-end is connected.
     pub connected: AtomicBool,
+    /// The time that warnings about it have been paid for.
+    warned: AtomicU64,
 }
 
 impl Port {
@@ -39,11 +53,15 @@ impl Port {
             name: name.into(),
             vrings: (0..2 * pairs).map(|_| Vring::default()).collect(),
             active_rx: AtomicU32::new(0),
+            active_tx: AtomicU32::new(0),
             homes: (0..pairs).map(|_| AtomicUsize::new(0)).collect(),
             limiter: Limiter::default(),
             receive_limiter: Limiter::default(),
             learned: Learned::default(),
+            outside: OnceLock::new(),
+            groups: Groups::default(),
             connected: AtomicBool::new(false),
+            warned: AtomicU64::new(0),
         }
     }
 
@@ -51,6 +69,16 @@ impl Port {
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// May the log have a warning about it at `now`? So many, and then one per second: its front-end may break it as often as
+    /// it likes.
+    pub fn may_warn(&self, now: u64) -> bool {
+        if self.warned.fetch_max(now, Ordering::Relaxed) > now.saturating_add(WARNINGS_NS) {
+            return false;
+        }
+        self.warned.fetch_add(WARNING_NS, Ordering::Relaxed);
+        true
     }
 
     /// All vrings, in the protocol's order.
@@ -91,15 +119,23 @@ impl Port {
         self.homes[queue % self.pairs()].store(worker, Ordering::Relaxed);
     }
 
-    /// Looks which receive queues are active; to be called after each change.
+    /// Looks which queues are active; to be called after each change.
     pub fn note_active(&self) {
-        let mut mask = 0;
-        for (i, vring) in self.vrings.iter().step_by(2).enumerate() {
-            if vring.lock().is_active() {
-                mask |= 1 << i;
+        for (parity, active) in [&self.active_rx, &self.active_tx].into_iter().enumerate() {
+            let mut mask = 0;
+            for (i, vring) in self.vrings.iter().skip(parity).step_by(2).enumerate() {
+                if vring.lock().is_active() {
+                    mask |= 1 << i;
+                }
             }
+            active.store(mask, Ordering::Release);
         }
-        self.active_rx.store(mask, Ordering::Release);
+    }
+
+    /// Was transmit queue `queue` active at the last change? Whoever asks holds up no worker.
+    #[must_use]
+    pub fn is_transmitting(&self, queue: usize) -> bool {
+        self.active_tx.load(Ordering::Relaxed) >> queue & 1 != 0
     }
 
     /// Stops all queues, one of them having been found broken. The caller holds none of their locks.
@@ -112,6 +148,7 @@ impl Port {
             }
         }
         self.active_rx.store(0, Ordering::Release);
+        self.active_tx.store(0, Ordering::Release);
     }
 
     /// An active receive queue, the same for the same `flow`. None: the port is down.

@@ -623,7 +623,9 @@ fn networks(status: &Status) -> String {
         let head = [net.name.clone(), switch, dash(&net.uplink), dash(&net.subnet)];
         for (n, port) in net.ports.iter().enumerate() {
             let [name, switch, uplink, subnet] = if n == 0 { head.clone() } else { Default::default() };
-            rows.push([name, switch, uplink, subnet, port.vm.clone(), port.mac.clone(), dash(&port.address)]);
+            let both: Vec<_> = port.address.iter().chain(&port.address6).cloned().collect();
+            let addresses = Some(both.join(",")).filter(|a| !a.is_empty());
+            rows.push([name, switch, uplink, subnet, port.vm.clone(), port.mac.clone(), dash(&addresses)]);
         }
     }
     columns(&rows)

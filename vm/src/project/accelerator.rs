@@ -350,6 +350,9 @@ impl Service for Server {
         if self.spec.unconfined {
             command.arg("--unconfined");
         }
+        if let Some(cgroup) = &self.spec.cgroup {
+            command.arg("--cgroup").arg(cgroup);
+        }
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
         child::tie(&mut command, &[]);
         Ok((Guarded::spawn(&mut command)?, Peer::new(ours)))

@@ -352,6 +352,12 @@ impl Switch {
         if let Some(service) = network::service(&self.name, &self.spec) {
             config["dhcp"] = service;
         }
+        if let Some(multicast) = &spec.multicast {
+            config["switch"]["multicast"] = json!(multicast);
+        }
+        if let Some(prefix) = &spec.subnet6 {
+            config["ipv6"] = json!({ "prefix": prefix });
+        }
         if let Some(uplink) = &spec.uplink {
             let mut way = match uplink {
                 network::Uplink::User => json!({ "user": "passt" }),
