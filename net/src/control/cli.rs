@@ -310,7 +310,7 @@ fn capture(
 /// The ports for people.
 fn table(answer: &Value) -> String {
     let mut rows =
-        vec![["PORT", "STATE", "MACS", "SENT", "DROPPED", "RECEIVED", "DROPPED"].map(String::from)];
+        vec![["PORT", "STATE", "MACS", "GROUPS", "SENT", "DROPPED", "RECEIVED", "DROPPED"].map(String::from)];
     for p in answer["ports"].as_array().unwrap_or(&Vec::new()) {
         let list = |v: &Value| {
             let all: Vec<_> = v.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
@@ -325,6 +325,7 @@ fn table(answer: &Value) -> String {
             p["name"].as_str().unwrap_or("?").into(),
             crate::control::top::state(p).into(),
             list(&p["macs"]),
+            list(&p["groups"]),
             p["sent"]["packets"].to_string(),
             drops(&p["sent"]),
             p["received"]["packets"].to_string(),

@@ -2,6 +2,7 @@
 //! Counters for people and for Prometheus (text format 0.0.4).
 
 use std::fmt::Write as _;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -9,6 +10,7 @@ use serde::Serialize;
 
 use crate::forwarding::switch::Switch;
 use crate::ports::counters::{Counts, REASONS};
+use crate::ports::port::Port;
 
 /// One direction of a port.
 #[derive(Clone, Debug, Serialize)]
@@ -35,6 +37,15 @@ impl From<Counts> for Flow {
     }
 }
 
+/// A multicast querier that is heard.
+#[derive(Clone, Debug, Serialize)]
+pub struct Querier {
+    /// On this VLAN; 0: none.
+    pub vlan: u16,
+    /// For this version of IP.
+    pub ip: u8,
+}
+
 /// A port at one moment.
 #[derive(Clone, Debug, Serialize)]
 pub struct PortStatus {
@@ -50,6 +61,9 @@ pub struct PortStatus {
     pub macs: Vec<crate::frames::frame::Mac>,
     /// Which worker carries what it sends, by queue in use.
     pub workers: Vec<usize>,
+    /// The multicast groups that it has joined; `all` if it gets what is for any.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<String>,
     /// Its rules, each with the frames that it decided about.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<(String, u64)>,
@@ -59,10 +73,27 @@ pub struct PortStatus {
     pub received: Flow,
 }
 
+/// The multicast groups that a port has joined, with their VLANs.
+fn groups(port: &Port, now: u64) -> Vec<String> {
+    let named =
+        |(vid, group): (u16, IpAddr)| if vid == 0 { group.to_string() } else { format!("{group}@{vid}") };
+    let all = port.groups.is_open(now).then(|| "all".to_owned());
+    all.into_iter().chain(port.groups.list(now).into_iter().map(named)).collect()
+}
+
+/// Where multicast goes by groups: the VLANs and versions of IP for which a querier is heard.
+#[must_use]
+pub fn queriers(switch: &Switch) -> Vec<Querier> {
+    let view = switch.view();
+    let all = view.queriers().map(|q| q.queriers(switch.now())).unwrap_or_default();
+    all.into_iter().map(|(vlan, v6)| Querier { vlan, ip: if v6 { 6 } else { 4 } }).collect()
+}
+
 /// All ports at one moment.
 #[must_use]
 pub fn status(switch: &Switch) -> Vec<PortStatus> {
     let view = switch.view();
+    let now = switch.now();
     view.ports()
         .iter()
         .map(|a| PortStatus {
@@ -72,9 +103,10 @@ pub fn status(switch: &Switch) -> Vec<PortStatus> {
             connected: a.uplink.is_some() || a.port.connected.load(Ordering::Relaxed),
             macs: a.policy.macs.clone(),
             workers: (0..a.port.pairs())
-                .filter(|q| a.uplink.is_some() || a.port.tx(*q).lock().is_active())
+                .filter(|q| a.uplink.is_some() || a.port.is_transmitting(*q))
                 .map(|q| a.port.home(q))
                 .collect(),
+            groups: groups(&a.port, now),
             rules: a.policy.rules.iter().map(|r| (r.to_string(), r.hits.get())).collect(),
             sent: a.port.sent().into(),
             received: a.port.received().into(),
@@ -84,7 +116,7 @@ pub fn status(switch: &Switch) -> Vec<PortStatus> {
 
 /// The counters as Prometheus reads them.
 #[must_use]
-pub fn prometheus(ports: &[PortStatus]) -> String {
+pub fn prometheus(ports: &[PortStatus], queriers: &[Querier]) -> String {
     let mut out = String::new();
     let label = |s: &str| s.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     let mut family = |name: &str, kind: &str, help: &str, lines: &mut dyn FnMut(&mut String)| {
@@ -95,6 +127,17 @@ pub fn prometheus(ports: &[PortStatus]) -> String {
         for p in ports {
             let _infallible =
                 writeln!(out, "tombolo_net_port_up{{port=\"{}\"}} {}", label(&p.name), u8::from(p.up));
+        }
+    });
+    family("groups", "gauge", "Multicast groups that a port has joined.", &mut |out| {
+        for p in ports {
+            let (port, n) = (label(&p.name), p.groups.iter().filter(|g| *g != "all").count());
+            let _infallible = writeln!(out, "tombolo_net_groups{{port=\"{port}\"}} {n}");
+        }
+    });
+    family("querier", "gauge", "1 where a multicast querier is heard.", &mut |out| {
+        for q in queriers {
+            let _infallible = writeln!(out, "tombolo_net_querier{{vlan=\"{}\",ip=\"{}\"}} 1", q.vlan, q.ip);
         }
     });
     type Get = fn(&Flow) -> u64;
@@ -144,7 +187,7 @@ pub fn prometheus(ports: &[PortStatus]) -> String {
 
 /// Answers HTTP requests with the counters until `server` is stopped.
 pub fn serve(server: &tombolo_metrics::Server, switch: &Arc<Switch>) {
-    if let Err(err) = server.serve("counters", || prometheus(&status(switch))) {
+    if let Err(err) = server.serve("counters", || prometheus(&status(switch), &queriers(switch))) {
         tracing::error!("metrics ended: {err}");
     }
 }

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::control::config::{PortConfig, UplinkConfig};
 use crate::control::daemon::Daemon;
-use crate::control::metrics::status;
+use crate::control::metrics::{queriers, status};
 use crate::forwarding::capture::Capture;
 
 /// Longest request.
@@ -69,9 +69,11 @@ pub(crate) fn answer(daemon: &Arc<Daemon>, stream: UnixStream, request: Request)
     let reply = |value: Value| writeln!(&stream, "{value}");
     let outcome = match request {
         Request::Ports => {
-            return reply(
-                json!({ "ports": status(daemon.switch()), "cpu_ns": crate::forwarding::worker::process_time() }),
-            );
+            return reply(json!({
+                "ports": status(daemon.switch()),
+                "queriers": queriers(daemon.switch()),
+                "cpu_ns": crate::forwarding::worker::process_time(),
+            }));
         }
         Request::Remove { name } => daemon.remove(&name),
         Request::Capture { name, snap } => return capture(daemon, stream, &name, snap),
