@@ -85,6 +85,11 @@ const TABLES: [Table; 12] = [
             ("channels", "8", "Processes of a VM at once."),
             ("metrics", "none", "As of a network."),
             ("unconfined", "false", "Kernels of VMs may do all that the server's user may."),
+            (
+                "cgroup",
+                "none",
+                "The control group that is divided between VMs, such as \"/sys/fs/cgroup/accel\". Default: one is looked for.",
+            ),
         ],
     },
     Table {
