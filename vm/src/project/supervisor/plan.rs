@@ -65,11 +65,7 @@ impl Supervisor {
                 .iter()
                 .map(|(name, zone)| (name.clone(), changes::value(zone.spec())))
                 .collect(),
-            networks: inner
-                .networks
-                .iter()
-                .map(|(name, net)| (name.clone(), net.settings()))
-                .collect(),
+            networks: inner.networks.iter().map(|(name, net)| (name.clone(), net.settings())).collect(),
             accelerators,
             members: inner
                 .zones
