@@ -15,6 +15,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use tombolo_calls::say;
 
 /// Where a server listens for commands unless it is told otherwise.
 pub const DEFAULT: &str = "/run/tombolo/accel-control.sock";
@@ -77,7 +78,7 @@ pub fn serve(listener: &UnixListener, server: &Arc<Server>) {
     for stream in listener.incoming() {
         let answered = stream.map_err(anyhow::Error::from).and_then(|s| answer(s, server));
         if let Err(e) = answered {
-            eprintln!("tombolo accel: a command could not be answered: {e:#}");
+            say!("tombolo accel: a command could not be answered: {e:#}");
         }
     }
 }
@@ -114,9 +115,10 @@ pub fn obey(overseer: &UnixStream, server: &Arc<Server>) {
         overseer.write_all(answer.as_bytes())
     });
     if let Err(e) = obeyed {
-        eprintln!("tombolo accel: whoever looks after this server has gone: {e}");
+        say!("tombolo accel: whoever looks after this server has gone: {e}");
     }
     // The workers end with it.
+    server.end();
     std::process::exit(0);
 }
 

@@ -3,6 +3,7 @@
 
 use crate::tenants::{Status, Tenants};
 use std::fmt::Write as _;
+use tombolo_calls::say;
 
 type Get = fn(&Status) -> f64;
 
@@ -57,7 +58,7 @@ pub fn prometheus(tenants: &[Status]) -> String {
 /// Answers HTTP requests.
 pub fn serve(server: &tombolo_metrics::Server, tenants: &Tenants) {
     if let Err(err) = server.serve("figures", || prometheus(&tenants.status())) {
-        eprintln!("tombolo accel: metrics ended: {err}");
+        say!("tombolo accel: metrics ended: {err}");
     }
 }
 

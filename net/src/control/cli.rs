@@ -189,7 +189,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             all.port.extend(port);
             for way in uplink {
                 let name = format!("uplink{}", all.uplink.len());
-                all.uplink.push(UplinkConfig { name, way, vlan: crate::policy::port::Vlan::default() });
+                all.uplink.push(UplinkConfig::new(name, way));
             }
             let s = &mut all.switch;
             s.control = control.or_else(|| s.control.take());
@@ -219,7 +219,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::AddUplink { name, way, control } => {
-            let uplink = UplinkConfig { name, way, vlan: crate::policy::port::Vlan::default() };
+            let uplink = UplinkConfig::new(name, way);
             ask(&socket(control), &Request::AddUplink { uplink })?;
             Ok(ExitCode::SUCCESS)
         }

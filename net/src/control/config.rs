@@ -254,9 +254,21 @@ pub struct UplinkConfig {
     /// VLANs.
     #[serde(default)]
     pub vlan: Vlan,
+    /// TCP ports of the host that a passt started for the switch forwards, as its option -t has them: "8080:80", "127.0.0.1/2222:22".
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tcp_ports: Vec<String>,
+    /// UDP ports, as its option -u has them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub udp_ports: Vec<String>,
 }
 
 impl UplinkConfig {
+    /// An uplink without VLANs and forwarded ports.
+    #[must_use]
+    pub fn new(name: String, way: Way) -> Self {
+        Self { name, way, vlan: Vlan::default(), tcp_ports: Vec::new(), udp_ports: Vec::new() }
+    }
+
     /// What it may do.
     #[must_use]
     pub fn policy(&self) -> Policy {

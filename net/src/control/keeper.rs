@@ -349,7 +349,7 @@ impl State {
     fn open_uplink(self: &Arc<Self>, config: &UplinkConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
         config.check()?;
         let id = self.enter("uplink", &config.name, asker)?;
-        match Opened::open(&config.way).with_context(|| format!("uplink {}", config.name)) {
+        match Opened::open(config).with_context(|| format!("uplink {}", config.name)) {
             Ok((opened, fd)) => self.tell(&Told::Uplink(id, config.clone(), opened), Some(&fd)),
             Err(err) => {
                 self.forget(|e| e.id == id);

@@ -119,22 +119,39 @@ pub fn status_of(found: &Found) -> anyhow::Result<Option<Status>> {
     peer::ask_found(found, &Request::Ps)?.map(status).transpose()
 }
 
-/// Shows what happens to the VMs: bars on a terminal, lines elsewhere.
+/// Shows what happens to the VMs: bars on a terminal, lines elsewhere, or JSON for a script.
 pub struct Progress {
     bars: Option<(MultiProgress, BTreeMap<String, ProgressBar>)>,
-    quiet: bool,
+    json: bool,
 }
 
 impl Progress {
-    /// For a person, or silent (`quiet`) for a script that reads JSON.
-    pub fn new(quiet: bool) -> Progress {
+    /// For a person, or for a script that reads a line of JSON per event from the standard output.
+    pub fn new(json: bool) -> Progress {
         let bars =
-            (!quiet && std::io::stderr().is_terminal()).then(|| (MultiProgress::new(), BTreeMap::new()));
-        Progress { bars, quiet }
+            (!json && std::io::stderr().is_terminal()).then(|| (MultiProgress::new(), BTreeMap::new()));
+        Progress { bars, json }
+    }
+
+    /// Shows an event; what is no news for a person is none for a script either.
+    fn show(&mut self, event: &Event) -> anyhow::Result<()> {
+        if self.json {
+            crate::commands::cli::say(&serde_json::to_string(event)?)?;
+            return Ok(());
+        }
+        match event {
+            Event::Stage { vm, stage, detail } => self.stage(vm, *stage, detail),
+            Event::Note { text } => self.note(text),
+            Event::Detail { text } if crate::log::is_verbose() => self.note(text),
+            Event::Action(action) => self.note(&action.to_string()),
+            _ => {}
+        }
+        Ok(())
     }
 
     fn stage(&mut self, vm: &str, stage: Stage, detail: &str) {
         let (text, finished) = match stage {
+            Stage::Waiting => ("waiting", false),
             Stage::Starting => ("starting", false),
             Stage::Booting => ("booting", false),
             Stage::Preparing => ("preparing", false),
@@ -145,9 +162,6 @@ impl Progress {
             Stage::Failed => ("failed", true),
         };
         let message = if detail.is_empty() { text.to_owned() } else { format!("{text} ({detail})") };
-        if self.quiet {
-            return;
-        }
         let Some((all, bars)) = &mut self.bars else {
             eprintln!("{vm}: {message}");
             return;
@@ -169,9 +183,8 @@ impl Progress {
 
     fn note(&self, text: &str) {
         match &self.bars {
-            _ if self.quiet => {}
-            Some((all, _)) => drop(all.println(text)),
-            None => eprintln!("{text}"),
+            Some((all, _)) => drop(all.println(format!("tombolo: {text}"))),
+            None => crate::say!("{text}"),
         }
     }
 }
@@ -227,9 +240,11 @@ fn follow_events(
     interrupted: &AtomicBool,
 ) -> anyhow::Result<Outcome> {
     loop {
-        match peer.receive::<Event>()? {
-            Some(Event::Stage { vm, stage, detail }) => progress.stage(&vm, stage, &detail),
-            Some(Event::Note { text }) => progress.note(&text),
+        let event = peer.receive::<Event>()?;
+        if let Some(event) = &event {
+            progress.show(event)?;
+        }
+        match event {
             Some(Event::Done) => return Ok(Outcome::Done),
             Some(Event::Failed { .. }) if interrupted.load(Ordering::Acquire) => {
                 return Ok(Outcome::Interrupted);
@@ -300,7 +315,7 @@ pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
     }
 }
 
-fn write(to: &mut impl Write, bytes: &[u8]) -> anyhow::Result<()> {
+pub(super) fn write(to: &mut impl Write, bytes: &[u8]) -> anyhow::Result<()> {
     to.write_all(bytes).and_then(|()| to.flush()).context("the output can't be written")
 }
 
@@ -358,10 +373,16 @@ pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
 }
 
 /// The terminal in raw mode, until dropped.
-struct RawTerminal(Termios);
+pub(super) struct RawTerminal(Termios);
 
 impl RawTerminal {
-    fn enter() -> anyhow::Result<Option<RawTerminal>> {
+    /// What it was before.
+    pub(super) fn before(&self) -> Termios {
+        self.0.clone()
+    }
+
+    /// Enters raw mode where the standard input is a terminal.
+    pub(super) fn enter() -> anyhow::Result<Option<RawTerminal>> {
         let stdin = std::io::stdin();
         if !stdin.is_terminal() {
             return Ok(None);

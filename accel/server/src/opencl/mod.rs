@@ -4,24 +4,30 @@
 //! - [`generated`]: native functions and decoders, from the declarations.
 //! - [`hand`]: handlers written by hand.
 //! - [`clear`]: clears memory before a client gets it.
+//! - [`enqueue`]: commands, their wait lists and events.
 //! - [`checks`]: ranges, rectangles and pixels, before the driver sees them.
 //! - [`properties`]: which properties a client may set.
 //! - [`late`]: errors of posted commands, until the client waits for something.
 //! - [`output`]: what kernels print.
+//! - [`stream`]: long transfers in pieces.
 //! - [`tickets`]: tells the client when its part of the window was read or filled.
+//! - [`waits`]: waiting for events and queues.
 
 pub mod checks;
 pub mod clear;
+pub mod enqueue;
 pub mod hand;
 pub mod include;
 pub mod late;
 pub mod output;
 pub mod properties;
+pub mod stream;
 pub mod tickets;
+pub mod waits;
 
 use crate::account::{Account, Good};
 use crate::limits::Limits;
-use crate::session::{Api, Call, Session};
+use crate::session::{Api, Call, Early, Session};
 use crate::table::{Fault, Table};
 use generated::Native;
 use std::ffi::{CStr, CString, c_void};
@@ -29,6 +35,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::{Encoder, Malformed, Record, ReplyKind};
+use tombolo_calls::say;
 
 /// A handle of the native driver.
 pub type Handle = *mut c_void;
@@ -79,6 +86,8 @@ pub struct Extra {
     kernel: Option<Box<hand::Kernel>>,
     /// The queue of a posted command that failed, beside its event.
     queue: u64,
+    /// Of a queue: the last wait for it took long.
+    waits_long: bool,
 }
 
 /// OpenCL for one client.
@@ -90,6 +99,7 @@ pub struct OpenCl {
     /// Where its limits are those of all processes of its VM together.
     account: Option<Arc<Account>>,
     tickets: tickets::Tickets,
+    streams: stream::Streams,
     session: OnceLock<Arc<Session>>,
     late: late::Late,
     /// Some kernel has an argument whose posted setting failed: until then, none is asked.
@@ -137,6 +147,7 @@ impl OpenCl {
             memory: AtomicU64::new(0),
             account,
             tickets: tickets::Tickets::default(),
+            streams: stream::Streams::default(),
             session: OnceLock::new(),
             late: late::Late::default(),
             arguments_failed: AtomicBool::new(false),
@@ -178,7 +189,7 @@ impl OpenCl {
     /// Ties it to its client.
     pub fn attach(&self, session: &Arc<Session>) {
         if self.session.set(session.clone()).is_err() {
-            eprintln!("tombolo accel: a driver serves one client; the second was ignored");
+            say!("tombolo accel: a driver serves one client; the second was ignored");
         }
     }
 
@@ -202,7 +213,7 @@ impl OpenCl {
         let limit = self.limits.memory;
         let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= limit);
         let refused = |whose: &str, used: u64| {
-            eprintln!(
+            say!(
                 "tombolo accel: {whose} quota is reached: {used} of {limit} bytes of device memory are used, {bytes} more were asked for; raise its limit of memory"
             );
             ALLOCATION
@@ -261,9 +272,7 @@ impl Api for &'static OpenCl {
         let waited = call.waited;
         let mut reply = Vec::new();
         let (outcome, new, owed, queue) = {
-            let mut block = || call.may_block();
-            let mut cx =
-                Cx { cl: self, reply: &mut reply, block: &mut block, new: None, owed: 0, waited, queue: 0 };
+            let mut cx = Cx { cl: self, reply: &mut reply, call, new: None, owed: 0, waited, queue: 0 };
             let outcome = generated::dispatch(&mut cx, id, body)?;
             (outcome, cx.new, cx.owed, cx.queue)
         };
@@ -283,7 +292,7 @@ impl OpenCl {
     /// A posted request failed: whatever uses its object gets the code, and so does what follows in its queue ([`late`]).
     fn posted_failed(&self, id: u32, code: i32, new: Option<(u32, u64)>, queue: u64) {
         let name = wire::FUNCTIONS.iter().find(|f| f.0 == id).map_or("?", |f| f.1);
-        eprintln!(
+        say!(
             "tombolo accel: posted {name} failed with code {code}; the program is told when it uses the result, or waits for the queue"
         );
         if queue != 0 {
@@ -331,11 +340,28 @@ impl OpenCl {
     }
 }
 
+/// What a handler needs of the session's call that it carries out.
+trait Waited {
+    /// [`Call::may_block`]
+    fn may_block(&mut self) -> bool;
+    /// [`Call::early`]
+    fn early(&mut self) -> Option<Arc<Early>>;
+}
+
+impl Waited for Call<'_> {
+    fn may_block(&mut self) -> bool {
+        Call::may_block(self)
+    }
+    fn early(&mut self) -> Option<Arc<Early>> {
+        Call::early(self)
+    }
+}
+
 /// One request, for its handler.
 pub struct Cx<'a> {
     cl: &'static OpenCl,
     reply: &'a mut Vec<u8>,
-    block: &'a mut dyn FnMut() -> bool,
+    call: &'a mut dyn Waited,
     /// The object that the request creates.
     new: Option<(u32, u64)>,
     /// A ticket that is redeemed when the request ends, unless a native event does it.
@@ -425,7 +451,7 @@ impl Cx<'_> {
 
     /// The driver may be entered for long; an error where too many threads of this client are inside of it.
     pub fn may_block(&mut self) -> Result<(), i32> {
-        if (self.block)() { Ok(()) } else { Err(RESOURCES) }
+        if self.call.may_block() { Ok(()) } else { Err(RESOURCES) }
     }
 
     /// A property: asked for its size, then for its value. Properties that name native handles are never told.
@@ -477,9 +503,7 @@ impl Cx<'_> {
 
     fn too_many(kind: u32, fault: Fault) -> i32 {
         if fault == Fault::TooMany {
-            eprintln!(
-                "tombolo accel: a client's quota is reached: no more objects; raise its limit of objects"
-            );
+            say!("tombolo accel: a client's quota is reached: no more objects; raise its limit of objects");
         }
         Self::fault(kind, fault)
     }
@@ -490,82 +514,6 @@ impl Cx<'_> {
             self.cl.release_native(kind, native as usize);
             Self::too_many(kind, f)
         })
-    }
-
-    /// Enqueues a command: looks its wait list up and keeps its event.
-    pub fn enqueue(
-        &mut self,
-        waits: &[u64],
-        event: u64,
-        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
-    ) -> Result<(), i32> {
-        let mut native: Handle = std::ptr::null_mut();
-        let wanted: *mut Handle = if event == 0 { std::ptr::null_mut() } else { &mut native };
-        self.enqueue_into(waits, event, wanted, run)?;
-        if event != 0 {
-            self.keep(kind::EVENT, event, native, Extra::default())?;
-        }
-        Ok(())
-    }
-
-    fn enqueue_into(
-        &mut self,
-        waits: &[u64],
-        event: u64,
-        wanted: *mut Handle,
-        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
-    ) -> Result<(), i32> {
-        if event != 0 {
-            self.new = Some((kind::EVENT, event));
-            lock(&self.cl.table).vacant(event).map_err(|f| Self::too_many(kind::EVENT, f))?;
-        }
-        let list = self.all(kind::EVENT, waits)?;
-        let pointer = if list.is_empty() { std::ptr::null() } else { list.as_ptr() };
-        self.status(run(list.len() as u32, pointer, wanted))
-    }
-
-    /// Fills a range of the window. If the client blocks for it, so does this, and the ticket is redeemed with the reply.
-    pub fn fill(
-        &mut self,
-        waits: &[u64],
-        event: u64,
-        (ticket, blocking): (u64, bool),
-        (at, len): (u64, u64),
-        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
-    ) -> Result<(), i32> {
-        if !blocking {
-            return self.transfer(waits, event, ticket, Some((at, len)), run);
-        }
-        self.may_block()?;
-        self.enqueue(waits, event, run)?;
-        self.cl.session().push_window(at, len);
-        Ok(())
-    }
-
-    /// Enqueues a transfer. Its ticket is redeemed when the native command has ended.
-    pub fn transfer(
-        &mut self,
-        waits: &[u64],
-        event: u64,
-        ticket: u64,
-        filled: Option<(u64, u64)>,
-        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
-    ) -> Result<(), i32> {
-        if ticket == 0 {
-            return self.enqueue(waits, event, run);
-        }
-        let mut native: Handle = std::ptr::null_mut();
-        self.enqueue_into(waits, event, &mut native, run)?;
-        if event != 0 {
-            if let Some(retain) = self.native().clRetainEvent {
-                // SAFETY: a live event; this reference is the ticket's.
-                unsafe { retain(native) };
-            }
-            self.keep(kind::EVENT, event, native, Extra::default())?;
-        }
-        self.owed = 0;
-        self.cl.tickets.add(self.cl, ticket, native, filled);
-        Ok(())
     }
 }
 

@@ -2,30 +2,40 @@
 //! How the supervisor starts VMs: those that `up` asks for, all at once, and each one whose guest reboots.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use tombolo_start::layout::Layout;
 
+use super::order::{self, Order, Reached};
+use super::plan::{replaced, started, take_out};
 use super::{Beside, Reporter, Supervisor, mount_zone};
-use crate::compose::{Backing, Project, Ready, VmSpec, ZoneUse};
-use crate::guest::kit;
+use crate::compose::{self, Project, VmSpec, ZoneUse};
+use crate::guest::{health, kit, seed, share};
 use crate::host;
-use crate::machine::growth;
+use crate::machine::cgroup::Group;
 use crate::machine::{Machine, Phase, Start};
+use crate::machine::{disks, growth, stop};
 use crate::project::accelerator::Accelerator;
+use crate::project::changes::{Action, Kind, Wish};
 use crate::project::control::{Event, Stage};
 use crate::project::keeper::Part;
 use crate::project::network::Plug;
 use crate::project::peer::Peer;
+use crate::project::preflight::{self, Ready};
 use crate::project::session;
 use crate::project::zones::{HostZone, Invitation};
 use crate::qemu::kvm::{self, Accel};
 use crate::qemu::version::Qemu;
 
+/// How often it is looked whether a VM is healthy.
+const HEALTH: Duration = Duration::from_millis(100);
+
 /// A VM that is to be started.
-struct Wanted {
+pub(super) struct Wanted {
     name: String,
     spec: VmSpec,
     qemu: Arc<Qemu>,
@@ -35,6 +45,8 @@ struct Wanted {
     zones: BTreeMap<String, ZoneUse>,
     /// What it was before it rebooted.
     before: Option<Arc<Machine>>,
+    /// How often in a row its policy has started it again, where that is why it is started.
+    attempt: Option<u32>,
     /// All memory at its start, whatever the compose file says.
     slow: bool,
 }
@@ -42,82 +54,47 @@ struct Wanted {
 impl Supervisor {
     pub(super) fn up(
         self: &Arc<Self>,
-        project: Project,
-        only: &[String],
+        mut project: Project,
+        wish: &Wish,
+        wait: bool,
         peer: Peer,
         reporter: &Reporter,
     ) -> anyhow::Result<()> {
-        let _changing = self.changing.take();
+        let _changing = self.turn(&peer.socket(), reporter)?;
         self.check_not_ending()?;
-        for name in only {
-            if !project.compose.vm.contains_key(name) {
-                let near = crate::compose::nearest(name, project.compose.vm.keys().map(String::as_str));
-                let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
-                anyhow::bail!("{} declares no VM '{name}'{hint}", project.file.display());
-            }
-        }
-        let qemu = Arc::new(Qemu::find(project.compose.qemu.as_deref())?);
+        wish.check(&project)?;
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
 
-        // Everything that can be wrong is found out before anything is started.
-        let mut missing = Vec::new();
-        for (name, spec) in &project.compose.vm {
-            if !only.is_empty() && !only.contains(name) {
-                continue;
-            }
-            let known = self.lock().machines.get(name).cloned();
-            match known {
-                Some(machine)
-                    if !matches!(machine.phase(), Phase::Ended | Phase::Failed | Phase::Rebooting) =>
-                {
-                    if machine.spec() != spec {
-                        let text = format!(
-                            "the VM '{name}' runs with what the file said before; to apply the change: tombolo down {name} && tombolo up"
-                        );
-                        reporter.send(&Event::Note { text });
-                    }
-                    reporter.stage(name, Stage::AlreadyUp, "");
-                }
-                _ => missing.push((name.clone(), spec.clone(), kit::boot(name, spec, &near)?)),
-            }
-        }
-        for (name, spec, _) in &missing {
-            host::check_files(name, spec)?;
-            growth::check(name, spec)?;
-        }
-        let new_zones: Vec<_> = {
-            let inner = self.lock();
-            project.compose.zone.iter().filter(|(n, _)| !inner.zones.contains_key(*n)).collect()
-        };
-        for (name, spec) in &project.compose.zone {
-            let changed = self.lock().zones.get(name).is_some_and(|z| z.spec() != spec);
-            if changed {
-                let text = format!(
-                    "the zone '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
-                );
-                reporter.send(&Event::Note { text });
-            }
-        }
-        if !project.compose.overcommit {
-            let vms = missing.iter().map(|(n, s, _)| (n.as_str(), s.memory.0));
-            let zones = new_zones
-                .iter()
-                .filter(|(_, z)| z.backing == Backing::Memfd)
-                .map(|(n, z)| (n.as_str(), z.size.0));
-            host::check_memory(self.promised(), vms, zones)?;
+        // Everything that can be wrong is found out before anything is stopped or started.
+        growth::give_back_orphans()?;
+        let (running, actions) = self.plan(&mut project, wish);
+        let Ready { qemu, vms: missing } =
+            preflight::examine(&project, &running, &actions, || self.promised())?;
+        let mut up_before = self.kept(&actions);
+        let order = Order::default();
+        for machine in &up_before {
+            order.reach(machine.name(), Reached::Ready(machine.clone()));
         }
         let accel = self.accel(&qemu, &missing, &near, reporter)?;
         self.check_not_ending()?;
+        self.announce(&actions, reporter);
+        self.clear_away(&actions, reporter)?;
         let mut opened = BTreeMap::new();
-        for (name, spec) in new_zones {
-            opened.insert(name.clone(), Arc::new(HostZone::open(name, spec)?));
+        for (name, spec) in &project.compose.zone {
+            if !self.lock().zones.contains_key(name) {
+                let zone = HostZone::open(name, spec)?;
+                if let Err(e) = self.dir.link_zone(name, &zone.path()) {
+                    crate::say!("the zone '{name}' has no path of its name: {e}");
+                }
+                opened.insert(name.clone(), Arc::new(zone));
+            }
         }
         let opened_names: Vec<String> = opened.keys().cloned().collect();
         let running = self.lock().networks.clone();
-        let joined = self.parts(&running, &project, &missing, reporter)?;
+        let joined = self.parts(&running, &project, &actions, Kind::Network)?;
         let joined_names: Vec<String> = joined.keys().cloned().collect();
         let running = self.lock().accelerators.clone();
-        let served = self.parts(&running, &project, &missing, reporter)?;
+        let served = self.parts(&running, &project, &actions, Kind::Accelerator)?;
         let served_names: Vec<String> = served.keys().cloned().collect();
         self.check_not_ending()?;
         {
@@ -126,6 +103,13 @@ impl Supervisor {
             inner.networks.extend(joined);
             inner.accelerators.extend(served);
             inner.project = project;
+        }
+
+        let order = Order::default();
+        let mut up_before: Vec<Arc<Machine>> =
+            self.lock().machines.values().filter(|m| m.is_up()).cloned().collect();
+        for machine in &up_before {
+            order.reach(machine.name(), Reached::Ready(machine.clone()));
         }
 
         // The client's going, or its word, cancels what has not been finished.
@@ -151,20 +135,32 @@ impl Supervisor {
                         accel: accel[&name],
                         name: name.clone(),
                         before: None,
+                        attempt: None,
                         slow: false,
                         spec,
                         boot,
                     };
-                    let (started, cancelled) = (&started, &cancelled);
+                    let (started, cancelled, order) = (&started, &cancelled, &order);
+                    let depends = wanted.spec.depends_on.clone();
                     scope.spawn(move || {
                         let registered = |machine: &Arc<Machine>| {
                             started.lock().unwrap_or_else(PoisonError::into_inner).push(machine.clone());
+                            order.reach(machine.name(), Reached::Started);
                             if cancelled.load(Ordering::Acquire) {
                                 machine.cancel();
                             }
                         };
                         let report = |stage: Stage, detail: &str| reporter.stage(&name, stage, detail);
-                        let result = self.start_one(wanted, &registered, &report);
+                        let waits = |what: &str| report(Stage::Waiting, what);
+                        let result = order
+                            .wait(&name, &depends, &|| cancelled.load(Ordering::Acquire), &waits)
+                            .and_then(|()| self.start_one(wanted, &registered, &report));
+                        match self.lock().machines.get(&name) {
+                            Some(machine) if result.is_ok() => {
+                                order.reach(&name, Reached::Ready(machine.clone()))
+                            }
+                            _ => order.reach(&name, Reached::Failed),
+                        }
                         if let Err(e) = &result {
                             let first = format!("{e:#}");
                             report(Stage::Failed, first.lines().next().unwrap_or_default());
@@ -185,15 +181,18 @@ impl Supervisor {
         let errors: Vec<String> =
             results.into_iter().filter_map(Result::err).map(|e| format!("{e:#}")).collect();
         if errors.is_empty() && !cancelled.load(Ordering::Acquire) {
-            return Ok(());
+            up_before.extend(started.into_inner().unwrap_or_else(PoisonError::into_inner));
+            up_before.retain(|m| wish.vms.is_empty() || wish.vms.iter().any(|vm| vm == m.name()));
+            return if wait { wait_healthy(&up_before, &socket, reporter) } else { Ok(()) };
         }
         // What this request started goes again; what ran before stays.
         for machine in started.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            if let Err(e) = machine.stop(&[], &|stage, detail| reporter.stage(machine.name(), stage, detail))
-            {
+            let report = |stage: Stage, detail: &str| reporter.stage(machine.name(), stage, detail);
+            if let Err(e) = machine.stop(&[], Instant::now() + stop::LONGEST, &report) {
                 crate::say!("{e:#}");
             }
             self.lock().machines.remove(machine.name());
+            disks::discard(&self.dir, Some(machine.name()));
             self.leave_zones(machine.name(), machine.zones().keys());
         }
         let mut inner = self.lock();
@@ -201,8 +200,8 @@ impl Supervisor {
             inner.zones.remove(&name);
         }
         let beside = Beside {
-            networks: take_out(&mut inner.networks, joined_names),
-            accelerators: take_out(&mut inner.accelerators, served_names),
+            networks: take_out(&mut inner.networks, joined_names.iter()),
+            accelerators: take_out(&mut inner.accelerators, served_names.iter()),
         };
         drop(inner);
         beside.end();
@@ -213,7 +212,7 @@ impl Supervisor {
     }
 
     /// What running VMs and zones of all projects of this user may still take.
-    fn promised(&self) -> u64 {
+    pub(super) fn promised(&self) -> u64 {
         let others = crate::project::state::supervisors().unwrap_or_default();
         let others = others.iter().filter(|found| found.process != std::process::id());
         // One that does not answer can't be counted.
@@ -227,17 +226,22 @@ impl Supervisor {
     }
 
     /// Starts one VM, waits until it is ready, and mounts its zones. `registered` gets it as soon as it can be stopped.
-    fn start_one(
+    pub(super) fn start_one(
         self: &Arc<Self>,
         wanted: Wanted,
         registered: &dyn Fn(&Arc<Machine>),
         report: &dyn Fn(Stage, &str),
     ) -> anyhow::Result<()> {
-        let Wanted { name, spec, qemu, accel, boot, zones, before, slow } = wanted;
-        report(Stage::Starting, "");
+        let Wanted { name, spec, qemu, accel, boot, zones, before, attempt, slow } = wanted;
+        report(Stage::Starting, growth::advice(&spec).unwrap_or_default());
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
         let devices = growth::Taken::take(&name, &spec)?;
         let nics = self.plugs(&name, &spec);
+        let project = self.lock().project.clone();
+        let seed =
+            spec.cloud_init.as_ref().map(|given| seed::make(&project, &name, given, &nics)).transpose()?;
+        let drives = disks::drives(&self.dir, &name, &spec)?;
+        let group = Group::of(&self.dir, &name, &spec)?;
         let start = Start {
             name: &name,
             spec: &spec,
@@ -248,16 +252,17 @@ impl Supervisor {
             accelerators: self.seats(&name, &spec, &zones)?,
             memory,
             nics: nics.clone(),
+            drives,
+            seed,
+            group,
             dir: &self.dir,
             before: before.as_deref(),
+            attempt,
         };
         let own = self.clone();
-        let ended = move |machine: &Arc<Machine>, how| {
+        let ended = move |machine: &Arc<Machine>, exit| {
             drop(devices);
-            own.leave_zones(machine.name(), machine.zones().keys());
-            if machine.set_ended(how) == Phase::Rebooting {
-                own.reboot(machine);
-            }
+            own.ended(machine, exit);
         };
         let machine = match Machine::start(start, ended) {
             Ok(machine) => machine,
@@ -281,14 +286,17 @@ impl Supervisor {
             let zone = self.zone(zone_name)?;
             mount_zone(&machine, zone_name, &zone, zone_use)?;
         }
-        if spec.ready == Ready::Agent {
+        if spec.ready == compose::Ready::Agent {
             for plug in &nics {
                 report(Stage::Preparing, &format!("network {}", plug.net));
                 plug.set_address(&name, machine.agent())?;
             }
         }
-        let bare = self.make_devices(&machine, report)?;
+        let bare = self.make_devices(&machine, report)? + &mount_shares(&machine, report)?;
         machine.set_up();
+        if let Some(check) = &spec.healthcheck {
+            health::begin(&machine, check)?;
+        }
         let status = machine.status();
         let growing = status.growth.map(|g| format!(", {}", g.line())).unwrap_or_default();
         report(Stage::Up, &format!("{:.1} s{growing}{bare}", status.uptime));
@@ -299,7 +307,7 @@ impl Supervisor {
     fn make_devices(&self, machine: &Machine, report: &dyn Fn(Stage, &str)) -> anyhow::Result<String> {
         let spec = machine.spec();
         let mut bare = Vec::new();
-        if spec.ready == Ready::Agent {
+        if spec.ready == compose::Ready::Agent {
             for (name, accelerator) in self.accelerators_of(spec) {
                 report(Stage::Preparing, &format!("accelerator {name}"));
                 if !accelerator.set_up(machine)? {
@@ -336,8 +344,8 @@ impl Supervisor {
 
     /// A guest that reboots ends its QEMU, since a member's memory and doorbell must not outlast its epoch; here it gets a new one, as what
     /// it was: the zones attached later, their mounts and its consoles included. Called when its old QEMU and memberships are gone.
-    fn reboot(self: &Arc<Self>, old: &Arc<Machine>) {
-        self.replace(old, "reboots", |report| self.start_one(self.wanted_again(old)?, &|_| {}, report));
+    pub(super) fn reboot(self: &Arc<Self>, old: &Arc<Machine>) {
+        self.replace(old, "reboots", |report| self.start_one(self.wanted_again(old, None)?, &|_| {}, report));
     }
 
     /// Its guest has no driver for memory that comes while it runs: it is stopped and started again with all of it.
@@ -353,8 +361,8 @@ impl Supervisor {
                 crate::say!("the VM '{name}' goes on with the memory it has: {e:#}");
                 return Ok(());
             }
-            let again = self.wanted_again(old)?;
-            old.stop(&self.mounted(old), report)?;
+            let again = self.wanted_again(old, None)?;
+            old.stop(&self.mounted(old), Instant::now() + stop::LONGEST, report)?;
             let wanted = Wanted { before: None, slow: true, ..again };
             self.start_one(
                 wanted,
@@ -365,7 +373,7 @@ impl Supervisor {
     }
 
     /// Starts a VM again, unless somebody has stopped it, or brought it up again, meanwhile. `how` says it to whoever reads the log.
-    fn replace(
+    pub(super) fn replace(
         self: &Arc<Self>,
         old: &Arc<Machine>,
         how: &str,
@@ -387,7 +395,8 @@ impl Supervisor {
         }
     }
 
-    fn wanted_again(&self, old: &Arc<Machine>) -> anyhow::Result<Wanted> {
+    /// What a VM is started from again; `attempt`: how often in a row its policy has done that, where it is why.
+    pub(super) fn wanted_again(&self, old: &Arc<Machine>, attempt: Option<u32>) -> anyhow::Result<Wanted> {
         let project = self.lock().project.clone();
         let near = project.file.parent().unwrap_or(Path::new("/"));
         Ok(Wanted {
@@ -398,33 +407,28 @@ impl Supervisor {
             boot: kit::boot(old.name(), old.spec(), near)?,
             zones: old.zones(),
             before: Some(old.clone()),
+            attempt,
             slow: old.layout().grown == 0,
         })
     }
 
-    /// Starts the parts that are missing for these VMs, and extends those that run; returns the new ones.
+    /// Starts the parts that a plan's VMs lack and those that it starts anew, and extends those that run; returns the new ones.
     fn parts<P: Part>(
         &self,
         running: &BTreeMap<String, Arc<P>>,
         project: &Project,
-        missing: &[(String, VmSpec, Option<kit::Boot>)],
-        reporter: &Reporter,
+        actions: &[Action],
+        kind: Kind,
     ) -> anyhow::Result<BTreeMap<String, Arc<P>>> {
-        let names: BTreeSet<&String> = missing.iter().flat_map(|(_, vm, _)| P::used_by(vm)).collect();
+        let starting: BTreeSet<&String> = started(actions).collect();
+        let vms = starting.iter().filter_map(|name| project.compose.vm.get(*name));
+        let names: BTreeSet<&String> = vms.flat_map(P::used_by).chain(replaced(actions, kind)).collect();
         let mut new = BTreeMap::new();
         for name in names {
-            let Some(part) = running.get(name) else {
-                new.insert(name.clone(), Arc::new(P::start(name, project, self.dir.path())?));
-                continue;
-            };
-            if part.differs(project) {
-                let text = format!(
-                    "the {} '{name}' is what the file said before; to apply the change: tombolo down && tombolo up",
-                    P::KIND
-                );
-                reporter.send(&Event::Note { text });
+            match running.get(name) {
+                Some(part) => part.extend(project, &starting)?,
+                None => drop(new.insert(name.clone(), Arc::new(P::start(name, project, self.dir.path())?))),
             }
-            part.extend(project)?;
         }
         Ok(new)
     }
@@ -432,7 +436,7 @@ impl Supervisor {
     fn plugs(&self, vm: &str, spec: &VmSpec) -> Vec<Plug> {
         let inner = self.lock();
         let networks = spec.networks.0.keys().filter_map(|name| inner.networks.get(name));
-        networks.filter_map(|network| network.plug(vm, &inner.project)).collect()
+        networks.filter_map(|network| network.plug(vm)).collect()
     }
 
     fn invite(
@@ -463,7 +467,7 @@ impl Supervisor {
     ) -> anyhow::Result<BTreeMap<String, Accel>> {
         use crate::compose::AccelChoice;
         let mut chosen = BTreeMap::new();
-        let mut verdict = None;
+        let (mut verdict, mut tried) = (None, false);
         let insists = missing.iter().any(|(_, spec, _)| spec.accel == AccelChoice::Kvm);
         let limit = if insists { kvm::INSISTING } else { kvm::LIMIT };
         for (name, spec, boot) in missing {
@@ -479,6 +483,7 @@ impl Supervisor {
                 let kit = kit::kit(&kit::places(near), None);
                 let kernel = kit.as_ref().or(boot.as_ref()).map(|b| b.kernel.as_path());
                 kvm::verdict(qemu, kernel, limit, || {
+                    tried = true;
                     reporter.send(&Event::Note {
                         text: "finding out whether KVM works here (once per boot of the host)".into(),
                     });
@@ -491,16 +496,58 @@ impl Supervisor {
         }
         if let Some(verdict) = verdict {
             let text = format!("{}: {}", verdict.accel().name(), verdict.why);
-            reporter.send(&Event::Note { text: text.clone() });
+            // Where it is known since an earlier start, only those want it who ask for more.
+            let known = text.clone();
+            reporter.send(&if tried { Event::Note { text: known } } else { Event::Detail { text: known } });
             self.lock().accel = text;
         } else if !missing.is_empty() {
             self.lock().accel = "TCG: the compose file or TOMBOLO_VM_ACCEL says so".into();
         }
+        for (name, _, boot) in missing {
+            let kernel =
+                boot.as_ref().map_or("its disk's".to_owned(), |boot| boot.kernel.display().to_string());
+            let text = format!(
+                "the VM '{name}': {} {} with {}, kernel {kernel}",
+                qemu.program.display(),
+                qemu.version_text(),
+                chosen[name].name()
+            );
+            reporter.send(&Event::Detail { text });
+        }
+        let logs = self.dir.path().display();
+        reporter.send(&Event::Detail { text: format!("supervisor {}, logs in {logs}", std::process::id()) });
         Ok(chosen)
     }
 }
 
-/// Takes these entries out of `all`.
-fn take_out<T>(all: &mut BTreeMap<String, T>, names: Vec<String>) -> BTreeMap<String, T> {
-    names.into_iter().filter_map(|name| all.remove_entry(&name)).collect()
+/// Waits until all these VMs are healthy. They stay as they are if one is not, or the client goes.
+fn wait_healthy(machines: &[Arc<Machine>], client: &UnixStream, reporter: &Reporter) -> anyhow::Result<()> {
+    for machine in machines {
+        let mut told = false;
+        while !order::is_healthy(machine)? {
+            if !std::mem::replace(&mut told, true) {
+                reporter.stage(machine.name(), Stage::Waiting, "until it is healthy");
+            }
+            anyhow::ensure!(!session::has_gone(client), "cancelled; the VMs run on");
+            machine.wait_end_for(HEALTH);
+        }
+        if told {
+            reporter.stage(machine.name(), Stage::Up, "healthy");
+        }
+    }
+    Ok(())
+}
+
+/// Mounts the host's folders in a guest that has an agent. What is returned says which ones it can't use.
+fn mount_shares(machine: &Machine, report: &dyn Fn(Stage, &str)) -> anyhow::Result<String> {
+    let spec = machine.spec();
+    if spec.share.is_empty() || spec.ready != compose::Ready::Agent {
+        return Ok(String::new());
+    }
+    report(Stage::Preparing, "folders of the host");
+    let shares = share::mount(machine.agent(), machine.name(), &spec.share)?;
+    let missing =
+        shares.iter().filter(|share| !share.there).map(|share| format!(", {}", share.state)).collect();
+    machine.set_shares(shares);
+    Ok(missing)
 }
