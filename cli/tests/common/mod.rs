@@ -2,6 +2,8 @@
 //! What tests with real guests have in common.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
+pub mod plain;
+
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 

@@ -190,7 +190,7 @@ impl PortConfig {
     /// What is wrong with it, and what to do.
     pub fn check(&self) -> anyhow::Result<()> {
         let name = &self.name;
-        anyhow::ensure!(!name.is_empty(), "a port has no name; give it one");
+        check_name("port", name)?;
         anyhow::ensure!(!self.macs.is_empty(), "port {name} owns no MAC; give it one in 'macs'");
         anyhow::ensure!(
             (1..=MAX_PAIRS).contains(&self.queues),
@@ -204,6 +204,16 @@ impl PortConfig {
         );
         check_vlan(name, &self.vlan)
     }
+}
+
+/// Most bytes of a name.
+const NAME_MAX: usize = 64;
+
+fn check_name(kind: &str, name: &str) -> anyhow::Result<()> {
+    anyhow::ensure!(!name.is_empty(), "the {kind} has no name; give it one");
+    let plain = name.len() <= NAME_MAX && !name.chars().any(char::is_control);
+    anyhow::ensure!(plain, "{kind} {name:?}: a name has up to {NAME_MAX} bytes and no control characters");
+    Ok(())
 }
 
 fn check_vlan(name: &str, vlan: &Vlan) -> anyhow::Result<()> {
@@ -263,6 +273,15 @@ impl UplinkConfig {
     #[must_use]
     pub fn policy(&self) -> Policy {
         Policy { uplink: true, vlan: self.vlan.clone(), ..Policy::default() }
+    }
+
+    /// Is it possible?
+    ///
+    /// # Errors
+    /// What is wrong with it, and what to do.
+    pub fn check(&self) -> anyhow::Result<()> {
+        check_name("uplink", &self.name)?;
+        check_vlan(&self.name, &self.vlan)
     }
 }
 
@@ -326,5 +345,10 @@ mod tests {
         assert!(port("macs=['52:54:00:00:00:01']\nlearn=65").contains("up to 64"));
         assert!(port("macs=['ff:ff:ff:ff:ff:ff']").contains("unicast"));
         assert!(port("macs=['52:54:00:00:00:01']\ncolour='red'").contains("colour"));
+        for name in ["a\0", "a\nb", "\x1b[2J", &"x".repeat(65)] {
+            let config = serde_json::json!({ "name": name, "socket": "/s", "macs": ["52:54:00:00:00:01"] });
+            let err = serde_json::from_value::<PortConfig>(config).unwrap().check().unwrap_err().to_string();
+            assert!(err.contains("no control characters"), "{err}");
+        }
     }
 }

@@ -211,7 +211,7 @@ pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &
     let mut taken = 0;
     let credits = std::mem::take(&mut inbox.credits);
     let mut sender = Sender::new(forwarder, view, src, 0, now, credits);
-    while taken < BATCH {
+    while taken < BATCH && sender.has_time() {
         if inbox.len == 0 {
             match link.receive(&mut inbox.buffer) {
                 Ok(len) => inbox.len = len,

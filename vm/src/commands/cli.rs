@@ -133,6 +133,8 @@ pub enum Command {
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
+    /// Show what consoles said
+    Logs(logs::Options),
     /// Copy files and folders to and from a VM: one of the two is VM:PATH; '-' is a tar on the standard input or output
     Cp {
         /// Which compose file
@@ -146,8 +148,6 @@ pub enum Command {
         /// Its new name, or the folder that it goes to
         to: String,
     },
-    /// Show what consoles said
-    Logs(logs::Options),
     /// Use a VM's serial console; Ctrl-] leaves it
     Console {
         /// Which compose file
@@ -168,6 +168,9 @@ pub enum Command {
         /// The compose file
         #[arg(long)]
         file: PathBuf,
+        /// The project's name
+        #[arg(long)]
+        name: String,
     },
 }
 
@@ -317,18 +320,18 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
                 }
             }
         }
+        Command::Logs(options) => logs::run(&options, json),
         Command::Cp { file, recursive, from, to } => {
             copy::copy(&file.identify()?, &from, &to, recursive)?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::Logs(options) => logs::run(&options, json),
         Command::Console { file, vm } => {
             client::console(&file.identify()?, &vm)?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::Supervise { dir, control, file } => {
-            // The project comes with the first request; of the file only its path counts, whatever has become of it.
-            supervisor::run(Project::unread(&file), &dir, control)?;
+        Command::Supervise { dir, control, file, name } => {
+            // What the file says comes with the first request.
+            supervisor::run(Project { name, file, compose: compose::Compose::default() }, &dir, control)?;
             Ok(ExitCode::SUCCESS)
         }
     }
@@ -620,7 +623,9 @@ fn networks(status: &Status) -> String {
         let head = [net.name.clone(), switch, dash(&net.uplink), dash(&net.subnet)];
         for (n, port) in net.ports.iter().enumerate() {
             let [name, switch, uplink, subnet] = if n == 0 { head.clone() } else { Default::default() };
-            rows.push([name, switch, uplink, subnet, port.vm.clone(), port.mac.clone(), dash(&port.address)]);
+            let both: Vec<_> = port.address.iter().chain(&port.address6).cloned().collect();
+            let addresses = Some(both.join(",")).filter(|a| !a.is_empty());
+            rows.push([name, switch, uplink, subnet, port.vm.clone(), port.mac.clone(), dash(&addresses)]);
         }
     }
     columns(&rows)

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::commands::cli::{File, down, finish, say};
 use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
-use crate::compose::{Project, depends, network};
+use crate::compose::{Project, network};
 use crate::host;
 use crate::project::changes::{self, Action, Side, Wish};
 use crate::project::control::{Event, Request};
@@ -24,18 +24,18 @@ pub struct UpOptions {
     /// Stay in the foreground; Ctrl-C takes everything down
     #[arg(short, long)]
     attach: bool,
-    /// Say what would be done, and change nothing
-    #[arg(long, conflicts_with = "attach")]
-    dry_run: bool,
-    /// Stop what runs and the compose file does not declare
-    #[arg(long)]
-    remove_orphans: bool,
     /// As at the host's boot: leave alone what 'down VM' has stopped under restart = "unless-stopped"
     #[arg(long)]
     boot: bool,
     /// Wait until all VMs with a health check are healthy
     #[arg(short, long)]
     wait: bool,
+    /// Say what would be done, and change nothing
+    #[arg(long, conflicts_with = "attach")]
+    dry_run: bool,
+    /// Stop what runs and the compose file does not declare
+    #[arg(long)]
+    remove_orphans: bool,
     /// Only these VMs, and those that they depend on
     vms: Vec<String>,
 }
@@ -59,23 +59,20 @@ pub struct RestartOptions {
 /// What the supervisor says.
 pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
     let project = declaring(&options.file)?;
-    let mut vms = options.vms;
+    let mut wish = Wish { vms: options.vms, remove_orphans: options.remove_orphans, ..Wish::default() };
     if options.boot {
         let stopped = stopped::list(&project)?;
-        let named = |vm: &String| vms.is_empty() || vms.contains(vm);
-        let wanted: Vec<String> =
-            project.compose.vm.keys().filter(|vm| named(vm) && !stopped.contains(*vm)).cloned().collect();
-        if wanted.is_empty() {
+        let wanted = |vm: &&String| (wish.vms.is_empty() || wish.vms.contains(vm)) && !stopped.contains(*vm);
+        wish.vms = project.compose.vm.keys().filter(wanted).cloned().collect();
+        if wish.vms.is_empty() {
             crate::say!("all VMs were stopped by 'down VM'; start them with 'tombolo up'");
             return Ok(ExitCode::SUCCESS);
         }
-        vms = wanted;
     }
-    vms = depends::with_dependencies(&project.compose, &vms).into_iter().collect();
-    let wish = Wish { vms: vms.clone(), remove_orphans: options.remove_orphans, restart: false };
     if options.dry_run {
         return dry_run(project, wish, json);
     }
+    let vms = wish.vms.clone();
     let outcome = start(&project, wish, options.wait, json)?;
     if outcome == Outcome::Done {
         if !options.boot {
@@ -112,7 +109,7 @@ fn stay(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
 /// What the supervisor says.
 pub fn restart(options: RestartOptions, json: bool) -> anyhow::Result<ExitCode> {
     let project = declaring(&options.file)?;
-    let wish = Wish { vms: options.vms, remove_orphans: false, restart: true };
+    let wish = Wish { vms: options.vms, restart: true, ..Wish::default() };
     if options.dry_run {
         return dry_run(project, wish, json);
     }
@@ -159,7 +156,7 @@ fn dry_run(mut project: Project, wish: Wish, json: bool) -> anyhow::Result<ExitC
         None => {
             network::settle(&mut project.compose, &std::collections::BTreeMap::new());
             let wanted = Side::declared(&project.name, &project.compose);
-            let actions = changes::plan(&Side::default(), &wanted, &wish);
+            let actions = changes::plan(&Side::default(), &wanted, &wish.with_dependencies(&project.compose));
             let examined = preflight::examine(&project, &Side::default(), &actions, promised);
             (actions, examined.err().map(|e| format!("{e:#}")))
         }

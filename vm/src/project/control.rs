@@ -22,7 +22,7 @@ pub enum Request {
         project: Box<Project>,
         /// What of it.
         wish: Wish,
-        /// Wait until its VMs are healthy.
+        /// Wait until the VMs are healthy.
         #[serde(default)]
         wait: bool,
     },
@@ -327,6 +327,9 @@ pub struct PortStatus {
     pub mac: String,
     /// Its address, where that was chosen here.
     pub address: Option<String>,
+    /// Its IPv6 address, where the network has a prefix.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address6: Option<String>,
 }
 
 /// One accelerator.

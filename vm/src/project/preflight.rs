@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::compose::network::Uplink;
-use crate::compose::{Backing, Project, VmSpec, ports};
+use crate::compose::ports;
+use crate::compose::{Backing, Project, VmSpec};
 use crate::guest::kit;
 use crate::host;
 use crate::machine::growth;

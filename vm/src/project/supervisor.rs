@@ -508,6 +508,7 @@ impl Supervisor {
                     vm,
                     mac: lease.mac.to_string(),
                     address: lease.address.map(|(ip, prefix)| format!("{ip}/{prefix}")),
+                    address6: lease.address6.map(|ip| ip.to_string()),
                 });
                 NetStatus {
                     name: name.clone(),

@@ -341,6 +341,7 @@ mod tests {
             let lease = crate::compose::network::Lease {
                 mac: crate::compose::network::Mac([2, 0, 0, 0, 0, 1]),
                 address: None,
+                address6: None,
                 dhcp: false,
             };
             let plug = Plug {

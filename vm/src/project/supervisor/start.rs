@@ -70,6 +70,11 @@ impl Supervisor {
         let (running, actions) = self.plan(&mut project, wish);
         let Ready { qemu, vms: missing } =
             preflight::examine(&project, &running, &actions, || self.promised())?;
+        let mut up_before = self.kept(&actions);
+        let order = Order::default();
+        for machine in &up_before {
+            order.reach(machine.name(), Reached::Ready(machine.clone()));
+        }
         let accel = self.accel(&qemu, &missing, &near, reporter)?;
         self.check_not_ending()?;
         self.announce(&actions, reporter);
@@ -98,13 +103,6 @@ impl Supervisor {
             inner.networks.extend(joined);
             inner.accelerators.extend(served);
             inner.project = project;
-        }
-
-        let order = Order::default();
-        let mut up_before: Vec<Arc<Machine>> =
-            self.lock().machines.values().filter(|m| m.is_up()).cloned().collect();
-        for machine in &up_before {
-            order.reach(machine.name(), Reached::Ready(machine.clone()));
         }
 
         // The client's going, or its word, cancels what has not been finished.
@@ -177,7 +175,6 @@ impl Supervisor {
             results.into_iter().filter_map(Result::err).map(|e| format!("{e:#}")).collect();
         if errors.is_empty() && !cancelled.load(Ordering::Acquire) {
             up_before.extend(started.into_inner().unwrap_or_else(PoisonError::into_inner));
-            up_before.retain(|m| wish.vms.is_empty() || wish.vms.iter().any(|vm| vm == m.name()));
             return if wait { wait_healthy(&up_before, &socket, reporter) } else { Ok(()) };
         }
         // What this request started goes again; what ran before stays.
