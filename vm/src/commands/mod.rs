@@ -9,6 +9,7 @@ pub mod client;
 pub mod config;
 pub mod doctor;
 pub mod events;
+pub mod guest_doctor;
 pub mod logs;
 pub mod names;
 pub mod top;
