@@ -263,7 +263,9 @@ fn a_runtime_folder_without_room_is_named_and_nothing_runs() {
     assert_eq!(refused.status.code(), Some(1));
     let words = said(&refused);
     assert!(words.contains("the project's folder") && words.contains("No space left on device"), "{words}");
-    assert!(String::from_utf8(project.run(&["ps", "--json"]).stdout).unwrap().contains("\"supervisor\": null"));
+    assert!(
+        String::from_utf8(project.run(&["ps", "--json"]).stdout).unwrap().contains("\"supervisor\": null")
+    );
 }
 
 #[test]

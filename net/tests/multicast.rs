@@ -9,9 +9,14 @@ use std::sync::Arc;
 use common::talk::{datagram, group4, group6, igmp, ipv4, ipv6, mld};
 use common::{Rig, frame};
 use tombolo_net::forwarding::forward::Pass;
+use tombolo_net::forwarding::view::{Attached, View};
 use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::port::{Policy, Vlan};
 use tombolo_net::ports::counters::Reason;
+use tombolo_net::ports::port::Port;
+use tombolo_net::service::Service;
+use tombolo_net::service::querier::{self, Querier};
+use tombolo_net::uplink::Uplink;
 use tombolo_net::vring::driver::NicConfig;
 
 const SECOND: u64 = 1_000_000_000;
@@ -34,7 +39,8 @@ fn host(n: usize) -> Ipv4Addr {
 impl Net {
     fn with(policy: impl Fn(usize) -> Policy) -> Self {
         let configs = [NicConfig { size: 256, ..NicConfig::default() }; 4];
-        let mut rig = Rig::with_policies(&configs, |i| Policy { router: i == ROUTER, check_mac: true, ..policy(i) });
+        let mut rig =
+            Rig::with_policies(&configs, |i| Policy { router: i == ROUTER, check_mac: true, ..policy(i) });
         rig.view = rig.view.snooping(Some(Arc::default()));
         Self { rig, now: 1, sent: 0 }
     }
@@ -87,7 +93,7 @@ fn a_group_goes_to_those_who_joined_it_and_to_routers_and_comes_to_an_end() {
     assert_eq!(net.reaches(0, GROUP), 1 << ROUTER | 0b010);
     assert_eq!(net.reaches(1, GROUP), 1 << ROUTER);
     assert_eq!(net.reaches(ROUTER, GROUP), 0b010);
-    assert_eq!(net.says(1, 0x17, GROUP), 1 << ROUTER | 0b101, "a leave goes to 224.0.0.2");
+    assert_eq!(net.says(1, 0x17, GROUP), 1 << ROUTER, "and so is a leave, though it goes to 224.0.0.2");
     assert_eq!(net.reaches(ROUTER, GROUP), 0);
     assert_eq!(net.dropped(ROUTER, Reason::Unwanted), 1, "counted where nobody has it");
     // Who says nothing any more is forgotten, while the router goes on asking.
@@ -112,7 +118,13 @@ fn link_local_groups_and_what_is_not_ip_go_to_all() {
     }
     let v6 = |net: &mut Net, group: &str| {
         let group: Ipv6Addr = group.parse().unwrap();
-        let f = ipv6(group6(group), Rig::mac(0), ["fe80::5".parse().unwrap(), group], 17, &[0, 7, 0, 7, 0, 8, 0, 0]);
+        let f = ipv6(
+            group6(group),
+            Rig::mac(0),
+            ["fe80::5".parse().unwrap(), group],
+            17,
+            &[0, 7, 0, 7, 0, 8, 0, 0],
+        );
         net.send(0, &f)
     };
     assert_eq!(v6(&mut net, "ff02::1"), 0b1110);
@@ -123,7 +135,8 @@ fn link_local_groups_and_what_is_not_ip_go_to_all() {
     for to in [Mac::BROADCAST, Mac([1, 0x80, 0xc2, 0, 0, 0x20]), Mac([1, 0, 0x0c, 0xcc, 0xcc, 0xcc])] {
         assert_eq!(net.send(0, &frame(to, Rig::mac(0), 60, 1)), 0b1110);
     }
-    let llc = [&[1, 0, 0x0c, 0xcc, 0xcc, 0xcc][..], &Rig::mac(0).0, &[0, 46, 0xaa, 0xaa, 3], &[0; 43]].concat();
+    let llc =
+        [&[1, 0, 0x0c, 0xcc, 0xcc, 0xcc][..], &Rig::mac(0).0, &[0, 46, 0xaa, 0xaa, 3], &[0; 43]].concat();
     assert_eq!(net.send(0, &llc), 0b1110);
 }
 
@@ -180,7 +193,8 @@ fn no_host_hears_anothers_report_in_whatever_form() {
     let group: Ipv6Addr = "ff15::7".parse().unwrap();
     let far = [&[58, 30][..], &[0; 246], &[131, 0, 0, 0, 0, 0, 0, 0], &group.octets()].concat();
     let far = ipv6(group6(group), Rig::mac(0), ["fe80::5".parse().unwrap(), group], 60, &far);
-    for hidden in [&report, &broadcast, &for_all, &tagged(1), &tagged(2), &tagged(3), &fragment, &later, &far] {
+    for hidden in [&report, &broadcast, &for_all, &tagged(1), &tagged(2), &tagged(3), &fragment, &later, &far]
+    {
         assert_eq!(net.send(0, hidden), 1 << ROUTER, "{hidden:02x?}");
     }
     // The one that hides something gets too much rather than too little.
@@ -266,11 +280,39 @@ fn a_long_report_is_read_to_its_end() {
     for n in 0..40 {
         message.extend([4, 0, 0, 0, 239, 2, 2, n]);
     }
-    let f = ipv4(group4(Ipv4Addr::new(224, 0, 0, 22)), Rig::mac(1), [host(1), Ipv4Addr::new(224, 0, 0, 22)], 2, &message);
+    let f = ipv4(
+        group4(Ipv4Addr::new(224, 0, 0, 22)),
+        Rig::mac(1),
+        [host(1), Ipv4Addr::new(224, 0, 0, 22)],
+        2,
+        &message,
+    );
     assert!(f.len() > 300);
     assert!(net.rig.nics[1].send_cut(&Default::default(), &f, &[20, 100, 250]));
     net.rig.pass_at(1, net.now * SECOND);
     assert!(net.rig.nics[ROUTER].receive().is_some());
     assert_eq!(net.reaches(0, Ipv4Addr::new(239, 2, 2, 39)), 1 << ROUTER | 0b010);
     assert_eq!(net.reaches(0, Ipv4Addr::new(239, 2, 2, 40)), 1 << ROUTER);
+}
+
+#[test]
+fn where_there_is_no_router_the_switch_itself_asks() {
+    let mut net = Net::new();
+    let service = Service::new(Arc::new(Querier)).unwrap();
+    let announcer = service.announcer();
+    let policy = Policy { macs: vec![querier::MAC], uplink: true, ..Policy::default() };
+    let uplink = Some(Arc::new(Uplink::new(Box::new(service))));
+    let mut ports = net.rig.view.ports().to_vec();
+    ports.push(Attached { uplink, ..Attached::guest(Arc::new(Port::new("querier", 1)), policy) });
+    net.rig.view = View::new(ports).unwrap().snooping(Some(Arc::default()));
+    announcer.announce();
+    net.rig.pass_at(4, net.now * SECOND);
+    for nic in &mut net.rig.nics {
+        let asked: Vec<_> = std::iter::from_fn(|| nic.receive()).map(|r| r.1[12]).collect();
+        assert_eq!(asked, [0x08, 0x86], "a question of each version of IP");
+    }
+    net.now += 12;
+    assert_eq!(net.says(1, 0x16, GROUP), 1 << ROUTER);
+    assert_eq!(net.reaches(0, GROUP), 1 << ROUTER | 0b010);
+    assert_eq!(net.reaches(0, Ipv4Addr::new(239, 9, 9, 9)), 1 << ROUTER);
 }

@@ -714,7 +714,8 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
     let stopped = members.iter().find(|m| m.name == "member-b").expect("it is there");
     let (id, epoch) = (u64::from(stopped.id.index()), u64::from(stopped.epoch));
     for lock in &locks {
-        mem.store_u64(*lock, epoch << 32 | u64::from(tombolo_files::sys::TFS_LOCK_HELD) | (id + 1)).expect("a word");
+        mem.store_u64(*lock, epoch << 32 | u64::from(tombolo_files::sys::TFS_LOCK_HELD) | (id + 1))
+            .expect("a word");
     }
     std::thread::scope(|scope| {
         for file in &files {

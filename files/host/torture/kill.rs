@@ -127,7 +127,8 @@ fn round(
     let victims: Vec<usize> = [Some(first), second].into_iter().flatten().collect();
     for (n, victim) in victims.iter().enumerate() {
         // Until the host has noticed, the others wait for the dead; then they clean up themselves.
-        let (unknown, known) = (rng.below(10_000), rng.below(if n + 1 < victims.len() { 2000 } else { 10_000 }));
+        let (unknown, known) =
+            (rng.below(10_000), rng.below(if n + 1 < victims.len() { 2000 } else { 10_000 }));
         end(&children[*victim], libc::SIGKILL)?;
         std::thread::sleep(Duration::from_micros(unknown));
         zone.bury(children[*victim].member)?;

@@ -75,7 +75,8 @@ pub struct PortStatus {
 
 /// The multicast groups that a port has joined, with their VLANs.
 fn groups(port: &Port, now: u64) -> Vec<String> {
-    let named = |(vid, group): (u16, IpAddr)| if vid == 0 { group.to_string() } else { format!("{group}@{vid}") };
+    let named =
+        |(vid, group): (u16, IpAddr)| if vid == 0 { group.to_string() } else { format!("{group}@{vid}") };
     let all = port.groups.is_open(now).then(|| "all".to_owned());
     all.into_iter().chain(port.groups.list(now).into_iter().map(named)).collect()
 }
@@ -136,8 +137,7 @@ pub fn prometheus(ports: &[PortStatus], queriers: &[Querier]) -> String {
     });
     family("querier", "gauge", "1 where a multicast querier is heard.", &mut |out| {
         for q in queriers {
-            let _infallible =
-                writeln!(out, "tombolo_net_querier{{vlan=\"{}\",ip=\"{}\"}} 1", q.vlan, q.ip);
+            let _infallible = writeln!(out, "tombolo_net_querier{{vlan=\"{}\",ip=\"{}\"}} 1", q.vlan, q.ip);
         }
     });
     type Get = fn(&Flow) -> u64;

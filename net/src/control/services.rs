@@ -104,7 +104,9 @@ impl Services {
 
     fn given6(&self, config: &PortConfig) -> Option<Ipv6Addr> {
         let (ipv6, _) = self.ipv6.as_ref()?;
-        let inside = |ip: &IpAddr| if let IpAddr::V6(ip) = ip { Some(*ip).filter(|ip| ipv6.prefix.has(*ip)) } else { None };
+        let inside = |ip: &IpAddr| {
+            if let IpAddr::V6(ip) = ip { Some(*ip).filter(|ip| ipv6.prefix.has(*ip)) } else { None }
+        };
         let listed = || config.ips.iter().find_map(inside).filter(|_| ipv6.managed);
         config.address6.or_else(listed).or_else(|| Some(ipv6.prefix.of(*config.macs.first()?)))
     }

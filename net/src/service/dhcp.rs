@@ -172,7 +172,11 @@ fn ip(bytes: &[u8]) -> Option<Ipv4Addr> {
 /// The answer to a frame, if it gets one: to a question for an address, or for the server's own MAC (ARP). `lease`: what
 /// the owner of a MAC gets.
 #[must_use]
-pub fn answer(config: &DhcpConfig, frame: &[u8], lease: impl Fn(Mac) -> Option<Lease<Ipv4Addr>>) -> Option<Vec<u8>> {
+pub fn answer(
+    config: &DhcpConfig,
+    frame: &[u8],
+    lease: impl Fn(Mac) -> Option<Lease<Ipv4Addr>>,
+) -> Option<Vec<u8>> {
     let from = Mac(*frame.get(6..12)?.first_chunk()?);
     match frame.get(12..ETH)? {
         [0x08, 0x06] => arp(config, from, &frame[ETH..]),

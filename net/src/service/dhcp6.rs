@@ -80,7 +80,8 @@ fn say(to: &mut Vec<u8>, number: u16, value: &[u8]) {
 /// The addresses in the options of an association.
 fn addresses(association: &[u8]) -> impl Iterator<Item = Ipv6Addr> {
     let all = options(association.get(12..).unwrap_or_default());
-    all.filter(|(number, _)| *number == option::ADDRESS).filter_map(|(_, v)| get::<16>(v, 0).map(Ipv6Addr::from))
+    all.filter(|(number, _)| *number == option::ADDRESS)
+        .filter_map(|(_, v)| get::<16>(v, 0).map(Ipv6Addr::from))
 }
 
 /// The answer to the UDP datagram `asked`, as a UDP datagram without its checksum, from the owner of `server` to one who has
@@ -101,7 +102,9 @@ pub fn answer(config: &Ipv6Config, server: Mac, asked: &[u8], lease: &Lease<Ipv6
     let named = find(option::SERVER);
     let fits = match kind {
         kind::SOLICIT | kind::CONFIRM | kind::REBIND => client.is_some() && named.is_none(),
-        kind::REQUEST | kind::RENEW | kind::RELEASE | kind::DECLINE => client.is_some() && named == Some(&own),
+        kind::REQUEST | kind::RENEW | kind::RELEASE | kind::DECLINE => {
+            client.is_some() && named == Some(&own)
+        }
         kind::INFORMATION => named.is_none_or(|n| n == own) && find(option::ASSOCIATION).is_none(),
         _ => false,
     };

@@ -40,7 +40,8 @@ fn igmp() -> Vec<u8> {
     let check = sum(&message, 0);
     message[2..4].copy_from_slice(&check);
     // Of a header with the router alert (RFC 2113), for the next hop only.
-    let mut packet = vec![0x46, 0xc0, 0, 36, 0, 0, 0, 0, 1, protocol::IGMP, 0, 0, 0, 0, 0, 0, 224, 0, 0, 1, 148, 4, 0, 0];
+    let mut packet =
+        vec![0x46, 0xc0, 0, 36, 0, 0, 0, 0, 1, protocol::IGMP, 0, 0, 0, 0, 0, 0, 224, 0, 0, 1, 148, 4, 0, 0];
     let check = sum(&packet, 0);
     packet[10..12].copy_from_slice(&check);
     packet.extend(message);

@@ -9,7 +9,11 @@ use std::io;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-const SLOTS: usize = 4096;
+use crate::vring::memory::MAX_REGIONS;
+
+/// Most ranges. More than 64 ports with as many regions as they may have, each with a new table beside the old one.
+const SLOTS: usize = 16_640;
+const _: () = assert!(SLOTS >= 64 * 2 * (MAX_REGIONS + 2), "no port may keep memory from others");
 
 struct Slot {
     taken: AtomicBool,

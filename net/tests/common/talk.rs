@@ -8,7 +8,8 @@ use tombolo_net::frames::frame::Mac;
 /// An IPv4 packet of `protocol` in a frame.
 pub fn ipv4(to: Mac, from: Mac, [source, dest]: [Ipv4Addr; 2], protocol: u8, body: &[u8]) -> Vec<u8> {
     let len = (20 + body.len()) as u16;
-    let mut f = [&to.0[..], &from.0, &[8, 0, 0x45, 0], &len.to_be_bytes(), &[0, 0, 0, 0, 1, protocol, 0, 0]].concat();
+    let mut f =
+        [&to.0[..], &from.0, &[8, 0, 0x45, 0], &len.to_be_bytes(), &[0, 0, 0, 0, 1, protocol, 0, 0]].concat();
     f.extend(source.octets());
     f.extend(dest.octets());
     f.extend(body);

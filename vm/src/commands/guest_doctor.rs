@@ -32,6 +32,7 @@ pub fn examine(project: &Project, vm: &str) -> anyhow::Result<Vec<Finding>> {
         env: Vec::new(),
         dir: None,
         input: false,
+        terminal: None,
     };
     let mut peer = client::living(project, &request)?;
     let mut said = Vec::new();

@@ -7,10 +7,12 @@ pub mod cli;
 #[allow(clippy::print_stderr, reason = "commands talk to the terminal")]
 pub mod client;
 pub mod config;
+pub mod copy;
 pub mod doctor;
 pub mod events;
 pub mod guest_doctor;
 pub mod logs;
 pub mod names;
+pub mod terminal;
 pub mod top;
 pub mod up;

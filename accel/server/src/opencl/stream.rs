@@ -17,6 +17,8 @@ use tombolo_calls::patience::Patience;
 
 /// Transfers of a client at once.
 const MOST: usize = 1024;
+/// Pieces of a transfer that wait to be copied; a client has few slots for them.
+const MOST_PIECES: usize = 64;
 /// How long the driver's thread looks for the next piece before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 /// CL_OUT_OF_RESOURCES
@@ -86,6 +88,9 @@ impl Stream {
         if let Some(status) = state.ended {
             return Err(if status < 0 { status } else { VALUE });
         }
+        if state.pieces.len() >= MOST_PIECES {
+            return Err(RESOURCES);
+        }
         state.pieces.push_back(piece);
         if std::mem::take(&mut state.sleeps) {
             self.changed.notify_one();
@@ -144,7 +149,7 @@ impl Stream {
 }
 
 /// The native kernel.
-pub unsafe extern "C" fn run(arguments: *mut c_void) {
+pub(super) unsafe extern "C" fn run(arguments: *mut c_void) {
     // SAFETY: the driver's copy of what was enqueued, which it hands over once.
     let (arguments, stream, cl) = unsafe {
         let arguments = &*arguments.cast::<Arguments>();
@@ -186,7 +191,7 @@ impl Streams {
     }
 
     /// The driver has its command. The reference to the event becomes the stream's.
-    pub fn enqueued(&self, cl: &'static OpenCl, id: u64, event: Handle) {
+    pub(super) fn enqueued(&self, cl: &'static OpenCl, id: u64, event: Handle) {
         if let Some(running) = lock(&self.0).get_mut(&id) {
             running.event = event as usize;
         }
@@ -207,7 +212,7 @@ impl Streams {
     }
 
     /// The event of a stream, with a reference for the caller.
-    pub fn event(&self, cl: &OpenCl, id: u64) -> Result<Handle, i32> {
+    pub(super) fn event(&self, cl: &OpenCl, id: u64) -> Result<Handle, i32> {
         let all = lock(&self.0);
         let event = all.get(&id).ok_or(VALUE)?.event as Handle;
         if let Some(retain) = cl.native.clRetainEvent {
@@ -246,8 +251,12 @@ mod tests {
         for (at, len) in [(0, 101), (100, 1), (0, 0), (usize::MAX, 1), (1, usize::MAX)] {
             assert_eq!(stream.put(piece(at, len)), Err(VALUE), "{at} {len}");
         }
-        assert_eq!(stream.put(piece(0, 100)), Ok(()));
+        for _ in 0..MOST_PIECES {
+            assert_eq!(stream.put(piece(0, 100)), Ok(()));
+        }
+        assert_eq!(stream.put(piece(0, 100)), Err(RESOURCES));
         assert_eq!(stream.next().len, 100);
+        assert_eq!(stream.put(piece(0, 100)), Ok(()));
         lock(&stream.state).ended = Some(-14);
         assert_eq!(stream.put(piece(0, 100)), Err(-14));
     }

@@ -429,6 +429,7 @@ fn data_that_is_removed_is_read_whole_or_not_at_all_and_is_no_damage() {
                 fs.unlink(ROOT, b"h", None).map_err(|e| format!("unlink: {e}"))
             }),
             doing(12, false, make_own),
+            Doing { after: Some(2), ..doing(1, false, recover) },
         ],
         check: |fs, _| own_is_there(fs),
     };
@@ -460,7 +461,8 @@ fn a_range_has_one_locker_at_a_time_whatever_becomes_of_its_file_and_of_other_lo
                     return Err(format!("{owner} has the lock that {other} has"));
                 }
             }
-            let found = fs.get_lock(g, &range(owner + 100, sys::TFS_LK_WRITE)).map_err(|e| format!("test: {e}"))?;
+            let found =
+                fs.get_lock(g, &range(owner + 100, sys::TFS_LK_WRITE)).map_err(|e| format!("test: {e}"))?;
             if found.owner != owner {
                 return Err(format!("the lock of {owner} is named as that of {}", found.owner));
             }

@@ -104,7 +104,9 @@ impl Zone {
         let state = (epoch + 1) << 32 | u64::from(sys::TMB_MEMBER_ACTIVE);
         let rights = if read_only { 0 } else { u64::from(sys::TMB_RIGHT_WRITE) };
         assert!(table.store_word(u64::from(member) * 256, state));
-        assert!(table.store_word(u64::from(member) * 256 + offset_of!(sys::tmb_member, rights) as u64, rights));
+        assert!(
+            table.store_word(u64::from(member) * 256 + offset_of!(sys::tmb_member, rights) as u64, rights)
+        );
         let seat = Some((TABLE as u64, Seat { member, epoch: epoch as u32 + 1 }));
         let map = if read_only { &self.reader } else { &self.map };
         let area = Area::in_map(map, AREA as u64, MIB << 20, seat).expect("an area");
@@ -125,10 +127,8 @@ impl Zone {
 
     /// Two threads at once, in this order of accesses.
     fn both(&self, plan: Plan, one: impl FnOnce(), other: impl FnOnce()) {
-        let threads = vec![
-            Thread { body: Box::new(one), after: None },
-            Thread { body: Box::new(other), after: None },
-        ];
+        let threads =
+            vec![Thread { body: Box::new(one), after: None }, Thread { body: Box::new(other), after: None }];
         let regions = [Zone::region(&self.map), Zone::region(&self.reader)];
         let ran = Schedule::run(threads, regions, plan, |_| {}).expect("both come to their end");
         assert_eq!(ran.damage, Vec::<String>::new());
