@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a side waits before it sleeps. An answer that is on its way comes within a few microseconds, so at first the processor is kept;
-//! after that it is offered to whoever wants it: the peer, or a thread of the driver, may be waiting for this very one.
+//! Polling before sleep. An answer that is on its way comes within a few microseconds, so a thread first spins without giving its processor
+//! up. After that it yields between looks: the peer, or a thread of the driver, may be waiting for this processor.
 
 use std::time::{Duration, Instant};
 
-/// Looks for which the processor is kept: some 2 µs.
-const KEPT: u32 = 64;
+/// Looks without a yield: some 2 µs.
+const SPINS: u32 = 64;
 
-/// One wait; see [`Patience::turn`].
-pub struct Patience {
+/// One wait; see [`Spin::turn`].
+pub struct Spin {
     turns: u32,
     since: Option<Instant>,
     limit: Duration,
 }
 
-impl Patience {
-    /// Waits for about `limit`.
-    pub fn new(limit: Duration) -> Patience {
-        Patience { turns: 0, since: None, limit }
+impl Spin {
+    /// A wait of about `limit`.
+    pub fn new(limit: Duration) -> Spin {
+        Spin { turns: 0, since: None, limit }
     }
 
-    /// Lets a moment pass. `false`: it is time to sleep.
+    /// Spins or yields once, between two looks. `false`: the limit is over, and the caller should sleep.
     pub fn turn(&mut self) -> bool {
-        if self.turns < KEPT {
+        if self.turns < SPINS {
             self.turns += 1;
             std::hint::spin_loop();
             return true;
@@ -37,8 +37,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn patience_ends_however_short_it_is() {
-        let mut patience = Patience::new(Duration::ZERO);
-        assert_eq!((0..).take_while(|_| patience.turn()).count(), KEPT as usize);
+    fn a_wait_ends_however_short_its_limit_is() {
+        let mut spin = Spin::new(Duration::ZERO);
+        assert_eq!((0..).take_while(|_| spin.turn()).count(), SPINS as usize);
     }
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What several threads may use, one at a time, none of them waiting: who finds it taken leaves word, and who gives it back learns
-//! of it.
+//! A try-lock with a contended flag. A thread that fails to take the lock can set the flag; unlocking tells whether the flag was set.
 //!
-//! A doorbell wakes some thread; if that thread finds the ring in another's hands it sleeps again, and the wake-up has been used
-//! up. The other may have looked at the ring for the last time just before. So the two must not miss each other: taking, leaving
-//! word and giving back are steps of one atomic word (the model in `tests/ring_model.rs` tries all orders).
+//! Several threads of a server share one ring, and a doorbell wakes any one of them. If the woken thread finds the ring locked by another
+//! thread it sleeps again, and the wake-up is used up; but the lock's owner may have looked at the ring for the last time just before.
+//! With the flag the owner learns of the wake-up when it unlocks, and looks again. Locking, setting the flag and unlocking are steps
+//! of one atomic word; the model in `tests/ring_model.rs` tries all orders.
 
 #[cfg(loom)]
 use loom::sync::atomic::AtomicU32;
@@ -15,82 +15,83 @@ use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard};
 
 const FREE: u32 = 0;
-const TAKEN: u32 = 1;
-/// Taken, and another thread came in vain.
-const CALLED: u32 = 2;
+const LOCKED: u32 = 1;
+/// Locked, and another thread has set the flag.
+const CONTENDED: u32 = 2;
 
-/// A value that one thread at a time leads.
-pub struct Lead<T> {
+/// A value that one thread at a time may use.
+pub struct TryLock<T> {
     state: AtomicU32,
-    /// Never contended: only who took `state` locks it.
+    /// Never contended: only the thread that moved `state` from `FREE` locks it.
     value: Mutex<T>,
 }
 
-/// The lead, until it is given back.
-pub struct Leading<'l, T> {
-    lead: &'l Lead<T>,
+/// The locked value. Dropping it unlocks.
+pub struct Guard<'l, T> {
+    lock: &'l TryLock<T>,
     value: Option<MutexGuard<'l, T>>,
 }
 
-impl<T> Lead<T> {
-    /// A value that nobody leads yet.
+impl<T> TryLock<T> {
+    /// An unlocked value.
     pub fn new(value: T) -> Self {
-        Lead { state: AtomicU32::new(FREE), value: Mutex::new(value) }
+        TryLock { state: AtomicU32::new(FREE), value: Mutex::new(value) }
     }
 
-    /// Takes the lead. None: another thread has it.
-    pub fn try_take(&self) -> Option<Leading<'_, T>> {
-        let taken = self.state.compare_exchange(FREE, TAKEN, Ordering::Acquire, Ordering::Relaxed);
-        taken.is_ok().then(|| self.locked())
+    /// Locks, unless another thread holds the lock.
+    pub fn try_lock(&self) -> Option<Guard<'_, T>> {
+        let locked = self.state.compare_exchange(FREE, LOCKED, Ordering::Acquire, Ordering::Relaxed);
+        locked.is_ok().then(|| self.guard())
     }
 
-    /// Takes the lead. None: another thread has it, and learns from [`Leading::give`] that it was called.
-    pub fn take_or_call(&self) -> Option<Leading<'_, T>> {
+    /// Locks, or sets the contended flag: then the lock's owner learns of it from [`Guard::unlock`].
+    pub fn try_lock_or_flag(&self) -> Option<Guard<'_, T>> {
         loop {
-            if let Some(leading) = self.try_take() {
-                return Some(leading);
+            if let Some(guard) = self.try_lock() {
+                return Some(guard);
             }
-            let called = self.state.compare_exchange(TAKEN, CALLED, Ordering::Release, Ordering::Relaxed);
-            if called.is_ok() || called == Err(CALLED) {
+            let flagged =
+                self.state.compare_exchange(LOCKED, CONTENDED, Ordering::Release, Ordering::Relaxed);
+            if flagged.is_ok() || flagged == Err(CONTENDED) {
                 return None;
             }
         }
     }
 
-    fn locked(&self) -> Leading<'_, T> {
-        // A thread that panicked while it led left a whole value: nothing here calls out in the middle of a change.
-        Leading { lead: self, value: Some(self.value.lock().unwrap_or_else(|e| e.into_inner())) }
+    fn guard(&self) -> Guard<'_, T> {
+        // A thread that panicked with the lock left a whole value: nothing here calls out in the middle of a change.
+        Guard { lock: self, value: Some(self.value.lock().unwrap_or_else(|e| e.into_inner())) }
     }
 }
 
-impl<T> Leading<'_, T> {
-    /// Gives the lead back. `true`: another thread came in vain meanwhile; whatever called it must be looked at (again).
+impl<T> Guard<'_, T> {
+    /// Unlocks. `true`: another thread failed to lock meanwhile; the caller must look (again) for what woke that thread.
     #[must_use]
-    pub fn give(mut self) -> bool {
-        self.give_back()
+    pub fn unlock(mut self) -> bool {
+        self.release()
     }
 
-    fn give_back(&mut self) -> bool {
-        self.value.take().is_some() && self.lead.state.swap(FREE, Ordering::AcqRel) == CALLED
+    fn release(&mut self) -> bool {
+        self.value.take().is_some() && self.lock.state.swap(FREE, Ordering::AcqRel) == CONTENDED
     }
 }
 
-impl<T> Deref for Leading<'_, T> {
+impl<T> Deref for Guard<'_, T> {
     type Target = T;
     fn deref(&self) -> &T {
-        self.value.as_ref().expect("until it is given back")
+        self.value.as_ref().expect("locked until it is released")
     }
 }
 
-impl<T> DerefMut for Leading<'_, T> {
+impl<T> DerefMut for Guard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        self.value.as_mut().expect("until it is given back")
+        self.value.as_mut().expect("locked until it is released")
     }
 }
 
-impl<T> Drop for Leading<'_, T> {
+impl<T> Drop for Guard<'_, T> {
     fn drop(&mut self) {
-        // An error or a panic: whoever deals with it wakes everybody.
-        let _called = self.give_back();
+        // The owner failed or panicked: the code that handles that wakes every thread.
+        let _contended = self.release();
     }
 }

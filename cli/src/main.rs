@@ -137,7 +137,9 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         Command::Vm(command) => tombolo_vm::commands::cli::run(command, cli.json),
         Command::Zone { command: ZoneCommand::Zone(command) } => tombolo_zone::cli::run(command, cli.json),
-        Command::Zone { command: ZoneCommand::Vm(command) } => tombolo_vm::commands::cli::run_zone(command, cli.json),
+        Command::Zone { command: ZoneCommand::Vm(command) } => {
+            tombolo_vm::commands::cli::run_zone(command, cli.json)
+        }
         Command::Files { mut command } => {
             if let Err(e) = find_zone(&mut command) {
                 eprintln!("tombolo: {e:#}");
@@ -149,7 +151,9 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Lab(arguments) => tombolo_lab::cli::run(arguments, cli.json),
         Command::Start { command } => tombolo_vm::commands::cli::run_start(command, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
-        Command::Net { command: NetCommand::Vm(command) } => tombolo_vm::commands::cli::run_net(command, cli.json),
+        Command::Net { command: NetCommand::Vm(command) } => {
+            tombolo_vm::commands::cli::run_net(command, cli.json)
+        }
         Command::Net { command: NetCommand::Net(mut command) } => {
             if let Some(control) = command.control_mut() {
                 let name = control.as_deref().and_then(Path::to_str);
@@ -191,8 +195,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
 /// The server at the default address, where there is one, and those of running projects.
 fn list_accelerators(json: bool) -> anyhow::Result<ExitCode> {
     use tombolo_accel_server::{cli, control};
-    let ours = tombolo_vm::commands::cli::accelerator_servers()?.into_iter().map(serde_json::from_value);
-    let mut servers = ours.collect::<Result<Vec<control::Listing>, _>>()?;
+    let mut servers = tombolo_vm::commands::cli::accelerator_servers()?;
     match control::servers(Path::new(control::DEFAULT)) {
         Ok(others) => servers.splice(0..0, others).for_each(drop),
         Err(e) if servers.is_empty() => return Err(e),

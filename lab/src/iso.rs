@@ -15,7 +15,7 @@ use crate::carry::{Carried, skeleton};
 /// The CD, in the lab's folder.
 pub const NAME: &str = "lab.iso";
 
-/// What isolinux starts.
+/// The configuration of isolinux: the kernel that it starts.
 pub struct Boot<'a> {
     /// The kernel.
     pub kernel: &'a Path,

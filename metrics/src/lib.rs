@@ -7,8 +7,10 @@
 //!
 //! - [`Place`] where it listens; [`Server`] the loop; [`Stop`] its end
 //! - [`request`] one request, read and judged
+//! - [`text`] the figures in Prometheus' text format
 
 pub mod request;
+pub mod text;
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::wire::{Encoder, HEADER, PART, Record, Reply, ReplyKind, Request, WANTS_REPLY};
-use tombolo_calls::patience::Patience;
+use tombolo_calls::spin::Spin;
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
 /// How long a waiting thread reads the ring itself before it sleeps; for most of it, it offers the processor to others.
@@ -290,7 +290,7 @@ impl Connection {
 
     fn wait(&self, waiter: &Arc<Waiter>) -> Result<(), Lost> {
         let done = || waiter.done.load(Ordering::Acquire) != 0;
-        let mut patience = Patience::new(SPIN);
+        let mut spin = Spin::new(SPIN);
         while !done() {
             if let Ok(mut input) = self.input.try_lock() {
                 self.drain(&mut input).map_err(|e| self.lose(&e))?;
@@ -302,7 +302,7 @@ impl Connection {
                     return Ok(());
                 }
             }
-            if !patience.turn() {
+            if !spin.turn() {
                 return self.sleep(waiter);
             }
         }

@@ -6,11 +6,12 @@ use crate::figures::{Figure, Figures};
 use crate::limits::Limits;
 use crate::wall::census::Census;
 use crate::workers::Confinement;
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+pub use tombolo_control::accel::Tenant as Status;
 
 /// A client that is served.
 pub struct Tenant {
@@ -99,43 +100,6 @@ impl Pause {
     fn total(&self) -> Duration {
         self.before + self.since.map(|since| since.elapsed()).unwrap_or_default()
     }
-}
-
-/// A tenant at one moment.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Status {
-    /// Its worker.
-    pub pid: u32,
-    /// Who it says it is: program and process.
-    pub name: String,
-    /// The address it came by, or `vm:` and the VM's name.
-    pub via: String,
-    /// Its share of time beside others.
-    pub weight: u32,
-    /// Bytes of device memory in use.
-    pub memory: u64,
-    /// The most it may use.
-    pub memory_limit: u64,
-    /// Objects that live.
-    pub objects: u64,
-    /// The most it may have.
-    pub objects_limit: u32,
-    /// Requests.
-    pub calls: u64,
-    /// Of these, those it waited for.
-    pub waits: u64,
-    /// Bytes in records.
-    pub bytes: u64,
-    /// Seconds from requests that it waited for to their replies.
-    pub busy_seconds: f64,
-    /// Seconds for which its requests were held back by its rate.
-    pub held_seconds: f64,
-    /// Seconds of processor time that its worker has used.
-    pub cpu_seconds: f64,
-    /// Seconds for which its worker could not run, because its share of time was used up.
-    pub paused_seconds: f64,
-    /// Seconds since its worker was started.
-    pub seconds: f64,
 }
 
 #[derive(Default)]

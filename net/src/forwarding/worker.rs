@@ -16,7 +16,6 @@ use crate::forwarding::balance::{PERIOD, WHOLE};
 use crate::forwarding::forward::{Forwarder, Pass};
 use crate::forwarding::switch::Switch;
 use crate::forwarding::view::View;
-use crate::vring::fault;
 use crate::vring::queue::Vring;
 
 /// How a worker spends its time.
@@ -87,7 +86,7 @@ impl Worker {
             paid: (0, 0),
             epoll: Epoll::new()?,
             forwarder: Forwarder::default(),
-            faults: fault::hits(),
+            faults: tombolo_sigbus::hits(),
             must_poll: false,
         })
     }
@@ -137,8 +136,8 @@ impl Worker {
             for (port, why) in self.forwarder.take_broken() {
                 stop_port(&self.view, port, &why);
             }
-            if fault::hits() != self.faults {
-                self.faults = fault::hits();
+            if tombolo_sigbus::hits() != self.faults {
+                self.faults = tombolo_sigbus::hits();
                 self.stop_robbed();
             }
             if several && mark - self.since >= PERIOD {

@@ -550,7 +550,7 @@ fn accelerators(status: &Status) -> String {
 ///
 /// # Errors
 /// When a supervisor that lives does not answer.
-pub fn accelerator_servers() -> anyhow::Result<Vec<serde_json::Value>> {
+pub fn accelerator_servers() -> anyhow::Result<Vec<tombolo_control::accel::Listing>> {
     let accelerators = running(None)?.into_iter().flat_map(|project| project.accelerators);
     Ok(accelerators.filter_map(|accelerator| accelerator.server).collect())
 }

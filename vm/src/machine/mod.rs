@@ -21,9 +21,9 @@ use crate::project::control::{Stage, VmStatus};
 use crate::project::network::Plug;
 use crate::project::state::StateDir;
 use crate::project::zones::Invitation;
+use crate::qemu::Hypervisor;
 use crate::qemu::cmdline::{self, Plan, ZoneDevice};
 use crate::qemu::console::Console;
-use crate::qemu::kvm::Accel;
 use crate::qemu::qmp::Qmp;
 use crate::qemu::version::Qemu;
 use hotplug::Ports;
@@ -49,7 +49,7 @@ pub struct Start<'a> {
     /// The QEMU.
     pub qemu: &'a Qemu,
     /// KVM or TCG.
-    pub accel: Accel,
+    pub accel: Hypervisor,
     /// What it boots.
     pub boot: Option<Boot>,
     /// Its zones: name, what for, and invitation.
@@ -71,7 +71,7 @@ pub struct Start<'a> {
 pub struct Machine {
     name: String,
     spec: VmSpec,
-    accel: Accel,
+    accel: Hypervisor,
     started: Instant,
     console: Arc<Console>,
     log: Arc<Console>,
@@ -289,7 +289,7 @@ impl Machine {
     }
 
     /// KVM or TCG.
-    pub fn accel(&self) -> Accel {
+    pub fn accel(&self) -> Hypervisor {
         self.accel
     }
 

@@ -193,7 +193,7 @@ pub struct VmStatus {
     /// QEMU's process, while it runs.
     pub pid: Option<u32>,
     /// "kvm" or "tcg".
-    pub accel: crate::qemu::kvm::Accel,
+    pub accel: crate::qemu::Hypervisor,
     /// Virtual CPUs.
     pub cpus: u32,
     /// Memory in bytes.
@@ -277,7 +277,7 @@ pub struct AccelStatus {
     /// Who may use it.
     pub vms: Vec<AccelVm>,
     /// What the server itself says, as in `tombolo accel ls`.
-    pub server: Option<serde_json::Value>,
+    pub server: Option<tombolo_control::accel::Listing>,
 }
 
 /// One VM at an accelerator.

@@ -9,10 +9,10 @@
 //! - [`mod@wire`]: messages, with and without a descriptor; eventfds; the page.
 //! - [`mod@server`]: the server, [`DoorbellServer`].
 //! - [`mod@client`]: [`Bell`], a host process's own doorbell.
-//! - `entrance`: where host processes other than the owner connect.
+//! - `host`: the socket at which host processes other than the owner connect.
 
 pub mod client;
-mod entrance;
+mod host;
 pub mod server;
 pub mod wire;
 
