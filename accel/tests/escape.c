@@ -290,6 +290,14 @@ static void kernel_resources(void)
 	TRY("the host's huge pages", SYS_mmap, P(0), P(2 << 20), P(3), P(MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB), P(-1), P(0));
 	TRY("a stack without an end", SYS_prlimit64, P(0), P(RLIMIT_STACK), DATA, put(stack, sizeof(stack)), P(0));
 	TRY("the host's places for asynchronous transfers", SYS_io_setup, P(1), OUT);
+	TRY("what everybody has written, out to the disk", SYS_sync);
+	TRY("the same of one file system", SYS_syncfs, P(0));
+	TRY("the user's watchers of files", SYS_inotify_init1, P(0));
+	TRY("the same, older", SYS_inotify_init);
+	TRY("the user's watchers of mounts", SYS_fanotify_init, P(0x200 /* FAN_REPORT_FID */), P(0));
+	TRY("the user's descriptors under way", SYS_sendmsg, P(4), OUT, P(MSG_DONTWAIT));
+	TRY("the same, many at once", SYS_sendmmsg, P(4), OUT, P(1), P(MSG_DONTWAIT));
+	TRY("secret memory", SYS_memfd_secret, P(0));
 	TRY("a processor core of its own", SYS_prctl, P(62 /* PR_SCHED_CORE */), P(1), P(0), P(0), P(0));
 	TRY("a write of the supervisor that blocks", SYS_fcntl, P(2), P(F_SETFL), P(0));
 	TRY("the same by ioctl", SYS_ioctl, P(2), P(FIONBIO), OUT);

@@ -225,18 +225,98 @@ def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(ho
     same("clinfo", host.native("clinfo"), vm.ok(zone + " clinfo 2>/tmp/err"))
 
 
+# Nobody can leave an initramfs by pivot_root, so servers in the VM are unconfined.
+SERVE = "tombolo-accel serve --listen tcp:127.0.0.1:7790 --memory 64 --window 16 --weight 30 --unconfined"
+CGROUP = "mkdir -p /cg; test -e /cg/cgroup.procs || mount -t cgroup2 none /cg; echo +memory +pids +cpu > /cg/cgroup.subtree_control; ifconfig lo up; "
+
+
+def serve_in(vm, options="", prepare="", folder="/cg/*"):
+    """Starts a server in the VM, with a client that says nothing: its worker waits for that for ten seconds. The worker's group, below a folder."""
+    vm.ok(CGROUP + "(%s exec %s %s >/tmp/served 2>&1) & echo $! > /tmp/server; "
+          "for i in $(seq 300); do netstat -ltn | grep -q 7790 && exit 0; sleep 0.1; done; cat /tmp/served; exit 1" % (prepare, SERVE, options))
+    return vm.ok("nc 127.0.0.1 7790 >/dev/null </dev/ttyS0 & echo $! > /tmp/silent; "
+                 "for i in $(seq 100); do ls -d %s/worker-* 2>/dev/null && exit 0; sleep 0.1; done; cat /tmp/served; ls /cg; exit 1" % folder).strip()
+
+
+def end_in(vm, signal="TERM"):
+    vm.ok("kill $(cat /tmp/silent); kill -%s $(cat /tmp/server); for i in $(seq 300); do test -d /proc/$(cat /tmp/server) || exit 0; sleep 0.1; done; exit 1" % signal)
+
+
+def expect(what, found, wanted):
+    if found != wanted:
+        raise Failed("%s: %s, not %s" % (what, found, wanted))
+
+
 @claim
 def a_worker_lives_in_a_cgroup_of_its_own_with_limits_which_ends_with_it(host, vm, zone):
-    vm.ok("mkdir -p /cg && mount -t cgroup2 none /cg && echo +memory +pids +cpu > /cg/cgroup.subtree_control && mkdir /cg/accel && ifconfig lo up")
-    vm.ok("tombolo-accel serve --listen tcp:127.0.0.1:7790 --memory 64 --window 16 --weight 30 --unconfined --cgroup /cg/accel >/tmp/served 2>&1 & "
-          "for i in $(seq 300); do netstat -ltn | grep -q 7790 && exit 0; sleep 0.1; done; cat /tmp/served; exit 1")
-    # (Nobody can leave an initramfs by pivot_root, so it is unconfined.) A client that says nothing: its worker waits for it for ten seconds.
-    vm.ok("nc 127.0.0.1 7790 >/dev/null </dev/ttyS0 & echo $! > /tmp/silent; for i in $(seq 100); do ls -d /cg/accel/worker-* 2>/dev/null && exit 0; sleep 0.1; done; cat /tmp/served; exit 1")
-    said = vm.ok("cd /cg/accel/worker-*; cat memory.max pids.max cpu.weight memory.oom.group; wc -l < cgroup.procs").split()
-    if said != [str((64 + 2048 + 16 + 512) << 20), "1024", "30", "1", "1"]:
-        raise Failed("the worker's group: %s" % said)
-    vm.ok("kill $(cat /tmp/silent); for i in $(seq 300); do ls -d /cg/accel/worker-* >/dev/null 2>&1 || exit 0; sleep 0.1; done; ls /cg/accel; exit 1")
-    vm.ok("kill $(pidof tombolo-accel)")
+    vm.ok(CGROUP + "mkdir /cg/accel")
+    group = serve_in(vm, "--cgroup /cg/accel", folder="/cg/accel")
+    said = vm.ok("cd %s; cat memory.max pids.max cpu.weight memory.oom.group; wc -l < cgroup.procs" % group).split()
+    expect("the worker's group", said, [str((64 + 2048 + 16 + 512) << 20), "1024", "30", "1", "1"])
+    vm.ok("kill $(cat /tmp/silent); for i in $(seq 300); do test -d %s || exit 0; sleep 0.1; done; ls /cg/accel; exit 1" % group)
+    vm.ok("nc 127.0.0.1 7790 >/dev/null </dev/ttyS0 & echo $! > /tmp/silent")
+    end_in(vm)
+    expect("groups of a server that has ended", vm.ok("ls -d /cg/accel/*/ 2>/dev/null || true"), "")
+
+
+@claim
+def a_server_of_root_finds_a_cgroup_by_itself_and_none_stays_behind(host, vm, zone):
+    group = serve_in(vm)
+    pid = vm.ok("cat /tmp/server").strip()
+    expect("the worker's group", os.path.dirname(group), "/cg/tombolo-accel-" + pid)
+    end_in(vm)
+    expect("groups of a server that was told to end", vm.ok("ls -d /cg/tombolo-* 2>/dev/null || true"), "")
+    left = os.path.dirname(serve_in(vm))
+    end_in(vm, "KILL")
+    vm.ok("test -d " + left)
+    group = serve_in(vm)
+    expect("groups after one that was killed", vm.ok("ls -d /cg/tombolo-*").split(), [os.path.dirname(group)])
+    end_in(vm)
+
+
+@claim
+def a_server_divides_the_cgroup_that_systemd_delegates(host, vm, zone):
+    vm.ok(CGROUP + "mkdir -p /cg/unit && setfattr -n user.delegate -v 1 /cg/unit")
+    # Delegate=yes
+    group = serve_in(vm, prepare="sh -c 'echo $PPID > /cg/unit/cgroup.procs';")
+    expect("the worker's group", os.path.dirname(group), "/cg/unit")
+    expect("the server's", vm.ok("cat /cg/unit/server/cgroup.procs"), vm.ok("cat /tmp/server"))
+    end_in(vm)
+    # DelegateSubgroup=main
+    vm.ok("mkdir -p /cg/unit/main")
+    group = serve_in(vm, prepare="sh -c 'echo $PPID > /cg/unit/main/cgroup.procs';")
+    expect("the worker's group", os.path.dirname(group), "/cg/unit")
+    expect("the server's", vm.ok("cat /cg/unit/main/cgroup.procs"), vm.ok("cat /tmp/server"))
+    end_in(vm)
+    # Another process in it: it can't be divided, and the server stays where it was.
+    vm.ok("rmdir /cg/unit/main /cg/unit/server; echo > /cg/unit/cgroup.subtree_control -cpu; echo > /cg/unit/cgroup.subtree_control '-memory -pids'; "
+          "sleep 1000 & echo $! > /tmp/other; echo $! > /cg/unit/cgroup.procs")
+    group = serve_in(vm, prepare="sh -c 'echo $PPID > /cg/unit/cgroup.procs';")
+    expect("the worker's group", os.path.dirname(group), "/cg/tombolo-accel-" + vm.ok("cat /tmp/server").strip())
+    expect("who is in the unit's group", sorted(vm.ok("cat /cg/unit/cgroup.procs").split()), sorted(vm.ok("cat /tmp/server /tmp/other").split()))
+    end_in(vm)
+    vm.ok("kill $(cat /tmp/other)")
+
+
+@claim
+def the_workers_of_a_vm_have_a_cgroup_together(host, vm, zone):
+    vm.ok("mkdir -p /tmp/vms; mount -t tmpfs none /tmp/vms")
+    group = serve_in(vm, "--vm /tmp/vms/guest --vm-channels 8 --vm-window 4")
+    folder = vm.ok("ls -d %s/vm-*-guest" % os.path.dirname(group)).strip()
+    said = vm.ok("cd %s; cat memory.max pids.max cpu.weight cgroup.subtree_control" % folder).split()
+    expect("the VM's group", said, [str((64 + 8 * 4 + 2 * (2048 + 512)) << 20), "2048", "30", "cpu", "memory", "pids"])
+    end_in(vm)
+    expect("groups of a server that has ended", vm.ok("ls -d /cg/tombolo-* 2>/dev/null || true"), "")
+    vm.ok("umount /tmp/vms")
+
+
+@claim
+def a_server_without_a_cgroup_says_so_once_with_a_remedy_and_serves(host, vm, zone):
+    vm.ok("umount /cg 2>/dev/null; ifconfig lo up; (exec %s >/tmp/served 2>&1) & echo $! > /tmp/server; "
+          "for i in $(seq 300); do netstat -ltn | grep -q 7790 && exit 0; sleep 0.1; done; cat /tmp/served; exit 1" % SERVE)
+    said = vm.ok("cat /tmp/served")
+    expect("lines", [said.count(word) for word in ("no control group: ", "Delegate=yes", "--cgroup")], [1, 1, 1])
+    vm.ok("kill $(cat /tmp/server)")
 
 
 @claim
@@ -272,7 +352,7 @@ def main():
         shutil.copy(o.target + "/libtombolo_opencl.so", work)
         subprocess.run(["strip", work + "/libtombolo_opencl.so"], check=True)
         rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,
-                  [work + "/calls", work + "/image", work + "/gemm", work + "/svm", work + "/answers", work + "/fork", shutil.which("clinfo"), work + "/libtombolo_opencl.so", o.target + "/tombolo-accel", *binaries], ["virtio_net"], files=files)
+                  [work + "/calls", work + "/image", work + "/gemm", work + "/svm", work + "/answers", work + "/fork", shutil.which("clinfo"), work + "/libtombolo_opencl.so", o.target + "/tombolo-accel", shutil.which("setfattr"), *binaries], ["virtio_net"], files=files)
         host = Host(work, o.target, 6 if o.programs else 2)
         vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory=2048 if o.programs else 512, extra=host.qemu())
         name = os.path.basename(host.vm)

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo bench`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use tombolo_net::soak::Until;
 
 use crate::files::{self, Plan};
 use crate::interrupt;
 use crate::net;
-use crate::record::Results;
+use crate::page;
+use crate::record::{Recorded, Results};
 use crate::report;
 
 /// What can be measured.
@@ -22,12 +23,15 @@ pub enum Command {
     Files(FilesArgs),
     /// The switch beside DPDK's vhost, and with VMs beside TAP and a bridge
     Net(NetArgs),
-    /// Print the table of a results file again, and write its HTML page
+    /// Write one page of all results, or print the table of one results file again
     Report {
-        /// A results file (bench/results/*.jsonl)
-        file: PathBuf,
-        /// Where the page goes
-        #[arg(long)]
+        /// A results file, whose table is printed; without it, the page is written
+        file: Option<PathBuf>,
+        /// Folder of the results, *.jsonl
+        #[arg(long, default_value = "bench/results")]
+        results: PathBuf,
+        /// The page [default: index.html among the results]
+        #[arg(long, value_name = "FILE", conflicts_with = "file")]
         html: Option<PathBuf>,
     },
 }
@@ -135,16 +139,34 @@ fn measure(command: Command, json: bool) -> Result<ExitCode> {
             };
             print(&net::run(&plan, &args.results, format!("tombolo {}", words.join(" ")))?, json)?;
         }
-        Command::Report { file, html } => {
-            let (machine, samples, left_out) = Results::read(&file)?;
-            if let Some(path) = html {
-                let bench = samples.first().map_or("", |s| s.bench.as_str());
-                std::fs::write(&path, report::html(bench, &machine, &samples)?)?;
-            }
-            println!("{}", report::text(&samples, &left_out));
+        Command::Report { file: Some(file), .. } => {
+            let read = Results::read(&file)?;
+            println!("{}", report::text(&read.samples, &read.left_out));
+        }
+        Command::Report { file: None, results, html } => {
+            let html = html.unwrap_or_else(|| results.join("index.html"));
+            let page = page::html(&recorded(&results)?);
+            std::fs::write(&html, page).with_context(|| format!("can't write {}", html.display()))?;
+            println!("page: {}", html.display());
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// All results files of a folder by name.
+fn recorded(dir: &Path) -> Result<Vec<(String, Recorded)>> {
+    let entries =
+        std::fs::read_dir(dir).with_context(|| format!("can't read the folder {}", dir.display()))?;
+    let mut files = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<PathBuf>>>()?;
+    files.retain(|file| file.extension().is_some_and(|e| e == "jsonl"));
+    files.sort();
+    anyhow::ensure!(
+        !files.is_empty(),
+        "{} has no results; 'tombolo bench files --quick' makes some",
+        dir.display()
+    );
+    let name = |file: &Path| file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    files.iter().map(|file| Ok((name(file), Results::read(file)?))).collect()
 }
 
 fn print(results: &Results, json: bool) -> Result<()> {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Benches put Tombolo beside what its users have now: same VM, same run, same jobs, in turn. A run is a list of samples,
-//! written as JSON lines after one line that says on which machine and from which commit they come; tables and the HTML page
+//! written as JSON lines after one line that says on which machine and from which commit they come; tables and the page of all results
 //! are made from these lines, so that every figure can be traced to the command that made it.
 //!
 //! - [`record`]: samples, the machine's description, the results file; all benches of the project use it
-//! - [`report`]: medians, tables, ratios, the HTML page with plots
+//! - [`report`]: medians, tables, ratios; [`page`]: the page of all results
 //! - [`guest`]: a project of VMs for one bench, driven through the `tombolo` command like a user would
 //! - [`files`]: the shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs
 //! - [`net`]: the switch beside DPDK's vhost, and beside TAP and a bridge between VMs
@@ -16,5 +16,6 @@ pub mod files;
 pub mod guest;
 pub mod interrupt;
 pub mod net;
+pub mod page;
 pub mod report;
 pub use tombolo_record as record;

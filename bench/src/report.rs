@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tables and pages made from samples.
+//! Tables made from samples.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use anyhow::{Result, anyhow};
-use plotters::prelude::*;
-
-use crate::record::{Better, LeftOut, Machine, Sample};
+use crate::record::{Better, LeftOut, Sample};
 
 /// The median; `None` of nothing.
 pub fn median(values: &[f64]) -> Option<f64> {
@@ -54,6 +51,11 @@ impl Table {
     /// The median of a case on a system.
     pub fn get(&self, case: &str, system: &str) -> Option<f64> {
         self.cells.get(&(case.to_owned(), system.to_owned())).copied()
+    }
+
+    /// The unit of a case, and which way is good.
+    pub fn unit(&self, case: &str) -> Option<(&str, Better)> {
+        self.units.get(case).map(|(unit, better)| (unit.as_str(), *better))
     }
 
     /// How many times better `system` is than `peer`, case by case (cases that both have and neither does for nothing).
@@ -133,79 +135,13 @@ fn least(values: &[f64]) -> f64 {
 }
 
 /// Three significant digits, no exponent.
-fn figure(value: f64) -> String {
+pub fn figure(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),
         v if v >= 10.0 => format!("{value:.1}"),
         v if v >= 0.1 || v == 0.0 => format!("{value:.2}"),
         _ => format!("{value:.4}"),
     }
-}
-
-/// Bars of one case over the systems, logarithmic, as an SVG element.
-fn plot(table: &Table, case: &str) -> Result<String> {
-    let bars: Vec<(&String, f64)> = table
-        .systems
-        .iter()
-        .filter_map(|s| table.get(case, s).filter(|v| *v > 0.0).map(|v| (s, v)))
-        .collect();
-    let (Some(low), Some(high)) =
-        (bars.iter().map(|b| b.1).min_by(f64::total_cmp), bars.iter().map(|b| b.1).max_by(f64::total_cmp))
-    else {
-        return Ok(String::new());
-    };
-    let unit = table.units.get(case).map_or("", |(unit, _)| unit.as_str());
-    let mut svg = String::new();
-    {
-        let root = SVGBackend::with_string(&mut svg, (420, 220)).into_drawing_area();
-        let failed = |e: DrawingAreaErrorKind<_>| anyhow!("plot of {case}: {e}");
-        root.fill(&WHITE).map_err(failed)?;
-        let mut chart = ChartBuilder::on(&root)
-            .caption(format!("{case} ({unit})"), ("sans-serif", 14))
-            .margin(6)
-            .x_label_area_size(22)
-            .y_label_area_size(56)
-            .build_cartesian_2d(0..bars.len() as i32, (low / 2.0..high * 1.5).log_scale())
-            .map_err(failed)?;
-        chart
-            .configure_mesh()
-            .disable_x_mesh()
-            .x_labels(bars.len())
-            .x_label_formatter(&|i| {
-                usize::try_from(*i).ok().and_then(|i| bars.get(i)).map_or(String::new(), |b| b.0.clone())
-            })
-            .draw()
-            .map_err(failed)?;
-        chart
-            .draw_series(bars.iter().zip(0i32..).map(|((_, value), i)| {
-                let colour = if i == 0 { BLUE.mix(0.8) } else { BLACK.mix(0.35) };
-                Rectangle::new([(i, low / 2.0), (i + 1, *value)], colour.filled())
-            }))
-            .map_err(failed)?;
-        root.present().map_err(failed)?;
-    }
-    Ok(svg)
-}
-
-/// A page that stands alone: the machine, the table, a plot per case.
-pub fn html(bench: &str, machine: &Machine, samples: &[Sample]) -> Result<String> {
-    let table = Table::new(samples);
-    let mut page = format!(
-        "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>tombolo bench {bench}</title>\
-         <style>body{{font-family:sans-serif;margin:2em;max-width:90em}}pre{{background:#f4f4f4;padding:1em;overflow:auto}}\
-         svg{{margin:.3em}}</style><h1>tombolo bench {bench}</h1><pre>{}</pre><h2>Medians</h2><pre>{}</pre><h2>Plots</h2>",
-        escape(&serde_json::to_string_pretty(machine)?),
-        escape(&table.text())
-    );
-    for case in &table.cases {
-        page.push_str(&plot(&table, case)?);
-    }
-    page.push_str("</html>\n");
-    Ok(page)
-}
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;")
 }
 
 #[cfg(test)]
@@ -243,12 +179,5 @@ mod tests {
         ]);
         assert_eq!(table.ratios("a", "b"), vec![("rate".to_owned(), 2.0), ("time".to_owned(), 4.0)]);
         assert!(table.text().contains("least ratio of a"), "{}", table.text());
-    }
-
-    #[test]
-    fn a_page_has_a_plot_for_each_case() {
-        let samples = [sample("x", "a", 10.0, Better::Higher), sample("y", "a", 5.0, Better::Higher)];
-        let page = html("t", &Machine::here("c".into(), Some("tcg"), vec![]), &samples).unwrap();
-        assert_eq!(page.matches("<svg").count(), 2);
     }
 }

@@ -15,6 +15,7 @@
 //! - [`stream`]: TCP and vsock, where no memory is shared: frames; the window is pushed explicitly.
 //! - [`children`]: descriptors that forked processes don't keep.
 //! - [`hello`]: the handshake that compares builds before the first record.
+//! - [`mod@say`]: lines on the standard error that nobody panics of or waits for.
 
 pub mod children;
 pub mod hello;
@@ -22,6 +23,7 @@ pub mod memory;
 pub mod process;
 pub mod ring;
 mod rings;
+pub mod say;
 pub mod spin;
 pub mod stream;
 pub mod try_lock;

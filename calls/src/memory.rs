@@ -47,12 +47,21 @@ fn keep_from_children(base: *mut u8, len: usize) -> io::Result<()> {
 impl Mapping {
     /// Maps `len` bytes of `file` from `offset` (both multiples of the page size), shared.
     pub fn of_file(file: &impl AsRawFd, offset: u64, len: usize) -> io::Result<Mapping> {
+        Mapping::shared(file, offset, len, libc::PROT_READ | libc::PROT_WRITE)
+    }
+
+    /// Maps the first `len` bytes of `file`, shared, of which this process only reads.
+    pub fn to_read(file: &impl AsRawFd, len: usize) -> io::Result<Mapping> {
+        Mapping::shared(file, 0, len, libc::PROT_READ)
+    }
+
+    fn shared(file: &impl AsRawFd, offset: u64, len: usize, access: libc::c_int) -> io::Result<Mapping> {
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
         let base = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
                 len,
-                libc::PROT_READ | libc::PROT_WRITE,
+                access,
                 libc::MAP_SHARED,
                 file.as_raw_fd(),
                 offset as libc::off_t,

@@ -18,6 +18,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 const RECORD: u32 = 1;
 const WINDOW: u32 = 2;
@@ -460,9 +461,49 @@ pub fn accept(socket: OwnedFd, geometry: Geometry) -> Result<Link, Error> {
     link(socket, geometry.window, false)
 }
 
-/// Receives a [`Hello`] from any stream socket.
-pub fn hello(socket: &OwnedFd) -> Result<Hello, Error> {
-    Hello::receive(&mut Plain(socket))
+/// Reads from a socket until a moment, however slowly its bytes come.
+struct Until<'s> {
+    socket: &'s OwnedFd,
+    end: Instant,
+}
+
+impl Read for Until<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        // No time at all would mean for ever.
+        set_read_timeout(self.socket, left.max(Duration::from_micros(1)))?;
+        Plain(self.socket).read(into)
+    }
+}
+
+/// How long reads of a socket wait at most; zero: for ever.
+fn set_read_timeout(socket: &OwnedFd, timeout: Duration) -> io::Result<()> {
+    let time = libc::timeval {
+        tv_sec: timeout.as_secs() as libc::time_t,
+        tv_usec: libc::suseconds_t::from(timeout.subsec_micros()),
+    };
+    // SAFETY: the value lives during the call, and its size is given.
+    let r = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_RCVTIMEO,
+            (&raw const time).cast(),
+            size_of_val(&time) as libc::socklen_t,
+        )
+    };
+    if r < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Receives a [`Hello`] from any stream socket. All of it has to be there within this time: who says nothing, or a byte now and then, must not
+/// keep a process for ever.
+pub fn hello(socket: &OwnedFd, within: Duration) -> Result<Hello, Error> {
+    let hello = Hello::receive(&mut Until { socket, end: Instant::now() + within });
+    set_read_timeout(socket, Duration::ZERO)?;
+    hello
 }
 
 /// Tells a client that it can't be served, and why.

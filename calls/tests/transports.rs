@@ -18,6 +18,9 @@ use tombolo_calls::{Error, Link, process, send, stream, zone};
 
 const GEOMETRY: Geometry = Geometry { ring: 64 << 10, window: 4 << 20 };
 
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 fn hello() -> Hello {
     Hello { api: "test".into(), identity: [7; 16], name: "transports".into() }
 }
@@ -31,7 +34,7 @@ fn by_tcp() -> (Link, Link) {
     let address = listener.local_addr().expect("bound").to_string();
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(listener.accept().expect("a client comes").0);
-        assert_eq!(stream::hello(&socket).expect("a hello"), hello());
+        assert_eq!(stream::hello(&socket, PATIENCE).expect("a hello"), hello());
         stream::accept(socket, GEOMETRY).expect("accepted")
     });
     let client = stream::connect(stream::tcp(&address).expect("connects"), &hello()).expect("welcomed");
@@ -42,7 +45,7 @@ fn by_unix_stream() -> (Link, Link) {
     let (a, b) = UnixStream::pair().expect("a pair");
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(b);
-        stream::hello(&socket).expect("a hello");
+        stream::hello(&socket, PATIENCE).expect("a hello");
         stream::accept(socket, GEOMETRY).expect("accepted")
     });
     let client = stream::connect(a.into(), &hello()).expect("welcomed");
@@ -268,13 +271,36 @@ fn a_client_of_another_build_is_told_what_to_do() {
     let (a, b) = UnixStream::pair().expect("a pair");
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(b);
-        let refusal =
-            stream::hello(&socket).expect("a hello").fits("test", [9; 16]).expect_err("they differ");
+        let refusal = stream::hello(&socket, PATIENCE)
+            .expect("a hello")
+            .fits("test", [9; 16])
+            .expect_err("they differ");
         stream::refuse(&socket, &refusal.to_string()).expect("told");
     });
     let refused = stream::connect(a.into(), &hello()).err().expect("refused").to_string();
     assert!(refused.contains("different declarations"), "{refused}");
     server.join().expect("no panic");
+}
+
+#[test]
+fn who_says_who_it_is_a_byte_at_a_time_keeps_nobody_for_ever() {
+    let (theirs, ours) = UnixStream::pair().expect("a pair");
+    let dribbling = std::thread::spawn(move || {
+        let mut said = Vec::new();
+        Hello { name: "x".repeat(60_000), ..hello() }.send(&mut said).expect("written to memory");
+        // Until the other side has gone.
+        for byte in said.iter().cycle() {
+            if (&theirs).write_all(&[*byte]).is_err() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    });
+    let socket = OwnedFd::from(ours);
+    let why = stream::hello(&socket, Duration::from_millis(100)).expect_err("too slow");
+    assert!(matches!(why, Error::Io(_)), "{why}");
+    drop(socket);
+    dribbling.join().expect("it ends");
 }
 
 #[test]

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The `tombolo` command: it parses and wires; behaviour lives in the parts.
 
+mod completion;
 mod top;
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
+use tombolo_vm::commands::cli::is_broken_pipe;
 
 /// Files, packets, accelerator calls and function calls between co-resident VMs, through memory that they share
 #[derive(Parser)]
@@ -22,6 +23,9 @@ struct Cli {
     /// Write JSON where a script would read it
     #[arg(long, global = true)]
     json: bool,
+    /// Say more: which QEMU, kernel and accelerator, where logs are
+    #[arg(short, long, global = true)]
+    verbose: bool,
     #[command(subcommand)]
     command: Command,
 }
@@ -116,33 +120,58 @@ enum BenchCommand {
 }
 
 fn main() -> ExitCode {
+    completion::answer();
+    end_quietly_on_a_closed_pipe();
     let cli = Cli::parse();
+    if cli.verbose {
+        tombolo_vm::log::set_verbose();
+    }
     match run(cli) {
         Ok(code) => code,
         // Whoever read the output has seen enough ('| head').
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("tombolo: {e:#}");
+            complain(&e);
             ExitCode::FAILURE
         }
     }
 }
 
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let io = error.downcast_ref::<std::io::Error>();
-    io.is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+/// Prints an error. Words of a part that ran as another process begin with the program's name already.
+fn complain(error: &anyhow::Error) {
+    tombolo_vm::say!("{}", format!("{error:#}").trim_start_matches("tombolo: "));
+}
+
+/// `println!` panics where nobody reads the standard output any more; that ends the program as a broken pipe elsewhere does.
+fn end_quietly_on_a_closed_pipe() {
+    let others = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let words = panic.payload().downcast_ref::<String>().map_or("", String::as_str);
+        if words.starts_with("failed printing to stdout") && words.contains("Broken pipe") {
+            std::process::exit(0);
+        }
+        others(panic);
+    }));
 }
 
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         Command::Vm(command) => tombolo_vm::commands::cli::run(command, cli.json),
-        Command::Zone { command: ZoneCommand::Zone(command) } => tombolo_zone::cli::run(command, cli.json),
+        Command::Zone { command: ZoneCommand::Zone(mut command) } => {
+            if let tombolo_zone::cli::Command::Inspect { path } = &mut command {
+                // As with 'files': a name that is no file here is a zone of the running project.
+                if !path.as_os_str().as_encoded_bytes().contains(&b'/') && !path.exists() {
+                    put_path(path)?;
+                }
+            }
+            tombolo_zone::cli::run(command, cli.json)
+        }
         Command::Zone { command: ZoneCommand::Vm(command) } => {
             tombolo_vm::commands::cli::run_zone(command, cli.json)
         }
         Command::Files { mut command } => {
-            if let Err(e) = find_zone(&mut command) {
-                eprintln!("tombolo: {e:#}");
+            if let Some(Err(e)) = command.zone_by_name().map(put_path) {
+                complain(&e);
                 return Ok(command.failure());
             }
             tombolo_files::cli::run(command, cli.json)
@@ -179,9 +208,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             tombolo_bench_start::cli::run(command, cli.json)
         }
         Command::Completion { shell } => {
-            let mut text = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "tombolo", &mut text);
-            std::io::stdout().write_all(&text)?;
+            completion::script(shell, &mut std::io::stdout().lock())?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Man { dir } => {
@@ -206,8 +233,7 @@ fn list_accelerators(json: bool) -> anyhow::Result<ExitCode> {
 }
 
 /// Puts the path of a zone's memory in place of the name that the running project has for it.
-fn find_zone(command: &mut tombolo_files::cli::Command) -> anyhow::Result<()> {
-    let Some(zone) = command.zone_by_name() else { return Ok(()) };
+fn put_path(zone: &mut PathBuf) -> anyhow::Result<()> {
     let name = zone.to_string_lossy();
     let found = tombolo_vm::commands::cli::find_zone(&tombolo_vm::commands::cli::File::default(), &name)
         .with_context(|| format!("'{name}' is no file here, and no zone of a running project"))?;
@@ -218,6 +244,7 @@ fn find_zone(command: &mut tombolo_files::cli::Command) -> anyhow::Result<()> {
 fn manual(dir: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(dir)?;
     clap_mangen::generate_to(Cli::command(), dir)?;
+    std::fs::write(dir.join("tombolo.toml.5"), tombolo_vm::compose::manual::page())?;
     Ok(())
 }
 
@@ -231,17 +258,18 @@ mod tests {
     }
 
     #[test]
-    fn every_command_has_a_manual_page_and_a_completion() {
+    fn every_command_has_a_manual_page() {
         let dir = tempfile::tempdir().unwrap();
         manual(dir.path()).unwrap();
-        for page in ["tombolo.1", "tombolo-up.1", "tombolo-exec.1", "tombolo-top.1", "tombolo-zone-attach.1"]
-        {
+        for page in [
+            "tombolo.1",
+            "tombolo-up.1",
+            "tombolo-exec.1",
+            "tombolo-top.1",
+            "tombolo-zone-attach.1",
+            "tombolo.toml.5",
+        ] {
             assert!(dir.path().join(page).is_file(), "{page}");
-        }
-        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
-            let mut text = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "tombolo", &mut text);
-            assert!(String::from_utf8(text).unwrap().contains("doctor"));
         }
     }
 }

@@ -10,6 +10,11 @@ use common::{Lab, PATIENCE, signal};
 
 mod common;
 
+/// What is chosen beside the commands of the list: its last, which lets b grow again, and guests that reboot.
+const RESTART_B: u64 = 6;
+const REBOOT_A: u64 = 7;
+const REBOOT_B: u64 = 8;
+
 /// xorshift64*.
 struct Random(u64);
 
@@ -26,12 +31,14 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().unwrap())
 }
 
-/// Two VMs, each with a stand-in for QEMU, and zones that come and go.
+/// Two VMs, each with a stand-in for QEMU, zones that come and go, memory that grows, and a real switch.
 fn lab() -> Lab {
     let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
-    let vm = "kernel = \"./kernel\"\nmemory = \"128M\"\nhotplug_ports = 16\n";
+    let vm = "kernel = \"./kernel\"\nhotplug_ports = 16\nnetworks = { lan = { address = \"none\" } }\n";
     let lab = Lab::new(&format!(
-        "qemu = \"{}\"\n[zone.z]\nsize = \"8M\"\n[zone.late]\nsize = \"8M\"\n[vm.a]\n{vm}ready = \"running\"\nzones = {{ z = {{}} }}\n[vm.b]\n{vm}ready = \"agent\"\n",
+        "qemu = \"{}\"\n[zone.z]\nsize = \"8M\"\n[zone.late]\nsize = \"8M\"\n[net.lan]\n\
+         [vm.a]\n{vm}memory = \"128M\"\nready = \"running\"\nzones = {{ z = {{}} }}\n\
+         [vm.b]\n{vm}memory = \"320M\"\nboot_memory = \"128M\"\nstart = \"fast\"\nready = \"running\"\n",
         fake.display()
     ));
     std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
@@ -46,10 +53,16 @@ fn settled(lab: &Lab) -> (serde_json::Value, Vec<u32>) {
         let pid = |value: &serde_json::Value| value.as_u64().map(|pid| u32::try_from(pid).unwrap());
         let vms = ps["vms"].as_array().unwrap();
         let states: Vec<&str> = vms.iter().map(|vm| vm["state"].as_str().unwrap()).collect();
-        let moving = states.iter().any(|state| matches!(*state, "booting" | "rebooting" | "stopping"));
-        let mut known: Vec<u32> =
-            vms.iter().map(|vm| &vm["pid"]).chain([&ps["supervisor"]]).filter_map(pid).collect();
+        let networks = ps["networks"].as_array().unwrap();
+        let changing =
+            |state: &&str| matches!(*state, "booting" | "rebooting" | "stopping") || state.starts_with("up,");
+        let moving = states.iter().any(changing) || networks.iter().any(|net| net["pid"].is_null());
+        let parts = vms.iter().chain(networks).map(|part| &part["pid"]);
+        let mut known: Vec<u32> = parts.chain([&ps["supervisor"]]).filter_map(pid).collect();
+        // A switch has a process that opens for it what it may not.
+        let switches: Vec<u32> = networks.iter().map(|net| &net["pid"]).filter_map(pid).collect();
         let mut there = lab.processes();
+        there.retain(|process| !parent(*process).is_some_and(|parent| switches.contains(&parent)));
         known.sort_unstable();
         there.sort_unstable();
         if !moving && known == there {
@@ -58,6 +71,12 @@ fn settled(lab: &Lab) -> (serde_json::Value, Vec<u32>) {
         assert!(start.elapsed() < PATIENCE, "ps knows {known:?}, the host has {there:?}: {ps}");
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// The parent of a process that lives.
+fn parent(process: u32) -> Option<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
 }
 
 fn begin(lab: &Lab, arguments: &[&str]) -> Child {
@@ -77,23 +96,29 @@ fn whoever_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_not_know_an
         let vm = |name: &str, ps: &serde_json::Value| {
             ps["vms"].as_array().unwrap().iter().find(|vm| vm["name"] == name).cloned()
         };
-        let commands: [&[&str]; 6] = [
+        let commands: [&[&str]; 7] = [
             &["up"],
             &["down"],
             &["down", "b"],
-            &["exec", "b", "--", "true"],
+            &["exec", "a", "--", "true"],
             &["zone", "attach", "late", "a"],
             &["zone", "detach", "late", "a"],
+            &["restart", "b"],
         ];
-        let chosen = random.below(7);
+        let chosen = random.below(9);
         // An 'up' has something to do.
         if chosen == 0 {
             lab.good(&["down"]);
         }
-        let mut client = match commands.get(usize::try_from(chosen).unwrap()) {
-            Some(command) => begin(&lab, command),
-            None => {
-                let pid = vm("a", &before).unwrap()["pid"].as_u64().unwrap();
+        let reboots = match chosen {
+            REBOOT_A => Some("a"),
+            REBOOT_B => Some("b"),
+            _ => None,
+        };
+        let mut client = match reboots {
+            None => begin(&lab, commands[usize::try_from(chosen).unwrap()]),
+            Some(name) => {
+                let pid = vm(name, &before).unwrap()["pid"].as_u64().unwrap();
                 signal(u32::try_from(pid).unwrap(), "USR1");
                 begin(&lab, &["ps"])
             }
@@ -122,14 +147,16 @@ fn whoever_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_not_know_an
         }
         // Only what was killed, or told to stop, is not what it was.
         if chosen >= 3 && victim != before["supervisor"].as_u64() {
-            for name in ["a", "b"] {
+            // A restart that is cut off takes back what it started.
+            let lasting = if chosen == RESTART_B { &["a"][..] } else { &["a", "b"] };
+            for &name in lasting {
                 let (old, new) = (vm(name, &before).unwrap(), vm(name, &after).expect(&what));
                 let state = new["state"].as_str().unwrap();
                 // A reboot whose new QEMU, or the question for its version, is killed has failed.
                 let killed = state.starts_with("ended: QEMU was killed")
-                    || chosen == 6 && name == "a" && state.starts_with("failed: it reboots, and fails");
+                    || reboots == Some(name) && state.starts_with("failed: it reboots, and fails");
                 assert!(new["state"] == "up" || killed && victim.is_some(), "{name}: {what}");
-                assert!(new["pid"] == old["pid"] || killed || chosen == 6, "{name}: {what}");
+                assert!(new["pid"] == old["pid"] || killed || reboots == Some(name), "{name}: {what}");
             }
         }
     }

@@ -151,7 +151,7 @@ tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value)
 	return to;
 }
 
-int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
+static int alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
 {
 	tmb_u64 start = goal, pass;
 
@@ -179,6 +179,14 @@ int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
 		}
 	}
 	return -ENOSPC;
+}
+
+int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
+{
+	int err = alloc(fs, goal, want, run);
+
+	/* What was removed a moment ago may be in limbo for a reader that is about to go on. */
+	return err && tfs_await_limbo(fs) ? alloc(fs, goal, want, run) : err;
 }
 
 int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block)

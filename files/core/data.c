@@ -14,7 +14,7 @@ int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, 
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, h, &inode);
 
-	/* A read-only member has no pin: nodes may be freed while it looks at them. */
+	/* Without a pin, nodes may be freed and used again while they are looked at. */
 	for (tmb_u32 tries = 0; !err && tries < TFS_READ_TRIES; tries++) {
 		tmb_u64 stamp = tfs_read_stamp(fs, h.ino), root = tmb_load_acquire(&inode->root);
 
@@ -33,20 +33,6 @@ static int next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb
 	if (++*runs > 2 * (fs->blocks + 1))
 		return tfs_damage(fs, "file without end", fblock, *runs);
 	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
-}
-
-tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino)
-{
-	struct tfs_inode *inode = fs->read_only ? tfs_inode(fs, ino) : NULL;
-	tmb_u64 stamp;
-
-	if (!inode)
-		return 0;
-	tmb_fence();
-	/* The generation grows when the inode is freed, the sequence number when blocks go. */
-	stamp = (tmb_load(&inode->state_gen) & ~0xffffffffULL) | (tmb_load(&inode->map_seq) & 0xffffffff);
-	tmb_fence();
-	return stamp;
 }
 
 /* --- writing -------------------------------------------------------------------------------------------------------- */
@@ -157,11 +143,11 @@ static void drop_suid(struct tfs_inode *inode)
 }
 
 /* Holes were filled: zeroes that other members map there are taken back, as far as those members answer. */
-static void show_filled(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
+static void show_filled(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_fence(); /* who said that it maps holes is seen here, or sees the new blocks */
 	if (tfs_active_members(fs, tmb_load(&inode->hole_mappers) & ~(1ULL << fs->member)))
-		tfs_wait_unused(fs, inode, ino);
+		tfs_wait_mappers(fs, inode);
 }
 
 int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool kill_suid, tmb_s64 now)
@@ -179,7 +165,7 @@ int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool 
 		tfs_barrier(fs);
 	}
 	if (inode && w->started)
-		show_filled(fs, inode, w->h.ino);
+		show_filled(fs, inode);
 	end_tx(fs, w);
 	return inode ? 0 : -EUCLEAN;
 }
@@ -268,13 +254,13 @@ tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, t
 		return 0;
 	len = TFS_MIN(len, size - offset);
 	while (done < len) {
-		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n, stamp = tfs_read_stamp(fs, h.ino);
+		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n;
+		struct tfs_look look = tfs_look_begin(fs, h.ino);
 		struct tfs_run run;
-		tmb_u32 pin = tfs_pin(fs, h.ino);
 		int err = tfs_map(fs, h, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done), &run);
 
 		if (err) {
-			tfs_unpin(fs, pin);
+			tfs_look_end(fs, &look);
 			return done ? (tmb_s64)done : err;
 		}
 		n = TFS_MIN(len - done, (run.count << TFS_BLOCK_SHIFT) - in_block);
@@ -282,8 +268,7 @@ tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, t
 			memcpy((tmb_u8 *)buf + done, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n);
 		else
 			memset((tmb_u8 *)buf + done, 0, n);
-		tfs_unpin(fs, pin);
-		if (tfs_read_stamp(fs, h.ino) == stamp)
+		if (tfs_look_end(fs, &look))
 			done += n;
 		else if (++tries > TFS_READ_TRIES)
 			return done ? (tmb_s64)done : -EBUSY;
@@ -353,8 +338,15 @@ int tfs_sync(struct tfs *fs, struct tfs_handle h)
 		tmb_u32 pin = tfs_pin(fs, h.ino);
 		tmb_u64 budget = 2 * fs->blocks;
 
+		if (pin == TFS_PINS)
+			err = tfs_lock_inode(fs, h);
+		if (err)
+			return err;
 		err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), flush_run, NULL, &budget);
-		tfs_unpin(fs, pin);
+		if (pin == TFS_PINS)
+			tfs_unlock_inode(fs, h.ino);
+		else
+			tfs_unpin(fs, pin);
 	}
 	tfs_barrier(fs);
 	return err;
@@ -532,6 +524,19 @@ int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 off
 	return err;
 }
 
+/* One step of a seek: tfs_map under a pin, or again until nothing was taken away meanwhile. */
+static int look_at(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+{
+	for (tmb_u32 tries = 0; tries < TFS_READ_TRIES; tries++) {
+		struct tfs_look look = tfs_look_begin(fs, h.ino);
+		int err = tfs_map(fs, h, fblock, count, run);
+
+		if (tfs_look_end(fs, &look) || err)
+			return err;
+	}
+	return -EBUSY;
+}
+
 tmb_s64 tfs_seek(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, bool hole)
 {
 	struct tfs_inode *inode;
@@ -545,8 +550,10 @@ tmb_s64 tfs_seek(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, bool hole)
 	while (offset < size) {
 		tmb_u64 fblock = offset >> TFS_BLOCK_SHIFT;
 		struct tfs_run run;
-		int err = next_run(fs, inode, fblock, tfs_blocks_of(size) - fblock, &run, &runs);
+		int err = look_at(fs, h, fblock, tfs_blocks_of(size) - fblock, &run);
 
+		if (!err && ++runs > 2 * (fs->blocks + 1))
+			err = tfs_damage(fs, "file without end", fblock, runs);
 		if (err)
 			return err;
 		if (hole == !run.block)

@@ -9,9 +9,6 @@
  */
 #include "tfs_internal.h"
 
-#define INDEX_MIN_LOG 9u  /* one block of 512 */
-#define INDEX_MAX_LOG 34u
-#define PROBE_MAX (1u << 20)
 #define SPACE_SEARCH 16u /* blocks looked at for free granules before a new block is added */
 #define READ_TRIES 100u
 
@@ -40,13 +37,13 @@ tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len)
 	return (tmb_u32)h;
 }
 
-static tmb_u32 granules_of(tmb_u32 name_len)
+tmb_u32 tfs_granules_of(tmb_u32 name_len)
 {
 	return (TFS_DIRENT_HEADER + name_len + TFS_GRANULE - 1) / TFS_GRANULE;
 }
 
 /* The granule's address; NULL: not there. */
-static struct tfs_dirent *granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64 granule)
+struct tfs_dirent *tfs_granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64 granule)
 {
 	struct tfs_run run;
 
@@ -55,7 +52,7 @@ static struct tfs_dirent *granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_
 	return (struct tfs_dirent *)tfs_block(fs, run.block) + granule % TFS_GRANULES_PER_BLOCK;
 }
 
-static tmb_u64 dir_blocks(struct tfs *fs, struct tfs_inode *dir)
+tmb_u64 tfs_dir_blocks(struct tfs *fs, struct tfs_inode *dir)
 {
 	tmb_u64 n = tmb_load_acquire(&dir->size) >> TFS_BLOCK_SHIFT;
 
@@ -63,25 +60,25 @@ static tmb_u64 dir_blocks(struct tfs *fs, struct tfs_inode *dir)
 }
 
 /* Is this the entry of that name? left: granules to the end of its block. */
-static bool matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tmb_u32 len, tmb_u32 hash, tmb_u64 *ref)
+bool tfs_entry_matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tmb_u32 len, tmb_u32 hash, tmb_u64 *ref)
 {
 	tmb_u8 granules = tmb_load(&entry->granules);
 
 	*ref = tmb_load_acquire(&entry->ref);
 	return *ref && tmb_load(&entry->hash) == hash && tmb_load(&entry->name_len) == len && granules <= left &&
-	       granules_of(len) <= granules && !memcmp(entry->name, name, len);
+	       tfs_granules_of(len) <= granules && !memcmp(entry->name, name, len);
 }
 
 static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
 	for (tmb_u64 b = 0; b < blocks; b++) {
-		struct tfs_dirent *block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
+		struct tfs_dirent *block = tfs_granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
 		tmb_u32 i = 0;
 
 		if (!block)
 			return -EUCLEAN;
 		while (i < TFS_GRANULES_PER_BLOCK) {
-			if (matches(block + i, TFS_GRANULES_PER_BLOCK - i, name, len, slot->hash, &slot->ref)) {
+			if (tfs_entry_matches(block + i, TFS_GRANULES_PER_BLOCK - i, name, len, slot->hash, &slot->ref)) {
 				slot->entry = block + i;
 				slot->granule = b * TFS_GRANULES_PER_BLOCK + i;
 				return 0;
@@ -94,246 +91,15 @@ static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, c
 	return -ENOENT;
 }
 
-static tmb_u32 index_log(tmb_u64 index_root)
-{
-	return (index_root >> TFS_INDEX_LOG_SHIFT) & 63;
-}
-
-/* The tree's root word in it: height and block only. */
-static tmb_u64 index_tree(tmb_u64 index_root)
-{
-	return index_root & ((1ULL << TFS_INDEX_LOG_SHIFT) - 1);
-}
-
-/* Walks the probe sequence of a hash. */
-struct probe {
-	tmb_u64 tree, mask, at, left;
-	tmb_u64 *block;
-	tmb_u64 block_no;
-};
-
-static int probe_start(struct tfs *fs, struct probe *p, tmb_u64 index_root, tmb_u32 hash)
-{
-	tmb_u32 log = index_log(index_root);
-
-	if (log < INDEX_MIN_LOG || log > INDEX_MAX_LOG)
-		return -EUCLEAN;
-	p->tree = index_tree(index_root);
-	p->mask = (1ULL << log) - 1;
-	/* Spread the 32 bits over larger tables. */
-	p->at = (log > 32 ? (tmb_u64)hash << (log - 32) : hash) & p->mask;
-	p->left = TFS_MIN(p->mask + 1, PROBE_MAX);
-	p->block = NULL;
-	return 0;
-}
-
-/* Address of the next table entry; NULL: no more (or damaged). */
-static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
-{
-	tmb_u64 at = p->at;
-
-	if (!p->left--)
-		return NULL;
-	if (!p->block || at / TFS_FANOUT != p->block_no) {
-		struct tfs_run run;
-
-		if (tfs_tree_look(fs, p->tree, at / TFS_FANOUT, 1, &run) || !run.block)
-			return NULL;
-		p->block_no = at / TFS_FANOUT;
-		p->block = tfs_block(fs, run.block);
-	}
-	p->at = (at + 1) & p->mask;
-	return p->block + at % TFS_FANOUT;
-}
-
-static int find_by_index(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len,
-			 struct tfs_slot *slot)
-{
-	tmb_u32 hash = slot->hash;
-	struct probe p;
-	tmb_u64 *e;
-	int err = probe_start(fs, &p, index_root, hash);
-
-	if (err)
-		return err;
-	while ((e = probe_next(fs, &p))) {
-		tmb_u64 value = tmb_load_acquire(e), granule;
-
-		if (!value)
-			return -ENOENT;
-		if (value == TFS_INDEX_TOMB || value >> 32 != hash || !(tmb_u32)value)
-			continue;
-		granule = (tmb_u32)value - 1;
-		slot->entry = granule_at(fs, dir, granule);
-		slot->granule = granule;
-		if (slot->entry && matches(slot->entry, TFS_GRANULES_PER_BLOCK - granule % TFS_GRANULES_PER_BLOCK, name, len,
-					   hash, &slot->ref))
-			return 0;
-	}
-	return -EUCLEAN;
-}
-
 /* What is found may be changing, or gone, for readers: damage is what a second look confirms, and told by the caller. */
 int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
-	tmb_u64 index_root = tmb_load_acquire(&dir->index_root), blocks = dir_blocks(fs, dir);
+	tmb_u64 index_root = tmb_load_acquire(&dir->index_root), blocks = tfs_dir_blocks(fs, dir);
 
 	slot->hash = tfs_hash(fs, name, len);
 	if (index_root)
-		return find_by_index(fs, dir, index_root, name, len, slot);
+		return tfs_index_find(fs, dir, index_root, name, len, slot);
 	return find_by_scan(fs, dir, blocks, name, len, slot);
-}
-
-/* --- the index ------------------------------------------------------------------------------------------------ */
-
-/* Into a table that has room. *used grows when an empty place is taken, before it is: it may count too many, never too few. *probes: how
- * many looks it may still take. */
-static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 granule, tmb_u64 *used, tmb_u64 *probes)
-{
-	struct probe p;
-	tmb_u64 *e;
-	int err = probe_start(fs, &p, index_root, hash);
-
-	if (err)
-		return err;
-	while (*probes && (e = probe_next(fs, &p))) {
-		tmb_u64 value = tmb_load(e);
-
-		--*probes;
-		if (value && value != TFS_INDEX_TOMB)
-			continue;
-		if (!value) {
-			tmb_store(used, tmb_load(used) + 1);
-			tfs_persist(fs, used, sizeof(*used));
-			tfs_barrier(fs);
-		}
-		tmb_store_release(e, (tmb_u64)hash << 32 | (granule + 1));
-		tfs_persist(fs, e, sizeof(*e));
-		return 0;
-	}
-	return tfs_damage(fs, "directory index without room", index_root, hash);
-}
-
-/* Builds a table of a size that fits and puts it in place of the old one. */
-static int index_build(struct tfs *fs, struct tfs_inode *dir)
-{
-	tmb_u64 old = tmb_load(&dir->index_root), blocks = dir_blocks(fs, dir), used = 0, taken = 0, root = 0, done = 0, n, probes, had;
-	tmb_u64 entries = TFS_MIN(tmb_load(&dir->entries), blocks * TFS_GRANULES_PER_BLOCK);
-	tmb_u32 log = INDEX_MIN_LOG;
-	int err = 0;
-
-	while (log < INDEX_MAX_LOG && (1ULL << log) < (entries + 64) * 3)
-		log++;
-	n = 1ULL << log >> TFS_FANOUT_SHIFT;
-	had = tfs_tree_count(fs, index_tree(old));
-	if (n > had && n - had > tfs_blocks_left(fs, dir))
-		return -EDQUOT;
-	/* Two or three per entry are enough, unless someone gave all the same hash. */
-	probes = PROBE_MAX + (64ULL << log);
-	while (done < n && !err) {
-		struct tfs_run run;
-
-		err = tfs_alloc(fs, 0, n - done, &run);
-		if (err)
-			break;
-		memset(tfs_block(fs, run.block), 0, run.count << TFS_BLOCK_SHIFT);
-		err = tfs_tree_add(fs, &root, done, &run, tfs_tag(fs), &taken);
-		done += run.count;
-	}
-	root |= (tmb_u64)log << TFS_INDEX_LOG_SHIFT;
-	for (tmb_u64 b = 0; b < blocks && !err; b++) {
-		struct tfs_dirent *block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
-
-		if (!block) {
-			err = tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
-			break;
-		}
-		for (tmb_u32 i = 0; i < TFS_GRANULES_PER_BLOCK && !err;) {
-			tmb_u8 step = tmb_load(&block[i].granules);
-
-			if (tmb_load(&block[i].ref))
-				err = index_put(fs, root, tmb_load(&block[i].hash), b * TFS_GRANULES_PER_BLOCK + i, &used, &probes);
-			i += step ? step : 1;
-		}
-	}
-	if (err) {
-		tfs_tree_mark(fs, index_tree(root), tfs_tag(fs), TFS_MAP_FREE);
-		return err;
-	}
-	tfs_tree_mark(fs, index_tree(old), TFS_MAP_USED, tfs_tag(fs));
-	tfs_barrier(fs);
-	tmb_store(&dir->index_used, used);
-	tmb_store_release(&dir->index_root, root);
-	tfs_persist(fs, &dir->index_root, 2 * sizeof(dir->index_root));
-	tfs_barrier(fs);
-	tfs_tree_mark(fs, index_tree(root), tfs_tag(fs), TFS_MAP_USED);
-	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs), TFS_MAP_FREE);
-	tfs_count_blocks(fs, dir, (tmb_s64)(taken - had));
-	return 0;
-}
-
-/* Readers wait for the directory's change to be over. */
-static void index_drop(struct tfs *fs, struct tfs_inode *dir)
-{
-	tmb_u64 old = tmb_load(&dir->index_root), had = tfs_tree_count(fs, index_tree(old));
-
-	tfs_tree_mark(fs, index_tree(old), TFS_MAP_USED, tfs_tag(fs));
-	tfs_barrier(fs);
-	tmb_store_release(&dir->index_root, 0);
-	tmb_store(&dir->index_used, 0);
-	tfs_persist(fs, &dir->index_root, 2 * sizeof(dir->index_root));
-	tfs_barrier(fs);
-	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs), TFS_MAP_FREE);
-	tfs_count_blocks(fs, dir, -(tmb_s64)had);
-}
-
-static int index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule)
-{
-	tmb_u64 root = tmb_load(&dir->index_root), probes = PROBE_MAX;
-	int err;
-
-	if (granule > 0xfffffffeULL - 1)
-		return -ENOSPC; /* 2^32 granules: 256 GiB of names */
-	if (!root && dir_blocks(fs, dir) < 2)
-		return 0;
-	if (!root || (tmb_load(&dir->index_used) + 1) * 4 > (1ULL << index_log(root)) * 3) {
-		bool full = root && (tmb_load(&dir->index_used) + 1) * 16 > (1ULL << index_log(root)) * 15;
-
-		/* Where there is no room for another table, the old one may be fuller than it should be, then makes room, then names are found without. */
-		err = index_build(fs, dir);
-		if (full && (err == -ENOSPC || err == -EDQUOT)) {
-			index_drop(fs, dir);
-			err = index_build(fs, dir);
-		}
-		if (err && err != -ENOSPC && err != -EDQUOT)
-			return err;
-		root = tmb_load(&dir->index_root);
-		if (!root)
-			return 0;
-	}
-	return index_put(fs, root, hash, granule, &dir->index_used, &probes);
-}
-
-void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot)
-{
-	tmb_u64 root = tmb_load(&dir->index_root), *e;
-	tmb_u32 hash = slot->hash;
-	struct probe p;
-
-	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + tmb_load(&slot->entry->granules));
-	if (!root || probe_start(fs, &p, root, hash))
-		return;
-	while ((e = probe_next(fs, &p))) {
-		tmb_u64 value = tmb_load(e);
-
-		if (!value)
-			return;
-		if (value == ((tmb_u64)hash << 32 | (slot->granule + 1))) {
-			tmb_store_release(e, TFS_INDEX_TOMB);
-			tfs_persist(fs, e, sizeof(*e));
-			return;
-		}
-	}
 }
 
 /* --- space for entries ------------------------------------------------------------------------------------------ */
@@ -400,12 +166,12 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 /* Looks for free granules in at most 'most' blocks from 'b' on. -ENOSPC: none. */
 static int search_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, tmb_u64 b, tmb_u64 most, struct tfs_slot *slot, tmb_u32 *have)
 {
-	tmb_u64 blocks = dir_blocks(fs, dir);
+	tmb_u64 blocks = tfs_dir_blocks(fs, dir);
 
 	if (b >= blocks)
 		b = blocks ? blocks - 1 : 0;
 	for (tmb_u64 tries = 0; tries < most && tries < blocks; tries++) {
-		struct tfs_dirent *block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
+		struct tfs_dirent *block = tfs_granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
 		int at;
 
 		if (!block)
@@ -425,7 +191,7 @@ static int search_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, tmb
 
 static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struct tfs_slot *slot, tmb_u32 *have)
 {
-	tmb_u64 blocks = dir_blocks(fs, dir), hint = tmb_load(&dir->dir_hint);
+	tmb_u64 blocks = tfs_dir_blocks(fs, dir), hint = tmb_load(&dir->dir_hint);
 	int err;
 
 	/* The newest block first; older ones when a quarter of the granules is free. */
@@ -448,13 +214,13 @@ static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struc
 	tmb_store(&dir->dir_hint, blocks);
 	slot->granule = blocks * TFS_GRANULES_PER_BLOCK;
 	*have = TFS_GRANULES_PER_BLOCK;
-	slot->entry = granule_at(fs, dir, slot->granule);
+	slot->entry = tfs_granule_at(fs, dir, slot->granule);
 	return slot->entry ? 0 : tfs_damage(fs, "directory block missing", tmb_load(&dir->root), blocks);
 }
 
 int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
-	tmb_u32 need = granules_of(len), hash = slot->hash, have;
+	tmb_u32 need = tfs_granules_of(len), hash = slot->hash, have;
 	struct tfs_dirent *entry;
 	int err = find_space(fs, dir, need, slot, &have);
 
@@ -474,11 +240,17 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 	memcpy((char *)entry + offsetof(struct tfs_dirent, name), name, len);
 	tmb_store_release(&entry->granules, (tmb_u8)need);
 	tfs_persist(fs, entry, need * TFS_GRANULE);
-	err = index_add(fs, dir, hash, slot->granule);
+	err = tfs_index_add(fs, dir, hash, slot->granule);
 	if (err)
 		return err;
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) - need);
 	return 0;
+}
+
+void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot)
+{
+	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + tmb_load(&slot->entry->granules));
+	tfs_index_forget(fs, dir, slot->hash, slot->granule);
 }
 
 /* --- readers ------------------------------------------------------------------------------------------------------ */
@@ -601,7 +373,7 @@ static int copy_block(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir
 		err = read_begin(fs, h, dir, &tries, &seq, &locked);
 		if (err)
 			return err;
-		block = granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
+		block = tfs_granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
 		if (block)
 			memcpy(copy, block, TFS_BLOCK);
 		else
@@ -624,7 +396,7 @@ int tfs_readdir(struct tfs *fs, struct tfs_handle h, tmb_u64 *pos, tfs_emit emit
 	copy = tfs_os_alloc(TFS_BLOCK);
 	if (!copy)
 		return -ENOMEM;
-	while (*pos / TFS_GRANULES_PER_BLOCK < dir_blocks(fs, dir)) {
+	while (*pos / TFS_GRANULES_PER_BLOCK < tfs_dir_blocks(fs, dir)) {
 		tmb_u64 b = *pos / TFS_GRANULES_PER_BLOCK;
 		tmb_u32 i = 0;
 
@@ -639,7 +411,7 @@ int tfs_readdir(struct tfs *fs, struct tfs_handle h, tmb_u64 *pos, tfs_emit emit
 			/* An entry that starts before *pos was there when a smaller position was given out: skip it. */
 			if (here < *pos || !copy[here % TFS_GRANULES_PER_BLOCK].ref)
 				continue;
-			if (!len || i > TFS_GRANULES_PER_BLOCK || granules_of(len) > step) {
+			if (!len || i > TFS_GRANULES_PER_BLOCK || tfs_granules_of(len) > step) {
 				err = tfs_damage(fs, "directory entry malformed", h.ino, here);
 				goto out;
 			}

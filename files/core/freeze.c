@@ -3,8 +3,8 @@
  * Freezing: for a snapshot one member stops all changes by the others. The word in the super block names who froze, so it ends with
  * that member's life. An operation begins with a transaction (tfs_tx_begin) and looks at the word after
  * taking its slot; who freezes looks at transactions and locks after setting the word: of two that race, at least one sees the other. What is
- * under way goes on to its end, whatever else it takes. References (open, mapped), claims of free inodes and times of reading may still change:
- * recovery of the copy, in which nobody lives, puts them in order. Mappings are taken back, and come again after the thaw.
+ * under way goes on to its end, whatever else it takes. References (open, mapped), records of file locks, claims of free inodes and times of
+ * reading may still change: recovery of the copy, in which nobody lives, puts them in order. Mappings are taken back, and come again after the thaw.
  */
 #include "tfs_internal.h"
 
@@ -72,7 +72,7 @@ static int settle(struct tfs *fs)
 			if (!err)
 				tfs_unlock(fs, &inode->lock);
 		}
-		if (!err && tmb_load(&inode->mappers) & ~(1ULL << fs->member) && tfs_wait_unused(fs, inode, ino))
+		if (!err && tmb_load(&inode->mappers) & ~(1ULL << fs->member) && tfs_wait_mappers(fs, inode))
 			err = -EBUSY;
 	}
 	return err;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * Inodes: a table of 256-byte records, itself a tree that grows by 16 blocks at a time. A free record is claimed by compare
- * and swap of its state word, so that creating files takes no common lock. Attributes are single words, read without a
- * lock and written under the inode's.
+ * and swap of its state word, so that creating files takes no common lock. Freeing an inode and cutting its blocks off are here, too.
  */
 #include "tfs_internal.h"
 
@@ -190,6 +189,7 @@ static void free_contents(struct tfs *fs, struct tfs_inode *inode)
 		tmb_store_release(roots[i], 0);
 		tfs_persist(fs, roots[i], sizeof(*roots[i]));
 		tfs_barrier(fs);
+		tmb_fetch_add(&inode->map_seq, 1); /* after the unlinking: for readers that have no pin */
 		tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_FREE);
 	}
 }
@@ -228,37 +228,41 @@ void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
 	tfs_close_account(fs, inode);
 }
 
-int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot)
+/* Removes what members still map. */
+static int remove_mapped(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot)
 {
 	struct tfs_gone *gone;
+	int err = tfs_begin_removal(fs, slot, inode, 0, ~0ULL, &gone);
 
-	tfs_tx_inode(fs, slot, 0, ino);
-	if (tmb_load(&inode->mappers)) {
-		int err = tfs_begin_removal(fs, slot, inode, 0, ~0ULL, &gone);
-
-		if (err) {
-			tmb_store(&fs->unclean, true); /* unused as it is, the recovery of this member frees it */
-			return err;
-		}
-		tfs_remove_blocks(fs, inode, ino, 0, ~0ULL, gone, false);
-		tfs_end_removal(fs, gone);
-	}
-	tmb_fetch_add(&inode->map_seq, 1); /* read-only members leave no mapper bit, and look here */
-	free_contents(fs, inode);
-	tfs_close_account(fs, inode);
-	set_freeing(fs, inode, slot);
-	return 0;
+	if (err)
+		return err;
+	err = tfs_remove_blocks(fs, inode, ino, 0, ~0ULL, gone, false);
+	tfs_end_removal(fs, gone);
+	return err == -EUCLEAN ? 0 : err;
 }
 
-/* Who did not let go of removed blocks; these stay in limbo until it does. */
-static void tell_holders(struct tfs *fs, tmb_u64 holders)
+int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot)
 {
-	for (; holders && fs->members; holders &= holders - 1) {
-		tmb_u32 m = (tmb_u32)__builtin_ctzll(holders);
-		bool answers = m == fs->member || !(tmb_load(&fs->members[m].pending) & TMB_PENDING_REVOKE);
+	int err = 0;
 
-		tfs_os_waiting(fs, m, answers, TFS_REVOKE_LIMIT_NS / 1000000000);
+	tfs_tx_inode(fs, slot, 0, ino);
+	if (tmb_load(&inode->mappers))
+		err = remove_mapped(fs, ino, inode, slot);
+	if (!err)
+		err = tfs_lock_table_to_free(fs, inode);
+	if (err) {
+		tmb_store(&fs->unclean, true); /* unused as it is, the recovery of this member frees it */
+		return err;
 	}
+	/*
+	 * From here on the inode is gone for everybody: lookups, readlink and others that read without a pin look at the state after their copy, so it
+	 * must say so before the first block can be used again.
+	 */
+	set_freeing(fs, inode, slot);
+	tfs_unlock_table(fs, inode);
+	free_contents(fs, inode);
+	tfs_close_account(fs, inode);
+	return 0;
 }
 
 int tfs_begin_removal(struct tfs *fs, tmb_u32 slot, struct tfs_inode *inode, tmb_u64 from, tmb_u64 to, struct tfs_gone **gone)
@@ -299,41 +303,30 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 		      bool recovering)
 {
 	tmb_u64 removed = 0, holders = 0;
-	bool keep = false;
+	bool killed = false;
 	int more = 0;
 
 	if (from >= to || !tmb_load(&inode->root))
 		return 0;
 	do {
-		tmb_u8 mark = TFS_MAP_FREE;
+		tmb_u8 mark;
 
 		gone->n = 0;
 		gone->blocks = 0;
 		more = tfs_tree_unlink(fs, &inode->root, from, to, gone);
 		if (!gone->n)
 			break;
-		/* Who did not let go once is not waited for again. */
-		holders = recovering || holders ? tfs_holders(fs, inode, ino) : tfs_wait_unused(fs, inode, ino);
+		/* A member that did not let go once is not waited for again. */
+		holders = tfs_holders(fs, inode, ino, !recovering && !holders);
 		tfs_barrier(fs);
-		if (holders) {
-			int err;
-
-			if (!recovering && !keep)
-				tell_holders(fs, holders);
-			err = keep ? -EINTR : tfs_limbo_begin(fs, holders);
-			if (err == -ESHUTDOWN)
-				break; /* declared dead: they have this member's tag, recovery sees to them */
-			if (err) {
-				/* Killed. The removal goes on, or what is left would show when the file grows; this member's recovery frees the blocks. */
-				keep = true;
-				tmb_store(&fs->unclean, true);
-			}
-			mark = TFS_MAP_LIMBO;
-		}
-		for (tmb_u32 i = 0; i < gone->n && !keep; i++)
+		/* The removal goes on though the caller was killed, or what is left would show when the file grows. */
+		mark = tfs_free_begin(fs, holders, killed);
+		killed |= mark == tfs_tag(fs);
+		if (killed && tfs_fenced(fs))
+			break;
+		for (tmb_u32 i = 0; i < gone->n; i++)
 			tfs_set_map(fs, gone->runs[i].block, gone->runs[i].count, mark);
-		if (holders && !keep)
-			tfs_limbo_end(fs);
+		tfs_free_end(fs, mark);
 		tfs_count_blocks(fs, inode, -(tmb_s64)gone->blocks);
 		removed += gone->blocks;
 		tfs_os_yield();
@@ -341,263 +334,6 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 			more = tfs_damage(fs, "blocks to remove without end", ino, removed);
 	} while (more > 0);
 	return more < 0 ? more : 0;
-}
-
-/* --- attributes ----------------------------------------------------------------------------------------------- */
-
-int tfs_getattr(struct tfs *fs, struct tfs_handle h, struct tfs_attr *out)
-{
-	struct tfs_inode *inode;
-	tmb_u64 owner;
-	int err = tfs_live_inode(fs, h, &inode);
-
-	if (err)
-		return err;
-	owner = tmb_load(&inode->owner);
-	out->ino = h.ino;
-	out->generation = (tmb_u32)(tmb_load(&inode->state_gen) >> TFS_GEN_SHIFT);
-	out->size = TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE);
-	out->blocks = tmb_load(&inode->blocks);
-	out->version = tmb_load(&inode->version);
-	out->rdev = tmb_load(&inode->rdev);
-	out->mode = (tmb_u32)tmb_load(&inode->mode) & 0177777;
-	out->uid = (tmb_u32)owner;
-	out->gid = (tmb_u32)(owner >> 32);
-	out->nlink = (tmb_u32)tmb_load(&inode->nlink);
-	out->flags = (tmb_u32)tmb_load(&inode->flags);
-	out->atime = tmb_load(&inode->atime);
-	out->mtime = tmb_load(&inode->mtime);
-	out->ctime = tmb_load(&inode->ctime);
-	out->btime = tmb_load(&inode->btime);
-	out->has_xattr = tmb_load(&inode->xattr_root) != 0;
-	/* Freed meanwhile, it may be a mixture of two. */
-	__atomic_thread_fence(__ATOMIC_ACQUIRE);
-	return tfs_is(inode, (struct tfs_handle){h.ino, out->generation}) ? 0 : -ESTALE;
-}
-
-/* All other changes come with a new version; these may show a moment before it, or without one. */
-bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before)
-{
-	struct tfs_inode *inode = tfs_inode(fs, before->ino);
-
-	return inode && tmb_load_acquire(&inode->state_gen) == ((tmb_u64)before->generation << TFS_GEN_SHIFT | TFS_INODE_LIVE) &&
-	       tmb_load_acquire(&inode->size) == before->size && tmb_load(&inode->version) == before->version &&
-	       tmb_load(&inode->atime) == before->atime && tmb_load(&inode->nlink) == before->nlink &&
-	       tmb_load(&inode->mode) == before->mode && tmb_load(&inode->flags) == before->flags &&
-	       tmb_load(&inode->owner) == (before->uid | (tmb_u64)before->gid << 32) && tmb_load(&inode->blocks) == before->blocks &&
-	       (tmb_load(&inode->xattr_root) != 0) == before->has_xattr;
-}
-
-void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data)
-{
-	if (data)
-		tmb_store(&inode->mtime, now);
-	tmb_store(&inode->ctime, now);
-	tmb_store_release(&inode->version, tmb_load(&inode->version) + 1);
-}
-
-int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr)
-{
-	struct tfs_inode *inode;
-	tmb_u32 slot;
-	int err = tfs_tx_begin(fs, &slot);
-
-	if (err)
-		return err;
-	err = tfs_lock_inode(fs, h);
-	if (err)
-		goto end;
-	inode = tfs_inode(fs, h.ino);
-	tfs_tx_inode(fs, slot, 0, h.ino);
-	/* chown takes S_ISUID away: both or neither. */
-	if (what & TFS_SET_MODE)
-		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | (attr->mode & 07777));
-	if (what & (TFS_SET_OWNER | TFS_SET_UID | TFS_SET_GID)) {
-		tmb_u64 owner = tmb_load(&inode->owner);
-
-		if (what & (TFS_SET_OWNER | TFS_SET_UID))
-			owner = (owner & ~0xffffffffULL) | attr->uid;
-		if (what & (TFS_SET_OWNER | TFS_SET_GID))
-			owner = (owner & 0xffffffffULL) | (tmb_u64)attr->gid << 32;
-		tfs_tx_word(fs, slot, &inode->owner, owner);
-	}
-	if (what & TFS_SET_FLAGS)
-		tfs_tx_word(fs, slot, &inode->flags, attr->flags);
-	tfs_tx_commit(fs, slot);
-	if (what & TFS_SET_ATIME)
-		tmb_store(&inode->atime, attr->atime);
-	if (what & TFS_SET_MTIME)
-		tmb_store(&inode->mtime, attr->mtime);
-	tfs_changed(inode, what & TFS_SET_CTIME ? attr->ctime : tfs_os_now(), false);
-	tfs_persist(fs, &inode->atime, sizeof(inode->atime) * 4);
-	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, h.ino);
-	return 0;
-end:
-	tfs_tx_end(fs, slot);
-	return err;
-}
-
-int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now)
-{
-	struct tfs_inode *inode;
-	int err = tfs_live_inode(fs, h, &inode);
-
-	if (err || fs->read_only)
-		return err;
-	tmb_store(&inode->atime, now);
-	return 0;
-}
-
-tmb_u64 tfs_size(struct tfs *fs, struct tfs_handle h)
-{
-	struct tfs_inode *inode = tfs_inode(fs, h.ino);
-
-	return inode && tfs_is(inode, h) ? TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE) : 0;
-}
-
-/* --- who has it open or mapped -------------------------------------------------------------------------------- */
-
-/*
- * The bits of this member are changed by one of its threads at a time: else a thread that finds itself late, and takes back the bit that it
- * set on somebody else's inode, would take the bit of another thread that meanwhile opened that inode.
- */
-static void lock_bits(struct tfs *fs, tmb_u64 ino)
-{
-	for (tmb_u32 round = 0; !tmb_cas32(&fs->bit_locks[ino % TFS_BIT_LOCKS], 0, 1); round++)
-		if (round % 128)
-			tfs_os_relax();
-		else
-			tfs_os_wait(fs, 0);
-}
-
-static void unlock_bits(struct tfs *fs, tmb_u64 ino)
-{
-	tmb_store_release(&fs->bit_locks[ino % TFS_BIT_LOCKS], 0);
-}
-
-/* Sets this member's bit in a word of the handle's inode; *had: it was set before. */
-static int set_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word, bool opening)
-{
-	tmb_u64 bit = 1ULL << fs->member, had;
-	int err = 0;
-
-	lock_bits(fs, h.ino);
-	had = tmb_fetch_or(word, bit);
-	/* Whoever frees the inode, or removed its last link, meanwhile either sees the bit or is seen here. */
-	if (!tfs_is(inode, h) || (opening && !had && !tmb_load(&inode->nlink)))
-		err = -ESTALE;
-	if (err && !(had & bit))
-		tmb_fetch_and(word, ~bit);
-	unlock_bits(fs, h.ino);
-	return err;
-}
-
-static void clear_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word)
-{
-	lock_bits(fs, h.ino);
-	if (tfs_is(inode, h))
-		tmb_fetch_and(word, ~(1ULL << fs->member));
-	unlock_bits(fs, h.ino);
-}
-
-/* After a bit of 'openers' went: the inode may have lost its last name meanwhile, for somebody who left it to the bit's owner to free it. */
-static int free_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
-{
-	tmb_u32 slot;
-	int err;
-
-	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
-		return 0;
-	err = tfs_tx_begin(fs, &slot);
-	if (err) {
-		tmb_store(&fs->unclean, true);
-		return err;
-	}
-	tfs_free_orphan(fs, ino, slot);
-	return 0;
-}
-
-int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
-{
-	struct tfs_inode *inode;
-	int err = tfs_live_inode(fs, h, &inode);
-
-	if (err || fs->read_only)
-		return err;
-	err = set_own_bit(fs, h, inode, &inode->openers, true);
-	if (err)
-		free_unused(fs, h.ino, inode);
-	return err;
-}
-
-void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
-{
-	struct tfs_inode *inode = tfs_inode(fs, ino);
-	int err = inode ? tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE) : -ESTALE;
-	bool locked = !err;
-
-	if (err == -EINTR) /* for who recovers this member */
-		tmb_store(&fs->unclean, true);
-	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
-		tfs_free_inode_locked(fs, ino, inode, slot);
-	tfs_tx_end(fs, slot);
-	if (locked)
-		tfs_unlock_inode(fs, ino);
-}
-
-int tfs_close_ref(struct tfs *fs, struct tfs_handle h)
-{
-	struct tfs_inode *inode = tfs_inode(fs, h.ino);
-
-	if (!inode)
-		return -EUCLEAN;
-	if (fs->read_only)
-		return 0;
-	clear_own_bit(fs, h, inode, &inode->openers);
-	return free_unused(fs, h.ino, inode);
-}
-
-int tfs_map_ref(struct tfs *fs, struct tfs_handle h)
-{
-	struct tfs_inode *inode;
-	int err = tfs_live_inode(fs, h, &inode);
-
-	if (err || fs->read_only)
-		return err;
-	err = set_own_bit(fs, h, inode, &inode->mappers, false);
-	if (!err && fs->persistent)
-		tmb_store(&inode->unsynced, 1);
-	if (err || !tfs_frozen(fs))
-		return err;
-	clear_own_bit(fs, h, inode, &inode->mappers);
-	return -EAGAIN;
-}
-
-int tfs_hole_ref(struct tfs *fs, struct tfs_handle h)
-{
-	struct tfs_inode *inode;
-	int err = tfs_live_inode(fs, h, &inode);
-
-	return err || fs->read_only ? err : set_own_bit(fs, h, inode, &inode->hole_mappers, false);
-}
-
-int tfs_unmap_ref(struct tfs *fs, struct tfs_handle h)
-{
-	struct tfs_inode *inode = tfs_inode(fs, h.ino);
-
-	if (inode && !fs->read_only) {
-		clear_own_bit(fs, h, inode, &inode->hole_mappers);
-		clear_own_bit(fs, h, inode, &inode->mappers);
-	}
-	return inode ? 0 : -EUCLEAN;
-}
-
-tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino)
-{
-	struct tfs_inode *inode = tfs_inode(fs, ino);
-
-	return inode ? tmb_load_acquire(&inode->map_seq) : 0;
 }
 
 /* --- contents given whole: symlink targets, attribute images ---------------------------------------------------- */

@@ -5,6 +5,7 @@
 #define MIN_BLOCKS 1024u	 /* 4 MiB */
 #define ALIGN_DATA_FROM 16384u	 /* from 64 MiB on the data starts at a chunk */
 #define FIRST_INODE_BLOCKS 16u
+#define JOIN_NS (1000ULL * 1000 * 1000) /* between joining a zone and opening its file system */
 
 struct layout {
 	tmb_u64 blocks, member_start, map_start, data_start;
@@ -91,7 +92,7 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
 	sb->hash_seed = hash_seed;
 	sb->created_ns = (tmb_u64)tfs_os_now();
 	sb->area_offset = area_offset;
-	sb->incompat = TFS_INCOMPAT_FAIR_LOCKS;
+	sb->incompat = TFS_INCOMPAT_ALL;
 	sb->ro_compat = ro_compat;
 	for (tmb_u32 i = 0; label && label[i] && i < sizeof(sb->label) - 1; i++)
 		sb->label[i] = label[i];
@@ -109,19 +110,43 @@ out:
 	return err;
 }
 
-/* Made by an older program: its locks are the same while nobody uses them, so from now on only members that know the new ones may. */
-static int use_fair_locks(struct tfs *fs)
+/* Whether all other members that may write have said, in their present life, that they know all features. */
+static bool all_know(struct tfs *fs)
+{
+	for (tmb_u32 m = 0; fs->members && m < TFS_MEMBERS; m++) {
+		tmb_u64 features = tmb_load(&tfs_member_area(fs, m)->features);
+		tmb_u32 epoch = tmb_epoch(tmb_load(&fs->members[m].state_epoch));
+
+		if (m == fs->member || !tfs_member_active(fs, m) || !(tmb_load(&fs->members[m].rights) & TMB_RIGHT_WRITE))
+			continue;
+		if ((features & TFS_INCOMPAT_ALL) != TFS_INCOMPAT_ALL || features >> 32 != epoch)
+			return false;
+	}
+	return true;
+}
+
+/*
+ * Made by an older program: what differs is the same while nobody uses it, so from now on only members that know it may. One that has just joined
+ * may not have come to this place yet; one that does not come is of an older version.
+ */
+static int use_features(struct tfs *fs)
 {
 	struct tfs_super *sb = tfs_sb(fs);
+	tmb_u64 since = tfs_os_clock();
 
-	if (tmb_load(&sb->incompat) & TFS_INCOMPAT_FAIR_LOCKS)
-		return 0;
-	for (tmb_u32 m = 0; fs->members && m < TFS_MEMBERS; m++)
-		if (m != fs->member && tfs_member_active(fs, m))
+	tmb_store(&tfs_member_area(fs, fs->member)->features, (tmb_u64)fs->epoch << 32 | TFS_INCOMPAT_ALL);
+	tmb_fence();
+	for (tmb_u32 round = 0; (tmb_load(&sb->incompat) & TFS_INCOMPAT_ALL) != TFS_INCOMPAT_ALL; round++) {
+		if (all_know(fs)) {
+			tmb_fetch_or(&sb->incompat, TFS_INCOMPAT_ALL);
+			tfs_persist(fs, sb, sizeof(*sb));
+			tfs_barrier(fs);
+		} else if (tfs_os_clock() - since > JOIN_NS) {
 			return -EPROTONOSUPPORT;
-	tmb_fetch_or(&sb->incompat, TFS_INCOMPAT_FAIR_LOCKS);
-	tfs_persist(fs, sb, sizeof(*sb));
-	tfs_barrier(fs);
+		} else {
+			tfs_os_wait(fs, round);
+		}
+	}
 	return 0;
 }
 
@@ -134,7 +159,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 
 	if (length < sizeof(*sb) || tmb_load_acquire(&sb->magic) != TFS_MAGIC || member >= TFS_MEMBERS)
 		return -EINVAL;
-	if (tmb_load(&sb->version) != TFS_VERSION || tmb_load(&sb->incompat) & ~TFS_INCOMPAT_FAIR_LOCKS ||
+	if (tmb_load(&sb->version) != TFS_VERSION || tmb_load(&sb->incompat) & ~TFS_INCOMPAT_ALL ||
 	    (tmb_load(&sb->ro_compat) & ~TFS_RO_COMPAT_PERSISTENT && !fs->read_only) || tmb_load(&sb->block_size) != TFS_BLOCK)
 		return -EPROTONOSUPPORT;
 	blocks = tmb_load(&sb->blocks);
@@ -166,7 +191,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	}
 	if (fs->read_only)
 		return 0;
-	err = use_fair_locks(fs);
+	err = use_features(fs);
 	if (!err)
 		err = tfs_recover(fs, member);
 	if (!err)

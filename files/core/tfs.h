@@ -200,13 +200,35 @@ int tfs_readlink(struct tfs *fs, struct tfs_handle h, char *buf, tmb_u32 size);
 
 /* --- data ----------------------------------------------------------------------------------------------- */
 
-/* A pin says that this member is copying blocks of an inode; blocks taken away meanwhile are not reused before it's gone.
- * Take one around tfs_map + copy of every lockless read. Never sleep for long with one. The return value goes to unpin. */
+/*
+ * A pin says that this member is copying blocks of an inode that it has open; blocks taken away meanwhile are not reused before it's gone. Never
+ * sleep for long with one. TFS_PINS: there is none, since the member may not write, or because all are taken. The return value goes to unpin.
+ */
 tmb_u32 tfs_pin(struct tfs *fs, tmb_u64 ino);
 void tfs_unpin(struct tfs *fs, tmb_u32 pin);
-/* A read-only member leaves no pin. It takes this before tfs_map and again after its copy: if both are equal, no block was taken away in
- * between; else what it copied may be another file's, and it copies again. Always 0 for others. */
+/* Equal before tfs_map and after a copy: no block was taken away in between. */
 tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino);
+/* Around tfs_map and the copy of every read without a lock: a pin, or where there is none, a stamp. */
+struct tfs_look {
+	tmb_u64 ino, stamp;
+	tmb_u32 pin;
+};
+static inline struct tfs_look tfs_look_begin(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_look look = {.ino = ino, .pin = tfs_pin(fs, ino)};
+
+	if (look.pin == TFS_PINS)
+		look.stamp = tfs_read_stamp(fs, ino);
+	return look;
+}
+/* False: what was copied may be another file's; look again, at most TFS_READ_TRIES times. */
+static inline bool tfs_look_end(struct tfs *fs, const struct tfs_look *look)
+{
+	if (look->pin == TFS_PINS)
+		return tfs_read_stamp(fs, look->ino) == look->stamp;
+	tfs_unpin(fs, look->pin);
+	return true;
+}
 #define TFS_READ_TRIES 1000u
 
 struct tfs_run {

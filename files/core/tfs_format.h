@@ -59,7 +59,9 @@
 
 #define TFS_RO_COMPAT_PERSISTENT 1ULL /* the memory outlives power: who writes orders its stores for that */
 
-#define TFS_INCOMPAT_FAIR_LOCKS 1ULL /* lock words are as below; all of this version have it */
+#define TFS_INCOMPAT_FAIR_LOCKS 1ULL /* lock words are as below */
+#define TFS_INCOMPAT_FILE_LOCKS 2ULL /* a file's table of file locks has a lock of its own */
+#define TFS_INCOMPAT_ALL 3ULL	     /* programs of this version need all of them, and add those that are missing */
 
 /*
  * The word of a struct tmb_lock in this area: what tombolo_zone.h says of lock words, with these in the tag. A word without an owner may still
@@ -146,7 +148,7 @@ struct tfs_inode {
 	tmb_u64 seq;	    /* directories: odd while entries change; grows by 2 with each change */
 	tmb_u64 index_root; /* directories: hash table; bits 52-57 log2 of its entries, 0: none, scan */
 	tmb_u64 index_used; /* entries and tombstones in it */
-	tmb_u64 entries;    /* directories: names other than "." and ".." */
+	tmb_u64 entries;    /* directories: names other than "." and ".."; others: with the next word the lock of the table 'locks' */
 	tmb_u64 free_granules; /* directories: a statistic that says whether a search is worth it */
 	/* 128: times, ns since 1970, signed */
 	tmb_s64 atime;
@@ -170,6 +172,7 @@ _Static_assert(sizeof(struct tfs_inode) == 256, "inode size");
 _Static_assert(offsetof(struct tfs_inode, root) == 64, "root");
 _Static_assert(offsetof(struct tfs_inode, atime) == 128, "atime");
 _Static_assert(offsetof(struct tfs_inode, lock) == 192, "lock");
+_Static_assert(offsetof(struct tfs_inode, entries) == 112 && offsetof(struct tfs_inode, free_granules) == 120, "lock of file locks");
 #define TFS_INODES_PER_BLOCK (TFS_BLOCK / 256u)
 #define TFS_INDEX_LOG_SHIFT 52
 
@@ -248,7 +251,7 @@ struct tfs_pin {
 };
 
 /*
- * File locks (flock, fcntl): records in blocks of the inode's tree 'locks', changed under the inode's lock. A record whose
+ * File locks (flock, fcntl): records in blocks of the inode's tree 'locks', changed under the table's lock (a directory's own). A record whose
  * holder's epoch is over counts for nothing. Who waits for a lock says so in its member area, for deadlock detection.
  */
 #define TFS_LK_READ 1u
@@ -322,7 +325,9 @@ struct tfs_member_area {
 	tmb_u64 pins_in_use; /* slots that this member ever takes are below this */
 	tmb_u64 root;	     /* the directory it is confined to; 0: none. The host sets it */
 	tmb_u64 account;     /* number + 1 of the account for what it makes; 0: none. The host sets it */
-	tmb_u64 pad1[3];
+	tmb_u64 kept_for;    /* bit per member that may look at blocks with this member's tag that no transaction of it has to do with */
+	tmb_u64 features;    /* which of TFS_INCOMPAT_ALL this member's program knows, bits 32-63: in which epoch it said so */
+	tmb_u64 pad1[1];
 	struct tfs_account own; /* the account with this area's number, whoever has it */
 	struct tfs_lock_wait waits[TFS_LOCK_WAITS];
 	tmb_u64 heard[TFS_MEMBERS]; /* up to where this member has read the rings of the others */

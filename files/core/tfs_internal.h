@@ -26,7 +26,7 @@
 
 /* How long a freeze waits for others' operations, before it gives up. */
 #define TFS_FREEZE_LIMIT_NS (30ULL * 1000 * 1000 * 1000)
-/* How long blocks taken away wait for readers and mappers, before they are left in limbo. */
+/* How long blocks taken away wait for mappers, before they are left in limbo. */
 #define TFS_REVOKE_LIMIT_NS (2ULL * 1000 * 1000 * 1000)
 
 static inline struct tfs_super *tfs_sb(struct tfs *fs)
@@ -174,19 +174,23 @@ int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how);
 int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h); /* -EAGAIN: taken */
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
 bool tfs_member_active(struct tfs *fs, tmb_u32 member);
-tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of them that live */
 void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason); /* bit per member */
 bool tfs_fenced(struct tfs *fs); /* this member was declared dead: it must not write any more */
-/* Waits until nobody reads, maps or pins blocks of 'ino'; who still may after the time limit, bit per member. */
-tmb_u64 tfs_wait_unused(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
-tmb_u64 tfs_wait_unpinned(struct tfs *fs, tmb_u64 ino); /* the same, of readers only */
-/* Without waiting for mappers: asks them to unmap; self included. */
-tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
 
-/* limbo.c: blocks that 'holders' may still look at; between begin and end their map bytes become TFS_MAP_LIMBO. */
+/* reuse.c: who may still look at blocks that were unlinked from an inode; each a bit per member */
+tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of them that live */
+/* Who maps or reads the inode after they were asked to let go; without 'wait' mappers are not waited for, and this member's own count. */
+tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, bool wait);
+tmb_u64 tfs_wait_mappers(struct tfs *fs, struct tfs_inode *inode); /* of other members */
+tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
+/* Between these, blocks with this member's tag that 'holders' may still look at get the map byte that begin returns: free, limbo, or the tag
+ * as it is, where the caller was killed and the recovery of this member sees to them. */
+tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed);
+void tfs_free_end(struct tfs *fs, tmb_u8 mark);
 int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders);
 void tfs_limbo_end(struct tfs *fs);
 void tfs_limbo_release(struct tfs *fs, tmb_u64 members); /* these hold nothing any more */
+bool tfs_await_limbo(struct tfs *fs); /* a moment; true: what was in limbo is free */
 
 /* tx.c: transactions */
 /* The first half of tfs_recover, after which the dead member's locks may be taken over. It takes no lock of an inode itself, so who waits
@@ -206,6 +210,16 @@ void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value);
 void tfs_tx_commit(struct tfs *fs, tmb_u32 slot); /* stores the words */
 /* Before the locks of what was changed are let go: after a death their words would be stored again, over what others did since. */
 void tfs_tx_end(struct tfs *fs, tmb_u32 slot);
+
+/* filelock.c */
+/* The lock of the table of file locks of an inode that is no directory. */
+static inline struct tmb_lock *tfs_table_lock(struct tfs_inode *inode)
+{
+	return (struct tmb_lock *)&inode->entries;
+}
+/* With the inode locked: around its end, which programs that lock ranges must not meet. */
+int tfs_lock_table_to_free(struct tfs *fs, struct tfs_inode *inode);
+void tfs_unlock_table(struct tfs *fs, struct tfs_inode *inode);
 
 /* inode.c */
 struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino);
@@ -243,8 +257,8 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 /* Frees the inode if it has neither name nor opener, and ends the transaction. */
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot);
 /*
- * Removes and frees blocks [from, to) of the data tree, once readers and mappers are gone; without waiting for mappers in a recovery, since
- * one who is asked to unmap may itself be waiting for the recovery to end. Before the transaction commits, tfs_begin_removal takes all that the
+ * Removes and frees blocks [from, to) of the data tree, once readers and mappers are gone; a recovery does not wait for mappers, since
+ * a member that is asked to unmap may itself be waiting for the recovery to end. Before the transaction commits, tfs_begin_removal takes all that the
  * removal needs, so that it can't fail half-way; tfs_end_removal gives back what was not used.
  */
 int tfs_begin_removal(struct tfs *fs, tmb_u32 slot, struct tfs_inode *inode, tmb_u64 from, tmb_u64 to, struct tfs_gone **gone);
@@ -279,7 +293,8 @@ static inline int tfs_dir_find_locked(struct tfs *fs, struct tfs_inode *dir, con
 }
 /* After tfs_dir_find said -ENOENT: makes an entry with ref 0 that lookups do not see yet, in the index already. */
 int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot);
-/* After its ref became 0: out of the index. */
+tmb_u32 tfs_granules_of(tmb_u32 name_len);
+/* After its ref became 0: its place is free, and it is out of the index. */
 void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot);
 static inline void tfs_dir_begin(struct tfs *fs, struct tfs_inode *dir)
 {
@@ -293,6 +308,37 @@ static inline void tfs_dir_end(struct tfs *fs, struct tfs_inode *dir)
 {
 	tmb_store_release(&dir->seq, (tmb_load(&dir->seq) | 1) + 1);
 	tfs_persist(fs, &dir->seq, sizeof(dir->seq));
+}
+
+/* dirindex.c: what a lookup, and a new entry, need of a large directory's hash index */
+tmb_u64 tfs_dir_blocks(struct tfs *fs, struct tfs_inode *dir);
+struct tfs_dirent *tfs_granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64 granule); /* NULL: not there */
+/* Is this the entry of that name? left: granules to the end of its block. */
+bool tfs_entry_matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tmb_u32 len, tmb_u32 hash, tmb_u64 *ref);
+int tfs_index_find(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len, struct tfs_slot *slot);
+int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule);
+void tfs_index_forget(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule);
+
+/* names.c: what renames need, too */
+int tfs_check_name(tmb_u32 len);
+/* Names can then be put into it or taken from it. -EAGAIN: taken, and not to be waited for. */
+int tfs_lock_dir(struct tfs *fs, struct tfs_handle h, bool wait, struct tfs_inode **dir);
+int tfs_init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, const struct tfs_create *c);
+/* After a commit that took the last link: frees the inode (locked) unless somebody has it open. */
+void tfs_drop_if_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
+/* Whether the inode that a name means is the one that the caller means. With the name's directory locked, which keeps the inode alive. */
+bool tfs_is_expected(struct tfs *fs, tmb_u64 ino, struct tfs_handle expect);
+static inline tmb_u64 tfs_make_ref(tmb_u64 ino, tmb_u64 mode)
+{
+	return ino | (tmb_u64)TFS_DT(mode) << TFS_REF_TYPE_SHIFT;
+}
+static inline tmb_u64 tfs_ref_ino(tmb_u64 ref)
+{
+	return ref & TFS_REF_INO_MASK;
+}
+static inline tmb_u64 tfs_live_state(struct tfs_inode *inode)
+{
+	return (tmb_load(&inode->state_gen) & ~0xffffffffULL) | TFS_INODE_LIVE;
 }
 
 /* account.c */

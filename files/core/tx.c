@@ -307,10 +307,11 @@ static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 	return err;
 }
 
-/* One pass for all of them: the table is the largest thing that a recovery reads. */
-static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
+/* One pass for all of them: the table is the largest thing that a recovery reads. An error: something is left for the next recovery. */
+static int forget_in_inodes(struct tfs *fs, tmb_u64 members)
 {
 	tmb_u64 n = tfs_table_inodes(fs);
+	int err = 0;
 
 	for (tmb_u64 ino = TFS_ROOT_INO; ino < n; ino++) {
 		struct tfs_inode *inode = tfs_inode(fs, ino);
@@ -324,10 +325,9 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 		state = tmb_load(&inode->state_gen);
 		if (created_by(state, members)) {
 			/* In a transaction: this member may die, too, while it frees what the other one made. */
-			if (claim(fs, &slot)) {
-				tmb_store(&fs->unclean, true);
-				continue;
-			}
+			err = claim(fs, &slot);
+			if (err)
+				return err;
 			tfs_tx_inode(fs, slot, 0, ino);
 			tfs_drop_new_inode(fs, inode, slot);
 			tfs_tx_end(fs, slot);
@@ -343,11 +343,12 @@ static void forget_in_inodes(struct tfs *fs, tmb_u64 members)
 			tmb_fetch_and(&inode->hole_mappers, ~members);
 		if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
 			continue;
-		if (claim(fs, &slot))
-			tmb_store(&fs->unclean, true);
-		else
-			tfs_free_orphan(fs, ino, slot);
+		err = claim(fs, &slot);
+		if (err)
+			return err;
+		tfs_free_orphan(fs, ino, slot);
 	}
+	return 0;
 }
 
 /* The newest epoch of a member whose leftovers can be there. */
@@ -377,7 +378,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, member);
 	tmb_u8 tag = (tmb_u8)(member + 1);
-	tmb_u64 budget = 2 * fs->blocks, holders = 0;
+	tmb_u64 budget = 2 * fs->blocks, holders = tfs_active_members(fs, tmb_load(&area->kept_for));
 	tmb_u32 i, k, owner;
 	int err = 0;
 
@@ -394,7 +395,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 			if (ino && !listed_before(area, i, k, ino))
 				keep_inode_blocks(fs, ino, tag, &budget);
 			if (inode)
-				holders |= tfs_holders(fs, inode, ino);
+				holders |= tfs_holders(fs, inode, ino, false);
 			if (inode && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1 &&
 			    (!tfs_lock_held(&inode->lock, &owner) || owner == member))
 				tfs_dir_end(fs, inode); /* and nobody else is at it */
@@ -413,6 +414,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 	err = free_tagged(fs, tag, holders);
 	if (err)
 		return err;
+	store_word(fs, &area->kept_for, 0);
 	for (i = 0; i < TFS_PINS; i++)
 		tmb_store(&area->pins[i].ino, 0);
 	tfs_barrier(fs);
@@ -494,8 +496,14 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_h
 			forget |= 1ULL << m;
 	}
 	/* From here on the dead members' locks can be taken over, which the following does itself. */
-	if (forget)
-		forget_in_inodes(fs, forget);
+	if (forget) {
+		int left_over = forget_in_inodes(fs, forget);
+
+		if (left_over) { /* killed: the next recovery goes through the table once more */
+			forget = 0;
+			err = err ? err : left_over;
+		}
+	}
 	tfs_limbo_release(fs, forget);
 	if (forget && !err)
 		tfs_keep_reserve(fs);

@@ -37,79 +37,80 @@ int tfs_xattr_image_ok(const void *image, tmb_u64 len)
 	return 0;
 }
 
-/* A private copy of the image, at least its header; the caller frees it. room: bytes wanted beyond it. */
-static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u32 room, tmb_u8 **out)
+/* How long the image is: at least its header. */
+static int image_bytes(struct tfs *fs, tmb_u64 root, tmb_u32 *bytes)
 {
-	struct tfs_xattr_image *head;
-	tmb_u32 bytes = sizeof(*head), done = 0, pin;
-	tmb_u64 root, stamp = tfs_read_stamp(fs, h.ino);
-	const char *wrong = NULL;
-	tmb_u8 *image = NULL;
 	struct tfs_run run;
-	int err = 0;
+	int err = tfs_tree_look(fs, root, 0, 1, &run);
 
-	pin = tfs_pin(fs, h.ino);
-	root = tmb_load_acquire(&inode->xattr_root);
-	if (root) {
-		err = tfs_tree_look(fs, root, 0, 1, &run);
-		if (!err && run.block)
-			bytes = tmb_load((tmb_u32 *)tfs_block(fs, run.block));
-		if (err || !run.block || bytes < sizeof(*head) || bytes > IMAGE_MAX)
-			wrong = "attribute image size";
-	}
-	tfs_unpin(fs, pin);
-	if (wrong)
-		goto out;
-	/* No allocation under a pin: it may sleep. */
-	image = tfs_os_alloc(bytes + room + 8);
-	if (!image)
-		return -ENOMEM;
-	head = (struct tfs_xattr_image *)image;
-	pin = tfs_pin(fs, h.ino);
-	if (tmb_load_acquire(&inode->xattr_root) != root)
-		err = -EAGAIN;
-	while (!err && root && done < bytes) {
-		tmb_u32 n;
+	*bytes = !err && run.block ? tmb_load((tmb_u32 *)tfs_block(fs, run.block)) : 0;
+	return *bytes < sizeof(struct tfs_xattr_image) || *bytes > IMAGE_MAX ? -EUCLEAN : 0;
+}
 
-		err = tfs_tree_look(fs, root, done >> TFS_BLOCK_SHIFT, tfs_blocks_of(bytes - done), &run);
-		if (!err && !run.block)
-			err = -EUCLEAN;
-		if (err)
-			break;
+static int copy_image(struct tfs *fs, tmb_u64 root, tmb_u8 *image, tmb_u32 bytes)
+{
+	struct tfs_run run;
+
+	for (tmb_u32 done = 0, n; done < bytes; done += n) {
+		int err = tfs_tree_look(fs, root, done >> TFS_BLOCK_SHIFT, tfs_blocks_of(bytes - done), &run);
+
+		if (err || !run.block)
+			return -EUCLEAN;
 		n = (tmb_u32)TFS_MIN((tmb_u64)(bytes - done), run.count << TFS_BLOCK_SHIFT);
 		memcpy(image + done, tfs_block(fs, run.block), n);
-		done += n;
 	}
-	tfs_unpin(fs, pin);
-	if (!err && !root) {
-		head->bytes = sizeof(*head);
-		head->count = 0;
-	}
-	if (err == -EUCLEAN || (!err && (head->bytes != bytes || tfs_xattr_image_ok(image, bytes))))
-		wrong = "attribute image malformed";
-out:
-	/* A read-only member has no pin: its copy may be of blocks that were freed meanwhile. */
-	if (tfs_read_stamp(fs, h.ino) != stamp || !tfs_is(inode, h))
-		err = tfs_is(inode, h) ? -EAGAIN : -ESTALE;
-	else if (wrong)
-		err = tfs_damage(fs, wrong, h.ino, bytes);
-	if (err) {
-		if (image)
-			tfs_os_free(image);
-		return err;
-	}
-	*out = image;
 	return 0;
 }
 
+/* A private copy of the image, at least its header; the caller frees it. room: bytes wanted beyond it. -EAGAIN: it was replaced meanwhile. */
+static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u32 room, tmb_u8 **out)
+{
+	struct tfs_look look = tfs_look_begin(fs, h.ino);
+	tmb_u64 root = tmb_load_acquire(&inode->xattr_root);
+	tmb_u32 bytes = sizeof(struct tfs_xattr_image);
+	int err = root ? image_bytes(fs, root, &bytes) : 0;
+	struct tfs_xattr_image *head;
+
+	if (!tfs_look_end(fs, &look))
+		return -EAGAIN;
+	if (err)
+		return tfs_is(inode, h) ? tfs_damage(fs, "attribute image size", h.ino, bytes) : -ESTALE;
+	/* No allocation under a pin: it may sleep. */
+	head = tfs_os_alloc(bytes + room + 8);
+	if (!head)
+		return -ENOMEM;
+	look = tfs_look_begin(fs, h.ino);
+	if (tmb_load_acquire(&inode->xattr_root) != root)
+		err = -EAGAIN;
+	else if (root)
+		err = copy_image(fs, root, (tmb_u8 *)head, bytes);
+	else
+		head->bytes = bytes;
+	if (!tfs_look_end(fs, &look))
+		err = -EAGAIN;
+	if (!err && (head->bytes != bytes || tfs_xattr_image_ok(head, bytes)))
+		err = -EUCLEAN;
+	/* A pin does not keep an inode that nobody has open. */
+	__atomic_thread_fence(__ATOMIC_ACQUIRE);
+	if (!tfs_is(inode, h))
+		err = -ESTALE;
+	else if (err == -EUCLEAN)
+		err = tfs_damage(fs, "attribute image malformed", h.ino, bytes);
+	if (err)
+		tfs_os_free(head);
+	else
+		*out = (tmb_u8 *)head;
+	return err;
+}
+
 /* Again while another member replaces it. */
-static int get_image(struct tfs *fs, struct tfs_handle h, tmb_u8 **image)
+static int get_image(struct tfs *fs, struct tfs_handle h, tmb_u32 room, tmb_u8 **image)
 {
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, h, &inode);
 
 	for (tmb_u32 tries = 0; !err && tries < 10000; tries++) {
-		err = read_image(fs, inode, h, 0, image);
+		err = read_image(fs, inode, h, room, image);
 		if (err != -EAGAIN)
 			return err;
 		err = 0;
@@ -142,7 +143,7 @@ tmb_s64 tfs_xattr_get(struct tfs *fs, struct tfs_handle h, const char *name, voi
 		return r;
 	if (!tmb_load(&inode->xattr_root))
 		return -ENODATA;
-	r = get_image(fs, h, &image);
+	r = get_image(fs, h, 0, &image);
 	if (r)
 		return r;
 	e = find(image, name, &where);
@@ -163,7 +164,7 @@ tmb_s64 tfs_xattr_list(struct tfs *fs, struct tfs_handle h, char *list, tmb_u64 
 	const struct tfs_xattr_entry *e;
 	tmb_u32 at = sizeof(struct tfs_xattr_image);
 	tmb_u8 *image;
-	tmb_s64 total = 0, err = get_image(fs, h, &image);
+	tmb_s64 total = 0, err = get_image(fs, h, 0, &image);
 
 	if (err)
 		return err;
@@ -237,7 +238,7 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 		goto end;
 	inode = tfs_inode(fs, h.ino);
 	tfs_tx_inode(fs, slot, 0, h.ino);
-	err = read_image(fs, inode, h, (tmb_u32)(sizeof(struct tfs_xattr_entry) + strlen(name) + size + 8), &image);
+	err = get_image(fs, h, (tmb_u32)(sizeof(struct tfs_xattr_entry) + strlen(name) + size + 8), &image);
 	if (err)
 		goto unlock;
 	err = edit(image, name, value, size, flags);
@@ -265,16 +266,11 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 	tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_USED);
 	tfs_count_blocks(fs, inode, (tmb_s64)(taken - had));
 	tfs_changed(inode, now, false);
-	tmb_fetch_add(&inode->map_seq, 1); /* for read-only members, which leave no pin */
 	if (old) {
-		tmb_u64 holders = tfs_wait_unpinned(fs, h.ino);
+		tmb_u8 mark = tfs_free_begin(fs, tfs_reading(fs, inode, h.ino), false);
 
-		if (!holders) {
-			tfs_tree_mark(fs, old, tfs_tag(fs), TFS_MAP_FREE);
-		} else if (!tfs_limbo_begin(fs, holders)) {
-			tfs_tree_mark(fs, old, tfs_tag(fs), TFS_MAP_LIMBO);
-			tfs_limbo_end(fs);
-		}
+		tfs_tree_mark(fs, old, tfs_tag(fs), mark);
+		tfs_free_end(fs, mark);
 	}
 unlock:
 	tfs_tx_end(fs, slot);

@@ -47,26 +47,24 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 
 	while (iov_iter_count(to)) {
 		struct tfs_run run;
-		u64 stamp = tfs_read_stamp(fs, inode->i_ino);
+		struct tfs_look look = tfs_look_begin(fs, inode->i_ino);
 		size_t skip = pos & (TFS_BLOCK - 1), n, done;
-		u32 pin = tfs_pin(fs, inode->i_ino);
 		u64 size = tfs_size(fs, tmb_h(inode));
 
 		if (pos >= size) {
-			tfs_unpin(fs, pin);
+			tfs_look_end(fs, &look);
 			break;
 		}
 		n = min_t(u64, iov_iter_count(to), size - pos);
 		n = min_t(size_t, n, TMB_COPY_BLOCKS * TFS_BLOCK - skip);
 		err = tfs_map(fs, tmb_h(inode), pos >> TFS_BLOCK_SHIFT, (skip + n + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT, &run);
 		if (err) {
-			tfs_unpin(fs, pin);
+			tfs_look_end(fs, &look);
 			break;
 		}
 		n = min_t(u64, n, (run.count << TFS_BLOCK_SHIFT) - skip);
 		done = copy_out(fs, &run, skip, n, to);
-		tfs_unpin(fs, pin);
-		if (tfs_read_stamp(fs, inode->i_ino) != stamp) {
+		if (!tfs_look_end(fs, &look)) {
 			iov_iter_revert(to, done);
 			if (++tries > TFS_READ_TRIES) {
 				err = -EBUSY;

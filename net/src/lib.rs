@@ -11,7 +11,7 @@
 //! - [`frames`]: what a frame is, read once; tags, checksums, segments
 //! - [`policy`]: what a port may send and receive
 //! - [`forwarding`]: the way of a frame, and the threads that carry it
-//! - [`uplink`]: ports that aren't a guest
+//! - [`uplink`]: ports that aren't a guest; [`service`]: what the switch answers itself
 //! - [`control`]: the running switch, its configuration, and the ways to talk to it
 //! - [`mod@bench`]: the switch beside its peers; [`soak`]: every frame accounted for
 //! - [`event`]: eventfds; [`cpu`]: prefetching
@@ -24,6 +24,7 @@ pub mod forwarding;
 pub mod frames;
 pub mod policy;
 pub mod ports;
+pub mod service;
 pub mod soak;
 pub mod uplink;
 pub mod vring;

@@ -100,7 +100,7 @@ fn a_guest_that_plays_the_server_reaches_nobody() {
     let (mut rogue, mut victim, mut router) = (switch.guest(0), guest(&switch, 1), guest(&switch, 2));
     let offer = |mac| message(mac, [0, 67, 0, 68], 2, &[53, 1, OFFER]);
     assert!(rogue.send(&offer(Rig::mac(0))));
-    wait_for("the drop", || (switch.port("vm")?["sent"]["drops"]["rule"] == 1).then_some(()));
+    wait_for("the drop", || (switch.port("vm")?["sent"]["drops"]["server"] == 1).then_some(()));
     // A port that is a router by its policy may.
     assert!(router.send(&offer(Rig::mac(2))));
     let got = wait_for("the router's offer", || victim.receive()).1;

@@ -6,10 +6,18 @@ use std::fmt::Arguments;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// A log that has grown to this many bytes is renamed to `NAME.1` and begun anew.
 pub const LIMIT: u64 = 4 << 20;
+
+/// Where a full log goes.
+pub fn before(path: &Path) -> PathBuf {
+    let mut old = path.to_owned().into_os_string();
+    old.push(".1");
+    old.into()
+}
 
 /// A log in a file.
 #[derive(Debug)]
@@ -22,7 +30,7 @@ pub struct Log {
 }
 
 impl Log {
-    /// A log in this file, which begins anew.
+    /// A log in this file, which goes on where it is there already.
     pub fn new(path: &Path) -> Log {
         let mut log = Log { path: path.to_owned(), file: None, length: 0, lost: 0 };
         // The first write tries again.
@@ -32,15 +40,17 @@ impl Log {
 
     fn begin(&mut self) -> io::Result<()> {
         self.file = None;
-        let created = File::create(&self.path).or_else(|e| match (e.kind(), self.path.parent()) {
+        let open = || File::options().create(true).append(true).open(&self.path);
+        let opened = open().or_else(|e| match (e.kind(), self.path.parent()) {
             // As at the end of a login session.
             (io::ErrorKind::NotFound, Some(folder)) => {
                 std::fs::create_dir_all(folder)?;
-                File::create(&self.path)
+                open()
             }
             _ => Err(e),
-        });
-        (self.file, self.length) = (Some(created?), 0);
+        })?;
+        self.length = opened.metadata()?.len();
+        self.file = Some(opened);
         Ok(())
     }
 
@@ -62,10 +72,10 @@ impl Log {
 
     fn try_write(&mut self, data: &[u8]) -> io::Result<()> {
         if self.length + data.len() as u64 > LIMIT {
-            let mut old = self.path.clone().into_os_string();
-            old.push(".1");
-            // Where that fails the file begins anew all the same.
-            let _kept = std::fs::rename(&self.path, old);
+            if std::fs::rename(&self.path, before(&self.path)).is_err() {
+                // It stays bounded all the same.
+                let _gone = File::options().write(true).open(&self.path).and_then(|file| file.set_len(0));
+            }
             self.begin()?;
         }
         if self.file.is_none() {
@@ -99,6 +109,19 @@ pub fn say(text: Arguments<'_>) {
         // Nobody may read it.
         None => drop(io::stderr().write_all(line.as_bytes())),
     }
+}
+
+/// Whether the user wants to know more (`-v`).
+static VERBOSE: AtomicBool = AtomicBool::new(false);
+
+/// Says from here on what only those who ask for more want to know.
+pub fn set_verbose() {
+    VERBOSE.store(true, Ordering::Relaxed);
+}
+
+/// Whether somebody asked for more.
+pub fn is_verbose() -> bool {
+    VERBOSE.load(Ordering::Relaxed)
 }
 
 /// Says a line in the log of this process. Unlike `eprintln!` it never panics.

@@ -42,7 +42,8 @@ struct tmb_sync_header {
 	tmb_u32 n_objects; /* <= TMB_SYNC_KEYS */
 	tmb_u64 incompat;
 	tmb_u64 lock; /* a lock word: creating, destroying */
-	tmb_u8 pad0[32];
+	tmb_u64 ending; /* under 'lock': the object that is being destroyed, + 1; whoever takes the lock from a dead owner brings that to its end */
+	tmb_u8 pad0[24];
 	/* 64: requests of host processes to whoever serves the zone: ring these members */
 	tmb_u64 ring_mask;
 	tmb_u32 ring_seq; /* futex */

@@ -28,11 +28,12 @@ enum tmb_sync_type { TMB_SEMAPHORE = 1, TMB_MUTEX = 2, TMB_RWLOCK = 3, TMB_EVENT
 int tmb_sync_open(const char *path, tmb_sync **out);
 void tmb_sync_close(tmb_sync *s);
 
-/* name: 1 to 47 bytes. initial: a semaphore's or event's first count, else 0. -EEXIST, -ENOSPC. */
+/* name: 1 to 47 bytes. initial: a semaphore's or event's first count, else 0. -EEXIST, -ENOSPC. -EINTR, as tmb_sync_destroy: a signal came while
+ * another process, which lives, was creating or destroying. */
 int tmb_sync_create(tmb_sync *s, enum tmb_sync_type type, const char *name, uint64_t initial, tmb_object *out);
 /* -ENOENT; -EINVAL: the name is an object of another type. */
 int tmb_sync_lookup(tmb_sync *s, enum tmb_sync_type type, const char *name, tmb_object *out);
-/* Sleepers wake with -EIDRM. -ENOENT. */
+/* Sleepers wake with -EIDRM. -ENOENT, -EINTR. */
 int tmb_sync_destroy(tmb_sync *s, const char *name);
 
 int tmb_sem_post(tmb_sync *s, tmb_object o); /* -EOVERFLOW beyond 2^31-1 */

@@ -25,6 +25,7 @@
 #include "tombolo_sync.h"
 
 #define SPINS 100
+#define TABLE_PAUSE_NS 10000000 /* at most, between two looks at the header's lock */
 /*
  * About what it takes to fall asleep and be woken from another machine: who spins that long before it sleeps pays at most twice
  * what the better of the two would have cost.
@@ -48,7 +49,9 @@ struct tmb_sync {
 	tmb_u64 session_word;
 	tmb_u64 lock_word;
 	pthread_mutex_t readers_lock;
-	tmb_u32 readers[TMB_SYNC_KEYS]; /* read locks that this process holds, by object */
+	struct readers {
+		tmb_u32 count, generation; /* of the object that they hold */
+	} readers[TMB_SYNC_KEYS]; /* read locks of this process, by object */
 };
 
 /* --- time and sleeping ---------------------------------------------------------------------------------------- */
@@ -189,21 +192,42 @@ static int lock_try(tmb_sync *s, tmb_u64 *word)
 	return tmb_cas64(word, w, s->lock_word) ? -EOWNERDEAD : 0;
 }
 
-/* The header's lock. Its holder needs microseconds, so waiters yield. 0, -ETIMEDOUT when it stays locked. */
+/* Ends an object's life, from wherever whoever did it before got to. With the header's lock. */
+static void end_object(tmb_sync *s, tmb_u32 index)
+{
+	struct tmb_sync_object *o = object_at(s, index);
+	tmb_u32 generation;
+
+	tmb_store_release(&s->h->ending, (tmb_u64)index + 1);
+	generation = tmb_fetch_add(&o->generation, 1u) + 1;
+	/* A semaphore's value carries the generation: a late post or wait fails on it. */
+	tmb_store(&o->value, tmb_load(&o->type) == TMB_SEMAPHORE ? (tmb_u64)generation << 32 : 0);
+	tmb_store_release(key_at(s, index), 0ULL);
+	tmb_store_release(&s->h->ending, 0ULL);
+	wake_waiters(s, index);
+}
+
+/*
+ * The header's lock. Its holder needs microseconds, so waiters yield; if it is suspended, they wait until it goes on or is dead. -EINTR: a
+ * signal came while this process waited.
+ */
 static int table_lock(tmb_sync *s)
 {
-	tmb_u64 deadline = now_ns() + 10000000000ULL;
+	struct timespec pause = { .tv_nsec = 50000 };
+	tmb_u64 ending;
 	int spins = 0, got;
 
 	while (!(got = lock_try(s, &s->h->lock))) {
-		struct timespec ts = { .tv_nsec = 50000 };
-
 		if (spins++ < SPINS)
 			continue;
-		if (now_ns() > deadline)
-			return -ETIMEDOUT;
-		nanosleep(&ts, NULL);
+		if (nanosleep(&pause, NULL) && errno == EINTR)
+			return -EINTR;
+		if (pause.tv_nsec < TABLE_PAUSE_NS)
+			pause.tv_nsec *= 2;
 	}
+	ending = tmb_load(&s->h->ending);
+	if (got == -EOWNERDEAD && ending && ending <= s->n_objects)
+		end_object(s, (tmb_u32)(ending - 1));
 	return 0;
 }
 
@@ -475,7 +499,6 @@ int tmb_sync_create(tmb_sync *s, enum tmb_sync_type type, const char *name, uint
 
 int tmb_sync_destroy(tmb_sync *s, const char *name)
 {
-	struct tmb_sync_object *o;
 	tmb_object at;
 	tmb_u32 type;
 	int err = name_ok(name);
@@ -485,14 +508,8 @@ int tmb_sync_destroy(tmb_sync *s, const char *name)
 	if (err)
 		return err;
 	err = find(s, name, hash(name, strlen(name)), &type, &at);
-	if (!err) {
-		o = object_at(s, at.index);
-		tmb_fetch_add(&o->generation, 1u);
-		/* A semaphore's value carries the generation: a late post or wait fails on it. */
-		tmb_store(&o->value, type == TMB_SEMAPHORE ? (tmb_u64)(at.generation + 1) << 32 : 0);
-		tmb_store_release(key_at(s, at.index), 0ULL);
-		wake_waiters(s, at.index);
-	}
+	if (!err)
+		end_object(s, at.index);
 	table_unlock(s);
 	return err;
 }
@@ -652,6 +669,7 @@ int tmb_mutex_unlock(tmb_sync *s, tmb_object at)
 static int try_read(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u64 arg)
 {
 	tmb_u64 *word = &o->readers[s->session / 64], bit = 1ULL << s->session % 64, writer;
+	struct readers *own = &s->readers[at.index]; /* of an object that is gone: as if there were none */
 	int got = 0;
 
 	(void)arg;
@@ -659,20 +677,23 @@ static int try_read(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u
 	pthread_mutex_lock(&s->readers_lock);
 	if (tmb_load_acquire(&o->generation) != at.generation) {
 		got = -EIDRM;
-	} else if (s->readers[at.index]) {
+	} else if (own->count && own->generation == at.generation) {
+		own->count++;
 		got = 1;
 	} else {
 		tmb_fetch_or(word, bit);
 		writer = __atomic_load_n(&o->value, __ATOMIC_SEQ_CST);
-		if (!writer)
+		if (tmb_load_acquire(&o->generation) != at.generation)
+			got = -EIDRM; /* destroyed, and maybe made anew */
+		else if (!writer)
 			got = 1;
 		else if (!owner_lives(s, writer))
 			got = -EOWNERDEAD;
+		if (got && got != -EIDRM)
+			*own = (struct readers){ .count = 1, .generation = at.generation };
 		else
 			tmb_fetch_and(word, ~bit);
 	}
-	if (got && got != -EIDRM)
-		s->readers[at.index]++;
 	pthread_mutex_unlock(&s->readers_lock);
 	if (!got) /* the writer may have seen the bit and gone to sleep */
 		wake_waiters(s, at.index);
@@ -695,23 +716,23 @@ int tmb_rwlock_rdlock(tmb_sync *s, tmb_object at, int64_t timeout_ns)
 int tmb_rwlock_rdunlock(tmb_sync *s, tmb_object at)
 {
 	struct tmb_sync_object *o;
-	bool last;
+	struct readers *own;
+	bool held, last;
+	int err;
 
 	if (at.index >= s->n_objects)
 		return -EINVAL;
-	o = object_at(s, at.index);
+	err = check(s, at, &o);
+	own = &s->readers[at.index];
 	pthread_mutex_lock(&s->readers_lock);
-	if (!s->readers[at.index]) {
-		pthread_mutex_unlock(&s->readers_lock);
-		return -EPERM;
-	}
-	last = --s->readers[at.index] == 0;
+	held = own->count && own->generation == at.generation;
+	last = held && --own->count == 0;
 	if (last)
 		tmb_fetch_and(&o->readers[s->session / 64], ~(1ULL << s->session % 64));
 	pthread_mutex_unlock(&s->readers_lock);
 	if (last)
 		wake_waiters(s, at.index);
-	return check(s, at, &o);
+	return err ? err : held ? 0 : -EPERM;
 }
 
 /* With the lock word held: whether readers are gone; those of dead sessions are removed. */

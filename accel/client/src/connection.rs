@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::wire::{Encoder, HEADER, PART, Record, Reply, ReplyKind, Request, WANTS_REPLY};
+use tombolo_calls::say;
 use tombolo_calls::spin::Spin;
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
@@ -179,7 +180,7 @@ impl Connection {
     /// Gives the connection up: everyone who waits is told.
     fn lose(&self, why: &Error) -> Lost {
         if self.lost.set(why.to_string()).is_ok() {
-            eprintln!("tombolo: the accelerator server was lost: {why}");
+            say!("tombolo: the accelerator server was lost: {why}");
         }
         for (_, waiter) in lock(&self.pending).drain(..) {
             waiter.done.store(2, Ordering::Release);
@@ -284,7 +285,7 @@ impl Connection {
     /// Says once in a forked process why its calls fail.
     fn tell_child(&self) {
         if !self.here.is_here() && self.lost.set(FORKED.into()).is_ok() {
-            eprintln!("tombolo: {FORKED}; clGetDeviceIDs gives it a connection of its own");
+            say!("tombolo: {FORKED}; clGetDeviceIDs gives it a connection of its own");
         }
     }
 
@@ -456,6 +457,15 @@ impl Connection {
         if awaited.0.done.load(Ordering::Acquire) == 1 { Ok(()) } else { Err(Lost) }
     }
 
+    /// Waits for as long as a thread would before it sleeps; whether the ticket has been redeemed.
+    pub fn redeemed_soon(&self, awaited: &Awaited) -> Result<bool, Lost> {
+        let mut spin = Spin::new(SPIN);
+        while awaited.0.done.load(Ordering::Acquire) == 0 && spin.turn() {
+            self.poll()?;
+        }
+        Ok(awaited.0.done.load(Ordering::Acquire) == 1)
+    }
+
     /// A ticket whose redemption runs `redeem`.
     pub fn ticket(&self, redeem: Redeem) -> u64 {
         let ticket = self.next.fetch_add(1, Ordering::Relaxed);
@@ -508,7 +518,7 @@ impl Connection {
                 }
             });
             if spawned.is_err() {
-                eprintln!("tombolo: no thread for callbacks could be started; callbacks will not be called");
+                say!("tombolo: no thread for callbacks could be started; callbacks will not be called");
             }
         }
         number

@@ -10,8 +10,10 @@
 //! - [`state`]: what is known of each object.
 //! - [`local`]: queries that are answered from that.
 //! - [`sure`]: commands that can't fail, judged by what the client knows.
+//! - [`deferred`]: blocking writes that return before the device has the data.
 //! - [`hand`]: functions written by hand, by topic.
 
+pub mod deferred;
 pub mod hand;
 pub mod local;
 pub mod rt;

@@ -14,6 +14,7 @@ use tombolo_accel_client::objects::{self, Arena};
 use tombolo_accel_spec::common::Snapshot;
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::{Decoder, Encoder, Malformed, Record};
+use tombolo_calls::say;
 
 /// What programs hold.
 pub type Handle = *mut c_void;
@@ -103,7 +104,7 @@ pub fn platforms() -> Result<Vec<Obj>, i32> {
         }
         Err(why) => {
             let address = address();
-            eprintln!(
+            say!(
                 "tombolo: no accelerator server at {address}: {why}; start one with 'tombolo accel serve' or set {VARIABLE}"
             );
             *guard = Some(old.unwrap_or(Roots { platforms: Vec::new(), cache: HashMap::new(), tried: true }));
@@ -123,6 +124,7 @@ fn establish() -> Result<Roots, String> {
     let roots = take_snapshot(&connection, &body)
         .map_err(|Malformed| "the server's snapshot can't be decoded".to_string())?;
     CURRENT.store(Box::into_raw(Box::new(connection)), Ordering::Release);
+    crate::deferred::forget();
     if std::env::var_os("TOMBOLO_ACCEL_TRACE").is_some() {
         // SAFETY: registers a function of this library, which is never unloaded while handles exist.
         unsafe { libc::atexit(write_trace) };
@@ -196,7 +198,7 @@ extern "C" fn write_trace() {
     );
     let file = std::fs::File::options().append(true).create(true).open(&path);
     if let Err(e) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
-        eprintln!("tombolo: TOMBOLO_ACCEL_TRACE={}: {e}", Path::new(&path).display());
+        say!("tombolo: TOMBOLO_ACCEL_TRACE={}: {e}", Path::new(&path).display());
     }
 }
 
@@ -394,6 +396,7 @@ pub fn new_event(queue: Obj, wanted: bool, command: u32) -> Result<New, i32> {
             queue: Some(hold(queue)),
             command,
             status: AtomicI32::new(i32::MAX),
+            counted: None,
         }),
     )
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What the client knows of each object: enough to answer what never changes, and to tell which commands can't fail.
 
-use crate::rt::{Handle, Obj, Ref};
+use crate::deferred::{self, Counted};
+use crate::rt::{self, Handle, Obj, Ref};
 use std::alloc::Layout;
 use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
@@ -64,6 +65,15 @@ pub struct Queue {
     pub device: Ref,
     /// CL_QUEUE_PROPERTIES.
     pub properties: u64,
+    _counted: Counted,
+}
+
+impl Queue {
+    /// What is known of a queue that is about to be made.
+    pub fn new(context: Obj, device: Obj, properties: u64) -> Result<Queue, i32> {
+        let _counted = deferred::new_queue()?;
+        Ok(Queue { context: rt::hold(context), device: rt::hold(device), properties, _counted })
+    }
 }
 
 /// Memory of this process, for a program.
@@ -287,6 +297,8 @@ pub struct Event {
     pub command: u32,
     /// The last status known: CL_COMPLETE or an error is final.
     pub status: AtomicI32,
+    /// Of an event that the program completes.
+    pub counted: Option<Counted>,
 }
 
 impl Body {

@@ -102,7 +102,8 @@ pub struct Serve {
     /// Let clients' kernels do all that this server's user may: for hosts that can't confine workers, and clients that are trusted
     #[arg(long)]
     unconfined: bool,
-    /// A cgroup (version 2) of this server's own, without a process: each worker gets a group in it, with limits of memory, tasks and time
+    /// A cgroup (version 2) of this server's own, without a process: each client, and each VM, gets a group in it with limits of memory, tasks and
+    /// processor time [default: the group that systemd delegated; of root's servers a new one]
     #[arg(long, value_name = "FOLDER")]
     cgroup: Option<PathBuf>,
     /// Listen nowhere by itself: commands come over the standard input, a socket (started by 'tombolo up')

@@ -13,6 +13,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use tombolo_calls::say;
 use tombolo_control::accel::Answer;
 
 pub use tombolo_control::accel::{Listing, Request};
@@ -46,7 +47,7 @@ pub fn serve(listener: &UnixListener, server: &Arc<Server>) {
     for stream in listener.incoming() {
         let answered = stream.map_err(anyhow::Error::from).and_then(|s| answer(s, server));
         if let Err(e) = answered {
-            eprintln!("tombolo accel: a command could not be answered: {e:#}");
+            say!("tombolo accel: a command could not be answered: {e:#}");
         }
     }
 }
@@ -83,9 +84,10 @@ pub fn obey(overseer: &UnixStream, server: &Arc<Server>) {
         overseer.write_all(answer.as_bytes())
     });
     if let Err(e) = obeyed {
-        eprintln!("tombolo accel: whoever looks after this server has gone: {e}");
+        say!("tombolo accel: whoever looks after this server has gone: {e}");
     }
     // The workers end with it.
+    server.end();
     std::process::exit(0);
 }
 

@@ -30,6 +30,7 @@ pub mod limits;
 pub mod metrics;
 pub mod opencl;
 pub mod session;
+pub mod signals;
 pub mod supervisor;
 pub mod table;
 pub mod tenants;

@@ -62,25 +62,25 @@ impl Default for Limits {
 }
 
 /// A bucket of requests that fills at a rate and holds a tenth of a second's worth (the generic cell rate algorithm: one word tells up to when
-/// requests are spent).
+/// requests are spent). A VM's rate is divided equally between those of its processes that send requests.
 pub struct Bucket {
     rate: u32,
-    /// Nanoseconds of the monotonic clock, up to which requests are spent; that of a VM is its processes' together.
+    /// Nanoseconds of the monotonic clock, up to which requests are spent.
     spent: Spent,
 }
 
 enum Spent {
-    Own(AtomicU64),
-    Together(Arc<Account>),
+    Alone(AtomicU64),
+    OfVm(Arc<Account>),
 }
 
-/// Nobody waits for longer than this many requests of others: who shares the word may have written anything.
-const MOST_AHEAD: u64 = 128;
+/// A process of a VM that has sent nothing for so long has no share of its VM's rate.
+const ACTIVE: u64 = 1_000_000_000;
 
 impl Bucket {
     /// A full bucket; rate 0 never empties.
     pub fn new(rate: u32, account: Option<Arc<Account>>) -> Bucket {
-        let spent = account.map_or_else(|| Spent::Own(AtomicU64::new(0)), Spent::Together);
+        let spent = account.map_or_else(|| Spent::Alone(AtomicU64::new(0)), Spent::OfVm);
         Bucket { rate, spent }
     }
 
@@ -93,14 +93,13 @@ impl Bucket {
     }
 
     fn take_at(&self, now: u64) -> Option<Duration> {
-        let each = 1_000_000_000 / u64::from(self.rate);
-        let earliest = now.saturating_sub(100_000_000.max(each));
-        let latest = now + MOST_AHEAD * each;
-        let after = |spent: u64| spent.clamp(earliest, latest) + each;
-        let word = match &self.spent {
-            Spent::Own(word) => word,
-            Spent::Together(account) => account.spent(),
+        let (word, sharing) = match &self.spent {
+            Spent::Alone(word) => (word, 1),
+            Spent::OfVm(account) => (account.spent(), account.active(now.saturating_sub(ACTIVE))),
         };
+        let each = 1_000_000_000 / u64::from(self.rate) * sharing;
+        let earliest = now.saturating_sub(100_000_000.max(each));
+        let after = |spent: u64| spent.max(earliest) + each;
         let before = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |spent| Some(after(spent)));
         let wait = after(before.unwrap_or(now)).saturating_sub(now);
         (wait > 0).then(|| Duration::from_nanos(wait))
@@ -131,18 +130,35 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_a_vm_have_its_rate_together_and_wait_for_a_while_whatever_stands_there() {
-        let (server, file) = Account::new().expect("a page");
-        let [a, b] = [0, 1].map(|channel| {
-            Bucket::new(100, Some(Arc::new(Account::of(&file, channel).expect("the same page"))))
-        });
+    fn processes_of_a_vm_share_its_rate_and_none_can_take_more_of_it_from_another_than_its_share() {
+        let (server, files) = Account::new(3).expect("pages");
+        let account = |channel| {
+            let copies = files.fds().map(|fd| std::fs::File::from(fd.try_clone_to_owned().expect("a copy")));
+            Arc::new(Account::of([&copies[0], &copies[1]], channel).expect("the same pages"))
+        };
+        let accounts = [0, 1].map(account);
+        let [a, b] = [0, 1].map(|i: usize| Bucket::new(100, Some(accounts[i].clone())));
         let start = monotonic();
-        let burst = (0..10).filter(|i| [&a, &b][i % 2].take_at(start).is_none()).count();
-        assert_eq!(burst, 10);
-        assert!(a.take_at(start).is_some() && b.take_at(start).is_some());
-        server.spent().store(u64::MAX, Ordering::Relaxed);
-        let wait = a.take_at(start).expect("too much is spent");
-        assert!(wait <= Duration::from_millis(10 * (MOST_AHEAD + 1)), "{wait:?}");
+        let burst = (0..10).filter(|_| a.take_at(start).is_none()).count();
+        assert_eq!(burst, 10, "alone, it has the whole rate");
+        let rate = |bucket: &Bucket, begin: u64| {
+            let at = |i: u64| begin + i * 1_000_000;
+            (0..1000).fold((0, 0), |(sent, free), i| match at(i) < free {
+                true => (sent, free),
+                false => (sent + 1, at(i) + bucket.take_at(at(i)).map_or(0, |wait| wait.as_nanos() as u64)),
+            })
+        };
+        // In a second, half of the rate and what the bucket holds.
+        let (of_b, _) = rate(&b, start);
+        assert!((50..=57).contains(&of_b), "{of_b}");
+        // Whatever stands there.
+        accounts[0].spent().store(u64::MAX, Ordering::Relaxed);
+        let later = start + 10_000_000_000;
+        let (of_b, _) = rate(&b, later);
+        assert!((50..=57).contains(&of_b), "{of_b}");
+        server.clear(0);
+        let (of_b, _) = rate(&b, later + 10_000_000_000);
+        assert!((100..=112).contains(&of_b), "{of_b}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! Tenants for Prometheus (text format 0.0.4).
 
 use crate::tenants::{Status, Tenants};
+use tombolo_calls::say;
 use tombolo_metrics::text::{Kind, Text};
 
 type Get = fn(&Status) -> f64;
@@ -43,6 +44,6 @@ pub fn prometheus(tenants: &[Status]) -> String {
 /// Answers HTTP requests.
 pub fn serve(server: &tombolo_metrics::Server, tenants: &Tenants) {
     if let Err(err) = server.serve("figures", || prometheus(&tenants.status())) {
-        eprintln!("tombolo accel: metrics ended: {err}");
+        say!("tombolo accel: metrics ended: {err}");
     }
 }

@@ -11,7 +11,7 @@
 use crate::figures::{Figure, Figures};
 use crate::limits::Bucket;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::common::{Ping, Release, Snapshot};
@@ -91,6 +91,28 @@ fn weight(record: &[u8]) -> usize {
     record.len() + 64
 }
 
+/// The reply to a call that the client waits for, where another thread may send it than the call's own: whoever is first.
+pub struct Early {
+    session: Arc<Session>,
+    tag: u64,
+    sent: AtomicBool,
+}
+
+impl Early {
+    /// Whether nobody has sent it: then the caller does.
+    fn claim(&self) -> bool {
+        !self.sent.swap(true, Ordering::SeqCst)
+    }
+
+    /// Sends a reply without a body, unless it was sent.
+    pub fn answer(&self, status: i32) {
+        if self.claim() {
+            self.session.api().settle();
+            self.session.notify(ReplyKind::Result, status, self.tag, &[]);
+        }
+    }
+}
+
 /// A request that is being carried out.
 pub struct Call<'s> {
     /// The client.
@@ -99,10 +121,19 @@ pub struct Call<'s> {
     pub reply: Vec<u8>,
     /// Whether the client waits for it.
     pub waited: bool,
+    tag: u64,
+    early: Option<Arc<Early>>,
     lead: Option<Guard<'s, In>>,
 }
 
 impl Call<'_> {
+    /// What another thread may send the reply with. None: the client doesn't wait.
+    pub fn early(&mut self) -> Option<Arc<Early>> {
+        let (session, tag) = (self.session, self.tag);
+        let new = || Arc::new(Early { session: session.clone(), tag, sent: AtomicBool::new(false) });
+        self.waited.then(|| self.early.get_or_insert_with(new).clone())
+    }
+
     /// Says that the driver is about to be entered for an unknown time: others may lead on meanwhile. `false`: it may not be, as there are as
     /// many threads in it as may be, and what would end this call's wait may be a request that nobody were left to read.
     #[must_use]
@@ -300,7 +331,14 @@ impl Session {
         self.figures.add(Figure::Bytes, record.len() as u64);
         let begun = waited.then(Instant::now);
         let api = self.api();
-        let mut call = Call { session: self, reply: Vec::new(), waited, lead: Some(input) };
+        let mut call = Call {
+            session: self,
+            reply: Vec::new(),
+            waited,
+            tag: request.tag,
+            early: None,
+            lead: Some(input),
+        };
         let outcome = match request.call {
             Ping::ID => decode::<Ping>(body).map(|_| Ok(())),
             Snapshot::ID => decode::<Snapshot>(body).map(|_| api.snapshot(self, &mut call.reply)),
@@ -320,12 +358,14 @@ impl Session {
             }
         }
         if waited {
-            api.settle();
-            let body = if outcome.is_ok() { &call.reply[..] } else { &[] };
             self.figures.add(Figure::Waits, 1);
             if let Some(begun) = begun {
                 self.figures.add(Figure::Busy, begun.elapsed().as_nanos() as u64);
             }
+        }
+        if waited && call.early.as_ref().is_none_or(|early| early.claim()) {
+            api.settle();
+            let body = if outcome.is_ok() { &call.reply[..] } else { &[] };
             self.send(Reply { kind: ReplyKind::Result, status, tag: request.tag }, body)?;
         }
         Ok(call.lead.take())

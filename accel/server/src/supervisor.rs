@@ -4,11 +4,13 @@
 use crate::control::{self, Listing};
 use crate::limits::Limits;
 use crate::metrics;
+use crate::signals;
 use crate::tenants::Tenants;
 use crate::vm;
 use crate::wall::identity;
 use crate::workers::{self, Confinement};
 use anyhow::{Context, bail};
+use rustix::process::Resource;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
@@ -17,6 +19,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
+use std::time::Duration;
+use tombolo_calls::say;
 
 /// How a server runs.
 pub struct Config {
@@ -30,7 +34,7 @@ pub struct Config {
     pub overseen: bool,
     /// Clients' kernels may do all that this process's user may.
     pub unconfined: bool,
-    /// A cgroup (version 2) that is this server's own: each worker gets one in it.
+    /// A cgroup (version 2) that is this server's own: each tenant gets one in it. None: one is looked for.
     pub cgroup: Option<PathBuf>,
     /// Clients at once, not counting processes of VMs.
     pub clients: usize,
@@ -88,6 +92,17 @@ impl Listener {
     }
 }
 
+/// How long nobody is taken after a connection was lost, unless a tenant leaves.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// As many descriptors as this process may have: each worker takes some.
+fn raise_descriptors() {
+    let mut limit = rustix::process::getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    // A kernel's own limit may be lower; then it stays as it was.
+    let _as_before = rustix::process::setrlimit(Resource::Nofile, limit);
+}
+
 /// A running server.
 pub struct Server {
     /// Who is served.
@@ -107,8 +122,15 @@ pub struct Server {
 
 /// Serves until the process is told to end, or is drained.
 pub fn serve(config: Config) -> anyhow::Result<()> {
+    if config.overseen {
+        tombolo_calls::say::log_is_own();
+    }
+    raise_descriptors();
     identity::keep_what_a_server_needs().context("capabilities that a server has no use for")?;
     let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref())?;
+    if let Some(cgroup) = confinement.cgroup().cloned() {
+        signals::before_the_end(move || cgroup.end()).context("signals")?;
+    }
     let listeners = config
         .listen
         .iter()
@@ -117,7 +139,8 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     let copy = |(address, _, listener): &(String, Limits, Listener)| {
         Ok((address.clone(), listener.fd().try_clone_to_owned()?))
     };
-    let vms = config.vms.iter().map(vm::Vm::keep).collect::<anyhow::Result<Vec<_>>>()?;
+    let vms =
+        config.vms.iter().map(|vm| vm::Vm::keep(vm, &confinement)).collect::<anyhow::Result<Vec<_>>>()?;
     let folders = config.vms.iter().map(|vm| vm.folder.display().to_string());
     let server = Arc::new(Server {
         tenants: Arc::new(Tenants::of(confinement)),
@@ -167,6 +190,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     }
     // The workers end with this process, so it stays until nobody needs one.
     server.tenants.wait_until_gone();
+    server.end();
     if let Some(path) = &server.control {
         // Somebody may have tidied up already.
         let _gone = std::fs::remove_file(control::draining(path));
@@ -181,7 +205,7 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<Joi
 impl Server {
     /// Serves one more VM, whose zone another process keeps.
     pub fn serve_vm(&self, guest: &vm::Guest) -> anyhow::Result<()> {
-        let vm = vm::Vm::join(guest, &self.of_vms)?;
+        let vm = vm::Vm::join(guest, &self.of_vms, self.tenants.confinement())?;
         lock(&self.listens).push(format!("vm:{}", vm.name()));
         let tenants = self.tenants.clone();
         spawn("vm", move || vm.serve(&tenants))?;
@@ -193,7 +217,11 @@ impl Server {
             match listener.accept() {
                 Ok(socket) => self.admit(address, limits, &socket),
                 Err(_) if self.draining.load(Ordering::SeqCst) => return,
-                Err(e) => eprintln!("tombolo accel: a connection was lost before it began: {e}"),
+                Err(e) => {
+                    say!("tombolo accel: a connection was lost before it began: {e}");
+                    // Where there are no descriptors, or no memory, it would be lost again at once.
+                    self.tenants.wait_for_change(PAUSE);
+                }
             }
         }
     }
@@ -202,12 +230,12 @@ impl Server {
         if self.tenants.by_sockets() >= self.most {
             let why = format!("this server has {} clients already; try later or raise --clients", self.most);
             if tombolo_calls::stream::refuse(socket, &why).is_err() {
-                eprintln!("tombolo accel: a client left before it could be refused");
+                say!("tombolo accel: a client left before it could be refused");
             }
             return;
         }
         if let Err(e) = workers::start(&self.tenants, address, limits, &[socket.as_fd()], None, || ()) {
-            eprintln!("tombolo accel: no worker could be started: {e:#}");
+            say!("tombolo accel: no worker could be started: {e:#}");
         }
     }
 
@@ -219,7 +247,7 @@ impl Server {
         for (address, socket) in lock(&self.sockets).drain(..) {
             if let Some(path) = address.strip_prefix("unix:") {
                 if let Err(e) = std::fs::remove_file(path) {
-                    eprintln!("tombolo accel: {path}: {e}");
+                    say!("tombolo accel: {path}: {e}");
                 }
             }
             // SAFETY: an integer; wakes whoever accepts on it.
@@ -227,12 +255,19 @@ impl Server {
         }
         if let Some(path) = &self.control {
             if let Err(e) = std::fs::rename(path, control::draining(path)) {
-                eprintln!("tombolo accel: {}: {e}", path.display());
+                say!("tombolo accel: {}: {e}", path.display());
             }
         }
-        eprintln!("tombolo accel: draining: {} clients are left", self.tenants.status().len());
+        say!("tombolo accel: draining: {} clients are left", self.tenants.status().len());
         self.closed.store(true, Ordering::SeqCst);
         self.main.unpark();
+    }
+
+    /// What is left to do before this process ends.
+    pub fn end(&self) {
+        if let Some(cgroup) = self.tenants.confinement().cgroup() {
+            cgroup.end();
+        }
     }
 
     /// Who is served.

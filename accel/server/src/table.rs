@@ -167,8 +167,9 @@ mod tests {
 
     #[test]
     fn tables_with_one_account_have_their_objects_together() {
-        let (account, file) = Account::new().expect("a page");
-        let other = Account::of(&file, 1).expect("the same page");
+        let (account, files) = Account::new(2).expect("pages");
+        let copies = files.fds().map(|fd| std::fs::File::from(fd.try_clone_to_owned().expect("a copy")));
+        let other = Account::of([&copies[0], &copies[1]], 1).expect("the same pages");
         let [mut a, mut b] = [account, other].map(|account| Table::shared(3, Some(Arc::new(account))));
         a.put(1, 1, Ok(1), ()).expect("vacant");
         a.put(1, 2, Ok(2), ()).expect("vacant");

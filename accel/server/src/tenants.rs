@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use tombolo_calls::say;
 
 pub use tombolo_control::accel::Tenant as Status;
 
@@ -47,9 +48,7 @@ impl Tenant {
 
     fn end_if_it_has_too_many_processes(&mut self, pid: u32) {
         if self.census.as_ref().is_some_and(Census::has_too_many) {
-            eprintln!(
-                "tombolo accel: worker {pid} started more processes than any driver does, and is killed"
-            );
+            say!("tombolo accel: worker {pid} started more processes than any driver does, and is killed");
             // They end with it, and needn't be looked at again.
             self.census = None;
             self.signal(libc::SIGKILL);
@@ -179,6 +178,11 @@ impl Tenants {
     /// How many came by a socket, not from VMs.
     pub fn by_sockets(&self) -> usize {
         self.lock().by_pid.values().filter(|t| !t.via.starts_with("vm:")).count()
+    }
+
+    /// Waits until one comes or goes, or for so long.
+    pub fn wait_for_change(&self, most: Duration) {
+        drop(self.changed.wait_timeout(self.lock(), most).unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Waits until nobody is left, and nobody can come from a VM.

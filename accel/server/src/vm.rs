@@ -5,10 +5,11 @@
 //! The zone and its doorbells are kept by this server (`--vm`), or by another process that outlives it (`tombolo up`): then a server that
 //! is started again takes the area over, and serves whichever process comes next.
 
-use crate::account::Account;
+use crate::account::{Account, Files};
 use crate::limits::Limits;
 use crate::tenants::Tenants;
-use crate::workers::{self, Place};
+use crate::wall::cgroup::Group;
+use crate::workers::{self, Confinement, Place};
 use anyhow::{Context, bail};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,6 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use tombolo_calls::hello::Geometry;
+use tombolo_calls::say;
 use tombolo_calls::zone::{Area, RING, State};
 pub use tombolo_control::accel::Guest;
 use tombolo_zone::doorbell::{Bell, DoorbellServer};
@@ -77,10 +79,12 @@ pub struct Vm {
     area: Area,
     /// What its processes use together: memory and objects are limited by VM.
     account: Account,
-    account_file: File,
+    account_files: Files,
     /// The VM's doorbell: only it and this server have one in its zone.
     peer: Option<u16>,
     limits: Limits,
+    /// The control group of all its workers.
+    group: Option<Arc<Group>>,
     workers: BTreeMap<u32, Worker>,
     messages: Receiver<Message>,
     sender: Sender<Message>,
@@ -101,7 +105,7 @@ fn remove_old(path: &Path) -> anyhow::Result<()> {
 
 impl Vm {
     /// Makes a zone and its doorbells, and keeps them.
-    pub fn keep(config: &Config) -> anyhow::Result<Vm> {
+    pub fn keep(config: &Config, confinement: &Confinement) -> anyhow::Result<Vm> {
         let folder = &config.folder;
         let Some(name) = folder.file_name().and_then(|n| n.to_str()).filter(|n| n.len() < 32) else {
             bail!("{}: the folder's name names the zone: less than 32 bytes", folder.display());
@@ -118,8 +122,8 @@ impl Vm {
         let (doorbells, _) = DoorbellServer::start(zone.clone())?;
         doorbells.listen(member, folder.join("bell"))?;
         let keeper = Keeper { member, _doorbells: doorbells };
-        let vm = Vm::enter(name, zone, Some(keeper), config.channels, config.limits.clone())?;
-        eprintln!(
+        let vm = Vm::enter(name, zone, Some(keeper), config.channels, config.limits.clone(), confinement)?;
+        say!(
             "tombolo accel: VM {name}: -object memory-backend-file,id=calls,mem-path={zone},size={size},share=on -device virtio-pmem-pci,memdev=calls \
              -chardev socket,id=calls,path={bell} -device ivshmem-doorbell,chardev=calls,vectors=1",
             zone = path.display(),
@@ -129,9 +133,9 @@ impl Vm {
     }
 
     /// Enters a zone that another process keeps, and takes its area over where another server had it.
-    pub fn join(guest: &Guest, others: &Limits) -> anyhow::Result<Vm> {
+    pub fn join(guest: &Guest, others: &Limits, confinement: &Confinement) -> anyhow::Result<Vm> {
         let zone = Arc::new(Zone::open(&guest.zone, true)?);
-        Vm::enter(&guest.vm, zone, None, guest.channels, limits_of(guest, others))
+        Vm::enter(&guest.vm, zone, None, guest.channels, limits_of(guest, others), confinement)
     }
 
     fn enter(
@@ -140,6 +144,7 @@ impl Vm {
         keeper: Option<Keeper>,
         channels: u32,
         limits: Limits,
+        confinement: &Confinement,
     ) -> anyhow::Result<Vm> {
         let own = zone.join(zone.invite(MEMBER, Role::Host, Rights::READ_WRITE)?)?;
         let (sender, messages) = channel();
@@ -152,16 +157,19 @@ impl Vm {
         let memory = File::from(zone.as_fd().try_clone_to_owned()?);
         let geometry = Geometry { ring: RING, window: limits.window };
         let area = Area::make(memory, place.offset, place.len, channels, geometry, bell.peer())?;
-        let (account, account_file) = Account::new().context("its account")?;
+        let (account, account_files) = Account::new(channels).context("its account")?;
+        let group = confinement.cgroup().map(|cgroup| cgroup.vm(name, &limits, channels));
+        let group = group.transpose().context("its control group")?.map(Arc::new);
         Ok(Vm {
             name: name.to_owned(),
             account,
-            account_file,
+            account_files,
             zone,
             keeper,
             area,
             peer: None,
             limits,
+            group,
             workers: BTreeMap::new(),
             messages,
             sender,
@@ -208,7 +216,7 @@ impl Vm {
 
     fn look(&mut self, tenants: &Arc<Tenants>) {
         if let Err(e) = self.zone.take_pending(self.own.id()) {
-            eprintln!("tombolo accel: {e}");
+            say!("tombolo accel: {e}");
         }
         for channel in 0..self.area.channels() {
             if !self.area.take_ring(channel) {
@@ -236,7 +244,7 @@ impl Vm {
                 self.workers.insert(channel, worker);
             }
             Err(e) => {
-                eprintln!("tombolo accel: no worker for channel {channel} of {}: {e:#}", self.name);
+                say!("tombolo accel: no worker for channel {channel} of {}: {e:#}", self.name);
                 self.lose(channel);
             }
         }
@@ -250,12 +258,13 @@ impl Vm {
         let Geometry { ring, window } = self.area.geometry();
         let place = Place { channel, at: self.area.offset(channel), ring, window };
         let memory = self.area.memory().as_fd();
-        let fds = [theirs.as_fd(), memory, bell.as_fd(), doorbell.as_fd(), self.account_file.as_fd()];
+        let [write, read] = self.account_files.fds();
+        let fds = [theirs.as_fd(), memory, bell.as_fd(), doorbell.as_fd(), write, read];
         let sender = self.sender.clone();
         // Nobody listens when the server ends.
         let ended = move || drop(sender.send(Message::Ended(channel)));
         let via = format!("vm:{}", self.name);
-        workers::start(tenants, &via, &self.limits, &fds, Some(&place), ended)?;
+        workers::start(tenants, &via, &self.limits, &fds, Some((&place, self.group.clone())), ended)?;
         Ok(Worker { socket, bell: File::from(bell) })
     }
 
@@ -278,13 +287,13 @@ impl Vm {
 
     fn ring(&self, peer: u16) {
         if let Err(e) = self.bell.ring(peer) {
-            eprintln!("tombolo accel: {}: {e}", self.name);
+            say!("tombolo accel: {}: {e}", self.name);
         }
     }
 
     fn free(&self, channel: u32) {
         if let Err(e) = self.area.free(channel) {
-            eprintln!("tombolo accel: channel {channel} of {} can't be cleared: {e}", self.name);
+            say!("tombolo accel: channel {channel} of {} can't be cleared: {e}", self.name);
         }
         // Somebody may wait for it.
         if let Some(peer) = self.peer {
@@ -296,7 +305,7 @@ impl Vm {
     fn vm_is_gone(&mut self, for_good: bool) {
         let kept = self.keeper.as_ref().filter(|_| for_good);
         if let Some(Err(e)) = kept.map(|keeper| self.zone.declare_dead(keeper.member)) {
-            eprintln!("tombolo accel: {}: {e}", self.name);
+            say!("tombolo accel: {}: {e}", self.name);
         }
         for channel in 0..self.area.channels() {
             match self.workers.get(&channel) {

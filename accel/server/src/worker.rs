@@ -17,15 +17,20 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::{Geometry, Hello};
 use tombolo_calls::memory::PART;
+use tombolo_calls::say;
 use tombolo_calls::{Error, Link, process, stream, zone};
 
 /// The descriptor a worker finds the page of its figures at.
 pub const FIGURES_FD: i32 = 3;
-/// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell, doorbell and account follow.
+/// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell, doorbell and the account's two files follow.
 pub const SOCKET_FD: i32 = FIGURES_FD + 1;
+
+/// How long a client may take to say who it is.
+const HELLO: Duration = Duration::from_secs(10);
 
 /// Set where devices are the native ones: an OpenCL driver of ours shows none there.
 pub const NATIVE: &str = "TOMBOLO_ACCEL_SERVER";
@@ -81,13 +86,10 @@ fn called(place: Option<&Place>) -> anyhow::Result<Option<Caller>> {
             Err(e) => Err(e).context("handshake"),
         };
     }
-    // A client that says nothing must not keep a process for ever.
-    set_timeout(&socket, libc::timeval { tv_sec: 10, tv_usec: 0 })?;
-    let hello = match stream::hello(&socket) {
+    let hello = match stream::hello(&socket, HELLO) {
         Err(Error::Closed) => return Ok(None),
         said => said.context("handshake")?,
     };
-    set_timeout(&socket, libc::timeval { tv_sec: 0, tv_usec: 0 })?;
     Ok(Some(Caller::Socket(socket, hello)))
 }
 
@@ -107,9 +109,9 @@ pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow:
     let page = File::from(unsafe { OwnedFd::from_raw_fd(FIGURES_FD) });
     let figures = Figures::of(&page).context("the page of figures")?;
     let account = place.as_ref().map(|place| {
-        // SAFETY: as above; it is the last that is passed.
-        let page = File::from(unsafe { OwnedFd::from_raw_fd(SOCKET_FD + 4) });
-        Account::of(&page, place.channel)
+        // SAFETY: as above; they are the last that are passed.
+        let files = [4, 5].map(|n| File::from(unsafe { OwnedFd::from_raw_fd(SOCKET_FD + n) }));
+        Account::of([&files[0], &files[1]], place.channel)
     });
     let account = account.transpose().context("the VM's account")?.map(Arc::new);
     let bucket = Bucket::new(limits.rate, account.clone());
@@ -135,7 +137,7 @@ pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow:
     api.capture_output().context("standard output")?;
     match session.run(api.clone()) {
         Error::Closed => {}
-        why => eprintln!("tombolo accel: client {}: {why}", hello.name),
+        why => say!("tombolo accel: client {}: {why}", hello.name),
     }
     drop(scratch);
     // The process ends here; the kernel takes back its memory and devices. Running the driver's own exit handlers with
@@ -203,7 +205,7 @@ pub fn trial(wall: Option<Wall>) -> ExitCode {
     match enter(wall.as_ref()).and_then(|_scratch| wall::calls::filter(Again { end: 0, part: PART as u64 })) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("{e:#}");
+            say!("{e:#}");
             ExitCode::FAILURE
         }
     }
@@ -224,20 +226,6 @@ pub fn devices() -> anyhow::Result<Vec<Device>> {
         );
     }
     Ok(found)
-}
-
-fn set_timeout(socket: &OwnedFd, timeout: libc::timeval) -> anyhow::Result<()> {
-    // SAFETY: the value lives during the call, and its size is given.
-    let r = unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_RCVTIMEO,
-            (&raw const timeout).cast(),
-            size_of_val(&timeout) as libc::socklen_t,
-        )
-    };
-    if r < 0 { Err(std::io::Error::last_os_error()).context("SO_RCVTIMEO") } else { Ok(()) }
 }
 
 fn is_unix(socket: &OwnedFd) -> anyhow::Result<bool> {

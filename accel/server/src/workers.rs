@@ -5,19 +5,20 @@ use crate::figures::Figures;
 use crate::limits::Limits;
 use crate::tenants::{Pause, Tenant, Tenants};
 use crate::wall::Wall;
-use crate::wall::cgroup::{Delegated, Group};
+use crate::wall::cgroup::{self, Delegated, Group};
 use crate::wall::identity::Identity;
-use crate::wall::limits::{SCRATCH, WORKING};
+use crate::wall::limits::WORKING;
 use crate::wall::spawn::{self, Process, Start};
 use anyhow::{Context, anyhow};
 use rustix::fs::OFlags;
 use rustix::pipe::PipeFlags;
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tombolo_calls::say;
 
 /// Where a worker's channel is, for one that serves a VM's process.
 #[derive(serde::Serialize, serde::Deserialize)]
@@ -49,14 +50,17 @@ struct Begun {
 }
 
 impl Confinement {
-    /// Tries on a worker that serves nobody whether workers can be confined here. `unconfined`: nothing is tried. `cgroup`: a group for theirs.
-    pub fn tried(unconfined: bool, cgroup: Option<&Path>) -> anyhow::Result<Confinement> {
-        let cgroup = cgroup.map(|folder| Delegated::at(folder).with_context(|| folder.display().to_string()));
-        let cgroup = cgroup.transpose()?;
+    /// Tries on a worker that serves nobody whether workers can be confined here. `unconfined`: nothing is tried. `folder`: a control group to
+    /// divide between tenants; none: one that can be found, and without any each process has its limits alone.
+    pub fn tried(unconfined: bool, folder: Option<&Path>) -> anyhow::Result<Confinement> {
+        let cgroup = match folder {
+            Some(folder) => {
+                Some(Delegated::at(folder).with_context(|| format!("--cgroup {}", folder.display()))?)
+            }
+            None => found(),
+        };
         if unconfined {
-            eprintln!(
-                "tombolo accel: --unconfined: a client's kernels can do all that this server's user can"
-            );
+            say!("tombolo accel: --unconfined: a client's kernels can do all that this server's user can");
             return Ok(Confinement { wall: None, cgroup });
         }
         let identity = Identity::here().context("/proc/self")?;
@@ -70,21 +74,33 @@ impl Confinement {
         Ok(confinement)
     }
 
+    /// The control group that tenants get theirs in.
+    pub fn cgroup(&self) -> Option<&Delegated> {
+        self.cgroup.as_ref()
+    }
+
     fn try_it(&self) -> anyhow::Result<()> {
-        let Begun { process, said, _group } = self.spawn(&["--trial"], &[], &Limits::default())?;
+        let Begun { process, said, _group } = self.spawn(&["--trial"], &[], &Limits::default(), None)?;
         let mut words = String::new();
         File::from(said).take(MOST_SAID as u64).read_to_string(&mut words).context("what it says")?;
         if process.wait()? { Ok(()) } else { Err(anyhow!("{}", words.trim())) }
     }
 
-    /// Starts a worker with descriptors from [`crate::worker::FIGURES_FD`] on.
-    fn spawn(&self, arguments: &[&str], fds: &[BorrowedFd<'_>], limits: &Limits) -> anyhow::Result<Begun> {
+    /// Starts a worker with descriptors from [`crate::worker::FIGURES_FD`] on, `within` the control group of its VM.
+    fn spawn(
+        &self,
+        arguments: &[&str],
+        fds: &[BorrowedFd<'_>],
+        limits: &Limits,
+        within: Option<&Group>,
+    ) -> anyhow::Result<Begun> {
         let memory = limits.memory.saturating_add(WORKING);
         let wall = self.wall.clone().map(|wall| Wall { memory, ..wall });
-        // The window is charged to whoever writes there first, and what is compiled to the group too.
-        let all = memory.saturating_add(limits.window).saturating_add(SCRATCH);
-        let group =
-            self.cgroup.as_ref().map(|c| c.group(all, limits.weight)).transpose().context("a cgroup")?;
+        let group = self.cgroup.as_ref().map(|cgroup| match within {
+            Some(vm) => cgroup.worker_of(vm, limits),
+            None => cgroup.worker(limits),
+        });
+        let group = group.transpose().context("a cgroup")?;
         let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
         let (said, says) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("a pipe")?;
         let mut arguments: Vec<String> =
@@ -110,6 +126,18 @@ impl Confinement {
         )?;
         Ok(Begun { process, said, _group: group })
     }
+}
+
+/// The group that this server finds; says where there is none.
+fn found() -> Option<Delegated> {
+    let none = |why: anyhow::Error| {
+        say!(
+            "tombolo accel: no control group: {why:#}. Memory, tasks and processor time are limited for each process of a worker, not for all of a tenant \
+             together. Remedy: start this server as a systemd service with Delegate=yes, or give it a group without processes (--cgroup FOLDER, \
+             or cgroup = \"FOLDER\" under [accel.NAME]); see docs/accelerators.md"
+        );
+    };
+    cgroup::find().map_err(none).ok()
 }
 
 /// Bytes that a worker may say in the log of its server.
@@ -150,7 +178,7 @@ fn look_after(process: &Process, said: OwnedFd, mut client: Option<OwnedFd>) -> 
         }
         // Whatever it still says.
         if left_of_grace == Some(Duration::ZERO) {
-            eprintln!("tombolo accel: worker {} didn't end with its client, and is killed", process.pid);
+            say!("tombolo accel: worker {} didn't end with its client, and is killed", process.pid);
             process.kill();
             gone = None;
         }
@@ -159,11 +187,11 @@ fn look_after(process: &Process, said: OwnedFd, mut client: Option<OwnedFd>) -> 
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => continue,
                 read => read?,
             };
-            if n == 0 {
-                // It closed its end, and may live on.
+            left = log(&mut bytes[..n], left);
+            if n == 0 || left == 0 {
+                // It closed its end, or has said all that it may: nobody reads on for it.
                 said = None;
             }
-            left = log(&mut bytes[..n], left);
         } else if fds[2].revents != 0 {
             return Ok(());
         }
@@ -175,31 +203,30 @@ fn log(bytes: &mut [u8], left: usize) -> usize {
     // A kernel's words must not move the cursor of who reads them on a terminal.
     bytes.iter_mut().filter(|b| b.is_ascii_control() && !b"\n\t".contains(b)).for_each(|b| *b = b'?');
     let (passed, after) = (bytes.len().min(left), left.saturating_sub(bytes.len()));
-    let mut log = std::io::stderr().lock();
-    // A log that can't be written is nothing that a worker should end of.
-    let _written = log.write_all(&bytes[..passed]);
+    tombolo_calls::say::write(&bytes[..passed]);
     if passed > 0 && after == 0 {
-        let _written = log.write_all(b"\ntombolo accel: a worker says too much; the rest is left out\n");
+        say!("\ntombolo accel: a worker says too much; the rest is left out");
     }
     after
 }
 
 /// Starts a worker for a client that came by `via`. It finds its figures at [`crate::worker::FIGURES_FD`] and the descriptors from
-/// [`crate::worker::SOCKET_FD`] on. `ended` is called when it has.
+/// [`crate::worker::SOCKET_FD`] on. `vm`: where its channel is, and the control group of its VM. `ended` is called when it has.
 pub fn start(
     tenants: &Arc<Tenants>,
     via: &str,
     limits: &Limits,
     fds: &[BorrowedFd<'_>],
-    place: Option<&Place>,
+    vm: Option<(&Place, Option<Arc<Group>>)>,
     ended: impl FnOnce() + Send + 'static,
 ) -> anyhow::Result<()> {
     let (figures, page) = Figures::new().context("its figures")?;
     let copies = fds.iter().map(BorrowedFd::try_clone_to_owned).collect::<std::io::Result<Vec<_>>>()?;
     let mut arguments = vec!["--limits".to_owned(), serde_json::to_string(limits)?];
-    if let Some(place) = place {
+    if let Some((place, _)) = &vm {
         arguments.extend(["--place".to_owned(), serde_json::to_string(place)?]);
     }
+    let within = vm.and_then(|(_, group)| group);
     let confinement = tenants.confinement().clone();
     let (via, limits) = (via.to_owned(), limits.clone());
     let tenants = tenants.clone();
@@ -209,7 +236,8 @@ pub fn start(
         let passed: Vec<BorrowedFd<'_>> =
             [page.as_fd()].into_iter().chain(copies.iter().map(|c| c.as_fd())).collect();
         let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let Begun { process, said, _group } = match confinement.spawn(&words, &passed, &limits) {
+        let begun = confinement.spawn(&words, &passed, &limits, within.as_deref());
+        let Begun { process, said, _group } = match begun {
             Ok(begun) => begun,
             Err(e) => return drop(told.send(Err(e))),
         };
@@ -225,7 +253,7 @@ pub fn start(
         // Whoever asked waits for this.
         let _heard = told.send(Ok(()));
         if let Err(e) = look_after(&process, said, client).and_then(|()| process.wait()) {
-            eprintln!("tombolo accel: a worker can't be waited for: {e}");
+            say!("tombolo accel: a worker can't be waited for: {e}");
         }
         tenants.remove(process.pid);
         ended();

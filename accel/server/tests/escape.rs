@@ -5,6 +5,7 @@
 #![cfg(target_arch = "x86_64")]
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
@@ -451,6 +452,9 @@ fn a_worker_that_never_stops_talking_is_ended_with_its_client_and_sends_no_termi
     for user in users() {
         let mut server = Server::start(*user, "chatter", &[]);
         let mut said = server.child.stderr.take().expect("piped");
+        // Room for all of it: a server leaves out what nobody takes.
+        // SAFETY: integers only.
+        assert!(unsafe { libc::fcntl(said.as_raw_fd(), libc::F_SETPIPE_SZ, 1 << 20) } > 0);
         let hostile = Hostile::start(&server, "chatter", "chatter");
         let worker = server.tenants()[0].pid;
         let (mut log, mut bytes) = (String::new(), [0; 4096]);

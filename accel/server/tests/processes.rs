@@ -45,6 +45,16 @@ fn what_a_window_has_no_room_for_is_mapped_and_copied_all_the_same() {
 }
 
 #[test]
+fn odd_but_legal_programs_print_what_they_print_natively() {
+    let (server, program) = (Server::start("odd", &[]), compiled("odd"));
+    let expected = run(&mut native(&program)).stdout;
+    let forwarded = run(&mut server.program(&program)).stdout;
+    assert!(expected.ends_with(b"\nends\n"), "{}", String::from_utf8_lossy(&expected));
+    assert_eq!(String::from_utf8_lossy(&forwarded), String::from_utf8_lossy(&expected));
+    server.end();
+}
+
+#[test]
 fn clinfo_says_the_same() {
     let server = Server::start("clinfo", &[]);
     let expected = run(&mut native(Path::new("clinfo"))).stdout;
@@ -215,6 +225,76 @@ fn a_client_of_a_quarter_of_the_weight_is_scheduled_with_a_quarter_of_the_weight
     // 1.25 to the power of 6 is 3.8.
     assert_eq!((tenant.weight, niceness(tenant.pid) - niceness(server.child.id())), (25, 6));
     server.end();
+}
+
+/// What a client that means no good does with its socket.
+fn misbehave(mut stream: impl Read + Write, half_close: impl Fn(), n: u64) {
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: format!("crowd {n}") };
+    let mut said = Vec::new();
+    hello.send(&mut said).expect("written to memory");
+    let mut numbers = Numbers(n + 1);
+    // The server may be faster, and hang up.
+    let _hung_up = match n % 6 {
+        0 => Ok(()),
+        1 => stream.write_all(&said[..said.len() / 2]),
+        2 => stream.write_all(&(0..200).map(|_| numbers.next() as u8).collect::<Vec<u8>>()),
+        3 => stream.write_all(&said).map(|()| half_close()),
+        4 => stream.write_all(&said).and_then(|()| stream.read(&mut [0; 8]).map(drop)),
+        _ => stream
+            .write_all(&said)
+            .and_then(|()| stream.write_all(&(0..5000).map(|_| numbers.next() as u8).collect::<Vec<u8>>())),
+    };
+}
+
+#[test]
+fn two_hundred_clients_at_once_however_they_behave_leave_nothing() {
+    let tcp = std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port");
+    let server = Server::start("crowd", &["--listen", &format!("tcp:{tcp}")]);
+    std::thread::scope(|scope| {
+        for n in 0..100 {
+            scope.spawn(move || {
+                let socket = std::net::TcpStream::connect(tcp).expect("it listens");
+                misbehave(&socket, || drop(socket.shutdown(std::net::Shutdown::Write)), n);
+            });
+            let path = &server.socket;
+            scope.spawn(move || {
+                let socket = std::os::unix::net::UnixStream::connect(path).expect("it listens");
+                misbehave(&socket, || drop(socket.shutdown(std::net::Shutdown::Write)), n);
+            });
+        }
+    });
+    let begun = Instant::now();
+    while !server.ls()[0].tenants.is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(120), "clients that left are still served");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    ping(&server.client());
+    let log = server.end();
+    assert!(!log.contains("panicked"), "{log}");
+}
+
+#[test]
+fn a_server_without_descriptors_rests_and_serves_when_it_has_some_again() {
+    let server = Server::start("descriptors", &[]);
+    let pid = server.child.id();
+    let open = |n: u64| Path::new(&format!("/proc/{pid}/fd/{n}")).exists();
+    let free = (0..).find(|n| !open(*n)).expect("a number");
+    let limit = |n: u64| {
+        let limit = libc::rlimit { rlim_cur: n, rlim_max: 1024 };
+        // SAFETY: the structure lives during the call; nothing is asked for.
+        let r = unsafe { libc::prlimit(pid as i32, libc::RLIMIT_NOFILE, &limit, std::ptr::null_mut()) };
+        assert_eq!(r, 0, "{}", std::io::Error::last_os_error());
+    };
+    limit(free);
+    let socket = std::os::unix::net::UnixStream::connect(&server.socket).expect("it listens");
+    // A server that doesn't rest says so some hundred thousand times meanwhile.
+    std::thread::sleep(Duration::from_millis(2500));
+    limit(1024);
+    drop(socket);
+    ping(&server.client());
+    let log = server.end();
+    let lost = log.matches("a connection was lost before it began").count();
+    assert!((1..20).contains(&lost), "{lost}: {log}");
 }
 
 #[test]

@@ -110,13 +110,14 @@ impl Place {
         command
     }
 
-    /// Starts a server.
+    /// Starts a server. Each of its workers compiles for itself, also those of older servers, which would share a folder that is named; so a program
+    /// compiles before it measures, however it runs.
     pub fn serve(&self) -> Result<Server> {
         let control = self.path("control");
         let child = Command::new(std::env::current_exe()?)
             .args(["accel", "serve", "--listen", &self.address(), "--listen", &self.tcp, "--control"])
             .arg(&control)
-            .env("POCL_CACHE_DIR", self.path("cache"))
+            .env_remove("POCL_CACHE_DIR")
             .env_remove("OCL_ICD_VENDORS")
             .spawn()
             .context("the server can't be started")?;

@@ -48,12 +48,24 @@ pub struct LeftOut {
     pub left_out: String,
 }
 
-/// A line of a results file after its first.
+/// A line of a results file.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Line {
     Sample(Sample),
     LeftOut(LeftOut),
+    Machine(Machine),
+}
+
+/// What a results file says.
+#[derive(Clone, Debug, Default)]
+pub struct Recorded {
+    /// The machines and commands of its runs, at least one.
+    pub machines: Vec<Machine>,
+    /// The samples of all runs.
+    pub samples: Vec<Sample>,
+    /// The systems that were left out.
+    pub left_out: Vec<LeftOut>,
 }
 
 /// Where a run took place: the first line of a results file.
@@ -222,25 +234,25 @@ impl Results {
         text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
-    /// Reads the results file of one run.
-    pub fn read(path: &Path) -> Result<(Machine, Vec<Sample>, Vec<LeftOut>)> {
+    /// Reads a results file, of one run or of several.
+    pub fn read(path: &Path) -> Result<Recorded> {
         let text = fs::read_to_string(path).with_context(|| format!("can't read {}", path.display()))?;
-        let mut lines = text.lines();
-        let first = lines.next().with_context(|| format!("{} is empty", path.display()))?;
-        let machine = serde_json::from_str(first)
-            .with_context(|| format!("{}: the first line does not describe a machine", path.display()))?;
-        let (mut samples, mut left_out) = (Vec::new(), Vec::new());
-        for (i, line) in lines.enumerate() {
-            match serde_json::from_str(line) {
-                Ok(Line::Sample(sample)) => samples.push(sample),
-                Ok(Line::LeftOut(line)) => left_out.push(line),
-                Err(e) => {
-                    return Err(e)
-                        .with_context(|| format!("{}, line {}: not a sample", path.display(), i + 2));
+        let mut recorded = Recorded::default();
+        for (i, line) in text.lines().enumerate() {
+            let line = serde_json::from_str(line).with_context(|| {
+                format!("{}, line {}: neither a machine nor a sample", path.display(), i + 1)
+            })?;
+            match line {
+                Line::Machine(machine) => recorded.machines.push(machine),
+                _ if recorded.machines.is_empty() => {
+                    anyhow::bail!("{}: the first line does not describe a machine", path.display())
                 }
+                Line::Sample(sample) => recorded.samples.push(sample),
+                Line::LeftOut(line) => recorded.left_out.push(line),
             }
         }
-        Ok((machine, samples, left_out))
+        anyhow::ensure!(!recorded.machines.is_empty(), "{} is empty", path.display());
+        Ok(recorded)
     }
 }
 
@@ -256,11 +268,11 @@ mod tests {
         let sample = Sample::new("files", "fio-read-4k-j1".into(), "9p", 3.5, "MB/s", Better::Higher);
         results.add(sample.clone()).unwrap();
         results.leave_out("nfs", "its server ended:\n  no such folder").unwrap();
-        let (read_machine, samples, left_out) = Results::read(&results.path).unwrap();
-        assert_eq!(read_machine, machine);
-        assert_eq!(samples, vec![sample]);
-        assert_eq!(left_out, results.left_out);
-        assert_eq!(left_out[0].left_out, "its server ended: no such folder");
+        let read = Results::read(&results.path).unwrap();
+        assert_eq!(read.machines, [machine]);
+        assert_eq!(read.samples, [sample]);
+        assert_eq!(read.left_out, results.left_out);
+        assert_eq!(read.left_out[0].left_out, "its server ended: no such folder");
     }
 
     #[test]
@@ -277,6 +289,7 @@ mod tests {
         let values: Vec<f64> =
             Results::samples(&fs::read_to_string(&path).unwrap()).iter().map(|s| s.value).collect();
         assert_eq!(values, [1.0, 2.0]);
+        assert_eq!(Results::read(&path).unwrap().machines, [machine.clone(), machine]);
     }
 
     #[test]

@@ -142,8 +142,6 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path) -> Result<Results> {
         })?;
     }
     bar.finish_and_clear();
-    let html = crate::report::html("files", &results.machine, &results.samples)?;
-    fs::write(dir.join("files.html"), html).context("can't write the page")?;
     Ok(results)
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::Result;
-use tombolo_net::bench::{Figure, Options};
+use tombolo_net::bench::{Figure, News, Options};
 use tombolo_net::soak;
 
 use crate::interrupt;
@@ -63,8 +63,11 @@ pub fn run(plan: &Plan, dir: &Path, command: String) -> Result<Results> {
         return Ok(results);
     }
     if plan.load {
-        tombolo_net::bench::run(&plan.options, &mut |figure| {
-            results.add(sample(figure))?;
+        tombolo_net::bench::run(&plan.options, &mut |news| {
+            match news {
+                News::Figure(figure) => results.add(sample(figure))?,
+                News::LeftOut { system, reason } => results.leave_out(&system, &reason)?,
+            }
             interrupt::check()
         })?;
     }

@@ -43,8 +43,20 @@ pub enum Request<P, U> {
 pub struct Ports {
     /// Ports and uplinks.
     pub ports: Vec<PortStatus>,
+    /// The multicast queriers that the switch hears; where there is one, multicast goes to the ports that have joined.
+    #[serde(default)]
+    pub queriers: Vec<Querier>,
     /// Nanoseconds of processor time that the switch has used.
     pub cpu_ns: u64,
+}
+
+/// A multicast querier that the switch hears.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Querier {
+    /// Its VLAN; 0: none.
+    pub vlan: u16,
+    /// The version of IP that it asks for.
+    pub ip: u8,
 }
 
 /// What a port connects.
@@ -72,6 +84,9 @@ pub struct PortStatus {
     pub macs: Vec<Mac>,
     /// The worker that carries what the guest sends, by queue in use.
     pub workers: Vec<usize>,
+    /// The multicast groups that the port has joined, with their VLANs; `all` if it gets every group.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<String>,
     /// The port's rules, each with the number of frames that it decided about.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<(String, u64)>,

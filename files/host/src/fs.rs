@@ -664,11 +664,13 @@ impl Filesystem {
         unsafe { sys::tfs_size(self.raw(), raw(ino)) }
     }
 
-    /// Holds the inode's blocks for a reader until the value is dropped. Only for short copies.
+    /// Holds the inode's blocks for a reader until the value is dropped. Only for short copies. EAGAIN: all pins are taken;
+    /// [`Filesystem::pread`] needs none.
     pub fn pin(&self, ino: impl Into<Handle>) -> Result<Pin<'_>> {
         let fs = self.writable()?;
         // SAFETY: an open handle.
-        Ok(Pin { fs: self, pin: unsafe { sys::tfs_pin(fs, ino.into().ino) } })
+        let pin = unsafe { sys::tfs_pin(fs, ino.into().ino) };
+        if pin == sys::TFS_PINS { Err(Errno::AGAIN) } else { Ok(Pin { fs: self, pin }) }
     }
 
     /// What lies at a file block: a run of blocks (block 0: a hole).

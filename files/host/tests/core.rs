@@ -736,6 +736,15 @@ fn names_find_room_in_a_full_zone_as_long_as_their_directory_has_some() {
     let failed = (0..100_000).find_map(|i| fs.link(dir, format!("more-{i}").as_bytes(), first).err());
     assert_eq!(failed, Some(Errno::NOSPC));
     assert_eq!((fs.statfs().blocks_free, tagged(&area)), (before, 0), "what failed leaves no block behind");
+    // With no room for another entry at all: every name can become another one that is no longer, in as many granules.
+    let names: Vec<Vec<u8>> = fs.list(dir).expect("names").into_iter().map(|entry| entry.name).collect();
+    for (i, name) in names.iter().enumerate() {
+        let to = format!("renamed-to-{i:036}");
+        fs.rename((dir, name), (dir, to.as_bytes()), 0).expect("a rename in a full directory");
+        assert_eq!(fs.lookup(dir, name).map(|_| ()), Err(Errno::NOENT));
+        assert_eq!(fs.lookup(dir, to.as_bytes()).map(|found| found.0), Ok(first));
+    }
+    assert_eq!(fs.list(dir).expect("names").len(), names.len());
     for entry in fs.list(dir).expect("names") {
         assert_eq!(fs.lookup(dir, &entry.name).map(|found| found.0), Ok(first));
     }

@@ -685,3 +685,56 @@ fn opening_a_name_that_another_mount_makes_at_that_moment_never_says_that_it_exi
     });
     assert!(a.is_empty() && b.is_empty(), "{a:?} {b:?}");
 }
+
+/// Words of the lock of an inode, of those that mkfs makes room for.
+fn lock_of(rig: &Rig, ino: u64) -> u64 {
+    let area = rig._owner.area(tombolo_zone::AreaType::Files, None).expect("a file system").offset;
+    let word = |at| rig._owner.mem().load_u64(area + at).expect("a word of the zone");
+    let table = word(core::mem::offset_of!(tombolo_files::sys::tfs_super, data_start) as u64) * 4096;
+    area + table + ino * 256 + core::mem::offset_of!(tombolo_files::sys::tfs_inode, lock) as u64
+}
+
+#[test]
+fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_else() {
+    const WAITERS: usize = 12;
+    let rig = Rig::new();
+    let mem = rig._owner.mem();
+    let files: Vec<PathBuf> = (0..WAITERS).map(|i| rig.at(&format!("a/f{i}"))).collect();
+    let locks: Vec<u64> = files
+        .iter()
+        .map(|file| {
+            fs::write(file, "x").expect("write");
+            lock_of(&rig, fs::metadata(file).expect("stat").ino())
+        })
+        .collect();
+    // The second mount's process is suspended with the locks of all of them.
+    // SAFETY: a process that the rig started.
+    assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGSTOP) }, 0);
+    let members = rig._owner.members().expect("members");
+    let stopped = members.iter().find(|m| m.name == "member-b").expect("it is there");
+    let (id, epoch) = (u64::from(stopped.id.index()), u64::from(stopped.epoch));
+    for lock in &locks {
+        mem.store_u64(*lock, epoch << 32 | u64::from(tombolo_files::sys::TFS_LOCK_HELD) | (id + 1))
+            .expect("a word");
+    }
+    std::thread::scope(|scope| {
+        for file in &files {
+            scope.spawn(move || fs::set_permissions(file, fs::Permissions::from_mode(0o600)).expect("chmod"));
+        }
+        let waits = |lock: &u64| mem.load_u64(lock + 8).expect("a word") != 0;
+        wait_until(|| locks.iter().all(waits));
+        let other = scope.spawn(|| {
+            fs::write(rig.at("a/other"), "done").expect("write");
+            fs::read_dir(rig.at("a")).expect("list").count()
+        });
+        wait_until(|| other.is_finished());
+        let done = other.is_finished();
+        for lock in &locks {
+            mem.store_u64(*lock, 0).expect("a word");
+        }
+        assert!(done, "a program that needs none of these files waits with the others");
+        assert_eq!(other.join().expect("no panic"), WAITERS + 1);
+    });
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGCONT) }, 0);
+}

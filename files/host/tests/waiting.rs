@@ -348,3 +348,69 @@ fn the_lock_that_is_named_as_in_the_way_is_the_one_that_ext4_names() {
     drop((a, b));
     zone.assert_undamaged();
 }
+
+/// Waits for what other threads do, bounded; the caller's next claim fails if it never came.
+fn wait_until(mut test: impl FnMut() -> bool) {
+    let start = std::time::Instant::now();
+    while !test() && start.elapsed() < std::time::Duration::from_secs(30) {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_rename_that_waits_for_a_suspended_members_file_holds_up_no_rename_of_another_file() {
+    let zone = Zone::new();
+    let (suspended, one, other) = (zone.open(0), zone.open(1), zone.open(2));
+    let [a, b] = ["a", "b"].map(|name| {
+        one.create(ROOT, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755)).expect("mkdir")
+    });
+    let (held, free) = (file(&one, "held"), file(&one, "free"));
+    for (name, dir) in [("held", a), ("free", b)] {
+        one.rename((ROOT, name.as_bytes()), (dir, name.as_bytes()), 0).expect("rename");
+    }
+    zone.lock_of(held).store(held_by(0), SeqCst);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| one.rename((a, b"held"), (ROOT, b"held"), 0));
+        // SAFETY: the lock's second word, in the mapping like the first.
+        let waits = unsafe { AtomicU64::from_ptr(zone.lock_of(held).as_ptr().wrapping_add(1)) };
+        wait_until(|| waits.load(SeqCst) != 0);
+        let renamed = scope.spawn(|| other.rename((b, b"free"), (ROOT, b"free"), 0));
+        wait_until(|| renamed.is_finished());
+        let (done, waited) = (renamed.is_finished(), !waiter.is_finished());
+        zone.lock_of(held).store(0, SeqCst);
+        assert!(done, "it waits with the other one");
+        assert!(waited, "nobody waits for the file that is held");
+        renamed.join().expect("no panic").expect("renamed");
+        waiter.join().expect("no panic").expect("renamed once the file was given back");
+    });
+    assert_eq!(one.lookup(ROOT, b"free").map(|found| found.0), Ok(free));
+    drop((suspended, one, other));
+    zone.assert_undamaged();
+}
+
+#[test]
+fn an_append_waits_for_no_lock_of_a_range() {
+    let zone = Zone::new();
+    let (locker, writer) = (zone.open(0), zone.open(1));
+    let ino = file(&locker, "f");
+    locker.set_lock(ino, &range(1, sys::TFS_LK_WRITE)).expect("a lock");
+    // A member is suspended at the table of locks; for a file it is the lock behind the number of its names.
+    let before = core::mem::offset_of!(sys::tfs_inode, lock) - core::mem::offset_of!(sys::tfs_inode, entries);
+    let table = zone.lock_of(ino).as_ptr().wrapping_byte_sub(before);
+    // SAFETY: a word of the same inode, in the mapping.
+    let table = unsafe { AtomicU64::from_ptr(table) };
+    table.store(held_by(0), SeqCst);
+    assert_eq!(writer.append(ino, b"x", false), Ok((1, 0)));
+    chmod(&writer, ino).expect("chmod");
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| writer.get_lock(ino, &range(2, sys::TFS_LK_WRITE)));
+        // SAFETY: the lock's second word.
+        let waits = unsafe { AtomicU64::from_ptr(table.as_ptr().wrapping_add(1)) };
+        wait_until(|| waits.load(SeqCst) != 0);
+        assert!(!waiter.is_finished());
+        table.store(0, SeqCst);
+        assert_eq!(waiter.join().expect("no panic").map(|found| found.type_), Ok(sys::TFS_LK_UNLOCK));
+    });
+    drop((locker, writer));
+    zone.assert_undamaged();
+}

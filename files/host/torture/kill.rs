@@ -1,24 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Members that are killed. Two children work, each in a directory of its own and, under names of its own, in one that both use, so
-//! that they share locks, the inode table and the block map. The parent kills one at a time at any instant, says so in the
-//! member table, cleans up as another member, and compares what is there with what the child's model says.
+//! Members that are killed. Four children work, each in a directory of its own and, under names of its own, in one that all use, so
+//! that they share locks, the inode table and the block map. The parent kills one at any instant, and now and then a second one before anybody has
+//! cleaned up after the first, or stops one for a moment. The others do not pause: it takes a while until a death is known, and a while until the
+//! parent cleans up; whoever needs what the dead held does it before. Then what is there is compared with what the dead child's model says.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use tombolo_files::fs::{Create, Filesystem, Handle, ROOT};
+use tombolo_files::sys;
 
 use crate::model::{Model, Reach};
 use crate::rng::Rng;
 use crate::tree::Spot;
 use crate::zone::{Zone, raise};
 
-const CHILDREN: u32 = 2;
+const CHILDREN: u32 = 4;
 /// Counters in the zone: operations begun and done by child, its longest operation (ns), and whether it failed.
 const BEGUN: u64 = 0;
 const DONE: u64 = 8;
 const LONGEST: u64 = 16;
 const FAILED: u64 = 24;
+
+/// After so many operations a child has a pause after each.
+const AT_ONCE: u64 = 100;
+const PAUSE: Duration = Duration::from_millis(1);
 
 struct Child {
     member: u32,
@@ -49,33 +55,12 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     for child in &mut children {
         start(&zone, child)?;
     }
-    let mut in_the_middle = 0;
-    let mut slowest_recovery = Duration::ZERO;
-    for kill in 0..kills {
-        let victim = rng.below(u64::from(CHILDREN)) as usize;
-        let delay = Duration::from_micros(if rng.one_in(3) { rng.below(300) } else { rng.below(20_000) });
-        let until = Instant::now() + delay;
-        while Instant::now() < until {
-            std::hint::spin_loop();
-        }
-        let child = &mut children[victim];
-        wait_for_the_middle(&zone, child, &mut rng);
-        end(child, libc::SIGKILL)?;
-        zone.bury(child.member)?;
-        let began = Instant::now();
-        parent.recover(child.member).map_err(|e| format!("kill {kill}: recovery: {e}"))?;
-        slowest_recovery = slowest_recovery.max(began.elapsed());
-        let member = child.member;
-        let middle =
-            catch_up(&zone, &parent, child).map_err(|e| format!("kill {kill}, of member {member}: {e}"))?;
-        in_the_middle += u64::from(middle);
-        let child = &mut children[victim];
-        start(&zone, child)?;
-        for child in &children {
-            let failed = zone.counter(FAILED + u64::from(child.member)).load(Ordering::Acquire);
-            if failed != 0 {
-                return Err(format!("member {} found a difference (above)", child.member));
-            }
+    let mut tally = Tally::default();
+    while tally.kills < kills {
+        round(&zone, &parent, &mut children, &mut rng, &mut tally)
+            .map_err(|e| format!("kill {}: {e}; {}", tally.kills, tally.line(&zone)))?;
+        if tally.kills % 100 < 2 {
+            println!("{}", tally.line(&zone));
         }
     }
     for child in &mut children {
@@ -87,13 +72,94 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     parent.recover_all().map_err(|e| format!("recovery: {e}"))?;
     drop(parent);
     zone.check()?;
-    let done: u64 = (1..=u64::from(CHILDREN)).map(|m| zone.counter(DONE + m).load(Ordering::Acquire)).sum();
-    let longest = (1..=u64::from(CHILDREN)).map(|m| zone.counter(LONGEST + m).load(Ordering::Acquire)).max();
-    Ok(format!(
-        "{kills} kills ({in_the_middle} in the middle of an operation), {done} operations: nothing lost, fsck finds nothing; longest operation {} ms, longest recovery {} ms",
-        longest.unwrap_or(0) / 1_000_000,
-        slowest_recovery.as_millis()
-    ))
+    Ok(format!("nothing lost, fsck finds nothing; {}", tally.line(&zone)))
+}
+
+/// What all rounds came to.
+#[derive(Default)]
+struct Tally {
+    kills: u64,
+    seconds: u64,
+    stops: u64,
+    in_the_middle: u64,
+    slowest_recovery: Duration,
+}
+
+impl Tally {
+    fn line(&self, zone: &Zone) -> String {
+        let counters = |first: u64| {
+            (1..=u64::from(CHILDREN)).map(move |m| zone.counter(first + m).load(Ordering::Acquire))
+        };
+        format!(
+            "{} kills ({} in the middle of an operation, {} before the recovery from another), {} stops, {} operations; longest operation {} ms, longest recovery {} ms",
+            self.kills,
+            self.in_the_middle,
+            self.seconds,
+            self.stops,
+            counters(DONE).sum::<u64>(),
+            counters(LONGEST).max().unwrap_or(0) / 1_000_000,
+            self.slowest_recovery.as_millis()
+        )
+    }
+}
+
+/// One or two deaths, and what must be there after them.
+fn round(
+    zone: &Zone,
+    parent: &Filesystem,
+    children: &mut [Child],
+    rng: &mut Rng,
+    tally: &mut Tally,
+) -> Result<(), String> {
+    if zone.take_pending(0)? & u64::from(sys::TMB_PENDING_REVOKE) != 0 {
+        parent.let_go();
+    }
+    let first = rng.below(u64::from(CHILDREN)) as usize;
+    let second = rng.one_in(4).then(|| (first + 1) % children.len());
+    let stopped = rng.one_in(5).then(|| (first + 2) % children.len());
+    let delay = Duration::from_micros(if rng.one_in(3) { rng.below(300) } else { rng.below(20_000) });
+    std::thread::sleep(delay);
+    if let Some(stopped) = stopped {
+        signal(&children[stopped], libc::SIGSTOP)?;
+        tally.stops += 1;
+    }
+    wait_for_the_middle(zone, &children[first], rng);
+    let victims: Vec<usize> = [Some(first), second].into_iter().flatten().collect();
+    for (n, victim) in victims.iter().enumerate() {
+        // Until the host has noticed, the others wait for the dead; then they clean up themselves.
+        let (unknown, known) =
+            (rng.below(10_000), rng.below(if n + 1 < victims.len() { 2000 } else { 10_000 }));
+        end(&children[*victim], libc::SIGKILL)?;
+        std::thread::sleep(Duration::from_micros(unknown));
+        zone.bury(children[*victim].member)?;
+        zone.tell_of(children[*victim].member)?;
+        std::thread::sleep(Duration::from_micros(known));
+        tally.kills += 1;
+        tally.seconds += u64::from(n > 0);
+    }
+    if let Some(stopped) = stopped {
+        signal(&children[stopped], libc::SIGCONT)?;
+    }
+    for victim in &victims {
+        let began = Instant::now();
+        let member = children[*victim].member;
+        parent.recover(member).map_err(|e| format!("recovery of member {member}: {e}"))?;
+        tally.slowest_recovery = tally.slowest_recovery.max(began.elapsed());
+    }
+    for victim in victims {
+        let child = &mut children[victim];
+        let member = child.member;
+        let middle = catch_up(zone, parent, child).map_err(|e| format!("of member {member}: {e}"))?;
+        tally.in_the_middle += u64::from(middle);
+        start(zone, child)?;
+    }
+    for child in children {
+        let failed = zone.counter(FAILED + u64::from(child.member)).load(Ordering::Acquire);
+        if failed != 0 {
+            return Err(format!("member {} found a difference (above)", child.member));
+        }
+    }
+    Ok(())
 }
 
 /// Models take longer than file systems: waits, within bounds, until an operation is under way, and a random moment more.
@@ -148,17 +214,34 @@ fn work(zone: &Zone, child: &mut Child, fs: &Filesystem) -> Result<(), String> {
         raise(longest, since.elapsed().as_nanos() as u64);
         done.fetch_add(1, Ordering::SeqCst);
         child.model.settle(&op, real)?;
+        let told = zone.take_pending(child.member)?;
+        if told & u64::from(sys::TMB_PENDING_MEMBERS) != 0 {
+            fs.recover_all().map_err(|e| format!("recovery: {e}"))?;
+        }
+        if told & u64::from(sys::TMB_PENDING_REVOKE) != 0 {
+            fs.let_go();
+        }
+        // The parent repeats in the model what was done, and must not fall behind for good.
+        if done.load(Ordering::Relaxed) - child.done_before > AT_ONCE {
+            std::thread::sleep(PAUSE);
+        }
     }
 }
 
-fn end(child: &Child, signal: i32) -> Result<(), String> {
+fn signal(child: &Child, signal: i32) -> Result<(), String> {
     // SAFETY: a child of this process that was not waited for yet.
-    unsafe {
-        libc::kill(child.pid, signal);
-        let mut status = 0;
-        if libc::waitpid(child.pid, &mut status, 0) != child.pid {
-            return Err(format!("waitpid: {}", std::io::Error::last_os_error()));
-        }
+    match unsafe { libc::kill(child.pid, signal) } {
+        0 => Ok(()),
+        _ => Err(format!("signal {signal}: {}", std::io::Error::last_os_error())),
+    }
+}
+
+fn end(child: &Child, with: i32) -> Result<(), String> {
+    signal(child, with)?;
+    let mut status = 0;
+    // SAFETY: as above.
+    if unsafe { libc::waitpid(child.pid, &mut status, 0) } != child.pid {
+        return Err(format!("waitpid: {}", std::io::Error::last_os_error()));
     }
     Ok(())
 }

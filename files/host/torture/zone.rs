@@ -61,6 +61,31 @@ impl Zone {
         Filesystem::open(area).map_err(|e| format!("opening as member {}: {e}", seat.member))
     }
 
+    /// Says to all other members that the member table changed, as the host does.
+    pub fn tell_of(&self, member: u32) -> Result<(), String> {
+        for other in (0..sys::TFS_MEMBERS).filter(|other| *other != member) {
+            if self.word(other)? as u32 & 0xff == sys::TMB_MEMBER_ACTIVE {
+                self.pending(other)?.fetch_or(u64::from(sys::TMB_PENDING_MEMBERS), Ordering::SeqCst);
+            }
+        }
+        Ok(())
+    }
+
+    /// What the member was told since it looked last.
+    pub fn take_pending(&self, member: u32) -> Result<u64, String> {
+        let pending = self.pending(member)?;
+        Ok(if pending.load(Ordering::Relaxed) == 0 { 0 } else { pending.swap(0, Ordering::SeqCst) })
+    }
+
+    fn pending(&self, member: u32) -> Result<&AtomicU64, String> {
+        if member >= sys::TFS_MEMBERS {
+            return Err("no such member".into());
+        }
+        let at = u64::from(member) * 256 + core::mem::offset_of!(sys::tmb_member, pending) as u64;
+        // SAFETY: an aligned word of the member's slot, which is accessed by atomics only; the mapping lives as long as self.
+        Ok(unsafe { AtomicU64::from_ptr(self.table()?.base().add(at as usize).cast()) })
+    }
+
     /// A word outside the file system that processes count in.
     pub fn counter(&self, index: u64) -> &AtomicU64 {
         let at = Area::in_map(&self.map, 1 << 20, 4096, None).expect("room for counters").base();

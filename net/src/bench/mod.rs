@@ -243,6 +243,10 @@ fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64
     };
     let (there, back) = (frame(1)?, frame(0)?);
     let [a, b] = &mut nics;
+    if !matches!(backend.kind, Kind::Tombolo(_)) {
+        until_forwarded(a, b, &there)?;
+        until_forwarded(b, a, &back)?;
+    }
     let mut times = Vec::new();
     for _ in 0..20_000 {
         let start = Instant::now();
@@ -253,6 +257,23 @@ fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64
     }
     times.sort_by(f64::total_cmp);
     Ok(times[times.len() / 2])
+}
+
+/// Sends frames until one of them has arrived: testpmd and OVS drop what comes before they have taken in both cards, and
+/// tell nobody when they have.
+fn until_forwarded(from: &mut Nic, to: &mut Nic, frame: &[u8]) -> anyhow::Result<()> {
+    let end = Instant::now() + Duration::from_secs(20);
+    let mut sent = 0;
+    let mut arrived = 0;
+    while arrived == 0 {
+        anyhow::ensure!(Instant::now() < end, "none of {sent} frames arrived within 20 s");
+        sent += u32::from(from.send(frame));
+        let pause = Instant::now() + Duration::from_millis(50);
+        while Instant::now() < pause {
+            arrived += u32::from(to.receive().is_some());
+        }
+    }
+    Ok(())
 }
 
 /// Sends a frame and polls until it is there.
@@ -280,68 +301,94 @@ pub struct Figure {
     pub higher: bool,
 }
 
-/// Measures, and tells each figure as soon as it is there.
+/// What a bench says while it runs.
+#[derive(Clone, Debug, PartialEq)]
+pub enum News {
+    /// A figure.
+    Figure(Figure),
+    /// A peer that could not be measured in one case.
+    LeftOut {
+        /// The peer.
+        system: String,
+        /// The case, and what went wrong in it.
+        reason: String,
+    },
+}
+
+/// Measures every case, and tells each figure as soon as it is there. A peer that fails is left out of that case.
 ///
 /// # Errors
-/// A peer isn't installed, or a system doesn't do what it should.
-pub fn run(options: &Options, tell: &mut dyn FnMut(Figure) -> anyhow::Result<()>) -> anyhow::Result<()> {
+/// The switch itself doesn't do what it should, or `tell` fails.
+pub fn run(options: &Options, tell: &mut dyn FnMut(News) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let mut cell = |case: &str, system: &str, unit: &'static str, measured: anyhow::Result<f64>| {
+        let (case, system) = (case.to_owned(), system.to_owned());
+        match measured {
+            Ok(value) => {
+                let higher = unit.ends_with("/s");
+                tell(News::Figure(Figure { case, system, value, unit, higher }))
+            }
+            Err(err) if system == "tombolo" => Err(err.context(case)),
+            Err(err) => tell(News::LeftOut { system, reason: format!("{case}: {err:#}") }),
+        }
+    };
     for packed in [false, true] {
         let ring = if packed { "packed" } else { "split" };
         for &size in &options.sizes {
             let case = format!("net-{size}-{ring}");
             for _ in 0..options.turns(&case) {
                 for system in &options.systems {
-                    let backend = Backend::start(system, options, size)?;
-                    let mut load = Load::start(&backend, options, size, packed)?;
-                    backend.settle()?;
-                    let value = load.rate(size, options.seconds)?;
-                    anyhow::ensure!(value > 0.0, "{case}: {system} forwards nothing");
-                    let (case, system) = (case.clone(), system.clone());
-                    tell(Figure { case, system, value, unit: "packets/s", higher: true })?;
+                    cell(&case, system, "packets/s", forwarded(system, options, size, packed))?;
                 }
             }
         }
         let case = format!("net-rtt-64-{ring}");
         for _ in 0..options.turns(&case) {
             for system in &options.systems {
-                let backend = Backend::start(system, options, 64)?;
-                let us = std::thread::scope(|s| {
-                    s.spawn(|| round_trip(&backend, packed, options.front_cpu)).join()
-                });
-                let value = us.map_err(|_| anyhow::anyhow!("the measurement panicked"))??;
-                let (case, system) = (case.clone(), system.clone());
-                tell(Figure { case, system, value, unit: "us", higher: false })?;
+                cell(&case, system, "us", answered(system, options, packed))?;
             }
         }
     }
     let case = "net-idle-cpu";
     for system in options.systems.iter().filter(|_| options.wants(case)) {
-        let backend = Backend::start(system, options, 64)?;
-        let _load = Load::start(&backend, options, 64, false)?;
-        backend.settle()?;
-        std::thread::sleep(Duration::from_millis(500));
-        let (start, before) = (Instant::now(), backend.cpu_seconds()?);
-        std::thread::sleep(Duration::from_secs_f64(options.seconds.max(2.0)));
-        let value = (backend.cpu_seconds()? - before) / start.elapsed().as_secs_f64() * 100.0;
-        tell(Figure {
-            case: case.into(),
-            system: system.clone(),
-            value,
-            unit: "% of a core",
-            higher: false,
-        })?;
+        cell(case, system, "% of a core", idle(system, options))?;
     }
     for &size in &options.sizes {
         let case = format!("net-copy-{size}");
         for _ in 0..options.turns(&case) {
             for (system, through) in [("memcpy", false), ("memcpy-twice", true)] {
-                let value = copies(size as usize, through, options.back_cpu)?;
-                let case = case.clone();
-                tell(Figure { case, system: system.into(), value, unit: "frames/s", higher: true })?;
+                cell(&case, system, "frames/s", copies(size as usize, through, options.back_cpu))?;
             }
         }
     }
     Ok(())
+}
+
+/// Frames per second and direction between two cards.
+fn forwarded(system: &str, options: &Options, size: u32, packed: bool) -> anyhow::Result<f64> {
+    let backend = Backend::start(system, options, size)?;
+    let mut load = Load::start(&backend, options, size, packed)?;
+    backend.settle()?;
+    let rate = load.rate(size, options.seconds)?;
+    anyhow::ensure!(rate > 0.0, "{system} forwards nothing");
+    Ok(rate)
+}
+
+/// The median round trip between two cards, in microseconds.
+fn answered(system: &str, options: &Options, packed: bool) -> anyhow::Result<f64> {
+    let backend = Backend::start(system, options, 64)?;
+    let us = std::thread::scope(|s| s.spawn(|| round_trip(&backend, packed, options.front_cpu)).join());
+    us.map_err(|_| anyhow::anyhow!("the measurement panicked"))?
+}
+
+/// Percent of a core that the system uses while two cards are connected and silent.
+fn idle(system: &str, options: &Options) -> anyhow::Result<f64> {
+    let backend = Backend::start(system, options, 64)?;
+    let _load = Load::start(&backend, options, 64, false)?;
+    backend.settle()?;
+    std::thread::sleep(Duration::from_millis(500));
+    let (start, before) = (Instant::now(), backend.cpu_seconds()?);
+    std::thread::sleep(Duration::from_secs_f64(options.seconds.max(2.0)));
+    Ok((backend.cpu_seconds()? - before) / start.elapsed().as_secs_f64() * 100.0)
 }
 
 /// Frames per second that one core copies from buffer to buffer among as many as testpmd has on their way, in an order

@@ -308,10 +308,14 @@ fn capture(
     }
 }
 
+fn or_dash(all: &[String]) -> String {
+    if all.is_empty() { "-".into() } else { all.join(",") }
+}
+
 /// The ports for people.
 fn table(answer: &Ports) -> String {
     let mut rows =
-        vec![["PORT", "STATE", "MACS", "SENT", "DROPPED", "RECEIVED", "DROPPED"].map(String::from)];
+        vec![["PORT", "STATE", "MACS", "GROUPS", "SENT", "DROPPED", "RECEIVED", "DROPPED"].map(String::from)];
     for p in &answer.ports {
         let macs: Vec<String> = p.macs.iter().map(Mac::to_string).collect();
         let drops = |f: &Flow| {
@@ -321,7 +325,8 @@ fn table(answer: &Ports) -> String {
         rows.push([
             p.name.clone(),
             p.state().into(),
-            if macs.is_empty() { "-".into() } else { macs.join(",") },
+            or_dash(&macs),
+            or_dash(&p.groups),
             p.sent.packets.to_string(),
             drops(&p.sent),
             p.received.packets.to_string(),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The switch's configuration, as a TOML file or as parts of a compose file have it.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -9,13 +9,14 @@ use tombolo_metrics::Place;
 
 use crate::forwarding::learn::MAX_LEARNED;
 use crate::frames::frame::Mac;
-use crate::policy::dhcp::DhcpConfig;
 use crate::policy::limit::Rate;
 use crate::policy::port::{Policy, Vlan};
 use crate::policy::rules::Rule;
 use crate::ports::access::Access;
 use crate::ports::endpoint::Role;
 use crate::ports::port::MAX_PAIRS;
+use crate::service::dhcp::DhcpConfig;
+use crate::service::ipv6::Ipv6Config;
 
 /// All of it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -27,8 +28,23 @@ pub struct Config {
     pub port: Vec<PortConfig>,
     /// Ways out.
     pub uplink: Vec<UplinkConfig>,
-    /// The service that gives guests their addresses.
+    /// The service that gives guests their IPv4 addresses.
     pub dhcp: Option<DhcpConfig>,
+    /// The service that gives guests their IPv6 addresses.
+    pub ipv6: Option<Ipv6Config>,
+}
+
+/// Where frames for a multicast group go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Multicast {
+    /// To ports that have joined it, where a multicast router asks which those are; elsewhere to all.
+    #[default]
+    Snoop,
+    /// To ports that have joined it; the switch asks.
+    Query,
+    /// To all.
+    Flood,
 }
 
 /// The switch as a whole.
@@ -51,6 +67,8 @@ pub struct SwitchConfig {
     pub user: Option<String>,
     /// Where Prometheus finds the counters, over HTTP.
     pub metrics: Option<Place>,
+    /// Where frames for a multicast group go.
+    pub multicast: Multicast,
     /// Give up all privileges once started.
     pub sandbox: bool,
 }
@@ -66,6 +84,7 @@ impl Default for SwitchConfig {
             access: Access::default(),
             user: None,
             metrics: None,
+            multicast: Multicast::default(),
             sandbox: true,
         }
     }
@@ -110,7 +129,11 @@ pub struct PortConfig {
     /// The address that it gets from the switch's DHCP service; none: the first IPv4 address of `ips`.
     #[serde(default)]
     pub address: Option<Ipv4Addr>,
-    /// With `ips`: it may send router advertisements, redirects and a DHCP server's answers.
+    /// The address that it gets from the switch's IPv6 service; none: one of the prefix and its first MAC.
+    #[serde(default)]
+    pub address6: Option<Ipv6Addr>,
+    /// It may send router advertisements, redirects, multicast queries and a DHCP server's answers, and gets what is for
+    /// multicast routers.
     #[serde(default)]
     pub router: bool,
     /// Reaches only uplinks.
@@ -149,6 +172,7 @@ impl PortConfig {
             learn: self.learn,
             ips: self.ips.clone(),
             router: self.router,
+            no_server: false,
             isolated: self.isolated,
             uplink: false,
             vlan: self.vlan.clone(),
@@ -158,13 +182,6 @@ impl PortConfig {
             rules: self.rules.to_vec(),
             mtu: self.mtu,
         }
-    }
-
-    /// The address that a DHCP service gives it.
-    #[must_use]
-    pub fn given(&self) -> Option<Ipv4Addr> {
-        let v4 = |ip: &IpAddr| if let IpAddr::V4(ip) = ip { Some(*ip) } else { None };
-        self.address.or_else(|| self.ips.iter().find_map(v4))
     }
 
     /// Is it possible?

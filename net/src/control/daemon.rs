@@ -14,20 +14,17 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
-use crate::control::config::{Config, PortConfig, UplinkConfig};
+use crate::control::config::{Config, Multicast, PortConfig, UplinkConfig};
 use crate::control::keeper::{Answer, Keeper, Told};
 use crate::control::link::Link;
+use crate::control::services::{self, Services};
 use crate::control::socket::Request;
 use crate::control::{metrics, socket};
 use crate::forwarding::switch::Switch;
 use crate::forwarding::view::Attached;
 use crate::forwarding::worker::{Pace, Worker};
-use crate::policy::dhcp::{DhcpConfig, Lease};
-use crate::policy::port::Policy;
-use crate::policy::rules;
 use crate::ports::endpoint::{Endpoint, Stop};
 use crate::ports::port::Port;
-use crate::uplink::service::{Leases, Service};
 use crate::uplink::{Opened, Uplink};
 use crate::vring::features::{OFFERED, PLAIN};
 
@@ -37,9 +34,6 @@ const MAX_WORKERS: usize = 64;
 /// How long the end of a port's thread is waited for. It does nothing that takes long; but a descriptor that a front-end
 /// sent may be a file of a FUSE file system, and to close that may take for ever.
 const END: Duration = Duration::from_secs(2);
-
-/// The port of the switch's own service.
-const SERVICE: &str = "dhcp";
 
 /// A port that is served.
 struct Served {
@@ -76,8 +70,8 @@ pub struct Daemon {
     wake: Mutex<Vec<Box<dyn Fn() + Send>>>,
     link: Link,
     keeper: Mutex<Option<Keeper>>,
-    /// The switch's own service, and what it gives.
-    dhcp: Option<(DhcpConfig, Leases)>,
+    /// The switch's own services.
+    services: Services,
 }
 
 impl Daemon {
@@ -97,10 +91,9 @@ impl Daemon {
                 "workers can't run on CPU {cpu}, which this process may not use; 'taskset -p $$' shows which it may"
             );
         }
-        if let Some(dhcp) = &config.dhcp {
-            dhcp.check()?;
-        }
-        let switch = Arc::new(Switch::new(workers, config.switch.budget)?);
+        let services = Services::new(config)?;
+        let snoops = config.switch.multicast != Multicast::Flood;
+        let switch = Arc::new(Switch::new(workers, config.switch.budget, snoops)?);
         let (keeper, link) = Keeper::start(config, config.switch.sandbox)?;
         let daemon = Arc::new(Self {
             switch,
@@ -110,7 +103,7 @@ impl Daemon {
             wake: Mutex::default(),
             link,
             keeper: Mutex::new(Some(keeper)),
-            dhcp: config.dhcp.clone().map(|dhcp| (dhcp, Leases::default())),
+            services,
         });
         let begun = daemon.begin(config);
         if begun.is_err() {
@@ -127,19 +120,7 @@ impl Daemon {
             // Before any front-end is heard.
             crate::control::sandbox::filter_calls().context("sandbox; --no-sandbox runs without")?;
         }
-        if let Some((dhcp, leases)) = &self.dhcp {
-            self.switch.attach(Attached {
-                port: Arc::new(Port::new(SERVICE, 1)),
-                policy: Arc::new(Policy {
-                    macs: vec![dhcp.mac()],
-                    uplink: true,
-                    vlan: dhcp.vlan.clone(),
-                    ..Policy::default()
-                }),
-                uplink: Some(Arc::new(Uplink::new(Box::new(Service::new(dhcp.clone(), leases.clone())?)))),
-                capture: None,
-            })?;
-        }
+        let announcers = self.services.attach(&self.switch)?;
         let mut answers = Vec::new();
         let mut metrics = None;
         loop {
@@ -173,6 +154,13 @@ impl Daemon {
         }
         let daemon = self.clone();
         self.spawn("net-link", move || daemon.listen())?;
+        if !announcers.is_empty() {
+            let (stop, stopped) = mpsc::channel();
+            self.spawn("net-announcer", move || services::announce(&announcers, &stopped))?;
+            self.on_stop(move || {
+                let _ended = stop.send(());
+            });
+        }
         if let Some((place, listener)) = metrics {
             let server = tombolo_metrics::Server::over(listener, &place);
             let stop = server.stop()?;
@@ -275,12 +263,9 @@ impl Daemon {
         let endpoint = Endpoint::over(config.role, source);
         let stop = Arc::new(endpoint.stop()?);
         let port = Arc::new(Port::new(name, config.queues));
-        let mut policy = config.policy();
-        if self.dhcp.is_some() && !config.router {
-            policy.rules.insert(0, rules::no_dhcp_server());
-        }
+        let policy = self.services.policy(config);
         self.switch.attach(Attached::guest(port.clone(), policy)).map_err(|d| self.explain(&d, name))?;
-        if let Err(err) = self.give(config) {
+        if let Err(err) = self.services.give(config) {
             self.switch.detach(&port);
             return Err(err);
         }
@@ -297,31 +282,6 @@ impl Daemon {
         };
         let served = Served { name: name.clone(), stop, thread, ended };
         self.served.lock().unwrap_or_else(PoisonError::into_inner).push(served);
-        Ok(())
-    }
-
-    /// Lets the switch's service give a port its address.
-    fn give(&self, config: &PortConfig) -> anyhow::Result<()> {
-        let name = &config.name;
-        let (Some((dhcp, leases)), Some(address)) = (&self.dhcp, config.given()) else {
-            anyhow::ensure!(
-                config.address.is_none(),
-                "port {name}: its address is given by DHCP, which this switch doesn't serve; say [dhcp]"
-            );
-            return Ok(());
-        };
-        let inside = String::from(dhcp.address);
-        anyhow::ensure!(
-            dhcp.address.has(address) && address != dhcp.address.address,
-            "port {name}: a guest can't have {address} where the DHCP service is {inside}"
-        );
-        let plain = |c: &char| c.is_ascii_alphanumeric() || *c == '-';
-        let lease = Lease { address, name: name.chars().filter(plain).take(63).collect() };
-        if let Some(mac) = config.macs.first() {
-            leases.put(*mac, lease.clone()).map_err(|other| {
-                anyhow::anyhow!("port {name}: {address} is given to port {other} already")
-            })?;
-        }
         Ok(())
     }
 
@@ -351,11 +311,9 @@ impl Daemon {
     /// # Errors
     /// There is none of that name.
     pub fn remove(&self, name: &str) -> anyhow::Result<()> {
-        let own = self.dhcp.is_some() && name == SERVICE;
-        anyhow::ensure!(
-            !own,
-            "port {name} is the switch's own service; leave [dhcp] out of its configuration"
-        );
+        if let Some(part) = self.services.part(name) {
+            anyhow::bail!("port {name} is the switch's own service; leave {part} out of its configuration");
+        }
         let served = {
             let mut list = self.served.lock().unwrap_or_else(PoisonError::into_inner);
             list.iter().position(|s| s.name == name).map(|at| list.remove(at))
@@ -368,9 +326,7 @@ impl Daemon {
         let attached = attached.with_context(|| {
             format!("port {name}: there is none of that name; 'tombolo net ports' lists them")
         })?;
-        if let Some((_, leases)) = &self.dhcp {
-            attached.policy.macs.iter().for_each(|mac| leases.take(*mac));
-        }
+        self.services.take(&attached.policy.macs);
         self.switch.detach(&attached.port);
         self.settle();
         Ok(())

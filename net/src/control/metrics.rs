@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Counters for people and for Prometheus (text format 0.0.4).
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use tombolo_control::net::{Flow, Kind, PortStatus};
+use tombolo_control::net::{Flow, Kind, PortStatus, Querier};
 use tombolo_metrics::text::{self, Text};
 
 use crate::forwarding::switch::Switch;
 use crate::ports::counters::{Counts, REASONS};
+use crate::ports::port::Port;
 
 fn flow(c: Counts) -> Flow {
     let drops =
@@ -17,10 +19,27 @@ fn flow(c: Counts) -> Flow {
     Flow { packets, bytes, flooded, copies, signals, drops }
 }
 
+/// The multicast groups that a port has joined, with their VLANs.
+fn groups(port: &Port, now: u64) -> Vec<String> {
+    let named =
+        |(vid, group): (u16, IpAddr)| if vid == 0 { group.to_string() } else { format!("{group}@{vid}") };
+    let all = port.groups.is_open(now).then(|| "all".to_owned());
+    all.into_iter().chain(port.groups.list(now).into_iter().map(named)).collect()
+}
+
+/// Where multicast goes by groups: the VLANs and versions of IP for which a querier is heard.
+#[must_use]
+pub fn queriers(switch: &Switch) -> Vec<Querier> {
+    let view = switch.view();
+    let all = view.queriers().map(|q| q.queriers(switch.now())).unwrap_or_default();
+    all.into_iter().map(|(vlan, v6)| Querier { vlan, ip: if v6 { 6 } else { 4 } }).collect()
+}
+
 /// All ports at one moment.
 #[must_use]
 pub fn status(switch: &Switch) -> Vec<PortStatus> {
     let view = switch.view();
+    let now = switch.now();
     view.ports()
         .iter()
         .map(|a| PortStatus {
@@ -30,9 +49,10 @@ pub fn status(switch: &Switch) -> Vec<PortStatus> {
             connected: a.uplink.is_some() || a.port.connected.load(Ordering::Relaxed),
             macs: a.policy.macs.clone(),
             workers: (0..a.port.pairs())
-                .filter(|q| a.uplink.is_some() || a.port.tx(*q).lock().is_active())
+                .filter(|q| a.uplink.is_some() || a.port.is_transmitting(*q))
                 .map(|q| a.port.home(q))
                 .collect(),
+            groups: groups(&a.port, now),
             rules: a.policy.rules.iter().map(|r| (r.to_string(), r.hits.get())).collect(),
             sent: flow(a.port.sent()),
             received: flow(a.port.received()),
@@ -42,11 +62,19 @@ pub fn status(switch: &Switch) -> Vec<PortStatus> {
 
 /// The counters as Prometheus reads them.
 #[must_use]
-pub fn prometheus(ports: &[PortStatus]) -> String {
+pub fn prometheus(ports: &[PortStatus], queriers: &[Querier]) -> String {
     let mut text = Text::new("tombolo_net_");
     let mut up = text.family("port_up", text::Kind::Gauge, "1 if the port's driver receives.");
     for p in ports {
         up.sample(&[("port", &p.name)], u8::from(p.up));
+    }
+    let mut groups = text.family("groups", text::Kind::Gauge, "Multicast groups that a port has joined.");
+    for p in ports {
+        groups.sample(&[("port", &p.name)], p.groups.iter().filter(|g| *g != "all").count());
+    }
+    let mut heard = text.family("querier", text::Kind::Gauge, "1 where a multicast querier is heard.");
+    for q in queriers {
+        heard.sample(&[("vlan", &q.vlan.to_string()), ("ip", &q.ip.to_string())], 1);
     }
     let flows = || {
         ports
@@ -84,7 +112,7 @@ pub fn prometheus(ports: &[PortStatus]) -> String {
 
 /// Answers HTTP requests with the counters until `server` is stopped.
 pub fn serve(server: &tombolo_metrics::Server, switch: &Arc<Switch>) {
-    if let Err(err) = server.serve("counters", || prometheus(&status(switch))) {
+    if let Err(err) = server.serve("counters", || prometheus(&status(switch), &queriers(switch))) {
         tracing::error!("metrics ended: {err}");
     }
 }

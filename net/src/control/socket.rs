@@ -14,7 +14,7 @@ use tombolo_control::net::{Answer, Done, Ports};
 
 use crate::control::config::{PortConfig, UplinkConfig};
 use crate::control::daemon::Daemon;
-use crate::control::metrics::status;
+use crate::control::metrics::{queriers, status};
 use crate::forwarding::capture::Capture;
 
 /// Longest request.
@@ -45,8 +45,14 @@ pub(crate) fn reply<T: Serialize>(mut stream: &UnixStream, answer: &Answer<T>) -
 pub(crate) fn answer(daemon: &Arc<Daemon>, stream: UnixStream, request: Request) -> io::Result<()> {
     let outcome = match request {
         Request::Ports => {
-            let cpu_ns = crate::forwarding::worker::process_time();
-            return reply(&stream, &Answer::Value(Ports { ports: status(daemon.switch()), cpu_ns }));
+            return reply(
+                &stream,
+                &Answer::Value(Ports {
+                    ports: status(daemon.switch()),
+                    queriers: queriers(daemon.switch()),
+                    cpu_ns: crate::forwarding::worker::process_time(),
+                }),
+            );
         }
         Request::Remove { name } => daemon.remove(&name),
         Request::Capture { name, snap } => return capture(daemon, stream, &name, snap),

@@ -174,13 +174,14 @@ mod tests {
             connected: true,
             macs: vec![],
             workers: vec![1],
+            groups: vec![],
             rules: vec![],
             sent: flow(sent, drops),
             received: Flow::default(),
         };
         Look {
             at: base + Duration::from_secs(seconds),
-            answer: Ports { cpu_ns: seconds * 250_000_000, ports: vec![port] },
+            answer: Ports { cpu_ns: seconds * 250_000_000, ports: vec![port], ..Ports::default() },
         }
     }
 

@@ -5,7 +5,8 @@
 //! - [`forward`]: a pass over a queue; `route`: the ways of its frames; [`deliver`]: the copy; [`fallback`]: the copy that is
 //!   checksummed or cut first.
 //! - [`held`]: a frame that waits, and [`credit`]: how long it may; `opens`: the receivers whose rings a pass holds.
-//! - [`table`]: which port owns a MAC address, [`learn`]: which port has been seen to use one.
+//! - [`table`]: which port owns a MAC address, [`learn`]: which port has been seen to use one; [`multicast`]: which port has
+//!   joined which multicast group.
 //! - [`switch`]: a change on its way to the workers; [`view`]: all ports at one moment.
 //! - [`capture`]: frames for Wireshark.
 
@@ -17,6 +18,7 @@ pub mod fallback;
 pub mod forward;
 pub mod held;
 pub mod learn;
+pub mod multicast;
 pub(crate) mod opens;
 mod route;
 pub mod switch;

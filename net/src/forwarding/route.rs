@@ -6,6 +6,7 @@ use crate::forwarding::capture::Direction;
 use crate::forwarding::deliver::{Frame, Put, put};
 use crate::forwarding::fallback;
 use crate::forwarding::forward::{Done, Sender, addresses};
+use crate::forwarding::multicast::Audience;
 use crate::forwarding::opens::{self, NotOpen};
 use crate::frames::frame::{Mac, NEEDS_CSUM};
 use crate::frames::headers::{Headers, LOOK, TPID_VLAN};
@@ -197,7 +198,7 @@ impl Sender<'_, '_> {
         }
     }
 
-    /// Gives a frame to all ports that may have it. It waits for a receiver that another worker has, but for no buffers:
+    /// Gives a frame to all ports that may have it and, if it is for a multicast group, have joined that. It waits for a receiver that another worker has, but for no buffers:
     /// where there are none it is counted as dropped.
     #[inline(never)]
     fn flood(&mut self, frame: &Frame<'_>, tag: VlanTag) -> Done {
@@ -206,6 +207,11 @@ impl Sender<'_, '_> {
         }
         let view = self.view;
         let counters = &view.ports()[self.src].port.tx(self.flow).counters;
+        let audience = match view.queriers() {
+            Some(queriers) => queriers.audience(view, self.src, frame, tag, self.now),
+            None => Audience::All,
+        };
+        let mut unwanted = false;
         self.flooding = true;
         // Ports may have come and gone since it waited; those that are left keep their order.
         let cursor = self.progress.cursor;
@@ -213,6 +219,10 @@ impl Sender<'_, '_> {
         let next = if cursor == 0 { 0 } else { (0..view.ports().len()).find(here).unwrap_or(cursor) };
         for dest in next..view.ports().len() {
             if dest == self.src || self.policy.uplink && view.ports()[dest].policy.uplink {
+                continue;
+            }
+            if !audience.has(view, dest, self.now) {
+                unwanted = true;
                 continue;
             }
             match self.give(dest, frame, tag) {
@@ -233,7 +243,7 @@ impl Sender<'_, '_> {
         self.flooding = false;
         counters.flooded();
         if self.progress.ends == 0 && !self.progress.counted {
-            return Done::Dropped(Reason::Unknown);
+            return Done::Dropped(if unwanted { Reason::Unwanted } else { Reason::Unknown });
         }
         Done::Ended
     }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::event::Event;
 use crate::forwarding::balance::{Board, Budget};
+use crate::forwarding::multicast::Snooping;
 use crate::forwarding::table::Duplicate;
 use crate::forwarding::view::{Attached, View};
 use crate::ports::port::Port;
@@ -30,17 +31,20 @@ pub struct Switch {
     start: Instant,
     board: Board,
     budget: Budget,
+    /// What is known of multicast queriers; outlives all views.
+    snooping: Option<Arc<Snooping>>,
 }
 
 impl Switch {
     /// A switch without ports for `workers` workers, which together may use `budget` hundredths of a processor (0: all
-    /// they can get).
+    /// they can get). With `snoops`, multicast goes where it was asked for.
     ///
     /// # Errors
     /// No event descriptors are left.
-    pub fn new(workers: usize, budget: u32) -> io::Result<Self> {
+    pub fn new(workers: usize, budget: u32, snoops: bool) -> io::Result<Self> {
         Ok(Self {
             start: Instant::now(),
+            snooping: snoops.then(Arc::default),
             board: Board::new(workers.max(1)),
             budget: Budget::new(budget.into()),
             view: Mutex::default(),
@@ -132,7 +136,7 @@ impl Switch {
             let mut view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
             let mut ports = view.ports().to_vec();
             edit(&mut ports);
-            *view = Arc::new(View::new(ports)?);
+            *view = Arc::new(View::new(ports)?.snooping(self.snooping.clone()));
         }
         self.changed();
         Ok(())

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use crate::forwarding::capture::Capture;
+use crate::forwarding::multicast::Snooping;
 use crate::forwarding::table::{Duplicate, MacTable};
 use crate::policy::port::{Policy, Vlan};
 use crate::ports::port::Port;
@@ -47,6 +48,8 @@ pub struct View {
     mirrors: Vec<Option<usize>>,
     /// Of what may be sent to any port only the MACs decide.
     open: bool,
+    /// What is known of queriers; none: multicast goes to all.
+    snooping: Option<Arc<Snooping>>,
 }
 
 impl View {
@@ -71,7 +74,19 @@ impl View {
         let filters: Vec<bool> = ports.iter().map(|a| a.policy.filters_receiving()).collect();
         let open = ports.iter().all(|a| a.policy.vlan == Vlan::Transparent && !a.policy.isolated)
             && !filters.contains(&true);
-        Ok(Self { ports, table, uplinks, learners, simple, filters, mirrors, open })
+        Ok(Self { ports, table, uplinks, learners, simple, filters, mirrors, open, snooping: None })
+    }
+
+    /// The same, where multicast goes by what `snooping` knows.
+    #[must_use]
+    pub fn snooping(self, snooping: Option<Arc<Snooping>>) -> Self {
+        Self { snooping, ..self }
+    }
+
+    /// What is known of queriers; none: multicast goes to all.
+    #[must_use]
+    pub fn queriers(&self) -> Option<&Snooping> {
+        self.snooping.as_deref()
     }
 
     /// The ports; positions are what the table speaks of.

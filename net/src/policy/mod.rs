@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What a port may send and receive: [`port`] the policy of a port, [`spoof`] false senders, [`rules`] by addresses and
-//! ports, [`limit`] rates, [`dhcp`] addresses for guests that ask for one.
+//! ports, [`limit`] rates.
 
-pub mod dhcp;
 pub mod limit;
 pub mod port;
 pub mod rules;

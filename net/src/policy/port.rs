@@ -39,8 +39,10 @@ pub struct Policy {
     pub learn: u8,
     /// If not empty: drop IP packets, ARP and neighbour advertisements that claim other addresses.
     pub ips: Vec<IpAddr>,
-    /// It may send router advertisements, redirects and a DHCP server's answers although it has `ips`.
+    /// It may be a router or a server of addresses, and multicast for routers goes to it.
     pub router: bool,
+    /// Drop what routers and servers of addresses send, also where it has no `ips`: the switch is the network's.
+    pub no_server: bool,
     /// Reaches only the uplinks.
     pub isolated: bool,
     /// An uplink: takes what nobody owns.
@@ -67,6 +69,7 @@ impl Policy {
             && !self.uplink
             && self.learn == 0
             && self.ips.is_empty()
+            && !self.no_server
             && self.mtu == 0
             && self.rate == Rate::default()
             && self.rules.iter().all(|r| r.direction == Way::In)

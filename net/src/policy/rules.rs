@@ -226,22 +226,6 @@ impl fmt::Display for Rule {
     }
 }
 
-/// Nothing that a DHCP client would hear: for the guests of a switch that serves addresses itself. Clients look at the
-/// port that it is sent to, not at the one that it comes from.
-#[must_use]
-pub fn no_dhcp_server() -> Rule {
-    Rule {
-        action: Action::Drop,
-        direction: Way::Out,
-        protocol: Some(Protocol(protocol::UDP)),
-        source: None,
-        destination: None,
-        source_port: None,
-        destination_port: Some(Ports(68..=68)),
-        hits: Hits::default(),
-    }
-}
-
 /// What rules compare.
 struct Packet {
     protocol: u8,

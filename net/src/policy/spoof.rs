@@ -3,25 +3,25 @@
 //! RFC 6980), by the frame's description and its first bytes, which were copied beforehand.
 //!
 //! A port that has IP addresses is *guarded*: it claims its own addresses only, sends nothing that can't be read, and
-//! neither router advertisements and redirects nor a DHCP server's answers, unless it is a router by its policy.
+//! neither router advertisements, redirects and multicast queries nor a DHCP server's answers, unless it is a router by its
+//! policy. The last two hold for ports without addresses too where the switch serves addresses ([`Policy::no_server`]).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use crate::frames::frame::Mac;
 use crate::frames::headers::{Headers, Net, Part, get, protocol, source};
+use crate::frames::membership::{igmp, mld};
 use crate::policy::port::Policy;
 use crate::ports::counters::Reason;
 
 /// Types of ICMPv6 messages.
-mod icmp {
-    pub const MLD_REPORT: u8 = 131;
-    pub const MLD_DONE: u8 = 132;
+pub(crate) mod icmp {
+    #![allow(missing_docs)]
     pub const ROUTER_SOLICITATION: u8 = 133;
     pub const ROUTER_ADVERTISEMENT: u8 = 134;
     pub const NEIGHBOUR_SOLICITATION: u8 = 135;
     pub const NEIGHBOUR_ADVERTISEMENT: u8 = 136;
     pub const REDIRECT: u8 = 137;
-    pub const MLDV2_REPORT: u8 = 143;
 }
 /// The ports that DHCP clients listen on (RFC 2131, RFC 8415). They take what comes from any port.
 mod dhcp_client {
@@ -50,12 +50,49 @@ pub fn check_mac(policy: &Policy, head: &[u8]) -> Result<(), Reason> {
 /// The reason for dropping it.
 pub fn check(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reason> {
     check_mac(policy, head)?;
-    if policy.ips.is_empty() {
+    let guarded = !policy.ips.is_empty();
+    if !guarded && !policy.no_server {
         return Ok(());
     }
-    if headers.lacks_ports(head) {
+    if headers.lacks_ports(head) || headers.net == Net::Unknown {
         return Err(Reason::Unparsable);
     }
+    if !policy.router {
+        check_server(headers, head)?;
+    }
+    if guarded { check_addresses(policy, headers, head) } else { Ok(()) }
+}
+
+/// Is this nothing that only a router, a multicast querier or a server of addresses sends, whatever it hides behind?
+fn check_server(headers: &Headers, head: &[u8]) -> Result<(), Reason> {
+    let (client, router): (u16, &[u8]) = match headers.net {
+        Net::Ipv4 => (dhcp_client::V4, &[igmp::QUERY, igmp::ROUTER_ADVERTISEMENT]),
+        Net::Ipv6 => (
+            dhcp_client::V6,
+            &[icmp::ROUTER_ADVERTISEMENT, icmp::REDIRECT, mld::QUERY, mld::ROUTER_ADVERTISEMENT],
+        ),
+        _ => return Ok(()),
+    };
+    let controls = matches!(
+        (headers.net, headers.protocol),
+        (Net::Ipv4, protocol::IGMP) | (Net::Ipv6, protocol::ICMPV6)
+    );
+    if udp_destination(headers, head) == Some(client) {
+        return Err(Reason::Server);
+    }
+    if !controls || headers.part == Part::Later {
+        return Ok(());
+    }
+    let l4 = usize::from(headers.l4);
+    match head.get(l4).filter(|_| l4 < headers.end as usize) {
+        None => Err(Reason::Unparsable),
+        Some(kind) if router.contains(kind) => Err(Reason::Server),
+        Some(_) => Ok(()),
+    }
+}
+
+/// Does a frame of a guarded port claim only what the port owns?
+fn check_addresses(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reason> {
     let body = usize::from(headers.at);
     let v4 = |at: usize| get(head, body + at).map_or(Ipv4Addr::BROADCAST, Ipv4Addr::from);
     let owns = |ip: Ipv4Addr| policy.ips.contains(&IpAddr::V4(ip));
@@ -63,12 +100,8 @@ pub fn check(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reas
         Net::Unknown => Err(Reason::Unparsable),
         Net::Other(_) => Ok(()),
         Net::Ipv4 => {
-            let to = udp_destination(headers, head);
-            if to == Some(dhcp_client::V4) && !policy.router {
-                return Err(Reason::Server);
-            }
             // From 0.0.0.0 to port 67: somebody who has no address yet.
-            let asks = v4(12).is_unspecified() && to == Some(67);
+            let asks = v4(12).is_unspecified() && udp_destination(headers, head) == Some(67);
             if owns(v4(12)) || asks { Ok(()) } else { Err(Reason::SpoofIp) }
         }
         Net::Arp => {
@@ -115,9 +148,6 @@ fn check_ipv6(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Rea
     let Some(from) = get(head, usize::from(headers.at) + 8).map(Ipv6Addr::from) else { return spoofed };
     let own = owns6(policy, head, from);
     if headers.protocol != protocol::ICMPV6 || headers.part == Part::Later {
-        if udp_destination(headers, head) == Some(dhcp_client::V6) && !policy.router {
-            return Err(Reason::Server);
-        }
         return if own { Ok(()) } else { spoofed };
     }
     let end = headers.end as usize;
@@ -130,17 +160,14 @@ fn check_ipv6(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Rea
             kind,
             icmp::ROUTER_SOLICITATION
                 | icmp::NEIGHBOUR_SOLICITATION
-                | icmp::MLD_REPORT
-                | icmp::MLD_DONE
-                | icmp::MLDV2_REPORT
+                | mld::REPORT
+                | mld::DONE
+                | mld::REPORT_V2
         );
     if !own && !nameless {
         return spoofed;
     }
     let fixed = match kind {
-        icmp::ROUTER_ADVERTISEMENT | icmp::REDIRECT => {
-            return if policy.router { Ok(()) } else { Err(Reason::Server) };
-        }
         icmp::ROUTER_SOLICITATION => 8,
         icmp::NEIGHBOUR_SOLICITATION | icmp::NEIGHBOUR_ADVERTISEMENT => 24,
         _ => return Ok(()),

@@ -54,10 +54,12 @@ reasons! {
     SpoofIp = "spoof_ip",
     /// The port is guarded, and the frame can't be read.
     Unparsable = "unparsable",
-    /// A router's or DHCP server's message from a guarded port.
+    /// A router's, multicast querier's or DHCP server's message from a port that may be none.
     Server = "server",
     /// To an address that no bridge forwards (01:80:c2:00:00:00 to :0f).
     Reserved = "reserved",
+    /// To a multicast group that no port has joined.
+    Unwanted = "unwanted",
     /// The VLAN isn't one of the port's.
     Vlan = "vlan",
     /// One of the two ports is isolated.

@@ -5,6 +5,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 use crate::forwarding::learn::Learned;
+use crate::forwarding::multicast::Groups;
 use crate::policy::limit::Limiter;
 use crate::ports::counters::Counts;
 use crate::vring::queue::Vring;
@@ -18,6 +19,8 @@ pub struct Port {
     vrings: Box<[Vring]>,
     /// Bit n: receive queue n is started and enabled.
     active_rx: AtomicU32,
+    /// Bit n: transmit queue n is started and enabled.
+    active_tx: AtomicU32,
     /// Which worker carries what the guest sends, by queue.
     homes: Box<[AtomicUsize]>,
     /// What the port has used of its rates.
@@ -26,6 +29,8 @@ pub struct Port {
     pub receive_limiter: Limiter,
     /// Addresses that it uses beyond its own, where it may.
     pub learned: Learned,
+    /// Multicast groups that it has joined.
+    pub groups: Groups,
     /// A front-end is connected.
     pub connected: AtomicBool,
 }
@@ -39,10 +44,12 @@ impl Port {
             name: name.into(),
             vrings: (0..2 * pairs).map(|_| Vring::default()).collect(),
             active_rx: AtomicU32::new(0),
+            active_tx: AtomicU32::new(0),
             homes: (0..pairs).map(|_| AtomicUsize::new(0)).collect(),
             limiter: Limiter::default(),
             receive_limiter: Limiter::default(),
             learned: Learned::default(),
+            groups: Groups::default(),
             connected: AtomicBool::new(false),
         }
     }
@@ -91,15 +98,23 @@ impl Port {
         self.homes[queue % self.pairs()].store(worker, Ordering::Relaxed);
     }
 
-    /// Looks which receive queues are active; to be called after each change.
+    /// Looks which queues are active; to be called after each change.
     pub fn note_active(&self) {
-        let mut mask = 0;
-        for (i, vring) in self.vrings.iter().step_by(2).enumerate() {
-            if vring.lock().is_active() {
-                mask |= 1 << i;
+        for (parity, active) in [&self.active_rx, &self.active_tx].into_iter().enumerate() {
+            let mut mask = 0;
+            for (i, vring) in self.vrings.iter().skip(parity).step_by(2).enumerate() {
+                if vring.lock().is_active() {
+                    mask |= 1 << i;
+                }
             }
+            active.store(mask, Ordering::Release);
         }
-        self.active_rx.store(mask, Ordering::Release);
+    }
+
+    /// Was transmit queue `queue` active at the last change? Whoever asks holds up no worker.
+    #[must_use]
+    pub fn is_transmitting(&self, queue: usize) -> bool {
+        self.active_tx.load(Ordering::Relaxed) >> queue & 1 != 0
     }
 
     /// Stops all queues, one of them having been found broken. The caller holds none of their locks.
@@ -112,6 +127,7 @@ impl Port {
             }
         }
         self.active_rx.store(0, Ordering::Release);
+        self.active_tx.store(0, Ordering::Release);
     }
 
     /// An active receive queue, the same for the same `flow`. None: the port is down.

@@ -5,7 +5,6 @@
 
 pub mod packet;
 pub mod passt;
-pub mod service;
 pub mod tap;
 
 use std::io;

@@ -8,6 +8,7 @@ pub mod network;
 #[path = "../../../zone/tests/common/never.rs"]
 pub mod never;
 pub mod program;
+pub mod talk;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -6,6 +6,7 @@
 //! reply is thrown away, and until then no other command is sent, so that nothing (no file descriptor above all) meets a QEMU in a state
 //! that its caller does not know.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -81,9 +82,20 @@ struct State {
     ids: u64,
     /// The command that QEMU has: its id and name.
     owed: Option<(u64, &'static str)>,
-    /// The reply to the command that QEMU had.
-    reply: Option<(u64, Value)>,
+    /// Whoever sent that command has given up waiting.
+    given_up: bool,
+    /// Replies whose senders have not taken them yet: the next command may be sent, and answered, before they wake up.
+    replies: BTreeMap<u64, Value>,
     ended: bool,
+}
+
+impl State {
+    /// A command is sent: its id.
+    fn begin(&mut self, name: &'static str) -> u64 {
+        self.ids += 1;
+        (self.owed, self.given_up) = (Some((self.ids, name)), false);
+        self.ids
+    }
 }
 
 impl Shared {
@@ -118,8 +130,11 @@ impl Shared {
             }
             let id = if value.get("QMP").is_some() { Some(0) } else { value["id"].as_u64() };
             let mut state = self.lock();
-            if state.owed.is_some_and(|(owed, _)| Some(owed) == id) {
-                state.reply = state.owed.take().map(|(id, _)| (id, value));
+            if let Some((owed, _)) = state.owed.filter(|(owed, _)| Some(*owed) == id) {
+                state.owed = None;
+                if !state.given_up {
+                    state.replies.insert(owed, value);
+                }
                 self.changed.notify_all();
             }
         }
@@ -232,9 +247,7 @@ impl Qmp {
             Some((_, owed)) => return Err(Error::Behind { command: name, owed }),
             None => {}
         }
-        state.ids += 1;
-        let id = state.ids;
-        state.owed = Some((id, name));
+        let id = state.begin(name);
         drop(state);
         let command = serde_json::json!({ "execute": name, "arguments": arguments, "id": id });
         let mut text = command.to_string().into_bytes();
@@ -256,11 +269,11 @@ impl Qmp {
         deadline: Instant,
         limit: Duration,
     ) -> Result<Value, Error> {
-        let is_there = |s: &State| s.reply.as_ref().is_some_and(|(of, _)| *of == id);
-        let mut state = self.shared.wait(self.shared.lock(), deadline, |s| !is_there(s));
-        if is_there(&state) {
-            return state.reply.take().map(|(_, value)| value).ok_or(Error::Ended);
+        let mut state = self.shared.wait(self.shared.lock(), deadline, |s| !s.replies.contains_key(&id));
+        if let Some(reply) = state.replies.remove(&id) {
+            return Ok(reply);
         }
+        state.given_up = true;
         if state.ended { Err(Error::Ended) } else { Err(Error::Silent { command, limit }) }
     }
 }
@@ -359,6 +372,26 @@ mod tests {
         lines.next().unwrap().unwrap();
         writeln!(writer, r#"{{"return": {{}}, "id": 1}}"#).unwrap();
         (connecting.join().unwrap(), writer, lines)
+    }
+
+    #[test]
+    fn a_reply_waits_for_its_sender_though_the_next_command_is_answered_before_that_wakes_up() {
+        let (qmp, mut writer, _lines) = connected();
+        let answered = |id: u64, writer: &mut UnixStream| {
+            writeln!(writer, r#"{{"return": {id}, "id": {id}}}"#).unwrap();
+            let deadline = Instant::now() + REPLY;
+            drop(qmp.shared.wait(qmp.shared.lock(), deadline, |s| s.owed.is_some()));
+        };
+        let ids = ["first", "second"].map(|name| {
+            let id = qmp.shared.lock().begin(name);
+            answered(id, &mut writer);
+            id
+        });
+        for id in ids {
+            let reply = qmp.reply(id, "sent", Instant::now(), Duration::ZERO).unwrap();
+            assert_eq!(reply["return"], id);
+        }
+        assert!(qmp.shared.lock().replies.is_empty());
     }
 
     #[test]

@@ -1,30 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The commands of this part: `tombolo doctor, up, down, ps, exec, logs, console, zone attach, zone detach`.
+//! The commands of this part: `tombolo doctor, up, restart, config, events, down, ps, exec, logs, console, zone attach, zone detach`.
 //!
 //! Exit codes: 0 done; 1 it failed; 2 wrong usage; 125 `exec` could not run the command (else the command's own code);
 //! 130 interrupted, and taken back.
 
-use std::io::{IsTerminal, Read, Seek, SeekFrom, Write};
+use std::collections::BTreeMap;
+use std::io::{IsTerminal, Write};
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Context;
-use clap::{Args, Subcommand};
-use tombolo_zone::door::Found;
-
 use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
-use crate::commands::doctor;
+use crate::commands::{clean, config, doctor, events, logs, up};
 use crate::compose::{self, Project, Rights, Size};
 use crate::machine::growth;
-use crate::project::control::{Request, Status, ZoneStatus};
+use crate::project::control::{Event, Request, Status, ZoneStatus};
 use crate::project::peer;
 use crate::project::state::{self, StateDir};
 use crate::project::supervisor;
+use anyhow::Context;
+use clap::{Args, Subcommand};
 
 /// How long a supervisor may take to end after its last word.
 const ENDING: Duration = Duration::from_secs(5);
+/// Exit code of `exec` whose output nobody reads any more: a shell's for SIGPIPE.
+const BROKEN_PIPE: u8 = 141;
+
+/// Whether somebody has closed a pipe that was written to.
+pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+}
 
 /// Which compose file.
 #[derive(Args, Clone, Debug, Default)]
@@ -35,8 +42,34 @@ pub struct File {
 }
 
 impl File {
-    fn load(&self) -> anyhow::Result<Project> {
+    /// The file at this path; `None`: `tombolo.toml` here or in a folder above.
+    pub(crate) fn at(file: Option<PathBuf>) -> File {
+        File { file }
+    }
+
+    /// The project as the file declares it.
+    ///
+    /// # Errors
+    /// When there is no file, and what is wrong with it.
+    pub(crate) fn load(&self) -> anyhow::Result<Project> {
         Ok(Project::load(&compose::find(self.file.as_deref())?)?)
+    }
+
+    /// The project, for commands that need no more of it than its supervisor. While that lives, the file may be broken or gone.
+    ///
+    /// # Errors
+    /// As [`File::load`], where no supervisor lives.
+    pub(crate) fn identify(&self) -> anyhow::Result<Project> {
+        let path = match (compose::find(self.file.as_deref()), &self.file) {
+            (Err(_), Some(gone)) if state::supervisor(&compose::locate_gone(gone)?)?.is_some() => {
+                compose::locate_gone(gone)?
+            }
+            (path, _) => path?,
+        };
+        match Project::load(&path) {
+            Err(_) if state::supervisor(&path)?.is_some() => Ok(Project::unread(&path)),
+            project => Ok(project?),
+        }
     }
 }
 
@@ -46,16 +79,16 @@ pub enum Command {
     /// Say what this host can do, each line with its remedy
     Doctor,
     /// Start what the compose file declares and does not run yet
-    Up {
-        /// Which compose file
-        #[command(flatten)]
-        file: File,
-        /// Stay in the foreground; Ctrl-C takes everything down
-        #[arg(short, long)]
-        attach: bool,
-        /// Only these VMs
-        vms: Vec<String>,
-    },
+    Up(up::UpOptions),
+    /// Stop VMs and start them as the compose file says now
+    Restart(up::RestartOptions),
+    /// Check the compose file and print it with its defaults
+    Config(config::Options),
+    /// Remove what killed processes have left in /run and temporary folders
+    #[command(visible_alias = "prune")]
+    Clean(clean::Options),
+    /// Show state changes of VMs, networks and accelerators as they happen
+    Events(events::Options),
     /// Stop VMs; without a name all of them, and the zones with them
     Down {
         /// Which compose file
@@ -93,20 +126,8 @@ pub enum Command {
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
-    /// Show what a VM's console said
-    Logs {
-        /// Which compose file
-        #[command(flatten)]
-        file: File,
-        /// Go on as it says more
-        #[arg(short = 'F', long)]
-        follow: bool,
-        /// QEMU's own words instead
-        #[arg(long)]
-        qemu: bool,
-        /// The VM
-        vm: String,
-    },
+    /// Show what consoles said
+    Logs(logs::Options),
     /// Use a VM's serial console; Ctrl-] leaves it
     Console {
         /// Which compose file
@@ -216,11 +237,11 @@ pub enum NetCommand {
 /// As [`run`].
 pub fn run_net(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
     let NetCommand::Ls { file } = command;
-    let status = client::status(client::living(&file.load()?, &Request::Ps)?)?;
+    let status = client::status(client::living(&file.identify()?, &Request::Ps)?)?;
     if json {
         say(&serde_json::to_string_pretty(&status.networks)?)?;
     } else if status.networks.is_empty() {
-        eprintln!(
+        crate::say!(
             "the project '{}' has no network; add [net.NAME] and networks = [\"NAME\"] to a VM",
             status.project
         );
@@ -255,26 +276,33 @@ pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
 pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         Command::Doctor => diagnose(json),
-        Command::Up { file, attach, vms } => up(&file.load()?, vms, attach, json),
-        Command::Down { file, vms } => down(&file.load()?, vms, json),
+        Command::Up(options) => up::up(options, json),
+        Command::Restart(options) => up::restart(options, json),
+        Command::Config(options) => config::run(&options, json),
+        Command::Clean(options) => clean::run(&options, json),
+        Command::Events(options) => events::run(&options, json),
+        Command::Down { file, vms } => down(&file.identify()?, vms, json),
         Command::Ps { file, all } => ps(&file, all, json),
         Command::Exec { file, interactive, env, dir, vm, command } => {
             let request = Request::Exec { vm, argv: command, env, dir, input: interactive };
-            match file.load().and_then(|project| client::exec(&project, &request)) {
+            match file.identify().and_then(|project| client::exec(&project, &request)) {
                 Ok(code) => Ok(ExitCode::from(u8::try_from(code & 0xff).unwrap_or(255))),
+                // Whoever read the output has seen enough.
+                Err(e) if is_broken_pipe(&e) => Ok(ExitCode::from(BROKEN_PIPE)),
                 Err(e) => {
-                    eprintln!("tombolo: {e:#}");
+                    crate::say!("{e:#}");
                     Ok(ExitCode::from(125))
                 }
             }
         }
-        Command::Logs { file, follow, qemu, vm } => logs(&file.load()?, &vm, follow, qemu),
+        Command::Logs(options) => logs::run(&options, json),
         Command::Console { file, vm } => {
-            client::console(&file.load()?, &vm)?;
+            client::console(&file.identify()?, &vm)?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Supervise { dir, control, file } => {
-            supervisor::run(Project::load(&file)?, &dir, control)?;
+            // The project comes with the first request; of the file only its path counts, whatever has become of it.
+            supervisor::run(Project::unread(&file), &dir, control)?;
             Ok(ExitCode::SUCCESS)
         }
     }
@@ -293,12 +321,12 @@ pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
         ZoneCommand::Path { file, zone } => return zone_path(&file, &zone, json),
         ZoneCommand::Detach { file, zone, vm } => (file, Request::ZoneDetach { zone, vm }),
     };
-    let mut peer = client::living(&file.load()?, &request)?;
+    let mut peer = client::living(&file.identify()?, &request)?;
     finish(client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave)?)
 }
 
 /// One line or more on the standard output; who reads it may be gone, which is an error like any other.
-fn say(text: &str) -> std::io::Result<()> {
+pub(crate) fn say(text: &str) -> std::io::Result<()> {
     writeln!(std::io::stdout().lock(), "{text}")
 }
 
@@ -317,27 +345,31 @@ fn zone_path(file: &File, name: &str, json: bool) -> anyhow::Result<ExitCode> {
 /// # Errors
 /// When there is no such project, it is not up, or has no such zone.
 pub fn find_zone(file: &File, name: &str) -> anyhow::Result<ZoneStatus> {
-    let project = file.load()?;
+    let project = file.identify()?;
     let mut zones = client::status(client::living(&project, &Request::Ps)?)?.zones;
     if let Some(at) = zones.iter().position(|z| z.name == name) {
-        return Ok(zones.swap_remove(at));
+        let mut zone = zones.swap_remove(at);
+        // Messages of whoever opens it say its name.
+        if let (Some(link), true) = (zone.link.to_str(), zone.link.exists()) {
+            zone.path = link.to_owned();
+        }
+        return Ok(zone);
     }
     let near = compose::nearest(name, zones.iter().map(|z| z.name.as_str()));
     let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
     anyhow::bail!("the project '{}' has no zone '{name}'{hint}", project.name);
 }
 
-fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
+/// The exit code of a request.
+pub(crate) fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
     match outcome {
         Outcome::Done => Ok(ExitCode::SUCCESS),
         Outcome::Interrupted => {
-            eprintln!("tombolo: interrupted; everything that was started has been stopped");
+            crate::say!("interrupted; everything that was started has been stopped");
             Ok(ExitCode::from(130))
         }
         Outcome::Left => {
-            eprintln!(
-                "tombolo: interrupted; the supervisor goes on with it, 'tombolo ps' shows how far it is"
-            );
+            crate::say!("interrupted; the supervisor goes on with it, 'tombolo ps' shows how far it is");
             Ok(ExitCode::from(130))
         }
     }
@@ -346,7 +378,7 @@ fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
 fn diagnose(json: bool) -> anyhow::Result<ExitCode> {
     let near = std::env::current_dir()?;
     let findings = doctor::examine(&near, || {
-        eprintln!("finding out whether KVM works here (once per boot of the host) ...")
+        crate::say!("finding out whether KVM works here (once per boot of the host)");
     });
     if json {
         say(&serde_json::to_string_pretty(&findings)?)?;
@@ -357,22 +389,8 @@ fn diagnose(json: bool) -> anyhow::Result<ExitCode> {
     Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-fn up(project: &Project, vms: Vec<String>, attach: bool, json: bool) -> anyhow::Result<ExitCode> {
-    if project.compose.vm.is_empty() {
-        anyhow::bail!("{} declares no VM; add a table [vm.NAME]", project.file.display());
-    }
-    let request = Request::Up { project: Box::new(project.clone()), vms };
-    let mut peer = client::supervisor(project, &request)?;
-    let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Cancel)?;
-    if outcome == Outcome::Done && attach {
-        eprintln!("Ctrl-C takes everything down");
-        client::attach(project)?;
-        return down(project, Vec::new(), json);
-    }
-    finish(outcome)
-}
-
-fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
+/// Stops VMs, without a name everything.
+pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
     let dir = StateDir::of(project)?;
     let all = vms.is_empty();
     let Some(mut peer) = peer::ask(project, &Request::Down { vms })? else {
@@ -382,10 +400,12 @@ fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitC
             dir.remove();
         }
         for address in growth::give_back_orphans()? {
-            eprintln!("{address} given back: its VM died");
+            crate::say!("{address} given back: its VM died");
         }
-        if !json {
-            eprintln!("the project '{}' is not up", project.name);
+        if json {
+            say(&serde_json::to_string(&Event::Done)?)?;
+        } else {
+            crate::say!("the project '{}' is not up", project.name);
         }
         return Ok(ExitCode::SUCCESS);
     };
@@ -406,7 +426,7 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
             say(&serde_json::to_string_pretty(&projects)?)?;
         }
     } else {
-        let project = file.load()?;
+        let project = file.identify()?;
         let found = peer::ask(&project, &Request::Ps)?.map(client::status).transpose()?;
         if json {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
@@ -416,14 +436,14 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
     }
     if !json {
         if projects.is_empty() && silent.is_empty() {
-            eprintln!("nothing runs");
+            crate::say!("nothing runs");
         }
         for status in &projects {
             say(table(status).trim_end())?;
         }
     }
     for error in &silent {
-        eprintln!("tombolo: {error:#}");
+        crate::say!("{error:#}");
     }
     Ok(if silent.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -443,10 +463,8 @@ fn all_running() -> anyhow::Result<(Vec<Status>, Vec<anyhow::Error>)> {
 /// The project of a compose file, which must be up; without a file all of this user that are up and answer.
 pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
     if let Some(file) = file {
-        return Ok(vec![client::status(client::living(
-            &Project::load(&compose::find(Some(file))?)?,
-            &Request::Ps,
-        )?)?]);
+        let project = File::at(Some(file.to_owned())).identify()?;
+        return Ok(vec![client::status(client::living(&project, &Request::Ps)?)?]);
     }
     let (projects, silent) = all_running()?;
     match silent.into_iter().next() {
@@ -461,11 +479,15 @@ pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
 /// What the command says.
 pub fn run_start(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> {
     match command {
-        StartCommand::Blame { file, vm } => blame(&file.load()?, &vm, json),
+        StartCommand::Blame { file, vm } => blame(&file.identify()?, &vm, json),
         StartCommand::Metrics { file } => {
-            let status = client::status(client::living(&file.load()?, &Request::Ps)?)?;
+            let status = client::status(client::living(&file.identify()?, &Request::Ps)?)?;
             let growing = status.vms.iter().filter_map(|vm| Some((vm.name.as_str(), vm.growth.as_ref()?)));
-            say(tombolo_start::progress::prometheus(&growing.collect::<Vec<_>>()).trim_end())?;
+            if json {
+                say(&serde_json::to_string_pretty(&growing.collect::<BTreeMap<_, _>>())?)?;
+            } else {
+                say(tombolo_start::progress::prometheus(&growing.collect::<Vec<_>>()).trim_end())?;
+            }
             Ok(ExitCode::SUCCESS)
         }
         StartCommand::Plan { memory, boot_memory, libvirt } => {
@@ -479,10 +501,10 @@ fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> 
     let status = client::status(peer::ask(project, &Request::Ps)?.with_context(not_up)?)?;
     let vm = status.vms.iter().find(|vm| vm.name == name).with_context(not_up)?;
     if json {
-        println!("{}", serde_json::to_string_pretty(&vm.timeline)?);
+        say(&serde_json::to_string_pretty(&vm.timeline)?)?;
         return Ok(ExitCode::SUCCESS);
     }
-    print!("{}", tombolo_start::timeline::render_names(&vm.timeline, 40));
+    say(tombolo_start::timeline::render_names(&vm.timeline, 40).trim_end())?;
     if let Some(growth) = &vm.growth {
         say(&growth.line())?;
     }
@@ -491,13 +513,18 @@ fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> 
 
 fn table(status: &Status) -> String {
     let supervisor = status.supervisor.map_or("-".into(), |p| p.to_string());
-    let mut text =
-        format!("{}  {}  supervisor {supervisor}\n{}\n", status.project, status.file.display(), status.accel);
-    let mut rows = vec![["VM", "STATE", "PID", "CPUS", "MEMORY", "UPTIME", "ZONES"].map(str::to_owned)];
+    let mut text = format!("{}  {}  supervisor {supervisor}\n", status.project, status.file.display());
+    if crate::log::is_verbose() {
+        text.push_str(&status.accel);
+        text.push('\n');
+    }
+    let mut rows =
+        vec![["VM", "STATE", "ACCEL", "PID", "CPUS", "MEMORY", "UPTIME", "ZONES"].map(str::to_owned)];
     for vm in &status.vms {
         rows.push([
             vm.name.clone(),
             vm.state.clone(),
+            vm.accel.name().to_lowercase(),
             vm.pid.map_or("-".into(), |p| p.to_string()),
             vm.cpus.to_string(),
             Size(vm.memory).to_string(),
@@ -585,43 +612,4 @@ pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> String {
         text.push('\n');
     }
     text
-}
-
-fn logs(project: &Project, vm: &str, follow: bool, qemu: bool) -> anyhow::Result<ExitCode> {
-    let dir = StateDir::of(project)?;
-    let path = if qemu { dir.qemu_log(vm) } else { dir.console_log(vm) };
-    if !project.compose.vm.contains_key(vm) {
-        let near = compose::nearest(vm, project.compose.vm.keys().map(String::as_str));
-        let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
-        anyhow::bail!("{} declares no VM '{vm}'{hint}", project.file.display());
-    }
-    let mut log = std::fs::File::open(&path).with_context(|| {
-        format!("the VM '{vm}' has no log ({}); start it with 'tombolo up'", path.display())
-    })?;
-    let mut out = std::io::stdout().lock();
-    std::io::copy(&mut log, &mut out)?;
-    let living = if follow { state::supervisor(project)? } else { None };
-    while living.as_ref().is_some_and(Found::is_there) {
-        std::thread::sleep(Duration::from_millis(200));
-        log = reopened(log, &path)?;
-        std::io::copy(&mut log, &mut out)?;
-        out.flush()?;
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-/// The same log, or the new one after a change of files.
-fn reopened(mut log: std::fs::File, path: &Path) -> anyhow::Result<std::fs::File> {
-    use std::os::unix::fs::MetadataExt;
-    let Ok(meta) = path.metadata() else { return Ok(log) };
-    if meta.ino() == log.metadata()?.ino() {
-        if meta.len() < log.stream_position()? {
-            log.seek(SeekFrom::Start(0))?;
-        }
-        return Ok(log);
-    }
-    let mut rest = Vec::new();
-    log.read_to_end(&mut rest)?;
-    std::io::stdout().write_all(&rest)?;
-    Ok(std::fs::File::open(path)?)
 }

@@ -119,18 +119,34 @@ pub fn status_of(found: &Found) -> anyhow::Result<Option<Status>> {
     peer::ask_found(found, &Request::Ps)?.map(status).transpose()
 }
 
-/// Shows what happens to the VMs: bars on a terminal, lines elsewhere.
+/// Shows what happens to the VMs: bars on a terminal, lines elsewhere, or JSON for a script.
 pub struct Progress {
     bars: Option<(MultiProgress, BTreeMap<String, ProgressBar>)>,
-    quiet: bool,
+    json: bool,
 }
 
 impl Progress {
-    /// For a person, or silent (`quiet`) for a script that reads JSON.
-    pub fn new(quiet: bool) -> Progress {
+    /// For a person, or for a script that reads a line of JSON per event from the standard output.
+    pub fn new(json: bool) -> Progress {
         let bars =
-            (!quiet && std::io::stderr().is_terminal()).then(|| (MultiProgress::new(), BTreeMap::new()));
-        Progress { bars, quiet }
+            (!json && std::io::stderr().is_terminal()).then(|| (MultiProgress::new(), BTreeMap::new()));
+        Progress { bars, json }
+    }
+
+    /// Shows an event; what is no news for a person is none for a script either.
+    fn show(&mut self, event: &Event) -> anyhow::Result<()> {
+        if self.json {
+            crate::commands::cli::say(&serde_json::to_string(event)?)?;
+            return Ok(());
+        }
+        match event {
+            Event::Stage { vm, stage, detail } => self.stage(vm, *stage, detail),
+            Event::Note { text } => self.note(text),
+            Event::Detail { text } if crate::log::is_verbose() => self.note(text),
+            Event::Action(action) => self.note(&action.to_string()),
+            _ => {}
+        }
+        Ok(())
     }
 
     fn stage(&mut self, vm: &str, stage: Stage, detail: &str) {
@@ -145,9 +161,6 @@ impl Progress {
             Stage::Failed => ("failed", true),
         };
         let message = if detail.is_empty() { text.to_owned() } else { format!("{text} ({detail})") };
-        if self.quiet {
-            return;
-        }
         let Some((all, bars)) = &mut self.bars else {
             eprintln!("{vm}: {message}");
             return;
@@ -169,9 +182,8 @@ impl Progress {
 
     fn note(&self, text: &str) {
         match &self.bars {
-            _ if self.quiet => {}
-            Some((all, _)) => drop(all.println(text)),
-            None => eprintln!("{text}"),
+            Some((all, _)) => drop(all.println(format!("tombolo: {text}"))),
+            None => crate::say!("{text}"),
         }
     }
 }
@@ -227,9 +239,11 @@ fn follow_events(
     interrupted: &AtomicBool,
 ) -> anyhow::Result<Outcome> {
     loop {
-        match peer.receive::<Event>()? {
-            Some(Event::Stage { vm, stage, detail }) => progress.stage(&vm, stage, &detail),
-            Some(Event::Note { text }) => progress.note(&text),
+        let event = peer.receive::<Event>()?;
+        if let Some(event) = &event {
+            progress.show(event)?;
+        }
+        match event {
             Some(Event::Done) => return Ok(Outcome::Done),
             Some(Event::Failed { .. }) if interrupted.load(Ordering::Acquire) => {
                 return Ok(Outcome::Interrupted);

@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The commands: [`cli`] parses and dispatches them, [`client`] asks a supervisor, [`top`] and [`doctor`] print.
+//! The commands: [`cli`] parses and dispatches them, [`client`] asks a supervisor. Each of the others is a command, or a few that are alike.
 
+pub mod clean;
 #[allow(clippy::print_stderr, clippy::print_stdout, reason = "commands talk to the terminal")]
 pub mod cli;
 #[allow(clippy::print_stderr, reason = "commands talk to the terminal")]
 pub mod client;
+pub mod config;
 pub mod doctor;
+pub mod events;
+pub mod logs;
+pub mod names;
 pub mod top;
+pub mod up;

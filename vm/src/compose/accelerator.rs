@@ -3,6 +3,7 @@
 //! together, the rest each.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use serde::de::Deserializer;
 use serde::{Deserialize, Serialize};
@@ -50,6 +51,8 @@ pub struct AccelSpec {
     pub metrics: Option<tombolo_metrics::Place>,
     /// VMs' kernels may do all that the server's user may, for hosts that can't confine them.
     pub unconfined: bool,
+    /// The control group that the server divides between VMs; none: it looks for one.
+    pub cgroup: Option<PathBuf>,
 }
 
 /// A VM's use of an accelerator: where something is said here, it is not as the accelerator says.
@@ -143,6 +146,12 @@ pub(crate) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
         if let Some(message) = crate::compose::bad_name("an accelerator", name) {
             return Err((table, String::new(), message));
         }
+        if let Some(relative) = spec.cgroup.as_ref().filter(|folder| !folder.is_absolute()) {
+            let write = "write the folder's whole path, such as \"/sys/fs/cgroup/accel\"";
+            let message =
+                format!("accel.{name}.cgroup: '{}' is no absolute path; {write}", relative.display());
+            return Err((table, "cgroup".into(), message));
+        }
         if let Some((key, message)) = general.of(spec).wrong() {
             let message = format!("accel.{name}.{key}: {message}");
             return Err((table, key.into(), message));
@@ -184,7 +193,7 @@ mod tests {
 
     #[test]
     fn a_vm_has_what_its_accelerator_says_unless_it_says_otherwise() {
-        let text = "[accel.cl]\nmemory = \"512M\"\nweight = 50\n[vm.a]\naccelerators = [\"cl\"]\n\
+        let text = "[accel.cl]\nmemory = \"512M\"\nweight = 50\ncgroup = \"/sys/fs/cgroup/accel\"\n[vm.a]\naccelerators = [\"cl\"]\n\
                     [vm.b]\naccelerators = { cl = { weight = 25, window = \"32M\", channels = 2 } }\n";
         let project = parse(text).unwrap();
         let spec = &project.compose.accel["cl"];
@@ -208,6 +217,8 @@ mod tests {
         assert!(e.contains(":2: unknown key 'weihgt'") && e.ends_with("did you mean 'weight'?"), "{e}");
         let e = error("[accel.cl]\napi = \"cuda\"\n");
         assert!(e.contains(":2: ") && e.contains("cuda") && e.contains("opencl"), "{e}");
+        let e = error("[accel.cl]\ncgroup = \"accel\"\n");
+        assert!(e.contains(":2: accel.cl.cgroup: 'accel' is no absolute path"), "{e}");
         let e = error("[accel.cl]\nweight = 101\n");
         assert!(e.contains(":2: accel.cl.weight: write 1 to 100"), "{e}");
         let e = error("[accel.cl]\n[vm.a]\naccelerators = { cl = { window = \"100K\" } }\n");

@@ -13,6 +13,7 @@ use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize, Serializer};
 
 pub mod accelerator;
+pub mod manual;
 pub mod named;
 pub mod network;
 
@@ -79,7 +80,7 @@ pub struct ZoneSpec {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmSpec {
-    /// A version of the guest kit ("6.12") or the path of a kernel image.
+    /// A kernel image's path, or a version of the guest kit ("6.12"): what is a file beside the compose file is a path.
     #[serde(default)]
     pub kernel: Option<String>,
     /// The initramfs; default: the guest kit's, where the kernel is.
@@ -130,7 +131,7 @@ pub struct VmSpec {
     /// Take the other devices of each IOMMU group along.
     #[serde(default)]
     pub whole_group: bool,
-    /// How the memory arrives; default: fast with devices, slow without.
+    /// How the memory arrives; default: "auto", fast with devices and slow without.
     #[serde(default)]
     pub start: Option<StartKind>,
     /// Memory at a fast start; default: a thirty-second part, from 512 MiB to 8 GiB.
@@ -179,6 +180,9 @@ pub struct Share {
     /// Refuse writes.
     #[serde(default)]
     pub readonly: bool,
+    /// Where the guest mounts it; none: it does so itself.
+    #[serde(default)]
+    pub mount: Option<String>,
 }
 
 /// Rights of a member of a zone.
@@ -330,12 +334,32 @@ pub fn find(file: Option<&Path>) -> anyhow::Result<PathBuf> {
     anyhow::bail!("no tombolo.toml in {} or above; write one or name a compose file with -f", here.display())
 }
 
+/// The path by which a compose file that is not there any more was known.
+///
+/// # Errors
+/// When there is no current folder.
+pub fn locate_gone(file: &Path) -> std::io::Result<PathBuf> {
+    let absolute = std::path::absolute(file)?;
+    let (Some(folder), Some(name)) = (absolute.parent(), absolute.file_name()) else { return Ok(absolute) };
+    // The folder may be gone too; then its path is as good as it gets.
+    Ok(folder.canonicalize().unwrap_or_else(|_| folder.to_owned()).join(name))
+}
+
 impl Project {
+    /// A project whose compose file can't be read: it has its file's identity and nothing else.
+    pub fn unread(file: &Path) -> Project {
+        Project { name: folder_name(file), file: file.to_owned(), compose: Compose::default() }
+    }
+
     /// Reads and checks a compose file.
     ///
     /// # Errors
     /// [`ComposeError`] with the line, as far as it is known.
     pub fn load(file: &Path) -> Result<Project, ComposeError> {
+        if file.to_str().is_none() {
+            let message = "its path is not UTF-8; rename the folder or the file".into();
+            return Err(ComposeError { file: file.to_owned(), line: None, message });
+        }
         let text = std::fs::read_to_string(file).map_err(|e| ComposeError {
             file: file.to_owned(),
             line: None,
@@ -366,10 +390,18 @@ impl Project {
             message,
         })?;
         make_absolute(&mut compose, dir);
-        let folder = dir.file_name().map_or("tombolo".into(), |n| n.to_string_lossy().into_owned());
-        let name = compose.name.clone().unwrap_or_else(|| sanitize(&folder));
+        let name = compose.name.clone().unwrap_or_else(|| folder_name(file));
         Ok(Project { name, file: file.to_owned(), compose })
     }
+}
+
+/// The name of a project whose file says none.
+fn folder_name(file: &Path) -> String {
+    let folder = file
+        .parent()
+        .and_then(Path::file_name)
+        .map_or("tombolo".into(), |n| n.to_string_lossy().into_owned());
+    sanitize(&folder)
 }
 
 fn sanitize(name: &str) -> String {
@@ -392,7 +424,8 @@ fn make_absolute(compose: &mut Compose, dir: &Path) {
     }
     for vm in compose.vm.values_mut() {
         if let Some(kernel) = &mut vm.kernel {
-            if kernel.contains('/') {
+            // A version of the guest kit is no file beside the compose file.
+            if kernel.contains('/') || dir.join(&*kernel).is_file() {
                 *kernel = dir.join(&*kernel).to_string_lossy().into_owned();
             }
         }
@@ -473,6 +506,20 @@ fn check(compose: &Compose) -> Result<(), (String, String, String)> {
         }
         if vm.snapshot && vm.disk.is_none() {
             return fail(&table, "snapshot", format!("vm.{name}.snapshot is set, but there is no disk"));
+        }
+        for share in &vm.share {
+            let Some(mount) = &share.mount else { continue };
+            if !mount.starts_with('/') {
+                let message = format!("vm.{name}.share: mount is '{mount}'; write an absolute path");
+                return fail(&table, "share", message);
+            }
+            if vm.ready != Ready::Agent {
+                let message = format!(
+                    "vm.{name} mounts the share '{}', which is done through the guest agent: ready must be \"agent\"",
+                    share.tag
+                );
+                return fail(&table, "ready", message);
+            }
         }
         for (zone, zone_use) in &vm.zones {
             let Some(spec) = compose.zone.get(zone) else {
@@ -562,7 +609,9 @@ fn locate(text: &str, table: &str, key: &str) -> Option<usize> {
 /// the nearest valid key, other errors the key that they are about.
 fn explain(path: &str, message: &str) -> String {
     let whole_file = path == ".";
-    let in_table = |table: &str| if table.is_empty() { String::new() } else { format!(" in [{table}]") };
+    let in_table = |table: &str| {
+        if table.is_empty() { " at the top level".to_owned() } else { format!(" in [{table}]") }
+    };
     if let Some(rest) = message.strip_prefix("unknown field `") {
         let mut quoted = rest.split('`');
         let key = quoted.next().unwrap_or_default();
@@ -631,7 +680,7 @@ mod tests {
         assert!(e.contains(":2: vm.a.networks: invalid type: integer `5`"), "{e}");
         let e = error("[vm]\na = 1\n");
         assert!(e.contains(":2: vm.a: invalid type: integer `1`"), "{e}");
-        assert!(error("[vms.a]\n").contains(":1: unknown key 'vms'; did you mean 'vm'?"));
+        assert!(error("[vms.a]\n").contains(":1: unknown key 'vms' at the top level; did you mean 'vm'?"));
         assert!(error("[vm.a]\ncpus = \n").starts_with("/somewhere/demo/tombolo.toml:2: "));
     }
 

@@ -228,6 +228,27 @@ pub fn subnet(compose: &Compose, net: &str) -> Option<Subnet> {
     Some(Subnet { base: Ipv4Addr::new(10, 86, n, 0), prefix: 24 })
 }
 
+/// Writes down the subnets that networks have by convention. A network that runs keeps the one that it has (`held`), whichever networks the
+/// file has gained or lost since; a new one gets the first that is free.
+pub fn settle(compose: &mut Compose, held: &BTreeMap<String, Subnet>) {
+    let said = compose.net.values().filter_map(|spec| spec.subnet);
+    let mut taken: BTreeSet<Ipv4Addr> =
+        said.chain(held.values().copied()).map(|subnet| subnet.base).collect();
+    let names: Vec<String> = compose.net.keys().cloned().collect();
+    for name in names {
+        let Some(own) = subnet(compose, &name) else { continue };
+        let Some(spec) = compose.net.get_mut(&name).filter(|spec| spec.subnet.is_none()) else { continue };
+        let conventional = || (0..=u8::MAX).map(|n| Subnet { base: Ipv4Addr::new(10, 86, n, 0), prefix: 24 });
+        let chosen = held.get(&name).copied().unwrap_or_else(|| {
+            let free =
+                std::iter::once(own).chain(conventional()).find(|subnet| !taken.contains(&subnet.base));
+            free.unwrap_or(own)
+        });
+        taken.insert(chosen.base);
+        spec.subnet = Some(chosen);
+    }
+}
+
 /// Who has which MAC and address in a network; `held` are those that are in use already.
 ///
 /// # Errors
@@ -322,11 +343,11 @@ pub fn port(
     port
 }
 
-/// The switch's DHCP service, as its configuration has it. It goes by the router's address, or by the subnet's first, which no VM has.
+/// The switch's DHCP service, as its configuration has it, for a network whose subnet is settled. It goes by the router's address, or by the
+/// subnet's first, which no VM has.
 #[must_use]
-pub fn service(compose: &Compose, net: &str) -> Option<serde_json::Value> {
-    let spec = compose.net.get(net).filter(|spec| spec.dhcp)?;
-    let subnet = subnet(compose, net)?;
+pub fn service(net: &str, spec: &NetSpec) -> Option<serde_json::Value> {
+    let subnet = spec.subnet.filter(|_| spec.dhcp)?;
     let own = spec.gateway.unwrap_or_else(|| subnet.first());
     let mut service = serde_json::json!({ "address": format!("{own}/{}", subnet.prefix), "domain": net });
     if let Some(gateway) = spec.gateway {
@@ -479,6 +500,19 @@ mod tests {
     }
 
     #[test]
+    fn a_network_that_runs_keeps_its_subnet_when_another_comes_before_it() {
+        let mut first = parse(TWO).unwrap().compose;
+        settle(&mut first, &BTreeMap::new());
+        let lan = first.net["lan"].subnet.unwrap();
+        assert_eq!(lan.to_string(), "10.86.0.0/24");
+        let mut second = parse(&format!("[net.alpha]\n[net.out]\nuplink = \"user\"\n{TWO}")).unwrap().compose;
+        settle(&mut second, &BTreeMap::from([("lan".to_owned(), lan)]));
+        assert_eq!(second.net["lan"].subnet, Some(lan));
+        assert_eq!(second.net["alpha"].subnet.unwrap().to_string(), "10.86.1.0/24");
+        assert_eq!(second.net["out"].subnet, None);
+    }
+
+    #[test]
     fn an_uplink_leaves_addresses_to_whoever_is_there() {
         let text = |uplink: &str| format!("[net.out]\nuplink = {uplink}\n[vm.a]\nnetworks = [\"out\"]\n");
         let tap = &plan(&text("{ tap = \"tap0\" }"), "out")["a"];
@@ -497,7 +531,9 @@ mod tests {
         assert_eq!((plan["b"].address, plan["b"].dhcp), (Some((Ipv4Addr::new(10, 86, 0, 3), 24)), false));
         let nic = &project.compose.vm["a"].networks.0["lan"];
         assert_eq!(port("a", Path::new("/s"), nic, &plan["a"], true)["address"], "10.86.0.2");
-        let service = service(&project.compose, "lan").unwrap();
+        let mut compose = project.compose.clone();
+        settle(&mut compose, &BTreeMap::new());
+        let service = service("lan", &compose.net["lan"]).unwrap();
         assert_eq!((&service["address"], &service["domain"]), (&"10.86.0.1/24".into(), &"lan".into()));
         let error = |text: &str| parse(text).unwrap_err();
         let e = error("[net.out]\nuplink = \"user\"\ndhcp = true\n[vm.a]\nnetworks = [\"out\"]\n");

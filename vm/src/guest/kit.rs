@@ -78,9 +78,9 @@ pub fn boot(name: &str, vm: &VmSpec, near: &Path) -> anyhow::Result<Option<Boot>
         None if vm.disk.is_some() => Ok(None),
         version => {
             let Some(mut boot) = kit(&places, version.as_deref()) else {
-                let what = version
-                    .as_deref()
-                    .map_or("no guest kit".to_owned(), |v| format!("no guest kit with kernel {v}"));
+                let what = version.as_deref().map_or("no guest kit".to_owned(), |v| {
+                    format!("no file '{v}' beside the compose file, and no guest kit with kernel {v}")
+                });
                 anyhow::bail!(
                     "vm.{name}.kernel: {what} in {}; build it (make guest), set TOMBOLO_CACHE to the folder that has guest/ in it, or name a kernel image's path",
                     places[0].display()

@@ -2,9 +2,11 @@
 //! What runs or lies inside a guest.
 //!
 //! - [`kit`]: which kernel and initramfs a VM boots.
-//! - [`agent`]: the guest agent; [`exec`]: commands through it; [`mount`]: file systems of zones in the guest.
+//! - [`agent`]: the guest agent; [`exec`]: commands through it; [`mount`]: file systems of zones in the guest;
+//!   [`share`]: folders of the host.
 
 pub mod agent;
 pub mod exec;
 pub mod kit;
 pub mod mount;
+pub mod share;

@@ -2,6 +2,7 @@
 //! Passed-through devices of a VM, and memory that arrives while it runs: what the compose file asks for is checked before anything
 //! is touched, taken when the VM starts, and given back when its QEMU has ended.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tombolo_passthrough::address::Address;
-use tombolo_passthrough::bind::{self, Kernel, Owner, Store};
+use tombolo_passthrough::bind::{self, BindError, Kernel, Owner, Store};
 use tombolo_passthrough::host::Host;
 use tombolo_passthrough::plan::plan;
 use tombolo_start::ahead::Budget;
@@ -29,6 +30,8 @@ pub const MEMORY: &str = "vmem0";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StartKind {
+    /// The faster of the two: fast with passed-through devices, whose memory is pinned at start, slow without.
+    Auto,
     /// A small part of the memory at start, the rest while the VM runs.
     Fast,
     /// All of the memory before the first instruction.
@@ -40,14 +43,24 @@ pub enum StartKind {
 /// # Errors
 /// Names the key to change.
 pub fn layout(name: &str, spec: &VmSpec) -> anyhow::Result<Layout> {
-    let default = if spec.devices.is_empty() { StartKind::Slow } else { StartKind::Fast };
-    if spec.start.unwrap_or(default) == StartKind::Slow {
+    let fast = match spec.start.unwrap_or(StartKind::Auto) {
+        StartKind::Auto => !spec.devices.is_empty(),
+        StartKind::Fast => true,
+        StartKind::Slow => false,
+    };
+    if !fast {
         return Ok(Layout::slow(spec.memory.0));
     }
     let limits = limits()?;
     let wish =
         Wish { total: spec.memory.0, boot: spec.boot_memory.map(|b| b.0), dma_entries: limits.dma_entries };
     wish.layout().with_context(|| format!("vm.{name}.memory"))
+}
+
+/// What to tell a user who chose the slower way.
+pub fn advice(spec: &VmSpec) -> Option<&'static str> {
+    let needless = spec.start == Some(StartKind::Fast) && spec.devices.is_empty();
+    needless.then_some("start = \"fast\" only pays with passed-through devices; \"auto\" chooses by itself")
 }
 
 fn limits() -> anyhow::Result<Limits> {
@@ -59,19 +72,24 @@ fn limits() -> anyhow::Result<Limits> {
 /// # Errors
 /// When a device does not go back to its driver.
 pub fn give_back_orphans() -> anyhow::Result<Vec<Address>> {
-    Ok(bind::reclaim(&Host::at("/"), &mut Kernel, &Store::of_host())?)
+    match bind::reclaim(&Host::at("/"), &mut Kernel, &Store::of_host()) {
+        // The records are another user's, and so are the devices.
+        Err(BindError::Record { source, .. }) if source.kind() == ErrorKind::PermissionDenied => {
+            Ok(Vec::new())
+        }
+        reclaimed => Ok(reclaimed?),
+    }
 }
 
-/// Refuses devices and memory that can't be had, and gives back what VMs that died have left.
+/// Refuses devices and memory that can't be had.
 ///
 /// # Errors
-/// Says which device and why. Nothing of this VM has been touched.
+/// Says which device and why. Nothing has been touched.
 pub fn check(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
     let layout = layout(name, spec)?;
     if spec.devices.is_empty() {
         return Ok(());
     }
-    give_back_orphans()?;
     let host = Host::at("/");
     plan(&host.devices()?, host.has_iommu(), &spec.devices, spec.whole_group)
         .with_context(|| format!("vm.{name}.devices"))?;
@@ -199,6 +217,8 @@ mod tests {
         assert_eq!(layout("a", &slow).unwrap().grown, 0);
         let fast = spec("memory = \"4G\"\nstart = \"fast\"\nboot_memory = \"1G\"");
         assert_eq!(layout("a", &fast).unwrap().boot, 1 << 30);
+        assert!(advice(&fast).is_some() && advice(&device).is_none());
+        assert_eq!(layout("a", &spec("memory = \"4G\"\nstart = \"auto\"")).unwrap().grown, 0);
     }
 
     #[test]

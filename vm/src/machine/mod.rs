@@ -17,7 +17,9 @@ use crate::child::{self, Guarded};
 use crate::compose::{Ready, VmSpec, ZoneUse};
 use crate::guest::agent::Agent;
 use crate::guest::kit::Boot;
-use crate::project::control::{Stage, VmStatus};
+use crate::project::changes::Kind;
+use crate::project::control::{ShareStatus, Stage, VmStatus};
+use crate::project::journal;
 use crate::project::network::Plug;
 use crate::project::state::StateDir;
 use crate::project::zones::Invitation;
@@ -106,6 +108,8 @@ struct State {
     timeline: Vec<(String, f64)>,
     /// How far its memory is, where it grows.
     growth: Option<Progress>,
+    /// Folders of the host, where its guest was asked.
+    shares: Vec<ShareStatus>,
 }
 
 /// Where a VM is.
@@ -249,6 +253,7 @@ impl Machine {
                 zones: used,
                 timeline: Vec::new(),
                 growth: None,
+                shares: Vec::new(),
             }),
             changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
@@ -257,6 +262,7 @@ impl Machine {
             ports: Mutex::new(ports),
         });
         machine.mark("qemu started");
+        machine.tell(&Phase::Booting, start.accel.name());
         let _ = register.send(machine.clone());
         let weak = Arc::downgrade(&machine);
         let connected = Qmp::connect(monitor, move |event, data| {
@@ -335,6 +341,11 @@ impl Machine {
         self.lock().growth = Some(progress);
     }
 
+    /// Keeps what its guest made of the host's folders.
+    pub fn set_shares(&self, shares: Vec<ShareStatus>) {
+        self.lock().shares = shares;
+    }
+
     /// Whether QEMU has ended.
     pub fn has_ended(&self) -> bool {
         self.lock().exit.is_some()
@@ -372,6 +383,7 @@ impl Machine {
             _ => Phase::Ended,
         };
         let phase = state.phase.clone();
+        self.tell(&phase, state.exit.as_deref().unwrap_or_default());
         drop(state);
         self.changed.notify_all();
         self.console.wait_end(QUIT);
@@ -388,6 +400,7 @@ impl Machine {
         self.wait_ended(QUIT);
         let mut state = self.lock();
         (state.phase, state.exit) = (Phase::Failed, Some(why.to_owned()));
+        self.tell(&Phase::Failed, why);
         drop(state);
         self.console.close();
     }
@@ -412,8 +425,9 @@ impl Machine {
     pub fn follow(&self, report: &dyn Fn(Stage, &str)) -> anyhow::Result<()> {
         report(Stage::Booting, self.accel.name());
         let result = self.boot();
-        if result.is_err() {
+        if let Err(e) = &result {
             self.lock().phase = Phase::Failed;
+            self.tell(&Phase::Failed, e.to_string().lines().next().unwrap_or_default());
             self.process.kill();
             self.wait_ended(QUIT);
         }
@@ -469,12 +483,26 @@ impl Machine {
         Ok(())
     }
 
+    /// Adds the phase that it has come to to the journal.
+    fn tell(&self, phase: &Phase, detail: &str) {
+        let state = match phase {
+            Phase::Booting => "booting",
+            Phase::Up => "up",
+            Phase::Rebooting => "rebooting",
+            Phase::Stopping => "stopping",
+            Phase::Failed => "failed",
+            Phase::Ended => "ended",
+        };
+        journal::record(Kind::Vm, &self.name, state, detail);
+    }
+
     /// The VM counts as up from here.
     pub fn set_up(&self) {
         let mut state = self.lock();
         if state.phase == Phase::Booting {
             state.phase = Phase::Up;
             state.up_since = Some(Instant::now());
+            self.tell(&Phase::Up, "");
         }
     }
 
@@ -587,6 +615,7 @@ impl Machine {
             uptime: self.started.elapsed().as_secs_f64(),
             reboots: self.reboots,
             timeline: state.timeline.clone(),
+            shares: state.shares.clone(),
             growth: state.growth.clone(),
         }
     }

@@ -37,6 +37,7 @@ impl Machine {
             }
             std::mem::replace(&mut state.phase, Phase::Stopping) == Phase::Up
         };
+        self.tell(&Phase::Stopping, "");
         report(Stage::Stopping, "");
         // Commands that still run in the guest get an error instead of a turn.
         let mut agent = Some(self.agent.retire()).filter(|_| self.lock().agent_open);

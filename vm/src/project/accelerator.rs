@@ -6,7 +6,7 @@
 //! API's own error. The server is told what to serve over a socket that is its standard input, a line of JSON each way, and
 //! ends with that socket.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 use tombolo_control::accel::{Answer, Guest, Listing, Request, Tenant};
 use tombolo_control::socket::Answer as _;
 
@@ -26,6 +27,7 @@ use crate::compose::{Project, VmSpec};
 use crate::guest::exec;
 use crate::guest::mount;
 use crate::machine::Machine;
+use crate::project::changes::{self, Kind};
 use crate::project::control::{AccelStatus, AccelVm};
 use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
 use crate::project::peer::Peer;
@@ -109,9 +111,19 @@ impl Seat {
 }
 
 impl Accelerator {
-    /// What the compose file said of it.
-    pub fn spec(&self) -> &AccelSpec {
-        &self.server.spec
+    /// Its settings, as [`crate::project::changes`] compares them: its table, and what it grants each VM that has a place. Those that hold, or
+    /// those of a file.
+    pub fn settings(&self, project: Option<&Project>) -> Value {
+        let compose = project.map(|project| &project.compose);
+        let name = &self.server.name;
+        let spec = compose.and_then(|c| c.accel.get(name)).unwrap_or(&self.server.spec);
+        let mut settings = changes::value(spec);
+        for (vm, seat) in &*lock(&self.server.seats) {
+            // The place of a VM that no longer uses it is nobody's.
+            let said = compose.and_then(|c| Some(c.vm.get(vm)?.accelerators.0.get(name)?.of(spec)));
+            settings[format!("vm.{vm}")] = changes::value(said.as_ref().unwrap_or(&seat.used));
+        }
+        settings
     }
 
     /// The zone's devices for a VM that is about to be started; `None` where it has no place here.
@@ -220,8 +232,6 @@ done"#;
 }
 
 impl Part for Accelerator {
-    const KIND: &'static str = "accelerator";
-
     fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
         vm.accelerators.0.keys()
     }
@@ -233,9 +243,7 @@ impl Part for Accelerator {
     fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Accelerator> {
         let spec = project.compose.accel.get(name).cloned().unwrap_or_default();
         devices().with_context(|| format!("accel.{name}"))?;
-        let of = format!("{}\n{name}", project.file.display());
-        let scratch = std::env::temp_dir()
-            .join(format!("tombolo-accel-{:08x}", crate::project::state::hash(of.as_bytes()) & 0xffff_ffff));
+        let scratch = scratch(&project.file, name);
         // A supervisor that was killed has left it.
         remove(&scratch);
         crate::project::state::make_private(&scratch)?;
@@ -248,7 +256,8 @@ impl Part for Accelerator {
         });
         server.seat(project)?;
         let names = Names {
-            owner: format!("accelerator '{name}'"),
+            kind: Kind::Accelerator,
+            name: name.to_owned(),
             process: "server",
             log: dir.join(format!("{name}.accel")),
         };
@@ -258,20 +267,11 @@ impl Part for Accelerator {
         Ok(accelerator)
     }
 
-    /// Whether a file says something else of it than what holds.
-    fn differs(&self, project: &Project) -> bool {
-        let Some(spec) = project.compose.accel.get(&self.server.name) else { return true };
-        let used =
-            |vm: &str| project.compose.vm.get(vm)?.accelerators.0.get(&self.server.name).map(|u| u.of(spec));
-        *spec != self.server.spec
-            || lock(&self.server.seats).iter().any(|(vm, seat)| used(vm).is_some_and(|u| u != seat.used))
-    }
-
     /// Makes places for VMs that the compose file has now and had not before, and waits until they are served.
     ///
     /// # Errors
     /// The server's own words.
-    fn extend(&self, project: &Project) -> anyhow::Result<()> {
+    fn extend(&self, project: &Project, _starting: &BTreeSet<&String>) -> anyhow::Result<()> {
         self.server.seat(project).map_err(|why| self.keeper.failure(&format!("{why:#}")))?;
         self.keeper.wait_ready()
     }
@@ -282,6 +282,13 @@ impl Drop for Accelerator {
         self.keeper.stop();
         remove(&self.server.scratch);
     }
+}
+
+/// Where the workers of an accelerator compile.
+pub fn scratch(file: &Path, name: &str) -> PathBuf {
+    let of = format!("{}\n{name}", file.display());
+    let hash = crate::project::state::hash(of.as_bytes()) & 0xffff_ffff;
+    std::env::temp_dir().join(format!("tombolo-accel-{hash:08x}"))
 }
 
 /// What the host's OpenCL has to offer, a line each.
@@ -348,6 +355,9 @@ impl Service for Server {
         }
         if self.spec.unconfined {
             command.arg("--unconfined");
+        }
+        if let Some(cgroup) = &self.spec.cgroup {
+            command.arg("--cgroup").arg(cgroup);
         }
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
         child::tie(&mut command, &[]);

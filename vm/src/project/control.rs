@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::compose::accelerator::Api;
 use crate::compose::{Project, Rights};
+use crate::project::changes::{Action, Wish};
+use crate::project::journal;
 
 /// What a command asks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -16,8 +18,20 @@ pub enum Request {
     Up {
         /// The compose file.
         project: Box<Project>,
-        /// These VMs only; empty: all.
-        vms: Vec<String>,
+        /// What of it.
+        wish: Wish,
+    },
+    /// What `up` would do.
+    Plan {
+        /// The compose file.
+        project: Box<Project>,
+        /// What of it.
+        wish: Wish,
+    },
+    /// What happened since a time, and what happens from now on.
+    Events {
+        /// Unix time in seconds; none: from now on.
+        since: Option<f64>,
     },
     /// Stop VMs; all of them and the supervisor where the list is empty.
     Down {
@@ -96,6 +110,23 @@ pub enum Event {
         /// One sentence.
         text: String,
     },
+    /// Something that those want to know who ask for more (`-v`).
+    Detail {
+        /// One sentence.
+        text: String,
+    },
+    /// What `up` does with a part.
+    Action(Action),
+    /// The answer to `plan`.
+    Plan {
+        /// In the order in which they would be done.
+        actions: Vec<Action>,
+        /// Why it would be refused.
+        #[serde(default)]
+        refused: Option<String>,
+    },
+    /// A part came to a state.
+    Happened(journal::Entry),
     /// The answer to `ps`.
     Status(Box<Status>),
     /// Output of a command, base64.
@@ -206,9 +237,25 @@ pub struct VmStatus {
     pub reboots: u32,
     /// When it reached what, in seconds from its start.
     pub timeline: Vec<(String, f64)>,
+    /// Folders of the host that it is offered; empty where nobody has asked its guest.
+    #[serde(default)]
+    pub shares: Vec<ShareStatus>,
     /// How far its memory is, where it grows.
     #[serde(default)]
     pub growth: Option<tombolo_start::progress::Progress>,
+}
+
+/// A folder of the host in a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShareStatus {
+    /// Its mount tag.
+    pub tag: String,
+    /// The folder.
+    pub path: std::path::PathBuf,
+    /// The guest can use it.
+    pub there: bool,
+    /// "mounted on PATH", "offered" (the guest mounts it itself), or why not.
+    pub state: String,
 }
 
 /// One zone.
@@ -224,6 +271,9 @@ pub struct ZoneStatus {
     pub uuid: String,
     /// Where other processes of this host open its memory.
     pub path: String,
+    /// The same under the zone's own name, for as long as the project's folder is there.
+    #[serde(default)]
+    pub link: std::path::PathBuf,
     /// Who is in it: VMs, and processes of the host.
     pub members: Vec<String>,
     /// Somebody has cut its file short.

@@ -4,6 +4,7 @@
 //! One that dies is started again, at once if it had lived for a while, otherwise after pauses that grow. It is told to end when it is not
 //! wanted any more, and is killed if it doesn't.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,6 +16,8 @@ use rustix::process::Signal;
 
 use crate::child::{Guarded, Handle};
 use crate::compose::{Project, VmSpec};
+use crate::project::changes::Kind;
+use crate::project::journal;
 
 /// How long a process may take to answer.
 pub const PATIENCE: Duration = Duration::from_secs(10);
@@ -50,9 +53,6 @@ pub trait Service: Send + Sync + 'static {
 
 /// What VMs of a project use together, served by a process of its own.
 pub trait Part: Sized {
-    /// What messages call it.
-    const KIND: &'static str;
-
     /// Names of those that a VM uses.
     fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String>;
 
@@ -62,14 +62,11 @@ pub trait Part: Sized {
     /// Why it can't be had.
     fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Self>;
 
-    /// Whether a file says something else of it than what holds.
-    fn differs(&self, project: &Project) -> bool;
-
-    /// Makes places for VMs that it did not have before.
+    /// Makes places for VMs that it did not have before, and changes those of VMs in `starting` to what the file says now.
     ///
     /// # Errors
     /// Its own words.
-    fn extend(&self, project: &Project) -> anyhow::Result<()>;
+    fn extend(&self, project: &Project, starting: &BTreeSet<&String>) -> anyhow::Result<()>;
 }
 
 /// Keeps one process.
@@ -89,12 +86,25 @@ struct Shared {
 /// What messages call it.
 #[derive(Debug)]
 pub struct Names {
-    /// Whose it is: `network 'lan'`.
-    pub owner: String,
+    /// The kind of what it serves.
+    pub kind: Kind,
+    /// The name of what it serves.
+    pub name: String,
     /// What it is: `switch`.
     pub process: &'static str,
     /// Where it says what it does.
     pub log: PathBuf,
+}
+
+impl Names {
+    /// Whose it is: `network 'lan'`.
+    fn owner(&self) -> String {
+        format!("{} '{}'", self.kind.word(), self.name)
+    }
+
+    fn record(&self, state: &str, detail: &str) {
+        journal::record(self.kind, &self.name, state, detail);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -151,7 +161,7 @@ impl Keeper {
 
     /// What failed, with the last lines of the log.
     pub fn failure(&self, what: &str) -> anyhow::Error {
-        let mut text = format!("the {} failed: {what}", self.shared.names.owner);
+        let mut text = format!("the {} failed: {what}", self.shared.names.owner());
         let log = std::fs::read_to_string(&self.shared.names.log).unwrap_or_default();
         let lines: Vec<&str> = log.lines().collect();
         for line in &lines[lines.len().saturating_sub(LAST_LINES)..] {
@@ -176,15 +186,23 @@ impl Keeper {
             .unwrap_or_else(PoisonError::into_inner);
         if late.timed_out() {
             if let Some((process, pid)) = state.process.take() {
-                let Names { owner, process: kind, .. } = &self.shared.names;
-                crate::say!("the {kind} of the {owner} (process {pid}) does not end and is killed");
+                let names = &self.shared.names;
+                crate::say!(
+                    "the {} of the {} (process {pid}) does not end and is killed",
+                    names.process,
+                    names.owner()
+                );
                 process.kill();
             }
         }
+        let ran = state.starts > 0;
         drop(state);
         if let Some(watcher) = self.watcher.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // One that panicked has ended too.
             let _ended = watcher.join();
+            if ran {
+                self.shared.names.record("ended", "");
+            }
         }
     }
 }
@@ -239,7 +257,8 @@ impl Shared {
                 Err(e) => state.trouble = Some(format!("{e:#}")),
             }
             if let (false, Some(why)) = (state.over, &state.trouble) {
-                crate::say!("the {}: {why}; it is started again", self.names.owner);
+                crate::say!("the {}: {why}; it is started again", self.names.owner());
+                self.names.record("ended", why);
             }
             drop(state);
             self.changed.notify_all();
@@ -263,6 +282,7 @@ impl Shared {
         let mut state = self.lock();
         (state.ready, state.trouble) = (true, None);
         drop(state);
+        self.names.record("up", "");
         self.changed.notify_all();
         Ok(())
     }
@@ -301,7 +321,8 @@ mod tests {
 
     fn keeper(command: &'static str, refusals: u32) -> (tempfile::TempDir, Keeper) {
         let dir = tempfile::tempdir().unwrap();
-        let names = Names { owner: "shell 'a'".into(), process: "command", log: dir.path().join("log") };
+        let names =
+            Names { kind: Kind::Network, name: "a".into(), process: "command", log: dir.path().join("log") };
         let service = Arc::new(Shell { command, refusals, begun: AtomicU32::new(0) });
         let keeper = Keeper::start(names, service).unwrap();
         (dir, keeper)
@@ -327,7 +348,7 @@ mod tests {
     fn one_that_can_not_begin_is_an_error_with_the_words_of_its_log() {
         let (_dir, keeper) = keeper("echo no such device >&2; exec sleep 1000", u32::MAX);
         let why = keeper.wait_ready().unwrap_err().to_string();
-        assert!(why.starts_with("the shell 'a' failed: its command does not begin: refused"), "{why}");
+        assert!(why.starts_with("the network 'a' failed: its command does not begin: refused"), "{why}");
     }
 
     #[test]

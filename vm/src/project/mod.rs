@@ -3,16 +3,21 @@
 //!
 //! - [`supervisor`]: the process that holds a project's VMs; [`session`]: what in it lasts (exec, console).
 //! - [`state`]: the project's folder and the lock that tells whether its supervisor lives.
+//! - [`changes`]: the difference between what runs and what the compose file says, as actions; [`journal`]: what happened, for `tombolo events`.
+//! - [`preflight`]: what can be wrong with a start, found out before anything is started.
 //! - [`control`], [`peer`]: the requests and answers, and the connection over which they go.
 //! - [`zones`]: zones as the supervisor holds them.
 //! - [`network`], [`accelerator`]: the switch of a network and the server of an accelerator, each a child process;
 //!   [`keeper`] keeps such a child running.
 
 pub mod accelerator;
+pub mod changes;
 pub mod control;
+pub mod journal;
 pub mod keeper;
 pub mod network;
 pub mod peer;
+pub mod preflight;
 pub mod session;
 pub mod state;
 pub mod supervisor;

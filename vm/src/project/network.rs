@@ -5,7 +5,7 @@
 //!
 //! The switch is told to end (rather than killed) when the supervisor dies, so that it takes its sockets with it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -24,6 +24,7 @@ use crate::compose::network::{self, Lease, NetSpec};
 use crate::compose::{Project, VmSpec};
 use crate::guest::agent::Agent;
 use crate::guest::exec;
+use crate::project::changes::Kind;
 use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
 
 /// Longest path of a Unix socket, in bytes.
@@ -108,6 +109,13 @@ pub struct Network {
     keeper: Keeper,
 }
 
+/// A port that the switch is to be told of.
+struct NewPort {
+    port: Value,
+    /// A port of this name is there already.
+    replaces: bool,
+}
+
 /// The switch: what it is told to have.
 #[derive(Debug)]
 struct Switch {
@@ -168,7 +176,7 @@ impl Network {
     }
 
     /// What a VM needs to join; `None` where it has no port here.
-    pub fn plug(&self, vm: &str, project: &Project) -> Option<Plug> {
+    pub fn plug(&self, vm: &str) -> Option<Plug> {
         let ports = self.switch.ports();
         let (port, lease) = ports.get(vm)?;
         let names = ports.iter().filter_map(|(vm, (_, lease))| Some((vm.clone(), lease.address?.0)));
@@ -178,15 +186,13 @@ impl Network {
             lease: lease.clone(),
             queues: port["queues"].as_u64().and_then(|q| u32::try_from(q).ok())?,
             mtu: self.switch.spec.mtu.unwrap_or(1500),
-            gateway: project.compose.net.get(&self.switch.name).and_then(|n| n.gateway),
+            gateway: self.switch.spec.gateway,
             names: names.collect(),
         })
     }
 }
 
 impl Part for Network {
-    const KIND: &'static str = "network";
-
     fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
         vm.networks.0.keys()
     }
@@ -200,31 +206,33 @@ impl Part for Network {
         let spec = project.compose.net.get(name).cloned().unwrap_or_default();
         let switch =
             Arc::new(Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports: Mutex::default() });
-        switch.plan(project)?;
-        switch.write_config(project)?;
-        let names = Names { owner: format!("network '{name}'"), process: "switch", log: switch.log() };
+        switch.plan(project, &BTreeSet::new())?;
+        switch.write_config()?;
+        let names =
+            Names { kind: Kind::Network, name: name.to_owned(), process: "switch", log: switch.log() };
         let keeper = Keeper::start(names, switch.clone())?;
         let network = Network { switch, keeper };
         network.wait_ready()?;
         Ok(network)
     }
 
-    /// Whether a file says something else of it than what holds.
-    fn differs(&self, project: &Project) -> bool {
-        project.compose.net.get(&self.switch.name) != Some(&self.switch.spec)
-    }
-
-    /// Makes ports for VMs that the compose file has now and had not before.
+    /// Makes ports for VMs that the compose file has now and had not before. A port of a VM in `starting` that the file has changed is
+    /// removed and made anew.
     ///
     /// # Errors
     /// The switch's own words.
-    fn extend(&self, project: &Project) -> anyhow::Result<()> {
-        let new = self.switch.plan(project)?;
+    fn extend(&self, project: &Project, starting: &BTreeSet<&String>) -> anyhow::Result<()> {
+        let new = self.switch.plan(project, starting)?;
         if new.is_empty() {
             return Ok(());
         }
-        self.switch.write_config(project)?;
-        for port in new {
+        // One that starts again meanwhile has the new ports from its file.
+        self.switch.write_config()?;
+        for NewPort { port, replaces } in new {
+            if replaces {
+                let name = port["name"].as_str().unwrap_or_default().to_owned();
+                self.switch.ask::<Done>(&Request::Remove { name })?;
+            }
             self.switch.ask::<Done>(&Request::Add { port })?;
         }
         Ok(())
@@ -260,13 +268,30 @@ impl Switch {
         self.ports().iter().map(|(vm, (_, lease))| (vm.clone(), lease.clone())).collect()
     }
 
-    fn plan(&self, project: &Project) -> anyhow::Result<Vec<Value>> {
+    /// Plans the ports of VMs that have none, and anew those of VMs in `starting`; what is returned is not yet the switch's.
+    fn plan(&self, project: &Project, starting: &BTreeSet<&String>) -> anyhow::Result<Vec<NewPort>> {
         let id = project.file.to_string_lossy();
-        let leases = network::leases(&project.compose, &id, &self.name, &self.leases());
+        // What holds is what the file said when the switch was started.
+        let mut compose = project.compose.clone();
+        compose.net.insert(self.name.clone(), self.spec.clone());
+        let held = self.leases();
+        let leases = network::leases(&compose, &id, &self.name, &held);
         let mut new = Vec::new();
         for (vm, lease) in leases.map_err(|(_, message)| anyhow::anyhow!(message))? {
-            if self.ports().contains_key(&vm) {
+            if held.contains_key(&vm) && !starting.contains(&vm) {
                 continue;
+            }
+            let holder = held.iter().find(|(other, old)| {
+                **other != vm
+                    && !starting.contains(other)
+                    && old.address.is_some()
+                    && old.address == lease.address
+            });
+            if let Some((other, _)) = holder {
+                anyhow::bail!(
+                    "vm.{vm} is to have an address in '{}' that the VM '{other}' still has; tombolo restart {other} {vm}",
+                    self.name
+                );
             }
             let socket = self.dir.join(format!("{}.{vm}.port", self.name));
             let length = socket.as_os_str().len();
@@ -284,13 +309,15 @@ impl Switch {
                 &lease,
                 self.spec.dhcp,
             );
-            new.push(port.clone());
-            self.ports().insert(vm, (port, lease));
+            let before = self.ports().insert(vm, (port.clone(), lease));
+            if before.as_ref().is_none_or(|(old, _)| *old != port) {
+                new.push(NewPort { port, replaces: before.is_some() });
+            }
         }
         Ok(new)
     }
 
-    fn write_config(&self, project: &Project) -> anyhow::Result<()> {
+    fn write_config(&self) -> anyhow::Result<()> {
         let mut switch = json!({ "control": self.control() });
         let spec = &self.spec;
         let numbers = [
@@ -309,7 +336,7 @@ impl Switch {
         }
         let ports: Vec<Value> = self.ports().values().map(|(port, _)| port.clone()).collect();
         let mut config = json!({ "switch": switch, "port": ports });
-        if let Some(service) = network::service(&project.compose, &self.name) {
+        if let Some(service) = network::service(&self.name, &self.spec) {
             config["dhcp"] = service;
         }
         if let Some(uplink) = &spec.uplink {

@@ -176,7 +176,7 @@ fn is_stopped(pid: u32) -> bool {
 /// # Errors
 /// When a supervisor lives and does not answer.
 pub fn ask(project: &Project, request: &Request) -> anyhow::Result<Option<Peer>> {
-    match state::supervisor(project)? {
+    match state::supervisor(&project.file)? {
         Some(found) => ask_found(&found, request),
         None => Ok(None),
     }

@@ -30,6 +30,11 @@ pub fn base_dir() -> anyhow::Result<PathBuf> {
         _ if user.is_root() => "/run/tombolo".into(),
         _ => std::env::temp_dir().join(format!("tombolo-{}", user.as_raw())),
     };
+    anyhow::ensure!(
+        dir.to_str().is_some(),
+        "{} is not UTF-8; set XDG_RUNTIME_DIR to another folder",
+        dir.display()
+    );
     make_private(&dir)?;
     Ok(dir)
 }
@@ -90,12 +95,12 @@ const DOOR: &str = "tombolo-project-";
 /// A supervisor's door is its standard input, which nobody reads: commands look at one descriptor of each process.
 const DOOR_NUMBER: u32 = 0;
 
-/// The supervisor that lives for this project, whatever its environment was and whether or not its folder is still there.
+/// The supervisor that lives for this compose file, whatever its environment was and whether or not its folder is still there.
 ///
 /// # Errors
 /// When /proc can't be read.
-pub fn supervisor(project: &Project) -> io::Result<Option<Found>> {
-    let name = door_name(&project.file);
+pub fn supervisor(file: &Path) -> io::Result<Option<Found>> {
+    let name = door_name(file);
     Ok(door::find(|n| n == name, Some(DOOR_NUMBER))?.into_iter().next())
 }
 
@@ -125,7 +130,7 @@ impl StateDir {
     /// # Errors
     /// See [`base_dir`].
     pub fn of(project: &Project) -> anyhow::Result<StateDir> {
-        let living = supervisor(project)?;
+        let living = supervisor(&project.file)?;
         if let Some(dir) = living.as_ref().and_then(|found| found.path.parent()) {
             return Ok(StateDir { path: dir.to_owned() });
         }
@@ -161,7 +166,8 @@ impl StateDir {
         loop {
             make_private(&self.path)?;
             let path = self.path.join("lock");
-            let file = File::options().create(true).truncate(false).write(true).open(&path)?;
+            let file = File::options().create(true).truncate(false).write(true).open(&path);
+            let file = file.with_context(|| format!("{} can't be made", path.display()))?;
             match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
@@ -172,6 +178,35 @@ impl StateDir {
                 return Ok(Some(file));
             }
         }
+    }
+
+    /// Whether no process has the lock. The folder is there.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn is_free(&self) -> io::Result<bool> {
+        let file = File::options().write(true).open(self.path.join("lock"))?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(true),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// Where the memory of a zone is opened under the zone's own name. It need not exist.
+    pub fn zone_link(&self, zone: &str) -> PathBuf {
+        self.path.join("zones").join(zone)
+    }
+
+    /// Gives a zone's memory, which is at `target`, a path with the zone's name in it.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn link_zone(&self, zone: &str, target: &str) -> io::Result<()> {
+        let link = self.zone_link(zone);
+        fs::create_dir_all(self.path.join("zones"))?;
+        fs::remove_file(&link).or_else(absent)?;
+        std::os::unix::fs::symlink(target, link)
     }
 
     /// Takes the lock, from a process that ends within `limit` if need be.

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use rustix::process::{Resource, Rlimit};
@@ -21,6 +21,7 @@ use crate::guest::mount::{self, Source};
 use crate::machine::{Machine, Phase, hotplug};
 use crate::project::accelerator::Accelerator;
 use crate::project::control::{Event, NetStatus, PortStatus, Request, Stage, Status, ZoneStatus};
+use crate::project::journal;
 use crate::project::network::Network;
 use crate::project::peer::{self, Peer};
 use crate::project::session;
@@ -30,6 +31,7 @@ use reception::Connection;
 use turn::Turns;
 
 mod down;
+mod plan;
 mod reception;
 mod start;
 mod turn;
@@ -42,6 +44,10 @@ const UNSAID: Duration = Duration::from_secs(5);
 const UNREAD: Duration = Duration::from_secs(2);
 /// How long a guest may take to unmount a zone that it leaves.
 const UNMOUNT: Duration = Duration::from_secs(30);
+/// How long a request waits for its turn before it says so.
+const SILENT: Duration = Duration::from_secs(1);
+/// How often one that waits looks whether its client has gone.
+const LOOK: Duration = Duration::from_millis(200);
 /// Bytes of the console that somebody who attaches sees first.
 const RECENT: usize = 2048;
 
@@ -130,7 +136,10 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     let (_lock, door) = match settle(&state, &project) {
         Ok(Some(settled)) => settled,
         Ok(None) => return Ok(peer.send(&Event::Taken)?),
-        Err(e) => return Ok(peer.send(&Event::Failed { message: format!("{e:#}") })?),
+        Err(e) => {
+            let message = format!("the project's folder {} can't be used: {e:#}", dir.display());
+            return Ok(peer.send(&Event::Failed { message })?);
+        }
     };
     peer.send(&Event::Note { text: "ready".into() })?;
     let supervisor = Arc::new(Supervisor {
@@ -177,6 +186,8 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             }
         }
     }
+    drop(over);
+    journal::close();
     Ok(())
 }
 
@@ -271,8 +282,10 @@ impl Supervisor {
             reporter.send(&Event::Failed { message: message.into() });
             return;
         }
-        if let Request::Attend = request {
-            return attend(peer, &reporter);
+        match request {
+            Request::Attend => return attend(peer, &reporter),
+            Request::Events { since } => return tell(&peer.socket(), since, &reporter),
+            _ => {}
         }
         // A client that has waited too long has said so and gone. Without 'heard' one that is there starts another supervisor.
         if !session::has_gone(&peer.socket()) && self.enter() {
@@ -283,7 +296,11 @@ impl Supervisor {
     fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter) {
         reporter.send(&Event::Heard);
         let result = match request {
-            Request::Up { project, vms } => self.up(*project, &vms, peer, &reporter),
+            Request::Up { project, wish } => self.up(*project, &wish, peer, &reporter),
+            Request::Plan { project, wish } => {
+                reporter.send(&self.planned(*project, &wish));
+                Ok(())
+            }
             Request::Down { vms } => self.down(&vms, &reporter),
             Request::Ps => {
                 reporter.send(&Event::Status(Box::new(self.status())));
@@ -299,11 +316,11 @@ impl Supervisor {
                     Err(e) => Err(e),
                 }
             }
-            Request::Attend => Ok(()),
+            Request::Attend | Request::Events { .. } => Ok(()),
             Request::ZoneAttach { zone, vm, rights, mount } => {
-                self.attach(&zone, &vm, rights, mount.as_deref(), &reporter)
+                self.attach(&zone, &vm, rights, mount.as_deref(), &peer.socket(), &reporter)
             }
-            Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &reporter),
+            Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &peer.socket(), &reporter),
         };
         // Whoever has the answer finds no trace of a supervisor that has nothing left to do.
         let idle = self.leave();
@@ -368,9 +385,10 @@ impl Supervisor {
         vm: &str,
         rights: Rights,
         mount: Option<&str>,
+        client: &UnixStream,
         reporter: &Reporter,
     ) -> anyhow::Result<()> {
-        let _changing = self.changing.take();
+        let _changing = self.turn(client, reporter)?;
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
         if machine.zones().contains_key(zone_name) {
@@ -392,8 +410,32 @@ impl Supervisor {
         Ok(())
     }
 
-    fn detach(&self, zone_name: &str, vm: &str, reporter: &Reporter) -> anyhow::Result<()> {
-        let _changing = self.changing.take();
+    /// Waits for the turn to start and stop VMs, which a client that goes does not want any more.
+    fn turn(&self, client: &UnixStream, reporter: &Reporter) -> anyhow::Result<turn::Turn<'_>> {
+        if let Some(turn) = self.changing.take_within(SILENT) {
+            return Ok(turn);
+        }
+        let text = "another command is starting or stopping VMs; this one waits for its end";
+        reporter.send(&Event::Note { text: text.into() });
+        loop {
+            if let Some(turn) = self.changing.take_within(LOOK) {
+                return Ok(turn);
+            }
+            anyhow::ensure!(
+                !session::has_gone(client),
+                "cancelled while it waited for another command; nothing was begun"
+            );
+        }
+    }
+
+    fn detach(
+        &self,
+        zone_name: &str,
+        vm: &str,
+        client: &UnixStream,
+        reporter: &Reporter,
+    ) -> anyhow::Result<()> {
+        let _changing = self.turn(client, reporter)?;
         let machine = self.running(vm)?;
         let zone = self.zone(zone_name)?;
         if !machine.zones().contains_key(zone_name) {
@@ -424,7 +466,11 @@ impl Supervisor {
 
     fn status(&self) -> Status {
         let accelerators: Vec<_> = self.lock().accelerators.values().cloned().collect();
-        let accelerators = accelerators.iter().map(|a| a.status()).collect();
+        // Each is given a moment to answer; all of them together have no more.
+        let accelerators = std::thread::scope(|scope| {
+            let asked: Vec<_> = accelerators.iter().map(|a| scope.spawn(|| a.status())).collect();
+            asked.into_iter().filter_map(|answer| answer.join().ok()).collect()
+        });
         let inner = self.lock();
         let vms: Vec<_> = inner.machines.values().map(|m| m.status()).collect();
         let zones = inner
@@ -442,6 +488,7 @@ impl Supervisor {
                 lost: zone.is_lost(),
                 uuid: zone.uuid(),
                 path: zone.path(),
+                link: self.dir.zone_link(name),
             })
             .collect();
         let networks = inner
@@ -457,8 +504,7 @@ impl Supervisor {
                 NetStatus {
                     name: name.clone(),
                     uplink: network.spec().uplink.as_ref().map(ToString::to_string),
-                    subnet: crate::compose::network::subnet(&inner.project.compose, name)
-                        .map(|s| s.to_string()),
+                    subnet: network.spec().subnet.map(|s| s.to_string()),
                     pid,
                     starts,
                     control: network.control(),
@@ -484,6 +530,21 @@ fn attend(mut peer: Peer, reporter: &Reporter) {
     reporter.send(&Event::Heard);
     // Nothing is said on it: what comes is its end.
     let _end = peer.receive::<Request>();
+}
+
+/// Sends what happens until the client goes, or this process ends.
+fn tell(socket: &UnixStream, since: Option<f64>, reporter: &Reporter) {
+    reporter.send(&Event::Heard);
+    let since = since.map(|seconds| {
+        let since = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        SystemTime::UNIX_EPOCH.checked_add(since).unwrap_or(SystemTime::UNIX_EPOCH)
+    });
+    journal::follow(since, &|entry| {
+        if let Some(entry) = entry {
+            reporter.send(&Event::Happened(entry.clone()));
+        }
+        !session::has_gone(socket)
+    });
 }
 
 /// Mounts a zone's file system in the VM where it is wanted.

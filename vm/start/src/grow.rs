@@ -291,6 +291,8 @@ impl Growth<'_> {
         if self.first_block.is_none() {
             self.first_block = Some(now);
             self.prepare.hasten();
+            // What passed before the guest's driver took the first block says nothing of the rate.
+            self.measured = (now, size);
         }
         self.size = size;
         self.moved = now;

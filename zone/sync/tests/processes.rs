@@ -105,6 +105,18 @@ fn the_other_process() {
                 pong.post().unwrap();
             }
         }
+        "create" => {
+            extern "C" fn noted(_: libc::c_int) {}
+            // SAFETY: a handler that does nothing; without SA_RESTART it ends waits.
+            unsafe {
+                let mut action: libc::sigaction = std::mem::zeroed();
+                action.sa_sigaction = noted as extern "C" fn(libc::c_int) as usize;
+                libc::sigaction(libc::SIGUSR1, &action, std::ptr::null_mut());
+            }
+            ready();
+            let refused = Semaphore::create(&sync, "s", 0).err();
+            std::process::exit(if refused == Some(Error::Os(libc::EINTR)) { 0 } else { 1 });
+        }
         "advance" => {
             ready();
             Event::open(&sync, "e").unwrap().advance(5).unwrap();
@@ -329,6 +341,79 @@ fn a_full_table_says_so_and_loses_nothing() {
     for i in 0..made {
         assert_eq!(Semaphore::open(&sync, &format!("s{i}")).unwrap().value(), Ok(i));
     }
+}
+
+/// Header words of the SYNC area (`zone/format/tombolo_sync.h`).
+const TABLE_LOCK: u64 = 24;
+const ENDING: u64 = 32;
+const SESSIONS: u64 = 2048;
+const OBJECTS: u64 = 36864;
+
+#[test]
+fn a_name_whose_destruction_was_killed_half_way_is_gone_for_who_comes_next() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    let half = Semaphore::create(&sync, "half", 7).unwrap();
+    let mem = bench.zone.mem();
+    let area = bench.zone.area(AreaType::Sync, None).unwrap().offset;
+    let name = u64::from_le_bytes(*b"half\0\0\0\0");
+    let index = (0..4096).find(|i| mem.load_u64(area + OBJECTS + i * 256 + 8).unwrap() == name).unwrap();
+    // It had counted the generation on, under the lock of a process that is dead.
+    let sleepers_and_generation = area + OBJECTS + index * 256 + 80;
+    mem.store_u64(sleepers_and_generation, mem.load_u64(sleepers_and_generation).unwrap() + (1 << 32))
+        .unwrap();
+    mem.store_u64(area + ENDING, index + 1).unwrap();
+    mem.store_u64(area + TABLE_LOCK, 99 << 32 | 1).unwrap();
+    let anew = Semaphore::create(&sync, "half", 1).expect("the name is free");
+    assert!(half.wait(NOW).is_err(), "the old one is gone");
+    anew.wait(NOW).expect("the new one works");
+    assert_eq!(mem.load_u64(area + ENDING).unwrap(), 0);
+}
+
+#[test]
+fn a_read_lock_of_a_destroyed_object_is_none_of_its_successor() {
+    let bench = Bench::new();
+    let (reader, writer) = (bench.open(), bench.open());
+    let old = RwLock::create(&reader, "rw").unwrap();
+    old.read(NOW).unwrap();
+    reader.destroy("rw").unwrap();
+    let written = RwLock::create(&writer, "rw").unwrap();
+    written.write(NOW).unwrap();
+    let anew = RwLock::open(&reader, "rw").unwrap();
+    assert!(anew.read(NOW).is_err(), "a writer has it");
+    written.unlock_write().unwrap();
+    anew.read(NOW).unwrap();
+    assert!(old.unlock_read().is_err(), "it is gone");
+    assert!(written.write(NOW).is_err(), "the successor's reader stays");
+    anew.unlock_read().unwrap();
+    written.write(NOW).unwrap();
+}
+
+#[test]
+fn who_waits_for_a_process_that_stands_still_in_the_table_is_ended_by_a_signal_only() {
+    let bench = Bench::new();
+    let still = bench.open();
+    Event::create(&still, "e", 0).unwrap();
+    let mem = bench.zone.mem();
+    let area = bench.zone.area(AreaType::Sync, None).unwrap().offset;
+    let mut child = helper(&bench.path(), "create");
+    // The lock word of the session in slot 'at', which lives.
+    let at = (0..256).find(|i| mem.load_u64(area + SESSIONS + i * 8).unwrap() & 1 == 1).unwrap();
+    let session = mem.load_u64(area + SESSIONS + at * 8).unwrap();
+    let (epoch, generation, member) = (session >> 32, session >> 16 & 0xffff, session >> 8 & 0xff);
+    mem.store_u64(area + TABLE_LOCK, epoch << 32 | generation << 16 | at << 8 | (member + 1)).unwrap();
+    go(&mut child);
+    let status = loop {
+        // SAFETY: a child that was not waited for yet.
+        assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGUSR1) }, 0);
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        std::thread::yield_now();
+    };
+    assert!(status.success(), "it was not told of the signal");
+    mem.store_u64(area + TABLE_LOCK, 0).unwrap();
+    drop(still);
 }
 
 #[test]

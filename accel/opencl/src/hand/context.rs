@@ -134,6 +134,10 @@ counting!(SAMPLER clRetainSampler clReleaseSampler);
 
 /// Gives a queue up; what is in it goes to the device, as a release implies a flush.
 pub unsafe extern "C" fn clReleaseCommandQueue(queue: Handle) -> i32 {
+    let left = rt::status(|| crate::deferred::leave(rt::object(queue, kind::QUEUE)?));
+    if left != wire::SUCCESS {
+        return left;
+    }
     // SAFETY: the same contract.
     let status = unsafe { release_queue(queue) };
     rt::connection().into_iter().for_each(|c| {
@@ -159,7 +163,7 @@ pub unsafe extern "C" fn clSetContextDestructorCallback(
 
 /// A new queue, at the server too.
 pub(super) fn queue(context: Obj, device: Obj, properties: u64) -> Result<rt::New, i32> {
-    let queue = Queue { context: rt::hold(context), device: rt::hold(device), properties };
+    let queue = Queue::new(context, device, properties)?;
     let new = rt::new_object(kind::QUEUE, Body::Queue(queue))?;
     rt::call(&wire::CreateCommandQueue {
         context: context.id(),
@@ -202,11 +206,7 @@ pub unsafe extern "C" fn clCreateCommandQueueWithProperties(
             let device = rt::object(device, kind::DEVICE)?;
             let properties = list(properties, 2);
             let given = properties.chunks(2).find(|p| p[0] == QUEUE_PROPERTIES).and_then(|p| p.get(1));
-            let queue = Queue {
-                context: rt::hold(context),
-                device: rt::hold(device),
-                properties: given.copied().unwrap_or(0) as u64,
-            };
+            let queue = Queue::new(context, device, given.copied().unwrap_or(0) as u64)?;
             let new = rt::new_object(kind::QUEUE, Body::Queue(queue))?;
             rt::call(&wire::CreateCommandQueueWithProperties {
                 context: context.id(),

@@ -19,7 +19,7 @@ pub unsafe extern "C" fn clWaitForEvents(n: u32, list: *const Handle) -> i32 {
     rt::status(|| {
         // SAFETY: as the API says.
         let events = unsafe { rt::list(n, list, kind::EVENT)? };
-        let first = events[0].event()?.context.obj();
+        let first = events.first().ok_or(code::VALUE)?.event()?.context.obj();
         let mut ids = Vec::with_capacity(events.len());
         for event in &events {
             if event.event()?.context.obj() != first {
@@ -88,6 +88,7 @@ pub unsafe extern "C" fn clCreateUserEvent(context: Handle, errcode: *mut i32) -
                 queue: None,
                 command: USER,
                 status: AtomicI32::new(SUBMITTED),
+                counted: Some(crate::deferred::new_user_event()?),
             };
             let new = rt::new_object(kind::EVENT, Body::Event(event))?;
             let record = wire::CreateUserEvent { context: context.id(), new: new.id() };

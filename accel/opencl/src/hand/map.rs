@@ -4,7 +4,9 @@
 //! window has no room for is mapped in pages of the process, and travels in pieces.
 
 use super::memory::{host_access, is_image};
-use super::transfer::{Host, Range, Slot, pixels, read, read_slot, staging, write, write_slot};
+use super::rectangle::pixels;
+use super::region::Host;
+use super::transfer::{Range, Slot, read, read_slot, staging, write, write_slot};
 use crate::rt::{self, Handle, Id, New, Obj, code};
 use crate::state::{As, Map, Mem, Pages, Region};
 use crate::sure;

@@ -7,7 +7,8 @@
 use super::context::queue;
 use super::counting;
 use super::platform::list;
-use super::transfer::{Host, Range, write};
+use super::region::Host;
+use super::transfer::{Range, write};
 use crate::rt::{self, ARENA, Handle, Id, Obj, code};
 use crate::state::{As, Body, Destructor, Mem};
 use std::ffi::c_void;

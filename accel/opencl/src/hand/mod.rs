@@ -4,7 +4,8 @@
 //! - [`platform`]: platforms, devices, the loader's entry points.
 //! - [`context`]: contexts, queues, samplers.
 //! - [`memory`]: buffers, images, pipes.
-//! - [`transfer`]: reads and writes.
+//! - [`transfer`]: reads and writes of buffers; [`rectangle`]: those with pitches, and of images.
+//! - `stream`: long ones, piece by piece; [`region`]: the program's memory.
 //! - `map`: mapping.
 //! - [`program`]: programs and kernels.
 //! - [`event`]: events and waiting.
@@ -17,6 +18,9 @@ pub mod map;
 pub mod memory;
 pub mod platform;
 pub mod program;
+pub mod rectangle;
+pub mod region;
+mod stream;
 pub mod svm;
 pub mod transfer;
 
@@ -26,6 +30,7 @@ pub use map::*;
 pub use memory::*;
 pub use platform::*;
 pub use program::*;
+pub use rectangle::*;
 pub use svm::*;
 pub use transfer::*;
 

@@ -3,7 +3,8 @@
 //! inside of it hold on both sides, and both see the same bytes. It exists where server and program share memory and the device is the
 //! server's CPU; elsewhere there is none (clSVMAlloc returns null, as it may).
 
-use super::transfer::{Host, read_slot, write_slot};
+use super::region::Host;
+use super::transfer::{read_slot, write_slot};
 use crate::rt::{self, ARENA, Handle, Id, New, Obj, code};
 use crate::state::{Argument, As};
 use std::collections::BTreeMap;

@@ -5,9 +5,12 @@
 //! in the record itself; long transfers are cut into pieces, so that one side copies while the other is at the next piece. A write has
 //! taken the program's data when it returns, so it never waits; a blocking read waits for its last piece.
 
-use super::memory::{host_access, is_one_dimensional};
+use super::memory::host_access;
+use super::region::Host;
+use super::stream;
+use crate::deferred::{Write, in_order};
 use crate::rt::{self, Handle, Id, New, Obj, code};
-use crate::state::{As, Body, Pages};
+use crate::state::{As, Pages};
 use crate::sure;
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -23,83 +26,6 @@ const INLINE: u64 = 16 << 10;
 const PIECE: u64 = 2 << 20;
 /// Pieces of one transfer that are under way.
 const UNDER_WAY: usize = 3;
-const OUT_OF_ORDER: u64 = 1;
-
-/// A region of a program's memory: rows of rows.
-#[derive(Clone, Copy)]
-pub struct Host {
-    /// The first byte.
-    pub pointer: usize,
-    /// Bytes of a row.
-    pub row: u64,
-    /// Rows of a slice.
-    pub rows: u64,
-    /// Slices.
-    pub slices: u64,
-    /// From row to row.
-    pub row_pitch: u64,
-    /// From slice to slice.
-    pub slice_pitch: u64,
-}
-
-impl Host {
-    /// Bytes without gaps.
-    pub fn flat(pointer: usize, len: u64) -> Host {
-        Host { pointer, row: len, rows: 1, slices: 1, row_pitch: len, slice_pitch: len }
-    }
-
-    /// All bytes, packed.
-    pub fn len(&self) -> u64 {
-        self.row.saturating_mul(self.rows).saturating_mul(self.slices)
-    }
-
-    /// Whether it has no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Whether the region has no gaps.
-    pub fn is_flat(&self) -> bool {
-        (self.rows == 1 || self.row_pitch == self.row)
-            && (self.slices == 1 || self.slice_pitch == self.row * self.rows)
-    }
-
-    fn rows(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
-        let (slices, rows) = if self.is_flat() { (1, 1) } else { (self.slices, self.rows) };
-        (0..slices).flat_map(move |s| {
-            (0..rows).map(move |r| {
-                let there = self.pointer + (s * self.slice_pitch + r * self.row_pitch) as usize;
-                (there, ((s * self.rows + r) * self.row) as usize)
-            })
-        })
-    }
-
-    fn row_len(&self) -> usize {
-        if self.is_flat() { self.len() as usize } else { self.row as usize }
-    }
-
-    /// Packs the program's bytes.
-    ///
-    /// # Safety
-    /// The region is readable, `to` has room for [`Host::len`] bytes.
-    pub unsafe fn gather(&self, to: *mut u8) {
-        for (there, packed) in self.rows() {
-            // SAFETY: as the caller promises.
-            unsafe { std::ptr::copy_nonoverlapping(there as *const u8, to.add(packed), self.row_len()) };
-        }
-    }
-
-    /// Unpacks into the program's memory.
-    ///
-    /// # Safety
-    /// The region is writable, `from` has [`Host::len`] bytes.
-    pub unsafe fn scatter(&self, from: *const u8) {
-        for (there, packed) in self.rows() {
-            // SAFETY: as the caller promises.
-            unsafe { std::ptr::copy_nonoverlapping(from.add(packed), there as *mut u8, self.row_len()) };
-        }
-    }
-}
 
 /// Takes staging memory; when transfers under way hold too much of it, waits for the queue once.
 pub(crate) fn staging(queue: Obj, len: u64, place: Place) -> Result<u64, i32> {
@@ -217,12 +143,8 @@ fn transfer<'a, R: tombolo_accel_spec::wire::Record<'a>>(record: &R, post: bool)
     if post { rt::lost(rt::connection()?.post(record)) } else { rt::call(record).map(|_| ()) }
 }
 
-fn in_order(queue: Obj) -> bool {
-    matches!(queue.body(), Body::Queue(q) if q.properties & OUT_OF_ORDER == 0)
-}
-
 /// The end of a transfer: the program gets its event.
-unsafe fn finish(new: New, event: *mut Handle) {
+pub(super) unsafe fn finish(new: New, event: *mut Handle) {
     if new.object().is_some() {
         // SAFETY: as the API says.
         unsafe { rt::write(event, new.publish()) };
@@ -252,11 +174,12 @@ pub(crate) struct Range {
 
 impl Range {
     /// Whether it goes in pieces: their order is the queue's.
-    fn cut(&self, queue: Obj) -> Result<bool, i32> {
+    pub fn cut(&self, queue: Obj) -> Result<bool, i32> {
         Ok(in_order(queue) && !in_window(self.pointer, self.len)?)
     }
 
-    fn piece(&self, at: u64, len: u64) -> Host {
+    /// The program's memory of a piece.
+    pub fn piece(&self, at: u64, len: u64) -> Host {
         Host::flat(self.pointer + at as usize, len)
     }
 }
@@ -275,6 +198,9 @@ pub(crate) fn read(
     if !sure {
         // The driver will probably refuse it; nothing is staged before it was asked.
         probe(queue, buffer, offset, len, true)?;
+    }
+    if sure && blocking && waits.is_empty() && event == 0 && stream::suits(queue, &range)? {
+        return stream::read(queue, range);
     }
     let cut = range.cut(queue)?;
     let last = pieces(len, cut).last();
@@ -411,290 +337,15 @@ pub unsafe extern "C" fn clEnqueueWriteBuffer(
         }
         // SAFETY: as the API says.
         let waits = unsafe { rt::waits(n, list)? };
-        let new = rt::new_event(queue, !event.is_null(), 0x11f4)?;
+        let (blocking, wanted) = (blocking != 0, !event.is_null());
         let range = Range { buffer, offset: offset as u64, len: size as u64, pointer: ptr as usize };
-        write(queue, range, blocking != 0, &waits, new.id())?;
-        // SAFETY: as the API says.
-        unsafe { finish(new, event) };
-        Ok(())
-    })
-}
-
-/// A program's rectangle: origin, region and pitches as the API has them, checked.
-unsafe fn rectangle(
-    ptr: usize,
-    origin: *const usize,
-    region: *const usize,
-    row_pitch: usize,
-    slice_pitch: usize,
-) -> Result<Host, i32> {
-    // SAFETY: three numbers each, as the caller promises.
-    let (origin, region) = unsafe { (rt::triple(origin)?, rt::triple(region)?) };
-    if ptr == 0 || region.contains(&0) {
-        return Err(code::VALUE);
-    }
-    let row_pitch = if row_pitch == 0 { region[0] } else { row_pitch as u64 };
-    let slice = region[1].checked_mul(row_pitch).ok_or(code::VALUE)?;
-    let slice_pitch = if slice_pitch == 0 { slice } else { slice_pitch as u64 };
-    if row_pitch < region[0] || slice_pitch < slice || slice_pitch % row_pitch != 0 {
-        return Err(code::VALUE);
-    }
-    let skip = |n: u64, by: u64| n.checked_mul(by).ok_or(code::VALUE);
-    let start = skip(origin[2], slice_pitch)?
-        .checked_add(skip(origin[1], row_pitch)?)
-        .and_then(|s| s.checked_add(origin[0]))
-        .ok_or(code::VALUE)?;
-    skip(skip(region[0], region[1])?, region[2])?;
-    Ok(Host {
-        pointer: ptr + start as usize,
-        row: region[0],
-        rows: region[1],
-        slices: region[2],
-        row_pitch,
-        slice_pitch,
-    })
-}
-
-/// Reads a rectangle of a buffer.
-pub unsafe extern "C" fn clEnqueueReadBufferRect(
-    queue: Handle,
-    buffer: Handle,
-    blocking: u32,
-    buffer_origin: *const usize,
-    host_origin: *const usize,
-    region: *const usize,
-    buffer_row_pitch: usize,
-    buffer_slice_pitch: usize,
-    host_row_pitch: usize,
-    host_slice_pitch: usize,
-    ptr: *mut c_void,
-    n: u32,
-    list: *const Handle,
-    event: *mut Handle,
-) -> i32 {
-    rt::status(|| {
-        let queue = rt::object(queue, kind::QUEUE)?;
-        let buffer = rt::object(buffer, kind::MEM)?;
-        // SAFETY: as the API says.
-        let (waits, host, origin, region) = unsafe {
-            (
-                rt::waits(n, list)?,
-                rectangle(ptr as usize, host_origin, region, host_row_pitch, host_slice_pitch)?,
-                rt::triple(buffer_origin)?,
-                rt::triple(region)?,
-            )
-        };
-        rectangle_inside(buffer, origin, region, buffer_row_pitch, buffer_slice_pitch, true)?;
-        let new = rt::new_event(queue, !event.is_null(), 0x1201)?;
-        let slot = read_slot(queue, host)?;
-        rt::call(&wire::EnqueueReadBufferRect {
-            queue: queue.id(),
-            buffer: buffer.id(),
-            origin,
-            region,
-            row_pitch: buffer_row_pitch as u64,
-            slice_pitch: buffer_slice_pitch as u64,
-            data: slot.data,
-            ticket: slot.ticket,
-            blocking,
-            waits: waits.into(),
-            event: new.id(),
-        })?;
-        // SAFETY: as the API says.
-        unsafe { finish(new, event) };
-        Ok(())
-    })
-}
-
-/// Writes a rectangle of a buffer.
-pub unsafe extern "C" fn clEnqueueWriteBufferRect(
-    queue: Handle,
-    buffer: Handle,
-    _blocking: u32,
-    buffer_origin: *const usize,
-    host_origin: *const usize,
-    region: *const usize,
-    buffer_row_pitch: usize,
-    buffer_slice_pitch: usize,
-    host_row_pitch: usize,
-    host_slice_pitch: usize,
-    ptr: *const c_void,
-    n: u32,
-    list: *const Handle,
-    event: *mut Handle,
-) -> i32 {
-    rt::status(|| {
-        let queue = rt::object(queue, kind::QUEUE)?;
-        let buffer = rt::object(buffer, kind::MEM)?;
-        // SAFETY: as the API says.
-        let (waits, host, origin, region) = unsafe {
-            (
-                rt::waits(n, list)?,
-                rectangle(ptr as usize, host_origin, region, host_row_pitch, host_slice_pitch)?,
-                rt::triple(buffer_origin)?,
-                rt::triple(region)?,
-            )
-        };
-        rectangle_inside(buffer, origin, region, buffer_row_pitch, buffer_slice_pitch, false)?;
-        let new = rt::new_event(queue, !event.is_null(), 0x1202)?;
-        let slot = write_slot(queue, &host)?;
-        rt::call(&wire::EnqueueWriteBufferRect {
-            queue: queue.id(),
-            buffer: buffer.id(),
-            origin,
-            region,
-            row_pitch: buffer_row_pitch as u64,
-            slice_pitch: buffer_slice_pitch as u64,
-            data: slot.data,
-            ticket: slot.ticket,
-            waits: waits.into(),
-            event: new.id(),
-        })?;
-        // SAFETY: as the API says.
-        unsafe { finish(new, event) };
-        Ok(())
-    })
-}
-
-/// Refuses a rectangle that leaves the buffer before anything is staged.
-fn rectangle_inside(
-    buffer: Obj,
-    origin: [u64; 3],
-    region: [u64; 3],
-    row_pitch: usize,
-    slice_pitch: usize,
-    reads: bool,
-) -> Result<(), i32> {
-    let mem = buffer.mem()?;
-    if super::memory::is_image(mem) {
-        return Err(kind::invalid(kind::MEM));
-    }
-    host_access(mem, reads)?;
-    let row = if row_pitch == 0 { region[0] } else { row_pitch as u64 };
-    let inside = || {
-        let slice = if slice_pitch == 0 { region[1].checked_mul(row)? } else { slice_pitch as u64 };
-        let last = origin[2].checked_add(region[2] - 1)?.checked_mul(slice)?;
-        let last = origin[1].checked_add(region[1] - 1)?.checked_mul(row)?.checked_add(last)?;
-        let end = origin[0].checked_add(region[0])?.checked_add(last)?;
-        (end <= mem.size).then_some(())
-    };
-    inside().ok_or(code::VALUE)
-}
-
-/// A program's pixels, with its pitches checked.
-pub(crate) unsafe fn pixels(
-    image: Obj,
-    origin: *const usize,
-    region: *const usize,
-    row_pitch: usize,
-    slice_pitch: usize,
-    ptr: usize,
-) -> Result<(Host, [u64; 3], [u64; 3]), i32> {
-    let mem = image.mem()?;
-    if !super::memory::is_image(mem) {
-        return Err(kind::invalid(kind::MEM));
-    }
-    // SAFETY: three numbers each, as the caller promises.
-    let (origin, region) = unsafe { (rt::triple(origin)?, rt::triple(region)?) };
-    let outside = |i: usize| origin[i].checked_add(region[i]).is_none_or(|end| end > mem.extent[i].max(1));
-    if ptr == 0 || region.contains(&0) || (0..3).any(outside) {
-        return Err(code::VALUE);
-    }
-    let row = region[0] * mem.pixel;
-    let row_pitch = if row_pitch == 0 { row } else { row_pitch as u64 };
-    let one = is_one_dimensional(mem);
-    // Layers of a 1D array lie a slice apart.
-    let (rows, slices) = if one { (1, region[1]) } else { (region[1], region[2]) };
-    let slice_pitch = if slice_pitch == 0 { row_pitch * rows } else { slice_pitch as u64 };
-    if row_pitch < row || slice_pitch < row_pitch * rows && slices > 1 {
-        return Err(code::VALUE);
-    }
-    Ok((Host { pointer: ptr, row, rows, slices, row_pitch, slice_pitch }, origin, region))
-}
-
-/// Reads an image.
-pub unsafe extern "C" fn clEnqueueReadImage(
-    queue: Handle,
-    image: Handle,
-    blocking: u32,
-    origin: *const usize,
-    region: *const usize,
-    row_pitch: usize,
-    slice_pitch: usize,
-    ptr: *mut c_void,
-    n: u32,
-    list: *const Handle,
-    event: *mut Handle,
-) -> i32 {
-    rt::status(|| {
-        let queue = rt::object(queue, kind::QUEUE)?;
-        let image = rt::object(image, kind::MEM)?;
-        if !sure::same_context(queue, image) {
-            return Err(code::CONTEXT);
+        let sure = sure::host_range(queue, buffer, range.offset, range.len, &waits);
+        if sure && blocking && !wanted && waits.is_empty() && stream::suits(queue, &range)? {
+            return stream::write(queue, range);
         }
+        let new = Write::new(queue, blocking, wanted, 0x11f4)?;
+        write(queue, range, blocking, &waits, new.event())?;
         // SAFETY: as the API says.
-        let (waits, (host, origin, region)) = unsafe {
-            (rt::waits(n, list)?, pixels(image, origin, region, row_pitch, slice_pitch, ptr as usize)?)
-        };
-        host_access(image.mem()?, true)?;
-        let new = rt::new_event(queue, !event.is_null(), 0x11f6)?;
-        let slot = read_slot(queue, host)?;
-        rt::call(&wire::EnqueueReadImage {
-            queue: queue.id(),
-            image: image.id(),
-            origin,
-            region,
-            data: slot.data,
-            ticket: slot.ticket,
-            blocking,
-            waits: waits.into(),
-            event: new.id(),
-        })?;
-        // SAFETY: as the API says.
-        unsafe { finish(new, event) };
-        Ok(())
-    })
-}
-
-/// Writes an image.
-pub unsafe extern "C" fn clEnqueueWriteImage(
-    queue: Handle,
-    image: Handle,
-    _blocking: u32,
-    origin: *const usize,
-    region: *const usize,
-    row_pitch: usize,
-    slice_pitch: usize,
-    ptr: *const c_void,
-    n: u32,
-    list: *const Handle,
-    event: *mut Handle,
-) -> i32 {
-    rt::status(|| {
-        let queue = rt::object(queue, kind::QUEUE)?;
-        let image = rt::object(image, kind::MEM)?;
-        if !sure::same_context(queue, image) {
-            return Err(code::CONTEXT);
-        }
-        // SAFETY: as the API says.
-        let (waits, (host, origin, region)) = unsafe {
-            (rt::waits(n, list)?, pixels(image, origin, region, row_pitch, slice_pitch, ptr as usize)?)
-        };
-        host_access(image.mem()?, false)?;
-        let new = rt::new_event(queue, !event.is_null(), 0x11f7)?;
-        let slot = write_slot(queue, &host)?;
-        rt::call(&wire::EnqueueWriteImage {
-            queue: queue.id(),
-            image: image.id(),
-            origin,
-            region,
-            data: slot.data,
-            ticket: slot.ticket,
-            waits: waits.into(),
-            event: new.id(),
-        })?;
-        // SAFETY: as the API says.
-        unsafe { finish(new, event) };
-        Ok(())
+        unsafe { new.sent(event) }
     })
 }

@@ -9,6 +9,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use tombolo_calls::say;
 
 /// A name may lead out of its folder this often (`../../common.h`): so deep below the files' place a folder lies.
 const DEPTH: usize = 8;
@@ -66,7 +67,7 @@ pub fn keep(scratch: &Path, folders: &[u32], names: &[&[u8]], texts: &[&[u8]]) -
         if let Err(e) = made {
             let removed = std::fs::remove_dir_all(&fresh);
             if !place.is_dir() {
-                eprintln!("tombolo accel: included files: {}: {e}; removed: {removed:?}", fresh.display());
+                say!("tombolo accel: included files: {}: {e}; removed: {removed:?}", fresh.display());
                 return Err(RESOURCES);
             }
         }

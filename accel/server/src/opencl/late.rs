@@ -28,6 +28,11 @@ impl Late {
         self.count.store(errors.len(), Ordering::Release);
     }
 
+    /// Whether a wait for this queue has nothing to tell.
+    pub fn is_clean(&self, queue: u64) -> bool {
+        self.check(queue, false).is_ok() && self.check(NO_QUEUE, false).is_ok()
+    }
+
     /// The queue's error. It is kept unless the client is `told` it.
     pub fn check(&self, queue: u64, told: bool) -> Result<(), i32> {
         if self.count.load(Ordering::Acquire) == 0 {

@@ -8,7 +8,9 @@
 //! - [`properties`]: which properties a client may set.
 //! - [`late`]: errors of posted commands, until the client waits for something.
 //! - [`output`]: what kernels print.
+//! - [`stream`]: long transfers in pieces.
 //! - [`tickets`]: tells the client when its part of the window was read or filled.
+//! - [`waits`]: waiting for events and queues.
 
 pub mod checks;
 pub mod clear;
@@ -17,11 +19,13 @@ pub mod include;
 pub mod late;
 pub mod output;
 pub mod properties;
+pub mod stream;
 pub mod tickets;
+pub mod waits;
 
 use crate::account::{Account, Good};
 use crate::limits::Limits;
-use crate::session::{Api, Call, Session};
+use crate::session::{Api, Call, Early, Session};
 use crate::table::{Fault, Table};
 use generated::Native;
 use std::ffi::{CStr, CString, c_void};
@@ -29,6 +33,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::{Encoder, Malformed, Record, ReplyKind};
+use tombolo_calls::say;
 
 /// A handle of the native driver.
 pub type Handle = *mut c_void;
@@ -79,6 +84,8 @@ pub struct Extra {
     kernel: Option<Box<hand::Kernel>>,
     /// The queue of a posted command that failed, beside its event.
     queue: u64,
+    /// Of a queue: the last wait for it took long.
+    waits_long: bool,
 }
 
 /// OpenCL for one client.
@@ -90,6 +97,7 @@ pub struct OpenCl {
     /// Where its limits are those of all processes of its VM together.
     account: Option<Arc<Account>>,
     tickets: tickets::Tickets,
+    streams: stream::Streams,
     session: OnceLock<Arc<Session>>,
     late: late::Late,
     /// Some kernel has an argument whose posted setting failed: until then, none is asked.
@@ -137,6 +145,7 @@ impl OpenCl {
             memory: AtomicU64::new(0),
             account,
             tickets: tickets::Tickets::default(),
+            streams: stream::Streams::default(),
             session: OnceLock::new(),
             late: late::Late::default(),
             arguments_failed: AtomicBool::new(false),
@@ -178,7 +187,7 @@ impl OpenCl {
     /// Ties it to its client.
     pub fn attach(&self, session: &Arc<Session>) {
         if self.session.set(session.clone()).is_err() {
-            eprintln!("tombolo accel: a driver serves one client; the second was ignored");
+            say!("tombolo accel: a driver serves one client; the second was ignored");
         }
     }
 
@@ -202,7 +211,7 @@ impl OpenCl {
         let limit = self.limits.memory;
         let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= limit);
         let refused = |whose: &str, used: u64| {
-            eprintln!(
+            say!(
                 "tombolo accel: {whose} quota is reached: {used} of {limit} bytes of device memory are used, {bytes} more were asked for; raise its limit of memory"
             );
             ALLOCATION
@@ -261,9 +270,7 @@ impl Api for &'static OpenCl {
         let waited = call.waited;
         let mut reply = Vec::new();
         let (outcome, new, owed, queue) = {
-            let mut block = || call.may_block();
-            let mut cx =
-                Cx { cl: self, reply: &mut reply, block: &mut block, new: None, owed: 0, waited, queue: 0 };
+            let mut cx = Cx { cl: self, reply: &mut reply, call, new: None, owed: 0, waited, queue: 0 };
             let outcome = generated::dispatch(&mut cx, id, body)?;
             (outcome, cx.new, cx.owed, cx.queue)
         };
@@ -283,7 +290,7 @@ impl OpenCl {
     /// A posted request failed: whatever uses its object gets the code, and so does what follows in its queue ([`late`]).
     fn posted_failed(&self, id: u32, code: i32, new: Option<(u32, u64)>, queue: u64) {
         let name = wire::FUNCTIONS.iter().find(|f| f.0 == id).map_or("?", |f| f.1);
-        eprintln!(
+        say!(
             "tombolo accel: posted {name} failed with code {code}; the program is told when it uses the result, or waits for the queue"
         );
         if queue != 0 {
@@ -331,11 +338,28 @@ impl OpenCl {
     }
 }
 
+/// What a handler needs of the session's call that it carries out.
+trait Waited {
+    /// [`Call::may_block`]
+    fn may_block(&mut self) -> bool;
+    /// [`Call::early`]
+    fn early(&mut self) -> Option<Arc<Early>>;
+}
+
+impl Waited for Call<'_> {
+    fn may_block(&mut self) -> bool {
+        Call::may_block(self)
+    }
+    fn early(&mut self) -> Option<Arc<Early>> {
+        Call::early(self)
+    }
+}
+
 /// One request, for its handler.
 pub struct Cx<'a> {
     cl: &'static OpenCl,
     reply: &'a mut Vec<u8>,
-    block: &'a mut dyn FnMut() -> bool,
+    call: &'a mut dyn Waited,
     /// The object that the request creates.
     new: Option<(u32, u64)>,
     /// A ticket that is redeemed when the request ends, unless a native event does it.
@@ -365,6 +389,12 @@ impl Cx<'_> {
     /// Reads the server's own facts about an object.
     fn extra<T>(&self, kind: u32, id: u64, f: impl FnOnce(&Extra) -> T) -> Result<T, i32> {
         lock(&self.cl.table).extra(kind, id).map(f).map_err(|e| Self::fault(kind, e))
+    }
+
+    /// Whether a wait for a queue took long, for the next one.
+    fn remember_wait(&self, id: u64, long: bool) {
+        // It may have been given up meanwhile.
+        let _gone = lock(&self.cl.table).extra_mut(kind::QUEUE, id).map(|extra| extra.waits_long = long);
     }
 
     /// The native functions.
@@ -425,7 +455,7 @@ impl Cx<'_> {
 
     /// The driver may be entered for long; an error where too many threads of this client are inside of it.
     pub fn may_block(&mut self) -> Result<(), i32> {
-        if (self.block)() { Ok(()) } else { Err(RESOURCES) }
+        if self.call.may_block() { Ok(()) } else { Err(RESOURCES) }
     }
 
     /// A property: asked for its size, then for its value. Properties that name native handles are never told.
@@ -477,9 +507,7 @@ impl Cx<'_> {
 
     fn too_many(kind: u32, fault: Fault) -> i32 {
         if fault == Fault::TooMany {
-            eprintln!(
-                "tombolo accel: a client's quota is reached: no more objects; raise its limit of objects"
-            );
+            say!("tombolo accel: a client's quota is reached: no more objects; raise its limit of objects");
         }
         Self::fault(kind, fault)
     }

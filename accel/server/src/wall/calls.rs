@@ -35,8 +35,18 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_timer_create, // with a signal of choice
     // What there is but once for the whole host.
     libc::SYS_io_setup, // places for asynchronous transfers (fs.aio-max-nr), which QEMU and databases need
+    libc::SYS_sync,     // writes out what everybody has written
+    libc::SYS_syncfs,   // the same, of the file system that a library lies on
+    // What there is but once for each user; of a server that isn't root, all workers are one user's.
+    libc::SYS_sendmsg, // descriptors under way: new clients get theirs so, before this filter holds
+    libc::SYS_sendmmsg, // the same
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_inotify_init, // watchers of files (fs.inotify.max_user_instances)
+    libc::SYS_inotify_init1, // the same
+    libc::SYS_fanotify_init, // the same
     // Memory that the limit of private memory doesn't count.
     libc::SYS_memfd_create, // in a descriptor
+    libc::SYS_memfd_secret, // the same, and no host that hibernates can while there is some
     libc::SYS_shmget,       // of System V
     libc::SYS_msgget,       // of System V, in messages
     libc::SYS_semget,       // of System V, in semaphores

@@ -15,7 +15,7 @@
 //!    capabilities, nor a way to get any.
 //! 6. [`calls`] (seccomp), once the driver is loaded and before a request is carried out: system calls that no driver needs fail.
 //!
-//! Where the server was given a cgroup, each worker begins in one of its own ([`cgroup`]).
+//! Where the server has a cgroup to divide, each worker begins in one of its own ([`cgroup`]).
 //! What a worker starts all the same is counted and stopped with it by its supervisor ([`census`]).
 //!
 //! A stage that fails ends the worker with a sentence that names what is missing. The supervisor tries all of them when it starts, so that

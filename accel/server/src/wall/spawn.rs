@@ -235,8 +235,11 @@ unsafe fn try_become_program(prepared: &Prepared) -> Option<()> {
             let own = libc::getpriority(libc::PRIO_PROCESS, 0);
             done(libc::setpriority(libc::PRIO_PROCESS, 0, own + prepared.nice))?;
         }
-        // What Rust's runtime ignores here, programs expect to be as it was.
+        // What is ignored or blocked here, programs expect to be as it was.
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        let mut none = std::mem::zeroed();
+        libc::sigemptyset(&mut none);
+        done(libc::sigprocmask(libc::SIG_SETMASK, &none, std::ptr::null_mut()))?;
         done(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL))?;
         // This program, even where another has taken its name meanwhile.
         libc::execve(c"/proc/self/exe".as_ptr(), prepared.arguments.as_ptr(), prepared.variables.as_ptr());

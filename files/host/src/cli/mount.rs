@@ -49,7 +49,7 @@ pub struct Args {
     /// Mount read-only
     #[arg(long)]
     read_only: bool,
-    /// Threads that answer requests
+    /// Threads that answer requests; more are started while these wait for other members
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
     /// Mount options: ro, noexec, noatime …; nosuid and nodev hold unless suid and dev are asked for
@@ -233,9 +233,10 @@ fn serve(
     mounted.handshake(server)?;
     let (ended_read, ended_write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     let ended_write = Arc::new(ended_write);
+    let answering = mounted.threads(Arc::clone(server), usize::from(args.threads));
     let threads: Vec<_> = (0..args.threads)
         .map(|_| {
-            let handle = mounted.serve(Arc::clone(server))?;
+            let handle = answering.start()?;
             let ended = Arc::clone(&ended_write);
             std::thread::Builder::new().name("fuse-end".into()).spawn(move || {
                 let result = handle.join();
@@ -306,6 +307,7 @@ fn serve(
                 _ => bail!("a thread that answers requests panicked"),
             }
         }
+        answering.join().context("answering requests")?;
     }
     Ok(())
 }

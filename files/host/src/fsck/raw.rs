@@ -40,7 +40,7 @@ impl Layout {
             return Err(Unreadable("there is no file system here".into()));
         }
         let version = super_half(area, offset_of!(sys::tfs_super, version))?;
-        let incompat = word(offset_of!(sys::tfs_super, incompat))? & !u64::from(sys::TFS_INCOMPAT_FAIR_LOCKS);
+        let incompat = word(offset_of!(sys::tfs_super, incompat))? & !u64::from(sys::TFS_INCOMPAT_ALL);
         let ro_compat = word(offset_of!(sys::tfs_super, ro_compat))?;
         let incompat = incompat | (ro_compat & !u64::from(sys::TFS_RO_COMPAT_PERSISTENT));
         if version != sys::TFS_VERSION || incompat != 0 {

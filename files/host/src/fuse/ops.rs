@@ -432,7 +432,9 @@ impl Server {
 
     fn read<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
         let (_fh, offset, len) = (u64s(&mut c)?, u64s(&mut c)?, u64::from(u32s(&mut c)?));
-        if !self.fs.area().writable() || self.device_memory {
+        let direct = self.fs.area().writable() && !self.device_memory;
+        let pin = if direct { self.fs.pin(self.nodes.handle(h.node)).ok() } else { None };
+        let Some(pin) = pin else {
             let mut buf = vec![0; len as usize];
             let got = self.fs.pread(self.nodes.handle(h.node), &mut buf, offset)?;
             buf.truncate(got);
@@ -440,8 +442,7 @@ impl Server {
                 self.note_read(h.node);
             }
             return Ok(Reply::Body(Out(buf)));
-        }
-        let pin = self.fs.pin(self.nodes.handle(h.node))?;
+        };
         let end = self.fs.size(self.nodes.handle(h.node)).min(offset.saturating_add(len));
         let block = u64::from(sys::TFS_BLOCK);
         let mut pieces = Vec::new();

@@ -9,7 +9,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 
 use rustix::io::Errno;
 
@@ -24,10 +26,24 @@ const MAX_WRITE: u32 = 1 << 20;
 const MAX_PIECES: usize = 1000;
 static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
 
+/// Threads beyond those that the mount begins with, at most.
+const MOST_MORE: usize = 128;
+
 /// A file system mounted at a directory.
 pub struct Mounted {
     device: Arc<File>,
     target: PathBuf,
+}
+
+/// The threads of a mount. A request may wait for another member, which may be suspended; so whenever the last idle thread takes one, another
+/// thread is started, and ends when enough are idle again.
+pub struct Threads {
+    device: Arc<File>,
+    server: Arc<Server>,
+    /// So many stay.
+    keep: usize,
+    idle: AtomicUsize,
+    more: Mutex<Vec<JoinHandle<io::Result<()>>>>,
 }
 
 /// Opens the device and mounts it. Ordinary users go through fusermount3 (package fuse3).
@@ -169,23 +185,10 @@ impl Mounted {
         ))
     }
 
-    /// Another descriptor of the same mount, with a queue of its own.
-    fn clone_device(&self) -> io::Result<File> {
-        let clone = File::options().read(true).write(true).open("/dev/fuse")?;
-        let source: u32 = self.device.as_raw_fd() as u32;
-        // SAFETY: the ioctl reads one u32.
-        let ret = unsafe { libc::ioctl(clone.as_raw_fd(), abi::DEV_IOC_CLONE, &source) };
-        if ret != 0 { Err(io::Error::last_os_error()) } else { Ok(clone) }
-    }
-
-    /// Starts a thread that answers requests until the mount ends.
-    pub fn serve(&self, server: Arc<Server>) -> io::Result<std::thread::JoinHandle<io::Result<()>>> {
-        let device = match self.clone_device() {
-            Ok(clone) => Arc::new(clone),
-            // A user who may not open the device shares the one that fusermount3 opened.
-            Err(_) => Arc::clone(&self.device),
-        };
-        std::thread::Builder::new().name("fuse".into()).spawn(move || serve(&device, &server))
+    /// What serves it: `keep` threads and, while those wait, more.
+    pub fn threads(&self, server: Arc<Server>, keep: usize) -> Arc<Threads> {
+        let (idle, more) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+        Arc::new(Threads { device: Arc::clone(&self.device), server, keep, idle, more })
     }
 
     /// Unmounts; when something is still in use there, detaches it, so that the directory is free at once. Returns whether it was
@@ -217,44 +220,97 @@ impl Mounted {
     }
 }
 
-fn serve(device: &Arc<File>, server: &Server) -> io::Result<()> {
-    let mut buf = vec![0; MAX_WRITE as usize + 8192];
-    loop {
-        let len = match (&**device).read(&mut buf) {
-            Ok(0) => return Ok(()),
-            Ok(len) => len,
-            Err(e) => match e.raw_os_error() {
-                Some(libc::ENODEV) => return Ok(()),
-                // ENOENT: the request was interrupted before it was read.
-                Some(libc::EINTR | libc::ENOENT | libc::EAGAIN) => continue,
-                _ => return Err(e),
-            },
-        };
-        let Some((header, body)) = Header::parse(&buf[..len]) else {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "a short FUSE request"));
-        };
-        let answer = match header.opcode {
-            op::DESTROY => Ok(Reply::Body(Out::new())),
-            op::SETLKW => {
-                let Some(request) = Request::parse(body) else {
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, "a short request for a lock"));
-                };
-                let asked = (device, header.unique);
-                match server.locks.set_or_wait(&server.fs, asked, server.nodes.handle(header.node), &request)
-                {
-                    None => continue,
-                    Some(done) => done.map(|()| Reply::Body(Out::new())),
-                }
-            }
-            _ => server.answer(&header, body),
-        };
-        match send(device, header.unique, &answer) {
-            Ok(()) => {}
-            // ENOENT: the caller was killed meanwhile.
-            Err(e) if e.raw_os_error() == Some(libc::ENOENT) => {}
-            Err(e) if e.raw_os_error() == Some(libc::ENODEV) => return Ok(()),
-            Err(e) => return Err(e),
+/// Another descriptor of the same mount, with a queue of its own.
+fn clone_device(device: &File) -> io::Result<File> {
+    let clone = File::options().read(true).write(true).open("/dev/fuse")?;
+    let source: u32 = device.as_raw_fd() as u32;
+    // SAFETY: the ioctl reads one u32.
+    let ret = unsafe { libc::ioctl(clone.as_raw_fd(), abi::DEV_IOC_CLONE, &source) };
+    if ret != 0 { Err(io::Error::last_os_error()) } else { Ok(clone) }
+}
+
+impl Threads {
+    /// Starts a thread that answers requests until the mount ends.
+    pub fn start(self: &Arc<Self>) -> io::Result<JoinHandle<io::Result<()>>> {
+        self.spawn(false)
+    }
+
+    fn spawn(self: &Arc<Self>, extra: bool) -> io::Result<JoinHandle<io::Result<()>>> {
+        // A user who may not open the device shares the one that fusermount3 opened.
+        let device = clone_device(&self.device).map_or_else(|_| Arc::clone(&self.device), Arc::new);
+        let threads = Arc::clone(self);
+        let name = std::thread::Builder::new().name("fuse".into());
+        name.spawn(move || threads.serve(&device, extra))
+    }
+
+    /// Somebody must be there to take the next request. Where no thread can be started it waits for one of those that there are.
+    fn start_another(self: &Arc<Self>) {
+        let Ok(mut more) = self.more.lock() else { return };
+        more.retain(|thread| !thread.is_finished());
+        if more.len() < MOST_MORE {
+            more.extend(self.spawn(true));
         }
+    }
+
+    /// Waits for the end of all that were started since. The mount has ended.
+    pub fn join(&self) -> io::Result<()> {
+        let more = self.more.lock().map(|mut more| std::mem::take(&mut *more)).unwrap_or_default();
+        more.into_iter()
+            .try_for_each(|t| t.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked"))))
+    }
+
+    fn serve(self: &Arc<Self>, device: &Arc<File>, extra: bool) -> io::Result<()> {
+        let mut buf = vec![0; MAX_WRITE as usize + 8192];
+        while !(extra && self.idle.load(Ordering::SeqCst) >= self.keep) {
+            self.idle.fetch_add(1, Ordering::SeqCst);
+            let read = (&**device).read(&mut buf);
+            let idle = self.idle.fetch_sub(1, Ordering::SeqCst) - 1;
+            let len = match read {
+                Ok(0) => return Ok(()),
+                Ok(len) => len,
+                Err(e) => match e.raw_os_error() {
+                    Some(libc::ENODEV) => return Ok(()),
+                    // ENOENT: the request was interrupted before it was read.
+                    Some(libc::EINTR | libc::ENOENT | libc::EAGAIN) => continue,
+                    _ => return Err(e),
+                },
+            };
+            if idle == 0 {
+                self.start_another();
+            }
+            if !answer(device, &self.server, &buf[..len])? {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Answers one request. False: the mount has ended.
+fn answer(device: &Arc<File>, server: &Server, request: &[u8]) -> io::Result<bool> {
+    let Some((header, body)) = Header::parse(request) else {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a short FUSE request"));
+    };
+    let answer = match header.opcode {
+        op::DESTROY => Ok(Reply::Body(Out::new())),
+        op::SETLKW => {
+            let Some(request) = Request::parse(body) else {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "a short request for a lock"));
+            };
+            let asked = (device, header.unique);
+            match server.locks.set_or_wait(&server.fs, asked, server.nodes.handle(header.node), &request) {
+                None => return Ok(true),
+                Some(done) => done.map(|()| Reply::Body(Out::new())),
+            }
+        }
+        _ => server.answer(&header, body),
+    };
+    match send(device, header.unique, &answer) {
+        Ok(()) => Ok(true),
+        // ENOENT: the caller was killed meanwhile.
+        Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(true),
+        Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(false),
+        Err(e) => Err(e),
     }
 }
 

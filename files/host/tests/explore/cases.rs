@@ -2,7 +2,7 @@
 //! What members do at the same time, and what must come of it.
 
 use rustix::io::Errno;
-use tombolo_files::fs::{Create, Filesystem, Handle, ROOT};
+use tombolo_files::fs::{Create, FileLock, Filesystem, Handle, ROOT};
 use tombolo_files::sys;
 
 use crate::{Case, Doing};
@@ -331,4 +331,165 @@ fn names_made_and_removed_in_one_directory_are_those_that_were_told() {
         },
     };
     case.explore("names");
+}
+
+/// What a reader that has nothing open may be told of a name that is removed meanwhile.
+fn is_gone(error: Errno) -> bool {
+    matches!(error, Errno::NOENT | Errno::STALE)
+}
+
+#[test]
+fn names_without_a_pin_are_read_whole_or_not_at_all() {
+    const TARGET: &[u8] = &[b'l'; 40];
+    fn setup_names(fs: &Filesystem) {
+        let link = Create { target: Some(TARGET), ..Create::mode(libc::S_IFLNK | 0o777) };
+        fs.create(ROOT, Some(b"link"), &link).expect("symlink");
+        make(fs, "", "d", DIR).expect("mkdir");
+        make(fs, "d", "gone", REG).expect("create");
+        fs.unlink(at(fs, "d").expect("d"), b"gone", None).expect("unlink");
+    }
+    fn read_names(fs: &Filesystem) -> Result<(), String> {
+        match at(fs, "link").and_then(|link| fs.readlink(link)) {
+            Ok(target) if target == TARGET => {}
+            Err(e) if is_gone(e) => {}
+            other => return Err(format!("readlink: {other:?}")),
+        }
+        let listed = at(fs, "d").and_then(|d| {
+            let missing = fs.lookup(d, b"x").map(|_| ()).expect_err("it has no such name");
+            if !is_gone(missing) {
+                return Err(missing);
+            }
+            fs.list(d)
+        });
+        match listed {
+            Ok(names) if names.is_empty() => Ok(()),
+            Err(e) if is_gone(e) => Ok(()),
+            other => Err(format!("list: {other:?}")),
+        }
+    }
+    let case = Case {
+        setup: setup_names,
+        doing: vec![
+            doing(4, false, read_names),
+            Doing { read_only: true, ..doing(28, false, read_names) },
+            doing(20, true, |fs| {
+                fs.unlink(ROOT, b"link", None).map_err(|e| format!("unlink: {e}"))?;
+                fs.rmdir(ROOT, b"d", None).map_err(|e| format!("rmdir: {e}"))
+            }),
+            doing(12, false, |fs| {
+                let other = make(fs, "", "other", REG)?;
+                put(fs, other, b'o', LEN)?;
+                is_full_of(fs, other, b'o', LEN)
+            }),
+            // A member that may not write waits for a dead one's change until somebody has recovered it.
+            Doing { after: Some(2), ..doing(1, false, recover) },
+        ],
+        check: |fs, _| is_full_of(fs, at(fs, "other").map_err(|e| e.to_string())?, b'o', LEN),
+    };
+    case.explore("unpinned names");
+}
+
+#[test]
+fn data_that_is_removed_is_read_whole_or_not_at_all_and_is_no_damage() {
+    fn setup_data(fs: &Filesystem) {
+        make(fs, "", "b", DIR).expect("mkdir");
+        let h = make(fs, "", "h", REG).expect("create");
+        put(fs, h, b'h', 40_000).expect("write");
+    }
+    fn read_and_seek(fs: &Filesystem) -> Result<(), String> {
+        let Ok(h) = at(fs, "h") else { return Ok(()) };
+        let mut bytes = [b'h'; 20_000];
+        match fs.pread(h, &mut bytes, 9000) {
+            // Where it was cut off meanwhile, there are zeroes.
+            Ok(_) if bytes.iter().all(|b| [b'h', 0].contains(b)) => {}
+            Err(e) if is_gone(e) => return Ok(()),
+            other => return Err(format!("read: {other:?}")),
+        }
+        match fs.seek(h, 0, true) {
+            Ok(0..=40_000) | Err(Errno::NXIO) => Ok(()),
+            Err(e) if is_gone(e) => Ok(()),
+            other => Err(format!("seek: {other:?}")),
+        }
+    }
+    let case = Case {
+        setup: setup_data,
+        doing: vec![
+            doing(4, false, |fs| {
+                let Ok(h) = at(fs, "h") else { return Ok(()) };
+                if fs.open_ref(h).is_err() {
+                    return Ok(());
+                }
+                read_and_seek(fs)?;
+                fs.close_ref(h).map_err(|e| format!("close: {e}"))
+            }),
+            Doing { read_only: true, ..doing(28, false, read_and_seek) },
+            doing(20, true, |fs| {
+                let h = at(fs, "h").map_err(|e| e.to_string())?;
+                fs.truncate(h, 9000, false).map_err(|e| format!("truncate: {e}"))?;
+                fs.unlink(ROOT, b"h", None).map_err(|e| format!("unlink: {e}"))
+            }),
+            doing(12, false, make_own),
+        ],
+        check: |fs, _| own_is_there(fs),
+    };
+    case.explore("unpinned data");
+}
+
+#[test]
+fn a_range_has_one_locker_at_a_time_whatever_becomes_of_its_file_and_of_other_lockers() {
+    std::thread_local! {
+        static HOLDER: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+    }
+    fn range(owner: u64, type_: u32) -> FileLock {
+        FileLock { owner, start: 10, end: 20, type_, kind: sys::TFS_LK_POSIX, ..FileLock::default() }
+    }
+    fn lock(fs: &Filesystem, owner: u64, living: bool) -> Result<(), String> {
+        let Ok(g) = at(fs, "a/g") else { return Ok(()) };
+        if fs.open_ref(g).is_err() {
+            return Ok(());
+        }
+        for _ in 0..3 {
+            match fs.set_lock(g, &range(owner, sys::TFS_LK_WRITE)) {
+                Ok(()) => {}
+                Err(Errno::AGAIN) => continue,
+                Err(e) => return Err(format!("lock: {e}")),
+            }
+            if living {
+                let other = HOLDER.replace(owner);
+                if other != 0 {
+                    return Err(format!("{owner} has the lock that {other} has"));
+                }
+            }
+            let found =
+                fs.get_lock(g, &range(owner + 100, sys::TFS_LK_WRITE)).map_err(|e| format!("test: {e}"))?;
+            if found.owner != owner {
+                return Err(format!("the lock of {owner} is named as that of {}", found.owner));
+            }
+            if living {
+                HOLDER.set(0);
+            }
+            fs.set_lock(g, &range(owner, sys::TFS_LK_UNLOCK)).map_err(|e| format!("unlock: {e}"))?;
+        }
+        fs.close_ref(g).map_err(|e| format!("close: {e}"))
+    }
+    let case = Case {
+        setup,
+        doing: vec![
+            doing(4, false, |fs| {
+                HOLDER.set(0);
+                lock(fs, 1, true)
+            }),
+            doing(20, false, |fs| lock(fs, 2, true)),
+            doing(12, true, |fs| lock(fs, 3, false)),
+            doing(5, true, |fs| {
+                let a = at(fs, "a").map_err(|e| e.to_string())?;
+                let g = at(fs, "a/g").map_err(|e| e.to_string())?;
+                fs.append(g, &[1; 100], false).map_err(|e| format!("append: {e}"))?;
+                fs.unlink(a, b"g", None).map_err(|e| format!("unlink: {e}"))
+            }),
+            Doing { after: Some(2), ..doing(1, false, recover) },
+        ],
+        check: |_, _| Ok(()),
+    };
+    case.explore("file locks");
 }

@@ -7,6 +7,7 @@ use rustix::io::Errno;
 use tombolo_files::fs::{Create, Filesystem, Handle, ROOT};
 use tombolo_files::{fsck, sys};
 
+use crate::plan::Plan;
 use crate::{Zone, hooks, schedule};
 
 const REG: u32 = libc::S_IFREG | 0o644;
@@ -207,7 +208,7 @@ fn a_file_system_from_before_fair_locks_is_taken_over_with_what_the_dead_left_in
     let [dead, other] = [1, 2].map(|m| zone.open(m, false).expect("open"));
     let (cut, kept) = (file(&dead, "cut", &[1; 20_000]), file(&dead, "kept", &[2; 9000]));
     [dead, other].into_iter().for_each(Filesystem::abandon);
-    // As it was then: no feature, no reserved blocks, the tag of a lock's word is 1.
+    // As it was then: no features, no reserved blocks, the tag of a lock's word is 1.
     let incompat = offset_of!(sys::tfs_super, incompat) as u64;
     zone.store(incompat, 0);
     let map = zone.area.word(offset_of!(sys::tfs_super, map_start) as u64).expect("a super block") * BLOCK;
@@ -219,13 +220,14 @@ fn a_file_system_from_before_fair_locks_is_taken_over_with_what_the_dead_left_in
     zone.truncates(1, 31, cut);
     zone.store(zone.inode(cut, offset_of!(sys::tfs_inode, lock)), 1 << 32 | 1 << 8 | 2);
     zone.bury(1);
-    let refused = zone.open(3, false).map(Filesystem::abandon);
-    assert!(refused.is_err(), "the second may be one of the older ones");
+    zone.store(Zone::member_area(2, offset_of!(sys::tfs_member_area, features)), 0);
+    let refused = zone.does(|| zone.open(3, false).map(Filesystem::abandon));
+    assert!(refused.is_err(), "the second is one of the older ones");
     assert_eq!(zone.area.word(incompat), Some(0));
     zone.leave(20);
     [2, 3].into_iter().for_each(|m| zone.bury(m));
     let fs = zone.does(|| zone.open(4, false)).expect("open");
-    assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_FAIR_LOCKS)));
+    assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_ALL)));
     zone.does(|| fs.truncate(cut, 3, false)).expect("the dead one's lock is taken over");
     assert_eq!((fs.size(cut), fs.size(kept)), (3, 9000));
     let mut bytes = [1; 3];
@@ -266,4 +268,138 @@ fn what_was_kept_for_a_reader_that_stood_still_is_free_once_it_has_gone_on() {
     assert!(fs.statfs().blocks_free > free, "they are free");
     [fs, reader].into_iter().for_each(Filesystem::abandon);
     zone.assert_clean(&[4, 10]);
+}
+
+/// The pins of a member, as it would set them.
+fn pin(zone: &Zone, member: u32, slot: u64, ino: u64) {
+    zone.store(Zone::member_area(member, offset_of!(sys::tfs_member_area, pins)) + slot * 64, ino);
+    zone.store(Zone::member_area(member, offset_of!(sys::tfs_member_area, pins_in_use)), slot + 1);
+}
+
+#[test]
+fn a_suspended_reader_costs_those_who_remove_what_it_reads_one_short_wait() {
+    let zone = Zone::new(|_| {});
+    let (fs, reader) = (zone.open(4, false).expect("open"), zone.open(10, false).expect("open"));
+    let cut = file(&fs, "cut", &[1; 9000]);
+    pin(&zone, 10, 0, cut.ino);
+    let waited = zone.does(|| {
+        let start = schedule::clock();
+        for round in 0..20 {
+            fs.truncate(cut, 0, false).expect("truncate");
+            assert_eq!(fs.pwrite(cut, &[round; 9000], 0, false), Ok(9000));
+            fs.xattr_set(cut, b"user.a", Some(&[round; 5000]), 0, None).expect("an attribute");
+        }
+        schedule::clock() - start
+    });
+    assert!(waited < SECOND / 10, "40 removals took {waited} ns");
+    assert!(fs.limbo().0 >= 20 * 3, "what it may still read is kept");
+    [fs, reader].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[4, 10]);
+}
+
+#[test]
+fn a_reader_that_finds_all_pins_taken_reads_at_once() {
+    let zone = Zone::new(|_| {});
+    let fs = zone.open(4, false).expect("open");
+    let read = file(&fs, "read", &[7; 9000]);
+    (0..u64::from(sys::TFS_PINS)).for_each(|slot| pin(&zone, 4, slot, u64::MAX));
+    let (bytes, waited) = zone.does(|| {
+        let (start, mut bytes) = (schedule::clock(), [0; 9000]);
+        assert_eq!(fs.pread(read, &mut bytes, 0), Ok(9000));
+        (bytes, schedule::clock() - start)
+    });
+    assert!(bytes.iter().all(|byte| *byte == 7));
+    assert!(waited < SECOND / 1000, "it took {waited} ns");
+    assert!(fs.pin(read).is_err(), "there is no pin to be had");
+    fs.abandon();
+    zone.assert_clean(&[4]);
+}
+
+#[test]
+fn what_a_killed_truncation_cut_off_stays_a_mappers_until_that_lets_go() {
+    let zone = Zone::new(|_| {});
+    let fs = zone.open(4, false).expect("open");
+    let (mapper, owner) = (10, 11);
+    let [mapping, suspended] = [mapper, owner].map(|m| zone.open(m, false).expect("open"));
+    let cut = file(&fs, "cut", &[1; 20_000]);
+    let free = fs.statfs().blocks_free;
+    zone.maps(mapper, cut);
+    let limbo_lock = offset_of!(sys::tfs_super, limbo_lock) as u64;
+    zone.hold(owner, limbo_lock);
+    hooks::KILLED.set(true);
+    zone.does(|| fs.truncate(cut, 0, false)).expect("truncate");
+    hooks::KILLED.set(false);
+    zone.store(limbo_lock, 0);
+    zone.does(|| drop(fs));
+    zone.leave(4);
+    zone.does(|| suspended.recover_all()).expect("recovery");
+    assert_eq!(suspended.limbo(), (6, vec![mapper]), "five blocks and a node are the mapper's still");
+    assert_eq!(suspended.statfs().blocks_free, free);
+    let (table, _) = zone.state(mapper);
+    assert!(table.store_word(u64::from(mapper) * 256 + offset_of!(sys::tmb_member, pending) as u64, 0));
+    zone.does(|| mapping.let_go());
+    assert_eq!(suspended.limbo(), (0, vec![]));
+    assert_eq!(suspended.statfs().blocks_free, free + 6);
+    [mapping, suspended].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[mapper, owner]);
+}
+
+#[test]
+fn an_attribute_that_was_replaced_by_a_killed_process_leaves_no_block_behind() {
+    let zone = Zone::new(|_| {});
+    let fs = zone.open(4, false).expect("open");
+    let (reader, owner) = (zone.open(10, false).expect("open"), zone.open(11, false).expect("open"));
+    let named = file(&fs, "named", b"x");
+    fs.xattr_set(named, b"user.a", Some(&[1; 5000]), 0, None).expect("an attribute");
+    pin(&zone, 10, 0, named.ino);
+    let limbo_lock = offset_of!(sys::tfs_super, limbo_lock) as u64;
+    zone.hold(11, limbo_lock);
+    hooks::KILLED.set(true);
+    zone.does(|| fs.xattr_set(named, b"user.a", Some(&[2; 5000]), 0, None)).expect("an attribute");
+    hooks::KILLED.set(false);
+    zone.store(limbo_lock, 0);
+    zone.does(|| drop(fs));
+    zone.leave(4);
+    [reader, owner].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[10, 11]);
+}
+
+#[test]
+fn two_members_that_open_an_older_file_system_at_once_both_get_in() {
+    for place in 1..60 {
+        let zone = Zone::new(|_| {});
+        let incompat = offset_of!(sys::tfs_super, incompat) as u64;
+        zone.store(incompat, 0);
+        let open = |member| {
+            let fs = zone.open(member, false).unwrap_or_else(|e| panic!("member {member}: {e}"));
+            fs.abandon();
+        };
+        let plan = Plan::new(0, vec![(0, place)], Vec::new(), true);
+        zone.both(plan, || open(4), || open(10));
+        assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_ALL)));
+        zone.assert_clean(&[4, 10]);
+    }
+}
+
+#[test]
+fn a_recovery_that_was_killed_before_its_end_is_made_once_more() {
+    let zone = Zone::new(|_| {});
+    let (dead, fs) = (zone.open(1, false).expect("open"), zone.open(7, false).expect("open"));
+    let half = file(&dead, "half", &[1; 9000]);
+    dead.open_ref(half).expect("open");
+    fs.unlink(ROOT, b"half", None).expect("unlink");
+    dead.abandon();
+    zone.bury(1);
+    // All slots of the one who recovers are its other threads'.
+    let tx = |slot| Zone::member_area(7, slot * size_of::<sys::tfs_tx>());
+    (0..sys::TFS_TX_RECOVERY as usize).for_each(|i| zone.store(tx(i), 1 << 32 | u64::from(sys::TFS_TX_OPEN)));
+    hooks::KILLED.set(true);
+    assert_eq!(zone.does(|| fs.recover_all()), Err(Errno::INTR));
+    hooks::KILLED.set(false);
+    (0..sys::TFS_TX_RECOVERY as usize).for_each(|i| zone.store(tx(i), 0));
+    assert!(fs.getattr(half).is_ok(), "it could not be freed");
+    zone.does(|| fs.recover_all()).expect("once more");
+    assert_eq!(fs.getattr(half).err(), Some(Errno::STALE), "it was freed");
+    fs.abandon();
+    zone.assert_clean(&[7]);
 }

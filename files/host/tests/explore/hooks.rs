@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the instrumented core calls: before each atomic access, each copy and fill; and its surroundings.
+//! What the instrumented core calls: before each access to memory, each copy and fill; and its surroundings.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -26,13 +26,42 @@ macro_rules! silent {
 }
 silent! {
     __tsan_init() __tsan_func_entry(usize) __tsan_func_exit() __tsan_atomic_thread_fence(c_int) __tsan_atomic_signal_fence(c_int)
-    __tsan_read1(usize) __tsan_read2(usize) __tsan_read4(usize) __tsan_read8(usize) __tsan_read16(usize)
-    __tsan_unaligned_read2(usize) __tsan_unaligned_read4(usize) __tsan_unaligned_read8(usize) __tsan_unaligned_read16(usize)
-    __tsan_read_range(usize, usize) __tsan_write_range(usize, usize)
-    __tsan_write1(usize) __tsan_write2(usize) __tsan_write4(usize) __tsan_write8(usize) __tsan_write16(usize)
-    __tsan_unaligned_write2(usize) __tsan_unaligned_write4(usize) __tsan_unaligned_write8(usize) __tsan_unaligned_write16(usize)
     tfs_os_flush(usize, usize) tfs_os_drain() tfs_os_yield() tfs_os_ring(usize, u32) tfs_os_wake(usize, usize)
     tfs_os_waiting(usize, u32, bool, u64)
+}
+
+/// Plain accesses, which the core itself makes after the call.
+macro_rules! plain {
+    (loads: $($load:ident)*; stores: $($store:ident)*) => {
+        $(
+            #[unsafe(no_mangle)]
+            extern "C" fn $load(address: usize) {
+                schedule::access(address, false);
+            }
+        )*
+        $(
+            #[unsafe(no_mangle)]
+            extern "C" fn $store(address: usize) {
+                schedule::access(address, true);
+            }
+        )*
+    };
+}
+plain! {
+    loads: __tsan_read1 __tsan_read2 __tsan_read4 __tsan_read8 __tsan_read16
+        __tsan_unaligned_read2 __tsan_unaligned_read4 __tsan_unaligned_read8 __tsan_unaligned_read16;
+    stores: __tsan_write1 __tsan_write2 __tsan_write4 __tsan_write8 __tsan_write16
+        __tsan_unaligned_write2 __tsan_unaligned_write4 __tsan_unaligned_write8 __tsan_unaligned_write16
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn __tsan_read_range(address: usize, _: usize) {
+    schedule::access(address, false);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn __tsan_write_range(address: usize, _: usize) {
+    schedule::access(address, true);
 }
 
 /// The access to a shared word that the core asked for; it passes valid, aligned pointers.

@@ -18,6 +18,7 @@ mod hooks;
 mod plan;
 mod schedule;
 
+use core::mem::offset_of;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -101,7 +102,11 @@ impl Zone {
     fn open(&self, member: u32, read_only: bool) -> Result<Filesystem, String> {
         let (table, epoch) = self.state(member);
         let state = (epoch + 1) << 32 | u64::from(sys::TMB_MEMBER_ACTIVE);
+        let rights = if read_only { 0 } else { u64::from(sys::TMB_RIGHT_WRITE) };
         assert!(table.store_word(u64::from(member) * 256, state));
+        assert!(
+            table.store_word(u64::from(member) * 256 + offset_of!(sys::tmb_member, rights) as u64, rights)
+        );
         let seat = Some((TABLE as u64, Seat { member, epoch: epoch as u32 + 1 }));
         let map = if read_only { &self.reader } else { &self.map };
         let area = Area::in_map(map, AREA as u64, MIB << 20, seat).expect("an area");
@@ -118,6 +123,15 @@ impl Zone {
             true => result.ok_or_else(|| "it came to no end".into()),
             false => Err(format!("damage: {:?}", ran.damage)),
         }
+    }
+
+    /// Two threads at once, in this order of accesses.
+    fn both(&self, plan: Plan, one: impl FnOnce(), other: impl FnOnce()) {
+        let threads =
+            vec![Thread { body: Box::new(one), after: None }, Thread { body: Box::new(other), after: None }];
+        let regions = [Zone::region(&self.map), Zone::region(&self.reader)];
+        let ran = Schedule::run(threads, regions, plan, |_| {}).expect("both come to their end");
+        assert_eq!(ran.damage, Vec::<String>::new());
     }
 
     /// It has left in good order.

@@ -100,7 +100,11 @@ impl Supervisor {
     }
 
     /// Stops VMs at the same time. Those that don't die stay in the list.
-    fn stop(&self, which: impl Fn(&Machine) -> bool, reporter: Option<&Reporter>) -> anyhow::Result<()> {
+    pub(super) fn stop(
+        &self,
+        which: impl Fn(&Machine) -> bool,
+        reporter: Option<&Reporter>,
+    ) -> anyhow::Result<()> {
         let chosen: Vec<Arc<Machine>> = {
             let inner = self.lock();
             inner.machines.values().filter(|machine| which(machine)).cloned().collect()

@@ -8,17 +8,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tombolo_start::layout::Layout;
 
+use super::plan::{replaced, started, take_out};
 use super::{Beside, Reporter, Supervisor, mount_zone};
-use crate::compose::{Backing, Project, Ready, VmSpec, ZoneUse};
-use crate::guest::kit;
+use crate::compose::{self, Project, VmSpec, ZoneUse};
+use crate::guest::{kit, share};
 use crate::host;
 use crate::machine::growth;
 use crate::machine::{Machine, Phase, Start};
 use crate::project::accelerator::Accelerator;
+use crate::project::changes::{Action, Kind, Wish};
 use crate::project::control::{Event, Stage};
 use crate::project::keeper::Part;
 use crate::project::network::Plug;
 use crate::project::peer::Peer;
+use crate::project::preflight::{self, Ready};
 use crate::project::session;
 use crate::project::zones::{HostZone, Invitation};
 use crate::qemu::version::Qemu;
@@ -42,82 +45,41 @@ struct Wanted {
 impl Supervisor {
     pub(super) fn up(
         self: &Arc<Self>,
-        project: Project,
-        only: &[String],
+        mut project: Project,
+        wish: &Wish,
         peer: Peer,
         reporter: &Reporter,
     ) -> anyhow::Result<()> {
-        let _changing = self.changing.take();
+        let _changing = self.turn(&peer.socket(), reporter)?;
         self.check_not_ending()?;
-        for name in only {
-            if !project.compose.vm.contains_key(name) {
-                let near = crate::compose::nearest(name, project.compose.vm.keys().map(String::as_str));
-                let hint = near.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default();
-                anyhow::bail!("{} declares no VM '{name}'{hint}", project.file.display());
-            }
-        }
-        let qemu = Arc::new(Qemu::find(project.compose.qemu.as_deref())?);
+        wish.check(&project)?;
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
 
-        // Everything that can be wrong is found out before anything is started.
-        let mut missing = Vec::new();
-        for (name, spec) in &project.compose.vm {
-            if !only.is_empty() && !only.contains(name) {
-                continue;
-            }
-            let known = self.lock().machines.get(name).cloned();
-            match known {
-                Some(machine)
-                    if !matches!(machine.phase(), Phase::Ended | Phase::Failed | Phase::Rebooting) =>
-                {
-                    if machine.spec() != spec {
-                        let text = format!(
-                            "the VM '{name}' runs with what the file said before; to apply the change: tombolo down {name} && tombolo up"
-                        );
-                        reporter.send(&Event::Note { text });
-                    }
-                    reporter.stage(name, Stage::AlreadyUp, "");
-                }
-                _ => missing.push((name.clone(), spec.clone(), kit::boot(name, spec, &near)?)),
-            }
-        }
-        for (name, spec, _) in &missing {
-            host::check_files(name, spec)?;
-            growth::check(name, spec)?;
-        }
-        let new_zones: Vec<_> = {
-            let inner = self.lock();
-            project.compose.zone.iter().filter(|(n, _)| !inner.zones.contains_key(*n)).collect()
-        };
-        for (name, spec) in &project.compose.zone {
-            let changed = self.lock().zones.get(name).is_some_and(|z| z.spec() != spec);
-            if changed {
-                let text = format!(
-                    "the zone '{name}' is what the file said before; to apply the change: tombolo down && tombolo up"
-                );
-                reporter.send(&Event::Note { text });
-            }
-        }
-        if !project.compose.overcommit {
-            let vms = missing.iter().map(|(n, s, _)| (n.as_str(), s.memory.0));
-            let zones = new_zones
-                .iter()
-                .filter(|(_, z)| z.backing == Backing::Memfd)
-                .map(|(n, z)| (n.as_str(), z.size.0));
-            host::check_memory(self.promised(), vms, zones)?;
-        }
+        // Everything that can be wrong is found out before anything is stopped or started.
+        growth::give_back_orphans()?;
+        let (running, actions) = self.plan(&mut project, wish);
+        let Ready { qemu, vms: missing } =
+            preflight::examine(&project, &running, &actions, || self.promised())?;
         let accel = self.accel(&qemu, &missing, &near, reporter)?;
         self.check_not_ending()?;
+        self.announce(&actions, reporter);
+        self.clear_away(&actions, reporter)?;
         let mut opened = BTreeMap::new();
-        for (name, spec) in new_zones {
-            opened.insert(name.clone(), Arc::new(HostZone::open(name, spec)?));
+        for (name, spec) in &project.compose.zone {
+            if !self.lock().zones.contains_key(name) {
+                let zone = HostZone::open(name, spec)?;
+                if let Err(e) = self.dir.link_zone(name, &zone.path()) {
+                    crate::say!("the zone '{name}' has no path of its name: {e}");
+                }
+                opened.insert(name.clone(), Arc::new(zone));
+            }
         }
         let opened_names: Vec<String> = opened.keys().cloned().collect();
         let running = self.lock().networks.clone();
-        let joined = self.parts(&running, &project, &missing, reporter)?;
+        let joined = self.parts(&running, &project, &actions, Kind::Network)?;
         let joined_names: Vec<String> = joined.keys().cloned().collect();
         let running = self.lock().accelerators.clone();
-        let served = self.parts(&running, &project, &missing, reporter)?;
+        let served = self.parts(&running, &project, &actions, Kind::Accelerator)?;
         let served_names: Vec<String> = served.keys().cloned().collect();
         self.check_not_ending()?;
         {
@@ -201,8 +163,8 @@ impl Supervisor {
             inner.zones.remove(&name);
         }
         let beside = Beside {
-            networks: take_out(&mut inner.networks, joined_names),
-            accelerators: take_out(&mut inner.accelerators, served_names),
+            networks: take_out(&mut inner.networks, joined_names.iter()),
+            accelerators: take_out(&mut inner.accelerators, served_names.iter()),
         };
         drop(inner);
         beside.end();
@@ -213,7 +175,7 @@ impl Supervisor {
     }
 
     /// What running VMs and zones of all projects of this user may still take.
-    fn promised(&self) -> u64 {
+    pub(super) fn promised(&self) -> u64 {
         let others = crate::project::state::supervisors().unwrap_or_default();
         let others = others.iter().filter(|found| found.process != std::process::id());
         // One that does not answer can't be counted.
@@ -234,7 +196,7 @@ impl Supervisor {
         report: &dyn Fn(Stage, &str),
     ) -> anyhow::Result<()> {
         let Wanted { name, spec, qemu, accel, boot, zones, before, slow } = wanted;
-        report(Stage::Starting, "");
+        report(Stage::Starting, growth::advice(&spec).unwrap_or_default());
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
         let devices = growth::Taken::take(&name, &spec)?;
         let nics = self.plugs(&name, &spec);
@@ -281,13 +243,13 @@ impl Supervisor {
             let zone = self.zone(zone_name)?;
             mount_zone(&machine, zone_name, &zone, zone_use)?;
         }
-        if spec.ready == Ready::Agent {
+        if spec.ready == compose::Ready::Agent {
             for plug in &nics {
                 report(Stage::Preparing, &format!("network {}", plug.net));
                 plug.set_address(&name, machine.agent())?;
             }
         }
-        let bare = self.make_devices(&machine, report)?;
+        let bare = self.make_devices(&machine, report)? + &mount_shares(&machine, report)?;
         machine.set_up();
         let status = machine.status();
         let growing = status.growth.map(|g| format!(", {}", g.line())).unwrap_or_default();
@@ -299,7 +261,7 @@ impl Supervisor {
     fn make_devices(&self, machine: &Machine, report: &dyn Fn(Stage, &str)) -> anyhow::Result<String> {
         let spec = machine.spec();
         let mut bare = Vec::new();
-        if spec.ready == Ready::Agent {
+        if spec.ready == compose::Ready::Agent {
             for (name, accelerator) in self.accelerators_of(spec) {
                 report(Stage::Preparing, &format!("accelerator {name}"));
                 if !accelerator.set_up(machine)? {
@@ -402,29 +364,23 @@ impl Supervisor {
         })
     }
 
-    /// Starts the parts that are missing for these VMs, and extends those that run; returns the new ones.
+    /// Starts the parts that a plan's VMs lack and those that it starts anew, and extends those that run; returns the new ones.
     fn parts<P: Part>(
         &self,
         running: &BTreeMap<String, Arc<P>>,
         project: &Project,
-        missing: &[(String, VmSpec, Option<kit::Boot>)],
-        reporter: &Reporter,
+        actions: &[Action],
+        kind: Kind,
     ) -> anyhow::Result<BTreeMap<String, Arc<P>>> {
-        let names: BTreeSet<&String> = missing.iter().flat_map(|(_, vm, _)| P::used_by(vm)).collect();
+        let starting: BTreeSet<&String> = started(actions).collect();
+        let vms = starting.iter().filter_map(|name| project.compose.vm.get(*name));
+        let names: BTreeSet<&String> = vms.flat_map(P::used_by).chain(replaced(actions, kind)).collect();
         let mut new = BTreeMap::new();
         for name in names {
-            let Some(part) = running.get(name) else {
-                new.insert(name.clone(), Arc::new(P::start(name, project, self.dir.path())?));
-                continue;
-            };
-            if part.differs(project) {
-                let text = format!(
-                    "the {} '{name}' is what the file said before; to apply the change: tombolo down && tombolo up",
-                    P::KIND
-                );
-                reporter.send(&Event::Note { text });
+            match running.get(name) {
+                Some(part) => part.extend(project, &starting)?,
+                None => drop(new.insert(name.clone(), Arc::new(P::start(name, project, self.dir.path())?))),
             }
-            part.extend(project)?;
         }
         Ok(new)
     }
@@ -432,7 +388,7 @@ impl Supervisor {
     fn plugs(&self, vm: &str, spec: &VmSpec) -> Vec<Plug> {
         let inner = self.lock();
         let networks = spec.networks.0.keys().filter_map(|name| inner.networks.get(name));
-        networks.filter_map(|network| network.plug(vm, &inner.project)).collect()
+        networks.filter_map(|network| network.plug(vm)).collect()
     }
 
     fn invite(
@@ -463,7 +419,7 @@ impl Supervisor {
     ) -> anyhow::Result<BTreeMap<String, Hypervisor>> {
         use crate::compose::AccelChoice;
         let mut chosen = BTreeMap::new();
-        let mut verdict = None;
+        let (mut verdict, mut tried) = (None, false);
         let insists = missing.iter().any(|(_, spec, _)| spec.accel == AccelChoice::Kvm);
         let limit = if insists { kvm::INSISTING } else { kvm::LIMIT };
         for (name, spec, boot) in missing {
@@ -479,6 +435,7 @@ impl Supervisor {
                 let kit = kit::kit(&kit::places(near), None);
                 let kernel = kit.as_ref().or(boot.as_ref()).map(|b| b.kernel.as_path());
                 kvm::verdict(qemu, kernel, limit, || {
+                    tried = true;
                     reporter.send(&Event::Note {
                         text: "finding out whether KVM works here (once per boot of the host)".into(),
                     });
@@ -491,16 +448,40 @@ impl Supervisor {
         }
         if let Some(verdict) = verdict {
             let text = format!("{}: {}", verdict.accel().name(), verdict.why);
-            reporter.send(&Event::Note { text: text.clone() });
+            // Where it is known since an earlier start, only those want it who ask for more.
+            let known = text.clone();
+            reporter.send(&if tried { Event::Note { text: known } } else { Event::Detail { text: known } });
             self.lock().accel = text;
         } else if !missing.is_empty() {
             self.lock().accel = "TCG: the compose file or TOMBOLO_VM_ACCEL says so".into();
         }
+        for (name, _, boot) in missing {
+            let kernel =
+                boot.as_ref().map_or("its disk's".to_owned(), |boot| boot.kernel.display().to_string());
+            let text = format!(
+                "the VM '{name}': {} {} with {}, kernel {kernel}",
+                qemu.program.display(),
+                qemu.version_text(),
+                chosen[name].name()
+            );
+            reporter.send(&Event::Detail { text });
+        }
+        let logs = self.dir.path().display();
+        reporter.send(&Event::Detail { text: format!("supervisor {}, logs in {logs}", std::process::id()) });
         Ok(chosen)
     }
 }
 
-/// Takes these entries out of `all`.
-fn take_out<T>(all: &mut BTreeMap<String, T>, names: Vec<String>) -> BTreeMap<String, T> {
-    names.into_iter().filter_map(|name| all.remove_entry(&name)).collect()
+/// Mounts the host's folders in a guest that has an agent. What is returned says which ones it can't use.
+fn mount_shares(machine: &Machine, report: &dyn Fn(Stage, &str)) -> anyhow::Result<String> {
+    let spec = machine.spec();
+    if spec.share.is_empty() || spec.ready != compose::Ready::Agent {
+        return Ok(String::new());
+    }
+    report(Stage::Preparing, "folders of the host");
+    let shares = share::mount(machine.agent(), machine.name(), &spec.share)?;
+    let missing =
+        shares.iter().filter(|share| !share.there).map(|share| format!(", {}", share.state)).collect();
+    machine.set_shares(shares);
+    Ok(missing)
 }

@@ -4,6 +4,7 @@
 use super::Done;
 use super::notify::{on_context, once};
 use crate::opencl::late::NO_QUEUE;
+use crate::opencl::waits;
 use crate::opencl::{Cx, Extra, Handle, VALUE, lock, properties};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -103,11 +104,7 @@ pub(crate) fn flush(cx: &mut Cx<'_>, r: &wire::Flush) -> Done {
 }
 
 pub(crate) fn finish(cx: &mut Cx<'_>, r: &wire::Finish) -> Done {
-    let queue = cx.get(kind::QUEUE, r.queue)?;
-    let f = native!(cx, clFinish);
-    cx.may_block()?;
-    // SAFETY: a live queue: the client can't release it meanwhile without harming only itself.
-    cx.status(unsafe { f(queue) })?;
+    waits::queue(cx, r.queue)?;
     let late = &cx.cl.late;
     late.check(r.queue, cx.waited).and_then(|()| late.check(NO_QUEUE, cx.waited))
 }

@@ -3,7 +3,7 @@
 
 use super::Done;
 use super::notify::{Notify, on_event, once};
-use crate::opencl::Cx;
+use crate::opencl::{Cx, waits};
 use std::ffi::c_void;
 use tombolo_accel_spec::opencl::{self as wire, kind};
 
@@ -16,6 +16,9 @@ pub(crate) fn wait_for_events(cx: &mut Cx<'_>, r: &wire::WaitForEvents<'_>) -> D
             let _told = cx.cl.late.check(queue, cx.waited);
         }
     })?;
+    if let [event] = events[..] {
+        return waits::event(cx, event);
+    }
     cx.may_block()?;
     // SAFETY: live events; the list is as long as said.
     cx.status(unsafe { f(events.len() as u32, events.as_ptr()) })

@@ -13,6 +13,7 @@ use std::ptr::{null, null_mut};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_calls::say;
 
 const INVALID_ARG_VALUE: i32 = -50;
 const INVALID_ARG_SIZE: i32 = -51;
@@ -228,7 +229,7 @@ fn eight_bytes(
             found.map(|native| (native as usize).to_ne_bytes()).ok_or(INVALID_ARG_VALUE)
         }
         Parameter::Unknown if is_mapped(u64::from_ne_bytes(value)) => {
-            eprintln!(
+            say!(
                 "tombolo accel: an argument of 8 bytes is an address of this process, and the driver doesn't say whether the kernel takes an object there; refused. A program that is built from its source has no such arguments"
             );
             Err(INVALID_ARG_VALUE)

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::ptr::null_mut;
 use tombolo_accel_spec::opencl::{self as wire, kind};
 use tombolo_accel_spec::wire::Encoder;
+use tombolo_calls::say;
 
 /// Says in the log why there is nothing to serve.
 fn no_platform(code: i32) {
@@ -18,7 +19,7 @@ fn no_platform(code: i32) {
             Err(e) => format!("a worker can't read it: {e}"),
         };
     let from = if given.is_some() { " (OCL_ICD_VENDORS)" } else { "" };
-    eprintln!(
+    say!(
         "tombolo accel: no OpenCL platform (code {code}): the loader looked in {}{from}, and {why}. Workers read programs and libraries of the system only (/usr, /lib, /etc, /opt): drivers and the files that name them belong there",
         place.display()
     );

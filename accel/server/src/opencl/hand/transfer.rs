@@ -2,6 +2,7 @@
 //! Commands whose data goes through the window, and launches.
 
 use super::Done;
+use crate::opencl::stream::{self, Arguments, Piece, Stream};
 use crate::opencl::{Cx, Extra, Handle, VALUE};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -119,6 +120,61 @@ pub(crate) fn enqueue_write_image(cx: &mut Cx<'_>, r: &wire::EnqueueWriteImage<'
         // SAFETY: as above.
         unsafe { f(queue, image, 0, origin.as_ptr(), region.as_ptr(), 0, 0, from, n, list, event) }
     })
+}
+
+pub(crate) fn enqueue_stream(cx: &mut Cx<'_>, r: &wire::EnqueueStream<'_>) -> Done {
+    let f = native!(cx, clEnqueueNativeKernel);
+    let (retain, flush) = (native!(cx, clRetainEvent), native!(cx, clFlush));
+    let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
+    let stream = Stream::new(r.writes != 0, r.size as usize);
+    cx.cl.streams.add(r.stream, &stream)?;
+    let mut arguments = Arguments::new(cx.cl, buffer, r.offset as usize, stream);
+    let (len, arguments) = (size_of::<Arguments>(), (&raw mut arguments).cast::<c_void>());
+    let (objects, places, mut native) = ([buffer], [arguments], null_mut());
+    let sent = cx.enqueue_into(&r.waits, r.event, &mut native, |n, list, event| {
+        let (objects, places) = (objects.as_ptr().cast(), places.as_ptr().cast());
+        let (run, list, event) = (stream::run as *const c_void, list.cast(), event.cast_const().cast());
+        // SAFETY: live handles; the driver copies the arguments, and puts the buffer's address where the buffer stands.
+        unsafe { f(queue, run, arguments, len, 1, objects, places, n, list, event) }
+    });
+    if let Err(code) = sent {
+        cx.cl.streams.end(cx.cl, r.stream, code);
+        return Err(code);
+    }
+    if r.event != 0 {
+        // SAFETY: a live event; this reference is the table's.
+        unsafe { retain(native) };
+        cx.keep(kind::EVENT, r.event, native, Extra::default())?;
+    }
+    cx.cl.streams.enqueued(cx.cl, r.stream, native);
+    // A queue that may wait for more commands is told to begin: the client waits for the pieces.
+    // SAFETY: a live queue.
+    cx.status(unsafe { flush(queue) })
+}
+
+pub(crate) fn stream_watch(cx: &mut Cx<'_>, r: &wire::StreamWatch) -> Done {
+    let (wait, release) = (native!(cx, clWaitForEvents), native!(cx, clReleaseEvent));
+    // It may have ended meanwhile.
+    let Ok(event) = cx.cl.streams.event(cx.cl, r.stream) else { return Ok(()) };
+    let outcome = cx.may_block().map(|()| {
+        // SAFETY: a live event.
+        let status = unsafe { wait(1, &event) };
+        if status < 0 {
+            cx.cl.streams.end(cx.cl, r.stream, status);
+        }
+    });
+    // SAFETY: the reference that event() took.
+    unsafe { release(event) };
+    outcome
+}
+
+pub(crate) fn stream_piece(cx: &mut Cx<'_>, r: &wire::StreamPiece) -> Done {
+    let slot = offered(cx, r.data, r.size)? as usize;
+    let piece = Piece { slot, at: r.at as usize, len: r.size as usize, ticket: r.ticket };
+    cx.cl.streams.get(r.stream)?.put(piece)?;
+    // Redeemed by whoever copies it.
+    cx.owed = 0;
+    Ok(())
 }
 
 pub(crate) fn enqueue_map_home(cx: &mut Cx<'_>, r: &wire::EnqueueMapHome<'_>) -> Done {

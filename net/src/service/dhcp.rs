@@ -10,6 +10,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use super::wire::{ETH, ethernet, sum};
+use super::{Lease, Leases, Responder};
 use crate::frames::frame::Mac;
 use crate::policy::port::Vlan;
 
@@ -110,16 +112,6 @@ impl DhcpConfig {
     }
 }
 
-/// What a guest gets.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lease {
-    /// Its address.
-    pub address: Ipv4Addr,
-    /// Its name.
-    pub name: String,
-}
-
-const ETH: usize = 14;
 const IP: usize = 20;
 const UDP: usize = 8;
 /// Bytes of a BOOTP message in front of its options, the magic cookie included.
@@ -180,17 +172,17 @@ fn ip(bytes: &[u8]) -> Option<Ipv4Addr> {
 /// The answer to a frame, if it gets one: to a question for an address, or for the server's own MAC (ARP). `lease`: what
 /// the owner of a MAC gets.
 #[must_use]
-pub fn answer(config: &DhcpConfig, frame: &[u8], lease: impl Fn(Mac) -> Option<Lease>) -> Option<Vec<u8>> {
+pub fn answer(
+    config: &DhcpConfig,
+    frame: &[u8],
+    lease: impl Fn(Mac) -> Option<Lease<Ipv4Addr>>,
+) -> Option<Vec<u8>> {
     let from = Mac(*frame.get(6..12)?.first_chunk()?);
     match frame.get(12..ETH)? {
         [0x08, 0x06] => arp(config, from, &frame[ETH..]),
         [0x08, 0x00] => dhcp(config, from, &frame[ETH..], lease),
         _ => None,
     }
-}
-
-fn ethernet(to: Mac, from: Mac, kind: u16, body: &[u8]) -> Vec<u8> {
-    [&to.0[..], &from.0, &kind.to_be_bytes(), body].concat()
 }
 
 /// Tells the server's MAC. The router's address is the router's, also where the server goes by it.
@@ -208,7 +200,7 @@ fn dhcp(
     config: &DhcpConfig,
     from: Mac,
     packet: &[u8],
-    lease: impl Fn(Mac) -> Option<Lease>,
+    lease: impl Fn(Mac) -> Option<Lease<Ipv4Addr>>,
 ) -> Option<Vec<u8>> {
     // IPv4 of one piece, with UDP from port 68 to port 67.
     let head = 4 * usize::from(packet.first()? & 15);
@@ -322,14 +314,24 @@ fn dhcp(
     Some(ethernet(from, config.mac(), 0x0800, &packet))
 }
 
-/// The Internet checksum of `bytes` and of a number before them.
-fn sum(bytes: &[u8], first: u32) -> [u8; 2] {
-    let word = |c: &[u8]| u32::from(c[0]) << 8 | u32::from(*c.get(1).unwrap_or(&0));
-    let mut s = bytes.chunks(2).map(word).sum::<u32>() + first;
-    while s > 0xffff {
-        s = (s & 0xffff) + (s >> 16);
+/// The service: what `config` says, for those who have a lease.
+pub struct Dhcp {
+    config: DhcpConfig,
+    leases: Leases<Ipv4Addr>,
+}
+
+impl Dhcp {
+    /// The service of `config`, which gives what `leases` says.
+    #[must_use]
+    pub fn new(config: DhcpConfig, leases: Leases<Ipv4Addr>) -> Self {
+        Self { config, leases }
     }
-    (!(s as u16)).to_be_bytes()
+}
+
+impl Responder for Dhcp {
+    fn answer(&self, frame: &[u8]) -> Option<Vec<u8>> {
+        answer(&self.config, frame, |mac| self.leases.get(mac))
+    }
 }
 
 #[cfg(test)]
@@ -348,7 +350,7 @@ mod tests {
         .unwrap()
     }
 
-    fn lease(mac: Mac) -> Option<Lease> {
+    fn lease(mac: Mac) -> Option<Lease<Ipv4Addr>> {
         (mac == GUEST).then(|| Lease { address: ADDRESS, name: "web".into() })
     }
 

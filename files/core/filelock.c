@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * File locks that exclude across members. The records of one inode are scanned under its lock: files with more than a few
+ * File locks that exclude across members. The records of one inode are a table that is scanned whole: files with more than a few
  * locks are rare, and a scan of a block is 64 cache lines. A dead member's records count for nothing and are
  * reused, so its locks are released by its death itself.
+ *
+ * A file's table has a lock of its own (tfs_table_lock), so programs that lock ranges and programs that write the file don't wait for each
+ * other. A directory's table is under the directory's lock. The table grows under both, the inode's lock first, and in a transaction; it
+ * shrinks only when the inode is freed. Other changes need no transaction: a record's first word makes it count.
  *
  * A range that is unlocked or changes its type in the middle splits a record. All records involved belong to one owner, so
  * a death in between leaves only records that no longer count.
@@ -13,11 +17,66 @@
 #define MAX_DEPTH 16u	/* of a chain of owners that wait for each other */
 #define MAX_LOOKS 65536u /* records looked at for one chain */
 
+#define NO_ROOM 1 /* the table must grow first */
+
 struct table {
 	struct tfs *fs;
 	struct tfs_inode *inode;
 	tmb_u64 root, blocks;
+	tmb_u64 at; /* the block of records that was looked at last ... */
+	struct tfs_lock_record *records; /* ... and where it lies; NULL: none yet */
 };
+
+/* --- the table's lock --------------------------------------------------------------------------------------------- */
+
+/* NULL: the inode's own lock. */
+static struct tmb_lock *own_lock(struct tfs_inode *inode)
+{
+	return TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) ? NULL : tfs_table_lock(inode);
+}
+
+static void unlock_table(struct tfs *fs, struct tfs_inode *inode)
+{
+	struct tmb_lock *lock = own_lock(inode);
+
+	tfs_unlock(fs, lock ? lock : &inode->lock);
+}
+
+static int lock_table(struct tfs *fs, struct tfs_handle h, enum tfs_how how, struct tfs_inode **out)
+{
+	struct tfs_inode *inode = *out = tfs_inode(fs, h.ino);
+	struct tmb_lock *lock;
+	int err;
+
+	if (!inode)
+		return -ESTALE;
+	lock = own_lock(inode);
+	err = tfs_lock(fs, lock ? lock : &inode->lock, how);
+	if (err)
+		return err;
+	/* An inode keeps its type for life, and a later one with its number is not the handle's. */
+	if (tfs_is(inode, h) && own_lock(inode) == lock)
+		return 0;
+	tfs_unlock(fs, lock ? lock : &inode->lock);
+	return -ESTALE;
+}
+
+int tfs_lock_table_to_free(struct tfs *fs, struct tfs_inode *inode)
+{
+	struct tmb_lock *lock = own_lock(inode);
+
+	return lock && tmb_load(&inode->locks) ? tfs_lock(fs, lock, TFS_SURE) : 0;
+}
+
+void tfs_unlock_table(struct tfs *fs, struct tfs_inode *inode)
+{
+	struct tmb_lock *lock = own_lock(inode);
+
+	if (lock && tmb_load(&inode->locks))
+		tfs_unlock(fs, lock);
+}
+
+/* --- records ------------------------------------------------------------------------------------------------------ */
 
 static struct tfs_lock_head *table_open(struct table *t, struct tfs *fs, struct tfs_inode *inode)
 {
@@ -27,6 +86,7 @@ static struct tfs_lock_head *table_open(struct table *t, struct tfs *fs, struct 
 	t->inode = inode;
 	t->root = tmb_load_acquire(&inode->locks);
 	t->blocks = 0;
+	t->records = NULL;
 	if (!t->root || tfs_tree_map(fs, t->root, 0, 1, &run) || !run.block)
 		return NULL;
 	struct tfs_lock_head *head = tfs_block(fs, run.block);
@@ -38,15 +98,21 @@ static struct tfs_lock_head *table_open(struct table *t, struct tfs *fs, struct 
 /* Record i of the table, NULL past the end. */
 static struct tfs_lock_record *record_at(struct table *t, tmb_u64 i)
 {
+	tmb_u64 at = i + 1, block = at / TFS_LOCK_RECORDS; /* place 0 of block 0 is the head */
 	struct tfs_run run;
-	tmb_u64 at = i + 1; /* place 0 of block 0 is the head */
 
-	if (at / TFS_LOCK_RECORDS >= t->blocks || tfs_tree_map(t->fs, t->root, at / TFS_LOCK_RECORDS, 1, &run) || !run.block)
+	if (block >= t->blocks)
 		return NULL;
-	return (struct tfs_lock_record *)tfs_block(t->fs, run.block) + at % TFS_LOCK_RECORDS;
+	if (!t->records || t->at != block) {
+		if (tfs_tree_map(t->fs, t->root, block, 1, &run) || !run.block)
+			return NULL;
+		t->records = tfs_block(t->fs, run.block);
+		t->at = block;
+	}
+	return t->records + at % TFS_LOCK_RECORDS;
 }
 
-/* One more block of free records. */
+/* One more block of free records; under both locks. */
 static int table_grow(struct table *t)
 {
 	struct tfs_run run;
@@ -128,42 +194,54 @@ static bool comes_before(const struct tfs_lock_record *a, const struct tfs_lock_
 	return first != second ? first < second : tmb_load(&a->start) < tmb_load(&b->start);
 }
 
-/* A record to write into; may grow the table. */
-static int free_record(struct table *t, struct tfs_lock_record **out)
+/* A record to write into; NULL: none. */
+static struct tfs_lock_record *free_record(struct table *t)
 {
-	for (;;) {
-		struct tfs_lock_record *r;
-		int err;
+	struct tfs_lock_record *r;
 
-		for (tmb_u64 i = 0; (r = record_at(t, i)); i++) {
-			if (!counts(t->fs, tmb_load(&r->holder))) {
-				*out = r;
-				return 0;
-			}
-		}
-		err = table_grow(t);
-		if (err)
-			return err;
-	}
+	for (tmb_u64 i = 0; (r = record_at(t, i)); i++)
+		if (!counts(t->fs, tmb_load(&r->holder)))
+			return r;
+	return NULL;
 }
 
-/* Takes [start, end] away from this owner's records. *gave: something was there. */
-static int cut_out(struct table *t, const struct tfs_file_lock *lock, bool *gave)
+/* Whether 'need' records are free. */
+static bool has_room(struct table *t, tmb_u32 need)
+{
+	struct tfs_lock_record *r;
+
+	for (tmb_u64 i = 0; need && (r = record_at(t, i)); i++)
+		need -= !counts(t->fs, tmb_load(&r->holder));
+	return !need;
+}
+
+/* Whether the range lies inside of one of this owner's records, so that taking it away leaves two. */
+static bool is_split(struct table *t, const struct tfs_file_lock *lock)
+{
+	struct tfs_lock_record *r;
+
+	for (tmb_u64 i = 0; (r = record_at(t, i)); i++)
+		if (same_owner(t->fs, r, lock) && tmb_load(&r->start) < lock->start && tmb_load(&r->end) > lock->end)
+			return true;
+	return false;
+}
+
+/* Takes [start, end] away from this owner's records, one of which may be split: there is room for it. True: something was there. */
+static bool cut_out(struct table *t, const struct tfs_file_lock *lock)
 {
 	struct tfs_lock_record *r, *rest;
+	bool gave = false;
 
 	for (tmb_u64 i = 0; (r = record_at(t, i)); i++) {
 		tmb_u64 start = tmb_load(&r->start), end = tmb_load(&r->end);
 
 		if (!same_owner(t->fs, r, lock) || start > lock->end || end < lock->start)
 			continue;
-		*gave = true;
+		gave = true;
 		if (start < lock->start && end > lock->end) {
-			int err = free_record(t, &rest);
-
-			if (err)
-				return err;
-			fill(rest, self_word(t->fs), lock, lock->end + 1, end, tmb_load(&r->type), tmb_load(&r->order));
+			rest = free_record(t);
+			if (rest)
+				fill(rest, self_word(t->fs), lock, lock->end + 1, end, tmb_load(&r->type), tmb_load(&r->order));
 			tmb_store_release(&r->end, lock->start - 1);
 		} else if (start < lock->start) {
 			tmb_store_release(&r->end, lock->start - 1);
@@ -173,7 +251,7 @@ static int cut_out(struct table *t, const struct tfs_file_lock *lock, bool *gave
 			tmb_store_release(&r->holder, 0);
 		}
 	}
-	return 0;
+	return gave;
 }
 
 /* Joins the new range with this owner's records of the same type that touch it. */
@@ -208,59 +286,61 @@ static void wake(struct tfs *fs, struct tfs_inode *inode)
 		tfs_ring_members(fs, tmb_exchange(&head->waiters, 0), TMB_PENDING_LOCK);
 }
 
-static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_lock lock)
+static struct tfs_lock_record *find_own(struct table *t, const struct tfs_file_lock *lock)
 {
 	struct tfs_lock_record *r;
+
+	for (tmb_u64 i = 0; (r = record_at(t, i)); i++)
+		if (same_owner(t->fs, r, lock))
+			return r;
+	return NULL;
+}
+
+static bool is_in_the_way(struct table *t, const struct tfs_file_lock *lock)
+{
+	struct tfs_lock_record *r;
+
+	for (tmb_u64 i = 0; (r = record_at(t, i)); i++)
+		if (conflicts(t->fs, r, lock))
+			return true;
+	return false;
+}
+
+/* NO_ROOM: nothing is changed yet but a flock that was to become another one, which is given back. */
+static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_lock lock)
+{
 	struct table t;
 	struct tfs_lock_head *head = table_open(&t, fs, inode);
-	struct tfs_lock_record *own = NULL;
-	tmb_u64 order = 0;
-	bool gave = false;
-	int err;
+	struct tfs_lock_record *own = head ? find_own(&t, &lock) : NULL, *r;
+	bool taking = lock.type != TFS_LK_UNLOCK;
+	tmb_u64 order = own ? tmb_load(&own->order) : 0;
 
-	if (!head && lock.type == TFS_LK_UNLOCK)
+	if (!taking && !own)
 		return 0;
-	for (tmb_u64 i = 0; !own && (r = record_at(&t, i)); i++)
-		if (same_owner(fs, r, &lock))
-			own = r;
-	if (own)
-		order = tmb_load(&own->order);
-	if (lock.kind == TFS_LK_FLOCK && own && lock.type != TFS_LK_UNLOCK) {
+	if (lock.kind == TFS_LK_FLOCK && own && taking) {
 		if (tmb_load(&own->type) == lock.type)
 			return 0;
 		/* As flock(2) has it: the old lock goes first, whatever becomes of the new one. So two that convert don't wait for each other. */
-		err = cut_out(&t, &lock, &gave);
-		if (err)
-			return err;
+		cut_out(&t, &lock);
 		wake(fs, inode);
 	}
-	if (lock.type != TFS_LK_UNLOCK) {
-		for (tmb_u64 i = 0; (r = record_at(&t, i)); i++) {
-			if (conflicts(fs, r, &lock)) {
-				tmb_fetch_or(&head->waiters, 1ULL << fs->member);
-				return -EAGAIN;
-			}
-		}
-		/* Room for a record, before anything changes. */
-		err = free_record(&t, &r);
-		if (err)
-			return err;
+	if (taking && head && is_in_the_way(&t, &lock)) {
+		tmb_fetch_or(&head->waiters, 1ULL << fs->member);
+		return -EAGAIN;
 	}
-	err = cut_out(&t, &lock, &gave);
-	if (err)
-		return err;
-	if (lock.type != TFS_LK_UNLOCK) {
+	if (!has_room(&t, is_split(&t, &lock) + taking))
+		return NO_ROOM;
+	bool gave = cut_out(&t, &lock);
+	if (taking) {
 		if (lock.kind == TFS_LK_POSIX)
 			absorb(&t, &lock);
-		err = free_record(&t, &r);
-		if (err)
-			return err;
 		if (!own) {
-			head = table_open(&t, fs, inode);
-			order = head ? tmb_load(&head->orders) + 1 : 0;
-			if (head)
-				tmb_store(&head->orders, order);
+			order = tmb_load(&head->orders) + 1;
+			tmb_store(&head->orders, order);
 		}
+		r = free_record(&t);
+		if (!r)
+			return tfs_damage(fs, "file-lock records changing", lock.start, lock.end);
 		fill(r, self_word(fs), &lock, lock.start, lock.end, lock.type, order);
 	}
 	if (gave)
@@ -268,23 +348,57 @@ static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_l
 	return 0;
 }
 
+/* Adds a block to the table, unless it has more room than the caller found by now. */
+static int grow(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
+{
+	struct tfs_inode *inode;
+	struct table t;
+	tmb_u32 slot;
+	int err = tfs_tx_begin(fs, &slot);
+
+	if (err)
+		return err;
+	err = tfs_lock_inode_as(fs, h, how);
+	if (err)
+		goto end;
+	inode = tfs_inode(fs, h.ino);
+	if (own_lock(inode))
+		err = tfs_lock(fs, own_lock(inode), how);
+	if (!err) {
+		table_open(&t, fs, inode);
+		if (!has_room(&t, 2)) {
+			tfs_tx_inode(fs, slot, 0, h.ino);
+			err = table_grow(&t);
+		}
+		if (own_lock(inode))
+			tfs_unlock(fs, own_lock(inode));
+	}
+	tfs_tx_end(fs, slot);
+	tfs_unlock_inode(fs, h.ino);
+	return err;
+end:
+	tfs_tx_end(fs, slot);
+	return err;
+}
+
 int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock)
 {
-	tmb_u32 slot;
+	enum tfs_how how = lock->type == TFS_LK_UNLOCK ? TFS_SURE : TFS_KILLABLE;
+	struct tfs_inode *inode;
 	int err;
 
 	if (lock->start > lock->end)
 		return -EINVAL;
-	err = tfs_tx_begin(fs, &slot);
-	if (err)
-		return err;
-	err = tfs_lock_inode_as(fs, h, lock->type == TFS_LK_UNLOCK ? TFS_SURE : TFS_KILLABLE);
-	if (!err) {
-		tfs_tx_inode(fs, slot, 0, h.ino);
-		err = set_locked(fs, tfs_inode(fs, h.ino), *lock);
-		tfs_unlock_inode(fs, h.ino);
-	}
-	tfs_tx_end(fs, slot);
+	do {
+		err = lock_table(fs, h, how, &inode);
+		if (err)
+			return err;
+		err = set_locked(fs, inode, *lock);
+		unlock_table(fs, inode);
+		if (err != NO_ROOM)
+			return err;
+		err = grow(fs, h, how);
+	} while (!err);
 	return err;
 }
 
@@ -293,11 +407,10 @@ int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock
 	struct tfs_inode *inode;
 	struct tfs_lock_record *r, *found = NULL;
 	struct table t;
-	int err = tfs_lock_inode(fs, h);
+	int err = lock_table(fs, h, TFS_KILLABLE, &inode);
 
 	if (err)
 		return err;
-	inode = tfs_inode(fs, h.ino);
 	table_open(&t, fs, inode);
 	for (tmb_u64 i = 0; (r = record_at(&t, i)); i++)
 		if (conflicts(fs, r, lock) && (!found || comes_before(r, found)))
@@ -312,7 +425,7 @@ int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock
 	} else {
 		lock->type = TFS_LK_UNLOCK;
 	}
-	tfs_unlock_inode(fs, h.ino);
+	unlock_table(fs, inode);
 	return 0;
 }
 

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Blocking writes that return when their bytes were taken, before the device has them. That is as good as waiting for as long as whatever looks at the
+//! data comes behind the write: with one queue, which keeps its order, and without an event that the program completes. Everywhere else a blocking
+//! write waits for the device, and whoever makes a second queue or such an event waits for the writes before.
+
+use crate::rt::{self, Handle, Id, New, Obj};
+use crate::state::{As, Body};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use tombolo_accel_spec::opencl as wire;
+
+/// Queues that live.
+static QUEUES: AtomicUsize = AtomicUsize::new(0);
+/// Events that live and are completed by the program.
+static USER_EVENTS: AtomicUsize = AtomicUsize::new(0);
+/// The queue with a write that the device may not have; 0: none has one.
+static WRITTEN: AtomicU64 = AtomicU64::new(0);
+
+const OUT_OF_ORDER: u64 = 1;
+
+/// Counts an object for as long as it lives.
+pub struct Counted(&'static AtomicUsize);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+fn count(all: &'static AtomicUsize) -> Result<Counted, i32> {
+    all.fetch_add(1, Ordering::SeqCst);
+    // Given back where the wait fails.
+    let counted = Counted(all);
+    settle()?;
+    Ok(counted)
+}
+
+/// A new queue: behind the writes before.
+pub fn new_queue() -> Result<Counted, i32> {
+    count(&QUEUES)
+}
+
+/// A new event that the program completes: behind the writes before.
+pub fn new_user_event() -> Result<Counted, i32> {
+    count(&USER_EVENTS)
+}
+
+/// Waits until the device has what was written.
+fn settle() -> Result<(), i32> {
+    match WRITTEN.swap(0, Ordering::SeqCst) {
+        0 => Ok(()),
+        queue => rt::call(&wire::Finish { queue }).map(drop),
+    }
+}
+
+/// The queue is about to be given up.
+pub fn leave(queue: Obj) -> Result<(), i32> {
+    if WRITTEN.load(Ordering::SeqCst) == queue.id() { settle() } else { Ok(()) }
+}
+
+/// A new connection, whose server knows nothing of what was before.
+pub fn forget() {
+    WRITTEN.store(0, Ordering::SeqCst);
+}
+
+/// Whether a command's place in this queue is its place in time.
+pub fn in_order(queue: Obj) -> bool {
+    matches!(queue.body(), Body::Queue(q) if q.properties & OUT_OF_ORDER == 0)
+}
+
+fn nobody_can_tell(queue: Obj) -> bool {
+    in_order(queue) && QUEUES.load(Ordering::SeqCst) == 1 && USER_EVENTS.load(Ordering::SeqCst) == 0
+}
+
+/// A write that is being enqueued.
+pub struct Write {
+    queue: Obj,
+    blocking: bool,
+    waits: bool,
+    new: New,
+}
+
+impl Write {
+    /// Of a queue; `command` is its event's, which the program wants or not.
+    pub fn new(queue: Obj, blocking: bool, wanted: bool, command: u32) -> Result<Write, i32> {
+        let waits = blocking && (wanted || !nobody_can_tell(queue));
+        let new = rt::new_event(queue, wanted || waits, command)?;
+        Ok(Write { queue, blocking, waits, new })
+    }
+
+    /// The id of its event; 0: it has none.
+    pub fn event(&self) -> u64 {
+        self.new.id()
+    }
+
+    /// The server has it: waits for the device if it must, and gives the program its event.
+    ///
+    /// # Safety
+    /// `event` is null or points to room for a handle.
+    pub unsafe fn sent(self, event: *mut Handle) -> Result<(), i32> {
+        let Write { queue, blocking, waits, new } = self;
+        let Some(object) = new.object() else {
+            if blocking {
+                WRITTEN.store(queue.id(), Ordering::SeqCst);
+                // A second queue may have come meanwhile, before it could see this.
+                return if nobody_can_tell(queue) { Ok(()) } else { settle() };
+            }
+            return Ok(());
+        };
+        let id = new.id();
+        let handle = new.publish();
+        let outcome = if waits {
+            rt::call(&wire::WaitForEvents { events: [id].as_slice().into() }).map(|_| {
+                if let Ok(state) = object.event() {
+                    state.status.store(wire::SUCCESS, Ordering::Release);
+                }
+            })
+        } else {
+            Ok(())
+        };
+        if event.is_null() || outcome.is_err() {
+            rt::ARENA.release(object);
+            return outcome;
+        }
+        // SAFETY: as the caller promises.
+        unsafe { rt::write(event, handle) };
+        Ok(())
+    }
+}

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Long transfers between a program's memory and a buffer of a device that is the CPU. The program's bytes pass through slots of the window, piece
+//! by piece. One command of the driver, a native kernel, copies the pieces between the window and the buffer on a thread of the driver, at its place
+//! in the queue; the client meanwhile copies the next ones between the window and the program's memory. So a transfer takes about as long as one
+//! copy, and costs the driver one command.
+//!
+//! The client sends a record for each piece, which has a ticket: it is redeemed when the piece was copied. A transfer that the driver ends
+//! before its time (a command before it failed) redeems what is left with the driver's code.
+
+use super::{Handle, OpenCl, lock};
+use std::collections::{HashMap, VecDeque};
+use std::ffi::c_void;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+use tombolo_accel_spec::wire::ReplyKind;
+use tombolo_calls::spin::Spin;
+
+/// Transfers of a client at once.
+const MOST: usize = 1024;
+/// How long the driver's thread looks for the next piece before it sleeps.
+const SPIN: Duration = Duration::from_micros(50);
+/// CL_OUT_OF_RESOURCES
+const RESOURCES: i32 = -5;
+/// CL_INVALID_VALUE
+const VALUE: i32 = -30;
+
+/// A piece that the client has staged, or made room for.
+pub struct Piece {
+    /// Its slot in the window.
+    pub slot: usize,
+    /// Where it begins, counted from the transfer's begin.
+    pub at: usize,
+    /// Bytes.
+    pub len: usize,
+    /// Redeemed when it was copied.
+    pub ticket: u64,
+}
+
+#[derive(Default)]
+struct State {
+    pieces: VecDeque<Piece>,
+    /// The driver's thread waits for a piece.
+    sleeps: bool,
+    /// The driver has ended the command, with this status.
+    ended: Option<i32>,
+}
+
+/// One transfer.
+pub struct Stream {
+    /// From the window to the buffer.
+    writes: bool,
+    len: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// What the driver hands to the native kernel. It has a reference to the stream, which the kernel gives up; that of a command which never starts stays.
+#[repr(C)]
+pub struct Arguments {
+    /// The address of the buffer's memory, which the driver puts here.
+    buffer: *mut u8,
+    offset: usize,
+    stream: *const Stream,
+    cl: *const OpenCl,
+}
+
+impl Arguments {
+    /// Of a transfer at an offset of a buffer.
+    pub fn new(cl: &'static OpenCl, buffer: Handle, offset: usize, stream: Arc<Stream>) -> Arguments {
+        Arguments { buffer: buffer.cast(), offset, stream: Arc::into_raw(stream), cl }
+    }
+}
+
+impl Stream {
+    /// A transfer of `len` bytes.
+    pub fn new(writes: bool, len: usize) -> Arc<Stream> {
+        Arc::new(Stream { writes, len, state: Mutex::default(), changed: Condvar::new() })
+    }
+
+    /// Takes a piece, or says why there is no use for it.
+    pub fn put(&self, piece: Piece) -> Result<(), i32> {
+        if piece.len == 0 || piece.at.checked_add(piece.len).is_none_or(|end| end > self.len) {
+            return Err(VALUE);
+        }
+        let mut state = lock(&self.state);
+        if let Some(status) = state.ended {
+            return Err(if status < 0 { status } else { VALUE });
+        }
+        state.pieces.push_back(piece);
+        if std::mem::take(&mut state.sleeps) {
+            self.changed.notify_one();
+        }
+        Ok(())
+    }
+
+    /// The next piece, as soon as there is one.
+    fn next(&self) -> Piece {
+        let mut spin = Spin::new(SPIN);
+        loop {
+            let mut state = lock(&self.state);
+            if let Some(piece) = state.pieces.pop_front() {
+                return piece;
+            }
+            if !spin.turn() {
+                state.sleeps = true;
+                let waited = self.changed.wait_while(state, |state| state.pieces.is_empty());
+                drop(waited.unwrap_or_else(PoisonError::into_inner));
+            }
+        }
+    }
+
+    /// Copies until all has been copied.
+    ///
+    /// # Safety
+    /// `buffer` points to the transfer's range of the buffer.
+    unsafe fn copy(&self, cl: &OpenCl, buffer: *mut u8) {
+        let mut left = self.len;
+        while left > 0 {
+            let Piece { slot, at, len, ticket } = self.next();
+            // SAFETY: put() checked that the piece lies in the transfer; its slot lies in the window. Others may write there meanwhile:
+            // any bytes will do.
+            unsafe {
+                let (device, host) = (buffer.add(at), slot as *mut u8);
+                let (from, to) = if self.writes { (host, device) } else { (device, host) };
+                std::ptr::copy(from, to, len);
+            }
+            cl.session().notify(ReplyKind::Ticket, 0, ticket, &[]);
+            left = left.saturating_sub(len);
+        }
+    }
+
+    /// The command has ended: nobody copies any more.
+    fn end(&self, cl: &OpenCl, status: i32) {
+        let left = {
+            let mut state = lock(&self.state);
+            state.ended = Some(status);
+            std::mem::take(&mut state.pieces)
+        };
+        let status = if status < 0 { status } else { RESOURCES };
+        for piece in left {
+            cl.session().notify(ReplyKind::Ticket, status, piece.ticket, &[]);
+        }
+    }
+}
+
+/// The native kernel.
+pub unsafe extern "C" fn run(arguments: *mut c_void) {
+    // SAFETY: the driver's copy of what was enqueued, which it hands over once.
+    let (arguments, stream, cl) = unsafe {
+        let arguments = &*arguments.cast::<Arguments>();
+        (arguments, Arc::from_raw(arguments.stream), &*arguments.cl)
+    };
+    // What earlier kernels printed comes before the end of a read.
+    cl.output.settle();
+    if arguments.buffer.is_null() {
+        // A driver that has no memory for the buffer.
+        return;
+    }
+    // SAFETY: the range lies in the buffer, as was checked when this was enqueued.
+    unsafe { stream.copy(cl, arguments.buffer.add(arguments.offset)) };
+}
+
+/// A transfer whose command the driver has.
+struct Running {
+    stream: Arc<Stream>,
+    /// The command's event, with a reference of its own; 0: not yet.
+    event: usize,
+}
+
+/// The transfers of a client, by the ids that it chose.
+#[derive(Default)]
+pub struct Streams(Mutex<HashMap<u64, Running>>);
+
+impl Streams {
+    /// One more, whose command the driver is about to get.
+    pub fn add(&self, id: u64, stream: &Arc<Stream>) -> Result<(), i32> {
+        let mut all = lock(&self.0);
+        if all.len() >= MOST {
+            return Err(RESOURCES);
+        }
+        if all.contains_key(&id) {
+            return Err(VALUE);
+        }
+        all.insert(id, Running { stream: stream.clone(), event: 0 });
+        Ok(())
+    }
+
+    /// The driver has its command. The reference to the event becomes the stream's.
+    pub fn enqueued(&self, cl: &'static OpenCl, id: u64, event: Handle) {
+        if let Some(running) = lock(&self.0).get_mut(&id) {
+            running.event = event as usize;
+        }
+        let enqueued = Box::into_raw(Box::new((cl, id)));
+        let set = cl.native.clSetEventCallback;
+        // SAFETY: a live event; the callback frees what it is given.
+        let taken =
+            set.is_some_and(|set| unsafe { set(event, 0, ended as *const c_void, enqueued.cast()) } == 0);
+        if !taken {
+            // SAFETY: the driver didn't take it.
+            drop(unsafe { Box::from_raw(enqueued) });
+        }
+    }
+
+    /// The stream of an id.
+    pub fn get(&self, id: u64) -> Result<Arc<Stream>, i32> {
+        lock(&self.0).get(&id).map(|running| running.stream.clone()).ok_or(VALUE)
+    }
+
+    /// The event of a stream, with a reference for the caller.
+    pub fn event(&self, cl: &OpenCl, id: u64) -> Result<Handle, i32> {
+        let all = lock(&self.0);
+        let event = all.get(&id).ok_or(VALUE)?.event as Handle;
+        if let Some(retain) = cl.native.clRetainEvent {
+            // SAFETY: a live event, as it is in the table.
+            unsafe { retain(event) };
+        }
+        Ok(event)
+    }
+
+    /// The command has ended, or the driver refused it. Only the first who says so is heard.
+    pub fn end(&self, cl: &OpenCl, id: u64, status: i32) {
+        let Some(Running { stream, event }) = lock(&self.0).remove(&id) else { return };
+        stream.end(cl, status);
+        if let (Some(release), true) = (cl.native.clReleaseEvent, event != 0) {
+            // SAFETY: the table's own reference.
+            unsafe { release(event as Handle) };
+        }
+    }
+}
+
+/// The driver's callback for the event of a stream.
+unsafe extern "C" fn ended(_event: Handle, status: i32, enqueued: *mut c_void) {
+    // SAFETY: from enqueued(), and the driver calls once.
+    let (cl, id) = unsafe { *Box::from_raw(enqueued.cast::<(&'static OpenCl, u64)>()) };
+    cl.streams.end(cl, id, status);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_piece_lies_in_its_transfer_and_comes_before_its_end() {
+        let stream = Stream::new(true, 100);
+        let piece = |at, len| Piece { slot: 0, at, len, ticket: 1 };
+        for (at, len) in [(0, 101), (100, 1), (0, 0), (usize::MAX, 1), (1, usize::MAX)] {
+            assert_eq!(stream.put(piece(at, len)), Err(VALUE), "{at} {len}");
+        }
+        assert_eq!(stream.put(piece(0, 100)), Ok(()));
+        assert_eq!(stream.next().len, 100);
+        lock(&stream.state).ended = Some(-14);
+        assert_eq!(stream.put(piece(0, 100)), Err(-14));
+    }
+
+    #[test]
+    fn a_thread_that_sleeps_is_woken_by_the_next_piece() {
+        let stream = Stream::new(true, 100);
+        let reader = stream.clone();
+        let waiting = std::thread::spawn(move || reader.next().at);
+        while !lock(&stream.state).sleeps {
+            std::thread::yield_now();
+        }
+        stream.put(Piece { slot: 0, at: 42, len: 1, ticket: 1 }).expect("taken");
+        assert_eq!(waiting.join().expect("it ends"), 42);
+    }
+}

@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Control groups (version 2): memory, tasks and processor time of all processes of a tenant together are limited, and they are killed at once.
+//!
+//! A server needs a group of its own to divide, which it is told (`--cgroup`) or finds ([`find`]). A tenant has a group in that one: a client that came by a
+//! socket has its worker's, a VM has one with a group for each of its workers. So the users of a VM are kept from each other's memory, and the VM's
+//! sum is limited too.
+//!
+//! The name of each group has the server's process number. What a server that was killed leaves is removed by the next one that divides the same group.
+
+mod find;
+
+pub use find::find;
+
+use super::limits::{SCRATCH, TASKS, WORKING};
+use crate::limits::Limits;
+use anyhow::{Context, bail};
+use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{CWD, Mode, OFlags};
+use std::fs::File;
+use std::io::{self, Read, Seek};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use tombolo_calls::say;
+
+/// The controllers that limit a tenant.
+const CONTROLLERS: &str = "+memory +pids +cpu";
+
+/// A group that is this server's own to divide.
+#[derive(Clone, Debug)]
+pub struct Delegated {
+    own: Arc<Own>,
+    next: Arc<AtomicU64>,
+}
+
+#[derive(Debug)]
+struct Own {
+    folder: PathBuf,
+    /// This server made it, and removes it.
+    made: bool,
+}
+
+/// The group of a tenant or of a worker; ends with this value, and its processes with it.
+#[derive(Debug)]
+pub struct Group {
+    folder: PathBuf,
+    open: OwnedFd,
+}
+
+/// What the processes of a group may have together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Most {
+    /// Bytes.
+    memory: u64,
+    tasks: u64,
+    /// 1 to 100.
+    weight: u32,
+}
+
+impl Most {
+    /// Of one worker. The window is charged to whoever writes there first, and so are the files that a driver compiles.
+    fn of_worker(limits: &Limits) -> Most {
+        let memory =
+            limits.memory.saturating_add(WORKING).saturating_add(limits.window).saturating_add(SCRATCH);
+        Most { memory, tasks: TASKS, weight: limits.weight }
+    }
+
+    /// Of a VM. Its workers share its device memory and have a window each. Of everything else four of them may use as much as one may alone.
+    fn of_vm(limits: &Limits, channels: u32) -> Most {
+        let channels = u64::from(channels);
+        let shared = |of_one: u64| of_one.max(of_one / 4 * channels);
+        let windows = limits.window.saturating_mul(channels);
+        let memory = limits.memory.saturating_add(windows).saturating_add(shared(WORKING + SCRATCH));
+        Most { memory, tasks: shared(TASKS), weight: limits.weight }
+    }
+}
+
+fn set(folder: &Path, file: &str, value: &str) -> anyhow::Result<()> {
+    let path = folder.join(file);
+    std::fs::write(&path, value).with_context(|| format!("{}: {value}", path.display()))
+}
+
+/// The server whose group this is, by the group's name.
+fn server_of(name: &str) -> Option<u32> {
+    let rest = ["worker-", "vm-", find::PREFIX].iter().find_map(|prefix| name.strip_prefix(prefix))?;
+    rest.split('-').next()?.parse().ok()
+}
+
+fn folders(of: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    let entries = std::fs::read_dir(of).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path())
+}
+
+/// Removes a group and those in it; kills whoever is left there.
+fn remove(folder: &Path) -> io::Result<()> {
+    empty(folder)?;
+    for inner in folders(folder) {
+        remove(&inner)?;
+    }
+    std::fs::remove_dir(folder)
+}
+
+/// Removes what servers left that have ended.
+fn sweep(folder: &Path) {
+    for left in folders(folder) {
+        let server = left.file_name().and_then(|name| name.to_str()).and_then(server_of);
+        if server.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+            // Another server may do the same now.
+            let _gone = remove(&left);
+        }
+    }
+}
+
+/// Kills whoever is in a group, and waits until they have gone.
+fn empty(folder: &Path) -> io::Result<()> {
+    std::fs::write(folder.join("cgroup.kill"), "1")?;
+    let mut events = File::open(folder.join("cgroup.events"))?;
+    loop {
+        let mut text = String::new();
+        events.rewind()?;
+        events.read_to_string(&mut text)?;
+        if text.lines().any(|line| line == "populated 0") {
+            return Ok(());
+        }
+        // Changed since it was read.
+        let mut changed = [PollFd::new(&events, PollFlags::PRI)];
+        match rustix::event::poll(&mut changed, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+impl Delegated {
+    /// The group at a folder of a mounted cgroup2.
+    pub fn at(folder: &Path) -> anyhow::Result<Delegated> {
+        Delegated::over(Own { folder: folder.to_owned(), made: false })
+    }
+
+    fn over(own: Own) -> anyhow::Result<Delegated> {
+        sweep(&own.folder);
+        set(&own.folder, "cgroup.subtree_control", CONTROLLERS).context(
+            "no group to divide: it needs the controllers memory, pids and cpu, no process in it, and an owner who is this user",
+        )?;
+        let delegated = Delegated { own: Arc::new(own), next: Arc::default() };
+        // Whatever can't be had fails now, and not when a client comes.
+        let trial = delegated.worker(&Limits::default())?;
+        if !trial.folder.join("cgroup.kill").exists() {
+            bail!("{}: no cgroup.kill (Linux 5.14)", trial.folder.display());
+        }
+        drop(trial);
+        Ok(delegated)
+    }
+
+    /// Its folder.
+    pub fn folder(&self) -> &Path {
+        &self.own.folder
+    }
+
+    fn number(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// A new group for the worker of a client that came by a socket.
+    pub fn worker(&self, limits: &Limits) -> anyhow::Result<Group> {
+        Group::worker(&self.own.folder, self.number(), &Most::of_worker(limits))
+    }
+
+    /// A new group for a worker of a VM, in the VM's.
+    pub fn worker_of(&self, vm: &Group, limits: &Limits) -> anyhow::Result<Group> {
+        Group::worker(&vm.folder, self.number(), &Most::of_worker(limits))
+    }
+
+    /// A new group for the workers of a VM, of which there are `channels` at most.
+    pub fn vm(&self, name: &str, limits: &Limits, channels: u32) -> anyhow::Result<Group> {
+        let name = format!("vm-{}-{}-{name}", std::process::id(), self.number());
+        let group = Group::new(self.own.folder.join(name), &Most::of_vm(limits, channels))?;
+        set(&group.folder, "cgroup.subtree_control", CONTROLLERS)?;
+        Ok(group)
+    }
+
+    /// Kills this server's workers, and removes their groups. For a server that is about to end.
+    pub fn end(&self) {
+        for group in folders(&self.own.folder) {
+            let server = group.file_name().and_then(|name| name.to_str()).and_then(server_of);
+            if server == Some(std::process::id()) {
+                // Whoever waits for the worker removes its group, too.
+                let _gone = remove(&group);
+            }
+        }
+        if self.own.made {
+            // The next server tries again.
+            let _busy = std::fs::remove_dir(&self.own.folder);
+        }
+    }
+}
+
+impl Group {
+    fn new(folder: PathBuf, most: &Most) -> anyhow::Result<Group> {
+        std::fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let open = rustix::fs::openat(CWD, &folder, flags, Mode::empty()).context("its folder")?;
+        // Removed from here on, whatever fails.
+        let group = Group { folder, open };
+        set(&group.folder, "memory.max", &most.memory.to_string())?;
+        set(&group.folder, "pids.max", &most.tasks.to_string())?;
+        set(&group.folder, "cpu.weight", &most.weight.to_string())?;
+        Ok(group)
+    }
+
+    fn worker(within: &Path, number: u64, most: &Most) -> anyhow::Result<Group> {
+        let group = Group::new(within.join(format!("worker-{}-{number}", std::process::id())), most)?;
+        // Where memory runs out, of a VM's workers one ends, and all of it.
+        set(&group.folder, "memory.oom.group", "1")?;
+        Ok(group)
+    }
+
+    /// To start a process in.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.open.as_fd()
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        match remove(&self.folder) {
+            // The server ends and has removed it.
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                say!("tombolo accel: {}: {e}", self.folder.display())
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_groups_name_says_whose_it_is() {
+        for (name, server) in [
+            ("worker-77-3", Some(77)),
+            ("vm-78-0-train-9", Some(78)),
+            ("tombolo-accel-79", Some(79)),
+            ("server", None),
+            ("vm-train", None),
+            ("system.slice", None),
+        ] {
+            assert_eq!(server_of(name), server, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_vms_workers_together_have_its_device_memory_once_and_the_rest_by_their_number() {
+        let limits = Limits { memory: 100, window: 10, ..Limits::default() };
+        let one = Most::of_worker(&limits);
+        assert_eq!(Most::of_vm(&limits, 1), one);
+        assert_eq!(Most::of_vm(&limits, 4), Most { memory: one.memory + 30, ..one });
+        let eight = Most::of_vm(&limits, 8);
+        assert_eq!((eight.memory, eight.tasks), (100 + 80 + 2 * (WORKING + SCRATCH), 2 * TASKS));
+    }
+}

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Lines on the standard error, of processes that live long and of libraries in programs of others. Unlike `eprintln!`, [`say!`](crate::say!) never panics
+//! and never waits: what nobody takes (a full disk, a pipe that nobody reads) is left out, and the next line that is taken says how much.
+
+use std::fmt::Arguments;
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// A log that this process has for itself begins anew when it has grown to this many bytes.
+const LIMIT: u64 = 4 << 20;
+/// A pipe that poll(2) calls writable has room for this many bytes (PIPE_BUF), and takes them as a whole.
+const PIECE: usize = 4096;
+
+/// Where lines go.
+struct Sink {
+    fd: RawFd,
+    /// Bytes that were left out since the last line that was taken.
+    lost: AtomicU64,
+    /// It is a file that nobody else writes to.
+    own: AtomicBool,
+}
+
+static STDERR: Sink = Sink { fd: libc::STDERR_FILENO, lost: AtomicU64::new(0), own: AtomicBool::new(false) };
+
+impl Sink {
+    /// Whether a write of a piece would not wait.
+    fn is_ready(&self) -> bool {
+        let mut fd = libc::pollfd { fd: self.fd, events: libc::POLLOUT, revents: 0 };
+        // SAFETY: the structure lives during the call.
+        unsafe { libc::poll(&mut fd, 1, 0) == 1 }
+    }
+
+    fn bound(&self) {
+        // SAFETY: plain integers, for which zeroes are values.
+        let mut found: libc::stat = unsafe { std::mem::zeroed() };
+        // SAFETY: the structure lives during the call.
+        let known = unsafe { libc::fstat(self.fd, &mut found) } == 0;
+        if known && found.st_mode & libc::S_IFMT == libc::S_IFREG && found.st_size as u64 >= LIMIT {
+            // Where that fails, the disk's own limit stays.
+            // SAFETY: integers only.
+            let _as_before = unsafe { libc::ftruncate(self.fd, 0) };
+        }
+    }
+
+    /// Writes without waiting; how much was taken.
+    fn put(&self, bytes: &[u8]) -> usize {
+        let mut taken = 0;
+        for piece in bytes.chunks(PIECE) {
+            // SAFETY: the slice lives during the call.
+            let n = if self.is_ready() {
+                unsafe { libc::write(self.fd, piece.as_ptr().cast(), piece.len()) }
+            } else {
+                0
+            };
+            taken += usize::try_from(n).unwrap_or(0);
+            if n < piece.len() as isize {
+                break;
+            }
+        }
+        taken
+    }
+
+    fn write(&self, bytes: &[u8]) {
+        if self.own.load(Ordering::Relaxed) {
+            self.bound();
+        }
+        let lost = self.lost.swap(0, Ordering::Relaxed);
+        if lost > 0 {
+            let gap = format!("[tombolo: {lost} bytes are missing here]\n");
+            if self.put(gap.as_bytes()) == 0 {
+                self.lost.fetch_add(lost + bytes.len() as u64, Ordering::Relaxed);
+                return;
+            }
+        }
+        let left_out = bytes.len() - self.put(bytes);
+        self.lost.fetch_add(left_out as u64, Ordering::Relaxed);
+    }
+}
+
+/// The standard error is a file that was opened for this process alone, to append: from now on it begins anew at [`LIMIT`].
+pub fn log_is_own() {
+    STDERR.own.store(true, Ordering::Relaxed);
+}
+
+/// Writes what there is room for to the standard error.
+pub fn write(bytes: &[u8]) {
+    STDERR.write(bytes);
+}
+
+/// What [`say!`](crate::say!) does.
+pub fn say(text: Arguments<'_>) {
+    // One write, so that lines of several threads and processes stay whole.
+    write(format!("{text}\n").as_bytes());
+}
+
+/// Says a line on the standard error; see [`mod@crate::say`].
+#[macro_export]
+macro_rules! say {
+    ($($argument:tt)*) => { $crate::say::say(::std::format_args!($($argument)*)) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::os::fd::{AsRawFd, FromRawFd};
+
+    fn sink(fd: &impl AsRawFd, own: bool) -> Sink {
+        Sink { fd: fd.as_raw_fd(), lost: AtomicU64::new(0), own: AtomicBool::new(own) }
+    }
+
+    #[test]
+    fn nobody_waits_for_a_pipe_that_is_not_read_and_what_is_missing_is_told() {
+        let mut ends = [0; 2];
+        // SAFETY: room for two descriptors, which are fresh.
+        let [mut reads, writes] = unsafe {
+            assert_eq!(libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC), 0);
+            ends.map(|end| std::fs::File::from_raw_fd(end))
+        };
+        let sink = sink(&writes, false);
+        let line = [b'x'; 4096];
+        // More than a pipe takes.
+        for _ in 0..100 {
+            sink.write(&line);
+        }
+        let lost = sink.lost.load(Ordering::Relaxed);
+        assert!(lost > 0 && lost < 100 * 4096, "{lost}");
+        let mut taken = vec![0; 100 * 4096 - lost as usize];
+        reads.read_exact(&mut taken).expect("what the pipe took");
+        sink.write(b"again\n");
+        drop(writes);
+        let mut rest = String::new();
+        reads.read_to_string(&mut rest).expect("text");
+        assert_eq!(rest, format!("[tombolo: {lost} bytes are missing here]\nagain\n"));
+    }
+
+    #[test]
+    fn a_full_disk_and_a_closed_descriptor_make_nobody_panic() {
+        let full = std::fs::File::options().write(true).open("/dev/full").expect("/dev/full");
+        let full = sink(&full, false);
+        full.write(b"lost");
+        full.write(b"too");
+        assert_eq!(full.lost.load(Ordering::Relaxed), 7);
+        let closed = Sink { fd: -1, lost: AtomicU64::new(0), own: AtomicBool::new(true) };
+        closed.write(b"lost");
+        assert_eq!(closed.lost.load(Ordering::Relaxed), 4);
+    }
+
+    #[test]
+    fn a_log_of_its_own_begins_anew_at_its_limit() {
+        let path = std::env::temp_dir().join(format!("tombolo-say-{}", std::process::id()));
+        let file = std::fs::File::options().append(true).create(true).open(&path).expect("a file");
+        let _removed = std::fs::remove_file(&path);
+        let (own, piece) = (sink(&file, true), vec![b'x'; LIMIT as usize / 2]);
+        for _ in 0..3 {
+            own.write(&piece);
+        }
+        assert_eq!(file.metadata().expect("open").len(), LIMIT / 2);
+        let others = sink(&file, false);
+        for _ in 0..2 {
+            others.write(&piece);
+        }
+        assert_eq!(file.metadata().expect("open").len(), LIMIT / 2 * 3);
+    }
+}

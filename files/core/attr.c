@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* Attributes of inodes: single words, read without a lock and written under the inode's. */
+#include "tfs_internal.h"
+
+int tfs_getattr(struct tfs *fs, struct tfs_handle h, struct tfs_attr *out)
+{
+	struct tfs_inode *inode;
+	tmb_u64 owner;
+	int err = tfs_live_inode(fs, h, &inode);
+
+	if (err)
+		return err;
+	owner = tmb_load(&inode->owner);
+	out->ino = h.ino;
+	out->generation = (tmb_u32)(tmb_load(&inode->state_gen) >> TFS_GEN_SHIFT);
+	out->size = TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE);
+	out->blocks = tmb_load(&inode->blocks);
+	out->version = tmb_load(&inode->version);
+	out->rdev = tmb_load(&inode->rdev);
+	out->mode = (tmb_u32)tmb_load(&inode->mode) & 0177777;
+	out->uid = (tmb_u32)owner;
+	out->gid = (tmb_u32)(owner >> 32);
+	out->nlink = (tmb_u32)tmb_load(&inode->nlink);
+	out->flags = (tmb_u32)tmb_load(&inode->flags);
+	out->atime = tmb_load(&inode->atime);
+	out->mtime = tmb_load(&inode->mtime);
+	out->ctime = tmb_load(&inode->ctime);
+	out->btime = tmb_load(&inode->btime);
+	out->has_xattr = tmb_load(&inode->xattr_root) != 0;
+	/* Freed meanwhile, it may be a mixture of two. */
+	__atomic_thread_fence(__ATOMIC_ACQUIRE);
+	return tfs_is(inode, (struct tfs_handle){h.ino, out->generation}) ? 0 : -ESTALE;
+}
+
+/* All other changes come with a new version; these may show a moment before it, or without one. */
+bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before)
+{
+	struct tfs_inode *inode = tfs_inode(fs, before->ino);
+
+	return inode && tmb_load_acquire(&inode->state_gen) == ((tmb_u64)before->generation << TFS_GEN_SHIFT | TFS_INODE_LIVE) &&
+	       tmb_load_acquire(&inode->size) == before->size && tmb_load(&inode->version) == before->version &&
+	       tmb_load(&inode->atime) == before->atime && tmb_load(&inode->nlink) == before->nlink &&
+	       tmb_load(&inode->mode) == before->mode && tmb_load(&inode->flags) == before->flags &&
+	       tmb_load(&inode->owner) == (before->uid | (tmb_u64)before->gid << 32) && tmb_load(&inode->blocks) == before->blocks &&
+	       (tmb_load(&inode->xattr_root) != 0) == before->has_xattr;
+}
+
+void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data)
+{
+	if (data)
+		tmb_store(&inode->mtime, now);
+	tmb_store(&inode->ctime, now);
+	tmb_store_release(&inode->version, tmb_load(&inode->version) + 1);
+}
+
+int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr)
+{
+	struct tfs_inode *inode;
+	tmb_u32 slot;
+	int err = tfs_tx_begin(fs, &slot);
+
+	if (err)
+		return err;
+	err = tfs_lock_inode(fs, h);
+	if (err)
+		goto end;
+	inode = tfs_inode(fs, h.ino);
+	tfs_tx_inode(fs, slot, 0, h.ino);
+	/* chown takes S_ISUID away: both or neither. */
+	if (what & TFS_SET_MODE)
+		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | (attr->mode & 07777));
+	if (what & (TFS_SET_OWNER | TFS_SET_UID | TFS_SET_GID)) {
+		tmb_u64 owner = tmb_load(&inode->owner);
+
+		if (what & (TFS_SET_OWNER | TFS_SET_UID))
+			owner = (owner & ~0xffffffffULL) | attr->uid;
+		if (what & (TFS_SET_OWNER | TFS_SET_GID))
+			owner = (owner & 0xffffffffULL) | (tmb_u64)attr->gid << 32;
+		tfs_tx_word(fs, slot, &inode->owner, owner);
+	}
+	if (what & TFS_SET_FLAGS)
+		tfs_tx_word(fs, slot, &inode->flags, attr->flags);
+	tfs_tx_commit(fs, slot);
+	if (what & TFS_SET_ATIME)
+		tmb_store(&inode->atime, attr->atime);
+	if (what & TFS_SET_MTIME)
+		tmb_store(&inode->mtime, attr->mtime);
+	tfs_changed(inode, what & TFS_SET_CTIME ? attr->ctime : tfs_os_now(), false);
+	tfs_persist(fs, &inode->atime, sizeof(inode->atime) * 4);
+	tfs_tx_end(fs, slot);
+	tfs_unlock_inode(fs, h.ino);
+	return 0;
+end:
+	tfs_tx_end(fs, slot);
+	return err;
+}
+
+int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, h, &inode);
+
+	if (err || fs->read_only)
+		return err;
+	tmb_store(&inode->atime, now);
+	return 0;
+}
+
+tmb_u64 tfs_size(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
+
+	return inode && tfs_is(inode, h) ? TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE) : 0;
+}

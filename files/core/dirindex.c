@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * The hash index of a directory with more than one block: a table with open addressing, in a tree of its own. dir.c says what it promises.
+ */
+#include "tfs_internal.h"
+
+#define INDEX_MIN_LOG 9u  /* one block of 512 */
+#define INDEX_MAX_LOG 34u
+#define PROBE_MAX (1u << 20)
+
+static tmb_u32 index_log(tmb_u64 index_root)
+{
+	return (index_root >> TFS_INDEX_LOG_SHIFT) & 63;
+}
+
+/* The tree's root word in it: height and block only. */
+static tmb_u64 index_tree(tmb_u64 index_root)
+{
+	return index_root & ((1ULL << TFS_INDEX_LOG_SHIFT) - 1);
+}
+
+/* Walks the probe sequence of a hash. */
+struct probe {
+	tmb_u64 tree, mask, at, left;
+	tmb_u64 *block;
+	tmb_u64 block_no;
+};
+
+static int probe_start(struct tfs *fs, struct probe *p, tmb_u64 index_root, tmb_u32 hash)
+{
+	tmb_u32 log = index_log(index_root);
+
+	if (log < INDEX_MIN_LOG || log > INDEX_MAX_LOG)
+		return -EUCLEAN;
+	p->tree = index_tree(index_root);
+	p->mask = (1ULL << log) - 1;
+	/* Spread the 32 bits over larger tables. */
+	p->at = (log > 32 ? (tmb_u64)hash << (log - 32) : hash) & p->mask;
+	p->left = TFS_MIN(p->mask + 1, PROBE_MAX);
+	p->block = NULL;
+	return 0;
+}
+
+/* Address of the next table entry; NULL: no more (or damaged). */
+static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
+{
+	tmb_u64 at = p->at;
+
+	if (!p->left--)
+		return NULL;
+	if (!p->block || at / TFS_FANOUT != p->block_no) {
+		struct tfs_run run;
+
+		if (tfs_tree_look(fs, p->tree, at / TFS_FANOUT, 1, &run) || !run.block)
+			return NULL;
+		p->block_no = at / TFS_FANOUT;
+		p->block = tfs_block(fs, run.block);
+	}
+	p->at = (at + 1) & p->mask;
+	return p->block + at % TFS_FANOUT;
+}
+
+int tfs_index_find(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len,
+			 struct tfs_slot *slot)
+{
+	tmb_u32 hash = slot->hash;
+	struct probe p;
+	tmb_u64 *e;
+	int err = probe_start(fs, &p, index_root, hash);
+
+	if (err)
+		return err;
+	while ((e = probe_next(fs, &p))) {
+		tmb_u64 value = tmb_load_acquire(e), granule;
+
+		if (!value)
+			return -ENOENT;
+		if (value == TFS_INDEX_TOMB || value >> 32 != hash || !(tmb_u32)value)
+			continue;
+		granule = (tmb_u32)value - 1;
+		slot->entry = tfs_granule_at(fs, dir, granule);
+		slot->granule = granule;
+		if (slot->entry && tfs_entry_matches(slot->entry, TFS_GRANULES_PER_BLOCK - granule % TFS_GRANULES_PER_BLOCK, name, len,
+					   hash, &slot->ref))
+			return 0;
+	}
+	return -EUCLEAN;
+}
+
+/* Into a table that has room. *used grows when an empty place is taken, before it is: it may count too many, never too few. *probes: how
+ * many looks it may still take. */
+static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 granule, tmb_u64 *used, tmb_u64 *probes)
+{
+	struct probe p;
+	tmb_u64 *e;
+	int err = probe_start(fs, &p, index_root, hash);
+
+	if (err)
+		return err;
+	while (*probes && (e = probe_next(fs, &p))) {
+		tmb_u64 value = tmb_load(e);
+
+		--*probes;
+		if (value && value != TFS_INDEX_TOMB)
+			continue;
+		if (!value) {
+			tmb_store(used, tmb_load(used) + 1);
+			tfs_persist(fs, used, sizeof(*used));
+			tfs_barrier(fs);
+		}
+		tmb_store_release(e, (tmb_u64)hash << 32 | (granule + 1));
+		tfs_persist(fs, e, sizeof(*e));
+		return 0;
+	}
+	return tfs_damage(fs, "directory index without room", index_root, hash);
+}
+
+/* Builds a table of a size that fits and puts it in place of the old one. */
+static int index_build(struct tfs *fs, struct tfs_inode *dir)
+{
+	tmb_u64 old = tmb_load(&dir->index_root), blocks = tfs_dir_blocks(fs, dir), used = 0, taken = 0, root = 0, done = 0, n, probes, had;
+	tmb_u64 entries = TFS_MIN(tmb_load(&dir->entries), blocks * TFS_GRANULES_PER_BLOCK);
+	tmb_u32 log = INDEX_MIN_LOG;
+	int err = 0;
+
+	while (log < INDEX_MAX_LOG && (1ULL << log) < (entries + 64) * 3)
+		log++;
+	n = 1ULL << log >> TFS_FANOUT_SHIFT;
+	had = tfs_tree_count(fs, index_tree(old));
+	if (n > had && n - had > tfs_blocks_left(fs, dir))
+		return -EDQUOT;
+	/* Two or three per entry are enough, unless someone gave all the same hash. */
+	probes = PROBE_MAX + (64ULL << log);
+	while (done < n && !err) {
+		struct tfs_run run;
+
+		err = tfs_alloc(fs, 0, n - done, &run);
+		if (err)
+			break;
+		memset(tfs_block(fs, run.block), 0, run.count << TFS_BLOCK_SHIFT);
+		err = tfs_tree_add(fs, &root, done, &run, tfs_tag(fs), &taken);
+		done += run.count;
+	}
+	root |= (tmb_u64)log << TFS_INDEX_LOG_SHIFT;
+	for (tmb_u64 b = 0; b < blocks && !err; b++) {
+		struct tfs_dirent *block = tfs_granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
+
+		if (!block) {
+			err = tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
+			break;
+		}
+		for (tmb_u32 i = 0; i < TFS_GRANULES_PER_BLOCK && !err;) {
+			tmb_u8 step = tmb_load(&block[i].granules);
+
+			if (tmb_load(&block[i].ref))
+				err = index_put(fs, root, tmb_load(&block[i].hash), b * TFS_GRANULES_PER_BLOCK + i, &used, &probes);
+			i += step ? step : 1;
+		}
+	}
+	if (err) {
+		tfs_tree_mark(fs, index_tree(root), tfs_tag(fs), TFS_MAP_FREE);
+		return err;
+	}
+	tfs_tree_mark(fs, index_tree(old), TFS_MAP_USED, tfs_tag(fs));
+	tfs_barrier(fs);
+	tmb_store(&dir->index_used, used);
+	tmb_store_release(&dir->index_root, root);
+	tfs_persist(fs, &dir->index_root, 2 * sizeof(dir->index_root));
+	tfs_barrier(fs);
+	tfs_tree_mark(fs, index_tree(root), tfs_tag(fs), TFS_MAP_USED);
+	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs), TFS_MAP_FREE);
+	tfs_count_blocks(fs, dir, (tmb_s64)(taken - had));
+	return 0;
+}
+
+/* Readers wait for the directory's change to be over. */
+static void index_drop(struct tfs *fs, struct tfs_inode *dir)
+{
+	tmb_u64 old = tmb_load(&dir->index_root), had = tfs_tree_count(fs, index_tree(old));
+
+	tfs_tree_mark(fs, index_tree(old), TFS_MAP_USED, tfs_tag(fs));
+	tfs_barrier(fs);
+	tmb_store_release(&dir->index_root, 0);
+	tmb_store(&dir->index_used, 0);
+	tfs_persist(fs, &dir->index_root, 2 * sizeof(dir->index_root));
+	tfs_barrier(fs);
+	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs), TFS_MAP_FREE);
+	tfs_count_blocks(fs, dir, -(tmb_s64)had);
+}
+
+int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule)
+{
+	tmb_u64 root = tmb_load(&dir->index_root), probes = PROBE_MAX;
+	int err;
+
+	if (granule > 0xfffffffeULL - 1)
+		return -ENOSPC; /* 2^32 granules: 256 GiB of names */
+	if (!root && tfs_dir_blocks(fs, dir) < 2)
+		return 0;
+	if (!root || (tmb_load(&dir->index_used) + 1) * 4 > (1ULL << index_log(root)) * 3) {
+		bool full = root && (tmb_load(&dir->index_used) + 1) * 16 > (1ULL << index_log(root)) * 15;
+
+		/* Where there is no room for another table, the old one may be fuller than it should be, then makes room, then names are found without. */
+		err = index_build(fs, dir);
+		if (full && (err == -ENOSPC || err == -EDQUOT)) {
+			index_drop(fs, dir);
+			err = index_build(fs, dir);
+		}
+		if (err && err != -ENOSPC && err != -EDQUOT)
+			return err;
+		root = tmb_load(&dir->index_root);
+		if (!root)
+			return 0;
+	}
+	return index_put(fs, root, hash, granule, &dir->index_used, &probes);
+}
+
+void tfs_index_forget(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule)
+{
+	tmb_u64 root = tmb_load(&dir->index_root), *e;
+	struct probe p;
+
+	if (!root || probe_start(fs, &p, root, hash))
+		return;
+	while ((e = probe_next(fs, &p))) {
+		tmb_u64 value = tmb_load(e);
+
+		if (!value)
+			return;
+		if (value == ((tmb_u64)hash << 32 | (granule + 1))) {
+			tmb_store_release(e, TFS_INDEX_TOMB);
+			tfs_persist(fs, e, sizeof(*e));
+			return;
+		}
+	}
+}

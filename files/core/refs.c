@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* Which members have an inode open or mapped, and what becomes of it when the last one lets go. */
+#include "tfs_internal.h"
+
+/*
+ * The bits of this member are changed by one of its threads at a time: else a thread that finds itself late, and takes back the bit that it
+ * set on somebody else's inode, would take the bit of another thread that meanwhile opened that inode.
+ */
+static void lock_bits(struct tfs *fs, tmb_u64 ino)
+{
+	for (tmb_u32 round = 0; !tmb_cas32(&fs->bit_locks[ino % TFS_BIT_LOCKS], 0, 1); round++)
+		if (round % 128)
+			tfs_os_relax();
+		else
+			tfs_os_wait(fs, 0);
+}
+
+static void unlock_bits(struct tfs *fs, tmb_u64 ino)
+{
+	tmb_store_release(&fs->bit_locks[ino % TFS_BIT_LOCKS], 0);
+}
+
+/* Sets this member's bit in a word of the handle's inode; *had: it was set before. */
+static int set_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word, bool opening)
+{
+	tmb_u64 bit = 1ULL << fs->member, had;
+	int err = 0;
+
+	lock_bits(fs, h.ino);
+	had = tmb_fetch_or(word, bit);
+	/* Whoever frees the inode, or removed its last link, meanwhile either sees the bit or is seen here. */
+	if (!tfs_is(inode, h) || (opening && !had && !tmb_load(&inode->nlink)))
+		err = -ESTALE;
+	if (err && !(had & bit))
+		tmb_fetch_and(word, ~bit);
+	unlock_bits(fs, h.ino);
+	return err;
+}
+
+static void clear_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word)
+{
+	lock_bits(fs, h.ino);
+	if (tfs_is(inode, h))
+		tmb_fetch_and(word, ~(1ULL << fs->member));
+	unlock_bits(fs, h.ino);
+}
+
+/* After a bit of 'openers' went: the inode may have lost its last name meanwhile, for somebody who left it to the bit's owner to free it. */
+static int free_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
+{
+	tmb_u32 slot;
+	int err;
+
+	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
+		return 0;
+	err = tfs_tx_begin(fs, &slot);
+	if (err) {
+		tmb_store(&fs->unclean, true);
+		return err;
+	}
+	tfs_free_orphan(fs, ino, slot);
+	return 0;
+}
+
+int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, h, &inode);
+
+	if (err || fs->read_only)
+		return err;
+	err = set_own_bit(fs, h, inode, &inode->openers, true);
+	if (err)
+		free_unused(fs, h.ino, inode);
+	return err;
+}
+
+void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+	int err = inode ? tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE) : -ESTALE;
+	bool locked = !err;
+
+	if (err == -EINTR) /* for who recovers this member */
+		tmb_store(&fs->unclean, true);
+	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
+		tfs_free_inode_locked(fs, ino, inode, slot);
+	tfs_tx_end(fs, slot);
+	if (locked)
+		tfs_unlock_inode(fs, ino);
+}
+
+int tfs_close_ref(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
+
+	if (!inode)
+		return -EUCLEAN;
+	if (fs->read_only)
+		return 0;
+	clear_own_bit(fs, h, inode, &inode->openers);
+	return free_unused(fs, h.ino, inode);
+}
+
+int tfs_map_ref(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, h, &inode);
+
+	if (err || fs->read_only)
+		return err;
+	err = set_own_bit(fs, h, inode, &inode->mappers, false);
+	if (!err && fs->persistent)
+		tmb_store(&inode->unsynced, 1);
+	if (err || !tfs_frozen(fs))
+		return err;
+	clear_own_bit(fs, h, inode, &inode->mappers);
+	return -EAGAIN;
+}
+
+int tfs_hole_ref(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, h, &inode);
+
+	return err || fs->read_only ? err : set_own_bit(fs, h, inode, &inode->hole_mappers, false);
+}
+
+int tfs_unmap_ref(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
+
+	if (inode && !fs->read_only) {
+		clear_own_bit(fs, h, inode, &inode->hole_mappers);
+		clear_own_bit(fs, h, inode, &inode->mappers);
+	}
+	return inode ? 0 : -EUCLEAN;
+}
+
+tmb_u64 tfs_map_seq(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+
+	return inode ? tmb_load_acquire(&inode->map_seq) : 0;
+}

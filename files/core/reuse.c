@@ -1,0 +1,377 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * When blocks that were unlinked may be used again: once no member can look at them any more.
+ *
+ * Three kinds of members may still look at a block that nothing refers to:
+ * - readers, which copy without a lock. A reader pins the inode (tfs_pin) before it looks the block up. A member that may not write can't
+ *   leave a pin; it compares the inode's stamp (tfs_read_stamp) before and after its copy, and so does a reader that found no pin free.
+ * - mappers: members with their bit in the inode's 'mappers'. They are asked to take their mappings back (TMB_PENDING_REVOKE).
+ * - members that fill in for either while they are suspended: nobody waits for them longer than READERS_NS or TFS_REVOKE_LIMIT_NS, once.
+ *
+ * Blocks that somebody may still look at after that go to limbo: their map bytes become TFS_MAP_LIMBO, and the super block says which members hold
+ * them. A member stops being one of these when it has revoked all its stale mappings and its readers have gone on, or when it leaves or
+ * dies; when there are none left, all blocks in limbo become free. Setting and clearing are under one lock, so no block goes to limbo unseen in between.
+ *
+ * The lock's owner may die at it: whoever takes it over finds bits set for blocks that are not in limbo, or blocks free early whose bits
+ * are still set, both harmless. Who is killed while it waits for the lock leaves the blocks with its own tag and notes their holders in its member area;
+ * the recovery of this member puts them into limbo.
+ */
+#include "tfs_internal.h"
+
+#define SPINS 200u
+#define READERS_NS (20ULL * 1000 * 1000) /* a reader that runs is through in a fraction of it */
+#define READER_ROUNDS 64u /* some 20 ms */
+
+/* --- pins and stamps ------------------------------------------------------------------------------------------ */
+
+tmb_u32 tfs_pin(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
+	tmb_u32 i = tfs_os_cpu() % TFS_PINS;
+
+	if (fs->read_only)
+		return TFS_PINS;
+	for (tmb_u32 round = 0; round < 2 * TFS_PINS; round++, i = (i + 1) % TFS_PINS) {
+		tmb_u64 bound = tmb_load(&area->pins_in_use);
+
+		while (bound <= i)
+			if (tmb_cas64(&area->pins_in_use, bound, i + 1))
+				break;
+			else
+				bound = tmb_load(&area->pins_in_use);
+		if (tmb_cas64(&area->pins[i].ino, 0, ino)) /* also the fence between the pin and the walk */
+			return i;
+	}
+	return TFS_PINS; /* damaged, or more readers than pins */
+}
+
+void tfs_unpin(struct tfs *fs, tmb_u32 pin)
+{
+	if (pin < TFS_PINS)
+		tmb_store_release(&tfs_member_area(fs, fs->member)->pins[pin].ino, 0);
+}
+
+tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino)
+{
+	struct tfs_inode *inode = tfs_inode(fs, ino);
+	tmb_u64 state, stamp;
+
+	if (!inode)
+		return 0;
+	__atomic_thread_fence(__ATOMIC_ACQUIRE); /* what was copied, before the second stamp */
+	state = tmb_load_acquire(&inode->state_gen);
+	/* The generation grows when the inode is freed, its state is another while it is, the sequence number grows when blocks go. */
+	stamp = (state & ~0xffffffffULL) | (state & 0xff) << 24 | (tmb_load_acquire(&inode->map_seq) & 0xffffff);
+	return stamp;
+}
+
+/* Leaves in 'slots' (bit per pin of each member) those that pin the inode. Bit per member that has any. */
+static tmb_u64 pinned(struct tfs *fs, tmb_u64 ino, tmb_u64 *slots)
+{
+	tmb_u64 members = 0;
+
+	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++) {
+		struct tfs_member_area *area = tfs_member_area(fs, m);
+		tmb_u64 used;
+
+		if (slots[m] && !tfs_member_active(fs, m))
+			slots[m] = 0;
+		if (!slots[m])
+			continue;
+		used = tmb_load(&area->pins_in_use);
+		if (used < TFS_PINS)
+			slots[m] &= (1ULL << used) - 1;
+		for (tmb_u64 left = slots[m]; left; left &= left - 1)
+			if (tmb_load_acquire(&area->pins[__builtin_ctzll(left)].ino) != ino)
+				slots[m] &= ~(left & -left);
+		if (slots[m])
+			members |= 1ULL << m;
+	}
+	return members;
+}
+
+/* --- members that do not answer ---------------------------------------------------------------------------------- */
+
+/* Of the members those that let a wait run out and have not looked since: they are asked again, but nobody waits for them again. */
+static tmb_u64 still_silent(struct tfs *fs, tmb_u64 members)
+{
+	tmb_u64 silent = 0;
+
+	for (members &= tmb_load(&fs->silent); members; members &= members - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
+
+		if (fs->members && tmb_load(&fs->members[m].pending) & TMB_PENDING_REVOKE &&
+		    (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) == tmb_load(&fs->silent_at[m]))
+			silent |= 1ULL << m;
+		else
+			tmb_fetch_and(&fs->silent, ~(1ULL << m));
+	}
+	return silent;
+}
+
+static void note_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
+{
+	for (; members; members &= members - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
+
+		tmb_store(&fs->silent_at[m], begun[m]);
+		tmb_fetch_or(&fs->silent, 1ULL << m);
+	}
+}
+
+/* How often each of these members has begun to take mappings back. A round that begins after this one comes after the unlinking. */
+static void rounds_of(struct tfs *fs, tmb_u64 members, tmb_u32 *begun)
+{
+	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
+		begun[m] = members & 1ULL << m ? (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) : 0;
+}
+
+/* One round of waiting: spins first, then sleeps; false: the time is up. */
+static bool wait_round(struct tfs *fs, tmb_u32 round, tmb_u64 *since, tmb_u64 limit)
+{
+	if (round < SPINS) {
+		tfs_os_relax();
+		return true;
+	}
+	if (!*since)
+		*since = tfs_os_clock();
+	else if (tfs_os_clock() - *since > limit)
+		return false;
+	tfs_os_wait(fs, round - SPINS);
+	return true;
+}
+
+/* --- who may still look at what was unlinked ------------------------------------------------------------------------ */
+
+tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members)
+{
+	for (tmb_u64 left = members; left; left &= left - 1)
+		if (!tfs_member_active(fs, (tmb_u32)__builtin_ctzll(left)))
+			members &= ~(left & -left);
+	return members;
+}
+
+/* Gives those who read the inode now the time that a copy takes. Who is still at it. */
+static tmb_u64 wait_readers(struct tfs *fs, tmb_u64 ino)
+{
+	tmb_u64 slots[TFS_MEMBERS], since = 0, members, silent;
+	tmb_u32 begun[TFS_MEMBERS];
+
+	memset(slots, 0xff, sizeof(slots));
+	members = pinned(fs, ino, slots);
+	silent = members ? still_silent(fs, members) : 0;
+	for (tmb_u32 round = 0; members & ~silent; round++) {
+		if (!wait_round(fs, round, &since, READERS_NS)) {
+			rounds_of(fs, members, begun);
+			note_silent(fs, members & ~(1ULL << fs->member), begun);
+			break;
+		}
+		members = pinned(fs, ino, slots);
+	}
+	return members;
+}
+
+/* It maps the inode no more, or only what it looked up after the unlinking. */
+static bool let_go(struct tfs *fs, struct tfs_inode *inode, tmb_u32 member, tmb_u32 begun)
+{
+	tmb_u32 done = (tmb_u32)tmb_load_acquire(&tfs_member_area(fs, member)->revokes_done);
+
+	return !(tmb_load_acquire(&inode->mappers) & 1ULL << member) || !tfs_member_active(fs, member) || done - begun - 1 < 1u << 31;
+}
+
+static void tell_silent(struct tfs *fs, tmb_u64 members)
+{
+	for (; members; members &= members - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
+		bool answers = !(tmb_load(&fs->members[m].pending) & TMB_PENDING_REVOKE);
+
+		tfs_os_waiting(fs, m, answers, TFS_REVOKE_LIMIT_NS / 1000000000);
+	}
+}
+
+/* Asks the members that map the inode to let go, and waits for it. Who did not. */
+static tmb_u64 wait_mappers(struct tfs *fs, struct tfs_inode *inode)
+{
+	tmb_u64 since = 0, left = tfs_active_members(fs, tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member)), silent;
+	tmb_u32 begun[TFS_MEMBERS];
+
+	if (!left)
+		return 0;
+	rounds_of(fs, left, begun);
+	silent = still_silent(fs, left);
+	tfs_ring_members(fs, left, TMB_PENDING_REVOKE);
+	left &= ~silent;
+	for (tmb_u32 round = 0; left; round++) {
+		for (tmb_u64 ask = left; ask; ask &= ask - 1)
+			if (let_go(fs, inode, (tmb_u32)__builtin_ctzll(ask), begun[__builtin_ctzll(ask)]))
+				left &= ~(ask & -ask);
+		if (left && !wait_round(fs, round, &since, TFS_REVOKE_LIMIT_NS)) {
+			note_silent(fs, left, begun);
+			tell_silent(fs, left);
+			break;
+		}
+	}
+	return left | silent;
+}
+
+tmb_u64 tfs_wait_mappers(struct tfs *fs, struct tfs_inode *inode)
+{
+	tmb_fetch_add(&inode->map_seq, 1);
+	return wait_mappers(fs, inode);
+}
+
+tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, bool wait)
+{
+	tmb_u64 mappers;
+
+	tmb_fetch_add(&inode->map_seq, 1); /* also the fence between the unlinking and the looking */
+	mappers = wait ? wait_mappers(fs, inode) : tfs_active_members(fs, tmb_load_acquire(&inode->mappers));
+	return mappers | wait_readers(fs, ino);
+}
+
+tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
+{
+	tmb_fetch_add(&inode->map_seq, 1);
+	return wait_readers(fs, ino);
+}
+
+/* --- limbo ----------------------------------------------------------------------------------------------------------- */
+
+/* Its dead owner's other leftovers are not waited for by those who hold an inode's lock. */
+static int lock(struct tfs *fs)
+{
+	return tfs_lock(fs, &tfs_sb(fs)->limbo_lock, TFS_NO_RECOVERY);
+}
+
+void tfs_limbo_end(struct tfs *fs)
+{
+	tfs_unlock(fs, &tfs_sb(fs)->limbo_lock);
+}
+
+int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders)
+{
+	struct tfs_super *sb = tfs_sb(fs);
+	int err = lock(fs);
+
+	if (err)
+		return err;
+	tfs_ring_members(fs, holders, TMB_PENDING_REVOKE);
+	tmb_fetch_or(&sb->limbo_members, holders);
+	tfs_persist(fs, &sb->limbo_members, sizeof(sb->limbo_members));
+	tfs_barrier(fs);
+	return 0;
+}
+
+tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
+	int err = !holders ? 0 : killed ? -EINTR : tfs_limbo_begin(fs, holders);
+
+	if (!err)
+		return holders ? TFS_MAP_LIMBO : TFS_MAP_FREE;
+	if (err != -ESHUTDOWN) { /* declared dead: its area is others' to clean up */
+		tmb_fetch_or(&area->kept_for, holders);
+		tfs_persist(fs, &area->kept_for, sizeof(area->kept_for));
+		tmb_store(&fs->unclean, true);
+	}
+	return tfs_tag(fs);
+}
+
+void tfs_free_end(struct tfs *fs, tmb_u8 mark)
+{
+	if (mark == TFS_MAP_LIMBO)
+		tfs_limbo_end(fs);
+}
+
+/* With the lock. */
+static void release(struct tfs *fs, tmb_u64 members)
+{
+	struct tfs_super *sb = tfs_sb(fs);
+	tmb_u64 left = tfs_active_members(fs, tmb_load(&sb->limbo_members) & ~members), block = fs->data_start;
+
+	if (!left)
+		while ((block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_LIMBO)) < fs->blocks)
+			tfs_set_map(fs, block, 1, TFS_MAP_FREE);
+	tfs_barrier(fs);
+	tmb_store_release(&sb->limbo_members, left);
+	tfs_persist(fs, &sb->limbo_members, sizeof(sb->limbo_members));
+}
+
+void tfs_limbo_release(struct tfs *fs, tmb_u64 members)
+{
+	tmb_u64 holders = tmb_load(&tfs_sb(fs)->limbo_members);
+
+	if (holders == tfs_active_members(fs, holders & ~members) || lock(fs))
+		return;
+	release(fs, members);
+	tfs_limbo_end(fs);
+}
+
+bool tfs_await_limbo(struct tfs *fs)
+{
+	tmb_u64 *holders = &tfs_sb(fs)->limbo_members, since = 0, members = tmb_load(holders), silent;
+	tmb_u32 begun[TFS_MEMBERS];
+
+	if (!members)
+		return false;
+	silent = still_silent(fs, members);
+	for (tmb_u32 round = 0; members && !(members & silent); round++) {
+		if (!wait_round(fs, round, &since, READERS_NS)) {
+			rounds_of(fs, members, begun);
+			note_silent(fs, members & ~(1ULL << fs->member), begun);
+			break;
+		}
+		members = tmb_load_acquire(holders);
+	}
+	return !members;
+}
+
+/* --- the member that is asked to let go --------------------------------------------------------------------------------- */
+
+void tfs_revoke(struct tfs *fs)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
+
+	if (fs->read_only)
+		return;
+	tmb_store(&area->revokes_begun, tmb_load(&area->revokes_begun) + 1);
+	tmb_fence(); /* who sees the old number unlinked before what is looked at now */
+}
+
+/* Waits a little for the own readers that are at it now. Who pins anew finds nothing that was unlinked before. */
+static bool readers_left(struct tfs *fs)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
+
+	for (tmb_u32 i = 0; i < TFS_PINS; i++) {
+		tmb_u64 ino = tmb_load_acquire(&area->pins[i].ino);
+
+		for (tmb_u32 round = 0; ino && tmb_load_acquire(&area->pins[i].ino) == ino; round++) {
+			if (round == READER_ROUNDS)
+				return true;
+			tfs_os_wait(fs, round);
+		}
+	}
+	return false;
+}
+
+void tfs_revoked(struct tfs *fs)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
+	tmb_u64 bit = 1ULL << fs->member;
+
+	if (!fs->read_only)
+		tmb_store_release(&area->revokes_done, tmb_load(&area->revokes_begun));
+	if (!fs->members || fs->read_only || !(tmb_load(&tfs_sb(fs)->limbo_members) & bit))
+		return;
+	if (readers_left(fs)) {
+		tmb_fetch_or(&fs->members[fs->member].pending, TMB_PENDING_REVOKE);
+		return;
+	}
+	if (lock(fs))
+		return;
+	/* Asked again meanwhile: then what is in limbo since is only revoked by the next round. */
+	if (!(tmb_load(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE))
+		release(fs, bit);
+	tfs_limbo_end(fs);
+}

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the switch answers and asks itself. Each service is a port among the others: what guests flood, or send to its MAC,
+//! comes to it as to an uplink; it forwards nothing, and what it sends reaches guests only.
+//!
+//! - [`dhcp`]: IPv4 addresses for guests that ask for one
+//! - [`ipv6`]: router advertisements; [`dhcp6`]: IPv6 addresses for guests that ask for one
+//! - [`querier`]: which multicast groups guests have joined
+//! - `wire`: headers and checksums of what services send
+
+pub mod dhcp;
+pub mod dhcp6;
+pub mod ipv6;
+pub mod querier;
+mod wire;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::event::Event;
+use crate::frames::frame::Mac;
+use crate::uplink::Link;
+use crate::vring::queue::Negotiated;
+
+/// Most answers that wait for their delivery.
+const WAITING: usize = 4096;
+/// Most of them that are for the same guest, so that one that asks without end keeps no other from an answer.
+const WAITING_EACH: usize = 4;
+/// Bytes of the longest frame that is looked at.
+const LOOK: usize = 1514;
+
+/// What a guest is given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lease<A> {
+    /// Its address.
+    pub address: A,
+    /// Its name.
+    pub name: String,
+}
+
+/// Who gets which address.
+#[derive(Clone, Debug)]
+pub struct Leases<A>(Arc<Mutex<BTreeMap<Mac, Lease<A>>>>);
+
+impl<A> Default for Leases<A> {
+    fn default() -> Self {
+        Self(Arc::default())
+    }
+}
+
+impl<A: Clone + PartialEq> Leases<A> {
+    /// The owner of `mac` gets `lease`.
+    ///
+    /// # Errors
+    /// The name of the one who has that address.
+    pub fn put(&self, mac: Mac, lease: Lease<A>) -> Result<(), String> {
+        let mut leases = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(other) = leases.values().find(|l| l.address == lease.address) {
+            return Err(other.name.clone());
+        }
+        leases.insert(mac, lease);
+        Ok(())
+    }
+
+    /// The owner of `mac` gets no address any more.
+    pub fn take(&self, mac: Mac) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&mac);
+    }
+
+    /// What the owner of `mac` gets.
+    #[must_use]
+    pub fn get(&self, mac: Mac) -> Option<Lease<A>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&mac).cloned()
+    }
+}
+
+/// What a service says.
+pub trait Responder: Send + Sync {
+    /// The answer to a frame, if it gets one.
+    fn answer(&self, frame: &[u8]) -> Option<Vec<u8>>;
+
+    /// What is sent to all from time to time.
+    fn announcements(&self) -> Vec<Vec<u8>> {
+        Vec::new()
+    }
+}
+
+/// Frames that wait for their delivery.
+struct Outbox {
+    frames: Mutex<VecDeque<Vec<u8>>>,
+    /// There are some.
+    event: Event,
+}
+
+impl Outbox {
+    /// Queues a frame, unless too many wait already.
+    fn push(&self, frame: Vec<u8>) -> io::Result<()> {
+        let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
+        let to = frame.get(..6);
+        if frames.len() == WAITING || frames.iter().filter(|f| f.get(..6) == to).count() == WAITING_EACH {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        frames.push_back(frame);
+        self.event.raise();
+        Ok(())
+    }
+}
+
+/// A service as a port's link.
+pub struct Service {
+    responder: Arc<dyn Responder>,
+    outbox: Arc<Outbox>,
+}
+
+/// Sends a service's announcements.
+pub struct Announcer {
+    responder: Arc<dyn Responder>,
+    outbox: Arc<Outbox>,
+}
+
+impl Announcer {
+    /// Sends the service's announcements.
+    pub fn announce(&self) {
+        for frame in self.responder.announcements() {
+            // Those that nobody has taken yet say the same.
+            let _full = self.outbox.push(frame);
+        }
+    }
+}
+
+impl Service {
+    /// The service of `responder`.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn new(responder: Arc<dyn Responder>) -> io::Result<Self> {
+        let outbox = Arc::new(Outbox { frames: Mutex::default(), event: Event::new()? });
+        Ok(Self { responder, outbox })
+    }
+
+    /// What sends its announcements.
+    #[must_use]
+    pub fn announcer(&self) -> Announcer {
+        Announcer { responder: self.responder.clone(), outbox: self.outbox.clone() }
+    }
+}
+
+impl Link for Service {
+    fn header(&self) -> usize {
+        0
+    }
+
+    fn offloads(&self) -> Negotiated {
+        Negotiated::default()
+    }
+
+    fn send(&self, pieces: &[libc::iovec]) -> io::Result<()> {
+        let mut frame: Vec<u8> = Vec::with_capacity(LOOK);
+        for p in pieces {
+            let len = p.iov_len.min(LOOK - frame.len());
+            // SAFETY: the piece is mapped; copied through a raw pointer, as a guest may be writing to it.
+            unsafe {
+                let at = frame.len();
+                std::ptr::copy_nonoverlapping(p.iov_base.cast::<u8>(), frame.as_mut_ptr().add(at), len);
+                frame.set_len(at + len);
+            }
+        }
+        self.responder.answer(&frame).map_or(Ok(()), |reply| self.outbox.push(reply))
+    }
+
+    fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let frame = self.outbox.frames.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+        let frame = frame.ok_or(io::ErrorKind::WouldBlock)?;
+        buffer[..frame.len()].copy_from_slice(&frame);
+        Ok(frame.len())
+    }
+
+    fn fd(&self) -> RawFd {
+        self.outbox.event.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Echo;
+
+    impl Responder for Echo {
+        fn answer(&self, frame: &[u8]) -> Option<Vec<u8>> {
+            Some([&frame[6..12], &frame[..6]].concat())
+        }
+    }
+
+    #[test]
+    fn a_guest_that_asks_without_end_keeps_no_other_from_an_answer() {
+        let service = Service::new(Arc::new(Echo)).unwrap();
+        let ask = |guest: u8| {
+            let mut frame = [0, 0, 0, 0, 0, 9, 2, 0, 0, 0, 0, guest];
+            service.send(&[libc::iovec { iov_base: frame.as_mut_ptr().cast(), iov_len: frame.len() }])
+        };
+        let heard = (0..2 * WAITING).filter(|_| ask(1).is_ok()).count();
+        assert_eq!(heard, WAITING_EACH);
+        ask(2).expect("another's question");
+        let mut buffer = [0; 64];
+        let mut answered = Vec::new();
+        while let Ok(len) = service.receive(&mut buffer) {
+            answered.push(buffer[..len][5]);
+        }
+        assert_eq!(answered, [1, 1, 1, 1, 2]);
+    }
+}

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo up`, `restart` and their dry run.
+
+use std::process::ExitCode;
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::commands::cli::{File, down, finish, say};
+use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
+use crate::compose::{Project, network};
+use crate::host;
+use crate::project::changes::{self, Action, Side, Wish};
+use crate::project::control::{Event, Request};
+use crate::project::{peer, preflight, state};
+
+/// `tombolo up`
+#[derive(Args, Debug)]
+pub struct UpOptions {
+    /// Which compose file
+    #[command(flatten)]
+    file: File,
+    /// Stay in the foreground; Ctrl-C takes everything down
+    #[arg(short, long)]
+    attach: bool,
+    /// Say what would be done, and change nothing
+    #[arg(long, conflicts_with = "attach")]
+    dry_run: bool,
+    /// Stop what runs and the compose file does not declare
+    #[arg(long)]
+    remove_orphans: bool,
+    /// Only these VMs
+    vms: Vec<String>,
+}
+
+/// `tombolo restart`
+#[derive(Args, Debug)]
+pub struct RestartOptions {
+    /// Which compose file
+    #[command(flatten)]
+    file: File,
+    /// Say what would be done, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Only these VMs
+    vms: Vec<String>,
+}
+
+/// Starts what is declared and does not run.
+///
+/// # Errors
+/// What the supervisor says.
+pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
+    let project = declaring(&options.file)?;
+    let wish = Wish { vms: options.vms, remove_orphans: options.remove_orphans, restart: false };
+    if options.dry_run {
+        return dry_run(project, wish, json);
+    }
+    let outcome = start(&project, wish, json)?;
+    if outcome == Outcome::Done && options.attach {
+        if !json {
+            crate::say!("Ctrl-C takes everything down");
+        }
+        client::attach(&project)?;
+        return down(&project, Vec::new(), json);
+    }
+    finish(outcome)
+}
+
+/// Stops VMs and starts them as the compose file says now.
+///
+/// # Errors
+/// What the supervisor says.
+pub fn restart(options: RestartOptions, json: bool) -> anyhow::Result<ExitCode> {
+    let project = declaring(&options.file)?;
+    let wish = Wish { vms: options.vms, remove_orphans: false, restart: true };
+    if options.dry_run {
+        return dry_run(project, wish, json);
+    }
+    finish(start(&project, wish, json)?)
+}
+
+fn declaring(file: &File) -> anyhow::Result<Project> {
+    let project = file.load()?;
+    // A file that declares nothing any more has orphans to tell of.
+    if project.compose.vm.is_empty() && state::supervisor(&project.file)?.is_none() {
+        anyhow::bail!("{} declares no VM; add a table [vm.NAME]", project.file.display());
+    }
+    Ok(project)
+}
+
+fn start(project: &Project, wish: Wish, json: bool) -> anyhow::Result<Outcome> {
+    let request = Request::Up { project: Box::new(project.clone()), wish };
+    let mut peer = client::supervisor(project, &request)?;
+    client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Cancel)
+}
+
+/// What `--json` prints of a dry run.
+#[derive(Serialize)]
+struct DryRun<'a> {
+    project: &'a str,
+    actions: &'a [Action],
+    refused: Option<&'a str>,
+}
+
+fn dry_run(mut project: Project, wish: Wish, json: bool) -> anyhow::Result<ExitCode> {
+    wish.check(&project)?;
+    let request = Request::Plan { project: Box::new(project.clone()), wish: wish.clone() };
+    let (actions, refused) = match peer::ask(&project, &request)? {
+        Some(mut peer) => match peer.receive::<Event>()? {
+            Some(Event::Plan { actions, refused }) => (actions, refused),
+            Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+            other => anyhow::bail!("the supervisor answered {other:?}"),
+        },
+        None => {
+            network::settle(&mut project.compose, &std::collections::BTreeMap::new());
+            let wanted = Side::declared(&project.name, &project.compose);
+            let actions = changes::plan(&Side::default(), &wanted, &wish);
+            let examined = preflight::examine(&project, &Side::default(), &actions, promised);
+            (actions, examined.err().map(|e| format!("{e:#}")))
+        }
+    };
+    if json {
+        let printed = DryRun { project: &project.name, actions: &actions, refused: refused.as_deref() };
+        say(&serde_json::to_string_pretty(&printed)?)?;
+    } else {
+        for action in &actions {
+            say(&action.to_string())?;
+        }
+    }
+    match refused {
+        None => Ok(ExitCode::SUCCESS),
+        Some(why) => Err(anyhow::anyhow!("'up' would be refused: {why}")),
+    }
+}
+
+/// Memory that running projects of this user may still take, in bytes.
+fn promised() -> u64 {
+    let found = state::supervisors().unwrap_or_default();
+    // One that does not answer can't be counted.
+    let projects = found.iter().filter_map(|found| client::status_of(found).ok().flatten());
+    projects.map(|project| host::promised(&project)).sum()
+}

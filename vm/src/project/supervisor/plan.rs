@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What runs, as [`changes::plan`] compares it, and the steps of a plan that come before anything is started.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::{Beside, Reporter, Supervisor};
+use crate::compose::{Project, network};
+use crate::machine::{Machine, Phase};
+use crate::project::changes::{self, Action, Kind, Parts, Side, Wish};
+use crate::project::control::{Event, Stage};
+use crate::project::preflight;
+
+/// Whether a machine is one that `up` leaves alone.
+fn runs(machine: &Machine) -> bool {
+    !matches!(machine.phase(), Phase::Ended | Phase::Failed | Phase::Rebooting)
+}
+
+impl Supervisor {
+    /// Compares what runs with what the file says, whose networks get the subnets that they have already.
+    pub(super) fn plan(&self, project: &mut Project, wish: &Wish) -> (Side, Vec<Action>) {
+        let (running, wanted) = self.sides(project);
+        let actions = changes::plan(&running, &wanted, wish);
+        (running, actions)
+    }
+
+    /// The answer to a dry run.
+    pub(super) fn planned(&self, mut project: Project, wish: &Wish) -> Event {
+        let (running, actions) = self.plan(&mut project, wish);
+        let examined = preflight::examine(&project, &running, &actions, || self.promised());
+        Event::Plan { actions, refused: examined.err().map(|e| format!("{e:#}")) }
+    }
+
+    fn sides(&self, project: &mut Project) -> (Side, Side) {
+        let inner = self.lock();
+        let held = inner.networks.iter().filter_map(|(name, net)| Some((name.clone(), net.spec().subnet?)));
+        network::settle(&mut project.compose, &held.collect());
+        let mut wanted = Side::declared(&project.name, &project.compose);
+        // One that has ended and is not declared any more still is in the list of `ps`.
+        let declared = |name: &String| project.compose.vm.contains_key(name);
+        let machines = inner.machines.iter().filter(|(name, machine)| runs(machine) || !declared(name));
+        let mut accelerators = Parts::new();
+        for (name, accelerator) in &inner.accelerators {
+            accelerators.insert(name.clone(), accelerator.settings(None));
+            if wanted.accelerators.contains_key(name) {
+                wanted.accelerators.insert(name.clone(), accelerator.settings(Some(project)));
+            }
+        }
+        let running = Side {
+            project: inner.project.name.clone(),
+            vms: machines.map(|(name, machine)| (name.clone(), changes::value(machine.spec()))).collect(),
+            zones: inner
+                .zones
+                .iter()
+                .map(|(name, zone)| (name.clone(), changes::value(zone.spec())))
+                .collect(),
+            networks: inner
+                .networks
+                .iter()
+                .map(|(name, net)| (name.clone(), changes::value(net.spec())))
+                .collect(),
+            accelerators,
+            members: inner
+                .zones
+                .iter()
+                .map(|(name, zone)| (name.clone(), zone.members().into_iter().collect()))
+                .collect(),
+        };
+        (running, wanted)
+    }
+
+    /// Tells the client what happens beside the starts of VMs, which tell of themselves.
+    pub(super) fn announce(&self, actions: &[Action], reporter: &Reporter) {
+        for action in actions {
+            if let Action::Keep { kind: Kind::Vm, name } | Action::Wait { kind: Kind::Vm, name, .. } = action
+            {
+                reporter.stage(name, Stage::AlreadyUp, "");
+            }
+            if action.is_news() {
+                reporter.send(&Event::Action(action.clone()));
+            }
+        }
+    }
+
+    /// Stops what the plan stops, replaces and restarts.
+    ///
+    /// # Errors
+    /// Names VMs that don't die.
+    pub(super) fn clear_away(&self, actions: &[Action], reporter: &Reporter) -> anyhow::Result<()> {
+        let stops = |machine: &Machine| {
+            actions.iter().any(|action| match action {
+                Action::Stop { kind: Kind::Vm, name } | Action::Restart { name, .. } => {
+                    name == machine.name()
+                }
+                _ => false,
+            })
+        };
+        self.stop(stops, Some(reporter))?;
+        let named = |wanted: Kind| {
+            actions.iter().filter_map(move |action| match action {
+                Action::Stop { kind, name } | Action::Replace { kind, name, .. } if *kind == wanted => {
+                    Some(name)
+                }
+                _ => None,
+            })
+        };
+        let mut inner = self.lock();
+        for zone in named(Kind::Zone) {
+            inner.zones.remove(zone);
+        }
+        let beside = Beside {
+            networks: take_out(&mut inner.networks, named(Kind::Network)),
+            accelerators: take_out(&mut inner.accelerators, named(Kind::Accelerator)),
+        };
+        drop(inner);
+        beside.end();
+        Ok(())
+    }
+}
+
+/// Takes these entries out of `all`.
+pub(super) fn take_out<'a, T>(
+    all: &mut BTreeMap<String, Arc<T>>,
+    names: impl Iterator<Item = &'a String>,
+) -> BTreeMap<String, Arc<T>> {
+    names.filter_map(|name| all.remove_entry(name)).collect()
+}
+
+/// The VMs that a plan starts.
+pub(super) fn started(actions: &[Action]) -> impl Iterator<Item = &String> {
+    actions.iter().filter_map(|action| match action {
+        Action::Start { kind: Kind::Vm, name } | Action::Restart { name, .. } => Some(name),
+        _ => None,
+    })
+}
+
+/// Parts that a plan starts anew.
+pub(super) fn replaced(actions: &[Action], wanted: Kind) -> impl Iterator<Item = &String> {
+    actions.iter().filter_map(move |action| match action {
+        Action::Replace { kind, name, .. } if *kind == wanted => Some(name),
+        _ => None,
+    })
+}
