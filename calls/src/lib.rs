@@ -17,6 +17,8 @@
 //! - [`hello`]: the handshake that compares builds before the first record.
 //! - [`mod@say`]: lines on the standard error that nobody panics of or waits for.
 
+#![deny(missing_docs)]
+
 pub mod children;
 pub mod hello;
 pub mod memory;

@@ -9,6 +9,8 @@
 //! - [`net`]: requests and answers of switches.
 //! - [`Mac`] and [`Size`]: as users write them.
 
+#![deny(missing_docs)]
+
 pub mod accel;
 mod mac;
 pub mod net;

@@ -47,7 +47,6 @@ pub struct Lab {
 pub struct Started {
     /// The lab's kernel.
     pub kernel: Kernel,
-    /// The emulator.
     pub emulator: Emulator,
     /// From the emulator's start to the agent's answer.
     pub boot: Duration,

@@ -17,9 +17,7 @@ pub const NAME: &str = "lab.iso";
 
 /// The configuration of isolinux: the kernel that it starts.
 pub struct Boot<'a> {
-    /// The kernel.
     pub kernel: &'a Path,
-    /// The initramfs.
     pub initramfs: &'a Path,
     /// The kernel's arguments.
     pub arguments: &'a str,

@@ -26,7 +26,6 @@ const DISK_BYTES: u64 = 1 << 30;
 /// A QEMU binary and what it can do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Qemu {
-    /// The program.
     pub program: PathBuf,
     /// Folders of firmware that belong to it, where it is not installed.
     pub firmware: Vec<PathBuf>,

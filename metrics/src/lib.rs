@@ -9,6 +9,8 @@
 //! - [`request`] one request, read and judged
 //! - [`text`] the figures in Prometheus' text format
 
+#![deny(missing_docs)]
+
 pub mod request;
 pub mod text;
 

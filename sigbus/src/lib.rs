@@ -6,6 +6,8 @@
 //! of it when it next asks [`Watch::is_hit`] or sees [`hits`] grow. A SIGBUS elsewhere goes to the handler that was installed before, or
 //! has the default effect. The handler only reads and writes atomics and calls `mmap` and `sigaction`, all allowed in a signal handler.
 
+#![deny(missing_docs)]
+
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Once, OnceLock};

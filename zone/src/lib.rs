@@ -23,6 +23,8 @@
 //! - [`pci`]: a guest's way to a zone without the module.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 
+#![deny(missing_docs)]
+
 pub mod backing;
 pub mod cli;
 pub mod door;

@@ -372,7 +372,6 @@ impl Drop for New {
     }
 }
 
-/// A new object.
 pub fn new_object(kind: u32, body: Body) -> Result<New, i32> {
     let body = match body {
         Body::Plain(parent) => Body::Child(hold(parent)),

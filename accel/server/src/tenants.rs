@@ -163,12 +163,10 @@ impl Tenants {
         self.changed.notify_all();
     }
 
-    /// A VM came.
     pub fn vm_came(&self) {
         self.lock().vms += 1;
     }
 
-    /// A VM went.
     pub fn vm_went(&self) {
         let mut inner = self.lock();
         inner.vms = inner.vms.saturating_sub(1);

@@ -66,7 +66,6 @@ struct Worker {
 
 /// What a server does for a zone that it keeps itself.
 struct Keeper {
-    /// The VM.
     member: MemberId,
     _doorbells: DoorbellServer,
 }
@@ -178,7 +177,6 @@ impl Vm {
         })
     }
 
-    /// Who it is.
     pub fn name(&self) -> &str {
         &self.name
     }

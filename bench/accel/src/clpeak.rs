@@ -14,7 +14,6 @@ pub struct Figure {
     pub case: String,
     /// How much.
     pub value: f64,
-    /// Of what.
     pub unit: String,
 }
 

@@ -25,14 +25,12 @@ use crate::nested::{Backing, Card, Guest, Image, MEMORY, Spec};
 
 /// A claim: its name, whether the short run checks it, and how.
 pub struct Claim {
-    /// What is claimed.
     pub name: &'static str,
     /// Whether it belongs to the short run.
     pub short: bool,
     check: fn() -> Result<()>,
 }
 
-/// Every claim.
 pub const ALL: &[Claim] = &[
     Claim {
         name: "a_device_of_the_hosts_own_disk_or_network_is_refused_untouched",

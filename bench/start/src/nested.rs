@@ -45,7 +45,6 @@ pub enum Backing {
 /// A guest to start.
 #[derive(Debug, Clone)]
 pub struct Spec {
-    /// Its memory.
     pub layout: Layout,
     /// Where the memory at start comes from.
     pub backing: Backing,
@@ -148,7 +147,6 @@ impl Image {
 /// A guest that runs.
 pub struct Guest {
     child: Child,
-    /// Its monitor.
     pub monitor: Socket,
     lines: Receiver<(f64, String)>,
     /// Events so far.
@@ -322,7 +320,6 @@ fn command(spec: &Spec, socket: &Path) -> Result<Command> {
 
 /// A network card that is with vfio-pci, and goes back when this is dropped.
 pub struct Card {
-    /// Where it is.
     pub address: Address,
     store: Store,
     _folder: tempfile::TempDir,

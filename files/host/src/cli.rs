@@ -169,7 +169,6 @@ fn open_error(path: &Path, e: rustix::io::Errno) -> anyhow::Error {
     anyhow::anyhow!("{at}: {why} ({e})")
 }
 
-/// Runs one command.
 pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         Command::Mkfs { zone, area, force, label, size, uid, gid, mode, persistent } => {

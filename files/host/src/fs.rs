@@ -402,7 +402,6 @@ impl Filesystem {
         check(unsafe { sys::tfs_recover_all(self.writable()?) })
     }
 
-    /// Attributes.
     pub fn getattr(&self, ino: impl Into<Handle>) -> Result<Attr> {
         let mut out = Attr::default();
         // SAFETY: an open handle.
@@ -721,7 +720,6 @@ impl Filesystem {
         Ok(LockWait(slot as c_int))
     }
 
-    /// The end of a wait.
     pub fn end_wait(&self, wait: LockWait) {
         // SAFETY: an open handle; the slot was given by tfs_lock_wait_begin and is given back once.
         unsafe { sys::tfs_lock_wait_end(self.raw(), wait.0) };

@@ -137,7 +137,6 @@ impl Guest {
         Ok(String::from_utf8_lossy(&said).into_owned())
     }
 
-    /// Starts a command in it.
     pub fn start(&mut self, command: &str) -> Result<(), String> {
         let line = format!("{command}\n");
         self.shell.get_mut().write_all(line.as_bytes()).map_err(|e| format!("{}: {e}", self.name))

@@ -56,15 +56,12 @@ pub(crate) enum Answer {
     Has(u64),
     /// It can't have the port or uplink, for this reason.
     Refuses(u64, String),
-    /// It ends.
     End,
 }
 
 /// The switch's hold on its keeper.
 pub(crate) enum Keeper {
-    /// A process.
     Process(libc::pid_t),
-    /// A thread.
     Thread(JoinHandle<()>),
 }
 

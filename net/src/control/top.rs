@@ -32,14 +32,12 @@ pub struct SwitchRates {
     pub name: String,
     /// Processor time, in hundredths of a processor.
     pub cpu_percent: f64,
-    /// Its ports.
     pub ports: Vec<PortRates>,
 }
 
 /// What goes through a port.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PortRates {
-    /// Its name.
     pub name: String,
     /// "up", "connected" or "down".
     pub state: &'static str,

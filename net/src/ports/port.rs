@@ -54,7 +54,6 @@ impl Port {
         }
     }
 
-    /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name

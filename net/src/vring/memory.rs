@@ -66,7 +66,6 @@ pub enum MemoryError {
     NotMemory {
         /// Start of the region.
         gpa: u64,
-        /// What it is.
         why: &'static str,
     },
     /// The kernel refused the mapping.

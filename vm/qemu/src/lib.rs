@@ -7,6 +7,8 @@
 //! - [`cpio`]: the writer of the archives that a kernel unpacks as its first file system.
 //! - [`tiny`]: the smallest guest that proves that a hypervisor runs stock kernels.
 
+#![deny(missing_docs)]
+
 pub mod cpio;
 pub mod hypervisor;
 pub mod qmp;

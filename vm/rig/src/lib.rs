@@ -10,6 +10,8 @@
 //! - [`machine`]: QEMU's command line.
 //! - [`guest`]: a running guest and its shell.
 
+#![deny(missing_docs)]
+
 pub mod guest;
 pub mod image;
 pub mod kernel;

@@ -582,7 +582,6 @@ pub fn accelerator_servers() -> anyhow::Result<Vec<tombolo_control::accel::Listi
     Ok(accelerators.filter_map(|accelerator| accelerator.server).collect())
 }
 
-/// Networks and who is in them.
 fn networks(status: &Status) -> String {
     let dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
     let mut rows = vec![["NET", "SWITCH", "UPLINK", "SUBNET", "VM", "MAC", "ADDRESS"].map(str::to_owned)];

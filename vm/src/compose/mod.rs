@@ -188,11 +188,9 @@ pub struct Share {
 /// Rights of a member of a zone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Rights {
-    /// Read and write.
     #[default]
     #[serde(rename = "rw")]
     ReadWrite,
-    /// Read only.
     #[serde(rename = "ro")]
     ReadOnly,
 }
@@ -306,7 +304,6 @@ impl<'de> Deserialize<'de> for Ready {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("{}{}: {message}", file.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
 pub struct ComposeError {
-    /// The file.
     pub file: PathBuf,
     /// Line, from 1.
     pub line: Option<usize>,

@@ -75,7 +75,6 @@ pub struct NicSpec {
     pub queues: Option<u32>,
     /// Reaches only the uplink.
     pub isolated: bool,
-    /// The VLAN that it is in.
     pub vlan: Option<u16>,
     /// Drop what it sends from addresses other than its own.
     pub check_address: bool,
@@ -91,7 +90,6 @@ pub enum NicAddress {
     None,
     /// By DHCP, in a guest of the guest kit.
     Dhcp,
-    /// This one.
     Static(Ipv4Addr),
 }
 
@@ -209,7 +207,6 @@ impl<'de> Deserialize<'de> for Subnet {
 /// What one VM has in one network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lease {
-    /// Its MAC.
     pub mac: Mac,
     /// Its address and the subnet's prefix length.
     pub address: Option<(Ipv4Addr, u8)>,

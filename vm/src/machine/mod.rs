@@ -44,15 +44,12 @@ const LAST_LINES: usize = 15;
 /// What a VM is started from.
 #[derive(Debug)]
 pub struct Start<'a> {
-    /// Its name.
     pub name: &'a str,
     /// What the compose file says.
     pub spec: &'a VmSpec,
-    /// The QEMU.
     pub qemu: &'a Qemu,
     /// KVM or TCG.
     pub accel: Hypervisor,
-    /// What it boots.
     pub boot: Option<Boot>,
     /// Its zones: name, what for, and invitation.
     pub zones: Vec<(String, ZoneUse, Invitation)>,
@@ -299,7 +296,6 @@ impl Machine {
         self.accel
     }
 
-    /// Its agent.
     pub fn agent(&self) -> &Agent {
         &self.agent
     }
@@ -309,7 +305,6 @@ impl Machine {
         &self.console
     }
 
-    /// Where it is.
     pub fn phase(&self) -> Phase {
         self.lock().phase.clone()
     }

@@ -16,7 +16,6 @@ use tombolo_start::layout::Layout;
 const HOTPLUG_ROOM: u64 = 64 << 30;
 /// Interrupt vectors of a doorbell.
 pub const DOORBELL_VECTORS: usize = tombolo_zone::doorbell::VECTORS;
-/// The port of the guest agent.
 pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 
 /// One zone as a VM sees it.
@@ -41,7 +40,6 @@ pub struct Plan<'a> {
     pub name: &'a str,
     /// What the compose file says.
     pub spec: &'a VmSpec,
-    /// The QEMU it is for.
     pub qemu: &'a Qemu,
     /// KVM or TCG.
     pub accel: Hypervisor,
@@ -55,7 +53,6 @@ pub struct Plan<'a> {
     pub agent: RawFd,
     /// How the memory arrives.
     pub memory: Layout,
-    /// Zones.
     pub zones: Vec<ZoneDevice>,
     /// Networks.
     pub nics: &'a [Plug],

@@ -7,6 +7,8 @@
 //! - [`raw`]: the C functions.
 //! - [`agent`]: rings members for host processes, wakes host processes for members, frees what dead processes held.
 
+#![deny(missing_docs)]
+
 pub mod agent;
 pub mod raw;
 

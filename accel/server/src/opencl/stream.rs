@@ -201,7 +201,6 @@ impl Streams {
         }
     }
 
-    /// The stream of an id.
     pub fn get(&self, id: u64) -> Result<Arc<Stream>, i32> {
         lock(&self.0).get(&id).map(|running| running.stream.clone()).ok_or(VALUE)
     }
