@@ -2,6 +2,7 @@
 //! The `tombolo` command: it parses and wires; behaviour lives in the parts.
 
 mod completion;
+mod init;
 mod top;
 
 use std::path::{Path, PathBuf};
@@ -34,6 +35,8 @@ struct Cli {
 enum Command {
     #[command(flatten)]
     Vm(tombolo_vm::commands::cli::Command),
+    /// Write a compose file to begin with
+    Init(init::Options),
     /// Zones: memory that VMs and host share
     Zone {
         #[command(subcommand)]
@@ -43,6 +46,11 @@ enum Command {
     Files {
         #[command(subcommand)]
         command: tombolo_files::cli::Command,
+    },
+    /// Zones, networks, accelerators and growing memory for domains of libvirt
+    Libvirt {
+        #[command(subcommand)]
+        command: tombolo_libvirt::cli::Command,
     },
     /// PCI devices for VMs
     Passthrough {
@@ -157,6 +165,7 @@ fn end_quietly_on_a_closed_pipe() {
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         Command::Vm(command) => tombolo_vm::commands::cli::run(command, cli.json),
+        Command::Init(options) => init::run(&options),
         Command::Zone { command: ZoneCommand::Zone(mut command) } => {
             if let tombolo_zone::cli::Command::Inspect { path } = &mut command {
                 // As with 'files': a name that is no file here is a zone of the running project.
@@ -176,6 +185,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             }
             tombolo_files::cli::run(command, cli.json)
         }
+        Command::Libvirt { command } => tombolo_libvirt::cli::run(command),
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
         Command::Lab(arguments) => tombolo_lab::cli::run(arguments, cli.json),
         Command::Start { command } => tombolo_vm::commands::cli::run_start(command, cli.json),

@@ -26,7 +26,7 @@ struct probe {
 	tmb_u64 block_no;
 };
 
-static int probe_start(struct tfs *fs, struct probe *p, tmb_u64 index_root, tmb_u32 hash)
+static int probe_start(struct probe *p, tmb_u64 index_root, tmb_u32 hash)
 {
 	tmb_u32 log = index_log(index_root);
 
@@ -66,7 +66,7 @@ int tfs_index_find(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, co
 	tmb_u32 hash = slot->hash;
 	struct probe p;
 	tmb_u64 *e;
-	int err = probe_start(fs, &p, index_root, hash);
+	int err = probe_start(&p, index_root, hash);
 
 	if (err)
 		return err;
@@ -93,7 +93,7 @@ static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 g
 {
 	struct probe p;
 	tmb_u64 *e;
-	int err = probe_start(fs, &p, index_root, hash);
+	int err = probe_start(&p, index_root, hash);
 
 	if (err)
 		return err;
@@ -220,7 +220,7 @@ void tfs_index_forget(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u
 	tmb_u64 root = tmb_load(&dir->index_root), *e;
 	struct probe p;
 
-	if (!root || probe_start(fs, &p, root, hash))
+	if (!root || probe_start(&p, root, hash))
 		return;
 	while ((e = probe_next(fs, &p))) {
 		tmb_u64 value = tmb_load(e);

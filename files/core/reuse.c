@@ -2,19 +2,20 @@
 /*
  * When blocks that were unlinked may be used again: once no member can look at them any more.
  *
- * Three kinds of members may still look at a block that nothing refers to:
+ * Two kinds of members may still look at a block that nothing refers to:
  * - readers, which copy without a lock. A reader pins the inode (tfs_pin) before it looks the block up. A member that may not write can't
  *   leave a pin; it compares the inode's stamp (tfs_read_stamp) before and after its copy, and so does a reader that found no pin free.
  * - mappers: members with their bit in the inode's 'mappers'. They are asked to take their mappings back (TMB_PENDING_REVOKE).
- * - members that fill in for either while they are suspended: nobody waits for them longer than READERS_NS or TFS_REVOKE_LIMIT_NS, once.
+ * Either may be suspended at it. So a removal waits for readers for READERS_NS and for mappers for TFS_REVOKE_LIMIT_NS; a member that let
+ * such a wait run out is not waited for again until it has looked after its readers and mappings.
  *
- * Blocks that somebody may still look at after that go to limbo: their map bytes become TFS_MAP_LIMBO, and the super block says which members hold
+ * Blocks that a member may still look at after that go to limbo: their map bytes become TFS_MAP_LIMBO, and the super block says which members hold
  * them. A member stops being one of these when it has revoked all its stale mappings and its readers have gone on, or when it leaves or
  * dies; when there are none left, all blocks in limbo become free. Setting and clearing are under one lock, so no block goes to limbo unseen in between.
  *
- * The lock's owner may die at it: whoever takes it over finds bits set for blocks that are not in limbo, or blocks free early whose bits
- * are still set, both harmless. Who is killed while it waits for the lock leaves the blocks with its own tag and notes their holders in its member area;
- * the recovery of this member puts them into limbo.
+ * The lock's owner may die: the next owner finds bits set for blocks that are not in limbo, or free blocks whose bits
+ * are still set; both are harmless. A process that is killed while it waits for the lock leaves the blocks with its member's tag and notes their holders
+ * in the member area; the recovery of this member puts them into limbo.
  */
 #include "tfs_internal.h"
 
@@ -151,7 +152,7 @@ tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members)
 	return members;
 }
 
-/* Gives those who read the inode now the time that a copy takes. Who is still at it. */
+/* Waits until the members that read the inode now are through with their copies, at most READERS_NS. Returns those that are not. */
 static tmb_u64 wait_readers(struct tfs *fs, tmb_u64 ino)
 {
 	tmb_u64 slots[TFS_MEMBERS], since = 0, members, silent;
@@ -189,7 +190,7 @@ static void tell_silent(struct tfs *fs, tmb_u64 members)
 	}
 }
 
-/* Asks the members that map the inode to let go, and waits for it. Who did not. */
+/* Asks the members that map the inode to let go, and waits, at most TFS_REVOKE_LIMIT_NS. Returns those that did not. */
 static tmb_u64 wait_mappers(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_u64 since = 0, left = tfs_active_members(fs, tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member)), silent;
@@ -338,7 +339,7 @@ void tfs_revoke(struct tfs *fs)
 	tmb_fence(); /* who sees the old number unlinked before what is looked at now */
 }
 
-/* Waits a little for the own readers that are at it now. Who pins anew finds nothing that was unlinked before. */
+/* Waits a little for this member's readers that have a pin now. A later reader finds nothing that was unlinked before. */
 static bool readers_left(struct tfs *fs)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);

@@ -179,7 +179,8 @@ bool tfs_fenced(struct tfs *fs); /* this member was declared dead: it must not w
 
 /* reuse.c: who may still look at blocks that were unlinked from an inode; each a bit per member */
 tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of them that live */
-/* Who maps or reads the inode after they were asked to let go; without 'wait' mappers are not waited for, and this member's own count. */
+/* The members that map or read the inode after they were asked to let go; without 'wait' mappers are not waited for, and this member is one of them if
+ * it maps the inode. */
 tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, bool wait);
 tmb_u64 tfs_wait_mappers(struct tfs *fs, struct tfs_inode *inode); /* of other members */
 tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The switch as a program of its own; the same commands are under `tombolo net`.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -20,7 +21,8 @@ struct Args {
 fn main() -> ExitCode {
     let args = Args::parse();
     cli::run(args.command, args.json).unwrap_or_else(|err| {
-        eprintln!("tombolo: {err:#}");
+        // Nobody may read it.
+        let _unheard = writeln!(std::io::stderr(), "tombolo: {err:#}");
         ExitCode::FAILURE
     })
 }

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The program as the DHCP server of its guests.
+//! The program as the server of its guests' addresses, IPv4 and IPv6.
 
 mod common;
 
+use std::net::Ipv6Addr;
+
 use common::program::Switch;
+use common::talk::{group6, ipv6};
 use common::{Rig, wait_for};
 use serde_json::{Value, json};
 use tombolo_net::control::socket::{Request, ask};
@@ -116,4 +119,102 @@ fn the_service_is_no_way_out() {
     wait_for("the drop", || (switch.port("vm")?["sent"]["drops"]["unknown"] == 1).then_some(()));
     let said = add(&Switch::start(0, &[]), 1, &json!({ "address": "10.86.0.5" })).unwrap_err().to_string();
     assert!(said.contains("which this switch doesn't serve; say [dhcp]"), "{said}");
+}
+
+/// The link-local address of guest `n`, and a group's or node's address.
+fn local(n: u8) -> Ipv6Addr {
+    format!("fe80::5054:ff:fe00:{n:x}").parse().unwrap()
+}
+
+fn solicitation(n: u8) -> Vec<u8> {
+    let routers: Ipv6Addr = "ff02::2".parse().unwrap();
+    let from = Rig::mac(n.into());
+    ipv6(group6(routers), from, [local(n), routers], 58, &[133, 0, 0, 0, 0, 0, 0, 0])
+}
+
+/// A DHCPv6 message of guest `n`, from one port to another.
+fn dhcp6(n: u8, ports: [u16; 2], kind: u8) -> Vec<u8> {
+    let servers: Ipv6Addr = "ff02::1:2".parse().unwrap();
+    let message = [kind, 1, 2, 3, 0, 1, 0, 4, 9, 9, 9, n, 0, 3, 0, 12, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 0];
+    let mut body = [ports[0].to_be_bytes(), ports[1].to_be_bytes()].concat();
+    body.extend((8 + message.len() as u16).to_be_bytes());
+    body.extend([0, 0]);
+    body.extend(message);
+    ipv6(group6(servers), Rig::mac(n.into()), [local(n), servers], 17, &body)
+}
+
+fn ipv6_switch(managed: bool) -> Switch {
+    let config = tempfile::NamedTempFile::new().unwrap();
+    let text = format!("[ipv6]\nprefix = 'fd00:86::/64'\nmanaged = {managed}\n");
+    std::fs::write(config.path(), text).unwrap();
+    Switch::start(0, &["--config", config.path().to_str().unwrap()])
+}
+
+#[test]
+fn a_guest_learns_the_prefix_and_is_given_its_own_ipv6_address() {
+    let switch = ipv6_switch(true);
+    add(&switch, 1, &json!({ "address6": "fd00:86::5" })).unwrap();
+    let mut nic = guest(&switch, 1);
+    assert!(nic.send(&solicitation(1)));
+    let told = wait_for("an advertisement", || nic.receive().map(|r| r.1).filter(|f| f[54] == 134));
+    assert_eq!((told[59] & 0x80, &told[60..62]), (0x80, &[0, 0][..]), "managed, and no router");
+    assert_eq!(told[94..110], "fd00:86::".parse::<Ipv6Addr>().unwrap().octets());
+    assert!(nic.send(&dhcp6(1, [546, 547], 1)));
+    let offer = wait_for("an offer", || nic.receive().map(|r| r.1).filter(|f| f[20] == 17));
+    let own = "fd00:86::5".parse::<Ipv6Addr>().unwrap().octets();
+    assert!(offer[62] == 2 && offer.windows(16).any(|w| w == own), "{offer:02x?}");
+    for (more, words) in [
+        (json!({ "address6": "fd00:86::5" }), "is given to port vm1 already"),
+        (json!({ "address6": "fd00:87::5" }), "is not of the switch's fd00:86::/64"),
+    ] {
+        let said = add(&switch, 3, &more).unwrap_err().to_string();
+        assert!(said.contains(words), "{said}");
+    }
+    let said = add(&ipv6_switch(false), 3, &json!({ "address6": "fd00:86::5" })).unwrap_err().to_string();
+    assert!(said.contains("say managed = true"), "{said}");
+}
+
+#[test]
+fn a_guest_that_plays_router_or_dhcpv6_server_reaches_nobody_in_any_form() {
+    let switch = ipv6_switch(false);
+    add(&switch, 1, &json!({})).unwrap();
+    add(&switch, 2, &json!({ "router": true })).unwrap();
+    let (mut rogue, mut victim, mut router) = (switch.guest(0), guest(&switch, 1), guest(&switch, 2));
+    let all: Ipv6Addr = "ff02::1".parse().unwrap();
+    let advertisement = [134, 0, 0, 0, 64, 0, 7, 8, 0, 0, 0, 0, 0, 0, 0, 0];
+    let of =
+        |n: u8, next: u8, body: &[u8]| ipv6(group6(all), Rig::mac(n.into()), [local(n), all], next, body);
+    let behind = |first: &[u8]| [first, &advertisement[..]].concat();
+    let far = [&[58, 30][..], &[0; 246], &advertisement].concat();
+    let udp =
+        |from: u16| [&from.to_be_bytes()[..], &546u16.to_be_bytes(), &[0, 12, 0, 0, 2, 1, 2, 3]].concat();
+    let forms = [
+        of(0, 58, &advertisement),
+        of(0, 60, &behind(&[58, 0, 1, 4, 0, 0, 0, 0])),
+        of(0, 44, &behind(&[58, 0, 0, 1, 0, 0, 0, 1])),
+        of(0, 44, &behind(&[58, 0, 0, 0, 0, 0, 0, 1])),
+        of(0, 60, &far),
+        of(0, 58, &[137; 40]),
+        of(0, 17, &udp(547)),
+        of(0, 17, &udp(9)),
+        of(0, 44, &[&[17, 0, 0, 1, 0, 0, 0, 1][..], &udp(547)].concat()),
+        of(0, 44, &[17, 0, 0, 1, 0, 0, 0, 1, 2, 35]),
+        [&of(0, 58, &advertisement)[..12], &[0x81, 0, 0, 0], &of(0, 58, &advertisement)[12..]].concat(),
+        [&of(0, 58, &advertisement)[..12], &[0x81, 0, 0, 0].repeat(3), &of(0, 58, &advertisement)[12..]]
+            .concat(),
+    ];
+    for form in &forms {
+        assert!(rogue.send(form));
+    }
+    wait_for("the drops", || {
+        let drops = &switch.port("vm")?["sent"]["drops"];
+        let n = |reason: &str| drops[reason].as_u64().unwrap_or(0);
+        (n("server") + n("unparsable") == forms.len() as u64).then_some(())
+    });
+    // A port that is a router by its policy may; and it is the first that the victim hears of a router at all.
+    assert!(router.send(&of(2, 58, &advertisement)));
+    let heard = wait_for("an advertisement", || {
+        victim.receive().map(|r| r.1).filter(|f| f[20] == 58 && f[54] == 134 && f[60..62] != [0, 0])
+    });
+    assert_eq!(heard[6..12], Rig::mac(2).0);
 }

@@ -12,7 +12,9 @@ use std::time::Instant;
 
 use common::{Rig, frame};
 use proptest::prelude::*;
-use tombolo_net::forwarding::forward::{Forwarder, Pass};
+use tombolo_net::control::metrics::status;
+use tombolo_net::forwarding::forward::{BATCH, Forwarder, Pass};
+use tombolo_net::forwarding::switch::Switch;
 use tombolo_net::forwarding::view::{Attached, View};
 use tombolo_net::frames::frame::{GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::frames::headers::{Headers, LOOK};
@@ -24,7 +26,7 @@ use tombolo_net::policy::spoof;
 use tombolo_net::ports::counters::Reason;
 use tombolo_net::ports::port::Port;
 use tombolo_net::uplink::{Link, Uplink};
-use tombolo_net::vring::driver::NicConfig;
+use tombolo_net::vring::driver::{Nic, NicConfig};
 use tombolo_net::vring::features::OFFLOADS;
 use tombolo_net::vring::queue::Negotiated;
 
@@ -302,6 +304,91 @@ fn a_port_that_learns_takes_no_address_of_somebody_outside() {
     assert!(rig.nics[1].receive().is_some() && stolen(&mut rig, 401 * SECOND));
     heard(&mut rig, 402 * SECOND);
     assert!(!stolen(&mut rig, 403 * SECOND));
+}
+
+#[test]
+fn a_crowd_outside_hides_nobody_from_a_port_that_learns() {
+    const SECOND: u64 = 1_000_000_000;
+    let mut rig = Rig::with_policies(&[NicConfig { size: 256, ..NicConfig::default() }; 2], |i| Policy {
+        check_mac: true,
+        learn: [64, 0][i],
+        ..Policy::default()
+    });
+    let wire = with_uplink(&mut rig);
+    let outside = |n: u32| {
+        let [_, a, b, c] = n.to_be_bytes();
+        Mac([0x52, 0x99, 0, a, b, c])
+    };
+    // The gateway speaks first, then all the others; more than any table of who is outside has room for.
+    for crowd in [100, 20_000] {
+        for n in 0..crowd {
+            wire.inward.lock().unwrap().push_back(frame(Rig::mac(1), outside(n), 60, 2));
+            rig.pass_at(2, SECOND);
+            while rig.nics[1].receive().is_some() {}
+        }
+        for n in [0, crowd / 2, crowd - 1] {
+            assert!(rig.nics[0].send(&frame(Rig::mac(1), outside(n), 60, 1)));
+            rig.pass_at(0, 2 * SECOND);
+            assert_eq!(rig.nics[1].receive(), None, "{n} of {crowd}");
+        }
+    }
+}
+
+#[test]
+fn a_pass_ends_before_a_port_that_floods_or_has_much_cut_takes_the_time_of_others() {
+    const PORTS: usize = 40;
+    let big = NicConfig {
+        size: 256,
+        tx_buffer: 66_000,
+        features: NicConfig::default().features | OFFLOADS,
+        ..NicConfig::default()
+    };
+    let mut configs = [NicConfig { size: 64, ..NicConfig::default() }; PORTS];
+    configs[0] = big;
+    let mut rig = Rig::new(&configs);
+    let sent = frame(Mac::BROADCAST, Rig::mac(0), 1514, 1);
+    (0..BATCH).for_each(|_| assert!(rig.nics[0].send(&sent)));
+    let got = |rig: &mut Rig| -> usize {
+        (1..PORTS).map(|n| std::iter::from_fn(|| rig.nics[n].receive()).count()).sum()
+    };
+    rig.forwarder.pass(&rig.view, 0, 0, 1);
+    let first = got(&mut rig);
+    assert!((1..=16 * PORTS).contains(&first), "{first} frames in one turn");
+    // Nothing of it is lost.
+    let mut all = first;
+    while rig.forwarder.pass(&rig.view, 0, 0, 2) != Pass::Idle {
+        all += got(&mut rig);
+    }
+    assert_eq!(all, BATCH * (PORTS - 1));
+}
+
+#[test]
+fn asking_for_figures_waits_for_no_worker() {
+    let switch = Switch::new(1, 0, true).unwrap();
+    let port = Arc::new(Port::new("vm", 1));
+    let nic = Nic::new(NicConfig::default()).unwrap();
+    nic.attach(&port).unwrap();
+    switch
+        .attach(Attached::guest(port.clone(), Policy { macs: vec![Rig::mac(0)], ..Policy::default() }))
+        .unwrap();
+    let (rx, tx) = (port.rx(0).lock(), port.tx(0).lock());
+    let status = status(&switch);
+    assert_eq!((status[0].up, status[0].workers.len()), (true, 1));
+    drop((rx, tx));
+}
+
+#[test]
+fn what_bridges_keep_leaves_by_no_uplink_as_a_copy_either() {
+    let mut rig = Rig::with_policies(&[NicConfig::default(); 2], |i| Policy {
+        mirror: (i == 0).then(|| "up".to_owned()),
+        ..Policy::default()
+    });
+    with_uplink(&mut rig);
+    for (to, copies) in [(Mac([1, 0x80, 0xc2, 0, 0, 0]), 0), (Rig::mac(1), 1)] {
+        assert!(rig.nics[0].send(&frame(to, Rig::mac(0), 60, 1)));
+        rig.pass(0);
+        assert_eq!(rig.ports[2].received().packets, copies);
+    }
 }
 
 #[test]

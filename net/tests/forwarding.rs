@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::sync::atomic::Ordering;
+
 use common::{Rig, frame};
 use proptest::prelude::*;
 use tombolo_net::frames::frame::{Mac, NetHeader};
@@ -268,6 +270,36 @@ proptest! {
             prop_assert!(rig.nics[0].send_cut(&NetHeader::default(), &sent, &cuts));
             rig.pass(0);
             prop_assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(sent));
+        }
+    }
+}
+
+#[test]
+fn a_driver_with_in_order_completion_is_told_of_a_batch_once_and_gets_all_its_buffers_back() {
+    for packed in [false, true] {
+        let features = NicConfig::default().features | 1 << bit::IN_ORDER;
+        let mut rig = Rig::new(&[NicConfig { packed, features, size: 64, ..NicConfig::default() }; 2]);
+        for round in 0..60usize {
+            let (n, cuts) =
+                if round % 3 == 1 { (round % 21 + 1, &[12, 40][..]) } else { (32 - round % 32, &[][..]) };
+            let sent = |i: usize| frame(Rig::mac(1), Rig::mac(0), 100, (round + i) as u8);
+            for i in 0..n {
+                assert!(rig.nics[0].send_cut(&NetHeader::default(), &sent(i), cuts));
+            }
+            rig.pass(0);
+            for i in 0..n {
+                assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(sent(i)), "round {round}, frame {i}");
+            }
+            if round == 0 {
+                let (ram, queue) = (&rig.nics[0].ram, &rig.nics[0].tx);
+                let told = |i: &u64| {
+                    let packed_flags =
+                        || ram.word(queue.desc + 16 * i + 14).load(Ordering::Relaxed) & 0x8080 == 0x8080;
+                    if packed { packed_flags() } else { ram.array(queue.used + 4 + 8 * i) != [0u8; 8] }
+                };
+                assert_eq!((0..32).filter(told).count(), 1, "of 32 frames, packed: {packed}");
+            }
+            assert_eq!((rig.nics[0].reap(), rig.nics[0].unsent()), (n, 0));
         }
     }
 }

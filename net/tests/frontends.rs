@@ -77,6 +77,48 @@ fn pages_that_never_come_stop_only_the_port_that_handed_them_over() {
 }
 
 #[test]
+fn an_interrupt_that_its_front_end_makes_wait_holds_up_no_other_port() {
+    let switch = Switch::start(0, &[]);
+    let (mut b, mut c) = (switch.another(1), switch.another(2));
+    let hostile = switch.guest(0);
+    for call in &hostile.calls {
+        // Full, and for whom it is full waits.
+        call.clear();
+        call.to_file().unwrap().write_all(&(u64::MAX - 1).to_ne_bytes()).unwrap();
+        rustix::fs::fcntl_setfl(call.to_file().unwrap(), rustix::fs::OFlags::empty()).unwrap();
+    }
+    assert!(b.send(&frame(Rig::mac(0), Rig::mac(1), 100, 0)));
+    exchange(&mut b, &mut c, 1);
+    // The port goes on without interrupts, and goes.
+    wait_for("the frame", || hostile.peek_used().then_some(()));
+    ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
+    exchange(&mut b, &mut c, 2);
+}
+
+#[test]
+fn a_log_that_is_full_or_that_nobody_reads_holds_up_no_port() {
+    // A pipe that is full, whose reader lives.
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::NONBLOCK).unwrap();
+    while writer.write(&[b'x'; 4096]).is_ok() {}
+    rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::empty()).unwrap();
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    for log in [std::process::Stdio::from(full), writer.into()] {
+        let switch = Switch::start_in(tempfile::tempdir().unwrap(), 0, &[], log);
+        let mut b = switch.another(1);
+        // Front-ends that come, break their rings and go: words for the log each time.
+        for _ in 0..3 {
+            let mut hostile = switch.guest(0);
+            hostile.tx.add(&hostile.ram, &[(1 << 50, 100)], false, None).unwrap();
+            hostile.kicks[1].raise();
+        }
+        let mut c = switch.another(2);
+        exchange(&mut b, &mut c, 3);
+    }
+    drop(reader);
+}
+
+#[test]
 fn memory_is_taken_from_memfds_sealed_or_not_and_from_files_in_dev_shm() {
     let switch = Switch::start(0, &[]);
     let mut c = switch.another(2);

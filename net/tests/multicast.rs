@@ -9,9 +9,14 @@ use std::sync::Arc;
 use common::talk::{datagram, group4, group6, igmp, ipv4, ipv6, mld};
 use common::{Rig, frame};
 use tombolo_net::forwarding::forward::Pass;
+use tombolo_net::forwarding::view::{Attached, View};
 use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::port::{Policy, Vlan};
 use tombolo_net::ports::counters::Reason;
+use tombolo_net::ports::port::Port;
+use tombolo_net::service::Service;
+use tombolo_net::service::querier::{self, Querier};
+use tombolo_net::uplink::Uplink;
 use tombolo_net::vring::driver::NicConfig;
 
 const SECOND: u64 = 1_000_000_000;
@@ -88,7 +93,7 @@ fn a_group_goes_to_those_who_joined_it_and_to_routers_and_comes_to_an_end() {
     assert_eq!(net.reaches(0, GROUP), 1 << ROUTER | 0b010);
     assert_eq!(net.reaches(1, GROUP), 1 << ROUTER);
     assert_eq!(net.reaches(ROUTER, GROUP), 0b010);
-    assert_eq!(net.says(1, 0x17, GROUP), 1 << ROUTER | 0b101, "a leave goes to 224.0.0.2");
+    assert_eq!(net.says(1, 0x17, GROUP), 1 << ROUTER, "and so is a leave, though it goes to 224.0.0.2");
     assert_eq!(net.reaches(ROUTER, GROUP), 0);
     assert_eq!(net.dropped(ROUTER, Reason::Unwanted), 1, "counted where nobody has it");
     // Who says nothing any more is forgotten, while the router goes on asking.
@@ -288,4 +293,26 @@ fn a_long_report_is_read_to_its_end() {
     assert!(net.rig.nics[ROUTER].receive().is_some());
     assert_eq!(net.reaches(0, Ipv4Addr::new(239, 2, 2, 39)), 1 << ROUTER | 0b010);
     assert_eq!(net.reaches(0, Ipv4Addr::new(239, 2, 2, 40)), 1 << ROUTER);
+}
+
+#[test]
+fn where_there_is_no_router_the_switch_itself_asks() {
+    let mut net = Net::new();
+    let service = Service::new(Arc::new(Querier)).unwrap();
+    let announcer = service.announcer();
+    let policy = Policy { macs: vec![querier::MAC], uplink: true, ..Policy::default() };
+    let uplink = Some(Arc::new(Uplink::new(Box::new(service))));
+    let mut ports = net.rig.view.ports().to_vec();
+    ports.push(Attached { uplink, ..Attached::guest(Arc::new(Port::new("querier", 1)), policy) });
+    net.rig.view = View::new(ports).unwrap().snooping(Some(Arc::default()));
+    announcer.announce();
+    net.rig.pass_at(4, net.now * SECOND);
+    for nic in &mut net.rig.nics {
+        let asked: Vec<_> = std::iter::from_fn(|| nic.receive()).map(|r| r.1[12]).collect();
+        assert_eq!(asked, [0x08, 0x86], "a question of each version of IP");
+    }
+    net.now += 12;
+    assert_eq!(net.says(1, 0x16, GROUP), 1 << ROUTER);
+    assert_eq!(net.reaches(0, GROUP), 1 << ROUTER | 0b010);
+    assert_eq!(net.reaches(0, Ipv4Addr::new(239, 9, 9, 9)), 1 << ROUTER);
 }

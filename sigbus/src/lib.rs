@@ -12,8 +12,8 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Once, OnceLock};
 
-/// Mappings that can be watched at once.
-const SLOTS: usize = 4096;
+/// Mappings that can be watched at once: a switch with 64 ports needs this many (`net/src/vring/memory.rs`).
+pub const SLOTS: usize = 16_640;
 
 struct Slot {
     taken: AtomicBool,

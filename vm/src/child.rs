@@ -3,6 +3,7 @@
 //!
 //! A child is told to die when the *thread* that started it ends, so whoever starts one stays until it is gone.
 
+use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
@@ -35,6 +36,19 @@ pub fn tie_to_end(command: &mut Command, signal: Signal, fds: &[OwnedFd]) {
             Ok(())
         });
     }
+}
+
+/// Makes `command`'s process enter a cgroup before it begins; `entrance` is the group's cgroup.procs, open for writing.
+///
+/// # Errors
+/// When no descriptor can be had.
+pub fn enter(command: &mut Command, entrance: &File) -> io::Result<()> {
+    let entrance = entrance.try_clone()?;
+    // SAFETY: between fork and exec only one system call is made that is async-signal-safe; nothing allocates.
+    unsafe {
+        command.pre_exec(move || (&entrance).write_all(b"0"));
+    }
+    Ok(())
 }
 
 /// This program as another process, also when its file has been replaced or removed since (by an upgrade): between fork and exec the link is

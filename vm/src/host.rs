@@ -3,6 +3,8 @@
 
 use std::os::unix::fs::MetadataExt;
 
+use anyhow::Context;
+
 use crate::compose::{Size, VmSpec};
 use crate::project::control::Status;
 
@@ -89,6 +91,15 @@ pub fn check_files(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
     if let Some(disk) = &spec.disk {
         let opened = std::fs::OpenOptions::new().read(true).write(!spec.snapshot).open(disk);
         opened.map_err(|e| anyhow::anyhow!("vm.{name}.disk: {} can't be opened: {e}", disk.display()))?;
+    }
+    for disk in &spec.disks {
+        let opened = std::fs::OpenOptions::new().read(true).write(disk.is_written()).open(&disk.path);
+        opened
+            .map_err(|e| anyhow::anyhow!("vm.{name}.disks: {} can't be opened: {e}", disk.path.display()))?;
+    }
+    if let Some(given) = &spec.cloud_init {
+        let read = given.read_user_data().and_then(|_| given.read_network()).and_then(|_| given.read_keys());
+        read.with_context(|| format!("vm.{name}"))?;
     }
     for share in &spec.share {
         if !share.path.is_dir() {

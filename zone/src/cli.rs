@@ -10,7 +10,9 @@ use serde::Serialize;
 use tombolo_control::Size;
 
 use crate::header::Header;
-use crate::{Backing, Member, MemberState, Zone, ZoneConfig};
+use crate::serve::invitation::Invitation;
+use crate::serve::start;
+use crate::{Backing, Member, MemberState, Rights, Zone, ZoneConfig};
 
 /// Memory that virtual machines and their host share.
 #[derive(Debug, clap::Subcommand)]
@@ -37,12 +39,52 @@ pub enum Command {
         /// The file
         path: PathBuf,
     },
+    /// Let a VM join that tombolo does not start: prints QEMU's arguments and libvirt's XML
+    #[command(
+        after_help = "The zone gets a server in the background if it has none ('tombolo zone serve'). A VM is known by the socket \
+                            that is printed; the zone's file and this socket must be open to the VM's user. docs/qemu.md tells more."
+    )]
+    Invite {
+        /// The zone's file
+        zone: PathBuf,
+        /// The VM's name in the zone, 1 to 31 bytes; the same name is the same member after each start
+        name: String,
+        /// Let it only read
+        #[arg(long)]
+        read_only: bool,
+        /// Print only this
+        #[arg(long, value_enum)]
+        only: Option<Form>,
+    },
+    /// Take a VM's invitation back; the VM must have ended
+    Expel {
+        /// The zone's file
+        zone: PathBuf,
+        /// The VM's name in the zone
+        name: String,
+    },
+    /// Serve a zone to invited VMs until none is invited any more ('invite' does this in the background)
+    Serve {
+        /// The zone's file
+        zone: PathBuf,
+    },
     /// Remove a zone that nobody uses, with all that is in it
     Rm {
         /// The files
         #[arg(required = true)]
         paths: Vec<PathBuf>,
     },
+}
+
+/// One of the forms in which an invitation can be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Form {
+    /// QEMU's arguments, one per line
+    Qemu,
+    /// Elements for the devices of a libvirt domain
+    Libvirt,
+    /// The guest's mount command
+    Mount,
 }
 
 /// What is shown of a zone.
@@ -92,6 +134,23 @@ pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Resu
             let zone = Zone::open(&path, false)?;
             show(&describe(&zone, Some(&path))?, json, out)?;
         }
+        Command::Invite { zone, name, read_only, only } => {
+            let rights = if read_only { Rights::READ_ONLY } else { Rights::READ_WRITE };
+            let invitation = start::invite(&zone, &name, rights, &start::own_program()?)?;
+            show_invitation(&invitation, only, json, out)?;
+        }
+        Command::Expel { zone, name } => {
+            start::expel(&zone, &name)?;
+            if !json {
+                writeln!(out, "'{name}' has no slot in {} any more", zone.display())?;
+            }
+        }
+        Command::Serve { zone } => {
+            // Lines of a log: whoever reads them may have gone.
+            start::run(&zone, &mut |line| {
+                let _ = writeln!(out, "{line}");
+            })?;
+        }
         Command::Ls { paths } => list(&paths, json, out)?,
         Command::Rm { paths } => {
             for path in paths {
@@ -106,6 +165,31 @@ pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Resu
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// An invitation as text, or in one of its forms.
+fn show_invitation(
+    invitation: &Invitation,
+    only: Option<Form>,
+    json: bool,
+    out: &mut dyn Write,
+) -> anyhow::Result<()> {
+    match only {
+        _ if json => {
+            let mut value = serde_json::to_value(invitation)?;
+            value["qemu"] = serde_json::to_value(invitation.qemu())?;
+            value["libvirt"] = invitation.libvirt_devices().into();
+            value["libvirt_arguments"] = serde_json::to_value(invitation.libvirt_arguments())?;
+            value["room"] = invitation.room().into();
+            value["mount"] = invitation.mount().into();
+            writeln!(out, "{}", serde_json::to_string_pretty(&value)?)?;
+        }
+        None => write!(out, "{}", invitation.text())?,
+        Some(Form::Qemu) => writeln!(out, "{}", invitation.qemu().join("\n"))?,
+        Some(Form::Libvirt) => write!(out, "{}", invitation.libvirt_devices())?,
+        Some(Form::Mount) => writeln!(out, "{}", invitation.mount())?,
+    }
+    Ok(())
 }
 
 /// A zone as text.

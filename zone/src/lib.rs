@@ -21,6 +21,7 @@
 //! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
 //! - [`door`]: listening sockets that only the same user reaches, and that have no name.
 //! - [`pci`]: a guest's way to a zone without the module.
+//! - [`serve`]: zones for VMs that tombolo does not start.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 
 #![deny(missing_docs)]
@@ -36,6 +37,7 @@ pub mod liveness;
 pub mod mem;
 pub mod member;
 pub mod pci;
+pub mod serve;
 pub mod zone;
 
 pub use backing::Backing;

@@ -15,6 +15,7 @@ use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
 use crate::liveness::{self, Liveness, OWNER_BYTE, Own, TABLE_BYTE, member_byte};
 use crate::mem::SharedMem;
 use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
+use crate::serve::room::Room;
 use crate::{Error, Result};
 
 /// How often a compare-and-swap on a slot is repeated, since a hostile member may write the slot all the time.
@@ -150,6 +151,13 @@ impl Zone {
         let alive: Vec<String> = zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect();
         if !alive.is_empty() {
             return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))));
+        }
+        // Nobody holds the liveness of VMs that outlived the server which had let them in.
+        let outlived = Room::of(zone.uuid()).vms()?;
+        if !outlived.is_empty() {
+            let names: Vec<String> =
+                outlived.into_iter().map(|(name, pid)| format!("{name} (process {pid})")).collect();
+            return Err(in_use(format!("VMs that outlived their server: {}", names.join(", "))));
         }
         if liveness::sessions_held(zone.file.as_fd())? {
             return Err(in_use("processes that have its semaphores open".to_owned()));

@@ -2,6 +2,8 @@
 //! What tests with real guests have in common.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
+pub mod plain;
+
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -23,7 +25,8 @@ impl Lab {
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
         command.args(args).current_dir(self.dir.path());
-        command.env("XDG_RUNTIME_DIR", self.dir.path()).env("TOMBOLO_VM_ACCEL", "tcg").stdin(Stdio::null());
+        command.env("XDG_RUNTIME_DIR", self.dir.path()).env("XDG_STATE_HOME", self.dir.path());
+        command.env("TOMBOLO_VM_ACCEL", "tcg").stdin(Stdio::null());
         command
     }
 

@@ -18,6 +18,7 @@ mod fsck;
 mod grant;
 mod mount;
 mod snapshot;
+mod transfer;
 mod watch;
 
 /// The file system that members share.
@@ -78,6 +79,10 @@ pub enum Command {
     Snapshot(snapshot::Args),
     /// Put an image back into a zone that nobody uses, after checking it
     Restore(snapshot::RestoreArgs),
+    /// Copy a directory of this host into a zone; again, what has changed
+    Import(transfer::ImportArgs),
+    /// Copy a directory of a zone to this host; again, what has changed
+    Export(transfer::ExportArgs),
     /// Show what members do, as it happens
     Watch(watch::Args),
     /// Show what the file system has of a path, for debugging
@@ -109,6 +114,8 @@ impl Command {
             Command::Watch(args) => &mut args.zone,
             Command::Snapshot(args) => &mut args.zone,
             Command::Restore(args) => &mut args.zone,
+            Command::Import(args) => &mut args.to.zone,
+            Command::Export(args) => &mut args.from.zone,
         };
         let bytes = zone.as_os_str().as_encoded_bytes();
         let is_name = !bytes.contains(&b'/') && !bytes.starts_with(PCI.as_bytes()) && !zone.exists();
@@ -137,6 +144,13 @@ impl Meter {
     fn show(&mut self, stage: &str, done: u64, of: u64) {
         if self.show {
             eprint!("\r{stage:<12} {:>3}%\x1b[K", done * 100 / of.max(1));
+        }
+    }
+
+    /// Of something whose end is not known.
+    fn count(&mut self, stage: &str, done: u64) {
+        if self.show {
+            eprint!("\r{stage:<12} {done}\x1b[K");
         }
     }
 }
@@ -191,6 +205,8 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         Command::Restore(args) => snapshot::restore(&args, json),
         Command::Grant(args) => grant::run(&args),
         Command::Accounts { zone, area } => grant::accounts(&zone, area.as_deref(), json),
+        Command::Import(args) => transfer::import(&args, json),
+        Command::Export(args) => transfer::export(&args, json),
         Command::Watch(args) => watch::run(&args, json),
         Command::Stat { zone, path, area } => stat(&zone, area.as_deref(), &path, json),
     }?;

@@ -13,6 +13,7 @@
 //! - [`fuse`]: the FUSE mount.
 //! - [`fsck`]: check and repair.
 //! - [`snapshot`]: consistent images of file systems in use.
+//! - [`mirror`]: directory trees made equal, again and again.
 //! - [`target`]: what a command's argument names.
 //! - [`cli`]: the commands `tombolo files …`.
 
@@ -23,6 +24,7 @@ pub mod cli;
 pub mod fs;
 pub mod fsck;
 pub mod fuse;
+pub mod mirror;
 pub mod snapshot;
 pub mod sys;
 pub mod target;

@@ -12,6 +12,7 @@ use tombolo_control::net::{Done, Flow, Ports};
 
 use crate::control::config::{Config, PortConfig, UplinkConfig, Way};
 use crate::control::daemon::Daemon;
+use crate::control::log;
 use crate::control::socket::{Request, ask};
 
 /// Where a switch listens unless it is told otherwise.
@@ -189,7 +190,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             all.port.extend(port);
             for way in uplink {
                 let name = format!("uplink{}", all.uplink.len());
-                all.uplink.push(UplinkConfig { name, way, vlan: crate::policy::port::Vlan::default() });
+                all.uplink.push(UplinkConfig::new(name, way));
             }
             let s = &mut all.switch;
             s.control = control.or_else(|| s.control.take());
@@ -219,7 +220,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::AddUplink { name, way, control } => {
-            let uplink = UplinkConfig { name, way, vlan: crate::policy::port::Vlan::default() };
+            let uplink = UplinkConfig::new(name, way);
             ask::<Done>(&socket(control), &Request::AddUplink { uplink })?;
             Ok(ExitCode::SUCCESS)
         }
@@ -241,15 +242,7 @@ fn serve(config: &Config) -> anyhow::Result<ExitCode> {
         !config.port.is_empty() || config.switch.control.is_some(),
         "no port is configured, and no control socket to add one; see 'tombolo net run --help'"
     );
-    // Whoever runs this in a test or under another program may have its own already.
-    let _taken = tracing_subscriber::fmt()
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal())
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_default_env()
-                .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info")),
-        )
-        .try_init();
+    log::open();
     // Blocked before any thread starts, so that only sigwait gets them.
     // SAFETY: a set of our own, filled by the calls that are made for that.
     let signals = unsafe {
@@ -266,6 +259,7 @@ fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     unsafe { libc::sigwait(&signals, &mut signal) };
     tracing::info!(signal, "ending");
     daemon.stop();
+    log::finish();
     Ok(ExitCode::SUCCESS)
 }
 

@@ -183,7 +183,7 @@ impl PortConfig {
     /// What is wrong with it, and what to do.
     pub fn check(&self) -> anyhow::Result<()> {
         let name = &self.name;
-        anyhow::ensure!(!name.is_empty(), "a port has no name; give it one");
+        check_name("port", name)?;
         anyhow::ensure!(!self.macs.is_empty(), "port {name} owns no MAC; give it one in 'macs'");
         anyhow::ensure!(
             (1..=MAX_PAIRS).contains(&self.queues),
@@ -197,6 +197,16 @@ impl PortConfig {
         );
         check_vlan(name, &self.vlan)
     }
+}
+
+/// Most bytes of a name.
+const NAME_MAX: usize = 64;
+
+fn check_name(kind: &str, name: &str) -> anyhow::Result<()> {
+    anyhow::ensure!(!name.is_empty(), "the {kind} has no name; give it one");
+    let plain = name.len() <= NAME_MAX && !name.chars().any(char::is_control);
+    anyhow::ensure!(plain, "{kind} {name:?}: a name has up to {NAME_MAX} bytes and no control characters");
+    Ok(())
 }
 
 fn check_vlan(name: &str, vlan: &Vlan) -> anyhow::Result<()> {
@@ -235,12 +245,34 @@ pub struct UplinkConfig {
     pub way: Way,
     #[serde(default)]
     pub vlan: Vlan,
+    /// TCP ports of the host that a passt started for the switch forwards, as its option -t has them: "8080:80", "127.0.0.1/2222:22".
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tcp_ports: Vec<String>,
+    /// UDP ports, as its option -u has them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub udp_ports: Vec<String>,
 }
 
 impl UplinkConfig {
+    /// An uplink without VLANs and forwarded ports.
+    #[must_use]
+    pub fn new(name: String, way: Way) -> Self {
+        Self { name, way, vlan: Vlan::default(), tcp_ports: Vec::new(), udp_ports: Vec::new() }
+    }
+
+    /// What it may do.
     #[must_use]
     pub fn policy(&self) -> Policy {
         Policy { uplink: true, vlan: self.vlan.clone(), ..Policy::default() }
+    }
+
+    /// Is it possible?
+    ///
+    /// # Errors
+    /// What is wrong with it, and what to do.
+    pub fn check(&self) -> anyhow::Result<()> {
+        check_name("uplink", &self.name)?;
+        check_vlan(&self.name, &self.vlan)
     }
 }
 
@@ -304,5 +336,10 @@ mod tests {
         assert!(port("macs=['52:54:00:00:00:01']\nlearn=65").contains("up to 64"));
         assert!(port("macs=['ff:ff:ff:ff:ff:ff']").contains("unicast"));
         assert!(port("macs=['52:54:00:00:00:01']\ncolour='red'").contains("colour"));
+        for name in ["a\0", "a\nb", "\x1b[2J", &"x".repeat(65)] {
+            let config = serde_json::json!({ "name": name, "socket": "/s", "macs": ["52:54:00:00:00:01"] });
+            let err = serde_json::from_value::<PortConfig>(config).unwrap().check().unwrap_err().to_string();
+            assert!(err.contains("no control characters"), "{err}");
+        }
     }
 }

@@ -120,6 +120,7 @@ impl Daemon {
             // Before any front-end is heard.
             crate::control::sandbox::filter_calls().context("sandbox; --no-sandbox runs without")?;
         }
+        crate::control::log::start();
         let announcers = self.services.attach(&self.switch)?;
         let mut answers = Vec::new();
         let mut metrics = None;
@@ -140,6 +141,14 @@ impl Daemon {
         }
         let wanted = config.port.len() + config.uplink.len();
         anyhow::ensure!(has > 0 || wanted == 0, "none of the {wanted} ports could be made");
+        let switch = self.switch.clone();
+        self.spawn("net-watch", move || {
+            if let Err(err) = switch.watch().run() {
+                tracing::error!("nobody watches the workers: {err}");
+            }
+        })?;
+        let switch = self.switch.clone();
+        self.on_stop(move || switch.watch().stop());
         for index in 0..config.switch.workers {
             let pace = Pace {
                 poll: Duration::from_micros(config.switch.poll_us),

@@ -27,6 +27,7 @@ use tombolo_metrics::{Place, Server};
 
 use crate::control::config::{Config, PortConfig, UplinkConfig};
 use crate::control::link::Link;
+use crate::control::log;
 use crate::control::socket::{self, Request};
 use crate::ports::access::Access;
 use crate::ports::endpoint::{self, RETRY, Role};
@@ -88,7 +89,9 @@ impl Keeper {
                 let ended = std::panic::catch_unwind(|| {
                     // SAFETY: a string with its zero.
                     unsafe { libc::prctl(libc::PR_SET_NAME, c"net-keeper".as_ptr()) };
+                    log::start();
                     serve(theirs, config);
+                    log::finish();
                 });
                 // SAFETY: ends this process, whose parent's affairs at exit are not its own.
                 unsafe { libc::_exit(ended.is_err().into()) }
@@ -344,8 +347,9 @@ impl State {
     }
 
     fn open_uplink(self: &Arc<Self>, config: &UplinkConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
+        config.check()?;
         let id = self.enter("uplink", &config.name, asker)?;
-        match Opened::open(&config.way).with_context(|| format!("uplink {}", config.name)) {
+        match Opened::open(config).with_context(|| format!("uplink {}", config.name)) {
             Ok((opened, fd)) => self.tell(&Told::Uplink(id, config.clone(), opened), Some(&fd)),
             Err(err) => {
                 self.forget(|e| e.id == id);

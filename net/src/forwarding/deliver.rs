@@ -88,16 +88,17 @@ pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
             Err(why) => return Put::Broken(why),
         }
     }
-    if let Some(ahead) = window.chain(AHEAD) {
+    let chains = window.chains();
+    if let Some(ahead) = chains.get(AHEAD) {
         prefetch_front(window.segments(ahead));
     }
     if frame.len > LONG {
         // The next frame is probably as long as this one.
-        if let Some(s) = window.chain(1).and_then(|next| window.segments(next).first()) {
+        if let Some(s) = chains.get(1).and_then(|next| window.segments(next).first()) {
             prefetch_write_all(s.ptr, frame.len.min(s.len));
         }
     }
-    let Some(&chain) = window.chain(0) else { return Put::Full };
+    let Some(&chain) = chains.first() else { return Put::Full };
     let need = u32::from(negotiated.header) + frame.len;
     if let ([to], [from], true) = (window.segments(&chain), frame.rest, chain.total >= need) {
         let head = usize::from(negotiated.header);

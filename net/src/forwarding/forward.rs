@@ -36,6 +36,10 @@ pub const BATCH: usize = 32;
 pub(crate) const PREFIX: usize = 16;
 /// Frames that are fetched ahead.
 const AHEAD: usize = 8;
+/// What a pass does at most before other queues have their turn, in bytes: one frame more may make it longer. A frame that
+/// goes to many, or is cut, counts as often as it is made, and [`EACH`] more.
+const WORK: u64 = 512 << 10;
+const EACH: u64 = 256;
 
 /// What a pass came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,8 +83,12 @@ pub(crate) struct Sender<'a, 'w> {
     own: u64,
     /// Only the MACs decide.
     simple: bool,
+    /// Its MACs are checked.
+    checked: bool,
     /// Somebody watches what it sends.
     watched: bool,
+    /// The destination of an earlier frame, and the position of its port, where nothing else decides.
+    pub lane: (u64, usize),
     /// Which queue it is: frames of one queue go to one queue of a receiver.
     pub flow: usize,
     pub now: u64,
@@ -98,6 +106,8 @@ pub(crate) struct Sender<'a, 'w> {
     pub held: Option<Held>,
     /// What was sent.
     pub tally: Tally,
+    /// What the frames took that were more than handed on, in bytes.
+    pub work: u64,
 }
 
 /// What a pass has sent.
@@ -165,12 +175,15 @@ impl Forwarder {
             waits = !sender.again(&held, tx.window.segments(&chain), tx.counters());
             taken = usize::from(!waits);
         }
-        while let Some(&chain) = tx.window.chain(taken).filter(|_| !waits) {
-            if let Some(ahead) = tx.window.chain(taken + AHEAD) {
+        let (window, host) = (&tx.window, tx.negotiated.host);
+        let chains = window.chains();
+        while let Some(&chain) = chains.get(taken).filter(|_| !waits && sender.has_time()) {
+            if let Some(ahead) = chains.get(taken + AHEAD) {
                 prefetch_front(&tx, ahead, head);
             }
-            if let Some(next) = tx.window.chain(taken + 1).filter(|next| next.total > LONG) {
-                if let Some(s) = tx.window.segments(next).last() {
+            if chain.total > LONG {
+                // The next frame is probably as long as this one.
+                if let Some(s) = chains.get(taken + 1).and_then(|next| window.segments(next).last()) {
                     prefetch_all(s.ptr, s.len);
                 }
             }
@@ -180,7 +193,7 @@ impl Forwarder {
             } else if len > MAX_FRAME as u32 {
                 Done::Dropped(Reason::Oversize)
             } else {
-                sender.frame(tx.window.segments(&chain), head, len, tx.negotiated.host)
+                sender.frame(window.segments(&chain), head, len, host)
             };
             if done == Done::Taken {
                 sender.tally.one(len);
@@ -200,9 +213,7 @@ impl Forwarder {
         }
         if taken > 0 {
             if let Some(ring) = &mut state.ring {
-                for chain in &state.window.chains()[..taken] {
-                    ring.complete(chain, 0);
-                }
+                ring.complete_all(&state.window.chains()[..taken]);
             }
             state.window.advance(taken);
         }
@@ -268,7 +279,9 @@ impl<'a, 'w> Sender<'a, 'w> {
             policy,
             own: policy.macs.first().map_or(0, |mac| mac.key()),
             simple: view.is_simple(src),
+            checked: policy.check_mac,
             watched: view.is_watched(src),
+            lane: (u64::MAX, 0),
             flow: queue,
             now,
             opens: Opens::new(credits),
@@ -280,6 +293,7 @@ impl<'a, 'w> Sender<'a, 'w> {
             receiver: 0,
             held: None,
             tally: Tally::default(),
+            work: 0,
         }
     }
 
@@ -345,7 +359,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         }
         let (_, from) = addresses(frame.prefix);
         // Nearly always it is the port's first MAC.
-        if self.policy.check_mac && from != self.own {
+        if self.checked && from != self.own {
             if let Err(reason) = spoof::check_mac(self.policy, frame.prefix) {
                 return Done::Dropped(reason);
             }
@@ -420,6 +434,12 @@ impl<'a, 'w> Sender<'a, 'w> {
         Ok(tag)
     }
 
+    /// May the pass go on?
+    #[inline(always)]
+    pub fn has_time(&self) -> bool {
+        self.tally.bytes + self.work < WORK
+    }
+
     /// Keeps a frame that was admitted and is to be tried again.
     #[cold]
     fn keep(&mut self, frame: &Frame<'_>, index: usize, tag: VlanTag) {
@@ -452,6 +472,7 @@ impl<'a, 'w> Sender<'a, 'w> {
             }
             Done::Ended | Done::Again => self.progress.ends,
         };
+        self.work += ends * (u64::from(len) + EACH);
         let mut progress = Progress { ends: 0, ..self.progress };
         if ends > 0 {
             if !progress.counted {

@@ -2,7 +2,8 @@
 //! Addresses behind a port that the configuration doesn't name: VMs nested in its guest. A port that may learn some takes
 //! the sources of what it sends, as many as it may, never one that another port owns or uses, or that an uplink brings
 //! frames from; one that is silent for [`SILENCE_NS`] makes room. The table is the port's own and of fixed size, so a guest
-//! that makes addresses up fills nobody's but its own. An uplink's says who is outside: nothing is sent by it.
+//! that makes addresses up fills nobody's but its own. An uplink has a table of [who is outside](Outside), by which nothing is
+//! sent.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,25 +57,72 @@ impl Slot {
     }
 }
 
+/// Addresses of an uplink that share their places.
+const WAYS: usize = 8;
+const SETS: usize = 1024;
+
+#[derive(Debug, Default)]
+struct Set {
+    slots: [Slot; WAYS],
+    /// When an address that was in use had to make room; 0: never.
+    overflowed: AtomicU64,
+}
+
+/// Who is outside: addresses that an uplink has brought frames from. Workers read it without a lock.
+#[derive(Debug)]
+pub struct Outside {
+    sets: Box<[Set]>,
+}
+
+impl Default for Outside {
+    fn default() -> Self {
+        Self { sets: (0..SETS).map(|_| Set::default()).collect() }
+    }
+}
+
+impl Outside {
+    fn set(&self, key: u64) -> &Set {
+        &self.sets[(key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SETS.trailing_zeros())) as usize]
+    }
+
+    /// May the address be in use outside at `now`? It may where it is known, and where others were forgotten for want of room.
+    fn may_have(&self, key: u64, now: u64) -> bool {
+        let set = self.set(key);
+        let overflowed = set.overflowed.load(Ordering::Relaxed);
+        let forgotten = overflowed != 0 && now.saturating_sub(overflowed) < SILENCE_NS;
+        forgotten || set.slots.iter().any(|s| s.key.load(Ordering::Relaxed) == key && s.is_fresh(now))
+    }
+
+    /// Takes note of an address.
+    fn note(&self, key: u64, now: u64) {
+        let set = self.set(key);
+        let heard =
+            |slot: &&Slot| (slot.key.load(Ordering::Relaxed) != 0, slot.heard.load(Ordering::Relaxed));
+        let known = set.slots.iter().find(|slot| slot.key.load(Ordering::Relaxed) == key);
+        let Some(slot) = known.or_else(|| set.slots.iter().min_by_key(heard)) else { return };
+        if known.is_none() && slot.key.load(Ordering::Relaxed) != 0 && slot.is_fresh(now) {
+            set.overflowed.store(now.max(1), Ordering::Relaxed);
+        }
+        slot.heard.store(now, Ordering::Relaxed);
+        slot.key.store(key, Ordering::Relaxed);
+    }
+}
+
 /// The uplink at `src` brings a frame from the address `key`: whoever uses that is outside. What a port has learned of it
-/// is forgotten, and it is learned no more while it is heard. Of addresses beyond [`MAX_LEARNED`], those heard last stay.
+/// is forgotten, and it is learned no more while it is heard, nor while it may have been forgotten for want of room.
 pub fn note_outside(view: &View, src: usize, key: u64, now: u64) {
     // A group's address is nobody's, nor is zero.
     if key & 1 != 0 || key == 0 {
         return;
     }
-    let outside = &view.ports()[src].port.learned;
-    let (slots, known) = (&outside.slots, || outside.find(key));
-    if let Some(slot) = known().filter(|slot| slot.is_fresh(now)) {
+    let outside = view.ports()[src].port.outside.get_or_init(Outside::default);
+    let known = outside.set(key).slots.iter().find(|s| s.key.load(Ordering::Relaxed) == key);
+    if let Some(slot) = known.filter(|slot| slot.is_fresh(now)) {
         slot.heard.store(now, Ordering::Relaxed);
         return;
     }
     let _taking = TAKING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let heard = |slot: &&Slot| (slot.key.load(Ordering::Relaxed) != 0, slot.heard.load(Ordering::Relaxed));
-    if let Some(slot) = known().or_else(|| slots.iter().min_by_key(heard)) {
-        slot.heard.store(now, Ordering::Relaxed);
-        slot.key.store(key, Ordering::Relaxed);
-    }
+    outside.note(key, now);
     for learner in view.learners() {
         if let Some(slot) = view.ports()[*learner].port.learned.find(key) {
             slot.key.store(0, Ordering::Relaxed);
@@ -100,7 +148,7 @@ pub fn learn(view: &View, src: usize, key: u64, now: u64) -> Result<(), Reason> 
     }
     let _taking = TAKING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     if known().is_none() {
-        let outside = |at: &usize| view.ports()[*at].port.learned.has(key, now);
+        let outside = |at: &usize| view.ports()[*at].port.outside.get().is_some_and(|o| o.may_have(key, now));
         if view.learned(key, now).is_some() || view.uplinks().iter().any(outside) {
             return Err(Reason::SpoofMac);
         }

@@ -7,6 +7,7 @@
 //! - [`held`]: a frame that waits, and [`credit`]: how long it may; `opens`: the receivers whose rings a pass holds.
 //! - [`table`]: which port owns a MAC address, [`learn`]: which port has been seen to use one; [`multicast`]: which port has
 //!   joined which multicast group.
+//! - [`watch`]: the thread that frees a worker whom a front-end's eventfd keeps waiting.
 //! - [`switch`]: a change on its way to the workers; [`view`]: all ports at one moment.
 //! - [`capture`]: frames for Wireshark.
 
@@ -24,4 +25,5 @@ mod route;
 pub mod switch;
 pub mod table;
 pub mod view;
+pub mod watch;
 pub mod worker;

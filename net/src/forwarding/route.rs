@@ -19,11 +19,20 @@ impl Sender<'_, '_> {
     #[inline(always)]
     pub fn deliver(&mut self, frame: &Frame<'_>, tag: VlanTag) -> Done {
         let (to, _) = addresses(frame.prefix);
+        // Most frames of a pass are for the same port.
+        if to == self.lane.0 {
+            return self.hand(self.lane.1, frame);
+        }
         if to & 1 != 0 {
             return self.flood(frame, tag);
         }
         match self.view.owner(to) {
-            Some(dest) if dest != self.src => self.give(dest, frame, tag),
+            Some(dest) if dest != self.src => {
+                if self.view.is_open() {
+                    self.lane = (to, dest);
+                }
+                self.give(dest, frame, tag)
+            }
             Some(_) => Done::Dropped(Reason::Loop),
             None => match self.view.learned(to, self.now) {
                 Some(dest) if dest != self.src => self.give(dest, frame, tag),
@@ -253,6 +262,10 @@ impl Sender<'_, '_> {
     #[cold]
     pub fn mirror(&mut self, of: usize, frame: &Frame<'_>) {
         let Some(to) = self.view.mirror(of).filter(|_| !self.mirroring) else { return };
+        let reserved = frame.prefix.first_chunk().is_some_and(|b| Mac(*b).is_reserved());
+        if reserved && self.view.ports()[to].policy.uplink {
+            return;
+        }
         let counters = &self.view.ports()[self.src].port.tx(self.flow).counters;
         let (progress, flooding) = (std::mem::take(&mut self.progress), self.flooding);
         (self.mirroring, self.flooding) = (true, true);

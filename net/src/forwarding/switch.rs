@@ -15,6 +15,7 @@ use crate::forwarding::balance::{Board, Budget};
 use crate::forwarding::multicast::Snooping;
 use crate::forwarding::table::Duplicate;
 use crate::forwarding::view::{Attached, View};
+use crate::forwarding::watch::Watch;
 use crate::ports::port::Port;
 
 /// How often it is looked whether all workers have adopted a change.
@@ -31,6 +32,7 @@ pub struct Switch {
     start: Instant,
     board: Board,
     budget: Budget,
+    watch: Watch,
     /// What is known of multicast queriers; outlives all views.
     snooping: Option<Arc<Snooping>>,
 }
@@ -47,6 +49,7 @@ impl Switch {
             snooping: snoops.then(Arc::default),
             board: Board::new(workers.max(1)),
             budget: Budget::new(budget.into()),
+            watch: Watch::new(workers.max(1)),
             view: Mutex::default(),
             generation: AtomicU64::new(1),
             adoptions: AtomicU64::new(0),
@@ -78,6 +81,12 @@ impl Switch {
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.budget
+    }
+
+    /// What frees workers that wait.
+    #[must_use]
+    pub fn watch(&self) -> &Watch {
+        &self.watch
     }
 
     /// What wakes worker `index`.

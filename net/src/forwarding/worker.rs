@@ -35,8 +35,9 @@ impl Default for Pace {
 
 /// How often a worker with a budget pays for its time (nanoseconds).
 const PAY_EVERY: u64 = 1_000_000;
-/// Shortest time from one adoption of changes to the next (nanoseconds), and how many times its duration it is at least. A
-/// front-end may start, stop and toggle its queues as often as it likes: all other ports keep 19 of 20 parts of the time.
+/// Shortest time from one adoption of changes, or one look for memory that was taken away, to the next (nanoseconds), and how
+/// many times its duration it is at least. A front-end may start, stop and toggle its queues, and cut its memory short, as
+/// often as it likes: all other ports keep 19 of 20 parts of the time.
 const ADOPT_PAUSE: u64 = 1_000_000;
 const ADOPT_SHARE: u64 = 19;
 /// The longest rest at once, so that a switch that is told to end does.
@@ -62,6 +63,8 @@ pub struct Worker {
     epoll: Epoll,
     forwarder: Forwarder,
     faults: usize,
+    /// When ports may be looked through for memory that was taken away.
+    look_at: u64,
     /// Some queue has no eventfd: look at it every millisecond.
     must_poll: bool,
 }
@@ -87,6 +90,7 @@ impl Worker {
             epoll: Epoll::new()?,
             forwarder: Forwarder::default(),
             faults: tombolo_sigbus::hits(),
+            look_at: 0,
             must_poll: false,
         })
     }
@@ -103,10 +107,15 @@ impl Worker {
         let limited = self.switch.budget().is_limited();
         let poll = self.pace.poll.as_nanos() as u64;
         let mut last_work = 0;
+        let mut round = 0u64;
+        self.switch.watch().enter(self.index);
         loop {
+            round += 1;
+            self.switch.watch().beat(self.index, round);
             let mut now = self.switch.now();
             if self.switch.generation() != self.generation {
                 if self.stop.load(Ordering::Acquire) {
+                    self.switch.watch().sleep(self.index);
                     return Ok(());
                 }
                 if now >= self.adopt_at {
@@ -129,16 +138,20 @@ impl Worker {
                         }
                     }
                     Pass::Broken(why) => {
-                        stop_port(&self.view, port, &why);
+                        stop_port(&self.view, port, now, &why);
                     }
                 }
             }
             for (port, why) in self.forwarder.take_broken() {
-                stop_port(&self.view, port, &why);
+                stop_port(&self.view, port, now, &why);
             }
-            if tombolo_sigbus::hits() != self.faults {
+            let robbed = tombolo_sigbus::hits() != self.faults;
+            if robbed && now >= self.look_at {
                 self.faults = tombolo_sigbus::hits();
+                let begun = self.switch.now();
                 self.stop_robbed();
+                let end = self.switch.now();
+                self.look_at = end + ADOPT_PAUSE.max(ADOPT_SHARE * (end - begun));
             }
             if several && mark - self.since >= PERIOD {
                 self.balance(mark);
@@ -146,7 +159,7 @@ impl Worker {
             if limited && now - self.paid.1 >= PAY_EVERY {
                 self.pay(now);
             }
-            if worked {
+            if worked || robbed {
                 last_work = now;
             } else if now - last_work >= poll {
                 self.sleep()?;
@@ -190,7 +203,7 @@ impl Worker {
         for (i, attached) in self.view.ports().iter().enumerate() {
             let gone = |v: &Vring| v.lock().translator.memory().is_gone();
             if attached.port.vrings().iter().any(gone) {
-                stop_port(&self.view, i, &"the front-end took its memory away");
+                stop_port(&self.view, i, self.switch.now(), &"the front-end took its memory away");
             }
         }
     }
@@ -245,7 +258,9 @@ impl Worker {
             }
         }
         if !work && self.switch.generation() == self.generation {
+            self.switch.watch().sleep(self.index);
             self.epoll.wait(if self.must_poll { 1 } else { -1 })?;
+            self.switch.watch().wake(self.index);
             self.switch.wake(self.index).clear();
         }
         for &(port, queue) in &self.queues {
@@ -282,9 +297,11 @@ fn clock(id: libc::clockid_t) -> u64 {
 
 /// Stops a port that broke the rules, and says so.
 #[cold]
-fn stop_port(view: &View, index: usize, why: &dyn std::fmt::Display) {
+fn stop_port(view: &View, index: usize, now: u64, why: &dyn std::fmt::Display) {
     let port = &view.ports()[index].port;
-    tracing::warn!(port = port.name(), %why, "port is stopped until its front-end starts it anew");
+    if port.may_warn(now) {
+        tracing::warn!(port = port.name(), %why, "port is stopped until its front-end starts it anew");
+    }
     port.fail();
 }
 

@@ -2,9 +2,10 @@
 //! A port: a name and its vrings. Receive and transmit are the guest's words: it receives from vring 0, 2, 4, …
 //! (we write) and transmits on 1, 3, 5, … (we read).
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use crate::forwarding::learn::Learned;
+use crate::forwarding::learn::{Learned, Outside};
 use crate::forwarding::multicast::Groups;
 use crate::policy::limit::Limiter;
 use crate::ports::counters::Counts;
@@ -12,6 +13,10 @@ use crate::vring::queue::Vring;
 
 /// Most queue pairs of a port.
 pub const MAX_PAIRS: usize = 16;
+
+/// What a warning about a port costs, and how much may be said at once, in time (nanoseconds).
+const WARNING_NS: u64 = 1_000_000_000;
+const WARNINGS_NS: u64 = 20 * WARNING_NS;
 
 /// A port of the switch.
 pub struct Port {
@@ -29,10 +34,14 @@ pub struct Port {
     pub receive_limiter: Limiter,
     /// Addresses that it uses beyond its own, where it may.
     pub learned: Learned,
+    /// Of an uplink: who is behind it.
+    pub outside: OnceLock<Outside>,
     /// Multicast groups that it has joined.
     pub groups: Groups,
     /// A front-end is connected.
     pub connected: AtomicBool,
+    /// The time that warnings about it have been paid for.
+    warned: AtomicU64,
 }
 
 impl Port {
@@ -49,14 +58,26 @@ impl Port {
             limiter: Limiter::default(),
             receive_limiter: Limiter::default(),
             learned: Learned::default(),
+            outside: OnceLock::new(),
             groups: Groups::default(),
             connected: AtomicBool::new(false),
+            warned: AtomicU64::new(0),
         }
     }
 
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// May the log have a warning about it at `now`? So many, and then one per second: its front-end may break it as often as
+    /// it likes.
+    pub fn may_warn(&self, now: u64) -> bool {
+        if self.warned.fetch_max(now, Ordering::Relaxed) > now.saturating_add(WARNINGS_NS) {
+            return false;
+        }
+        self.warned.fetch_add(WARNING_NS, Ordering::Relaxed);
+        true
     }
 
     /// All vrings, in the protocol's order.

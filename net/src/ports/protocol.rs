@@ -61,7 +61,7 @@ impl Session {
     /// # Errors
     /// The MAC is not one of the port's.
     pub fn send_rarp(&mut self, mac: Mac) -> Result<()> {
-        announce(&self.switch, &self.port, mac).map_err(refuse)
+        self.switch.watch().within(|| announce(&self.switch, &self.port, mac)).map_err(refuse)
     }
 
     fn vring(&self, index: u32) -> Result<Guard<'_>> {
@@ -249,11 +249,11 @@ impl VhostUserBackendReqHandlerMut for Session {
         if let Some(fd) = &fd {
             check_peer_event(fd).map_err(refuse)?;
         }
-        let mut vring = self.vring(index.into())?;
-        vring.call = fd;
-        // What was used before the driver could be told is told now.
-        if let Some(call) = &mut vring.call {
-            let _full = io::Write::write(call, &1u64.to_ne_bytes());
+        let first = fd.as_ref().map(File::try_clone).transpose().map_err(refuse)?;
+        self.vring(index.into())?.call = fd;
+        // What was used before the driver could be told is told now. Not under the lock: the front-end can make this wait.
+        if let Some(mut call) = first {
+            let _full = self.switch.watch().within(|| io::Write::write(&mut call, &1u64.to_ne_bytes()));
         }
         Ok(())
     }

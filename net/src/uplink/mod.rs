@@ -13,7 +13,7 @@ use std::sync::Mutex;
 
 use serde::{Deserialize, Serialize};
 
-use crate::control::config::Way;
+use crate::control::config::{UplinkConfig, Way};
 use crate::forwarding::credit::Credits;
 use crate::forwarding::deliver::Frame;
 use crate::forwarding::fallback::{finish, takes};
@@ -71,15 +71,17 @@ impl Opened {
     ///
     /// # Errors
     /// With what it is and what to do.
-    pub fn open(way: &Way) -> io::Result<(Self, OwnedFd)> {
-        Ok(match way {
+    pub fn open(config: &UplinkConfig) -> io::Result<(Self, OwnedFd)> {
+        Ok(match &config.way {
             Way::Tap(name) => {
                 let (offloads, fd) = tap::Tap::open(name)?;
                 (Self::Tap(offloads), fd)
             }
             Way::Interface(name) => (Self::Packet, packet::Packet::open(name)?),
             Way::Passt(path) => (Self::Passt, passt::Passt::connect(path)?),
-            Way::User(program) => (Self::Passt, passt::Passt::start(program)?),
+            Way::User(program) => {
+                (Self::Passt, passt::Passt::start(program, &config.tcp_ports, &config.udp_ports)?)
+            }
         })
     }
 
@@ -207,7 +209,7 @@ pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &
     let mut taken = 0;
     let credits = std::mem::take(&mut inbox.credits);
     let mut sender = Sender::new(forwarder, view, src, 0, now, credits);
-    while taken < BATCH {
+    while taken < BATCH && sender.has_time() {
         if inbox.len == 0 {
             match link.receive(&mut inbox.buffer) {
                 Ok(len) => inbox.len = len,

@@ -42,16 +42,21 @@ impl Passt {
             .map(Into::into)
     }
 
-    /// Starts `program`, which ends when the connection to it does.
+    /// Starts `program`, which ends when the connection to it does. It forwards these ports of the host.
     ///
     /// # Errors
     /// It can't be started.
-    pub fn start(program: &Path) -> io::Result<OwnedFd> {
+    pub fn start(program: &Path, tcp: &[String], udp: &[String]) -> io::Result<OwnedFd> {
         let (own, theirs) = UnixStream::pair()?;
         let theirs = OwnedFd::from(theirs);
         let number = theirs.as_raw_fd();
         let mut command = Command::new(program);
         command.args(["--foreground", "--quiet", "--fd", &number.to_string()]).stdin(Stdio::null());
+        for (option, ports) in [("-t", tcp), ("-u", udp)] {
+            for port in ports {
+                command.args([option, port]);
+            }
+        }
         // SAFETY: between fork and exec, one system call that is safe there.
         unsafe {
             command.pre_exec(move || match libc::fcntl(number, libc::F_SETFD, 0) {

@@ -4,6 +4,7 @@
 //!
 //! Everything may be written wrongly on purpose: [`Ram`] gives raw access, and queues say where their parts are.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -245,11 +246,16 @@ pub struct Queue {
     follows: Vec<u16>,
     /// How many entries a chain has.
     held: Slots<u16>,
+    /// With in-order completion: the chains in use, oldest first.
+    order: Option<VecDeque<u16>>,
+    /// The last chain of a batch that is being taken back.
+    batch: Option<u16>,
 }
 
 impl Queue {
-    /// A queue in `ram`.
-    pub fn new(ram: &mut Ram, packed: bool, size: u16, event_idx: bool) -> Self {
+    /// A queue in `ram`; of `features`, EVENT_IDX and IN_ORDER matter.
+    pub fn new(ram: &mut Ram, packed: bool, size: u16, features: u64) -> Self {
+        let event_idx = features & 1 << bit::EVENT_IDX != 0;
         let n = u64::from(size);
         let (desc, avail, used) = if packed {
             (ram.alloc(16 * n, 4096), ram.alloc(4, 64), ram.alloc(4, 64))
@@ -270,6 +276,8 @@ impl Queue {
             free: (0..size).rev().collect(),
             follows: vec![0; usize::from(size)],
             held: Slots::new(size),
+            order: (features & 1 << bit::IN_ORDER != 0).then(VecDeque::new),
+            batch: None,
         }
     }
 
@@ -310,11 +318,15 @@ impl Queue {
         if self.free.len() < list.len() {
             return None;
         }
-        if self.packed {
+        let added = if self.packed {
             self.add_packed(ram, list, direction | indirect)
         } else {
             self.add_split(ram, list, direction | indirect)
+        };
+        if let Some(order) = &mut self.order {
+            order.extend(added);
         }
+        added
     }
 
     /// Takes as many free entries, which there are; the first of the chain, whose id is its number.
@@ -367,7 +379,9 @@ impl Queue {
 
     /// Takes a used chain back: its id and the bytes written.
     pub fn take_used(&mut self, ram: &Ram) -> Option<(u16, u32)> {
-        let (id, len) = if self.packed {
+        let (mut id, mut len) = if let Some(last) = self.batch {
+            (last, 0)
+        } else if self.packed {
             let at = self.desc + 16 * u64::from(self.seen);
             let flags = ram.word(at + 14).load(Ordering::Acquire);
             let both = [flags & (1 << 7) != 0, flags & (1 << 15) != 0];
@@ -383,6 +397,14 @@ impl Queue {
             let b: [u8; 8] = ram.array(self.used + 4 + 8 * u64::from(self.seen % self.size));
             (u16::from_le_bytes([b[0], b[1]]), u32::from_le_bytes([b[4], b[5], b[6], b[7]]))
         };
+        if let Some(order) = &mut self.order {
+            // All up to the one that is named.
+            let oldest = order.pop_front()?;
+            self.batch = (oldest != id).then_some(id);
+            if oldest != id {
+                (id, len) = (oldest, 0);
+            }
+        }
         let count = self.held.take(id)?;
         if self.packed {
             self.seen += count;
@@ -423,7 +445,9 @@ impl Queue {
     /// Is there a used chain that was not taken back yet?
     #[must_use]
     pub fn has_used(&self, ram: &Ram) -> bool {
-        if self.packed {
+        if self.batch.is_some() {
+            true
+        } else if self.packed {
             let flags = ram.word(self.desc + 16 * u64::from(self.seen) + 14).load(Ordering::Acquire);
             (flags & (1 << 7) != 0) == self.seen_wrap && (flags & (1 << 15) != 0) == self.seen_wrap
         } else {
@@ -515,9 +539,8 @@ impl Nic {
         if config.packed {
             features |= 1 << bit::RING_PACKED;
         }
-        let event_idx = features & 1 << bit::EVENT_IDX != 0;
-        let rx = Queue::new(&mut ram, config.packed, config.size, event_idx);
-        let tx = Queue::new(&mut ram, config.packed, config.size, event_idx);
+        let rx = Queue::new(&mut ram, config.packed, config.size, features);
+        let tx = Queue::new(&mut ram, config.packed, config.size, features);
         let tx_buffers =
             (0..n).map(|_| (ram.alloc(u64::from(config.tx_buffer), 64), ram.alloc(16 * 64, 16))).collect();
         let mut nic = Self {
@@ -568,7 +591,12 @@ impl Nic {
             vring.negotiated = negotiated(self.features);
             vring.size = queue.size;
             vring.address = queue.address(&self.ram);
-            vring.base = if queue.packed { 0x8000_8000 } else { 0 };
+            // A card with in-order completion keeps no used places, as DPDK's virtio-user does.
+            vring.base = match (queue.packed, queue.order.is_some()) {
+                (false, _) => 0,
+                (true, false) => 0x8000_8000,
+                (true, true) => 0x8000,
+            };
             vring.enabled = true;
             vring.call = Some(self.calls[i].to_file()?);
             vring.kick = Some(Arc::new(self.kicks[i].to_file()?));

@@ -96,7 +96,11 @@ pub fn negotiated(features: u64) -> Negotiated {
     let has = |bit| has(features, bit);
     Negotiated {
         packed: has(bit::RING_PACKED),
-        ring: RingFeatures { event_idx: has(bit::EVENT_IDX), indirect: has(bit::INDIRECT_DESC) },
+        ring: RingFeatures {
+            event_idx: has(bit::EVENT_IDX),
+            indirect: has(bit::INDIRECT_DESC),
+            in_order: has(bit::IN_ORDER),
+        },
         header: if has(bit::VERSION_1) || has(bit::MRG_RXBUF) { 12 } else { 10 },
         mergeable: has(bit::MRG_RXBUF),
         host: features & HOST != 0,

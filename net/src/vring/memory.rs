@@ -19,7 +19,10 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 /// Most regions that one port may have (the protocol's GET_MAX_MEM_SLOTS answer).
-pub const MAX_REGIONS: usize = 509;
+pub const MAX_REGIONS: usize = 128;
+// 64 ports with as many regions as they may have, each with a new table beside the old one.
+const _: () =
+    assert!(tombolo_sigbus::SLOTS >= 64 * 2 * (MAX_REGIONS + 2), "no port may keep memory from others");
 
 /// What was wrong with a region that a front-end wanted to share.
 #[derive(Debug, thiserror::Error)]
@@ -350,6 +353,15 @@ impl Translator {
             return Some((unsafe { self.host.add(off as usize) }, len));
         }
         self.at_slow(gpa, len)
+    }
+
+    /// Where `len` bytes from `gpa` on lie here, if they are all in the region that was hit last.
+    #[inline(always)]
+    #[must_use]
+    pub fn near(&self, gpa: u64, len: u32) -> Option<*mut u8> {
+        let off = gpa.wrapping_sub(self.gpa);
+        // SAFETY: off < size, within the mapping.
+        (off < self.size && u64::from(len) <= self.size - off).then(|| unsafe { self.host.add(off as usize) })
     }
 
     #[cold]

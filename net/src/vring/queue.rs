@@ -8,7 +8,7 @@
 
 use std::cell::UnsafeCell;
 use std::fs::File;
-use std::io::Write;
+use std::io::{self, Write};
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -228,10 +228,12 @@ impl State {
 
     #[inline(never)]
     fn signal(&mut self, counters: &Counters) {
-        if let Some(call) = &mut self.call {
-            // The descriptor doesn't block; a counter at its limit has woken the other side already.
-            let _full = call.write(&1u64.to_ne_bytes());
-            counters.signalled();
+        let Some(call) = &mut self.call else { return };
+        match call.write(&1u64.to_ne_bytes()) {
+            // The front-end has made it block, and it was full: it gets no more interrupts until it hands over another.
+            Err(err) if err.kind() == io::ErrorKind::Interrupted => self.call = None,
+            // A counter at its limit has woken the other side already.
+            _ => counters.signalled(),
         }
     }
 }

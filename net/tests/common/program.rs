@@ -19,11 +19,16 @@ pub struct Switch {
 impl Switch {
     pub fn start(n: usize, args: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
+        let log = std::fs::File::create(dir.path().join("log")).unwrap();
+        Self::start_in(dir, n, args, log.into())
+    }
+
+    /// The same in a folder, with its log wherever that goes.
+    pub fn start_in(dir: tempfile::TempDir, n: usize, args: &[&str], log: Stdio) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-switch"));
         command.arg("run").arg("--control").arg(dir.path().join("control"));
         command.arg("--port").arg(format!("vm,{},{}", dir.path().join("vm").display(), Rig::mac(n)));
         command.args(args).env("NO_COLOR", "1");
-        let log = std::fs::File::create(dir.path().join("log")).unwrap();
         let child = command.stderr(log).stdin(Stdio::null()).spawn().unwrap();
         let switch = Self { child, dir };
         wait_for("the switch", || ask::<serde_json::Value>(&switch.control(), &Request::Ports).ok());

@@ -12,12 +12,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
-use crate::commands::{clean, config, doctor, events, logs, up};
+use crate::commands::{clean, config, copy, doctor, events, logs, terminal, up};
 use crate::compose::{self, Project, Rights, Size};
 use crate::machine::growth;
 use crate::project::control::{Event, Request, Status, ZoneStatus};
 use crate::project::peer;
 use crate::project::state::{self, StateDir};
+use crate::project::stopped;
 use crate::project::supervisor;
 use anyhow::Context;
 use clap::{Args, Subcommand};
@@ -39,12 +40,15 @@ pub struct File {
     /// The compose file [default: tombolo.toml here or in a folder above]
     #[arg(short, long, value_name = "PATH")]
     file: Option<PathBuf>,
+    /// Take variables from this file instead of .env beside the compose file; the last of several counts
+    #[arg(long, value_name = "PATH")]
+    env_file: Vec<PathBuf>,
 }
 
 impl File {
     /// The file at this path; `None`: `tombolo.toml` here or in a folder above.
     pub(crate) fn at(file: Option<PathBuf>) -> File {
-        File { file }
+        File { file, env_file: Vec::new() }
     }
 
     /// The project as the file declares it.
@@ -52,7 +56,7 @@ impl File {
     /// # Errors
     /// When there is no file, and what is wrong with it.
     pub(crate) fn load(&self) -> anyhow::Result<Project> {
-        Ok(Project::load(&compose::find(self.file.as_deref())?)?)
+        Ok(Project::load_with(&compose::find(self.file.as_deref())?, &self.env_file)?)
     }
 
     /// The project, for commands that need no more of it than its supervisor. While that lives, the file may be broken or gone.
@@ -66,7 +70,7 @@ impl File {
             }
             (path, _) => path?,
         };
-        match Project::load(&path) {
+        match Project::load_with(&path, &self.env_file) {
             Err(_) if state::supervisor(&path)?.is_some() => Ok(Project::unread(&path)),
             project => Ok(project?),
         }
@@ -114,6 +118,9 @@ pub enum Command {
         /// Pass this command's input on
         #[arg(short, long)]
         interactive: bool,
+        /// Run it on a terminal, with this command's input
+        #[arg(short, long)]
+        tty: bool,
         /// Set a variable
         #[arg(short, long, value_name = "NAME=VALUE")]
         env: Vec<String>,
@@ -128,6 +135,19 @@ pub enum Command {
     },
     /// Show what consoles said
     Logs(logs::Options),
+    /// Copy files and folders to and from a VM: one of the two is VM:PATH; '-' is a tar on the standard input or output
+    Cp {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// Copy a folder with all that is in it
+        #[arg(short, long)]
+        recursive: bool,
+        /// What is copied
+        from: String,
+        /// Its new name, or the folder that it goes to
+        to: String,
+    },
     /// Use a VM's serial console; Ctrl-] leaves it
     Console {
         /// Which compose file
@@ -148,6 +168,9 @@ pub enum Command {
         /// The compose file
         #[arg(long)]
         file: PathBuf,
+        /// The project's name
+        #[arg(long)]
+        name: String,
     },
 }
 
@@ -283,9 +306,11 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         Command::Events(options) => events::run(&options, json),
         Command::Down { file, vms } => down(&file.identify()?, vms, json),
         Command::Ps { file, all } => ps(&file, all, json),
-        Command::Exec { file, interactive, env, dir, vm, command } => {
-            let request = Request::Exec { vm, argv: command, env, dir, input: interactive };
-            match file.identify().and_then(|project| client::exec(&project, &request)) {
+        Command::Exec { file, interactive, tty, env, dir, vm, command } => {
+            let terminal = tty.then(terminal::here);
+            let request = Request::Exec { vm, argv: command, env, dir, input: interactive, terminal };
+            let run = if tty { terminal::exec } else { client::exec };
+            match file.identify().and_then(|project| run(&project, &request)) {
                 Ok(code) => Ok(ExitCode::from(u8::try_from(code & 0xff).unwrap_or(255))),
                 // Whoever read the output has seen enough.
                 Err(e) if is_broken_pipe(&e) => Ok(ExitCode::from(BROKEN_PIPE)),
@@ -296,13 +321,17 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             }
         }
         Command::Logs(options) => logs::run(&options, json),
+        Command::Cp { file, recursive, from, to } => {
+            copy::copy(&file.identify()?, &from, &to, recursive)?;
+            Ok(ExitCode::SUCCESS)
+        }
         Command::Console { file, vm } => {
             client::console(&file.identify()?, &vm)?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::Supervise { dir, control, file } => {
-            // The project comes with the first request; of the file only its path counts, whatever has become of it.
-            supervisor::run(Project::unread(&file), &dir, control)?;
+        Command::Supervise { dir, control, file, name } => {
+            // What the file says comes with the first request.
+            supervisor::run(Project { name, file, compose: compose::Compose::default() }, &dir, control)?;
             Ok(ExitCode::SUCCESS)
         }
     }
@@ -393,7 +422,7 @@ fn diagnose(json: bool) -> anyhow::Result<ExitCode> {
 pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
     let dir = StateDir::of(project)?;
     let all = vms.is_empty();
-    let Some(mut peer) = peer::ask(project, &Request::Down { vms })? else {
+    let Some(mut peer) = peer::ask(project, &Request::Down { vms: vms.clone() })? else {
         // Logs of a supervisor that died; one that is about to end keeps its lock until then.
         if dir.path().exists() {
             let _lock = dir.lock_within(ENDING)?;
@@ -410,9 +439,12 @@ pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::R
         return Ok(ExitCode::SUCCESS);
     };
     let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave)?;
-    if all && outcome == Outcome::Done {
-        // The supervisor ends right after its last word; whoever called `down` may count on it.
-        peer.wait_ended(ENDING)?;
+    if outcome == Outcome::Done {
+        stopped::add(project, &vms)?;
+        if all {
+            // The supervisor ends right after its last word; whoever called `down` may count on it.
+            peer.wait_ended(ENDING)?;
+        }
     }
     finish(outcome)
 }
@@ -523,7 +555,7 @@ fn table(status: &Status) -> String {
     for vm in &status.vms {
         rows.push([
             vm.name.clone(),
-            vm.state.clone(),
+            vm.health.map_or_else(|| vm.state.clone(), |health| format!("{} ({health})", vm.state)),
             vm.accel.name().to_lowercase(),
             vm.pid.map_or("-".into(), |p| p.to_string()),
             vm.cpus.to_string(),
@@ -590,7 +622,9 @@ fn networks(status: &Status) -> String {
         let head = [net.name.clone(), switch, dash(&net.uplink), dash(&net.subnet)];
         for (n, port) in net.ports.iter().enumerate() {
             let [name, switch, uplink, subnet] = if n == 0 { head.clone() } else { Default::default() };
-            rows.push([name, switch, uplink, subnet, port.vm.clone(), port.mac.clone(), dash(&port.address)]);
+            let both: Vec<_> = port.address.iter().chain(&port.address6).cloned().collect();
+            let addresses = Some(both.join(",")).filter(|a| !a.is_empty());
+            rows.push([name, switch, uplink, subnet, port.vm.clone(), port.mac.clone(), dash(&addresses)]);
         }
     }
     columns(&rows)

@@ -62,7 +62,7 @@ fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
     let number = theirs.as_raw_fd();
     let mut command = crate::child::own_program();
     command.args(["supervise", "--dir"]).arg(dir.path()).arg("--control").arg(number.to_string());
-    command.arg("--file").arg(&project.file);
+    command.arg("--file").arg(&project.file).arg("--name").arg(&project.name);
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     // SAFETY: between fork and exec only async-signal-safe system calls are made (setsid, fcntl), nothing allocates.
     unsafe {
@@ -151,6 +151,7 @@ impl Progress {
 
     fn stage(&mut self, vm: &str, stage: Stage, detail: &str) {
         let (text, finished) = match stage {
+            Stage::Waiting => ("waiting", false),
             Stage::Starting => ("starting", false),
             Stage::Booting => ("booting", false),
             Stage::Preparing => ("preparing", false),
@@ -313,7 +314,7 @@ pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
     }
 }
 
-fn write(to: &mut impl Write, bytes: &[u8]) -> anyhow::Result<()> {
+pub(super) fn write(to: &mut impl Write, bytes: &[u8]) -> anyhow::Result<()> {
     to.write_all(bytes).and_then(|()| to.flush()).context("the output can't be written")
 }
 
@@ -371,10 +372,16 @@ pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
 }
 
 /// The terminal in raw mode, until dropped.
-struct RawTerminal(Termios);
+pub(super) struct RawTerminal(Termios);
 
 impl RawTerminal {
-    fn enter() -> anyhow::Result<Option<RawTerminal>> {
+    /// What it was before.
+    pub(super) fn before(&self) -> Termios {
+        self.0.clone()
+    }
+
+    /// Enters raw mode where the standard input is a terminal.
+    pub(super) fn enter() -> anyhow::Result<Option<RawTerminal>> {
         let stdin = std::io::stdin();
         if !stdin.is_terminal() {
             return Ok(None);

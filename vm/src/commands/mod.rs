@@ -7,9 +7,11 @@ pub mod cli;
 #[allow(clippy::print_stderr, reason = "commands talk to the terminal")]
 pub mod client;
 pub mod config;
+pub mod copy;
 pub mod doctor;
 pub mod events;
 pub mod logs;
 pub mod names;
+pub mod terminal;
 pub mod top;
 pub mod up;

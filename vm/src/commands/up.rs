@@ -12,7 +12,8 @@ use crate::compose::{Project, network};
 use crate::host;
 use crate::project::changes::{self, Action, Side, Wish};
 use crate::project::control::{Event, Request};
-use crate::project::{peer, preflight, state};
+use crate::project::state::StateDir;
+use crate::project::{peer, preflight, state, stopped};
 
 /// `tombolo up`
 #[derive(Args, Debug)]
@@ -23,13 +24,19 @@ pub struct UpOptions {
     /// Stay in the foreground; Ctrl-C takes everything down
     #[arg(short, long)]
     attach: bool,
+    /// As at the host's boot: leave alone what 'down VM' has stopped under restart = "unless-stopped"
+    #[arg(long)]
+    boot: bool,
+    /// Wait until all VMs with a health check are healthy
+    #[arg(short, long)]
+    wait: bool,
     /// Say what would be done, and change nothing
     #[arg(long, conflicts_with = "attach")]
     dry_run: bool,
     /// Stop what runs and the compose file does not declare
     #[arg(long)]
     remove_orphans: bool,
-    /// Only these VMs
+    /// Only these VMs, and those that they depend on
     vms: Vec<String>,
 }
 
@@ -52,19 +59,48 @@ pub struct RestartOptions {
 /// What the supervisor says.
 pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
     let project = declaring(&options.file)?;
-    let wish = Wish { vms: options.vms, remove_orphans: options.remove_orphans, restart: false };
+    let mut wish = Wish { vms: options.vms, remove_orphans: options.remove_orphans, ..Wish::default() };
+    if options.boot {
+        let stopped = stopped::list(&project)?;
+        let wanted = |vm: &&String| (wish.vms.is_empty() || wish.vms.contains(vm)) && !stopped.contains(*vm);
+        wish.vms = project.compose.vm.keys().filter(wanted).cloned().collect();
+        if wish.vms.is_empty() {
+            crate::say!("all VMs were stopped by 'down VM'; start them with 'tombolo up'");
+            return Ok(ExitCode::SUCCESS);
+        }
+    }
     if options.dry_run {
         return dry_run(project, wish, json);
     }
-    let outcome = start(&project, wish, json)?;
-    if outcome == Outcome::Done && options.attach {
-        if !json {
-            crate::say!("Ctrl-C takes everything down");
+    let vms = wish.vms.clone();
+    let outcome = start(&project, wish, options.wait, json)?;
+    if outcome == Outcome::Done {
+        if !options.boot {
+            stopped::remove(&project, &vms)?;
         }
-        client::attach(&project)?;
-        return down(&project, Vec::new(), json);
+        if options.attach {
+            return stay(&project, json);
+        }
     }
     finish(outcome)
+}
+
+/// Stays until Ctrl-C or SIGTERM, which take the project down, or until it is down. A service manager that waits for it is told that all is up.
+fn stay(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
+    let dir = StateDir::of(project)?;
+    sd_notify::notify(false, &[sd_notify::NotifyState::Ready])?;
+    if !json {
+        crate::say!("Ctrl-C takes everything down");
+    }
+    match client::attach(project) {
+        Ok(()) => down(project, Vec::new(), json),
+        // A supervisor that was told to end takes its folder along, one that died does not.
+        Err(_) if !dir.path().exists() => {
+            crate::say!("the project '{}' was taken down", project.name);
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(e) => Err(e),
+    }
 }
 
 /// Stops VMs and starts them as the compose file says now.
@@ -73,11 +109,16 @@ pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
 /// What the supervisor says.
 pub fn restart(options: RestartOptions, json: bool) -> anyhow::Result<ExitCode> {
     let project = declaring(&options.file)?;
-    let wish = Wish { vms: options.vms, remove_orphans: false, restart: true };
+    let wish = Wish { vms: options.vms, restart: true, ..Wish::default() };
     if options.dry_run {
         return dry_run(project, wish, json);
     }
-    finish(start(&project, wish, json)?)
+    let vms = wish.vms.clone();
+    let outcome = start(&project, wish, false, json)?;
+    if outcome == Outcome::Done {
+        stopped::remove(&project, &vms)?;
+    }
+    finish(outcome)
 }
 
 fn declaring(file: &File) -> anyhow::Result<Project> {
@@ -89,8 +130,8 @@ fn declaring(file: &File) -> anyhow::Result<Project> {
     Ok(project)
 }
 
-fn start(project: &Project, wish: Wish, json: bool) -> anyhow::Result<Outcome> {
-    let request = Request::Up { project: Box::new(project.clone()), wish };
+fn start(project: &Project, wish: Wish, wait: bool, json: bool) -> anyhow::Result<Outcome> {
+    let request = Request::Up { project: Box::new(project.clone()), wish, wait };
     let mut peer = client::supervisor(project, &request)?;
     client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Cancel)
 }
@@ -115,7 +156,7 @@ fn dry_run(mut project: Project, wish: Wish, json: bool) -> anyhow::Result<ExitC
         None => {
             network::settle(&mut project.compose, &std::collections::BTreeMap::new());
             let wanted = Side::declared(&project.name, &project.compose);
-            let actions = changes::plan(&Side::default(), &wanted, &wish);
+            let actions = changes::plan(&Side::default(), &wanted, &wish.with_dependencies(&project.compose));
             let examined = preflight::examine(&project, &Side::default(), &actions, promised);
             (actions, examined.err().map(|e| format!("{e:#}")))
         }

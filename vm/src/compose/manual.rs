@@ -85,6 +85,11 @@ const TABLES: [Table; 9] = [
             ("channels", "8", "Processes of a VM at once."),
             ("metrics", "none", "As of a network."),
             ("unconfined", "false", "Kernels of VMs may do all that the server's user may."),
+            (
+                "cgroup",
+                "one that is found",
+                "The folder of the control group that the server divides between VMs, with no process in it.",
+            ),
         ],
     },
     Table {

@@ -8,14 +8,26 @@ use tombolo_passthrough::address::Address;
 
 use crate::machine::growth::StartKind;
 use accelerator::{AccelSpec, Uses};
+use cloud_init::CloudInit;
+use depends::{Depends, HealthCheck};
+use disks::DiskSpec;
+use interpolate::{Expanded, Variables};
 use network::{NetSpec, Nics};
+use ports::Forward;
+use restart::Restart;
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize, Serializer};
 
 pub mod accelerator;
+pub mod cloud_init;
+pub mod depends;
+pub mod disks;
+pub mod interpolate;
 pub mod manual;
 pub mod named;
 pub mod network;
+pub mod ports;
+pub mod restart;
 
 /// Zones are multiples of this many bytes: a virtio-pmem device of another size breaks the devices after it.
 pub const ZONE_ALIGN: u64 = 2 << 20;
@@ -140,6 +152,30 @@ pub struct VmSpec {
     /// Percent of the time in which growing may disturb the guest; default: 100, memory as soon as it can be had.
     #[serde(default)]
     pub growth_share: Option<tombolo_start::pace::Share>,
+    /// Processors that its QEMU may use, the guest's included, such as 1.5.
+    #[serde(default)]
+    pub cpu_limit: Option<f64>,
+    /// Memory of the host that its QEMU may use, the guest's included.
+    #[serde(default)]
+    pub memory_limit: Option<Size>,
+    /// VMs that are started before it, and stopped after it.
+    #[serde(default)]
+    pub depends_on: Depends,
+    /// A command that tells whether it does what it is for.
+    #[serde(default)]
+    pub healthcheck: Option<HealthCheck>,
+    /// Disks beside `disk`.
+    #[serde(default)]
+    pub disks: Vec<DiskSpec>,
+    /// What cloud-init in its image is given.
+    #[serde(default)]
+    pub cloud_init: Option<CloudInit>,
+    /// Ports of the host that lead to it.
+    #[serde(default)]
+    pub ports: Vec<Forward>,
+    /// Whether it is started again when it has ended.
+    #[serde(default)]
+    pub restart: Restart,
     /// More arguments for QEMU, as they are.
     #[serde(default)]
     pub qemu_args: Vec<String>,
@@ -328,7 +364,10 @@ pub fn find(file: Option<&Path>) -> anyhow::Result<PathBuf> {
             return Ok(file.canonicalize()?);
         }
     }
-    anyhow::bail!("no tombolo.toml in {} or above; write one or name a compose file with -f", here.display())
+    anyhow::bail!(
+        "no tombolo.toml in {} or above; write one to begin with (tombolo init), or name a compose file with -f",
+        here.display()
+    )
 }
 
 /// The path by which a compose file that is not there any more was known.
@@ -348,11 +387,19 @@ impl Project {
         Project { name: folder_name(file), file: file.to_owned(), compose: Compose::default() }
     }
 
-    /// Reads and checks a compose file.
+    /// Reads and checks a compose file, with the environment's variables and those of `.env` beside it.
     ///
     /// # Errors
     /// [`ComposeError`] with the line, as far as it is known.
     pub fn load(file: &Path) -> Result<Project, ComposeError> {
+        Project::load_with(file, &[])
+    }
+
+    /// As [`Project::load`], with these env files instead of `.env`.
+    ///
+    /// # Errors
+    /// [`ComposeError`] with the line, as far as it is known.
+    pub fn load_with(file: &Path, env_files: &[PathBuf]) -> Result<Project, ComposeError> {
         if file.to_str().is_none() {
             let message = "its path is not UTF-8; rename the folder or the file".into();
             return Err(ComposeError { file: file.to_owned(), line: None, message });
@@ -362,31 +409,53 @@ impl Project {
             line: None,
             message: format!("can't be read: {e}"),
         })?;
-        Project::parse(file, &text)
+        Project::parse_with(file, &text, &Variables::load(file, env_files)?)
+    }
+
+    /// Parses `text` as the compose file `file` (absolute), without variables.
+    ///
+    /// # Errors
+    /// [`ComposeError`] with the line, as far as it is known.
+    pub fn parse(file: &Path, text: &str) -> Result<Project, ComposeError> {
+        Project::parse_with(file, text, &Variables::default())
     }
 
     /// Parses `text` as the compose file `file` (absolute).
     ///
     /// # Errors
     /// [`ComposeError`] with the line, as far as it is known.
-    pub fn parse(file: &Path, text: &str) -> Result<Project, ComposeError> {
-        let parsed = serde_path_to_error::deserialize(toml::Deserializer::new(text));
-        let mut compose: Compose = parsed.map_err(|e| {
-            let path = e.path().to_string();
-            let e = e.into_inner();
-            ComposeError {
-                file: file.to_owned(),
-                line: e.span().map(|s| line_of(text, s.start)),
-                message: explain(&path, e.message()),
-            }
-        })?;
-        let dir = file.parent().unwrap_or(Path::new("/"));
-        check(&compose).map_err(|(table, key, message)| ComposeError {
+    pub fn parse_with(file: &Path, text: &str, variables: &Variables) -> Result<Project, ComposeError> {
+        let mut expanded = Expanded::new(text, variables).map_err(|(line, message)| ComposeError {
             file: file.to_owned(),
-            line: locate(text, &table, &key),
+            line: Some(line),
             message,
         })?;
+        let (text, mut compose) = loop {
+            let text = expanded.render();
+            let parsed = serde_path_to_error::deserialize(toml::Deserializer::new(&text));
+            let error = match parsed {
+                Ok(compose) => break (text, compose),
+                Err(error) => error,
+            };
+            let path = error.path().to_string();
+            let error = error.into_inner();
+            if error.message().starts_with("invalid type: string") && expanded.unquote(&path) {
+                continue;
+            }
+            let line = error.span().map(|s| line_of(&text, s.start));
+            return Err(ComposeError {
+                file: file.to_owned(),
+                line,
+                message: explain(&path, error.message()),
+            });
+        };
+        let dir = file.parent().unwrap_or(Path::new("/"));
         make_absolute(&mut compose, dir);
+        check(&compose).map_err(|(table, key, message)| ComposeError {
+            file: file.to_owned(),
+            line: locate(&text, &table, &key),
+            message,
+        })?;
         let name = compose.name.clone().unwrap_or_else(|| folder_name(file));
         Ok(Project { name, file: file.to_owned(), compose })
     }
@@ -428,6 +497,12 @@ fn make_absolute(compose: &mut Compose, dir: &Path) {
         }
         for path in [&mut vm.initrd, &mut vm.disk].into_iter().flatten() {
             *path = dir.join(&*path);
+        }
+        for disk in &mut vm.disks {
+            disk.path = dir.join(&disk.path);
+        }
+        if let Some(given) = &mut vm.cloud_init {
+            given.make_absolute(dir);
         }
         for share in &mut vm.share {
             share.path = dir.join(&share.path);
@@ -486,6 +561,23 @@ fn check(compose: &Compose) -> Result<(), (String, String, String)> {
         }
         if vm.cpus == 0 || vm.cpus > 255 {
             return fail(&table, "cpus", format!("vm.{name}.cpus is {}; write 1 to 255", vm.cpus));
+        }
+        if vm.cpu_limit.is_some_and(|limit| !(0.01..=10_000.0).contains(&limit)) {
+            return fail(
+                &table,
+                "cpu_limit",
+                format!("vm.{name}.cpu_limit: write a number of processors, such as 1.5"),
+            );
+        }
+        if let Some(limit) = vm.memory_limit.filter(|limit| *limit < vm.memory) {
+            return fail(
+                &table,
+                "memory_limit",
+                format!(
+                    "vm.{name}.memory_limit is {limit}, less than the guest's memory of {}; QEMU needs that and some 200M more",
+                    vm.memory
+                ),
+            );
         }
         if vm.hotplug_ports > 16 {
             return fail(
@@ -561,6 +653,9 @@ fn check(compose: &Compose) -> Result<(), (String, String, String)> {
         }
     }
     network::check(compose)?;
+    ports::check(compose)?;
+    disks::check(compose)?;
+    depends::check(compose)?;
     accelerator::check(compose)
 }
 
@@ -687,6 +782,16 @@ mod tests {
             error("[vm.a]\n\nmemory = \"16M\"\n"),
             "/somewhere/demo/tombolo.toml:3: vm.a.memory is 16M; a guest needs at least 128M"
         );
+    }
+
+    #[test]
+    fn a_limit_below_what_a_guest_is_given_is_refused() {
+        assert!(
+            error("[vm.a]\nmemory = \"1G\"\nmemory_limit = \"512M\"\n")
+                .contains(":3: vm.a.memory_limit is 512M, less than")
+        );
+        assert!(error("[vm.a]\ncpu_limit = 0.0\n").contains(":2: vm.a.cpu_limit"));
+        parse("[vm.a]\ncpu_limit = 1.5\nmemory_limit = \"1G\"\n").unwrap();
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
 
 use serde::de::{self, Deserializer};
@@ -23,6 +23,10 @@ pub struct NetSpec {
     pub uplink: Option<Uplink>,
     /// Addresses of the VMs; default without uplink: 10.86.N.0/24, N-th network of the file.
     pub subnet: Option<Subnet>,
+    /// Prefix of 64 bits for the VMs' IPv6 addresses, which their kernels make of it and their MACs.
+    pub subnet6: Option<Prefix64>,
+    /// Where frames for a multicast group go; default: `snoop`.
+    pub multicast: Option<Multicast>,
     /// The VMs' way out of the subnet.
     pub gateway: Option<Ipv4Addr>,
     /// The switch gives VMs that ask for it their addresses.
@@ -39,6 +43,18 @@ pub struct NetSpec {
     pub budget: Option<u32>,
     /// Where Prometheus finds the counters.
     pub metrics: Option<tombolo_metrics::Place>,
+}
+
+/// `multicast =`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Multicast {
+    /// To VMs that have joined it, where a multicast router asks which those are; elsewhere to all.
+    Snoop,
+    /// To VMs that have joined it; the switch asks.
+    Query,
+    /// To all.
+    Flood,
 }
 
 /// `uplink =`
@@ -78,6 +94,8 @@ pub struct NicSpec {
     pub vlan: Option<u16>,
     /// Drop what it sends from addresses other than its own.
     pub check_address: bool,
+    /// It may be a router, a DHCP server or a multicast querier for the others.
+    pub router: bool,
 }
 
 /// `address =`
@@ -192,17 +210,59 @@ impl FromStr for Subnet {
     }
 }
 
-impl Serialize for Subnet {
-    fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-        s.collect_str(self)
+/// An IPv6 network's prefix of 64 bits, "fd00:86::/64".
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Prefix64(Ipv6Addr);
+
+impl Prefix64 {
+    /// The address that a guest's kernel makes of the prefix and its MAC (RFC 4291, appendix A).
+    #[must_use]
+    pub fn of(self, mac: Mac) -> Ipv6Addr {
+        let [a, b, c, d, e, f] = mac.0;
+        let [p, q, r, s, ..] = self.0.segments();
+        let own = [[a ^ 2, b], [c, 0xff], [0xfe, d], [e, f]].map(u16::from_be_bytes);
+        Ipv6Addr::new(p, q, r, s, own[0], own[1], own[2], own[3])
     }
 }
 
-impl<'de> Deserialize<'de> for Subnet {
-    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        String::deserialize(d)?.parse().map_err(de::Error::custom)
+impl fmt::Display for Prefix64 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/64", self.0)
     }
 }
+
+impl FromStr for Prefix64 {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let base = text.strip_suffix("/64").and_then(|t| t.parse::<Ipv6Addr>().ok());
+        let plain = |ip: &Ipv6Addr| {
+            !ip.is_multicast()
+                && !ip.is_unspecified()
+                && !ip.is_unicast_link_local()
+                && ip.segments()[4..] == [0; 4]
+        };
+        match base.filter(plain) {
+            Some(base) => Ok(Prefix64(base)),
+            None => Err(format!("'{text}' is no IPv6 prefix of 64 bits; write one such as \"fd00:86::/64\"")),
+        }
+    }
+}
+
+macro_rules! as_text {
+    ($($name:ident)*) => {$(
+        impl Serialize for $name {
+            fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+                s.collect_str(self)
+            }
+        }
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+                String::deserialize(d)?.parse().map_err(de::Error::custom)
+            }
+        }
+    )*};
+}
+as_text! { Subnet Prefix64 }
 
 /// What one VM has in one network.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -210,6 +270,8 @@ pub struct Lease {
     pub mac: Mac,
     /// Its address and the subnet's prefix length.
     pub address: Option<(Ipv4Addr, u8)>,
+    /// The IPv6 address that its kernel makes.
+    pub address6: Option<Ipv6Addr>,
     /// The guest asks for an address by itself.
     pub dhcp: bool,
 }
@@ -311,7 +373,8 @@ pub fn leases(
         };
         let dhcp = nic.address == NicAddress::Dhcp
             || nic.address == NicAddress::Auto && address.is_none() && spec.uplink == Some(Uplink::User);
-        leases.insert(name.clone(), Lease { mac, address, dhcp });
+        let address6 = spec.subnet6.map(|prefix| prefix.of(mac));
+        leases.insert(name.clone(), Lease { mac, address, address6, dhcp });
     }
     Ok(leases)
 }
@@ -331,8 +394,15 @@ pub fn port(
     if let Some(vlan) = nic.vlan {
         port["vlan"] = serde_json::json!({ "access": vlan });
     }
-    if let (true, Some((ip, _))) = (nic.check_address, lease.address) {
-        port["ips"] = serde_json::json!([IpAddr::V4(ip)]);
+    if nic.check_address {
+        let four = lease.address.map(|(ip, _)| IpAddr::V4(ip));
+        let own: Vec<_> = four.into_iter().chain(lease.address6.map(IpAddr::V6)).collect();
+        if !own.is_empty() {
+            port["ips"] = serde_json::json!(own);
+        }
+    }
+    if nic.router {
+        port["router"] = true.into();
     }
     if let (true, Some((ip, _))) = (dhcp, lease.address) {
         port["address"] = serde_json::json!(ip);
@@ -388,6 +458,10 @@ pub(crate) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
                 format!("net.{name}.dhcp: the addresses are those of a subnet; add subnet = \"10.0.0.0/24\""),
             );
         }
+        let ipv6_fits = net.mtu.is_none_or(|m| m >= 1280);
+        if net.subnet6.is_some() && !ipv6_fits {
+            return fail(&table, "mtu", format!("net.{name}.mtu: IPv6 (subnet6) takes 1280 or more"));
+        }
         if net.mtu.is_some_and(|m| !(68..=65_521).contains(&m)) {
             return fail(&table, "mtu", format!("net.{name}.mtu: write 68 to 65521"));
         }
@@ -431,9 +505,11 @@ fn check_vm(compose: &Compose, name: &str, vm: &VmSpec) -> Result<(), (String, S
             }
         }
         let served = compose.net.get(net).is_some_and(|spec| spec.dhcp);
-        if served && nic.vlan.is_some() {
+        let served6 = compose.net.get(net).is_some_and(|spec| spec.subnet6.is_some());
+        if (served || served6) && nic.vlan.is_some() {
+            let key = if served { "dhcp" } else { "subnet6" };
             return fail(format!(
-                "vm.{name}.networks.{net}: the network's DHCP answers VMs without a VLAN only; leave out vlan, or dhcp"
+                "vm.{name}.networks.{net}: the network gives addresses to VMs without a VLAN only; leave out vlan, or {key}"
             ));
         }
         if let (true, NicAddress::Static(ip), Some(subnet)) = (served, nic.address, subnet(compose, net)) {
@@ -445,8 +521,8 @@ fn check_vm(compose: &Compose, name: &str, vm: &VmSpec) -> Result<(), (String, S
             }
         }
         let set = matches!(nic.address, NicAddress::Static(_) | NicAddress::Dhcp);
-        // Who asks by itself needs no agent.
-        if set && !served && vm.ready != Ready::Agent {
+        // Who asks by itself needs no agent, and cloud-init is told at the start.
+        if set && !served && vm.cloud_init.is_none() && vm.ready != Ready::Agent {
             return Err((
                 "ready".to_owned(),
                 format!(
@@ -539,6 +615,27 @@ mod tests {
         assert!(e.contains("by which the network's DHCP goes"), "{e}");
         let e = error("[net.lan]\ndhcp = true\n[vm.a]\nnetworks = { lan = { vlan = 5 } }\n");
         assert!(e.contains("leave out vlan, or dhcp"), "{e}");
+        let e = error("[net.lan]\nsubnet6 = \"fd00::/64\"\n[vm.a]\nnetworks = { lan = { vlan = 5 } }\n");
+        assert!(e.contains("leave out vlan, or subnet6"), "{e}");
+    }
+
+    #[test]
+    fn a_network_with_an_ipv6_prefix_says_which_address_each_vm_makes() {
+        let text = "[net.lan]\nsubnet6 = \"fd00:86::/64\"\nmulticast = \"query\"\n[vm.a]\n\
+                    networks = { lan = { mac = \"52:54:00:00:00:0b\", check_address = true, router = true } }\n";
+        let lease = &plan(text, "lan")["a"];
+        assert_eq!(lease.address6.unwrap().to_string(), "fd00:86::5054:ff:fe00:b");
+        let project = parse(text).unwrap();
+        let nic = &project.compose.vm["a"].networks.0["lan"];
+        let port = port("a", Path::new("/s"), nic, lease, false);
+        assert_eq!(port["ips"], serde_json::json!(["10.86.0.2", "fd00:86::5054:ff:fe00:b"]));
+        assert_eq!(port["router"], true);
+        for text in ["fd00::/48", "fd00::1/64", "fe80::/64", "10.0.0.0/24"] {
+            let e = parse(&format!("[net.lan]\nsubnet6 = \"{text}\"\n")).unwrap_err();
+            assert!(e.contains("such as \"fd00:86::/64\""), "{e}");
+        }
+        let e = parse("[net.lan]\nsubnet6 = \"fd00::/64\"\nmtu = 1000\n").unwrap_err();
+        assert!(e.contains("1280 or more"), "{e}");
     }
 
     #[test]

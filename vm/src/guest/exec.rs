@@ -189,7 +189,34 @@ pub fn script(agent: &impl Calls, text: &str, args: &[&str], limit: Duration) ->
     }
 }
 
-fn start(
+/// Makes the folder for one command in the guest.
+///
+/// # Errors
+/// Those of the agent; the guest has no folder that can be written.
+pub(super) fn prepare(agent: &Agent) -> anyhow::Result<String> {
+    let prepared = script(agent, PREPARE, &[&crate::project::state::random_hex(8)], REQUEST)?;
+    anyhow::ensure!(prepared.code == 0, "the guest can't run the command: {}", prepared.err.trim());
+    Ok(prepared.out.trim().to_owned())
+}
+
+/// Takes a command's folder away; what is returned tells why it stays.
+///
+/// # Errors
+/// Those of the agent.
+pub(super) fn sweep(agent: &Agent, dir: &str) -> anyhow::Result<Option<String>> {
+    let swept = script(agent, SWEEP, &[dir], REQUEST)?;
+    Ok((swept.code != 0).then(|| format!("tombolo: the guest keeps {dir}: {}\n", swept.err.trim())))
+}
+
+/// Ends a process of the guest with all that it started.
+///
+/// # Errors
+/// Those of the agent.
+pub(super) fn kill(agent: &Agent, pid: i64) -> anyhow::Result<()> {
+    script(agent, KILL, &[&pid.to_string()], REQUEST).map(drop)
+}
+
+pub(super) fn start(
     agent: &Agent,
     path: &str,
     arg: Vec<String>,
@@ -219,7 +246,7 @@ fn start_within(
     agent.call(command, limit).map(|r| r.pid)
 }
 
-fn code_of(status: &qga::GuestExecStatus) -> i32 {
+pub(super) fn code_of(status: &qga::GuestExecStatus) -> i32 {
     let code = match (status.exitcode, status.signal) {
         (Some(code), _) => code,
         (None, Some(signal)) => 128 + signal,
@@ -362,18 +389,13 @@ pub fn run(
     cancelled: &dyn Fn() -> bool,
     output: &mut dyn FnMut(Stream, &[u8]),
 ) -> anyhow::Result<Ended> {
-    let prepared = script(agent, PREPARE, &[&crate::project::state::random_hex(8)], REQUEST)?;
-    if prepared.code != 0 {
-        anyhow::bail!("the guest can't run the command: {}", prepared.err.trim());
-    }
-    let dir = prepared.out.trim();
-    let result = run_in(agent, dir, exec, input, cancelled, output);
+    let dir = prepare(agent)?;
+    let result = run_in(agent, &dir, exec, input, cancelled, output);
     // Also after a failure: the agent may still answer.
-    let swept = script(agent, SWEEP, &[dir], REQUEST);
+    let swept = sweep(agent, &dir);
     let ended = result?;
-    let swept = swept?;
-    if swept.code != 0 {
-        output(Stream::Err, format!("tombolo: the guest keeps {dir}: {}\n", swept.err.trim()).as_bytes());
+    if let Some(kept) = swept? {
+        output(Stream::Err, kept.as_bytes());
     }
     Ok(ended)
 }
@@ -438,7 +460,7 @@ fn run_in(
             }
         }
         if cancelled() {
-            script(agent, KILL, &[&pid.to_string()], REQUEST)?;
+            kill(agent, pid)?;
             break Ended::Cancelled;
         }
         if busy {

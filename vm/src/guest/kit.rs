@@ -75,7 +75,7 @@ pub fn boot(name: &str, vm: &VmSpec, near: &Path) -> anyhow::Result<Option<Boot>
             }
             Ok(Some(Boot { kernel, initrd: vm.initrd.clone() }))
         }
-        None if vm.disk.is_some() => Ok(None),
+        None if vm.has_disk() => Ok(None),
         version => {
             let Some(mut boot) = kit(&places, version.as_deref()) else {
                 let what = version.as_deref().map_or("no guest kit".to_owned(), |v| {

@@ -7,6 +7,9 @@
 
 pub mod agent;
 pub mod exec;
+pub mod health;
 pub mod kit;
 pub mod mount;
+pub mod seed;
 pub mod share;
+pub mod terminal;

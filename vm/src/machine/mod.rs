@@ -14,8 +14,11 @@ use anyhow::Context;
 use qapi::qmp;
 
 use crate::child::{self, Guarded};
+use crate::compose::disks::Format;
+use crate::compose::restart::STEADY;
 use crate::compose::{Ready, VmSpec, ZoneUse};
 use crate::guest::agent::Agent;
+use crate::guest::health::Health;
 use crate::guest::kit::Boot;
 use crate::project::changes::Kind;
 use crate::project::control::{ShareStatus, Stage, VmStatus};
@@ -28,12 +31,17 @@ use crate::qemu::cmdline::{self, Plan, ZoneDevice};
 use crate::qemu::console::Console;
 use crate::qemu::qmp::Qmp;
 use crate::qemu::version::Qemu;
+use cgroup::Group;
+use disks::Drive;
 use hotplug::Ports;
 use tombolo_start::layout::Layout;
 use tombolo_start::progress::{Phase as Growth, Progress};
 
+pub mod cgroup;
+pub mod disks;
 pub mod growth;
 pub mod hotplug;
+pub mod port;
 pub mod stop;
 
 /// How long QEMU may take to end when told to.
@@ -59,10 +67,26 @@ pub struct Start<'a> {
     pub memory: Layout,
     /// Its devices in networks.
     pub nics: Vec<Plug>,
+    /// Its disks.
+    pub drives: Vec<Drive>,
+    /// The volume that cloud-init reads.
+    pub seed: Option<OwnedFd>,
+    /// The cgroup that limits it.
+    pub group: Option<Group>,
     /// Where its logs go.
     pub dir: &'a StateDir,
     /// The machine that it follows where the guest has rebooted: its consoles go on.
     pub before: Option<&'a Machine>,
+    /// How often in a row its policy has started it again, where that is why it follows.
+    pub attempt: Option<u32>,
+}
+
+/// How a QEMU ended.
+#[derive(Clone, Debug)]
+pub struct Exit {
+    how: String,
+    /// The guest switched itself off.
+    clean: bool,
 }
 
 /// A VM that has been started.
@@ -82,6 +106,8 @@ pub struct Machine {
     changed: Condvar,
     cancelled: AtomicBool,
     reboots: u32,
+    restarts: u32,
+    attempt: u32,
     /// How its memory arrives.
     layout: Layout,
     /// Where zones come to it while it runs.
@@ -101,6 +127,14 @@ struct State {
     monitor_ended: bool,
     /// How QEMU ended.
     exit: Option<String>,
+    /// Whether it ended by itself, and if so whether the guest switched itself off.
+    ending: Option<bool>,
+    /// When its policy starts it again.
+    restart_at: Option<Instant>,
+    /// What its health check says.
+    health: Option<Health>,
+    /// How long it had been ready when it ended.
+    lasted: Duration,
     zones: BTreeMap<String, ZoneUse>,
     timeline: Vec<(String, f64)>,
     /// How far its memory is, where it grows.
@@ -134,7 +168,7 @@ impl Machine {
     /// When QEMU can't be started.
     pub fn start(
         start: Start<'_>,
-        ended: impl FnOnce(&Arc<Machine>, String) + Send + 'static,
+        ended: impl FnOnce(&Arc<Machine>, Exit) + Send + 'static,
     ) -> anyhow::Result<Arc<Machine>> {
         let begun = Instant::now();
         let (monitor, monitor_end) = UnixStream::pair()?;
@@ -167,7 +201,17 @@ impl Machine {
             })
             .collect();
         let ports = Ports::new(start.name, start.spec.hotplug_ports, memory);
+        let mut drives = start.drives;
+        drives.extend(start.seed.map(|seed| Drive {
+            id: "seed".into(),
+            file: format!("/proc/self/fd/{}", give(seed)).into(),
+            format: Format::Raw,
+            read_only: true,
+            snapshot: false,
+            serial: None,
+        }));
         let plan = Plan {
+            drives: &drives,
             name: start.name,
             spec: start.spec,
             qemu: start.qemu,
@@ -186,6 +230,10 @@ impl Machine {
         command.stdout(Stdio::from(OwnedFd::from(log_end.try_clone()?)));
         command.stderr(Stdio::from(OwnedFd::from(log_end)));
         child::tie(&mut command, &inherited);
+        let group = start.group;
+        if let Some(group) = &group {
+            child::enter(&mut command, group.entrance())?;
+        }
 
         let pattern = match &start.spec.ready {
             Ready::Console(regex) => Some(regex_lite::Regex::new(regex)?),
@@ -219,12 +267,17 @@ impl Machine {
             // QEMU has its copies; with these open its end of a socket would never be seen.
             drop(command);
             drop(inherited);
-            let how = match qemu.wait() {
+            let mut exit = match qemu.wait() {
                 Ok(status) => describe(status),
-                Err(e) => format!("its end is unknown: {e}"),
+                Err(e) => Exit { how: format!("its end is unknown: {e}"), clean: false },
             };
+            if group.as_ref().is_some_and(Group::ran_out_of_memory) {
+                exit.how.push_str(", for want of memory: raise memory_limit");
+            }
+            // A QEMU that follows makes its own.
+            drop(group);
             if let Ok(machine) = registered.recv() {
-                ended(&machine, how);
+                ended(&machine, exit);
             }
         })?;
         let (process, pid) = receiver.recv().context("the thread that starts QEMU ended")??;
@@ -247,6 +300,10 @@ impl Machine {
                 panicked: false,
                 monitor_ended: false,
                 exit: None,
+                ending: None,
+                restart_at: None,
+                health: None,
+                lasted: Duration::ZERO,
                 zones: used,
                 timeline: Vec::new(),
                 growth: None,
@@ -254,7 +311,9 @@ impl Machine {
             }),
             changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
-            reboots: start.before.map_or(0, |b| b.reboots + 1),
+            reboots: start.before.map_or(0, |b| b.reboots + u32::from(start.attempt.is_none())),
+            restarts: start.before.map_or(0, |b| b.restarts + u32::from(start.attempt.is_some())),
+            attempt: start.attempt.or(start.before.map(|b| b.attempt)).unwrap_or(0),
             layout: start.memory,
             ports: Mutex::new(ports),
         });
@@ -359,7 +418,7 @@ impl Machine {
 
     /// QEMU is gone, and whatever it had is free again. The phase that follows is returned: [`Phase::Rebooting`] is for the caller to
     /// go on with.
-    pub fn set_ended(&self, how: String) -> Phase {
+    pub fn set_ended(&self, exit: Exit) -> Phase {
         // What the monitor said last tells a reboot from a shutdown.
         let (mut state, _) = self
             .changed
@@ -370,8 +429,11 @@ impl Machine {
         } else if state.reset {
             "the guest reset itself".into()
         } else {
-            how
+            exit.how
         });
+        let wanted = state.phase == Phase::Stopping || self.cancelled.load(Ordering::Acquire);
+        state.ending = (!wanted).then_some(exit.clean && !state.panicked && !state.reset);
+        state.lasted = state.up_since.map_or(Duration::ZERO, |since| since.elapsed());
         state.phase = match state.phase {
             Phase::Failed => Phase::Failed,
             Phase::Up if state.reset => Phase::Rebooting,
@@ -387,6 +449,21 @@ impl Machine {
             self.console.close();
         }
         phase
+    }
+
+    /// Whether it ended by itself, and if so whether the guest switched itself off; `None`: somebody ended it, or it has not ended.
+    pub fn ending(&self) -> Option<bool> {
+        self.lock().ending
+    }
+
+    /// How often in a row its policy has started it again; one that was up for long begins anew.
+    pub fn attempts(&self) -> u32 {
+        if self.lock().lasted >= STEADY { 0 } else { self.attempt }
+    }
+
+    /// Notes when its policy starts it again.
+    pub fn set_restart_in(&self, pause: Duration) {
+        self.lock().restart_at = Some(Instant::now() + pause);
     }
 
     /// It can't be brought to run: kills it, and says why to whoever asks.
@@ -501,6 +578,21 @@ impl Machine {
         }
     }
 
+    /// Whether it is up.
+    pub fn is_up(&self) -> bool {
+        self.lock().phase == Phase::Up
+    }
+
+    /// Keeps what its health check says.
+    pub fn set_health(&self, health: Health) {
+        self.lock().health = Some(health);
+    }
+
+    /// What its health check says, where it has one.
+    pub fn health(&self) -> Option<Health> {
+        self.lock().health
+    }
+
     /// How long it has been ready.
     pub fn up_for(&self) -> Option<Duration> {
         self.lock().up_since.map(|since| since.elapsed())
@@ -523,6 +615,8 @@ impl Machine {
 
     /// An error that carries the last lines of the console and of QEMU's own log.
     fn failure(&self, what: &str) -> anyhow::Error {
+        let explained = disks::explain(&self.log.last_lines(LAST_LINES));
+        let what = explained.as_deref().unwrap_or(what);
         let mut text = format!("the VM '{}' failed: {what}", self.name);
         for (title, lines) in [
             ("QEMU said", self.log.last_lines(LAST_LINES)),
@@ -599,6 +693,13 @@ impl Machine {
             Phase::Failed => format!("failed: {how}"),
             Phase::Ended => format!("ended: {how}"),
         };
+        let text = match state.restart_at {
+            Some(at) => {
+                let left = at.saturating_duration_since(Instant::now()).as_secs_f64().ceil();
+                format!("restarting in {left} s ({text})")
+            }
+            None => text,
+        };
         VmStatus {
             name: self.name.clone(),
             state: text,
@@ -609,6 +710,8 @@ impl Machine {
             zones: state.zones.keys().cloned().collect(),
             uptime: self.started.elapsed().as_secs_f64(),
             reboots: self.reboots,
+            restarts: self.restarts,
+            health: state.health.filter(|_| state.phase == Phase::Up),
             timeline: state.timeline.clone(),
             shares: state.shares.clone(),
             growth: state.growth.clone(),
@@ -616,12 +719,13 @@ impl Machine {
     }
 }
 
-fn describe(status: std::process::ExitStatus) -> String {
+fn describe(status: std::process::ExitStatus) -> Exit {
     use std::os::unix::process::ExitStatusExt;
-    match (status.code(), status.signal()) {
+    let how = match (status.code(), status.signal()) {
         (Some(0), _) => "the guest switched itself off".into(),
         (Some(code), _) => format!("QEMU ended with code {code}"),
         (None, Some(signal)) => format!("QEMU was killed by signal {signal}"),
         (None, None) => "QEMU ended".into(),
-    }
+    };
+    Exit { how, clean: status.success() }
 }

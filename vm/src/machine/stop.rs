@@ -2,7 +2,7 @@
 //! How a VM is stopped: its guest is asked once, then QEMU is, then it is killed. Each step has its time, and all together
 //! take [`LONGEST`] at most, whatever guest and QEMU do.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use qapi::{qga, qmp};
 
@@ -25,11 +25,11 @@ const KILL: Duration = Duration::from_secs(2);
 pub const LONGEST: Duration = Duration::from_secs(22);
 
 impl Machine {
-    /// Stops it. A guest that is up is first asked to unmount the zones with these identities, and one with a disk to switch itself off.
+    /// Stops it, with what is left of [`LONGEST`] until `until`. A guest that is up is first asked to unmount the zones with these identities, and one with a disk to switch itself off.
     ///
     /// # Errors
     /// When the process does not die.
-    pub fn stop(&self, zones: &[String], report: &dyn Fn(Stage, &str)) -> anyhow::Result<()> {
+    pub fn stop(&self, zones: &[String], until: Instant, report: &dyn Fn(Stage, &str)) -> anyhow::Result<()> {
         let was_up = {
             let mut state = self.lock();
             if state.exit.is_some() {
@@ -42,19 +42,16 @@ impl Machine {
         // Commands that still run in the guest get an error instead of a turn.
         let mut agent = Some(self.agent.retire()).filter(|_| self.lock().agent_open);
         if was_up && !zones.is_empty() {
-            if let Err(e) =
-                agent.as_ref().map_or(Ok(()), |agent| mount::unmount(agent, &self.name, zones, UNMOUNT))
+            if let Err(e) = agent
+                .as_ref()
+                .map_or(Ok(()), |agent| mount::unmount(agent, &self.name, zones, left(until, UNMOUNT)))
             {
                 // A member that can't unmount is treated as dead, which is safe.
                 report(Stage::Stopping, &e.to_string());
                 agent = None;
             }
         }
-        if was_up
-            && self.spec.disk.is_some()
-            && !self.spec.snapshot
-            && self.switch_off(agent.as_ref(), report)
-        {
+        if was_up && self.spec.written().next().is_some() && self.switch_off(agent.as_ref(), until, report) {
             return Ok(());
         }
         // QEMU flushes its disks when it quits.
@@ -75,7 +72,7 @@ impl Machine {
     }
 
     /// Asks the guest to switch itself off, its agent once, then its power button; whether it did.
-    fn switch_off(&self, agent: Option<&Farewell<'_>>, report: &dyn Fn(Stage, &str)) -> bool {
+    fn switch_off(&self, agent: Option<&Farewell<'_>>, until: Instant, report: &dyn Fn(Stage, &str)) -> bool {
         let mode = Some(qga::GuestShutdownMode::Powerdown);
         // The agent does not answer this one when it succeeds.
         let asked = agent.is_some_and(|agent| {
@@ -88,7 +85,13 @@ impl Machine {
         if !asked && !pressed {
             return self.has_ended();
         }
-        report(Stage::Stopping, &format!("the guest has {} s to switch itself off", SWITCH_OFF.as_secs()));
-        self.wait_ended(SWITCH_OFF)
+        let time = left(until, SWITCH_OFF);
+        report(Stage::Stopping, &format!("the guest has {} s to switch itself off", time.as_secs()));
+        self.wait_ended(time)
     }
+}
+
+/// The time of a step, so that QEMU can still be ended by `until`.
+fn left(until: Instant, step: Duration) -> Duration {
+    step.min(until.saturating_duration_since(Instant::now()).saturating_sub(QUIT + KILL))
 }

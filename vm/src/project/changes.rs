@@ -13,7 +13,9 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::compose::{Compose, Project};
+use crate::compose::network::NetSpec;
+use crate::compose::ports::{self, Forward};
+use crate::compose::{Compose, Project, depends};
 
 /// Parts of a project.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -114,6 +116,9 @@ pub enum Action {
 pub struct Wish {
     /// These VMs only; empty: all.
     pub vms: Vec<String>,
+    /// VMs that those depend on: started where they don't run, and never restarted.
+    #[serde(default)]
+    pub also: BTreeSet<String>,
     /// Stop what the file does not declare.
     #[serde(default)]
     pub remove_orphans: bool,
@@ -123,6 +128,13 @@ pub struct Wish {
 }
 
 impl Wish {
+    /// The wish with the VMs on which its own depend.
+    #[must_use]
+    pub fn with_dependencies(&self, compose: &Compose) -> Wish {
+        let also = depends::with_dependencies(compose, &self.vms).into_iter().collect();
+        Wish { also, ..self.clone() }
+    }
+
     /// Refuses names of VMs that the file does not declare.
     ///
     /// # Errors
@@ -163,7 +175,11 @@ impl Side {
             project: project.to_owned(),
             vms: values(&compose.vm),
             zones: values(&compose.zone),
-            networks: values(&compose.net),
+            networks: compose
+                .net
+                .iter()
+                .map(|(name, spec)| (name.clone(), network(spec, ports::through(compose, name))))
+                .collect(),
             accelerators: values(&compose.accel),
             members: BTreeMap::new(),
         }
@@ -183,6 +199,14 @@ impl Side {
 pub fn value(settings: &impl Serialize) -> Value {
     // It fails for maps whose keys are no text, which no setting is.
     serde_json::to_value(settings).unwrap_or_default()
+}
+
+/// The settings of a network: its table, and the ports that its uplink forwards to VMs.
+pub fn network<'a>(spec: &NetSpec, forwards: impl Iterator<Item = &'a Forward>) -> Value {
+    let mut settings = value(spec);
+    let forwards: Vec<&Forward> = forwards.collect();
+    settings["ports"] = value(&forwards);
+    settings
 }
 
 fn values<T: Serialize>(parts: &BTreeMap<String, T>) -> Parts {
@@ -205,8 +229,9 @@ pub fn plan(running: &Side, wanted: &Side, wish: &Wish) -> Vec<Action> {
         actions.push(Action::Rename { from: running.project.clone(), to: wanted.project.clone() });
     }
     for (name, settings) in &wanted.vms {
-        if wish.vms.is_empty() || wish.vms.contains(name) {
-            actions.push(vm(name, running.vms.get(name), settings, wish.restart));
+        let named = wish.vms.is_empty() || wish.vms.contains(name);
+        if named || wish.also.contains(name) {
+            actions.push(vm(name, running.vms.get(name), settings, wish.restart && named));
         }
     }
     for name in running.vms.keys().filter(|name| !wanted.vms.contains_key(*name)) {

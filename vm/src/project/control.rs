@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::compose::accelerator::Api;
 use crate::compose::{Project, Rights};
+use crate::guest::health::Health;
+use crate::guest::terminal::{Size, Terminal};
 use crate::project::changes::{Action, Wish};
 use crate::project::journal;
 
@@ -19,6 +21,9 @@ pub enum Request {
         /// The compose file.
         project: Box<Project>,
         wish: Wish,
+        /// Wait until the VMs are healthy.
+        #[serde(default)]
+        wait: bool,
     },
     /// What `up` would do.
     Plan {
@@ -51,6 +56,9 @@ pub enum Request {
         dir: Option<String>,
         /// Whether input follows.
         input: bool,
+        /// Run it on a terminal like this one.
+        #[serde(default)]
+        terminal: Option<Terminal>,
     },
     /// The serial console: after `done` the connection is the console itself.
     Console { vm: String },
@@ -72,6 +80,8 @@ pub enum Request {
 pub enum Feed {
     /// Bytes, base64.
     Input(String),
+    /// The terminal's new size.
+    Size(Size),
     /// No more.
     End,
 }
@@ -141,6 +151,8 @@ pub enum Event {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
+    /// It waits for another VM, or for its own health check.
+    Waiting,
     /// QEMU is being started.
     Starting,
     /// The guest boots.
@@ -207,6 +219,12 @@ pub struct VmStatus {
     pub uptime: f64,
     /// How often the guest has rebooted since 'up'.
     pub reboots: u32,
+    /// How often its restart policy has started it again since 'up'.
+    #[serde(default)]
+    pub restarts: u32,
+    /// What its health check says, where it has one.
+    #[serde(default)]
+    pub health: Option<Health>,
     /// When it reached what, in seconds from its start.
     pub timeline: Vec<(String, f64)>,
     /// Folders of the host that it is offered; empty where nobody has asked its guest.
@@ -275,6 +293,9 @@ pub struct PortStatus {
     pub mac: String,
     /// Its address, where that was chosen here.
     pub address: Option<String>,
+    /// Its IPv6 address, where the network has a prefix.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address6: Option<String>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]

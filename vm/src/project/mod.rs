@@ -20,5 +20,6 @@ pub mod peer;
 pub mod preflight;
 pub mod session;
 pub mod state;
+pub mod stopped;
 pub mod supervisor;
 pub mod zones;

@@ -21,10 +21,11 @@ use tombolo_control::socket;
 
 use crate::child::{self, Guarded};
 use crate::compose::network::{self, Lease, NetSpec};
+use crate::compose::ports::{self, Forward, Protocol};
 use crate::compose::{Project, VmSpec};
 use crate::guest::agent::Agent;
 use crate::guest::exec;
-use crate::project::changes::Kind;
+use crate::project::changes::{self, Kind};
 use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
 
 /// Longest path of a Unix socket, in bytes.
@@ -121,6 +122,8 @@ struct NewPort {
 struct Switch {
     name: String,
     spec: NetSpec,
+    /// Ports of the host that its uplink forwards.
+    forwards: Vec<Forward>,
     /// The project's folder.
     dir: PathBuf,
     ports: Mutex<BTreeMap<String, (Value, Lease)>>,
@@ -130,6 +133,11 @@ impl Network {
     /// What the compose file said of it.
     pub fn spec(&self) -> &NetSpec {
         &self.switch.spec
+    }
+
+    /// Its settings, as [`crate::project::changes`] compares them.
+    pub fn settings(&self) -> Value {
+        changes::network(&self.switch.spec, self.switch.forwards.iter())
     }
 
     /// The control socket of its switch.
@@ -204,8 +212,14 @@ impl Part for Network {
     /// The switch's own words where it can't have its uplink or a port.
     fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Network> {
         let spec = project.compose.net.get(name).cloned().unwrap_or_default();
-        let switch =
-            Arc::new(Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports: Mutex::default() });
+        let forwards = ports::through(&project.compose, name).cloned().collect();
+        let switch = Arc::new(Switch {
+            name: name.to_owned(),
+            spec,
+            forwards,
+            dir: dir.to_owned(),
+            ports: Mutex::default(),
+        });
         switch.plan(project, &BTreeSet::new())?;
         switch.write_config()?;
         let names =
@@ -339,12 +353,25 @@ impl Switch {
         if let Some(service) = network::service(&self.name, &self.spec) {
             config["dhcp"] = service;
         }
+        if let Some(multicast) = &spec.multicast {
+            config["switch"]["multicast"] = json!(multicast);
+        }
+        if let Some(prefix) = &spec.subnet6 {
+            config["ipv6"] = json!({ "prefix": prefix });
+        }
         if let Some(uplink) = &spec.uplink {
             let mut way = match uplink {
                 network::Uplink::User => json!({ "user": "passt" }),
                 network::Uplink::Tap(name) => json!({ "tap": name }),
                 network::Uplink::Interface(name) => json!({ "interface": name }),
             };
+            for (key, protocol) in [("tcp-ports", Protocol::Tcp), ("udp-ports", Protocol::Udp)] {
+                let wanted = self.forwards.iter().filter(|forward| forward.protocol == protocol);
+                let wanted: Vec<String> = wanted.map(Forward::for_passt).collect();
+                if !wanted.is_empty() {
+                    way[key] = json!(wanted);
+                }
+            }
             way["name"] = "uplink".into();
             config["uplink"] = json!([way]);
         }

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::compose::network::Uplink;
+use crate::compose::ports;
 use crate::compose::{Backing, Project, VmSpec};
 use crate::guest::kit;
 use crate::host;
@@ -41,6 +42,10 @@ pub fn examine(
         vms.push((name.clone(), spec.clone(), kit::boot(name, spec, near)?));
         host::check_files(name, spec)?;
         growth::check(name, spec)?;
+        // A network that runs has its ports already.
+        if ports::network(&project.compose, spec).is_none_or(|net| !running.networks.contains_key(net)) {
+            ports::try_out(name, spec)?;
+        }
     }
     for action in actions {
         if let Action::Start { kind: Kind::Network, name }

@@ -12,6 +12,7 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::guest::exec::{self, Ended, Exec, Input, Stream};
+use crate::guest::terminal::{self, Terminal, Typed};
 use crate::machine::Machine;
 use crate::project::control::{Event, Feed};
 use crate::project::peer::Peer;
@@ -91,6 +92,7 @@ pub fn exec(
                     Ok(data) => Input::Data(data),
                     Err(_) => break,
                 },
+                Feed::Size(_) => continue,
                 Feed::End => Input::End,
             };
             if input && sender.send(message).is_err() {
@@ -120,6 +122,51 @@ pub fn exec(
     }
     let ended = ended?;
     match ended {
+        Ended::Code(code) => report(&Event::Exit { code }),
+        Ended::Cancelled => {}
+    }
+    Ok(())
+}
+
+/// Runs a command on a terminal for a client, as [`exec`].
+///
+/// # Errors
+/// When QEMU or the agent fails, and what the guest lacks.
+pub fn exec_on_terminal(
+    machine: &Machine,
+    exec: &Exec,
+    terminal: &Terminal,
+    mut peer: Peer,
+    report: &(dyn Fn(&Event) + Sync),
+) -> anyhow::Result<()> {
+    let (sender, typed) = mpsc::sync_channel(4);
+    let gone = std::sync::Arc::new(AtomicBool::new(false));
+    let seen = gone.clone();
+    std::thread::Builder::new().name("exec-terminal".into()).spawn(move || {
+        while let Ok(Some(feed)) = peer.receive::<Feed>() {
+            let message = match feed {
+                Feed::Input(text) => match BASE64.decode(text) {
+                    Ok(keys) => Typed::Keys(keys),
+                    Err(_) => break,
+                },
+                Feed::Size(size) => Typed::Size(size),
+                Feed::End => Typed::End,
+            };
+            if sender.send(message).is_err() {
+                break;
+            }
+        }
+        seen.store(true, Ordering::Release);
+    })?;
+    let output = |stream: Stream, bytes: &[u8]| {
+        let data = BASE64.encode(bytes);
+        report(&match stream {
+            Stream::Out => Event::Out { data },
+            Stream::Err => Event::Err { data },
+        });
+    };
+    let cancelled = || gone.load(Ordering::Acquire);
+    match terminal::run(machine, exec, terminal, &typed, &cancelled, &output)? {
         Ended::Code(code) => report(&Event::Exit { code }),
         Ended::Cancelled => {}
     }

@@ -18,7 +18,7 @@ use tombolo_zone::door::Door;
 
 use crate::compose::{Backing, Project, Rights, ZoneUse};
 use crate::guest::mount::{self, Source};
-use crate::machine::{Machine, Phase, hotplug};
+use crate::machine::{Machine, Phase, disks, hotplug};
 use crate::project::accelerator::Accelerator;
 use crate::project::control::{Event, NetStatus, PortStatus, Request, Stage, Status, ZoneStatus};
 use crate::project::journal;
@@ -30,7 +30,9 @@ use crate::project::zones::HostZone;
 use reception::Connection;
 use turn::Turns;
 
+mod again;
 mod down;
+mod order;
 mod plan;
 mod reception;
 mod start;
@@ -196,6 +198,8 @@ fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<(File, D
     let Some(lock) = state.lock()? else { return Ok(None) };
     let Some(door) = state.open_door(&project.file)? else { return Ok(None) };
     crate::log::open(&state.path().join("supervisor.log"))?;
+    // Those of a supervisor that was killed: what they lie over may have changed since.
+    disks::discard(state, None);
     // Each VM, console and command takes a few.
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
@@ -296,7 +300,7 @@ impl Supervisor {
     fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter) {
         reporter.send(&Event::Heard);
         let result = match request {
-            Request::Up { project, wish } => self.up(*project, &wish, peer, &reporter),
+            Request::Up { project, wish, wait } => self.up(*project, &wish, wait, peer, &reporter),
             Request::Plan { project, wish } => {
                 reporter.send(&self.planned(*project, &wish));
                 Ok(())
@@ -306,9 +310,13 @@ impl Supervisor {
                 reporter.send(&Event::Status(Box::new(self.status())));
                 Ok(())
             }
-            Request::Exec { vm, argv, env, dir, input } => self.running(&vm).and_then(|machine| {
+            Request::Exec { vm, argv, env, dir, input, terminal } => self.running(&vm).and_then(|machine| {
                 let exec = crate::guest::exec::Exec { argv, env, dir };
-                session::exec(&machine, &exec, input, peer, &|event| reporter.send(event))
+                let report = |event: &Event| reporter.send(event);
+                match terminal {
+                    Some(terminal) => session::exec_on_terminal(&machine, &exec, &terminal, peer, &report),
+                    None => session::exec(&machine, &exec, input, peer, &report),
+                }
             }),
             Request::Console { vm } => {
                 match self.machine(&vm).and_then(|m| session::console(&m, peer, RECENT)) {
@@ -500,6 +508,7 @@ impl Supervisor {
                     vm,
                     mac: lease.mac.to_string(),
                     address: lease.address.map(|(ip, prefix)| format!("{ip}/{prefix}")),
+                    address6: lease.address6.map(|ip| ip.to_string()),
                 });
                 NetStatus {
                     name: name.clone(),

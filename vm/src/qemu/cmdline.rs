@@ -8,6 +8,7 @@ use std::os::fd::RawFd;
 use super::{Hypervisor, Qemu};
 use crate::compose::VmSpec;
 use crate::guest::kit::Boot;
+use crate::machine::disks::Drive;
 use crate::machine::growth::MEMORY;
 use crate::project::network::Plug;
 use tombolo_start::layout::Layout;
@@ -56,6 +57,8 @@ pub struct Plan<'a> {
     pub zones: Vec<ZoneDevice>,
     /// Networks.
     pub nics: &'a [Plug],
+    /// Disks, in the guest's order.
+    pub drives: &'a [Drive],
 }
 
 /// The arguments, without the program.
@@ -128,15 +131,11 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
         );
         add("-device", format!("virtio-9p-pci,fsdev=share{n},mount_tag={}", share.tag.replace(',', ",,")));
     }
-    if let Some(disk) = &spec.disk {
-        let path = disk.to_string_lossy().replace(',', ",,");
-        // Raw is never guessed: a guest could write another format's header into its own disk.
-        let format = disk_format(disk);
-        let snapshot = if spec.snapshot { ",snapshot=on" } else { "" };
-        add("-drive", format!("file={path},if=none,id=disk,format={format}{snapshot}"));
+    for (n, drive) in plan.drives.iter().enumerate() {
         // QEMU gives a kernel that it loads itself the first place.
-        let first = if plan.boot.is_none() { ",bootindex=0" } else { "" };
-        add("-device", format!("virtio-blk-pci,drive=disk{first}"));
+        for (option, value) in drive.arguments(n == 0 && plan.boot.is_none()) {
+            add(option, value);
+        }
     }
     if let Some(boot) = &plan.boot {
         add("-kernel", boot.kernel.to_string_lossy().into_owned());
@@ -162,13 +161,6 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     args.extend(["-display", "none", "-vga", "none"].map(OsString::from));
     args.extend(spec.qemu_args.iter().map(OsString::from));
     args
-}
-
-/// qcow2 by its magic, raw otherwise.
-fn disk_format(disk: &std::path::Path) -> &'static str {
-    let mut magic = [0; 4];
-    let read = std::fs::File::open(disk).and_then(|mut f| std::io::Read::read_exact(&mut f, &mut magic));
-    if read.is_ok() && magic == *b"QFI\xfb" { "qcow2" } else { "raw" }
 }
 
 /// A port of a switch: QEMU connects again by itself when the switch has been away.
@@ -227,6 +219,8 @@ mod tests {
             .then(|| Boot { kernel: "/k".into(), initrd: Some("/i".into()) });
         let qemu = Qemu { program: "qemu".into(), version };
         let memory = crate::machine::growth::layout("a", &spec).unwrap();
+        let dir = crate::project::state::StateDir::at("/nonexistent".into());
+        let drives = crate::machine::disks::drives(&dir, "a", &spec).unwrap();
         let plan = Plan {
             name: "a",
             spec: &spec,
@@ -239,6 +233,7 @@ mod tests {
             memory,
             zones,
             nics: &[],
+            drives: &drives,
         };
         let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
         args.join(" ")
@@ -308,6 +303,7 @@ mod tests {
             let lease = crate::compose::network::Lease {
                 mac: crate::compose::network::Mac([2, 0, 0, 0, 0, 1]),
                 address: None,
+                address6: None,
                 dhcp: false,
             };
             let plug = Plug {
@@ -332,6 +328,7 @@ mod tests {
                 memory: crate::machine::growth::layout("a", &spec).unwrap(),
                 zones: vec![],
                 nics: &nics,
+                drives: &[],
             };
             let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
             args.join(" ")
@@ -357,6 +354,6 @@ mod tests {
         let both = self::line(&format!("kernel = \"/k\"\n{spec}"), Hypervisor::Tcg, vec![]);
         assert!(both.contains("-kernel /k") && !both.contains("bootindex"), "{both}");
         std::fs::write(&disk, b"no").unwrap();
-        assert_eq!(disk_format(&disk), "raw");
+        assert_eq!(crate::compose::disks::Format::of(&disk).name(), "raw");
     }
 }

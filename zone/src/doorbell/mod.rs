@@ -9,10 +9,12 @@
 //! - [`mod@wire`]: messages, with and without a descriptor; eventfds; the page.
 //! - [`mod@server`]: the server, [`DoorbellServer`].
 //! - [`mod@client`]: [`Bell`], a host process's own doorbell.
+//! - [`mod@process`]: who is at the other end of a connection.
 //! - `host`: the socket at which host processes other than the owner connect.
 
 pub mod client;
 mod host;
+pub mod process;
 pub mod server;
 pub mod wire;
 

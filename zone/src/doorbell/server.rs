@@ -17,6 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::client::Bell;
+use super::process::Process;
 use super::{VECTORS, host, wire};
 use crate::door::Door;
 use crate::{Error, MemberId, Result, Role, Zone};
@@ -41,6 +42,8 @@ pub enum Event {
         member: MemberId,
         /// Its ivshmem peer id.
         peer: u16,
+        /// Who connected to the member's socket. `None`: the owner connected it ([`DoorbellServer::connect`]), or the kernel can't tell.
+        process: Option<Process>,
     },
     /// A member's doorbell is gone: its QEMU ended, or the device was unplugged. The member's slot has no peer id any more.
     Left {
@@ -238,7 +241,7 @@ impl Work {
                             self.forget(member, old);
                         }
                     }
-                    Command::Adopt { member, stream } => self.join(member, stream),
+                    Command::Adopt { member, stream } => self.join(member, stream, None),
                     Command::Unlisten { member } => {
                         if let Some(old) = self.listeners.remove(&member) {
                             self.forget(member, old);
@@ -317,7 +320,7 @@ impl Work {
         match host::member_of(&stream) {
             Ok(member) => match self.zone.members() {
                 Ok(all) if all.iter().any(|m| m.id == member && m.alive && m.role == Some(Role::Host)) => {
-                    self.join(member, stream);
+                    self.join(member, stream, None);
                 }
                 Ok(_) => self.refuse(Some(member), "it is no live member of the host".to_owned()),
                 Err(e) => self.refuse(Some(member), e.to_string()),
@@ -348,11 +351,12 @@ impl Work {
                 return;
             }
         }
-        self.join(member, stream);
+        let process = Process::of(&stream);
+        self.join(member, stream, process);
     }
 
     /// Gives a connection its peer id and announces it to all clients.
-    fn join(&mut self, member: MemberId, stream: UnixStream) {
+    fn join(&mut self, member: MemberId, stream: UnixStream, process: Option<Process>) {
         // The member's earlier connection may have been closed a moment ago: look before refusing.
         for peer in self.peers_of(member) {
             self.serve(peer);
@@ -365,14 +369,20 @@ impl Work {
             self.refuse(Some(member), "all 65536 peer ids were used; restart the zone".to_owned());
             return;
         };
-        if let Err(error) = self.introduce(member, peer, stream) {
+        if let Err(error) = self.introduce(member, peer, stream, process) {
             self.clients.remove(&peer);
             lock(&self.bells).remove(&peer);
             self.refuse(Some(member), error.to_string());
         }
     }
 
-    fn introduce(&mut self, member: MemberId, peer: u16, stream: UnixStream) -> Result<()> {
+    fn introduce(
+        &mut self,
+        member: MemberId,
+        peer: u16,
+        stream: UnixStream,
+        process: Option<Process>,
+    ) -> Result<()> {
         stream.set_nonblocking(true).map_err(|e| Error::io("a doorbell connection", e))?;
         let vectors: Vec<Arc<OwnedFd>> =
             (0..VECTORS).map(|_| wire::eventfd().map(Arc::new)).collect::<Result<_>>()?;
@@ -400,7 +410,7 @@ impl Work {
                 self.send(other, i64::from(peer), Some(Arc::clone(vector)));
             }
         }
-        self.tell(Event::Joined { member, peer });
+        self.tell(Event::Joined { member, peer, process });
         self.flush(peer);
         Ok(())
     }

@@ -4,6 +4,7 @@
 //! - [`generated`]: native functions and decoders, from the declarations.
 //! - [`hand`]: handlers written by hand.
 //! - [`clear`]: clears memory before a client gets it.
+//! - [`enqueue`]: commands, their wait lists and events.
 //! - [`checks`]: ranges, rectangles and pixels, before the driver sees them.
 //! - [`properties`]: which properties a client may set.
 //! - [`late`]: errors of posted commands, until the client waits for something.
@@ -14,6 +15,7 @@
 
 pub mod checks;
 pub mod clear;
+pub mod enqueue;
 pub mod hand;
 pub mod include;
 pub mod late;
@@ -388,12 +390,6 @@ impl Cx<'_> {
         lock(&self.cl.table).extra(kind, id).map(f).map_err(|e| Self::fault(kind, e))
     }
 
-    /// Whether a wait for a queue took long, for the next one.
-    fn remember_wait(&self, id: u64, long: bool) {
-        // It may have been given up meanwhile.
-        let _gone = lock(&self.cl.table).extra_mut(kind::QUEUE, id).map(|extra| extra.waits_long = long);
-    }
-
     /// The native functions.
     pub fn native(&self) -> &'static Native {
         &self.cl.native
@@ -514,82 +510,6 @@ impl Cx<'_> {
             self.cl.release_native(kind, native as usize);
             Self::too_many(kind, f)
         })
-    }
-
-    /// Enqueues a command: looks its wait list up and keeps its event.
-    pub fn enqueue(
-        &mut self,
-        waits: &[u64],
-        event: u64,
-        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
-    ) -> Result<(), i32> {
-        let mut native: Handle = std::ptr::null_mut();
-        let wanted: *mut Handle = if event == 0 { std::ptr::null_mut() } else { &mut native };
-        self.enqueue_into(waits, event, wanted, run)?;
-        if event != 0 {
-            self.keep(kind::EVENT, event, native, Extra::default())?;
-        }
-        Ok(())
-    }
-
-    fn enqueue_into(
-        &mut self,
-        waits: &[u64],
-        event: u64,
-        wanted: *mut Handle,
-        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
-    ) -> Result<(), i32> {
-        if event != 0 {
-            self.new = Some((kind::EVENT, event));
-            lock(&self.cl.table).vacant(event).map_err(|f| Self::too_many(kind::EVENT, f))?;
-        }
-        let list = self.all(kind::EVENT, waits)?;
-        let pointer = if list.is_empty() { std::ptr::null() } else { list.as_ptr() };
-        self.status(run(list.len() as u32, pointer, wanted))
-    }
-
-    /// Fills a range of the window. If the client blocks for it, so does this, and the ticket is redeemed with the reply.
-    pub fn fill(
-        &mut self,
-        waits: &[u64],
-        event: u64,
-        (ticket, blocking): (u64, bool),
-        (at, len): (u64, u64),
-        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
-    ) -> Result<(), i32> {
-        if !blocking {
-            return self.transfer(waits, event, ticket, Some((at, len)), run);
-        }
-        self.may_block()?;
-        self.enqueue(waits, event, run)?;
-        self.cl.session().push_window(at, len);
-        Ok(())
-    }
-
-    /// Enqueues a transfer. Its ticket is redeemed when the native command has ended.
-    pub fn transfer(
-        &mut self,
-        waits: &[u64],
-        event: u64,
-        ticket: u64,
-        filled: Option<(u64, u64)>,
-        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
-    ) -> Result<(), i32> {
-        if ticket == 0 {
-            return self.enqueue(waits, event, run);
-        }
-        let mut native: Handle = std::ptr::null_mut();
-        self.enqueue_into(waits, event, &mut native, run)?;
-        if event != 0 {
-            if let Some(retain) = self.native().clRetainEvent {
-                // SAFETY: a live event; this reference is the ticket's.
-                unsafe { retain(native) };
-            }
-            self.keep(kind::EVENT, event, native, Extra::default())?;
-        }
-        self.owed = 0;
-        self.cl.tickets.add(self.cl, ticket, native, filled);
-        Ok(())
     }
 }
 

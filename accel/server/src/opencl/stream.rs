@@ -17,6 +17,8 @@ use tombolo_calls::spin::Spin;
 
 /// Transfers of a client at once.
 const MOST: usize = 1024;
+/// Pieces of a transfer that wait to be copied; a client has few slots for them.
+const MOST_PIECES: usize = 64;
 /// How long the driver's thread looks for the next piece before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 /// CL_OUT_OF_RESOURCES
@@ -85,6 +87,9 @@ impl Stream {
         let mut state = lock(&self.state);
         if let Some(status) = state.ended {
             return Err(if status < 0 { status } else { VALUE });
+        }
+        if state.pieces.len() >= MOST_PIECES {
+            return Err(RESOURCES);
         }
         state.pieces.push_back(piece);
         if std::mem::take(&mut state.sleeps) {
@@ -245,8 +250,12 @@ mod tests {
         for (at, len) in [(0, 101), (100, 1), (0, 0), (usize::MAX, 1), (1, usize::MAX)] {
             assert_eq!(stream.put(piece(at, len)), Err(VALUE), "{at} {len}");
         }
-        assert_eq!(stream.put(piece(0, 100)), Ok(()));
+        for _ in 0..MOST_PIECES {
+            assert_eq!(stream.put(piece(0, 100)), Ok(()));
+        }
+        assert_eq!(stream.put(piece(0, 100)), Err(RESOURCES));
         assert_eq!(stream.next().len, 100);
+        assert_eq!(stream.put(piece(0, 100)), Ok(()));
         lock(&stream.state).ended = Some(-14);
         assert_eq!(stream.put(piece(0, 100)), Err(-14));
     }

@@ -3,7 +3,7 @@
 //! that waits inside the driver, which then wakes the client. That thread waits all the same, and answers where no callback comes: PoCL 3.1 calls nobody
 //! for a command that failed.
 
-use super::{Cx, Handle, OpenCl};
+use super::{Cx, Handle, OpenCl, lock};
 use crate::session::Early;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -88,7 +88,9 @@ pub fn queue(cx: &mut Cx<'_>, id: u64) -> Result<(), i32> {
         release(native);
         status
     };
-    cx.remember_wait(id, begun.elapsed() > LONG);
+    let long = begun.elapsed() > LONG;
+    // It may have been given up meanwhile.
+    let _gone = lock(&cx.cl.table).extra_mut(kind::QUEUE, id).map(|extra| extra.waits_long = long);
     cx.status(status)
 }
 

@@ -429,6 +429,7 @@ fn data_that_is_removed_is_read_whole_or_not_at_all_and_is_no_damage() {
                 fs.unlink(ROOT, b"h", None).map_err(|e| format!("unlink: {e}"))
             }),
             doing(12, false, make_own),
+            Doing { after: Some(2), ..doing(1, false, recover) },
         ],
         check: |fs, _| own_is_there(fs),
     };

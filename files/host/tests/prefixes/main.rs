@@ -265,6 +265,13 @@ fn run_full(persistent: bool) {
     s.step("a directory block where there is none", |fs| {
         full(fs.create(find(fs, "d"), Some(long(12).as_bytes()), &Create::mode(REG)).map(|_| ()));
     });
+    let short = |i: usize| {
+        s.worker().link(find(s.worker(), "d"), format!("s{i}").as_bytes(), find(s.worker(), "d/f"))
+    };
+    assert!((0..100).any(|i| short(i).is_err()), "the directory takes no end of names");
+    s.step("a name in a directory without room", |fs| {
+        rename(fs, "/d/n5", "/d/in-the-same-place-and-longer", 0)
+    });
     report(&s);
 }
 

@@ -93,6 +93,8 @@ pub struct RingFeatures {
     pub event_idx: bool,
     /// VIRTIO_F_INDIRECT_DESC.
     pub indirect: bool,
+    /// VIRTIO_F_IN_ORDER.
+    pub in_order: bool,
 }
 
 /// Where a ring's three areas lie, as the front-end says it (its own virtual addresses).
@@ -182,6 +184,13 @@ impl Ring {
     #[inline(always)]
     pub fn complete(&mut self, chain: &Chain, len: u32) {
         either!(self, r => r.complete(chain, len));
+    }
+
+    /// Marks the oldest fetched chains used, into which nothing was written. A driver with in-order completion is told of the
+    /// last one only, so the lines of the others stay where they are (virtio 1.3 §2.7.9, §2.8.11).
+    #[inline]
+    pub fn complete_all(&mut self, chains: &[Chain]) {
+        either!(self, r => r.complete_all(chains));
     }
 
     /// Makes all completed chains visible to the driver. False: there were none.

@@ -18,6 +18,8 @@ const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_DESC: u16 = 2;
 const WRAP: u16 = 1 << 15;
+/// The base of a new ring, as front-ends tell it that keep no used places.
+const BEGIN_WITHOUT_USED: u32 = WRAP as u32;
 
 /// A place in the ring and the wrap counter there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +48,12 @@ impl Place {
     }
 }
 
+/// Do a descriptor's flags say that the driver has made it available in the lap of `wrap`?
+#[inline(always)]
+fn is_available(flags: u16, wrap: bool) -> bool {
+    (flags & AVAIL != 0) == wrap && (flags & USED != 0) != wrap
+}
+
 /// The device's side of a packed virtqueue.
 #[derive(Debug)]
 pub struct PackedRing {
@@ -54,6 +62,8 @@ pub struct PackedRing {
     device_event: *mut u8,
     size: u16,
     features: RingFeatures,
+    /// The driver is told of a batch by one descriptor.
+    skips: bool,
     /// The next descriptor to fetch.
     next: Place,
     /// The next descriptor to mark used.
@@ -102,6 +112,9 @@ impl PackedRing {
             device_event,
             size,
             features,
+            // A successor finds its place by what is used in the ring, unless the front-end remembers it or starts rings anew.
+            // Of the latter kind are those (DPDK's virtio-user) that begin without a used place.
+            skips: features.in_order && base == BEGIN_WITHOUT_USED,
             next: place,
             used: place,
             outstanding: 0,
@@ -207,8 +220,7 @@ impl PackedRing {
 
     #[inline(always)]
     fn available(&self, place: Place) -> bool {
-        let flags = self.flags(place.index).load(Ordering::Acquire);
-        (flags & AVAIL != 0) == place.wrap && (flags & USED != 0) != place.wrap
+        is_available(self.flags(place.index).load(Ordering::Acquire), place.wrap)
     }
 
     #[inline]
@@ -220,36 +232,79 @@ impl PackedRing {
         max: usize,
     ) -> Result<usize, Broken> {
         let max = win.room(max);
-        let mut done = 0;
-        while done < max && self.outstanding < self.size && self.available(self.next) {
-            // For writing: descriptors are marked used in place.
-            prefetch_write(self.desc.wrapping_add(16 * usize::from(self.next.index) + 128));
-            win.begin();
-            // SAFETY: index < size, and the ring is mapped.
-            let d = unsafe { read_desc(self.desc.add(16 * usize::from(self.next.index))) };
-            // A packed descriptor has its id before its flags.
-            let (id, flags) = (d.flags, d.next);
-            let (fits, id, entries) = if flags & (DESC_NEXT | DESC_INDIRECT) == 0 {
-                if (flags & DESC_WRITE != 0) != write {
-                    return Err(Broken::Direction { flags });
-                }
-                (win.push(tr, d.addr, d.len)?, id, 1)
-            } else {
-                self.walk(tr, win, write)?
-            };
-            if !fits {
-                win.abandon();
+        let mut done = self.fetch_singles(tr, win, write, max);
+        while done < max && self.has_available() {
+            if !self.fetch_chain(tr, win, write)? {
                 break;
             }
-            if entries > self.size - self.outstanding {
-                return Err(Broken::MoreThanRing { pending: entries + self.outstanding, size: self.size });
-            }
-            win.commit(id, entries);
-            self.outstanding += entries;
-            self.next.advance(entries, self.size);
             done += 1;
+            done += self.fetch_singles(tr, win, write, max - done);
         }
         Ok(done)
+    }
+
+    /// Length, id and flags of a descriptor that the driver has made available; its address is there too.
+    #[inline(always)]
+    fn look(&self, place: Place) -> Option<(u32, u16, u16)> {
+        let tail = self.tail(place.index).load(Ordering::Acquire);
+        let (len, id, flags) = (tail as u32, (tail >> 32) as u16, (tail >> 48) as u16);
+        is_available(flags, place.wrap).then_some((len, id, flags))
+    }
+
+    /// Fetches up to `max` chains of one buffer in one piece, up to the first other one, and says how many.
+    #[inline(always)]
+    fn fetch_singles(&mut self, tr: &mut Translator, win: &mut Window, write: bool, max: usize) -> usize {
+        let mut next = self.next;
+        let max = max.min(usize::from(self.size - self.outstanding));
+        let mut singles = win.singles();
+        let direction = if write { DESC_WRITE } else { 0 };
+        let mut done = 0;
+        while done < max {
+            let Some((len, id, flags)) = self.look(next) else { break };
+            let at = self.desc.wrapping_add(16 * usize::from(next.index));
+            // SAFETY: index < size, and the ring is mapped and aligned.
+            let addr = unsafe { at.cast::<u64>().read_volatile() };
+            let single = flags & (DESC_NEXT | DESC_INDIRECT | DESC_WRITE) == direction;
+            if !single || !singles.push(tr, addr, len, id) {
+                break;
+            }
+            // For writing: descriptors are marked used in place.
+            prefetch_write(at.wrapping_add(128));
+            next.advance(1, self.size);
+            done += 1;
+        }
+        singles.finish();
+        self.next = next;
+        self.outstanding += done as u16;
+        done
+    }
+
+    /// Fetches a chain of any kind, of which the first descriptor is available. False: no room at present.
+    fn fetch_chain(&mut self, tr: &mut Translator, win: &mut Window, write: bool) -> Result<bool, Broken> {
+        let Some((len, id, flags)) = self.look(self.next) else { return Ok(false) };
+        win.begin();
+        let (fits, id, entries) = if flags & (DESC_NEXT | DESC_INDIRECT) == 0 {
+            if (flags & DESC_WRITE != 0) != write {
+                return Err(Broken::Direction { flags });
+            }
+            // SAFETY: index < size, and the ring is mapped and aligned.
+            let addr =
+                unsafe { self.desc.add(16 * usize::from(self.next.index)).cast::<u64>().read_volatile() };
+            (win.push(tr, addr, len)?, id, 1)
+        } else {
+            self.walk(tr, win, write)?
+        };
+        if !fits {
+            win.abandon();
+            return Ok(false);
+        }
+        if entries > self.size - self.outstanding {
+            return Err(Broken::MoreThanRing { pending: entries + self.outstanding, size: self.size });
+        }
+        win.commit(id, entries);
+        self.outstanding += entries;
+        self.next.advance(entries, self.size);
+        Ok(true)
     }
 
     /// Copies a chain of several descriptors or an indirect one: does it fit, its id, its entries.
@@ -293,30 +348,31 @@ impl PackedRing {
         self.outstanding -= chain.entries;
     }
 
+    #[inline]
+    pub(super) fn complete_all(&mut self, chains: &[Chain]) {
+        if let (true, Some(last)) = (self.skips && self.shadowed < WINDOW, chains.last()) {
+            let entries = chains.iter().map(|chain| chain.entries).sum();
+            self.complete(&Chain { entries, ..*last }, 0);
+        } else {
+            chains.iter().for_each(|chain| self.complete(chain, 0));
+        }
+    }
+
     #[inline(always)]
     pub(super) fn publish(&mut self) -> bool {
-        if self.shadowed == 0 {
-            return false;
+        let [first, rest @ ..] = &self.shadow[..self.shadowed] else { return false };
+        let used = |(len, id, _): (u32, u16, u16), wrap: bool| {
+            let flags = if wrap { AVAIL | USED } else { 0 } | if len > 0 { DESC_WRITE } else { 0 };
+            u64::from(len) | u64::from(id) << 32 | u64::from(flags) << 48
+        };
+        let (begin, mut at) = (self.published, self.published);
+        at.advance(first.2, self.size);
+        for entry in rest {
+            self.tail(at.index).store(used(*entry, at.wrap), Ordering::Relaxed);
+            at.advance(entry.2, self.size);
         }
-        let mut at = self.published;
-        let mut first = None;
-        for &(len, id, entries) in &self.shadow[..self.shadowed] {
-            let mut flags = if at.wrap { AVAIL | USED } else { 0 };
-            if len > 0 {
-                flags |= DESC_WRITE;
-            }
-            let word = u64::from(len) | u64::from(id) << 32 | u64::from(flags) << 48;
-            // The first becomes visible last, and with it all others.
-            if first.is_none() {
-                first = Some((at.index, word));
-            } else {
-                self.tail(at.index).store(word, Ordering::Relaxed);
-            }
-            at.advance(entries, self.size);
-        }
-        if let Some((index, word)) = first {
-            self.tail(index).store(word, Ordering::Release);
-        }
+        // The first becomes visible last, and with it all others.
+        self.tail(begin.index).store(used(*first, begin.wrap), Ordering::Release);
         self.published = at;
         self.shadowed = 0;
         true

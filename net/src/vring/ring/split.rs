@@ -155,16 +155,42 @@ impl SplitRing {
             let slot = usize::from(self.next.wrapping_add(i as u16) & mask);
             prefetch_write(self.used.wrapping_add(4 + 8 * slot));
         }
-        for (done, &head) in heads[..n].iter().enumerate() {
+        let mut done = self.fetch_singles(tr, win, write, &heads[..n]);
+        while let Some(&head) = heads[..n].get(done) {
             if head >= self.size {
                 return Err(Broken::Index { index: head.into(), size: self.size.into() });
             }
             if !self.walk(tr, win, write, head)? {
-                return Ok(done);
+                break;
             }
             self.next = self.next.wrapping_add(1);
+            done += 1;
+            done += self.fetch_singles(tr, win, write, &heads[done..n]);
         }
-        Ok(n)
+        Ok(done)
+    }
+
+    /// Copies chains of one buffer in one piece, up to the first other one, and says how many.
+    #[inline(always)]
+    fn fetch_singles(&mut self, tr: &mut Translator, win: &mut Window, write: bool, heads: &[u16]) -> usize {
+        let direction = if write { DESC_WRITE } else { 0 };
+        let mut singles = win.singles();
+        let mut done = 0;
+        for &head in heads {
+            if head >= self.size {
+                break;
+            }
+            // SAFETY: head < size, and the table is mapped.
+            let d = unsafe { read_desc(self.desc.add(16 * usize::from(head))) };
+            let single = d.flags & (DESC_NEXT | DESC_INDIRECT | DESC_WRITE) == direction;
+            if !single || !singles.push(tr, d.addr, d.len, head) {
+                break;
+            }
+            done += 1;
+        }
+        singles.finish();
+        self.next = self.next.wrapping_add(done as u16);
+        done
     }
 
     /// Copies one chain. False: no room at present.
@@ -242,6 +268,17 @@ impl SplitRing {
         // SAFETY: slot < size; the used area is mapped and 4-aligned, the element 8 bytes.
         unsafe { self.used.add(4 + 8 * slot).cast::<u64>().write_unaligned(word) };
         self.used_next = self.used_next.wrapping_add(1);
+    }
+
+    #[inline]
+    pub(super) fn complete_all(&mut self, chains: &[Chain]) {
+        if let (true, [all @ .., last]) = (self.features.in_order, chains) {
+            // At the place of the first; the driver skips the others.
+            self.complete(last, 0);
+            self.used_next = self.used_next.wrapping_add(all.len() as u16);
+        } else {
+            chains.iter().for_each(|chain| self.complete(chain, 0));
+        }
     }
 
     #[inline(always)]

@@ -38,7 +38,7 @@ pub struct Window {
     chains: Box<[Chain; WINDOW]>,
     start: usize,
     end: usize,
-    segments: Box<[Segment]>,
+    segments: Box<[Segment; SEGMENTS]>,
     used_segments: usize,
     /// Of the chain being built.
     open: Chain,
@@ -54,10 +54,39 @@ impl Default for Window {
             chains: Box::new([Chain::default(); WINDOW]),
             start: 0,
             end: 0,
-            segments: vec![Segment { ptr: std::ptr::null_mut(), len: 0 }; SEGMENTS].into_boxed_slice(),
+            segments: Box::new([Segment { ptr: std::ptr::null_mut(), len: 0 }; SEGMENTS]),
             used_segments: 0,
             open: Chain::default(),
         }
+    }
+}
+
+/// Chains of one buffer each that are being put into a [`Window`]. How many there are is in registers meanwhile.
+pub(super) struct Singles<'a> {
+    chains: &'a mut [Chain; WINDOW],
+    end: &'a mut usize,
+    segments: &'a mut [Segment; SEGMENTS],
+    used_segments: &'a mut usize,
+    next: usize,
+    next_segment: usize,
+}
+
+impl Singles<'_> {
+    /// Puts a chain of one buffer. False: no room, or the buffer isn't in one piece; [`Window::push`] knows more.
+    #[inline(always)]
+    pub(super) fn push(&mut self, tr: &mut Translator, gpa: u64, len: u32, id: u16) -> bool {
+        let (at, first) = (self.next, self.next_segment);
+        let Some(ptr) = tr.near(gpa, len).filter(|_| at < WINDOW && first < SEGMENTS) else { return false };
+        self.segments[first] = Segment { ptr, len };
+        self.chains[at] = Chain { id, entries: 1, first: first as u16, count: 1, total: len };
+        (self.next, self.next_segment) = (at + 1, first + 1);
+        true
+    }
+
+    /// Ends it.
+    #[inline(always)]
+    pub(super) fn finish(self) {
+        (*self.end, *self.used_segments) = (self.next, self.next_segment);
     }
 }
 
@@ -134,6 +163,13 @@ impl Window {
         for chain in &mut self.chains[..self.end] {
             chain.first -= base;
         }
+    }
+
+    /// Chains of one buffer each, to be put into the room that there is.
+    #[inline(always)]
+    pub(super) fn singles(&mut self) -> Singles<'_> {
+        let Window { chains, end, segments, used_segments, .. } = self;
+        Singles { next: *end, next_segment: *used_segments, chains, end, segments, used_segments }
     }
 
     /// Begins a chain.

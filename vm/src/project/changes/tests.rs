@@ -49,6 +49,7 @@ fn wish() -> impl Strategy<Value = Wish> {
         vms,
         remove_orphans,
         restart,
+        ..Wish::default()
     })
 }
 
@@ -171,7 +172,7 @@ proptest! {
             let Action::Wait { kind, name, restart, .. } = &action else { continue };
             // An orphan among them has to be stopped too, which is told beside it.
             if *kind == Kind::Zone { continue }
-            let again = Wish { vms: restart.clone(), remove_orphans: true, restart: true };
+            let again = Wish { vms: restart.clone(), remove_orphans: true, restart: true, ..Wish::default() };
             let after = apply(&running, &wanted, &plan(&running, &wanted, &again));
             prop_assert_eq!(after.parts(*kind).get(name), wanted.parts(*kind).get(name), "{:?}", action);
         }

@@ -2,13 +2,14 @@
 //! How VMs are stopped, and with the last of them the project. All of it takes [`LONGEST`] at most: a command that is in the way is cut off
 //! by the end of its VMs, and if that does not help by the end of this process, with which everything ends that it started.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use super::order::{self, Turnstile};
 use super::{Beside, Reporter, Supervisor};
-use crate::machine::{Machine, Phase, stop};
+use crate::machine::{Machine, Phase, disks, stop};
 use crate::project::control::{Event, Stage};
 
 /// For a command that is in the way to end by itself.
@@ -99,7 +100,7 @@ impl Supervisor {
         }
     }
 
-    /// Stops VMs at the same time. Those that don't die stay in the list.
+    /// Stops VMs, those first on which no other depends. Those that don't die stay in the list.
     pub(super) fn stop(
         &self,
         which: impl Fn(&Machine) -> bool,
@@ -109,16 +110,24 @@ impl Supervisor {
             let inner = self.lock();
             inner.machines.values().filter(|machine| which(machine)).cloned().collect()
         };
+        let depends = chosen.iter().map(|m| (m.name().to_owned(), m.spec().depends_on.clone())).collect();
+        let waves = order::waves(&depends);
+        let turnstile = Turnstile::new(waves.iter().map(BTreeSet::len).collect(), stop::LONGEST);
+        let until = Instant::now() + stop::LONGEST;
         let stopped: Vec<anyhow::Result<()>> = std::thread::scope(|scope| {
             let stop = |machine: &Arc<Machine>| {
-                let machine = machine.clone();
+                let (machine, turnstile) = (machine.clone(), &turnstile);
+                let wave = waves.iter().position(|wave| wave.contains(machine.name())).unwrap_or_default();
                 scope.spawn(move || {
+                    turnstile.wait(wave);
                     let report = |stage: Stage, detail: &str| {
                         if let Some(reporter) = reporter {
                             reporter.stage(machine.name(), stage, detail);
                         }
                     };
-                    machine.stop(&self.mounted(&machine), &report)?;
+                    let stopped = machine.stop(&self.mounted(&machine), until, &report);
+                    turnstile.leave(wave);
+                    stopped?;
                     report(Stage::Stopped, "");
                     Ok(())
                 })
@@ -133,6 +142,7 @@ impl Supervisor {
                 Ok(()) => {
                     self.leave_zones(machine.name(), machine.zones().keys());
                     self.lock().machines.remove(machine.name());
+                    disks::discard(&self.dir, Some(machine.name()));
                 }
                 Err(e) => errors.push(format!("{e:#}")),
             }

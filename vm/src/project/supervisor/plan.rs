@@ -20,8 +20,18 @@ impl Supervisor {
     /// Compares what runs with what the file says, whose networks get the subnets that they have already.
     pub(super) fn plan(&self, project: &mut Project, wish: &Wish) -> (Side, Vec<Action>) {
         let (running, wanted) = self.sides(project);
-        let actions = changes::plan(&running, &wanted, wish);
+        let actions = changes::plan(&running, &wanted, &wish.with_dependencies(&project.compose));
         (running, actions)
+    }
+
+    /// The VMs that a plan leaves running.
+    pub(super) fn kept(&self, actions: &[Action]) -> Vec<Arc<Machine>> {
+        let inner = self.lock();
+        let left = actions.iter().filter_map(|action| match action {
+            Action::Keep { kind: Kind::Vm, name } | Action::Wait { kind: Kind::Vm, name, .. } => Some(name),
+            _ => None,
+        });
+        left.filter_map(|name| inner.machines.get(name).cloned()).collect()
     }
 
     /// The answer to a dry run.
@@ -54,11 +64,7 @@ impl Supervisor {
                 .iter()
                 .map(|(name, zone)| (name.clone(), changes::value(zone.spec())))
                 .collect(),
-            networks: inner
-                .networks
-                .iter()
-                .map(|(name, net)| (name.clone(), changes::value(net.spec())))
-                .collect(),
+            networks: inner.networks.iter().map(|(name, net)| (name.clone(), net.settings())).collect(),
             accelerators,
             members: inner
                 .zones

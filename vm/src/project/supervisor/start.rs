@@ -2,19 +2,23 @@
 //! How the supervisor starts VMs: those that `up` asks for, all at once, and each one whose guest reboots.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use tombolo_start::layout::Layout;
 
+use super::order::{self, Order, Reached};
 use super::plan::{replaced, started, take_out};
 use super::{Beside, Reporter, Supervisor, mount_zone};
 use crate::compose::{self, Project, VmSpec, ZoneUse};
-use crate::guest::{kit, share};
+use crate::guest::{health, kit, seed, share};
 use crate::host;
-use crate::machine::growth;
+use crate::machine::cgroup::Group;
 use crate::machine::{Machine, Phase, Start};
+use crate::machine::{disks, growth, stop};
 use crate::project::accelerator::Accelerator;
 use crate::project::changes::{Action, Kind, Wish};
 use crate::project::control::{Event, Stage};
@@ -27,8 +31,11 @@ use crate::project::zones::{HostZone, Invitation};
 use crate::qemu::version::Qemu;
 use crate::qemu::{Hypervisor, kvm};
 
+/// How often it is looked whether a VM is healthy.
+const HEALTH: Duration = Duration::from_millis(100);
+
 /// A VM that is to be started.
-struct Wanted {
+pub(super) struct Wanted {
     name: String,
     spec: VmSpec,
     qemu: Arc<Qemu>,
@@ -38,6 +45,8 @@ struct Wanted {
     zones: BTreeMap<String, ZoneUse>,
     /// What it was before it rebooted.
     before: Option<Arc<Machine>>,
+    /// How often in a row its policy has started it again, where that is why it is started.
+    attempt: Option<u32>,
     /// All memory at its start, whatever the compose file says.
     slow: bool,
 }
@@ -47,6 +56,7 @@ impl Supervisor {
         self: &Arc<Self>,
         mut project: Project,
         wish: &Wish,
+        wait: bool,
         peer: Peer,
         reporter: &Reporter,
     ) -> anyhow::Result<()> {
@@ -60,6 +70,11 @@ impl Supervisor {
         let (running, actions) = self.plan(&mut project, wish);
         let Ready { qemu, vms: missing } =
             preflight::examine(&project, &running, &actions, || self.promised())?;
+        let mut up_before = self.kept(&actions);
+        let order = Order::default();
+        for machine in &up_before {
+            order.reach(machine.name(), Reached::Ready(machine.clone()));
+        }
         let accel = self.accel(&qemu, &missing, &near, reporter)?;
         self.check_not_ending()?;
         self.announce(&actions, reporter);
@@ -113,20 +128,32 @@ impl Supervisor {
                         accel: accel[&name],
                         name: name.clone(),
                         before: None,
+                        attempt: None,
                         slow: false,
                         spec,
                         boot,
                     };
-                    let (started, cancelled) = (&started, &cancelled);
+                    let (started, cancelled, order) = (&started, &cancelled, &order);
+                    let depends = wanted.spec.depends_on.clone();
                     scope.spawn(move || {
                         let registered = |machine: &Arc<Machine>| {
                             started.lock().unwrap_or_else(PoisonError::into_inner).push(machine.clone());
+                            order.reach(machine.name(), Reached::Started);
                             if cancelled.load(Ordering::Acquire) {
                                 machine.cancel();
                             }
                         };
                         let report = |stage: Stage, detail: &str| reporter.stage(&name, stage, detail);
-                        let result = self.start_one(wanted, &registered, &report);
+                        let waits = |what: &str| report(Stage::Waiting, what);
+                        let result = order
+                            .wait(&name, &depends, &|| cancelled.load(Ordering::Acquire), &waits)
+                            .and_then(|()| self.start_one(wanted, &registered, &report));
+                        match self.lock().machines.get(&name) {
+                            Some(machine) if result.is_ok() => {
+                                order.reach(&name, Reached::Ready(machine.clone()))
+                            }
+                            _ => order.reach(&name, Reached::Failed),
+                        }
                         if let Err(e) = &result {
                             let first = format!("{e:#}");
                             report(Stage::Failed, first.lines().next().unwrap_or_default());
@@ -147,15 +174,17 @@ impl Supervisor {
         let errors: Vec<String> =
             results.into_iter().filter_map(Result::err).map(|e| format!("{e:#}")).collect();
         if errors.is_empty() && !cancelled.load(Ordering::Acquire) {
-            return Ok(());
+            up_before.extend(started.into_inner().unwrap_or_else(PoisonError::into_inner));
+            return if wait { wait_healthy(&up_before, &socket, reporter) } else { Ok(()) };
         }
         // What this request started goes again; what ran before stays.
         for machine in started.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            if let Err(e) = machine.stop(&[], &|stage, detail| reporter.stage(machine.name(), stage, detail))
-            {
+            let report = |stage: Stage, detail: &str| reporter.stage(machine.name(), stage, detail);
+            if let Err(e) = machine.stop(&[], Instant::now() + stop::LONGEST, &report) {
                 crate::say!("{e:#}");
             }
             self.lock().machines.remove(machine.name());
+            disks::discard(&self.dir, Some(machine.name()));
             self.leave_zones(machine.name(), machine.zones().keys());
         }
         let mut inner = self.lock();
@@ -189,17 +218,22 @@ impl Supervisor {
     }
 
     /// Starts one VM, waits until it is ready, and mounts its zones. `registered` gets it as soon as it can be stopped.
-    fn start_one(
+    pub(super) fn start_one(
         self: &Arc<Self>,
         wanted: Wanted,
         registered: &dyn Fn(&Arc<Machine>),
         report: &dyn Fn(Stage, &str),
     ) -> anyhow::Result<()> {
-        let Wanted { name, spec, qemu, accel, boot, zones, before, slow } = wanted;
+        let Wanted { name, spec, qemu, accel, boot, zones, before, attempt, slow } = wanted;
         report(Stage::Starting, growth::advice(&spec).unwrap_or_default());
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
         let devices = growth::Taken::take(&name, &spec)?;
         let nics = self.plugs(&name, &spec);
+        let project = self.lock().project.clone();
+        let seed =
+            spec.cloud_init.as_ref().map(|given| seed::make(&project, &name, given, &nics)).transpose()?;
+        let drives = disks::drives(&self.dir, &name, &spec)?;
+        let group = Group::of(&self.dir, &name, &spec)?;
         let start = Start {
             name: &name,
             spec: &spec,
@@ -210,16 +244,17 @@ impl Supervisor {
             accelerators: self.seats(&name, &spec, &zones)?,
             memory,
             nics: nics.clone(),
+            drives,
+            seed,
+            group,
             dir: &self.dir,
             before: before.as_deref(),
+            attempt,
         };
         let own = self.clone();
-        let ended = move |machine: &Arc<Machine>, how| {
+        let ended = move |machine: &Arc<Machine>, exit| {
             drop(devices);
-            own.leave_zones(machine.name(), machine.zones().keys());
-            if machine.set_ended(how) == Phase::Rebooting {
-                own.reboot(machine);
-            }
+            own.ended(machine, exit);
         };
         let machine = match Machine::start(start, ended) {
             Ok(machine) => machine,
@@ -251,6 +286,9 @@ impl Supervisor {
         }
         let bare = self.make_devices(&machine, report)? + &mount_shares(&machine, report)?;
         machine.set_up();
+        if let Some(check) = &spec.healthcheck {
+            health::begin(&machine, check)?;
+        }
         let status = machine.status();
         let growing = status.growth.map(|g| format!(", {}", g.line())).unwrap_or_default();
         report(Stage::Up, &format!("{:.1} s{growing}{bare}", status.uptime));
@@ -298,8 +336,8 @@ impl Supervisor {
 
     /// A guest that reboots ends its QEMU, since a member's memory and doorbell must not outlast its epoch; here it gets a new one, as what
     /// it was: the zones attached later, their mounts and its consoles included. Called when its old QEMU and memberships are gone.
-    fn reboot(self: &Arc<Self>, old: &Arc<Machine>) {
-        self.replace(old, "reboots", |report| self.start_one(self.wanted_again(old)?, &|_| {}, report));
+    pub(super) fn reboot(self: &Arc<Self>, old: &Arc<Machine>) {
+        self.replace(old, "reboots", |report| self.start_one(self.wanted_again(old, None)?, &|_| {}, report));
     }
 
     /// Its guest has no driver for memory that comes while it runs: it is stopped and started again with all of it.
@@ -315,8 +353,8 @@ impl Supervisor {
                 crate::say!("the VM '{name}' goes on with the memory it has: {e:#}");
                 return Ok(());
             }
-            let again = self.wanted_again(old)?;
-            old.stop(&self.mounted(old), report)?;
+            let again = self.wanted_again(old, None)?;
+            old.stop(&self.mounted(old), Instant::now() + stop::LONGEST, report)?;
             let wanted = Wanted { before: None, slow: true, ..again };
             self.start_one(
                 wanted,
@@ -327,7 +365,7 @@ impl Supervisor {
     }
 
     /// Starts a VM again, unless somebody has stopped it, or brought it up again, meanwhile. `how` says it to whoever reads the log.
-    fn replace(
+    pub(super) fn replace(
         self: &Arc<Self>,
         old: &Arc<Machine>,
         how: &str,
@@ -349,7 +387,8 @@ impl Supervisor {
         }
     }
 
-    fn wanted_again(&self, old: &Arc<Machine>) -> anyhow::Result<Wanted> {
+    /// What a VM is started from again; `attempt`: how often in a row its policy has done that, where it is why.
+    pub(super) fn wanted_again(&self, old: &Arc<Machine>, attempt: Option<u32>) -> anyhow::Result<Wanted> {
         let project = self.lock().project.clone();
         let near = project.file.parent().unwrap_or(Path::new("/"));
         Ok(Wanted {
@@ -360,6 +399,7 @@ impl Supervisor {
             boot: kit::boot(old.name(), old.spec(), near)?,
             zones: old.zones(),
             before: Some(old.clone()),
+            attempt,
             slow: old.layout().grown == 0,
         })
     }
@@ -470,6 +510,24 @@ impl Supervisor {
         reporter.send(&Event::Detail { text: format!("supervisor {}, logs in {logs}", std::process::id()) });
         Ok(chosen)
     }
+}
+
+/// Waits until all these VMs are healthy. They stay as they are if one is not, or the client goes.
+fn wait_healthy(machines: &[Arc<Machine>], client: &UnixStream, reporter: &Reporter) -> anyhow::Result<()> {
+    for machine in machines {
+        let mut told = false;
+        while !order::is_healthy(machine)? {
+            if !std::mem::replace(&mut told, true) {
+                reporter.stage(machine.name(), Stage::Waiting, "until it is healthy");
+            }
+            anyhow::ensure!(!session::has_gone(client), "cancelled; the VMs run on");
+            machine.wait_end_for(HEALTH);
+        }
+        if told {
+            reporter.stage(machine.name(), Stage::Up, "healthy");
+        }
+    }
+    Ok(())
 }
 
 /// Mounts the host's folders in a guest that has an agent. What is returned says which ones it can't use.

@@ -14,7 +14,7 @@ pub use find::find;
 use super::limits::{SCRATCH, TASKS, WORKING};
 use crate::limits::Limits;
 use anyhow::{Context, bail};
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{CWD, Mode, OFlags};
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -22,6 +22,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 use tombolo_calls::say;
 
 /// The controllers that limit a tenant.
@@ -92,11 +93,14 @@ fn folders(of: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path())
 }
 
+/// How long a server that begins or ends waits for processes that were killed; one may hang in its driver.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// Removes a group and those in it; kills whoever is left there.
-fn remove(folder: &Path) -> io::Result<()> {
-    empty(folder)?;
+fn remove(folder: &Path, most: Option<Duration>) -> io::Result<()> {
+    empty(folder, most)?;
     for inner in folders(folder) {
-        remove(&inner)?;
+        remove(&inner, most)?;
     }
     std::fs::remove_dir(folder)
 }
@@ -107,13 +111,14 @@ fn sweep(folder: &Path) {
         let server = left.file_name().and_then(|name| name.to_str()).and_then(server_of);
         if server.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
             // Another server may do the same now.
-            let _gone = remove(&left);
+            let _gone = remove(&left, Some(PATIENCE));
         }
     }
 }
 
-/// Kills whoever is in a group, and waits until they have gone.
-fn empty(folder: &Path) -> io::Result<()> {
+/// Kills whoever is in a group, and waits until they have gone, for as long as is said.
+fn empty(folder: &Path, most: Option<Duration>) -> io::Result<()> {
+    let timeout = most.map(|most| Timespec { tv_sec: most.as_secs() as i64, tv_nsec: 0 });
     std::fs::write(folder.join("cgroup.kill"), "1")?;
     let mut events = File::open(folder.join("cgroup.events"))?;
     loop {
@@ -125,7 +130,8 @@ fn empty(folder: &Path) -> io::Result<()> {
         }
         // Changed since it was read.
         let mut changed = [PollFd::new(&events, PollFlags::PRI)];
-        match rustix::event::poll(&mut changed, None) {
+        match rustix::event::poll(&mut changed, timeout.as_ref()) {
+            Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e.into()),
         }
@@ -185,7 +191,7 @@ impl Delegated {
             let server = group.file_name().and_then(|name| name.to_str()).and_then(server_of);
             if server == Some(std::process::id()) {
                 // Whoever waits for the worker removes its group, too.
-                let _gone = remove(&group);
+                let _gone = remove(&group, Some(PATIENCE));
             }
         }
         if self.own.made {
@@ -223,7 +229,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        match remove(&self.folder) {
+        match remove(&self.folder, None) {
             // The server ends and has removed it.
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
                 say!("tombolo accel: {}: {e}", self.folder.display())

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a compose file may ask of `up` and `down`, with the stand-in for QEMU: order, health, variables, disks, ports.
+
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Lab, PATIENCE};
+
+mod common;
+
+/// A compose file's beginning, and lines that each VM has.
+fn lab(more: impl Fn(&str) -> String) -> Lab {
+    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
+    let lab = Lab::new("");
+    std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
+    let vm = "kernel = \"./kernel\"\nmemory = \"128M\"\n";
+    write(&lab, &format!("qemu = \"{}\"\n{}", fake.display(), more(vm)));
+    lab
+}
+
+fn write(lab: &Lab, compose: &str) {
+    std::fs::write(lab.dir.path().join("tombolo.toml"), compose).unwrap();
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Whether these lines come in this order.
+fn in_order(text: &str, lines: &[&str]) -> bool {
+    let mut rest = text;
+    lines.iter().all(|line| match rest.find(line) {
+        Some(at) => {
+            rest = &rest[at + line.len()..];
+            true
+        }
+        None => false,
+    })
+}
+
+/// web waits until db is healthy, which it is as long as there is the file 'well'; db waits until cache is up.
+fn chain() -> Lab {
+    let lab = lab(|vm| {
+        format!(
+            "[vm.web]\n{vm}depends_on = {{ db = \"healthy\" }}\n[vm.cache]\n{vm}[vm.db]\n{vm}depends_on = [\"cache\"]\nqemu_args = [\"-fake\", \
+             \"healthy=WELL\"]\nhealthcheck = {{ command = [\"check-health\"], interval = \"100ms\", retries = 2, start_period = \"1h\" }}\n[vm.alone]\n{vm}"
+        )
+    });
+    let file = lab.dir.path().join("tombolo.toml");
+    let well = lab.dir.path().join("well");
+    let compose = std::fs::read_to_string(&file).unwrap().replace("WELL", well.to_str().unwrap());
+    write(&lab, &compose);
+    lab
+}
+
+fn health(lab: &Lab) -> String {
+    let ps = lab.ps();
+    let vms = ps["vms"].as_array().unwrap();
+    let db = vms.iter().find(|vm| vm["name"] == "db");
+    db.and_then(|db| db["health"].as_str()).unwrap_or("none").to_owned()
+}
+
+#[test]
+fn vms_are_started_in_the_order_of_what_they_depend_on_and_stopped_in_reverse() {
+    let lab = chain();
+    let up = lab.command(&["up", "web"]).stderr(Stdio::piped()).spawn().unwrap();
+    until("db is not checked", || health(&lab) == "starting");
+    assert_eq!(lab.ps()["vms"].as_array().unwrap().len(), 2, "web waits");
+    std::fs::write(lab.dir.path().join("well"), "").unwrap();
+    let output = up.wait_with_output().unwrap();
+    let words = said(&output);
+    assert!(output.status.success(), "{words}");
+    let order = ["cache: starting", "cache: up", "db: starting", "db: up", "web: starting", "web: up"];
+    assert!(in_order(&words, &order), "{words}");
+    assert!(words.contains("web: waiting (until 'db' is healthy)") && !words.contains("alone"), "{words}");
+    let table = lab.good(&["ps"]);
+    assert!(table.contains("up (healthy)"), "{table}");
+
+    let words = said(&lab.run(&["down"]));
+    let order =
+        ["web: stopping", "web: stopped", "db: stopping", "db: stopped", "cache: stopping", "cache: stopped"];
+    assert!(in_order(&words, &order), "{words}");
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn up_waits_for_health_where_it_is_told_to_and_ps_tells_who_is_unhealthy() {
+    let lab = chain();
+    let well = lab.dir.path().join("well");
+    std::fs::write(&well, "").unwrap();
+    lab.good(&["up", "--wait", "db"]);
+    assert_eq!(health(&lab), "healthy");
+    std::fs::remove_file(&well).unwrap();
+    until("nobody notices", || health(&lab) == "unhealthy");
+    let refused = lab.run(&["up", "web"]);
+    assert!(
+        !refused.status.success() && said(&refused).contains("the VM 'db' is unhealthy"),
+        "{}",
+        said(&refused)
+    );
+    let waited = lab.run(&["up", "--wait", "db"]);
+    assert!(!waited.status.success() && said(&waited).contains("unhealthy"), "{}", said(&waited));
+    // It runs on, and may get well.
+    std::fs::write(&well, "").unwrap();
+    lab.good(&["up", "web"]);
+    lab.good(&["down"]);
+}
+
+#[test]
+fn variables_come_from_the_environment_and_env_files_and_errors_name_key_and_line() {
+    let lab = lab(|vm| {
+        format!(
+            "name = \"${{PROJECT:-demo}}\"\n[vm.a]\n{vm}ready = \"running\"\ncpus = \"${{CPUS:?how many}}\"\ncmdline = \"cost=$$5 ${{WORDS:-}}\"\n"
+        )
+    });
+    let refused = lab.run(&["up"]);
+    assert!(said(&refused).contains("tombolo.toml:7: vm.a.cpus: CPUS: how many"), "{}", said(&refused));
+    std::fs::write(lab.dir.path().join(".env"), "CPUS=3\nPROJECT=beside\n").unwrap();
+    lab.good(&["up"]);
+    let ps = lab.ps();
+    assert_eq!((&ps["project"], &ps["vms"][0]["cpus"]), (&"beside".into(), &3.into()));
+    let pid = ps["vms"][0]["pid"].as_u64().unwrap();
+    let arguments = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+    assert!(arguments.contains("cost=$5 "), "{arguments}");
+    lab.good(&["down"]);
+    std::fs::write(lab.dir.path().join("prod.env"), "CPUS=4\n").unwrap();
+    let up = lab.command(&["up", "--env-file", "prod.env"]).env("PROJECT", "shell").output().unwrap();
+    assert!(up.status.success(), "{}", said(&up));
+    let ps = lab.command(&["ps", "--json", "--env-file", "prod.env"]).output().unwrap();
+    let ps: serde_json::Value = serde_json::from_slice(&ps.stdout).unwrap();
+    assert_eq!((&ps["project"], &ps["vms"][0]["cpus"]), (&"shell".into(), &4.into()));
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_port_of_the_host_that_is_in_use_is_told_before_anything_is_started() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let lab = lab(|vm| {
+        format!(
+            "[net.out]\nuplink = \"user\"\n[vm.a]\n{vm}networks = [\"out\"]\nports = [\"127.0.0.1:{port}:80\"]\n[vm.b]\n{vm}"
+        )
+    });
+    let refused = lab.run(&["up"]);
+    let words = said(&refused);
+    assert!(
+        !refused.status.success() && words.contains(&format!("tcp port {port} of the host is in use")),
+        "{words}"
+    );
+    assert!(!words.contains("starting"), "{words}");
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn an_overlay_is_in_the_projects_folder_until_down() {
+    let lab = lab(|vm| {
+        format!(
+            "[vm.a]\n{vm}ready = \"running\"\nrestart = \"always\"\ndisks = [{{ path = \"base.img\", overlay = true, serial = \"data\" }}]\n"
+        )
+    });
+    let image = lab.dir.path().join("base.img");
+    std::fs::write(&image, vec![7; 1 << 20]).unwrap();
+    let overlays = || -> Vec<std::path::PathBuf> {
+        let projects = std::fs::read_dir(lab.dir.path().join("tombolo")).into_iter().flatten();
+        let files = projects.flat_map(|p| std::fs::read_dir(p.unwrap().path()).unwrap());
+        files.map(|f| f.unwrap().path()).filter(|f| f.extension().is_some_and(|e| e == "overlay")).collect()
+    };
+    lab.good(&["up"]);
+    let first = overlays();
+    assert_eq!(first.len(), 1);
+    let pid = lab.ps()["vms"][0]["pid"].as_u64().unwrap();
+    let arguments = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+    assert!(
+        arguments.contains(first[0].to_str().unwrap()) && arguments.contains("serial=data"),
+        "{arguments}"
+    );
+    let info = Command::new("qemu-img").arg("info").arg(&first[0]).output().unwrap();
+    assert!(String::from_utf8_lossy(&info.stdout).contains("base.img"), "{info:?}");
+    // A supervisor that was killed leaves one, which the next does not take for its own.
+    let stamp = |path: &Path| std::fs::metadata(path).unwrap().modified().unwrap();
+    let before = stamp(&first[0]);
+    common::signal(u32::try_from(lab.ps()["supervisor"].as_u64().unwrap()).unwrap(), "KILL");
+    until("it lives", || lab.processes().is_empty());
+    lab.good(&["up"]);
+    assert_ne!(stamp(&first[0]), before);
+    lab.good(&["down"]);
+    assert_eq!(overlays(), Vec::<std::path::PathBuf>::new());
+    assert!(std::fs::read(&image).unwrap().iter().all(|&b| b == 7));
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_limit_without_a_delegated_cgroup_names_the_remedy() {
+    let lab = lab(|vm| format!("[vm.a]\n{vm}ready = \"running\"\ncpu_limit = 1.5\n"));
+    let up = lab.command(&["up"]).env("TOMBOLO_CGROUP", lab.dir.path().join("none")).output().unwrap();
+    let words = said(&up);
+    assert!(
+        !up.status.success() && words.contains("Delegate=yes") && words.contains("TOMBOLO_CGROUP="),
+        "{words}"
+    );
+    lab.assert_nothing_left();
+}

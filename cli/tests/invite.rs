@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo zone invite, expel, serve`: zones for VMs that tombolo does not start. A process that connects to a doorbell socket stands for a
+//! VM here; tests/plain.rs has real ones.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use tombolo_zone::{Member, MemberState, Zone};
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// A zone in a file, and a run folder of its own.
+struct Place {
+    dir: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Place {
+        let place = Place { dir: tempfile::tempdir().unwrap() };
+        place.good(&["zone", "create", "own.zone", "--size", "16M"]);
+        place
+    }
+
+    fn zone(&self) -> PathBuf {
+        self.dir.path().join("own.zone")
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+        command.args(args).current_dir(self.dir.path()).env("TOMBOLO_ZONES_RUN", self.dir.path().join("run"));
+        command.stdin(Stdio::null()).output().unwrap()
+    }
+
+    fn good(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// What a command that must fail says.
+    fn bad(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert!(!output.status.success(), "{args:?} succeeded");
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    /// Invites a VM; its doorbell's socket.
+    fn invite(&self, name: &str, more: &[&str]) -> PathBuf {
+        let text = self.good(&[&["zone", "invite", "own.zone", name, "--json"], more].concat());
+        let invitation: serde_json::Value = serde_json::from_str(&text).unwrap();
+        invitation["socket"].as_str().unwrap().into()
+    }
+
+    fn member(&self, name: &str) -> Option<Member> {
+        let members = Zone::open(self.zone(), false).unwrap().members().unwrap();
+        members.into_iter().find(|m| m.name == name)
+    }
+
+    fn server(&self) -> Option<u32> {
+        // A zone that was removed has none.
+        let uuid = Zone::open(self.zone(), false).ok()?.uuid();
+        let record = self.dir.path().join("run").join(uuid.to_string()).join("server.process");
+        let text = std::fs::read_to_string(record).ok()?;
+        let pid = text.split_whitespace().next()?.parse().ok()?;
+        Path::new("/proc").join(format!("{pid}/exe")).exists().then_some(pid)
+    }
+
+    fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
+        let began = Instant::now();
+        while !done() {
+            assert!(began.elapsed() < LONG, "{what}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if let Some(pid) = self.server() {
+            kill(pid);
+        }
+    }
+}
+
+fn kill(pid: u32) {
+    let pid = rustix::process::Pid::from_raw(pid.try_into().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+}
+
+/// A process that is connected to a doorbell, as a QEMU would be.
+struct Vm(Child);
+
+impl Vm {
+    fn start(socket: &Path) -> Vm {
+        let script = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
+                      s.recv(8)\nprint('in', flush=True)\nsys.stdin.read()";
+        let mut python = Command::new("python3");
+        python.args(["-c", script]).arg(socket).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = python.spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line, "in\n");
+        Vm(child)
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+#[test]
+fn a_vm_that_ends_loses_its_epoch_and_keeps_its_slot() {
+    let place = Place::new();
+    let socket = place.invite("a", &[]);
+    let invited = place.member("a").unwrap();
+    assert_eq!(invited.state, MemberState::Invited);
+    for _ in 0..2 {
+        let vm = Vm::start(&socket);
+        place.until("the server does not hold the VM alive", || place.member("a").unwrap().alive);
+        // The guest's kernel does this.
+        let epoch = Zone::open(place.zone(), true).unwrap().activate(invited.id).unwrap();
+        drop(vm);
+        place.until("the VM was not declared dead", || {
+            let member = place.member("a").unwrap();
+            member.state == MemberState::Invited && member.epoch > epoch && !member.alive
+        });
+        assert_eq!(place.member("a").unwrap().id, invited.id);
+    }
+}
+
+#[test]
+fn a_server_ends_with_the_last_invitation_and_leaves_no_socket() {
+    let place = Place::new();
+    let sockets = [place.invite("a", &[]), place.invite("b", &["--read-only"])];
+    assert!(place.server().is_some());
+    place.good(&["zone", "expel", "own.zone", "a"]);
+    place.until("the socket of an expelled VM stays", || !sockets[0].exists());
+    assert!(sockets[1].exists());
+    place.good(&["zone", "expel", "own.zone", "b"]);
+    place.until("the server stays without an invitation", || place.server().is_none());
+    assert!(!sockets[1].exists());
+    place.good(&["zone", "rm", "own.zone"]);
+}
+
+#[test]
+fn a_server_that_dies_makes_no_vm_dead() {
+    let place = Place::new();
+    let socket = place.invite("a", &[]);
+    let vm = Vm::start(&socket);
+    place.until("the VM is not noticed", || place.member("a").unwrap().alive);
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    for args in [&["zone", "invite", "own.zone", "b"][..], &["zone", "rm", "own.zone"]] {
+        let said = place.bad(args);
+        assert!(said.contains(&format!("a (process {})", vm.0.id())), "{said}");
+    }
+    assert_eq!(place.member("a").unwrap().state, MemberState::Invited);
+    drop(vm);
+    assert_eq!(place.invite("a", &[]), socket);
+    let _again = Vm::start(&socket);
+    place.until("the VM is not noticed by the new server", || place.member("a").unwrap().alive);
+}
+
+#[test]
+fn a_second_process_does_not_become_the_vm_and_does_not_end_it() {
+    let place = Place::new();
+    let socket = place.invite("a", &[]);
+    let _vm = Vm::start(&socket);
+    place.until("the VM is not noticed", || place.member("a").unwrap().alive);
+    let peer = place.member("a").unwrap().doorbell;
+    let script = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\nprint(len(s.recv(8)))";
+    let second = Command::new("python3").args(["-c", script]).arg(&socket).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&second.stdout), "0\n");
+    assert!(place.member("a").unwrap().alive);
+    assert_eq!(place.member("a").unwrap().doorbell, peer);
+}
+
+#[test]
+fn what_can_not_be_said_what_and_what_to_do() {
+    let place = Place::new();
+    let said = place.bad(&["zone", "expel", "own.zone", "nobody"]);
+    assert!(said.contains("nobody is called 'nobody'"), "{said}");
+    let said = place.bad(&["zone", "invite", "none.zone", "a"]);
+    assert!(said.contains("none.zone") && said.contains("No such file"), "{said}");
+    let said = place.bad(&["zone", "invite", "own.zone", "a/b"]);
+    assert!(said.contains("without '/'"), "{said}");
+    let socket = place.invite("a", &[]);
+    let vm = Vm::start(&socket);
+    place.until("the VM is not noticed", || place.member("a").unwrap().alive);
+    let said = place.bad(&["zone", "expel", "own.zone", "a"]);
+    assert!(said.contains("lives") && said.contains("stop it first"), "{said}");
+    let said = place.bad(&["zone", "invite", "own.zone", "a", "--read-only"]);
+    assert!(said.contains("rights can't change"), "{said}");
+    let said = place.bad(&["zone", "serve", "own.zone"]);
+    assert!(said.contains("in use by its owner"), "{said}");
+    drop(vm);
+}
+
+#[test]
+fn a_zone_of_a_process_that_serves_no_others_invites_nobody() {
+    let place = Place::new();
+    let _owner = Zone::take_over(place.zone()).unwrap();
+    let said = place.bad(&["zone", "invite", "own.zone", "a"]);
+    assert!(said.contains("serves no VMs of others") && said.contains("compose file"), "{said}");
+    assert!(place.member("a").is_none());
+}
+
+/// What QEMU's monitor says of memory devices when it has these arguments; the guest never runs.
+fn qemu_takes(arguments: &str) -> String {
+    let mut qemu = Command::new("qemu-system-x86_64");
+    qemu.args(["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"])
+        .args(arguments.split_whitespace());
+    let mut qemu = qemu.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    std::io::Write::write_all(&mut qemu.stdin.take().unwrap(), b"info memory-devices\nquit\n").unwrap();
+    let output = qemu.wait_with_output().unwrap();
+    assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn the_hook_of_proxmox_invites_and_prints_arguments_that_qemu_takes() {
+    let place = Place::new();
+    let lists = place.dir.path().join("lists");
+    std::fs::create_dir(&lists).unwrap();
+    std::fs::write(lists.join("100.zones"), format!("# zones of VM 100\n{}\n", place.zone().display()))
+        .unwrap();
+    let hook = |words: &[&str]| {
+        let program = Path::new(env!("CARGO_BIN_EXE_tombolo"));
+        let path = format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
+        let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../vm/proxmox/tombolo-hook"));
+        command.args(words).env("PATH", path).env("TOMBOLO_PROXMOX", &lists);
+        command.env("TOMBOLO_ZONES_RUN", place.dir.path().join("run")).output().unwrap()
+    };
+    assert!(hook(&["100", "pre-start"]).status.success());
+    assert_eq!(place.member("vm-100").unwrap().state, MemberState::Invited);
+    let printed = hook(&["100", "args", "512"]);
+    let arguments = String::from_utf8(printed.stdout).unwrap();
+    // Proxmox puts its own -m before what 'args' has.
+    let said = qemu_takes(&format!("-machine pc -m 512 {arguments}"));
+    assert!(said.contains("virtio-pmem") && said.contains("zone-own"), "{said}");
+    assert!(hook(&["101", "pre-start"]).status.success(), "a VM without a list is none of our business");
+    std::fs::write(lists.join("100.zones"), format!("{} rw\n", place.zone().display())).unwrap();
+    let refused = hook(&["100", "pre-start"]);
+    assert!(
+        !refused.status.success()
+            && String::from_utf8_lossy(&refused.stderr).contains("write 'ro' or nothing")
+    );
+    std::fs::write(lists.join("100.zones"), "/nowhere/own.zone\n").unwrap();
+    assert!(!hook(&["100", "pre-start"]).status.success());
+}

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Restart policies and the systemd unit, with the stand-in for QEMU.
+
+use std::io::Read;
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Lab, PATIENCE, signal};
+
+mod common;
+
+/// A project of one VM whose QEMU is the stand-in.
+fn lab(more: &str) -> Lab {
+    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
+    let lab = Lab::new(&format!(
+        "qemu = \"{}\"\n[vm.a]\nkernel = \"./kernel\"\nmemory = \"128M\"\nready = \"running\"\n{more}",
+        fake.display()
+    ));
+    std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
+    lab
+}
+
+fn vm(lab: &Lab) -> serde_json::Value {
+    lab.ps()["vms"][0].clone()
+}
+
+fn number(value: &serde_json::Value) -> u32 {
+    u32::try_from(value.as_u64().unwrap()).unwrap()
+}
+
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Ends the VM's QEMU and waits until its policy has started it `restarts` times.
+fn end_and_wait(lab: &Lab, how: &str, restarts: u64) {
+    signal(number(&vm(lab)["pid"]), how);
+    until("it does not start again", || {
+        let vm = vm(lab);
+        vm["restarts"] == restarts && vm["state"] == "up"
+    });
+}
+
+#[test]
+fn a_vm_that_is_killed_starts_again_after_pauses_that_grow_and_ps_tells_them() {
+    let lab = lab("restart = \"on-failure\"\n");
+    lab.good(&["up"]);
+    let first = vm(&lab);
+    assert_eq!((&first["restarts"], &first["reboots"]), (&0.into(), &0.into()));
+    let mut longest = Vec::new();
+    for restarts in 1..4 {
+        signal(number(&vm(&lab)["pid"]), "KILL");
+        let mut said = 0;
+        until("it does not start again", || {
+            let vm = vm(&lab);
+            let state = vm["state"].as_str().unwrap();
+            if let Some(rest) = state.strip_prefix("restarting in ") {
+                assert!(state.contains("(ended: QEMU was killed by signal 9)"), "{state}");
+                said = said.max(rest.split(' ').next().unwrap().parse().unwrap());
+            }
+            vm["restarts"] == restarts && state == "up"
+        });
+        longest.push(said);
+    }
+    assert_eq!(longest, [1, 2, 4]);
+    assert_eq!(vm(&lab)["reboots"], 0);
+    // A reboot is not a restart, and keeps the count.
+    signal(number(&vm(&lab)["pid"]), "USR1");
+    until("it does not reboot", || vm(&lab)["reboots"] == 1 && vm(&lab)["state"] == "up");
+    assert_eq!(vm(&lab)["restarts"], 3);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn who_switches_itself_off_comes_back_under_always_only() {
+    let careful = lab("restart = \"on-failure\"\n");
+    careful.good(&["up"]);
+    signal(number(&vm(&careful)["pid"]), "HUP");
+    until("it does not end", || vm(&careful)["state"] == "ended: the guest switched itself off");
+    let always = lab("restart = \"always\"\n");
+    always.good(&["up"]);
+    end_and_wait(&always, "HUP", 1);
+    // Long enough for the other to have come back, had it been about to.
+    assert_eq!(vm(&careful)["state"], "ended: the guest switched itself off");
+    careful.good(&["down"]);
+    always.good(&["down"]);
+    always.assert_nothing_left();
+}
+
+#[test]
+fn a_vm_that_waits_for_its_restart_is_stopped_by_down_and_started_by_up() {
+    let lab = lab("restart = \"always\"\n");
+    lab.good(&["up"]);
+    for restarts in 1..3 {
+        end_and_wait(&lab, "KILL", restarts);
+    }
+    signal(number(&vm(&lab)["pid"]), "KILL");
+    let waits = || vm(&lab)["state"].as_str().unwrap().starts_with("restarting in ");
+    until("it does not wait", waits);
+    lab.good(&["up"]);
+    let again = vm(&lab);
+    assert_eq!((&again["state"], &again["restarts"]), (&"up".into(), &0.into()));
+    signal(number(&again["pid"]), "KILL");
+    until("it does not wait", waits);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_policy_with_a_number_gives_up() {
+    let lab = lab("restart = \"on-failure:1\"\n");
+    lab.good(&["up"]);
+    end_and_wait(&lab, "KILL", 1);
+    signal(number(&vm(&lab)["pid"]), "KILL");
+    until("it does not give up", || vm(&lab)["state"] == "ended: QEMU was killed by signal 9");
+    lab.good(&["down"]);
+}
+
+/// What systemd does with the packages' unit: runs its command with a socket for READY=1.
+struct Unit {
+    up: Child,
+    ready: UnixDatagram,
+}
+
+impl Unit {
+    fn start(lab: &Lab) -> Unit {
+        let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../debian/tombolo.tombolo@.service");
+        let text = std::fs::read_to_string(unit).unwrap();
+        let key = |name: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+            line.unwrap_or_else(|| panic!("no {name} in the unit")).to_owned()
+        };
+        assert_eq!((key("Type").as_str(), key("Restart").as_str()), ("notify", "on-failure"));
+        let command = key("ExecStart").replace("/etc/tombolo/%i.toml", "tombolo.toml");
+        let words: Vec<&str> = command.strip_prefix("/usr/bin/tombolo ").unwrap().split(' ').collect();
+        let socket = lab.dir.path().join("notify");
+        // One of the start before.
+        let _none = std::fs::remove_file(&socket);
+        let ready = UnixDatagram::bind(&socket).unwrap();
+        ready.set_read_timeout(Some(PATIENCE)).unwrap();
+        let up = lab.command(&words).env("NOTIFY_SOCKET", &socket).stderr(Stdio::piped()).spawn().unwrap();
+        Unit { up, ready }
+    }
+
+    fn wait_ready(&self) {
+        let mut message = [0; 64];
+        let n = self.ready.recv(&mut message).unwrap();
+        assert_eq!(message[..n].trim_ascii(), b"READY=1");
+        std::fs::remove_file(self.ready.local_addr().unwrap().as_pathname().unwrap()).unwrap();
+    }
+
+    fn ended(mut self) -> (i32, String) {
+        let mut words = String::new();
+        self.up.stderr.take().unwrap().read_to_string(&mut words).unwrap();
+        (self.up.wait().unwrap().code().unwrap(), words)
+    }
+}
+
+#[test]
+fn the_unit_starts_a_project_again_whose_supervisor_died_takes_over_one_that_lives_and_takes_it_down() {
+    let lab = lab("");
+    let unit = Unit::start(&lab);
+    unit.wait_ready();
+    let first = lab.ps();
+    assert_eq!(first["vms"][0]["state"], "up");
+    signal(number(&first["supervisor"]), "KILL");
+    let (code, words) = unit.ended();
+    assert_eq!(code, 1, "a failure, so that systemd starts it again: {words}");
+
+    let unit = Unit::start(&lab);
+    unit.wait_ready();
+    let second = lab.ps();
+    assert_ne!(second["supervisor"], first["supervisor"]);
+    // The unit's process dies, the supervisor lives: it is taken over with its VM.
+    signal(unit.up.id(), "KILL");
+    let mut killed = unit;
+    killed.up.wait().unwrap();
+    drop(killed);
+    let unit = Unit::start(&lab);
+    unit.wait_ready();
+    let third = lab.ps();
+    assert_eq!(
+        (&third["supervisor"], &third["vms"][0]["pid"]),
+        (&second["supervisor"], &second["vms"][0]["pid"])
+    );
+
+    signal(unit.up.id(), "TERM");
+    let (code, words) = unit.ended();
+    assert_eq!(code, 0, "{words}");
+    lab.assert_nothing_left();
+
+    // Somebody's 'down' is no failure: systemd leaves it at that.
+    let unit = Unit::start(&lab);
+    unit.wait_ready();
+    lab.good(&["down"]);
+    let (code, words) = unit.ended();
+    assert_eq!(code, 0, "{words}");
+    assert!(words.contains("was taken down"), "{words}");
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_vm_that_down_has_stopped_stays_stopped_at_boot_until_somebody_starts_it() {
+    let vm = "kernel = \"./kernel\"\nmemory = \"128M\"\nready = \"running\"\n";
+    let lab = lab(&format!("restart = \"unless-stopped\"\n[vm.b]\n{vm}restart = \"always\"\n"));
+    let names = |lab: &Lab| -> Vec<String> {
+        let ps = lab.ps();
+        ps["vms"].as_array().unwrap().iter().map(|vm| vm["name"].as_str().unwrap().to_owned()).collect()
+    };
+    lab.good(&["up"]);
+    lab.good(&["down", "a"]);
+    lab.good(&["down", "b"]);
+    lab.good(&["up", "--boot"]);
+    assert_eq!(names(&lab), ["b"]);
+    lab.good(&["up", "a"]);
+    // The host goes down with both up.
+    lab.good(&["down"]);
+    lab.good(&["up", "--boot"]);
+    assert_eq!(names(&lab), ["a", "b"]);
+    lab.good(&["down"]);
+}

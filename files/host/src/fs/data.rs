@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What is in a file: data, file locks and extended attributes.
+
+use std::ffi::{CString, c_int};
+
+use rustix::io::Errno;
+
+use super::{FileLock, Filesystem, Handle, Result, Run, check, check_len, now, raw};
+use crate::sys;
+
+impl Filesystem {
+    /// Reads at most `buf.len()` bytes.
+    pub fn pread(&self, ino: impl Into<Handle>, buf: &mut [u8], offset: u64) -> Result<usize> {
+        // SAFETY: an open handle, buffer and its length.
+        let len = unsafe {
+            sys::tfs_pread(self.raw(), raw(ino), buf.as_mut_ptr().cast(), buf.len() as u64, offset)
+        };
+        Ok(check_len(len)? as usize)
+    }
+
+    /// Writes at `offset`.
+    pub fn pwrite(&self, ino: impl Into<Handle>, buf: &[u8], offset: u64, kill_suid: bool) -> Result<usize> {
+        self.pwrite_raw(ino, buf, offset, false, kill_suid).map(|(len, _)| len)
+    }
+
+    /// Writes at the end, whole. Returns how much and where.
+    pub fn append(&self, ino: impl Into<Handle>, buf: &[u8], kill_suid: bool) -> Result<(usize, u64)> {
+        self.pwrite_raw(ino, buf, 0, true, kill_suid)
+    }
+
+    fn pwrite_raw(
+        &self,
+        ino: impl Into<Handle>,
+        buf: &[u8],
+        mut offset: u64,
+        append: bool,
+        kill: bool,
+    ) -> Result<(usize, u64)> {
+        let fs = self.writable()?;
+        // SAFETY: an open handle, buffer and its length.
+        let len = unsafe {
+            sys::tfs_pwrite(
+                fs,
+                raw(ino),
+                buf.as_ptr().cast(),
+                buf.len() as u64,
+                &mut offset,
+                append,
+                kill,
+                now(),
+            )
+        };
+        Ok((check_len(len)? as usize, offset))
+    }
+
+    /// Bytes.
+    pub fn size(&self, ino: impl Into<Handle>) -> u64 {
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_size(self.raw(), raw(ino)) }
+    }
+
+    /// Holds the inode's blocks for a reader until the value is dropped. Only for short copies. EAGAIN: all pins are taken;
+    /// [`Filesystem::pread`] needs none.
+    pub fn pin(&self, ino: impl Into<Handle>) -> Result<Pin<'_>> {
+        let fs = self.writable()?;
+        // SAFETY: an open handle.
+        let pin = unsafe { sys::tfs_pin(fs, ino.into().ino) };
+        if pin == sys::TFS_PINS { Err(Errno::AGAIN) } else { Ok(Pin { fs: self, pin }) }
+    }
+
+    /// What lies at a file block: a run of blocks (block 0: a hole).
+    pub fn map(&self, ino: impl Into<Handle>, fblock: u64, count: u64) -> Result<Run> {
+        let mut run = Run::default();
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_map(self.raw(), raw(ino), fblock, count, &mut run) })?;
+        Ok(run)
+    }
+
+    /// Sets the size.
+    pub fn truncate(&self, ino: impl Into<Handle>, size: u64, kill_suid: bool) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_truncate(self.writable()?, raw(ino), size, kill_suid, now()) })
+    }
+
+    /// Allocates, punches or zeroes; mode is `TFS_FALLOC_*`.
+    pub fn fallocate(&self, ino: impl Into<Handle>, mode: u32, offset: u64, len: u64) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_fallocate(self.writable()?, raw(ino), mode, offset, len, now()) })
+    }
+
+    /// Next data or hole.
+    pub fn seek(&self, ino: impl Into<Handle>, offset: u64, hole: bool) -> Result<u64> {
+        // SAFETY: an open handle.
+        check_len(unsafe { sys::tfs_seek(self.raw(), raw(ino), offset, hole) })
+    }
+
+    /// Takes, changes or gives back a file lock; EAGAIN: another owner has it.
+    pub fn set_lock(&self, ino: impl Into<Handle>, lock: &FileLock) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_set_lock(self.writable()?, raw(ino), lock) })
+    }
+
+    /// Who is in the way of a file lock; nobody: its type is `TFS_LK_UNLOCK`.
+    pub fn get_lock(&self, ino: impl Into<Handle>, lock: &FileLock) -> Result<FileLock> {
+        let mut found = *lock;
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_get_lock(self.writable()?, raw(ino), &mut found) })?;
+        Ok(found)
+    }
+
+    /// Says that a lock is waited for, until [`Filesystem::end_wait`]. EDEADLK: its holder waits for this one's owner.
+    pub fn wait_lock(&self, ino: impl Into<Handle>, lock: &FileLock) -> Result<LockWait> {
+        let fs = self.writable()?;
+        // SAFETY: an open handle.
+        let slot = check_len(i64::from(unsafe { sys::tfs_lock_wait_begin(fs, raw(ino), lock) }))?;
+        Ok(LockWait(slot as c_int))
+    }
+
+    /// The end of a wait.
+    pub fn end_wait(&self, wait: LockWait) {
+        // SAFETY: an open handle; the slot was given by tfs_lock_wait_begin and is given back once.
+        unsafe { sys::tfs_lock_wait_end(self.raw(), wait.0) };
+    }
+
+    /// An extended attribute's value.
+    pub fn xattr_get(&self, ino: impl Into<Handle>, name: &[u8]) -> Result<Vec<u8>> {
+        let ino = ino.into();
+        let name = CString::new(name).map_err(|_| Errno::INVAL)?;
+        // Again when it grew in between, but not for ever.
+        for _ in 0..1000 {
+            // SAFETY: an open handle; size 0 asks for the length.
+            let len = check_len(unsafe {
+                sys::tfs_xattr_get(self.raw(), raw(ino), name.as_ptr(), std::ptr::null_mut(), 0)
+            })?;
+            let mut value = vec![0; len as usize];
+            if len == 0 {
+                return Ok(value);
+            }
+            // SAFETY: an open handle, buffer and its length.
+            let got = unsafe {
+                sys::tfs_xattr_get(self.raw(), raw(ino), name.as_ptr(), value.as_mut_ptr().cast(), len)
+            };
+            match check_len(got) {
+                Err(Errno::RANGE) => {}
+                got => {
+                    value.truncate(got? as usize);
+                    return Ok(value);
+                }
+            }
+        }
+        Err(Errno::AGAIN)
+    }
+
+    /// Names of all extended attributes, each with its NUL.
+    pub fn xattr_list(&self, ino: impl Into<Handle>) -> Result<Vec<u8>> {
+        let mut list = vec![0; sys::TFS_XATTR_MAX as usize];
+        // SAFETY: an open handle, buffer and its length.
+        let len = check_len(unsafe {
+            sys::tfs_xattr_list(self.raw(), raw(ino), list.as_mut_ptr().cast(), list.len() as u64)
+        })?;
+        list.truncate(len as usize);
+        Ok(list)
+    }
+
+    /// Sets (Some) or removes an extended attribute; flags are `TFS_XATTR_*`; `mode` sets the permission bits with it.
+    pub fn xattr_set(
+        &self,
+        ino: impl Into<Handle>,
+        name: &[u8],
+        value: Option<&[u8]>,
+        flags: u32,
+        mode: Option<u32>,
+    ) -> Result<()> {
+        let name = CString::new(name).map_err(|_| Errno::INVAL)?;
+        // An empty value is not "remove": any non-null pointer will do for it.
+        let (ptr, len) = value.map_or((std::ptr::null(), 0), |v| (v.as_ptr(), v.len() as u64));
+        let mode = mode.map_or(-1, |m| m as c_int);
+        // SAFETY: an open handle; pointers with their lengths.
+        check(unsafe {
+            sys::tfs_xattr_set(self.writable()?, raw(ino), name.as_ptr(), ptr.cast(), len, flags, mode, now())
+        })
+    }
+}
+
+/// A note in the zone that somebody waits for a file lock; for [`Filesystem::end_wait`].
+#[derive(Debug)]
+pub struct LockWait(c_int);
+
+impl LockWait {
+    /// Whether others that look for deadlocks see it; of very many waiters some are not.
+    pub fn is_seen(&self) -> bool {
+        self.0 < sys::TFS_LOCK_WAITS as c_int
+    }
+}
+
+/// Keeps blocks from being reused, until dropped.
+pub struct Pin<'a> {
+    fs: &'a Filesystem,
+    pin: u32,
+}
+
+impl Drop for Pin<'_> {
+    fn drop(&mut self) {
+        // SAFETY: taken in Filesystem::pin of this handle.
+        unsafe { sys::tfs_unpin(self.fs.raw(), self.pin) }
+    }
+}

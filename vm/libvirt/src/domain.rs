@@ -1,0 +1,539 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A domain's XML, and what is changed in it. Elements and attributes that are not ours stay as they are.
+
+use anyhow::{Context, bail};
+use tombolo_start::layout::{DEFAULT_DMA_ENTRIES, Wish};
+use xmltree::{Element, EmitterConfig, XMLNode};
+
+use crate::devices::{self, Addition, MARK, element, with_text};
+use crate::want::{self, Want};
+
+/// libvirt's namespace for what it passes on to QEMU.
+const QEMU: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
+/// Slots for memory devices.
+const SLOTS: &str = "16";
+
+/// A domain as `virsh dumpxml --inactive` has it.
+#[derive(Clone, Debug)]
+pub struct Domain {
+    root: Element,
+}
+
+impl Domain {
+    /// Reads XML.
+    ///
+    /// # Errors
+    /// It is malformed, or no domain's.
+    pub fn parse(text: &str) -> anyhow::Result<Domain> {
+        let root = Element::parse(text.as_bytes()).context("the domain's XML is malformed")?;
+        if root.name != "domain" {
+            bail!("this XML is of a <{}>, not of a <domain>", root.name);
+        }
+        Ok(Domain { root })
+    }
+
+    /// The XML.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn text(&self) -> anyhow::Result<String> {
+        render(&self.root)
+    }
+
+    /// The domain's name.
+    pub fn name(&self) -> String {
+        self.root
+            .get_child("name")
+            .and_then(Element::get_text)
+            .map(|n| n.trim().to_owned())
+            .unwrap_or_default()
+    }
+
+    /// Whether QEMU emulates the processor.
+    fn is_emulated(&self) -> bool {
+        self.root.attributes.get("type").is_some_and(|t| t == "qemu")
+    }
+
+    /// What the domain has of ours.
+    ///
+    /// # Errors
+    /// As [`want::of_domain`].
+    pub fn wants(&self) -> anyhow::Result<Vec<Want>> {
+        want::of_domain(&self.root)
+    }
+
+    /// Adds what a want needs.
+    ///
+    /// # Errors
+    /// It is there already, or the domain's own settings contradict it.
+    pub fn attach(&mut self, want: &Want) -> anyhow::Result<()> {
+        let mut wants = self.wants()?;
+        if wants.iter().any(|there| there.is_same_thing(want)) {
+            bail!("the domain '{}' has {} already", self.name(), want.label());
+        }
+        let addition = devices::of(want, self.is_emulated())?;
+        if addition.shared_memory {
+            self.share_memory()?;
+        }
+        if *want == Want::Grow {
+            self.grow()?;
+        }
+        self.make_room(addition.room)?;
+        self.add(addition)?;
+        wants.push(want.clone());
+        want::put(&mut self.root, &wants);
+        Ok(())
+    }
+
+    /// Takes a want and all that it added away; room for memory devices and shared memory stay.
+    ///
+    /// # Errors
+    /// The domain does not have it.
+    pub fn detach(&mut self, want: &Want) -> anyhow::Result<()> {
+        let mut wants = self.wants()?;
+        let Some(at) = wants.iter().position(|there| there.is_same_thing(want)) else {
+            let has: Vec<String> = wants.iter().map(Want::label).collect();
+            let has = if has.is_empty() { "nothing of tombolo's".to_owned() } else { has.join(", ") };
+            bail!("the domain '{}' does not have {}; it has: {has}", self.name(), want.label());
+        };
+        if *want == Want::Grow {
+            self.shrink()?;
+        }
+        wants.remove(at);
+        // What remains is made anew: so nothing of the one that goes can stay, whatever its file has become meanwhile.
+        self.clear();
+        for other in wants.iter().filter(|w| **w != Want::Grow) {
+            let addition = devices::of(other, self.is_emulated())?;
+            self.add(addition)?;
+        }
+        want::put(&mut self.root, &wants);
+        Ok(())
+    }
+
+    /// An element of the domain.
+    pub fn part(&self, name: &str) -> Option<&Element> {
+        self.root.get_child(name)
+    }
+
+    /// An element that libvirt passes on to QEMU.
+    pub fn qemu_part(&self, name: &str) -> Option<&Element> {
+        self.root.get_child((name, QEMU))
+    }
+
+    /// Devices whose alias begins with `mark`.
+    pub fn devices(&self, mark: &str) -> Vec<&Element> {
+        let all = self.root.get_child("devices").into_iter().flat_map(|d| d.children.iter());
+        let elements = all.filter_map(XMLNode::as_element);
+        let ours = |e: &&Element| {
+            let alias = e.get_child("alias").and_then(|a| a.attributes.get("name"));
+            alias.is_some_and(|name| name.starts_with(mark))
+        };
+        elements.filter(ours).collect()
+    }
+
+    fn add(&mut self, addition: Addition) -> anyhow::Result<()> {
+        let devices = self.root.get_mut_child("devices").context("the domain's XML has no <devices>")?;
+        devices.children.extend(addition.devices.into_iter().map(XMLNode::Element));
+        if !addition.arguments.is_empty() {
+            let arguments = addition.arguments.iter();
+            let arguments: Vec<XMLNode> = arguments
+                .map(|value| XMLNode::Element(qemu_element("arg", &[("value", value)], Vec::new())))
+                .collect();
+            self.qemu_child("commandline").children.extend(arguments);
+        }
+        for (alias, name, value) in addition.properties {
+            let property = qemu_element(
+                "property",
+                &[("name", name), ("type", "unsigned"), ("value", &value.to_string())],
+                Vec::new(),
+            );
+            let front = qemu_element("frontend", &[], vec![property]);
+            let device = qemu_element("device", &[("alias", &alias)], vec![front]);
+            self.qemu_child("override").children.push(XMLNode::Element(device));
+        }
+        Ok(())
+    }
+
+    /// Takes all devices, arguments and properties of ours away but for memory that grows.
+    fn clear(&mut self) {
+        let grows = tombolo_start::libvirt::ALIAS;
+        let ours = |e: &Element| {
+            let alias = e.get_child("alias").and_then(|a| a.attributes.get("name"));
+            alias.is_some_and(|name| name.starts_with(MARK) && name != grows)
+        };
+        if let Some(devices) = self.root.get_mut_child("devices") {
+            devices.children.retain(|node| !node.as_element().is_some_and(ours));
+        }
+        if let Some(line) = self.root.get_mut_child(("commandline", QEMU)) {
+            drop_arguments(line);
+        }
+        if let Some(properties) = self.root.get_mut_child(("override", QEMU)) {
+            properties.children.retain(|node| {
+                let alias = node.as_element().and_then(|e| e.attributes.get("alias"));
+                !alias.is_some_and(|name| name.starts_with(MARK))
+            });
+        }
+        self.root.children.retain(|node| {
+            let empty = |e: &Element| {
+                e.namespace.as_deref() == Some(QEMU) && e.children.iter().all(|c| c.as_element().is_none())
+            };
+            !node.as_element().is_some_and(empty)
+        });
+    }
+
+    /// `<qemu:NAME>` of the domain, made where it is not there.
+    fn qemu_child(&mut self, name: &str) -> &mut Element {
+        self.root.namespaces.get_or_insert_with(xmltree::Namespace::empty).put("qemu", QEMU);
+        if self.root.get_child((name, QEMU)).is_none() {
+            self.root.children.push(XMLNode::Element(qemu_element(name, &[], Vec::new())));
+        }
+        self.root.get_mut_child((name, QEMU)).expect("it was made")
+    }
+
+    /// Sees to it that other processes can map the guest's memory.
+    fn share_memory(&mut self) -> anyhow::Result<()> {
+        let name = self.name();
+        let backing = child(&mut self.root, "memoryBacking");
+        let get = |element: &Element, child: &str, attribute: &str| {
+            element.get_child(child).and_then(|e| e.attributes.get(attribute)).cloned()
+        };
+        let (source, access) = (get(backing, "source", "type"), get(backing, "access", "mode"));
+        let huge = backing.get_child("hugepages").is_some();
+        match access.as_deref() {
+            None => {
+                backing.children.push(XMLNode::Element(element("access", &[("mode", "shared")], Vec::new())))
+            }
+            Some("shared") => {}
+            Some(other) => bail!(
+                "the domain '{name}' says <access mode='{other}'/> in <memoryBacking>, so a switch could not map its memory; \
+                 change it to 'shared' (virsh edit {name})"
+            ),
+        }
+        match source.as_deref() {
+            None if huge => {}
+            None => {
+                backing.children.push(XMLNode::Element(element("source", &[("type", "memfd")], Vec::new())))
+            }
+            Some("memfd" | "file") => {}
+            Some(other) => bail!(
+                "the domain '{name}' has memory of <source type='{other}'/> in <memoryBacking>, which can't be shared; \
+                 change it to 'memfd' (virsh edit {name})"
+            ),
+        }
+        Ok(())
+    }
+
+    /// Bytes of `<memory>`.
+    fn memory(&self) -> anyhow::Result<u64> {
+        let element = self.root.get_child("memory").context("the domain's XML has no <memory>")?;
+        bytes(element)
+    }
+
+    /// Sees to it that `<maxMemory>` leaves this much for more memory devices.
+    fn make_room(&mut self, room: u64) -> anyhow::Result<()> {
+        if room == 0 {
+            return Ok(());
+        }
+        let (least, there) = (self.memory()?, self.root.get_child("maxMemory"));
+        let taken: u64 = self.zones_room()?;
+        let wanted = least + taken + room;
+        if there.map(bytes).transpose()?.is_some_and(|most| most >= wanted) {
+            return Ok(());
+        }
+        while self.root.take_child("maxMemory").is_some() {}
+        let most = with_text("maxMemory", &[("slots", SLOTS), ("unit", "KiB")], &(wanted >> 10).to_string());
+        self.root.children.push(XMLNode::Element(most));
+        Ok(())
+    }
+
+    /// What zones that are there already may take of `<maxMemory>`.
+    fn zones_room(&self) -> anyhow::Result<u64> {
+        let zones = self.wants()?.into_iter().filter(|w| !matches!(w, Want::Port(_) | Want::Grow));
+        zones.map(|want| Ok(devices::of(&want, false)?.room)).sum()
+    }
+
+    /// Leaves a part of the memory to virtio-mem.
+    fn grow(&mut self) -> anyhow::Result<()> {
+        let name = self.name();
+        let total = self.memory()?;
+        let layout = Wish { total, boot: None, dma_entries: DEFAULT_DMA_ENTRIES }
+            .layout()
+            .map_err(|e| anyhow::anyhow!("the memory of the domain '{name}' can't arrive in parts: {e}"))?;
+        if layout.grown == 0 {
+            bail!(
+                "the domain '{name}' has {} MiB, all of which is there at the start: nothing can grow",
+                total >> 20
+            );
+        }
+        if self.root.get_child("cpu").and_then(|c| c.get_child("numa")).is_some() {
+            bail!(
+                "the domain '{name}' has NUMA cells of its own; set their memory and add the device by hand: \
+                 tombolo start plan {}M --libvirt",
+                total >> 20
+            );
+        }
+        let kib = |bytes: u64| (bytes >> 10).to_string();
+        let processors = self.root.get_child("vcpu").and_then(Element::get_text);
+        let processors: u32 = processors.and_then(|n| n.trim().parse().ok()).unwrap_or(1);
+        let cell = element(
+            "cell",
+            &[
+                ("id", "0"),
+                ("cpus", &format!("0-{}", processors.max(1) - 1)),
+                ("memory", &kib(layout.boot)),
+                ("unit", "KiB"),
+                ("memAccess", "shared"),
+            ],
+            Vec::new(),
+        );
+        child(&mut self.root, "cpu").children.push(XMLNode::Element(element("numa", &[], vec![cell])));
+        self.set_memory(total);
+        let most = self.root.get_child("maxMemory").map(bytes).transpose()?.unwrap_or(0).max(total);
+        while self.root.take_child("maxMemory").is_some() {}
+        self.root.children.push(XMLNode::Element(with_text(
+            "maxMemory",
+            &[("slots", SLOTS), ("unit", "KiB")],
+            &kib(most),
+        )));
+        let device = element(
+            "memory",
+            &[("model", "virtio-mem")],
+            vec![
+                element(
+                    "target",
+                    &[],
+                    vec![
+                        with_text("size", &[("unit", "KiB")], &kib(layout.grown)),
+                        with_text("node", &[], "0"),
+                        with_text("block", &[("unit", "KiB")], &kib(layout.block)),
+                        with_text("requested", &[("unit", "KiB")], "0"),
+                    ],
+                ),
+                element("alias", &[("name", tombolo_start::libvirt::ALIAS)], Vec::new()),
+            ],
+        );
+        let devices = self.root.get_mut_child("devices").context("the domain's XML has no <devices>")?;
+        devices.children.push(XMLNode::Element(device));
+        Ok(())
+    }
+
+    /// Gives the domain all of its memory at the start again.
+    fn shrink(&mut self) -> anyhow::Result<()> {
+        let total = self.memory()?;
+        if let Some(devices) = self.root.get_mut_child("devices") {
+            devices.children.retain(|node| {
+                let alias = node
+                    .as_element()
+                    .and_then(|e| e.get_child("alias"))
+                    .and_then(|a| a.attributes.get("name"));
+                alias.is_none_or(|name| name != tombolo_start::libvirt::ALIAS)
+            });
+        }
+        if let Some(cpu) = self.root.get_mut_child("cpu") {
+            cpu.take_child("numa");
+        }
+        self.set_memory(total);
+        Ok(())
+    }
+
+    fn set_memory(&mut self, bytes: u64) {
+        for name in ["memory", "currentMemory"] {
+            while self.root.take_child(name).is_some() {}
+            let kib = (bytes >> 10).to_string();
+            self.root.children.push(XMLNode::Element(with_text(name, &[("unit", "KiB")], &kib)));
+        }
+    }
+}
+
+/// The child of this name, made where it is not there.
+fn child<'a>(parent: &'a mut Element, name: &str) -> &'a mut Element {
+    if parent.get_child(name).is_none() {
+        parent.children.push(XMLNode::Element(Element::new(name)));
+    }
+    parent.get_mut_child(name).expect("it was made")
+}
+
+/// An element that libvirt passes on to QEMU.
+fn qemu_element(name: &str, attributes: &[(&str, &str)], children: Vec<Element>) -> Element {
+    let mut made = element(name, attributes, children);
+    made.prefix = Some("qemu".to_owned());
+    made.namespace = Some(QEMU.to_owned());
+    made
+}
+
+/// Takes our arguments away: pairs of an option and a value whose id is ours.
+fn drop_arguments(line: &mut Element) {
+    let value = |node: &XMLNode| node.as_element().and_then(|e| e.attributes.get("value").cloned());
+    line.children.retain(|node| node.as_element().is_some());
+    let ours = format!("id={MARK}");
+    while let Some(at) = line.children.iter().position(|node| value(node).is_some_and(|v| v.contains(&ours)))
+    {
+        line.children.drain(at.saturating_sub(1)..=at);
+    }
+}
+
+/// The bytes that an element with a `unit` says; KiB where it says none.
+fn bytes(element: &Element) -> anyhow::Result<u64> {
+    let text = element.get_text().unwrap_or_default();
+    let unit = element.attributes.get("unit").map_or("KiB", String::as_str);
+    let factor: u64 = match unit {
+        "b" | "bytes" => 1,
+        "KB" => 1000,
+        "k" | "KiB" => 1 << 10,
+        "MB" => 1_000_000,
+        "M" | "MiB" => 1 << 20,
+        "GB" => 1_000_000_000,
+        "G" | "GiB" => 1 << 30,
+        "TB" => 1_000_000_000_000,
+        "T" | "TiB" => 1 << 40,
+        other => bail!("<{}> has the unit '{other}', which libvirt does not know", element.name),
+    };
+    let number: u64 =
+        text.trim().parse().with_context(|| format!("<{}> has no number: '{text}'", element.name))?;
+    number.checked_mul(factor).with_context(|| format!("<{}> is too large", element.name))
+}
+
+/// An element as indented text.
+///
+/// # Errors
+/// Memory runs out.
+pub fn render(element: &Element) -> anyhow::Result<String> {
+    let mut out = Vec::new();
+    let config = EmitterConfig::new().perform_indent(true).write_document_declaration(false);
+    element.write_with_config(&mut out, config)?;
+    Ok(String::from_utf8(out)? + "\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::want::{Port, ZoneWant};
+    use std::path::Path;
+    use tombolo_zone::{Backing, Zone, ZoneConfig};
+
+    const PLAIN: &str = r#"<domain type='kvm' id='3'>
+  <name>web</name>
+  <metadata><app:x xmlns:app="urn:app">kept</app:x></metadata>
+  <memory unit='MiB'>1024</memory>
+  <currentMemory unit='KiB'>1048576</currentMemory>
+  <vcpu placement='static'>2</vcpu>
+  <os><type arch='x86_64' machine='q35'>hvm</type></os>
+  <devices><emulator>/usr/bin/qemu-system-x86_64</emulator></devices>
+</domain>"#;
+
+    fn zone(dir: &Path, name: &str) -> Want {
+        let path = dir.join(format!("{name}.zone"));
+        drop(Zone::create(&ZoneConfig::new(name, 32 << 20).backing(Backing::File(path.clone()))).unwrap());
+        Want::Zone(ZoneWant { path, member: "web".into(), read_only: false, mount: Some("/mnt".into()) })
+    }
+
+    fn port() -> Want {
+        Want::Port(Port {
+            control: "/run/net.sock".into(),
+            name: "web".into(),
+            socket: "/run/ports/web.sock".into(),
+            mac: "52:54:00:00:00:01".into(),
+        })
+    }
+
+    #[test]
+    fn what_is_attached_is_found_again_and_taken_away_without_a_trace_but_room() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut domain = Domain::parse(PLAIN).unwrap();
+        let mut reader = zone(dir.path(), "reader");
+        if let Want::Zone(zone) = &mut reader {
+            zone.read_only = true;
+        }
+        let wants = [zone(dir.path(), "one"), reader, port()];
+        for want in &wants {
+            domain.attach(want).unwrap();
+        }
+        let text = domain.text().unwrap();
+        for part in [
+            "ua-tombolo-zone-one",
+            "ua-tombolo-bell-one",
+            "<qemu:arg value=\"-object\" />",
+            "ua-tombolo-pmem-reader",
+            "ua-tombolo-net-525400000001",
+            "<access mode=\"shared\" />",
+            ">kept<",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let mut again = Domain::parse(&text).unwrap();
+        assert_eq!(again.wants().unwrap(), wants);
+        assert!(again.attach(&wants[0]).unwrap_err().to_string().contains("already"));
+        for want in &wants {
+            again.detach(want).unwrap();
+        }
+        let text = again.text().unwrap();
+        for part in ["ua-tombolo", "qemu:", "urn:tombolo"] {
+            assert!(!text.contains(part), "{part}: {text}");
+        }
+        assert!(text.contains(">kept<"), "{text}");
+        assert!(again.detach(&wants[0]).unwrap_err().to_string().contains("nothing of tombolo's"));
+    }
+
+    #[test]
+    fn there_is_room_for_every_zone_and_never_less_than_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let most = |domain: &Domain| bytes(domain.root.get_child("maxMemory").unwrap()).unwrap() >> 30;
+        let mut domain = Domain::parse(PLAIN).unwrap();
+        domain.attach(&zone(dir.path(), "one")).unwrap();
+        assert_eq!(most(&domain), 3);
+        domain.attach(&zone(dir.path(), "two")).unwrap();
+        assert_eq!(most(&domain), 5);
+        let larger = PLAIN.replace("<vcpu", "<maxMemory slots='4' unit='GiB'>64</maxMemory><vcpu");
+        let mut domain = Domain::parse(&larger).unwrap();
+        domain.attach(&zone(dir.path(), "three")).unwrap();
+        assert_eq!(most(&domain), 64);
+    }
+
+    #[test]
+    fn memory_that_is_not_shared_is_named_with_its_remedy() {
+        let private = "<memoryBacking><access mode='private'/></memoryBacking><vcpu";
+        let mut domain = Domain::parse(&PLAIN.replace("<vcpu", private)).unwrap();
+        let said = domain.attach(&port()).unwrap_err().to_string();
+        assert!(said.contains("mode='private'") && said.contains("virsh edit web"), "{said}");
+        let anonymous = "<memoryBacking><source type='anonymous'/></memoryBacking><vcpu";
+        let mut domain = Domain::parse(&PLAIN.replace("<vcpu", anonymous)).unwrap();
+        let said = domain.attach(&port()).unwrap_err().to_string();
+        assert!(said.contains("change it to 'memfd'"), "{said}");
+        let huge = "<memoryBacking><hugepages/></memoryBacking><vcpu";
+        let mut domain = Domain::parse(&PLAIN.replace("<vcpu", huge)).unwrap();
+        domain.attach(&port()).unwrap();
+        assert!(!domain.text().unwrap().contains("memfd"));
+    }
+
+    #[test]
+    fn an_emulated_domain_gets_no_interrupt_vectors_for_its_card() {
+        let mut domain = Domain::parse(&PLAIN.replace("'kvm'", "'qemu'")).unwrap();
+        domain.attach(&port()).unwrap();
+        let text = domain.text().unwrap();
+        assert!(text.contains("<qemu:property") && text.contains("name=\"vectors\""), "{text}");
+        let mut domain = Domain::parse(PLAIN).unwrap();
+        domain.attach(&port()).unwrap();
+        assert!(!domain.text().unwrap().contains("vectors"));
+    }
+
+    #[test]
+    fn memory_grows_from_a_part_and_is_whole_again_afterwards() {
+        let mut domain = Domain::parse(&PLAIN.replace(">1024<", ">4096<")).unwrap();
+        domain.attach(&Want::Grow).unwrap();
+        let text = domain.text().unwrap();
+        assert!(text.contains("virtio-mem") && text.contains("cpus=\"0-1\""), "{text}");
+        assert_eq!(domain.memory().unwrap(), 4 << 30);
+        domain.detach(&Want::Grow).unwrap();
+        let text = domain.text().unwrap();
+        assert!(!text.contains("virtio-mem") && !text.contains("<numa"), "{text}");
+        let mut small = Domain::parse(&PLAIN.replace(">1024<", ">256<")).unwrap();
+        let said = small.attach(&Want::Grow).unwrap_err().to_string();
+        assert!(said.contains("nothing can grow"), "{said}");
+    }
+
+    #[test]
+    fn what_is_no_domain_is_refused() {
+        assert!(Domain::parse("<network/>").unwrap_err().to_string().contains("<network>"));
+        assert!(Domain::parse("<domain>").is_err());
+    }
+}

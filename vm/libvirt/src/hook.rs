@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What is done when a domain starts and when it has ended: libvirt runs `/etc/libvirt/hooks/qemu.d/tombolo DOMAIN OPERATION PHASE EXTRA`
+//! with the domain's XML on the standard input, and refuses the start where that fails.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use tombolo_zone::serve::start;
+use tombolo_zone::{Rights, Zone};
+
+use crate::domain::Domain;
+use crate::want::{Port, Want, ZoneWant};
+
+/// How long a zone's server may take to learn that a domain's QEMU has ended.
+const ENDING: Duration = Duration::from_secs(5);
+
+/// Runs the hook.
+///
+/// # Errors
+/// What a domain has in its XML can't be had: libvirt shows this to whoever starts it.
+pub fn run(operation: &str, phase: &str, xml: &str) -> anyhow::Result<()> {
+    let prepares = match (operation, phase) {
+        ("prepare", "begin") => true,
+        ("release", "end") => false,
+        _ => return Ok(()),
+    };
+    let domain = Domain::parse(xml)?;
+    let wants = domain.wants()?;
+    let done: anyhow::Result<Vec<()>> =
+        wants.iter().map(|want| if prepares { prepare(want) } else { release(want) }).collect();
+    done.map(drop).with_context(|| format!("tombolo, for the domain '{}'", domain.name()))
+}
+
+/// Makes what a domain connects to.
+fn prepare(want: &Want) -> anyhow::Result<()> {
+    match want {
+        Want::Zone(zone) => {
+            let rights = if zone.read_only { Rights::READ_ONLY } else { Rights::READ_WRITE };
+            start::invite(&zone.path, &zone.member, rights, &start::own_program()?).map(drop)
+        }
+        Want::Port(port) => add(port),
+        Want::Accel(folder) => {
+            let bell = folder.join("bell");
+            if !bell.exists() {
+                bail!(
+                    "{} is not there: the accelerator's server does not run; start it: tombolo accel serve --vm {}",
+                    bell.display(),
+                    folder.display()
+                );
+            }
+            Ok(())
+        }
+        Want::Grow => Ok(()),
+    }
+}
+
+/// Gives back what is of no use without the domain. Its slot in a zone stays for its next start.
+fn release(want: &Want) -> anyhow::Result<()> {
+    match want {
+        Want::Zone(zone) => await_end(zone),
+        Want::Port(port) => remove(port),
+        Want::Accel(_) | Want::Grow => Ok(()),
+    }
+}
+
+/// Waits until the zone's server has ended the domain's epoch.
+fn await_end(want: &ZoneWant) -> anyhow::Result<()> {
+    // A zone that was removed meanwhile holds nothing.
+    if !want.path.exists() {
+        return Ok(());
+    }
+    let zone = Zone::open(&want.path, false)?;
+    let began = Instant::now();
+    while zone.members()?.iter().any(|m| m.name == want.member && m.alive) {
+        if began.elapsed() > ENDING {
+            bail!("{}: its server still holds '{}' alive", want.path.display(), want.member);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
+
+fn net(arguments: &[&str], control: &Path) -> anyhow::Result<()> {
+    let mut command = Command::new(start::own_program()?);
+    command.arg("net").args(arguments).arg("--control").arg(control);
+    let output = command.output().context("starting tombolo net")?;
+    if !output.status.success() {
+        bail!("{}", String::from_utf8_lossy(&output.stderr).trim().trim_start_matches("tombolo: "));
+    }
+    Ok(())
+}
+
+/// Adds the domain's port to its switch.
+pub(crate) fn add(port: &Port) -> anyhow::Result<()> {
+    if !port.control.exists() {
+        bail!(
+            "{} is not there: the switch does not run; start it: tombolo net run --control {}",
+            port.control.display(),
+            port.control.display()
+        );
+    }
+    if let Some(folder) = port.socket.parent() {
+        use std::os::unix::fs::DirBuilderExt;
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o711)
+            .create(folder)
+            .with_context(|| folder.display().to_string())?;
+    }
+    let words = format!("{},{},{}", port.name, port.socket.display(), port.mac);
+    net(&["add", &words], &port.control)
+}
+
+/// Removes the domain's port from its switch.
+pub(crate) fn remove(port: &Port) -> anyhow::Result<()> {
+    // A switch that has ended has no ports.
+    if !port.control.exists() {
+        return Ok(());
+    }
+    net(&["remove", &port.name], &port.control)
+}

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Zones, networks, accelerators and growing memory for domains of libvirt.
+//!
+//! Everything that a domain gets stands in its own XML: the devices, each with an alias of ours, and in `<metadata>` the *wants* from which
+//! the devices were made. libvirt runs a hook when a domain starts and when it has ended; the hook reads the wants from the XML that libvirt
+//! hands it, and sees to it that zone servers and switch ports are there, or gone. So nothing else has to be kept or configured.
+//!
+//! - [`want`]: what a domain can have, and its form in `<metadata>`.
+//! - [`domain`]: a domain's XML and the changes to it.
+//! - [`devices`]: the elements that a want becomes.
+//! - [`virsh`]: reading and defining domains through `virsh`.
+//! - [`hook`]: what is done when a domain starts and ends.
+//! - [`kubevirt`]: the same XML for KubeVirt's hook sidecar.
+//! - [`cli`]: `tombolo libvirt`.
+
+pub mod cli;
+pub mod devices;
+pub mod domain;
+pub mod hook;
+pub mod kubevirt;
+pub mod virsh;
+pub mod want;

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `cloud_init =`: what cloud-init in a user's own image is given at its start.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// What cloud-init is given. Each text is the path of a file, or the text itself where it has several lines or begins with '#'.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CloudInit {
+    /// User-data: #cloud-config, a script, or whatever else cloud-init takes.
+    pub user_data: Option<String>,
+    /// The network configuration; default: made from the VM's networks.
+    pub network: Option<String>,
+    /// Public keys of the image's default user, or paths of files with them.
+    pub ssh_keys: Vec<String>,
+    /// The guest's name; default: the VM's.
+    pub hostname: Option<String>,
+    /// What cloud-init takes for the same machine; default: depends on the compose file's path and the VM's name.
+    pub instance_id: Option<String>,
+}
+
+/// A text that is in the compose file, or in a file of its own.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Source<'a> {
+    /// The text itself.
+    Inline(&'a str),
+    /// Where the text is.
+    File(&'a Path),
+}
+
+/// How a text is given.
+#[must_use]
+pub fn source(text: &str) -> Source<'_> {
+    if text.contains('\n') || text.starts_with('#') {
+        Source::Inline(text)
+    } else {
+        Source::File(Path::new(text))
+    }
+}
+
+/// How an SSH key is given: one has the key's kind and its base64.
+#[must_use]
+pub fn key_source(text: &str) -> Source<'_> {
+    let kinds = ["ssh-", "ecdsa-", "sk-ssh-", "sk-ecdsa-"];
+    if text.contains(' ') && kinds.iter().any(|kind| text.starts_with(kind)) {
+        Source::Inline(text)
+    } else {
+        Source::File(Path::new(text))
+    }
+}
+
+impl CloudInit {
+    /// Makes paths absolute that are relative to the folder of the compose file, or to the user's.
+    pub(super) fn make_absolute(&mut self, dir: &Path) {
+        let home = std::env::var_os("HOME").map(PathBuf::from);
+        let absolute = |text: &mut String| {
+            let path = match (text.strip_prefix("~/"), &home) {
+                (Some(rest), Some(home)) => home.join(rest),
+                _ => dir.join(&*text),
+            };
+            *text = path.to_string_lossy().into_owned();
+        };
+        for text in [&mut self.user_data, &mut self.network].into_iter().flatten() {
+            if let Source::File(_) = source(text) {
+                absolute(text);
+            }
+        }
+        for text in &mut self.ssh_keys {
+            if let Source::File(_) = key_source(text) {
+                absolute(text);
+            }
+        }
+    }
+
+    /// The text of user-data, where there is one.
+    ///
+    /// # Errors
+    /// Names the key and the file.
+    pub fn read_user_data(&self) -> anyhow::Result<Option<String>> {
+        self.user_data.as_deref().map(|text| read("user_data", source(text))).transpose()
+    }
+
+    /// The text of the network configuration, where the compose file has one.
+    ///
+    /// # Errors
+    /// Names the key and the file.
+    pub fn read_network(&self) -> anyhow::Result<Option<String>> {
+        self.network.as_deref().map(|text| read("network", source(text))).transpose()
+    }
+
+    /// The SSH keys, one in each string.
+    ///
+    /// # Errors
+    /// Names the key and the file, and a file without a public key in it.
+    pub fn read_keys(&self) -> anyhow::Result<Vec<String>> {
+        let mut keys = Vec::new();
+        for entry in &self.ssh_keys {
+            let text = read("ssh_keys", key_source(entry))?;
+            let lines = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#'));
+            let before = keys.len();
+            for line in lines {
+                anyhow::ensure!(
+                    key_source(line) == Source::Inline(line),
+                    "cloud_init.ssh_keys: {entry} is no public key; name the file that ends in .pub"
+                );
+                keys.push(line.to_owned());
+            }
+            anyhow::ensure!(keys.len() > before, "cloud_init.ssh_keys: {entry} has no key in it");
+        }
+        Ok(keys)
+    }
+}
+
+fn read(key: &str, source: Source<'_>) -> anyhow::Result<String> {
+    match source {
+        Source::Inline(text) => Ok(text.to_owned()),
+        Source::File(path) => std::fs::read_to_string(path)
+            .map_err(|e| anyhow::anyhow!("cloud_init.{key}: {} can't be read: {e}", path.display())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_is_itself_or_in_a_file_beside_the_compose_file() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("user.yaml"), "#cloud-config\n").unwrap();
+        std::fs::write(dir.path().join("id.pub"), "# mine\nssh-ed25519 AAAA me@here\n").unwrap();
+        let mut given: CloudInit = toml::from_str(
+            "user_data = \"user.yaml\"\nnetwork = \"version: 2\\n\"\nssh_keys = [\"id.pub\", \"ssh-rsa BBBB\"]",
+        )
+        .unwrap();
+        given.make_absolute(dir.path());
+        assert_eq!(given.read_user_data().unwrap().unwrap(), "#cloud-config\n");
+        assert_eq!(given.read_network().unwrap().unwrap(), "version: 2\n");
+        assert_eq!(given.read_keys().unwrap(), ["ssh-ed25519 AAAA me@here", "ssh-rsa BBBB"]);
+    }
+
+    #[test]
+    fn what_can_not_be_read_is_named_with_its_key() {
+        let mut given: CloudInit = toml::from_str("user_data = \"none.yaml\"\nssh_keys = [\"id\"]").unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("id"), "-----BEGIN OPENSSH PRIVATE KEY-----\n").unwrap();
+        given.make_absolute(dir.path());
+        let e = given.read_user_data().unwrap_err().to_string();
+        assert!(e.starts_with("cloud_init.user_data: ") && e.contains("none.yaml can't be read"), "{e}");
+        let e = given.read_keys().unwrap_err().to_string();
+        assert!(e.contains("is no public key; name the file that ends in .pub"), "{e}");
+    }
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Health checks: a command that runs in a guest again and again, and what its results make of the VM.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use qapi::qga;
+use serde::{Deserialize, Serialize};
+
+use super::exec;
+use crate::compose::depends::HealthCheck;
+use crate::guest::agent::{Agent, Calls};
+use crate::machine::Machine;
+
+/// The longest time between checks before the first one that succeeds.
+const EAGER: Duration = Duration::from_secs(5);
+/// Time for one request to the agent.
+const REQUEST: Duration = Duration::from_secs(60);
+/// How often it is looked whether a check has ended.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What the checks of a VM say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Health {
+    /// None has succeeded yet.
+    Starting,
+    /// The last one has succeeded, or fewer than `retries` in a row have failed since.
+    Healthy,
+    /// So many in a row have failed.
+    Unhealthy,
+}
+
+impl std::fmt::Display for Health {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Health::Starting => "starting",
+            Health::Healthy => "healthy",
+            Health::Unhealthy => "unhealthy",
+        })
+    }
+}
+
+/// Checks the VM until it ends, on a thread of its own.
+///
+/// # Errors
+/// When no thread can be had.
+pub fn begin(machine: &Arc<Machine>, check: &HealthCheck) -> std::io::Result<()> {
+    machine.set_health(Health::Starting);
+    let (machine, check) = (machine.clone(), check.clone());
+    let name = format!("health-{}", machine.name());
+    std::thread::Builder::new().name(name).spawn(move || watch(&machine, &check)).map(drop)
+}
+
+fn watch(machine: &Machine, check: &HealthCheck) {
+    let begun = Instant::now();
+    let mut tally = Tally::default();
+    while machine.is_up() {
+        let pass = run(machine.agent(), &check.command.0, check.timeout.0);
+        // A VM that is being stopped or reboots has no agent.
+        if !machine.is_up() {
+            return;
+        }
+        let early = begun.elapsed() < check.start_period.0;
+        let before = tally.health;
+        tally.count(pass.is_ok(), early, check.retries);
+        if let (true, Err(why)) = (tally.health == Health::Unhealthy && before != Health::Unhealthy, &pass) {
+            crate::say!("the VM '{}' is unhealthy: {why:#}", machine.name());
+        }
+        machine.set_health(tally.health);
+        let eager = tally.health == Health::Starting;
+        machine.wait_end_for(if eager { check.interval.0.min(EAGER) } else { check.interval.0 });
+    }
+}
+
+/// What the results so far make of a VM.
+#[derive(Debug)]
+struct Tally {
+    health: Health,
+    failures: u32,
+}
+
+impl Default for Tally {
+    fn default() -> Tally {
+        Tally { health: Health::Starting, failures: 0 }
+    }
+}
+
+impl Tally {
+    fn count(&mut self, pass: bool, early: bool, retries: u32) {
+        if pass {
+            (self.health, self.failures) = (Health::Healthy, 0);
+        } else if !early || self.health != Health::Starting {
+            self.failures = self.failures.saturating_add(1);
+            if self.failures >= retries {
+                self.health = Health::Unhealthy;
+            }
+        }
+    }
+}
+
+/// Runs one check; one that takes too long is killed with all that it started.
+///
+/// # Errors
+/// When it fails, with what it said.
+fn run(agent: &Agent, command: &[String], limit: Duration) -> anyhow::Result<()> {
+    // The shell finds the program by the PATH.
+    let mut arg: Vec<String> = ["-c", "exec \"$@\"", "tombolo"].map(str::to_owned).to_vec();
+    arg.extend(command.iter().cloned());
+    let begun = Instant::now();
+    let pid = exec::start(agent, "/bin/sh", arg, Vec::new(), None, true)?;
+    loop {
+        let status = agent.call(qga::guest_exec_status { pid }, REQUEST)?;
+        if status.exited {
+            let code = exec::code_of(&status);
+            let words =
+                [status.out_data, status.err_data].into_iter().flatten().flatten().collect::<Vec<u8>>();
+            anyhow::ensure!(
+                code == 0,
+                "'{}' ended with {code}: {}",
+                command.join(" "),
+                String::from_utf8_lossy(&words).trim()
+            );
+            return Ok(());
+        }
+        if begun.elapsed() >= limit {
+            exec::kill(agent, pid)?;
+            anyhow::bail!("'{}' took longer than {} s", command.join(" "), limit.as_secs_f64());
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn health(results: &[(bool, bool)]) -> Vec<Health> {
+        let mut tally = Tally::default();
+        let mut said = Vec::new();
+        for &(pass, early) in results {
+            tally.count(pass, early, 3);
+            said.push(tally.health);
+        }
+        said
+    }
+
+    #[test]
+    fn so_many_failures_in_a_row_make_a_vm_unhealthy_and_one_success_healthy_again() {
+        use Health::{Healthy, Starting, Unhealthy};
+        assert_eq!(health(&[(false, false); 3]), [Starting, Starting, Unhealthy]);
+        let (good, bad) = ((true, false), (false, false));
+        assert_eq!(
+            health(&[good, bad, bad, good, bad, bad, bad, good]),
+            [Healthy, Healthy, Healthy, Healthy, Healthy, Healthy, Unhealthy, Healthy]
+        );
+        // Failures in the beginning don't count, but for one that was healthy already.
+        assert_eq!(health(&[(false, true), (false, true), (false, true), bad]), [Starting; 4]);
+        assert_eq!(
+            health(&[(true, true), (false, true), (false, true), (false, true)]).last(),
+            Some(&Unhealthy)
+        );
+    }
+}

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `cpu_limit` and `memory_limit`: a cgroup of its own for a VM's QEMU, below one that was delegated to the supervisor's user.
+//!
+//! A cgroup whose children are limited has no processes itself, so the supervisor, and who else is in its cgroup, moves to the child
+//! `supervisor` first. The VM's cgroup goes with its QEMU.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+
+use crate::compose::VmSpec;
+use crate::project::state::StateDir;
+
+/// Names the delegated cgroup where it is not the supervisor's own.
+const VARIABLE: &str = "TOMBOLO_CGROUP";
+/// The child in which the supervisor is.
+const OWN: &str = "supervisor";
+/// The period of a limit of processor time, in microseconds; the kernel's default.
+const PERIOD: u32 = 100_000;
+/// What to do where no cgroup is delegated.
+const REMEDY: &str = "start it in one: systemctl start tombolo@NAME (its unit has Delegate=yes), systemd-run --user --scope -p Delegate=yes \
+                      tombolo up, or as root: name an empty cgroup with TOMBOLO_CGROUP=/sys/fs/cgroup/…";
+
+/// The cgroup of one VM, removed when dropped.
+#[derive(Debug)]
+pub struct Group {
+    path: PathBuf,
+    /// Where a process puts itself into the group.
+    entrance: File,
+}
+
+impl Group {
+    /// Makes the cgroup of a VM that has limits.
+    ///
+    /// # Errors
+    /// When no cgroup is delegated, with the remedy.
+    pub fn of(dir: &StateDir, vm: &str, spec: &VmSpec) -> anyhow::Result<Option<Group>> {
+        if spec.cpu_limit.is_none() && spec.memory_limit.is_none() {
+            return Ok(None);
+        }
+        // Unlike the project's name its folder's is nobody else's.
+        let project = dir.path().file_name().unwrap_or_default().to_string_lossy();
+        let made = delegated().and_then(|parent| Group::below(&parent, &project, vm, spec));
+        made.map(Some).with_context(|| {
+            format!("vm.{vm} has cpu_limit or memory_limit, and there is no cgroup for it; {REMEDY}")
+        })
+    }
+
+    fn below(parent: &Path, project: &str, vm: &str, spec: &VmSpec) -> anyhow::Result<Group> {
+        let path = parent.join(format!("tombolo-{project}-{vm}"));
+        match fs::create_dir(&path) {
+            // That of a supervisor that was killed.
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            made => made.with_context(|| format!("{} can't be made", path.display()))?,
+        }
+        let limit = |file: &str, value: String| {
+            fs::write(path.join(file), &value)
+                .with_context(|| format!("{file} of {} can't be set to {value}", path.display()))
+        };
+        let memory = spec.memory_limit.map_or("max".into(), |size| size.0.to_string());
+        limit("memory.max", memory)?;
+        limit("cpu.max", spec.cpu_limit.map_or_else(|| format!("max {PERIOD}"), quota))?;
+        let entrance = OpenOptions::new().write(true).open(path.join("cgroup.procs"))?;
+        Ok(Group { path, entrance })
+    }
+
+    /// Where a process puts itself into the group: it writes "0".
+    #[must_use]
+    pub fn entrance(&self) -> &File {
+        &self.entrance
+    }
+
+    /// Whether the kernel has killed a process of the group for want of memory.
+    #[must_use]
+    pub fn ran_out_of_memory(&self) -> bool {
+        let events = fs::read_to_string(self.path.join("memory.events")).unwrap_or_default();
+        let kills =
+            events.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok());
+        kills.is_some_and(|kills| kills > 0)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Err(e) = fs::remove_dir(&self.path) {
+            crate::say!("the cgroup {} stays: {e}", self.path.display());
+        }
+    }
+}
+
+/// So many processors, as cpu.max has it.
+fn quota(processors: f64) -> String {
+    let microseconds = (processors * f64::from(PERIOD)).round();
+    format!("{microseconds:.0} {PERIOD}")
+}
+
+/// The cgroup below which this process may make others, with the controllers on.
+fn delegated() -> anyhow::Result<PathBuf> {
+    let parent = match std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
+        Some(path) => PathBuf::from(path),
+        None => {
+            let own = own()?;
+            if own.ends_with(OWN) { own.parent().unwrap_or(&own).to_owned() } else { own }
+        }
+    };
+    enable(&parent)?;
+    Ok(parent)
+}
+
+/// This process's cgroup of version 2.
+fn own() -> anyhow::Result<PathBuf> {
+    let text = fs::read_to_string("/proc/self/cgroup")?;
+    let path = text.lines().find_map(|line| line.strip_prefix("0::/"));
+    let root = Path::new("/sys/fs/cgroup");
+    anyhow::ensure!(
+        root.join("cgroup.controllers").is_file(),
+        "the host has no cgroups of version 2 in {}",
+        root.display()
+    );
+    Ok(root.join(path.context("this process is in no cgroup of version 2")?))
+}
+
+/// Gives the children of `parent` limits of processor time and memory.
+fn enable(parent: &Path) -> anyhow::Result<()> {
+    let control = parent.join("cgroup.subtree_control");
+    let on = fs::read_to_string(&control).with_context(|| control.display().to_string())?;
+    if ["cpu", "memory"].iter().all(|c| on.split_whitespace().any(|o| o == *c)) {
+        return Ok(());
+    }
+    move_all(parent)?;
+    fs::write(&control, "+cpu +memory")
+        .with_context(|| format!("{} does not take '+cpu +memory'", control.display()))
+}
+
+/// Moves the processes of `parent` into its child for them.
+fn move_all(parent: &Path) -> anyhow::Result<()> {
+    let processes =
+        fs::read_to_string(parent.join("cgroup.procs")).with_context(|| parent.display().to_string())?;
+    if processes.trim().is_empty() {
+        return Ok(());
+    }
+    let child = parent.join(OWN);
+    match fs::create_dir(&child) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+        made => made.with_context(|| format!("{} can't be made", child.display()))?,
+    }
+    for process in processes.split_whitespace() {
+        let mut entrance = OpenOptions::new().write(true).open(child.join("cgroup.procs"))?;
+        match entrance.write_all(process.as_bytes()) {
+            // It has ended.
+            Err(e) if e.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => {}
+            moved => {
+                moved.with_context(|| format!("process {process} can't be moved to {}", child.display()))?
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder with a cgroup's files in it.
+    fn group(at: &Path, controllers: &str, processes: &str) {
+        fs::create_dir_all(at).unwrap();
+        fs::write(at.join("cgroup.subtree_control"), controllers).unwrap();
+        fs::write(at.join("cgroup.procs"), processes).unwrap();
+    }
+
+    fn spec(text: &str) -> VmSpec {
+        toml::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn a_vms_group_has_its_limits() {
+        let dir = tempfile::tempdir().unwrap();
+        let vm = dir.path().join("tombolo-p-a");
+        group(&vm, "", "");
+        let made =
+            Group::below(dir.path(), "p", "a", &spec("cpu_limit = 1.5\nmemory_limit = \"2G\"")).unwrap();
+        let read = |file: &str| fs::read_to_string(vm.join(file)).unwrap();
+        assert_eq!((read("cpu.max").as_str(), read("memory.max").as_str()), ("150000 100000", "2147483648"));
+        made.entrance().write_all(b"0").unwrap();
+        assert_eq!(read("cgroup.procs"), "0");
+        assert!(!made.ran_out_of_memory());
+        fs::write(vm.join("memory.events"), "oom 3\noom_kill 1\n").unwrap();
+        assert!(made.ran_out_of_memory());
+        let _open = Group::below(dir.path(), "p", "a", &spec("memory_limit = \"2G\"")).unwrap();
+        assert_eq!(read("cpu.max"), "max 100000");
+    }
+
+    #[test]
+    fn a_group_with_processes_gives_them_a_child_before_its_children_are_limited() {
+        let dir = tempfile::tempdir().unwrap();
+        group(dir.path(), "pids\n", "12\n34\n");
+        group(&dir.path().join(OWN), "", "");
+        enable(dir.path()).unwrap();
+        let read = |file: &str| fs::read_to_string(dir.path().join(file)).unwrap();
+        assert_eq!(read("cgroup.subtree_control"), "+cpu +memory");
+        // A real one would have both.
+        assert_eq!(read("supervisor/cgroup.procs"), "34");
+        fs::write(dir.path().join("cgroup.subtree_control"), "cpu memory pids\n").unwrap();
+        enable(dir.path()).unwrap();
+        assert_eq!(read("cgroup.subtree_control"), "cpu memory pids\n", "nothing to do");
+    }
+
+    #[test]
+    fn a_vm_without_limits_has_no_group() {
+        assert!(Group::of(&StateDir::at("/nonexistent".into()), "a", &spec("")).unwrap().is_none());
+    }
+}

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A VM's disks as QEMU has them, and the overlays that take what a guest writes to an image that is to stay as it is.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::Context;
+
+use crate::compose::VmSpec;
+use crate::compose::disks::{DiskSpec, Format};
+use crate::project::state::StateDir;
+
+/// The extension of overlays in a project's folder.
+const OVERLAY: &str = "overlay";
+
+/// A disk as QEMU has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Drive {
+    /// Its id in QEMU.
+    pub id: String,
+    /// The file that QEMU opens.
+    pub file: PathBuf,
+    /// The file's format.
+    pub format: Format,
+    /// The guest can't write to it.
+    pub read_only: bool,
+    /// QEMU keeps what the guest writes to itself.
+    pub snapshot: bool,
+    /// Its serial number.
+    pub serial: Option<String>,
+}
+
+impl Drive {
+    /// QEMU's arguments; `first`: the firmware boots from it.
+    #[must_use]
+    pub fn arguments(&self, first: bool) -> [(&'static str, String); 2] {
+        let Drive { id, file, format, .. } = self;
+        let path = file.to_string_lossy().replace(',', ",,");
+        let flag = |set: bool, text| if set { text } else { "" };
+        let (read_only, snapshot) =
+            (flag(self.read_only, ",readonly=on"), flag(self.snapshot, ",snapshot=on"));
+        let serial = self.serial.as_ref().map(|serial| format!(",serial={serial}")).unwrap_or_default();
+        let first = flag(first, ",bootindex=0");
+        [
+            ("-drive", format!("file={path},if=none,id={id},format={}{read_only}{snapshot}", format.name())),
+            ("-device", format!("virtio-blk-pci,drive={id}{serial}{first}")),
+        ]
+    }
+}
+
+/// The disks of a VM in the guest's order; overlays that are not there yet are made.
+///
+/// # Errors
+/// When an overlay can't be made.
+pub fn drives(dir: &StateDir, vm: &str, spec: &VmSpec) -> anyhow::Result<Vec<Drive>> {
+    let mut drives = Vec::new();
+    if let Some(file) = &spec.disk {
+        drives.push(Drive {
+            id: "disk".into(),
+            file: file.clone(),
+            format: Format::of(file),
+            read_only: false,
+            snapshot: spec.snapshot,
+            serial: None,
+        });
+    }
+    for (n, disk) in spec.disks.iter().enumerate() {
+        let format = disk.format.unwrap_or_else(|| Format::of(&disk.path));
+        let (file, format) = if disk.overlay {
+            (overlay(dir, vm, n, disk, format)?, Format::Qcow2)
+        } else {
+            (disk.path.clone(), format)
+        };
+        let (read_only, serial) = (disk.readonly, disk.serial.clone());
+        drives.push(Drive { id: format!("disk{n}"), file, format, read_only, snapshot: false, serial });
+    }
+    Ok(drives)
+}
+
+fn overlay(dir: &StateDir, vm: &str, n: usize, disk: &DiskSpec, format: Format) -> anyhow::Result<PathBuf> {
+    let path = dir.path().join(format!("{vm}.{n}.{OVERLAY}"));
+    if path.exists() {
+        return Ok(path);
+    }
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", "qcow2", "-F", format.name(), "-b"]).arg(&disk.path).arg(&path);
+    let output =
+        command.output().context("qemu-img, which makes overlays, can't be started; install qemu-utils")?;
+    anyhow::ensure!(
+        output.status.success(),
+        "vm.{vm}.disks: no overlay over {} can be made: {}",
+        disk.path.display(),
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    Ok(path)
+}
+
+/// Removes the overlays of a VM that has been stopped, or of all.
+pub fn discard(dir: &StateDir, vm: Option<&str>) {
+    let Ok(entries) = std::fs::read_dir(dir.path()) else { return };
+    for path in entries.filter_map(Result::ok).map(|entry| entry.path()) {
+        let its = |vm: &str| is_overlay_of(&path, vm);
+        if path.extension().is_some_and(|e| e == OVERLAY) && vm.is_none_or(its) {
+            if let Err(e) = std::fs::remove_file(&path) {
+                crate::say!("{}: {e}", path.display());
+            }
+        }
+    }
+}
+
+/// Names of VMs have no dot.
+fn is_overlay_of(path: &Path, vm: &str) -> bool {
+    path.file_name().and_then(|name| name.to_str()).and_then(|name| name.split('.').next()) == Some(vm)
+}
+
+/// What QEMU's own words mean where it can't have a disk's lock.
+#[must_use]
+pub fn explain(said: &[String]) -> Option<String> {
+    said.iter().find(|line| line.contains("Failed to get") && line.contains("lock"))?;
+    let path = said.iter().find_map(|line| line.split_once("using the image [")?.1.split(']').next());
+    Some(format!(
+        "its disk {} is in use: another VM or program has it open, which QEMU's lock on the image tells. Stop that one ('lsof' or 'fuser' names \
+         it), or share the image by overlay = true or readonly = true in all VMs that use it",
+        path.unwrap_or("(see below)")
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(text: &str) -> VmSpec {
+        toml::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn disks_come_in_the_files_order_after_the_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = StateDir::at(dir.path().to_owned());
+        let vm = spec(
+            "disk = \"/a,b\"\nsnapshot = true\ndisks = [{ path = \"/c\", serial = \"data\" }, { path = \"/d\", readonly = true, format = \"vmdk\" }]",
+        );
+        let drives = drives(&dir, "a", &vm).unwrap();
+        let lines: Vec<String> =
+            drives.iter().enumerate().flat_map(|(n, d)| d.arguments(n == 0)).map(|(_, v)| v).collect();
+        assert_eq!(
+            lines,
+            [
+                "file=/a,,b,if=none,id=disk,format=raw,snapshot=on",
+                "virtio-blk-pci,drive=disk,bootindex=0",
+                "file=/c,if=none,id=disk0,format=raw",
+                "virtio-blk-pci,drive=disk0,serial=data",
+                "file=/d,if=none,id=disk1,format=vmdk,readonly=on",
+                "virtio-blk-pci,drive=disk1",
+            ]
+        );
+    }
+
+    #[test]
+    fn an_overlay_stays_until_its_vm_is_stopped_and_the_image_is_never_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("base.img");
+        std::fs::write(&image, vec![7; 1 << 20]).unwrap();
+        let dir = StateDir::at(folder.path().to_owned());
+        let vm = spec(&format!("disks = [{{ path = \"{}\", overlay = true }}]", image.display()));
+        let first = drives(&dir, "a", &vm).unwrap().remove(0);
+        assert_eq!((first.format, first.file.file_name().unwrap()), (Format::Qcow2, "a.0.overlay".as_ref()));
+        let write = |to: &Path| {
+            let io = Command::new("qemu-io").args(["-f", "qcow2", "-c", "write -P 1 0 64k"]).arg(to).output();
+            assert!(io.expect("the package qemu-utils").status.success());
+        };
+        write(&first.file);
+        let before = std::fs::read(&first.file).unwrap();
+        assert_eq!(drives(&dir, "a", &vm).unwrap().remove(0), first);
+        assert_eq!(std::fs::read(&first.file).unwrap(), before, "a restart keeps what was written");
+        assert!(std::fs::read(&image).unwrap().iter().all(|&b| b == 7));
+        let other = drives(&dir, "ab", &vm).unwrap().remove(0);
+        discard(&dir, Some("a"));
+        assert!(!first.file.exists() && other.file.exists());
+        discard(&dir, None);
+        assert!(!other.file.exists() && image.exists());
+    }
+
+    #[test]
+    fn qemus_words_about_a_lock_become_the_name_of_the_disk_and_the_remedy() {
+        let said = [
+            "qemu-system-x86_64: -drive file=/x/d.img,if=none: Failed to get \"write\" lock",
+            "Is another process using the image [/x/d.img]?",
+        ];
+        let text = explain(&said.map(str::to_owned)).unwrap();
+        assert!(text.starts_with("its disk /x/d.img is in use"), "{text}");
+        assert_eq!(explain(&["qemu: no such device".to_owned()]), None);
+    }
+}

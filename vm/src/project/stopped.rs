@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Which VMs `down VM` has stopped, for `restart = "unless-stopped"`: a list per project that survives the host's reboot, in
+//! `$XDG_STATE_HOME/tombolo` (root: `/var/lib/tombolo`).
+
+use std::collections::BTreeSet;
+use std::io;
+use std::path::PathBuf;
+
+use crate::compose::Project;
+use crate::compose::restart::Restart;
+use crate::project::state;
+
+/// The VMs of this project that `down VM` has stopped and nobody has started since.
+///
+/// # Errors
+/// Those of the file system.
+pub fn list(project: &Project) -> io::Result<BTreeSet<String>> {
+    match std::fs::read_to_string(path(project)) {
+        Ok(text) => Ok(text.lines().map(str::to_owned).collect()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(BTreeSet::new()),
+        Err(e) => Err(e),
+    }
+}
+
+/// Adds VMs to the list, those whose policy asks for it.
+///
+/// # Errors
+/// Those of the file system.
+pub fn add(project: &Project, vms: &[String]) -> io::Result<()> {
+    let asks =
+        |vm: &&String| project.compose.vm.get(*vm).is_some_and(|spec| spec.restart == Restart::UnlessStopped);
+    let mut stopped = list(project)?;
+    let before = stopped.len();
+    stopped.extend(vms.iter().filter(asks).cloned());
+    if stopped.len() > before { write(project, &stopped) } else { Ok(()) }
+}
+
+/// Takes VMs off the list, all where `vms` is empty.
+///
+/// # Errors
+/// Those of the file system.
+pub fn remove(project: &Project, vms: &[String]) -> io::Result<()> {
+    let mut stopped = list(project)?;
+    let before = stopped.len();
+    stopped.retain(|vm| !vms.is_empty() && !vms.contains(vm));
+    if stopped.len() < before { write(project, &stopped) } else { Ok(()) }
+}
+
+fn write(project: &Project, stopped: &BTreeSet<String>) -> io::Result<()> {
+    let path = path(project);
+    if let Some(dir) = path.parent() {
+        std::fs::create_dir_all(dir)?;
+    }
+    let lines: String = stopped.iter().map(|vm| format!("{vm}\n")).collect();
+    state::write_atomically(&path, lines.as_bytes())
+}
+
+fn path(project: &Project) -> PathBuf {
+    let hash = state::hash(project.file.as_os_str().as_encoded_bytes());
+    dir().join(format!("{:016x}.stopped", hash))
+}
+
+fn dir() -> PathBuf {
+    let set = |name: &str| std::env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    if let Some(dir) = set("XDG_STATE_HOME") {
+        return dir.join("tombolo");
+    }
+    if rustix::process::geteuid().is_root() {
+        return "/var/lib/tombolo".into();
+    }
+    set("HOME").unwrap_or_else(std::env::temp_dir).join(".local/state/tombolo")
+}

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! In which order VMs are started and stopped: what one depends on is there before it, and goes after it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::compose::depends::{Depends, Until};
+use crate::guest::health::Health;
+use crate::machine::Machine;
+
+/// How often a wait looks whether the request was cancelled.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How far a VM has come.
+#[derive(Clone, Debug)]
+pub(super) enum Reached {
+    /// QEMU runs.
+    Started,
+    /// It is up.
+    Ready(Arc<Machine>),
+    /// It will not be up.
+    Failed,
+}
+
+/// How far the VMs have come that are being started, and those that ran before.
+#[derive(Debug, Default)]
+pub(super) struct Order {
+    reached: Mutex<BTreeMap<String, Reached>>,
+    changed: Condvar,
+}
+
+impl Order {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Reached>> {
+        self.reached.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes how far a VM has come.
+    pub(super) fn reach(&self, vm: &str, reached: Reached) {
+        self.lock().insert(vm.to_owned(), reached);
+        self.changed.notify_all();
+    }
+
+    /// Waits until all that `vm` depends on has come so far; `report` is told what for.
+    ///
+    /// # Errors
+    /// When one of them fails or is unhealthy, and when the request is cancelled.
+    pub(super) fn wait(
+        &self,
+        vm: &str,
+        depends: &Depends,
+        cancelled: &dyn Fn() -> bool,
+        report: &dyn Fn(&str),
+    ) -> anyhow::Result<()> {
+        for (other, until) in &depends.0 {
+            let mut told = false;
+            while !self.is_so_far(vm, other, *until)? {
+                anyhow::ensure!(!cancelled(), "cancelled");
+                if !std::mem::replace(&mut told, true) {
+                    report(&format!("until '{other}' is {until}"));
+                }
+                drop(self.changed.wait_timeout(self.lock(), LOOK));
+            }
+        }
+        Ok(())
+    }
+
+    fn is_so_far(&self, vm: &str, other: &str, until: Until) -> anyhow::Result<bool> {
+        let reached = self.lock().get(other).cloned();
+        Ok(match (reached, until) {
+            (None, _) | (Some(Reached::Started), Until::Ready | Until::Healthy) => false,
+            (Some(Reached::Failed), _) => {
+                anyhow::bail!("the VM '{vm}' was not started: '{other}', on which it depends, failed")
+            }
+            (Some(Reached::Started | Reached::Ready(_)), Until::Started)
+            | (Some(Reached::Ready(_)), Until::Ready) => true,
+            (Some(Reached::Ready(machine)), Until::Healthy) => {
+                is_healthy(&machine).map_err(|e| anyhow::anyhow!("the VM '{vm}' was not started: {e}"))?
+            }
+        })
+    }
+}
+
+/// Whether a VM is healthy, or has no check; false: not yet.
+///
+/// # Errors
+/// When it is unhealthy or has ended.
+pub(super) fn is_healthy(machine: &Machine) -> anyhow::Result<bool> {
+    let name = machine.name();
+    anyhow::ensure!(machine.is_up(), "the VM '{name}' does not run any more ({})", machine.status().state);
+    match machine.health() {
+        None | Some(Health::Healthy) => Ok(true),
+        Some(Health::Starting) => Ok(false),
+        Some(Health::Unhealthy) => {
+            anyhow::bail!("the VM '{name}' is unhealthy: its health check fails, see supervisor.log")
+        }
+    }
+}
+
+/// VMs in the order of their stop: each wave is stopped when the one before it has ended. What nobody depends on is first.
+pub(super) fn waves(vms: &BTreeMap<String, Depends>) -> Vec<BTreeSet<String>> {
+    let mut left: BTreeSet<&String> = vms.keys().collect();
+    let mut waves = Vec::new();
+    while !left.is_empty() {
+        let needed: BTreeSet<&String> = left.iter().flat_map(|vm| vms[*vm].0.keys()).collect();
+        let mut wave: BTreeSet<String> =
+            left.iter().filter(|vm| !needed.contains(**vm)).map(|vm| (*vm).clone()).collect();
+        if wave.is_empty() {
+            // A circle: these VMs were started from different states of the file.
+            wave = left.iter().map(|vm| (*vm).clone()).collect();
+        }
+        left.retain(|vm| !wave.contains(*vm));
+        waves.push(wave);
+    }
+    waves
+}
+
+/// Lets each wave begin when the one before it has ended, or after its share of the time.
+#[derive(Debug)]
+pub(super) struct Turnstile {
+    /// VMs of each wave that have not ended.
+    left: Mutex<Vec<usize>>,
+    changed: Condvar,
+    begun: Instant,
+    share: Duration,
+}
+
+impl Turnstile {
+    /// For waves of so many VMs, which have `all` of the time together.
+    pub(super) fn new(sizes: Vec<usize>, all: Duration) -> Turnstile {
+        let share = all / u32::try_from(sizes.len().max(1)).unwrap_or(u32::MAX);
+        Turnstile { left: Mutex::new(sizes), changed: Condvar::new(), begun: Instant::now(), share }
+    }
+
+    /// Waits for the turn of a wave.
+    pub(super) fn wait(&self, wave: usize) {
+        let latest = self.begun + self.share * u32::try_from(wave).unwrap_or(u32::MAX);
+        let left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let limit = latest.saturating_duration_since(Instant::now());
+        drop(self.changed.wait_timeout_while(left, limit, |left| left[..wave].iter().any(|&n| n > 0)));
+    }
+
+    /// One VM of a wave has ended.
+    pub(super) fn leave(&self, wave: usize) {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)[wave] -= 1;
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn depends(names: &[&str]) -> Depends {
+        Depends(names.iter().map(|name| ((*name).to_owned(), Until::Ready)).collect())
+    }
+
+    #[test]
+    fn who_depends_on_others_is_stopped_before_them() {
+        let vms = [
+            ("db", depends(&[])),
+            ("web", depends(&["db", "cache"])),
+            ("cache", depends(&["db"])),
+            ("alone", depends(&["gone"])),
+        ];
+        let vms: BTreeMap<String, Depends> = vms.into_iter().map(|(n, d)| (n.to_owned(), d)).collect();
+        let waves: Vec<Vec<String>> = waves(&vms).into_iter().map(|w| w.into_iter().collect()).collect();
+        assert_eq!(waves, [vec!["alone", "web"], vec!["cache"], vec!["db"]]);
+    }
+
+    #[test]
+    fn vms_that_were_started_from_different_files_are_stopped_though_they_form_a_circle() {
+        let vms = [("a", depends(&["b"])), ("b", depends(&["a"]))];
+        let vms: BTreeMap<String, Depends> = vms.into_iter().map(|(n, d)| (n.to_owned(), d)).collect();
+        assert_eq!(waves(&vms).len(), 1);
+    }
+
+    #[test]
+    fn a_wave_that_takes_its_time_holds_up_the_next_for_its_share_only() {
+        let gate = Turnstile::new(vec![1, 1], Duration::from_millis(20));
+        gate.wait(0);
+        gate.wait(1);
+        assert!(gate.begun.elapsed() >= Duration::from_millis(10));
+        let long = Turnstile::new(vec![1, 1], Duration::from_secs(36_000));
+        std::thread::scope(|scope| {
+            let second = scope.spawn(|| long.wait(1));
+            long.leave(0);
+            second.join().unwrap();
+        });
+    }
+}

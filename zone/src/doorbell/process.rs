@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The process at the other end of a doorbell's connection: whether a VM lives is whether this process does.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// A process of this host that has connected, held by a pidfd: its number can't come to mean another process.
+#[derive(Clone, Debug)]
+pub struct Process {
+    pid: u32,
+    /// In the kernel's ticks since boot.
+    started: u64,
+    fd: Arc<OwnedFd>,
+}
+
+/// Number and start together name a process for ever.
+impl PartialEq for Process {
+    fn eq(&self, other: &Process) -> bool {
+        (self.pid, self.started) == (other.pid, other.started)
+    }
+}
+
+impl Eq for Process {}
+
+impl Process {
+    /// Who is at the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace), or it has gone already.
+    pub fn of(stream: &UnixStream) -> Option<Process> {
+        let pid = rustix::net::sockopt::socket_peercred(stream).ok()?.pid;
+        let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        let number = pid.as_raw_pid().unsigned_abs();
+        let started = started(number)?;
+        // While the connection stands, the process that made it has not ended, so the pidfd is that process's.
+        let hung_up = ready(stream.as_fd(), PollFlags::RDHUP, 0)?;
+        (!hung_up).then(|| Process { pid: number, started, fd: Arc::new(fd) })
+    }
+
+    /// Its number.
+    pub fn id(&self) -> u32 {
+        self.pid
+    }
+
+    /// Waits until the process has ended.
+    pub fn wait_ended(&self) {
+        while ready(self.fd.as_fd(), PollFlags::IN, -1) != Some(true) {}
+    }
+
+    /// When it was started, in the kernel's ticks since boot.
+    pub fn started(&self) -> u64 {
+        self.started
+    }
+
+    /// Whether it has ended.
+    pub fn has_ended(&self) -> bool {
+        ready(self.fd.as_fd(), PollFlags::IN, 0) == Some(true)
+    }
+}
+
+/// When the process of this number was started; `None`: there is none.
+pub fn started(pid: u32) -> Option<u64> {
+    let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The second field is a name that may contain anything, in parentheses; the start is the 22nd field.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?;
+    // A process that has ended and waits for its parent.
+    (state != "Z" && state != "X").then(|| fields.nth(18)?.parse().ok()).flatten()
+}
+
+/// Whether one of `events` (or an error) is there within `milliseconds`; -1: waits. `None`: interrupted.
+fn ready(fd: BorrowedFd<'_>, events: PollFlags, milliseconds: i32) -> Option<bool> {
+    let limit = u32::try_from(milliseconds).ok().map(|ms| rustix::time::Timespec {
+        tv_sec: i64::from(ms / 1000),
+        tv_nsec: i64::from(ms % 1000) * 1_000_000,
+    });
+    let mut polled = [PollFd::from_borrowed_fd(fd, events)];
+    poll(&mut polled, limit.as_ref()).ok().map(|n| n > 0)
+}

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Who may connect to a VM's doorbell socket: root gives it to the group that QEMU runs as under libvirt, so that a domain can open it.
+
+use std::ffi::CString;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use crate::{Error, Result};
+
+/// Groups of libvirt's QEMU on Debian and on Fedora, and the group of all who may use KVM. The switch has the same default.
+const VMMS: [&str; 3] = ["libvirt-qemu", "qemu", "kvm"];
+
+/// Opens a socket of root's to the first of [`VMMS`] that exists. Another user's socket stays that user's.
+///
+/// # Errors
+/// Those of the file system.
+pub fn give(socket: &Path) -> Result<()> {
+    let failed = |e| Error::io(format!("group and mode of {}", socket.display()), e);
+    if !rustix::process::geteuid().is_root() {
+        return Ok(());
+    }
+    let Some(group) = VMMS.iter().find_map(|name| group(name)) else { return Ok(()) };
+    std::os::unix::fs::chown(socket, None, Some(group)).map_err(failed)?;
+    std::fs::set_permissions(socket, std::fs::Permissions::from_mode(0o660)).map_err(failed)
+}
+
+/// The number of a group.
+fn group(name: &str) -> Option<u32> {
+    let name = CString::new(name).ok()?;
+    let mut room = vec![0; 64 << 10];
+    let mut found = std::ptr::null_mut();
+    // SAFETY: an all-zero entry is valid to be filled in; name, entry and room outlive the call.
+    unsafe {
+        let mut entry: libc::group = std::mem::zeroed();
+        libc::getgrnam_r(name.as_ptr(), &mut entry, room.as_mut_ptr(), room.len(), &mut found);
+        (!found.is_null()).then_some(entry.gr_gid)
+    }
+}

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a VM that tombolo does not start needs to join a zone: QEMU's arguments, libvirt's XML, the guest's mount.
+
+use std::path::PathBuf;
+
+use serde::Serialize;
+use uuid::Uuid;
+
+use crate::Rights;
+use crate::doorbell::VECTORS;
+
+/// Address space for hot-plugged memory that the advice leaves room for beside the zone, in bytes.
+const GRANULE: u64 = 1 << 30;
+
+/// What ids in a libvirt domain begin with: libvirt leaves those with `ua-` to users.
+const LIBVIRT: &str = "ua-tombolo-";
+
+/// A kept slot, and where the VM finds zone and doorbell.
+#[derive(Clone, Debug, Serialize)]
+pub struct Invitation {
+    /// The VM's name in the member table.
+    pub member: String,
+    /// What the VM may do.
+    pub rights: Rights,
+    /// The zone's name.
+    pub zone: String,
+    /// The zone's identity, by which a guest mounts it.
+    pub uuid: Uuid,
+    /// The zone's file, absolute.
+    pub path: PathBuf,
+    /// The zone's size in bytes.
+    pub size: u64,
+    /// The socket of this VM's doorbell.
+    pub socket: PathBuf,
+}
+
+impl Invitation {
+    /// The zone's name as QEMU's ids may have it: letters, digits, '-', '_' and '.'; its identity where the name has others.
+    pub fn id(&self) -> String {
+        let fits = self.zone.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+        if fits { self.zone.clone() } else { self.uuid.simple().to_string() }
+    }
+
+    /// What `maxmem` of `-m` (or `<maxMemory>`) must have beyond the VM's own memory, in bytes.
+    pub fn room(&self) -> u64 {
+        self.size.next_multiple_of(GRANULE) + GRANULE
+    }
+
+    /// The arguments for the zone's memory; ids begin with `prefix`.
+    fn memory(&self, prefix: &str) -> Vec<String> {
+        let (id, path, size) = (self.id(), option(&self.path), self.size);
+        let read_only = if self.rights.write { "" } else { ",readonly=on" };
+        vec![
+            "-object".to_owned(),
+            format!(
+                "memory-backend-file,id={prefix}zone-{id},mem-path={path},size={size},share=on{read_only}"
+            ),
+            "-device".to_owned(),
+            format!("virtio-pmem-pci,id={prefix}pmem-{id},memdev={prefix}zone-{id}"),
+        ]
+    }
+
+    /// QEMU's arguments. `-m` must name a `maxmem` with [`Self::room`] besides.
+    pub fn qemu(&self) -> Vec<String> {
+        let (id, socket) = (self.id(), option(&self.socket));
+        let mut arguments = self.memory("");
+        arguments.extend([
+            "-chardev".to_owned(),
+            format!("socket,id=bell-{id},path={socket}"),
+            "-device".to_owned(),
+            format!("ivshmem-doorbell,id=doorbell-{id},chardev=bell-{id},vectors={VECTORS}"),
+        ]);
+        arguments
+    }
+
+    /// The elements for `<devices>` of a libvirt domain. libvirt has no read-only virtio-pmem, so a VM that may only read gets QEMU's
+    /// arguments instead ([`Self::libvirt_arguments`]).
+    pub fn libvirt_devices(&self) -> String {
+        let mut text = String::new();
+        if self.rights.write {
+            text.push_str(&format!(
+                "<memory model='virtio-pmem' access='shared'>\n  <source><path>{}</path></source>\n  \
+                 <target><size unit='KiB'>{}</size></target>\n</memory>\n",
+                xml(&self.path.to_string_lossy()),
+                self.size >> 10
+            ));
+        }
+        text.push_str(&format!(
+            "<shmem name='tombolo-{}'>\n  <model type='ivshmem-doorbell'/>\n  <server path='{}'/>\n  <msi vectors='{VECTORS}'/>\n</shmem>\n",
+            self.id(),
+            xml(&self.socket.to_string_lossy())
+        ));
+        text
+    }
+
+    /// What a read-only VM needs besides, for `<qemu:commandline>`.
+    pub fn libvirt_arguments(&self) -> Vec<String> {
+        if self.rights.write { Vec::new() } else { self.memory(LIBVIRT) }
+    }
+
+    /// The guest's command.
+    pub fn mount(&self) -> String {
+        let read_only = if self.rights.write { "" } else { ",ro" };
+        format!("mount -t tombolo -o nosuid,nodev{read_only} {} /mnt", self.uuid)
+    }
+
+    /// All of it for a person.
+    pub fn text(&self) -> String {
+        let arguments = self.qemu();
+        let lines: Vec<String> =
+            arguments.chunks(2).map(|pair| format!("  {} {}", pair[0], shell(&pair[1]))).collect();
+        let extra = self.libvirt_arguments();
+        let raw: String = extra.iter().map(|a| format!("    <qemu:arg value='{}'/>\n", xml(a))).collect();
+        let raw = if raw.is_empty() {
+            raw
+        } else {
+            format!(
+                "  and in <domain xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>:\n  <qemu:commandline>\n{raw}  </qemu:commandline>\n"
+            )
+        };
+        let devices =
+            self.libvirt_devices().lines().fold(String::new(), |text, line| text + "    " + line + "\n");
+        let mebibytes = self.room() >> 20;
+        format!(
+            "The zone '{}' keeps a slot for the VM '{}' ({}).\n\
+             QEMU: let maxmem of -m be at least {mebibytes}M more than the VM's memory, and add\n{}\n\
+             libvirt: let <maxMemory slots='16'> be at least {mebibytes} MiB more than <memory>, and add\n  <devices>\n{devices}  </devices>\n{raw}\
+             In the guest, which needs tombolo.ko (package tombolo-guest):\n  {}\n",
+            self.zone,
+            self.member,
+            if self.rights.write { "reads and writes" } else { "reads only" },
+            lines.join(" \\\n"),
+            self.mount()
+        )
+    }
+}
+
+/// A path within one of QEMU's options: a comma would end it.
+fn option(path: &std::path::Path) -> String {
+    path.to_string_lossy().replace(',', ",,")
+}
+
+/// A word for a shell.
+fn shell(word: &str) -> String {
+    let plain = word.chars().all(|c| c.is_ascii_alphanumeric() || "-_.,=/:+".contains(c));
+    if plain { word.to_owned() } else { format!("'{}'", word.replace('\'', r"'\''")) }
+}
+
+/// Text within XML.
+fn xml(text: &str) -> String {
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('\'', "&apos;")
+        .replace('"', "&quot;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn invitation(zone: &str, rights: Rights) -> Invitation {
+        Invitation {
+            member: "a".into(),
+            rights,
+            zone: zone.into(),
+            uuid: Uuid::from_u128(0x1234),
+            path: "/dev/shm/a b,c.zone".into(),
+            size: 64 << 20,
+            socket: "/run/z/it's.sock".into(),
+        }
+    }
+
+    #[test]
+    fn names_with_odd_characters_survive_qemu_the_shell_and_xml() {
+        let odd = invitation("my zone", Rights::READ_WRITE);
+        let arguments = odd.qemu().join(" ");
+        assert!(arguments.contains("mem-path=/dev/shm/a b,,c.zone,size=67108864,share=on"), "{arguments}");
+        assert!(arguments.contains("id=zone-00000000000000000000000000001234,"), "{arguments}");
+        let text = odd.text();
+        assert!(text.contains(r"path=/run/z/it'\''s.sock'"), "{text}");
+        assert!(text.contains("<server path='/run/z/it&apos;s.sock'/>"), "{text}");
+        assert!(text.contains("<path>/dev/shm/a b,c.zone</path>") && text.contains("2048M"), "{text}");
+    }
+
+    #[test]
+    fn a_vm_that_may_only_read_maps_the_zone_read_only() {
+        let reader = invitation("z", Rights::READ_ONLY);
+        assert!(reader.qemu()[1].ends_with(",readonly=on"));
+        assert!(!reader.libvirt_devices().contains("virtio-pmem"));
+        assert_eq!(
+            reader.libvirt_arguments()[3],
+            "virtio-pmem-pci,id=ua-tombolo-pmem-z,memdev=ua-tombolo-zone-z"
+        );
+        assert!(reader.mount().contains("ro"), "{}", reader.mount());
+        assert!(reader.text().contains("<qemu:arg value='-object'/>"));
+    }
+}

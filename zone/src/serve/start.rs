@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Inviting and expelling, and the server that a zone then needs.
+
+use std::fs::File;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+use super::invitation::Invitation;
+use super::room::Room;
+use crate::{Error, MemberState, Rights, Role, Zone};
+
+/// How long a server may take to make a socket: it looks at the member table once a second.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Keeps a slot of the zone in a file for a VM that tombolo does not start, and sees to it that the zone is served: `program` `zone serve
+/// FILE` is started in the background if nobody does. A VM that has a slot keeps it.
+///
+/// # Errors
+/// The zone is a running project's, the VM is in it with other rights, or no server comes up.
+pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyhow::Result<Invitation> {
+    let path = path.canonicalize().with_context(|| format!("the zone's file {}", path.display()))?;
+    let zone = Zone::open(&path, true)?;
+    let room = Room::of(zone.uuid());
+    let known = zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty);
+    if zone.has_owner()? && room.server().is_none() {
+        bail!(
+            "{}: the zone belongs to a process that serves no VMs of others (a project that is up, or a mount); \
+             name the VM in that project's compose file, or end it first",
+            path.display()
+        );
+    }
+    match known {
+        Some(there)
+            if there.rights == rights && there.role == Some(Role::Vm) && there.state != MemberState::Dead => {
+        }
+        Some(there) if there.alive => bail!(
+            "{}: '{member}' is in the zone already, and its rights can't change while it is: stop it first",
+            path.display()
+        ),
+        _ => drop(zone.invite(member, Role::Vm, rights)?),
+    }
+    let socket = room.socket(member);
+    serve(&path, &room, &socket, program)?;
+    Ok(Invitation {
+        member: member.to_owned(),
+        rights,
+        zone: zone.name().to_owned(),
+        uuid: zone.uuid(),
+        path,
+        size: zone.size(),
+        socket,
+    })
+}
+
+/// Frees the slot of a VM that is not in the zone. Its server takes the VM's socket away.
+///
+/// # Errors
+/// There is no such VM, or it lives.
+pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
+    let zone = Zone::open(path, true)?;
+    let members = zone.members()?;
+    let Some(there) = members.iter().find(|m| m.name == member) else {
+        let names: Vec<&str> = members.iter().map(|m| m.name.as_str()).collect();
+        bail!("{}: nobody is called '{member}' there; it has: {}", path.display(), names.join(", "));
+    };
+    let vms = Room::of(zone.uuid()).vms()?;
+    if let Some((_, pid)) = vms.iter().find(|(name, _)| name == member) {
+        bail!("{}: the VM '{member}' lives (process {pid}); stop it first", path.display());
+    }
+    Ok(zone.remove(there.id)?)
+}
+
+/// Waits until the socket is there, with a server of our own if nobody else serves the zone.
+fn serve(path: &Path, room: &Room, socket: &Path, program: &Path) -> anyhow::Result<()> {
+    let began = Instant::now();
+    let mut own: Option<Child> = None;
+    while !(room.server().is_some() && socket.exists()) {
+        if room.server().is_none() && own.is_none() {
+            own = Some(spawn(path, room, program)?);
+        }
+        if let Some(status) = own.as_mut().map(Child::try_wait).transpose()?.flatten() {
+            let log = std::fs::read_to_string(room.log()).unwrap_or_default();
+            bail!("{}: the zone's server ended at once ({status}): {}", path.display(), log.trim());
+        }
+        if began.elapsed() > PATIENCE {
+            bail!(
+                "{}: the zone's server made no socket {} within {} s; its log: {}",
+                path.display(),
+                socket.display(),
+                PATIENCE.as_secs(),
+                room.log().display()
+            );
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+/// A server in a session of its own, which outlives the command that starts it.
+fn spawn(path: &Path, room: &Room, program: &Path) -> anyhow::Result<Child> {
+    room.make()?;
+    let log = File::create(room.log()).with_context(|| format!("writing {}", room.log().display()))?;
+    let mut command = Command::new(program);
+    command.args(["zone", "serve"]).arg(path).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+    command.current_dir("/");
+    // SAFETY: setsid is safe between fork and exec.
+    unsafe {
+        command.pre_exec(|| rustix::process::setsid().map(drop).map_err(Into::into));
+    }
+    command.spawn().with_context(|| format!("starting {}", program.display()))
+}
+
+/// Serves the zones in files until no VM is invited to them any more; each line that `say` gets names its zone.
+///
+/// # Errors
+/// The first that a zone has.
+pub fn run(path: &Path, say: &mut dyn FnMut(String)) -> anyhow::Result<()> {
+    let server = match super::Server::start(path) {
+        Err(Error::InUse { by, .. }) => bail!(
+            "{} is in use by {by}; 'tombolo zone inspect' shows who is in it. Members that live go on; the zone is served again when they have ended",
+            path.display()
+        ),
+        other => other?,
+    };
+    Ok(server.run(say)?)
+}
+
+/// This program, by which a server is started.
+///
+/// # Errors
+/// When /proc does not tell.
+pub fn own_program() -> anyhow::Result<PathBuf> {
+    std::env::current_exe().context("finding this program's file")
+}
