@@ -168,9 +168,6 @@ pub enum Command {
         /// The compose file
         #[arg(long)]
         file: PathBuf,
-        /// The project's name
-        #[arg(long)]
-        name: String,
     },
 }
 

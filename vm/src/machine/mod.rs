@@ -585,7 +585,10 @@ impl Machine {
 
     /// Keeps what its health check says.
     pub fn set_health(&self, health: Health) {
-        self.lock().health = Some(health);
+        let before = self.lock().health.replace(health);
+        if before != Some(health) {
+            journal::record(Kind::Vm, &self.name, &health.to_string(), "");
+        }
     }
 
     /// What its health check says, where it has one.

@@ -149,7 +149,7 @@ impl Stream {
 }
 
 /// The native kernel.
-pub unsafe extern "C" fn run(arguments: *mut c_void) {
+pub(super) unsafe extern "C" fn run(arguments: *mut c_void) {
     // SAFETY: the driver's copy of what was enqueued, which it hands over once.
     let (arguments, stream, cl) = unsafe {
         let arguments = &*arguments.cast::<Arguments>();
@@ -191,7 +191,7 @@ impl Streams {
     }
 
     /// The driver has its command. The reference to the event becomes the stream's.
-    pub fn enqueued(&self, cl: &'static OpenCl, id: u64, event: Handle) {
+    pub(super) fn enqueued(&self, cl: &'static OpenCl, id: u64, event: Handle) {
         if let Some(running) = lock(&self.0).get_mut(&id) {
             running.event = event as usize;
         }
@@ -211,7 +211,7 @@ impl Streams {
     }
 
     /// The event of a stream, with a reference for the caller.
-    pub fn event(&self, cl: &OpenCl, id: u64) -> Result<Handle, i32> {
+    pub(super) fn event(&self, cl: &OpenCl, id: u64) -> Result<Handle, i32> {
         let all = lock(&self.0);
         let event = all.get(&id).ok_or(VALUE)?.event as Handle;
         if let Some(retain) = cl.native.clRetainEvent {
