@@ -168,6 +168,9 @@ pub enum Command {
         /// The compose file
         #[arg(long)]
         file: PathBuf,
+        /// The project's name
+        #[arg(long)]
+        name: String,
     },
 }
 

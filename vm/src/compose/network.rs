@@ -9,7 +9,6 @@ use std::str::FromStr;
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
 
-use crate::compose::ports::{self, Forward};
 use crate::compose::{Compose, Ready, VmSpec, nearest};
 use crate::project::state::hash;
 
@@ -44,9 +43,6 @@ pub struct NetSpec {
     pub budget: Option<u32>,
     /// Where Prometheus finds the counters.
     pub metrics: Option<tombolo_metrics::Place>,
-    /// Ports of the host that lead to its VM, as that one's key `ports` has them; known when the file is [settled](settle).
-    #[serde(skip_deserializing, skip_serializing_if = "Vec::is_empty")]
-    pub forwards: Vec<Forward>,
 }
 
 /// `multicast =`
@@ -299,10 +295,6 @@ pub fn settle(compose: &mut Compose, held: &BTreeMap<String, Subnet>) {
         said.chain(held.values().copied()).map(|subnet| subnet.base).collect();
     let names: Vec<String> = compose.net.keys().cloned().collect();
     for name in names {
-        let forwards = ports::through(compose, &name).cloned().collect();
-        if let Some(spec) = compose.net.get_mut(&name) {
-            spec.forwards = forwards;
-        }
         let Some(own) = subnet(compose, &name) else { continue };
         let Some(spec) = compose.net.get_mut(&name).filter(|spec| spec.subnet.is_none()) else { continue };
         let conventional = || (0..=u8::MAX).map(|n| Subnet { base: Ipv4Addr::new(10, 86, n, 0), prefix: 24 });

@@ -21,7 +21,7 @@ use tombolo_control::socket;
 
 use crate::child::{self, Guarded};
 use crate::compose::network::{self, Lease, NetSpec};
-use crate::compose::ports::{Forward, Protocol};
+use crate::compose::ports::{self, Forward, Protocol};
 use crate::compose::{Project, VmSpec};
 use crate::guest::agent::Agent;
 use crate::guest::exec;
@@ -122,6 +122,8 @@ struct NewPort {
 struct Switch {
     name: String,
     spec: NetSpec,
+    /// Ports of the host that its uplink forwards.
+    forwards: Vec<Forward>,
     /// The project's folder.
     dir: PathBuf,
     ports: Mutex<BTreeMap<String, (Value, Lease)>>,
@@ -364,7 +366,7 @@ impl Switch {
                 network::Uplink::Interface(name) => json!({ "interface": name }),
             };
             for (key, protocol) in [("tcp-ports", Protocol::Tcp), ("udp-ports", Protocol::Udp)] {
-                let wanted = spec.forwards.iter().filter(|forward| forward.protocol == protocol);
+                let wanted = self.forwards.iter().filter(|forward| forward.protocol == protocol);
                 let wanted: Vec<String> = wanted.map(Forward::for_passt).collect();
                 if !wanted.is_empty() {
                     way[key] = json!(wanted);

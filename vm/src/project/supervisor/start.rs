@@ -105,13 +105,6 @@ impl Supervisor {
             inner.project = project;
         }
 
-        let order = Order::default();
-        let mut up_before: Vec<Arc<Machine>> =
-            self.lock().machines.values().filter(|m| m.is_up()).cloned().collect();
-        for machine in &up_before {
-            order.reach(machine.name(), Reached::Ready(machine.clone()));
-        }
-
         // The client's going, or its word, cancels what has not been finished.
         let started: Mutex<Vec<Arc<Machine>>> = Mutex::new(Vec::new());
         let finished = AtomicBool::new(false);
@@ -182,7 +175,6 @@ impl Supervisor {
             results.into_iter().filter_map(Result::err).map(|e| format!("{e:#}")).collect();
         if errors.is_empty() && !cancelled.load(Ordering::Acquire) {
             up_before.extend(started.into_inner().unwrap_or_else(PoisonError::into_inner));
-            up_before.retain(|m| wish.vms.is_empty() || wish.vms.iter().any(|vm| vm == m.name()));
             return if wait { wait_healthy(&up_before, &socket, reporter) } else { Ok(()) };
         }
         // What this request started goes again; what ran before stays.
