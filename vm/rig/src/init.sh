@@ -11,7 +11,7 @@ mount -t devtmpfs dev /dev
 mount -t tmpfs tmp /tmp
 mkdir -p /dev/shm
 mount -t tmpfs shm /dev/shm
-for m in $(cat /modules/order); do insmod "/modules/$m.ko" || echo "insmod $m failed"; done
+while read -r m; do insmod "/modules/$m.ko" || echo "insmod $m failed"; done </modules/order
 # What an image brings for its own guests.
 # shellcheck source=/dev/null
 [ ! -e /setup ] || . /setup
