@@ -46,12 +46,11 @@ impl Sink {
     fn put(&self, bytes: &[u8]) -> usize {
         let mut taken = 0;
         for piece in bytes.chunks(PIECE) {
+            if !self.is_ready() {
+                break;
+            }
             // SAFETY: the slice lives during the call.
-            let n = if self.is_ready() {
-                unsafe { libc::write(self.fd, piece.as_ptr().cast(), piece.len()) }
-            } else {
-                0
-            };
+            let n = unsafe { libc::write(self.fd, piece.as_ptr().cast(), piece.len()) };
             taken += usize::try_from(n).unwrap_or(0);
             if n < piece.len() as isize {
                 break;

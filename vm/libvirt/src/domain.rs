@@ -213,10 +213,33 @@ impl Domain {
         Ok(())
     }
 
-    /// Bytes of `<memory>`.
-    fn memory(&self) -> anyhow::Result<u64> {
-        let element = self.root.get_child("memory").context("the domain's XML has no <memory>")?;
-        bytes(element)
+    /// Bytes at the start: those of the NUMA cells, where there are any, else `<memory>`, which counts memory devices too.
+    fn initial(&self) -> anyhow::Result<u64> {
+        let cells = self.cells();
+        if cells.is_empty() {
+            return bytes_of(self.root.get_child("memory").context("the domain's XML has no <memory>")?);
+        }
+        cells.into_iter().map(|cell| in_unit(cell, cell.attributes.get("memory").map_or("", String::as_str))).sum()
+    }
+
+    fn cells(&self) -> Vec<&Element> {
+        let numa = self.root.get_child("cpu").and_then(|c| c.get_child("numa"));
+        numa.into_iter().flat_map(|n| n.children.iter()).filter_map(XMLNode::as_element).filter(|e| e.name == "cell").collect()
+    }
+
+    /// Gives the domain one NUMA cell with this memory, as libvirt wants it of domains with memory devices.
+    fn set_cell(&mut self, bytes: u64, shared: bool) {
+        let kib = (bytes >> 10).to_string();
+        let processors = self.root.get_child("vcpu").and_then(Element::get_text);
+        let processors: u32 = processors.and_then(|n| n.trim().parse().ok()).unwrap_or(1);
+        let last = format!("0-{}", processors.max(1) - 1);
+        let numa = child(child(&mut self.root, "cpu"), "numa");
+        let mut cell = numa.take_child("cell").unwrap_or_else(|| element("cell", &[("id", "0"), ("cpus", &last)], Vec::new()));
+        cell.attributes.extend([("memory".into(), kib), ("unit".into(), "KiB".to_owned())]);
+        if shared {
+            cell.attributes.insert("memAccess".into(), "shared".to_owned());
+        }
+        numa.children.push(XMLNode::Element(cell));
     }
 
     /// Sees to it that `<maxMemory>` leaves this much for more memory devices.
@@ -224,10 +247,17 @@ impl Domain {
         if room == 0 {
             return Ok(());
         }
-        let (least, there) = (self.memory()?, self.root.get_child("maxMemory"));
-        let taken: u64 = self.zones_room()?;
-        let wanted = least + taken + room;
-        if there.map(bytes).transpose()?.is_some_and(|most| most >= wanted) {
+        let initial = self.initial()?;
+        if self.cells().is_empty() {
+            self.set_cell(initial, false);
+        }
+        self.set_most(initial + self.grown()? + self.zones_room()? + room)
+    }
+
+    /// Raises `<maxMemory>` to at least this.
+    fn set_most(&mut self, wanted: u64) -> anyhow::Result<()> {
+        let there = self.root.get_child("maxMemory").map(bytes_of).transpose()?;
+        if there.is_some_and(|most| most >= wanted) {
             return Ok(());
         }
         while self.root.take_child("maxMemory").is_some() {}
@@ -242,59 +272,42 @@ impl Domain {
         zones.map(|want| Ok(devices::of(&want, false)?.room)).sum()
     }
 
+    /// Bytes that arrive after the start.
+    fn grown(&self) -> anyhow::Result<u64> {
+        let device = self.devices(tombolo_start::libvirt::ALIAS).into_iter().next();
+        let size = device.and_then(|d| d.get_child("target")).and_then(|t| t.get_child("size"));
+        size.map_or(Ok(0), bytes_of)
+    }
+
     /// Leaves a part of the memory to virtio-mem.
     fn grow(&mut self) -> anyhow::Result<()> {
         let name = self.name();
-        let total = self.memory()?;
+        let total = self.initial()?;
+        if self.cells().len() > 1 {
+            bail!(
+                "the domain '{name}' has several NUMA cells; set their memory and add the device by hand: \
+                 tombolo start plan {}M --libvirt",
+                total >> 20
+            );
+        }
         let layout = Wish { total, boot: None, dma_entries: DEFAULT_DMA_ENTRIES }.layout().map_err(|e| {
             anyhow::anyhow!("the memory of the domain '{name}' can't arrive in parts: {e}")
         })?;
         if layout.grown == 0 {
             bail!("the domain '{name}' has {} MiB, all of which is there at the start: nothing can grow", total >> 20);
         }
-        if self.root.get_child("cpu").and_then(|c| c.get_child("numa")).is_some() {
-            bail!(
-                "the domain '{name}' has NUMA cells of its own; set their memory and add the device by hand: \
-                 tombolo start plan {}M --libvirt",
-                total >> 20
-            );
-        }
-        let kib = |bytes: u64| (bytes >> 10).to_string();
-        let processors = self.root.get_child("vcpu").and_then(Element::get_text);
-        let processors: u32 = processors.and_then(|n| n.trim().parse().ok()).unwrap_or(1);
-        let cell = element(
-            "cell",
-            &[
-                ("id", "0"),
-                ("cpus", &format!("0-{}", processors.max(1) - 1)),
-                ("memory", &kib(layout.boot)),
-                ("unit", "KiB"),
-                ("memAccess", "shared"),
-            ],
-            Vec::new(),
-        );
-        child(&mut self.root, "cpu").children.push(XMLNode::Element(element("numa", &[], vec![cell])));
+        self.set_cell(layout.boot, true);
         self.set_memory(total);
-        let most = self.root.get_child("maxMemory").map(bytes).transpose()?.unwrap_or(0).max(total);
-        while self.root.take_child("maxMemory").is_some() {}
-        self.root.children.push(XMLNode::Element(with_text("maxMemory", &[("slots", SLOTS), ("unit", "KiB")], &kib(most))));
-        let device = element(
-            "memory",
-            &[("model", "virtio-mem")],
-            vec![
-                element(
-                    "target",
-                    &[],
-                    vec![
-                        with_text("size", &[("unit", "KiB")], &kib(layout.grown)),
-                        with_text("node", &[], "0"),
-                        with_text("block", &[("unit", "KiB")], &kib(layout.block)),
-                        with_text("requested", &[("unit", "KiB")], "0"),
-                    ],
-                ),
-                element("alias", &[("name", tombolo_start::libvirt::ALIAS)], Vec::new()),
-            ],
-        );
+        self.set_most(total + self.zones_room()?)?;
+        let kib = |name: &str, bytes: u64| with_text(name, &[("unit", "KiB")], &(bytes >> 10).to_string());
+        let target = vec![
+            kib("size", layout.grown),
+            with_text("node", &[], "0"),
+            kib("block", layout.block),
+            kib("requested", 0),
+        ];
+        let alias = element("alias", &[("name", tombolo_start::libvirt::ALIAS)], Vec::new());
+        let device = element("memory", &[("model", "virtio-mem")], vec![element("target", &[], target), alias]);
         let devices = self.root.get_mut_child("devices").context("the domain's XML has no <devices>")?;
         devices.children.push(XMLNode::Element(device));
         Ok(())
@@ -302,16 +315,14 @@ impl Domain {
 
     /// Gives the domain all of its memory at the start again.
     fn shrink(&mut self) -> anyhow::Result<()> {
-        let total = self.memory()?;
+        let total = self.initial()? + self.grown()?;
         if let Some(devices) = self.root.get_mut_child("devices") {
             devices.children.retain(|node| {
                 let alias = node.as_element().and_then(|e| e.get_child("alias")).and_then(|a| a.attributes.get("name"));
                 alias.is_none_or(|name| name != tombolo_start::libvirt::ALIAS)
             });
         }
-        if let Some(cpu) = self.root.get_mut_child("cpu") {
-            cpu.take_child("numa");
-        }
+        self.set_cell(total, false);
         self.set_memory(total);
         Ok(())
     }
@@ -351,9 +362,13 @@ fn drop_arguments(line: &mut Element) {
     }
 }
 
-/// The bytes that an element with a `unit` says; KiB where it says none.
-fn bytes(element: &Element) -> anyhow::Result<u64> {
-    let text = element.get_text().unwrap_or_default();
+/// The bytes that an element's text says.
+fn bytes_of(element: &Element) -> anyhow::Result<u64> {
+    in_unit(element, &element.get_text().unwrap_or_default())
+}
+
+/// A number in an element's `unit`; KiB where it says none.
+fn in_unit(element: &Element, number: &str) -> anyhow::Result<u64> {
     let unit = element.attributes.get("unit").map_or("KiB", String::as_str);
     let factor: u64 = match unit {
         "b" | "bytes" => 1,
@@ -367,8 +382,9 @@ fn bytes(element: &Element) -> anyhow::Result<u64> {
         "T" | "TiB" => 1 << 40,
         other => bail!("<{}> has the unit '{other}', which libvirt does not know", element.name),
     };
-    let number: u64 = text.trim().parse().with_context(|| format!("<{}> has no number: '{text}'", element.name))?;
-    number.checked_mul(factor).with_context(|| format!("<{}> is too large", element.name))
+    let count: u64 =
+        number.trim().parse().with_context(|| format!("<{}> has no number: '{number}'", element.name))?;
+    count.checked_mul(factor).with_context(|| format!("<{}> is too large", element.name))
 }
 
 /// An element as indented text.
@@ -445,6 +461,7 @@ mod tests {
             again.detach(want).unwrap();
         }
         let text = again.text().unwrap();
+        assert_eq!(again.initial().unwrap(), 1 << 30);
         for part in ["ua-tombolo", "qemu:", "urn:tombolo"] {
             assert!(!text.contains(part), "{part}: {text}");
         }
@@ -455,7 +472,7 @@ mod tests {
     #[test]
     fn there_is_room_for_every_zone_and_never_less_than_before() {
         let dir = tempfile::tempdir().unwrap();
-        let most = |domain: &Domain| bytes(domain.root.get_child("maxMemory").unwrap()).unwrap() >> 30;
+        let most = |domain: &Domain| bytes_of(domain.root.get_child("maxMemory").unwrap()).unwrap() >> 30;
         let mut domain = Domain::parse(PLAIN).unwrap();
         domain.attach(&zone(dir.path(), "one")).unwrap();
         assert_eq!(most(&domain), 3);
@@ -500,10 +517,11 @@ mod tests {
         domain.attach(&Want::Grow).unwrap();
         let text = domain.text().unwrap();
         assert!(text.contains("virtio-mem") && text.contains("cpus=\"0-1\""), "{text}");
-        assert_eq!(domain.memory().unwrap(), 4 << 30);
+        assert_eq!(domain.initial().unwrap() + domain.grown().unwrap(), 4 << 30);
+        assert!(domain.initial().unwrap() < 1 << 30);
         domain.detach(&Want::Grow).unwrap();
-        let text = domain.text().unwrap();
-        assert!(!text.contains("virtio-mem") && !text.contains("<numa"), "{text}");
+        assert!(!domain.text().unwrap().contains("virtio-mem"));
+        assert_eq!(domain.initial().unwrap(), 4 << 30);
         let mut small = Domain::parse(&PLAIN.replace(">1024<", ">256<")).unwrap();
         let said = small.attach(&Want::Grow).unwrap_err().to_string();
         assert!(said.contains("nothing can grow"), "{said}");

@@ -13,7 +13,7 @@ struct Table {
 /// A key: name, an example of its value or its default, and what it means.
 type Key = (&'static str, &'static str, &'static str);
 
-const TABLES: [Table; 9] = [
+const TABLES: [Table; 12] = [
     Table {
         header: "Top level",
         about: "Paths are relative to the file. An unknown key is an error.",
@@ -53,6 +53,16 @@ const TABLES: [Table; 9] = [
                 "subnet",
                 "\"10.86.N.0/24\"",
                 "Addresses of the VMs. Default without uplink: by the network's place in the file, kept while the network runs.",
+            ),
+            (
+                "subnet6",
+                "none",
+                "A prefix such as \"fd00:86::/64\": the switch advertises it, and VMs make their IPv6 addresses of it and their MACs.",
+            ),
+            (
+                "multicast",
+                "\"snoop\"",
+                "Where frames for a multicast group go: \"snoop\": to VMs that have joined it, where a multicast router asks for them, elsewhere to all; \"query\": to VMs that have joined it, for which the switch asks; \"flood\": to all.",
             ),
             ("gateway", "none", "The VMs' way out of the subnet."),
             (
@@ -119,6 +129,34 @@ const TABLES: [Table; 9] = [
             ("accelerators", "[]", "Accelerators that its programs use: names, or a table; see below."),
             ("share", "[]", "Folders of the host, over 9p; see below. Debian's cloud kernels have no 9p."),
             ("hotplug_ports", "8", "Ports for zones that are attached later, one each, 0 to 16."),
+            (
+                "cpu_limit",
+                "none",
+                "Processors that its QEMU may use, the guest's included, such as 1.5. It needs a delegated cgroup.",
+            ),
+            (
+                "memory_limit",
+                "none",
+                "Memory of the host that its QEMU may use, the guest's included. It needs a delegated cgroup.",
+            ),
+            (
+                "depends_on",
+                "[]",
+                "VMs that are ready before it and are stopped after it: names, or a table such as { db = \"healthy\" }; also \"started\" and \"ready\".",
+            ),
+            ("healthcheck", "none", "A command that tells whether it does what it is for; see below."),
+            ("disks", "[]", "Disks beside \"disk\"; see below."),
+            ("cloud_init", "none", "What cloud-init in its image is given; see below."),
+            (
+                "ports",
+                "[]",
+                "Ports of the host that lead to it, such as \"127.0.0.1:8080:80/tcp\". It needs a network of its own with uplink = \"user\".",
+            ),
+            (
+                "restart",
+                "\"no\"",
+                "Whether it is started again when it has ended: \"no\", \"on-failure\", \"on-failure:5\" (times in a row), \"always\" or \"unless-stopped\".",
+            ),
             ("devices", "[]", "PCI devices of the host that become the VM's, such as \"0000:01:00.0\"."),
             ("whole_group", "false", "Take the other devices of each IOMMU group along."),
             (
@@ -165,6 +203,7 @@ const TABLES: [Table; 9] = [
             ("isolated", "false", "It reaches only the uplink."),
             ("vlan", "none", "The VLAN that it is in, 1 to 4094."),
             ("check_address", "false", "Drop what it sends from addresses other than its own."),
+            ("router", "false", "It may be a router, a DHCP server or a multicast querier for the others."),
         ],
     },
     Table {
@@ -177,6 +216,55 @@ const TABLES: [Table; 9] = [
             ("window", "as [accel.NAME]", "Memory shared with each process."),
             ("weight", "as [accel.NAME]", "Share of processor time."),
             ("channels", "as [accel.NAME]", "Processes at once."),
+        ],
+    },
+    Table {
+        header: "vm.NAME.healthcheck",
+        about: "A command that runs in the guest now and then.",
+        keys: &[
+            (
+                "command",
+                "\"true\"",
+                "A line for the guest's shell, or a list of words. 0 is healthy. Required.",
+            ),
+            (
+                "interval",
+                "\"30s\"",
+                "The time from one check to the next; until the first that succeeds 5 seconds at most.",
+            ),
+            ("timeout", "\"30s\"", "A check that takes longer has failed."),
+            ("retries", "3", "Failures in a row that make the VM unhealthy."),
+            ("start_period", "\"0s\"", "Failures so soon after the VM is up don't count."),
+        ],
+    },
+    Table {
+        header: "vm.NAME.disks",
+        about: "A list; each entry is a disk.",
+        keys: &[
+            ("path", "\"data.img\"", "The image, or a block device. Required."),
+            ("format", "by its header", "\"raw\", \"qcow2\", \"vdi\", \"vmdk\" or \"vhdx\"."),
+            ("readonly", "false", "The guest can't write to it."),
+            (
+                "overlay",
+                "false",
+                "What the guest writes goes to a file in the project's folder, which 'down' removes.",
+            ),
+            ("serial", "none", "Its serial number: the guest has it as /dev/disk/by-id/virtio-SERIAL."),
+        ],
+    },
+    Table {
+        header: "vm.NAME.cloud_init",
+        about: "Each text is the path of a file, or the text itself where it has several lines or begins with '#'.",
+        keys: &[
+            ("user_data", "none", "#cloud-config, a script, or whatever else cloud-init takes."),
+            ("network", "made from its networks", "The network configuration."),
+            ("ssh_keys", "[]", "Public keys of the image's default user, or paths of files with them."),
+            ("hostname", "the VM's name", "The guest's name."),
+            (
+                "instance_id",
+                "made of the file's path and the VM's name",
+                "What cloud-init takes for the same machine.",
+            ),
         ],
     },
     Table {
@@ -227,6 +315,9 @@ pub fn page() -> String {
 mod tests {
     use super::*;
     use crate::compose::accelerator::{AccelSpec, AccelUse};
+    use crate::compose::cloud_init::CloudInit;
+    use crate::compose::depends::HealthCheck;
+    use crate::compose::disks::DiskSpec;
     use crate::compose::network::{NetSpec, NicSpec};
     use crate::compose::{Compose, Share, VmSpec, ZoneSpec, ZoneUse};
     use serde::de::DeserializeOwned;
@@ -252,6 +343,9 @@ mod tests {
             known::<ZoneUse>(),
             known::<NicSpec>(),
             known::<AccelUse>(),
+            known::<HealthCheck>(),
+            known::<DiskSpec>(),
+            known::<CloudInit>(),
             known::<Share>(),
         ];
         for (table, known) in TABLES.iter().zip(parsers) {

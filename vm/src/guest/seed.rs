@@ -139,7 +139,7 @@ mod tests {
         let nic = |last: u8, address, dhcp| Plug {
             net: "lan".into(),
             socket: "/s".into(),
-            lease: Lease { mac: Mac([0x52, 0x54, 0, 0, 0, last]), address, dhcp },
+            lease: Lease { mac: Mac([0x52, 0x54, 0, 0, 0, last]), address, address6: None, dhcp },
             queues: 1,
             mtu: 1400,
             gateway: Some([10, 0, 0, 254].into()),

@@ -13,7 +13,7 @@ use std::ffi::c_void;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use tombolo_accel_spec::wire::ReplyKind;
-use tombolo_calls::patience::Patience;
+use tombolo_calls::spin::Spin;
 
 /// Transfers of a client at once.
 const MOST: usize = 1024;
@@ -100,13 +100,13 @@ impl Stream {
 
     /// The next piece, as soon as there is one.
     fn next(&self) -> Piece {
-        let mut patience = Patience::new(SPIN);
+        let mut spin = Spin::new(SPIN);
         loop {
             let mut state = lock(&self.state);
             if let Some(piece) = state.pieces.pop_front() {
                 return piece;
             }
-            if !patience.turn() {
+            if !spin.turn() {
                 state.sleeps = true;
                 let waited = self.changed.wait_while(state, |state| state.pieces.is_empty());
                 drop(waited.unwrap_or_else(PoisonError::into_inner));
@@ -149,7 +149,7 @@ impl Stream {
 }
 
 /// The native kernel.
-pub unsafe extern "C" fn run(arguments: *mut c_void) {
+pub(super) unsafe extern "C" fn run(arguments: *mut c_void) {
     // SAFETY: the driver's copy of what was enqueued, which it hands over once.
     let (arguments, stream, cl) = unsafe {
         let arguments = &*arguments.cast::<Arguments>();
@@ -191,7 +191,7 @@ impl Streams {
     }
 
     /// The driver has its command. The reference to the event becomes the stream's.
-    pub fn enqueued(&self, cl: &'static OpenCl, id: u64, event: Handle) {
+    pub(super) fn enqueued(&self, cl: &'static OpenCl, id: u64, event: Handle) {
         if let Some(running) = lock(&self.0).get_mut(&id) {
             running.event = event as usize;
         }
@@ -206,13 +206,12 @@ impl Streams {
         }
     }
 
-    /// The stream of an id.
     pub fn get(&self, id: u64) -> Result<Arc<Stream>, i32> {
         lock(&self.0).get(&id).map(|running| running.stream.clone()).ok_or(VALUE)
     }
 
     /// The event of a stream, with a reference for the caller.
-    pub fn event(&self, cl: &OpenCl, id: u64) -> Result<Handle, i32> {
+    pub(super) fn event(&self, cl: &OpenCl, id: u64) -> Result<Handle, i32> {
         let all = lock(&self.0);
         let event = all.get(&id).ok_or(VALUE)?.event as Handle;
         if let Some(retain) = cl.native.clRetainEvent {

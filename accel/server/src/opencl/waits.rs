@@ -47,7 +47,7 @@ fn watch(cx: &mut Cx<'_>, event: Handle, queue: Option<u64>) {
 }
 
 /// Waits for an event.
-pub fn event(cx: &mut Cx<'_>, event: Handle) -> Result<(), i32> {
+pub(super) fn event(cx: &mut Cx<'_>, event: Handle) -> Result<(), i32> {
     let n = cx.native();
     let (wait, retain, release) = (
         n.clWaitForEvents.ok_or(wire::UNSUPPORTED)?,
@@ -67,7 +67,7 @@ pub fn event(cx: &mut Cx<'_>, event: Handle) -> Result<(), i32> {
 }
 
 /// Waits for all commands of a queue.
-pub fn queue(cx: &mut Cx<'_>, id: u64) -> Result<(), i32> {
+pub(super) fn queue(cx: &mut Cx<'_>, id: u64) -> Result<(), i32> {
     let native = cx.get(kind::QUEUE, id)?;
     let n = cx.native();
     let (finish, retain, release) = (

@@ -37,7 +37,8 @@ impl Supervisor {
     /// The answer to a dry run.
     pub(super) fn planned(&self, mut project: Project, wish: &Wish) -> Event {
         let (running, actions) = self.plan(&mut project, wish);
-        let examined = preflight::examine(&project, &running, &actions, || self.promised());
+        let examined = preflight::examine(&project, &running, &actions, || self.promised())
+            .and_then(|_| self.check_owners(&project, &started(&actions).collect()));
         Event::Plan { actions, refused: examined.err().map(|e| format!("{e:#}")) }
     }
 
@@ -64,11 +65,7 @@ impl Supervisor {
                 .iter()
                 .map(|(name, zone)| (name.clone(), changes::value(zone.spec())))
                 .collect(),
-            networks: inner
-                .networks
-                .iter()
-                .map(|(name, net)| (name.clone(), net.settings()))
-                .collect(),
+            networks: inner.networks.iter().map(|(name, net)| (name.clone(), net.settings())).collect(),
             accelerators,
             members: inner
                 .zones
