@@ -47,7 +47,7 @@ enum Runs {
     /// On the host.
     Here(Keeper),
     /// In the VM that owns the accelerator.
-    In(Owner),
+    In(Arc<Owner>),
 }
 
 /// A VM's place at the server.
@@ -382,7 +382,7 @@ impl Part for Accelerator {
                 link: Mutex::default(),
             };
             server.seat(project)?;
-            return Ok(Accelerator { server: Arc::new(server), runs: Runs::In(Owner::new(&owner)) });
+            return Ok(Accelerator { server: Arc::new(server), runs: Runs::In(Arc::new(Owner::new(&owner))) });
         }
         devices().with_context(|| format!("accel.{name}"))?;
         let scratch = scratch(&project.file, name);
