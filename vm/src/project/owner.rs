@@ -8,7 +8,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::Duration;
 
-use serde_json::Value;
+use tombolo_control::accel::{Guest, Listing};
 
 use crate::guest::exec::{self, Output};
 use crate::guest::mount;
@@ -77,7 +77,7 @@ pub struct Client {
     /// Its zone.
     pub uuid: String,
     /// What the server is told, as `tombolo accel serve --guest` takes it.
-    pub guest: Value,
+    pub guest: Guest,
 }
 
 /// Where in the owner VM a zone's device is.
@@ -100,7 +100,7 @@ struct Present {
     /// Somebody asks the guest for the listing.
     asking: bool,
     /// What it said last.
-    listing: Option<Value>,
+    listing: Option<Listing>,
 }
 
 impl Owner {
@@ -150,7 +150,11 @@ impl Owner {
         }
         let mut words = vec![accelerator.to_owned(), if unconfined { "--unconfined" } else { "" }.to_owned()];
         for client in clients {
-            words.extend([client.uuid.clone(), client.uuid.replace('-', ""), client.guest.to_string()]);
+            words.extend([
+                client.uuid.clone(),
+                client.uuid.replace('-', ""),
+                serde_json::to_string(&client.guest)?,
+            ]);
         }
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         let script = format!("{}{SERVE}", mount::FUNCTIONS);
@@ -161,7 +165,7 @@ impl Owner {
 
     /// What its server says of itself; what it said last where the guest doesn't answer soon. However many look, the guest is asked by one at a
     /// time.
-    pub fn look(self: &Arc<Self>, accelerator: &str) -> Option<Value> {
+    pub fn look(self: &Arc<Self>, accelerator: &str) -> Option<Listing> {
         let machine = {
             let mut present = self.lock();
             let machine = present.machine.upgrade().filter(|m| m.phase() == Phase::Up)?;
@@ -190,12 +194,11 @@ impl Owner {
 }
 
 /// Asks a guest for the listing of the server in it.
-fn ask(vm: &str, accelerator: &str, machine: &Machine) -> Option<Value> {
+fn ask(vm: &str, accelerator: &str, machine: &Machine) -> Option<Listing> {
     const LS: &str = r#"exec tombolo accel --json ls --control "/run/tombolo-accel-$1/control""#;
     let output = exec::script(machine.agent(), LS, &[accelerator], START).ok()?;
-    let mut listing = serde_json::from_str::<Vec<Value>>(&output.out).ok()?.into_iter().next()?;
-    listing.as_object_mut()?.insert("vm".into(), vm.into());
-    Some(listing)
+    let listing = serde_json::from_str::<Vec<Listing>>(&output.out).ok()?.into_iter().next()?;
+    Some(Listing { vm: Some(vm.to_owned()), ..listing })
 }
 
 /// What a guest that was told to serve says.

@@ -21,10 +21,9 @@ fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let answering = std::thread::spawn(move || {
         for line in BufReader::new(&theirs).lines().map_while(Result::ok) {
-            let request: Value = serde_json::from_str(&line).unwrap();
-            let answer =
-                if request["vm"] == "a" { json!({ "error": "no zone" }) } else { json!({ "ok": null }) };
-            writeln!(&theirs, "{answer}").unwrap();
+            let Request::Vm(guest) = serde_json::from_str(&line).unwrap() else { panic!("{line}") };
+            let answer = if guest.vm == "a" { Answer::Error("no zone".into()) } else { Answer::Ok(()) };
+            writeln!(&theirs, "{}", serde_json::to_string(&answer).unwrap()).unwrap();
         }
     });
     let result = server.begin(Peer::new(ours));
