@@ -5,7 +5,7 @@
 //! The owner VM is a member of each client VM's zone, so calls and data pass between the two VMs; this process keeps the zones and their
 //! doorbells, clears channels that the server is done with, and says in the zones that the owner died.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::Duration;
 
 use tombolo_control::accel::{Guest, Listing};
@@ -16,7 +16,7 @@ use crate::machine::{Machine, Phase};
 
 /// How long a guest may take to load its driver and start the server; an emulated one under load is slow.
 const START: Duration = Duration::from_secs(300);
-/// How long `ps` waits for a guest's agent.
+/// How long `ps` waits for a guest that it asks.
 const LOOK: Duration = Duration::from_secs(3);
 
 /// $1 names the accelerator, $2 is an option of the server or empty; three words follow for each client VM: its zone's uuid, the same
@@ -97,6 +97,10 @@ struct Present {
     machine: Weak<Machine>,
     /// How often it was told to serve.
     starts: u32,
+    /// Somebody asks the guest for the listing.
+    asking: bool,
+    /// What it said last.
+    listing: Option<Listing>,
 }
 
 impl Owner {
@@ -142,6 +146,7 @@ impl Owner {
             let mut present = self.lock();
             present.machine = Arc::downgrade(machine);
             present.starts += 1;
+            present.listing = None;
         }
         let mut words = vec![accelerator.to_owned(), if unconfined { "--unconfined" } else { "" }.to_owned()];
         for client in clients {
@@ -158,14 +163,42 @@ impl Owner {
         Ok(output.out.lines().map(str::to_owned).collect())
     }
 
-    /// What its server says of itself, where the guest answers soon.
-    pub fn look(&self, accelerator: &str) -> Option<Listing> {
-        const LS: &str = r#"exec tombolo accel --json ls --control "/run/tombolo-accel-$1/control""#;
-        let machine = self.lock().machine.upgrade().filter(|m| m.phase() == Phase::Up)?;
-        let output = exec::script(machine.agent(), LS, &[accelerator], LOOK).ok()?;
-        let listing = serde_json::from_str::<Vec<Listing>>(&output.out).ok()?.into_iter().next()?;
-        Some(Listing { vm: Some(self.vm.clone()), ..listing })
+    /// What its server says of itself; what it said last where the guest doesn't answer soon. However many look, the guest is asked by one at a
+    /// time.
+    pub fn look(self: &Arc<Self>, accelerator: &str) -> Option<Listing> {
+        let machine = {
+            let mut present = self.lock();
+            let machine = present.machine.upgrade().filter(|m| m.phase() == Phase::Up)?;
+            if present.asking {
+                return present.listing.clone();
+            }
+            present.asking = true;
+            machine
+        };
+        let (sender, answered) = mpsc::channel();
+        let (own, accelerator) = (self.clone(), accelerator.to_owned());
+        let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
+            let listing = ask(&own.vm, &accelerator, &machine);
+            let mut present = own.lock();
+            (present.asking, present.listing) = (false, listing);
+            // Nobody hears a late answer.
+            let _late = sender.send(());
+        });
+        if asking.is_err() {
+            self.lock().asking = false;
+        }
+        // Whichever comes first: the listing stands there, or the last one does.
+        let _late = answered.recv_timeout(LOOK);
+        self.lock().listing.clone()
     }
+}
+
+/// Asks a guest for the listing of the server in it.
+fn ask(vm: &str, accelerator: &str, machine: &Machine) -> Option<Listing> {
+    const LS: &str = r#"exec tombolo accel --json ls --control "/run/tombolo-accel-$1/control""#;
+    let output = exec::script(machine.agent(), LS, &[accelerator], START).ok()?;
+    let listing = serde_json::from_str::<Vec<Listing>>(&output.out).ok()?.into_iter().next()?;
+    Some(Listing { vm: Some(vm.to_owned()), ..listing })
 }
 
 /// What a guest that was told to serve says.

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Seats, and who has which zone.
+
+use super::*;
+use std::io::{BufRead, BufReader, Write};
+
+/// Seats of the VMs a and b, and what becomes of them when a server refuses a.
+fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
+    let seat = |served| {
+        let zone = Arc::new(HostZone::for_calls("cl", 8 << 20).unwrap());
+        Seat { zone, used: AccelUse::default(), served, library: None, channels: None }
+    };
+    let seats = [("a".to_owned(), seat(before)), ("b".to_owned(), seat(before))];
+    let server = Server {
+        name: "cl".into(),
+        spec: AccelSpec::default(),
+        scratch: None,
+        seats: Mutex::new(seats.into()),
+        link: Mutex::default(),
+    };
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let answering = std::thread::spawn(move || {
+        for line in BufReader::new(&theirs).lines().map_while(Result::ok) {
+            let Request::Vm(guest) = serde_json::from_str(&line).unwrap() else { panic!("{line}") };
+            let answer = if guest.vm == "a" { Answer::Error("no zone".into()) } else { Answer::Ok(()) };
+            writeln!(&theirs, "{}", serde_json::to_string(&answer).unwrap()).unwrap();
+        }
+    });
+    let result = server.begin(Peer::new(ours));
+    let served = lock(&server.seats).values().map(|seat| seat.served).collect();
+    drop(server);
+    answering.join().unwrap();
+    (result, served)
+}
+
+#[test]
+fn a_vm_that_damaged_its_zone_keeps_no_other_from_being_served() {
+    let (result, served) = refused(Some(true));
+    assert!(result.is_ok());
+    assert_eq!(served, [Some(false), Some(true)]);
+}
+
+#[test]
+fn a_zone_that_no_server_could_ever_enter_is_an_error() {
+    let (result, _) = refused(None);
+    assert_eq!(result.unwrap_err().to_string(), "no zone");
+}
+
+/// Of an accelerator that the VM `owner` serves to a and b.
+fn owned() -> (Accelerator, Project) {
+    let text = "[accel.gpu]\nvm = \"owner\"\nwindow = \"1M\"\nchannels = 1\n[vm.owner]\n[vm.a]\naccelerators = [\"gpu\"]\n\
+                [vm.b]\naccelerators = [\"gpu\"]\n[vm.c]\n";
+    let project = Project::parse(Path::new("/somewhere/tombolo.toml"), text).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    (Accelerator::start("gpu", &project, dir.path()).unwrap(), project)
+}
+
+fn names(invitations: Vec<(String, Invitation)>) -> Vec<String> {
+    invitations.into_iter().map(|(name, _)| name).collect()
+}
+
+#[test]
+fn an_owner_gets_the_zone_of_each_client_and_a_client_its_own() {
+    let (gpu, _) = owned();
+    assert!(!gpu.reaches("a"), "the owner has not been started");
+    assert_eq!(names(gpu.invite("owner").unwrap()), ["gpu.a", "gpu.b"]);
+    assert_eq!(names(gpu.invite("a").unwrap()), ["gpu"]);
+    assert_eq!(names(gpu.invite("c").unwrap()), [""; 0]);
+    let [a, b] = &gpu.zones()[..] else { panic!("two zones") };
+    assert_ne!(a.uuid(), b.uuid());
+    assert_eq!(a.slot("owner").is_some() && a.slot("a").is_some(), b.slot("b").is_none());
+    assert!(gpu.reaches("a") && gpu.reaches("b") && !gpu.reaches("c"));
+    gpu.gone("owner");
+    assert!(!gpu.reaches("a") && a.slot("owner").is_none() && a.slot("a").is_some());
+    let status = gpu.status();
+    assert_eq!((status.owner.as_deref(), status.state.as_str()), (Some("owner"), "'owner' is not up"));
+}
+
+#[test]
+fn an_accelerator_is_there_for_its_owner_before_any_client_is_started() {
+    let (_, project) = owned();
+    let used = |vm: &str| -> Vec<&String> {
+        Accelerator::used_by(vm, &project.compose.vm[vm], &project.compose).collect()
+    };
+    assert_eq!((used("owner").len(), used("a").len(), used("c").len()), (1, 1, 0));
+}
