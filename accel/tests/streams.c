@@ -60,7 +60,7 @@ static long differs(const unsigned char *a, const unsigned char *b, size_t n)
 /* Writes and reads ranges of all lengths; the first that came back otherwise. */
 static long there_and_back(cl_command_queue queue, unsigned seed, int with_events)
 {
-	static const size_t sizes[] = {(512 << 10) - 1, 512 << 10, (512 << 10) + 1, (768 << 10) + 13, 1 << 20, (3 << 20) + 17, MOST - 5};
+	static const size_t sizes[] = {512 << 10, (1 << 20) + 13, (2 << 20) - 1, 2 << 20, (2 << 20) + 1, (3 << 20) + 17, MOST - 5};
 	static const size_t offsets[] = {0, 1, 4097};
 	unsigned char *from = malloc(MOST + SPARE), *to = malloc(MOST + SPARE);
 	cl_mem buffer = buffer_of(MOST + SPARE);
