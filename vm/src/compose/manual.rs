@@ -346,7 +346,7 @@ mod tests {
             assert_eq!(described, known, "{}", table.header);
         }
         let page = page();
-        assert!(page.contains("hotplug_ports") && page.contains(".SH \"[vm.NAME]\""), "{page}");
+        assert!(page.contains("hotplug_ports") && page.contains(".SH [vm.NAME]"), "{page}");
     }
 
     #[test]
