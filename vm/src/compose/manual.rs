@@ -54,8 +54,16 @@ const TABLES: [Table; 12] = [
                 "\"10.86.N.0/24\"",
                 "Addresses of the VMs. Default without uplink: by the network's place in the file, kept while the network runs.",
             ),
-            ("subnet6", "none", "A prefix such as \"fd00:86::/64\": the switch advertises it, and VMs make their IPv6 addresses of it and their MACs."),
-            ("multicast", "\"snoop\"", "Where frames for a multicast group go: \"snoop\": to VMs that have joined it, where a multicast router asks for them, elsewhere to all; \"query\": to VMs that have joined it, for which the switch asks; \"flood\": to all."),
+            (
+                "subnet6",
+                "none",
+                "A prefix such as \"fd00:86::/64\": the switch advertises it, and VMs make their IPv6 addresses of it and their MACs.",
+            ),
+            (
+                "multicast",
+                "\"snoop\"",
+                "Where frames for a multicast group go: \"snoop\": to VMs that have joined it, where a multicast router asks for them, elsewhere to all; \"query\": to VMs that have joined it, for which the switch asks; \"flood\": to all.",
+            ),
             ("gateway", "none", "The VMs' way out of the subnet."),
             (
                 "dhcp",
@@ -87,6 +95,11 @@ const TABLES: [Table; 12] = [
             ("channels", "8", "Processes of a VM at once."),
             ("metrics", "none", "As of a network."),
             ("unconfined", "false", "Kernels of VMs may do all that the server's user may."),
+            (
+                "vm",
+                "none",
+                "The VM that owns the devices and serves them to the others. Default: the host does.",
+            ),
             (
                 "cgroup",
                 "one that is found",
