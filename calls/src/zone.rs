@@ -44,7 +44,7 @@ fn word(mapping: &Mapping, at: usize) -> &AtomicU64 {
     unsafe { AtomicU64::from_ptr(mapping.base().add(at).cast()) }
 }
 
-/// What a process of the guest asks its channel's driver; tests have one without a kernel.
+/// The driver of a guest process' channel. Tests have one without a kernel.
 pub trait Device: Send + Sync {
     /// Sleeps until the count of rings isn't `seen`; the count. [`Error::Closed`]: the server is gone.
     fn wait(&self, seen: u64) -> Result<u64, Error>;

@@ -107,7 +107,6 @@ fn raise_descriptors() {
 
 /// A running server.
 pub struct Server {
-    /// Who is served.
     pub tenants: Arc<Tenants>,
     listens: Mutex<Vec<String>>,
     of_vms: Limits,
@@ -278,7 +277,6 @@ impl Server {
         }
     }
 
-    /// Who is served.
     pub fn listing(&self) -> Listing {
         Listing {
             pid: std::process::id(),

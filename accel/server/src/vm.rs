@@ -12,7 +12,6 @@ use crate::tenants::Tenants;
 use crate::wall::cgroup::Group;
 use crate::workers::{self, Confinement, Place};
 use anyhow::{Context, bail};
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
@@ -25,6 +24,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use tombolo_calls::hello::Geometry;
 use tombolo_calls::say;
 use tombolo_calls::zone::{Area, RING, State};
+pub use tombolo_control::accel::Guest;
 use tombolo_zone::doorbell::{Bell, DoorbellServer};
 use tombolo_zone::{AreaConfig, AreaType, Backing, MemberId, Membership, Rights, Role, Zone, ZoneConfig};
 
@@ -41,37 +41,14 @@ pub struct Config {
     pub limits: Limits,
 }
 
-/// A VM to serve through a zone that another process keeps, as that process says it. What is missing is as the server's options say.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Guest {
-    /// The VM's name.
-    pub vm: String,
-    /// The zone's memory.
-    pub zone: PathBuf,
-    /// Processes of the VM at once.
-    pub channels: u32,
-    /// Bytes of each one's window.
-    pub window: u64,
-    /// Bytes of device memory, of all together.
-    pub memory: Option<u64>,
-    /// Objects, of all together.
-    pub objects: Option<u32>,
-    /// Requests a second, of all together; 0: no limit.
-    pub rate: Option<u32>,
-    /// Share of processor time of all together, 1 to 100.
-    pub weight: Option<u32>,
-}
-
-impl Guest {
-    /// Its limits, where `others` are those of whom nothing is said.
-    pub fn limits(&self, others: &Limits) -> Limits {
-        Limits {
-            memory: self.memory.unwrap_or(others.memory),
-            objects: self.objects.unwrap_or(others.objects),
-            rate: self.rate.unwrap_or(others.rate),
-            window: self.window,
-            weight: self.weight.unwrap_or(others.weight),
-        }
+/// A guest's limits, where `others` are those of whom nothing is said.
+fn limits_of(guest: &Guest, others: &Limits) -> Limits {
+    Limits {
+        memory: guest.memory.unwrap_or(others.memory),
+        objects: guest.objects.unwrap_or(others.objects),
+        rate: guest.rate.unwrap_or(others.rate),
+        window: guest.window,
+        weight: guest.weight.unwrap_or(others.weight),
     }
 }
 
@@ -212,7 +189,7 @@ impl Vm {
     /// Enters a zone that another process keeps, and takes its area over where another server had it. In a VM that owns the accelerator, `zone`
     /// is a device.
     pub fn join(guest: &Guest, others: &Limits, confinement: &Confinement) -> anyhow::Result<Vm> {
-        let (limits, channels) = (guest.limits(others), guest.channels);
+        let (limits, channels) = (limits_of(guest, others), guest.channels);
         if owner::is_device(&guest.zone) {
             let geometry = Geometry { ring: RING, window: limits.window };
             return Vm::with(&guest.vm, limits, channels, confinement, |look| {
@@ -275,7 +252,6 @@ impl Vm {
         })
     }
 
-    /// Who it is.
     pub fn name(&self) -> &str {
         &self.name
     }

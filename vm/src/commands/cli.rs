@@ -618,12 +618,11 @@ fn accelerators(status: &Status) -> String {
 ///
 /// # Errors
 /// When a supervisor that lives does not answer.
-pub fn accelerator_servers() -> anyhow::Result<Vec<serde_json::Value>> {
+pub fn accelerator_servers() -> anyhow::Result<Vec<tombolo_control::accel::Listing>> {
     let accelerators = running(None)?.into_iter().flat_map(|project| project.accelerators);
     Ok(accelerators.filter_map(|accelerator| accelerator.server).collect())
 }
 
-/// Networks and who is in them.
 fn networks(status: &Status) -> String {
     let dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
     let mut rows = vec![["NET", "SWITCH", "UPLINK", "SUBNET", "VM", "MAC", "ADDRESS"].map(str::to_owned)];

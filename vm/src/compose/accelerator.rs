@@ -20,11 +20,9 @@ const WINDOW_ALIGN: u64 = 1 << 20;
 /// The largest zone of a VM, in bytes: the guest keeps 1/64 of its size in tables.
 const ZONE_MAX: u64 = 64 << 30;
 
-/// What programs speak.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Api {
-    /// OpenCL.
     #[default]
     OpenCl,
 }
@@ -33,7 +31,6 @@ pub enum Api {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AccelSpec {
-    /// The API.
     pub api: Api,
     /// The VM that owns the devices and serves them; without one, the host does.
     pub vm: Option<String>,
@@ -78,10 +75,7 @@ pub struct AccelUse {
 /// The accelerators of one VM: written as a table, or as a list of names.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(transparent)]
-pub struct Uses(
-    /// By accelerator.
-    pub BTreeMap<String, AccelUse>,
-);
+pub struct Uses(pub BTreeMap<String, AccelUse>);
 
 impl<'de> Deserialize<'de> for Uses {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {

@@ -18,8 +18,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
 use anyhow::Context;
-use serde_json::{Value, json};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
 use tombolo_calls::zone::Area;
+use tombolo_control::accel::{Answer, Guest, Listing, Request, Tenant};
+use tombolo_control::socket::Answer as _;
 
 use crate::child::{self, Guarded};
 use crate::compose::accelerator::{AccelSpec, AccelUse};
@@ -93,18 +96,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Asks a server, which answers in the order of the questions: what it answers, or why it won't.
-fn ask(link: &Mutex<Peer>, request: &Value) -> anyhow::Result<Result<Value, String>> {
+fn ask<T: DeserializeOwned>(link: &Mutex<Peer>, request: &Request) -> anyhow::Result<Result<T, String>> {
     let mut link = lock(link);
     let sent = link.send(request).map_err(anyhow::Error::from);
-    let answer = sent.and_then(|()| link.receive::<Value>()?.context("the server has ended"));
+    let answer = sent.and_then(|()| link.receive::<Answer<T>>()?.context("the server has ended"));
     let answer = answer.inspect_err(|_| {
         // A late answer would be taken for the next one's: without its link this server ends.
         let _gone_already = link.socket().shutdown(std::net::Shutdown::Both);
     })?;
-    Ok(match answer["error"].as_str() {
-        Some(error) => Err(error.to_owned()),
-        None => Ok(answer["ok"].clone()),
-    })
+    Ok(answer.into_result())
 }
 
 /// How long `ps` waits for a server.
@@ -112,11 +112,11 @@ const LOOK: Duration = Duration::from_millis(300);
 
 /// What a server says of itself, where it answers soon: nobody waits long for what is only looked at. One that doesn't answer at all ends by
 /// [`ask`].
-fn look(link: Arc<Mutex<Peer>>) -> Option<Value> {
+fn look(link: Arc<Mutex<Peer>>) -> Option<Listing> {
     let (sender, answer) = mpsc::channel();
     let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
         // Nobody hears a late answer.
-        let _late = sender.send(ask(&link, &json!({ "do": "ls" })));
+        let _late = sender.send(ask(&link, &Request::Ls));
     });
     asking.ok()?;
     answer.recv_timeout(LOOK).ok()?.ok()?.ok()
@@ -124,17 +124,22 @@ fn look(link: Arc<Mutex<Peer>>) -> Option<Value> {
 
 impl Seat {
     /// What a server is told of a VM whose zone it finds there.
-    fn guest(&self, vm: &str, zone: &str) -> Value {
+    fn guest(&self, vm: &str, zone: PathBuf) -> Guest {
         let (channels, window) = self.used.geometry();
-        json!({ "vm": vm, "zone": zone, "channels": channels, "window": window,
-            "memory": self.used.memory.map(|m| m.0), "objects": self.used.objects, "rate": self.used.rate,
-            "weight": self.used.weight })
+        Guest {
+            vm: vm.to_owned(),
+            zone,
+            channels,
+            window,
+            memory: self.used.memory.map(|m| m.0),
+            objects: self.used.objects,
+            rate: self.used.rate,
+            weight: self.used.weight,
+        }
     }
 
-    fn request(&self, vm: &str) -> Value {
-        let mut request = self.guest(vm, &self.zone.path());
-        request["do"] = "vm".into();
-        request
+    fn request(&self, vm: &str) -> Request {
+        Request::Vm(self.guest(vm, self.zone.path().into()))
     }
 
     fn ring(&self, vm: &str) {
@@ -237,7 +242,7 @@ impl Accelerator {
             .filter(|(_, seat)| seat.channels.as_ref().is_some_and(|channels| channels.reached))
             .map(|(vm, seat)| {
                 let uuid = seat.zone.uuid();
-                let guest = seat.guest(vm, &owner::device(&uuid));
+                let guest = seat.guest(vm, owner::device(&uuid).into());
                 Client { vm: vm.clone(), uuid, guest }
             })
             .collect();
@@ -320,18 +325,17 @@ done"#;
             }
             Runs::In(owner) => (None, owner.starts(), owner.look(&self.server.name), owner.absence()),
         };
-        let tenants = server.as_ref().and_then(|s| s["tenants"].as_array()).cloned().unwrap_or_default();
+        let tenants = server.as_ref().map(|s| s.tenants.as_slice()).unwrap_or_default();
         let vms = lock(&self.server.seats)
             .iter()
             .map(|(vm, seat)| {
                 let via = format!("vm:{vm}");
-                let own: Vec<&Value> = tenants.iter().filter(|t| t["via"] == via.as_str()).collect();
-                let sum = |key: &str| own.iter().filter_map(|t| t[key].as_u64()).sum();
+                let own: Vec<&Tenant> = tenants.iter().filter(|t| t.via == via).collect();
                 AccelVm {
                     vm: vm.clone(),
                     clients: own.len(),
-                    memory: sum("memory"),
-                    objects: sum("objects"),
+                    memory: own.iter().map(|t| t.memory).sum(),
+                    objects: own.iter().map(|t| t.objects).sum(),
                     served: match &seat.channels {
                         Some(channels) => channels.area.is_served(),
                         None => seat.served == Some(true),
@@ -488,7 +492,7 @@ impl Server {
             let mut seat = Seat { zone: Arc::new(zone), used, served: None, library: None, channels };
             let link = lock(&self.link).clone();
             if let Some(link) = link {
-                ask(&link, &seat.request(vm))?.map_err(anyhow::Error::msg)?;
+                ask::<()>(&link, &seat.request(vm))?.map_err(anyhow::Error::msg)?;
                 seat.served = Some(true);
             }
             // A server that is about to be started is told of it then.
@@ -529,8 +533,8 @@ impl Service for Server {
         let mut seats = lock(&self.seats);
         let link = Arc::new(Mutex::new(link));
         for (vm, seat) in seats.iter_mut() {
-            match ask(&link, &seat.request(vm))? {
-                Ok(_) => seat.served = Some(true),
+            match ask::<()>(&link, &seat.request(vm))? {
+                Ok(()) => seat.served = Some(true),
                 Err(why) if seat.served.is_some() => {
                     seat.served = Some(false);
                     crate::say!("{why}; its programs have no accelerator until tombolo down && tombolo up");
@@ -575,10 +579,9 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let answering = std::thread::spawn(move || {
             for line in BufReader::new(&theirs).lines().map_while(Result::ok) {
-                let request: Value = serde_json::from_str(&line).unwrap();
-                let answer =
-                    if request["vm"] == "a" { json!({ "error": "no zone" }) } else { json!({ "ok": null }) };
-                writeln!(&theirs, "{answer}").unwrap();
+                let Request::Vm(guest) = serde_json::from_str(&line).unwrap() else { panic!("{line}") };
+                let answer = if guest.vm == "a" { Answer::Error("no zone".into()) } else { Answer::Ok(()) };
+                writeln!(&theirs, "{}", serde_json::to_string(&answer).unwrap()).unwrap();
             }
         });
         let result = server.begin(Peer::new(ours));

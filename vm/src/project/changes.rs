@@ -21,13 +21,11 @@ use crate::compose::{Compose, Project, depends};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// A zone.
     Zone,
     /// A network with its switch.
     Network,
     /// An accelerator with its server.
     Accelerator,
-    /// A VM.
     Vm,
 }
 
@@ -76,48 +74,28 @@ pub enum Action {
         to: String,
     },
     /// A part is stopped that the file does not declare (`--remove-orphans`).
-    Stop {
-        /// Its kind.
-        kind: Kind,
-        /// Its name.
-        name: String,
-    },
+    Stop { kind: Kind, name: String },
     /// A part that no running VM uses is ended and started as the file says now.
     Replace {
-        /// Its kind.
         kind: Kind,
-        /// Its name.
         name: String,
         /// What differs.
         changes: Vec<Change>,
     },
     /// A part is started.
-    Start {
-        /// Its kind.
-        kind: Kind,
-        /// Its name.
-        name: String,
-    },
+    Start { kind: Kind, name: String },
     /// A VM is stopped and started as the file says now.
     Restart {
-        /// The VM.
         name: String,
         /// What differs.
         changes: Vec<Change>,
     },
     /// A part runs as the file says.
-    Keep {
-        /// Its kind.
-        kind: Kind,
-        /// Its name.
-        name: String,
-    },
+    Keep { kind: Kind, name: String },
     /// A part keeps running as it is. The change is applied when these VMs are restarted in one command; an empty list: when the project
     /// is taken down and started again.
     Wait {
-        /// Its kind.
         kind: Kind,
-        /// Its name.
         name: String,
         /// What differs.
         changes: Vec<Change>,
@@ -126,9 +104,7 @@ pub enum Action {
     },
     /// A part keeps running that the file does not declare.
     Orphan {
-        /// Its kind.
         kind: Kind,
-        /// Its name.
         name: String,
         /// Who uses it.
         users: Vec<String>,
@@ -185,11 +161,8 @@ pub struct Side {
     pub project: String,
     /// VMs. A VM that has ended does not run.
     pub vms: Parts,
-    /// Zones.
     pub zones: Parts,
-    /// Networks.
     pub networks: Parts,
-    /// Accelerators.
     pub accelerators: Parts,
     /// Members of running zones that no VM's settings name: zones attached later, processes of the host.
     pub members: BTreeMap<String, BTreeSet<String>>,

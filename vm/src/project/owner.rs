@@ -8,7 +8,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use serde_json::Value;
+use tombolo_control::accel::{Guest, Listing};
 
 use crate::guest::exec::{self, Output};
 use crate::guest::mount;
@@ -77,7 +77,7 @@ pub struct Client {
     /// Its zone.
     pub uuid: String,
     /// What the server is told, as `tombolo accel serve --guest` takes it.
-    pub guest: Value,
+    pub guest: Guest,
 }
 
 /// Where in the owner VM a zone's device is.
@@ -145,7 +145,11 @@ impl Owner {
         }
         let mut words = vec![accelerator.to_owned(), if unconfined { "--unconfined" } else { "" }.to_owned()];
         for client in clients {
-            words.extend([client.uuid.clone(), client.uuid.replace('-', ""), client.guest.to_string()]);
+            words.extend([
+                client.uuid.clone(),
+                client.uuid.replace('-', ""),
+                serde_json::to_string(&client.guest)?,
+            ]);
         }
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         let script = format!("{}{SERVE}", mount::FUNCTIONS);
@@ -155,13 +159,12 @@ impl Owner {
     }
 
     /// What its server says of itself, where the guest answers soon.
-    pub fn look(&self, accelerator: &str) -> Option<Value> {
+    pub fn look(&self, accelerator: &str) -> Option<Listing> {
         const LS: &str = r#"exec tombolo accel --json ls --control "/run/tombolo-accel-$1/control""#;
         let machine = self.lock().machine.upgrade().filter(|m| m.phase() == Phase::Up)?;
         let output = exec::script(machine.agent(), LS, &[accelerator], LOOK).ok()?;
-        let mut listing = serde_json::from_str::<Vec<Value>>(&output.out).ok()?.into_iter().next()?;
-        listing.as_object_mut()?.insert("vm".into(), self.vm.clone().into());
-        Some(listing)
+        let listing = serde_json::from_str::<Vec<Listing>>(&output.out).ok()?.into_iter().next()?;
+        Some(Listing { vm: Some(self.vm.clone()), ..listing })
     }
 }
 

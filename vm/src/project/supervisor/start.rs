@@ -28,8 +28,8 @@ use crate::project::peer::Peer;
 use crate::project::preflight::{self, Ready};
 use crate::project::session;
 use crate::project::zones::{HostZone, Invitation};
-use crate::qemu::kvm::{self, Accel};
 use crate::qemu::version::Qemu;
+use crate::qemu::{Hypervisor, kvm};
 
 /// How often it is looked whether a VM is healthy.
 const HEALTH: Duration = Duration::from_millis(100);
@@ -39,7 +39,7 @@ pub(super) struct Wanted {
     name: String,
     spec: VmSpec,
     qemu: Arc<Qemu>,
-    accel: Accel,
+    accel: Hypervisor,
     boot: Option<kit::Boot>,
     /// Those of the compose file, or what it had when it rebooted.
     zones: BTreeMap<String, ZoneUse>,
@@ -468,7 +468,7 @@ impl Supervisor {
         missing: &[(String, VmSpec, Option<kit::Boot>)],
         near: &Path,
         reporter: &Reporter,
-    ) -> anyhow::Result<BTreeMap<String, Accel>> {
+    ) -> anyhow::Result<BTreeMap<String, Hypervisor>> {
         use crate::compose::AccelChoice;
         let mut chosen = BTreeMap::new();
         let (mut verdict, mut tried) = (None, false);
@@ -480,7 +480,7 @@ impl Supervisor {
                 _ => spec.accel,
             };
             if choice == AccelChoice::Tcg {
-                chosen.insert(name.clone(), Accel::Tcg);
+                chosen.insert(name.clone(), Hypervisor::Tcg);
                 continue;
             }
             let verdict = verdict.get_or_insert_with(|| {
