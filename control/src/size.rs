@@ -61,7 +61,7 @@ impl fmt::Display for Size {
 
 impl Serialize for Size {
     fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-        s.serialize_u64(self.0)
+        s.collect_str(self)
     }
 }
 
