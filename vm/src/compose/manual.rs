@@ -54,8 +54,16 @@ const TABLES: [Table; 12] = [
                 "\"10.86.N.0/24\"",
                 "Addresses of the VMs. Default without uplink: by the network's place in the file, kept while the network runs.",
             ),
-            ("subnet6", "none", "A prefix such as \"fd00:86::/64\": the switch advertises it, and VMs make their IPv6 addresses of it and their MACs."),
-            ("multicast", "\"snoop\"", "Where frames for a multicast group go: \"snoop\": to VMs that have joined it, where a multicast router asks for them, elsewhere to all; \"query\": to VMs that have joined it, for which the switch asks; \"flood\": to all."),
+            (
+                "subnet6",
+                "none",
+                "A prefix such as \"fd00:86::/64\": the switch advertises it, and VMs make their IPv6 addresses of it and their MACs.",
+            ),
+            (
+                "multicast",
+                "\"snoop\"",
+                "Where frames for a multicast group go: \"snoop\": to VMs that have joined it, where a multicast router asks for them, elsewhere to all; \"query\": to VMs that have joined it, for which the switch asks; \"flood\": to all.",
+            ),
             ("gateway", "none", "The VMs' way out of the subnet."),
             (
                 "dhcp",
@@ -346,7 +354,7 @@ mod tests {
             assert_eq!(described, known, "{}", table.header);
         }
         let page = page();
-        assert!(page.contains("hotplug_ports") && page.contains(".SH \"[vm.NAME]\""), "{page}");
+        assert!(page.contains("hotplug_ports") && page.contains(".SH [vm.NAME]"), "{page}");
     }
 
     #[test]
