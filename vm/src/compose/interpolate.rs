@@ -337,7 +337,7 @@ mod tests {
         assert_ne!(get(&[], "PATH").as_deref(), Some("/nowhere"), "the environment's own");
         let named = dir.path().join("other.env");
         std::fs::write(&named, "BOTH=named\n").unwrap();
-        assert_eq!(get(&[named.clone()], "BOTH").as_deref(), Some("named"));
+        assert_eq!(get(std::slice::from_ref(&named), "BOTH").as_deref(), Some("named"));
         assert_eq!(get(&[named], "MB"), None, "the one beside the file counts only where none is named");
         let e = Variables::load(&file, &[dir.path().join("none.env")]).unwrap_err().to_string();
         assert!(e.contains("none.env: is no env file"), "{e}");
