@@ -40,7 +40,8 @@ fn tools(lab: &Lab) {
     std::fs::create_dir_all(stage.join("lib")).unwrap();
     std::fs::copy(program, stage.join("tombolo")).unwrap();
     let libraries = Command::new("ldd").arg(program).output().unwrap();
-    for word in String::from_utf8(libraries.stdout).unwrap().split_whitespace().filter(|w| w.starts_with('/')) {
+    for word in String::from_utf8(libraries.stdout).unwrap().split_whitespace().filter(|w| w.starts_with('/'))
+    {
         let library = Path::new(word);
         std::fs::copy(library, stage.join("lib").join(library.file_name().unwrap())).unwrap();
     }
@@ -69,7 +70,8 @@ fn a_qemu_is_in_a_cgroup_with_its_limits_which_goes_with_it() {
     tools(&lab);
     lab.good(&["up"]);
     let said = lab.good(&["exec", "a", "--", "sh", "-c", IN_GUEST]);
-    let places: Vec<&str> = said.lines().filter_map(|line| line.trim().strip_prefix("| in /sys/fs/cgroup/")).collect();
+    let places: Vec<&str> =
+        said.lines().filter_map(|line| line.trim().strip_prefix("| in /sys/fs/cgroup/")).collect();
     // Each is said once, by the QEMU that did not start.
     assert_eq!(places.len(), 3, "{said}");
     for (place, parent) in places.iter().zip(["unit/tombolo-p-", "unit/tombolo-p-", "named/tombolo-p-"]) {

@@ -76,8 +76,16 @@ fn guests_that_flood_console_and_agent_take_no_memory_of_the_supervisor() {
 fn two_hundred_commands_at_once_are_all_answered() {
     let lab = lab(&format!("[zone.z]\nsize = \"8M\"\n[vm.a]\n{VM}"));
     lab.good(&["up"]);
-    let commands =
-        [&["ps", "--json"][..], &["zone", "path", "z"], &["logs", "a"], &["up"], &["up", "--dry-run"]];
+    let commands = [
+        &["ps", "--json"][..],
+        &["zone", "path", "z"],
+        &["logs", "a"],
+        &["ps"],
+        &["up", "--dry-run"],
+        &["net", "ls"],
+        &["logs"],
+        &["up"],
+    ];
     let quiet = |arguments: &[&str]| {
         lab.command(arguments).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     };

@@ -87,6 +87,11 @@ const TABLES: [Table; 12] = [
         about: "A server for the host's accelerators.",
         keys: &[
             ("api", "\"opencl\"", "What programs speak."),
+            (
+                "vm",
+                "none",
+                "The VM of this file that has the devices and serves the others. Default: the host serves.",
+            ),
             ("memory", "none", "Device memory of a VM's processes together."),
             ("objects", "none", "Objects of a VM's processes together."),
             ("rate", "0", "Requests of a VM's processes together per second; 0: no limit."),
