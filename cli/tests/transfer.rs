@@ -41,12 +41,20 @@ fn a_directory_comes_back_from_a_zone_as_it_was_and_what_is_equal_is_not_copied_
         String::from_utf8(output.stdout).unwrap()
     };
     // A directory's size is the file system's own.
-    let files = |text: String| text.lines().filter(|line| !line.contains(" d")).map(str::to_owned).collect::<Vec<_>>();
+    let files = |text: String| {
+        text.lines().filter(|line| !line.contains(" d")).map(str::to_owned).collect::<Vec<_>>()
+    };
     assert_eq!(files(picture("from")), files(picture("back")));
 
     std::fs::remove_file(dir.join("from/link")).unwrap();
-    assert_eq!(counts(&good(dir, &["files", "import", "from", "own.zone:/in/side", "--delete", "--json"]))[2], 1);
-    assert_eq!(counts(&good(dir, &["files", "export", "own.zone:/in/side", "back", "--delete", "--json"]))[2], 1);
+    assert_eq!(
+        counts(&good(dir, &["files", "import", "from", "own.zone:/in/side", "--delete", "--json"]))[2],
+        1
+    );
+    assert_eq!(
+        counts(&good(dir, &["files", "export", "own.zone:/in/side", "back", "--delete", "--json"]))[2],
+        1
+    );
     assert!(!dir.join("back/link").is_symlink());
 }
 
@@ -65,7 +73,9 @@ fn what_can_not_be_copied_is_said_and_no_mount_is_left() {
     // The zone has no file system yet.
     assert!(said(&["files", "import", "from", "own.zone"]).contains("tombolo files mkfs"));
     good(dir, &["files", "mkfs", "own.zone"]);
-    assert!(said(&["files", "export", "own.zone:/missing", "back"]).contains("/missing is no directory there"));
+    assert!(
+        said(&["files", "export", "own.zone:/missing", "back"]).contains("/missing is no directory there")
+    );
     let mounts = std::fs::read_to_string("/proc/mounts").unwrap();
     assert!(!mounts.contains(dir.to_str().unwrap()), "{mounts}");
 }

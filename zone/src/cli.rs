@@ -39,8 +39,10 @@ pub enum Command {
         path: PathBuf,
     },
     /// Let a VM join that tombolo does not start: prints QEMU's arguments and libvirt's XML
-    #[command(after_help = "The zone gets a server in the background if it has none ('tombolo zone serve'). A VM is known by the socket \
-                            that is printed; the zone's file and this socket must be open to the VM's user. docs/qemu.md tells more.")]
+    #[command(
+        after_help = "The zone gets a server in the background if it has none ('tombolo zone serve'). A VM is known by the socket \
+                            that is printed; the zone's file and this socket must be open to the VM's user. docs/qemu.md tells more."
+    )]
     Invite {
         /// The zone's file
         zone: PathBuf,

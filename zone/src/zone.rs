@@ -155,7 +155,8 @@ impl Zone {
         // Nobody holds the liveness of VMs that outlived the server which had let them in.
         let outlived = Room::of(zone.uuid()).vms()?;
         if !outlived.is_empty() {
-            let names: Vec<String> = outlived.into_iter().map(|(name, pid)| format!("{name} (process {pid})")).collect();
+            let names: Vec<String> =
+                outlived.into_iter().map(|(name, pid)| format!("{name} (process {pid})")).collect();
             return Err(in_use(format!("VMs that outlived their server: {}", names.join(", "))));
         }
         if liveness::sessions_held(zone.file.as_fd())? {

@@ -72,10 +72,28 @@ fn findings(said: &str) -> Vec<Finding> {
             Grade::Bad,
             "in the guest: apt install tombolo-dkms linux-headers-$(uname -r), kernel 6.1 or later; or use the guest kit",
         ),
-        line("zones", "memory", "no zone's memory", Grade::Less, "add 'zones' to the VM, or: tombolo zone attach ZONE VM"),
-        line("mounts", "mount", "no zone is mounted", Grade::Less, "give the zone 'mount' in the compose file, or mount it in the guest"),
+        line(
+            "zones",
+            "memory",
+            "no zone's memory",
+            Grade::Less,
+            "add 'zones' to the VM, or: tombolo zone attach ZONE VM",
+        ),
+        line(
+            "mounts",
+            "mount",
+            "no zone is mounted",
+            Grade::Less,
+            "give the zone 'mount' in the compose file, or mount it in the guest",
+        ),
         line("accelerators", "calls", "none", Grade::Less, "add 'accelerators' to the VM (only for OpenCL)"),
-        line("growing memory", "grows", "no driver virtio_mem", Grade::Less, "a kernel with CONFIG_VIRTIO_MEM (only for memory that arrives after the start)"),
+        line(
+            "growing memory",
+            "grows",
+            "no driver virtio_mem",
+            Grade::Less,
+            "a kernel with CONFIG_VIRTIO_MEM (only for memory that arrives after the start)",
+        ),
     ]
 }
 

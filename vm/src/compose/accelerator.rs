@@ -148,7 +148,8 @@ pub(crate) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
         }
         if let Some(relative) = spec.cgroup.as_ref().filter(|folder| !folder.is_absolute()) {
             let write = "write the folder's whole path, such as \"/sys/fs/cgroup/accel\"";
-            let message = format!("accel.{name}.cgroup: '{}' is no absolute path; {write}", relative.display());
+            let message =
+                format!("accel.{name}.cgroup: '{}' is no absolute path; {write}", relative.display());
             return Err((table, "cgroup".into(), message));
         }
         if let Some((key, message)) = general.of(spec).wrong() {
