@@ -162,7 +162,7 @@ class World:
             said = self.tombolo("libvirt", "attach", name, "--zone", self.zone, "--mount", "/mnt", "--network", self.control)
             self.fstab = next(line for line in said.splitlines() if " tombolo " in line)
         xml = run("virsh", "dumpxml", "a", "--inactive")
-        for part in ("virtio-pmem", "ivshmem-doorbell", "vhostuser", "urn:tombolo:domain:1", "maxMemory"):
+        for part in ("virtio-pmem-pci", "ivshmem-doorbell", "vhostuser", "urn:tombolo:domain:1", "maxMemory"):
             need(part in xml, "no %s in %s" % (part, xml))
         said = self.tombolo("libvirt", "attach", "a", "--zone", self.zone, good=False)
         need("already" in said, said)
