@@ -10,6 +10,10 @@ use crate::want::{self, Want};
 
 /// libvirt's namespace for what it passes on to QEMU.
 const QEMU: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
+/// What the argument of a zone's device begins with.
+const PMEM: &str = "virtio-pmem-pci,";
+/// The first PCI slot of zones' devices.
+const FIRST_SLOT: usize = 0x10;
 /// Slots for memory devices.
 const SLOTS: &str = "16";
 
@@ -135,11 +139,20 @@ impl Domain {
         let devices = self.root.get_mut_child("devices").context("the domain's XML has no <devices>")?;
         devices.children.extend(addition.devices.into_iter().map(XMLNode::Element));
         if !addition.arguments.is_empty() {
-            let arguments = addition.arguments.iter();
+            let line = self.qemu_child("commandline");
+            let taken = line.children.iter().filter_map(XMLNode::as_element);
+            let taken =
+                taken.filter(|e| e.attributes.get("value").is_some_and(|v| v.starts_with(PMEM))).count();
+            // QEMU makes these devices before libvirt's, so they must keep clear of the low slots that libvirt gives out.
+            let slot = |value: &String| match value.starts_with(PMEM) {
+                true => format!("{value},addr={:#x}", FIRST_SLOT + taken),
+                false => value.clone(),
+            };
+            let arguments = addition.arguments.iter().map(slot);
             let arguments: Vec<XMLNode> = arguments
-                .map(|value| XMLNode::Element(qemu_element("arg", &[("value", value)], Vec::new())))
+                .map(|value| XMLNode::Element(qemu_element("arg", &[("value", &value)], Vec::new())))
                 .collect();
-            self.qemu_child("commandline").children.extend(arguments);
+            line.children.extend(arguments);
         }
         for (alias, name, value) in addition.properties {
             let property = qemu_element(
