@@ -285,12 +285,8 @@ fn advise(wants: &[Want], out: &mut dyn Write) -> anyhow::Result<()> {
                         invitation.uuid
                     )?;
                 }
-                if zone.read_only && Path::new("/sys/kernel/security/apparmor").is_dir() {
-                    writeln!(
-                        out,
-                        "libvirt does not know this file, so AppArmor must be told, in /etc/apparmor.d/local/abstractions/libvirt-qemu:\n  \"{}\" r,",
-                        zone.path.display()
-                    )?;
+                if Path::new("/sys/kernel/security/apparmor").is_dir() {
+                    writeln!(out, "{}", apparmor(&zone.path))?;
                 }
             }
             Want::Grow => writeln!(
@@ -302,6 +298,18 @@ fn advise(wants: &[Want], out: &mut dyn Write) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// What AppArmor must be told: libvirt allows a domain its sockets, but not the file of a virtio-pmem device.
+fn apparmor(zone: &Path) -> String {
+    let shipped = zone.starts_with("/var/lib/tombolo")
+        || zone.parent() == Some(Path::new("/dev/shm")) && zone.extension().is_some_and(|e| e == "zone");
+    let rule = if shipped {
+        "#include <abstractions/tombolo-zones>".to_owned()
+    } else {
+        format!("\"{}\" rw,", zone.display())
+    };
+    format!("AppArmor needs this line in /etc/apparmor.d/local/abstractions/libvirt-qemu, once:\n  {rule}")
 }
 
 impl Domain {
@@ -346,6 +354,14 @@ mod tests {
             (member_name(&format!("{}1", "x".repeat(40))), member_name(&format!("{}2", "x".repeat(40))));
         assert!(one != two && one.len() == NAME && two.len() == NAME, "{one} {two}");
         assert!(member_name(&"ä".repeat(30)).len() <= NAME);
+    }
+
+    #[test]
+    fn apparmor_is_told_of_a_zone_by_the_rules_of_the_package_or_by_its_own_line() {
+        let shipped = "#include <abstractions/tombolo-zones>";
+        assert!(apparmor(Path::new("/dev/shm/own.zone")).ends_with(shipped));
+        assert!(apparmor(Path::new("/var/lib/tombolo/a/own")).ends_with(shipped));
+        assert!(apparmor(Path::new("/srv/own.zone")).ends_with("\"/srv/own.zone\" rw,"));
     }
 
     #[test]

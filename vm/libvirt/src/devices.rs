@@ -49,19 +49,6 @@ fn alias(kind: &str, id: &str) -> Element {
 fn zone(invitation: &Invitation) -> Addition {
     let id = invitation.id();
     let socket = invitation.socket.to_string_lossy();
-    let memory = element(
-        "memory",
-        &[("model", "virtio-pmem"), ("access", "shared")],
-        vec![
-            element("source", &[], vec![with_text("path", &[], &invitation.path.to_string_lossy())]),
-            element(
-                "target",
-                &[],
-                vec![with_text("size", &[("unit", "KiB")], &(invitation.size >> 10).to_string())],
-            ),
-            alias("zone", &id),
-        ],
-    );
     let doorbell = element(
         "shmem",
         &[("name", &format!("tombolo-{id}"))],
@@ -72,10 +59,8 @@ fn zone(invitation: &Invitation) -> Addition {
             alias("bell", &id),
         ],
     );
-    // libvirt has no read-only virtio-pmem.
-    let devices = if invitation.rights.write { vec![memory, doorbell] } else { vec![doorbell] };
     Addition {
-        devices,
+        devices: vec![doorbell],
         arguments: invitation.libvirt_arguments(),
         room: invitation.room(),
         ..Addition::default()

@@ -10,6 +10,10 @@ use crate::want::{self, Want};
 
 /// libvirt's namespace for what it passes on to QEMU.
 const QEMU: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
+/// What the argument of a zone's device begins with.
+const PMEM: &str = "virtio-pmem-pci,";
+/// The first PCI slot of zones' devices.
+const FIRST_SLOT: usize = 0x10;
 /// Slots for memory devices.
 const SLOTS: &str = "16";
 
@@ -42,7 +46,11 @@ impl Domain {
 
     /// The domain's name.
     pub fn name(&self) -> String {
-        self.root.get_child("name").and_then(Element::get_text).map(|n| n.trim().to_owned()).unwrap_or_default()
+        self.root
+            .get_child("name")
+            .and_then(Element::get_text)
+            .map(|n| n.trim().to_owned())
+            .unwrap_or_default()
     }
 
     /// Whether QEMU emulates the processor.
@@ -131,11 +139,20 @@ impl Domain {
         let devices = self.root.get_mut_child("devices").context("the domain's XML has no <devices>")?;
         devices.children.extend(addition.devices.into_iter().map(XMLNode::Element));
         if !addition.arguments.is_empty() {
-            let arguments = addition.arguments.iter();
+            let line = self.qemu_child("commandline");
+            let taken = line.children.iter().filter_map(XMLNode::as_element);
+            let taken =
+                taken.filter(|e| e.attributes.get("value").is_some_and(|v| v.starts_with(PMEM))).count();
+            // QEMU makes these devices before libvirt's, so they must keep clear of the low slots that libvirt gives out.
+            let slot = |value: &String| match value.starts_with(PMEM) {
+                true => format!("{value},addr={:#x}", FIRST_SLOT + taken),
+                false => value.clone(),
+            };
+            let arguments = addition.arguments.iter().map(slot);
             let arguments: Vec<XMLNode> = arguments
-                .map(|value| XMLNode::Element(qemu_element("arg", &[("value", value)], Vec::new())))
+                .map(|value| XMLNode::Element(qemu_element("arg", &[("value", &value)], Vec::new())))
                 .collect();
-            self.qemu_child("commandline").children.extend(arguments);
+            line.children.extend(arguments);
         }
         for (alias, name, value) in addition.properties {
             let property = qemu_element(
@@ -170,7 +187,9 @@ impl Domain {
             });
         }
         self.root.children.retain(|node| {
-            let empty = |e: &Element| e.namespace.as_deref() == Some(QEMU) && e.children.iter().all(|c| c.as_element().is_none());
+            let empty = |e: &Element| {
+                e.namespace.as_deref() == Some(QEMU) && e.children.iter().all(|c| c.as_element().is_none())
+            };
             !node.as_element().is_some_and(empty)
         });
     }
@@ -194,7 +213,9 @@ impl Domain {
         let (source, access) = (get(backing, "source", "type"), get(backing, "access", "mode"));
         let huge = backing.get_child("hugepages").is_some();
         match access.as_deref() {
-            None => backing.children.push(XMLNode::Element(element("access", &[("mode", "shared")], Vec::new()))),
+            None => {
+                backing.children.push(XMLNode::Element(element("access", &[("mode", "shared")], Vec::new())))
+            }
             Some("shared") => {}
             Some(other) => bail!(
                 "the domain '{name}' says <access mode='{other}'/> in <memoryBacking>, so a switch could not map its memory; \
@@ -203,7 +224,9 @@ impl Domain {
         }
         match source.as_deref() {
             None if huge => {}
-            None => backing.children.push(XMLNode::Element(element("source", &[("type", "memfd")], Vec::new()))),
+            None => {
+                backing.children.push(XMLNode::Element(element("source", &[("type", "memfd")], Vec::new())))
+            }
             Some("memfd" | "file") => {}
             Some(other) => bail!(
                 "the domain '{name}' has memory of <source type='{other}'/> in <memoryBacking>, which can't be shared; \
@@ -219,12 +242,19 @@ impl Domain {
         if cells.is_empty() {
             return bytes_of(self.root.get_child("memory").context("the domain's XML has no <memory>")?);
         }
-        cells.into_iter().map(|cell| in_unit(cell, cell.attributes.get("memory").map_or("", String::as_str))).sum()
+        cells
+            .into_iter()
+            .map(|cell| in_unit(cell, cell.attributes.get("memory").map_or("", String::as_str)))
+            .sum()
     }
 
     fn cells(&self) -> Vec<&Element> {
         let numa = self.root.get_child("cpu").and_then(|c| c.get_child("numa"));
-        numa.into_iter().flat_map(|n| n.children.iter()).filter_map(XMLNode::as_element).filter(|e| e.name == "cell").collect()
+        numa.into_iter()
+            .flat_map(|n| n.children.iter())
+            .filter_map(XMLNode::as_element)
+            .filter(|e| e.name == "cell")
+            .collect()
     }
 
     /// Gives the domain one NUMA cell with this memory, as libvirt wants it of domains with memory devices.
@@ -234,7 +264,9 @@ impl Domain {
         let processors: u32 = processors.and_then(|n| n.trim().parse().ok()).unwrap_or(1);
         let last = format!("0-{}", processors.max(1) - 1);
         let numa = child(child(&mut self.root, "cpu"), "numa");
-        let mut cell = numa.take_child("cell").unwrap_or_else(|| element("cell", &[("id", "0"), ("cpus", &last)], Vec::new()));
+        let mut cell = numa
+            .take_child("cell")
+            .unwrap_or_else(|| element("cell", &[("id", "0"), ("cpus", &last)], Vec::new()));
         cell.attributes.extend([("memory".into(), kib), ("unit".into(), "KiB".to_owned())]);
         if shared {
             cell.attributes.insert("memAccess".into(), "shared".to_owned());
@@ -290,11 +322,14 @@ impl Domain {
                 total >> 20
             );
         }
-        let layout = Wish { total, boot: None, dma_entries: DEFAULT_DMA_ENTRIES }.layout().map_err(|e| {
-            anyhow::anyhow!("the memory of the domain '{name}' can't arrive in parts: {e}")
-        })?;
+        let layout = Wish { total, boot: None, dma_entries: DEFAULT_DMA_ENTRIES }
+            .layout()
+            .map_err(|e| anyhow::anyhow!("the memory of the domain '{name}' can't arrive in parts: {e}"))?;
         if layout.grown == 0 {
-            bail!("the domain '{name}' has {} MiB, all of which is there at the start: nothing can grow", total >> 20);
+            bail!(
+                "the domain '{name}' has {} MiB, all of which is there at the start: nothing can grow",
+                total >> 20
+            );
         }
         self.set_cell(layout.boot, true);
         self.set_memory(total);
@@ -307,7 +342,8 @@ impl Domain {
             kib("requested", 0),
         ];
         let alias = element("alias", &[("name", tombolo_start::libvirt::ALIAS)], Vec::new());
-        let device = element("memory", &[("model", "virtio-mem")], vec![element("target", &[], target), alias]);
+        let device =
+            element("memory", &[("model", "virtio-mem")], vec![element("target", &[], target), alias]);
         let devices = self.root.get_mut_child("devices").context("the domain's XML has no <devices>")?;
         devices.children.push(XMLNode::Element(device));
         Ok(())
@@ -318,7 +354,10 @@ impl Domain {
         let total = self.initial()? + self.grown()?;
         if let Some(devices) = self.root.get_mut_child("devices") {
             devices.children.retain(|node| {
-                let alias = node.as_element().and_then(|e| e.get_child("alias")).and_then(|a| a.attributes.get("name"));
+                let alias = node
+                    .as_element()
+                    .and_then(|e| e.get_child("alias"))
+                    .and_then(|a| a.attributes.get("name"));
                 alias.is_none_or(|name| name != tombolo_start::libvirt::ALIAS)
             });
         }
@@ -357,7 +396,8 @@ fn drop_arguments(line: &mut Element) {
     let value = |node: &XMLNode| node.as_element().and_then(|e| e.attributes.get("value").cloned());
     line.children.retain(|node| node.as_element().is_some());
     let ours = format!("id={MARK}");
-    while let Some(at) = line.children.iter().position(|node| value(node).is_some_and(|v| v.contains(&ours))) {
+    while let Some(at) = line.children.iter().position(|node| value(node).is_some_and(|v| v.contains(&ours)))
+    {
         line.children.drain(at.saturating_sub(1)..=at);
     }
 }

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use tombolo_zone::serve::start;
+use tombolo_zone::serve::{access, start};
 use tombolo_zone::{Rights, Zone};
 
 use crate::domain::Domain;
@@ -38,7 +38,9 @@ fn prepare(want: &Want) -> anyhow::Result<()> {
     match want {
         Want::Zone(zone) => {
             let rights = if zone.read_only { Rights::READ_ONLY } else { Rights::READ_WRITE };
-            start::invite(&zone.path, &zone.member, rights, &start::own_program()?).map(drop)
+            start::invite(&zone.path, &zone.member, rights, &start::own_program()?)?;
+            // libvirt does not know the zone's file, so its QEMU must be let in.
+            Ok(access::give(&zone.path)?)
         }
         Want::Port(port) => add(port),
         Want::Accel(folder) => {

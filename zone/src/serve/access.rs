@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who may connect to a VM's doorbell socket: root gives it to the group that QEMU runs as under libvirt, so that a domain can open it.
+//! Who may open a VM's doorbell socket and, for domains of libvirt, a zone's file: root gives them to the group that QEMU runs as under libvirt.
 
 use std::ffi::CString;
 use std::os::unix::fs::PermissionsExt;
@@ -10,18 +10,18 @@ use crate::{Error, Result};
 /// Groups of libvirt's QEMU on Debian and on Fedora, and the group of all who may use KVM. The switch has the same default.
 const VMMS: [&str; 3] = ["libvirt-qemu", "qemu", "kvm"];
 
-/// Opens a socket of root's to the first of [`VMMS`] that exists. Another user's socket stays that user's.
+/// Opens a socket or a file of root's to the first of [`VMMS`] that exists. Another user's stays that user's.
 ///
 /// # Errors
 /// Those of the file system.
-pub fn give(socket: &Path) -> Result<()> {
-    let failed = |e| Error::io(format!("group and mode of {}", socket.display()), e);
+pub fn give(path: &Path) -> Result<()> {
+    let failed = |e| Error::io(format!("group and mode of {}", path.display()), e);
     if !rustix::process::geteuid().is_root() {
         return Ok(());
     }
     let Some(group) = VMMS.iter().find_map(|name| group(name)) else { return Ok(()) };
-    std::os::unix::fs::chown(socket, None, Some(group)).map_err(failed)?;
-    std::fs::set_permissions(socket, std::fs::Permissions::from_mode(0o660)).map_err(failed)
+    std::os::unix::fs::chown(path, None, Some(group)).map_err(failed)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660)).map_err(failed)
 }
 
 /// The number of a group.
