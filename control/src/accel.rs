@@ -43,6 +43,9 @@ pub struct Guest {
 pub struct Listing {
     /// The server's process.
     pub pid: u32,
+    /// The VM in which it runs, where that is not the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm: Option<String>,
     /// Where clients find it; VMs by their folders.
     pub listens: Vec<String>,
     /// It takes no new client.

@@ -95,6 +95,73 @@ fn an_interrupt_that_its_front_end_makes_wait_holds_up_no_other_port() {
     exchange(&mut b, &mut c, 2);
 }
 
+/// One message of many, chosen by `choice`, about queue `queue`.
+fn say_something(nic: &mut Nic, choice: u32, queue: usize, n: u16) -> Result<(), vhost::Error> {
+    let memory = VhostUserMemoryRegionInfo {
+        guest_phys_addr: nic.ram.gpa(),
+        memory_size: nic.ram.size(),
+        userspace_addr: nic.ram.user(),
+        mmap_offset: 0,
+        mmap_handle: nic.ram.file().as_raw_fd(),
+    };
+    let features = nic.features();
+    let event = EventFd::new(0).unwrap();
+    let front = nic.front().unwrap();
+    match choice % 12 {
+        0 | 1 => front.set_vring_enable(queue, n & 1 == 0),
+        2 => front.get_vring_base(queue).map(drop),
+        3 => front.set_vring_num(queue, [64, 32, 0, 3, u16::MAX][usize::from(n) % 5]),
+        4 => front.set_features(features),
+        5 => front.set_features(features & !(1 << 15)),
+        6 | 7 => front.set_mem_table(&[memory]),
+        8 => front.set_vring_base(queue, n),
+        9 => front.set_vring_call(queue, &event),
+        10 => front.set_vring_kick(queue, &event),
+        _ => front.reset_owner(),
+    }
+}
+
+#[test]
+fn whatever_a_front_end_says_in_whatever_order_others_go_on_and_so_can_its_successor() {
+    let switch = Switch::start(0, &[]);
+    let (mut b, mut c) = (switch.another(1), switch.another(2));
+    let mut said = 0;
+    for seed in 0..40u32 {
+        let mut random = seed.wrapping_mul(0x9e37_79b9) | 1;
+        let mut next = || {
+            random ^= random << 13;
+            random ^= random >> 17;
+            random ^= random << 5;
+            random
+        };
+        let mut nic = switch.guest(0);
+        for step in 0..60 {
+            let (choice, queue, n) = (next() >> 3, next() as usize % 2, next() as u16);
+            if !b.send(&frame(Rig::mac(0), Rig::mac(1), 100, step)) {
+                b.reap();
+            }
+            nic.send(&frame(Rig::mac(1), Rig::mac(0), 100, step));
+            while b.receive().is_some() {}
+            // What is refused ends the connection.
+            if say_something(&mut nic, choice, queue, n).is_err() {
+                break;
+            }
+            said += 1;
+        }
+        drop(nic);
+        let own = |f: &Vec<u8>| f[6..12] == Rig::mac(1).0;
+        let sent = frame(Rig::mac(2), Rig::mac(1), 100, seed as u8);
+        wait_for("room to send", || b.send(&sent).then_some(()));
+        wait_for("a frame between others", || c.receive().map(|r| r.1).filter(own).filter(|f| *f == sent));
+    }
+    assert!(said > 200, "{said} messages were taken");
+    let mut nic = switch.guest(0);
+    while b.receive().is_some() {}
+    let sent = frame(Rig::mac(1), Rig::mac(0), 100, 99);
+    assert!(nic.send(&sent));
+    wait_for("its successor's frame", || b.receive().map(|r| r.1).filter(|f| *f == sent));
+}
+
 #[test]
 fn a_log_that_is_full_or_that_nobody_reads_holds_up_no_port() {
     // A pipe that is full, whose reader lives.

@@ -192,6 +192,8 @@ impl Forwarder {
                 Done::Dropped(Reason::Short)
             } else if len > MAX_FRAME as u32 {
                 Done::Dropped(Reason::Oversize)
+            } else if let Some(one) = window.only(&chain) {
+                sender.frame(std::slice::from_ref(one), head, len, host)
             } else {
                 sender.frame(window.segments(&chain), head, len, host)
             };
@@ -229,11 +231,15 @@ impl Forwarder {
 /// next line.
 #[inline(always)]
 fn prefetch_front(tx: &State, chain: &Chain, head: u32) {
-    for s in tx.window.segments(chain).iter().take(2) {
+    let fetch = |s: &Segment| {
         if tx.negotiated.host {
             prefetch(s.ptr);
         }
         prefetch(s.ptr.wrapping_add(head as usize));
+    };
+    match tx.window.only(chain) {
+        Some(one) => fetch(one),
+        None => tx.window.segments(chain).iter().take(2).for_each(fetch),
     }
 }
 

@@ -193,6 +193,13 @@ impl Side {
             Kind::Vm => &self.vms,
         }
     }
+
+    /// Whether a VM uses a part, or owns it.
+    fn uses(&self, vm: &str, kind: Kind, name: &str) -> bool {
+        let used = self.vms.get(vm).is_some_and(|settings| settings[kind.key()].get(name).is_some());
+        let owner = self.parts(kind).get(name).filter(|_| kind == Kind::Accelerator).map(|part| &part["vm"]);
+        used || owner.is_some_and(|owner| owner == vm)
+    }
 }
 
 /// Settings as they are compared.
@@ -241,8 +248,7 @@ pub fn plan(running: &Side, wanted: &Side, wish: &Wish) -> Vec<Action> {
     for kind in [Kind::Zone, Kind::Network, Kind::Accelerator] {
         for (name, settings) in wanted.parts(kind) {
             let users = users(running, &moves, kind, name);
-            let needed =
-                kind == Kind::Zone || moves.started.iter().any(|vm| uses(&wanted.vms[vm], kind, name));
+            let needed = kind == Kind::Zone || moves.started.iter().any(|vm| wanted.uses(vm, kind, name));
             actions.extend(part(kind, name, running.parts(kind).get(name), settings, users, needed));
         }
         for name in running.parts(kind).keys().filter(|name| !wanted.parts(kind).contains_key(*name)) {
@@ -324,14 +330,10 @@ impl Moves {
 
 /// Who uses a running part and goes on running.
 fn users(running: &Side, moves: &Moves, kind: Kind, name: &str) -> Vec<String> {
-    let vms = running.vms.iter().filter(|(_, settings)| uses(settings, kind, name)).map(|(vm, _)| vm);
+    let vms = running.vms.keys().filter(|vm| running.uses(vm, kind, name));
     let members = running.members.get(name).filter(|_| kind == Kind::Zone).into_iter().flatten();
     let users: BTreeSet<&String> = vms.chain(members).filter(|user| !moves.stopped.contains(*user)).collect();
     users.into_iter().cloned().collect()
-}
-
-fn uses(vm: &Value, kind: Kind, name: &str) -> bool {
-    vm[kind.key()].get(name).is_some()
 }
 
 impl Action {

@@ -302,9 +302,12 @@ pub struct PortStatus {
 pub struct AccelStatus {
     pub name: String,
     pub api: Api,
-    /// "serving" or "starting".
+    /// "serving", "starting", or that the VM that owns it is not up.
     pub state: String,
-    /// Process of its server; none while that is being started again.
+    /// The VM that owns it and runs its server.
+    #[serde(default)]
+    pub owner: Option<String>,
+    /// Process of its server on this host; none while that is being started again.
     pub pid: Option<u32>,
     /// How often the server was started.
     pub starts: u32,

@@ -22,7 +22,7 @@ use tombolo_control::socket;
 use crate::child::{self, Guarded};
 use crate::compose::network::{self, Lease, NetSpec};
 use crate::compose::ports::{self, Forward, Protocol};
-use crate::compose::{Project, VmSpec};
+use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::agent::Agent;
 use crate::guest::exec;
 use crate::project::changes::{self, Kind};
@@ -201,7 +201,7 @@ impl Network {
 }
 
 impl Part for Network {
-    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
+    fn used_by<'a>(_: &str, vm: &'a VmSpec, _: &'a Compose) -> impl Iterator<Item = &'a String> + use<'a> {
         vm.networks.0.keys()
     }
 
