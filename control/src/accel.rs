@@ -43,7 +43,7 @@ pub struct Guest {
 pub struct Listing {
     /// The server's process.
     pub pid: u32,
-    /// The VM in which it runs, where that is not the host.
+    /// The VM that it runs in, where that is not this machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<String>,
     /// Where clients find it; VMs by their folders.

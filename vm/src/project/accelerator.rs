@@ -124,11 +124,11 @@ fn look(link: Arc<Mutex<Peer>>) -> Option<Listing> {
 
 impl Seat {
     /// What a server is told of a VM whose zone it finds there.
-    fn guest(&self, vm: &str, zone: &str) -> Guest {
+    fn guest(&self, vm: &str, zone: PathBuf) -> Guest {
         let (channels, window) = self.used.geometry();
         Guest {
             vm: vm.to_owned(),
-            zone: zone.into(),
+            zone,
             channels,
             window,
             memory: self.used.memory.map(|m| m.0),
@@ -139,7 +139,7 @@ impl Seat {
     }
 
     fn request(&self, vm: &str) -> Request {
-        Request::Vm(self.guest(vm, &self.zone.path()))
+        Request::Vm(self.guest(vm, self.zone.path().into()))
     }
 
     fn ring(&self, vm: &str) {
@@ -242,7 +242,7 @@ impl Accelerator {
             .filter(|(_, seat)| seat.channels.as_ref().is_some_and(|channels| channels.reached))
             .map(|(vm, seat)| {
                 let uuid = seat.zone.uuid();
-                let guest = seat.guest(vm, &owner::device(&uuid));
+                let guest = seat.guest(vm, owner::device(&uuid).into());
                 Client { vm: vm.clone(), uuid, guest }
             })
             .collect();
