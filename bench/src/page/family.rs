@@ -80,7 +80,7 @@ pub fn size(word: &str) -> Option<f64> {
         "M" => 1024.0 * 1024.0,
         _ => return None,
     };
-    Some(digits.parse::<u32>().ok()? as f64 * factor)
+    Some(f64::from(digits.parse::<u32>().ok()?) * factor)
 }
 
 /// A size as case names say it.
