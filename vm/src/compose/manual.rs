@@ -54,6 +54,16 @@ const TABLES: [Table; 12] = [
                 "\"10.86.N.0/24\"",
                 "Addresses of the VMs. Default without uplink: by the network's place in the file, kept while the network runs.",
             ),
+            (
+                "subnet6",
+                "none",
+                "IPv6 prefix of 64 bits that the switch advertises, \"fd00:86::/64\": VMs make their addresses of it and their MACs.",
+            ),
+            (
+                "multicast",
+                "\"snoop\"",
+                "Where multicast goes: \"snoop\": to VMs that joined the group, where a multicast router asks; \"query\": the switch asks itself; \"flood\": to all.",
+            ),
             ("gateway", "none", "The VMs' way out of the subnet."),
             (
                 "dhcp",
@@ -217,6 +227,7 @@ const TABLES: [Table; 12] = [
             ("isolated", "false", "It reaches only the uplink."),
             ("vlan", "none", "The VLAN that it is in, 1 to 4094."),
             ("check_address", "false", "Drop what it sends from addresses other than its own."),
+            ("router", "false", "It may be a router, a DHCP server or a multicast querier for the others."),
         ],
     },
     Table {

@@ -436,7 +436,10 @@ pub fn find(file: Option<&Path>) -> anyhow::Result<PathBuf> {
             return Ok(file.canonicalize()?);
         }
     }
-    anyhow::bail!("no tombolo.toml in {} or above; write one to begin with (tombolo init), or name a compose file with -f", here.display())
+    anyhow::bail!(
+        "no tombolo.toml in {} or above; write one to begin with (tombolo init), or name a compose file with -f",
+        here.display()
+    )
 }
 
 /// The path by which a compose file that is not there any more was known.
