@@ -41,7 +41,10 @@ fn write(dir: &Path) -> anyhow::Result<()> {
     let file = std::fs::File::options().write(true).create_new(true).open(&path);
     let mut file = file.map_err(|e| match e.kind() {
         std::io::ErrorKind::AlreadyExists => {
-            anyhow::anyhow!("{} is there already and stays; print another with: tombolo init --print", path.display())
+            anyhow::anyhow!(
+                "{} is there already and stays; print another with: tombolo init --print",
+                path.display()
+            )
         }
         _ => anyhow::anyhow!("{}: {e}", path.display()),
     })?;
@@ -68,7 +71,8 @@ mod tests {
     #[test]
     fn every_line_that_is_commented_out_is_valid_too() {
         let dir = tempfile::tempdir().unwrap();
-        let all: String = TEXT.lines().map(|line| format!("{}\n", line.strip_prefix("#! ").unwrap_or(line))).collect();
+        let all: String =
+            TEXT.lines().map(|line| format!("{}\n", line.strip_prefix("#! ").unwrap_or(line))).collect();
         let path = dir.path().join("tombolo.toml");
         std::fs::write(&path, all.replace("debian.qcow2", "disk")).unwrap();
         std::fs::write(dir.path().join("disk"), "").unwrap();

@@ -213,7 +213,8 @@ fn a_zone_of_a_process_that_serves_no_others_invites_nobody() {
 /// What QEMU's monitor says of memory devices when it has these arguments; the guest never runs.
 fn qemu_takes(arguments: &str) -> String {
     let mut qemu = Command::new("qemu-system-x86_64");
-    qemu.args(["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"]).args(arguments.split_whitespace());
+    qemu.args(["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"])
+        .args(arguments.split_whitespace());
     let mut qemu = qemu.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     std::io::Write::write_all(&mut qemu.stdin.take().unwrap(), b"info memory-devices\nquit\n").unwrap();
     let output = qemu.wait_with_output().unwrap();
@@ -226,7 +227,8 @@ fn the_hook_of_proxmox_invites_and_prints_arguments_that_qemu_takes() {
     let place = Place::new();
     let lists = place.dir.path().join("lists");
     std::fs::create_dir(&lists).unwrap();
-    std::fs::write(lists.join("100.zones"), format!("# zones of VM 100\n{}\n", place.zone().display())).unwrap();
+    std::fs::write(lists.join("100.zones"), format!("# zones of VM 100\n{}\n", place.zone().display()))
+        .unwrap();
     let hook = |words: &[&str]| {
         let program = Path::new(env!("CARGO_BIN_EXE_tombolo"));
         let path = format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
@@ -244,7 +246,10 @@ fn the_hook_of_proxmox_invites_and_prints_arguments_that_qemu_takes() {
     assert!(hook(&["101", "pre-start"]).status.success(), "a VM without a list is none of our business");
     std::fs::write(lists.join("100.zones"), format!("{} rw\n", place.zone().display())).unwrap();
     let refused = hook(&["100", "pre-start"]);
-    assert!(!refused.status.success() && String::from_utf8_lossy(&refused.stderr).contains("write 'ro' or nothing"));
+    assert!(
+        !refused.status.success()
+            && String::from_utf8_lossy(&refused.stderr).contains("write 'ro' or nothing")
+    );
     std::fs::write(lists.join("100.zones"), "/nowhere/own.zone\n").unwrap();
     assert!(!hook(&["100", "pre-start"]).status.success());
 }

@@ -37,7 +37,8 @@ impl Host {
 
     /// QEMU's arguments and the guest's mount command, as `invite` prints them.
     fn invite(&self, name: &str, more: &[&str]) -> (Vec<String>, String) {
-        let invite = |form| self.good(&[&["zone", "invite", "own.zone", name, "--only", form], more].concat());
+        let invite =
+            |form| self.good(&[&["zone", "invite", "own.zone", name, "--only", form], more].concat());
         (invite("qemu").lines().map(str::to_owned).collect(), invite("mount").trim().to_owned())
     }
 
@@ -61,7 +62,8 @@ impl Host {
             self.until("the VM does not end", || !self.member(name)["alive"].as_bool().unwrap());
             self.good(&["zone", "expel", "own.zone", name]);
         }
-        let listing = || std::fs::read_dir(self.dir.path().join("run")).unwrap().next().unwrap().unwrap().path();
+        let listing =
+            || std::fs::read_dir(self.dir.path().join("run")).unwrap().next().unwrap().unwrap().path();
         self.until("a socket is left", || {
             let names = std::fs::read_dir(listing()).unwrap().map(|e| e.unwrap().file_name());
             !names.into_iter().any(|name| name.to_string_lossy().ends_with(".sock"))

@@ -28,7 +28,7 @@ impl Switch {
         let socket = self.dir.path().join(format!("vm{n}"));
         let port = serde_json::json!({ "name": format!("vm{n}"), "socket": socket, "macs": [Rig::mac(n)] });
         let port = serde_json::from_value(port).unwrap();
-        ask(&self.control(), &Request::Add { port }).unwrap();
+        ask::<serde_json::Value>(&self.control(), &Request::Add { port }).unwrap();
         let mut nic = Nic::new(NicConfig::default()).unwrap();
         nic.connect(&socket).unwrap();
         nic
@@ -91,7 +91,7 @@ fn an_interrupt_that_its_front_end_makes_wait_holds_up_no_other_port() {
     exchange(&mut b, &mut c, 1);
     // The port goes on without interrupts, and goes.
     wait_for("the frame", || hostile.peek_used().then_some(()));
-    ask(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
     exchange(&mut b, &mut c, 2);
 }
 
@@ -239,7 +239,7 @@ fn a_front_end_that_stops_in_the_middle_of_a_message_holds_up_neither_its_remova
         let port =
             serde_json::json!({ "name": format!("silent{n}"), "socket": socket, "macs": [Rig::mac(n)] });
         let port = serde_json::from_value(port).unwrap();
-        ask(&switch.control(), &Request::Add { port }).unwrap();
+        ask::<serde_json::Value>(&switch.control(), &Request::Add { port }).unwrap();
         let mut stream = UnixStream::connect(socket).unwrap();
         stream.write_all(&[1, 0, 0, 0]).unwrap();
         wait_for("its connection", || {
@@ -248,7 +248,7 @@ fn a_front_end_that_stops_in_the_middle_of_a_message_holds_up_neither_its_remova
         stream
     };
     let mut removed = silent(1);
-    ask(&switch.control(), &Request::Remove { name: "silent1".into() }).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "silent1".into() }).unwrap();
     assert_eq!(removed.read(&mut [0]).unwrap(), 0);
     let mut ended = silent(2);
     ends(switch);
@@ -266,7 +266,7 @@ fn a_front_end_that_takes_no_answers_holds_up_neither_its_removal_nor_the_end() 
         Ok(()) => None,
         Err(err) => (err.kind() == ErrorKind::WouldBlock).then_some(()),
     });
-    ask(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
     ends(switch);
 }
 
@@ -285,7 +285,7 @@ fn a_descriptor_whose_close_never_ends_holds_up_neither_its_removal_nor_other_po
         let asked = std::thread::spawn(move || hostile.front().unwrap().set_vring_call(0, &sent).is_err());
         wait_for("the close", || never.is_closing().then_some(()));
         exchange(&mut b, &mut c, 1);
-        ask(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
+        ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
         assert!(switch.port("vm").is_none());
         exchange(&mut b, &mut c, 2);
         drop(never);

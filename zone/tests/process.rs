@@ -11,7 +11,8 @@ use tombolo_zone::doorbell::process::{Process, started};
 fn the_process_at_the_other_end_is_known_and_its_end_is_seen() {
     let dir = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(dir.path().join("s")).unwrap();
-    let script = "import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()";
+    let script =
+        "import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()";
     let mut child = Command::new("python3")
         .args(["-c", script])
         .arg(dir.path().join("s"))

@@ -43,7 +43,8 @@ impl<W: Write> Shell<W> {
     pub fn wait_for(&self, words: &str) -> String {
         let mut said = String::new();
         loop {
-            let line = self.lines.recv_timeout(PATIENCE).unwrap_or_else(|e| panic!("{e} before '{words}': {said}"));
+            let line =
+                self.lines.recv_timeout(PATIENCE).unwrap_or_else(|e| panic!("{e} before '{words}': {said}"));
             if line.contains(words) {
                 return said + &line;
             }
@@ -90,7 +91,10 @@ pub struct Plain {
 impl Plain {
     pub fn start(arguments: &[String]) -> Plain {
         let mut qemu = Command::new("qemu-system-x86_64");
-        qemu.args("-nodefaults -display none -machine q35 -accel tcg,thread=multi -cpu max,-erms,-fsrm,-cx16".split(' '));
+        qemu.args(
+            "-nodefaults -display none -machine q35 -accel tcg,thread=multi -cpu max,-erms,-fsrm,-cx16"
+                .split(' '),
+        );
         qemu.args(["-smp", "2", "-m", "256M,maxmem=4G", "-serial", "stdio"]);
         qemu.arg("-kernel").arg(kit().join("vmlinuz")).arg("-initrd").arg(kit().join("initrd.img"));
         qemu.args(["-append", KERNEL_ARGUMENTS]).args(arguments);

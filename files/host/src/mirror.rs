@@ -119,7 +119,13 @@ impl Copy<'_> {
         Ok(())
     }
 
-    fn replace(&mut self, source: &Path, target: &Path, meta: &Metadata, there: Option<&Metadata>) -> anyhow::Result<()> {
+    fn replace(
+        &mut self,
+        source: &Path,
+        target: &Path,
+        meta: &Metadata,
+        there: Option<&Metadata>,
+    ) -> anyhow::Result<()> {
         if there.is_some_and(Metadata::is_dir) {
             self.clear(target, there)?;
         }
@@ -165,8 +171,11 @@ impl Copy<'_> {
             if present(&self.from.join(inside))?.is_some() {
                 continue;
             }
-            let removed =
-                if entry.file_type().is_dir() { fs::remove_dir(entry.path()) } else { fs::remove_file(entry.path()) };
+            let removed = if entry.file_type().is_dir() {
+                fs::remove_dir(entry.path())
+            } else {
+                fs::remove_file(entry.path())
+            };
             removed.with_context(|| format!("removing {}", entry.path().display()))?;
             self.done.removed += 1;
         }
@@ -211,7 +220,8 @@ fn is_same(meta: &Metadata, there: &Metadata, source: &Path, target: &Path) -> b
         return false;
     }
     if meta.is_file() {
-        return (meta.len(), meta.mtime(), meta.mtime_nsec()) == (there.len(), there.mtime(), there.mtime_nsec());
+        return (meta.len(), meta.mtime(), meta.mtime_nsec())
+            == (there.len(), there.mtime(), there.mtime_nsec());
     }
     if meta.is_symlink() {
         return fs::read_link(source).ok() == fs::read_link(target).ok();

@@ -97,7 +97,6 @@ pub(crate) struct Sender<'a, 'w> {
     pub broken: &'w mut Vec<(usize, Broken)>,
     /// How far the present frame has come.
     pub progress: Progress,
-    /// It is flooded.
     pub flooding: bool,
     /// A copy of it is given to a mirror.
     pub mirroring: bool,
@@ -126,7 +125,6 @@ impl Tally {
         self.bytes += u64::from(len);
     }
 
-    /// Counts it all.
     #[inline(always)]
     pub fn count(&self, counters: &Counters) {
         counters.passed(self.packets, self.bytes);

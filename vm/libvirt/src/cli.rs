@@ -139,7 +139,12 @@ impl What {
         let mut wants = Vec::new();
         for path in &self.zone {
             let (member, mount) = (member.clone(), self.mount.clone());
-            wants.push(Want::Zone(ZoneWant { path: absolute(path)?, member, read_only: self.read_only, mount }));
+            wants.push(Want::Zone(ZoneWant {
+                path: absolute(path)?,
+                member,
+                read_only: self.read_only,
+                mount,
+            }));
         }
         for control in &self.network {
             let control = absolute(control)?;
@@ -231,7 +236,12 @@ fn detach(name: &str, what: &What, out: &mut dyn Write) -> anyhow::Result<()> {
         match there.iter().find(|t| t.is_same_thing(want)) {
             Some(Want::Zone(zone)) if !running => expel(zone)?,
             Some(Want::Zone(zone)) => {
-                writeln!(out, "once it has ended: tombolo zone expel {} {}", zone.path.display(), zone.member)?;
+                writeln!(
+                    out,
+                    "once it has ended: tombolo zone expel {} {}",
+                    zone.path.display(),
+                    zone.member
+                )?;
             }
             _ => {}
         }
@@ -253,7 +263,10 @@ fn expel(want: &ZoneWant) -> anyhow::Result<()> {
 
 fn note_running(name: &str, out: &mut dyn Write) -> anyhow::Result<()> {
     if virsh::is_running(name)? {
-        writeln!(out, "{name} runs: the change counts from its next start on (virsh shutdown, then virsh start)")?;
+        writeln!(
+            out,
+            "{name} runs: the change counts from its next start on (virsh shutdown, then virsh start)"
+        )?;
     }
     Ok(())
 }
@@ -329,7 +342,8 @@ mod tests {
     fn long_names_stay_different() {
         assert_eq!(member_name("web"), "web");
         assert_eq!(member_name("a/b"), "a-b");
-        let (one, two) = (member_name(&format!("{}1", "x".repeat(40))), member_name(&format!("{}2", "x".repeat(40))));
+        let (one, two) =
+            (member_name(&format!("{}1", "x".repeat(40))), member_name(&format!("{}2", "x".repeat(40))));
         assert!(one != two && one.len() == NAME && two.len() == NAME, "{one} {two}");
         assert!(member_name(&"ä".repeat(30)).len() <= NAME);
     }

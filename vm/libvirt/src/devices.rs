@@ -54,7 +54,11 @@ fn zone(invitation: &Invitation) -> Addition {
         &[("model", "virtio-pmem"), ("access", "shared")],
         vec![
             element("source", &[], vec![with_text("path", &[], &invitation.path.to_string_lossy())]),
-            element("target", &[], vec![with_text("size", &[("unit", "KiB")], &(invitation.size >> 10).to_string())]),
+            element(
+                "target",
+                &[],
+                vec![with_text("size", &[("unit", "KiB")], &(invitation.size >> 10).to_string())],
+            ),
             alias("zone", &id),
         ],
     );

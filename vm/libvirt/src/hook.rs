@@ -103,7 +103,11 @@ pub(crate) fn add(port: &Port) -> anyhow::Result<()> {
     }
     if let Some(folder) = port.socket.parent() {
         use std::os::unix::fs::DirBuilderExt;
-        std::fs::DirBuilder::new().recursive(true).mode(0o711).create(folder).with_context(|| folder.display().to_string())?;
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o711)
+            .create(folder)
+            .with_context(|| folder.display().to_string())?;
     }
     let words = format!("{},{},{}", port.name, port.socket.display(), port.mac);
     net(&["add", &words], &port.control)

@@ -33,11 +33,14 @@ enum Rights {
 /// # Errors
 /// Malformed input, or a zone whose file is not in the pod.
 pub fn define(instance: &str, xml: &str) -> anyhow::Result<String> {
-    let instance: Value = serde_json::from_str(instance).context("the VirtualMachineInstance is malformed JSON")?;
+    let instance: Value =
+        serde_json::from_str(instance).context("the VirtualMachineInstance is malformed JSON")?;
     let metadata = &instance["metadata"];
     let Some(zones) = metadata["annotations"][ANNOTATION].as_str() else { return Ok(xml.to_owned()) };
     let zones: Vec<Zone> = serde_json::from_str(zones).with_context(|| {
-        format!("the annotation {ANNOTATION} is malformed; write for example [{{\"path\": \"/zones/own.zone\"}}]")
+        format!(
+            "the annotation {ANNOTATION} is malformed; write for example [{{\"path\": \"/zones/own.zone\"}}]"
+        )
     })?;
     let name = |field: &str| metadata[field].as_str().unwrap_or_default();
     let member = crate::cli::member_name(&format!("{}-{}", name("namespace"), name("name")));
@@ -66,11 +69,19 @@ mod tests {
     fn an_annotated_instance_gets_its_zones_under_its_own_name() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("own.zone");
-        drop(tombolo_zone::Zone::create(&ZoneConfig::new("own", 16 << 20).backing(Backing::File(path.clone()))).unwrap());
+        drop(
+            tombolo_zone::Zone::create(
+                &ZoneConfig::new("own", 16 << 20).backing(Backing::File(path.clone())),
+            )
+            .unwrap(),
+        );
         let list = serde_json::json!([{ "path": path, "rights": "rw" }]).to_string();
         let instance = serde_json::json!({ "metadata": { "name": "web", "namespace": "shop", "annotations": { ANNOTATION: list } } });
         let out = define(&instance.to_string(), XML).unwrap();
-        assert!(out.contains("virtio-pmem") && out.contains("shop-web.sock") && out.contains("<maxMemory"), "{out}");
+        assert!(
+            out.contains("virtio-pmem") && out.contains("shop-web.sock") && out.contains("<maxMemory"),
+            "{out}"
+        );
     }
 
     #[test]

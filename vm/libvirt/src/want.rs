@@ -127,7 +127,9 @@ impl Want {
     fn of(element: &Element) -> anyhow::Result<Want> {
         let get = |name: &str| {
             let value = element.attributes.get(name).cloned();
-            value.with_context(|| format!("<tombolo:{}> in the domain's metadata has no '{name}'", element.name))
+            value.with_context(|| {
+                format!("<tombolo:{}> in the domain's metadata has no '{name}'", element.name)
+            })
         };
         Ok(match element.name.as_str() {
             "zone" => Want::Zone(ZoneWant {

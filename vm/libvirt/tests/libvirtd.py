@@ -172,7 +172,7 @@ class World:
         with open(self.folder + "/a.now", "w") as f:
             f.write(run("virsh", "dumpxml", "a"))
         with open(self.folder + "/a.now") as f:
-            done = subprocess.run(["/usr/lib/libvirt/virt-aa-helper", "--dryrun", "--create", "-u", "libvirt-" + uuid], stdin=f, capture_output=True, text=True)
+            done = subprocess.run(["/usr/lib/libvirt/virt-aa-helper", "--dryrun", "--replace", "-u", "libvirt-" + uuid], stdin=f, capture_output=True, text=True)
         rules = done.stdout + done.stderr
         socket_path = self.tombolo("zone", "invite", self.zone, "a", "--only", "qemu").split("path=")[-1].split()[0]
         for path in (self.zone, socket_path):

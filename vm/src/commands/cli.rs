@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
-use crate::commands::{clean, config, copy, doctor, events, logs, terminal, up};
+use crate::commands::{clean, config, copy, doctor, events, guest_doctor, logs, terminal, up};
 use crate::compose::{self, Project, Rights, Size};
 use crate::machine::growth;
 use crate::project::control::{Event, Request, Status, ZoneStatus};
@@ -80,8 +80,14 @@ impl File {
 /// Commands for VMs.
 #[derive(Subcommand, Debug)]
 pub enum Command {
-    /// Say what this host can do, each line with its remedy
-    Doctor,
+    /// Say what this host can do, or what a running VM's guest has, each line with its remedy
+    Doctor {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+        /// The VM
+        vm: Option<String>,
+    },
     /// Start what the compose file declares and does not run yet
     Up(up::UpOptions),
     /// Stop VMs and start them as the compose file says now
@@ -168,6 +174,9 @@ pub enum Command {
         /// The compose file
         #[arg(long)]
         file: PathBuf,
+        /// The project's name
+        #[arg(long)]
+        name: String,
     },
 }
 
@@ -295,7 +304,7 @@ pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
 /// One message that says what, where and what to do.
 pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Doctor => diagnose(json),
+        Command::Doctor { file, vm } => diagnose(&file, vm.as_deref(), json),
         Command::Up(options) => up::up(options, json),
         Command::Restart(options) => up::restart(options, json),
         Command::Config(options) => config::run(&options, json),
@@ -401,11 +410,13 @@ pub(crate) fn finish(outcome: Outcome) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn diagnose(json: bool) -> anyhow::Result<ExitCode> {
-    let near = std::env::current_dir()?;
-    let findings = doctor::examine(&near, || {
-        crate::say!("finding out whether KVM works here (once per boot of the host)");
-    });
+fn diagnose(file: &File, vm: Option<&str>, json: bool) -> anyhow::Result<ExitCode> {
+    let findings = match vm {
+        Some(vm) => guest_doctor::examine(&file.identify()?, vm)?,
+        None => doctor::examine(&std::env::current_dir()?, || {
+            crate::say!("finding out whether KVM works here (once per boot of the host)");
+        }),
+    };
     if json {
         say(&serde_json::to_string_pretty(&findings)?)?;
     } else {
@@ -586,7 +597,8 @@ fn accelerators(status: &Status) -> String {
     let mut rows =
         vec![["ACCEL", "SERVER", "STATE", "VM", "CLIENTS", "MEMORY", "LIBRARY"].map(str::to_owned)];
     for accel in &status.accelerators {
-        let head = [accel.name.clone(), accel.pid.map_or("-".into(), |p| p.to_string()), accel.state.clone()];
+        let server = accel.owner.clone().or_else(|| accel.pid.map(|p| p.to_string()));
+        let head = [accel.name.clone(), server.unwrap_or_else(|| "-".into()), accel.state.clone()];
         for (n, vm) in accel.vms.iter().enumerate() {
             let [name, server, state] = if n == 0 { head.clone() } else { Default::default() };
             let memory = Size(vm.memory.next_multiple_of(1 << 20)).to_string();
@@ -606,12 +618,11 @@ fn accelerators(status: &Status) -> String {
 ///
 /// # Errors
 /// When a supervisor that lives does not answer.
-pub fn accelerator_servers() -> anyhow::Result<Vec<serde_json::Value>> {
+pub fn accelerator_servers() -> anyhow::Result<Vec<tombolo_control::accel::Listing>> {
     let accelerators = running(None)?.into_iter().flat_map(|project| project.accelerators);
     Ok(accelerators.filter_map(|accelerator| accelerator.server).collect())
 }
 
-/// Networks and who is in them.
 fn networks(status: &Status) -> String {
     let dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
     let mut rows = vec![["NET", "SWITCH", "UPLINK", "SUBNET", "VM", "MAC", "ADDRESS"].map(str::to_owned)];

@@ -62,7 +62,7 @@ fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
     let number = theirs.as_raw_fd();
     let mut command = crate::child::own_program();
     command.args(["supervise", "--dir"]).arg(dir.path()).arg("--control").arg(number.to_string());
-    command.arg("--file").arg(&project.file);
+    command.arg("--file").arg(&project.file).arg("--name").arg(&project.name);
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     // SAFETY: between fork and exec only async-signal-safe system calls are made (setsid, fcntl), nothing allocates.
     unsafe {
@@ -192,7 +192,6 @@ impl Progress {
 /// How a request ended.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Done.
     Done,
     /// The user pressed Ctrl-C; everything has been taken back.
     Interrupted,

@@ -36,7 +36,7 @@ pub struct Finding {
     pub remedy: Option<String>,
 }
 
-fn finding(name: &'static str, grade: Grade, found: String, remedy: Option<&str>) -> Finding {
+pub(crate) fn finding(name: &'static str, grade: Grade, found: String, remedy: Option<&str>) -> Finding {
     Finding { name, grade, found, remedy: remedy.map(str::to_owned) }
 }
 

@@ -10,6 +10,7 @@ pub mod config;
 pub mod copy;
 pub mod doctor;
 pub mod events;
+pub mod guest_doctor;
 pub mod logs;
 pub mod names;
 pub mod terminal;

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::commands::cli::{File, down, finish, say};
 use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
-use crate::compose::{Project, depends, network};
+use crate::compose::{Project, network};
 use crate::host;
 use crate::project::changes::{self, Action, Side, Wish};
 use crate::project::control::{Event, Request};

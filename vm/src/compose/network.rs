@@ -9,7 +9,6 @@ use std::str::FromStr;
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
 
-use crate::compose::ports::{self, Forward};
 use crate::compose::{Compose, Ready, VmSpec, nearest};
 use crate::project::state::hash;
 
@@ -44,9 +43,6 @@ pub struct NetSpec {
     pub budget: Option<u32>,
     /// Where Prometheus finds the counters.
     pub metrics: Option<tombolo_metrics::Place>,
-    /// Ports of the host that lead to its VM, as that one's key `ports` has them; known when the file is [settled](settle).
-    #[serde(skip_deserializing, skip_serializing_if = "Vec::is_empty")]
-    pub forwards: Vec<Forward>,
 }
 
 /// `multicast =`
@@ -95,7 +91,6 @@ pub struct NicSpec {
     pub queues: Option<u32>,
     /// Reaches only the uplink.
     pub isolated: bool,
-    /// The VLAN that it is in.
     pub vlan: Option<u16>,
     /// Drop what it sends from addresses other than its own.
     pub check_address: bool,
@@ -113,7 +108,6 @@ pub enum NicAddress {
     None,
     /// By DHCP, in a guest of the guest kit.
     Dhcp,
-    /// This one.
     Static(Ipv4Addr),
 }
 
@@ -157,33 +151,7 @@ impl<'de> Deserialize<'de> for Nics {
     }
 }
 
-/// A unicast MAC.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Mac(
-    /// In the order of the wire.
-    pub [u8; 6],
-);
-
-impl fmt::Display for Mac {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [a, b, c, d, e, g] = self.0;
-        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
-    }
-}
-
-impl FromStr for Mac {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        let parts: Vec<_> = text.split(':').collect();
-        let bytes: Option<Vec<u8>> =
-            parts.iter().map(|p| if p.len() == 2 { u8::from_str_radix(p, 16).ok() } else { None }).collect();
-        let bytes: Option<[u8; 6]> = bytes.and_then(|b| b.try_into().ok());
-        match bytes {
-            Some(bytes) if bytes[0] & 1 == 0 && bytes != [0; 6] => Ok(Mac(bytes)),
-            _ => Err(format!("'{text}' is no unicast MAC; write six bytes, such as \"52:54:00:12:34:56\"")),
-        }
-    }
-}
+pub use tombolo_control::Mac;
 
 /// An IPv4 subnet, "10.0.0.0/24".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -294,12 +262,11 @@ macro_rules! as_text {
         }
     )*};
 }
-as_text! { Mac Subnet Prefix64 }
+as_text! { Subnet Prefix64 }
 
 /// What one VM has in one network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lease {
-    /// Its MAC.
     pub mac: Mac,
     /// Its address and the subnet's prefix length.
     pub address: Option<(Ipv4Addr, u8)>,
@@ -328,10 +295,6 @@ pub fn settle(compose: &mut Compose, held: &BTreeMap<String, Subnet>) {
         said.chain(held.values().copied()).map(|subnet| subnet.base).collect();
     let names: Vec<String> = compose.net.keys().cloned().collect();
     for name in names {
-        let forwards = ports::through(compose, &name).cloned().collect();
-        if let Some(spec) = compose.net.get_mut(&name) {
-            spec.forwards = forwards;
-        }
         let Some(own) = subnet(compose, &name) else { continue };
         let Some(spec) = compose.net.get_mut(&name).filter(|spec| spec.subnet.is_none()) else { continue };
         let conventional = || (0..=u8::MAX).map(|n| Subnet { base: Ipv4Addr::new(10, 86, n, 0), prefix: 24 });

@@ -72,9 +72,10 @@ pub fn started(pid: u32) -> Option<u64> {
 
 /// Whether one of `events` (or an error) is there within `milliseconds`; -1: waits. `None`: interrupted.
 fn ready(fd: BorrowedFd<'_>, events: PollFlags, milliseconds: i32) -> Option<bool> {
-    let limit = u32::try_from(milliseconds)
-        .ok()
-        .map(|ms| rustix::time::Timespec { tv_sec: i64::from(ms / 1000), tv_nsec: i64::from(ms % 1000) * 1_000_000 });
+    let limit = u32::try_from(milliseconds).ok().map(|ms| rustix::time::Timespec {
+        tv_sec: i64::from(ms / 1000),
+        tv_nsec: i64::from(ms % 1000) * 1_000_000,
+    });
     let mut polled = [PollFd::from_borrowed_fd(fd, events)];
     poll(&mut polled, limit.as_ref()).ok().map(|n| n > 0)
 }

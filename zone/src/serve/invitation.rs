@@ -52,7 +52,9 @@ impl Invitation {
         let read_only = if self.rights.write { "" } else { ",readonly=on" };
         vec![
             "-object".to_owned(),
-            format!("memory-backend-file,id={prefix}zone-{id},mem-path={path},size={size},share=on{read_only}"),
+            format!(
+                "memory-backend-file,id={prefix}zone-{id},mem-path={path},size={size},share=on{read_only}"
+            ),
             "-device".to_owned(),
             format!("virtio-pmem-pci,id={prefix}pmem-{id},memdev={prefix}zone-{id}"),
         ]
@@ -112,9 +114,12 @@ impl Invitation {
         let raw = if raw.is_empty() {
             raw
         } else {
-            format!("  and in <domain xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>:\n  <qemu:commandline>\n{raw}  </qemu:commandline>\n")
+            format!(
+                "  and in <domain xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>:\n  <qemu:commandline>\n{raw}  </qemu:commandline>\n"
+            )
         };
-        let devices = self.libvirt_devices().lines().fold(String::new(), |text, line| text + "    " + line + "\n");
+        let devices =
+            self.libvirt_devices().lines().fold(String::new(), |text, line| text + "    " + line + "\n");
         let mebibytes = self.room() >> 20;
         format!(
             "The zone '{}' keeps a slot for the VM '{}' ({}).\n\
@@ -143,7 +148,11 @@ fn shell(word: &str) -> String {
 
 /// Text within XML.
 fn xml(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('\'', "&apos;").replace('"', "&quot;")
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('\'', "&apos;")
+        .replace('"', "&quot;")
 }
 
 #[cfg(test)]
@@ -179,7 +188,10 @@ mod tests {
         let reader = invitation("z", Rights::READ_ONLY);
         assert!(reader.qemu()[1].ends_with(",readonly=on"));
         assert!(!reader.libvirt_devices().contains("virtio-pmem"));
-        assert_eq!(reader.libvirt_arguments()[3], "virtio-pmem-pci,id=ua-tombolo-pmem-z,memdev=ua-tombolo-zone-z");
+        assert_eq!(
+            reader.libvirt_arguments()[3],
+            "virtio-pmem-pci,id=ua-tombolo-pmem-z,memdev=ua-tombolo-zone-z"
+        );
         assert!(reader.mount().contains("ro"), "{}", reader.mount());
         assert!(reader.text().contains("<qemu:arg value='-object'/>"));
     }

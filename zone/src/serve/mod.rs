@@ -177,12 +177,7 @@ impl Server {
         Ok(())
     }
 
-    fn joined(
-        &mut self,
-        id: MemberId,
-        process: Option<Process>,
-        say: &mut dyn FnMut(String),
-    ) -> Result<()> {
+    fn joined(&mut self, id: MemberId, process: Option<Process>, say: &mut dyn FnMut(String)) -> Result<()> {
         // A process of the host that uses the zone's doorbells, or a VM that comes back with a second device.
         let Some(name) = self.listening.get(&id).cloned() else { return Ok(()) };
         if let Some(there) = self.guests.get(&id) {
@@ -191,7 +186,9 @@ impl Server {
             }
             // Two processes for one VM: the one that was first has not ended.
             if there.process.as_ref().is_some_and(|p| !p.has_ended()) {
-                say(format!("{name}: another process has its doorbell while its own lives; end one of the two"));
+                say(format!(
+                    "{name}: another process has its doorbell while its own lives; end one of the two"
+                ));
                 return Ok(());
             }
             self.bury(id, say)?;
@@ -205,7 +202,8 @@ impl Server {
             // It can't write into its slot that it is there.
             self.zone.activate(id)?;
         }
-        let number = process.as_ref().map_or_else(|| "of another namespace".to_owned(), |p| p.id().to_string());
+        let number =
+            process.as_ref().map_or_else(|| "of another namespace".to_owned(), |p| p.id().to_string());
         say(format!("{name}: connected, process {number}"));
         self.guests.insert(id, Guest { process, _liveness: liveness });
         Ok(())

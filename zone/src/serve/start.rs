@@ -34,7 +34,9 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
         );
     }
     match known {
-        Some(there) if there.rights == rights && there.role == Some(Role::Vm) && there.state != MemberState::Dead => {}
+        Some(there)
+            if there.rights == rights && there.role == Some(Role::Vm) && there.state != MemberState::Dead => {
+        }
         Some(there) if there.alive => bail!(
             "{}: '{member}' is in the zone already, and its rights can't change while it is: stop it first",
             path.display()

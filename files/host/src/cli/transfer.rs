@@ -127,7 +127,15 @@ impl Mounted {
         std::fs::create_dir(&folder).with_context(|| format!("making {}", folder.display()))?;
         let mut command = Command::new(std::env::current_exe().context("finding this program's file")?);
         // Set-id bits and devices are to be copied, not used.
-        command.args(["files", "mount", "--foreground", "--suid", "--dev", "--member", &format!("copy-{own}")]);
+        command.args([
+            "files",
+            "mount",
+            "--foreground",
+            "--suid",
+            "--dev",
+            "--member",
+            &format!("copy-{own}"),
+        ]);
         command.args(read_only.then_some("--read-only"));
         command.args(area.map(|area| format!("--area={area}"))).arg("--").arg(zone).arg(&folder);
         let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
