@@ -63,7 +63,7 @@ bench: ## every bench; results in bench/results
 	@for what in files net accel "start run"; do target/release/tombolo bench $$what || exit 1; done
 
 .PHONY: lint
-lint: ready-lint kernels ## formatting, lints, documentation, shell, C, the module with W=1
+lint: ready-lint kernels ## formatting, lints, documentation, shell, C, the module with W=1, what is unused
 	@scripts/lint
 
 .PHONY: deb

@@ -354,7 +354,7 @@ def main():
         rig = Rig(kernel, root + "/boot/vmlinuz-" + kernel, root, build(kernel, headers, work), work,
                   [work + "/calls", work + "/image", work + "/gemm", work + "/svm", work + "/answers", work + "/fork", shutil.which("clinfo"), work + "/libtombolo_opencl.so", o.target + "/tombolo-accel", shutil.which("setfattr"), *binaries], ["virtio_net"], files=files)
         host = Host(work, o.target, 6 if o.programs else 2)
-        vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory="2G" if o.programs else "512M", extra=host.qemu())
+        vm = rig.boot("vm", host.vm + "/zone", os.path.getsize(host.vm + "/zone") >> 20, memory=2048 if o.programs else 512, extra=host.qemu())
         name = os.path.basename(host.vm)
         vm.ok("mkdir -p /etc/OpenCL/vendors; echo /bin/libtombolo_opencl.so > /etc/OpenCL/vendors/tombolo.icd")
         # hashcat follows a null pointer where its user has no entry (folder_config_init asks getpwuid_r), whatever the driver.

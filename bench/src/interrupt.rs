@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Ctrl-C while a bench runs: nothing is cut off, the bench ends at its next look, and on its way out takes down what it
-//! has started.
+//! Ctrl-C while a bench runs: the bench ends at its next check, and on its way out takes down what it has started.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -10,7 +9,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 static ASKED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
 
-/// From here on SIGINT, SIGTERM and SIGHUP are told by [`check`] rather than end the process.
+/// From now on SIGINT, SIGTERM and SIGHUP do not end the process; [`check`] returns an error after one of them.
 ///
 /// # Errors
 /// They can't be caught.
@@ -22,16 +21,16 @@ pub fn watch() -> Result<()> {
     Ok(())
 }
 
-/// Has a signal come?
+/// Whether such a signal has arrived.
 #[must_use]
 pub fn is_asked() -> bool {
     ASKED.get().is_some_and(|flag| flag.load(Ordering::Acquire))
 }
 
-/// Ends the bench if a signal has come.
+/// Ends the bench if such a signal has arrived.
 ///
 /// # Errors
-/// One has.
+/// It has.
 pub fn check() -> Result<()> {
     ensure!(!is_asked(), "interrupted");
     Ok(())

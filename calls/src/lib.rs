@@ -6,9 +6,9 @@
 //! in what carries the records; everything above is the same and so are the tests:
 //!
 //! - [`ring`]: the shared-memory protocol: records, one release store per batch, sleep without lost wake-ups.
-//! - [`lead`]: several threads that read one ring, one at a time.
+//! - [`try_lock`]: the lock by which several threads read one ring, one at a time.
 //! - [`memory`]: mappings, sealed memfds, ring memory, the window.
-//! - [`patience`]: how long, and how, a side waits before it sleeps.
+//! - [`spin`]: polling before sleep.
 //! - [`process`]: between processes of one host: a memfd and eventfds, passed over a Unix socket.
 //! - `rings`: a link over rings in memory, whoever shares it.
 //! - [`zone`]: between a VM and a server: channels in a zone's CALLS area, a device of the guest's kernel, doorbells.
@@ -17,16 +17,18 @@
 //! - [`hello`]: the handshake that compares builds before the first record.
 //! - [`mod@say`]: lines on the standard error that nobody panics of or waits for.
 
+#![deny(missing_docs)]
+
 pub mod children;
 pub mod hello;
-pub mod lead;
 pub mod memory;
-pub mod patience;
 pub mod process;
 pub mod ring;
 mod rings;
 pub mod say;
+pub mod spin;
 pub mod stream;
+pub mod try_lock;
 pub mod zone;
 
 pub use memory::Window;

@@ -7,9 +7,15 @@ use crate::hello::{Geometry, Hello, welcome, welcomed};
 use crate::memory::{Mapping, sealed_memfd};
 use crate::rings::{self, Bells, Ring, Side};
 use crate::{Bell, Error, Link};
+use rustix::event::EventfdFlags;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -33,13 +39,8 @@ impl Ring for EventFd {
 
 impl EventFd {
     pub(crate) fn new() -> io::Result<EventFd> {
-        // SAFETY: takes no memory; the result is checked.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: fd is fresh.
-        Ok(EventFd(File::from(unsafe { OwnedFd::from_raw_fd(fd) })))
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(EventFd(File::from(rustix::event::eventfd(0, flags)?)))
     }
 
     /// Rings. A counter that is full needs no more ringing, so the result doesn't matter.
@@ -119,7 +120,7 @@ pub fn connect(path: &std::path::Path, hello: &Hello) -> Result<Link, Error> {
     let mut socket = UnixStream::connect(path)?;
     hello.send(&mut socket)?;
     let (bytes, fds) = receive_with_fds(&socket)?;
-    // What doesn't fit into the first message (a long refusal) follows on the socket.
+    // The rest of a message that is longer than the first packet (a long refusal) follows on the socket.
     let geometry = welcomed(&mut io::Read::chain(&bytes[..], &socket))?;
     let fds = <[OwnedFd; FDS]>::try_from(fds).map_err(|_| Error::Broken("the server passed no memory"))?;
     link(socket, geometry, fds, Side::Client)
@@ -135,7 +136,11 @@ pub fn accept(socket: UnixStream, geometry: Geometry) -> Result<Link, Error> {
     let geometry = geometry.check()?;
     let memory = OwnedFd::from(sealed_memfd(c"tombolo-calls", rings::total(geometry))?);
     let bells = [EventFd::new()?, EventFd::new()?, EventFd::new()?].map(|e| OwnedFd::from(e.0));
-    send_with_fds(&socket, &welcome(Ok(geometry)), &[&memory, &bells[0], &bells[1], &bells[2]])?;
+    send_with_fds(
+        &socket,
+        &welcome(Ok(geometry)),
+        &[memory.as_fd(), bells[0].as_fd(), bells[1].as_fd(), bells[2].as_fd()],
+    )?;
     let [a, b, c] = bells;
     link(socket, geometry, [memory, a, b, c], Side::Server)
 }
@@ -150,72 +155,34 @@ pub fn pair(geometry: Geometry) -> Result<(Link, Link), Error> {
     Ok((link(theirs, geometry, fds, Side::Client)?, server))
 }
 
-/// A buffer for the control message, aligned as cmsghdr wants it.
-#[repr(C, align(8))]
-struct Control([u8; 64]);
-const _: () = assert!(
-    // SAFETY: a computation on integers.
-    unsafe { libc::CMSG_SPACE((FDS * size_of::<RawFd>()) as u32) } <= 64
-);
-
-fn send_with_fds(socket: &UnixStream, bytes: &[u8], fds: &[&OwnedFd; FDS]) -> io::Result<()> {
-    let raw: [RawFd; FDS] = fds.map(|f| f.as_raw_fd());
-    let mut control = Control([0; 64]);
-    let mut iov = libc::iovec { iov_base: bytes.as_ptr() as *mut _, iov_len: bytes.len() };
-    // SAFETY: msghdr is plain data; zero is valid.
-    let mut msg: libc::msghdr = unsafe { std::mem::zeroed() };
-    msg.msg_iov = &mut iov;
-    msg.msg_iovlen = 1;
-    msg.msg_control = control.0.as_mut_ptr().cast();
-    // SAFETY: integers only; and the control buffer is large enough for one header with FDS descriptors (asserted above).
-    let sent = unsafe {
-        msg.msg_controllen = libc::CMSG_SPACE(size_of_val(&raw) as u32) as usize;
-        let header = libc::CMSG_FIRSTHDR(&msg);
-        (*header).cmsg_level = libc::SOL_SOCKET;
-        (*header).cmsg_type = libc::SCM_RIGHTS;
-        (*header).cmsg_len = libc::CMSG_LEN(size_of_val(&raw) as u32) as usize;
-        std::ptr::copy_nonoverlapping(raw.as_ptr().cast::<u8>(), libc::CMSG_DATA(header), size_of_val(&raw));
-        libc::sendmsg(socket.as_raw_fd(), &msg, libc::MSG_NOSIGNAL)
-    };
-    match usize::try_from(sent) {
-        Ok(n) if n == bytes.len() => Ok(()),
-        Ok(_) => Err(io::Error::new(io::ErrorKind::WriteZero, "the handshake was cut")),
-        Err(_) => Err(io::Error::last_os_error()),
+fn send_with_fds(socket: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>; FDS]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::other("no room for the descriptors"));
+    }
+    match sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)? {
+        n if n == bytes.len() => Ok(()),
+        _ => Err(io::Error::new(io::ErrorKind::WriteZero, "the handshake was cut")),
     }
 }
 
 fn receive_with_fds(socket: &UnixStream) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
     let mut bytes = vec![0u8; 20];
-    let mut control = Control([0; 64]);
-    let mut iov = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-    // SAFETY: msghdr is plain data; zero is valid.
-    let mut msg: libc::msghdr = unsafe { std::mem::zeroed() };
-    msg.msg_iov = &mut iov;
-    msg.msg_iovlen = 1;
-    msg.msg_control = control.0.as_mut_ptr().cast();
-    msg.msg_controllen = control.0.len();
-    // SAFETY: all buffers live during the call.
-    let n = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut msg, libc::MSG_CMSG_CLOEXEC) };
-    let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
-    if n == 0 {
+    // A server that passes more than these is refused; the kernel closes what is beyond.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS + 1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut room = [IoSliceMut::new(&mut bytes)];
+    let received =
+        recvmsg(socket, &mut room, &mut control, RecvFlags::CMSG_CLOEXEC).map_err(io::Error::from)?;
+    if received.bytes == 0 {
         return Err(Error::Closed);
     }
-    bytes.truncate(n);
+    bytes.truncate(received.bytes);
     let mut fds = Vec::new();
-    // SAFETY: the kernel wrote msg and the control buffer; the macros stay inside of it.
-    unsafe {
-        let mut header = libc::CMSG_FIRSTHDR(&msg);
-        while !header.is_null() {
-            if (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS {
-                let count = ((*header).cmsg_len - libc::CMSG_LEN(0) as usize) / size_of::<RawFd>();
-                for i in 0..count {
-                    let mut fd: RawFd = -1;
-                    let from = libc::CMSG_DATA(header).add(i * size_of::<RawFd>());
-                    std::ptr::copy_nonoverlapping(from, (&raw mut fd).cast(), size_of::<RawFd>());
-                    fds.push(OwnedFd::from_raw_fd(fd));
-                }
-            }
-            header = libc::CMSG_NXTHDR(&msg, header);
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(passed) = message {
+            fds.extend(passed);
         }
     }
     Ok((bytes, fds))

@@ -28,7 +28,7 @@ pub(crate) enum Side {
     Server,
 }
 
-/// Who is woken, and how.
+/// The side that a ring wakes, and how.
 pub(crate) struct Bells {
     pub bell: Arc<dyn Bell>,
     pub room: Arc<dyn Bell>,

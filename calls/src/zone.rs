@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Between processes of a VM and a server: the CALLS area of the VM's own zone (`zone/format/tombolo_calls.h`) has channels, each with
 //! both rings and a window. In the guest a channel is an open file of `/dev/tombolo-calls-NAME` ([`connect`]); its driver sleeps
-//! and rings. On the other side [`Area`] sees channels come and go, and a worker serves one of them (`accept`).
+//! and rings. On the other side [`Area`] sees channels come and go, and a worker serves one of them (`accept`). That side is a process of
+//! the host, or of the VM that owns the accelerator; then the host has an [`Area`] too, to clear channels and to say that the owner died.
 //!
 //! The handshake is the first record of each ring. The area's words may change at any time: the server believes the geometry it chose
 //! itself, and of a channel's word only its state, which it moves on by compare and swap.
@@ -28,6 +29,8 @@ use format::{tmb_calls_channel, tmb_calls_header, tmb_calls_info};
 
 const FIRST: u64 = format::TMB_CALLS_FIRST as u64;
 const RINGS: u64 = format::TMB_CALLS_RINGS_OFF as u64;
+/// Where the server's doorbell stands: the lower half of an aligned word.
+const DOORBELL: usize = offset_of!(tmb_calls_header, doorbell);
 /// Data bytes of each ring of a VM's channel.
 pub const RING: u64 = 256 << 10;
 /// The most channels of a VM.
@@ -41,7 +44,7 @@ fn word(mapping: &Mapping, at: usize) -> &AtomicU64 {
     unsafe { AtomicU64::from_ptr(mapping.base().add(at).cast()) }
 }
 
-/// What a process of the guest asks its channel's driver; tests have one without a kernel.
+/// The driver of a guest process' channel. Tests have one without a kernel.
 pub trait Device: Send + Sync {
     /// Sleeps until the count of rings isn't `seen`; the count. [`Error::Closed`]: the server is gone.
     fn wait(&self, seen: u64) -> Result<u64, Error>;
@@ -134,6 +137,10 @@ pub fn connect(path: &Path, hello: &Hello) -> Result<Link, Error> {
         Some(libc::EUSERS) => {
             Error::Refused(format!("{}: all channels of this VM are in use", path.display()))
         }
+        Some(libc::ENOTCONN) => Error::Refused(format!(
+            "{}: nobody serves it now; the VM that owns the accelerator has to be up",
+            path.display()
+        )),
         _ => Error::Io(e),
     })?;
     let gone = file.as_fd().try_clone_to_owned()?;
@@ -244,15 +251,27 @@ pub enum State {
     Lost,
     /// Its process closed it (or the area says nonsense): end the worker, then [`Area::free`].
     Left,
+    /// Left, and without a worker: the host clears it.
+    Done,
 }
 
-/// The server's view of a CALLS area.
+/// Who clears a channel that was left.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Clearing {
+    /// This process: it gives the memory back to the host's kernel.
+    Here,
+    /// The host, as a guest has no way to give memory back.
+    Host,
+}
+
+/// A CALLS area as its server sees it, or the host whose VM serves it.
 pub struct Area {
     mapping: Mapping,
     memory: File,
     at: u64,
     channels: u32,
     geometry: Geometry,
+    clearing: Clearing,
 }
 
 impl Area {
@@ -282,32 +301,104 @@ impl Area {
         geometry: Geometry,
         doorbell: u16,
     ) -> Result<Area, Error> {
+        let area = Self::map(memory, at, len, channels, geometry, Clearing::Here)?;
+        area.lay_out(u32::from(doorbell) + 1);
+        area.take_over()?;
+        area.announce();
+        Ok(area)
+    }
+
+    /// Makes the area at byte `at` of a zone's memory, which is zero, for a server in another VM that comes and goes. Nobody serves it yet.
+    pub fn prepare(
+        memory: File,
+        at: u64,
+        len: u64,
+        channels: u32,
+        geometry: Geometry,
+    ) -> Result<Area, Error> {
+        let area = Self::map(memory, at, len, channels, geometry, Clearing::Here)?;
+        area.lay_out(0);
+        area.announce();
+        Ok(area)
+    }
+
+    /// The area behind `/dev/tombolo-serve-UUID`, which the host prepared, as its server. The driver says who is rung.
+    pub fn of_device(device: File, channels: u32, geometry: Geometry) -> Result<Area, Error> {
+        let area = Self::map(device, 0, Self::bytes(channels, geometry), channels, geometry, Clearing::Host)?;
+        area.take_over()?;
+        Ok(area)
+    }
+
+    fn map(
+        memory: File,
+        at: u64,
+        len: u64,
+        channels: u32,
+        geometry: Geometry,
+        clearing: Clearing,
+    ) -> Result<Area, Error> {
         let geometry = geometry.check()?;
         if channels == 0 || channels > format::TMB_CALLS_CHANNELS || Self::bytes(channels, geometry) > len {
             return Err(Error::Broken("the channels don't fit into the zone's area"));
         }
         let mapping = Mapping::of_file(&memory, at, Self::bytes(channels, geometry) as usize)?;
-        let area = Area { mapping, memory, at, channels, geometry };
-        let put = |at: usize, value: u64| word(&area.mapping, at).store(value, Ordering::Relaxed);
+        Ok(Area { mapping, memory, at, channels, geometry, clearing })
+    }
+
+    fn lay_out(&self, doorbell: u32) {
+        let put = |at: usize, value: u64| word(&self.mapping, at).store(value, Ordering::Relaxed);
         let of = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
-        put(offset_of!(tmb_calls_header, version), of(format::TMB_CALLS_VERSION, channels));
-        put(offset_of!(tmb_calls_header, channel_size), Self::channel_size(geometry));
-        put(offset_of!(tmb_calls_header, ring), geometry.ring);
-        put(offset_of!(tmb_calls_header, window), geometry.window);
-        put(offset_of!(tmb_calls_header, doorbell), of(u32::from(doorbell) + 1, 0));
+        put(offset_of!(tmb_calls_header, version), of(format::TMB_CALLS_VERSION, self.channels));
+        put(offset_of!(tmb_calls_header, channel_size), Self::channel_size(self.geometry));
+        put(offset_of!(tmb_calls_header, ring), self.geometry.ring);
+        put(offset_of!(tmb_calls_header, window), self.geometry.window);
+        put(DOORBELL, of(doorbell, 0));
         // Whoever leaves from here on rings the new server, which finds those that rang the old one by their words.
         std::sync::atomic::fence(Ordering::SeqCst);
-        for i in 0..channels {
-            match area.state(i) {
-                State::Free => {}
-                State::Left => area.free(i)?,
-                State::Wanted => area.server_rung(i).store(1, Ordering::SeqCst),
-                State::Served | State::Lost => area.lose(i),
+    }
+
+    fn take_over(&self) -> Result<(), Error> {
+        for i in 0..self.channels {
+            match self.state(i) {
+                State::Free | State::Done => {}
+                State::Left => self.free(i)?,
+                State::Wanted => self.server_rung(i).store(1, Ordering::SeqCst),
+                State::Served | State::Lost => self.lose(i),
             }
         }
-        word(&area.mapping, offset_of!(tmb_calls_header, magic))
+        Ok(())
+    }
+
+    fn announce(&self) {
+        word(&self.mapping, offset_of!(tmb_calls_header, magic))
             .store(format::TMB_CALLS_MAGIC, Ordering::Release);
-        Ok(area)
+    }
+
+    /// Whether somebody serves it, as far as the area's own words say.
+    pub fn is_served(&self) -> bool {
+        word(&self.mapping, DOORBELL).load(Ordering::Acquire) as u32 != 0
+    }
+
+    /// The VM that served it has ended: whoever waits for it is lost, and nobody begins to wait. The client VM is to be rung.
+    pub fn abandon(&self) {
+        word(&self.mapping, DOORBELL).store(0, Ordering::SeqCst);
+        // Who takes a channel looks at the doorbell afterwards: either is seen by the other.
+        std::sync::atomic::fence(Ordering::SeqCst);
+        let waits = |i: &u32| matches!(self.state(*i), State::Wanted | State::Served);
+        (0..self.channels).filter(waits).for_each(|i| self.lose(i));
+    }
+
+    /// Clears the channels that their server is done with; whether there were any, so that the client VM is to be rung.
+    pub fn clear_done(&self) -> Result<bool, Error> {
+        let mut cleared = false;
+        for channel in 0..self.channels {
+            let was = self.state_word(channel).load(Ordering::Acquire);
+            if was as u32 & 0xff == format::TMB_CALLS_DONE {
+                self.clear(channel, was)?;
+                cleared = true;
+            }
+        }
+        Ok(cleared)
     }
 
     /// How many channels there are.
@@ -347,6 +438,7 @@ impl Area {
             format::TMB_CALLS_WANTED => State::Wanted,
             format::TMB_CALLS_SERVED => State::Served,
             format::TMB_CALLS_LOST => State::Lost,
+            format::TMB_CALLS_DONE => State::Done,
             _ => State::Left,
         }
     }
@@ -372,8 +464,24 @@ impl Area {
             .store(1, Ordering::SeqCst);
     }
 
-    /// Clears a channel that nobody uses and gives it free. What a process left there is gone before another one maps it.
+    /// Clears a channel that nobody uses and gives it free, or has the host do both. What a process left there is gone before another one
+    /// maps it.
     pub fn free(&self, channel: u32) -> Result<(), Error> {
+        let was = self.state_word(channel).load(Ordering::Acquire);
+        match self.clearing {
+            Clearing::Here => self.clear(channel, was),
+            Clearing::Host => {
+                let done = was & !0xff | u64::from(format::TMB_CALLS_DONE);
+                // Whose word changes meanwhile is looked at again: its VM rings.
+                let _again =
+                    self.state_word(channel).compare_exchange(was, done, Ordering::AcqRel, Ordering::Relaxed);
+                Ok(())
+            }
+        }
+    }
+
+    /// Clears a channel whose word was `was`, and gives it free if it still is.
+    fn clear(&self, channel: u32, was: u64) -> Result<(), Error> {
         let (at, len) = (self.offset(channel), Self::channel_size(self.geometry));
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         // SAFETY: a descriptor of our own; the range is checked against the file by the kernel.
@@ -382,9 +490,10 @@ impl Area {
         if r < 0 {
             return Err(io::Error::last_os_error().into());
         }
-        let state = self.state_word(channel);
-        let next = (state.load(Ordering::Acquire) >> 32).wrapping_add(1) << 32;
-        state.store(next | u64::from(format::TMB_CALLS_FREE), Ordering::Release);
+        let free = (was >> 32).wrapping_add(1) << 32 | u64::from(format::TMB_CALLS_FREE);
+        // The VM that comes back has said meanwhile that it was left.
+        let _again =
+            self.state_word(channel).compare_exchange(was, free, Ordering::AcqRel, Ordering::Relaxed);
         Ok(())
     }
 

@@ -6,8 +6,8 @@
 use loom::sync::atomic::{AtomicU64, Ordering, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use std::sync::atomic::Ordering as StdOrdering;
-use tombolo_calls::lead::Lead;
 use tombolo_calls::ring::{Consumer, Popped, Producer, RingMem, Word};
+use tombolo_calls::try_lock::TryLock;
 
 /// Enough for every bug known so far, and little enough to end within seconds.
 const PREEMPTIONS: usize = 3;
@@ -149,7 +149,7 @@ fn no_wakeup_is_lost_when_the_ring_is_full_and_the_producer_sleeps() {
 
 /// A server's threads: one at a time leads, until it finds the ring empty and asks for the doorbell; all of them sleep on it.
 struct Served {
-    ring: Lead<Consumer<Shared>>,
+    ring: TryLock<Consumer<Shared>>,
     bell: Doorbell,
     seen: AtomicU64,
 }
@@ -158,7 +158,7 @@ impl Served {
     fn serve(&self, records: u64) {
         let mut record = Vec::new();
         while self.seen.load(Ordering::Acquire) < records {
-            if let Some(mut ring) = self.ring.take_or_call() {
+            if let Some(mut ring) = self.ring.try_lock_or_flag() {
                 ring.disarm();
                 while ring.try_pop(&mut record).expect("an honest producer") == Popped::Record
                     || !ring.arm().expect("an honest producer")
@@ -168,7 +168,7 @@ impl Served {
                         record.clear();
                     }
                 }
-                if ring.give() {
+                if ring.unlock() {
                     continue;
                 }
                 if self.seen.load(Ordering::Acquire) == records {
@@ -188,7 +188,7 @@ fn no_wakeup_is_lost_among_threads_that_take_turns_to_lead() {
     model(|| {
         let shared = ring(8);
         let served = Arc::new(Served {
-            ring: Lead::new(Consumer::new(shared.clone())),
+            ring: TryLock::new(Consumer::new(shared.clone())),
             bell: Doorbell::default(),
             seen: AtomicU64::new(0),
         });

@@ -330,7 +330,7 @@ fn a_channel_goes_from_hand_to_hand_cleared_and_an_impossible_state_counts_as_le
     assert_eq!(area.state(2), State::Served);
     area.lose(2);
     assert_eq!(area.state(2), State::Lost);
-    for nonsense in [4, 5, 0xff, u64::MAX] {
+    for nonsense in [4, 6, 0xff, u64::MAX] {
         say(&area, 2, nonsense);
         assert_eq!(area.state(2), State::Left);
     }
@@ -366,4 +366,57 @@ fn a_server_that_takes_an_area_over_serves_who_waits_and_loses_who_was_served() 
     let mut left = [1; 8];
     second.memory().read_exact_at(&mut left, second.offset(2) + 20_000).expect("read");
     assert_eq!(left, [0; 8]);
+}
+
+/// Words of five channels: wanted, served, left, free, done; with a secret in the last.
+fn five(zone: &File) -> Area {
+    let len = Area::bytes(5, GEOMETRY);
+    let area = Area::prepare(zone.try_clone().expect("a descriptor"), 0, len, 5, GEOMETRY).expect("it fits");
+    for (channel, word) in [(0, 7 << 32 | 1), (1, 7 << 32 | 2), (2, 7 << 32 | 4), (4, 7 << 32 | 5)] {
+        say(&area, channel, word);
+    }
+    area.memory().write_all_at(b"a secret", area.offset(4) + 20_000).expect("written");
+    area
+}
+
+fn states(area: &Area) -> Vec<State> {
+    (0..area.channels()).map(|i| area.state(i)).collect()
+}
+
+#[test]
+fn what_an_owners_server_is_done_with_the_host_clears_and_nobody_else() {
+    let zone = sealed_memfd(c"zone", Area::bytes(5, GEOMETRY)).expect("memory");
+    let host = five(&zone);
+    // The device of an owner VM is to its server what the memory itself is here.
+    let server = Area::of_device(zone, 5, GEOMETRY).expect("the same");
+    let taken_over = [State::Wanted, State::Lost, State::Done, State::Free, State::Done];
+    assert_eq!(states(&server), taken_over, "who was left is for the host to clear, who waits is served");
+    assert!(server.serve(0));
+    server.free(0).expect("a word");
+    let mut secret = [0; 8];
+    host.memory().read_exact_at(&mut secret, host.offset(4) + 20_000).expect("read");
+    assert_eq!(&secret, b"a secret");
+    assert!(host.clear_done().expect("cleared"));
+    assert_eq!(states(&host), [State::Free, State::Lost, State::Free, State::Free, State::Free]);
+    host.memory().read_exact_at(&mut secret, host.offset(4) + 20_000).expect("read");
+    assert_eq!(secret, [0; 8]);
+    assert!(!host.clear_done().expect("nothing to do"));
+}
+
+#[test]
+fn when_an_owner_dies_who_waits_for_it_is_lost_and_woken_and_nobody_serves() {
+    let zone = sealed_memfd(c"zone", Area::bytes(5, GEOMETRY)).expect("memory");
+    let host = five(&zone);
+    assert!(!host.is_served());
+    // As the owner's driver does.
+    host.memory().write_all_at(&9u32.to_le_bytes(), 40).expect("written");
+    assert!(host.is_served());
+    host.abandon();
+    assert!(!host.is_served());
+    assert_eq!(states(&host), [State::Lost, State::Lost, State::Left, State::Free, State::Done]);
+    let mut woken = [0; 8];
+    for (channel, rung) in [(0, 1), (1, 1), (2, 0), (4, 0)] {
+        host.memory().read_exact_at(&mut woken, host.offset(channel) + 128).expect("read");
+        assert_eq!(u64::from_le_bytes(woken), rung, "channel {channel}");
+    }
 }

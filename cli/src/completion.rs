@@ -22,7 +22,6 @@ pub(crate) fn answer() {
     clap_complete::CompleteEnv::with_factory(command).var(VARIABLE).complete();
 }
 
-/// Writes the script of a shell.
 pub(crate) fn script(shell: Shell, to: &mut dyn Write) -> anyhow::Result<()> {
     let shells = Shells::builtins();
     let script =

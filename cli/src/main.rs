@@ -232,8 +232,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
 /// The server at the default address, where there is one, and those of running projects.
 fn list_accelerators(json: bool) -> anyhow::Result<ExitCode> {
     use tombolo_accel_server::{cli, control};
-    let ours = tombolo_vm::commands::cli::accelerator_servers()?.into_iter().map(serde_json::from_value);
-    let mut servers = ours.collect::<Result<Vec<control::Listing>, _>>()?;
+    let mut servers = tombolo_vm::commands::cli::accelerator_servers()?;
     match control::servers(Path::new(control::DEFAULT)) {
         Ok(others) => servers.splice(0..0, others).for_each(drop),
         Err(e) if servers.is_empty() => return Err(e),

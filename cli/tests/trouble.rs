@@ -257,7 +257,7 @@ fn a_runtime_folder_without_room_is_named_and_nothing_runs() {
     // A file system of its own for the command and what it starts, with room for few files.
     let script = "mount -t tmpfs -o size=64k,nr_inodes=4 none \"$1\" && exec \"$0\" up";
     let mut command = Command::new("unshare");
-    command.args(["-m", "sh", "-c", script, env!("CARGO_BIN_EXE_tombolo")]).arg(project.runtime.path());
+    command.args(["-rm", "sh", "-c", script, env!("CARGO_BIN_EXE_tombolo")]).arg(project.runtime.path());
     command.env("XDG_RUNTIME_DIR", project.runtime.path()).current_dir(&project.place).stdin(Stdio::null());
     let refused = command.output().unwrap();
     assert_eq!(refused.status.code(), Some(1));

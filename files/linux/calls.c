@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * Zones for accelerator calls: `echo NAME > /sys/module/tombolo/parameters/calls` joins a zone and makes its device
- * (zone/linux/callsdev.h). It stays until the module goes, as virtio-pmem itself can't be unplugged.
+ * (zone/linux/callsdev.h); in the VM that owns the accelerator `echo UUID > …/serve` does so for a client VM's zone
+ * (zone/linux/servedev.h). It stays until the module goes, as virtio-pmem itself can't be unplugged.
  */
 #include "tombolo.h"
 #include "callsdev.h"
+#include "servedev.h"
 
 #include <linux/list.h>
 #include <linux/slab.h>
@@ -13,7 +15,8 @@ struct tmb_calls_zone {
 	struct list_head link;
 	struct tmb_zone zone;
 	struct tmb_doorbell_client doorbell; /* to find the own slot */
-	struct tmb_callsdev *dev;
+	struct tmb_callsdev *dev;    /* one of the two, */
+	struct tmb_servedev *served; /* the other is NULL */
 	u32 member, epoch;
 };
 
@@ -24,7 +27,7 @@ static void nothing_to_look_for(struct tmb_doorbell_client *client)
 {
 }
 
-static int start_device(struct tmb_calls_zone *c)
+static int start_device(struct tmb_calls_zone *c, bool serve)
 {
 	const struct tmb_callsdev_config config = {
 		.zone_uuid = c->zone.uuid,
@@ -36,11 +39,15 @@ static int start_device(struct tmb_calls_zone *c)
 		.member = c->member,
 	};
 
+	if (serve) {
+		c->served = tmb_servedev_create(&config);
+		return PTR_ERR_OR_ZERO(c->served);
+	}
 	c->dev = tmb_callsdev_create(&config);
 	return PTR_ERR_OR_ZERO(c->dev);
 }
 
-static int join(struct tmb_calls_zone *c)
+static int join(struct tmb_calls_zone *c, bool serve)
 {
 	bool writable, joined;
 	u32 doorbell;
@@ -58,13 +65,13 @@ static int join(struct tmb_calls_zone *c)
 		return err;
 	if (!joined)
 		return -EROFS;
-	err = start_device(c);
+	err = start_device(c, serve);
 	if (err)
 		tmb_zone_leave(&c->zone, c->member, c->epoch);
 	return err;
 }
 
-static int add(const char *source)
+static int add(const char *source, bool serve)
 {
 	struct tmb_calls_zone *c = kzalloc(sizeof(*c), GFP_KERNEL);
 	char *path = NULL;
@@ -79,7 +86,7 @@ static int add(const char *source)
 	kfree(path);
 	if (err)
 		goto free;
-	err = c->zone.calls_length ? join(c) : -ENODATA;
+	err = c->zone.calls_length ? join(c, serve) : -ENODATA;
 	if (err) {
 		tmb_zone_detach(&c->zone, c);
 		goto free;
@@ -99,33 +106,60 @@ free:
 	return err;
 }
 
-static int calls_set(const char *value, const struct kernel_param *param)
+static int set(const char *value, bool serve)
 {
 	char *source = kstrdup(value, GFP_KERNEL);
 	int err;
 
 	if (!source)
 		return -ENOMEM;
-	err = add(strim(source));
+	err = add(strim(source), serve);
 	kfree(source);
 	return err;
 }
 
-static int calls_get(char *buffer, const struct kernel_param *param)
+static int calls_set(const char *value, const struct kernel_param *param)
+{
+	return set(value, false);
+}
+
+static int serve_set(const char *value, const struct kernel_param *param)
+{
+	return set(value, true);
+}
+
+static int get(char *buffer, bool serve)
 {
 	struct tmb_calls_zone *c;
 	int n = 0;
 
 	mutex_lock(&calls_mutex);
 	list_for_each_entry(c, &calls_zones, link)
-		n += scnprintf(buffer + n, PAGE_SIZE - n, "%s\n", c->zone.name);
+		if (serve && c->served)
+			n += scnprintf(buffer + n, PAGE_SIZE - n, "%pUb\n", c->zone.uuid);
+		else if (!serve && c->dev)
+			n += scnprintf(buffer + n, PAGE_SIZE - n, "%s\n", c->zone.name);
 	mutex_unlock(&calls_mutex);
 	return n;
+}
+
+static int calls_get(char *buffer, const struct kernel_param *param)
+{
+	return get(buffer, false);
+}
+
+static int serve_get(char *buffer, const struct kernel_param *param)
+{
+	return get(buffer, true);
 }
 
 static const struct kernel_param_ops calls_ops = { .set = calls_set, .get = calls_get };
 module_param_cb(calls, &calls_ops, NULL, 0600);
 MODULE_PARM_DESC(calls, "write a zone's name, uuid or device: its channels for calls become /dev/tombolo-calls-NAME");
+
+static const struct kernel_param_ops serve_ops = { .set = serve_set, .get = serve_get };
+module_param_cb(serve, &serve_ops, NULL, 0600);
+MODULE_PARM_DESC(serve, "write the uuid of a client VM's zone: /dev/tombolo-serve-UUID is for the server of its calls");
 
 /* No file is open any more: the module would not go. */
 void tmb_calls_exit(void)
@@ -133,7 +167,10 @@ void tmb_calls_exit(void)
 	struct tmb_calls_zone *c, *next;
 
 	list_for_each_entry_safe(c, next, &calls_zones, link) {
-		tmb_callsdev_destroy(c->dev);
+		if (c->served)
+			tmb_servedev_destroy(c->served);
+		else
+			tmb_callsdev_destroy(c->dev);
 		tmb_zone_leave(&c->zone, c->member, c->epoch);
 		tmb_zone_detach(&c->zone, c);
 		kfree(c);

@@ -76,9 +76,6 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 			struct address_space *of = READ_ONCE(page->mapping);
 
 			if (of && (of != inode->i_mapping || page->index != index + i)) {
-				/* A member that may not write can't keep a block from others while one of its pages is in a pipe: wait for that. */
-				if (s->fs.read_only)
-					return -EAGAIN;
 				tfs_os_damage(&s->fs, "a block is mapped at two places", inode->i_ino, run.block + i);
 				return -EUCLEAN;
 			}

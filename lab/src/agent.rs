@@ -35,7 +35,7 @@ pub const PORT_PREFIX: &str = "tombolo.lab.";
 pub const TCP_PORT: u16 = 1;
 /// Holds the token of a lab without virtio-serial, inside it.
 pub const TOKEN: &str = "/run/tombolo-lab/token";
-/// Where such a lab says its [`Status`], a line of JSON: its second serial port.
+/// The serial port to which such a lab writes its [`Status`], a line of JSON.
 pub const STATUS_PORT: &str = "/dev/ttyS1";
 
 /// Input of a command that may wait inside the agent, in bytes; beyond it the port is not read.
@@ -43,7 +43,7 @@ const INPUT_WINDOW: usize = 1 << 20;
 /// A worker's port when its clients come from the socket on its standard input.
 const ACCEPTING: &str = "-";
 
-/// What a lab without virtio-serial says of itself when it is ready.
+/// The report of a lab without virtio-serial when it is ready.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// Whether there is a /dev/kvm.
@@ -177,7 +177,7 @@ fn serve_stream(stream: TcpStream, token: Nonce) -> Result<()> {
 
 struct Worker {
     port: File,
-    /// What the client must say first; None where it may be anyone.
+    /// The token that a client must send first; `None`: every client is served.
     token: Option<Nonce>,
     /// A connection's other end has gone, or must not be listened to. Never set for a virtio-serial port, which outlives its clients.
     gone: bool,
@@ -272,7 +272,7 @@ impl Worker {
                 self.end_session();
                 self.send(&Frame::Hello(nonce))
             }
-            // Somebody who has nothing to do with this lab.
+            // The client is not of this lab: it sent another token.
             _ if !self.greeted => {
                 self.gone = self.token.is_some();
                 Ok(())

@@ -57,7 +57,7 @@ pub struct Bochs {
 pub struct Address {
     /// A TCP port of the loopback interface.
     pub port: u16,
-    /// What the agent wants to hear first.
+    /// The token that a client must send first.
     pub token: Nonce,
 }
 
@@ -90,7 +90,7 @@ impl Address {
     }
 }
 
-/// What the lab in `folder` said of itself; None until it is ready.
+/// The status that the lab in `folder` has reported; `None` until it is ready.
 pub fn status(folder: &Path) -> Result<Option<Status>> {
     let path = folder.join(STATUS);
     let text = match fs::read_to_string(&path) {

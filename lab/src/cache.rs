@@ -43,6 +43,11 @@ impl Kernel {
     pub fn modules(&self) -> PathBuf {
         self.root.join("lib/modules").join(&self.release)
     }
+
+    /// This kernel as images are made from it.
+    pub fn with_modules(&self) -> tombolo_rig::kernel::Kernel {
+        tombolo_rig::kernel::Kernel::installed(&self.root, &self.release)
+    }
 }
 
 /// Where the project keeps what can be fetched again: `$TOMBOLO_CACHE`; for a program in a checkout the checkout's `.cache`; or else
@@ -116,7 +121,7 @@ pub fn bochs() -> Result<PathBuf> {
     Ok(target)
 }
 
-/// What `fetch.sh` unpacked, until it is kept.
+/// The folder into which `fetch.sh` unpacks, until it is kept.
 struct Unpacked {
     work: tempfile::TempDir,
     /// What the script printed.
@@ -131,7 +136,7 @@ impl Unpacked {
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
         let lock = File::create(folder.join("fetch.lock")).context("locking the lab's cache")?;
         flock(&lock, FlockOperation::LockExclusive).context("waiting for another lab that fetches")?;
-        // Nobody else fetches now: these are of those that were killed.
+        // No other process fetches now, so these folders are left over from processes that were killed.
         for entry in fs::read_dir(folder)? {
             let entry = entry?;
             if entry.file_name().to_string_lossy().starts_with(WORK) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a lab that cannot see this machine's file system is given of it: programs with the libraries or the interpreter that they need,
-//! files and folders, each at the path it has here.
+//! Copies for a lab that cannot see this machine's file system: programs with the libraries or the interpreter that they need, files and
+//! folders, each at the path that it has here.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,18 +12,18 @@ use anyhow::{Context, Result, bail};
 
 use crate::cache::{Kernel, output};
 use crate::config::Config;
-use crate::initramfs::busybox;
+use tombolo_rig::image::busybox;
 
 /// Programs that a lab has where this machine has them, looked up like a shell does.
 const PROGRAMS: [&str; 2] = ["bash", "qemu-system-x86_64"];
-/// What they, and the C library, look for.
+/// Files that these programs, and the C library, open.
 const FILES: [&str; 4] = ["/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/ld.so.cache"];
 /// Folders of QEMU's firmware.
 const FIRMWARE: [&str; 3] = ["/usr/share/qemu", "/usr/share/seabios", "/usr/lib/ipxe/qemu"];
-/// Where programs are looked for; the lab's commands have the PATH of those who send them.
+/// The search path for programs that are copied. A command in the lab runs with the PATH of the client that sends it.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin";
 
-/// What goes into a lab: paths in it and what is there on this machine.
+/// The files that a lab gets: paths in the lab, and the file of this machine for each.
 #[derive(Debug, Default)]
 pub struct Carried {
     entries: BTreeMap<PathBuf, PathBuf>,

@@ -272,7 +272,7 @@ fn other(machine: Machine) -> &'static str {
     }
 }
 
-/// What to run in a lab, and how.
+/// A command for a lab, and how it is run.
 struct Job<'a> {
     options: &'a RunOptions,
     terminal: bool,
@@ -391,7 +391,7 @@ impl Cleanup {
         std::process::exit(128 + signal);
     }
 
-    /// What the main thread has come to, unless a signal is ending the process.
+    /// The main thread's result, unless a signal is ending the process.
     fn unless_ended<T>(&self, result: T) -> T {
         drop(self.lab.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
         result

@@ -36,7 +36,7 @@ pub struct Session {
     _lock: File,
 }
 
-/// What a command left, when its output was collected.
+/// The outcome of a command whose output was collected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
     /// Exit code, or 128 plus the signal.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a lab is made of.
+//! The configuration of a lab.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ pub enum Iommu {
     None,
 }
 
-/// What is emulated, and so by what.
+/// The kind of host that is emulated, which decides the emulator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Machine {
@@ -31,7 +31,7 @@ pub enum Machine {
 /// Everything that can be chosen about a lab.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Config {
-    /// What kind of host it is; what follows is for both kinds where it doesn't name one.
+    /// The kind of host. The fields below hold for both kinds, except where they name one.
     pub machine: Machine,
     /// Which IOMMU the host has (SVM).
     pub iommu: Iommu,
@@ -55,7 +55,7 @@ pub struct Config {
     pub kernel_arguments: String,
 }
 
-/// What is wrong with a configuration.
+/// Why a configuration is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ConfigError {
     /// Less memory than Debian and a guest need.

@@ -13,7 +13,7 @@ use crate::cache::Kernel;
 use crate::config::{Config, Machine};
 use crate::qemu::Qemu;
 
-/// What runs a lab.
+/// The program that emulates a lab's host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Emulator {
     /// For AMD SVM, an IOMMU and devices.
@@ -26,7 +26,7 @@ pub enum Emulator {
 pub type Alive<'a> = dyn FnMut() -> Result<()> + 'a;
 
 impl Emulator {
-    /// What this machine has, or can fetch, for a lab like this.
+    /// Chooses the emulator for a lab like this: an installed one, or one that can be fetched.
     pub fn choose(config: &Config) -> Result<Self> {
         match config.machine {
             Machine::Svm => Qemu::choose(config.qemu.as_deref()).map(Self::Qemu),

@@ -2,20 +2,20 @@
 //! The archives that kernels start from: the lab's own, which ends in the agent, and small guests for use inside the lab,
 //! which run one shell script.
 
-use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 use anyhow::{Context, Result};
 
 use crate::agent::TOKEN;
 use crate::bochs::GUEST_ADDRESS;
-use crate::cache::{Kernel, output};
+use crate::cache::Kernel;
 use crate::config::{Config, Iommu};
-use crate::cpio::Archive;
 use crate::protocol::Nonce;
+use tombolo_qemu::cpio::Archive;
+use tombolo_rig::image::busybox;
+use tombolo_rig::kernel::unpacked;
 
 /// Where files that should come back are put inside the lab.
 pub const OUT: &str = "/run/tombolo-lab/out";
@@ -26,15 +26,6 @@ const BOOT_MODULES: [&str; 3] = ["9pnet_virtio", "9p", "overlay"];
 const HOST_MODULES: &str = "kvm-amd vfio-pci vfio_iommu_type1";
 /// All modules of a lab with VMX: its root file system holds none.
 const VMX_MODULES: [&str; 7] = ["ata_piix", "sr_mod", "isofs", "overlay", "e1000", "msr", "kvm-intel"];
-
-/// The static busybox of Debian's package busybox-static.
-pub fn busybox() -> Result<PathBuf> {
-    ["/bin/busybox", "/usr/bin/busybox"]
-        .iter()
-        .map(PathBuf::from)
-        .find(|p| p.exists())
-        .context("no /bin/busybox: install the package busybox-static")
-}
 
 /// Writes the lab's initramfs to `target`.
 pub fn write_lab(target: &Path, kernel: &Kernel, config: &Config) -> Result<()> {
@@ -66,17 +57,10 @@ fn write(target: &Path, kernel: &Kernel, modules: &[&str], init: &str, token: Op
     }
     archive.program("bin/busybox", &fs::read(busybox()?).context("reading busybox")?)?;
     let mut order = String::new();
-    for path in with_dependencies(kernel, modules)? {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let name = name.trim_end_matches(".xz").to_owned();
-        let content = if path.extension().is_some_and(|e| e == "xz") {
-            Command::new("xz").arg("-dc").arg(&path).output().context("running xz (package xz-utils)")?.stdout
-        } else {
-            fs::read(&path).with_context(|| format!("reading {}", path.display()))?
-        };
-        archive.file(&format!("modules/{name}"), &content)?;
-        order.push_str(&name);
-        order.push('\n');
+    for path in kernel.with_modules().files_of(modules)? {
+        let (name, content) = unpacked(&path)?;
+        archive.file(&format!("modules/{name}.ko"), &content)?;
+        order.push_str(&format!("{name}.ko\n"));
     }
     archive.file("modules/order", order.as_bytes())?;
     archive.program("init", init.as_bytes())?;
@@ -85,25 +69,6 @@ fn write(target: &Path, kernel: &Kernel, modules: &[&str], init: &str, token: Op
     }
     archive.finish()?.flush()?;
     Ok(())
-}
-
-/// The files of `modules` and everything they need, in the order to load them.
-fn with_dependencies(kernel: &Kernel, modules: &[&str]) -> Result<Vec<PathBuf>> {
-    let mut seen = BTreeSet::new();
-    let mut order = Vec::new();
-    for module in modules {
-        let mut command = Command::new("modprobe");
-        command.arg("-d").arg(&kernel.root).args(["-S", &kernel.release, "--show-depends", module]);
-        for line in output(&mut command)?.lines() {
-            // "builtin NAME" needs nothing.
-            let Some(path) = line.strip_prefix("insmod ") else { continue };
-            let path = PathBuf::from(path.trim());
-            if seen.insert(path.clone()) {
-                order.push(path);
-            }
-        }
-    }
-    Ok(order)
 }
 
 /// Ends the lab when it cannot get at its root file system.
@@ -187,6 +152,8 @@ fn vmx_init(config: &Config) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::PathBuf;
+    use std::process::Command;
 
     #[test]
     fn the_init_script_is_valid_shell_with_and_without_a_fresh_folder() {

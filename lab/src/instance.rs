@@ -29,7 +29,7 @@ pub const BOOT_PATIENCE: Duration = Duration::from_secs(180);
 pub const BOCHS_PATIENCE: Duration = Duration::from_secs(600);
 /// The agent's answer at the end of a boot, at least: what is left of the boot's time may be nothing.
 const LEAST_PATIENCE: Duration = Duration::from_secs(10);
-/// What the lab's kernel says, in the lab's folder.
+/// The log of the lab's kernel, in the lab's folder.
 pub const CONSOLE: &str = "console.log";
 
 /// A lab that this process started, or one that was up already.
@@ -38,16 +38,15 @@ pub struct Lab {
     child: Option<Child>,
     /// Ends with this value.
     owned: bool,
-    /// What it runs on; None for one that was found.
+    /// The emulator; `None` for a lab that was found running.
     pub started: Option<Started>,
 }
 
-/// What a start found and took.
+/// A started lab and what it runs on.
 #[derive(Debug, Clone)]
 pub struct Started {
     /// The lab's kernel.
     pub kernel: Kernel,
-    /// What emulates it.
     pub emulator: Emulator,
     /// From the emulator's start to the agent's answer.
     pub boot: Duration,
@@ -100,7 +99,7 @@ impl Lab {
         &self.folder
     }
 
-    /// What kind of lab this is.
+    /// The kind of this lab.
     pub fn machine(&self) -> Result<Machine> {
         let path = self.folder.join("config.json");
         let text = fs::read(&path)

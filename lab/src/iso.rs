@@ -15,11 +15,9 @@ use crate::carry::{Carried, skeleton};
 /// The CD, in the lab's folder.
 pub const NAME: &str = "lab.iso";
 
-/// What isolinux starts.
+/// The configuration of isolinux: the kernel that it starts.
 pub struct Boot<'a> {
-    /// The kernel.
     pub kernel: &'a Path,
-    /// The initramfs.
     pub initramfs: &'a Path,
     /// The kernel's arguments.
     pub arguments: &'a str,

@@ -15,7 +15,6 @@
 //! - [`config`]: what a lab is made of, and what is refused.
 //! - [`cache`]: kernel and emulators, from their Debian packages to unpacked trees that are kept.
 //! - [`initramfs`]: the archive that the lab's kernel starts from, and small guests for tests inside the lab.
-//! - [`cpio`]: the archive format.
 //! - [`qemu`]: which QEMU there is, and the command line of the emulated host.
 //! - [`bochs`]: Bochs, its configuration, and how its lab is reached.
 //! - [`emulator`]: either of the two.
@@ -36,7 +35,6 @@ pub mod carry;
 pub mod cli;
 pub mod client;
 pub mod config;
-pub mod cpio;
 pub mod emulator;
 pub mod initramfs;
 pub mod instance;

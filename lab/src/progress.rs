@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a long start shows: on a terminal the time and the last line of a log, elsewhere one line at the beginning.
+//! The display of a long start: on a terminal the time and the last line of a log, elsewhere one line at the beginning.
 
 use std::fs::File;
 use std::io::{IsTerminal, Read, Seek, SeekFrom};

@@ -49,7 +49,7 @@ pub enum Frame {
     Resize(u16, u16),
 }
 
-/// What a buffer held.
+/// The content of a buffer.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Parsed {
     /// A frame, and how many bytes it took.
@@ -60,7 +60,7 @@ pub enum Parsed {
     Broken(&'static str, usize),
 }
 
-/// What a client sends before anything else.
+/// The first frame of a client.
 pub fn prelude(nonce: Nonce) -> Vec<u8> {
     let mut bytes = vec![0; MAX_PAYLOAD + HEADER];
     bytes.extend(encode(&Frame::Hello(nonce)));

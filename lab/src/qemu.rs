@@ -10,46 +10,34 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
 use crate::agent::{PORT_PREFIX, PORTS};
-use crate::cache::{Kernel, output};
+use crate::cache::Kernel;
 use crate::config::{Config, Iommu};
 use crate::emulator::Alive;
 use crate::initramfs;
 use crate::instance::CONSOLE;
+use tombolo_qemu::hypervisor::{emulated_cpu, emulates_cx16};
+use tombolo_qemu::version;
 
 const DISK_BYTES: u64 = 1 << 30;
 
 /// A QEMU binary and what it can do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Qemu {
-    /// The program.
     pub program: PathBuf,
     /// Folders of firmware that belong to it, where it is not installed.
     pub firmware: Vec<PathBuf>,
-    /// Major and minor version.
-    pub version: (u32, u32),
+    /// Major, minor and micro version.
+    pub version: (u32, u32, u32),
 }
 
 impl Qemu {
     /// Finds out what `program` (or the installed QEMU) is.
     pub fn find(program: Option<&Path>) -> Result<Self> {
-        let program = program.unwrap_or(Path::new("qemu-system-x86_64")).to_path_buf();
-        let text = output(Command::new(&program).arg("--version")).with_context(|| {
-            format!(
-                "no usable QEMU at {}: install qemu-system-x86 or name one with --qemu",
-                program.display()
-            )
-        })?;
-        let version = parse_version(&text).with_context(|| format!("no version in {text:?}"))?;
-        if version < (7, 2) {
-            bail!(
-                "QEMU {}.{} is too old: the lab needs 7.2 or newer (package qemu-system-x86)",
-                version.0,
-                version.1
-            );
-        }
+        let named = program.unwrap_or(Path::new("qemu-system-x86_64"));
+        let version::Qemu { program, version } = version::Qemu::find(Some(named))?;
         Ok(Self { firmware: unpacked_firmware(&program), program, version })
     }
 
@@ -103,19 +91,13 @@ impl Qemu {
     }
 
     fn has_igb(&self) -> bool {
-        self.version >= (8, 0)
+        self.version >= (8, 0, 0)
     }
 
     /// CPUs that this QEMU emulates reliably: with two, 7.2 was seen to crash a kernel that patched its own code.
     pub fn cpus(&self, config: &Config) -> u32 {
         config.cpus.unwrap_or(if self.version.0 >= 10 { 2 } else { 1 })
     }
-}
-
-fn parse_version(text: &str) -> Option<(u32, u32)> {
-    let number = text.split("version ").nth(1)?;
-    let mut parts = number.split(|c: char| !c.is_ascii_digit()).map(str::parse);
-    Some((parts.next()?.ok()?, parts.next()?.ok()?))
 }
 
 /// For a QEMU that was unpacked from its packages (…/usr/bin/qemu-system-x86_64): the firmware beside it.
@@ -162,10 +144,9 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
     let mut list = List::default();
     list.pair("-M", "q35,kernel-irqchip=split");
     list.pair("-accel", "tcg,thread=multi");
-    // Without 5-level paging (nested guests crash under TCG with it), and without fast string copies, which TCG makes slow.
-    // QEMU 7.2 spoils the flags with cmpxchg16b; AMD's IOMMU driver may insist on it.
-    let spoiled = if qemu.version < (8, 0) && config.iommu != Iommu::Amd { ",-cx16" } else { "" };
-    list.pair("-cpu", &format!("max,-la57,-erms,-fsrm{spoiled}"));
+    // AMD's IOMMU driver may insist on cmpxchg16b. Nested guests crash under TCG with 5-level paging.
+    let cx16 = emulates_cx16(qemu.version) || config.iommu == Iommu::Amd;
+    list.pair("-cpu", &format!("{},-la57", emulated_cpu(cx16)));
     list.pair("-display", "none");
     list.0.extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(str::to_owned));
     nodes(&mut list, qemu.cpus(config), config.memory_mib);
@@ -258,7 +239,7 @@ fn devices(list: &mut List, qemu: &Qemu, folder: &Path) {
 mod tests {
     use super::*;
 
-    fn line(version: (u32, u32), config: &Config) -> String {
+    fn line(version: (u32, u32, u32), config: &Config) -> String {
         let qemu = Qemu { program: "qemu".into(), firmware: vec![], version };
         let kernel = Kernel { release: "r".into(), image: "/k".into(), root: "/".into() };
         arguments(
@@ -270,33 +251,26 @@ mod tests {
     }
 
     #[test]
-    fn versions_of_debian_12_and_13_are_read() {
-        assert_eq!(parse_version("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7)"), Some((7, 2)));
-        assert_eq!(parse_version("QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)"), Some((10, 0)));
-        assert_eq!(parse_version("something else"), None);
-    }
-
-    #[test]
     fn both_nodes_have_memory_whatever_the_number_of_cpus() {
-        let one = line((7, 2), &Config::default());
+        let one = line((7, 2, 22), &Config::default());
         assert!(
             one.contains("nodeid=0,memdev=node0,cpus=0") && one.contains("nodeid=1,memdev=node1 "),
             "{one}"
         );
-        let two = line((10, 0), &Config::default());
+        let two = line((10, 0, 2), &Config::default());
         assert!(two.contains("nodeid=1,memdev=node1,cpus=1"), "{two}");
     }
 
     #[test]
     fn igb_is_asked_for_only_where_qemu_has_it() {
-        assert!(!line((7, 2), &Config::default()).contains("igb"));
-        assert!(line((10, 0), &Config::default()).contains("igb"));
+        assert!(!line((7, 2, 22), &Config::default()).contains("igb"));
+        assert!(line((10, 0, 2), &Config::default()).contains("igb"));
     }
 
     #[test]
     fn a_host_without_an_iommu_has_none() {
-        let none = line((10, 0), &Config { iommu: Iommu::None, ..Config::default() });
+        let none = line((10, 0, 2), &Config { iommu: Iommu::None, ..Config::default() });
         assert!(!none.contains("-iommu") && !none.contains("intel_iommu"), "{none}");
-        assert!(line((10, 0), &Config { iommu: Iommu::Amd, ..Config::default() }).contains("amd-iommu"));
+        assert!(line((10, 0, 2), &Config { iommu: Iommu::Amd, ..Config::default() }).contains("amd-iommu"));
     }
 }

@@ -64,7 +64,7 @@ fn said(output: &Output) -> String {
     )
 }
 
-/// Looks until there is something.
+/// Calls `look` until it returns a value.
 fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let begun = Instant::now();
     loop {
@@ -76,7 +76,7 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Whether a process runs; one that nobody has waited for does not.
+/// Whether a process runs; a zombie does not.
 fn runs(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))

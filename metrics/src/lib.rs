@@ -7,8 +7,12 @@
 //!
 //! - [`Place`] where it listens; [`Server`] the loop; [`Stop`] its end
 //! - [`request`] one request, read and judged
+//! - [`text`] the figures in Prometheus' text format
+
+#![deny(missing_docs)]
 
 pub mod request;
+pub mod text;
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};

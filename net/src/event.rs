@@ -5,6 +5,8 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 
+use rustix::event::EventfdFlags;
+
 /// An eventfd that doesn't block.
 #[derive(Debug)]
 pub struct Event(File);
@@ -15,14 +17,8 @@ impl Event {
     /// # Errors
     /// None are left.
     pub fn new() -> io::Result<Self> {
-        // SAFETY: a new descriptor of our own.
-        unsafe {
-            let fd = libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK);
-            if fd < 0 {
-                return Err(io::Error::last_os_error());
-            }
-            Ok(Self(File::from_raw_fd(fd)))
-        }
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Self(rustix::event::eventfd(0, flags)?.into()))
     }
 
     /// Makes it readable.

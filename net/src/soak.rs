@@ -14,6 +14,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use tombolo_control::net::Ports;
 use vhost::vhost_user::message::VhostUserInflight;
 
 use crate::control::socket::{Request, ask};
@@ -198,7 +199,7 @@ impl Switch {
         let child = child.with_context(|| plan.program.display().to_string())?;
         let switch = Self { child, dir };
         let end = Instant::now() + PATIENCE;
-        while ask(&switch.dir.path().join("control"), &Request::Ports).is_err() {
+        while ask::<Ports>(&switch.dir.path().join("control"), &Request::Ports).is_err() {
             ensure!(Instant::now() < end, "the switch does not answer");
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -214,12 +215,10 @@ impl Switch {
 
     /// Drops of all ports, by reason.
     fn drops(&self) -> anyhow::Result<BTreeMap<String, u64>> {
-        let (answer, _) = ask(&self.dir.path().join("control"), &Request::Ports)?;
-        let ports = answer["ports"].as_array().context("no ports")?;
-        let flows = ports.iter().flat_map(|p| [&p["sent"]["drops"], &p["received"]["drops"]]);
+        let (answer, _) = ask::<Ports>(&self.dir.path().join("control"), &Request::Ports)?;
         let mut drops = BTreeMap::new();
-        for (reason, n) in flows.filter_map(|d| d.as_object()).flatten() {
-            *drops.entry(reason.clone()).or_default() += n.as_u64().context("a counter is no number")?;
+        for (reason, n) in answer.ports.iter().flat_map(|p| [&p.sent.drops, &p.received.drops]).flatten() {
+            *drops.entry(reason.clone()).or_default() += n;
         }
         Ok(drops)
     }

@@ -31,7 +31,8 @@ fn add(switch: &Switch, n: usize, more: &Value) -> anyhow::Result<()> {
     let socket = switch.dir.path().join(format!("vm{n}"));
     let mut port = json!({ "name": format!("vm{n}"), "socket": socket, "macs": [Rig::mac(n)] });
     port.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    ask(&switch.control(), &Request::Add { port: serde_json::from_value(port).unwrap() }).map(drop)
+    ask::<serde_json::Value>(&switch.control(), &Request::Add { port: serde_json::from_value(port).unwrap() })
+        .map(drop)
 }
 
 fn guest(switch: &Switch, n: usize) -> Nic {
@@ -85,10 +86,12 @@ fn each_guest_is_given_its_own_address_and_no_other() {
         assert!(said.contains(words), "{said}");
     }
     // With its port an address becomes free; the service itself stays.
-    ask(&switch.control(), &Request::Remove { name: "vm1".into() }).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm1".into() }).unwrap();
     add(&switch, 3, &json!({ "address": "10.86.0.5" })).unwrap();
     assert_eq!(asks(&mut guest(&switch, 3), Rig::mac(3), &[53, 1, DISCOVER]), (OFFER, [10, 86, 0, 5]));
-    let said = ask(&switch.control(), &Request::Remove { name: "dhcp".into() }).unwrap_err().to_string();
+    let said = ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "dhcp".into() })
+        .unwrap_err()
+        .to_string();
     assert!(said.contains("the switch's own service"), "{said}");
 }
 

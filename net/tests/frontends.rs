@@ -28,7 +28,7 @@ impl Switch {
         let socket = self.dir.path().join(format!("vm{n}"));
         let port = serde_json::json!({ "name": format!("vm{n}"), "socket": socket, "macs": [Rig::mac(n)] });
         let port = serde_json::from_value(port).unwrap();
-        ask(&self.control(), &Request::Add { port }).unwrap();
+        ask::<serde_json::Value>(&self.control(), &Request::Add { port }).unwrap();
         let mut nic = Nic::new(NicConfig::default()).unwrap();
         nic.connect(&socket).unwrap();
         nic
@@ -91,8 +91,75 @@ fn an_interrupt_that_its_front_end_makes_wait_holds_up_no_other_port() {
     exchange(&mut b, &mut c, 1);
     // The port goes on without interrupts, and goes.
     wait_for("the frame", || hostile.peek_used().then_some(()));
-    ask(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
     exchange(&mut b, &mut c, 2);
+}
+
+/// One message of many, chosen by `choice`, about queue `queue`.
+fn say_something(nic: &mut Nic, choice: u32, queue: usize, n: u16) -> Result<(), vhost::Error> {
+    let memory = VhostUserMemoryRegionInfo {
+        guest_phys_addr: nic.ram.gpa(),
+        memory_size: nic.ram.size(),
+        userspace_addr: nic.ram.user(),
+        mmap_offset: 0,
+        mmap_handle: nic.ram.file().as_raw_fd(),
+    };
+    let features = nic.features();
+    let event = EventFd::new(0).unwrap();
+    let front = nic.front().unwrap();
+    match choice % 12 {
+        0 | 1 => front.set_vring_enable(queue, n & 1 == 0),
+        2 => front.get_vring_base(queue).map(drop),
+        3 => front.set_vring_num(queue, [64, 32, 0, 3, u16::MAX][usize::from(n) % 5]),
+        4 => front.set_features(features),
+        5 => front.set_features(features & !(1 << 15)),
+        6 | 7 => front.set_mem_table(&[memory]),
+        8 => front.set_vring_base(queue, n),
+        9 => front.set_vring_call(queue, &event),
+        10 => front.set_vring_kick(queue, &event),
+        _ => front.reset_owner(),
+    }
+}
+
+#[test]
+fn whatever_a_front_end_says_in_whatever_order_others_go_on_and_so_can_its_successor() {
+    let switch = Switch::start(0, &[]);
+    let (mut b, mut c) = (switch.another(1), switch.another(2));
+    let mut said = 0;
+    for seed in 0..40u32 {
+        let mut random = seed.wrapping_mul(0x9e37_79b9) | 1;
+        let mut next = || {
+            random ^= random << 13;
+            random ^= random >> 17;
+            random ^= random << 5;
+            random
+        };
+        let mut nic = switch.guest(0);
+        for step in 0..60 {
+            let (choice, queue, n) = (next() >> 3, next() as usize % 2, next() as u16);
+            if !b.send(&frame(Rig::mac(0), Rig::mac(1), 100, step)) {
+                b.reap();
+            }
+            nic.send(&frame(Rig::mac(1), Rig::mac(0), 100, step));
+            while b.receive().is_some() {}
+            // What is refused ends the connection.
+            if say_something(&mut nic, choice, queue, n).is_err() {
+                break;
+            }
+            said += 1;
+        }
+        drop(nic);
+        let own = |f: &Vec<u8>| f[6..12] == Rig::mac(1).0;
+        let sent = frame(Rig::mac(2), Rig::mac(1), 100, seed as u8);
+        wait_for("room to send", || b.send(&sent).then_some(()));
+        wait_for("a frame between others", || c.receive().map(|r| r.1).filter(own).filter(|f| *f == sent));
+    }
+    assert!(said > 200, "{said} messages were taken");
+    let mut nic = switch.guest(0);
+    while b.receive().is_some() {}
+    let sent = frame(Rig::mac(1), Rig::mac(0), 100, 99);
+    assert!(nic.send(&sent));
+    wait_for("its successor's frame", || b.receive().map(|r| r.1).filter(|f| *f == sent));
 }
 
 #[test]
@@ -172,7 +239,7 @@ fn a_front_end_that_stops_in_the_middle_of_a_message_holds_up_neither_its_remova
         let port =
             serde_json::json!({ "name": format!("silent{n}"), "socket": socket, "macs": [Rig::mac(n)] });
         let port = serde_json::from_value(port).unwrap();
-        ask(&switch.control(), &Request::Add { port }).unwrap();
+        ask::<serde_json::Value>(&switch.control(), &Request::Add { port }).unwrap();
         let mut stream = UnixStream::connect(socket).unwrap();
         stream.write_all(&[1, 0, 0, 0]).unwrap();
         wait_for("its connection", || {
@@ -181,7 +248,7 @@ fn a_front_end_that_stops_in_the_middle_of_a_message_holds_up_neither_its_remova
         stream
     };
     let mut removed = silent(1);
-    ask(&switch.control(), &Request::Remove { name: "silent1".into() }).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "silent1".into() }).unwrap();
     assert_eq!(removed.read(&mut [0]).unwrap(), 0);
     let mut ended = silent(2);
     ends(switch);
@@ -199,7 +266,7 @@ fn a_front_end_that_takes_no_answers_holds_up_neither_its_removal_nor_the_end() 
         Ok(()) => None,
         Err(err) => (err.kind() == ErrorKind::WouldBlock).then_some(()),
     });
-    ask(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
     ends(switch);
 }
 
@@ -218,7 +285,7 @@ fn a_descriptor_whose_close_never_ends_holds_up_neither_its_removal_nor_other_po
         let asked = std::thread::spawn(move || hostile.front().unwrap().set_vring_call(0, &sent).is_err());
         wait_for("the close", || never.is_closing().then_some(()));
         exchange(&mut b, &mut c, 1);
-        ask(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
+        ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
         assert!(switch.port("vm").is_none());
         exchange(&mut b, &mut c, 2);
         drop(never);

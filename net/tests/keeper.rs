@@ -71,7 +71,7 @@ fn the_sockets_of_ports_have_the_owner_group_and_mode_that_were_asked_for() {
     let mut port = port("more", &switch.dir.path().join("more"), 1, "server");
     let Request::Add { port: config } = &mut port else { unreachable!() };
     config.access = Some(serde_json::from_value(serde_json::json!({ "mode": "0606" })).unwrap());
-    ask(&switch.control(), &port).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &port).unwrap();
     assert_eq!(of(&switch, "more").2, 0o606);
     if is_root() {
         let given = Switch::start(0, &["--owner", "daemon", "--group", "3"]);
@@ -90,7 +90,7 @@ fn the_sockets_of_ports_have_the_owner_group_and_mode_that_were_asked_for() {
     let mut refused = port_of(&switch, "wrong");
     let Request::Add { port: config } = &mut refused else { unreachable!() };
     config.access = Some(serde_json::from_value(serde_json::json!({ "group": "no such group" })).unwrap());
-    let said = ask(&switch.control(), &refused).unwrap_err().to_string();
+    let said = ask::<serde_json::Value>(&switch.control(), &refused).unwrap_err().to_string();
     assert!(said.contains("port wrong: there is no group 'no such group'"), "{said}");
     assert!(!switch.dir.path().join("wrong").exists());
 }
@@ -103,16 +103,17 @@ fn port_of(switch: &Switch, name: &str) -> Request {
 fn ports_come_and_go_in_a_sandboxed_switch_and_take_their_sockets_with_them() {
     let switch = Switch::start(0, &[]);
     for _ in 0..20 {
-        ask(&switch.control(), &port_of(&switch, "more")).unwrap();
-        let said = ask(&switch.control(), &port_of(&switch, "more")).unwrap_err().to_string();
+        ask::<serde_json::Value>(&switch.control(), &port_of(&switch, "more")).unwrap();
+        let said =
+            ask::<serde_json::Value>(&switch.control(), &port_of(&switch, "more")).unwrap_err().to_string();
         assert!(said.contains("the name is in use"), "{said}");
         assert!(switch.dir.path().join("more").exists());
-        ask(&switch.control(), &Request::Remove { name: "more".into() }).unwrap();
+        ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "more".into() }).unwrap();
         assert!(!switch.dir.path().join("more").exists());
     }
     // Refused by the switch itself, which owns the MAC already: no socket is left.
     let taken = port("taken", &switch.dir.path().join("taken"), 0, "server");
-    let said = ask(&switch.control(), &taken).unwrap_err().to_string();
+    let said = ask::<serde_json::Value>(&switch.control(), &taken).unwrap_err().to_string();
     assert!(said.contains("belongs to port vm already"), "{said}");
     assert!(!switch.dir.path().join("taken").exists());
 }
@@ -122,7 +123,7 @@ fn a_sandboxed_switch_is_the_client_of_a_socket_that_comes_and_goes() {
     let switch = Switch::start(0, &[]);
     let mut a = switch.guest(0);
     let path = switch.dir.path().join("theirs");
-    ask(&switch.control(), &port("theirs", &path, 1, "client")).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &port("theirs", &path, 1, "client")).unwrap();
     for round in 0..3 {
         let listener = UnixListener::bind(&path).unwrap();
         let (stream, _) = listener.accept().unwrap();
@@ -135,7 +136,7 @@ fn a_sandboxed_switch_is_the_client_of_a_socket_that_comes_and_goes() {
         std::fs::remove_file(&path).unwrap();
     }
     // Nobody listens: the port goes all the same.
-    ask(&switch.control(), &Request::Remove { name: "theirs".into() }).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "theirs".into() }).unwrap();
     assert!(switch.port("theirs").is_none());
 }
 
@@ -151,28 +152,28 @@ fn uplinks_come_and_go_while_the_switch_runs() {
             Request::AddUplink { uplink }
         };
         for round in 0..3 {
-            ask(&here.control(), &uplink("interface", "v0")).unwrap();
-            ask(&there.control(), &uplink("interface", "v1")).unwrap();
+            ask::<serde_json::Value>(&here.control(), &uplink("interface", "v0")).unwrap();
+            ask::<serde_json::Value>(&there.control(), &uplink("interface", "v1")).unwrap();
             let sent = frame(Rig::mac(1), Rig::mac(0), 100, round);
             assert!(a.send(&sent));
             assert_eq!(wait_for("the frame", || b.receive()).1, sent);
-            ask(&here.control(), &Request::Remove { name: "out".into() }).unwrap();
+            ask::<serde_json::Value>(&here.control(), &Request::Remove { name: "out".into() }).unwrap();
             assert!(here.port("out").is_none());
             // A frame that nobody owns has no way any more.
             assert!(a.send(&frame(Mac([2, 0, 0, 0, 0, 9]), Rig::mac(0), 60, 0)));
             wait_for("the drop", || {
                 (here.port("vm")?["sent"]["drops"]["unknown"] == round + 1).then_some(())
             });
-            ask(&there.control(), &Request::Remove { name: "out".into() }).unwrap();
+            ask::<serde_json::Value>(&there.control(), &Request::Remove { name: "out".into() }).unwrap();
         }
         for (way, to, words) in [
             ("interface", "nosuch0", "uplink out: interface nosuch0: not there"),
             ("passt", "/nonexistent", "start it with: passt -s /nonexistent"),
         ] {
-            let said = ask(&here.control(), &uplink(way, to)).unwrap_err().to_string();
+            let said = ask::<serde_json::Value>(&here.control(), &uplink(way, to)).unwrap_err().to_string();
             assert!(said.contains(words), "{said}");
         }
-        ask(&here.control(), &uplink("tap", "tap0")).unwrap();
+        ask::<serde_json::Value>(&here.control(), &uplink("tap", "tap0")).unwrap();
         assert_eq!(here.port("out").unwrap()["kind"], "uplink");
         sh("ip link show tap0");
     });
@@ -182,7 +183,7 @@ fn uplinks_come_and_go_while_the_switch_runs() {
 fn a_keeper_that_dies_takes_no_frame_along_and_a_switch_that_dies_takes_its_keeper() {
     let mut switch = Switch::start(0, &[]);
     let path = switch.dir.path().join("b");
-    ask(&switch.control(), &port("b", &path, 1, "server")).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &port("b", &path, 1, "server")).unwrap();
     let (mut a, mut b) = (switch.guest(0), Nic::new(NicConfig::default()).unwrap());
     b.connect(&path).unwrap();
     let keeper = switch.keeper();
@@ -221,7 +222,7 @@ fn a_switch_ends_with_whoever_started_it_if_that_was_asked_for() {
             });
         }
         let child = command.spawn().unwrap();
-        wait_for("the switch", || ask(&socket, &Request::Ports).ok());
+        wait_for("the switch", || ask::<serde_json::Value>(&socket, &Request::Ports).ok());
         child
     });
     let mut child = starter.join().unwrap();

@@ -145,12 +145,14 @@ fn a_switch_that_many_ask_at_once_while_ports_come_and_go_lives_on() {
         std::thread::scope(|s| {
             for _ in 0..8 {
                 s.spawn(|| {
-                    ask(&control, &Request::Ports).unwrap_or_else(|err| panic!("round {round}: {err:#}"))
+                    ask::<serde_json::Value>(&control, &Request::Ports)
+                        .unwrap_or_else(|err| panic!("round {round}: {err:#}"))
                 });
             }
         });
-        ask(&control, &Request::Add { port: serde_json::from_value(added).unwrap() }).unwrap();
-        ask(&control, &Request::Remove { name: "come".into() }).unwrap();
+        ask::<serde_json::Value>(&control, &Request::Add { port: serde_json::from_value(added).unwrap() })
+            .unwrap();
+        ask::<serde_json::Value>(&control, &Request::Remove { name: "come".into() }).unwrap();
     }
     assert_eq!(switch.child.try_wait().unwrap(), None);
     assert!(switch.port("vm").is_some());

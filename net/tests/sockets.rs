@@ -480,15 +480,17 @@ fn descriptors_that_could_block_the_switch_are_refused() {
 fn ports_come_and_go_at_run_time_and_refusals_say_why() {
     let lab = Lab::new(2, 1);
     let names = |lab: &Lab| -> Vec<String> {
-        let (answer, _) = ask(&lab.control(), &Request::Ports).unwrap();
+        let (answer, _) = ask::<serde_json::Value>(&lab.control(), &Request::Ports).unwrap();
         let ports = answer["ports"].as_array().unwrap().clone();
         ports.iter().map(|p| p["name"].as_str().unwrap().to_string()).collect()
     };
     let mut again = port(lab.dir.path(), 2);
-    ask(&lab.control(), &Request::Add { port: again.clone() }).unwrap();
+    ask::<serde_json::Value>(&lab.control(), &Request::Add { port: again.clone() }).unwrap();
     assert_eq!(names(&lab), ["vm0", "vm1", "vm2"]);
     let refused = |port: &PortConfig| {
-        ask(&lab.control(), &Request::Add { port: port.clone() }).unwrap_err().to_string()
+        ask::<serde_json::Value>(&lab.control(), &Request::Add { port: port.clone() })
+            .unwrap_err()
+            .to_string()
     };
     assert!(refused(&again).contains("name is in use"));
     again.name = "other".into();
@@ -499,9 +501,9 @@ fn ports_come_and_go_at_run_time_and_refusals_say_why() {
     std::fs::write(lab.dir.path().join("file"), "x").unwrap();
     again.socket = lab.dir.path().join("file");
     assert!(refused(&again).contains("no socket"));
-    ask(&lab.control(), &Request::Remove { name: "vm2".into() }).unwrap();
+    ask::<serde_json::Value>(&lab.control(), &Request::Remove { name: "vm2".into() }).unwrap();
     assert_eq!(names(&lab), ["vm0", "vm1"]);
-    assert!(ask(&lab.control(), &Request::Remove { name: "vm2".into() }).is_err());
+    assert!(ask::<serde_json::Value>(&lab.control(), &Request::Remove { name: "vm2".into() }).is_err());
     let (mut a, mut b) = (lab.connect(0, NicConfig::default()), lab.connect(1, NicConfig::default()));
     exchange(&mut a, &mut b, 3, 1);
 }
@@ -536,7 +538,7 @@ fn the_switch_can_be_the_client_of_a_socket_that_comes_and_goes() {
     let lab = Lab::new(1, 1);
     let mut config = port(lab.dir.path(), 1);
     config.role = Role::Client;
-    ask(&lab.control(), &Request::Add { port: config.clone() }).unwrap();
+    ask::<serde_json::Value>(&lab.control(), &Request::Add { port: config.clone() }).unwrap();
     let mut a = lab.connect(0, NicConfig::default());
     for round in 0..3 {
         let listener = UnixListener::bind(&config.socket).unwrap();
@@ -649,7 +651,7 @@ fn of_two_busy_ports_on_one_worker_one_moves_to_the_other_and_frames_stay_in_ord
     lab.daemon.switch().attach(out).unwrap();
     let mut nics = [0, 2].map(|n| (n, 0u64, lab.connect(n, NicConfig::default())));
     let homes = || -> Vec<u64> {
-        let (answer, _) = ask(&lab.control(), &Request::Ports).unwrap();
+        let (answer, _) = ask::<serde_json::Value>(&lab.control(), &Request::Ports).unwrap();
         let ports = answer["ports"].as_array().unwrap().clone();
         ports.iter().filter_map(|p| p["workers"][0].as_u64()).collect()
     };
@@ -696,7 +698,7 @@ fn a_switch_with_a_budget_keeps_to_it_and_loses_nothing_for_that() {
         ));
     }
     let child = Program(command.env("RUST_LOG", "warn").spawn().unwrap());
-    wait_for("the switch", || ask(&control, &Request::Ports).ok());
+    wait_for("the switch", || ask::<serde_json::Value>(&control, &Request::Ports).ok());
     let config = NicConfig { size: 256, ..NicConfig::default() };
     let mut nics: Vec<Nic> = (0..2).map(|_| Nic::new(config).unwrap()).collect();
     for (n, nic) in nics.iter_mut().enumerate() {

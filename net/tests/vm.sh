@@ -5,7 +5,8 @@
 #
 #   net/tests/vm.sh [path of the tombolo-switch or tombolo binary]
 #
-# Needs qemu-system-x86_64 (QEMU=command for another one; 7.2 is known to crash under TCG), busybox (static), iperf3, cpio and a kernel with its modules. ACCEL=kvm where KVM works.
+# Needs qemu-system-x86_64 (TOMBOLO_QEMU=program for another one; 7.2 is known to crash under TCG), busybox (static), iperf3, cargo and a kernel with its
+# modules. TOMBOLO_TEST_HYPERVISOR=kvm where KVM works.
 # ONLY=part of a title runs that case only. With BENCH=1 it prints what the guests measured.
 set -euo pipefail
 
@@ -13,8 +14,6 @@ switch=("${1:-target/release/tombolo-switch}")
 [[ ! ${NET_COMMAND:-} ]] || switch+=("$NET_COMMAND")
 kernel=${KERNEL:-$(printf '%s\n' /boot/vmlinuz-* | sort -V | tail -n 1)}
 release=${kernel#*/vmlinuz-}
-accel=${ACCEL:-tcg,thread=multi}
-cpu=${CPU:-$([[ $accel == kvm* ]] && echo host || echo max,-erms,-fsrm)}
 tmp=$(mktemp -d)
 pids=()
 finish() {
@@ -27,32 +26,15 @@ trap finish EXIT
 
 fail() { echo "FAILED: $*"; tail -n 30 "$tmp"/*.log; exit 1; }
 
-# An initramfs: busybox, iperf3 with its libraries, the modules of virtio-net.
-root=$tmp/root
-mkdir -p "$root"/{bin,proc,sys,dev,tmp,lib/modules}
-cp "$(command -v busybox)" "$root/bin/busybox"
-cp "$(command -v iperf3)" "$root/bin/iperf3"
-for lib in $(ldd "$(command -v iperf3)" | grep -o '/[^ ]*'); do
-  mkdir -p "$root/$(dirname "$lib")"
-  cp -L "$lib" "$root/$lib"
-done
-for m in $(modprobe -S "$release" --show-depends virtio_net | awk '$1 == "insmod" {print $2}'); do
-  name=$(basename "$m")
-  case $name in
-    *.xz) xz -dc "$m" >"$root/lib/modules/${name%.xz}"; name=${name%.xz} ;;
-    *.zst) zstd -dcq "$m" >"$root/lib/modules/${name%.zst}"; name=${name%.zst} ;;
-    *) cp "$m" "$root/lib/modules/" ;;
-  esac
-  echo "$name" >>"$root/lib/modules/order"
-done
-touch "$root/lib/modules/order"
-cat >"$root/init" <<'INIT'
+cargo build --locked --quiet --package tombolo-rig
+rig=${CARGO_TARGET_DIR:-target}/debug/tombolo-rig
+cat >"$tmp/init" <<'INIT'
 #!/bin/busybox sh
 /bin/busybox --install -s /bin
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev
-for m in $(cat /lib/modules/order); do insmod /lib/modules/$m; done
+for m in $(cat /modules/order); do insmod /modules/$m.ko; done
 for arg in $(cat /proc/cmdline); do case $arg in role=*) role=${arg#role=};; esac; done
 ip link set lo up
 ip link set eth0 mtu ${mtu:-1500} up
@@ -71,8 +53,7 @@ tcp "" 12 restart
 echo "CLIENT DONE"
 poweroff -f
 INIT
-chmod +x "$root/init"
-(cd "$root" && find . | cpio -o -H newc --quiet | gzip -1) >"$tmp/initrd"
+"$rig" image --release "$release" --module virtio_net --program "$(command -v iperf3)" --init "$tmp/init" --output "$tmp/initrd"
 
 start_switch() {
   "${switch[@]}" run --control "$tmp/control" --port "a,$tmp/a,52:54:00:00:00:01" \
@@ -82,11 +63,9 @@ start_switch() {
 }
 
 guest() { # name socket-name mac device-options role
-  ${QEMU:-qemu-system-x86_64} -M q35,memory-backend=m -accel "$accel" -cpu "$cpu" -m 256 -smp 1 -nographic -no-reboot \
-    -object memory-backend-memfd,id=m,size=256M,share=on -kernel "$kernel" -initrd "$tmp/initrd" \
+  "$rig" boot --kernel "$kernel" --image "$tmp/initrd" --console "$tmp/$1.log" --shared-memory --processors 1 --append "role=$5" -- \
     -chardev "socket,id=c,path=$tmp/$2,reconnect=1" -netdev vhost-user,id=n,chardev=c \
-    -device "virtio-net-pci,netdev=n,romfile=,mac=$3$4" \
-    -append "console=ttyS0 quiet panic=-1 role=$5" </dev/null >"$tmp/$1.log" 2>&1 &
+    -device "virtio-net-pci,netdev=n,romfile=,mac=$3$4" </dev/null >"$tmp/$1.qemu" 2>&1 &
   pids+=($!)
   last=$!
 }

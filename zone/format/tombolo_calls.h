@@ -14,6 +14,11 @@
  * also by dying, its driver says so (-> LEFT); when the worker ends, the server does (-> LOST). The server clears a channel that was
  * left before it is free again, so that no process finds what another one left there, and rings the VM then.
  *
+ * The server is a process of the host, or of another VM, the owner of an accelerator (/dev/tombolo-serve-UUID, below). A guest can't give
+ * memory back to the host, so an owner's server says instead that it is done with a channel (LEFT -> DONE), and the host clears it
+ * (DONE -> FREE). When the owner's server or its VM dies, its kernel or the host says that nobody serves: the doorbell is 0, and what
+ * was wanted or served is LOST.
+ *
  * Whoever rings first sets the word of the side it wakes in the channel's page, so that one doorbell serves all channels of a VM.
  */
 #ifndef TOMBOLO_CALLS_H
@@ -33,6 +38,7 @@
 #define TMB_CALLS_SERVED 2
 #define TMB_CALLS_LOST 3
 #define TMB_CALLS_LEFT 4
+#define TMB_CALLS_DONE 5 /* left, and its worker has ended: the host clears it */
 
 struct tmb_calls_header {
 	/* 0: written by the server, magic last */
@@ -42,7 +48,7 @@ struct tmb_calls_header {
 	tmb_u64 channel_size; /* multiple of TMB_PAGE */
 	tmb_u64 ring;	      /* data bytes of each ring: a power of two, at least 4096 */
 	tmb_u64 window;	      /* multiple of TMB_PAGE */
-	tmb_u32 doorbell;     /* of the server: ivshmem peer id + 1 */
+	tmb_u32 doorbell;     /* of the server: ivshmem peer id + 1; 0: nobody serves */
 	tmb_u32 pad0;
 	tmb_u8 pad1[2048 - 48];
 	/* 2048 */
@@ -85,5 +91,17 @@ struct tmb_calls_info {
 #define TMB_CALLS_IOC_RING 0x5445 /* _IO('T', 0x45) */
 /* Adds one to the count: wakes whoever of this process waits. */
 #define TMB_CALLS_IOC_WAKE 0x5446 /* _IO('T', 0x46) */
+
+/*
+ * --- /dev/tombolo-serve-UUID in the VM that owns an accelerator: the server's side of a client VM's zone ---------
+ *
+ * Opened for reading and writing it is the server, one at a time: the next opener sleeps until this one, its mappings included, is
+ * gone; then what it served is lost to its clients.
+ *	mmap	the whole area, from its first byte on
+ *	read	8 bytes: sleeps until somebody rang since the last read; gives the client VM's life, a number that no other life of it
+ *		has, 0: it isn't there. The first read doesn't sleep, and from then on channels can be taken
+ * Opened for writing only it is the client VM's doorbell:
+ *	write	rings the client VM, whatever is written
+ */
 
 #endif

@@ -114,7 +114,7 @@ static inline tmb_u64 tmb_session_take(struct tmb_sync_header *h, struct tmb_mem
 }
 
 /*
- * Whoever took a session slot calls this before it locks anything: the bits of read locks name slots, and a dead predecessor may have left
+ * A process that has taken a session slot calls this before it locks anything: the bits of read locks name slots, and a dead predecessor may have left
  * its own. Writers that wait look again within a slice.
  */
 static inline void tmb_session_clear_reads(struct tmb_sync_header *h, tmb_u32 n_objects, tmb_u32 i)

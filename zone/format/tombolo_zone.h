@@ -7,7 +7,7 @@
  *	...		areas			what services put there, each found by its type and name
  *
  * The host creates the zone, invites members and declares them dead; members join the slot they were invited to.
- * Whoever reads this memory copies a value, checks it, and uses the copy: any member may write anything at any time.
+ * A reader of this memory copies a value, checks the copy, and uses the copy: any member may write anything at any time.
  *
  * This header is the only definition of the format. User space in Rust gets it through bindgen.
  */

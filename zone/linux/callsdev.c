@@ -20,7 +20,6 @@
 
 #include "callsdev.h"
 #include "doorbell.h"
-#include "tombolo_calls.h"
 
 static_assert(TMB_CALLS_IOC_INFO == _IOR('T', 0x43, struct tmb_calls_info));
 static_assert(TMB_CALLS_IOC_WAIT == _IOWR('T', 0x44, u64));
@@ -87,20 +86,31 @@ static void tmb_calls_look(struct tmb_doorbell_client *client)
 	wake_up_all(&dev->looked);
 }
 
-/* Before the doorbell: what the server finds when it looks. The exchange, so that one that has just come finds it where its id isn't seen. */
+/*
+ * Before the doorbell: what the server finds when it looks. The exchange, so that one that has just come finds it where its id isn't seen.
+ * -ENOTCONN: nobody serves.
+ */
 static int tmb_calls_ring(struct tmb_calls_file *f)
 {
+	u32 server;
+
 	tmb_exchange(&tmb_calls_channel(f->dev, f->index)->server_rung, 1);
-	return tmb_doorbell_ring(&f->dev->client, tmb_load(&f->dev->header->doorbell));
+	server = tmb_load(&f->dev->header->doorbell);
+	return server ? tmb_doorbell_ring(&f->dev->client, server) : -ENOTCONN;
 }
 
-/* Takes a free channel. -EUSERS: processes of this guest have all of them; -EAGAIN: one was left, and the server has not cleared it yet. */
+/*
+ * Takes a free channel. -EUSERS: processes of this guest have all of them; -EAGAIN: one was left, and the server has not cleared it yet;
+ * -ENOTCONN: nobody serves.
+ */
 static int tmb_calls_take(struct tmb_calls_file *f)
 {
 	struct tmb_callsdev *dev = f->dev;
 	int err = -EUSERS;
 	u32 i;
 
+	if (!tmb_load(&dev->header->doorbell))
+		return -ENOTCONN;
 	mutex_lock(&dev->lock);
 	for (i = 0; i < dev->n_channels; i++) {
 		u64 word = tmb_load_acquire(&dev->header->states[i]);
@@ -140,6 +150,23 @@ static int tmb_calls_await(struct tmb_calls_file *f)
 	}
 }
 
+/* The file has no use for its channel any more. */
+static void tmb_calls_give_back(struct tmb_calls_file *f)
+{
+	static const u32 mine[] = { TMB_CALLS_WANTED, TMB_CALLS_SERVED, TMB_CALLS_LOST };
+	struct tmb_callsdev *dev = f->dev;
+	u32 i;
+
+	mutex_lock(&dev->lock);
+	dev->files[f->index] = NULL;
+	mutex_unlock(&dev->lock);
+	/* In the order in which the server may move it on; a word of another use is left alone. */
+	for (i = 0; i < ARRAY_SIZE(mine); i++)
+		if (tmb_cas64(&dev->header->states[f->index], tmb_calls_to(f->taken, mine[i]),
+			      tmb_calls_to(f->taken, TMB_CALLS_LEFT)))
+			break;
+}
+
 static int tmb_calls_open(struct inode *inode, struct file *file)
 {
 	struct tmb_callsdev *dev = container_of(file->private_data, struct tmb_callsdev, misc);
@@ -158,10 +185,7 @@ static int tmb_calls_open(struct inode *inode, struct file *file)
 	}
 	err = tmb_calls_ring(f);
 	if (err) {
-		mutex_lock(&dev->lock);
-		dev->files[f->index] = NULL;
-		tmb_cas64(&dev->header->states[f->index], f->taken, tmb_calls_to(f->taken, TMB_CALLS_LEFT));
-		mutex_unlock(&dev->lock);
+		tmb_calls_give_back(f);
 		kfree(f);
 		return err;
 	}
@@ -172,18 +196,8 @@ static int tmb_calls_open(struct inode *inode, struct file *file)
 static int tmb_calls_release(struct inode *inode, struct file *file)
 {
 	struct tmb_calls_file *f = file->private_data;
-	struct tmb_callsdev *dev = f->dev;
-	static const u32 mine[] = { TMB_CALLS_WANTED, TMB_CALLS_SERVED, TMB_CALLS_LOST };
-	u32 i;
 
-	mutex_lock(&dev->lock);
-	dev->files[f->index] = NULL;
-	mutex_unlock(&dev->lock);
-	/* In the order in which the server may move it on; a word of another use is left alone. */
-	for (i = 0; i < ARRAY_SIZE(mine); i++)
-		if (tmb_cas64(&dev->header->states[f->index], tmb_calls_to(f->taken, mine[i]),
-			      tmb_calls_to(f->taken, TMB_CALLS_LEFT)))
-			break;
+	tmb_calls_give_back(f);
 	tmb_calls_ring(f);
 	kfree(f);
 	return 0;
@@ -270,23 +284,22 @@ static void tmb_calls_forget(struct tmb_callsdev *dev)
 	tmb_doorbell_ring(&dev->client, tmb_load(&dev->header->doorbell));
 }
 
-/* Copies and checks the geometry. */
-static int tmb_calls_check(struct tmb_callsdev *dev, u64 length)
+int tmb_calls_geometry(struct tmb_calls_header *header, u64 length, struct tmb_calls_info *info, u32 *n_channels)
 {
 	u64 ring, window, size;
+	u32 n;
 
-	if (length < TMB_CALLS_FIRST || tmb_load_acquire(&dev->header->magic) != TMB_CALLS_MAGIC)
+	if (length < TMB_CALLS_FIRST || tmb_load_acquire(&header->magic) != TMB_CALLS_MAGIC)
 		return -ENODATA;
-	if (tmb_load(&dev->header->version) != TMB_CALLS_VERSION)
+	if (tmb_load(&header->version) != TMB_CALLS_VERSION)
 		return -EPROTONOSUPPORT;
-	dev->n_channels = tmb_load(&dev->header->n_channels);
-	dev->info.channel_size = size = tmb_load(&dev->header->channel_size);
-	dev->info.ring = ring = tmb_load(&dev->header->ring);
-	dev->info.window = window = tmb_load(&dev->header->window);
-	if (dev->n_channels == 0 || dev->n_channels > TMB_CALLS_CHANNELS || size % PAGE_SIZE || window % PAGE_SIZE ||
-	    ring < PAGE_SIZE || ring % PAGE_SIZE || ring > length || window > length ||
-	    size < TMB_CALLS_RINGS_OFF + 2 * (PAGE_SIZE + ring) + window ||
-	    size > (length - TMB_CALLS_FIRST) / dev->n_channels)
+	*n_channels = n = tmb_load(&header->n_channels);
+	info->channel_size = size = tmb_load(&header->channel_size);
+	info->ring = ring = tmb_load(&header->ring);
+	info->window = window = tmb_load(&header->window);
+	if (n == 0 || n > TMB_CALLS_CHANNELS || size % PAGE_SIZE || window % PAGE_SIZE || ring < PAGE_SIZE ||
+	    ring % PAGE_SIZE || ring > length || window > length ||
+	    size < TMB_CALLS_RINGS_OFF + 2 * (PAGE_SIZE + ring) + window || size > (length - TMB_CALLS_FIRST) / n)
 		return -EUCLEAN;
 	return 0;
 }
@@ -317,7 +330,7 @@ struct tmb_callsdev *tmb_callsdev_create(const struct tmb_callsdev_config *confi
 	dev->pfn = config->pfn;
 	dev->members = config->members;
 	dev->member = config->member;
-	err = tmb_calls_check(dev, config->length);
+	err = tmb_calls_geometry(dev->header, config->length, &dev->info, &dev->n_channels);
 	if (err)
 		goto free;
 	memcpy(dev->client.zone_uuid, config->zone_uuid, sizeof(dev->client.zone_uuid));

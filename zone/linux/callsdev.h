@@ -9,6 +9,7 @@
 
 #include <linux/types.h>
 
+#include "tombolo_calls.h"
 #include "tombolo_zone.h"
 
 struct tmb_callsdev;
@@ -22,6 +23,12 @@ struct tmb_callsdev_config {
 	struct tmb_member *members; /* the zone's member table */
 	u32 member;		    /* own */
 };
+
+/*
+ * Copies an area's geometry and checks it against the area's length. -ENODATA: nobody has made the area ready; -EPROTONOSUPPORT: another
+ * version; -EUCLEAN: its channels don't fit.
+ */
+int tmb_calls_geometry(struct tmb_calls_header *header, u64 length, struct tmb_calls_info *info, u32 *n_channels);
 
 /* The zone was joined: makes the device. ERR_PTR; -ENODATA: no server has made the area ready. May sleep. */
 struct tmb_callsdev *tmb_callsdev_create(const struct tmb_callsdev_config *config);

@@ -19,7 +19,7 @@ struct tmb_doorbell;
 struct tmb_doorbell_client {
 	u8 zone_uuid[16];
 	/*
-	 * Somebody rang, or the device came or went (then the own peer id changed): look at 'pending'. Called in a work item of
+	 * The doorbell rang, or the device was plugged or unplugged (which changes the own peer id): look at 'pending'. Called in a work item of
 	 * the client's own; may sleep; calls of one client don't overlap. Must not unregister this client.
 	 */
 	void (*look)(struct tmb_doorbell_client *client);

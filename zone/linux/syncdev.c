@@ -59,7 +59,7 @@ static struct tmb_sync_object *tmb_sync_object(struct tmb_syncdev *dev, u32 inde
 	return (struct tmb_sync_object *)((u8 *)dev->header + TMB_SYNC_OBJECTS_OFF) + index;
 }
 
-/* Somebody rang: whoever sleeps looks whether its object's seq moved. */
+/* The doorbell rang: every sleeper checks whether its object's seq has moved. */
 static void tmb_sync_look(struct tmb_doorbell_client *client)
 {
 	struct tmb_syncdev *dev = container_of(client, struct tmb_syncdev, client);

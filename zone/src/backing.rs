@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a zone's memory is made of: an anonymous memory file, huge pages, or a file that persists.
+//! The memory of a zone: an anonymous memory file, huge pages, or a file that persists.
 
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};

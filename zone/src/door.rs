@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Listening sockets of a process that only its own user (and root) can reach, and that leave nothing behind.
 //!
-//! A [`Door`] is a Unix socket that is bound in a folder, opened (O_PATH) and unlinked at once. Whoever looks for it reads the links in
+//! A [`Door`] is a Unix socket that is bound in a folder, opened (O_PATH) and unlinked at once. A process that looks for it reads the links in
 //! `/proc/PID/fd`, which the kernel shows to the same user and to root alone, and connects through such a link. So other users can neither
 //! connect nor take the name, nothing depends on a folder that may be removed, and a process that is killed leaves no file.
 
@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
-/// What /proc appends to the name of a file that has been unlinked.
+/// The text that /proc appends to the name of a file that has been unlinked.
 const UNLINKED: &str = " (deleted)";
 
 /// A listening socket and the descriptor through which others reach it.
@@ -49,7 +49,7 @@ impl Door {
         &self.listener
     }
 
-    /// What must stay open for the door to be found.
+    /// The descriptor by which other processes find the door; it must stay open.
     pub fn handle(&self) -> BorrowedFd<'_> {
         self.handle.as_fd()
     }
@@ -60,7 +60,7 @@ impl Door {
 pub struct Found {
     /// The process that has it.
     pub process: u32,
-    /// Where it was bound; the file is not there any more.
+    /// The path at which it was bound; the file has been unlinked.
     pub path: PathBuf,
     link: PathBuf,
 }

@@ -53,10 +53,10 @@ pub enum Error {
     Config {
         /// The zone's name.
         zone: String,
-        /// What is wrong and what would be right.
+        /// The fault, and the remedy.
         why: String,
     },
-    /// Somebody uses the zone.
+    /// A process uses the zone.
     #[error("{zone}: in use by {by}; stop it first")]
     InUse {
         /// Path or name.

@@ -62,8 +62,3 @@ pub const fn state_of(word: u64) -> u32 {
 pub const fn epoch_of(word: u64) -> u32 {
     (word >> 32) as u32
 }
-
-/// A lock word naming its owner (`tmb_lock_word`).
-pub const fn lock_word(member: u32, epoch: u32, tag: u32) -> u64 {
-    (epoch as u64) << 32 | ((tag & 0xff_ffff) as u64) << 8 | ((member + 1) & 0xff) as u64
-}

@@ -23,7 +23,7 @@ const ALIGN: u64 = TMB_ZONE_ALIGN as u64;
 /// Bytes of the SYNC area unless configured otherwise.
 pub const DEFAULT_SYNC_SIZE: u64 = 1 << 20;
 
-/// What an area is for.
+/// The service that an area belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AreaType {

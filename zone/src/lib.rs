@@ -7,13 +7,12 @@
 //! invited to, which gives it an epoch; lock words in the zone name member and epoch, so that whoever waits can tell whether
 //! the owner still lives. Everything that is read from the zone is copied, checked, and the copy is used.
 //!
-//! Who lives is known from locks that the kernel drops at death: the owner and each member hold a byte of the
+//! Which members are alive is known from locks that the kernel drops at a process' death: the owner and each member hold a byte of the
 //! backing file with an open-file-description lock ([`liveness`]).
 //!
 //! Modules:
 //! - [`mod@format`]: the format, from `format/tombolo_zone.h`; sizes and offsets asserted.
 //! - [`mem`]: the one place that touches shared memory: bounds-checked atomics and copies.
-//! - `fault`: survives that the file behind a mapping is cut short.
 //! - [`backing`]: memfd, huge pages or file; seals.
 //! - [`liveness`]: the locks that tell who lives.
 //! - [`header`]: making and checking the zone's header.
@@ -25,12 +24,13 @@
 //! - [`serve`]: zones for VMs that tombolo does not start.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 
+#![deny(missing_docs)]
+
 pub mod backing;
 pub mod cli;
 pub mod door;
 pub mod doorbell;
 pub mod error;
-mod fault;
 pub mod format;
 pub mod header;
 pub mod liveness;
@@ -47,5 +47,5 @@ pub use liveness::Liveness;
 pub use member::{Member, MemberId, MemberState, Pending, Rights, Role};
 pub use zone::{Membership, Zone, ZoneConfig};
 
-/// What the functions of this crate return.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;

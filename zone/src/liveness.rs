@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who lives, as the kernel knows it.
+//! Which members are alive, decided by locks that the kernel drops at a process' death.
 //!
 //! The owner of a zone and each of its members hold a write lock (OFD, `fcntl(2)`) on one byte of the backing file: the owner on byte 0,
-//! member `i` on byte 1 + `i`. Such a lock belongs to an open file description and vanishes with its last holder,
-//! however that dies. A description that a child process inherits (QEMU, say) keeps the lock for as long as the child lives.
-//! Byte 65 serializes changes of the member table; the 256 bytes after it belong to processes that use semaphores and the like. The locks touch no data and need no cooperation from guests.
+//! member `i` on byte 1 + `i`. Such a lock belongs to an open file description, and the kernel drops it with the last copy of the description,
+//! however the process dies. A child process (QEMU for example) that inherits the description keeps the lock for as long as it lives.
+//! Byte 65 serializes changes of the member table; the 256 bytes after it belong to sessions of the SYNC area. The locks touch no data and need
+//! no cooperation from guests.
 
 use std::fs::File;
 use std::io;
@@ -39,13 +40,13 @@ impl AsFd for Liveness {
     }
 }
 
-/// Holds a byte in which no child has a share. Dropping it frees the byte at once, while closing the descriptor would not where a process is
-/// just being started: until that one's `exec` it has a copy of each descriptor.
+/// Holds a byte for this process alone. Dropping it frees the byte at once. Closing the descriptor would not: a process that is just being
+/// started has a copy of each descriptor until its `exec`.
 #[derive(Debug)]
 pub(crate) struct Own {
     liveness: Liveness,
     byte: u32,
-    /// A copy of this process, made by `fork(2)`, has no say.
+    /// The process that may free the byte; a copy that `fork(2)` made may not.
     process: u32,
 }
 
@@ -66,7 +67,7 @@ impl Drop for Own {
             let request = lock_request(libc::F_UNLCK, self.byte);
             // SAFETY: a valid descriptor and a valid struct flock.
             let freed = unsafe { libc::fcntl(self.liveness.file.as_raw_fd(), libc::F_OFD_SETLK, &request) };
-            debug_assert_eq!(freed, 0, "a lock of one's own can be given up");
+            debug_assert_eq!(freed, 0, "a process can free a lock that it holds");
         }
     }
 }
@@ -105,7 +106,7 @@ pub(crate) fn try_hold(fd: BorrowedFd<'_>, writable: bool, byte: u32) -> Result<
     }
 }
 
-/// Takes `byte`, waiting for whoever has it. Only for [`TABLE_BYTE`], which is held for microseconds.
+/// Takes `byte`, and waits while another description has it. Only for [`TABLE_BYTE`], which is held for microseconds.
 pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Own> {
     let file =
         reopen(fd, true).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;

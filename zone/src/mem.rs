@@ -9,8 +9,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use crate::fault::{self, Watch};
 use crate::{Error, Result};
+use tombolo_sigbus::Watch;
 
 /// Alignment of mappings, so that files in the zone can be mapped with huge pages.
 const ALIGN: usize = 2 << 20;
@@ -20,7 +20,7 @@ pub struct SharedMem {
     ptr: NonNull<u8>,
     len: usize,
     writable: bool,
-    /// None: nobody can cut its file short.
+    /// `None`: the file is sealed, so no process can cut it short.
     watch: Option<Watch>,
 }
 
@@ -88,13 +88,14 @@ impl SharedMem {
             NonNull::new(ptr.cast::<u8>()).expect("mmap never returns 0 for MAP_FIXED at a non-zero address");
         let mut mem = SharedMem { ptr, len: size, writable, watch: None };
         if !is_sealed(fd) {
-            let watch = fault::watch(ptr.as_ptr() as usize, size);
+            let watch = tombolo_sigbus::watch(ptr.as_ptr() as usize, size);
             mem.watch = Some(watch.map_err(|e| Error::io("watching over a mapping", e))?);
         }
         Ok(mem)
     }
 
-    /// Whether somebody has cut its file short: then it is this process's own, zeroes at first, and nobody else sees what is written.
+    /// Whether a process has cut the file short. The mapping is then private to this process: it began as zeroes, and no other process sees
+    /// what is written to it.
     pub fn is_lost(&self) -> bool {
         self.watch.as_ref().is_some_and(Watch::is_hit)
     }

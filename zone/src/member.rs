@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a member slot says: copies, checked.
+//! Member slots, copied out of the shared memory and checked.
 
 use serde::{Deserialize, Serialize};
 
@@ -68,7 +68,7 @@ impl MemberState {
     }
 }
 
-/// What a member is.
+/// The kind of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
@@ -87,7 +87,7 @@ impl Role {
     }
 }
 
-/// What a member may do, granted by the host.
+/// A member's rights, granted by the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rights {
     /// Without it the member's mapping is read-only.
@@ -134,9 +134,9 @@ pub struct Member {
     pub state: MemberState,
     /// Its present epoch.
     pub epoch: u32,
-    /// What it is; `None`: nonsense in the slot.
+    /// The member's kind; `None`: the slot holds no valid value.
     pub role: Option<Role>,
-    /// What it may do.
+    /// The member's rights.
     pub rights: Rights,
     /// Its doorbell's ivshmem peer id.
     pub doorbell: Option<u16>,

@@ -18,7 +18,7 @@ use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, 
 use crate::serve::room::Room;
 use crate::{Error, Result};
 
-/// How often a compare-and-swap on a slot is repeated against a member that writes it all the time.
+/// How often a compare-and-swap on a slot is repeated, since a hostile member may write the slot all the time.
 const CAS_TRIES: u32 = 64;
 
 /// A zone to be made.
@@ -491,11 +491,6 @@ impl Zone {
         self.mem.store_u64(offset_of!(tmb_zone_header, heartbeat_ns) as u64, now_ns())
     }
 
-    /// Stamps a member's own heartbeat.
-    pub fn beat_as(&self, membership: &Membership) -> Result<()> {
-        self.mem.store_u64(membership.id.at(offset_of!(tmb_member, heartbeat_ns)), now_ns())
-    }
-
     /// The owner's heartbeat and session as they are now.
     pub fn pulse(&self) -> Result<(u64, u64)> {
         Ok((
@@ -504,7 +499,7 @@ impl Zone {
         ))
     }
 
-    /// Whether somebody has cut the zone's file short. This process no longer sees the zone then, only zeroes.
+    /// Whether a process has cut the zone's file short. This process sees zeroes then instead of the zone.
     pub fn is_lost(&self) -> bool {
         self.mem.is_lost()
     }

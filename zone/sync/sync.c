@@ -389,7 +389,7 @@ fail:
 
 void tmb_sync_close(tmb_sync *s)
 {
-	/* What is still locked goes to its next owner with -EOWNERDEAD. In a guest the kernel does this. */
+	/* Locks that this session still holds go to their next owner with -EOWNERDEAD. In a guest the kernel does this. */
 	if (!s->device)
 		tmb_session_free(s->h, s->session, s->session_word);
 	munmap(s->map, s->map_len);

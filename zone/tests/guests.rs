@@ -74,7 +74,7 @@ impl Hammers<'_> {
     fn new<'a>(world: &'a World, module: &str) -> Hammers<'a> {
         let mut guests = [world.guest("a").1, world.guest("b").1];
         for guest in &mut guests {
-            guest.run(&format!("insmod /{module}.ko $ZONE"));
+            guest.run(&format!("insmod /modules/{module}.ko $ZONE"));
             assert_eq!(guest.run("nproc"), "1");
         }
         Hammers { world, guests, struck: 0 }
@@ -126,7 +126,7 @@ fn doorbells_ring_between_guests_and_host() {
         let (a_id, mut a) = world.guest("a");
         let (b_id, mut b) = world.guest("b");
         for guest in [&mut a, &mut b] {
-            guest.run("insmod /tmbtest.ko $ZONE");
+            guest.run("insmod /modules/tmbtest.ko $ZONE");
         }
         assert_eq!(
             a.run(&format!("cat {TEST}/self")),
@@ -175,7 +175,7 @@ fn a_doorbell_that_is_unplugged_while_it_rings_and_comes_back_hurts_nobody() {
         let world = World::new(&series);
         let (_, bell, _rings) = world.host();
         let (a_id, mut a) = world.guest("a");
-        a.run("insmod /tmbtest.ko $ZONE");
+        a.run("insmod /modules/tmbtest.ko $ZONE");
         let peer = world.zone.member(a_id).unwrap().doorbell.unwrap();
         let device = "$(dirname $(grep -l 0x1110 /sys/bus/pci/devices/*/device))";
         for _ in 0..5 {
@@ -190,6 +190,6 @@ fn a_doorbell_that_is_unplugged_while_it_rings_and_comes_back_hurts_nobody() {
             assert_eq!(a.run(&format!("cat {TEST}/self")), a_id.to_string());
         }
         a.run("rmmod tmbtest");
-        a.run("insmod /tmbtest.ko $ZONE");
+        a.run("insmod /modules/tmbtest.ko $ZONE");
     }
 }

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::wire::{Encoder, HEADER, PART, Record, Reply, ReplyKind, Request, WANTS_REPLY};
-use tombolo_calls::patience::Patience;
 use tombolo_calls::say;
+use tombolo_calls::spin::Spin;
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
 /// How long a waiting thread reads the ring itself before it sleeps; for most of it, it offers the processor to others.
@@ -291,7 +291,7 @@ impl Connection {
 
     fn wait(&self, waiter: &Arc<Waiter>) -> Result<(), Lost> {
         let done = || waiter.done.load(Ordering::Acquire) != 0;
-        let mut patience = Patience::new(SPIN);
+        let mut spin = Spin::new(SPIN);
         while !done() {
             if let Ok(mut input) = self.input.try_lock() {
                 self.drain(&mut input).map_err(|e| self.lose(&e))?;
@@ -303,7 +303,7 @@ impl Connection {
                     return Ok(());
                 }
             }
-            if !patience.turn() {
+            if !spin.turn() {
                 return self.sleep(waiter);
             }
         }
@@ -459,8 +459,8 @@ impl Connection {
 
     /// Waits for as long as a thread would before it sleeps; whether the ticket has been redeemed.
     pub fn redeemed_soon(&self, awaited: &Awaited) -> Result<bool, Lost> {
-        let mut patience = Patience::new(SPIN);
-        while awaited.0.done.load(Ordering::Acquire) == 0 && patience.turn() {
+        let mut spin = Spin::new(SPIN);
+        while awaited.0.done.load(Ordering::Acquire) == 0 && spin.turn() {
             self.poll()?;
         }
         Ok(awaited.0.done.load(Ordering::Acquire) == 1)

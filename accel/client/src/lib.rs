@@ -13,6 +13,8 @@
 //! - [`staging`]: allocates ranges of the window.
 //! - `waiter`: a thread that waits for a reply.
 
+#![deny(missing_docs)]
+
 pub mod connect;
 pub mod connection;
 mod here;

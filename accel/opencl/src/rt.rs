@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What stubs need: handles, wait lists, posting and waiting, answers to queries; and the connection.
 
-use crate::state::{Body, Context, Device, Event};
+use crate::state::{Body, Device, Event};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::io::Write;
@@ -372,7 +372,6 @@ impl Drop for New {
     }
 }
 
-/// A new object.
 pub fn new_object(kind: u32, body: Body) -> Result<New, i32> {
     let body = match body {
         Body::Plain(parent) => Body::Child(hold(parent)),
@@ -534,12 +533,4 @@ pub fn max_alloc(devices: &[Ref]) -> u64 {
 /// A queue takes only objects of its own context.
 pub fn same_context(queue: Obj, object: Obj) -> Result<(), i32> {
     if crate::sure::same_context(queue, object) { Ok(()) } else { Err(code::CONTEXT) }
-}
-
-/// The context of an object, for those that need one.
-pub fn context_of(object: Obj) -> Result<&'static Context, i32> {
-    match object.body() {
-        Body::Context(c) => Ok(c),
-        _ => Err(code::CONTEXT),
-    }
 }

@@ -15,21 +15,15 @@ pub type Destructor = (unsafe extern "C" fn(Handle, *mut c_void), usize);
 
 /// What is known of an object.
 pub enum Body {
-    /// A platform.
     Platform,
-    /// A device.
     Device(Device),
-    /// A context.
     Context(Context),
     /// A command queue.
     Queue(Queue),
     /// A buffer, image or pipe.
     Mem(Box<Mem>),
-    /// A program.
     Program(Program),
-    /// A kernel.
     Kernel(Kernel),
-    /// An event.
     Event(Event),
     /// An object of which only its context is known.
     Plain(Obj),
@@ -37,17 +31,13 @@ pub enum Body {
     Child(Ref),
 }
 
-/// A device.
 pub struct Device {
-    /// Its platform.
     pub platform: Obj,
     /// The device it is a part of.
     pub parent: Option<Ref>,
 }
 
-/// A context.
 pub struct Context {
-    /// Its devices.
     pub devices: Vec<Ref>,
     /// The properties it was created with, as the program gave them, with the final 0.
     pub properties: Vec<isize>,
@@ -59,9 +49,7 @@ pub struct Context {
 
 /// A command queue.
 pub struct Queue {
-    /// Its context.
     pub context: Ref,
-    /// Its device.
     pub device: Ref,
     /// CL_QUEUE_PROPERTIES.
     pub properties: u64,
@@ -133,7 +121,6 @@ pub enum Region {
 
 /// A buffer, image or pipe.
 pub struct Mem {
-    /// Its context.
     pub context: Ref,
     /// CL_MEM_OBJECT_*.
     pub object_type: u32,
@@ -186,9 +173,7 @@ impl Drop for Context {
     }
 }
 
-/// A program.
 pub struct Program {
-    /// Its context.
     pub context: Ref,
     /// The devices it was created for.
     pub devices: Vec<Ref>,
@@ -279,17 +264,13 @@ impl Learned {
     }
 }
 
-/// A kernel.
 pub struct Kernel {
-    /// Its program.
     pub program: Ref,
     /// What was accepted.
     pub learned: Mutex<Learned>,
 }
 
-/// An event.
 pub struct Event {
-    /// Its context.
     pub context: Ref,
     /// Its queue; None: a user event.
     pub queue: Option<Ref>,

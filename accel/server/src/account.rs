@@ -15,7 +15,6 @@ use tombolo_calls::memory::{Mapping, PAGE, sealed_memfd};
 pub enum Good {
     /// Bytes of device memory.
     Memory,
-    /// Objects.
     Objects,
 }
 

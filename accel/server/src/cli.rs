@@ -109,11 +109,14 @@ pub struct Serve {
     /// Listen nowhere by itself: commands come over the standard input, a socket (started by 'tombolo up')
     #[arg(long, hide = true)]
     overseen: bool,
+    /// In the VM that owns the accelerator: a VM to serve through a zone's device, as JSON (started by 'tombolo up')
+    #[arg(long, hide = true, value_name = "JSON")]
+    guest: Vec<String>,
 }
 
 impl Serve {
     fn config(mut self) -> anyhow::Result<Config> {
-        if self.listen.is_empty() && !self.overseen {
+        if self.listen.is_empty() && !self.overseen && self.guest.is_empty() {
             self.listen.push(LISTEN.to_owned());
         }
         let limits = Limits {
@@ -131,11 +134,13 @@ impl Serve {
             Ok(vm::Config { folder: folder.into(), channels: self.vm_channels, limits })
         };
         let vms = self.vm.iter().map(vm).collect::<anyhow::Result<Vec<_>>>()?;
+        let guests =
+            self.guest.iter().map(|g| serde_json::from_str(g)).collect::<Result<Vec<vm::Guest>, _>>()?;
         let at_default = listen.iter().any(|(address, _)| address == LISTEN);
         let control = self.control.or_else(|| at_default.then(|| control::DEFAULT.into()));
         let (clients, metrics, overseen) = (self.clients, self.metrics, self.overseen);
         let (unconfined, cgroup) = (self.unconfined, self.cgroup);
-        Ok(Config { listen, vms, of_vms, overseen, unconfined, cgroup, clients, control, metrics })
+        Ok(Config { listen, vms, guests, of_vms, overseen, unconfined, cgroup, clients, control, metrics })
     }
 }
 
@@ -146,7 +151,8 @@ fn mib(bytes: u64) -> u64 {
 fn print(servers: &[Listing]) {
     for server in servers {
         let state = if server.draining { ", draining" } else { "" };
-        println!("server {} at {}{state}", server.pid, server.listens.join(" "));
+        let place = server.vm.as_ref().map(|vm| format!(" in the VM {vm}")).unwrap_or_default();
+        println!("server {}{place} at {}{state}", server.pid, server.listens.join(" "));
         println!(
             "{:>9} {:<24} {:>6} {:>15} {:>13} {:>12} {:>12} {:>9} {:>9}  VIA",
             "PID", "TENANT", "WEIGHT", "MEMORY MiB", "OBJECTS", "CALLS", "WAITS", "BUSY s", "CPU s"

@@ -5,10 +5,8 @@
 //! A server that drains gives its name to its successor: its control socket moves to `NAME.draining-PID`.
 
 use crate::supervisor::Server;
-use crate::tenants::Status;
-use crate::vm::Guest;
 use anyhow::{Context, bail};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::de::DeserializeOwned;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,42 +14,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tombolo_calls::say;
+use tombolo_control::accel::Answer;
+
+pub use tombolo_control::accel::{Listing, Request};
 
 /// Where a server listens for commands unless it is told otherwise.
 pub const DEFAULT: &str = "/run/tombolo/accel-control.sock";
 const MAX_REQUEST: u64 = 4096;
-
-/// What can be asked.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(tag = "do", rename_all = "lowercase")]
-pub enum Request {
-    /// Who is served.
-    Ls,
-    /// Take nobody more, and end when nobody is left.
-    Drain,
-    /// Serve one more VM.
-    Vm(Guest),
-}
-
-/// A server and who it serves.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Listing {
-    /// The supervisor.
-    pub pid: u32,
-    /// Where clients find it; VMs by their folders.
-    pub listens: Vec<String>,
-    /// It takes nobody more.
-    pub draining: bool,
-    /// Who it serves.
-    pub tenants: Vec<Status>,
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Answer<T> {
-    Ok(T),
-    Error(String),
-}
 
 /// Listens for commands.
 pub fn listen(path: &Path) -> anyhow::Result<UnixListener> {
@@ -124,16 +93,9 @@ pub fn obey(overseer: &UnixStream, server: &Arc<Server>) {
 
 /// Asks the server that is controlled at `socket`.
 pub fn ask<T: DeserializeOwned>(socket: &Path, request: &Request) -> anyhow::Result<T> {
-    let mut stream = UnixStream::connect(socket).with_context(|| {
-        format!("no accelerator server answers at {}; start one with 'tombolo accel serve'", socket.display())
-    })?;
-    writeln!(stream, "{}", serde_json::to_string(request)?)?;
-    let mut line = String::new();
-    BufReader::new(stream).read_line(&mut line)?;
-    match serde_json::from_str(&line).context("the server's answer can't be read")? {
-        Answer::Ok(value) => Ok(value),
-        Answer::Error(why) => bail!("{why}"),
-    }
+    let who = ("accelerator server", "start one with 'tombolo accel serve'");
+    let (value, _) = tombolo_control::socket::ask::<Answer<T>>(socket, request, None, who)?;
+    Ok(value)
 }
 
 /// Where a server that drains is controlled.

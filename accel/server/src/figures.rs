@@ -26,7 +26,6 @@ pub enum Figure {
     Held,
     /// Bytes of device memory.
     Memory,
-    /// Objects.
     Objects,
 }
 

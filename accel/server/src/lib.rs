@@ -12,6 +12,7 @@
 //! - [`metrics`]: the same for Prometheus.
 //! - [`trace`]: what one program's calls cost.
 //! - [`vm`]: a VM's zone and doorbells; channels that its processes take.
+//! - [`owner`]: the same where the server runs in a VM itself.
 //! - [`workers`]: starts workers, and looks after them.
 //! - [`worker`]: the life of one worker, from the handshake to the end of its client.
 //! - [`wall`]: what a worker is kept from, and by what.
@@ -29,6 +30,7 @@ pub mod figures;
 pub mod limits;
 pub mod metrics;
 pub mod opencl;
+pub mod owner;
 pub mod session;
 pub mod signals;
 pub mod supervisor;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One client's requests, whatever the API.
 //!
-//! One thread at a time leads: it takes records from the ring, in order, and carries them out. When a call may take long, its thread
-//! gives the lead up before it enters the driver; if something arrives meanwhile, the doorbell wakes another thread to lead on. So nothing is
-//! handed from thread to thread as long as the client only waits. A leader that finds nothing spins for a moment, then arms the
-//! doorbell and sleeps.
+//! One thread at a time, the *leader*, holds the lock of the incoming ring: it takes records from the ring, in order, and executes them. Before
+//! a call that may take long the leader unlocks the ring and enters the driver; if a record arrives meanwhile, the doorbell wakes another
+//! thread, which becomes the leader. So no record moves between threads as long as the client only waits. A leader that finds the
+//! ring empty polls for a moment, then arms the doorbell and sleeps.
 //!
 //! Replies never block: what the ring doesn't take waits in a queue whose length is limited, so a client that doesn't read only harms itself.
 
@@ -18,8 +18,8 @@ use tombolo_accel_spec::common::{Ping, Release, Snapshot};
 use tombolo_accel_spec::wire::{
     HEADER, Malformed, PART, Record, Reply, ReplyKind, Request, WANTS_REPLY, decode,
 };
-use tombolo_calls::lead::{Lead, Leading};
-use tombolo_calls::patience::Patience;
+use tombolo_calls::spin::Spin;
+use tombolo_calls::try_lock::{Guard, TryLock};
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
 /// How long a leader looks for more before it sleeps.
@@ -68,7 +68,7 @@ pub struct Session {
     outbox: Mutex<Outbox>,
     /// Replies that waited have been sent, or nobody takes any more.
     room: Condvar,
-    input: Lead<In>,
+    input: TryLock<In>,
     bell: Arc<dyn Bell>,
     /// Bulk data shared with the client.
     pub window: Arc<Window>,
@@ -123,7 +123,7 @@ pub struct Call<'s> {
     pub waited: bool,
     tag: u64,
     early: Option<Arc<Early>>,
-    lead: Option<Leading<'s, In>>,
+    lead: Option<Guard<'s, In>>,
 }
 
 impl Call<'_> {
@@ -147,7 +147,7 @@ impl Call<'_> {
         let Some(mut input) = self.lead.take() else { return true };
         // Something arrived already, or the ring is broken (whoever leads next will see): wake a thread for it.
         let quiet = matches!(input.rx.arm(), Ok(true));
-        if input.give() || !quiet {
+        if input.unlock() || !quiet {
             self.session.bell.ring();
         }
         true
@@ -161,7 +161,7 @@ impl Session {
             shares_window: link.tx.shares_window(),
             room: Condvar::new(),
             outbox: Mutex::new(Outbox { tx: link.tx, queue: VecDeque::new(), queued: 0, awaited: false }),
-            input: Lead::new(In { rx: link.rx, bucket, parts: Vec::new() }),
+            input: TryLock::new(In { rx: link.rx, bucket, parts: Vec::new() }),
             bell: link.bell,
             window: link.window,
             threads: AtomicUsize::new(1),
@@ -180,7 +180,7 @@ impl Session {
     /// Carries a record out as if it had come in, for tests and fuzzers.
     pub fn carry(self: &Arc<Self>, record: &[u8]) -> Result<(), Error> {
         let input = loop {
-            match self.input.try_take() {
+            match self.input.try_lock() {
                 Some(input) => break input,
                 None => std::thread::yield_now(),
             }
@@ -251,7 +251,7 @@ impl Session {
                 self.bell.ring();
                 return;
             }
-            if let Some(input) = self.input.take_or_call() {
+            if let Some(input) = self.input.try_lock_or_flag() {
                 match self.lead(input) {
                     Ok(false) => {}
                     Ok(true) => continue,
@@ -272,10 +272,10 @@ impl Session {
 
     /// Carries requests out until there are none for a while, or another thread has taken over. `true`: another thread was woken
     /// meanwhile and left it to this one, so look again before sleeping.
-    fn lead<'s>(self: &'s Arc<Self>, mut input: Leading<'s, In>) -> Result<bool, Error> {
+    fn lead<'s>(self: &'s Arc<Self>, mut input: Guard<'s, In>) -> Result<bool, Error> {
         let mut record = Vec::new();
         input.rx.disarm();
-        let mut idle: Option<Patience> = None;
+        let mut idle: Option<Spin> = None;
         loop {
             if input.rx.try_recv(&mut record)? {
                 idle = None;
@@ -294,9 +294,9 @@ impl Session {
                 self.flush()?;
                 self.tell_usage();
             }
-            if !idle.get_or_insert_with(|| Patience::new(SPIN)).turn() {
+            if !idle.get_or_insert_with(|| Spin::new(SPIN)).turn() {
                 if input.rx.arm()? {
-                    return Ok(input.give());
+                    return Ok(input.unlock());
                 }
                 idle = None;
             }
@@ -307,8 +307,8 @@ impl Session {
     fn carry_out<'s>(
         self: &'s Arc<Self>,
         record: &[u8],
-        mut input: Leading<'s, In>,
-    ) -> Result<Option<Leading<'s, In>>, Error> {
+        mut input: Guard<'s, In>,
+    ) -> Result<Option<Guard<'s, In>>, Error> {
         let malformed = |Malformed| Error::Broken("a request that can't be decoded");
         let (request, body) = Request::split(record).map_err(malformed)?;
         if request.call == PART {
@@ -352,7 +352,7 @@ impl Session {
         let status = outcome.err().unwrap_or_else(|| api.success());
         if call.lead.is_none() {
             // Before the reply, so that the client's next request need not ring for anybody.
-            call.lead = self.input.try_take();
+            call.lead = self.input.try_lock();
             if let Some(input) = &mut call.lead {
                 input.rx.disarm();
             }

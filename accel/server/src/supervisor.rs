@@ -28,6 +28,8 @@ pub struct Config {
     pub listen: Vec<(String, Limits)>,
     /// VMs to serve through zones that this server keeps.
     pub vms: Vec<vm::Config>,
+    /// VMs to serve through zones that another process keeps.
+    pub guests: Vec<vm::Guest>,
     /// Limits of VMs that come later, as far as nothing is said of them.
     pub of_vms: Limits,
     /// Its standard input is a socket of a process that looks after it.
@@ -105,7 +107,6 @@ fn raise_descriptors() {
 
 /// A running server.
 pub struct Server {
-    /// Who is served.
     pub tenants: Arc<Tenants>,
     listens: Mutex<Vec<String>>,
     of_vms: Limits,
@@ -153,6 +154,12 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         closed: AtomicBool::new(false),
         main: std::thread::current(),
     });
+    for guest in &config.guests {
+        // One that has damaged its zone keeps no other from being served.
+        if let Err(e) = server.serve_vm(guest) {
+            eprintln!("tombolo accel: the VM {} can't be served: {e:#}", guest.vm);
+        }
+    }
     if let Some(place) = config.metrics {
         let figures = tombolo_metrics::Server::bind(&place)
             .with_context(|| format!("metrics at {place}; choose another address"))?;
@@ -270,10 +277,10 @@ impl Server {
         }
     }
 
-    /// Who is served.
     pub fn listing(&self) -> Listing {
         Listing {
             pid: std::process::id(),
+            vm: None,
             listens: lock(&self.listens).clone(),
             draining: self.draining.load(Ordering::SeqCst),
             tenants: self.tenants.status(),

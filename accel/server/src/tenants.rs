@@ -6,12 +6,13 @@ use crate::figures::{Figure, Figures};
 use crate::limits::Limits;
 use crate::wall::census::Census;
 use crate::workers::Confinement;
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tombolo_calls::say;
+
+pub use tombolo_control::accel::Tenant as Status;
 
 /// A client that is served.
 pub struct Tenant {
@@ -100,43 +101,6 @@ impl Pause {
     }
 }
 
-/// A tenant at one moment.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Status {
-    /// Its worker.
-    pub pid: u32,
-    /// Who it says it is: program and process.
-    pub name: String,
-    /// The address it came by, or `vm:` and the VM's name.
-    pub via: String,
-    /// Its share of time beside others.
-    pub weight: u32,
-    /// Bytes of device memory in use.
-    pub memory: u64,
-    /// The most it may use.
-    pub memory_limit: u64,
-    /// Objects that live.
-    pub objects: u64,
-    /// The most it may have.
-    pub objects_limit: u32,
-    /// Requests.
-    pub calls: u64,
-    /// Of these, those it waited for.
-    pub waits: u64,
-    /// Bytes in records.
-    pub bytes: u64,
-    /// Seconds from requests that it waited for to their replies.
-    pub busy_seconds: f64,
-    /// Seconds for which its requests were held back by its rate.
-    pub held_seconds: f64,
-    /// Seconds of processor time that its worker has used.
-    pub cpu_seconds: f64,
-    /// Seconds for which its worker could not run, because its share of time was used up.
-    pub paused_seconds: f64,
-    /// Seconds since its worker was started.
-    pub seconds: f64,
-}
-
 #[derive(Default)]
 struct Inner {
     by_pid: BTreeMap<u32, Tenant>,
@@ -199,12 +163,10 @@ impl Tenants {
         self.changed.notify_all();
     }
 
-    /// A VM came.
     pub fn vm_came(&self) {
         self.lock().vms += 1;
     }
 
-    /// A VM went.
     pub fn vm_went(&self) {
         let mut inner = self.lock();
         inner.vms = inner.vms.saturating_sub(1);

@@ -10,7 +10,6 @@ use std::process::{Command, ExitCode};
 /// One function of a process.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Function {
-    /// Its name.
     pub name: String,
     /// Requests sent.
     pub calls: u64,
@@ -22,18 +21,14 @@ pub struct Function {
     pub waited_ns: u64,
 }
 
-/// One process.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Process {
-    /// Its number.
     pub pid: u32,
-    /// Its program.
     pub program: String,
     /// Functions that sent something, the longest wait first.
     pub functions: Vec<Function>,
 }
 
-/// The table of a process.
 pub fn table(process: &Process) -> String {
     let mut out = format!(
         "{}:{}\n{:<36} {:>9} {:>9} {:>12} {:>12} {:>9}\n",

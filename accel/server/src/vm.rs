@@ -7,11 +7,11 @@
 
 use crate::account::{Account, Files};
 use crate::limits::Limits;
+use crate::owner;
 use crate::tenants::Tenants;
 use crate::wall::cgroup::Group;
 use crate::workers::{self, Confinement, Place};
 use anyhow::{Context, bail};
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
@@ -24,6 +24,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use tombolo_calls::hello::Geometry;
 use tombolo_calls::say;
 use tombolo_calls::zone::{Area, RING, State};
+pub use tombolo_control::accel::Guest;
 use tombolo_zone::doorbell::{Bell, DoorbellServer};
 use tombolo_zone::{AreaConfig, AreaType, Backing, MemberId, Membership, Rights, Role, Zone, ZoneConfig};
 
@@ -40,37 +41,14 @@ pub struct Config {
     pub limits: Limits,
 }
 
-/// A VM to serve through a zone that another process keeps, as that process says it. What is missing is as the server's options say.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Guest {
-    /// The VM's name.
-    pub vm: String,
-    /// The zone's memory.
-    pub zone: PathBuf,
-    /// Processes of the VM at once.
-    pub channels: u32,
-    /// Bytes of each one's window.
-    pub window: u64,
-    /// Bytes of device memory, of all together.
-    pub memory: Option<u64>,
-    /// Objects, of all together.
-    pub objects: Option<u32>,
-    /// Requests a second, of all together; 0: no limit.
-    pub rate: Option<u32>,
-    /// Share of processor time of all together, 1 to 100.
-    pub weight: Option<u32>,
-}
-
-impl Guest {
-    /// Its limits, where `others` are those of whom nothing is said.
-    pub fn limits(&self, others: &Limits) -> Limits {
-        Limits {
-            memory: self.memory.unwrap_or(others.memory),
-            objects: self.objects.unwrap_or(others.objects),
-            rate: self.rate.unwrap_or(others.rate),
-            window: self.window,
-            weight: self.weight.unwrap_or(others.weight),
-        }
+/// A guest's limits, where `others` are those of whom nothing is said.
+fn limits_of(guest: &Guest, others: &Limits) -> Limits {
+    Limits {
+        memory: guest.memory.unwrap_or(others.memory),
+        objects: guest.objects.unwrap_or(others.objects),
+        rate: guest.rate.unwrap_or(others.rate),
+        window: guest.window,
+        weight: guest.weight.unwrap_or(others.weight),
     }
 }
 
@@ -87,32 +65,85 @@ struct Worker {
     bell: File,
 }
 
-/// What a server does for a zone that it keeps itself.
-struct Keeper {
-    /// The VM.
-    member: MemberId,
-    _doorbells: DoorbellServer,
+/// What a server has of a VM's zone beside the area: whether the VM is there, and doorbells.
+pub trait Side: Send {
+    /// The VM's present life; no two lives of a VM have the same. `None`: it isn't there.
+    fn life(&self) -> Option<u64>;
+    /// Before a look at the channels: what comes later rings again. Nothing to do where a driver takes what is pending.
+    fn attend(&self) {}
+    /// Rings the VM.
+    fn ring(&self);
+    /// A descriptor whose writer rings the VM, and can do nothing else with it.
+    fn doorbell(&self) -> anyhow::Result<OwnedFd>;
+    /// The VM has ended and has not come back. Nothing to do where another process keeps the zone.
+    fn gone(&self) {}
+}
+
+/// What a server on the host has: it is a member of the zone itself, with a doorbell.
+struct HostSide {
+    name: String,
+    zone: Arc<Zone>,
+    /// The VM, where this server keeps the zone.
+    kept: Option<(MemberId, DoorbellServer)>,
+    bell: Bell,
+    own: Membership,
+}
+
+impl HostSide {
+    /// The VM's doorbell: only it and this server have one in its zone.
+    fn peer(&self) -> Option<u16> {
+        self.bell.peers().first().copied()
+    }
+}
+
+impl Side for HostSide {
+    fn life(&self) -> Option<u64> {
+        // Peer ids are not used twice.
+        self.peer().map(u64::from)
+    }
+
+    fn attend(&self) {
+        if let Err(e) = self.zone.take_pending(self.own.id()) {
+            say!("tombolo accel: {e}");
+        }
+    }
+
+    fn ring(&self) {
+        let rung = self.peer().map(|peer| self.bell.ring(peer));
+        if let Some(Err(e)) = rung {
+            say!("tombolo accel: {}: {e}", self.name);
+        }
+    }
+
+    fn doorbell(&self) -> anyhow::Result<OwnedFd> {
+        let peer = self.peer().context("the VM has no doorbell")?;
+        self.bell.descriptor(peer)?.context("the VM's doorbell is gone")
+    }
+
+    fn gone(&self) {
+        let kept = self.kept.as_ref();
+        if let Some(Err(e)) = kept.map(|(member, _)| self.zone.declare_dead(*member)) {
+            say!("tombolo accel: {}: {e}", self.name);
+        }
+    }
 }
 
 /// A VM that is served.
 pub struct Vm {
     name: String,
-    zone: Arc<Zone>,
-    keeper: Option<Keeper>,
     area: Area,
+    side: Box<dyn Side>,
     /// What its processes use together: memory and objects are limited by VM.
     account: Account,
     account_files: Files,
-    /// The VM's doorbell: only it and this server have one in its zone.
-    peer: Option<u16>,
+    /// The VM's life that was last seen.
+    life: Option<u64>,
     limits: Limits,
     /// The control group of all its workers.
     group: Option<Arc<Group>>,
     workers: BTreeMap<u32, Worker>,
     messages: Receiver<Message>,
     sender: Sender<Message>,
-    bell: Bell,
-    own: Membership,
 }
 
 /// The zone of a former server, whose VM must be started anew with it.
@@ -144,8 +175,8 @@ impl Vm {
         // Nobody listens to the events: the server's own doorbell tells when the VM comes and goes.
         let (doorbells, _) = DoorbellServer::start(zone.clone())?;
         doorbells.listen(member, folder.join("bell"))?;
-        let keeper = Keeper { member, _doorbells: doorbells };
-        let vm = Vm::enter(name, zone, Some(keeper), config.channels, config.limits.clone(), confinement)?;
+        let kept = Some((member, doorbells));
+        let vm = Vm::enter(name, zone, kept, config.channels, config.limits.clone(), confinement)?;
         say!(
             "tombolo accel: VM {name}: -object memory-backend-file,id=calls,mem-path={zone},size={size},share=on -device virtio-pmem-pci,memdev=calls \
              -chardev socket,id=calls,path={bell} -device ivshmem-doorbell,chardev=calls,vectors=1",
@@ -155,53 +186,72 @@ impl Vm {
         Ok(vm)
     }
 
-    /// Enters a zone that another process keeps, and takes its area over where another server had it.
+    /// Enters a zone that another process keeps, and takes its area over where another server had it. In a VM that owns the accelerator, `zone`
+    /// is a device.
     pub fn join(guest: &Guest, others: &Limits, confinement: &Confinement) -> anyhow::Result<Vm> {
+        let (limits, channels) = (limits_of(guest, others), guest.channels);
+        if owner::is_device(&guest.zone) {
+            let geometry = Geometry { ring: RING, window: limits.window };
+            return Vm::with(&guest.vm, limits, channels, confinement, |look| {
+                let (area, side) = owner::open(&guest.zone, channels, geometry, look)?;
+                Ok((area, Box::new(side) as Box<dyn Side>))
+            });
+        }
         let zone = Arc::new(Zone::open(&guest.zone, true)?);
-        Vm::enter(&guest.vm, zone, None, guest.channels, guest.limits(others), confinement)
+        Vm::enter(&guest.vm, zone, None, channels, limits, confinement)
     }
 
     fn enter(
         name: &str,
         zone: Arc<Zone>,
-        keeper: Option<Keeper>,
+        kept: Option<(MemberId, DoorbellServer)>,
         channels: u32,
         limits: Limits,
         confinement: &Confinement,
     ) -> anyhow::Result<Vm> {
-        let own = zone.join(zone.invite(MEMBER, Role::Host, Rights::READ_WRITE)?)?;
+        let geometry = Geometry { ring: RING, window: limits.window };
+        Vm::with(name, limits, channels, confinement, |look| {
+            let own = zone.join(zone.invite(MEMBER, Role::Host, Rights::READ_WRITE)?)?;
+            let bell = Bell::enter_and_watch(&zone, own.id(), look)?
+                .context("nobody serves its zone's doorbells")?;
+            let place = zone.area(AreaType::Calls, None)?;
+            let memory = File::from(zone.as_fd().try_clone_to_owned()?);
+            let area = Area::make(memory, place.offset, place.len, channels, geometry, bell.peer())?;
+            let side = HostSide { name: name.to_owned(), zone, kept, bell, own };
+            Ok((area, Box::new(side) as Box<dyn Side>))
+        })
+    }
+
+    /// `open` gets what is to be called after each ring, and when the VM came or went.
+    fn with(
+        name: &str,
+        limits: Limits,
+        channels: u32,
+        confinement: &Confinement,
+        open: impl FnOnce(Box<dyn FnMut() + Send>) -> anyhow::Result<(Area, Box<dyn Side>)>,
+    ) -> anyhow::Result<Vm> {
         let (sender, messages) = channel();
         let rung = sender.clone();
         // The receiver lives as long as the server.
-        let look = move || drop(rung.send(Message::Look));
-        let bell =
-            Bell::enter_and_watch(&zone, own.id(), look)?.context("nobody serves its zone's doorbells")?;
-        let place = zone.area(AreaType::Calls, None)?;
-        let memory = File::from(zone.as_fd().try_clone_to_owned()?);
-        let geometry = Geometry { ring: RING, window: limits.window };
-        let area = Area::make(memory, place.offset, place.len, channels, geometry, bell.peer())?;
+        let (area, side) = open(Box::new(move || drop(rung.send(Message::Look))))?;
         let (account, account_files) = Account::new(channels).context("its account")?;
         let group = confinement.cgroup().map(|cgroup| cgroup.vm(name, &limits, channels));
         let group = group.transpose().context("its control group")?.map(Arc::new);
         Ok(Vm {
             name: name.to_owned(),
+            area,
+            side,
             account,
             account_files,
-            zone,
-            keeper,
-            area,
-            peer: None,
+            life: None,
             limits,
             group,
             workers: BTreeMap::new(),
             messages,
             sender,
-            bell,
-            own,
         })
     }
 
-    /// Who it is.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -221,8 +271,8 @@ impl Vm {
 
     /// Finds out whether the VM came, went, or was started again.
     fn meet(&mut self, tenants: &Arc<Tenants>) {
-        let now = self.bell.peers().first().copied();
-        let before = std::mem::replace(&mut self.peer, now);
+        let now = self.side.life();
+        let before = std::mem::replace(&mut self.life, now);
         if now == before {
             return;
         }
@@ -230,17 +280,15 @@ impl Vm {
             self.vm_is_gone(now.is_none());
             tenants.vm_went();
         }
-        if let Some(peer) = now {
+        if now.is_some() {
             tenants.vm_came();
             // Its processes may have slept since before this server took the area over.
-            self.ring(peer);
+            self.side.ring();
         }
     }
 
     fn look(&mut self, tenants: &Arc<Tenants>) {
-        if let Err(e) = self.zone.take_pending(self.own.id()) {
-            say!("tombolo accel: {e}");
-        }
+        self.side.attend();
         for channel in 0..self.area.channels() {
             if !self.area.take_ring(channel) {
                 continue;
@@ -274,8 +322,7 @@ impl Vm {
     }
 
     fn try_start(&self, channel: u32, tenants: &Arc<Tenants>) -> anyhow::Result<Worker> {
-        let peer = self.peer.context("the VM has no doorbell")?;
-        let doorbell = self.bell.descriptor(peer)?.context("the VM's doorbell is gone")?;
+        let doorbell = self.side.doorbell()?;
         let (socket, theirs) = UnixStream::pair()?;
         let bell = eventfd()?;
         let Geometry { ring, window } = self.area.geometry();
@@ -294,7 +341,7 @@ impl Vm {
     fn ended(&mut self, channel: u32) {
         self.workers.remove(&channel);
         self.account.clear(channel);
-        if self.area.state(channel) == State::Left || self.peer.is_none() {
+        if self.area.state(channel) == State::Left || self.life.is_none() {
             self.free(channel);
         } else {
             self.lose(channel);
@@ -303,15 +350,7 @@ impl Vm {
 
     fn lose(&self, channel: u32) {
         self.area.lose(channel);
-        if let Some(peer) = self.peer {
-            self.ring(peer);
-        }
-    }
-
-    fn ring(&self, peer: u16) {
-        if let Err(e) = self.bell.ring(peer) {
-            say!("tombolo accel: {}: {e}", self.name);
-        }
+        self.side.ring();
     }
 
     fn free(&self, channel: u32) {
@@ -319,16 +358,13 @@ impl Vm {
             say!("tombolo accel: channel {channel} of {} can't be cleared: {e}", self.name);
         }
         // Somebody may wait for it.
-        if let Some(peer) = self.peer {
-            self.ring(peer);
-        }
+        self.side.ring();
     }
 
     /// Its QEMU ended: nobody will close what its processes had open. Where the VM is back already, it says itself what it doesn't have.
     fn vm_is_gone(&mut self, for_good: bool) {
-        let kept = self.keeper.as_ref().filter(|_| for_good);
-        if let Some(Err(e)) = kept.map(|keeper| self.zone.declare_dead(keeper.member)) {
-            say!("tombolo accel: {}: {e}", self.name);
+        if for_good {
+            self.side.gone();
         }
         for channel in 0..self.area.channels() {
             match self.workers.get(&channel) {

@@ -5,6 +5,8 @@
 //! - [`common`]: records that every API has: the snapshot, releases, pings.
 //! - [`opencl`]: the records of OpenCL, generated from `opencl.api`.
 
+#![deny(missing_docs)]
+
 pub mod common;
 pub mod wire;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What clpeak measures: bandwidths, single-precision arithmetic, transfers and the latency of a launch.
+//! clpeak's figures: bandwidths, single-precision arithmetic, transfers and the latency of a launch.
 
 use std::path::Path;
 
@@ -10,11 +10,10 @@ use crate::program::Place;
 /// A line of clpeak's output.
 #[derive(Debug, PartialEq)]
 pub struct Figure {
-    /// What was measured, in lower case with dashes.
+    /// The case's name, in lower case with dashes.
     pub case: String,
     /// How much.
     pub value: f64,
-    /// Of what.
     pub unit: String,
 }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What benches say: a line that describes the machine, then a line per sample, all JSON. Every bench writes them with this, and
+//! Results of benches: a line that describes the machine, then a line per sample, all JSON. Every bench writes them with this, and
 //! whoever reads a results file knows what to expect.
+
+#![deny(missing_docs)]
 
 use std::env;
 use std::fmt;

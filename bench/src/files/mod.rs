@@ -30,7 +30,7 @@ use matrix::{Matrix, VMS};
 use peers::{Peer, TOMBOLO};
 use servers::Servers;
 
-/// How much of it is run.
+/// The parts of the bench that are run.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// fio's matrix.

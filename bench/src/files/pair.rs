@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What two VMs do with one shared system: both work at the same time, and one follows what the other writes.
+//! Two VMs on one shared system: both work at the same time, and a consumer in one reads what a producer in the other writes.
 
 use std::thread;
 
@@ -28,7 +28,7 @@ fn both(project: &Project, first: &str, second: &str) -> Result<(String, String)
 pub fn at_once(plan: &Plan, project: &Project, peer: &Peer, results: &mut Results) -> Result<()> {
     let dir = &peer.dir;
     let script = |vm: &str, other: &str| {
-        // Whoever has its file says so in the zone and waits for the other, so that their cells go side by side.
+        // Each VM makes a file in the zone when it is ready and waits for the other's, so that both run the same job at the same time.
         let prepare = plan.matrix.prepare_vm(dir, vm);
         let fio = plan.matrix.fio_vm(dir, vm)?;
         let wait = format!("until [ -e /mnt/tombolo/ready.{other} ]; do :; done");

@@ -222,7 +222,6 @@ impl Servers {
         args
     }
 
-    /// The servers' versions.
     pub fn versions(&self) -> Vec<String> {
         [&self.virtiofs, &self.nfs].into_iter().flatten().map(|server| server.version.clone()).collect()
     }

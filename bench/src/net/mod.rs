@@ -16,16 +16,16 @@ use crate::record::{Better, Machine, Results, Sample};
 
 mod vms;
 
-/// How much of it is run.
+/// The parts of the bench that are run.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// What is measured without VMs, and which cases at all.
+    /// Options of the measurements without VMs, and the cases of both.
     pub options: Options,
     /// Measure without VMs.
     pub load: bool,
     /// The guests' kernel, for what is measured with VMs.
     pub kernel: Option<String>,
-    /// Nothing but a soak.
+    /// Run a soak and nothing else.
     pub soak: Option<Soak>,
     /// Folder of the guest kit.
     pub kit: PathBuf,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What must hold, checked inside a lab, one function for each claim. The test outside boots the lab and calls them by name.
+//! Claims about fast start that are checked inside a lab, one function for each. The test outside boots the lab and calls them by name.
 
 use std::fs;
 use std::path::Path;
@@ -25,14 +25,12 @@ use crate::nested::{Backing, Card, Guest, Image, MEMORY, Spec};
 
 /// A claim: its name, whether the short run checks it, and how.
 pub struct Claim {
-    /// What is claimed.
     pub name: &'static str,
     /// Whether it belongs to the short run.
     pub short: bool,
     check: fn() -> Result<()>,
 }
 
-/// Every claim.
 pub const ALL: &[Claim] = &[
     Claim {
         name: "a_device_of_the_hosts_own_disk_or_network_is_refused_untouched",
@@ -381,7 +379,7 @@ impl<'a> Midway<'a> {
 impl Monitor for Midway<'_> {
     fn execute(
         &mut self,
-        command: &str,
+        command: &'static str,
         arguments: serde_json::Value,
     ) -> Result<serde_json::Value, tombolo_start::monitor::MonitorError> {
         let answer = self.inner.execute(command, arguments)?;
@@ -423,7 +421,7 @@ fn host_memory_runs_out() -> Result<()> {
         last.is_some_and(|p| matches!(p.phase, Phase::Failed(_)) && p.present < p.total),
         "it looks complete"
     );
-    // What it has it keeps, and it works on.
+    // The guest keeps the memory that it has, and goes on working.
     guest.await_line("TOMBOLO work")?;
     Ok(())
 }

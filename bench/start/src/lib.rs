@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a VM's start takes, with and without a passed-through device, slow and fast; and claims about it that a lab checks.
+//! The time that a VM's start takes, with and without a passed-through device, slow and fast; and claims about it that are checked in a lab.
 //!
 //! Outside, `tombolo bench start` boots a lab and runs itself in it. Inside, it binds a network card to vfio-pci and starts nested
 //! guests under real KVM: as QEMU does by itself, with stock tuning (hugetlb and preallocation threads), and fast. The guest's script says

@@ -71,7 +71,7 @@ impl System {
     }
 }
 
-/// What one start took; times in seconds from QEMU's start.
+/// Times of one start, in seconds from QEMU's start.
 #[derive(Debug, Clone, Serialize)]
 pub struct Figures {
     /// The monitor answers.
@@ -82,7 +82,7 @@ pub struct Figures {
     pub login: f64,
     /// It has all of its memory.
     pub full: f64,
-    /// How growing went, where there was any.
+    /// How the memory grew, where it did.
     pub growth: Option<Growth>,
 }
 
@@ -167,7 +167,7 @@ struct Shared<'a>(&'a mut Socket);
 impl Monitor for Shared<'_> {
     fn execute(
         &mut self,
-        command: &str,
+        command: &'static str,
         arguments: serde_json::Value,
     ) -> Result<serde_json::Value, MonitorError> {
         self.0.execute(command, arguments)

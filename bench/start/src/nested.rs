@@ -20,6 +20,8 @@ use tombolo_passthrough::address::Address;
 use tombolo_passthrough::bind::{self, Store, bind};
 use tombolo_passthrough::host::Host;
 use tombolo_passthrough::plan::plan;
+use tombolo_qemu::hypervisor::Hypervisor;
+use tombolo_qemu::version::Qemu;
 use tombolo_start::layout::{Layout, MIB};
 use tombolo_start::monitor::{Monitor, Socket};
 use tombolo_start::timeline::{Event, Mark, now};
@@ -32,7 +34,7 @@ pub const MEMORY: &str = "vmem0";
 /// Where a guest's memory comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backing {
-    /// What QEMU does by itself.
+    /// QEMU's default.
     Plain,
     /// A memfd that other processes may map.
     Shared,
@@ -43,7 +45,6 @@ pub enum Backing {
 /// A guest to start.
 #[derive(Debug, Clone)]
 pub struct Spec {
-    /// Its memory.
     pub layout: Layout,
     /// Where the memory at start comes from.
     pub backing: Backing,
@@ -53,7 +54,7 @@ pub struct Spec {
     pub image: Image,
 }
 
-/// What guests boot.
+/// A kernel and an initramfs for guests.
 #[derive(Debug, Clone)]
 pub struct Image {
     kernel: PathBuf,
@@ -62,7 +63,7 @@ pub struct Image {
     arguments: &'static str,
 }
 
-/// What a guest does once it is up: it copies memory for ever and says so after each round, with the memory it has.
+/// The guest's work: it copies memory for ever, and after each round prints the round's number and the memory that it has.
 const WORK: &str = "\
     $B mount -t tmpfs -o size=64m tmp /tmp\n\
     $B dd if=/dev/zero of=/tmp/a bs=1M count=16 2>/dev/null; $B cp /tmp/a /tmp/b\n\
@@ -146,10 +147,9 @@ impl Image {
 /// A guest that runs.
 pub struct Guest {
     child: Child,
-    /// Its monitor.
     pub monitor: Socket,
     lines: Receiver<(f64, String)>,
-    /// What happened so far.
+    /// Events so far.
     pub marks: Vec<Mark>,
     seen: Vec<String>,
     folder: tempfile::TempDir,
@@ -160,7 +160,7 @@ impl Guest {
     pub fn start(spec: &Spec) -> Result<Self> {
         let folder = tempfile::tempdir().context("a folder for the guest's monitor")?;
         let socket = folder.path().join("qmp");
-        let mut command = command(spec, &socket);
+        let mut command = command(spec, &socket)?;
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         command.stderr(fs::File::create(folder.path().join("stderr"))?);
         detach(&mut command, ChildOf::Us);
@@ -285,8 +285,9 @@ fn connect(child: &mut Child, socket: &Path) -> Result<Socket> {
     }
 }
 
-fn command(spec: &Spec, socket: &Path) -> Command {
-    let mut command = Command::new("qemu-system-x86_64");
+fn command(spec: &Spec, socket: &Path) -> Result<Command> {
+    let qemu = Qemu::find(None)?;
+    let mut command = Command::new(&qemu.program);
     let boot = spec.layout.boot / MIB;
     let (machine, backend) = match spec.backing {
         Backing::Plain => ("q35", None),
@@ -295,20 +296,8 @@ fn command(spec: &Spec, socket: &Path) -> Command {
             ("q35,memory-backend=ram0", Some(",hugetlb=on,hugetlbsize=2M,prealloc=on,prealloc-threads=2"))
         }
     };
-    command.args([
-        "-M",
-        machine,
-        "-accel",
-        "kvm",
-        "-cpu",
-        "host",
-        "-smp",
-        "1",
-        "-S",
-        "-nodefaults",
-        "-display",
-        "none",
-    ]);
+    command.args(["-M", machine, "-smp", "1", "-S", "-nodefaults", "-display", "none"]);
+    command.args(Hypervisor::Kvm.arguments(&qemu));
     command.args(spec.layout.arguments(MEMORY, None));
     if let Some(more) = backend {
         command.args(["-object", &format!("memory-backend-memfd,id=ram0,size={boot}M,share=on{more}")]);
@@ -326,12 +315,11 @@ fn command(spec: &Spec, socket: &Path) -> Command {
         "console=ttyS0 no_timer_check loglevel=5 earlycon=uart8250,io,0x3f8 mem=none pci=lastbus=0 panic=-1 mitigations=off {arguments}"
     ));
     command.args(["-serial", "stdio", "-qmp"]).arg(format!("unix:{},server=on,wait=off", socket.display()));
-    command
+    Ok(command)
 }
 
 /// A network card that is with vfio-pci, and goes back when this is dropped.
 pub struct Card {
-    /// Where it is.
     pub address: Address,
     store: Store,
     _folder: tempfile::TempDir,

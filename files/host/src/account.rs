@@ -15,7 +15,6 @@ pub const MAX: u32 = sys::TFS_ACCOUNTS;
 /// A copy of an account.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Account {
-    /// Its name.
     pub name: String,
     /// What its files take up.
     pub bytes: u64,

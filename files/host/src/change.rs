@@ -11,7 +11,6 @@ use crate::sys;
 /// One change. The mask's bits are inotify's (`libc::IN_*`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// What changed.
     pub ino: u64,
     /// The directory it has a name in, and the name; `None`: not known.
     pub place: Option<(u64, Vec<u8>)>,

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use clap::Subcommand;
 use serde_json::json;
+use tombolo_control::Size;
 
 use crate::fs::{self, Filesystem, Handle, Mkfs};
 use crate::sys;
@@ -37,7 +38,7 @@ pub enum Command {
         #[arg(long, default_value = "")]
         label: String,
         /// Make the plain file with this size first (K, M, G)
-        #[arg(long, value_parser = parse_size)]
+        #[arg(long, value_parser = Size::bytes_of)]
         size: Option<u64>,
         /// Owner of the root directory
         #[arg(long, default_value_t = 0)]
@@ -162,22 +163,6 @@ impl Drop for Meter {
     }
 }
 
-fn parse_size(text: &str) -> Result<u64, String> {
-    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
-    let factor: u64 = match unit.to_ascii_uppercase().as_str() {
-        "" => 1,
-        "K" | "KIB" => 1 << 10,
-        "M" | "MIB" => 1 << 20,
-        "G" | "GIB" => 1 << 30,
-        _ => return Err(format!("{unit:?} is no unit; use K, M or G")),
-    };
-    digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|n| n.checked_mul(factor))
-        .ok_or_else(|| format!("{text:?} is no size"))
-}
-
 fn parse_mode(text: &str) -> Result<u32, String> {
     u32::from_str_radix(text, 8).ok().filter(|m| *m <= 0o7777).ok_or_else(|| format!("{text:?} is no mode"))
 }
@@ -198,7 +183,6 @@ fn open_error(path: &Path, e: rustix::io::Errno) -> anyhow::Error {
     anyhow::anyhow!("{at}: {why} ({e})")
 }
 
-/// Runs one command.
 pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         Command::Mkfs { zone, area, force, label, size, uid, gid, mode, persistent } => {

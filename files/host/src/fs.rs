@@ -410,7 +410,6 @@ impl Filesystem {
         check(unsafe { sys::tfs_recover_all(self.writable()?) })
     }
 
-    /// Attributes.
     pub fn getattr(&self, ino: impl Into<Handle>) -> Result<Attr> {
         let mut out = Attr::default();
         // SAFETY: an open handle.

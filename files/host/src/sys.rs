@@ -2,7 +2,7 @@
 //! The core's interface and format as bindgen reads them from `files/core` and `zone/format`, and assertions that both
 //! compilers laid them out alike.
 
-#![allow(missing_docs, non_camel_case_types, non_upper_case_globals, non_snake_case, dead_code)]
+#![allow(non_camel_case_types, non_upper_case_globals, non_snake_case, dead_code)]
 #![allow(clippy::undocumented_unsafe_blocks, clippy::useless_transmute, clippy::ptr_offset_with_cast)]
 #![allow(clippy::missing_safety_doc, clippy::too_many_arguments)]
 

@@ -98,7 +98,6 @@ impl Joined {
         self.membership.as_ref().map(|m| Seat { member: m.id().index(), epoch: m.epoch() })
     }
 
-    /// The zone.
     pub fn zone(&self) -> &Arc<Zone> {
         &self.zone
     }

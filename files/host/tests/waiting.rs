@@ -27,7 +27,6 @@ impl Zone {
         Zone { map, area, damage: Arc::default() }
     }
 
-    /// A word of the zone.
     fn word(&self, offset: u64) -> &AtomicU64 {
         let at = Area::in_map(&self.map, 0, self.map.size(), None).expect("all of it").base();
         assert!(offset % 8 == 0 && offset < self.map.size());

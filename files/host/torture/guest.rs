@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -77,40 +77,34 @@ impl Guest {
             let _ = std::fs::remove_file(&path);
             path
         };
-        let (bell, shell, monitor, line) = (at("bell"), at("shell"), at("monitor"), at("line"));
+        let (bell, monitor, line) = (at("bell"), at("monitor"), at("line"));
         let console = at("console");
         site.bells.listen(id, &bell).map_err(text)?;
-        let listeners = [listen(&shell)?, listen(&monitor)?, listen(&line)?];
-        let zone = format!("mem-path={},size={},share=on", site.zone_path(), site.zone.size());
-        let mut command = Command::new("qemu-system-x86_64");
+        let listeners = [listen(&monitor)?, listen(&line)?];
+        let (shell, guest_end) = UnixStream::pair().map_err(text)?;
+        let mut command = Command::new(&site.boot.rig);
         command
-            .args(["-M", "q35,memory-backend=ram", "-accel", "tcg,thread=multi"])
-            .args(["-cpu", &site.boot.cpu, "-smp", "2"])
-            // The guest's memory is QEMU's first RAM block: when a guest is saved, QEMU 10.0 takes offsets in a block for offsets in all
-            // RAM, and ends by an assertion where the first block is smaller (tlb_reset_dirty_range_all).
-            .args(["-object", "memory-backend-ram,id=ram,size=256M", "-m", "256M,maxmem=64G"])
-            .args(["-nodefaults", "-display", "none", "-no-reboot"])
-            .args(["-serial", &format!("file:{}", console.display())])
-            .args(["-serial", "chardev:shell", "-chardev", &socket("shell", &shell)])
+            .arg("boot")
+            .arg("--kernel")
+            .arg(&site.boot.kernel)
+            .arg("--image")
+            .arg(&site.boot.initrd)
+            .arg("--console")
+            .arg(&console)
+            .args(["--zone", &site.zone_path(), "--zone-size", &site.zone.size().to_string(), "--"])
             .args(["-chardev", &socket("monitor", &monitor), "-mon", "chardev=monitor,mode=control"])
             .args(["-device", "virtio-serial-pci", "-chardev", &socket("line", &line)])
             .args(["-device", "virtserialport,chardev=line,name=line"])
-            .args(["-object", &format!("memory-backend-file,id=zone,{zone}")])
-            .args(["-device", "virtio-pmem-pci,memdev=zone", "-chardev", &socket("bell", &bell)])
+            .args(["-chardev", &socket("bell", &bell)])
             .args(["-device", "pcie-root-port,id=later,chassis=1,slot=1"])
-            .arg("-kernel")
-            .arg(&site.boot.kernel)
-            .arg("-initrd")
-            .arg(&site.boot.initrd)
-            // A loaded host stops a guest for longer than its watchdog likes.
-            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable nowatchdog"])
             .args(more)
-            .stdin(Stdio::null());
+            .stdin(OwnedFd::from(guest_end.try_clone().map_err(text)?))
+            .stdout(OwnedFd::from(guest_end));
         let (process, gone) = watch(command, name, site, id, alive)?;
-        let [shell, monitor, line] = listeners.map(|l| accept(&l, name));
+        let [monitor, line] = listeners.map(|l| accept(&l, name));
         let mut guest = Guest {
             name: name.to_owned(),
-            shell: BufReader::new(shell?),
+            shell: BufReader::new(shell),
             monitor: BufReader::new(monitor?),
             line: Some(line?),
             console,
@@ -143,7 +137,6 @@ impl Guest {
         Ok(String::from_utf8_lossy(&said).into_owned())
     }
 
-    /// Starts a command in it.
     pub fn start(&mut self, command: &str) -> Result<(), String> {
         let line = format!("{command}\n");
         self.shell.get_mut().write_all(line.as_bytes()).map_err(|e| format!("{}: {e}", self.name))

@@ -25,7 +25,6 @@ impl Rng {
         self.below(n) == 0
     }
 
-    /// One of these.
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.below(of.len() as u64) as usize]
     }

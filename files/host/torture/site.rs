@@ -30,12 +30,12 @@ pub struct Boot {
     /// Kernel image
     #[arg(long)]
     pub kernel: PathBuf,
-    /// Initramfs with the module, this program and a shell on the second serial port
+    /// Initramfs with the module, this program and the rig's shell
     #[arg(long)]
     pub initrd: PathBuf,
-    /// CPU model for QEMU's emulation
+    /// The program tombolo-rig, which starts QEMU
     #[arg(long)]
-    pub cpu: String,
+    pub rig: PathBuf,
     /// Folder for sockets, mount points and consoles
     #[arg(long)]
     pub work: PathBuf,

@@ -5,21 +5,16 @@
 Builds what the guests boot from and starts `tombolo-files-torture RUN OPTION…`, which boots them; its --help has the runs (together,
 deaths) and their options, --seed among them. Needs what claims.py needs, and /dev/fuse.
 """
-import argparse, json, os, shutil, subprocess, sys, tempfile
+import argparse, os, shutil, subprocess, sys, tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from claims import build, from_kit
-from rig import CPU, ROOT, Rig
+from rig import Rig, cargo_program
 
 
 def torture(work):
     """The program, built, and a copy without debugging information for the guests."""
-    made = subprocess.run(["cargo", "build", "--locked", "--package", "tombolo-files", "--bin", "tombolo-files-torture", "--message-format", "json"],
-                          cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if made.returncode:
-        sys.exit("tombolo-files-torture does not build")
-    messages = [json.loads(line) for line in made.stdout.splitlines()]
-    program = [m["executable"] for m in messages if m.get("executable")][-1]
+    program = cargo_program("tombolo-files", "tombolo-files-torture")
     small = os.path.join(work, os.path.basename(program))
     subprocess.run(["strip", "-o", small, program], check=True)
     return program, small
@@ -40,7 +35,7 @@ def main():
         image = os.path.join(root, "boot/vmlinuz-" + release)
         rig = Rig(release, image, root, build(release, headers, work), work, [small], modules=["virtio_console"], late=True)
         os.mkdir(work + "/run")
-        done = subprocess.run([program, o.run, "--kernel", image, "--initrd", rig.initrd, "--cpu", CPU, "--work", work + "/run", *options])
+        done = subprocess.run([program, o.run, "--kernel", image, "--initrd", rig.initrd, "--rig", rig.program, "--work", work + "/run", *options])
     finally:
         if o.keep:
             print("consoles are in", work + "/run")

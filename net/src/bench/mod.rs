@@ -286,16 +286,13 @@ fn one_way(from: &mut Nic, to: &mut Nic, frame: &[u8], limit: Instant) -> anyhow
     Ok(())
 }
 
-/// One figure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Figure {
     /// What was measured.
     pub case: String,
-    /// On which system.
     pub system: String,
     /// The figure, in `unit`.
     pub value: f64,
-    /// Its unit.
     pub unit: &'static str,
     /// More is better.
     pub higher: bool,
@@ -304,7 +301,6 @@ pub struct Figure {
 /// What a bench says while it runs.
 #[derive(Clone, Debug, PartialEq)]
 pub enum News {
-    /// A figure.
     Figure(Figure),
     /// A peer that could not be measured in one case.
     LeftOut {

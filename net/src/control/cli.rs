@@ -7,7 +7,8 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Subcommand;
-use serde_json::Value;
+use tombolo_control::Mac;
+use tombolo_control::net::{Done, Flow, Ports};
 
 use crate::control::config::{Config, PortConfig, UplinkConfig, Way};
 use crate::control::daemon::Daemon;
@@ -208,23 +209,23 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             serve(&all)
         }
         Command::Ports { control } => {
-            let (answer, _) = ask(&socket(control), &Request::Ports)?;
-            if json { print(&answer.to_string()) } else { print(&table(&answer)) }
+            let (answer, _) = ask::<Ports>(&socket(control), &Request::Ports)?;
+            if json { print(&serde_json::to_string(&answer)?) } else { print(&table(&answer)) }
         }
         Command::Capture { port, write, snap, seconds, control } => {
             capture(&socket(control), port, write.as_deref(), snap, seconds)
         }
         Command::Add { port, control } => {
-            ask(&socket(control), &Request::Add { port })?;
+            ask::<Done>(&socket(control), &Request::Add { port })?;
             Ok(ExitCode::SUCCESS)
         }
         Command::AddUplink { name, way, control } => {
             let uplink = UplinkConfig::new(name, way);
-            ask(&socket(control), &Request::AddUplink { uplink })?;
+            ask::<Done>(&socket(control), &Request::AddUplink { uplink })?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Remove { port, control } => {
-            ask(&socket(control), &Request::Remove { name: port })?;
+            ask::<Done>(&socket(control), &Request::Remove { name: port })?;
             Ok(ExitCode::SUCCESS)
         }
     }
@@ -279,7 +280,7 @@ fn capture(
             Box::new(io::stdout())
         }
     };
-    let (_, mut reader) = ask(control, &Request::Capture { name: port, snap })?;
+    let (_, mut reader) = ask::<Done>(control, &Request::Capture { name: port, snap })?;
     let stream = reader.get_ref().try_clone()?;
     if let Some(seconds) = seconds {
         std::thread::spawn(move || {
@@ -301,29 +302,29 @@ fn capture(
     }
 }
 
+fn or_dash(all: &[String]) -> String {
+    if all.is_empty() { "-".into() } else { all.join(",") }
+}
+
 /// The ports for people.
-fn table(answer: &Value) -> String {
+fn table(answer: &Ports) -> String {
     let mut rows =
         vec![["PORT", "STATE", "MACS", "GROUPS", "SENT", "DROPPED", "RECEIVED", "DROPPED"].map(String::from)];
-    for p in answer["ports"].as_array().unwrap_or(&Vec::new()) {
-        let list = |v: &Value| {
-            let all: Vec<_> = v.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-            if all.is_empty() { "-".into() } else { all.join(",") }
-        };
-        let drops = |f: &Value| {
-            let all: Vec<_> =
-                f["drops"].as_object().into_iter().flatten().map(|(k, v)| format!("{k}:{v}")).collect();
+    for p in &answer.ports {
+        let macs: Vec<String> = p.macs.iter().map(Mac::to_string).collect();
+        let drops = |f: &Flow| {
+            let all: Vec<_> = f.drops.iter().map(|(reason, n)| format!("{reason}:{n}")).collect();
             if all.is_empty() { "0".into() } else { all.join(",") }
         };
         rows.push([
-            p["name"].as_str().unwrap_or("?").into(),
-            crate::control::top::state(p).into(),
-            list(&p["macs"]),
-            list(&p["groups"]),
-            p["sent"]["packets"].to_string(),
-            drops(&p["sent"]),
-            p["received"]["packets"].to_string(),
-            drops(&p["received"]),
+            p.name.clone(),
+            p.state().into(),
+            or_dash(&macs),
+            or_dash(&p.groups),
+            p.sent.packets.to_string(),
+            drops(&p.sent),
+            p.received.packets.to_string(),
+            drops(&p.received),
         ]);
     }
     columns(&rows, |_| false)

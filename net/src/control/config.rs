@@ -18,11 +18,9 @@ use crate::ports::port::MAX_PAIRS;
 use crate::service::dhcp::DhcpConfig;
 use crate::service::ipv6::Ipv6Config;
 
-/// All of it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Config {
-    /// The switch as a whole.
     pub switch: SwitchConfig,
     /// Guests.
     pub port: Vec<PortConfig>,
@@ -43,11 +41,9 @@ pub enum Multicast {
     Snoop,
     /// To ports that have joined it; the switch asks.
     Query,
-    /// To all.
     Flood,
 }
 
-/// The switch as a whole.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct SwitchConfig {
@@ -102,7 +98,6 @@ fn four() -> usize {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct PortConfig {
-    /// Its name.
     pub name: String,
     /// Its vhost-user socket.
     pub socket: PathBuf,
@@ -139,7 +134,6 @@ pub struct PortConfig {
     /// Reaches only uplinks.
     #[serde(default)]
     pub isolated: bool,
-    /// VLANs.
     #[serde(default)]
     pub vlan: Vlan,
     /// Limits.
@@ -163,7 +157,6 @@ pub struct PortConfig {
 }
 
 impl PortConfig {
-    /// What it may do.
     #[must_use]
     pub fn policy(&self) -> Policy {
         Policy {
@@ -246,12 +239,10 @@ pub enum Way {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct UplinkConfig {
-    /// Its name.
     pub name: String,
     /// Where it leads.
     #[serde(flatten)]
     pub way: Way,
-    /// VLANs.
     #[serde(default)]
     pub vlan: Vlan,
     /// TCP ports of the host that a passt started for the switch forwards, as its option -t has them: "8080:80", "127.0.0.1/2222:22".

@@ -11,7 +11,7 @@
 //!
 //! Without a sandbox (tests, the bench) the keeper is a thread of the same process and does the same.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ use std::time::Duration;
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use tombolo_control::net::{self as wire, Done};
 use tombolo_metrics::{Place, Server};
 
 use crate::control::config::{Config, PortConfig, UplinkConfig};
@@ -57,15 +57,12 @@ pub(crate) enum Answer {
     Has(u64),
     /// It can't have the port or uplink, for this reason.
     Refuses(u64, String),
-    /// It ends.
     End,
 }
 
 /// The switch's hold on its keeper.
 pub(crate) enum Keeper {
-    /// A process.
     Process(libc::pid_t),
-    /// A thread.
     Thread(JoinHandle<()>),
 }
 
@@ -263,7 +260,7 @@ impl State {
         match outcome {
             // The switch is asked now.
             Ok(()) => Ok(()),
-            Err(err) => writeln!(&stream, "{}", json!({ "error": format!("{err:#}") })),
+            Err(err) => socket::reply(&stream, &wire::Answer::<Done>::Error { error: format!("{err:#}") }),
         }
     }
 
@@ -292,10 +289,13 @@ impl State {
             }
             None => self.entries().1.iter_mut().find(|e| e.id == id).and_then(|e| e.asker.take()),
         };
-        if let Some(mut asker) = asker {
-            let answer = refused.map_or(json!({ "ok": true }), |why| json!({ "error": why }));
-            // Whoever asked may have gone.
-            let _gone = writeln!(asker, "{answer}");
+        if let Some(asker) = asker {
+            let answer = match refused {
+                None => wire::Answer::Value(Done { ok: true }),
+                Some(why) => wire::Answer::Error { error: why.to_owned() },
+            };
+            // The asker may have hung up.
+            let _gone = socket::reply(&asker, &answer);
         }
     }
 

@@ -8,9 +8,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tombolo_control::net::{Answer, Done, Ports};
 
 use crate::control::config::{PortConfig, UplinkConfig};
 use crate::control::daemon::Daemon;
@@ -25,35 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const CAPTURE_EVERY: Duration = Duration::from_millis(20);
 
 /// What can be asked.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(tag = "do", rename_all = "lowercase")]
-pub enum Request {
-    /// All ports with their counters.
-    Ports,
-    /// A new port.
-    Add {
-        /// The port.
-        port: PortConfig,
-    },
-    /// A new uplink.
-    #[serde(rename = "add-uplink")]
-    AddUplink {
-        /// The uplink.
-        uplink: UplinkConfig,
-    },
-    /// One port or uplink less.
-    Remove {
-        /// Its name.
-        name: String,
-    },
-    /// A port's frames.
-    Capture {
-        /// Its name.
-        name: String,
-        /// Bytes of each frame that are kept.
-        snap: u32,
-    },
-}
+pub type Request = tombolo_control::net::Request<PortConfig, UplinkConfig>;
 
 /// Reads what a connection asks.
 pub(crate) fn read(stream: &UnixStream) -> io::Result<anyhow::Result<Request>> {
@@ -64,16 +36,23 @@ pub(crate) fn read(stream: &UnixStream) -> io::Result<anyhow::Result<Request>> {
     Ok(serde_json::from_str(&line).map_err(|err| anyhow::anyhow!("the request isn't understood: {err}")))
 }
 
+/// Writes an answer.
+pub(crate) fn reply<T: Serialize>(mut stream: &UnixStream, answer: &Answer<T>) -> io::Result<()> {
+    writeln!(stream, "{}", serde_json::to_string(answer)?)
+}
+
 /// Answers one connection.
 pub(crate) fn answer(daemon: &Arc<Daemon>, stream: UnixStream, request: Request) -> io::Result<()> {
-    let reply = |value: Value| writeln!(&stream, "{value}");
     let outcome = match request {
         Request::Ports => {
-            return reply(json!({
-                "ports": status(daemon.switch()),
-                "queriers": queriers(daemon.switch()),
-                "cpu_ns": crate::forwarding::worker::process_time(),
-            }));
+            return reply(
+                &stream,
+                &Answer::Value(Ports {
+                    ports: status(daemon.switch()),
+                    queriers: queriers(daemon.switch()),
+                    cpu_ns: crate::forwarding::worker::process_time(),
+                }),
+            );
         }
         Request::Remove { name } => daemon.remove(&name),
         Request::Capture { name, snap } => return capture(daemon, stream, &name, snap),
@@ -82,8 +61,8 @@ pub(crate) fn answer(daemon: &Arc<Daemon>, stream: UnixStream, request: Request)
         }
     };
     match outcome {
-        Ok(()) => reply(json!({ "ok": true })),
-        Err(err) => reply(json!({ "error": format!("{err:#}") })),
+        Ok(()) => reply(&stream, &Answer::Value(Done { ok: true })),
+        Err(err) => reply(&stream, &Answer::<Done>::Error { error: format!("{err:#}") }),
     }
 }
 
@@ -102,7 +81,7 @@ fn capture(daemon: &Arc<Daemon>, mut stream: UnixStream, name: &str, snap: u32) 
         }
     });
     if let Err(why) = edited.map_err(|d| d.to_string()).and_then(|()| found.map_err(Into::into)) {
-        return writeln!(stream, "{}", json!({ "error": format!("port {name}: {why}") }));
+        return reply(&stream, &Answer::<Done>::Error { error: format!("port {name}: {why}") });
     }
     let result = stream_capture(daemon, &mut stream, name, &watch);
     // The same ports with less to do make no duplicate.
@@ -117,7 +96,7 @@ fn capture(daemon: &Arc<Daemon>, mut stream: UnixStream, name: &str, snap: u32) 
 }
 
 fn stream_capture(daemon: &Daemon, stream: &mut UnixStream, name: &str, watch: &Capture) -> io::Result<()> {
-    writeln!(stream, "{}", json!({ "ok": true }))?;
+    reply(stream, &Answer::Value(Done { ok: true }))?;
     stream.write_all(&watch.preamble(name))?;
     let mut spare = Vec::new();
     // The reader says that it has enough by closing its sending side.
@@ -140,17 +119,14 @@ fn stream_capture(daemon: &Daemon, stream: &mut UnixStream, name: &str, watch: &
 ///
 /// # Errors
 /// Nobody listens there, or the switch refuses.
-pub fn ask(socket: &Path, request: &Request) -> anyhow::Result<(Value, BufReader<UnixStream>)> {
-    let mut stream = UnixStream::connect(socket).with_context(|| {
-        format!("no switch answers at {}; start one with 'tombolo net run'", socket.display())
-    })?;
-    writeln!(stream, "{}", serde_json::to_string(request)?)?;
-    let mut reader = BufReader::new(stream);
-    let mut line = String::new();
-    reader.read_line(&mut line)?;
-    let value: Value = serde_json::from_str(&line).context("the switch's answer isn't JSON")?;
-    if let Some(error) = value.get("error").and_then(Value::as_str) {
-        anyhow::bail!("{error}");
-    }
-    Ok((value, reader))
+pub fn ask<T: DeserializeOwned>(
+    socket: &Path,
+    request: &Request,
+) -> anyhow::Result<(T, BufReader<UnixStream>)> {
+    tombolo_control::socket::ask::<Answer<T>>(
+        socket,
+        request,
+        None,
+        ("switch", "start one with 'tombolo net run'"),
+    )
 }

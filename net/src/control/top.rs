@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use serde_json::Value;
+use tombolo_control::net::{Flow, Ports};
 
 use crate::control::socket::{Request, ask};
 
@@ -13,7 +13,7 @@ use crate::control::socket::{Request, ask};
 #[derive(Clone, Debug)]
 pub struct Look {
     at: Instant,
-    answer: Value,
+    answer: Ports,
 }
 
 /// Looks at the switch whose control socket is `control`.
@@ -32,19 +32,17 @@ pub struct SwitchRates {
     pub name: String,
     /// Processor time, in hundredths of a processor.
     pub cpu_percent: f64,
-    /// Its ports.
     pub ports: Vec<PortRates>,
 }
 
 /// What goes through a port.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PortRates {
-    /// Its name.
     pub name: String,
     /// "up", "connected" or "down".
     pub state: &'static str,
     /// The workers that carry what it sends, by queue.
-    pub workers: Vec<u64>,
+    pub workers: Vec<usize>,
     /// From the guest into the switch.
     pub sent: Rates,
     /// From the switch to the guest.
@@ -62,29 +60,18 @@ pub struct Rates {
     pub drops_per_s: f64,
 }
 
-/// A switch's own word for how a port is.
-pub(crate) fn state(port: &Value) -> &'static str {
-    match (port["up"].as_bool(), port["connected"].as_bool()) {
-        (Some(true), _) => "up",
-        (_, Some(true)) => "connected",
-        _ => "down",
-    }
-}
-
 /// By how much a counter has grown; one that is smaller than before began again.
 fn growth(before: Option<u64>, now: u64) -> f64 {
     let before = before.filter(|b| *b <= now).unwrap_or(0);
     (now - before) as f64
 }
 
-fn flow(before: Option<&Value>, now: &Value, time: f64) -> Rates {
-    let rate = |count: &dyn Fn(&Value) -> u64| growth(before.map(count), count(now)) / time;
-    let drops =
-        |f: &Value| f["drops"].as_object().into_iter().flatten().filter_map(|(_, n)| n.as_u64()).sum();
+fn flow(before: Option<&Flow>, now: &Flow, time: f64) -> Rates {
+    let rate = |count: fn(&Flow) -> u64| growth(before.map(count), count(now)) / time;
     Rates {
-        packets_per_s: rate(&|f| f["packets"].as_u64().unwrap_or(0)),
-        bits_per_s: rate(&|f| f["bytes"].as_u64().unwrap_or(0)) * 8.0,
-        drops_per_s: rate(&drops),
+        packets_per_s: rate(|f| f.packets),
+        bits_per_s: rate(|f| f.bytes) * 8.0,
+        drops_per_s: rate(Flow::dropped),
     }
 }
 
@@ -92,19 +79,19 @@ fn flow(before: Option<&Value>, now: &Value, time: f64) -> Rates {
 #[must_use]
 pub fn rates(name: &str, before: &Look, now: &Look) -> SwitchRates {
     let time = now.at.duration_since(before.at).max(Duration::from_millis(1)).as_secs_f64();
-    let cpu = growth(before.answer["cpu_ns"].as_u64(), now.answer["cpu_ns"].as_u64().unwrap_or(0));
-    let of = |look: &'_ Look| look.answer["ports"].as_array().cloned().unwrap_or_default();
-    let old = of(before);
-    let ports = of(now)
+    let cpu = growth(Some(before.answer.cpu_ns), now.answer.cpu_ns);
+    let ports = now
+        .answer
+        .ports
         .iter()
         .map(|port| {
-            let was = old.iter().find(|p| p["name"] == port["name"]);
+            let was = before.answer.ports.iter().find(|p| p.name == port.name);
             PortRates {
-                name: port["name"].as_str().unwrap_or("?").into(),
-                state: state(port),
-                workers: port["workers"].as_array().into_iter().flatten().filter_map(Value::as_u64).collect(),
-                sent: flow(was.map(|w| &w["sent"]), &port["sent"], time),
-                received: flow(was.map(|w| &w["received"]), &port["received"], time),
+                name: port.name.clone(),
+                state: port.state(),
+                workers: port.workers.clone(),
+                sent: flow(was.map(|w| &w.sent), &port.sent, time),
+                received: flow(was.map(|w| &w.received), &port.received, time),
             }
         })
         .collect();
@@ -149,7 +136,7 @@ pub fn table(switches: &[SwitchRates]) -> String {
     for switch in switches {
         let mut first = [switch.name.clone(), format!("{:.0} %", switch.cpu_percent)];
         for port in &switch.ports {
-            let workers: Vec<String> = port.workers.iter().map(u64::to_string).collect();
+            let workers: Vec<String> = port.workers.iter().map(usize::to_string).collect();
             let [name, cpu] = std::mem::take(&mut first);
             let (s, r) = (&port.sent, &port.received);
             rows.push([
@@ -173,15 +160,26 @@ pub fn table(switches: &[SwitchRates]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use tombolo_control::net::{Kind, PortStatus};
 
     fn at(seconds: u64, base: Instant, sent: u64, drops: u64) -> Look {
-        let flow =
-            |n: u64| json!({ "packets": n, "bytes": n * 100, "drops": { "rate": drops, "vlan": drops } });
-        let port = json!({ "name": "a", "up": true, "connected": true, "workers": [1], "sent": flow(sent), "received": flow(0) });
+        let drops = ["rate", "vlan"].map(|reason| (reason.to_owned(), drops)).into();
+        let flow = |n: u64, drops| Flow { packets: n, bytes: n * 100, drops, ..Flow::default() };
+        let port = PortStatus {
+            name: "a".into(),
+            kind: Kind::Guest,
+            up: true,
+            connected: true,
+            macs: vec![],
+            workers: vec![1],
+            groups: vec![],
+            rules: vec![],
+            sent: flow(sent, drops),
+            received: Flow::default(),
+        };
         Look {
             at: base + Duration::from_secs(seconds),
-            answer: json!({ "cpu_ns": seconds * 250_000_000, "ports": [port] }),
+            answer: Ports { cpu_ns: seconds * 250_000_000, ports: vec![port], ..Ports::default() },
         }
     }
 
@@ -203,7 +201,7 @@ mod tests {
         let seen = rates("lan", &at(1, base, 1_000_000, 0), &at(2, base, 300, 0));
         assert!((seen.ports[0].sent.packets_per_s - 300.0).abs() < 1e-6);
         let mut before = at(1, base, 0, 0);
-        before.answer["ports"] = json!([]);
+        before.answer.ports.clear();
         assert!((rates("lan", &before, &at(2, base, 7, 0)).ports[0].sent.packets_per_s - 7.0).abs() < 1e-6);
     }
 

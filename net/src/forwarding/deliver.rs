@@ -8,7 +8,7 @@ use crate::cpu::{prefetch_write, prefetch_write_all};
 use crate::frames::frame::{NET_HEADER, NetHeader};
 use crate::frames::offload::Layers;
 use crate::vring::queue::State;
-use crate::vring::ring::{Broken, Segment, window::WINDOW};
+use crate::vring::ring::{Broken, Chain, Segment, Window, window::WINDOW};
 
 /// A frame on its way.
 #[derive(Clone, Copy)]
@@ -82,7 +82,7 @@ pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
             Ok(0) => return Put::Full,
             Ok(_) => {
                 for chain in window.chains().iter().take(AHEAD) {
-                    prefetch_front(window.segments(chain));
+                    prefetch_front(window, chain);
                 }
             }
             Err(why) => return Put::Broken(why),
@@ -90,7 +90,7 @@ pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
     }
     let chains = window.chains();
     if let Some(ahead) = chains.get(AHEAD) {
-        prefetch_front(window.segments(ahead));
+        prefetch_front(window, ahead);
     }
     if frame.len > LONG {
         // The next frame is probably as long as this one.
@@ -100,15 +100,21 @@ pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
     }
     let Some(&chain) = chains.first() else { return Put::Full };
     let need = u32::from(negotiated.header) + frame.len;
-    if let ([to], [from], true) = (window.segments(&chain), frame.rest, chain.total >= need) {
+    let rest = (frame.len as usize).saturating_sub(frame.prefix.len());
+    let from = match frame.rest {
+        [from] => Some(from.ptr.wrapping_add(frame.skip as usize).cast_const()),
+        // All of it was read.
+        [] if rest == 0 => Some(frame.prefix.as_ptr()),
+        _ => None,
+    };
+    if let (Some(to), Some(from), true) = (window.only(&chain), from, chain.total >= need) {
         let head = usize::from(negotiated.header);
-        let rest = frame.len as usize - frame.prefix.len();
-        // SAFETY: `to` has `need` = head + prefix + rest mapped bytes; `from` has skip + rest.
+        // SAFETY: `to` has `need` = head + prefix + rest mapped bytes; `from` has `rest`, which are those from `skip` on.
         unsafe {
             put_header(to.ptr, &frame.header, 1, head);
             let at = to.ptr.add(head);
             copy(frame.prefix.as_ptr(), at, frame.prefix.len());
-            copy(from.ptr.add(frame.skip as usize), at.add(frame.prefix.len()), rest);
+            copy(from, at.add(frame.prefix.len()), rest);
         }
         ring.complete(&chain, need);
         window.advance(1);
@@ -123,8 +129,8 @@ pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
 
 /// Fetches what every frame writes: the header's line and the one after it.
 #[inline(always)]
-fn prefetch_front(segments: &[Segment]) {
-    if let Some(s) = segments.first() {
+fn prefetch_front(window: &Window, chain: &Chain) {
+    if let Some(s) = window.only(chain).or_else(|| window.segments(chain).first()) {
         prefetch_write(s.ptr);
         prefetch_write(s.ptr.wrapping_add(64));
     }

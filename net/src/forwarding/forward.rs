@@ -97,7 +97,6 @@ pub(crate) struct Sender<'a, 'w> {
     pub broken: &'w mut Vec<(usize, Broken)>,
     /// How far the present frame has come.
     pub progress: Progress,
-    /// It is flooded.
     pub flooding: bool,
     /// A copy of it is given to a mirror.
     pub mirroring: bool,
@@ -126,7 +125,6 @@ impl Tally {
         self.bytes += u64::from(len);
     }
 
-    /// Counts it all.
     #[inline(always)]
     pub fn count(&self, counters: &Counters) {
         counters.passed(self.packets, self.bytes);
@@ -194,6 +192,8 @@ impl Forwarder {
                 Done::Dropped(Reason::Short)
             } else if len > MAX_FRAME as u32 {
                 Done::Dropped(Reason::Oversize)
+            } else if let Some(one) = window.only(&chain) {
+                sender.frame(std::slice::from_ref(one), head, len, host)
             } else {
                 sender.frame(window.segments(&chain), head, len, host)
             };
@@ -231,11 +231,15 @@ impl Forwarder {
 /// next line.
 #[inline(always)]
 fn prefetch_front(tx: &State, chain: &Chain, head: u32) {
-    for s in tx.window.segments(chain).iter().take(2) {
+    let fetch = |s: &Segment| {
         if tx.negotiated.host {
             prefetch(s.ptr);
         }
         prefetch(s.ptr.wrapping_add(head as usize));
+    };
+    match tx.window.only(chain) {
+        Some(one) => fetch(one),
+        None => tx.window.segments(chain).iter().take(2).for_each(fetch),
     }
 }
 

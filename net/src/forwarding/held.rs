@@ -33,7 +33,6 @@ pub struct Held {
     index: u16,
     skip: u32,
     len: u32,
-    /// Its VLAN.
     pub tag: VlanTag,
     /// How far it has come.
     pub progress: Progress,

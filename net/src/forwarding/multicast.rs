@@ -218,9 +218,7 @@ impl Default for Snooping {
 /// Who gets a flooded frame, of those who may.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Audience {
-    /// All.
     All,
-    /// Routers.
     Routers,
     /// Routers and the ports that have joined the group of a VLAN and MAC.
     Members(u64),

@@ -14,9 +14,7 @@ use crate::uplink::Uplink;
 /// A port in its place.
 #[derive(Clone)]
 pub struct Attached {
-    /// The port.
     pub port: Arc<Port>,
-    /// What it may do.
     pub policy: Arc<Policy>,
     /// What is behind it, if that isn't a guest.
     pub uplink: Option<Arc<Uplink>>,

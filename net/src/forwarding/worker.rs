@@ -16,7 +16,6 @@ use crate::forwarding::balance::{PERIOD, WHOLE};
 use crate::forwarding::forward::{Forwarder, Pass};
 use crate::forwarding::switch::Switch;
 use crate::forwarding::view::View;
-use crate::vring::fault;
 use crate::vring::queue::Vring;
 
 /// How a worker spends its time.
@@ -90,7 +89,7 @@ impl Worker {
             paid: (0, 0),
             epoll: Epoll::new()?,
             forwarder: Forwarder::default(),
-            faults: fault::hits(),
+            faults: tombolo_sigbus::hits(),
             look_at: 0,
             must_poll: false,
         })
@@ -146,9 +145,9 @@ impl Worker {
             for (port, why) in self.forwarder.take_broken() {
                 stop_port(&self.view, port, now, &why);
             }
-            let robbed = fault::hits() != self.faults;
+            let robbed = tombolo_sigbus::hits() != self.faults;
             if robbed && now >= self.look_at {
-                self.faults = fault::hits();
+                self.faults = tombolo_sigbus::hits();
                 let begun = self.switch.now();
                 self.stop_robbed();
                 let end = self.switch.now();

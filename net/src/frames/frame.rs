@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Ethernet addresses and the virtio-net header.
 
-use std::fmt;
-use std::str::FromStr;
-
 /// Bytes of an Ethernet header without a tag.
 pub const ETH_HEADER: usize = 14;
 /// Bytes of a virtio-net header with `num_buffers` (virtio 1.3 §5.1.6).
@@ -11,82 +8,7 @@ pub const NET_HEADER: usize = 12;
 /// Largest frame: 64 KiB of IP packet, an Ethernet header and two tags.
 pub const MAX_FRAME: usize = 65535 + ETH_HEADER + 8;
 
-/// A MAC address.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Mac(pub [u8; 6]);
-
-impl Mac {
-    /// ff:ff:ff:ff:ff:ff.
-    pub const BROADCAST: Mac = Mac([0xff; 6]);
-
-    /// For bridges themselves, which forward none of these (IEEE 802.1Q §8.6.3)?
-    #[must_use]
-    pub fn is_reserved(self) -> bool {
-        self.0[..5] == [1, 0x80, 0xc2, 0, 0] && self.0[5] < 0x10
-    }
-
-    /// For several receivers (broadcast included)?
-    #[must_use]
-    pub fn is_multicast(self) -> bool {
-        self.0[0] & 1 != 0
-    }
-
-    /// The six bytes as the low 48 bits of a little-endian number, first byte lowest.
-    #[inline(always)]
-    #[must_use]
-    pub fn key(self) -> u64 {
-        let m = self.0;
-        u64::from_le_bytes([m[0], m[1], m[2], m[3], m[4], m[5], 0, 0])
-    }
-}
-
-impl fmt::Display for Mac {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let m = self.0;
-        write!(f, "{:02x}:{:02x}:{:02x}:{:02x}:{:02x}:{:02x}", m[0], m[1], m[2], m[3], m[4], m[5])
-    }
-}
-
-impl fmt::Debug for Mac {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{self}")
-    }
-}
-
-/// Not a MAC address that a port can own.
-#[derive(Debug, thiserror::Error)]
-#[error("'{0}' is not a unicast MAC address of the form 52:54:00:12:34:56")]
-pub struct BadMac(String);
-
-impl FromStr for Mac {
-    type Err = BadMac;
-
-    fn from_str(text: &str) -> Result<Self, BadMac> {
-        let mut bytes = [0; 6];
-        let mut parts = text.split(':');
-        for b in &mut bytes {
-            let part = parts.next().filter(|p| p.len() == 2).ok_or_else(|| BadMac(text.into()))?;
-            *b = u8::from_str_radix(part, 16).map_err(|_| BadMac(text.into()))?;
-        }
-        let mac = Mac(bytes);
-        if parts.next().is_some() || mac.is_multicast() || mac.key() == 0 {
-            return Err(BadMac(text.into()));
-        }
-        Ok(mac)
-    }
-}
-
-impl serde::Serialize for Mac {
-    fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-        s.collect_str(self)
-    }
-}
-
-impl<'de> serde::Deserialize<'de> for Mac {
-    fn deserialize<D: serde::Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
-    }
-}
+pub use tombolo_control::Mac;
 
 /// `flags`: the checksum from `csum_start` on is still to be computed.
 pub const NEEDS_CSUM: u8 = 1;

@@ -15,7 +15,6 @@ pub const LOOK: usize = 192;
 const MAX_TAGS: u8 = 2;
 /// IPv4 and IPv6 protocol numbers.
 pub mod protocol {
-    #![allow(missing_docs)]
     pub const HOP_BY_HOP: u8 = 0;
     pub const ICMP: u8 = 1;
     pub const IGMP: u8 = 2;
@@ -54,7 +53,6 @@ pub enum Net {
 /// Which part of an IP packet a frame has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Part {
-    /// All of it.
     #[default]
     Whole,
     /// The first fragment, with the transport header.

@@ -51,17 +51,11 @@ pub enum Message<'a> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Report<'a> {
     /// One group, joined or left (IGMPv1, IGMPv2, MLDv1).
-    One {
-        /// The group.
-        group: IpAddr,
-        /// Joined.
-        joined: bool,
-    },
+    One { group: IpAddr, joined: bool },
     /// Records of many groups (IGMPv3, MLDv2).
     Many {
         /// How many there should be.
         count: u16,
-        /// The records.
         records: &'a [u8],
         /// Of IPv6 groups.
         v6: bool,

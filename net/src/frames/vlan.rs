@@ -28,7 +28,6 @@ impl VlanTag {
 /// How a frame leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edit {
-    /// As it is.
     Keep,
     /// Without a tag.
     Bare,

@@ -47,7 +47,6 @@ pub struct Policy {
     pub isolated: bool,
     /// An uplink: takes what nobody owns.
     pub uplink: bool,
-    /// VLANs.
     pub vlan: Vlan,
     /// The port that gets copies of what it sends and gets.
     pub mirror: Option<String>,

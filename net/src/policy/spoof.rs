@@ -16,7 +16,6 @@ use crate::ports::counters::Reason;
 
 /// Types of ICMPv6 messages.
 pub(crate) mod icmp {
-    #![allow(missing_docs)]
     pub const ROUTER_SOLICITATION: u8 = 133;
     pub const ROUTER_ADVERTISEMENT: u8 = 134;
     pub const NEIGHBOUR_SOLICITATION: u8 = 135;

@@ -145,9 +145,7 @@ impl Counters {
 /// Counts read at one moment; they add up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Packets.
     pub packets: u64,
-    /// Bytes.
     pub bytes: u64,
     /// Of the packets, those flooded.
     pub flooded: u64,
@@ -159,13 +157,11 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Drops for one reason.
     #[must_use]
     pub fn dropped_for(&self, reason: Reason) -> u64 {
         self.drops[reason as usize]
     }
 
-    /// All drops.
     #[must_use]
     pub fn dropped(&self) -> u64 {
         self.drops.iter().sum()

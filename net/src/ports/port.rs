@@ -65,7 +65,6 @@ impl Port {
         }
     }
 
-    /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name

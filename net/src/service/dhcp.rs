@@ -19,7 +19,6 @@ use crate::policy::port::Vlan;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Inside {
-    /// The address.
     pub address: Ipv4Addr,
     /// Bits of it that are the subnet's, 1 to 30.
     pub prefix: u32,

@@ -33,9 +33,7 @@ const LOOK: usize = 1514;
 /// What a guest is given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lease<A> {
-    /// Its address.
     pub address: A,
-    /// Its name.
     pub name: String,
 }
 

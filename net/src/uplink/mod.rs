@@ -106,7 +106,6 @@ struct Inbox {
     credits: Credits,
 }
 
-/// An uplink.
 pub struct Uplink {
     link: Box<dyn Link>,
     inbox: Mutex<Inbox>,
@@ -127,7 +126,6 @@ impl Uplink {
     }
 }
 
-/// Sends one frame as it is.
 fn send(link: &dyn Link, frame: &Frame<'_>) -> io::Result<()> {
     let header = frame.header.bytes(0);
     let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };

@@ -112,7 +112,6 @@ impl Ram {
         unsafe { self.base.add(off as usize) }
     }
 
-    /// Writes bytes.
     pub fn write(&self, gpa: u64, bytes: &[u8]) {
         // SAFETY: at() checks the range.
         unsafe {
@@ -510,7 +509,6 @@ impl Queue {
 
 /// A network card with one queue pair.
 pub struct Nic {
-    /// Its memory.
     pub ram: Ram,
     /// Its receive queue.
     pub rx: Queue,

@@ -6,7 +6,6 @@ use crate::vring::ring::RingFeatures;
 
 /// Bit numbers.
 pub mod bit {
-    #![allow(missing_docs)]
     pub const CSUM: u32 = 0;
     pub const GUEST_CSUM: u32 = 1;
     pub const MTU: u32 = 3;
@@ -53,7 +52,6 @@ pub const OFFLOADS: u64 = mask(&[
 /// Those with which a driver fills in the headers of what it sends.
 const HOST: u64 = mask(&[bit::CSUM, bit::HOST_TSO4, bit::HOST_TSO6, bit::HOST_ECN, bit::HOST_USO]);
 
-/// All that is offered.
 pub const OFFERED: u64 = PLAIN | OFFLOADS;
 
 /// What is offered to a port without offloads.

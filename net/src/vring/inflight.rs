@@ -24,12 +24,10 @@ const DESC_NUM: usize = 10;
 /// used_idx, old_used_idx, used_wrap_counter, old_used_wrap_counter: one aligned word, so always whole.
 const PLACES: usize = 16;
 
-/// Bytes for one queue.
 fn queue_bytes(size: u16) -> u64 {
     (HEADER + DESC * u64::from(size)).next_multiple_of(64)
 }
 
-/// Bytes for all queues.
 #[must_use]
 pub fn total_bytes(queues: u16, size: u16) -> u64 {
     queue_bytes(size) * u64::from(queues)

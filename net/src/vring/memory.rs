@@ -11,17 +11,18 @@
 //!
 //! Files are mapped only from `mmap_offset` on and only as far as the region says, after a check that the file is
 //! that long. Whoever can write to the file may still shrink it: QEMU seals its memfds against that, a file in
-//! `/dev/shm` can't be sealed. An access beyond its new end is caught by [`crate::vring::fault`], and the port is stopped.
+//! `/dev/shm` can't be sealed. An access beyond its new end is caught by [`tombolo_sigbus`], and the port is stopped.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-use crate::vring::fault;
-
 /// Most regions that one port may have (the protocol's GET_MAX_MEM_SLOTS answer).
 pub const MAX_REGIONS: usize = 128;
+// 64 ports with as many regions as they may have, each with a new table beside the old one.
+const _: () =
+    assert!(tombolo_sigbus::SLOTS >= 64 * 2 * (MAX_REGIONS + 2), "no port may keep memory from others");
 
 /// What was wrong with a region that a front-end wanted to share.
 #[derive(Debug, thiserror::Error)]
@@ -68,7 +69,6 @@ pub enum MemoryError {
     NotMemory {
         /// Start of the region.
         gpa: u64,
-        /// What it is.
         why: &'static str,
     },
     /// The kernel refused the mapping.
@@ -80,7 +80,7 @@ pub enum MemoryError {
 struct Mapping {
     base: *mut u8,
     len: usize,
-    watch: Option<fault::Watch>,
+    watch: Option<tombolo_sigbus::Watch>,
 }
 
 // SAFETY: the mapping is plain shared memory; all access goes through raw pointers whose users (vrings) are
@@ -182,7 +182,7 @@ impl Region {
         // SAFETY: our own mapping; failure only makes core dumps larger.
         unsafe { libc::madvise(base, len, libc::MADV_DONTDUMP) };
         let base = base.cast::<u8>();
-        let watch = Some(fault::watch(base as usize, len)?);
+        let watch = Some(tombolo_sigbus::watch(base as usize, len)?);
         // SAFETY: offset - start < page <= len.
         let host = unsafe { base.add((offset - start) as usize) };
         Ok(Self { gpa, size, user, host, map: Some(Arc::new(Mapping { base, len, watch })) })
@@ -214,7 +214,7 @@ impl Region {
     /// Did the file behind this region shrink, so that zero pages were put in its place?
     #[must_use]
     pub fn is_gone(&self) -> bool {
-        self.map.as_ref().and_then(|map| map.watch.as_ref()).is_some_and(fault::Watch::is_hit)
+        self.map.as_ref().and_then(|map| map.watch.as_ref()).is_some_and(tombolo_sigbus::Watch::is_hit)
     }
 }
 

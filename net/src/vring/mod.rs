@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Virtqueues in guest memory.
 //!
-//! - [`memory`]: guest memory and address translation; [`fault`]: memory taken away; [`dirty`]: the log of a migration;
+//! - [`memory`]: guest memory and address translation; [`dirty`]: the log of a migration;
 //!   [`inflight`]: what a successor needs.
 //! - [`ring`]: the device's side of split and packed rings; [`queue`]: a queue with its lock; [`features`]: what is offered.
 //! - [`driver`]: the guest's side, for tests and the bench.
 
 pub mod dirty;
 pub mod driver;
-pub mod fault;
 pub mod features;
 pub mod inflight;
 pub mod memory;

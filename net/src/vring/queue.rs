@@ -25,7 +25,6 @@ use crate::vring::ring::{Broken, PackedRing, Ring, RingAddress, RingError, RingF
 pub struct Negotiated {
     /// VIRTIO_F_RING_PACKED.
     pub packed: bool,
-    /// For the ring.
     pub ring: RingFeatures,
     /// Bytes of the virtio-net header: 12, or 10 for a legacy driver without mergeable buffers.
     pub header: u8,
@@ -239,7 +238,6 @@ impl State {
     }
 }
 
-/// A vring.
 pub struct Vring {
     busy: AtomicBool,
     state: UnsafeCell<State>,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A guest that writes anything into its rings, honest ones beside it: whatever the first does, passes end, nothing is
 //! touched outside of its memory, and frames between honest guests arrive. The fuzzer and `random.rs` make up what it does.
-#![allow(missing_docs, unreachable_pub)]
+#![allow(unreachable_pub)]
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

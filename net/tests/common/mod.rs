@@ -65,7 +65,8 @@ impl Rig {
                 })
                 .collect(),
         )
-        .expect("a view");
+        .expect("a view")
+        .snooping(Some(Arc::default()));
         Self { nics, ports, view, forwarder: Forwarder::default(), time: 0 }
     }
 

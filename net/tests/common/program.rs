@@ -31,7 +31,7 @@ impl Switch {
         command.args(args).env("NO_COLOR", "1");
         let child = command.stderr(log).stdin(Stdio::null()).spawn().unwrap();
         let switch = Self { child, dir };
-        wait_for("the switch", || ask(&switch.control(), &Request::Ports).ok());
+        wait_for("the switch", || ask::<serde_json::Value>(&switch.control(), &Request::Ports).ok());
         switch
     }
 
@@ -57,7 +57,7 @@ impl Switch {
 
     /// The port of this name, as the control socket shows it.
     pub fn port(&self, name: &str) -> Option<Value> {
-        let (answer, _) = ask(&self.control(), &Request::Ports).unwrap();
+        let (answer, _) = ask::<serde_json::Value>(&self.control(), &Request::Ports).unwrap();
         answer["ports"].as_array().unwrap().iter().find(|p| p["name"] == name).cloned()
     }
 }

@@ -16,6 +16,8 @@
 //! - [`bind`]: carries a plan out, keeps records, gives devices back.
 //! - [`cli`]: `tombolo passthrough …`.
 
+#![deny(missing_docs)]
+
 pub mod address;
 pub mod bind;
 pub mod cli;

@@ -597,7 +597,8 @@ fn accelerators(status: &Status) -> String {
     let mut rows =
         vec![["ACCEL", "SERVER", "STATE", "VM", "CLIENTS", "MEMORY", "LIBRARY"].map(str::to_owned)];
     for accel in &status.accelerators {
-        let head = [accel.name.clone(), accel.pid.map_or("-".into(), |p| p.to_string()), accel.state.clone()];
+        let server = accel.owner.clone().or_else(|| accel.pid.map(|p| p.to_string()));
+        let head = [accel.name.clone(), server.unwrap_or_else(|| "-".into()), accel.state.clone()];
         for (n, vm) in accel.vms.iter().enumerate() {
             let [name, server, state] = if n == 0 { head.clone() } else { Default::default() };
             let memory = Size(vm.memory.next_multiple_of(1 << 20)).to_string();
@@ -617,12 +618,11 @@ fn accelerators(status: &Status) -> String {
 ///
 /// # Errors
 /// When a supervisor that lives does not answer.
-pub fn accelerator_servers() -> anyhow::Result<Vec<serde_json::Value>> {
+pub fn accelerator_servers() -> anyhow::Result<Vec<tombolo_control::accel::Listing>> {
     let accelerators = running(None)?.into_iter().flat_map(|project| project.accelerators);
     Ok(accelerators.filter_map(|accelerator| accelerator.server).collect())
 }
 
-/// Networks and who is in them.
 fn networks(status: &Status) -> String {
     let dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
     let mut rows = vec![["NET", "SWITCH", "UPLINK", "SUBNET", "VM", "MAC", "ADDRESS"].map(str::to_owned)];

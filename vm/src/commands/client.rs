@@ -192,7 +192,6 @@ impl Progress {
 /// How a request ended.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Done.
     Done,
     /// The user pressed Ctrl-C; everything has been taken back.
     Interrupted,

@@ -8,13 +8,9 @@ use crate::compose::{self, Project};
 /// Names by what they name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Names {
-    /// VMs.
     pub vms: Vec<String>,
-    /// Zones.
     pub zones: Vec<String>,
-    /// Networks.
     pub networks: Vec<String>,
-    /// Accelerators.
     pub accelerators: Vec<String>,
 }
 

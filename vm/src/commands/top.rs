@@ -15,20 +15,15 @@ use crate::project::control::Status;
 #[derive(Debug)]
 pub struct Look {
     at: Instant,
-    /// The projects.
     pub projects: Vec<Status>,
     /// Processor seconds by process.
     used: BTreeMap<u32, f64>,
 }
 
-/// A VM.
 #[derive(Clone, Debug, Serialize)]
 pub struct VmRates {
-    /// Its project.
     pub project: String,
-    /// Its name.
     pub name: String,
-    /// Its state.
     pub state: String,
     /// Processor time, in hundredths of a processor.
     pub cpu_percent: f64,
@@ -36,16 +31,12 @@ pub struct VmRates {
     pub memory: u64,
 }
 
-/// A zone.
 #[derive(Clone, Debug, Serialize)]
 pub struct ZoneRow {
-    /// Its project.
     pub project: String,
-    /// Its name.
     pub name: String,
     /// Its size in bytes.
     pub size: u64,
-    /// Who is in it.
     pub members: Vec<String>,
 }
 
@@ -84,7 +75,6 @@ pub fn vms(before: &Look, now: &Look) -> Vec<VmRates> {
     .collect()
 }
 
-/// The zones.
 #[must_use]
 pub fn zones(now: &Look) -> Vec<ZoneRow> {
     let all = now.projects.iter().flat_map(|p| p.zones.iter().map(move |zone| (p, zone)));

@@ -9,7 +9,7 @@ use serde::de::Deserializer;
 use serde::{Deserialize, Serialize};
 use tombolo_calls::zone::{Area, CHANNELS_MAX};
 
-use crate::compose::{Compose, Size, nearest};
+use crate::compose::{Compose, Ready, Size, nearest};
 
 /// Processes of a VM at once, where nothing is said.
 const CHANNELS: u32 = 8;
@@ -20,11 +20,9 @@ const WINDOW_ALIGN: u64 = 1 << 20;
 /// The largest zone of a VM, in bytes: the guest keeps 1/64 of its size in tables.
 const ZONE_MAX: u64 = 64 << 30;
 
-/// What programs speak.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Api {
-    /// OpenCL.
     #[default]
     OpenCl,
 }
@@ -33,8 +31,9 @@ pub enum Api {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AccelSpec {
-    /// The API.
     pub api: Api,
+    /// The VM that owns the devices and serves them; without one, the host does.
+    pub vm: Option<String>,
     /// Device memory of a VM's processes together.
     pub memory: Option<Size>,
     /// Objects of a VM's processes together.
@@ -76,10 +75,7 @@ pub struct AccelUse {
 /// The accelerators of one VM: written as a table, or as a list of names.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(transparent)]
-pub struct Uses(
-    /// By accelerator.
-    pub BTreeMap<String, AccelUse>,
-);
+pub struct Uses(pub BTreeMap<String, AccelUse>);
 
 impl<'de> Deserialize<'de> for Uses {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
@@ -138,8 +134,49 @@ impl AccelUse {
     }
 }
 
+/// A table, a key in it, and what is wrong there.
+type Wrong = (String, String, String);
+
+/// What is wrong with the VM that an accelerator names as its owner.
+fn check_owner(compose: &Compose, name: &str, spec: &AccelSpec) -> Result<(), Wrong> {
+    let Some(owner) = &spec.vm else { return Ok(()) };
+    let fail = |key: &str, message: String| {
+        Err((format!("accel.{name}"), key.to_owned(), format!("accel.{name}.{key}: {message}")))
+    };
+    let Some(vm) = compose.vm.get(owner) else {
+        let hint = match nearest(owner, compose.vm.keys().map(String::as_str)) {
+            Some(near) => format!("did you mean '{near}'?"),
+            None => format!("add [vm.{owner}]"),
+        };
+        return fail("vm", format!("the VM '{owner}' is not declared; {hint}"));
+    };
+    if vm.accelerators.0.contains_key(name) {
+        let message = format!(
+            "the VM '{owner}' has the devices itself; take '{name}' out of vm.{owner}.accelerators, or name another VM here"
+        );
+        return fail("vm", message);
+    }
+    let twin = compose.accel.iter().find(|(other, s)| *other != name && s.vm.as_ref() == Some(owner));
+    if let Some((other, _)) = twin {
+        let message = format!(
+            "the VM '{owner}' owns accel.{other} already; a VM owns one accelerator, with all of its devices"
+        );
+        return fail("vm", message);
+    }
+    if vm.ready != Ready::Agent {
+        let message =
+            format!("its server is started by the VM's agent; write ready = \"agent\" in [vm.{owner}]");
+        return fail("vm", message);
+    }
+    if spec.metrics.is_some() {
+        let message = "the figures of a VM's server are those of 'tombolo accel ls --json'; leave it out";
+        return fail("metrics", message.to_owned());
+    }
+    Ok(())
+}
+
 /// Checks that need no look at the host. The error is (table, key, message).
-pub(crate) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
+pub(crate) fn check(compose: &Compose) -> Result<(), Wrong> {
     let general = AccelUse::default();
     for (name, spec) in &compose.accel {
         let table = format!("accel.{name}");
@@ -156,6 +193,7 @@ pub(crate) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
             let message = format!("accel.{name}.{key}: {message}");
             return Err((table, key.into(), message));
         }
+        check_owner(compose, name, spec)?;
     }
     for (name, vm) in &compose.vm {
         let fail = |message: String| Err((format!("vm.{name}"), "accelerators".to_owned(), message));
@@ -229,5 +267,30 @@ mod tests {
         assert!(e.contains("the accelerator 'cl' is named twice"), "{e}");
         let e = error("[accel.\"a b\"]\n");
         assert!(e.contains(": 'a b' can't name an accelerator"), "{e}");
+    }
+    #[test]
+    fn a_vm_owns_an_accelerator_that_others_use() {
+        let vms = "[vm.owner]\n[vm.a]\naccelerators = [\"gpu\"]\n";
+        let project = parse(&format!("[accel.gpu]\nvm = \"owner\"\nmemory = \"1G\"\n{vms}")).unwrap();
+        assert_eq!(project.compose.accel["gpu"].vm.as_deref(), Some("owner"));
+        let json = serde_json::to_string(&project).unwrap();
+        assert_eq!(serde_json::from_str::<Project>(&json).unwrap(), project);
+    }
+
+    #[test]
+    fn an_owner_that_can_not_be_is_named_with_line_and_remedy() {
+        let vms = "[vm.owner]\n[vm.a]\naccelerators = [\"gpu\"]\n";
+        let e = error(&format!("[accel.gpu]\nvm = \"onwer\"\n{vms}"));
+        assert!(e.contains(":2: accel.gpu.vm: ") && e.ends_with("did you mean 'owner'?"), "{e}");
+        let e = error(&format!("[accel.gpu]\nvm = \"service\"\n{vms}"));
+        assert!(e.ends_with("add [vm.service]"), "{e}");
+        let e = error(&format!("[accel.gpu]\nvm = \"a\"\n{vms}"));
+        assert!(e.contains(":2: ") && e.contains("take 'gpu' out of vm.a.accelerators"), "{e}");
+        let e = error(&format!("[accel.cl]\nvm = \"owner\"\n[accel.gpu]\nvm = \"owner\"\n{vms}"));
+        assert!(e.contains("accel.cl.vm: the VM 'owner' owns accel.gpu already"), "{e}");
+        let e = error("[accel.gpu]\nvm = \"owner\"\n[vm.owner]\nready = \"running\"\n");
+        assert!(e.contains(":2: ") && e.contains("ready = \"agent\" in [vm.owner]"), "{e}");
+        let e = error(&format!("[accel.gpu]\nvm = \"owner\"\nmetrics = \"127.0.0.1:9128\"\n{vms}"));
+        assert!(e.contains(":3: accel.gpu.metrics: ") && e.contains("tombolo accel ls"), "{e}");
     }
 }

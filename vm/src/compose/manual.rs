@@ -54,6 +54,16 @@ const TABLES: [Table; 12] = [
                 "\"10.86.N.0/24\"",
                 "Addresses of the VMs. Default without uplink: by the network's place in the file, kept while the network runs.",
             ),
+            (
+                "subnet6",
+                "none",
+                "A prefix such as \"fd00:86::/64\": the switch advertises it, and VMs make their IPv6 addresses of it and their MACs.",
+            ),
+            (
+                "multicast",
+                "\"snoop\"",
+                "Where frames for a multicast group go: \"snoop\": to VMs that have joined it, where a multicast router asks for them, elsewhere to all; \"query\": to VMs that have joined it, for which the switch asks; \"flood\": to all.",
+            ),
             ("gateway", "none", "The VMs' way out of the subnet."),
             (
                 "dhcp",
@@ -193,6 +203,7 @@ const TABLES: [Table; 12] = [
             ("isolated", "false", "It reaches only the uplink."),
             ("vlan", "none", "The VLAN that it is in, 1 to 4094."),
             ("check_address", "false", "Drop what it sends from addresses other than its own."),
+            ("router", "false", "It may be a router, a DHCP server or a multicast querier for the others."),
         ],
     },
     Table {

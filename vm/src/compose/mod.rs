@@ -2,9 +2,7 @@
 //! The compose file: what `tombolo.toml` may say, and errors that name file, line and key.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 use tombolo_passthrough::address::Address;
 
@@ -17,7 +15,7 @@ use interpolate::{Expanded, Variables};
 use network::{NetSpec, Nics};
 use ports::Forward;
 use restart::Restart;
-use serde::de::{self, Deserializer, Visitor};
+use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize, Serializer};
 
 pub mod accelerator;
@@ -226,11 +224,9 @@ pub struct Share {
 /// Rights of a member of a zone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Rights {
-    /// Read and write.
     #[default]
     #[serde(rename = "rw")]
     ReadWrite,
-    /// Read only.
     #[serde(rename = "ro")]
     ReadOnly,
 }
@@ -261,74 +257,7 @@ fn default_ports() -> u32 {
     8
 }
 
-/// A size in bytes, written "512M" or as a number of bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Size(
-    /// Bytes.
-    pub u64,
-);
-
-impl FromStr for Size {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || {
-            format!(
-                "'{text}' is not a size; write a number of bytes, or one with K, M, G or T, such as \"512M\""
-            )
-        };
-        let text = text.trim();
-        let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-        let number: u64 = text[..digits].parse().map_err(|_| wrong())?;
-        let shift = match text[digits..].trim().trim_end_matches("iB").trim_end_matches('B') {
-            "" => 0,
-            "K" | "k" => 10,
-            "M" | "m" => 20,
-            "G" | "g" => 30,
-            "T" | "t" => 40,
-            _ => return Err(wrong()),
-        };
-        number.checked_mul(1 << shift).map(Size).ok_or_else(wrong)
-    }
-}
-
-impl fmt::Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (shift, unit) in [(40, "T"), (30, "G"), (20, "M"), (10, "K")] {
-            if self.0 != 0 && self.0 % (1 << shift) == 0 {
-                return write!(f, "{}{unit}", self.0 >> shift);
-            }
-        }
-        write!(f, "{}", self.0)
-    }
-}
-
-impl Serialize for Size {
-    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-        s.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Size {
-    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        struct V;
-        impl Visitor<'_> for V {
-            type Value = Size;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a size such as \"512M\"")
-            }
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Size, E> {
-                text.parse().map_err(E::custom)
-            }
-            fn visit_i64<E: de::Error>(self, n: i64) -> Result<Size, E> {
-                u64::try_from(n).map(Size).map_err(|_| E::custom("a size can't be negative"))
-            }
-            fn visit_u64<E: de::Error>(self, n: u64) -> Result<Size, E> {
-                Ok(Size(n))
-            }
-        }
-        d.deserialize_any(V)
-    }
-}
+pub use tombolo_control::Size;
 
 /// Where a zone's memory comes from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -411,7 +340,6 @@ impl<'de> Deserialize<'de> for Ready {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("{}{}: {message}", file.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
 pub struct ComposeError {
-    /// The file.
     pub file: PathBuf,
     /// Line, from 1.
     pub line: Option<usize>,
@@ -799,27 +727,7 @@ fn explain(path: &str, message: &str) -> String {
 /// The candidate nearest to `word`, if one is near enough to be meant.
 pub fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let limit = (word.chars().count() / 3).max(1) + 1;
-    candidates.map(|c| (distance(word, c), c)).filter(|(d, _)| *d <= limit).min().map(|(_, c)| c)
-}
-
-/// Edit distance, where swapping two neighbours counts as one.
-fn distance(a: &str, b: &str) -> usize {
-    let a: Vec<char> = a.chars().collect();
-    let b: Vec<char> = b.chars().collect();
-    let mut rows: Vec<Vec<usize>> = vec![(0..=b.len()).collect()];
-    for i in 1..=a.len() {
-        let mut row = vec![i];
-        for j in 1..=b.len() {
-            let differs = usize::from(a[i - 1] != b[j - 1]);
-            let mut best = (rows[i - 1][j] + 1).min(row[j - 1] + 1).min(rows[i - 1][j - 1] + differs);
-            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
-                best = best.min(rows[i - 2][j - 2] + 1);
-            }
-            row.push(best);
-        }
-        rows.push(row);
-    }
-    rows[a.len()][b.len()]
+    candidates.map(|c| (strsim::osa_distance(word, c), c)).filter(|(d, _)| *d <= limit).min().map(|(_, c)| c)
 }
 
 #[cfg(test)]

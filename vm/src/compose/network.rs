@@ -91,7 +91,6 @@ pub struct NicSpec {
     pub queues: Option<u32>,
     /// Reaches only the uplink.
     pub isolated: bool,
-    /// The VLAN that it is in.
     pub vlan: Option<u16>,
     /// Drop what it sends from addresses other than its own.
     pub check_address: bool,
@@ -109,7 +108,6 @@ pub enum NicAddress {
     None,
     /// By DHCP, in a guest of the guest kit.
     Dhcp,
-    /// This one.
     Static(Ipv4Addr),
 }
 
@@ -153,33 +151,7 @@ impl<'de> Deserialize<'de> for Nics {
     }
 }
 
-/// A unicast MAC.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Mac(
-    /// In the order of the wire.
-    pub [u8; 6],
-);
-
-impl fmt::Display for Mac {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [a, b, c, d, e, g] = self.0;
-        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
-    }
-}
-
-impl FromStr for Mac {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        let parts: Vec<_> = text.split(':').collect();
-        let bytes: Option<Vec<u8>> =
-            parts.iter().map(|p| if p.len() == 2 { u8::from_str_radix(p, 16).ok() } else { None }).collect();
-        let bytes: Option<[u8; 6]> = bytes.and_then(|b| b.try_into().ok());
-        match bytes {
-            Some(bytes) if bytes[0] & 1 == 0 && bytes != [0; 6] => Ok(Mac(bytes)),
-            _ => Err(format!("'{text}' is no unicast MAC; write six bytes, such as \"52:54:00:12:34:56\"")),
-        }
-    }
-}
+pub use tombolo_control::Mac;
 
 /// An IPv4 subnet, "10.0.0.0/24".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -290,12 +262,11 @@ macro_rules! as_text {
         }
     )*};
 }
-as_text! { Mac Subnet Prefix64 }
+as_text! { Subnet Prefix64 }
 
 /// What one VM has in one network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lease {
-    /// Its MAC.
     pub mac: Mac,
     /// Its address and the subnet's prefix length.
     pub address: Option<(Ipv4Addr, u8)>,

@@ -29,7 +29,6 @@ pub enum Error {
     /// The agent said no.
     #[error("the guest agent refused {command}: {message}")]
     Refused {
-        /// The command.
         command: &'static str,
         /// The agent's words.
         message: String,
@@ -37,7 +36,6 @@ pub enum Error {
     /// No reply in time.
     #[error("the guest agent did not answer {command} within {} s", limit.as_secs())]
     Silent {
-        /// The command.
         command: &'static str,
         /// The time limit.
         limit: Duration,
@@ -45,7 +43,6 @@ pub enum Error {
     /// Other requests took all the time.
     #[error("the guest agent was busy for {} s, so {command} was not sent", limit.as_secs())]
     Busy {
-        /// The command.
         command: &'static str,
         /// The time limit.
         limit: Duration,
@@ -59,7 +56,6 @@ pub enum Error {
     /// A reply of another shape.
     #[error("the guest agent's reply to {command} is not understood: {message}")]
     Shape {
-        /// The command.
         command: &'static str,
         /// What is wrong.
         message: String,

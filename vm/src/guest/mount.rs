@@ -37,7 +37,6 @@ module_said() {
 /// What a guest mounts.
 #[derive(Clone, Debug)]
 pub struct Source {
-    /// The zone.
     pub uuid: String,
     /// The slot that is kept for the guest.
     pub member: u32,

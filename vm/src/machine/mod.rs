@@ -26,9 +26,9 @@ use crate::project::journal;
 use crate::project::network::Plug;
 use crate::project::state::StateDir;
 use crate::project::zones::Invitation;
+use crate::qemu::Hypervisor;
 use crate::qemu::cmdline::{self, Plan, ZoneDevice};
 use crate::qemu::console::Console;
-use crate::qemu::kvm::Accel;
 use crate::qemu::qmp::Qmp;
 use crate::qemu::version::Qemu;
 use cgroup::Group;
@@ -52,15 +52,12 @@ const LAST_LINES: usize = 15;
 /// What a VM is started from.
 #[derive(Debug)]
 pub struct Start<'a> {
-    /// Its name.
     pub name: &'a str,
     /// What the compose file says.
     pub spec: &'a VmSpec,
-    /// The QEMU.
     pub qemu: &'a Qemu,
     /// KVM or TCG.
-    pub accel: Accel,
-    /// What it boots.
+    pub accel: Hypervisor,
     pub boot: Option<Boot>,
     /// Its zones: name, what for, and invitation.
     pub zones: Vec<(String, ZoneUse, Invitation)>,
@@ -97,7 +94,7 @@ pub struct Exit {
 pub struct Machine {
     name: String,
     spec: VmSpec,
-    accel: Accel,
+    accel: Hypervisor,
     started: Instant,
     console: Arc<Console>,
     log: Arc<Console>,
@@ -354,11 +351,10 @@ impl Machine {
     }
 
     /// KVM or TCG.
-    pub fn accel(&self) -> Accel {
+    pub fn accel(&self) -> Hypervisor {
         self.accel
     }
 
-    /// Its agent.
     pub fn agent(&self) -> &Agent {
         &self.agent
     }
@@ -368,7 +364,6 @@ impl Machine {
         &self.console
     }
 
-    /// Where it is.
     pub fn phase(&self) -> Phase {
         self.lock().phase.clone()
     }

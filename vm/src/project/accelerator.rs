@@ -5,6 +5,8 @@
 //! death takes no VM along: the next one enters the same zones, and what programs start then works; those that were at it get their
 //! API's own error. The server is told what to serve over a socket that is its standard input, a line of JSON each way, and
 //! ends with that socket.
+//!
+//! Where a VM owns the accelerator there is no such process: the VM is a member of its clients' zones and serves them ([`owner`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -16,17 +18,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
 use anyhow::Context;
-use serde_json::{Value, json};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use tombolo_calls::zone::Area;
+use tombolo_control::accel::{Answer, Guest, Listing, Request, Tenant};
+use tombolo_control::socket::Answer as _;
 
 use crate::child::{self, Guarded};
 use crate::compose::accelerator::{AccelSpec, AccelUse};
-use crate::compose::{Project, VmSpec};
+use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::exec;
 use crate::guest::mount;
 use crate::machine::Machine;
 use crate::project::changes::{self, Kind};
 use crate::project::control::{AccelStatus, AccelVm};
 use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
+use crate::project::owner::{self, Client, Owner};
 use crate::project::peer::Peer;
 use crate::project::zones::{HostZone, Invitation};
 
@@ -34,7 +41,16 @@ use crate::project::zones::{HostZone, Invitation};
 #[derive(Debug)]
 pub struct Accelerator {
     server: Arc<Server>,
-    keeper: Keeper,
+    runs: Runs,
+}
+
+/// Where the server runs.
+#[derive(Debug)]
+enum Runs {
+    /// On the host.
+    Here(Keeper),
+    /// In the VM that owns the accelerator.
+    In(Owner),
 }
 
 /// A VM's place at the server.
@@ -46,14 +62,29 @@ struct Seat {
     served: Option<bool>,
     /// Whether its guest had the client library when it came up.
     library: Option<bool>,
+    /// The zone's channels, where a VM serves them.
+    channels: Option<Channels>,
+}
+
+/// The channels of a zone that the owner VM serves.
+struct Channels {
+    area: Area,
+    /// The owner VM, as it runs now, has the zone.
+    reached: bool,
+}
+
+impl std::fmt::Debug for Channels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Channels({}, reached: {})", self.area.channels(), self.reached)
+    }
 }
 
 #[derive(Debug)]
 struct Server {
     name: String,
     spec: AccelSpec,
-    /// Where its workers compile: gone with the accelerator.
-    scratch: PathBuf,
+    /// Where workers of this host compile: gone with the accelerator.
+    scratch: Option<PathBuf>,
     /// Locked before `link`, and while a server is told of them.
     seats: Mutex<BTreeMap<String, Seat>>,
     /// It serves every seat.
@@ -65,18 +96,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Asks a server, which answers in the order of the questions: what it answers, or why it won't.
-fn ask(link: &Mutex<Peer>, request: &Value) -> anyhow::Result<Result<Value, String>> {
+fn ask<T: DeserializeOwned>(link: &Mutex<Peer>, request: &Request) -> anyhow::Result<Result<T, String>> {
     let mut link = lock(link);
     let sent = link.send(request).map_err(anyhow::Error::from);
-    let answer = sent.and_then(|()| link.receive::<Value>()?.context("the server has ended"));
+    let answer = sent.and_then(|()| link.receive::<Answer<T>>()?.context("the server has ended"));
     let answer = answer.inspect_err(|_| {
         // A late answer would be taken for the next one's: without its link this server ends.
         let _gone_already = link.socket().shutdown(std::net::Shutdown::Both);
     })?;
-    Ok(match answer["error"].as_str() {
-        Some(error) => Err(error.to_owned()),
-        None => Ok(answer["ok"].clone()),
-    })
+    Ok(answer.into_result())
 }
 
 /// How long `ps` waits for a server.
@@ -84,22 +112,40 @@ const LOOK: Duration = Duration::from_millis(300);
 
 /// What a server says of itself, where it answers soon: nobody waits long for what is only looked at. One that doesn't answer at all ends by
 /// [`ask`].
-fn look(link: Arc<Mutex<Peer>>) -> Option<Value> {
+fn look(link: Arc<Mutex<Peer>>) -> Option<Listing> {
     let (sender, answer) = mpsc::channel();
     let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
         // Nobody hears a late answer.
-        let _late = sender.send(ask(&link, &json!({ "do": "ls" })));
+        let _late = sender.send(ask(&link, &Request::Ls));
     });
     asking.ok()?;
     answer.recv_timeout(LOOK).ok()?.ok()?.ok()
 }
 
 impl Seat {
-    fn request(&self, vm: &str) -> Value {
+    /// What a server is told of a VM whose zone it finds there.
+    fn guest(&self, vm: &str, zone: PathBuf) -> Guest {
         let (channels, window) = self.used.geometry();
-        json!({ "do": "vm", "vm": vm, "zone": self.zone.path(), "channels": channels, "window": window,
-            "memory": self.used.memory.map(|m| m.0), "objects": self.used.objects, "rate": self.used.rate,
-            "weight": self.used.weight })
+        Guest {
+            vm: vm.to_owned(),
+            zone,
+            channels,
+            window,
+            memory: self.used.memory.map(|m| m.0),
+            objects: self.used.objects,
+            rate: self.used.rate,
+            weight: self.used.weight,
+        }
+    }
+
+    fn request(&self, vm: &str) -> Request {
+        Request::Vm(self.guest(vm, self.zone.path().into()))
+    }
+
+    fn ring(&self, vm: &str) {
+        if let Err(e) = self.zone.ring(vm) {
+            crate::say!("the VM '{vm}' can't be rung: {e:#}");
+        }
     }
 }
 
@@ -119,21 +165,99 @@ impl Accelerator {
         settings
     }
 
-    /// The zone's devices for a VM that is about to be started; `None` where it has no place here.
+    /// The VM that owns it, where one does.
+    pub fn owner(&self) -> Option<&str> {
+        match &self.runs {
+            Runs::Here(_) => None,
+            Runs::In(owner) => Some(owner.vm()),
+        }
+    }
+
+    /// Zones for a VM that is about to be started, each with the name of its devices: its own, or those of its clients where it owns the
+    /// accelerator.
     ///
     /// # Errors
-    /// Those of the zone.
-    pub fn invite(&self, vm: &str) -> anyhow::Result<Option<Invitation>> {
-        let zone = lock(&self.server.seats).get(vm).map(|seat| seat.zone.clone());
-        zone.map(|zone| zone.invite(vm, &Default::default())).transpose()
+    /// Those of the zones.
+    pub fn invite(&self, vm: &str) -> anyhow::Result<Vec<(String, Invitation)>> {
+        let name = &self.server.name;
+        let mut seats = lock(&self.server.seats);
+        if self.owner() != Some(vm) {
+            let invitation =
+                seats.get(vm).map(|seat| seat.zone.invite(vm, &Default::default())).transpose()?;
+            return Ok(invitation.map(|i| (name.clone(), i)).into_iter().collect());
+        }
+        let invite = |(client, seat): (&String, &mut Seat)| {
+            let invitation = seat.zone.invite(vm, &Default::default())?;
+            seat.channels.iter_mut().for_each(|channels| channels.reached = true);
+            Ok((format!("{name}.{client}"), invitation))
+        };
+        seats.iter_mut().map(invite).collect()
+    }
+
+    /// Whether the owner VM, as it runs now, has the zone of a client.
+    pub fn reaches(&self, vm: &str) -> bool {
+        let seats = lock(&self.server.seats);
+        seats.get(vm).and_then(|seat| seat.channels.as_ref()).is_some_and(|channels| channels.reached)
     }
 
     /// A VM's QEMU has ended.
     pub fn gone(&self, vm: &str) {
-        let zone = lock(&self.server.seats).get(vm).map(|seat| seat.zone.clone());
-        if let Some(zone) = zone {
-            zone.gone(vm);
+        if self.owner() != Some(vm) {
+            let zone = lock(&self.server.seats).get(vm).map(|seat| seat.zone.clone());
+            if let Some(zone) = zone {
+                zone.gone(vm);
+            }
+            return;
         }
+        for (client, seat) in &mut *lock(&self.server.seats) {
+            // From here on it can't write to the zone.
+            seat.zone.gone(vm);
+            if let Some(channels) = &mut seat.channels {
+                channels.reached = false;
+                channels.area.abandon();
+                seat.ring(client);
+            }
+        }
+    }
+
+    /// Clears the channels that an owner's server is done with; called once a second.
+    pub fn tend(&self) {
+        for (client, seat) in &*lock(&self.server.seats) {
+            match seat.channels.as_ref().map(|channels| channels.area.clear_done()) {
+                Some(Ok(true)) => seat.ring(client),
+                Some(Err(e)) => crate::say!("a channel of '{client}' can't be cleared: {e}"),
+                None | Some(Ok(false)) => {}
+            }
+        }
+    }
+
+    /// Has the owner VM, which has just booted, serve its clients.
+    ///
+    /// # Errors
+    /// What its guest lacks.
+    pub fn serve(&self, machine: &Arc<Machine>) -> anyhow::Result<()> {
+        let Runs::In(owner) = &self.runs else { return Ok(()) };
+        let clients: Vec<Client> = lock(&self.server.seats)
+            .iter()
+            .filter(|(_, seat)| seat.channels.as_ref().is_some_and(|channels| channels.reached))
+            .map(|(vm, seat)| {
+                let uuid = seat.zone.uuid();
+                let guest = seat.guest(vm, owner::device(&uuid).into());
+                Client { vm: vm.clone(), uuid, guest }
+            })
+            .collect();
+        if clients.is_empty() {
+            return Ok(());
+        }
+        let refused = owner.serve(&self.server.name, self.server.spec.unconfined, &clients, machine)?;
+        for client in clients.iter().filter(|client| refused.contains(&client.uuid)) {
+            crate::say!(
+                "the VM '{}' can't have the zone of '{}', whose programs have no accelerator until tombolo down && tombolo up",
+                owner.vm(),
+                client.vm
+            );
+        }
+        Ok(())
     }
 
     /// The zones of its VMs.
@@ -193,30 +317,41 @@ done"#;
 
     /// For `ps`.
     pub fn status(&self) -> AccelStatus {
-        let (pid, starts) = self.keeper.process();
-        let link = lock(&self.server.link).clone();
-        let server = link.and_then(look);
-        let tenants = server.as_ref().and_then(|s| s["tenants"].as_array()).cloned().unwrap_or_default();
+        let (pid, starts, server, absence) = match &self.runs {
+            Runs::Here(keeper) => {
+                let (pid, starts) = keeper.process();
+                let link = lock(&self.server.link).clone();
+                (pid, starts, link.and_then(look), None)
+            }
+            Runs::In(owner) => (None, owner.starts(), owner.look(&self.server.name), owner.absence()),
+        };
+        let tenants = server.as_ref().map(|s| s.tenants.as_slice()).unwrap_or_default();
         let vms = lock(&self.server.seats)
             .iter()
             .map(|(vm, seat)| {
                 let via = format!("vm:{vm}");
-                let own: Vec<&Value> = tenants.iter().filter(|t| t["via"] == via.as_str()).collect();
-                let sum = |key: &str| own.iter().filter_map(|t| t[key].as_u64()).sum();
+                let own: Vec<&Tenant> = tenants.iter().filter(|t| t.via == via).collect();
                 AccelVm {
                     vm: vm.clone(),
                     clients: own.len(),
-                    memory: sum("memory"),
-                    objects: sum("objects"),
-                    served: seat.served == Some(true),
+                    memory: own.iter().map(|t| t.memory).sum(),
+                    objects: own.iter().map(|t| t.objects).sum(),
+                    served: match &seat.channels {
+                        Some(channels) => channels.area.is_served(),
+                        None => seat.served == Some(true),
+                    },
                     library: seat.library,
                 }
             })
-            .collect();
+            .collect::<Vec<AccelVm>>();
+        // A guest may answer too late to be listed, and serve all the same.
+        let serving = server.is_some() || self.owner().is_some() && vms.iter().any(|vm| vm.served);
+        let state = if serving { "serving" } else { "starting" };
         AccelStatus {
             name: self.server.name.clone(),
             api: self.server.spec.api,
-            state: if server.is_some() { "serving" } else { "starting" }.into(),
+            state: absence.unwrap_or_else(|| state.into()),
+            owner: self.owner().map(str::to_owned),
             pid,
             starts,
             vms,
@@ -226,16 +361,33 @@ done"#;
 }
 
 impl Part for Accelerator {
-    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
-        vm.accelerators.0.keys()
+    fn used_by<'a>(
+        name: &str,
+        vm: &'a VmSpec,
+        compose: &'a Compose,
+    ) -> impl Iterator<Item = &'a String> + use<'a> {
+        let owned = compose.accel.iter().find(|(_, spec)| spec.vm.as_deref() == Some(name));
+        vm.accelerators.0.keys().chain(owned.map(|(accelerator, _)| accelerator))
     }
 
-    /// Starts the server of accelerator `name` and waits until it serves each of its VMs. `dir` is the project's folder.
+    /// Starts the server of accelerator `name` and waits until it serves each of its VMs; one that a VM owns is started when that has
+    /// booted. `dir` is the project's folder.
     ///
     /// # Errors
     /// When this host has no device for it; the server's own words.
     fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Accelerator> {
         let spec = project.compose.accel.get(name).cloned().unwrap_or_default();
+        if let Some(owner) = spec.vm.clone() {
+            let server = Server {
+                name: name.to_owned(),
+                spec,
+                scratch: None,
+                seats: Mutex::default(),
+                link: Mutex::default(),
+            };
+            server.seat(project)?;
+            return Ok(Accelerator { server: Arc::new(server), runs: Runs::In(Owner::new(&owner)) });
+        }
         devices().with_context(|| format!("accel.{name}"))?;
         let scratch = scratch(&project.file, name);
         // A supervisor that was killed has left it.
@@ -244,7 +396,7 @@ impl Part for Accelerator {
         let server = Arc::new(Server {
             name: name.to_owned(),
             spec,
-            scratch,
+            scratch: Some(scratch),
             seats: Mutex::default(),
             link: Mutex::default(),
         });
@@ -256,9 +408,8 @@ impl Part for Accelerator {
             log: dir.join(format!("{name}.accel")),
         };
         let keeper = Keeper::start(names, server.clone())?;
-        let accelerator = Accelerator { server, keeper };
-        accelerator.keeper.wait_ready()?;
-        Ok(accelerator)
+        keeper.wait_ready()?;
+        Ok(Accelerator { server, runs: Runs::Here(keeper) })
     }
 
     /// Makes places for VMs that the compose file has now and had not before, and waits until they are served.
@@ -266,15 +417,25 @@ impl Part for Accelerator {
     /// # Errors
     /// The server's own words.
     fn extend(&self, project: &Project, _starting: &BTreeSet<&String>) -> anyhow::Result<()> {
-        self.server.seat(project).map_err(|why| self.keeper.failure(&format!("{why:#}")))?;
-        self.keeper.wait_ready()
+        let seated = self.server.seat(project);
+        match &self.runs {
+            Runs::Here(keeper) => {
+                seated.map_err(|why| keeper.failure(&format!("{why:#}")))?;
+                keeper.wait_ready()
+            }
+            Runs::In(_) => seated,
+        }
     }
 }
 
 impl Drop for Accelerator {
     fn drop(&mut self) {
-        self.keeper.stop();
-        remove(&self.server.scratch);
+        if let Runs::Here(keeper) = &self.runs {
+            keeper.stop();
+        }
+        if let Some(scratch) = &self.server.scratch {
+            remove(scratch);
+        }
     }
 }
 
@@ -322,10 +483,16 @@ impl Server {
             let used = used.of(&self.spec);
             let zone = HostZone::for_calls(&self.name, used.zone_bytes())
                 .with_context(|| format!("the zone of vm.{vm} for accel.{}", self.name))?;
-            let mut seat = Seat { zone: Arc::new(zone), used, served: None, library: None };
+            let channels = if self.spec.vm.is_some() {
+                let (channels, window) = used.geometry();
+                Some(Channels { area: zone.prepare_calls(channels, window)?, reached: false })
+            } else {
+                None
+            };
+            let mut seat = Seat { zone: Arc::new(zone), used, served: None, library: None, channels };
             let link = lock(&self.link).clone();
             if let Some(link) = link {
-                ask(&link, &seat.request(vm))?.map_err(anyhow::Error::msg)?;
+                ask::<()>(&link, &seat.request(vm))?.map_err(anyhow::Error::msg)?;
                 seat.served = Some(true);
             }
             // A server that is about to be started is told of it then.
@@ -343,7 +510,10 @@ impl Service for Server {
         let (ours, theirs) = UnixStream::pair()?;
         ours.set_read_timeout(Some(PATIENCE))?;
         let mut command = crate::child::own_program();
-        command.args(["accel", "serve", "--overseen"]).env("TMPDIR", &self.scratch);
+        command.args(["accel", "serve", "--overseen"]);
+        if let Some(scratch) = &self.scratch {
+            command.env("TMPDIR", scratch);
+        }
         if let Some(metrics) = &self.spec.metrics {
             command.args(["--metrics", &metrics.to_string()]);
         }
@@ -363,8 +533,8 @@ impl Service for Server {
         let mut seats = lock(&self.seats);
         let link = Arc::new(Mutex::new(link));
         for (vm, seat) in seats.iter_mut() {
-            match ask(&link, &seat.request(vm))? {
-                Ok(_) => seat.served = Some(true),
+            match ask::<()>(&link, &seat.request(vm))? {
+                Ok(()) => seat.served = Some(true),
                 Err(why) if seat.served.is_some() => {
                     seat.served = Some(false);
                     crate::say!("{why}; its programs have no accelerator until tombolo down && tombolo up");
@@ -394,26 +564,24 @@ mod tests {
 
     /// Seats of the VMs a and b, and what becomes of them when a server refuses a.
     fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
-        let dir = tempfile::tempdir().unwrap();
         let seat = |served| {
             let zone = Arc::new(HostZone::for_calls("cl", 8 << 20).unwrap());
-            Seat { zone, used: AccelUse::default(), served, library: None }
+            Seat { zone, used: AccelUse::default(), served, library: None, channels: None }
         };
         let seats = [("a".to_owned(), seat(before)), ("b".to_owned(), seat(before))];
         let server = Server {
             name: "cl".into(),
             spec: AccelSpec::default(),
-            scratch: dir.path().join("scratch"),
+            scratch: None,
             seats: Mutex::new(seats.into()),
             link: Mutex::default(),
         };
         let (ours, theirs) = UnixStream::pair().unwrap();
         let answering = std::thread::spawn(move || {
             for line in BufReader::new(&theirs).lines().map_while(Result::ok) {
-                let request: Value = serde_json::from_str(&line).unwrap();
-                let answer =
-                    if request["vm"] == "a" { json!({ "error": "no zone" }) } else { json!({ "ok": null }) };
-                writeln!(&theirs, "{answer}").unwrap();
+                let Request::Vm(guest) = serde_json::from_str(&line).unwrap() else { panic!("{line}") };
+                let answer = if guest.vm == "a" { Answer::Error("no zone".into()) } else { Answer::Ok(()) };
+                writeln!(&theirs, "{}", serde_json::to_string(&answer).unwrap()).unwrap();
             }
         });
         let result = server.begin(Peer::new(ours));
@@ -434,5 +602,44 @@ mod tests {
     fn a_zone_that_no_server_could_ever_enter_is_an_error() {
         let (result, _) = refused(None);
         assert_eq!(result.unwrap_err().to_string(), "no zone");
+    }
+
+    /// Of an accelerator that the VM `owner` serves to a and b.
+    fn owned() -> (Accelerator, Project) {
+        let text = "[accel.gpu]\nvm = \"owner\"\nwindow = \"1M\"\nchannels = 1\n[vm.owner]\n[vm.a]\naccelerators = [\"gpu\"]\n\
+                    [vm.b]\naccelerators = [\"gpu\"]\n[vm.c]\n";
+        let project = Project::parse(Path::new("/somewhere/tombolo.toml"), text).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        (Accelerator::start("gpu", &project, dir.path()).unwrap(), project)
+    }
+
+    fn names(invitations: Vec<(String, Invitation)>) -> Vec<String> {
+        invitations.into_iter().map(|(name, _)| name).collect()
+    }
+
+    #[test]
+    fn an_owner_gets_the_zone_of_each_client_and_a_client_its_own() {
+        let (gpu, _) = owned();
+        assert!(!gpu.reaches("a"), "the owner has not been started");
+        assert_eq!(names(gpu.invite("owner").unwrap()), ["gpu.a", "gpu.b"]);
+        assert_eq!(names(gpu.invite("a").unwrap()), ["gpu"]);
+        assert_eq!(names(gpu.invite("c").unwrap()), [""; 0]);
+        let [a, b] = &gpu.zones()[..] else { panic!("two zones") };
+        assert_ne!(a.uuid(), b.uuid());
+        assert_eq!(a.slot("owner").is_some() && a.slot("a").is_some(), b.slot("b").is_none());
+        assert!(gpu.reaches("a") && gpu.reaches("b") && !gpu.reaches("c"));
+        gpu.gone("owner");
+        assert!(!gpu.reaches("a") && a.slot("owner").is_none() && a.slot("a").is_some());
+        let status = gpu.status();
+        assert_eq!((status.owner.as_deref(), status.state.as_str()), (Some("owner"), "'owner' is not up"));
+    }
+
+    #[test]
+    fn an_accelerator_is_there_for_its_owner_before_any_client_is_started() {
+        let (_, project) = owned();
+        let used = |vm: &str| -> Vec<&String> {
+            Accelerator::used_by(vm, &project.compose.vm[vm], &project.compose).collect()
+        };
+        assert_eq!((used("owner").len(), used("a").len(), used("c").len()), (1, 1, 0));
     }
 }

@@ -21,13 +21,11 @@ use crate::compose::{Compose, Project, depends};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// A zone.
     Zone,
     /// A network with its switch.
     Network,
     /// An accelerator with its server.
     Accelerator,
-    /// A VM.
     Vm,
 }
 
@@ -76,48 +74,28 @@ pub enum Action {
         to: String,
     },
     /// A part is stopped that the file does not declare (`--remove-orphans`).
-    Stop {
-        /// Its kind.
-        kind: Kind,
-        /// Its name.
-        name: String,
-    },
+    Stop { kind: Kind, name: String },
     /// A part that no running VM uses is ended and started as the file says now.
     Replace {
-        /// Its kind.
         kind: Kind,
-        /// Its name.
         name: String,
         /// What differs.
         changes: Vec<Change>,
     },
     /// A part is started.
-    Start {
-        /// Its kind.
-        kind: Kind,
-        /// Its name.
-        name: String,
-    },
+    Start { kind: Kind, name: String },
     /// A VM is stopped and started as the file says now.
     Restart {
-        /// The VM.
         name: String,
         /// What differs.
         changes: Vec<Change>,
     },
     /// A part runs as the file says.
-    Keep {
-        /// Its kind.
-        kind: Kind,
-        /// Its name.
-        name: String,
-    },
+    Keep { kind: Kind, name: String },
     /// A part keeps running as it is. The change is applied when these VMs are restarted in one command; an empty list: when the project
     /// is taken down and started again.
     Wait {
-        /// Its kind.
         kind: Kind,
-        /// Its name.
         name: String,
         /// What differs.
         changes: Vec<Change>,
@@ -126,9 +104,7 @@ pub enum Action {
     },
     /// A part keeps running that the file does not declare.
     Orphan {
-        /// Its kind.
         kind: Kind,
-        /// Its name.
         name: String,
         /// Who uses it.
         users: Vec<String>,
@@ -185,11 +161,8 @@ pub struct Side {
     pub project: String,
     /// VMs. A VM that has ended does not run.
     pub vms: Parts,
-    /// Zones.
     pub zones: Parts,
-    /// Networks.
     pub networks: Parts,
-    /// Accelerators.
     pub accelerators: Parts,
     /// Members of running zones that no VM's settings name: zones attached later, processes of the host.
     pub members: BTreeMap<String, BTreeSet<String>>,
@@ -219,6 +192,13 @@ impl Side {
             Kind::Accelerator => &self.accelerators,
             Kind::Vm => &self.vms,
         }
+    }
+
+    /// Whether a VM uses a part, or owns it.
+    fn uses(&self, vm: &str, kind: Kind, name: &str) -> bool {
+        let used = self.vms.get(vm).is_some_and(|settings| settings[kind.key()].get(name).is_some());
+        let owner = self.parts(kind).get(name).filter(|_| kind == Kind::Accelerator).map(|part| &part["vm"]);
+        used || owner.is_some_and(|owner| owner == vm)
     }
 }
 
@@ -268,8 +248,7 @@ pub fn plan(running: &Side, wanted: &Side, wish: &Wish) -> Vec<Action> {
     for kind in [Kind::Zone, Kind::Network, Kind::Accelerator] {
         for (name, settings) in wanted.parts(kind) {
             let users = users(running, &moves, kind, name);
-            let needed =
-                kind == Kind::Zone || moves.started.iter().any(|vm| uses(&wanted.vms[vm], kind, name));
+            let needed = kind == Kind::Zone || moves.started.iter().any(|vm| wanted.uses(vm, kind, name));
             actions.extend(part(kind, name, running.parts(kind).get(name), settings, users, needed));
         }
         for name in running.parts(kind).keys().filter(|name| !wanted.parts(kind).contains_key(*name)) {
@@ -351,14 +330,10 @@ impl Moves {
 
 /// Who uses a running part and goes on running.
 fn users(running: &Side, moves: &Moves, kind: Kind, name: &str) -> Vec<String> {
-    let vms = running.vms.iter().filter(|(_, settings)| uses(settings, kind, name)).map(|(vm, _)| vm);
+    let vms = running.vms.keys().filter(|vm| running.uses(vm, kind, name));
     let members = running.members.get(name).filter(|_| kind == Kind::Zone).into_iter().flatten();
     let users: BTreeSet<&String> = vms.chain(members).filter(|user| !moves.stopped.contains(*user)).collect();
     users.into_iter().cloned().collect()
-}
-
-fn uses(vm: &Value, kind: Kind, name: &str) -> bool {
-    vm[kind.key()].get(name).is_some()
 }
 
 impl Action {

@@ -20,7 +20,6 @@ pub enum Request {
     Up {
         /// The compose file.
         project: Box<Project>,
-        /// What of it.
         wish: Wish,
         /// Wait until the VMs are healthy.
         #[serde(default)]
@@ -30,7 +29,6 @@ pub enum Request {
     Plan {
         /// The compose file.
         project: Box<Project>,
-        /// What of it.
         wish: Wish,
     },
     /// What happened since a time, and what happens from now on.
@@ -49,7 +47,6 @@ pub enum Request {
     Attend,
     /// Run a command in a guest; [`Feed`] lines follow.
     Exec {
-        /// The VM.
         vm: String,
         /// Program and arguments.
         argv: Vec<String>,
@@ -64,28 +61,17 @@ pub enum Request {
         terminal: Option<Terminal>,
     },
     /// The serial console: after `done` the connection is the console itself.
-    Console {
-        /// The VM.
-        vm: String,
-    },
+    Console { vm: String },
     /// Make a running VM a member of a zone.
     ZoneAttach {
-        /// The zone.
         zone: String,
-        /// The VM.
         vm: String,
-        /// Its rights.
         rights: Rights,
         /// Where to mount the zone's file system.
         mount: Option<String>,
     },
     /// End a VM's membership.
-    ZoneDetach {
-        /// The zone.
-        zone: String,
-        /// The VM.
-        vm: String,
-    },
+    ZoneDetach { zone: String, vm: String },
 }
 
 /// What follows an `exec` with input.
@@ -108,9 +94,7 @@ pub enum Event {
     Heard,
     /// A VM has come to a stage.
     Stage {
-        /// The VM.
         vm: String,
-        /// Where it is.
         stage: Stage,
         /// More about it.
         detail: String,
@@ -151,10 +135,8 @@ pub enum Event {
     },
     /// The command's end.
     Exit {
-        /// Its code.
         code: i32,
     },
-    /// It is done.
     Done,
     /// It is not done, and nothing of it is left behind.
     Failed {
@@ -177,22 +159,18 @@ pub enum Stage {
     Booting,
     /// The guest is being set up (mounts).
     Preparing,
-    /// It is up.
     Up,
     /// It was up before.
     AlreadyUp,
     /// It is being stopped.
     Stopping,
-    /// It is stopped.
     Stopped,
-    /// It failed.
     Failed,
 }
 
 /// The answer to `ps`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Status {
-    /// The project.
     pub project: String,
     /// Its compose file.
     pub file: std::path::PathBuf,
@@ -200,13 +178,9 @@ pub struct Status {
     pub supervisor: Option<u32>,
     /// The accelerator and why.
     pub accel: String,
-    /// VMs.
     pub vms: Vec<VmStatus>,
-    /// Zones.
     pub zones: Vec<ZoneStatus>,
-    /// Networks.
     pub networks: Vec<NetStatus>,
-    /// Accelerators.
     pub accelerators: Vec<AccelStatus>,
 }
 
@@ -226,17 +200,15 @@ impl Status {
     }
 }
 
-/// One VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct VmStatus {
-    /// Name.
     pub name: String,
     /// "booting", "up", "rebooting", "stopping", "failed: …" or "ended: …".
     pub state: String,
     /// QEMU's process, while it runs.
     pub pid: Option<u32>,
     /// "kvm" or "tcg".
-    pub accel: crate::qemu::kvm::Accel,
+    pub accel: crate::qemu::Hypervisor,
     /// Virtual CPUs.
     pub cpus: u32,
     /// Memory in bytes.
@@ -276,10 +248,8 @@ pub struct ShareStatus {
     pub state: String,
 }
 
-/// One zone.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ZoneStatus {
-    /// Name.
     pub name: String,
     /// Size in bytes.
     pub size: u64,
@@ -302,7 +272,6 @@ pub struct ZoneStatus {
 /// One network.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct NetStatus {
-    /// Name.
     pub name: String,
     /// Where frames go that are for no VM.
     pub uplink: Option<String>,
@@ -314,16 +283,13 @@ pub struct NetStatus {
     pub starts: u32,
     /// The switch's control socket.
     pub control: std::path::PathBuf,
-    /// Who has a port.
     pub ports: Vec<PortStatus>,
 }
 
 /// One VM in a network.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PortStatus {
-    /// The VM.
     pub vm: String,
-    /// Its MAC.
     pub mac: String,
     /// Its address, where that was chosen here.
     pub address: Option<String>,
@@ -332,29 +298,27 @@ pub struct PortStatus {
     pub address6: Option<String>,
 }
 
-/// One accelerator.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AccelStatus {
-    /// Name.
     pub name: String,
-    /// What programs speak.
     pub api: Api,
-    /// "serving" or "starting".
+    /// "serving", "starting", or that the VM that owns it is not up.
     pub state: String,
-    /// Process of its server; none while that is being started again.
+    /// The VM that owns it and runs its server.
+    #[serde(default)]
+    pub owner: Option<String>,
+    /// Process of its server on this host; none while that is being started again.
     pub pid: Option<u32>,
     /// How often the server was started.
     pub starts: u32,
     /// Who may use it.
     pub vms: Vec<AccelVm>,
     /// What the server itself says, as in `tombolo accel ls`.
-    pub server: Option<serde_json::Value>,
+    pub server: Option<tombolo_control::accel::Listing>,
 }
 
-/// One VM at an accelerator.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AccelVm {
-    /// The VM.
     pub vm: String,
     /// Processes that use it now.
     pub clients: usize,

@@ -26,9 +26,7 @@ pub struct Entry {
     /// When, by the host's clock.
     #[serde(serialize_with = "write_time", deserialize_with = "read_time")]
     pub time: SystemTime,
-    /// Its kind.
     pub kind: Kind,
-    /// Its name.
     pub name: String,
     /// The state: of a VM as in `ps`, of a network and an accelerator "up" or "ended".
     pub state: String,

@@ -15,7 +15,7 @@ use anyhow::Context;
 use rustix::process::Signal;
 
 use crate::child::{Guarded, Handle};
-use crate::compose::{Project, VmSpec};
+use crate::compose::{Compose, Project, VmSpec};
 use crate::project::changes::Kind;
 use crate::project::journal;
 
@@ -53,8 +53,12 @@ pub trait Service: Send + Sync + 'static {
 
 /// What VMs of a project use together, served by a process of its own.
 pub trait Part: Sized {
-    /// Names of those that a VM uses.
-    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String>;
+    /// Names of those that a VM of the project uses, or serves.
+    fn used_by<'a>(
+        name: &str,
+        vm: &'a VmSpec,
+        compose: &'a Compose,
+    ) -> impl Iterator<Item = &'a String> + use<'a, Self>;
 
     /// Starts it, with a place for each of its VMs.
     ///

@@ -8,7 +8,7 @@
 //! - [`control`], [`peer`]: the requests and answers, and the connection over which they go.
 //! - [`zones`]: zones as the supervisor holds them.
 //! - [`network`], [`accelerator`]: the switch of a network and the server of an accelerator, each a child process;
-//!   [`keeper`] keeps such a child running.
+//!   [`keeper`] keeps such a child running; [`owner`]: the server of an accelerator in a VM.
 
 pub mod accelerator;
 pub mod changes;
@@ -16,6 +16,7 @@ pub mod control;
 pub mod journal;
 pub mod keeper;
 pub mod network;
+pub mod owner;
 pub mod peer;
 pub mod preflight;
 pub mod session;

@@ -7,8 +7,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,12 +14,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::process::Signal;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use tombolo_control::net::{Answer, Done, Ports, Request};
+use tombolo_control::socket;
 
 use crate::child::{self, Guarded};
 use crate::compose::network::{self, Lease, NetSpec};
 use crate::compose::ports::{self, Forward, Protocol};
-use crate::compose::{Project, VmSpec};
+use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::agent::Agent;
 use crate::guest::exec;
 use crate::project::changes::{self, Kind};
@@ -163,7 +164,7 @@ impl Network {
     fn wait_ready(&self) -> anyhow::Result<()> {
         let end = Instant::now() + PATIENCE;
         let answer = loop {
-            match self.switch.ask(&json!({ "do": "ports" })) {
+            match self.switch.ask::<Ports>(&Request::Ports) {
                 Ok(answer) => break answer,
                 // It is starting, or has ended: the second start tells.
                 Err(e) if self.keeper.process().1 > 1 || Instant::now() > end => {
@@ -172,8 +173,7 @@ impl Network {
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }
         };
-        let there: Vec<&str> =
-            answer["ports"].as_array().into_iter().flatten().filter_map(|p| p["name"].as_str()).collect();
+        let there: Vec<&str> = answer.ports.iter().map(|p| p.name.as_str()).collect();
         let uplink = self.switch.spec.uplink.as_ref().map(|_| "uplink".to_owned());
         for wanted in self.switch.ports().keys().cloned().chain(uplink) {
             if !there.contains(&wanted.as_str()) {
@@ -201,7 +201,7 @@ impl Network {
 }
 
 impl Part for Network {
-    fn used_by(vm: &VmSpec) -> impl Iterator<Item = &String> {
+    fn used_by<'a>(_: &str, vm: &'a VmSpec, _: &'a Compose) -> impl Iterator<Item = &'a String> + use<'a> {
         vm.networks.0.keys()
     }
 
@@ -244,9 +244,10 @@ impl Part for Network {
         self.switch.write_config()?;
         for NewPort { port, replaces } in new {
             if replaces {
-                self.switch.ask(&json!({ "do": "remove", "name": port["name"] }))?;
+                let name = port["name"].as_str().unwrap_or_default().to_owned();
+                self.switch.ask::<Done>(&Request::Remove { name })?;
             }
-            self.switch.ask(&json!({ "do": "add", "port": port }))?;
+            self.switch.ask::<Done>(&Request::Add { port })?;
         }
         Ok(())
     }
@@ -377,17 +378,11 @@ impl Switch {
         Ok(crate::project::state::write_atomically(&self.config(), toml::to_string(&config)?.as_bytes())?)
     }
 
-    fn ask(&self, request: &Value) -> anyhow::Result<Value> {
-        let mut stream = UnixStream::connect(self.control())?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        writeln!(stream, "{request}")?;
-        let mut line = String::new();
-        BufReader::new(stream).read_line(&mut line)?;
-        let answer: Value = serde_json::from_str(&line).context("the switch's answer")?;
-        match answer["error"].as_str() {
-            Some(error) => Err(anyhow::anyhow!("net.{}: {error}", self.name)),
-            None => Ok(answer),
-        }
+    fn ask<T: DeserializeOwned>(&self, request: &Request<Value, Value>) -> anyhow::Result<T> {
+        let who = ("switch", "it may be starting");
+        let answer = socket::ask::<Answer<T>>(&self.control(), request, Some(PATIENCE), who);
+        let (value, _) = answer.with_context(|| format!("net.{}", self.name))?;
+        Ok(value)
     }
 }
 

@@ -16,7 +16,6 @@ use crate::qemu::version::Qemu;
 /// What the VMs of a plan are started with.
 #[derive(Debug)]
 pub struct Ready {
-    /// The QEMU.
     pub qemu: Arc<Qemu>,
     /// The VMs that the plan starts, with what they boot.
     pub vms: Vec<(String, VmSpec, Option<kit::Boot>)>,

@@ -33,6 +33,7 @@ use turn::Turns;
 mod again;
 mod down;
 mod order;
+mod owners;
 mod plan;
 mod reception;
 mod start;
@@ -187,6 +188,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
                 crate::say!("{e:#}");
             }
         }
+        supervisor.tend_accelerators();
     }
     drop(over);
     journal::close();

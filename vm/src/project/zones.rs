@@ -3,6 +3,7 @@
 //! keeps a slot for each member, holds a member's liveness while its QEMU runs, and declares it dead when that has ended.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -10,6 +11,8 @@ use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context;
+use tombolo_calls::hello::Geometry;
+use tombolo_calls::zone::{Area, RING};
 use tombolo_zone::doorbell::DoorbellServer;
 use tombolo_zone::{AreaConfig, AreaType, Liveness, MemberId, Role, Zone, ZoneConfig};
 
@@ -85,6 +88,29 @@ impl HostZone {
         let zone = Zone::create(&ZoneConfig::new(accelerator, size).areas(vec![calls]))?;
         let spec = ZoneSpec { size: Size(size), backing: Backing::Memfd, files: false };
         HostZone::serve(accelerator, spec, zone)
+    }
+
+    /// Makes the channels of a zone for calls ready for a server in another VM, which nobody is yet.
+    ///
+    /// # Errors
+    /// When there is no memory to map it.
+    pub fn prepare_calls(&self, channels: u32, window: u64) -> anyhow::Result<Area> {
+        let place = self.zone.area(AreaType::Calls, None)?;
+        let memory = File::from(self.zone.as_fd().try_clone_to_owned()?);
+        let geometry = Geometry { ring: RING, window };
+        Ok(Area::prepare(memory, place.offset, place.len, channels, geometry)?)
+    }
+
+    /// Rings a member that has a doorbell.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn ring(&self, member: &str) -> anyhow::Result<()> {
+        let Some(id) = self.lock().get(member).map(|held| held.id) else { return Ok(()) };
+        if let Some(peer) = self.zone.member(id)?.doorbell {
+            self.bells.ring(peer)?;
+        }
+        Ok(())
     }
 
     fn serve(name: &str, spec: ZoneSpec, zone: Zone) -> anyhow::Result<HostZone> {

@@ -5,8 +5,7 @@
 use std::ffi::OsString;
 use std::os::fd::RawFd;
 
-use super::kvm::Accel;
-use super::version::Qemu;
+use super::{Hypervisor, Qemu};
 use crate::compose::VmSpec;
 use crate::guest::kit::Boot;
 use crate::machine::disks::Drive;
@@ -18,7 +17,6 @@ use tombolo_start::layout::Layout;
 const HOTPLUG_ROOM: u64 = 64 << 30;
 /// Interrupt vectors of a doorbell.
 pub const DOORBELL_VECTORS: usize = tombolo_zone::doorbell::VECTORS;
-/// The port of the guest agent.
 pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 
 /// One zone as a VM sees it.
@@ -43,10 +41,9 @@ pub struct Plan<'a> {
     pub name: &'a str,
     /// What the compose file says.
     pub spec: &'a VmSpec,
-    /// The QEMU it is for.
     pub qemu: &'a Qemu,
     /// KVM or TCG.
-    pub accel: Accel,
+    pub accel: Hypervisor,
     /// Kernel and initramfs; `None` boots the disk.
     pub boot: Option<Boot>,
     /// Connected socket for the monitor.
@@ -57,25 +54,11 @@ pub struct Plan<'a> {
     pub agent: RawFd,
     /// How the memory arrives.
     pub memory: Layout,
-    /// Zones.
     pub zones: Vec<ZoneDevice>,
     /// Networks.
     pub nics: &'a [Plug],
     /// Disks, in the guest's order.
     pub drives: &'a [Drive],
-}
-
-/// The accelerator and the CPU that fits it.
-pub fn accel_arguments(accel: Accel, qemu: &Qemu) -> [&'static str; 4] {
-    match accel {
-        Accel::Kvm => ["-accel", "kvm", "-cpu", "host"],
-        // TCG interprets `rep movsb` byte by byte; without erms and fsrm kernels don't choose it. The cmpxchg16b of old
-        // QEMUs damages the flags, of which 6.12 kernels die.
-        Accel::Tcg if qemu.version < (8, 0, 0) => {
-            ["-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm,-cx16"]
-        }
-        Accel::Tcg => ["-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm"],
-    }
 }
 
 /// The arguments, without the program.
@@ -90,10 +73,10 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     };
     add("-name", format!("guest=tombolo-{},debug-threads=on", plan.name));
     add("-machine", "q35,usb=off,vmport=off,memory-backend=ram".into());
-    let [accel, accel_value, cpu, cpu_value] = accel_arguments(plan.accel, plan.qemu);
+    let [accel, accel_value, cpu, cpu_value] = plan.accel.arguments(plan.qemu);
     add(accel, accel_value.into());
     add(cpu, cpu_value.into());
-    add("-smp", processors(spec.cpus, plan.accel));
+    add("-smp", plan.accel.processors(spec.cpus));
     // The room for zones must be known at start; it costs address space only.
     let most = (memory + grown + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
     add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
@@ -164,11 +147,7 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
             cmdline.push(' ');
             cmdline.push_str(tombolo_start::guest::KERNEL_ARGUMENTS);
         }
-        if plan.accel == Accel::Tcg {
-            // On a loaded host an emulated timer comes too late for the kernel's check of it, which ends in a panic. A kernel that trusts the
-            // TSC changes the code of its tick late in its boot, which QEMU 7.2 gets wrong now and then when another CPU ticks.
-            cmdline.push_str(" no_timer_check tsc=unstable");
-        }
+        cmdline.push_str(plan.accel.kernel_arguments());
         if let Some(more) = &spec.cmdline {
             cmdline.push(' ');
             cmdline.push_str(more);
@@ -184,11 +163,6 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     args
 }
 
-/// With one possible CPU, TCG makes no guest's atomics atomic towards other guests.
-fn processors(count: u32, accel: Accel) -> String {
-    if accel == Accel::Tcg && count < 2 { format!("{count},maxcpus=2") } else { count.to_string() }
-}
-
 /// A port of a switch: QEMU connects again by itself when the switch has been away.
 fn nic_arguments(n: usize, plug: &Plug, plan: &Plan<'_>) -> [(&'static str, String); 3] {
     let path = plug.socket.to_string_lossy().replace(',', ",,");
@@ -196,7 +170,7 @@ fn nic_arguments(n: usize, plug: &Plug, plan: &Plan<'_>) -> [(&'static str, Stri
     let (mac, queues, mtu) = (plug.lease.mac, plug.queues, plug.mtu);
     // A vector for each queue, one for changes and one for the control queue. Old QEMUs crash under TCG when a guest masks
     // a vector of a vhost-user device, so their guests get none and use the pin.
-    let old = plan.accel == Accel::Tcg && plan.qemu.version < (9, 0, 0);
+    let old = plan.accel == Hypervisor::Tcg && plan.qemu.version < (9, 0, 0);
     let vectors = if old { 0 } else { 2 * queues + 2 };
     let multiqueue = if queues > 1 { ",mq=on" } else { "" };
     [
@@ -235,11 +209,11 @@ mod tests {
     use super::*;
     use std::path::PathBuf;
 
-    fn line(spec: &str, accel: Accel, zones: Vec<ZoneDevice>) -> String {
+    fn line(spec: &str, accel: Hypervisor, zones: Vec<ZoneDevice>) -> String {
         line_of((10, 0, 2), spec, accel, zones)
     }
 
-    fn line_of(version: (u32, u32, u32), spec: &str, accel: Accel, zones: Vec<ZoneDevice>) -> String {
+    fn line_of(version: (u32, u32, u32), spec: &str, accel: Hypervisor, zones: Vec<ZoneDevice>) -> String {
         let spec: VmSpec = toml::from_str(spec).unwrap();
         let boot = (spec.disk.is_none() || spec.kernel.is_some())
             .then(|| Boot { kernel: "/k".into(), initrd: Some("/i".into()) });
@@ -267,15 +241,15 @@ mod tests {
 
     #[test]
     fn memory_is_shared_where_another_process_may_map_it() {
-        let own = line("memory = \"1G\"\nqemu_args = [\"-S\"]", Accel::Tcg, vec![]);
+        let own = line("memory = \"1G\"\nqemu_args = [\"-S\"]", Hypervisor::Tcg, vec![]);
         assert!(own.contains("memory-backend-memfd,id=ram,size=1024M,share=on"), "{own}");
-        let alone = line("memory = \"1G\"", Accel::Tcg, vec![]);
+        let alone = line("memory = \"1G\"", Hypervisor::Tcg, vec![]);
         assert!(alone.contains("memory-backend-ram,id=ram,size=1024M "), "{alone}");
     }
 
     #[test]
     fn a_plain_vm_has_two_cpus_its_kernel_and_nothing_with_a_name_in_the_file_system() {
-        let line = line("", Accel::Tcg, vec![]);
+        let line = line("", Hypervisor::Tcg, vec![]);
         for part in [
             "-accel tcg,thread=multi -cpu max,-erms,-fsrm -smp 2 -m size=512M,maxmem=66560M",
             "socket,id=monitor,fd=7",
@@ -292,7 +266,7 @@ mod tests {
 
     #[test]
     fn a_vm_with_a_device_has_a_part_of_its_memory_at_start_and_the_rest_to_grow() {
-        let line = line("memory = \"4G\"\ndevices = [\"01:00.0\"]", Accel::Kvm, vec![]);
+        let line = line("memory = \"4G\"\ndevices = [\"01:00.0\"]", Hypervisor::Kvm, vec![]);
         for part in [
             "-m size=512M,maxmem=69632M",
             "memory-backend-ram,id=vmem0-memory,size=3758096384,reserve=off",
@@ -305,24 +279,12 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_with_one_cpu_keeps_its_atomics_under_emulation() {
-        assert!(line("cpus = 1", Accel::Tcg, vec![]).contains("-smp 1,maxcpus=2 "));
-        assert!(line("cpus = 1", Accel::Kvm, vec![]).contains("-smp 1 "));
-    }
-
-    #[test]
-    fn an_old_emulator_does_not_offer_the_instruction_that_it_gets_wrong() {
-        assert!(line_of((7, 2, 22), "", Accel::Tcg, vec![]).contains("-cpu max,-erms,-fsrm,-cx16 "));
-        assert!(!line_of((7, 2, 22), "", Accel::Kvm, vec![]).contains("cx16"));
-    }
-
-    #[test]
     fn a_zone_is_a_pmem_device_and_a_doorbell() {
         let zone =
             ZoneDevice { name: "z".into(), memory: 11, size: 64 << 20, read_only: false, doorbell: 12 };
         let line = line(
             "",
-            Accel::Kvm,
+            Hypervisor::Kvm,
             vec![zone.clone(), ZoneDevice { name: "r".into(), read_only: true, ..zone }],
         );
         assert!(line.contains("-accel kvm -cpu host"));
@@ -371,10 +333,10 @@ mod tests {
             let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
             args.join(" ")
         };
-        let new = of((10, 0, 2), Accel::Kvm, 2);
+        let new = of((10, 0, 2), Hypervisor::Kvm, 2);
         assert!(new.contains("socket,id=port0,path=/x,,y,reconnect-ms=200 -netdev vhost-user,id=net0,chardev=port0,queues=2"), "{new}");
         assert!(new.contains("mac=02:00:00:00:00:01,host_mtu=1500,romfile=,vectors=6,mq=on"), "{new}");
-        let old = of((7, 2, 22), Accel::Tcg, 1);
+        let old = of((7, 2, 22), Hypervisor::Tcg, 1);
         assert!(old.contains("reconnect=1 ") && old.contains("romfile=,vectors=0 "), "{old}");
     }
 
@@ -384,12 +346,12 @@ mod tests {
         let disk: PathBuf = dir.path().join("a,b.img");
         std::fs::write(&disk, b"QFI\xfb rest").unwrap();
         let spec = format!("disk = \"{}\"\nsnapshot = true\nqemu_args = [\"-S\"]", disk.display());
-        let line = line(&spec, Accel::Tcg, vec![]);
+        let line = line(&spec, Hypervisor::Tcg, vec![]);
         assert!(line.contains("a,,b.img,if=none,id=disk,format=qcow2,snapshot=on"), "{line}");
         assert!(line.contains("virtio-blk-pci,drive=disk,bootindex=0 "), "{line}");
         assert!(line.ends_with("-S") && !line.contains("-kernel"));
         // QEMU refuses a second 'first': the kernel is.
-        let both = self::line(&format!("kernel = \"/k\"\n{spec}"), Accel::Tcg, vec![]);
+        let both = self::line(&format!("kernel = \"/k\"\n{spec}"), Hypervisor::Tcg, vec![]);
         assert!(both.contains("-kernel /k") && !both.contains("bootindex"), "{both}");
         std::fs::write(&disk, b"no").unwrap();
         assert_eq!(crate::compose::disks::Format::of(&disk).name(), "raw");

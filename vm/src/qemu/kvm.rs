@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Does KVM really run stock kernels here? Found out by running a tiny guest ([`super::tiny`]) with a time limit, since on
+//! Does KVM really run stock kernels here? Found out by running a tiny guest ([`tiny`]) with a time limit, since on
 //! some hosts the device opens and no stock kernel boots. The answer is kept until the host boots again.
 
 use std::io::{BufRead, BufReader, Read};
@@ -10,29 +10,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::tiny;
-use super::version::Qemu;
+use super::{Hypervisor, Qemu, tiny};
 use crate::child;
-
-/// What a VM runs under.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Accel {
-    /// The host's CPU.
-    Kvm,
-    /// QEMU's emulation.
-    Tcg,
-}
-
-impl Accel {
-    /// "KVM" or "TCG".
-    pub fn name(self) -> &'static str {
-        match self {
-            Accel::Kvm => "KVM",
-            Accel::Tcg => "TCG",
-        }
-    }
-}
 
 /// The answer, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,8 +24,8 @@ pub struct Verdict {
 
 impl Verdict {
     /// What VMs run under, given the answer.
-    pub fn accel(&self) -> Accel {
-        if self.works { Accel::Kvm } else { Accel::Tcg }
+    pub fn accel(&self) -> Hypervisor {
+        if self.works { Hypervisor::Kvm } else { Hypervisor::Tcg }
     }
 }
 
@@ -74,7 +53,7 @@ pub fn verdict(qemu: &Qemu, kernel: Option<&Path>, limit: Duration, announce: im
         return known;
     }
     announce();
-    let verdict = try_guest(qemu, kernel, Accel::Kvm, limit);
+    let verdict = try_guest(qemu, kernel, Hypervisor::Kvm, limit);
     if let (Some(cache), Ok(json)) = (&cache, serde_json::to_vec(&verdict)) {
         // A host where the answer can't be kept asks again.
         if let Err(e) = crate::project::state::write_atomically(cache, &json) {
@@ -111,14 +90,14 @@ fn cache_file(qemu: &Qemu, kernel: &Path) -> Option<PathBuf> {
 }
 
 /// Runs the tiny guest with `kernel` under `accel` for at most `limit`.
-pub fn try_guest(qemu: &Qemu, kernel: &Path, accel: Accel, limit: Duration) -> Verdict {
+pub fn try_guest(qemu: &Qemu, kernel: &Path, accel: Hypervisor, limit: Duration) -> Verdict {
     match run(qemu, kernel, accel, limit) {
         Ok(verdict) => verdict,
         Err(e) => Verdict { works: false, why: format!("a tiny guest could not be tried: {e:#}") },
     }
 }
 
-fn run(qemu: &Qemu, kernel: &Path, accel: Accel, limit: Duration) -> anyhow::Result<Verdict> {
+fn run(qemu: &Qemu, kernel: &Path, accel: Hypervisor, limit: Duration) -> anyhow::Result<Verdict> {
     let initramfs = child::memory_file("tombolo-probe", &tiny::initramfs())?;
     let mut command = std::process::Command::new(&qemu.program);
     command
@@ -128,7 +107,7 @@ fn run(qemu: &Qemu, kernel: &Path, accel: Accel, limit: Duration) -> anyhow::Res
         .arg(kernel)
         .arg("-initrd")
         .arg(child::inherited_path(&initramfs))
-        .args(super::cmdline::accel_arguments(accel, qemu))
+        .args(accel.arguments(qemu))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
@@ -177,7 +156,7 @@ fn run(qemu: &Qemu, kernel: &Path, accel: Accel, limit: Duration) -> anyhow::Res
     Ok(verdict)
 }
 
-fn no(accel: Accel, what: &str) -> Verdict {
+fn no(accel: Hypervisor, what: &str) -> Verdict {
     let pvm = Path::new("/sys/module/kvm_pvm").exists();
     let hint = if pvm { "; this host's KVM is PVM, which runs no stock kernels" } else { "" };
     Verdict { works: false, why: format!("a tiny guest did not run under {}: {what}{hint}", accel.name()) }
@@ -203,13 +182,13 @@ mod tests {
     fn a_missing_device_is_a_reason_and_needs_no_guest() {
         let no = refusal(Path::new("/nonexistent/kvm")).unwrap();
         assert!(!no.works && no.why.contains("does not exist"));
-        assert_eq!(no.accel(), Accel::Tcg);
+        assert_eq!(no.accel(), Hypervisor::Tcg);
     }
 
     #[test]
     fn a_program_that_is_no_hypervisor_is_no_reason_to_use_kvm() {
         let qemu = Qemu { program: "/bin/false".into(), version: (7, 2, 0) };
-        let verdict = try_guest(&qemu, Path::new("/nonexistent"), Accel::Kvm, Duration::from_secs(60));
+        let verdict = try_guest(&qemu, Path::new("/nonexistent"), Hypervisor::Kvm, Duration::from_secs(60));
         assert!(!verdict.works && verdict.why.contains("QEMU ended"), "{verdict:?}");
     }
 }

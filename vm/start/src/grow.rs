@@ -457,7 +457,7 @@ mod tests {
     }
 
     impl Monitor for Guest {
-        fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, MonitorError> {
+        fn execute(&mut self, command: &'static str, arguments: Value) -> Result<Value, MonitorError> {
             match command {
                 "query-memory-devices" => {
                     Ok(json!([{"type": "virtio-mem", "data": {"id": "vmem0", "size": self.size,

@@ -23,6 +23,8 @@
 //! - [`libvirt`]: the same for existing domains.
 //! - [`cli`]: `tombolo start blame`, `tombolo grow`.
 
+#![deny(missing_docs)]
+
 pub mod ahead;
 pub mod check;
 pub mod cli;

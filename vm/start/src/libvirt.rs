@@ -74,7 +74,7 @@ impl Virsh {
 }
 
 impl Monitor for Virsh {
-    fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, MonitorError> {
+    fn execute(&mut self, command: &'static str, arguments: Value) -> Result<Value, MonitorError> {
         let line = json!({"execute": command, "arguments": arguments}).to_string();
         let text = self.call(&["qemu-monitor-command", &self.domain, &line])?;
         let mut answer: Value =

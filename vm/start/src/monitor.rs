@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The narrow view of QMP that growing needs, and a client for QEMU's own socket.
+//! The narrow view of QEMU's monitor that growing memory needs, and that view of a monitor's socket.
 
-use std::collections::VecDeque;
-use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use thiserror::Error;
+use tombolo_qemu::qmp::{self, Qmp};
 
 /// Why a monitor did not answer as wished.
 #[derive(Debug, Error)]
@@ -32,14 +32,15 @@ pub enum MonitorError {
     Transport(String),
 }
 
-impl From<io::Error> for MonitorError {
-    fn from(error: io::Error) -> Self {
-        match error.kind() {
-            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::UnexpectedEof => {
-                Self::Gone
+impl From<qmp::Error> for MonitorError {
+    fn from(error: qmp::Error) -> Self {
+        match error {
+            qmp::Error::Ended => Self::Gone,
+            qmp::Error::Silent { .. } | qmp::Error::Behind { .. } => Self::Late,
+            qmp::Error::Refused { command, message } => {
+                Self::Refused { command: command.into(), reason: message }
             }
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Late,
-            _ => Self::Transport(error.to_string()),
+            other => Self::Transport(other.to_string()),
         }
     }
 }
@@ -47,7 +48,7 @@ impl From<io::Error> for MonitorError {
 /// A QMP monitor of one VM.
 pub trait Monitor {
     /// Runs a command and returns its result.
-    fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, MonitorError>;
+    fn execute(&mut self, command: &'static str, arguments: Value) -> Result<Value, MonitorError>;
     /// Waits until something happened in the VM or the time is over; which does not matter, the caller looks again.
     fn wait(&mut self, longest: Duration) -> Result<(), MonitorError>;
     /// How long the guest's user space has been there, where that is known: its drivers are loaded then.
@@ -96,93 +97,64 @@ pub fn driver_runs(monitor: &mut dyn Monitor, id: &str) -> Option<bool> {
     Some(words.iter().filter_map(Value::as_str).any(|word| word.starts_with("VIRTIO_CONFIG_S_DRIVER_OK")))
 }
 
-/// A client of a QMP socket.
+/// A monitor at a socket of QEMU's.
+#[derive(Debug)]
 pub struct Socket {
-    reader: BufReader<UnixStream>,
-    line: Vec<u8>,
-    events: VecDeque<Value>,
+    qmp: Qmp,
+    /// One message per event; the channel ends with the connection.
+    events: Receiver<()>,
+    limit: Duration,
 }
 
 impl Socket {
-    /// Connects and leaves the negotiation mode. `patience` bounds the answer to every command from now on.
-    pub fn connect(path: &Path, patience: Duration) -> Result<Self, MonitorError> {
+    /// Connects and leaves the negotiation mode. `limit` bounds the greeting and the reply to every command.
+    ///
+    /// # Errors
+    /// Nothing listens at `path`, or it is no QEMU.
+    pub fn connect(path: &Path, limit: Duration) -> Result<Self, MonitorError> {
         let stream = UnixStream::connect(path)
             .map_err(|e| MonitorError::Transport(format!("connecting to {}: {e}", path.display())))?;
-        Self::over(stream, patience)
+        Self::over(stream, limit)
     }
 
-    /// The same over a connection that is there.
-    pub fn over(stream: UnixStream, patience: Duration) -> Result<Self, MonitorError> {
-        stream.set_read_timeout(Some(patience))?;
-        let mut socket = Self { reader: BufReader::new(stream), line: Vec::new(), events: VecDeque::new() };
-        socket.read()?;
-        socket.execute("qmp_capabilities", json!({}))?;
-        Ok(socket)
-    }
-
-    /// Events that came so far, oldest first.
-    pub fn take_events(&mut self) -> Vec<Value> {
-        self.events.drain(..).collect()
-    }
-
-    fn read(&mut self) -> Result<Value, MonitorError> {
-        // A line that a time-out cut in two goes on here.
-        if self.reader.read_until(b'\n', &mut self.line)? == 0 {
-            return Err(MonitorError::Gone);
-        }
-        let value = serde_json::from_slice(&self.line).map_err(|e| MonitorError::Transport(e.to_string()));
-        self.line.clear();
-        value
-    }
-
-    /// At most this many events are kept; older ones are dropped.
-    const KEPT: usize = 1024;
-
-    fn keep(&mut self, event: Value) {
-        if self.events.len() == Self::KEPT {
-            self.events.pop_front();
-        }
-        self.events.push_back(event);
+    /// As [`Socket::connect`], over a connected stream.
+    ///
+    /// # Errors
+    /// See [`Socket::connect`].
+    pub fn over(stream: UnixStream, limit: Duration) -> Result<Self, MonitorError> {
+        let (sender, events) = channel();
+        let mut sender = Some(sender);
+        let qmp = Qmp::connect_within(stream, limit, move |name, _| {
+            // The empty name stands for the connection's end.
+            let received = sender.as_ref().is_some_and(|s| !name.is_empty() && s.send(()).is_ok());
+            if !received {
+                sender = None;
+            }
+        })?;
+        Ok(Self { qmp, events, limit })
     }
 }
 
 impl Monitor for Socket {
-    fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, MonitorError> {
-        let line = json!({"execute": command, "arguments": arguments}).to_string() + "\n";
-        self.reader.get_mut().write_all(line.as_bytes())?;
-        loop {
-            let mut answer = self.read()?;
-            if let Some(result) = answer.get_mut("return") {
-                return Ok(result.take());
-            }
-            if let Some(reason) = answer["error"]["desc"].as_str() {
-                return Err(MonitorError::Refused { command: command.into(), reason: reason.into() });
-            }
-            self.keep(answer);
-        }
+    fn execute(&mut self, command: &'static str, arguments: Value) -> Result<Value, MonitorError> {
+        Ok(self.qmp.execute_value_within(command, &arguments, self.limit)?)
     }
 
     fn wait(&mut self, longest: Duration) -> Result<(), MonitorError> {
-        let before = self.reader.get_ref().read_timeout()?;
-        self.reader.get_ref().set_read_timeout(Some(longest.max(Duration::from_millis(1))))?;
-        let result = match self.read() {
-            Ok(event) => {
-                self.keep(event);
-                Ok(())
-            }
-            Err(MonitorError::Late) => Ok(()),
-            Err(error) => Err(error),
-        };
-        self.reader.get_ref().set_read_timeout(before)?;
-        result
+        match self.events.recv_timeout(longest) {
+            Ok(()) | Err(RecvTimeoutError::Timeout) => Ok(()),
+            Err(RecvTimeoutError::Disconnected) => Err(MonitorError::Gone),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{BufRead, BufReader, Write};
     use std::os::unix::net::UnixListener;
 
+    /// A QEMU that replies to each command with the next of `answers`, in which ID stands for the command's id; then it ends.
     fn server(answers: Vec<&'static str>) -> (tempfile::TempDir, std::path::PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("qmp");
@@ -191,27 +163,29 @@ mod tests {
             let (stream, _) = listener.accept().unwrap();
             let mut reader = BufReader::new(stream);
             reader.get_mut().write_all(b"{\"QMP\": {}}\n").unwrap();
-            for answer in answers {
+            for answer in ["{\"return\": {}, \"id\": ID}"].iter().chain(&answers) {
                 let mut line = String::new();
                 reader.read_line(&mut line).unwrap();
-                reader.get_mut().write_all(answer.as_bytes()).unwrap();
+                let id = serde_json::from_str::<Value>(&line).unwrap()["id"].to_string();
+                writeln!(reader.get_mut(), "{}", answer.replace("ID", &id)).unwrap();
             }
         });
         (folder, path)
     }
 
     #[test]
-    fn events_between_command_and_answer_are_kept_for_later() {
-        let (_folder, path) = server(vec!["{\"return\": {}}\n", "{\"event\": \"RESET\"}\n{\"return\": 5}\n"]);
+    fn an_event_before_the_reply_ends_the_next_wait_and_qemus_end_every_wait() {
+        let (_folder, path) = server(vec!["{\"event\": \"RESET\"}\n{\"return\": 5, \"id\": ID}"]);
         let mut socket = Socket::connect(&path, Duration::from_secs(10)).unwrap();
         assert_eq!(socket.execute("x", json!({})).unwrap(), json!(5));
-        assert_eq!(socket.take_events(), vec![json!({"event": "RESET"})]);
+        socket.wait(Duration::from_secs(3600)).unwrap();
+        assert!(matches!(socket.wait(Duration::from_secs(3600)), Err(MonitorError::Gone)));
         assert!(matches!(socket.execute("x", json!({})), Err(MonitorError::Gone)));
     }
 
     #[test]
     fn an_error_names_the_command_and_the_reason() {
-        let (_folder, path) = server(vec!["{\"return\": {}}\n", "{\"error\": {\"desc\": \"no\"}}\n"]);
+        let (_folder, path) = server(vec!["{\"error\": {\"desc\": \"no\"}, \"id\": ID}"]);
         let mut socket = Socket::connect(&path, Duration::from_secs(10)).unwrap();
         assert_eq!(socket.execute("stop", json!({})).unwrap_err().to_string(), "QEMU refused stop: no");
     }

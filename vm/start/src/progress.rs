@@ -6,6 +6,7 @@ use std::io;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use tombolo_metrics::text::{Kind, Text};
 
 /// What growing does now, or how it ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -85,33 +86,33 @@ impl Progress {
 
 /// The figures of growing VMs, by name, in Prometheus' text format.
 pub fn prometheus(vms: &[(&str, &Progress)]) -> String {
-    type Values = fn(&Progress) -> Vec<(&'static str, f64)>;
-    #[expect(clippy::cast_precision_loss, reason = "Prometheus has no other numbers")]
-    let metrics: [(&str, &str, Values); 5] = [
-        ("memory_bytes", "gauge", |p| {
-            let state = |name, bytes: u64| (name, bytes as f64);
-            vec![
-                state(",state=\"present\"", p.present),
-                state(",state=\"prepared\"", p.prepared),
-                state(",state=\"total\"", p.total),
-            ]
-        }),
-        ("rate_bytes_per_second", "gauge", |p| vec![("", p.rate.round())]),
-        ("complete", "gauge", |p| vec![("", f64::from(u8::from(p.phase == Phase::Complete)))]),
-        ("failed", "gauge", |p| vec![("", f64::from(u8::from(matches!(p.phase, Phase::Failed(_)))))]),
-        ("guest_restarts_total", "counter", |p| vec![("", f64::from(p.restarts))]),
-    ];
-    let mut text = String::new();
-    for (name, kind, values) in metrics {
-        text += &format!("# TYPE tombolo_start_{name} {kind}\n");
-        for (vm, progress) in vms {
-            let vm: String = vm.chars().filter(|c| !c.is_control() && !['"', '\\'].contains(c)).collect();
-            for (label, value) in values(progress) {
-                text += &format!("tombolo_start_{name}{{vm=\"{vm}\"{label}}} {value}\n");
-            }
+    let mut text = Text::new("tombolo_start_");
+    let mut memory = text.family("memory_bytes", Kind::Gauge, "Memory of a VM, by how far it has come.");
+    for (vm, p) in vms {
+        for (state, bytes) in [("present", p.present), ("prepared", p.prepared), ("total", p.total)] {
+            memory.sample(&[("vm", vm), ("state", state)], bytes);
         }
     }
-    text
+    type Value = fn(&Progress) -> f64;
+    let families: [(&str, Kind, &str, Value); 4] = [
+        ("rate_bytes_per_second", Kind::Gauge, "Memory that the guest takes per second.", |p| p.rate.round()),
+        ("complete", Kind::Gauge, "1 if the guest has all of its memory.", |p| {
+            f64::from(u8::from(p.phase == Phase::Complete))
+        }),
+        ("failed", Kind::Gauge, "1 if the guest has stopped taking memory.", |p| {
+            f64::from(u8::from(matches!(p.phase, Phase::Failed(_))))
+        }),
+        ("guest_restarts_total", Kind::Counter, "Reboots of the guest while its memory grew.", |p| {
+            f64::from(p.restarts)
+        }),
+    ];
+    for (name, kind, help, value) in families {
+        let mut family = text.family(name, kind, help);
+        for (vm, progress) in vms {
+            family.sample(&[("vm", vm)], value(progress));
+        }
+    }
+    text.finish()
 }
 
 #[cfg(test)]
@@ -143,8 +144,8 @@ mod tests {
         assert!(failed.line().contains("and no more: no memory"));
         let figures = prometheus(&[("a\"b", &failed), ("c", &half())]);
         for line in [
-            "tombolo_start_complete{vm=\"ab\"} 0",
-            "tombolo_start_failed{vm=\"ab\"} 1",
+            r#"tombolo_start_complete{vm="a\"b"} 0"#,
+            r#"tombolo_start_failed{vm="a\"b"} 1"#,
             "tombolo_start_failed{vm=\"c\"} 0",
             "tombolo_start_memory_bytes{vm=\"c\",state=\"total\"} 4294967296",
         ] {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A host process's own doorbell: what QEMU's device is to a VM.
+//! The doorbell of a host process, which does what QEMU's ivshmem device does for a VM.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::{entrance, wire};
+use super::{host, wire};
 use crate::format::TMB_DOORBELL_MAGIC;
 use crate::mem::SharedMem;
 use crate::{Error, MemberId, Result, Zone};
@@ -22,12 +22,12 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 
 type Peers = Arc<Mutex<BTreeMap<u16, OwnedFd>>>;
 
-/// What a bell's thread hears.
+/// What wakes a bell's thread.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Heard {
     /// One or more rings.
     Rung,
-    /// A peer came or went.
+    /// A peer connected or disconnected.
     Peers,
 }
 
@@ -50,13 +50,13 @@ impl Bell {
         Self::over(stream, on_ring)
     }
 
-    /// A doorbell for a member of the host's, from whoever serves the zone's. `None`: nobody does. `on_ring` as for [`Bell::connect`].
+    /// A doorbell for a member of the host, from the zone's doorbell server. `None`: the zone has none. `on_ring` as for [`Bell::connect`].
     pub fn enter(
         zone: &Zone,
         member: MemberId,
         on_ring: impl FnMut() + Send + 'static,
     ) -> Result<Option<Bell>> {
-        let stream = entrance::enter(zone.uuid(), member)?;
+        let stream = host::connect(zone.uuid(), member)?;
         stream.map(|stream| Self::over(stream, on_ring)).transpose()
     }
 
@@ -66,7 +66,7 @@ impl Bell {
         member: MemberId,
         mut look: impl FnMut() + Send + 'static,
     ) -> Result<Option<Bell>> {
-        let stream = entrance::enter(zone.uuid(), member)?;
+        let stream = host::connect(zone.uuid(), member)?;
         stream.map(|stream| Self::hearing(stream, move |_| look())).transpose()
     }
 

@@ -10,10 +10,10 @@
 //! - [`mod@server`]: the server, [`DoorbellServer`].
 //! - [`mod@client`]: [`Bell`], a host process's own doorbell.
 //! - [`mod@process`]: who is at the other end of a connection.
-//! - `entrance`: where host processes other than the owner connect.
+//! - `host`: the socket at which host processes other than the owner connect.
 
 pub mod client;
-mod entrance;
+mod host;
 pub mod process;
 pub mod server;
 pub mod wire;

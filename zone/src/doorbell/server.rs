@@ -2,8 +2,8 @@
 //! The server: one thread, non-blocking, bounded.
 //!
 //! The thread polls the listeners (one per member, one for all processes of the host), the connections and a channel of commands from [`DoorbellServer`]. A member
-//! has at most one connection; a second is closed at once. Clients have nothing to say: whoever sends a byte is dropped.
-//! What a client doesn't read is kept for it up to a limit, beyond which it is dropped.
+//! has at most one connection; a second one is closed at once. The protocol has no messages from clients: a client that sends a byte is
+//! disconnected. The server queues messages for a client that doesn't read, up to a limit; beyond it the client is disconnected.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use super::client::Bell;
 use super::process::Process;
-use super::{VECTORS, entrance, wire};
+use super::{VECTORS, host, wire};
 use crate::door::Door;
 use crate::{Error, MemberId, Result, Role, Zone};
 
@@ -26,37 +26,37 @@ use crate::{Error, MemberId, Result, Role, Zone};
 const MAX_BACKLOG: usize = 1024;
 /// Connections that one call of [`DoorbellServer::listen`] is good for: peer ids are not used twice, and there are 65536.
 const MAX_CONNECTIONS: u32 = 256;
-/// Processes at the host's entrance that have not said who they are.
-const MAX_STRANGERS: usize = 16;
+/// Connected processes of the host that have not sent their member number yet.
+const MAX_UNNAMED: usize = 16;
 
-/// How long nobody is accepted after an accept that failed, for want of descriptors say: the caller is still there, and would be met at
-/// once again.
+/// How long the server accepts no connection after an accept failed, for want of descriptors for example: the connection still waits, so
+/// the next accept would fail at once.
 const RECOVERY: Duration = Duration::from_millis(200);
 
-/// What the owner is told.
+/// What the server reports to the zone's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A member's doorbell is connected; its slot says so already.
+    /// A member's doorbell is connected; the member's slot has the peer id already.
     Joined {
-        /// Who.
+        /// The member.
         member: MemberId,
         /// Its ivshmem peer id.
         peer: u16,
         /// Who connected to the member's socket. `None`: the owner connected it ([`DoorbellServer::connect`]), or the kernel can't tell.
         process: Option<Process>,
     },
-    /// A member's doorbell is gone: its QEMU ended, or was unplugged from it. Its slot says so.
+    /// A member's doorbell is gone: its QEMU ended, or the device was unplugged. The member's slot has no peer id any more.
     Left {
-        /// Who.
+        /// The member.
         member: MemberId,
-        /// The peer id it had, which won't come back.
+        /// The peer id that it had. Peer ids are not used twice.
         peer: u16,
         /// Why: closed, sent garbage, did not read …
         why: String,
     },
     /// A connection was refused.
     Refused {
-        /// Whose socket it came to; `None`: the one for processes of the host.
+        /// The member whose socket it was; `None`: the socket for processes of the host.
         member: Option<MemberId>,
         /// Why.
         why: String,
@@ -88,8 +88,8 @@ impl DoorbellServer {
         let wake = Arc::new(wire::eventfd()?);
         let bells = Bells::default();
         let work = Work {
-            hosts: entrance::listen(zone.uuid())?,
-            strangers: VecDeque::new(),
+            hosts: host::listen(zone.uuid())?,
+            unnamed: VecDeque::new(),
             zone,
             commands: command_receiver,
             events,
@@ -198,8 +198,8 @@ struct Client {
 struct Work {
     zone: Arc<Zone>,
     hosts: Door,
-    /// Processes of the host that have not said yet who they are.
-    strangers: VecDeque<UnixStream>,
+    /// Processes of the host that have not sent their member number yet.
+    unnamed: VecDeque<UnixStream>,
     commands: Receiver<Command>,
     events: Sender<Event>,
     wake: Arc<OwnedFd>,
@@ -207,7 +207,7 @@ struct Work {
     listeners: BTreeMap<MemberId, Listening>,
     clients: BTreeMap<u16, Client>,
     next_peer: Option<u16>,
-    /// Nobody is accepted before.
+    /// No connection is accepted before this time.
     closed_until: Option<Instant>,
 }
 
@@ -261,18 +261,18 @@ impl Work {
         }
     }
 
-    /// Polls the wake-up, the host's entrance, the listeners, the clients and the strangers, in this order. Clients with a backlog are
-    /// also polled for room.
+    /// Polls the wake-up, the socket for host processes, the listeners, the clients and the unnamed processes, in this order. Clients with a
+    /// backlog are also polled for room.
     fn wait(&self, members: &[MemberId], peers: &[u16]) -> Vec<bool> {
         let lagging = self.clients.values().any(|c| !c.backlog.is_empty());
         let closed = self.closed_until.is_some_and(|until| Instant::now() < until);
-        // What is not accepted must not be polled: it stays readable.
+        // A listener stays readable until its connection is accepted, so a poll of it would return at once.
         let unless_closed = |fd| if closed { self.wake.as_fd() } else { fd };
         let mut fds: Vec<BorrowedFd<'_>> =
             vec![self.wake.as_fd(), unless_closed(self.hosts.listener().as_fd())];
         fds.extend(members.iter().map(|m| unless_closed(self.listeners[m].listener.as_fd())));
         fds.extend(peers.iter().map(|p| self.clients[p].stream.as_fd()));
-        fds.extend(self.strangers.iter().map(AsFd::as_fd));
+        fds.extend(self.unnamed.iter().map(AsFd::as_fd));
         // Room in a lagging client's socket is looked for now and then: simpler than a second poll set, and rare.
         let timeout = match (lagging, closed) {
             (true, _) => Some(Duration::from_millis(20)),
@@ -292,40 +292,40 @@ impl Work {
         ready
     }
 
-    /// Somebody is at the host's entrance.
+    /// Accepts a process of the host.
     fn admit(&mut self) {
-        match entrance::accept(self.hosts.listener()) {
+        match host::accept(self.hosts.listener()) {
             Ok(stream) => {
-                // Who says nothing for long makes room for who does.
-                if self.strangers.len() >= MAX_STRANGERS {
-                    self.strangers.pop_front();
+                // The process that has been silent longest makes room.
+                if self.unnamed.len() >= MAX_UNNAMED {
+                    self.unnamed.pop_front();
                 }
-                self.strangers.push_back(stream);
+                self.unnamed.push_back(stream);
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
             Err(e) => {
                 self.closed_until = Some(Instant::now() + RECOVERY);
-                self.refuse(None, format!("at the host's entrance: {e}"));
+                self.refuse(None, format!("at the socket for host processes: {e}"));
             }
         }
     }
 
-    /// The first of the strangers, in turn: has it said who it is?
+    /// Takes the first unnamed process; one that has sent its member number joins.
     fn greet(&mut self, ready: bool) {
-        let Some(stream) = self.strangers.pop_front() else { return };
+        let Some(stream) = self.unnamed.pop_front() else { return };
         if !ready {
-            self.strangers.push_back(stream);
+            self.unnamed.push_back(stream);
             return;
         }
-        match entrance::greeting(&stream) {
+        match host::member_of(&stream) {
             Ok(member) => match self.zone.members() {
                 Ok(all) if all.iter().any(|m| m.id == member && m.alive && m.role == Some(Role::Host)) => {
                     self.join(member, stream, None);
                 }
-                Ok(_) => self.refuse(Some(member), "it is no living member of the host's".to_owned()),
+                Ok(_) => self.refuse(Some(member), "it is no live member of the host".to_owned()),
                 Err(e) => self.refuse(Some(member), e.to_string()),
             },
-            Err(e) => self.refuse(None, format!("at the host's entrance: {e}")),
+            Err(e) => self.refuse(None, format!("at the socket for host processes: {e}")),
         }
     }
 
@@ -355,9 +355,9 @@ impl Work {
         self.join(member, stream, process);
     }
 
-    /// Gives a connection its peer id and tells everybody.
+    /// Gives a connection its peer id and announces it to all clients.
     fn join(&mut self, member: MemberId, stream: UnixStream, process: Option<Process>) {
-        // Whoever it was before may have closed a moment ago: look before refusing.
+        // The member's earlier connection may have been closed a moment ago: look before refusing.
         for peer in self.peers_of(member) {
             self.serve(peer);
         }
@@ -397,7 +397,7 @@ impl Work {
         }
         // From here on the id is used, whatever happens.
         self.next_peer = peer.checked_add(1);
-        // The slot says who this is before the guest can ask.
+        // The slot has the peer id before the guest can look for it.
         self.zone.set_doorbell(member, Some(peer))?;
         let others: Vec<u16> = self.clients.keys().copied().collect();
         for vector in &vectors {

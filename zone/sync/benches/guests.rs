@@ -53,7 +53,7 @@ fn main() {
             net: Some(net),
             console: dir.path().join(format!("{name}.console")),
         });
-        guest.run("insmod /tmbtest.ko $ZONE");
+        guest.run("insmod /modules/tmbtest.ko $ZONE");
         guest.run("echo 1 > /sys/module/tmbtest/parameters/join");
         guest.run(&format!("ifconfig eth0 {address} netmask 255.255.255.0 up"));
         guest

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the process that serves a zone does for semaphores and the like. It carries nothing itself: processes on the host wake each other by
+//! The part of a zone's server that semaphores and locks need. It carries nothing itself: processes on the host wake each other by
 //! futex, guests ring each other; the agent is only asked where a host process wakes a guest, or a guest wakes the host.
 
 use std::os::fd::{AsFd, AsRawFd};
@@ -13,7 +13,7 @@ use tombolo_zone::{AreaType, MemberId, MemberState, Membership, Pending, Rights,
 
 use crate::{Error, Sync, checked, raw};
 
-/// How often sessions of processes are looked at whether they still live: what a dead one held is free after this.
+/// How often the agent looks for sessions whose process has died. A lock of a dead process is free after this time.
 const REAP: Duration = Duration::from_millis(250);
 
 /// The host's member in a zone, named `host`, serving its SYNC area. Dropping it ends the service.

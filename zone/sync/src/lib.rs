@@ -7,6 +7,8 @@
 //! - [`raw`]: the C functions.
 //! - [`agent`]: rings members for host processes, wakes host processes for members, frees what dead processes held.
 
+#![deny(missing_docs)]
+
 pub mod agent;
 pub mod raw;
 
@@ -33,7 +35,7 @@ pub enum Error {
     /// The name is taken.
     #[error("an object of this name exists")]
     Exists,
-    /// Nobody serves the zone.
+    /// The zone has no server.
     #[error("nobody serves this zone's semaphores; start its project with `tombolo up`")]
     NotServed,
     /// Another refusal of the C core: an errno.
@@ -41,10 +43,11 @@ pub enum Error {
     Os(i32),
 }
 
-/// What the functions of this crate return.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Whether the last owner of a lock died with it. If so, the lock is held all the same: put what it protects in order.
+/// How a lock was acquired: whether its last owner died with it. The lock is held in both cases; after a death the caller repairs the data that it
+/// protects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Locked {

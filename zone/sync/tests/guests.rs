@@ -51,7 +51,7 @@ impl World {
             net: None,
             console: self.dir.path().join(format!("{name}.console")),
         });
-        guest.run("insmod /tmbtest.ko $ZONE");
+        guest.run("insmod /modules/tmbtest.ko $ZONE");
         guest.run("echo 1 > /sys/module/tmbtest/parameters/join");
         (id, guest)
     }

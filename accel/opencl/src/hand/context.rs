@@ -191,7 +191,6 @@ pub unsafe extern "C" fn clCreateCommandQueue(
     }
 }
 
-/// A queue.
 pub unsafe extern "C" fn clCreateCommandQueueWithProperties(
     context: Handle,
     device: Handle,
@@ -243,7 +242,6 @@ pub unsafe extern "C" fn clFinish(queue: Handle) -> i32 {
     })
 }
 
-/// A sampler.
 pub unsafe extern "C" fn clCreateSamplerWithProperties(
     context: Handle,
     properties: *const c_void,

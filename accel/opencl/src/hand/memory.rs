@@ -399,7 +399,6 @@ unsafe fn create_image(
     Ok(new.publish())
 }
 
-/// An image.
 pub unsafe extern "C" fn clCreateImage(
     context: Handle,
     flags: u64,
@@ -484,7 +483,6 @@ pub unsafe extern "C" fn clCreateImage3D(
     unsafe { clCreateImage(context, flags, format, (&raw const desc).cast(), host_ptr, errcode) }
 }
 
-/// A pipe.
 pub unsafe extern "C" fn clCreatePipe(
     context: Handle,
     flags: u64,

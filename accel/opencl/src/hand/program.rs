@@ -52,7 +52,6 @@ fn too_long(bytes: &[u8]) -> Result<(), i32> {
     if bytes.len() > 60 << 20 { Err(code::HOST_MEMORY) } else { Ok(()) }
 }
 
-/// A program from source.
 pub unsafe extern "C" fn clCreateProgramWithSource(
     context: Handle,
     count: u32,
@@ -85,7 +84,6 @@ pub unsafe extern "C" fn clCreateProgramWithSource(
     }
 }
 
-/// A program from binaries.
 pub unsafe extern "C" fn clCreateProgramWithBinary(
     context: Handle,
     n: u32,
@@ -229,7 +227,6 @@ fn settle<T>(result: Result<T, i32>, notify: u64) -> Result<T, i32> {
     result.inspect_err(|_| rt::connection().into_iter().for_each(|c| c.forget_callback(notify)))
 }
 
-/// Builds a program.
 pub unsafe extern "C" fn clBuildProgram(
     program: Handle,
     n: u32,
@@ -436,7 +433,6 @@ pub unsafe extern "C" fn clCreateKernel(p: Handle, name: *const c_char, errcode:
     }
 }
 
-/// All kernels of a program.
 pub unsafe extern "C" fn clCreateKernelsInProgram(
     p: Handle,
     n: u32,

@@ -46,7 +46,6 @@ unsafe fn rectangle(
     })
 }
 
-/// Reads a rectangle of a buffer.
 pub unsafe extern "C" fn clEnqueueReadBufferRect(
     queue: Handle,
     buffer: Handle,
@@ -97,7 +96,6 @@ pub unsafe extern "C" fn clEnqueueReadBufferRect(
     })
 }
 
-/// Writes a rectangle of a buffer.
 pub unsafe extern "C" fn clEnqueueWriteBufferRect(
     queue: Handle,
     buffer: Handle,
@@ -202,7 +200,6 @@ pub(crate) unsafe fn pixels(
     Ok((Host { pointer: ptr, row, rows, slices, row_pitch, slice_pitch }, origin, region))
 }
 
-/// Reads an image.
 pub unsafe extern "C" fn clEnqueueReadImage(
     queue: Handle,
     image: Handle,
@@ -246,7 +243,6 @@ pub unsafe extern "C" fn clEnqueueReadImage(
     })
 }
 
-/// Writes an image.
 pub unsafe extern "C" fn clEnqueueWriteImage(
     queue: Handle,
     image: Handle,

@@ -10,11 +10,8 @@ pub struct Host {
     pub row: u64,
     /// Rows of a slice.
     pub rows: u64,
-    /// Slices.
     pub slices: u64,
-    /// From row to row.
     pub row_pitch: u64,
-    /// From slice to slice.
     pub slice_pitch: u64,
 }
 

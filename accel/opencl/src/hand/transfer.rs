@@ -273,7 +273,6 @@ pub(crate) fn write(queue: Obj, range: Range, blocking: bool, waits: &[u64], eve
     Ok(())
 }
 
-/// Reads a buffer.
 pub unsafe extern "C" fn clEnqueueReadBuffer(
     queue: Handle,
     buffer: Handle,
@@ -317,7 +316,6 @@ fn probe(queue: Obj, buffer: Obj, offset: u64, size: u64, reads: bool) -> Result
     if end > mem.size { Err(code::VALUE) } else { Ok(()) }
 }
 
-/// Writes a buffer.
 pub unsafe extern "C" fn clEnqueueWriteBuffer(
     queue: Handle,
     buffer: Handle,

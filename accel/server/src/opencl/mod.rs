@@ -63,7 +63,6 @@ const VALUE: i32 = -30;
 pub struct Device {
     /// Its platform's name.
     pub platform: String,
-    /// Its name.
     pub name: String,
 }
 
@@ -80,9 +79,7 @@ pub struct Extra {
     root: bool,
     /// The address in the window of a buffer at home there.
     home: usize,
-    /// Of a program.
     program: hand::Built,
-    /// Of a kernel.
     kernel: Option<Box<hand::Kernel>>,
     /// The queue of a posted command that failed, beside its event.
     queue: u64,
@@ -434,7 +431,6 @@ impl Cx<'_> {
         if len == count as usize { Ok(()) } else { Err(VALUE) }
     }
 
-    /// Bytes as a C string.
     pub fn c_string(&self, bytes: &[u8]) -> Result<CString, i32> {
         CString::new(bytes).map_err(|_| VALUE)
     }

@@ -13,7 +13,7 @@ use std::ffi::c_void;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use tombolo_accel_spec::wire::ReplyKind;
-use tombolo_calls::patience::Patience;
+use tombolo_calls::spin::Spin;
 
 /// Transfers of a client at once.
 const MOST: usize = 1024;
@@ -100,13 +100,13 @@ impl Stream {
 
     /// The next piece, as soon as there is one.
     fn next(&self) -> Piece {
-        let mut patience = Patience::new(SPIN);
+        let mut spin = Spin::new(SPIN);
         loop {
             let mut state = lock(&self.state);
             if let Some(piece) = state.pieces.pop_front() {
                 return piece;
             }
-            if !patience.turn() {
+            if !spin.turn() {
                 state.sleeps = true;
                 let waited = self.changed.wait_while(state, |state| state.pieces.is_empty());
                 drop(waited.unwrap_or_else(PoisonError::into_inner));
@@ -206,7 +206,6 @@ impl Streams {
         }
     }
 
-    /// The stream of an id.
     pub fn get(&self, id: u64) -> Result<Arc<Stream>, i32> {
         lock(&self.0).get(&id).map(|running| running.stream.clone()).ok_or(VALUE)
     }

@@ -74,7 +74,6 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_fork,
 ];
 
-/// A condition on an argument.
 fn when(argument: u8, is: SeccompCmpOp, value: u64) -> anyhow::Result<SeccompCondition> {
     Ok(SeccompCondition::new(argument, SeccompCmpArgLen::Dword, is, value)?)
 }

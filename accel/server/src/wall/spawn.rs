@@ -46,7 +46,6 @@ const VARIABLES: &[&str] = &[
 /// libc's constant is cut to 32 bits.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
-/// What to start, and in what.
 pub struct Start<'a> {
     /// Arguments, the program's name first.
     pub arguments: Vec<String>,
@@ -64,7 +63,6 @@ pub struct Start<'a> {
 
 /// A process that was started, a child of this one.
 pub struct Process {
-    /// Its number.
     pub pid: u32,
     /// The process, whatever becomes of its number.
     pub pidfd: Arc<OwnedFd>,

@@ -7,7 +7,7 @@ use anyhow::{Context, bail};
 use rustix::io::Errno;
 use serde_json::json;
 
-use super::{open_error, parse_size};
+use super::open_error;
 use crate::account;
 use crate::fs::{self, Create, Filesystem};
 use crate::target::Target;
@@ -23,7 +23,7 @@ pub struct Args {
     #[arg(long, default_value = "/")]
     subtree: String,
     /// What its files may take up together (K, M, G); none: no limit. Holds at once, for what the member makes from now on
-    #[arg(long, value_parser = parse_size)]
+    #[arg(long, value_parser = tombolo_control::Size::bytes_of)]
     bytes: Option<u64>,
     /// How many files and directories it may make; none: no limit. Holds at once, for what the member makes from now on
     #[arg(long)]

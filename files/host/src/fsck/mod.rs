@@ -55,7 +55,6 @@ pub enum Severity {
 pub struct Problem {
     /// What kind, for scripts.
     pub code: &'static str,
-    /// What and where.
     pub text: String,
     /// How bad.
     pub severity: Severity,

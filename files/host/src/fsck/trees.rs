@@ -5,7 +5,6 @@ use super::raw::{BLOCK, FANOUT, HUGE};
 use super::{Checker, Severity};
 use crate::sys;
 
-/// What a tree has.
 #[derive(Default)]
 pub(crate) struct Tree {
     /// Runs of data: file block, block, count; in order.

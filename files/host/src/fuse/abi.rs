@@ -15,7 +15,6 @@ pub const IN_HEADER: usize = 40;
 pub const OUT_HEADER: usize = 16;
 
 /// Operations.
-#[allow(missing_docs)]
 pub mod op {
     pub const LOOKUP: u32 = 1;
     pub const FORGET: u32 = 2;
@@ -62,7 +61,6 @@ pub mod op {
 }
 
 /// INIT flags, 64 bits.
-#[allow(missing_docs)]
 pub mod init {
     pub const ASYNC_READ: u64 = 1;
     pub const POSIX_LOCKS: u64 = 1 << 1;
@@ -80,7 +78,6 @@ pub mod init {
 }
 
 /// `fuse_setattr_in.valid`.
-#[allow(missing_docs)]
 pub mod fattr {
     pub const MODE: u32 = 1;
     pub const UID: u32 = 1 << 1;

@@ -84,7 +84,6 @@ pub struct Locks {
     has_bell: AtomicBool,
 }
 
-/// What a request for a lock says.
 pub struct Request {
     handle: u64,
     lock: FileLock,

@@ -102,7 +102,6 @@ impl Nodes {
         Ok(())
     }
 
-    /// A release.
     pub fn release(&self, fs: &Filesystem, ino: u64) -> Result<()> {
         // Held until the reference is dropped, so that an open in between takes it again.
         let mut shard = self.shard(ino);

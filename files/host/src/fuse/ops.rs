@@ -37,7 +37,6 @@ pub struct Piece {
 pub enum Reply<'a> {
     /// Nothing, not even an error (FORGET).
     None,
-    /// A body.
     Body(Out),
     /// Bytes straight from the zone, which the pin keeps in place.
     Zone(Vec<Piece>, Pin<'a>),

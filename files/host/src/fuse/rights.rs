@@ -82,7 +82,6 @@ impl Server {
         })
     }
 
-    /// RENAME.
     pub(super) fn rename(&self, h: &Header, old: (u64, &[u8]), new: (u64, &[u8]), flags: u32) -> Result<()> {
         self.checked(|| {
             let old_dir = self.fs.getattr(self.nodes.handle(old.0))?;

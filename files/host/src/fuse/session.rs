@@ -119,7 +119,6 @@ fn mount_as_user(target: &Path, options: &MountOptions) -> io::Result<File> {
 }
 
 impl Mounted {
-    /// Where it is mounted.
     pub fn target(&self) -> &Path {
         &self.target
     }

@@ -64,7 +64,6 @@ impl World {
         World::set(member, World::epoch(member) + 1, sys::TMB_MEMBER_DEAD);
     }
 
-    /// A member says that it maps a file.
     pub fn map_file(&self, member: u32, ino: u64) {
         let at = self.super_word(88) as usize * 4096 + ino as usize * size_of::<sys::tfs_inode>();
         let at = AREA + at + core::mem::offset_of!(sys::tfs_inode, mappers);
@@ -81,7 +80,6 @@ impl World {
         AREA + (block * BLOCK) as usize
     }
 
-    /// Who has a block.
     pub fn map_byte(&self, block: u64) -> u32 {
         let at = AREA + self.super_word(80) as usize * 4096 + block as usize;
         (recorder::get(at & !7) >> (8 * (at % 8)) & 0xff) as u32
@@ -199,7 +197,6 @@ fn read_object(fs: &Filesystem, ino: u64) -> fs::Result<Object> {
     Ok(object)
 }
 
-/// What differs.
 pub fn difference(real: &Tree, wanted: &Tree) -> String {
     let mut out = Vec::new();
     for path in real.keys().chain(wanted.keys().filter(|p| !real.contains_key(*p))) {

@@ -45,7 +45,6 @@ pub enum Broken {
     /// A descriptor index beyond its table.
     #[error("descriptor index {index} beyond a table of {size}")]
     Index {
-        /// The index.
         index: u32,
         /// Entries in the table.
         size: u32,
@@ -151,9 +150,7 @@ fn event_passed(event: u16, new: u16, old: u16) -> bool {
     reason = "one per queue, in place; a box would be a cache line more per batch"
 )]
 pub enum Ring {
-    /// Split.
     Split(SplitRing),
-    /// Packed.
     Packed(PackedRing),
 }
 

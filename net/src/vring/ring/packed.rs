@@ -18,6 +18,8 @@ const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_DESC: u16 = 2;
 const WRAP: u16 = 1 << 15;
+/// What a descriptor's flags say of its state and kind.
+const STATE: u16 = AVAIL | USED | DESC_NEXT | DESC_INDIRECT | DESC_WRITE;
 /// The base of a new ring, as front-ends tell it that keep no used places.
 const BEGIN_WITHOUT_USED: u32 = WRAP as u32;
 
@@ -259,19 +261,27 @@ impl PackedRing {
         let mut singles = win.singles();
         let direction = if write { DESC_WRITE } else { 0 };
         let mut done = 0;
-        while done < max {
-            let Some((len, id, flags)) = self.look(next) else { break };
-            let at = self.desc.wrapping_add(16 * usize::from(next.index));
-            // SAFETY: index < size, and the ring is mapped and aligned.
-            let addr = unsafe { at.cast::<u64>().read_volatile() };
-            let single = flags & (DESC_NEXT | DESC_INDIRECT | DESC_WRITE) == direction;
-            if !single || !singles.push(tr, addr, len, id) {
-                break;
+        'laps: while done < max {
+            // Available, alone and for this direction; up to the ring's end all flags are those of one lap.
+            let wanted = direction | if next.wrap { AVAIL } else { USED };
+            let run = (max - done).min(usize::from(self.size - next.index));
+            for i in 0..run {
+                // Length, id and flags in one look; the address is there once the flags are.
+                let index = next.index + i as u16;
+                let tail = self.tail(index).load(Ordering::Acquire);
+                let at = self.desc.wrapping_add(16 * usize::from(index));
+                // SAFETY: index < size, and the ring is mapped and aligned.
+                let addr = unsafe { at.cast::<u64>().read_volatile() };
+                let alone = (tail >> 48) as u16 & STATE == wanted;
+                if !alone || !singles.push(tr, addr, tail as u32, (tail >> 32) as u16) {
+                    next.index = index;
+                    break 'laps;
+                }
+                // For writing: descriptors are marked used in place.
+                prefetch_write(at.wrapping_add(128));
+                done += 1;
             }
-            // For writing: descriptors are marked used in place.
-            prefetch_write(at.wrapping_add(128));
-            next.advance(1, self.size);
-            done += 1;
+            next.advance(run as u16, self.size);
         }
         singles.finish();
         self.next = next;

@@ -126,6 +126,13 @@ impl Window {
         &self.segments[chain.first as usize..][..chain.count as usize]
     }
 
+    /// The buffer of a chain that has one.
+    #[inline(always)]
+    #[must_use]
+    pub fn only(&self, chain: &Chain) -> Option<&Segment> {
+        if chain.count == 1 { self.segments.get(usize::from(chain.first)) } else { None }
+    }
+
     /// Takes the `n` oldest chains out.
     #[inline(always)]
     pub fn advance(&mut self, n: usize) {

@@ -118,7 +118,7 @@ proptest! {
                 let about = actions.iter().filter(|a| names(a) == Some((kind, name.as_str()))).collect::<Vec<_>>();
                 prop_assert!(about.len() <= 1, "{about:?}");
                 // A network that no VM needs now is not started.
-                let needs = |action: &Action| matches!(action, Action::Start { kind: Kind::Vm, name: vm } if uses(&wanted.vms[vm], kind, name));
+                let needs = |action: &Action| matches!(action, Action::Start { kind: Kind::Vm, name: vm } if wanted.uses(vm, kind, name));
                 let spare = !running.parts(kind).contains_key(name) && !actions.iter().any(needs);
                 prop_assert!(about.len() == 1 || spare, "nothing about the {} {name}", kind.word());
                 let same = running.parts(kind).get(name) == wanted.parts(kind).get(name);
@@ -160,7 +160,7 @@ proptest! {
         }
         for action in &actions {
             if let Action::Stop { kind, name } | Action::Replace { kind, name, .. } = action {
-                let used = running.vms.iter().any(|(vm, settings)| !stops.contains(&vm.as_str()) && uses(settings, *kind, name));
+                let used = running.vms.keys().any(|vm| !stops.contains(&vm.as_str()) && running.uses(vm, *kind, name));
                 prop_assert!(!used, "{action:?} takes from a running VM");
             }
         }
@@ -206,4 +206,26 @@ fn a_change_says_what_held_what_is_wanted_and_how_to_get_there() {
             "leave the network 'lan' as it runs: mtu default -> 9000; to apply: tombolo restart a",
         ]
     );
+}
+
+#[test]
+fn the_vm_that_owns_an_accelerator_is_among_its_users() {
+    let side = |memory: &str| Side {
+        vms: Parts::from([
+            ("owner".to_owned(), json!({})),
+            ("a".to_owned(), json!({ "accelerators": { "gpu": {} } })),
+        ]),
+        accelerators: Parts::from([("gpu".to_owned(), json!({ "vm": "owner", "memory": memory }))]),
+        ..Side::default()
+    };
+    let owner_alone = Wish { vms: vec!["owner".into()], ..Wish::default() };
+    let start = Action::Start { kind: Kind::Accelerator, name: "gpu".into() };
+    assert!(plan(&Side::default(), &side("1G"), &owner_alone).contains(&start), "its clients may come later");
+    let mut running = side("1G");
+    running.vms.remove("a");
+    let waits = plan(&running, &side("2G"), &everything()).into_iter().find_map(|action| match action {
+        Action::Wait { kind: Kind::Accelerator, restart, .. } => Some(restart),
+        _ => None,
+    });
+    assert_eq!(waits, Some(vec!["owner".to_owned()]), "what the owner has is not replaced below it");
 }

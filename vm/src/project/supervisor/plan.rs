@@ -37,7 +37,8 @@ impl Supervisor {
     /// The answer to a dry run.
     pub(super) fn planned(&self, mut project: Project, wish: &Wish) -> Event {
         let (running, actions) = self.plan(&mut project, wish);
-        let examined = preflight::examine(&project, &running, &actions, || self.promised());
+        let examined = preflight::examine(&project, &running, &actions, || self.promised())
+            .and_then(|_| self.check_owners(&project, &started(&actions).collect()));
         Event::Plan { actions, refused: examined.err().map(|e| format!("{e:#}")) }
     }
 

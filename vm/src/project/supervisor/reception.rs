@@ -19,7 +19,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// A connection of a process of this user, or of root.
 #[derive(Debug)]
 pub struct Connection {
-    /// Its socket.
     pub socket: UnixStream,
     /// The process has no descriptor left but this one.
     pub scarce: bool,

@@ -28,8 +28,8 @@ use crate::project::peer::Peer;
 use crate::project::preflight::{self, Ready};
 use crate::project::session;
 use crate::project::zones::{HostZone, Invitation};
-use crate::qemu::kvm::{self, Accel};
 use crate::qemu::version::Qemu;
+use crate::qemu::{Hypervisor, kvm};
 
 /// How often it is looked whether a VM is healthy.
 const HEALTH: Duration = Duration::from_millis(100);
@@ -39,7 +39,7 @@ pub(super) struct Wanted {
     name: String,
     spec: VmSpec,
     qemu: Arc<Qemu>,
-    accel: Accel,
+    accel: Hypervisor,
     boot: Option<kit::Boot>,
     /// Those of the compose file, or what it had when it rebooted.
     zones: BTreeMap<String, ZoneUse>,
@@ -70,6 +70,7 @@ impl Supervisor {
         let (running, actions) = self.plan(&mut project, wish);
         let Ready { qemu, vms: missing } =
             preflight::examine(&project, &running, &actions, || self.promised())?;
+        self.check_owners(&project, &started(&actions).collect())?;
         let mut up_before = self.kept(&actions);
         let order = Order::default();
         for machine in &up_before {
@@ -296,7 +297,11 @@ impl Supervisor {
     }
 
     /// Makes the devices of a VM's accelerators in its guest. What is returned says what the guest lacks for using them.
-    fn make_devices(&self, machine: &Machine, report: &dyn Fn(Stage, &str)) -> anyhow::Result<String> {
+    fn make_devices(&self, machine: &Arc<Machine>, report: &dyn Fn(Stage, &str)) -> anyhow::Result<String> {
+        if let Some(owned) = self.owned_by(machine.name()) {
+            report(Stage::Preparing, "its accelerator's server");
+            owned.serve(machine)?;
+        }
         let spec = machine.spec();
         let mut bare = Vec::new();
         if spec.ready == compose::Ready::Agent {
@@ -319,19 +324,25 @@ impl Supervisor {
         names.filter_map(|name| Some((name.clone(), inner.accelerators.get(name)?.clone()))).collect()
     }
 
-    /// Invitations to the zones of a VM's accelerators; `zones` are those that it has been invited to.
+    /// Invitations to the zones of a VM's accelerators, and to those of its clients where it owns one; `zones` are those that it has been invited to.
     fn seats(
         &self,
         vm: &str,
         spec: &VmSpec,
         zones: &BTreeMap<String, ZoneUse>,
     ) -> anyhow::Result<Vec<(String, Invitation)>> {
-        let invite = |(name, accelerator): (String, Arc<Accelerator>)| {
-            Some(accelerator.invite(vm).transpose()?.map(|invitation| (name, invitation)))
-        };
-        let seats: anyhow::Result<Vec<_>> =
-            self.accelerators_of(spec).into_iter().filter_map(invite).collect();
-        seats.inspect_err(|_| self.leave_zones(vm, zones.keys()))
+        let mut seats = Vec::new();
+        let of_vm = self.accelerators_of(spec).into_iter().map(|(_, accelerator)| accelerator);
+        for accelerator in of_vm.chain(self.owned_by(vm)) {
+            match accelerator.invite(vm) {
+                Ok(invitations) => seats.extend(invitations),
+                Err(e) => {
+                    self.leave_zones(vm, zones.keys());
+                    return Err(e);
+                }
+            }
+        }
+        Ok(seats)
     }
 
     /// A guest that reboots ends its QEMU, since a member's memory and doorbell must not outlast its epoch; here it gets a new one, as what
@@ -413,8 +424,9 @@ impl Supervisor {
         kind: Kind,
     ) -> anyhow::Result<BTreeMap<String, Arc<P>>> {
         let starting: BTreeSet<&String> = started(actions).collect();
-        let vms = starting.iter().filter_map(|name| project.compose.vm.get(*name));
-        let names: BTreeSet<&String> = vms.flat_map(P::used_by).chain(replaced(actions, kind)).collect();
+        let vms = starting.iter().filter_map(|name| Some((*name, project.compose.vm.get(*name)?)));
+        let used = vms.flat_map(|(name, vm)| P::used_by(name, vm, &project.compose));
+        let names: BTreeSet<&String> = used.chain(replaced(actions, kind)).collect();
         let mut new = BTreeMap::new();
         for name in names {
             match running.get(name) {
@@ -456,7 +468,7 @@ impl Supervisor {
         missing: &[(String, VmSpec, Option<kit::Boot>)],
         near: &Path,
         reporter: &Reporter,
-    ) -> anyhow::Result<BTreeMap<String, Accel>> {
+    ) -> anyhow::Result<BTreeMap<String, Hypervisor>> {
         use crate::compose::AccelChoice;
         let mut chosen = BTreeMap::new();
         let (mut verdict, mut tried) = (None, false);
@@ -468,7 +480,7 @@ impl Supervisor {
                 _ => spec.accel,
             };
             if choice == AccelChoice::Tcg {
-                chosen.insert(name.clone(), Accel::Tcg);
+                chosen.insert(name.clone(), Hypervisor::Tcg);
                 continue;
             }
             let verdict = verdict.get_or_insert_with(|| {

@@ -4,7 +4,6 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Whose turn it is.
 #[derive(Debug, Default)]
 pub struct Turns {
     taken: Mutex<bool>,

@@ -29,7 +29,6 @@ const MOST: usize = 64 << 10;
 pub enum Parameter {
     /// A buffer, an image or a pipe.
     Memory,
-    /// A sampler.
     Sampler,
     /// A queue of the device.
     Queue,

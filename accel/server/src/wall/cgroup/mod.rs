@@ -159,7 +159,6 @@ impl Delegated {
         Ok(delegated)
     }
 
-    /// Its folder.
     pub fn folder(&self) -> &Path {
         &self.own.folder
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where host processes that are not the zone's owner (mounts, tools) get a doorbell: a [`Door`] named for the zone, so that only this
-//! user's processes (and root's) come near it. Who comes says which member it is, one message, then speaks ivshmem like QEMU.
+//! The socket by which host processes that do not own the zone (mounts, tools) get a doorbell. It is a [`Door`] named for the zone, so only
+//! processes of this user and of root can connect. A process sends one message, the number of its member slot, then speaks the ivshmem
+//! protocol as QEMU does.
 
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -14,14 +15,14 @@ use super::wire;
 use crate::door::{self, Door};
 use crate::{Error, MemberId, Result};
 
-/// How long a server may take to accept a process at its door.
+/// How long a process waits for a server to accept it.
 const ACCEPT: Duration = Duration::from_secs(10);
 
 fn name(zone: Uuid) -> String {
     format!("tombolo-doorbells-{zone}")
 }
 
-/// The server's side. A zone has one owner, and that one server.
+/// Opens the server's socket. A zone has one owner, and the owner has one doorbell server.
 pub(super) fn listen(zone: Uuid) -> Result<Door> {
     let listen = || {
         let folder = std::env::temp_dir().join(format!(".tombolo-{}", Uuid::new_v4()));
@@ -35,7 +36,7 @@ pub(super) fn listen(zone: Uuid) -> Result<Door> {
     listen().map_err(|e| Error::io("making the host's doorbell socket", e))
 }
 
-/// A process at the door.
+/// Accepts a process of this user or of root.
 pub(super) fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
     let (stream, _) = listener.accept()?;
     let peer = socket_peercred(&stream)?.uid;
@@ -46,15 +47,15 @@ pub(super) fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// Who a process at the door says it is.
-pub(super) fn greeting(stream: &UnixStream) -> io::Result<MemberId> {
+/// Reads the first message of a process: the member that it is.
+pub(super) fn member_of(stream: &UnixStream) -> io::Result<MemberId> {
     let nobody = || io::Error::new(io::ErrorKind::InvalidData, "it named no member");
     let (member, _) = wire::receive(stream)?.ok_or_else(nobody)?;
     u32::try_from(member).ok().and_then(MemberId::new).ok_or_else(nobody)
 }
 
-/// The process's side: a connection on which ivshmem follows. `None`: nobody serves doorbells for this zone.
-pub(super) fn enter(zone: Uuid, member: MemberId) -> Result<Option<UnixStream>> {
+/// Connects a process to the zone's doorbell server; the ivshmem protocol follows on the connection. `None`: the zone has no doorbell server.
+pub(super) fn connect(zone: Uuid, member: MemberId) -> Result<Option<UnixStream>> {
     let failed = |e| Error::io("connecting to the zone's doorbells", e);
     let name = name(zone);
     for found in door::find(|n| n == name, None).map_err(failed)? {

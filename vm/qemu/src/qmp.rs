@@ -152,6 +152,18 @@ impl Qmp {
     /// When QEMU ends or says something else than a greeting.
     pub fn connect(
         socket: UnixStream,
+        event: impl FnMut(&str, &Value) + Send + 'static,
+    ) -> Result<Qmp, Error> {
+        Self::connect_within(socket, REPLY, event)
+    }
+
+    /// As [`Qmp::connect`], with a limit for the greeting: a QEMU that touches all of its memory first is long in coming.
+    ///
+    /// # Errors
+    /// See [`Qmp::connect`].
+    pub fn connect_within(
+        socket: UnixStream,
+        limit: Duration,
         mut event: impl FnMut(&str, &Value) + Send + 'static,
     ) -> Result<Qmp, Error> {
         let reader = socket.try_clone().map_err(|_| Error::Ended)?;
@@ -163,7 +175,7 @@ impl Qmp {
             .spawn(move || own.read(&mut BufReader::new(reader), &mut event))
             .map_err(|_| Error::Ended)?;
         let qmp = Qmp { socket, shared };
-        qmp.reply(0, "greeting", Instant::now() + REPLY, REPLY)?;
+        qmp.reply(0, "greeting", Instant::now() + limit, limit)?;
         qmp.execute(qmp::qmp_capabilities { enable: None })?;
         Ok(qmp)
     }
@@ -205,7 +217,20 @@ impl Qmp {
     /// # Errors
     /// See [`Error`].
     pub fn execute_value(&self, name: &'static str, arguments: &Value) -> Result<Value, Error> {
-        self.raw(name, arguments, None, REPLY)
+        self.execute_value_within(name, arguments, REPLY)
+    }
+
+    /// As [`Qmp::execute_value`]; waits at most `limit` for the reply.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub fn execute_value_within(
+        &self,
+        name: &'static str,
+        arguments: &Value,
+        limit: Duration,
+    ) -> Result<Value, Error> {
+        self.raw(name, arguments, None, limit)
     }
 
     fn raw(

@@ -13,6 +13,7 @@ pub struct Archive<W: Write> {
 const DIRECTORY: u32 = 0o040_755;
 const PROGRAM: u32 = 0o100_755;
 const PLAIN: u32 = 0o100_644;
+const CHARACTER_DEVICE: u32 = 0o020_600;
 
 impl<W: Write> Archive<W> {
     /// An empty archive on `out`.
@@ -22,33 +23,38 @@ impl<W: Write> Archive<W> {
 
     /// A folder; its parents must have been added before.
     pub fn directory(&mut self, path: &str) -> io::Result<()> {
-        self.entry(path, DIRECTORY, &[])
+        self.entry(path, DIRECTORY, (0, 0), &[])
     }
 
     /// A file that may be executed.
     pub fn program(&mut self, path: &str, content: &[u8]) -> io::Result<()> {
-        self.entry(path, PROGRAM, content)
+        self.entry(path, PROGRAM, (0, 0), content)
     }
 
     /// A plain file.
     pub fn file(&mut self, path: &str, content: &[u8]) -> io::Result<()> {
-        self.entry(path, PLAIN, content)
+        self.entry(path, PLAIN, (0, 0), content)
+    }
+
+    /// A character device with these numbers, major and minor.
+    pub fn device(&mut self, path: &str, numbers: (u32, u32)) -> io::Result<()> {
+        self.entry(path, CHARACTER_DEVICE, numbers, &[])
     }
 
     /// Writes the trailer and gives the writer back.
     pub fn finish(mut self) -> io::Result<W> {
         self.inode = 0;
-        self.entry("TRAILER!!!", 0, &[])?;
+        self.entry("TRAILER!!!", 0, (0, 0), &[])?;
         self.out.flush()?;
         Ok(self.out)
     }
 
-    fn entry(&mut self, path: &str, mode: u32, content: &[u8]) -> io::Result<()> {
+    fn entry(&mut self, path: &str, mode: u32, device: (u32, u32), content: &[u8]) -> io::Result<()> {
         let size = u32::try_from(content.len())
             .map_err(|_| io::Error::other(format!("{path}: too large for a cpio archive")))?;
         let name_size = u32::try_from(path.len() + 1).map_err(io::Error::other)?;
         // inode, mode, uid, gid, nlink, mtime, filesize, devmajor, devminor, rdevmajor, rdevminor, namesize, check
-        let fields = [self.inode, mode, 0, 0, 1, 0, size, 0, 0, 0, 0, name_size, 0];
+        let fields = [self.inode, mode, 0, 0, 1, 0, size, 0, 0, device.0, device.1, name_size, 0];
         self.inode += 1;
         write!(self.out, "070701")?;
         for field in fields {

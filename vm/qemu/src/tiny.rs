@@ -2,36 +2,23 @@
 //! The smallest guest that proves that a hypervisor runs stock kernels: an initramfs whose only program says one line
 //! and switches the machine off.
 
+use crate::cpio::Archive;
+
 /// What the guest says when its user space runs.
 pub const SAYS: &str = "tombolo-probe: user space runs";
 
 const REBOOT: u8 = 169;
 const WRITE: u8 = 1;
 
-/// The initramfs (cpio, "newc"), uncompressed: /init and the console it writes to.
+/// The initramfs, uncompressed: /init and the console that it writes to.
 pub fn initramfs() -> Vec<u8> {
-    let mut archive = Vec::new();
-    entry(&mut archive, "dev", 0o040_755, (0, 0), &[]);
-    entry(&mut archive, "dev/console", 0o020_600, (5, 1), &[]);
-    entry(&mut archive, "init", 0o100_755, (0, 0), &program());
-    entry(&mut archive, "TRAILER!!!", 0, (0, 0), &[]);
-    archive
-}
-
-fn entry(archive: &mut Vec<u8>, name: &str, mode: u32, device: (u32, u32), data: &[u8]) {
-    let length = u32::try_from(data.len()).expect("files of the tiny guest are tiny");
-    let name_length = u32::try_from(name.len() + 1).expect("names are short");
-    let inode = u32::try_from(archive.len()).expect("the archive is tiny") + 1;
-    let fields = [inode, mode, 0, 0, 1, 0, length, 0, 0, device.0, device.1, name_length, 0];
-    archive.extend_from_slice(b"070701");
-    for field in fields {
-        archive.extend_from_slice(format!("{field:08x}").as_bytes());
-    }
-    archive.extend_from_slice(name.as_bytes());
-    archive.push(0);
-    archive.resize(archive.len().next_multiple_of(4), 0);
-    archive.extend_from_slice(data);
-    archive.resize(archive.len().next_multiple_of(4), 0);
+    let mut archive = Archive::new(Vec::new());
+    let written = archive
+        .directory("dev")
+        .and_then(|()| archive.device("dev/console", (5, 1)))
+        .and_then(|()| archive.program("init", &program()))
+        .and_then(|()| archive.finish());
+    written.expect("a Vec takes every write, and the guest's files are small")
 }
 
 /// A static x86-64 ELF program: write(1, SAYS "\n"); reboot(RB_POWER_OFF); and again, should reboot return.

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! KVM or TCG (QEMU's own emulation), and what QEMU and the guest's kernel must be told for each.
+
+use serde::{Deserialize, Serialize};
+
+use crate::version::Qemu;
+
+/// What executes a VM's instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Hypervisor {
+    /// The host's CPU.
+    Kvm,
+    /// QEMU's emulation.
+    Tcg,
+}
+
+impl Hypervisor {
+    /// "KVM" or "TCG".
+    pub fn name(self) -> &'static str {
+        match self {
+            Hypervisor::Kvm => "KVM",
+            Hypervisor::Tcg => "TCG",
+        }
+    }
+
+    /// QEMU's options `-accel` and `-cpu`.
+    pub fn arguments(self, qemu: &Qemu) -> [&'static str; 4] {
+        match self {
+            Hypervisor::Kvm => ["-accel", "kvm", "-cpu", "host"],
+            Hypervisor::Tcg => {
+                ["-accel", "tcg,thread=multi", "-cpu", emulated_cpu(emulates_cx16(qemu.version))]
+            }
+        }
+    }
+
+    /// The value of QEMU's option `-smp`. TCG executes a guest's atomic instructions without atomicity towards other guests where the
+    /// guest can have one CPU only; so it gets a second possible CPU, which stays offline.
+    pub fn processors(self, count: u32) -> String {
+        if self == Hypervisor::Tcg && count < 2 { format!("{count},maxcpus=2") } else { count.to_string() }
+    }
+
+    /// Arguments that every guest's kernel needs, with a space before each.
+    ///
+    /// `no_timer_check`: on a loaded host an emulated timer comes too late for the kernel's check of it, which ends in a panic.
+    /// `tsc=unstable`: a kernel that trusts the TSC patches the code of its tick late in its boot, which QEMU 7.2 gets wrong now and
+    /// then when another CPU ticks at that moment.
+    pub fn kernel_arguments(self) -> &'static str {
+        match self {
+            Hypervisor::Kvm => "",
+            Hypervisor::Tcg => " no_timer_check tsc=unstable",
+        }
+    }
+}
+
+/// Whether this QEMU emulates `cmpxchg16b` correctly. Before 8.0 the instruction damages the flags now and then; the kernel's slab
+/// allocator uses it, and 6.12 kernels die of that during boot.
+pub fn emulates_cx16(version: (u32, u32, u32)) -> bool {
+    version >= (8, 0, 0)
+}
+
+/// The CPU of TCG. Without erms and fsrm kernels don't copy by `rep movsb`, which TCG executes byte by byte.
+pub fn emulated_cpu(cx16: bool) -> &'static str {
+    if cx16 { "max,-erms,-fsrm" } else { "max,-erms,-fsrm,-cx16" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn qemu(version: (u32, u32, u32)) -> Qemu {
+        Qemu { program: "qemu".into(), version }
+    }
+
+    #[test]
+    fn an_old_emulator_does_not_offer_the_instruction_that_it_gets_wrong() {
+        let cpu = |hypervisor: Hypervisor, version| hypervisor.arguments(&qemu(version))[3];
+        assert_eq!(cpu(Hypervisor::Tcg, (7, 2, 22)), "max,-erms,-fsrm,-cx16");
+        assert_eq!(cpu(Hypervisor::Tcg, (10, 0, 2)), "max,-erms,-fsrm");
+        assert_eq!(cpu(Hypervisor::Kvm, (7, 2, 22)), "host");
+    }
+
+    #[test]
+    fn a_guest_with_one_cpu_keeps_its_atomics_under_emulation() {
+        assert_eq!(Hypervisor::Tcg.processors(1), "1,maxcpus=2");
+        assert_eq!(Hypervisor::Tcg.processors(2), "2");
+        assert_eq!(Hypervisor::Kvm.processors(1), "1");
+    }
+}

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The server of an accelerator that a VM owns: `tombolo accel serve` in that VM, started through its agent each time the VM has booted, and
+//! kept running there by a few lines of shell.
+//!
+//! The owner VM is a member of each client VM's zone, so calls and data pass between the two VMs; this process keeps the zones and their
+//! doorbells, clears channels that the server is done with, and says in the zones that the owner died.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use tombolo_control::accel::{Guest, Listing};
+
+use crate::guest::exec::{self, Output};
+use crate::guest::mount;
+use crate::machine::{Machine, Phase};
+
+/// How long a guest may take to load its driver and start the server; an emulated one under load is slow.
+const START: Duration = Duration::from_secs(300);
+/// How long `ps` waits for a guest's agent.
+const LOOK: Duration = Duration::from_secs(3);
+
+/// $1 names the accelerator, $2 is an option of the server or empty; three words follow for each client VM: its zone's uuid, the same
+/// without dashes, and what the server is told of it. Says which zones this guest can't have.
+const SERVE: &str = r#"need_module
+name=$1 option=$2
+shift 2
+command -v tombolo >/dev/null || exit 5
+devices=$(tombolo accel devices 2>&1) || { echo "$devices" >&2; exit 6; }
+words=$#
+while [ "$words" -gt 0 ]; do
+	uuid=$1 identity=$2 guest=$3
+	shift 3
+	words=$((words - 3))
+	await_zone "$identity"
+	if [ -c "/dev/tombolo-serve-$uuid" ] || echo "$uuid" >/sys/module/tombolo/parameters/serve; then
+		set -- "$@" --guest "$guest"
+	else
+		module_said
+		echo "$uuid"
+	fi
+done
+run=/run/tombolo-accel-$name
+rm -rf "$run"
+mkdir -p "$run"
+set -- tombolo accel serve --control "$run/control" $option "$@"
+# An initramfs can't be left by pivot_root, which keeps workers from it; a mount of it can.
+if awk '$5 == "/" && / - rootfs / { found = 1 } END { exit !found }' /proc/self/mountinfo; then
+	mkdir "$run/root"
+	set -- unshare -m sh -c 'mount --rbind / "$0" && cd "$0" && mount --move . / && exec chroot . "$@"' "$run/root" "$@"
+fi
+# Started again when it ends: its clients' calls have failed then, and the next ones find a server.
+keep='run=$1
+shift
+while :; do
+	"$@"
+	echo "tombolo accel: the server has ended with $? and is started again"
+	: >"$run/ended"
+	sleep 1
+done'
+setsid sh -c "$keep" keep "$run" "$@" </dev/null >"$run/log" 2>&1 &
+looks=0
+until [ -S "$run/control" ]; do
+	looks=$((looks + 1))
+	if [ -e "$run/ended" ] || [ "$looks" -ge 1200 ]; then
+		kill -- "-$!"
+		tail -n 8 "$run/log" >&2
+		exit 7
+	fi
+	sleep 0.1
+done"#;
+
+/// A client VM's zone, and what the server is told of it.
+#[derive(Debug)]
+pub struct Client {
+    /// The VM.
+    pub vm: String,
+    /// Its zone.
+    pub uuid: String,
+    /// What the server is told, as `tombolo accel serve --guest` takes it.
+    pub guest: Guest,
+}
+
+/// Where in the owner VM a zone's device is.
+pub fn device(uuid: &str) -> String {
+    format!("/dev/tombolo-serve-{uuid}")
+}
+
+/// The VM that owns an accelerator.
+#[derive(Debug)]
+pub struct Owner {
+    vm: String,
+    present: Mutex<Present>,
+}
+
+#[derive(Debug, Default)]
+struct Present {
+    machine: Weak<Machine>,
+    /// How often it was told to serve.
+    starts: u32,
+}
+
+impl Owner {
+    /// The VM of this name, which has not been started yet.
+    pub fn new(vm: &str) -> Owner {
+        Owner { vm: vm.to_owned(), present: Mutex::default() }
+    }
+
+    /// Its name.
+    pub fn vm(&self) -> &str {
+        &self.vm
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Present> {
+        self.present.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How often a server was started in it.
+    pub fn starts(&self) -> u32 {
+        self.lock().starts
+    }
+
+    /// Where the VM is, in the words of `ps`, if it doesn't run.
+    pub fn absence(&self) -> Option<String> {
+        match self.lock().machine.upgrade().map(|m| m.phase()) {
+            Some(Phase::Up | Phase::Booting) => None,
+            _ => Some(format!("'{}' is not up", self.vm)),
+        }
+    }
+
+    /// Starts the server in the VM, which has just booted, and waits until it serves; uuids of the zones that the guest can't have are returned.
+    ///
+    /// # Errors
+    /// What the guest lacks, and what to do.
+    pub fn serve(
+        &self,
+        accelerator: &str,
+        unconfined: bool,
+        clients: &[Client],
+        machine: &Arc<Machine>,
+    ) -> anyhow::Result<Vec<String>> {
+        {
+            let mut present = self.lock();
+            present.machine = Arc::downgrade(machine);
+            present.starts += 1;
+        }
+        let mut words = vec![accelerator.to_owned(), if unconfined { "--unconfined" } else { "" }.to_owned()];
+        for client in clients {
+            words.extend([
+                client.uuid.clone(),
+                client.uuid.replace('-', ""),
+                serde_json::to_string(&client.guest)?,
+            ]);
+        }
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let script = format!("{}{SERVE}", mount::FUNCTIONS);
+        let output = exec::script(machine.agent(), &script, &words, START)?;
+        result(&self.vm, accelerator, &output)?;
+        Ok(output.out.lines().map(str::to_owned).collect())
+    }
+
+    /// What its server says of itself, where the guest answers soon.
+    pub fn look(&self, accelerator: &str) -> Option<Listing> {
+        const LS: &str = r#"exec tombolo accel --json ls --control "/run/tombolo-accel-$1/control""#;
+        let machine = self.lock().machine.upgrade().filter(|m| m.phase() == Phase::Up)?;
+        let output = exec::script(machine.agent(), LS, &[accelerator], LOOK).ok()?;
+        let listing = serde_json::from_str::<Vec<Listing>>(&output.out).ok()?.into_iter().next()?;
+        Some(Listing { vm: Some(self.vm.clone()), ..listing })
+    }
+}
+
+/// What a guest that was told to serve says.
+fn result(vm: &str, accelerator: &str, output: &Output) -> anyhow::Result<()> {
+    let said = output.err.trim().trim_start_matches("tombolo: ").replace('\n', "; ");
+    match output.code {
+        0 => Ok(()),
+        3 => anyhow::bail!(
+            "the VM '{vm}' owns accel.{accelerator}, but is a guest without the module: its kernel {} can't have its clients' zones; \
+             use the guest kit, or install tombolo-dkms in the image",
+            output.out.trim()
+        ),
+        5 => anyhow::bail!(
+            "the VM '{vm}' owns accel.{accelerator}, but has no program 'tombolo', which serves it; install the package tombolo in the image"
+        ),
+        6 => anyhow::bail!("the VM '{vm}' owns accel.{accelerator}, but has nothing to serve: {said}"),
+        7 => anyhow::bail!("the VM '{vm}' owns accel.{accelerator}, but its server does not begin: {said}"),
+        code => anyhow::bail!("the VM '{vm}' can't serve accel.{accelerator} (code {code}): {said}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(code: i64, out: &str, err: &str) -> String {
+        let output = Output { code, out: out.into(), err: err.into() };
+        result("owner", "gpu", &output).expect_err("a code").to_string()
+    }
+
+    #[test]
+    fn what_an_owner_lacks_is_named_with_the_remedy() {
+        let e = message(3, "6.1.0-amd64\n", "");
+        assert!(e.contains("kernel 6.1.0-amd64") && e.contains("tombolo-dkms"), "{e}");
+        assert!(message(5, "", "").ends_with("install the package tombolo in the image"));
+        let none = "tombolo: no OpenCL device on this machine; install a driver (Debian: pocl-opencl-icd)\n";
+        let e = message(6, "", none);
+        assert!(e.contains("has nothing to serve: no OpenCL device") && e.contains("pocl-opencl-icd"), "{e}");
+        let e = message(7, "", "tombolo accel: workers can't be confined here\ntombolo accel: ended\n");
+        assert!(e.contains("confined here; tombolo accel: ended"), "{e}");
+    }
+
+    #[test]
+    fn the_script_is_one_that_a_shell_understands() {
+        let script = format!("{}{SERVE}", mount::FUNCTIONS);
+        let shell = std::process::Command::new("/bin/sh").args(["-n", "-c", &script]).output().unwrap();
+        assert!(shell.status.success(), "{}", String::from_utf8_lossy(&shell.stderr));
+    }
+}
