@@ -386,7 +386,10 @@ impl Part for Accelerator {
                 link: Mutex::default(),
             };
             server.seat(project)?;
-            return Ok(Accelerator { server: Arc::new(server), runs: Runs::In(Arc::new(Owner::new(&owner))) });
+            return Ok(Accelerator {
+                server: Arc::new(server),
+                runs: Runs::In(Arc::new(Owner::new(&owner))),
+            });
         }
         devices().with_context(|| format!("accel.{name}"))?;
         let scratch = scratch(&project.file, name);
