@@ -118,7 +118,9 @@ mod tests {
             assert_eq!(Size(bytes).to_string(), text);
         }
         assert_eq!(format!("{:>5}", Size(1 << 20)), "   1M");
-        assert_eq!(serde_json::to_string(&Size(1 << 20)).unwrap(), "1048576");
-        assert_eq!(serde_json::from_str::<Size>("\"1M\"").unwrap(), Size(1 << 20));
+        for (json, bytes) in [("\"1M\"", 1 << 20), ("\"4097\"", 4097)] {
+            assert_eq!(serde_json::to_string(&Size(bytes)).unwrap(), json);
+            assert_eq!(serde_json::from_str::<Size>(json).unwrap(), Size(bytes));
+        }
     }
 }

@@ -101,11 +101,6 @@ const TABLES: [Table; 12] = [
             ("metrics", "none", "As of a network."),
             ("unconfined", "false", "Kernels of VMs may do all that the server's user may."),
             (
-                "vm",
-                "none",
-                "The VM that owns the devices and serves them to the others. Default: the host does.",
-            ),
-            (
                 "cgroup",
                 "one that is found",
                 "The folder of the control group that the server divides between VMs, with no process in it.",

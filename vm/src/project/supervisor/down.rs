@@ -126,10 +126,11 @@ impl Supervisor {
                         }
                     };
                     let stopped = machine.stop(&self.mounted(&machine), until, &report);
+                    if stopped.is_ok() {
+                        report(Stage::Stopped, "");
+                    }
                     turnstile.leave(wave);
-                    stopped?;
-                    report(Stage::Stopped, "");
-                    Ok(())
+                    stopped
                 })
             };
             let threads: Vec<_> = chosen.iter().map(stop).collect();
