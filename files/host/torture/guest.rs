@@ -155,7 +155,10 @@ impl Guest {
     /// Mounts the zone and starts a worker there.
     pub fn mount(&mut self) -> Result<Remote, String> {
         self.run("insmod /modules/tombolo.ko && mount -t tombolo torture /mnt")?;
-        self.run("tombolo-files-torture worker /mnt /dev/vport0p1 </dev/null >/tmp/worker 2>&1 &")?;
+        // The kernel numbers devices with ports as it finds them, so the port is known by its name alone.
+        const WORK: &str = "port=$(grep -lx line /sys/class/virtio-ports/*/name) && port=${port%/name} && \
+            { tombolo-files-torture worker /mnt /dev/${port##*/} </dev/null >/tmp/worker 2>&1 & }";
+        self.run(WORK)?;
         let line = self.line.take().ok_or("a guest has one worker")?;
         Remote::new(&self.name, line).map_err(|e| format!("{e}; console:\n{}", self.log()))
     }

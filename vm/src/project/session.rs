@@ -128,7 +128,7 @@ pub fn exec(
     Ok(())
 }
 
-/// Runs a command on a terminal for a client, as [`exec`].
+/// Runs a command on a terminal for a client, as [`exec()`].
 ///
 /// # Errors
 /// When QEMU or the agent fails, and what the guest lacks.
