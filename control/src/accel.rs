@@ -95,7 +95,7 @@ pub struct Tenant {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Answer<T> {
-    /// What was asked for.
+    /// The server's answer to the request.
     Ok(T),
     /// The server's reason for refusing.
     Error(String),

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 
 /// An answer on the wire: what was asked for, or the server's reason for refusing.
 pub trait Answer: DeserializeOwned {
-    /// What was asked for.
+    /// The type of a successful answer.
     type Value;
 
     /// The value, or the reason.

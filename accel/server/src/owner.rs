@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tombolo_calls::hello::Geometry;
 use tombolo_calls::zone::Area;
 
-/// Whether a zone's path names a device of this VM.
+/// Returns whether the path is a character device: the driver of a VM that owns an accelerator shows a client's zone as one.
 pub fn is_device(zone: &Path) -> bool {
     zone.metadata().is_ok_and(|meta| meta.file_type().is_char_device())
 }

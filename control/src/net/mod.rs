@@ -149,7 +149,7 @@ pub enum Answer<T> {
         /// In words.
         error: String,
     },
-    /// What was asked for.
+    /// The switch's answer to the request.
     Value(T),
 }
 

@@ -151,7 +151,11 @@ const TABLES: [Table; 12] = [
             ),
             ("healthcheck", "none", "A command that tells whether it does what it is for; see below."),
             ("disks", "[]", "Disks beside \"disk\"; see below."),
-            ("cloud_init", "none", "What cloud-init in its image is given; see below."),
+            (
+                "cloud_init",
+                "none",
+                "User data, keys and network for cloud-init in the VM's image; see below.",
+            ),
             (
                 "ports",
                 "[]",

@@ -167,7 +167,7 @@ pub struct VmSpec {
     /// Disks beside `disk`.
     #[serde(default)]
     pub disks: Vec<DiskSpec>,
-    /// What cloud-init in its image is given.
+    /// User data, keys and network that cloud-init in the VM's image reads.
     #[serde(default)]
     pub cloud_init: Option<CloudInit>,
     /// Ports of the host that lead to it.

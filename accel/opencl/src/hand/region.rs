@@ -31,7 +31,7 @@ impl Host {
         self.len() == 0
     }
 
-    /// Whether the region has no gaps.
+    /// Returns whether the region's bytes follow one another in memory: pitches equal sizes.
     pub fn is_flat(&self) -> bool {
         (self.rows == 1 || self.row_pitch == self.row)
             && (self.slices == 1 || self.slice_pitch == self.row * self.rows)

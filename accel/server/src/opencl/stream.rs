@@ -134,7 +134,7 @@ impl Stream {
         }
     }
 
-    /// The command has ended: nobody copies any more.
+    /// Notes that the driver has ended the command, and answers the pieces that it did not copy.
     fn end(&self, cl: &OpenCl, status: i32) {
         let left = {
             let mut state = lock(&self.state);

@@ -49,7 +49,7 @@ pub struct Group {
     open: OwnedFd,
 }
 
-/// What the processes of a group may have together.
+/// The limits of a control group: the sum over its processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Most {
     /// Bytes.
