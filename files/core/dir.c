@@ -264,16 +264,20 @@ static int live_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode **dir)
 	return TFS_IS(tmb_load(&(*dir)->mode), TFS_MODE_DIR) ? 0 : -ENOTDIR;
 }
 
-/* For a member that can take no lock. */
-static int wait_for_writer(struct tfs *fs, struct tfs_inode *dir)
+/*
+ * Waits until no writer changes the directory, and gives its sequence number; for a member that can take no lock. It sleeps at least once, so
+ * a read that never meets a quiet moment leaves the processor to others and ends with a kill.
+ */
+static int wait_for_writer(struct tfs *fs, struct tfs_inode *dir, tmb_u64 *seq)
 {
 	struct tfs_wait w;
-	tmb_u64 seq;
 
 	tfs_wait_start(&w, TFS_KILLABLE);
-	while ((seq = tmb_load_acquire(&dir->seq)) & 1)
-		if (tfs_wait_more(fs, &w, seq, TFS_MEMBERS, NULL, 0) == -EINTR)
+	do {
+		if (tfs_wait_more(fs, &w, tmb_load(&dir->seq), TFS_MEMBERS, NULL, 0) == -EINTR)
 			return -EINTR;
+		*seq = tmb_load_acquire(&dir->seq);
+	} while (*seq & 1);
 	return 0;
 }
 
@@ -281,21 +285,19 @@ static int wait_for_writer(struct tfs *fs, struct tfs_inode *dir)
  * no lock. */
 static int read_begin(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u32 *tries, tmb_u64 *seq, bool *locked)
 {
-	for (;;) {
-		*seq = tmb_load_acquire(&dir->seq);
-		if (!(*seq & 1) && (*tries < READ_TRIES || fs->read_only))
-			return 0;
-		if (++*tries >= READ_TRIES && !fs->read_only) {
-			int err = tfs_lock_inode(fs, h);
+	int err;
 
-			*locked = !err;
-			return err;
-		}
-		if (*tries < READ_TRIES)
-			tfs_os_relax();
-		else if (wait_for_writer(fs, dir))
-			return -EINTR;
+	for (; *tries < READ_TRIES; ++*tries) {
+		*seq = tmb_load_acquire(&dir->seq);
+		if (!(*seq & 1))
+			return 0;
+		tfs_os_relax();
 	}
+	if (fs->read_only)
+		return wait_for_writer(fs, dir, seq);
+	err = tfs_lock_inode(fs, h);
+	*locked = !err;
+	return err;
 }
 
 static bool read_retry(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u64 seq, bool *locked)

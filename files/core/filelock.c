@@ -132,8 +132,6 @@ static int table_grow(struct table *t)
 		if (err)
 			return err == -ENOSPC ? -ENOLCK : err;
 		memset(tfs_block(t->fs, run.block), 0, TFS_BLOCK);
-		if (!t->blocks)
-			((struct tfs_lock_head *)tfs_block(t->fs, run.block))->blocks = 1;
 		err = tfs_tree_add(t->fs, &t->inode->locks, t->blocks, &run, TFS_MAP_USED, &taken);
 		tfs_count_blocks(t->fs, t->inode, (tmb_s64)taken);
 		if (err)
@@ -141,13 +139,10 @@ static int table_grow(struct table *t)
 	}
 	t->root = tmb_load(&t->inode->locks);
 	t->blocks++;
-	if (t->blocks > 1) {
-		struct tfs_run first;
-
-		if (tfs_tree_map(t->fs, t->root, 0, 1, &first) || !first.block)
-			return tfs_damage(t->fs, "file-lock records missing", t->root, 0);
-		tmb_store(&((struct tfs_lock_head *)tfs_block(t->fs, first.block))->blocks, t->blocks);
-	}
+	/* Also where the block was there already: a count that damage made smaller is put right by this. */
+	if (tfs_tree_map(t->fs, t->root, 0, 1, &run) || !run.block)
+		return tfs_damage(t->fs, "file-lock records missing", t->root, 0);
+	tmb_store(&((struct tfs_lock_head *)tfs_block(t->fs, run.block))->blocks, t->blocks);
 	return 0;
 }
 
@@ -389,7 +384,8 @@ int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock
 
 	if (lock->start > lock->end)
 		return -EINVAL;
-	do {
+	/* A pass that finds no room adds a block, so a sound table is full after MAX_BLOCKS of them, whatever others took meanwhile. */
+	for (tmb_u32 grown = 0; grown <= MAX_BLOCKS; grown++) {
 		err = lock_table(fs, h, how, &inode);
 		if (err)
 			return err;
@@ -398,8 +394,10 @@ int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock
 		if (err != NO_ROOM)
 			return err;
 		err = grow(fs, h, how);
-	} while (!err);
-	return err;
+		if (err)
+			return err;
+	}
+	return tfs_damage(fs, "file-lock records that never suffice", h.ino, 0);
 }
 
 int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock)
