@@ -443,7 +443,7 @@ fn a_guest_without_the_module_is_named_with_the_remedy() {
 #[test]
 fn the_tiny_guest_tells_an_accelerator_that_works() {
     let qemu = tombolo_vm::qemu::version::Qemu::find(None).unwrap();
-    let kernel = common::kit().join("vmlinuz");
+    let kernel = common::plain::kit().join("vmlinuz");
     let tcg = tombolo_vm::qemu::Hypervisor::Tcg;
     let verdict = tombolo_vm::qemu::kvm::try_guest(&qemu, &kernel, tcg, PATIENCE);
     assert!(verdict.works && verdict.why.starts_with("a tiny guest ran under TCG"), "{verdict:?}");

@@ -14,8 +14,8 @@ const LEFT: f64 = 58.0;
 const RIGHT: f64 = 428.0;
 const TOP: f64 = 12.0;
 const BOTTOM: f64 = 232.0;
-/// Least distance of two labels on the horizontal axis.
-const LABEL: f64 = 34.0;
+/// Least distance of two labels on the horizontal axis, for the larger letters on a phone.
+const LABEL: f64 = 46.0;
 
 /// A logarithmic axis from `low` to `high`, drawn from `from` to `to`.
 #[derive(Clone, Copy)]

@@ -106,16 +106,9 @@ pub fn assert_names_the_missing_module(up: &Output) {
     );
 }
 
-/// A folder of the guest kit's 6.1 kernel.
-pub fn kit() -> std::path::PathBuf {
-    let places = tombolo_vm::guest::kit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
-    let kernel = tombolo_vm::guest::kit::kit(&places, Some("6.1")).expect("the guest kit").kernel;
-    kernel.parent().unwrap().to_owned()
-}
-
 /// Makes a disk image that boots by itself with the kit's 6.1 kernel.
 pub fn disk_image(image: &Path) {
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/disk-image");
-    let made = Command::new(program).arg(kit()).arg(image).output().unwrap();
+    let made = Command::new(program).arg(plain::kit()).arg(image).output().unwrap();
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
 }
