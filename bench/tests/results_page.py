@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+#!/usr/bin/python3
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """bench/tests/results_page.py PAGE DIR: looks at the page of all results in Chromium, on a phone's and a desk's screen, in light and in dark. A line per
 claim; the screenshots stay in DIR. Needs what `scripts/bootstrap browser` installs."""
@@ -34,7 +34,7 @@ const behind = element => {
 };
 while (walker.nextNode()) {
     const node = walker.currentNode, element = node.parentElement, style = getComputedStyle(element);
-    if (!node.data.trim() || element.closest('title, style, script')) continue;
+    if (!node.data.trim() || element.closest('title, style, script') || !element.checkVisibility()) continue;
     const svg = element.ownerSVGElement, range = document.createRange();
     range.selectNodeContents(node);
     const box = element.closest('.scroll, .maps');
