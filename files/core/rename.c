@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Renaming. All locks are taken first: two directories under the rename lock, the one above before the one below; then what the names mean, by
- * number. One transaction changes both names, the counts of both directories and the link that a replaced file loses.
+ * Renaming. A rename takes all its locks first: two directories under the rename lock, the upper one first; then the inodes of the names, in
+ * the order of their numbers. One transaction changes both names, the counts of both directories and the link count of a file that is replaced.
  */
 #include "tfs_internal.h"
 
-/* Is 'above' the directory 'ino' or one above it? 1, 0 or -EUCLEAN. With the rename lock, which keeps the answer true. */
+/* Is 'above' the directory 'ino' or an ancestor of it? 1, 0 or -EUCLEAN. The caller holds the rename lock, which keeps the answer true. */
 static int is_above(struct tfs *fs, tmb_u64 above, tmb_u64 ino)
 {
 	for (tmb_u64 n = tfs_table_inodes(fs); n; n--) {
@@ -25,14 +25,14 @@ struct rename {
 	tmb_u64 old_ino, new_ino; /* directories */
 	struct tfs_inode *old_dir, *new_dir;
 	struct tfs_slot from, to;
-	tmb_u64 source_ino, target_ino; /* target 0: the new name is free */
+	tmb_u64 source_ino, target_ino; /* target_ino 0: the new name is free */
 	struct tfs_inode *source, *target;
 	bool source_is_dir, target_is_dir;
-	bool wait;    /* for locks of inodes; else -EAGAIN ... */
-	tmb_u64 busy; /* ... and this is the inode */
+	bool wait;    /* whether to wait for locks of inodes; else -EAGAIN ... */
+	tmb_u64 busy; /* ... with 'busy' the inode whose lock is taken */
 };
 
-/* Tries of a rename that waits with nothing locked, before it waits with the rename lock. */
+/* Tries of a rename that waits with nothing locked, before it waits with the rename lock held. */
 #define TRIES 16u
 
 static void unlock_dirs(struct tfs *fs, struct rename *r)
@@ -46,7 +46,7 @@ static void unlock_dirs(struct tfs *fs, struct rename *r)
 	}
 }
 
-/* Two directories: under the rename lock, the one above first; unrelated ones by number. */
+/* Locks both directories: under the rename lock the upper one first, unrelated ones by number. */
 static int lock_dirs(struct tfs *fs, struct rename *r)
 {
 	struct tfs_super *sb = tfs_sb(fs);
@@ -145,7 +145,7 @@ static int find_names(struct tfs *fs, struct rename *r, tmb_u32 flags)
 	if (!r->target_ino && flags & TFS_RENAME_EXCHANGE)
 		return -ENOENT;
 	if (r->old_ino != r->new_ino) {
-		/* Under the rename lock: nothing may end up below itself. */
+		/* Under the rename lock: a directory must not become its own descendant. */
 		struct tfs_inode *inode;
 
 		err = tfs_live_inode(fs, tfs_any(r->source_ino), &inode);
@@ -168,8 +168,8 @@ static int find_names(struct tfs *fs, struct rename *r, tmb_u32 flags)
 }
 
 /*
- * Finds both names and locks all that the rename changes. 1: there is nothing to do. Renames between directories are one at a time, so one that
- * waits for another member's file or directory must not have the rename lock meanwhile, or all others would wait with it.
+ * Finds both names and takes the locks of all that the rename changes. 1: there is nothing to do. The rename lock admits one rename between
+ * directories at a time, so a rename must not wait for another member's file or directory while holding it.
  */
 static int lock_all(struct tfs *fs, struct rename *r, tmb_u32 flags)
 {
@@ -180,7 +180,7 @@ static int lock_all(struct tfs *fs, struct rename *r, tmb_u32 flags)
 		err = lock_dirs(fs, r);
 		if (!err) {
 			err = find_names(fs, r, flags);
-			/* Two links of one file, or one name: POSIX wants nothing to happen. */
+			/* POSIX: a rename between two links of one file changes nothing. */
 			if (!err && r->source_ino == r->target_ino && !(flags & TFS_RENAME_EXCHANGE))
 				err = 1;
 			if (!err)
@@ -199,7 +199,7 @@ static int lock_all(struct tfs *fs, struct rename *r, tmb_u32 flags)
 }
 
 /*
- * Where there is no room for another entry: the new name in the old entry's place, if it fits there and into the transaction. Lookups try again
+ * Without room for another entry: puts the new name into the old entry's place, if it fits there and into the transaction. Lookups try again
  * while the directory changes, so they see the old name or the new one.
  */
 static int rename_in_place(struct tfs *fs, struct rename *r, tmb_u32 slot)
