@@ -238,7 +238,7 @@ tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
 
 /* --- limbo ----------------------------------------------------------------------------------------------------------- */
 
-/* Takes the lock of the deferred blocks. The caller holds an inode's lock, so it does not wait for more of a dead owner's recovery. */
+/* Takes the lock of the deferred blocks. A dead owner's lock is taken over without that owner's recovery, since the caller may hold an inode's lock. */
 static int lock(struct tfs *fs)
 {
 	return tfs_lock(fs, &tfs_sb(fs)->limbo_lock, TFS_NO_RECOVERY);

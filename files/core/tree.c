@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * Radix trees over blocks, as an MMU has them. Readers walk without a lock: each step copies one entry and checks the
- * block number, so the worst that a changing or hostile tree can do is to end the walk. Writers hold the lock of the
- * inode that the tree belongs to; each change is one store of one entry.
+ * block number, so a changing or hostile tree can at worst end the walk. Writers hold the lock of the tree's inode;
+ * each change is one store of one entry.
  */
 #include "tfs_internal.h"
 
@@ -106,7 +106,7 @@ static int new_node(struct tfs *fs, tmb_u64 *nodes, tmb_u64 *node) /* tagged */
 	return 0;
 }
 
-/* Stores an entry or a root word; what it refers to, or referred to, is tagged and in place. */
+/* Stores an entry or a root word. The blocks that it refers to, or referred to, are tagged and filled. */
 static void set_entry(struct tfs *fs, tmb_u64 *slot, tmb_u64 value)
 {
 	tfs_barrier(fs);
@@ -114,7 +114,7 @@ static void set_entry(struct tfs *fs, tmb_u64 *slot, tmb_u64 value)
 	tfs_persist(fs, slot, sizeof(*slot));
 }
 
-/* Blocks that an entry now refers to are no longer only tagged. */
+/* Gives the blocks that an entry now refers to the map byte 'mark'. */
 static void mark_linked(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 mark)
 {
 	tfs_barrier(fs);
@@ -170,7 +170,8 @@ int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct t
 		mark_linked(fs, run->block, 1, mark);
 		return 0;
 	}
-	/* Not higher than asked for while it is a single block: block 0 then exists, the run goes beside it. */
+	/* A single-block tree grows to the height asked for, no higher: block 0 then exists, and the run goes beside
+	 * it. */
 	err = grow(fs, rootp, height ? height : 1, mark, nodes);
 	if (err)
 		return err;
@@ -207,7 +208,7 @@ int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct t
 			tmb_u64 *slot = &node_entries(fs, node)[(at >> TFS_FANOUT_SHIFT) & (TFS_FANOUT - 1)];
 
 			if (tmb_load(slot)) {
-				/* A leaf node is there, with holes only or not: go in small steps. */
+				/* A leaf node is there: link single blocks. */
 				huge = false;
 				continue;
 			}
@@ -272,7 +273,7 @@ static bool unlink_entry(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 c
 	return gone_add(gone, block, count);
 }
 
-/* A large entry of which only a part goes: an ordinary node in its place. */
+/* Replaces a large entry, of which only a part is removed, by a node of single entries. */
 static int split(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 *node, struct tfs_gone *gone)
 {
 	tmb_u64 *spare = gone->spare[0] ? &gone->spare[0] : &gone->spare[1];
@@ -306,7 +307,7 @@ bool tfs_tree_splits(struct tfs *fs, tmb_u64 root, tmb_u64 fblock)
 	return false;
 }
 
-/* [from, to) relative to the first file block below 'node'. 0, 1 (gone is full) or -errno. */
+/* Unlinks [from, to), relative to the first file block below 'node'. 0, 1 (gone is full) or -errno. */
 static int unlink_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone)
 {
 	tmb_u64 *entries = node_entries(fs, node), span = span_of(level);
@@ -330,7 +331,7 @@ static int unlink_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tmb_u64 fro
 			err = split(fs, &entries[i], block, &block, gone);
 			if (err)
 				return err;
-			gone->blocks--; /* a node more; the caller subtracts what is gone from the inode's count */
+			gone->blocks--; /* one node more; the caller subtracts 'gone' from the inode's count */
 		}
 		if (!tfs_block_ok(fs, block))
 			return tfs_damage(fs, "tree entry out of range", entry, node);
@@ -376,7 +377,7 @@ static int walk_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tfs_visit vis
 
 	if (!tfs_block_ok(fs, node))
 		return tfs_damage(fs, "tree entry out of range", node, level);
-	/* A tree that refers to more blocks than there are goes round in circles. */
+	/* A tree that refers to more blocks than the area has contains a cycle. */
 	if (!(*budget)--)
 		return tfs_damage(fs, "tree without end", node, level);
 	if (level) {

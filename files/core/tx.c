@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Transactions, and the cleaning up after a dead member that they make possible (tfs_format.h tells how they work).
+ * Transactions, and the recovery of dead members, which they make possible (tfs_format.h says how they work).
  */
 #include "tfs_internal.h"
 
-/* The cache line with state, redo, n_words and ino: what is stored to one line becomes durable in the order of the stores. */
+/* The cache line with state, redo, n_words and ino: stores to one line become durable in their order. */
 #define TX_HEAD 64u
 _Static_assert(offsetof(struct tfs_tx, arg) <= TX_HEAD, "transaction head");
 
@@ -13,7 +13,7 @@ struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot)
 	return &tfs_member_area(fs, fs->member)->tx[slot];
 }
 
-/* Number i of those whose trees may hold tagged blocks; NULL: none, or the inode table. */
+/* Returns inode i of those whose trees may hold tagged blocks; NULL: none, or the inode table. */
 static struct tfs_inode *listed_inode(struct tfs *fs, struct tfs_tx *tx, tmb_u32 i)
 {
 	tmb_u64 ino = tmb_load(&tx->ino[i]);
@@ -34,7 +34,7 @@ static bool open_slot(struct tfs *fs, tmb_u32 i)
 	return (old & 0xff) == TFS_TX_FREE && tmb_cas64(&tx->state, old, tx_state(fs, TFS_TX_OPEN));
 }
 
-/* Waits while all slots are taken by other threads of this member; the caller has no lock that these could wait for. */
+/* Waits while other threads of this member have all slots; the caller holds no lock that these could wait for. */
 static int claim(struct tfs *fs, tmb_u32 *slot)
 {
 	tmb_u32 i = tfs_os_cpu() % TFS_TX_RECOVERY;
@@ -53,7 +53,7 @@ static int claim(struct tfs *fs, tmb_u32 *slot)
 			int err;
 
 			if (round == TFS_TX_RECOVERY)
-				tfs_wait_start(&w, TFS_SURE); /* who closes a file, being killed, must get one */
+				tfs_wait_start(&w, TFS_SURE); /* a killed process that closes a file must get one */
 			err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
 			if (err)
 				return err;
@@ -109,7 +109,7 @@ void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value)
 	struct tfs_tx *tx = tfs_tx(fs, slot);
 	tmb_u32 n = tmb_load(&tx->n_words);
 
-	/* No operation needs more; the count is memory that others can write, so it is checked all the same. */
+	/* No operation needs more. The count is memory that other members can write, so it is checked. */
 	if (n >= TFS_TX_WORDS)
 		return;
 	tx->words[n].offset = (tmb_u64)((tmb_u8 *)field - fs->area);
@@ -130,7 +130,7 @@ static void store_words(struct tfs *fs, struct tfs_tx *tx)
 	for (tmb_u64 i = 0; i < n; i++) {
 		tmb_u64 offset = tmb_load(&tx->words[i].offset), value = tmb_load(&tx->words[i].value);
 
-		/* All that transactions change lies in inodes and directories. */
+		/* Transactions change words of inodes and directories only. */
 		if (offset % 8 || !tfs_block_ok(fs, offset >> TFS_BLOCK_SHIFT))
 			tfs_damage(fs, "transaction word out of range", offset, i);
 		else
@@ -152,7 +152,7 @@ void tfs_tx_commit(struct tfs *fs, tmb_u32 slot)
 
 static void clear_tx(struct tfs *fs, struct tfs_tx *tx, tmb_u64 state)
 {
-	tmb_store_release(&tx->redo, TFS_REDO_NONE); /* first: it is about ino[0] */
+	tmb_store_release(&tx->redo, TFS_REDO_NONE); /* first, since it is about ino[0] */
 	for (tmb_u32 i = 0; i < TFS_TX_INODES; i++)
 		tmb_store(&tx->ino[i], 0);
 	tmb_store(&tx->n_words, 0);
@@ -186,7 +186,7 @@ void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
 
 /* --- after a death ------------------------------------------------------------------------------------------- */
 
-/* A block that carries the dead member's tag and is linked: it stays. */
+/* Keeps a linked block that carries the dead member's tag. */
 static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
 {
 	tmb_u8 *map = tfs_map_bytes(fs), tag = *(tmb_u8 *)ctx;
@@ -215,7 +215,7 @@ static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag, tmb_u64 *
 	tfs_tree_walk(fs, tmb_load(&inode->locks), keep_tagged, &tag, budget);
 }
 
-/* What has the tag and is not linked; 'holders' may still look at it. */
+/* Frees the blocks that have the tag and are not linked; deferred if there are 'holders' that may still look at them. */
 static int free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders)
 {
 	tmb_u64 block = fs->data_start;
@@ -238,10 +238,10 @@ static bool created_by(tmb_u64 state_gen, tmb_u64 members)
 }
 
 /*
- * The transaction in which this member repeats another one's work: it tags and unlinks blocks, too, and may die of it. The lock of its threads
- * is in its own memory, so what others write into the zone can't keep the slot taken: with the lock held, an open slot is damage. In its own
- * former life's work the tag is the same, and the transaction that is repeated names the inode; the slot may be one of those that are
- * recovered, too, and stays as it is until they all are.
+ * Opens the transaction in which this member repeats another one's work: it tags and unlinks blocks, too, and may die of it. The lock of its
+ * threads is in private memory, so no member can keep the slot taken by writing to the zone: with the lock held, an open slot is damage. Work
+ * of this member's own former epoch has the same tag, and the repeated transaction names the inode, so it needs no other. Its slot may be one
+ * of those that are recovered, and stays as it is until all are.
  */
 static int begin_redo(struct tfs *fs, tmb_u64 ino, bool own)
 {
@@ -272,7 +272,7 @@ static void end_redo(struct tfs *fs, bool own)
 	tmb_store_release(&fs->recovery_lock, 0);
 }
 
-/* The work of a transaction that was under way, done over again; its inode's lock is still the dead member's. */
+/* Repeats the work of a transaction that had begun; the dead member still holds its inode's lock. */
 static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 {
 	bool own = tag == tfs_tag(fs);
@@ -283,7 +283,7 @@ static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 	int err;
 
 	if (what == TFS_REDO_NONE || what == TFS_REDO_FREE || !inode || !tfs_is(inode, tfs_any(ino)))
-		return 0; /* orphans are freed by the scan that follows */
+		return 0; /* the scan of the inode table frees orphans */
 	if (what == TFS_REDO_TRIM) {
 		from = tfs_blocks_of(tmb_load(&inode->size));
 		to = ~0ULL;
@@ -291,7 +291,7 @@ static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 	gone = tfs_os_alloc(sizeof(*gone));
 	if (!gone)
 		return -ENOMEM;
-	/* Those that the dead member left are its own still, and linked to nothing. */
+	/* The dead member's spare blocks carry its tag and are linked to nothing. */
 	for (tmb_u32 i = 0; what == TFS_REDO_TRUNCATE && i < 2; i++) {
 		tmb_u64 spare = tmb_load(&tx->spare[i]);
 
@@ -307,7 +307,7 @@ static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 	return err;
 }
 
-/* One pass for all of them: the table is the largest thing that a recovery reads. An error: something is left for the next recovery. */
+/* One pass for all of the members: the inode table is the largest thing that a recovery reads. An error: the next recovery repeats the pass. */
 static int forget_in_inodes(struct tfs *fs, tmb_u64 members)
 {
 	tmb_u64 n = tfs_table_inodes(fs);
@@ -319,12 +319,12 @@ static int forget_in_inodes(struct tfs *fs, tmb_u64 members)
 		tmb_u32 slot;
 
 		if (!inode)
-			break; /* itable_inodes says more than there are */
+			break; /* itable_inodes is larger than the table */
 		if (!(ino % TFS_INODES_PER_BLOCK))
 			tfs_os_yield();
 		state = tmb_load(&inode->state_gen);
 		if (created_by(state, members)) {
-			/* In a transaction: this member may die, too, while it frees what the other one made. */
+			/* In a transaction: this member may die, too, while it frees the dead member's inode. */
 			err = claim(fs, &slot);
 			if (err)
 				return err;
@@ -351,13 +351,13 @@ static int forget_in_inodes(struct tfs *fs, tmb_u64 members)
 	return 0;
 }
 
-/* The newest epoch of a member whose leftovers can be there. */
+/* The newest epoch that may have left work to a recovery. */
 static tmb_u32 ended_epoch(struct tmb_member *slot)
 {
 	tmb_u64 state_epoch = tmb_load_acquire(&slot->state_epoch);
 	tmb_u32 epoch = tmb_epoch(state_epoch);
 
-	/* The present incarnation starts nothing before its predecessors are cleaned up (tfs_open). */
+	/* The present epoch starts nothing before its predecessors are recovered (tfs_open). */
 	return tmb_state(state_epoch) == TMB_MEMBER_ACTIVE && epoch ? epoch - 1 : epoch;
 }
 
@@ -373,7 +373,7 @@ static bool listed_before(struct tfs_member_area *area, tmb_u32 slot, tmb_u32 in
 	return false;
 }
 
-/* Locks and transactions; with the recovery lock. */
+/* Recovers a dead member's transactions. The caller holds the lock of its recovery. */
 static int recover_transactions(struct tfs *fs, tmb_u32 member)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, member);
@@ -398,7 +398,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 				holders |= tfs_holders(fs, inode, ino, false);
 			if (inode && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1 &&
 			    (!tfs_lock_held(&inode->lock, &owner) || owner == member))
-				tfs_dir_end(fs, inode); /* and nobody else is at it */
+				tfs_dir_end(fs, inode); /* and no other member is changing it */
 		}
 	}
 	for (i = 0; i < TFS_TX_SLOTS; i++) {
@@ -407,7 +407,7 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 
 		if (state == TFS_TX_COMMITTED || (state == TFS_TX_OPEN && tmb_load(&tx->redo) == TFS_REDO_TRIM))
 			err = redo(fs, tx, tag);
-		/* What a later try may bring to an end is tried later. */
+		/* A later recovery can complete these. */
 		if (err == -ENOMEM || err == -EINTR || err == -ESHUTDOWN)
 			return err;
 	}
@@ -427,10 +427,10 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 }
 
 /*
- * The lock of a member's recovery, which is taken over from a dead owner as it is. 1: it is not needed, because the recovery of transactions
- * is done, and no more is wanted. Who has it recovers transactions first, which waits for no lock but that of the limbo; so who
- * holds locks of inodes and waits here for that goes on while the owner still waits for locks of inodes to forget what was open.
- * Several are taken in the order of their members, by none who holds another lock.
+ * Takes the lock of a member's recovery; a dead owner's is taken over as it is. 1: not needed, because the transactions are recovered and the
+ * caller wants no more. The owner recovers transactions first, which waits for no lock but that of the deferred blocks. So a thread that holds
+ * locks of inodes and waits here goes on, even while the owner waits for locks of inodes to forget open references. A thread takes several in
+ * the order of their members, and holds no other lock then.
  */
 static int lock_recovery(struct tfs *fs, struct tmb_member *slot, bool too, tmb_u32 upto, enum tfs_how how)
 {
@@ -458,7 +458,7 @@ static void unlock_recovery(struct tfs *fs, tmb_u32 member)
 	tmb_cas64(&fs->members[member].recovery_lock, tmb_lock_word(fs->member, fs->epoch, 1), 0);
 }
 
-/* too: also what they had open, for which the locks of inodes are needed. */
+/* too: also forgets the members' open references, for which it takes locks of inodes. */
 static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_how how)
 {
 	tmb_u32 upto[TFS_MEMBERS];
@@ -485,7 +485,7 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_h
 		if (tmb_load_acquire(&slot->recovered_epoch) < upto[m]) {
 			err = recover_transactions(fs, m);
 			if (err) {
-				/* What the others had open is still to be forgotten, and this one may have the lock of it. */
+				/* The members' open references remain, and this member may hold the lock of one of them. */
 				unlock_recovery(fs, m);
 				locked &= ~(1ULL << m);
 				break;
@@ -495,11 +495,11 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_h
 		if (too && tmb_load_acquire(&slot->forgotten_epoch) < upto[m])
 			forget |= 1ULL << m;
 	}
-	/* From here on the dead members' locks can be taken over, which the following does itself. */
+	/* From here on the dead members' locks can be taken over; the scan does so. */
 	if (forget) {
 		int left_over = forget_in_inodes(fs, forget);
 
-		if (left_over) { /* killed: the next recovery goes through the table once more */
+		if (left_over) { /* killed: the next recovery repeats the scan */
 			forget = 0;
 			err = err ? err : left_over;
 		}

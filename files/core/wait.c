@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * The lock across members, and waiting. tfs_format.h says what a lock word holds.
+ * The lock across members, and waiting. tfs_format.h defines the lock word.
  *
- * Without waiters a lock is taken and given back by one compare and swap each. Who finds it taken spins a little, then stands in its member's
- * line for this lock, which is private memory and in the order of arrival; the first of a line acts for its member: it announces the
- * member in 'waiters' and sleeps. Who gives the lock back wakes the next member, which may find that somebody else was faster. Having slept
- * once in vain, the first of a line demands the lock: then its owner does not give it back but offers it to the next member in 'waiters' after
- * the last that it was offered to, so a member that waits is passed over by each other member once at most.
+ * Without waiters, taking and releasing a lock is one compare and swap each. A thread that finds it taken spins a little, then enters its
+ * member's queue for this lock, which is private memory and in the order of arrival. The first of a queue acts for its member: it announces
+ * the member in 'waiters' and sleeps. An unlock wakes the next member, which may find that another one has taken the lock. If the first of a
+ * queue wakes in vain, it demands the lock: the owner's unlock then does not free it but offers it to the next member in 'waiters' after the
+ * last one it was offered to. So each other member passes a waiting member at most once.
  *
- * An offer is no ownership. It ends when its member takes it, when that member is dead, or when it has not come within OFFER_NS, as a member
- * that is suspended doesn't: then whoever waits takes the lock. So neither dead nor suspended waiters hold up a lock. What was owned by a
- * dead member is taken over once its transactions are recovered.
+ * An offer is no ownership. It ends when its member takes it, when that member is dead, or when the member has not come within OFFER_NS, like
+ * a suspended one: then any waiter takes the lock. So neither dead nor suspended waiters block a lock. A dead owner's lock is taken over once
+ * its transactions are recovered.
  *
- * Waiting for an owner that lives has no end but a signal. After ASK_NS of it the owner is rung; whether it answers is told in the log.
+ * Waiting for a living owner ends only by a signal. After ASK_NS the waiter rings the owner and logs whether it answers.
  *
- * files/host/tests/lock_model.rs explores this protocol; its steps have the names of the comments here.
+ * files/host/tests/lock_model.rs explores this protocol; its steps have the names in the comments here.
  */
 #include "tfs_internal.h"
 
@@ -38,7 +38,7 @@ static tmb_u64 with(tmb_u64 word, tmb_u64 mask, tmb_u64 value)
 	return (word & ~mask) | (value << __builtin_ctzll(mask) & mask);
 }
 
-/* The word once this member owns the lock that is as in 'now'. */
+/* Returns the word with this member as owner of the lock in state 'now'. */
 static tmb_u64 owned(struct tfs *fs, tmb_u64 now)
 {
 	tmb_u64 word = with(now & TFS_LOCK_TURN, TFS_LOCK_COUNT, field(now, TFS_LOCK_COUNT) + 1);
@@ -66,13 +66,13 @@ bool tfs_lock_held(const struct tmb_lock *lock, tmb_u32 *owner)
 
 /* --- lines of this member's own threads ------------------------------------------------------------------------------- */
 
-/* What a lock is called in a line. */
+/* The lock's id in a queue. */
 static tmb_u64 name_of(struct tmb_lock *lock)
 {
 	return (tmb_u64)(unsigned long)lock;
 }
 
-/* NULL: there is no place. */
+/* Enters the queue; NULL: it is full. */
 static struct tfs_waiter *line_up(struct tfs *fs, struct tmb_lock *lock)
 {
 	for (tmb_u32 i = 0; i < TFS_LINE; i++) {
@@ -103,7 +103,7 @@ static struct tfs_waiter *first_of(struct tfs *fs, tmb_u64 lock)
 
 		if (tmb_load_acquire(&w->lock) != lock)
 			continue;
-		number = tmb_load_acquire(&w->number); /* 0: just coming, so not before anybody else */
+		number = tmb_load_acquire(&w->number); /* 0: a thread that is just entering, and comes after this one */
 		if (!first || (number && (!lowest || number < lowest))) {
 			first = w;
 			lowest = number;
@@ -128,7 +128,7 @@ void tfs_rang(struct tfs *fs)
 	}
 }
 
-/* Wakes the first of a member's line. */
+/* Wakes the first of a member's queue. */
 static void ring(struct tfs *fs, struct tmb_lock *lock, tmb_u32 member)
 {
 	struct tfs_waiter *w;
@@ -151,7 +151,7 @@ void tfs_wait_start(struct tfs_wait *w, enum tfs_how how)
 	w->tell = TELL_NS;
 }
 
-/* Asks after an owner that has not let go for long, and tells of it, ever less often. */
+/* Rings an owner that has not released for long, and logs it, ever less often. */
 static void ask(struct tfs *fs, struct tfs_wait *w, tmb_u64 clock, tmb_u32 owner)
 {
 	tmb_u64 waited = clock - w->changed;
@@ -166,7 +166,7 @@ static void ask(struct tfs *fs, struct tfs_wait *w, tmb_u64 clock, tmb_u32 owner
 	if (waited < w->tell)
 		return;
 	w->tell *= 4;
-	/* Who runs takes its pending bits. */
+	/* A running member clears its pending bits. */
 	answers = answers || !(tmb_load(&fs->members[owner].pending) & TMB_PENDING_LOCK);
 	tfs_os_waiting(fs, owner, answers, waited / ASK_NS);
 	w->asked = !answers;
@@ -193,7 +193,7 @@ int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owne
 
 /* --- taking ---------------------------------------------------------------------------------------------------------------- */
 
-/* The next living member that waits, after one; TFS_MEMBERS: none. */
+/* Returns the next living member that waits, after the one of the last turn; TFS_MEMBERS: none. */
 static tmb_u32 choose(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
 {
 	tmb_u64 waiters = tmb_load_acquire(&lock->waiters);
@@ -218,7 +218,7 @@ bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock)
 	return !(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now));
 }
 
-/* One attempt of the first of a line. 1: it owns the lock; 0: not yet; or an error. */
+/* One attempt by the first of a queue. 1: it owns the lock; 0: not yet; or an error. */
 static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now, tmb_u64 since)
 {
 	tmb_u32 owner = tmb_lock_owner(now);
@@ -237,7 +237,7 @@ static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tm
 		if (!is_own(fs, now) && tfs_member_alive(fs, owner, epoch_of(now)) && !lapsed)
 			return 0;
 		if (!is_own(fs, now))
-			tmb_fetch_and(&lock->waiters, ~(1ULL << owner)); /* SkipIdler: it announces itself again when it comes */
+			tmb_fetch_and(&lock->waiters, ~(1ULL << owner)); /* SkipIdler: it announces itself again when it runs */
 		return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeLapsed */
 	}
 	if (tfs_member_alive(fs, owner, epoch_of(now)))
@@ -251,7 +251,7 @@ static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tm
 	return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeDead */
 }
 
-/* Out of the line. The member stays announced while others of it are in line; the next of them is woken by whoever gives the lock back. */
+/* Leaves the queue. The member stays announced while it has other threads in the queue; the next unlock wakes the first of them. */
 static void withdraw(struct tfs *fs, struct tmb_lock *lock, struct tfs_waiter *place)
 {
 	tmb_u64 bit = 1ULL << fs->member;
@@ -340,7 +340,7 @@ int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 	withdraw(fs, lock, place);
 	if (err > 0)
 		return 0;
-	/* What was offered to this member is for the next of its line, or for another member. */
+	/* An offer to this member goes to the next of its queue, or to another member. */
 	if (err != -ESHUTDOWN && tmb_load(&lock->waiters))
 		ring(fs, lock, fs->member);
 	return err;
