@@ -131,7 +131,7 @@ bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before);
 #define TFS_SET_UID 64u
 #define TFS_SET_GID 128u
 int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr);
-/* Updates the access time after a read, without a lock, if it is old enough. */
+/* Updates the access time after a read, without a lock. */
 int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now);
 
 /* Keeps an inode's contents after its last unlink, until it is closed. The skin counts and calls open at 0 -> 1, close at 1 -> 0. close frees an

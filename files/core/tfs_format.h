@@ -4,7 +4,7 @@
  *
  *	block 0			struct tfs_super
  *	member_start		struct tfs_member_area[64]: per member transaction slots, read pins, counters
- * map_start		block map: one byte per block of the area: its state
+ *	map_start		block map: one byte per block of the area: its state
  *	data_start ...		inode table (a radix tree), directories, index nodes, file data
  *
  * Three mechanisms carry everything:
