@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A zone with a file system, its owner, and members that reach it by mounts: guests under QEMU with the kernel module, and a FUSE mount of
-//! the host. The owner does what `tombolo up` does: it keeps slots, serves doorbells, declares a guest dead when its QEMU has ended,
-//! and once a second whoever of the host has ended without saying so.
+//! the host. The owner acts like `tombolo up`: it keeps slots, serves doorbells, declares a guest dead when its QEMU has ended, and once a
+//! second the host's processes that have ended without leaving.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, AsRawFd};
@@ -45,7 +45,7 @@ fn text(e: impl std::fmt::Display) -> String {
     e.to_string()
 }
 
-/// The zone, and who looks after it.
+/// The zone, and its owner's threads.
 pub struct Site {
     pub boot: Boot,
     pub zone: Arc<Zone>,
@@ -103,7 +103,7 @@ impl Site {
         Ok(site)
     }
 
-    /// Where other processes open the zone.
+    /// Returns the path by which other processes open the zone.
     pub fn zone_path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.zone.as_fd().as_raw_fd())
     }
@@ -117,7 +117,7 @@ impl Site {
         fs::mkfs(&self.area_of(None)?, &options).map_err(|e| format!("mkfs: {e}"))
     }
 
-    /// This process becomes a member.
+    /// Makes this process a member.
     pub fn join(&self, name: &str) -> Result<Own, String> {
         let id = self.zone.invite(name, Role::Host, Rights::READ_WRITE).map_err(text)?;
         let membership = self.zone.join(id).map_err(text)?;
@@ -126,12 +126,12 @@ impl Site {
         Ok(Own { fs: Some(fs), zone: Arc::clone(&self.zone), membership: Some(membership) })
     }
 
-    /// fsck finds nothing. Nobody may use the file system.
+    /// fsck finds nothing; no member may use the file system.
     pub fn check(&self) -> Result<(), String> {
         fsck::expect_clean(&self.area_of(None)?, &mut |_, _, _| {}).map(|_| ())
     }
 
-    /// Who is in the zone now.
+    /// Returns the active members.
     pub fn present(&self) -> Result<Vec<String>, String> {
         let members = self.zone.members().map_err(text)?;
         let active = members.into_iter().filter(|m| m.state == tombolo_zone::MemberState::Active);
@@ -144,7 +144,7 @@ impl Drop for Site {
         self.over.store(true, Ordering::Release);
         if let Some(tender) = self.tender.take() {
             tender.thread().unpark();
-            // A panic there has been printed.
+            // The thread's panic has been printed.
             let _ = tender.join();
         }
     }
@@ -213,15 +213,15 @@ impl Mount {
         Ok((mount, Remote::new(name, accept(&listener, name)?)?))
     }
 
-    /// Kills the process that serves it, and nothing else.
+    /// Kills the process that serves it, and no other.
     pub fn kill(&mut self) {
-        // It may be gone already.
+        // It may have ended already.
         let _ = self.daemon.kill();
     }
 }
 
 impl Mount {
-    /// Takes down what is left of it, in good order if it still serves.
+    /// Unmounts it, if it still serves; else detaches it.
     pub fn end(&mut self) {
         self.ended = true;
         // In this order: a worker that holds a file open would keep the mount.

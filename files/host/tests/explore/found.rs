@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Situations that dead, suspended and killed members leave, made by hand, and what one member then does in them. Time is the schedule's.
+//! States that dead, suspended and killed members leave, made by hand, and one member's operations in them. The schedule provides the
+//! time.
 
 use core::mem::offset_of;
 
@@ -15,7 +16,7 @@ const BLOCK: u64 = sys::TFS_BLOCK as u64;
 const SECOND: u64 = 1_000_000_000;
 
 impl Zone {
-    /// Where a field lies in the area.
+    /// Returns the offset of a field in the area.
     fn inode(&self, ino: Handle, field: usize) -> u64 {
         let table = self.area.word(offset_of!(sys::tfs_super, data_start) as u64).expect("a super block");
         table * BLOCK + ino.ino * size_of::<sys::tfs_inode>() as u64 + field as u64
@@ -29,12 +30,12 @@ impl Zone {
         assert!(self.area.store_word(offset, value), "{offset:#x} is in the area");
     }
 
-    /// A member in its first life has a lock.
+    /// A member in its first epoch holds a lock.
     fn hold(&self, member: u32, lock: u64) {
         self.store(lock, 1 << 32 | u64::from(sys::TFS_LOCK_HELD) | u64::from(member + 1));
     }
 
-    /// It has the lock of an inode, and a transaction in this slot that makes it empty.
+    /// The member holds the lock of an inode, and has a transaction in this slot that truncates it to nothing.
     fn truncates(&self, member: u32, slot: usize, ino: Handle) {
         let size = self.inode(ino, offset_of!(sys::tfs_inode, size));
         let tx = |field| Zone::member_area(member, slot * size_of::<sys::tfs_tx>() + field);
@@ -48,7 +49,7 @@ impl Zone {
         self.store(tx(0), 1 << 32 | u64::from(sys::TFS_TX_COMMITTED));
     }
 
-    /// It says that it maps the inode, holes too.
+    /// The member declares that it maps the inode, holes too.
     fn maps(&self, member: u32, ino: Handle) {
         for field in [offset_of!(sys::tfs_inode, mappers), offset_of!(sys::tfs_inode, hole_mappers)] {
             self.store(self.inode(ino, field), 1 << member);
@@ -59,7 +60,7 @@ impl Zone {
         self.alone(body).expect("it comes to its end without damage")
     }
 
-    /// All that were there are dead, and what they left is put in order.
+    /// All former members are dead and recovered, and fsck finds nothing.
     fn assert_clean(&self, members: &[u32]) {
         members.iter().for_each(|member| self.bury(*member));
         let last = self.open(30, false).expect("open");
@@ -100,7 +101,7 @@ fn a_recovery_without_memory_ends_and_the_next_one_goes_on() {
     first.open_ref(orphan).expect("open");
     other.unlink(ROOT, b"orphan", None).expect("unlink");
     [first, second].into_iter().for_each(Filesystem::abandon);
-    // The second died with the lock of what the first had open, and its own recovery needs memory.
+    // The second died with the lock of an inode that the first had open, and its own recovery needs memory.
     zone.truncates(2, 0, cut);
     zone.hold(2, zone.inode(orphan, offset_of!(sys::tfs_inode, lock)));
     [1, 2].into_iter().for_each(|m| zone.bury(m));
@@ -119,7 +120,7 @@ fn a_truncation_that_is_killed_beside_suspended_members_leaves_nothing_behind_th
     let zone = Zone::new(|_| {});
     let fs = zone.open(4, false).expect("open");
     let cut = file(&fs, "cut", b"");
-    // From the end on, so that no two blocks form a run: more runs than are removed at once.
+    // From the end on, so that no two blocks form a run: more runs than one pass removes.
     for block in (0..BLOCKS).rev() {
         assert_eq!(fs.pwrite(cut, &[7; BLOCK as usize], block * BLOCK, false), Ok(BLOCK as usize));
     }
@@ -157,7 +158,7 @@ fn a_suspended_member_that_maps_holes_is_waited_for_once_until_it_answers() {
     };
     let waited = fill(0..20);
     assert!((2 * SECOND..3 * SECOND).contains(&waited), "20 blocks took {waited} ns");
-    // It begins to take mappings back, and is suspended once more.
+    // It begins to revoke mappings, and is suspended once more.
     zone.store(Zone::member_area(10, offset_of!(sys::tfs_member_area, revokes_begun)), 1);
     let waited = fill(20..40);
     assert!((2 * SECOND..3 * SECOND).contains(&waited), "20 blocks took {waited} ns");
@@ -208,7 +209,7 @@ fn a_file_system_from_before_fair_locks_is_taken_over_with_what_the_dead_left_in
     let [dead, other] = [1, 2].map(|m| zone.open(m, false).expect("open"));
     let (cut, kept) = (file(&dead, "cut", &[1; 20_000]), file(&dead, "kept", &[2; 9000]));
     [dead, other].into_iter().for_each(Filesystem::abandon);
-    // As it was then: no features, no reserved blocks, the tag of a lock's word is 1.
+    // As older programs made it: no features, no reserved blocks, the tag of a lock's word is 1.
     let incompat = offset_of!(sys::tfs_super, incompat) as u64;
     zone.store(incompat, 0);
     let map = zone.area.word(offset_of!(sys::tfs_super, map_start) as u64).expect("a super block") * BLOCK;
@@ -257,7 +258,7 @@ fn what_was_kept_for_a_reader_that_stood_still_is_free_once_it_has_gone_on() {
         pending & u64::from(sys::TMB_PENDING_REVOKE) != 0
     };
     assert!(pending(), "it is asked to");
-    // It goes on, while another of its threads stands still at another file.
+    // That thread goes on, while another of its threads stays suspended at another file.
     pin(0, 0);
     pin(1, other.ino);
     zone.does(|| reader.let_go());
@@ -270,7 +271,7 @@ fn what_was_kept_for_a_reader_that_stood_still_is_free_once_it_has_gone_on() {
     zone.assert_clean(&[4, 10]);
 }
 
-/// The pins of a member, as it would set them.
+/// Sets a pin of a member, as it would itself.
 fn pin(zone: &Zone, member: u32, slot: u64, ino: u64) {
     zone.store(Zone::member_area(member, offset_of!(sys::tfs_member_area, pins)) + slot * 64, ino);
     zone.store(Zone::member_area(member, offset_of!(sys::tfs_member_area, pins_in_use)), slot + 1);
@@ -390,7 +391,7 @@ fn a_recovery_that_was_killed_before_its_end_is_made_once_more() {
     fs.unlink(ROOT, b"half", None).expect("unlink");
     dead.abandon();
     zone.bury(1);
-    // All slots of the one who recovers are its other threads'.
+    // Other threads have all slots of the recovering member.
     let tx = |slot| Zone::member_area(7, slot * size_of::<sys::tfs_tx>());
     (0..sys::TFS_TX_RECOVERY as usize).for_each(|i| zone.store(tx(i), 1 << 32 | u64::from(sys::TFS_TX_OPEN)));
     hooks::KILLED.set(true);
