@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Listening sockets of a process that only its own user (and root) can reach, and that leave nothing behind.
+//! Listening sockets that only processes of the same user (and root) can reach, and that leave no file behind.
 //!
 //! A [`Door`] is a Unix socket that is bound in a folder, opened (O_PATH) and unlinked at once. A process that looks for it reads the links in
 //! `/proc/PID/fd`, which the kernel shows to the same user and to root alone, and connects through such a link. So other users can neither
@@ -18,7 +18,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 /// The text that /proc appends to the name of a file that has been unlinked.
 const UNLINKED: &str = " (deleted)";
 
-/// A listening socket and the descriptor through which others reach it.
+/// A listening socket and the descriptor through which other processes reach it.
 #[derive(Debug)]
 pub struct Door {
     listener: UnixListener,
@@ -26,7 +26,7 @@ pub struct Door {
 }
 
 impl Door {
-    /// Makes a door; `folder` has the socket for a moment, under this name.
+    /// Makes a door. The socket is in `folder` for a moment, under this name.
     ///
     /// # Errors
     /// Those of the file system, a name that is taken there among them.
@@ -55,7 +55,7 @@ impl Door {
     }
 }
 
-/// A door that was found.
+/// A door of another process.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// The process that has it.
@@ -79,11 +79,11 @@ impl Found {
         })
     }
 
-    /// Connects; `limit` is for a process that has more callers waiting than it accepts.
+    /// Connects; `limit` is for a process whose backlog is full.
     ///
     /// # Errors
-    /// `NotFound` or `ConnectionRefused` when the process or its door has gone meanwhile, `TimedOut` at the limit, `PermissionDenied` when
-    /// the socket is another process's.
+    /// `NotFound` or `ConnectionRefused` if the process or its door has gone meanwhile, `TimedOut` at the limit, `PermissionDenied` if the
+    /// socket is another process's.
     pub fn knock(&self, limit: Option<Duration>) -> io::Result<UnixStream> {
         let socket =
             rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
@@ -103,7 +103,7 @@ impl Found {
     }
 }
 
-/// Doors of this user's processes whose name `wanted` accepts. With `number` only that descriptor of each process is looked at.
+/// Returns the doors of this user's processes whose name `wanted` accepts. With `number` only that descriptor of each process is looked at.
 ///
 /// # Errors
 /// When /proc can't be read.

@@ -40,7 +40,7 @@ impl AsFd for Liveness {
     }
 }
 
-/// Holds a byte for this process alone. Dropping it frees the byte at once. Closing the descriptor would not: a process that is just being
+/// Holds a byte for this process alone. Dropping it frees the byte at once, which closing the descriptor would not: a process that is being
 /// started has a copy of each descriptor until its `exec`.
 #[derive(Debug)]
 pub(crate) struct Own {
@@ -91,8 +91,8 @@ fn lock_request(kind: libc::c_int, byte: u32) -> libc::flock {
 pub(crate) fn try_hold(fd: BorrowedFd<'_>, writable: bool, byte: u32) -> Result<Option<Liveness>> {
     let file = reopen(fd, writable)
         .map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
-    // A description that is open for reading only can hold read locks only; nobody else asks for a read lock, so it
-    // excludes as well, except another read-only holder of the same byte.
+    // A description that is open for reading only can hold only read locks. No process asks for a read lock otherwise, so it excludes as well,
+    // except another read-only holder of the same byte.
     let kind = if writable { libc::F_WRLCK } else { libc::F_RDLCK };
     let request = lock_request(kind, byte);
     // SAFETY: a valid descriptor and a valid struct flock.
@@ -136,7 +136,7 @@ pub(crate) fn sessions_held(fd: BorrowedFd<'_>) -> Result<bool> {
 }
 
 fn any_held(fd: BorrowedFd<'_>, mut request: libc::flock) -> Result<bool> {
-    // A description of its own: one's own locks don't count as conflicts otherwise.
+    // With a description of its own: locks of the same description don't count as conflicts.
     let file =
         reopen(fd, false).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
     // SAFETY: a valid descriptor and a valid struct flock.
