@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 use request::{Request, read};
 
 /// How long a peer has to send its request and to read the answer.
-pub const PATIENCE: Duration = Duration::from_secs(5);
+pub const TIMEOUT: Duration = Duration::from_secs(5);
 /// Most connections at one time.
 pub const MOST: usize = 32;
 /// How long to wait for descriptors if there are none.
@@ -130,7 +130,7 @@ struct Client {
 
 impl Client {
     fn new(peer: Box<dyn Peer>, now: Instant) -> Self {
-        Self { peer, until: now + PATIENCE, asked: Vec::new(), answer: Vec::new() }
+        Self { peer, until: now + TIMEOUT, asked: Vec::new(), answer: Vec::new() }
     }
 
     fn wants(&self) -> PollFlags {

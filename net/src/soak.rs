@@ -29,7 +29,7 @@ const BOUND: u64 = 192;
 /// Frames that are sent between two looks at what has come.
 const BURST: usize = 32;
 /// How long anything may take that takes no time.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What to do.
 #[derive(Clone, Debug)]
@@ -198,7 +198,7 @@ impl Switch {
         let child = command.env("RUST_LOG", "warn").stdin(Stdio::null()).spawn();
         let child = child.with_context(|| plan.program.display().to_string())?;
         let switch = Self { child, dir };
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while ask::<Ports>(&switch.dir.path().join("control"), &Request::Ports).is_err() {
             ensure!(Instant::now() < end, "the switch does not answer");
             std::thread::sleep(Duration::from_millis(5));
@@ -255,7 +255,7 @@ fn load(guests: &mut [Guest; 2], time: Duration, bound: u64) -> anyhow::Result<(
 
 /// Waits until the switch has done all that was sent, and takes it.
 fn settle(guests: &mut [Guest; 2]) -> anyhow::Result<()> {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     loop {
         let mut waiting = 0;
         for guest in &mut *guests {

@@ -10,7 +10,7 @@ use tombolo_files::fs::{Create, Filesystem, ROOT};
 
 use crate::guest::Guest;
 use crate::model::Reach;
-use crate::remote::{PATIENCE, Remote};
+use crate::remote::{TIMEOUT, Remote};
 use crate::rng::Rng;
 use crate::site::{Boot, Mount, Site};
 use crate::together::{Told, catch_up, guests, hear};
@@ -186,7 +186,7 @@ fn kill(site: &Site, body: &mut Body, way: u64) -> Result<&'static str, String> 
             mount.kill();
             let since = Instant::now();
             while site.present()?.iter().any(|name| name == MOUNT) {
-                if since.elapsed() > PATIENCE {
+                if since.elapsed() > TIMEOUT {
                     return Err("the mount's death is not declared".into());
                 }
                 std::thread::sleep(Duration::from_millis(5));

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tombolo_zone::doorbell::VECTORS;
 use tombolo_zone::{Liveness, MemberId, Rights, Role};
 
-use crate::remote::{PATIENCE, Remote, accept, listen};
+use crate::remote::{TIMEOUT, Remote, accept, listen};
 use crate::site::{Site, announce, tie};
 
 /// Kernel messages that fail a run.
@@ -112,7 +112,7 @@ impl Guest {
             gone,
         };
         for stream in [&guest.shell, &guest.monitor] {
-            stream.get_ref().set_read_timeout(Some(PATIENCE)).map_err(text)?;
+            stream.get_ref().set_read_timeout(Some(TIMEOUT)).map_err(text)?;
         }
         guest.monitor("qmp_capabilities", json!({}))?;
         Ok(guest)
@@ -193,7 +193,7 @@ impl Guest {
             if answer["status"] == state {
                 return Ok(());
             }
-            if answer["status"] == "failed" || since.elapsed() > PATIENCE {
+            if answer["status"] == "failed" || since.elapsed() > TIMEOUT {
                 return Err(format!("{}: {query} says {answer}", self.name));
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -220,7 +220,7 @@ impl Guest {
 
     /// Waits until its death has been declared.
     pub fn wait_gone(&self) -> Result<Instant, String> {
-        self.gone.recv_timeout(PATIENCE).map_err(|e| format!("{}: does not end: {e}", self.name))
+        self.gone.recv_timeout(TIMEOUT).map_err(|e| format!("{}: does not end: {e}", self.name))
     }
 }
 
@@ -228,7 +228,7 @@ impl Drop for Guest {
     fn drop(&mut self) {
         self.kill();
         // The error of a thread that has already sent its time doesn't matter.
-        let _ = self.gone.recv_timeout(PATIENCE);
+        let _ = self.gone.recv_timeout(TIMEOUT);
     }
 }
 

@@ -14,11 +14,11 @@ use crate::tree::{Answer, Call, Result, Tree};
 use crate::worker::{Order, Report};
 
 /// Timeout for a worker's answer: far beyond what any operation takes.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Accepts a connection, within a bound.
 pub fn accept(listener: &UnixListener, who: &str) -> std::result::Result<UnixStream, String> {
-    let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+    let limit = Timespec { tv_sec: TIMEOUT.as_secs() as i64, tv_nsec: 0 };
     let mut fds = [PollFd::new(listener, PollFlags::IN)];
     match poll(&mut fds, Some(&limit)) {
         Ok(1) => listener.accept().map(|a| a.0).map_err(|e| format!("{who}: {e}")),
@@ -42,7 +42,7 @@ impl Remote {
     /// `stream` is connected to a worker, or will be: waits until the worker is ready.
     pub fn new(name: &str, stream: UnixStream) -> std::result::Result<Remote, String> {
         let text = |e: std::io::Error| format!("{name}: {e}");
-        stream.set_read_timeout(Some(PATIENCE)).map_err(text)?;
+        stream.set_read_timeout(Some(TIMEOUT)).map_err(text)?;
         let writer = stream.try_clone().map_err(text)?;
         let remote = Remote { name: name.to_owned(), reader: Mutex::new(BufReader::new(stream)), writer };
         match remote.receive()? {

@@ -20,7 +20,7 @@ use crate::forwarding::capture::Capture;
 /// Longest request.
 const MAX_REQUEST: u64 = 64 << 10;
 /// How long a request may take to come, and each write of an answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a capture is written out.
 const CAPTURE_EVERY: Duration = Duration::from_millis(20);
 
@@ -29,8 +29,8 @@ pub type Request = tombolo_control::net::Request<PortConfig, UplinkConfig>;
 
 /// Reads what a connection asks.
 pub(crate) fn read(stream: &UnixStream) -> io::Result<anyhow::Result<Request>> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    stream.set_write_timeout(Some(TIMEOUT))?;
     let mut line = String::new();
     BufReader::new(stream.take(MAX_REQUEST)).read_line(&mut line)?;
     Ok(serde_json::from_str(&line).map_err(|err| anyhow::anyhow!("the request isn't understood: {err}")))

@@ -13,7 +13,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// How long a worker may stay in one pass.
-const PATIENCE: Duration = Duration::from_millis(50);
+const TIMEOUT: Duration = Duration::from_millis(50);
 /// The signal, which is ignored where nobody handles it.
 const SIGNAL: libc::c_int = libc::SIGURG;
 
@@ -126,7 +126,7 @@ impl Watch {
             state = self.changed.wait_while(state, sleeps).unwrap_or_else(PoisonError::into_inner);
             self.idle.store(false, Ordering::SeqCst);
             let before = state.others.clone();
-            let pause = self.changed.wait_timeout_while(state, PATIENCE, |s| !s.stop);
+            let pause = self.changed.wait_timeout_while(state, TIMEOUT, |s| !s.stop);
             state = pause.unwrap_or_else(PoisonError::into_inner).0;
             // Under the lock: they are still within.
             state

@@ -14,7 +14,7 @@ use super::room::Room;
 use crate::{Error, MemberState, Rights, Role, Zone};
 
 /// How long a server may take to make a socket: it reads the member table once a second.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Keeps a slot of the zone in a file for a VM that tombolo does not start, and makes sure that the zone has a server: without one it
 /// starts `program` `zone serve FILE` in the background. A VM that has a slot keeps it.
@@ -86,12 +86,12 @@ fn serve(path: &Path, room: &Room, socket: &Path, program: &Path) -> anyhow::Res
             let log = std::fs::read_to_string(room.log()).unwrap_or_default();
             bail!("{}: the zone's server ended at once ({status}): {}", path.display(), log.trim());
         }
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > TIMEOUT {
             bail!(
                 "{}: the zone's server made no socket {} within {} s; its log: {}",
                 path.display(),
                 socket.display(),
-                PATIENCE.as_secs(),
+                TIMEOUT.as_secs(),
                 room.log().display()
             );
         }
