@@ -187,7 +187,7 @@ int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
 	int err = alloc(fs, goal, want, run);
 
 	/* Blocks that were removed a moment ago may be deferred for a reader that is about to finish. */
-	return err && tfs_await_limbo(fs) ? alloc(fs, goal, want, run) : err;
+	return err && tfs_await_deferred(fs) ? alloc(fs, goal, want, run) : err;
 }
 
 int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block)

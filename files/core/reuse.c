@@ -9,7 +9,7 @@
  * Either may be suspended. So a removal waits READERS_NS for readers and TFS_REVOKE_LIMIT_NS for mappers. A member that exceeds the limit is not waited
  * for again until it has checked its readers and mappings.
  *
- * Freeing a block that some members may still look at is deferred: its map byte becomes TFS_MAP_LIMBO, and the super block has a bit for each of those
+ * Freeing a block that some members may still look at is deferred: its map byte becomes TFS_MAP_DEFERRED, and the super block has a bit for each of those
  * members. A member's bit is cleared when it has revoked all its stale mappings and its readers have finished, when it leaves, or when it dies. When no
  * bit is left, all deferred blocks become free. One lock covers setting and clearing.
  *
@@ -236,20 +236,20 @@ tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
 	return wait_readers(fs, ino);
 }
 
-/* --- limbo ----------------------------------------------------------------------------------------------------------- */
+/* --- deferred frees ----------------------------------------------------------------------------------------------------------- */
 
 /* Takes the lock of the deferred blocks. A dead owner's lock is taken over without that owner's recovery, since the caller may hold an inode's lock. */
 static int lock(struct tfs *fs)
 {
-	return tfs_lock(fs, &tfs_sb(fs)->limbo_lock, TFS_NO_RECOVERY);
+	return tfs_lock(fs, &tfs_sb(fs)->deferred_lock, TFS_NO_RECOVERY);
 }
 
-void tfs_limbo_end(struct tfs *fs)
+void tfs_deferred_end(struct tfs *fs)
 {
-	tfs_unlock(fs, &tfs_sb(fs)->limbo_lock);
+	tfs_unlock(fs, &tfs_sb(fs)->deferred_lock);
 }
 
-int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders)
+int tfs_deferred_begin(struct tfs *fs, tmb_u64 holders)
 {
 	struct tfs_super *sb = tfs_sb(fs);
 	int err = lock(fs);
@@ -257,8 +257,8 @@ int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders)
 	if (err)
 		return err;
 	tfs_ring_members(fs, holders, TMB_PENDING_REVOKE);
-	tmb_fetch_or(&sb->limbo_members, holders);
-	tfs_persist(fs, &sb->limbo_members, sizeof(sb->limbo_members));
+	tmb_fetch_or(&sb->deferred_members, holders);
+	tfs_persist(fs, &sb->deferred_members, sizeof(sb->deferred_members));
 	tfs_barrier(fs);
 	return 0;
 }
@@ -266,10 +266,10 @@ int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders)
 tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
-	int err = !holders ? 0 : killed ? -EINTR : tfs_limbo_begin(fs, holders);
+	int err = !holders ? 0 : killed ? -EINTR : tfs_deferred_begin(fs, holders);
 
 	if (!err)
-		return holders ? TFS_MAP_LIMBO : TFS_MAP_FREE;
+		return holders ? TFS_MAP_DEFERRED : TFS_MAP_FREE;
 	if (err != -ESHUTDOWN) { /* after -ESHUTDOWN other members clean up this member's area */
 		tmb_fetch_or(&area->kept_for, holders);
 		tfs_persist(fs, &area->kept_for, sizeof(area->kept_for));
@@ -280,37 +280,37 @@ tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed)
 
 void tfs_free_end(struct tfs *fs, tmb_u8 mark)
 {
-	if (mark == TFS_MAP_LIMBO)
-		tfs_limbo_end(fs);
+	if (mark == TFS_MAP_DEFERRED)
+		tfs_deferred_end(fs);
 }
 
 /* The caller holds the lock of the deferred blocks. */
 static void release(struct tfs *fs, tmb_u64 members)
 {
 	struct tfs_super *sb = tfs_sb(fs);
-	tmb_u64 left = tfs_active_members(fs, tmb_load(&sb->limbo_members) & ~members), block = fs->data_start;
+	tmb_u64 left = tfs_active_members(fs, tmb_load(&sb->deferred_members) & ~members), block = fs->data_start;
 
 	if (!left)
-		while ((block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_LIMBO)) < fs->blocks)
+		while ((block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_DEFERRED)) < fs->blocks)
 			tfs_set_map(fs, block, 1, TFS_MAP_FREE);
 	tfs_barrier(fs);
-	tmb_store_release(&sb->limbo_members, left);
-	tfs_persist(fs, &sb->limbo_members, sizeof(sb->limbo_members));
+	tmb_store_release(&sb->deferred_members, left);
+	tfs_persist(fs, &sb->deferred_members, sizeof(sb->deferred_members));
 }
 
-void tfs_limbo_release(struct tfs *fs, tmb_u64 members)
+void tfs_deferred_release(struct tfs *fs, tmb_u64 members)
 {
-	tmb_u64 holders = tmb_load(&tfs_sb(fs)->limbo_members);
+	tmb_u64 holders = tmb_load(&tfs_sb(fs)->deferred_members);
 
 	if (holders == tfs_active_members(fs, holders & ~members) || lock(fs))
 		return;
 	release(fs, members);
-	tfs_limbo_end(fs);
+	tfs_deferred_end(fs);
 }
 
-bool tfs_await_limbo(struct tfs *fs)
+bool tfs_await_deferred(struct tfs *fs)
 {
-	tmb_u64 *holders = &tfs_sb(fs)->limbo_members, since = 0, members = tmb_load(holders), silent;
+	tmb_u64 *holders = &tfs_sb(fs)->deferred_members, since = 0, members = tmb_load(holders), silent;
 	tmb_u32 begun[TFS_MEMBERS];
 
 	if (!members)
@@ -363,7 +363,7 @@ void tfs_revoked(struct tfs *fs)
 
 	if (!fs->read_only)
 		tmb_store_release(&area->revokes_done, tmb_load(&area->revokes_begun));
-	if (!fs->members || fs->read_only || !(tmb_load(&tfs_sb(fs)->limbo_members) & bit))
+	if (!fs->members || fs->read_only || !(tmb_load(&tfs_sb(fs)->deferred_members) & bit))
 		return;
 	if (readers_left(fs)) {
 		tmb_fetch_or(&fs->members[fs->member].pending, TMB_PENDING_REVOKE);
@@ -374,5 +374,5 @@ void tfs_revoked(struct tfs *fs)
 	/* The bit is set again: blocks deferred since then wait for the next round. */
 	if (!(tmb_load(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE))
 		release(fs, bit);
-	tfs_limbo_end(fs);
+	tfs_deferred_end(fs);
 }

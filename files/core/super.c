@@ -205,7 +205,7 @@ void tfs_close(struct tfs *fs)
 	if (!fs->members || fs->read_only || tfs_fenced(fs))
 		return;
 	tfs_listen_end(fs);
-	tfs_limbo_release(fs, 1ULL << fs->member);
+	tfs_deferred_release(fs, 1ULL << fs->member);
 	if (tmb_load(&fs->unclean))
 		return;
 	tmb_store_release(&fs->members[fs->member].recovered_epoch, fs->epoch);

@@ -46,7 +46,7 @@
 /* Block map bytes. */
 #define TFS_MAP_FREE 0
 #define TFS_MAP_RESERVED 0xfc /* free, but kept for removals: a removal may need one more node while the area is full */
-#define TFS_MAP_LIMBO 0xfd /* unlinked; a member in limbo_members may still map it, so freeing it is deferred */
+#define TFS_MAP_DEFERRED 0xfd /* unlinked; a member in deferred_members may still map it, so freeing it is deferred */
 #define TFS_MAP_META 0xfe  /* super block, member areas, the map itself */
 #define TFS_MAP_USED 0xff
 
@@ -109,8 +109,8 @@ struct tfs_super {
 	tmb_u64 freeze;	  /* a lock word: the member that froze it; 0: not frozen */
 	tmb_u64 errors;	  /* damage seen since the last fsck */
 	tmb_u64 watchers; /* bit per member that wants to hear of changes */
-	tmb_u64 limbo_members; /* bit per member that may still look at deferred blocks; when it is 0 they become free */
-	struct tmb_lock limbo_lock;
+	tmb_u64 deferred_members; /* bit per member that may still look at deferred blocks; when it is 0 they become free */
+	struct tmb_lock deferred_lock;
 	tmb_u64 pad4[2];
 	tmb_u8 pad5[4096 - 384];
 };
@@ -119,7 +119,7 @@ _Static_assert(offsetof(struct tfs_super, label) == 128, "label");
 _Static_assert(offsetof(struct tfs_super, itable_root) == 192, "itable");
 _Static_assert(offsetof(struct tfs_super, rename_lock) == 256, "rename");
 _Static_assert(offsetof(struct tfs_super, freeze) == 320, "freeze");
-_Static_assert(offsetof(struct tfs_super, limbo_lock) == 352, "limbo");
+_Static_assert(offsetof(struct tfs_super, deferred_lock) == 352, "deferred");
 
 /* Inode states, bits 0-7 of state_gen. */
 #define TFS_INODE_FREE 0

@@ -188,10 +188,10 @@ tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
  * if the caller was killed, so that the recovery of this member frees them. */
 tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed);
 void tfs_free_end(struct tfs *fs, tmb_u8 mark);
-int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders);
-void tfs_limbo_end(struct tfs *fs);
-void tfs_limbo_release(struct tfs *fs, tmb_u64 members); /* these members look at no deferred block any more */
-bool tfs_await_limbo(struct tfs *fs); /* waits a moment; true: the deferred blocks are free */
+int tfs_deferred_begin(struct tfs *fs, tmb_u64 holders);
+void tfs_deferred_end(struct tfs *fs);
+void tfs_deferred_release(struct tfs *fs, tmb_u64 members); /* these members look at no deferred block any more */
+bool tfs_await_deferred(struct tfs *fs); /* waits a moment; true: the deferred blocks are free */
 
 /* tx.c: transactions */
 /* The first half of tfs_recover, after which the dead member's locks may be taken over. It takes no inode's lock, so a thread that waits for one may

@@ -219,14 +219,14 @@ static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag, tmb_u64 *
 static int free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders)
 {
 	tmb_u64 block = fs->data_start;
-	int err = holders ? tfs_limbo_begin(fs, holders) : 0;
+	int err = holders ? tfs_deferred_begin(fs, holders) : 0;
 
 	if (err)
 		return err;
 	while ((block = tfs_find_map(fs, block, fs->blocks, tag)) < fs->blocks)
-		tfs_set_map(fs, block, 1, holders ? TFS_MAP_LIMBO : TFS_MAP_FREE);
+		tfs_set_map(fs, block, 1, holders ? TFS_MAP_DEFERRED : TFS_MAP_FREE);
 	if (holders)
-		tfs_limbo_end(fs);
+		tfs_deferred_end(fs);
 	return 0;
 }
 
@@ -504,7 +504,7 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool too, enum tfs_h
 			err = err ? err : left_over;
 		}
 	}
-	tfs_limbo_release(fs, forget);
+	tfs_deferred_release(fs, forget);
 	if (forget && !err)
 		tfs_keep_reserve(fs);
 	tfs_barrier(fs);

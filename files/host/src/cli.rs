@@ -273,12 +273,12 @@ fn df(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<()> {
     let s = fs.statfs();
     let block = u64::from(sys::TFS_BLOCK);
     let used = s.blocks.saturating_sub(s.blocks_free);
-    let (limbo, holders) = fs.limbo();
+    let (deferred, holders) = fs.deferred();
     if json {
         println!(
             "{}",
             json!({"bytes": s.blocks * block, "used": used * block, "free": s.blocks_free * block,
-                   "inodes": s.inodes, "inodes_free": s.inodes_free, "limbo": limbo * block, "limbo_members": holders})
+                   "inodes": s.inodes, "inodes_free": s.inodes_free, "deferred": deferred * block, "deferred_members": holders})
         );
     } else {
         let percent = (used * 100).div_ceil(s.blocks.max(1));
@@ -293,10 +293,10 @@ fn df(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<()> {
             percent,
             inodes
         );
-        if limbo > 0 {
+        if deferred > 0 {
             println!(
-                "{} KiB of it are unused, but kept for members {holders:?}, who may still map them",
-                (limbo * block) >> 10
+                "{} KiB of it are unused; their freeing waits for members {holders:?}, which may still map them",
+                (deferred * block) >> 10
             );
         }
     }

@@ -384,9 +384,9 @@ impl Filesystem {
     }
 
     /// Returns the number of deferred blocks, and the members that may still look at them.
-    pub fn limbo(&self) -> (u64, Vec<u32>) {
+    pub fn deferred(&self) -> (u64, Vec<u32>) {
         let word = |at: usize| self.area.word(at as u64).unwrap_or(0);
-        let members = word(offset_of!(sys::tfs_super, limbo_members));
+        let members = word(offset_of!(sys::tfs_super, deferred_members));
         let map = word(offset_of!(sys::tfs_super, map_start)).saturating_mul(u64::from(sys::TFS_BLOCK));
         let mut bytes = vec![0; 4096];
         let mut blocks = 0;
@@ -394,7 +394,7 @@ impl Filesystem {
             if !self.area.copy_out(map.saturating_add(at), &mut bytes) {
                 break;
             }
-            blocks += bytes.iter().filter(|b| u32::from(**b) == sys::TFS_MAP_LIMBO).count() as u64;
+            blocks += bytes.iter().filter(|b| u32::from(**b) == sys::TFS_MAP_DEFERRED).count() as u64;
         }
         (blocks, (0..sys::TFS_MEMBERS).filter(|m| members >> m & 1 == 1).collect())
     }

@@ -799,7 +799,7 @@ fn truncate_what_another_maps(a: &Filesystem) -> (u64, u64) {
     a.truncate(ino, 0, false).expect("truncate");
     let after = a.statfs().blocks_free;
     assert!(after < before, "blocks that member 5 maps became free");
-    assert_eq!(a.limbo(), (before - after, vec![5]));
+    assert_eq!(a.deferred(), (before - after, vec![5]));
     (before, after)
 }
 
@@ -825,7 +825,7 @@ fn a_member_that_maps_a_file_again_at_once_does_not_keep_what_was_cut_off() {
         }
     })));
     a.truncate(ino, 0, false).expect("truncate");
-    assert_eq!(a.limbo(), (0, vec![]));
+    assert_eq!(a.deferred(), (0, vec![]));
     assert_eq!(a.statfs().blocks_free, before);
 }
 
@@ -835,7 +835,7 @@ fn blocks_that_a_member_maps_become_free_when_it_leaves() {
     let (before, _) = truncate_what_another_maps(&a);
     drop(b);
     assert_eq!(a.statfs().blocks_free, before);
-    assert_eq!(a.limbo(), (0, vec![]));
+    assert_eq!(a.deferred(), (0, vec![]));
 }
 
 #[test]

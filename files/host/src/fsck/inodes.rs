@@ -38,14 +38,14 @@ impl Checker<'_> {
             for (lock, name) in [
                 (offset_of!(sys::tfs_super, itable_lock), "inode table"),
                 (offset_of!(sys::tfs_super, rename_lock), "directory renames"),
-                (offset_of!(sys::tfs_super, limbo_lock), "blocks in limbo"),
+                (offset_of!(sys::tfs_super, deferred_lock), "deferred blocks"),
             ] {
                 let word = self.area.word(lock as u64).unwrap_or(0);
                 self.check_lock(lock as u64, word, name);
             }
             for (offset, name) in [
                 (offset_of!(sys::tfs_super, freeze), "freeze"),
-                (offset_of!(sys::tfs_super, limbo_members), "limbo_members"),
+                (offset_of!(sys::tfs_super, deferred_members), "deferred_members"),
             ] {
                 if self.area.word(offset as u64) != Some(0)
                     && self.note("leftover", format!("super block: {name} is set"))

@@ -130,8 +130,8 @@ impl Checker<'_> {
                 if stored == right || is_reserve || under_way || (self.options.live && !is_meta) {
                     continue;
                 }
-                let (severity, code, text) = if stored == sys::TFS_MAP_LIMBO && right == free {
-                    (Severity::Note, "limbo", "was kept for a member that did not let go")
+                let (severity, code, text) = if stored == sys::TFS_MAP_DEFERRED && right == free {
+                    (Severity::Note, "deferred", "is unused; its freeing waits for a member that did not unmap it")
                 } else if right == free {
                     wrong[0] += 1;
                     (Severity::Damage, "leaked", "is marked used, but nothing refers to it")

@@ -127,7 +127,7 @@ fn a_truncation_that_is_killed_beside_suspended_members_leaves_nothing_behind_th
     let (mapper, owner) = (10, 11);
     let suspended = [mapper, owner].map(|m| zone.open(m, false).expect("open"));
     zone.maps(mapper, cut);
-    zone.hold(owner, offset_of!(sys::tfs_super, limbo_lock) as u64);
+    zone.hold(owner, offset_of!(sys::tfs_super, deferred_lock) as u64);
     hooks::KILLED.set(true);
     zone.does(|| fs.truncate(cut, 0, false)).expect("truncate");
     hooks::KILLED.set(false);
@@ -293,7 +293,7 @@ fn a_suspended_reader_costs_those_who_remove_what_it_reads_one_short_wait() {
         schedule::clock() - start
     });
     assert!(waited < SECOND / 10, "40 removals took {waited} ns");
-    assert!(fs.limbo().0 >= 20 * 3, "what it may still read is kept");
+    assert!(fs.deferred().0 >= 20 * 3, "what it may still read is kept");
     [fs, reader].into_iter().for_each(Filesystem::abandon);
     zone.assert_clean(&[4, 10]);
 }
@@ -325,21 +325,21 @@ fn what_a_killed_truncation_cut_off_stays_a_mappers_until_that_lets_go() {
     let cut = file(&fs, "cut", &[1; 20_000]);
     let free = fs.statfs().blocks_free;
     zone.maps(mapper, cut);
-    let limbo_lock = offset_of!(sys::tfs_super, limbo_lock) as u64;
-    zone.hold(owner, limbo_lock);
+    let deferred_lock = offset_of!(sys::tfs_super, deferred_lock) as u64;
+    zone.hold(owner, deferred_lock);
     hooks::KILLED.set(true);
     zone.does(|| fs.truncate(cut, 0, false)).expect("truncate");
     hooks::KILLED.set(false);
-    zone.store(limbo_lock, 0);
+    zone.store(deferred_lock, 0);
     zone.does(|| drop(fs));
     zone.leave(4);
     zone.does(|| suspended.recover_all()).expect("recovery");
-    assert_eq!(suspended.limbo(), (6, vec![mapper]), "five blocks and a node are the mapper's still");
+    assert_eq!(suspended.deferred(), (6, vec![mapper]), "five blocks and a node are the mapper's still");
     assert_eq!(suspended.statfs().blocks_free, free);
     let (table, _) = zone.state(mapper);
     assert!(table.store_word(u64::from(mapper) * 256 + offset_of!(sys::tmb_member, pending) as u64, 0));
     zone.does(|| mapping.let_go());
-    assert_eq!(suspended.limbo(), (0, vec![]));
+    assert_eq!(suspended.deferred(), (0, vec![]));
     assert_eq!(suspended.statfs().blocks_free, free + 6);
     [mapping, suspended].into_iter().for_each(Filesystem::abandon);
     zone.assert_clean(&[mapper, owner]);
@@ -353,12 +353,12 @@ fn an_attribute_that_was_replaced_by_a_killed_process_leaves_no_block_behind() {
     let named = file(&fs, "named", b"x");
     fs.xattr_set(named, b"user.a", Some(&[1; 5000]), 0, None).expect("an attribute");
     pin(&zone, 10, 0, named.ino);
-    let limbo_lock = offset_of!(sys::tfs_super, limbo_lock) as u64;
-    zone.hold(11, limbo_lock);
+    let deferred_lock = offset_of!(sys::tfs_super, deferred_lock) as u64;
+    zone.hold(11, deferred_lock);
     hooks::KILLED.set(true);
     zone.does(|| fs.xattr_set(named, b"user.a", Some(&[2; 5000]), 0, None)).expect("an attribute");
     hooks::KILLED.set(false);
-    zone.store(limbo_lock, 0);
+    zone.store(deferred_lock, 0);
     zone.does(|| drop(fs));
     zone.leave(4);
     [reader, owner].into_iter().for_each(Filesystem::abandon);

@@ -299,8 +299,8 @@ fn blocks_of_a_half_done_truncate_stay_with_who_maps_them() {
             World::bury(3);
             reader.recover_all().map_err(|e| format!("recovery: {e}"))?;
             reader.abandon();
-            let limbo = mapped.iter().any(|block| world.map_byte(*block) == sys::TFS_MAP_LIMBO);
-            if limbo { Err("a block stays in limbo".into()) } else { world.check().map(|_| ()) }
+            let deferred = mapped.iter().any(|block| world.map_byte(*block) == sys::TFS_MAP_DEFERRED);
+            if deferred { Err("a block stays deferred".into()) } else { world.check().map(|_| ()) }
         },
     );
     mapper.abandon();
