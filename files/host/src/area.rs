@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory that holds a file system: a mapping, the area in it, and the membership under which it is used.
+//! Memory that holds a file system: a mapping, the area in it, and the member that uses it.
 //!
 //! The only module that maps memory. Everything that is read from an area may change at any time, so bytes are
 //! copied out with [`Area::copy_out`] and friends, never borrowed.
@@ -77,9 +77,9 @@ impl Drop for Map {
     }
 }
 
-/// A member of a zone, in one epoch.
+/// One life of a member: its slot number and epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seat {
+pub struct Incarnation {
     /// Own member id, 0 to 63.
     pub member: u32,
     /// Epoch of the join.
@@ -102,7 +102,7 @@ pub struct Area {
     offset: u64,
     writable: bool,
     members: *mut sys::tmb_member,
-    seat: Option<Seat>,
+    incarnation: Option<Incarnation>,
     file: Option<Arc<OwnedFd>>,
     _keep: Arc<dyn Any + Send + Sync>,
 }
@@ -117,17 +117,17 @@ fn misfit(what: &str) -> io::Error {
 }
 
 impl Area {
-    /// Returns the area at `offset`, `len` bytes; for a member also the offset of its zone's member table, and its membership.
-    pub fn in_map(map: &Arc<Map>, offset: u64, len: u64, seat: Option<(u64, Seat)>) -> io::Result<Area> {
+    /// Returns the area at `offset`, `len` bytes; for a member also the offset of its zone's member table, and its incarnation.
+    pub fn in_map(map: &Arc<Map>, offset: u64, len: u64, incarnation: Option<(u64, Incarnation)>) -> io::Result<Area> {
         if offset.checked_add(len).is_none_or(|end| end > map.size()) || offset % 4096 != 0 || len < 4096 {
             return Err(misfit(&format!("{len} bytes at {offset} of {}", map.size())));
         }
         let mut members = std::ptr::null_mut();
-        if let Some((at, seat)) = seat {
+        if let Some((at, incarnation)) = incarnation {
             let size = u64::from(sys::TMB_MAX_MEMBERS) * size_of::<sys::tmb_member>() as u64;
             let fits = at.checked_add(size).is_some_and(|end| end <= map.size()) && at % 64 == 0;
-            if !fits || seat.member >= sys::TMB_MAX_MEMBERS {
-                return Err(misfit(&format!("member table at {at}, member {}", seat.member)));
+            if !fits || incarnation.member >= sys::TMB_MAX_MEMBERS {
+                return Err(misfit(&format!("member table at {at}, member {}", incarnation.member)));
             }
             // SAFETY: the table lies in the mapping, checked above.
             members = unsafe { map.base.as_ptr().add(at as usize) }.cast();
@@ -139,7 +139,7 @@ impl Area {
             offset,
             writable: map.writable,
             members,
-            seat: seat.map(|(_, seat)| seat),
+            incarnation: incarnation.map(|(_, incarnation)| incarnation),
             file: Some(Arc::clone(&map.file)),
             _keep: Arc::clone(map) as Arc<dyn Any + Send + Sync>,
         })
@@ -151,11 +151,11 @@ impl Area {
         Area::in_map(&Arc::new(map), 0, len, None)
     }
 
-    /// Returns an area of a zone; without a membership it is used alone. `file`: the zone's file, to be synced.
+    /// Returns an area of a zone; without an incarnation the process is alone. `file`: the zone's file, to be synced.
     pub fn of_zone(
         zone: &Arc<tombolo_zone::Zone>,
         area: &tombolo_zone::Area,
-        seat: Option<Seat>,
+        incarnation: Option<Incarnation>,
         file: Option<OwnedFd>,
     ) -> tombolo_zone::Result<Area> {
         Ok(Area {
@@ -164,15 +164,15 @@ impl Area {
             offset: area.offset,
             writable: zone.mem().writable(),
             members: zone.members_ptr().cast(),
-            seat,
+            incarnation,
             file: file.map(Arc::new),
             _keep: Arc::clone(zone) as Arc<dyn Any + Send + Sync>,
         })
     }
 
     /// Returns the same area for another member, or for a process that is alone (no table is used then).
-    pub fn seated(&self, seat: Option<Seat>) -> Area {
-        Area { seat, ..self.clone() }
+    pub fn used_by(&self, incarnation: Option<Incarnation>) -> Area {
+        Area { incarnation, ..self.clone() }
     }
 
     /// Returns the same area for a process that is alone and recovers all former members: in a private member table, member 0 is active
@@ -192,7 +192,7 @@ impl Area {
         let table = Arc::new(Table(table.into_iter().map(UnsafeCell::new).collect()));
         Area {
             members: table.0[0].get(),
-            seat: Some(Seat { member: 0, epoch }),
+            incarnation: Some(Incarnation { member: 0, epoch }),
             _keep: Arc::new((Arc::clone(&self._keep), table)),
             ..self.clone()
         }
@@ -213,9 +213,9 @@ impl Area {
         self.writable
     }
 
-    /// Returns the membership; `None`: alone.
-    pub fn seat(&self) -> Option<Seat> {
-        self.seat
+    /// Returns the member that uses it; `None`: the process is alone.
+    pub fn incarnation(&self) -> Option<Incarnation> {
+        self.incarnation
     }
 
     /// Start of the area in this address space.
@@ -225,7 +225,7 @@ impl Area {
 
     /// Returns the member table, or null if the process is alone.
     pub fn members(&self) -> *mut sys::tmb_member {
-        if self.seat.is_some() { self.members } else { std::ptr::null_mut() }
+        if self.incarnation.is_some() { self.members } else { std::ptr::null_mut() }
     }
 
     /// Returns the name of a member from the table.

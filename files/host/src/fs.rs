@@ -266,7 +266,7 @@ pub fn mkfs(area: &Area, options: &Mkfs) -> Result<()> {
 }
 
 impl Filesystem {
-    /// Opens a file system with the area's membership. EINVAL: there is none; EPROTONOSUPPORT: of another version; EUCLEAN: damaged.
+    /// Opens a file system as the area's incarnation. EINVAL: there is none; EPROTONOSUPPORT: of another version; EUCLEAN: damaged.
     pub fn open(area: Area) -> Result<Filesystem> {
         Filesystem::open_with(
             area,
@@ -288,7 +288,7 @@ impl Filesystem {
         };
         let os = (&raw mut host.raw).cast();
         let mut tfs = sys::tfs { os, read_only: !area.writable(), ..Default::default() };
-        let (member, epoch) = area.seat().map_or((0, 0), |seat| (seat.member, seat.epoch));
+        let (member, epoch) = area.incarnation().map_or((0, 0), |own| (own.member, own.epoch));
         // SAFETY: the area and the member table stay mapped as long as self.area lives.
         check(unsafe {
             sys::tfs_open(&mut tfs, area.base().cast(), area.size(), area.members(), member, epoch)

@@ -16,7 +16,7 @@ use tombolo_zone::doorbell::Bell;
 use tombolo_zone::pci::{self, Registers};
 use tombolo_zone::{AreaType, MemberId, MemberState, Membership, Rights, Role, Zone};
 
-use crate::area::{Area, Map, Seat, open_backing};
+use crate::area::{Area, Incarnation, Map, open_backing};
 use crate::fs::Ringer;
 use crate::sys;
 
@@ -93,9 +93,9 @@ pub struct Joined {
 }
 
 impl Joined {
-    /// Returns the own membership.
-    pub fn seat(&self) -> Option<Seat> {
-        self.membership.as_ref().map(|m| Seat { member: m.id().index(), epoch: m.epoch() })
+    /// Returns the own incarnation.
+    pub fn incarnation(&self) -> Option<Incarnation> {
+        self.membership.as_ref().map(|m| Incarnation { member: m.id().index(), epoch: m.epoch() })
     }
 
     pub fn zone(&self) -> &Arc<Zone> {
@@ -214,17 +214,17 @@ impl Target {
         &self.path
     }
 
-    /// Returns the area without a membership: for readers, and for processes that are alone.
+    /// Returns the area without an incarnation: for readers, and for processes that are alone.
     pub fn area(&self) -> anyhow::Result<Area> {
         self.area_of(None)
     }
 
-    fn area_of(&self, seat: Option<Seat>) -> anyhow::Result<Area> {
+    fn area_of(&self, incarnation: Option<Incarnation>) -> anyhow::Result<Area> {
         Ok(match &self.kind {
             Kind::Bare { area, .. } => area.clone(),
             Kind::Zone { zone, area, file, .. } => {
                 let file = file.as_ref().map(OwnedFd::try_clone).transpose()?;
-                Area::of_zone(zone, area, seat, file)?
+                Area::of_zone(zone, area, incarnation, file)?
             }
         })
     }
@@ -312,7 +312,7 @@ impl Target {
         self.require_unused(what, force).or_else(|used| store(magic).and(Err(used)))
     }
 
-    /// Becomes a member, with `name` if that can be chosen, and returns the area with this membership. A file without a zone has no members: the
+    /// Becomes a member, with `name` if that can be chosen, and returns the area with this incarnation. A file without a zone has no members: the
     /// process is alone, and recovers all former members.
     pub fn join(&self, name: Option<&str>) -> anyhow::Result<(Area, Option<Joined>)> {
         let zone = match &self.kind {
@@ -346,7 +346,7 @@ impl Target {
         let ringing = bell.map_or(Ringing::Nothing, |bell| Ringing::Bell(Arc::new(bell)));
         let joined =
             Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: false };
-        Ok((self.area_of(joined.seat())?, Some(joined)))
+        Ok((self.area_of(joined.incarnation())?, Some(joined)))
     }
 
     /// Called after an unmount: the file of a bare file system stays locked only until it is written back.
@@ -369,6 +369,6 @@ impl Target {
         let ringing = registers.map_or(Ringing::Nothing, |r| Ringing::Registers(Arc::new(r)));
         let joined =
             Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: true };
-        Ok((self.area_of(joined.seat())?, Some(joined)))
+        Ok((self.area_of(joined.incarnation())?, Some(joined)))
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 use tombolo_files::account;
-use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::change::Change;
 use tombolo_files::fs::{self, Attr, Create, Expect, FileLock, Filesystem, Handle, Mkfs, ROOT};
 use tombolo_files::fsck::{self, Options};
@@ -112,8 +112,8 @@ fn zone() -> (Area, impl Fn(u32) -> Filesystem) {
     let table = Area::in_map(&map, 4096, 64 * 256, None).expect("a table");
     let open = move |member: u32| {
         assert!(table.store_word(u64::from(member) * 256, 1 << 32 | u64::from(sys::TMB_MEMBER_ACTIVE)));
-        let seat = Some((4096, Seat { member, epoch: 1 }));
-        Filesystem::open(Area::in_map(&map, 2 << 20, 32 << 20, seat).expect("an area")).expect("open")
+        let incarnation = Some((4096, Incarnation { member, epoch: 1 }));
+        Filesystem::open(Area::in_map(&map, 2 << 20, 32 << 20, incarnation).expect("an area")).expect("open")
     };
     (whole, open)
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, mpsc};
 
 use rustix::io::Errno;
-use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Attr, Create, FileLock, Filesystem, Handle, Mkfs, ROOT};
 use tombolo_files::{fsck, sys};
 
@@ -45,7 +45,7 @@ impl Zone {
     fn open(&self, member: u32) -> Filesystem {
         self.set(member, 1, sys::TMB_MEMBER_ACTIVE);
         let area =
-            Area::in_map(&self.map, AREA_AT, self.area.size(), Some((4096, Seat { member, epoch: 1 })));
+            Area::in_map(&self.map, AREA_AT, self.area.size(), Some((4096, Incarnation { member, epoch: 1 })));
         let damage = Arc::clone(&self.damage);
         let log = Box::new(move |what: &str, a, b| {
             eprintln!("damage: {what} ({a:#x}, {b:#x})");

@@ -179,7 +179,7 @@ fn wait_for_the_middle(zone: &Zone, child: &Child, rng: &mut Rng) {
 }
 
 fn start(zone: &Zone, child: &mut Child) -> Result<(), String> {
-    let seat = zone.join(child.member)?;
+    let incarnation = zone.join(child.member)?;
     child.done_before = zone.counter(DONE + u64::from(child.member)).load(Ordering::Acquire);
     zone.counter(BEGUN + u64::from(child.member)).store(child.done_before, Ordering::Release);
     // SAFETY: this process has one thread; the child works and ends without returning.
@@ -190,7 +190,7 @@ fn start(zone: &Zone, child: &mut Child) -> Result<(), String> {
     if pid == 0 {
         // SAFETY: a plain call; the child dies with its parent.
         unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-        let result = zone.open(seat).and_then(|fs| work(zone, child, &fs));
+        let result = zone.open(incarnation).and_then(|fs| work(zone, child, &fs));
         if let Err(why) = result {
             eprintln!("member {}: {why}", child.member);
             zone.counter(FAILED + u64::from(child.member)).store(1, Ordering::Release);

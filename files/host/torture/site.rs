@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use tombolo_files::area::{Area, Seat};
+use tombolo_files::area::{Area, Incarnation};
 use tombolo_files::fs::{self, Filesystem, Mkfs};
 use tombolo_files::fsck;
 use tombolo_zone::doorbell::DoorbellServer;
@@ -108,8 +108,8 @@ impl Site {
         format!("/proc/{}/fd/{}", std::process::id(), self.zone.as_fd().as_raw_fd())
     }
 
-    fn area_of(&self, seat: Option<Seat>) -> Result<Area, String> {
-        Area::of_zone(&self.zone, &self.area, seat, None).map_err(text)
+    fn area_of(&self, incarnation: Option<Incarnation>) -> Result<Area, String> {
+        Area::of_zone(&self.zone, &self.area, incarnation, None).map_err(text)
     }
 
     fn mkfs(&self) -> Result<(), String> {
@@ -121,8 +121,8 @@ impl Site {
     pub fn join(&self, name: &str) -> Result<Own, String> {
         let id = self.zone.invite(name, Role::Host, Rights::READ_WRITE).map_err(text)?;
         let membership = self.zone.join(id).map_err(text)?;
-        let seat = Seat { member: id.index(), epoch: membership.epoch() };
-        let fs = Filesystem::open(self.area_of(Some(seat))?).map_err(text)?;
+        let incarnation = Incarnation { member: id.index(), epoch: membership.epoch() };
+        let fs = Filesystem::open(self.area_of(Some(incarnation))?).map_err(text)?;
         Ok(Own { fs: Some(fs), zone: Arc::clone(&self.zone), membership: Some(membership) })
     }
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Filesystem, Mkfs};
 use tombolo_files::fsck;
 use tombolo_files::sys;
@@ -42,10 +42,10 @@ impl Zone {
     }
 
     /// Admits a member, in a new epoch.
-    pub fn join(&self, member: u32) -> Result<Seat, String> {
+    pub fn join(&self, member: u32) -> Result<Incarnation, String> {
         let epoch = (self.word(member)? >> 32) as u32 + 1;
         self.set(member, epoch, sys::TMB_MEMBER_ACTIVE)?;
-        Ok(Seat { member, epoch })
+        Ok(Incarnation { member, epoch })
     }
 
     /// Declares a member dead.
@@ -54,11 +54,11 @@ impl Zone {
         self.set(member, epoch, sys::TMB_MEMBER_DEAD)
     }
 
-    /// Returns a handle for a membership.
-    pub fn open(&self, seat: Seat) -> Result<Filesystem, String> {
-        let area = Area::in_map(&self.map, AREA_AT, self.area.size(), Some((MEMBERS_AT, seat)));
+    /// Returns a handle for an incarnation.
+    pub fn open(&self, incarnation: Incarnation) -> Result<Filesystem, String> {
+        let area = Area::in_map(&self.map, AREA_AT, self.area.size(), Some((MEMBERS_AT, incarnation)));
         let area = area.map_err(|e| e.to_string())?;
-        Filesystem::open(area).map_err(|e| format!("opening as member {}: {e}", seat.member))
+        Filesystem::open(area).map_err(|e| format!("opening as member {}: {e}", incarnation.member))
     }
 
     /// Tells all other members that the member table changed, as the host does.

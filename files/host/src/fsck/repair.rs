@@ -26,7 +26,7 @@ pub(crate) fn recover(area: &Area, report: &mut Report) {
 /// Puts inodes without a name into /lost+found as `#number`: the core makes an inode of that name, then the entry is
 /// pointed at the lost inode.
 pub(crate) fn reconnect(area: &Area, lost: &[u64], report: &mut Report) {
-    let fs = match Filesystem::open_with(area.seated(None), Box::new(|_, _, _| {})) {
+    let fs = match Filesystem::open_with(area.used_by(None), Box::new(|_, _, _| {})) {
         Ok(fs) => fs,
         Err(e) => return say(report, "lost+found", format!("can't be made: {e}"), false),
     };

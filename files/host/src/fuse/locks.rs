@@ -213,7 +213,7 @@ impl Locks {
             _ => libc::F_UNLCK,
         };
         // A process of another member has no PID here.
-        let own = fs.area().seat().is_none_or(|seat| seat.member == found.member);
+        let own = fs.area().incarnation().is_none_or(|own| own.member == found.member);
         out.u64(found.start.min(END)).u64(found.end.min(END)).u32(kind as u32).u32(if own {
             found.pid
         } else {

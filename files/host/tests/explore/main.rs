@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use plan::Plan;
 use schedule::{Ran, Schedule, Thread};
-use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Filesystem, Mkfs};
 use tombolo_files::{fsck, sys};
 
@@ -107,9 +107,9 @@ impl Zone {
         assert!(
             table.store_word(u64::from(member) * 256 + offset_of!(sys::tmb_member, rights) as u64, rights)
         );
-        let seat = Some((TABLE as u64, Seat { member, epoch: epoch as u32 + 1 }));
+        let incarnation = Some((TABLE as u64, Incarnation { member, epoch: epoch as u32 + 1 }));
         let map = if read_only { &self.reader } else { &self.map };
-        let area = Area::in_map(map, AREA as u64, MIB << 20, seat).expect("an area");
+        let area = Area::in_map(map, AREA as u64, MIB << 20, incarnation).expect("an area");
         Filesystem::open(area).map_err(|e| format!("open: {e}"))
     }
 

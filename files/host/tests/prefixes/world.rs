@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Filesystem, Mkfs, ROOT};
 use tombolo_files::fsck;
 use tombolo_files::sys;
@@ -49,8 +49,8 @@ impl World {
     /// Returns another handle of an active member.
     pub fn open_again(&self, member: u32) -> Result<Filesystem, String> {
         let log = Box::new(|what: &str, a, b| eprintln!("damage: {what} ({a:#x}, {b:#x})"));
-        let seat = Some((TABLE as u64, Seat { member, epoch: World::epoch(member) }));
-        let area = Area::in_map(&self.map, AREA as u64, self.area.size(), seat).expect("an area");
+        let incarnation = Some((TABLE as u64, Incarnation { member, epoch: World::epoch(member) }));
+        let area = Area::in_map(&self.map, AREA as u64, self.area.size(), incarnation).expect("an area");
         Filesystem::open_with(area, log).map_err(|e| format!("opening: {e}"))
     }
 
