@@ -17,7 +17,7 @@
 
 #define TFS_ITABLE_CACHE 128u
 #define TFS_BIT_LOCKS 16u
-#define TFS_LINE 64u /* threads of one member that can queue for locks */
+#define TFS_QUEUE 64u /* threads of one member that can queue for locks */
 
 /* A thread that waits for a lock. */
 struct tfs_waiter {
@@ -44,7 +44,7 @@ struct tfs {
 	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: locks of the member's own bits in 'openers' and 'mappers' */
 	tmb_u64 silent; /* bit per member that let a wait for its mappings run out ... */
 	tmb_u32 silent_at[TFS_MEMBERS]; /* ... when its 'revokes_begun' was this */
-	struct tfs_waiter line[TFS_LINE]; /* wait.c */
+	struct tfs_waiter queue[TFS_QUEUE]; /* wait.c */
 	tmb_u64 numbers;
 	void *os;	  /* the skin's */
 };

@@ -64,21 +64,21 @@ bool tfs_lock_held(const struct tmb_lock *lock, tmb_u32 *owner)
 	return now & 0xff && (now & TFS_LOCK_KIND) == TFS_LOCK_HELD;
 }
 
-/* --- lines of this member's own threads ------------------------------------------------------------------------------- */
+/* --- queues of this member's own threads ------------------------------------------------------------------------------- */
 
 /* The lock's id in a queue. */
-static tmb_u64 name_of(struct tmb_lock *lock)
+static tmb_u64 id_of(struct tmb_lock *lock)
 {
 	return (tmb_u64)(unsigned long)lock;
 }
 
 /* Enters the queue; NULL: it is full. */
-static struct tfs_waiter *line_up(struct tfs *fs, struct tmb_lock *lock)
+static struct tfs_waiter *enqueue(struct tfs *fs, struct tmb_lock *lock)
 {
-	for (tmb_u32 i = 0; i < TFS_LINE; i++) {
-		struct tfs_waiter *w = &fs->line[i];
+	for (tmb_u32 i = 0; i < TFS_QUEUE; i++) {
+		struct tfs_waiter *w = &fs->queue[i];
 
-		if (tmb_load(&w->lock) || !tmb_cas64(&w->lock, 0, name_of(lock)))
+		if (tmb_load(&w->lock) || !tmb_cas64(&w->lock, 0, id_of(lock)))
 			continue;
 		tmb_store_release(&w->number, tmb_fetch_add(&fs->numbers, 1) + 1);
 		return w;
@@ -86,7 +86,7 @@ static struct tfs_waiter *line_up(struct tfs *fs, struct tmb_lock *lock)
 	return NULL;
 }
 
-static void leave_line(struct tfs_waiter *w)
+static void dequeue(struct tfs_waiter *w)
 {
 	tmb_store(&w->number, 0);
 	tmb_store_release(&w->lock, 0);
@@ -97,8 +97,8 @@ static struct tfs_waiter *first_of(struct tfs *fs, tmb_u64 lock)
 	struct tfs_waiter *first = NULL;
 	tmb_u64 lowest = 0;
 
-	for (tmb_u32 i = 0; i < TFS_LINE; i++) {
-		struct tfs_waiter *w = &fs->line[i];
+	for (tmb_u32 i = 0; i < TFS_QUEUE; i++) {
+		struct tfs_waiter *w = &fs->queue[i];
 		tmb_u64 number;
 
 		if (tmb_load_acquire(&w->lock) != lock)
@@ -120,11 +120,11 @@ static void wake(struct tfs *fs, struct tfs_waiter *w)
 
 void tfs_rang(struct tfs *fs)
 {
-	for (tmb_u32 i = 0; i < TFS_LINE; i++) {
-		tmb_u64 lock = tmb_load_acquire(&fs->line[i].lock);
+	for (tmb_u32 i = 0; i < TFS_QUEUE; i++) {
+		tmb_u64 lock = tmb_load_acquire(&fs->queue[i].lock);
 
-		if (lock && first_of(fs, lock) == &fs->line[i])
-			wake(fs, &fs->line[i]);
+		if (lock && first_of(fs, lock) == &fs->queue[i])
+			wake(fs, &fs->queue[i]);
 	}
 }
 
@@ -137,7 +137,7 @@ static void ring(struct tfs *fs, struct tmb_lock *lock, tmb_u32 member)
 		tfs_ring_members(fs, 1ULL << member, TMB_PENDING_LOCK);
 		return;
 	}
-	w = first_of(fs, name_of(lock));
+	w = first_of(fs, id_of(lock));
 	if (w)
 		wake(fs, w);
 }
@@ -256,19 +256,19 @@ static void withdraw(struct tfs *fs, struct tmb_lock *lock, struct tfs_waiter *p
 {
 	tmb_u64 bit = 1ULL << fs->member;
 
-	leave_line(place);
-	if (first_of(fs, name_of(lock))) {
+	dequeue(place);
+	if (first_of(fs, id_of(lock))) {
 		tmb_fetch_or(&lock->waiters, bit);
 		return;
 	}
 	if (!(tmb_load(&lock->waiters) & bit))
 		return;
 	tmb_fetch_and(&lock->waiters, ~bit);
-	if (first_of(fs, name_of(lock))) /* Again: it may have announced itself in between */
+	if (first_of(fs, id_of(lock))) /* Again: it may have announced itself in between */
 		tmb_fetch_or(&lock->waiters, bit);
 }
 
-static int wait_in_line(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, struct tfs_waiter *place)
+static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, struct tfs_waiter *place)
 {
 	tmb_u64 seen = 0, since = 0;
 	bool slept = false;
@@ -278,7 +278,7 @@ static int wait_in_line(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *
 		tmb_u32 rung = tmb_load_acquire(&place->bell), owner = TFS_MEMBERS;
 		tmb_u64 now = tmb_load_acquire(&lock->word);
 
-		if (first_of(fs, name_of(lock)) == place) {
+		if (first_of(fs, id_of(lock)) == place) {
 			if (now != seen || !since) {
 				seen = now;
 				since = tfs_os_clock();
@@ -329,14 +329,14 @@ int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 		tfs_os_relax();
 	}
 	tfs_wait_start(&w, how);
-	while (!(place = line_up(fs, lock))) {
+	while (!(place = enqueue(fs, lock))) {
 		if (tfs_try_lock(fs, lock))
 			return 0;
 		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
 		if (err)
 			return err;
 	}
-	err = wait_in_line(fs, lock, &w, place);
+	err = wait_in_queue(fs, lock, &w, place);
 	withdraw(fs, lock, place);
 	if (err > 0)
 		return 0;

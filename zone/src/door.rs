@@ -84,7 +84,7 @@ impl Found {
     /// # Errors
     /// `NotFound` or `ConnectionRefused` if the process or its door has gone meanwhile, `TimedOut` at the limit, `PermissionDenied` if the
     /// socket is another process's.
-    pub fn knock(&self, limit: Option<Duration>) -> io::Result<UnixStream> {
+    pub fn connect(&self, limit: Option<Duration>) -> io::Result<UnixStream> {
         let socket =
             rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, limit)?;
@@ -157,11 +157,11 @@ mod tests {
         let [found] = &all[..] else { panic!("{all:?}") };
         assert_eq!((found.process, found.name()), (std::process::id(), name.as_str()));
         assert!(found.is_there());
-        let _ours = found.knock(None).unwrap();
+        let _ours = found.connect(None).unwrap();
         drop(door.listener().accept().unwrap());
         assert!(find(|n| n == name, Some(0)).unwrap().is_empty(), "it is not the standard input");
         drop(door);
-        assert!(!found.is_there() && found.knock(None).is_err());
+        assert!(!found.is_there() && found.connect(None).is_err());
         assert!(find(|n| n == name, None).unwrap().is_empty());
     }
 
@@ -176,13 +176,13 @@ mod tests {
     }
 
     #[test]
-    fn who_knocks_where_nobody_opens_waits_no_longer_than_the_limit() {
+    fn a_connect_to_a_door_that_accepts_nothing_ends_at_the_limit() {
         let name = format!("tombolo-door-{}", uuid::Uuid::new_v4());
         let (_door, _folder) = open(&name);
         let found = find(|n| n == name, None).unwrap().remove(0);
         let mut waiting = Vec::new();
         let error = loop {
-            match found.knock(Some(Duration::from_millis(20))) {
+            match found.connect(Some(Duration::from_millis(20))) {
                 Ok(stream) => waiting.push(stream),
                 Err(e) => break e,
             }

@@ -165,7 +165,7 @@ impl Zone {
         let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
         for id in MemberId::all() {
             zone.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
-            zone.bury(id)?;
+            zone.mark_dead(id)?;
         }
         zone.header.session = new_session();
         zone.mem.store_u64(offset_of!(tmb_zone_header, session) as u64, zone.header.session)?;
@@ -428,7 +428,7 @@ impl Zone {
     pub fn declare_dead(&self, id: MemberId) -> Result<bool> {
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
-        let died = self.bury(id)?;
+        let died = self.mark_dead(id)?;
         if died {
             self.pend_others(id)?;
         }
@@ -511,7 +511,7 @@ impl Zone {
     }
 
     /// Changes ACTIVE (or garbage) to DEAD in a new epoch. The caller holds the table's lock.
-    fn bury(&self, id: MemberId) -> Result<bool> {
+    fn mark_dead(&self, id: MemberId) -> Result<bool> {
         let at = id.at(offset_of!(tmb_member, state_epoch));
         for _ in 0..CAS_TRIES {
             let word = self.mem.load_u64(at)?;

@@ -78,7 +78,7 @@ struct Member {
     /// The recovering member and its epoch.
     recovery: (u8, u8),
     /// Threads that wait, in order; private to the member.
-    line: Vec<u8>,
+    queue: Vec<u8>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -146,7 +146,7 @@ impl State {
     }
 
     fn ring(&mut self, member: u8) {
-        if let Some(first) = self.members[usize::from(member) - 1].line.first() {
+        if let Some(first) = self.members[usize::from(member) - 1].queue.first() {
             let first = usize::from(*first);
             self.threads[first].rung = true;
         }
@@ -182,13 +182,13 @@ impl State {
                     s.word = Word { kind: Kind::Held, owner: own, epoch: me.epoch, ..now };
                     go!(Enter);
                 } else {
-                    s.members[m].line.push(i as u8);
+                    s.members[m].queue.push(i as u8);
                     go!(Look);
                 }
             }
             Pc::Look => {
-                // Not the first of its line: sleeps until it is.
-                if me.line.first() != Some(&(i as u8)) {
+                // Not the first of its queue: sleeps until it is.
+                if me.queue.first() != Some(&(i as u8)) {
                     s.threads[i].rung = false;
                     go!(Sleep);
                     return out;
@@ -200,12 +200,12 @@ impl State {
                 match now.kind {
                     Kind::Free => {
                         s.word = Word { demand: false, kind: Kind::Held, owner: own, epoch: me.epoch, ..now };
-                        s.leave_line(m, i);
+                        s.leave_queue(m, i);
                         go!(Withdraw);
                     }
                     Kind::Offered if now.owner == own && now.epoch == me.epoch => {
                         s.word = Word { demand: false, ..Word { kind: Kind::Held, ..now } };
-                        s.leave_line(m, i);
+                        s.leave_queue(m, i);
                         go!(Withdraw);
                     }
                     Kind::Offered if dead => go!(TakeDead),
@@ -292,14 +292,14 @@ impl State {
             }
             Pc::TakeDead | Pc::TakeLapsed => {
                 if s.swap(t.seen, Word { demand: false, ..held }) {
-                    s.leave_line(m, i);
+                    s.leave_queue(m, i);
                     go!(Withdraw);
                 } else {
                     go!(Look);
                 }
             }
             Pc::Withdraw => {
-                if me.line.is_empty() {
+                if me.queue.is_empty() {
                     s.waiters &= !(1 << m);
                     go!(Again);
                 } else {
@@ -310,7 +310,7 @@ impl State {
             }
             Pc::Again => {
                 // A thread has entered the queue and may have announced itself in between.
-                if !me.line.is_empty() {
+                if !me.queue.is_empty() {
                     s.waiters |= 1 << m;
                 }
                 go!(Enter);
@@ -346,7 +346,7 @@ impl State {
                     for j in 0..s.threads.len() {
                         let (member, waits) =
                             (s.threads[j].member, s.waiters >> s.threads[j].member & 1 != 0);
-                        let first = s.members[usize::from(member)].line.first() == Some(&(j as u8));
+                        let first = s.members[usize::from(member)].queue.first() == Some(&(j as u8));
                         if waits && first && member + 1 != n {
                             s.threads[j].passed = (s.threads[j].passed + 1).min(10);
                         }
@@ -377,8 +377,8 @@ impl State {
         out
     }
 
-    fn leave_line(&mut self, m: usize, i: usize) {
-        self.members[m].line.retain(|t| usize::from(*t) != i);
+    fn leave_queue(&mut self, m: usize, i: usize) {
+        self.members[m].queue.retain(|t| usize::from(*t) != i);
     }
 
     fn finish(&mut self, i: usize) {
@@ -397,7 +397,7 @@ impl State {
             if member.alive && self.deaths > 0 {
                 s.deaths -= 1;
                 member.alive = false;
-                member.line.clear();
+                member.queue.clear();
                 for t in s.threads.iter_mut().filter(|t| usize::from(t.member) == m) {
                     *t = Thread { member: m as u8, pc: Pc::Done, left: t.left, ..Thread::default() };
                 }

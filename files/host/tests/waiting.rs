@@ -54,7 +54,7 @@ impl Zone {
         Filesystem::open_with(area.expect("an area"), log).expect("open")
     }
 
-    fn bury(&self, member: u32) {
+    fn declare_dead(&self, member: u32) {
         self.set(member, 2, sys::TMB_MEMBER_DEAD);
     }
 
@@ -253,7 +253,7 @@ fn a_lock_that_was_offered_to_a_member_that_does_not_come_is_taken_by_who_waits(
 }
 
 fn gone_away(zone: &Zone) {
-    zone.bury(2);
+    zone.declare_dead(2);
 }
 
 #[test]
@@ -268,8 +268,8 @@ fn recoveries_that_meet_end() {
     first.abandon();
     second.abandon();
     zone.lock_of(ino).store(held_by(1), SeqCst);
-    zone.bury(1);
-    zone.bury(2);
+    zone.declare_dead(1);
+    zone.declare_dead(2);
     let recovered = core::mem::offset_of!(sys::tmb_member, recovered_epoch);
     let recovery_lock = core::mem::offset_of!(sys::tmb_member, recovery_lock);
     zone.member(1, recovered).store(2, SeqCst);

@@ -261,10 +261,10 @@ fn watch(
         if let Err(e) = child.wait() {
             eprintln!("{own}: {e}");
         }
-        let buried =
+        let declared =
             bells.unlisten(id).and_then(|()| zone.declare_dead(id)).and_then(|_| announce(&zone, &bells));
         drop(alive);
-        if let Err(e) = buried {
+        if let Err(e) = declared {
             eprintln!("{own}: {e}");
         }
         // The receiver may have ended.

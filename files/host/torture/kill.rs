@@ -65,7 +65,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     }
     for child in &mut children {
         end(child, libc::SIGKILL)?;
-        zone.bury(child.member)?;
+        zone.declare_dead(child.member)?;
         parent.recover(child.member).map_err(|e| format!("recovery: {e}"))?;
         catch_up(&zone, &parent, child)?;
     }
@@ -131,7 +131,7 @@ fn round(
             (rng.below(10_000), rng.below(if n + 1 < victims.len() { 2000 } else { 10_000 }));
         end(&children[*victim], libc::SIGKILL)?;
         std::thread::sleep(Duration::from_micros(unknown));
-        zone.bury(children[*victim].member)?;
+        zone.declare_dead(children[*victim].member)?;
         zone.tell_of(children[*victim].member)?;
         std::thread::sleep(Duration::from_micros(known));
         tally.kills += 1;

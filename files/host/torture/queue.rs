@@ -51,7 +51,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
         end(&children[victim])?;
         // Until the host has noticed, the others wait for the dead.
         std::thread::sleep(Duration::from_micros(rng.below(3000)));
-        zone.bury(member)?;
+        zone.declare_dead(member)?;
         std::thread::sleep(Duration::from_micros(rng.below(3000)));
         children[victim] = start(&zone, member, log, most)?;
         if (1..=u64::from(CHILDREN)).any(|m| zone.counter(FAILED + m).load(Ordering::Acquire) != 0) {
@@ -60,7 +60,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     }
     for child in &children {
         end(child)?;
-        zone.bury(child.member)?;
+        zone.declare_dead(child.member)?;
     }
     parent.recover_all().map_err(|e| format!("recovery: {e}"))?;
     let records = verify(&zone, &parent, log, killed + u64::from(CHILDREN))?;

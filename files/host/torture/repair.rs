@@ -43,7 +43,7 @@ pub fn run(mib: u64) -> Result<String, String> {
         }
         fs.abandon();
     }
-    (1..=MEMBERS).try_for_each(|member| zone.bury(member))?;
+    (1..=MEMBERS).try_for_each(|member| zone.declare_dead(member))?;
     let began = Instant::now();
     let fs = zone.open(zone.join(0)?)?;
     fs.recover_all().map_err(|e| text("recovery", e))?;

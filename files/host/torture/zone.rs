@@ -49,7 +49,7 @@ impl Zone {
     }
 
     /// Declares a member dead.
-    pub fn bury(&self, member: u32) -> Result<(), String> {
+    pub fn declare_dead(&self, member: u32) -> Result<(), String> {
         let epoch = (self.word(member)? >> 32) as u32 + 1;
         self.set(member, epoch, sys::TMB_MEMBER_DEAD)
     }

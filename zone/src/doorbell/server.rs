@@ -216,7 +216,7 @@ impl Work {
             let members: Vec<MemberId> = self.listeners.keys().copied().collect();
             let peers: Vec<u16> = self.clients.keys().copied().collect();
             let ready = self.wait(&members, &peers);
-            let Some(([woken, knocking], rest)) = ready.split_first_chunk() else { return };
+            let Some(([woken, admitting], rest)) = ready.split_first_chunk() else { return };
             if *woken {
                 wire::take_rings(self.wake.as_fd());
             }
@@ -226,7 +226,7 @@ impl Work {
             for ready in &rest[members.len() + peers.len()..] {
                 self.greet(*ready);
             }
-            if *knocking {
+            if *admitting {
                 self.admit();
             }
             for (member, _) in members.iter().zip(rest).filter(|(_, ready)| **ready) {

@@ -165,7 +165,7 @@ impl Server {
             Event::Joined { member, process, .. } => self.joined(member, process, say)?,
             // A VM ends with its process; without its doorbell it polls. If its process is not known, this is its end.
             Event::Left { member, why, .. } => match self.guests.get(&member) {
-                Some(Guest { process: None, .. }) => self.bury(member, say)?,
+                Some(Guest { process: None, .. }) => self.end_guest(member, say)?,
                 Some(_) => say(format!("{}: its doorbell is gone: {why}", self.name(member))),
                 None => {}
             },
@@ -191,7 +191,7 @@ impl Server {
                 ));
                 return Ok(());
             }
-            self.bury(id, say)?;
+            self.end_guest(id, say)?;
         }
         let liveness = self.zone.hold(id)?;
         if let Some(process) = &process {
@@ -223,13 +223,13 @@ impl Server {
 
     fn ended(&mut self, id: MemberId, process: &Process, say: &mut dyn FnMut(String)) -> Result<()> {
         if self.guests.get(&id).is_some_and(|g| g.process.as_ref() == Some(process)) {
-            self.bury(id, say)?;
+            self.end_guest(id, say)?;
         }
         Ok(())
     }
 
     /// Ends a VM's epoch and keeps its slot for its next start.
-    fn bury(&mut self, id: MemberId, say: &mut dyn FnMut(String)) -> Result<()> {
+    fn end_guest(&mut self, id: MemberId, say: &mut dyn FnMut(String)) -> Result<()> {
         let Some(guest) = self.guests.remove(&id) else { return Ok(()) };
         let name = self.name(id);
         let died = self.zone.declare_dead(id)?;

@@ -213,11 +213,11 @@ fn watch_over(joined: &Joined) -> anyhow::Result<OwnedFd> {
             }
             // Nothing is written to the pipe: the read returns when this process ends.
             let _end = rustix::io::read(&alive, &mut [0; 1]);
-            let buried = joined.declare_dead();
-            if let Err(e) = &buried {
+            let declared = joined.declare_dead();
+            if let Err(e) = &declared {
                 eprintln!("tombolo: the mount's process ended, and can't be declared dead: {e}");
             }
-            std::process::exit(i32::from(buried.is_err()));
+            std::process::exit(i32::from(declared.is_err()));
         }
         _ => Ok(held),
     }

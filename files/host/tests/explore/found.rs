@@ -62,7 +62,7 @@ impl Zone {
 
     /// All former members are dead and recovered, and fsck finds nothing.
     fn assert_clean(&self, members: &[u32]) {
-        members.iter().for_each(|member| self.bury(*member));
+        members.iter().for_each(|member| self.declare_dead(*member));
         let last = self.open(30, false).expect("open");
         self.does(|| last.recover_all()).expect("the last recovery");
         last.abandon();
@@ -86,7 +86,7 @@ fn a_member_that_died_in_a_truncation_and_in_a_recovery_comes_back_though_it_is_
     let slot = sys::TFS_TX_RECOVERY as usize * size_of::<sys::tfs_tx>();
     zone.store(Zone::member_area(4, slot + offset_of!(sys::tfs_tx, ino)), other.ino);
     zone.store(Zone::member_area(4, slot), 1 << 32 | u64::from(sys::TFS_TX_OPEN));
-    zone.bury(4);
+    zone.declare_dead(4);
     let fs = zone.does(|| zone.open(4, false)).expect("open");
     assert_eq!((fs.size(cut), fs.size(other)), (0, 9000));
     fs.abandon();
@@ -104,7 +104,7 @@ fn a_recovery_without_memory_ends_and_the_next_one_goes_on() {
     // The second died with the lock of an inode that the first had open, and its own recovery needs memory.
     zone.truncates(2, 0, cut);
     zone.hold(2, zone.inode(orphan, offset_of!(sys::tfs_inode, lock)));
-    [1, 2].into_iter().for_each(|m| zone.bury(m));
+    [1, 2].into_iter().for_each(|m| zone.declare_dead(m));
     hooks::NO_MEMORY.set(1);
     assert_eq!(zone.does(|| other.recover_all()), Err(Errno::NOMEM));
     zone.does(|| other.recover_all()).expect("there is memory again");
@@ -192,7 +192,7 @@ fn a_slot_of_recoveries_that_damage_opened_is_told_of_and_holds_up_nobody() {
     let cut = file(&dead, "cut", &[2; 20_000]);
     dead.abandon();
     zone.truncates(1, 0, cut);
-    zone.bury(1);
+    zone.declare_dead(1);
     let slot = sys::TFS_TX_RECOVERY as usize * size_of::<sys::tfs_tx>();
     zone.store(Zone::member_area(7, slot), 1 << 32 | u64::from(sys::TFS_TX_OPEN));
     let told = zone.alone(|| fs.recover_all()).expect_err("it is told of");
@@ -220,13 +220,13 @@ fn a_file_system_from_before_fair_locks_is_taken_over_with_what_the_dead_left_in
     }
     zone.truncates(1, 31, cut);
     zone.store(zone.inode(cut, offset_of!(sys::tfs_inode, lock)), 1 << 32 | 1 << 8 | 2);
-    zone.bury(1);
+    zone.declare_dead(1);
     zone.store(Zone::member_area(2, offset_of!(sys::tfs_member_area, features)), 0);
     let refused = zone.does(|| zone.open(3, false).map(Filesystem::abandon));
     assert!(refused.is_err(), "the second is one of the older ones");
     assert_eq!(zone.area.word(incompat), Some(0));
     zone.leave(20);
-    [2, 3].into_iter().for_each(|m| zone.bury(m));
+    [2, 3].into_iter().for_each(|m| zone.declare_dead(m));
     let fs = zone.does(|| zone.open(4, false)).expect("open");
     assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_ALL)));
     zone.does(|| fs.truncate(cut, 3, false)).expect("the dead one's lock is taken over");
@@ -390,7 +390,7 @@ fn a_recovery_that_was_killed_before_its_end_is_made_once_more() {
     dead.open_ref(half).expect("open");
     fs.unlink(ROOT, b"half", None).expect("unlink");
     dead.abandon();
-    zone.bury(1);
+    zone.declare_dead(1);
     // Other threads have all slots of the recovering member.
     let tx = |slot| Zone::member_area(7, slot * size_of::<sys::tfs_tx>());
     (0..sys::TFS_TX_RECOVERY as usize).for_each(|i| zone.store(tx(i), 1 << 32 | u64::from(sys::TFS_TX_OPEN)));

@@ -140,7 +140,7 @@ impl Zone {
         assert!(table.store_word(u64::from(member) * 256, epoch << 32 | u64::from(sys::TMB_MEMBER_INVITED)));
     }
 
-    fn bury(&self, member: u32) {
+    fn declare_dead(&self, member: u32) {
         let (table, epoch) = self.state(member);
         assert!(
             table.store_word(u64::from(member) * 256, (epoch + 1) << 32 | u64::from(sys::TMB_MEMBER_DEAD))
@@ -177,7 +177,7 @@ impl Case {
             threads.push(Thread { body, after: doing.after });
         }
         let ran = Schedule::run(threads, [Zone::region(&zone.map), Zone::region(&zone.reader)], plan, |i| {
-            zone.bury(self.doing[i].member)
+            zone.declare_dead(self.doing[i].member)
         })?;
         members.into_iter().for_each(|(_, fs)| fs.abandon());
         let mut wrong = wrong.into_inner();
@@ -185,7 +185,7 @@ impl Case {
         if !wrong.is_empty() {
             return Err(wrong.join("; "));
         }
-        self.doing.iter().for_each(|doing| zone.bury(doing.member));
+        self.doing.iter().for_each(|doing| zone.declare_dead(doing.member));
         let last = zone.alone(|| {
             let last = zone.open(last, false)?;
             last.recover_all().map_err(|e| format!("the last recovery: {e}")).map(|()| last)

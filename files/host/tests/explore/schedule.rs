@@ -87,12 +87,12 @@ extern "C" fn enter() {
 }
 
 impl<'a> Schedule<'a> {
-    /// Runs threads to their end as the plan says; `bury(i)` makes the death of thread i known. Errors: a wait without end.
+    /// Runs threads to their end as the plan says; `declare_dead(i)` makes the death of thread i known. Errors: a wait without end.
     pub fn run(
         threads: Vec<Thread<'a>>,
         regions: [(usize, usize); 2],
         plan: Plan,
-        mut bury: impl FnMut(usize),
+        mut declare_dead: impl FnMut(usize),
     ) -> Result<Ran, String> {
         let mut s = Schedule {
             coroutines: threads.into_iter().map(Coroutine::new).collect(),
@@ -107,7 +107,7 @@ impl<'a> Schedule<'a> {
         let p: *mut Schedule<'a> = &raw mut s;
         CURRENT.set(p.cast());
         // SAFETY: p is s, which lives until the end of this function; between switches only one side uses it.
-        let ended = unsafe { (&mut *p).all(&mut bury) };
+        let ended = unsafe { (&mut *p).all(&mut declare_dead) };
         CURRENT.set(std::ptr::null_mut());
         ended.map_err(|e| format!("{e}; {:?}", s.damage))?;
         Ok(Ran {
@@ -118,7 +118,7 @@ impl<'a> Schedule<'a> {
         })
     }
 
-    fn all(&mut self, bury: &mut impl FnMut(usize)) -> Result<(), String> {
+    fn all(&mut self, declare_dead: &mut impl FnMut(usize)) -> Result<(), String> {
         loop {
             let unknown = self.coroutines.iter().position(|c| c.state == State::Dead(false));
             let ready: Vec<usize> = self.with(State::Ready);
@@ -126,7 +126,7 @@ impl<'a> Schedule<'a> {
             if let Some(dead) = unknown {
                 if ready.is_empty() || self.plan.is_known(dead) {
                     self.coroutines[dead].state = State::Dead(true);
-                    bury(dead);
+                    declare_dead(dead);
                     for c in &mut self.coroutines {
                         if c.state == State::After(dead) {
                             c.state = State::Ready;

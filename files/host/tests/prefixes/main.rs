@@ -296,7 +296,7 @@ fn blocks_of_a_half_done_truncate_stay_with_who_maps_them() {
             if mapped.iter().any(|block| world.map_byte(*block) == sys::TFS_MAP_FREE) {
                 return Err("a mapped block is free".into());
             }
-            World::bury(3);
+            World::declare_dead(3);
             reader.recover_all().map_err(|e| format!("recovery: {e}"))?;
             reader.abandon();
             let deferred = mapped.iter().any(|block| world.map_byte(*block) == sys::TFS_MAP_DEFERRED);

@@ -122,7 +122,7 @@ impl Sweep {
         for (i, store) in log.iter().enumerate() {
             recorder::redo(store);
             let here = recorder::count();
-            World::bury(WORKER);
+            World::declare_dead(WORKER);
             if let Err(why) = then(&self.world) {
                 let last = self.world.name_of(store.at);
                 panic!("after store {} of {}, to {last}: {why}", i + 1, log.len());
@@ -199,7 +199,7 @@ impl Sweep {
 
     /// All members die; `member` is the next to join.
     fn recover(&self, member: u32) -> Result<Filesystem, String> {
-        (0..12).filter(|m| World::is_active(*m)).for_each(World::bury);
+        (0..12).filter(|m| World::is_active(*m)).for_each(World::declare_dead);
         let fs = self.world.open(member)?;
         fs.recover_all().map_err(|e| format!("recovery: {e}"))?;
         Ok(fs)
@@ -247,7 +247,7 @@ impl Sweep {
     /// Only the worker dies; the living go on before the death is noticed, but wait for its locks.
     fn survive(&self) -> Result<(), String> {
         const FILES: u64 = 6;
-        World::bury(WORKER);
+        World::declare_dead(WORKER);
         let fs = self.world.open(1)?;
         let text = |what: &str, e| format!("{what}: {e}");
         remove_all(&fs, ROOT)?;
@@ -280,7 +280,7 @@ impl Sweep {
         if !self.world.table_is_locked() {
             living.go_on().map_err(|e| format!("before anybody knows of the death: {e}"))?;
         }
-        World::bury(WORKER);
+        World::declare_dead(WORKER);
         living.go_on().map_err(|e| format!("before the recovery: {e}"))?;
         let (here, work) = (recorder::count(), living.work());
         let fs = self.world.open(0)?;
@@ -312,7 +312,7 @@ impl Sweep {
     /// Member 0 dies while it recovers; 1 recovers both, and between any two stores of that the living go on.
     fn recoverer_dies(&self, wanted: &Wanted<'_>, work: &Work) -> Result<(), String> {
         let here = recorder::count();
-        World::bury(0);
+        World::declare_dead(0);
         let fs = self.world.open(1)?;
         let before = recorder::accesses();
         fs.recover_all().map_err(|e| format!("second recovery: {e}"))?;
@@ -323,7 +323,7 @@ impl Sweep {
         for turn in 0..turns {
             let mut living = Living::again(&self.world, work.clone())?;
             living.go_on().map_err(|e| format!("before anybody knows of the second death: {e}"))?;
-            World::bury(0);
+            World::declare_dead(0);
             let fs = self.world.open(1)?;
             let (mut went_on, mut living_too) = (Ok(()), Some(living));
             let living = &mut living_too;

@@ -60,7 +60,7 @@ impl World {
     }
 
     /// Declares a member dead.
-    pub fn bury(member: u32) {
+    pub fn declare_dead(member: u32) {
         World::set(member, World::epoch(member) + 1, sys::TMB_MEMBER_DEAD);
     }
 
