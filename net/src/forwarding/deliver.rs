@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The one copy: from the sender's buffers into the receiver's.
 //!
-//! Bytes are copied while both guests may write to them; a guest that does gets garbage in its frame and nothing else,
-//! since whatever was decided upon is in [`Frame::prefix`], our own copy.
+//! Bytes are copied while both guests may write to them. A guest that does gets garbage in its frame and nothing else,
+//! since the bytes that decisions were made on are in [`Frame::prefix`], a private copy.
 
 use crate::cpu::{prefetch_write, prefetch_write_all};
 use crate::frames::frame::{NET_HEADER, NetHeader};
@@ -15,9 +15,9 @@ use crate::vring::ring::{Broken, Chain, Segment, Window, window::WINDOW};
 pub struct Frame<'a> {
     /// Its virtio-net header.
     pub header: NetHeader,
-    /// Where its parts are, if the header asks for a checksum or for cutting.
+    /// Offsets of its parts, if the header asks for a checksum or for segmentation.
     pub layers: Layers,
-    /// Its first bytes, in our own memory: checked, perhaps changed.
+    /// Its first bytes, in private memory: checked, perhaps changed.
     pub prefix: &'a [u8],
     /// The buffers that hold the rest,
     pub rest: &'a [Segment],
@@ -28,7 +28,7 @@ pub struct Frame<'a> {
 }
 
 impl Frame<'_> {
-    /// The same with more of its first bytes in our own memory: as many as fit into `buffer`, or all.
+    /// Returns the frame with more of its first bytes in private memory: as many as fit into `buffer`, or all.
     pub(crate) fn deepened<'a>(&'a self, buffer: &'a mut [u8]) -> Frame<'a> {
         let want = buffer.len().min(self.len as usize);
         let mut got = self.prefix.len();
@@ -53,7 +53,7 @@ impl Frame<'_> {
     }
 }
 
-/// What became of a frame.
+/// The result of [`put`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Put {
     /// It is in the receiver's buffers, visible after the next publish.
@@ -103,7 +103,7 @@ pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
     let rest = (frame.len as usize).saturating_sub(frame.prefix.len());
     let from = match frame.rest {
         [from] => Some(from.ptr.wrapping_add(frame.skip as usize).cast_const()),
-        // All of it was read.
+        // The prefix is the whole frame.
         [] if rest == 0 => Some(frame.prefix.as_ptr()),
         _ => None,
     };
@@ -127,7 +127,7 @@ pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
     Put::Done
 }
 
-/// Fetches what every frame writes: the header's line and the one after it.
+/// Fetches the lines that every frame writes: the header's and the one after it.
 #[inline(always)]
 fn prefetch_front(window: &Window, chain: &Chain) {
     if let Some(s) = window.only(chain).or_else(|| window.segments(chain).first()) {
@@ -180,13 +180,13 @@ unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// A frame that isn't in one piece, or takes several buffers.
+/// As [`put`], for a frame in several pieces, or one that takes several buffers.
 #[inline(never)]
 fn put_scattered(rx: &mut State, frame: &Frame<'_>) -> Put {
     let State { ring: Some(ring), window, translator, negotiated, .. } = rx else { return Put::Full };
     let head = u32::from(negotiated.header);
     let need = head + frame.len;
-    // How many buffers does it take?
+    // Counts the buffers that it takes.
     let (mut count, mut room) = (0usize, 0u64);
     while room < u64::from(need) {
         if let Some(chain) = window.chain(count) {
@@ -266,7 +266,7 @@ fn log_segments(
     }
 }
 
-/// Marks what was written into a chain that is complete already but still readable in the window.
+/// Marks the bytes written to a chain that is complete but still in the window as dirty.
 #[cold]
 fn log_chain(rx: &State, chain: &crate::vring::ring::Chain, written: u32) {
     if let Some(log) = &rx.log {

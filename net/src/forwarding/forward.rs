@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One pass over a transmit queue: a batch of frames is taken, each is given to the port that owns its destination
-//! (selection and forwarding, as in the NOVA paper), then all receivers' rings are published, then the sender's.
+//! One pass over a transmit queue: takes a batch of frames, gives each to the port that owns its destination (selection and
+//! forwarding, as in the NOVA paper), then publishes all receivers' rings, then the sender's.
 //!
-//! Frames are done in order. One whose receiver has no buffers waits in its sender's ring ([`crate::forwarding::held`]) as long as the
-//! sender's credit with that receiver lasts ([`crate::forwarding::credit`]), and is dropped then, so that no receiver holds up what is
-//! sent to others. Flooded frames don't wait for buffers.
+//! Frames are handled in order. If a receiver has no buffers, its frame waits in the sender's ring ([`crate::forwarding::held`]) as
+//! long as the sender's credit with that receiver lasts ([`crate::forwarding::credit`]), and is then dropped, so that no receiver
+//! holds up frames for others. Flooded frames don't wait for buffers.
 //!
-//! The bytes that decide (addresses, tags, whatever a check looks at) are copied first, and the copy is what the
-//! receiver gets; a guest that changes its frame meanwhile changes nothing that was decided upon. Of a port without policy
-//! only the addresses decide; of others, and of frames that ask for work, the headers are read ([`crate::frames::headers`]).
+//! The bytes that decisions depend on (addresses, tags, the fields that a check reads) are copied first, and the receiver gets the
+//! copy; a guest that changes its frame meanwhile changes no decision. For a port without policy only the addresses decide; for
+//! others, and for frames that ask for offloads, the headers are parsed ([`crate::frames::headers`]).
 
 use crate::cpu::{prefetch, prefetch_all};
 use crate::forwarding::capture::Direction;
@@ -32,16 +32,16 @@ use crate::vring::ring::{Broken, Chain, Segment};
 
 /// Frames of one pass.
 pub const BATCH: usize = 32;
-/// Bytes of a frame that are copied before they are looked at: addresses, and type or tag.
+/// Bytes of a frame that are copied first: addresses, and type or tag.
 pub(crate) const PREFIX: usize = 16;
 /// Frames that are fetched ahead.
 const AHEAD: usize = 8;
-/// What a pass does at most before other queues have their turn, in bytes: one frame more may make it longer. A frame that
-/// goes to many, or is cut, counts as often as it is made, and [`EACH`] more.
+/// The work of a pass before other queues have their turn, in bytes; the last frame may exceed it. A frame that goes to several
+/// receivers, or is segmented, counts once per copy, and [`EACH`] more.
 const WORK: u64 = 512 << 10;
 const EACH: u64 = 256;
 
-/// What a pass came to.
+/// The result of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     /// Nothing to do.
@@ -54,27 +54,27 @@ pub enum Pass {
     Broken(Broken),
 }
 
-/// What became of a frame.
+/// The result of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Done {
-    /// It ended once, counted by its receiver.
+    /// It ended once; its receiver counted it.
     Taken,
-    /// It ended as often as [`Progress::ends`] says, all counted where it did.
+    /// It ended as often as [`Progress::ends`] says; each end was counted there.
     Ended,
-    /// To be counted by its sender.
+    /// The sender counts it as dropped.
     Dropped(Reason),
-    /// To be tried again.
+    /// It is tried again.
     Again,
 }
 
-/// What a worker needs to forward: buffers for what can't be copied directly, and a list of receivers that broke.
+/// A worker's state for forwarding: buffers for frames that can't be copied directly, and a list of receivers that broke.
 #[derive(Default)]
 pub struct Forwarder {
     pub(crate) buffers: Buffers,
     broken: Vec<(usize, Broken)>,
 }
 
-/// All that is known during a pass.
+/// The state of a pass.
 pub(crate) struct Sender<'a, 'w> {
     pub view: &'a View,
     pub src: usize,
@@ -85,32 +85,32 @@ pub(crate) struct Sender<'a, 'w> {
     simple: bool,
     /// Its MACs are checked.
     checked: bool,
-    /// Somebody watches what it sends.
+    /// A capture or mirror of the sender exists.
     watched: bool,
-    /// The destination of an earlier frame, and the position of its port, where nothing else decides.
+    /// The destination of an earlier frame, and the position of its port, if only the MACs decide.
     pub lane: (u64, usize),
-    /// Which queue it is: frames of one queue go to one queue of a receiver.
+    /// The number of the queue: frames of one queue go to one queue of a receiver.
     pub flow: usize,
     pub now: u64,
     pub opens: Opens<'a>,
     pub buffers: &'w mut Buffers,
     pub broken: &'w mut Vec<(usize, Broken)>,
-    /// How far the present frame has come.
+    /// The progress of the present frame.
     pub progress: Progress,
     pub flooding: bool,
     /// A copy of it is given to a mirror.
     pub mirroring: bool,
-    /// For whom it waits.
+    /// The receiver that it waits for.
     pub receiver: usize,
     /// The frame that is to be tried again.
     pub held: Option<Held>,
-    /// What was sent.
+    /// The frames sent.
     pub tally: Tally,
-    /// What the frames took that were more than handed on, in bytes.
+    /// The work of the frames beyond one copy each, in bytes.
     pub work: u64,
 }
 
-/// What a pass has sent.
+/// The frames that a pass has sent.
 #[derive(Default)]
 pub(crate) struct Tally {
     packets: u64,
@@ -118,7 +118,7 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// One frame that ended once.
+    /// Counts one frame that ended once.
     #[inline(always)]
     pub fn one(&mut self, len: u32) {
         self.packets += 1;
@@ -132,7 +132,7 @@ impl Tally {
 }
 
 impl Forwarder {
-    /// Receivers whose rings were found broken since the last call, by position in the view.
+    /// Returns the receivers whose rings were found broken since the last call, by position in the view.
     pub fn take_broken(&mut self) -> impl Iterator<Item = (usize, Broken)> + '_ {
         self.broken.drain(..)
     }
@@ -206,7 +206,7 @@ impl Forwarder {
             taken += 1;
         }
         let held = sender.held.take();
-        // Receivers first: a frame is never done for the sender before the receiver can see it.
+        // Receivers first: a frame must not be done for the sender before the receiver can see it.
         let (credits, tally) = (sender.opens.finish(), sender.tally);
         let state = &mut *tx;
         state.credits = credits;
@@ -227,8 +227,8 @@ impl Forwarder {
     }
 }
 
-/// Fetches what every frame is looked at for: the header, where it says anything, and the addresses, which may lie on the
-/// next line.
+/// Fetches the bytes that are read of every frame: the header, if the driver fills it in, and the addresses, which may lie on the next
+/// line.
 #[inline(always)]
 fn prefetch_front(tx: &State, chain: &Chain, head: u32) {
     let fetch = |s: &Segment| {
@@ -251,8 +251,8 @@ pub(crate) fn addresses(prefix: &[u8]) -> (u64, u64) {
     (word(0) & 0xffff_ffff_ffff, word(4) >> 16)
 }
 
-/// Copies a virtio-net header, as far as a sender fills it in. A driver without offloads has nothing to say there
-/// (virtio 1.3 §5.1.6.2): then its line, which that driver has just written, stays where it is.
+/// Copies the fields of a virtio-net header that a sender fills in. A driver without offloads fills in none (virtio 1.3 §5.1.6.2):
+/// then its line, which that driver has just written, is not read.
 ///
 /// # Safety
 /// `at` has 10 mapped bytes.
@@ -268,7 +268,7 @@ pub(crate) unsafe fn read_header(at: *const u8, host: bool) -> NetHeader {
 }
 
 impl<'a, 'w> Sender<'a, 'w> {
-    /// A pass over queue `queue` of the port at `src`.
+    /// Begins a pass over queue `queue` of the port at `src`.
     #[inline(always)]
     pub fn new(
         forwarder: &'w mut Forwarder,
@@ -303,7 +303,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         }
     }
 
-    /// Takes the frame of `len` bytes that lies in `segments` after a virtio-net header of `head` bytes.
+    /// Handles the frame of `len` bytes in `segments` after a virtio-net header of `head` bytes.
     #[inline(always)]
     fn frame(&mut self, segments: &[Segment], head: u32, len: u32, host: bool) -> Done {
         let (at, header_at, rest, skip) = match segments {
@@ -331,7 +331,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         done
     }
 
-    /// A frame whose first bytes lie across buffers, or of which more must be looked at.
+    /// As [`Sender::frame`], for a frame whose first bytes lie in several buffers, or that needs parsing.
     #[inline(never)]
     fn gathered(&mut self, segments: &[Segment], head: u32, len: u32, host: bool) -> Done {
         let mut first = [0u8; NET_HEADER + LOOK];
@@ -357,7 +357,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         self.described(frame, index)
     }
 
-    /// Takes a frame of which only the MACs decide.
+    /// Handles a frame of which only the MACs decide.
     #[inline(always)]
     fn plain(&mut self, frame: &Frame<'_>) -> Done {
         if self.watched {
@@ -376,7 +376,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         self.deliver(frame, VlanTag::OPEN)
     }
 
-    /// Shows what the port sends to whoever watches it.
+    /// Gives the port's captures and mirror the frame.
     #[cold]
     fn capture(&self, frame: &Frame<'_>) {
         if let Some(capture) = &self.view.ports()[self.src].capture {
@@ -384,8 +384,8 @@ impl<'a, 'w> Sender<'a, 'w> {
         }
     }
 
-    /// Takes a frame by what its headers say; its virtio-net header is as its sender wrote it. `index`: which of the
-    /// sender's segments its rest begins with.
+    /// Handles a frame by its headers; its virtio-net header is as its sender wrote it. `index`: the sender's segment with which its
+    /// rest begins.
     pub fn described(&mut self, mut frame: Frame<'_>, index: usize) -> Done {
         self.capture(&frame);
         let tag = match self.admit(&mut frame) {
@@ -400,7 +400,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         done
     }
 
-    /// Is the sender allowed to send this, and on which VLAN? Makes the frame's virtio-net header, and the sender pays.
+    /// Checks whether the sender may send the frame, and on which VLAN. Makes the frame's virtio-net header, and charges the sender.
     fn admit(&mut self, frame: &mut Frame<'_>) -> Result<VlanTag, Reason> {
         let policy = self.policy;
         let headers = Headers::parse(frame.prefix, frame.len);
@@ -418,13 +418,13 @@ impl<'a, 'w> Sender<'a, 'w> {
         (frame.header, frame.layers) =
             offload::wanted(&asked, &headers, frame.prefix, frame.len).ok_or(Reason::Header)?;
         if policy.uplink && frame.header.flags == 0 {
-            // The host's kernel may say that it has checked; a guest may not.
+            // The host's kernel may vouch for a checksum; a guest may not.
             frame.header.flags = asked.flags & DATA_VALID;
         }
         if let Some(reason) = rules::decide(&policy.rules, Way::Out, &headers, frame.prefix).count() {
             return Err(reason);
         }
-        // A frame that is to be cut is as long as the segments that it asks for.
+        // A frame that is to be segmented is as long as the segments that it asks for.
         let longest = match frame.header.gso_type {
             GSO_NONE => frame.len,
             _ => frame.len.min(u32::from(frame.layers.payload) + u32::from(frame.header.gso_size)),
@@ -440,19 +440,19 @@ impl<'a, 'w> Sender<'a, 'w> {
         Ok(tag)
     }
 
-    /// May the pass go on?
+    /// Returns whether the pass may go on.
     #[inline(always)]
     pub fn has_time(&self) -> bool {
         self.tally.bytes + self.work < WORK
     }
 
-    /// Keeps a frame that was admitted and is to be tried again.
+    /// Keeps an admitted frame that is to be tried again.
     #[cold]
     fn keep(&mut self, frame: &Frame<'_>, index: usize, tag: VlanTag) {
         self.held = Some(Held::new(frame, index, tag, self.now, self.receiver));
     }
 
-    /// Tries a frame again that was held up, in its sender's `segments`. Has it ended?
+    /// Tries a waiting frame again, with its sender's `segments`. Returns whether it has ended.
     #[cold]
     pub fn again(&mut self, held: &Held, segments: &[Segment], counters: &Counters) -> bool {
         self.opens.credits.wait(held.receiver, self.now.saturating_sub(held.since), self.now);
@@ -467,7 +467,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         self.end(done, held.len(), counters)
     }
 
-    /// Counts what became of a frame of `len` bytes. False: it is to be tried again.
+    /// Counts the result of a frame of `len` bytes. False: it is to be tried again.
     #[cold]
     pub fn end(&mut self, done: Done, len: u32, counters: &Counters) -> bool {
         let ends = match done {
