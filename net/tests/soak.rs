@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A short run of what `tombolo bench net --soak` does for as long as one likes.
+//! A short run of `tombolo bench net --soak`.
 
 use std::time::Duration;
 

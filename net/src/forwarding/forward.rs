@@ -88,7 +88,7 @@ pub(crate) struct Sender<'a, 'w> {
     /// A capture or mirror of the sender exists.
     watched: bool,
     /// The destination of an earlier frame, and the position of its port, if only the MACs decide.
-    pub lane: (u64, usize),
+    pub recent: (u64, usize),
     /// The number of the queue: frames of one queue go to one queue of a receiver.
     pub flow: usize,
     pub now: u64,
@@ -287,7 +287,7 @@ impl<'a, 'w> Sender<'a, 'w> {
             simple: view.is_simple(src),
             checked: policy.check_mac,
             watched: view.is_watched(src),
-            lane: (u64::MAX, 0),
+            recent: (u64::MAX, 0),
             flow: queue,
             now,
             opens: Opens::new(credits),

@@ -20,8 +20,8 @@ impl Sender<'_, '_> {
     pub fn deliver(&mut self, frame: &Frame<'_>, tag: VlanTag) -> Done {
         let (to, _) = addresses(frame.prefix);
         // Most frames of a pass are for the same port.
-        if to == self.lane.0 {
-            return self.hand(self.lane.1, frame);
+        if to == self.recent.0 {
+            return self.hand(self.recent.1, frame);
         }
         if to & 1 != 0 {
             return self.flood(frame, tag);
@@ -29,7 +29,7 @@ impl Sender<'_, '_> {
         match self.view.owner(to) {
             Some(dest) if dest != self.src => {
                 if self.view.is_open() {
-                    self.lane = (to, dest);
+                    self.recent = (to, dest);
                 }
                 self.give(dest, frame, tag)
             }
