@@ -75,7 +75,7 @@ void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 second
 	if (!s || member >= TMB_MAX_MEMBERS)
 		return;
 	memcpy(name, s->zone.members[member].name, TMB_NAME_LEN);
-	pr_warn_ratelimited("tombolo: zone %s: member %u (%*pE) is waited for since %llu s; it %s\n", s->zone.name, member,
+	pr_warn_ratelimited("tombolo: zone %s: waiting for member %u (%*pE) for %llu s; it %s\n", s->zone.name, member,
 			    (int)strnlen(name, TMB_NAME_LEN), name, seconds,
 			    answers ? "is at work" : "does not answer: it is suspended, or its machine hangs");
 }

@@ -190,7 +190,7 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 	if (writable) {
 		err = tfs_recover_all(&s->fs);
 		if (err)
-			pr_warn("tombolo: zone %s: cleaning up after dead members failed (%d)\n", s->zone.name, err);
+			pr_warn("tombolo: zone %s: the recovery of dead members failed (%d)\n", s->zone.name, err);
 	}
 
 	if (writable && s->zone.sync_length)

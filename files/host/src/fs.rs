@@ -101,7 +101,7 @@ pub type WaitLog = Box<dyn Fn(u32, &str, bool, u64) + Send + Sync>;
 
 fn tell_wait(member: u32, name: &str, answers: bool, seconds: u64) {
     let how = if answers { "it is at work" } else { "it does not answer: suspended, or its machine hangs" };
-    eprintln!("tombolo: member {member} ({name}) is waited for since {seconds} s; {how}");
+    eprintln!("tombolo: waiting for member {member} ({name}) for {seconds} s; {how}");
 }
 
 extern "C" fn on_waiting(ctx: *mut c_void, member: u32, answers: bool, seconds: u64) {

@@ -278,7 +278,7 @@ impl Target {
         let users = self.users(!force)?;
         if !users.is_empty() {
             bail!(
-                "{}: in use by {}; unmount there first (tombolo zone inspect shows who is in it), then {what} again; members that may only read count \
+                "{}: in use by {}; unmount there first (tombolo zone inspect lists its members), then {what} again; members that may only read count \
                  as users unless --force is given",
                 self.path.display(),
                 users.join(", ")

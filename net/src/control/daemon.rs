@@ -144,7 +144,7 @@ impl Daemon {
         let switch = self.switch.clone();
         self.spawn("net-watch", move || {
             if let Err(err) = switch.watch().run() {
-                tracing::error!("nobody watches the workers: {err}");
+                tracing::error!("the watch that frees blocked workers ended: {err}");
             }
         })?;
         let switch = self.switch.clone();
@@ -194,7 +194,7 @@ impl Daemon {
                 }
                 Ok(None) => break,
                 Err(err) => {
-                    tracing::error!("the switch's keeper isn't understood: {err}");
+                    tracing::error!("invalid message of the switch's keeper: {err}");
                     break;
                 }
             }

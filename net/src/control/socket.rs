@@ -33,7 +33,7 @@ pub(crate) fn read(stream: &UnixStream) -> io::Result<anyhow::Result<Request>> {
     stream.set_write_timeout(Some(TIMEOUT))?;
     let mut line = String::new();
     BufReader::new(stream.take(MAX_REQUEST)).read_line(&mut line)?;
-    Ok(serde_json::from_str(&line).map_err(|err| anyhow::anyhow!("the request isn't understood: {err}")))
+    Ok(serde_json::from_str(&line).map_err(|err| anyhow::anyhow!("invalid request: {err}")))
 }
 
 /// Writes an answer.
@@ -72,7 +72,7 @@ fn capture(daemon: &Arc<Daemon>, mut stream: UnixStream, name: &str, snap: u32) 
     let edited = daemon.switch().edit(|ports| {
         if let Some(a) = ports.iter_mut().find(|a| a.port.name() == name) {
             found = match a.capture {
-                Some(_) => Err("somebody captures there already"),
+                Some(_) => Err("another capture of this port is running"),
                 None => {
                     a.capture = Some(watch.clone());
                     Ok(())

@@ -39,7 +39,7 @@ impl Access {
                 u32::from_str_radix(text, 8)
                     .ok()
                     .filter(|mode| *mode <= 0o777)
-                    .with_context(|| format!("mode '{text}' is none; use octal digits, such as 0660"))?,
+                    .with_context(|| format!("mode '{text}' is invalid; use octal digits, such as 0660"))?,
             ),
             None => None,
         };

@@ -74,7 +74,7 @@ impl Passt {
                 Ok(status) => {
                     tracing::error!("passt ended: {status}; start the switch again to have the uplink again")
                 }
-                Err(err) => tracing::error!("passt is out of sight: {err}"),
+                Err(err) => tracing::error!("waiting for passt failed: {err}"),
             }
         })?;
         Ok(own.into())

@@ -191,7 +191,7 @@ fn zone_of(page: OwnedFd) -> Result<Uuid> {
     let magic = mem.load_u64(0)?;
     if magic != TMB_DOORBELL_MAGIC {
         return Err(protocol(format!(
-            "the shared page's magic is {magic:#x}: an ivshmem server of somebody else"
+            "the shared page's magic is {magic:#x}: not tombolo's ivshmem server"
         )));
     }
     let mut uuid = [0; 16];

@@ -100,7 +100,7 @@ impl Server {
             if self.zone.is_lost() {
                 return Err(Error::NotAZone {
                     zone: self.zone.name().to_owned(),
-                    why: "somebody has cut its file short; its VMs lose it, or end".to_owned(),
+                    why: "a process has truncated its file; its VMs lose it, or end".to_owned(),
                 });
             }
             // Invalid values in one member's slot must not end the service for the others.
@@ -170,7 +170,7 @@ impl Server {
                 None => {}
             },
             Event::Refused { member, why } => {
-                let who = member.map_or_else(|| "somebody".to_owned(), |id| self.name(id));
+                let who = member.map_or_else(|| "an unknown process".to_owned(), |id| self.name(id));
                 say(format!("{who}: refused: {why}"));
             }
         }

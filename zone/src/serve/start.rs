@@ -65,7 +65,7 @@ pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     let members = zone.members()?;
     let Some(there) = members.iter().find(|m| m.name == member) else {
         let names: Vec<&str> = members.iter().map(|m| m.name.as_str()).collect();
-        bail!("{}: nobody is called '{member}' there; it has: {}", path.display(), names.join(", "));
+        bail!("{}: no VM is called '{member}'; the zone has: {}", path.display(), names.join(", "));
     };
     let vms = Room::of(zone.uuid()).vms()?;
     if let Some((_, pid)) = vms.iter().find(|(name, _)| name == member) {
@@ -121,7 +121,7 @@ fn spawn(path: &Path, room: &Room, program: &Path) -> anyhow::Result<Child> {
 pub fn run(path: &Path, say: &mut dyn FnMut(String)) -> anyhow::Result<()> {
     let server = match super::Server::start(path) {
         Err(Error::InUse { by, .. }) => bail!(
-            "{} is in use by {by}; 'tombolo zone inspect' shows who is in it. Members that live go on; the zone is served again when they have ended",
+            "{} is in use by {by}; 'tombolo zone inspect' lists its members. Living members go on; the zone is served again when they have ended",
             path.display()
         ),
         other => other?,

@@ -36,7 +36,7 @@ pub enum Error {
     #[error("an object of this name exists")]
     Exists,
     /// The zone has no server.
-    #[error("nobody serves this zone's semaphores; start its project with `tombolo up`")]
+    #[error("no process serves this zone's semaphores; start its project with `tombolo up`")]
     NotServed,
     /// Another errno of the C core.
     #[error("{}", std::io::Error::from_raw_os_error(*.0))]

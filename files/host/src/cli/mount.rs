@@ -152,7 +152,7 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     fs.ring_by(joined.as_ref().and_then(Joined::ringer));
     if !options.read_only {
         fs.recover_all()
-            .with_context(|| format!("{}: repairing what dead members left", args.zone.display()))?;
+            .with_context(|| format!("{}: recovering dead members", args.zone.display()))?;
     }
     let server = Arc::new(Server {
         fs,
@@ -266,7 +266,7 @@ fn serve(
                 }
                 match server.fs.recover_all() {
                     Ok(()) | Err(rustix::io::Errno::INTR) => {}
-                    Err(e) => eprintln!("tombolo: repairing what dead members left: {e}"),
+                    Err(e) => eprintln!("tombolo: recovering dead members: {e}"),
                 }
             }
         };
@@ -299,7 +299,7 @@ fn serve(
     server.fs.end_waits();
     drop(asked);
     if recovery.join().is_err() {
-        bail!("the thread that repairs what dead members left panicked");
+        bail!("the thread that recovers dead members panicked");
     }
     if mounted.unmount()? {
         for thread in threads {

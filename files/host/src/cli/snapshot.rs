@@ -63,7 +63,7 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
         Ok(taken) => taken,
         Err(e) => {
             std::fs::remove_file(&args.image)
-                .with_context(|| format!("{at}: removing what is not complete"))?;
+                .with_context(|| format!("{at}: removing the incomplete image"))?;
             return Err(e.context(format!("{}: no snapshot was taken", args.zone.display())));
         }
     };

@@ -47,7 +47,7 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
     let (area, joined) = target.join(Some(&format!("watch-{}", std::process::id())))?;
     let joined = joined.with_context(|| {
         format!(
-            "{}: a file system outside a zone has one user at a time, and nobody to watch",
+            "{}: a file system outside a zone has one user at a time, so there is no other member to watch",
             args.zone.display()
         )
     })?;
