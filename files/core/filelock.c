@@ -160,11 +160,16 @@ static bool same_owner(struct tfs *fs, const struct tfs_lock_record *r, const st
 	return tmb_load(&r->holder) == self_word(fs) && tmb_load(&r->owner) == lock->owner && tmb_load(&r->kind) == lock->kind;
 }
 
+/* Returns whether the record's type and range exclude 'lock'. */
+static bool excludes(const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
+{
+	return (tmb_load(&r->type) == TFS_LK_WRITE || lock->type == TFS_LK_WRITE) && tmb_load(&r->start) <= lock->end &&
+	       tmb_load(&r->end) >= lock->start;
+}
+
 static bool conflicts(struct tfs *fs, const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
 {
-	return counts(fs, tmb_load(&r->holder)) && tmb_load(&r->kind) == lock->kind && !same_owner(fs, r, lock) &&
-	       (tmb_load(&r->type) == TFS_LK_WRITE || lock->type == TFS_LK_WRITE) && tmb_load(&r->start) <= lock->end &&
-	       tmb_load(&r->end) >= lock->start;
+	return counts(fs, tmb_load(&r->holder)) && tmb_load(&r->kind) == lock->kind && !same_owner(fs, r, lock) && excludes(r, lock);
 }
 
 static void fill(struct tfs_lock_record *r, tmb_u64 holder, const struct tfs_file_lock *lock, tmb_u64 start, tmb_u64 end, tmb_u32 type,
@@ -435,48 +440,72 @@ struct waiter {
 	tmb_u64 owner;
 };
 
-/*
- * Does a holder that conflicts with 'lock' wait, directly or along a chain, for 'who'? Reads records of other inodes without their locks: each
- * side stores its wait before it looks, so of two that wait for each other at least one sees it.
- */
-static bool leads_to(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter waiting, struct waiter who,
-		     tmb_u32 depth, tmb_u32 *looks)
+static bool is_same(struct waiter a, struct waiter b)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	return a.member == b.member && a.owner == b.owner;
+}
+
+/* A search for a deadlock: for a chain of waits that ends at 'end'. */
+struct search {
+	struct tfs *fs;
+	struct waiter end;
+	tmb_u32 looks; /* at so many more records */
+};
+
+static bool is_blocked(struct search *s, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter waiting, tmb_u32 depth);
+
+/* Does one of the waits of 'holder' lead to the end? */
+static bool waits_for_end(struct search *s, struct waiter holder, tmb_u32 depth)
+{
+	struct tfs_member_area *area = tfs_member_area(s->fs, holder.member);
+
+	for (tmb_u32 k = 0; k < TFS_LOCK_WAITS; k++) {
+		struct tfs_lock_wait *w = &area->waits[k];
+		tmb_u64 ino = tmb_load_acquire(&w->ino);
+		struct tfs_file_lock wanted = {.start = tmb_load(&w->start), .end = tmb_load(&w->end), .type = tmb_load(&w->type)};
+
+		if (ino && tmb_load(&w->owner) == holder.owner && is_blocked(s, ino, &wanted, holder, depth))
+			return true;
+	}
+	return false;
+}
+
+/*
+ * Is 'waiting', which wants 'lock' on an inode, blocked by the end of the search, directly or along at most 'depth' - 1 other owners? Reads records
+ * of other inodes without their locks: each side stores its wait before it looks, so of two that wait for each other at least one sees it.
+ */
+static bool is_blocked(struct search *s, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter waiting, tmb_u32 depth)
+{
+	struct tfs_inode *inode = tfs_inode(s->fs, ino);
 	struct tfs_lock_record *r;
 	struct table t;
 
-	if (!depth || !inode || !table_open(&t, fs, inode))
+	if (!depth || !inode || !table_open(&t, s->fs, inode))
 		return false;
-	for (tmb_u64 i = 0; *looks && (r = record_at(&t, i)); i++, --*looks) {
+	for (tmb_u64 i = 0; s->looks && (r = record_at(&t, i)); i++, s->looks--) {
 		tmb_u64 word = tmb_load(&r->holder);
 		struct waiter holder = {.member = tmb_lock_owner(word), .owner = tmb_load(&r->owner)};
-		struct tfs_member_area *area;
 
-		if (!counts(fs, word) || (holder.member == waiting.member && holder.owner == waiting.owner) ||
-		    tmb_load(&r->kind) != TFS_LK_POSIX || (tmb_load(&r->type) != TFS_LK_WRITE && lock->type != TFS_LK_WRITE) ||
-		    tmb_load(&r->start) > lock->end || tmb_load(&r->end) < lock->start)
+		if (!counts(s->fs, word) || is_same(holder, waiting) || tmb_load(&r->kind) != TFS_LK_POSIX || !excludes(r, lock))
 			continue;
-		if (holder.member == who.member && holder.owner == who.owner)
+		if (is_same(holder, s->end) || waits_for_end(s, holder, depth - 1))
 			return true;
-		area = tfs_member_area(fs, holder.member);
-		for (tmb_u32 k = 0; k < TFS_LOCK_WAITS; k++) {
-			struct tfs_lock_wait *w = &area->waits[k];
-			tmb_u64 next = tmb_load_acquire(&w->ino);
-			struct tfs_file_lock wanted = {.start = tmb_load(&w->start), .end = tmb_load(&w->end), .type = tmb_load(&w->type)};
-
-			if (next && tmb_load(&w->owner) == holder.owner && leads_to(fs, next, &wanted, holder, who, depth - 1, looks))
-				return true;
-		}
 	}
 	return false;
+}
+
+/* Would a wait of 'self' for a POSIX lock never end? */
+static bool is_deadlock(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter self)
+{
+	struct search s = {.fs = fs, .end = self, .looks = MAX_LOOKS};
+
+	return is_blocked(&s, ino, lock, self, MAX_DEPTH);
 }
 
 int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
 	struct waiter self = {.member = fs->member, .owner = lock->owner};
-	tmb_u32 looks = MAX_LOOKS;
 
 	for (tmb_u32 i = 0; lock->kind == TFS_LK_POSIX && i < TFS_LOCK_WAITS; i++) {
 		struct tfs_lock_wait *w = &area->waits[i];
@@ -489,14 +518,14 @@ int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_fi
 		tmb_store(&w->type, lock->type);
 		tmb_store_release(&w->ino, h.ino);
 		tmb_fence();
-		if (leads_to(fs, h.ino, lock, self, self, MAX_DEPTH, &looks)) {
+		if (is_deadlock(fs, h.ino, lock, self)) {
 			tfs_lock_wait_end(fs, (int)i);
 			return -EDEADLK;
 		}
 		return (int)i;
 	}
 	/* Other members can't see this waiter, so it only looks for itself. */
-	return lock->kind == TFS_LK_POSIX && leads_to(fs, h.ino, lock, self, self, MAX_DEPTH, &looks) ? -EDEADLK : (int)TFS_LOCK_WAITS;
+	return lock->kind == TFS_LK_POSIX && is_deadlock(fs, h.ino, lock, self) ? -EDEADLK : (int)TFS_LOCK_WAITS;
 }
 
 void tfs_lock_wait_end(struct tfs *fs, int slot)

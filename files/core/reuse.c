@@ -244,12 +244,13 @@ static int lock(struct tfs *fs)
 	return tfs_lock(fs, &tfs_sb(fs)->deferred_lock, TFS_NO_RECOVERY);
 }
 
-void tfs_deferred_end(struct tfs *fs)
+static void end_deferral(struct tfs *fs)
 {
 	tfs_unlock(fs, &tfs_sb(fs)->deferred_lock);
 }
 
-int tfs_deferred_begin(struct tfs *fs, tmb_u64 holders)
+/* Takes the lock, asks the holders to let go, and stores that they may look at deferred blocks. */
+static int begin_deferral(struct tfs *fs, tmb_u64 holders)
 {
 	struct tfs_super *sb = tfs_sb(fs);
 	int err = lock(fs);
@@ -266,7 +267,7 @@ int tfs_deferred_begin(struct tfs *fs, tmb_u64 holders)
 tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
-	int err = !holders ? 0 : killed ? -EINTR : tfs_deferred_begin(fs, holders);
+	int err = !holders ? 0 : killed ? -EINTR : begin_deferral(fs, holders);
 
 	if (!err)
 		return holders ? TFS_MAP_DEFERRED : TFS_MAP_FREE;
@@ -281,7 +282,21 @@ tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed)
 void tfs_free_end(struct tfs *fs, tmb_u8 mark)
 {
 	if (mark == TFS_MAP_DEFERRED)
-		tfs_deferred_end(fs);
+		end_deferral(fs);
+}
+
+int tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders)
+{
+	tmb_u64 block = fs->data_start;
+	int err = holders ? begin_deferral(fs, holders) : 0;
+
+	if (err)
+		return err;
+	while ((block = tfs_find_map(fs, block, fs->blocks, tag)) < fs->blocks)
+		tfs_set_map(fs, block, 1, holders ? TFS_MAP_DEFERRED : TFS_MAP_FREE);
+	if (holders)
+		end_deferral(fs);
+	return 0;
 }
 
 /* The caller holds the lock of the deferred blocks. */
@@ -305,7 +320,7 @@ void tfs_deferred_release(struct tfs *fs, tmb_u64 members)
 	if (holders == tfs_active_members(fs, holders & ~members) || lock(fs))
 		return;
 	release(fs, members);
-	tfs_deferred_end(fs);
+	end_deferral(fs);
 }
 
 bool tfs_await_deferred(struct tfs *fs)
@@ -374,5 +389,5 @@ void tfs_revoked(struct tfs *fs)
 	/* The bit is set again: blocks deferred since then wait for the next round. */
 	if (!(tmb_load(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE))
 		release(fs, bit);
-	tfs_deferred_end(fs);
+	end_deferral(fs);
 }

@@ -67,6 +67,13 @@ static inline void tfs_barrier(struct tfs *fs)
 		tfs_os_drain();
 }
 
+/* Stores a word that other members read, and begins to write it back. */
+static inline void tfs_store_word(struct tfs *fs, tmb_u64 *word, tmb_u64 value)
+{
+	tmb_store_release(word, value);
+	tfs_persist(fs, word, sizeof(*word));
+}
+
 static inline tmb_u64 tfs_root_word(tmb_u64 block, tmb_u32 height)
 {
 	return block | (tmb_u64)height << TFS_HEIGHT_SHIFT;
@@ -188,15 +195,17 @@ tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
  * if the caller was killed, so that the recovery of this member frees them. */
 tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed);
 void tfs_free_end(struct tfs *fs, tmb_u8 mark);
-int tfs_deferred_begin(struct tfs *fs, tmb_u64 holders);
-void tfs_deferred_end(struct tfs *fs);
+/* Frees the blocks that have the tag and are not linked; deferred if there are 'holders' that may still look at them. */
+int tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders);
 void tfs_deferred_release(struct tfs *fs, tmb_u64 members); /* these members look at no deferred block any more */
 bool tfs_await_deferred(struct tfs *fs); /* waits a moment; true: the deferred blocks are free */
 
-/* tx.c: transactions */
+/* recovery.c: recovery of dead members */
 /* The first half of tfs_recover, after which the dead member's locks may be taken over. It takes no inode's lock, so a thread that waits for one may
  * call it. The references that the member had open wait for tfs_recover. */
 int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how);
+
+/* tx.c: transactions */
 /*
  * A thread takes a slot before any lock: threads that have slots may wait for locks, so a thread that waited for a slot with a lock held could wait
  * for itself. These two, with which an operation begins, are the only ones that take slots. Waits while the file system is frozen.
@@ -211,6 +220,16 @@ void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value);
 void tfs_tx_commit(struct tfs *fs, tmb_u32 slot); /* stores the words */
 /* Called before the locks of what was changed are released: a recovery would otherwise store the words again, over later changes. */
 void tfs_tx_end(struct tfs *fs, tmb_u32 slot);
+/* For recoveries: takes a slot, also while the file system is frozen. Waits while other threads of this member have all slots; the caller holds no lock
+ * that these could wait for. */
+int tfs_tx_claim(struct tfs *fs, tmb_u32 *slot);
+/* Returns inode i of those whose trees may hold tagged blocks; NULL: none, or the inode table. */
+struct tfs_inode *tfs_tx_listed(struct tfs *fs, struct tfs_tx *tx, tmb_u32 i);
+void tfs_tx_repeat(struct tfs *fs, struct tfs_tx *tx); /* stores the words */
+void tfs_tx_clear(struct tfs *fs, struct tfs_tx *tx);
+/* Around the repetition of a dead member's work on an inode; 'own': of this member's own former epoch. */
+int tfs_tx_begin_redo(struct tfs *fs, tmb_u64 ino, bool own);
+void tfs_tx_end_redo(struct tfs *fs, bool own);
 
 /* filelock.c */
 /* The lock of the table of file locks of an inode that is no directory. */

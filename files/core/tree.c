@@ -150,79 +150,121 @@ static int grow(struct tfs *fs, tmb_u64 *rootp, tmb_u32 height, tmb_u8 mark, tmb
 	return 0;
 }
 
+/* A run that is being linked at file block 'fblock' of a tree. */
+struct link {
+	struct tfs *fs;
+	tmb_u64 *rootp, fblock;
+	const struct tfs_run *run;
+	tmb_u8 mark;
+	tmb_u64 *nodes;
+};
+
+/* Returns the node at level 'bottom' that holds file block 'at', and makes nodes that are missing on the way down. */
+static int node_for(const struct link *l, tmb_u64 at, tmb_u32 bottom, tmb_u64 *node)
+{
+	struct tfs *fs = l->fs;
+	tmb_u64 root = tmb_load(l->rootp);
+	tmb_u32 level = tfs_root_height(root);
+
+	if (level > TFS_MAX_HEIGHT)
+		return tfs_damage(fs, "tree too high", root, l->fblock);
+	for (*node = root & TFS_BLOCKNR_MASK; tfs_block_ok(fs, *node); level--) {
+		tmb_u64 *slot, entry, child;
+		int err;
+
+		if (level <= bottom)
+			return 0;
+		slot = &node_entries(fs, *node)[(at / span_of(level)) & (TFS_FANOUT - 1)];
+		entry = tmb_load(slot);
+		if (entry & TFS_ENTRY_HUGE)
+			return tfs_damage(fs, "large entry where a hole was", entry, l->fblock);
+		child = entry & TFS_BLOCKNR_MASK;
+		if (!child) {
+			err = new_node(fs, l->nodes, &child);
+			if (err)
+				return err;
+			set_entry(fs, slot, child);
+			mark_linked(fs, child, 1, l->mark);
+		}
+		*node = child;
+	}
+	return tfs_damage(fs, "tree node out of range", *node, l->fblock);
+}
+
+/* Links a run of TFS_FANOUT aligned blocks by one large entry. 1: linked; 0: a leaf node is there; or an error. */
+static int link_large(const struct link *l)
+{
+	tmb_u64 node, *slot;
+	int err = node_for(l, l->fblock, 2, &node);
+
+	if (err)
+		return err;
+	slot = &node_entries(l->fs, node)[(l->fblock >> TFS_FANOUT_SHIFT) & (TFS_FANOUT - 1)];
+	if (tmb_load(slot))
+		return 0;
+	set_entry(l->fs, slot, l->run->block | TFS_ENTRY_HUGE);
+	return 1;
+}
+
+/* Links the run's blocks from number 'done' on, as far as one leaf node holds them. Returns how many are linked then. */
+static tmb_u64 link_in_leaf(const struct link *l, tmb_u64 node, tmb_u64 done)
+{
+	tmb_u64 *entries = node_entries(l->fs, node);
+	tmb_u32 first = (l->fblock + done) & (TFS_FANOUT - 1), i = first;
+
+	tfs_barrier(l->fs);
+	for (; i < TFS_FANOUT && done < l->run->count; i++, done++)
+		tmb_store_release(&entries[i], l->run->block + done);
+	tfs_persist(l->fs, &entries[first], (i - first) * sizeof(*entries));
+	return done;
+}
+
+static int link_blocks(const struct link *l, bool large)
+{
+	tmb_u64 done = 0;
+	int err;
+
+	if (large) {
+		err = link_large(l);
+		if (err < 0)
+			return err;
+		done = err ? l->run->count : 0;
+	}
+	while (done < l->run->count) {
+		tmb_u64 node;
+
+		err = node_for(l, l->fblock + done, 1, &node);
+		if (err)
+			return err;
+		done = link_in_leaf(l, node, done);
+	}
+	return 0;
+}
+
 int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *nodes)
 {
-	bool huge = run->count == TFS_FANOUT && !(run->block & (TFS_FANOUT - 1)) && !(fblock & (TFS_FANOUT - 1));
-	tmb_u64 last = fblock + run->count - 1, done = 0, root;
-	tmb_u32 height = huge ? 2 : 0;
+	const struct link l = {fs, rootp, fblock, run, mark, nodes};
+	bool large = run->count == TFS_FANOUT && !(run->block & (TFS_FANOUT - 1)) && !(fblock & (TFS_FANOUT - 1));
+	tmb_u64 last = fblock + run->count - 1, root = tmb_load(rootp);
+	tmb_u32 height = large ? 2 : 0;
 	int err;
 
 	while (height <= TFS_MAX_HEIGHT && beyond(height, last))
 		height++;
 	if (height > TFS_MAX_HEIGHT)
 		return -EFBIG;
-	root = tmb_load(rootp);
 	if (tfs_root_height(root) > TFS_MAX_HEIGHT)
 		return tfs_damage(fs, "tree too high", root, fblock);
 	tfs_persist(fs, tfs_block(fs, run->block), run->count << TFS_BLOCK_SHIFT);
 	if (!height && !root) {
 		set_entry(fs, rootp, tfs_root_word(run->block, 0));
-		mark_linked(fs, run->block, 1, mark);
-		return 0;
-	}
-	/* A single-block tree grows to the height asked for, no higher: block 0 then exists, and the run goes beside
-	 * it. */
-	err = grow(fs, rootp, height ? height : 1, mark, nodes);
-	if (err)
-		return err;
-	while (done < run->count) {
-		tmb_u64 node, at = fblock + done;
-		tmb_u32 level;
-
-		root = tmb_load(rootp);
-		if (tfs_root_height(root) > TFS_MAX_HEIGHT)
-			return tfs_damage(fs, "tree too high", root, fblock);
-		node = root & TFS_BLOCKNR_MASK;
-		for (level = tfs_root_height(root); level > (huge ? 2u : 1u); level--) {
-			tmb_u64 *slot, entry, child;
-
-			if (!tfs_block_ok(fs, node))
-				return tfs_damage(fs, "tree node out of range", node, fblock);
-			slot = &node_entries(fs, node)[(at / span_of(level)) & (TFS_FANOUT - 1)];
-			entry = tmb_load(slot);
-			if (entry & TFS_ENTRY_HUGE)
-				return tfs_damage(fs, "large entry where a hole was", entry, fblock);
-			child = entry & TFS_BLOCKNR_MASK;
-			if (!child) {
-				err = new_node(fs, nodes, &child);
-				if (err)
-					return err;
-				set_entry(fs, slot, child);
-				mark_linked(fs, child, 1, mark);
-			}
-			node = child;
-		}
-		if (!tfs_block_ok(fs, node))
-			return tfs_damage(fs, "tree node out of range", node, fblock);
-		if (huge) {
-			tmb_u64 *slot = &node_entries(fs, node)[(at >> TFS_FANOUT_SHIFT) & (TFS_FANOUT - 1)];
-
-			if (tmb_load(slot)) {
-				/* A leaf node is there: link single blocks. */
-				huge = false;
-				continue;
-			}
-			set_entry(fs, slot, run->block | TFS_ENTRY_HUGE);
-			done += TFS_FANOUT;
-		} else {
-			tmb_u64 *entries = node_entries(fs, node);
-			tmb_u32 i = at & (TFS_FANOUT - 1), first = i;
-
-			tfs_barrier(fs);
-			for (; i < TFS_FANOUT && done < run->count; i++, done++)
-				tmb_store_release(&entries[i], run->block + done);
-			tfs_persist(fs, &entries[first], (i - first) * sizeof(*entries));
-		}
+	} else {
+		/* A single-block tree grows to the height asked for, no higher: block 0 then exists, and the run goes beside it. */
+		err = grow(fs, rootp, height ? height : 1, mark, nodes);
+		if (!err)
+			err = link_blocks(&l, large);
+		if (err)
+			return err;
 	}
 	mark_linked(fs, run->block, run->count, mark);
 	return 0;

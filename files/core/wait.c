@@ -218,28 +218,26 @@ bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock)
 	return !(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now));
 }
 
-/* One attempt by the first of a queue. 1: it owns the lock; 0: not yet; or an error. */
-static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now, tmb_u64 since)
+/* Takes an offered lock if the offer is to this member, or has ended. 'since': when the word was first seen; 0: just now. */
+static int take_offered(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now, tmb_u64 since)
 {
 	tmb_u32 owner = tmb_lock_owner(now);
-	tmb_u64 kind = now & TFS_LOCK_KIND;
 
-	if (!(now & 0xff)) /* free */
-		return tmb_cas64(&lock->word, now, owned(fs, now));
-	if (owner >= TFS_MEMBERS || (kind != TFS_LOCK_HELD && kind != TFS_LOCK_OFFERED)) {
-		tfs_damage(fs, "lock word without an owner", now, (tmb_u64)((tmb_u8 *)lock - fs->area));
-		tmb_cas64(&lock->word, now, 0);
-		return 0;
-	}
-	if (kind == TFS_LOCK_OFFERED) {
+	if (!is_own(fs, now)) {
 		bool lapsed = since && tfs_os_clock() - since > OFFER_NS;
 
-		if (!is_own(fs, now) && tfs_member_alive(fs, owner, epoch_of(now)) && !lapsed)
+		if (tfs_member_alive(fs, owner, epoch_of(now)) && !lapsed)
 			return 0;
-		if (!is_own(fs, now))
-			tmb_fetch_and(&lock->waiters, ~(1ULL << owner)); /* SkipIdler: it announces itself again when it runs */
-		return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeLapsed */
+		tmb_fetch_and(&lock->waiters, ~(1ULL << owner)); /* SkipIdler: it announces itself again when it runs */
 	}
+	return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeLapsed */
+}
+
+/* Takes a lock over whose owner is dead, once the owner's transactions are recovered. */
+static int take_dead(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now)
+{
+	tmb_u32 owner = tmb_lock_owner(now);
+
 	if (tfs_member_alive(fs, owner, epoch_of(now)))
 		return 0;
 	if (w->how != TFS_NO_RECOVERY && fs->members && tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch_of(now)) {
@@ -249,6 +247,43 @@ static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tm
 			return err;
 	}
 	return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeDead */
+}
+
+/* One attempt by the first of a queue. 1: it owns the lock; 0: not yet; or an error. */
+static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now, tmb_u64 since)
+{
+	tmb_u64 kind = now & TFS_LOCK_KIND;
+
+	if (!(now & 0xff)) /* free */
+		return tmb_cas64(&lock->word, now, owned(fs, now));
+	if (tmb_lock_owner(now) >= TFS_MEMBERS || (kind != TFS_LOCK_HELD && kind != TFS_LOCK_OFFERED)) {
+		tfs_damage(fs, "lock word without an owner", now, (tmb_u64)((tmb_u8 *)lock - fs->area));
+		tmb_cas64(&lock->word, now, 0);
+		return 0;
+	}
+	return kind == TFS_LOCK_OFFERED ? take_offered(fs, lock, now, since) : take_dead(fs, lock, w, now);
+}
+
+/* Announces this member as a waiter of the lock in state 'now'. False: the word has changed. */
+static bool announce(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now)
+{
+	if (tmb_load(&lock->word) != now)
+		return false;
+	tmb_fetch_or(&lock->waiters, 1ULL << fs->member); /* Announce */
+	return tmb_load(&lock->word) == now; /* Confirm */
+}
+
+/* Demands the lock in state *now of its owner, and waits a moment for the offer. False: the word has changed. */
+static bool demand(struct tmb_lock *lock, tmb_u64 *now)
+{
+	if ((*now & TFS_LOCK_KIND) != TFS_LOCK_HELD || *now & TFS_LOCK_DEMAND)
+		return true;
+	if (!tmb_cas64(&lock->word, *now, *now | TFS_LOCK_DEMAND))
+		return false;
+	*now |= TFS_LOCK_DEMAND;
+	for (tmb_u32 i = 0; i < SPINS && tmb_load(&lock->word) == *now; i++)
+		tfs_os_relax(); /* most owners soon offer it */
+	return tmb_load(&lock->word) == *now;
 }
 
 /* Leaves the queue. The member stays announced while it has other threads in the queue; the next unlock wakes the first of them. */
@@ -268,6 +303,7 @@ static void withdraw(struct tfs *fs, struct tmb_lock *lock, struct tfs_waiter *p
 		tmb_fetch_or(&lock->waiters, bit);
 }
 
+/* Waits until this thread owns the lock (1), or the wait has ended otherwise (an error). Only the first of the queue acts. */
 static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, struct tfs_waiter *place)
 {
 	tmb_u64 seen = 0, since = 0;
@@ -286,20 +322,8 @@ static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait 
 			got = attempt(fs, lock, w, now, since);
 			if (got)
 				return got;
-			if (tmb_load(&lock->word) != now)
+			if (!announce(fs, lock, now) || (slept && !demand(lock, &now)))
 				continue;
-			tmb_fetch_or(&lock->waiters, 1ULL << fs->member); /* Announce */
-			if (tmb_load(&lock->word) != now) /* Confirm */
-				continue;
-			if (slept && (now & TFS_LOCK_KIND) == TFS_LOCK_HELD && !(now & TFS_LOCK_DEMAND)) {
-				if (!tmb_cas64(&lock->word, now, now | TFS_LOCK_DEMAND))
-					continue;
-				now |= TFS_LOCK_DEMAND;
-				for (tmb_u32 i = 0; i < SPINS && tmb_load(&lock->word) == now; i++)
-					tfs_os_relax(); /* most owners soon offer it */
-				if (tmb_load(&lock->word) != now)
-					continue;
-			}
 			owner = tmb_lock_owner(now);
 		}
 		slept = true;
@@ -307,6 +331,21 @@ static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait 
 		if (got)
 			return got;
 	}
+}
+
+/* Spins for a lock that is about to be released. False: it stays taken, or another thread demands it. */
+static bool spin(struct tfs *fs, struct tmb_lock *lock)
+{
+	for (tmb_u32 i = 0; i < SPINS; i++) {
+		tmb_u64 now = tmb_load(&lock->word);
+
+		if (!(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now)))
+			return true;
+		if (now & TFS_LOCK_DEMAND)
+			return false;
+		tfs_os_relax();
+	}
+	return false;
 }
 
 int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
@@ -319,15 +358,8 @@ int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 		return -EROFS;
 	if (tfs_fenced(fs))
 		return -ESHUTDOWN;
-	for (tmb_u32 i = 0; i < SPINS; i++) {
-		tmb_u64 now = tmb_load(&lock->word);
-
-		if (!(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now)))
-			return 0;
-		if (now & TFS_LOCK_DEMAND)
-			break;
-		tfs_os_relax();
-	}
+	if (spin(fs, lock))
+		return 0;
 	tfs_wait_start(&w, how);
 	while (!(place = enqueue(fs, lock))) {
 		if (tfs_try_lock(fs, lock))
@@ -346,6 +378,14 @@ int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 	return err;
 }
 
+/* Returns the word that offers the lock in state 'now' to a member. */
+static tmb_u64 offered(struct tfs *fs, tmb_u64 now, tmb_u32 to)
+{
+	tmb_u32 epoch = to == fs->member || !fs->members ? fs->epoch : tmb_epoch(tmb_load(&fs->members[to].state_epoch));
+
+	return with(now & (TFS_LOCK_TURN | TFS_LOCK_COUNT), TFS_LOCK_TURN, to + 1) | tmb_lock_word(to, epoch, 0) | TFS_LOCK_OFFERED;
+}
+
 void tfs_unlock(struct tfs *fs, struct tmb_lock *lock)
 {
 	for (;;) {
@@ -355,11 +395,8 @@ void tfs_unlock(struct tfs *fs, struct tmb_lock *lock)
 		/* If this member was declared dead, the lock is no longer its own. */
 		if (!is_own(fs, now) || (now & TFS_LOCK_KIND) != TFS_LOCK_HELD)
 			return;
-		if (heir < TFS_MEMBERS) {
-			tmb_u32 epoch = heir == fs->member || !fs->members ? fs->epoch : tmb_epoch(tmb_load(&fs->members[heir].state_epoch));
-
-			next = with(next, TFS_LOCK_TURN, heir + 1) | tmb_lock_word(heir, epoch, 0) | TFS_LOCK_OFFERED;
-		}
+		if (heir < TFS_MEMBERS)
+			next = offered(fs, now, heir);
 		if (!tmb_cas64(&lock->word, now, next))
 			continue;
 		if (heir == TFS_MEMBERS && tmb_load(&lock->waiters))

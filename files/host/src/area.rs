@@ -118,7 +118,12 @@ fn misfit(what: &str) -> io::Error {
 
 impl Area {
     /// Returns the area at `offset`, `len` bytes; for a member also the offset of its zone's member table, and its incarnation.
-    pub fn in_map(map: &Arc<Map>, offset: u64, len: u64, incarnation: Option<(u64, Incarnation)>) -> io::Result<Area> {
+    pub fn in_map(
+        map: &Arc<Map>,
+        offset: u64,
+        len: u64,
+        incarnation: Option<(u64, Incarnation)>,
+    ) -> io::Result<Area> {
         if offset.checked_add(len).is_none_or(|end| end > map.size()) || offset % 4096 != 0 || len < 4096 {
             return Err(misfit(&format!("{len} bytes at {offset} of {}", map.size())));
         }

@@ -44,8 +44,12 @@ impl Zone {
 
     fn open(&self, member: u32) -> Filesystem {
         self.set(member, 1, sys::TMB_MEMBER_ACTIVE);
-        let area =
-            Area::in_map(&self.map, AREA_AT, self.area.size(), Some((4096, Incarnation { member, epoch: 1 })));
+        let area = Area::in_map(
+            &self.map,
+            AREA_AT,
+            self.area.size(),
+            Some((4096, Incarnation { member, epoch: 1 })),
+        );
         let damage = Arc::clone(&self.damage);
         let log = Box::new(move |what: &str, a, b| {
             eprintln!("damage: {what} ({a:#x}, {b:#x})");

@@ -10,7 +10,7 @@ use tombolo_files::fs::{Create, Filesystem, ROOT};
 
 use crate::guest::Guest;
 use crate::model::Reach;
-use crate::remote::{TIMEOUT, Remote};
+use crate::remote::{Remote, TIMEOUT};
 use crate::rng::Rng;
 use crate::site::{Boot, Mount, Site};
 use crate::together::{Told, catch_up, guests, hear};

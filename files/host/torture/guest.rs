@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tombolo_zone::doorbell::VECTORS;
 use tombolo_zone::{Liveness, MemberId, Rights, Role};
 
-use crate::remote::{TIMEOUT, Remote, accept, listen};
+use crate::remote::{Remote, TIMEOUT, accept, listen};
 use crate::site::{Site, announce, tie};
 
 /// Kernel messages that fail a run.

@@ -110,7 +110,9 @@ fn start(zone: &Zone, member: u32, log: Handle, most: u64) -> Result<Child, Stri
     if pid == 0 {
         // SAFETY: a plain call; the child dies with its parent.
         unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-        if let Err(why) = zone.open(incarnation).and_then(|fs| append(zone, u64::from(member), &fs, log, most)) {
+        if let Err(why) =
+            zone.open(incarnation).and_then(|fs| append(zone, u64::from(member), &fs, log, most))
+        {
             eprintln!("member {member}: {why}");
             zone.counter(FAILED + u64::from(member)).store(1, Ordering::Release);
         }

@@ -151,8 +151,7 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(Joined::ringer));
     if !options.read_only {
-        fs.recover_all()
-            .with_context(|| format!("{}: recovering dead members", args.zone.display()))?;
+        fs.recover_all().with_context(|| format!("{}: recovering dead members", args.zone.display()))?;
     }
     let server = Arc::new(Server {
         fs,

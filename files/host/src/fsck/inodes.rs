@@ -213,7 +213,10 @@ impl Checker<'_> {
                 [(field::openers, inode.openers(), "open"), (field::mappers, inode.mappers(), "mapped")]
             {
                 if value != 0
-                    && self.note("leftover", format!("inode {ino}: members {value:#x} are marked to have it {name}, and do not"))
+                    && self.note(
+                        "leftover",
+                        format!("inode {ino}: members {value:#x} are marked to have it {name}, and do not"),
+                    )
                 {
                     self.put(inode.at + offset, 0);
                 }

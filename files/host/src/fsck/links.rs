@@ -131,7 +131,11 @@ impl Checker<'_> {
                     continue;
                 }
                 let (severity, code, text) = if stored == sys::TFS_MAP_DEFERRED && right == free {
-                    (Severity::Note, "deferred", "is unused; its freeing waits for a member that did not unmap it")
+                    (
+                        Severity::Note,
+                        "deferred",
+                        "is unused; its freeing waits for a member that did not unmap it",
+                    )
                 } else if right == free {
                     wrong[0] += 1;
                     (Severity::Damage, "leaked", "is marked used, but nothing refers to it")
