@@ -8,7 +8,7 @@ use std::path::Path;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use tombolo_metrics::{MOST, TIMEOUT, Place, Server, Stop};
+use tombolo_metrics::{MOST, Place, Server, Stop, TIMEOUT};
 
 /// A server with its thread.
 struct Running {

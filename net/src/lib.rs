@@ -13,10 +13,8 @@
 //! - [`forwarding`]: the path of a frame, and the worker threads
 //! - [`uplink`]: ports that aren't a guest; [`service`]: the switch's own DHCP, router advertisements and queries
 //! - [`control`]: the running switch, its configuration and its interfaces
-//! - [`mod@bench`]: the switch beside its peers; [`soak`]: accounts for every frame
 //! - [`event`]: eventfds; [`cpu`]: prefetching
 
-pub mod bench;
 pub mod control;
 pub mod cpu;
 pub mod event;
@@ -25,6 +23,5 @@ pub mod frames;
 pub mod policy;
 pub mod ports;
 pub mod service;
-pub mod soak;
 pub mod uplink;
 pub mod vring;

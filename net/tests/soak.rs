@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use tombolo_net::soak::{Plan, Until, run};
+use tombolo_net_load::soak::{Plan, Until, run};
 
 #[test]
 fn every_frame_is_explained_and_a_killed_switch_loses_none() {

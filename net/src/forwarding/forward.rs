@@ -27,7 +27,7 @@ use crate::policy::port::Policy;
 use crate::policy::rules::{self, Way};
 use crate::policy::spoof;
 use crate::ports::counters::{Counters, Reason};
-use crate::vring::queue::State;
+use crate::vring::queue::{Guard, State};
 use crate::vring::ring::{Broken, Chain, Segment};
 
 /// Frames of one pass.
@@ -144,86 +144,71 @@ impl Forwarder {
             return crate::uplink::pass(self, view, src, uplink, now);
         }
         let Some(mut tx) = attached.port.tx(queue).try_lock() else { return Pass::Idle };
-        {
-            let state = &mut *tx;
-            if !state.enabled {
-                return Pass::Idle;
-            }
-            let Some(ring) = &mut state.ring else { return Pass::Idle };
-            if state.window.is_empty() {
-                let fetched = ring.fetch(&mut state.translator, &mut state.window, false, BATCH);
-                if state.window.is_empty() {
-                    return match fetched {
-                        Ok(_) => Pass::Idle,
-                        Err(why) => {
-                            state.fail(why);
-                            Pass::Broken(why)
-                        }
-                    };
-                }
-            }
+        if let Err(pass) = fetch(&mut tx) {
+            return pass;
         }
         let credits = std::mem::take(&mut tx.credits);
         let mut sender = Sender::new(self, view, src, queue, now, credits);
-        let head = u32::from(tx.negotiated.header);
-        let (mut taken, mut waits) = (0, false);
-        for chain in tx.window.chains().iter().take(AHEAD) {
-            prefetch_front(&tx, chain, head);
-        }
-        if let Some(held) = tx.held.take() {
-            let chain = tx.window.chains()[0];
-            waits = !sender.again(&held, tx.window.segments(&chain), tx.counters());
-            taken = usize::from(!waits);
-        }
-        let (window, host) = (&tx.window, tx.negotiated.host);
-        let chains = window.chains();
-        while let Some(&chain) = chains.get(taken).filter(|_| !waits && sender.has_time()) {
-            if let Some(ahead) = chains.get(taken + AHEAD) {
-                prefetch_front(&tx, ahead, head);
-            }
-            if chain.total > LONG {
-                // The next frame is probably as long as this one.
-                if let Some(s) = chains.get(taken + 1).and_then(|next| window.segments(next).last()) {
-                    prefetch_all(s.ptr, s.len);
-                }
-            }
-            let len = chain.total.saturating_sub(head);
-            let done = if len < ETH_HEADER as u32 {
-                Done::Dropped(Reason::Short)
-            } else if len > MAX_FRAME as u32 {
-                Done::Dropped(Reason::Oversize)
-            } else if let Some(one) = window.only(&chain) {
-                sender.frame(std::slice::from_ref(one), head, len, host)
-            } else {
-                sender.frame(window.segments(&chain), head, len, host)
-            };
-            if done == Done::Taken {
-                sender.tally.one(len);
-            } else if !sender.end(done, len, tx.counters()) {
-                waits = true;
-                break;
-            }
-            taken += 1;
-        }
+        let (taken, waits) = sender.batch(&mut tx);
         let held = sender.held.take();
         // Receivers first: a frame must not be done for the sender before the receiver can see it.
         let (credits, tally) = (sender.opens.finish(), sender.tally);
-        let state = &mut *tx;
-        state.credits = credits;
+        tx.credits = credits;
         if waits {
-            state.held = held;
+            tx.held = held;
         }
-        if taken > 0 {
-            if let Some(ring) = &mut state.ring {
-                ring.complete_all(&state.window.chains()[..taken]);
-            }
-            state.window.advance(taken);
-        }
+        complete(&mut tx, taken);
         tally.count(tx.counters());
         if taken > 0 {
             tx.publish();
         }
         if waits { Pass::Held(taken) } else { Pass::Worked(taken) }
+    }
+}
+
+/// Fetches a batch of frames unless some are left from the last pass. An error: there is nothing to do, or the ring is broken.
+#[inline(always)]
+fn fetch(tx: &mut State) -> Result<(), Pass> {
+    if !tx.enabled {
+        return Err(Pass::Idle);
+    }
+    let Some(ring) = &mut tx.ring else { return Err(Pass::Idle) };
+    if !tx.window.is_empty() {
+        return Ok(());
+    }
+    match ring.fetch(&mut tx.translator, &mut tx.window, false, BATCH) {
+        _ if !tx.window.is_empty() => Ok(()),
+        Ok(_) => Err(Pass::Idle),
+        Err(why) => {
+            tx.fail(why);
+            Err(Pass::Broken(why))
+        }
+    }
+}
+
+/// Marks the `taken` oldest frames used, and removes them from the window.
+#[inline(always)]
+fn complete(tx: &mut State, taken: usize) {
+    if taken == 0 {
+        return;
+    }
+    if let Some(ring) = &mut tx.ring {
+        ring.complete_all(&tx.window.chains()[..taken]);
+    }
+    tx.window.advance(taken);
+}
+
+/// Fetches the start of the frame that is [`AHEAD`] others away, and all of the next one if this one is long: it is probably as long.
+#[inline(always)]
+fn prefetch_next(tx: &State, taken: usize, chain: &Chain, head: u32) {
+    let chains = tx.window.chains();
+    if let Some(ahead) = chains.get(taken + AHEAD) {
+        prefetch_front(tx, ahead, head);
+    }
+    if chain.total > LONG {
+        if let Some(s) = chains.get(taken + 1).and_then(|next| tx.window.segments(next).last()) {
+            prefetch_all(s.ptr, s.len);
+        }
     }
 }
 
@@ -301,6 +286,45 @@ impl<'a, 'w> Sender<'a, 'w> {
             tally: Tally::default(),
             work: 0,
         }
+    }
+
+    /// Handles the window's frames in order, first the one that waits, if any. Returns how many have ended, and whether the next one waits.
+    #[inline(always)]
+    fn batch(&mut self, tx: &mut Guard<'_>) -> (usize, bool) {
+        let head = u32::from(tx.negotiated.header);
+        let mut taken = 0;
+        for chain in tx.window.chains().iter().take(AHEAD) {
+            prefetch_front(tx, chain, head);
+        }
+        if let Some(held) = tx.held.take() {
+            let chain = tx.window.chains()[0];
+            if !self.again(&held, tx.window.segments(&chain), tx.counters()) {
+                return (0, true);
+            }
+            taken = 1;
+        }
+        let (window, host) = (&tx.window, tx.negotiated.host);
+        let chains = window.chains();
+        while let Some(&chain) = chains.get(taken).filter(|_| self.has_time()) {
+            prefetch_next(tx, taken, &chain, head);
+            let len = chain.total.saturating_sub(head);
+            let done = if len < ETH_HEADER as u32 {
+                Done::Dropped(Reason::Short)
+            } else if len > MAX_FRAME as u32 {
+                Done::Dropped(Reason::Oversize)
+            } else if let Some(one) = window.only(&chain) {
+                self.frame(std::slice::from_ref(one), head, len, host)
+            } else {
+                self.frame(window.segments(&chain), head, len, host)
+            };
+            if done == Done::Taken {
+                self.tally.one(len);
+            } else if !self.end(done, len, tx.counters()) {
+                return (taken, true);
+            }
+            taken += 1;
+        }
+        (taken, false)
     }
 
     /// Handles the frame of `len` bytes in `segments` after a virtio-net header of `head` bytes.

@@ -190,9 +190,7 @@ fn zone_of(page: OwnedFd) -> Result<Uuid> {
     let mem = SharedMem::map(page.as_fd(), 0, 4096, false)?;
     let magic = mem.load_u64(0)?;
     if magic != TMB_DOORBELL_MAGIC {
-        return Err(protocol(format!(
-            "the shared page's magic is {magic:#x}: not tombolo's ivshmem server"
-        )));
+        return Err(protocol(format!("the shared page's magic is {magic:#x}: not tombolo's ivshmem server")));
     }
     let mut uuid = [0; 16];
     mem.read(8, &mut uuid)?;

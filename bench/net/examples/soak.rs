@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use tombolo_net::soak::{Plan, Until, run};
+use tombolo_net_load::soak::{Plan, Until, run};
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();

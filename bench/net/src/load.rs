@@ -6,7 +6,7 @@
 //! test, into the other, and out again. The system under test has one core (`back_cpu`), testpmd the other (`front_cpu`).
 //! Within a repetition the systems take turns, so that other load on the machine hits all of them.
 //!
-//! Round trips are measured by two cards of this crate ([`crate::vring::driver`]) on `front_cpu`; idle CPU with testpmd's
+//! Round trips are measured by two cards ([`tombolo_net::vring::driver`]) on `front_cpu`; idle CPU with testpmd's
 //! ports connected and silent. The speed of copying memory is measured too: frames of one buffer into another, in a set of
 //! buffers as large as testpmd's, once (as the switch does) and through a third one (as DPDK does).
 
@@ -21,12 +21,10 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use serde_json::json;
 
-use crate::control::config::Config;
-use crate::control::daemon::Daemon;
-use crate::vring::driver::{Nic, NicConfig};
-use peer::{Ovs, Peer};
-
-mod peer;
+use crate::peer::{Ovs, Peer};
+use tombolo_net::control::config::Config;
+use tombolo_net::control::daemon::Daemon;
+use tombolo_net::vring::driver::{Nic, NicConfig};
 
 const MACS: [&str; 2] = ["02:00:00:00:00:00", "02:00:00:00:00:01"];
 
@@ -225,7 +223,7 @@ impl Load {
 
 /// Median round trip in microseconds of a 64-byte frame from one polling card to another and back.
 fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64> {
-    crate::forwarding::worker::pin(cpu)?;
+    tombolo_net::forwarding::worker::pin(cpu)?;
     let config = NicConfig { packed, ..NicConfig::default() };
     let mut nics = [Nic::new(config)?, Nic::new(config)?];
     for (i, nic) in nics.iter_mut().enumerate() {
@@ -235,7 +233,7 @@ fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64
     let frame = |to: usize| -> anyhow::Result<Vec<u8>> {
         let mut f = Vec::new();
         for i in [to, 1 - to] {
-            f.extend(MACS[i].parse::<crate::frames::frame::Mac>()?.0);
+            f.extend(MACS[i].parse::<tombolo_net::frames::frame::Mac>()?.0);
         }
         f.extend([0x88, 0xb5]);
         f.resize(64, 0);
@@ -393,7 +391,7 @@ fn copies(size: usize, through: bool, cpu: usize) -> anyhow::Result<f64> {
     const BUFFERS: usize = 1536;
     const FRAMES: usize = 100_000;
     let work = move || -> anyhow::Result<f64> {
-        crate::forwarding::worker::pin(cpu)?;
+        tombolo_net::forwarding::worker::pin(cpu)?;
         let stride = size + 320;
         let mut memory = vec![1u8; stride * BUFFERS];
         let mut third = vec![0u8; size];

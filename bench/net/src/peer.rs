@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 
 /// A running program.
-pub(super) struct Peer {
+pub(crate) struct Peer {
     pub child: Child,
     /// The name of DPDK's folder under /run.
     prefix: Option<String>,
@@ -65,7 +65,7 @@ impl Drop for Peer {
 
 /// Open vSwitch with DPDK: an instance of its own, whose database, sockets and logs are in a folder of the bench, and whose bridge is in a
 /// network namespace that ends with it.
-pub(super) struct Ovs {
+pub(crate) struct Ovs {
     _database: Peer,
     pub switch: Peer,
     control: PathBuf,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Accounts for every frame, for any length of time: two cards ([`crate::vring::driver`]) send to each other through a switch that runs as
+//! Accounts for every frame, for any length of time: two cards ([`tombolo_net::vring::driver`]) send to each other through a switch that runs as
 //! a process of its own. Frames are numbered, so that the receiver finds missing ones.
 //!
 //! Rounds alternate. A *free* sender loses frames at a slow receiver, and the switch's counters must explain each. A *bounded* sender
@@ -17,10 +17,10 @@ use anyhow::{Context, ensure};
 use tombolo_control::net::Ports;
 use vhost::vhost_user::message::VhostUserInflight;
 
-use crate::control::socket::{Request, ask};
-use crate::forwarding::forward::BATCH;
-use crate::frames::frame::{ETH_HEADER, Mac};
-use crate::vring::driver::{Nic, NicConfig};
+use tombolo_net::control::socket::{Request, ask};
+use tombolo_net::forwarding::forward::BATCH;
+use tombolo_net::frames::frame::{ETH_HEADER, Mac};
+use tombolo_net::vring::driver::{Nic, NicConfig};
 
 /// Entries of each ring.
 const RING: u16 = 256;
