@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* Which members have an inode open or mapped; the last one to close an unlinked inode frees it. */
+/* The members that have an inode open or mapped; the last one to close an unlinked inode frees it. */
 #include "tfs_internal.h"
 
 /*

@@ -54,7 +54,7 @@ static inline tmb_u8 tfs_tag(struct tfs *fs)
 	return (tmb_u8)(fs->member + 1);
 }
 
-/* Orders stores on persistent memory; does nothing elsewhere. What was passed to tfs_persist is durable after tfs_barrier. */
+/* Orders stores on persistent memory; does nothing elsewhere. Ranges passed to tfs_persist are durable after tfs_barrier. */
 static inline void tfs_persist(struct tfs *fs, const void *p, tmb_u64 len)
 {
 	if (__builtin_expect(fs->persistent, 0))

@@ -29,11 +29,11 @@ use serde::{Deserialize, Serialize};
 
 use request::{Request, read};
 
-/// How long a peer has to send its request and to read the answer.
+/// Time for a peer to send its request and to read the answer.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
 /// Most connections at one time.
 pub const MOST: usize = 32;
-/// How long to wait for descriptors if there are none.
+/// Pause if there are no descriptors.
 const RETRY: Duration = Duration::from_millis(100);
 
 /// A listening address: `127.0.0.1:9127`, or the path of a Unix socket (absolute).

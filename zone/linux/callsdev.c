@@ -26,7 +26,7 @@ static_assert(TMB_CALLS_IOC_WAIT == _IOWR('T', 0x44, u64));
 static_assert(TMB_CALLS_IOC_RING == _IO('T', 0x45));
 static_assert(TMB_CALLS_IOC_WAKE == _IO('T', 0x46));
 
-/* How long an open waits for a channel that another process has just left. */
+/* Time that an open waits for a channel that another process has just left. */
 #define TMB_CALLS_TIMEOUT (30 * HZ)
 
 struct tmb_calls_file {
@@ -115,7 +115,7 @@ static int tmb_calls_take(struct tmb_calls_file *f)
 	for (i = 0; i < dev->n_channels; i++) {
 		u64 word = tmb_load_acquire(&dev->header->states[i]);
 
-		/* Whether this guest uses a channel is the kernel's knowledge, not the shared memory's. */
+		/* The kernel knows whether this guest uses a channel; the shared memory is not asked. */
 		if (dev->files[i])
 			continue;
 		err = -EAGAIN;

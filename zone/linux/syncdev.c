@@ -93,7 +93,7 @@ static int tmb_sync_open_file(struct inode *inode, struct file *file)
 		goto fail;
 	err = -EUSERS;
 	for (i = 0; i < TMB_SYNC_SESSIONS && !f->word; i++) {
-		/* Whether this guest uses a slot is the kernel's knowledge, not the shared memory's. */
+		/* The kernel knows whether this guest uses a slot; the shared memory is not asked. */
 		if (dev->sessions[i])
 			continue;
 		f->word = tmb_session_take(dev->header, dev->members, i, dev->member, dev->epoch);

@@ -95,7 +95,7 @@ pub struct Description {
     /// Identity and areas.
     #[serde(flatten)]
     pub header: Header,
-    /// Whether a process owns it.
+    /// A process owns it.
     pub owned: bool,
     /// The owner's heartbeat, Unix time in ns; 0: never.
     pub heartbeat_ns: u64,

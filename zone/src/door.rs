@@ -71,7 +71,7 @@ impl Found {
         self.path.file_name().and_then(|n| n.to_str()).unwrap_or_default()
     }
 
-    /// Whether the process still has the door.
+    /// Returns whether the process still has the door.
     pub fn is_there(&self) -> bool {
         let link = std::fs::read_link(&self.link);
         link.is_ok_and(|at| {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which members are alive, decided by locks that the kernel drops at a process' death.
+//! Liveness of members, decided by locks that the kernel drops at a process' death.
 //!
 //! The owner of a zone and each of its members hold a write lock (OFD, `fcntl(2)`) on one byte of the backing file: the owner on byte 0,
 //! member `i` on byte 1 + `i`. Such a lock belongs to an open file description, and the kernel drops it with the last copy of the description,
@@ -123,12 +123,12 @@ pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Own> {
     }
 }
 
-/// Whether any description holds `byte`.
+/// Returns whether any description holds `byte`.
 pub(crate) fn is_held(fd: BorrowedFd<'_>, byte: u32) -> Result<bool> {
     any_held(fd, lock_request(libc::F_WRLCK, byte))
 }
 
-/// Whether any host process has the SYNC area open.
+/// Returns whether any host process has the SYNC area open.
 pub(crate) fn sessions_held(fd: BorrowedFd<'_>) -> Result<bool> {
     let mut request = lock_request(libc::F_WRLCK, SESSION_BYTES);
     request.l_len = libc::off_t::from(SESSIONS);

@@ -110,7 +110,7 @@ impl SharedMem {
         self.len == 0
     }
 
-    /// Whether stores are allowed.
+    /// Returns whether stores are allowed.
     pub fn writable(&self) -> bool {
         self.writable
     }

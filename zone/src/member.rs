@@ -146,7 +146,7 @@ pub struct Member {
     pub heartbeat_ns: u64,
     /// Epochs up to this one are recovered.
     pub recovered_epoch: u64,
-    /// Whether a process holds the member's liveness (see [`crate::liveness`]).
+    /// A process holds the member's liveness (see [`crate::liveness`]).
     pub alive: bool,
 }
 

@@ -18,7 +18,7 @@ use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, 
 use crate::serve::room::Room;
 use crate::{Error, Result};
 
-/// How often a compare-and-swap on a slot is repeated, since a hostile member may write the slot all the time.
+/// Tries of a compare-and-swap on a slot, which a hostile member may write all the time.
 const CAS_TRIES: u32 = 64;
 
 /// A zone to be made.
@@ -235,7 +235,7 @@ impl Zone {
         self.header.size
     }
 
-    /// Whether this process owns the zone.
+    /// Returns whether this process owns the zone.
     pub fn is_owner(&self) -> bool {
         self.owner.is_some()
     }

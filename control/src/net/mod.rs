@@ -75,7 +75,7 @@ pub enum Kind {
 pub struct PortStatus {
     /// The port's name.
     pub name: String,
-    /// What it connects.
+    /// The thing that it connects.
     pub kind: Kind,
     /// A front-end is connected and its driver receives.
     pub up: bool,

@@ -24,7 +24,7 @@ const FREE: u8 = sys::TFS_MAP_FREE as u8;
 pub struct Taken {
     /// Blocks copied.
     pub blocks: u64,
-    /// How long the file system was frozen.
+    /// The time for which the file system was frozen.
     pub frozen: Duration,
 }
 

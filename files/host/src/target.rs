@@ -76,7 +76,7 @@ fn await_serving(mut attempt: impl FnMut() -> std::io::Result<()>) -> std::io::R
     }
 }
 
-/// How other members are rung.
+/// The way to ring other members.
 enum Ringing {
     Nothing,
     Bell(Arc<Bell>),

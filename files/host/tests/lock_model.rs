@@ -66,7 +66,7 @@ struct Thread {
     left: u8,
     slept: bool,
     rung: bool,
-    /// How often the lock was offered to other members while this one was first in its queue and announced.
+    /// Offers of the lock to other members while this one was first in its queue and announced.
     passed: u8,
 }
 

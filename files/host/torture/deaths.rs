@@ -19,7 +19,7 @@ use crate::worker::{Load, Order};
 
 /// The longest time of a survivor's operation, with a death and the recovery.
 const LONGEST: Duration = Duration::from_secs(2);
-/// How soon after the last operation no file is open any more.
+/// No file is open any more so soon after the last operation.
 const SETTLED: Duration = Duration::from_secs(10);
 const MOUNT: &str = "fuse";
 

@@ -15,7 +15,7 @@ use crate::tree::{Answer, Call, Spot, Tree};
 /// Largest size of the file, bytes.
 const MOST: u64 = 256 << 10;
 const PAGE: u64 = 4096;
-/// How often a long run prints its progress.
+/// Operations between two progress lines of a long run.
 const REPORT: u64 = 50_000;
 /// Operations that a message about a difference names.
 const RECENT: usize = 12;

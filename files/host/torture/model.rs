@@ -185,7 +185,7 @@ pub struct Model {
     pub shared: Option<Id>,
     /// Largest file, bytes.
     pub largest: u64,
-    /// How the file system is reached.
+    /// The way to the file system.
     pub reach: Reach,
     /// Numbers of freed nodes.
     free: Vec<Id>,

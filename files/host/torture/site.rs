@@ -21,10 +21,10 @@ use tombolo_zone::{AreaType, Membership, Rights, Role, Zone, ZoneConfig};
 
 use crate::remote::{Remote, accept, listen};
 
-/// How often the owner looks for members that ended, as `tombolo up` does.
+/// Interval at which the owner looks for members that ended, as `tombolo up` does.
 const TEND: Duration = Duration::from_secs(1);
 
-/// What guests boot from, made by files/linux/tests/members.py.
+/// The guests' kernel and image, made by files/linux/tests/members.py.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Boot {
     /// Kernel image

@@ -15,7 +15,7 @@ const RECENT: usize = 15;
 pub struct Taker<'a> {
     pub name: String,
     pub tree: &'a dyn Tree,
-    /// Whether it can map files shared.
+    /// It can map files shared.
     pub maps: bool,
 }
 

@@ -31,8 +31,8 @@ use crate::vring::features::{OFFERED, PLAIN};
 /// The largest number of workers.
 const MAX_WORKERS: usize = 64;
 
-/// How long to wait for the end of a port's thread. None of its operations takes long, except that closing a descriptor
-/// from a front-end may take for ever if it is a file of a FUSE file system.
+/// Timeout for the end of a port's thread. None of its operations takes long, except that closing a descriptor from a
+/// front-end may take for ever if it is a file of a FUSE file system.
 const END: Duration = Duration::from_secs(2);
 
 /// A port that is served.

@@ -19,7 +19,7 @@ const EACH: Limit = Limit { burst: 40, per_second: 2 };
 const TOGETHER: Limit = Limit { burst: 1000, per_second: 100 };
 /// Threads whose lines are counted; those that have been silent longest make room.
 const THREADS: usize = 1024;
-/// How long the end of the process waits for the last lines.
+/// Time that the process waits at its end for the last lines.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// A limit of lines.

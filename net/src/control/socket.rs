@@ -21,7 +21,7 @@ use crate::forwarding::capture::Capture;
 const MAX_REQUEST: u64 = 64 << 10;
 /// Timeout for a request, and for each write of an answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// How often a capture is written out.
+/// Interval at which a capture is written out.
 const CAPTURE_EVERY: Duration = Duration::from_millis(20);
 
 /// A request to the switch.

@@ -9,7 +9,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// How long a worker measures the cost of its queues before it reports (nanoseconds).
+/// Interval at which a worker reports the cost of its queues (nanoseconds).
 pub const PERIOD: u64 = 100_000_000;
 /// The whole of a worker's time, in the board's units.
 pub const WHOLE: u64 = 1000;

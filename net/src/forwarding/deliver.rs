@@ -66,11 +66,11 @@ pub enum Put {
     Broken(Broken),
 }
 
-/// How many chains are fetched at once.
+/// Chains that are fetched at once.
 const FETCH: usize = 32;
 /// Frames from this length on have all their lines fetched ahead.
 pub(crate) const LONG: u32 = 256;
-/// How many frames ahead a buffer is fetched into the cache.
+/// Frames between a buffer's prefetch and its use.
 const AHEAD: usize = 8;
 
 /// Copies `frame` into the next buffers of `rx`, an active ring.

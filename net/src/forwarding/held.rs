@@ -16,7 +16,7 @@ pub struct Progress {
     pub resume: usize,
     /// Position of the next receiver, if it is flooded.
     pub cursor: usize,
-    /// How often it has ended, as a packet or a drop, beyond what was counted.
+    /// Ends of the frame, as a packet or a drop, beyond those counted.
     pub ends: u64,
     /// It has ended for one receiver and was counted as sent.
     pub counted: bool,
@@ -34,7 +34,7 @@ pub struct Held {
     skip: u32,
     len: u32,
     pub tag: VlanTag,
-    /// How far it has come.
+    /// The frame's progress.
     pub progress: Progress,
     /// The time up to which its waiting was paid for (nanoseconds).
     pub since: u64,

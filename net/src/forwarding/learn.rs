@@ -13,7 +13,7 @@ use crate::ports::counters::Reason;
 
 /// Most addresses that a port may learn.
 pub const MAX_LEARNED: usize = 64;
-/// How long a silent address stays (nanoseconds): as in a bridge.
+/// Lifetime of a silent address (nanoseconds): as in a bridge.
 pub const SILENCE_NS: u64 = 300_000_000_000;
 
 #[derive(Debug, Default)]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a frame goes from a sender's ring into a receiver's.
+//! The path of a frame from a sender's ring into a receiver's.
 //!
 //! - [`worker`]: the thread that polls and sleeps; [`balance`]: which worker carries which queue.
 //! - [`forward`]: a pass over a queue; `route`: the receivers of its frames; [`deliver`]: the copy; [`fallback`]: the copy

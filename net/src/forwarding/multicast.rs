@@ -184,7 +184,7 @@ struct Querier {
     since: AtomicU64,
     /// It is considered present until then.
     until: AtomicU64,
-    /// How long answers are valid.
+    /// The time for which answers are valid.
     lifetime: AtomicU64,
 }
 

@@ -18,7 +18,7 @@ use crate::forwarding::view::{Attached, View};
 use crate::forwarding::watch::Watch;
 use crate::ports::port::Port;
 
-/// How often to check whether all workers have adopted a change.
+/// Interval of the checks whether all workers have adopted a change.
 const SETTLE: Duration = Duration::from_micros(200);
 
 /// The state that workers and control threads share.

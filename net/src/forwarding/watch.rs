@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// How long a worker may stay in one pass.
+/// The longest time that a worker may stay in one pass.
 const TIMEOUT: Duration = Duration::from_millis(50);
 /// The signal; without a handler it is ignored.
 const SIGNAL: libc::c_int = libc::SIGURG;

@@ -21,7 +21,7 @@ use crate::vring::queue::Vring;
 /// The settings of a worker.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// How long to keep polling after the last frame.
+    /// Time for which to keep polling after the last frame.
     pub poll: Duration,
     /// The processor to stay on.
     pub cpu: Option<usize>,
@@ -33,7 +33,7 @@ impl Default for Pace {
     }
 }
 
-/// How often a worker with a budget pays for its time (nanoseconds).
+/// Interval at which a worker with a budget pays for its time (nanoseconds).
 const PAY_EVERY: u64 = 1_000_000;
 /// The shortest time from one adoption of changes, or one search for memory that was cut short, to the next (nanoseconds),
 /// and its ratio to the duration of that work. A front-end may start, stop and toggle its queues, and cut its memory short,

@@ -38,7 +38,7 @@ pub enum Message<'a> {
     Query {
         /// The time that hosts have to answer.
         response: Duration,
-        /// How long an answer is valid.
+        /// The time for which an answer is valid.
         lifetime: Duration,
     },
     /// A host's report of groups that it has joined and left.

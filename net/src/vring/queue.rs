@@ -54,7 +54,7 @@ pub struct State {
     pub window: Window,
     /// Translation to the guest's memory.
     pub translator: Translator,
-    /// What was negotiated.
+    /// The negotiated features.
     pub negotiated: Negotiated,
     /// Entries, from SET_VRING_NUM.
     pub size: u16,

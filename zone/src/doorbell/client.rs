@@ -17,7 +17,7 @@ use crate::format::TMB_DOORBELL_MAGIC;
 use crate::mem::SharedMem;
 use crate::{Error, MemberId, Result, Zone};
 
-/// How long the server may take for the handshake.
+/// Timeout for the server's part of the handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
 type Peers = Arc<Mutex<BTreeMap<u16, OwnedFd>>>;

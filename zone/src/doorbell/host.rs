@@ -15,7 +15,7 @@ use super::wire;
 use crate::door::{self, Door};
 use crate::{Error, MemberId, Result};
 
-/// How long a process waits for a server to accept it.
+/// Timeout for a server to accept a process.
 const ACCEPT: Duration = Duration::from_secs(10);
 
 fn name(zone: Uuid) -> String {

@@ -54,7 +54,7 @@ impl Process {
         self.started
     }
 
-    /// Whether it has ended.
+    /// Returns whether it has ended.
     pub fn has_ended(&self) -> bool {
         ready(self.fd.as_fd(), PollFlags::IN, 0) == Some(true)
     }

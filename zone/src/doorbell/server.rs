@@ -33,7 +33,7 @@ const MAX_UNNAMED: usize = 16;
 /// the next accept would fail at once.
 const RECOVERY: Duration = Duration::from_millis(200);
 
-/// What the server reports to the zone's owner.
+/// A report of the server to the zone's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A member's doorbell is connected; the member's slot has the peer id already.

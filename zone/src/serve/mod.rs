@@ -27,7 +27,7 @@ use crate::doorbell::{DoorbellServer, Event};
 use crate::{Error, Liveness, Member, MemberId, MemberState, Result, Role, Zone};
 use room::Room;
 
-/// How often the server reads the member table and stamps the owner's heartbeat.
+/// Interval at which the server reads the member table and stamps the owner's heartbeat.
 const TICK: Duration = Duration::from_secs(1);
 
 /// An event that the server handles.

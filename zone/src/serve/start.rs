@@ -13,7 +13,7 @@ use super::invitation::Invitation;
 use super::room::Room;
 use crate::{Error, MemberState, Rights, Role, Zone};
 
-/// How long a server may take to make a socket: it reads the member table once a second.
+/// Timeout for a server to make a socket: it reads the member table once a second.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Keeps a slot of the zone in a file for a VM that tombolo does not start, and makes sure that the zone has a server: without one it

@@ -13,7 +13,7 @@ use tombolo_zone::{AreaType, MemberId, MemberState, Membership, Pending, Rights,
 
 use crate::{Error, Sync, checked, raw};
 
-/// How often the agent looks for sessions whose process has died. Locks of a dead process are free after this time.
+/// Interval at which the agent looks for sessions whose process has died. Locks of a dead process are free after this time.
 const REAP: Duration = Duration::from_millis(250);
 
 /// The host's member in a zone, named `host`, serving its SYNC area. Dropping it ends the service.

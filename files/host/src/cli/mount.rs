@@ -26,7 +26,7 @@ use crate::target::{Joined, Target};
 
 /// The line that a mount in the foreground prints when it serves.
 const READY: &str = "serving";
-/// How often a member without a doorbell polls its pending bits.
+/// Interval at which a member without a doorbell polls its pending bits.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// Arguments of `tombolo files mount`.
@@ -35,7 +35,7 @@ pub struct Args {
     /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system; in a guest without the
     /// kernel module pci:NAME, the zone in an ivshmem device
     zone: PathBuf,
-    /// Where to mount it
+    /// Directory to mount it at
     directory: PathBuf,
     /// Name of the FILES area, where the zone has several
     #[arg(long)]

@@ -15,7 +15,7 @@ use crate::fs::{self, Filesystem};
 use crate::fuse::session;
 use crate::target::{Joined, Target};
 
-/// How often a member without a doorbell polls for changes.
+/// Interval at which a member without a doorbell polls for changes.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 const NAMES: [(u32, &str); 7] = [
     (libc::IN_CREATE, "create"),

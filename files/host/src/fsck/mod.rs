@@ -38,7 +38,7 @@ pub struct Options {
     pub live: bool,
 }
 
-/// How bad a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
@@ -56,7 +56,7 @@ pub struct Problem {
     /// The kind, for scripts.
     pub code: &'static str,
     pub text: String,
-    /// How bad.
+    /// Its severity.
     pub severity: Severity,
     /// The finding was fixed.
     pub fixed: bool,

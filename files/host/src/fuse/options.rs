@@ -2,7 +2,7 @@
 //! Mount options, as mount(8) has them. Set-id bits and devices are ignored by default: every VM's root can make them in a zone, and must not
 //! become root of this host by them.
 
-/// How to mount.
+/// The options of a mount.
 #[derive(Clone, Debug, Default)]
 pub struct MountOptions {
     /// The source in the mount table.

@@ -76,7 +76,7 @@ fn own_is_there(fs: &Filesystem) -> Result<(), String> {
     file_is_there(fs, "b/own")
 }
 
-/// Where no member died twice it was not made.
+/// In plans in which no member died twice it was not made.
 fn late_is_there(fs: &Filesystem, made: bool) -> Result<(), String> {
     if made { file_is_there(fs, "b/late") } else { Ok(()) }
 }
@@ -400,7 +400,7 @@ fn data_that_is_removed_is_read_whole_or_not_at_all_and_is_no_damage() {
         let Ok(h) = at(fs, "h") else { return Ok(()) };
         let mut bytes = [b'h'; 20_000];
         match fs.pread(h, &mut bytes, 9000) {
-            // Where it was cut off meanwhile it reads zeroes.
+            // A part that was cut off meanwhile reads zeroes.
             Ok(_) if bytes.iter().all(|b| [b'h', 0].contains(b)) => {}
             Err(e) if is_gone(e) => return Ok(()),
             other => return Err(format!("read: {other:?}")),

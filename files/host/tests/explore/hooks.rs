@@ -15,7 +15,7 @@ unsafe extern "C" {}
 thread_local! {
     /// So many allocations fail from now on.
     pub static NO_MEMORY: Cell<usize> = const { Cell::new(0) };
-    /// Whether the waiting threads have been killed.
+    /// The waiting threads have been killed.
     pub static KILLED: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -64,7 +64,7 @@ pub struct Ran {
     pub steps: Vec<usize>,
     /// Of these, those that may store.
     pub stores: Vec<usize>,
-    /// Whether the thread ended.
+    /// The thread ended.
     pub done: Vec<bool>,
     pub damage: Vec<String>,
 }

@@ -74,7 +74,7 @@ fn states(
     mut crash: impl FnMut(&Durable) -> Result<(), String>,
 ) -> Result<(), String> {
     let lines: Vec<&[usize]> = lines.values().map(|line| &line.pending[..]).collect();
-    // How many of each line's stores are there.
+    // The number of each line's stores that are there.
     let mut try_one = |counts: &[usize]| {
         let mut state = durable.clone();
         state.extend(lines.iter().zip(counts).flat_map(|(line, n)| &line[..*n]));
