@@ -2,8 +2,8 @@
 /*
  * The device of a zone's CALLS area (callsdev.h).
  *
- * The area's geometry is copied and checked once. A file remembers its channel's state word as it took it: when the area says another
- * use, or that the worker ended, the server is gone for this file, whatever else the memory says.
+ * The area's geometry is copied and checked once. A file stores its channel's state word as it took it. When the word in the area shows
+ * another use, or the worker's end, the server has ended for this file, whatever other memory says.
  */
 #include <linux/ctype.h>
 #include <linux/err.h>
@@ -26,8 +26,8 @@ static_assert(TMB_CALLS_IOC_WAIT == _IOWR('T', 0x44, u64));
 static_assert(TMB_CALLS_IOC_RING == _IO('T', 0x45));
 static_assert(TMB_CALLS_IOC_WAKE == _IO('T', 0x46));
 
-/* How long a process waits for a channel that another one has just left. */
-#define TMB_CALLS_PATIENCE (30 * HZ)
+/* Time that an open waits for a channel that another process has just left. */
+#define TMB_CALLS_TIMEOUT (30 * HZ)
 
 struct tmb_calls_file {
 	struct tmb_callsdev *dev;
@@ -70,7 +70,7 @@ static void tmb_calls_wake(struct tmb_calls_file *f)
 	wake_up_all(&f->rung);
 }
 
-/* Somebody rang: the channels whose word is set are awake. */
+/* Called after a ring: wakes the channels whose word is set. */
 static void tmb_calls_look(struct tmb_doorbell_client *client)
 {
 	struct tmb_callsdev *dev = container_of(client, struct tmb_callsdev, client);
@@ -87,8 +87,8 @@ static void tmb_calls_look(struct tmb_doorbell_client *client)
 }
 
 /*
- * Before the doorbell: what the server finds when it looks. The exchange, so that one that has just come finds it where its id isn't seen.
- * -ENOTCONN: nobody serves.
+ * Sets the server's word before the doorbell is rung. An exchange: it orders the store before the load of the server's doorbell id, so a
+ * server that has just started sees the word, or its id is seen here. -ENOTCONN: there is no server.
  */
 static int tmb_calls_ring(struct tmb_calls_file *f)
 {
@@ -101,7 +101,7 @@ static int tmb_calls_ring(struct tmb_calls_file *f)
 
 /*
  * Takes a free channel. -EUSERS: processes of this guest have all of them; -EAGAIN: one was left, and the server has not cleared it yet;
- * -ENOTCONN: nobody serves.
+ * -ENOTCONN: there is no server.
  */
 static int tmb_calls_take(struct tmb_calls_file *f)
 {
@@ -115,7 +115,7 @@ static int tmb_calls_take(struct tmb_calls_file *f)
 	for (i = 0; i < dev->n_channels; i++) {
 		u64 word = tmb_load_acquire(&dev->header->states[i]);
 
-		/* A channel of this guest's own is free when the kernel says so, whatever its memory says. */
+		/* The kernel knows whether this guest uses a channel; the shared memory is not asked. */
 		if (dev->files[i])
 			continue;
 		err = -EAGAIN;
@@ -133,10 +133,10 @@ static int tmb_calls_take(struct tmb_calls_file *f)
 	return err;
 }
 
-/* The server rings when it has given a channel free. */
+/* Waits until the server frees a channel, for which it rings. */
 static int tmb_calls_await(struct tmb_calls_file *f)
 {
-	long left = TMB_CALLS_PATIENCE;
+	long left = TMB_CALLS_TIMEOUT;
 
 	for (;;) {
 		int looks = atomic_read(&f->dev->looks);
@@ -150,7 +150,7 @@ static int tmb_calls_await(struct tmb_calls_file *f)
 	}
 }
 
-/* The file has no use for its channel any more. */
+/* Marks the file's channel as left. */
 static void tmb_calls_give_back(struct tmb_calls_file *f)
 {
 	static const u32 mine[] = { TMB_CALLS_WANTED, TMB_CALLS_SERVED, TMB_CALLS_LOST };
@@ -160,7 +160,7 @@ static void tmb_calls_give_back(struct tmb_calls_file *f)
 	mutex_lock(&dev->lock);
 	dev->files[f->index] = NULL;
 	mutex_unlock(&dev->lock);
-	/* In the order in which the server may move it on; a word of another use is left alone. */
+	/* In the order in which the server may change it; a word of another use stays. */
 	for (i = 0; i < ARRAY_SIZE(mine); i++)
 		if (tmb_cas64(&dev->header->states[f->index], tmb_calls_to(f->taken, mine[i]),
 			      tmb_calls_to(f->taken, TMB_CALLS_LEFT)))
@@ -268,7 +268,7 @@ static const struct file_operations tmb_calls_fops = {
 	.compat_ioctl = compat_ptr_ioctl,
 };
 
-/* What a former life of this guest had open. */
+/* Marks the channels of a former life of this guest as left. */
 static void tmb_calls_forget(struct tmb_callsdev *dev)
 {
 	u32 i;
@@ -304,7 +304,7 @@ int tmb_calls_geometry(struct tmb_calls_header *header, u64 length, struct tmb_c
 	return 0;
 }
 
-/* The zone's name where it makes a device name, else its uuid. */
+/* Returns the zone's name if it can be a device name, else its uuid. */
 static char *tmb_calls_dev_name(const struct tmb_callsdev_config *config)
 {
 	const char *c = config->zone_name;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * /dev/tombolo-calls-NAME: a zone's CALLS area for processes of this guest (format/tombolo_calls.h). Each open file is a channel to
- * the server; the process works on the mapped channel itself, the kernel only puts it to sleep, rings the server for it, and
- * gives the channel back when it dies.
+ * /dev/tombolo-calls-NAME: a zone's CALLS area for processes of this guest (format/tombolo_calls.h). Each open file is a channel to the
+ * server. The process works on the mapped channel itself; the kernel only puts it to sleep, rings the server for it, and releases the
+ * channel when it dies.
  */
 #ifndef TOMBOLO_CALLSDEV_H
 #define TOMBOLO_CALLSDEV_H
@@ -25,14 +25,14 @@ struct tmb_callsdev_config {
 };
 
 /*
- * Copies an area's geometry and checks it against the area's length. -ENODATA: nobody has made the area ready; -EPROTONOSUPPORT: another
- * version; -EUCLEAN: its channels don't fit.
+ * Copies an area's geometry and checks it against the area's length. -ENODATA: no server has initialized the area; -EPROTONOSUPPORT:
+ * another version; -EUCLEAN: its channels don't fit.
  */
 int tmb_calls_geometry(struct tmb_calls_header *header, u64 length, struct tmb_calls_info *info, u32 *n_channels);
 
-/* The zone was joined: makes the device. ERR_PTR; -ENODATA: no server has made the area ready. May sleep. */
+/* Makes the device of a joined zone. ERR_PTR; -ENODATA: no server has initialized the area. May sleep. */
 struct tmb_callsdev *tmb_callsdev_create(const struct tmb_callsdev_config *config);
-/* The device goes. Only when no process has it open: its files hold the module. May sleep. */
+/* Removes the device. Called when no process has it open: its files keep the module loaded. May sleep. */
 void tmb_callsdev_destroy(struct tmb_callsdev *dev);
 
 #endif

@@ -2,8 +2,8 @@
 /*
  * The server's side of a CALLS area (servedev.h).
  *
- * The client VM writes the zone too: the area's geometry is copied and checked once, and of the member table only a slot's state, role and
- * doorbell are used, each loaded once. A lie there harms the client VM and no other, which has a zone of its own.
+ * The client VM writes the zone too. The area's geometry is copied and checked once; of the member table only a slot's state, role and
+ * doorbell are used, each loaded once. False values there harm only the client VM, since each has a zone of its own.
  */
 #include <linux/err.h>
 #include <linux/fs.h>
@@ -35,7 +35,7 @@ struct tmb_servedev {
 	wait_queue_head_t rung, free;
 };
 
-/* The client VM's life, and the value of its doorbell; 0: it isn't there. */
+/* Returns the client VM's life, and the value of its doorbell; 0: it has not joined. */
 static u64 tmb_serve_life(struct tmb_servedev *dev, u32 *doorbell)
 {
 	u32 i;
@@ -62,7 +62,7 @@ static void tmb_serve_ring(struct tmb_servedev *dev)
 		tmb_doorbell_ring(&dev->client, doorbell);
 }
 
-/* Somebody rang: the client VM, or the host, since the member table has changed. */
+/* Called when the client VM rang, or the host after a change of the member table. */
 static void tmb_serve_look(struct tmb_doorbell_client *client)
 {
 	struct tmb_servedev *dev = container_of(client, struct tmb_servedev, client);
@@ -72,13 +72,13 @@ static void tmb_serve_look(struct tmb_doorbell_client *client)
 	wake_up_all(&dev->rung);
 }
 
-/* The server is gone: whoever waits for it learns of it, and nobody begins to wait. */
+/* Called when the server has ended: waiting clients get an error, and no further one waits. */
 static void tmb_serve_abandon(struct tmb_servedev *dev)
 {
 	u32 i;
 
 	tmb_store(&dev->header->doorbell, 0);
-	/* Whoever takes a channel looks at the doorbell afterwards: it is seen here, or sees the 0. */
+	/* A client that takes a channel loads the doorbell afterwards: the channel is seen here, or the client sees the 0. */
 	tmb_fence();
 	for (i = 0; i < dev->n_channels; i++) {
 		struct tmb_calls_channel *channel =
@@ -107,12 +107,12 @@ static int tmb_serve_open(struct inode *inode, struct file *file)
 		return 0;
 	if (wait_event_interruptible(dev->free, atomic_cmpxchg(&dev->served, 0, 1) == 0))
 		return -ERESTARTSYS;
-	/* The first read tells what is there. */
+	/* The first read returns the present state. */
 	dev->seen = atomic64_read(&dev->rings) - 1;
 	return 0;
 }
 
-/* A mapping holds its file: neither the server nor a worker of its has the area mapped any more. */
+/* A mapping holds its file: neither the server nor its workers have the area mapped any more. */
 static int tmb_serve_release(struct inode *inode, struct file *file)
 {
 	struct tmb_servedev *dev = file->private_data;
@@ -136,7 +136,7 @@ static ssize_t tmb_serve_read(struct file *file, char __user *to, size_t length,
 	if (wait_event_interruptible(dev->rung, atomic64_read(&dev->rings) != READ_ONCE(dev->seen)))
 		return -ERESTARTSYS;
 	WRITE_ONCE(dev->seen, atomic64_read(&dev->rings));
-	/* Whoever takes a channel from here on rings this VM. */
+	/* A client that takes a channel from here on rings this VM. */
 	tmb_store(&dev->header->doorbell, tmb_doorbell_self(&dev->client));
 	life = tmb_serve_life(dev, &doorbell);
 	return copy_to_user(to, &life, sizeof(life)) ? -EFAULT : sizeof(life);
