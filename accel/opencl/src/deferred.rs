@@ -6,7 +6,7 @@
 use crate::rt::{self, Handle, Id, New, Obj};
 use crate::state::{As, Body};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use tombolo_accel_spec::opencl as wire;
+use tombolo_accel_spec::opencl::{self as wire, cl};
 
 /// Queues that live.
 static QUEUES: AtomicUsize = AtomicUsize::new(0);
@@ -14,8 +14,6 @@ static QUEUES: AtomicUsize = AtomicUsize::new(0);
 static USER_EVENTS: AtomicUsize = AtomicUsize::new(0);
 /// The queue with a write that the device may not have; 0: none has one.
 static WRITTEN: AtomicU64 = AtomicU64::new(0);
-
-const OUT_OF_ORDER: u64 = 1;
 
 /// Counts an object for as long as it lives.
 pub struct Counted(&'static AtomicUsize);
@@ -48,7 +46,7 @@ pub fn new_user_event() -> Result<Counted, i32> {
 fn settle() -> Result<(), i32> {
     match WRITTEN.swap(0, Ordering::SeqCst) {
         0 => Ok(()),
-        queue => rt::call(&wire::Finish { queue }).map(drop),
+        queue => rt::call(&wire::Finish { command_queue: queue }).map(drop),
     }
 }
 
@@ -64,7 +62,7 @@ pub fn forget() {
 
 /// Whether a command's place in this queue is its place in time.
 pub fn in_order(queue: Obj) -> bool {
-    matches!(queue.body(), Body::Queue(q) if q.properties & OUT_OF_ORDER == 0)
+    matches!(queue.body(), Body::Queue(q) if q.properties & cl::QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE == 0)
 }
 
 fn nobody_can_tell(queue: Obj) -> bool {

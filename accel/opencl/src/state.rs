@@ -9,6 +9,7 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicI32;
 use std::sync::{Arc, Mutex};
+use tombolo_accel_spec::opencl::cl;
 
 /// A destructor callback of a program: called with the handle as it was, and its user data.
 pub type Destructor = (unsafe extern "C" fn(Handle, *mut c_void), usize);
@@ -94,19 +95,27 @@ impl Drop for Pages {
     }
 }
 
-/// Where a program sees a mapped region.
+/// Where the bytes lie that a program sees of a mapped region.
+pub enum Backing {
+    /// In the window, where the buffer itself lies: nothing is copied.
+    Home,
+    /// In a range of the window, by offset and length.
+    Staging(u64, u64),
+    /// In pages of this process: the window had no room.
+    Pages(Arc<Pages>),
+    /// In the program's own memory, its host pointer.
+    Program,
+}
+
+/// A mapped region.
 pub struct Map {
-    /// The pointer the program got.
+    /// The pointer that the program got.
     pub pointer: usize,
-    /// Offset and length of its range in the window; None: it lies in the buffer's home, in memory of the program's or in `pages`.
-    pub staging: Option<(u64, u64)>,
-    /// Where it lies if the window had no room.
-    pub pages: Option<Arc<Pages>>,
-    /// What is mapped.
+    pub backing: Backing,
     pub region: Region,
     /// CL_MAP_*.
     pub flags: u64,
-    /// Pitches that the program sees.
+    /// The row pitch and the slice pitch that the program sees.
     pub pitches: (usize, usize),
 }
 
@@ -152,6 +161,13 @@ pub struct Mem {
     pub properties: Vec<i64>,
     /// Its handle, for destructors.
     pub handle: std::sync::atomic::AtomicUsize,
+}
+
+impl Mem {
+    /// Whether it is an image, not a buffer or a pipe.
+    pub fn is_image(&self) -> bool {
+        !matches!(self.object_type, cl::MEM_OBJECT_BUFFER | cl::MEM_OBJECT_PIPE)
+    }
 }
 
 impl Drop for Mem {

@@ -164,19 +164,19 @@ fn a_client_that_reads_nothing_over_tcp_costs_no_more_memory_than_its_window() {
     post(&mut link, &made, 0);
     for ticket in 1..=READS {
         let read = wire::EnqueueReadBuffer {
-            queue,
+            command_queue: queue,
             buffer,
+            blocking_read: 0,
             offset: 0,
             size: BUFFER,
             data: 4096,
             ticket,
-            blocking: 0,
             waits: vec![].into(),
             event: 0,
         };
         post(&mut link, &read, 0);
     }
-    post(&mut link, &wire::Finish { queue }, WANTS_REPLY);
+    post(&mut link, &wire::Finish { command_queue: queue }, WANTS_REPLY);
     let begun = Instant::now();
     let tenant = loop {
         let tenant = server.ls().remove(0).tenants.remove(0);

@@ -11,7 +11,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use tombolo_accel_gen::parse::{Api, Class, Function, Param, Type, parse};
+use tombolo_accel_gen::api::{Api, Class, Function, Param, Type};
+use tombolo_accel_gen::parse::parse;
 use tombolo_accel_spec::OPENCL_API;
 
 /// The code of a program that lost its connection.
@@ -280,14 +281,20 @@ fn case(out: &mut String, f: &Function, what: &str, args: &[String]) {
     written.expect("a string takes everything");
 }
 
+/// A function with its parameters as C has them.
+fn in_c(f: &Function) -> Function {
+    let params = f.params.iter().map(|p| Param { name: p.name.clone(), ty: p.ty.in_c() }).collect();
+    Function { params, ..f.clone() }
+}
+
 fn cases(api: &Api) -> String {
     let mut out = String::new();
-    for f in api.functions.iter().filter(|f| is_called(f)) {
+    for f in &api.functions.iter().filter(|f| is_called(f)).map(in_c).collect::<Vec<_>>() {
         let args: Vec<String> = f.params.iter().map(|p| good(f, p)).collect();
         // What the class of a function adds to its parameters.
         let implied: &[&str] = match f.class {
             Class::Info => &["param", "size", "value", "&ret"],
-            Class::Enqueue => &["0", "NULL", "NULL"],
+            Class::Enqueue | Class::Transfer(_) => &["0", "NULL", "NULL"],
             Class::Create(_) => &["&code"],
             _ => &[],
         };
@@ -309,7 +316,7 @@ fn cases(api: &Api) -> String {
                 &["param", "0", "NULL", "&ret"],
                 &["param", "size", "value", "NULL"],
             ],
-            Class::Enqueue => &[
+            Class::Enqueue | Class::Transfer(_) => &[
                 &["0", "&event", "NULL"],
                 &["1", "NULL", "NULL"],
                 &["1", "&event", "&out_event"],

@@ -4,9 +4,8 @@
 //! - [`platform`]: platforms, devices, the loader's entry points.
 //! - [`context`]: contexts, queues, samplers.
 //! - [`memory`]: buffers, images, pipes.
-//! - [`transfer`]: reads and writes of buffers; [`rectangle`]: those with pitches, and of images.
-//! - `stream`: long ones, piece by piece; [`region`]: the program's memory.
-//! - `map`: mapping.
+//! - [`transfer`]: reads and writes of buffers.
+//! - [`map`]: mapping.
 //! - [`program`]: programs and kernels.
 //! - [`event`]: events and waiting.
 //! - [`svm`]: shared virtual memory.
@@ -18,9 +17,6 @@ pub mod map;
 pub mod memory;
 pub mod platform;
 pub mod program;
-pub mod rectangle;
-pub mod region;
-mod stream;
 pub mod svm;
 pub mod transfer;
 
@@ -30,27 +26,5 @@ pub use map::*;
 pub use memory::*;
 pub use platform::*;
 pub use program::*;
-pub use rectangle::*;
 pub use svm::*;
 pub use transfer::*;
-
-/// Defines the functions that count references of the program.
-macro_rules! counting {
-    ($kind:ident $retain:ident $release:ident) => {
-        /// Counts a reference of the program.
-        pub unsafe extern "C" fn $retain(handle: Handle) -> i32 {
-            rt::status(|| {
-                ARENA.retain(rt::object(handle, kind::$kind)?);
-                Ok(())
-            })
-        }
-        /// Gives a reference of the program up.
-        pub unsafe extern "C" fn $release(handle: Handle) -> i32 {
-            rt::status(|| {
-                ARENA.release(rt::object(handle, kind::$kind)?);
-                Ok(())
-            })
-        }
-    };
-}
-pub(crate) use counting;

@@ -1,18 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Programs and kernels.
 
-use super::counting;
-use crate::rt::{self, ARENA, Handle, Id, Obj, code};
+use crate::rt::{self, ARENA, Handle, Id, Obj};
 use crate::state::{Argument, As, Body, Kernel, Program};
 use crate::sure;
 use std::ffi::{c_char, c_void};
 use std::sync::Mutex;
 use tombolo_accel_client::include;
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::Decoder;
-
-counting!(PROGRAM clRetainProgram clReleaseProgram);
-counting!(KERNEL clRetainKernel clReleaseKernel);
 
 type ProgramNotify = Option<unsafe extern "C" fn(Handle, *mut c_void)>;
 
@@ -38,7 +34,7 @@ unsafe fn piece<'a>(strings: *const *const u8, lengths: *const usize, i: usize) 
     unsafe {
         let start = *strings.add(i);
         if start.is_null() {
-            return Err(code::VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         match if lengths.is_null() { 0 } else { *lengths.add(i) } {
             0 => rt::string(start.cast()),
@@ -49,7 +45,7 @@ unsafe fn piece<'a>(strings: *const *const u8, lengths: *const usize, i: usize) 
 
 /// What a request may carry at most; longer than a record, it goes in parts.
 fn too_long(bytes: &[u8]) -> Result<(), i32> {
-    if bytes.len() > 60 << 20 { Err(code::HOST_MEMORY) } else { Ok(()) }
+    if bytes.len() > 60 << 20 { Err(cl::OUT_OF_HOST_MEMORY) } else { Ok(()) }
 }
 
 pub unsafe extern "C" fn clCreateProgramWithSource(
@@ -64,7 +60,7 @@ pub unsafe extern "C" fn clCreateProgramWithSource(
         rt::create(errcode, || {
             let context = rt::object(context, kind::CONTEXT)?;
             if count == 0 || strings.is_null() {
-                return Err(code::VALUE);
+                return Err(cl::INVALID_VALUE);
             }
             let mut source = Vec::new();
             for i in 0..count as usize {
@@ -99,7 +95,7 @@ pub unsafe extern "C" fn clCreateProgramWithBinary(
             let context = rt::object(context, kind::CONTEXT)?;
             let devices = rt::list(n, devices, kind::DEVICE)?;
             if lengths.is_null() || binaries.is_null() {
-                return Err(code::VALUE);
+                return Err(cl::INVALID_VALUE);
             }
             let (mut all, mut sizes) = (Vec::new(), Vec::new());
             for i in 0..devices.len() {
@@ -107,9 +103,9 @@ pub unsafe extern "C" fn clCreateProgramWithBinary(
                 if len == 0 || start.is_null() {
                     rt::write(
                         binary_status.wrapping_add(i * usize::from(!binary_status.is_null())),
-                        code::VALUE,
+                        cl::INVALID_VALUE,
                     );
-                    return Err(code::VALUE);
+                    return Err(cl::INVALID_VALUE);
                 }
                 all.extend_from_slice(std::slice::from_raw_parts(start, len));
                 sizes.push(len as u64);
@@ -172,7 +168,7 @@ pub unsafe extern "C" fn clCreateProgramWithIL(
         rt::create(errcode, || {
             let context = rt::object(context, kind::CONTEXT)?;
             if il.is_null() || length == 0 {
-                return Err(code::VALUE);
+                return Err(cl::INVALID_VALUE);
             }
             let il = std::slice::from_raw_parts(il.cast::<u8>(), length);
             too_long(il)?;
@@ -186,7 +182,7 @@ pub unsafe extern "C" fn clCreateProgramWithIL(
 /// Registers a program's callback; 0: none. The program lives until it was called.
 fn notify(f: ProgramNotify, user: *mut c_void, program: Obj) -> Result<u64, i32> {
     let Some(f) = f else {
-        return if user.is_null() { Ok(0) } else { Err(code::VALUE) };
+        return if user.is_null() { Ok(0) } else { Err(cl::INVALID_VALUE) };
     };
     let (user, held) = (user as usize, rt::hold(program));
     Ok(rt::connection()?.callback(Box::new(move |_, _| {
@@ -218,7 +214,7 @@ fn included(program: Obj, options: Option<&[u8]>, headers: &[&[u8]]) -> Result<i
     let mut files = include::gather(&program.source, &folders);
     files.retain(|(_, name), _| !headers.contains(&name.as_bytes()));
     let own = options.filter(|_| !files.is_empty()).map(<[u8]>::to_vec);
-    *program.options.lock().map_err(|_| code::HOST_MEMORY)? = own;
+    *program.options.lock().map_err(|_| cl::OUT_OF_HOST_MEMORY)? = own;
     Ok(files)
 }
 
@@ -274,7 +270,7 @@ pub unsafe extern "C" fn clCompileProgram(
             if (n_headers == 0) != (headers.is_null() && names.is_null())
                 || headers.is_null() != names.is_null()
             {
-                return Err(code::VALUE);
+                return Err(cl::INVALID_VALUE);
             }
             let (headers, names) = if n_headers == 0 {
                 (Vec::new(), Vec::new())
@@ -322,7 +318,7 @@ pub unsafe extern "C" fn clLinkProgram(
             let options = options(text)?;
             let programs = rt::objects(n_programs, programs, kind::PROGRAM)?;
             let new = program(context, listed.as_deref(), Vec::new())?;
-            let object = new.object().ok_or(code::HOST_MEMORY)?;
+            let object = new.object().ok_or(cl::OUT_OF_HOST_MEMORY)?;
             let notify = notify(f, user, object)?;
             let ids = listed.unwrap_or_default().iter().map(|d| d.id()).collect::<Vec<_>>();
             let record = wire::LinkProgram {
@@ -359,17 +355,16 @@ pub unsafe extern "C" fn clGetProgramInfo(
     value: *mut c_void,
     size_ret: *mut usize,
 ) -> i32 {
-    const BINARIES: u32 = 0x1166;
     rt::status(|| {
         let object = rt::object(program, kind::PROGRAM)?;
         let bytes = match param {
-            0x1160..=0x1163 => crate::local::answer(object, param)?,
-            BINARIES => {
+            cl::PROGRAM_REFERENCE_COUNT..=cl::PROGRAM_DEVICES => crate::local::answer(object, param)?,
+            cl::PROGRAM_BINARIES => {
                 let count = object.program()?.devices.len();
                 let bytes = count * size_of::<*mut u8>();
                 if !value.is_null() {
                     if size < bytes {
-                        return Err(code::VALUE);
+                        return Err(cl::INVALID_VALUE);
                     }
                     let reply = rt::call(&wire::ProgramBinaries { program: object.id() })?;
                     let binaries = Decoder::new(&reply).strs().map_err(|_| wire::LOST)?;
@@ -403,14 +398,13 @@ pub unsafe extern "C" fn clGetProgramBuildInfo(
     value: *mut c_void,
     size_ret: *mut usize,
 ) -> i32 {
-    const OPTIONS: u32 = 0x1182;
     rt::status(|| {
         let program = rt::object(program, kind::PROGRAM)?;
         let device = rt::object(device, kind::DEVICE)?;
         let mut bytes =
             rt::call(&wire::GetProgramBuildInfo { program: program.id(), device: device.id(), param })?;
-        if param == OPTIONS {
-            if let Some(own) = &*program.program()?.options.lock().map_err(|_| code::HOST_MEMORY)? {
+        if param == cl::PROGRAM_BUILD_OPTIONS {
+            if let Some(own) = &*program.program()?.options.lock().map_err(|_| cl::OUT_OF_HOST_MEMORY)? {
                 bytes = [own.as_slice(), b"\0"].concat();
             }
         }
@@ -442,7 +436,7 @@ pub unsafe extern "C" fn clCreateKernelsInProgram(
     rt::status(|| {
         let p = rt::object(p, kind::PROGRAM)?;
         if kernels.is_null() != (n == 0) {
-            return Err(code::VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         let wanted = n.min(4096);
         let new = (0..wanted).map(|_| kernel(p)).collect::<Result<Vec<_>, _>>()?;
@@ -508,7 +502,7 @@ pub unsafe extern "C" fn clSetKernelArg(
             &[]
         } else if size <= 64 << 10 {
             let is_known = || -> Result<bool, i32> {
-                let learned = kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?;
+                let learned = kernel.kernel()?.learned.lock().map_err(|_| cl::OUT_OF_HOST_MEMORY)?;
                 Ok(learned.accepts(index, Argument::Value(size)))
             };
             // A driver compares sizes before it reads; so behind the value of a program that is wrong about the size there may be nothing to read.
@@ -519,7 +513,7 @@ pub unsafe extern "C" fn clSetKernelArg(
             // SAFETY: size bytes, as the API says.
             unsafe { std::slice::from_raw_parts(value.cast(), size) }
         } else {
-            return Err(-51); // CL_INVALID_ARG_SIZE
+            return Err(cl::INVALID_ARG_SIZE);
         };
         let object = bytes.first_chunk::<8>().filter(|_| size == 8).and_then(|b| {
             let handle = usize::from_ne_bytes(*b) as *const c_void;
@@ -540,7 +534,7 @@ pub unsafe extern "C" fn clSetKernelArg(
             value: bytes,
         };
         // Held until the request is in the ring: what is learned must not overtake what the server does.
-        let mut learned = kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?;
+        let mut learned = kernel.kernel()?.learned.lock().map_err(|_| cl::OUT_OF_HOST_MEMORY)?;
         if learned.accepts(index, argument) {
             rt::lost(rt::connection()?.post(&record))?;
         } else {
@@ -620,7 +614,7 @@ pub unsafe extern "C" fn clEnqueueNDRangeKernel(
         let present = u32::from(!offset.is_null())
             | u32::from(!global.is_null()) << 1
             | u32::from(!local.is_null()) << 2;
-        let new = rt::new_event(queue, !event.is_null(), 0x11f0)?;
+        let new = rt::new_event(queue, !event.is_null(), cl::COMMAND_NDRANGE_KERNEL)?;
         let record = wire::EnqueueNDRangeKernel {
             queue: queue.id(),
             kernel: kernel.id(),
@@ -638,7 +632,7 @@ pub unsafe extern "C" fn clEnqueueNDRangeKernel(
         if !sure {
             let device = queue.queue()?.device.id();
             let like = (work_dim, record.local, device);
-            kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?.launch(like);
+            kernel.kernel()?.learned.lock().map_err(|_| cl::OUT_OF_HOST_MEMORY)?.launch(like);
         }
         Ok(())
     })

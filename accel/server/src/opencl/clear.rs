@@ -2,15 +2,12 @@
 //! Memory that a client gets is cleared first: a driver may hand out what a former client, or another program, left on the device.
 //! It's done by fill commands on a queue of the server's own, one for each context, and is over before the object exists for the client.
 
-use super::{Cx, Handle, OpenCl, RESOURCES, lock};
+use super::{Cx, Handle, OpenCl, lock};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::sync::Mutex;
-use tombolo_accel_spec::opencl::{self as wire, kind};
-
-/// CL_CONTEXT_DEVICES
-const DEVICES: u32 = 0x1081;
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 
 /// Queues by context.
 #[derive(Default)]
@@ -33,11 +30,13 @@ impl Queues {
         let make = cx.native().clCreateCommandQueue.ok_or(wire::UNSUPPORTED)?;
         let mut size = 0;
         // SAFETY: a live context; only the size is asked for.
-        cx.status(unsafe { info(context, DEVICES, 0, null_mut(), &mut size) })?;
+        cx.status(unsafe { info(context, cl::CONTEXT_DEVICES, 0, null_mut(), &mut size) })?;
         let mut devices: Vec<Handle> = vec![null_mut(); size / size_of::<Handle>()];
         // SAFETY: a live context; the buffer is as long as said.
-        cx.status(unsafe { info(context, DEVICES, size, devices.as_mut_ptr().cast(), null_mut()) })?;
-        let device = *devices.first().ok_or(RESOURCES)?;
+        cx.status(unsafe {
+            info(context, cl::CONTEXT_DEVICES, size, devices.as_mut_ptr().cast(), null_mut())
+        })?;
+        let device = *devices.first().ok_or(cl::OUT_OF_RESOURCES)?;
         let mut code = 0;
         // SAFETY: a live context and a device of its own.
         let queue = unsafe { make(context, device, 0, &mut code) };

@@ -12,6 +12,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
+use tombolo_accel_spec::opencl::cl;
 use tombolo_accel_spec::wire::ReplyKind;
 use tombolo_calls::spin::Spin;
 
@@ -21,10 +22,6 @@ const MOST: usize = 1024;
 const MOST_PIECES: usize = 64;
 /// How long the driver's thread looks for the next piece before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
-/// CL_OUT_OF_RESOURCES
-const RESOURCES: i32 = -5;
-/// CL_INVALID_VALUE
-const VALUE: i32 = -30;
 
 /// A piece that the client has staged, or made room for.
 pub struct Piece {
@@ -82,14 +79,14 @@ impl Stream {
     /// Takes a piece, or says why there is no use for it.
     pub fn put(&self, piece: Piece) -> Result<(), i32> {
         if piece.len == 0 || piece.at.checked_add(piece.len).is_none_or(|end| end > self.len) {
-            return Err(VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         let mut state = lock(&self.state);
         if let Some(status) = state.ended {
-            return Err(if status < 0 { status } else { VALUE });
+            return Err(if status < 0 { status } else { cl::INVALID_VALUE });
         }
         if state.pieces.len() >= MOST_PIECES {
-            return Err(RESOURCES);
+            return Err(cl::OUT_OF_RESOURCES);
         }
         state.pieces.push_back(piece);
         if std::mem::take(&mut state.sleeps) {
@@ -141,7 +138,7 @@ impl Stream {
             state.ended = Some(status);
             std::mem::take(&mut state.pieces)
         };
-        let status = if status < 0 { status } else { RESOURCES };
+        let status = if status < 0 { status } else { cl::OUT_OF_RESOURCES };
         for piece in left {
             cl.session().notify(ReplyKind::Ticket, status, piece.ticket, &[]);
         }
@@ -181,10 +178,10 @@ impl Streams {
     pub fn add(&self, id: u64, stream: &Arc<Stream>) -> Result<(), i32> {
         let mut all = lock(&self.0);
         if all.len() >= MOST {
-            return Err(RESOURCES);
+            return Err(cl::OUT_OF_RESOURCES);
         }
         if all.contains_key(&id) {
-            return Err(VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         all.insert(id, Running { stream: stream.clone(), event: 0 });
         Ok(())
@@ -198,8 +195,9 @@ impl Streams {
         let enqueued = Box::into_raw(Box::new((cl, id)));
         let set = cl.native.clSetEventCallback;
         // SAFETY: a live event; the callback frees what it is given.
-        let taken =
-            set.is_some_and(|set| unsafe { set(event, 0, ended as *const c_void, enqueued.cast()) } == 0);
+        let taken = set.is_some_and(
+            |set| unsafe { set(event, cl::COMPLETE, ended as *const c_void, enqueued.cast()) } == 0,
+        );
         if !taken {
             // SAFETY: the driver didn't take it.
             drop(unsafe { Box::from_raw(enqueued) });
@@ -207,13 +205,13 @@ impl Streams {
     }
 
     pub fn get(&self, id: u64) -> Result<Arc<Stream>, i32> {
-        lock(&self.0).get(&id).map(|running| running.stream.clone()).ok_or(VALUE)
+        lock(&self.0).get(&id).map(|running| running.stream.clone()).ok_or(cl::INVALID_VALUE)
     }
 
     /// The event of a stream, with a reference for the caller.
     pub(super) fn event(&self, cl: &OpenCl, id: u64) -> Result<Handle, i32> {
         let all = lock(&self.0);
-        let event = all.get(&id).ok_or(VALUE)?.event as Handle;
+        let event = all.get(&id).ok_or(cl::INVALID_VALUE)?.event as Handle;
         if let Some(retain) = cl.native.clRetainEvent {
             // SAFETY: a live event, as it is in the table.
             unsafe { retain(event) };
@@ -248,16 +246,16 @@ mod tests {
         let stream = Stream::new(true, 100);
         let piece = |at, len| Piece { slot: 0, at, len, ticket: 1 };
         for (at, len) in [(0, 101), (100, 1), (0, 0), (usize::MAX, 1), (1, usize::MAX)] {
-            assert_eq!(stream.put(piece(at, len)), Err(VALUE), "{at} {len}");
+            assert_eq!(stream.put(piece(at, len)), Err(cl::INVALID_VALUE), "{at} {len}");
         }
         for _ in 0..MOST_PIECES {
             assert_eq!(stream.put(piece(0, 100)), Ok(()));
         }
-        assert_eq!(stream.put(piece(0, 100)), Err(RESOURCES));
+        assert_eq!(stream.put(piece(0, 100)), Err(cl::OUT_OF_RESOURCES));
         assert_eq!(stream.next().len, 100);
         assert_eq!(stream.put(piece(0, 100)), Ok(()));
-        lock(&stream.state).ended = Some(-14);
-        assert_eq!(stream.put(piece(0, 100)), Err(-14));
+        lock(&stream.state).ended = Some(cl::EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST);
+        assert_eq!(stream.put(piece(0, 100)), Err(cl::EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST));
     }
 
     #[test]
