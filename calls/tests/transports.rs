@@ -19,7 +19,7 @@ use tombolo_calls::{Error, Link, process, send, stream, zone};
 const GEOMETRY: Geometry = Geometry { ring: 64 << 10, window: 4 << 20 };
 
 /// Longer than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn hello() -> Hello {
     Hello { api: "test".into(), identity: [7; 16], name: "transports".into() }
@@ -34,7 +34,7 @@ fn by_tcp() -> (Link, Link) {
     let address = listener.local_addr().expect("bound").to_string();
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(listener.accept().expect("a client comes").0);
-        assert_eq!(stream::hello(&socket, PATIENCE).expect("a hello"), hello());
+        assert_eq!(stream::hello(&socket, TIMEOUT).expect("a hello"), hello());
         stream::accept(socket, GEOMETRY).expect("accepted")
     });
     let client = stream::connect(stream::tcp(&address).expect("connects"), &hello()).expect("welcomed");
@@ -45,7 +45,7 @@ fn by_unix_stream() -> (Link, Link) {
     let (a, b) = UnixStream::pair().expect("a pair");
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(b);
-        stream::hello(&socket, PATIENCE).expect("a hello");
+        stream::hello(&socket, TIMEOUT).expect("a hello");
         stream::accept(socket, GEOMETRY).expect("accepted")
     });
     let client = stream::connect(a.into(), &hello()).expect("welcomed");
@@ -271,7 +271,7 @@ fn a_client_of_another_build_is_told_what_to_do() {
     let (a, b) = UnixStream::pair().expect("a pair");
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(b);
-        let refusal = stream::hello(&socket, PATIENCE)
+        let refusal = stream::hello(&socket, TIMEOUT)
             .expect("a hello")
             .fits("test", [9; 16])
             .expect_err("they differ");

@@ -24,7 +24,7 @@ static_assert(TMB_CALLS_IOC_RING == _IO('T', 0x45));
 static_assert(TMB_CALLS_IOC_WAKE == _IO('T', 0x46));
 
 /* How long a process waits for a channel that another one has just left. */
-#define TMB_CALLS_PATIENCE (30 * HZ)
+#define TMB_CALLS_TAKE_TIMEOUT (30 * HZ)
 
 struct tmb_calls_file {
 	struct tmb_callsdev *dev;
@@ -121,7 +121,7 @@ static int tmb_calls_take(struct tmb_calls_file *f)
 /* The server rings when it has given a channel free. */
 static int tmb_calls_await(struct tmb_calls_file *f)
 {
-	long left = TMB_CALLS_PATIENCE;
+	long left = TMB_CALLS_TAKE_TIMEOUT;
 
 	for (;;) {
 		int looks = atomic_read(&f->dev->looks);

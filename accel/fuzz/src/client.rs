@@ -89,7 +89,7 @@ impl Client {
         // SAFETY: functions with the parameters of the API's, or fewer.
         let api = unsafe { OpenCl::with(limits, None, driver::find) };
         api.attach(&session);
-        session.plug(Arc::new(api));
+        session.set_api(Arc::new(api));
         Client { session, api, memory }
     }
 

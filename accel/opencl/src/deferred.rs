@@ -65,7 +65,7 @@ pub fn in_order(queue: Obj) -> bool {
     matches!(queue.body(), Body::Queue(q) if q.properties & cl::QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE == 0)
 }
 
-fn nobody_can_tell(queue: Obj) -> bool {
+fn looks_complete(queue: Obj) -> bool {
     in_order(queue) && QUEUES.load(Ordering::SeqCst) == 1 && USER_EVENTS.load(Ordering::SeqCst) == 0
 }
 
@@ -80,7 +80,7 @@ pub struct Write {
 impl Write {
     /// Of a queue; `command` is its event's, which the program wants or not.
     pub fn new(queue: Obj, blocking: bool, wanted: bool, command: u32) -> Result<Write, i32> {
-        let waits = blocking && (wanted || !nobody_can_tell(queue));
+        let waits = blocking && (wanted || !looks_complete(queue));
         let new = rt::new_event(queue, wanted || waits, command)?;
         Ok(Write { queue, blocking, waits, new })
     }
@@ -100,7 +100,7 @@ impl Write {
             if blocking {
                 WRITTEN.store(queue.id(), Ordering::SeqCst);
                 // A second queue may have come meanwhile, before it could see this.
-                return if nobody_can_tell(queue) { Ok(()) } else { settle() };
+                return if looks_complete(queue) { Ok(()) } else { settle() };
             }
             return Ok(());
         };

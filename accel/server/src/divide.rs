@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_stopped_for_one_who_can_not_use_the_time() {
+    fn no_tenant_is_stopped_for_one_that_can_not_use_the_time() {
         // One thread of a tenant can't use two processors, and a tenth of one leaves almost all of them.
         for little in [1.0, 0.1] {
             let mut host = Host::new(2.0, vec![tenant(100, little), tenant(100, 2.0)]);

@@ -173,7 +173,7 @@ impl Session {
     }
 
     /// Says who carries requests out; the first who is named does.
-    pub fn plug(&self, api: Arc<dyn Api>) {
+    pub fn set_api(&self, api: Arc<dyn Api>) {
         self.api.get_or_init(|| api);
     }
 
@@ -192,7 +192,7 @@ impl Session {
 
     /// Serves the client on this thread and others until it is gone; why it ended.
     pub fn run(self: &Arc<Self>, api: Arc<dyn Api>) -> Error {
-        self.plug(api);
+        self.set_api(api);
         self.serve();
         lock(&self.over).take().unwrap_or(Error::Closed)
     }

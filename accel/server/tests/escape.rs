@@ -24,7 +24,7 @@ use tombolo_calls::hello::Hello;
 use tombolo_calls::process;
 
 /// Longer than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// A user that owns nothing.
 const NOBODY: u32 = 65534;
 
@@ -92,7 +92,7 @@ fn done(command: &mut Command) -> Output {
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !holds() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        assert!(begun.elapsed() < TIMEOUT, "{what}: not within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

@@ -189,7 +189,7 @@ fn ls_tells_who_is_served_and_what_each_uses() {
 }
 
 #[test]
-fn a_client_beyond_its_rate_waits_for_its_turn_and_nobody_else_does() {
+fn a_client_beyond_its_rate_waits_for_its_turn_and_no_other_does() {
     let free = folder().join(format!("free-{}.sock", std::process::id()));
     let server =
         Server::start("rate", &["--rate", "100", "--listen", &format!("unix:{},rate=0", free.display())]);

@@ -94,7 +94,7 @@ fn folders(of: &Path) -> impl Iterator<Item = PathBuf> + use<> {
 }
 
 /// How long a server that begins or ends waits for processes that were killed; one may hang in its driver.
-const PATIENCE: Duration = Duration::from_secs(1);
+const KILL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Removes a group and those in it; kills whoever is left there.
 fn remove(folder: &Path, most: Option<Duration>) -> io::Result<()> {
@@ -111,7 +111,7 @@ fn sweep(folder: &Path) {
         let server = left.file_name().and_then(|name| name.to_str()).and_then(server_of);
         if server.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
             // Another server may do the same now.
-            let _gone = remove(&left, Some(PATIENCE));
+            let _gone = remove(&left, Some(KILL_TIMEOUT));
         }
     }
 }
@@ -191,7 +191,7 @@ impl Delegated {
             let server = group.file_name().and_then(|name| name.to_str()).and_then(server_of);
             if server == Some(std::process::id()) {
                 // Whoever waits for the worker removes its group, too.
-                let _gone = remove(&group, Some(PATIENCE));
+                let _gone = remove(&group, Some(KILL_TIMEOUT));
             }
         }
         if self.own.made {
