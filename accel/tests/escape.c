@@ -89,7 +89,7 @@ static const char *source =
 	/* Processes, and then more as soon as some have ended. */
 	"kernel void many(global long *results) { for (;;) results[0] = child(0); }\n"
 	"kernel void linger(global long *results) { results[0] = child(1); }\n"
-	/* Whatever its worker watches is something else from now on. */
+	/* The descriptors that its worker watches are other files from now on. */
 	"kernel void deafen(global long *results)\n"
 	"{\n"
 	"	for (int fd = 3; fd < 64; fd++)\n"

@@ -225,7 +225,7 @@ def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(ho
     same("clinfo", host.native("clinfo"), vm.ok(zone + " clinfo 2>/tmp/err"))
 
 
-# Nobody can leave an initramfs by pivot_root, so servers in the VM are unconfined.
+# A process can't leave an initramfs by pivot_root, so servers in the VM are unconfined.
 SERVE = "tombolo-accel serve --listen tcp:127.0.0.1:7790 --memory 64 --window 16 --weight 30 --unconfined"
 CGROUP = "mkdir -p /cg; test -e /cg/cgroup.procs || mount -t cgroup2 none /cg; echo +memory +pids +cpu > /cg/cgroup.subtree_control; ifconfig lo up; "
 

@@ -52,7 +52,7 @@ fn by_unix_stream() -> (Link, Link) {
     (client, server.join().expect("no panic"))
 }
 
-/// What the driver of a guest's device does, without a guest: it counts rings of the VM's doorbell, and rings the server's bell.
+/// The driver of a guest's device, without a guest: it counts rings of the VM's doorbell, and rings the server's bell.
 struct Driver {
     count: Mutex<u64>,
     changed: Condvar,
@@ -219,7 +219,7 @@ fn nothing_outside_of_the_window_can_be_named((client, server): (Link, Link)) {
     }
 }
 
-/// Nobody reads; so whoever wakes leaves what woke it where it is.
+/// No thread reads, so a thread that wakes leaves the bytes that woke it.
 fn what_comes_in_wakes_sleepers_once_not_again_and_again((mut client, mut server): (Link, Link)) {
     let wakes = Arc::new(AtomicUsize::new(0));
     for _ in 0..4 {
@@ -323,7 +323,7 @@ fn a_channel_goes_from_hand_to_hand_cleared_and_an_impossible_state_counts_as_le
     let zone = sealed_memfd(c"zone", len).expect("memory");
     let area = Area::make(zone, 0, len, 3, GEOMETRY, 5).expect("it fits");
     assert_eq!(area.state(2), State::Free);
-    assert!(!area.serve(2), "nobody wants it");
+    assert!(!area.serve(2), "no client wants it");
     say(&area, 2, 1);
     assert_eq!(area.state(2), State::Wanted);
     assert!(area.serve(2));

@@ -39,7 +39,7 @@ struct tmb_calls_area {
 
 /*
  * Copies the area's geometry, checks it against the area's length, and registers for the zone's doorbell, which calls 'look' from then on.
- * -ENODATA: nobody has made the area ready; -EPROTONOSUPPORT: another version; -EUCLEAN: its channels don't fit. May sleep.
+ * -ENODATA: the area is not ready; -EPROTONOSUPPORT: another version; -EUCLEAN: its channels don't fit. May sleep.
  */
 int tmb_calls_area_join(struct tmb_calls_area *area, const struct tmb_calls_config *config,
 			void (*look)(struct tmb_doorbell_client *client));

@@ -23,7 +23,7 @@ static_assert(TMB_CALLS_IOC_WAIT == _IOWR('T', 0x44, u64));
 static_assert(TMB_CALLS_IOC_RING == _IO('T', 0x45));
 static_assert(TMB_CALLS_IOC_WAKE == _IO('T', 0x46));
 
-/* How long a process waits for a channel that another one has just left. */
+/* A process waits so long for a channel that another one has just left. */
 #define TMB_CALLS_TAKE_TIMEOUT (30 * HZ)
 
 struct tmb_calls_file {
@@ -55,7 +55,7 @@ static void tmb_calls_wake(struct tmb_calls_file *f)
 	wake_up_all(&f->rung);
 }
 
-/* Somebody rang: the channels whose word is set are awake. */
+/* The server rang: wakes the channels whose word is set. */
 static void tmb_calls_look(struct tmb_doorbell_client *client)
 {
 	struct tmb_callsdev *dev = container_of(client, struct tmb_callsdev, area.client);
@@ -72,8 +72,8 @@ static void tmb_calls_look(struct tmb_doorbell_client *client)
 }
 
 /*
- * Before the doorbell: what the server finds when it looks. The exchange, so that one that has just come finds it where its id isn't seen.
- * -ENOTCONN: nobody serves.
+ * Rings the server. The channel's word is set before the doorbell, so that the server finds it when it looks; by an exchange, so that a
+ * server which has just come, and whose doorbell isn't seen here, finds it too. -ENOTCONN: no server.
  */
 static int tmb_calls_ring(struct tmb_calls_file *f)
 {
@@ -86,7 +86,7 @@ static int tmb_calls_ring(struct tmb_calls_file *f)
 
 /*
  * Takes a free channel. -EUSERS: processes of this guest have all of them; -EAGAIN: one was left, and the server has not cleared it yet;
- * -ENOTCONN: nobody serves.
+ * -ENOTCONN: no server.
  */
 static int tmb_calls_take(struct tmb_calls_file *f)
 {
@@ -118,7 +118,7 @@ static int tmb_calls_take(struct tmb_calls_file *f)
 	return err;
 }
 
-/* The server rings when it has given a channel free. */
+/* Takes a channel, and waits for one that is being cleared: the server rings when it has cleared one. */
 static int tmb_calls_await(struct tmb_calls_file *f)
 {
 	long left = TMB_CALLS_TAKE_TIMEOUT;
@@ -135,7 +135,7 @@ static int tmb_calls_await(struct tmb_calls_file *f)
 	}
 }
 
-/* The file has no use for its channel any more. */
+/* Gives a file's channel back. */
 static void tmb_calls_give_back(struct tmb_calls_file *f)
 {
 	static const u32 mine[] = { TMB_CALLS_WANTED, TMB_CALLS_SERVED, TMB_CALLS_LOST };
@@ -246,7 +246,7 @@ static const struct file_operations tmb_calls_fops = {
 	.compat_ioctl = compat_ptr_ioctl,
 };
 
-/* What a former life of this guest had open. */
+/* Gives back the channels that a former life of this guest had open. */
 static void tmb_calls_forget(struct tmb_callsdev *dev)
 {
 	u32 i;

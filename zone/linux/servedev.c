@@ -24,7 +24,7 @@ struct tmb_servedev {
 	wait_queue_head_t rung, free;
 };
 
-/* The client VM's life, and the value of its doorbell; 0: it isn't there. */
+/* Returns the client VM's slot and epoch, and the value of its doorbell; 0: the VM isn't there. */
 static u64 tmb_serve_life(struct tmb_servedev *dev, u32 *doorbell)
 {
 	u32 i;
@@ -51,7 +51,7 @@ static void tmb_serve_ring(struct tmb_servedev *dev)
 		tmb_doorbell_ring(&dev->area.client, doorbell);
 }
 
-/* Somebody rang: the client VM, or the host, since the member table has changed. */
+/* The client VM rang, or the host did, since the member table has changed. */
 static void tmb_serve_look(struct tmb_doorbell_client *client)
 {
 	struct tmb_servedev *dev = container_of(client, struct tmb_servedev, area.client);
@@ -61,13 +61,13 @@ static void tmb_serve_look(struct tmb_doorbell_client *client)
 	wake_up_all(&dev->rung);
 }
 
-/* The server is gone: whoever waits for it learns of it, and nobody begins to wait. */
+/* Marks the channels of a server that is gone as lost, and keeps clients from waiting for it. */
 static void tmb_serve_abandon(struct tmb_servedev *dev)
 {
 	u32 i;
 
 	tmb_store(&dev->area.header->doorbell, 0);
-	/* Whoever takes a channel looks at the doorbell afterwards: it is seen here, or sees the 0. */
+	/* A client that takes a channel looks at the doorbell afterwards: it sees the 0, or its channel is seen below. */
 	tmb_fence();
 	for (i = 0; i < dev->area.n_channels; i++) {
 		u64 word = tmb_load_acquire(&dev->area.header->states[i]);
@@ -94,12 +94,12 @@ static int tmb_serve_open(struct inode *inode, struct file *file)
 		return 0;
 	if (wait_event_interruptible(dev->free, atomic_cmpxchg(&dev->served, 0, 1) == 0))
 		return -ERESTARTSYS;
-	/* The first read tells what is there. */
+	/* The first read returns at once, with the client VM's present life. */
 	dev->seen = atomic64_read(&dev->rings) - 1;
 	return 0;
 }
 
-/* A mapping holds its file: neither the server nor a worker of its has the area mapped any more. */
+/* A mapping holds its file: when the file goes, neither the server nor a worker of its has the area mapped. */
 static int tmb_serve_release(struct inode *inode, struct file *file)
 {
 	struct tmb_servedev *dev = file->private_data;
@@ -123,7 +123,7 @@ static ssize_t tmb_serve_read(struct file *file, char __user *to, size_t length,
 	if (wait_event_interruptible(dev->rung, atomic64_read(&dev->rings) != READ_ONCE(dev->seen)))
 		return -ERESTARTSYS;
 	WRITE_ONCE(dev->seen, atomic64_read(&dev->rings));
-	/* Whoever takes a channel from here on rings this VM. */
+	/* A client that takes a channel from here on rings this VM. */
 	tmb_store(&dev->area.header->doorbell, tmb_doorbell_self(&dev->area.client));
 	life = tmb_serve_life(dev, &doorbell);
 	return copy_to_user(to, &life, sizeof(life)) ? -EFAULT : sizeof(life);

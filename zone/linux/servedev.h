@@ -2,7 +2,7 @@
 /*
  * /dev/tombolo-serve-UUID: the server's side of a client VM's CALLS area, in the VM that owns an accelerator
  * (format/tombolo_calls.h). The server and its workers map the area and work on it themselves; the kernel puts the server to sleep, rings
- * the client VM, and says that nobody serves when the server dies.
+ * the client VM, and marks the area as unserved when the server dies.
  */
 #ifndef TOMBOLO_SERVEDEV_H
 #define TOMBOLO_SERVEDEV_H

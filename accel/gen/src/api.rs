@@ -28,11 +28,11 @@ pub enum Type {
     Strs,
     /// A structure of the API, by its name; only on the wire.
     Struct(String),
-    /// Whether the call blocks until its command has ended.
+    /// A flag: the call blocks until its command has ended.
     Blocking,
     /// The program's memory that a transfer reads or writes.
     Data,
-    /// How a transfer's bytes lie in the program's memory. The driver gets 0: they are packed in the window.
+    /// An origin or a pitch in the program's memory. The driver gets 0, as the bytes are packed in the window.
     Host(Box<Type>),
     /// An address of shared virtual memory, the parameter or number that gives its length, and whether it may be null.
     Shared(String, bool),
@@ -63,7 +63,7 @@ pub struct Param {
     pub ty: Type,
 }
 
-/// Which way a transfer's bytes go.
+/// The direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the device to the program.
@@ -72,7 +72,7 @@ pub enum Direction {
     Writes,
 }
 
-/// What kind of function it is.
+/// The kind of a function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Class {
     /// A property query.
@@ -118,9 +118,9 @@ pub struct Function {
     pub local: Vec<String>,
     /// Checks before the native call.
     pub checks: Vec<Call>,
-    /// How many bytes a transfer has.
+    /// The function of the server's runtime that tells the number of a transfer's bytes.
     pub packed: Option<Call>,
-    /// Where a transfer's bytes lie in the program's memory.
+    /// The function of the client's runtime that finds a transfer's bytes in the program's memory.
     pub memory: Option<Call>,
     /// The type of the command in its event, by name.
     pub command: Option<String>,
@@ -129,27 +129,27 @@ pub struct Function {
 }
 
 impl Function {
-    /// Whether a flag is set.
+    /// Returns whether a flag is set.
     pub fn is(&self, flag: &str) -> bool {
         self.flags.contains(flag)
     }
 
-    /// Whether it puts a command into a queue, with a wait list and an event.
+    /// Returns whether it puts a command into a queue, with a wait list and an event.
     pub fn is_command(&self) -> bool {
         matches!(self.class, Class::Enqueue | Class::Transfer(_))
     }
 
-    /// Whether it has a record.
+    /// Returns whether it has a record.
     pub fn on_wire(&self) -> bool {
         !matches!(self.class, Class::Local | Class::None | Class::Retain | Class::Release)
     }
 
-    /// Whether it is in the native API (and not one of our own records).
+    /// Returns whether it is in the native API (and not one of our own records).
     pub fn is_native(&self) -> bool {
         self.name.starts_with(|c: char| c.is_ascii_lowercase()) && !self.name.starts_with("tombolo")
     }
 
-    /// Whether a parameter travels in the record as it is.
+    /// Returns whether a parameter travels in the record as it is.
     fn travels(&self, ty: &Type) -> bool {
         match ty {
             Type::Out(_) | Type::Ptr | Type::Data | Type::Host(_) => false,

@@ -47,7 +47,7 @@ pub(crate) fn signature(f: &Function) -> (Vec<(String, String)>, &'static str) {
     (params, result)
 }
 
-/// Statements that check the parameters and turn them into fields; names of the handles among them.
+/// Writes statements that check the parameters and turn them into fields. Returns the names of the handles among them.
 fn convert(out: &mut String, f: &Function) -> Result<Vec<String>, std::fmt::Error> {
     let mut objects = Vec::new();
     for p in &f.params {
@@ -141,7 +141,7 @@ fn info(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
     )
 }
 
-/// What commands begin with: their parameters, whose objects are of one context, and their wait list. Names of the handles.
+/// Writes the beginning of a command: its parameters, whose objects must be of one context, and its wait list. Returns the names of the handles.
 fn command(out: &mut String, f: &Function) -> Result<Vec<String>, std::fmt::Error> {
     writeln!(out, "    rt::status(|| {{")?;
     let objects = convert(out, f)?;

@@ -309,7 +309,7 @@ fn call(text: &str, fields: &[Param], f: &Function) -> Result<Call, String> {
     }
 }
 
-/// What a declaration must have to be generated from.
+/// Refuses a declaration that lacks what the generators need.
 fn complete(f: &Function) -> Result<(), String> {
     let by_hand = f.wire.is_some() || !f.on_wire();
     if let Some(p) = f.params.iter().find(|p| p.ty == Type::Ptr).filter(|_| !by_hand) {

@@ -70,7 +70,7 @@ fn argument(api: &Api, f: &Function, name: &str, ty: &Type) -> (Option<String>, 
     }
 }
 
-/// Statements that look up handles and convert fields; the arguments of the native call.
+/// Writes statements that look up handles and convert fields. Returns the arguments of the native call.
 fn convert(out: &mut String, api: &Api, f: &Function) -> Result<Vec<String>, std::fmt::Error> {
     let mut args = Vec::new();
     for p in &f.params {

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Blocking writes that return when their bytes were taken, before the device has them. That is as good as waiting for as long as whatever looks at the
-//! data comes behind the write: with one queue, which keeps its order, and without an event that the program completes. Everywhere else a blocking
-//! write waits for the device, and whoever makes a second queue or such an event waits for the writes before.
+//! Blocking writes that return when their bytes were taken, before the device has them. A program can't tell the difference while every command that
+//! reads the data comes behind the write: with one queue, which keeps its order, and without an event that the program completes. Everywhere else a
+//! blocking write waits for the device, and a call that makes a second queue or such an event waits for the writes before.
 
 use crate::rt::{self, Handle, Id, New, Obj};
 use crate::state::{As, Body};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tombolo_accel_spec::opencl::{self as wire, cl};
 
-/// Queues that live.
+/// The number of queues that live.
 static QUEUES: AtomicUsize = AtomicUsize::new(0);
-/// Events that live and are completed by the program.
+/// The number of live events that the program completes.
 static USER_EVENTS: AtomicUsize = AtomicUsize::new(0);
 /// The queue with a write that the device may not have; 0: none has one.
 static WRITTEN: AtomicU64 = AtomicU64::new(0);
@@ -32,12 +32,12 @@ fn count(all: &'static AtomicUsize) -> Result<Counted, i32> {
     Ok(counted)
 }
 
-/// A new queue: behind the writes before.
+/// Counts a new queue, after the device has all writes.
 pub fn new_queue() -> Result<Counted, i32> {
     count(&QUEUES)
 }
 
-/// A new event that the program completes: behind the writes before.
+/// Counts a new event that the program completes, after the device has all writes.
 pub fn new_user_event() -> Result<Counted, i32> {
     count(&USER_EVENTS)
 }
@@ -50,21 +50,22 @@ fn settle() -> Result<(), i32> {
     }
 }
 
-/// The queue is about to be given up.
+/// Waits for the writes of a queue that is about to be given up.
 pub fn leave(queue: Obj) -> Result<(), i32> {
     if WRITTEN.load(Ordering::SeqCst) == queue.id() { settle() } else { Ok(()) }
 }
 
-/// A new connection, whose server knows nothing of what was before.
+/// Forgets the writes of a connection that was lost.
 pub fn forget() {
     WRITTEN.store(0, Ordering::SeqCst);
 }
 
-/// Whether a command's place in this queue is its place in time.
+/// Returns whether a queue executes its commands in their order.
 pub fn in_order(queue: Obj) -> bool {
     matches!(queue.body(), Body::Queue(q) if q.properties & cl::QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE == 0)
 }
 
+/// Returns whether a program can't tell a write whose bytes were taken from one that the device has.
 fn looks_complete(queue: Obj) -> bool {
     in_order(queue) && QUEUES.load(Ordering::SeqCst) == 1 && USER_EVENTS.load(Ordering::SeqCst) == 0
 }
@@ -90,7 +91,7 @@ impl Write {
         self.new.id()
     }
 
-    /// The server has it: waits for the device if it must, and gives the program its event.
+    /// Ends a write that was sent: waits for the device if it must, and gives the program its event.
     ///
     /// # Safety
     /// `event` is null or points to room for a handle.

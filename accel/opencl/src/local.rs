@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Queries that are answered from what the client knows: everything that names handles or pointers of the program, and what is
-//! counted here. (Which queue is a device's default only the driver knows; it comes as an id.)
+//! Queries that the client answers itself: everything that names handles or pointers of the program, and counts that are kept
+//! here. (Only the driver knows a device's default queue; the server sends its id.)
 
 use crate::rt::{self, ARENA, Handle, Id, Obj};
 use crate::state::Body;

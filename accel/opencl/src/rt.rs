@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What stubs need: handles, wait lists, posting and waiting, answers to queries; and the connection.
+//! The runtime of stubs: handles, wait lists, posting and waiting, answers to queries; and the connection.
 
 use crate::state::{Body, Device, Event};
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::{Decoder, Encoder, Malformed, Record};
 use tombolo_calls::say;
 
-/// What programs hold.
+/// A handle as programs hold it: the address of an object.
 pub type Handle = *mut c_void;
 /// A live object.
 pub type Obj = objects::Obj<Body>;
@@ -493,7 +493,7 @@ pub fn ask_once<'a, R: Record<'a>>(record: &R) -> Result<Answer, i32> {
     Ok(answer)
 }
 
-/// What an unsupported function answers.
+/// The answer of an unsupported function.
 pub fn unsupported(_name: &str, _id: u32) -> i32 {
     wire::UNSUPPORTED
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the client knows of each object: enough to answer what never changes, and to tell which commands can't fail.
+//! The client's own state of each object: enough to answer properties that never change, and to tell which commands can't fail.
 
 use crate::deferred::{self, Counted};
 use crate::rt::{self, Handle, Obj, Ref};
@@ -14,7 +14,7 @@ use tombolo_accel_spec::opencl::cl;
 /// A destructor callback of a program: called with the handle as it was, and its user data.
 pub type Destructor = (unsafe extern "C" fn(Handle, *mut c_void), usize);
 
-/// What is known of an object.
+/// The state of an object, by its kind.
 pub enum Body {
     Platform,
     Device(Device),
@@ -42,7 +42,7 @@ pub struct Context {
     pub devices: Vec<Ref>,
     /// The properties it was created with, as the program gave them, with the final 0.
     pub properties: Vec<isize>,
-    /// Called when it goes.
+    /// Callbacks of the program for the context's end.
     pub destructors: Mutex<Vec<Destructor>>,
     /// The smallest of its devices' largest buffers; 0: not known.
     pub max_alloc: u64,
@@ -58,7 +58,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// What is known of a queue that is about to be made.
+    /// The state of a queue that is about to be made.
     pub fn new(context: Obj, device: Obj, properties: u64) -> Result<Queue, i32> {
         let _counted = deferred::new_queue()?;
         Ok(Queue { context: rt::hold(context), device: rt::hold(device), properties, _counted })
@@ -82,7 +82,7 @@ impl Pages {
         Some(Arc::new(Pages(start, layout)))
     }
 
-    /// Where it begins.
+    /// The address of the first byte.
     pub fn pointer(&self) -> usize {
         self.0.as_ptr() as usize
     }
@@ -95,7 +95,7 @@ impl Drop for Pages {
     }
 }
 
-/// Where the bytes lie that a program sees of a mapped region.
+/// The memory in which a program sees a mapped region.
 pub enum Backing {
     /// In the window, where the buffer itself lies: nothing is copied.
     Home,
@@ -153,9 +153,9 @@ pub struct Mem {
     pub pitches: (usize, usize),
     /// Width, height (or layers of a 1D array), depth (or layers).
     pub extent: [u64; 3],
-    /// What is mapped now.
+    /// The regions that are mapped now.
     pub maps: Mutex<Vec<Map>>,
-    /// Called when it goes, last registered first.
+    /// Callbacks of the program for the object's end; the last registered is called first.
     pub destructors: Mutex<Vec<Destructor>>,
     /// The properties it was created with.
     pub properties: Vec<i64>,
@@ -164,7 +164,7 @@ pub struct Mem {
 }
 
 impl Mem {
-    /// Whether it is an image, not a buffer or a pipe.
+    /// Returns whether it is an image, not a buffer or a pipe.
     pub fn is_image(&self) -> bool {
         !matches!(self.object_type, cl::MEM_OBJECT_BUFFER | cl::MEM_OBJECT_PIPE)
     }
@@ -199,7 +199,7 @@ pub struct Program {
     pub options: Mutex<Option<Vec<u8>>>,
 }
 
-/// What an argument is, as far as a driver's answer may depend on it.
+/// An argument of a kernel, as far as a driver's answer may depend on it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Argument {
     /// A value of this size that names no object.
@@ -217,10 +217,10 @@ pub enum Argument {
 /// A launch: dimensions, local sizes (0: none), device.
 pub type Launch = (u32, [u64; 3], u64);
 
-/// More combinations of arguments than this are no program's habit.
+/// The most combinations of arguments that are remembered of a kernel.
 const COMBINATIONS: usize = 64;
 
-/// What a driver accepted of a kernel before, so that the same can be posted.
+/// The arguments and launches of a kernel that the driver accepted before, so that the same can be posted.
 #[derive(Default)]
 pub struct Learned {
     /// Arguments by index.
@@ -234,7 +234,7 @@ pub struct Learned {
 }
 
 impl Learned {
-    /// Whether the driver accepted such an argument before.
+    /// Returns whether the driver accepted such an argument before.
     pub fn accepts(&self, index: u32, argument: Argument) -> bool {
         // Mostly an argument is like the one before it.
         argument != Argument::Doubtful
@@ -242,12 +242,12 @@ impl Learned {
                 || self.accepted.contains(&(index, argument)))
     }
 
-    /// The driver accepted an argument.
+    /// Remembers an argument that the driver accepted.
     pub fn accept(&mut self, index: u32, argument: Argument) {
         self.accepted.insert((index, argument));
     }
 
-    /// An argument was set.
+    /// Notes that an argument was set.
     pub fn set(&mut self, index: u32, argument: Argument) {
         let index = index as usize;
         if self.current.get(index) == Some(&argument) {
@@ -267,12 +267,12 @@ impl Learned {
         self.launches = self.others.remove(&self.current).unwrap_or_default();
     }
 
-    /// Whether a launch like this was accepted with arguments like the present ones.
+    /// Returns whether a launch like this was accepted with arguments like the present ones.
     pub fn launched(&self, like: &Launch) -> bool {
         self.launches.contains(like)
     }
 
-    /// A launch was accepted.
+    /// Remembers a launch that the driver accepted.
     pub fn launch(&mut self, like: Launch) {
         if !self.current.contains(&Argument::Doubtful) {
             self.launches.insert(like);
@@ -282,7 +282,7 @@ impl Learned {
 
 pub struct Kernel {
     pub program: Ref,
-    /// What was accepted.
+    /// Arguments and launches that the driver accepted.
     pub learned: Mutex<Learned>,
 }
 
@@ -294,7 +294,7 @@ pub struct Event {
     pub command: u32,
     /// The last status known: CL_COMPLETE or an error is final.
     pub status: AtomicI32,
-    /// Of an event that the program completes.
+    /// Set for an event that the program completes.
     pub counted: Option<Counted>,
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a worker tells its supervisor: a page that both map. Nobody is woken by it, so it costs nothing while nobody looks. A worker
-//! runs its client's kernels, so what stands there may be a lie about that client; it is copied and shown, nothing else.
+//! The figures that a worker writes for its supervisor, into a page that both map. Writing wakes no process, so it costs nothing while the
+//! supervisor doesn't look. A worker runs its client's kernels, so the figures may be a lie about that client; the supervisor copies and shows them,
+//! nothing else.
 
 use std::fs::File;
 use std::io;
@@ -59,7 +60,7 @@ impl Figures {
         self.word(figure).store(value, Ordering::Relaxed);
     }
 
-    /// What stands there.
+    /// The value of a figure.
     pub fn get(&self, figure: Figure) -> u64 {
         self.word(figure).load(Ordering::Relaxed)
     }
@@ -74,7 +75,7 @@ impl Figures {
         self.letters().zip(name.bytes()).for_each(|(to, b)| to.store(b, Ordering::Relaxed));
     }
 
-    /// Who the client claims to be; empty as long as it has said nothing.
+    /// The name that the client gave itself; empty before its hello.
     pub fn name(&self) -> String {
         let bytes: Vec<u8> =
             self.letters().map(|b| b.load(Ordering::Relaxed)).take_while(|b| *b != 0).collect();

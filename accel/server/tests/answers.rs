@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a program is answered where native and forwarded calls could differ, and what a hostile one is refused.
+//! Answers to a program in cases where native and forwarded calls could differ, and refusals of a hostile one.
 
 mod rig;
 
@@ -203,7 +203,7 @@ fn a_server_that_finds_no_driver_says_where_it_looked() {
     let server = Server::run(server, "nowhere", &[]);
     let output = server.program(Path::new("clinfo")).output().expect("it runs");
     assert!(text(&output.stderr).contains("no usable OpenCL (code -1001); see its log"), "{output:?}");
-    // What a worker says is in the log by the time that it is off the list.
+    // A worker's lines are in the log by the time that it is off the list.
     let begun = Instant::now();
     while !server.ls()[0].tenants.is_empty() {
         assert!(begun.elapsed() < Duration::from_secs(30), "the worker of a client that left");

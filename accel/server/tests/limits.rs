@@ -2,7 +2,7 @@
 //! Error codes are equal, call by call: every function of the declarations is called with each of its arguments at its limits (null, zero,
 //! huge, of another context, duplicate, every bit of its flags), natively and forwarded. The calls are generated from `opencl.api`;
 //! here stands what a good value of each parameter is. Where the native driver dies, its answer isn't asked for, but the client must live.
-//! What differs on purpose stands in `accel/tests/limits.expected`.
+//! Differences on purpose stand in `accel/tests/limits.expected`.
 
 mod rig;
 
@@ -181,7 +181,7 @@ fn limits(f: &Function, p: &Param) -> Vec<String> {
             texts(&["NULL", "((cl_mem[]){NULL})", "&buffer2", "&image"])
         }
         Type::Handles(..) => texts(&["NULL", "(void *)((void *[]){NULL})"]),
-        // What follows of a wrong count is up to the memory behind the list.
+        // The outcome of a wrong count depends on the memory behind the list.
         Type::Int(_) if counts && p.name == "pattern_size" => texts(&[
             "0",
             "1",
@@ -291,7 +291,7 @@ fn cases(api: &Api) -> String {
     let mut out = String::new();
     for f in &api.functions.iter().filter(|f| is_called(f)).map(in_c).collect::<Vec<_>>() {
         let args: Vec<String> = f.params.iter().map(|p| good(f, p)).collect();
-        // What the class of a function adds to its parameters.
+        // The parameters that a function's class adds.
         let implied: &[&str] = match f.class {
             Class::Info => &["param", "size", "value", "&ret"],
             Class::Enqueue | Class::Transfer(_) => &["0", "NULL", "NULL"],

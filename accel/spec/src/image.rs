@@ -36,7 +36,7 @@ pub fn extent(desc: &ImageDesc) -> [u64; 3] {
     .map(|v| v as u64)
 }
 
-/// Whether the image has no rows: the second number of a region counts the layers of a 1D array.
+/// Returns whether the image has no rows. The second number of a region then counts the layers of a 1D array.
 pub fn is_one_dimensional(object_type: u32) -> bool {
     matches!(
         object_type,
@@ -44,7 +44,7 @@ pub fn is_one_dimensional(object_type: u32) -> bool {
     )
 }
 
-/// Whether the image has slices or layers, which lie a slice pitch apart.
+/// Returns whether the image has slices or layers, which lie a slice pitch apart.
 pub fn is_layered(object_type: u32) -> bool {
     matches!(
         object_type,
@@ -52,7 +52,7 @@ pub fn is_layered(object_type: u32) -> bool {
     )
 }
 
-/// Whether all of a region of pixels lies in an image of this extent, and has pixels at all.
+/// Returns whether a region has pixels, all of which lie in an image of this extent.
 pub fn contains(extent: [u64; 3], origin: [u64; 3], region: [u64; 3]) -> bool {
     (0..3).all(|i| {
         region[i] != 0 && origin[i].checked_add(region[i]).is_some_and(|end| end <= extent[i].max(1))

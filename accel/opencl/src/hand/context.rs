@@ -136,7 +136,7 @@ pub unsafe extern "C" fn clReleaseCommandQueue(queue: Handle) -> i32 {
     })
 }
 
-/// Registers what is called when a context goes.
+/// Registers a callback for the end of a context.
 pub unsafe extern "C" fn clSetContextDestructorCallback(
     context: Handle,
     f: Option<unsafe extern "C" fn(Handle, *mut c_void)>,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mapping. A buffer whose home is the window is mapped where it lies. Anything else is read into staging (or into the program's own
-//! host pointer) when it is mapped, and written back when it is unmapped; events report the commands that the program asked for. What
-//! doesn't fit into the window is mapped in pages of the process, and travels in pieces.
+//! host pointer) when it is mapped, and written back when it is unmapped; events report the commands that the program asked for. A region
+//! that doesn't fit into the window is mapped in pages of the process, and travels in pieces.
 
 use crate::rt::{self, Handle, Id, New, Obj};
 use crate::state::{As, Backing, Map, Mem, Pages, Region};
@@ -109,7 +109,7 @@ impl Command {
         rt::send(&record, true)
     }
 
-    /// Whether mapping a range needs no answer.
+    /// Returns whether a range can be mapped without an answer of the server.
     fn may_post(&self, offset: u64, size: u64) -> bool {
         !self.blocking && sure::host_range(self.queue, self.object, offset, size, &self.waits)
     }
@@ -364,7 +364,7 @@ fn take(mem: &Mem, pointer: usize) -> Result<Map, i32> {
     Ok(maps.swap_remove(at))
 }
 
-/// Unmaps a region: what the program may have written goes to the device.
+/// Unmaps a region. If the program may have written to it, its bytes go to the device.
 pub unsafe extern "C" fn clEnqueueUnmapMemObject(
     queue: Handle,
     object: Handle,

@@ -17,11 +17,11 @@ use tombolo_accel_spec::image;
 use tombolo_accel_spec::opencl::{self as wire, BufferRegion, ImageDesc, ImageFormat, cl, kind};
 use tombolo_accel_spec::wire::Decoder;
 
-/// How kernels access an object: at most one of these.
+/// The flags that say how kernels access an object: at most one of them.
 const KERNEL_ACCESS: u64 = cl::MEM_READ_WRITE | cl::MEM_WRITE_ONLY | cl::MEM_READ_ONLY;
-/// How the host accesses an object: at most one of these.
+/// The flags that say how the host accesses an object: at most one of them.
 const HOST_ACCESS: u64 = cl::MEM_HOST_WRITE_ONLY | cl::MEM_HOST_READ_ONLY | cl::MEM_HOST_NO_ACCESS;
-/// Where an object's first bytes come from, and where it lies.
+/// The flags about an object's first bytes and its memory.
 const HOST_PTR: u64 = cl::MEM_USE_HOST_PTR | cl::MEM_ALLOC_HOST_PTR | cl::MEM_COPY_HOST_PTR;
 
 /// The flags as far as a client can judge them; the native driver judges what is left.
@@ -32,7 +32,7 @@ fn host_ptr_ok(flags: u64, host_ptr: usize) -> Result<(), i32> {
     Ok(())
 }
 
-/// Whether a program wants the driver to use its memory, and to do something else with it too.
+/// Returns whether a program wants the driver to use its memory, and to copy it or allocate other memory too.
 fn host_ptr_contradicts(flags: u64) -> bool {
     flags & cl::MEM_USE_HOST_PTR != 0 && flags & (cl::MEM_ALLOC_HOST_PTR | cl::MEM_COPY_HOST_PTR) != 0
 }
@@ -75,7 +75,7 @@ fn named(new: &rt::New) {
     }
 }
 
-/// The part of a host pointer's data that goes with the creation: a range of the window, and the ticket that frees it.
+/// Copies a host pointer's data into the window, for the creation of an object: the range, and the ticket that frees it.
 fn stage(host: &Host) -> Result<(u64, u64), i32> {
     let connection = rt::connection()?;
     let len = host.len();
@@ -217,7 +217,7 @@ pub unsafe extern "C" fn clCreateBufferWithProperties(
     }
 }
 
-/// Whether a part of a buffer wants more of the host's access than the buffer has. The driver doesn't know how the host may access the buffer.
+/// Returns whether a part of a buffer wants more of the host's access than the buffer has. The driver doesn't know how the host may access the buffer.
 fn host_access_contradicts(part: u64, buffer: u64) -> bool {
     let wants = |access, others| part & access != 0 && buffer & (others | cl::MEM_HOST_NO_ACCESS) != 0;
     wants(cl::MEM_HOST_WRITE_ONLY, cl::MEM_HOST_READ_ONLY)
@@ -281,7 +281,7 @@ fn pitches(desc: &ImageDesc, extent: [u64; 3], pixel: u64) -> (u64, u64) {
     (row, slice)
 }
 
-/// Whether an image is of a size that a driver could accept: only of such a one are the program's bytes read.
+/// Returns whether a driver could accept an image of this size. Only then the program's bytes are read.
 fn is_sane(extent: [u64; 3], pixel: u64, (row, slice): (u64, u64)) -> bool {
     extent.iter().all(|v| (1..=1 << 20).contains(v)) && pixel > 0 && row < 1 << 32 && slice < 1 << 40
 }
@@ -480,7 +480,7 @@ pub unsafe extern "C" fn clGetSupportedImageFormats(
     })
 }
 
-/// Registers what is called when a memory object goes.
+/// Registers a callback for the end of a memory object.
 pub unsafe extern "C" fn clSetMemObjectDestructorCallback(
     mem: Handle,
     f: Option<unsafe extern "C" fn(Handle, *mut c_void)>,

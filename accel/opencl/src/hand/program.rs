@@ -43,7 +43,7 @@ unsafe fn piece<'a>(strings: *const *const u8, lengths: *const usize, i: usize) 
     }
 }
 
-/// What a request may carry at most; longer than a record, it goes in parts.
+/// Refuses more bytes than a request may carry. A request that is longer than a record goes in parts.
 fn too_long(bytes: &[u8]) -> Result<(), i32> {
     if bytes.len() > 60 << 20 { Err(cl::OUT_OF_HOST_MEMORY) } else { Ok(()) }
 }

@@ -23,12 +23,12 @@ fn ranges() -> std::sync::MutexGuard<'static, BTreeMap<u64, (u64, u64)>> {
     RANGES.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Whether an address lies in shared memory.
+/// Returns whether an address lies in shared memory.
 fn is_shared(address: u64) -> bool {
     ranges().range(..=address).next_back().is_some_and(|(start, (len, _))| address - start < *len)
 }
 
-/// Where in the window `len` bytes from an address of shared memory are; None: they aren't all shared.
+/// The offset in the window of `len` bytes from an address of shared memory; None: they aren't all shared.
 pub(crate) fn in_window(address: u64, len: u64) -> Option<u64> {
     let ranges = ranges();
     let (start, (size, data)) = ranges.range(..=address).next_back()?;

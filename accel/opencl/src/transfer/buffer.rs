@@ -56,7 +56,7 @@ impl Flow {
     }
 }
 
-/// Whether a range needs no staging.
+/// Returns whether a range needs no staging.
 fn in_window(pointer: usize, len: u64) -> Result<bool, i32> {
     Ok(pinned(rt::connection()?, &Host::flat(pointer, len)).is_some())
 }
@@ -78,7 +78,7 @@ pub struct Range {
 }
 
 impl Range {
-    /// Whether the transfer is cut into pieces, which needs a queue that keeps their order.
+    /// Returns whether the transfer is cut into pieces, which needs a queue that keeps their order.
     pub fn cut(&self, queue: Obj) -> Result<bool, i32> {
         Ok(in_order(queue) && !in_window(self.pointer, self.len)?)
     }

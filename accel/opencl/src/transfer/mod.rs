@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Transfers between a program's memory and memory objects: what the generated stubs and the functions by hand share.
+//! Transfers between a program's memory and memory objects, for the generated stubs and for the functions by hand.
 //!
 //! Memory in the window is passed by its offset: no copy. Other memory goes through a staging range of the window. A write has taken the
 //! program's data when it returns, so it never waits; a blocking read waits for its last piece.
 //!
-//! - [`region`]: where a transfer's bytes lie in the program's memory.
-//! - [`slot`]: where they lie in the window.
+//! - [`region`]: the bytes of a transfer in the program's memory.
+//! - [`slot`]: the same bytes in the window.
 //! - [`buffer`]: ranges of buffers; long ones are cut into pieces.
 //! - [`stream`]: long ones that the program waits for.
 
@@ -22,7 +22,7 @@ use slot::{Slot, read_slot, write_slot};
 use tombolo_accel_spec::opencl::{self as wire, cl};
 use tombolo_accel_spec::{image, rectangle as rect};
 
-/// Which way a transfer's bytes go.
+/// The direction of a transfer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// From the device to the program.

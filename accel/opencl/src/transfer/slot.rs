@@ -22,7 +22,7 @@ pub fn staging(queue: Obj, len: u64, place: Place) -> Result<u64, i32> {
     rt::lost(connection.take_staging(len, place))?.ok_or(cl::MEM_OBJECT_ALLOCATION_FAILURE)
 }
 
-/// Where a transfer's bytes are in the window.
+/// The place of a transfer's bytes in the window.
 pub struct Slot {
     /// The offset of the first byte.
     pub data: u64,

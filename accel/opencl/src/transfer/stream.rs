@@ -31,7 +31,7 @@ fn runs_native_kernels(queue: Obj) -> Result<bool, i32> {
     Ok(status == wire::SUCCESS && bits & cl::EXEC_NATIVE_KERNEL != 0)
 }
 
-/// Whether a transfer that the program waits for may go this way.
+/// Returns whether a transfer that the program waits for may go this way.
 pub fn suits(queue: Obj, range: &Range) -> Result<bool, i32> {
     let long = range.len >= LEAST && rt::connection()?.shares_window;
     Ok(long && range.cut(queue)? && runs_native_kernels(queue)?)
@@ -74,7 +74,7 @@ impl Stream<'_> {
         Ok(())
     }
 
-    /// Waits for the oldest piece; its slot.
+    /// Waits for the oldest piece. Returns its slot.
     fn take(&mut self) -> Result<Option<u64>, i32> {
         let Some(piece) = self.under_way.pop_front() else { return Ok(None) };
         if piece.at == 0 && !rt::lost(self.connection.redeemed_soon(&piece.copied))? {

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use tombolo_accel_spec::opencl::{cl, kind};
 use tombolo_accel_spec::{image, rectangle};
 
-/// Whether `size` bytes from `offset` lie in `len` bytes.
+/// Returns whether `size` bytes from `offset` lie in `len` bytes.
 fn inside(offset: u64, size: u64, len: u64) -> bool {
     offset.checked_add(size).is_some_and(|end| end <= len)
 }
@@ -16,13 +16,13 @@ impl Cx<'_> {
         self.extra(kind::MEM, mem, f)
     }
 
-    /// An object is an image, or is none.
+    /// Refuses an object that is an image, or one that isn't.
     fn is_image(&self, object: u64, wanted: bool) -> Result<(), i32> {
         let is = self.of(object, |e| e.pixel != 0)?;
         if is == wanted { Ok(()) } else { Err(kind::invalid(kind::MEM)) }
     }
 
-    /// A range lies in a buffer.
+    /// Refuses a range that leaves its buffer.
     pub fn check_range(&self, buffer: u64, offset: u64, size: u64) -> Result<(), i32> {
         // Unmapping names one offset twice: it only has to lie inside.
         self.is_image(buffer, false)?;
@@ -31,7 +31,7 @@ impl Cx<'_> {
         inside.then_some(()).ok_or(cl::INVALID_VALUE)
     }
 
-    /// A rectangle lies in a buffer.
+    /// Refuses a rectangle that leaves its buffer.
     pub fn check_rect(
         &self,
         buffer: u64,
@@ -45,30 +45,30 @@ impl Cx<'_> {
         if end <= self.of(buffer, |e| e.size)? { Ok(()) } else { Err(cl::INVALID_VALUE) }
     }
 
-    /// A region lies in an image.
+    /// Refuses a region that leaves its image.
     pub fn check_pixels(&self, image: u64, origin: [u64; 3], region: [u64; 3]) -> Result<(), i32> {
         self.is_image(image, true)?;
         let inside = self.of(image, |e| image::contains(e.extent, origin, region))?;
         inside.then_some(()).ok_or(cl::INVALID_VALUE)
     }
 
-    /// The packed pixels of a region of an image lie in a buffer.
+    /// Refuses packed pixels of a region of an image that leave their buffer.
     pub fn check_packed(&self, image: u64, region: [u64; 3], buffer: u64, offset: u64) -> Result<(), i32> {
         let len = self.pixels(image, region)?;
         self.check_range(buffer, offset, len)
     }
 
-    /// How many bytes a transfer of so many has.
+    /// The number of bytes of a range.
     pub fn bytes(&self, size: u64) -> Result<u64, i32> {
         Ok(size)
     }
 
-    /// How many bytes a rectangle has without gaps.
+    /// The number of bytes of a rectangle without gaps.
     pub fn volume(&self, region: [u64; 3]) -> Result<u64, i32> {
         rectangle::volume(region).ok_or(cl::INVALID_VALUE)
     }
 
-    /// How many bytes the pixels of a region of an image have without gaps.
+    /// The number of bytes of a region of an image without gaps.
     pub fn pixels(&self, image: u64, region: [u64; 3]) -> Result<u64, i32> {
         let pixel = self.of(image, |e| e.pixel)?;
         region.iter().try_fold(pixel, |n, r| n.checked_mul(*r)).ok_or(cl::INVALID_VALUE)

@@ -16,7 +16,7 @@ const DEPTH: usize = 8;
 /// Folders at most; options with more of them than that are no program's.
 const FOLDERS: u32 = 256;
 
-/// Where folder `i` lies in `place`.
+/// The path of folder `i` in `place`.
 fn folder(place: &Path, i: u32) -> PathBuf {
     place.join(i.to_string()).join("d/".repeat(DEPTH))
 }
@@ -60,7 +60,7 @@ pub fn keep(scratch: &Path, folders: &[u32], names: &[&[u8]], texts: &[&[u8]]) -
     let all = scratch.join("tombolo-include");
     let place = all.join(format!("{:016x}", hash.finish()));
     if !place.is_dir() {
-        // Another thread, or worker, may be doing the same: whoever is first has done it for both.
+        // Another thread, or worker, may be doing the same: the first has done it for both.
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let fresh = all.join(format!("{}-{number}", std::process::id()));
         let made = write(&fresh, last, &files).and_then(|()| std::fs::rename(&fresh, &place));

@@ -58,7 +58,7 @@ pub struct Device {
     pub name: String,
 }
 
-/// What is kept beside a native handle.
+/// The server's own state of an object.
 #[derive(Debug, Default)]
 pub struct Extra {
     /// Bytes of a buffer.
@@ -67,7 +67,7 @@ pub struct Extra {
     pixel: u64,
     /// Width, height or layers, depth or layers of an image.
     extent: [u64; 3],
-    /// Whether it is one of the server's own root objects.
+    /// Set for the server's own root objects.
     root: bool,
     /// The address in the window of a buffer at home there.
     home: usize,
@@ -85,7 +85,7 @@ pub struct OpenCl {
     table: Mutex<Table<Extra>>,
     limits: Limits,
     memory: AtomicU64,
-    /// Where its limits are those of all processes of its VM together.
+    /// Set if all processes of its VM have the limits together.
     account: Option<Arc<Account>>,
     tickets: tickets::Tickets,
     streams: stream::Streams,
@@ -248,7 +248,7 @@ impl Api for &'static OpenCl {
         }
         match kind {
             kind::CONTEXT => self.queues.forget(self, native),
-            // Nobody can ask for its error any more.
+            // No call can ask for its error any more.
             kind::QUEUE => drop(self.late.check(id, true)),
             _ => {}
         }
@@ -331,7 +331,7 @@ impl OpenCl {
     }
 }
 
-/// What a handler needs of the session's call that it carries out.
+/// The part of a session's call that handlers use.
 trait Waited {
     /// [`Call::may_block`]
     fn may_block(&mut self) -> bool;
@@ -357,20 +357,20 @@ pub struct Cx<'a> {
     new: Option<(u32, u64)>,
     /// A ticket that is redeemed when the request ends, unless a native event does it.
     owed: u64,
-    /// Whether the client waits for the reply.
+    /// Set if the client waits for the reply.
     waited: bool,
     /// The queue that the request puts a command into.
     queue: u64,
 }
 
 impl Cx<'_> {
-    /// The request has a ticket: the client waits for its redemption whatever comes of the request.
+    /// Notes the request's ticket: the client waits for its redemption, also if the request fails.
     fn owe(&mut self, ticket: u64) {
         self.owed = ticket;
     }
 
     /// The request puts a command into this queue: refused if a posted one failed there before, of which the client knows nothing yet.
-    /// Whatever the command is refused for later, its event (0: none) has that code.
+    /// If the command is refused later, its event (0: none) has that code.
     pub fn in_queue(&mut self, queue: u64, event: u64) -> Result<(), i32> {
         self.queue = queue;
         if event != 0 {
@@ -434,7 +434,7 @@ impl Cx<'_> {
         if status == wire::SUCCESS { Ok(()) } else { Err(status) }
     }
 
-    /// Where results go.
+    /// An encoder that appends to the reply.
     pub fn reply(&mut self) -> Encoder<'_> {
         Encoder::new(self.reply)
     }

@@ -19,7 +19,7 @@ pub fn pairs(given: &[i64], known: &[i64], unknown: i32) -> Result<*const c_void
     if *last == 0 && plain { Ok(given.as_ptr().cast()) } else { Err(unknown) }
 }
 
-/// How a device is partitioned: a property and a number, or counts and the end of their list; then the end.
+/// Returns whether a list partitions a device: a property and a number, or counts and the end of their list; then the end.
 pub fn partition(given: &[i64]) -> bool {
     match given {
         [cl::DEVICE_PARTITION_EQUALLY | cl::DEVICE_PARTITION_BY_AFFINITY_DOMAIN, _, 0] => true,

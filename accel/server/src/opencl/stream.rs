@@ -20,14 +20,14 @@ use tombolo_calls::spin::Spin;
 const MOST: usize = 1024;
 /// Pieces of a transfer that wait to be copied; a client has few slots for them.
 const MOST_PIECES: usize = 64;
-/// How long the driver's thread looks for the next piece before it sleeps.
+/// The driver's thread polls for the next piece so long before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 
 /// A piece that the client has staged, or made room for.
 pub struct Piece {
-    /// Its slot in the window.
+    /// The address of its slot in the window.
     pub slot: usize,
-    /// Where it begins, counted from the transfer's begin.
+    /// The offset of its first byte in the transfer.
     pub at: usize,
     /// Bytes.
     pub len: usize,
@@ -53,7 +53,7 @@ pub struct Stream {
     changed: Condvar,
 }
 
-/// What the driver hands to the native kernel. It has a reference to the stream, which the kernel gives up; that of a command which never starts stays.
+/// The arguments that the driver hands to the native kernel. They hold a reference to the stream, which the kernel gives up; that of a command which never starts stays.
 #[repr(C)]
 pub struct Arguments {
     /// The address of the buffer's memory, which the driver puts here.
@@ -76,7 +76,7 @@ impl Stream {
         Arc::new(Stream { writes, len, state: Mutex::default(), changed: Condvar::new() })
     }
 
-    /// Takes a piece, or says why there is no use for it.
+    /// Takes a piece, or returns the code for a piece that can't be used.
     pub fn put(&self, piece: Piece) -> Result<(), i32> {
         if piece.len == 0 || piece.at.checked_add(piece.len).is_none_or(|end| end > self.len) {
             return Err(cl::INVALID_VALUE);
@@ -95,7 +95,7 @@ impl Stream {
         Ok(())
     }
 
-    /// The next piece, as soon as there is one.
+    /// Waits for the next piece.
     fn next(&self) -> Piece {
         let mut spin = Spin::new(SPIN);
         loop {
@@ -152,7 +152,7 @@ pub(super) unsafe extern "C" fn run(arguments: *mut c_void) {
         let arguments = &*arguments.cast::<Arguments>();
         (arguments, Arc::from_raw(arguments.stream), &*arguments.cl)
     };
-    // What earlier kernels printed comes before the end of a read.
+    // The output of earlier kernels comes before the end of a read.
     cl.output.settle();
     if arguments.buffer.is_null() {
         // A driver that has no memory for the buffer.
@@ -219,7 +219,7 @@ impl Streams {
         Ok(event)
     }
 
-    /// The command has ended, or the driver refused it. Only the first who says so is heard.
+    /// Ends a transfer whose command has ended, or was refused by the driver. Calls after the first have no effect.
     pub fn end(&self, cl: &OpenCl, id: u64, status: i32) {
         let Some(Running { stream, event }) = lock(&self.0).remove(&id) else { return };
         stream.end(cl, status);

@@ -36,7 +36,7 @@ impl Tickets {
         }
     }
 
-    /// Redeems what has ended. Holds the lock while it tells the client, so that no reply of another thread can come between.
+    /// Redeems the tickets of commands that have ended. Holds the lock while it tells the client, so that no reply of another thread can come between.
     pub fn settle(&self, cl: &OpenCl) {
         let mut done = Vec::new();
         {

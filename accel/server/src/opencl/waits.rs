@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Waiting for an event or a queue. Where the driver calls back, the thread that ends a command answers the client itself; otherwise it would wake the thread
-//! that waits inside the driver, which then wakes the client. That thread waits all the same, and answers where no callback comes: PoCL 3.1 calls nobody
-//! for a command that failed.
+//! that waits inside the driver, which then wakes the client. That thread waits all the same, and answers where no callback comes: PoCL 3.1 makes no
+//! call for a command that failed.
 
 use super::{Cx, Handle, OpenCl, lock};
 use crate::session::Early;
@@ -14,7 +14,7 @@ use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 /// A queue whose last wait took so long gets a marker, a command that calls back; before short waits it would cost more than it saves.
 const LONG: Duration = Duration::from_millis(1);
 
-/// What a callback answers.
+/// The data of an event's callback: the reply that it sends.
 struct Answer {
     early: Arc<Early>,
     cl: &'static OpenCl,

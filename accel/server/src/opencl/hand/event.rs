@@ -31,7 +31,7 @@ pub(crate) fn set_event_callback(cx: &mut Cx<'_>, r: &wire::SetEventCallback) ->
     // SAFETY: a live event; the callback's data is freed by the callback, or here if the driver refused.
     let status = unsafe { f(event, r.callback_type, on_event as *const c_void, user) };
     if status != 0 {
-        // SAFETY: from once(), and nobody else has it.
+        // SAFETY: from once(), and the driver didn't take it.
         drop(unsafe { Box::from_raw(user.cast::<Notify>()) });
     }
     cx.status(status)

@@ -19,7 +19,7 @@ const HANDLE: usize = size_of::<Handle>();
 /// Bytes of the largest argument; drivers say 1024 to 4352 (CL_DEVICE_MAX_PARAMETER_SIZE).
 const MOST: usize = 64 << 10;
 
-/// What a kernel declares a parameter to be.
+/// A parameter as its kernel declares it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parameter {
     /// A buffer, an image or a pipe.
@@ -33,7 +33,7 @@ pub enum Parameter {
     Unknown,
 }
 
-/// What is kept beside a kernel.
+/// The server's own state of a kernel.
 #[derive(Clone, Debug, Default)]
 pub struct Kernel {
     /// Found out when an argument is set that could be an object.
@@ -88,7 +88,7 @@ pub(crate) fn get_kernel_arg_info(cx: &mut Cx<'_>, r: &wire::GetKernelArgInfo) -
     let kernel = cx.get(kind::KERNEL, r.kernel)?;
     let tells = cx.extra(kind::KERNEL, r.kernel, |e| e.kernel.as_ref().is_some_and(|k| k.tells_arguments))?;
     if !tells {
-        // That there is no such argument comes first.
+        // The driver's answer comes first if there is no such argument.
         let asked = cl::KERNEL_ARG_ADDRESS_QUALIFIER;
         // SAFETY: a live kernel; only asked whether there is an answer.
         cx.status(unsafe { f(kernel, r.arg_index, asked, 0, null_mut(), null_mut()) })?;
@@ -126,8 +126,8 @@ fn like(cx: &Cx<'_>, kernel: Handle) -> Result<Handle, i32> {
     if made.is_null() { Err(code) } else { Ok(made) }
 }
 
-/// What each parameter of a kernel is. Where the driver tells nothing, or names a type that the source defines, it is tried out: no
-/// address at all is accepted where a buffer goes, and nowhere else.
+/// The parameters of a kernel. If the driver tells nothing, or names a type that the source defines, the server tries a null address: the driver
+/// accepts one for a buffer, and for nothing else.
 fn parameters(cx: &Cx<'_>, kernel: Handle) -> Result<Arc<[Parameter]>, i32> {
     const ADDRESS: u32 = cl::KERNEL_ARG_ADDRESS_QUALIFIER;
     const GLOBAL: u32 = cl::KERNEL_ARG_ADDRESS_GLOBAL;
@@ -190,7 +190,7 @@ fn parameter(cx: &Cx<'_>, id: u64, kernel: Handle, index: u32) -> Result<Option<
     Ok(wanted)
 }
 
-/// Whether an address is mapped in this process: only then could a driver follow it.
+/// Returns whether an address is mapped in this process: only then could a driver follow it.
 fn is_mapped(address: u64) -> bool {
     let page = address & !4095;
     // SAFETY: asks about a page, by its number only.
@@ -260,7 +260,7 @@ fn set(cx: &Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
     cx.status(unsafe { f(kernel, r.index, size, value.cast()) })
 }
 
-/// Whether a kernel takes a value of a size, tried out on a second one: for a client that doesn't know yet how much of its program's memory to read.
+/// Tries on a second kernel whether it takes a value of a size, for a client that doesn't know yet how much of its program's memory to read.
 fn takes_size(cx: &Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
     let f = native!(cx, clSetKernelArg);
     let kernel = cx.get(kind::KERNEL, r.kernel)?;

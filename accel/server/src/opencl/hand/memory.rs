@@ -10,19 +10,19 @@ use tombolo_accel_spec::image;
 use tombolo_accel_spec::opencl::{self as wire, ImageDesc, cl, kind};
 use tombolo_accel_spec::wire::ReplyKind;
 
-/// How the host accesses an object: at most one of these.
+/// The flags that say how the host accesses an object: at most one of them.
 const HOST_ACCESS: u64 = cl::MEM_HOST_WRITE_ONLY | cl::MEM_HOST_READ_ONLY | cl::MEM_HOST_NO_ACCESS;
 /// Bytes of the largest pixel: four channels of 32 bits.
 const LARGEST_PIXEL: u64 = 16;
 
-/// Without what the client's own library enforces: how the host may access an object. The server reads what is mapped for writing only, so
-/// that what the program doesn't write stays as it is.
+/// The flags for the driver, without the host's access, which the client's own library enforces. The server reads regions that are mapped for
+/// writing only, so that bytes which the program doesn't write stay as they are.
 fn for_driver(flags: u64) -> u64 {
     // More than one is wrong; the driver says so.
     if (flags & HOST_ACCESS).is_power_of_two() { flags & !HOST_ACCESS } else { flags }
 }
 
-/// What happens when a memory object of the driver is really gone.
+/// The data of the callback for the end of a memory object.
 struct Gone {
     cl: &'static OpenCl,
     ticket: u64,
@@ -153,7 +153,7 @@ fn charged(desc: &ImageDesc, extent: [u64; 3], pixel: Option<u64>) -> u64 {
     bytes.unwrap_or(u64::MAX)
 }
 
-/// Whether a pitch is smaller than what it separates.
+/// Returns whether a pitch is smaller than the rows or slices that it separates.
 fn is_too_narrow(desc: &ImageDesc, extent: [u64; 3], pixel: Option<u64>) -> bool {
     let row = extent[0].saturating_mul(pixel.unwrap_or(LARGEST_PIXEL));
     let narrow = |pitch: usize, needed: u64| pitch != 0 && (pitch as u64) < needed;

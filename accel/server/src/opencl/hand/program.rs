@@ -81,7 +81,7 @@ pub(super) fn optional(cx: &Cx<'_>, text: Option<&[u8]>) -> Result<Option<CStrin
 /// The driver is always asked to know the parameters of kernels ([`super::kernel`]).
 const ARGUMENTS: &[u8] = b"-cl-kernel-arg-info";
 
-/// How a program was built.
+/// The server's own state of a built program.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Built {
     /// Kernels tell of their arguments: the client asked for it, or gave no options at all (where drivers don't ask for the option).

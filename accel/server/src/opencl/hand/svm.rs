@@ -20,7 +20,7 @@ type Range = (u64, usize, u64);
 pub struct Svm(BTreeMap<u64, Range>);
 
 impl Svm {
-    /// Whether `len` bytes from an address all lie in one range.
+    /// Returns whether `len` bytes from an address all lie in one range.
     fn contains(&self, address: u64, len: u64) -> bool {
         self.0.range(..=address).next_back().is_some_and(|(start, (size, ..))| {
             (address - start).checked_add(len.max(1)).is_some_and(|end| end <= *size)
@@ -37,7 +37,7 @@ fn refresh(at: u64, len: u64) -> Done {
 }
 
 impl Cx<'_> {
-    /// An address whose `len` bytes all are shared memory of this client.
+    /// Refuses an address whose `len` bytes aren't all shared memory of this client.
     pub fn shared(&self, address: u64, len: u64) -> Result<*mut c_void, i32> {
         if lock(&self.cl.svm).contains(address, len) {
             Ok(address as *mut c_void)
@@ -46,7 +46,7 @@ impl Cx<'_> {
         }
     }
 
-    /// Whether all devices of a context are CPUs.
+    /// Returns whether all devices of a context are CPUs.
     fn on_cpu(&self, context: Handle) -> Result<bool, i32> {
         let (of_context, of_device) = (
             self.native().clGetContextInfo.ok_or(wire::UNSUPPORTED)?,

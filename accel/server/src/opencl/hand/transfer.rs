@@ -33,7 +33,7 @@ pub(crate) fn enqueue_write_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBuffer
         f(queue, buffer, 0, offset, size, (*bytes).as_ptr().cast(), n, list, event)
     });
     if sent.is_err() {
-        // SAFETY: the driver refused the command, nobody reads the bytes.
+        // SAFETY: the driver refused the command and reads no bytes.
         drop(unsafe { Box::from_raw(bytes) });
         return sent;
     }
@@ -101,7 +101,7 @@ pub(crate) fn stream_piece(cx: &mut Cx<'_>, r: &wire::StreamPiece) -> Done {
     let slot = cx.offered(r.data, r.size)? as usize;
     let piece = Piece { slot, at: r.at as usize, len: r.size as usize, ticket: r.ticket };
     cx.cl.streams.get(r.stream)?.put(piece)?;
-    // Redeemed by whoever copies it.
+    // The thread that copies the piece redeems its ticket.
     cx.owed = 0;
     Ok(())
 }
