@@ -145,7 +145,7 @@ mod tests {
         drop(waits);
         // The parent still has them.
         peer.set_nonblocking(true).expect("set");
-        let here = (&peer).read(&mut [0]).expect_err("nobody has gone");
+        let here = (&peer).read(&mut [0]).expect_err("the peer is there");
         assert_eq!(here.kind(), io::ErrorKind::WouldBlock);
         drop((own, copy));
         peer.set_nonblocking(false).expect("set");
