@@ -61,7 +61,6 @@ impl Bell for Silence {
     fn ring(&self) {}
 }
 
-/// The session.
 pub struct Client {
     session: Arc<Session>,
     api: &'static OpenCl,

@@ -14,17 +14,14 @@ pub enum Type {
     Handles(String, Option<String>),
     /// Ids that the client chose for handles to be created.
     New(String),
-    /// Three integers.
     Triple,
     /// Any number of integers.
     Ints(String),
     /// Bytes, whose length another parameter or a number gives.
     Bytes(String),
-    /// Bytes.
     Blob,
     /// A string; whether it may be null.
     Str(bool),
-    /// Strings.
     Strs,
     /// A structure of the API, by its name; only on the wire.
     Struct(String),

@@ -28,7 +28,6 @@
 use crate::api::{Api, Call, Class, Constant, Direction, Function, Kind, Param, Struct, Type};
 use std::collections::HashSet;
 
-/// Flags of functions.
 const FLAGS: [&str; 7] = ["cached", "sure", "lazy", "blocks", "client", "server", "pointer"];
 
 /// A number: decimal, hexadecimal, or one bit.

@@ -19,7 +19,6 @@ pub enum Body {
     Platform,
     Device(Device),
     Context(Context),
-    /// A command queue.
     Queue(Queue),
     /// A buffer, image or pipe.
     Mem(Box<Mem>),
@@ -48,7 +47,6 @@ pub struct Context {
     pub max_alloc: u64,
 }
 
-/// A command queue.
 pub struct Queue {
     pub context: Ref,
     pub device: Ref,
@@ -107,7 +105,6 @@ pub enum Backing {
     Program,
 }
 
-/// A mapped region.
 pub struct Map {
     /// The pointer that the program got.
     pub pointer: usize,

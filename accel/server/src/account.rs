@@ -105,7 +105,6 @@ impl Account {
         Err(sum.saturating_sub(n))
     }
 
-    /// Gives back.
     pub fn give_back(&self, good: Good, n: u64) {
         self.word(self.place, good as usize).fetch_sub(n, Ordering::SeqCst);
     }

@@ -175,7 +175,7 @@ fn print(servers: &[Listing]) {
     }
 }
 
-/// Writes who serves whom.
+/// Writes the servers and their tenants.
 pub fn list(servers: &[Listing], json: bool) -> anyhow::Result<()> {
     if json {
         println!("{}", serde_json::to_string(servers)?);

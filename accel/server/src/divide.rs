@@ -29,7 +29,6 @@ const WINDOW: Duration = Duration::from_millis(100);
 const IN_VAIN: Duration = Duration::from_millis(25);
 /// The most windows without division after that.
 const OFF_MAX: u32 = 16;
-/// The largest weight.
 const FULL_WEIGHT: f64 = 100.0;
 
 /// The processor time that a tenant has used.

@@ -15,7 +15,6 @@ const NAME_LEN: usize = 128;
 /// A number in the page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Figure {
-    /// Requests.
     Calls,
     /// Of these, those that the client waited for.
     Waits,
@@ -30,7 +29,6 @@ pub enum Figure {
     Objects,
 }
 
-/// The page.
 pub struct Figures(Mapping);
 
 impl Figures {
@@ -50,12 +48,11 @@ impl Figures {
         unsafe { AtomicU64::from_ptr(self.0.base().cast::<u64>().add(figure as usize)) }
     }
 
-    /// Counts.
     pub fn add(&self, figure: Figure, n: u64) {
         self.word(figure).fetch_add(n, Ordering::Relaxed);
     }
 
-    /// Says what is now.
+    /// Replaces a figure's value.
     pub fn set(&self, figure: Figure, value: u64) {
         self.word(figure).store(value, Ordering::Relaxed);
     }

@@ -43,7 +43,6 @@ pub trait Api: Send + Sync + 'static {
     fn settle(&self);
     /// Bytes of device memory and objects in use.
     fn usage(&self) -> (u64, u64);
-    /// The code of success.
     fn success(&self) -> i32;
 }
 
@@ -115,7 +114,6 @@ impl Early {
 
 /// A request that is being carried out.
 pub struct Call<'s> {
-    /// The client.
     pub session: &'s Arc<Session>,
     /// The body of its reply.
     pub reply: Vec<u8>,

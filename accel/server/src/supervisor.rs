@@ -117,7 +117,7 @@ pub struct Server {
     draining: AtomicBool,
     /// Set when no client can connect any more.
     closed: AtomicBool,
-    /// Waits for that.
+    /// The thread that waits until `closed` is set.
     main: Thread,
 }
 

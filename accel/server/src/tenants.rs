@@ -18,7 +18,6 @@ pub use tombolo_control::accel::Tenant as Status;
 pub struct Tenant {
     /// The address it came by, or `vm:` and the VM's name.
     pub via: String,
-    /// Its limits.
     pub limits: Limits,
     /// The figures of its worker.
     pub figures: Figures,
@@ -141,7 +140,6 @@ impl Tenants {
         Tenants { confinement, ..Tenants::default() }
     }
 
-    /// The confinement of workers.
     pub fn confinement(&self) -> &Confinement {
         &self.confinement
     }
@@ -151,13 +149,11 @@ impl Tenants {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One more.
     pub fn add(&self, pid: u32, tenant: Tenant) {
         self.lock().by_pid.insert(pid, tenant);
         self.changed.notify_all();
     }
 
-    /// One less.
     pub fn remove(&self, pid: u32) {
         self.lock().by_pid.remove(&pid);
         self.changed.notify_all();
@@ -206,7 +202,6 @@ impl Tenants {
         }
     }
 
-    /// All of them now.
     pub fn status(&self) -> Vec<Status> {
         let seconds = |ns: u64| ns as f64 / 1e9;
         let status = |(pid, t): (&u32, &mut Tenant)| Status {

@@ -48,7 +48,6 @@ fn body(devices: Vec<rt::Ref>, properties: Vec<isize>) -> Body {
     Body::Context(Context { devices, properties, destructors: Mutex::default(), max_alloc })
 }
 
-/// A context of devices.
 pub unsafe extern "C" fn clCreateContext(
     props: *const c_void,
     n: u32,
@@ -223,7 +222,6 @@ pub unsafe extern "C" fn clFlush(queue: Handle) -> i32 {
     })
 }
 
-/// Waits for all commands.
 pub unsafe extern "C" fn clFinish(queue: Handle) -> i32 {
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;

@@ -17,7 +17,6 @@ use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 
 /// Flags of a mapping whose bytes go to the device when it is unmapped.
 const WRITES: u64 = cl::MAP_WRITE | cl::MAP_WRITE_INVALIDATE_REGION;
-/// All flags of mappings.
 const FLAGS: u64 = cl::MAP_READ | WRITES;
 
 /// Flags that a driver refuses: unknown ones, or invalidation together with reading or writing.

@@ -77,7 +77,6 @@ pub unsafe extern "C" fn clGetPlatformInfo(
     unsafe { crate::stubs::clGetPlatformInfo(platform, param, size, value, size_ret) }
 }
 
-/// Devices of a platform.
 pub unsafe extern "C" fn clGetDeviceIDs(
     platform: Handle,
     device_type: u64,
@@ -103,7 +102,6 @@ pub unsafe extern "C" fn clGetDeviceIDs(
     })
 }
 
-/// Parts of a device.
 pub unsafe extern "C" fn clCreateSubDevices(
     device: Handle,
     properties: *const c_void,

@@ -88,7 +88,6 @@ fn free(context: u64, address: u64) -> Result<(), i32> {
     Ok(())
 }
 
-/// Frees shared memory.
 pub unsafe extern "C" fn clSVMFree(context: Handle, pointer: *mut c_void) -> i32 {
     rt::status(|| free(rt::object(context, kind::CONTEXT)?.id(), pointer as u64))
 }
@@ -236,7 +235,6 @@ fn command(queue: Handle, n: u32, list: *const Handle) -> Result<(Obj, Vec<u64>)
     Ok((queue, unsafe { rt::waits(n, list)? }))
 }
 
-/// Fills shared memory.
 pub unsafe extern "C" fn clEnqueueSVMMemFill(
     queue: Handle,
     pointer: *mut c_void,

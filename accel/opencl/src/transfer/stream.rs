@@ -20,7 +20,6 @@ const SLOTS: u64 = 4;
 /// The shortest transfer that gains by it: of 1 MiB, two copies one after the other take less time than handing the pieces over.
 const LEAST: u64 = 2 << 20;
 
-/// Numbers of streams.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 fn runs_native_kernels(queue: Obj) -> Result<bool, i32> {
@@ -46,7 +45,6 @@ struct Piece {
     status: Arc<AtomicI32>,
 }
 
-/// A transfer.
 struct Stream<'c> {
     connection: &'c Connection,
     id: u64,

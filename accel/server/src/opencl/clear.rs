@@ -9,7 +9,6 @@ use std::ptr::{null, null_mut};
 use std::sync::Mutex;
 use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 
-/// Queues by context.
 #[derive(Default)]
 pub struct Queues(Mutex<HashMap<usize, usize>>);
 
@@ -54,7 +53,6 @@ fn finish(cx: &Cx<'_>, queue: Handle) -> Result<(), i32> {
     cx.status(unsafe { f(queue) })
 }
 
-/// Clears a buffer.
 pub(super) fn buffer(cx: &Cx<'_>, context: Handle, buffer: Handle, size: usize) -> Result<(), i32> {
     let fill = cx.native().clEnqueueFillBuffer.ok_or(wire::UNSUPPORTED)?;
     let queue = cx.cl.queues.of(cx, context)?;
@@ -68,7 +66,6 @@ pub(super) fn buffer(cx: &Cx<'_>, context: Handle, buffer: Handle, size: usize) 
     finish(cx, queue)
 }
 
-/// Clears an image.
 pub(super) fn image(cx: &Cx<'_>, context: Handle, image: Handle, extent: [u64; 3]) -> Result<(), i32> {
     let fill = cx.native().clEnqueueFillImage.ok_or(wire::UNSUPPORTED)?;
     let queue = cx.cl.queues.of(cx, context)?;

@@ -298,7 +298,6 @@ impl OpenCl {
         }
     }
 
-    /// Gives all objects up.
     pub fn release_all(&self) {
         let all = lock(&self.table).drain();
         for (kind, native, extra) in all {
@@ -384,7 +383,6 @@ impl Cx<'_> {
         lock(&self.cl.table).extra(kind, id).map(f).map_err(|e| Self::fault(kind, e))
     }
 
-    /// The native functions.
     pub fn native(&self) -> &'static Native {
         &self.cl.native
     }

@@ -29,7 +29,6 @@ pub struct Piece {
     pub slot: usize,
     /// The offset of its first byte in the transfer.
     pub at: usize,
-    /// Bytes.
     pub len: usize,
     /// Redeemed when it was copied.
     pub ticket: u64,
@@ -145,7 +144,6 @@ impl Stream {
     }
 }
 
-/// The native kernel.
 pub(super) unsafe extern "C" fn run(arguments: *mut c_void) {
     // SAFETY: the driver's copy of what was enqueued, which it hands over once.
     let (arguments, stream, cl) = unsafe {

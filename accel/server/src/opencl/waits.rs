@@ -47,7 +47,6 @@ fn watch(cx: &mut Cx<'_>, event: Handle, queue: Option<u64>) {
     }
 }
 
-/// Waits for an event.
 pub(super) fn event(cx: &mut Cx<'_>, event: Handle) -> Result<(), i32> {
     let n = cx.native();
     let (wait, retain, release) = (

@@ -69,7 +69,6 @@ pub struct Process {
 }
 
 impl Process {
-    /// Ends it.
     pub fn kill(&self) {
         // SAFETY: integers, and no further information. It fails only where the process has ended.
         let _ended = unsafe {

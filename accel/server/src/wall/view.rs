@@ -35,7 +35,7 @@ const NO_NODES: &[&str] = &["nvidia-modeset", "nvidia-nvswitch", "nvidia-nvlink"
 /// Files that a driver may make: kernels are compiled there.
 const SCRATCH_FILES: &str = "65536";
 
-/// Something to bring in.
+/// A part of a worker's view.
 enum Part {
     /// A tree of mounts, or a file.
     Tree(PathBuf, OwnedFd, FileType),

@@ -40,7 +40,7 @@ pub struct Kernel {
     parameters: Option<Arc<[Parameter]>>,
     /// Arguments whose posted setting failed: launches are refused with these codes until they are set again.
     failed: BTreeMap<u32, i32>,
-    /// As of its program.
+    /// Set if its program tells of arguments.
     tells_arguments: bool,
 }
 

@@ -52,7 +52,7 @@ pub struct Group {
 /// The limits of a control group: the sum over its processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Most {
-    /// Bytes.
+    /// Bytes of memory.
     memory: u64,
     tasks: u64,
     /// 1 to 100.
