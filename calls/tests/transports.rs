@@ -271,10 +271,8 @@ fn a_client_of_another_build_is_told_what_to_do() {
     let (a, b) = UnixStream::pair().expect("a pair");
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(b);
-        let refusal = stream::hello(&socket, TIMEOUT)
-            .expect("a hello")
-            .fits("test", [9; 16])
-            .expect_err("they differ");
+        let refusal =
+            stream::hello(&socket, TIMEOUT).expect("a hello").fits("test", [9; 16]).expect_err("they differ");
         stream::refuse(&socket, &refusal.to_string()).expect("told");
     });
     let refused = stream::connect(a.into(), &hello()).err().expect("refused").to_string();
