@@ -229,8 +229,7 @@ fn transfer(out: &mut String, api: &Api, f: &Function, direction: Direction) -> 
 }
 
 fn create(out: &mut String, f: &Function, kind: &str) -> std::fmt::Result {
-    writeln!(out, "    // SAFETY: errcode_ret is null or points to room for a code, as the API says.")?;
-    writeln!(out, "    unsafe {{ rt::create(errcode_ret, || {{")?;
+    writeln!(out, "    let made = || {{")?;
     convert(out, f)?;
     writeln!(
         out,
@@ -239,7 +238,9 @@ fn create(out: &mut String, f: &Function, kind: &str) -> std::fmt::Result {
         ident(&f.params[0].name)
     )?;
     writeln!(out, "        rt::call(&wire::{} {{ {}new: new.id() }})?;", record_name(&f.name), fields(f))?;
-    writeln!(out, "        Ok(new.publish())\n    }}) }}\n}}")
+    writeln!(out, "        Ok(new.publish())\n    }};")?;
+    writeln!(out, "    // SAFETY: errcode_ret is null or points to room for a code, as the API says.")?;
+    writeln!(out, "    unsafe {{ rt::create(errcode_ret, made) }}\n}}")
 }
 
 fn call(out: &mut String, f: &Function) -> std::fmt::Result {

@@ -5,7 +5,7 @@
 //! - [`context`]: contexts, queues, samplers.
 //! - [`memory`]: buffers, images, pipes.
 //! - [`transfer`]: reads and writes of buffers.
-//! - [`map`]: mapping.
+//! - `map`: mapping.
 //! - [`program`]: programs and kernels.
 //! - [`event`]: events and waiting.
 //! - [`svm`]: shared virtual memory.
