@@ -573,13 +573,19 @@ fn check(compose: &Compose) -> Result<(), (String, String, String)> {
             return fail(&table, "cpus", format!("vm.{name}.cpus is {}; write 1 to 255", vm.cpus));
         }
         if vm.topology.is_none() && vm.pages != Pages::Auto {
-            return fail(&table, "pages", format!("vm.{name}.pages needs topology = \"close\" or another part"));
+            return fail(
+                &table,
+                "pages",
+                format!("vm.{name}.pages needs topology = \"close\" or another part"),
+            );
         }
         if vm.topology.is_some() && vm.start == Some(StartKind::Fast) {
             return fail(
                 &table,
                 "start",
-                format!("vm.{name}.start: memory that is bound to nodes is there at the start; leave out start or topology"),
+                format!(
+                    "vm.{name}.start: memory that is bound to nodes is there at the start; leave out start or topology"
+                ),
             );
         }
         if vm.cpu_limit.is_some_and(|limit| !(0.01..=10_000.0).contains(&limit)) {
@@ -818,7 +824,9 @@ mod tests {
     fn a_part_of_the_host_is_named_with_what_it_excludes() {
         let p = parse("reserve = 2\n[vm.a]\ntopology = \"node:1\"\npages = \"2M\"\n").unwrap();
         assert_eq!((p.compose.reserve, p.compose.vm["a"].topology.clone()), (2, Some(Part::Node(1))));
-        assert!(error("[vm.a]\ntopology = \"all\"\n").contains(":2: vm.a.topology: 'all' is no part of a host"));
+        assert!(
+            error("[vm.a]\ntopology = \"all\"\n").contains(":2: vm.a.topology: 'all' is no part of a host")
+        );
         assert!(error("[vm.a]\npages = \"1G\"\n").contains(":2: vm.a.pages needs topology"));
         let e = error("[vm.a]\ntopology = \"host\"\nstart = \"fast\"\n");
         assert!(e.contains(":3: vm.a.start: memory that is bound"), "{e}");

@@ -87,7 +87,12 @@ pub fn of_starting<'a>(
 ///
 /// # Errors
 /// This QEMU can't express the plan.
-pub fn arguments(plan: &VmPlan, qemu: &Qemu, accel: Hypervisor, shared: bool) -> anyhow::Result<Vec<Argument>> {
+pub fn arguments(
+    plan: &VmPlan,
+    qemu: &Qemu,
+    accel: Hypervisor,
+    shared: bool,
+) -> anyhow::Result<Vec<Argument>> {
     let (cpu, vendor) = match accel {
         Hypervisor::Kvm => ("host", Vendor::of_host()),
         Hypervisor::Tcg => ("max", Vendor::Emulated),

@@ -255,7 +255,8 @@ mod tests {
             drives: &drives,
             placement: None,
         };
-        let args: Vec<String> = arguments(&plan).unwrap().into_iter().map(|a| a.into_string().unwrap()).collect();
+        let args: Vec<String> =
+            arguments(&plan).unwrap().into_iter().map(|a| a.into_string().unwrap()).collect();
         args.join(" ")
     }
 
@@ -352,7 +353,8 @@ mod tests {
                 drives: &[],
                 placement: None,
             };
-            let args: Vec<String> = arguments(&plan).unwrap().into_iter().map(|a| a.into_string().unwrap()).collect();
+            let args: Vec<String> =
+                arguments(&plan).unwrap().into_iter().map(|a| a.into_string().unwrap()).collect();
             args.join(" ")
         };
         let new = of((10, 0, 2), Hypervisor::Kvm, 2);

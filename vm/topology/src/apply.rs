@@ -62,7 +62,8 @@ pub fn pin(pid: u32, threads: &[Thread], plan: &VmPlan) -> Result<()> {
 /// The threads of a process.
 fn tasks(pid: u32) -> Result<Vec<u32>> {
     let folder = Path::new("/proc").join(pid.to_string()).join("task");
-    let entries = std::fs::read_dir(&folder).with_context(|| format!("{} can't be read", folder.display()))?;
+    let entries =
+        std::fs::read_dir(&folder).with_context(|| format!("{} can't be read", folder.display()))?;
     Ok(entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
 }
 
@@ -191,7 +192,9 @@ pub fn compare(plan: &VmPlan, found: &Found) -> Vec<Line> {
         let planned = format!("{} MiB", bytes / MIB);
         lines.push(match found.memory.get(node) {
             Some(bytes) => Line::of(object, planned, format!("{} MiB", bytes / MIB)),
-            None if found.memory.is_empty() => Line::unknown(object, planned, "the kernel shows no numa_maps"),
+            None if found.memory.is_empty() => {
+                Line::unknown(object, planned, "the kernel shows no numa_maps")
+            }
             None => Line::of(object, planned, "none"),
         });
     }
@@ -200,7 +203,10 @@ pub fn compare(plan: &VmPlan, found: &Found) -> Vec<Line> {
     lines.push(match plan.pages.reserved() {
         Some(_) => Line::of("memory in huge pages", format!("{} of {} MiB", all / MIB, all / MIB), share),
         // The kernel promises nothing of transparent huge pages, so no share of them is wrong.
-        None => Line { verdict: crate::compare::Verdict::Same, ..Line::of("memory in huge pages", "as the kernel gives them", share) },
+        None => Line {
+            verdict: crate::compare::Verdict::Same,
+            ..Line::of("memory in huge pages", "as the kernel gives them", share)
+        },
     });
     lines
 }
@@ -216,7 +222,8 @@ mod tests {
             {"cpu-index": 1, "thread-id": 71, "props": {"socket-id": 1, "die-id": 2, "core-id": 3, "thread-id": 1}},
         ]);
         let slot = |socket, die, core, thread| Slot { socket, die, core, thread };
-        let expected = [Thread { slot: slot(0, 0, 0, 0), thread: 70 }, Thread { slot: slot(1, 2, 3, 1), thread: 71 }];
+        let expected =
+            [Thread { slot: slot(0, 0, 0, 0), thread: 70 }, Thread { slot: slot(1, 2, 3, 1), thread: 71 }];
         assert_eq!(threads(&reply).unwrap(), expected);
         assert_eq!(threads(&serde_json::json!({"error": {}})), None);
     }
@@ -244,7 +251,8 @@ mod tests {
             pages: crate::request::Pages::Transparent,
             devices: vec![],
         };
-        let plan = crate::plan::plan(&host, &crate::plan::Rules::default(), &[request]).unwrap().vms.remove(0);
+        let plan =
+            crate::plan::plan(&host, &crate::plan::Rules::default(), &[request]).unwrap().vms.remove(0);
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let thread = Thread { slot: plan.vcpus[0].slot, thread: child.id() };
         let pinned = pin(child.id(), &[thread], &plan).and_then(|()| found(child.id(), &[thread], &plan));

@@ -107,8 +107,7 @@ fn nodes(planned: &Topology, found: &Topology, lines: &mut Vec<Line>) {
     }
     let Some(distances) = &planned.distances else { return };
     for (node, row) in planned.nodes.iter().zip(distances) {
-        let there: Option<Vec<u64>> =
-            planned.nodes.iter().map(|to| found.distance(node.os, to.os)).collect();
+        let there: Option<Vec<u64>> = planned.nodes.iter().map(|to| found.distance(node.os, to.os)).collect();
         let object = format!("node {}: distances", node.os);
         lines.push(match there {
             Some(there) => Line::of(object, text(row), text(&there)),

@@ -52,18 +52,20 @@ impl Domain {
     pub fn request(&self, part: Part, pages: Pages) -> Result<Request> {
         let text = |name: &str| self.root.get_child(name).and_then(Element::get_text);
         let name = text("name").map(|name| name.trim().to_owned()).context("the domain has no <name>")?;
-        let cpus = text("vcpu").and_then(|count| count.trim().parse().ok()).context("the domain has no <vcpu>")?;
+        let cpus =
+            text("vcpu").and_then(|count| count.trim().parse().ok()).context("the domain has no <vcpu>")?;
         let memory = self.root.get_child("memory").context("the domain has no <memory>")?;
         let memory = bytes(memory).context("the domain's <memory> is no size")? / (2 * MIB) * (2 * MIB);
-        let devices = self.passed_through().filter_map(|device| address(device.get_child("source")?)).collect();
+        let devices =
+            self.passed_through().filter_map(|device| address(device.get_child("source")?)).collect();
         Ok(Request { name, part, cpus, memory, pages, devices })
     }
 
     fn passed_through(&self) -> impl Iterator<Item = &Element> {
         let devices = self.root.get_child("devices").into_iter().flat_map(|devices| devices.children.iter());
-        devices.filter_map(XMLNode::as_element).filter(|e| {
-            e.name == "hostdev" && e.attributes.get("type").is_some_and(|kind| kind == "pci")
-        })
+        devices
+            .filter_map(XMLNode::as_element)
+            .filter(|e| e.name == "hostdev" && e.attributes.get("type").is_some_and(|kind| kind == "pci"))
     }
 
     /// Makes the domain as the plan says.
@@ -120,7 +122,11 @@ impl Domain {
                 // QEMU makes the first CPU itself and lets the others come and go.
                 let hotpluggable = if id == 0 { "no" } else { "yes" };
                 let id = id.to_string();
-                push(&mut vcpus, "vcpu", &[("id", &id), ("enabled", enabled), ("hotpluggable", hotpluggable)]);
+                push(
+                    &mut vcpus,
+                    "vcpu",
+                    &[("id", &id), ("enabled", enabled), ("hotpluggable", hotpluggable)],
+                );
             }
             self.put(vcpus);
         }
@@ -195,8 +201,11 @@ impl Domain {
             return;
         }
         let devices = self.part("devices");
-        let of_controllers = |name: &str, e: &Element| e.name == "controller" && e.attributes.get("type").is_some_and(|t| t == name);
-        let highest = devices.children.iter().filter_map(XMLNode::as_element).filter(|e| of_controllers("pci", e));
+        let of_controllers = |name: &str, e: &Element| {
+            e.name == "controller" && e.attributes.get("type").is_some_and(|t| t == name)
+        };
+        let highest =
+            devices.children.iter().filter_map(XMLNode::as_element).filter(|e| of_controllers("pci", e));
         let highest = highest.filter_map(|e| e.attributes.get("index")?.parse::<u32>().ok()).max();
         let mut next = highest.unwrap_or(0) + 1;
         for root in &plan.roots {
@@ -272,20 +281,30 @@ fn interconnects(plan: &VmPlan) -> Element {
     for target in 0..plan.nodes.len() {
         let Some(access) = speeds(target) else { continue };
         let (from, to, value) = (initiator(target), target.to_string(), access.bandwidth.to_string());
-        let pair = [("initiator", from.as_str()), ("target", &to), ("type", "access"), ("value", &value), ("unit", "MiB")];
+        let pair = [
+            ("initiator", from.as_str()),
+            ("target", &to),
+            ("type", "access"),
+            ("value", &value),
+            ("unit", "MiB"),
+        ];
         push(&mut all, "bandwidth", &pair);
     }
     all
 }
 
 fn controller(index: u32, model: &str) -> Element {
-    with_attributes(Element::new("controller"), &[("type", "pci"), ("index", &index.to_string()), ("model", model)])
+    with_attributes(
+        Element::new("controller"),
+        &[("type", "pci"), ("index", &index.to_string()), ("model", model)],
+    )
 }
 
 /// A guest's PCI address.
 fn place_of(bus: u32, slot: usize) -> Element {
     let (bus, slot) = (format!("{bus:#04x}"), format!("{slot:#04x}"));
-    let place = [("type", "pci"), ("domain", "0x0000"), ("bus", bus.as_str()), ("slot", &slot), ("function", "0x0")];
+    let place =
+        [("type", "pci"), ("domain", "0x0000"), ("bus", bus.as_str()), ("slot", &slot), ("function", "0x0")];
     with_attributes(Element::new("address"), &place)
 }
 
@@ -385,9 +404,14 @@ mod tests {
     fn is_valid(xml: &str) -> Result<(), String> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(xml.as_bytes()).unwrap();
-        let output = Command::new("virt-xml-validate").arg(file.path()).arg("domain").stdin(Stdio::null()).output();
+        let output =
+            Command::new("virt-xml-validate").arg(file.path()).arg("domain").stdin(Stdio::null()).output();
         let output = output.expect("virt-xml-validate; install the package libvirt-clients");
-        if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(String::from_utf8_lossy(&output.stderr).into_owned())
+        }
     }
 
     #[test]

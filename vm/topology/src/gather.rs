@@ -47,7 +47,11 @@ pub struct Unpacked {
 /// # Errors
 /// The output is none of [`SCRIPT`]'s, or a file can't be written.
 pub fn unpack(output: &str, root: &Path) -> Result<Unpacked> {
-    ensure!(output.len() <= LONGEST, "the guest's files of /sys are {} bytes: that is no machine", output.len());
+    ensure!(
+        output.len() <= LONGEST,
+        "the guest's files of /sys are {} bytes: that is no machine",
+        output.len()
+    );
     let mut files: BTreeMap<PathBuf, Vec<u8>> = BTreeMap::new();
     let mut folder: Option<PathBuf> = None;
     for line in output.lines() {
@@ -84,10 +88,14 @@ fn known(name: &str) -> Result<PathBuf> {
     const FOLDERS: [&str; 3] = ["/sys/devices/system/cpu", "/sys/devices/system/node", "/proc"];
     const PCI: &str = "/sys/bus/pci/devices/";
     let address = name.strip_prefix(PCI).is_some_and(|address| {
-        address.len() <= 16 && address.chars().all(|c| c.is_ascii_hexdigit() || c == ':' || c == '.')
+        address.len() <= 16
+            && address.chars().all(|c| c.is_ascii_hexdigit() || c == ':' || c == '.')
             && !address.starts_with('.')
     });
-    ensure!(FOLDERS.contains(&name) || address, "the guest named the folder {name:.60?}, which was not asked for");
+    ensure!(
+        FOLDERS.contains(&name) || address,
+        "the guest named the folder {name:.60?}, which was not asked for"
+    );
     Ok(name.trim_start_matches('/').into())
 }
 
@@ -139,7 +147,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         unpack(&text, folder.path()).unwrap();
-        for file in ["sys/devices/system/cpu/online", "sys/devices/system/cpu/cpu0/topology/core_id", "proc/meminfo"] {
+        for file in
+            ["sys/devices/system/cpu/online", "sys/devices/system/cpu/cpu0/topology/core_id", "proc/meminfo"]
+        {
             // Some of meminfo counts up while it is read.
             let there = std::fs::read_to_string(folder.path().join(file)).unwrap();
             let here = std::fs::read_to_string(Path::new("/").join(file)).unwrap();

@@ -80,14 +80,17 @@ pub(crate) fn divide(
         }
     }
     let pages = choices.last().copied().unwrap_or(PageSize::Transparent);
-    let left = nodes.iter().map(|node| format!("node {node} has {} MiB left", room(ledger, *node, pages) / MIB));
+    let left =
+        nodes.iter().map(|node| format!("node {node} has {} MiB left", room(ledger, *node, pages) / MIB));
     Err(PlanError::MemoryShort {
         vm: request.name.clone(),
         wanted: request.memory / MIB,
         pages,
         nodes: left.collect::<Vec<_>>().join(", "),
         remedy: match pages {
-            PageSize::Transparent => "lower its 'memory', or give it other nodes; each node gives at least 2 MiB",
+            PageSize::Transparent => {
+                "lower its 'memory', or give it other nodes; each node gives at least 2 MiB"
+            }
             _ => {
                 "reserve pages in /sys/devices/system/node/node*/hugepages, make 'memory' a multiple of the page, or set pages = \"transparent\""
             }
@@ -134,7 +137,12 @@ pub fn split(total: u64, weights: &[u64], most: &[u64], unit: u64) -> Option<Vec
     let sum: u128 = weights.iter().map(|weight| u128::from(*weight)).sum();
     let rooms: Vec<u64> = most.iter().map(|bytes| bytes / unit).collect();
     let all: u128 = rooms.iter().map(|room| u128::from(*room)).sum();
-    if total % unit != 0 || sum == 0 || rooms.contains(&0) || units < weights.len() as u64 || all < u128::from(units) {
+    if total % unit != 0
+        || sum == 0
+        || rooms.contains(&0)
+        || units < weights.len() as u64
+        || all < u128::from(units)
+    {
         return None;
     }
     let fair = |weight: u64| u64::try_from(u128::from(units) * u128::from(weight) / sum).unwrap_or(units);

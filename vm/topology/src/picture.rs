@@ -21,7 +21,8 @@ pub fn text(machine: &Topology, users: &Users) -> String {
         let cpus = if cpus.is_empty() { "no CPUs".into() } else { format!("CPUs {cpus}") };
         let huge = node.huge.iter().filter(|pages| pages.free > 0);
         let huge: String = huge.map(|h| format!(", {} free pages of {}", h.free, size(h.size))).collect();
-        let speed = node.access.map(|a| format!(", {} MiB/s, {} ns", a.bandwidth, a.latency)).unwrap_or_default();
+        let speed =
+            node.access.map(|a| format!(", {} MiB/s, {} ns", a.bandwidth, a.latency)).unwrap_or_default();
         let _ = writeln!(out, "  node {}: {}, {cpus}{huge}{speed}", node.os, size(node.memory));
     }
     for (node, row) in machine.nodes.iter().zip(machine.distances.iter().flatten()) {
@@ -29,9 +30,16 @@ pub fn text(machine: &Topology, users: &Users) -> String {
         let _ = writeln!(out, "  distances of node {}: {}", node.os, row.join(" "));
     }
     for level in tree(machine) {
-        let _ = writeln!(out, "{}{}{}", "  ".repeat(level.depth), level.name, who(&level.cpus, level.is_core, users));
+        let _ = writeln!(
+            out,
+            "{}{}{}",
+            "  ".repeat(level.depth),
+            level.name,
+            who(&level.cpus, level.is_core, users)
+        );
     }
-    for (name, cpus) in [("offline", &machine.offline), ("outside of this process' cpuset", &machine.outside)] {
+    for (name, cpus) in [("offline", &machine.offline), ("outside of this process' cpuset", &machine.outside)]
+    {
         if !cpus.is_empty() {
             let _ = writeln!(out, "  {name}: CPUs {cpus}");
         }
@@ -64,13 +72,23 @@ fn tree(machine: &Topology) -> Vec<Level> {
     let mut cpus: Vec<&Cpu> = machine.cpus.iter().collect();
     cpus.sort_by_key(|cpu| (cpu.package, cpu.die, cpu.l3, cpu.core, cpu.os));
     for cpu in cpus {
-        let objects = [("package", Some(cpu.package)), ("die", cpu.die), ("L3 cache", cpu.l3), ("core", Some(cpu.core))];
+        let objects = [
+            ("package", Some(cpu.package)),
+            ("die", cpu.die),
+            ("L3 cache", cpu.l3),
+            ("core", Some(cpu.core)),
+        ];
         let mut depth = 1;
         for (at, (kind, number)) in objects.into_iter().enumerate() {
             let Some(number) = number else { continue };
             if last[at] != Some(number) {
                 let is_core = kind == "core";
-                levels.push(Level { depth, name: format!("{kind} {number}"), cpus: CpuSet::default(), is_core });
+                levels.push(Level {
+                    depth,
+                    name: format!("{kind} {number}"),
+                    cpus: CpuSet::default(),
+                    is_core,
+                });
                 last[at] = Some(number);
                 last[at + 1..].fill(None);
             }
@@ -198,7 +216,8 @@ mod tests {
 
     #[test]
     fn a_tree_has_each_object_once_and_says_who_has_a_cpu() {
-        let machine = crate::read::synthetic("package:2 [numa(memory=16GiB)] die:2 l3:1 core:2 pu:2").unwrap();
+        let machine =
+            crate::read::synthetic("package:2 [numa(memory=16GiB)] die:2 l3:1 core:2 pu:2").unwrap();
         let users = Users::from([("web".into(), "2-3".parse().unwrap())]);
         let text = text(&machine, &users);
         assert!(text.starts_with("machine: 16 CPUs, 32 GiB\n  node 0: 16 GiB, CPUs 0-7\n"), "{text}");
@@ -213,7 +232,9 @@ mod tests {
         let users = Users::from([("a<b&c".into(), "0-3".parse().unwrap())]);
         let picture = svg(&machine, &users);
         let root = xmltree::Element::parse(picture.as_bytes()).unwrap();
-        let named = |name: &str| root.children.iter().filter_map(|c| c.as_element()).filter(|e| e.name == name).count();
+        let named = |name: &str| {
+            root.children.iter().filter_map(|c| c.as_element()).filter(|e| e.name == name).count()
+        };
         // The ground, two packages, four caches, and the CPUs.
         assert_eq!(named("rect"), 1 + 2 + 4 + 96);
         assert!(named("text") >= 96);

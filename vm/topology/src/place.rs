@@ -92,7 +92,10 @@ fn refuse(ledger: &Ledger<'_>, request: &Request, cpus: &CpuSet) -> Result<(), P
         cpus.and(&host.offline),
         "they are offline; bring them online in /sys/devices/system/cpu/cpu*/online, or name others",
     )?;
-    refused(cpus.without(&host.online()), "the host does not have them; 'tombolo topology show' shows its CPUs")?;
+    refused(
+        cpus.without(&host.online()),
+        "the host does not have them; 'tombolo topology show' shows its CPUs",
+    )?;
     refused(
         cpus.and(&host.outside),
         "they are outside of the cpuset of this process; add them to its cgroup (cpuset.cpus), or name others",

@@ -139,7 +139,9 @@ pub enum PlanError {
         nodes: String,
     },
     /// A VM names a node that has only memory.
-    #[error("node {node}, which the VM '{vm}' names, has memory and no CPU; name a node with CPUs, or take topology = \"host\"")]
+    #[error(
+        "node {node}, which the VM '{vm}' names, has memory and no CPU; name a node with CPUs, or take topology = \"host\""
+    )]
     NodeWithoutCpus {
         /// The VM.
         vm: String,
@@ -189,7 +191,9 @@ pub enum PlanError {
         l3: u32,
     },
     /// QEMU has no words for a core that belongs to two nodes.
-    #[error("the CPUs of core {core} belong to several NUMA nodes, which QEMU can't express; give the VM '{vm}' other CPUs")]
+    #[error(
+        "the CPUs of core {core} belong to several NUMA nodes, which QEMU can't express; give the VM '{vm}' other CPUs"
+    )]
     CoreAcrossNodes {
         /// The VM.
         vm: String,
@@ -197,7 +201,9 @@ pub enum PlanError {
         core: u32,
     },
     /// A VM gets a device that is not there.
-    #[error("the VM '{vm}' gets the PCI device {address}, which the host does not have; 'tombolo passthrough ls' lists them")]
+    #[error(
+        "the VM '{vm}' gets the PCI device {address}, which the host does not have; 'tombolo passthrough ls' lists them"
+    )]
     NoDevice {
         /// The VM.
         vm: String,
@@ -236,11 +242,11 @@ impl<'a> Ledger<'a> {
             let taken = rules.taken_memory.get(&node.os).copied().unwrap_or(0);
             (node.os, node.memory.saturating_sub(taken))
         });
-        let huge =
-            host.nodes.iter().flat_map(|node| node.huge.iter().map(|h| ((node.os, h.size), h.free)));
-        let node_of = host.own_cpus().into_iter().flat_map(|(node, cpus)| {
-            cpus.iter().map(|cpu| (cpu, node)).collect::<Vec<_>>()
-        });
+        let huge = host.nodes.iter().flat_map(|node| node.huge.iter().map(|h| ((node.os, h.size), h.free)));
+        let node_of = host
+            .own_cpus()
+            .into_iter()
+            .flat_map(|(node, cpus)| cpus.iter().map(|cpu| (cpu, node)).collect::<Vec<_>>());
         Ledger { host, free, memory: memory.collect(), huge: huge.collect(), node_of: node_of.collect() }
     }
 }
@@ -384,7 +390,9 @@ fn roots(
         let host = format!("{:04x}:{:02x}", root.domain, root.bus);
         let node = root.node.and_then(&guest_node);
         if let (Some(far), None) = (root.node, node) {
-            notes.push(format!("the devices of root complex {host} are on node {far}, of which the VM has nothing"));
+            notes.push(format!(
+                "the devices of root complex {host} are on node {far}, of which the VM has nothing"
+            ));
         }
         let first = u8::try_from(bus).map_err(|_| PlanError::BusesShort { vm: request.name.clone() })?;
         // The root's own bus, and one behind each port.

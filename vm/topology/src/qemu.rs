@@ -137,7 +137,8 @@ fn processors(plan: &VmPlan, options: &Options<'_>) -> Vec<Argument> {
     let full = slots as usize == plan.vcpus.len();
     let spare = slots > plan.shape.slots();
     let first = if full { slots } else { 1 };
-    let smp = format!("{first},sockets={sockets},dies={dies},cores={cores},threads={threads},maxcpus={slots}");
+    let smp =
+        format!("{first},sockets={sockets},dies={dies},cores={cores},threads={threads},maxcpus={slots}");
     let mut list = vec![("-smp", smp)];
     if !full && !spare {
         // The first CPU is the machine's own.
@@ -264,7 +265,8 @@ fn access(plan: &VmPlan, list: &mut Vec<Argument>) {
     list.push(("-machine", "hmat=on".into()));
     for (target, node) in plan.nodes.iter().enumerate() {
         let Some(access) = node.access else { continue };
-        let pair = format!("hmat-lb,initiator={},target={target},hierarchy=memory", nearest_with_cpus(plan, target));
+        let pair =
+            format!("hmat-lb,initiator={},target={target},hierarchy=memory", nearest_with_cpus(plan, target));
         list.push(("-numa", format!("{pair},data-type=access-latency,latency={}", access.latency)));
         list.push(("-numa", format!("{pair},data-type=access-bandwidth,bandwidth={}M", access.bandwidth)));
     }
@@ -277,7 +279,10 @@ fn root_complex(number: usize, root: &GuestRoot, options: &Options<'_>, list: &m
     for (at, device) in root.devices.iter().enumerate() {
         let port = format!("root{number}.{at}");
         // Chassis and slot together must differ from those of all other ports.
-        list.push(("-device", format!("pcie-root-port,id={port},bus=root{number},chassis={},slot={at}", 100 + number)));
+        list.push((
+            "-device",
+            format!("pcie-root-port,id={port},bus=root{number},chassis={},slot={at}", 100 + number),
+        ));
         if let Some(device) = (options.device)(device) {
             list.push(("-device", format!("{device},bus={port}")));
         }
@@ -368,8 +373,13 @@ mod tests {
             node.access = Some(crate::model::Access { bandwidth: 1000, latency: 90 });
         }
         let line = line(&host, &Rules::default(), &[]);
-        assert!(line.contains("nodeid=1,memdev=ram1,initiator=1") && line.contains("-machine hmat=on"), "{line}");
-        assert!(line.contains("hmat-lb,initiator=1,target=1,hierarchy=memory,data-type=access-bandwidth,bandwidth=1000M"));
+        assert!(
+            line.contains("nodeid=1,memdev=ram1,initiator=1") && line.contains("-machine hmat=on"),
+            "{line}"
+        );
+        assert!(line.contains(
+            "hmat-lb,initiator=1,target=1,hierarchy=memory,data-type=access-bandwidth,bandwidth=1000M"
+        ));
     }
 
     #[test]

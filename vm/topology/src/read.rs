@@ -79,15 +79,15 @@ pub fn folder(root: &Path, mut reader: Command) -> Result<Topology> {
         root.display(),
         String::from_utf8_lossy(&output.stderr).trim()
     );
-    serde_json::from_slice(&output.stdout).context("the process that reads the files of /sys said something else")
+    serde_json::from_slice(&output.stdout)
+        .context("the process that reads the files of /sys said something else")
 }
 
 fn built(builder: TopologyBuilder) -> Result<Hwloc> {
     let flags = builder.flags() | BuildFlags::INCLUDE_DISALLOWED;
     let builder = builder.with_flags(flags).context("hwloc refuses to see CPUs outside of the cpuset")?;
-    let builder = builder
-        .with_io_type_filter(TypeFilter::KeepAll)
-        .context("hwloc refuses to look for devices")?;
+    let builder =
+        builder.with_io_type_filter(TypeFilter::KeepAll).context("hwloc refuses to look for devices")?;
     builder.build().context("hwloc finds no topology here")
 }
 
@@ -187,7 +187,8 @@ fn roots(found: &Hwloc) -> Vec<Root> {
                 return None;
             }
             let Some(DownstreamAttributes::PCI(down)) = bridge.downstream_attributes() else { return None };
-            let mut root = Root { domain: down.domain().into(), bus: down.secondary_bus(), ..Root::default() };
+            let mut root =
+                Root { domain: down.domain().into(), bus: down.secondary_bus(), ..Root::default() };
             let nodes: Vec<u32> = object.first_non_io_ancestor().map(near).unwrap_or_default();
             root.node = <[u32; 1]>::try_from(nodes).ok().map(|[node]| node);
             devices(object, &mut root.devices);

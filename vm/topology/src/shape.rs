@@ -113,7 +113,9 @@ pub(crate) fn arrange(host: &Topology, cpus: &CpuSet, vm: &str) -> Result<Arrang
     }
     let empty = u64::from(shape.slots()).saturating_sub(slots.len() as u64);
     if empty > 0 {
-        notes.push(format!("{empty} slots of the guest stay empty: its packages, dies or cores are not equally wide"));
+        notes.push(format!(
+            "{empty} slots of the guest stay empty: its packages, dies or cores are not equally wide"
+        ));
     }
     Ok(Arranged { shape, slots, l3: !dies_of.is_empty(), notes })
 }

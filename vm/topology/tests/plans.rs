@@ -33,8 +33,10 @@ impl Machine {
 
     fn build(&self) -> Topology {
         let [packages, dies, caches, cores, threads] = self.wide;
-        let (package, die) = if self.node_per_die { ("", "[numa(memory=8GiB)]") } else { ("[numa(memory=8GiB)]", "") };
-        let text = format!("package:{packages} {package} die:{dies} {die} l3:{caches} core:{cores} pu:{threads}");
+        let (package, die) =
+            if self.node_per_die { ("", "[numa(memory=8GiB)]") } else { ("[numa(memory=8GiB)]", "") };
+        let text =
+            format!("package:{packages} {package} die:{dies} {die} l3:{caches} core:{cores} pu:{threads}");
         let mut machine = synthetic(&text).unwrap();
         for _ in 0..self.memory_only {
             let os = u32::try_from(machine.nodes.len()).unwrap();
@@ -109,7 +111,11 @@ fn is_like_the_host(host: &Topology, vm: &VmPlan) {
         // Neighbours in the guest's order, and a few far ones: all pairs of 1,024 are too many for each case.
         for (b, second) in (0..).zip(&vm.vcpus).skip(a as usize).step_by(1 + vm.vcpus.len() / 32) {
             for relation in &relations {
-                assert_eq!(relation(host, first.host, second.host), relation(&guest, a, b), "{first:?} {second:?}");
+                assert_eq!(
+                    relation(host, first.host, second.host),
+                    relation(&guest, a, b),
+                    "{first:?} {second:?}"
+                );
             }
         }
     }
@@ -212,7 +218,8 @@ fn cpus_that_are_close_are_below_one_cache_where_one_holds_them() {
     let host = synthetic("package:2 [numa(memory=16GiB)] l3:2 core:4 pu:2").unwrap();
     let rules = Rules { reserve: 2, ..Rules::default() };
     let plan = plan(&host, &rules, &[request(Part::Close, 8), request(Part::Close, 6)]).unwrap();
-    let caches = |vm: &VmPlan| -> BTreeSet<_> { vm.host_cpus().iter().map(|cpu| host.cpu(cpu).unwrap().l3).collect() };
+    let caches =
+        |vm: &VmPlan| -> BTreeSet<_> { vm.host_cpus().iter().map(|cpu| host.cpu(cpu).unwrap().l3).collect() };
     assert_eq!(plan.vms[0].host_cpus().to_string(), "8-15");
     assert_eq!(plan.vms[1].host_cpus().to_string(), "2-7", "the cache that is left with the fewest");
     assert_eq!(plan.vms.iter().map(|vm| caches(vm).len()).collect::<Vec<_>>(), [1, 1]);
@@ -222,7 +229,15 @@ fn cpus_that_are_close_are_below_one_cache_where_one_holds_them() {
 #[test]
 fn cpus_of_several_nodes_are_in_equal_parts_on_the_nearest() {
     let mut host = synthetic("package:4 [numa(memory=16GiB)] core:8 pu:1").unwrap();
-    let far = |a: usize, b: usize| if a == b { 10 } else if a / 2 == b / 2 { 12 } else { 32 };
+    let far = |a: usize, b: usize| {
+        if a == b {
+            10
+        } else if a / 2 == b / 2 {
+            12
+        } else {
+            32
+        }
+    };
     host.distances = Some((0..4).map(|a| (0..4).map(|b| far(a, b)).collect()).collect());
     let rules = Rules { taken: "0".parse().unwrap(), ..Rules::default() };
     let vm = plan(&host, &rules, &[request(Part::Close, 12)]).unwrap().vms.remove(0);
@@ -277,7 +292,11 @@ fn what_can_not_be_had_is_refused_by_name_with_the_remedy() {
         (cpus("12"), "CPUs 12: the host does not have them", "topology show"),
         (cpus("0-1"), "CPUs 0: they are reserved", "topology plan"),
         (request(Part::Node(7), 0), "node 7, and the host has the nodes 0-2", "topology show"),
-        (request(Part::Node(2), 0), "node 2, which the VM 'a' names, has memory and no CPU", "name a node with CPUs"),
+        (
+            request(Part::Node(2), 0),
+            "node 2, which the VM 'a' names, has memory and no CPU",
+            "name a node with CPUs",
+        ),
         (large, "wants 65536 MiB", "lower its 'memory'"),
         (with_device, "0000:01:00.0", "passthrough ls"),
     ];
