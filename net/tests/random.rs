@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fuzzer's hostile guest with made-up behaviour of a few seconds' worth; `cargo +nightly fuzz run rings` goes on
-//! from here, guided by coverage.
+//! The fuzzer's hostile guest with made-up behaviour of a few seconds' worth; `net/fuzz/run.sh SECONDS rings` goes
+//! on from here, guided by coverage.
 
 #[path = "common/guest.rs"]
 mod guest;
