@@ -79,7 +79,7 @@ static int tmb_show_options(struct seq_file *m, struct dentry *root)
 static const struct super_operations tmb_super_ops = {
 	.alloc_inode = tmb_alloc_inode,
 	.free_inode = tmb_free_inode,
-	/* Nothing is gained by keeping an inode that no name or file refers to: the zone has it all. */
+	/* An inode that no name or file refers to is dropped: its attributes come from the zone anyway. */
 	.drop_inode = generic_delete_inode,
 	.evict_inode = tmb_evict_inode,
 	.statfs = tmb_statfs,
@@ -105,7 +105,7 @@ static void rung(struct tmb_doorbell_client *client)
 	}
 }
 
-/* The files work without it. */
+/* A failure leaves the mount without semaphores. */
 static void start_sync(struct tmb_sb *s)
 {
 	const struct tmb_syncdev_config config = {
@@ -191,7 +191,7 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 	if (writable) {
 		err = tfs_recover_all(&s->fs);
 		if (err)
-			pr_warn("tombolo: zone %s: cleaning up after dead members failed (%d)\n", s->zone.name, err);
+			pr_warn("tombolo: zone %s: the recovery of dead members failed (%d)\n", s->zone.name, err);
 	}
 
 	if (writable && s->zone.sync_length)

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Any bytes as a frame: what describes, checks, cuts and sums it neither panics nor contradicts itself.
-#![no_main]
+//! Any bytes as a frame: the code that parses, checks, segments and sums it neither panics nor contradicts itself.
 
 use std::sync::OnceLock;
 
-use libfuzzer_sys::fuzz_target;
 use tombolo_net::frames::frame::{GSO_NONE, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::frames::headers::{Headers, LOOK, Part};
+use tombolo_net::frames::{offload, vlan};
 use tombolo_net::policy::port::{Policy, Vlan};
 use tombolo_net::policy::rules::{self, Rule, Way};
-use tombolo_net::frames::{offload, vlan};
 use tombolo_net::policy::spoof;
 
 /// No UDP, and ports to be compared.
@@ -24,8 +22,8 @@ fn rules() -> &'static [Rule] {
     RULES.get_or_init(|| all().iter().flatten().map(|t| serde_json::from_str(t).expect("a rule")).collect())
 }
 
-fuzz_target!(|data: &[u8]| {
-    // A virtio-net header, a byte that chooses, then the frame as it is.
+/// One input: a virtio-net header, a byte that chooses the policy, and the frame.
+pub fn one(data: &[u8]) {
     let Some((header, rest)) = data.split_first_chunk() else { return };
     let Some((choice, frame)) = rest.split_first() else { return };
     let (trunk, more, mut frame) = (choice & 1 != 0, choice >> 1, frame.to_vec());
@@ -38,7 +36,7 @@ fuzz_target!(|data: &[u8]| {
         ..Policy::default()
     };
     let head = &frame[..frame.len().min(LOOK)];
-    // A frame that goes on out of sight is described by the same bytes.
+    // A longer frame with the same first bytes has the same description.
     let long = Headers::parse(head, frame.len() as u32 + u32::from(more));
     if long.is_ip() {
         assert!(u32::from(long.l4) <= long.end && long.end <= frame.len() as u32 + u32::from(more));
@@ -51,7 +49,7 @@ fuzz_target!(|data: &[u8]| {
     }
     if headers.is_ip() {
         assert!(u32::from(headers.l4) <= headers.end && headers.end <= frame.len() as u32);
-        // What is behind the packet's end changes nothing.
+        // Bytes behind the packet's end change nothing.
         let end = headers.end as usize;
         let same = Headers::parse(&frame[..end.min(LOOK)], headers.end);
         assert_eq!(same, headers);
@@ -78,4 +76,4 @@ fuzz_target!(|data: &[u8]| {
         assert_eq!((&before[..at], &before[at + 2..]), (&frame[..at], &frame[at + 2..]));
         assert_eq!(Headers::parse(&frame[..frame.len().min(LOOK)], frame.len() as u32), headers);
     }
-});
+}

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A front-end that says anything, with any descriptors: the session ends or goes on, and the port can be served again.
-#![no_main]
+//! A front-end that sends any messages and descriptors: the session ends or continues, and the port can be served
+//! again.
 
 use std::sync::{Arc, Mutex};
 
-use arbitrary::Arbitrary;
-use libfuzzer_sys::fuzz_target;
-use tombolo_net::vring::driver::Ram;
-use tombolo_net::vring::features::OFFERED;
+use arbitrary::{Arbitrary, Unstructured};
+use tombolo_net::forwarding::switch::Switch;
 use tombolo_net::ports::port::Port;
 use tombolo_net::ports::protocol::Session;
-use tombolo_net::forwarding::switch::Switch;
-use vhost::vhost_user::message::*;
+use tombolo_net::vring::driver::Ram;
+use tombolo_net::vring::features::OFFERED;
 use vhost::vhost_user::VhostUserBackendReqHandlerMut;
+use vhost::vhost_user::message::*;
 
 #[derive(Arbitrary, Debug)]
 enum Say {
@@ -31,15 +30,17 @@ enum Say {
     Reset,
 }
 
-fuzz_target!(|acts: Vec<Say>| {
-    let switch = Arc::new(Switch::new(1, 0).expect("a switch"));
+/// One input: what the front-end says, in order.
+pub fn one(data: &[u8]) {
+    let Ok(acts) = Vec::<Say>::arbitrary_take_rest(Unstructured::new(data)) else { return };
+    let switch = Arc::new(Switch::new(1, 0, true).expect("a switch"));
     let port = Arc::new(Port::new("p", 2));
     let ram = Ram::new(1 << 20, 0).expect("memory");
     let session = Arc::new(Mutex::new(Session::new(switch, port.clone(), OFFERED)));
     for say in acts.into_iter().take(100) {
         let file = || ram.file().try_clone().expect("a descriptor");
         let mut s = session.lock().expect("no panic before");
-        // Refusals are as good as anything.
+        // Errors are allowed.
         let _answer = match say {
             Say::Features(f) => s.set_features(f & OFFERED),
             Say::Memory { gpa, size, user, offset } => {
@@ -73,4 +74,4 @@ fuzz_target!(|acts: Vec<Say>| {
     }
     drop(session);
     assert!(port.active_rx(0).is_none(), "a port without a front-end is down");
-});
+}
