@@ -6,7 +6,6 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-#[cfg(fuzzing)]
 use arbitrary::Arbitrary;
 use tombolo_net::forwarding::forward::{Forwarder, Pass};
 use tombolo_net::forwarding::view::{Attached, View};
@@ -16,8 +15,7 @@ use tombolo_net::ports::port::Port;
 use tombolo_net::vring::driver::{Nic, NicConfig, Queue};
 use tombolo_net::vring::features::bit;
 
-#[cfg_attr(fuzzing, derive(Arbitrary))]
-#[derive(Clone, Debug)]
+#[derive(Arbitrary, Clone, Debug)]
 pub enum Act {
     /// Write a descriptor into a ring's table or, with `table`, into memory where indirect tables are sought.
     Desc { rx: bool, table: bool, index: u8, place: Place, len: u32, flags: u16, next: u16 },
@@ -33,8 +31,7 @@ pub enum Act {
     Restart,
 }
 
-#[cfg_attr(fuzzing, derive(Arbitrary))]
-#[derive(Clone, Debug)]
+#[derive(Arbitrary, Clone, Debug)]
 pub enum Place {
     Inside(u32),
     NearEnd(u8),
@@ -42,8 +39,7 @@ pub enum Place {
     Anywhere(u64),
 }
 
-#[cfg_attr(fuzzing, derive(Arbitrary))]
-#[derive(Clone, Debug)]
+#[derive(Arbitrary, Clone, Debug)]
 pub struct Input {
     pub packed: bool,
     pub features: u8,

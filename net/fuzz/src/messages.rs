@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A front-end that sends any messages and descriptors: the session ends or continues, and the port can be served
 //! again.
-#![no_main]
 
 use std::sync::{Arc, Mutex};
 
-use arbitrary::Arbitrary;
-use libfuzzer_sys::fuzz_target;
+use arbitrary::{Arbitrary, Unstructured};
 use tombolo_net::vring::driver::Ram;
 use tombolo_net::vring::features::OFFERED;
 use tombolo_net::ports::port::Port;
@@ -32,8 +30,10 @@ enum Say {
     Reset,
 }
 
-fuzz_target!(|acts: Vec<Say>| {
-    let switch = Arc::new(Switch::new(1, 0).expect("a switch"));
+/// One input: what the front-end says, in order.
+pub fn one(data: &[u8]) {
+    let Ok(acts) = Vec::<Say>::arbitrary_take_rest(Unstructured::new(data)) else { return };
+    let switch = Arc::new(Switch::new(1, 0, true).expect("a switch"));
     let port = Arc::new(Port::new("p", 2));
     let ram = Ram::new(1 << 20, 0).expect("memory");
     let session = Arc::new(Mutex::new(Session::new(switch, port.clone(), OFFERED)));
@@ -74,4 +74,4 @@ fuzz_target!(|acts: Vec<Say>| {
     }
     drop(session);
     assert!(port.active_rx(0).is_none(), "a port without a front-end is down");
-});
+}
