@@ -29,7 +29,7 @@ static void nothing_to_look_for(struct tmb_doorbell_client *client)
 
 static int start_device(struct tmb_calls_zone *c, bool serve)
 {
-	const struct tmb_callsdev_config config = {
+	const struct tmb_calls_config config = {
 		.zone_uuid = c->zone.uuid,
 		.zone_name = c->zone.name,
 		.area = c->zone.addr + c->zone.calls_offset,

@@ -179,7 +179,8 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 	if (err == -EINVAL)
 		errorf(fc, "tombolo: zone %s has no file system: run `tombolo files mkfs` on the host", s->zone.name);
 	else if (err == -EPROTONOSUPPORT)
-		errorf(fc, "tombolo: zone %s: its file system is of another version than this module", s->zone.name);
+		errorf(fc, "tombolo: zone %s: its file system is of another version than this module: install the host's tombolo-dkms here",
+		       s->zone.name);
 	else if (err)
 		errorf(fc, "tombolo: zone %s: its file system is damaged (%d): run `tombolo files fsck` on the host",
 		       s->zone.name, err);
@@ -252,7 +253,7 @@ static int tmb_get_tree(struct fs_context *fc)
 	if (err) {
 		o->path = NULL;
 		if (err == -EPROTONOSUPPORT)
-			errorf(fc, "tombolo: %s: a zone of another version than this module", fc->source);
+			errorf(fc, "tombolo: %s: a zone of another version than this module: install the host's tombolo-dkms here", fc->source);
 		else if (err == -ENODATA)
 			errorf(fc, "tombolo: %s: the zone has no area for files: run `tombolo files mkfs` on the host", fc->source);
 		else if (err == -EUCLEAN)

@@ -7,13 +7,13 @@
 #ifndef TOMBOLO_SERVEDEV_H
 #define TOMBOLO_SERVEDEV_H
 
-#include "callsdev.h"
+#include "callsarea.h"
 
 struct tmb_servedev;
 
-/* Makes the device of a joined zone. ERR_PTR; -ENODATA: the host has not initialized the area. May sleep. */
-struct tmb_servedev *tmb_servedev_create(const struct tmb_callsdev_config *config);
-/* Removes the device. Called when no process has it open: its files keep the module loaded. May sleep. */
+/* The zone was joined: makes the device. ERR_PTR; -ENODATA: the host has not made the area ready. May sleep. */
+struct tmb_servedev *tmb_servedev_create(const struct tmb_calls_config *config);
+/* The device goes. Only when no process has it open: its files hold the module. May sleep. */
 void tmb_servedev_destroy(struct tmb_servedev *dev);
 
 #endif
