@@ -24,7 +24,8 @@ fn services() -> &'static [Box<dyn Responder>; 2] {
         four.put(GUEST, Lease { address, name: name.clone() }).expect("a lease");
         let address = "fd00::5".parse().expect("an address");
         six.put(GUEST, Lease { address, name }).expect("a lease");
-        let dhcp = serde_json::from_str(r#"{ "address": "10.0.0.1/24", "dns": ["10.0.0.2"], "domain": "lan" }"#);
+        let dhcp =
+            serde_json::from_str(r#"{ "address": "10.0.0.1/24", "dns": ["10.0.0.2"], "domain": "lan" }"#);
         let ipv6 = serde_json::from_str(r#"{ "prefix": "fd00::/64", "managed": true, "dns": ["fd00::53"] }"#);
         [
             Box::new(Dhcp::new(dhcp.expect("a configuration"), four)),

@@ -5,13 +5,13 @@
 use std::sync::{Arc, Mutex};
 
 use arbitrary::{Arbitrary, Unstructured};
-use tombolo_net::vring::driver::Ram;
-use tombolo_net::vring::features::OFFERED;
+use tombolo_net::forwarding::switch::Switch;
 use tombolo_net::ports::port::Port;
 use tombolo_net::ports::protocol::Session;
-use tombolo_net::forwarding::switch::Switch;
-use vhost::vhost_user::message::*;
+use tombolo_net::vring::driver::Ram;
+use tombolo_net::vring::features::OFFERED;
 use vhost::vhost_user::VhostUserBackendReqHandlerMut;
+use vhost::vhost_user::message::*;
 
 #[derive(Arbitrary, Debug)]
 enum Say {
