@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Any bytes as a frame for the switch's own services, and as a message about multicast groups: what reads them neither panics
-//! nor answers with more than a frame.
+//! Any bytes as a frame for the switch's own services, and as a message about multicast groups: the parsers neither panic nor
+//! answer with more than a frame.
 
 use std::sync::OnceLock;
 
@@ -24,7 +24,8 @@ fn services() -> &'static [Box<dyn Responder>; 2] {
         four.put(GUEST, Lease { address, name: name.clone() }).expect("a lease");
         let address = "fd00::5".parse().expect("an address");
         six.put(GUEST, Lease { address, name }).expect("a lease");
-        let dhcp = serde_json::from_str(r#"{ "address": "10.0.0.1/24", "dns": ["10.0.0.2"], "domain": "lan" }"#);
+        let dhcp =
+            serde_json::from_str(r#"{ "address": "10.0.0.1/24", "dns": ["10.0.0.2"], "domain": "lan" }"#);
         let ipv6 = serde_json::from_str(r#"{ "prefix": "fd00::/64", "managed": true, "dns": ["fd00::53"] }"#);
         [
             Box::new(Dhcp::new(dhcp.expect("a configuration"), four)),
@@ -33,9 +34,9 @@ fn services() -> &'static [Box<dyn Responder>; 2] {
     })
 }
 
-/// One input: a byte that chooses the frame's beginning, and the frame's rest.
+/// One input: a byte that chooses the headers, and the rest of the frame.
 pub fn one(data: &[u8]) {
-    // A byte that chooses what the frame begins with, since no sum or length leads there.
+    // This byte chooses the frame's headers, since mutation does not find valid sums and lengths.
     let Some((choice, rest)) = data.split_first() else { return };
     let mut frame = vec![0xff; 6];
     frame.extend(GUEST.0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Any bytes as a frame: what describes, checks, cuts and sums it neither panics nor contradicts itself.
+//! Any bytes as a frame: the code that parses, checks, segments and sums it neither panics nor contradicts itself.
 
 use std::sync::OnceLock;
 
@@ -36,7 +36,7 @@ pub fn one(data: &[u8]) {
         ..Policy::default()
     };
     let head = &frame[..frame.len().min(LOOK)];
-    // A frame that goes on out of sight is described by the same bytes.
+    // A longer frame with the same first bytes has the same description.
     let long = Headers::parse(head, frame.len() as u32 + u32::from(more));
     if long.is_ip() {
         assert!(u32::from(long.l4) <= long.end && long.end <= frame.len() as u32 + u32::from(more));
@@ -49,7 +49,7 @@ pub fn one(data: &[u8]) {
     }
     if headers.is_ip() {
         assert!(u32::from(headers.l4) <= headers.end && headers.end <= frame.len() as u32);
-        // What is behind the packet's end changes nothing.
+        // Bytes behind the packet's end change nothing.
         let end = headers.end as usize;
         let same = Headers::parse(&frame[..end.min(LOOK)], headers.end);
         assert_eq!(same, headers);

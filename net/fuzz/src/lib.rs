@@ -65,7 +65,8 @@ mod tests {
     fn every_target_takes_bytes_without_meaning() {
         for (name, one) in super::TARGETS {
             for seed in 1..=50u64 {
-                let input: Vec<u8> = bytes(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)).take(4 * seed as usize).collect();
+                let input: Vec<u8> =
+                    bytes(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)).take(4 * seed as usize).collect();
                 assert!(std::panic::catch_unwind(|| one(&input)).is_ok(), "{name}, seed {seed}");
             }
         }

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A front-end that says anything, with any descriptors: the session ends or goes on, and the port can be served again.
+//! A front-end that sends any messages and descriptors: the session ends or continues, and the port can be served
+//! again.
 
 use std::sync::{Arc, Mutex};
 
 use arbitrary::{Arbitrary, Unstructured};
-use tombolo_net::vring::driver::Ram;
-use tombolo_net::vring::features::OFFERED;
+use tombolo_net::forwarding::switch::Switch;
 use tombolo_net::ports::port::Port;
 use tombolo_net::ports::protocol::Session;
-use tombolo_net::forwarding::switch::Switch;
-use vhost::vhost_user::message::*;
+use tombolo_net::vring::driver::Ram;
+use tombolo_net::vring::features::OFFERED;
 use vhost::vhost_user::VhostUserBackendReqHandlerMut;
+use vhost::vhost_user::message::*;
 
 #[derive(Arbitrary, Debug)]
 enum Say {
@@ -39,7 +40,7 @@ pub fn one(data: &[u8]) {
     for say in acts.into_iter().take(100) {
         let file = || ram.file().try_clone().expect("a descriptor");
         let mut s = session.lock().expect("no panic before");
-        // Refusals are as good as anything.
+        // Errors are allowed.
         let _answer = match say {
             Say::Features(f) => s.set_features(f & OFFERED),
             Say::Memory { gpa, size, user, offset } => {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest that writes anything into its rings, honest ones beside it: whatever the first does, passes end, nothing is
-//! touched outside of its memory, and frames between honest guests arrive. The fuzzer and `random.rs` make up what it does.
+//! A guest that writes anything into its rings, beside honest ones: for all that it does, passes end, no memory outside of
+//! its own is touched, and frames between honest guests arrive. The fuzzer and `random.rs` choose its actions.
 #![allow(unreachable_pub)]
 
 use std::sync::Arc;
@@ -58,7 +58,7 @@ fn frame(to: u8, from: u8, len: usize) -> Vec<u8> {
     f
 }
 
-/// Plays it through.
+/// Runs the actions.
 pub fn play(input: Input) {
     let mut features = 1 << bit::INDIRECT_DESC;
     let chosen =
@@ -139,7 +139,7 @@ pub fn play(input: Input) {
             }
         }
     }
-    // The neighbours are as well as ever.
+    // The neighbours still work.
     while nics[1].receive().is_some() {}
     let honest = frame(1, 2, 100);
     for n in 0..64 {

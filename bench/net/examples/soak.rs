@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What `tombolo bench net --soak-frames` does, without the rest of the program: `soak SWITCH FRAMES SEED`, where SWITCH is the
-//! `tombolo-switch` to be killed under load.
+//! The soak of `tombolo bench net --soak-frames` without the rest of that program: `soak SWITCH FRAMES SEED`, where SWITCH is
+//! the `tombolo-switch` that is killed under load.
 
 use std::process::ExitCode;
 use std::time::Duration;
 
-use tombolo_net::soak::{Plan, Until, run};
+use tombolo_net_load::soak::{Plan, Until, run};
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();

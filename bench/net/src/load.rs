@@ -2,12 +2,12 @@
 //! The measurements of `tombolo bench net` that need no VM: the switch and its peers under the same load, on the same
 //! cores, in turns.
 //!
-//! The load is DPDK's testpmd with two virtio-user ports, which sends frames round and round: out of one port, through
-//! the system under test, into the other, and out again. The system under test has one core (`back_cpu`), testpmd the
-//! other (`front_cpu`). Within a repetition the systems take turns, so that what the machine does besides hits all.
+//! The load is DPDK's testpmd with two virtio-user ports, which circulates frames: out of one port, through the system under
+//! test, into the other, and out again. The system under test has one core (`back_cpu`), testpmd the other (`front_cpu`).
+//! Within a repetition the systems take turns, so that other load on the machine hits all of them.
 //!
-//! Round trips are measured by two cards of our own ([`crate::vring::driver`]) on `front_cpu`; idle CPU with testpmd's ports
-//! connected and silent. How fast memory is copied at all is measured too: frames of one buffer into another, in a set of
+//! Round trips are measured by two cards ([`tombolo_net::vring::driver`]) on `front_cpu`; idle CPU with testpmd's
+//! ports connected and silent. The speed of copying memory is measured too: frames of one buffer into another, in a set of
 //! buffers as large as testpmd's, once (as the switch does) and through a third one (as DPDK does).
 
 use std::fs::File;
@@ -21,16 +21,14 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use serde_json::json;
 
-use crate::control::config::Config;
-use crate::control::daemon::Daemon;
-use crate::vring::driver::{Nic, NicConfig};
-use peer::{Ovs, Peer};
-
-mod peer;
+use crate::peer::{Ovs, Peer};
+use tombolo_net::control::config::Config;
+use tombolo_net::control::daemon::Daemon;
+use tombolo_net::vring::driver::{Nic, NicConfig};
 
 const MACS: [&str; 2] = ["02:00:00:00:00:00", "02:00:00:00:00:01"];
 
-/// What to measure.
+/// The measurements to make.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     /// Frame sizes
@@ -57,12 +55,12 @@ pub struct Options {
 }
 
 impl Options {
-    /// How often a case is to be measured.
+    /// Returns how often a case is measured.
     fn turns(&self, case: &str) -> u32 {
         if self.wants(case) { self.repetitions } else { 0 }
     }
 
-    /// Is this case to be measured?
+    /// Returns whether a case is measured.
     #[must_use]
     pub fn wants(&self, case: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|word| case.contains(word.as_str()))
@@ -127,7 +125,7 @@ impl Backend {
         self.dir.path().join(format!("s{i}"))
     }
 
-    /// Waits until it is ready for what has connected.
+    /// Waits until it serves the connected cards.
     fn settle(&self) -> anyhow::Result<()> {
         if let Kind::Ovs(ovs) = &self.kind { ovs.wait_for_ports() } else { Ok(()) }
     }
@@ -205,7 +203,7 @@ impl Load {
         }
     }
 
-    /// Frames per second and direction, the mean of both.
+    /// Measures frames per second and direction, the mean of both.
     fn rate(&mut self, size: u32, seconds: f64) -> anyhow::Result<f64> {
         self.say(&format!("set txpkts {size}"))?;
         self.say("start tx_first 8")?;
@@ -225,7 +223,7 @@ impl Load {
 
 /// Median round trip in microseconds of a 64-byte frame from one polling card to another and back.
 fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64> {
-    crate::forwarding::worker::pin(cpu)?;
+    tombolo_net::forwarding::worker::pin(cpu)?;
     let config = NicConfig { packed, ..NicConfig::default() };
     let mut nics = [Nic::new(config)?, Nic::new(config)?];
     for (i, nic) in nics.iter_mut().enumerate() {
@@ -235,7 +233,7 @@ fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64
     let frame = |to: usize| -> anyhow::Result<Vec<u8>> {
         let mut f = Vec::new();
         for i in [to, 1 - to] {
-            f.extend(MACS[i].parse::<crate::frames::frame::Mac>()?.0);
+            f.extend(MACS[i].parse::<tombolo_net::frames::frame::Mac>()?.0);
         }
         f.extend([0x88, 0xb5]);
         f.resize(64, 0);
@@ -259,8 +257,8 @@ fn round_trip(backend: &Backend, packed: bool, cpu: usize) -> anyhow::Result<f64
     Ok(times[times.len() / 2])
 }
 
-/// Sends frames until one of them has arrived: testpmd and OVS drop what comes before they have taken in both cards, and
-/// tell nobody when they have.
+/// Sends frames until one of them has arrived: testpmd and OVS drop frames until they poll both cards, and don't report when
+/// they do.
 fn until_forwarded(from: &mut Nic, to: &mut Nic, frame: &[u8]) -> anyhow::Result<()> {
     let end = Instant::now() + Duration::from_secs(20);
     let mut sent = 0;
@@ -288,7 +286,7 @@ fn one_way(from: &mut Nic, to: &mut Nic, frame: &[u8], limit: Instant) -> anyhow
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Figure {
-    /// What was measured.
+    /// The measured case.
     pub case: String,
     pub system: String,
     /// The figure, in `unit`.
@@ -298,7 +296,7 @@ pub struct Figure {
     pub higher: bool,
 }
 
-/// What a bench says while it runs.
+/// A report of a running bench.
 #[derive(Clone, Debug, PartialEq)]
 pub enum News {
     Figure(Figure),
@@ -311,10 +309,10 @@ pub enum News {
     },
 }
 
-/// Measures every case, and tells each figure as soon as it is there. A peer that fails is left out of that case.
+/// Measures every case and calls `tell` with each figure at once. A peer that fails is left out of that case.
 ///
 /// # Errors
-/// The switch itself doesn't do what it should, or `tell` fails.
+/// The switch itself fails, or `tell` does.
 pub fn run(options: &Options, tell: &mut dyn FnMut(News) -> anyhow::Result<()>) -> anyhow::Result<()> {
     let mut cell = |case: &str, system: &str, unit: &'static str, measured: anyhow::Result<f64>| {
         let (case, system) = (case.to_owned(), system.to_owned());
@@ -387,13 +385,13 @@ fn idle(system: &str, options: &Options) -> anyhow::Result<f64> {
     Ok((backend.cpu_seconds()? - before) / start.elapsed().as_secs_f64() * 100.0)
 }
 
-/// Frames per second that one core copies from buffer to buffer among as many as testpmd has on their way, in an order
-/// that no prefetcher guesses; `through`: by way of a buffer that stays in the cache.
+/// Measures the frames per second that one core copies from buffer to buffer among as many as testpmd has in flight, in an
+/// order that no prefetcher predicts; `through`: by way of a buffer that stays in the cache.
 fn copies(size: usize, through: bool, cpu: usize) -> anyhow::Result<f64> {
     const BUFFERS: usize = 1536;
     const FRAMES: usize = 100_000;
     let work = move || -> anyhow::Result<f64> {
-        crate::forwarding::worker::pin(cpu)?;
+        tombolo_net::forwarding::worker::pin(cpu)?;
         let stride = size + 320;
         let mut memory = vec![1u8; stride * BUFFERS];
         let mut third = vec![0u8; size];

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Programs of others that the bench runs: they end with the bench, however that ends, and what they leave under /run is
-//! removed.
+//! Other projects' programs that the bench runs. They end with the bench, even if it is killed, and their files under /run are removed.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -10,9 +9,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 
 /// A running program.
-pub(super) struct Peer {
+pub(crate) struct Peer {
     pub child: Child,
-    /// What DPDK calls its folder under /run.
+    /// The name of DPDK's folder under /run.
     prefix: Option<String>,
 }
 
@@ -31,9 +30,9 @@ impl Peer {
         Ok(Self { child, prefix: None })
     }
 
-    /// testpmd, with the arguments that all of ours have; `tell`: which of them it is.
+    /// Returns testpmd's command with the common arguments; `tell`: the name of this instance.
     pub fn testpmd(tell: &str) -> (Command, String) {
-        // It says things when it says them, though nobody sits at a terminal.
+        // Unbuffered output, though it is no terminal.
         let mut command = Command::new("stdbuf");
         let prefix = format!("{tell}{}", std::process::id());
         command.args(["-oL", "dpdk-testpmd", "--no-huge", "-m", "512", "--no-pci", "--no-telemetry"]);
@@ -58,15 +57,15 @@ impl Drop for Peer {
             let root = unsafe { libc::geteuid() } == 0;
             let own = std::env::var_os("XDG_RUNTIME_DIR").filter(|_| !root).map(PathBuf::from);
             let base = own.unwrap_or_else(|| if root { "/var/run".into() } else { "/tmp".into() });
-            // Whoever ended properly has removed it.
+            // A program that ended by itself has removed it.
             let _gone = std::fs::remove_dir_all(base.join("dpdk").join(prefix));
         }
     }
 }
 
-/// Open vSwitch with DPDK: an instance of its own, whose database, sockets and logs are in a folder of ours, and whose
-/// bridge is in a network namespace that ends with it.
-pub(super) struct Ovs {
+/// Open vSwitch with DPDK: an instance of its own, whose database, sockets and logs are in a folder of the bench, and whose bridge is in a
+/// network namespace that ends with it.
+pub(crate) struct Ovs {
     _database: Peer,
     pub switch: Peer,
     control: PathBuf,
@@ -75,8 +74,8 @@ pub(super) struct Ovs {
 const OVS: &str = "openvswitch-switch-dpdk";
 
 impl Ovs {
-    /// A bridge with the ports s0 and s1, whose sockets are in `dir`; what comes from one goes to the other, its only rules: the load's
-    /// frames come back with the address that they had, by which nothing can be learnt. One thread polls, on `poll_cpu`; the others are on
+    /// Starts a bridge with the ports s0 and s1, whose sockets are in `dir`. Its only rules forward frames from one to the other: the
+    /// load's frames come back with their own address, so the bridge can't learn. One thread polls, on `poll_cpu`; the others are on
     /// `main_cpu`.
     pub fn start(dir: &Path, main_cpu: usize, poll_cpu: usize, mtu: u32) -> anyhow::Result<Self> {
         let database = dir.join("conf.db");
@@ -144,10 +143,10 @@ impl Ovs {
         Ok(Self { _database: server, switch, control })
     }
 
-    /// Waits until both ports are polled: when a guest has come, their memory is set up anew, which takes seconds.
+    /// Waits until both ports are polled: after a guest connects, OVS sets up their memory again, which takes seconds.
     pub fn wait_for_ports(&self) -> anyhow::Result<()> {
         let end = Instant::now() + Duration::from_secs(30);
-        // A port that is about to be set up anew is listed still: only what lasts counts.
+        // A port that is about to be set up again is still listed, so it must stay listed.
         let mut seen = 0;
         while seen < 5 {
             anyhow::ensure!(Instant::now() < end, "Open vSwitch does not poll both ports");

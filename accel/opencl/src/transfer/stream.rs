@@ -2,15 +2,16 @@
 //! Long transfers that the program waits for, piece by piece through a few slots of the window: one side copies a piece while the other is at the next. The
 //! server's end is one command of the driver, so it needs a device that runs native kernels: a processor.
 
-use super::transfer::{Range, staging};
-use crate::rt::{self, Id, Obj, code};
+use super::buffer::Range;
+use super::slot::staging;
+use crate::rt::{self, Id, Obj};
 use crate::state::As;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use tombolo_accel_client::connection::{Awaited, Connection};
 use tombolo_accel_client::staging::Place;
-use tombolo_accel_spec::opencl as wire;
+use tombolo_accel_spec::opencl::{self as wire, cl};
 
 /// Bytes of a piece, a multiple of a page: short, so that the side which begins later soon does, and long beside what a record costs.
 const PIECE: u64 = 256 << 10;
@@ -19,22 +20,18 @@ const SLOTS: u64 = 4;
 /// The shortest transfer that gains by it: of 1 MiB, two copies one after the other take less time than handing the pieces over.
 const LEAST: u64 = 2 << 20;
 
-/// Numbers of streams.
 static NEXT: AtomicU64 = AtomicU64::new(1);
-
-/// CL_DEVICE_EXECUTION_CAPABILITIES, and of it CL_EXEC_NATIVE_KERNEL
-const EXECUTION_CAPABILITIES: u32 = 0x1029;
-const NATIVE_KERNEL: u64 = 2;
 
 fn runs_native_kernels(queue: Obj) -> Result<bool, i32> {
     let device = queue.queue()?.device.id();
-    let (status, bytes) = rt::ask_once(&wire::GetDeviceInfo { device, param: EXECUTION_CAPABILITIES })?;
+    let (status, bytes) =
+        rt::ask_once(&wire::GetDeviceInfo { device, param: cl::DEVICE_EXECUTION_CAPABILITIES })?;
     let bits = bytes.first_chunk().map_or(0, |bits| u64::from_le_bytes(*bits));
-    Ok(status == wire::SUCCESS && bits & NATIVE_KERNEL != 0)
+    Ok(status == wire::SUCCESS && bits & cl::EXEC_NATIVE_KERNEL != 0)
 }
 
-/// Whether a transfer that the program waits for may go this way.
-pub(super) fn suits(queue: Obj, range: &Range) -> Result<bool, i32> {
+/// Returns whether a transfer that the program waits for may go this way.
+pub fn suits(queue: Obj, range: &Range) -> Result<bool, i32> {
     let long = range.len >= LEAST && rt::connection()?.shares_window;
     Ok(long && range.cut(queue)? && runs_native_kernels(queue)?)
 }
@@ -48,7 +45,6 @@ struct Piece {
     status: Arc<AtomicI32>,
 }
 
-/// A transfer.
 struct Stream<'c> {
     connection: &'c Connection,
     id: u64,
@@ -62,7 +58,7 @@ impl Stream<'_> {
         let len = PIECE.min(self.range.len - at);
         let host = self.range.piece(at, len);
         if self.writes {
-            let to = self.connection.window.at(slot, len).map_err(|_| code::ALLOCATION)?;
+            let to = self.connection.window.at(slot, len).map_err(|_| cl::MEM_OBJECT_ALLOCATION_FAILURE)?;
             // SAFETY: the program's region is readable, as the API says; the slot is ours.
             unsafe { host.gather(to) };
         }
@@ -76,7 +72,7 @@ impl Stream<'_> {
         Ok(())
     }
 
-    /// Waits for the oldest piece; its slot.
+    /// Waits for the oldest piece. Returns its slot.
     fn take(&mut self) -> Result<Option<u64>, i32> {
         let Some(piece) = self.under_way.pop_front() else { return Ok(None) };
         if piece.at == 0 && !rt::lost(self.connection.redeemed_soon(&piece.copied))? {
@@ -89,7 +85,11 @@ impl Stream<'_> {
         }
         if !self.writes {
             let host = self.range.piece(piece.at, piece.len);
-            let from = self.connection.window.at(piece.slot, piece.len).map_err(|_| code::ALLOCATION)?;
+            let from = self
+                .connection
+                .window
+                .at(piece.slot, piece.len)
+                .map_err(|_| cl::MEM_OBJECT_ALLOCATION_FAILURE)?;
             // SAFETY: the program's region is writable, as the API says; the slot was filled.
             unsafe { host.scatter(from) };
         }
@@ -133,7 +133,7 @@ fn transfer(queue: Obj, range: Range, writes: bool) -> Result<(), i32> {
         }
         connection.give_staging(slots, count * PIECE);
         // The queue was closed by what failed, and knows its code.
-        rt::call(&wire::Finish { queue: queue.id() })?;
+        rt::call(&wire::Finish { command_queue: queue.id() })?;
         return Err(code);
     }
     connection.give_staging(slots, count * PIECE);
@@ -141,11 +141,11 @@ fn transfer(queue: Obj, range: Range, writes: bool) -> Result<(), i32> {
 }
 
 /// Reads a range of a buffer.
-pub(super) fn read(queue: Obj, range: Range) -> Result<(), i32> {
+pub fn read(queue: Obj, range: Range) -> Result<(), i32> {
     transfer(queue, range, false)
 }
 
 /// Writes a range of a buffer.
-pub(super) fn write(queue: Obj, range: Range) -> Result<(), i32> {
+pub fn write(queue: Obj, range: Range) -> Result<(), i32> {
     transfer(queue, range, true)
 }

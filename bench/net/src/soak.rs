@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Every frame accounted for, for as long as one likes: two cards ([`crate::vring::driver`]) send to each other through a switch
-//! that runs as a process of its own. Frames carry numbers, so that whoever receives sees what is missing.
+//! Accounts for every frame, for any length of time: two cards ([`tombolo_net::vring::driver`]) send to each other through a switch that runs as
+//! a process of its own. Frames are numbered, so that the receiver finds missing ones.
 //!
-//! Rounds alternate. With a *free* sender frames are lost where a receiver is slow, and the switch's counters must explain
-//! each. With a *bounded* one (never more in flight than the receiver has buffers for) none may be lost; then the switch is
-//! killed in the middle, without warning, and a new one takes up the rings. Since a frame is done for its sender only after
-//! its receiver can see it, a killed switch may repeat the frames of one batch, and loses none.
+//! Rounds alternate. A *free* sender loses frames at a slow receiver, and the switch's counters must explain each. A *bounded* sender
+//! (never more in flight than the receiver has buffers for) must lose none; then the switch is killed in the middle, without warning, and a
+//! new one takes over the rings. A frame is done for its sender only after its receiver can see it. So a killed switch may repeat the
+//! frames of one batch, and loses none.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,36 +17,36 @@ use anyhow::{Context, ensure};
 use tombolo_control::net::Ports;
 use vhost::vhost_user::message::VhostUserInflight;
 
-use crate::control::socket::{Request, ask};
-use crate::forwarding::forward::BATCH;
-use crate::frames::frame::{ETH_HEADER, Mac};
-use crate::vring::driver::{Nic, NicConfig};
+use tombolo_net::control::socket::{Request, ask};
+use tombolo_net::forwarding::forward::BATCH;
+use tombolo_net::frames::frame::{ETH_HEADER, Mac};
+use tombolo_net::vring::driver::{Nic, NicConfig};
 
 /// Entries of each ring.
 const RING: u16 = 256;
 /// Frames in flight of a bounded sender.
 const BOUND: u64 = 192;
-/// Frames that are sent between two looks at what has come.
+/// Frames sent between two looks at the received ones.
 const BURST: usize = 32;
-/// How long anything may take that takes no time.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Timeout of steps that take no time.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What to do.
+/// The settings of a run.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The program that runs a switch, and the arguments before the switch's own: `tombolo`, `net run`.
     pub program: PathBuf,
     /// See `program`.
     pub arguments: Vec<String>,
-    /// For how long.
+    /// The length of the run.
     pub until: Until,
-    /// How long one round takes, more or less.
+    /// The approximate length of a round.
     pub round: Duration,
-    /// Decides how long each round takes, and so where its kill comes.
+    /// Seed of the length of each round, and so of the time of its kill.
     pub seed: u64,
 }
 
-/// When to end.
+/// The end of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
     /// After that time.
@@ -55,14 +55,14 @@ pub enum Until {
     Frames(u64),
 }
 
-/// What came of it.
+/// The result of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Frames that were sent.
     pub sent: u64,
     /// Frames that arrived, repeated ones not counted.
     pub received: u64,
-    /// Frames that did not, and that a counter of the switch explains, by reason.
+    /// Frames that did not arrive, and that a counter of the switch explains, by reason.
     pub drops: BTreeMap<String, u64>,
     /// Frames that arrived again after a kill.
     pub repeated: u64,
@@ -73,13 +73,13 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Frames that did not arrive, and that a counter explains.
+    /// Returns the frames that did not arrive, and that a counter explains.
     #[must_use]
     pub fn dropped(&self) -> u64 {
         self.drops.values().sum()
     }
 
-    /// Frames that did not arrive, and that nothing explains.
+    /// Returns the frames that did not arrive without an explanation.
     #[must_use]
     pub fn unexplained(&self) -> u64 {
         self.sent - self.received - self.dropped()
@@ -123,7 +123,7 @@ struct Guest {
     template: Vec<u8>,
     frame: Vec<u8>,
     sent: u64,
-    /// The number that comes next.
+    /// The next number.
     next: u64,
     received: u64,
     repeated: u64,
@@ -160,7 +160,7 @@ impl Guest {
         sent
     }
 
-    /// Takes what has come.
+    /// Takes the received frames.
     fn receive(&mut self) -> anyhow::Result<()> {
         while self.nic.receive_into(&mut self.frame).is_some() {
             let frame = &self.frame;
@@ -198,7 +198,7 @@ impl Switch {
         let child = command.env("RUST_LOG", "warn").stdin(Stdio::null()).spawn();
         let child = child.with_context(|| plan.program.display().to_string())?;
         let switch = Self { child, dir };
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while ask::<Ports>(&switch.dir.path().join("control"), &Request::Ports).is_err() {
             ensure!(Instant::now() < end, "the switch does not answer");
             std::thread::sleep(Duration::from_millis(5));
@@ -213,7 +213,7 @@ impl Switch {
         Ok(())
     }
 
-    /// Drops of all ports, by reason.
+    /// Returns the drops of all ports, by reason.
     fn drops(&self) -> anyhow::Result<BTreeMap<String, u64>> {
         let (answer, _) = ask::<Ports>(&self.dir.path().join("control"), &Request::Ports)?;
         let mut drops = BTreeMap::new();
@@ -236,7 +236,7 @@ fn socket(dir: &Path, n: usize) -> PathBuf {
     dir.join(format!("port{n}"))
 }
 
-/// Sends both ways for `time`, with at most `bound` frames in flight each way.
+/// Sends in both directions for `time`, with at most `bound` frames in flight in each.
 fn load(guests: &mut [Guest; 2], time: Duration, bound: u64) -> anyhow::Result<()> {
     let end = Instant::now() + time;
     while Instant::now() < end {
@@ -253,9 +253,9 @@ fn load(guests: &mut [Guest; 2], time: Duration, bound: u64) -> anyhow::Result<(
     Ok(())
 }
 
-/// Waits until the switch has done all that was sent, and takes it.
+/// Waits until the switch has handled all sent frames, and takes them.
 fn settle(guests: &mut [Guest; 2]) -> anyhow::Result<()> {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     loop {
         let mut waiting = 0;
         for guest in &mut *guests {
@@ -274,17 +274,17 @@ fn settle(guests: &mut [Guest; 2]) -> anyhow::Result<()> {
     }
 }
 
-/// Runs rounds for as long as the plan says, the kinds of rings and of senders in turn; `tell` hears of each, and may end
-/// them with an error.
+/// Runs rounds for as long as the plan says, with the kinds of rings and of senders in turn. Calls `tell` after each; its error ends the
+/// run.
 ///
 /// # Errors
-/// A frame is lost that nothing explains, or repeated without a kill; the switch fails.
+/// A frame is lost without an explanation, or repeated without a kill; the switch fails.
 pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally) -> anyhow::Result<()>) -> anyhow::Result<Tally> {
     let mut tally = Tally::default();
     let start = Instant::now();
     let mut packed = false;
     let mut random = plan.seed;
-    // From half of a round to one and a half.
+    // From half a round to one and a half.
     let mut about = |time: Duration| {
         random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         time / 2 + time.mul_f64((random >> 40) as f64 / (1u64 << 24) as f64)
@@ -310,14 +310,14 @@ pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally) -> anyhow::Result<()>) -> a
         tally.add_drops(drops);
         drop(switch);
 
-        // The numbers go on where a free sender's losses have no part in them.
+        // Restart the numbers, so that a free sender's losses don't count.
         for n in 0..2 {
             guests[1 - n].next = guests[n].sent;
         }
         let mut switch = Switch::start(plan)?;
         switch.connect(&mut guests)?;
         load(&mut guests, about(plan.round), BOUND)?;
-        // In the middle: frames are on their way in both directions.
+        // In the middle: frames are in flight in both directions.
         switch.child.kill()?;
         load(&mut guests, Duration::from_millis(1), BOUND)?;
         drop(switch);
@@ -326,8 +326,8 @@ pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally) -> anyhow::Result<()>) -> a
         load(&mut guests, plan.round / 4, BOUND)?;
         settle(&mut guests)?;
         let (all_sent, all_received, repeated) = sums(&guests);
-        // While only one of them was connected again, its frames had nowhere to go. That may be frames that the killed switch had passed on
-        // already: they arrived, and were dropped when they came again.
+        // While only one of them was connected again, its frames had no receiver. These may be frames that the killed switch had already
+        // delivered: they arrived, and were dropped when they came again.
         let mut drops = switch.drops()?;
         let down: u64 = drops.values().sum();
         let lost = (all_sent - sent).saturating_sub(all_received - received);
@@ -351,7 +351,7 @@ pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally) -> anyhow::Result<()>) -> a
     Ok(tally)
 }
 
-/// Takes `count` away from what the reasons have together.
+/// Subtracts `count` from the sum of the reasons.
 fn take(drops: &mut BTreeMap<String, u64>, mut count: u64) {
     for n in drops.values_mut() {
         let taken = count.min(*n);
