@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fuzzer's hostile guest with random actions for a few seconds; `net/fuzz/run.sh SECONDS rings` continues this,
-//! guided by coverage.
+//! The fuzzer's hostile guest with random actions for a few seconds; `net/fuzz/run.sh SECONDS rings` continues this, guided by
+//! coverage.
 
 #[path = "common/guest.rs"]
 mod guest;

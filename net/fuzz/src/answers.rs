@@ -34,9 +34,9 @@ fn services() -> &'static [Box<dyn Responder>; 2] {
     })
 }
 
-/// One input: a byte that chooses the headers, and the rest of the frame.
+/// One input: a byte that chooses the frame's headers, and the frame's rest.
 pub fn one(data: &[u8]) {
-    // This byte chooses the frame's headers, since mutation does not find valid sums and lengths.
+    // Mutation does not find valid sums and lengths, so a byte chooses the headers.
     let Some((choice, rest)) = data.split_first() else { return };
     let mut frame = vec![0xff; 6];
     frame.extend(GUEST.0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the switch reads from its guests, for libFuzzer: `run.sh`.
+//! Fuzz targets for the switch's parsers of guest memory and messages, for libFuzzer: `run.sh`.
 //!
 //! - [`frames`]: the description of a frame, its checks, its checksums and its segments.
 //! - [`answers`]: the switch's own services, and messages about multicast groups.
@@ -20,7 +20,7 @@ type One = fn(&[u8]);
 pub const TARGETS: [(&str, One); 4] =
     [("answers", answers::one), ("frames", frames::one), ("messages", messages::one), ("rings", rings::one)];
 
-/// The target that the environment variable `TOMBOLO_FUZZ_TARGET` names.
+/// Returns the target that the environment variable `TOMBOLO_FUZZ_TARGET` names.
 fn chosen() -> One {
     let name = std::env::var("TOMBOLO_FUZZ_TARGET").unwrap_or_default();
     let Some((_, one)) = TARGETS.iter().find(|(known, _)| *known == name) else {
@@ -29,7 +29,7 @@ fn chosen() -> One {
     *one
 }
 
-/// libFuzzer's entry.
+/// The entry point for libFuzzer.
 ///
 /// # Safety
 /// `data` points to `size` bytes.

@@ -50,10 +50,13 @@ impl Line {
 /// The firmware and the kernel's own tables hide a little of a node's memory: as much may be missing.
 pub const HIDDEN: u64 = 4 * MIB;
 
+/// The object of one kind that a CPU is a part of.
+type Object = fn(&Cpu) -> Option<u32>;
+
 /// Puts `found` beside `planned`.
 pub fn compare(planned: &Topology, found: &Topology) -> Vec<Line> {
     let mut lines = vec![Line::of("CPUs online", planned.online(), found.online())];
-    let kinds: [(&str, fn(&Cpu) -> Option<u32>); 4] = [
+    let kinds: [(&str, Object); 4] = [
         ("package", |cpu| Some(cpu.package)),
         ("die", |cpu| cpu.die),
         ("L3 cache", |cpu| cpu.l3),
@@ -67,7 +70,7 @@ pub fn compare(planned: &Topology, found: &Topology) -> Vec<Line> {
     lines
 }
 
-fn groups(machine: &Topology, of: fn(&Cpu) -> Option<u32>) -> Vec<CpuSet> {
+fn groups(machine: &Topology, of: Object) -> Vec<CpuSet> {
     let mut groups: Vec<CpuSet> = machine.groups(of).into_values().collect();
     groups.sort_by_key(CpuSet::first);
     groups

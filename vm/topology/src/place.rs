@@ -106,12 +106,14 @@ fn refuse(ledger: &Ledger<'_>, request: &Request, cpus: &CpuSet) -> Result<(), P
     )
 }
 
+/// The package, die and L3 cache of a core.
+type Domain = (u32, Option<u32>, Option<u32>);
+
 /// A core with all its usable CPUs free.
 struct Core {
     cpus: CpuSet,
     node: u32,
-    /// The CPUs of its package, die and L3 cache.
-    domain: (u32, Option<u32>, Option<u32>),
+    domain: Domain,
 }
 
 /// Cores that no VM and no reservation has a part of.
@@ -178,12 +180,11 @@ fn count(cores: &[&Core]) -> usize {
 }
 
 /// The cores below one cache that are enough, of the cache that is left with the fewest.
-#[expect(clippy::type_complexity, reason = "a domain and its cores, used once")]
 fn one_cache<'a>(
     by_node: &BTreeMap<u32, Vec<&'a Core>>,
     wanted: usize,
     fits: impl Fn(&[u32]) -> bool,
-) -> Option<((u32, Option<u32>, Option<u32>), Vec<&'a Core>)> {
+) -> Option<(Domain, Vec<&'a Core>)> {
     let mut best: Option<(usize, _, Vec<&Core>)> = None;
     for (node, cores) in by_node {
         if !fits(&[*node]) {
@@ -199,7 +200,7 @@ fn one_cache<'a>(
     best.map(|(_, domain, cores)| (domain, cores))
 }
 
-fn by_domain<'a>(cores: &[&'a Core]) -> BTreeMap<(u32, Option<u32>, Option<u32>), Vec<&'a Core>> {
+fn by_domain<'a>(cores: &[&'a Core]) -> BTreeMap<Domain, Vec<&'a Core>> {
     let mut domains: BTreeMap<_, Vec<&Core>> = BTreeMap::new();
     for core in cores {
         domains.entry(core.domain).or_default().push(core);

@@ -112,9 +112,9 @@ fn plain(found: &Hwloc) -> Topology {
     }
     topology.cpus.sort_by_key(|cpu| cpu.os);
     topology.drop_lone_dies();
-    let online = set(&*found.cpuset());
-    topology.offline = set(&*found.complete_cpuset()).without(&online);
-    topology.outside = online.without(&set(&*found.allowed_cpuset()));
+    let online = set(&found.cpuset());
+    topology.offline = set(&found.complete_cpuset()).without(&online);
+    topology.outside = online.without(&set(&found.allowed_cpuset()));
     topology.distances = distances(found, &topology.nodes);
     topology
 }
@@ -124,7 +124,7 @@ fn numbered(found: &Hwloc, ty: ObjectType) -> BTreeMap<u32, u32> {
     let mut numbers = BTreeMap::new();
     for (number, object) in (0..).zip(found.objects_with_type(ty)) {
         let Some(cpus) = object.cpuset() else { continue };
-        numbers.extend(set(&*cpus).iter().map(|cpu| (cpu, number)));
+        numbers.extend(set(&cpus).iter().map(|cpu| (cpu, number)));
     }
     numbers
 }
@@ -138,7 +138,7 @@ fn nodes(found: &Hwloc) -> Vec<Node> {
         .objects_with_type(ObjectType::NUMANode)
         .filter_map(|object| {
             let mut node = Node { os: u32::try_from(object.os_index()?).ok()?, ..Node::default() };
-            node.cpus = object.cpuset().map(|cpus| set(&*cpus)).unwrap_or_default();
+            node.cpus = object.cpuset().map(|cpus| set(&cpus)).unwrap_or_default();
             if let Some(ObjectAttributes::NUMANode(attributes)) = object.attributes() {
                 node.memory = attributes.local_memory().map_or(0, u64::from);
                 let sizes = attributes.page_types().iter().map(|page| u64::from(page.size()));

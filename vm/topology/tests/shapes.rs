@@ -12,7 +12,7 @@ use tombolo_rig::guest::Guest;
 use tombolo_rig::image::Image;
 use tombolo_rig::kernel::Kernel;
 use tombolo_rig::machine::Machine;
-use tombolo_topology::compare::{Verdict, compare};
+use tombolo_topology::compare::{Line, Verdict, compare};
 use tombolo_topology::gather;
 use tombolo_topology::model::{Device, Topology};
 use tombolo_topology::plan::{Rules, VmPlan, plan};
@@ -244,6 +244,58 @@ const THREE_ROOT_COMPLEXES: Shape = Shape {
     roots: 3,
 };
 
+/// A fast node, and a slow one without CPUs of its own, whose speeds the firmware declares (HMAT).
+const DECLARED_SPEEDS: Shape = Shape {
+    host: &[
+        "-machine",
+        "hmat=on",
+        "-smp",
+        "4,sockets=2,dies=1,cores=2,threads=1",
+        "-m",
+        "640M",
+        "-object",
+        "memory-backend-ram,id=m0,size=256M",
+        "-object",
+        "memory-backend-ram,id=m1,size=192M",
+        "-object",
+        "memory-backend-ram,id=m2,size=192M",
+        "-numa",
+        "node,nodeid=0,memdev=m0,initiator=0",
+        "-numa",
+        "node,nodeid=1,memdev=m1,initiator=1",
+        "-numa",
+        "node,nodeid=2,memdev=m2,initiator=0",
+        "-numa",
+        "cpu,node-id=0,socket-id=0",
+        "-numa",
+        "cpu,node-id=1,socket-id=1",
+        "-numa",
+        "dist,src=0,dst=1,val=20",
+        "-numa",
+        "dist,src=0,dst=2,val=17",
+        "-numa",
+        "dist,src=1,dst=2,val=28",
+        "-numa",
+        "hmat-lb,initiator=0,target=0,hierarchy=memory,data-type=access-latency,latency=90",
+        "-numa",
+        "hmat-lb,initiator=0,target=0,hierarchy=memory,data-type=access-bandwidth,bandwidth=20480M",
+        "-numa",
+        "hmat-lb,initiator=1,target=1,hierarchy=memory,data-type=access-latency,latency=90",
+        "-numa",
+        "hmat-lb,initiator=1,target=1,hierarchy=memory,data-type=access-bandwidth,bandwidth=20480M",
+        "-numa",
+        "hmat-lb,initiator=0,target=2,hierarchy=memory,data-type=access-latency,latency=250",
+        "-numa",
+        "hmat-lb,initiator=0,target=2,hierarchy=memory,data-type=access-bandwidth,bandwidth=5120M",
+    ],
+    packages: 2,
+    dies: 0,
+    caches: 2,
+    cores: 4,
+    nodes: 3,
+    roots: 1,
+};
+
 /// The emulated device in the place of one that a real host would pass through.
 fn stand_in(device: &Device) -> Option<String> {
     match (device.vendor, device.device) {
@@ -328,7 +380,7 @@ impl Bench {
     }
 
     /// A guest on a part of a host of this shape must see that part.
-    fn check(&self, shape: &Shape, rules: &Rules, part: Part, cpus: u32, memory: u64) {
+    fn check(&self, shape: &Shape, rules: &Rules, part: Part, cpus: u32, memory: u64) -> Vec<Line> {
         let host = self.host(shape);
         let devices = host.roots.iter().flat_map(|root| &root.devices).filter(|d| stand_in(d).is_some());
         let devices = devices.map(|device| device.address.clone()).collect();
@@ -340,6 +392,7 @@ impl Bench {
         let others: Vec<_> = lines.iter().filter(|line| line.verdict != Verdict::Same).collect();
         assert!(others.is_empty(), "{others:#?}\nplanned: {plan:#?}\nfound: {found:#?}");
         assert!(lines.len() > plan.vcpus.len(), "{lines:#?}");
+        lines
     }
 }
 
@@ -395,4 +448,11 @@ fn a_node_with_memory_alone() {
 #[test]
 fn three_root_complexes() {
     Bench::new().check(&THREE_ROOT_COMPLEXES, &Rules::default(), Part::Host, 0, 448);
+}
+
+#[test]
+fn nodes_of_declared_speeds() {
+    let lines = Bench::new().check(&DECLARED_SPEEDS, &Rules::default(), Part::Host, 0, 512);
+    let slow = lines.iter().find(|line| line.object == "node 2: bandwidth and latency").unwrap();
+    assert_eq!(slow.planned, "5120 MiB/s, 250 ns");
 }
