@@ -16,3 +16,4 @@ pub mod names;
 pub mod terminal;
 pub mod top;
 pub mod up;
+pub mod upgrade;
