@@ -78,7 +78,8 @@ fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
     drop(command.spawn().context("the supervisor can't be started")?);
     drop(theirs);
     let mut peer = Peer::new(ours);
-    match peer.receive::<Event>()? {
+    let begun = peer.receive::<Event>().context("the supervisor ended before it said anything")?;
+    match begun {
         Some(Event::Note { .. }) => Ok(Some(peer)),
         Some(Event::Taken) => Ok(None),
         Some(Event::Failed { message }) => anyhow::bail!("{message}"),

@@ -162,11 +162,21 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             return Ok(peer.send(&Event::Failed { message })?);
         }
     };
-    peer.send(&Event::Note { text: "ready".into() })?;
     let inside = REQUESTS.enter("the command that started the project");
-    let supervisor = Arc::new(Supervisor::new(state, seat, session::signals()?, project));
-    supervisor.lock().requests = 1;
-    supervisor.attend_to_all()?;
+    let begun = session::signals().and_then(|signals| {
+        let supervisor = Arc::new(Supervisor::new(state, seat, signals, project));
+        supervisor.lock().requests = 1;
+        supervisor.attend_to_all()?;
+        Ok(supervisor)
+    });
+    let supervisor = match begun {
+        Ok(supervisor) => supervisor,
+        Err(e) => {
+            let message = format!("the project's supervisor can't begin: {e:#}");
+            return Ok(peer.send(&Event::Failed { message })?);
+        }
+    };
+    peer.send(&Event::Note { text: "ready".into() })?;
     let own = supervisor.clone();
     std::thread::Builder::new().name("request".into()).spawn(move || own.begin(peer, inside))?;
     queue.serve();
