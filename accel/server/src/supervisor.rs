@@ -22,7 +22,7 @@ use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
 use tombolo_calls::say;
 
-/// How a server runs.
+/// The settings of a server.
 pub struct Config {
     /// Addresses to listen on (`unix:/path`, `tcp:host:port`), and the limits of each client that comes by it.
     pub listen: Vec<(String, Limits)>,
@@ -40,9 +40,9 @@ pub struct Config {
     pub cgroup: Option<PathBuf>,
     /// Clients at once, not counting processes of VMs.
     pub clients: usize,
-    /// Where commands come in.
+    /// The path of the control socket.
     pub control: Option<PathBuf>,
-    /// Where Prometheus asks.
+    /// The address at which Prometheus asks.
     pub metrics: Option<tombolo_metrics::Place>,
 }
 
@@ -61,7 +61,7 @@ impl Listener {
                 if let Some(folder) = Path::new(path).parent() {
                     std::fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
                 }
-                // Whoever sees the socket can connect: it gets its name when it listens.
+                // A client that sees the socket can connect: it gets its name when it listens.
                 let unnamed = format!("{path}.{}", std::process::id());
                 let listener = UnixListener::bind(&unnamed).with_context(|| unnamed.clone())?;
                 std::fs::set_permissions(&unnamed, std::fs::Permissions::from_mode(0o660))
@@ -94,7 +94,7 @@ impl Listener {
     }
 }
 
-/// How long nobody is taken after a connection was lost, unless a tenant leaves.
+/// After a connection was lost the server accepts no other for so long, unless a tenant leaves.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// As many descriptors as this process may have: each worker takes some.
@@ -115,9 +115,9 @@ pub struct Server {
     control: Option<PathBuf>,
     most: usize,
     draining: AtomicBool,
-    /// Nobody can come any more.
+    /// Set when no client can connect any more.
     closed: AtomicBool,
-    /// Waits for that.
+    /// The thread that waits until `closed` is set.
     main: Thread,
 }
 
@@ -195,11 +195,11 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         // One that panicked has said so.
         let _ended = thread.join();
     }
-    // The workers end with this process, so it stays until nobody needs one.
+    // The workers end with this process, so it stays until no client needs one.
     server.tenants.wait_until_gone();
     server.end();
     if let Some(path) = &server.control {
-        // Somebody may have tidied up already.
+        // An administrator may have removed it already.
         let _gone = std::fs::remove_file(control::draining(path));
     }
     Ok(())
@@ -226,7 +226,7 @@ impl Server {
                 Err(_) if self.draining.load(Ordering::SeqCst) => return,
                 Err(e) => {
                     say!("tombolo accel: a connection was lost before it began: {e}");
-                    // Where there are no descriptors, or no memory, it would be lost again at once.
+                    // Without descriptors or memory, the next one would be lost at once.
                     self.tenants.wait_for_change(PAUSE);
                 }
             }
@@ -257,7 +257,7 @@ impl Server {
                     say!("tombolo accel: {path}: {e}");
                 }
             }
-            // SAFETY: an integer; wakes whoever accepts on it.
+            // SAFETY: an integer; wakes the thread that accepts on it.
             unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_RDWR) };
         }
         if let Some(path) = &self.control {
@@ -270,7 +270,7 @@ impl Server {
         self.main.unpark();
     }
 
-    /// What is left to do before this process ends.
+    /// Removes the control groups, before this process ends.
     pub fn end(&self) {
         if let Some(cgroup) = self.tenants.confinement().cgroup() {
             cgroup.end();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who is served now: a worker each, its limits and its figures; and who of them may run.
+//! The tenants: clients that are served now, each with its worker, limits and figures; and the thread that divides time between them.
 
 use crate::divide::{self, Divider, Used};
 use crate::figures::{Figure, Figures};
@@ -18,17 +18,16 @@ pub use tombolo_control::accel::Tenant as Status;
 pub struct Tenant {
     /// The address it came by, or `vm:` and the VM's name.
     pub via: String,
-    /// What it may use.
     pub limits: Limits,
-    /// What its worker says.
+    /// The figures of its worker.
     pub figures: Figures,
-    /// When its worker was started.
+    /// The time at which its worker was started.
     pub since: Instant,
-    /// Its worker, whatever becomes of its number.
+    /// Its worker, which stays the same process when its number is used again.
     pub process: Arc<OwnedFd>,
     /// The processes that its worker started, once they can be seen.
     pub census: Option<Census>,
-    /// How long it could not run, because its share of time was used up.
+    /// The time for which it was stopped, because its share was used up.
     pub paused: Pause,
 }
 
@@ -73,7 +72,7 @@ impl Tenant {
 
     fn may_run(&mut self, runs: bool) {
         match (self.paused.since, runs) {
-            // What it started since, and what was let go on by somebody else.
+            // Again: it may have started processes since, or another process may have sent SIGCONT.
             (Some(_), false) => self.signal(libc::SIGSTOP),
             (None, false) => {
                 self.signal(libc::SIGSTOP);
@@ -136,12 +135,11 @@ pub struct Tenants {
 }
 
 impl Tenants {
-    /// Nobody yet; how the workers of those that come are confined.
+    /// No tenants yet, and the confinement of the workers to come.
     pub fn of(confinement: Confinement) -> Tenants {
         Tenants { confinement, ..Tenants::default() }
     }
 
-    /// How workers are confined.
     pub fn confinement(&self) -> &Confinement {
         &self.confinement
     }
@@ -151,13 +149,11 @@ impl Tenants {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One more.
     pub fn add(&self, pid: u32, tenant: Tenant) {
         self.lock().by_pid.insert(pid, tenant);
         self.changed.notify_all();
     }
 
-    /// One less.
     pub fn remove(&self, pid: u32) {
         self.lock().by_pid.remove(&pid);
         self.changed.notify_all();
@@ -173,7 +169,7 @@ impl Tenants {
         self.changed.notify_all();
     }
 
-    /// How many came by a socket, not from VMs.
+    /// The number of tenants that came by a socket, not from VMs.
     pub fn by_sockets(&self) -> usize {
         self.lock().by_pid.values().filter(|t| !t.via.starts_with("vm:")).count()
     }
@@ -183,7 +179,7 @@ impl Tenants {
         drop(self.changed.wait_timeout(self.lock(), most).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits until nobody is left, and nobody can come from a VM.
+    /// Waits until no tenant is left, and none can come from a VM.
     pub fn wait_until_gone(&self) {
         let inner = self.lock();
         let gone = self.changed.wait_while(inner, |i| !i.by_pid.is_empty() || i.vms > 0);
@@ -206,7 +202,6 @@ impl Tenants {
         }
     }
 
-    /// All of them now.
     pub fn status(&self) -> Vec<Status> {
         let seconds = |ns: u64| ns as f64 / 1e9;
         let status = |(pid, t): (&u32, &mut Tenant)| Status {

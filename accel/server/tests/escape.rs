@@ -24,7 +24,7 @@ use tombolo_calls::hello::Hello;
 use tombolo_calls::process;
 
 /// Longer than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// A user that owns nothing.
 const NOBODY: u32 = 65534;
 
@@ -46,7 +46,7 @@ fn users() -> &'static [User] {
     if is_root() { &[User::Own, User::Nobody] } else { &[User::Own] }
 }
 
-/// Where all users may look, with the server's program, the hostile one and the client library in it.
+/// A folder that all users may read, with the server's program, the hostile one and the client library in it.
 fn folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
@@ -71,7 +71,7 @@ fn folder() -> &'static Path {
         std::fs::create_dir(folder.join("vendors")).expect("a folder");
         std::fs::write(folder.join("vendors/tombolo.icd"), library.to_str().expect("a plain path"))
             .expect("written");
-        // The folder is in use until this process ends, and nobody else knows its name.
+        // The folder is in use until this process ends.
         // SAFETY: the function lives as long as the program and takes nothing.
         unsafe { libc::atexit(remove_folder) };
         folder
@@ -79,7 +79,7 @@ fn folder() -> &'static Path {
 }
 
 extern "C" fn remove_folder() {
-    // What can't be removed lies in the system's folder for temporary files.
+    // Files that can't be removed lie in the system's folder for temporary files.
     let _left = std::fs::remove_dir_all(folder());
 }
 
@@ -92,7 +92,7 @@ fn done(command: &mut Command) -> Output {
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !holds() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        assert!(begun.elapsed() < TIMEOUT, "{what}: not within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -127,7 +127,7 @@ impl Server {
         let mut command = server_command(user);
         command.arg("--listen").arg(format!("unix:{}", socket.display()));
         command.arg("--control").arg(&control).args(options);
-        // What a client must not be able to read.
+        // A value that a client must not be able to read.
         command.env("SECRET_OF_THE_SERVER", "it");
         prepare(&mut command);
         let mut child = command.stderr(Stdio::piped()).spawn().expect("the server starts");
@@ -233,7 +233,7 @@ fn ping(client: &Connection) {
     client.call(&Ping {}, |_, _| ()).expect("an answer");
 }
 
-/// Memory of System V that anybody may use; removed when dropped.
+/// Memory of System V that all users may use; removed when dropped.
 struct SystemV(i32);
 
 impl SystemV {
@@ -252,7 +252,7 @@ impl Drop for SystemV {
     }
 }
 
-/// A file that everybody may change; removed when dropped.
+/// A file that all users may change; removed when dropped.
 struct Secret(PathBuf);
 
 impl Secret {
@@ -387,7 +387,7 @@ fn what_a_kernel_starts_is_charged_and_stopped_like_its_worker_and_ends_with_it(
         let workers: Vec<u32> = server.tenants().iter().map(|t| t.pid).collect();
         let started: Vec<u32> = workers.iter().flat_map(|w| children(*w)).map(|(pid, _)| pid).collect();
         assert_eq!((workers.len(), started.len()), (2, 2), "{workers:?} {started:?}");
-        // Both always want to run. With more processors than two nobody would have to wait for the other.
+        // Both always want to run. With more processors than two neither would have to wait for the other.
         if std::thread::available_parallelism().is_ok_and(|n| n.get() <= 2) {
             let stopped = || workers.iter().flat_map(|w| children(*w)).any(|(_, state)| state == 'T');
             wait_until("one of the processes is stopped", stopped);
@@ -452,7 +452,7 @@ fn a_worker_that_never_stops_talking_is_ended_with_its_client_and_sends_no_termi
     for user in users() {
         let mut server = Server::start(*user, "chatter", &[]);
         let mut said = server.child.stderr.take().expect("piped");
-        // Room for all of it: a server leaves out what nobody takes.
+        // Room for all of it: a server leaves out lines that no reader takes.
         // SAFETY: integers only.
         assert!(unsafe { libc::fcntl(said.as_raw_fd(), libc::F_SETPIPE_SZ, 1 << 20) } > 0);
         let hostile = Hostile::start(&server, "chatter", "chatter");
@@ -527,7 +527,7 @@ fn where_there_is_no(number: libc::c_long, options: &[&str]) -> (ExitStatus, Str
         child.kill().expect("it runs");
     }
     let status = child.wait().expect("it ended");
-    // What a server leaves that was killed.
+    // A killed server leaves its socket.
     let _there_or_not = std::fs::remove_file(&socket);
     (status, said(&mut child))
 }

@@ -9,7 +9,7 @@ Prints one line per claim and the counts; exit code 0 when all hold.
 import argparse, glob, hashlib, json, mmap, os, random, shutil, signal, struct, subprocess, sys, tempfile, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from rig import Failed, PATIENCE, Rig, ROOT, HERE
+from rig import Failed, TIMEOUT, Rig, ROOT, HERE
 
 ZONE_MIB = 256
 CLAIMS = []
@@ -29,7 +29,7 @@ def need(what, message):
 
 def comes_to(guest, command, wanted):
     """What another thread of the kernel does in a moment; looked at until it is so."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while (now := guest.ok(command)) != wanted:
         need(time.monotonic() < end, "`%s` stays %s, not %s" % (command, now, wanted))
 
@@ -568,7 +568,7 @@ def declare_dead(rig, member):
             struct.pack_into("<Q", m, pending, struct.unpack_from("<Q", m, pending)[0] | 32)
 
 
-def both(a, b, command, timeout=PATIENCE):
+def both(a, b, command, timeout=TIMEOUT):
     """The command in both at once, %d being 0 and 1."""
     for i, g in enumerate((a, b)):
         g.start(command.replace("%d", str(i)))

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// How long QEMU may take for one command; device_add with much memory is the slowest.
-const REPLY: Duration = Duration::from_secs(60);
+pub const REPLY: Duration = Duration::from_secs(60);
 /// The longest line that is read, in bytes. A longer one ends the connection.
 const LINE_MAX: usize = 16 << 20;
 /// What a command is called that an earlier program of this process has sent.

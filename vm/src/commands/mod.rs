@@ -15,5 +15,6 @@ pub mod logs;
 pub mod names;
 pub mod terminal;
 pub mod top;
+pub mod topology;
 pub mod up;
 pub mod upgrade;

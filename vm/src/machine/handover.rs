@@ -12,6 +12,8 @@ use serde::{Deserialize, Serialize};
 use tombolo_passthrough::address::Address;
 use tombolo_start::layout::Layout;
 use tombolo_start::progress::Phase as Growth;
+use tombolo_topology::apply::Thread;
+use tombolo_topology::plan::VmPlan;
 use tombolo_zone::keep::{Keep, Kept};
 
 use super::cgroup::Group;
@@ -46,6 +48,8 @@ pub struct MachineState {
     restarts: u32,
     attempt: u32,
     layout: Layout,
+    placement: Option<VmPlan>,
+    threads: Option<Vec<Thread>>,
     ports: Ports,
     devices: Vec<Address>,
     group: Option<PathBuf>,
@@ -94,6 +98,8 @@ impl Machine {
             restarts: self.restarts,
             attempt: self.attempt,
             layout: self.layout,
+            placement: self.placement.clone(),
+            threads: self.threads.get().cloned(),
             ports: self.ports.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             devices: held.devices.addresses().to_vec(),
             group: held.group.as_ref().map(|group| group.path().to_owned()),
@@ -137,6 +143,8 @@ impl Machine {
             restarts: left.restarts,
             attempt: left.attempt,
             layout: left.layout,
+            placement: left.placement,
+            threads: left.threads.map(OnceLock::from).unwrap_or_default(),
             ports: Mutex::new(left.ports),
             held: Mutex::new(Held { devices: Taken::take_over(left.devices), group }),
         });
