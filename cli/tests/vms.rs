@@ -323,7 +323,7 @@ fn a_disk_of_the_users_own_boots_by_itself_shares_files_and_keeps_what_was_writt
 fn guests_and_their_mounts_run_on_while_the_supervisor_becomes_another_program() {
     let lab = Lab::new(&format!("{TWO}networks = [\"lan\"]\n[net.lan]\n"));
     // The program that comes is elsewhere, and looks for the guest kit beside itself where nothing names the folder.
-    let cache = kit().ancestors().nth(2).unwrap().to_owned();
+    let cache = common::plain::kit().ancestors().nth(2).unwrap().to_owned();
     assert!(lab.command(&["up"]).env("TOMBOLO_CACHE", cache).status().unwrap().success());
     let uptime = || -> f64 {
         let said = lab.good(&["exec", "a", "--", "cat", "/proc/uptime"]);
