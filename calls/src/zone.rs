@@ -322,6 +322,11 @@ impl Area {
         Ok(area)
     }
 
+    /// The area that an earlier program of this process [prepared](Area::prepare), as it is.
+    pub fn resume(memory: File, at: u64, len: u64, channels: u32, geometry: Geometry) -> Result<Area, Error> {
+        Self::map(memory, at, len, channels, geometry, Clearing::Here)
+    }
+
     /// The area behind `/dev/tombolo-serve-UUID`, which the host prepared, as its server. The driver knows which VM to ring.
     pub fn of_device(device: File, channels: u32, geometry: Geometry) -> Result<Area, Error> {
         let area = Self::map(device, 0, Self::bytes(channels, geometry), channels, geometry, Clearing::Host)?;

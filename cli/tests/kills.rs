@@ -3,17 +3,17 @@
 //! `TOMBOLO_KILLS=500 TOMBOLO_SEED=7 cargo test -p tombolo-cli --test kills` for more of them, or those of one seed.
 
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Lab, PATIENCE, signal};
 
 mod common;
 
-/// What is chosen beside the commands of the list: its last, which lets b grow again, and guests that reboot.
+/// Of the commands of the list the one that lets b grow again; and what is chosen beside them: guests that reboot.
 const RESTART_B: u64 = 6;
-const REBOOT_A: u64 = 7;
-const REBOOT_B: u64 = 8;
+const REBOOT_A: u64 = 10;
+const REBOOT_B: u64 = 11;
 
 /// xorshift64*.
 struct Random(u64);
@@ -90,13 +90,20 @@ fn whoever_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_not_know_an
     println!("TOMBOLO_SEED={seed}");
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let lab = lab();
+    let programs = ["one", "two"].map(|name| lab.dir.path().join(name));
+    for program in &programs {
+        // Another process writes it: a child that is being started elsewhere could hold it open for writing.
+        let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(program).status();
+        assert!(copied.unwrap().success());
+    }
     for round in 0..number("TOMBOLO_KILLS", 30) {
         lab.good(&["up"]);
         let (before, _) = settled(&lab);
         let vm = |name: &str, ps: &serde_json::Value| {
             ps["vms"].as_array().unwrap().iter().find(|vm| vm["name"] == name).cloned()
         };
-        let commands: [&[&str]; 7] = [
+        let program = programs[usize::try_from(round % 2).unwrap()].to_str().unwrap();
+        let commands: [&[&str]; 10] = [
             &["up"],
             &["down"],
             &["down", "b"],
@@ -104,8 +111,11 @@ fn whoever_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_not_know_an
             &["zone", "attach", "late", "a"],
             &["zone", "detach", "late", "a"],
             &["restart", "b"],
+            &["upgrade", "--program", program],
+            &["cp", "kernel", "a:/tmp/kernel"],
+            &["exec", "-t", "b", "--", "true"],
         ];
-        let chosen = random.below(9);
+        let chosen = random.below(12);
         // An 'up' has something to do.
         if chosen == 0 {
             lab.good(&["down"]);

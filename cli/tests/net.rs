@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Networks of a compose file, with real guests as a user has them. Under TCG, with the guest kit's 6.1 kernel.
 
-use std::process::{Child, Stdio};
+use std::io::{Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Lab, PATIENCE, signal};
@@ -172,6 +174,110 @@ fn a_network_that_cannot_be_had_is_named_before_anything_boots() {
         assert!(!err.contains("a: starting"), "{err}");
         lab.assert_nothing_left();
     }
+}
+
+/// Echoes what comes to port 7, by TCP and UDP, over IPv4 and IPv6.
+const ECHO: &str = r#"
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+int main(void) {
+	struct sockaddr_in6 own = { .sin6_family = AF_INET6, .sin6_port = htons(7), .sin6_addr = in6addr_any };
+	struct pollfd fds[2] = { { socket(AF_INET6, SOCK_STREAM, 0), POLLIN }, { socket(AF_INET6, SOCK_DGRAM, 0), POLLIN } };
+	for (int i = 0; i < 2; i++)
+		if (bind(fds[i].fd, (struct sockaddr *)&own, sizeof own))
+			return 1;
+	if (listen(fds[0].fd, 5) || daemon(0, 0))
+		return 1;
+	while (poll(fds, 2, -1) > 0) {
+		static char data[65536];
+		ssize_t n;
+		if (fds[0].revents) {
+			int client = accept(fds[0].fd, 0, 0);
+			while ((n = read(client, data, sizeof data)) > 0 && write(client, data, n) == n)
+				;
+			close(client);
+		}
+		if (fds[1].revents) {
+			struct sockaddr_storage from;
+			socklen_t size = sizeof from;
+			n = recvfrom(fds[1].fd, data, sizeof data, 0, (struct sockaddr *)&from, &size);
+			sendto(fds[1].fd, data, n > 0 ? n : 0, 0, (struct sockaddr *)&from, size);
+		}
+	}
+}
+"#;
+
+/// Runs a test of this program by itself, in a network of its own that has a way out by both versions of IP.
+fn alone(test: &str) {
+    const NETWORK: &str = "ip link set lo up && ip link add out0 type veth peer name far0 && ip link set far0 up && ip link set out0 up &&
+        ip addr add 192.0.2.2/24 dev out0 && ip route add default via 192.0.2.1 &&
+        ip addr add fd00:9::2/64 dev out0 nodad && ip -6 route add default via fd00:9::1 && exec \"$0\" --exact \"$1\" --nocapture";
+    let own = if rustix::process::geteuid().is_root() { "-n" } else { "-rn" };
+    let mut command = Command::new("unshare");
+    command.args([own, "sh", "-c", NETWORK]).arg(std::env::current_exe().unwrap()).arg(test);
+    assert!(command.env(ALONE, "yes").status().unwrap().success());
+}
+
+/// Set in the network of its own.
+const ALONE: &str = "TOMBOLO_TEST_ALONE";
+
+#[test]
+fn ports_of_the_host_lead_to_the_guest_by_tcp_and_udp_over_both_versions_of_ip() {
+    if std::env::var_os(ALONE).is_none() {
+        return alone("ports_of_the_host_lead_to_the_guest_by_tcp_and_udp_over_both_versions_of_ip");
+    }
+    let lab = Lab::new(
+        "[net.out]\nuplink = \"user\"\n[vm.a]\nkernel = \"6.1\"\nmemory = \"256M\"\nnetworks = [\"out\"]\n\
+         ports = [\"127.0.0.1:7001:7\", \"127.0.0.1:7001:7/udp\", \"[::1]:7002:7\", \"[::1]:7002:7/udp\"]\n",
+    );
+    let (source, echo) = (lab.dir.path().join("echo.c"), lab.dir.path().join("echo"));
+    std::fs::write(&source, ECHO).unwrap();
+    assert!(Command::new("cc").args(["-static", "-o"]).args([&echo, &source]).status().unwrap().success());
+    // A port in use is told before anything starts, for each protocol and version by itself.
+    let taken = TcpListener::bind((Ipv6Addr::LOCALHOST, 7002)).unwrap();
+    let refused = lab.run(&["up"]);
+    let words = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && words.contains("tcp port 7002 of the host is in use"), "{words}");
+    drop(taken);
+    lab.good(&["up"]);
+    lab.good(&["cp", "echo", "a:/tmp/echo"]);
+    lab.good(&["exec", "a", "--", "/tmp/echo"]);
+    wait_until("an IPv6 address", || {
+        lab.good(&["exec", "a", "--", "ip", "-6", "-o", "addr", "show", "scope", "global"])
+            .contains("inet6 fd00:9::")
+    });
+    let data: Vec<u8> = (0u32..50_000).flat_map(u32::to_le_bytes).collect();
+    let addresses: [SocketAddr; 2] = [(Ipv4Addr::LOCALHOST, 7001).into(), (Ipv6Addr::LOCALHOST, 7002).into()];
+    for address in addresses {
+        let mut answer = [0; 2000];
+        wait_until("an answer by UDP", || {
+            // Not bound to an address: passt (of 2023) does not send its answer to ::1, but to another address of the host.
+            let any: IpAddr =
+                if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+            let own = UdpSocket::bind((any, 0)).unwrap();
+            own.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
+            own.send_to(&data[..1200], address).unwrap();
+            own.recv_from(&mut answer).is_ok_and(|(n, from)| from == address && answer[..n] == data[..1200])
+        });
+        let mut back = Vec::new();
+        wait_until("an answer by TCP", || {
+            back.clear();
+            let Ok(stream) = TcpStream::connect(address) else { return false };
+            std::thread::scope(|scope| {
+                let sending = scope.spawn(|| {
+                    let sent = (&stream).write_all(&data);
+                    sent.and_then(|()| stream.shutdown(Shutdown::Write))
+                });
+                let read = (&stream).read_to_end(&mut back);
+                sending.join().unwrap().is_ok() && read.is_ok() && !back.is_empty()
+            })
+        });
+        assert!(back == data, "{} of {} bytes came back from {address}", back.len(), data.len());
+    }
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
 }
 
 #[test]

@@ -320,6 +320,46 @@ fn a_disk_of_the_users_own_boots_by_itself_shares_files_and_keeps_what_was_writt
 }
 
 #[test]
+fn guests_and_their_mounts_run_on_while_the_supervisor_becomes_another_program() {
+    let lab = Lab::new(&format!("{TWO}networks = [\"lan\"]\n[net.lan]\n"));
+    // The program that comes is elsewhere, and looks for the guest kit beside itself where nothing names the folder.
+    let cache = common::plain::kit().ancestors().nth(2).unwrap().to_owned();
+    assert!(lab.command(&["up"]).env("TOMBOLO_CACHE", cache).status().unwrap().success());
+    let uptime = || -> f64 {
+        let said = lab.good(&["exec", "a", "--", "cat", "/proc/uptime"]);
+        said.split_whitespace().next().unwrap().parse().unwrap()
+    };
+    let begun = "/tmp/begun";
+    lab.good(&["exec", "a", "--", "sh", "-c", &format!("echo one >/mnt/shared/x; echo $$ >{begun}")]);
+    lab.good(&["zone", "attach", "late", "a"]);
+    let (before, at) = (lab.ps(), uptime());
+    let next = lab.dir.path().join("next");
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(&next).status().unwrap().success());
+    lab.good(&["upgrade", "--program", next.to_str().unwrap()]);
+    let after = lab.ps();
+    let supervisor = after["supervisor"].as_u64().unwrap();
+    assert_eq!(std::fs::read_link(format!("/proc/{supervisor}/exe")).unwrap(), next);
+    for (old, new) in before["vms"].as_array().unwrap().iter().zip(after["vms"].as_array().unwrap()) {
+        assert_eq!((&old["pid"], "up"), (&new["pid"], new["state"].as_str().unwrap()));
+    }
+    assert!(uptime() > at, "the guest went on");
+    // Both see each other's changes through the memory that they share, and the host does.
+    assert_eq!(lab.good(&["exec", "b", "--", "cat", "/mnt/shared/x"]), "one\n");
+    lab.good(&["exec", "a", "--", "sh", "-c", "echo two >/mnt/shared/x"]);
+    assert_eq!(lab.good(&["exec", "b", "--", "cat", "/mnt/shared/x"]), "two\n");
+    lab.good(&["files", "df", "shared"]);
+    lab.good(&["zone", "detach", "late", "a"]);
+    lab.good(&["zone", "attach", "late", "b"]);
+    // A reboot has its zones again, and the others hear of it.
+    lab.run(&["exec", "a", "--", "reboot"]);
+    wait_rebooted(&lab, 1);
+    assert!(!lab.run(&["exec", "a", "--", "test", "-e", begun]).status.success(), "it is a new guest");
+    assert_eq!(lab.good(&["exec", "a", "--", "cat", "/mnt/shared/x"]), "two\n");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
 fn a_guest_that_panics_is_dead_at_once_and_its_console_says_why() {
     let lab = Lab::new(&format!(
         "[zone.z]\nsize = \"16M\"\nfiles = true\n{ONE}cmdline = \"panic=0\"\nzones = {{ z = {{ mount = \"/mnt\" }} }}\n"

@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Child processes that never outlive this one, and the file descriptors they inherit.
 //!
-//! A child is told to die when the *thread* that started it ends, so whoever starts one stays until it is gone.
+//! A child is told to die when the *thread* that started it ends. Children that last are therefore started by the main thread
+//! ([`main_thread`]); whoever starts another one stays until it is gone.
 
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{ChildStderr, ChildStdout, Command, ExitStatus};
 
 use rustix::fs::MemfdFlags;
-use rustix::process::{Pid, Signal};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 
-/// Makes `command`'s process die with the calling thread and inherit `fds` at the numbers they have here.
+pub mod main_thread;
+
+/// Makes `command`'s process die with the thread that starts it and inherit `fds` at the numbers they have here.
 pub fn tie(command: &mut Command, fds: &[OwnedFd]) {
     tie_to_end(command, Signal::KILL, fds);
 }
@@ -78,24 +81,43 @@ pub fn memory_file(name: &str, content: &[u8]) -> io::Result<OwnedFd> {
 /// A child that is killed and reaped when this is dropped.
 #[derive(Debug)]
 pub struct Guarded {
-    child: Child,
+    pid: Pid,
+    stdout: Option<ChildStdout>,
+    stderr: Option<ChildStderr>,
+    /// How it ended, once it has been reaped.
+    ended: Option<ExitStatus>,
 }
 
 impl Guarded {
-    /// Starts `command`.
+    /// Starts `command` on the [main thread](main_thread).
     ///
     /// # Errors
     /// Names the program.
-    pub fn spawn(command: &mut Command) -> anyhow::Result<Guarded> {
-        let child = command.spawn().map_err(|e| {
-            anyhow::anyhow!("{} can't be started: {e}", command.get_program().to_string_lossy())
-        })?;
-        Ok(Guarded { child })
+    pub fn spawn(mut command: Command) -> anyhow::Result<Guarded> {
+        let program = command.get_program().to_string_lossy().into_owned();
+        // What the child inherits is closed here when it has been started, or its end would never be seen.
+        let spawned = main_thread::run(move || command.spawn());
+        let spawned = spawned.ok_or_else(|| anyhow::anyhow!("{program} is not started: the project ends"))?;
+        let mut child = spawned.map_err(|e| anyhow::anyhow!("{program} can't be started: {e}"))?;
+        let pid = Pid::from_child(&child);
+        Ok(Guarded { pid, stdout: child.stdout.take(), stderr: child.stderr.take(), ended: None })
+    }
+
+    /// A child that an earlier program of this process has started and not reaped.
+    ///
+    /// # Errors
+    /// When this process has no such child.
+    pub fn resume(pid: u32) -> io::Result<Guarded> {
+        let none = || io::Error::from_raw_os_error(rustix::io::Errno::CHILD.raw_os_error());
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(none)?;
+        let there = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+        rustix::process::waitid(WaitId::Pid(pid), there)?;
+        Ok(Guarded { pid, stdout: None, stderr: None, ended: None })
     }
 
     /// Its process id.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.pid.as_raw_pid().unsigned_abs()
     }
 
     /// Its standard output, once.
@@ -103,7 +125,7 @@ impl Guarded {
     /// # Errors
     /// When it was not piped or has been taken.
     pub fn take_stdout(&mut self) -> anyhow::Result<ChildStdout> {
-        self.child.stdout.take().ok_or_else(|| anyhow::anyhow!("the child's output is not piped"))
+        self.stdout.take().ok_or_else(|| anyhow::anyhow!("the child's output is not piped"))
     }
 
     /// Its standard error, once.
@@ -111,22 +133,45 @@ impl Guarded {
     /// # Errors
     /// When it was not piped or has been taken.
     pub fn take_stderr(&mut self) -> anyhow::Result<ChildStderr> {
-        self.child.stderr.take().ok_or_else(|| anyhow::anyhow!("the child's errors are not piped"))
+        self.stderr.take().ok_or_else(|| anyhow::anyhow!("the child's errors are not piped"))
     }
 
     /// Kills it, if it still runs, and reaps it.
     pub fn kill(&mut self) {
-        // Both fail only when it has been reaped already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        if self.ended.is_none() {
+            // It has not been reaped, so its number is its own. Both fail only when it is not there.
+            let _ = rustix::process::kill_process(self.pid, Signal::KILL);
+            let _ = self.wait();
+        }
     }
 
-    /// Waits for its end.
+    /// Waits for its end, and leaves it to be reaped.
+    pub fn wait_end(&self) {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        let interrupted = || {
+            let waited = rustix::process::waitid(WaitId::Pid(self.pid), options);
+            waited.is_err_and(|e| e == rustix::io::Errno::INTR)
+        };
+        while self.ended.is_none() && interrupted() {}
+    }
+
+    /// Waits for its end and reaps it.
     ///
     /// # Errors
     /// None in practice (waitpid of an own child).
     pub fn wait(&mut self) -> io::Result<ExitStatus> {
-        self.child.wait()
+        if let Some(status) = self.ended {
+            return Ok(status);
+        }
+        loop {
+            match rustix::process::waitpid(Some(self.pid), WaitOptions::empty()) {
+                Ok(Some((_, status))) => {
+                    return Ok(*self.ended.insert(ExitStatus::from_raw(status.as_raw())));
+                }
+                Ok(None) | Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
     }
 
     /// A handle by which another thread can kill it without the risk of hitting another process.
@@ -134,8 +179,8 @@ impl Guarded {
     /// # Errors
     /// When the process is gone.
     pub fn handle(&self) -> io::Result<Handle> {
-        let pid = Pid::from_child(&self.child);
-        Ok(Handle { pidfd: rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())? })
+        let pidfd = rustix::process::pidfd_open(self.pid, rustix::process::PidfdFlags::empty())?;
+        Ok(Handle { pidfd: Some(pidfd) })
     }
 }
 
@@ -145,13 +190,32 @@ impl Drop for Guarded {
     }
 }
 
+/// Whether a process is stopped, by a signal (SIGSTOP) or a debugger.
+pub fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The state follows the name, which is in parentheses and may contain some.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
+}
+
+/// Why a process does not answer, where it is stopped, and what to do.
+pub fn stopped(pid: u32) -> Option<String> {
+    is_stopped(pid)
+        .then(|| format!("does not answer: process {pid} is stopped; to let it go on: kill -CONT {pid}"))
+}
+
 /// Refers to one process, never to another one that got its number.
 #[derive(Debug)]
 pub struct Handle {
-    pidfd: OwnedFd,
+    /// None: it was gone when this was made.
+    pidfd: Option<OwnedFd>,
 }
 
 impl Handle {
+    /// Of a process that has been reaped.
+    pub fn gone() -> Handle {
+        Handle { pidfd: None }
+    }
+
     /// Kills the process; nothing happens if it is gone.
     pub fn kill(&self) {
         self.signal(Signal::KILL);
@@ -159,7 +223,8 @@ impl Handle {
 
     /// Sends the process a signal; nothing happens if it is gone.
     pub fn signal(&self, signal: Signal) {
+        let Some(pidfd) = &self.pidfd else { return };
         // ESRCH: it is gone, which is what was wanted.
-        let _ = rustix::process::pidfd_send_signal(self.pidfd.as_fd(), signal);
+        let _ = rustix::process::pidfd_send_signal(pidfd.as_fd(), signal);
     }
 }

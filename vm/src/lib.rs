@@ -13,7 +13,8 @@
 //! - [`qemu`]: command line, monitor, console, and whether KVM works.
 //! - [`guest`]: the guest's kernel and image, its agent, commands in it, its mounts.
 //! - [`commands`]: what a user types.
-//! - [`child`]: processes that never outlive this one; [`host`]: what the host has; [`log`]: logs that never fail.
+//! - [`child`]: processes that never outlive this one; [`host`]: what the host has; [`log`]: logs that never fail; [`moment`]: instants
+//!   that another program understands.
 
 // In the supervisor a print that fails would be a panic: see `log`.
 #![deny(clippy::print_stderr, clippy::print_stdout)]
@@ -25,5 +26,9 @@ pub mod guest;
 pub mod host;
 pub mod log;
 pub mod machine;
+pub mod moment;
 pub mod project;
 pub mod qemu;
+
+/// The version of this program.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");

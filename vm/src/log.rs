@@ -2,6 +2,7 @@
 //! Logs of the supervisor and of consoles. Writing one never fails and never panics: what a full or absent folder does not take is lost, and
 //! counted; when there is room again the log says how much is missing. A log has a bounded size.
 
+use std::borrow::Cow;
 use std::fmt::Arguments;
 use std::fs::File;
 use std::io::{self, Write};
@@ -101,9 +102,20 @@ pub fn open(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// Goes on with the log of the program that this process was before, which has sent the standard error where it belongs.
+pub fn resume(path: &Path) {
+    *OWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(Log::new(path));
+}
+
+/// `text` without what a terminal would obey: words of guests are among what is said.
+pub fn plain(text: &str) -> Cow<'_, str> {
+    let obeyed = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    if text.contains(obeyed) { text.replace(obeyed, "\u{fffd}").into() } else { text.into() }
+}
+
 /// What [`crate::say`] does.
 pub fn say(text: Arguments<'_>) {
-    let line = format!("tombolo: {text}\n");
+    let line = format!("tombolo: {}\n", plain(&text.to_string()));
     match &mut *OWN.lock().unwrap_or_else(PoisonError::into_inner) {
         Some(log) => log.write(line.as_bytes()),
         // Nobody may read it.
@@ -146,6 +158,12 @@ mod tests {
         log.begin().unwrap();
         log.write(b"kept\n");
         assert_eq!(std::fs::read(&path).unwrap(), b"\n[tombolo: 12 bytes are missing here]\nkept\n");
+    }
+
+    #[test]
+    fn words_of_guests_do_nothing_to_a_terminal() {
+        assert_eq!(plain("two\n\tlines, ünï"), "two\n\tlines, ünï");
+        assert_eq!(plain("\x1b]0;title\x07\u{9b}2J\r"), "\u{fffd}]0;title\u{fffd}\u{fffd}2J\u{fffd}");
     }
 
     #[test]

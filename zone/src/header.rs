@@ -81,7 +81,7 @@ pub struct AreaConfig {
 }
 
 /// An area of a zone: checked to lie inside of it and to overlap no other.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Area {
     /// The service.
     pub kind: AreaType,
@@ -94,7 +94,7 @@ pub struct Area {
 }
 
 /// A checked copy of a zone's header.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Header {
     /// The zone's name.
     pub name: String,

@@ -20,6 +20,7 @@
 //! - [`cli`]: `tombolo zone`.
 //! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
 //! - [`door`]: listening sockets without a name, which only the same user reaches.
+//! - [`keep`]: descriptors that outlive an execve.
 //! - [`pci`]: access to a zone in a guest without the kernel module.
 //! - [`serve`]: zones for VMs that tombolo does not start.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
@@ -33,6 +34,7 @@ pub mod doorbell;
 pub mod error;
 pub mod format;
 pub mod header;
+pub mod keep;
 pub mod liveness;
 pub mod mem;
 pub mod member;

@@ -9,7 +9,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use crate::format::TMB_MAX_MEMBERS;
 use crate::member::MemberId;
@@ -34,6 +34,13 @@ pub struct Liveness {
     file: File,
 }
 
+impl Liveness {
+    /// Goes on with the lock that this descriptor, kept from the program before, holds.
+    pub fn resume(fd: OwnedFd) -> Liveness {
+        Liveness { file: fd.into() }
+    }
+}
+
 impl AsFd for Liveness {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
@@ -56,6 +63,15 @@ impl Own {
     }
 
     /// Tries to take `byte`; `Ok(None)` when another description has it.
+    /// Goes on with the lock of the program before.
+    pub(crate) fn resume(fd: OwnedFd, byte: u32) -> Self {
+        Self::new(Liveness::resume(fd), byte)
+    }
+
+    pub(crate) fn liveness(&self) -> &Liveness {
+        &self.liveness
+    }
+
     pub(crate) fn try_hold(fd: BorrowedFd<'_>, byte: u32) -> Result<Option<Self>> {
         Ok(try_hold(fd, true, byte)?.map(|liveness| Self::new(liveness, byte)))
     }

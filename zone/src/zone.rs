@@ -18,6 +18,8 @@ use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, 
 use crate::serve::room::Room;
 use crate::{Error, Result};
 
+pub mod handover;
+
 /// Tries of a compare-and-swap on a slot, which a hostile member may write all the time.
 const CAS_TRIES: u32 = 64;
 

@@ -7,7 +7,7 @@
 //! that its caller does not know.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, IoSlice, Read};
+use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -15,13 +15,17 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use qapi::{Command, qmp};
+use rustix::event::{PollFd, PollFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// How long QEMU may take for one command; device_add with much memory is the slowest.
 pub const REPLY: Duration = Duration::from_secs(60);
 /// The longest line that is read, in bytes. A longer one ends the connection.
-const LINE_MAX: u64 = 16 << 20;
+const LINE_MAX: usize = 16 << 20;
+/// What a command is called that an earlier program of this process has sent.
+const EARLIER: &str = "a command from before the upgrade";
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -72,8 +76,39 @@ pub struct Qmp {
 
 #[derive(Debug, Default)]
 struct Shared {
+    /// Held while something is read and passed on; locked before `state`. What was read and is no whole line yet.
+    unread: Mutex<Vec<u8>>,
     state: Mutex<State>,
     changed: Condvar,
+}
+
+/// What the next program of this process needs to go on with a connection.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct QmpState {
+    unread: Vec<u8>,
+    ids: u64,
+    /// The command whose reply QEMU owes.
+    owed: Option<u64>,
+    ended: bool,
+}
+
+/// A connection on which nothing is sent, read or passed on until this is dropped.
+#[derive(Debug)]
+pub struct Paused<'a> {
+    unread: MutexGuard<'a, Vec<u8>>,
+    state: MutexGuard<'a, State>,
+}
+
+impl Paused<'_> {
+    /// The state in which the connection stands still.
+    pub fn state(&self) -> QmpState {
+        QmpState {
+            unread: self.unread.clone(),
+            ids: self.state.ids,
+            owed: self.state.owed.map(|(id, _)| id),
+            ended: self.state.ended,
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -115,32 +150,56 @@ impl Shared {
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    fn read(&self, reader: &mut impl BufRead, event: &mut impl FnMut(&str, &Value)) {
-        let mut line = Vec::new();
+    /// Reads until the connection's end.
+    fn read(&self, socket: &UnixStream, event: &mut impl FnMut(&str, &Value)) {
+        let mut chunk = [0; 64 << 10];
         loop {
-            line.clear();
-            match reader.by_ref().take(LINE_MAX).read_until(b'\n', &mut line) {
-                Ok(n) if n > 0 && line.ends_with(b"\n") => {}
+            let mut fds = [PollFd::new(socket, PollFlags::IN)];
+            match rustix::event::poll(&mut fds, None) {
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(_) => break,
+                Ok(_) => {}
+            }
+            let mut unread = self.unread.lock().unwrap_or_else(PoisonError::into_inner);
+            match (&*socket).read(&mut chunk) {
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
+                Ok(n) if n > 0 => unread.extend_from_slice(&chunk[..n]),
                 _ => break,
             }
-            let Ok(value) = serde_json::from_slice::<Value>(&line) else { continue };
-            if let Some(name) = value["event"].as_str() {
-                event(name, &value["data"]);
-                continue;
-            }
-            let id = if value.get("QMP").is_some() { Some(0) } else { value["id"].as_u64() };
-            let mut state = self.lock();
-            if let Some((owed, _)) = state.owed.filter(|(owed, _)| Some(*owed) == id) {
-                state.owed = None;
-                if !state.given_up {
-                    state.replies.insert(owed, value);
-                }
-                self.changed.notify_all();
+            self.pass_on(&mut unread, event);
+            if unread.len() > LINE_MAX {
+                break;
             }
         }
+        let _last = self.unread.lock().unwrap_or_else(PoisonError::into_inner);
         self.lock().ended = true;
         self.changed.notify_all();
         event("", &Value::Null);
+    }
+
+    /// Passes whole lines on.
+    fn pass_on(&self, unread: &mut Vec<u8>, event: &mut impl FnMut(&str, &Value)) {
+        let Some(end) = unread.iter().rposition(|&b| b == b'\n') else { return };
+        let rest = unread.split_off(end + 1);
+        for line in std::mem::replace(unread, rest).split(|&b| b == b'\n') {
+            let Ok(value) = serde_json::from_slice::<Value>(line) else { continue };
+            match value["event"].as_str() {
+                Some(name) => event(name, &value["data"]),
+                None => self.answered(value),
+            }
+        }
+    }
+
+    fn answered(&self, value: Value) {
+        let id = if value.get("QMP").is_some() { Some(0) } else { value["id"].as_u64() };
+        let mut state = self.lock();
+        if let Some((owed, _)) = state.owed.filter(|(owed, _)| Some(*owed) == id) {
+            state.owed = None;
+            if !state.given_up {
+                state.replies.insert(owed, value);
+            }
+            self.changed.notify_all();
+        }
     }
 }
 
@@ -164,20 +223,56 @@ impl Qmp {
     pub fn connect_within(
         socket: UnixStream,
         limit: Duration,
-        mut event: impl FnMut(&str, &Value) + Send + 'static,
+        event: impl FnMut(&str, &Value) + Send + 'static,
     ) -> Result<Qmp, Error> {
-        let reader = socket.try_clone().map_err(|_| Error::Ended)?;
-        let shared = Arc::new(Shared::default());
-        shared.lock().owed = Some((0, "greeting"));
-        let own = shared.clone();
-        std::thread::Builder::new()
-            .name("qmp".into())
-            .spawn(move || own.read(&mut BufReader::new(reader), &mut event))
-            .map_err(|_| Error::Ended)?;
-        let qmp = Qmp { socket, shared };
+        let state = State { owed: Some((0, "greeting")), ..State::default() };
+        let qmp = Qmp::begin(socket, Vec::new(), state, event)?;
         qmp.reply(0, "greeting", Instant::now() + limit, limit)?;
         qmp.execute(qmp::qmp_capabilities { enable: None })?;
         Ok(qmp)
+    }
+
+    /// Goes on with a connection that an earlier program of this process has left; nobody waits for the reply that QEMU may owe.
+    ///
+    /// # Errors
+    /// When no thread or descriptor can be had.
+    pub fn resume(
+        socket: UnixStream,
+        left: QmpState,
+        event: impl FnMut(&str, &Value) + Send + 'static,
+    ) -> Result<Qmp, Error> {
+        let owed = left.owed.map(|id| (id, EARLIER));
+        let state =
+            State { ids: left.ids, owed, given_up: true, ended: left.ended, replies: BTreeMap::new() };
+        Qmp::begin(socket, left.unread, state, event)
+    }
+
+    fn begin(
+        socket: UnixStream,
+        unread: Vec<u8>,
+        state: State,
+        mut event: impl FnMut(&str, &Value) + Send + 'static,
+    ) -> Result<Qmp, Error> {
+        let reader = socket.try_clone().map_err(|_| Error::Ended)?;
+        let shared = Shared { unread: Mutex::new(unread), state: Mutex::new(state), ..Shared::default() };
+        let shared = Arc::new(shared);
+        let own = shared.clone();
+        std::thread::Builder::new()
+            .name("qmp".into())
+            .spawn(move || own.read(&reader, &mut event))
+            .map_err(|_| Error::Ended)?;
+        Ok(Qmp { socket, shared })
+    }
+
+    /// Lets the connection stand still: no command is half sent, no line is read and not passed on.
+    pub fn pause(&self) -> Paused<'_> {
+        let unread = self.shared.unread.lock().unwrap_or_else(PoisonError::into_inner);
+        Paused { unread, state: self.shared.lock() }
+    }
+
+    /// The connection's socket.
+    pub fn socket(&self) -> &UnixStream {
+        &self.socket
     }
 
     /// Executes one command.
@@ -248,12 +343,12 @@ impl Qmp {
             None => {}
         }
         let id = state.begin(name);
-        drop(state);
         let command = serde_json::json!({ "execute": name, "arguments": arguments, "id": id });
         let mut text = command.to_string().into_bytes();
         text.push(b'\n');
         // QEMU has read all earlier commands, so that one fits into the socket without a wait.
         send(&self.socket, &text, fd).map_err(|_| Error::Ended)?;
+        drop(state);
         let reply = self.reply(id, name, deadline, limit)?;
         if let Some(error) = reply.get("error") {
             let message = error["desc"].as_str().unwrap_or("no reason given").to_owned();
@@ -304,7 +399,7 @@ pub fn send(socket: &UnixStream, data: &[u8], fd: Option<BorrowedFd<'_>>) -> std
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Write;
+    use std::io::{BufRead, BufReader, Write};
     use std::sync::mpsc;
 
     /// A peer that greets and answers each line with the next of `answers`.
@@ -415,6 +510,37 @@ mod tests {
             writeln!(writer, r#"{{"return": {{"fdset-id": 7, "fd": 70}}, "id": 2}}"#).unwrap();
             writeln!(writer, r#"{{"return": {{"fdset-id": 8, "fd": 80}}, "id": 3}}"#).unwrap();
             assert_eq!(next.join().unwrap().unwrap().fd, 80);
+        });
+    }
+
+    #[test]
+    fn a_connection_goes_on_in_the_middle_of_a_line_and_of_a_command() {
+        let (qmp, mut writer, mut lines) = connected();
+        let silent = qmp.execute_within(qmp::stop {}, Duration::from_millis(20));
+        assert!(matches!(silent, Err(Error::Silent { .. })), "{silent:?}");
+        assert!(lines.next().unwrap().unwrap().contains(r#""id":2"#));
+        writer.write_all(br#"{"event": "RES"#).unwrap();
+        let start = Instant::now();
+        let left = loop {
+            let left = qmp.pause().state();
+            if !left.unread.is_empty() {
+                break left;
+            }
+            assert!(start.elapsed() < REPLY);
+        };
+        let left = serde_json::from_str(&serde_json::to_string(&left).unwrap()).unwrap();
+        let socket = qmp.socket.try_clone().unwrap();
+        // As after an execve: nothing of the program before goes on.
+        std::mem::forget(qmp.pause());
+        let (sender, events) = mpsc::channel();
+        let next = Qmp::resume(socket, left, move |name, _| drop(sender.send(name.to_owned()))).unwrap();
+        writer.write_all(b"ET\"}\n{\"return\": {}, \"id\": 2}\n").unwrap();
+        assert_eq!(events.recv().unwrap(), "RESET");
+        std::thread::scope(|scope| {
+            let command = scope.spawn(|| next.execute(qmp::cont {}));
+            assert!(lines.next().unwrap().unwrap().contains(r#""id":3"#));
+            writeln!(writer, r#"{{"return": {{}}, "id": 3}}"#).unwrap();
+            command.join().unwrap().unwrap();
         });
     }
 }

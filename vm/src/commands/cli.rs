@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The commands of this part: `tombolo doctor, up, restart, config, events, down, ps, exec, logs, console, zone attach, zone detach`.
+//! The commands of this part: `tombolo doctor, up, restart, upgrade, config, events, down, ps, exec, logs, console, zone attach, zone detach`.
 //!
 //! Exit codes: 0 done; 1 it failed; 2 wrong usage; 125 `exec` could not run the command (else the command's own code);
 //! 130 interrupted, and taken back.
@@ -12,10 +12,10 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
-use crate::commands::{clean, config, copy, doctor, events, guest_doctor, logs, terminal, up};
+use crate::commands::{clean, config, copy, doctor, events, guest_doctor, logs, terminal, up, upgrade};
 use crate::compose::{self, Project, Rights, Size};
 use crate::machine::growth;
-use crate::project::control::{Event, Request, Status, ZoneStatus};
+use crate::project::control::{Event, Request, Status, VmStatus, ZoneStatus};
 use crate::project::peer;
 use crate::project::state::{self, StateDir};
 use crate::project::stopped;
@@ -94,6 +94,8 @@ pub enum Command {
     Restart(up::RestartOptions),
     /// Check the compose file and print it with its defaults
     Config(config::Options),
+    /// Have running projects go on under another version of this program, without a stop
+    Upgrade(upgrade::Options),
     /// Remove what killed processes have left in /run and temporary folders
     #[command(visible_alias = "prune")]
     Clean(clean::Options),
@@ -177,6 +179,19 @@ pub enum Command {
         /// The project's name
         #[arg(long)]
         name: String,
+    },
+    /// Go on as the supervisor that this process was in another program (started by 'upgrade')
+    #[command(hide = true)]
+    SuperviseOn {
+        /// Only say whether this program could go on with this inherited state
+        #[arg(long, conflicts_with = "state")]
+        examine: Option<RawFd>,
+        /// The inherited state
+        #[arg(long, required_unless_present = "examine")]
+        state: Option<RawFd>,
+        /// Why the program that was tried did not go on
+        #[arg(long)]
+        refused: Option<String>,
     },
 }
 
@@ -308,6 +323,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         Command::Up(options) => up::up(options, json),
         Command::Restart(options) => up::restart(options, json),
         Command::Config(options) => config::run(&options, json),
+        Command::Upgrade(options) => upgrade::run(options, json),
         Command::Clean(options) => clean::run(&options, json),
         Command::Events(options) => events::run(&options, json),
         Command::Down { file, vms } => down(&file.identify()?, vms, json),
@@ -340,6 +356,14 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             supervisor::run(Project { name, file, compose: compose::Compose::default() }, &dir, control)?;
             Ok(ExitCode::SUCCESS)
         }
+        Command::SuperviseOn { examine, state, refused } => {
+            match (examine, state) {
+                (Some(state), _) => supervisor::examine(state)?,
+                (None, Some(state)) => supervisor::go_on(state, refused)?,
+                (None, None) => anyhow::bail!("there is no state to go on with"),
+            }
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 
@@ -362,7 +386,7 @@ pub fn run_zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
 
 /// One line or more on the standard output; who reads it may be gone, which is an error like any other.
 pub(crate) fn say(text: &str) -> std::io::Result<()> {
-    writeln!(std::io::stdout().lock(), "{text}")
+    writeln!(std::io::stdout().lock(), "{}", crate::log::plain(text))
 }
 
 fn zone_path(file: &File, name: &str, json: bool) -> anyhow::Result<ExitCode> {
@@ -491,8 +515,15 @@ fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
 /// All projects of this user that are up, and why others that are up did not answer.
 fn all_running() -> anyhow::Result<(Vec<Status>, Vec<anyhow::Error>)> {
     let (mut projects, mut silent) = (Vec::new(), Vec::new());
-    for found in state::supervisors()? {
-        match client::status_of(&found) {
+    let supervisors = state::supervisors()?;
+    // Those that don't answer are waited for at the same time.
+    let answers: Vec<_> = std::thread::scope(|scope| {
+        let asked: Vec<_> =
+            supervisors.iter().map(|found| scope.spawn(|| client::status_of(found))).collect();
+        asked.into_iter().map(|answer| answer.join()).collect()
+    });
+    for answer in answers {
+        match answer.unwrap_or_else(|_| Err(anyhow::anyhow!("a thread that asks a supervisor failed"))) {
             Ok(project) => projects.extend(project),
             Err(e) => silent.push(e),
         }
@@ -563,7 +594,7 @@ fn table(status: &Status) -> String {
     for vm in &status.vms {
         rows.push([
             vm.name.clone(),
-            vm.health.map_or_else(|| vm.state.clone(), |health| format!("{} ({health})", vm.state)),
+            vm_state(vm),
             vm.accel.name().to_lowercase(),
             vm.pid.map_or("-".into(), |p| p.to_string()),
             vm.cpus.to_string(),
@@ -590,6 +621,12 @@ fn table(status: &Status) -> String {
         text.push_str(&accelerators(status));
     }
     text
+}
+
+/// A VM's state with what is known of its health and of who does not answer.
+fn vm_state(vm: &VmStatus) -> String {
+    let notes = vm.health.map(|health| health.to_string()).into_iter().chain(vm.trouble.clone());
+    notes.fold(vm.state.clone(), |state, note| format!("{state} ({note})"))
 }
 
 /// Accelerators and who uses them.
@@ -627,7 +664,10 @@ fn networks(status: &Status) -> String {
     let dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
     let mut rows = vec![["NET", "SWITCH", "UPLINK", "SUBNET", "VM", "MAC", "ADDRESS"].map(str::to_owned)];
     for net in &status.networks {
-        let switch = net.pid.map_or("starting".into(), |p| p.to_string());
+        let switch = net.pid.map_or("starting".into(), |p| match &net.trouble {
+            None => p.to_string(),
+            Some(trouble) => format!("{p} ({trouble})"),
+        });
         let head = [net.name.clone(), switch, dash(&net.uplink), dash(&net.subnet)];
         for (n, port) in net.ports.iter().enumerate() {
             let [name, switch, uplink, subnet] = if n == 0 { head.clone() } else { Default::default() };

@@ -26,6 +26,8 @@ use crate::project::state::StateDir;
 
 /// Times that a start is tried when other commands start or end the same project at the same moment.
 const TRIES: u32 = 50;
+/// How long a supervisor may take to say what runs, of which it asks nobody for long.
+const STATUS: Duration = Duration::from_secs(5);
 /// Bytes of input sent at once.
 const CHUNK: usize = 256 << 10;
 /// Ends an interactive console: Ctrl-].
@@ -76,7 +78,8 @@ fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
     drop(command.spawn().context("the supervisor can't be started")?);
     drop(theirs);
     let mut peer = Peer::new(ours);
-    match peer.receive::<Event>()? {
+    let begun = peer.receive::<Event>().context("the supervisor ended before it said anything")?;
+    match begun {
         Some(Event::Note { .. }) => Ok(Some(peer)),
         Some(Event::Taken) => Ok(None),
         Some(Event::Failed { message }) => anyhow::bail!("{message}"),
@@ -104,6 +107,7 @@ pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
 /// # Errors
 /// When there is none.
 pub fn status(mut peer: Peer) -> anyhow::Result<Status> {
+    peer.set_limit(STATUS);
     match peer.receive::<Event>()? {
         Some(Event::Status(status)) => Ok(*status),
         Some(Event::Failed { message }) => anyhow::bail!("{message}"),
@@ -161,6 +165,7 @@ impl Progress {
             Stage::Stopped => ("stopped", true),
             Stage::Failed => ("failed", true),
         };
+        let detail = crate::log::plain(detail);
         let message = if detail.is_empty() { text.to_owned() } else { format!("{text} ({detail})") };
         let Some((all, bars)) = &mut self.bars else {
             eprintln!("{vm}: {message}");
@@ -183,7 +188,7 @@ impl Progress {
 
     fn note(&self, text: &str) {
         match &self.bars {
-            Some((all, _)) => drop(all.println(format!("tombolo: {text}"))),
+            Some((all, _)) => drop(all.println(format!("tombolo: {}", crate::log::plain(text)))),
             None => crate::say!("{text}"),
         }
     }

@@ -25,6 +25,10 @@ const CHUNK: usize = 256 << 10;
 const HEAD: usize = 64;
 /// Permission bits of a file, the set-id bits included.
 const MODE: u32 = 0o7777;
+/// The bits that make a program run as its owner. What a guest has made is nothing that a user of this host should run as another one.
+const SET_ID: u32 = 0o6000;
+/// The most bytes that are kept of what a guest says of an error.
+const WORDS: usize = 16 << 10;
 
 /// Takes a file ($2, mode $3) from the input to $1, or into that folder. A shell that is ended tells of the programs that were ended with it, to
 /// nobody who is still there: SIGPIPE would end it before it has cleaned up.
@@ -253,6 +257,7 @@ impl Incoming<'_> {
         let unpacked = std::thread::Builder::new().name("tar".into()).spawn(move || {
             let mut tar = tar::Archive::new(reader);
             tar.set_preserve_permissions(true);
+            tar.set_mask(SET_ID);
             tar.unpack(into)?;
             // What follows the tar's end is padding.
             io::copy(&mut tar.into_inner(), &mut io::sink()).map(drop)
@@ -287,7 +292,7 @@ impl Incoming<'_> {
 fn parse_head(head: &[u8]) -> Option<(char, u32)> {
     let (kind, mode) = std::str::from_utf8(head).ok()?.trim().split_once(' ')?;
     let kind = kind.chars().next().filter(|k| "fd".contains(*k))?;
-    Some((kind, u32::from_str_radix(mode, 8).ok()? & MODE))
+    Some((kind, u32::from_str_radix(mode, 8).ok()? & MODE & !SET_ID))
 }
 
 /// Moves what is in `from` into the folder `to`; files of the same name are replaced.
@@ -338,7 +343,10 @@ fn run(
     loop {
         match peer.receive::<Event>() {
             Ok(Some(Event::Out { data })) => output(&BASE64.decode(data)?)?,
-            Ok(Some(Event::Err { data })) => words.extend(BASE64.decode(data)?),
+            Ok(Some(Event::Err { data })) => {
+                words.extend(BASE64.decode(data)?);
+                words.truncate(WORDS);
+            }
             Ok(Some(Event::Exit { code: c })) => code = Some(c),
             Ok(Some(Event::Done)) => break,
             Ok(Some(Event::Failed { message })) => anyhow::bail!("{message}"),
@@ -442,8 +450,9 @@ mod tests {
         std::os::unix::fs::symlink("/nowhere", at.join("link")).unwrap();
     }
 
-    fn assert_tree(at: &Path) {
-        assert_eq!((mode(&at.join("run")), mode(&at.join("sub"))), (0o4750, 0o701));
+    /// The set-id bit goes into a guest and does not come back.
+    fn assert_tree(at: &Path, set_id: u32) {
+        assert_eq!((mode(&at.join("run")), mode(&at.join("sub"))), (set_id | 0o750, 0o701));
         assert_eq!(fs::read(at.join("sub/data")).unwrap(), vec![7; 3 << 20]);
         assert_eq!(fs::read_link(at.join("link")).unwrap(), Path::new("/nowhere"));
     }
@@ -509,13 +518,13 @@ mod tests {
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         };
         send(&target);
-        assert_tree(&target);
+        assert_tree(&target, 0o4000);
         // Into it, as it is a folder now, twice: the second time over what is there.
         send(&target);
         fs::write(target.join("src/run"), "old").unwrap();
         fs::write(target.join("src/own"), "kept").unwrap();
         send(&target);
-        assert_tree(&target.join("src"));
+        assert_tree(&target.join("src"), 0o4000);
         assert_eq!(names(&target), ["link", "run", "src", "sub"]);
         assert_eq!(fs::read(target.join("src/own")).unwrap(), b"kept");
     }
@@ -537,12 +546,12 @@ mod tests {
         arrive(&sent.stdout, here.path(), &here.path().join("run")).unwrap();
         assert_eq!(
             (fs::read(here.path().join("run")).unwrap(), mode(&here.path().join("run"))),
-            (b"#!/bin/sh\n".to_vec(), 0o4750)
+            (b"#!/bin/sh\n".to_vec(), 0o750)
         );
         let sent = guest(SEND, &[&path("src"), "r"], &mut io::empty());
         for _ in 0..2 {
             arrive(&sent.stdout, here.path(), &here.path().join("copy")).unwrap();
-            assert_tree(&here.path().join("copy"));
+            assert_tree(&here.path().join("copy"), 0);
         }
         assert_eq!(names(here.path()), ["copy", "run"]);
         let refused = guest(SEND, &[&path("src"), ""], &mut io::empty());
@@ -551,7 +560,7 @@ mod tests {
         let into = here.path().join("into");
         fs::create_dir(&into).unwrap();
         assert!(guest(TAKE_TREE, &[into.to_str().unwrap(), ""], &mut &tar[..]).status.success());
-        assert_tree(&into.join("src"));
+        assert_tree(&into.join("src"), 0o4000);
     }
 
     #[test]

@@ -17,3 +17,4 @@ pub mod terminal;
 pub mod top;
 pub mod topology;
 pub mod up;
+pub mod upgrade;

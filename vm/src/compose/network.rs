@@ -265,7 +265,7 @@ macro_rules! as_text {
 as_text! { Subnet Prefix64 }
 
 /// What one VM has in one network.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
     pub mac: Mac,
     /// Its address and the subnet's prefix length.

@@ -10,11 +10,14 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use qapi::{Command, Execute, qga};
 use serde::Deserialize;
+use tombolo_zone::keep::{Keep, Kept};
+
+use crate::project::state::random_hex;
 
 /// The longest reply to guest-file-read in bytes: a read of 1 MiB in base64, with room.
 const LONG_REPLY: usize = 2 << 20;
@@ -74,17 +77,22 @@ pub trait Calls {
 /// The agent of one VM.
 #[derive(Debug)]
 pub struct Agent {
+    /// The connection, for the next program of this process.
+    socket: Arc<UnixStream>,
     /// None: a request has it.
     line: Mutex<Option<Line>>,
     freed: Condvar,
     retired: AtomicBool,
+    /// When the request was begun that has no answer yet.
+    asked: Mutex<Option<Instant>>,
 }
 
 #[derive(Debug)]
 struct Line {
-    socket: UnixStream,
+    socket: Arc<UnixStream>,
     buffer: Vec<u8>,
     in_step: bool,
+    /// The number of the last synchronization. It begins anywhere: a late reply to another program of this process has another one.
     next: u32,
 }
 
@@ -107,8 +115,25 @@ impl Calls for Farewell<'_> {
 impl Agent {
     /// An agent behind `socket`, which need not be there yet.
     pub fn new(socket: UnixStream) -> Agent {
-        let line = Line { socket, buffer: Vec::new(), in_step: false, next: 1 };
-        Agent { line: Mutex::new(Some(line)), freed: Condvar::new(), retired: AtomicBool::new(false) }
+        let socket = Arc::new(socket);
+        let line = Line { socket: socket.clone(), buffer: Vec::new(), in_step: false, next: any_number() };
+        let (line, freed) = (Mutex::new(Some(line)), Condvar::new());
+        Agent { socket, line, freed, retired: AtomicBool::new(false), asked: Mutex::default() }
+    }
+
+    /// Notes the connection for the next program, which brings it back in step by itself.
+    pub fn hand_over(&self, keep: &mut Keep) -> (Kept, bool) {
+        (keep.add(&self.socket), self.retired.load(Ordering::Acquire))
+    }
+
+    /// Goes on with the agent that the program before has left.
+    ///
+    /// # Errors
+    /// When its descriptor is not open.
+    pub fn take_over((socket, retired): (Kept, bool)) -> std::io::Result<Agent> {
+        let agent = Agent::new(socket.take()?.into());
+        agent.retired.store(retired, Ordering::Release);
+        Ok(agent)
     }
 
     /// Whether the agent answers within `limit`.
@@ -135,7 +160,12 @@ impl Agent {
         let text = serde_json::to_vec(&Execute::<C>::from(command)).map_err(|e| shape(e.to_string()))?;
         let deadline = Instant::now() + limit;
         let mut line = self.take(C::NAME, limit, deadline, over)?;
+        self.asked().get_or_insert_with(Instant::now);
         let reply = line.call(C::NAME, text, &Wait { limit, deadline, over });
+        // One that got no answer in time goes on to count.
+        if !matches!(reply, Err(Error::Silent { .. })) {
+            *self.asked() = None;
+        }
         *self.line.lock().unwrap_or_else(PoisonError::into_inner) = Some(line);
         self.freed.notify_one();
         match parse(&reply?).map_err(|e| shape(e.to_string()))? {
@@ -143,6 +173,15 @@ impl Agent {
             Reply { value: Some(value), .. } => Ok(value),
             Reply { .. } => Err(shape("neither 'return' nor 'error'".into())),
         }
+    }
+
+    fn asked(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For how long the agent has owed an answer.
+    pub fn silent_for(&self) -> Option<Duration> {
+        self.asked().map(|since| since.elapsed())
     }
 
     /// Takes the line when it is this request's turn.
@@ -168,6 +207,10 @@ impl Agent {
             (line, _) = self.freed.wait_timeout(line, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner);
         }
     }
+}
+
+fn any_number() -> u32 {
+    u32::from_str_radix(&random_hex(4), 16).unwrap_or_default()
 }
 
 /// How long a reply is waited for.
@@ -239,7 +282,7 @@ impl Line {
         while !rest.is_empty() {
             let slice = wait.slice(command)?;
             self.socket.set_write_timeout(Some(slice)).map_err(|_| Error::Ended)?;
-            match self.socket.write(rest) {
+            match (&*self.socket).write(rest) {
                 Ok(n) => rest = &rest[n..],
                 Err(e) if is_pause(&e) => {}
                 Err(_) => return Err(Error::Ended),
@@ -268,7 +311,7 @@ impl Line {
             let slice = wait.slice(command)?;
             self.socket.set_read_timeout(Some(slice)).map_err(|_| Error::Ended)?;
             let mut chunk = [0; 64 << 10];
-            match self.socket.read(&mut chunk) {
+            match (&*self.socket).read(&mut chunk) {
                 Ok(0) => return Err(Error::Ended),
                 Ok(n) => self.buffer.extend_from_slice(&chunk[..n]),
                 Err(e) if is_pause(&e) => {}

@@ -47,21 +47,29 @@ impl std::fmt::Display for Health {
 /// When no thread can be had.
 pub fn begin(machine: &Arc<Machine>, check: &HealthCheck) -> std::io::Result<()> {
     machine.set_health(Health::Starting);
-    let (machine, check) = (machine.clone(), check.clone());
-    let name = format!("health-{}", machine.name());
-    std::thread::Builder::new().name(name).spawn(move || watch(&machine, &check)).map(drop)
+    go_on(machine, check, Duration::ZERO)
 }
 
-fn watch(machine: &Machine, check: &HealthCheck) {
+/// Goes on with the checks of a VM that has been up for so long. Failures in a row are counted anew.
+///
+/// # Errors
+/// When no thread can be had.
+pub fn go_on(machine: &Arc<Machine>, check: &HealthCheck, up: Duration) -> std::io::Result<()> {
+    let (machine, check) = (machine.clone(), check.clone());
+    let name = format!("health-{}", machine.name());
+    std::thread::Builder::new().name(name).spawn(move || watch(&machine, &check, up)).map(drop)
+}
+
+fn watch(machine: &Machine, check: &HealthCheck, up: Duration) {
     let begun = Instant::now();
-    let mut tally = Tally::default();
+    let mut tally = Tally { health: machine.health().unwrap_or(Health::Starting), failures: 0 };
     while machine.is_up() {
         let pass = run(machine.agent(), &check.command.0, check.timeout.0);
         // A VM that is being stopped or reboots has no agent.
         if !machine.is_up() {
             return;
         }
-        let early = begun.elapsed() < check.start_period.0;
+        let early = up + begun.elapsed() < check.start_period.0;
         let before = tally.health;
         tally.count(pass.is_ok(), early, check.retries);
         if let (true, Err(why)) = (tally.health == Health::Unhealthy && before != Health::Unhealthy, &pass) {
@@ -78,12 +86,6 @@ fn watch(machine: &Machine, check: &HealthCheck) {
 struct Tally {
     health: Health,
     failures: u32,
-}
-
-impl Default for Tally {
-    fn default() -> Tally {
-        Tally { health: Health::Starting, failures: 0 }
-    }
 }
 
 impl Tally {
@@ -136,7 +138,7 @@ mod tests {
     use super::*;
 
     fn health(results: &[(bool, bool)]) -> Vec<Health> {
-        let mut tally = Tally::default();
+        let mut tally = Tally { health: Health::Starting, failures: 0 };
         let mut said = Vec::new();
         for &(pass, early) in results {
             tally.count(pass, early, 3);

@@ -30,6 +30,9 @@ const ASK: [Duration; 2] = [Duration::from_millis(200), Duration::from_secs(5)];
 /// For a port's socket to take what is typed; a program that does not read lets no more than a buffer pass.
 const TYPE: Duration = Duration::from_millis(200);
 
+/// The most bytes of an exit code.
+const CODE: usize = 16;
+
 /// Joins the port $1 and the terminal on which `script` runs the command line $3, in the folder $4. A port's node and its name come a moment
 /// after its device.
 const JOIN: &str = r#"port=$1 mark=$2 line=$3 dir=$4
@@ -288,26 +291,32 @@ struct Screen {
 }
 
 impl Screen {
-    /// What is to be shown of these bytes; only what may be a mark's beginning is held back.
+    /// What is to be shown of these bytes. Only what may be a mark's beginning is held back, and what follows the second mark.
     fn take(&mut self, mark: &[u8], data: &[u8]) -> Vec<u8> {
         self.held.extend_from_slice(data);
         if !self.begun {
-            let Some(at) = find(&self.held, mark) else { return Vec::new() };
+            let Some(at) = find(&self.held, mark) else {
+                drop(self.let_go(mark));
+                return Vec::new();
+            };
             self.held.drain(..at + mark.len());
             self.begun = true;
         }
-        let Some(at) = find(&self.held, mark) else {
-            let longest = mark.len().min(self.held.len() + 1) - 1;
-            let kept = (1..=longest).rev().find(|&n| self.held.ends_with(&mark[..n])).unwrap_or(0);
-            let shown = self.held.len() - kept;
-            return self.held.drain(..shown).collect();
-        };
+        let Some(at) = find(&self.held, mark) else { return self.let_go(mark) };
         let rest = &self.held[at + mark.len()..];
-        if let Some(end) = rest.iter().position(|&b| b == b'\n') {
-            let code = std::str::from_utf8(&rest[..end]).ok().and_then(|text| text.trim().parse().ok());
-            self.code = Some(code.unwrap_or(255));
+        let end = rest.iter().position(|&b| b == b'\n');
+        if end.is_some() || rest.len() > CODE {
+            let text = std::str::from_utf8(&rest[..end.unwrap_or(0)]).ok();
+            self.code = Some(text.and_then(|text| text.trim().parse().ok()).unwrap_or(255));
         }
         self.held.drain(..at).collect()
+    }
+
+    /// Takes out what can't be the mark's beginning.
+    fn let_go(&mut self, mark: &[u8]) -> Vec<u8> {
+        let longest = mark.len().min(self.held.len() + 1) - 1;
+        let kept = (1..=longest).rev().find(|&n| self.held.ends_with(&mark[..n])).unwrap_or(0);
+        self.held.drain(..self.held.len() - kept).collect()
     }
 }
 
@@ -329,6 +338,18 @@ mod tests {
             assert_eq!(String::from_utf8(shown).unwrap(), "hello\r\n#M is no mark\r\n", "cut at {cut}");
             assert_eq!(screen.code, Some(42), "cut at {cut}");
         }
+    }
+
+    #[test]
+    fn a_guest_that_floods_the_port_without_marks_has_nothing_kept_of_it() {
+        let mut screen = Screen::default();
+        for _ in 0..100 {
+            assert!(screen.take(b"#M#", &[b'x'; 1 << 16]).is_empty());
+            assert!(screen.held.len() < 3, "noise before the first mark");
+        }
+        assert_eq!(screen.take(b"#M#", b"#M#shown#M#"), b"shown");
+        assert!(screen.take(b"#M#", &[b'9'; 1 << 16]).is_empty());
+        assert_eq!(screen.code, Some(255), "no code is so long");
     }
 
     #[test]

@@ -66,6 +66,21 @@ impl Group {
         Ok(Group { path, entrance })
     }
 
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The group of a VM that runs on, which the program before has made.
+    ///
+    /// # Errors
+    /// When it is gone.
+    pub fn take_over(path: PathBuf) -> anyhow::Result<Group> {
+        let entrance = OpenOptions::new().write(true).open(path.join("cgroup.procs"));
+        Ok(Group { entrance: entrance.with_context(|| path.display().to_string())?, path })
+    }
+
     /// Where a process puts itself into the group: it writes "0".
     #[must_use]
     pub fn entrance(&self) -> &File {

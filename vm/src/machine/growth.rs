@@ -106,7 +106,7 @@ pub fn allow(name: &str, spec: &VmSpec, layout: &Layout) -> anyhow::Result<()> {
 }
 
 /// Devices that are a VM's; dropping this gives them back.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Taken {
     devices: Vec<Address>,
 }
@@ -126,6 +126,18 @@ impl Taken {
         let owner = Owner::new(name, std::process::id())?;
         bind::bind(&host, &mut Kernel, &Store::of_host(), &plan, Some(&owner))?;
         Ok(Taken { devices: plan.take.into_iter().map(|(address, _)| address).collect() })
+    }
+}
+
+impl Taken {
+    /// Their addresses.
+    pub fn addresses(&self) -> &[Address] {
+        &self.devices
+    }
+
+    /// Devices that the program before has taken for a VM that runs on.
+    pub fn take_over(devices: Vec<Address>) -> Taken {
+        Taken { devices }
     }
 }
 

@@ -11,6 +11,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use qapi::qmp;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::project::zones::Invitation;
@@ -32,7 +33,7 @@ pub enum Failure {
 }
 
 /// The ports of one VM for devices that come while it runs.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Ports {
     vm: String,
     count: u32,
@@ -45,10 +46,34 @@ pub struct Ports {
     memory: BTreeMap<String, bool>,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Undo {
-    command: &'static str,
+    command: Command,
     arguments: Value,
+}
+
+/// A command that undoes another one, by QEMU's name for it.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Command {
+    Closefd,
+    ChardevRemove,
+    RemoveFd,
+    ObjectDel,
+    #[serde(rename = "device_del")]
+    DeviceDel,
+}
+
+impl Command {
+    fn name(self) -> &'static str {
+        match self {
+            Command::Closefd => "closefd",
+            Command::ChardevRemove => "chardev-remove",
+            Command::RemoveFd => "remove-fd",
+            Command::ObjectDel => "object-del",
+            Command::DeviceDel => "device_del",
+        }
+    }
 }
 
 impl Ports {
@@ -110,7 +135,7 @@ impl Ports {
     /// Undoes what an earlier plug has left.
     fn settle(&mut self, qmp: &Qmp) -> Result<(), Error> {
         while let Some(undo) = self.undo.last() {
-            match qmp.execute_value(undo.command, &undo.arguments) {
+            match qmp.execute_value(undo.command.name(), &undo.arguments) {
                 // What QEMU refuses to undo was not done.
                 Ok(_) | Err(Error::Refused { .. }) => drop(self.undo.pop()),
                 Err(e) => return Err(e),
@@ -122,7 +147,7 @@ impl Ports {
     /// One step: noted as to be undone before it is done.
     fn step(
         &mut self,
-        undo: &'static str,
+        undo: Command,
         arguments: Value,
         step: impl FnOnce() -> Result<(), Error>,
     ) -> Result<(), (Error, bool)> {
@@ -140,7 +165,7 @@ impl Ports {
     ) -> Result<(), (Error, bool)> {
         let name = format!("bell-{zone}.{}", self.plugs);
         let id = format!("doorbell-{zone}.{}", self.plugs);
-        self.step("closefd", json!({ "fdname": name }), || {
+        self.step(Command::Closefd, json!({ "fdname": name }), || {
             let getfd = qmp::getfd { fdname: name.clone() };
             qmp.execute_with(getfd, Some(invitation.doorbell.as_fd()), STEP).map(drop)
         })?;
@@ -149,7 +174,7 @@ impl Ports {
                 "addr": { "type": "fd", "data": { "str": name } }, "server": false,
             } },
         });
-        self.step("chardev-remove", json!({ "id": name }), || {
+        self.step(Command::ChardevRemove, json!({ "id": name }), || {
             qmp.execute_value("chardev-add", &chardev).map(drop)
         })?;
         let device = json!({
@@ -159,7 +184,9 @@ impl Ports {
         if alone {
             return last(qmp, &device);
         }
-        self.step("device_del", json!({ "id": id }), || qmp.execute_value("device_add", &device).map(drop))
+        self.step(Command::DeviceDel, json!({ "id": id }), || {
+            qmp.execute_value("device_add", &device).map(drop)
+        })
     }
 
     fn memory(
@@ -172,7 +199,7 @@ impl Ports {
         let set = self.plugs;
         let object = format!("zone-{zone}.{}", self.plugs);
         let mut number = 0;
-        self.step("remove-fd", json!({ "fdset-id": set }), || {
+        self.step(Command::RemoveFd, json!({ "fdset-id": set }), || {
             let add = qmp::add_fd { fdset_id: Some(set), opaque: None };
             number = qmp.execute_with(add, Some(invitation.memory.as_fd()), STEP)?.fd;
             Ok(())
@@ -181,7 +208,7 @@ impl Ports {
             "qom-type": "memory-backend-file", "id": object, "share": true, "readonly": invitation.read_only,
             "mem-path": format!("/proc/self/fd/{number}"), "size": invitation.size,
         });
-        self.step("object-del", json!({ "id": object }), || {
+        self.step(Command::ObjectDel, json!({ "id": object }), || {
             qmp.execute_value("object-add", &backend).map(drop)
         })?;
         // QEMU has mapped it; the descriptor itself is not needed any more.

@@ -7,11 +7,12 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use qapi::qmp;
+use serde::{Deserialize, Serialize};
 
 use crate::child::{self, Guarded};
 use crate::compose::disks::Format;
@@ -20,6 +21,8 @@ use crate::compose::{Ready, VmSpec, ZoneUse};
 use crate::guest::agent::Agent;
 use crate::guest::health::Health;
 use crate::guest::kit::Boot;
+use crate::moment;
+use crate::project::barrier::{HOUSEHOLD, Inside};
 use crate::project::changes::Kind;
 use crate::project::control::{ShareStatus, Stage, VmStatus};
 use crate::project::journal;
@@ -43,6 +46,7 @@ use tombolo_topology::plan::VmPlan;
 pub mod cgroup;
 pub mod disks;
 pub mod growth;
+pub mod handover;
 pub mod hotplug;
 pub mod placement;
 pub mod port;
@@ -50,6 +54,8 @@ pub mod stop;
 
 /// How long QEMU may take to end when told to.
 const QUIT: Duration = Duration::from_secs(5);
+/// A guest agent that has not answered for so long does not answer.
+const SILENT: Duration = Duration::from_secs(5);
 /// How long QEMU may take to fill memory that is bound to nodes: a terabyte takes minutes.
 const FILLED: Duration = Duration::from_secs(1800);
 /// Lines of console and QEMU's log in an error.
@@ -81,6 +87,8 @@ pub struct Start<'a> {
     pub seed: Option<OwnedFd>,
     /// The cgroup that limits it.
     pub group: Option<Group>,
+    /// Devices of the host that it has.
+    pub devices: growth::Taken,
     /// Where its logs go.
     pub dir: &'a StateDir,
     /// The machine that it follows where the guest has rebooted: its consoles go on.
@@ -124,11 +132,20 @@ pub struct Machine {
     threads: OnceLock<Vec<Thread>>,
     /// Where zones come to it while it runs.
     ports: Mutex<Ports>,
+    /// What it has of the host until QEMU has ended.
+    held: Mutex<Held>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
+struct Held {
+    devices: growth::Taken,
+    group: Option<Group>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct State {
     phase: Phase,
+    #[serde(with = "moment")]
     up_since: Option<Instant>,
     agent_open: bool,
     /// The guest asked for a reset: that, too, ends QEMU (-no-reboot).
@@ -141,7 +158,12 @@ struct State {
     exit: Option<String>,
     /// Whether it ended by itself, and if so whether the guest switched itself off.
     ending: Option<bool>,
+    /// It has ended, and its policy has not decided yet, or is about to start it again.
+    restart_due: bool,
+    /// Starts of its policy that have failed since it ended.
+    failed_starts: u32,
     /// When its policy starts it again.
+    #[serde(with = "moment")]
     restart_at: Option<Instant>,
     /// What its health check says.
     health: Option<Health>,
@@ -156,7 +178,7 @@ struct State {
 }
 
 /// Where a VM is.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Phase {
     /// On its way.
     Booting,
@@ -174,13 +196,13 @@ pub enum Phase {
 
 impl Machine {
     /// Starts QEMU. The VM is not ready yet: see [`Machine::follow`]. `ended` is called once, with how it ended, when QEMU is gone; it calls
-    /// [`Machine::set_ended`].
+    /// [`Machine::set_ended`], and drops what it is given when all that follows from the end has been noted.
     ///
     /// # Errors
     /// When QEMU can't be started.
     pub fn start(
         start: Start<'_>,
-        ended: impl FnOnce(&Arc<Machine>, Exit) + Send + 'static,
+        ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
     ) -> anyhow::Result<Arc<Machine>> {
         let begun = Instant::now();
         let (monitor, monitor_end) = UnixStream::pair()?;
@@ -261,39 +283,10 @@ impl Machine {
             (console, Console::start(log, &start.dir.qemu_log(start.name), None)?)
         };
 
-        // QEMU dies with the thread that starts it, so that thread waits for its end.
-        let (sender, receiver) = mpsc::channel();
-        let (register, registered) = mpsc::channel::<Arc<Machine>>();
-        std::thread::Builder::new().name(format!("vm-{}", start.name)).spawn(move || {
-            let mut qemu = match Guarded::spawn(&mut command).and_then(|q| Ok((q.handle()?, q))) {
-                Ok((handle, qemu)) => {
-                    if sender.send(Ok((handle, qemu.pid()))).is_err() {
-                        return;
-                    }
-                    qemu
-                }
-                Err(e) => {
-                    let _ = sender.send(Err(e));
-                    return;
-                }
-            };
-            // QEMU has its copies; with these open its end of a socket would never be seen.
-            drop(command);
-            drop(inherited);
-            let mut exit = match qemu.wait() {
-                Ok(status) => describe(status),
-                Err(e) => Exit { how: format!("its end is unknown: {e}"), clean: false },
-            };
-            if group.as_ref().is_some_and(Group::ran_out_of_memory) {
-                exit.how.push_str(", for want of memory: raise memory_limit");
-            }
-            // A QEMU that follows makes its own.
-            drop(group);
-            if let Ok(machine) = registered.recv() {
-                ended(&machine, exit);
-            }
-        })?;
-        let (process, pid) = receiver.recv().context("the thread that starts QEMU ended")??;
+        let qemu = Guarded::spawn(command)?;
+        // QEMU has its copies; with these open its end of a socket would never be seen.
+        drop(inherited);
+        let (process, pid) = (qemu.handle()?, qemu.pid());
         let machine = Arc::new(Machine {
             name: start.name.to_owned(),
             spec: start.spec.clone(),
@@ -314,6 +307,8 @@ impl Machine {
                 monitor_ended: false,
                 exit: None,
                 ending: None,
+                restart_due: false,
+                failed_starts: 0,
                 restart_at: None,
                 health: None,
                 lasted: Duration::ZERO,
@@ -331,19 +326,14 @@ impl Machine {
             placement: start.placement,
             threads: OnceLock::new(),
             ports: Mutex::new(ports),
+            held: Mutex::new(Held { devices: start.devices, group }),
         });
         machine.mark("qemu started");
         machine.tell(&Phase::Booting, start.accel.name());
-        let _ = register.send(machine.clone());
-        let weak = Arc::downgrade(&machine);
+        machine.watch(qemu, ended)?;
         // QEMU fills memory that is bound to nodes before it answers.
         let limit = if machine.placement.is_some() { FILLED } else { tombolo_qemu::qmp::REPLY };
-        let connected = Qmp::connect_within(monitor, limit, move |event, data| {
-            if let Some(machine) = weak.upgrade() {
-                machine.event(event, data);
-            }
-        });
-        match connected {
+        match Qmp::connect_within(monitor, limit, machine.events()) {
             Ok(qmp) => {
                 machine.mark("monitor answers");
                 let _ = machine.qmp.set(qmp);
@@ -353,6 +343,42 @@ impl Machine {
                 machine.process.kill();
                 machine.wait_ended(QUIT);
                 Err(machine.failure(&e.to_string()))
+            }
+        }
+    }
+
+    /// Waits for QEMU's end on a thread of its own.
+    fn watch(
+        self: &Arc<Self>,
+        mut qemu: Guarded,
+        ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
+    ) -> std::io::Result<()> {
+        let machine = self.clone();
+        let watch = move || {
+            qemu.wait_end();
+            machine.await_last_words();
+            let inside = HOUSEHOLD.enter("the end of a VM");
+            let mut exit = match qemu.wait() {
+                Ok(status) => describe(status),
+                Err(e) => Exit { how: format!("its end is unknown: {e}"), clean: false },
+            };
+            let held = std::mem::take(&mut *machine.held.lock().unwrap_or_else(PoisonError::into_inner));
+            if held.group.as_ref().is_some_and(Group::ran_out_of_memory) {
+                exit.how.push_str(", for want of memory: raise memory_limit");
+            }
+            // A QEMU that follows takes its own.
+            drop(held);
+            ended(&machine, exit, inside);
+        };
+        std::thread::Builder::new().name(format!("vm-{}", self.name)).spawn(watch).map(drop)
+    }
+
+    /// What hears the monitor's events.
+    fn events(self: &Arc<Self>) -> impl FnMut(&str, &serde_json::Value) + Send + use<> {
+        let weak = Arc::downgrade(self);
+        move |event, data| {
+            if let Some(machine) = weak.upgrade() {
+                machine.event(event, data);
             }
         }
     }
@@ -450,14 +476,15 @@ impl Machine {
         self.lock().timeline.push((what.to_owned(), at));
     }
 
+    /// Waits for what the monitor says last, which tells a reboot from a shutdown.
+    fn await_last_words(&self) {
+        drop(self.changed.wait_timeout_while(self.lock(), QUIT, |s| !s.monitor_ended));
+    }
+
     /// QEMU is gone, and whatever it had is free again. The phase that follows is returned: [`Phase::Rebooting`] is for the caller to
-    /// go on with.
+    /// go on with. The caller then closes the [consoles](Machine::close_consoles).
     pub fn set_ended(&self, exit: Exit) -> Phase {
-        // What the monitor said last tells a reboot from a shutdown.
-        let (mut state, _) = self
-            .changed
-            .wait_timeout_while(self.lock(), QUIT, |s| !s.monitor_ended)
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
         state.exit = Some(if state.panicked {
             "the guest's kernel panicked".into()
         } else if state.reset {
@@ -474,15 +501,20 @@ impl Machine {
             _ => Phase::Ended,
         };
         let phase = state.phase.clone();
+        state.restart_due = phase != Phase::Rebooting;
         self.tell(&phase, state.exit.as_deref().unwrap_or_default());
         drop(state);
         self.changed.notify_all();
+        phase
+    }
+
+    /// Waits for the last words of the consoles of a VM that has ended, and sends those away who watch where it is over.
+    pub fn close_consoles(&self) {
         self.console.wait_end(QUIT);
         self.log.wait_end(QUIT);
-        if phase != Phase::Rebooting {
+        if self.phase() != Phase::Rebooting {
             self.console.close();
         }
-        phase
     }
 
     /// Whether it ended by itself, and if so whether the guest switched itself off; `None`: somebody ended it, or it has not ended.
@@ -492,12 +524,29 @@ impl Machine {
 
     /// How often in a row its policy has started it again; one that was up for long begins anew.
     pub fn attempts(&self) -> u32 {
-        if self.lock().lasted >= STEADY { 0 } else { self.attempt }
+        let state = self.lock();
+        state.failed_starts + if state.lasted >= STEADY { 0 } else { self.attempt }
     }
 
     /// Notes when its policy starts it again.
     pub fn set_restart_in(&self, pause: Duration) {
         self.lock().restart_at = Some(Instant::now() + pause);
+    }
+
+    /// A start by its policy has failed.
+    pub fn count_failed_start(&self) {
+        self.lock().failed_starts += 1;
+    }
+
+    /// Its policy does not start it again.
+    pub fn stay_ended(&self) {
+        let mut state = self.lock();
+        (state.restart_due, state.restart_at) = (false, None);
+    }
+
+    /// Whether it has ended and its policy is about to decide, or to start it again.
+    pub fn is_restart_due(&self) -> bool {
+        self.lock().restart_due
     }
 
     /// It can't be brought to run: kills it, and says why to whoever asks.
@@ -715,6 +764,15 @@ impl Machine {
         self.lock().zones.remove(zone);
     }
 
+    /// Who does not answer, as far as that is known without asking.
+    fn trouble(&self) -> Option<String> {
+        let agent = || {
+            let silent = self.agent.silent_for().filter(|silent| *silent > SILENT)?;
+            Some(format!("its guest agent has not answered for {} s", silent.as_secs()))
+        };
+        child::stopped(self.pid).map(|text| format!("QEMU {text}")).or_else(agent)
+    }
+
     /// For `ps`.
     pub fn status(&self) -> VmStatus {
         let state = self.lock();
@@ -750,6 +808,7 @@ impl Machine {
             reboots: self.reboots,
             restarts: self.restarts,
             health: state.health.filter(|_| state.phase == Phase::Up),
+            trouble: self.trouble().filter(|_| state.exit.is_none()),
             timeline: state.timeline.clone(),
             shares: state.shares.clone(),
             growth: state.growth.clone(),

@@ -30,6 +30,7 @@ use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::exec;
 use crate::guest::mount;
 use crate::machine::Machine;
+use crate::project::barrier::HOUSEHOLD;
 use crate::project::changes::{self, Kind};
 use crate::project::control::{AccelStatus, AccelVm};
 use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
@@ -85,7 +86,8 @@ struct Server {
     spec: AccelSpec,
     /// Where workers of this host compile: gone with the accelerator.
     scratch: Option<PathBuf>,
-    /// Locked before `link`, and while a server is told of them.
+    /// Held while a server is told of seats, which may take long; locked before the others.
+    telling: Mutex<()>,
     seats: Mutex<BTreeMap<String, Seat>>,
     /// It serves every seat.
     link: Mutex<Option<Arc<Mutex<Peer>>>>,
@@ -115,6 +117,8 @@ const LOOK: Duration = Duration::from_millis(300);
 fn look(link: Arc<Mutex<Peer>>) -> Option<Listing> {
     let (sender, answer) = mpsc::channel();
     let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
+        // Another program can't go on with a server that owes an answer.
+        let _inside = HOUSEHOLD.enter("a question to the server of an accelerator");
         // Nobody hears a late answer.
         let _late = sender.send(ask(&link, &Request::Ls));
     });
@@ -321,9 +325,16 @@ done"#;
             Runs::Here(keeper) => {
                 let (pid, starts) = keeper.process();
                 let link = lock(&self.server.link).clone();
-                (pid, starts, link.and_then(look), None)
+                let begun = link.is_some();
+                let server = link.and_then(look);
+                let silent = begun && server.is_none();
+                let trouble = pid.and_then(child::stopped).or(silent.then(|| "does not answer".into()));
+                (pid, starts, server, trouble)
             }
-            Runs::In(owner) => (None, owner.starts(), owner.look(&self.server.name), owner.absence()),
+            Runs::In(owner) => {
+                let server = owner.look(&self.server.name);
+                (None, owner.starts(), server, owner.absence().or_else(|| owner.silence()))
+            }
         };
         let tenants = server.as_ref().map(|s| s.tenants.as_slice()).unwrap_or_default();
         let vms = lock(&self.server.seats)
@@ -382,6 +393,7 @@ impl Part for Accelerator {
                 name: name.to_owned(),
                 spec,
                 scratch: None,
+                telling: Mutex::default(),
                 seats: Mutex::default(),
                 link: Mutex::default(),
             };
@@ -400,17 +412,12 @@ impl Part for Accelerator {
             name: name.to_owned(),
             spec,
             scratch: Some(scratch),
+            telling: Mutex::default(),
             seats: Mutex::default(),
             link: Mutex::default(),
         });
         server.seat(project)?;
-        let names = Names {
-            kind: Kind::Accelerator,
-            name: name.to_owned(),
-            process: "server",
-            log: dir.join(format!("{name}.accel")),
-        };
-        let keeper = Keeper::start(names, server.clone())?;
+        let keeper = Keeper::start(names(name, dir), server.clone())?;
         keeper.wait_ready()?;
         Ok(Accelerator { server, runs: Runs::Here(keeper) })
     }
@@ -465,6 +472,11 @@ pub fn devices() -> anyhow::Result<Vec<String>> {
     Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
 }
 
+fn names(name: &str, dir: &Path) -> Names {
+    let log = dir.join(format!("{name}.accel"));
+    Names { kind: Kind::Accelerator, name: name.to_owned(), process: "server", log }
+}
+
 fn remove(folder: &Path) {
     match std::fs::remove_dir_all(folder) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
@@ -477,10 +489,10 @@ fn remove(folder: &Path) {
 impl Server {
     /// Makes places for VMs that have none yet.
     fn seat(&self, project: &Project) -> anyhow::Result<()> {
-        let mut seats = lock(&self.seats);
+        let _telling = lock(&self.telling);
         for (vm, spec) in &project.compose.vm {
             let Some(used) = spec.accelerators.0.get(&self.name) else { continue };
-            if seats.contains_key(vm) {
+            if lock(&self.seats).contains_key(vm) {
                 continue;
             }
             let used = used.of(&self.spec);
@@ -499,7 +511,7 @@ impl Server {
                 seat.served = Some(true);
             }
             // A server that is about to be started is told of it then.
-            seats.insert(vm.clone(), seat);
+            lock(&self.seats).insert(vm.clone(), seat);
         }
         Ok(())
     }
@@ -528,21 +540,28 @@ impl Service for Server {
         }
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
         child::tie(&mut command, &[]);
-        Ok((Guarded::spawn(&mut command)?, Peer::new(ours)))
+        Ok((Guarded::spawn(command)?, Peer::new(ours)))
     }
 
     /// Tells a new server whom it serves. A VM can damage its own zone, so that no server can enter it again; the others are served.
     fn begin(&self, link: Peer) -> anyhow::Result<()> {
-        let mut seats = lock(&self.seats);
+        let _telling = lock(&self.telling);
         let link = Arc::new(Mutex::new(link));
-        for (vm, seat) in seats.iter_mut() {
-            match ask::<()>(&link, &seat.request(vm))? {
-                Ok(()) => seat.served = Some(true),
-                Err(why) if seat.served.is_some() => {
-                    seat.served = Some(false);
+        let seats: Vec<_> = lock(&self.seats)
+            .iter()
+            .map(|(vm, seat)| (vm.clone(), seat.request(vm), seat.served.is_some()))
+            .collect();
+        for (vm, request, known) in seats {
+            let served = match ask::<()>(&link, &request)? {
+                Ok(()) => true,
+                Err(why) if known => {
                     crate::say!("{why}; its programs have no accelerator until tombolo down && tombolo up");
+                    false
                 }
                 Err(why) => anyhow::bail!("{why}"),
+            };
+            if let Some(seat) = lock(&self.seats).get_mut(&vm) {
+                seat.served = Some(served);
             }
         }
         *lock(&self.link) = Some(link);
@@ -559,6 +578,9 @@ impl Service for Server {
         }
     }
 }
+
+mod handover;
+pub use handover::AcceleratorState;
 
 #[cfg(test)]
 mod tests;

@@ -3,6 +3,8 @@
 //! connection carries one request; the supervisor answers `heard` at once, then a row of events that ends with `done` or `failed`. A
 //! request without `heard` was not begun. Closing the connection cancels the request.
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 
 use crate::compose::accelerator::Api;
@@ -72,6 +74,34 @@ pub enum Request {
     },
     /// End a VM's membership.
     ZoneDetach { zone: String, vm: String },
+    /// Go on as another program.
+    Upgrade {
+        /// The program; none: the client's own.
+        program: Option<PathBuf>,
+        /// How long requests that are being carried out are waited for.
+        seconds: u64,
+    },
+}
+
+impl Request {
+    /// What it is called where another one waits for its end.
+    pub fn what(&self) -> String {
+        match self {
+            Request::Up { .. } => "up".into(),
+            Request::Plan { .. } => "up --dry-run".into(),
+            Request::Events { .. } => "events".into(),
+            Request::Down { .. } => "down".into(),
+            Request::Ps => "ps".into(),
+            Request::Attend => "up --attach".into(),
+            Request::Exec { vm, argv, .. } => {
+                format!("exec {vm} -- {}", argv.first().map_or("", String::as_str))
+            }
+            Request::Console { vm } => format!("console {vm}"),
+            Request::ZoneAttach { zone, vm, .. } => format!("zone attach {zone} {vm}"),
+            Request::ZoneDetach { zone, vm } => format!("zone detach {zone} {vm}"),
+            Request::Upgrade { .. } => "upgrade".into(),
+        }
+    }
 }
 
 /// What follows an `exec` with input.
@@ -225,6 +255,9 @@ pub struct VmStatus {
     /// What its health check says, where it has one.
     #[serde(default)]
     pub health: Option<Health>,
+    /// Who of it does not answer, and what to do.
+    #[serde(default)]
+    pub trouble: Option<String>,
     /// When it reached what, in seconds from its start.
     pub timeline: Vec<(String, f64)>,
     /// Folders of the host that it is offered; empty where nobody has asked its guest.
@@ -284,6 +317,9 @@ pub struct NetStatus {
     pub pid: Option<u32>,
     /// How often the switch was started.
     pub starts: u32,
+    /// That the switch does not answer, and what to do.
+    #[serde(default)]
+    pub trouble: Option<String>,
     /// The switch's control socket.
     pub control: std::path::PathBuf,
     pub ports: Vec<PortStatus>,
@@ -305,7 +341,7 @@ pub struct PortStatus {
 pub struct AccelStatus {
     pub name: String,
     pub api: Api,
-    /// "serving", "starting", or that the VM that owns it is not up.
+    /// "serving", "starting", "does not answer" and what to do, or that the VM that owns it is not up.
     pub state: String,
     /// The VM that owns it and runs its server.
     #[serde(default)]

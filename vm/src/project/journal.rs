@@ -66,6 +66,20 @@ struct Ring {
     closed: bool,
 }
 
+impl Ring {
+    fn number_of(&self, since: Since) -> u64 {
+        let end = self.first + self.entries.len() as u64;
+        match since {
+            Since::Now => end,
+            Since::Number(number) => number.max(self.first),
+            Since::Time(time) => {
+                let begin = self.entries.iter().position(|entry| entry.time >= time);
+                begin.map_or(end, |at| self.first + at as u64)
+            }
+        }
+    }
+}
+
 /// The journal of this process.
 static OWN: Journal = Journal::new();
 
@@ -74,9 +88,38 @@ pub fn record(kind: Kind, name: &str, state: &str, detail: &str) {
     OWN.record(kind, name, state, detail);
 }
 
-/// Passes entries of this process's journal to `send` until it says no, or the process ends: those since a time, then those that come.
-pub fn follow(since: Option<SystemTime>, send: &dyn Fn(Option<&Entry>) -> bool) {
+/// Where a follower of this process's journal begins.
+#[derive(Clone, Copy, Debug)]
+pub enum Since {
+    Now,
+    Time(SystemTime),
+    /// With the entry of this number.
+    Number(u64),
+}
+
+/// Gets an entry with the number of the next one, or nothing now and then; it says whether there is to be more.
+pub type Send<'a> = dyn Fn(Option<(&Entry, u64)>) -> bool + 'a;
+
+/// The number of the first entry that a follower gets.
+pub fn number_of(since: Since) -> u64 {
+    OWN.lock().number_of(since)
+}
+
+/// Passes entries of this process's journal to `send` until it says no, or the process ends; with each goes the number of the next one.
+pub fn follow(since: Since, send: &Send<'_>) {
     OWN.follow(since, send);
+}
+
+/// All entries of this process, and the number of the first.
+pub fn entries() -> (u64, Vec<Entry>) {
+    let ring = OWN.lock();
+    (ring.first, ring.entries.iter().cloned().collect())
+}
+
+/// Goes on with the entries of the program that this process was before.
+pub fn take_over((first, entries): (u64, Vec<Entry>)) {
+    let mut ring = OWN.lock();
+    (ring.first, ring.entries) = (first, entries.into());
 }
 
 /// Ends all followers, once they have passed on what there is.
@@ -113,20 +156,20 @@ impl Journal {
     }
 
     /// `send` gets `None` now and then, so that it can say no though nothing happens.
-    fn follow(&self, since: Option<SystemTime>, send: &dyn Fn(Option<&Entry>) -> bool) {
+    fn follow(&self, since: Since, send: &Send<'_>) {
         let mut ring = self.lock();
         ring.followers += 1;
-        let end = ring.first + ring.entries.len() as u64;
-        let begin = since.and_then(|since| ring.entries.iter().position(|entry| entry.time >= since));
-        let mut next = begin.map_or(end, |at| ring.first + at as u64);
+        let mut next = ring.number_of(since);
         loop {
             let skip = usize::try_from(next.saturating_sub(ring.first)).unwrap_or(usize::MAX);
             let new: Vec<Entry> = ring.entries.iter().skip(skip).cloned().collect();
+            let numbers = next.max(ring.first) + 1..;
             next = ring.first + ring.entries.len() as u64;
             let closed = ring.closed;
             // A client that does not read holds nobody up.
             drop(ring);
-            let goes_on = new.iter().all(|entry| send(Some(entry))) && (!new.is_empty() || send(None));
+            let goes_on =
+                new.iter().zip(numbers).all(|entry| send(Some(entry))) && (!new.is_empty() || send(None));
             ring = self.lock();
             if !goes_on || closed && new.is_empty() {
                 break;
@@ -168,10 +211,10 @@ mod tests {
     use std::cell::RefCell;
 
     /// The states that a follower is sent until it has seen `count`.
-    fn seen(journal: &Journal, since: Option<SystemTime>, count: usize) -> Vec<String> {
+    fn seen(journal: &Journal, since: Since, count: usize) -> Vec<String> {
         let states = RefCell::new(Vec::new());
         journal.follow(since, &|entry| {
-            states.borrow_mut().extend(entry.map(|entry| entry.state.clone()));
+            states.borrow_mut().extend(entry.map(|(entry, _)| entry.state.clone()));
             states.borrow().len() < count
         });
         states.into_inner()
@@ -183,10 +226,10 @@ mod tests {
         journal.record(Kind::Vm, "a", "booting", "");
         let between = SystemTime::now();
         journal.record(Kind::Vm, "a", "up", "");
-        assert_eq!(seen(&journal, Some(SystemTime::UNIX_EPOCH), 2), ["booting", "up"]);
-        assert_eq!(seen(&journal, Some(between), 1), ["up"]);
+        assert_eq!(seen(&journal, Since::Time(SystemTime::UNIX_EPOCH), 2), ["booting", "up"]);
+        assert_eq!(seen(&journal, Since::Time(between), 1), ["up"]);
         std::thread::scope(|scope| {
-            let following = scope.spawn(|| seen(&journal, None, 1));
+            let following = scope.spawn(|| seen(&journal, Since::Now, 1));
             while journal.lock().followers == 0 {
                 std::thread::yield_now();
             }
@@ -199,7 +242,7 @@ mod tests {
     fn the_end_waits_for_followers_to_pass_on_the_last_entries() {
         let journal = Journal::new();
         std::thread::scope(|scope| {
-            let following = scope.spawn(|| seen(&journal, None, usize::MAX));
+            let following = scope.spawn(|| seen(&journal, Since::Now, usize::MAX));
             while journal.lock().followers == 0 {
                 std::thread::yield_now();
             }
@@ -217,7 +260,7 @@ mod tests {
             journal.record(Kind::Vm, "a", &n.to_string(), &"ü".repeat(DETAIL_MAX));
         }
         assert_eq!(journal.lock().entries.len(), LIMIT);
-        assert_eq!(seen(&journal, Some(SystemTime::UNIX_EPOCH), 1), ["10"]);
+        assert_eq!(seen(&journal, Since::Time(SystemTime::UNIX_EPOCH), 1), ["10"]);
         assert_eq!(journal.lock().entries[0].detail.len(), DETAIL_MAX);
     }
 

@@ -13,9 +13,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
 
 use crate::child::{Guarded, Handle};
 use crate::compose::{Compose, Project, VmSpec};
+use crate::project::barrier::HOUSEHOLD;
 use crate::project::changes::Kind;
 use crate::project::journal;
 
@@ -87,6 +89,13 @@ struct Shared {
     changed: Condvar,
 }
 
+/// What the next program of this process needs to keep the process running.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct KeeperState {
+    pid: Option<u32>,
+    starts: u32,
+}
+
 /// What messages call it.
 #[derive(Debug)]
 pub struct Names {
@@ -127,11 +136,47 @@ impl Keeper {
     /// # Errors
     /// When there is no thread for it.
     pub fn start<S: Service>(names: Names, service: Arc<S>) -> std::io::Result<Keeper> {
-        let shared = Arc::new(Shared { names, state: Mutex::default(), changed: Condvar::new() });
+        Keeper::begin(names, State::default(), None, service)
+    }
+
+    /// Goes on with a process of the program before, which was ready.
+    ///
+    /// # Errors
+    /// When it is no child of this process, or there is no thread for it.
+    pub fn take_over<S: Service>(
+        names: Names,
+        service: Arc<S>,
+        left: KeeperState,
+    ) -> std::io::Result<Keeper> {
+        let process = left.pid.map(Guarded::resume).transpose()?;
+        let handle =
+            process.as_ref().map(|process| Ok::<_, std::io::Error>((process.handle()?, process.pid())));
+        let state = State {
+            process: handle.transpose()?,
+            starts: left.starts,
+            ready: left.pid.is_some(),
+            ..State::default()
+        };
+        Keeper::begin(names, state, process, service)
+    }
+
+    fn begin<S: Service>(
+        names: Names,
+        state: State,
+        process: Option<Guarded>,
+        service: Arc<S>,
+    ) -> std::io::Result<Keeper> {
+        let shared = Arc::new(Shared { names, state: Mutex::new(state), changed: Condvar::new() });
         let named = std::thread::Builder::new().name(shared.names.process.to_owned());
         let own = shared.clone();
-        let watcher = named.spawn(move || own.watch(&*service))?;
+        let watcher = named.spawn(move || own.watch(&*service, process))?;
         Ok(Keeper { shared, watcher: Mutex::new(Some(watcher)) })
+    }
+
+    /// What the next program needs; nobody is in the household.
+    pub fn hand_over(&self) -> KeeperState {
+        let (pid, starts) = self.process();
+        KeeperState { pid, starts }
     }
 
     /// The process, and how often it has been started.
@@ -222,55 +267,83 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The process is told to end, or dies, with the thread that this runs in.
-    fn watch<S: Service>(&self, service: &S) {
+    /// Keeps a process running, one that runs already where it is there.
+    fn watch<S: Service>(&self, service: &S, mut process: Option<Guarded>) {
         let mut pause = Duration::ZERO;
         loop {
-            let mut state = self.lock();
-            if !pause.is_zero() {
-                (state, _) = self
-                    .changed
-                    .wait_timeout_while(state, pause, |s| !s.over)
-                    .unwrap_or_else(PoisonError::into_inner);
-            }
-            if state.over {
-                return;
-            }
-            state.starts += 1;
             let begun = Instant::now();
-            match self.spawn(service) {
-                Ok((mut process, handle, link)) => {
-                    state.process = Some((handle, process.pid()));
-                    drop(state);
-                    let trouble = self.begin(service, link).err();
-                    if trouble.is_some() {
-                        process.kill();
+            let trouble = match process.take() {
+                Some(process) => self.see_out(service, process, None),
+                None => {
+                    if !self.wait_turn(pause) {
+                        return;
                     }
-                    let how = process.wait();
-                    service.ended();
-                    state = self.lock();
-                    (state.process, state.ready) = (None, false);
-                    if !state.over {
-                        let kind = self.names.process;
-                        state.trouble = Some(match trouble {
-                            Some(e) => format!("its {kind} does not begin: {e:#}"),
-                            None => format!("its {kind} ended: {how:?}"),
-                        });
+                    // A process that is started and does not know yet what it must is nothing that another program could go on with.
+                    let inside = HOUSEHOLD.enter(&format!("a start for the {}", self.names.owner()));
+                    match self.launch(service) {
+                        Ok(None) => return,
+                        Ok(Some((process, trouble))) => {
+                            drop(inside);
+                            self.see_out(service, process, trouble)
+                        }
+                        Err(e) => Some(format!("{e:#}")),
                     }
                 }
-                Err(e) => state.trouble = Some(format!("{e:#}")),
-            }
-            if let (false, Some(why)) = (state.over, &state.trouble) {
+            };
+            if let Some(why) = trouble {
                 crate::say!("the {}: {why}; it is started again", self.names.owner());
-                self.names.record("ended", why);
+                self.names.record("ended", &why);
+                self.lock().trouble = Some(why);
             }
-            drop(state);
             self.changed.notify_all();
             pause = match begun.elapsed() {
                 lived if lived > SETTLED => Duration::ZERO,
                 _ => (pause * 2).clamp(Duration::from_millis(100), PAUSE_MAX),
             };
         }
+    }
+
+    /// Waits before the next start; false: none is wanted any more.
+    fn wait_turn(&self, pause: Duration) -> bool {
+        let waited = self.changed.wait_timeout_while(self.lock(), pause, |s| !s.over);
+        !waited.unwrap_or_else(PoisonError::into_inner).0.over
+    }
+
+    /// Starts a process and tells it what it must know; with it comes why it is of no use. `None`: none is wanted any more.
+    fn launch<S: Service>(&self, service: &S) -> anyhow::Result<Option<(Guarded, Option<anyhow::Error>)>> {
+        let mut state = self.lock();
+        if state.over {
+            return Ok(None);
+        }
+        state.starts += 1;
+        let (mut process, handle, link) = self.spawn(service)?;
+        state.process = Some((handle, process.pid()));
+        drop(state);
+        let trouble = self.begin(service, link).err();
+        if trouble.is_some() {
+            process.kill();
+        }
+        Ok(Some((process, trouble)))
+    }
+
+    /// Waits for the end of a process; what is returned says why it ended, where nobody wanted that.
+    fn see_out<S: Service>(
+        &self,
+        service: &S,
+        mut process: Guarded,
+        trouble: Option<anyhow::Error>,
+    ) -> Option<String> {
+        process.wait_end();
+        let _inside = HOUSEHOLD.enter(&format!("the end of a process of the {}", self.names.owner()));
+        let how = process.wait();
+        service.ended();
+        let mut state = self.lock();
+        (state.process, state.ready) = (None, false);
+        let kind = self.names.process;
+        (!state.over).then(|| match trouble {
+            Some(e) => format!("its {kind} does not begin: {e:#}"),
+            None => format!("its {kind} ended: {how:?}"),
+        })
     }
 
     fn spawn<S: Service>(&self, service: &S) -> anyhow::Result<(Guarded, Handle, S::Link)> {
@@ -311,7 +384,7 @@ mod tests {
         fn spawn(&self, log: File) -> anyhow::Result<(Guarded, ())> {
             let mut command = Command::new("sh");
             command.args(["-c", self.command]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-            Ok((Guarded::spawn(&mut command)?, ()))
+            Ok((Guarded::spawn(command)?, ()))
         }
 
         fn begin(&self, (): ()) -> anyhow::Result<()> {

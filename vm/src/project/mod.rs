@@ -2,6 +2,7 @@
 //! A project at run time: its supervisor, what the supervisor holds, and how commands talk to it.
 //!
 //! - [`supervisor`]: the process that holds a project's VMs; [`session`]: what in it lasts (exec, console).
+//! - [`upgrade`]: the supervisor becomes another program; [`barrier`]: what must not be cut in two by that.
 //! - [`state`]: the project's folder and the lock that tells whether its supervisor lives.
 //! - [`changes`]: the difference between what runs and what the compose file says, as actions; [`journal`]: what happened, for `tombolo events`.
 //! - [`preflight`]: what can be wrong with a start, found out before anything is started.
@@ -11,6 +12,7 @@
 //!   [`keeper`] keeps such a child running; [`owner`]: the server of an accelerator in a VM.
 
 pub mod accelerator;
+pub mod barrier;
 pub mod changes;
 pub mod control;
 pub mod journal;
@@ -23,4 +25,5 @@ pub mod session;
 pub mod state;
 pub mod stopped;
 pub mod supervisor;
+pub mod upgrade;
 pub mod zones;

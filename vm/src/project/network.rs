@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use rustix::process::Signal;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tombolo_control::net::{Answer, Done, Ports, Request};
 use tombolo_control::socket;
@@ -26,7 +27,7 @@ use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::agent::Agent;
 use crate::guest::exec;
 use crate::project::changes::{self, Kind};
-use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
+use crate::project::keeper::{Keeper, KeeperState, Names, PATIENCE, Part, Service};
 
 /// Longest path of a Unix socket, in bytes.
 const SOCKET_MAX: usize = 107;
@@ -110,6 +111,17 @@ pub struct Network {
     keeper: Keeper,
 }
 
+/// What the next program of this process needs to go on with a network.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct NetworkState {
+    name: String,
+    spec: NetSpec,
+    forwards: Vec<Forward>,
+    dir: PathBuf,
+    ports: BTreeMap<String, (Value, Lease)>,
+    switch: KeeperState,
+}
+
 /// A port that the switch is to be told of.
 struct NewPort {
     port: Value,
@@ -130,6 +142,30 @@ struct Switch {
 }
 
 impl Network {
+    /// What the next program needs; nobody is in the household.
+    pub fn hand_over(&self) -> NetworkState {
+        let switch = &self.switch;
+        NetworkState {
+            name: switch.name.clone(),
+            spec: switch.spec.clone(),
+            forwards: switch.forwards.clone(),
+            dir: switch.dir.clone(),
+            ports: switch.ports().clone(),
+            switch: self.keeper.hand_over(),
+        }
+    }
+
+    /// Goes on with a network of the program before.
+    ///
+    /// # Errors
+    /// When its switch is no child of this process.
+    pub fn take_over(left: NetworkState) -> anyhow::Result<Network> {
+        let NetworkState { name, spec, forwards, dir, ports, switch: kept } = left;
+        let switch = Arc::new(Switch { name, spec, forwards, dir, ports: Mutex::new(ports) });
+        let keeper = Keeper::take_over(switch.names(), switch.clone(), kept)?;
+        Ok(Network { switch, keeper })
+    }
+
     /// What the compose file said of it.
     pub fn spec(&self) -> &NetSpec {
         &self.switch.spec
@@ -222,9 +258,7 @@ impl Part for Network {
         });
         switch.plan(project, &BTreeSet::new())?;
         switch.write_config()?;
-        let names =
-            Names { kind: Kind::Network, name: name.to_owned(), process: "switch", log: switch.log() };
-        let keeper = Keeper::start(names, switch.clone())?;
+        let keeper = Keeper::start(switch.names(), switch.clone())?;
         let network = Network { switch, keeper };
         network.wait_ready()?;
         Ok(network)
@@ -262,6 +296,10 @@ impl Drop for Network {
 }
 
 impl Switch {
+    fn names(&self) -> Names {
+        Names { kind: Kind::Network, name: self.name.clone(), process: "switch", log: self.log() }
+    }
+
     fn control(&self) -> PathBuf {
         self.dir.join(format!("{}.net", self.name))
     }
@@ -395,7 +433,7 @@ impl Service for Switch {
         command.args(["net", "run", "--config"]).arg(self.config());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         child::tie_to_end(&mut command, Signal::TERM, &[]);
-        Ok((Guarded::spawn(&mut command)?, ()))
+        Ok((Guarded::spawn(command)?, ()))
     }
 
     fn begin(&self, (): ()) -> anyhow::Result<()> {

@@ -6,7 +6,7 @@
 //! doorbells, clears channels that the server is done with, and says in the zones that the owner died.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tombolo_control::accel::{Guest, Listing};
 
@@ -17,7 +17,9 @@ use crate::machine::{Machine, Phase};
 /// How long a guest may take to load its driver and start the server; an emulated one under load is slow.
 const START: Duration = Duration::from_secs(300);
 /// How long `ps` waits for a guest that it asks.
-const LOOK: Duration = Duration::from_secs(3);
+const LOOK: Duration = Duration::from_millis(600);
+/// A guest that has not answered for so long does not answer.
+const SILENT: Duration = Duration::from_secs(10);
 
 /// $1 names the accelerator, $2 is an option of the server or empty; three words follow for each client VM: its zone's uuid, the same
 /// without dashes, and what the server is told of it. Says which zones this guest can't have.
@@ -97,8 +99,8 @@ struct Present {
     machine: Weak<Machine>,
     /// How often it was told to serve.
     starts: u32,
-    /// Somebody asks the guest for the listing.
-    asking: bool,
+    /// Since when somebody asks the guest for the listing.
+    asking: Option<Instant>,
     /// What it said last.
     listing: Option<Listing>,
 }
@@ -107,6 +109,13 @@ impl Owner {
     /// The VM of this name, which has not been started yet.
     pub fn new(vm: &str) -> Owner {
         Owner { vm: vm.to_owned(), present: Mutex::default() }
+    }
+
+    /// The VM that served in the program before, started there so often; none: it does not run.
+    pub fn take_over(vm: &str, starts: u32, machine: Option<&Arc<Machine>>) -> Owner {
+        let machine = machine.map(Arc::downgrade).unwrap_or_default();
+        let present = Present { machine, starts, ..Present::default() };
+        Owner { vm: vm.to_owned(), present: Mutex::new(present) }
     }
 
     /// Its name.
@@ -129,6 +138,12 @@ impl Owner {
             Some(Phase::Up | Phase::Booting) => None,
             _ => Some(format!("'{}' is not up", self.vm)),
         }
+    }
+
+    /// That its guest does not answer, in the words of `ps`.
+    pub fn silence(&self) -> Option<String> {
+        let silent = self.lock().asking.map(|since| since.elapsed()).filter(|silent| *silent > SILENT)?;
+        Some(format!("does not answer: the guest agent of '{}' has not for {} s", self.vm, silent.as_secs()))
     }
 
     /// Starts the server in the VM, which has just booted, and waits until it serves; uuids of the zones that the guest can't have are returned.
@@ -169,10 +184,10 @@ impl Owner {
         let machine = {
             let mut present = self.lock();
             let machine = present.machine.upgrade().filter(|m| m.phase() == Phase::Up)?;
-            if present.asking {
+            if present.asking.is_some() {
                 return present.listing.clone();
             }
-            present.asking = true;
+            present.asking = Some(Instant::now());
             machine
         };
         let (sender, answered) = mpsc::channel();
@@ -180,12 +195,12 @@ impl Owner {
         let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
             let listing = ask(&own.vm, &accelerator, &machine);
             let mut present = own.lock();
-            (present.asking, present.listing) = (false, listing);
+            (present.asking, present.listing) = (None, listing);
             // Nobody hears a late answer.
             let _late = sender.send(());
         });
         if asking.is_err() {
-            self.lock().asking = false;
+            self.lock().asking = None;
         }
         // Whichever comes first: the listing stands there, or the last one does.
         let _late = answered.recv_timeout(LOOK);

@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use tombolo_zone::door::Found;
 
+use crate::child::is_stopped;
 use crate::compose::Project;
 use crate::project::control::{Event, Request};
 use crate::project::state;
@@ -41,7 +42,11 @@ pub struct Peer {
 impl Peer {
     /// Wraps a connected socket; no further descriptor is needed.
     pub fn new(socket: UnixStream) -> Peer {
-        let socket = Arc::new(socket);
+        Peer::over(Arc::new(socket))
+    }
+
+    /// Wraps a connected socket that others know, too.
+    pub fn over(socket: Arc<UnixStream>) -> Peer {
         let reader = Watched { socket: socket.clone(), supervisor: None, limit: None };
         Peer { reader: BufReader::new(reader), socket }
     }
@@ -70,6 +75,11 @@ impl Peer {
         serde_json::from_slice(&line)
             .map(Some)
             .context("the other side is of another version; take the project down and up again")
+    }
+
+    /// Limits how long each message of a supervisor is waited for.
+    pub fn set_limit(&mut self, limit: Duration) {
+        self.reader.get_mut().limit = Some(limit);
     }
 
     /// The socket, for another thread.
@@ -161,13 +171,6 @@ fn readable(fd: &impl AsFd, limit: Duration) -> std::io::Result<bool> {
         Err(rustix::io::Errno::INTR) => Ok(false),
         Err(e) => Err(e.into()),
     }
-}
-
-/// Whether a process is stopped, by a signal (SIGSTOP) or a debugger.
-fn is_stopped(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The state follows the name, which is in parentheses and may contain some.
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
 }
 
 /// Asks the project's supervisor. `None`: none lives, and nothing of the request was begun. Otherwise the request was heard, and its events

@@ -5,7 +5,7 @@ use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::guest::exec::{self, Ended, Exec, Input, Stream};
 use crate::guest::terminal::{self, Terminal, Typed};
 use crate::machine::Machine;
+use crate::project::barrier::HOUSEHOLD;
 use crate::project::control::{Event, Feed};
 use crate::project::peer::Peer;
 
@@ -45,6 +46,8 @@ pub fn has_gone(socket: &UnixStream) -> bool {
 #[derive(Debug)]
 pub struct Signals {
     reader: UnixStream,
+    /// The program before has heard one and not told of it.
+    heard: AtomicBool,
 }
 
 /// From here on these signals are told rather than end the process.
@@ -56,14 +59,36 @@ pub fn signals() -> anyhow::Result<Signals> {
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
         signal_hook::low_level::pipe::register(signal, writer.try_clone()?)?;
     }
-    Ok(Signals { reader })
+    Ok(Signals { reader, heard: AtomicBool::new(false) })
 }
 
 impl Signals {
+    /// Also tells of one that the program before this one has heard and not told of. Nobody writes to its socket any more.
+    pub fn take_over(&self, mut before: UnixStream) {
+        let mut byte = [0];
+        self.heard.store(before.read_exact(&mut byte).is_ok(), Ordering::Release);
+    }
+
+    /// Where they are heard, for the next program of this process.
+    pub fn socket(&self) -> &UnixStream {
+        &self.reader
+    }
+
+    /// Waits until there is one, and does not take it.
+    pub fn wait_there(&self) {
+        let mut fds = [PollFd::new(&self.reader, PollFlags::IN)];
+        while !self.heard.load(Ordering::Acquire) {
+            match rustix::event::poll(&mut fds, None) {
+                Err(rustix::io::Errno::INTR) => {}
+                _ => return,
+            }
+        }
+    }
+
     /// Waits for one: true; false only when nothing can be heard any more.
     pub fn wait(&self) -> bool {
         let mut byte = [0];
-        (&self.reader).read_exact(&mut byte).is_ok()
+        self.heard.swap(false, Ordering::AcqRel) || (&self.reader).read_exact(&mut byte).is_ok()
     }
 }
 
@@ -83,7 +108,7 @@ pub fn exec(
     }
     // The reader ends with the connection, and with it the command: also where there is no input.
     let (sender, receiver) = mpsc::sync_channel(4);
-    let gone = std::sync::Arc::new(AtomicBool::new(false));
+    let gone = Arc::new(AtomicBool::new(false));
     let seen = gone.clone();
     std::thread::Builder::new().name("exec-input".into()).spawn(move || {
         while let Ok(Some(feed)) = peer.receive::<Feed>() {
@@ -140,7 +165,7 @@ pub fn exec_on_terminal(
     report: &(dyn Fn(&Event) + Sync),
 ) -> anyhow::Result<()> {
     let (sender, typed) = mpsc::sync_channel(4);
-    let gone = std::sync::Arc::new(AtomicBool::new(false));
+    let gone = Arc::new(AtomicBool::new(false));
     let seen = gone.clone();
     std::thread::Builder::new().name("exec-terminal".into()).spawn(move || {
         while let Ok(Some(feed)) = peer.receive::<Feed>() {
@@ -173,27 +198,37 @@ pub fn exec_on_terminal(
     Ok(())
 }
 
-/// Makes the connection a view of the VM's console until either side ends.
+/// Makes the connection a view of the VM's console.
 ///
 /// # Errors
 /// When the VM has ended.
-pub fn console(machine: &Machine, mut peer: Peer, recent: usize) -> anyhow::Result<()> {
+pub fn watch(machine: &Machine, mut peer: Peer, recent: usize) -> anyhow::Result<Arc<UnixStream>> {
     peer.send(&Event::Done)?;
     let (ahead, socket) = peer.into_raw();
     machine.console().watch(socket.clone(), recent)?;
-    let typed = type_all(machine, &ahead, &socket);
-    machine.console().unwatch(&socket);
+    machine.console().type_in(&ahead)?;
+    Ok(socket)
+}
+
+/// Types what a client that watches a console sends, until either side ends.
+///
+/// # Errors
+/// When QEMU takes no more.
+pub fn type_all(machine: &Machine, socket: &Arc<UnixStream>) -> anyhow::Result<()> {
+    let typed = read_all(machine, socket);
+    machine.console().unwatch(socket);
     // The client may have gone already.
     let _ = socket.shutdown(std::net::Shutdown::Both);
     typed
 }
 
-/// Types what a client sends until it goes.
-fn type_all(machine: &Machine, ahead: &[u8], mut socket: &UnixStream) -> anyhow::Result<()> {
-    machine.console().type_in(ahead)?;
+fn read_all(machine: &Machine, mut socket: &UnixStream) -> anyhow::Result<()> {
     let mut buffer = [0; 4096];
     loop {
-        match socket.read(&mut buffer) {
+        let mut fds = [PollFd::new(socket, PollFlags::IN)];
+        let waited = rustix::event::poll(&mut fds, None);
+        let _inside = HOUSEHOLD.enter(&format!("what is typed on the console of '{}'", machine.name()));
+        match waited.map_err(std::io::Error::from).and_then(|_| socket.read(&mut buffer)) {
             Ok(0) => return Ok(()),
             Ok(n) => machine.console().type_in(&buffer[..n])?,
             Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}

@@ -9,17 +9,19 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use anyhow::Context;
 use rustix::process::{Resource, Rlimit};
 use tombolo_zone::door::Door;
 
+use crate::child::main_thread;
 use crate::compose::{Backing, Project, Rights, ZoneUse};
 use crate::guest::mount::{self, Source};
 use crate::machine::{Machine, Phase, disks, hotplug};
 use crate::project::accelerator::Accelerator;
+use crate::project::barrier::{HOUSEHOLD, Inside, REQUESTS};
 use crate::project::control::{Event, NetStatus, PortStatus, Request, Stage, Status, ZoneStatus};
 use crate::project::journal;
 use crate::project::network::Network;
@@ -27,17 +29,22 @@ use crate::project::peer::{self, Peer};
 use crate::project::session;
 use crate::project::state::StateDir;
 use crate::project::zones::HostZone;
+use lasting::Lasting;
 use reception::Connection;
 use turn::Turns;
 
 mod again;
 mod down;
+mod lasting;
 mod order;
 mod owners;
 mod plan;
 mod reception;
 mod start;
 mod turn;
+mod upgrade;
+
+pub use upgrade::{examine, go_on};
 
 /// How often the zones are looked after.
 const TEND: Duration = Duration::from_secs(1);
@@ -56,13 +63,23 @@ const RECENT: usize = 2048;
 
 struct Supervisor {
     dir: StateDir,
+    seat: Seat,
+    signals: session::Signals,
     inner: Mutex<Inner>,
     /// Held while VMs are started or stopped: one such request at a time.
     changing: Turns,
     /// Everything is being stopped.
     ending: AtomicBool,
-    over: Mutex<bool>,
-    over_changed: Condvar,
+    /// This process is about to become another program.
+    upgrading: AtomicBool,
+    lasting: Lasting,
+}
+
+/// What makes a process a project's supervisor.
+struct Seat {
+    /// Held in the project's folder.
+    lock: File,
+    door: Door,
 }
 
 struct Inner {
@@ -136,67 +153,39 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     let control = UnixStream::from(unsafe { OwnedFd::from_raw_fd(control) });
     let mut peer = Peer::new(control);
     let state = StateDir::at(dir.to_owned());
-    let (_lock, door) = match settle(&state, &project) {
-        Ok(Some(settled)) => settled,
+    let queue = main_thread::claim();
+    let seat = match settle(&state, &project) {
+        Ok(Some(seat)) => seat,
         Ok(None) => return Ok(peer.send(&Event::Taken)?),
         Err(e) => {
             let message = format!("the project's folder {} can't be used: {e:#}", dir.display());
             return Ok(peer.send(&Event::Failed { message })?);
         }
     };
-    peer.send(&Event::Note { text: "ready".into() })?;
-    let supervisor = Arc::new(Supervisor {
-        dir: state.clone(),
-        inner: Mutex::new(Inner {
-            project,
-            accel: "not known yet".into(),
-            machines: BTreeMap::new(),
-            zones: BTreeMap::new(),
-            networks: BTreeMap::new(),
-            accelerators: BTreeMap::new(),
-            // The command that started this process.
-            requests: 1,
-            withdrawn: false,
-        }),
-        changing: Turns::default(),
-        ending: AtomicBool::new(false),
-        over: Mutex::new(false),
-        over_changed: Condvar::new(),
+    let inside = REQUESTS.enter("the command that started the project");
+    let begun = session::signals().and_then(|signals| {
+        let supervisor = Arc::new(Supervisor::new(state, seat, signals, project));
+        supervisor.lock().requests = 1;
+        supervisor.attend_to_all()?;
+        Ok(supervisor)
     });
-    let accepting = supervisor.clone();
-    std::thread::Builder::new().name("control".into()).spawn(move || {
-        let serve = Arc::new(move |connection| accepting.admit(connection));
-        reception::receive(door.listener(), &(serve as Arc<dyn Fn(Connection) + Send + Sync>));
-    })?;
-    let terminated = session::signals()?;
-    let own = supervisor.clone();
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
-        if terminated.wait() {
-            if let Err(e) = own.down_all(None) {
-                crate::say!("{e:#}");
-            }
-            own.end();
+    let supervisor = match begun {
+        Ok(supervisor) => supervisor,
+        Err(e) => {
+            let message = format!("the project's supervisor can't begin: {e:#}");
+            return Ok(peer.send(&Event::Failed { message })?);
         }
-    })?;
+    };
+    peer.send(&Event::Note { text: "ready".into() })?;
     let own = supervisor.clone();
-    std::thread::Builder::new().name("request".into()).spawn(move || own.begin(peer))?;
-    let mut over = supervisor.over.lock().unwrap_or_else(PoisonError::into_inner);
-    while !*over {
-        (over, _) = supervisor.over_changed.wait_timeout(over, TEND).unwrap_or_else(PoisonError::into_inner);
-        for zone in supervisor.all_zones() {
-            if let Err(e) = zone.tend() {
-                crate::say!("{e:#}");
-            }
-        }
-        supervisor.tend_accelerators();
-    }
-    drop(over);
+    std::thread::Builder::new().name("request".into()).spawn(move || own.begin(peer, inside))?;
+    queue.serve();
     journal::close();
     Ok(())
 }
 
 /// Makes this process the project's supervisor; `None`: another process is.
-fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<(File, Door)>> {
+fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<Seat>> {
     let Some(lock) = state.lock()? else { return Ok(None) };
     let Some(door) = state.open_door(&project.file)? else { return Ok(None) };
     crate::log::open(&state.path().join("supervisor.log"))?;
@@ -205,10 +194,72 @@ fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<(File, D
     // Each VM, console and command takes a few.
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
-    Ok(Some((lock, door)))
+    Ok(Some(Seat { lock, door }))
 }
 
 impl Supervisor {
+    fn new(dir: StateDir, seat: Seat, signals: session::Signals, project: Project) -> Supervisor {
+        Supervisor {
+            dir,
+            seat,
+            signals,
+            inner: Mutex::new(Inner {
+                project,
+                accel: "not known yet".into(),
+                machines: BTreeMap::new(),
+                zones: BTreeMap::new(),
+                networks: BTreeMap::new(),
+                accelerators: BTreeMap::new(),
+                requests: 0,
+                withdrawn: false,
+            }),
+            changing: Turns::default(),
+            ending: AtomicBool::new(false),
+            upgrading: AtomicBool::new(false),
+            lasting: Lasting::default(),
+        }
+    }
+
+    /// Begins to hear commands and signals, and to look after zones.
+    fn attend_to_all(self: &Arc<Self>) -> std::io::Result<()> {
+        let thread = |name: &str| std::thread::Builder::new().name(name.into());
+        let own = self.clone();
+        thread("control").spawn(move || {
+            let admitting = own.clone();
+            let serve = Arc::new(move |connection| admitting.admit(connection));
+            reception::receive(own.seat.door.listener(), &(serve as Arc<dyn Fn(Connection) + Send + Sync>));
+        })?;
+        let own = self.clone();
+        thread("signals").spawn(move || {
+            own.signals.wait_there();
+            // It ends with the process: there is nothing left to hand over.
+            let _inside = HOUSEHOLD.enter("the end of the project, by a signal");
+            if own.signals.wait() {
+                if let Err(e) = own.down_all(None) {
+                    crate::say!("{e:#}");
+                }
+                main_thread::end();
+            }
+        })?;
+        let own = self.clone();
+        thread("tend").spawn(move || own.tend()).map(drop)
+    }
+
+    /// Looks after zones for as long as the process lives.
+    fn tend(&self) {
+        loop {
+            let inside = HOUSEHOLD.enter("the care of zones");
+            for zone in self.all_zones() {
+                if let Err(e) = zone.tend() {
+                    crate::say!("{e:#}");
+                }
+            }
+            self.tend_accelerators();
+            drop(inside);
+            std::thread::sleep(TEND);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -221,11 +272,6 @@ impl Supervisor {
         };
         zones.extend(accelerators.iter().flat_map(|a| a.zones()));
         zones
-    }
-
-    fn end(&self) {
-        *self.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.over_changed.notify_all();
     }
 
     fn machine(&self, vm: &str) -> anyhow::Result<Arc<Machine>> {
@@ -256,11 +302,11 @@ impl Supervisor {
     }
 
     /// Serves the command that started this process.
-    fn begin(self: &Arc<Self>, mut peer: Peer) {
+    fn begin(self: &Arc<Self>, mut peer: Peer, inside: Inside) {
         match peer.receive::<Request>() {
             Ok(Some(request)) => {
                 let reporter = Reporter::of(&peer, &request);
-                self.serve(request, peer, reporter);
+                self.serve(request, peer, reporter, inside);
             }
             // It has gone again.
             Ok(None) | Err(_) => self.leave_for_good(),
@@ -288,18 +334,26 @@ impl Supervisor {
             reporter.send(&Event::Failed { message: message.into() });
             return;
         }
+        let inside = connection.inside;
+        inside.rename(request.what());
         match request {
-            Request::Attend => return attend(peer, &reporter),
-            Request::Events { since } => return tell(&peer.socket(), since, &reporter),
+            Request::Attend => {
+                reporter.send(&Event::Heard);
+                return self.lasting.attend(peer, inside);
+            }
+            Request::Events { since } => {
+                reporter.send(&Event::Heard);
+                return self.lasting.tell(&peer.socket(), lasting::since(since), &reporter, inside);
+            }
             _ => {}
         }
         // A client that has waited too long has said so and gone. Without 'heard' one that is there starts another supervisor.
         if !session::has_gone(&peer.socket()) && self.enter() {
-            self.serve(request, peer, reporter);
+            self.serve(request, peer, reporter, inside);
         }
     }
 
-    fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter) {
+    fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter, inside: Inside) {
         reporter.send(&Event::Heard);
         let result = match request {
             Request::Up { project, wish, wait } => self.up(*project, &wish, wait, peer, &reporter),
@@ -321,10 +375,16 @@ impl Supervisor {
                 }
             }),
             Request::Console { vm } => {
-                match self.machine(&vm).and_then(|m| session::console(&m, peer, RECENT)) {
-                    Ok(()) => return self.leave_for_good(),
+                match self.machine(&vm).and_then(|m| Ok((session::watch(&m, peer, RECENT)?, m))) {
+                    Ok((socket, machine)) => {
+                        self.lasting.type_all(&machine, &socket, Some(inside));
+                        return self.leave_for_good();
+                    }
                     Err(e) => Err(e),
                 }
+            }
+            Request::Upgrade { program, seconds } => {
+                self.upgrade(program.as_deref(), seconds, peer, &reporter, inside)
             }
             Request::Attend | Request::Events { .. } => Ok(()),
             Request::ZoneAttach { zone, vm, rights, mount } => {
@@ -339,7 +399,7 @@ impl Supervisor {
             Err(e) => reporter.send(&Event::Failed { message: format!("{e:#}") }),
         }
         if idle {
-            self.end();
+            main_thread::end();
         }
     }
 
@@ -355,7 +415,7 @@ impl Supervisor {
     /// A request ends that nobody waits for.
     fn leave_for_good(&self) {
         if self.leave() {
-            self.end();
+            main_thread::end();
         }
     }
 
@@ -518,6 +578,7 @@ impl Supervisor {
                     subnet: network.spec().subnet.map(|s| s.to_string()),
                     pid,
                     starts,
+                    trouble: pid.and_then(crate::child::stopped),
                     control: network.control(),
                     ports: ports.collect(),
                 }
@@ -534,28 +595,6 @@ impl Supervisor {
             zones,
         }
     }
-}
-
-/// Keeps the connection until the client goes, or this process ends.
-fn attend(mut peer: Peer, reporter: &Reporter) {
-    reporter.send(&Event::Heard);
-    // Nothing is said on it: what comes is its end.
-    let _end = peer.receive::<Request>();
-}
-
-/// Sends what happens until the client goes, or this process ends.
-fn tell(socket: &UnixStream, since: Option<f64>, reporter: &Reporter) {
-    reporter.send(&Event::Heard);
-    let since = since.map(|seconds| {
-        let since = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-        SystemTime::UNIX_EPOCH.checked_add(since).unwrap_or(SystemTime::UNIX_EPOCH)
-    });
-    journal::follow(since, &|entry| {
-        if let Some(entry) = entry {
-            reporter.send(&Event::Happened(entry.clone()));
-        }
-        !session::has_gone(socket)
-    });
 }
 
 /// Mounts a zone's file system in the VM where it is wanted.

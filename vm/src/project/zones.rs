@@ -8,12 +8,17 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context;
+use serde::{Deserialize, Serialize};
 use tombolo_calls::hello::Geometry;
 use tombolo_calls::zone::{Area, RING};
-use tombolo_zone::doorbell::DoorbellServer;
+use tombolo_zone::doorbell::handover::{Paused, ServerState};
+use tombolo_zone::doorbell::{DoorbellServer, Event};
+use tombolo_zone::keep::{Keep, Kept};
+use tombolo_zone::zone::handover::ZoneState as ZoneMemory;
 use tombolo_zone::{AreaConfig, AreaType, Liveness, MemberId, Role, Zone, ZoneConfig};
 
 use crate::compose::{Backing, Rights, Size, ZoneSpec, ZoneUse};
@@ -35,7 +40,17 @@ pub struct HostZone {
 struct Held {
     id: MemberId,
     /// Let go after the member's death has been declared.
-    _liveness: Liveness,
+    liveness: Liveness,
+}
+
+/// What the next program of this process needs to hold a zone.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct HostZoneState {
+    name: String,
+    spec: ZoneSpec,
+    zone: ZoneMemory,
+    bells: ServerState,
+    members: Vec<(String, MemberId, Kept)>,
 }
 
 /// What a VM needs to become a member.
@@ -113,15 +128,48 @@ impl HostZone {
         Ok(())
     }
 
+    /// Goes on with the channels that the program before has prepared.
+    ///
+    /// # Errors
+    /// When there is no memory to map it.
+    pub fn resume_calls(&self, channels: u32, window: u64) -> anyhow::Result<Area> {
+        let place = self.zone.area(AreaType::Calls, None)?;
+        let memory = File::from(self.zone.as_fd().try_clone_to_owned()?);
+        Ok(Area::resume(memory, place.offset, place.len, channels, Geometry { ring: RING, window })?)
+    }
+
+    /// Lets the zone's doorbells stand still until what is returned is dropped, and notes what the next program needs.
+    ///
+    /// # Errors
+    /// When the doorbell server has ended.
+    pub fn hand_over(&self, keep: &mut Keep) -> anyhow::Result<(HostZoneState, Paused)> {
+        let (bells, paused) = self.bells.pause(keep)?;
+        let members = self.lock();
+        let members = members.iter().map(|(name, held)| (name.clone(), held.id, keep.add(&held.liveness)));
+        let members = members.collect();
+        let zone = ZoneMemory::of(&self.zone, keep);
+        Ok((HostZoneState { name: self.name.clone(), spec: self.spec.clone(), zone, bells, members }, paused))
+    }
+
+    /// Goes on with a zone of the program before.
+    ///
+    /// # Errors
+    /// When a descriptor is not open, or there is no room to map the zone.
+    pub fn take_over(left: HostZoneState) -> anyhow::Result<HostZone> {
+        let zone = Arc::new(left.zone.resume()?);
+        let mut members = BTreeMap::new();
+        for (name, id, liveness) in left.members {
+            members.insert(name, Held { id, liveness: Liveness::resume(liveness.take()?) });
+        }
+        let (bells, events) = DoorbellServer::resume(zone.clone(), left.bells)?;
+        listen(&left.name, events)?;
+        Ok(HostZone { name: left.name, spec: left.spec, zone, bells, members: Mutex::new(members) })
+    }
+
     fn serve(name: &str, spec: ZoneSpec, zone: Zone) -> anyhow::Result<HostZone> {
         let zone = Arc::new(zone);
         let (bells, events) = DoorbellServer::start(zone.clone())?;
-        // Comings and goings of doorbells; the thread ends with the server.
-        std::thread::Builder::new().name(format!("zone-{name}")).spawn(move || {
-            for event in events {
-                crate::say!("doorbell: {event:?}");
-            }
-        })?;
+        listen(name, events)?;
         Ok(HostZone { name: name.to_owned(), spec, zone, bells, members: Mutex::new(BTreeMap::new()) })
     }
 
@@ -173,7 +221,7 @@ impl HostZone {
         }
         let memory =
             if read_only { self.zone.read_only_fd()? } else { self.zone.as_fd().try_clone_to_owned()? };
-        self.lock().insert(member.to_owned(), Held { id, _liveness: liveness });
+        self.lock().insert(member.to_owned(), Held { id, liveness });
         if self.spec.files {
             if let Err(e) = self.grant(member, zone_use) {
                 self.gone(member);
@@ -248,6 +296,16 @@ impl HostZone {
         let members = self.zone.members().unwrap_or_default();
         members.into_iter().filter(|m| m.alive).map(|m| m.name).collect()
     }
+}
+
+/// Says comings and goings of doorbells in the log; the thread ends with the server.
+fn listen(name: &str, events: Receiver<Event>) -> std::io::Result<()> {
+    let listen = move || {
+        for event in events {
+            crate::say!("doorbell: {event:?}");
+        }
+    };
+    std::thread::Builder::new().name(format!("zone-{name}")).spawn(listen).map(drop)
 }
 
 fn take_over(name: &str, spec: &ZoneSpec, path: &Path) -> anyhow::Result<Zone> {

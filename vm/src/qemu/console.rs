@@ -8,7 +8,13 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags};
+use serde::{Deserialize, Serialize};
+use tombolo_zone::keep::{Keep, Kept};
+
 use crate::log::Log;
+use crate::moment;
+use crate::project::barrier::HOUSEHOLD;
 
 /// Bytes of the end that are kept in memory.
 const TAIL: usize = 16 << 10;
@@ -32,6 +38,17 @@ struct Inner {
     pattern: Option<regex_lite::Regex>,
     first_output: Option<Instant>,
     /// QEMU has closed it.
+    ended: bool,
+}
+
+/// What the next program of this process needs to go on with a console.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ConsoleState {
+    socket: Kept,
+    tail: Vec<u8>,
+    matches: bool,
+    #[serde(with = "moment")]
+    first_output: Option<Instant>,
     ended: bool,
 }
 
@@ -86,6 +103,45 @@ impl Console {
         Ok(())
     }
 
+    /// Notes what the next program needs. Those who watch are handed over by themselves.
+    pub fn hand_over(&self, keep: &mut Keep) -> ConsoleState {
+        let inner = self.lock();
+        ConsoleState {
+            socket: keep.add(&inner.input),
+            tail: inner.tail.clone(),
+            matches: inner.matches,
+            first_output: inner.first_output,
+            ended: inner.ended,
+        }
+    }
+
+    /// Goes on with the console of a VM that was up in the program before.
+    ///
+    /// # Errors
+    /// When a descriptor is not open, or no thread can be had.
+    pub fn take_over(state: ConsoleState, log: &Path) -> anyhow::Result<Arc<Console>> {
+        let socket = UnixStream::from(state.socket.take()?);
+        let reader = socket.try_clone()?;
+        let console = Arc::new(Console {
+            inner: Mutex::new(Inner {
+                log: Log::new(log),
+                tail: state.tail,
+                watchers: Vec::new(),
+                input: Arc::new(socket),
+                matches: state.matches,
+                pattern: None,
+                first_output: state.first_output,
+                ended: state.ended,
+            }),
+            said: Condvar::new(),
+        });
+        if !state.ended {
+            let own = console.clone();
+            std::thread::Builder::new().name("console".into()).spawn(move || own.pump(reader))?;
+        }
+        Ok(console)
+    }
+
     /// Sends those away who watch: the VM is over.
     pub fn close(&self) {
         for watcher in self.lock().watchers.drain(..) {
@@ -101,7 +157,10 @@ impl Console {
     fn pump(&self, mut reader: UnixStream) {
         let mut buffer = vec![0; 64 << 10];
         loop {
-            let n = match reader.read(&mut buffer) {
+            let mut fds = [PollFd::new(&reader, PollFlags::IN)];
+            let waited = rustix::event::poll(&mut fds, None);
+            let _inside = HOUSEHOLD.enter("a console");
+            let n = match waited.map_err(std::io::Error::from).and_then(|_| reader.read(&mut buffer)) {
                 Ok(0) => break,
                 Ok(n) => n,
                 Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,

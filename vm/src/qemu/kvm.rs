@@ -113,7 +113,7 @@ fn run(qemu: &Qemu, kernel: &Path, accel: Hypervisor, limit: Duration) -> anyhow
         .stderr(Stdio::piped());
     child::tie(&mut command, std::slice::from_ref(&initramfs));
     let start = Instant::now();
-    let mut qemu = child::Guarded::spawn(&mut command)?;
+    let mut qemu = child::Guarded::spawn(command)?;
     let out = qemu.take_stdout()?;
     let err = qemu.take_stderr()?;
     let (lines, said) = mpsc::channel();

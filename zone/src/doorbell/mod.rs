@@ -10,9 +10,11 @@
 //! - [`mod@server`]: the server, [`DoorbellServer`].
 //! - [`mod@client`]: [`Bell`], a host process's own doorbell.
 //! - [`mod@process`]: the process at the other end of a connection.
+//! - [`handover`]: the server as the next program of its process goes on with it.
 //! - `host`: the socket at which host processes other than the owner connect.
 
 pub mod client;
+pub mod handover;
 mod host;
 pub mod process;
 pub mod server;

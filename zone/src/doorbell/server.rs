@@ -17,9 +17,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::client::Bell;
+use super::handover::{ClientState, Paused, ServerState, Taken};
 use super::process::Process;
 use super::{VECTORS, host, wire};
-use crate::door::Door;
+use crate::door::{Door, DoorState};
+use crate::keep::{Keep, Kept};
 use crate::{Error, MemberId, Result, Role, Zone};
 
 /// Messages kept for a client that doesn't read; a full zone's worth of joins and leaves, several times over.
@@ -64,9 +66,23 @@ pub enum Event {
 }
 
 enum Command {
-    Listen { member: MemberId, listener: UnixListener, path: PathBuf },
-    Adopt { member: MemberId, stream: UnixStream },
-    Unlisten { member: MemberId },
+    Listen {
+        member: MemberId,
+        listener: UnixListener,
+        path: PathBuf,
+    },
+    Adopt {
+        member: MemberId,
+        stream: UnixStream,
+    },
+    Unlisten {
+        member: MemberId,
+    },
+    /// Answer, then stand still until `resume` ends.
+    Pause {
+        taken: Sender<Taken>,
+        resume: Receiver<()>,
+    },
     Stop,
 }
 
@@ -83,12 +99,50 @@ pub struct DoorbellServer {
 impl DoorbellServer {
     /// Starts the server of a zone that can be written; events come from the receiver.
     pub fn start(zone: Arc<Zone>) -> Result<(DoorbellServer, Receiver<Event>)> {
+        let hosts = host::listen(zone.uuid())?;
+        Self::begin(zone, hosts, Bells::default(), |_| ())
+    }
+
+    /// Goes on as the server that the program before has left.
+    ///
+    /// # Errors
+    /// When a descriptor is not open, or no thread can be had.
+    pub fn resume(zone: Arc<Zone>, state: ServerState) -> Result<(DoorbellServer, Receiver<Event>)> {
+        let failed = |e| Error::io("taking over a doorbell server", e);
+        let take = |kept: Kept| kept.take().map(Arc::new).map_err(failed);
+        let hosts = state.hosts.resume().map_err(failed)?;
+        let mut bells = BTreeMap::new();
+        for (peer, vectors) in state.bells {
+            bells.insert(peer, vectors.into_iter().map(take).collect::<Result<Vec<_>>>()?);
+        }
+        let mut clients = BTreeMap::new();
+        for client in state.clients {
+            let ClientState { peer, member, stream, backlog } = client;
+            let backlog = backlog.into_iter().map(|(value, fd)| Ok((value, fd.map(take).transpose()?)));
+            let backlog = backlog.collect::<Result<VecDeque<_>>>()?;
+            let stream = stream.take().map_err(failed)?.into();
+            clients.insert(peer, Client { member, stream, backlog });
+        }
+        let mut unnamed = VecDeque::new();
+        for stream in state.unnamed {
+            unnamed.push_back(stream.take().map_err(failed)?.into());
+        }
+        Self::begin(zone, hosts, Arc::new(Mutex::new(bells)), |work| {
+            (work.clients, work.unnamed, work.next_peer) = (clients, unnamed, state.next_peer);
+        })
+    }
+
+    fn begin(
+        zone: Arc<Zone>,
+        hosts: Door,
+        bells: Bells,
+        fill: impl FnOnce(&mut Work),
+    ) -> Result<(DoorbellServer, Receiver<Event>)> {
         let (commands, command_receiver) = channel();
         let (events, event_receiver) = channel();
         let wake = Arc::new(wire::eventfd()?);
-        let bells = Bells::default();
-        let work = Work {
-            hosts: host::listen(zone.uuid())?,
+        let mut work = Work {
+            hosts,
             unnamed: VecDeque::new(),
             zone,
             commands: command_receiver,
@@ -100,11 +154,26 @@ impl DoorbellServer {
             next_peer: Some(0),
             closed_until: None,
         };
+        fill(&mut work);
         let thread = std::thread::Builder::new()
             .name("doorbells".to_owned())
             .spawn(move || work.run())
             .map_err(|e| Error::io("starting the doorbell server's thread", e))?;
         Ok((DoorbellServer { commands, wake, bells, thread: Some(thread) }, event_receiver))
+    }
+
+    /// Lets the server stand still, and says what the next program of this process needs to go on as it. Sockets with names
+    /// ([`DoorbellServer::listen`]) are not handed over.
+    ///
+    /// # Errors
+    /// When the server's thread has ended.
+    pub fn pause(&self, keep: &mut Keep) -> Result<(ServerState, Paused)> {
+        let gone = |_| Error::io("pausing the doorbell server", io::Error::from(io::ErrorKind::BrokenPipe));
+        let ((taken, answer), (resume, waits)) = (channel(), channel());
+        self.command(Command::Pause { taken, resume: waits })?;
+        let taken = answer.recv().map_err(gone)?;
+        keep.extend(taken.keep);
+        Ok((taken.state, Paused { _resume: resume, _copies: taken.copies }))
     }
 
     /// Makes the socket that a member's QEMU connects to (`-chardev socket,path=…,id=bell -device ivshmem-doorbell,chardev=bell,vectors=1`). Replaces a socket
@@ -248,6 +317,15 @@ impl Work {
                         for peer in self.peers_of(member) {
                             self.leave(peer, "its doorbell was taken away".to_owned());
                         }
+                    }
+                    Command::Pause { taken, resume } => {
+                        // Whoever asked may have given up waiting.
+                        if let Ok(state) = self.hand_over() {
+                            let _given_up = taken.send(state);
+                        }
+                        // The channel's end, too, tells that there is no answer.
+                        drop(taken);
+                        let _goes_on = resume.recv();
                     }
                     Command::Stop => {
                         for (member, old) in std::mem::take(&mut self.listeners) {
@@ -483,6 +561,28 @@ impl Work {
             // flush() may call this again; each time with a client less.
             self.flush(other);
         }
+    }
+
+    fn hand_over(&self) -> io::Result<Taken> {
+        let (mut keep, mut copies) = (Keep::default(), Vec::new());
+        let bells = lock(&self.bells);
+        let bells = bells.iter().map(|(peer, all)| (*peer, all.iter().map(|bell| keep.add(bell)).collect()));
+        let bells = bells.collect();
+        let mut clients = Vec::new();
+        for (peer, client) in &self.clients {
+            let mut backlog = Vec::new();
+            for (value, fd) in &client.backlog {
+                let copy = fd.as_ref().map(|fd| fd.try_clone()).transpose()?;
+                backlog.push((*value, copy.as_ref().map(|copy| keep.add(copy))));
+                copies.extend(copy);
+            }
+            let stream = keep.add(&client.stream);
+            clients.push(ClientState { peer: *peer, member: client.member, stream, backlog });
+        }
+        let unnamed = self.unnamed.iter().map(|stream| keep.add(stream)).collect();
+        let hosts = DoorState::of(&self.hosts, &mut keep);
+        let state = ServerState { hosts, unnamed, bells, clients, next_peer: self.next_peer };
+        Ok(Taken { state, keep, copies })
     }
 
     fn peers_of(&self, member: MemberId) -> Vec<u16> {

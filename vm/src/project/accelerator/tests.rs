@@ -15,6 +15,7 @@ fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
         name: "cl".into(),
         spec: AccelSpec::default(),
         scratch: None,
+        telling: Mutex::default(),
         seats: Mutex::new(seats.into()),
         link: Mutex::default(),
     };
@@ -44,6 +45,28 @@ fn a_vm_that_damaged_its_zone_keeps_no_other_from_being_served() {
 fn a_zone_that_no_server_could_ever_enter_is_an_error() {
     let (result, _) = refused(None);
     assert_eq!(result.unwrap_err().to_string(), "no zone");
+}
+
+#[test]
+fn a_server_that_hangs_while_it_is_told_of_a_vm_holds_up_no_look_at_the_seats() {
+    let zone = Arc::new(HostZone::for_calls("cl", 8 << 20).unwrap());
+    let seat = Seat { zone, used: AccelUse::default(), served: None, library: None, channels: None };
+    let server = Server {
+        name: "cl".into(),
+        spec: AccelSpec::default(),
+        scratch: None,
+        telling: Mutex::default(),
+        seats: Mutex::new([("a".to_owned(), seat)].into()),
+        link: Mutex::default(),
+    };
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    std::thread::scope(|scope| {
+        let telling = scope.spawn(|| server.begin(Peer::new(ours)));
+        BufReader::new(&theirs).read_line(&mut String::new()).unwrap();
+        assert!(server.seats.try_lock().is_ok(), "the seats are locked while the server is asked");
+        drop(theirs);
+        assert!(telling.join().unwrap().is_err());
+    });
 }
 
 /// Of an accelerator that the VM `owner` serves to a and b.

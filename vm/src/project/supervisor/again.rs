@@ -5,14 +5,24 @@ use std::sync::Arc;
 
 use super::Supervisor;
 use crate::machine::{Exit, Machine, Phase};
+use crate::project::barrier::Inside;
 
 impl Supervisor {
-    /// Called once when a VM's QEMU has ended, on the thread that started it.
-    pub(super) fn ended(self: &Arc<Self>, machine: &Arc<Machine>, exit: Exit) {
+    /// Called once when a VM's QEMU has ended, on the thread that waits for it.
+    pub(super) fn ended(self: &Arc<Self>, machine: &Arc<Machine>, exit: Exit, inside: Inside) {
         self.leave_zones(machine.name(), machine.zones().keys());
-        match machine.set_ended(exit) {
+        machine.set_ended(exit);
+        drop(inside);
+        self.follow_up(machine);
+    }
+
+    /// Does what follows the end of a VM, which another program of this process may have noted.
+    pub(super) fn follow_up(self: &Arc<Self>, machine: &Arc<Machine>) {
+        machine.close_consoles();
+        match machine.phase() {
             Phase::Rebooting => self.reboot(machine),
-            _ => self.start_again(machine),
+            _ if machine.is_restart_due() => self.start_again(machine),
+            _ => {}
         }
     }
 
@@ -20,19 +30,20 @@ impl Supervisor {
     /// call. A VM that was stopped or started by somebody else meanwhile is left alone.
     fn start_again(self: &Arc<Self>, old: &Arc<Machine>) {
         let name = old.name();
-        let mut attempts = old.attempts();
-        while let Some(pause) = old.ending().and_then(|clean| old.spec().restart.pause(clean, attempts)) {
+        while let Some(pause) = old.ending().and_then(|clean| old.spec().restart.pause(clean, old.attempts()))
+        {
             old.set_restart_in(pause);
             crate::say!("the VM '{name}' starts again in {} s: {}", pause.as_secs(), old.status().state);
             std::thread::sleep(pause);
             self.replace(old, "starts again", |report| {
-                self.start_one(self.wanted_again(old, Some(attempts + 1))?, &|_| {}, report)
+                self.start_one(self.wanted_again(old, Some(old.attempts() + 1))?, &|_| {}, report)
             });
             if !self.is_current(old) {
                 return;
             }
-            attempts += 1;
+            old.count_failed_start();
         }
+        old.stay_ended();
     }
 
     /// Whether this is still what the project has under the VM's name.

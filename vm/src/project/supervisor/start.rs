@@ -272,15 +272,13 @@ impl Supervisor {
             drives,
             seed,
             group,
+            devices,
             dir: &self.dir,
             before: before.as_deref(),
             attempt,
         };
         let own = self.clone();
-        let ended = move |machine: &Arc<Machine>, exit| {
-            drop(devices);
-            own.ended(machine, exit);
-        };
+        let ended = move |machine: &Arc<Machine>, exit, inside| own.ended(machine, exit, inside);
         let machine = match Machine::start(start, ended) {
             Ok(machine) => machine,
             Err(e) => {
@@ -376,7 +374,7 @@ impl Supervisor {
     }
 
     /// Its guest has no driver for memory that comes while it runs: it is stopped and started again with all of it.
-    fn start_slowly(self: &Arc<Self>, old: &Arc<Machine>) {
+    pub(super) fn start_slowly(self: &Arc<Self>, old: &Arc<Machine>) {
         self.replace(old, "starts again, with all its memory", |report| {
             // Whoever stopped it, or let it reboot, has decided already.
             if old.phase() != Phase::Up {

@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo upgrade`: a supervisor goes on as another program, and what it has started runs on. A stand-in for QEMU, real switches.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Lab, PATIENCE, signal};
+use serde_json::Value;
+
+mod common;
+
+const VM: &str = "kernel = \"kernel\"\nmemory = \"128M\"\nhotplug_ports = 4\nready = \"running\"\n";
+
+fn lab(compose: &str) -> Lab {
+    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
+    let lab = Lab::new(&format!("qemu = \"{}\"\n{compose}", fake.display()));
+    std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
+    lab
+}
+
+/// Another program for the lab: this one under another name and number.
+fn next(lab: &Lab, name: &str) -> PathBuf {
+    let path = lab.dir.path().join(name);
+    // Another process writes it: a child that is being started elsewhere could hold it open for writing.
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(&path).status().unwrap().success());
+    path
+}
+
+/// A program that is a script.
+fn script(lab: &Lab, text: &str) -> PathBuf {
+    let path = lab.dir.path().join("script");
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "cat >\"$0\" && chmod +x \"$0\""]).arg(&path).stdin(Stdio::piped());
+    let mut shell = shell.spawn().unwrap();
+    shell.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    assert!(shell.wait().unwrap().success());
+    path
+}
+
+fn upgrade(lab: &Lab, program: &Path) {
+    lab.good(&["upgrade", "--program", program.to_str().unwrap()]);
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn number(value: &Value) -> u32 {
+    u32::try_from(value.as_u64().unwrap()).unwrap()
+}
+
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The program that a process is.
+fn program(pid: u32) -> PathBuf {
+    std::fs::read_link(format!("/proc/{pid}/exe")).unwrap()
+}
+
+fn piped(lab: &Lab, arguments: &[&str]) -> (Child, BufReader<std::process::ChildStdout>) {
+    let mut child = lab.command(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let reader = BufReader::new(child.stdout.take().unwrap());
+    (child, reader)
+}
+
+fn line_with(reader: &mut impl BufRead, words: &str) -> String {
+    loop {
+        let mut line = String::new();
+        assert_ne!(reader.read_line(&mut line).unwrap(), 0, "the end came before '{words}'");
+        if line.contains(words) {
+            return line;
+        }
+    }
+}
+
+#[test]
+fn vms_networks_zones_consoles_and_events_go_on_under_another_program() {
+    let lab = lab(&format!(
+        "[net.lan]\n[zone.z]\nsize = \"8M\"\n[zone.late]\nsize = \"8M\"\n\
+         [vm.a]\n{VM}zones = {{ z = {{}} }}\nnetworks = {{ lan = {{ address = \"none\" }} }}\n[vm.b]\n{VM}"
+    ));
+    lab.good(&["up"]);
+    lab.good(&["zone", "attach", "late", "a"]);
+    let before = lab.ps();
+    let (mut console, mut words) = piped(&lab, &["console", "a"]);
+    line_with(&mut words, "first words");
+    let (mut events, mut happened) = piped(&lab, &["events", "--since", "1h"]);
+    line_with(&mut happened, "b up");
+    let next = next(&lab, "next");
+    upgrade(&lab, &next);
+    let supervisor = number(&before["supervisor"]);
+    assert_eq!(program(supervisor), next);
+    let after = lab.ps();
+    let lasting = |ps: &Value| {
+        let mut ps = ps.clone();
+        // All but the time that has passed.
+        ps["vms"].as_array_mut().unwrap().iter_mut().for_each(|vm| drop(vm["uptime"].take()));
+        ps
+    };
+    assert_eq!(lasting(&before), lasting(&after));
+    assert!(after["vms"][0]["uptime"].as_f64() > before["vms"][0]["uptime"].as_f64());
+
+    // Each of its parts does what it did.
+    lab.good(&["exec", "a", "--", "true"]);
+    lab.good(&["zone", "detach", "late", "a"]);
+    lab.good(&["zone", "attach", "late", "a"]);
+    lab.good(&["zone", "attach", "late", "b"]);
+    let qemu = |name: &str| {
+        let ps = lab.ps();
+        let vm = ps["vms"].as_array().unwrap().iter().find(|vm| vm["name"] == name).cloned().unwrap();
+        (vm["pid"].as_u64().map(|pid| u32::try_from(pid).unwrap()), vm)
+    };
+    signal(qemu("a").0.unwrap(), "USR2");
+    line_with(&mut words, "next words");
+    assert!(lab.good(&["logs", "a"]).contains("first words"), "the log goes on");
+    signal(qemu("a").0.unwrap(), "USR1");
+    until("a does not reboot", || {
+        let (_, vm) = qemu("a");
+        vm["reboots"] == 1 && vm["state"] == "up"
+    });
+    line_with(&mut happened, "a rebooting");
+    line_with(&mut words, "first words");
+    signal(qemu("b").0.unwrap(), "KILL");
+    until("nobody sees the end of b", || qemu("b").1["state"] == "ended: QEMU was killed by signal 9");
+    let switch = number(&after["networks"][0]["pid"]);
+    signal(switch, "KILL");
+    until("the switch is not started again", || {
+        let net = &lab.ps()["networks"][0];
+        net["starts"] == 2 && net["pid"].as_u64().is_some_and(|pid| pid != u64::from(switch))
+    });
+    lab.good(&["up"]);
+    assert_eq!(qemu("b").1["state"], "up");
+    lab.good(&["down"]);
+    assert!(console.wait().unwrap().success());
+    assert!(events.wait().unwrap().success());
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn an_accelerators_server_serves_on() {
+    let lab = lab(&format!("[accel.cl]\n[vm.a]\n{VM}accelerators = [\"cl\"]\n"));
+    lab.good(&["up"]);
+    let before = lab.ps()["accelerators"][0].clone();
+    upgrade(&lab, &next(&lab, "next"));
+    let after = lab.ps()["accelerators"][0].clone();
+    assert_eq!(
+        (&before["pid"], &before["starts"], "serving"),
+        (&after["pid"], &after["starts"], after["state"].as_str().unwrap())
+    );
+    signal(number(&after["pid"]), "KILL");
+    until("it is not started again", || {
+        let now = &lab.ps()["accelerators"][0];
+        now["starts"] == 2 && now["state"] == "serving"
+    });
+    lab.good(&["restart", "a"]);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn memory_goes_on_growing_and_a_policy_goes_on_starting_its_vm() {
+    let again = "restart = \"always\"\n";
+    let lab = lab(&format!(
+        "[vm.big]\n{}boot_memory = \"128M\"\nstart = \"fast\"\n[vm.again]\n{VM}{again}",
+        VM.replace("128M", "1G")
+    ));
+    lab.good(&["up"]);
+    let vm = |name: &str| {
+        lab.ps()["vms"].as_array().unwrap().iter().find(|vm| vm["name"] == name).cloned().unwrap()
+    };
+    let first = number(&vm("again")["pid"]);
+    signal(first, "KILL");
+    until("its end is not seen", || vm("again")["pid"].as_u64() != Some(u64::from(first)));
+    // Whether its pause is over or not.
+    upgrade(&lab, &next(&lab, "next"));
+    until("it is not started again", || vm("again")["state"] == "up" && vm("again")["restarts"] == 1);
+    until("its memory does not grow", || vm("big")["growth"]["phase"] == "complete");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn commands_that_come_in_the_middle_wait_and_are_answered() {
+    let lab = lab(&format!("[zone.z]\nsize = \"8M\"\n[vm.a]\n{VM}"));
+    lab.good(&["up"]);
+    let programs = [next(&lab, "one"), next(&lab, "two")];
+    let qemu = number(&lab.ps()["vms"][0]["pid"]);
+    let (mut attached, over) = (
+        lab.command(&["up", "--attach"]).stderr(Stdio::null()).spawn().unwrap(),
+        &std::sync::atomic::AtomicBool::new(false),
+    );
+    std::thread::scope(|scope| {
+        let commands = [&["ps", "--json"][..], &["exec", "a", "--", "true"], &["up"], &["zone", "path", "z"]];
+        let asking = commands.map(|command| {
+            let lab = &lab;
+            scope.spawn(move || {
+                let mut asked = 0;
+                while !over.load(std::sync::atomic::Ordering::Acquire) {
+                    lab.good(command);
+                    asked += 1;
+                }
+                asked
+            })
+        });
+        for round in 0..6 {
+            upgrade(&lab, &programs[round % 2]);
+        }
+        over.store(true, std::sync::atomic::Ordering::Release);
+        for asked in asking {
+            assert!(asked.join().unwrap() > 0);
+        }
+    });
+    assert_eq!(number(&lab.ps()["vms"][0]["pid"]), qemu);
+    assert!(attached.try_wait().unwrap().is_none(), "who stays in the foreground stays");
+    lab.good(&["down"]);
+    attached.wait().unwrap();
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_program_that_can_not_go_on_leaves_the_project_to_the_old_one() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    lab.good(&["up"]);
+    let before = lab.ps();
+    let supervisor = number(&before["supervisor"]);
+    let own = program(supervisor);
+    let refuses = |program: &Path, words: &str| {
+        let refused = lab.run(&["upgrade", "--program", program.to_str().unwrap()]);
+        assert!(!refused.status.success() && said(&refused).contains(words), "{}", said(&refused));
+        assert_eq!(self::program(supervisor), own);
+        assert_eq!(lab.ps()["vms"][0]["pid"], before["vms"][0]["pid"]);
+        lab.good(&["exec", "a", "--", "true"]);
+    };
+    refuses(Path::new("/nonexistent"), "/nonexistent can't be opened");
+    let text = lab.dir.path().join("tombolo.toml");
+    refuses(&text, "tombolo.toml is no program");
+    refuses(
+        &script(&lab, "#!/bin/sh\necho it knows nothing >&2\nexit 3\n"),
+        "(exit status: 3): it knows nothing",
+    );
+    // A program that knows another format of the state only.
+    let other = format!(
+        "#!/bin/sh\nsed 's/\"format\":1/\"format\":99/' \"/proc/self/fd/$3\" >\"$0.state\"\nexec {} \"$1\" \"$2\" 9 9<\"$0.state\"\n",
+        own.display()
+    );
+    let other = other.replace("$0.state", &format!("{}/other.state", lab.dir.path().display()));
+    refuses(&script(&lab, &other), "has format 99, of which this program knows 1 only");
+    // One that finds out too late, and becomes the old one again.
+    let late = format!(
+        "#!/bin/sh\n[ \"$2\" = --examine ] && exit\nexec {} supervise-on --state \"$3\" --refused 'too late'\n",
+        own.display()
+    );
+    refuses(&script(&lab, &late), "as before: too late");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn an_upgrade_waits_for_commands_in_guests_and_gives_up_where_they_go_on() {
+    let lab = lab("");
+    let busy = lab.dir.path().join("busy");
+    std::fs::write(&busy, "").unwrap();
+    let compose = lab.dir.path().join("tombolo.toml");
+    let qemu = std::fs::read_to_string(&compose).unwrap();
+    let words = format!("qemu_args = [\"-fake\", \"busy={}\"]\n", busy.display());
+    std::fs::write(&compose, format!("{qemu}[vm.a]\n{VM}{words}")).unwrap();
+    lab.good(&["up"]);
+    let next = next(&lab, "next");
+    let mut exec = lab.command(&["exec", "a", "--", "sleep"]).stderr(Stdio::null()).spawn().unwrap();
+    until("the command does not begin", || {
+        let busy = lab.run(&["upgrade", "--wait", "0", "--program", next.to_str().unwrap()]);
+        said(&busy).contains("is busy, so it runs on as it did; to be ended first: exec a -- sleep")
+    });
+    let mut waiting = lab.command(&["upgrade", "--wait", "600", "--program", next.to_str().unwrap()]);
+    let mut waiting = waiting.stderr(Stdio::piped()).spawn().unwrap();
+    line_with(
+        &mut BufReader::new(waiting.stderr.take().unwrap()),
+        "this waits for the end of: exec a -- sleep",
+    );
+    assert_eq!(lab.ps()["vms"][0]["state"], "up", "others are heard meanwhile");
+    std::fs::remove_file(&busy).unwrap();
+    assert!(exec.wait().unwrap().success());
+    assert!(waiting.wait().unwrap().success());
+    assert_eq!(program(number(&lab.ps()["supervisor"])), next);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_project_that_is_up_to_date_is_left_alone() {
+    let labs = [lab(&format!("[vm.a]\n{VM}")), lab(&format!("[vm.b]\n{VM}"))];
+    for lab in &labs {
+        lab.good(&["up"]);
+    }
+    let next = next(&labs[0], "next");
+    upgrade(&labs[0], &next);
+    let again = labs[0].run(&["upgrade", "--program", next.to_str().unwrap()]);
+    assert!(
+        again.status.success() && said(&again).contains("is run by this program already"),
+        "{}",
+        said(&again)
+    );
+    // By itself it is the program that the command is.
+    let mut other = Command::new(&next);
+    other.args(["upgrade", "--file"]).arg(labs[1].dir.path().join("tombolo.toml"));
+    other.env("XDG_RUNTIME_DIR", labs[1].dir.path()).stdin(Stdio::null());
+    assert!(other.status().unwrap().success());
+    for lab in &labs {
+        assert_eq!(program(number(&lab.ps()["supervisor"])), next);
+        lab.good(&["down"]);
+        lab.assert_nothing_left();
+    }
+}
+
+#[test]
+fn all_projects_of_a_user_go_on_under_the_program_that_is_asked_to() {
+    let labs = [lab(&format!("[vm.a]\n{VM}")), lab(&format!("[vm.b]\n{VM}"))];
+    let next = next(&labs[0], "next");
+    // Processes of its own, so that projects of other tests are left alone; they end with the shell.
+    let script = "\"$0\" up -f \"$1\" && \"$0\" up -f \"$2\" && \"$3\" upgrade --all && for link in /proc/[0-9]*/exe; do readlink \"$link\"; done";
+    let mut command = Command::new("unshare");
+    command.args(["-rpf", "--mount-proc", "sh", "-c", script, env!("CARGO_BIN_EXE_tombolo")]);
+    command.args(labs.each_ref().map(|lab| lab.dir.path().join("tombolo.toml"))).arg(&next);
+    command.env("XDG_RUNTIME_DIR", labs[0].dir.path()).env("TOMBOLO_VM_ACCEL", "tcg").stdin(Stdio::null());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let programs = String::from_utf8(output.stdout).unwrap();
+    let upgraded = programs.lines().filter(|program| Path::new(program) == next).count();
+    assert_eq!(upgraded, 2, "{programs}");
+}
+
+#[test]
+fn a_word_to_end_is_not_lost_in_an_upgrade() {
+    for round in 0..8 {
+        let lab = lab(&format!("[vm.a]\n{VM}"));
+        lab.good(&["up"]);
+        let supervisor = number(&lab.ps()["supervisor"]);
+        let next = next(&lab, "next");
+        let mut upgrade = lab.command(&["upgrade", "--program", next.to_str().unwrap()]);
+        let mut upgrade = upgrade.stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(25 * round));
+        signal(supervisor, "TERM");
+        until("the project is not taken down", || lab.ps()["supervisor"].is_null());
+        upgrade.wait().unwrap();
+        lab.assert_nothing_left();
+    }
+}

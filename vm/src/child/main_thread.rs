@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Work for the main thread of the supervisor. A child is told to die when the thread that started it ends, and of all threads only the one
+//! that calls execve(2) survives that. So the main thread starts all children that last, and it is the one that becomes another program
+//! (see [`crate::project::upgrade`]).
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, PoisonError};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// To the main thread of this process, while that serves.
+static JOBS: Mutex<Option<Sender<Option<Job>>>> = Mutex::new(None);
+
+fn jobs() -> Option<Sender<Option<Job>>> {
+    JOBS.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// The main thread's end of the queue.
+#[derive(Debug)]
+pub struct Queue(Receiver<Option<Job>>);
+
+/// Makes the calling thread the one that does the jobs of this process; it must call [`Queue::serve`].
+pub fn claim() -> Queue {
+    let (sender, queue) = channel();
+    *JOBS.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
+    Queue(queue)
+}
+
+impl Queue {
+    /// Does jobs until [`end`].
+    pub fn serve(self) {
+        while let Ok(Some(job)) = self.0.recv() {
+            job();
+        }
+        *JOBS.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+/// The main thread does no more jobs, and goes on.
+pub fn end() {
+    if let Some(jobs) = jobs() {
+        // It has ended already.
+        let _ended = jobs.send(None);
+    }
+}
+
+/// Does something on the main thread and waits for it; here, where no thread has [claimed](claim) the jobs. `None`: the process is about to
+/// end.
+pub fn run<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let Some(jobs) = jobs() else { return Some(job()) };
+    let (sender, result) = channel();
+    let job = move || {
+        // Whoever asked waits.
+        let _waits = sender.send(job());
+    };
+    jobs.send(Some(Box::new(job))).ok()?;
+    result.recv().ok()
+}

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A zone whose owner goes on in the next program of its process.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+
+use serde::{Deserialize, Serialize};
+
+use super::Zone;
+use crate::header::Header;
+use crate::keep::{Keep, Kept};
+use crate::liveness::{OWNER_BYTE, Own};
+use crate::mem::SharedMem;
+use crate::{Error, Result};
+
+/// What the next program needs to own the zone. The header is the owner's copy: members may have written over the one in the zone.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ZoneState {
+    memory: Kept,
+    owner: Option<Kept>,
+    label: String,
+    header: Header,
+}
+
+impl ZoneState {
+    /// Notes the descriptors of a zone.
+    pub fn of(zone: &Zone, keep: &mut Keep) -> ZoneState {
+        ZoneState {
+            memory: keep.add(&zone.file),
+            owner: zone.owner.as_ref().map(|own| keep.add(own.liveness())),
+            label: zone.label.clone(),
+            header: zone.header.clone(),
+        }
+    }
+
+    /// The zone, mapped anew.
+    ///
+    /// # Errors
+    /// When a descriptor is not open, or there is no room for the mapping.
+    pub fn resume(self) -> Result<Zone> {
+        let failed = |e| Error::io("taking over a zone's memory", e);
+        let file = File::from(self.memory.take().map_err(failed)?);
+        let owner = self.owner.map(Kept::take).transpose().map_err(failed)?;
+        let mem = SharedMem::map(file.as_fd(), 0, self.header.size, true)?;
+        let owner = owner.map(|fd| Own::resume(fd, OWNER_BYTE));
+        Ok(Zone { file, mem, header: self.header, label: self.label, owner })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Rights, Role, ZoneConfig};
+
+    #[test]
+    fn the_next_owner_has_the_members_and_the_lock_of_the_one_before() {
+        let zone = Zone::create(&ZoneConfig::new("z", 8 << 20)).unwrap();
+        let member = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+        zone.activate(member).unwrap();
+        let state = serde_json::to_string(&ZoneState::of(&zone, &mut Keep::default())).unwrap();
+        // A member writes over the header.
+        zone.mem().write(0, &[0xff; 4096]).unwrap();
+        // As an execve: the descriptors stay open, and nothing is dropped.
+        std::mem::forget(zone);
+        let zone = serde_json::from_str::<ZoneState>(&state).unwrap().resume().unwrap();
+        assert!(zone.is_owner() && zone.has_owner().unwrap());
+        assert_eq!((zone.name(), zone.member(member).unwrap().name.as_str()), ("z", "a"));
+        assert!(zone.declare_dead(member).unwrap());
+        let memory = zone.as_fd().try_clone_to_owned().unwrap();
+        drop(zone);
+        assert!(!crate::liveness::is_held(memory.as_fd(), OWNER_BYTE).unwrap(), "the lock was this owner's");
+    }
+}
