@@ -4,8 +4,9 @@
 use crate::divide::{self, Divider, Used};
 use crate::figures::{Figure, Figures};
 use crate::limits::Limits;
+use crate::listen::Peer;
 use crate::wall::census::Census;
-use crate::workers::Confinement;
+use crate::workers::{Confinement, Origin};
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,8 +17,8 @@ pub use tombolo_control::accel::Tenant as Status;
 
 /// A client that is served.
 pub struct Tenant {
-    /// The address it came by, or `vm:` and the VM's name.
-    pub via: String,
+    /// Where it came from.
+    pub origin: Origin,
     /// What it may use.
     pub limits: Limits,
     /// What its worker says.
@@ -28,6 +29,8 @@ pub struct Tenant {
     pub process: Arc<OwnedFd>,
     /// The processes that its worker started, once they can be seen.
     pub census: Option<Census>,
+    /// The processor time of its worker, and of what that started, at the last look.
+    pub used: Duration,
     /// How long it could not run, because its share of time was used up.
     pub paused: Pause,
 }
@@ -35,7 +38,7 @@ pub struct Tenant {
 impl Tenant {
     /// Whose time is counted together with whose: that of a VM's processes.
     fn group(&self, pid: u32) -> String {
-        if self.via.starts_with("vm:") { self.via.clone() } else { pid.to_string() }
+        if self.origin.is_vm() { self.origin.via.clone() } else { pid.to_string() }
     }
 
     /// The processor time of its worker and of what that started.
@@ -43,7 +46,10 @@ impl Tenant {
         if self.census.is_none() {
             self.census = Census::of(pid);
         }
-        divide::cpu(pid).unwrap_or_default() + self.census.as_mut().map(Census::look).unwrap_or_default()
+        let started = self.census.as_mut().map(Census::look).unwrap_or_default();
+        // One that has ended has used what it had.
+        self.used = divide::cpu(pid).map_or(self.used, |own| own + started).max(self.used);
+        self.used
     }
 
     fn end_if_it_has_too_many_processes(&mut self, pid: u32) {
@@ -104,14 +110,25 @@ impl Pause {
 #[derive(Default)]
 struct Inner {
     by_pid: BTreeMap<u32, Tenant>,
+    /// What processes of VMs had used when they ended, by VM: who begins anew again and again owes what it owed.
+    ended: BTreeMap<String, Used>,
     /// VMs that are attached: their processes may come at any time.
     vms: usize,
 }
 
 impl Inner {
+    fn remove(&mut self, pid: u32) {
+        let Some(gone) = self.by_pid.remove(&pid) else { return };
+        if gone.origin.is_vm() {
+            let weight = gone.limits.weight;
+            let before = self.ended.entry(gone.group(pid)).or_insert(Used { weight, cpu: Duration::ZERO });
+            before.cpu += gone.used;
+        }
+    }
+
     /// Looks who has had how much, and lets those run who may. How long that holds.
     fn divide(&mut self, divider: &mut Divider, now: Duration) -> Duration {
-        let mut used: BTreeMap<String, Used> = BTreeMap::new();
+        let mut used = self.ended.clone();
         for (pid, tenant) in &mut self.by_pid {
             let cpu = tenant.cpu(*pid);
             tenant.end_if_it_has_too_many_processes(*pid);
@@ -159,7 +176,7 @@ impl Tenants {
 
     /// One less.
     pub fn remove(&self, pid: u32) {
-        self.lock().by_pid.remove(&pid);
+        self.lock().remove(pid);
         self.changed.notify_all();
     }
 
@@ -173,9 +190,11 @@ impl Tenants {
         self.changed.notify_all();
     }
 
-    /// How many came by a socket, not from VMs.
-    pub fn by_sockets(&self) -> usize {
-        self.lock().by_pid.values().filter(|t| !t.via.starts_with("vm:")).count()
+    /// How many came by a socket, not from VMs; and how many of them are of this peer.
+    pub fn by_sockets(&self, peer: Peer) -> (usize, usize) {
+        let inner = self.lock();
+        let peers = inner.by_pid.values().filter_map(|t| t.origin.peer);
+        peers.fold((0, 0), |(all, own), one| (all + 1, own + usize::from(one == peer)))
     }
 
     /// Waits until one comes or goes, or for so long.
@@ -212,7 +231,8 @@ impl Tenants {
         let status = |(pid, t): (&u32, &mut Tenant)| Status {
             pid: *pid,
             name: t.figures.name(),
-            via: t.via.clone(),
+            via: t.origin.via.clone(),
+            peer: t.origin.peer.map(|peer| peer.to_string()),
             weight: t.limits.weight,
             memory: t.figures.get(Figure::Memory),
             memory_limit: t.limits.memory,
@@ -252,24 +272,21 @@ mod tests {
         tenants.add(
             pid,
             Tenant {
-                via: via.into(),
+                origin: Origin { via: via.into(), peer: (!via.starts_with("vm:")).then_some(Peer::User(0)) },
                 limits: Limits { weight, ..Limits::default() },
                 figures: Figures::new().expect("a page").0,
                 since: Instant::now(),
                 process: Arc::new(pidfd(pid)),
                 census: None,
+                used: Duration::ZERO,
                 paused: Pause::default(),
             },
         );
         child
     }
 
-    #[test]
-    fn real_processes_get_time_by_weight_those_of_a_vm_together_and_all_of_it_when_the_others_have_gone() {
-        let tenants = Arc::new(Tenants::default());
-        // Two processes of a VM, and a client of a quarter of its weight.
-        let mut children =
-            [("vm:a", 100), ("vm:a", 100), ("unix:/s", 25)].map(|(via, weight)| busy(&tenants, via, weight));
+    /// Divides its time from now on, as long as this process lives.
+    fn divide_the_first_processor(tenants: &Arc<Tenants>) {
         let dividing = tenants.clone();
         std::thread::spawn(move || {
             // SAFETY: a set of processors is plain data, for which zeroes are a value.
@@ -281,7 +298,43 @@ mod tests {
             }
             dividing.divide();
         });
-        let cpu = |child: &Child| divide::cpu(child.id()).expect("it runs").as_secs_f64();
+    }
+
+    fn cpu(child: &Child) -> f64 {
+        divide::cpu(child.id()).expect("it was not waited for").as_secs_f64()
+    }
+
+    #[test]
+    fn a_vm_whose_processes_end_and_begin_again_and_again_gets_no_more_than_its_share() {
+        let tenants = Arc::new(Tenants::default());
+        let mut steady = busy(&tenants, "vm:steady", 100);
+        divide_the_first_processor(&tenants);
+        let mut spent = 0.0;
+        while cpu(&steady) < 2.0 {
+            let mut short = busy(&tenants, "vm:short", 10);
+            // Until it has had its moment; one that is held has none.
+            let begun = Instant::now();
+            while cpu(&short) < 0.02 && begun.elapsed() < Duration::from_millis(200) && cpu(&steady) < 2.0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            short.kill().expect("killed");
+            spent += cpu(&short);
+            tenants.remove(short.id());
+            short.wait().expect("its end");
+        }
+        steady.kill().expect("killed");
+        steady.wait().expect("its end");
+        // A tenth of what the other one had is its share. What it costs to start a process is none of the divider's doing.
+        assert!(spent < 1.0, "{spent} s beside 2 s");
+    }
+
+    #[test]
+    fn real_processes_get_time_by_weight_those_of_a_vm_together_and_all_of_it_when_the_others_have_gone() {
+        let tenants = Arc::new(Tenants::default());
+        // Two processes of a VM, and a client of a quarter of its weight.
+        let mut children =
+            [("vm:a", 100), ("vm:a", 100), ("unix:/s", 25)].map(|(via, weight)| busy(&tenants, via, weight));
+        divide_the_first_processor(&tenants);
         // Until the first two had two seconds, however long that takes here.
         while cpu(&children[0]) + cpu(&children[1]) < 2.0 {
             std::thread::sleep(Duration::from_millis(20));
