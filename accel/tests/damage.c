@@ -3,7 +3,8 @@
  * damage SECONDS SEED: what the kernel of a hostile VM does to the zone of its accelerator. Writes nonsense, and what makes sense to the server at the
  * wrong moment, over all of the zone, and rings every doorbell as fast as it can. Says 'damaged', how often it wrote, and how often it rang.
  *
- * As root of a guest: the zone is /dev/pmem0, written to behind the back of the driver; the doorbells are registers of the ivshmem device.
+ * As root of a guest: the zone is /dev/pmem0, written to behind the back of the driver; the doorbells are registers of the ivshmem device, which no
+ * driver may have then (Linux keeps what a driver has for it).
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -22,6 +23,7 @@
 #define BLKGETSIZE64 _IOR(0x12, 114, size_t)
 /* zone/format/tombolo_calls.h: what the area begins with, where the channels' words are, and how many there may be. */
 static const char magic[8] = "TMBCALLS";
+#define CHANNEL_SIZE 16
 #define WORDS 2048
 #define CHANNELS 64
 /* docs/specs/ivshmem-spec.rst of QEMU */
@@ -101,8 +103,13 @@ int main(int n, char **v)
 			die("no area for calls");
 	} while (memcmp(header, magic, sizeof(magic)));
 	while (time(NULL) < end) {
-		uint64_t at = number() % 4 ? area : number() % (size / PAGE) * PAGE;
+		uint64_t where = number() % 4, at = area;
 
+		/* The first page of a channel says that its client rang. */
+		if (where == 0)
+			at = number() % (size / PAGE) * PAGE;
+		else if (where == 1)
+			at = area + PAGE + number() % CHANNELS * header[CHANNEL_SIZE / 8] % (size - area - PAGE);
 		if (at == area && number() % 8) {
 			/* Words of channels that the server knows, in any order. */
 			memcpy(page, header, PAGE);

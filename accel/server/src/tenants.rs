@@ -126,8 +126,8 @@ impl Inner {
         }
     }
 
-    /// Looks who has had how much, and lets those run who may. How long that holds.
-    fn divide(&mut self, divider: &mut Divider, now: Duration) -> Duration {
+    /// What each group of tenants has used.
+    fn used(&mut self) -> BTreeMap<String, Used> {
         let mut used = self.ended.clone();
         for (pid, tenant) in &mut self.by_pid {
             let cpu = tenant.cpu(*pid);
@@ -135,7 +135,12 @@ impl Inner {
             let weight = tenant.limits.weight;
             used.entry(tenant.group(*pid)).or_insert(Used { weight, cpu: Duration::ZERO }).cpu += cpu;
         }
-        let rest = divider.look(now, &used, divide::idle());
+        used
+    }
+
+    /// Looks who has had how much, and lets those run who may. How long that holds.
+    fn divide(&mut self, divider: &mut Divider, now: Duration) -> Duration {
+        let rest = divider.look(now, &self.used(), divide::idle());
         for (pid, tenant) in &mut self.by_pid {
             let runs = !divider.holds(&tenant.group(*pid));
             tenant.may_run(runs);
@@ -305,27 +310,23 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_whose_processes_end_and_begin_again_and_again_gets_no_more_than_its_share() {
-        let tenants = Arc::new(Tenants::default());
-        let mut steady = busy(&tenants, "vm:steady", 100);
-        divide_the_first_processor(&tenants);
-        let mut spent = 0.0;
-        while cpu(&steady) < 2.0 {
-            let mut short = busy(&tenants, "vm:short", 10);
-            // Until it has had its moment; one that is held has none.
-            let begun = Instant::now();
-            while cpu(&short) < 0.02 && begun.elapsed() < Duration::from_millis(200) && cpu(&steady) < 2.0 {
+    fn what_a_vms_processes_had_used_when_they_ended_is_still_the_vms_and_a_clients_is_nobodys() {
+        let tenants = Tenants::default();
+        let used = || tenants.lock().used();
+        for (via, stays) in [("vm:a", true), ("unix:/s", false)] {
+            let mut child = busy(&tenants, via, 10);
+            while used().values().all(|used| used.cpu < Duration::from_millis(20)) {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            short.kill().expect("killed");
-            spent += cpu(&short);
-            tenants.remove(short.id());
-            short.wait().expect("its end");
+            let had = used();
+            child.kill().expect("killed");
+            child.wait().expect("its end");
+            tenants.remove(child.id());
+            let name = had.keys().find(|name| (*name == via) == stays).expect("its group");
+            let left = used().get(name).map(|used| (used.cpu >= had[name].cpu, used.weight));
+            assert_eq!(left, stays.then_some((true, 10)), "{via}");
+            tenants.lock().ended.clear();
         }
-        steady.kill().expect("killed");
-        steady.wait().expect("its end");
-        // A tenth of what the other one had is its share. What it costs to start a process is none of the divider's doing.
-        assert!(spent < 1.0, "{spent} s beside 2 s");
     }
 
     #[test]
