@@ -138,16 +138,17 @@ struct Cut {
     script: Child,
 }
 
-/// Names the program, its control socket, and the client. Says 'up' when both run, cuts the network at the first line of input, and ends all with
-/// the end of input.
+/// Names the program, its control socket, and the client, whose words it passes on. Cuts the network at the first line of input, and ends all with the
+/// end of input.
 const NETWORK: &str = r#"
 ip link set lo up || exit 1
-"$0" serve --listen tcp:127.0.0.1:7790 --control "$1" &
+env -u OCL_ICD_VENDORS "$0" serve --listen tcp:127.0.0.1:7790 --control "$1" >/dev/null &
 until [ -S "$1" ]; do sleep 0.05; done
 mkfifo "$1.held"
 TOMBOLO_ACCEL=tcp:127.0.0.1:7790 "$2" 4 <"$1.held" &
 exec 9>"$1.held"
 rm "$1.held"
+exec >&-
 trap 'kill $(jobs -p)' EXIT
 read -r cut
 ip link set lo down
