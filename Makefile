@@ -71,6 +71,11 @@ deb: ## Debian packages, in target/deb
 	@scripts/bootstrap build deb
 	@scripts/make-deb target/deb
 
+.PHONY: docs
+docs: ## the guide as a site, in target/docs/html
+	@scripts/bootstrap docs
+	@scripts/make-docs
+
 .PHONY: dkms
 dkms: ## the module's source tree for DKMS, in target/dkms
 	@guest/dkms/make-source target/dkms

@@ -68,6 +68,8 @@ kit_apt_ready() {
     fi
     # Fetched once a day at most: `make guest` on a built kit doesn't come here at all.
     if ! cmp -s "$apt/sources.new" "$apt/sources.list" || [[ ! $(find "$apt/updated" -mmin -1440 2>/dev/null) ]]; then
+        # A run that is interrupted here begins with the lists again.
+        rm -f "$apt/updated"
         mv "$apt/sources.new" "$apt/sources.list"
         say 'fetching package lists'
         kit_apt apt-get update --error-on=any >&2 || die 'apt-get update failed: is the network up, does the mirror carry these suites?'

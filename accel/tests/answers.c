@@ -59,7 +59,7 @@ static void image_maps(void)
 	}
 }
 
-/* What the host may do with an object, and what it may not; what it doesn't write stays. */
+/* The host's access to an object, allowed and refused; bytes that it doesn't write stay. */
 static void host_access(void)
 {
 	unsigned char data[64], back[64] = {0};
@@ -165,7 +165,7 @@ static void shared_memory(void)
 	clSVMFree(context, shared);
 }
 
-/* What kernels print comes before whatever waits for them returns, and after what the program wrote before. */
+/* The output of kernels comes before a call that waits for them returns, and after the program's own output before. */
 static void printing(void)
 {
 	cl_kernel kernel = kernel_of("kernel void say(int n) { for (int i = 0; i < n; i++) printf(\"     a kernel says %d of %d\\n\", i, n); }", "", "say");
@@ -282,7 +282,7 @@ static void properties(void)
 	SAY(clCreateSubDevices(device, (cl_device_partition_property[]){0x9999, 1, 0}, 0, NULL, &n));
 	SAY(clGetCommandQueueInfo(queue, CL_QUEUE_DEVICE_DEFAULT, sizeof is, &is, &size));
 	printf("     default %d of %zu\n", !!is, size);
-	/* What is wrong first is told first. */
+	/* Of several wrong arguments the first is reported. */
 	MAKE(m, clCreateBuffer(context, (cl_mem_flags)1 << 40, 64, host, &code));
 	MAKE(m, clCreateBuffer(context, CL_MEM_READ_WRITE | CL_MEM_WRITE_ONLY, 64, host, &code));
 	MAKE(m, clCreateBuffer(context, 0, 0, host, &code));

@@ -95,7 +95,7 @@ static void buffers(void)
 	SAY(clEnqueueCopyBuffer(queue, a, b, 0, 0, sizeof data, 0, NULL, NULL));
 	SAY(clEnqueueReadBuffer(queue, b, CL_TRUE, 0, sizeof back, back, 0, NULL, NULL));
 	printf("     copied %d\n", !memcmp(data, back, sizeof data));
-	/* What is wrong, and how. */
+	/* Arguments that are wrong. */
 	cl_mem bad;
 	MAKE(bad, clCreateBuffer(context, CL_MEM_READ_WRITE, 0, NULL, &code));
 	MAKE(bad, clCreateBuffer(context, CL_MEM_READ_ONLY | CL_MEM_WRITE_ONLY, 16, NULL, &code));
@@ -320,7 +320,7 @@ static void programs(void)
 	clReleaseKernel(kq);
 	clReleaseProgram(q);
 	free(binary);
-	/* What doesn't build. */
+	/* Sources that don't build. */
 	const char *nonsense = "kernel void f( {";
 	MAKE(broken, clCreateProgramWithSource(context, 1, &nonsense, NULL, &code));
 	SAY(clBuildProgram(broken, 0, NULL, NULL, NULL, NULL));

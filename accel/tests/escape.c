@@ -343,7 +343,7 @@ static void kernel_resources(void)
 	TRY("the host's huge pages", SYS_mmap, P(0), P(2 << 20), P(3), P(MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB), P(-1), P(0));
 	TRY("a stack without an end", SYS_prlimit64, P(0), P(RLIMIT_STACK), DATA, put(stack, sizeof(stack)), P(0));
 	TRY("the host's places for asynchronous transfers", SYS_io_setup, P(1), OUT);
-	TRY("what everybody has written, out to the disk", SYS_sync);
+	TRY("the writes of all processes, out to the disk", SYS_sync);
 	TRY("the same of one file system", SYS_syncfs, P(0));
 	TRY("the user's watchers of files", SYS_inotify_init1, P(0));
 	TRY("the same, older", SYS_inotify_init);
@@ -525,7 +525,7 @@ static int try_all(char **v)
 		open_file(unchanging[i], O_WRONLY | (strstr(unchanging[i], "escape") ? O_CREAT : 0));
 	processes("the server", atol(v[0]));
 	processes("a neighbour", atol(v[1]));
-	TRY("kill everybody", SYS_kill, P(-1), P(SIGKILL));
+	TRY("kill all processes", SYS_kill, P(-1), P(SIGKILL));
 	kernel_parts(atol(v[3]));
 	if ((e = run("attempt", 3, (void *[]){ calls, data, results }, (size_t[]){ sizeof(calls), sizeof(data), sizeof(results) }, n_calls)))
 		die("attempt", e);

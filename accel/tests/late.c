@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * A command fails that nobody waited for: here a launch with a buffer beyond the client's quota (a MiB), all of which looked good. Whatever
- * the program waits for next says so, and what it would have read isn't taken for the result.
+ * A command fails that the program didn't wait for: here a launch with a buffer beyond the client's quota (a MiB), all of which looked good. The
+ * next call that waits returns the error, and no read returns bytes as if they were the result.
  */
 #define CL_TARGET_OPENCL_VERSION 300
 #include <CL/cl.h>

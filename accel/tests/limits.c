@@ -71,7 +71,7 @@ static void ends(void)
 	do { \
 		if (begins(text)) { \
 			int made = !!(call); \
-			/* What a call returns that failed is up to the driver. */ \
+			/* The handle of a call that failed is up to the driver. */ \
 			printf("%d %d", code, code ? 0 : made); \
 			ends(); \
 		} \
@@ -91,7 +91,7 @@ static void ends(void)
 		} \
 	} while (0)
 
-/* Where properties of all kinds lie; CL_QUEUE_SIZE, of no use here, and those that tell of memory at the moment are left out. */
+/* The numbers of properties of all kinds, without CL_QUEUE_SIZE, of no use here, and those that tell of memory at the moment. */
 static const cl_uint ranges[][2] = {
 	{0, 3}, {0x900, 0x908}, {0x1000, 0x1076}, {0x1080, 0x1098}, {0x1100, 0x1125}, {0x1150, 0x116b}, {0x1180, 0x1186},
 	{0x1190, 0x119a}, {0x11b0, 0x11ba}, {0x11d0, 0x11d5}, {0x1280, 0x1285}, {0x2033, 0x2034}, {0xfffffffe, 0xfffffffe},

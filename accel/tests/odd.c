@@ -290,7 +290,7 @@ int main(void)
 	a_large_argument();
 	overlapping_maps();
 	of_another_context();
-	/* The program ends while threads of it wait for what nobody will do. */
+	/* The program ends while threads of it wait for events that never end. */
 	for (int i = 0; i < 20; i++) {
 		cl_event never = clCreateUserEvent(context, &code);
 		check("user event", code);

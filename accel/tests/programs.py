@@ -56,7 +56,7 @@ def pyopencl_tests(work):
     return sorted(glob.glob(folder + "/test/test_*.py"), key=os.path.getsize)
 
 
-# What a program is given where it has arguments; in a VM it gets the same.
+# The arguments of programs, natively and in a VM.
 PASSWORD = "5f4dcc3b5aa765d61d8327deb882cf99"
 HASHCAT = ["hashcat", "-D", "1", "-m", "0", "-a", "0", "--potfile-disable", "--force", PASSWORD]
 WORDS = "foo\nbar\npassword\nletmein\n"

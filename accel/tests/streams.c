@@ -48,7 +48,7 @@ static unsigned char pattern(size_t i, unsigned seed)
 	return (i * 2654435761u + seed * 40503u) >> 13;
 }
 
-/* Where two ranges differ first; -1: nowhere. */
+/* Returns the first offset at which two ranges differ; -1: none. */
 static long differs(const unsigned char *a, const unsigned char *b, size_t n)
 {
 	for (size_t i = 0; i < n; i++)
@@ -159,7 +159,7 @@ static void *fails_later(void *event)
 	return NULL;
 }
 
-/* Behind a kernel that fails: whoever waits comes back. */
+/* Behind a kernel that fails: a thread that waits comes back. */
 static void behind_a_failure(void)
 {
 	cl_command_queue queue = queue_with(0);
@@ -196,7 +196,7 @@ static void behind_a_failure(void)
 	free(bytes);
 }
 
-/* What was written without a look at the device is read at once by another queue, or by one without order: all sizes of ways, again and again. */
+/* Bytes that were written without waiting for the device are read at once by another queue, or by one without order: all sizes, again and again. */
 static void read_by_others(cl_command_queue writer, cl_command_queue reader, const char *who)
 {
 	static const size_t sizes[] = {16, 4000, 30000, 400000, 3 << 20};

@@ -16,7 +16,7 @@ from claims import build, from_kit
 from rig import Failed, Rig
 
 CHANNELS = 3
-PATIENCE = 3000  # seconds that a real program may take in a VM; far beyond what any does
+TIMEOUT = 3000  # seconds that a real program may take in a VM; far beyond what any does
 CLBLAST = ["clblast_test_" + t for t in ("xaxpy", "xdot", "xhad", "xgemv")]
 CLAIMS = []
 PROGRAMS = []  # claims that take minutes
@@ -66,9 +66,9 @@ class Host:
     def native(self, *command):
         if command not in self.native_output:
             try:
-                done = subprocess.run(command, env=self.environment, cwd=self.work, capture_output=True, text=True, timeout=PATIENCE)
+                done = subprocess.run(command, env=self.environment, cwd=self.work, capture_output=True, text=True, timeout=TIMEOUT)
             except subprocess.TimeoutExpired:
-                raise Failed("%s natively: no end within %d s" % (" ".join(command), PATIENCE))
+                raise Failed("%s natively: no end within %d s" % (" ".join(command), TIMEOUT))
             if done.returncode:
                 raise Failed("%s natively: ended with %d: %s" % (" ".join(command), done.returncode, (done.stdout + done.stderr)[-2000:]))
             self.native_output[command] = done.stdout.strip()
@@ -138,7 +138,7 @@ def a_program_that_forks_in_a_vm_keeps_its_channel_whatever_its_child_does(host,
 def program_says_the_same(host, vm, environment, name, counts, *arguments):
     native = "\n".join(counts(host.native(shutil.which(name), *arguments)))
     begun = time.monotonic()
-    said = "\n".join(counts(vm.ok("cd /tmp; PATH=/usr/bin:/bin HOME=/tmp %s %s 2>/tmp/err || { rc=$?; cat /tmp/err; exit $rc; }" % (environment, " ".join([name, *arguments])), PATIENCE)))
+    said = "\n".join(counts(vm.ok("cd /tmp; PATH=/usr/bin:/bin HOME=/tmp %s %s 2>/tmp/err || { rc=$?; cat /tmp/err; exit $rc; }" % (environment, " ".join([name, *arguments])), TIMEOUT)))
     print("      %s: %d lines, %.0f s in the VM" % (name, len(said.splitlines()), time.monotonic() - begun), flush=True)
     same(name, native, said)
 
@@ -225,7 +225,7 @@ def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(ho
     same("clinfo", host.native("clinfo"), vm.ok(zone + " clinfo 2>/tmp/err"))
 
 
-# Nobody can leave an initramfs by pivot_root, so servers in the VM are unconfined.
+# A process can't leave an initramfs by pivot_root, so servers in the VM are unconfined.
 SERVE = "tombolo-accel serve --listen tcp:127.0.0.1:7790 --memory 64 --window 16 --weight 30 --unconfined"
 CGROUP = "mkdir -p /cg; test -e /cg/cgroup.procs || mount -t cgroup2 none /cg; echo +memory +pids +cpu > /cg/cgroup.subtree_control; ifconfig lo up; "
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
-use tombolo_net::soak::Until;
+use tombolo_net_load::soak::Until;
 
 use crate::files::{self, Plan};
 use crate::interrupt;
@@ -70,7 +70,7 @@ pub struct FilesArgs {
 pub struct NetArgs {
     /// What is measured without VMs, and which cases
     #[command(flatten)]
-    load: tombolo_net::bench::Options,
+    load: tombolo_net_load::load::Options,
     /// Leave out what is measured without VMs
     #[arg(long)]
     no_load: bool,

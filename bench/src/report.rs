@@ -23,7 +23,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
 pub struct Table {
     /// Case names.
     pub cases: Vec<String>,
-    /// System names.
+    /// System names: Tombolo first, which the others are compared with, then in the order in which they first came.
     pub systems: Vec<String>,
     cells: BTreeMap<(String, String), f64>,
     units: BTreeMap<String, (String, Better)>,
@@ -43,6 +43,9 @@ impl Table {
             }
             table.units.insert(s.case.clone(), (s.unit.clone(), s.better));
             all.entry((s.case.clone(), s.system.clone())).or_default().push(s.value);
+        }
+        if let Some(own) = table.systems.iter().position(|system| system == "tombolo") {
+            table.systems[..=own].rotate_right(1);
         }
         table.cells = all.into_iter().filter_map(|(key, values)| median(&values).map(|m| (key, m))).collect();
         table
@@ -179,5 +182,13 @@ mod tests {
         ]);
         assert_eq!(table.ratios("a", "b"), vec![("rate".to_owned(), 2.0), ("time".to_owned(), 4.0)]);
         assert!(table.text().contains("least ratio of a"), "{}", table.text());
+    }
+
+    #[test]
+    fn tombolo_is_what_others_are_compared_with_whichever_was_measured_first() {
+        let systems = ["memcpy", "native", "tombolo", "9p"];
+        let samples: Vec<Sample> =
+            systems.iter().map(|system| sample("rate", system, 1.0, Better::Higher)).collect();
+        assert_eq!(Table::new(&samples).systems, ["tombolo", "memcpy", "native", "9p"]);
     }
 }

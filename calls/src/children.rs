@@ -2,7 +2,7 @@
 //! Descriptors that processes forked from this one don't keep. A peer learns by the end of a socket, or of a device's file, that this process
 //! has gone; a child with a copy would hide that from it for as long as the child lives.
 //!
-//! In a child of fork(3) each such descriptor becomes one of nothing (an eventfd) under the same number, so that whoever owns it may still close
+//! In a child of fork(3) each such descriptor becomes one of nothing (an eventfd) under the same number, so that its owner may still close
 //! it. Children of vfork and posix_spawn close it when they execute a program; those of a bare clone(2) keep it.
 
 use std::io;
@@ -100,7 +100,7 @@ impl NotInChildren {
 
 impl Drop for NotInChildren {
     fn drop(&mut self) {
-        // Before its number can be somebody else's.
+        // Before another descriptor can get its number.
         self.place.fd.store(EMPTY, Ordering::Release);
     }
 }
@@ -145,7 +145,7 @@ mod tests {
         drop(waits);
         // The parent still has them.
         peer.set_nonblocking(true).expect("set");
-        let here = (&peer).read(&mut [0]).expect_err("nobody has gone");
+        let here = (&peer).read(&mut [0]).expect_err("the peer is there");
         assert_eq!(here.kind(), io::ErrorKind::WouldBlock);
         drop((own, copy));
         peer.set_nonblocking(false).expect("set");

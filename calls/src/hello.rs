@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The handshake: who calls, which API, built from which declarations; and the server's answer.
+//! The handshake: the client names itself, its API and the declarations it was built from; the server answers.
 //!
 //! Client: `magic, version, api, identity, name`. Server: accepted with a [`Geometry`], or refused with a text for people.
 //! All integers are little endian; both messages have a fixed size limit.
@@ -12,14 +12,14 @@ const MAGIC: [u8; 8] = *b"TMBLCALL";
 pub const VERSION: u32 = 1;
 const MAX_TEXT: usize = 512;
 
-/// What a client says first.
+/// The first message of a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     /// The API, by name ("opencl").
     pub api: String,
     /// Identity of the declarations that this side was built from.
     pub identity: [u8; 16],
-    /// Who calls, for logs and `ls`: program and process id. Not trusted, not an authority.
+    /// Program and process id of the client, for logs and `ls`. The client chooses them, so no decision rests on them.
     pub name: String,
 }
 

@@ -10,12 +10,12 @@
 //! - [`memory`]: mappings, sealed memfds, ring memory, the window.
 //! - [`spin`]: polling before sleep.
 //! - [`process`]: between processes of one host: a memfd and eventfds, passed over a Unix socket.
-//! - `rings`: a link over rings in memory, whoever shares it.
+//! - `rings`: a link over rings in memory that two processes share.
 //! - [`zone`]: between a VM and a server: channels in a zone's CALLS area, a device of the guest's kernel, doorbells.
 //! - [`stream`]: TCP and vsock, where no memory is shared: frames; the window is pushed explicitly.
 //! - [`children`]: descriptors that forked processes don't keep.
 //! - [`hello`]: the handshake that compares builds before the first record.
-//! - [`mod@say`]: lines on the standard error that nobody panics of or waits for.
+//! - [`mod@say`]: lines on the standard error, without a panic and without waiting.
 
 #![deny(missing_docs)]
 
@@ -34,7 +34,7 @@ pub mod zone;
 pub use memory::Window;
 use std::sync::Arc;
 
-/// Why a channel can't be used (any more).
+/// The reason why a channel can't be used (any more).
 #[derive(Debug)]
 pub enum Error {
     /// The peer wrote something that makes no sense; the channel is given up.
@@ -43,9 +43,9 @@ pub enum Error {
     Closed,
     /// A record is longer than the transport carries.
     TooLong {
-        /// Its bytes.
+        /// Bytes of the record.
         len: usize,
-        /// The most this transport takes.
+        /// Bytes of the longest record of this transport.
         max: usize,
     },
     /// The two sides don't fit each other; the text says how and what to do.
@@ -88,7 +88,7 @@ pub trait Tx: Send {
     fn max_record(&self) -> usize;
     /// Makes `len` bytes of the window from `offset` visible to the peer before the next record. Free where memory is shared.
     fn push_window(&mut self, offset: u64, len: u64) -> Result<(), Error>;
-    /// Whether the peer sees the window without [`Tx::push_window`].
+    /// Returns whether the peer sees the window without [`Tx::push_window`].
     fn shares_window(&self) -> bool;
 }
 
@@ -102,7 +102,7 @@ pub trait Rx: Send {
     fn disarm(&mut self);
 }
 
-/// What a side sleeps on. One ring wakes at least one sleeper, and is kept if nobody sleeps.
+/// The wake-up of one side. A ring wakes at least one sleeper, and is kept if no thread sleeps.
 pub trait Bell: Send + Sync {
     /// Sleeps until rung; may return early. [`Error::Closed`]: the peer is gone.
     fn wait(&self) -> Result<(), Error>;

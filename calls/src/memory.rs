@@ -27,7 +27,7 @@ pub const PART: usize = 2 << 20;
 pub struct Mapping {
     base: *mut u8,
     len: usize,
-    /// What is mapped from its first byte on, where parts of it may be mapped again.
+    /// The file that is mapped from its first byte on, if parts of it may be mapped again.
     file: Option<NotInChildren>,
 }
 
@@ -82,8 +82,8 @@ impl Mapping {
         keep_from_children(self.base, self.len)
     }
 
-    /// Maps `len` bytes from byte `at` of this mapping (multiples of the page size) a second time, at an address where nothing is mapped; whoever has
-    /// that address unmaps it.
+    /// Maps `len` bytes from byte `at` of this mapping (multiples of the page size) a second time, at an address where nothing is mapped. The
+    /// owner of that address unmaps it.
     fn again(&self, at: usize, len: usize, address: u64) -> io::Result<()> {
         let Some(file) = &self.file else { return Err(io::ErrorKind::Unsupported.into()) };
         let (to, read_write) = (address as *mut libc::c_void, libc::PROT_READ | libc::PROT_WRITE);
@@ -125,7 +125,7 @@ impl Mapping {
         Ok(Mapping { base: base.cast(), len, file: None })
     }
 
-    /// Bytes.
+    /// The length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -155,7 +155,7 @@ pub fn sealed_memfd(name: &std::ffi::CStr, len: u64) -> io::Result<File> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: fd is fresh and owned by nobody else.
+    // SAFETY: fd is fresh, and this is its only owner.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(len)?;
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;

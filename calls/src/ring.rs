@@ -5,12 +5,12 @@
 //! a record is an 8-byte header (its length, and zero) and its bytes, padded to 8. A record never wraps: a header
 //! with the length [`SKIP`] sends the consumer to the start of the data.
 //!
-//! The producer writes any number of records and then stores `head` once (release). Nobody calls the peer while it is
-//! awake. Before it sleeps, a side sets its 'asleep' word, fences and looks again; who publishes fences and then looks at that
+//! The producer writes any number of records and then stores `head` once (release). No side rings the peer while it is
+//! awake. Before it sleeps, a side sets its 'asleep' word, fences and looks again; the publishing side fences and then looks at that
 //! word. So of two racing sides at least one sees the other (the model in `tests/ring_model.rs` tries all orders).
 //!
-//! Nothing that the peer can write is trusted: positions are copied once and checked against the side's own position, a record is
-//! copied out before anybody looks into it, and a position that makes no sense is [`Error::Broken`].
+//! A side trusts nothing that the peer can write: it copies positions once and checks them against its own position, it copies a record
+//! out before it looks into it, and a position that makes no sense is [`Error::Broken`].
 
 use crate::Error;
 use std::sync::atomic::Ordering;
@@ -49,7 +49,7 @@ pub trait RingMem {
     fn read(&self, at: u64, into: &mut [u8]);
     /// Copies into the data; `at + from.len() <= capacity`.
     fn write(&self, at: u64, from: &[u8]);
-    /// Says that what lies at `at` is written next: its cache line can be fetched meanwhile.
+    /// Announces that the bytes at `at` are written next: their cache line can be fetched meanwhile.
     fn writes_soon(&self, _at: u64) {}
 }
 
@@ -161,7 +161,7 @@ pub struct Consumer<M> {
     unlooked: bool,
 }
 
-/// What [`Consumer::try_pop`] found.
+/// The outcome of [`Consumer::try_pop`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Popped {
     /// A record was copied out.

@@ -21,14 +21,14 @@ pub(crate) trait Ring: Send + Sync {
     fn ring(&self);
 }
 
-/// Which ring is whose.
+/// The two sides of a channel; each writes one of the rings.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     Client,
     Server,
 }
 
-/// The side that a ring wakes, and how.
+/// The bells of one side, and how it rings the peer.
 pub(crate) struct Bells {
     pub bell: Arc<dyn Bell>,
     pub room: Arc<dyn Bell>,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Lines on the standard error, of processes that live long and of libraries in programs of others. Unlike `eprintln!`, [`say!`](crate::say!) never panics
-//! and never waits: what nobody takes (a full disk, a pipe that nobody reads) is left out, and the next line that is taken says how much.
+//! and never waits: on a full disk, or a pipe without a reader, it leaves lines out, and the next line that is written says how much is missing.
 
 use std::fmt::Arguments;
 use std::os::fd::RawFd;
@@ -11,19 +11,19 @@ const LIMIT: u64 = 4 << 20;
 /// A pipe that poll(2) calls writable has room for this many bytes (PIPE_BUF), and takes them as a whole.
 const PIECE: usize = 4096;
 
-/// Where lines go.
+/// A descriptor that lines are written to.
 struct Sink {
     fd: RawFd,
     /// Bytes that were left out since the last line that was taken.
     lost: AtomicU64,
-    /// It is a file that nobody else writes to.
+    /// Set for a file that only this process writes to.
     own: AtomicBool,
 }
 
 static STDERR: Sink = Sink { fd: libc::STDERR_FILENO, lost: AtomicU64::new(0), own: AtomicBool::new(false) };
 
 impl Sink {
-    /// Whether a write of a piece would not wait.
+    /// Returns whether a piece can be written without waiting.
     fn is_ready(&self) -> bool {
         let mut fd = libc::pollfd { fd: self.fd, events: libc::POLLOUT, revents: 0 };
         // SAFETY: the structure lives during the call.
@@ -36,13 +36,13 @@ impl Sink {
         // SAFETY: the structure lives during the call.
         let known = unsafe { libc::fstat(self.fd, &mut found) } == 0;
         if known && found.st_mode & libc::S_IFMT == libc::S_IFREG && found.st_size as u64 >= LIMIT {
-            // Where that fails, the disk's own limit stays.
+            // If that fails, the log grows until the disk is full.
             // SAFETY: integers only.
             let _as_before = unsafe { libc::ftruncate(self.fd, 0) };
         }
     }
 
-    /// Writes without waiting; how much was taken.
+    /// Writes without waiting. Returns the number of bytes written.
     fn put(&self, bytes: &[u8]) -> usize {
         let mut taken = 0;
         for piece in bytes.chunks(PIECE) {
@@ -81,12 +81,12 @@ pub fn log_is_own() {
     STDERR.own.store(true, Ordering::Relaxed);
 }
 
-/// Writes what there is room for to the standard error.
+/// Writes to the standard error as many bytes as it has room for.
 pub fn write(bytes: &[u8]) {
     STDERR.write(bytes);
 }
 
-/// What [`say!`](crate::say!) does.
+/// The function behind [`say!`](crate::say!).
 pub fn say(text: Arguments<'_>) {
     // One write, so that lines of several threads and processes stay whole.
     write(format!("{text}\n").as_bytes());

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where no memory is shared: records as frames on a byte stream (TCP, vsock). Each side has a window of its own; what one side pushes
-//! is copied to the same place in the other's, in order with the records.
+//! The transport without shared memory: records as frames on a byte stream (TCP, vsock). Each side has a window of its own; a range that
+//! one side pushes is copied to the same place in the other's window, in order with the records.
 //!
-//! A frame is 8 bytes, length and kind, and its bytes. Sockets are non-blocking; what the kernel doesn't take waits here (records as bytes, parts
-//! of the window as ranges, which are copied when the socket takes them: a peer that doesn't read costs no memory), and whoever sleeps on a bell also writes from it when the socket has room. What comes in wakes one sleeper, once (edge-triggered epoll):
-//! otherwise all threads of a server would wake, again and again, until one of them has read it.
+//! A frame is 8 bytes, length and kind, and its bytes. Sockets are non-blocking. Bytes that the kernel doesn't take wait here: records as bytes,
+//! parts of the window as ranges, which are copied when the socket takes them, so that a peer that doesn't read costs no memory. A thread that
+//! sleeps on a bell also writes them when the socket has room. Incoming bytes wake one sleeper, once (edge-triggered epoll): otherwise
+//! all threads of a server would wake, again and again, until one of them has read them.
 
 use crate::children::NotInChildren;
 use crate::hello::{Geometry, Hello, welcome, welcomed};
@@ -29,7 +30,7 @@ const HIGH_WATER: u64 = 1 << 20;
 /// Parts of the window that may wait for a peer to read them.
 const MAX_PARTS: usize = 1 << 20;
 
-/// What waits behind the bytes of [`Out`].
+/// An entry of the queue behind the bytes of [`Out`].
 enum Waiting {
     /// Whole frames.
     Frames(Vec<u8>),
@@ -37,7 +38,7 @@ enum Waiting {
     Part(Range<u64>),
 }
 
-/// What the kernel hasn't taken yet.
+/// Frames that the kernel hasn't taken yet.
 #[derive(Default)]
 struct Out {
     /// Bytes of frames, from the index on.
@@ -54,10 +55,10 @@ impl Out {
         (self.bytes.len() - self.done) as u64 + self.waits
     }
 
-    /// Where a frame is put: at the end of everything.
+    /// The buffer that a new frame is appended to: the end of the queue.
     fn end(&mut self) -> &mut Vec<u8> {
         if self.waiting.is_empty() {
-            // A peer that is always a little behind: what it has is forgotten.
+            // A peer that is always a little behind: drop what it has.
             if self.done as u64 > HIGH_WATER {
                 self.bytes.drain(..self.done);
                 self.done = 0;
@@ -187,7 +188,7 @@ impl Shared {
         self.flush()
     }
 
-    /// Whether the kernel has something that was not read yet; also where that is the end.
+    /// Returns whether the kernel has unread bytes, or the end of the stream.
     fn has_unread(&self) -> bool {
         let mut byte = 0u8;
         // SAFETY: room for the one byte.
@@ -233,7 +234,7 @@ impl StreamBell {
 impl Bell for StreamBell {
     fn wait(&self) -> Result<(), Error> {
         let mut event = libc::epoll_event { events: 0, u64: 0 };
-        // SAFETY: room for the one event. Another, if there is one, is for who sleeps next.
+        // SAFETY: room for the one event. Another event stays for the next sleeper.
         if unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), &mut event, 1, -1) } < 0 {
             let e = io::Error::last_os_error();
             return if e.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(e.into()) };
@@ -244,7 +245,7 @@ impl Bell for StreamBell {
             return Ok(());
         }
         if events & libc::EPOLLOUT != 0 {
-            // Whatever is pending by now: the socket had room before its sender may have said so.
+            // Flushes whatever is pending: the socket may have had room before a sender asked to be told.
             self.shared.flush()?;
         }
         if events & (libc::EPOLLHUP | libc::EPOLLERR) != 0 && events & libc::EPOLLIN == 0 {
@@ -260,7 +261,7 @@ impl Bell for StreamBell {
 struct StreamTx {
     shared: Arc<Shared>,
     window: Arc<Window>,
-    /// Whether sending waits until the kernel has taken everything. A server must go on reading instead.
+    /// Set if sending waits until the kernel has taken everything. A server must go on reading instead.
     waits: bool,
 }
 
@@ -321,7 +322,7 @@ struct StreamRx {
     window: Arc<Window>,
     bytes: Vec<u8>,
     at: usize,
-    /// Where the kernel puts what it has.
+    /// The buffer that the kernel reads into.
     incoming: Box<[u8]>,
 }
 
@@ -391,7 +392,7 @@ impl Rx for StreamRx {
         let rest = &self.bytes[self.at..];
         let whole =
             rest.first_chunk::<8>().is_some_and(|h| rest.len() >= 8 + u64::from_le_bytes(*h) as u32 as usize);
-        // What came before is not told again.
+        // Edge-triggered epoll does not report bytes that came before.
         Ok(!whole && !self.shared.has_unread())
     }
     fn disarm(&mut self) {}
@@ -479,7 +480,7 @@ impl Read for Until<'_> {
     }
 }
 
-/// How long reads of a socket wait at most; zero: for ever.
+/// Sets the longest time that a read of a socket waits; zero: for ever.
 fn set_read_timeout(socket: &OwnedFd, timeout: Duration) -> io::Result<()> {
     let time = libc::timeval {
         tv_sec: timeout.as_secs() as libc::time_t,

@@ -29,7 +29,7 @@ use format::{tmb_calls_channel, tmb_calls_header, tmb_calls_info};
 
 const FIRST: u64 = format::TMB_CALLS_FIRST as u64;
 const RINGS: u64 = format::TMB_CALLS_RINGS_OFF as u64;
-/// Where the server's doorbell stands: the lower half of an aligned word.
+/// The offset of the server's doorbell, which is the lower half of an aligned word.
 const DOORBELL: usize = offset_of!(tmb_calls_header, doorbell);
 /// Data bytes of each ring of a VM's channel.
 pub const RING: u64 = 256 << 10;
@@ -50,7 +50,7 @@ pub trait Device: Send + Sync {
     fn wait(&self, seen: u64) -> Result<u64, Error>;
     /// Rings the server.
     fn ring(&self);
-    /// Counts one: wakes who waits.
+    /// Counts a ring, and wakes the threads that wait.
     fn wake(&self);
 }
 
@@ -75,7 +75,7 @@ impl Device for Driver {
         }
     }
     fn ring(&self) {
-        // Without a doorbell device nobody can be rung: the next wait tells.
+        // Without a doorbell device there is no way to ring: the next wait returns the error.
         let _gone = self.ioctl(format::TMB_CALLS_IOC_RING, std::ptr::null_mut());
     }
     fn wake(&self) {
@@ -138,7 +138,7 @@ pub fn connect(path: &Path, hello: &Hello) -> Result<Link, Error> {
             Error::Refused(format!("{}: all channels of this VM are in use", path.display()))
         }
         Some(libc::ENOTCONN) => Error::Refused(format!(
-            "{}: nobody serves it now; the VM that owns the accelerator has to be up",
+            "{}: no server serves it now; the VM that owns the accelerator has to be up",
             path.display()
         )),
         _ => Error::Io(e),
@@ -175,31 +175,31 @@ impl Ring for GuestRing {
     }
 }
 
-/// Where a worker's channel is, and who wakes whom. All of it comes from the supervisor.
+/// A worker's channel in the zone's memory, with its bells. All of it comes from the supervisor.
 pub struct Channel {
     /// The zone's memory, or a part of it.
     pub memory: File,
-    /// Where the channel is in it.
+    /// The offset of the channel in it.
     pub at: u64,
-    /// As the server chose it.
+    /// The sizes that the server chose.
     pub geometry: Geometry,
     /// Rung by the supervisor when the client rang.
     pub bell: OwnedFd,
     /// The VM's doorbell.
     pub doorbell: OwnedFd,
-    /// Its end says that the client is gone.
+    /// A descriptor that ends when the client is gone.
     pub gone: OwnedFd,
 }
 
-/// A channel whose client has said who it is, not yet accepted.
+/// A channel whose client has sent its hello, and waits for the answer.
 pub struct Greeted {
     link: Link,
     geometry: Geometry,
-    /// What it said.
+    /// The client's hello.
     pub hello: Hello,
 }
 
-/// Hears what a channel's client says first.
+/// Receives the hello of a channel's client.
 pub fn greet(channel: Channel) -> Result<Greeted, Error> {
     let Channel { memory, at, geometry, bell, doorbell, gone } = channel;
     let geometry = geometry.check()?;
@@ -238,10 +238,10 @@ impl Greeted {
     }
 }
 
-/// What is to be done about a channel.
+/// The state of a channel, with what the server has to do about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Nobody has it.
+    /// No process has it.
     Free,
     /// A process opened it: [`Area::serve`], then start a worker.
     Wanted,
@@ -255,7 +255,7 @@ pub enum State {
     Done,
 }
 
-/// Who clears a channel that was left.
+/// The side that clears a channel which its process left.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Clearing {
     /// This process: it gives the memory back to the host's kernel.
@@ -308,7 +308,7 @@ impl Area {
         Ok(area)
     }
 
-    /// Makes the area at byte `at` of a zone's memory, which is zero, for a server in another VM that comes and goes. Nobody serves it yet.
+    /// Makes the area at byte `at` of a zone's memory, which is zero, for a server in another VM that comes and goes. No server serves it yet.
     pub fn prepare(
         memory: File,
         at: u64,
@@ -322,7 +322,7 @@ impl Area {
         Ok(area)
     }
 
-    /// The area behind `/dev/tombolo-serve-UUID`, which the host prepared, as its server. The driver says who is rung.
+    /// The area behind `/dev/tombolo-serve-UUID`, which the host prepared, as its server. The driver knows which VM to ring.
     pub fn of_device(device: File, channels: u32, geometry: Geometry) -> Result<Area, Error> {
         let area = Self::map(device, 0, Self::bytes(channels, geometry), channels, geometry, Clearing::Host)?;
         area.take_over()?;
@@ -353,7 +353,7 @@ impl Area {
         put(offset_of!(tmb_calls_header, ring), self.geometry.ring);
         put(offset_of!(tmb_calls_header, window), self.geometry.window);
         put(DOORBELL, of(doorbell, 0));
-        // Whoever leaves from here on rings the new server, which finds those that rang the old one by their words.
+        // A client that leaves from here on rings the new server. The words of the channels tell the new server which clients rang the old one.
         std::sync::atomic::fence(Ordering::SeqCst);
     }
 
@@ -374,21 +374,21 @@ impl Area {
             .store(format::TMB_CALLS_MAGIC, Ordering::Release);
     }
 
-    /// Whether somebody serves it, as far as the area's own words say.
+    /// Returns whether the area's own words name a server.
     pub fn is_served(&self) -> bool {
         word(&self.mapping, DOORBELL).load(Ordering::Acquire) as u32 != 0
     }
 
-    /// The VM that served it has ended: whoever waits for it is lost, and nobody begins to wait. The client VM is to be rung.
+    /// Marks the channels of a server VM that has ended as lost, and keeps clients from waiting for it. The caller rings the client VM.
     pub fn abandon(&self) {
         word(&self.mapping, DOORBELL).store(0, Ordering::SeqCst);
-        // Who takes a channel looks at the doorbell afterwards: either is seen by the other.
+        // A client that takes a channel looks at the doorbell afterwards: either it sees the 0, or its channel is seen below.
         std::sync::atomic::fence(Ordering::SeqCst);
         let waits = |i: &u32| matches!(self.state(*i), State::Wanted | State::Served);
         (0..self.channels).filter(waits).for_each(|i| self.lose(i));
     }
 
-    /// Clears the channels that their server is done with; whether there were any, so that the client VM is to be rung.
+    /// Clears the channels that their server is done with. Returns whether there were any: then the caller rings the client VM.
     pub fn clear_done(&self) -> Result<bool, Error> {
         let mut cleared = false;
         for channel in 0..self.channels {
@@ -401,17 +401,17 @@ impl Area {
         Ok(cleared)
     }
 
-    /// How many channels there are.
+    /// The number of channels.
     pub fn channels(&self) -> u32 {
         self.channels
     }
 
-    /// As it was chosen.
+    /// The sizes of each channel.
     pub fn geometry(&self) -> Geometry {
         self.geometry
     }
 
-    /// Where a channel is in the zone's memory.
+    /// The offset of a channel in the zone's memory.
     pub fn offset(&self, channel: u32) -> u64 {
         self.at + self.inside(channel)
     }
@@ -431,7 +431,7 @@ impl Area {
         word(&self.mapping, offset_of!(tmb_calls_header, states) + channel as usize * 8)
     }
 
-    /// What a channel's word says.
+    /// The state that a channel's word names.
     pub fn state(&self, channel: u32) -> State {
         match self.state_word(channel).load(Ordering::Acquire) as u32 & 0xff {
             format::TMB_CALLS_FREE => State::Free,
@@ -451,12 +451,12 @@ impl Area {
             && state.compare_exchange(was, next, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
-    /// It gets a worker now, which nothing has read before. `false`: it isn't wanted any more.
+    /// Marks a channel as served, before its worker reads anything. `false`: no client wants it any more.
     pub fn serve(&self, channel: u32) -> bool {
         self.step(channel, format::TMB_CALLS_WANTED, format::TMB_CALLS_SERVED)
     }
 
-    /// Its worker ended; its client finds out when its VM is rung.
+    /// Marks a channel whose worker ended. The client learns of it when the caller rings its VM.
     pub fn lose(&self, channel: u32) {
         let _left_meanwhile = self.step(channel, format::TMB_CALLS_SERVED, format::TMB_CALLS_LOST)
             || self.step(channel, format::TMB_CALLS_WANTED, format::TMB_CALLS_LOST);
@@ -464,15 +464,14 @@ impl Area {
             .store(1, Ordering::SeqCst);
     }
 
-    /// Clears a channel that nobody uses and gives it free, or has the host do both. What a process left there is gone before another one
-    /// maps it.
+    /// Clears a channel that no process uses and marks it as free, or has the host do both. No process maps a channel that holds another's bytes.
     pub fn free(&self, channel: u32) -> Result<(), Error> {
         let was = self.state_word(channel).load(Ordering::Acquire);
         match self.clearing {
             Clearing::Here => self.clear(channel, was),
             Clearing::Host => {
                 let done = was & !0xff | u64::from(format::TMB_CALLS_DONE);
-                // Whose word changes meanwhile is looked at again: its VM rings.
+                // A client that changes the word meanwhile rings, so the server looks again.
                 let _again =
                     self.state_word(channel).compare_exchange(was, done, Ordering::AcqRel, Ordering::Relaxed);
                 Ok(())
@@ -480,7 +479,7 @@ impl Area {
         }
     }
 
-    /// Clears a channel whose word was `was`, and gives it free if it still is.
+    /// Clears a channel, and marks it as free if its word still is `was`.
     fn clear(&self, channel: u32, was: u64) -> Result<(), Error> {
         let (at, len) = (self.offset(channel), Self::channel_size(self.geometry));
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
@@ -491,13 +490,13 @@ impl Area {
             return Err(io::Error::last_os_error().into());
         }
         let free = (was >> 32).wrapping_add(1) << 32 | u64::from(format::TMB_CALLS_FREE);
-        // The VM that comes back has said meanwhile that it was left.
+        // A VM that came back meanwhile has marked the channel as left itself.
         let _again =
             self.state_word(channel).compare_exchange(was, free, Ordering::AcqRel, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Whether a channel's client rang since the last look.
+    /// Returns whether a channel's client rang since the last call.
     pub fn take_ring(&self, channel: u32) -> bool {
         self.server_rung(channel).swap(0, Ordering::AcqRel) != 0
     }

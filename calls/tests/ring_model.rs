@@ -65,7 +65,7 @@ impl RingMem for Shared {
     }
 }
 
-/// A doorbell: keeps a ring until somebody waits.
+/// A doorbell: keeps a ring until a thread waits.
 #[derive(Default)]
 struct Doorbell(Mutex<bool>, Condvar);
 
@@ -147,7 +147,7 @@ fn no_wakeup_is_lost_when_the_ring_is_full_and_the_producer_sleeps() {
     all_arrive(8, 5);
 }
 
-/// A server's threads: one at a time leads, until it finds the ring empty and asks for the doorbell; all of them sleep on it.
+/// A server's threads: one at a time holds the ring's lock, until it finds the ring empty and asks for the doorbell; all of them sleep on it.
 struct Served {
     ring: TryLock<Consumer<Shared>>,
     bell: Doorbell,

@@ -19,7 +19,7 @@ use tombolo_calls::{Error, Link, process, send, stream, zone};
 const GEOMETRY: Geometry = Geometry { ring: 64 << 10, window: 4 << 20 };
 
 /// Longer than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn hello() -> Hello {
     Hello { api: "test".into(), identity: [7; 16], name: "transports".into() }
@@ -34,7 +34,7 @@ fn by_tcp() -> (Link, Link) {
     let address = listener.local_addr().expect("bound").to_string();
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(listener.accept().expect("a client comes").0);
-        assert_eq!(stream::hello(&socket, PATIENCE).expect("a hello"), hello());
+        assert_eq!(stream::hello(&socket, TIMEOUT).expect("a hello"), hello());
         stream::accept(socket, GEOMETRY).expect("accepted")
     });
     let client = stream::connect(stream::tcp(&address).expect("connects"), &hello()).expect("welcomed");
@@ -45,14 +45,14 @@ fn by_unix_stream() -> (Link, Link) {
     let (a, b) = UnixStream::pair().expect("a pair");
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(b);
-        stream::hello(&socket, PATIENCE).expect("a hello");
+        stream::hello(&socket, TIMEOUT).expect("a hello");
         stream::accept(socket, GEOMETRY).expect("accepted")
     });
     let client = stream::connect(a.into(), &hello()).expect("welcomed");
     (client, server.join().expect("no panic"))
 }
 
-/// What the driver of a guest's device does, without a guest: it counts rings of the VM's doorbell, and rings the server's bell.
+/// The driver of a guest's device, without a guest: it counts rings of the VM's doorbell, and rings the server's bell.
 struct Driver {
     count: Mutex<u64>,
     changed: Condvar,
@@ -219,7 +219,7 @@ fn nothing_outside_of_the_window_can_be_named((client, server): (Link, Link)) {
     }
 }
 
-/// Nobody reads; so whoever wakes leaves what woke it where it is.
+/// No thread reads, so a thread that wakes leaves the bytes that woke it.
 fn what_comes_in_wakes_sleepers_once_not_again_and_again((mut client, mut server): (Link, Link)) {
     let wakes = Arc::new(AtomicUsize::new(0));
     for _ in 0..4 {
@@ -271,10 +271,8 @@ fn a_client_of_another_build_is_told_what_to_do() {
     let (a, b) = UnixStream::pair().expect("a pair");
     let server = thread::spawn(move || {
         let socket = OwnedFd::from(b);
-        let refusal = stream::hello(&socket, PATIENCE)
-            .expect("a hello")
-            .fits("test", [9; 16])
-            .expect_err("they differ");
+        let refusal =
+            stream::hello(&socket, TIMEOUT).expect("a hello").fits("test", [9; 16]).expect_err("they differ");
         stream::refuse(&socket, &refusal.to_string()).expect("told");
     });
     let refused = stream::connect(a.into(), &hello()).err().expect("refused").to_string();
@@ -323,7 +321,7 @@ fn a_channel_goes_from_hand_to_hand_cleared_and_an_impossible_state_counts_as_le
     let zone = sealed_memfd(c"zone", len).expect("memory");
     let area = Area::make(zone, 0, len, 3, GEOMETRY, 5).expect("it fits");
     assert_eq!(area.state(2), State::Free);
-    assert!(!area.serve(2), "nobody wants it");
+    assert!(!area.serve(2), "no client wants it");
     say(&area, 2, 1);
     assert_eq!(area.state(2), State::Wanted);
     assert!(area.serve(2));

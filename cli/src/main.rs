@@ -62,6 +62,11 @@ enum Command {
         #[command(subcommand)]
         command: tombolo_vm::commands::cli::StartCommand,
     },
+    /// The host's packages, caches and nodes, and VMs that lie on them
+    Topology {
+        #[command(subcommand)]
+        command: tombolo_vm::commands::topology::TopologyCommand,
+    },
     /// Grow a running VM's virtio-mem to its full size
     Grow(tombolo_start::cli::GrowOptions),
     /// The switch: packets between VMs through memory
@@ -189,6 +194,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
         Command::Lab(arguments) => tombolo_lab::cli::run(arguments, cli.json),
         Command::Start { command } => tombolo_vm::commands::cli::run_start(command, cli.json),
+        Command::Topology { command } => tombolo_vm::commands::topology::run(command, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
         Command::Net { command: NetCommand::Vm(command) } => {
             tombolo_vm::commands::cli::run_net(command, cli.json)

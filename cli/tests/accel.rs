@@ -4,46 +4,23 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use common::{Lab, PATIENCE, assert_names_the_missing_module, signal};
+use opencl::{client_library, done, folder, image, program};
 use serde_json::Value;
 
 mod common;
-
-/// A folder for this run: programs, the guest's image, the driver's cache.
-fn folder() -> &'static Path {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("accel-up");
-        std::fs::create_dir_all(path.join("vendors")).unwrap();
-        path
-    })
-}
-
-fn done(command: &mut Command) -> Output {
-    let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
-    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
-    output
-}
+#[path = "common/opencl.rs"]
+mod opencl;
 
 /// A command with the native driver, the same one for all, whatever memory happens to be free.
 fn native(mut command: Command) -> Command {
     command.env("POCL_CACHE_DIR", folder().join("cache")).env("POCL_MEMORY_LIMIT", "2");
     command.env_remove("OCL_ICD_VENDORS");
     command
-}
-
-/// A program of the accelerators' tests.
-fn program(name: &str) -> PathBuf {
-    let source = format!("{}/../accel/tests/{name}.c", env!("CARGO_MANIFEST_DIR"));
-    let program = folder().join(name);
-    let mut cc = Command::new("cc");
-    cc.args(["-O1", "-Wno-deprecated-declarations", &source, "-o"]).arg(&program);
-    done(cc.args(["-lOpenCL", "-lpthread"]));
-    program
 }
 
 /// The program that makes calls and prints what they answer.
@@ -53,34 +30,13 @@ fn calls() -> &'static Path {
 }
 
 /// The kit's guest with clinfo, programs of the accelerators' tests, and the client library as a user installs it.
-fn image() -> &'static Path {
+fn guest_image() -> &'static Path {
     static IMAGE: OnceLock<PathBuf> = OnceLock::new();
     IMAGE.get_or_init(|| {
-        let programs = Path::new(env!("CARGO_BIN_EXE_tombolo")).parent().unwrap();
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "-q", "--locked", "-p", "tombolo-opencl", "--target-dir"]);
-        build.arg(programs.parent().unwrap());
-        if programs.ends_with("release") {
-            build.arg("--release");
-        }
-        done(&mut build);
-        let library = folder().join("libtombolo-opencl.so");
-        done(Command::new("strip").arg("-o").args([&library, &programs.join("libtombolo_opencl.so")]));
-        std::fs::write(folder().join("vendors/tombolo.icd"), "/usr/lib/libtombolo-opencl.so\n").unwrap();
-        let places = tombolo_vm::guest::kit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
-        let kit = tombolo_vm::guest::kit::kit(&places, Some("6.1")).expect("the guest kit");
-        let image = folder().join("initrd.img");
-        let mut add = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../guest/add"));
-        add.arg("--base")
-            .arg(kit.initrd.unwrap())
-            .arg("-o")
-            .arg(&image)
-            .arg("clinfo")
-            .args([calls(), &program("hold")]);
-        add.arg(format!("{}:/usr/lib/libtombolo-opencl.so", library.display()));
-        add.arg(format!("{}:/etc/OpenCL/vendors", folder().join("vendors").display()));
-        done(&mut add);
-        image
+        let mut items = vec!["clinfo".to_owned()];
+        items.extend([calls(), &program("hold")].map(|program| program.display().to_string()));
+        items.extend(client_library());
+        image("initrd.img", &items)
     })
 }
 
@@ -140,7 +96,7 @@ kernel = "6.1"
 memory = "256M"
 accelerators = {{ cl = {{ weight = 25, channels = 1 }} }}
 "#,
-        image().display()
+        guest_image().display()
     ));
     let up = native(lab.command(&["up"])).env("TMPDIR", lab.dir.path()).output().unwrap();
     let err = String::from_utf8_lossy(&up.stderr);

@@ -184,7 +184,7 @@ fn a_second_process_does_not_become_the_vm_and_does_not_end_it() {
 fn what_can_not_be_said_what_and_what_to_do() {
     let place = Place::new();
     let said = place.bad(&["zone", "expel", "own.zone", "nobody"]);
-    assert!(said.contains("nobody is called 'nobody'"), "{said}");
+    assert!(said.contains("no VM is called 'nobody'"), "{said}");
     let said = place.bad(&["zone", "invite", "none.zone", "a"]);
     assert!(said.contains("none.zone") && said.contains("No such file"), "{said}");
     let said = place.bad(&["zone", "invite", "own.zone", "a/b"]);

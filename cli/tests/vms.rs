@@ -303,23 +303,12 @@ fn a_guest_that_reboots_comes_back_a_new_member_with_all_its_zones_mounted() {
     lab.assert_nothing_left();
 }
 
-/// A folder of the guest kit's 6.1 kernel.
-fn kit() -> std::path::PathBuf {
-    let places = tombolo_vm::guest::kit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
-    let kernel = tombolo_vm::guest::kit::kit(&places, Some("6.1")).expect("the guest kit").kernel;
-    kernel.parent().unwrap().to_owned()
-}
-
 #[test]
 fn a_disk_of_the_users_own_boots_by_itself_shares_files_and_keeps_what_was_written() {
     let lab = Lab::new(
         "[zone.z]\nsize = \"16M\"\nfiles = true\n[vm.a]\ndisk = \"own.img\"\nmemory = \"256M\"\nzones = { z = { mount = \"/mnt\" } }\n",
     );
-    let made = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/disk-image"))
-        .args([kit(), lab.dir.path().join("own.img")])
-        .output()
-        .unwrap();
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    common::disk_image(&lab.dir.path().join("own.img"));
     lab.good(&["up"]);
     assert!(lab.good(&["exec", "a", "--", "cat", "/proc/cmdline"]).contains("BOOT_IMAGE=/boot/vmlinuz"));
     lab.good(&["exec", "a", "--", "sh", "-c", "echo disk >/root/x; echo zone >/mnt/x"]);
@@ -454,7 +443,7 @@ fn a_guest_without_the_module_is_named_with_the_remedy() {
 #[test]
 fn the_tiny_guest_tells_an_accelerator_that_works() {
     let qemu = tombolo_vm::qemu::version::Qemu::find(None).unwrap();
-    let kernel = kit().join("vmlinuz");
+    let kernel = common::plain::kit().join("vmlinuz");
     let tcg = tombolo_vm::qemu::Hypervisor::Tcg;
     let verdict = tombolo_vm::qemu::kvm::try_guest(&qemu, &kernel, tcg, PATIENCE);
     assert!(verdict.works && verdict.why.starts_with("a tiny guest ran under TCG"), "{verdict:?}");

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// What can be asked.
+/// A request to an accelerator server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "lowercase")]
 pub enum Request {
-    /// Tell which clients are served: the answer is a [`Listing`].
+    /// List the clients that are served: the answer is a [`Listing`].
     Ls,
     /// Take no new client, and end when the last one has ended.
     Drain,
@@ -17,14 +17,14 @@ pub enum Request {
     Vm(Guest),
 }
 
-/// A VM to serve through a zone that another process keeps. Limits that are missing are those of the server's options.
+/// A VM to serve through a zone that another process owns. Missing limits are those of the server's options.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Guest {
     /// The VM's name.
     pub vm: String,
     /// The zone's memory.
     pub zone: PathBuf,
-    /// How many of the VM's processes may use the accelerator at once.
+    /// The number of the VM's processes that may use the accelerator at once.
     pub channels: u32,
     /// Bytes of each process' window.
     pub window: u64,
@@ -43,10 +43,10 @@ pub struct Guest {
 pub struct Listing {
     /// The server's process.
     pub pid: u32,
-    /// The VM that it runs in, where that is not this machine.
+    /// The VM that it runs in, unless that is this machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<String>,
-    /// Where clients find it; VMs by their folders.
+    /// The addresses where clients connect; for VMs their folders.
     pub listens: Vec<String>,
     /// It takes no new client.
     pub draining: bool,
@@ -84,7 +84,7 @@ pub struct Tenant {
     pub bytes: u64,
     /// Seconds from requests that the client waited for to their replies.
     pub busy_seconds: f64,
-    /// Seconds for which its requests were held back by its rate.
+    /// Seconds for which its rate limit delayed its requests.
     pub held_seconds: f64,
     /// Seconds of processor time that its worker has used.
     pub cpu_seconds: f64,

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the control sockets of switches and accelerator servers carry, typed: the servers and those who ask them use the same structs, so a
-//! field that changes on one side does not compile on the other.
+//! The requests and answers on the control sockets of switches and accelerator servers, as types. Servers and clients use the same structs,
+//! so a field that changes on one side does not compile on the other.
 //!
 //! A request is a line of JSON, and so is its answer.
 //!
-//! - [`socket`]: asks one question over a new connection.
+//! - [`socket`]: sends one request over a new connection.
 //! - [`accel`]: requests and answers of accelerator servers.
 //! - [`net`]: requests and answers of switches.
 //! - [`Mac`] and [`Size`]: as users write them.

@@ -14,13 +14,13 @@ impl Mac {
     /// ff:ff:ff:ff:ff:ff.
     pub const BROADCAST: Mac = Mac([0xff; 6]);
 
-    /// Whether it addresses bridges themselves, which forward no frame to it (IEEE 802.1Q §8.6.3).
+    /// Returns whether bridges keep frames to this address and don't forward them (IEEE 802.1Q §8.6.3).
     #[must_use]
     pub fn is_reserved(self) -> bool {
         self.0[..5] == [1, 0x80, 0xc2, 0, 0] && self.0[5] < 0x10
     }
 
-    /// Whether it addresses several receivers (broadcast included).
+    /// Returns whether it addresses several receivers (broadcast included).
     #[must_use]
     pub fn is_multicast(self) -> bool {
         self.0[0] & 1 != 0

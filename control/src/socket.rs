@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One question over a new connection.
+//! One request over a new connection.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// An answer on the wire: what was asked for, or the server's reason for refusing.
+/// An answer on the wire: the value, or the server's reason for refusing.
 pub trait Answer: DeserializeOwned {
     /// The type of a successful answer.
     type Value;
@@ -22,11 +22,11 @@ pub trait Answer: DeserializeOwned {
     fn into_result(self) -> Result<Self::Value, String>;
 }
 
-/// Asks the server whose control socket is `socket`, and waits for its answer at most `limit`, where there is one. Returns the answer and the
-/// connection, for what follows the answer. `who` names the server and how to start it, for the error.
+/// Sends a request to the server whose control socket is `socket`, and waits for its answer, at most `limit` if there is one. Returns the
+/// answer and the connection, for data that follows the answer. `who` names the server and how to start it, for the error.
 ///
 /// # Errors
-/// Nothing listens at the socket, the answer is late or not understood, or the server has refused: then the error is its reason.
+/// No process listens at the socket, the answer is late or invalid, or the server has refused: then the error is its reason.
 pub fn ask<A: Answer>(
     socket: &Path,
     request: &impl Serialize,

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Accounts: what a member's files take together, and how much that may be. An inode carries the number of its account; each change of its count
- * of blocks goes into the account's as well. A death in between leaves the sums off by what was under way, until fsck counts anew.
+ * Accounts count and limit the blocks and inodes that a member's files take. An inode carries the number of its account, and each change of the
+ * inode's block count changes the account's too. A member that dies between the two leaves the account's sum wrong until fsck counts again.
  */
 #include "tfs_internal.h"
 
-/* number: as inodes and member areas have it, + 1 */
+/* 'number' is the account's number + 1, as inodes and member areas store it. */
 static struct tfs_account *account(struct tfs *fs, tmb_u64 number)
 {
 	return number && number <= TFS_ACCOUNTS ? &tfs_member_area(fs, (tmb_u32)number - 1)->own : NULL;
 }
 
-/* How many more there may be; ~0: no limit. */
+/* Returns how many more the account may have; ~0: no limit. */
 static tmb_u64 left_of(tmb_s64 *used, tmb_u64 *limit)
 {
 	tmb_u64 most = tmb_load(limit);
@@ -38,7 +38,7 @@ void tfs_count_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_s64 more)
 		tmb_fetch_add(&a->blocks, more);
 }
 
-/* Of what this member makes from now on: the host may grant or revoke while it is there. */
+/* Returns the account for what this member creates. Not cached: the host may grant or revoke it at any time. */
 static tmb_u64 own_number(struct tfs *fs)
 {
 	return fs->members ? tmb_load(&tfs_member_area(fs, fs->member)->account) : 0;

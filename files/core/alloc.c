@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * The block map: one byte per block. A block is claimed by compare and swap of the eight bytes it lies in, from 0 to the
- * claimer's tag, so claims need no lock and a dead member's claims can be told from everybody else's.
+ * The block map: one byte per block. A member claims a block by a compare and swap, from 0 to its tag, of the eight bytes
+ * that the block's byte lies in. So claims need no lock, and a recovery can tell a dead member's claims from those of
+ * other members.
  *
- * Files want long aligned runs, so that reads are one copy and mappings use large pages: who asks for a chunk (512 blocks,
- * 2 MiB) gets an empty aligned one while there are any; small requests fill up from a
- * cursor, which starts at a different place in each member.
+ * Files want long aligned runs: reads are then one copy, and mappings use large pages. A request for a chunk (512 blocks,
+ * 2 MiB) gets an empty aligned one while there are any. Small requests fill up from a cursor, which starts at a different
+ * place in each member.
  */
 #include "tfs_internal.h"
 
 #define CHUNK TFS_FANOUT
 #define ONES 0x0101010101010101ULL
 #define HIGHS 0x8080808080808080ULL
-/* Chunks looked at for an empty one, before the search gives up (8 GiB). */
+/* The search for an empty chunk gives up after this many (8 GiB). */
 #define CHUNK_SEARCH 4096u
 #define YIELD_BYTES 65536u /* of the map */
 
@@ -21,7 +22,7 @@ static inline tmb_u64 *map_word(struct tfs *fs, tmb_u64 block)
 	return (tmb_u64 *)(tfs_map_bytes(fs) + (block & ~7ULL));
 }
 
-/* Claims one block that has this map byte. */
+/* Claims one block whose map byte is 'value'. */
 static bool claim_one(struct tfs *fs, tmb_u64 block, tmb_u8 value)
 {
 	tmb_u64 *word = map_word(fs, block);
@@ -39,7 +40,7 @@ static bool claim_one(struct tfs *fs, tmb_u64 block, tmb_u8 value)
 	}
 }
 
-/* Claims free bytes from 'block' on, at most 'want', at most to the end of its word; the number claimed. */
+/* Claims free bytes from 'block' on: at most 'want', and none past the end of their word. Returns how many. */
 static tmb_u64 claim_in_word(struct tfs *fs, tmb_u64 block, tmb_u64 want)
 {
 	tmb_u64 *word = map_word(fs, block);
@@ -83,7 +84,7 @@ void tfs_set_map(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 value)
 	tmb_u8 *byte = tfs_map_bytes(fs) + block;
 	tmb_u64 end = block + count;
 
-	/* Released: what was stored about the blocks comes first. Whole words where nobody else's bytes are in them. */
+	/* Stores about the blocks come before their release. A word is stored whole where all its bytes are in the range. */
 	while (block < end) {
 		if (!(block & 7) && end - block >= 8) {
 			tmb_store_release((tmb_u64 *)byte, ONES * value);
@@ -136,7 +137,7 @@ tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value)
 	while (from < to) {
 		tmb_u64 word = tmb_load(map_word(fs, from)) ^ ONES * value;
 
-		word |= (1ULL << 8 * (from & 7)) - 1; /* not before 'from' */
+		word |= (1ULL << 8 * (from & 7)) - 1; /* ignore bytes before 'from' */
 		tmb_u64 zero = (word - ONES) & ~word & HIGHS;
 
 		if (zero) {
@@ -185,8 +186,8 @@ int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
 {
 	int err = alloc(fs, goal, want, run);
 
-	/* What was removed a moment ago may be in limbo for a reader that is about to go on. */
-	return err && tfs_await_limbo(fs) ? alloc(fs, goal, want, run) : err;
+	/* Blocks that were removed a moment ago may be deferred for a reader that is about to finish. */
+	return err && tfs_await_deferred(fs) ? alloc(fs, goal, want, run) : err;
 }
 
 int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block)
@@ -218,7 +219,7 @@ void tfs_keep_reserve(struct tfs *fs)
 		if (block < fs->blocks)
 			continue;
 		if (tfs_alloc(fs, 0, 1, &run))
-			return; /* all is full: with the next removal */
+			return; /* the area is full: the next removal fills the reserve */
 		tfs_set_map(fs, run.block, 1, TFS_MAP_RESERVED);
 	}
 	tmb_store(&fs->reserve_taken, false);
@@ -237,7 +238,7 @@ tmb_u64 tfs_count_free(struct tfs *fs)
 			tfs_os_yield();
 		if (!word)
 			n += 8;
-		else if (word != ~0ULL) /* exact: a byte is zero when neither its low seven bits nor its top bit is set */
+		else if (word != ~0ULL) /* exact test: a byte is zero when neither its low seven bits nor its top bit is set */
 			n += (((~(((word & ~HIGHS) + ~HIGHS) | word) & HIGHS) >> 7) * 0x0101010101010101ULL) >> 56;
 	}
 	for (; from < fs->blocks; from++)

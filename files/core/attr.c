@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* Attributes of inodes: single words, read without a lock and written under the inode's. */
+/* Attributes of inodes: single words, read without a lock and written under the inode's lock. */
 #include "tfs_internal.h"
 
 int tfs_getattr(struct tfs *fs, struct tfs_handle h, struct tfs_attr *out)
@@ -27,12 +27,12 @@ int tfs_getattr(struct tfs *fs, struct tfs_handle h, struct tfs_attr *out)
 	out->ctime = tmb_load(&inode->ctime);
 	out->btime = tmb_load(&inode->btime);
 	out->has_xattr = tmb_load(&inode->xattr_root) != 0;
-	/* Freed meanwhile, it may be a mixture of two. */
+	/* An inode that was freed meanwhile may have given a mixture of two inodes' attributes. */
 	__atomic_thread_fence(__ATOMIC_ACQUIRE);
 	return tfs_is(inode, (struct tfs_handle){h.ino, out->generation}) ? 0 : -ESTALE;
 }
 
-/* All other changes come with a new version; these may show a moment before it, or without one. */
+/* Every other change comes with a new version; a change of one of these may show before its version does, or have none. */
 bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before)
 {
 	struct tfs_inode *inode = tfs_inode(fs, before->ino);
@@ -66,7 +66,7 @@ int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct 
 		goto end;
 	inode = tfs_inode(fs, h.ino);
 	tfs_tx_inode(fs, slot, 0, h.ino);
-	/* chown takes S_ISUID away: both or neither. */
+	/* chown clears S_ISUID: both changes happen or neither. */
 	if (what & TFS_SET_MODE)
 		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | (attr->mode & 07777));
 	if (what & (TFS_SET_OWNER | TFS_SET_UID | TFS_SET_GID)) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Change events: what a member did, told to those who watch (tfs_format.h: the rings). While nobody watches, telling costs
- * one load.
+ * Change events: a member writes what it changed to a ring that watching members read (tfs_format.h). Without a watcher
+ * that costs one load.
  */
 #include "tfs_internal.h"
 
@@ -19,7 +19,7 @@ bool tfs_change_unheard(struct tfs *fs, tmb_u64 end)
 {
 	tmb_u64 head = tmb_load(&tfs_member_area(fs, fs->member)->change_head);
 
-	/* Between what the caller changed and the look whether somebody has begun to hear of it. */
+	/* Orders the caller's change before the load that looks for a new watcher. */
 	tmb_fence();
 	if (!end || end > head || head - end > TFS_CHANGE_RING / 2)
 		return false;
@@ -58,7 +58,7 @@ tmb_u64 tfs_change_post(struct tfs *fs, const struct tfs_change *c)
 	for (tmb_u64 left = others_watching(fs); left; left &= left - 1) {
 		tmb_u32 m = (tmb_u32)__builtin_ctzll(left);
 
-		/* One ring for all that it has not looked at yet. */
+		/* One doorbell for all records that the watcher has not looked at yet. */
 		if (!(tmb_fetch_or(&fs->members[m].pending, TMB_PENDING_EVENT) & TMB_PENDING_EVENT))
 			tfs_os_ring(fs, m);
 	}
@@ -88,13 +88,13 @@ void tfs_listen_end(struct tfs *fs)
 		tmb_fetch_and(&tfs_sb(fs)->watchers, ~(1ULL << fs->member));
 }
 
-/* The next record of member m's ring. 1: it's in c; 0: none; -EOVERFLOW: some were lost. */
+/* Copies the next record of member m's ring to *c. Returns 1; 0: none; -EOVERFLOW: some were lost. */
 static int next_of(struct tfs *fs, struct tfs_listener *l, tmb_u32 m, struct tfs_change *c)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, m);
 	tmb_u64 head = tmb_load_acquire(&area->change_head) & ~(tmb_u64)(TFS_CHANGE_UNIT - 1);
 
-	/* Bounded: a ring holds no more records, and each turn passes one. */
+	/* Bounded: a ring holds no more records than this, and each turn passes one. */
 	for (tmb_u32 i = 0; i <= TFS_CHANGE_RING / TFS_CHANGE_UNIT && l->at[m] != head; i++) {
 		tmb_u32 at = l->at[m] % TFS_CHANGE_RING, length;
 		struct tfs_change_record *r = (struct tfs_change_record *)(area->changes + at);
@@ -118,7 +118,7 @@ static int next_of(struct tfs *fs, struct tfs_listener *l, tmb_u32 m, struct tfs
 		if (tmb_load(&area->change_head) + 2 * TFS_CHANGE_MAX - l->at[m] > TFS_CHANGE_RING)
 			break;
 		l->at[m] += length;
-		/* Said before the caller acts on it: what changes from now on is told again. */
+		/* Stored before the caller acts on the record: writers repeat what changes from now on. */
 		tmb_store(&tfs_member_area(fs, fs->member)->heard[m], l->at[m]);
 		tmb_fence();
 		if (c->ino)

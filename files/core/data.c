@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * File data. Reads map and copy under a pin, without a lock. Writes go into blocks that exist, in place, or into new ones that are
- * linked once they are filled. Files that grow get long runs: the block after the last one where it is free, else an empty
- * aligned chunk, at the same offset in it as in the file, so that large pages can map it.
+ * File data. Reads map and copy under a pin, without a lock. Writes go in place into blocks that exist, or into new ones that are
+ * linked once they are filled. A file that grows gets long runs: the block after its last one if that is free, else an empty aligned
+ * chunk. Data lies at the same offset in the chunk as in the file, so that large pages can map it.
  */
 #include "tfs_internal.h"
 
 #define FALLOC_STEP (4ULL << 20) /* bytes filled under one hold of the inode's lock; whole chunks */
-#define LARGE_FBLOCK 16u /* from 64 KiB on a file is worth a chunk of its own */
+#define LARGE_FBLOCK 16u /* a file that grows past 64 KiB gets a chunk */
 
 int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, h, &inode);
 
-	/* Without a pin, nodes may be freed and used again while they are looked at. */
+	/* Without a pin, nodes may be freed and used again during the walk. */
 	for (tmb_u32 tries = 0; !err && tries < TFS_READ_TRIES; tries++) {
 		tmb_u64 stamp = tfs_read_stamp(fs, h.ino), root = tmb_load_acquire(&inode->root);
 
@@ -27,7 +27,8 @@ int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, 
 	return err ? err : -EBUSY;
 }
 
-/* As tfs_tree_map, for who goes along a file: there are not more runs than blocks in the area, and holes beside them. */
+/* As tfs_tree_map, for a caller that walks a whole file. Bounded: a file has no more runs than the area has blocks, and holes between
+ * them. */
 static int next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run, tmb_u64 *runs)
 {
 	if (++*runs > 2 * (fs->blocks + 1))
@@ -37,7 +38,7 @@ static int next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb
 
 /* --- writing -------------------------------------------------------------------------------------------------------- */
 
-/* Blocks for a hole of 'count' blocks at 'fblock', as many as lie well together. */
+/* Allocates one run of blocks for a hole of 'count' blocks at 'fblock', possibly shorter than the hole. */
 static int place(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	tmb_u64 in_chunk = fblock & (TFS_FANOUT - 1), want = TFS_MIN(count, TFS_FANOUT - in_chunk), goal = 0;
@@ -67,7 +68,7 @@ static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, con
 	return err;
 }
 
-/* A write in place needs no transaction but its slot; the first new block starts it. */
+/* A write in place needs only a transaction slot; the first new block starts the transaction. */
 static void start_tx(struct tfs *fs, struct tfs_write *w)
 {
 	if (w->started)
@@ -138,14 +139,14 @@ static void drop_suid(struct tfs_inode *inode)
 
 	if (!(mode & 06000))
 		return;
-	/* As the kernel does it: S_ISGID without group execution is a locking mark, and stays. */
+	/* As Linux does it: S_ISGID without group execution is a mark for mandatory locking, and stays. */
 	tmb_store(&inode->mode, mode & ~(tmb_u64)(04000 | (mode & 010 ? 02000 : 0)));
 }
 
-/* Holes were filled: zeroes that other members map there are taken back, as far as those members answer. */
+/* Revokes the zeroes that other members map where holes were filled, as far as those members answer. */
 static void show_filled(struct tfs *fs, struct tfs_inode *inode)
 {
-	tmb_fence(); /* who said that it maps holes is seen here, or sees the new blocks */
+	tmb_fence(); /* a member that set its 'hole_mappers' bit is seen here, or sees the new blocks */
 	if (tfs_active_members(fs, tmb_load(&inode->hole_mappers) & ~(1ULL << fs->member)))
 		tfs_wait_mappers(fs, inode);
 }
@@ -170,7 +171,7 @@ int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool 
 	return inode ? 0 : -EUCLEAN;
 }
 
-/* Zeroes [at, end of its block), if there is a block. */
+/* Zeroes from 'at' to the end of its block, if there is a block. */
 static int zero_tail(struct tfs *fs, struct tfs_inode *inode, tmb_u64 at)
 {
 	tmb_u64 in_block = at & (TFS_BLOCK - 1);
@@ -331,7 +332,7 @@ int tfs_sync(struct tfs *fs, struct tfs_handle h)
 
 	if (err)
 		return err;
-	/* Writes flush what they write. A mapping that was taken back may have left stores in caches, one that is there makes more. */
+	/* Writes flush what they write. A mapping that was revoked may have left stores in caches, and a present one makes more. */
 	if (fs->persistent && tmb_load(&inode->unsynced)) {
 		if (!tmb_load_acquire(&inode->mappers))
 			tmb_exchange(&inode->unsynced, 0);
@@ -401,7 +402,7 @@ end:
 	return err;
 }
 
-/* Zeroes bytes in place where there are blocks; holes are zero already. */
+/* Zeroes the range in place where there are blocks; holes are zero already. */
 static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, tmb_u64 end)
 {
 	tmb_u64 runs = 0;
@@ -467,7 +468,7 @@ static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write 
 	return 0;
 }
 
-/* One step, under the inode's lock; size_to: what the size is raised to, 0: it stays. */
+/* Fills one step of the range under the inode's lock. size_to: the file's new size; 0: unchanged. */
 static int fill_step(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 end, tmb_u64 size_to, tmb_s64 now)
 {
 	struct tfs_inode *inode;
@@ -513,7 +514,7 @@ int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 off
 		return -EFBIG;
 	if (mode & TFS_FALLOC_PUNCH)
 		return fill_step(fs, h, mode, offset, end, 0, now);
-	/* In steps, so that others have their turn; the size last. */
+	/* In steps, so that other members get the lock in between; the size last. */
 	while (!err && offset < end) {
 		tmb_u64 to = TFS_MIN(end, (offset / FALLOC_STEP + 1) * FALLOC_STEP);
 
@@ -524,7 +525,7 @@ int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 off
 	return err;
 }
 
-/* One step of a seek: tfs_map under a pin, or again until nothing was taken away meanwhile. */
+/* One step of a seek: tfs_map under a pin, repeated until no block was unlinked meanwhile. */
 static int look_at(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	for (tmb_u32 tries = 0; tries < TFS_READ_TRIES; tries++) {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Entries of one directory. Blocks of 64 granules hold them; entries never move, so positions are readdir cookies.
- * A directory of one block is scanned. Larger ones have a hash table (open addressing, in a tree of its own) that says
- * where the entries with a hash are; the entry itself decides. So what the table says too much is harmless, and it
- * never says too little: an entry is in the table before its ref makes it exist.
+ * Entries of one directory. Blocks of 64 granules hold them; entries never move, so positions are readdir cookies. A directory of one block
+ * is scanned. A larger one has a hash table (open addressing, in a tree of its own) that gives the positions of entries by hash; lookups
+ * compare the entry itself. So superfluous places in the table are harmless. None is missing: an entry is in the table before its ref makes
+ * it exist.
  *
- * Readers take no lock: they look at the directory's seq before and after, and try again if it changed.
+ * Readers take no lock: they load the directory's seq before and after, and try again if it changed.
  */
 #include "tfs_internal.h"
 
-#define SPACE_SEARCH 16u /* blocks looked at for free granules before a new block is added */
+#define SPACE_SEARCH 16u /* search_space() looks at this many blocks before a new one is added */
 #define READ_TRIES 100u
 
 static tmb_u64 mix(tmb_u64 h, tmb_u64 word)
@@ -42,7 +42,7 @@ tmb_u32 tfs_granules_of(tmb_u32 name_len)
 	return (TFS_DIRENT_HEADER + name_len + TFS_GRANULE - 1) / TFS_GRANULE;
 }
 
-/* The granule's address; NULL: not there. */
+/* Returns the granule's address; NULL: no such granule. */
 struct tfs_dirent *tfs_granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64 granule)
 {
 	struct tfs_run run;
@@ -59,7 +59,7 @@ tmb_u64 tfs_dir_blocks(struct tfs *fs, struct tfs_inode *dir)
 	return TFS_MIN(n, fs->blocks);
 }
 
-/* Is this the entry of that name? left: granules to the end of its block. */
+/* Compares the entry with the name. left: granules to the end of its block. */
 bool tfs_entry_matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tmb_u32 len, tmb_u32 hash, tmb_u64 *ref)
 {
 	tmb_u8 granules = tmb_load(&entry->granules);
@@ -91,7 +91,7 @@ static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, c
 	return -ENOENT;
 }
 
-/* What is found may be changing, or gone, for readers: damage is what a second look confirms, and told by the caller. */
+/* An entry may change or go while a reader looks at it. So callers look again before they report damage. */
 int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
 	tmb_u64 index_root = tmb_load_acquire(&dir->index_root), blocks = tfs_dir_blocks(fs, dir);
@@ -104,7 +104,7 @@ int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u3
 
 /* --- space for entries ------------------------------------------------------------------------------------------ */
 
-/* A free run of at least 'need' granules in this block, made one (neighbours merged), *have: how many; -1: none. */
+/* Finds a free run of at least 'need' granules in this block, merging neighbours. *have: its length; -1: none. */
 static int free_run(struct tfs_dirent *block, tmb_u32 need, tmb_u32 *have)
 {
 	for (tmb_u32 i = 0; i < TFS_GRANULES_PER_BLOCK;) {
@@ -140,7 +140,7 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 
 	if (err)
 		return err;
-	if (run.block) { /* linked by someone who died before he said so */
+	if (run.block) { /* a member died between linking the block and counting it */
 		memset(tfs_block(fs, run.block), 0, TFS_BLOCK);
 		((struct tfs_dirent *)tfs_block(fs, run.block))->granules = TFS_GRANULES_PER_BLOCK;
 		tfs_persist(fs, tfs_block(fs, run.block), TFS_BLOCK);
@@ -204,7 +204,7 @@ static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struc
 	}
 	err = add_block(fs, dir, blocks);
 	if (err == -ENOSPC || err == -EDQUOT) {
-		/* Then wherever there is room. */
+		/* Then the other blocks. */
 		int found = search_space(fs, dir, need, 0, blocks, slot, have);
 
 		return found == -ENOSPC ? err : found;
@@ -228,7 +228,7 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 		return err;
 	entry = slot->entry;
 	slot->ref = 0;
-	if (have > need) { /* the rest stays a free run; its length first */
+	if (have > need) { /* the rest stays a free run, whose length is stored first */
 		tmb_store(&entry[need].ref, 0);
 		tmb_store_release(&entry[need].granules, (tmb_u8)(have - need));
 		tfs_persist(fs, &entry[need], TFS_DIRENT_HEADER);
@@ -236,7 +236,7 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 	}
 	tmb_store(&entry->hash, hash);
 	tmb_store(&entry->name_len, (tmb_u8)len);
-	/* It may go on in the next granules, which a check of the field's bounds would not let it. */
+	/* The name may go on in the next granules; a checked copy into the field would refuse that. */
 	memcpy((char *)entry + offsetof(struct tfs_dirent, name), name, len);
 	tmb_store_release(&entry->granules, (tmb_u8)need);
 	tfs_persist(fs, entry, need * TFS_GRANULE);
@@ -265,8 +265,8 @@ static int live_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode **dir)
 }
 
 /*
- * Waits until no writer changes the directory, and gives its sequence number; for a member that can take no lock. It sleeps at least once, so
- * a read that never meets a quiet moment leaves the processor to others and ends with a kill.
+ * Waits until no writer changes the directory, and gives its sequence number. For a member that can take no lock. It sleeps at least once, so
+ * a reader that always meets a writer yields the CPU and can be killed.
  */
 static int wait_for_writer(struct tfs *fs, struct tfs_inode *dir, tmb_u64 *seq)
 {
@@ -281,7 +281,7 @@ static int wait_for_writer(struct tfs *fs, struct tfs_inode *dir, tmb_u64 *seq)
 	return 0;
 }
 
-/* Waits for an even seq; after many tries with the directory's lock, which also cleans up after a dead writer. A read-only member takes
+/* Waits for an even seq. After many tries it takes the directory's lock, which also cleans up after a dead writer; a read-only member takes
  * no lock. */
 static int read_begin(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u32 *tries, tmb_u64 *seq, bool *locked)
 {
@@ -330,7 +330,7 @@ int tfs_lookup(struct tfs *fs, struct tfs_handle h, const char *name, tmb_u32 le
 			return err;
 		err = tfs_dir_find(fs, dir, name, len, &slot);
 		if (!err) {
-			/* While the name stands, its inode does: so this is the generation that the name means. */
+			/* A name keeps its inode alive, so this is the generation that the name means. */
 			inode = tfs_inode(fs, slot.ref & TFS_REF_INO_MASK);
 			found->ino = slot.ref & TFS_REF_INO_MASK;
 			found->generation = inode ? (tmb_u32)(tmb_load(&inode->state_gen) >> TFS_GEN_SHIFT) : 0;
@@ -361,7 +361,7 @@ tmb_u64 tfs_parent(struct tfs *fs, struct tfs_handle h)
 	return live_dir(fs, h, &dir) ? 0 : tmb_load(&dir->parent) & TFS_REF_INO_MASK;
 }
 
-/* One block, copied while nothing changed. */
+/* Copies one block at a moment when no writer changes the directory. */
 static int copy_block(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u64 b, struct tfs_dirent *copy)
 {
 	tmb_u32 tries = 0;
@@ -410,7 +410,7 @@ int tfs_readdir(struct tfs *fs, struct tfs_handle h, tmb_u64 *pos, tfs_emit emit
 			tmb_u64 here = b * TFS_GRANULES_PER_BLOCK + i;
 
 			i += step;
-			/* An entry that starts before *pos was there when a smaller position was given out: skip it. */
+			/* An entry that starts before *pos was given out with a smaller position: skip it. */
 			if (here < *pos || !copy[here % TFS_GRANULES_PER_BLOCK].ref)
 				continue;
 			if (!len || i > TFS_GRANULES_PER_BLOCK || tfs_granules_of(len) > step) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * The hash index of a directory with more than one block: a table with open addressing, in a tree of its own. dir.c says what it promises.
+ * The hash index of a directory with more than one block: a table with open addressing, in a tree of its own. dir.c says what the index guarantees.
  */
 #include "tfs_internal.h"
 
@@ -13,13 +13,13 @@ static tmb_u32 index_log(tmb_u64 index_root)
 	return (index_root >> TFS_INDEX_LOG_SHIFT) & 63;
 }
 
-/* The tree's root word in it: height and block only. */
+/* Returns the root word of the index's tree: height and block only. */
 static tmb_u64 index_tree(tmb_u64 index_root)
 {
 	return index_root & ((1ULL << TFS_INDEX_LOG_SHIFT) - 1);
 }
 
-/* Walks the probe sequence of a hash. */
+/* A position in the probe sequence of a hash. */
 struct probe {
 	tmb_u64 tree, mask, at, left;
 	tmb_u64 *block;
@@ -34,14 +34,14 @@ static int probe_start(struct probe *p, tmb_u64 index_root, tmb_u32 hash)
 		return -EUCLEAN;
 	p->tree = index_tree(index_root);
 	p->mask = (1ULL << log) - 1;
-	/* Spread the 32 bits over larger tables. */
+	/* Spreads the 32 bits over larger tables. */
 	p->at = (log > 32 ? (tmb_u64)hash << (log - 32) : hash) & p->mask;
 	p->left = TFS_MIN(p->mask + 1, PROBE_MAX);
 	p->block = NULL;
 	return 0;
 }
 
-/* Address of the next table entry; NULL: no more (or damaged). */
+/* Returns the address of the next table entry; NULL: no more, or damaged. */
 static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
 {
 	tmb_u64 at = p->at;
@@ -87,8 +87,8 @@ int tfs_index_find(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, co
 	return -EUCLEAN;
 }
 
-/* Into a table that has room. *used grows when an empty place is taken, before it is: it may count too many, never too few. *probes: how
- * many looks it may still take. */
+/* Stores an entry in a table that has room. *used grows before an empty place is taken, so it may be too large and is never too small. *probes: how many
+ * more places may be probed. */
 static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 granule, tmb_u64 *used, tmb_u64 *probes)
 {
 	struct probe p;
@@ -115,7 +115,7 @@ static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 g
 	return tfs_damage(fs, "directory index without room", index_root, hash);
 }
 
-/* Builds a table of a size that fits and puts it in place of the old one. */
+/* Builds a table of a size that fits and replaces the old one by it. */
 static int index_build(struct tfs *fs, struct tfs_inode *dir)
 {
 	tmb_u64 old = tmb_load(&dir->index_root), blocks = tfs_dir_blocks(fs, dir), used = 0, taken = 0, root = 0, done = 0, n, probes, had;
@@ -129,7 +129,7 @@ static int index_build(struct tfs *fs, struct tfs_inode *dir)
 	had = tfs_tree_count(fs, index_tree(old));
 	if (n > had && n - had > tfs_blocks_left(fs, dir))
 		return -EDQUOT;
-	/* Two or three per entry are enough, unless someone gave all the same hash. */
+	/* Two or three probes per entry are enough, unless a member chose names of one hash. */
 	probes = PROBE_MAX + (64ULL << log);
 	while (done < n && !err) {
 		struct tfs_run run;
@@ -173,7 +173,7 @@ static int index_build(struct tfs *fs, struct tfs_inode *dir)
 	return 0;
 }
 
-/* Readers wait for the directory's change to be over. */
+/* Readers wait until the directory's change is over. */
 static void index_drop(struct tfs *fs, struct tfs_inode *dir)
 {
 	tmb_u64 old = tmb_load(&dir->index_root), had = tfs_tree_count(fs, index_tree(old));
@@ -200,7 +200,7 @@ int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 g
 	if (!root || (tmb_load(&dir->index_used) + 1) * 4 > (1ULL << index_log(root)) * 3) {
 		bool full = root && (tmb_load(&dir->index_used) + 1) * 16 > (1ULL << index_log(root)) * 15;
 
-		/* Where there is no room for another table, the old one may be fuller than it should be, then makes room, then names are found without. */
+		/* Without room for a larger table the old one gets fuller than it should, then loses its tombstones, then is dropped and lookups scan. */
 		err = index_build(fs, dir);
 		if (full && (err == -ENOSPC || err == -EDQUOT)) {
 			index_drop(fs, dir);

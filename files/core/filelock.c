@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * File locks that exclude across members. The records of one inode are a table that is scanned whole: files with more than a few
- * locks are rare, and a scan of a block is 64 cache lines. A dead member's records count for nothing and are
- * reused, so its locks are released by its death itself.
+ * File locks that exclude across members. The records of one inode are a table that is scanned whole: files with more than a few locks are rare,
+ * and a scan of a block is 64 cache lines. A dead member's records are void and are reused, so its death releases its locks.
  *
- * A file's table has a lock of its own (tfs_table_lock), so programs that lock ranges and programs that write the file don't wait for each
- * other. A directory's table is under the directory's lock. The table grows under both, the inode's lock first, and in a transaction; it
- * shrinks only when the inode is freed. Other changes need no transaction: a record's first word makes it count.
+ * A file's table has a lock of its own (tfs_table_lock), so programs that lock ranges and programs that write the file don't wait for each other.
+ * A directory's lock covers its table. The table grows under both, the inode's lock first, and in a transaction; it shrinks only when the inode
+ * is freed. Other changes need no transaction: a record's first word makes it valid.
  *
- * A range that is unlocked or changes its type in the middle splits a record. All records involved belong to one owner, so
- * a death in between leaves only records that no longer count.
+ * Unlocking a range, or changing its type, in the middle of a record splits it. All records involved belong to one owner, so a death in between
+ * leaves only void records.
  */
 #include "tfs_internal.h"
 
@@ -23,13 +22,13 @@ struct table {
 	struct tfs *fs;
 	struct tfs_inode *inode;
 	tmb_u64 root, blocks;
-	tmb_u64 at; /* the block of records that was looked at last ... */
-	struct tfs_lock_record *records; /* ... and where it lies; NULL: none yet */
+	tmb_u64 at; /* the block of records that 'records' points to ... */
+	struct tfs_lock_record *records; /* ... where it lies; NULL: none yet */
 };
 
 /* --- the table's lock --------------------------------------------------------------------------------------------- */
 
-/* NULL: the inode's own lock. */
+/* Returns the lock of the table; NULL: it is the inode's own. */
 static struct tmb_lock *own_lock(struct tfs_inode *inode)
 {
 	return TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) ? NULL : tfs_table_lock(inode);
@@ -54,7 +53,7 @@ static int lock_table(struct tfs *fs, struct tfs_handle h, enum tfs_how how, str
 	err = tfs_lock(fs, lock ? lock : &inode->lock, how);
 	if (err)
 		return err;
-	/* An inode keeps its type for life, and a later one with its number is not the handle's. */
+	/* An inode keeps its type for life, and a later inode with its number is not the handle's. */
 	if (tfs_is(inode, h) && own_lock(inode) == lock)
 		return 0;
 	tfs_unlock(fs, lock ? lock : &inode->lock);
@@ -95,7 +94,7 @@ static struct tfs_lock_head *table_open(struct table *t, struct tfs *fs, struct 
 	return head;
 }
 
-/* Record i of the table, NULL past the end. */
+/* Returns record i of the table; NULL: past the end. */
 static struct tfs_lock_record *record_at(struct table *t, tmb_u64 i)
 {
 	tmb_u64 at = i + 1, block = at / TFS_LOCK_RECORDS; /* place 0 of block 0 is the head */
@@ -112,7 +111,7 @@ static struct tfs_lock_record *record_at(struct table *t, tmb_u64 i)
 	return t->records + at % TFS_LOCK_RECORDS;
 }
 
-/* One more block of free records; under both locks. */
+/* Adds a block of free records. The caller holds both locks. */
 static int table_grow(struct table *t)
 {
 	struct tfs_run run;
@@ -121,7 +120,7 @@ static int table_grow(struct table *t)
 
 	if (t->blocks >= MAX_BLOCKS)
 		return -ENOLCK;
-	/* After a death between linking and counting, the block is there already. */
+	/* A member that died between linking and counting left the block there. */
 	err = tfs_tree_map(t->fs, tmb_load(&t->inode->locks), t->blocks, 1, &run);
 	if (err)
 		return err;
@@ -139,7 +138,7 @@ static int table_grow(struct table *t)
 	}
 	t->root = tmb_load(&t->inode->locks);
 	t->blocks++;
-	/* Also where the block was there already: a count that damage made smaller is put right by this. */
+	/* Stored also for a block that was there: this repairs a count that damage made smaller. */
 	if (tfs_tree_map(t->fs, t->root, 0, 1, &run) || !run.block)
 		return tfs_damage(t->fs, "file-lock records missing", t->root, 0);
 	tmb_store(&((struct tfs_lock_head *)tfs_block(t->fs, run.block))->blocks, t->blocks);
@@ -161,11 +160,16 @@ static bool same_owner(struct tfs *fs, const struct tfs_lock_record *r, const st
 	return tmb_load(&r->holder) == self_word(fs) && tmb_load(&r->owner) == lock->owner && tmb_load(&r->kind) == lock->kind;
 }
 
+/* Returns whether the record's type and range exclude 'lock'. */
+static bool excludes(const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
+{
+	return (tmb_load(&r->type) == TFS_LK_WRITE || lock->type == TFS_LK_WRITE) && tmb_load(&r->start) <= lock->end &&
+	       tmb_load(&r->end) >= lock->start;
+}
+
 static bool conflicts(struct tfs *fs, const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
 {
-	return counts(fs, tmb_load(&r->holder)) && tmb_load(&r->kind) == lock->kind && !same_owner(fs, r, lock) &&
-	       (tmb_load(&r->type) == TFS_LK_WRITE || lock->type == TFS_LK_WRITE) && tmb_load(&r->start) <= lock->end &&
-	       tmb_load(&r->end) >= lock->start;
+	return counts(fs, tmb_load(&r->holder)) && tmb_load(&r->kind) == lock->kind && !same_owner(fs, r, lock) && excludes(r, lock);
 }
 
 static void fill(struct tfs_lock_record *r, tmb_u64 holder, const struct tfs_file_lock *lock, tmb_u64 start, tmb_u64 end, tmb_u32 type,
@@ -181,7 +185,7 @@ static void fill(struct tfs_lock_record *r, tmb_u64 holder, const struct tfs_fil
 	tmb_store_release(&r->holder, holder);
 }
 
-/* Which of two conflicting locks F_GETLK names: Linux keeps an owner's locks together, by their start, and owners as they came. */
+/* The order in which F_GETLK chooses among conflicting locks. Linux orders owners by arrival and an owner's locks by their start. */
 static bool comes_before(const struct tfs_lock_record *a, const struct tfs_lock_record *b)
 {
 	tmb_u64 first = tmb_load(&a->order), second = tmb_load(&b->order);
@@ -189,7 +193,7 @@ static bool comes_before(const struct tfs_lock_record *a, const struct tfs_lock_
 	return first != second ? first < second : tmb_load(&a->start) < tmb_load(&b->start);
 }
 
-/* A record to write into; NULL: none. */
+/* Returns a free record; NULL: none. */
 static struct tfs_lock_record *free_record(struct table *t)
 {
 	struct tfs_lock_record *r;
@@ -200,7 +204,7 @@ static struct tfs_lock_record *free_record(struct table *t)
 	return NULL;
 }
 
-/* Whether 'need' records are free. */
+/* Returns whether 'need' records are free. */
 static bool has_room(struct table *t, tmb_u32 need)
 {
 	struct tfs_lock_record *r;
@@ -210,7 +214,7 @@ static bool has_room(struct table *t, tmb_u32 need)
 	return !need;
 }
 
-/* Whether the range lies inside of one of this owner's records, so that taking it away leaves two. */
+/* Returns whether the range lies inside one of this owner's records, so that removing it leaves two. */
 static bool is_split(struct table *t, const struct tfs_file_lock *lock)
 {
 	struct tfs_lock_record *r;
@@ -221,7 +225,8 @@ static bool is_split(struct table *t, const struct tfs_file_lock *lock)
 	return false;
 }
 
-/* Takes [start, end] away from this owner's records, one of which may be split: there is room for it. True: something was there. */
+/* Removes [start, end] from this owner's records. One of them may be split: the caller has checked that there is room. True: something was
+ * removed. */
 static bool cut_out(struct table *t, const struct tfs_file_lock *lock)
 {
 	struct tfs_lock_record *r, *rest;
@@ -249,13 +254,13 @@ static bool cut_out(struct table *t, const struct tfs_file_lock *lock)
 	return gave;
 }
 
-/* Joins the new range with this owner's records of the same type that touch it. */
+/* Extends the new range by this owner's records of the same type that touch it, and removes these. */
 static void absorb(struct table *t, struct tfs_file_lock *lock)
 {
 	struct tfs_lock_record *r;
 	bool more = true;
 
-	/* What it joined with touched nothing else, or would have been joined with that: the second time finds nothing. */
+	/* After one pass the range can touch no further record, so the second pass finds none. */
 	for (int times = 0; more && times < 3; times++) {
 		more = false;
 		for (tmb_u64 i = 0; (r = record_at(t, i)); i++) {
@@ -301,7 +306,7 @@ static bool is_in_the_way(struct table *t, const struct tfs_file_lock *lock)
 	return false;
 }
 
-/* NO_ROOM: nothing is changed yet but a flock that was to become another one, which is given back. */
+/* NO_ROOM: nothing is changed, except that a flock that was to change its type is released. */
 static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_lock lock)
 {
 	struct table t;
@@ -315,7 +320,8 @@ static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_l
 	if (lock.kind == TFS_LK_FLOCK && own && taking) {
 		if (tmb_load(&own->type) == lock.type)
 			return 0;
-		/* As flock(2) has it: the old lock goes first, whatever becomes of the new one. So two that convert don't wait for each other. */
+		/* As flock(2) does: the old lock is released first, even if the new one can't be taken. So two owners that convert don't wait for
+		 * each other. */
 		cut_out(&t, &lock);
 		wake(fs, inode);
 	}
@@ -343,7 +349,7 @@ static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_l
 	return 0;
 }
 
-/* Adds a block to the table, unless it has more room than the caller found by now. */
+/* Adds a block to the table, unless it has gained enough room since the caller looked. */
 static int grow(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
 {
 	struct tfs_inode *inode;
@@ -384,7 +390,7 @@ int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock
 
 	if (lock->start > lock->end)
 		return -EINVAL;
-	/* A pass that finds no room adds a block, so a sound table is full after MAX_BLOCKS of them, whatever others took meanwhile. */
+	/* A pass without room adds a block, so a sound table is full after MAX_BLOCKS passes, whatever other members take meanwhile. */
 	for (tmb_u32 grown = 0; grown <= MAX_BLOCKS; grown++) {
 		err = lock_table(fs, h, how, &inode);
 		if (err)
@@ -434,48 +440,72 @@ struct waiter {
 	tmb_u64 owner;
 };
 
-/*
- * Does (directly or along a chain) a holder that is in the way of 'lock' wait for 'who'? Looks at records of other inodes without
- * their locks: each side says that it waits before it looks, so of two that wait for each other at least one sees it.
- */
-static bool leads_to(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter waiting, struct waiter who,
-		     tmb_u32 depth, tmb_u32 *looks)
+static bool is_same(struct waiter a, struct waiter b)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
+	return a.member == b.member && a.owner == b.owner;
+}
+
+/* A search for a deadlock: for a chain of waits that ends at 'end'. */
+struct search {
+	struct tfs *fs;
+	struct waiter end;
+	tmb_u32 looks; /* at so many more records */
+};
+
+static bool is_blocked(struct search *s, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter waiting, tmb_u32 depth);
+
+/* Does one of the waits of 'holder' lead to the end? */
+static bool waits_for_end(struct search *s, struct waiter holder, tmb_u32 depth)
+{
+	struct tfs_member_area *area = tfs_member_area(s->fs, holder.member);
+
+	for (tmb_u32 k = 0; k < TFS_LOCK_WAITS; k++) {
+		struct tfs_lock_wait *w = &area->waits[k];
+		tmb_u64 ino = tmb_load_acquire(&w->ino);
+		struct tfs_file_lock wanted = {.start = tmb_load(&w->start), .end = tmb_load(&w->end), .type = tmb_load(&w->type)};
+
+		if (ino && tmb_load(&w->owner) == holder.owner && is_blocked(s, ino, &wanted, holder, depth))
+			return true;
+	}
+	return false;
+}
+
+/*
+ * Is 'waiting', which wants 'lock' on an inode, blocked by the end of the search, directly or along at most 'depth' - 1 other owners? Reads records
+ * of other inodes without their locks: each side stores its wait before it looks, so of two that wait for each other at least one sees it.
+ */
+static bool is_blocked(struct search *s, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter waiting, tmb_u32 depth)
+{
+	struct tfs_inode *inode = tfs_inode(s->fs, ino);
 	struct tfs_lock_record *r;
 	struct table t;
 
-	if (!depth || !inode || !table_open(&t, fs, inode))
+	if (!depth || !inode || !table_open(&t, s->fs, inode))
 		return false;
-	for (tmb_u64 i = 0; *looks && (r = record_at(&t, i)); i++, --*looks) {
+	for (tmb_u64 i = 0; s->looks && (r = record_at(&t, i)); i++, s->looks--) {
 		tmb_u64 word = tmb_load(&r->holder);
 		struct waiter holder = {.member = tmb_lock_owner(word), .owner = tmb_load(&r->owner)};
-		struct tfs_member_area *area;
 
-		if (!counts(fs, word) || (holder.member == waiting.member && holder.owner == waiting.owner) ||
-		    tmb_load(&r->kind) != TFS_LK_POSIX || (tmb_load(&r->type) != TFS_LK_WRITE && lock->type != TFS_LK_WRITE) ||
-		    tmb_load(&r->start) > lock->end || tmb_load(&r->end) < lock->start)
+		if (!counts(s->fs, word) || is_same(holder, waiting) || tmb_load(&r->kind) != TFS_LK_POSIX || !excludes(r, lock))
 			continue;
-		if (holder.member == who.member && holder.owner == who.owner)
+		if (is_same(holder, s->end) || waits_for_end(s, holder, depth - 1))
 			return true;
-		area = tfs_member_area(fs, holder.member);
-		for (tmb_u32 k = 0; k < TFS_LOCK_WAITS; k++) {
-			struct tfs_lock_wait *w = &area->waits[k];
-			tmb_u64 next = tmb_load_acquire(&w->ino);
-			struct tfs_file_lock wanted = {.start = tmb_load(&w->start), .end = tmb_load(&w->end), .type = tmb_load(&w->type)};
-
-			if (next && tmb_load(&w->owner) == holder.owner && leads_to(fs, next, &wanted, holder, who, depth - 1, looks))
-				return true;
-		}
 	}
 	return false;
+}
+
+/* Would a wait of 'self' for a POSIX lock never end? */
+static bool is_deadlock(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter self)
+{
+	struct search s = {.fs = fs, .end = self, .looks = MAX_LOOKS};
+
+	return is_blocked(&s, ino, lock, self, MAX_DEPTH);
 }
 
 int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
 	struct waiter self = {.member = fs->member, .owner = lock->owner};
-	tmb_u32 looks = MAX_LOOKS;
 
 	for (tmb_u32 i = 0; lock->kind == TFS_LK_POSIX && i < TFS_LOCK_WAITS; i++) {
 		struct tfs_lock_wait *w = &area->waits[i];
@@ -488,14 +518,14 @@ int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_fi
 		tmb_store(&w->type, lock->type);
 		tmb_store_release(&w->ino, h.ino);
 		tmb_fence();
-		if (leads_to(fs, h.ino, lock, self, self, MAX_DEPTH, &looks)) {
+		if (is_deadlock(fs, h.ino, lock, self)) {
 			tfs_lock_wait_end(fs, (int)i);
 			return -EDEADLK;
 		}
 		return (int)i;
 	}
-	/* Nobody else can see that this one waits, so it looks for itself alone. */
-	return lock->kind == TFS_LK_POSIX && leads_to(fs, h.ino, lock, self, self, MAX_DEPTH, &looks) ? -EDEADLK : (int)TFS_LOCK_WAITS;
+	/* Other members can't see this waiter, so it only looks for itself. */
+	return lock->kind == TFS_LK_POSIX && is_deadlock(fs, h.ino, lock, self) ? -EDEADLK : (int)TFS_LOCK_WAITS;
 }
 
 void tfs_lock_wait_end(struct tfs *fs, int slot)

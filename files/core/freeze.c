@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Freezing: for a snapshot one member stops all changes by the others. The word in the super block names who froze, so it ends with
- * that member's life. An operation begins with a transaction (tfs_tx_begin) and looks at the word after
- * taking its slot; who freezes looks at transactions and locks after setting the word: of two that race, at least one sees the other. What is
- * under way goes on to its end, whatever else it takes. References (open, mapped), records of file locks, claims of free inodes and times of
- * reading may still change: recovery of the copy, in which nobody lives, puts them in order. Mappings are taken back, and come again after the thaw.
+ * Freezing: for a snapshot one member stops all changes by other members. The word in the super block names the freezing member, so a freeze ends
+ * with that member's life. An operation begins with a transaction (tfs_tx_begin) and loads the word after taking its slot; the freezing member sets
+ * the word, then looks at transactions and locks. Of two that race, at least one sees the other. An operation that has begun goes on to its end,
+ * with all locks that it still needs. References (open, mapped), records of file locks, claims of free inodes and access times may still change:
+ * recovery repairs them in the copy, in which no member lives. Mappings are revoked, and come back after the thaw.
  */
 #include "tfs_internal.h"
 
@@ -34,7 +34,7 @@ int tfs_wait_thaw(struct tfs *fs)
 	return err;
 }
 
-/* Waits for the transactions of a member, as long as it lives. */
+/* Waits for the end of a member's transactions, as long as it lives. */
 static int end_of_transactions(struct tfs *fs, tmb_u32 member, tmb_u64 since)
 {
 	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++) {
@@ -51,7 +51,7 @@ static int end_of_transactions(struct tfs *fs, tmb_u32 member, tmb_u64 since)
 	return 0;
 }
 
-/* Waits for who was inside already, and lets nothing stay mapped. */
+/* Waits for the operations that began before the freeze, and revokes all mappings. */
 static int settle(struct tfs *fs)
 {
 	tmb_u64 inodes, since = tfs_os_clock();
@@ -66,7 +66,7 @@ static int settle(struct tfs *fs)
 		tmb_u32 owner;
 
 		if (!inode)
-			break; /* itable_inodes says more than there are */
+			break; /* itable_inodes is larger than the table */
 		if (tfs_lock_held(&inode->lock, &owner)) {
 			err = tfs_lock(fs, &inode->lock, TFS_KILLABLE);
 			if (!err)

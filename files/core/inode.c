@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Inodes: a table of 256-byte records, itself a tree that grows by 16 blocks at a time. A free record is claimed by compare
- * and swap of its state word, so that creating files takes no common lock. Freeing an inode and cutting its blocks off are here, too.
+ * Inodes: a table of 256-byte records, itself a tree that grows by 16 blocks at a time. A member claims a free record by a compare and swap of its
+ * state word, so that creating files takes no common lock. Freeing an inode and removing its blocks are here, too.
  */
 #include "tfs_internal.h"
 
 #define GROW_BLOCKS 16u
-#define SEARCH 256u /* records looked at for a free one, before the table grows */
+#define SEARCH 256u /* a search looks at this many records before the table grows */
 
 tmb_u64 tfs_blocks_of(tmb_u64 bytes)
 {
@@ -35,7 +35,7 @@ int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out)
 	return tfs_is(*out, h) ? 0 : -ESTALE;
 }
 
-/* Durable before any of the new ones is taken: recovery looks at no more. */
+/* The count is durable before any new record is claimed: a recovery looks at no more records than it says. */
 static void set_inodes(struct tfs *fs, tmb_u64 n)
 {
 	struct tfs_super *sb = tfs_sb(fs);
@@ -56,14 +56,14 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 	if (err)
 		return err;
 	had = tmb_load(&sb->itable_inodes);
-	if (had == seen) { /* else another member was faster */
+	if (had == seen) { /* else another member has grown it */
 		struct tfs_run run, there;
 
 		err = tfs_alloc(fs, 0, GROW_BLOCKS, &run);
-		/* After a death between linking and counting, blocks are there already. */
+		/* A member that died between linking and counting left blocks there. */
 		if (!err)
 			err = tfs_tree_map(fs, tmb_load(&sb->itable_root), had / TFS_INODES_PER_BLOCK, run.count, &there);
-		if (!err && !there.block && there.count < run.count) { /* some further on, where power failed */
+		if (!err && !there.block && there.count < run.count) { /* some further on, after a power failure */
 			tfs_set_map(fs, run.block + there.count, run.count - there.count, TFS_MAP_FREE);
 			run.count = there.count;
 		}
@@ -82,7 +82,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 	return err;
 }
 
-/* Whoever freed it has its lock for a moment longer, and may have died with it: a new file there would have to wait for the recovery. */
+/* The member that freed the record holds its lock a moment longer, and may have died with it: a new file there would wait for the recovery. */
 static bool is_locked(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_u32 owner, epoch = (tmb_u32)(tmb_load(&inode->lock.word) >> 32);
@@ -101,7 +101,7 @@ static bool claim(struct tfs *fs, struct tfs_inode *inode)
 	       tmb_cas64(&inode->state_gen, old, generation | (tmb_u64)tfs_tag(fs) << 8 | TFS_INODE_NEW);
 }
 
-/* Whether the table has so few free records that a search for one is not worth it. */
+/* Returns whether too few records are free for a search to be worth it. */
 static bool table_is_full(struct tfs *fs, tmb_u64 inodes)
 {
 	tmb_u64 used = tfs_inodes_used(fs);
@@ -144,12 +144,12 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle
 		int err;
 
 		made->ino = search(fs, inodes, TFS_MIN(inodes, SEARCH), &inode);
-		/* The whole table before it grows, if an eighth of it is free: else it would grow with every run of live inodes. */
+		/* If an eighth of the table is free, the whole table is searched before it grows: else every run of live inodes would make it grow. */
 		if (!made->ino && !table_is_full(fs, inodes))
 			made->ino = search(fs, inodes, inodes, &inode);
 		if (made->ino) {
 			tfs_tx_inode(fs, slot, index, made->ino);
-			/* Everything but state, and the lock, on which a latecomer may sit. */
+			/* Everything but the state, and the lock, which a late waiter may hold. */
 			memset((tmb_u8 *)inode + offsetof(struct tfs_inode, mode), 0,
 			       offsetof(struct tfs_inode, lock) - offsetof(struct tfs_inode, mode));
 			tmb_store(&inode->openers, 0);
@@ -166,7 +166,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle
 				tfs_drop_new_inode(fs, inode, slot);
 			return err;
 		}
-		tmb_store(&fs->inode_cursor, inodes); /* new ones come there */
+		tmb_store(&fs->inode_cursor, inodes); /* the new records */
 		err = grow_table(fs, slot, inodes);
 		if (err)
 			return err;
@@ -178,18 +178,18 @@ static void free_contents(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_u64 *roots[] = {&inode->root, &inode->index_root, &inode->xattr_root, &inode->locks};
 
-	tfs_barrier(fs); /* the transaction that names the inode, before any tag */
+	tfs_barrier(fs); /* the transaction that names the inode is durable before any tag */
 	for (tmb_u32 i = 0; i < 4; i++) {
 		tmb_u64 root = tmb_load(roots[i]);
 
 		if (!root)
 			continue;
-		tfs_tree_mark(fs, root, TFS_MAP_USED, tfs_tag(fs)); /* so that a death in between loses nothing */
+		tfs_tree_mark(fs, root, TFS_MAP_USED, tfs_tag(fs)); /* a death before the next store loses no block */
 		tfs_barrier(fs);
 		tmb_store_release(roots[i], 0);
 		tfs_persist(fs, roots[i], sizeof(*roots[i]));
 		tfs_barrier(fs);
-		tmb_fetch_add(&inode->map_seq, 1); /* after the unlinking: for readers that have no pin */
+		tmb_fetch_add(&inode->map_seq, 1); /* after the unlinking: for readers without a pin */
 		tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_FREE);
 	}
 }
@@ -200,8 +200,8 @@ static tmb_u64 freeing_state(struct tfs *fs, tmb_u32 slot)
 }
 
 /*
- * Nobody can claim the record yet: a death before the end of the transaction has its words stored once more, which must not hit somebody
- * else's new inode.
+ * Marks the record as being freed by the transaction in 'slot', so that no member can claim it before the transaction ends. If this member dies
+ * before, its recovery repeats the transaction's words, which must not hit another member's new inode.
  */
 static void set_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
 {
@@ -223,12 +223,12 @@ void tfs_set_free(struct tfs *fs, struct tfs_inode *inode)
 
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
 {
-	set_freeing(fs, inode, slot); /* a dead member's: this one's now */
+	set_freeing(fs, inode, slot); /* a dead member's record becomes this member's */
 	free_contents(fs, inode);
 	tfs_close_account(fs, inode);
 }
 
-/* Removes what members still map. */
+/* Removes the blocks that members still map. */
 static int remove_mapped(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot)
 {
 	struct tfs_gone *gone;
@@ -251,12 +251,12 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 	if (!err)
 		err = tfs_lock_table_to_free(fs, inode);
 	if (err) {
-		tmb_store(&fs->unclean, true); /* unused as it is, the recovery of this member frees it */
+		tmb_store(&fs->unclean, true); /* the recovery of this member frees the inode */
 		return err;
 	}
 	/*
-	 * From here on the inode is gone for everybody: lookups, readlink and others that read without a pin look at the state after their copy, so it
-	 * must say so before the first block can be used again.
+	 * From here on the inode is freed for every reader. Readers without a pin (lookup, readlink) load the state after their copy, so the state
+	 * changes before the first block can be used again.
 	 */
 	set_freeing(fs, inode, slot);
 	tfs_unlock_table(fs, inode);
@@ -274,7 +274,7 @@ int tfs_begin_removal(struct tfs *fs, tmb_u32 slot, struct tfs_inode *inode, tmb
 	if (!g)
 		return -ENOMEM;
 	for (tmb_u32 i = 0; i < 2; i++) {
-		/* Both in one large entry: it is split once. */
+		/* Both borders lie in one large entry, which is split once. */
 		bool again = i && g->spare[0] && from / TFS_FANOUT == to / TFS_FANOUT;
 
 		if (from < to && !again && tfs_tree_splits(fs, root, borders[i]) && tfs_alloc_spare(fs, &g->spare[i])) {
@@ -316,10 +316,10 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 		more = tfs_tree_unlink(fs, &inode->root, from, to, gone);
 		if (!gone->n)
 			break;
-		/* A member that did not let go once is not waited for again. */
+		/* A mapper that did not let go once is not waited for again. */
 		holders = tfs_holders(fs, inode, ino, !recovering && !holders);
 		tfs_barrier(fs);
-		/* The removal goes on though the caller was killed, or what is left would show when the file grows. */
+		/* The removal goes on though the caller was killed: else the rest would show when the file grows. */
 		mark = tfs_free_begin(fs, holders, killed);
 		killed |= mark == tfs_tag(fs);
 		if (killed && tfs_fenced(fs))

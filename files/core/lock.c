@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Which members live, how they are rung, and the locks of inodes (wait.c has the lock itself).
+ * The members that live, their doorbells, and the locks of inodes (wait.c has the lock itself).
  */
 #include "tfs_internal.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Operations on names. Each prepares what nobody sees yet (inode, entry), then changes everything that shows in one
- * transaction. Locks: a directory before what is in it; rename.c says how two directories are locked.
+ * Operations on names. Each prepares an inode and an entry that are not visible yet, then changes all that is visible in one transaction.
+ * Lock order: a directory before the inodes in it; rename.c says how two directories are locked.
  */
 #include "tfs_internal.h"
 
@@ -30,7 +30,7 @@ int tfs_check_name(tmb_u32 len)
 
 /* --- create, link ------------------------------------------------------------------------------------------------- */
 
-/* Contents that a new inode has from the start. */
+/* Stores the contents that a new inode has from the start. */
 static int first_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 *rootp, const void *data, tmb_u64 len)
 {
 	tmb_u64 taken;
@@ -172,7 +172,7 @@ int tfs_link(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 
 	if (TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR))
 		err = -EPERM;
 	else if (!nlink && !(tmb_load(&inode->openers) >> fs->member & 1))
-		err = -ENOENT; /* only what is open here comes back: O_TMPFILE */
+		err = -ENOENT; /* only what is open here can be linked: O_TMPFILE */
 	else if (nlink >= TFS_LINK_MAX)
 		err = -EMLINK;
 	if (err)
@@ -207,7 +207,7 @@ end:
 
 /* --- unlink, rmdir -------------------------------------------------------------------------------------------------- */
 
-/* After a commit that took the last link: frees the inode (locked) unless somebody has it open. */
+/* After a commit that removed the last link: frees the inode (locked) unless a member has it open. */
 void tfs_drop_if_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot)
 {
 	tmb_fence();
@@ -217,7 +217,8 @@ void tfs_drop_if_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tm
 	tfs_free_inode_locked(fs, ino, inode, slot);
 }
 
-/* Whether the inode that a name means is the one that the caller means. With the name's directory locked, which keeps the inode alive. */
+/* Returns whether the name's inode is the one that the caller checked. The caller holds the lock of the name's directory, which keeps the
+ * inode alive. */
 bool tfs_is_expected(struct tfs *fs, tmb_u64 ino, struct tfs_handle expect)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);
@@ -316,7 +317,7 @@ int tfs_readlink(struct tfs *fs, struct tfs_handle h, char *buf, tmb_u32 size)
 		return tfs_is(inode, h) ? -EINVAL : -ESTALE;
 	if (!len || len > TFS_SYMLINK_MAX)
 		return tfs_is(inode, h) ? tfs_damage(fs, "symlink length", h.ino, len) : -ESTALE;
-	/* A symlink never changes; what it needs against being freed meanwhile is a look at its state afterwards. */
+	/* A symlink never changes; a look at its state after the copy shows whether it was freed meanwhile. */
 	err = tfs_tree_look(fs, tmb_load_acquire(&inode->root), 0, 1, &run);
 	if (err || !run.block)
 		return tfs_is(inode, h) ? tfs_damage(fs, "symlink without target", h.ino, 0) : -ESTALE;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* Which members have an inode open or mapped, and what becomes of it when the last one lets go. */
+/* The members that have an inode open or mapped; the last one to close an unlinked inode frees it. */
 #include "tfs_internal.h"
 
 /*
- * The bits of this member are changed by one of its threads at a time: else a thread that finds itself late, and takes back the bit that it
- * set on somebody else's inode, would take the bit of another thread that meanwhile opened that inode.
+ * One thread of this member at a time changes the member's bits of an inode. Otherwise a thread that came too late, and clears the bit that
+ * it set on the inode's successor, could clear the bit of another thread that has just opened the successor.
  */
 static void lock_bits(struct tfs *fs, tmb_u64 ino)
 {
@@ -28,7 +28,7 @@ static int set_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *in
 
 	lock_bits(fs, h.ino);
 	had = tmb_fetch_or(word, bit);
-	/* Whoever frees the inode, or removed its last link, meanwhile either sees the bit or is seen here. */
+	/* A member that frees the inode, or removes its last link, meanwhile sees the bit, or its change is seen here. */
 	if (!tfs_is(inode, h) || (opening && !had && !tmb_load(&inode->nlink)))
 		err = -ESTALE;
 	if (err && !(had & bit))
@@ -45,7 +45,8 @@ static void clear_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode 
 	unlock_bits(fs, h.ino);
 }
 
-/* After a bit of 'openers' went: the inode may have lost its last name meanwhile, for somebody who left it to the bit's owner to free it. */
+/* Called after a bit of 'openers' was cleared: if the inode lost its last name meanwhile, the member that removed the name left the freeing
+ * to this one. */
 static int free_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 {
 	tmb_u32 slot;
@@ -81,7 +82,7 @@ void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
 	int err = inode ? tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE) : -ESTALE;
 	bool locked = !err;
 
-	if (err == -EINTR) /* for who recovers this member */
+	if (err == -EINTR) /* the recovery of this member closes it */
 		tmb_store(&fs->unclean, true);
 	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
 		tfs_free_inode_locked(fs, ino, inode, slot);

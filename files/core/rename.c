@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Renaming. All locks are taken first: two directories under the rename lock, the one above before the one below; then what the names mean, by
- * number. One transaction changes both names, the counts of both directories and the link that a replaced file loses.
+ * Renaming. A rename takes all its locks first: two directories under the rename lock, the upper one first; then the inodes of the names, in
+ * the order of their numbers. One transaction changes both names, the counts of both directories and the link count of a file that is replaced.
  */
 #include "tfs_internal.h"
 
-/* Is 'above' the directory 'ino' or one above it? 1, 0 or -EUCLEAN. With the rename lock, which keeps the answer true. */
+/* Is 'above' the directory 'ino' or an ancestor of it? 1, 0 or -EUCLEAN. The caller holds the rename lock, which keeps the answer true. */
 static int is_above(struct tfs *fs, tmb_u64 above, tmb_u64 ino)
 {
 	for (tmb_u64 n = tfs_table_inodes(fs); n; n--) {
@@ -22,38 +22,53 @@ static int is_above(struct tfs *fs, tmb_u64 above, tmb_u64 ino)
 
 struct rename {
 	const struct tfs_name *old, *new;
+	tmb_u32 flags; /* TFS_RENAME_* */
+	tmb_u32 slot;  /* of the transaction */
+	tmb_s64 now;
 	tmb_u64 old_ino, new_ino; /* directories */
 	struct tfs_inode *old_dir, *new_dir;
 	struct tfs_slot from, to;
-	tmb_u64 source_ino, target_ino; /* target 0: the new name is free */
+	tmb_u64 source_ino, target_ino; /* target_ino 0: the new name is free */
 	struct tfs_inode *source, *target;
 	bool source_is_dir, target_is_dir;
-	bool wait;    /* for locks of inodes; else -EAGAIN ... */
-	tmb_u64 busy; /* ... and this is the inode */
+	struct tfs_inode *whiteout; /* to be left at the old name; NULL: none */
+	tmb_u64 whiteout_ino;
+	bool wait;    /* whether to wait for locks of inodes; else -EAGAIN ... */
+	tmb_u64 busy; /* ... with 'busy' the inode whose lock is taken */
 };
 
-/* Tries of a rename that waits with nothing locked, before it waits with the rename lock. */
+/* Tries of a rename that waits with nothing locked, before it waits with the rename lock held. */
 #define TRIES 16u
+
+static bool exchanges(const struct rename *r)
+{
+	return r->flags & TFS_RENAME_EXCHANGE;
+}
+
+static bool between_dirs(const struct rename *r)
+{
+	return r->old_ino != r->new_ino;
+}
 
 static void unlock_dirs(struct tfs *fs, struct rename *r)
 {
 	struct tfs_super *sb = tfs_sb(fs);
 
 	tfs_unlock_inode(fs, r->old_ino);
-	if (r->new_ino != r->old_ino) {
+	if (between_dirs(r)) {
 		tfs_unlock_inode(fs, r->new_ino);
 		tfs_unlock(fs, &sb->rename_lock);
 	}
 }
 
-/* Two directories: under the rename lock, the one above first; unrelated ones by number. */
+/* Locks both directories: under the rename lock the upper one first, unrelated ones by number. */
 static int lock_dirs(struct tfs *fs, struct rename *r)
 {
 	struct tfs_super *sb = tfs_sb(fs);
 	bool old_first;
 	int err;
 
-	if (r->old_ino == r->new_ino) {
+	if (!between_dirs(r)) {
 		err = tfs_lock_dir(fs, r->old->dir, true, &r->old_dir);
 		r->new_dir = r->old_dir;
 		return err;
@@ -124,8 +139,44 @@ static int lock_children(struct tfs *fs, struct rename *r)
 	return 0;
 }
 
-/* Finds both names and refuses what rename(2) refuses. */
-static int find_names(struct tfs *fs, struct rename *r, tmb_u32 flags)
+/* Refuses a rename after which a directory would be its own descendant. The caller holds the rename lock. */
+static int check_ancestors(struct tfs *fs, struct rename *r)
+{
+	struct tfs_inode *inode;
+	int err = tfs_live_inode(fs, tfs_any(r->source_ino), &inode);
+
+	if (!err && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR)) {
+		err = is_above(fs, r->source_ino, r->new_ino);
+		if (err > 0)
+			return -EINVAL;
+	}
+	if (err || !r->target_ino)
+		return err;
+	err = tfs_live_inode(fs, tfs_any(r->target_ino), &inode);
+	if (!err && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR)) {
+		err = is_above(fs, r->target_ino, r->old_ino);
+		if (err > 0)
+			return exchanges(r) ? -EINVAL : -ENOTEMPTY;
+	}
+	return err;
+}
+
+/* Compares the inodes of both names with those that the caller expects and the flags want. */
+static int check_expected(struct tfs *fs, struct rename *r)
+{
+	bool taken = r->target_ino;
+
+	if (!tfs_is_expected(fs, r->source_ino, r->old->expect))
+		return -ESTALE;
+	if (taken && r->flags & TFS_RENAME_NOREPLACE)
+		return -EEXIST;
+	if (r->new->expect.ino == TFS_NOTHING ? taken : !tfs_is_expected(fs, r->target_ino, r->new->expect))
+		return -ESTALE;
+	return !taken && exchanges(r) ? -ENOENT : 0;
+}
+
+/* Finds both names, and refuses what rename(2) refuses. */
+static int find_names(struct tfs *fs, struct rename *r)
 {
 	int err = tfs_dir_find_locked(fs, r->old_dir, r->old->name, r->old->len, &r->from);
 
@@ -136,52 +187,25 @@ static int find_names(struct tfs *fs, struct rename *r, tmb_u32 flags)
 	if (err && err != -ENOENT)
 		return err;
 	r->target_ino = err ? 0 : tfs_ref_ino(r->to.ref);
-	if (!tfs_is_expected(fs, r->source_ino, r->old->expect))
-		return -ESTALE;
-	if (r->new->expect.ino == TFS_NOTHING ? r->target_ino != 0 : !tfs_is_expected(fs, r->target_ino, r->new->expect))
-		return flags & TFS_RENAME_NOREPLACE && r->target_ino ? -EEXIST : -ESTALE;
-	if (r->target_ino && flags & TFS_RENAME_NOREPLACE)
-		return -EEXIST;
-	if (!r->target_ino && flags & TFS_RENAME_EXCHANGE)
-		return -ENOENT;
-	if (r->old_ino != r->new_ino) {
-		/* Under the rename lock: nothing may end up below itself. */
-		struct tfs_inode *inode;
-
-		err = tfs_live_inode(fs, tfs_any(r->source_ino), &inode);
-		if (!err && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR)) {
-			err = is_above(fs, r->source_ino, r->new_ino);
-			if (err > 0)
-				return -EINVAL;
-		}
-		if (!err && r->target_ino)
-			err = tfs_live_inode(fs, tfs_any(r->target_ino), &inode);
-		if (!err && r->target_ino && TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR)) {
-			err = is_above(fs, r->target_ino, r->old_ino);
-			if (err > 0)
-				return flags & TFS_RENAME_EXCHANGE ? -EINVAL : -ENOTEMPTY;
-		}
-		if (err < 0)
-			return err;
-	}
-	return 0;
+	err = check_expected(fs, r);
+	return !err && between_dirs(r) ? check_ancestors(fs, r) : err;
 }
 
 /*
- * Finds both names and locks all that the rename changes. 1: there is nothing to do. Renames between directories are one at a time, so one that
- * waits for another member's file or directory must not have the rename lock meanwhile, or all others would wait with it.
+ * Finds both names and takes the locks of all that the rename changes. 1: there is nothing to do. The rename lock admits one rename between
+ * directories at a time, so a rename must not wait for another member's file or directory while holding it.
  */
-static int lock_all(struct tfs *fs, struct rename *r, tmb_u32 flags)
+static int lock_all(struct tfs *fs, struct rename *r)
 {
 	for (tmb_u32 tries = 0;; tries++) {
 		int err;
 
-		r->wait = r->old_ino == r->new_ino || tries == TRIES;
+		r->wait = !between_dirs(r) || tries == TRIES;
 		err = lock_dirs(fs, r);
 		if (!err) {
-			err = find_names(fs, r, flags);
-			/* Two links of one file, or one name: POSIX wants nothing to happen. */
-			if (!err && r->source_ino == r->target_ino && !(flags & TFS_RENAME_EXCHANGE))
+			err = find_names(fs, r);
+			/* POSIX: a rename between two links of one file changes nothing. */
+			if (!err && r->source_ino == r->target_ino && !exchanges(r))
 				err = 1;
 			if (!err)
 				err = lock_children(fs, r);
@@ -199,10 +223,10 @@ static int lock_all(struct tfs *fs, struct rename *r, tmb_u32 flags)
 }
 
 /*
- * Where there is no room for another entry: the new name in the old entry's place, if it fits there and into the transaction. Lookups try again
+ * Without room for another entry: puts the new name into the old entry's place, if it fits there and into the transaction. Lookups try again
  * while the directory changes, so they see the old name or the new one.
  */
-static int rename_in_place(struct tfs *fs, struct rename *r, tmb_u32 slot)
+static int rename_in_place(struct tfs *fs, struct rename *r)
 {
 	struct tfs_dirent *entry = r->from.entry;
 	tmb_u32 len = r->new->len, hash = r->to.hash;
@@ -216,153 +240,191 @@ static int rename_in_place(struct tfs *fs, struct rename *r, tmb_u32 slot)
 	err = tfs_index_add(fs, r->old_dir, hash, r->from.granule);
 	if (err)
 		return err;
-	tfs_tx_word(fs, slot, (tmb_u8 *)entry + offsetof(struct tfs_dirent, hash), head);
+	tfs_tx_word(fs, r->slot, (tmb_u8 *)entry + offsetof(struct tfs_dirent, hash), head);
 	for (tmb_u32 at = 0; at < len; at += 8) {
 		tmb_u64 word = 0;
 
 		memcpy(&word, r->new->name + at, TFS_MIN(len - at, 8u));
-		tfs_tx_word(fs, slot, (tmb_u8 *)entry + TFS_DIRENT_HEADER + at, word);
+		tfs_tx_word(fs, r->slot, (tmb_u8 *)entry + TFS_DIRENT_HEADER + at, word);
 	}
-	tfs_tx_commit(fs, slot);
+	tfs_tx_commit(fs, r->slot);
 	tfs_index_forget(fs, r->old_dir, r->from.hash, r->from.granule);
 	return 0;
 }
 
-static void add_to(struct tfs *fs, tmb_u32 slot, tmb_u64 *field, tmb_s64 delta)
+static void add_to(struct tfs *fs, struct rename *r, tmb_u64 *field, tmb_s64 delta)
 {
 	if (delta)
-		tfs_tx_word(fs, slot, field, tmb_load(field) + (tmb_u64)delta);
+		tfs_tx_word(fs, r->slot, field, tmb_load(field) + (tmb_u64)delta);
 }
 
-static int exchange(struct tfs *fs, struct rename *r, tmb_u32 slot)
+static int exchange(struct tfs *fs, struct rename *r)
 {
 	tmb_s64 delta = (tmb_s64)r->source_is_dir - (tmb_s64)r->target_is_dir;
 
-	tfs_tx_word(fs, slot, &r->from.entry->ref, r->to.ref);
-	tfs_tx_word(fs, slot, &r->to.entry->ref, r->from.ref);
-	if (r->old_ino != r->new_ino) {
-		add_to(fs, slot, &r->old_dir->nlink, -delta);
-		add_to(fs, slot, &r->new_dir->nlink, delta);
+	tfs_tx_word(fs, r->slot, &r->from.entry->ref, r->to.ref);
+	tfs_tx_word(fs, r->slot, &r->to.entry->ref, r->from.ref);
+	if (between_dirs(r)) {
+		add_to(fs, r, &r->old_dir->nlink, -delta);
+		add_to(fs, r, &r->new_dir->nlink, delta);
 		if (r->source_is_dir)
-			tfs_tx_word(fs, slot, &r->source->parent, r->new_ino);
+			tfs_tx_word(fs, r->slot, &r->source->parent, r->new_ino);
 		if (r->target_is_dir)
-			tfs_tx_word(fs, slot, &r->target->parent, r->old_ino);
+			tfs_tx_word(fs, r->slot, &r->target->parent, r->old_ino);
 	}
-	tfs_tx_commit(fs, slot);
+	tfs_tx_commit(fs, r->slot);
 	return 0;
 }
 
-static int move(struct tfs *fs, struct rename *r, tmb_u32 slot, struct tfs_inode *whiteout, tmb_u64 whiteout_ino)
+/* Lists the changes of both directories' counts, and of the parent of a directory that moves. */
+static void count_move(struct tfs *fs, struct rename *r)
 {
-	tmb_s64 entries_old = whiteout ? 0 : -1, entries_new = r->target_ino ? 0 : 1;
+	tmb_s64 entries_old = r->whiteout ? 0 : -1, entries_new = r->target_ino ? 0 : 1;
 	tmb_s64 links_old = r->source_is_dir ? -1 : 0, links_new = (r->source_is_dir ? 1 : 0) - (r->target_is_dir ? 1 : 0);
 
+	if (!between_dirs(r)) {
+		add_to(fs, r, &r->old_dir->entries, entries_old + entries_new);
+		add_to(fs, r, &r->old_dir->nlink, links_old + links_new);
+		return;
+	}
+	add_to(fs, r, &r->old_dir->entries, entries_old);
+	add_to(fs, r, &r->new_dir->entries, entries_new);
+	add_to(fs, r, &r->old_dir->nlink, links_old);
+	add_to(fs, r, &r->new_dir->nlink, links_new);
+	if (r->source_is_dir)
+		tfs_tx_word(fs, r->slot, &r->source->parent, r->new_ino);
+}
+
+static int move(struct tfs *fs, struct rename *r)
+{
 	if (!r->target_ino) {
 		int err = tfs_dir_reserve(fs, r->new_dir, r->new->name, r->new->len, &r->to);
 
-		if ((err == -ENOSPC || err == -EDQUOT) && r->old_ino == r->new_ino && !whiteout)
-			return rename_in_place(fs, r, slot);
+		if ((err == -ENOSPC || err == -EDQUOT) && !between_dirs(r) && !r->whiteout)
+			return rename_in_place(fs, r);
 		if (err)
 			return err;
 	}
-	tfs_tx_word(fs, slot, &r->to.entry->ref, r->from.ref);
-	tfs_tx_word(fs, slot, &r->from.entry->ref, whiteout ? tfs_make_ref(whiteout_ino, TFS_MODE_CHR) : 0);
-	if (whiteout)
-		tfs_tx_word(fs, slot, &whiteout->state_gen, tfs_live_state(whiteout));
+	tfs_tx_word(fs, r->slot, &r->to.entry->ref, r->from.ref);
+	tfs_tx_word(fs, r->slot, &r->from.entry->ref, r->whiteout ? tfs_make_ref(r->whiteout_ino, TFS_MODE_CHR) : 0);
+	if (r->whiteout)
+		tfs_tx_word(fs, r->slot, &r->whiteout->state_gen, tfs_live_state(r->whiteout));
 	if (r->target_ino)
-		tfs_tx_word(fs, slot, &r->target->nlink, r->target_is_dir ? 0 : tmb_load(&r->target->nlink) - 1);
-	if (r->old_ino == r->new_ino) {
-		add_to(fs, slot, &r->old_dir->entries, entries_old + entries_new);
-		add_to(fs, slot, &r->old_dir->nlink, links_old + links_new);
-	} else {
-		add_to(fs, slot, &r->old_dir->entries, entries_old);
-		add_to(fs, slot, &r->new_dir->entries, entries_new);
-		add_to(fs, slot, &r->old_dir->nlink, links_old);
-		add_to(fs, slot, &r->new_dir->nlink, links_new);
-		if (r->source_is_dir)
-			tfs_tx_word(fs, slot, &r->source->parent, r->new_ino);
-	}
-	tfs_tx_commit(fs, slot);
-	if (!whiteout)
+		tfs_tx_word(fs, r->slot, &r->target->nlink, r->target_is_dir ? 0 : tmb_load(&r->target->nlink) - 1);
+	count_move(fs, r);
+	tfs_tx_commit(fs, r->slot);
+	if (!r->whiteout)
 		tfs_dir_forget(fs, r->old_dir, &r->from);
 	return 0;
 }
 
-int tfs_rename(struct tfs *fs, const struct tfs_name *from, const struct tfs_name *to, tmb_u32 flags, tmb_s64 now)
+static int check_arguments(const struct rename *r)
 {
-	struct rename r = {.old = from, .new = to, .old_ino = from->dir.ino, .new_ino = to->dir.ino};
-	tmb_u64 old_dir = from->dir.ino, new_dir = to->dir.ino;
-	struct tfs_inode *whiteout = NULL;
-	struct tfs_handle whiteout_h = {0};
-	tmb_u32 slot;
-	int err = tfs_check_name(from->len);
+	int err = tfs_check_name(r->old->len);
 
 	if (!err)
-		err = tfs_check_name(to->len);
-	if (!err && flags & TFS_RENAME_EXCHANGE && flags & (TFS_RENAME_NOREPLACE | TFS_RENAME_WHITEOUT))
+		err = tfs_check_name(r->new->len);
+	if (!err && exchanges(r) && r->flags & (TFS_RENAME_NOREPLACE | TFS_RENAME_WHITEOUT))
 		err = -EINVAL;
-	if (err)
-		return err;
-	err = tfs_tx_begin(fs, &slot);
-	if (err)
-		return err;
-	if (flags & TFS_RENAME_WHITEOUT) {
-		struct tfs_create c = {.mode = TFS_MODE_CHR, .now = now};
-
-		err = tfs_new_inode(fs, slot, 4, &whiteout_h, &whiteout);
-		if (err)
-			goto end;
-		tfs_init_inode(fs, whiteout, old_dir, &c);
-	}
-	err = lock_all(fs, &r, flags);
-	if (err)
-		goto drop;
-	if (r.target_ino && !(flags & TFS_RENAME_EXCHANGE)) {
-		if (r.source_is_dir != r.target_is_dir)
-			err = r.source_is_dir ? -ENOTDIR : -EISDIR;
-		else if (r.target_is_dir && tmb_load(&r.target->entries))
-			err = -ENOTEMPTY;
-	}
-	if (!err) {
-		tfs_tx_inode(fs, slot, 0, r.target_ino);
-		tfs_tx_inode(fs, slot, 1, r.source_ino);
-		tfs_tx_inode(fs, slot, 2, old_dir);
-		tfs_tx_inode(fs, slot, 3, new_dir);
-		tfs_dir_begin(fs, r.old_dir);
-		if (new_dir != old_dir)
-			tfs_dir_begin(fs, r.new_dir);
-		if (flags & TFS_RENAME_EXCHANGE)
-			err = exchange(fs, &r, slot);
-		else
-			err = move(fs, &r, slot, whiteout, whiteout_h.ino);
-		if (new_dir != old_dir)
-			tfs_dir_end(fs, r.new_dir);
-		tfs_dir_end(fs, r.old_dir);
-	}
-	if (!err) {
-		tfs_changed(r.old_dir, now, true);
-		if (new_dir != old_dir)
-			tfs_changed(r.new_dir, now, true);
-		tfs_changed(r.source, now, false);
-		if (r.target_ino && r.target_ino != r.source_ino) {
-			tfs_changed(r.target, now, false);
-			if (!(flags & TFS_RENAME_EXCHANGE))
-				tfs_drop_if_unused(fs, r.target_ino, r.target, slot);
-		}
-	} else if (whiteout) {
-		tfs_drop_new_inode(fs, whiteout, slot);
-	}
-	tfs_tx_end(fs, slot);
-	unlock_children(fs, &r);
-	unlock_dirs(fs, &r);
-	return err;
-drop:
-	if (err && whiteout)
-		tfs_drop_new_inode(fs, whiteout, slot);
-	if (err > 0)
-		err = 0;
-end:
-	tfs_tx_end(fs, slot);
 	return err;
 }
 
+/* Makes the inode that is to be left at the old name, if one is wanted. */
+static int make_whiteout(struct tfs *fs, struct rename *r)
+{
+	struct tfs_create c = {.mode = TFS_MODE_CHR, .now = r->now};
+	struct tfs_handle made;
+	struct tfs_inode *inode;
+	int err;
+
+	if (!(r->flags & TFS_RENAME_WHITEOUT))
+		return 0;
+	err = tfs_new_inode(fs, r->slot, 4, &made, &inode);
+	if (err)
+		return err;
+	tfs_init_inode(fs, inode, r->old_ino, &c);
+	r->whiteout = inode;
+	r->whiteout_ino = made.ino;
+	return 0;
+}
+
+/* Refuses to replace an inode by one of another type, or a directory that is not empty. The caller holds both inodes' locks. */
+static int check_replaced(const struct rename *r)
+{
+	if (!r->target_ino || exchanges(r))
+		return 0;
+	if (r->source_is_dir != r->target_is_dir)
+		return r->source_is_dir ? -ENOTDIR : -EISDIR;
+	return r->target_is_dir && tmb_load(&r->target->entries) ? -ENOTEMPTY : 0;
+}
+
+/* Changes both names in one transaction, while lookups in both directories wait. */
+static int change_names(struct tfs *fs, struct rename *r)
+{
+	int err;
+
+	tfs_tx_inode(fs, r->slot, 0, r->target_ino);
+	tfs_tx_inode(fs, r->slot, 1, r->source_ino);
+	tfs_tx_inode(fs, r->slot, 2, r->old_ino);
+	tfs_tx_inode(fs, r->slot, 3, r->new_ino);
+	tfs_dir_begin(fs, r->old_dir);
+	if (between_dirs(r))
+		tfs_dir_begin(fs, r->new_dir);
+	err = exchanges(r) ? exchange(fs, r) : move(fs, r);
+	if (between_dirs(r))
+		tfs_dir_end(fs, r->new_dir);
+	tfs_dir_end(fs, r->old_dir);
+	return err;
+}
+
+/* After the commit: stamps the inodes, and frees a replaced one that no member has open. */
+static void finish(struct tfs *fs, struct rename *r)
+{
+	tfs_changed(r->old_dir, r->now, true);
+	if (between_dirs(r))
+		tfs_changed(r->new_dir, r->now, true);
+	tfs_changed(r->source, r->now, false);
+	if (!r->target_ino || r->target_ino == r->source_ino)
+		return;
+	tfs_changed(r->target, r->now, false);
+	if (!exchanges(r))
+		tfs_drop_if_unused(fs, r->target_ino, r->target, r->slot);
+}
+
+static int rename_locked(struct tfs *fs, struct rename *r)
+{
+	int err = check_replaced(r);
+
+	if (!err)
+		err = change_names(fs, r);
+	if (!err)
+		finish(fs, r);
+	return err;
+}
+
+int tfs_rename(struct tfs *fs, const struct tfs_name *from, const struct tfs_name *to, tmb_u32 flags, tmb_s64 now)
+{
+	struct rename r = {.old = from, .new = to, .flags = flags, .now = now, .old_ino = from->dir.ino, .new_ino = to->dir.ino};
+	bool locked = false;
+	int err = check_arguments(&r);
+
+	if (!err)
+		err = tfs_tx_begin(fs, &r.slot);
+	if (err)
+		return err;
+	err = make_whiteout(fs, &r);
+	if (!err) {
+		err = lock_all(fs, &r);
+		locked = !err;
+	}
+	if (locked)
+		err = rename_locked(fs, &r);
+	if (err && r.whiteout)
+		tfs_drop_new_inode(fs, r.whiteout, r.slot);
+	tfs_tx_end(fs, r.slot);
+	if (locked) {
+		unlock_children(fs, &r);
+		unlock_dirs(fs, &r);
+	}
+	return err < 0 ? err : 0;
+}

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * When blocks that were unlinked may be used again: once no member can look at them any more.
+ * When the blocks that were unlinked from an inode may be used again: once no member can look at them any more.
  *
  * Two kinds of members may still look at a block that nothing refers to:
- * - readers, which copy without a lock. A reader pins the inode (tfs_pin) before it looks the block up. A member that may not write can't
- *   leave a pin; it compares the inode's stamp (tfs_read_stamp) before and after its copy, and so does a reader that found no pin free.
- * - mappers: members with their bit in the inode's 'mappers'. They are asked to take their mappings back (TMB_PENDING_REVOKE).
- * Either may be suspended at it. So a removal waits for readers for READERS_NS and for mappers for TFS_REVOKE_LIMIT_NS; a member that let
- * such a wait run out is not waited for again until it has looked after its readers and mappings.
+ * - Readers, which copy without a lock. A reader pins the inode (tfs_pin) before it looks the block up. A member that may not write can't store a pin:
+ * it compares the inode's stamp (tfs_read_stamp) before and after its copy. So does a reader that found no free pin.
+ * - Mappers: members with their bit in the inode's 'mappers'. A removal asks them to revoke their mappings (TMB_PENDING_REVOKE).
+ * Either may be suspended. So a removal waits READERS_NS for readers and TFS_REVOKE_LIMIT_NS for mappers. A member that exceeds the limit is not waited
+ * for again until it has checked its readers and mappings.
  *
- * Blocks that a member may still look at after that go to limbo: their map bytes become TFS_MAP_LIMBO, and the super block says which members hold
- * them. A member stops being one of these when it has revoked all its stale mappings and its readers have gone on, or when it leaves or
- * dies; when there are none left, all blocks in limbo become free. Setting and clearing are under one lock, so no block goes to limbo unseen in between.
+ * Freeing a block that some members may still look at is deferred: its map byte becomes TFS_MAP_DEFERRED, and the super block has a bit for each of those
+ * members. A member's bit is cleared when it has revoked all its stale mappings and its readers have finished, when it leaves, or when it dies. When no
+ * bit is left, all deferred blocks become free. One lock covers setting and clearing.
  *
- * The lock's owner may die: the next owner finds bits set for blocks that are not in limbo, or free blocks whose bits
- * are still set; both are harmless. A process that is killed while it waits for the lock leaves the blocks with its member's tag and notes their holders
- * in the member area; the recovery of this member puts them into limbo.
+ * The lock's owner may die. The next owner then finds bits without deferred blocks, or free blocks whose bits are still set; both are harmless. A
+ * process that is killed while it waits for the lock leaves the blocks with its member's tag and stores the members' bits in its member area; the
+ * recovery of this member defers the blocks.
  */
 #include "tfs_internal.h"
 
 #define SPINS 200u
-#define READERS_NS (20ULL * 1000 * 1000) /* a reader that runs is through in a fraction of it */
+#define READERS_NS (20ULL * 1000 * 1000) /* a running reader finishes in a fraction of it */
 #define READER_ROUNDS 64u /* some 20 ms */
 
 /* --- pins and stamps ------------------------------------------------------------------------------------------ */
@@ -43,7 +43,7 @@ tmb_u32 tfs_pin(struct tfs *fs, tmb_u64 ino)
 		if (tmb_cas64(&area->pins[i].ino, 0, ino)) /* also the fence between the pin and the walk */
 			return i;
 	}
-	return TFS_PINS; /* damaged, or more readers than pins */
+	return TFS_PINS; /* all pins are taken, or the memory is damaged */
 }
 
 void tfs_unpin(struct tfs *fs, tmb_u32 pin)
@@ -59,14 +59,14 @@ tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino)
 
 	if (!inode)
 		return 0;
-	__atomic_thread_fence(__ATOMIC_ACQUIRE); /* what was copied, before the second stamp */
+	__atomic_thread_fence(__ATOMIC_ACQUIRE); /* orders the copy before the second stamp */
 	state = tmb_load_acquire(&inode->state_gen);
-	/* The generation grows when the inode is freed, its state is another while it is, the sequence number grows when blocks go. */
+	/* The generation grows when the inode is freed, the state differs while it is being freed, and map_seq grows when blocks are unlinked. */
 	stamp = (state & ~0xffffffffULL) | (state & 0xff) << 24 | (tmb_load_acquire(&inode->map_seq) & 0xffffff);
 	return stamp;
 }
 
-/* Leaves in 'slots' (bit per pin of each member) those that pin the inode. Bit per member that has any. */
+/* Stores in 'slots' (bit per pin of each member) the pins of the inode. Returns a bit per member that has any. */
 static tmb_u64 pinned(struct tfs *fs, tmb_u64 ino, tmb_u64 *slots)
 {
 	tmb_u64 members = 0;
@@ -93,7 +93,7 @@ static tmb_u64 pinned(struct tfs *fs, tmb_u64 ino, tmb_u64 *slots)
 
 /* --- members that do not answer ---------------------------------------------------------------------------------- */
 
-/* Of the members those that let a wait run out and have not looked since: they are asked again, but nobody waits for them again. */
+/* Returns those of 'members' that let a wait run out and have not revoked anything since. They are asked again but not waited for. */
 static tmb_u64 still_silent(struct tfs *fs, tmb_u64 members)
 {
 	tmb_u64 silent = 0;
@@ -120,14 +120,14 @@ static void note_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
 	}
 }
 
-/* How often each of these members has begun to take mappings back. A round that begins after this one comes after the unlinking. */
+/* Stores how often each of these members has begun to revoke mappings. A round that begins after this one begins after the unlinking. */
 static void rounds_of(struct tfs *fs, tmb_u64 members, tmb_u32 *begun)
 {
 	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
 		begun[m] = members & 1ULL << m ? (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) : 0;
 }
 
-/* One round of waiting: spins first, then sleeps; false: the time is up. */
+/* One round of waiting: spins first, then sleeps. Returns false when the time is up. */
 static bool wait_round(struct tfs *fs, tmb_u32 round, tmb_u64 *since, tmb_u64 limit)
 {
 	if (round < SPINS) {
@@ -152,7 +152,7 @@ tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members)
 	return members;
 }
 
-/* Waits until the members that read the inode now are through with their copies, at most READERS_NS. Returns those that are not. */
+/* Waits, at most READERS_NS, until the members that read the inode now have finished their copies. Returns those that have not. */
 static tmb_u64 wait_readers(struct tfs *fs, tmb_u64 ino)
 {
 	tmb_u64 slots[TFS_MEMBERS], since = 0, members, silent;
@@ -172,7 +172,7 @@ static tmb_u64 wait_readers(struct tfs *fs, tmb_u64 ino)
 	return members;
 }
 
-/* It maps the inode no more, or only what it looked up after the unlinking. */
+/* Returns whether the member no longer maps the inode, or only what it looked up after the unlinking. */
 static bool let_go(struct tfs *fs, struct tfs_inode *inode, tmb_u32 member, tmb_u32 begun)
 {
 	tmb_u32 done = (tmb_u32)tmb_load_acquire(&tfs_member_area(fs, member)->revokes_done);
@@ -190,7 +190,7 @@ static void tell_silent(struct tfs *fs, tmb_u64 members)
 	}
 }
 
-/* Asks the members that map the inode to let go, and waits, at most TFS_REVOKE_LIMIT_NS. Returns those that did not. */
+/* Asks the members that map the inode to revoke their mappings, and waits at most TFS_REVOKE_LIMIT_NS. Returns those that did not. */
 static tmb_u64 wait_mappers(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_u64 since = 0, left = tfs_active_members(fs, tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member)), silent;
@@ -225,7 +225,7 @@ tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, bool w
 {
 	tmb_u64 mappers;
 
-	tmb_fetch_add(&inode->map_seq, 1); /* also the fence between the unlinking and the looking */
+	tmb_fetch_add(&inode->map_seq, 1); /* also the fence between the unlinking and the loads of pins and mappers */
 	mappers = wait ? wait_mappers(fs, inode) : tfs_active_members(fs, tmb_load_acquire(&inode->mappers));
 	return mappers | wait_readers(fs, ino);
 }
@@ -236,20 +236,21 @@ tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
 	return wait_readers(fs, ino);
 }
 
-/* --- limbo ----------------------------------------------------------------------------------------------------------- */
+/* --- deferred frees ----------------------------------------------------------------------------------------------------------- */
 
-/* Its dead owner's other leftovers are not waited for by those who hold an inode's lock. */
+/* Takes the lock of the deferred blocks. A dead owner's lock is taken over without that owner's recovery, since the caller may hold an inode's lock. */
 static int lock(struct tfs *fs)
 {
-	return tfs_lock(fs, &tfs_sb(fs)->limbo_lock, TFS_NO_RECOVERY);
+	return tfs_lock(fs, &tfs_sb(fs)->deferred_lock, TFS_NO_RECOVERY);
 }
 
-void tfs_limbo_end(struct tfs *fs)
+static void end_deferral(struct tfs *fs)
 {
-	tfs_unlock(fs, &tfs_sb(fs)->limbo_lock);
+	tfs_unlock(fs, &tfs_sb(fs)->deferred_lock);
 }
 
-int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders)
+/* Takes the lock, asks the holders to let go, and stores that they may look at deferred blocks. */
+static int begin_deferral(struct tfs *fs, tmb_u64 holders)
 {
 	struct tfs_super *sb = tfs_sb(fs);
 	int err = lock(fs);
@@ -257,8 +258,8 @@ int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders)
 	if (err)
 		return err;
 	tfs_ring_members(fs, holders, TMB_PENDING_REVOKE);
-	tmb_fetch_or(&sb->limbo_members, holders);
-	tfs_persist(fs, &sb->limbo_members, sizeof(sb->limbo_members));
+	tmb_fetch_or(&sb->deferred_members, holders);
+	tfs_persist(fs, &sb->deferred_members, sizeof(sb->deferred_members));
 	tfs_barrier(fs);
 	return 0;
 }
@@ -266,11 +267,11 @@ int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders)
 tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
-	int err = !holders ? 0 : killed ? -EINTR : tfs_limbo_begin(fs, holders);
+	int err = !holders ? 0 : killed ? -EINTR : begin_deferral(fs, holders);
 
 	if (!err)
-		return holders ? TFS_MAP_LIMBO : TFS_MAP_FREE;
-	if (err != -ESHUTDOWN) { /* declared dead: its area is others' to clean up */
+		return holders ? TFS_MAP_DEFERRED : TFS_MAP_FREE;
+	if (err != -ESHUTDOWN) { /* after -ESHUTDOWN other members clean up this member's area */
 		tmb_fetch_or(&area->kept_for, holders);
 		tfs_persist(fs, &area->kept_for, sizeof(area->kept_for));
 		tmb_store(&fs->unclean, true);
@@ -280,37 +281,51 @@ tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed)
 
 void tfs_free_end(struct tfs *fs, tmb_u8 mark)
 {
-	if (mark == TFS_MAP_LIMBO)
-		tfs_limbo_end(fs);
+	if (mark == TFS_MAP_DEFERRED)
+		end_deferral(fs);
 }
 
-/* With the lock. */
+int tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders)
+{
+	tmb_u64 block = fs->data_start;
+	int err = holders ? begin_deferral(fs, holders) : 0;
+
+	if (err)
+		return err;
+	while ((block = tfs_find_map(fs, block, fs->blocks, tag)) < fs->blocks)
+		tfs_set_map(fs, block, 1, holders ? TFS_MAP_DEFERRED : TFS_MAP_FREE);
+	if (holders)
+		end_deferral(fs);
+	return 0;
+}
+
+/* The caller holds the lock of the deferred blocks. */
 static void release(struct tfs *fs, tmb_u64 members)
 {
 	struct tfs_super *sb = tfs_sb(fs);
-	tmb_u64 left = tfs_active_members(fs, tmb_load(&sb->limbo_members) & ~members), block = fs->data_start;
+	tmb_u64 left = tfs_active_members(fs, tmb_load(&sb->deferred_members) & ~members), block = fs->data_start;
 
 	if (!left)
-		while ((block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_LIMBO)) < fs->blocks)
+		while ((block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_DEFERRED)) < fs->blocks)
 			tfs_set_map(fs, block, 1, TFS_MAP_FREE);
 	tfs_barrier(fs);
-	tmb_store_release(&sb->limbo_members, left);
-	tfs_persist(fs, &sb->limbo_members, sizeof(sb->limbo_members));
+	tmb_store_release(&sb->deferred_members, left);
+	tfs_persist(fs, &sb->deferred_members, sizeof(sb->deferred_members));
 }
 
-void tfs_limbo_release(struct tfs *fs, tmb_u64 members)
+void tfs_deferred_release(struct tfs *fs, tmb_u64 members)
 {
-	tmb_u64 holders = tmb_load(&tfs_sb(fs)->limbo_members);
+	tmb_u64 holders = tmb_load(&tfs_sb(fs)->deferred_members);
 
 	if (holders == tfs_active_members(fs, holders & ~members) || lock(fs))
 		return;
 	release(fs, members);
-	tfs_limbo_end(fs);
+	end_deferral(fs);
 }
 
-bool tfs_await_limbo(struct tfs *fs)
+bool tfs_await_deferred(struct tfs *fs)
 {
-	tmb_u64 *holders = &tfs_sb(fs)->limbo_members, since = 0, members = tmb_load(holders), silent;
+	tmb_u64 *holders = &tfs_sb(fs)->deferred_members, since = 0, members = tmb_load(holders), silent;
 	tmb_u32 begun[TFS_MEMBERS];
 
 	if (!members)
@@ -336,10 +351,10 @@ void tfs_revoke(struct tfs *fs)
 	if (fs->read_only)
 		return;
 	tmb_store(&area->revokes_begun, tmb_load(&area->revokes_begun) + 1);
-	tmb_fence(); /* who sees the old number unlinked before what is looked at now */
+	tmb_fence(); /* a member that saw the old number has unlinked before the mappings are looked at */
 }
 
-/* Waits a little for this member's readers that have a pin now. A later reader finds nothing that was unlinked before. */
+/* Waits a little for this member's readers that hold a pin now. A later reader can't find a block that was unlinked before. */
 static bool readers_left(struct tfs *fs)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
@@ -363,7 +378,7 @@ void tfs_revoked(struct tfs *fs)
 
 	if (!fs->read_only)
 		tmb_store_release(&area->revokes_done, tmb_load(&area->revokes_begun));
-	if (!fs->members || fs->read_only || !(tmb_load(&tfs_sb(fs)->limbo_members) & bit))
+	if (!fs->members || fs->read_only || !(tmb_load(&tfs_sb(fs)->deferred_members) & bit))
 		return;
 	if (readers_left(fs)) {
 		tmb_fetch_or(&fs->members[fs->member].pending, TMB_PENDING_REVOKE);
@@ -371,8 +386,8 @@ void tfs_revoked(struct tfs *fs)
 	}
 	if (lock(fs))
 		return;
-	/* Asked again meanwhile: then what is in limbo since is only revoked by the next round. */
+	/* The bit is set again: blocks deferred since then wait for the next round. */
 	if (!(tmb_load(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE))
 		release(fs, bit);
-	tfs_limbo_end(fs);
+	end_deferral(fs);
 }

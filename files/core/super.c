@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* Making, opening and counting. The layout follows from the area's length alone, so a reader computes it and compares. */
+/* Making and opening a file system, and its statistics. The layout follows from the area's length alone, so each member computes it and compares. */
 #include "tfs_internal.h"
 
 #define MIN_BLOCKS 1024u	 /* 4 MiB */
-#define ALIGN_DATA_FROM 16384u	 /* from 64 MiB on the data starts at a chunk */
+#define ALIGN_DATA_FROM 16384u	 /* from 64 MiB on the data starts at a multiple of a chunk */
 #define FIRST_INODE_BLOCKS 16u
-#define JOIN_NS (1000ULL * 1000 * 1000) /* between joining a zone and opening its file system */
+#define JOIN_NS (1000ULL * 1000 * 1000) /* at most this long passes between a member's joining and its opening */
 
 struct layout {
 	tmb_u64 blocks, member_start, map_start, data_start;
@@ -110,7 +110,7 @@ out:
 	return err;
 }
 
-/* Whether all other members that may write have said, in their present life, that they know all features. */
+/* Returns whether every other member that may write has declared, in its present epoch, that it knows all features. */
 static bool all_know(struct tfs *fs)
 {
 	for (tmb_u32 m = 0; fs->members && m < TFS_MEMBERS; m++) {
@@ -126,8 +126,9 @@ static bool all_know(struct tfs *fs)
 }
 
 /*
- * Made by an older program: what differs is the same while nobody uses it, so from now on only members that know it may. One that has just joined
- * may not have come to this place yet; one that does not come is of an older version.
+ * For a file system of an older program: an unused feature changes nothing on memory, so it can be declared now, and from then on only members
+ * that know it may open. A member that has just joined may not have declared its features yet; one that does not within JOIN_NS runs an older
+ * program.
  */
 static int use_features(struct tfs *fs)
 {
@@ -169,7 +170,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 		return -EUCLEAN;
 	use_layout(fs, area, &l);
 	memset(fs->itable_cache, 0, sizeof(fs->itable_cache));
-	memset(fs->line, 0, sizeof(fs->line));
+	memset(fs->queue, 0, sizeof(fs->queue));
 	fs->numbers = 0;
 	fs->silent = 0;
 	fs->unclean = false;
@@ -178,14 +179,14 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	fs->members = members;
 	fs->member = member;
 	fs->epoch = epoch;
-	/* Members start apart, so that they seldom meet on a word of the map or a record of the inode table. */
+	/* Members start at different places, so that they seldom meet on a word of the map or a record of the inode table. */
 	fs->alloc_cursor = l.data_start + (l.blocks - l.data_start) / 8 * (member % 8);
 	fs->chunk_cursor = fs->alloc_cursor / TFS_FANOUT;
 	fs->inode_cursor = TFS_ROOT_INO + 1;
 	fs->root = members ? tmb_load(&tfs_member_area(fs, member)->root) : 0;
 	if (!fs->root)
 		fs->root = TFS_ROOT_INO;
-	if (members) { /* that it joined, before anything of it is found */
+	if (members) { /* the joining is durable before any work of this member */
 		tfs_persist(fs, &members[member], sizeof(members[member]));
 		tfs_barrier(fs);
 	}
@@ -204,7 +205,7 @@ void tfs_close(struct tfs *fs)
 	if (!fs->members || fs->read_only || tfs_fenced(fs))
 		return;
 	tfs_listen_end(fs);
-	tfs_limbo_release(fs, 1ULL << fs->member);
+	tfs_deferred_release(fs, 1ULL << fs->member);
 	if (tmb_load(&fs->unclean))
 		return;
 	tmb_store_release(&fs->members[fs->member].recovered_epoch, fs->epoch);
@@ -218,7 +219,7 @@ void tfs_statfs(struct tfs *fs, struct tfs_statfs *out)
 
 	out->blocks = fs->blocks - fs->data_start;
 	out->blocks_free = tfs_count_free(fs);
-	/* The table grows while there are blocks. */
+	/* The table grows while there are free blocks. */
 	out->inodes = table + out->blocks_free * TFS_INODES_PER_BLOCK;
 	out->inodes_free = used > out->inodes ? 0 : out->inodes - used;
 	tfs_statfs_account(fs, out);

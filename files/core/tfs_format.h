@@ -4,7 +4,7 @@
  *
  *	block 0			struct tfs_super
  *	member_start		struct tfs_member_area[64]: per member transaction slots, read pins, counters
- *	map_start		block map: one byte per block of the area: who has it
+ *	map_start		block map: one byte per block of the area: its state
  *	data_start ...		inode table (a radix tree), directories, index nodes, file data
  *
  * Three mechanisms carry everything:
@@ -13,17 +13,17 @@
  * it: nodes of 512 entries of 8 bytes, each entry changed by one store, so a reader without a lock sees the old block or
  * the new one. An entry with TFS_ENTRY_HUGE, only in level-2 nodes, stands for 512 contiguous aligned blocks.
  *
- * Tags. A byte of the block map says who has a block: 0 nobody, 1..64 member id + 1 while an operation of that member
- * is under way with it, TFS_MAP_USED when something refers to it. A block is tagged before it is linked and before it is
- * unlinked, so after a member's death the blocks with its tag are exactly those to look at.
+ * Tags. A byte of the block map holds a block's state: 0 free; 1..64 the member id + 1 while an operation of that member uses it; TFS_MAP_USED when
+ * something refers to it. A member tags a block before it links or unlinks it, so after its death the blocks with its tag are exactly those that its
+ * recovery has to look at.
  *
- * Transactions. Whatever an operation must change together, it first lists in a slot of its member: (offset, new value)
- * words, then marks the slot committed, then stores them. Whoever repairs after a death repeats committed slots (the values are
- * absolute, the locks still held) and forgets the others.
+ * Transactions. An operation lists what it must change together in a slot of its member: (offset, new value) words. Then it marks the slot
+ * committed, then it stores the words. The recovery of a dead member repeats committed slots (the values are absolute, the locks still held) and
+ * discards the others.
  *
- * All three rest on the order of stores. Where memory outlives its machine (TFS_RO_COMPAT_PERSISTENT), caches write back in any order,
- * so members flush what they stored and wait for it: tags and what a new entry refers to before the entry, the entry before its blocks count as used
- * or free, a transaction before its words, all of it before the transaction ends. An operation that returned is durable.
+ * All three rest on the order of stores. Where memory outlives its machine (TFS_RO_COMPAT_PERSISTENT), caches write back in any order, so members
+ * flush their stores and wait: tags and the target of a new entry before the entry; the entry before its blocks count as used or free; a transaction
+ * before its words; all of it before the transaction ends. An operation that returned is durable.
  */
 #ifndef TFS_FORMAT_H
 #define TFS_FORMAT_H
@@ -45,8 +45,8 @@
 
 /* Block map bytes. */
 #define TFS_MAP_FREE 0
-#define TFS_MAP_RESERVED 0xfc /* free, but only for who frees others with it: a removal may need a node more, also where all is full */
-#define TFS_MAP_LIMBO 0xfd /* unlinked, but a member in limbo_members may still map it */
+#define TFS_MAP_RESERVED 0xfc /* free, but kept for removals: a removal may need one more node while the area is full */
+#define TFS_MAP_DEFERRED 0xfd /* unlinked; a member in deferred_members may still map it, so freeing it is deferred */
 #define TFS_MAP_META 0xfe  /* super block, member areas, the map itself */
 #define TFS_MAP_USED 0xff
 
@@ -57,21 +57,21 @@
 #define TFS_FANOUT 512u
 #define TFS_FANOUT_SHIFT 9
 
-#define TFS_RO_COMPAT_PERSISTENT 1ULL /* the memory outlives power: who writes orders its stores for that */
+#define TFS_RO_COMPAT_PERSISTENT 1ULL /* the memory outlives power: writers order their stores for that */
 
 #define TFS_INCOMPAT_FAIR_LOCKS 1ULL /* lock words are as below */
 #define TFS_INCOMPAT_FILE_LOCKS 2ULL /* a file's table of file locks has a lock of its own */
-#define TFS_INCOMPAT_ALL 3ULL	     /* programs of this version need all of them, and add those that are missing */
+#define TFS_INCOMPAT_ALL 3ULL	     /* a program of this version needs all of them, and adds those that are missing */
 
 /*
- * The word of a struct tmb_lock in this area: what tombolo_zone.h says of lock words, with these in the tag. A word without an owner may still
- * have a turn and a count: it is free.
+ * The word of a struct tmb_lock in this area: as tombolo_zone.h defines lock words, with these bits in the tag. A word without an owner is free, and
+ * may still have a turn and a count.
  */
 #define TFS_LOCK_TAG 0xffffff00ULL
 #define TFS_LOCK_KIND 0x300ULL
 #define TFS_LOCK_HELD 0x100ULL
-#define TFS_LOCK_OFFERED 0x200ULL /* the named member may take it; others when it doesn't */
-#define TFS_LOCK_DEMAND 0x400ULL  /* held: to be offered to the next member that waits, not given free */
+#define TFS_LOCK_OFFERED 0x200ULL /* the named member may take it; other members when it doesn't */
+#define TFS_LOCK_DEMAND 0x400ULL  /* held: unlock offers it to the next member that waits instead of freeing it */
 #define TFS_LOCK_TURN 0xff0000ULL /* the member it was last offered to, + 1 */
 #define TFS_LOCK_COUNT 0xff000000ULL /* grows each time it is taken */
 
@@ -105,12 +105,12 @@ struct tfs_super {
 	struct tmb_lock rename_lock;
 	tmb_u64 rename_seq;
 	tmb_u64 pad3[5];
-	/* 320: freeze for snapshots; errors; change events; blocks in limbo */
-	tmb_u64 freeze;	  /* a lock word: who froze it; 0: not frozen */
+	/* 320: freeze for snapshots; errors; change events; deferred blocks */
+	tmb_u64 freeze;	  /* a lock word: the member that froze it; 0: not frozen */
 	tmb_u64 errors;	  /* damage seen since the last fsck */
 	tmb_u64 watchers; /* bit per member that wants to hear of changes */
-	tmb_u64 limbo_members; /* bit per member that may still look at blocks in limbo; when it is 0 they become free */
-	struct tmb_lock limbo_lock;
+	tmb_u64 deferred_members; /* bit per member that may still look at deferred blocks; when it is 0 they become free */
+	struct tmb_lock deferred_lock;
 	tmb_u64 pad4[2];
 	tmb_u8 pad5[4096 - 384];
 };
@@ -119,11 +119,11 @@ _Static_assert(offsetof(struct tfs_super, label) == 128, "label");
 _Static_assert(offsetof(struct tfs_super, itable_root) == 192, "itable");
 _Static_assert(offsetof(struct tfs_super, rename_lock) == 256, "rename");
 _Static_assert(offsetof(struct tfs_super, freeze) == 320, "freeze");
-_Static_assert(offsetof(struct tfs_super, limbo_lock) == 352, "limbo");
+_Static_assert(offsetof(struct tfs_super, deferred_lock) == 352, "deferred");
 
 /* Inode states, bits 0-7 of state_gen. */
 #define TFS_INODE_FREE 0
-#define TFS_INODE_NEW 1	 /* bits 8-15: member id + 1 that creates it, or frees it: then bits 16-23 are its transaction's slot + 1 */
+#define TFS_INODE_NEW 1	 /* bits 8-15: id + 1 of the member that creates it, or frees it: then bits 16-23 are its transaction's slot + 1 */
 #define TFS_INODE_LIVE 2
 #define TFS_GEN_SHIFT 32
 
@@ -146,10 +146,10 @@ struct tfs_inode {
 	tmb_u64 size;	    /* bytes; directories: bytes in use by blocks of entries; symlinks: length */
 	tmb_u64 blocks;	    /* data and node blocks, a statistic */
 	tmb_u64 seq;	    /* directories: odd while entries change; grows by 2 with each change */
-	tmb_u64 index_root; /* directories: hash table; bits 52-57 log2 of its entries, 0: none, scan */
+	tmb_u64 index_root; /* directories: hash table; bits 52-57 log2 of its entries; 0: none, lookups scan */
 	tmb_u64 index_used; /* entries and tombstones in it */
-	tmb_u64 entries;    /* directories: names other than "." and ".."; others: with the next word the lock of the table 'locks' */
-	tmb_u64 free_granules; /* directories: a statistic that says whether a search is worth it */
+	tmb_u64 entries;    /* directories: names other than "." and ".."; other types: with the next word the lock of the table 'locks' */
+	tmb_u64 free_granules; /* directories: a statistic: free granules */
 	/* 128: times, ns since 1970, signed */
 	tmb_s64 atime;
 	tmb_s64 mtime;
@@ -163,7 +163,7 @@ struct tfs_inode {
 	struct tmb_lock lock;
 	tmb_u64 openers;  /* bit per member that has it open */
 	tmb_u64 mappers;  /* bit per member that may have its blocks mapped or pinned */
-	tmb_u64 map_seq;  /* grows when blocks are taken away */
+	tmb_u64 map_seq;  /* grows when blocks are unlinked */
 	tmb_u64 locks;	  /* root word of a tree of file-lock records (struct tfs_lock_record) */
 	tmb_u64 account;  /* number + 1 of the account that it counts for; 0: none */
 	tmb_u64 dir_hint; /* directories: block where the next search for space starts */
@@ -212,7 +212,7 @@ _Static_assert(sizeof(struct tfs_xattr_entry) == 8, "xattr entry size");
 
 /* Transactions. */
 #define TFS_TX_SLOTS 32u
-#define TFS_TX_RECOVERY (TFS_TX_SLOTS - 1) /* kept for recoveries: the others' users may be waiting for one */
+#define TFS_TX_RECOVERY (TFS_TX_SLOTS - 1) /* for recoveries only: threads with the other slots may wait for one */
 #define TFS_TX_WORDS 24u
 #define TFS_TX_INODES 5u
 #define TFS_TX_ITABLE (~0ULL) /* in place of an inode number: the inode table's own tree */
@@ -220,11 +220,11 @@ _Static_assert(sizeof(struct tfs_xattr_entry) == 8, "xattr entry size");
 #define TFS_TX_OPEN 1	   /* blocks and inodes may carry the member's tag */
 #define TFS_TX_COMMITTED 2 /* 'words' are being stored */
 
-/* Work that goes on after the words are stored, and can be repeated. */
+/* Work that follows the words, and can be repeated. */
 #define TFS_REDO_NONE 0
 #define TFS_REDO_TRUNCATE 1 /* remove blocks of ino[0] from block arg[0] on, up to arg[1] */
 #define TFS_REDO_FREE 2	    /* ino[0] has no link and no opener: free it */
-#define TFS_REDO_TRIM 3	    /* also of an open transaction: ino[0] may have blocks past its size that no one was told of */
+#define TFS_REDO_TRIM 3	    /* also of an open transaction: ino[0] may have blocks past its size, from a write that did not return */
 
 struct tfs_tx_word {
 	tmb_u64 offset; /* bytes from the start of the area, multiple of 8 */
@@ -234,16 +234,16 @@ struct tfs_tx {
 	tmb_u64 state; /* bits 0-7 TFS_TX_*, bits 32-63 the member's epoch */
 	tmb_u32 redo;
 	tmb_u32 n_words;
-	tmb_u64 ino[TFS_TX_INODES]; /* whose trees may hold tagged blocks; 0: none */
+	tmb_u64 ino[TFS_TX_INODES]; /* inodes whose trees may hold tagged blocks; 0: none */
 	tmb_u64 arg[2];
-	tmb_u64 spare[2]; /* TFS_REDO_TRUNCATE: blocks with the member's tag, for the nodes that it may need; 0: none */
+	tmb_u64 spare[2]; /* TFS_REDO_TRUNCATE: blocks with the member's tag, for nodes that it may need; 0: none */
 	tmb_u64 pad[5];
 	struct tfs_tx_word words[TFS_TX_WORDS];
 };
 _Static_assert(sizeof(struct tfs_tx) == 512, "tx size");
 _Static_assert(offsetof(struct tfs_tx, words) == 128, "tx words");
 
-/* Read pins: the inode number whose blocks a reader is copying, 0: none. One cache line each. */
+/* Read pins: the number of the inode whose blocks a reader copies, 0: none. One cache line each. */
 #define TFS_PINS 64u
 struct tfs_pin {
 	tmb_u64 ino;
@@ -251,8 +251,8 @@ struct tfs_pin {
 };
 
 /*
- * File locks (flock, fcntl): records in blocks of the inode's tree 'locks', changed under the table's lock (a directory's own). A record whose
- * holder's epoch is over counts for nothing. Who waits for a lock says so in its member area, for deadlock detection.
+ * File locks (flock, fcntl): records in blocks of the inode's tree 'locks', changed under the table's lock (a directory's own). The record of a
+ * holder whose epoch has ended is void. A waiter stores its wait in its member area, for deadlock detection.
  */
 #define TFS_LK_READ 1u
 #define TFS_LK_WRITE 2u
@@ -261,11 +261,11 @@ struct tfs_pin {
 #define TFS_LK_FLOCK 2u /* whole file; owner: an open file description */
 struct tfs_lock_record {
 	tmb_u64 holder; /* a lock word (member, epoch); 0: free record; stored last */
-	tmb_u64 owner;	/* the holder's own name for who in it */
+	tmb_u64 owner;	/* the lock's owner within the holding member */
 	tmb_u64 start, end; /* bytes, end inclusive */
 	tmb_u32 type, kind;
 	tmb_u32 pid, pad0;
-	tmb_u64 order; /* grows from owner to owner, as they came; all records of one have the same */
+	tmb_u64 order; /* grows from owner to owner, in the order of arrival; all records of an owner have the same */
 	tmb_u64 pad1;
 };
 _Static_assert(sizeof(struct tfs_lock_record) == 64, "lock record size");
@@ -273,7 +273,7 @@ _Static_assert(sizeof(struct tfs_lock_record) == 64, "lock record size");
 struct tfs_lock_head {
 	tmb_u64 waiters; /* bit per member that waits for one of these locks */
 	tmb_u64 blocks;	 /* of records */
-	tmb_u64 orders;	 /* the last that an owner got */
+	tmb_u64 orders;	 /* the last 'order' given to an owner */
 	tmb_u64 pad[5];
 };
 _Static_assert(sizeof(struct tfs_lock_head) == 64, "lock head size");
@@ -287,15 +287,15 @@ struct tfs_lock_wait {
 _Static_assert(sizeof(struct tfs_lock_wait) == 64, "lock wait size");
 
 /*
- * Change events, for watchers (inotify, fanotify) in other members. Each member has a ring that it alone writes; a position counts bytes for
- * ever. A record is written, then the head moves past it; a reader copies, then looks whether the head has meanwhile come round.
- * Nobody waits for readers: who falls behind by a ring has lost something and knows it.
+ * Change events, for watchers (inotify, fanotify) in other members. Each member has a ring that only it writes; positions count bytes since the
+ * beginning. A writer writes a record, then moves the head past it; a reader copies a record, then checks that the head has not passed it by a whole
+ * ring. Writers wait for no reader: a reader that falls behind by a ring loses records and knows it.
  */
 #define TFS_CHANGE_RING 16384u
 #define TFS_CHANGE_UNIT 32u /* records are multiples of it, so a header never wraps */
 struct tfs_change_record {
 	tmb_u64 ino; /* 0: nothing, skip 'length' bytes to the ring's end */
-	tmb_u64 dir; /* that it happened in; 0: not known */
+	tmb_u64 dir; /* the directory that it happened in; 0: not known */
 	tmb_u32 mask; /* IN_*, as inotify(7) has them */
 	tmb_u32 cookie;
 	tmb_u16 length; /* of the record with its name */
@@ -306,8 +306,8 @@ _Static_assert(sizeof(struct tfs_change_record) == TFS_CHANGE_UNIT, "change reco
 #define TFS_CHANGE_MAX ((sizeof(struct tfs_change_record) + TFS_NAME_MAX + TFS_CHANGE_UNIT - 1) / TFS_CHANGE_UNIT * TFS_CHANGE_UNIT)
 
 /*
- * Whose blocks and inodes are counted and limited together: what was made by the members that have this account, whoever
- * filled it later. Bound by name, since member slots go to others in time.
+ * An account: blocks and inodes that are counted and limited together. An inode counts for the account of the member that created it, whichever
+ * member fills it later. Bound by name, since member slots are used again.
  */
 struct tfs_account {
 	char name[32]; /* NUL padded; empty: free */
@@ -322,18 +322,18 @@ struct tfs_member_area {
 	struct tfs_pin pins[TFS_PINS];	/* 4 KiB */
 	tmb_s64 inodes_used; /* the sum over all members counts; one member's may be negative */
 	tmb_s64 pad0;
-	tmb_u64 pins_in_use; /* slots that this member ever takes are below this */
-	tmb_u64 root;	     /* the directory it is confined to; 0: none. The host sets it */
-	tmb_u64 account;     /* number + 1 of the account for what it makes; 0: none. The host sets it */
-	tmb_u64 kept_for;    /* bit per member that may look at blocks with this member's tag that no transaction of it has to do with */
-	tmb_u64 features;    /* which of TFS_INCOMPAT_ALL this member's program knows, bits 32-63: in which epoch it said so */
+	tmb_u64 pins_in_use; /* slots that this member has ever taken are below this */
+	tmb_u64 root;	     /* the directory that it is confined to; 0: none. The host sets it */
+	tmb_u64 account;     /* number + 1 of the account for what it creates; 0: none. The host sets it */
+	tmb_u64 kept_for;    /* bit per member that may look at blocks with this member's tag that belong to none of its transactions */
+	tmb_u64 features;    /* which of TFS_INCOMPAT_ALL this member's program knows; bits 32-63: the epoch in which it declared them */
 	tmb_u64 pad1[1];
-	struct tfs_account own; /* the account with this area's number, whoever has it */
+	struct tfs_account own; /* the account with this area's number, whichever members bear it */
 	struct tfs_lock_wait waits[TFS_LOCK_WAITS];
-	tmb_u64 heard[TFS_MEMBERS]; /* up to where this member has read the rings of the others */
+	tmb_u64 heard[TFS_MEMBERS]; /* how far this member has read the rings of the other members */
 	tmb_u64 change_head;	    /* bytes ever written to the ring */
-	tmb_u64 revokes_begun;	    /* times that it began to take back mappings, asked to */
-	tmb_u64 revokes_done;	    /* the last of these that is over: no mapping from before its beginning is left */
+	tmb_u64 revokes_begun;	    /* times that it began to revoke mappings on request */
+	tmb_u64 revokes_done;	    /* the last of these that has ended: no mapping from before its beginning is left */
 	tmb_u64 pad2[173];
 	tmb_u8 changes[TFS_CHANGE_RING];
 };

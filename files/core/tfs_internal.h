@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* What the core's files share among themselves. */
+/* Declarations that the core's files share. */
 #ifndef TFS_INTERNAL_H
 #define TFS_INTERNAL_H
 
@@ -16,7 +16,7 @@
 #define TFS_MODE_CHR 0020000u
 #define TFS_DT(mode) (((mode) >> 12) & 15)
 
-/* Looks at each once: the other may be memory that somebody else is changing. */
+/* Evaluates each argument once: one may be memory that another member is changing. */
 #define TFS_MIN(a, b)                                    \
 	({                                               \
 		__typeof__(1 ? (a) : (b)) tfs_a = (a);   \
@@ -24,9 +24,9 @@
 		tfs_a < tfs_b ? tfs_a : tfs_b;           \
 	})
 
-/* How long a freeze waits for others' operations, before it gives up. */
+/* A freeze gives up after it has waited so long for other members' operations. */
 #define TFS_FREEZE_LIMIT_NS (30ULL * 1000 * 1000 * 1000)
-/* How long blocks taken away wait for mappers, before they are left in limbo. */
+/* A removal waits so long for mappers, then freeing the blocks is deferred. */
 #define TFS_REVOKE_LIMIT_NS (2ULL * 1000 * 1000 * 1000)
 
 static inline struct tfs_super *tfs_sb(struct tfs *fs)
@@ -54,7 +54,7 @@ static inline tmb_u8 tfs_tag(struct tfs *fs)
 	return (tmb_u8)(fs->member + 1);
 }
 
-/* Order of stores on persistent memory; nothing elsewhere. What was passed to tfs_persist is durable after tfs_barrier. */
+/* Orders stores on persistent memory; does nothing elsewhere. Ranges passed to tfs_persist are durable after tfs_barrier. */
 static inline void tfs_persist(struct tfs *fs, const void *p, tmb_u64 len)
 {
 	if (__builtin_expect(fs->persistent, 0))
@@ -65,6 +65,13 @@ static inline void tfs_barrier(struct tfs *fs)
 {
 	if (__builtin_expect(fs->persistent, 0))
 		tfs_os_drain();
+}
+
+/* Stores a word that other members read, and begins to write it back. */
+static inline void tfs_store_word(struct tfs *fs, tmb_u64 *word, tmb_u64 value)
+{
+	tmb_store_release(word, value);
+	tfs_persist(fs, word, sizeof(*word));
 }
 
 static inline tmb_u64 tfs_root_word(tmb_u64 block, tmb_u32 height)
@@ -88,12 +95,12 @@ static inline int tfs_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u6
 /* alloc.c: the block map */
 /* Tags up to 'want' contiguous free blocks. goal: where to look first (0: anywhere). -ENOSPC. */
 int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run);
-/* Tags 512 free blocks that are aligned to 512, or some of them from 'offset' in such a chunk on. -ENOSPC. */
+/* Tags 512 free blocks that are aligned to 512, or a part of such a chunk from 'offset' on. -ENOSPC. */
 int tfs_alloc_chunk(struct tfs *fs, tmb_u64 offset, tmb_u64 want, struct tfs_run *run);
 #define TFS_RESERVE 2u /* blocks: as many nodes as one removal may need */
 /* Tags one free block, a reserved one if there is no other. -ENOSPC. */
 int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block);
-/* Reserves blocks again if too few are. */
+/* Fills the reserve up if it has fewer blocks. */
 void tfs_keep_reserve(struct tfs *fs);
 void tfs_set_map(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 value);
 /* First block in [from, to) with this map byte, or 'to'. */
@@ -101,17 +108,17 @@ tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value);
 tmb_u64 tfs_count_free(struct tfs *fs);
 
 /* tree.c: radix trees. 'root' is a copied root word; 'rootp' points to one, in the zone or private. */
-/* look: the same without a report of damage, for readers that may find the tree freed under them: -EUCLEAN counts if it is still there. */
+/* As tfs_tree_map, without a report of damage: a reader may find the tree freed under it, and -EUCLEAN then means nothing. */
 int tfs_tree_look(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
 int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
-/* Links run.count blocks, tagged as the caller's, at a hole; then gives them and new nodes the map byte 'mark' (used; or still the
- * tag, where the root itself is not linked yet). *nodes grows by the nodes it took. */
+/* Links run.count blocks, tagged as the caller's, at a hole, then gives them and new nodes the map byte 'mark': used, or still the tag if the root
+ * itself is not linked yet. *nodes grows by the nodes it took. */
 int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *nodes);
-/* The same; if it fails, what could not be linked is free again. *taken grows by all blocks that the tree has more, nodes among them. */
+/* As tfs_tree_link; on failure it frees the blocks that it could not link. *taken grows by all new blocks of the tree, nodes included. */
 int tfs_tree_add(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *taken);
-/* Blocks of a tree, nodes among them. */
+/* Counts the blocks of a tree, nodes included. */
 tmb_u64 tfs_tree_count(struct tfs *fs, tmb_u64 root);
-/* Blocks unlinked so far, to be freed when nobody can look at them any more. */
+/* Unlinked blocks, to be freed when no member can look at them any more. */
 #define TFS_GONE_RUNS 240u
 struct tfs_gone {
 	tmb_u32 n;
@@ -119,24 +126,24 @@ struct tfs_gone {
 	tmb_u64 spare[2]; /* tagged blocks for the nodes of large entries that are split */
 	struct tfs_run runs[TFS_GONE_RUNS];
 };
-/* Whether a large entry lies across the border before 'fblock', so that a removal that begins or ends there splits it. */
+/* Returns whether a large entry lies across the border before 'fblock', so that a removal that begins or ends there splits it. */
 bool tfs_tree_splits(struct tfs *fs, tmb_u64 root, tmb_u64 fblock);
-/* Unlinks (tag first) what lies in [from, to); 1: 'gone' is full, call again; 0: done. */
+/* Tags, then unlinks, the blocks in [from, to). 1: 'gone' is full, call again; 0: done. */
 int tfs_tree_unlink(struct tfs *fs, tmb_u64 *rootp, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone);
-/* Calls visit for every block of the tree, nodes after their children, and takes them off the budget (fs->blocks for a whole walk). */
+/* Calls visit for every block of the tree, nodes after their children, and subtracts them from the budget (fs->blocks for a whole walk). */
 typedef int (*tfs_visit)(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node);
 int tfs_tree_walk(struct tfs *fs, tmb_u64 root, tfs_visit visit, void *ctx, tmb_u64 *budget);
-/* Changes the map byte of all blocks of a tree: to the caller's tag before it's replaced, free after, used once it's linked. Ends at a
- * block that has another byte than 'from': what two trees refer to, or one twice, is not freed twice. */
+/* Changes the map byte of all blocks of a tree: to the caller's tag before the tree is replaced, to free after that, to used once it is linked. Stops
+ * at a block whose byte is not 'from': a block that two trees refer to, or one twice, is not freed twice. */
 int tfs_tree_mark(struct tfs *fs, tmb_u64 root, tmb_u8 from, tmb_u8 to);
 
-/* Inodes in the table: the super block's count, unless it can't be. */
+/* Returns the number of inodes in the table: the super block's count, bounded by the table's size. */
 static inline tmb_u64 tfs_table_inodes(struct tfs *fs)
 {
 	return TFS_MIN(tmb_load(&tfs_sb(fs)->itable_inodes), fs->blocks * TFS_INODES_PER_BLOCK);
 }
 
-/* The members' counts together; a sum that can't be is a large number. */
+/* Returns the sum of the members' counts; a damaged sum is a large number. */
 static inline tmb_u64 tfs_inodes_used(struct tfs *fs)
 {
 	tmb_u64 used = 0;
@@ -149,27 +156,27 @@ static inline tmb_u64 tfs_inodes_used(struct tfs *fs)
 /* wait.c: the lock across members */
 enum tfs_how {
 	TFS_KILLABLE,	 /* a signal ends the wait: -EINTR */
-	TFS_SURE,	 /* the same, but only once the wait is no ordinary one: where the end of it leaves something undone */
-	TFS_NO_RECOVERY, /* as TFS_SURE; and what a dead owner left is somebody else's turn */
+	TFS_SURE,	 /* a signal ends only a long wait: for callers whose end leaves work undone */
+	TFS_NO_RECOVERY, /* as TFS_SURE, and takes a dead owner's lock over without recovering the owner */
 };
 int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how);
 bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock);
 void tfs_unlock(struct tfs *fs, struct tmb_lock *lock);
 bool tfs_lock_held(const struct tmb_lock *lock, tmb_u32 *owner); /* by a member, dead or alive */
-/* One wait for something that another thread or member has. */
+/* One wait for something that another thread or member holds. */
 struct tfs_wait {
 	enum tfs_how how;
 	bool asked;
 	tmb_u64 started, changed, seen, tell;
 };
 void tfs_wait_start(struct tfs_wait *w, enum tfs_how how);
-/* Sleeps a little, or until *bell (NULL: none) is no longer 'rung'. While 'seen' stays the same, 'owner' (TFS_MEMBERS: nobody) is asked
- * after. -EINTR, or -ESHUTDOWN: this member was declared dead. */
+/* Sleeps a little, or until *bell (NULL: none) is no longer 'rung'. While 'seen' stays the same, 'owner' (TFS_MEMBERS: none) is asked for a sign of
+ * life. -EINTR, or -ESHUTDOWN: this member was declared dead. */
 int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owner, tmb_u32 *bell, tmb_u32 rung);
 
-int tfs_wait_thaw(struct tfs *fs); /* freeze.c: while another member has frozen the file system */
+int tfs_wait_thaw(struct tfs *fs); /* freeze.c: waits while another member has frozen the file system */
 
-/* lock.c: who lives, locks of inodes */
+/* lock.c: which members live; locks of inodes */
 int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how);
 int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h); /* -EAGAIN: taken */
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
@@ -177,40 +184,52 @@ bool tfs_member_active(struct tfs *fs, tmb_u32 member);
 void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason); /* bit per member */
 bool tfs_fenced(struct tfs *fs); /* this member was declared dead: it must not write any more */
 
-/* reuse.c: who may still look at blocks that were unlinked from an inode; each a bit per member */
-tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of them that live */
-/* The members that map or read the inode after they were asked to let go; without 'wait' mappers are not waited for, and this member is one of them if
- * it maps the inode. */
+/* reuse.c: which members may still look at blocks that were unlinked from an inode; each a bit per member */
+tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of 'members' that live */
+/* Asks the inode's mappers to let go, and returns the members that still map or read it. Without 'wait' it does not wait for mappers, and includes
+ * this member if it maps the inode. */
 tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, bool wait);
 tmb_u64 tfs_wait_mappers(struct tfs *fs, struct tfs_inode *inode); /* of other members */
 tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
-/* Between these, blocks with this member's tag that 'holders' may still look at get the map byte that begin returns: free, limbo, or the tag
- * as it is, where the caller was killed and the recovery of this member sees to them. */
+/* Between these, blocks with this member's tag that 'holders' may still look at get the map byte that begin returns: free, deferred, or the tag itself
+ * if the caller was killed, so that the recovery of this member frees them. */
 tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed);
 void tfs_free_end(struct tfs *fs, tmb_u8 mark);
-int tfs_limbo_begin(struct tfs *fs, tmb_u64 holders);
-void tfs_limbo_end(struct tfs *fs);
-void tfs_limbo_release(struct tfs *fs, tmb_u64 members); /* these hold nothing any more */
-bool tfs_await_limbo(struct tfs *fs); /* a moment; true: what was in limbo is free */
+/* Frees the blocks that have the tag and are not linked; deferred if there are 'holders' that may still look at them. */
+int tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders);
+void tfs_deferred_release(struct tfs *fs, tmb_u64 members); /* these members look at no deferred block any more */
+bool tfs_await_deferred(struct tfs *fs); /* waits a moment; true: the deferred blocks are free */
+
+/* recovery.c: recovery of dead members */
+/* The first half of tfs_recover, after which the dead member's locks may be taken over. It takes no inode's lock, so a thread that waits for one may
+ * call it. The references that the member had open wait for tfs_recover. */
+int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how);
 
 /* tx.c: transactions */
-/* The first half of tfs_recover, after which the dead member's locks may be taken over. It takes no lock of an inode itself, so who waits
- * for one may call it; what the member had open waits for tfs_recover. */
-int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how);
 /*
- * A slot comes before any lock: threads that have slots may wait for locks, so whoever waited for a slot with a lock could wait for itself.
- * So nothing here takes a slot but these two, which an operation begins with. Waits while the file system is frozen.
+ * A thread takes a slot before any lock: threads that have slots may wait for locks, so a thread that waited for a slot with a lock held could wait
+ * for itself. These two, with which an operation begins, are the only ones that take slots. Waits while the file system is frozen.
  */
 int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot);
 int tfs_tx_try_begin(struct tfs *fs, tmb_u32 *slot); /* -EAGAIN: frozen */
-void tfs_tx_drop(struct tfs *fs, tmb_u32 slot); /* of a transaction that has listed nothing */
+void tfs_tx_drop(struct tfs *fs, tmb_u32 slot); /* ends a transaction that has listed nothing */
 struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot);
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino);
 void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1);
 void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value);
 void tfs_tx_commit(struct tfs *fs, tmb_u32 slot); /* stores the words */
-/* Before the locks of what was changed are let go: after a death their words would be stored again, over what others did since. */
+/* Called before the locks of what was changed are released: a recovery would otherwise store the words again, over later changes. */
 void tfs_tx_end(struct tfs *fs, tmb_u32 slot);
+/* For recoveries: takes a slot, also while the file system is frozen. Waits while other threads of this member have all slots; the caller holds no lock
+ * that these could wait for. */
+int tfs_tx_claim(struct tfs *fs, tmb_u32 *slot);
+/* Returns inode i of those whose trees may hold tagged blocks; NULL: none, or the inode table. */
+struct tfs_inode *tfs_tx_listed(struct tfs *fs, struct tfs_tx *tx, tmb_u32 i);
+void tfs_tx_repeat(struct tfs *fs, struct tfs_tx *tx); /* stores the words */
+void tfs_tx_clear(struct tfs *fs, struct tfs_tx *tx);
+/* Around the repetition of a dead member's work on an inode; 'own': of this member's own former epoch. */
+int tfs_tx_begin_redo(struct tfs *fs, tmb_u64 ino, bool own);
+void tfs_tx_end_redo(struct tfs *fs, bool own);
 
 /* filelock.c */
 /* The lock of the table of file locks of an inode that is no directory. */
@@ -218,13 +237,13 @@ static inline struct tmb_lock *tfs_table_lock(struct tfs_inode *inode)
 {
 	return (struct tmb_lock *)&inode->entries;
 }
-/* With the inode locked: around its end, which programs that lock ranges must not meet. */
+/* With the inode locked, before it is freed: keeps out programs that lock ranges. */
 int tfs_lock_table_to_free(struct tfs *fs, struct tfs_inode *inode);
 void tfs_unlock_table(struct tfs *fs, struct tfs_inode *inode);
 
 /* inode.c */
 struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino);
-/* In any state; NULL: no such inode. What is in the cache was checked; 0 is no block's place. */
+/* Returns the inode in any state; NULL: no such inode. Places in the cache were checked; 0 is no block's place. */
 static inline struct tfs_inode *tfs_inode(struct tfs *fs, tmb_u64 ino)
 {
 	tmb_u64 fblock = ino / TFS_INODES_PER_BLOCK, known = tmb_load(&fs->itable_cache[fblock % TFS_ITABLE_CACHE]);
@@ -233,12 +252,12 @@ static inline struct tfs_inode *tfs_inode(struct tfs *fs, tmb_u64 ino)
 		return tfs_search_inode(fs, ino);
 	return (struct tfs_inode *)tfs_block(fs, known & 0xffffffff) + ino % TFS_INODES_PER_BLOCK;
 }
-/* What has the number now: for names, read with their directory locked, and for recovery. */
+/* The number's present inode: for names, read with their directory locked, and for recovery. */
 static inline struct tfs_handle tfs_any(tmb_u64 ino)
 {
 	return (struct tfs_handle){.ino = ino};
 }
-/* Whether the inode lives, as the handle's. */
+/* Returns whether the inode lives and is the handle's. */
 static inline bool tfs_is(struct tfs_inode *inode, struct tfs_handle h)
 {
 	tmb_u64 state = tmb_load_acquire(&inode->state_gen);
@@ -248,19 +267,19 @@ static inline bool tfs_is(struct tfs_inode *inode, struct tfs_handle h)
 int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out); /* -ESTALE, -EUCLEAN */
 /* Claims a record, state NEW, and names it in the transaction as number 'index'. */
 int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle *made, struct tfs_inode **out);
-/* Undo, contents freed too. The transaction names the inode, and its end frees the number. */
+/* Undoes tfs_new_inode and frees the contents. The transaction names the inode, and its end frees the number. */
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot);
-/* Whether the transaction in this slot has freed the inode; tfs_tx_end then lets others claim the record: tfs_set_free. */
+/* Returns whether the transaction in this slot has freed the inode; tfs_tx_end then makes the record claimable (tfs_set_free). */
 bool tfs_is_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot);
 void tfs_set_free(struct tfs *fs, struct tfs_inode *inode);
-/* With the inode locked, nlink 0, nobody has it open: frees contents, and has the end of the transaction free the number. */
+/* Frees the contents, and has the end of the transaction free the number. The caller holds the inode's lock; nlink is 0 and no member has it open. */
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
 /* Frees the inode if it has neither name nor opener, and ends the transaction. */
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot);
 /*
- * Removes and frees blocks [from, to) of the data tree, once readers and mappers are gone; a recovery does not wait for mappers, since
- * a member that is asked to unmap may itself be waiting for the recovery to end. Before the transaction commits, tfs_begin_removal takes all that the
- * removal needs, so that it can't fail half-way; tfs_end_removal gives back what was not used.
+ * Removes and frees blocks [from, to) of the data tree, once readers and mappers are gone. A recovery does not wait for mappers: a member that is
+ * asked to unmap may itself be waiting for the recovery. Before the transaction commits, tfs_begin_removal takes all that the removal needs, so that
+ * it can't fail half-way; tfs_end_removal gives back what was not used.
  */
 int tfs_begin_removal(struct tfs *fs, tmb_u32 slot, struct tfs_inode *inode, tmb_u64 from, tmb_u64 to, struct tfs_gone **gone);
 int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone,
@@ -276,15 +295,15 @@ void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data); /* ctime, ver
 int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark, tmb_u64 *taken);
 tmb_u64 tfs_image_blocks(tmb_u64 len);
 
-/* dir.c: entries of one directory. The caller holds its lock for all but tfs_dir_find (with a seq check). */
+/* dir.c: entries of one directory. The caller holds the directory's lock for all but tfs_dir_find (with a seq check). */
 struct tfs_slot {
 	struct tfs_dirent *entry;
 	tmb_u64 granule; /* position */
 	tmb_u64 ref;	 /* copied */
-	tmb_u32 hash;	 /* of the name looked for */
+	tmb_u32 hash;	 /* of the name that was looked up */
 };
 tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len);
-/* -ENOENT: of 'slot' only the hash is set. -EUCLEAN is not reported yet: tfs_dir_find_locked does. */
+/* -ENOENT: sets only the hash of 'slot'. Does not report -EUCLEAN as damage; tfs_dir_find_locked does. */
 int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot);
 static inline int tfs_dir_find_locked(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
@@ -292,16 +311,16 @@ static inline int tfs_dir_find_locked(struct tfs *fs, struct tfs_inode *dir, con
 
 	return err == -EUCLEAN ? tfs_damage(fs, "directory not readable", tmb_load(&dir->root), slot->hash) : err;
 }
-/* After tfs_dir_find said -ENOENT: makes an entry with ref 0 that lookups do not see yet, in the index already. */
+/* After -ENOENT of tfs_dir_find: makes an entry with ref 0, already in the index, that lookups do not see yet. */
 int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot);
 tmb_u32 tfs_granules_of(tmb_u32 name_len);
-/* After its ref became 0: its place is free, and it is out of the index. */
+/* After the entry's ref became 0: frees its place and takes it out of the index. */
 void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot);
 static inline void tfs_dir_begin(struct tfs *fs, struct tfs_inode *dir)
 {
 	tmb_u64 seq = tmb_load(&dir->seq);
 
-	tfs_barrier(fs); /* the transaction that names the directory first: recovery makes 'seq' even again */
+	tfs_barrier(fs); /* the transaction that names the directory is durable first: its recovery makes 'seq' even again */
 	tmb_store(&dir->seq, seq | 1);
 	tmb_fence();
 }
@@ -311,23 +330,23 @@ static inline void tfs_dir_end(struct tfs *fs, struct tfs_inode *dir)
 	tfs_persist(fs, &dir->seq, sizeof(dir->seq));
 }
 
-/* dirindex.c: what a lookup, and a new entry, need of a large directory's hash index */
+/* dirindex.c: the hash index of a large directory */
 tmb_u64 tfs_dir_blocks(struct tfs *fs, struct tfs_inode *dir);
-struct tfs_dirent *tfs_granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64 granule); /* NULL: not there */
-/* Is this the entry of that name? left: granules to the end of its block. */
+struct tfs_dirent *tfs_granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64 granule); /* NULL: no such granule */
+/* Compares the entry with the name. left: granules to the end of its block. */
 bool tfs_entry_matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tmb_u32 len, tmb_u32 hash, tmb_u64 *ref);
 int tfs_index_find(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len, struct tfs_slot *slot);
 int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule);
 void tfs_index_forget(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule);
 
-/* names.c: what renames need, too */
+/* names.c: shared with rename.c */
 int tfs_check_name(tmb_u32 len);
-/* Names can then be put into it or taken from it. -EAGAIN: taken, and not to be waited for. */
+/* Locks a directory for changes of its names. -EAGAIN: the lock is taken, and 'wait' is false. */
 int tfs_lock_dir(struct tfs *fs, struct tfs_handle h, bool wait, struct tfs_inode **dir);
 int tfs_init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, const struct tfs_create *c);
-/* After a commit that took the last link: frees the inode (locked) unless somebody has it open. */
+/* After a commit that removed the last link: frees the inode (locked) unless a member has it open. */
 void tfs_drop_if_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
-/* Whether the inode that a name means is the one that the caller means. With the name's directory locked, which keeps the inode alive. */
+/* Returns whether the name's inode is the one that the caller checked. The caller holds the lock of the name's directory, which keeps the inode alive. */
 bool tfs_is_expected(struct tfs *fs, tmb_u64 ino, struct tfs_handle expect);
 static inline tmb_u64 tfs_make_ref(tmb_u64 ino, tmb_u64 mode)
 {
@@ -343,7 +362,7 @@ static inline tmb_u64 tfs_live_state(struct tfs_inode *inode)
 }
 
 /* account.c */
-tmb_u64 tfs_blocks_left(struct tfs *fs, struct tfs_inode *inode); /* what its account may still have; ~0: no limit */
+tmb_u64 tfs_blocks_left(struct tfs *fs, struct tfs_inode *inode); /* blocks that its account may still take; ~0: no limit */
 void tfs_count_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_s64 more);
 int tfs_open_account(struct tfs *fs, struct tfs_inode *inode); /* of a new inode; -EDQUOT */
 void tfs_close_account(struct tfs *fs, struct tfs_inode *inode);

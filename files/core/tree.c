@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * Radix trees over blocks, as an MMU has them. Readers walk without a lock: each step copies one entry and checks the
- * block number, so the worst that a changing or hostile tree can do is to end the walk. Writers hold the lock of the
- * inode that the tree belongs to; each change is one store of one entry.
+ * block number, so a changing or hostile tree can at worst end the walk. Writers hold the lock of the tree's inode;
+ * each change is one store of one entry.
  */
 #include "tfs_internal.h"
 
@@ -106,7 +106,7 @@ static int new_node(struct tfs *fs, tmb_u64 *nodes, tmb_u64 *node) /* tagged */
 	return 0;
 }
 
-/* Stores an entry or a root word; what it refers to, or referred to, is tagged and in place. */
+/* Stores an entry or a root word. The blocks that it refers to, or referred to, are tagged and filled. */
 static void set_entry(struct tfs *fs, tmb_u64 *slot, tmb_u64 value)
 {
 	tfs_barrier(fs);
@@ -114,7 +114,7 @@ static void set_entry(struct tfs *fs, tmb_u64 *slot, tmb_u64 value)
 	tfs_persist(fs, slot, sizeof(*slot));
 }
 
-/* Blocks that an entry now refers to are no longer only tagged. */
+/* Gives the blocks that an entry now refers to the map byte 'mark'. */
 static void mark_linked(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 mark)
 {
 	tfs_barrier(fs);
@@ -150,78 +150,121 @@ static int grow(struct tfs *fs, tmb_u64 *rootp, tmb_u32 height, tmb_u8 mark, tmb
 	return 0;
 }
 
+/* A run that is being linked at file block 'fblock' of a tree. */
+struct link {
+	struct tfs *fs;
+	tmb_u64 *rootp, fblock;
+	const struct tfs_run *run;
+	tmb_u8 mark;
+	tmb_u64 *nodes;
+};
+
+/* Returns the node at level 'bottom' that holds file block 'at', and makes nodes that are missing on the way down. */
+static int node_for(const struct link *l, tmb_u64 at, tmb_u32 bottom, tmb_u64 *node)
+{
+	struct tfs *fs = l->fs;
+	tmb_u64 root = tmb_load(l->rootp);
+	tmb_u32 level = tfs_root_height(root);
+
+	if (level > TFS_MAX_HEIGHT)
+		return tfs_damage(fs, "tree too high", root, l->fblock);
+	for (*node = root & TFS_BLOCKNR_MASK; tfs_block_ok(fs, *node); level--) {
+		tmb_u64 *slot, entry, child;
+		int err;
+
+		if (level <= bottom)
+			return 0;
+		slot = &node_entries(fs, *node)[(at / span_of(level)) & (TFS_FANOUT - 1)];
+		entry = tmb_load(slot);
+		if (entry & TFS_ENTRY_HUGE)
+			return tfs_damage(fs, "large entry where a hole was", entry, l->fblock);
+		child = entry & TFS_BLOCKNR_MASK;
+		if (!child) {
+			err = new_node(fs, l->nodes, &child);
+			if (err)
+				return err;
+			set_entry(fs, slot, child);
+			mark_linked(fs, child, 1, l->mark);
+		}
+		*node = child;
+	}
+	return tfs_damage(fs, "tree node out of range", *node, l->fblock);
+}
+
+/* Links a run of TFS_FANOUT aligned blocks by one large entry. 1: linked; 0: a leaf node is there; or an error. */
+static int link_large(const struct link *l)
+{
+	tmb_u64 node, *slot;
+	int err = node_for(l, l->fblock, 2, &node);
+
+	if (err)
+		return err;
+	slot = &node_entries(l->fs, node)[(l->fblock >> TFS_FANOUT_SHIFT) & (TFS_FANOUT - 1)];
+	if (tmb_load(slot))
+		return 0;
+	set_entry(l->fs, slot, l->run->block | TFS_ENTRY_HUGE);
+	return 1;
+}
+
+/* Links the run's blocks from number 'done' on, as far as one leaf node holds them. Returns how many are linked then. */
+static tmb_u64 link_in_leaf(const struct link *l, tmb_u64 node, tmb_u64 done)
+{
+	tmb_u64 *entries = node_entries(l->fs, node);
+	tmb_u32 first = (l->fblock + done) & (TFS_FANOUT - 1), i = first;
+
+	tfs_barrier(l->fs);
+	for (; i < TFS_FANOUT && done < l->run->count; i++, done++)
+		tmb_store_release(&entries[i], l->run->block + done);
+	tfs_persist(l->fs, &entries[first], (i - first) * sizeof(*entries));
+	return done;
+}
+
+static int link_blocks(const struct link *l, bool large)
+{
+	tmb_u64 done = 0;
+	int err;
+
+	if (large) {
+		err = link_large(l);
+		if (err < 0)
+			return err;
+		done = err ? l->run->count : 0;
+	}
+	while (done < l->run->count) {
+		tmb_u64 node;
+
+		err = node_for(l, l->fblock + done, 1, &node);
+		if (err)
+			return err;
+		done = link_in_leaf(l, node, done);
+	}
+	return 0;
+}
+
 int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *nodes)
 {
-	bool huge = run->count == TFS_FANOUT && !(run->block & (TFS_FANOUT - 1)) && !(fblock & (TFS_FANOUT - 1));
-	tmb_u64 last = fblock + run->count - 1, done = 0, root;
-	tmb_u32 height = huge ? 2 : 0;
+	const struct link l = {fs, rootp, fblock, run, mark, nodes};
+	bool large = run->count == TFS_FANOUT && !(run->block & (TFS_FANOUT - 1)) && !(fblock & (TFS_FANOUT - 1));
+	tmb_u64 last = fblock + run->count - 1, root = tmb_load(rootp);
+	tmb_u32 height = large ? 2 : 0;
 	int err;
 
 	while (height <= TFS_MAX_HEIGHT && beyond(height, last))
 		height++;
 	if (height > TFS_MAX_HEIGHT)
 		return -EFBIG;
-	root = tmb_load(rootp);
 	if (tfs_root_height(root) > TFS_MAX_HEIGHT)
 		return tfs_damage(fs, "tree too high", root, fblock);
 	tfs_persist(fs, tfs_block(fs, run->block), run->count << TFS_BLOCK_SHIFT);
 	if (!height && !root) {
 		set_entry(fs, rootp, tfs_root_word(run->block, 0));
-		mark_linked(fs, run->block, 1, mark);
-		return 0;
-	}
-	/* Not higher than asked for while it is a single block: block 0 then exists, the run goes beside it. */
-	err = grow(fs, rootp, height ? height : 1, mark, nodes);
-	if (err)
-		return err;
-	while (done < run->count) {
-		tmb_u64 node, at = fblock + done;
-		tmb_u32 level;
-
-		root = tmb_load(rootp);
-		if (tfs_root_height(root) > TFS_MAX_HEIGHT)
-			return tfs_damage(fs, "tree too high", root, fblock);
-		node = root & TFS_BLOCKNR_MASK;
-		for (level = tfs_root_height(root); level > (huge ? 2u : 1u); level--) {
-			tmb_u64 *slot, entry, child;
-
-			if (!tfs_block_ok(fs, node))
-				return tfs_damage(fs, "tree node out of range", node, fblock);
-			slot = &node_entries(fs, node)[(at / span_of(level)) & (TFS_FANOUT - 1)];
-			entry = tmb_load(slot);
-			if (entry & TFS_ENTRY_HUGE)
-				return tfs_damage(fs, "large entry where a hole was", entry, fblock);
-			child = entry & TFS_BLOCKNR_MASK;
-			if (!child) {
-				err = new_node(fs, nodes, &child);
-				if (err)
-					return err;
-				set_entry(fs, slot, child);
-				mark_linked(fs, child, 1, mark);
-			}
-			node = child;
-		}
-		if (!tfs_block_ok(fs, node))
-			return tfs_damage(fs, "tree node out of range", node, fblock);
-		if (huge) {
-			tmb_u64 *slot = &node_entries(fs, node)[(at >> TFS_FANOUT_SHIFT) & (TFS_FANOUT - 1)];
-
-			if (tmb_load(slot)) {
-				/* A leaf node is there, with holes only or not: go in small steps. */
-				huge = false;
-				continue;
-			}
-			set_entry(fs, slot, run->block | TFS_ENTRY_HUGE);
-			done += TFS_FANOUT;
-		} else {
-			tmb_u64 *entries = node_entries(fs, node);
-			tmb_u32 i = at & (TFS_FANOUT - 1), first = i;
-
-			tfs_barrier(fs);
-			for (; i < TFS_FANOUT && done < run->count; i++, done++)
-				tmb_store_release(&entries[i], run->block + done);
-			tfs_persist(fs, &entries[first], (i - first) * sizeof(*entries));
-		}
+	} else {
+		/* A single-block tree grows to the height asked for, no higher: block 0 then exists, and the run goes beside it. */
+		err = grow(fs, rootp, height ? height : 1, mark, nodes);
+		if (!err)
+			err = link_blocks(&l, large);
+		if (err)
+			return err;
 	}
 	mark_linked(fs, run->block, run->count, mark);
 	return 0;
@@ -272,7 +315,7 @@ static bool unlink_entry(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 c
 	return gone_add(gone, block, count);
 }
 
-/* A large entry of which only a part goes: an ordinary node in its place. */
+/* Replaces a large entry, of which only a part is removed, by a node of single entries. */
 static int split(struct tfs *fs, tmb_u64 *slot, tmb_u64 block, tmb_u64 *node, struct tfs_gone *gone)
 {
 	tmb_u64 *spare = gone->spare[0] ? &gone->spare[0] : &gone->spare[1];
@@ -306,7 +349,7 @@ bool tfs_tree_splits(struct tfs *fs, tmb_u64 root, tmb_u64 fblock)
 	return false;
 }
 
-/* [from, to) relative to the first file block below 'node'. 0, 1 (gone is full) or -errno. */
+/* Unlinks [from, to), relative to the first file block below 'node'. 0, 1 (gone is full) or -errno. */
 static int unlink_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone)
 {
 	tmb_u64 *entries = node_entries(fs, node), span = span_of(level);
@@ -330,7 +373,7 @@ static int unlink_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tmb_u64 fro
 			err = split(fs, &entries[i], block, &block, gone);
 			if (err)
 				return err;
-			gone->blocks--; /* a node more; the caller subtracts what is gone from the inode's count */
+			gone->blocks--; /* one node more; the caller subtracts 'gone' from the inode's count */
 		}
 		if (!tfs_block_ok(fs, block))
 			return tfs_damage(fs, "tree entry out of range", entry, node);
@@ -376,7 +419,7 @@ static int walk_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tfs_visit vis
 
 	if (!tfs_block_ok(fs, node))
 		return tfs_damage(fs, "tree entry out of range", node, level);
-	/* A tree that refers to more blocks than there are goes round in circles. */
+	/* A tree that refers to more blocks than the area has contains a cycle. */
 	if (!(*budget)--)
 		return tfs_damage(fs, "tree without end", node, level);
 	if (level) {

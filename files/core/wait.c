@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * The lock across members, and waiting. tfs_format.h says what a lock word holds.
+ * The lock across members, and waiting. tfs_format.h defines the lock word.
  *
- * Without waiters a lock is taken and given back by one compare and swap each. Who finds it taken spins a little, then stands in its member's
- * line for this lock, which is private memory and in the order of arrival; the first of a line acts for its member: it announces the
- * member in 'waiters' and sleeps. Who gives the lock back wakes the next member, which may find that somebody else was faster. Having slept
- * once in vain, the first of a line demands the lock: then its owner does not give it back but offers it to the next member in 'waiters' after
- * the last that it was offered to, so a member that waits is passed over by each other member once at most.
+ * Without waiters, taking and releasing a lock is one compare and swap each. A thread that finds it taken spins a little, then enters its
+ * member's queue for this lock, which is private memory and in the order of arrival. The first of a queue acts for its member: it announces
+ * the member in 'waiters' and sleeps. An unlock wakes the next member, which may find that another one has taken the lock. If the first of a
+ * queue wakes in vain, it demands the lock: the owner's unlock then does not free it but offers it to the next member in 'waiters' after the
+ * last one it was offered to. So each other member passes a waiting member at most once.
  *
- * An offer is no ownership. It ends when its member takes it, when that member is dead, or when it has not come within OFFER_NS, as a member
- * that is suspended doesn't: then whoever waits takes the lock. So neither dead nor suspended waiters hold up a lock. What was owned by a
- * dead member is taken over once its transactions are recovered.
+ * An offer is no ownership. It ends when its member takes it, when that member is dead, or when the member has not come within OFFER_NS, like
+ * a suspended one: then any waiter takes the lock. So neither dead nor suspended waiters block a lock. A dead owner's lock is taken over once
+ * its transactions are recovered.
  *
- * Waiting for an owner that lives has no end but a signal. After ASK_NS of it the owner is rung; whether it answers is told in the log.
+ * Waiting for a living owner ends only by a signal. After ASK_NS the waiter rings the owner and logs whether it answers.
  *
- * files/host/tests/lock_model.rs explores this protocol; its steps have the names of the comments here.
+ * files/host/tests/lock_model.rs explores this protocol; its steps have the names in the comments here.
  */
 #include "tfs_internal.h"
 
@@ -38,7 +38,7 @@ static tmb_u64 with(tmb_u64 word, tmb_u64 mask, tmb_u64 value)
 	return (word & ~mask) | (value << __builtin_ctzll(mask) & mask);
 }
 
-/* The word once this member owns the lock that is as in 'now'. */
+/* Returns the word with this member as owner of the lock in state 'now'. */
 static tmb_u64 owned(struct tfs *fs, tmb_u64 now)
 {
 	tmb_u64 word = with(now & TFS_LOCK_TURN, TFS_LOCK_COUNT, field(now, TFS_LOCK_COUNT) + 1);
@@ -64,21 +64,21 @@ bool tfs_lock_held(const struct tmb_lock *lock, tmb_u32 *owner)
 	return now & 0xff && (now & TFS_LOCK_KIND) == TFS_LOCK_HELD;
 }
 
-/* --- lines of this member's own threads ------------------------------------------------------------------------------- */
+/* --- queues of this member's own threads ------------------------------------------------------------------------------- */
 
-/* What a lock is called in a line. */
-static tmb_u64 name_of(struct tmb_lock *lock)
+/* The lock's id in a queue. */
+static tmb_u64 id_of(struct tmb_lock *lock)
 {
 	return (tmb_u64)(unsigned long)lock;
 }
 
-/* NULL: there is no place. */
-static struct tfs_waiter *line_up(struct tfs *fs, struct tmb_lock *lock)
+/* Enters the queue; NULL: it is full. */
+static struct tfs_waiter *enqueue(struct tfs *fs, struct tmb_lock *lock)
 {
-	for (tmb_u32 i = 0; i < TFS_LINE; i++) {
-		struct tfs_waiter *w = &fs->line[i];
+	for (tmb_u32 i = 0; i < TFS_QUEUE; i++) {
+		struct tfs_waiter *w = &fs->queue[i];
 
-		if (tmb_load(&w->lock) || !tmb_cas64(&w->lock, 0, name_of(lock)))
+		if (tmb_load(&w->lock) || !tmb_cas64(&w->lock, 0, id_of(lock)))
 			continue;
 		tmb_store_release(&w->number, tmb_fetch_add(&fs->numbers, 1) + 1);
 		return w;
@@ -86,7 +86,7 @@ static struct tfs_waiter *line_up(struct tfs *fs, struct tmb_lock *lock)
 	return NULL;
 }
 
-static void leave_line(struct tfs_waiter *w)
+static void dequeue(struct tfs_waiter *w)
 {
 	tmb_store(&w->number, 0);
 	tmb_store_release(&w->lock, 0);
@@ -97,13 +97,13 @@ static struct tfs_waiter *first_of(struct tfs *fs, tmb_u64 lock)
 	struct tfs_waiter *first = NULL;
 	tmb_u64 lowest = 0;
 
-	for (tmb_u32 i = 0; i < TFS_LINE; i++) {
-		struct tfs_waiter *w = &fs->line[i];
+	for (tmb_u32 i = 0; i < TFS_QUEUE; i++) {
+		struct tfs_waiter *w = &fs->queue[i];
 		tmb_u64 number;
 
 		if (tmb_load_acquire(&w->lock) != lock)
 			continue;
-		number = tmb_load_acquire(&w->number); /* 0: just coming, so not before anybody else */
+		number = tmb_load_acquire(&w->number); /* 0: a thread that is just entering, and comes after this one */
 		if (!first || (number && (!lowest || number < lowest))) {
 			first = w;
 			lowest = number;
@@ -120,15 +120,15 @@ static void wake(struct tfs *fs, struct tfs_waiter *w)
 
 void tfs_rang(struct tfs *fs)
 {
-	for (tmb_u32 i = 0; i < TFS_LINE; i++) {
-		tmb_u64 lock = tmb_load_acquire(&fs->line[i].lock);
+	for (tmb_u32 i = 0; i < TFS_QUEUE; i++) {
+		tmb_u64 lock = tmb_load_acquire(&fs->queue[i].lock);
 
-		if (lock && first_of(fs, lock) == &fs->line[i])
-			wake(fs, &fs->line[i]);
+		if (lock && first_of(fs, lock) == &fs->queue[i])
+			wake(fs, &fs->queue[i]);
 	}
 }
 
-/* Wakes the first of a member's line. */
+/* Wakes the first of a member's queue. */
 static void ring(struct tfs *fs, struct tmb_lock *lock, tmb_u32 member)
 {
 	struct tfs_waiter *w;
@@ -137,7 +137,7 @@ static void ring(struct tfs *fs, struct tmb_lock *lock, tmb_u32 member)
 		tfs_ring_members(fs, 1ULL << member, TMB_PENDING_LOCK);
 		return;
 	}
-	w = first_of(fs, name_of(lock));
+	w = first_of(fs, id_of(lock));
 	if (w)
 		wake(fs, w);
 }
@@ -151,7 +151,7 @@ void tfs_wait_start(struct tfs_wait *w, enum tfs_how how)
 	w->tell = TELL_NS;
 }
 
-/* Asks after an owner that has not let go for long, and tells of it, ever less often. */
+/* Rings an owner that has not released for long, and logs it, ever less often. */
 static void ask(struct tfs *fs, struct tfs_wait *w, tmb_u64 clock, tmb_u32 owner)
 {
 	tmb_u64 waited = clock - w->changed;
@@ -166,7 +166,7 @@ static void ask(struct tfs *fs, struct tfs_wait *w, tmb_u64 clock, tmb_u32 owner
 	if (waited < w->tell)
 		return;
 	w->tell *= 4;
-	/* Who runs takes its pending bits. */
+	/* A running member clears its pending bits. */
 	answers = answers || !(tmb_load(&fs->members[owner].pending) & TMB_PENDING_LOCK);
 	tfs_os_waiting(fs, owner, answers, waited / ASK_NS);
 	w->asked = !answers;
@@ -193,7 +193,7 @@ int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owne
 
 /* --- taking ---------------------------------------------------------------------------------------------------------------- */
 
-/* The next living member that waits, after one; TFS_MEMBERS: none. */
+/* Returns the next living member that waits, after the one of the last turn; TFS_MEMBERS: none. */
 static tmb_u32 choose(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
 {
 	tmb_u64 waiters = tmb_load_acquire(&lock->waiters);
@@ -218,28 +218,26 @@ bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock)
 	return !(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now));
 }
 
-/* One attempt of the first of a line. 1: it owns the lock; 0: not yet; or an error. */
-static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now, tmb_u64 since)
+/* Takes an offered lock if the offer is to this member, or has ended. 'since': when the word was first seen; 0: just now. */
+static int take_offered(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now, tmb_u64 since)
 {
 	tmb_u32 owner = tmb_lock_owner(now);
-	tmb_u64 kind = now & TFS_LOCK_KIND;
 
-	if (!(now & 0xff)) /* free */
-		return tmb_cas64(&lock->word, now, owned(fs, now));
-	if (owner >= TFS_MEMBERS || (kind != TFS_LOCK_HELD && kind != TFS_LOCK_OFFERED)) {
-		tfs_damage(fs, "lock word without an owner", now, (tmb_u64)((tmb_u8 *)lock - fs->area));
-		tmb_cas64(&lock->word, now, 0);
-		return 0;
-	}
-	if (kind == TFS_LOCK_OFFERED) {
+	if (!is_own(fs, now)) {
 		bool lapsed = since && tfs_os_clock() - since > OFFER_NS;
 
-		if (!is_own(fs, now) && tfs_member_alive(fs, owner, epoch_of(now)) && !lapsed)
+		if (tfs_member_alive(fs, owner, epoch_of(now)) && !lapsed)
 			return 0;
-		if (!is_own(fs, now))
-			tmb_fetch_and(&lock->waiters, ~(1ULL << owner)); /* SkipIdler: it announces itself again when it comes */
-		return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeLapsed */
+		tmb_fetch_and(&lock->waiters, ~(1ULL << owner)); /* SkipIdler: it announces itself again when it runs */
 	}
+	return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeLapsed */
+}
+
+/* Takes a lock over whose owner is dead, once the owner's transactions are recovered. */
+static int take_dead(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now)
+{
+	tmb_u32 owner = tmb_lock_owner(now);
+
 	if (tfs_member_alive(fs, owner, epoch_of(now)))
 		return 0;
 	if (w->how != TFS_NO_RECOVERY && fs->members && tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch_of(now)) {
@@ -251,24 +249,62 @@ static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tm
 	return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeDead */
 }
 
-/* Out of the line. The member stays announced while others of it are in line; the next of them is woken by whoever gives the lock back. */
+/* One attempt by the first of a queue. 1: it owns the lock; 0: not yet; or an error. */
+static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now, tmb_u64 since)
+{
+	tmb_u64 kind = now & TFS_LOCK_KIND;
+
+	if (!(now & 0xff)) /* free */
+		return tmb_cas64(&lock->word, now, owned(fs, now));
+	if (tmb_lock_owner(now) >= TFS_MEMBERS || (kind != TFS_LOCK_HELD && kind != TFS_LOCK_OFFERED)) {
+		tfs_damage(fs, "lock word without an owner", now, (tmb_u64)((tmb_u8 *)lock - fs->area));
+		tmb_cas64(&lock->word, now, 0);
+		return 0;
+	}
+	return kind == TFS_LOCK_OFFERED ? take_offered(fs, lock, now, since) : take_dead(fs, lock, w, now);
+}
+
+/* Announces this member as a waiter of the lock in state 'now'. False: the word has changed. */
+static bool announce(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now)
+{
+	if (tmb_load(&lock->word) != now)
+		return false;
+	tmb_fetch_or(&lock->waiters, 1ULL << fs->member); /* Announce */
+	return tmb_load(&lock->word) == now; /* Confirm */
+}
+
+/* Demands the lock in state *now of its owner, and waits a moment for the offer. False: the word has changed. */
+static bool demand(struct tmb_lock *lock, tmb_u64 *now)
+{
+	if ((*now & TFS_LOCK_KIND) != TFS_LOCK_HELD || *now & TFS_LOCK_DEMAND)
+		return true;
+	if (!tmb_cas64(&lock->word, *now, *now | TFS_LOCK_DEMAND))
+		return false;
+	*now |= TFS_LOCK_DEMAND;
+	for (tmb_u32 i = 0; i < SPINS && tmb_load(&lock->word) == *now; i++)
+		tfs_os_relax(); /* most owners soon offer it */
+	return tmb_load(&lock->word) == *now;
+}
+
+/* Leaves the queue. The member stays announced while it has other threads in the queue; the next unlock wakes the first of them. */
 static void withdraw(struct tfs *fs, struct tmb_lock *lock, struct tfs_waiter *place)
 {
 	tmb_u64 bit = 1ULL << fs->member;
 
-	leave_line(place);
-	if (first_of(fs, name_of(lock))) {
+	dequeue(place);
+	if (first_of(fs, id_of(lock))) {
 		tmb_fetch_or(&lock->waiters, bit);
 		return;
 	}
 	if (!(tmb_load(&lock->waiters) & bit))
 		return;
 	tmb_fetch_and(&lock->waiters, ~bit);
-	if (first_of(fs, name_of(lock))) /* Again: it may have announced itself in between */
+	if (first_of(fs, id_of(lock))) /* Again: it may have announced itself in between */
 		tmb_fetch_or(&lock->waiters, bit);
 }
 
-static int wait_in_line(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, struct tfs_waiter *place)
+/* Waits until this thread owns the lock (1), or the wait has ended otherwise (an error). Only the first of the queue acts. */
+static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, struct tfs_waiter *place)
 {
 	tmb_u64 seen = 0, since = 0;
 	bool slept = false;
@@ -278,7 +314,7 @@ static int wait_in_line(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *
 		tmb_u32 rung = tmb_load_acquire(&place->bell), owner = TFS_MEMBERS;
 		tmb_u64 now = tmb_load_acquire(&lock->word);
 
-		if (first_of(fs, name_of(lock)) == place) {
+		if (first_of(fs, id_of(lock)) == place) {
 			if (now != seen || !since) {
 				seen = now;
 				since = tfs_os_clock();
@@ -286,20 +322,8 @@ static int wait_in_line(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *
 			got = attempt(fs, lock, w, now, since);
 			if (got)
 				return got;
-			if (tmb_load(&lock->word) != now)
+			if (!announce(fs, lock, now) || (slept && !demand(lock, &now)))
 				continue;
-			tmb_fetch_or(&lock->waiters, 1ULL << fs->member); /* Announce */
-			if (tmb_load(&lock->word) != now) /* Confirm */
-				continue;
-			if (slept && (now & TFS_LOCK_KIND) == TFS_LOCK_HELD && !(now & TFS_LOCK_DEMAND)) {
-				if (!tmb_cas64(&lock->word, now, now | TFS_LOCK_DEMAND))
-					continue;
-				now |= TFS_LOCK_DEMAND;
-				for (tmb_u32 i = 0; i < SPINS && tmb_load(&lock->word) == now; i++)
-					tfs_os_relax(); /* most owners soon offer it */
-				if (tmb_load(&lock->word) != now)
-					continue;
-			}
 			owner = tmb_lock_owner(now);
 		}
 		slept = true;
@@ -307,6 +331,21 @@ static int wait_in_line(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *
 		if (got)
 			return got;
 	}
+}
+
+/* Spins for a lock that is about to be released. False: it stays taken, or another thread demands it. */
+static bool spin(struct tfs *fs, struct tmb_lock *lock)
+{
+	for (tmb_u32 i = 0; i < SPINS; i++) {
+		tmb_u64 now = tmb_load(&lock->word);
+
+		if (!(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now)))
+			return true;
+		if (now & TFS_LOCK_DEMAND)
+			return false;
+		tfs_os_relax();
+	}
+	return false;
 }
 
 int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
@@ -319,31 +358,32 @@ int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 		return -EROFS;
 	if (tfs_fenced(fs))
 		return -ESHUTDOWN;
-	for (tmb_u32 i = 0; i < SPINS; i++) {
-		tmb_u64 now = tmb_load(&lock->word);
-
-		if (!(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now)))
-			return 0;
-		if (now & TFS_LOCK_DEMAND)
-			break;
-		tfs_os_relax();
-	}
+	if (spin(fs, lock))
+		return 0;
 	tfs_wait_start(&w, how);
-	while (!(place = line_up(fs, lock))) {
+	while (!(place = enqueue(fs, lock))) {
 		if (tfs_try_lock(fs, lock))
 			return 0;
 		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
 		if (err)
 			return err;
 	}
-	err = wait_in_line(fs, lock, &w, place);
+	err = wait_in_queue(fs, lock, &w, place);
 	withdraw(fs, lock, place);
 	if (err > 0)
 		return 0;
-	/* What was offered to this member is for the next of its line, or for another member. */
+	/* An offer to this member goes to the next of its queue, or to another member. */
 	if (err != -ESHUTDOWN && tmb_load(&lock->waiters))
 		ring(fs, lock, fs->member);
 	return err;
+}
+
+/* Returns the word that offers the lock in state 'now' to a member. */
+static tmb_u64 offered(struct tfs *fs, tmb_u64 now, tmb_u32 to)
+{
+	tmb_u32 epoch = to == fs->member || !fs->members ? fs->epoch : tmb_epoch(tmb_load(&fs->members[to].state_epoch));
+
+	return with(now & (TFS_LOCK_TURN | TFS_LOCK_COUNT), TFS_LOCK_TURN, to + 1) | tmb_lock_word(to, epoch, 0) | TFS_LOCK_OFFERED;
 }
 
 void tfs_unlock(struct tfs *fs, struct tmb_lock *lock)
@@ -355,11 +395,8 @@ void tfs_unlock(struct tfs *fs, struct tmb_lock *lock)
 		/* If this member was declared dead, the lock is no longer its own. */
 		if (!is_own(fs, now) || (now & TFS_LOCK_KIND) != TFS_LOCK_HELD)
 			return;
-		if (heir < TFS_MEMBERS) {
-			tmb_u32 epoch = heir == fs->member || !fs->members ? fs->epoch : tmb_epoch(tmb_load(&fs->members[heir].state_epoch));
-
-			next = with(next, TFS_LOCK_TURN, heir + 1) | tmb_lock_word(heir, epoch, 0) | TFS_LOCK_OFFERED;
-		}
+		if (heir < TFS_MEMBERS)
+			next = offered(fs, now, heir);
 		if (!tmb_cas64(&lock->word, now, next))
 			continue;
 		if (heir == TFS_MEMBERS && tmb_load(&lock->waiters))

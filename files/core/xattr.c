@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Extended attributes: all of an inode's attributes are one image, in a tree of its own. Setting one writes a new image and
- * swaps the root word; readers copy the image under a pin and parse their copy.
+ * Extended attributes: all of an inode's attributes are one image, in a tree of its own. A change writes a new image and swaps the root word;
+ * readers copy the image under a pin and parse their copy.
  */
 #include "tfs_internal.h"
 
@@ -12,7 +12,7 @@ static tmb_u32 entry_bytes(const struct tfs_xattr_entry *e)
 	return (tmb_u32)((sizeof(*e) + e->name_len + e->value_len + 7) & ~7ULL);
 }
 
-/* The entry at *at of a private, hostile copy, or NULL; *at moves on. */
+/* Returns the entry at *at of a private, hostile copy, or NULL, and moves *at past it. */
 static const struct tfs_xattr_entry *next_entry(const tmb_u8 *image, tmb_u32 bytes, tmb_u32 *at)
 {
 	const struct tfs_xattr_entry *e = (const struct tfs_xattr_entry *)(image + *at);
@@ -37,7 +37,7 @@ int tfs_xattr_image_ok(const void *image, tmb_u64 len)
 	return 0;
 }
 
-/* How long the image is: at least its header. */
+/* Reads the length of the image: at least its header's. */
 static int image_bytes(struct tfs *fs, tmb_u64 root, tmb_u32 *bytes)
 {
 	struct tfs_run run;
@@ -62,7 +62,8 @@ static int copy_image(struct tfs *fs, tmb_u64 root, tmb_u8 *image, tmb_u32 bytes
 	return 0;
 }
 
-/* A private copy of the image, at least its header; the caller frees it. room: bytes wanted beyond it. -EAGAIN: it was replaced meanwhile. */
+/* Makes a private copy of the image, at least of its header; the caller frees it. room: bytes wanted beyond it. -EAGAIN: it was replaced
+ * meanwhile. */
 static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u32 room, tmb_u8 **out)
 {
 	struct tfs_look look = tfs_look_begin(fs, h.ino);
@@ -90,7 +91,7 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle
 		err = -EAGAIN;
 	if (!err && (head->bytes != bytes || tfs_xattr_image_ok(head, bytes)))
 		err = -EUCLEAN;
-	/* A pin does not keep an inode that nobody has open. */
+	/* A pin does not protect an inode that no member has open. */
 	__atomic_thread_fence(__ATOMIC_ACQUIRE);
 	if (!tfs_is(inode, h))
 		err = -ESTALE;
@@ -103,7 +104,7 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle
 	return err;
 }
 
-/* Again while another member replaces it. */
+/* Repeats read_image() while another member replaces the image. */
 static int get_image(struct tfs *fs, struct tfs_handle h, tmb_u32 room, tmb_u8 **image)
 {
 	struct tfs_inode *inode;
@@ -242,7 +243,7 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 	if (err)
 		goto unlock;
 	err = edit(image, name, value, size, flags);
-	/* Removing what is not there is what an ACL that says no more than the mode asks for. */
+	/* Setting an ACL that equals the mode removes an attribute that may not exist. */
 	if (err == -ENODATA && !value && mode >= 0)
 		err = 0;
 	old = tmb_load(&inode->xattr_root);

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * libFuzzer on the core: an input is a program that damages a good file system (mutate.c), then has two members call the core's
- * functions, and damages more between the calls and in the middle of them. Whatever is written there, nothing may be touched outside
- * the area and the member table (they lie between pages that can't be accessed), nothing may go on without end, and
- * memory that the core took must come back.
+ * functions, and damages more between the calls and during them. Whatever it writes there, the core must touch nothing outside the
+ * area and the member table (both lie between inaccessible pages), must end, and must free its memory.
  *
- * In the middle: the core's looks at shared memory are counted (hooks.h). At a look that the input chooses, the word looked
- * at, or another one, changes first. So what a hostile member could hit by luck of time follows from the input alone.
+ * During a call: accesses to shared memory are counted (hooks.h). At an access that the input chooses, the word accessed, or another
+ * one, changes first. So each race that a hostile member could win follows from the input alone.
  *
- * Time is made up: each look at the clock is a second later, so that the core's bounded waits end at once; the others are ended by a
- * signal. A call that looks at shared memory LOOKS times has no end.
+ * Time is simulated: each read of the clock is a second later, so that the core's bounded waits end at once; a signal ends the other
+ * waits. A call that makes LOOKS accesses to shared memory is endless.
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -24,9 +23,9 @@
 #define TABLE_BYTES (TFS_MEMBERS * sizeof(struct tmb_member))
 #define GUARD (1u << 20)
 #define MAX_STEPS 80
-#define MEMBERS 2 /* that work; the others are dead, or live and do nothing */
+#define MEMBERS 2 /* active ones; the other slots are dead, or live and do nothing */
 #define LOOKS (48u << 20)
-#define NAPS 8 /* in one call, then it is killed */
+#define NAPS 8 /* in one call, then the caller is killed */
 #define EPOCH 4
 
 struct input {
@@ -86,7 +85,7 @@ static tmb_u64 take(void *ctx, unsigned bytes)
 	return v;
 }
 
-/* When the next word changes under the core's hands: soon mostly. */
+/* Chooses the access before which the next word changes: mostly soon. */
 static void plan_change(void)
 {
 	tmb_u64 n = take(NULL, 1);
@@ -107,7 +106,7 @@ void fuzz_look(const volatile void *p, unsigned bytes)
 	running = false;
 	if (take(NULL, 1) % 4 == 0) {
 		mutate(mutator, area, take, NULL);
-	} else { /* the very word, whole */
+	} else { /* the accessed word, whole */
 		tmb_u64 *word = (tmb_u64 *)((uintptr_t)p & ~7ULL), offset = (tmb_u64)((tmb_u8 *)word - area);
 		bool shared = (tmb_u8 *)word >= area && offset < AREA_BYTES;
 
@@ -119,7 +118,7 @@ void fuzz_look(const volatile void *p, unsigned bytes)
 	running = true;
 }
 
-/* Generation 0: most steps mean whatever has the number, so that they get past the check. */
+/* Generation 0: most steps name the number's present inode, so that they pass the check. */
 static struct tfs_handle any(tmb_u64 ino)
 {
 	return (struct tfs_handle){.ino = ino};
@@ -140,8 +139,8 @@ static void reset_members(void)
 	memset(members, 0, TABLE_BYTES);
 	members[0].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH);
 	members[1].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH);
-	members[2].state_epoch = tmb_state_epoch(TMB_MEMBER_DEAD, EPOCH); /* whose leftovers a recovery looks at */
-	members[3].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH); /* never gives a lock back */
+	members[2].state_epoch = tmb_state_epoch(TMB_MEMBER_DEAD, EPOCH); /* a recovery looks at its leftovers */
+	members[3].state_epoch = tmb_state_epoch(TMB_MEMBER_ACTIVE, EPOCH); /* never releases a lock */
 }
 
 /* Memory between pages that can't be accessed. */
@@ -174,7 +173,7 @@ static void write_some(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 
 		abort();
 }
 
-/* What a member that died leaves: a lock, blocks with its tag, a transaction under way, one that was committed. */
+/* Leaves the state of a member that died: a lock, blocks with its tag, an open transaction and a committed one. */
 static void die_halfway(struct tfs_handle h)
 {
 	struct tfs fs = {0};
@@ -234,7 +233,7 @@ static void build(void)
 
 	if (tfs_set_lock(&fs, any(2), &lock))
 		abort();
-	/* Something of each kind at the very end of the area, where one step too far is seen. */
+	/* One object of each kind at the very end of the area, where an access one step too far faults. */
 	fs.alloc_cursor = fs.blocks - 4;
 	last = make(&fs, any(TFS_ROOT_INO), "last", 0040755);
 	if (tfs_xattr_set(&fs, last, "user.c", data, 100, 0, -1, 1))
@@ -322,12 +321,12 @@ static void locks(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 len)
 	if (tfs_set_lock(fs, h, &lock) != -EAGAIN)
 		return;
 	slot = tfs_lock_wait_begin(fs, h, &lock);
-	/* One in two goes on waiting, so that others find it. */
+	/* Every other waiter keeps waiting, so that other calls find it. */
 	if (slot >= 0 && len & 4)
 		tfs_lock_wait_end(fs, slot);
 }
 
-/* Every other time with what the names are expected to mean. */
+/* Every other time with the inodes that the names are expected to mean. */
 static void rename_some(struct tfs *fs, struct tfs_handle dir, const char *name, struct tfs_handle to_dir, const char *other, tmb_u32 how)
 {
 	struct tfs_name from = {.dir = dir, .name = name, .len = (tmb_u32)strlen(name)};
@@ -341,7 +340,7 @@ static void rename_some(struct tfs *fs, struct tfs_handle dir, const char *name,
 	tfs_rename(fs, &from, &to, how % 8, 1);
 }
 
-/* Tells of a change, and hears of others'. */
+/* Posts a change and reads other members' changes. */
 static void changes(struct tfs *fs, tmb_u64 ino, tmb_u64 dir, const char *name, tmb_u32 len)
 {
 	struct tfs_change c = {.ino = ino, .dir = dir, .mask = 1, .name_len = len};
@@ -410,7 +409,7 @@ static void step(struct tfs *fs)
 	case 31: c.mode = 0120777; c.symlink = name; c.symlink_len = length; tfs_create(fs, dir, other, other_length, &c, &made); break;
 	case 36: changes(fs, ino, dir.ino, other, other_length); break;
 	case 37: tfs_listen_end(fs); break;
-	case 32: { /* the host says that somebody died, or came */
+	case 32: { /* the host declares a member dead, or active */
 		tmb_u64 *word = (tmb_u64 *)&members[len % 4] + at % (sizeof(*members) / 8);
 
 		*word = mutate_value(mutator, *word, 0, take, NULL);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* Included before each file of the core, when it is fuzzed: every look at shared memory may find that somebody just wrote there. */
+/* Included before each file of the core when it is fuzzed: at every access to shared memory, another member may have just stored
+ * there. */
 #ifndef TFS_FUZZ_HOOKS_H
 #define TFS_FUZZ_HOOKS_H
 

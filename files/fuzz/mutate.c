@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MEMBERS 4u /* whose transactions are looked at */
+#define MEMBERS 4u /* transactions of so many members are changed */
 
 const char *const mutation_names[MUTATE_KINDS] = {
 	"super block", "transaction", "block map", "inode", "lock", "tree node", "directory entry", "hash index", "attributes", "file lock",
@@ -56,7 +56,7 @@ static bool ok(struct mutator *m, tmb_u64 block)
 
 typedef void (*visit)(struct mutator *m, const void *area, tmb_u64 block, tmb_u64 fblock);
 
-/* Each block once, so it ends whatever the tree looks like. */
+/* Walks each block once, so that it ends for any tree. */
 static void walk(struct mutator *m, const void *area, tmb_u64 block, tmb_u32 level, tmb_u64 fblock, visit leaf)
 {
 	if (!ok(m, block) || level > TFS_MAX_HEIGHT || m->seen[block])
@@ -74,7 +74,7 @@ static void walk(struct mutator *m, const void *area, tmb_u64 block, tmb_u32 lev
 
 		if (!entry)
 			continue;
-		/* A place of its own for what is there: most of a node is holes. */
+		/* Present entries get a list of their own: most of a node is holes. */
 		add(m, &m->lists[MUTATE_NODE], (block << TFS_BLOCK_SHIFT) + 8 * i, 1);
 		if (!(entry & TFS_ENTRY_HUGE))
 			walk(m, area, entry & TFS_BLOCKNR_MASK, level - 1, fblock * TFS_FANOUT + i, leaf);
@@ -149,7 +149,7 @@ struct mutator *mutator_new(const void *area, tmb_u64 bytes)
 	m->seen = calloc(1, m->blocks);
 	if (!m->seen || m->data_start >= m->blocks)
 		goto fail;
-	/* Nothing but magic, version and features says what it is: without them there is nothing to use or repair. */
+	/* Magic, version and features stay: without them there is no file system to use or repair. */
 	add(m, &m->lists[MUTATE_SUPER], offsetof(struct tfs_super, blocks), 1);
 	add(m, &m->lists[MUTATE_SUPER], offsetof(struct tfs_super, member_start), 8);
 	for (int i = 0; i < 6; i++)
@@ -170,7 +170,7 @@ struct mutator *mutator_new(const void *area, tmb_u64 bytes)
 	for (tmb_u64 block = m->data_start & ~7ULL; block < m->blocks; block += 8)
 		if (load(area, (m->map_start << TFS_BLOCK_SHIFT) + block))
 			add(m, &m->lists[MUTATE_MAP], (m->map_start << TFS_BLOCK_SHIFT) + block, 1);
-	if (!m->used.n) /* not even an inode table */
+	if (!m->used.n) /* not even an inode table is found */
 		add(m, &m->used, m->data_start, 1);
 	if (!m->failed)
 		return m;
@@ -224,7 +224,7 @@ tmb_u64 mutate_value(struct mutator *m, tmb_u64 old, tmb_u64 offset, mutate_take
 
 struct mutation mutate(struct mutator *m, void *area, mutate_take take, void *ctx)
 {
-	/* Most of what a file system is made of, more often. */
+	/* The structures that fill most of a file system come up more often. */
 	static const tmb_u8 kinds[] = {
 		MUTATE_SUPER, MUTATE_TX,    MUTATE_TX,	  MUTATE_MAP,	MUTATE_INODE, MUTATE_INODE, MUTATE_INODE,  MUTATE_LOCK,
 		MUTATE_NODE,  MUTATE_NODE,  MUTATE_ENTRY, MUTATE_ENTRY, MUTATE_INDEX, MUTATE_XATTR, MUTATE_RECORD, MUTATE_LOCK,

@@ -30,7 +30,8 @@ fn main() {
         build
     };
     core().file("os/os.c").file("os/persist.c").compile("tfs");
-    // For tests/prefixes and tests/explore, which see every access: they define what the instrumentation calls.
+    // For tests/prefixes and tests/explore, which record every access: they define the functions of the
+    // instrumentation.
     core()
         .flag("-fsanitize=thread")
         .flag_if_supported("-Wno-tsan")
@@ -38,7 +39,7 @@ fn main() {
         .define("memset", "recorded_memset")
         .cargo_metadata(false)
         .compile("tfs_recorded");
-    // What the damage of the random tests shares with the fuzzer; programs that don't use it don't get it.
+    // The mutator that the random tests share with the fuzzer; programs that don't use it don't link it.
     println!("cargo::rerun-if-changed=../fuzz/mutate.c");
     println!("cargo::rerun-if-changed=../fuzz/mutate.h");
     cc::Build::new()

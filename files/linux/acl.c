@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* POSIX ACLs: kept as the extended attributes that user space knows, never cached by the VFS. */
+/* POSIX ACLs: stored as the extended attributes that user space knows, never cached by the VFS. */
 #include "tombolo.h"
 
 #include <linux/slab.h>

@@ -16,7 +16,7 @@ struct tmb_calls_zone {
 	struct tmb_zone zone;
 	struct tmb_doorbell_client doorbell; /* to find the own slot */
 	struct tmb_callsdev *dev;    /* one of the two, */
-	struct tmb_servedev *served; /* the other is NULL */
+	struct tmb_servedev *served; /* the other one is NULL */
 	u32 member, epoch;
 };
 
@@ -29,7 +29,7 @@ static void nothing_to_look_for(struct tmb_doorbell_client *client)
 
 static int start_device(struct tmb_calls_zone *c, bool serve)
 {
-	const struct tmb_callsdev_config config = {
+	const struct tmb_calls_config config = {
 		.zone_uuid = c->zone.uuid,
 		.zone_name = c->zone.name,
 		.area = c->zone.addr + c->zone.calls_offset,
@@ -161,7 +161,7 @@ static const struct kernel_param_ops serve_ops = { .set = serve_set, .get = serv
 module_param_cb(serve, &serve_ops, NULL, 0600);
 MODULE_PARM_DESC(serve, "write the uuid of a client VM's zone: /dev/tombolo-serve-UUID is for the server of its calls");
 
-/* No file is open any more: the module would not go. */
+/* Runs when no file is open any more: open files keep the module loaded. */
 void tmb_calls_exit(void)
 {
 	struct tmb_calls_zone *c, *next;

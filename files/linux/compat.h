@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * What differs between the kernels that are built for, 6.1 to 6.12. The rest of the module is written for 6.12.
+ * The differences between the supported kernels, 6.1 to 6.12. The rest of the module is written for 6.12.
  */
 #ifndef TOMBOLO_COMPAT_H
 #define TOMBOLO_COMPAT_H
@@ -17,7 +17,7 @@
 #error "tombolo.ko is written for Linux 6.1 to 6.12"
 #endif
 
-/* 6.3: who maps ids became a type of its own. */
+/* 6.3: mnt_idmap became a type of its own. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 3, 0)
 typedef struct mnt_idmap tmb_idmap;
 #define tmb_nop_idmap (&nop_mnt_idmap)
@@ -64,7 +64,7 @@ static inline void inode_set_mtime_to_ts(struct inode *inode, struct timespec64 
 }
 #endif
 
-/* 6.9: what all kinds of file locks have in common moved into a struct of its own. */
+/* 6.9: the common part of all kinds of file locks moved into a struct of its own. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 3, 0)
 #include <linux/filelock.h>
 #endif
@@ -92,7 +92,7 @@ typedef enum page_entry_size tmb_order;
 #define tmb_splice_read generic_file_splice_read
 #endif
 
-/* 6.10: who watches a file system is counted elsewhere. */
+/* 6.10: the count of a file system's watchers moved. */
 static inline bool tmb_has_watchers(struct super_block *sb)
 {
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 10, 0)

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Names. A dentry, positive or negative, carries in d_time the directory's sequence number that was read before the
- * lookup it came from; while the directory still has that number, the dentry is true. It also is when all that changed the
- * directory since were operations of this kernel, which mark the dentries they concern (tmb_inode's own_from and own_to). Otherwise
- * the name is looked up again.
+ * Names. A dentry, positive or negative, carries in d_time the directory's sequence number from before its lookup. It is valid while the
+ * directory still has that number, or while only operations of this kernel have changed the directory since: they mark the dentries that they
+ * concern (tmb_inode's own_from and own_to). Otherwise the name is looked up again.
  */
 #include "tombolo.h"
 
@@ -11,14 +10,14 @@
 #include <linux/namei.h>
 #include <linux/slab.h>
 
-#define TMB_UNSTAMPED 1ul /* odd: no directory at rest has such a number */
+#define TMB_UNSTAMPED 1ul /* odd: no unchanging directory has such a number */
 #define TMB_LOOKUP_TRIES 32
 
-/* --- what dentries are worth ------------------------------------------------------------------------------- */
+/* --- when dentries are valid ------------------------------------------------------------------------------------ */
 
 /*
- * Whether 'dentry' of 'dir' is true without another look; *stamp gets what it carries. Safe under RCU. The order of the
- * loads matters: whoever sees what own_change() stored sees the marks that came before, and the sequence number comes last.
+ * Returns whether 'dentry' of 'dir' is valid without a lookup; *stamp gets its sequence number. Safe under RCU. The order of the loads
+ * matters: a reader that sees the store of own_change() sees the marks that came before, and the sequence number is loaded last.
  */
 static bool is_true(struct inode *dir, struct dentry *dentry, u64 *stamp)
 {
@@ -30,15 +29,15 @@ static bool is_true(struct inode *dir, struct dentry *dentry, u64 *stamp)
 	return !(*stamp & 1) && (seq == *stamp || (seq == to && *stamp >= from && *stamp < to));
 }
 
-/* No directory has this number, nor had the dentry before: a validation that began earlier can't put its result here. */
+/* Gives the dentry a number that no directory has, nor the dentry had before: so a validation that began earlier can't store its result. */
 static void unstamp(struct dentry *dentry)
 {
 	WRITE_ONCE(dentry->d_time, (dentry->d_time | 1) + 2);
 }
 
 /*
- * After this kernel changed names in 'dir' (locked), once, and unstamped the dentries that are not true any more: the number that
- * what it knows of them holds for, or TMB_UNSTAMPED if somebody else changed the directory, too.
+ * Called once after this kernel changed names in 'dir' (locked) and unstamped the dentries that are no longer valid. Returns the sequence
+ * number at which this kernel's other dentries of 'dir' are valid, or TMB_UNSTAMPED if another member changed the directory, too.
  */
 static u64 own_change(struct inode *dir, u64 before)
 {
@@ -56,8 +55,8 @@ static u64 own_change(struct inode *dir, u64 before)
 /* --- lookup and validation --------------------------------------------------------------------------------- */
 
 /*
- * What 'name' means now: *inode (NULL: nothing) and the sequence number that it holds for. A directory that changes all
- * the time gives an answer that was true at some moment of the call, unstamped.
+ * Looks 'name' up: *inode (NULL: none), and the sequence number at which that is valid. In a directory that keeps changing, the answer was
+ * valid at some moment of the call, and is unstamped.
  */
 static int find(struct inode *dir, const struct qstr *name, struct inode **inode, u64 *stamp)
 {
@@ -108,7 +107,7 @@ static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsig
 	dentry->d_time = stamp;
 	alias = d_splice_alias(inode, dentry);
 	if (alias == ERR_PTR(-ESTALE)) {
-		/* A directory that another member moved, and its dentry can't follow during a rename here. If nobody uses that, it can go. */
+		/* Another member moved a directory whose dentry can't follow during a rename here. If that dentry is unused, it can go. */
 		err = find(dir, &dentry->d_name, &inode, &stamp);
 		if (err)
 			return ERR_PTR(err);
@@ -125,7 +124,7 @@ static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsig
 	return alias;
 }
 
-/* Whether 'name' still means 'inode' (NULL: nothing). 1, 0 or an error; *stamp as find() gives it. Makes no inode. */
+/* Returns whether 'name' still means 'inode' (NULL: none): 1, 0 or an error; *stamp as find() gives it. Makes no inode. */
 static int still(struct inode *dir, const struct qstr *name, struct inode *inode, u64 *stamp)
 {
 	struct tfs *fs = tmb_fs(dir);
@@ -140,7 +139,7 @@ static int still(struct inode *dir, const struct qstr *name, struct inode *inode
 		return 0;
 	if (inode && (h.ino != inode->i_ino || h.generation != tmb_i(inode)->generation))
 		return 0;
-	/* If the directory changed meanwhile, this was true at some moment of the call. */
+	/* If the directory changed meanwhile, the answer was valid at some moment of the call. */
 	*stamp = seq & 1 || tfs_dir_seq(fs, tmb_h(dir)) != seq ? TMB_UNSTAMPED : seq;
 	return 1;
 }
@@ -173,7 +172,7 @@ static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 	return valid;
 }
 
-/* What another member unlinked is not kept for its old name: its last user here frees it. */
+/* Drops the dentry of an inode that another member unlinked: its last user here frees the inode. */
 static int tmb_d_delete(const struct dentry *dentry)
 {
 	struct inode *inode = d_inode(dentry);
@@ -252,7 +251,7 @@ static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 	struct inode *inode = make(idmap, dir, &dentry->d_name, mode, rdev, target, false);
 
 	if (IS_ERR(inode)) {
-		/* The name came from another member: nobody here shall believe it's free. */
+		/* Another member made the name: no negative dentry may stay. */
 		if (PTR_ERR(inode) == -EEXIST)
 			d_drop(dentry);
 		return PTR_ERR(inode);
@@ -261,7 +260,7 @@ static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 	if (S_ISDIR(mode)) {
 		struct dentry *alias;
 
-		/* Another member may have moved it, and somebody here found it there: then it has a dentry already. */
+		/* Another member may have moved it here, and a lookup of this kernel found it: then it has a dentry already. */
 		d_drop(dentry);
 		dentry->d_time = TMB_UNSTAMPED;
 		alias = d_splice_alias(inode, dentry);
@@ -282,7 +281,7 @@ static int tmb_create(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 {
 	int err = make_named(idmap, dir, dentry, mode, 0, NULL);
 
-	/* Without O_EXCL a name that came meanwhile is opened, with the permission checks of an open: walk the path again. */
+	/* Without O_EXCL, open a name that another member has made meanwhile, with the permission checks of an open: walk the path again. */
 	return err == -EEXIST && !excl ? -ESTALE : err;
 }
 
@@ -325,7 +324,7 @@ static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry
 
 	if (dentry->d_name.len > TFS_NAME_MAX)
 		return -ENAMETOOLONG;
-	/* Holds the inode number to this file. */
+	/* Binds the inode number to this file. */
 	err = tmb_reference(inode);
 	if (err)
 		return err;
@@ -362,7 +361,7 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 			d_drop(dentry);
 		return err;
 	}
-	/* What is left of it in this kernel: other links, openers, or nothing. */
+	/* Other links or openers may keep it in this kernel. */
 	if (tmb_refresh(inode)) {
 		spin_lock(&inode->i_lock);
 		if (inode->i_nlink)
@@ -386,7 +385,7 @@ static int tmb_rmdir(struct inode *dir, struct dentry *dentry)
 	return remove(dir, dentry, true);
 }
 
-/* In a sticky directory the VFS allowed the rename because of whom the name means: there it must still mean that one. */
+/* In a sticky directory the VFS allowed the rename because of the owner of the name's inode: the name must still mean that inode. */
 static struct tfs_handle expected(struct inode *dir, struct dentry *dentry)
 {
 	if (!(dir->i_mode & S_ISVTX))
@@ -498,7 +497,7 @@ static int tmb_iterate(struct file *file, struct dir_context *dir)
 
 static loff_t tmb_dir_llseek(struct file *file, loff_t offset, int whence)
 {
-	/* Positions are cookies: any value that iterate gave may come back. */
+	/* Positions are cookies: any value that iterate gave may be passed. */
 	return generic_file_llseek_size(file, offset, whence, S64_MAX, i_size_read(file_inode(file)));
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Data. read() and write() copy once, between the user's memory and the zone; there is no page cache, so O_DIRECT means
- * nothing more. A reader takes no lock: it pins the inode's blocks for the time of one copy. Copies run with page faults off, because a
- * fault may need what the copy holds (the buffer may be a mapping of the same file); what doesn't get through is faulted in with
- * nothing held and tried again.
+ * Data. read() and write() copy once, between the user's memory and the zone. There is no page cache, so O_DIRECT changes nothing. A
+ * reader takes no lock: it pins the inode's blocks during one copy. Copies run with page faults off, because a fault may need what the
+ * copy holds (the buffer may be a mapping of the same file). A part that is not present is faulted in with nothing held, and copied
+ * again.
  */
 #include "tombolo.h"
 
@@ -15,13 +15,13 @@
 
 #define TMB_COPY_BLOCKS 256u	/* copied under one pin: 1 MiB */
 /*
- * Copies that go past the cache: large ones, and those of whole blocks into files that no cache holds. There a plain copy
- * first reads what it overwrites (4 KiB at random in 512 MiB: 3.0 GB/s, past the cache 8.3; in 1 MiB: 15 and 7).
+ * Copies bypass the cache if they are large, or if they fill whole blocks of files too large for a cache. There a plain copy first reads
+ * what it overwrites (4 KiB at random in 512 MiB: 3.0 GB/s, bypassing the cache 8.3; in 1 MiB: 15 and 7).
  */
 #define TMB_STREAM_BYTES 16384
 #define TMB_STREAM_FILE (32ULL << 20)
 #define TMB_PINNED_MS 30000	/* how long a truncation waits for pages that are in a pipe or under direct I/O, before it gives -EBUSY */
-#define TMB_WRITE_RESTARTS 8	/* of a write whose buffer faults, before it may end up in pieces */
+#define TMB_WRITE_RESTARTS 8	/* of a write whose buffer faults, before it is split */
 
 static size_t copy_out(struct tfs *fs, const struct tfs_run *run, size_t skip, size_t n, struct iov_iter *to)
 {
@@ -93,7 +93,7 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 
 /* --- writing ----------------------------------------------------------------------------------------------- */
 
-/* Copies into one run that tfs_write_map gave; new blocks are filled wherever the copy leaves them. Returns bytes copied. */
+/* Copies into one run that tfs_write_map gave, and zeroes the rest of new blocks. Returns bytes copied. */
 static size_t copy_in(struct tfs *fs, const struct tfs_write *w, u64 size, size_t skip, size_t n, struct iov_iter *from)
 {
 	bool stream = n >= TMB_STREAM_BYTES || (n >= TFS_BLOCK && size > TMB_STREAM_FILE);
@@ -111,8 +111,8 @@ static size_t copy_in(struct tfs *fs, const struct tfs_write *w, u64 size, size_
 }
 
 /*
- * Writes 'from' at pos, with the inode locked here and across members. *done: bytes that count. Where the buffer is
- * not present: -EAGAIN and nothing counts (others see whole writes), or if 'pieces': -EFAULT and what came before counts.
+ * Writes 'from' at pos, with the inode locked here and across members. *done: bytes written. If the buffer is not present: -EAGAIN, and
+ * nothing is written, since other members see whole writes; or, with 'pieces', -EFAULT, and the part before is written.
  */
 static int write_locked(struct inode *inode, struct tfs_write *w, const struct tfs_attr *attr, loff_t pos, struct iov_iter *from,
 			bool pieces, size_t *done)
@@ -149,7 +149,7 @@ static int write_locked(struct inode *inode, struct tfs_write *w, const struct t
 	return end_err ? end_err : err;
 }
 
-/* Takes setuid bits and capabilities away, which other members may have set since this kernel last looked. */
+/* Removes setuid bits and capabilities, which other members may have set since this kernel last looked. */
 static int remove_privileges(struct file *file)
 {
 	struct inode *inode = file_inode(file);
@@ -161,14 +161,14 @@ static int remove_privileges(struct file *file)
 	return file_remove_privs(file);
 }
 
-/* Nothing was written: gives back what tfs_write_begin took. */
+/* Releases what tfs_write_begin took, with nothing written. */
 static void abandon_write(struct tfs *fs, struct tfs_write *w)
 {
 	tfs_write_end_locked(fs, w, 0, false, 0);
 	tfs_unlock_inode(fs, w->h.ino);
 }
 
-/* Begins a write, which locks the inode across members, with no privileges left on it. */
+/* Begins a write: locks the inode across members and removes its privileges. */
 static int lock_for_write(struct file *file, struct tfs_write *w, struct tfs_attr *attr)
 {
 	struct inode *inode = file_inode(file);
@@ -214,7 +214,7 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 		err = lock_for_write(file, &w, &attr);
 		if (err)
 			break;
-		/* O_APPEND and limits go by the size that only a holder of the lock may change. */
+		/* The size for O_APPEND and limits: only a holder of the lock may change it. */
 		i_size_write(inode, attr.size);
 		err = generic_write_checks(iocb, from);
 		if (err <= 0) {
@@ -240,7 +240,7 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 			err = -EINTR;
 			break;
 		}
-		/* The same buffer may be paged out again and again, or be bad further on: then in pieces. */
+		/* The buffer may be paged out again and again, or be unmapped further on: then the write is split. */
 		left = fault_in_iov_iter_readable(from, want - done);
 		pieces = pieces || left || ++restarts >= TMB_WRITE_RESTARTS;
 		if (left == want - done) {
@@ -327,7 +327,7 @@ static loff_t tmb_llseek(struct file *file, loff_t offset, int whence)
 	return generic_file_llseek_size(file, offset, whence, inode->i_sb->s_maxbytes, tfs_size(fs, tmb_h(inode)));
 }
 
-/* What a system call stored is in the zone when it returns; on persistent memory, what a mapping stored may still be in a cache. */
+/* A system call's stores are in the zone when it returns. On persistent memory, a mapping's stores may still be in a cache. */
 static int tmb_fsync(struct file *file, loff_t start, loff_t end, int datasync)
 {
 	return tfs_sync(tmb_fs(file_inode(file)), tmb_h(file_inode(file)));
@@ -346,7 +346,7 @@ const struct file_operations tmb_file_fops = {
 	.fsync = tmb_fsync,
 	.lock = tmb_lock,
 	.flock = tmb_flock,
-	.setlease = simple_nosetlease, /* a lease here would know nothing of the other members */
+	.setlease = simple_nosetlease, /* a lease here would not exclude other members */
 	.mmap = tmb_mmap,
 	.get_unmapped_area = thp_get_unmapped_area,
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * VFS inodes. An inode is known by number and generation; its attributes are copies that tmb_refresh() renews from the
- * zone before anything looks at them. While a file is open here, the zone's inode carries this member's open bit.
+ * VFS inodes. Number and generation identify an inode. Its attributes are copies that tmb_refresh() renews from the zone before this kernel uses
+ * them. While a file is open here, the zone's inode carries this member's open bit.
  */
 #include "tombolo.h"
 
@@ -38,7 +38,7 @@ static void apply(struct inode *inode, const struct tfs_attr *a)
 	struct tmb_inode *ti = tmb_i(inode);
 	unsigned int flags = 0;
 
-	/* i_lock: two refreshes at once must not confuse the super block's count of unlinked inodes. */
+	/* i_lock: two concurrent refreshes must not confuse the super block's count of unlinked inodes. */
 	spin_lock(&inode->i_lock);
 	inode->i_mode = a->mode;
 	/* As i_uid_write() does it for a super block of the initial user name space, which this one always is. */
@@ -57,13 +57,13 @@ static void apply(struct inode *inode, const struct tfs_attr *a)
 		flags |= S_APPEND;
 	if ((inode->i_flags & (S_IMMUTABLE | S_APPEND)) != flags)
 		inode_set_flags(inode, flags, S_IMMUTABLE | S_APPEND);
-	/* Last: who finds it to be what the zone says uses the fields above. */
+	/* Last: a reader that finds it equal to the zone's uses the fields above. */
 	smp_wmb();
 	ti->seen = *a;
 	spin_unlock(&inode->i_lock);
 }
 
-/* Whether the copies are what the zone says now. */
+/* Returns whether the copies equal the zone's attributes. */
 static bool fresh(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
@@ -93,7 +93,7 @@ int tmb_refresh(struct inode *inode)
 	return 0;
 }
 
-/* The handle's inode, as it is now. -ESTALE: there is none. */
+/* Returns the handle's inode with current attributes. -ESTALE: there is none. */
 struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 {
 	struct tfs *fs = &tmb_sb(sb)->fs;
@@ -154,7 +154,7 @@ struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 
 /* --- references of openers ---------------------------------------------------------------------------- */
 
-/* A reference to give back in the zone, of an inode that is gone from this kernel's cache. */
+/* A reference to give back in the zone, of an inode that this kernel has evicted. */
 struct closing {
 	struct list_head link;
 	struct tfs_handle h;
@@ -195,7 +195,7 @@ static bool closing_now(struct tmb_sb *s, struct tfs_handle h)
 	return yes;
 }
 
-/* Takes the reference that an earlier inode of this file was to give back over from it; false: there is none. */
+/* Takes over the reference of an earlier inode of this file that waits to be given back; false: there is none. */
 static bool take_over(struct tmb_sb *s, struct tfs_handle h)
 {
 	struct closing *c, *found = NULL;
@@ -221,8 +221,8 @@ void tmb_closing_start(struct tmb_sb *s)
 }
 
 /*
- * Whether another thread gives the reference back, because the last user of a removed file may have to wait for other members' locks: reclaim
- * must not, nor the worker, for which they may be waiting.
+ * Returns whether the work queue gives the reference back. The last user of a removed file may have to wait for other members' locks. Neither
+ * reclaim nor the worker may wait: the locks' owners may be waiting for them.
  */
 static bool close_later(struct inode *inode)
 {
@@ -251,8 +251,8 @@ static int reference_locked(struct inode *inode)
 	if (ti->referenced)
 		return 0;
 	/*
-	 * The zone has one bit for all of this member's users of a file. If an earlier inode of the file is about to clear it, that is called off;
-	 * if it does so now, it is waited for. Giving back other files' references may take long, and is not.
+	 * The zone has one bit for all of this member's users of a file. If an earlier inode of the file is queued to clear it, this one takes the
+	 * reference over; if it is clearing it now, this one waits. It does not wait for other files' references, which may take long.
 	 */
 	if (take_over(s, tmb_h(inode))) {
 		ti->referenced = true;
@@ -279,8 +279,8 @@ int tmb_reference(struct inode *inode)
 }
 
 /*
- * Before a name is removed: whoever here uses the file by another way than an open file (O_PATH, a working directory) keeps
- * it. Where nothing but this name's dentry refers to the inode, there is nothing to keep.
+ * Called before a name is removed: keeps the file for users in this kernel that have no open file of it (O_PATH, a working directory). Not needed
+ * if only this name's dentry refers to the inode.
  */
 int tmb_hold_unlinked(struct dentry *dentry)
 {
@@ -291,7 +291,7 @@ int tmb_hold_unlinked(struct dentry *dentry)
 	return tmb_reference(inode);
 }
 
-/* After an operation that needed a reference only for its own time, or left other names. */
+/* Called after an operation that needed a reference only while it ran, or left other names. */
 void tmb_unreference(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
@@ -376,7 +376,7 @@ int tmb_permission(tmb_idmap *idmap, struct inode *inode, int mask)
 {
 	int err = tmb_refresh(inode);
 
-	/* To read, but not to open, change into or ask: as who sets a watch does. */
+	/* Permission to read, without an open, chdir or access(2): this is how a watch is set. */
 	if (mask == MAY_READ)
 		tmb_expect_watch(tmb_sb(inode->i_sb));
 	return err ? err : generic_permission(idmap, inode, mask);
@@ -394,7 +394,7 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 	if (err)
 		return err;
 	if (attr->ia_valid & ATTR_SIZE) {
-		/* By the mode in the zone: the VFS went by its copy, which another member may have changed since. */
+		/* By the mode in the zone: the VFS used its copy, which another member may have changed since. */
 		err = tmb_truncate(inode, attr->ia_size, !capable(CAP_FSETID));
 		if (err)
 			return err;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * flock() and fcntl() locks, which exclude across members. The core's table in the zone decides; the VFS's own lists mirror what
- * this kernel holds, so that it gives locks back when files are closed. Taking goes zone first, giving back VFS first: so what the
- * zone grants never conflicts here. Whoever waits sleeps until a doorbell, or a release in this kernel, and looks again.
+ * flock() and fcntl() locks, which exclude across members. The core's table in the zone decides; the VFS's own lists mirror this
+ * kernel's locks, so that closing a file releases them. A lock is taken in the zone first and released in the VFS first, so what
+ * the zone grants never conflicts here. A waiter sleeps until a doorbell, or a release in this kernel, and tries again.
  */
 #include "tombolo.h"
 
@@ -12,7 +12,7 @@
 #define TMB_LOCK_WAIT_MS 1000 /* with a doorbell; the core asks for no longer */
 #define TMB_LOCK_POLL_MS 20   /* without */
 
-/* Others may read who owns a lock, so it's not this kernel's pointer. */
+/* Other members may read a lock's owner, so it is not this kernel's pointer. */
 static u64 owner_of(struct tmb_sb *s, const struct file_lock *fl)
 {
 	return siphash_1u64((unsigned long)tmb_fl(fl, owner), &s->lock_key);
@@ -50,7 +50,7 @@ static int unlock(struct tmb_sb *s, struct inode *inode, struct file *file, stru
 	return err ? err : zone_err;
 }
 
-/* A flock of another type was given back in the zone, so that who waits for it can go on; the VFS's copy goes too. */
+/* Releases the VFS's copy of a flock that changes its type: the core has released it in the zone, so that its waiters go on. */
 static void drop_flock(struct tmb_sb *s, struct file *file, struct file_lock *fl)
 {
 	struct file_lock old;
@@ -62,7 +62,7 @@ static void drop_flock(struct tmb_sb *s, struct file *file, struct file_lock *fl
 	wake_waiters(s);
 }
 
-/* -EAGAIN: somebody has it. Waits if 'wait'. */
+/* Takes the lock; waits if 'wait'. -EAGAIN: another owner has it. */
 static int take(struct tmb_sb *s, struct file *file, struct file_lock *fl, const struct tfs_file_lock *lock, bool wait)
 {
 	struct inode *inode = file_inode(file);

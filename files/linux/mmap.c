@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Mappings are of the zone's own pages, through fs/dax. Before the first page of an inode is mapped, the zone's inode gets this
- * member's mapper bit (tfs_map_ref); whoever takes blocks away rings every mapper and waits until its bit is gone. Here a worker
- * then unmaps the inode everywhere and gives the bit back once nobody has its pages in use; a later access faults anew
- * and finds the file as it is then, or SIGBUS.
+ * Mappings are of the zone's own pages, through fs/dax. Before the first page of an inode is mapped, the zone's inode gets this member's mapper bit
+ * (tfs_map_ref). A member that unlinks blocks rings every mapper and waits until its bit is cleared. Here a worker then unmaps the inode everywhere,
+ * and clears the bit once its pages are not in use. A later access faults again and finds the file as it is then, or SIGBUS.
  *
- * Holes: a shared mapping of a file that is open for writing gets a block at the first access: programs use it as shared memory, and wait for
- * each other at pages that nobody has stored to. Others, who may only read, must not fill the zone and are shown zeroes. Their member says so in the
- * zone (tfs_hole_ref), and whoever fills a hole waits until they are taken back. A read-only member can't say it; its mappings of holes are taken back
- * by the poll instead (TMB_POLL_MS).
+ * Holes: a shared mapping of a file that is open for writing gets a block at the first access, since programs use it as shared memory and wait for
+ * each other at pages that none has stored to. Other mappings may only read, so they must not fill the zone and show zeroes. Their member sets its bit
+ * in the inode (tfs_hole_ref), and a member that fills a hole waits until they are taken back. A read-only member can't set the bit; its poll takes
+ * its mappings of holes back instead (TMB_POLL_MS).
  */
 #include "tombolo.h"
 
@@ -18,17 +17,17 @@
 #include <linux/pfn_t.h>
 #include <linux/sched/signal.h>
 
-/* The other reasons are other services'. */
+/* The other reasons belong to other services. */
 #define TMB_FILES_PENDING (TMB_PENDING_REVOKE | TMB_PENDING_LOCK | TMB_PENDING_EVENT | TMB_PENDING_MEMBERS)
-#define TMB_POLL_MS 50	   /* only while something is mapped or watched, and somebody can't ring */
-#define TMB_WATCH_MS 500   /* only while something is mapped or watched: whether somebody came who can't; well below TFS_REVOKE_LIMIT_NS */
+#define TMB_POLL_MS 50	   /* while something is mapped or watched and a member has no doorbell */
+#define TMB_WATCH_MS 500   /* while something is mapped or watched: looks for new members without a doorbell; well below TFS_REVOKE_LIMIT_NS */
 #define TMB_FAULT_WAIT 100   /* ms a fault waits for pages in use, before the access starts over */
 #define TMB_FAULT_TRIES 64  /* waits for an inode that another member keeps changing, before the access starts over */
 #define TMB_HOLE (~0ul >> 2)   /* in 'runs': a mapped hole */
 
 /* --- faults ------------------------------------------------------------------------------------------------ */
 
-/* What dax maps at pos. -EAGAIN: not as expected, look again without the lock. */
+/* Gives dax the blocks to map at pos. -EAGAIN: the file has changed, look again without the lock. */
 static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsigned int flags, struct iomap *iomap,
 			   struct iomap *srcmap)
 {
@@ -45,7 +44,7 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 	if (!err && !run.block && !told) {
 		WRITE_ONCE(ti->shows_holes, true);
 		err = tfs_hole_ref(&s->fs, tmb_h(inode));
-		smp_mb(); /* who fills the hole sees both, or the block is seen here */
+		smp_mb(); /* a member that fills the hole sees both bits, or its block is seen here */
 		if (!err) {
 			smp_store_release(&ti->told_holes, true);
 			err = tfs_map(&s->fs, tmb_h(inode), index, pages, &run);
@@ -88,7 +87,7 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 	if (old && (xa_to_value(old) | huge) == (value | (xa_to_value(old) & 1)))
 		return 0;
 	if (old && xa_to_value(old) >> 1 != value >> 1 && xa_to_value(old) >> 1 != TMB_HOLE)
-		return -EAGAIN; /* an older block is still mapped here: it must go first */
+		return -EAGAIN; /* an older block is still mapped here, and must be unmapped first */
 	old = xa_store(&ti->runs, index, xa_mk_value(value), GFP_NOFS);
 	return xa_err(old);
 }
@@ -108,7 +107,7 @@ static int map_reference(struct inode *inode)
 		return 0;
 	mutex_lock(&ti->map_lock);
 	if (!ti->mapped) {
-		/* Read first: a change after it shows. */
+		/* Read before the bit is set: a later change then shows. */
 		ti->map_seq = tfs_map_seq(&s->fs, inode->i_ino);
 		err = tfs_map_ref(&s->fs, tmb_h(inode));
 		if (!err) {
@@ -129,13 +128,13 @@ static vm_fault_t fault_error(int err)
 	case -ENOMEM:
 		return VM_FAULT_OOM;
 	case -EAGAIN:
-		return VM_FAULT_NOPAGE; /* the access is tried again */
+		return VM_FAULT_NOPAGE; /* the access faults again */
 	default:
 		return VM_FAULT_SIGBUS;
 	}
 }
 
-/* Allocates at a hole. Asks for the core's lock, so invalidate_lock must not be held. */
+/* Allocates at a hole. Takes the core's lock, so the caller must not hold invalidate_lock. */
 static int fill_hole(struct inode *inode, pgoff_t index)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
@@ -204,7 +203,7 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		filemap_invalidate_unlock_shared(mapping);
 	}
 	if (again) {
-		/* The file changed under the fault, or an older block is still mapped here: that's taken back now. */
+		/* The file changed during the fault, or an older block is still mapped here: unmap it now. */
 		filemap_invalidate_lock(mapping);
 		tmb_revoke_wait_locked(inode, TMB_FAULT_WAIT);
 		filemap_invalidate_unlock(mapping);
@@ -249,7 +248,7 @@ int tmb_mmap(struct file *file, struct vm_area_struct *vma)
 }
 
 const struct address_space_operations tmb_aops = {
-	.direct_IO = noop_direct_IO, /* says that O_DIRECT is welcome */
+	.direct_IO = noop_direct_IO, /* allows O_DIRECT */
 	.dirty_folio = noop_dirty_folio,
 };
 
@@ -284,9 +283,9 @@ static bool any_pinned(struct tmb_sb *s, struct tmb_inode *ti)
 }
 
 /*
- * A page in a pipe, or under direct I/O, outlives its mapping and its file. Its block must not become another file's, so
- * the inode stays in the cache and in 's->mapped', and the super block with it though nothing is mounted any more. The worker looks whether the
- * pages are idle; then another thread drops these references, since that may be the end of the super block, which waits for the worker.
+ * A page in a pipe, or under direct I/O, outlives its mapping and its file. Its block must not become another file's, so the inode stays in the cache
+ * and in 's->mapped', and the super block stays though nothing is mounted any more. The worker checks whether the pages are idle. Then another thread
+ * drops these references, since that may end the super block, which waits for the worker.
  */
 struct tmb_linger {
 	struct work_struct work;
@@ -295,7 +294,7 @@ struct tmb_linger {
 
 static struct workqueue_struct *put_queue;
 
-/* With invalidate_lock held: the inode need no longer keep itself. */
+/* The inode's pages are no longer in use: ends its references to itself. The caller holds invalidate_lock. */
 static void end_lingering(struct tmb_sb *s, struct tmb_inode *ti)
 {
 	if (!ti->lingers)
@@ -306,8 +305,8 @@ static void end_lingering(struct tmb_sb *s, struct tmb_inode *ti)
 }
 
 /*
- * Unmaps all of an inode and gives the mapper bit back; with invalidate_lock held. -EBUSY: somebody still has pages of it (a pipe, direct I/O of
- * another file system); then the bit stays, and so do the blocks. Does not wait.
+ * Unmaps all of an inode and clears the mapper bit, without waiting. -EBUSY: its pages are in use (a pipe, direct I/O of another file system); then
+ * the bit and the blocks stay. The caller holds invalidate_lock.
  */
 int tmb_revoke_locked(struct inode *inode)
 {
@@ -333,7 +332,7 @@ int tmb_revoke_locked(struct inode *inode)
 	return err == -ESTALE ? 0 : err;
 }
 
-/* The same, but waits up to wait_ms for who has pages, or until the process is killed (-EINTR). Lets go of invalidate_lock while it waits. */
+/* The same, but waits up to wait_ms until the pages are not in use, or until the process is killed (-EINTR). Releases invalidate_lock while it waits. */
 int tmb_revoke_wait_locked(struct inode *inode, unsigned int wait_ms)
 {
 	unsigned long until = jiffies + msecs_to_jiffies(wait_ms), pause = 1;
@@ -352,13 +351,13 @@ int tmb_revoke_wait_locked(struct inode *inode, unsigned int wait_ms)
 	return err;
 }
 
-/* After holes were filled: zeroes that this kernel maps there are taken back; length 0: in all of the file. Other members were told by the core. */
+/* Called after holes were filled: takes back the zeroes that this kernel maps there; length 0: in all of the file. The core has told other members. */
 void tmb_holes_filled(struct inode *inode, loff_t pos, loff_t length)
 {
 	smp_mb(); /* pairs with tmb_iomap_begin() */
 	if (!READ_ONCE(tmb_i(inode)->shows_holes))
 		return;
-	/* A fault that found the hole maps its zeroes before this, one that comes after finds the block. */
+	/* A fault that found the hole maps its zeroes before this; a later one finds the block. */
 	filemap_invalidate_lock(inode->i_mapping);
 	unmap_mapping_range(inode->i_mapping, round_down(pos, PAGE_SIZE), round_up(length + (pos & ~PAGE_MASK), PAGE_SIZE), 0);
 	filemap_invalidate_unlock(inode->i_mapping);
@@ -388,7 +387,7 @@ void tmb_mappings_exit(void)
 	destroy_workqueue(put_queue);
 }
 
-/* After the last close. A mapping has its file open, so now there is none. */
+/* Called after the last close. A mapping has its file open, so now there is none. */
 void tmb_mappings_close(struct inode *inode)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
@@ -424,7 +423,7 @@ static bool has_holes(struct tmb_inode *ti)
 	return false;
 }
 
-/* A mapped inode that was not seen in this round; the caller puts it. */
+/* Returns a mapped inode that this round has not seen; the caller puts it. */
 static struct inode *next_mapped(struct tmb_sb *s, struct list_head *seen)
 {
 	struct tmb_inode *ti, *next;
@@ -441,7 +440,7 @@ static struct inode *next_mapped(struct tmb_sb *s, struct list_head *seen)
 	return inode;
 }
 
-/* A member without a doorbell, like a mount on the host, changes files and cannot ring. */
+/* Returns whether there is a member without a doorbell, like a mount on the host, which changes files and can't ring. */
 static bool someone_cannot_ring(struct tmb_sb *s)
 {
 	u32 i;
@@ -466,7 +465,7 @@ static void look(struct work_struct *work)
 	u64 pending = 0;
 	bool again, busy = false, more = false;
 
-	/* A member that may not write may be unable to, and has its files' sequence numbers to go by. */
+	/* A read-only member may be unable to, and compares its files' sequence numbers. */
 	if (!s->fs.read_only && tmb_load(&me->pending))
 		pending = tmb_fetch_and(&me->pending, ~TMB_FILES_PENDING) & TMB_FILES_PENDING;
 	if (pending & TMB_PENDING_MEMBERS)
@@ -485,7 +484,7 @@ static void look(struct work_struct *work)
 				if ((stale || !READ_ONCE(ti->opens)) && tmb_revoke_locked(inode) == -EBUSY)
 					busy |= stale;
 				else if (READ_ONCE(ti->opens))
-					end_lingering(s, ti); /* its next close sees to it */
+					end_lingering(s, ti); /* its next close does it */
 				filemap_invalidate_unlock(inode->i_mapping);
 			}
 			iput(inode);
@@ -499,7 +498,7 @@ static void look(struct work_struct *work)
 		tmb_fetch_or(&me->pending, TMB_PENDING_REVOKE);
 	} else if (pending & TMB_PENDING_REVOKE) {
 		tfs_revoked(&s->fs);
-		busy = tmb_load(&me->pending) & TMB_PENDING_REVOKE; /* a reader is still at it */
+		busy = tmb_load(&me->pending) & TMB_PENDING_REVOKE; /* a reader has not finished */
 	}
 	spin_lock(&s->mapped_lock);
 	again = busy || !list_empty(&s->mapped) || READ_ONCE(s->hearing);
@@ -517,7 +516,7 @@ static void look(struct work_struct *work)
 		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_WATCH_MS));
 }
 
-/* Looks at once, after a doorbell. */
+/* Called after a doorbell: looks at once. */
 void tmb_mappings_look(struct tmb_sb *s)
 {
 	mod_delayed_work(s->work_queue, &s->poll, 0);

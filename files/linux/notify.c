@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Change events: inotify and fanotify here see what other members did, and theirs what happens here.
+ * Change events: inotify and fanotify here report other members' changes, and theirs report this kernel's.
  *
- * Telling: after an operation the VFS notifies this kernel's watchers; the same goes to the zone while another member watches. Creation,
- * removal, renaming, changes of data and attributes, and the close of a written file are told; openings and reads are not.
+ * Telling: after an operation the VFS notifies this kernel's watchers. While another member watches, the same event goes to the zone:
+ * creation, removal, renaming, changes of data and attributes, and the close of a written file. Opens and reads do not.
  *
- * Hearing: nothing tells a file system that a watch is set, but setting one asks for the permission to read without opening anything,
- * so from such a question on this member listens; a worker looks now and then whether anybody still watches. What other members
- * say is looked up among the inodes that this kernel knows, since a watched inode is one of them, and handed to fsnotify. Marks on
- * a mount (FAN_MARK_MOUNT) hear nothing, because what happens elsewhere happens in no mount of this kernel.
+ * Hearing: the VFS does not tell a file system that a watch is set. But setting one asks for the permission to read without opening
+ * anything, so this member listens from such a question on; a worker checks now and then whether a watch remains. Events of other
+ * members are looked up among the inodes that this kernel knows, since a watched inode is one of them, and passed to fsnotify. Marks on
+ * a mount (FAN_MARK_MOUNT) hear nothing, because other members' changes happen in no mount of this kernel.
  */
 #include "tombolo.h"
 
@@ -16,7 +16,7 @@
 #include <linux/fsnotify.h>
 
 #define TMB_UNWATCH_MS 5000	/* how long after the last watch this member still listens, at most twice */
-#define TMB_CHANGES_AT_ONCE 1000 /* then the worker's other duties have their turn */
+#define TMB_CHANGES_AT_ONCE 1000 /* then the worker does its other duties */
 
 /* --- telling ----------------------------------------------------------------------------------------------- */
 
@@ -74,7 +74,7 @@ void tmb_tell_move(struct inode *old_dir, const struct qstr *old, struct inode *
 	kfree(c);
 }
 
-/* 'dentry' is by which name it was done. */
+/* 'dentry' is the name by which it was done. */
 void tmb_tell(struct dentry *dentry, u32 mask)
 {
 	struct inode *inode = d_inode(dentry);
@@ -87,7 +87,7 @@ void tmb_tell(struct dentry *dentry, u32 mask)
 
 	if (!tfs_change_wanted(&s->fs))
 		return;
-	/* A program that writes on and on is told of once, until somebody has heard it. */
+	/* Repeated writes post one event until a watcher has read it. */
 	if (mask == FS_MODIFY && tfs_change_unheard(&s->fs, READ_ONCE(ti->modify_told)))
 		return;
 	c = kzalloc(sizeof(*c), GFP_NOFS);
@@ -139,7 +139,7 @@ static bool watched(struct inode *inode)
 	return inode && rcu_access_pointer(inode->i_fsnotify_marks);
 }
 
-/* The other half of a rename has another cookie in this kernel, the same for both halves. */
+/* Returns this kernel's cookie for a rename, the same for both halves. */
 static u32 local_cookie(struct tmb_sb *s, const struct tfs_change *c)
 {
 	if (!(c->mask & (FS_MOVED_FROM | FS_MOVED_TO)))
@@ -152,18 +152,18 @@ static u32 local_cookie(struct tmb_sb *s, const struct tfs_change *c)
 	return s->heard_as;
 }
 
-/* What became of the inode itself, for those who watch it. */
+/* Reports the change to watchers of the inode itself. */
 static void hand_over_self(struct inode *inode, u32 mask)
 {
 	if (mask & FS_MOVED_TO)
 		fsnotify_inode(inode, FS_MOVE_SELF);
 	if (mask & FS_DELETE)
-		fsnotify_inode(inode, FS_ATTRIB); /* its count of links */
+		fsnotify_inode(inode, FS_ATTRIB); /* its link count */
 	if (mask & FS_DELETE_SELF)
 		fsnotify_inoderemove(inode);
 }
 
-/* Stands for a file that is gone again: fsnotify passes a name on only with an inode that it belongs to. */
+/* Makes an inode in place of a file that is already removed: fsnotify passes a name on only with its inode. */
 static struct inode *ghost(struct super_block *sb, const struct tfs_change *c)
 {
 	struct inode *inode = new_inode(sb);
@@ -206,7 +206,7 @@ static void hand_over(struct super_block *sb, struct tfs_change *c)
 	iput(dir);
 }
 
-/* Some changes were lost: who watches anything is told to look at it. */
+/* Some events were lost: reports a change to every watcher, so that it looks. */
 static void hand_over_all(struct super_block *sb)
 {
 	struct inode *inode, *last = NULL;
@@ -226,7 +226,7 @@ static void hand_over_all(struct super_block *sb)
 	iput(last);
 }
 
-/* In the worker, after TMB_PENDING_EVENT. True: there is more. */
+/* Runs in the worker, after TMB_PENDING_EVENT. True: there is more. */
 bool tmb_changes_hear(struct tmb_sb *s)
 {
 	struct tfs_change *c = &s->heard;
@@ -243,7 +243,7 @@ bool tmb_changes_hear(struct tmb_sb *s)
 			c->mask &= ALL_FSNOTIFY_DIRENT_EVENTS | FS_ATTRIB | FS_MODIFY | FS_CLOSE_WRITE | FS_DELETE_SELF | FS_ISDIR;
 			hand_over(s->sb, c);
 		} else {
-			/* Any burst of changes does this, and who watches is told to look: nothing for the log. */
+			/* Any burst of changes does this, and the watchers are told to look: no log line. */
 			hand_over_all(s->sb);
 		}
 	}
@@ -264,7 +264,7 @@ static void forget_watches(struct work_struct *work)
 	mutex_unlock(&s->changes_lock);
 }
 
-/* Somebody may be about to set a watch. */
+/* Called when a process may be about to set a watch. */
 void tmb_expect_watch(struct tmb_sb *s)
 {
 	if (s->fs.read_only)
@@ -272,7 +272,7 @@ void tmb_expect_watch(struct tmb_sb *s)
 	mutex_lock(&s->changes_lock);
 	if (!s->hearing && !tfs_listen_begin(&s->fs, &s->listener)) {
 		WRITE_ONCE(s->hearing, true);
-		tmb_mappings_look(s); /* which goes on looking where nobody can ring */
+		tmb_mappings_look(s); /* it polls while a member can't ring */
 	}
 	if (s->hearing)
 		mod_delayed_work(s->work_queue, &s->unwatch, msecs_to_jiffies(TMB_UNWATCH_MS));

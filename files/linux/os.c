@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* What the core needs from the kernel (tfs_os.h). */
+/* The functions that the core needs from the kernel (tfs_os.h). */
 #include "tombolo.h"
 
 #include <linux/delay.h>
@@ -27,7 +27,7 @@ void tfs_os_relax(void)
 	cpu_relax();
 }
 
-/* A doorbell that rings between the caller's last look and this sleep is missed: hence the short limit. */
+/* A doorbell between the caller's last look and this sleep is missed: hence the short limit. */
 void tfs_os_wait(struct tfs *fs, tmb_u32 round)
 {
 	unsigned long us = min_t(unsigned long, 20ul * (round + 1), 2000);
@@ -75,7 +75,7 @@ void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 second
 	if (!s || member >= TMB_MAX_MEMBERS)
 		return;
 	memcpy(name, s->zone.members[member].name, TMB_NAME_LEN);
-	pr_warn_ratelimited("tombolo: zone %s: member %u (%*pE) is waited for since %llu s; it %s\n", s->zone.name, member,
+	pr_warn_ratelimited("tombolo: zone %s: waiting for member %u (%*pE) for %llu s; it %s\n", s->zone.name, member,
 			    (int)strnlen(name, TMB_NAME_LEN), name, seconds,
 			    answers ? "is at work" : "does not answer: it is suspended, or its machine hangs");
 }
@@ -125,7 +125,7 @@ void tfs_os_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b)
 			   s ? s->zone.name : "?", what, a, b);
 }
 
-/* A time as the zone keeps it; what doesn't fit becomes the nearest that does. */
+/* A time as the zone stores it, clamped to its range. */
 s64 tmb_to_ns(struct timespec64 ts)
 {
 	if (ts.tv_sec >= KTIME_SEC_MAX)

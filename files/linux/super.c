@@ -79,7 +79,7 @@ static int tmb_show_options(struct seq_file *m, struct dentry *root)
 static const struct super_operations tmb_super_ops = {
 	.alloc_inode = tmb_alloc_inode,
 	.free_inode = tmb_free_inode,
-	/* Nothing is gained by keeping an inode that no name or file refers to: the zone has it all. */
+	/* An inode that no name or file refers to is dropped: its attributes come from the zone anyway. */
 	.drop_inode = generic_delete_inode,
 	.evict_inode = tmb_evict_inode,
 	.statfs = tmb_statfs,
@@ -105,7 +105,7 @@ static void rung(struct tmb_doorbell_client *client)
 	}
 }
 
-/* The files work without it. */
+/* A failure leaves the mount without semaphores. */
 static void start_sync(struct tmb_sb *s)
 {
 	const struct tmb_syncdev_config config = {
@@ -179,7 +179,8 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 	if (err == -EINVAL)
 		errorf(fc, "tombolo: zone %s has no file system: run `tombolo files mkfs` on the host", s->zone.name);
 	else if (err == -EPROTONOSUPPORT)
-		errorf(fc, "tombolo: zone %s: its file system is of another version than this module", s->zone.name);
+		errorf(fc, "tombolo: zone %s: its file system is of another version than this module: install the host's tombolo-dkms here",
+		       s->zone.name);
 	else if (err)
 		errorf(fc, "tombolo: zone %s: its file system is damaged (%d): run `tombolo files fsck` on the host",
 		       s->zone.name, err);
@@ -190,7 +191,7 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 	if (writable) {
 		err = tfs_recover_all(&s->fs);
 		if (err)
-			pr_warn("tombolo: zone %s: cleaning up after dead members failed (%d)\n", s->zone.name, err);
+			pr_warn("tombolo: zone %s: the recovery of dead members failed (%d)\n", s->zone.name, err);
 	}
 
 	if (writable && s->zone.sync_length)
@@ -252,7 +253,7 @@ static int tmb_get_tree(struct fs_context *fc)
 	if (err) {
 		o->path = NULL;
 		if (err == -EPROTONOSUPPORT)
-			errorf(fc, "tombolo: %s: a zone of another version than this module", fc->source);
+			errorf(fc, "tombolo: %s: a zone of another version than this module: install the host's tombolo-dkms here", fc->source);
 		else if (err == -ENODATA)
 			errorf(fc, "tombolo: %s: the zone has no area for files: run `tombolo files mkfs` on the host", fc->source);
 		else if (err == -EUCLEAN)

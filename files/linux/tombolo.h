@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * The Linux kernel's skin of the file system: what its files share.
+ * The Linux kernel's skin of the file system: declarations that its files share.
  *
  *	super.c	 mounting: options, super block, inode allocation, statfs
  *	calls.c	 zones for accelerator calls: which of them are joined
@@ -15,10 +15,10 @@
  *	os.c	 what the core needs (tfs_os.h)
  *	compat.h differences between kernels
  *
- * Nothing the VFS caches is believed: dentries carry the directory's sequence number they were valid at, inodes are
- * refreshed from the zone before their fields are used, ACLs are not cached, and there is no page cache. Locks: the VFS's
- * own first (i_rwsem, then mapping->invalidate_lock), then the core's lock of the inode. A page fault never asks for the core's lock
- * while it holds invalidate_lock, because whoever holds the core's lock may be waiting for this member's mappings.
+ * No cached state of the VFS is trusted: dentries carry the directory's sequence number at which they were valid, inodes are refreshed from
+ * the zone before their fields are used, ACLs are not cached, and there is no page cache. Locks: the VFS's own first (i_rwsem, then
+ * mapping->invalidate_lock), then the core's lock of the inode. A page fault never waits for the core's lock with invalidate_lock held,
+ * because the owner of the core's lock may be waiting for this member's mappings.
  */
 #ifndef TOMBOLO_LINUX_H
 #define TOMBOLO_LINUX_H
@@ -62,11 +62,11 @@ struct tmb_sb {
 	struct tmb_zone zone;
 	dev_t dev;
 	bool joined, opened, listening;
-	bool ending;  /* being unmounted: nobody waits for other members' locks for long */
-	bool may_write; /* by the host's leave; fs.read_only: by what was mounted */
+	bool ending;  /* being unmounted: waits for other members' locks are short */
+	bool may_write; /* the host's grant; fs.read_only: the mount's option */
 	struct tmb_doorbell_client doorbell;
 	struct tmb_syncdev *sync; /* semaphores of this zone for processes; NULL: none */
-	atomic_t rings;	/* counts doorbells, for who sleeps in tfs_os_wait */
+	atomic_t rings;	/* counts doorbells, for threads that sleep in tfs_os_wait */
 	wait_queue_head_t rung;
 	siphash_key_t lock_key;
 	/* mapped inodes, for revokes */
@@ -75,7 +75,7 @@ struct tmb_sb {
 	atomic_t lingering;	 /* how many of them are closed, but have pages in use */
 	struct workqueue_struct *work_queue; /* never waits for another member's lock, whose owner may be waiting for this queue */
 	struct delayed_work poll;
-	/* what may wait for other members */
+	/* work that may wait for other members */
 	struct workqueue_struct *lock_queue;
 	struct work_struct recovery;
 	struct work_struct close;
@@ -84,10 +84,10 @@ struct tmb_sb {
 	struct tfs_handle closing_now; /* the one that is being given back; number 0: none */
 	wait_queue_head_t closed;      /* one has been given back */
 	/* change events */
-	struct mutex changes_lock; /* one teller at a time; who begins and ends to hear */
+	struct mutex changes_lock; /* one writer of events at a time; the beginning and end of listening */
 	u32 change_cookie;
 	bool hearing;
-	struct tfs_listener listener;	/* the worker's, while hearing */
+	struct tfs_listener listener;	/* the worker's, while it listens */
 	struct tfs_change heard;	/* the worker's */
 	u32 heard_member, heard_cookie, heard_as; /* the last rename's */
 	struct delayed_work unwatch;
@@ -96,20 +96,20 @@ struct tmb_sb {
 struct tmb_inode {
 	u32 generation;
 	struct tfs_attr seen; /* by the last refresh; changes with i_lock */
-	u64 modify_told; /* where the last word about a change of its data ends */
+	u64 modify_told; /* the end of the last event about a change of its data */
 	struct mutex lock; /* the members below */
 	u32 opens;
 	bool referenced;   /* tfs_open_ref is held */
-	/* directories: from the one sequence number to the other only this kernel changed names, and it told their dentries */
+	/* directories: between these sequence numbers only this kernel changed names, and it updated their dentries */
 	u64 own_from, own_to;
 	/* mapping: 'mapped' and 'runs' change with invalidate_lock held (shared: to true; exclusive: to false) */
 	bool mapped;
 	u64 map_seq;
 	struct xarray runs; /* page offset -> block << 1 | huge, of what dax may have mapped */
-	bool shows_holes, told_holes; /* zeroes may be mapped where there are holes; and the zone says so */
-	unsigned long pinned_at; /* in 'runs': where somebody had a page when it was last looked at */
+	bool shows_holes, told_holes; /* zeroes may be mapped where there are holes; and the zone's bit is set */
+	unsigned long pinned_at; /* in 'runs': where a page was in use at the last look */
 	struct list_head mapped_link;
-	struct mutex map_lock; /* of what map_reference() does; nobody waits for another member with it */
+	struct mutex map_lock; /* serializes map_reference(); its holder waits for no other member */
 	struct tmb_linger *lingers; /* closed while its pages are in use: the references that keep it; changes with invalidate_lock held */
 	struct mutex fault_lock; /* one allocation for a fault at a time */
 	struct inode vfs;

@@ -55,7 +55,7 @@ const struct xattr_handler *const tmb_xattr_handlers[] = {
 	NULL,
 };
 
-/* The core lists all names; "trusted." is not shown to those who may not read it. */
+/* The core lists all names; "trusted." is hidden from processes without CAP_SYS_ADMIN. */
 ssize_t tmb_listxattr(struct dentry *dentry, char *list, size_t size)
 {
 	struct inode *inode = d_inode(dentry);
@@ -70,7 +70,7 @@ ssize_t tmb_listxattr(struct dentry *dentry, char *list, size_t size)
 		size_t n = strnlen(name, names + length - name) + 1;
 
 		if (n > names + length - name)
-			break; /* not terminated: the core promises that this doesn't happen */
+			break; /* not terminated: the core never gives such a list */
 		if (strncmp(name, XATTR_TRUSTED_PREFIX, XATTR_TRUSTED_PREFIX_LEN) || capable(CAP_SYS_ADMIN)) {
 			if (size && used + n > size) {
 				used = -ERANGE;

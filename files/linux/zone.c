@@ -36,7 +36,7 @@ static int zone_map(struct tmb_zone *zone, void *holder)
 	return 0;
 }
 
-/* Copies the header and takes over what was checked. -EINVAL: no zone; -EPROTONOSUPPORT: not one for this module. */
+/* Copies the header and checks it. -EINVAL: no zone; -EPROTONOSUPPORT: not one for this module. */
 static int zone_check(struct tmb_zone *zone)
 {
 	struct tmb_zone_header *h;
@@ -51,7 +51,7 @@ static int zone_check(struct tmb_zone *zone)
 	if (!h)
 		return -ENOMEM;
 	memcpy(h, zone->addr, sizeof(*h));
-	/* The compiler must not go back to the zone for what was copied. */
+	/* The compiler must not load the copied fields from the zone again. */
 	barrier();
 	if (h->magic != TMB_ZONE_MAGIC)
 		goto out;
@@ -122,7 +122,7 @@ void tmb_zone_detach(struct tmb_zone *zone, void *holder)
 	zone->addr = NULL;
 }
 
-/* Finds the zone that 'source' means; *path gets its device (kfree it). Leaves nothing open. */
+/* Finds the zone that 'source' names; *path gets its device (kfree it). Leaves nothing open. */
 int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path)
 {
 	uuid_t uuid;
@@ -159,7 +159,7 @@ int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path)
 	return seen;
 }
 
-/* Whether this guest may sit in a slot: the wanted one, its doorbell's, or any that a VM without a doorbell is invited to. */
+/* Returns whether this guest may take a slot: the wanted one, its doorbell's, or any that invites a VM without a doorbell. */
 static bool slot_fits(struct tmb_zone *zone, u32 i, int wanted, u32 doorbell)
 {
 	struct tmb_member *m = &zone->members[i];
@@ -173,8 +173,9 @@ static bool slot_fits(struct tmb_zone *zone, u32 i, int wanted, u32 doorbell)
 }
 
 /*
- * Takes a slot, which may still say that an earlier life of this guest is in it. Who wants to read only, or has no right to more and
- * may have the zone mapped read-only, stores nothing, not even in its slot: *joined stays false. -ENOSPC: no slot for this guest.
+ * Takes a slot, which an earlier life of this guest may have left ACTIVE. A guest that mounts read-only, or that has no write grant
+ * and may have the zone mapped read-only, stores nothing, not even in its slot: *joined stays false. -ENOSPC: no slot for this
+ * guest.
  */
 int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, bool read_only, u32 *member, u32 *epoch, bool *writable, bool *joined)
 {
@@ -205,7 +206,7 @@ int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, bool read_onl
 
 void tmb_zone_leave(struct tmb_zone *zone, u32 member, u32 epoch)
 {
-	/* Fails if the host declared this member dead meanwhile: then the slot is no longer ours. */
+	/* Fails if the host declared this member dead meanwhile: then the slot belongs to the host again. */
 	tmb_cas64(&zone->members[member].state_epoch, tmb_state_epoch(TMB_MEMBER_ACTIVE, epoch),
 		  tmb_state_epoch(TMB_MEMBER_INVITED, epoch));
 }

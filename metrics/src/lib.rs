@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The small HTTP server that hands figures out to Prometheus (text format 0.0.4): `/metrics` and nothing else, over TCP or a
-//! Unix socket.
+//! A small HTTP server for Prometheus (text format 0.0.4): `/metrics` and nothing else, over TCP or a Unix socket.
 //!
-//! One thread serves all connections, none of which it waits for: each has [`PATIENCE`] for all of its request and its answer,
-//! and of more than [`MOST`] the oldest is hung up on. So a scrape is answered at once, whatever other peers do or leave undone.
+//! One thread serves all connections without blocking on any: each has [`TIMEOUT`] for its request and its answer, and beyond
+//! [`MOST`] connections the oldest is closed. So a slow or silent peer delays no scrape.
 //!
-//! - [`Place`] where it listens; [`Server`] the loop; [`Stop`] its end
-//! - [`request`] one request, read and judged
-//! - [`text`] the figures in Prometheus' text format
+//! - [`Place`] is the listening address; [`Server`] the loop; [`Stop`] ends it
+//! - [`request`] parses one request
+//! - [`text`] writes the metrics in Prometheus' text format
 
 #![deny(missing_docs)]
 
@@ -30,20 +29,20 @@ use serde::{Deserialize, Serialize};
 
 use request::{Request, read};
 
-/// How long a peer has for its request and for taking the answer.
-pub const PATIENCE: Duration = Duration::from_secs(5);
+/// Time for a peer to send its request and to read the answer.
+pub const TIMEOUT: Duration = Duration::from_secs(5);
 /// Most connections at one time.
 pub const MOST: usize = 32;
-/// How long to wait for descriptors when there are none.
+/// Pause if there are no descriptors.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// Where figures are handed out: `127.0.0.1:9127`, or the path of a Unix socket (absolute).
+/// A listening address: `127.0.0.1:9127`, or the path of a Unix socket (absolute).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Place {
     /// An address and a port.
     Tcp(SocketAddr),
-    /// A socket's path; who may connect is its folder's and its owner's business.
+    /// A socket's path; the permissions of its folder and its owner decide which processes may connect.
     Unix(PathBuf),
 }
 
@@ -94,7 +93,7 @@ impl Peer for TcpStream {}
 impl Peer for UnixStream {}
 
 impl Listener {
-    /// A connection that waits, if there is one.
+    /// Accepts a waiting connection, if there is one.
     fn accept(&self) -> io::Result<Box<dyn Peer>> {
         Ok(match self {
             Self::Tcp(listener) => {
@@ -125,20 +124,20 @@ struct Client {
     peer: Box<dyn Peer>,
     until: Instant,
     asked: Vec<u8>,
-    /// What is left of the answer; empty before there is one.
+    /// The rest of the answer; empty before there is one.
     answer: Vec<u8>,
 }
 
 impl Client {
     fn new(peer: Box<dyn Peer>, now: Instant) -> Self {
-        Self { peer, until: now + PATIENCE, asked: Vec::new(), answer: Vec::new() }
+        Self { peer, until: now + TIMEOUT, asked: Vec::new(), answer: Vec::new() }
     }
 
     fn wants(&self) -> PollFlags {
         if self.answer.is_empty() { PollFlags::IN } else { PollFlags::OUT }
     }
 
-    /// Goes on as far as it can without waiting. False: done, or the peer is gone.
+    /// Reads and writes as far as possible without blocking. False: finished, or the peer has closed.
     fn go_on(&mut self, what: &str, text: &dyn Fn() -> String) -> bool {
         if self.answer.is_empty() {
             let mut piece = [0; 2048];
@@ -164,7 +163,7 @@ impl Client {
             Err(err) => return err.kind() == ErrorKind::WouldBlock,
         };
         if self.answer.is_empty() {
-            // The peer may have gone.
+            // The peer may have closed.
             let _gone = shutdown(&self.peer, Shutdown::Write);
         }
         !self.answer.is_empty()
@@ -185,7 +184,7 @@ fn respond(status: &str, fields: &str, text: &str, body: bool) -> Vec<u8> {
 /// The server, listening.
 pub struct Server {
     listener: Listener,
-    /// A socket that goes with it.
+    /// The path of its Unix socket, to be removed.
     path: Option<PathBuf>,
 }
 
@@ -196,16 +195,16 @@ pub struct Stop(OwnedFd);
 impl Stop {
     /// Ends it now.
     pub fn now(&self) {
-        // Ended already is as good.
+        // It may have ended already.
         let _ended = shutdown(&self.0, Shutdown::Both);
     }
 }
 
 impl Server {
-    /// Listens at `place`. A Unix socket at which nobody listens any more is replaced.
+    /// Listens at `place`. Replaces a Unix socket at which no process listens.
     ///
     /// # Errors
-    /// It is in use, or not ours to listen at.
+    /// The address is in use, or this user may not listen there.
     pub fn bind(place: &Place) -> io::Result<Self> {
         match place {
             Place::Tcp(address) => {
@@ -222,10 +221,10 @@ impl Server {
         }
     }
 
-    /// Where it listens, with the port that the kernel chose where it was asked for 0.
+    /// Returns the listening address, with the port that the kernel chose for port 0.
     ///
     /// # Errors
-    /// The kernel doesn't say.
+    /// The kernel refuses to tell.
     pub fn place(&self) -> io::Result<Place> {
         Ok(match (&self.listener, &self.path) {
             (Listener::Tcp(listener), _) => Place::Tcp(listener.local_addr()?),
@@ -233,7 +232,7 @@ impl Server {
         })
     }
 
-    /// The listener, and the path of its Unix socket, which is the caller's to remove: for a server in another process.
+    /// Returns the listener, and the path of its Unix socket, which the caller must remove: for a server in another process.
     ///
     /// # Errors
     /// No descriptors are left.
@@ -242,7 +241,7 @@ impl Server {
         Ok((listener, self.path.take()))
     }
 
-    /// The server of a listener that came from [`Server::into_parts`] of one at `place`.
+    /// Makes the server of a listener that came from [`Server::into_parts`] of one at `place`.
     #[must_use]
     pub fn over(listener: OwnedFd, place: &Place) -> Self {
         let listener = match place {
@@ -252,7 +251,7 @@ impl Server {
         Self { listener, path: None }
     }
 
-    /// What ends [`Server::serve`].
+    /// Returns a handle that ends [`Server::serve`].
     ///
     /// # Errors
     /// No descriptors are left.
@@ -260,10 +259,10 @@ impl Server {
         Ok(Stop(self.listener.as_fd().try_clone_to_owned()?))
     }
 
-    /// Answers requests with what `text` says until it is stopped. `what`: how the figures are called.
+    /// Answers requests with the result of `text` until it is stopped. `what`: the name of the metrics for messages.
     ///
     /// # Errors
-    /// The kernel refuses to let it wait.
+    /// The kernel refuses to poll.
     pub fn serve(&self, what: &str, text: impl Fn() -> String) -> io::Result<()> {
         let mut clients: Vec<Client> = Vec::new();
         loop {
@@ -286,10 +285,10 @@ impl Server {
                         }
                         clients.push(Client::new(peer, now));
                     }
-                    // Whoever knocked is gone again.
+                    // The peer has closed meanwhile.
                     Err(err)
                         if matches!(err.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => {}
-                    // No descriptors are left: one of ours is given back, or others give theirs back.
+                    // No descriptors are left: this server closes a connection, or other code closes descriptors.
                     Err(_) if clients.is_empty() => std::thread::sleep(RETRY),
                     Err(_) => drop(clients.remove(0)),
                 }
@@ -301,13 +300,13 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         if let Some(path) = &self.path {
-            // Gone already is as good.
+            // It may have been removed already.
             let _gone = std::fs::remove_file(path);
         }
     }
 }
 
-/// Waits for the listener and for what the clients want, at most until `next`; says what is ready.
+/// Waits for the listener and for the clients, at most until `next`; returns which are ready.
 fn wait(
     listener: &Listener,
     clients: &[Client],
@@ -325,7 +324,7 @@ fn wait(
     Ok((fds[0].revents(), fds[1..].iter().map(PollFd::revents).collect()))
 }
 
-/// Removes a socket at which nobody listens any more.
+/// Removes a socket at which no process listens.
 fn remove_dead(path: &Path) -> io::Result<()> {
     match path.symlink_metadata() {
         Ok(meta) if meta.file_type().is_socket() && UnixStream::connect(path).is_err() => {

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One HTTP request (RFC 9112), as far as this server is concerned: its first line, and where it ends.
+//! Parses one HTTP request (RFC 9112) as far as this server needs it: its first line, and its end.
 
 /// Bytes of the longest request.
 pub const LONGEST: usize = 8 << 10;
 
-/// What a peer has asked so far.
+/// A peer's request so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// The end is still to come.
+    /// Not complete.
     Part,
-    /// The figures; with `body` the figures themselves, without (HEAD) only their length.
+    /// For the metrics; with `body` the metrics themselves, without (HEAD) only their length.
     Figures {
         /// GET.
         body: bool,
     },
-    /// Something else than the figures.
+    /// For another path.
     Elsewhere,
     /// With another method than GET and HEAD.
     Method,
@@ -22,7 +22,7 @@ pub enum Request {
     Broken,
 }
 
-/// Reads what has come of a request.
+/// Parses the bytes received so far.
 #[must_use]
 pub fn read(bytes: &[u8]) -> Request {
     let ends = |end: &[u8]| bytes.windows(end.len()).any(|w| w == end);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Figures in Prometheus' text format 0.0.4: families, each with a name, a kind and an explanation, and their samples.
+//! Prometheus' text format 0.0.4: families, each with a name, a kind and an explanation, and their samples.
 
 use std::fmt::{Display, Write as _};
 
-/// What a family's values mean over time.
+/// The kind of a family's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Only grows, or begins again at zero.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a frame of 64 bytes costs the switch, without threads and other processes: two guests, one of which sends bursts of
-//! 32 frames to the other. Under callgrind only the passes are counted:
+//! Counts the instructions for a frame of 64 bytes in the switch, without threads and other processes: two guests, one of which
+//! sends bursts of 32 frames to the other. Under callgrind only the passes are counted:
 //!
 //! ```text
 //! cargo build --release -p tombolo-net --example per_frame

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What differs between processors: prefetching.
+//! Prefetching, which differs between processors.
 
 /// Fetches the line at `at` for reading. Any address is harmless.
 #[inline(always)]
@@ -14,12 +14,12 @@ pub fn prefetch(at: *const u8) {
     let _ = at;
 }
 
-/// Fetches the line at `at` for writing, where the processor can tell: with the right to change it, so that a store to a
-/// line that the other side has read does not wait for that. Any address is harmless.
+/// Fetches the line at `at` with the right to write it, if the processor can: a store to a line that the other side has
+/// read then does not wait for that right. Any address is harmless.
 #[inline(always)]
 pub fn prefetch_write(at: *const u8) {
-    // As an instruction of its own: the intrinsic becomes a prefetch for reading where the compiler isn't told that the
-    // processor has this one. Processors without it take it for a no-op.
+    // As an instruction of its own: the intrinsic becomes a prefetch for reading unless the compiler knows that the
+    // processor has this one. Processors without it execute it as a no-op.
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch never faults and changes no register.
     unsafe {
@@ -31,7 +31,7 @@ pub fn prefetch_write(at: *const u8) {
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
-/// Longest stretch worth fetching ahead; beyond, the processor's own prefetcher has caught on.
+/// Longest stretch to fetch ahead; beyond it the processor's own prefetcher is active.
 const STRETCH: usize = 2048;
 
 /// Fetches all lines of `len` bytes at `at` for reading.

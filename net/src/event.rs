@@ -23,16 +23,16 @@ impl Event {
 
     /// Makes it readable.
     pub fn raise(&self) {
-        // Full means readable already.
+        // A full counter is readable already.
         let _full = (&self.0).write(&1u64.to_ne_bytes());
     }
 
-    /// Makes it unreadable; says whether it was readable.
+    /// Makes it unreadable; returns whether it was readable.
     pub fn clear(&self) -> bool {
         (&self.0).read(&mut [0; 8]).is_ok()
     }
 
-    /// The descriptor, as a file that others may have too.
+    /// Duplicates the descriptor as a file, for other users.
     ///
     /// # Errors
     /// No descriptors are left.
@@ -56,7 +56,7 @@ pub fn check_peer_event(file: &File) -> io::Result<()> {
     // SAFETY: an all-zero statx is a valid value to be filled in; the descriptor is open, and the name empty.
     unsafe {
         let mut stat: libc::statx = std::mem::zeroed();
-        // What is known of it, without asking a file system that may never answer.
+        // Cached values only: the file system that would be asked may never answer.
         let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC;
         if libc::statx(file.as_raw_fd(), c"".as_ptr(), flags, libc::STATX_TYPE, &raw mut stat) != 0 {
             return Err(io::Error::last_os_error());
@@ -92,7 +92,7 @@ impl Epoll {
         }
     }
 
-    /// Adds a descriptor; with `edge`, only what happens from now on wakes, so that nobody has to read it.
+    /// Adds a descriptor; with `edge`, only later events wake, so that no thread has to read it.
     ///
     /// # Errors
     /// It can't be waited for.
@@ -114,7 +114,7 @@ impl Epoll {
     /// The kernel's; an interruption counts as no event.
     pub fn wait(&self, timeout_ms: i32) -> io::Result<usize> {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; 16];
-        // SAFETY: events has room for as many as we say.
+        // SAFETY: events has room for 16.
         let n = unsafe { libc::epoll_wait(self.0.as_raw_fd(), events.as_mut_ptr(), 16, timeout_ms) };
         if n < 0 {
             let err = io::Error::last_os_error();

@@ -21,7 +21,7 @@ struct Args {
 fn main() -> ExitCode {
     let args = Args::parse();
     cli::run(args.command, args.json).unwrap_or_else(|err| {
-        // Nobody may read it.
+        // Standard error may have no reader.
         let _unheard = writeln!(std::io::stderr(), "tombolo: {err:#}");
         ExitCode::FAILURE
     })

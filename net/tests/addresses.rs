@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The program as the server of its guests' addresses, IPv4 and IPv6.
+//! The program as the DHCP and IPv6 server of its guests.
 
 mod common;
 
@@ -55,7 +55,7 @@ fn message(from: Mac, ports: [u8; 4], op: u8, options: &[u8]) -> Vec<u8> {
     [&[0xff; 6][..], &from.0, &[8, 0], &ip, &udp].concat()
 }
 
-/// What the guest is answered: the type and the address.
+/// Returns the answer to the guest: the type and the address.
 fn asks(nic: &mut Nic, mac: Mac, options: &[u8]) -> (u8, [u8; 4]) {
     assert!(nic.send(&message(mac, [0, 68, 0, 67], 1, options)));
     let reply =
@@ -68,7 +68,7 @@ fn asks(nic: &mut Nic, mac: Mac, options: &[u8]) -> (u8, [u8; 4]) {
 fn each_guest_is_given_its_own_address_and_no_other() {
     let switch = start();
     add(&switch, 1, &json!({ "address": "10.86.0.5" })).unwrap();
-    // The address that a port is held to is the one that it is given.
+    // The address of a port's policy is also its lease.
     add(&switch, 2, &json!({ "ips": ["fd00::6", "10.86.0.6"], "isolated": true })).unwrap();
     for (n, address) in [(1, [10, 86, 0, 5]), (2, [10, 86, 0, 6])] {
         let mut nic = guest(&switch, n);
@@ -85,7 +85,7 @@ fn each_guest_is_given_its_own_address_and_no_other() {
         let said = add(&switch, 3, &more).unwrap_err().to_string();
         assert!(said.contains(words), "{said}");
     }
-    // With its port an address becomes free; the service itself stays.
+    // Removing a port frees its address; the service itself stays.
     ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm1".into() }).unwrap();
     add(&switch, 3, &json!({ "address": "10.86.0.5" })).unwrap();
     assert_eq!(asks(&mut guest(&switch, 3), Rig::mac(3), &[53, 1, DISCOVER]), (OFFER, [10, 86, 0, 5]));
@@ -211,7 +211,7 @@ fn a_guest_that_plays_router_or_dhcpv6_server_reaches_nobody_in_any_form() {
         let n = |reason: &str| drops[reason].as_u64().unwrap_or(0);
         (n("server") + n("unparsable") == forms.len() as u64).then_some(())
     });
-    // A port that is a router by its policy may; and it is the first that the victim hears of a router at all.
+    // A port that is a router by its policy may; and the victim has heard of no router before.
     assert!(router.send(&of(2, 58, &advertisement)));
     let heard = wait_for("an advertisement", || {
         victim.receive().map(|r| r.1).filter(|f| f[20] == 58 && f[54] == 134 && f[60..62] != [0, 0])

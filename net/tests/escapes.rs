@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Ways in which a guest would get around its port's policy, or make others pay: each was possible once.
+//! Ways around a port's policy, or to waste other ports' time. Each was possible once.
 
 mod common;
 
@@ -21,7 +21,7 @@ fn plain(n: usize) -> Vec<NicConfig> {
     vec![NicConfig::default(); n]
 }
 
-/// One that may leave checksums and cutting to the switch.
+/// A card that may leave checksums and segmentation to the switch.
 fn offloading() -> NicConfig {
     let features = NicConfig::default().features | 1 << bit::CSUM | 1 << bit::HOST_TSO4;
     NicConfig { features, ..NicConfig::default() }
@@ -108,7 +108,7 @@ fn a_checksum_that_is_left_to_the_switch_changes_nothing_that_was_checked() {
         assert_eq!(rig.nics[1].receive(), None, "checksum at {csum_start}+{csum_offset}");
     }
     assert_eq!(rig.ports[0].sent().dropped_for(Reason::Header), 4);
-    // The one that a guest means is made.
+    // The checksum that the guest asks for is made.
     let h = NetHeader { flags: NEEDS_CSUM, csum_start: 34, csum_offset: 6, ..NetHeader::default() };
     let pseudo = !offload::fold(offload::sum(&udp[26..34], 17 + 26));
     udp[40..42].copy_from_slice(&pseudo.to_be_bytes());
@@ -227,7 +227,7 @@ fn a_frame_that_waits_is_paid_for_and_captured_once() {
 
 #[test]
 fn a_frame_that_waits_arrives_as_it_was_when_it_was_admitted() {
-    // Seen from the receiver: the bytes that were checked, whatever the sender writes meanwhile.
+    // Judged by the receiver: it gets the bytes that were checked, even if the sender overwrites them.
     let mut rig = Rig::with_policies(&[NicConfig { size: 16, ..NicConfig::default() }; 2], |i| Policy {
         check_mac: i == 0,
         ips: if i == 0 { vec!["10.0.0.1".parse().unwrap()] } else { vec![] },
@@ -328,7 +328,7 @@ fn a_packed_ring_that_stops_within_a_chain_of_several_goes_on_where_it_was() {
     for own in [true, false] {
         let mut vring = rig.ports[0].tx(0).lock();
         let base = vring.stop();
-        // Told by the switch itself, or as a new switch hears it from a front-end.
+        // The base from the switch itself, or from a front-end for a new switch.
         vring.known_base = own.then_some(base);
         vring.base = base;
         vring.start().unwrap();

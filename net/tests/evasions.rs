@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Frames that say one thing to the switch and another to whoever gets them, and changes while a frame waits.
+//! Frames that mean one thing to the switch and another to their receiver, and changes while a frame waits.
 
 mod common;
 
@@ -62,7 +62,7 @@ fn ipv6(payload: usize, next: u8, body: &[u8]) -> Vec<u8> {
     ethernet(0x86dd, &[&head[..], &own, &[0xff; 16], body].concat())
 }
 
-/// A virtio-net header that has a datagram cut whose UDP header is at `l4`.
+/// A virtio-net header that asks for segmentation of a datagram whose UDP header is at `l4`.
 fn cut_udp(l4: u16) -> NetHeader {
     let asked = NetHeader { gso_type: GSO_UDP_L4, gso_size: 1000, ..NetHeader::default() };
     NetHeader { flags: NEEDS_CSUM, csum_start: l4, csum_offset: 6, ..asked }
@@ -82,7 +82,7 @@ fn a_guarded_port_answers_no_dhcp_client_in_any_form() {
         ("by another port", plain, ipv4(128, 0, 17, &udp(1067, 68, 100)), Reason::Server),
         ("IPv6", plain, ipv6(108, 17, &udp(547, 546, 100)), Reason::Server),
         ("IPv6, by another port", plain, ipv6(108, 17, &udp(1547, 546, 100)), Reason::Server),
-        // Segments are given lengths by the switch: what was behind the packet would be in it.
+        // The switch computes the segments' lengths: bytes behind the packet would become part of it.
         ("behind the packet's end", cut_udp(34), ipv4(20, 0, 17, &udp(67, 68, 100)), Reason::Unparsable),
         (
             "behind the end of an IPv6 packet",
@@ -107,7 +107,7 @@ fn a_guarded_port_answers_no_dhcp_client_in_any_form() {
         assert_eq!(rig.nics[1].receive(), None, "{what}");
         assert_eq!(rig.ports[0].sent().dropped_for(reason), 1, "{what}");
     }
-    // Who may be a server answers, and anybody's datagrams are cut.
+    // A port that may be a server answers, and any guest's datagrams are segmented.
     let mut rig = Rig::with_policies(&[offloading(), NicConfig::default()], |i| match i {
         0 => guarded(true),
         _ => Policy::default(),
@@ -118,7 +118,7 @@ fn a_guarded_port_answers_no_dhcp_client_in_any_form() {
     assert_eq!(std::iter::from_fn(|| rig.nics[1].receive()).count(), 1 + 3);
 }
 
-/// A TCP segment with `data` bytes, to be cut into pieces of `size`; `behind` bytes follow the packet.
+/// A TCP segment with `data` bytes, to be segmented into pieces of `size`; `behind` bytes follow the packet.
 fn tcp(data: usize, size: u16, behind: usize) -> (NetHeader, Vec<u8>) {
     let head = [0, 9, 0, 10, 0, 0, 0, 0, 0, 0, 0, 7, 0x50, 0x18, 1, 0, 0, 0, 0, 0];
     let body = [&head[..], &vec![1; data + behind]].concat();
@@ -150,7 +150,7 @@ fn segments_are_of_the_packet_and_within_the_senders_mtu() {
     }
 }
 
-/// What the switch's parts say of a frame.
+/// Returns whether the switch's checks admit a frame.
 fn may_be_sent(policy: &Policy, f: &[u8]) -> bool {
     let head = &f[..f.len().min(LOOK)];
     let headers = Headers::parse(head, f.len() as u32);
@@ -218,7 +218,7 @@ proptest! {
 struct Wire {
     /// Frames from outside.
     inward: Mutex<VecDeque<Vec<u8>>>,
-    /// What comes of the next frames that are sent there: 0 none has room, 1 an error. Empty: all is taken.
+    /// The results of the next sends: 0 no room, 1 an error. Empty: all are taken.
     trouble: Mutex<VecDeque<u8>>,
 }
 
@@ -282,13 +282,13 @@ fn a_port_that_learns_takes_no_address_of_somebody_outside() {
         rig.pass_at(2, now);
         assert!(rig.nics[1].receive().is_some());
     };
-    // Where a frame of the other guest's to the gateway goes.
+    // Returns the receiver of a frame from the other guest to the gateway.
     let stolen = |rig: &mut Rig, now| {
         assert!(rig.nics[1].send(&frame(gateway, Rig::mac(1), 60, 3)));
         rig.pass_at(1, now);
         rig.nics[0].receive().is_some()
     };
-    // Nobody's address is not that of an empty place.
+    // The zero address must not match an empty place.
     assert!(rig.nics[1].send(&frame(Mac([0; 6]), Rig::mac(1), 60, 4)));
     rig.pass_at(1, 1);
     assert_eq!(rig.nics[0].receive(), None);
@@ -298,7 +298,7 @@ fn a_port_that_learns_takes_no_address_of_somebody_outside() {
     assert_eq!(rig.nics[1].receive(), None);
     assert_eq!(rig.ports[0].sent().dropped_for(Reason::SpoofMac), 1);
     assert!(!stolen(&mut rig, 3 * SECOND));
-    // Who was silent for long is forgotten, until heard again.
+    // An address that was silent for long is forgotten, until it is heard again.
     assert!(rig.nics[0].send(&claim));
     rig.pass_at(0, 400 * SECOND);
     assert!(rig.nics[1].receive().is_some() && stolen(&mut rig, 401 * SECOND));
@@ -319,7 +319,7 @@ fn a_crowd_outside_hides_nobody_from_a_port_that_learns() {
         let [_, a, b, c] = n.to_be_bytes();
         Mac([0x52, 0x99, 0, a, b, c])
     };
-    // The gateway speaks first, then all the others; more than any table of who is outside has room for.
+    // The gateway sends first, then all the others: more than the table of addresses outside holds.
     for crowd in [100, 20_000] {
         for n in 0..crowd {
             wire.inward.lock().unwrap().push_back(frame(Rig::mac(1), outside(n), 60, 2));
@@ -411,7 +411,7 @@ fn a_broadcast_that_waits_reaches_everybody_once_though_a_port_is_removed() {
 
 #[derive(Clone, Debug)]
 enum Act {
-    /// Who sends (the last: somebody outside), to whom, how.
+    /// The sender (the last: an address outside), the receiver, the kind.
     Send(usize, usize, u8, usize),
     Pass(usize, u64),
     Receive(usize, usize),
@@ -436,7 +436,7 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// Where port `n` is in the view at present.
+/// Returns the position of port `n` in the present view.
 fn place(rig: &Rig, n: usize) -> Option<usize> {
     rig.view.ports().iter().position(|a| Arc::ptr_eq(&a.port, &rig.ports[n]))
 }
@@ -584,7 +584,7 @@ fn two_workers_in_each_others_way_count_every_frame_once() {
             s.spawn(move || {
                 let mut forwarder = Forwarder::default();
                 for n in worker.. {
-                    // Once it is over, until all that waits has ended.
+                    // After the end, until all waiting frames have ended.
                     let last = over.load(Ordering::Acquire);
                     let now = begun.elapsed().as_nanos() as u64;
                     let passes = (0..4).map(|at| forwarder.pass(view, (n + at) % 4, 0, now));
@@ -613,7 +613,7 @@ fn two_workers_in_each_others_way_count_every_frame_once() {
         }
         over.store(true, Ordering::Release);
     });
-    // What a worker found locked by the other, and left.
+    // The frames that a worker left because the other held the lock.
     for n in 0..4 {
         rig.pass_at(n, begun.elapsed().as_nanos() as u64 + 1_000_000_000);
     }

@@ -105,7 +105,7 @@ fn a_full_receiver_holds_its_sender_up_and_then_loses_frames_that_are_counted() 
     rig.nics[0].reap();
     assert_eq!(rig.nics[0].unsent(), 4, "four frames wait in the sender's ring");
     assert_eq!(rig.ports[0].sent().dropped(), 0);
-    // Longer than anybody waits: the rest is lost, and it is known why.
+    // Longer than any credit: the rest is dropped, and counted.
     rig.pass_at(0, 10_000_000_000);
     rig.pass_at(0, 20_000_000_000);
     rig.nics[0].reap();
@@ -206,7 +206,7 @@ fn a_packed_ring_whose_place_was_forgotten_in_a_crash_says_it_itself() {
             for vring in port.vrings() {
                 let mut vring = vring.lock();
                 vring.stop();
-                // What was true when the guest started, and no longer is.
+                // A value from the guest's start, which is old now.
                 vring.base = 0x8000_8000;
                 vring.start().unwrap();
             }

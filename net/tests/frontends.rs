@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Front-ends that try to hold the switch up, and the sandboxed program that must go on for the others.
+//! Front-ends that try to block the switch, and the sandboxed program, which must keep serving the others.
 
 mod common;
 
@@ -19,7 +19,7 @@ use vhost::vhost_user::VhostUserFrontend;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Where the second region lies in guest and front-end.
+/// The second region's address in guest and front-end.
 const SECOND: u64 = 0x7000_0000_0000;
 
 impl Switch {
@@ -82,14 +82,14 @@ fn an_interrupt_that_its_front_end_makes_wait_holds_up_no_other_port() {
     let (mut b, mut c) = (switch.another(1), switch.another(2));
     let hostile = switch.guest(0);
     for call in &hostile.calls {
-        // Full, and for whom it is full waits.
+        // It is full, so a write to it blocks.
         call.clear();
         call.to_file().unwrap().write_all(&(u64::MAX - 1).to_ne_bytes()).unwrap();
         rustix::fs::fcntl_setfl(call.to_file().unwrap(), rustix::fs::OFlags::empty()).unwrap();
     }
     assert!(b.send(&frame(Rig::mac(0), Rig::mac(1), 100, 0)));
     exchange(&mut b, &mut c, 1);
-    // The port goes on without interrupts, and goes.
+    // The port continues without interrupts, and can be removed.
     wait_for("the frame", || hostile.peek_used().then_some(()));
     ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
     exchange(&mut b, &mut c, 2);
@@ -142,7 +142,7 @@ fn whatever_a_front_end_says_in_whatever_order_others_go_on_and_so_can_its_succe
             }
             nic.send(&frame(Rig::mac(1), Rig::mac(0), 100, step));
             while b.receive().is_some() {}
-            // What is refused ends the connection.
+            // A refused message ends the connection.
             if say_something(&mut nic, choice, queue, n).is_err() {
                 break;
             }
@@ -164,7 +164,7 @@ fn whatever_a_front_end_says_in_whatever_order_others_go_on_and_so_can_its_succe
 
 #[test]
 fn a_log_that_is_full_or_that_nobody_reads_holds_up_no_port() {
-    // A pipe that is full, whose reader lives.
+    // A full pipe, whose reader lives.
     let (reader, mut writer) = std::io::pipe().unwrap();
     rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::NONBLOCK).unwrap();
     while writer.write(&[b'x'; 4096]).is_ok() {}
@@ -173,7 +173,7 @@ fn a_log_that_is_full_or_that_nobody_reads_holds_up_no_port() {
     for log in [std::process::Stdio::from(full), writer.into()] {
         let switch = Switch::start_in(tempfile::tempdir().unwrap(), 0, &[], log);
         let mut b = switch.another(1);
-        // Front-ends that come, break their rings and go: words for the log each time.
+        // Front-ends that connect, break their rings and leave: log lines each time.
         for _ in 0..3 {
             let mut hostile = switch.guest(0);
             hostile.tx.add(&hostile.ram, &[(1 << 50, 100)], false, None).unwrap();

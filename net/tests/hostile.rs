@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Guests that lie. Each known way in which a vhost back-end was brought down has its test here by its name; the sender
-//! or receiver at fault is stopped or loses its frame, and a bystander goes on.
+//! Guests that lie. Each known attack on a vhost back-end has its test here by its name; the sender or receiver at
+//! fault is stopped or loses its frame, and a bystander continues.
 
 mod common;
 
@@ -136,7 +136,7 @@ fn cve_2024_11614_a_checksum_beyond_the_frame_is_never_written() {
         assert_eq!(rig.ports[0].sent().dropped_for(Reason::Header), 6);
         assert_eq!(rig.nics[1].receive(), None);
 
-        // Of a driver that negotiated no offload the header is not looked at, and the receiver gets an empty one.
+        // The header of a driver without offloads is ignored, and the receiver gets an empty one.
         let mut rig = Rig::new(&[config(packed); 2]);
         for header in &headers {
             assert!(rig.nics[0].send_cut(header, &sent, &[]));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The sandboxed program and its keeper: what the one has given up, and what the other does for it.
+//! The sandboxed program and its keeper: the rights that the program has given up, and the keeper's use of them.
 
 mod common;
 
@@ -67,7 +67,7 @@ fn the_sockets_of_ports_have_the_owner_group_and_mode_that_were_asked_for() {
     // SAFETY: asks for numbers.
     let own = unsafe { (libc::geteuid(), libc::getegid()) };
     assert_eq!(of(&switch, "vm"), (own.0, own.1, 0o600));
-    // A port's own word counts more than the switch's.
+    // The port's own settings take precedence over the switch's.
     let mut port = port("more", &switch.dir.path().join("more"), 1, "server");
     let Request::Add { port: config } = &mut port else { unreachable!() };
     config.access = Some(serde_json::from_value(serde_json::json!({ "mode": "0606" })).unwrap());
@@ -76,7 +76,7 @@ fn the_sockets_of_ports_have_the_owner_group_and_mode_that_were_asked_for() {
     if is_root() {
         let given = Switch::start(0, &["--owner", "daemon", "--group", "3"]);
         assert_eq!(of(&given, "vm"), (1, 3, 0o660));
-        // The group of libvirt's QEMU, or that of those who may use KVM, where there is one.
+        // The group of libvirt's QEMU, or that of KVM's users, if it exists.
         let text = std::fs::read_to_string("/etc/group").unwrap();
         let number = |name: &str| {
             text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(":x:")?.split(':').next())
@@ -135,7 +135,7 @@ fn a_sandboxed_switch_is_the_client_of_a_socket_that_comes_and_goes() {
         drop((listener, b));
         std::fs::remove_file(&path).unwrap();
     }
-    // Nobody listens: the port goes all the same.
+    // No process listens: the port is removed all the same.
     ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "theirs".into() }).unwrap();
     assert!(switch.port("theirs").is_none());
 }
@@ -159,7 +159,7 @@ fn uplinks_come_and_go_while_the_switch_runs() {
             assert_eq!(wait_for("the frame", || b.receive()).1, sent);
             ask::<serde_json::Value>(&here.control(), &Request::Remove { name: "out".into() }).unwrap();
             assert!(here.port("out").is_none());
-            // A frame that nobody owns has no way any more.
+            // A frame without an owner has no uplink any more.
             assert!(a.send(&frame(Mac([2, 0, 0, 0, 0, 9]), Rig::mac(0), 60, 0)));
             wait_for("the drop", || {
                 (here.port("vm")?["sent"]["drops"]["unknown"] == round + 1).then_some(())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Random frames, policies and receivers: what arrives was allowed, by rules that are written down here once more and more
-//! simply, and every frame is in exactly one counter.
+//! Random frames, policies and receivers. Each frame that arrives was allowed, by a second and simpler form of the rules,
+//! and every frame is in exactly one counter.
 
 mod common;
 
@@ -17,7 +17,7 @@ use tombolo_net::vring::features::{OFFLOADS, bit};
 
 const PORTS: usize = 4;
 
-/// What a guest sends.
+/// A frame that a guest sends.
 #[derive(Clone, Debug)]
 struct Sent {
     to: usize,
@@ -38,7 +38,7 @@ enum Body {
     Other,
 }
 
-/// What its virtio-net header asks for.
+/// The offload that its virtio-net header asks for.
 #[derive(Clone, Debug)]
 enum Wish {
     Nothing,
@@ -57,7 +57,7 @@ enum Act {
     Restart(usize),
 }
 
-/// Unicast of a port, of nobody, broadcast, multicast, what bridges keep.
+/// Unicast of a port, unicast without an owner, broadcast, multicast, addresses that bridges keep.
 fn destination(to: usize) -> Mac {
     match to {
         0..PORTS => Rig::mac(to),
@@ -95,7 +95,7 @@ fn ip6(n: u8) -> Ipv6Addr {
 }
 
 impl Sent {
-    /// The frame; its payload repeats `id`, so that whoever gets a part of it knows which it was.
+    /// Builds the frame; its payload repeats `id`, which identifies the frame in any of its parts.
     fn build(&self, id: u32) -> (NetHeader, Vec<u8>) {
         let mut f = Vec::new();
         f.extend(destination(self.to).0);
@@ -205,7 +205,7 @@ impl Sent {
     }
 }
 
-/// May this have come from a port with that policy, as far as IP addresses go? Tags are off already.
+/// Returns whether a port with that policy may send this, as far as IP addresses go. Tags are removed already.
 fn is_honest(policy: &Policy, mac: Mac, f: &[u8]) -> bool {
     if policy.ips.is_empty() {
         return true;
@@ -268,7 +268,7 @@ fn protocol(f: &[u8]) -> Option<u8> {
     }
 }
 
-/// Was it right that the port `to` got `f` of what `from` sent?
+/// Checks that the port `to` may get `f` of the frame that `from` sent.
 fn is_allowed(
     rig: &Rig,
     from: usize,
@@ -282,7 +282,7 @@ fn is_allowed(
     check(from != to || to == 3, "came back")?;
     let mirrored = |n: usize| rig.view.ports()[n].policy.mirror.is_some();
     if to == 3 && ((0..3).any(mirrored)) {
-        // Copies of what others may get, in whatever form they did.
+        // A mirror's copies of allowed frames, in the form that their receivers got.
         return Ok(());
     }
     check(!source.isolated && !dest.isolated, "isolated")?;
@@ -321,7 +321,7 @@ fn is_allowed(
     check(is_honest(source, Rig::mac(from), &bare), "claims what isn't its own")?;
     let limit = usize::from(source.mtu);
     check(limit == 0 || header.gso_type != 0 || bare.len() <= 14 + limit, "MTU")?;
-    // The header speaks of this frame's transport header, to one who agreed to that.
+    // The header refers to this frame's transport header, and the receiver has negotiated that.
     check(header.flags & (!NEEDS_CSUM | DATA_VALID) == 0, "flags")?;
     if header.flags == 0 {
         return check(*header == NetHeader::default(), "an empty header");
@@ -476,7 +476,7 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// Takes what guest `n` has got, and judges it.
+/// Receives the frames of guest `n`, and checks them.
 fn receive(rig: &mut Rig, n: usize, all: &[(usize, Sent)], count: usize) -> Result<(), TestCaseError> {
     for _ in 0..count {
         let Some((header, f)) = rig.nics[n].receive() else { break };
@@ -525,7 +525,7 @@ proptest! {
                 }
                 Act::Restart(n) => {
                     let mut vring = rig.ports[n].tx(0).lock();
-                    // A frame that waits, and has come to some of its receivers, is sent once more.
+                    // A waiting frame that some of its receivers have got is sent once more.
                     restarts += u64::from(vring.held.is_some());
                     vring.stop();
                     vring.start().unwrap();

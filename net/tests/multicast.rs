@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Multicast goes to the ports that asked for it, and nobody changes what another gets.
+//! Multicast goes to the ports that joined, and no port changes the membership of another.
 
 mod common;
 
@@ -49,7 +49,7 @@ impl Net {
         Self::with(|_| Policy::default())
     }
 
-    /// Guest `n` sends a frame; who gets it, as a bit each.
+    /// Sends a frame from guest `n`; returns a bit per receiver.
     fn send(&mut self, n: usize, f: &[u8]) -> u8 {
         assert!(self.rig.nics[n].send(f));
         assert_eq!(self.rig.pass_at(n, self.now * SECOND), Pass::Worked(1));
@@ -63,7 +63,7 @@ impl Net {
         got
     }
 
-    /// Who gets what guest `n` sends to a group.
+    /// Returns the receivers of a frame from guest `n` to a group.
     fn reaches(&mut self, n: usize, group: Ipv4Addr) -> u8 {
         self.sent = self.sent.wrapping_add(1);
         self.send(n, &datagram(Rig::mac(n), host(n), group, self.sent))
@@ -73,7 +73,7 @@ impl Net {
         self.send(n, &igmp(Rig::mac(n), host(n), kind, group))
     }
 
-    /// The router asks, and hosts had time to answer.
+    /// The router queries, and hosts had time to answer.
     fn asked(mut self) -> Self {
         assert_eq!(self.says(ROUTER, 0x11, Ipv4Addr::UNSPECIFIED), 0b0111, "a query is for all");
         self.now += 12;
@@ -96,7 +96,7 @@ fn a_group_goes_to_those_who_joined_it_and_to_routers_and_comes_to_an_end() {
     assert_eq!(net.says(1, 0x17, GROUP), 1 << ROUTER, "and so is a leave, though it goes to 224.0.0.2");
     assert_eq!(net.reaches(ROUTER, GROUP), 0);
     assert_eq!(net.dropped(ROUTER, Reason::Unwanted), 1, "counted where nobody has it");
-    // Who says nothing any more is forgotten, while the router goes on asking.
+    // A silent member is forgotten, while the router keeps querying.
     net.says(2, 0x22, Ipv4Addr::new(0, 0, 0, 0));
     net.says(2, 0x16, GROUP);
     for _ in 0..2 {
@@ -156,12 +156,12 @@ fn without_a_querier_and_until_all_have_answered_multicast_goes_to_all() {
 
 #[test]
 fn a_guest_is_no_querier() {
-    // Otherwise one query, for which hosts have an hour or none to answer, would cut off all who don't answer it.
+    // Otherwise one query with an answer time of an hour, or of zero, would cut off all hosts that don't answer it.
     let mut net = Net::new();
     assert_eq!(net.says(0, 0x11, Ipv4Addr::UNSPECIFIED), 0b1110);
     net.now += 12;
     assert_eq!(net.reaches(1, GROUP), 0b1101);
-    // One that has addresses, or is served by the switch, may not even ask.
+    // A port that has addresses, or is served by the switch, may not even query.
     for (guarded, no_server) in [(true, false), (false, true)] {
         let mut net = Net::with(|_| Policy {
             ips: if guarded { vec![host(0).into(), "fe80::1".parse().unwrap()] } else { vec![] },
@@ -177,7 +177,7 @@ fn a_guest_is_no_querier() {
 
 #[test]
 fn no_host_hears_anothers_report_in_whatever_form() {
-    // A host that hears a report of its group keeps its own back (RFC 2236 §3), and would be forgotten.
+    // A host that hears a report of its group suppresses its own (RFC 2236 §3), and would be forgotten.
     let mut net = Net::new().asked();
     net.send(ROUTER, &mld(Rig::mac(ROUTER), "fe80::1".parse().unwrap(), 130, Ipv6Addr::UNSPECIFIED));
     net.now += 12;
@@ -197,7 +197,7 @@ fn no_host_hears_anothers_report_in_whatever_form() {
     {
         assert_eq!(net.send(0, hidden), 1 << ROUTER, "{hidden:02x?}");
     }
-    // The one that hides something gets too much rather than too little.
+    // The host with a hidden report gets too much rather than too little.
     assert_eq!(net.reaches(2, Ipv4Addr::new(239, 9, 9, 9)), 1 << ROUTER | 0b001);
 }
 
@@ -205,7 +205,7 @@ fn no_host_hears_anothers_report_in_whatever_form() {
 fn what_one_guest_says_changes_nothing_for_another() {
     let mut net = Net::new().asked();
     net.says(1, 0x16, GROUP);
-    // Leaves for it, and fills whatever table it can.
+    // It leaves the group, and fills whatever table it can.
     for n in 0..2000u16 {
         let [high, low] = n.to_be_bytes();
         net.says(0, 0x16, Ipv4Addr::new(238, 1, high, low));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What ports may do and what receivers can take: VLANs, isolation, spoofing, rates, offloads, captures.
+//! Ports' policies and receivers' abilities: VLANs, isolation, spoofing, rates, offloads, captures.
 
 mod common;
 
@@ -54,13 +54,13 @@ fn a_port_that_may_learn_addresses_has_so_many_and_none_of_anothers() {
     assert!(!from(&mut rig, 0, Rig::mac(1), 2), "a configured one of another port");
     assert!(!from(&mut rig, 1, nested(1), 2), "a learned one of another port");
     assert!(!from(&mut rig, 0, Mac([0x53, 0, 0, 0, 0, 1]), 2), "a group's");
-    // What is sent there arrives, and nowhere else.
+    // Frames to the learned address arrive there, and at no other port.
     let to = frame(nested(2), Rig::mac(2), 60, 1);
     assert!(rig.nics[2].send(&to));
     rig.pass_at(2, 3_000_000_000);
     assert_eq!(rig.nics[0].receive().map(|f| f.1), Some(to.clone()));
     assert_eq!(rig.nics[1].receive(), None);
-    // One that is silent for long is forgotten, and may come up elsewhere.
+    // A silent address is forgotten, and may appear at another port.
     assert!(from(&mut rig, 0, nested(1), 290));
     assert!(from(&mut rig, 0, nested(3), 310) && from(&mut rig, 1, nested(2), 311));
     assert!(!from(&mut rig, 1, nested(1), 312));
@@ -215,7 +215,7 @@ fn rules_decide_what_a_guest_sends_and_gets_and_count_it_once() {
     assert_eq!(rules.iter().map(|r| r.hits.get()).collect::<Vec<_>>(), [2, 2]);
     assert_eq!(rig.ports.iter().map(|p| p.sent().dropped_for(Reason::Rule)).collect::<Vec<_>>(), [2, 2]);
 
-    // One that waits for its receiver is decided about once.
+    // A waiting frame is decided once.
     let allow: Rule = toml::from_str("action='allow'\ndirection='in'\nprotocol='tcp'").unwrap();
     let mut rig = Rig::with_policies(&[NicConfig::default(), small], |i| Policy {
         rules: if i == 1 { vec![allow.clone()] } else { vec![] },
@@ -352,7 +352,7 @@ fn a_mirror_gets_copies_of_what_a_port_sends_and_gets_and_holds_up_nobody() {
     rig.pass(0);
     assert_eq!(rig.nics[1].receive(), Some((header, whole)));
     assert_eq!((0..9).filter(|_| rig.nics[3].receive().is_some()).count(), 4);
-    // A mirror that is full loses copies, and nobody waits.
+    // A full mirror loses copies, and no frame waits for it.
     for _ in 0..200 {
         assert!(rig.nics[0].send(&to));
         rig.pass(0);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fuzzer's hostile guest with made-up behaviour of a few seconds' worth; `cargo +nightly fuzz run rings` goes on
-//! from here, guided by coverage.
+//! The fuzzer's hostile guest with random actions for a few seconds; `net/fuzz/run.sh SECONDS rings` continues this, guided by
+//! coverage.
 
 #[path = "common/guest.rs"]
 mod guest;
@@ -17,7 +17,7 @@ fn place() -> impl Strategy<Value = Place> {
     ]
 }
 
-/// Lengths and flags that mean something, mostly.
+/// Mostly valid lengths and flags.
 fn desc() -> impl Strategy<Value = Act> {
     let len = prop_oneof![4 => 0u32..4096, 1 => (1u32..40).prop_map(|n| 16 * n), 1 => any::<u32>()];
     let flags = prop_oneof![4 => 0u16..8, 2 => (0u16..8).prop_map(|f| f | 1 << 7), 2 => (0u16..8).prop_map(|f| f | 1 << 15), 1 => any::<u16>()];

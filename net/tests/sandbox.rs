@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the sandbox takes from the switch, and what it leaves to the libraries that the switch is made of.
+//! The calls that the sandbox forbids the switch, and those that it leaves to the switch's libraries.
 
 mod common;
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A short run of what `tombolo bench net --soak` does for as long as one likes.
+//! A short run of `tombolo bench net --soak`.
 
 use std::time::Duration;
 
-use tombolo_net::soak::{Plan, Until, run};
+use tombolo_net_load::soak::{Plan, Until, run};
 
 #[test]
 fn every_frame_is_explained_and_a_killed_switch_loses_none() {

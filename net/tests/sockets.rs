@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A whole switch with its threads, and guests that come over sockets as a VMM does.
+//! A whole switch with its threads, and guests that connect over sockets as a VMM does.
 
 mod common;
 
@@ -231,7 +231,7 @@ fn pages_that_the_switch_writes_are_logged_for_migration() {
             if old != new {
                 let page = b.ram.gpa() / 4096 + i as u64;
                 let set = bits[(page / 8) as usize] >> (page % 8) & 1;
-                // Whether the switch sleeps is of no use to another host.
+                // Kick suppression is of no use on another host.
                 let is_kick_wish = page == b.tx.used / 4096;
                 assert!(
                     set == 1 || is_kick_wish,
@@ -290,7 +290,7 @@ const SET_VRING_ADDR: u32 = 9;
 const GET_INFLIGHT_FD: u32 = 31;
 const SET_INFLIGHT_FD: u32 = 32;
 
-/// Whatever a peer says, afterwards an honest guest on the same port and its neighbour get through.
+/// After any messages of a peer, an honest guest on the same port and its neighbour work.
 fn survives(hostile: impl Fn(&UnixStream)) {
     let lab = Lab::new(2, 1);
     let mut b = lab.connect(1, NicConfig::default());
@@ -374,7 +374,7 @@ fn a_guest_that_has_come_from_another_host_is_announced_to_all_others_with_its_o
         assert_eq!((&frame[22..28], &frame[32..38], frame.len()), (&own[..], &own[..], 60));
     }
     exchange(&mut a, &mut b, 3, 1);
-    // Another's MAC is not the front-end's to announce.
+    // A front-end can't announce another port's MAC.
     message(&raw, SEND_RARP, &[&Rig::mac(1).0[..], &[0; 2]].concat(), &[]);
     hung_up(&raw);
     let mut a = lab.connect(0, NicConfig::default());
@@ -398,7 +398,7 @@ fn a_flood_of_started_and_stopped_queues_leaves_the_workers_to_the_others() {
     let most = 2 * (begun.elapsed().as_millis() as u64 + 2);
     let adopted = lab.daemon.switch().adoptions() - before;
     assert!(adopted <= most, "{adopted} adoptions, {most} at most");
-    // What does not change is no change.
+    // Setting the same value is no change.
     let before = lab.daemon.switch().generation();
     for _ in 0..100 {
         hostile.front().unwrap().set_vring_enable(1, true).unwrap();
@@ -595,7 +595,7 @@ fn a_queue_moves_between_workers_under_load_and_frames_stay_whole_and_in_order()
     }
 }
 
-/// A way out on which each frame takes a while, and that sees whether the frames of each sender come in order.
+/// An uplink on which each frame takes a while, and that checks the order of each sender's frames.
 struct Slow {
     next: Mutex<[u64; 3]>,
     disorder: Arc<AtomicBool>,
@@ -639,7 +639,7 @@ impl Link for Slow {
     }
 }
 
-/// Guests 0 and 2 send as much as they can; two workers share out the queues by number, 0 and 2 to the same.
+/// Guests 0 and 2 send as fast as they can; two workers share the queues by number, 0 and 2 to the same.
 #[test]
 fn of_two_busy_ports_on_one_worker_one_moves_to_the_other_and_frames_stay_in_order() {
     let lab = Lab::new(3, 2);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The switch as its users run it, sandboxed, with ways out: TAP, an interface, passt. Each test has a network namespace of
+//! The switch as its users run it, sandboxed, with uplinks: TAP, an interface, passt. Each test has a network namespace of
 //! its own, which ends with it. Needs iproute2, util-linux and passt.
 
 mod common;
@@ -48,7 +48,7 @@ fn arp(operation: u8, mac: Mac, ip: [u8; 4], to: Mac, target: [u8; 4]) -> Vec<u8
     [&[0, 1, 8, 0, 6, 4, 0, operation][..], &mac.0, &ip, &to.0, &target].concat()
 }
 
-/// What comes next for the guest that is not its neighbours' chatter; who asks for its MAC is told.
+/// Returns the next frame for the guest that is not its neighbours' own traffic; answers ARP requests for its MAC.
 fn next(nic: &mut Nic, own: Mac) -> Vec<u8> {
     wait_for("a frame from outside", || {
         let (_, f) = nic.receive()?;
@@ -136,7 +136,7 @@ fn guests_of_two_hosts_talk_through_their_interfaces() {
             }
         }
 
-        // A tag is the guests' own, though the kernel takes it off on the way.
+        // A tag is the guests' own, though the kernel strips it on the way.
         let mut tagged = frame(Rig::mac(1), Rig::mac(0), 200, 3);
         tagged.splice(12..12, [0x81, 0, 0x60, 5]);
         assert!(a.send(&tagged));
@@ -164,7 +164,7 @@ fn guests_of_two_hosts_talk_through_their_interfaces() {
         }
         assert!(data == whole[54..]);
 
-        // What nobody owns goes out, and does not come back in.
+        // A frame without an owner goes to the uplink, and does not come back in.
         assert!(a.send(&frame(Rig::mac(7), Rig::mac(0), 60, 0)));
         wait_for("the drop", || {
             let up = there.port("uplink0")?;
@@ -190,7 +190,7 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
         dhcp.resize(300, 0);
         let udp = [&[0, 68, 0, 67][..], &308u16.to_be_bytes(), &[0, 0], &dhcp].concat();
         let discover = ethernet(Mac::BROADCAST, own, 0x800, &ipv4([255; 4], [0; 4], 17, &udp));
-        // passt may still be starting: who asks for an address asks again.
+        // passt may still be starting, so the request is repeated.
         let mut asked = Instant::now() - Duration::from_secs(1);
         let offer = wait_for("an offer", || {
             if asked.elapsed() > Duration::from_millis(500) {
@@ -207,7 +207,7 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
             switch.log()
         );
 
-        // Who was stopped goes on with what it waited for, which asks the sandbox again.
+        // A stopped process restarts the call that it waited in, which passes the sandbox again.
         let pid = switch.child.id() as i32;
         // SAFETY: signals to a child that has not ended, and waiting for its stop.
         unsafe {

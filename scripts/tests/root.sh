@@ -25,11 +25,15 @@ base_root() {
     mv "$base.new" "$base"
 }
 
-# copy_root: $run, a copy of $base, so that nothing an earlier run installed is there. It goes when the script ends.
+# What goes when the script ends.
+dropped=()
+trap 'rm -rf "${dropped[@]}"' EXIT
+
+# copy_root FROM: $run, a copy of the installation at FROM, so that nothing an earlier run installed is there. It goes when the script ends.
 copy_root() {
     run=$(mktemp -d "$cache/roots/run.XXXXXX")
-    trap 'rm -rf "$run"' EXIT
-    cp -a "$base/." "$run/"
+    dropped+=("$run")
+    cp -a "$1/." "$run/"
 }
 
 # in_root DIR FOLDER COMMAND...: runs a command in the installation at DIR, in FOLDER there. Words NAME=VALUE before COMMAND are its environment. Mounts

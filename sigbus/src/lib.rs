@@ -41,7 +41,7 @@ static ONCE: Once = Once::new();
 pub struct Watch(usize);
 
 impl Watch {
-    /// Whether the mapping has been replaced by zero pages.
+    /// Returns whether the mapping has been replaced by zero pages.
     #[must_use]
     pub fn is_hit(&self) -> bool {
         TABLE[self.0].hit.load(Ordering::Relaxed)
@@ -56,7 +56,7 @@ impl Drop for Watch {
     }
 }
 
-/// How many mappings this process has replaced so far.
+/// Returns how many mappings this process has replaced so far.
 #[inline(always)]
 #[must_use]
 pub fn hits() -> usize {
@@ -114,7 +114,7 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     }
 }
 
-/// Puts zero pages over the slot's mapping if it holds `address`.
+/// Replaces the slot's mapping by zero pages if it holds `address`.
 fn replace(slot: &Slot, address: usize) -> bool {
     let len = slot.len.load(Ordering::SeqCst);
     let start = slot.start.load(Ordering::Relaxed);
@@ -136,7 +136,7 @@ fn replace(slot: &Slot, address: usize) -> bool {
     new != libc::MAP_FAILED
 }
 
-/// Calls the handler that was there before. Where there was none, the default action takes place when the access is repeated.
+/// Calls the handler that was installed before. Without one, the default action takes place when the access is repeated.
 fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let Some(before) = BEFORE.get() else { return };
     let handler = before.sa_sigaction;

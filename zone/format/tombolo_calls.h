@@ -9,17 +9,15 @@
  *		8192 + ring	the ring to the client, the same
  *		12288 + 2 ring	the window, 'window' bytes
  *
- * A process of the guest opens the device, whose driver takes a free channel for it (FREE -> WANTED), and maps that channel and no
- * other. The server starts a worker (WANTED -> SERVED), which is given that channel and no other. When the process closes the device,
- * also by dying, its driver says so (-> LEFT); when the worker ends, the server does (-> LOST). The server clears a channel that was
- * left before it is free again, so that no process finds what another one left there, and rings the VM then.
+ * A process of the guest opens the device. Its driver takes a free channel for it (FREE -> WANTED), and the process can map only that
+ * channel. The server starts a worker, which gets only that channel (WANTED -> SERVED). When the process closes the device, also by
+ * dying, its driver changes the state to LEFT; when the worker ends, the server changes it to LOST. The server clears a LEFT channel
+ * before it is free again, so that no process finds an earlier one's data, and then rings the VM.
+ * The server is a process of the host, or of another VM, the owner of an accelerator (/dev/tombolo-serve-UUID, below). A guest can't
+ * return memory to the host, so an owner's server only marks a channel as done (LEFT -> DONE), and the host clears it (DONE -> FREE).
+ * When the owner's server or its VM dies, the VM's kernel or the host sets the doorbell to 0 and all WANTED and SERVED channels to LOST.
  *
- * The server is a process of the host, or of another VM, the owner of an accelerator (/dev/tombolo-serve-UUID, below). A guest can't give
- * memory back to the host, so an owner's server says instead that it is done with a channel (LEFT -> DONE), and the host clears it
- * (DONE -> FREE). When the owner's server or its VM dies, its kernel or the host says that nobody serves: the doorbell is 0, and what
- * was wanted or served is LOST.
- *
- * Whoever rings first sets the word of the side it wakes in the channel's page, so that one doorbell serves all channels of a VM.
+ * Before it rings, each side sets the other side's word in the channel's page, so that one doorbell serves all channels of a VM.
  */
 #ifndef TOMBOLO_CALLS_H
 #define TOMBOLO_CALLS_H
@@ -48,7 +46,7 @@ struct tmb_calls_header {
 	tmb_u64 channel_size; /* multiple of TMB_PAGE */
 	tmb_u64 ring;	      /* data bytes of each ring: a power of two, at least 4096 */
 	tmb_u64 window;	      /* multiple of TMB_PAGE */
-	tmb_u32 doorbell;     /* of the server: ivshmem peer id + 1; 0: nobody serves */
+	tmb_u32 doorbell;     /* of the server: ivshmem peer id + 1; 0: there is no server */
 	tmb_u32 pad0;
 	tmb_u8 pad1[2048 - 48];
 	/* 2048 */
@@ -71,7 +69,7 @@ static inline tmb_u32 tmb_calls_state(tmb_u64 word)
 {
 	return word & 0xff;
 }
-/* The same use of a channel in another state. */
+/* Returns the word of the same use of a channel in another state. */
 static inline tmb_u64 tmb_calls_to(tmb_u64 word, tmb_u32 state)
 {
 	return (word & ~0xffULL) | state;
@@ -85,11 +83,11 @@ struct tmb_calls_info {
 	tmb_u64 window;
 };
 #define TMB_CALLS_IOC_INFO 0x80185443 /* _IOR('T', 0x43, struct tmb_calls_info) */
-/* Sleeps until the count of this channel's rings isn't *arg any more, and gives the count; ENOTCONN: the server is gone. */
+/* Sleeps until the count of this channel's rings differs from *arg, and returns the count; ENOTCONN: the server has ended. */
 #define TMB_CALLS_IOC_WAIT 0xc0085444 /* _IOWR('T', 0x44, __u64) */
 /* Rings the server. */
 #define TMB_CALLS_IOC_RING 0x5445 /* _IO('T', 0x45) */
-/* Adds one to the count: wakes whoever of this process waits. */
+/* Adds one to the count: wakes this process' sleeping threads. */
 #define TMB_CALLS_IOC_WAKE 0x5446 /* _IO('T', 0x46) */
 
 /*

@@ -6,9 +6,9 @@
  *	4096	u64 keys[4096]		index: the hash of each object's name, 0: free
  *	36864	struct tmb_sync_object[]
  *
- * A session is one process that has the area open. Lock words (tombolo_zone.h) carry it in their tag, so that the death of a process is
- * told from that of its member: in a guest the kernel frees the session when the process closes the device, on the host whoever
- * serves the zone frees it when the lock on its byte of the zone's file is gone.
+ * A session is one process that has the area open. Lock words (tombolo_zone.h) carry it in their tag, so that a process can die without its member. In
+ * a guest the kernel frees the session when the process closes the device; on the host the zone's server frees it when the lock on its byte of the
+ * zone's file is gone.
  *
  * Objects are found within a window of TMB_SYNC_WINDOW keys from their hash on. Creating and destroying take the header's lock.
  *
@@ -42,13 +42,13 @@ struct tmb_sync_header {
 	tmb_u32 n_objects; /* <= TMB_SYNC_KEYS */
 	tmb_u64 incompat;
 	tmb_u64 lock; /* a lock word: creating, destroying */
-	tmb_u64 ending; /* under 'lock': the object that is being destroyed, + 1; whoever takes the lock from a dead owner brings that to its end */
+	tmb_u64 ending; /* under 'lock': the object that is being destroyed, + 1; the next owner of the lock completes that after a death */
 	tmb_u8 pad0[24];
-	/* 64: requests of host processes to whoever serves the zone: ring these members */
+	/* 64: requests of host processes to the zone's server: ring these members */
 	tmb_u64 ring_mask;
 	tmb_u32 ring_seq; /* futex */
 	tmb_u32 pad1;
-	tmb_u64 host; /* tmb_state_epoch(member id + 1, epoch) of the host's member; 0: nobody serves the zone */
+	tmb_u64 host; /* tmb_state_epoch(member id + 1, epoch) of the host's member; 0: the zone has no server */
 	tmb_u8 pad2[40];
 	/* 128: objects whose sleepers on the host are to be woken; set by guests, before they ring the host */
 	tmb_u64 host_wake[TMB_SYNC_KEYS / 64];
@@ -80,18 +80,18 @@ _Static_assert(sizeof(struct tmb_sync_object) == 256, "sync object size");
 _Static_assert(offsetof(struct tmb_sync_object, value) == 64, "value");
 _Static_assert(offsetof(struct tmb_sync_object, readers) == 128, "readers");
 
-/* A live session: bit 0 set, member in bits 8-15, generation in bits 16-31, the member's epoch in bits 32-63. */
+/* The word of a live session: bit 0 set, member in bits 8-15, generation in bits 16-31, the member's epoch in bits 32-63. */
 static inline tmb_u64 tmb_session_word(tmb_u32 member, tmb_u32 generation, tmb_u32 epoch)
 {
 	return (tmb_u64)epoch << 32 | (tmb_u64)(generation & 0xffff) << 16 | (tmb_u64)(member & 0xff) << 8 | 1;
 }
-/* The tag in the lock words of a session. */
+/* Returns the tag in the lock words of a session. */
 static inline tmb_u32 tmb_session_tag(tmb_u32 session, tmb_u64 session_word)
 {
 	return (tmb_u32)(session_word >> 16 & 0xffff) << 8 | (session & 0xff);
 }
 
-/* True when the member is active in this epoch. */
+/* Returns whether the member is active in this epoch. */
 static inline bool tmb_member_lives(struct tmb_member *members, tmb_u32 member, tmb_u32 epoch)
 {
 	return member < TMB_MAX_MEMBERS &&
@@ -103,7 +103,7 @@ static inline bool tmb_session_lives(struct tmb_member *members, tmb_u64 word)
 	return (word & 1) && tmb_member_lives(members, word >> 8 & 0xff, word >> 32);
 }
 
-/* Tries to take session slot i (free, or of a dead member) for a process of a member; 0, or the session's word. */
+/* Tries to take session slot i (free, or of a dead member) for a process of a member. Returns the session's word, or 0. */
 static inline tmb_u64 tmb_session_take(struct tmb_sync_header *h, struct tmb_member *members, tmb_u32 i, tmb_u32 member,
 				       tmb_u32 epoch)
 {
@@ -114,8 +114,8 @@ static inline tmb_u64 tmb_session_take(struct tmb_sync_header *h, struct tmb_mem
 }
 
 /*
- * A process that has taken a session slot calls this before it locks anything: the bits of read locks name slots, and a dead predecessor may have left
- * its own. Writers that wait look again within a slice.
+ * Clears the read locks of session slot i. A process calls this after it has taken the slot and before it locks anything, since a dead predecessor may
+ * have left bits. Waiting writers look again within a slice.
  */
 static inline void tmb_session_clear_reads(struct tmb_sync_header *h, tmb_u32 n_objects, tmb_u32 i)
 {
@@ -127,13 +127,13 @@ static inline void tmb_session_clear_reads(struct tmb_sync_header *h, tmb_u32 n_
 			tmb_fetch_and(&o->readers[i / 64], ~bit);
 }
 
-/* Ends a session, unless somebody else has the slot by now. Its generation stays. */
+/* Ends a session, unless another process has the slot by now. Its generation stays. */
 static inline void tmb_session_free(struct tmb_sync_header *h, tmb_u32 i, tmb_u64 word)
 {
 	tmb_cas64(&h->sessions[i], word, word & ~1ULL);
 }
 
-/* The owner of a lock word lives: its member in this epoch, and its session. */
+/* Returns whether the owner of a lock word lives: its member in this epoch, and its session. */
 static inline bool tmb_sync_owner_lives(struct tmb_sync_header *h, struct tmb_member *members, tmb_u64 lock_word)
 {
 	tmb_u32 tag = lock_word >> 8 & 0xffffff;

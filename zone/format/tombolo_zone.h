@@ -3,8 +3,8 @@
  * A zone: one piece of memory shared by its members (VMs, and processes of their host).
  *
  *	offset 0	struct tmb_zone_header	one 4 KiB page: identity, features, area table
- *	4096		struct tmb_member[64]	who is attached, in which epoch, and how to ring them
- *	...		areas			what services put there, each found by its type and name
+ *	4096		struct tmb_member[64]	each member's state, epoch and doorbell
+ *	...		areas			memory of services, each found by its type and name
  *
  * The host creates the zone, invites members and declares them dead; members join the slot they were invited to.
  * A reader of this memory copies a value, checks the copy, and uses the copy: any member may write anything at any time.
@@ -76,9 +76,9 @@ _Static_assert(offsetof(struct tmb_zone_header, areas) == 256, "areas");
 
 /* States of a member slot, in bits 0-7 of state_epoch. */
 #define TMB_MEMBER_EMPTY 0
-#define TMB_MEMBER_INVITED 1 /* the host keeps the slot for 'name'; nobody is in it */
+#define TMB_MEMBER_INVITED 1 /* the host keeps the slot for 'name', which has not joined */
 #define TMB_MEMBER_ACTIVE 2
-#define TMB_MEMBER_DEAD 3 /* the host saw it die; what it held waits for recovery */
+#define TMB_MEMBER_DEAD 3 /* the host has declared it dead; its locks and references wait for recovery */
 
 /* Roles. */
 #define TMB_ROLE_VM 1
@@ -87,7 +87,7 @@ _Static_assert(offsetof(struct tmb_zone_header, areas) == 256, "areas");
 /* Rights, granted by the host. */
 #define TMB_RIGHT_WRITE 1u
 
-/* Reasons for a doorbell, set in the target's 'pending' before ringing (a doorbell only says 'look'). */
+/* Reasons for a doorbell, set in the target's 'pending' before ringing; the doorbell itself carries none. */
 #define TMB_PENDING_REVOKE 1ULL	 /* blocks of a file you map were removed: unmap it (files) */
 #define TMB_PENDING_LOCK 2ULL	 /* a lock you wait for may be free */
 #define TMB_PENDING_EVENT 4ULL	 /* change events */
@@ -104,16 +104,16 @@ struct tmb_member {
 	tmb_u32 pad0;
 	char name[TMB_NAME_LEN];
 	tmb_u64 pad1;
-	/* 64: written by others */
+	/* 64: written by other members */
 	tmb_u64 pending; /* TMB_PENDING_*, set by fetch_or, taken by exchange with 0 */
 	tmb_u64 pad2[7];
 	/* 128: written by the member */
 	tmb_u64 heartbeat_ns;
 	tmb_u64 pad3[7];
-	/* 192: recovery of what a dead epoch held */
-	tmb_u64 recovered_epoch; /* locks and transactions of all epochs up to this one are cleaned up */
+	/* 192: recovery of dead epochs */
+	tmb_u64 recovered_epoch; /* locks and transactions of all epochs up to this one are recovered */
 	tmb_u64 recovery_lock;	 /* a lock word (below) */
-	tmb_u64 forgotten_epoch; /* what these epochs had open or mapped is given back, too */
+	tmb_u64 forgotten_epoch; /* files that these epochs had open or mapped are released, too */
 	tmb_u64 pad4[5];
 };
 _Static_assert(sizeof(struct tmb_member) == 256, "member size");
@@ -134,9 +134,9 @@ static inline tmb_u32 tmb_epoch(tmb_u64 state_epoch)
 }
 
 /*
- * A lock word names its owner, so that a waiter can tell whether the owner still lives: bits 0-7 member id + 1
- * (0: free), bits 8-31 a tag of the owner's choice, bits 32-63 the owner's epoch. A word whose epoch is not its
- * member's current one belongs to a dead member: recover that member, then take the word over by compare and swap.
+ * A lock word names its owner, so that a waiter can find out whether the owner lives: bits 0-7 member id + 1 (0: free),
+ * bits 8-31 a tag of the owner's choice, bits 32-63 the owner's epoch. A word whose epoch is not its member's current
+ * one belongs to a dead member: a waiter recovers that member, then takes the word over by compare and swap.
  */
 struct tmb_lock {
 	tmb_u64 word;
@@ -153,8 +153,8 @@ static inline tmb_u32 tmb_lock_owner(tmb_u64 word) /* only meaningful where word
 }
 
 /*
- * The doorbell device (ivshmem-doorbell) of a VM carries this page as its memory part, so that a guest knows which
- * zone a doorbell belongs to. A guest finds its member slot by the slot whose 'doorbell' is its own peer id + 1.
+ * The doorbell device (ivshmem-doorbell) of a VM carries this page as its memory part, which names the doorbell's zone.
+ * A guest finds its member slot by the slot whose 'doorbell' is its own peer id + 1.
  */
 #define TMB_DOORBELL_MAGIC 0x4c4c4542424d4f54ULL /* "TOMBBELL" */
 struct tmb_doorbell_page {

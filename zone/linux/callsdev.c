@@ -2,14 +2,12 @@
 /*
  * The device of a zone's CALLS area (callsdev.h).
  *
- * The area's geometry is copied and checked once. A file remembers its channel's state word as it took it: when the area says another
- * use, or that the worker ended, the server is gone for this file, whatever else the memory says.
+ * The area's geometry is copied and checked once. A file stores its channel's state word as it took it. When the word in the area shows
+ * another use, or the worker's end, the server has ended for this file, whatever other memory says.
  */
 #include <linux/ctype.h>
 #include <linux/err.h>
 #include <linux/fs.h>
-#include <linux/miscdevice.h>
-#include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/mutex.h>
 #include <linux/poll.h>
@@ -19,15 +17,14 @@
 #include <linux/wait.h>
 
 #include "callsdev.h"
-#include "doorbell.h"
 
 static_assert(TMB_CALLS_IOC_INFO == _IOR('T', 0x43, struct tmb_calls_info));
 static_assert(TMB_CALLS_IOC_WAIT == _IOWR('T', 0x44, u64));
 static_assert(TMB_CALLS_IOC_RING == _IO('T', 0x45));
 static_assert(TMB_CALLS_IOC_WAKE == _IO('T', 0x46));
 
-/* How long a process waits for a channel that another one has just left. */
-#define TMB_CALLS_PATIENCE (30 * HZ)
+/* A process waits so long for a channel that another one has just left. */
+#define TMB_CALLS_TAKE_TIMEOUT (30 * HZ)
 
 struct tmb_calls_file {
 	struct tmb_callsdev *dev;
@@ -38,28 +35,16 @@ struct tmb_calls_file {
 };
 
 struct tmb_callsdev {
-	struct miscdevice misc;
-	struct tmb_doorbell_client client;
-	struct tmb_calls_header *header;
-	struct tmb_calls_info info; /* checked */
-	u32 n_channels;
-	unsigned long pfn;
-	struct tmb_member *members;
-	u32 member;
+	struct tmb_calls_area area;
 	atomic_t looks; /* this kernel's own memory */
 	wait_queue_head_t looked;
 	struct mutex lock; /* files */
 	struct tmb_calls_file *files[TMB_CALLS_CHANNELS];
 };
 
-static struct tmb_calls_channel *tmb_calls_channel(struct tmb_callsdev *dev, u32 index)
-{
-	return (void *)((u8 *)dev->header + TMB_CALLS_FIRST + index * dev->info.channel_size);
-}
-
 static bool tmb_calls_gone(struct tmb_calls_file *f)
 {
-	u64 word = tmb_load_acquire(&f->dev->header->states[f->index]);
+	u64 word = tmb_load_acquire(&f->dev->area.header->states[f->index]);
 
 	return word != f->taken && word != tmb_calls_to(f->taken, TMB_CALLS_SERVED);
 }
@@ -70,16 +55,16 @@ static void tmb_calls_wake(struct tmb_calls_file *f)
 	wake_up_all(&f->rung);
 }
 
-/* Somebody rang: the channels whose word is set are awake. */
+/* Called after a ring: wakes the channels whose word is set. */
 static void tmb_calls_look(struct tmb_doorbell_client *client)
 {
-	struct tmb_callsdev *dev = container_of(client, struct tmb_callsdev, client);
+	struct tmb_callsdev *dev = container_of(client, struct tmb_callsdev, area.client);
 	u32 i;
 
-	tmb_fetch_and(&dev->members[dev->member].pending, ~TMB_PENDING_CALLS);
+	tmb_fetch_and(&dev->area.members[dev->area.member].pending, ~TMB_PENDING_CALLS);
 	mutex_lock(&dev->lock);
-	for (i = 0; i < dev->n_channels; i++)
-		if (dev->files[i] && tmb_exchange(&tmb_calls_channel(dev, i)->client_rung, 0))
+	for (i = 0; i < dev->area.n_channels; i++)
+		if (dev->files[i] && tmb_exchange(&tmb_calls_channel(&dev->area, i)->client_rung, 0))
 			tmb_calls_wake(dev->files[i]);
 	mutex_unlock(&dev->lock);
 	atomic_inc(&dev->looks);
@@ -87,21 +72,21 @@ static void tmb_calls_look(struct tmb_doorbell_client *client)
 }
 
 /*
- * Before the doorbell: what the server finds when it looks. The exchange, so that one that has just come finds it where its id isn't seen.
- * -ENOTCONN: nobody serves.
+ * Sets the server's word before the doorbell is rung. An exchange: it orders the store before the load of the server's doorbell id, so a
+ * server that has just started sees the word, or its id is seen here. -ENOTCONN: there is no server.
  */
 static int tmb_calls_ring(struct tmb_calls_file *f)
 {
 	u32 server;
 
-	tmb_exchange(&tmb_calls_channel(f->dev, f->index)->server_rung, 1);
-	server = tmb_load(&f->dev->header->doorbell);
-	return server ? tmb_doorbell_ring(&f->dev->client, server) : -ENOTCONN;
+	tmb_exchange(&tmb_calls_channel(&f->dev->area, f->index)->server_rung, 1);
+	server = tmb_load(&f->dev->area.header->doorbell);
+	return server ? tmb_doorbell_ring(&f->dev->area.client, server) : -ENOTCONN;
 }
 
 /*
  * Takes a free channel. -EUSERS: processes of this guest have all of them; -EAGAIN: one was left, and the server has not cleared it yet;
- * -ENOTCONN: nobody serves.
+ * -ENOTCONN: there is no server.
  */
 static int tmb_calls_take(struct tmb_calls_file *f)
 {
@@ -109,20 +94,20 @@ static int tmb_calls_take(struct tmb_calls_file *f)
 	int err = -EUSERS;
 	u32 i;
 
-	if (!tmb_load(&dev->header->doorbell))
+	if (!tmb_load(&dev->area.header->doorbell))
 		return -ENOTCONN;
 	mutex_lock(&dev->lock);
-	for (i = 0; i < dev->n_channels; i++) {
-		u64 word = tmb_load_acquire(&dev->header->states[i]);
+	for (i = 0; i < dev->area.n_channels; i++) {
+		u64 word = tmb_load_acquire(&dev->area.header->states[i]);
 
-		/* A channel of this guest's own is free when the kernel says so, whatever its memory says. */
+		/* The kernel knows whether this guest uses a channel; the shared memory is not asked. */
 		if (dev->files[i])
 			continue;
 		err = -EAGAIN;
 		if (tmb_calls_state(word) != TMB_CALLS_FREE)
 			continue;
 		f->taken = tmb_calls_to(word, TMB_CALLS_WANTED);
-		if (!tmb_cas64(&dev->header->states[i], word, f->taken))
+		if (!tmb_cas64(&dev->area.header->states[i], word, f->taken))
 			continue;
 		f->index = i;
 		dev->files[i] = f;
@@ -133,10 +118,10 @@ static int tmb_calls_take(struct tmb_calls_file *f)
 	return err;
 }
 
-/* The server rings when it has given a channel free. */
+/* Takes a channel, and waits for one that is being cleared: the server rings when it has cleared one. */
 static int tmb_calls_await(struct tmb_calls_file *f)
 {
-	long left = TMB_CALLS_PATIENCE;
+	long left = TMB_CALLS_TAKE_TIMEOUT;
 
 	for (;;) {
 		int looks = atomic_read(&f->dev->looks);
@@ -150,7 +135,7 @@ static int tmb_calls_await(struct tmb_calls_file *f)
 	}
 }
 
-/* The file has no use for its channel any more. */
+/* Marks the file's channel as left. */
 static void tmb_calls_give_back(struct tmb_calls_file *f)
 {
 	static const u32 mine[] = { TMB_CALLS_WANTED, TMB_CALLS_SERVED, TMB_CALLS_LOST };
@@ -160,16 +145,16 @@ static void tmb_calls_give_back(struct tmb_calls_file *f)
 	mutex_lock(&dev->lock);
 	dev->files[f->index] = NULL;
 	mutex_unlock(&dev->lock);
-	/* In the order in which the server may move it on; a word of another use is left alone. */
+	/* In the order in which the server may change it; a word of another use stays. */
 	for (i = 0; i < ARRAY_SIZE(mine); i++)
-		if (tmb_cas64(&dev->header->states[f->index], tmb_calls_to(f->taken, mine[i]),
+		if (tmb_cas64(&dev->area.header->states[f->index], tmb_calls_to(f->taken, mine[i]),
 			      tmb_calls_to(f->taken, TMB_CALLS_LEFT)))
 			break;
 }
 
 static int tmb_calls_open(struct inode *inode, struct file *file)
 {
-	struct tmb_callsdev *dev = container_of(file->private_data, struct tmb_callsdev, misc);
+	struct tmb_callsdev *dev = container_of(file->private_data, struct tmb_callsdev, area.misc);
 	struct tmb_calls_file *f;
 	int err;
 
@@ -206,16 +191,9 @@ static int tmb_calls_release(struct inode *inode, struct file *file)
 static int tmb_calls_mmap(struct file *file, struct vm_area_struct *vma)
 {
 	struct tmb_calls_file *f = file->private_data;
-	u64 length = vma->vm_end - vma->vm_start;
-	u64 size = f->dev->info.channel_size;
+	u64 size = f->dev->area.info.channel_size;
 
-	if (vma->vm_pgoff > size >> PAGE_SHIFT || length > size - ((u64)vma->vm_pgoff << PAGE_SHIFT))
-		return -EINVAL;
-	if (!(vma->vm_flags & VM_SHARED))
-		return -EINVAL;
-	return remap_pfn_range(vma, vma->vm_start,
-			       f->dev->pfn + PHYS_PFN(TMB_CALLS_FIRST + f->index * size) + vma->vm_pgoff, length,
-			       vma->vm_page_prot);
+	return tmb_calls_area_mmap(vma, f->dev->area.pfn + PHYS_PFN(TMB_CALLS_FIRST + f->index * size), size);
 }
 
 static __poll_t tmb_calls_poll(struct file *file, poll_table *table)
@@ -246,7 +224,7 @@ static long tmb_calls_ioctl(struct file *file, unsigned int command, unsigned lo
 
 	switch (command) {
 	case TMB_CALLS_IOC_INFO:
-		return copy_to_user((void __user *)arg, &f->dev->info, sizeof(f->dev->info)) ? -EFAULT : 0;
+		return copy_to_user((void __user *)arg, &f->dev->area.info, sizeof(f->dev->area.info)) ? -EFAULT : 0;
 	case TMB_CALLS_IOC_WAIT:
 		return tmb_calls_wait(f, (u64 __user *)arg);
 	case TMB_CALLS_IOC_RING:
@@ -268,44 +246,24 @@ static const struct file_operations tmb_calls_fops = {
 	.compat_ioctl = compat_ptr_ioctl,
 };
 
-/* What a former life of this guest had open. */
+/* Marks the channels of a former life of this guest as left. */
 static void tmb_calls_forget(struct tmb_callsdev *dev)
 {
 	u32 i;
 
-	for (i = 0; i < dev->n_channels; i++) {
-		u64 word = tmb_load_acquire(&dev->header->states[i]);
+	for (i = 0; i < dev->area.n_channels; i++) {
+		u64 word = tmb_load_acquire(&dev->area.header->states[i]);
 
 		if (tmb_calls_state(word) == TMB_CALLS_FREE)
 			continue;
-		if (tmb_cas64(&dev->header->states[i], word, tmb_calls_to(word, TMB_CALLS_LEFT)))
-			tmb_store(&tmb_calls_channel(dev, i)->server_rung, 1);
+		if (tmb_cas64(&dev->area.header->states[i], word, tmb_calls_to(word, TMB_CALLS_LEFT)))
+			tmb_store(&tmb_calls_channel(&dev->area, i)->server_rung, 1);
 	}
-	tmb_doorbell_ring(&dev->client, tmb_load(&dev->header->doorbell));
-}
-
-int tmb_calls_geometry(struct tmb_calls_header *header, u64 length, struct tmb_calls_info *info, u32 *n_channels)
-{
-	u64 ring, window, size;
-	u32 n;
-
-	if (length < TMB_CALLS_FIRST || tmb_load_acquire(&header->magic) != TMB_CALLS_MAGIC)
-		return -ENODATA;
-	if (tmb_load(&header->version) != TMB_CALLS_VERSION)
-		return -EPROTONOSUPPORT;
-	*n_channels = n = tmb_load(&header->n_channels);
-	info->channel_size = size = tmb_load(&header->channel_size);
-	info->ring = ring = tmb_load(&header->ring);
-	info->window = window = tmb_load(&header->window);
-	if (n == 0 || n > TMB_CALLS_CHANNELS || size % PAGE_SIZE || window % PAGE_SIZE || ring < PAGE_SIZE ||
-	    ring % PAGE_SIZE || ring > length || window > length ||
-	    size < TMB_CALLS_RINGS_OFF + 2 * (PAGE_SIZE + ring) + window || size > (length - TMB_CALLS_FIRST) / n)
-		return -EUCLEAN;
-	return 0;
+	tmb_doorbell_ring(&dev->area.client, tmb_load(&dev->area.header->doorbell));
 }
 
 /* The zone's name where it makes a device name, else its uuid. */
-static char *tmb_calls_dev_name(const struct tmb_callsdev_config *config)
+static char *tmb_calls_dev_name(const struct tmb_calls_config *config)
 {
 	const char *c = config->zone_name;
 
@@ -316,7 +274,7 @@ static char *tmb_calls_dev_name(const struct tmb_callsdev_config *config)
 	return kasprintf(GFP_KERNEL, "tombolo-calls-%s", config->zone_name);
 }
 
-struct tmb_callsdev *tmb_callsdev_create(const struct tmb_callsdev_config *config)
+struct tmb_callsdev *tmb_callsdev_create(const struct tmb_calls_config *config)
 {
 	struct tmb_callsdev *dev;
 	int err;
@@ -326,29 +284,13 @@ struct tmb_callsdev *tmb_callsdev_create(const struct tmb_callsdev_config *confi
 		return ERR_PTR(-ENOMEM);
 	mutex_init(&dev->lock);
 	init_waitqueue_head(&dev->looked);
-	dev->header = config->area;
-	dev->pfn = config->pfn;
-	dev->members = config->members;
-	dev->member = config->member;
-	err = tmb_calls_geometry(dev->header, config->length, &dev->info, &dev->n_channels);
+	err = tmb_calls_area_join(&dev->area, config, tmb_calls_look);
 	if (err)
 		goto free;
-	memcpy(dev->client.zone_uuid, config->zone_uuid, sizeof(dev->client.zone_uuid));
-	dev->client.look = tmb_calls_look;
-	dev->misc.minor = MISC_DYNAMIC_MINOR;
-	dev->misc.fops = &tmb_calls_fops;
-	dev->misc.mode = 0600;
-	err = -ENOMEM;
-	dev->misc.name = tmb_calls_dev_name(config);
-	if (!dev->misc.name)
-		goto free;
-	tmb_doorbell_register(&dev->client);
 	tmb_calls_forget(dev);
-	err = misc_register(&dev->misc);
+	err = tmb_calls_area_publish(&dev->area, &tmb_calls_fops, tmb_calls_dev_name(config));
 	if (!err)
 		return dev;
-	tmb_doorbell_unregister(&dev->client);
-	kfree(dev->misc.name);
 free:
 	kfree(dev);
 	return ERR_PTR(err);
@@ -356,8 +298,6 @@ free:
 
 void tmb_callsdev_destroy(struct tmb_callsdev *dev)
 {
-	misc_deregister(&dev->misc);
-	tmb_doorbell_unregister(&dev->client);
-	kfree(dev->misc.name);
+	tmb_calls_area_leave(&dev->area);
 	kfree(dev);
 }

@@ -2,10 +2,10 @@
 /*
  * The driver of ivshmem-doorbell for zones (doorbell.h).
  *
- * BAR 0 of the device has the registers, BAR 2 the page that says which zone it belongs to; MSI-X vector 0 is 'somebody rang'.
- * Devices and clients are two lists under one mutex; a client points to the device of its zone. Ringing and the interrupt only
- * read these pointers, under RCU, so they take no lock and a device may vanish (hot unplug) at any time: it is taken out of every
- * client, a grace period later its registers are unmapped.
+ * BAR 0 of the device has the registers, BAR 2 the page that names its zone; MSI-X vector 0 is a ring. Devices and clients are
+ * two lists under one mutex; a client points to the device of its zone. Ringing and the interrupt only read these pointers, under
+ * RCU, so they take no lock and a device may be unplugged at any time: it is removed from every client, and a grace period later
+ * its registers are unmapped.
  */
 #include <linux/interrupt.h>
 #include <linux/io.h>
@@ -57,13 +57,13 @@ static irqreturn_t tmb_bell_irq(int irq, void *data)
 	return IRQ_HANDLED;
 }
 
-/* Points a client to the device of its zone, if there is one, and lets it look. */
+/* Points a client to the device of its zone, if there is one, and calls its look. */
 static void tmb_bell_bind(struct tmb_doorbell_client *client)
 {
 	struct tmb_doorbell *bell, *found = NULL;
 
 	lockdep_assert_held(&tmb_bell_mutex);
-	/* The last that came: the doorbell of an earlier membership stays where QEMU can't unplug it, and is deaf. */
+	/* The newest device: the doorbell of an earlier membership stays where QEMU can't unplug it, and gets no rings. */
 	list_for_each_entry_reverse(bell, &tmb_bells, link) {
 		if (!memcmp(bell->zone_uuid, client->zone_uuid, sizeof(bell->zone_uuid))) {
 			found = bell;
@@ -91,7 +91,7 @@ void tmb_doorbell_unregister(struct tmb_doorbell_client *client)
 	mutex_lock(&tmb_bell_mutex);
 	list_del_rcu(&client->link);
 	mutex_unlock(&tmb_bell_mutex);
-	/* No interrupt can find it after this, so the work is not queued again. */
+	/* No interrupt finds it after this, so the work is not queued again. */
 	synchronize_rcu();
 	cancel_work_sync(&client->work);
 	RCU_INIT_POINTER(client->bell, NULL);
@@ -104,7 +104,7 @@ int tmb_doorbell_ring(struct tmb_doorbell_client *client, u32 doorbell)
 
 	if (doorbell == 0 || doorbell - 1 > 0xffff)
 		return -EINVAL;
-	/* The bits that were set for the peer must be there before it looks. */
+	/* The pending bits for the peer must be stored before it looks. */
 	tmb_fence();
 	rcu_read_lock();
 	bell = rcu_dereference(client->bell);
@@ -128,7 +128,7 @@ u32 tmb_doorbell_self(struct tmb_doorbell_client *client)
 	return self;
 }
 
-/* Reads the page in BAR 2. -ENODEV: an ivshmem device of somebody else. */
+/* Reads the page in BAR 2. -ENODEV: an ivshmem device for another use. */
 static int tmb_bell_identify(struct tmb_doorbell *bell)
 {
 	void __iomem *page;

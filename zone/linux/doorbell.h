@@ -2,10 +2,9 @@
 /*
  * Doorbells between the members of a zone, in a guest: the driver of ivshmem-doorbell (PCI 1af4:1110), linked into tombolo.ko.
  *
- * A doorbell carries nothing: it says 'look'. State belongs into the zone (struct tmb_member's 'pending', set before ringing).
- * The device and the zone's memory are two devices that come and go in any order; they find each other by the zone's uuid, which the
- * doorbell's memory part (struct tmb_doorbell_page) carries. A client registers for a uuid whether or not
- * the device is there yet.
+ * A doorbell carries no data: it only has its member look at the zone (struct tmb_member's 'pending', set before ringing). The device and the
+ * zone's memory are two devices that come and go in any order; they find each other by the zone's uuid, which the doorbell's memory part (struct
+ * tmb_doorbell_page) carries. A client registers for a uuid whether or not the device is there yet.
  */
 #ifndef TOMBOLO_DOORBELL_H
 #define TOMBOLO_DOORBELL_H
@@ -19,8 +18,8 @@ struct tmb_doorbell;
 struct tmb_doorbell_client {
 	u8 zone_uuid[16];
 	/*
-	 * The doorbell rang, or the device was plugged or unplugged (which changes the own peer id): look at 'pending'. Called in a work item of
-	 * the client's own; may sleep; calls of one client don't overlap. Must not unregister this client.
+	 * Called when the doorbell rang, or the device was plugged or unplugged (which changes the own peer id). Runs in a work item of the
+	 * client's own; may sleep; calls of one client don't overlap. Must not unregister this client.
 	 */
 	void (*look)(struct tmb_doorbell_client *client);
 	/* private */
@@ -29,21 +28,21 @@ struct tmb_doorbell_client {
 	struct tmb_doorbell __rcu *bell;
 };
 
-/* For the module's init and exit. Exit after every client is unregistered. */
+/* Called by the module's init and exit; exit after every client is unregistered. */
 int tmb_doorbell_init(void);
 void tmb_doorbell_exit(void);
 
-/* zone_uuid and look are set. May sleep. If the device is there already, look is called soon. */
+/* Registers a client whose zone_uuid and look are set. May sleep. If the device is there already, look is called soon. */
 void tmb_doorbell_register(struct tmb_doorbell_client *client);
-/* Waits until look is not running; afterwards it isn't called any more. May sleep. */
+/* Unregisters a client and waits until look is not running; afterwards it isn't called any more. May sleep. */
 void tmb_doorbell_unregister(struct tmb_doorbell_client *client);
 
 /*
- * Rings a member: 'doorbell' is the value of its slot's field (ivshmem peer id + 1). 0, or -ENODEV: no device for this zone
- * (yet, or any more), -EINVAL: 0 or not a peer id. Ringing a dead or unknown peer is harmless. Any context.
+ * Rings a member: 'doorbell' is the value of its slot's field (ivshmem peer id + 1). 0, or -ENODEV: no device for this zone, -EINVAL: 0 or not a
+ * peer id. Ringing a dead or unknown peer is harmless. Any context.
  */
 int tmb_doorbell_ring(struct tmb_doorbell_client *client, u32 doorbell);
-/* One's own value of that field, so that one finds one's own slot; 0: no device. Any context. */
+/* Returns the own value of that field, by which a guest finds its slot; 0: no device. Any context. */
 u32 tmb_doorbell_self(struct tmb_doorbell_client *client);
 
 #endif

@@ -2,32 +2,21 @@
 /*
  * The server's side of a CALLS area (servedev.h).
  *
- * The client VM writes the zone too: the area's geometry is copied and checked once, and of the member table only a slot's state, role and
- * doorbell are used, each loaded once. A lie there harms the client VM and no other, which has a zone of its own.
+ * The client VM writes the zone too. The area's geometry is copied and checked once; of the member table only a slot's state, role and
+ * doorbell are used, each loaded once. False values there harm only the client VM, since each has a zone of its own.
  */
 #include <linux/err.h>
 #include <linux/fs.h>
-#include <linux/miscdevice.h>
-#include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/sched/signal.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 #include <linux/wait.h>
 
-#include "doorbell.h"
 #include "servedev.h"
 
 struct tmb_servedev {
-	struct miscdevice misc;
-	struct tmb_doorbell_client client;
-	struct tmb_calls_header *header;
-	struct tmb_calls_info info; /* checked */
-	u32 n_channels;
-	unsigned long pfn;
-	u64 length;
-	struct tmb_member *members;
-	u32 member;
+	struct tmb_calls_area area;
 	/* this kernel's own memory */
 	atomic64_t rings;
 	s64 seen; /* by the server's last read */
@@ -35,16 +24,16 @@ struct tmb_servedev {
 	wait_queue_head_t rung, free;
 };
 
-/* The client VM's life, and the value of its doorbell; 0: it isn't there. */
+/* Returns the client VM's life, and the value of its doorbell; 0: it has not joined. */
 static u64 tmb_serve_life(struct tmb_servedev *dev, u32 *doorbell)
 {
 	u32 i;
 
 	for (i = 0; i < TMB_MAX_MEMBERS; i++) {
-		struct tmb_member *m = &dev->members[i];
+		struct tmb_member *m = &dev->area.members[i];
 		u64 word = tmb_load_acquire(&m->state_epoch);
 
-		if (i == dev->member || tmb_state(word) != TMB_MEMBER_ACTIVE || tmb_load(&m->role) != TMB_ROLE_VM)
+		if (i == dev->area.member || tmb_state(word) != TMB_MEMBER_ACTIVE || tmb_load(&m->role) != TMB_ROLE_VM)
 			continue;
 		*doorbell = tmb_load(&m->doorbell);
 		return (u64)(i + 1) << 32 | tmb_epoch(word);
@@ -59,36 +48,34 @@ static void tmb_serve_ring(struct tmb_servedev *dev)
 
 	/* A client VM without a doorbell is about to end, or has ended. */
 	if (tmb_serve_life(dev, &doorbell))
-		tmb_doorbell_ring(&dev->client, doorbell);
+		tmb_doorbell_ring(&dev->area.client, doorbell);
 }
 
-/* Somebody rang: the client VM, or the host, since the member table has changed. */
+/* Called when the client VM rang, or the host after a change of the member table. */
 static void tmb_serve_look(struct tmb_doorbell_client *client)
 {
-	struct tmb_servedev *dev = container_of(client, struct tmb_servedev, client);
+	struct tmb_servedev *dev = container_of(client, struct tmb_servedev, area.client);
 
-	tmb_exchange(&dev->members[dev->member].pending, 0);
+	tmb_exchange(&dev->area.members[dev->area.member].pending, 0);
 	atomic64_inc(&dev->rings);
 	wake_up_all(&dev->rung);
 }
 
-/* The server is gone: whoever waits for it learns of it, and nobody begins to wait. */
+/* Called when the server has ended: waiting clients get an error, and no further one waits. */
 static void tmb_serve_abandon(struct tmb_servedev *dev)
 {
 	u32 i;
 
-	tmb_store(&dev->header->doorbell, 0);
-	/* Whoever takes a channel looks at the doorbell afterwards: it is seen here, or sees the 0. */
+	tmb_store(&dev->area.header->doorbell, 0);
+	/* A client that takes a channel looks at the doorbell afterwards: it sees the 0, or its channel is seen below. */
 	tmb_fence();
-	for (i = 0; i < dev->n_channels; i++) {
-		struct tmb_calls_channel *channel =
-			(void *)((u8 *)dev->header + TMB_CALLS_FIRST + i * dev->info.channel_size);
-		u64 word = tmb_load_acquire(&dev->header->states[i]);
+	for (i = 0; i < dev->area.n_channels; i++) {
+		u64 word = tmb_load_acquire(&dev->area.header->states[i]);
 
 		if (tmb_calls_state(word) != TMB_CALLS_WANTED && tmb_calls_state(word) != TMB_CALLS_SERVED)
 			continue;
-		if (tmb_cas64(&dev->header->states[i], word, tmb_calls_to(word, TMB_CALLS_LOST)))
-			tmb_store(&channel->client_rung, 1);
+		if (tmb_cas64(&dev->area.header->states[i], word, tmb_calls_to(word, TMB_CALLS_LOST)))
+			tmb_store(&tmb_calls_channel(&dev->area, i)->client_rung, 1);
 	}
 	tmb_serve_ring(dev);
 }
@@ -100,19 +87,19 @@ static bool tmb_serve_is_server(struct file *file)
 
 static int tmb_serve_open(struct inode *inode, struct file *file)
 {
-	struct tmb_servedev *dev = container_of(file->private_data, struct tmb_servedev, misc);
+	struct tmb_servedev *dev = container_of(file->private_data, struct tmb_servedev, area.misc);
 
 	file->private_data = dev;
 	if (!tmb_serve_is_server(file))
 		return 0;
 	if (wait_event_interruptible(dev->free, atomic_cmpxchg(&dev->served, 0, 1) == 0))
 		return -ERESTARTSYS;
-	/* The first read tells what is there. */
+	/* The first read returns the present state. */
 	dev->seen = atomic64_read(&dev->rings) - 1;
 	return 0;
 }
 
-/* A mapping holds its file: neither the server nor a worker of its has the area mapped any more. */
+/* A mapping holds its file: neither the server nor its workers have the area mapped any more. */
 static int tmb_serve_release(struct inode *inode, struct file *file)
 {
 	struct tmb_servedev *dev = file->private_data;
@@ -136,8 +123,8 @@ static ssize_t tmb_serve_read(struct file *file, char __user *to, size_t length,
 	if (wait_event_interruptible(dev->rung, atomic64_read(&dev->rings) != READ_ONCE(dev->seen)))
 		return -ERESTARTSYS;
 	WRITE_ONCE(dev->seen, atomic64_read(&dev->rings));
-	/* Whoever takes a channel from here on rings this VM. */
-	tmb_store(&dev->header->doorbell, tmb_doorbell_self(&dev->client));
+	/* A client that takes a channel from here on rings this VM. */
+	tmb_store(&dev->area.header->doorbell, tmb_doorbell_self(&dev->area.client));
 	life = tmb_serve_life(dev, &doorbell);
 	return copy_to_user(to, &life, sizeof(life)) ? -EFAULT : sizeof(life);
 }
@@ -152,13 +139,8 @@ static ssize_t tmb_serve_write(struct file *file, const char __user *from, size_
 static int tmb_serve_mmap(struct file *file, struct vm_area_struct *vma)
 {
 	struct tmb_servedev *dev = file->private_data;
-	u64 length = vma->vm_end - vma->vm_start;
 
-	if (vma->vm_pgoff > dev->length >> PAGE_SHIFT || length > dev->length - ((u64)vma->vm_pgoff << PAGE_SHIFT))
-		return -EINVAL;
-	if (!(vma->vm_flags & VM_SHARED))
-		return -EINVAL;
-	return remap_pfn_range(vma, vma->vm_start, dev->pfn + vma->vm_pgoff, length, vma->vm_page_prot);
+	return tmb_calls_area_mmap(vma, dev->area.pfn, dev->area.length);
 }
 
 static const struct file_operations tmb_serve_fops = {
@@ -170,7 +152,7 @@ static const struct file_operations tmb_serve_fops = {
 	.mmap = tmb_serve_mmap,
 };
 
-struct tmb_servedev *tmb_servedev_create(const struct tmb_callsdev_config *config)
+struct tmb_servedev *tmb_servedev_create(const struct tmb_calls_config *config)
 {
 	struct tmb_servedev *dev;
 	int err;
@@ -180,38 +162,18 @@ struct tmb_servedev *tmb_servedev_create(const struct tmb_callsdev_config *confi
 		return ERR_PTR(-ENOMEM);
 	init_waitqueue_head(&dev->rung);
 	init_waitqueue_head(&dev->free);
-	dev->header = config->area;
-	dev->pfn = config->pfn;
-	dev->length = config->length;
-	dev->members = config->members;
-	dev->member = config->member;
-	err = tmb_calls_geometry(dev->header, config->length, &dev->info, &dev->n_channels);
-	if (err)
-		goto free;
-	memcpy(dev->client.zone_uuid, config->zone_uuid, sizeof(dev->client.zone_uuid));
-	dev->client.look = tmb_serve_look;
-	dev->misc.minor = MISC_DYNAMIC_MINOR;
-	dev->misc.fops = &tmb_serve_fops;
-	dev->misc.mode = 0600;
-	err = -ENOMEM;
-	dev->misc.name = kasprintf(GFP_KERNEL, "tombolo-serve-%pUb", config->zone_uuid);
-	if (!dev->misc.name)
-		goto free;
-	tmb_doorbell_register(&dev->client);
-	err = misc_register(&dev->misc);
+	err = tmb_calls_area_join(&dev->area, config, tmb_serve_look);
+	if (!err)
+		err = tmb_calls_area_publish(&dev->area, &tmb_serve_fops,
+					     kasprintf(GFP_KERNEL, "tombolo-serve-%pUb", config->zone_uuid));
 	if (!err)
 		return dev;
-	tmb_doorbell_unregister(&dev->client);
-	kfree(dev->misc.name);
-free:
 	kfree(dev);
 	return ERR_PTR(err);
 }
 
 void tmb_servedev_destroy(struct tmb_servedev *dev)
 {
-	misc_deregister(&dev->misc);
-	tmb_doorbell_unregister(&dev->client);
-	kfree(dev->misc.name);
+	tmb_calls_area_leave(&dev->area);
 	kfree(dev);
 }

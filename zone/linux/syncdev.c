@@ -2,8 +2,9 @@
 /*
  * The device of a zone's SYNC area (syncdev.h).
  *
- * A process that opens it gets a session in the area; closing it, also by dying, ends the session, which is how others learn that a
- * lock's owner is gone. A device outlives its zone's membership while processes have it open: then all it says is ENODEV.
+ * A process that opens the device gets a session in the area. Closing it, also by dying, ends the session, by which other processes
+ * see that a lock's owner is dead. A device outlives its zone's membership while processes have it open, and then only returns
+ * ENODEV.
  */
 #include <linux/ctype.h>
 #include <linux/err.h>
@@ -34,7 +35,7 @@ struct tmb_syncdev {
 	u32 n_objects;
 	struct tmb_member *members;
 	u32 member, epoch;
-	struct mutex lock; /* sessions begin and end, against destroy */
+	struct mutex lock; /* beginning and ending sessions, against destroy */
 	bool gone;
 	u64 sessions[TMB_SYNC_SESSIONS]; /* words of this guest's open sessions */
 	wait_queue_head_t queues[TMB_SYNC_QUEUES]; /* by object */
@@ -87,12 +88,12 @@ static int tmb_sync_open_file(struct inode *inode, struct file *file)
 	err = -ENODEV;
 	if (dev->gone)
 		goto fail;
-	err = -ENODATA; /* nobody serves the zone yet */
+	err = -ENODATA; /* the zone has no server yet */
 	if (tmb_load_acquire(&dev->header->magic) != TMB_SYNC_MAGIC)
 		goto fail;
 	err = -EUSERS;
 	for (i = 0; i < TMB_SYNC_SESSIONS && !f->word; i++) {
-		/* A slot of this guest's own is free when the kernel says so, whatever its memory says. */
+		/* The kernel knows whether this guest uses a slot; the shared memory is not asked. */
 		if (dev->sessions[i])
 			continue;
 		f->word = tmb_session_take(dev->header, dev->members, i, dev->member, dev->epoch);
@@ -175,7 +176,7 @@ static long tmb_sync_wake(struct tmb_syncdev *dev, const struct tmb_sync_wake *w
 			continue;
 		}
 		tmb_fetch_or(&m->pending, TMB_PENDING_SYNC);
-		/* A member without a doorbell finds out at the end of its slice. */
+		/* A member without a doorbell notices at the end of its slice. */
 		tmb_doorbell_ring(&dev->client, tmb_load(&m->doorbell));
 	}
 	return 0;
@@ -224,7 +225,7 @@ static const struct file_operations tmb_sync_fops = {
 	.compat_ioctl = compat_ptr_ioctl,
 };
 
-/* The zone's name where it makes a device name, else its uuid. */
+/* Returns the zone's name if it can be a device name, else its uuid. */
 static char *tmb_sync_dev_name(const struct tmb_syncdev_config *config)
 {
 	const char *c = config->zone_name;

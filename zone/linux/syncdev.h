@@ -22,11 +22,11 @@ struct tmb_syncdev_config {
 	u32 member, epoch;	    /* own */
 };
 
-/* The zone was joined: makes the device. ERR_PTR. May sleep. */
+/* Makes the device of a joined zone. ERR_PTR. May sleep. */
 struct tmb_syncdev *tmb_syncdev_create(const struct tmb_syncdev_config *config);
 /*
- * The zone is about to be left: the device goes, its processes' sessions end, sleepers get ENODEV. The zone's memory must stay
- * (virtio-pmem can't be unplugged): mappings that processes have live until they unmap. May sleep. NULL is fine.
+ * Called before the zone is left: removes the device, ends its processes' sessions, and sleepers get ENODEV. The zone's memory
+ * must stay (virtio-pmem can't be unplugged): mappings of processes live until they unmap. May sleep. NULL is allowed.
  */
 void tmb_syncdev_destroy(struct tmb_syncdev *dev);
 

@@ -11,11 +11,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// Where a zone's memory comes from.
+/// The kind of a zone's memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Backing {
-    /// A memfd: gone with its last member. Its size is sealed, so that no member can shrink it under the others (SIGBUS).
+    /// A memfd: freed with its last member. Its size is sealed, so that no member can shrink it and raise SIGBUS in another.
     #[default]
     Memfd,
     /// A memfd of huge pages of this many bytes (2 MiB or 1 GiB), which must be reserved (`/proc/sys/vm/nr_hugepages`); sealed as well.
@@ -26,7 +26,7 @@ pub enum Backing {
 }
 
 impl Backing {
-    /// A name for messages.
+    /// Returns a name for messages.
     pub fn describe(&self, zone: &str) -> String {
         match self {
             Backing::Memfd => format!("zone {zone} (memfd)"),
@@ -53,7 +53,7 @@ impl Backing {
                 }
                 let flags = libc::MFD_HUGETLB | page.trailing_zeros() << libc::MFD_HUGE_SHIFT;
                 let file = sealed_memfd(name, length, flags, &what)?;
-                // Without this a lack of huge pages would show as SIGBUS in whichever member touches the last one.
+                // Without this a lack of huge pages would raise SIGBUS in the member that touches the last one.
                 // SAFETY: a descriptor of our own.
                 if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length) } != 0 {
                     return Err(Error::last_os(format!(
@@ -114,7 +114,7 @@ pub(crate) fn sealed_memfd(name: &str, length: libc::off_t, flags: libc::c_uint,
     Ok(file)
 }
 
-/// The page size of a hugetlbfs file; `None` for others.
+/// Returns the page size of a hugetlbfs file; `None` for others.
 pub(crate) fn huge_page_size(fd: BorrowedFd<'_>) -> Option<usize> {
     // SAFETY: statfs is plain data; the kernel fills it.
     let mut info: libc::statfs = unsafe { std::mem::zeroed() };

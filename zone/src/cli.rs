@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo zone`: zones in files directly; for the zones of a running project, callers have [`describe`].
+//! `tombolo zone`: works on zones in files; [`describe`] also serves callers with the zones of a running project.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -49,26 +49,26 @@ pub enum Command {
         zone: PathBuf,
         /// The VM's name in the zone, 1 to 31 bytes; the same name is the same member after each start
         name: String,
-        /// Let it only read
+        /// Give it read access only
         #[arg(long)]
         read_only: bool,
         /// Print only this
         #[arg(long, value_enum)]
         only: Option<Form>,
     },
-    /// Take a VM's invitation back; the VM must have ended
+    /// Revoke a VM's invitation; the VM must have ended
     Expel {
         /// The zone's file
         zone: PathBuf,
         /// The VM's name in the zone
         name: String,
     },
-    /// Serve a zone to invited VMs until none is invited any more ('invite' does this in the background)
+    /// Serve a zone to invited VMs until no VM is invited ('invite' does this in the background)
     Serve {
         /// The zone's file
         zone: PathBuf,
     },
-    /// Remove a zone that nobody uses, with all that is in it
+    /// Remove an unused zone and its contents
     Rm {
         /// The files
         #[arg(required = true)]
@@ -76,7 +76,7 @@ pub enum Command {
     },
 }
 
-/// One of the forms in which an invitation can be had.
+/// A form of an invitation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Form {
     /// QEMU's arguments, one per line
@@ -87,15 +87,15 @@ pub enum Form {
     Mount,
 }
 
-/// What is shown of a zone.
+/// The description of a zone.
 #[derive(Debug, Serialize)]
 pub struct Description {
-    /// Its file, where it has one.
+    /// Its file, if it has one.
     pub path: Option<PathBuf>,
     /// Identity and areas.
     #[serde(flatten)]
     pub header: Header,
-    /// Whether a process owns it.
+    /// A process owns it.
     pub owned: bool,
     /// The owner's heartbeat, Unix time in ns; 0: never.
     pub heartbeat_ns: u64,
@@ -103,7 +103,7 @@ pub struct Description {
     pub members: Vec<Member>,
 }
 
-/// Collects what is shown of a zone.
+/// Collects the description of a zone.
 pub fn describe(zone: &Zone, path: Option<&Path>) -> crate::Result<Description> {
     Ok(Description {
         path: path.map(Path::to_owned),
@@ -146,7 +146,7 @@ pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Resu
             }
         }
         Command::Serve { zone } => {
-            // Lines of a log: whoever reads them may have gone.
+            // Lines of a log, whose reader may have ended.
             start::run(&zone, &mut |line| {
                 let _ = writeln!(out, "{line}");
             })?;
@@ -154,7 +154,7 @@ pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Resu
         Command::Ls { paths } => list(&paths, json, out)?,
         Command::Rm { paths } => {
             for path in paths {
-                // Owning it for the moment makes sure that nobody else does, and that it is a zone.
+                // Taking it over makes sure that it is a zone without an owner.
                 let zone = Zone::take_over(&path)?;
                 std::fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
                 drop(zone);
@@ -244,7 +244,7 @@ fn list(paths: &[PathBuf], json: bool, out: &mut dyn Write) -> anyhow::Result<()
         let mut files: Vec<PathBuf> = entries.map(|e| e.map(|e| e.path())).collect::<Result<_, _>>()?;
         files.sort();
         for file in files.into_iter().filter(|f| f.is_file()) {
-            // Whatever in a folder is no zone is none of our business.
+            // Other files in a folder are ignored.
             if let Ok(zone) = Zone::open(&file, false) {
                 zones.push(describe(&zone, Some(&file))?);
             }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Listening sockets of a process that only its own user (and root) can reach, and that leave nothing behind.
+//! Listening sockets that only processes of the same user (and root) can reach, and that leave no file behind.
 //!
 //! A [`Door`] is a Unix socket that is bound in a folder, opened (O_PATH) and unlinked at once. A process that looks for it reads the links in
 //! `/proc/PID/fd`, which the kernel shows to the same user and to root alone, and connects through such a link. So other users can neither
@@ -18,7 +18,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 /// The text that /proc appends to the name of a file that has been unlinked.
 const UNLINKED: &str = " (deleted)";
 
-/// A listening socket and the descriptor through which others reach it.
+/// A listening socket and the descriptor through which other processes reach it.
 #[derive(Debug)]
 pub struct Door {
     listener: UnixListener,
@@ -26,7 +26,7 @@ pub struct Door {
 }
 
 impl Door {
-    /// Makes a door; `folder` has the socket for a moment, under this name.
+    /// Makes a door. The socket is in `folder` for a moment, under this name.
     ///
     /// # Errors
     /// Those of the file system, a name that is taken there among them.
@@ -55,7 +55,7 @@ impl Door {
     }
 }
 
-/// A door that was found.
+/// A door of another process.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// The process that has it.
@@ -71,7 +71,7 @@ impl Found {
         self.path.file_name().and_then(|n| n.to_str()).unwrap_or_default()
     }
 
-    /// Whether the process still has the door.
+    /// Returns whether the process still has the door.
     pub fn is_there(&self) -> bool {
         let link = std::fs::read_link(&self.link);
         link.is_ok_and(|at| {
@@ -79,12 +79,12 @@ impl Found {
         })
     }
 
-    /// Connects; `limit` is for a process that has more callers waiting than it accepts.
+    /// Connects; `limit` is for a process whose backlog is full.
     ///
     /// # Errors
-    /// `NotFound` or `ConnectionRefused` when the process or its door has gone meanwhile, `TimedOut` at the limit, `PermissionDenied` when
-    /// the socket is another process's.
-    pub fn knock(&self, limit: Option<Duration>) -> io::Result<UnixStream> {
+    /// `NotFound` or `ConnectionRefused` if the process or its door has gone meanwhile, `TimedOut` at the limit, `PermissionDenied` if the
+    /// socket is another process's.
+    pub fn connect(&self, limit: Option<Duration>) -> io::Result<UnixStream> {
         let socket =
             rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, limit)?;
@@ -103,7 +103,7 @@ impl Found {
     }
 }
 
-/// Doors of this user's processes whose name `wanted` accepts. With `number` only that descriptor of each process is looked at.
+/// Returns the doors of this user's processes whose name `wanted` accepts. With `number` only that descriptor of each process is looked at.
 ///
 /// # Errors
 /// When /proc can't be read.
@@ -157,11 +157,11 @@ mod tests {
         let [found] = &all[..] else { panic!("{all:?}") };
         assert_eq!((found.process, found.name()), (std::process::id(), name.as_str()));
         assert!(found.is_there());
-        let _ours = found.knock(None).unwrap();
+        let _ours = found.connect(None).unwrap();
         drop(door.listener().accept().unwrap());
         assert!(find(|n| n == name, Some(0)).unwrap().is_empty(), "it is not the standard input");
         drop(door);
-        assert!(!found.is_there() && found.knock(None).is_err());
+        assert!(!found.is_there() && found.connect(None).is_err());
         assert!(find(|n| n == name, None).unwrap().is_empty());
     }
 
@@ -176,13 +176,13 @@ mod tests {
     }
 
     #[test]
-    fn who_knocks_where_nobody_opens_waits_no_longer_than_the_limit() {
+    fn a_connect_to_a_door_that_accepts_nothing_ends_at_the_limit() {
         let name = format!("tombolo-door-{}", uuid::Uuid::new_v4());
         let (_door, _folder) = open(&name);
         let found = find(|n| n == name, None).unwrap().remove(0);
         let mut waiting = Vec::new();
         let error = loop {
-            match found.knock(Some(Duration::from_millis(20))) {
+            match found.connect(Some(Duration::from_millis(20))) {
                 Ok(stream) => waiting.push(stream),
                 Err(e) => break e,
             }

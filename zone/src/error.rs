@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Errors: what, where, and the remedy where there is one.
+//! Errors: what, where, and the remedy if there is one.
 
 use std::io;
 
-/// Why something about a zone could not be done.
+/// An error about a zone.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused.
     #[error("{what}: {cause}")]
     Io {
-        /// What was tried, with the path.
+        /// The failed operation, with the path.
         what: String,
-        /// The system's answer; not a `source`, which a chain of errors would say twice.
+        /// The system's error; not a `source`, which a chain of errors would print twice.
         cause: io::Error,
     },
     /// The memory does not hold a zone.
@@ -19,7 +19,7 @@ pub enum Error {
     NotAZone {
         /// Path or name.
         zone: String,
-        /// What was found.
+        /// The contents found.
         why: String,
     },
     /// A file whose pages another process or machine delivers.
@@ -37,7 +37,7 @@ pub enum Error {
     Unsupported {
         /// Path or name.
         zone: String,
-        /// Which version or feature.
+        /// The version or feature.
         why: String,
     },
     /// A zone whose header contradicts itself.
@@ -45,7 +45,7 @@ pub enum Error {
     Damaged {
         /// Path or name.
         zone: String,
-        /// Which field, and what it says.
+        /// The field and its value.
         why: String,
     },
     /// A configuration that can't be.
@@ -64,7 +64,7 @@ pub enum Error {
         /// Owner or members.
         by: String,
     },
-    /// The area that was asked for isn't there.
+    /// The requested area is missing.
     #[error("zone {zone} has no {kind} area{name}")]
     NoArea {
         /// The zone's name.
@@ -74,14 +74,14 @@ pub enum Error {
         /// ` named …`, or empty.
         name: String,
     },
-    /// A member can't do, or have done to it, what was asked.
+    /// A member can't do the operation, or it can't be done to the member.
     #[error("zone {zone}: member {member}: {why}")]
     Member {
         /// The zone's name.
         zone: String,
         /// Name or number.
         member: String,
-        /// Why not.
+        /// The reason.
         why: String,
     },
     /// An access outside of the mapped memory, or a write to a read-only mapping.

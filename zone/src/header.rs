@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Making and checking the zone's header page.
 //!
-//! [`Header::check`] is a pure function of a *copy* of the page: what it accepts, the rest of the crate relies on.
+//! [`Header::check`] is a pure function of a *copy* of the page; the rest of the crate relies on what it has checked.
 
 use std::mem::{offset_of, size_of};
 
@@ -72,18 +72,18 @@ impl std::fmt::Display for AreaType {
 /// An area to be made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AreaConfig {
-    /// What for.
+    /// The service.
     pub kind: AreaType,
     /// Name, unique among areas of its type.
     pub name: String,
-    /// Bytes, a multiple of 4096; `None`: all that is left (one area at most).
+    /// Bytes, a multiple of 4096; `None`: all remaining bytes (one area at most).
     pub size: Option<u64>,
 }
 
 /// An area of a zone: checked to lie inside of it and to overlap no other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Area {
-    /// What for.
+    /// The service.
     pub kind: AreaType,
     /// Its name.
     pub name: String,
@@ -218,7 +218,7 @@ impl Header {
         })
     }
 
-    /// The page that says this, with magic: the inverse of [`Self::check`] for what [`layout`] made.
+    /// Returns the page of this header, with magic: the inverse of [`Self::check`] for results of [`layout`].
     pub fn encode(&self) -> Result<[u8; HEADER_SIZE]> {
         let mut page = [0; HEADER_SIZE];
         put_u64(&mut page, offset_of!(tmb_zone_header, magic), format::TMB_ZONE_MAGIC);
@@ -248,7 +248,7 @@ impl Header {
     }
 }
 
-/// The areas that a zone has unless configured otherwise: SYNC of 1 MiB, FILES with the rest.
+/// Returns the areas of a zone by default: SYNC of 1 MiB, FILES with the rest.
 pub fn default_areas() -> Vec<AreaConfig> {
     vec![
         AreaConfig { kind: AreaType::Sync, name: "sync".to_owned(), size: Some(DEFAULT_SYNC_SIZE) },
@@ -417,7 +417,7 @@ mod tests {
             .prop_map(|(kind, name, size)| AreaConfig { kind, name, size })
     }
 
-    /// What the rest of the crate relies on.
+    /// Asserts the properties that the rest of the crate relies on.
     fn assert_sound(header: &Header, backing: u64) {
         assert!(header.size <= backing && header.size >= 8 * MIB);
         for (i, a) in header.areas.iter().enumerate() {
@@ -447,7 +447,8 @@ mod tests {
         ) {
             let mut page = header(64 * MIB, &default_areas()).encode().unwrap();
             for (word, value) in noise {
-                // Identity stays, so that the rest is reached; its own refusals are tested above.
+                // Magic and version stay, so that the checks behind them are reached; their own refusals are tested
+                // above.
                 if word >= 2 { put_u64(&mut page, word * 8, value); }
             }
             if let Ok(header) = Header::check(&page, mib * 2 * MIB, "z") {

@@ -4,23 +4,23 @@
 //! A host process creates a zone ([`Zone::create`]) or takes over one that persisted in a file
 //! ([`Zone::take_over`]) and is then its *owner*: it invites members, holds their liveness, declares them dead.
 //! Other host processes attach to it ([`Zone::open`]) by its file or by the owner's file descriptor. A member joins the slot it was
-//! invited to, which gives it an epoch; lock words in the zone name member and epoch, so that whoever waits can tell whether
-//! the owner still lives. Everything that is read from the zone is copied, checked, and the copy is used.
+//! invited to, which gives it an epoch. Lock words in the zone name member and epoch, so that a waiter can find out whether the owner
+//! lives. Every value read from the zone is copied, checked, and the copy is used.
 //!
-//! Which members are alive is known from locks that the kernel drops at a process' death: the owner and each member hold a byte of the
-//! backing file with an open-file-description lock ([`liveness`]).
+//! The kernel's file locks show which members are alive: the owner and each member hold a byte of the backing file with an
+//! open-file-description lock, which the kernel drops at the process' death ([`liveness`]).
 //!
 //! Modules:
 //! - [`mod@format`]: the format, from `format/tombolo_zone.h`; sizes and offsets asserted.
-//! - [`mem`]: the one place that touches shared memory: bounds-checked atomics and copies.
+//! - [`mem`]: the only accesses to shared memory: bounds-checked atomics and copies.
 //! - [`backing`]: memfd, huge pages or file; seals.
-//! - [`liveness`]: the locks that tell who lives.
+//! - [`liveness`]: the file locks of living members.
 //! - [`header`]: making and checking the zone's header.
-//! - [`member`]: what a member slot says.
+//! - [`member`]: checked copies of member slots.
 //! - [`cli`]: `tombolo zone`.
 //! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
-//! - [`door`]: listening sockets that only the same user reaches, and that have no name.
-//! - [`pci`]: a guest's way to a zone without the module.
+//! - [`door`]: listening sockets without a name, which only the same user reaches.
+//! - [`pci`]: access to a zone in a guest without the kernel module.
 //! - [`serve`]: zones for VMs that tombolo does not start.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 

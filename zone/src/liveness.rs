@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which members are alive, decided by locks that the kernel drops at a process' death.
+//! Liveness of members, decided by locks that the kernel drops at a process' death.
 //!
 //! The owner of a zone and each of its members hold a write lock (OFD, `fcntl(2)`) on one byte of the backing file: the owner on byte 0,
 //! member `i` on byte 1 + `i`. Such a lock belongs to an open file description, and the kernel drops it with the last copy of the description,
@@ -40,7 +40,7 @@ impl AsFd for Liveness {
     }
 }
 
-/// Holds a byte for this process alone. Dropping it frees the byte at once. Closing the descriptor would not: a process that is just being
+/// Holds a byte for this process alone. Dropping it frees the byte at once, which closing the descriptor would not: a process that is being
 /// started has a copy of each descriptor until its `exec`.
 #[derive(Debug)]
 pub(crate) struct Own {
@@ -91,8 +91,8 @@ fn lock_request(kind: libc::c_int, byte: u32) -> libc::flock {
 pub(crate) fn try_hold(fd: BorrowedFd<'_>, writable: bool, byte: u32) -> Result<Option<Liveness>> {
     let file = reopen(fd, writable)
         .map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
-    // A description that is open for reading only can hold read locks only; nobody else asks for a read lock, so it
-    // excludes as well, except another read-only holder of the same byte.
+    // A description that is open for reading only can hold only read locks. No process asks for a read lock otherwise, so it excludes as well,
+    // except another read-only holder of the same byte.
     let kind = if writable { libc::F_WRLCK } else { libc::F_RDLCK };
     let request = lock_request(kind, byte);
     // SAFETY: a valid descriptor and a valid struct flock.
@@ -123,12 +123,12 @@ pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Own> {
     }
 }
 
-/// Whether any description holds `byte`.
+/// Returns whether any description holds `byte`.
 pub(crate) fn is_held(fd: BorrowedFd<'_>, byte: u32) -> Result<bool> {
     any_held(fd, lock_request(libc::F_WRLCK, byte))
 }
 
-/// Whether any host process has the SYNC area open.
+/// Returns whether any host process has the SYNC area open.
 pub(crate) fn sessions_held(fd: BorrowedFd<'_>) -> Result<bool> {
     let mut request = lock_request(libc::F_WRLCK, SESSION_BYTES);
     request.l_len = libc::off_t::from(SESSIONS);
@@ -136,7 +136,7 @@ pub(crate) fn sessions_held(fd: BorrowedFd<'_>) -> Result<bool> {
 }
 
 fn any_held(fd: BorrowedFd<'_>, mut request: libc::flock) -> Result<bool> {
-    // A description of its own: one's own locks don't count as conflicts otherwise.
+    // With a description of its own: locks of the same description don't count as conflicts.
     let file =
         reopen(fd, false).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
     // SAFETY: a valid descriptor and a valid struct flock.

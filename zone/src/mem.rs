@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The one place that touches memory which other machines write.
+//! All accesses to memory that other machines write.
 //!
-//! [`SharedMem`] is a mapping of (part of) a file, shared. All access is by atomic loads and stores through bounds-checked offsets: no
-//! reference to the memory's contents ever exists as plain Rust data, so nothing that another member writes can be
-//! undefined behaviour here. Whoever needs a structure copies it out ([`SharedMem::read`]) and checks the copy.
+//! [`SharedMem`] is a shared mapping of (part of) a file. All access is by atomic loads and stores through bounds-checked offsets: no
+//! reference to the memory's contents ever exists as plain Rust data, so no store of another member can cause undefined behaviour here.
+//! Code that needs a structure copies it out ([`SharedMem::read`]) and checks the copy.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
@@ -57,7 +57,7 @@ impl SharedMem {
         let start = reserve as usize;
         let aligned = start.next_multiple_of(align);
         let prot = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
-        // SAFETY: [aligned, aligned + size) lies within the reservation made above, which nobody else knows of.
+        // SAFETY: [aligned, aligned + size) lies within the reservation made above, which no other code uses.
         let ptr = unsafe {
             libc::mmap(
                 aligned as *mut libc::c_void,
@@ -94,8 +94,8 @@ impl SharedMem {
         Ok(mem)
     }
 
-    /// Whether a process has cut the file short. The mapping is then private to this process: it began as zeroes, and no other process sees
-    /// what is written to it.
+    /// Returns whether a process has cut the file short. The mapping is then private to this process: it began as zeroes, and no other
+    /// process sees its stores.
     pub fn is_lost(&self) -> bool {
         self.watch.as_ref().is_some_and(Watch::is_hit)
     }
@@ -105,12 +105,12 @@ impl SharedMem {
         self.len
     }
 
-    /// Never: a mapping has at least a byte.
+    /// Always false: a mapping has at least a byte.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether stores are allowed.
+    /// Returns whether stores are allowed.
     pub fn writable(&self) -> bool {
         self.writable
     }
@@ -141,7 +141,7 @@ impl SharedMem {
         Ok(())
     }
 
-    /// Stores `buf` at `offset`; words that are 8-aligned are stored untorn. No order is promised: publish with [`Self::store_u64`].
+    /// Stores `buf` at `offset`; words that are 8-aligned are stored untorn, in any order: publish with [`Self::store_u64`].
     pub fn write(&self, offset: u64, buf: &[u8]) -> Result<()> {
         let at = self.check_write(offset, buf.len(), 1)?;
         let mut done = 0;
@@ -199,7 +199,7 @@ impl SharedMem {
         Ok(self.word_mut(offset)?.swap(value, Ordering::SeqCst))
     }
 
-    /// Compare and swap: `Ok(Ok(()))` when the word was `old` and is now `new`, `Ok(Err(found))` otherwise.
+    /// Compare and swap: `Ok(Ok(()))` if the word was `old` and is now `new`, `Ok(Err(found))` otherwise.
     pub fn cas_u64(&self, offset: u64, old: u64, new: u64) -> Result<std::result::Result<(), u64>> {
         let word = self.word_mut(offset)?;
         Ok(word.compare_exchange(old, new, Ordering::SeqCst, Ordering::SeqCst).map(|_| ()))
@@ -235,16 +235,16 @@ impl SharedMem {
     }
 }
 
-/// Whether the file can't be cut short.
+/// Returns whether the file can't be cut short.
 fn is_sealed(fd: BorrowedFd<'_>) -> bool {
     rustix::fs::fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(rustix::fs::SealFlags::SHRINK))
 }
 
 impl Drop for SharedMem {
     fn drop(&mut self) {
-        // The range may be another mapping's in a moment.
+        // The address range may belong to another mapping in a moment.
         self.watch = None;
-        // SAFETY: the mapping is ours and nobody can hold a reference into it beyond our lifetime.
+        // SAFETY: the mapping is this value's, and no reference into it outlives the value.
         unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.len) };
     }
 }

@@ -46,13 +46,13 @@ impl std::fmt::Display for MemberId {
 pub enum MemberState {
     /// Free.
     Empty,
-    /// Kept for a member that isn't there.
+    /// Kept for a member that has not joined.
     Invited,
-    /// A member is in it.
+    /// A member has joined.
     Active,
-    /// Its member died; what it held waits for recovery.
+    /// Its member died; its locks and references wait for recovery.
     Dead,
-    /// A value that the format doesn't know: somebody wrote nonsense. Treated like `Dead`.
+    /// A value that the format doesn't know: a member stored garbage. Treated like `Dead`.
     Damaged,
 }
 
@@ -142,11 +142,11 @@ pub struct Member {
     pub doorbell: Option<u16>,
     /// `TMB_PENDING_*` bits not yet taken.
     pub pending: u64,
-    /// When it last said that it lives, Unix time in ns; 0: never.
+    /// The time of its last heartbeat, Unix time in ns; 0: never.
     pub heartbeat_ns: u64,
-    /// Epochs up to this one are cleaned up after.
+    /// Epochs up to this one are recovered.
     pub recovered_epoch: u64,
-    /// Whether a process holds the member's liveness (see [`crate::liveness`]).
+    /// A process holds the member's liveness (see [`crate::liveness`]).
     pub alive: bool,
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest's way to a zone where its kernel has no module: the memory as BAR 2 of an ivshmem-plain device, and the registers of the zone's
+//! Access to a zone in a guest whose kernel has no module: the memory as BAR 2 of an ivshmem-plain device, and the registers of the zone's
 //! ivshmem-doorbell (QEMU, docs/specs/ivshmem-spec), both through sysfs.
 //!
-//! Interrupts need a driver, so nobody is rung this way: whoever uses it looks for its pending bits now and then.
+//! Interrupts need a driver, so a member without the module is not rung: it polls its pending bits.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsFd;
@@ -25,7 +25,7 @@ fn text(path: &Path) -> Result<String> {
     Ok(text.trim().to_owned())
 }
 
-/// The folders of this machine's ivshmem devices, switched on.
+/// Returns the folders of this machine's ivshmem devices, and enables these.
 fn devices() -> Result<Vec<PathBuf>> {
     let failed = |e| Error::io(format!("looking through {DEVICES}"), e);
     let mut found = Vec::new();
@@ -43,7 +43,7 @@ fn devices() -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Where a zone's memory is in this guest.
+/// Returns the path of a zone's memory in this guest.
 ///
 /// # Errors
 /// No device has it.
@@ -69,15 +69,15 @@ pub fn memory(name: &str) -> Result<PathBuf> {
 #[derive(Debug)]
 pub struct Registers {
     page: SharedMem,
-    /// Where they begin in the page.
+    /// Their offset in the page.
     at: u64,
 }
 
 impl Registers {
-    /// Those of the device whose page names the zone; `None`: this machine has none.
+    /// Returns those of the device whose page names the zone; `None`: this machine has none.
     ///
     /// # Errors
-    /// The system's, and what the devices' files should not say.
+    /// Those of the system, and invalid contents of the devices' files.
     pub fn of(zone: &Zone) -> Result<Option<Registers>> {
         for folder in devices()? {
             let page = folder.join("resource2");
@@ -115,17 +115,17 @@ impl Registers {
     }
 }
 
-/// Maps one page of a resource; how much of it there is the kernel knows.
+/// Maps one page of a resource; the kernel checks the size.
 fn map(path: &Path, writable: bool) -> Result<SharedMem> {
     let open = OpenOptions::new().read(true).write(writable).open(path);
     let file: File = open.map_err(|e| Error::io(path.display().to_string(), e))?;
     SharedMem::map(file.as_fd(), 0, PAGE, writable)
 }
 
-/// The slot of the member table that is this machine's: by its doorbell, or, where it has none, by its name.
+/// Returns this machine's slot of the member table: by its doorbell, or, without one, by its name.
 ///
 /// # Errors
-/// Neither tells.
+/// Neither identifies a slot.
 pub fn slot(zone: &Zone, doorbell: Option<&Registers>, name: Option<&str>) -> Result<MemberId> {
     let peer = doorbell.map(Registers::peer).transpose()?;
     let members = zone.members()?;

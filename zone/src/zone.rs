@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! [`Zone`]: a mapped zone, and what its owner and its members do to it.
+//! [`Zone`]: a mapped zone, with the operations of its owner and its members.
 
 use std::fs::File;
 use std::mem::offset_of;
@@ -18,7 +18,7 @@ use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, 
 use crate::serve::room::Room;
 use crate::{Error, Result};
 
-/// How often a compare-and-swap on a slot is repeated, since a hostile member may write the slot all the time.
+/// Tries of a compare-and-swap on a slot, which a hostile member may write all the time.
 const CAS_TRIES: u32 = 64;
 
 /// A zone to be made.
@@ -28,33 +28,33 @@ pub struct ZoneConfig {
     pub name: String,
     /// Bytes: a multiple of 2 MiB, at least 8 MiB.
     pub size: u64,
-    /// Where the memory comes from.
+    /// The kind of memory.
     pub backing: Backing,
     /// Its areas; `None`: [`header::default_areas`].
     pub areas: Option<Vec<AreaConfig>>,
 }
 
 impl ZoneConfig {
-    /// A zone in a memfd with the default areas.
+    /// Describes a zone in a memfd with the default areas.
     pub fn new(name: impl Into<String>, size: u64) -> ZoneConfig {
         ZoneConfig { name: name.into(), size, backing: Backing::Memfd, areas: None }
     }
 
-    /// Another backing.
+    /// Sets another backing.
     pub fn backing(mut self, backing: Backing) -> ZoneConfig {
         self.backing = backing;
         self
     }
 
-    /// Other areas.
+    /// Sets other areas.
     pub fn areas(mut self, areas: Vec<AreaConfig>) -> ZoneConfig {
         self.areas = Some(areas);
         self
     }
 }
 
-/// Being in a zone, in an epoch. Dropping it without [`Zone::leave`] counts as death: whoever watches
-/// ([`Zone::reap`]) declares the member dead, and what it held is recovered.
+/// A membership of a zone, in an epoch. Dropping it without [`Zone::leave`] counts as death: the owner ([`Zone::reap`]) then declares the
+/// member dead, and its work is recovered.
 #[derive(Debug)]
 pub struct Membership {
     id: MemberId,
@@ -118,7 +118,7 @@ impl Zone {
             may_write: true,
         };
         let page = header.encode()?;
-        // Magic last: whoever sees it sees the rest.
+        // Magic last: a process that sees it sees the rest.
         mem.write(8, &page[8..])?;
         mem.store_u64(offset_of!(tmb_zone_header, magic) as u64, format::TMB_ZONE_MAGIC)?;
         Ok(Zone { file, mem, header, label, owner: Some(owner) })
@@ -140,8 +140,8 @@ impl Zone {
         Self::attach(File::from(fd), writable, "zone received as a file descriptor".to_owned())
     }
 
-    /// Becomes the owner of a zone in a file whose owner and members are gone: it gets a new session, and each member that was
-    /// in it is declared dead. [`Error::InUse`] when an owner or a member still lives.
+    /// Becomes the owner of a zone in a file whose owner and members have ended: it gets a new session, and each member that was active is
+    /// declared dead. [`Error::InUse`]: an owner or a member still lives.
     pub fn take_over(path: impl AsRef<Path>) -> Result<Zone> {
         let mut zone = Self::open(path, true)?;
         zone.may_write()?;
@@ -152,7 +152,7 @@ impl Zone {
         if !alive.is_empty() {
             return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))));
         }
-        // Nobody holds the liveness of VMs that outlived the server which had let them in.
+        // No process holds the liveness of VMs that outlived their server.
         let outlived = Room::of(zone.uuid()).vms()?;
         if !outlived.is_empty() {
             let names: Vec<String> =
@@ -165,7 +165,7 @@ impl Zone {
         let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
         for id in MemberId::all() {
             zone.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
-            zone.bury(id)?;
+            zone.mark_dead(id)?;
         }
         zone.header.session = new_session();
         zone.mem.store_u64(offset_of!(tmb_zone_header, session) as u64, zone.header.session)?;
@@ -173,7 +173,7 @@ impl Zone {
         Ok(zone)
     }
 
-    /// [`Self::take_over`], or [`Self::open`] when somebody owns the zone or lives in it.
+    /// As [`Self::take_over`], or [`Self::open`] if a process owns the zone or a member lives.
     pub fn take_over_or_open(path: impl AsRef<Path>) -> Result<Zone> {
         match Self::take_over(&path) {
             Err(Error::InUse { .. }) => Self::open(path, true),
@@ -235,7 +235,7 @@ impl Zone {
         self.header.size
     }
 
-    /// Whether this process owns the zone.
+    /// Returns whether this process owns the zone.
     pub fn is_owner(&self) -> bool {
         self.owner.is_some()
     }
@@ -252,7 +252,7 @@ impl Zone {
         Ok(file.into())
     }
 
-    /// Where `area`, one of this zone's, lies in this process. C code that gets this follows the rules of [`crate::mem`].
+    /// Returns the address of `area`, one of this zone's, in this process. C code that gets it follows the rules of [`crate::mem`].
     pub fn area_ptr(&self, area: &Area) -> Result<*mut u8> {
         if area.offset.checked_add(area.len).is_none_or(|end| end > self.size()) {
             return Err(Error::Access(format!("area {} at {} is not of this zone", area.name, area.offset)));
@@ -261,7 +261,7 @@ impl Zone {
         Ok(self.mem.as_ptr().wrapping_add(area.offset as usize))
     }
 
-    /// Where the member table lies in this process.
+    /// Returns the address of the member table in this process.
     pub fn members_ptr(&self) -> *mut tmb_member {
         self.mem.as_ptr().wrapping_add(format::MEMBERS_OFF as usize).cast()
     }
@@ -302,8 +302,8 @@ impl Zone {
         Ok(member)
     }
 
-    /// Keeps a slot for a member of this name. The slot that the name had before is kept for it again (a VM that reboots), with its
-    /// epoch, so that what a dead one held can be told from what the new one holds. Any host process that can write the zone may do this.
+    /// Keeps a slot for a member of this name. A name that had a slot before gets it again (a VM that reboots), with its epoch, so that locks
+    /// of the former life differ from those of the new one. Any host process that can write the zone may do this.
     pub fn invite(&self, name: &str, role: Role, rights: Rights) -> Result<MemberId> {
         let field = name_to(&self.header.name, "member name", name)?;
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
@@ -353,8 +353,9 @@ impl Zone {
         Err(self.refuse_id(id, "its slot changes all the time".to_owned()))
     }
 
-    /// Takes a VM's own slot from inside the VM, in a new epoch whatever a former process left in it; for a guest whose kernel has no module.
-    /// Only processes of the same VM exclude each other. Who asks rings the others ([`Self::announce`]): they clean up after the former one.
+    /// Takes a VM's own slot from inside the VM, in a new epoch even if a former process still has it; for a guest whose kernel has no
+    /// module. Only processes of the same VM exclude each other. The caller rings the other members ([`Self::announce`]), which recover the
+    /// former process.
     pub fn occupy(&self, id: MemberId) -> Result<Membership> {
         let liveness = self.hold(id)?;
         let at = id.at(offset_of!(tmb_member, state_epoch));
@@ -375,12 +376,12 @@ impl Zone {
         Err(self.refuse_id(id, "its slot changes all the time".to_owned()))
     }
 
-    /// Gives up a slot taken with [`Self::occupy`]; the doorbell stays the VM's. False: somebody else has it by now.
+    /// Leaves a slot taken with [`Self::occupy`]; the doorbell stays the VM's. False: another process has it by now.
     pub fn vacate(&self, membership: &Membership) -> Result<bool> {
         self.end_occupation(membership, format::state_epoch(format::TMB_MEMBER_INVITED, membership.epoch))
     }
 
-    /// Says that the process that took a slot with [`Self::occupy`] died. False: it left, or somebody else has the slot by now.
+    /// Declares that the process that took a slot with [`Self::occupy`] died. False: it left, or another process has the slot by now.
     pub fn abandon(&self, membership: &Membership) -> Result<bool> {
         let next = membership.epoch.saturating_add(1);
         let died = self.end_occupation(membership, format::state_epoch(format::TMB_MEMBER_DEAD, next))?;
@@ -396,13 +397,13 @@ impl Zone {
         Ok(self.mem.cas_u64(at, active, then)?.is_ok())
     }
 
-    /// Holds a member alive: whoever runs a VM takes this before it starts and lets it go after it ended, or lets QEMU inherit it.
+    /// Holds a member alive: the process that runs a VM takes this before the VM's start and drops it after its end, or lets QEMU inherit it.
     pub fn hold(&self, id: MemberId) -> Result<Liveness> {
         liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?
             .ok_or_else(|| self.refuse_id(id, "another process is this member".to_owned()))
     }
 
-    /// Gives up a membership in good order: the slot is kept for a later join. Nothing may be held any more.
+    /// Ends a membership: the slot is kept for a later join. The member holds no lock or reference any more.
     pub fn leave(&self, membership: Membership) -> Result<()> {
         let id = membership.id;
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
@@ -422,19 +423,19 @@ impl Zone {
         })
     }
 
-    /// Says that an active member died: its epoch ends, its doorbell is gone, and the others are told (see [`Self::announce`]).
-    /// False when it was not active. Only call this when the member can't write any more (its process is gone).
+    /// Declares that an active member died: its epoch ends, its doorbell is cleared, and the other members are told (see [`Self::announce`]).
+    /// False: it was not active. The caller knows that the member can't write any more (its process has ended).
     pub fn declare_dead(&self, id: MemberId) -> Result<bool> {
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
-        let died = self.bury(id)?;
+        let died = self.mark_dead(id)?;
         if died {
             self.pend_others(id)?;
         }
         Ok(died)
     }
 
-    /// Declares dead each active member whose liveness nobody holds; returns whom.
+    /// Declares dead each active member whose liveness no process holds; returns these.
     pub fn reap(&self) -> Result<Vec<MemberId>> {
         let mut dead = Vec::new();
         for member in self.members()? {
@@ -446,7 +447,7 @@ impl Zone {
         Ok(dead)
     }
 
-    /// Frees the slot of a member that isn't there and won't come back. Its epoch goes on with the slot's next member.
+    /// Frees the slot of a member that is not active and won't come back. Its epoch goes on with the slot's next member.
     pub fn remove(&self, id: MemberId) -> Result<()> {
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
         let member = self.member(id)?;
@@ -457,7 +458,7 @@ impl Zone {
         self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_EMPTY, member.epoch))
     }
 
-    /// Says by which ivshmem peer id a member is rung; `None`: it polls.
+    /// Stores the ivshmem peer id by which a member is rung; `None`: it polls.
     pub fn set_doorbell(&self, id: MemberId, peer: Option<u16>) -> Result<()> {
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), peer.map_or(0, |p| u32::from(p) + 1))
     }
@@ -471,12 +472,12 @@ impl Zone {
             .flatten())
     }
 
-    /// Takes the pending bits of a member: those of one's own, after one's doorbell rang.
+    /// Takes the pending bits of a member: the own ones, after the own doorbell rang.
     pub fn take_pending(&self, id: MemberId) -> Result<u64> {
         self.mem.swap_u64(id.at(offset_of!(tmb_member, pending)), 0)
     }
 
-    /// The peers to ring so that every active member looks at the member table.
+    /// Returns the peers to ring so that every active member reads the member table.
     pub fn announce(&self) -> Result<Vec<u16>> {
         Ok(self
             .members()?
@@ -491,7 +492,7 @@ impl Zone {
         self.mem.store_u64(offset_of!(tmb_zone_header, heartbeat_ns) as u64, now_ns())
     }
 
-    /// The owner's heartbeat and session as they are now.
+    /// Returns the owner's present heartbeat and session.
     pub fn pulse(&self) -> Result<(u64, u64)> {
         Ok((
             self.mem.load_u64(offset_of!(tmb_zone_header, heartbeat_ns) as u64)?,
@@ -499,18 +500,18 @@ impl Zone {
         ))
     }
 
-    /// Whether a process has cut the zone's file short. This process sees zeroes then instead of the zone.
+    /// Returns whether a process has cut the zone's file short. This process then sees zeroes instead of the zone.
     pub fn is_lost(&self) -> bool {
         self.mem.is_lost()
     }
 
-    /// Whether some process owns the zone.
+    /// Returns whether a process owns the zone.
     pub fn has_owner(&self) -> Result<bool> {
         liveness::is_held(self.file.as_fd(), OWNER_BYTE)
     }
 
-    /// ACTIVE (or nonsense) to DEAD in a new epoch. The table must be locked.
-    fn bury(&self, id: MemberId) -> Result<bool> {
+    /// Changes ACTIVE (or garbage) to DEAD in a new epoch. The caller holds the table's lock.
+    fn mark_dead(&self, id: MemberId) -> Result<bool> {
         let at = id.at(offset_of!(tmb_member, state_epoch));
         for _ in 0..CAS_TRIES {
             let word = self.mem.load_u64(at)?;

@@ -29,7 +29,7 @@ int tmb_sync_open(const char *path, tmb_sync **out);
 void tmb_sync_close(tmb_sync *s);
 
 /* name: 1 to 47 bytes. initial: a semaphore's or event's first count, else 0. -EEXIST, -ENOSPC. -EINTR, as tmb_sync_destroy: a signal came while
- * another process, which lives, was creating or destroying. */
+ * another, living process was creating or destroying. */
 int tmb_sync_create(tmb_sync *s, enum tmb_sync_type type, const char *name, uint64_t initial, tmb_object *out);
 /* -ENOENT; -EINVAL: the name is an object of another type. */
 int tmb_sync_lookup(tmb_sync *s, enum tmb_sync_type type, const char *name, tmb_object *out);
@@ -40,13 +40,13 @@ int tmb_sem_post(tmb_sync *s, tmb_object o); /* -EOVERFLOW beyond 2^31-1 */
 int tmb_sem_wait(tmb_sync *s, tmb_object o, int64_t timeout_ns); /* -ETIMEDOUT */
 int tmb_sem_value(tmb_sync *s, tmb_object o, uint32_t *value);
 
-/* -EOWNERDEAD: locked, but its last owner died with it: put what it protects in order, then go on. Not recursive. */
+/* -EOWNERDEAD: locked, but its last owner died with it: the caller repairs the data that it protects. Not recursive. */
 int tmb_mutex_lock(tmb_sync *s, tmb_object o, int64_t timeout_ns);
-int tmb_mutex_unlock(tmb_sync *s, tmb_object o); /* -EPERM: not this process's */
+int tmb_mutex_unlock(tmb_sync *s, tmb_object o); /* -EPERM: this process does not hold it */
 
 /*
- * Writers come first; one process may lock for reading several times. -EOWNERDEAD: locked, but the last writer died with it; readers
- * are told so until a writer has locked and unlocked it.
+ * Writers come first; one process may lock for reading several times. -EOWNERDEAD: locked, but the last writer died with it; readers get this
+ * until a writer has locked and unlocked it.
  */
 int tmb_rwlock_rdlock(tmb_sync *s, tmb_object o, int64_t timeout_ns);
 int tmb_rwlock_wrlock(tmb_sync *s, tmb_object o, int64_t timeout_ns);
@@ -60,15 +60,15 @@ int tmb_event_await(tmb_sync *s, tmb_object o, uint64_t at_least, int64_t timeou
 
 /* --- for the process that serves the zone (tombolo itself) --------------------------------------------------- */
 
-/* Makes the area ready, if it is not, and says that 'member' in 'epoch' is the host. area: mapped for writing. */
+/* Initializes the area, if needed, and declares 'member' in 'epoch' to be the host. area: mapped for writing. */
 int tmb_sync_serve(void *area, size_t len, uint32_t member, uint32_t epoch);
 /* Waits for requests to ring members, *mask: bit per member. May return 0 with an empty mask. */
 int tmb_sync_requests(tmb_sync *s, int64_t timeout_ns, uint64_t *mask);
 /* Ends such a wait. */
 void tmb_sync_interrupt(tmb_sync *s);
-/* The host's doorbell rang: wakes sleepers on the host. */
+/* Called when the host's doorbell rang: wakes sleepers on the host. */
 void tmb_sync_rang(tmb_sync *s);
-/* Frees sessions of host processes that are gone; how many. */
+/* Frees sessions of dead host processes; returns how many. */
 int tmb_sync_reap(tmb_sync *s);
 
 #ifdef __cplusplus

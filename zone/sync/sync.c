@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * libtombolo-sync: see libtombolo-sync.h for what it does, format/tombolo_sync.h for the memory and the protocol of sleeping.
+ * libtombolo-sync: libtombolo-sync.h is the interface, format/tombolo_sync.h defines the memory and the protocol of sleeping.
  *
- * Nothing in the area is believed: indexes and lengths come from this process's own copies, every loop is bounded, every
- * sleep is cut into slices. What a hostile member can do is what it may do anyway: post, lock, destroy.
+ * No value in the area is trusted: indexes and lengths come from this process's own copies, every loop is bounded, every sleep is cut into
+ * slices. A hostile member can only do what members may do anyway: post, lock, destroy.
  */
 #define _GNU_SOURCE
 #include "libtombolo-sync.h"
@@ -25,10 +25,10 @@
 #include "tombolo_sync.h"
 
 #define SPINS 100
-#define TABLE_PAUSE_NS 10000000 /* at most, between two looks at the header's lock */
+#define TABLE_PAUSE_NS 10000000 /* the longest pause between two looks at the header's lock */
 /*
- * About what it takes to fall asleep and be woken from another machine: who spins that long before it sleeps pays at most twice
- * what the better of the two would have cost.
+ * About the time to fall asleep and be woken from another machine: a thread that spins that long before it sleeps takes at most twice as
+ * long as the better of the two.
  */
 #define SPIN_NS 50000u
 #define SPINS_PER_LOOK 16 /* at the clock */
@@ -39,7 +39,7 @@
 struct tmb_sync {
 	int fd;		/* the device, or the zone's file with the lock of this session */
 	bool device;
-	bool spins;	/* somebody may post meanwhile on another processor, of this machine or not */
+	bool spins;	/* another process may post meanwhile on another processor, of this machine or not */
 	tmb_u8 *map;	/* the whole zone (host) or the area (device) */
 	size_t map_len;
 	struct tmb_sync_header *h;
@@ -50,7 +50,7 @@ struct tmb_sync {
 	tmb_u64 lock_word;
 	pthread_mutex_t readers_lock;
 	struct readers {
-		tmb_u32 count, generation; /* of the object that they hold */
+		tmb_u32 count, generation; /* of the object that the locks are on */
 	} readers[TMB_SYNC_KEYS]; /* read locks of this process, by object */
 };
 
@@ -64,7 +64,7 @@ static tmb_u64 now_ns(void)
 	return (tmb_u64)ts.tv_sec * 1000000000u + (tmb_u64)ts.tv_nsec;
 }
 
-/* The end of a wait; 0: it doesn't end. */
+/* Returns the end of a wait; 0: it has none. */
 static tmb_u64 deadline_of(int64_t timeout_ns)
 {
 	tmb_u64 end;
@@ -96,7 +96,7 @@ static tmb_u64 *key_at(tmb_sync *s, tmb_u32 index)
 	return (tmb_u64 *)((tmb_u8 *)s->h + TMB_SYNC_KEYS_OFF) + index;
 }
 
-/* Sleeps a slice while *seq_word is seq. -ETIMEDOUT once the deadline is over. index: n_objects: the header's lock. */
+/* Sleeps a slice while *seq_word is seq. -ETIMEDOUT: the deadline is over. index: the object; n_objects: the header's lock. */
 static int sleep_on(tmb_sync *s, tmb_u32 index, tmb_u32 *seq_word, tmb_u32 seq, tmb_u64 deadline)
 {
 	tmb_u64 slice = TMB_SYNC_SLICE_NS, now;
@@ -145,7 +145,7 @@ static void wake(tmb_sync *s, tmb_u32 index, tmb_u64 who)
 	}
 }
 
-/* After the value was changed by a sequentially consistent operation: wakes whoever sleeps. */
+/* Called after a sequentially consistent operation changed the value: wakes the sleepers. */
 static inline void wake_waiters(tmb_sync *s, tmb_u32 index)
 {
 	struct tmb_sync_object *o = object_at(s, index);
@@ -167,7 +167,7 @@ static bool owner_lives(tmb_sync *s, tmb_u64 word)
 
 	if (s->members)
 		return tmb_sync_owner_lives(s->h, s->members, word);
-	/* The kernel and the host free sessions of dead processes and members; a guest sees only these. */
+	/* The kernel and the host free sessions of dead processes and members; a guest can only compare sessions. */
 	return tmb_load_acquire(&s->h->sessions[tag & 0xff]) == expect;
 }
 
@@ -192,7 +192,7 @@ static int lock_try(tmb_sync *s, tmb_u64 *word)
 	return tmb_cas64(word, w, s->lock_word) ? -EOWNERDEAD : 0;
 }
 
-/* Ends an object's life, from wherever whoever did it before got to. With the header's lock. */
+/* Completes an object's destruction, from any point at which a dead process stopped. The caller holds the header's lock. */
 static void end_object(tmb_sync *s, tmb_u32 index)
 {
 	struct tmb_sync_object *o = object_at(s, index);
@@ -208,8 +208,8 @@ static void end_object(tmb_sync *s, tmb_u32 index)
 }
 
 /*
- * The header's lock. Its holder needs microseconds, so waiters yield; if it is suspended, they wait until it goes on or is dead. -EINTR: a
- * signal came while this process waited.
+ * Takes the header's lock. Its holder needs microseconds, so waiters yield; if the holder is suspended, they wait until it goes on or is
+ * dead. -EINTR: a signal came while this process waited.
  */
 static int table_lock(tmb_sync *s)
 {
@@ -274,7 +274,7 @@ static int find_area(const tmb_u8 *zone, tmb_u64 size, tmb_u64 *offset, tmb_u64 
 	tmb_u32 i;
 
 	memcpy(&h, zone, sizeof(h));
-	__asm__ volatile("" ::: "memory"); /* the copy is what counts from here on */
+	__asm__ volatile("" ::: "memory"); /* only the copy is used from here on */
 	if (h.magic != TMB_ZONE_MAGIC || h.version != TMB_ZONE_VERSION || h.incompat)
 		return -EPROTONOSUPPORT;
 	if (h.size > size || h.n_areas > TMB_MAX_AREAS || h.members_off != sizeof(h))
@@ -319,13 +319,13 @@ static int map_zone(tmb_sync *s, tmb_u64 *area_len)
 	s->member = (tmb_state(host) - 1) & 0xff;
 	s->epoch = tmb_epoch(host);
 	if (!host || !tmb_member_lives(s->members, s->member, s->epoch))
-		return -ENOTCONN; /* nobody serves this zone */
+		return -ENOTCONN; /* this zone has no server */
 	for (i = 0; i < TMB_SYNC_SESSIONS; i++) {
 		struct flock lock = { .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = SESSION_LOCKS + i, .l_len = 1 };
 
 		if (fcntl(s->fd, F_OFD_SETLK, &lock))
 			continue;
-		/* A word without its lock: a host process that died; or one of a guest, which has no lock. */
+		/* A word without a lock on the file: of a host process that died, or of a guest, which has no such lock. */
 		s->session_word = tmb_session_take(s->h, s->members, i, s->member, s->epoch);
 		if (s->session_word) {
 			s->session = i;
@@ -370,7 +370,7 @@ int tmb_sync_open(const char *path, tmb_sync **out)
 	err = -EUCLEAN;
 	if (!s->n_objects || s->n_objects > fits)
 		goto fail;
-	if (!s->device) /* in a guest the kernel did it */
+	if (!s->device) /* in a guest the kernel has done it */
 		tmb_session_clear_reads(s->h, s->n_objects, s->session);
 	pthread_mutex_init(&s->readers_lock, NULL);
 	s->lock_word = tmb_lock_word(s->member, s->epoch, tmb_session_tag(s->session, s->session_word));
@@ -415,7 +415,7 @@ static tmb_u32 window_at(tmb_sync *s, tmb_u64 key, tmb_u32 i)
 	return (tmb_u32)((key + i) % s->n_objects);
 }
 
-/* The object of a name: its index and, copied while the name was there, its type and generation. -ENOENT. */
+/* Finds the object of a name: its index and, copied while the name was there, its type and generation. -ENOENT. */
 static int find(tmb_sync *s, const char *name, tmb_u64 key, tmb_u32 *type, tmb_object *out)
 {
 	size_t len = strlen(name);
@@ -535,7 +535,7 @@ int tmb_sem_post(tmb_sync *s, tmb_object at)
 	return 0;
 }
 
-/* 1: taken; 0: it is 0. */
+/* Returns 1: taken; 0: the count is 0. */
 static inline int sem_try(struct tmb_sync_object *o, tmb_u32 generation)
 {
 	tmb_u64 v = __atomic_load_n(&o->value, __ATOMIC_SEQ_CST);
@@ -550,7 +550,7 @@ static inline int sem_try(struct tmb_sync_object *o, tmb_u32 generation)
 }
 
 /*
- * The one loop in which everything waits: tries, announces itself, tries again, sleeps. 'try_it' returns 0 to go on waiting.
+ * The loop in which all operations wait: tries, announces itself, tries again, sleeps. 'try_it' returns 0 to continue.
  */
 typedef int (*try_fn)(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u64 arg);
 
@@ -630,7 +630,7 @@ static int try_mutex(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_
 	if (tmb_load_acquire(&o->generation) != at.generation)
 		return -EIDRM;
 	got = lock_try(s, &o->value);
-	/* Destroyed and made anew in between: not ours to lock. */
+	/* Destroyed and created again in between: another object. */
 	if (got && tmb_load_acquire(&o->generation) != at.generation) {
 		tmb_cas64(&o->value, s->lock_word, 0);
 		return -EIDRM;
@@ -669,11 +669,11 @@ int tmb_mutex_unlock(tmb_sync *s, tmb_object at)
 static int try_read(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u64 arg)
 {
 	tmb_u64 *word = &o->readers[s->session / 64], bit = 1ULL << s->session % 64, writer;
-	struct readers *own = &s->readers[at.index]; /* of an object that is gone: as if there were none */
+	struct readers *own = &s->readers[at.index]; /* of a destroyed object: as if there were none */
 	int got = 0;
 
 	(void)arg;
-	/* The bit stands for all threads of this process: one at a time sets it or takes it back. */
+	/* The bit stands for all threads of this process: one at a time sets or clears it. */
 	pthread_mutex_lock(&s->readers_lock);
 	if (tmb_load_acquire(&o->generation) != at.generation) {
 		got = -EIDRM;
@@ -684,7 +684,7 @@ static int try_read(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u
 		tmb_fetch_or(word, bit);
 		writer = __atomic_load_n(&o->value, __ATOMIC_SEQ_CST);
 		if (tmb_load_acquire(&o->generation) != at.generation)
-			got = -EIDRM; /* destroyed, and maybe made anew */
+			got = -EIDRM; /* destroyed, and maybe created again */
 		else if (!writer)
 			got = 1;
 		else if (!owner_lives(s, writer))
@@ -735,7 +735,7 @@ int tmb_rwlock_rdunlock(tmb_sync *s, tmb_object at)
 	return err ? err : held ? 0 : -EPERM;
 }
 
-/* With the lock word held: whether readers are gone; those of dead sessions are removed. */
+/* Returns whether no reader is left; removes those of dead sessions. The caller holds the lock word. */
 static int try_no_readers(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u64 arg)
 {
 	tmb_u32 i, b;
@@ -777,7 +777,8 @@ int tmb_rwlock_wrlock(tmb_sync *s, tmb_object at, int64_t timeout_ns)
 	got = wait_for(s, o, at, 0, timeout_ns, try_no_readers);
 	if (got > 0)
 		return result(locked);
-	/* Given up: readers that wait for this writer go on. What a dead writer left is not told to anybody yet: its word goes back. */
+	/* The wait ended: readers that wait for this writer go on. A dead writer's word is restored, since no process was told of the
+	 * death yet. */
 	if (locked == -EOWNERDEAD)
 		tmb_cas64(&o->value, s->lock_word, tmb_lock_word(TMB_MAX_MEMBERS, 0, 0));
 	else

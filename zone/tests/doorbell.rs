@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tombolo_zone::doorbell::{Bell, DoorbellServer, Event, wire};
 use tombolo_zone::{MemberId, Rights, Role, Zone, ZoneConfig};
 
-/// Nothing here takes that long; a test that waits for it has failed.
+/// Longer than any operation here takes; a test that waits for it has failed.
 const LONG: Duration = Duration::from_secs(20);
 
 struct Bench {
@@ -50,7 +50,7 @@ impl Bench {
     }
 }
 
-/// A bell whose rings come out of a channel; the one at the start is taken.
+/// A bell whose rings go to a channel; the one at the start is taken.
 fn bell(path: &PathBuf) -> (Bell, Receiver<()>) {
     let (sender, rings) = channel();
     let bell = Bell::connect(path, move || sender.send(()).unwrap()).unwrap();
@@ -169,7 +169,7 @@ fn garbage_takes_down_its_sender_only() {
     assert!(matches!(bench.event(), Event::Joined { .. }));
     let Event::Left { why, .. } = bench.event() else { panic!("it stayed") };
     assert!(why.contains("cut short"), "{why}");
-    // What it was sent before it was dropped, then the end.
+    // The messages sent before it was dropped, then the end.
     let _ = one.read_to_end(&mut Vec::new());
     let (b_bell, rings) = bell(&b_path);
     b_bell.ring(b_bell.peer()).unwrap();
@@ -183,7 +183,8 @@ fn a_client_that_does_not_read_holds_up_nobody() {
     let (b, b_path) = bench.member("b");
     let _deaf = UnixStream::connect(&a_path).unwrap();
     assert!(matches!(bench.event(), Event::Joined { .. }));
-    // More joins and leaves than a socket's buffer and the backlog hold together: the deaf one is given up in the end.
+    // More joins and leaves than a socket's buffer and the backlog hold together: the client that doesn't read is
+    // disconnected in the end.
     let mut given_up = false;
     for round in 0..1500 {
         if round % 200 == 0 {
@@ -304,7 +305,7 @@ fn a_host_process_that_watches_hears_of_peers_that_come_and_go_and_passes_their_
     let id = bench.zone.invite("server", Role::Host, Rights::READ_WRITE).unwrap();
     let _membership = bench.zone.join(id).unwrap();
     let (sender, looks) = channel();
-    // The receiver goes first at the end.
+    // The receiver is dropped first at the end.
     let look = move || {
         let _gone = sender.send(());
     };

@@ -80,7 +80,7 @@ impl Hammers<'_> {
         Hammers { world, guests, struck: 0 }
     }
 
-    /// How many updates have been lost after one more round.
+    /// Runs one more round and returns how many updates were lost so far.
     fn round(&mut self) -> u64 {
         for guest in &mut self.guests {
             guest.send(&format!("echo {TIMES} > {TEST}/hammer"));
@@ -153,7 +153,7 @@ fn doorbells_ring_between_guests_and_host() {
             b.run(&format!("cat {TEST}/round_trip_ns"))
         );
 
-        // A guest that is killed: the host knows, its slot says so, and ringing it harms nobody.
+        // A guest is killed: the host notices, its slot shows it, and ringing it is harmless.
         let peer = world.zone.member(b_id).unwrap().doorbell.unwrap();
         b.kill();
         loop {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who is at the other end of a doorbell's connection. In a program of its own: what it starts has copies of descriptors for a moment, which tests
-//! beside it could see.
+//! Identifies the process at the other end of a doorbell's connection. A program of its own: its children have copies of descriptors for a moment,
+//! which tests beside it could see.
 
 use std::os::unix::net::UnixListener;
 use std::process::{Command, Stdio};

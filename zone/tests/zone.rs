@@ -40,7 +40,7 @@ fn helper(name: &str, path: &Path) -> Child {
     child
 }
 
-/// In a helper process: the zone that it was given. `None` when the test runner calls the helper as if it were a test.
+/// In a helper process: the zone that it was given. `None`: the test runner calls the helper as if it were a test.
 fn given() -> Option<PathBuf> {
     std::env::var_os("TOMBOLO_HELPER_ZONE").map(PathBuf::from)
 }

@@ -5,15 +5,15 @@ use std::path::Path;
 use tombolo_calls::hello::Hello;
 use tombolo_calls::{Error, Link, process, stream, zone};
 
-/// Where a server listens if nothing else is said.
+/// The address of a server unless the variable names another.
 const DEFAULT: &str = "unix:/run/tombolo/accel.sock";
 /// The environment variable that says where the server is.
 pub const VARIABLE: &str = "TOMBOLO_ACCEL";
-/// What the devices of a VM's channels are called, before the zone's name.
+/// The names of the devices of a VM's channels begin so; the zone's name follows.
 const CHANNELS: &str = "tombolo-calls-";
 
-/// Where this process finds its server: what the variable says; in a VM that has channels to one, there (to several: the first by
-/// name); else at the default address.
+/// The address of this process's server: the variable's value; else, in a VM that has channels to a server, their device (of several the first by
+/// name); else the default address.
 pub fn address() -> String {
     std::env::var(VARIABLE).ok().or_else(|| channels_in(Path::new("/dev"))).unwrap_or_else(|| DEFAULT.into())
 }

@@ -13,7 +13,7 @@ use tombolo_calls::say;
 use tombolo_calls::spin::Spin;
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
-/// How long a waiting thread reads the ring itself before it sleeps; for most of it, it offers the processor to others.
+/// A waiting thread reads the ring itself so long before it sleeps; for most of that time it offers the processor to others.
 const SPIN: Duration = Duration::from_micros(100);
 
 /// The server is gone, or what it said made no sense.
@@ -25,7 +25,7 @@ pub type Redeem = Box<dyn FnOnce(&Connection, i32) + Send>;
 /// Called on the callback thread with status and body; `false`: that was the last time.
 pub type Callback = Box<dyn FnMut(i32, &[u8]) -> bool + Send>;
 
-/// A ticket that somebody waits for.
+/// A ticket that a thread waits for.
 pub struct Awaited(Arc<Waiter>);
 
 struct Out {
@@ -39,7 +39,7 @@ struct In {
     buffer: Vec<u8>,
 }
 
-/// Who sleeps, and on what.
+/// The threads that sleep, and their bells.
 #[derive(Default)]
 struct Sleepers {
     /// A thread owns the doorbell.
@@ -120,7 +120,7 @@ fn print(mut bytes: &[u8]) {
                     // SAFETY: the structure lives during the call.
                     unsafe { libc::poll(&mut fd, 1, -1) };
                 }
-                // The program's standard output is closed; then nobody wants it.
+                // The program's standard output is closed: the output is dropped.
                 _ => return,
             },
         }
@@ -169,7 +169,7 @@ impl Connection {
         lost.or_else(|| (!self.here.is_here()).then_some(FORKED))
     }
 
-    /// Refuses whatever a connection that is lost can't do. Comes before any lock, which nobody may be left to unlock in a forked process.
+    /// Refuses calls on a lost connection. Must come before any lock: in a forked process no thread may be left to unlock it.
     fn usable(&self) -> Result<(), Lost> {
         if self.here.is_here() {
             return if self.lost.get().is_some() { Err(Lost) } else { Ok(()) };
@@ -321,7 +321,7 @@ impl Connection {
         }
     }
 
-    /// Becomes the owner of the doorbell if nobody is; `false`: somebody is.
+    /// Becomes the owner of the doorbell if no thread is. `false`: another thread is.
     fn own(&self, sleepers: &mut Sleepers) -> bool {
         if sleepers.owned {
             return false;
@@ -342,7 +342,7 @@ impl Connection {
     }
 
     /// Handles what came; unless that was what the caller waits for, sleeps on the doorbell once. The caller owns the doorbell, and
-    /// whoever else takes its reply from now on rings it.
+    /// a thread that takes its reply from now on rings it.
     fn listen(&self, done: impl Fn() -> bool) -> Result<(), Lost> {
         let armed = {
             let mut input = lock(&self.input);
@@ -397,7 +397,7 @@ impl Connection {
                     let mut pending = lock(&self.pending);
                     let at = pending.iter().position(|p| p.0 == reply.tag);
                     let (_, waiter) =
-                        pending.swap_remove(at.ok_or(Error::Broken("a reply that nobody waits for"))?);
+                        pending.swap_remove(at.ok_or(Error::Broken("a reply that no thread waits for"))?);
                     drop(pending);
                     let mut copy = lock(&waiter.body);
                     copy.extend_from_slice(body);
@@ -408,7 +408,7 @@ impl Connection {
                 ReplyKind::Part => {
                     let pending = lock(&self.pending);
                     let waiter = pending.iter().find(|p| p.0 == reply.tag);
-                    let (_, waiter) = waiter.ok_or(Error::Broken("a reply that nobody waits for"))?;
+                    let (_, waiter) = waiter.ok_or(Error::Broken("a reply that no thread waits for"))?;
                     lock(&waiter.body).extend_from_slice(body);
                 }
                 ReplyKind::Ticket => {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whether this is the process that made a connection, or one that was forked from it. A child has the parent's descriptors and would
+//! Tells the process that made a connection from one that was forked from it. A child has the parent's descriptors and would
 //! talk in its name; the rings themselves aren't mapped in children (`Mapping::not_in_children`).
 
 use std::ptr::NonNull;
@@ -39,7 +39,7 @@ impl Here {
         unsafe { self.0.as_ref() }
     }
 
-    /// Whether it still is.
+    /// Returns whether this is still that process.
     pub fn is_here(&self) -> bool {
         self.word().load(Ordering::Relaxed) != 0
     }
@@ -47,7 +47,7 @@ impl Here {
 
 impl Drop for Here {
     fn drop(&mut self) {
-        // SAFETY: mapped by new(), used by nobody else.
+        // SAFETY: mapped by new(), and this is the only user.
         unsafe { libc::munmap(self.0.as_ptr().cast(), PAGE) };
     }
 }

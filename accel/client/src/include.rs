@@ -81,7 +81,7 @@ fn plain(name: &str) -> Option<String> {
     Some(parts.join("/"))
 }
 
-/// What `source` includes from `folders`.
+/// The files that `source` includes from `folders`.
 pub fn gather(source: &[u8], folders: &[String]) -> Files {
     let mut files = Files::new();
     let mut bytes = 0;

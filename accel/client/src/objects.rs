@@ -42,7 +42,7 @@ impl<B> PartialEq for Obj<B> {
     }
 }
 
-// SAFETY: a slot's counters are atomic; its body is only read while the object lives, and replaced by whoever counted it to zero.
+// SAFETY: a slot's counters are atomic; its body is only read while the object lives, and replaced by the thread that counted it to zero.
 unsafe impl<B: Send + Sync> Send for Obj<B> {}
 // SAFETY: as above.
 unsafe impl<B: Send + Sync> Sync for Obj<B> {}
@@ -126,7 +126,7 @@ impl<B: Send + Sync> Arena<B> {
             }
         };
         let slot = self.slot(index)?;
-        // SAFETY: the slot is free: nobody else has its number, and its kind is 0, so nobody reads its body.
+        // SAFETY: the slot is free: no other thread has its number, and its kind is 0, so no thread reads its body.
         unsafe {
             *slot.body.get() = Some(Box::new(body));
             *slot.connection.get() = Some(connection);
@@ -190,7 +190,7 @@ impl<B: Send + Sync> Arena<B> {
         }
         let id = self.id(Obj(slot));
         let kind = slot.kind.swap(0, Ordering::AcqRel);
-        // SAFETY: the last reference is gone and the kind is 0: nobody else reads or writes these.
+        // SAFETY: the last reference is gone and the kind is 0: no other thread reads or writes these.
         let (body, connection) = unsafe { ((*slot.body.get()).take(), (*slot.connection.get()).take()) };
         if let Some(connection) = connection {
             if tell {
@@ -206,7 +206,7 @@ impl<B: Send + Sync> Arena<B> {
 }
 
 impl<B> Obj<B> {
-    /// What the API keeps about it.
+    /// The API's own state of the object.
     pub fn body(&self) -> &'static B {
         // SAFETY: Obj comes from find() or create() of a live slot, and the program keeps its object alive during a call; the body stays
         // until the last reference is gone.
@@ -224,7 +224,7 @@ impl<B> Obj<B> {
         std::ptr::from_ref(self.0).cast_mut().cast()
     }
 
-    /// How often the program counted it.
+    /// The number of the program's references.
     pub fn api_refs(&self) -> u32 {
         self.0.api_refs.load(Ordering::Relaxed)
     }

@@ -8,12 +8,12 @@ pub const ALIGN: u64 = 128;
 
 const PAGE: u64 = 4096;
 
-/// Where a range may begin.
+/// The places at which a range may begin.
 #[derive(Clone, Copy, Debug)]
 pub enum Place {
     /// At a multiple of this power of two.
     Aligned(u64),
-    /// Where copies between the range and this address are fast: half a page apart, counted within a page. Processors with fast string
+    /// At an offset that makes copies between the range and this address fast: half a page apart, counted within a page. Processors with fast string
     /// copies make `memcpy` ten times slower where the target begins less than a cache line behind the source, counted within a page (seen on
     /// AMD's Zen; glibc bug 30994). Device memory begins at cache lines, as ranges do.
     Beside(usize),

@@ -30,7 +30,7 @@ impl Waiter {
         WAITER.try_with(Arc::clone).unwrap_or_default()
     }
 
-    /// Whether it is surely this thread's.
+    /// Returns whether it is surely this thread's.
     pub fn is_own(self: &Arc<Self>) -> bool {
         WAITER.try_with(|own| Arc::ptr_eq(own, self)).unwrap_or(false)
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whoever waits for a reply gets it, whenever it comes: a link whose reply comes at a chosen look.
+//! A thread that waits for a reply gets it, whenever it comes: a link whose reply comes at a chosen look.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -95,7 +95,7 @@ impl Bell for Alarm {
 #[test]
 fn a_thread_that_finds_its_reply_while_it_goes_to_sleep_stays_awake() {
     let mut slept = 0;
-    // How often a thread looks before it sleeps depends on the machine: the last ones are late for any.
+    // The number of looks before a thread sleeps depends on the machine: the last ones are late on any.
     for reply_at in (1..=100).chain((7..=16).map(|n| 1 << n)) {
         let (sent, requests) = mpsc::channel();
         let replied = Arc::new(AtomicBool::new(false));

@@ -50,7 +50,7 @@ impl Rx for Nothing {
     fn disarm(&mut self) {}
 }
 
-/// Nobody rings.
+/// A bell that is never rung.
 struct Silence;
 
 impl Bell for Silence {
@@ -61,7 +61,6 @@ impl Bell for Silence {
     fn ring(&self) {}
 }
 
-/// The session.
 pub struct Client {
     session: Arc<Session>,
     api: &'static OpenCl,
@@ -89,11 +88,11 @@ impl Client {
         // SAFETY: functions with the parameters of the API's, or fewer.
         let api = unsafe { OpenCl::with(limits, None, driver::find) };
         api.attach(&session);
-        session.plug(Arc::new(api));
+        session.set_api(Arc::new(api));
         Client { session, api, memory }
     }
 
-    /// What every client does first.
+    /// The first request of every client.
     pub fn begin(&mut self) {
         self.request(Snapshot::ID, true, &[]);
     }
@@ -112,7 +111,7 @@ impl Client {
     pub fn end(&mut self) {
         self.api.release_all();
         for piece in [0, 2 * WINDOW] {
-            // SAFETY: inside the mapping; nobody else has it.
+            // SAFETY: inside the mapping, which this test alone uses.
             let bytes = unsafe { std::slice::from_raw_parts(self.memory.base().add(piece), WINDOW) };
             assert!(bytes == [0; WINDOW], "the driver was led out of the window");
         }

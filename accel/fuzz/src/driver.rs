@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_void};
 
 type Handle = *mut c_void;
 
-/// What every handle points to.
+/// The object that every handle points to.
 static OBJECT: u64 = 0;
 
 fn object() -> Handle {
@@ -122,7 +122,7 @@ unsafe extern "C" fn write(
     0
 }
 
-/// Whatever is waited for has happened: the status of an event's callback, or the end of a memory object.
+/// Calls back at once: for the status of an event, or for the end of a memory object.
 unsafe extern "C" fn at_once(
     object: Handle,
     _status: i32,

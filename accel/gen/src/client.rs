@@ -1,22 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Writes the client's C functions and its dispatch table. Hand-written ones are expected in `crate::hand`; what a call needs of its
-//! surroundings is in `crate::rt`, whether a command is sure to succeed in `crate::sure`.
+//! surroundings is in `crate::rt`, what a transfer needs in `crate::transfer`, whether a command is sure to succeed in `crate::sure`.
 
-use crate::parse::{Api, Class, Function, Type};
+use crate::api::{Api, Call, Class, Direction, Function, Type};
 use crate::{ident, record_name, snake};
 use std::fmt::Write;
 
 fn c_type(ty: &Type) -> String {
-    match ty {
-        Type::Int(t) => t.clone(),
+    match ty.in_c() {
+        Type::Int(t) => t,
         Type::Handle(..) => "Handle".into(),
         Type::Handles(..) => "*const Handle".into(),
         Type::Triple => "*const usize".into(),
-        Type::Bytes(_) | Type::Ptr | Type::Ints(_) | Type::Blob | Type::Strs | Type::New(_) => {
-            "*const c_void".into()
-        }
         Type::Str(_) => "*const c_char".into(),
-        Type::Out(t) => format!("*mut {}", c_type(t).trim_start_matches("*const ")),
+        Type::Out(t) => format!("*mut {}", c_type(&t).trim_start_matches("*const ")),
+        _ => "*const c_void".into(),
     }
 }
 
@@ -33,7 +31,7 @@ pub(crate) fn signature(f: &Function) -> (Vec<(String, String)>, &'static str) {
             add("size_ret", "*mut usize");
             "i32"
         }
-        Class::Enqueue => {
+        Class::Enqueue | Class::Transfer(_) => {
             add("num_waits", "u32");
             add("wait_list", "*const Handle");
             add("event", "*mut Handle");
@@ -49,168 +47,249 @@ pub(crate) fn signature(f: &Function) -> (Vec<(String, String)>, &'static str) {
     (params, result)
 }
 
-/// Statements that check the parameters and turn them into fields; names of the handles among them.
+/// Writes statements that check the parameters and turn them into fields. Returns the names of the handles among them.
 fn convert(out: &mut String, f: &Function) -> Result<Vec<String>, std::fmt::Error> {
     let mut objects = Vec::new();
     for p in &f.params {
         let n = ident(&p.name);
-        match &p.ty {
+        if let Type::Properties(_) = p.ty {
+            writeln!(
+                out,
+                "        // SAFETY: the caller passes null or pairs that end with 0, as the API says."
+            )?;
+            writeln!(out, "        let {n} = unsafe {{ rt::properties({n}, 2) }};")?;
+            continue;
+        }
+        let (promised, call) = match &p.ty.in_c() {
             Type::Handle(kind, optional) => {
                 let get = if *optional { "maybe" } else { "object" };
                 writeln!(out, "        let {n} = rt::{get}({n}, kind::{})?;", kind.to_uppercase())?;
                 objects.push(n);
+                continue;
             }
             Type::Handles(kind, Some(count)) => {
-                writeln!(out, "        // SAFETY: the caller passes {count} handles, as the API says.")?;
-                writeln!(
-                    out,
-                    "        let {n} = unsafe {{ rt::objects({count}, {n}, kind::{}) }}?;",
-                    kind.to_uppercase()
-                )?;
+                (format!("{count} handles"), format!("objects({count}, {n}, kind::{})", kind.to_uppercase()))
             }
-            Type::Triple => {
-                writeln!(out, "        // SAFETY: the caller passes three numbers, as the API says.")?;
-                writeln!(out, "        let {n} = unsafe {{ rt::triple({n}) }}?;")?;
-            }
-            Type::Bytes(len) => {
-                writeln!(out, "        // SAFETY: the caller passes {len} bytes, as the API says.")?;
-                writeln!(out, "        let {n} = unsafe {{ rt::bytes({n}, {len}) }}?;")?;
-            }
-            Type::Str(_) => {
-                writeln!(out, "        // SAFETY: the caller passes a C string or null, as the API says.")?;
-                writeln!(out, "        let {n} = unsafe {{ rt::string({n}) }}?;")?;
-            }
-            _ => {}
-        }
+            Type::Triple => ("three numbers".into(), format!("triple({n})")),
+            Type::Bytes(len) => (format!("{len} bytes"), format!("bytes({n}, {len})")),
+            Type::Str(_) => ("a C string or null".into(), format!("string({n})")),
+            _ => continue,
+        };
+        writeln!(out, "        // SAFETY: the caller passes {promised}, as the API says.")?;
+        writeln!(out, "        let {n} = unsafe {{ rt::{call} }}?;")?;
     }
     Ok(objects)
 }
 
+/// A parameter as its record has it.
+fn value(f: &Function, name: &str, ty: &Type) -> String {
+    match ty {
+        Type::Int(t) if t == "usize" => format!("{name} as u64"),
+        Type::Shared(..) => format!("{name} as u64"),
+        Type::Handle(_, false) => format!("{name}.id()"),
+        Type::Handle(_, true) => format!("{name}.map_or(0, |o| o.id())"),
+        Type::Handles(..) | Type::Properties(_) => format!("{name}.into()"),
+        Type::Int(_) | Type::Blocking | Type::Triple | Type::Bytes(_) | Type::Str(_) => name.into(),
+        _ => unreachable!("the parser wants a wire format for {}", f.name),
+    }
+}
+
+/// The parameters in the record, each as `name: value, `.
 fn fields(f: &Function) -> String {
+    let is_param = |name: &str| f.params.iter().any(|p| p.name == name);
     let mut out = String::new();
-    for p in f.params.iter() {
+    for p in f.fields().iter().filter(|p| is_param(&p.name)) {
         let n = ident(&p.name);
-        let value = match &p.ty {
-            Type::Int(t) if t == "usize" => format!("{n} as u64"),
-            Type::Int(_) | Type::Triple | Type::Bytes(_) | Type::Str(_) => n.clone(),
-            Type::Handle(_, false) => format!("{n}.id()"),
-            Type::Handle(_, true) => format!("{n}.map_or(0, |o| o.id())"),
-            Type::Handles(..) => format!("{n}.into()"),
-            _ => continue,
-        };
-        out += &format!("{n}: {value}, ");
+        out += &format!("{n}: {}, ", value(f, &n, &p.ty));
     }
     out
 }
 
-fn stub(out: &mut String, f: &Function) -> std::fmt::Result {
+/// The parameters that a function of the runtime gets.
+fn arguments(f: &Function, call: &Call) -> String {
+    let mut out = String::new();
+    for p in call.args.iter().filter_map(|arg| f.params.iter().find(|p| p.name == *arg)) {
+        let n = ident(&p.name);
+        out += ", ";
+        out += &match p.ty.in_c() {
+            Type::Int(t) if t == "usize" => format!("{n} as u64"),
+            _ => n,
+        };
+    }
+    out
+}
+
+fn info(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
+    writeln!(out, "    rt::status(|| {{")?;
+    convert(out, f)?;
+    let object = ident(&f.params[0].name);
+    writeln!(out, "        if [{}].contains(&param) {{", constants(api, &f.local))?;
+    writeln!(
+        out,
+        "            // SAFETY: the caller passes room for size bytes and for a size, as the API says."
+    )?;
+    writeln!(
+        out,
+        "            return unsafe {{ rt::answer(&crate::local::answer({object}, param)?, size, value, size_ret) }};\n        }}"
+    )?;
+    writeln!(out, "        let record = wire::{} {{ {}param }};", record_name(&f.name), fields(f))?;
+    writeln!(out, "        // SAFETY: as above.")?;
+    writeln!(
+        out,
+        "        unsafe {{ rt::info(&record, {}, size, value, size_ret) }}\n    }})\n}}",
+        f.is("cached")
+    )
+}
+
+/// Writes the beginning of a command: its parameters, whose objects must be of one context, and its wait list. Returns the names of the handles.
+fn command(out: &mut String, f: &Function) -> Result<Vec<String>, std::fmt::Error> {
+    writeln!(out, "    rt::status(|| {{")?;
+    let objects = convert(out, f)?;
+    for other in &objects[1..] {
+        writeln!(out, "        rt::same_context({}, {other})?;", objects[0])?;
+    }
+    writeln!(out, "        // SAFETY: the caller passes num_waits events, as the API says.")?;
+    writeln!(out, "        let waits = unsafe {{ rt::waits(num_waits, wait_list) }}?;")?;
+    Ok(objects)
+}
+
+/// The type of a function's command, as an expression.
+fn command_type(api: &Api, f: &Function) -> String {
+    f.command.as_ref().map_or("0".into(), |name| format!("{}::{name}", api.prefix))
+}
+
+/// Constants, as expressions.
+pub(crate) fn constants(api: &Api, names: &[String]) -> String {
+    names.iter().map(|name| format!("{}::{name}", api.prefix)).collect::<Vec<_>>().join(", ")
+}
+
+fn enqueue(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
+    let objects = command(out, f)?;
+    writeln!(
+        out,
+        "        let new = rt::new_event({}, !event.is_null(), {})?;",
+        objects[0],
+        command_type(api, f)
+    )?;
+    writeln!(
+        out,
+        "        let record = wire::{} {{ {}waits: waits.into(), event: new.id() }};",
+        record_name(&f.name),
+        fields(f)
+    )?;
+    let sure = match f.is("sure") {
+        true => format!("crate::sure::{}({}, &record)", snake(&f.name), objects.join(", ")),
+        false => "false".into(),
+    };
+    writeln!(out, "        let sure = {sure};")?;
+    writeln!(out, "        // SAFETY: event is null or points to room for a handle, as the API says.")?;
+    writeln!(out, "        unsafe {{ rt::submit(&record, sure, new, event) }}\n    }})\n}}")
+}
+
+fn transfer(out: &mut String, api: &Api, f: &Function, direction: Direction) -> std::fmt::Result {
+    let objects = command(out, f)?;
+    for check in &f.checks {
+        writeln!(
+            out,
+            "        transfer::check_{}(Direction::{direction:?}{})?;",
+            check.name,
+            arguments(f, check)
+        )?;
+    }
+    let parameter = |ty: Type| f.params.iter().find(|p| p.ty == ty).map_or("", |p| p.name.as_str());
+    if let Some(memory) = &f.memory {
+        writeln!(
+            out,
+            "        let host = transfer::{}({} as usize{})?;",
+            memory.name,
+            parameter(Type::Data),
+            arguments(f, memory)
+        )?;
+    }
+    let call = match direction {
+        Direction::Reads => "read(".to_string(),
+        Direction::Writes => format!("write({} != 0, ", parameter(Type::Blocking)),
+    };
+    writeln!(
+        out,
+        "        // SAFETY: the program's memory lies where the parameters say; event is null or points to room for a handle, as the API says."
+    )?;
+    writeln!(
+        out,
+        "        unsafe {{ transfer::{call}{}, host, {}, event, |slot, event| {{",
+        objects[0],
+        command_type(api, f)
+    )?;
+    writeln!(
+        out,
+        "            rt::call(&wire::{} {{ {}data: slot.data, ticket: slot.ticket, waits: waits.into(), event }})\n        }}) }}\n    }})\n}}",
+        record_name(&f.name),
+        fields(f)
+    )
+}
+
+fn create(out: &mut String, f: &Function, kind: &str) -> std::fmt::Result {
+    writeln!(out, "    let made = || {{")?;
+    convert(out, f)?;
+    writeln!(
+        out,
+        "        let new = rt::new_object(kind::{}, crate::state::Body::Plain({}))?;",
+        kind.to_uppercase(),
+        ident(&f.params[0].name)
+    )?;
+    writeln!(out, "        rt::call(&wire::{} {{ {}new: new.id() }})?;", record_name(&f.name), fields(f))?;
+    writeln!(out, "        Ok(new.publish())\n    }};")?;
+    writeln!(out, "    // SAFETY: errcode_ret is null or points to room for a code, as the API says.")?;
+    writeln!(out, "    unsafe {{ rt::create(errcode_ret, made) }}\n}}")
+}
+
+fn call(out: &mut String, f: &Function) -> std::fmt::Result {
+    writeln!(out, "    rt::status(|| {{")?;
+    convert(out, f)?;
+    writeln!(out, "        let _reply = rt::call(&wire::{} {{ {}}})?;", record_name(&f.name), fields(f))?;
+    let outs: Vec<_> = f.params.iter().filter(|p| matches!(p.ty, Type::Out(_))).collect();
+    if !outs.is_empty() {
+        writeln!(out, "        let mut from = Decoder::new(&_reply);")?;
+    }
+    for p in outs {
+        if let Type::Out(t) = &p.ty {
+            let n = ident(&p.name);
+            writeln!(out, "        let value = from.{}().map_err(|_| wire::LOST)?;", c_type(t))?;
+            writeln!(out, "        // SAFETY: null or room for the value, as the API says.")?;
+            writeln!(out, "        unsafe {{ rt::write({n}, value) }};")?;
+        }
+    }
+    writeln!(out, "        Ok(())\n    }})\n}}")
+}
+
+fn count(out: &mut String, f: &Function, method: &str) -> std::fmt::Result {
+    writeln!(out, "    rt::status(|| {{")?;
+    let objects = convert(out, f)?;
+    writeln!(out, "        rt::ARENA.{method}({});\n        Ok(())\n    }})\n}}", objects[0])
+}
+
+fn stub(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
     let (params, result) = signature(f);
     let params: Vec<String> = params.iter().map(|(n, t)| format!("{n}: {t}")).collect();
-    let (name, record, id) = (&f.name, record_name(&f.name), f.id);
-    writeln!(out, "pub unsafe extern \"C\" fn {name}({}) -> {result} {{", params.join(", "))?;
+    writeln!(out, "pub unsafe extern \"C\" fn {}({}) -> {result} {{", f.name, params.join(", "))?;
     match &f.class {
-        Class::Info => {
-            writeln!(out, "    rt::status(|| {{")?;
-            convert(out, f)?;
-            let object = ident(&f.params[0].name);
-            let local: Vec<String> = f.local.iter().map(|n| format!("{n:#x}")).collect();
-            writeln!(out, "        if [{}].contains(&param) {{", local.join(", "))?;
-            writeln!(
-                out,
-                "            // SAFETY: the caller passes room for size bytes and for a size, as the API says."
-            )?;
-            writeln!(
-                out,
-                "            return unsafe {{ rt::answer(&crate::local::answer({object}, param)?, size, value, size_ret) }};\n        }}"
-            )?;
-            writeln!(out, "        let record = wire::{record} {{ {}param }};", fields(f))?;
-            writeln!(out, "        // SAFETY: as above.")?;
-            writeln!(
-                out,
-                "        unsafe {{ rt::info(&record, {}, size, value, size_ret) }}",
-                f.is("cached")
-            )?;
-            writeln!(out, "    }})\n}}")
-        }
-        Class::Enqueue => {
-            writeln!(out, "    rt::status(|| {{")?;
-            let objects = convert(out, f)?;
-            for other in &objects[1..] {
-                writeln!(out, "        rt::same_context({}, {other})?;", objects[0])?;
-            }
-            writeln!(out, "        // SAFETY: the caller passes num_waits events, as the API says.")?;
-            writeln!(out, "        let waits = unsafe {{ rt::waits(num_waits, wait_list) }}?;")?;
-            writeln!(
-                out,
-                "        let new = rt::new_event({}, !event.is_null(), {:#x})?;",
-                objects[0], f.command
-            )?;
-            writeln!(
-                out,
-                "        let record = wire::{record} {{ {}waits: waits.into(), event: new.id() }};",
-                fields(f)
-            )?;
-            if f.is("sure") {
-                writeln!(
-                    out,
-                    "        let sure = crate::sure::{}({}, &record);",
-                    snake(name),
-                    objects.join(", ")
-                )?;
-            } else {
-                writeln!(out, "        let sure = false;")?;
-            }
-            writeln!(
-                out,
-                "        // SAFETY: event is null or points to room for a handle, as the API says."
-            )?;
-            writeln!(out, "        unsafe {{ rt::submit(&record, sure, new, event) }}")?;
-            writeln!(out, "    }})\n}}")
-        }
-        Class::Create(kind) => {
-            writeln!(
-                out,
-                "    // SAFETY: errcode_ret is null or points to room for a code, as the API says."
-            )?;
-            writeln!(out, "    unsafe {{ rt::create(errcode_ret, || {{")?;
-            convert(out, f)?;
-            writeln!(
-                out,
-                "        let new = rt::new_object(kind::{}, crate::state::Body::Plain({}))?;",
-                kind.to_uppercase(),
-                ident(&f.params[0].name)
-            )?;
-            writeln!(out, "        rt::call(&wire::{record} {{ {}new: new.id() }})?;", fields(f))?;
-            writeln!(out, "        Ok(new.publish())\n    }}) }}\n}}")
-        }
-        Class::Call => {
-            writeln!(out, "    rt::status(|| {{")?;
-            convert(out, f)?;
-            writeln!(out, "        let _reply = rt::call(&wire::{record} {{ {}}})?;", fields(f))?;
-            let outs: Vec<_> = f.params.iter().filter(|p| matches!(p.ty, Type::Out(_))).collect();
-            if !outs.is_empty() {
-                writeln!(out, "        let mut from = Decoder::new(&_reply);")?;
-            }
-            for p in outs {
-                if let Type::Out(t) = &p.ty {
-                    let n = ident(&p.name);
-                    writeln!(out, "        let value = from.{}().map_err(|_| wire::LOST)?;", c_type(t))?;
-                    writeln!(out, "        // SAFETY: null or room for the value, as the API says.")?;
-                    writeln!(out, "        unsafe {{ rt::write({n}, value) }};")?;
-                }
-            }
-            writeln!(out, "        Ok(())\n    }})\n}}")
-        }
+        Class::Info => info(out, api, f),
+        Class::Enqueue => enqueue(out, api, f),
+        Class::Transfer(direction) => transfer(out, api, f, *direction),
+        Class::Create(kind) => create(out, f, kind),
+        Class::Call => call(out, f),
+        Class::Retain => count(out, f, "retain"),
+        Class::Release => count(out, f, "release"),
         Class::Local | Class::None => {
             let names: Vec<String> = f.params.iter().map(|p| ident(&p.name)).collect();
             writeln!(out, "    let _unused = ({});", names.join(", ") + ",")?;
-            writeln!(out, "    rt::unsupported({name:?}, {id:#x})\n}}")
+            writeln!(out, "    rt::unsupported({:?}, {:#x})\n}}", f.name, f.id)
         }
     }
 }
 
 /// The client's functions and dispatch table, as Rust source for `include!` in a module that imports `Handle`, `c_void`, `c_char`,
-/// `Decoder`, `wire`, `kind` and `rt`.
+/// `Decoder`, `Direction`, `wire`, `kind`, the module of constants, `rt` and `transfer`.
 pub fn emit(api: &Api) -> String {
     let mut out = String::new();
     build(&mut out, api).expect("writing to a string can't fail");
@@ -223,7 +302,7 @@ fn by_hand(f: &Function) -> bool {
 
 fn build(out: &mut String, api: &Api) -> std::fmt::Result {
     for f in api.functions.iter().filter(|f| f.is_native() && !by_hand(f)) {
-        stub(out, f)?;
+        stub(out, api, f)?;
     }
     let pointer = |f: &Function| {
         let module = if by_hand(f) { "crate::hand" } else { "self" };

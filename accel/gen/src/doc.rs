@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Writes the documentation table: every function, how it travels, and what is checked.
 
-use crate::parse::{Api, Class};
+use crate::api::{Api, Class};
 use std::fmt::Write;
 
 /// The table, in Markdown.
@@ -12,8 +12,8 @@ pub fn emit(api: &Api) -> String {
         let how = match &f.class {
             Class::Info if f.is("cached") => "waits once, then from the snapshot".to_string(),
             Class::Info => "waits".to_string(),
-            Class::Local => "never: answered by the client".to_string(),
-            Class::None => format!("never: answers {}", api.unsupported),
+            Class::Local | Class::Retain | Class::Release => "never: answered by the client".to_string(),
+            Class::None => format!("never: answers {}_{}", api.prefix.to_uppercase(), api.unsupported),
             _ if f.is("lazy") => {
                 "posted with the next call, once the driver accepted the same before".to_string()
             }

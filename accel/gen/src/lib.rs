@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! From one declaration per API function to both ends of a call. Knows types, handles, lengths and checks, but no API.
 //!
-//! Build scripts read a `.api` file with [`parse::parse`] and write:
-//! - [`wire::emit`]: a record per function: fields, encoder, decoder with all length checks; ids and names;
+//! Build scripts read a `.api` file with [`parse::parse`], which gives an [`api::Api`], and write:
+//! - [`wire::emit`]: the constants and structures of the API; a record per function: fields, encoder, decoder with all length checks; ids and names;
 //! - [`client::emit`]: the C functions of the client library, and its dispatch table;
 //! - [`server::emit`]: the table of native functions, and the decoder that looks handles up, checks ranges and calls them;
 //! - [`doc::emit`]: the table for people.
 //!
-//! What is generated calls a small runtime (`rt` in the client, `Cx` in the server) which each API provides for its handles and errors. A
-//! function whose flags say `client` or `server` is written by hand on that side, over the generated record; if it is
+//! Generated code calls a small runtime (`rt` and `transfer` in the client, `Cx` in the server), which each API provides for its handles
+//! and errors. A function whose flags say `client` or `server` is written by hand on that side, over the generated record; if it is
 //! missing there, the build fails.
 
+pub mod api;
 pub mod client;
 pub mod doc;
 pub mod parse;
@@ -38,6 +39,12 @@ pub fn snake(function: &str) -> String {
         out.push(c.to_ascii_lowercase());
     }
     out
+}
+
+/// The name of a structure's type: `image_desc` is `ImageDesc`.
+pub fn camel(name: &str) -> String {
+    let capital = |word: &str| word[..1].to_uppercase() + &word[1..];
+    name.split('_').filter(|word| !word.is_empty()).map(capital).collect()
 }
 
 /// A name that is no keyword of Rust.

@@ -2,8 +2,8 @@
 //! Writes the server's side: the table of native functions, and the decoder that checks each record and calls. Hand-written handlers
 //! are expected in `super::hand`; what a call needs of its surroundings is the runtime `Cx`.
 
-use crate::client::signature;
-use crate::parse::{Api, Class, Function, Type};
+use crate::api::{Api, Class, Direction, Function, Type};
+use crate::client::{constants, signature};
 use crate::{ident, record_name, snake};
 use std::fmt::Write;
 
@@ -14,6 +14,7 @@ fn has_life(f: &Function) -> bool {
             Type::Handles(..)
                 | Type::New(_)
                 | Type::Ints(_)
+                | Type::Properties(_)
                 | Type::Bytes(_)
                 | Type::Blob
                 | Type::Str(_)
@@ -22,44 +23,61 @@ fn has_life(f: &Function) -> bool {
     })
 }
 
-/// Statements that look up handles and convert fields; the arguments of the native call.
-fn convert(out: &mut String, f: &Function) -> Result<Vec<String>, std::fmt::Error> {
+/// A length: a number, or the field of that name.
+fn length(len: &str) -> String {
+    if len.parse::<u64>().is_ok() { len.to_string() } else { format!("r.{len}") }
+}
+
+/// The statement that makes an argument of the native call out of a field, if it needs one; and the argument.
+fn argument(api: &Api, f: &Function, name: &str, ty: &Type) -> (Option<String>, String) {
+    let n = ident(name);
+    let made = |what: String, argument: String| (Some(format!("let {n} = {what};")), argument);
+    match ty {
+        Type::Int(t) if t == "usize" => (None, format!("r.{n} as usize")),
+        Type::Int(_) => (None, format!("r.{n}")),
+        Type::Blocking if f.class == Class::Transfer(Direction::Writes) => (None, "0".into()),
+        Type::Blocking => (None, format!("r.{n}")),
+        Type::Handle(kind, optional) => {
+            let get = if *optional { "maybe" } else { "get" };
+            made(format!("cx.{get}(kind::{}, r.{n})?", kind.to_uppercase()), n.clone())
+        }
+        Type::Handles(kind, _) => {
+            made(format!("cx.all(kind::{}, &r.{n})?", kind.to_uppercase()), format!("{n}.as_ptr()"))
+        }
+        Type::Triple => made(format!("r.{n}.map(|v| v as usize)"), format!("{n}.as_ptr()")),
+        Type::Bytes(len) => {
+            (Some(format!("cx.same_length(r.{n}, {})?;", length(len))), format!("r.{n}.as_ptr().cast()"))
+        }
+        Type::Str(false) => made(format!("cx.c_string(r.{n})?"), format!("{n}.as_ptr()")),
+        Type::Shared(len, optional) => {
+            let address = format!("cx.shared(r.{n}, {})?", length(len));
+            let null = format!("if r.{n} == 0 {{ std::ptr::null_mut() }} else {{ {address} }}");
+            made(if *optional { null } else { address }, n.clone())
+        }
+        Type::Properties(known) => {
+            let known = constants(api, known);
+            let refused = format!("{}::INVALID_VALUE", api.prefix);
+            made(format!("properties::pairs(&r.{n}, &[{known}], {refused})?"), n.clone())
+        }
+        Type::Host(inner) if **inner == Type::Triple => made("[0usize; 3]".into(), format!("{n}.as_ptr()")),
+        Type::Host(_) => (None, "0".into()),
+        Type::Data => (None, n),
+        Type::Out(t) => match &**t {
+            Type::Int(t) => (Some(format!("let mut {n}: {t} = 0;")), format!("&mut {n}")),
+            _ => (None, format!("&mut {n}")),
+        },
+        _ => unreachable!("the parser wants a wire format for {}", f.name),
+    }
+}
+
+/// Writes statements that look up handles and convert fields. Returns the arguments of the native call.
+fn convert(out: &mut String, api: &Api, f: &Function) -> Result<Vec<String>, std::fmt::Error> {
     let mut args = Vec::new();
     for p in &f.params {
-        let n = ident(&p.name);
-        let arg = match &p.ty {
-            Type::Int(t) if t == "usize" => format!("r.{n} as usize"),
-            Type::Int(_) => format!("r.{n}"),
-            Type::Handle(kind, optional) => {
-                let get = if *optional { "maybe" } else { "get" };
-                writeln!(out, "    let {n} = cx.{get}(kind::{}, r.{n})?;", kind.to_uppercase())?;
-                n
-            }
-            Type::Handles(kind, _) => {
-                writeln!(out, "    let {n} = cx.all(kind::{}, &r.{n})?;", kind.to_uppercase())?;
-                format!("{n}.as_ptr()")
-            }
-            Type::Triple => {
-                writeln!(out, "    let {n} = r.{n}.map(|v| v as usize);")?;
-                format!("{n}.as_ptr()")
-            }
-            Type::Bytes(len) => {
-                let len = if len.parse::<u64>().is_ok() { len.clone() } else { format!("r.{len}") };
-                writeln!(out, "    cx.same_length(r.{n}, {len})?;")?;
-                format!("r.{n}.as_ptr().cast()")
-            }
-            Type::Str(false) => {
-                writeln!(out, "    let {n} = cx.c_string(r.{n})?;")?;
-                format!("{n}.as_ptr()")
-            }
-            Type::Out(t) => {
-                if let Type::Int(t) = &**t {
-                    writeln!(out, "    let mut {n}: {t} = 0;")?;
-                }
-                format!("&mut {n}")
-            }
-            _ => unreachable!("the parser wants a wire format for {}", f.name),
-        };
+        let (statement, arg) = argument(api, f, &p.name, &p.ty);
+        if let Some(statement) = statement {
+            writeln!(out, "    {statement}")?;
+        }
         args.push(arg);
     }
     // Counts of arrays come from the arrays: a count that disagrees can't make the driver read beyond them.
@@ -71,7 +89,23 @@ fn convert(out: &mut String, f: &Function) -> Result<Vec<String>, std::fmt::Erro
     Ok(args)
 }
 
-fn handler(out: &mut String, f: &Function) -> std::fmt::Result {
+/// The range of the window that a transfer's bytes have.
+fn window(out: &mut String, f: &Function) -> std::fmt::Result {
+    let Some(packed) = &f.packed else { return Ok(()) };
+    let args: Vec<String> = packed.args.iter().map(|a| format!("r.{a}")).collect();
+    writeln!(out, "    let len = cx.{}({})?;", packed.name, args.join(", "))?;
+    for p in f.params.iter().filter(|p| p.ty == Type::Data) {
+        writeln!(out, "    let {} = cx.offered(r.data, len)?;", ident(&p.name))?;
+    }
+    Ok(())
+}
+
+/// The field that says whether the client blocks for a command.
+fn blocking(f: &Function) -> Option<String> {
+    f.params.iter().find(|p| p.ty == Type::Blocking).map(|p| ident(&p.name))
+}
+
+fn handler(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
     let life = if has_life(f) { "<'_>" } else { "" };
     writeln!(
         out,
@@ -80,36 +114,41 @@ fn handler(out: &mut String, f: &Function) -> std::fmt::Result {
         record_name(&f.name)
     )?;
     writeln!(out, "    let f = cx.native().{}.ok_or(wire::UNSUPPORTED)?;", f.name)?;
-    let args = convert(out, f)?;
+    let args = convert(out, api, f)?;
     checks(out, f)?;
+    window(out, f)?;
+    if let (Class::Enqueue, Some(field)) = (&f.class, blocking(f)) {
+        writeln!(out, "    if r.{field} != 0 {{\n        cx.may_block()?;\n    }}")?;
+    }
     let args = args.join(", ");
-    let lead = if args.is_empty() { "" } else { ", " };
+    let comma = if args.is_empty() { "" } else { ", " };
     writeln!(
         out,
         "    // SAFETY: handles were looked up, lengths and ranges checked; all pointers live during the call."
     )?;
+    let enqueued = format!("|n, list, event| unsafe {{ f({args}{comma}n, list, event) }}");
     match &f.class {
-        Class::Info => {
-            let local: Vec<String> = f.local.iter().map(|n| format!("{n:#x}")).collect();
+        Class::Info => writeln!(
+            out,
+            "    cx.info(r.param, &[{}], |size, value, ret| unsafe {{ f({args}, r.param, size, value, ret) }})\n}}",
+            constants(api, &f.local)
+        ),
+        Class::Enqueue => writeln!(out, "    cx.enqueue(&r.waits, r.event, {enqueued})\n}}"),
+        Class::Transfer(Direction::Writes) => {
+            writeln!(out, "    cx.transfer(&r.waits, r.event, r.ticket, None, {enqueued})\n}}")
+        }
+        Class::Transfer(Direction::Reads) => {
+            let blocks = blocking(f).map_or("false".into(), |field| format!("r.{field} != 0"));
             writeln!(
                 out,
-                "    cx.info(r.param, &[{}], |size, value, ret| unsafe {{ f({args}, r.param, size, value, ret) }})\n}}",
-                local.join(", ")
+                "    cx.fill(&r.waits, r.event, (r.ticket, {blocks}), (r.data, len), {enqueued})\n}}"
             )
         }
-        Class::Enqueue => {
-            writeln!(
-                out,
-                "    cx.enqueue(&r.waits, r.event, |n, list, event| unsafe {{ f({args}{lead}n, list, event) }})\n}}"
-            )
-        }
-        Class::Create(kind) => {
-            writeln!(
-                out,
-                "    cx.create(kind::{}, r.new, |code| unsafe {{ f({args}{lead}code) }})\n}}",
-                kind.to_uppercase()
-            )
-        }
+        Class::Create(kind) => writeln!(
+            out,
+            "    cx.create(kind::{}, r.new, |code| unsafe {{ f({args}{comma}code) }})\n}}",
+            kind.to_uppercase()
+        ),
         _ => {
             if f.is("blocks") {
                 writeln!(out, "    cx.may_block()?;")?;
@@ -136,7 +175,7 @@ fn checks(out: &mut String, f: &Function) -> std::fmt::Result {
 }
 
 /// The server's functions, as Rust source for `include!` in a module that imports `Handle`, `c_void`, `c_char`, `Cx`, `wire`, `kind`,
-/// `hand`, `Record` and `Malformed`.
+/// the module of constants, `properties`, `hand`, `Record` and `Malformed`.
 pub fn emit(api: &Api) -> String {
     let mut out = String::new();
     build(&mut out, api).expect("writing to a string can't fail");
@@ -185,7 +224,7 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
     }
     writeln!(out, "        }}\n    }}\n}}")?;
     for f in api.functions.iter().filter(|f| f.on_wire() && !f.is("server")) {
-        handler(out, f)?;
+        handler(out, api, f)?;
     }
     writeln!(out, "/// Decodes the record of `id` and carries it out. The inner error is the API's own.")?;
     writeln!(
@@ -206,7 +245,7 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
         let mut steps = Vec::new();
         // A command of a queue in which a posted one failed is refused, until the program was told.
         let queue = f.fields().into_iter().find(|p| p.ty == Type::Handle("queue".into(), false));
-        if let (Class::Enqueue, Some(queue)) = (&f.class, queue) {
+        if let (true, Some(queue)) = (f.is_command(), queue) {
             steps.push(format!("cx.in_queue(r.{}, r.event)", ident(&queue.name)));
         }
         if f.is("server") && !f.checks.is_empty() {

@@ -1,21 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Blocking writes that return when their bytes were taken, before the device has them. That is as good as waiting for as long as whatever looks at the
-//! data comes behind the write: with one queue, which keeps its order, and without an event that the program completes. Everywhere else a blocking
-//! write waits for the device, and whoever makes a second queue or such an event waits for the writes before.
+//! Blocking writes that return when their bytes were taken, before the device has them. A program can't tell the difference while every command that
+//! reads the data comes behind the write: with one queue, which keeps its order, and without an event that the program completes. Everywhere else a
+//! blocking write waits for the device, and a call that makes a second queue or such an event waits for the writes before.
 
 use crate::rt::{self, Handle, Id, New, Obj};
 use crate::state::{As, Body};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use tombolo_accel_spec::opencl as wire;
+use tombolo_accel_spec::opencl::{self as wire, cl};
 
-/// Queues that live.
+/// The number of queues that live.
 static QUEUES: AtomicUsize = AtomicUsize::new(0);
-/// Events that live and are completed by the program.
+/// The number of live events that the program completes.
 static USER_EVENTS: AtomicUsize = AtomicUsize::new(0);
 /// The queue with a write that the device may not have; 0: none has one.
 static WRITTEN: AtomicU64 = AtomicU64::new(0);
-
-const OUT_OF_ORDER: u64 = 1;
 
 /// Counts an object for as long as it lives.
 pub struct Counted(&'static AtomicUsize);
@@ -34,12 +32,12 @@ fn count(all: &'static AtomicUsize) -> Result<Counted, i32> {
     Ok(counted)
 }
 
-/// A new queue: behind the writes before.
+/// Counts a new queue, after the device has all writes.
 pub fn new_queue() -> Result<Counted, i32> {
     count(&QUEUES)
 }
 
-/// A new event that the program completes: behind the writes before.
+/// Counts a new event that the program completes, after the device has all writes.
 pub fn new_user_event() -> Result<Counted, i32> {
     count(&USER_EVENTS)
 }
@@ -48,26 +46,27 @@ pub fn new_user_event() -> Result<Counted, i32> {
 fn settle() -> Result<(), i32> {
     match WRITTEN.swap(0, Ordering::SeqCst) {
         0 => Ok(()),
-        queue => rt::call(&wire::Finish { queue }).map(drop),
+        queue => rt::call(&wire::Finish { command_queue: queue }).map(drop),
     }
 }
 
-/// The queue is about to be given up.
+/// Waits for the writes of a queue that is about to be given up.
 pub fn leave(queue: Obj) -> Result<(), i32> {
     if WRITTEN.load(Ordering::SeqCst) == queue.id() { settle() } else { Ok(()) }
 }
 
-/// A new connection, whose server knows nothing of what was before.
+/// Forgets the writes of a connection that was lost.
 pub fn forget() {
     WRITTEN.store(0, Ordering::SeqCst);
 }
 
-/// Whether a command's place in this queue is its place in time.
+/// Returns whether a queue executes its commands in their order.
 pub fn in_order(queue: Obj) -> bool {
-    matches!(queue.body(), Body::Queue(q) if q.properties & OUT_OF_ORDER == 0)
+    matches!(queue.body(), Body::Queue(q) if q.properties & cl::QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE == 0)
 }
 
-fn nobody_can_tell(queue: Obj) -> bool {
+/// Returns whether a program can't tell a write whose bytes were taken from one that the device has.
+fn looks_complete(queue: Obj) -> bool {
     in_order(queue) && QUEUES.load(Ordering::SeqCst) == 1 && USER_EVENTS.load(Ordering::SeqCst) == 0
 }
 
@@ -82,7 +81,7 @@ pub struct Write {
 impl Write {
     /// Of a queue; `command` is its event's, which the program wants or not.
     pub fn new(queue: Obj, blocking: bool, wanted: bool, command: u32) -> Result<Write, i32> {
-        let waits = blocking && (wanted || !nobody_can_tell(queue));
+        let waits = blocking && (wanted || !looks_complete(queue));
         let new = rt::new_event(queue, wanted || waits, command)?;
         Ok(Write { queue, blocking, waits, new })
     }
@@ -92,7 +91,7 @@ impl Write {
         self.new.id()
     }
 
-    /// The server has it: waits for the device if it must, and gives the program its event.
+    /// Ends a write that was sent: waits for the device if it must, and gives the program its event.
     ///
     /// # Safety
     /// `event` is null or points to room for a handle.
@@ -102,7 +101,7 @@ impl Write {
             if blocking {
                 WRITTEN.store(queue.id(), Ordering::SeqCst);
                 // A second queue may have come meanwhile, before it could see this.
-                return if nobody_can_tell(queue) { Ok(()) } else { settle() };
+                return if looks_complete(queue) { Ok(()) } else { settle() };
             }
             return Ok(());
         };

@@ -11,6 +11,7 @@
 //! - [`local`]: queries that are answered from that.
 //! - [`sure`]: commands that can't fail, judged by what the client knows.
 //! - [`deferred`]: blocking writes that return before the device has the data.
+//! - [`transfer`]: the program's memory, the window, and the bytes between them.
 //! - [`hand`]: functions written by hand, by topic.
 
 pub mod deferred;
@@ -19,14 +20,15 @@ pub mod local;
 pub mod rt;
 pub mod state;
 pub mod sure;
+pub mod transfer;
 
 /// The generated functions and the dispatch table.
 #[allow(non_snake_case, missing_docs, unused_imports, clippy::all)]
 pub mod stubs {
     use crate::rt::{self, Handle, Id};
+    use crate::transfer::{self, Direction};
     use std::ffi::{c_char, c_void};
-    use tombolo_accel_spec::opencl as wire;
-    use tombolo_accel_spec::opencl::kind;
+    use tombolo_accel_spec::opencl::{self as wire, cl, kind};
     use tombolo_accel_spec::wire::Decoder;
     include!(concat!(env!("OUT_DIR"), "/stubs.rs"));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What stubs need: handles, wait lists, posting and waiting, answers to queries; and the connection.
+//! The runtime of stubs: handles, wait lists, posting and waiting, answers to queries; and the connection.
 
 use crate::state::{Body, Device, Event};
 use std::collections::HashMap;
@@ -12,11 +12,11 @@ use tombolo_accel_client::connect::{VARIABLE, address, connect};
 use tombolo_accel_client::connection::{Connection, Count, Lost};
 use tombolo_accel_client::objects::{self, Arena};
 use tombolo_accel_spec::common::Snapshot;
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::{Decoder, Encoder, Malformed, Record};
 use tombolo_calls::say;
 
-/// What programs hold.
+/// A handle as programs hold it: the address of an object.
 pub type Handle = *mut c_void;
 /// A live object.
 pub type Obj = objects::Obj<Body>;
@@ -25,34 +25,6 @@ pub type Ref = objects::Ref<Body>;
 
 /// All objects of this process.
 pub static ARENA: Arena<Body> = Arena::new();
-
-/// Error codes of OpenCL used here.
-pub mod code {
-    /// CL_MAP_FAILURE
-    pub const MAP_FAILURE: i32 = -12;
-    /// CL_MEM_OBJECT_ALLOCATION_FAILURE
-    pub const ALLOCATION: i32 = -4;
-    /// CL_OUT_OF_HOST_MEMORY
-    pub const HOST_MEMORY: i32 = -6;
-    /// CL_INVALID_VALUE
-    pub const VALUE: i32 = -30;
-    /// CL_INVALID_PLATFORM
-    pub const PLATFORM: i32 = -32;
-    /// CL_INVALID_HOST_PTR
-    pub const HOST_PTR: i32 = -37;
-    /// CL_INVALID_EVENT_WAIT_LIST
-    pub const WAIT_LIST: i32 = -57;
-    /// CL_INVALID_EVENT
-    pub const EVENT: i32 = -58;
-    /// CL_INVALID_BUFFER_SIZE
-    pub const BUFFER_SIZE: i32 = -61;
-    /// CL_INVALID_CONTEXT
-    pub const CONTEXT: i32 = -34;
-    /// CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST
-    pub const WAIT_ERROR: i32 = -14;
-    /// CL_PLATFORM_NOT_FOUND_KHR
-    pub const NOT_FOUND: i32 = -1001;
-}
 
 /// An answer of the server that is kept: status and value.
 type Answer = (i32, Arc<[u8]>);
@@ -108,7 +80,7 @@ pub fn platforms() -> Result<Vec<Obj>, i32> {
                 "tombolo: no accelerator server at {address}: {why}; start one with 'tombolo accel serve' or set {VARIABLE}"
             );
             *guard = Some(old.unwrap_or(Roots { platforms: Vec::new(), cache: HashMap::new(), tried: true }));
-            Err(code::NOT_FOUND)
+            Err(cl::PLATFORM_NOT_FOUND_KHR)
         }
     }
 }
@@ -204,7 +176,7 @@ extern "C" fn write_trace() {
 
 /// Runs a stub's body; a panic becomes an error code instead of crossing into C.
 fn caught<T>(f: impl FnOnce() -> Result<T, i32>) -> Result<T, i32> {
-    std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).unwrap_or(Err(code::HOST_MEMORY))
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).unwrap_or(Err(cl::OUT_OF_HOST_MEMORY))
 }
 
 /// The status that a stub returns.
@@ -258,7 +230,7 @@ pub fn maybe(handle: Handle, kind: u32) -> Result<Option<Obj>, i32> {
 /// `list` is null or points to `count` handles.
 pub unsafe fn list(count: u32, list: *const Handle, kind: u32) -> Result<Vec<Obj>, i32> {
     if list.is_null() || count == 0 {
-        return if list.is_null() && count == 0 { Ok(Vec::new()) } else { Err(code::VALUE) };
+        return if list.is_null() && count == 0 { Ok(Vec::new()) } else { Err(cl::INVALID_VALUE) };
     }
     // SAFETY: as the caller promises.
     unsafe { std::slice::from_raw_parts(list, count as usize) }.iter().map(|h| object(*h, kind)).collect()
@@ -282,11 +254,14 @@ pub unsafe fn waits(count: u32, handles: *const Handle) -> Result<Vec<u64>, i32>
         return Ok(Vec::new());
     }
     if count == 0 || handles.is_null() {
-        return Err(code::WAIT_LIST);
+        return Err(cl::INVALID_EVENT_WAIT_LIST);
     }
     // SAFETY: as the caller promises.
     let handles = unsafe { std::slice::from_raw_parts(handles, count as usize) };
-    handles.iter().map(|h| object(*h, kind::EVENT).map(|o| o.id()).map_err(|_| code::WAIT_LIST)).collect()
+    handles
+        .iter()
+        .map(|h| object(*h, kind::EVENT).map(|o| o.id()).map_err(|_| cl::INVALID_EVENT_WAIT_LIST))
+        .collect()
 }
 
 /// Three numbers.
@@ -295,10 +270,31 @@ pub unsafe fn waits(count: u32, handles: *const Handle) -> Result<Vec<u64>, i32>
 /// `from` is null or points to three numbers.
 pub unsafe fn triple(from: *const usize) -> Result<[u64; 3], i32> {
     if from.is_null() {
-        return Err(code::VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     // SAFETY: as the caller promises.
     Ok(unsafe { from.cast::<[usize; 3]>().read_unaligned() }.map(|v| v as u64))
+}
+
+/// A program's list of properties with the 0 that ends it, which stands at a multiple of `step`. Null: an empty list.
+///
+/// # Safety
+/// `from` is null or points to such a list.
+pub unsafe fn properties(from: *const c_void, step: usize) -> Vec<i64> {
+    let mut out = Vec::new();
+    if from.is_null() {
+        return out;
+    }
+    // A list without an end would be a program's error; no list of OpenCL is longer.
+    for i in 0..512 {
+        // SAFETY: not past the end, as the caller promises.
+        let value = unsafe { from.cast::<i64>().add(i).read_unaligned() };
+        out.push(value);
+        if value == 0 && i % step == 0 {
+            break;
+        }
+    }
+    out
 }
 
 /// Bytes of a program.
@@ -307,7 +303,7 @@ pub unsafe fn triple(from: *const usize) -> Result<[u64; 3], i32> {
 /// `from` is null or points to `len` bytes that live during the call.
 pub unsafe fn bytes<'a>(from: *const c_void, len: usize) -> Result<&'a [u8], i32> {
     if from.is_null() || len > 1 << 20 {
-        return Err(code::VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     // SAFETY: as the caller promises.
     Ok(unsafe { std::slice::from_raw_parts(from.cast(), len) })
@@ -319,7 +315,7 @@ pub unsafe fn bytes<'a>(from: *const c_void, len: usize) -> Result<&'a [u8], i32
 /// `from` is null or a C string that lives during the call.
 pub unsafe fn string<'a>(from: *const c_char) -> Result<&'a [u8], i32> {
     if from.is_null() {
-        return Err(code::VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     // SAFETY: as the caller promises.
     Ok(unsafe { CStr::from_ptr(from) }.to_bytes())
@@ -358,9 +354,19 @@ impl New {
     pub fn object(&self) -> Option<Obj> {
         self.0
     }
-    /// The server knows it: the program may have it.
+    /// Makes the object the program's, once the server knows it.
     pub fn publish(mut self) -> Handle {
         self.0.take().map_or(std::ptr::null_mut(), |o| o.handle())
+    }
+    /// Gives the program its event, if it wanted one.
+    ///
+    /// # Safety
+    /// `event` is null or points to room for a handle.
+    pub unsafe fn give(self, event: *mut Handle) {
+        if self.0.is_some() {
+            // SAFETY: as the caller promises.
+            unsafe { write(event, self.publish()) };
+        }
     }
 }
 
@@ -378,7 +384,7 @@ pub fn new_object(kind: u32, body: Body) -> Result<New, i32> {
         other => other,
     };
     let table = crate::stubs::DISPATCH.0.as_ptr().cast();
-    let object = ARENA.create(kind, table, connection()?.clone(), body).ok_or(code::HOST_MEMORY)?;
+    let object = ARENA.create(kind, table, connection()?.clone(), body).ok_or(cl::OUT_OF_HOST_MEMORY)?;
     Ok(New(Some(object)))
 }
 
@@ -410,16 +416,15 @@ pub unsafe fn submit<'a, R: Record<'a>>(
     new: New,
     event: *mut Handle,
 ) -> Result<(), i32> {
-    if sure {
-        lost(connection()?.post(record))?;
-    } else {
-        call(record)?;
-    }
-    if new.object().is_some() {
-        // SAFETY: as the caller promises.
-        unsafe { write(event, new.publish()) };
-    }
+    send(record, sure)?;
+    // SAFETY: as the caller promises.
+    unsafe { new.give(event) };
     Ok(())
+}
+
+/// Posts a request, or waits for its status.
+pub fn send<'a, R: Record<'a>>(record: &R, post: bool) -> Result<(), i32> {
+    if post { lost(connection()?.post(record)) } else { call(record).map(|_| ()) }
 }
 
 /// Sends a request and waits; the body of its reply, or the code it failed with.
@@ -435,7 +440,7 @@ pub fn call<'a, R: Record<'a>>(record: &R) -> Result<Vec<u8>, i32> {
 pub unsafe fn answer(bytes: &[u8], size: usize, value: *mut c_void, size_ret: *mut usize) -> Result<(), i32> {
     if !value.is_null() {
         if size < bytes.len() {
-            return Err(code::VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         // SAFETY: room for size bytes, as the caller promises.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.cast(), bytes.len()) };
@@ -488,7 +493,7 @@ pub fn ask_once<'a, R: Record<'a>>(record: &R) -> Result<Answer, i32> {
     Ok(answer)
 }
 
-/// What an unsupported function answers.
+/// The answer of an unsupported function.
 pub fn unsupported(_name: &str, _id: u32) -> i32 {
     wire::UNSUPPORTED
 }
@@ -523,7 +528,7 @@ unsupported_pointer!(
 /// The smallest of the devices' largest buffers, from the snapshot.
 pub fn max_alloc(devices: &[Ref]) -> u64 {
     let of = |d: &Ref| {
-        let query = wire::GetDeviceInfo { device: d.id(), param: 0x1010 };
+        let query = wire::GetDeviceInfo { device: d.id(), param: cl::DEVICE_MAX_MEM_ALLOC_SIZE };
         let (status, bytes) = ask_once(&query).ok()?;
         (status == wire::SUCCESS).then(|| bytes.first_chunk().map(|b| u64::from_le_bytes(*b)))?
     };
@@ -532,5 +537,5 @@ pub fn max_alloc(devices: &[Ref]) -> u64 {
 
 /// A queue takes only objects of its own context.
 pub fn same_context(queue: Obj, object: Obj) -> Result<(), i32> {
-    if crate::sure::same_context(queue, object) { Ok(()) } else { Err(code::CONTEXT) }
+    if crate::sure::same_context(queue, object) { Ok(()) } else { Err(cl::INVALID_CONTEXT) }
 }

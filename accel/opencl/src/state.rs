@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the client knows of each object: enough to answer what never changes, and to tell which commands can't fail.
+//! The client's own state of each object: enough to answer properties that never change, and to tell which commands can't fail.
 
 use crate::deferred::{self, Counted};
 use crate::rt::{self, Handle, Obj, Ref};
@@ -9,16 +9,16 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicI32;
 use std::sync::{Arc, Mutex};
+use tombolo_accel_spec::opencl::cl;
 
 /// A destructor callback of a program: called with the handle as it was, and its user data.
 pub type Destructor = (unsafe extern "C" fn(Handle, *mut c_void), usize);
 
-/// What is known of an object.
+/// The state of an object, by its kind.
 pub enum Body {
     Platform,
     Device(Device),
     Context(Context),
-    /// A command queue.
     Queue(Queue),
     /// A buffer, image or pipe.
     Mem(Box<Mem>),
@@ -41,13 +41,12 @@ pub struct Context {
     pub devices: Vec<Ref>,
     /// The properties it was created with, as the program gave them, with the final 0.
     pub properties: Vec<isize>,
-    /// Called when it goes.
+    /// Callbacks of the program for the context's end.
     pub destructors: Mutex<Vec<Destructor>>,
     /// The smallest of its devices' largest buffers; 0: not known.
     pub max_alloc: u64,
 }
 
-/// A command queue.
 pub struct Queue {
     pub context: Ref,
     pub device: Ref,
@@ -57,7 +56,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// What is known of a queue that is about to be made.
+    /// The state of a queue that is about to be made.
     pub fn new(context: Obj, device: Obj, properties: u64) -> Result<Queue, i32> {
         let _counted = deferred::new_queue()?;
         Ok(Queue { context: rt::hold(context), device: rt::hold(device), properties, _counted })
@@ -81,7 +80,7 @@ impl Pages {
         Some(Arc::new(Pages(start, layout)))
     }
 
-    /// Where it begins.
+    /// The address of the first byte.
     pub fn pointer(&self) -> usize {
         self.0.as_ptr() as usize
     }
@@ -94,19 +93,26 @@ impl Drop for Pages {
     }
 }
 
-/// Where a program sees a mapped region.
+/// The memory in which a program sees a mapped region.
+pub enum Backing {
+    /// In the window, where the buffer itself lies: nothing is copied.
+    Home,
+    /// In a range of the window, by offset and length.
+    Staging(u64, u64),
+    /// In pages of this process: the window had no room.
+    Pages(Arc<Pages>),
+    /// In the program's own memory, its host pointer.
+    Program,
+}
+
 pub struct Map {
-    /// The pointer the program got.
+    /// The pointer that the program got.
     pub pointer: usize,
-    /// Offset and length of its range in the window; None: it lies in the buffer's home, in memory of the program's or in `pages`.
-    pub staging: Option<(u64, u64)>,
-    /// Where it lies if the window had no room.
-    pub pages: Option<Arc<Pages>>,
-    /// What is mapped.
+    pub backing: Backing,
     pub region: Region,
     /// CL_MAP_*.
     pub flags: u64,
-    /// Pitches that the program sees.
+    /// The row pitch and the slice pitch that the program sees.
     pub pitches: (usize, usize),
 }
 
@@ -144,14 +150,21 @@ pub struct Mem {
     pub pitches: (usize, usize),
     /// Width, height (or layers of a 1D array), depth (or layers).
     pub extent: [u64; 3],
-    /// What is mapped now.
+    /// The regions that are mapped now.
     pub maps: Mutex<Vec<Map>>,
-    /// Called when it goes, last registered first.
+    /// Callbacks of the program for the object's end; the last registered is called first.
     pub destructors: Mutex<Vec<Destructor>>,
     /// The properties it was created with.
     pub properties: Vec<i64>,
     /// Its handle, for destructors.
     pub handle: std::sync::atomic::AtomicUsize,
+}
+
+impl Mem {
+    /// Returns whether it is an image, not a buffer or a pipe.
+    pub fn is_image(&self) -> bool {
+        !matches!(self.object_type, cl::MEM_OBJECT_BUFFER | cl::MEM_OBJECT_PIPE)
+    }
 }
 
 impl Drop for Mem {
@@ -183,7 +196,7 @@ pub struct Program {
     pub options: Mutex<Option<Vec<u8>>>,
 }
 
-/// What an argument is, as far as a driver's answer may depend on it.
+/// An argument of a kernel, as far as a driver's answer may depend on it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Argument {
     /// A value of this size that names no object.
@@ -201,10 +214,10 @@ pub enum Argument {
 /// A launch: dimensions, local sizes (0: none), device.
 pub type Launch = (u32, [u64; 3], u64);
 
-/// More combinations of arguments than this are no program's habit.
+/// The most combinations of arguments that are remembered of a kernel.
 const COMBINATIONS: usize = 64;
 
-/// What a driver accepted of a kernel before, so that the same can be posted.
+/// The arguments and launches of a kernel that the driver accepted before, so that the same can be posted.
 #[derive(Default)]
 pub struct Learned {
     /// Arguments by index.
@@ -218,7 +231,7 @@ pub struct Learned {
 }
 
 impl Learned {
-    /// Whether the driver accepted such an argument before.
+    /// Returns whether the driver accepted such an argument before.
     pub fn accepts(&self, index: u32, argument: Argument) -> bool {
         // Mostly an argument is like the one before it.
         argument != Argument::Doubtful
@@ -226,12 +239,12 @@ impl Learned {
                 || self.accepted.contains(&(index, argument)))
     }
 
-    /// The driver accepted an argument.
+    /// Remembers an argument that the driver accepted.
     pub fn accept(&mut self, index: u32, argument: Argument) {
         self.accepted.insert((index, argument));
     }
 
-    /// An argument was set.
+    /// Notes that an argument was set.
     pub fn set(&mut self, index: u32, argument: Argument) {
         let index = index as usize;
         if self.current.get(index) == Some(&argument) {
@@ -251,12 +264,12 @@ impl Learned {
         self.launches = self.others.remove(&self.current).unwrap_or_default();
     }
 
-    /// Whether a launch like this was accepted with arguments like the present ones.
+    /// Returns whether a launch like this was accepted with arguments like the present ones.
     pub fn launched(&self, like: &Launch) -> bool {
         self.launches.contains(like)
     }
 
-    /// A launch was accepted.
+    /// Remembers a launch that the driver accepted.
     pub fn launch(&mut self, like: Launch) {
         if !self.current.contains(&Argument::Doubtful) {
             self.launches.insert(like);
@@ -266,7 +279,7 @@ impl Learned {
 
 pub struct Kernel {
     pub program: Ref,
-    /// What was accepted.
+    /// Arguments and launches that the driver accepted.
     pub learned: Mutex<Learned>,
 }
 
@@ -278,7 +291,7 @@ pub struct Event {
     pub command: u32,
     /// The last status known: CL_COMPLETE or an error is final.
     pub status: AtomicI32,
-    /// Of an event that the program completes.
+    /// Set for an event that the program completes.
     pub counted: Option<Counted>,
 }
 

@@ -4,13 +4,12 @@
 
 use crate::rt::Obj;
 use crate::state::{As, Body, Mem};
-use tombolo_accel_spec::opencl as wire;
+use tombolo_accel_spec::opencl::{self as wire, cl};
 
-const BUFFER: u32 = 0x10f0;
-/// CL_MEM_HOST_WRITE_ONLY, CL_MEM_HOST_READ_ONLY, CL_MEM_HOST_NO_ACCESS
-const HOST_ACCESS: u64 = 1 << 7 | 1 << 8 | 1 << 9;
+/// The flags that restrict the host's access to an object.
+const HOST_ACCESS: u64 = cl::MEM_HOST_WRITE_ONLY | cl::MEM_HOST_READ_ONLY | cl::MEM_HOST_NO_ACCESS;
 
-/// Whether a queue and an object are of one context.
+/// Returns whether a queue and an object are of one context.
 pub fn same_context(queue: Obj, object: Obj) -> bool {
     match (queue.body().context(), object.body().context()) {
         (Some(a), Some(b)) => a == b,
@@ -19,10 +18,12 @@ pub fn same_context(queue: Obj, object: Obj) -> bool {
 }
 
 fn inside(mem: &Mem, offset: u64, size: u64) -> bool {
-    mem.object_type == BUFFER && size > 0 && offset.checked_add(size).is_some_and(|end| end <= mem.size)
+    mem.object_type == cl::MEM_OBJECT_BUFFER
+        && size > 0
+        && offset.checked_add(size).is_some_and(|end| end <= mem.size)
 }
 
-/// Whether the whole of a wait list can be assumed to be in the queue's context. The list was checked for live events.
+/// Returns whether all events of a wait list are of the queue's context. The list was checked for live events.
 fn waits_ok(queue: Obj, waits: &[u64]) -> bool {
     waits.iter().all(|id| crate::rt::ARENA.by_id(*id).is_some_and(|e| same_context(queue, e)))
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the processes of one VM use together: a file of shared memory with a page for each. A worker can write to its own page and read the others',
+//! The account of one VM's processes: a file of shared memory with a page for each. A worker can write to its own page and read the others',
 //! and the server clears the page of one that has ended; so however a worker dies, nothing stays charged. A worker runs its client's kernels, so its page may
 //! lie: that its process has everything, or nothing. The first it could have had without a lie. The control group of the VM
 //! ([`crate::wall::cgroup`]) limits what the second hides.
@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use tombolo_calls::memory::{Mapping, PAGE, sealed_memfd};
 
-/// What is counted.
+/// The things that are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Good {
     /// Bytes of device memory.
@@ -28,7 +28,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// What the worker of a channel is given, for [`Account::of`].
+    /// The descriptors that the worker of a channel gets, for [`Account::of`].
     pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
         [self.write.as_fd(), self.read.as_fd()]
     }
@@ -80,13 +80,13 @@ impl Account {
         self.word(self.place, SPENT)
     }
 
-    /// How many processes have spent requests since `earliest`, this one among them.
+    /// The number of processes that have spent requests since `earliest`, this one among them.
     pub fn active(&self, earliest: u64) -> u64 {
         let others = (0..self.places()).filter(|place| *place != self.place);
         1 + others.filter(|place| self.word(*place, SPENT).load(Ordering::Relaxed) > earliest).count() as u64
     }
 
-    /// What all use together.
+    /// The sum over all processes.
     pub fn sum(&self, good: Good) -> u64 {
         let used = |place| self.word(place, good as usize).load(Ordering::SeqCst);
         (0..self.places()).map(used).fold(0, u64::saturating_add)
@@ -105,7 +105,6 @@ impl Account {
         Err(sum.saturating_sub(n))
     }
 
-    /// Gives back.
     pub fn give_back(&self, good: Good, n: u64) {
         self.word(self.place, good as usize).fetch_sub(n, Ordering::SeqCst);
     }
@@ -131,7 +130,7 @@ mod tests {
         let (_server, files) = Account::new(2).expect("pages");
         let worker = of(&files, 1);
         let protect = |at: &Mapping, len| {
-            // SAFETY: a mapping of this test's; it may become writable, which harms nobody.
+            // SAFETY: a mapping of this test's; it may become writable.
             unsafe { libc::mprotect(at.base().cast(), len, libc::PROT_READ | libc::PROT_WRITE) }
         };
         assert_eq!(protect(&worker.all, 2 * PAGE), -1);

@@ -9,7 +9,7 @@ use anyhow::Context;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Where a server listens unless it is told otherwise.
+/// The address of a server unless it is told another.
 const LISTEN: &str = "unix:/run/tombolo/accel.sock";
 
 /// Accelerators through memory.
@@ -25,7 +25,7 @@ pub enum Command {
     },
     /// List the devices that a server on this machine has to offer
     Devices,
-    /// Let a server take nobody more and end when its last client has gone; its address is free at once
+    /// Let a server accept no more clients and end when its last one has gone; its address is free at once
     Drain {
         /// Control socket of the server
         #[arg(long, default_value = control::DEFAULT)]
@@ -61,7 +61,7 @@ pub enum Command {
         /// How it is confined, as JSON
         #[arg(long)]
         wall: Option<String>,
-        /// Serve nobody: only try whether this process can be confined
+        /// Serve no client: only try whether this process can be confined
         #[arg(long)]
         trial: bool,
     },
@@ -215,7 +215,7 @@ fn print(servers: &[Listing]) {
     }
 }
 
-/// Writes who serves whom.
+/// Writes the servers and their tenants.
 pub fn list(servers: &[Listing], json: bool) -> anyhow::Result<()> {
     if json {
         println!("{}", serde_json::to_string(servers)?);

@@ -18,7 +18,7 @@ use tombolo_control::accel::Answer;
 
 pub use tombolo_control::accel::{Listing, Request};
 
-/// Where a server listens for commands unless it is told otherwise.
+/// The path of a server's control socket unless it is told another.
 pub const DEFAULT: &str = "/run/tombolo/accel-control.sock";
 const MAX_REQUEST: u64 = 4096;
 
@@ -84,7 +84,7 @@ pub fn obey(overseer: &UnixStream, server: &Arc<Server>) {
         overseer.write_all(answer.as_bytes())
     });
     if let Err(e) = obeyed {
-        say!("tombolo accel: whoever looks after this server has gone: {e}");
+        say!("tombolo accel: the process that supervises this server has gone: {e}");
     }
     // The workers end with it.
     server.end();
@@ -98,7 +98,7 @@ pub fn ask<T: DeserializeOwned>(socket: &Path, request: &Request) -> anyhow::Res
     Ok(value)
 }
 
-/// Where a server that drains is controlled.
+/// The path of the control socket of a server that drains.
 pub fn draining(control: &Path) -> PathBuf {
     let mut path = control.as_os_str().to_owned();
     path.push(format!(".draining-{}", std::process::id()));

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Divides processor time between tenants, by weight, where the device is the CPU.
 //!
-//! The kernel's scheduler divides between threads; a tenant with more of them, or with luckier ones, gets more. So whoever is ahead of the
+//! The kernel's scheduler divides between threads; a tenant with more of them, or with luckier ones, gets more. So a tenant that is ahead of the
 //! one furthest behind by more than a quantum is stopped (SIGSTOP) until that one has caught up. What counts is the processor time of a
 //! worker as the kernel knows it, so a worker can't lie about it, and needs to do nothing for it. The processes of a VM count together.
 //!
-//! Who has not run for a while is not behind: it saves nothing up. And nobody is stopped for nothing: when processors idle while
-//! somebody is stopped, all may run, for longer each time.
+//! A tenant that has not run for a while is not behind: it saves nothing up. When processors idle while a tenant is stopped, all may run,
+//! for longer each time.
 //!
-//! Nobody is looked at while there are fewer than two tenants, and rarely while fewer than two of them run.
+//! The server looks at no tenant while there are fewer than two, and rarely while fewer than two of them run.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,22 +17,21 @@ use std::time::Duration;
 const TICK: Duration = Duration::from_millis(4);
 /// The longest between two looks.
 const REST: Duration = Duration::from_millis(250);
-/// How far ahead somebody may get, in seconds of processor time at full weight.
+/// A tenant may get so far ahead, in seconds of processor time at full weight.
 const QUANTUM: f64 = 0.010;
-/// How far ahead somebody who was stopped may go on.
+/// A stopped tenant goes on when it is only so far ahead.
 const CLOSE: f64 = 0.005;
-/// Who has not run for so long has nothing to do.
+/// A tenant that has not run for so long has nothing to do.
 const QUIET: Duration = Duration::from_millis(25);
-/// How long it is looked whether processors idle.
+/// The time over which idle processors are measured.
 const WINDOW: Duration = Duration::from_millis(100);
 /// Dividing was in vain where processors idled for so long in a window, all together.
 const IN_VAIN: Duration = Duration::from_millis(25);
 /// The most windows without division after that.
 const OFF_MAX: u32 = 16;
-/// The largest weight.
 const FULL_WEIGHT: f64 = 100.0;
 
-/// What a tenant has used.
+/// The processor time that a tenant has used.
 #[derive(Clone, Copy, Debug)]
 pub struct Used {
     /// Its weight, 1 to 100.
@@ -47,7 +46,7 @@ struct Share {
     cpu: Duration,
     /// Seconds that it has had at full weight, or would have had, had it not been quiet.
     spent: f64,
-    /// When it was last seen to run.
+    /// The time at which it was last seen to run.
     ran: Option<Duration>,
     held: bool,
 }
@@ -58,7 +57,7 @@ impl Share {
     }
 }
 
-/// Who may run.
+/// Decides which tenants may run.
 #[derive(Debug, Default)]
 pub struct Divider {
     shares: BTreeMap<String, Share>,
@@ -67,13 +66,13 @@ pub struct Divider {
     window: Window,
 }
 
-/// Whether dividing is of use.
+/// Finds out whether dividing is of use.
 #[derive(Debug, Default)]
 struct Window {
     began: Duration,
     /// Of the processors, when it began.
     idle: Duration,
-    /// Somebody was held in it.
+    /// Set if a tenant was stopped in it.
     held: bool,
     /// So many windows are left without division.
     off: u32,
@@ -82,7 +81,7 @@ struct Window {
 }
 
 impl Window {
-    /// False: processors idled while somebody was held, lately.
+    /// Returns `false` if processors idled lately while a tenant was stopped.
     fn look(&mut self, now: Duration, idle: Duration) -> bool {
         let over = now.saturating_sub(self.began) >= WINDOW;
         let in_vain = self.held && idle.saturating_sub(self.idle) > IN_VAIN;
@@ -136,13 +135,13 @@ impl Divider {
         self.rest
     }
 
-    /// Whether a tenant may not run now.
+    /// Returns whether a tenant is stopped now.
     pub fn holds(&self, name: &str) -> bool {
         self.shares.get(name).is_some_and(|s| s.held)
     }
 }
 
-/// How long the processors that this process may run on have been idle, all together; zero where the kernel doesn't say.
+/// The idle time of all processors that this process may run on, together; zero if the kernel doesn't tell.
 pub fn idle() -> Duration {
     let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
     // SAFETY: a set of processors is plain data, for which zeroes are a value.
@@ -280,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_stopped_for_one_who_can_not_use_the_time() {
+    fn no_tenant_is_stopped_for_one_that_can_not_use_the_time() {
         // One thread of a tenant can't use two processors, and a tenth of one leaves almost all of them.
         for little in [1.0, 0.1] {
             let mut host = Host::new(2.0, vec![tenant(100, little), tenant(100, 2.0)]);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a worker tells its supervisor: a page that both map. Nobody is woken by it, so it costs nothing while nobody looks. A worker
-//! runs its client's kernels, so what stands there may be a lie about that client; it is copied and shown, nothing else.
+//! The figures that a worker writes for its supervisor, into a page that both map. Writing wakes no process, so it costs nothing while the
+//! supervisor doesn't look. A worker runs its client's kernels, so the figures may be a lie about that client; the supervisor copies and shows them,
+//! nothing else.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +15,6 @@ const NAME_LEN: usize = 128;
 /// A number in the page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Figure {
-    /// Requests.
     Calls,
     /// Of these, those that the client waited for.
     Waits,
@@ -29,7 +29,6 @@ pub enum Figure {
     Objects,
 }
 
-/// The page.
 pub struct Figures(Mapping);
 
 impl Figures {
@@ -49,17 +48,16 @@ impl Figures {
         unsafe { AtomicU64::from_ptr(self.0.base().cast::<u64>().add(figure as usize)) }
     }
 
-    /// Counts.
     pub fn add(&self, figure: Figure, n: u64) {
         self.word(figure).fetch_add(n, Ordering::Relaxed);
     }
 
-    /// Says what is now.
+    /// Replaces a figure's value.
     pub fn set(&self, figure: Figure, value: u64) {
         self.word(figure).store(value, Ordering::Relaxed);
     }
 
-    /// What stands there.
+    /// The value of a figure.
     pub fn get(&self, figure: Figure) -> u64 {
         self.word(figure).load(Ordering::Relaxed)
     }
@@ -74,7 +72,7 @@ impl Figures {
         self.letters().zip(name.bytes()).for_each(|(to, b)| to.store(b, Ordering::Relaxed));
     }
 
-    /// Who the client claims to be; empty as long as it has said nothing.
+    /// The name that the client gave itself; empty before its hello.
     pub fn name(&self) -> String {
         let bytes: Vec<u8> =
             self.letters().map(|b| b.load(Ordering::Relaxed)).take_while(|b| *b != 0).collect();

@@ -2,7 +2,7 @@
 //! The server of accelerators.
 //!
 //! A supervisor listens; for each client it starts a worker, a sandboxed process that alone touches that client's memory, loads the
-//! real driver and carries out what the client asks. A worker that crashes, or is told off, takes one client with it.
+//! real driver and carries out what the client asks. A worker that crashes, or is killed, takes one client with it.
 //!
 //! - [`supervisor`]: admits clients, starts workers; drains. [`listen`]: addresses, and who comes by them.
 //! - [`tenants`]: who is served now; [`figures`]: what their workers say of them.

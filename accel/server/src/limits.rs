@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a client may use, and how requests are slowed down to a rate.
+//! The limits of a client, and the bucket that slows its requests down to a rate.
 
 use crate::account::Account;
 use serde::{Deserialize, Serialize};
@@ -23,7 +23,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// How much nicer than its server a worker is: the scheduler gives a thread 1.25 times less for each step.
+    /// The niceness of a worker above its server's: the scheduler gives a thread 1.25 times less for each step.
     pub fn nice(&self) -> i32 {
         let steps = (100.0 / f64::from(self.weight.clamp(1, 100))).ln() / 1.25f64.ln();
         (steps.round() as i32).min(19)
@@ -151,7 +151,7 @@ mod tests {
         // In a second, half of the rate and what the bucket holds.
         let (of_b, _) = rate(&b, start);
         assert!((50..=57).contains(&of_b), "{of_b}");
-        // Whatever stands there.
+        // The worker may have written anything there.
         accounts[0].spent().store(u64::MAX, Ordering::Relaxed);
         let later = start + 10_000_000_000;
         let (of_b, _) = rate(&b, later);

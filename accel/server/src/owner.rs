@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A server in the VM that owns the accelerator. Each client VM's zone is a device of this VM, and its driver makes
-//! `/dev/tombolo-serve-UUID` of it (`zone/format/tombolo_calls.h`): the area to map, a read that sleeps until somebody rings, a write that
-//! rings the client VM. A thread per client VM sleeps in that read; nothing runs while nobody calls.
+//! `/dev/tombolo-serve-UUID` of it (`zone/format/tombolo_calls.h`): the area to map, a read that sleeps until the client VM or the host rings, a write that
+//! rings the client VM. A thread per client VM sleeps in that read; nothing runs while there are no calls.
 
 use crate::vm::Side;
 use anyhow::Context;
@@ -20,7 +20,7 @@ pub fn is_device(zone: &Path) -> bool {
     zone.metadata().is_ok_and(|meta| meta.file_type().is_char_device())
 }
 
-/// What the server has of a client VM's zone.
+/// The server's side of a client VM's zone.
 pub struct OwnerSide {
     doorbell: File,
     /// As the driver told it last; 0: the client VM isn't there.
@@ -54,7 +54,7 @@ pub fn open(
             told.store(u64::from_ne_bytes(now), Ordering::Release);
             look();
         };
-        eprintln!("tombolo accel: {name}: nobody hears its rings any more: {why}");
+        eprintln!("tombolo accel: {name}: no thread hears its rings any more: {why}");
     })?;
     Ok((area, OwnerSide { doorbell, life }))
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One client's requests, whatever the API.
 //!
-//! One thread at a time, the *leader*, holds the lock of the incoming ring: it takes records from the ring, in order, and executes them. Before
+//! One thread at a time, the *leader* (of the Leader/Followers pattern), holds the lock of the incoming ring: it takes records from the ring, in order, and executes them. Before
 //! a call that may take long the leader unlocks the ring and enters the driver; if a record arrives meanwhile, the doorbell wakes another
 //! thread, which becomes the leader. So no record moves between threads as long as the client only waits. A leader that finds the
 //! ring empty polls for a moment, then arms the doorbell and sleeps.
@@ -22,7 +22,7 @@ use tombolo_calls::spin::Spin;
 use tombolo_calls::try_lock::{Guard, TryLock};
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
 
-/// How long a leader looks for more before it sleeps.
+/// A leader polls for more records so long before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 /// Bytes of replies that may wait for a client to read.
 const MAX_QUEUED: usize = 64 << 20;
@@ -31,7 +31,7 @@ const MUCH_QUEUED: usize = 1 << 20;
 /// Threads of a client that may be inside the driver at once.
 const MAX_THREADS: usize = 256;
 
-/// What an API plugs in.
+/// The part of a session that each API has of its own.
 pub trait Api: Send + Sync + 'static {
     /// Root objects and their properties.
     fn snapshot(&self, session: &Arc<Session>, reply: &mut Vec<u8>) -> Result<(), i32>;
@@ -43,7 +43,6 @@ pub trait Api: Send + Sync + 'static {
     fn settle(&self);
     /// Bytes of device memory and objects in use.
     fn usage(&self) -> (u64, u64);
-    /// The code of success.
     fn success(&self) -> i32;
 }
 
@@ -66,13 +65,13 @@ pub struct In {
 /// One client.
 pub struct Session {
     outbox: Mutex<Outbox>,
-    /// Replies that waited have been sent, or nobody takes any more.
+    /// Notified when replies that waited have been sent, or the client takes none any more.
     room: Condvar,
     input: TryLock<In>,
     bell: Arc<dyn Bell>,
     /// Bulk data shared with the client.
     pub window: Arc<Window>,
-    /// Whether the client sees the window without pushing.
+    /// Set if the client sees the window without pushing.
     pub shares_window: bool,
     threads: AtomicUsize,
     idle: AtomicUsize,
@@ -82,16 +81,16 @@ pub struct Session {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic ends the worker (see worker.rs); nobody works on with a half-changed value.
+    // A panic ends the worker (see worker.rs); no thread works on with a half-changed value.
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// What a reply that waits takes of this process's memory, about: most are short.
+/// The memory that a waiting reply takes, about: most are short.
 fn weight(record: &[u8]) -> usize {
     record.len() + 64
 }
 
-/// The reply to a call that the client waits for, where another thread may send it than the call's own: whoever is first.
+/// The reply to a call that the client waits for, if another thread than the call's own may send it: the first of them does.
 pub struct Early {
     session: Arc<Session>,
     tag: u64,
@@ -99,7 +98,7 @@ pub struct Early {
 }
 
 impl Early {
-    /// Whether nobody has sent it: then the caller does.
+    /// Returns whether no thread has sent it yet: then the caller does.
     fn claim(&self) -> bool {
         !self.sent.swap(true, Ordering::SeqCst)
     }
@@ -115,11 +114,10 @@ impl Early {
 
 /// A request that is being carried out.
 pub struct Call<'s> {
-    /// The client.
     pub session: &'s Arc<Session>,
     /// The body of its reply.
     pub reply: Vec<u8>,
-    /// Whether the client waits for it.
+    /// Set if the client waits for the reply.
     pub waited: bool,
     tag: u64,
     early: Option<Arc<Early>>,
@@ -127,7 +125,7 @@ pub struct Call<'s> {
 }
 
 impl Call<'_> {
-    /// What another thread may send the reply with. None: the client doesn't wait.
+    /// The means by which another thread may send the reply. None: the client doesn't wait.
     pub fn early(&mut self) -> Option<Arc<Early>> {
         let (session, tag) = (self.session, self.tag);
         let new = || Arc::new(Early { session: session.clone(), tag, sent: AtomicBool::new(false) });
@@ -135,7 +133,7 @@ impl Call<'_> {
     }
 
     /// Says that the driver is about to be entered for an unknown time: others may lead on meanwhile. `false`: it may not be, as there are as
-    /// many threads in it as may be, and what would end this call's wait may be a request that nobody were left to read.
+    /// many threads in it as may be, and the request that would end this call's wait might find no thread left to read it.
     #[must_use]
     pub fn may_block(&mut self) -> bool {
         if self.lead.is_none() {
@@ -145,7 +143,7 @@ impl Call<'_> {
             return false;
         }
         let Some(mut input) = self.lead.take() else { return true };
-        // Something arrived already, or the ring is broken (whoever leads next will see): wake a thread for it.
+        // Something arrived already, or the ring is broken (the next leader will see): wake a thread for it.
         let quiet = matches!(input.rx.arm(), Ok(true));
         if input.unlock() || !quiet {
             self.session.bell.ring();
@@ -172,8 +170,8 @@ impl Session {
         })
     }
 
-    /// Says who carries requests out; the first who is named does.
-    pub fn plug(&self, api: Arc<dyn Api>) {
+    /// Sets the API that carries requests out. Calls after the first have no effect.
+    pub fn set_api(&self, api: Arc<dyn Api>) {
         self.api.get_or_init(|| api);
     }
 
@@ -192,7 +190,7 @@ impl Session {
 
     /// Serves the client on this thread and others until it is gone; why it ended.
     pub fn run(self: &Arc<Self>, api: Arc<dyn Api>) -> Error {
-        self.plug(api);
+        self.set_api(api);
         self.serve();
         lock(&self.over).take().unwrap_or(Error::Closed)
     }
@@ -243,7 +241,7 @@ impl Session {
         !over()
     }
 
-    /// Life of a thread: leads when nobody does, sleeps otherwise.
+    /// Runs a thread: it leads when no other does, and sleeps otherwise.
     fn serve(self: &Arc<Self>) {
         loop {
             if lock(&self.over).is_some() {
@@ -351,7 +349,7 @@ impl Session {
         .map_err(malformed)?;
         let status = outcome.err().unwrap_or_else(|| api.success());
         if call.lead.is_none() {
-            // Before the reply, so that the client's next request need not ring for anybody.
+            // Before the reply, so that the client's next request need not ring.
             call.lead = self.input.try_lock();
             if let Some(input) = &mut call.lead {
                 input.rx.disarm();

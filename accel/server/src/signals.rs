@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is left to do when a signal asks this process to end.
+//! Work that is left when a signal asks this process to end.
 
 use std::io;
 

@@ -21,7 +21,7 @@ use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
 use tombolo_calls::say;
 
-/// How a server runs.
+/// The settings of a server.
 pub struct Config {
     /// Addresses to listen on (`unix:/path`, `tcp:host:port`), and the limits of each client that comes by it.
     pub listen: Vec<(String, Limits)>,
@@ -45,7 +45,7 @@ pub struct Config {
     pub of_peer: usize,
     /// Where commands come in.
     pub control: Option<PathBuf>,
-    /// Where Prometheus asks.
+    /// The address at which Prometheus asks.
     pub metrics: Option<tombolo_metrics::Place>,
 }
 
@@ -71,9 +71,9 @@ pub struct Server {
     most: usize,
     of_peer: usize,
     draining: AtomicBool,
-    /// Nobody can come any more.
+    /// Set when no client can connect any more.
     closed: AtomicBool,
-    /// Waits for that.
+    /// The thread that waits until `closed` is set.
     main: Thread,
 }
 
@@ -152,11 +152,11 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         // One that panicked has said so.
         let _ended = thread.join();
     }
-    // The workers end with this process, so it stays until nobody needs one.
+    // The workers end with this process, so it stays until no client needs one.
     server.tenants.wait_until_gone();
     server.end();
     if let Some(path) = &server.control {
-        // Somebody may have tidied up already.
+        // An administrator may have removed it already.
         let _gone = std::fs::remove_file(control::draining(path));
     }
     Ok(())
@@ -187,7 +187,7 @@ impl Server {
                 Err(_) if self.draining.load(Ordering::SeqCst) => return,
                 Err(e) => {
                     say!("tombolo accel: a connection was lost before it began: {e}");
-                    // Where there are no descriptors, or no memory, it would be lost again at once.
+                    // Without descriptors or memory, the next one would be lost at once.
                     self.tenants.wait_for_change(PAUSE);
                 }
             }
@@ -234,7 +234,7 @@ impl Server {
                     say!("tombolo accel: {path}: {e}");
                 }
             }
-            // SAFETY: an integer; wakes whoever accepts on it.
+            // SAFETY: an integer; wakes the thread that accepts on it.
             unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_RDWR) };
         }
         if let Some(path) = &self.control {
@@ -247,7 +247,7 @@ impl Server {
         self.main.unpark();
     }
 
-    /// What is left to do before this process ends.
+    /// Removes the control groups, before this process ends.
     pub fn end(&self) {
         if let Some(cgroup) = self.tenants.confinement().cgroup() {
             cgroup.end();

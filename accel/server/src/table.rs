@@ -5,13 +5,13 @@
 use crate::account::{Account, Good};
 use std::sync::Arc;
 
-/// What an id stands for.
+/// The object that an id stands for.
 #[derive(Debug)]
 pub struct Entry<X> {
     generation: u32,
     kind: u32,
     native: Result<usize, i32>,
-    /// What the API keeps beside it.
+    /// The API's own state of the object.
     pub extra: X,
 }
 
@@ -33,7 +33,7 @@ pub struct Table<X> {
     slots: Vec<Option<Entry<X>>>,
     limit: usize,
     live: usize,
-    /// Where it is one of several that have the limit together.
+    /// Set if several tables have the limit together.
     account: Option<Arc<Account>>,
 }
 
@@ -92,7 +92,7 @@ impl<X> Table<X> {
         }
     }
 
-    /// Whether an id could be given to a new object.
+    /// Refuses an id that a new object can't have.
     pub fn vacant(&self, id: u64) -> Result<(), Fault> {
         let index = id as u32 as usize;
         if index == 0 || index > self.limit {

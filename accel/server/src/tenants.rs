@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who is served now: a worker each, its limits and its figures; and who of them may run.
+//! The tenants: clients that are served now, each with its worker, limits and figures; and the thread that divides time between them.
 
 use crate::divide::{self, Divider, Used};
 use crate::figures::{Figure, Figures};
@@ -21,11 +21,11 @@ pub struct Tenant {
     pub origin: Origin,
     /// What it may use.
     pub limits: Limits,
-    /// What its worker says.
+    /// The figures of its worker.
     pub figures: Figures,
-    /// When its worker was started.
+    /// The time at which its worker was started.
     pub since: Instant,
-    /// Its worker, whatever becomes of its number.
+    /// Its worker, which stays the same process when its number is used again.
     pub process: Arc<OwnedFd>,
     /// The processes that its worker started, once they can be seen.
     pub census: Option<Census>,
@@ -79,7 +79,7 @@ impl Tenant {
 
     fn may_run(&mut self, runs: bool) {
         match (self.paused.since, runs) {
-            // What it started since, and what was let go on by somebody else.
+            // Again: it may have started processes since, or another process may have sent SIGCONT.
             (Some(_), false) => self.signal(libc::SIGSTOP),
             (None, false) => {
                 self.signal(libc::SIGSTOP);
@@ -158,12 +158,11 @@ pub struct Tenants {
 }
 
 impl Tenants {
-    /// Nobody yet; how the workers of those that come are confined.
+    /// No tenants yet, and the confinement of the workers to come.
     pub fn of(confinement: Confinement) -> Tenants {
         Tenants { confinement, ..Tenants::default() }
     }
 
-    /// How workers are confined.
     pub fn confinement(&self) -> &Confinement {
         &self.confinement
     }
@@ -173,13 +172,11 @@ impl Tenants {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One more.
     pub fn add(&self, pid: u32, tenant: Tenant) {
         self.lock().by_pid.insert(pid, tenant);
         self.changed.notify_all();
     }
 
-    /// One less.
     pub fn remove(&self, pid: u32) {
         self.lock().remove(pid);
         self.changed.notify_all();
@@ -207,7 +204,7 @@ impl Tenants {
         drop(self.changed.wait_timeout(self.lock(), most).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits until nobody is left, and nobody can come from a VM.
+    /// Waits until no tenant is left, and none can come from a VM.
     pub fn wait_until_gone(&self) {
         let inner = self.lock();
         let gone = self.changed.wait_while(inner, |i| !i.by_pid.is_empty() || i.vms > 0);
@@ -230,7 +227,6 @@ impl Tenants {
         }
     }
 
-    /// All of them now.
     pub fn status(&self) -> Vec<Status> {
         let seconds = |ns: u64| ns as f64 / 1e9;
         let status = |(pid, t): (&u32, &mut Tenant)| Status {

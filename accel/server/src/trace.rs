@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a program's calls cost: the program is run with a file in `TOMBOLO_ACCEL_TRACE`, to which the client library of each of its
+//! The cost of a program's calls: the program is run with a file in `TOMBOLO_ACCEL_TRACE`, to which the client library of each of its
 //! processes adds a line of JSON when it ends.
 
 use anyhow::{Context, bail};

@@ -99,7 +99,7 @@ struct Worker {
     bell: File,
 }
 
-/// What a server has of a VM's zone beside the area: whether the VM is there, and doorbells.
+/// A server's side of a VM's zone beside the area: the VM's life, and doorbells.
 pub trait Side: Send {
     /// The VM's present life; no two lives of a VM have the same. `None`: it isn't there.
     fn life(&self) -> Option<u64>;
@@ -113,7 +113,7 @@ pub trait Side: Send {
     fn gone(&self) {}
 }
 
-/// What a server on the host has: it is a member of the zone itself, with a doorbell.
+/// The side of a server on the host, which is a member of the zone itself, with a doorbell.
 struct HostSide {
     name: String,
     zone: Arc<Zone>,
@@ -167,7 +167,7 @@ pub struct Vm {
     name: String,
     area: Area,
     side: Box<dyn Side>,
-    /// What its processes use together: memory and objects are limited by VM.
+    /// The memory and the objects of its processes together: they are limited by VM.
     account: Account,
     account_files: Files,
     /// The VM's life that was last seen.
@@ -206,7 +206,7 @@ impl Vm {
         let made = ZoneConfig::new(name, size).backing(Backing::File(path.clone())).areas(vec![calls]);
         let zone = Arc::new(Zone::create(&made)?);
         let member = zone.invite(name, Role::Vm, Rights::READ_WRITE)?;
-        // Nobody listens to the events: the server's own doorbell tells when the VM comes and goes.
+        // The events have no reader: the server's own doorbell rings when the VM comes and goes.
         let (doorbells, _) = DoorbellServer::start(zone.clone())?;
         doorbells.listen(member, folder.join("bell"))?;
         let kept = Some((member, doorbells));
@@ -247,7 +247,7 @@ impl Vm {
         Vm::with(name, limits, channels, confinement, |look| {
             let own = zone.join(zone.invite(MEMBER, Role::Host, Rights::READ_WRITE)?)?;
             let bell = Bell::enter_and_watch(&zone, own.id(), look)?
-                .context("nobody serves its zone's doorbells")?;
+                .context("no process serves its zone's doorbells")?;
             let place = zone.area(AreaType::Calls, None)?;
             let memory = File::from(zone.as_fd().try_clone_to_owned()?);
             let area = Area::make(memory, place.offset, place.len, channels, geometry, bell.peer())?;
@@ -340,7 +340,7 @@ impl Vm {
         }
         match self.try_start(channel, tenants) {
             Ok(worker) => {
-                // What the client wrote before is in its ring.
+                // The client may have written to its ring before.
                 worker.ring();
                 self.workers.insert(channel, worker);
             }
@@ -386,11 +386,11 @@ impl Vm {
         if let Err(e) = self.area.free(channel) {
             say!("tombolo accel: channel {channel} of {} can't be cleared: {e}", self.name);
         }
-        // Somebody may wait for it.
+        // A process may wait for it.
         self.side.ring();
     }
 
-    /// Its QEMU ended: nobody will close what its processes had open. Where the VM is back already, it says itself what it doesn't have.
+    /// Frees the channels of a VM whose QEMU ended, as its processes close none any more. A VM that is back already frees those of its former life itself.
     fn vm_is_gone(&mut self, for_good: bool) {
         if for_good {
             self.side.gone();

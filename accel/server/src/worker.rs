@@ -29,15 +29,15 @@ pub const FIGURES_FD: i32 = 3;
 /// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell, doorbell and the account's two files follow.
 pub const SOCKET_FD: i32 = FIGURES_FD + 1;
 
-/// How long a client may take to say who it is.
+/// A client may take so long for its hello.
 const HELLO: Duration = Duration::from_secs(10);
 
 /// Set where devices are the native ones: an OpenCL driver of ours shows none there.
 pub const NATIVE: &str = "TOMBOLO_ACCEL_SERVER";
 
-/// Who the worker was started for.
+/// The client that the worker was started for.
 enum Caller {
-    /// A socket's other end, and what it said.
+    /// The client at a socket's other end, and its hello.
     Socket(OwnedFd, Hello),
     /// A process of a VM.
     Channel(zone::Greeted),
@@ -73,7 +73,7 @@ impl Caller {
 
 /// None: it left before it had said who it is.
 fn called(place: Option<&Place>) -> anyhow::Result<Option<Caller>> {
-    // SAFETY: the supervisor put the client's socket (or one of its own) there; nobody else in this process owns it.
+    // SAFETY: the supervisor put the client's socket (or one of its own) there; this is its only owner.
     let passed = |n: i32| unsafe { OwnedFd::from_raw_fd(SOCKET_FD + n) };
     let socket = passed(0);
     if let Some(&Place { at, ring, window, .. }) = place {
@@ -99,13 +99,13 @@ pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow:
     // SAFETY: the name ends with a zero.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"accel-worker".as_ptr()) };
     let scratch = enter(wall.as_ref())?;
-    // A panic in any thread ends this client's worker: nobody works on with a half-changed value.
+    // A panic in any thread ends this client's worker: no thread works on with a half-changed value.
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         say(panic);
         std::process::abort();
     }));
-    // SAFETY: the supervisor put it there; nobody else in this process owns it.
+    // SAFETY: the supervisor put it there; this is its only owner.
     let page = File::from(unsafe { OwnedFd::from_raw_fd(FIGURES_FD) });
     let figures = Figures::of(&page).context("the page of figures")?;
     let account = place.as_ref().map(|place| {
@@ -200,7 +200,7 @@ fn enter(wall: Option<&Wall>) -> anyhow::Result<Scratch> {
     Ok(scratch)
 }
 
-/// Whether a worker can be confined so; says why not.
+/// Tries whether a worker can be confined so, and prints the reason if it can't.
 pub fn trial(wall: Option<Wall>) -> ExitCode {
     match enter(wall.as_ref()).and_then(|_scratch| wall::calls::filter(Again { end: 0, part: PART as u64 })) {
         Ok(()) => ExitCode::SUCCESS,

@@ -55,7 +55,7 @@ pub struct Place {
     pub window: u64,
 }
 
-/// How a server's workers are confined, whoever they serve; by default not.
+/// The confinement of a server's workers; by default none.
 #[derive(Clone, Default)]
 pub struct Confinement {
     wall: Option<Wall>,
@@ -67,12 +67,12 @@ struct Begun {
     process: Process,
     /// The end of what it says.
     said: OwnedFd,
-    /// What it lives in, until that is dropped.
+    /// The worker's control group, which goes when this is dropped.
     _group: Option<Group>,
 }
 
 impl Confinement {
-    /// Tries on a worker that serves nobody whether workers can be confined here. `unconfined`: nothing is tried. `folder`: a control group to
+    /// Tries on a worker without a client whether workers can be confined here. `unconfined`: nothing is tried. `folder`: a control group to
     /// divide between tenants; none: one that can be found, and without any each process has its limits alone.
     pub fn tried(unconfined: bool, folder: Option<&Path>) -> anyhow::Result<Confinement> {
         let cgroup = match folder {
@@ -165,12 +165,12 @@ fn found() -> Option<Delegated> {
 /// Bytes that a worker may say in the log of its server.
 const MOST_SAID: usize = 64 << 10;
 
-/// How long a worker may live on when its client has gone.
+/// A worker may live on for so long when its client has gone.
 const GRACE: Duration = Duration::from_secs(10);
 
 /// Passes on to the log what a worker says, until it has ended; which it has to soon after the other end of its client's socket has gone.
 fn look_after(process: &Process, said: OwnedFd, mut client: Option<OwnedFd>) -> std::io::Result<()> {
-    // A worker of this user could open the pipe anew and take out what poll(2) told of; nobody may wait for it then.
+    // A worker of this user could open the pipe anew and take out the bytes that poll(2) reported; a read must not wait for them then.
     rustix::fs::fcntl_setfl(&said, OFlags::NONBLOCK)?;
     let mut left = MOST_SAID;
     let mut said = Some(File::from(said));
@@ -198,7 +198,7 @@ fn look_after(process: &Process, said: OwnedFd, mut client: Option<OwnedFd>) -> 
         if fds[1].revents != 0 {
             (client, gone) = (None, Some(Instant::now()));
         }
-        // Whatever it still says.
+        // The last lines of the worker.
         if left_of_grace == Some(Duration::ZERO) {
             say!("tombolo accel: worker {} didn't end with its client, and is killed", process.pid);
             process.kill();
@@ -211,7 +211,7 @@ fn look_after(process: &Process, said: OwnedFd, mut client: Option<OwnedFd>) -> 
             };
             left = log(&mut bytes[..n], left);
             if n == 0 || left == 0 {
-                // It closed its end, or has said all that it may: nobody reads on for it.
+                // It closed its end, or has written as much as it may: this thread stops reading.
                 said = None;
             }
         } else if fds[2].revents != 0 {
@@ -272,7 +272,7 @@ pub fn start(
             process.pid,
             Tenant { origin, limits, figures, since: Instant::now(), process: pidfd, census, used, paused },
         );
-        // Whoever asked waits for this.
+        // The caller waits for this.
         let _heard = told.send(Ok(()));
         if let Err(e) = look_after(&process, said, client).and_then(|()| process.wait()) {
             say!("tombolo accel: a worker can't be waited for: {e}");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a program is answered where native and forwarded calls could differ, and what a hostile one is refused.
+//! Answers to a program in cases where native and forwarded calls could differ, and refusals of a hostile one.
 
 mod rig;
 
@@ -164,19 +164,19 @@ fn a_client_that_reads_nothing_over_tcp_costs_no_more_memory_than_its_window() {
     post(&mut link, &made, 0);
     for ticket in 1..=READS {
         let read = wire::EnqueueReadBuffer {
-            queue,
+            command_queue: queue,
             buffer,
+            blocking_read: 0,
             offset: 0,
             size: BUFFER,
             data: 4096,
             ticket,
-            blocking: 0,
             waits: vec![].into(),
             event: 0,
         };
         post(&mut link, &read, 0);
     }
-    post(&mut link, &wire::Finish { queue }, WANTS_REPLY);
+    post(&mut link, &wire::Finish { command_queue: queue }, WANTS_REPLY);
     let begun = Instant::now();
     let tenant = loop {
         let tenant = server.ls().remove(0).tenants.remove(0);
@@ -203,7 +203,7 @@ fn a_server_that_finds_no_driver_says_where_it_looked() {
     let server = Server::run(server, "nowhere", &[]);
     let output = server.program(Path::new("clinfo")).output().expect("it runs");
     assert!(text(&output.stderr).contains("no usable OpenCL (code -1001); see its log"), "{output:?}");
-    // What a worker says is in the log by the time that it is off the list.
+    // A worker's lines are in the log by the time that it is off the list.
     let begun = Instant::now();
     while !server.ls()[0].tenants.is_empty() {
         assert!(begun.elapsed() < Duration::from_secs(30), "the worker of a client that left");

@@ -2,7 +2,7 @@
 //! Error codes are equal, call by call: every function of the declarations is called with each of its arguments at its limits (null, zero,
 //! huge, of another context, duplicate, every bit of its flags), natively and forwarded. The calls are generated from `opencl.api`;
 //! here stands what a good value of each parameter is. Where the native driver dies, its answer isn't asked for, but the client must live.
-//! What differs on purpose stands in `accel/tests/limits.expected`.
+//! Differences on purpose stand in `accel/tests/limits.expected`.
 
 mod rig;
 
@@ -11,7 +11,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use tombolo_accel_gen::parse::{Api, Class, Function, Param, Type, parse};
+use tombolo_accel_gen::api::{Api, Class, Function, Param, Type};
+use tombolo_accel_gen::parse::parse;
 use tombolo_accel_spec::OPENCL_API;
 
 /// The code of a program that lost its connection.
@@ -180,7 +181,7 @@ fn limits(f: &Function, p: &Param) -> Vec<String> {
             texts(&["NULL", "((cl_mem[]){NULL})", "&buffer2", "&image"])
         }
         Type::Handles(..) => texts(&["NULL", "(void *)((void *[]){NULL})"]),
-        // What follows of a wrong count is up to the memory behind the list.
+        // The outcome of a wrong count depends on the memory behind the list.
         Type::Int(_) if counts && p.name == "pattern_size" => texts(&[
             "0",
             "1",
@@ -280,14 +281,20 @@ fn case(out: &mut String, f: &Function, what: &str, args: &[String]) {
     written.expect("a string takes everything");
 }
 
+/// A function with its parameters as C has them.
+fn in_c(f: &Function) -> Function {
+    let params = f.params.iter().map(|p| Param { name: p.name.clone(), ty: p.ty.in_c() }).collect();
+    Function { params, ..f.clone() }
+}
+
 fn cases(api: &Api) -> String {
     let mut out = String::new();
-    for f in api.functions.iter().filter(|f| is_called(f)) {
+    for f in &api.functions.iter().filter(|f| is_called(f)).map(in_c).collect::<Vec<_>>() {
         let args: Vec<String> = f.params.iter().map(|p| good(f, p)).collect();
-        // What the class of a function adds to its parameters.
+        // The parameters that a function's class adds.
         let implied: &[&str] = match f.class {
             Class::Info => &["param", "size", "value", "&ret"],
-            Class::Enqueue => &["0", "NULL", "NULL"],
+            Class::Enqueue | Class::Transfer(_) => &["0", "NULL", "NULL"],
             Class::Create(_) => &["&code"],
             _ => &[],
         };
@@ -309,7 +316,7 @@ fn cases(api: &Api) -> String {
                 &["param", "0", "NULL", "&ret"],
                 &["param", "size", "value", "NULL"],
             ],
-            Class::Enqueue => &[
+            Class::Enqueue | Class::Transfer(_) => &[
                 &["0", "&event", "NULL"],
                 &["1", "NULL", "NULL"],
                 &["1", "&event", "&out_event"],

@@ -189,7 +189,7 @@ fn ls_tells_who_is_served_and_what_each_uses() {
 }
 
 #[test]
-fn a_client_beyond_its_rate_waits_for_its_turn_and_nobody_else_does() {
+fn a_client_beyond_its_rate_waits_for_its_turn_and_no_other_does() {
     let free = folder().join(format!("free-{}.sock", std::process::id()));
     let server =
         Server::start("rate", &["--rate", "100", "--listen", &format!("unix:{},rate=0", free.display())]);
@@ -209,7 +209,7 @@ fn a_client_beyond_its_rate_waits_for_its_turn_and_nobody_else_does() {
     server.end();
 }
 
-/// How nice a process is to others.
+/// The niceness of a process.
 fn niceness(pid: u32) -> i32 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
     let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
@@ -227,7 +227,7 @@ fn a_client_of_a_quarter_of_the_weight_is_scheduled_with_a_quarter_of_the_weight
     server.end();
 }
 
-/// What a client that means no good does with its socket.
+/// Does with a socket what a hostile client could do.
 fn misbehave(mut stream: impl Read + Write, half_close: impl Fn(), n: u64) {
     let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: format!("crowd {n}") };
     let mut said = Vec::new();

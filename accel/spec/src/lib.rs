@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What accelerator clients and servers say to each other.
+//! The protocol between accelerator clients and servers.
 //!
 //! - [`wire`]: encoding, decoding with all length checks, the headers of requests and replies; the same for every API.
 //! - [`common`]: records that every API has: the snapshot, releases, pings.
-//! - [`opencl`]: the records of OpenCL, generated from `opencl.api`.
+//! - [`opencl`]: the constants, structures and records of OpenCL, generated from `opencl.api`.
+//! - [`image`], [`rectangle`]: the arithmetic of OpenCL's images and rectangles.
 
 #![deny(missing_docs)]
 
 pub mod common;
+pub mod image;
+pub mod rectangle;
 pub mod wire;
 
-/// The declarations of OpenCL, for those who generate from them.
+/// The declarations of OpenCL, for build scripts.
 pub const OPENCL_API: &str = include_str!("../opencl.api");
 
-/// OpenCL's records, kinds, codes and identity, generated.
-#[allow(clippy::too_many_lines)]
+/// OpenCL's constants, structures, records, kinds and identity, generated. What a field means stands in the declaration.
+#[allow(missing_docs, non_upper_case_globals, clippy::too_many_lines)]
 pub mod opencl {
     use crate::wire::{Decoder, Encoder, Maker, Malformed, Record, again};
     use std::borrow::Cow;

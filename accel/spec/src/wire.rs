@@ -8,11 +8,11 @@ use std::borrow::Cow;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Malformed;
 
-/// Something generated from a declaration.
+/// A request as the declarations describe it.
 pub trait Record<'a>: Sized {
-    /// Its number.
+    /// The function's number.
     const ID: u32;
-    /// Whether it may stay in the batch until a later call.
+    /// Set if it may stay in the batch until a later call.
     const LAZY: bool;
     /// Appends its fields.
     fn encode(&self, to: &mut Encoder<'_>);
@@ -175,7 +175,7 @@ impl<'a> Decoder<'a> {
     pub fn end(&self) -> Result<(), Malformed> {
         if self.0.is_empty() { Ok(()) } else { Err(Malformed) }
     }
-    /// What is left.
+    /// The bytes that were not taken yet.
     pub fn rest(&self) -> &'a [u8] {
         self.0
     }
@@ -247,7 +247,7 @@ fn head(a: u32, b: u32, c: u64) -> [u8; HEADER] {
     out
 }
 
-/// What a record to the client is.
+/// The kinds of records to the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplyKind {
     /// The result of a request; the tag is the request's.
@@ -258,7 +258,7 @@ pub enum ReplyKind {
     Notify = 3,
     /// The front of a result that is longer than a record; more follows.
     Part = 4,
-    /// What a kernel printed, for the program's standard output.
+    /// Bytes that a kernel printed, for the program's standard output.
     Output = 5,
 }
 
@@ -268,11 +268,11 @@ pub const PART: u32 = 4;
 /// Header of a record to the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reply {
-    /// What it is.
+    /// The kind of the record.
     pub kind: ReplyKind,
     /// A code of the API.
     pub status: i32,
-    /// Which request, ticket or callback.
+    /// The request, the ticket or the callback that it belongs to.
     pub tag: u64,
 }
 

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo bench net`: the switch beside its peers.
 //!
-//! Without VMs: [`tombolo_net::bench`], DPDK's testpmd as the load. With VMs: [`vms`], between two VMs and from a VM to the
-//! outside. And [`tombolo_net::soak`], every frame accounted for.
+//! Without VMs: [`tombolo_net_load::load`], DPDK's testpmd as the load. With VMs: [`vms`], between two VMs and from a VM to the
+//! outside. And [`tombolo_net_load::soak`], every frame accounted for.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::Result;
-use tombolo_net::bench::{Figure, News, Options};
-use tombolo_net::soak;
+use tombolo_net_load::load::{Figure, News, Options};
+use tombolo_net_load::soak;
 
 use crate::interrupt;
 use crate::record::{Better, Machine, Results, Sample};
@@ -63,7 +63,7 @@ pub fn run(plan: &Plan, dir: &Path, command: String) -> Result<Results> {
         return Ok(results);
     }
     if plan.load {
-        tombolo_net::bench::run(&plan.options, &mut |news| {
+        tombolo_net_load::load::run(&plan.options, &mut |news| {
             match news {
                 News::Figure(figure) => results.add(sample(figure))?,
                 News::LeftOut { system, reason } => results.leave_out(&system, &reason)?,

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
-use tombolo_net::bench::{Figure, Options};
+use tombolo_net_load::load::{Figure, Options};
 
 use super::sample;
 use crate::guest::Project;

@@ -14,8 +14,8 @@ const LEFT: f64 = 58.0;
 const RIGHT: f64 = 428.0;
 const TOP: f64 = 12.0;
 const BOTTOM: f64 = 232.0;
-/// Least distance of two labels on the horizontal axis.
-const LABEL: f64 = 34.0;
+/// Least distance of two labels on the horizontal axis, for the larger letters on a phone.
+const LABEL: f64 = 46.0;
 
 /// A logarithmic axis from `low` to `high`, drawn from `from` to `to`.
 #[derive(Clone, Copy)]
@@ -35,10 +35,14 @@ impl Axis {
         self.from + (value / self.low).ln() / whole * (self.to - self.from)
     }
 
-    /// 1, 2 and 5 times powers of ten within the axis; powers of ten alone where there are many.
+    /// 1, 2 and 5 times powers of ten within the axis; powers of ten alone on a long one, more of them on a short one.
     fn ticks(self) -> Vec<f64> {
         let decades = (self.high / self.low).log10();
-        let steps: &[f64] = if decades > 2.5 { &[1.0] } else { &[1.0, 2.0, 5.0] };
+        let steps: &[f64] = match decades {
+            d if d > 2.5 => &[1.0],
+            d if d > 0.8 => &[1.0, 2.0, 5.0],
+            _ => &[1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+        };
         let first = self.low.log10().floor() as i32;
         let last = self.high.log10().ceil() as i32;
         (first..=last)
@@ -170,6 +174,8 @@ mod tests {
         let axis = Axis { low: 1.0, high: 100.0, from: 0.0, to: 200.0 };
         assert!((axis.at(10.0) - 100.0).abs() < 1e-9);
         assert_eq!(axis.ticks(), [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]);
+        let short = Axis { low: 1.9, high: 4.5, from: 0.0, to: 200.0 };
+        assert_eq!(short.ticks(), [2.0, 3.0, 4.0]);
         let flat = Axis { low: 3.0, high: 3.0, from: 0.0, to: 10.0 };
         assert_eq!(flat.at(3.0), 5.0);
     }

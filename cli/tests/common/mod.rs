@@ -4,6 +4,7 @@
 
 pub mod plain;
 
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -103,4 +104,11 @@ pub fn assert_names_the_missing_module(up: &Output) {
         !up.status.success() && err.contains("guest without the module") && err.contains("tombolo-dkms"),
         "{err}"
     );
+}
+
+/// Makes a disk image that boots by itself with the kit's 6.1 kernel.
+pub fn disk_image(image: &Path) {
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/disk-image");
+    let made = Command::new(program).arg(plain::kit()).arg(image).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
 }

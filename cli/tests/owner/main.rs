@@ -8,6 +8,7 @@ use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Lab, PATIENCE, signal};
+use opencl::{client_library, done, image, program, stripped};
 use serde_json::Value;
 
 mod attack;

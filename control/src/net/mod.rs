@@ -7,11 +7,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::Mac;
 
-/// What a switch can be asked. `P` is a port and `U` an uplink, as the switch's configuration has them.
+/// A request to a switch. `P` is a port and `U` an uplink, as the switch's configuration has them.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "lowercase")]
 pub enum Request<P, U> {
-    /// Tell all ports with their counters: the answer is [`Ports`].
+    /// List all ports with their counters: the answer is [`Ports`].
     Ports,
     /// Make a port.
     Add {
@@ -43,7 +43,8 @@ pub enum Request<P, U> {
 pub struct Ports {
     /// Ports and uplinks.
     pub ports: Vec<PortStatus>,
-    /// The multicast queriers that the switch hears; where there is one, multicast goes to the ports that have joined.
+    /// The multicast queriers that the switch has heard; with one, multicast goes only to the ports that have joined
+    /// the group.
     #[serde(default)]
     pub queriers: Vec<Querier>,
     /// Nanoseconds of processor time that the switch has used.
@@ -59,7 +60,7 @@ pub struct Querier {
     pub ip: u8,
 }
 
-/// What a port connects.
+/// The thing that a port connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
@@ -74,7 +75,7 @@ pub enum Kind {
 pub struct PortStatus {
     /// The port's name.
     pub name: String,
-    /// What it connects.
+    /// The thing that it connects.
     pub kind: Kind,
     /// A front-end is connected and its driver receives.
     pub up: bool,
@@ -87,7 +88,7 @@ pub struct PortStatus {
     /// The multicast groups that the port has joined, with their VLANs; `all` if it gets every group.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub groups: Vec<String>,
-    /// The port's rules, each with the number of frames that it decided about.
+    /// The port's rules, each with the number of frames that it matched.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<(String, u64)>,
     /// From the guest into the switch.
@@ -126,14 +127,14 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// Frames lost, whatever the reason.
+    /// Returns the frames lost for all reasons.
     #[must_use]
     pub fn dropped(&self) -> u64 {
         self.drops.values().sum()
     }
 }
 
-/// The answer to a request that only does something.
+/// The answer to a request that returns nothing.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Done {
     /// Always true.

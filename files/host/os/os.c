@@ -13,7 +13,7 @@
 #include "host.h"
 
 #define NS 1000000000ULL
-/* What is waited for here wakes nobody, so it is looked at again after a while; never longer than this. */
+/* A wait polls at least this often, since no event here wakes it. */
 #define LONGEST_WAIT_NS (2 * 1000 * 1000L)
 
 void *tfs_os_alloc(tmb_u64 bytes)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Accounts: whose files are counted and limited together (`files/core/account.c`).
+//! Accounts: files that are counted and limited together (`files/core/account.c`).
 
 use std::mem::offset_of;
 
@@ -9,24 +9,24 @@ use crate::area::Area;
 use crate::fs::Filesystem;
 use crate::sys;
 
-/// How many there can be.
+/// The number of accounts in a file system.
 pub const MAX: u32 = sys::TFS_ACCOUNTS;
 
 /// A copy of an account.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Account {
     pub name: String,
-    /// What its files take up.
+    /// Bytes that its files take.
     pub bytes: u64,
-    /// How much that may be; 0: any.
+    /// Limit of `bytes`; 0: none.
     pub bytes_limit: u64,
-    /// How many files and directories there are.
+    /// Files and directories that it has.
     pub inodes: u64,
-    /// How many there may be; 0: any.
+    /// Limit of `inodes`; 0: none.
     pub inodes_limit: u64,
 }
 
-/// Where account `number` lies in an area.
+/// Returns the offset of account `number` in an area.
 pub(crate) fn at(number: u32) -> u64 {
     let member = size_of::<sys::tfs_member_area>() as u64;
     u64::from(sys::TFS_BLOCK) + u64::from(number) * member + offset_of!(sys::tfs_member_area, own) as u64
@@ -39,7 +39,7 @@ pub(crate) fn read(area: &Area, number: u32) -> Option<Account> {
         return None;
     }
     let end = name.iter().position(|b| *b == 0).unwrap_or(name.len());
-    // A count that is below zero is off by what a dead member had under way.
+    // A negative count is wrong by the work of a dead member.
     let count = |word: u64| u64::try_from(word as i64).unwrap_or(0);
     Some(Account {
         name: String::from_utf8_lossy(&name[..end]).into_owned(),
@@ -55,20 +55,20 @@ pub fn list(fs: &Filesystem) -> Vec<Account> {
     (0..MAX).filter_map(|number| read(fs.area(), number)).collect()
 }
 
-/// What was granted to a slot.
+/// Returns the offsets of a slot's grant: root and account.
 fn grant_words(member: u32) -> [u64; 2] {
     let start = at(member) - offset_of!(sys::tfs_member_area, own) as u64;
     [offset_of!(sys::tfs_member_area, root), offset_of!(sys::tfs_member_area, account)]
         .map(|field| start + field as u64)
 }
 
-/// The root and the account that a slot was granted, 0: none. `None`: the area is too small.
+/// Returns the root and the account that a slot was granted, 0: none. `None`: the area is too small.
 pub(crate) fn granted(area: &Area, member: u32) -> Option<(u64, u64)> {
     let [root, account] = grant_words(member);
     Some((area.word(root)?, area.word(account)?))
 }
 
-/// Takes a slot's grants back, before somebody else comes to it.
+/// Revokes a slot's grants, before another member gets the slot.
 pub(crate) fn revoke(area: &Area, member: u32) -> bool {
     grant_words(member).iter().all(|word| area.store_word(*word, 0))
 }

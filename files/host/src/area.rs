@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory that holds a file system: a mapping, the area in it, and whose eyes look at it.
+//! Memory that holds a file system: a mapping, the area in it, and the member that uses it.
 //!
 //! The only module that maps memory. Everything that is read from an area may change at any time, so bytes are
 //! copied out with [`Area::copy_out`] and friends, never borrowed.
@@ -50,7 +50,7 @@ impl Map {
         Ok(Map { base, len, writable, file: Arc::new(file) })
     }
 
-    /// A new memory object of `len` bytes, zeroed, shared with whoever gets its descriptor.
+    /// Makes a memory object of `len` bytes, zeroed; its descriptor can be shared.
     pub fn memfd(name: &str, len: u64) -> io::Result<Map> {
         let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&file, len)?;
@@ -77,9 +77,9 @@ impl Drop for Map {
     }
 }
 
-/// Who looks at an area: a member of its zone, in an epoch.
+/// One life of a member: its slot number and epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seat {
+pub struct Incarnation {
     /// Own member id, 0 to 63.
     pub member: u32,
     /// Epoch of the join.
@@ -102,7 +102,7 @@ pub struct Area {
     offset: u64,
     writable: bool,
     members: *mut sys::tmb_member,
-    seat: Option<Seat>,
+    incarnation: Option<Incarnation>,
     file: Option<Arc<OwnedFd>>,
     _keep: Arc<dyn Any + Send + Sync>,
 }
@@ -117,17 +117,22 @@ fn misfit(what: &str) -> io::Error {
 }
 
 impl Area {
-    /// The area at `offset`, `len` bytes; for a member also where its zone's member table is and who it is.
-    pub fn in_map(map: &Arc<Map>, offset: u64, len: u64, seat: Option<(u64, Seat)>) -> io::Result<Area> {
+    /// Returns the area at `offset`, `len` bytes; for a member also the offset of its zone's member table, and its incarnation.
+    pub fn in_map(
+        map: &Arc<Map>,
+        offset: u64,
+        len: u64,
+        incarnation: Option<(u64, Incarnation)>,
+    ) -> io::Result<Area> {
         if offset.checked_add(len).is_none_or(|end| end > map.size()) || offset % 4096 != 0 || len < 4096 {
             return Err(misfit(&format!("{len} bytes at {offset} of {}", map.size())));
         }
         let mut members = std::ptr::null_mut();
-        if let Some((at, seat)) = seat {
+        if let Some((at, incarnation)) = incarnation {
             let size = u64::from(sys::TMB_MAX_MEMBERS) * size_of::<sys::tmb_member>() as u64;
             let fits = at.checked_add(size).is_some_and(|end| end <= map.size()) && at % 64 == 0;
-            if !fits || seat.member >= sys::TMB_MAX_MEMBERS {
-                return Err(misfit(&format!("member table at {at}, member {}", seat.member)));
+            if !fits || incarnation.member >= sys::TMB_MAX_MEMBERS {
+                return Err(misfit(&format!("member table at {at}, member {}", incarnation.member)));
             }
             // SAFETY: the table lies in the mapping, checked above.
             members = unsafe { map.base.as_ptr().add(at as usize) }.cast();
@@ -139,23 +144,23 @@ impl Area {
             offset,
             writable: map.writable,
             members,
-            seat: seat.map(|(_, seat)| seat),
+            incarnation: incarnation.map(|(_, incarnation)| incarnation),
             file: Some(Arc::clone(&map.file)),
             _keep: Arc::clone(map) as Arc<dyn Any + Send + Sync>,
         })
     }
 
-    /// The whole of a mapping, alone: nobody else has it open.
+    /// Returns the whole of a mapping as an area without members: no other process uses it.
     pub fn whole(map: Map) -> io::Result<Area> {
         let len = map.size() & !4095;
         Area::in_map(&Arc::new(map), 0, len, None)
     }
 
-    /// An area of a zone. Without a seat: alone. `file`: what to sync, where the zone lies in a file.
+    /// Returns an area of a zone; without an incarnation the process is alone. `file`: the zone's file, to be synced.
     pub fn of_zone(
         zone: &Arc<tombolo_zone::Zone>,
         area: &tombolo_zone::Area,
-        seat: Option<Seat>,
+        incarnation: Option<Incarnation>,
         file: Option<OwnedFd>,
     ) -> tombolo_zone::Result<Area> {
         Ok(Area {
@@ -164,19 +169,19 @@ impl Area {
             offset: area.offset,
             writable: zone.mem().writable(),
             members: zone.members_ptr().cast(),
-            seat,
+            incarnation,
             file: file.map(Arc::new),
             _keep: Arc::clone(zone) as Arc<dyn Any + Send + Sync>,
         })
     }
 
-    /// The same area as another member sees it, or alone (no table is used then).
-    pub fn seated(&self, seat: Option<Seat>) -> Area {
-        Area { seat, ..self.clone() }
+    /// Returns the same area for another member, or for a process that is alone (no table is used then).
+    pub fn used_by(&self, incarnation: Option<Incarnation>) -> Area {
+        Area { incarnation, ..self.clone() }
     }
 
-    /// The same area for someone who is alone with it but must clean up after all who were not: a member table of this process's own says
-    /// that member 0 lives, in an epoch later than any before, and that all others are dead.
+    /// Returns the same area for a process that is alone and recovers all former members: in a private member table, member 0 is active
+    /// in an epoch later than any before, and all other members are dead.
     pub fn lone(&self) -> Area {
         let since_2020 = crate::fs::now() / 1_000_000_000 - 1_577_836_800;
         let epoch = u32::try_from(since_2020).unwrap_or(u32::MAX).max(2);
@@ -192,7 +197,7 @@ impl Area {
         let table = Arc::new(Table(table.into_iter().map(UnsafeCell::new).collect()));
         Area {
             members: table.0[0].get(),
-            seat: Some(Seat { member: 0, epoch }),
+            incarnation: Some(Incarnation { member: 0, epoch }),
             _keep: Arc::new((Arc::clone(&self._keep), table)),
             ..self.clone()
         }
@@ -203,19 +208,19 @@ impl Area {
         self.len as u64
     }
 
-    /// Where it starts in its zone, bytes.
+    /// Offset in the zone, bytes.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Whether stores are possible; a store to another one would be a fault.
+    /// Returns whether the area may be written; a store to a read-only area faults.
     pub fn writable(&self) -> bool {
         self.writable
     }
 
-    /// Whose eyes.
-    pub fn seat(&self) -> Option<Seat> {
-        self.seat
+    /// Returns the member that uses it; `None`: the process is alone.
+    pub fn incarnation(&self) -> Option<Incarnation> {
+        self.incarnation
     }
 
     /// Start of the area in this address space.
@@ -223,12 +228,12 @@ impl Area {
         self.base
     }
 
-    /// The member table, or null where one is alone.
+    /// Returns the member table, or null if the process is alone.
     pub fn members(&self) -> *mut sys::tmb_member {
-        if self.seat.is_some() { self.members } else { std::ptr::null_mut() }
+        if self.incarnation.is_some() { self.members } else { std::ptr::null_mut() }
     }
 
-    /// The name of a member, as the table has it.
+    /// Returns the name of a member from the table.
     pub fn member_name(&self, member: u32) -> String {
         if self.members().is_null() || member >= sys::TMB_MAX_MEMBERS {
             return String::new();
@@ -243,7 +248,7 @@ impl Area {
         String::from_utf8_lossy(&bytes).escape_default().to_string()
     }
 
-    /// Makes what was stored durable, as far as the backing can.
+    /// Makes all stores durable, as far as the backing file can.
     pub fn sync(&self) -> io::Result<()> {
         match &self.file {
             Some(file) => Ok(rustix::fs::fdatasync(file)?),
@@ -260,7 +265,7 @@ impl Area {
         Some(unsafe { self.base().add(offset as usize) })
     }
 
-    /// Copies bytes out; false when they don't lie in the area. Other members may store meanwhile, then it's a mixture.
+    /// Copies bytes out; false: they don't lie in the area. Other members may store meanwhile, then the copy is a mixture.
     #[must_use]
     pub fn copy_out(&self, offset: u64, to: &mut [u8]) -> bool {
         let Some(from) = self.checked(offset, to.len()) else { return false };
@@ -271,13 +276,13 @@ impl Area {
         true
     }
 
-    /// Writes bytes of the area into a file at the same offset, straight from the mapping.
+    /// Writes bytes of the area into a file at the same offset, directly from the mapping.
     pub fn write_to(&self, offset: u64, len: u64, file: &File) -> io::Result<()> {
         let start = usize::try_from(len).ok().and_then(|len| self.checked(offset, len));
         let start = start.ok_or(io::ErrorKind::InvalidInput)?;
         let mut done = 0;
         while done < len {
-            // SAFETY: within the area, checked above; the kernel copies, and doesn't mind who stores meanwhile.
+            // SAFETY: within the area, checked above; the kernel copies, and concurrent stores are harmless to it.
             let n = unsafe {
                 let from = start.add(done as usize).cast::<libc::c_void>();
                 libc::pwrite(file.as_raw_fd(), from, (len - done) as usize, (offset + done) as libc::off_t)
@@ -296,7 +301,7 @@ impl Area {
         Ok(())
     }
 
-    /// One block, copied word by word.
+    /// Copies one block word by word.
     pub fn block(&self, block: u64) -> Option<Box<[u64; 512]>> {
         let from = self.checked(block.checked_mul(4096)?, 4096)?;
         let mut copy = Box::new([0u64; 512]);
@@ -307,7 +312,7 @@ impl Area {
         Some(copy)
     }
 
-    /// The word at a multiple of 8.
+    /// Loads the word at a multiple of 8.
     pub fn word(&self, offset: u64) -> Option<u64> {
         if offset % 8 != 0 {
             return None;
@@ -316,7 +321,7 @@ impl Area {
         Some(unsafe { AtomicU64::from_ptr(self.checked(offset, 8)?.cast()) }.load(Ordering::Acquire))
     }
 
-    /// Stores a word at a multiple of 8; false when it doesn't lie in the area or the area is read-only.
+    /// Stores a word at a multiple of 8; false: it doesn't lie in the area, or the area is read-only.
     #[must_use]
     pub fn store_word(&self, offset: u64, value: u64) -> bool {
         let Some(to) = self.checked(offset, 8).filter(|_| offset % 8 == 0 && self.writable) else {

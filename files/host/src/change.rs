@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Change events: telling other members what was done here, and hearing what they did (`files/core/change.c`).
+//! Change events: tells other members of changes made here, and reads theirs (`files/core/change.c`).
 
 use std::sync::{Mutex, PoisonError};
 
@@ -12,18 +12,18 @@ use crate::sys;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
     pub ino: u64,
-    /// The directory it has a name in, and the name; `None`: not known.
+    /// The directory and the name in it; `None`: not known.
     pub place: Option<(u64, Vec<u8>)>,
     /// `IN_CREATE`, `IN_MODIFY` …, with `IN_ISDIR`.
     pub mask: u32,
     /// Ties both halves of a rename together.
     pub cookie: u32,
-    /// Heard: the member that did it.
+    /// Heard: the member that made the change.
     pub member: u32,
 }
 
 impl Change {
-    /// Something about an inode.
+    /// Makes a change without a cookie.
     pub fn new(ino: u64, place: Option<(u64, Vec<u8>)>, mask: u32) -> Change {
         Change { ino, place, mask, cookie: 0, member: 0 }
     }
@@ -54,18 +54,19 @@ impl Change {
     }
 }
 
-/// Who tells: the core wants one thread at a time. Holds the last cookie.
+/// Serializes the threads that post changes, as the core wants it. Holds the last cookie.
 #[derive(Default)]
 pub(crate) struct Teller(Mutex<u32>);
 
 impl Filesystem {
-    /// Whether another member wants to hear of changes.
+    /// Returns whether another member watches changes.
     pub fn change_wanted(&self) -> bool {
         // SAFETY: an open handle.
         unsafe { sys::tfs_change_wanted(self.raw()) }
     }
 
-    /// Tells those who watch; the halves of a rename together, so that they get one cookie. Returns where the last record ends.
+    /// Posts changes to the watching members; both halves of a rename together, so that they get one cookie. Returns the end of
+    /// the last record.
     pub fn tell(&self, changes: &mut [Change]) -> u64 {
         let mut cookie = self.teller().0.lock().unwrap_or_else(PoisonError::into_inner);
         *cookie = cookie.wrapping_add(1).max(1);
@@ -80,13 +81,13 @@ impl Filesystem {
         end
     }
 
-    /// Whether nobody has heard yet what ends there.
+    /// Returns whether no watcher has read the record that ends there.
     pub fn change_unheard(&self, end: u64) -> bool {
         // SAFETY: an open handle.
         unsafe { sys::tfs_change_unheard(self.raw(), end) }
     }
 
-    /// Begins to hear what other members do. One listener at a time.
+    /// Starts to receive other members' changes. One listener at a time.
     pub fn listen(&self) -> Result<Listener<'_>> {
         let mut raw = sys::tfs_listener::default();
         // SAFETY: an open handle.
@@ -95,14 +96,14 @@ impl Filesystem {
     }
 }
 
-/// Hears of changes until it is dropped.
+/// Receives changes until it is dropped.
 pub struct Listener<'a> {
     fs: &'a Filesystem,
     raw: sys::tfs_listener,
 }
 
 impl Listener<'_> {
-    /// The next change; `None`: none now. EOVERFLOW: some were lost, those that follow are not.
+    /// Returns the next change; `None`: none now. EOVERFLOW: some were lost, and the next call gives those that follow.
     pub fn next_change(&mut self) -> Result<Option<Change>> {
         let mut raw = sys::tfs_change::default();
         // SAFETY: an open handle and this listener's own state.

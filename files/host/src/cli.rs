@@ -21,7 +21,7 @@ mod snapshot;
 mod transfer;
 mod watch;
 
-/// The file system that members share.
+/// The file system that members share
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Make an empty file system in a zone, or in a file of its own
@@ -31,7 +31,7 @@ pub enum Command {
         /// Name of the FILES area, where the zone has several
         #[arg(long)]
         area: Option<String>,
-        /// Overwrite a file system that is there already
+        /// Overwrite an existing file system
         #[arg(long)]
         force: bool,
         /// Name of the file system, at most 31 bytes
@@ -49,7 +49,7 @@ pub enum Command {
         /// Permission bits of the root directory, octal
         #[arg(long, default_value = "755", value_parser = parse_mode)]
         mode: u32,
-        /// The zone lies in real persistent memory (a file on a DAX file system): what an operation did outlives a loss of power
+        /// The zone lies in real persistent memory (a file on a DAX file system): finished operations survive a loss of power
         #[arg(long)]
         persistent: bool,
     },
@@ -65,7 +65,7 @@ pub enum Command {
     Mount(mount::Args),
     /// Find damage, and repair it; exit codes: 0 clean, 1 repaired, 4 damage is left, 8 could not check
     Fsck(fsck::Args),
-    /// Limit what a VM's files may take up, or confine it to a directory
+    /// Limit how much a VM's files may take, or confine it to a directory
     Grant(grant::Args),
     /// Show the accounts that members' files count for, with their limits
     Accounts {
@@ -75,17 +75,17 @@ pub enum Command {
         #[arg(long)]
         area: Option<String>,
     },
-    /// Write a consistent image of a file system that is in use; its members stand still while it is copied
+    /// Write a consistent image of a file system in use; its members wait while it is copied
     Snapshot(snapshot::Args),
-    /// Put an image back into a zone that nobody uses, after checking it
+    /// Check an image and copy it back into an unused zone
     Restore(snapshot::RestoreArgs),
-    /// Copy a directory of this host into a zone; again, what has changed
+    /// Copy a directory of this host into a zone; run again, it copies the changes
     Import(transfer::ImportArgs),
-    /// Copy a directory of a zone to this host; again, what has changed
+    /// Copy a directory of a zone to this host; run again, it copies the changes
     Export(transfer::ExportArgs),
-    /// Show what members do, as it happens
+    /// Show changes by members as they happen
     Watch(watch::Args),
-    /// Show what the file system has of a path, for debugging
+    /// Show the file system's record of a path, for debugging
     Stat {
         /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
         zone: PathBuf,
@@ -99,7 +99,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// The argument where it names a zone rather than a file; the caller puts the path of the zone's memory in its place.
+    /// Returns the argument if it names a zone rather than a file; the caller replaces it by the path of the zone's memory.
     pub fn zone_by_name(&mut self) -> Option<&mut PathBuf> {
         let zone = match self {
             // A plain file that is to be made.
@@ -122,7 +122,7 @@ impl Command {
         is_name.then_some(zone)
     }
 
-    /// The exit code of a command that can't begin.
+    /// Returns the exit code of a command that can't start.
     pub fn failure(&self) -> ExitCode {
         match self {
             Command::Fsck(_) => ExitCode::from(fsck::NOT_CHECKED),
@@ -131,7 +131,7 @@ impl Command {
     }
 }
 
-/// How far a long command is, on a terminal; wiped when dropped.
+/// Shows the progress of a long command on a terminal; wiped when dropped.
 struct Meter {
     show: bool,
 }
@@ -147,7 +147,7 @@ impl Meter {
         }
     }
 
-    /// Of something whose end is not known.
+    /// Shows progress without a known end.
     fn count(&mut self, stage: &str, done: u64) {
         if self.show {
             eprint!("\r{stage:<12} {done}\x1b[K");
@@ -273,12 +273,12 @@ fn df(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<()> {
     let s = fs.statfs();
     let block = u64::from(sys::TFS_BLOCK);
     let used = s.blocks.saturating_sub(s.blocks_free);
-    let (limbo, holders) = fs.limbo();
+    let (deferred, holders) = fs.deferred();
     if json {
         println!(
             "{}",
             json!({"bytes": s.blocks * block, "used": used * block, "free": s.blocks_free * block,
-                   "inodes": s.inodes, "inodes_free": s.inodes_free, "limbo": limbo * block, "limbo_members": holders})
+                   "inodes": s.inodes, "inodes_free": s.inodes_free, "deferred": deferred * block, "deferred_members": holders})
         );
     } else {
         let percent = (used * 100).div_ceil(s.blocks.max(1));
@@ -293,10 +293,10 @@ fn df(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<()> {
             percent,
             inodes
         );
-        if limbo > 0 {
+        if deferred > 0 {
             println!(
-                "{} KiB of it are unused, but kept for members {holders:?}, who may still map them",
-                (limbo * block) >> 10
+                "{} KiB of it are unused; their freeing waits for members {holders:?}, which may still map them",
+                (deferred * block) >> 10
             );
         }
     }

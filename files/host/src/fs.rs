@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A safe face of the core: [`Filesystem`] is one member's handle on a file system in an [`Area`].
+//! A safe interface to the core: [`Filesystem`] is one member's handle on a file system in an [`Area`].
 //!
-//! Methods map one to one to the core's functions (`files/core/tfs.h` says what each does); errors are the core's
-//! errno values. A handle may be used from any number of threads.
+//! Methods map one to one to the core's functions (`files/core/tfs.h` defines them); errors are the core's errno values. Any number of threads may
+//! use a handle.
 //!
 //! - `names`: lookups, creation, renames, listings.
 //! - `data`: reads, writes, locks of files, extended attributes.
@@ -21,7 +21,7 @@ use crate::area::Area;
 use crate::change::Teller;
 use crate::sys;
 
-/// What the core returned, as an errno.
+/// A result of the core, with its errno.
 pub type Result<T> = std::result::Result<T, Errno>;
 
 pub use data::{LockWait, Pin};
@@ -34,16 +34,16 @@ pub use sys::tfs_statfs as Statfs;
 /// Inode number of the root directory, which is never freed.
 pub const ROOT: u64 = sys::TFS_ROOT_INO as u64;
 
-/// Names one inode for its whole life: operations on a handle whose inode was freed say ESTALE, also when another inode has its number by now.
+/// Names one inode for its whole life. Operations on a handle whose inode was freed give ESTALE, even if another inode has its number now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Handle {
     /// Inode number.
     pub ino: u64,
-    /// Grows each time the number is given to a new inode; 0: whatever has the number now.
+    /// Grows each time the number is given to a new inode; 0: the number's present inode.
     pub generation: u32,
 }
 
-/// Whatever has this number now, for callers that know that it can't change hands meanwhile.
+/// Makes a handle of the number's present inode, for callers that know that it can't be freed meanwhile.
 impl From<u64> for Handle {
     fn from(ino: u64) -> Handle {
         Handle { ino, generation: 0 }
@@ -68,7 +68,7 @@ impl From<sys::tfs_handle> for Handle {
     }
 }
 
-/// For the core: the handle as it takes it.
+/// Converts to the core's type.
 fn raw(h: impl Into<Handle>) -> sys::tfs_handle {
     h.into().into()
 }
@@ -81,7 +81,7 @@ fn check_len(ret: i64) -> Result<u64> {
     u64::try_from(ret).map_err(|_| Errno::from_raw_os_error(i32::try_from(-ret).unwrap_or(libc::EIO)))
 }
 
-/// Called for each damage that the core notices: what, and two details.
+/// Called for each damage that the core finds: a text and two details.
 pub type DamageLog = Box<dyn Fn(&str, u64, u64) + Send + Sync>;
 
 /// Rings the doorbell of a member, best effort.
@@ -95,12 +95,13 @@ struct Host {
     waits: WaitLog,
 }
 
-/// Called when a lock, or blocks that were removed, stay with a member that lives: its number and name, whether it answers its doorbell, and seconds.
+/// Called when a living member has not released a lock, or removed blocks, for long: its number and name, whether it answers its doorbell, and
+/// seconds.
 pub type WaitLog = Box<dyn Fn(u32, &str, bool, u64) + Send + Sync>;
 
 fn tell_wait(member: u32, name: &str, answers: bool, seconds: u64) {
     let how = if answers { "it is at work" } else { "it does not answer: suspended, or its machine hangs" };
-    eprintln!("tombolo: member {member} ({name}) is waited for since {seconds} s; {how}");
+    eprintln!("tombolo: waiting for member {member} ({name}) for {seconds} s; {how}");
 }
 
 extern "C" fn on_waiting(ctx: *mut c_void, member: u32, answers: bool, seconds: u64) {
@@ -123,10 +124,10 @@ extern "C" fn on_ring(ctx: *mut c_void, member: u32) {
     }
 }
 
-/// How to make a file system.
+/// Options for making a file system.
 #[derive(Clone, Debug)]
 pub struct Mkfs {
-    /// Identity.
+    /// The file system's UUID.
     pub uuid: [u8; 16],
     /// At most 31 bytes.
     pub label: String,
@@ -158,7 +159,7 @@ impl Default for Mkfs {
     }
 }
 
-/// A new object's properties.
+/// Properties of a new inode.
 #[derive(Clone, Debug)]
 pub struct Create<'a> {
     /// With the file type.
@@ -173,12 +174,12 @@ pub struct Create<'a> {
     pub target: Option<&'a [u8]>,
     /// An image of extended attributes ([`xattr_image`]), or empty.
     pub xattrs: &'a [u8],
-    /// Also take the opener's reference.
+    /// Also takes the opener's reference.
     pub open: bool,
 }
 
 impl Create<'_> {
-    /// An object of this mode that belongs to root.
+    /// A new inode with this mode, owned by root.
     pub fn mode(mode: u32) -> Create<'static> {
         Create { mode, uid: 0, gid: 0, rdev: 0, target: None, xattrs: &[], open: false }
     }
@@ -213,11 +214,11 @@ pub struct Entry {
     pub ino: u64,
     /// `DT_*`.
     pub kind: u8,
-    /// Cookie to go on from.
+    /// Cookie of the following entry.
     pub next: u64,
 }
 
-/// One member's handle on a file system. Dropping it ends the member's use of it in good order.
+/// One member's handle on a file system. Dropping it closes the file system.
 pub struct Filesystem {
     tfs: UnsafeCell<sys::tfs>,
     host: Box<Host>,
@@ -241,7 +242,7 @@ impl Drop for Filesystem {
     }
 }
 
-/// Makes an empty file system in an area. Overwrites what is there.
+/// Makes an empty file system in an area, over whatever is there.
 pub fn mkfs(area: &Area, options: &Mkfs) -> Result<()> {
     if !area.writable() {
         return Err(Errno::ROFS);
@@ -265,7 +266,7 @@ pub fn mkfs(area: &Area, options: &Mkfs) -> Result<()> {
 }
 
 impl Filesystem {
-    /// Opens a file system as the area's seat. EINVAL: there is none; EPROTONOSUPPORT: of another version; EUCLEAN: damaged.
+    /// Opens a file system as the area's incarnation. EINVAL: there is none; EPROTONOSUPPORT: of another version; EUCLEAN: damaged.
     pub fn open(area: Area) -> Result<Filesystem> {
         Filesystem::open_with(
             area,
@@ -273,7 +274,7 @@ impl Filesystem {
         )
     }
 
-    /// Opens with a place for notices of damage.
+    /// Opens with a callback for damage.
     pub fn open_with(area: Area, log: DamageLog) -> Result<Filesystem> {
         let (area_of_host, waits) = (area.clone(), Box::new(tell_wait));
         let mut host =
@@ -287,7 +288,7 @@ impl Filesystem {
         };
         let os = (&raw mut host.raw).cast();
         let mut tfs = sys::tfs { os, read_only: !area.writable(), ..Default::default() };
-        let (member, epoch) = area.seat().map_or((0, 0), |seat| (seat.member, seat.epoch));
+        let (member, epoch) = area.incarnation().map_or((0, 0), |own| (own.member, own.epoch));
         // SAFETY: the area and the member table stay mapped as long as self.area lives.
         check(unsafe {
             sys::tfs_open(&mut tfs, area.base().cast(), area.size(), area.members(), member, epoch)
@@ -297,24 +298,24 @@ impl Filesystem {
         Ok(Filesystem { tfs: UnsafeCell::new(tfs), host, area, close, teller: Teller::default() })
     }
 
-    /// How to ring other members. Without it they find out by themselves, later, what they are told.
+    /// Sets how to ring other members. Without it they notice their pending bits later, by polling.
     pub fn ring_by(&mut self, ringer: Option<Ringer>) {
         self.host.ringer = ringer;
     }
 
-    /// Where it is told that a member is waited for; else on standard error.
+    /// Sets the callback for long waits for a member; the default writes to standard error.
     pub fn tell_waits_to(&mut self, log: WaitLog) {
         self.host.waits = log;
     }
 
-    /// This member's doorbell rang: threads that wait for locks look again.
+    /// Called when this member's doorbell rang: threads that wait for locks look again.
     pub fn rang(&self) {
         // SAFETY: an open handle.
         unsafe { sys::tfs_rang(self.raw()) }
     }
 
-    /// To be called once TMB_PENDING_REVOKE was taken: this handle maps nothing, so what was kept for its readers becomes free. The bit
-    /// is set again while one of them has not gone on.
+    /// Called after TMB_PENDING_REVOKE was cleared: this handle maps nothing, so blocks deferred for its readers become free. Sets the bit again
+    /// while one of them has not finished.
     pub fn let_go(&self) {
         // SAFETY: an open handle.
         unsafe {
@@ -323,7 +324,7 @@ impl Filesystem {
         }
     }
 
-    /// From now on nobody waits in this handle for other members: such calls end with EINTR, as if they had been killed.
+    /// Ends all waits for other members in this handle, and later ones: such calls give EINTR, as if the thread had been killed.
     pub fn end_waits(&self) {
         // SAFETY: a flag in the Host, which lives as long as self; the core reads it by atomic loads.
         unsafe { AtomicBool::from_ptr((&raw const self.host.raw.ending).cast_mut()) }
@@ -331,7 +332,7 @@ impl Filesystem {
         self.rang();
     }
 
-    /// Forgets the handle as a dead process would: nothing is put in order. For tests of recovery.
+    /// Drops the handle without closing the file system, as a process' death does. For tests of recovery.
     pub fn abandon(mut self) {
         self.close = false;
     }
@@ -340,7 +341,7 @@ impl Filesystem {
         &self.teller
     }
 
-    /// The area it lies in.
+    /// The area that holds the file system.
     pub fn area(&self) -> &Area {
         &self.area
     }
@@ -362,30 +363,30 @@ impl Filesystem {
         out
     }
 
-    /// For the host, about a member: see `tfs_grant`. Limits in blocks and inodes, 0: none.
+    /// For the host: grants limits and a root to a member, see `tfs_grant`. Limits in blocks and inodes, 0: none.
     pub fn grant(&self, member: u32, account: &str, blocks: u64, inodes: u64, root: u64) -> Result<()> {
         let (name, len) = (account.as_ptr().cast(), u32::try_from(account.len()).map_err(|_| Errno::INVAL)?);
         // SAFETY: an open handle; name with its length.
         check(unsafe { sys::tfs_grant(self.writable()?, member, name, len, blocks, inodes, root) })
     }
 
-    /// Stops all changes by other members until [`Filesystem::thaw`], or this member's end. EBUSY: frozen by another, or a mapping that a member does
-    /// not let go of.
+    /// Stops all changes by other members until [`Filesystem::thaw`] or this member's death. EBUSY: another member has frozen it, or does not revoke
+    /// a mapping.
     pub fn freeze(&self) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_freeze(self.writable()?) })
     }
 
-    /// Lets the others go on.
+    /// Lets other members go on.
     pub fn thaw(&self) {
         // SAFETY: an open handle.
         unsafe { sys::tfs_thaw(self.raw()) }
     }
 
-    /// Blocks that nothing refers to, and the members that may still look at them.
-    pub fn limbo(&self) -> (u64, Vec<u32>) {
+    /// Returns the number of deferred blocks, and the members that may still look at them.
+    pub fn deferred(&self) -> (u64, Vec<u32>) {
         let word = |at: usize| self.area.word(at as u64).unwrap_or(0);
-        let members = word(offset_of!(sys::tfs_super, limbo_members));
+        let members = word(offset_of!(sys::tfs_super, deferred_members));
         let map = word(offset_of!(sys::tfs_super, map_start)).saturating_mul(u64::from(sys::TFS_BLOCK));
         let mut bytes = vec![0; 4096];
         let mut blocks = 0;
@@ -393,18 +394,18 @@ impl Filesystem {
             if !self.area.copy_out(map.saturating_add(at), &mut bytes) {
                 break;
             }
-            blocks += bytes.iter().filter(|b| u32::from(**b) == sys::TFS_MAP_LIMBO).count() as u64;
+            blocks += bytes.iter().filter(|b| u32::from(**b) == sys::TFS_MAP_DEFERRED).count() as u64;
         }
         (blocks, (0..sys::TFS_MEMBERS).filter(|m| members >> m & 1 == 1).collect())
     }
 
-    /// Repairs what a dead member left.
+    /// Recovers a dead member.
     pub fn recover(&self, member: u32) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_recover(self.writable()?, member) })
     }
 
-    /// Repairs what all dead members left.
+    /// Recovers all dead members.
     pub fn recover_all(&self) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_recover_all(self.writable()?) })
@@ -423,7 +424,7 @@ impl Filesystem {
         check(unsafe { sys::tfs_setattr(self.writable()?, raw(ino), what, attr) })
     }
 
-    /// Notes a read.
+    /// Updates the access time.
     pub fn touch_atime(&self, ino: impl Into<Handle>, now: i64) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_touch_atime(self.writable()?, raw(ino), now) })
@@ -435,32 +436,32 @@ impl Filesystem {
         check(unsafe { sys::tfs_open_ref(self.writable()?, raw(ino)) })
     }
 
-    /// Takes back [`Filesystem::open_ref`].
+    /// Drops the reference of [`Filesystem::open_ref`].
     pub fn close_ref(&self, ino: impl Into<Handle>) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_close_ref(self.writable()?, raw(ino)) })
     }
 
-    /// Says that this member maps the inode's blocks, before the first is mapped. EAGAIN: frozen.
+    /// Declares that this member maps the inode's blocks, before the first is mapped. EAGAIN: frozen.
     pub fn map_ref(&self, ino: impl Into<Handle>) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_map_ref(self.writable()?, raw(ino)) })
     }
 
-    /// Says that none is mapped any more.
+    /// Declares that no block is mapped any more.
     pub fn unmap_ref(&self, ino: impl Into<Handle>) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_unmap_ref(self.writable()?, raw(ino)) })
     }
 
-    /// Has the inode's data written back where the memory is persistent.
+    /// Writes the inode's data back where the memory is persistent.
     pub fn sync(&self, ino: impl Into<Handle>) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_sync(self.raw(), raw(ino)) })
     }
 }
 
-/// Now, in ns since 1970.
+/// The time in ns since 1970.
 pub fn now() -> i64 {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
     t.tv_sec * 1_000_000_000 + t.tv_nsec

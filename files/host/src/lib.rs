@@ -2,19 +2,20 @@
 //! The shared file system in user space: mkfs, a FUSE mount, fsck and a library to use it with.
 //!
 //! The file system's logic is the C in `files/core`, the same that runs in the kernel module; `build.rs` compiles it for user space.
-//! [`area::Area`] is the memory it lies in, [`fs::Filesystem`] the safe face of its functions, [`fuse`] the skin that mounts it,
+//! [`area::Area`] is the memory that holds it, [`fs::Filesystem`] the safe interface to its functions, [`fuse`] the skin that mounts
+//! it,
 //! [`fsck`] an independent reader of the format that finds and repairs damage.
 //!
 //! - [`sys`]: the core's interface and format, from its headers.
 //! - [`area`]: mappings and areas; the one module that maps memory.
 //! - [`fs`]: the core's functions with Rust types.
 //! - [`change`]: its change events.
-//! - [`account`]: whose files are counted and limited together.
+//! - [`account`]: files that are counted and limited together.
 //! - [`fuse`]: the FUSE mount.
 //! - [`fsck`]: check and repair.
 //! - [`snapshot`]: consistent images of file systems in use.
-//! - [`mirror`]: directory trees made equal, again and again.
-//! - [`target`]: what a command's argument names.
+//! - [`mirror`]: makes directory trees equal.
+//! - [`target`]: resolves a command's ZONE argument.
 //! - [`cli`]: the commands `tombolo files …`.
 
 pub mod account;

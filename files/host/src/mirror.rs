@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One directory tree made equal to another, again and again: what is equal already is left alone, so a second run copies what has changed.
+//! Makes one directory tree equal to another. Equal entries are left alone, so a second run copies only the changes.
 //!
-//! Contents (holes stay holes), modes, owners, times, extended attributes (ACLs among them), symbolic links, hard links within the tree, and
-//! special files. A file appears whole or not at all: it is written under a name of its own beside its place and renamed.
+//! It keeps contents (holes stay holes), modes, owners, times, extended attributes (ACLs among them), symbolic links, hard links within the
+//! tree, and special files. A file appears whole or not at all: it is written under a name of its own beside its place and renamed.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
@@ -22,23 +22,24 @@ const UNFINISHED: &str = ".tombolo-unfinished";
 /// Bytes copied at a time.
 const PIECE: usize = 1 << 20;
 
-/// What was done.
+/// The counts of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Done {
-    /// Files, directories and others that were made or replaced.
+    /// Files, directories and other inodes that were made or replaced.
     pub copied: u64,
-    /// Those that were equal already.
+    /// Entries that were equal already.
     pub same: u64,
-    /// Those that were removed, since the source has them no more.
+    /// Entries that were removed, since the source no longer has them.
     pub removed: u64,
     /// Bytes of files that were written.
     pub bytes: u64,
 }
 
-/// Makes `to`, a directory, equal to `from`. What only `to` has is removed with `delete` and stays otherwise. `progress` hears of each entry.
+/// Makes the directory `to` equal to `from`. Entries that only `to` has are removed with `delete` and stay otherwise. Calls `progress` for
+/// each entry.
 ///
 /// # Errors
-/// The first thing that can't be read or written, by its path.
+/// Names the first path that can't be read or written.
 pub fn mirror(from: &Path, to: &Path, delete: bool, progress: &mut dyn FnMut(&Done)) -> anyhow::Result<Done> {
     let mut copy = Copy { from, to, links: BTreeMap::new(), done: Done::default() };
     let mut folders = Vec::new();
@@ -58,7 +59,7 @@ pub fn mirror(from: &Path, to: &Path, delete: bool, progress: &mut dyn FnMut(&Do
     if delete {
         copy.remove_others()?;
     }
-    // Last, since what happens in a directory changes its time; the innermost first.
+    // Last, since changes in a directory change its time; the innermost first.
     for (inside, meta) in folders.iter().rev() {
         copy.attributes(inside, meta).with_context(|| to.join(inside).display().to_string())?;
     }
@@ -95,7 +96,7 @@ impl Copy<'_> {
         }
         if let Some(there) = there.as_ref().filter(|t| is_same(meta, t, &source, &target)) {
             if there.nlink() > 1 && meta.nlink() == 1 {
-                // Its other name may belong to a file that is another one in the source.
+                // Its other name may belong to a different file of the source.
                 self.replace(&source, &target, meta, Some(there))?;
             } else {
                 self.done.same += 1;
@@ -106,7 +107,7 @@ impl Copy<'_> {
         self.attributes(inside, meta)
     }
 
-    /// A further name of a file.
+    /// Makes a further name of a copied file.
     fn link(&mut self, first: &Path, target: &Path, there: Option<&Metadata>) -> anyhow::Result<()> {
         let wanted = fs::symlink_metadata(first)?;
         if there.is_some_and(|t| (t.dev(), t.ino()) == (wanted.dev(), wanted.ino())) {
@@ -153,7 +154,7 @@ impl Copy<'_> {
         Ok(())
     }
 
-    /// Takes away what is at a path.
+    /// Removes the entry at a path.
     fn clear(&mut self, path: &Path, there: Option<&Metadata>) -> anyhow::Result<()> {
         match there {
             None => {}
@@ -163,7 +164,7 @@ impl Copy<'_> {
         Ok(())
     }
 
-    /// Removes what only the target has.
+    /// Removes entries that only the target has.
     fn remove_others(&mut self) -> anyhow::Result<()> {
         for entry in WalkDir::new(self.to).min_depth(1).contents_first(true) {
             let entry = entry.with_context(|| format!("reading {}", self.to.display()))?;
@@ -182,7 +183,7 @@ impl Copy<'_> {
         Ok(())
     }
 
-    /// Owner, mode, extended attributes and times, where they differ.
+    /// Copies owner, mode, extended attributes and times that differ.
     fn attributes(&self, inside: &Path, meta: &Metadata) -> anyhow::Result<()> {
         let (source, target) = (self.from.join(inside), self.to.join(inside));
         let there = fs::symlink_metadata(&target)?;
@@ -190,7 +191,7 @@ impl Copy<'_> {
             std::os::unix::fs::lchown(&target, Some(meta.uid()), Some(meta.gid()))?;
         }
         extended(&source, &target)?;
-        // After the owner, whose change takes set-id bits away, and the ACL, which is a part of the mode.
+        // After the owner, whose change clears set-id bits, and the ACL, which is a part of the mode.
         let mode = fs::symlink_metadata(&target)?.mode() & 0o7777;
         if !meta.is_symlink() && mode != meta.mode() & 0o7777 {
             fs::set_permissions(&target, fs::Permissions::from_mode(meta.mode() & 0o7777))?;
@@ -214,7 +215,7 @@ fn present(path: &Path) -> anyhow::Result<Option<Metadata>> {
     }
 }
 
-/// Whether contents need no copy: for files by size and time of change, as rsync does it.
+/// Returns whether contents need no copy: for files by size and modification time, as rsync does it.
 fn is_same(meta: &Metadata, there: &Metadata, source: &Path, target: &Path) -> bool {
     if meta.file_type() != there.file_type() {
         return false;
@@ -229,7 +230,7 @@ fn is_same(meta: &Metadata, there: &Metadata, source: &Path, target: &Path) -> b
     meta.rdev() == there.rdev()
 }
 
-/// Copies what a file holds; holes stay holes. Returns the bytes that were written.
+/// Copies a file's data; holes stay holes. Returns the bytes written.
 fn contents(source: &Path, new: &Path) -> anyhow::Result<u64> {
     let from = File::open(source).with_context(|| source.display().to_string())?;
     let to = File::options().write(true).create_new(true).open(new)?;
@@ -243,7 +244,7 @@ fn contents(source: &Path, new: &Path) -> anyhow::Result<u64> {
             let piece = usize::try_from(end - at).map_or(PIECE, |n| n.min(PIECE));
             let n = rustix::io::pread(&from, &mut buffer[..piece], at)?;
             if n == 0 {
-                // The source became shorter meanwhile.
+                // The source was truncated meanwhile.
                 to.set_len(at)?;
                 return Ok(written);
             }
@@ -257,7 +258,7 @@ fn contents(source: &Path, new: &Path) -> anyhow::Result<u64> {
     Ok(written)
 }
 
-/// The next stretch of data at or after `at`; a file system that knows no holes has all of the file as data.
+/// Returns the next range of data at or after `at`; on a file system without SEEK_DATA all of the file is data.
 fn next_data(file: &File, at: u64, size: u64) -> anyhow::Result<Option<(u64, u64)>> {
     if at >= size {
         return Ok(None);
@@ -271,7 +272,7 @@ fn next_data(file: &File, at: u64, size: u64) -> anyhow::Result<Option<(u64, u64
     Ok(Some((start, rustix::fs::seek(file.as_fd(), SeekFrom::Hole(start))?.min(size))))
 }
 
-/// All extended attributes of a path, by name; none where the file system has none.
+/// Returns all extended attributes of a path; none if the file system has none.
 fn attributes_of(path: &Path) -> anyhow::Result<BTreeMap<CString, Vec<u8>>> {
     let mut names = vec![0; 64 << 10];
     let len = match rustix::fs::llistxattr(path, &mut names) {
@@ -282,7 +283,7 @@ fn attributes_of(path: &Path) -> anyhow::Result<BTreeMap<CString, Vec<u8>>> {
     let mut all = BTreeMap::new();
     for name in names[..len].split_inclusive(|&b| b == 0) {
         let name = CStr::from_bytes_with_nul(name).context("an attribute's name ends with a zero")?;
-        // Labels of the host's own security module mean nothing elsewhere.
+        // Labels of the host's own security module have no meaning elsewhere.
         if name.to_bytes() == b"security.selinux" {
             continue;
         }
@@ -312,7 +313,7 @@ fn extended(source: &Path, target: &Path) -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
-    /// Everything that a copy must keep, as text; times excepted for directories' own changes.
+    /// Describes all that a copy must keep, as text, without the times of directories that the copy itself changes.
     fn picture(root: &Path) -> Vec<String> {
         let mut numbers = BTreeMap::new();
         let mut lines = Vec::new();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Snapshots: a consistent image of a file system that is in use, and its way back into a zone.
-//!
-//! The image is the area itself in a sparse file, which mount and fsck take like any other. While it is copied the file system is
+//! The image is the area itself in a sparse file, which mount and fsck accept like any other. The file system is frozen while it is copied; the copy
+//! is then recovered as after the death of all its members, and checked.
 //! frozen; the copy is then put in order as after the death of all its members, and checked.
 
 use std::fs::File;
@@ -19,12 +19,12 @@ use crate::sys;
 const BLOCK: u64 = sys::TFS_BLOCK as u64;
 const FREE: u8 = sys::TFS_MAP_FREE as u8;
 
-/// What a snapshot took.
+/// The result of a snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct Taken {
     /// Blocks copied.
     pub blocks: u64,
-    /// How long the members stood still.
+    /// The time for which the file system was frozen.
     pub frozen: Duration,
 }
 
@@ -48,7 +48,7 @@ fn super_word(area: &Area, field: usize) -> anyhow::Result<u64> {
     area.word(field as u64).context("an area without a super block")
 }
 
-/// Where the block map lies, and how many blocks there are; checked.
+/// Returns the start of the block map and the number of blocks, checked.
 fn geometry(area: &Area) -> anyhow::Result<(u64, u64)> {
     let blocks = super_word(area, offset_of!(sys::tfs_super, blocks))?;
     let map = super_word(area, offset_of!(sys::tfs_super, map_start))?.saturating_mul(BLOCK);
@@ -58,7 +58,7 @@ fn geometry(area: &Area) -> anyhow::Result<(u64, u64)> {
     Ok((map, blocks))
 }
 
-/// Copies what is in use from an area into a file of the same size, whose rest stays a hole. The area's own map says what that is.
+/// Copies the blocks in use, by the area's own map, into a file of the same size, whose rest stays a hole.
 fn copy_used(area: &Area, to: &File, progress: Progress<'_>) -> anyhow::Result<u64> {
     let (map_at, blocks) = geometry(area)?;
     let mut map = vec![0; blocks as usize];
@@ -82,7 +82,7 @@ fn copy_used(area: &Area, to: &File, progress: Progress<'_>) -> anyhow::Result<u
 /// Writes a consistent image into an empty file.
 ///
 /// # Errors
-/// A member that does not let go of a mapping (it is pinned for DMA, say), damage, or the file's own errors. The members go on in any case.
+/// A member that does not revoke a mapping (it is pinned for DMA, say), damage, or the file's own errors. The members go on in any case.
 pub fn take(fs: &Filesystem, to: &File, progress: Progress<'_>) -> anyhow::Result<Taken> {
     let (_, blocks) = geometry(fs.area())?;
     to.set_len(blocks * BLOCK).context("growing the image")?;
@@ -110,10 +110,11 @@ fn check(image: &Area, progress: Progress<'_>) -> anyhow::Result<()> {
     fsck::expect_clean(image, progress).map(|_| ()).map_err(|why| anyhow::anyhow!("it is damaged: {why}"))
 }
 
-/// Checks an image and copies it into an area that nobody uses: `retire` sees to that, once the image is known to be good. Returns the blocks copied.
+/// Checks an image and copies it into an unused area. `retire` makes sure that it is unused, once the image is known to be good. Returns the blocks
+/// copied.
 ///
 /// # Errors
-/// A damaged image or one that is larger than the area; then the area is as it was.
+/// A damaged image, or one that is larger than the area; then the area is unchanged.
 pub fn restore(
     image: &Area,
     to: &Area,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a command's ZONE argument names: a zone with a FILES area, a file that is nothing but a file system, or, in a guest, `pci:NAME`: a zone
-//! in an ivshmem device.
+//! Resolves a command's ZONE argument: a zone with a FILES area, a file with nothing but a file system, or, in a guest, `pci:NAME`: a zone in an
+//! ivshmem device.
 
 use std::io::{Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -16,7 +16,7 @@ use tombolo_zone::doorbell::Bell;
 use tombolo_zone::pci::{self, Registers};
 use tombolo_zone::{AreaType, MemberId, MemberState, Membership, Rights, Role, Zone};
 
-use crate::area::{Area, Map, Seat, open_backing};
+use crate::area::{Area, Incarnation, Map, open_backing};
 use crate::fs::Ringer;
 use crate::sys;
 
@@ -30,22 +30,22 @@ pub struct Target {
 }
 
 enum Kind {
-    /// Held with flock by whoever mounts it.
+    /// A mount holds the file with flock.
     Bare { area: Area, file: OwnedFd },
     Zone {
         zone: Arc<Zone>,
         area: tombolo_zone::Area,
         file: Option<OwnedFd>,
-        /// Seen from within a VM, whose slot is the host's to give.
+        /// Used inside a VM, whose slot the host assigns.
         inside: bool,
     },
 }
 
 /// A mount holds the file of a bare file system by flock until its process has written everything back, and by a write lock of the open file
-/// description on this byte until it learns that it was unmounted. So a command that comes after an unmount waits for that process's end, and one that
-/// comes before is told that the file is in use.
+/// description on this byte until it learns of the unmount. So a command after an unmount waits for that process's end, and a command before it fails
+/// because the file is in use.
 const SERVING: libc::off_t = 0;
-/// umount(8) returns before the mount's process has learnt of it; that takes a moment.
+/// umount(8) returns before the mount's process learns of it; this is how long that may take.
 const LEARNT: Duration = Duration::from_secs(2);
 
 fn serving_lock(file: &OwnedFd, command: libc::c_int, kind: libc::c_int) -> std::io::Result<libc::flock> {
@@ -61,7 +61,7 @@ fn serving_lock(file: &OwnedFd, command: libc::c_int, kind: libc::c_int) -> std:
 
 const UNLOCKED: libc::c_short = libc::F_UNLCK as libc::c_short;
 
-/// Whether no mount serves the file any more; `attempt` says EAGAIN while one does.
+/// Waits until no mount serves the file; `attempt` gives EAGAIN while one does. Returns whether it succeeded.
 fn await_serving(mut attempt: impl FnMut() -> std::io::Result<()>) -> std::io::Result<bool> {
     let until = Instant::now() + LEARNT;
     loop {
@@ -76,14 +76,14 @@ fn await_serving(mut attempt: impl FnMut() -> std::io::Result<()>) -> std::io::R
     }
 }
 
-/// By what other members are rung.
+/// The way to ring other members.
 enum Ringing {
     Nothing,
     Bell(Arc<Bell>),
     Registers(Arc<Registers>),
 }
 
-/// A seat in a zone for as long as the value lives; [`Joined::leave`] gives it up in good order.
+/// A membership of a zone for as long as the value lives; [`Joined::leave`] ends it.
 pub struct Joined {
     zone: Arc<Zone>,
     membership: Option<Membership>,
@@ -93,20 +93,20 @@ pub struct Joined {
 }
 
 impl Joined {
-    /// Own seat.
-    pub fn seat(&self) -> Option<Seat> {
-        self.membership.as_ref().map(|m| Seat { member: m.id().index(), epoch: m.epoch() })
+    /// Returns the own incarnation.
+    pub fn incarnation(&self) -> Option<Incarnation> {
+        self.membership.as_ref().map(|m| Incarnation { member: m.id().index(), epoch: m.epoch() })
     }
 
     pub fn zone(&self) -> &Arc<Zone> {
         &self.zone
     }
 
-    /// Rings other members, if somebody serves the zone's doorbells.
+    /// Returns how to ring other members; `None`: no process serves the zone's doorbells.
     pub fn ringer(&self) -> Option<Ringer> {
         let zone = Arc::clone(&self.zone);
         let peer_of = move |member| MemberId::new(member).and_then(|id| zone.member(id).ok()?.doorbell);
-        // A peer that has gone meanwhile needs no ring.
+        // A peer that has left meanwhile needs no ring.
         match &self.ringing {
             Ringing::Nothing => None,
             Ringing::Bell(bell) => {
@@ -120,12 +120,12 @@ impl Joined {
         }
     }
 
-    /// Readable once this member was rung. `None`: it has no doorbell, and must look for pending bits by itself.
+    /// Returns a descriptor that is readable once this member was rung. `None`: it has no doorbell, and must poll its pending bits.
     pub fn rung(&self) -> Option<&OwnedFd> {
         matches!(self.ringing, Ringing::Bell(_)).then_some(&*self.rung)
     }
 
-    /// Takes the own pending bits, and the rings that told of them.
+    /// Takes the own pending bits, and clears the rings.
     pub fn take_pending(&self) -> tombolo_zone::Result<u64> {
         let _rings = rustix::io::read(&self.rung, &mut [0; 8]);
         match &self.membership {
@@ -134,12 +134,12 @@ impl Joined {
         }
     }
 
-    /// What holds this seat alive.
+    /// Returns the descriptor that keeps this membership alive.
     pub fn liveness(&self) -> Option<BorrowedFd<'_>> {
         self.membership.as_ref().map(|own| own.liveness().as_fd())
     }
 
-    /// Says that this seat's process died, unless it left or somebody else has the seat.
+    /// Declares this membership's process dead, unless it left or another process has the slot.
     pub fn declare_dead(&self) -> tombolo_zone::Result<()> {
         let Some(own) = &self.membership else { return Ok(()) };
         if !self.zone.abandon(own)? {
@@ -149,7 +149,7 @@ impl Joined {
         self.zone.announce()?.into_iter().try_for_each(|peer| registers.ring(peer))
     }
 
-    /// Gives the seat up and its slot free. Nothing may be held any more.
+    /// Leaves the zone, which frees the slot. The caller holds no lock or reference any more.
     pub fn leave(mut self) -> tombolo_zone::Result<()> {
         self.ringing = Ringing::Nothing;
         if let Some(membership) = self.membership.take() {
@@ -166,7 +166,7 @@ impl Joined {
 }
 
 impl Target {
-    /// Opens a zone or file system in a file. `area`: the FILES area's name where a zone has several.
+    /// Opens a zone or file system in a file. `area`: the FILES area's name if a zone has several.
     pub fn open(path: &Path, writable: bool, area: Option<&str>) -> anyhow::Result<Target> {
         if let Some(name) = path.to_str().and_then(|p| p.strip_prefix(PCI)) {
             let zone = Arc::new(Zone::open(pci::memory(name)?, writable)?);
@@ -199,12 +199,12 @@ impl Target {
         Ok(Target { path: path.to_owned(), kind })
     }
 
-    /// Whether it is a zone, and not a file system alone.
+    /// Returns whether it is a zone, and not a bare file system.
     pub fn is_zone(&self) -> bool {
         matches!(self.kind, Kind::Zone { .. })
     }
 
-    /// Whether it is a zone seen from within a VM, by way of a device.
+    /// Returns whether it is a zone in a device of this VM.
     pub fn is_inside(&self) -> bool {
         matches!(self.kind, Kind::Zone { inside: true, .. })
     }
@@ -214,22 +214,22 @@ impl Target {
         &self.path
     }
 
-    /// The area, seen by nobody in particular: for readers, and for those who know that they are alone.
+    /// Returns the area without an incarnation: for readers, and for processes that are alone.
     pub fn area(&self) -> anyhow::Result<Area> {
         self.area_of(None)
     }
 
-    fn area_of(&self, seat: Option<Seat>) -> anyhow::Result<Area> {
+    fn area_of(&self, incarnation: Option<Incarnation>) -> anyhow::Result<Area> {
         Ok(match &self.kind {
             Kind::Bare { area, .. } => area.clone(),
             Kind::Zone { zone, area, file, .. } => {
                 let file = file.as_ref().map(OwnedFd::try_clone).transpose()?;
-                Area::of_zone(zone, area, seat, file)?
+                Area::of_zone(zone, area, incarnation, file)?
             }
         })
     }
 
-    /// Who is invited or there; `None`: no zone.
+    /// Returns the members that are invited or active; `None`: no zone.
     pub fn members(&self) -> anyhow::Result<Option<Vec<tombolo_zone::Member>>> {
         match &self.kind {
             Kind::Bare { .. } => Ok(None),
@@ -257,12 +257,13 @@ impl Target {
         })
     }
 
-    /// Whether someone lives in the zone.
+    /// Returns whether the zone has active members.
     pub fn is_in_use(&self) -> anyhow::Result<bool> {
         Ok(!self.alive()?.is_empty())
     }
 
-    /// Who has the file system mounted. A VM that lives but has unmounted is none of them; one that may only read always is, since it can't say.
+    /// Returns the members that have mounted the file system. An active VM that has unmounted is not among them; a read-only one always is, since it
+    /// can't store that.
     fn users(&self, readers: bool) -> anyhow::Result<Vec<String>> {
         let Kind::Zone { zone, .. } = &self.kind else { return self.alive() };
         let uses = |m: &tombolo_zone::Member| {
@@ -272,12 +273,12 @@ impl Target {
         Ok(zone.members()?.into_iter().filter(uses).map(|m| m.name).collect())
     }
 
-    /// Refuses when someone has the file system mounted; with `force` members that may only read don't matter.
+    /// Refuses if a member has mounted the file system; with `force` read-only members don't matter.
     pub fn require_unused(&self, what: &str, force: bool) -> anyhow::Result<()> {
         let users = self.users(!force)?;
         if !users.is_empty() {
             bail!(
-                "{}: in use by {}; unmount there first (tombolo zone inspect shows who is in it), then {what} again; members that may only read count \
+                "{}: in use by {}; unmount there first (tombolo zone inspect lists its members), then {what} again; members that may only read count \
                  as users unless --force is given",
                 self.path.display(),
                 users.join(", ")
@@ -286,7 +287,7 @@ impl Target {
         Ok(())
     }
 
-    /// Refuses when someone could mount the file system at any moment.
+    /// Refuses if a member could mount the file system at any moment.
     pub fn require_nobody(&self, what: &str) -> anyhow::Result<()> {
         let alive = self.alive()?;
         if !alive.is_empty() {
@@ -299,20 +300,20 @@ impl Target {
         Ok(())
     }
 
-    /// Takes the file system away, so that nobody mounts it from now on, unless someone has it mounted: then it is as it was.
+    /// Clears the magic so that no member can mount the file system; if one has mounted it, restores the magic.
     pub fn retire(&self, what: &str, force: bool) -> anyhow::Result<()> {
         self.require_unused(what, force)?;
         let area = self.area()?;
         let magic = area.word(0).unwrap_or_default();
         let store = |magic| area.store_word(0, magic).then_some(()).context("the area can't be written");
         store(0)?;
-        // Whoever mounts says so in the member table before it looks for a file system: it is seen here, or finds none.
+        // A member that mounts sets its bit before it looks for a file system: the bit is seen here, or it finds none.
         fence(Ordering::SeqCst);
         self.require_unused(what, force).or_else(|used| store(magic).and(Err(used)))
     }
 
-    /// Becomes a member, `name` where that is free to choose, and gives the area as this member sees it. A file without a zone has no members: whoever uses it is alone
-    /// with it, and cleans up after whoever was before.
+    /// Becomes a member, with `name` if that can be chosen, and returns the area with this incarnation. A file without a zone has no members: the
+    /// process is alone, and recovers all former members.
     pub fn join(&self, name: Option<&str>) -> anyhow::Result<(Area, Option<Joined>)> {
         let zone = match &self.kind {
             Kind::Zone { zone, inside: true, .. } => return self.join_inside(zone, name),
@@ -331,7 +332,7 @@ impl Target {
         };
         let own = format!("mount-{}", std::process::id());
         let id = zone.invite(name.unwrap_or(&own), Role::Host, Rights::READ_WRITE)?;
-        // What was granted to whoever had the slot before is not for this member.
+        // Grants of the slot's former member are not for this one.
         if !crate::account::revoke(&self.area()?, id.index()) {
             bail!("{}: the area is too small for a file system", self.path.display());
         }
@@ -339,16 +340,16 @@ impl Target {
         let rung = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let ring = Arc::clone(&rung);
         let bell = Bell::enter(zone, id, move || {
-            // A counter that is full is rung already.
+            // A full counter is rung already.
             let _full = rustix::io::write(&ring, &1u64.to_ne_bytes());
         })?;
         let ringing = bell.map_or(Ringing::Nothing, |bell| Ringing::Bell(Arc::new(bell)));
         let joined =
             Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: false };
-        Ok((self.area_of(joined.seat())?, Some(joined)))
+        Ok((self.area_of(joined.incarnation())?, Some(joined)))
     }
 
-    /// After an unmount: the file of a bare file system is only held until it is written back.
+    /// Called after an unmount: the file of a bare file system stays locked only until it is written back.
     pub fn stop_serving(&self) -> std::io::Result<()> {
         match &self.kind {
             Kind::Bare { file, .. } => serving_lock(file, libc::F_OFD_SETLK, libc::F_UNLCK).map(drop),
@@ -356,7 +357,7 @@ impl Target {
         }
     }
 
-    /// Takes the slot of the VM that this runs in.
+    /// Takes the slot of the VM in which this process runs.
     fn join_inside(&self, zone: &Arc<Zone>, name: Option<&str>) -> anyhow::Result<(Area, Option<Joined>)> {
         let registers = Registers::of(zone)?;
         let id = pci::slot(zone, registers.as_ref(), name)?;
@@ -368,6 +369,6 @@ impl Target {
         let ringing = registers.map_or(Ringing::Nothing, |r| Ringing::Registers(Arc::new(r)));
         let joined =
             Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: true };
-        Ok((self.area_of(joined.seat())?, Some(joined)))
+        Ok((self.area_of(joined.incarnation())?, Some(joined)))
     }
 }

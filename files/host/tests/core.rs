@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Single claims about the core, through its safe face.
+//! Single claims about the core, through its safe interface.
 
 use std::sync::Arc;
 
 use rustix::io::Errno;
 use tombolo_files::account;
-use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::change::Change;
 use tombolo_files::fs::{self, Attr, Create, Expect, FileLock, Filesystem, Handle, Mkfs, ROOT};
 use tombolo_files::fsck::{self, Options};
@@ -69,7 +69,7 @@ fn a_hundred_thousand_names_are_found_and_listed_with_stable_cookies() {
     for i in 0..NAMES {
         fs.create(dir, Some(format!("name-{i}").as_bytes()), &Create::mode(REG)).expect("create");
     }
-    // Listing in pieces while every second name goes away: what stays is listed once.
+    // Every second name is removed during a listing in pieces: each remaining name is listed once.
     let mut seen = std::collections::HashSet::new();
     let mut pos = 0;
     loop {
@@ -104,7 +104,7 @@ fn a_hundred_thousand_names_are_found_and_listed_with_stable_cookies() {
     assert_clean(&area);
 }
 
-/// A zone: member table at the start, the file system behind; and how its members open it.
+/// A zone with the member table at the start and the file system behind it, and a function that opens it for a member.
 fn zone() -> (Area, impl Fn(u32) -> Filesystem) {
     let map = Arc::new(Map::memfd("zone", 34 << 20).expect("memory"));
     let whole = Area::in_map(&map, 2 << 20, 32 << 20, None).expect("an area");
@@ -112,8 +112,8 @@ fn zone() -> (Area, impl Fn(u32) -> Filesystem) {
     let table = Area::in_map(&map, 4096, 64 * 256, None).expect("a table");
     let open = move |member: u32| {
         assert!(table.store_word(u64::from(member) * 256, 1 << 32 | u64::from(sys::TMB_MEMBER_ACTIVE)));
-        let seat = Some((4096, Seat { member, epoch: 1 }));
-        Filesystem::open(Area::in_map(&map, 2 << 20, 32 << 20, seat).expect("an area")).expect("open")
+        let incarnation = Some((4096, Incarnation { member, epoch: 1 }));
+        Filesystem::open(Area::in_map(&map, 2 << 20, 32 << 20, incarnation).expect("an area")).expect("open")
     };
     (whole, open)
 }
@@ -123,7 +123,7 @@ fn two_members() -> (Filesystem, Filesystem) {
     (open(0), open(5))
 }
 
-/// Makes files until one gets a number that was freed.
+/// Makes files until one gets a freed number.
 fn reuse(fs: &Filesystem, ino: u64, name: &str) -> Handle {
     for _ in 0..10_000 {
         let made = file(fs, name);
@@ -209,7 +209,7 @@ fn a_handle_of_a_removed_directory_does_not_reach_the_directory_that_has_its_num
     assert_eq!(b.list(new).expect("names").len(), 1);
 }
 
-/// Fills it to the last block, and says how long the file is.
+/// Fills it to the last block, and returns the file's length.
 fn fill(fs: &Filesystem, name: &str) -> u64 {
     let full = file(fs, name);
     let mut at = 0;
@@ -248,7 +248,7 @@ fn a_file_is_cut_within_a_large_run_also_where_all_is_full() {
             continue;
         }
         fs.truncate(*f, 100 * BLOCK, false).expect("cutting needs no room");
-        // All but the node that the rest needs, and the block that is reserved for the next time.
+        // All but the node that the rest needs, and the reserved block for the next time.
         assert_eq!(fs.getattr(*f).map(|attr| (attr.size, attr.blocks)), Ok((100 * BLOCK, 100 + 2)));
         assert_eq!(fs.statfs().blocks_free, 412 - 1);
         fs.truncate(*f, 2 << 20, false).expect("longer");
@@ -364,7 +364,7 @@ fn what_was_behind_the_end_is_zero_when_a_file_grows_again() {
     assert!(buf.iter().all(|b| *b == 0));
 }
 
-/// One memory: a handle that may write, and one whose mapping is read-only.
+/// One memory with two handles: one that may write, and one whose mapping is read-only.
 fn writer_and_reader() -> (Filesystem, Filesystem) {
     let map = Map::memfd("ro", 8 << 20).expect("memory");
     let read_only = Map::new(map.file(), 8 << 20, false).expect("a second mapping");
@@ -639,7 +639,7 @@ fn what_a_member_makes_counts_for_its_account_whoever_fills_and_removes_it() {
     assert_eq!((used.name.as_str(), used.inodes, used.bytes_limit), ("tenant", 1, 100 * 4096));
     assert!((50 * 4096..60 * 4096).contains(&used.bytes), "{used:?}");
 
-    // Neither by its own hand nor by another's does it get beyond its limit; a file of the host's has none.
+    // Neither its own writes nor another member's take it beyond its limit; the host's files have none.
     let wrote = tenant.pwrite(ino, &[2; 100 * 4096], 50 * 4096, false).expect("as far as it goes");
     assert!((40 * 4096..=50 * 4096).contains(&wrote), "{wrote}");
     assert_eq!(tenant.pwrite(ino, &[2; 4096], 1 << 20, false), Err(Errno::DQUOT));
@@ -703,7 +703,7 @@ fn attributes_indexes_and_tables_of_locks_count_for_an_account_as_data_does() {
     assert_eq!(report.problems.iter().filter(counts).count(), 0, "{:?}", report.problems);
 }
 
-/// Blocks that belong to somebody but to nothing.
+/// Counts the blocks with a member's tag that nothing refers to.
 fn tagged(area: &Area) -> usize {
     let word = |field: usize| area.word(field as u64).expect("in the super block");
     let (map, blocks) = (
@@ -736,7 +736,7 @@ fn names_find_room_in_a_full_zone_as_long_as_their_directory_has_some() {
     let failed = (0..100_000).find_map(|i| fs.link(dir, format!("more-{i}").as_bytes(), first).err());
     assert_eq!(failed, Some(Errno::NOSPC));
     assert_eq!((fs.statfs().blocks_free, tagged(&area)), (before, 0), "what failed leaves no block behind");
-    // With no room for another entry at all: every name can become another one that is no longer, in as many granules.
+    // Without room for another entry, every name can become another one of the same length, or shorter, in as many granules.
     let names: Vec<Vec<u8>> = fs.list(dir).expect("names").into_iter().map(|entry| entry.name).collect();
     for (i, name) in names.iter().enumerate() {
         let to = format!("renamed-to-{i:036}");
@@ -783,13 +783,13 @@ fn fsck_counts_accounts_anew() {
     assert_eq!(account::list(&fs), [right]);
 }
 
-/// Where the core keeps an inode; the first blocks of a new file system's data are the inode table's.
+/// Returns the offset of an inode's field; the first blocks of a new file system's data are the inode table's.
 fn inode_field(area: &Area, ino: u64, field: usize) -> u64 {
     let data_start = area.word(core::mem::offset_of!(sys::tfs_super, data_start) as u64).expect("a word");
     data_start * BLOCK + ino * size_of::<sys::tfs_inode>() as u64 + field as u64
 }
 
-/// Member 5 says that it maps a file, and does not unmap it when member 0 truncates it. The blocks that were free before and are after.
+/// Member 5 declares that it maps a file, and does not unmap it when member 0 truncates it. Returns the free blocks before and after.
 fn truncate_what_another_maps(a: &Filesystem) -> (u64, u64) {
     let ino = file(a, "mapped");
     let before = a.statfs().blocks_free;
@@ -799,11 +799,11 @@ fn truncate_what_another_maps(a: &Filesystem) -> (u64, u64) {
     a.truncate(ino, 0, false).expect("truncate");
     let after = a.statfs().blocks_free;
     assert!(after < before, "blocks that member 5 maps became free");
-    assert_eq!(a.limbo(), (before - after, vec![5]));
+    assert_eq!(a.deferred(), (before - after, vec![5]));
     (before, after)
 }
 
-/// Its bit is never seen clear: it maps what is left as soon as it has taken its mappings back.
+/// Its bit is never seen clear: it maps the rest as soon as it has revoked its mappings.
 #[test]
 fn a_member_that_maps_a_file_again_at_once_does_not_keep_what_was_cut_off() {
     let (mut a, _b) = two_members();
@@ -825,7 +825,7 @@ fn a_member_that_maps_a_file_again_at_once_does_not_keep_what_was_cut_off() {
         }
     })));
     a.truncate(ino, 0, false).expect("truncate");
-    assert_eq!(a.limbo(), (0, vec![]));
+    assert_eq!(a.deferred(), (0, vec![]));
     assert_eq!(a.statfs().blocks_free, before);
 }
 
@@ -835,7 +835,7 @@ fn blocks_that_a_member_maps_become_free_when_it_leaves() {
     let (before, _) = truncate_what_another_maps(&a);
     drop(b);
     assert_eq!(a.statfs().blocks_free, before);
-    assert_eq!(a.limbo(), (0, vec![]));
+    assert_eq!(a.deferred(), (0, vec![]));
 }
 
 #[test]

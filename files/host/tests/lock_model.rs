@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A model of the lock across members (`files/core/wait.c`), explored exhaustively: every order of the steps of a few threads, with the
-//! death of any member between any two steps of its own or of others: as owner, as the one that the lock was offered to, as a waiter
-//! in the line, and while it recovers another.
+//! death of any member between any two steps of its own or of others: as owner, as the member that the lock is offered to, as a waiter
+//! in the queue, and while it recovers another.
 //!
 //! A step is one access to shared memory, named as in `wait.c`. What is claimed of every reachable state:
-//! - no two living threads own the lock, and nobody owns it before what a dead owner left was put in order;
-//! - whatever has happened, all who live can still come to their end;
-//! - without deaths no wake-up is lost: that holds even if nobody ever looks without being woken;
-//! - a member in the line sees the lock offered to each other member once at most before it is its turn.
+//! - no two living threads own the lock, and none owns it before a dead owner's work is recovered;
+//! - from every state, all living threads can still end;
+//! - without deaths no wake-up is lost, even if no thread ever polls;
+//! - a queued member sees the lock offered to each other member at most once before its own turn.
 
 use std::collections::HashMap;
 
@@ -21,7 +21,7 @@ enum Kind {
     Offered,
 }
 
-/// The lock word. Members count from 1; turn 0: it was never handed over.
+/// The lock word. Members count from 1; turn 0: it was never offered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 struct Word {
     kind: Kind,
@@ -66,7 +66,7 @@ struct Thread {
     left: u8,
     slept: bool,
     rung: bool,
-    /// How often the lock was offered to others while this one was first in its line and announced.
+    /// Offers of the lock to other members while this one was first in its queue and announced.
     passed: u8,
 }
 
@@ -75,10 +75,10 @@ struct Member {
     alive: bool,
     epoch: u8,
     recovered: u8,
-    /// Who recovers it: a member and its epoch.
+    /// The recovering member and its epoch.
     recovery: (u8, u8),
     /// Threads that wait, in order; private to the member.
-    line: Vec<u8>,
+    queue: Vec<u8>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -87,12 +87,12 @@ struct State {
     waiters: u8,
     members: [Member; MEMBERS],
     threads: Vec<Thread>,
-    /// Members whose operation is half done.
+    /// Members whose operation is not complete.
     half: u8,
     deaths: u8,
 }
 
-/// What of the protocol a run takes away, to see that the claims notice.
+/// A part of the protocol that a run leaves out, to see that the claims fail.
 #[derive(Clone, Copy, Default, PartialEq)]
 enum Flaw {
     #[default]
@@ -101,9 +101,9 @@ enum Flaw {
     NoRecovery,
     /// Announced after the last look instead of before.
     LateAnnouncement,
-    /// The owner that gives back counts from itself, not from the last turn.
+    /// The releasing owner counts from itself, not from the last turn.
     NoTurn,
-    /// The lock is given to the next in line without being asked.
+    /// The lock is given to the next in the queue without its consent.
     OfferIsOwnership,
 }
 
@@ -115,7 +115,7 @@ struct Run {
     deaths: u8,
     /// A dead member's slot is taken by a new incarnation with the same work.
     rejoin: bool,
-    /// Sleepers also wake up by themselves, and offers lapse. Else nobody is ever late.
+    /// Sleepers also poll, and offers lapse. Otherwise no thread is ever late.
     polls: bool,
     flaw: Flaw,
 }
@@ -146,7 +146,7 @@ impl State {
     }
 
     fn ring(&mut self, member: u8) {
-        if let Some(first) = self.members[usize::from(member) - 1].line.first() {
+        if let Some(first) = self.members[usize::from(member) - 1].queue.first() {
             let first = usize::from(*first);
             self.threads[first].rung = true;
         }
@@ -160,7 +160,7 @@ impl State {
         same
     }
 
-    /// All that thread i may do next.
+    /// Returns the states after each step that thread i may do next.
     fn steps(&self, i: usize, run: &Run) -> Vec<State> {
         let mut out = Vec::new();
         let t = &self.threads[i];
@@ -182,13 +182,13 @@ impl State {
                     s.word = Word { kind: Kind::Held, owner: own, epoch: me.epoch, ..now };
                     go!(Enter);
                 } else {
-                    s.members[m].line.push(i as u8);
+                    s.members[m].queue.push(i as u8);
                     go!(Look);
                 }
             }
             Pc::Look => {
-                // Not the first of its line: sleeps until it is.
-                if me.line.first() != Some(&(i as u8)) {
+                // Not the first of its queue: sleeps until it is.
+                if me.queue.first() != Some(&(i as u8)) {
                     s.threads[i].rung = false;
                     go!(Sleep);
                     return out;
@@ -200,12 +200,12 @@ impl State {
                 match now.kind {
                     Kind::Free => {
                         s.word = Word { demand: false, kind: Kind::Held, owner: own, epoch: me.epoch, ..now };
-                        s.leave_line(m, i);
+                        s.leave_queue(m, i);
                         go!(Withdraw);
                     }
                     Kind::Offered if now.owner == own && now.epoch == me.epoch => {
                         s.word = Word { demand: false, ..Word { kind: Kind::Held, ..now } };
-                        s.leave_line(m, i);
+                        s.leave_queue(m, i);
                         go!(Withdraw);
                     }
                     Kind::Offered if dead => go!(TakeDead),
@@ -264,7 +264,7 @@ impl State {
                 }
             }
             Pc::Recover => {
-                // The word whose owner is dead; the recovery lock, or the end of somebody else's recovery.
+                // The word whose owner is dead; the recovery lock, or the end of another member's recovery.
                 let d = usize::from(t.seen.owner) - 1;
                 let (by, epoch) = self.members[d].recovery;
                 if self.members[d].recovered >= t.seen.epoch {
@@ -292,14 +292,14 @@ impl State {
             }
             Pc::TakeDead | Pc::TakeLapsed => {
                 if s.swap(t.seen, Word { demand: false, ..held }) {
-                    s.leave_line(m, i);
+                    s.leave_queue(m, i);
                     go!(Withdraw);
                 } else {
                     go!(Look);
                 }
             }
             Pc::Withdraw => {
-                if me.line.is_empty() {
+                if me.queue.is_empty() {
                     s.waiters &= !(1 << m);
                     go!(Again);
                 } else {
@@ -309,8 +309,8 @@ impl State {
                 }
             }
             Pc::Again => {
-                // Somebody came into the line and may have announced itself in between.
-                if !me.line.is_empty() {
+                // A thread has entered the queue and may have announced itself in between.
+                if !me.queue.is_empty() {
                     s.waiters |= 1 << m;
                 }
                 go!(Enter);
@@ -346,7 +346,7 @@ impl State {
                     for j in 0..s.threads.len() {
                         let (member, waits) =
                             (s.threads[j].member, s.waiters >> s.threads[j].member & 1 != 0);
-                        let first = s.members[usize::from(member)].line.first() == Some(&(j as u8));
+                        let first = s.members[usize::from(member)].queue.first() == Some(&(j as u8));
                         if waits && first && member + 1 != n {
                             s.threads[j].passed = (s.threads[j].passed + 1).min(10);
                         }
@@ -377,8 +377,8 @@ impl State {
         out
     }
 
-    fn leave_line(&mut self, m: usize, i: usize) {
-        self.members[m].line.retain(|t| usize::from(*t) != i);
+    fn leave_queue(&mut self, m: usize, i: usize) {
+        self.members[m].queue.retain(|t| usize::from(*t) != i);
     }
 
     fn finish(&mut self, i: usize) {
@@ -397,13 +397,13 @@ impl State {
             if member.alive && self.deaths > 0 {
                 s.deaths -= 1;
                 member.alive = false;
-                member.line.clear();
+                member.queue.clear();
                 for t in s.threads.iter_mut().filter(|t| usize::from(t.member) == m) {
                     *t = Thread { member: m as u8, pc: Pc::Done, left: t.left, ..Thread::default() };
                 }
                 out.push(s);
             } else if !member.alive && run.rejoin && member.epoch == 1 && member.recovered >= 1 {
-                // It starts nothing before its former life is cleaned up, by itself or by others.
+                // It starts nothing before its former epoch is recovered, by itself or by another member.
                 member.alive = true;
                 member.epoch = 2;
                 for t in s.threads.iter_mut().filter(|t| usize::from(t.member) == m) {
@@ -411,7 +411,7 @@ impl State {
                 }
                 out.push(s);
             } else if !member.alive && run.rejoin && member.epoch == 1 {
-                // Somebody recovers it who wants no lock: the host's announcement, or its own next life.
+                // A member without interest in the lock recovers it: on the host's announcement, or in its own next epoch.
                 let (by, epoch) = member.recovery;
                 if by == 0 || !self.alive(by, epoch) {
                     let member = &mut s.members[m];
@@ -448,7 +448,7 @@ impl State {
                 return Err("the word does not name the owner".into());
             }
         }
-        // A lapsed offer is a turn forgone, so this counts only where nobody is late.
+        // A lapsed offer is a skipped turn, so this counts only in runs without lateness.
         if !run.polls && self.threads.iter().any(|t| usize::from(t.passed) >= run.threads.len()) {
             return Err("a waiter was passed over".into());
         }
@@ -456,7 +456,7 @@ impl State {
     }
 }
 
-/// Explores everything; the number of states.
+/// Explores everything and returns the number of states.
 fn explore(run: &Run) -> Result<usize, String> {
     let mut numbers: HashMap<State, u32> = HashMap::new();
     let mut states = vec![State::new(run)];
@@ -477,7 +477,7 @@ fn explore(run: &Run) -> Result<usize, String> {
         }
         at += 1;
     }
-    // From which states an end can be reached: backwards from the ends.
+    // The states from which an end can be reached: backwards from the ends.
     let mut ends = vec![false; states.len()];
     let mut queue: Vec<u32> = (0..states.len() as u32).filter(|i| states[*i as usize].done()).collect();
     for i in &queue {

@@ -66,7 +66,7 @@ impl Rig {
 impl Drop for Rig {
     fn drop(&mut self) {
         for pid in &self.pids {
-            // SAFETY: a plain call; these processes were started above and are not waited for by anyone else.
+            // SAFETY: a plain call; these processes were started above and no one else waits for them.
             unsafe { libc::kill(*pid, libc::SIGTERM) };
         }
         for name in ["a", "b"] {
@@ -80,7 +80,7 @@ fn mounted(path: &Path) -> bool {
     table.lines().any(|l| l.split(' ').nth(4) == path.to_str())
 }
 
-/// Waits for another process's doing, bounded; the caller's next claim fails if it never came.
+/// Waits, bounded, for another process; if it never comes, the caller's next claim fails.
 fn wait_until(mut test: impl FnMut() -> bool) {
     for _ in 0..3000 {
         if test() {
@@ -165,7 +165,7 @@ fn holes_are_found_and_shared_mappings_are_refused_not_stale() {
     assert!(map(rustix::mm::MapFlags::PRIVATE).is_ok());
 }
 
-/// Runs a check in a process of its own, whose POSIX locks are nobody else's; its exit code.
+/// Runs a check in a process of its own, with its own POSIX locks; returns its exit code.
 fn in_child(check: impl FnOnce() -> i32) -> i32 {
     // SAFETY: the child calls nothing but file operations and _exit, and does not return.
     match unsafe { libc::fork() } {
@@ -183,7 +183,7 @@ fn in_child(check: impl FnOnce() -> i32) -> i32 {
     }
 }
 
-/// fcntl with a lock of `kind` on bytes from `start` on; the errno.
+/// fcntl with a lock of `kind` on bytes from `start` on; returns the errno.
 fn fcntl_lock(file: &fs::File, command: libc::c_int, kind: libc::c_int, start: i64, len: i64) -> i32 {
     let lock = libc::flock {
         l_type: kind as libc::c_short,
@@ -215,7 +215,7 @@ fn flock_excludes_across_mounts_and_goes_with_the_open_file() {
     flock(&a, FlockOperation::LockShared).expect("a shared lock");
     flock(&b, FlockOperation::NonBlockingLockShared).expect("a second shared lock");
     assert_eq!(flock(&b, FlockOperation::NonBlockingLockExclusive), Err(rustix::io::Errno::WOULDBLOCK));
-    // A descriptor that is a copy keeps it, the last one's close gives it up.
+    // A duplicate descriptor keeps it, the last one's close releases it.
     let copy = a.try_clone().expect("dup");
     drop(a);
     assert_eq!(flock(&b, FlockOperation::NonBlockingLockExclusive), Err(rustix::io::Errno::WOULDBLOCK));
@@ -243,7 +243,7 @@ fn fcntl_locks_exclude_by_range_across_mounts_and_go_when_a_process_closes_the_f
         fcntl_lock(&file, libc::F_SETLK, libc::F_RDLCK, 12, 1)
     });
     assert_eq!(other, libc::EAGAIN);
-    // POSIX: closing any descriptor of the file gives all of the process's locks up.
+    // POSIX: closing any descriptor of the file releases all of the process's locks.
     drop(fs::File::open(rig.at("a/f")).expect("open"));
     assert_eq!(fcntl_lock(&b, libc::F_SETLK, libc::F_WRLCK, 0, 0), 0);
 }
@@ -291,7 +291,7 @@ fn two_that_wait_for_each_other_are_told_and_a_signal_ends_a_wait() {
     let mut taken = [1];
     told.read_exact(&mut taken).expect("the child's word");
     assert_eq!(taken, [0]);
-    // Whichever of the two comes second is told; if it is the child, its end gives byte 1 to the parent.
+    // The second of the two gets the error; if it is the child, its end gives byte 1 to the parent.
     let mine = fcntl_lock(&a, libc::F_SETLKW, libc::F_WRLCK, 1, 1);
     if mine == libc::EDEADLK {
         drop((a, b));
@@ -462,7 +462,7 @@ fn watch_shows_what_a_mount_does_as_it_happens() {
         ["member-a", "delete", "file", "/dir/g"],
     ];
     for line in &seen {
-        // The order of what different members did is not kept, and a close is told by the kernel in its own time.
+        // The order of different members' changes is not kept, and the kernel reports a close in its own time.
         if let Some(at) = expected.iter().position(|e| line == e) {
             expected.remove(at);
         }
@@ -495,7 +495,7 @@ impl Alone {
         must(&[&["mount"], options, &["--", &self.image, at]].concat());
     }
 
-    /// Busy at first where a child that another test forked has not closed what it inherited yet.
+    /// Busy at first while a child that another test forked still holds inherited descriptors.
     fn unmount(&self) {
         let umount = || Command::new("umount").arg(&self.at).output().expect("umount starts");
         let mut last = umount();
@@ -508,7 +508,7 @@ impl Alone {
         assert!(last.status.success(), "{}", String::from_utf8_lossy(&last.stderr));
     }
 
-    /// What the mount table says of it.
+    /// Returns the options in the mount table.
     fn options(&self) -> String {
         let table = fs::read_to_string("/proc/self/mountinfo").expect("the mount table");
         let line = table.lines().find(|l| l.split(' ').nth(4) == self.at.to_str()).expect("a mount");
@@ -631,7 +631,7 @@ fn a_file_system_can_be_mounted_again_as_soon_as_it_is_unmounted() {
     assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stdout));
 }
 
-/// As a project holds its VMs: alive from before they mount until after they unmount.
+/// As a project holds its VMs: active from before they mount until after they unmount.
 #[test]
 fn an_image_comes_back_into_a_zone_whose_vms_live_but_have_unmounted_it() {
     let dir = TempDir::new().expect("a directory");

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, mpsc};
 
 use rustix::io::Errno;
-use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Attr, Create, FileLock, Filesystem, Handle, Mkfs, ROOT};
 use tombolo_files::{fsck, sys};
 
@@ -44,8 +44,12 @@ impl Zone {
 
     fn open(&self, member: u32) -> Filesystem {
         self.set(member, 1, sys::TMB_MEMBER_ACTIVE);
-        let area =
-            Area::in_map(&self.map, AREA_AT, self.area.size(), Some((4096, Seat { member, epoch: 1 })));
+        let area = Area::in_map(
+            &self.map,
+            AREA_AT,
+            self.area.size(),
+            Some((4096, Incarnation { member, epoch: 1 })),
+        );
         let damage = Arc::clone(&self.damage);
         let log = Box::new(move |what: &str, a, b| {
             eprintln!("damage: {what} ({a:#x}, {b:#x})");
@@ -54,7 +58,7 @@ impl Zone {
         Filesystem::open_with(area.expect("an area"), log).expect("open")
     }
 
-    fn bury(&self, member: u32) {
+    fn declare_dead(&self, member: u32) {
         self.set(member, 2, sys::TMB_MEMBER_DEAD);
     }
 
@@ -65,7 +69,7 @@ impl Zone {
         self.word(table + ino.ino * 256 + core::mem::offset_of!(sys::tfs_inode, lock) as u64)
     }
 
-    /// Counted damage; nobody may use the file system any more.
+    /// No damage was counted; the caller has closed the file system.
     fn assert_undamaged(&self) {
         assert_eq!(self.damage.load(SeqCst), 0, "damage was reported");
         assert_eq!(self.area.word(core::mem::offset_of!(sys::tfs_super, errors) as u64), Some(0));
@@ -188,13 +192,13 @@ fn a_member_that_is_suspended_with_a_lock_makes_others_wait_and_is_no_damage() {
     let (told, tells) = mpsc::channel();
     let told = std::sync::Mutex::new(told);
     other.tell_waits_to(Box::new(move |member, _, answers, _| {
-        // Nobody listens any more once it was told.
+        // The receiver ends after the first message.
         let _ = told.lock().expect("no panic").send((member, answers));
     }));
     zone.lock_of(ino).store(held_by(0), SeqCst);
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| chmod(&other, ino));
-        // It is named, and found not to answer since nobody takes its pending bits.
+        // It is reported as not answering, since no thread takes its pending bits.
         assert_eq!(tells.recv().expect("it is told"), (0, false));
         assert!(!waiter.is_finished());
         assert_eq!(zone.lock_of(ino).load(SeqCst) & 0xff, 1, "the lock is still its own");
@@ -244,7 +248,7 @@ fn a_lock_that_was_offered_to_a_member_that_does_not_come_is_taken_by_who_waits(
         let word = zone.lock_of(ino).load(SeqCst);
         assert_eq!((word & 0xff, word >> 16 & 0xff), (0, u64::from(to) + 1), "free, and its turn is over");
     }
-    // To this member itself, whoever of it comes.
+    // Offered to this member; any of its threads may take it.
     zone.lock_of(ino).store(offered_to(0), SeqCst);
     chmod(&here, ino).expect("chmod");
     gone.abandon();
@@ -253,12 +257,13 @@ fn a_lock_that_was_offered_to_a_member_that_does_not_come_is_taken_by_who_waits(
 }
 
 fn gone_away(zone: &Zone) {
-    zone.bury(2);
+    zone.declare_dead(2);
 }
 
 #[test]
 fn recoveries_that_meet_end() {
-    // One member has the recovery of 1 and is busy forgetting what 1 had open; another, which recovers 2, needs a lock that 1 held.
+    // One member recovers member 1 and is forgetting its open references; another, which recovers member 2, needs a lock that 1
+    // held.
     let zone = Zone::new();
     let (first, second, busy, other) = (zone.open(1), zone.open(2), zone.open(5), zone.open(6));
     let ino = file(&first, "f");
@@ -267,8 +272,8 @@ fn recoveries_that_meet_end() {
     first.abandon();
     second.abandon();
     zone.lock_of(ino).store(held_by(1), SeqCst);
-    zone.bury(1);
-    zone.bury(2);
+    zone.declare_dead(1);
+    zone.declare_dead(2);
     let recovered = core::mem::offset_of!(sys::tmb_member, recovered_epoch);
     let recovery_lock = core::mem::offset_of!(sys::tmb_member, recovery_lock);
     zone.member(1, recovered).store(2, SeqCst);
@@ -287,7 +292,7 @@ fn two_shared_flocks_that_become_exclusive_do_not_wait_for_each_other() {
     let ino = file(&a, "f");
     a.set_lock(ino, &flock(1, sys::TFS_LK_READ)).expect("shared");
     b.set_lock(ino, &flock(1, sys::TFS_LK_READ)).expect("shared");
-    // The first gives its own back, and waits; so the second gets it.
+    // The first releases its own, and waits; so the second gets it.
     assert_eq!(a.set_lock(ino, &flock(1, sys::TFS_LK_WRITE)), Err(Errno::AGAIN));
     b.set_lock(ino, &flock(1, sys::TFS_LK_WRITE)).expect("exclusive");
     b.set_lock(ino, &flock(1, sys::TFS_LK_WRITE)).expect("once more");
@@ -313,7 +318,7 @@ fn any_number_of_lockers_can_wait() {
             fs.wait_lock(ino, &lock).expect("it can wait")
         })
         .collect();
-    // Also one that nobody sees finds out that it would wait for ever.
+    // A waiter without a slot also finds its deadlock.
     let other = file(&fs, "g");
     fs.set_lock(other, &whole(1)).expect("a lock");
     assert_eq!(fs.wait_lock(other, &whole(1000)).err(), Some(Errno::DEADLK));
@@ -338,7 +343,7 @@ fn the_lock_that_is_named_as_in_the_way_is_the_one_that_ext4_names() {
     let found = |from| b.get_lock(ino, &at(3, from, 200, sys::TFS_LK_WRITE)).expect("asked");
     assert_eq!((found(0).owner, found(0).start), (1, 50));
     assert_eq!((found(60).owner, found(60).start), (1, 100));
-    // A range that is split keeps its owner's place; one that is gone and comes again does not.
+    // A range that is split keeps its owner's place; an owner that releases all and locks again gets a new one.
     a.set_lock(ino, &at(1, 103, 105, unlock)).expect("given back");
     assert_eq!((found(60).start, found(104).start), (100, 106));
     a.set_lock(ino, &at(1, 0, 200, unlock)).expect("given back");
@@ -348,7 +353,7 @@ fn the_lock_that_is_named_as_in_the_way_is_the_one_that_ext4_names() {
     zone.assert_undamaged();
 }
 
-/// Waits for what other threads do, bounded; the caller's next claim fails if it never came.
+/// Waits, bounded, for other threads; if they never come, the caller's next claim fails.
 fn wait_until(mut test: impl FnMut() -> bool) {
     let start = std::time::Instant::now();
     while !test() && start.elapsed() < std::time::Duration::from_secs(30) {
@@ -393,7 +398,7 @@ fn an_append_waits_for_no_lock_of_a_range() {
     let (locker, writer) = (zone.open(0), zone.open(1));
     let ino = file(&locker, "f");
     locker.set_lock(ino, &range(1, sys::TFS_LK_WRITE)).expect("a lock");
-    // A member is suspended at the table of locks; for a file it is the lock behind the number of its names.
+    // A member is suspended with the lock of the lock table; a file has it in the words after 'entries'.
     let before = core::mem::offset_of!(sys::tfs_inode, lock) - core::mem::offset_of!(sys::tfs_inode, entries);
     let table = zone.lock_of(ino).as_ptr().wrapping_byte_sub(before);
     // SAFETY: a word of the same inode, in the mapping.

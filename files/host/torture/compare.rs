@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A model against a file system: operations done to both, and everything there looked at.
+//! Compares a model with a file system: operations are run on both, and everything there is compared.
 
 use std::collections::BTreeMap;
 
@@ -11,14 +11,14 @@ use crate::tree::{Answer, Call, Digest, Result, Spot, Stat, Tree};
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = 4096;
 
-/// A difference in words, or nothing.
+/// A difference, as text, or the value.
 pub type Found<T> = std::result::Result<T, String>;
 
 fn difference<T>(what: impl std::fmt::Display) -> Found<T> {
     Err(what.to_string())
 }
 
-/// The answer's value, where it has the shape that the call gives.
+/// The answer's value, if it has the call's type.
 macro_rules! given {
     ($tree:expr, $call:expr, $shape:path) => {{
         match $tree.call(&$call) {
@@ -29,7 +29,7 @@ macro_rules! given {
     }};
 }
 
-/// What `stat` says of a place.
+/// Returns the result of `stat`.
 pub fn stat(tree: &dyn Tree, node: &Spot) -> Found<Stat> {
     given!(tree, Call::Stat { node: node.clone() }, Answer::Stat)?
         .map_err(|e| format!("{}: stat: {e}", name(node)))
@@ -48,7 +48,7 @@ fn read(tree: &dyn Tree, node: &Spot, at: u64, len: usize, mapped: bool) -> Foun
     given!(tree, call, Answer::Bytes)?.map_err(|e| format!("{}: read: {e}", name(node)))
 }
 
-/// `len` bytes at `at` must be `want`, which ends where the file does.
+/// Reads `len` bytes at `at`, which must be `want`; that ends where the file does.
 pub fn check_data(tree: &dyn Tree, node: &Spot, at: u64, len: usize, want: &[u8], mapped: bool) -> Found<()> {
     if tree.far() {
         let call = Call::Digest { node: node.clone(), at, len, mapped };
@@ -76,7 +76,7 @@ pub fn check_data(tree: &dyn Tree, node: &Spot, at: u64, len: usize, want: &[u8]
 }
 
 impl Model {
-    /// The call that does an operation, where it is not one to look and compare.
+    /// Returns the call of an operation, unless it compares.
     fn call(&self, op: &Op) -> Option<Call> {
         let spot = |id: &Id| self.spot(*id);
         Some(match op.clone() {
@@ -112,7 +112,7 @@ impl Model {
         })
     }
 
-    /// Does it to the real file system. A new inode's number comes back.
+    /// Runs an operation on the real file system. Returns a new inode's number.
     pub fn execute(&self, tree: &dyn Tree, op: &Op) -> Found<Result<Option<u64>>> {
         let checked = |found: Found<()>| found.map(|()| Ok(None)).map_err(|e| format!("{op:?}: {e}"));
         match op {
@@ -160,18 +160,18 @@ impl Model {
     fn check_range(&self, tree: &dyn Tree, node: Id, at: u64, len: usize, mapped: bool) -> Found<()> {
         let data = self.data(node).expect("a file");
         let (from, to) = ((at as usize).min(data.len()), (at as usize + len).min(data.len()));
-        // A mapping knows no end of file.
+        // A mapping does not end with the file.
         let len = if mapped { to - from } else { len };
         check_data(tree, &self.spot(node), at, len, &data[from..to], mapped)
     }
 
-    /// Applies an operation to both; a difference is an error. A new node's number comes back.
+    /// Applies an operation to both; a difference is an error. Returns a new node's number.
     pub fn step(&mut self, tree: &dyn Tree, op: &Op) -> Found<Option<Id>> {
         let real = self.execute(tree, op)?;
         self.settle(op, real)
     }
 
-    /// Compares what the real one gave with what the model gives.
+    /// Compares the real result with the model's.
     pub fn settle(&mut self, op: &Op, real: Result<Option<u64>>) -> Found<Option<Id>> {
         let model = self.apply(op);
         match (real, model) {
@@ -275,7 +275,7 @@ impl Model {
         }
     }
 
-    /// Compares all there is, file contents too but for `except`. Gives the real inode numbers of all nodes.
+    /// Compares everything, file contents too but for `except`. Returns the real inode numbers of all nodes.
     pub fn compare(&self, tree: &dyn Tree, except: Option<Id>) -> Found<Vec<(Id, u64)>> {
         let mut found = Vec::new();
         let mut queue: Vec<(Id, u64)> = self.bases.iter().map(|id| (*id, self.node(*id).ino)).collect();
@@ -312,7 +312,7 @@ impl Model {
         Ok(found)
     }
 
-    /// Opens end with the process that had them; what only they kept is gone.
+    /// Closes all files, as the end of a process does, and drops unlinked ones.
     pub fn close_all(&mut self) {
         for id in self.ids(|n| n.open || n.nlink == 0) {
             self.node_mut(id).open = false;
@@ -322,14 +322,14 @@ impl Model {
         }
     }
 
-    /// Takes over the inode numbers that a comparison found.
+    /// Stores the inode numbers that a comparison found.
     fn learn(&mut self, numbers: Vec<(Id, u64)>) {
         for (id, ino) in numbers {
             self.node_mut(id).ino = ino;
         }
     }
 
-    /// After a death in the middle of `op`: it happened, or not, or (data) in part. Makes the model what is there.
+    /// After a death during `op`: it happened, or not, or (data) in part. Changes the model to the state found.
     pub fn adopt(&mut self, tree: &dyn Tree, op: Option<&Op>) -> Found<()> {
         let mut before = self.clone();
         before.close_all();
@@ -344,7 +344,7 @@ impl Model {
         let Some(op) = op else { return Err(not_done) };
         let mut after = self.clone();
         let done = after.apply(op);
-        // A file that was unlinked while open and had the operation under way is gone either way.
+        // An unlinked open file that the operation was changing is freed in any case.
         after.close_all();
         let why = match after.compare(tree, None) {
             Ok(numbers) => {
@@ -384,7 +384,7 @@ impl Model {
     }
 }
 
-/// Holes read as zeros; so what seek calls a hole must be zeros, and what is not zeros must be data.
+/// Holes read as zeros: so a hole that seek reports must be zeros, and other bytes must be data.
 pub fn check_seek(tree: &dyn Tree, node: &Spot, data: &[u8], at: u64) -> Found<()> {
     let seek = |hole| -> Found<Option<u64>> {
         match given!(tree, Call::Seek { node: node.clone(), at, hole }, Answer::Number)? {

@@ -13,7 +13,7 @@ use crate::tree::Spot;
 use crate::turns::{Taker, Turns};
 use crate::zone::Zone;
 
-/// Every operation by a member chosen at random, then looked at by another.
+/// Runs every operation as a random member; another member then checks it.
 pub fn turns(seed: u64, mib: u64, operations: u64, members: u32) -> Result<String, String> {
     let zone = Zone::new(mib)?;
     let handles: Vec<Filesystem> =
@@ -30,7 +30,7 @@ pub fn turns(seed: u64, mib: u64, operations: u64, members: u32) -> Result<Strin
     Ok(format!("{operations} operations by {members} members: no difference, fsck finds nothing"))
 }
 
-/// Appends, creations of the same names and renames from several members at once.
+/// Appends, creations of the same names and renames by several members at once.
 pub fn at_once(seed: u64, mib: u64, seconds: u64) -> Result<String, String> {
     const MEMBERS: u32 = 3;
     let zone = Zone::new(mib)?;
@@ -51,7 +51,7 @@ pub fn at_once(seed: u64, mib: u64, seconds: u64) -> Result<String, String> {
         let mut rng = Rng(seed ^ u64::from(who));
         let mut next = 0;
         while Instant::now() < end && !stop.load(Ordering::Relaxed) {
-            // A record: its writer, its number, its length, and as many bytes of it as it says.
+            // A record: its writer, its number, its length, and that many bytes.
             let len = 8 + rng.below(9000) as usize;
             let mut record = vec![who as u8 + 1; len];
             record[0..4].copy_from_slice(&(len as u32).to_le_bytes());

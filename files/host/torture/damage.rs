@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Damage: words of a file system are overwritten in places that mean something, one half of them by the fuzzer's mutator
-//! (`files/fuzz/mutate.c`). fsck -n, which gets the memory mapped read-only, must tell and change nothing; fsck -y repair or say what is
-//! lost; what it repaired must work; and where it found nothing at all, every name and all contents must be what they were.
+//! Damage: words of a file system are overwritten in meaningful places, half of them by the fuzzer's mutator (`files/fuzz/mutate.c`).
+//! fsck -n, which gets the memory mapped read-only, must report it and change nothing; fsck -y must repair it or name the losses, and
+//! the repaired file system must work. If fsck found nothing, every name and all contents must be unchanged.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_void};
@@ -74,11 +74,11 @@ unsafe extern "C" {
 /// One change.
 struct Damage {
     text: String,
-    /// It may leave a file system that is well formed, but another one.
+    /// The damage may leave a well-formed file system with other contents.
     plausible: bool,
 }
 
-/// By path: the kind, and what is in it.
+/// By path: the type, and the contents.
 type Files = BTreeMap<Vec<u8>, (u32, Vec<u8>)>;
 
 impl Drop for Image {
@@ -88,7 +88,7 @@ impl Drop for Image {
     }
 }
 
-/// All names and what they mean, as the core reads them.
+/// Returns all names and their contents, as the core reads them.
 fn contents(area: &Area) -> Result<Files, String> {
     let fs = Filesystem::open_with(area.lone(), Box::new(|_, _, _| {})).map_err(|e| format!("open: {e}"))?;
     let mut files = Files::new();
@@ -160,13 +160,13 @@ impl Image {
 
     fn mutate(&self, rng: &mut Rng) -> Damage {
         unsafe extern "C" fn take(rng: *mut c_void, bytes: c_uint) -> u64 {
-            // SAFETY: the generator below, which nobody else uses meanwhile.
+            // SAFETY: the generator below, which has no other user meanwhile.
             unsafe { &mut *rng.cast::<Rng>() }.next() >> (64 - 8 * bytes)
         }
         // SAFETY: the mutator was made for this area and writes inside it.
         let done = unsafe { mutate(self.mutator, self.area.base().cast(), take, (&raw mut *rng).cast()) };
         let text = format!("{:#x}: {:#x} -> {:#x}", done.offset, done.old, done.new_value);
-        // Numbers of an inode, attributes' values and recorded words to store say nothing wrong by themselves.
+        // Inode numbers, attribute values and recorded words are plausible with any value.
         Damage { text, plausible: [TX, INODE, XATTR].contains(&done.kind) }
     }
 
@@ -193,7 +193,7 @@ impl Image {
             7 => rng.pick(&self.used) | rng.below(5) << 48,
             _ => self.words[rng.below(self.words.len() as u64) as usize],
         };
-        // Nothing but magic and version says what it is: without them there is nothing to repair.
+        // Magic and version stay: without them there is nothing to repair.
         let features = [
             core::mem::offset_of!(sys::tfs_super, incompat),
             core::mem::offset_of!(sys::tfs_super, ro_compat),
@@ -286,7 +286,7 @@ fn populate(area: &Area) -> fs::Result<()> {
     Ok(())
 }
 
-/// Reads all there is and changes a little.
+/// Reads everything and changes a little.
 fn use_all(area: &Area) -> Result<(), String> {
     let noticed = std::sync::Arc::new(std::sync::Mutex::new(None));
     let log = {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Members that die under load, as they die outside of tests: QEMU killed, the guest's kernel panicked, the machine reset, the FUSE
-//! mount's process killed. In each round all members work, one dies at any instant, the others go on and must not wait long; then what
-//! is there must be what each had been told is done, fsck must find nothing, and the dead one comes back.
+//! Members that die under load, as they do outside of tests: QEMU killed, the guest's kernel panicked, the machine reset, the FUSE
+//! mount's process killed. In each round all members work, one dies at any instant, and the others go on within a bound. Then the
+//! state must match the operations acknowledged to each member, fsck must find nothing, and the dead one comes back.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -10,20 +10,20 @@ use tombolo_files::fs::{Create, Filesystem, ROOT};
 
 use crate::guest::Guest;
 use crate::model::Reach;
-use crate::remote::{PATIENCE, Remote};
+use crate::remote::{Remote, TIMEOUT};
 use crate::rng::Rng;
 use crate::site::{Boot, Mount, Site};
 use crate::together::{Told, catch_up, guests, hear};
 use crate::tree::Spot;
 use crate::worker::{Load, Order};
 
-/// What a survivor's operation may take, a death and the repair included.
+/// The longest time of a survivor's operation, with a death and the recovery.
 const LONGEST: Duration = Duration::from_secs(2);
-/// How soon after the last operation nothing is open any more.
+/// No file is open any more so soon after the last operation.
 const SETTLED: Duration = Duration::from_secs(10);
 const MOUNT: &str = "fuse";
 
-/// Somebody who lives and dies.
+/// A member that lives and dies.
 enum Body {
     Guest(Box<Guest>),
     Mount(Mount),
@@ -35,7 +35,7 @@ struct Member {
     remote: Remote,
 }
 
-/// What all rounds came to.
+/// The sums of all rounds.
 #[derive(Default)]
 struct Tally {
     operations: u64,
@@ -131,7 +131,7 @@ fn round(
         let way = bodies.into_iter().nth(victim).map(|body| kill(site, body, way));
         std::thread::sleep(after);
         for remote in &remotes {
-            // The dead one does not hear it.
+            // The dead member does not receive it.
             let _ = remote.send(&Order::Stop);
         }
         let told = hearing.into_iter().map(|h| h.join().unwrap_or_default()).collect();
@@ -179,14 +179,14 @@ fn round(
     clear(fs, ROOT)
 }
 
-/// Kills it, and comes back when its death has been declared.
+/// Kills it, and returns when its death has been declared.
 fn kill(site: &Site, body: &mut Body, way: u64) -> Result<&'static str, String> {
     match body {
         Body::Mount(mount) => {
             mount.kill();
             let since = Instant::now();
             while site.present()?.iter().any(|name| name == MOUNT) {
-                if since.elapsed() > PATIENCE {
+                if since.elapsed() > TIMEOUT {
                     return Err("the mount's death is not declared".into());
                 }
                 std::thread::sleep(Duration::from_millis(5));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One file, one buffer of how it should be, and members that take turns with it in no order: what fsx does, across machines. Every member
-//! has the file open and, where it can, mapped all the time.
+//! One file, one buffer with its expected contents, and members that change it in random turns: fsx across machines. Every member has the
+//! file open and, if it can, mapped all the time.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -15,7 +15,7 @@ use crate::tree::{Answer, Call, Spot, Tree};
 /// Largest size of the file, bytes.
 const MOST: u64 = 256 << 10;
 const PAGE: u64 = 4096;
-/// How often a long run says how far it is.
+/// Operations between two progress lines of a long run.
 const REPORT: u64 = 50_000;
 /// Operations that a message about a difference names.
 const RECENT: usize = 12;
@@ -30,7 +30,7 @@ struct Run<'a> {
     recent: VecDeque<String>,
 }
 
-/// `operations` by members at random.
+/// Runs `operations` as random members.
 pub fn run(seed: u64, members: &[(Remote, bool)], operations: u64) -> Result<String, String> {
     let name = Some(b"fsx".to_vec());
     let create =

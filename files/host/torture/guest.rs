@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Guests under QEMU with the zone. The first one boots, and its state is saved before anything of the zone is used; all others start from
-//! that. Its doorbell is plugged, and the module loaded, after that: they belong to one life only.
+//! Guests under QEMU with the zone. The first one boots, and its state is saved before it uses the zone; all others start from that state.
+//! Doorbell and module are added after that, since they belong to one life only.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
@@ -14,10 +14,10 @@ use serde_json::{Value, json};
 use tombolo_zone::doorbell::VECTORS;
 use tombolo_zone::{Liveness, MemberId, Rights, Role};
 
-use crate::remote::{PATIENCE, Remote, accept, listen};
+use crate::remote::{Remote, TIMEOUT, accept, listen};
 use crate::site::{Site, announce, tie};
 
-/// Kernel messages that should not be there.
+/// Kernel messages that fail a run.
 const BAD: &str =
     "BUG|Oops|WARNING:|general protection|Call Trace|hung task|refcount_t|INFO: task|soft lockup|is damaged";
 
@@ -34,12 +34,12 @@ pub struct Guest {
     line: Option<UnixStream>,
     console: PathBuf,
     process: OwnedFd,
-    /// When its death had been declared.
+    /// Receives the time at which its death was declared.
     gone: mpsc::Receiver<Instant>,
 }
 
 impl Guest {
-    /// Boots, or starts from what the first one was after its boot.
+    /// Boots a guest, or starts it from the first one's state after its boot.
     pub fn new(site: &Site, name: &str) -> Result<Guest, String> {
         let saved = site.boot.work.join("saved");
         let capability = json!({"capabilities": [{"capability": "x-ignore-shared", "state": true}]});
@@ -73,7 +73,7 @@ impl Guest {
         let alive = site.zone.hold(id).map_err(text)?;
         let at = |what: &str| {
             let path = site.boot.work.join(format!("{name}.{what}"));
-            // That of an earlier life, if any.
+            // The socket of an earlier life, if any.
             let _ = std::fs::remove_file(&path);
             path
         };
@@ -112,7 +112,7 @@ impl Guest {
             gone,
         };
         for stream in [&guest.shell, &guest.monitor] {
-            stream.get_ref().set_read_timeout(Some(PATIENCE)).map_err(text)?;
+            stream.get_ref().set_read_timeout(Some(TIMEOUT)).map_err(text)?;
         }
         guest.monitor("qmp_capabilities", json!({}))?;
         Ok(guest)
@@ -142,7 +142,7 @@ impl Guest {
         self.shell.get_mut().write_all(line.as_bytes()).map_err(|e| format!("{}: {e}", self.name))
     }
 
-    /// Runs a command in it that must succeed.
+    /// Runs a command in the guest, which must succeed.
     pub fn run(&mut self, command: &str) -> Result<String, String> {
         self.start(command)?;
         let output = self.until("<<rc=")?;
@@ -168,7 +168,7 @@ impl Guest {
         self.run("killall tombolo-files-torture; umount /mnt").map(|_| ())
     }
 
-    /// A command to its QEMU.
+    /// Sends a command to its QEMU.
     pub fn monitor(&mut self, command: &str, arguments: Value) -> Result<Value, String> {
         let order = format!("{}\n", json!({"execute": command, "arguments": arguments}));
         self.monitor.get_mut().write_all(order.as_bytes()).map_err(text)?;
@@ -193,20 +193,20 @@ impl Guest {
             if answer["status"] == state {
                 return Ok(());
             }
-            if answer["status"] == "failed" || since.elapsed() > PATIENCE {
+            if answer["status"] == "failed" || since.elapsed() > TIMEOUT {
                 return Err(format!("{}: {query} says {answer}", self.name));
             }
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
-    /// What its kernel said.
+    /// Returns its kernel's messages.
     pub fn log(&self) -> String {
         let log = std::fs::read(&self.console).unwrap_or_default();
         String::from_utf8_lossy(&log[log.len().saturating_sub(6000)..]).into_owned()
     }
 
-    /// Whether its kernel said what it should not.
+    /// Fails if its kernel printed a bad message.
     pub fn complaints(&mut self) -> Result<(), String> {
         let found = self.run(&format!("dmesg | grep -E '{BAD}' | head -5; true"))?;
         if found.trim().is_empty() { Ok(()) } else { Err(format!("{}: the kernel says: {found}", self.name)) }
@@ -214,21 +214,21 @@ impl Guest {
 
     /// Ends its QEMU at once.
     pub fn kill(&self) {
-        // ESRCH: it is gone already.
+        // ESRCH: it has ended already.
         let _ = rustix::process::pidfd_send_signal(&self.process, rustix::process::Signal::KILL);
     }
 
     /// Waits until its death has been declared.
     pub fn wait_gone(&self) -> Result<Instant, String> {
-        self.gone.recv_timeout(PATIENCE).map_err(|e| format!("{}: does not end: {e}", self.name))
+        self.gone.recv_timeout(TIMEOUT).map_err(|e| format!("{}: does not end: {e}", self.name))
     }
 }
 
 impl Drop for Guest {
     fn drop(&mut self) {
         self.kill();
-        // Its thread may have told already.
-        let _ = self.gone.recv_timeout(PATIENCE);
+        // The error of a thread that has already sent its time doesn't matter.
+        let _ = self.gone.recv_timeout(TIMEOUT);
     }
 }
 
@@ -255,19 +255,19 @@ fn watch(
         let pid = rustix::process::Pid::from_child(&child);
         let handle = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty());
         if started.send(handle.map_err(text)).is_err() {
-            // Whoever wanted it is gone; so must it be.
+            // The owner of the guest has ended, so the guest must end.
             let _ = child.kill();
         }
         if let Err(e) = child.wait() {
             eprintln!("{own}: {e}");
         }
-        let buried =
+        let declared =
             bells.unlisten(id).and_then(|()| zone.declare_dead(id)).and_then(|_| announce(&zone, &bells));
         drop(alive);
-        if let Err(e) = buried {
+        if let Err(e) = declared {
             eprintln!("{own}: {e}");
         }
-        // Nobody may be waiting any more.
+        // The receiver may have ended.
         let _ = ended.send(Instant::now());
     });
     let process = start.recv().map_err(text)??;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Members that are killed. Four children work, each in a directory of its own and, under names of its own, in one that all use, so
-//! that they share locks, the inode table and the block map. The parent kills one at any instant, and now and then a second one before anybody has
-//! cleaned up after the first, or stops one for a moment. The others do not pause: it takes a while until a death is known, and a while until the
-//! parent cleans up; whoever needs what the dead held does it before. Then what is there is compared with what the dead child's model says.
+//! Members that are killed. Four children work, each in a directory of its own and, under names of its own, in a common one, so that they share
+//! locks, the inode table and the block map. The parent kills one at any instant, and now and then a second one before the first is recovered, or
+//! stops one for a moment. The others do not pause: a death becomes known late, and the parent recovers later still; a child that needs a dead
+//! one's lock recovers it before. Then the state is compared with the dead child's model.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -65,7 +65,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     }
     for child in &mut children {
         end(child, libc::SIGKILL)?;
-        zone.bury(child.member)?;
+        zone.declare_dead(child.member)?;
         parent.recover(child.member).map_err(|e| format!("recovery: {e}"))?;
         catch_up(&zone, &parent, child)?;
     }
@@ -75,7 +75,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     Ok(format!("nothing lost, fsck finds nothing; {}", tally.line(&zone)))
 }
 
-/// What all rounds came to.
+/// The sums of all rounds.
 #[derive(Default)]
 struct Tally {
     kills: u64,
@@ -103,7 +103,7 @@ impl Tally {
     }
 }
 
-/// One or two deaths, and what must be there after them.
+/// One or two deaths, and the state required after them.
 fn round(
     zone: &Zone,
     parent: &Filesystem,
@@ -126,12 +126,12 @@ fn round(
     wait_for_the_middle(zone, &children[first], rng);
     let victims: Vec<usize> = [Some(first), second].into_iter().flatten().collect();
     for (n, victim) in victims.iter().enumerate() {
-        // Until the host has noticed, the others wait for the dead; then they clean up themselves.
+        // Until the host has noticed, the others wait for the dead; then they recover it.
         let (unknown, known) =
             (rng.below(10_000), rng.below(if n + 1 < victims.len() { 2000 } else { 10_000 }));
         end(&children[*victim], libc::SIGKILL)?;
         std::thread::sleep(Duration::from_micros(unknown));
-        zone.bury(children[*victim].member)?;
+        zone.declare_dead(children[*victim].member)?;
         zone.tell_of(children[*victim].member)?;
         std::thread::sleep(Duration::from_micros(known));
         tally.kills += 1;
@@ -179,7 +179,7 @@ fn wait_for_the_middle(zone: &Zone, child: &Child, rng: &mut Rng) {
 }
 
 fn start(zone: &Zone, child: &mut Child) -> Result<(), String> {
-    let seat = zone.join(child.member)?;
+    let incarnation = zone.join(child.member)?;
     child.done_before = zone.counter(DONE + u64::from(child.member)).load(Ordering::Acquire);
     zone.counter(BEGUN + u64::from(child.member)).store(child.done_before, Ordering::Release);
     // SAFETY: this process has one thread; the child works and ends without returning.
@@ -190,12 +190,12 @@ fn start(zone: &Zone, child: &mut Child) -> Result<(), String> {
     if pid == 0 {
         // SAFETY: a plain call; the child dies with its parent.
         unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-        let result = zone.open(seat).and_then(|fs| work(zone, child, &fs));
+        let result = zone.open(incarnation).and_then(|fs| work(zone, child, &fs));
         if let Err(why) = result {
             eprintln!("member {}: {why}", child.member);
             zone.counter(FAILED + u64::from(child.member)).store(1, Ordering::Release);
         }
-        // SAFETY: ends the child at once, without running what belongs to the parent.
+        // SAFETY: ends the child at once, without running the parent's destructors.
         unsafe { libc::_exit(0) }
     }
     child.pid = pid;
@@ -221,7 +221,7 @@ fn work(zone: &Zone, child: &mut Child, fs: &Filesystem) -> Result<(), String> {
         if told & u64::from(sys::TMB_PENDING_REVOKE) != 0 {
             fs.let_go();
         }
-        // The parent repeats in the model what was done, and must not fall behind for good.
+        // The parent repeats the operations in the model, and must not fall behind for good.
         if done.load(Ordering::Relaxed) - child.done_before > AT_ONCE {
             std::thread::sleep(PAUSE);
         }
@@ -246,14 +246,14 @@ fn end(child: &Child, with: i32) -> Result<(), String> {
     Ok(())
 }
 
-/// Repeats in the model what the child did, and has it agree with the file system. Whether it was in the middle of something.
+/// Repeats the child's operations in the model, and compares it with the file system. Returns whether the child was in the middle of one.
 fn catch_up(zone: &Zone, parent: &Filesystem, child: &mut Child) -> Result<bool, String> {
     let member = u64::from(child.member);
     let begun = zone.counter(BEGUN + member).load(Ordering::Acquire);
     let done = zone.counter(DONE + member).load(Ordering::Acquire);
     for _ in child.done_before..done {
         let op = child.model.random_op(&mut child.rng);
-        // Numbers of inodes made meanwhile are learned when all is compared.
+        // Inode numbers made meanwhile are learned when everything is compared.
         let _ = child.model.apply(&op);
     }
     let open = (begun > done).then(|| child.model.random_op(&mut child.rng));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How an appender fares among threads that lock and unlock ranges of its file.
+//! Measures an appender among threads that lock and unlock ranges of its file.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Random operations on the shared file system, against a model of it. Everything follows from a seed, but for the instants of kills.
+//! Random operations on the shared file system, against a model of it. A seed determines everything but the instants of kills.
 //!
-//! - `members`: several members take turns; each must see what the others did.
-//! - `kill`: members in processes of their own are killed at any instant; the others clean up and go on.
+//! - `members`: several members take turns; each must see the others' changes.
+//! - `kill`: members in processes of their own are killed at any instant; the others recover them and go on.
 //! - `threads`: members at once on one file and one directory: appends whole, one winner per name.
-//! - `damage`: fsck finds and repairs what was overwritten.
-//! - `queue`: members that stand in line for one lock are killed and stopped there; those who wait clean up.
-//! - `lockers`: how an appender fares among threads that lock ranges of its file; no test, a figure.
+//! - `damage`: fsck finds and repairs overwritten words.
+//! - `queue`: members that queue for one lock are killed and stopped there; the waiting ones recover them.
+//! - `lockers`: the speed of an appender among threads that lock ranges of its file; a figure, no test.
 //! - `together`: two guests with the kernel module and a FUSE mount of the host, in turns and at once.
-//! - `deaths`: those, dying under load.
-//! - `repair`: how long the next one needs when all are dead.
-//! - `files …`: the commands of this part, as `tombolo files …` has them.
+//! - `deaths`: the same, dying under load.
+//! - `repair`: how long the next member's recovery takes when all are dead.
+//! - `files …`: the commands `tombolo files …`.
 //!
-//! Modules: [`model`] is the file system as it should be, [`compare`] it against a real one, which [`tree`] is the way to: the core itself,
+//! Modules: [`model`] is the expected file system, [`compare`] compares it with a real one, which [`tree`] reaches: the core itself,
 //! [`mounted`], or a [`remote`] [`worker`] next to a mount. [`turns`], [`fsx`], [`crowd`], [`kill`], [`together`] and [`deaths`] are the runs,
 //! [`zone`] memory with a member table, [`site`] a real zone with its owner, [`guest`] a VM.
 
@@ -45,7 +45,7 @@ use clap::{Parser, Subcommand};
 /// Random operations on the shared file system, against a model of it.
 #[derive(Parser)]
 struct Cli {
-    /// Everything follows from it
+    /// Seed of all random choices
     #[arg(long, default_value_t = 1, global = true)]
     seed: u64,
     /// Size of the zone in MiB
@@ -81,16 +81,16 @@ enum Run {
         #[command(flatten)]
         amount: together::Amount,
     },
-    /// Two guests and a FUSE mount, of which one after the other dies under load
+    /// Two guests and a FUSE mount that die under load, one after the other
     Deaths {
         #[command(flatten)]
         boot: site::Boot,
         #[arg(long, default_value_t = 20)]
         kills: u64,
     },
-    /// What members by mounts work with: does what it is told over a line
+    /// A member at a mount, for the other commands: runs the orders that it receives
     Worker { root: PathBuf, channel: PathBuf },
-    /// Everybody dies in a full zone
+    /// All members die in a full zone
     Repair,
     /// The commands of this part
     Files {
@@ -99,7 +99,7 @@ enum Run {
         #[command(subcommand)]
         command: tombolo_files::cli::Command,
     },
-    /// Members in line for one lock are killed and stopped
+    /// Members that queue for one lock are killed and stopped
     Queue {
         #[arg(long, default_value_t = 50)]
         kills: u64,

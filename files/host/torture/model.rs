@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A file system as it should be: plain maps and vectors. Operations are applied to it and to the real one, and results compared.
+//! The expected file system: plain maps and vectors. Operations are applied to it and to the real one, and results compared.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::tree::{Result, Spot, first_mode};
 
 pub type Id = usize;
 
-/// What an inode is.
+/// The type and contents of an inode.
 #[derive(Clone, Debug)]
 pub enum Kind {
     File(Vec<u8>),
@@ -30,7 +30,7 @@ pub struct Node {
     pub nlink: u32,
     pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
     pub open: bool,
-    /// Made without a name, and never had one: may get one.
+    /// Made without a name, and never had one: can be linked.
     pub nameless: bool,
     /// One of its names, as far as known.
     name: Option<(Id, Vec<u8>)>,
@@ -114,7 +114,7 @@ pub enum Op {
         len: usize,
         seed: u64,
     },
-    /// By loads from one; beyond the end: the fault that must come.
+    /// By loads from a mapping; beyond the end the access must fault.
     MapRead {
         node: Id,
         at: u64,
@@ -138,7 +138,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// What it is done to, where that is not a name.
+    /// Returns the operation's node, unless it has a name instead.
     pub fn node(&self) -> Option<Id> {
         match self {
             Op::Link { node, .. }
@@ -161,7 +161,7 @@ impl Op {
     }
 }
 
-/// How the file system is reached, which decides what can be asked of it.
+/// The way to the file system, which limits the operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Reach {
     /// The core itself, by inode number, without the VFS's rules.
@@ -172,7 +172,7 @@ pub enum Reach {
     Mapped,
 }
 
-/// The file system below some directories that only this model's user changes.
+/// The file system below some directories that only this model's member changes.
 #[derive(Clone, Debug)]
 pub struct Model {
     pub nodes: Vec<Option<Node>>,
@@ -180,14 +180,14 @@ pub struct Model {
     pub bases: Vec<Id>,
     /// Their paths.
     roots: Vec<Vec<u8>>,
-    /// Names in these have this prefix; others' names there are not looked at.
+    /// Names in these have this prefix; the others' names there are ignored.
     pub prefix: Vec<u8>,
     pub shared: Option<Id>,
     /// Largest file, bytes.
     pub largest: u64,
-    /// How the file system is reached.
+    /// The way to the file system.
     pub reach: Reach,
-    /// Numbers of nodes that are gone.
+    /// Numbers of freed nodes.
     free: Vec<Id>,
     /// Bytes of all files, beyond which the largest is cut off.
     pub limit: u64,
@@ -197,7 +197,7 @@ pub struct Model {
 const LONG_PATH: usize = 2000;
 
 impl Model {
-    /// `own`: a directory of one's own, `shared`: one with other users.
+    /// `own`: a directory that only this member uses, `shared`: one with other users.
     pub fn new(own: Spot, shared: Option<Spot>, prefix: &str, reach: Reach) -> Model {
         let has_shared = shared.is_some();
         let (mut nodes, mut roots) = (Vec::new(), Vec::new());
@@ -271,12 +271,12 @@ impl Model {
         (0..self.nodes.len()).filter(|id| self.nodes[*id].as_ref().is_some_and(&test)).collect()
     }
 
-    /// Where it is to be found.
+    /// Returns the place of a node.
     pub fn spot(&self, id: Id) -> Spot {
         Spot { ino: self.node(id).ino, path: self.path(id) }
     }
 
-    /// One of its paths; none when it has no name.
+    /// Returns one of its paths; none when it has no name.
     pub fn path(&self, id: Id) -> Option<Vec<u8>> {
         if let Some(base) = self.bases.iter().position(|b| *b == id) {
             return Some(self.roots[base].clone());
@@ -314,7 +314,7 @@ impl Model {
         }
     }
 
-    /// Directories one can do something in.
+    /// Returns the directories that can be used.
     fn dirs(&self) -> Vec<Id> {
         self.ids(|n| matches!(n.kind, Kind::Dir { .. }) && n.nlink > 0)
     }
@@ -337,13 +337,13 @@ impl Model {
         name
     }
 
-    /// The directory, or, where names are reached by paths, one that has a shorter one.
+    /// Returns the directory, or, if names are reached by paths, one with a shorter path.
     fn near(&self, dir: Id) -> Id {
         let far = self.reach != Reach::Core && self.path(dir).is_some_and(|path| path.len() > LONG_PATH);
         if far { 0 } else { dir }
     }
 
-    /// The next operation.
+    /// Chooses the next operation.
     pub fn random_op(&self, rng: &mut Rng) -> Op {
         let dirs = self.dirs();
         let files = self.ids(|n| matches!(n.kind, Kind::File(_)));
@@ -384,7 +384,7 @@ impl Model {
                     let (punch, keep, zero) =
                         (sys::TFS_FALLOC_PUNCH, sys::TFS_FALLOC_KEEP_SIZE, sys::TFS_FALLOC_ZERO);
                     let mode = rng.pick(&[0, keep, punch | keep, punch | keep, zero, zero | keep]);
-                    // Blocks past the size are not counted here: few of them.
+                    // Blocks past the size are ignored here: they are few.
                     let beyond = mode == keep || mode == (zero | keep);
                     let len = 1 + if beyond { rng.below(9000) } else { size_of(rng) as u64 };
                     Op::Falloc { node, mode, at: if beyond { at.min(size) } else { at }, len }
@@ -433,11 +433,11 @@ impl Model {
                 Op::SetXattr { node, name: rng.pick(&attr()).to_vec(), len, seed: rng.next() }
             }
             23 => Op::DropXattr { node, name: rng.pick(&attr()).to_vec() },
-            // A path can't say this of a symbolic link.
+            // A path can't name a symbolic link for this.
             24..=26 if self.reach != Reach::Core && matches!(self.node(node).kind, Kind::Symlink(_)) => {
                 Op::Stat { node }
             }
-            // Kernels open pipes without a word to their file system.
+            // Kernels open pipes without calling their file system.
             25..=26 if self.reach != Reach::Core && matches!(self.node(node).kind, Kind::Fifo) => {
                 Op::Stat { node }
             }
@@ -502,7 +502,7 @@ impl Model {
         data[at..end].copy_from_slice(bytes);
     }
 
-    /// What the operation must give, and does to the model. A new node's number comes back.
+    /// Returns the operation's expected result, and applies it to the model. A new node's number is returned.
     pub fn apply(&mut self, op: &Op) -> Result<Option<Id>> {
         match op {
             Op::Create { dir, name, what, open } => {
@@ -604,7 +604,7 @@ impl Model {
         Ok(None)
     }
 
-    /// The VFS lets only files and directories have attributes of users.
+    /// The VFS allows user attributes on files and directories only.
     fn denied(&self, node: Id, name: &[u8]) -> bool {
         let plain = matches!(self.node(node).kind, Kind::File(_) | Kind::Dir { .. });
         self.reach != Reach::Core && name.starts_with(b"user.") && !plain

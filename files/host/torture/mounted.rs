@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A mounted file system, by system calls: what a program in a guest, or on the host, sees of it.
+//! A mounted file system, by system calls: the view of a program in a guest, or on the host.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use tombolo_files::sys;
 use crate::rng;
 use crate::tree::{Answer, Call, Digest, Result, Spot, Stat, Tree, first_mode};
 
-/// A mapping of an open file covers what files can grow to.
+/// Large enough for the largest file.
 const MAPPED: usize = 8 << 20;
 
 /// The tree below a mount point.
@@ -25,7 +25,7 @@ pub struct Mounted {
     root: PathBuf,
     /// Files kept open, by inode number; their mappings are made at the first use and stay.
     open: RefCell<BTreeMap<u64, Handle>>,
-    /// What a load from a mapping that may fault is written to.
+    /// The target of loads from a mapping that may fault.
     scratch: OwnedFd,
 }
 
@@ -52,11 +52,12 @@ impl Mapping {
         Ok(self.0.as_ptr().wrapping_add(at))
     }
 
-    /// Plain loads; what lies beyond the file's end is a SIGBUS.
+    /// Plain loads; beyond the file's end they raise SIGBUS.
     fn load(&self, at: u64, len: usize) -> Result<Vec<u8>> {
         let from = self.at(at, len)?;
         let mut bytes = vec![0; len];
-        // SAFETY: within the mapping; nobody stores there meanwhile, since the file is this worker's or this worker's turn.
+        // SAFETY: within the mapping; no other worker stores there meanwhile: the file is this worker's, or it is this worker's
+        // turn.
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), len) };
         Ok(bytes)
     }
@@ -110,7 +111,7 @@ impl Mounted {
         Ok(self.root.join(in_dir(dir, name)?))
     }
 
-    /// Opens what isn't open, of any kind.
+    /// Opens a file of any type that isn't kept open.
     fn open(&self, node: &Spot, flags: OFlags) -> Result<OwnedFd> {
         let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         match fs::open(self.path(node)?, flags | OFlags::RDWR, Mode::empty()) {
@@ -119,7 +120,7 @@ impl Mounted {
         }
     }
 
-    /// Does something with a descriptor: the one that is kept open, if any.
+    /// Runs `f` with a descriptor: the one that is kept open, if any.
     fn with<T>(&self, node: &Spot, f: impl FnOnce(BorrowedFd<'_>) -> Result<T>) -> Result<T> {
         if let Some(handle) = self.open.borrow().get(&node.ino) {
             return f(handle.file.as_fd());
@@ -137,7 +138,7 @@ impl Mounted {
         f(&Mapping::new(&self.open(node, OFlags::empty())?)?)
     }
 
-    /// By name where there is one, or else by descriptor.
+    /// Returns a path: by name if there is one, else by descriptor.
     fn by_path(&self, node: &Spot) -> Result<PathBuf> {
         match self.open.borrow().get(&node.ino) {
             Some(handle) if node.path.is_none() => Ok(proc_path(handle.file.as_fd())),
@@ -295,8 +296,8 @@ impl Mounted {
         how.set(fs::RenameFlags::EXCHANGE, flags & sys::TFS_RENAME_EXCHANGE != 0);
         let (from, to) = (self.name(from.0, from.1)?, self.name(to.0, to.1)?);
         match fs::renameat_with(CWD, &from, CWD, &to, how) {
-            // What is in use here below a name that another member changed has to be looked up first (files/linux/README.md, 'Not
-            // there'). Whether the names are there is the second call's to say.
+            // A directory in use below a name that another member changed has to be looked up first (files/linux/README.md, 'Not
+            // there'). The second call shows whether the names exist.
             Err(Errno::STALE) => {
                 let _ = (fs::lstat(&from), fs::lstat(&to));
                 fs::renameat_with(CWD, &from, CWD, &to, how)
@@ -305,7 +306,7 @@ impl Mounted {
         }
     }
 
-    /// A load by the kernel, which gives an error where a load of this process would end it.
+    /// Has the kernel load a byte: an error where a load of this process would end it.
     fn probe(&self, node: &Spot, at: u64) -> Result<()> {
         self.with_map(node, |map| {
             let from = map.at(at, 1)?;

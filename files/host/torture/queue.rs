@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Members that stand in line for one lock and are killed or stopped there at any instant. Each appends records to one file as fast as it
-//! can; nobody but those who wait for the lock cleans up after the dead. Two that held the lock at once would write over each other's records.
+//! Members that queue for one lock and are killed or stopped there at any instant. Each appends records to one file as fast as it can. Only
+//! the members that wait for the lock recover the dead. Two that held the lock at once would overwrite each other's records.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -35,7 +35,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
         children.push(start(&zone, member, log, most)?);
     }
     let (mut stops, mut killed) = (0u64, 0u64);
-    // With a full file nobody would stand in line any more.
+    // With a full file no member would queue any more.
     while killed < kills && parent.size(log) < most {
         killed += 1;
         std::thread::sleep(Duration::from_micros(rng.below(8000)));
@@ -49,9 +49,9 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
         let victim = rng.below(u64::from(CHILDREN)) as usize;
         let member = children[victim].member;
         end(&children[victim])?;
-        // Until the host has noticed, others wait for the dead.
+        // Until the host has noticed, the others wait for the dead.
         std::thread::sleep(Duration::from_micros(rng.below(3000)));
-        zone.bury(member)?;
+        zone.declare_dead(member)?;
         std::thread::sleep(Duration::from_micros(rng.below(3000)));
         children[victim] = start(&zone, member, log, most)?;
         if (1..=u64::from(CHILDREN)).any(|m| zone.counter(FAILED + m).load(Ordering::Acquire) != 0) {
@@ -60,7 +60,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     }
     for child in &children {
         end(child)?;
-        zone.bury(child.member)?;
+        zone.declare_dead(child.member)?;
     }
     parent.recover_all().map_err(|e| format!("recovery: {e}"))?;
     let records = verify(&zone, &parent, log, killed + u64::from(CHILDREN))?;
@@ -73,7 +73,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
     ))
 }
 
-/// Every record that was acknowledged is there once, and of others at most the one that each of the dead was at.
+/// Checks that every acknowledged record is there once, and at most one other record per death.
 fn verify(zone: &Zone, fs: &Filesystem, log: Handle, deaths: u64) -> Result<u64, String> {
     let mut bytes = vec![0; fs.size(log) as usize];
     let got = fs.pread(log, &mut bytes, 0).map_err(|e| format!("read: {e}"))?;
@@ -86,7 +86,7 @@ fn verify(zone: &Zone, fs: &Filesystem, log: Handle, deaths: u64) -> Result<u64,
         let (member, number) = (word(0), word(8));
         let last = last.get_mut(member as usize).filter(|_| member != 0);
         let last = last.ok_or_else(|| format!("record {at} is of no member: {record:?}"))?;
-        // An append that was not acknowledged before a death is made once more by the next incarnation.
+        // The next incarnation repeats an append that was not acknowledged before a death.
         if number != *last + 1 && number != *last {
             return Err(format!("record {at} is number {number} of member {member}, after {last}"));
         }
@@ -101,7 +101,7 @@ fn verify(zone: &Zone, fs: &Filesystem, log: Handle, deaths: u64) -> Result<u64,
 }
 
 fn start(zone: &Zone, member: u32, log: Handle, most: u64) -> Result<Child, String> {
-    let seat = zone.join(member)?;
+    let incarnation = zone.join(member)?;
     // SAFETY: this process has one thread; the child works and ends without returning.
     let pid = unsafe { libc::fork() };
     if pid < 0 {
@@ -110,11 +110,13 @@ fn start(zone: &Zone, member: u32, log: Handle, most: u64) -> Result<Child, Stri
     if pid == 0 {
         // SAFETY: a plain call; the child dies with its parent.
         unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-        if let Err(why) = zone.open(seat).and_then(|fs| append(zone, u64::from(member), &fs, log, most)) {
+        if let Err(why) =
+            zone.open(incarnation).and_then(|fs| append(zone, u64::from(member), &fs, log, most))
+        {
             eprintln!("member {member}: {why}");
             zone.counter(FAILED + u64::from(member)).store(1, Ordering::Release);
         }
-        // SAFETY: ends the child at once, without running what belongs to the parent.
+        // SAFETY: ends the child at once, without running the parent's destructors.
         unsafe { libc::_exit(0) }
     }
     Ok(Child { member, pid })
@@ -132,7 +134,7 @@ fn append(zone: &Zone, member: u64, fs: &Filesystem, log: Handle, most: u64) -> 
         raise(longest, since.elapsed().as_nanos() as u64);
         done.store(number, Ordering::Release);
     }
-    // The file is full: what is left to do is to die.
+    // The file is full: waits to be killed.
     loop {
         std::thread::park();
     }

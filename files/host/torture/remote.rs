@@ -13,12 +13,12 @@ use rustix::io::Errno;
 use crate::tree::{Answer, Call, Result, Tree};
 use crate::worker::{Order, Report};
 
-/// Patience with a worker: far beyond what anything takes.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+/// Timeout for a worker's answer: far beyond what any operation takes.
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Waits, bounded, for somebody to connect.
+/// Accepts a connection, within a bound.
 pub fn accept(listener: &UnixListener, who: &str) -> std::result::Result<UnixStream, String> {
-    let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+    let limit = Timespec { tv_sec: TIMEOUT.as_secs() as i64, tv_nsec: 0 };
     let mut fds = [PollFd::new(listener, PollFlags::IN)];
     match poll(&mut fds, Some(&limit)) {
         Ok(1) => listener.accept().map(|a| a.0).map_err(|e| format!("{who}: {e}")),
@@ -26,7 +26,7 @@ pub fn accept(listener: &UnixListener, who: &str) -> std::result::Result<UnixStr
     }
 }
 
-/// A socket that a worker or a QEMU will connect to; its name must not be there yet.
+/// Makes a socket that a worker or a QEMU will connect to; the path must not exist.
 pub fn listen(path: &Path) -> std::result::Result<UnixListener, String> {
     UnixListener::bind(path).map_err(|e| format!("{}: {e}", path.display()))
 }
@@ -39,10 +39,10 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// `stream` is connected to a worker, or will be: waits until that is ready.
+    /// `stream` is connected to a worker, or will be: waits until the worker is ready.
     pub fn new(name: &str, stream: UnixStream) -> std::result::Result<Remote, String> {
         let text = |e: std::io::Error| format!("{name}: {e}");
-        stream.set_read_timeout(Some(PATIENCE)).map_err(text)?;
+        stream.set_read_timeout(Some(TIMEOUT)).map_err(text)?;
         let writer = stream.try_clone().map_err(text)?;
         let remote = Remote { name: name.to_owned(), reader: Mutex::new(BufReader::new(stream)), writer };
         match remote.receive()? {
@@ -55,14 +55,14 @@ impl Remote {
         &self.name
     }
 
-    /// Gives an order. An error: it is gone.
+    /// Sends an order. An error: the worker has ended.
     pub fn send(&self, order: &Order) -> std::result::Result<(), String> {
         let mut line = serde_json::to_vec(order).map_err(|e| e.to_string())?;
         line.push(b'\n');
         (&self.writer).write_all(&line).map_err(|e| format!("{}: {e}", self.name))
     }
 
-    /// The next report. An error: it is gone, or silent.
+    /// Returns the next report. An error: the worker has ended, or the timeout is over.
     pub fn receive(&self) -> std::result::Result<Report, String> {
         let mut line = String::new();
         let since = Instant::now();

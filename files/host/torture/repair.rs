@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How long the repair takes when everybody died: a zone full of small files, each member in the middle of something.
+//! How long recovery takes when all members died: a zone full of small files, each member in the middle of an
+//! operation.
 
 use std::time::Instant;
 
@@ -10,7 +11,7 @@ use crate::zone::Zone;
 
 const MEMBERS: u32 = 8;
 
-/// Fills a zone of `mib` MiB, lets all die, and times recovery by the next one.
+/// Fills a zone of `mib` MiB, kills all members, and times recovery by the next one.
 pub fn run(mib: u64) -> Result<String, String> {
     let zone = Zone::new(mib)?;
     let text = |what: &str, e: Errno| format!("{what}: {e}");
@@ -20,14 +21,14 @@ pub fn run(mib: u64) -> Result<String, String> {
         let name = format!("of-{member}");
         let dir = fs.create(ROOT, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755));
         let dir = dir.map_err(|e| text("mkdir", e))?;
-        // Open files without names: what only the dead kept.
+        // Open files without names, which only the dead kept.
         for _ in 0..100 {
             let file = Create { open: true, ..Create::mode(libc::S_IFREG | 0o600) };
             let ino = fs.create(dir, None, &file).map_err(|e| text("tmpfile", e))?;
             fs.pwrite(ino, &[1; 4096], 0, false).map_err(|e| text("write", e))?;
         }
         for i in 0.. {
-            // Each leaves an equal part to those who come.
+            // Each leaves an equal part to the following ones.
             let share = u64::from(MEMBERS - member) * (mib << 8) / u64::from(MEMBERS);
             if i % 4096 == 0 && fs.statfs().blocks_free < share {
                 break;
@@ -42,7 +43,7 @@ pub fn run(mib: u64) -> Result<String, String> {
         }
         fs.abandon();
     }
-    (1..=MEMBERS).try_for_each(|member| zone.bury(member))?;
+    (1..=MEMBERS).try_for_each(|member| zone.declare_dead(member))?;
     let began = Instant::now();
     let fs = zone.open(zone.join(0)?)?;
     fs.recover_all().map_err(|e| text("recovery", e))?;

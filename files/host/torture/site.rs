@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A zone with a file system, its owner, and members that reach it by mounts: guests under QEMU with the kernel module, and a FUSE mount of
-//! the host. The owner does what `tombolo up` does: it keeps slots, serves doorbells, declares a guest dead when its QEMU has ended,
-//! and once a second whoever of the host has ended without saying so.
+//! the host. The owner acts like `tombolo up`: it keeps slots, serves doorbells, declares a guest dead when its QEMU has ended, and once a
+//! second the host's processes that have ended without leaving.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, AsRawFd};
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use tombolo_files::area::{Area, Seat};
+use tombolo_files::area::{Area, Incarnation};
 use tombolo_files::fs::{self, Filesystem, Mkfs};
 use tombolo_files::fsck;
 use tombolo_zone::doorbell::DoorbellServer;
@@ -21,10 +21,10 @@ use tombolo_zone::{AreaType, Membership, Rights, Role, Zone, ZoneConfig};
 
 use crate::remote::{Remote, accept, listen};
 
-/// How often the owner looks for members that ended, as `tombolo up` does.
+/// Interval at which the owner looks for members that ended, as `tombolo up` does.
 const TEND: Duration = Duration::from_secs(1);
 
-/// What guests boot from, made by files/linux/tests/members.py.
+/// The guests' kernel and image, made by files/linux/tests/members.py.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Boot {
     /// Kernel image
@@ -45,7 +45,7 @@ fn text(e: impl std::fmt::Display) -> String {
     e.to_string()
 }
 
-/// The zone, and who looks after it.
+/// The zone, and its owner's threads.
 pub struct Site {
     pub boot: Boot,
     pub zone: Arc<Zone>,
@@ -103,13 +103,13 @@ impl Site {
         Ok(site)
     }
 
-    /// Where other processes open the zone.
+    /// Returns the path by which other processes open the zone.
     pub fn zone_path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.zone.as_fd().as_raw_fd())
     }
 
-    fn area_of(&self, seat: Option<Seat>) -> Result<Area, String> {
-        Area::of_zone(&self.zone, &self.area, seat, None).map_err(text)
+    fn area_of(&self, incarnation: Option<Incarnation>) -> Result<Area, String> {
+        Area::of_zone(&self.zone, &self.area, incarnation, None).map_err(text)
     }
 
     fn mkfs(&self) -> Result<(), String> {
@@ -117,21 +117,21 @@ impl Site {
         fs::mkfs(&self.area_of(None)?, &options).map_err(|e| format!("mkfs: {e}"))
     }
 
-    /// This process becomes a member.
+    /// Makes this process a member.
     pub fn join(&self, name: &str) -> Result<Own, String> {
         let id = self.zone.invite(name, Role::Host, Rights::READ_WRITE).map_err(text)?;
         let membership = self.zone.join(id).map_err(text)?;
-        let seat = Seat { member: id.index(), epoch: membership.epoch() };
-        let fs = Filesystem::open(self.area_of(Some(seat))?).map_err(text)?;
+        let incarnation = Incarnation { member: id.index(), epoch: membership.epoch() };
+        let fs = Filesystem::open(self.area_of(Some(incarnation))?).map_err(text)?;
         Ok(Own { fs: Some(fs), zone: Arc::clone(&self.zone), membership: Some(membership) })
     }
 
-    /// fsck finds nothing. Nobody may use the file system.
+    /// fsck finds nothing; no member may use the file system.
     pub fn check(&self) -> Result<(), String> {
         fsck::expect_clean(&self.area_of(None)?, &mut |_, _, _| {}).map(|_| ())
     }
 
-    /// Who is in the zone now.
+    /// Returns the active members.
     pub fn present(&self) -> Result<Vec<String>, String> {
         let members = self.zone.members().map_err(text)?;
         let active = members.into_iter().filter(|m| m.state == tombolo_zone::MemberState::Active);
@@ -144,7 +144,7 @@ impl Drop for Site {
         self.over.store(true, Ordering::Release);
         if let Some(tender) = self.tender.take() {
             tender.thread().unpark();
-            // A panic there has been printed.
+            // The thread's panic has been printed.
             let _ = tender.join();
         }
     }
@@ -213,15 +213,15 @@ impl Mount {
         Ok((mount, Remote::new(name, accept(&listener, name)?)?))
     }
 
-    /// Kills the process that serves it, and nothing else.
+    /// Kills the process that serves it, and no other.
     pub fn kill(&mut self) {
-        // It may be gone already.
+        // It may have ended already.
         let _ = self.daemon.kill();
     }
 }
 
 impl Mount {
-    /// Takes down what is left of it, in good order if it still serves.
+    /// Unmounts it, if it still serves; else detaches it.
     pub fn end(&mut self) {
         self.ended = true;
         // In this order: a worker that holds a file open would keep the mount.

@@ -15,7 +15,7 @@ use crate::worker::{Ended, Load, Order, Report};
 
 const GUESTS: [&str; 2] = ["guest-a", "guest-b"];
 
-/// How much to do.
+/// The length of a run.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Amount {
     /// Operations by members that take turns in one tree
@@ -24,7 +24,7 @@ pub struct Amount {
     /// Operations by members that take turns in one file
     #[arg(long, default_value_t = 4000)]
     fsx: u64,
-    /// That one without the mount of the host, which cannot map it
+    /// Members that take turns in one file: without the mount of the host, which cannot map it
     #[arg(long)]
     guests_only: bool,
     /// Seconds that all members work at once
@@ -99,23 +99,23 @@ fn directory(tree: &dyn Tree, name: &str) -> Result<Spot, String> {
     }
 }
 
-/// What a member that works by itself told.
+/// The reports of a member that works by itself.
 #[derive(Debug, Default)]
 pub struct Told {
     pub begun: u64,
     pub done: u64,
-    /// None: it is gone.
+    /// None: it has ended.
     pub ended: Option<Ended>,
 }
 
-/// Hears a worker until its load has ended, or it is gone.
+/// Receives a worker's reports until its load has ended, or the worker has.
 pub fn hear(remote: &Remote) -> Told {
     let mut told = Told::default();
     loop {
         match remote.receive() {
             Ok(Report::B) => {
                 told.begun += 1;
-                // Who is gone needs no answer.
+                // A worker that has ended needs no answer.
                 let _ = remote.send(&Order::Go);
             }
             Ok(Report::D) => told.done += 1,
@@ -128,7 +128,7 @@ pub fn hear(remote: &Remote) -> Told {
     }
 }
 
-/// What one member works on in a round.
+/// The work of one member in a round.
 fn load(
     rng: &mut Rng,
     tree: &dyn Tree,
@@ -147,13 +147,13 @@ fn load(
     Ok((load, own.ino))
 }
 
-/// Does in a model what the member did, and compares it with what is there.
+/// Repeats the member's operations in a model, and compares that with the file system.
 pub fn catch_up(tree: &dyn Tree, load: &Load, own: u64, shared: u64, told: &Told) -> Result<(), String> {
     let (mut model, mut rng) = load.model(own, shared);
     let mut last = None;
     for _ in 0..told.done {
         let op = model.random_op(&mut rng);
-        // Numbers of inodes made meanwhile are learned when all is compared.
+        // Inode numbers made meanwhile are learned when everything is compared.
         let _ = model.apply(&op);
         last = Some(op);
     }
@@ -164,7 +164,7 @@ pub fn catch_up(tree: &dyn Tree, load: &Load, own: u64, shared: u64, told: &Told
     })
 }
 
-/// All members work at once, each in a directory of its own and under names of its own in one for all.
+/// All members work at once, each in a directory of its own and under names of its own in a common one.
 fn at_once(seed: u64, site: &Site, members: &[(Remote, bool)], seconds: u64) -> Result<String, String> {
     let mut rng = Rng(seed);
     let own = site.join("torture")?;
@@ -186,7 +186,7 @@ fn at_once(seed: u64, site: &Site, members: &[(Remote, bool)], seconds: u64) -> 
             .collect();
         std::thread::sleep(std::time::Duration::from_secs(seconds));
         for (remote, _) in members {
-            // Who is gone is missed below.
+            // A worker that has ended is noticed below.
             let _ = remote.send(&Order::Stop);
         }
         hearing.into_iter().map(|h| h.join().unwrap_or_default()).collect()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the model asks of a file system, whichever way that is reached: [`Call`]s by inode number on the core itself (here), by name
-//! through a mount ([`crate::mounted`]), or in another machine ([`crate::remote`]).
+//! The model's requests to a file system: [`Call`]s by inode number on the core itself (here), by name through a mount
+//! ([`crate::mounted`]), or in another machine ([`crate::remote`]).
 
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -11,14 +11,14 @@ use crate::rng;
 
 pub type Result<T> = std::result::Result<T, Errno>;
 
-/// Where a node is: by number, and by one of its names below the root (none: it is open, and has no name).
+/// The place of a node: its number, and one of its names below the root (none: it is open, and has no name).
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Spot {
     pub ino: u64,
     pub path: Option<Vec<u8>>,
 }
 
-/// One thing to do. Bytes to be written follow from a seed.
+/// One call. A seed determines the bytes to be written.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Call {
     /// Without a name: unlinked, and open. A symbolic link points to its own name.
@@ -95,7 +95,7 @@ pub enum Call {
         len: usize,
         mapped: bool,
     },
-    /// What `Read` gives, but for its bytes.
+    /// As `Read`, with a digest in place of the bytes.
     Digest {
         node: Spot,
         at: u64,
@@ -133,7 +133,7 @@ pub enum Call {
     },
 }
 
-/// How many bytes, and a number that follows from them.
+/// The number of bytes, and a number that follows from them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Digest {
     pub len: u64,
@@ -152,7 +152,7 @@ impl Digest {
     }
 }
 
-/// What `stat` says. Times are nanoseconds.
+/// The result of `stat`. Times are nanoseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stat {
     pub ino: u64,
@@ -165,7 +165,7 @@ pub struct Stat {
     pub ctime: i64,
 }
 
-/// What a call gave.
+/// The result of a call.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Answer {
     Done,
@@ -179,12 +179,12 @@ pub enum Answer {
     Xattrs(Vec<(Vec<u8>, Digest)>),
 }
 
-/// A file system as somebody sees it.
+/// A file system, as one member sees it.
 pub trait Tree {
-    /// EPIPE: whoever should do it is gone.
+    /// EPIPE: the worker has ended.
     fn call(&self, call: &Call) -> Result<Answer>;
 
-    /// Whether bytes are better compared there than fetched.
+    /// Returns whether bytes are better compared there than fetched.
     fn far(&self) -> bool {
         false
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Members that take turns: every operation by one chosen at random, then looked at by another. All of it follows from a seed.
+//! Members that take turns: a random member runs each operation, then another one checks it. A seed determines all of it.
 
 use std::collections::VecDeque;
 
@@ -15,7 +15,7 @@ const RECENT: usize = 15;
 pub struct Taker<'a> {
     pub name: String,
     pub tree: &'a dyn Tree,
-    /// Whether it can map files shared.
+    /// It can map files shared.
     pub maps: bool,
 }
 
@@ -24,7 +24,7 @@ pub struct Turns<'a> {
     pub rng: Rng,
     pub model: Model,
     pub takers: Vec<Taker<'a>>,
-    /// What one member has open is kept by that member.
+    /// A file that one member has open stays that member's.
     openers: Vec<(Id, usize)>,
     recent: VecDeque<String>,
 }
@@ -34,7 +34,7 @@ impl<'a> Turns<'a> {
         Turns { rng: Rng(seed), model, takers, openers: Vec::new(), recent: VecDeque::new() }
     }
 
-    /// So many operations, with everything compared now and then.
+    /// Runs so many operations, and compares everything now and then.
     pub fn run(&mut self, operations: u64) -> Result<(), String> {
         for n in 0..operations {
             if n % 5000 == 4999 {
@@ -52,7 +52,7 @@ impl<'a> Turns<'a> {
                     .map_err(|e| format!("after operation {n}, as {}: {e}", taker.name))?;
             }
         }
-        // Whoever has something open lets go of it.
+        // Members close their open files.
         for (node, who) in std::mem::take(&mut self.openers) {
             self.model.step(self.takers[who].tree, &Op::Close { node })?;
         }
@@ -64,7 +64,7 @@ impl<'a> Turns<'a> {
         Ok(())
     }
 
-    /// Who can do it; nobody, if it needs a mapping of what is open elsewhere.
+    /// Returns a member that can run it; none, if it needs a mapping of a file that is open elsewhere.
     fn who(&mut self, op: &Op) -> Result<Option<usize>, String> {
         let members = self.takers.len() as u64;
         let mut who = self.rng.below(members) as usize;
@@ -75,7 +75,7 @@ impl<'a> Turns<'a> {
         let nameless = |node: Id| self.model.node(node).nlink == 0;
         let opener = match op {
             Op::Close { node } => Some(*node),
-            // A file without a name gets one only by who has it open.
+            // Only a member that has a nameless file open can link it.
             Op::Link { node, .. } if nameless(*node) => Some(*node),
             _ => op.node().filter(|node| self.model.reach != Reach::Core && nameless(*node)),
         };
@@ -108,7 +108,7 @@ impl<'a> Turns<'a> {
         Ok(())
     }
 
-    /// Another member looks at what was changed, and all say the same of it.
+    /// Has another member check the changes, and compares all members' views.
     fn look(&mut self, op: &Op, new: Option<Id>) -> Result<(), String> {
         let there = |node: Id| self.model.nodes[node].as_ref().is_some_and(|n| n.nlink > 0);
         let other = self.rng.below(self.takers.len() as u64) as usize;

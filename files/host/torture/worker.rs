@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A member's hands: a process next to a mount, in a guest or on the host, that does what it is told over a line. Messages are JSON, one
-//! to a line. It does single calls, or works by itself against a model of its own and tells of each operation before and after. A
-//! message can die with the machine, so an operation begins only when its announcement has been answered.
+//! A member's process next to a mount, in a guest or on the host, that runs the orders it receives. Messages are JSON, one to a line. It runs
+//! single calls, or works by itself against a model of its own and reports each operation before and after. A message can be lost with the
+//! machine, so an operation begins only when its announcement has been answered.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -33,28 +33,28 @@ pub enum Order {
     Stop,
 }
 
-/// From a worker.
+/// From a worker: reports.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Report {
     /// It can be given orders.
     Ready,
     /// Or an errno.
     Answer(std::result::Result<Answer, i32>),
-    /// An operation of a load wants to begin.
+    /// An operation of a load is about to begin.
     B,
     /// It is done.
     D,
     Ended(Ended),
 }
 
-/// How a load ended.
+/// The end of a load.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Ended {
-    /// The longest operation, less what this machine stood still meanwhile, nanoseconds.
+    /// The longest operation, without the time that this machine stood still, nanoseconds.
     pub longest: u64,
     /// The same with it.
     pub longest_raw: u64,
-    /// What the longest did.
+    /// The longest operation.
     pub what: String,
     /// A difference from the model.
     pub difference: Option<String>,
@@ -64,16 +64,16 @@ pub struct Ended {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Load {
     pub seed: u64,
-    /// Paths of a directory for it alone, and of one for all.
+    /// Paths of a directory that only this load uses, and of the common one.
     pub own: Vec<u8>,
     pub shared: Vec<u8>,
-    /// Of its names in that.
+    /// Prefix of its names in the common one.
     pub prefix: String,
     pub reach: Reach,
 }
 
 impl Load {
-    /// The model that goes with it, and what chooses operations. Inode numbers of the directories are for who needs them.
+    /// Returns the model for it, and the generator that chooses operations. `own` and `shared`: inode numbers of the directories.
     pub fn model(&self, own: u64, shared: u64) -> (Model, Rng) {
         let spot = |ino, path: &Vec<u8>| Spot { ino, path: Some(path.clone()) };
         let model =
@@ -82,8 +82,8 @@ impl Load {
     }
 }
 
-/// How much later than planned a thread woke, in all: when a machine stands still (its host has other things to do), so does every
-/// thread of it, and no operation of a file system is to blame.
+/// How much later than planned a thread woke, in sum. When a machine stands still because its host is busy, so does every thread of it, and
+/// the file system is not to blame.
 struct Stillness {
     nanoseconds: AtomicU64,
     over: AtomicBool,
@@ -143,7 +143,7 @@ pub fn run(root: &Path, channel: &Path) -> Result<String, String> {
                 let ended = work(&mounted, &load, &output, go)?;
                 send(&output, &Report::Ended(ended))?;
             }
-            // An answer that met the end of a load.
+            // An answer that came after the end of a load.
             Order::Go | Order::Stop => {}
         }
         served += 1;
@@ -157,7 +157,7 @@ fn send(mut to: &File, report: &Report) -> Result<(), String> {
     to.write_all(&line).map_err(|e| format!("sending a report: {e}"))
 }
 
-/// Works until stopped, and compares all at the end. Errors: the line is gone.
+/// Works until stopped, and compares everything at the end. An error: the connection has ended.
 fn work(mounted: &Mounted, load: &Load, output: &File, go: impl Fn() -> bool) -> Result<Ended, String> {
     let still = Stillness::watch();
     let mut ended = Ended::default();
@@ -187,8 +187,8 @@ fn operations(
         let (since, before) = (Instant::now(), quiet());
         let real = model.execute(mounted, &op);
         let took = since.elapsed().as_nanos() as u64;
-        // Whose mount has died was not told what became of the operation. EIO is the kernel's answer where it was just copying the request to
-        // the dying process; a survivor that gets it has found a difference.
+        // A program whose mount has died does not learn whether the operation was done. EIO is the kernel's answer when it was just copying
+        // the request to the dying process; a survivor that gets it has found a difference.
         if !matches!(real, Err(_) | Ok(Err(Errno::NOTCONN | Errno::CONNABORTED | Errno::IO))) {
             send(output, &Report::D)?;
         }

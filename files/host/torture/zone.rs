@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory with a member table and a file system, and what the host does in a real zone: let members in, declare them dead.
+//! Memory with a member table and a file system, and the host's part of a real zone: admits members, declares them dead.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Filesystem, Mkfs};
 use tombolo_files::fsck;
 use tombolo_files::sys;
@@ -41,27 +41,27 @@ impl Zone {
         done.then_some(()).ok_or_else(|| "no such member".to_owned())
     }
 
-    /// Lets a member in, in a new epoch.
-    pub fn join(&self, member: u32) -> Result<Seat, String> {
+    /// Admits a member, in a new epoch.
+    pub fn join(&self, member: u32) -> Result<Incarnation, String> {
         let epoch = (self.word(member)? >> 32) as u32 + 1;
         self.set(member, epoch, sys::TMB_MEMBER_ACTIVE)?;
-        Ok(Seat { member, epoch })
+        Ok(Incarnation { member, epoch })
     }
 
-    /// Says that a member died.
-    pub fn bury(&self, member: u32) -> Result<(), String> {
+    /// Declares a member dead.
+    pub fn declare_dead(&self, member: u32) -> Result<(), String> {
         let epoch = (self.word(member)? >> 32) as u32 + 1;
         self.set(member, epoch, sys::TMB_MEMBER_DEAD)
     }
 
-    /// A handle for a seat.
-    pub fn open(&self, seat: Seat) -> Result<Filesystem, String> {
-        let area = Area::in_map(&self.map, AREA_AT, self.area.size(), Some((MEMBERS_AT, seat)));
+    /// Returns a handle for an incarnation.
+    pub fn open(&self, incarnation: Incarnation) -> Result<Filesystem, String> {
+        let area = Area::in_map(&self.map, AREA_AT, self.area.size(), Some((MEMBERS_AT, incarnation)));
         let area = area.map_err(|e| e.to_string())?;
-        Filesystem::open(area).map_err(|e| format!("opening as member {}: {e}", seat.member))
+        Filesystem::open(area).map_err(|e| format!("opening as member {}: {e}", incarnation.member))
     }
 
-    /// Says to all other members that the member table changed, as the host does.
+    /// Tells all other members that the member table changed, as the host does.
     pub fn tell_of(&self, member: u32) -> Result<(), String> {
         for other in (0..sys::TFS_MEMBERS).filter(|other| *other != member) {
             if self.word(other)? as u32 & 0xff == sys::TMB_MEMBER_ACTIVE {
@@ -71,7 +71,7 @@ impl Zone {
         Ok(())
     }
 
-    /// What the member was told since it looked last.
+    /// Returns the pending bits since the last call.
     pub fn take_pending(&self, member: u32) -> Result<u64, String> {
         let pending = self.pending(member)?;
         Ok(if pending.load(Ordering::Relaxed) == 0 { 0 } else { pending.swap(0, Ordering::SeqCst) })
@@ -86,7 +86,7 @@ impl Zone {
         Ok(unsafe { AtomicU64::from_ptr(self.table()?.base().add(at as usize).cast()) })
     }
 
-    /// A word outside the file system that processes count in.
+    /// Returns a word outside the file system that processes count in.
     pub fn counter(&self, index: u64) -> &AtomicU64 {
         let at = Area::in_map(&self.map, 1 << 20, 4096, None).expect("room for counters").base();
         assert!(index < 512);
@@ -94,7 +94,7 @@ impl Zone {
         unsafe { AtomicU64::from_ptr(at.cast::<u64>().add(index as usize)) }
     }
 
-    /// fsck finds nothing; nobody may use the file system.
+    /// fsck finds nothing; no member may use the file system.
     pub fn check(&self) -> Result<(), String> {
         fsck::expect_clean(&self.area, &mut |_, _, _| {}).map(|_| ())
     }

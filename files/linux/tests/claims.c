@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * What a guest does for the module's tests (claims.py). `claims NAME ARGS…`: exit code 0 when the claim holds, else 1 and a line
+ * A guest's part of the module's tests (claims.py). `claims NAME ARGS…`: exit code 0 when the claim holds, else 1 and a line
  * that says where it does not. Names are the functions in the table at the end.
  */
 #define _GNU_SOURCE
@@ -229,7 +229,7 @@ static int attributes(char **a)
 	CHECK(!utimensat(AT_FDCWD, f, times, 0) && !stat(f, &st));
 	CHECK(st.st_atim.tv_sec == 1000000000 && st.st_atim.tv_nsec == 123456789 && st.st_mtim.tv_sec == 1 && st.st_mtim.tv_nsec == 999999999);
 	CHECK(!statx(AT_FDCWD, f, 0, STATX_ALL, &sx) && sx.stx_mask & STATX_BTIME && sx.stx_btime.tv_sec > 1600000000);
-	/* a write by somebody without privilege takes setuid away */
+	/* a write by a process without privilege clears setuid */
 	CHECK(!chmod(f, 06777));
 	if (!(pid = fork())) {
 		CHECK(!setgid(2000) && !setuid(2000));
@@ -263,7 +263,7 @@ static int attributes(char **a)
 	FAILS(open(f, O_WRONLY), EPERM);
 	flags = 0;
 	CHECK(!ioctl(fd, FS_IOC_SETFLAGS, &flags));
-	/* ACLs: user 2000 may read a file of mode 0600 of somebody else */
+	/* ACLs: user 2000 may read another user's file of mode 0600 */
 	static const unsigned char acl[] = {2, 0, 0, 0, 1, 0, 6, 0, 255, 255, 255, 255, 2, 0, 4, 0, 0xd0, 7, 0, 0,
 					    4, 0, 0, 0, 255, 255, 255, 255, 16, 0, 4, 0, 255, 255, 255, 255, 32, 0, 0, 0, 255, 255, 255, 255};
 	CHECK(!chmod(f, 0600) && !setxattr(f, "system.posix_acl_access", acl, sizeof(acl), 0));
@@ -671,7 +671,7 @@ static int hold(char **a)
 }
 
 /*
- * spliced DIR STOP: pages of 8 mapped files are in pipes while nobody has the files open any more. When STOP is there, each pipe still shows its own
+ * spliced DIR STOP: pages of 8 mapped files are in pipes after the files were closed. When STOP is there, each pipe still shows its own
  * file's bytes.
  */
 static int spliced(char **a)
@@ -916,7 +916,7 @@ static int locked(char **a)
 	return 0;
 }
 
-/* free FILE: whether nobody has it locked by flock */
+/* free FILE: fails if a flock is on it */
 static int is_free(char **a)
 {
 	int fd = open(a[0], O_RDWR | O_CREAT, 0600);

@@ -9,7 +9,7 @@ Prints one line per claim and the counts; exit code 0 when all hold.
 import argparse, glob, hashlib, json, mmap, os, random, shutil, signal, struct, subprocess, sys, tempfile, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from rig import Failed, PATIENCE, Rig, ROOT, HERE
+from rig import Failed, TIMEOUT, Rig, ROOT, HERE
 
 ZONE_MIB = 256
 CLAIMS = []
@@ -29,7 +29,7 @@ def need(what, message):
 
 def comes_to(guest, command, wanted):
     """What another thread of the kernel does in a moment; looked at until it is so."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while (now := guest.ok(command)) != wanted:
         need(time.monotonic() < end, "`%s` stays %s, not %s" % (command, now, wanted))
 
@@ -84,6 +84,41 @@ def pages_of_closed_files_in_pipes_hold_up_nobody_and_are_no_other_files_blocks(
     a.ok("rm /mnt/s*")
     # The worker finds the pages idle when it looks next.
     comes_to(a, "df /mnt | tail -1", before)
+
+
+def removed_but_open(m):
+    """Where the locks of inodes without a name lie, of those that mkfs makes room for, in the zone mapped as m (tfs_format.h)."""
+    areas = [struct.unpack_from("<IIQQ", m, 256 + 64 * i) for i in range(32)]
+    area = next(offset for kind, _, offset, _ in areas if kind == 1)
+    table = area + struct.unpack_from("<Q", m, area + 88)[0] * 4096
+    inodes = (table + 256 * i for i in range(2, 256))
+    return [at + 192 for at in inodes if m[at] == 2 and not struct.unpack_from("<Q", m, at + 24)[0]]
+
+
+@claim(2)
+def a_late_close_that_waits_for_another_members_lock_holds_up_no_open_of_another_file(a, b):
+    a.ok("echo text > /mnt/other; rm -f /tmp/stop; claims spliced /mnt /tmp/stop > /tmp/spliced 2>&1 & until test -s /tmp/spliced; do :; done")
+    with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
+        locks = removed_but_open(m)
+        need(len(locks) == 4, "%d files are removed and in use" % len(locks))
+        # The other guest has the locks that the last close of each of them needs.
+        state = struct.unpack_from("<Q", m, 4096 + 256)[0]
+        need(state & 0xff == 2, "member 1 is not there: %#x" % state)
+        for lock in locks:
+            struct.pack_into("<Q", m, lock, state >> 32 << 32 | 0x100 | 2)
+        try:
+            a.ok("touch /tmp/stop; until test $(wc -l < /tmp/spliced) = 2; do :; done; grep -q shown /tmp/spliced")
+            end = time.monotonic() + TIMEOUT
+            while not any(struct.unpack_from("<Q", m, lock + 8)[0] for lock in locks):
+                need(time.monotonic() < end, "no close waits for a lock")
+            a.ok("test $(cat /mnt/other) = text; echo more > /mnt/new; test $(cat /mnt/new) = more", timeout=60)
+        finally:
+            for lock in locks:
+                struct.pack_into("<Q", m, lock, 0)
+        end = time.monotonic() + TIMEOUT
+        while removed_but_open(m):
+            need(time.monotonic() < end, "a removed file is still there")
+    a.ok("rm /mnt/s* /mnt/other /mnt/new")
 
 
 @claim(1)
@@ -568,7 +603,7 @@ def declare_dead(rig, member):
             struct.pack_into("<Q", m, pending, struct.unpack_from("<Q", m, pending)[0] | 32)
 
 
-def both(a, b, command, timeout=PATIENCE):
+def both(a, b, command, timeout=TIMEOUT):
     """The command in both at once, %d being 0 and 1."""
     for i, g in enumerate((a, b)):
         g.start(command.replace("%d", str(i)))

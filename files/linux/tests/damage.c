@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * What a hostile member does to a zone, for tests (files/fuzz/mutate.c):
+ * Damages a zone like a hostile member, for tests (files/fuzz/mutate.c):
  *	damage images ZONE BASE SEED N   puts back what is different from BASE, then overwrites N words
  *	damage live ZONE SEED N          overwrites N words, one after the other, some while they are used
  */

@@ -148,14 +148,14 @@ int main(int argc, char **argv)
 	CHECK(!mknod(at(plain, "far"), S_IFREG | 0600, 0) && !chown(at(plain, "far"), 5000, 5000));
 	mount_mapped(plain, mapped);
 
-	/* Owners are shown mapped; who has no number there is nobody's. */
+	/* Owners are shown mapped; an unmapped owner is shown as the overflow id. */
 	CHECK(owned(at(mapped, "five"), 10005, 10006));
 	CHECK(owned(at(mapped, "far"), 65534, 65534));
-	/* What is made there belongs to the numbers that the file system knows. */
+	/* New files belong to the ids that the file system stores. */
 	CHECK(as_user(10007, create_all, mapped) == 0);
 	CHECK(owned(at(mapped, "file"), 10007, 10007) && owned(at(plain, "file"), 7, 7));
 	CHECK(owned(at(plain, "dir"), 7, 7) && owned(at(plain, "link"), 7, 7) && owned(at(plain, "pipe"), 7, 7));
-	/* Whoever has no number there can't make anything. */
+	/* A user without a mapping can't create files. */
 	CHECK(as_user(2000, create, mapped) == EOVERFLOW);
 	/* An owner is an owner. */
 	CHECK(as_user(10005, change_own, mapped) == 0);

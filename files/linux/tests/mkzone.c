@@ -31,7 +31,7 @@ void tfs_os_wait(struct tfs *fs, tmb_u32 round)
 	(void)fs;
 	usleep(20 * (round < 50 ? round : 50));
 }
-/* Nobody else is there, so nothing waits. */
+/* There is no other member, so nothing waits. */
 bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable)
 {
 	(void)fs, (void)word, (void)value, (void)ns, (void)killable;

@@ -11,7 +11,7 @@ MODULES = ["virtio_pci", "virtio_pmem", "nd_pmem"]
 
 BAD = re.compile(r"BUG|Oops|WARNING:|general protection|Call Trace|hung task|refcount_t|INFO: task|soft lockup|Kernel panic")
 # Seconds; far beyond what anything here takes, so that no claim fails for a busy host.
-PATIENCE = 300
+TIMEOUT = 300
 
 
 class Failed(Exception):
@@ -60,7 +60,7 @@ class Guest:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.process.stdout, selectors.EVENT_READ)
         self.buffer = b""
-        self.until(b"<<ready>>", PATIENCE)
+        self.until(b"<<ready>>", TIMEOUT)
 
     def until(self, mark, timeout):
         end = time.monotonic() + timeout
@@ -77,16 +77,16 @@ class Guest:
     def start(self, command):
         self.process.stdin.write(command.replace("\n", "; ").encode() + b"\n")
 
-    def finish(self, timeout=PATIENCE):
+    def finish(self, timeout=TIMEOUT):
         out = self.until(b"<<rc=", timeout)
-        rc = int(self.until(b">>", PATIENCE))
+        rc = int(self.until(b">>", TIMEOUT))
         return rc, out.decode(errors="replace").strip()
 
-    def run(self, command, timeout=PATIENCE):
+    def run(self, command, timeout=TIMEOUT):
         self.start(command)
         return self.finish(timeout)
 
-    def ok(self, command, timeout=PATIENCE):
+    def ok(self, command, timeout=TIMEOUT):
         rc, out = self.run(command, timeout)
         if rc:
             raise Failed("%s: `%s` ended with %d: %s" % (self.name, command, rc, out))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo net`: run a switch, and look into a running one.
+//! `tombolo net`: runs a switch, and inspects a running one.
 
 use std::io::{self, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
@@ -15,13 +15,13 @@ use crate::control::daemon::Daemon;
 use crate::control::log;
 use crate::control::socket::{Request, ask};
 
-/// Where a switch listens unless it is told otherwise.
+/// The default control socket of a switch.
 const CONTROL: &str = "/run/tombolo/net.sock";
 
-/// What can be done with switches.
+/// Commands for switches.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Run a switch until it is told to end (SIGINT, SIGTERM)
+    /// Run a switch until SIGINT or SIGTERM
     Run {
         /// Configuration file
         #[arg(short, long)]
@@ -38,13 +38,13 @@ pub enum Command {
         /// Address for Prometheus, such as 127.0.0.1:9127, or a Unix socket's absolute path
         #[arg(long)]
         metrics: Option<tombolo_metrics::Place>,
-        /// Threads that carry packets
+        /// Worker threads
         #[arg(long)]
         workers: Option<usize>,
         /// Processors for them, one each
         #[arg(long, value_delimiter = ',')]
         cpus: Vec<usize>,
-        /// Microseconds for which an idle worker goes on polling
+        /// Microseconds for which an idle worker keeps polling
         #[arg(long)]
         poll_us: Option<u64>,
         /// Processor time that all of them together may use, in hundredths of a processor
@@ -59,7 +59,7 @@ pub enum Command {
         /// Their mode, such as 0660
         #[arg(long)]
         mode: Option<String>,
-        /// User as which a switch that root starts goes on [default: tombolo, or nobody]
+        /// User as which a switch that root starts runs [default: tombolo, or nobody]
         #[arg(long)]
         user: Option<String>,
         /// Keep all privileges
@@ -80,7 +80,7 @@ pub enum Command {
         /// File; otherwise standard output
         #[arg(short, long)]
         write: Option<PathBuf>,
-        /// Bytes of each frame that are kept
+        /// Bytes to keep of each frame
         #[arg(short, long, default_value_t = 65600)]
         snap: u32,
         /// End after so many seconds
@@ -105,7 +105,7 @@ pub enum Command {
     AddUplink {
         /// Its name
         name: String,
-        /// Where it leads: tap=NAME, interface=NAME, user=passt or passt=SOCKET
+        /// Its device: tap=NAME, interface=NAME, user=passt or passt=SOCKET
         #[arg(value_parser = short_way)]
         way: Way,
         /// Control socket of the switch, or the name of a running project's network [default: the project's, or
@@ -125,7 +125,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Where the switch is that a command asks; `None` for commands that ask none.
+    /// Returns the switch that a command asks; `None` for commands that ask none.
     pub fn control_mut(&mut self) -> Option<&mut Option<PathBuf>> {
         match self {
             Self::Ports { control }
@@ -138,7 +138,7 @@ impl Command {
     }
 }
 
-/// The socket that is meant.
+/// Returns the control socket, by default [`CONTROL`].
 fn socket(control: Option<PathBuf>) -> PathBuf {
     control.unwrap_or_else(|| CONTROL.into())
 }
@@ -158,10 +158,10 @@ fn short_way(text: &str) -> Result<Way, String> {
     serde_json::from_value(serde_json::json!({ kind: value })).map_err(|err| err.to_string())
 }
 
-/// Does what `command` says; with `json`, answers are JSON.
+/// Runs `command`; with `json`, answers are JSON.
 ///
 /// # Errors
-/// With what, where and what to do.
+/// The failed operation, its place and the remedy.
 pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         Command::Run {
@@ -243,8 +243,8 @@ fn serve(config: &Config) -> anyhow::Result<ExitCode> {
         "no port is configured, and no control socket to add one; see 'tombolo net run --help'"
     );
     log::open();
-    // Blocked before any thread starts, so that only sigwait gets them.
-    // SAFETY: a set of our own, filled by the calls that are made for that.
+    // Blocked before any thread starts, so that only sigwait receives them.
+    // SAFETY: a local set, filled by the calls that are made for that.
     let signals = unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut set);
@@ -285,7 +285,7 @@ fn capture(
     if let Some(seconds) = seconds {
         std::thread::spawn(move || {
             std::thread::sleep(std::time::Duration::from_secs(seconds));
-            // The switch answers by ending the file properly.
+            // The switch then completes the file and closes.
             let _gone = stream.shutdown(std::net::Shutdown::Write);
         });
     }
@@ -306,7 +306,7 @@ fn or_dash(all: &[String]) -> String {
     if all.is_empty() { "-".into() } else { all.join(",") }
 }
 
-/// The ports for people.
+/// Formats the ports as a table.
 fn table(answer: &Ports) -> String {
     let mut rows =
         vec![["PORT", "STATE", "MACS", "GROUPS", "SENT", "DROPPED", "RECEIVED", "DROPPED"].map(String::from)];
@@ -330,7 +330,7 @@ fn table(answer: &Ports) -> String {
     columns(&rows, |_| false)
 }
 
-/// Rows under one another, those of the columns that `right` names to the right.
+/// Aligns rows in columns; those that `right` selects to the right.
 pub(crate) fn columns<const N: usize>(rows: &[[String; N]], right: impl Fn(usize) -> bool) -> String {
     let mut widths = [0; N];
     for row in rows {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The switch's configuration, as a TOML file or as parts of a compose file have it.
+//! The switch's configuration: a TOML file, or part of a compose file.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ pub struct Config {
     pub switch: SwitchConfig,
     /// Guests.
     pub port: Vec<PortConfig>,
-    /// Ways out.
+    /// Uplinks.
     pub uplink: Vec<UplinkConfig>,
     /// The service that gives guests their IPv4 addresses.
     pub dhcp: Option<DhcpConfig>,
@@ -32,14 +32,14 @@ pub struct Config {
     pub ipv6: Option<Ipv6Config>,
 }
 
-/// Where frames for a multicast group go.
+/// The receivers of frames for a multicast group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Multicast {
-    /// To ports that have joined it, where a multicast router asks which those are; elsewhere to all.
+    /// Ports that have joined it, on VLANs with a multicast router that queries; elsewhere all.
     #[default]
     Snoop,
-    /// To ports that have joined it; the switch asks.
+    /// Ports that have joined it; the switch itself queries.
     Query,
     Flood,
 }
@@ -47,23 +47,23 @@ pub enum Multicast {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct SwitchConfig {
-    /// Threads that carry packets.
+    /// Worker threads.
     pub workers: usize,
-    /// Processors that they stay on, one each; empty: the kernel decides.
+    /// Processors for them, one each; empty: the kernel decides.
     pub cpus: Vec<usize>,
-    /// Microseconds for which an idle worker goes on polling: 0 saves CPU, more saves latency.
+    /// Microseconds for which an idle worker keeps polling: 0 saves CPU, more saves latency.
     pub poll_us: u64,
-    /// Processor time that all of them together may use, in hundredths of a processor; 0: all that they can get.
+    /// Processor time that all workers together may use, in hundredths of a processor; 0: no limit.
     pub budget: u32,
-    /// Where the control socket is made; none: no control.
+    /// The path of the control socket; none: no control.
     pub control: Option<PathBuf>,
-    /// Who may connect to ports that say nothing else.
+    /// Permissions of the sockets of ports that have none of their own.
     pub access: Access,
-    /// The user as which a switch that root runs goes on; none: `tombolo` if there is that user, otherwise `nobody`.
+    /// The user as which a switch that root starts runs; none: `tombolo` if that user exists, otherwise `nobody`.
     pub user: Option<String>,
-    /// Where Prometheus finds the counters, over HTTP.
+    /// The address for Prometheus, over HTTP.
     pub metrics: Option<Place>,
-    /// Where frames for a multicast group go.
+    /// The receivers of frames for a multicast group.
     pub multicast: Multicast,
     /// Give up all privileges once started.
     pub sandbox: bool,
@@ -101,10 +101,10 @@ pub struct PortConfig {
     pub name: String,
     /// Its vhost-user socket.
     pub socket: PathBuf,
-    /// Who listens there.
+    /// The side that listens there.
     #[serde(default)]
     pub role: Role,
-    /// Who may connect there; none: as the switch's configuration says.
+    /// Permissions of the socket; none: those of the switch's configuration.
     #[serde(default)]
     pub access: Option<Access>,
     /// The MACs that it owns.
@@ -115,20 +115,20 @@ pub struct PortConfig {
     /// Drop frames from other MACs.
     #[serde(default = "yes")]
     pub check_mac: bool,
-    /// How many addresses the port may use beyond its own, for VMs nested in its guest.
+    /// The number of addresses that the port may use beyond its own, for VMs nested in its guest.
     #[serde(default)]
     pub learn: u8,
     /// If any: drop IP, ARP and neighbour discovery from other addresses.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
-    /// The address that it gets from the switch's DHCP service; none: the first IPv4 address of `ips`.
+    /// The address from the switch's DHCP service; none: the first IPv4 address of `ips`.
     #[serde(default)]
     pub address: Option<Ipv4Addr>,
-    /// The address that it gets from the switch's IPv6 service; none: one of the prefix and its first MAC.
+    /// The address from the switch's IPv6 service; none: one of the prefix and its first MAC.
     #[serde(default)]
     pub address6: Option<Ipv6Addr>,
-    /// It may send router advertisements, redirects, multicast queries and a DHCP server's answers, and gets what is for
-    /// multicast routers.
+    /// It may send router advertisements, redirects, multicast queries and a DHCP server's answers, and receives frames for multicast
+    /// routers.
     #[serde(default)]
     pub router: bool,
     /// Reaches only uplinks.
@@ -136,16 +136,16 @@ pub struct PortConfig {
     pub isolated: bool,
     #[serde(default)]
     pub vlan: Vlan,
-    /// Limits.
+    /// Limits of the frames that it sends.
     #[serde(default)]
     pub rate: Rate,
-    /// The port or uplink that gets copies of what it sends, as far as it may, and of what it gets.
+    /// The port or uplink that gets copies of the admitted frames that it sends, and of those that it receives.
     #[serde(default)]
     pub mirror: Option<Box<str>>,
-    /// Limits of what it is sent.
+    /// Limits of the frames that it receives.
     #[serde(default)]
     pub receive_rate: Rate,
-    /// Which IP packets it may send and get; the first that fits decides.
+    /// Rules for the IP packets that it may send and receive; the first that matches decides.
     #[serde(default)]
     pub rules: Box<[Rule]>,
     /// Largest IP packet that it may send; 0: any.
@@ -177,10 +177,10 @@ impl PortConfig {
         }
     }
 
-    /// Is it possible?
+    /// Checks the port's settings.
     ///
     /// # Errors
-    /// What is wrong with it, and what to do.
+    /// Names the wrong setting and the remedy.
     pub fn check(&self) -> anyhow::Result<()> {
         let name = &self.name;
         check_name("port", name)?;
@@ -221,7 +221,7 @@ fn check_vlan(name: &str, vlan: &Vlan) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where an uplink leads.
+/// An uplink's device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Way {
@@ -231,45 +231,46 @@ pub enum Way {
     Interface(String),
     /// passt's socket.
     Passt(PathBuf),
-    /// passt (this program), started for the switch: it ends with it.
+    /// passt (this program), which the switch starts and which ends with it.
     User(PathBuf),
 }
 
-/// A way out.
+/// An uplink.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct UplinkConfig {
     pub name: String,
-    /// Where it leads.
+    /// Its device.
     #[serde(flatten)]
     pub way: Way,
     #[serde(default)]
     pub vlan: Vlan,
-    /// TCP ports of the host that a passt started for the switch forwards, as its option -t has them: "8080:80", "127.0.0.1/2222:22".
+    /// TCP ports of the host that a passt started for the switch forwards, as its option -t takes them: "8080:80",
+    /// "127.0.0.1/2222:22".
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tcp_ports: Vec<String>,
-    /// UDP ports, as its option -u has them.
+    /// UDP ports, as its option -u takes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub udp_ports: Vec<String>,
 }
 
 impl UplinkConfig {
-    /// An uplink without VLANs and forwarded ports.
+    /// Returns an uplink without VLANs and forwarded ports.
     #[must_use]
     pub fn new(name: String, way: Way) -> Self {
         Self { name, way, vlan: Vlan::default(), tcp_ports: Vec::new(), udp_ports: Vec::new() }
     }
 
-    /// What it may do.
+    /// Returns the uplink's policy.
     #[must_use]
     pub fn policy(&self) -> Policy {
         Policy { uplink: true, vlan: self.vlan.clone(), ..Policy::default() }
     }
 
-    /// Is it possible?
+    /// Checks the uplink's settings.
     ///
     /// # Errors
-    /// What is wrong with it, and what to do.
+    /// Names the wrong setting and the remedy.
     pub fn check(&self) -> anyhow::Result<()> {
         check_name("uplink", &self.name)?;
         check_vlan(&self.name, &self.vlan)

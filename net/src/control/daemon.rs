@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The running switch: configuration in, threads out, and back.
+//! The running switch: starts its threads from a configuration, and ends them.
 //!
-//! A port that can't be made (its socket is in use, its MAC is another's) is left out with a message, and the others
-//! go on; only if nothing is left is that an error.
+//! A port that can't be made (its socket is in use, another port has its MAC) is left out with a message, and the others
+//! are served. Only if nothing is left is that an error.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -28,11 +28,11 @@ use crate::ports::port::Port;
 use crate::uplink::{Opened, Uplink};
 use crate::vring::features::{OFFERED, PLAIN};
 
-/// Most threads that carry packets.
+/// The largest number of workers.
 const MAX_WORKERS: usize = 64;
 
-/// How long the end of a port's thread is waited for. It does nothing that takes long; but a descriptor that a front-end
-/// sent may be a file of a FUSE file system, and to close that may take for ever.
+/// Timeout for the end of a port's thread. None of its operations takes long, except that closing a descriptor from a
+/// front-end may take for ever if it is a file of a FUSE file system.
 const END: Duration = Duration::from_secs(2);
 
 /// A port that is served.
@@ -55,7 +55,7 @@ impl Served {
                     "its thread is held up, by a descriptor of its front-end perhaps, and is left behind"
                 );
             }
-            // A thread that panicked has ended too.
+            // A thread that panicked has ended, too.
             Ok(()) | Err(RecvTimeoutError::Disconnected) => drop(self.thread.join()),
         }
     }
@@ -75,10 +75,10 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts what `config` says. With a sandbox it must be called before the process has a second thread.
+    /// Starts the switch of `config`. With a sandbox the caller's process has no second thread yet.
     ///
     /// # Errors
-    /// Nothing of it can be started, or the control socket or the address for metrics are in use.
+    /// Nothing of it can be started, or the control socket or the address for metrics is in use.
     pub fn start(config: &Config) -> anyhow::Result<Arc<Self>> {
         let workers = config.switch.workers;
         anyhow::ensure!(
@@ -117,7 +117,7 @@ impl Daemon {
             // Before any thread is started: each has its own capabilities.
             crate::control::sandbox::drop_user(config.switch.user.as_deref())?;
             crate::control::sandbox::drop_capabilities().context("capabilities can't be dropped")?;
-            // Before any front-end is heard.
+            // Before any message of a front-end is read.
             crate::control::sandbox::filter_calls().context("sandbox; --no-sandbox runs without")?;
         }
         crate::control::log::start();
@@ -134,7 +134,7 @@ impl Daemon {
                 told => answers.extend(self.take(told, fd)),
             }
         }
-        // The keeper reads no answers before it has told all.
+        // The keeper reads no answers before it has sent everything.
         let has = answers.iter().filter(|a| matches!(a, Answer::Has(_))).count();
         for answer in answers {
             self.link.send(&answer, None)?;
@@ -144,7 +144,7 @@ impl Daemon {
         let switch = self.switch.clone();
         self.spawn("net-watch", move || {
             if let Err(err) = switch.watch().run() {
-                tracing::error!("nobody watches the workers: {err}");
+                tracing::error!("the watch that frees blocked workers ended: {err}");
             }
         })?;
         let switch = self.switch.clone();
@@ -180,7 +180,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Listens to the keeper until it ends.
+    /// Handles the keeper's messages until it ends.
     fn listen(self: &Arc<Self>) {
         loop {
             match self.link.receive() {
@@ -194,7 +194,7 @@ impl Daemon {
                 }
                 Ok(None) => break,
                 Err(err) => {
-                    tracing::error!("the switch's keeper isn't understood: {err}");
+                    tracing::error!("invalid message of the switch's keeper: {err}");
                     break;
                 }
             }
@@ -206,7 +206,7 @@ impl Daemon {
         }
     }
 
-    /// Takes what the keeper hands over; the answer, where it waits for one.
+    /// Handles a message of the keeper; returns the answer if the keeper waits for one.
     fn take(self: &Arc<Self>, told: Told, fd: Option<OwnedFd>) -> Option<Answer> {
         let fd = fd.or_else(|| {
             tracing::error!("the switch's keeper sent no descriptor; are too many open?");
@@ -230,7 +230,7 @@ impl Daemon {
         })
     }
 
-    /// Answers a question, in a thread of its own: a capture lasts.
+    /// Answers a request in a thread of its own, since a capture lasts.
     fn answer(self: &Arc<Self>, stream: UnixStream, request: Request) {
         let daemon = self.clone();
         let spawned = std::thread::Builder::new().name("net-answer".into()).spawn(move || {
@@ -243,13 +243,13 @@ impl Daemon {
         }
     }
 
-    /// What the workers share.
+    /// Returns the state that the workers share.
     #[must_use]
     pub fn switch(&self) -> &Arc<Switch> {
         &self.switch
     }
 
-    /// Has [`Daemon::stop`] been called?
+    /// Returns whether [`Daemon::stop`] has been called.
     #[must_use]
     pub fn is_stopping(&self) -> bool {
         self.stop.load(Ordering::Acquire)
@@ -265,7 +265,7 @@ impl Daemon {
         self.wake.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(wake));
     }
 
-    /// Takes a guest's port, of which the keeper has made `source`.
+    /// Adds a guest's port, for which the keeper has made `source`.
     fn add_port(&self, config: &PortConfig, source: OwnedFd) -> anyhow::Result<()> {
         let name = &config.name;
         self.check_name(name)?;
@@ -309,7 +309,7 @@ impl Daemon {
         )
     }
 
-    /// Waits until the workers go by what has changed, so that whoever asked for it finds it so.
+    /// Waits until the workers use the change, so that the client that asked for it sees its effect.
     fn settle(&self) {
         let end = Instant::now() + END;
         self.switch.settle(|| self.is_stopping() || Instant::now() > end);
@@ -365,12 +365,12 @@ impl Daemon {
         }
         let keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(keeper) = keeper {
-            // If it is gone, the sockets stay.
+            // If the keeper has ended, the sockets stay.
             let _gone = self.link.send(&Answer::End, None);
             keeper.wait();
         }
         for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {
-            // A thread that panicked has ended too.
+            // A thread that panicked has ended, too.
             let _ended = thread.join();
         }
     }

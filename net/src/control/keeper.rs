@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The keeper: the part of a switch that keeps the rights to open things, and touches nothing that guests can write.
+//! The keeper: the part of a switch that keeps the rights to open paths and devices, and touches nothing that guests can write.
 //!
-//! The switch itself maps guests' memory and reads front-ends' messages, so it gives everything up (see
-//! [`crate::control::sandbox`]): it opens no path, connects to nothing and removes nothing. The keeper, a process of its own that is
-//! forked before, does that for it and hands over descriptors:
+//! The switch itself maps guests' memory and reads front-ends' messages, so it gives up its rights (see
+//! [`crate::control::sandbox`]): it opens no path, connects to nothing and removes nothing. The keeper is a process of its own,
+//! forked before; it does these things and passes descriptors:
 //! - it opens uplinks, makes the ports' sockets with their owner and mode, and removes them at the end;
 //! - it connects to the sockets of ports that are clients, again and again, each over a [`Link`] of its own;
-//! - it listens on the control socket, and so knows by itself what was asked for: a switch that an attacker has taken
-//!   over can't ask for anything but the end of what it has.
+//! - it listens on the control socket, and so knows the users' requests itself: a switch that an attacker controls can
+//!   only end ports and uplinks that it has.
 //!
 //! Without a sandbox (tests, the bench) the keeper is a thread of the same process and does the same.
 
@@ -40,34 +40,34 @@ pub(crate) enum Told {
     Port(u64, PortConfig),
     /// An uplink, with its descriptor.
     Uplink(u64, UplinkConfig, Opened),
-    /// The listener of the metrics at a place.
+    /// The metrics' address, with its listener.
     Metrics(Place),
-    /// All of the configuration was told.
+    /// All of the configuration was sent.
     Started,
-    /// The configuration can't be had, for this reason.
+    /// The reason why the configuration can't be served.
     Failed(String),
-    /// Somebody asks, with the connection on which to answer.
+    /// A user's request, with the connection for the answer.
     Asked(Request),
 }
 
 /// From the switch to the keeper.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Answer {
-    /// It has the port or uplink.
+    /// The switch serves the port or uplink.
     Has(u64),
-    /// It can't have the port or uplink, for this reason.
+    /// The switch refuses the port or uplink, for this reason.
     Refuses(u64, String),
     End,
 }
 
-/// The switch's hold on its keeper.
+/// The switch's handle of its keeper.
 pub(crate) enum Keeper {
     Process(libc::pid_t),
     Thread(JoinHandle<()>),
 }
 
 impl Keeper {
-    /// Starts the keeper of `config`: a process if `apart`, which takes that the caller's process has one thread only.
+    /// Starts the keeper of `config`: a process if `apart`, for which the caller's process has one thread only.
     ///
     /// # Errors
     /// The kernel gives no socket, process or thread.
@@ -84,7 +84,7 @@ impl Keeper {
         match unsafe { libc::fork() } {
             -1 => Err(std::io::Error::last_os_error()).context("the switch's keeper"),
             0 => {
-                // The switch's death is the end of its last end of the link.
+                // The link hangs up when the switch dies.
                 drop(own);
                 let ended = std::panic::catch_unwind(|| {
                     // SAFETY: a string with its zero.
@@ -93,30 +93,30 @@ impl Keeper {
                     serve(theirs, config);
                     log::finish();
                 });
-                // SAFETY: ends this process, whose parent's affairs at exit are not its own.
+                // SAFETY: ends this process without running the parent's exit handlers.
                 unsafe { libc::_exit(ended.is_err().into()) }
             }
             pid => Ok((Self::Process(pid), own)),
         }
     }
 
-    /// Waits for its end, which [`Answer::End`] brings.
+    /// Waits for its end, after [`Answer::End`].
     pub fn wait(self) {
         match self {
             Self::Thread(thread) => drop(thread.join()),
-            // SAFETY: a child of ours, which nobody else waits for.
+            // SAFETY: a child of this process, for which no other thread waits.
             Self::Process(pid) => drop(unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) }),
         }
     }
 }
 
-/// What the switch has of the keeper, or is about to have.
+/// A port or uplink that the switch has, or is about to have.
 struct Entry {
     id: u64,
     name: String,
     /// Its socket, if the keeper made one.
     path: Option<PathBuf>,
-    /// Who asked for it and waits for an answer.
+    /// The user's connection that waits for the answer.
     asker: Option<UnixStream>,
 }
 
@@ -146,12 +146,12 @@ fn serve(link: Link, config: &Config) {
                 let entries = std::mem::take(&mut state.entries().1);
                 paths.extend(entries.into_iter().filter_map(|e| e.path));
                 for path in paths {
-                    // Gone already is as good.
+                    // It may have been removed already.
                     let _gone = std::fs::remove_file(path);
                 }
                 break;
             }
-            // It was killed: its sockets stay, as a successor may have made them anew already.
+            // The switch was killed: its sockets stay, since a successor may have made them anew already.
             Ok(None) => break,
             Err(err) => {
                 tracing::error!("the switch's keeper: {err}");
@@ -159,11 +159,11 @@ fn serve(link: Link, config: &Config) {
             }
         }
     }
-    // The switch hears of the end also while somebody here still waits for a question.
+    // The switch sees the end of the link even while a thread here waits for a request.
     endpoint::interrupt(&state.link);
     if let Some((listener, thread)) = control {
         endpoint::interrupt(&listener);
-        // A thread that panicked has ended too.
+        // A thread that panicked has ended, too.
         let _ended = thread.join();
     }
 }
@@ -179,7 +179,7 @@ impl State {
         }
     }
 
-    /// Opens all that the configuration says, the control socket last.
+    /// Opens everything in the configuration, the control socket last.
     fn open_all(
         self: &Arc<Self>,
         config: &Config,
@@ -218,12 +218,12 @@ impl State {
         Ok(control)
     }
 
-    /// One thread per question: who asks may be slow.
+    /// One thread per request: a user may be slow.
     fn serve_control(self: &Arc<Self>, listener: &UnixListener) {
         loop {
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
-                // Shut down: the end.
+                // Shut down.
                 Err(err) if err.kind() == std::io::ErrorKind::InvalidInput => return,
                 Err(err) => {
                     tracing::warn!("control connection: {err}");
@@ -258,25 +258,25 @@ impl State {
             }
         };
         match outcome {
-            // The switch is asked now.
+            // The switch decides.
             Ok(()) => Ok(()),
             Err(err) => socket::reply(&stream, &wire::Answer::<Done>::Error { error: format!("{err:#}") }),
         }
     }
 
-    /// Forgets what `which` says, and removes its socket.
+    /// Removes the entry that `which` selects, and its socket.
     fn forget(&self, which: impl Fn(&Entry) -> bool) -> Option<Entry> {
         let mut entries = self.entries();
         let at = entries.1.iter().position(which)?;
         let entry = entries.1.remove(at);
         if let Some(path) = &entry.path {
-            // Gone already is as good.
+            // It may have been removed already.
             let _gone = std::fs::remove_file(path);
         }
         Some(entry)
     }
 
-    /// What the switch says of an entry: None, it has it; otherwise why not.
+    /// Completes an entry with the switch's answer. None: it serves the entry; otherwise the reason why not.
     fn settle(&self, id: u64, refused: Option<&str>) {
         let asker = match refused {
             Some(why) => {
@@ -294,12 +294,12 @@ impl State {
                 None => wire::Answer::Value(Done { ok: true }),
                 Some(why) => wire::Answer::Error { error: why.to_owned() },
             };
-            // The asker may have hung up.
+            // The user may have hung up.
             let _gone = socket::reply(&asker, &answer);
         }
     }
 
-    /// Takes the name for an entry.
+    /// Reserves the name of an entry.
     fn enter(&self, kind: &str, name: &str, asker: Option<UnixStream>) -> anyhow::Result<u64> {
         let mut entries = self.entries();
         let taken = entries.1.iter().any(|e| e.name == name);
@@ -310,7 +310,7 @@ impl State {
         Ok(id)
     }
 
-    /// Opens a port for the switch, which answers `asker` then.
+    /// Opens a port for the switch, whose answer goes to `asker`.
     fn open_port(self: &Arc<Self>, config: &PortConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
         config.check()?;
         let id = self.enter("port", &config.name, asker)?;
@@ -325,7 +325,7 @@ impl State {
         Ok(())
     }
 
-    /// What brings the connections of a port.
+    /// Makes the source of a port's connections.
     fn open_source(&self, id: u64, config: &PortConfig) -> anyhow::Result<OwnedFd> {
         match config.role {
             Role::Server => {
@@ -360,7 +360,7 @@ impl State {
     }
 }
 
-/// Connects to `path` each time that a byte asks for it, and sends the connection back, until the other end goes.
+/// Connects to `path` for each byte received, and sends the connection back, until the other end hangs up.
 fn dial(path: &Path, channel: UnixStream) {
     while matches!((&channel).read(&mut [0]), Ok(1)) {
         let stream = loop {
@@ -370,13 +370,13 @@ fn dial(path: &Path, channel: UnixStream) {
                 Err(_) => {}
             }
         };
-        // The other end may be gone.
+        // The other end may have hung up.
         let Ok(other) = channel.try_clone() else { return };
         let _gone = Link::over(other.into()).send(&(), Some(stream.as_fd()));
     }
 }
 
-/// Does the other end go within `time`?
+/// Returns whether the other end hangs up within `time`.
 fn hangs_up(channel: &UnixStream, time: Duration) -> bool {
     let mut fds = [PollFd::new(channel, PollFlags::RDHUP)];
     let time = Timespec { tv_sec: 0, tv_nsec: time.subsec_nanos().into() };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Messages with descriptors between the switch and its keeper: JSON over a Unix socket that keeps messages whole.
+//! Messages with descriptors between the switch and its keeper: JSON over a Unix socket that preserves message
+//! boundaries.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -12,15 +13,15 @@ use rustix::net::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Longest message: more than a request may have.
+/// The longest message: longer than any request.
 const LONGEST: usize = 128 << 10;
 
-/// One end.
+/// One end of the link.
 #[derive(Debug)]
 pub(crate) struct Link(OwnedFd);
 
 impl Link {
-    /// Two ends.
+    /// Makes both ends.
     ///
     /// # Errors
     /// No descriptors are left.
@@ -29,7 +30,7 @@ impl Link {
         Ok((Self(a), Self(b)))
     }
 
-    /// The same over a socket that came through another link.
+    /// Makes an end from a socket that came through another link.
     pub fn over(socket: OwnedFd) -> Self {
         Self(socket)
     }
@@ -37,7 +38,7 @@ impl Link {
     /// Sends a message, with at most one descriptor.
     ///
     /// # Errors
-    /// The other end is gone.
+    /// The other end has been closed.
     pub fn send<T: Serialize>(&self, message: &T, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let bytes = serde_json::to_vec(message)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -50,10 +51,10 @@ impl Link {
         Ok(())
     }
 
-    /// Waits for a message. None: the other end is gone, or this one was shut down.
+    /// Waits for a message. None: the other end has been closed, or this one was shut down.
     ///
     /// # Errors
-    /// The kernel's, or what came isn't understood.
+    /// The kernel's, or an invalid message.
     pub fn receive<T: DeserializeOwned>(&self) -> io::Result<Option<(T, Option<OwnedFd>)>> {
         let mut bytes = vec![0; LONGEST];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the switch and its keeper say on their standard error. Saying something never fails, never panics and waits for
-//! nobody: lines go into a queue of bounded size, and a thread writes them. A reader that doesn't read, a full disk or a
-//! guest that makes the switch say something again and again costs lines, which are counted, and no frame.
+//! The messages of the switch and its keeper on standard error. Logging never fails, never panics and never blocks: lines go
+//! into a queue of bounded size, and a thread writes them. A reader that doesn't read, a full disk or a guest that provokes
+//! messages again and again costs lines, which are counted, and no frame.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, Write};
@@ -13,23 +13,23 @@ use tracing_subscriber::fmt::MakeWriter;
 
 /// Most bytes that wait to be written.
 const ROOM: usize = 256 << 10;
-/// Lines that each thread may say, and all together: at once after a silence, and per second from then on. A port has a thread
-/// of its own, so its front-end silences nobody else.
+/// Lines that each thread may log, and all together: at once after a silence, and per second from then on. A port has a thread
+/// of its own, so its front-end can't silence other ports.
 const EACH: Limit = Limit { burst: 40, per_second: 2 };
 const TOGETHER: Limit = Limit { burst: 1000, per_second: 100 };
-/// Threads whose lines are counted; those that said nothing of late make room.
+/// Threads whose lines are counted; those that have been silent longest make room.
 const THREADS: usize = 1024;
-/// How long the end of the process waits for what was said last.
+/// Time that the process waits at its end for the last lines.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// How many lines may be said.
+/// A limit of lines.
 #[derive(Clone, Copy, Debug)]
 struct Limit {
     burst: u32,
     per_second: u32,
 }
 
-/// What is left of a limit.
+/// The rest of a limit.
 #[derive(Clone, Copy, Debug)]
 struct Budget {
     left: u32,
@@ -41,7 +41,7 @@ impl Budget {
         Self { left: limit.burst, since: now }
     }
 
-    /// May a line be said at `now`?
+    /// Returns whether a line may be logged at `now`, and counts it.
     fn admits(&mut self, limit: Limit, now: Instant) -> bool {
         let gained =
             now.saturating_duration_since(self.since).as_millis() * u128::from(limit.per_second) / 1000;
@@ -55,7 +55,7 @@ impl Budget {
     }
 }
 
-/// Lines that wait, and how many did not get so far.
+/// Lines that wait, and how many were refused.
 #[derive(Debug, Default)]
 struct Queue {
     lines: VecDeque<Box<[u8]>>,
@@ -63,14 +63,14 @@ struct Queue {
     lost: u64,
     together: Option<Budget>,
     threads: BTreeMap<u64, Budget>,
-    /// There is a thread that writes.
+    /// A writing thread exists.
     written: bool,
     /// The thread is writing.
     busy: bool,
 }
 
 impl Queue {
-    /// May `thread` say a line at `now`?
+    /// Returns whether `thread` may log a line at `now`, and counts it.
     fn admits(&mut self, thread: u64, now: Instant) -> bool {
         if self.threads.len() >= THREADS && !self.threads.contains_key(&thread) {
             let quiet = Duration::from_secs((EACH.burst / EACH.per_second).into());
@@ -124,11 +124,11 @@ fn queue() -> MutexGuard<'static, Queue> {
 }
 
 fn write(line: &[u8]) {
-    // Nobody may read it.
+    // Standard error may have no reader.
     let _unheard = io::stderr().write_all(line);
 }
 
-/// Where `tracing` writes its lines.
+/// The writer for `tracing`.
 #[derive(Clone, Copy, Debug)]
 struct Lines;
 
@@ -161,8 +161,7 @@ impl<'a> MakeWriter<'a> for Lines {
     }
 }
 
-/// Has what the process says written to its standard error. Whoever runs the switch in a test or under another program may
-/// have its own way already, which stays.
+/// Installs the logger of the process. A subscriber that a test or an embedding program has installed stays.
 pub(crate) fn open() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let _taken = tracing_subscriber::fmt()
@@ -173,7 +172,7 @@ pub(crate) fn open() {
         .try_init();
 }
 
-/// Lets a thread of this process write from now on. A process that was forked needs one of its own.
+/// Starts the writing thread of this process. A forked process needs one of its own.
 pub(crate) fn start() {
     if std::mem::replace(&mut queue().written, true) {
         return;
@@ -200,7 +199,7 @@ fn write_all() {
 /// Waits until all was written, or a second.
 pub(crate) fn finish() {
     let pending = |q: &mut Queue| q.written && (q.busy || !q.lines.is_empty());
-    // Too late is as good.
+    // A timeout loses lines only.
     let _late = CHANGED.wait_timeout_while(queue(), LAST_WORDS, pending);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Counters for people and for Prometheus (text format 0.0.4).
+//! Counters for users and for Prometheus (text format 0.0.4).
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ fn flow(c: Counts) -> Flow {
     Flow { packets, bytes, flooded, copies, signals, drops }
 }
 
-/// The multicast groups that a port has joined, with their VLANs.
+/// Returns the multicast groups that a port has joined, with their VLANs.
 fn groups(port: &Port, now: u64) -> Vec<String> {
     let named =
         |(vid, group): (u16, IpAddr)| if vid == 0 { group.to_string() } else { format!("{group}@{vid}") };
@@ -27,7 +27,7 @@ fn groups(port: &Port, now: u64) -> Vec<String> {
     all.into_iter().chain(port.groups.list(now).into_iter().map(named)).collect()
 }
 
-/// Where multicast goes by groups: the VLANs and versions of IP for which a querier is heard.
+/// Returns the VLANs and versions of IP with a querier, where multicast goes by groups.
 #[must_use]
 pub fn queriers(switch: &Switch) -> Vec<Querier> {
     let view = switch.view();
@@ -35,7 +35,7 @@ pub fn queriers(switch: &Switch) -> Vec<Querier> {
     all.into_iter().map(|(vlan, v6)| Querier { vlan, ip: if v6 { 6 } else { 4 } }).collect()
 }
 
-/// All ports at one moment.
+/// Returns all ports at one moment.
 #[must_use]
 pub fn status(switch: &Switch) -> Vec<PortStatus> {
     let view = switch.view();
@@ -60,7 +60,7 @@ pub fn status(switch: &Switch) -> Vec<PortStatus> {
         .collect()
 }
 
-/// The counters as Prometheus reads them.
+/// Formats the counters for Prometheus.
 #[must_use]
 pub fn prometheus(ports: &[PortStatus], queriers: &[Querier]) -> String {
     let mut text = Text::new("tombolo_net_");

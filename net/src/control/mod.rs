@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The running switch and the ways to talk to it.
+//! The running switch and its interfaces.
 //!
-//! - [`config`]: what a user says; [`daemon`]: the running whole; [`sandbox`]: what it gives up.
-//! - `services`: which of its own [services](crate::service) it has, and what they give to whom.
+//! - [`config`]: the user's settings; [`daemon`]: the running switch; [`sandbox`]: the rights that it gives up.
+//! - `services`: its own [services](crate::service), and the addresses that they give to guests.
 //! - [`keeper`]: the process that keeps the rights to open things, at the other end of a [`link`].
-//! - `log`: what both say.
-//! - [`cli`] and [`socket`]: commands; [`metrics`]: counters for Prometheus; [`top`]: counters for people.
+//! - `log`: the messages of both.
+//! - [`cli`] and [`socket`]: commands; [`metrics`]: counters for Prometheus; [`top`]: counters for users.
 
 pub mod cli;
 pub mod config;

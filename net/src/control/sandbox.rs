@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a running switch gives up. What it needs from outside, the [keeper](crate::control::keeper) hands over as descriptors.
+//! The rights that a running switch gives up. The [keeper](crate::control::keeper) passes it the descriptors that it needs.
 //!
 //! 1. [`drop_user`] and [`drop_capabilities`], once the keeper runs and before any thread is started: root, its groups and
 //!    all capabilities, for good (PR_SET_NO_NEW_PRIVS).
-//! 2. [`filter_calls`], right after, before any front-end is heard: all system calls but those that carrying packets, mapping a new
-//!    front-end's memory and answering control requests take. A call falls into one of four classes:
-//!    - [`ALLOWED`] and [`narrowed`] calls are made, the latter only with the arguments named there;
-//!    - [`FATAL`] calls kill the process: nothing but an attacker makes them;
+//! 2. [`filter_calls`], right after, before any message of a front-end is read: all system calls but those for carrying packets,
+//!    mapping a new front-end's memory and answering control requests. A call falls into one of four classes:
+//!    - [`ALLOWED`] and [`narrowed`] calls work, the latter only with the arguments named there;
+//!    - [`FATAL`] calls kill the process: only an attacker makes them;
 //!    - [`ABSENT`] calls fail with ENOSYS, so that the C library takes an older call whose arguments a filter can see;
 //!    - every other call fails with EPERM. Libraries make calls of their own accord: glibc's malloc opens
 //!      `/proc/sys/vm/overcommit_memory` before it trims a thread's heap, a panic's backtrace opens the program's file.
@@ -23,7 +23,7 @@ use seccompiler::{
     TargetArch,
 };
 
-/// Calls that stay allowed with any arguments, by what they are for.
+/// Calls that stay allowed with any arguments, by their purpose.
 const ALLOWED: &[&[libc::c_long]] = &[
     // Waiting and waking.
     &[
@@ -40,7 +40,7 @@ const ALLOWED: &[&[libc::c_long]] = &[
         libc::SYS_sched_yield,
         libc::SYS_restart_syscall,
     ],
-    // Frames, messages and signals through descriptors that are open.
+    // Frames, messages and signals through open descriptors.
     &[
         libc::SYS_read,
         libc::SYS_readv,
@@ -57,9 +57,9 @@ const ALLOWED: &[&[libc::c_long]] = &[
     ],
     // Connections at sockets that the keeper has made.
     &[libc::SYS_accept4, libc::SYS_shutdown, libc::SYS_getsockopt, libc::SYS_setsockopt],
-    // What a descriptor is: fstat, and statx for those that front-ends send. Of a path they tell no more than that.
+    // Type of a descriptor: fstat, and statx for those that front-ends send. Of a path they tell no more than that.
     &[libc::SYS_newfstatat, libc::SYS_statx],
-    // Memory: a guest's, our own, and what replaces memory that was taken away.
+    // Memory: guests', the switch's own, and the zero pages in place of memory that a front-end cut short.
     &[
         libc::SYS_munmap,
         libc::SYS_mremap,
@@ -68,7 +68,7 @@ const ALLOWED: &[&[libc::c_long]] = &[
         libc::SYS_memfd_create,
         libc::SYS_ftruncate,
     ],
-    // Threads: a port's, an answer's, and their end.
+    // Threads of ports and of answers.
     &[
         libc::SYS_clone3,
         libc::SYS_set_robust_list,
@@ -90,7 +90,7 @@ const ALLOWED: &[&[libc::c_long]] = &[
     &[libc::SYS_wait4],
 ];
 
-/// Calls of older ways that only x86-64 has.
+/// Older calls that only x86-64 has.
 #[cfg(target_arch = "x86_64")]
 const LEGACY: &[libc::c_long] = &[libc::SYS_epoll_wait, libc::SYS_poll];
 #[cfg(not(target_arch = "x86_64"))]
@@ -126,12 +126,12 @@ type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 /// Calls that stay allowed with some arguments.
 fn narrowed() -> Result<Rules, seccompiler::BackendError> {
     use SeccompCmpOp::{Eq, MaskedEq};
-    // The kernel looks at the low halves only.
+    // The kernel uses the low halves only.
     let rule = |argument, op, value: u64| {
         SeccompCondition::new(argument, SeccompCmpArgLen::Dword, op, value)
             .and_then(|c| SeccompRule::new(vec![c]))
     };
-    // Flags of a thread, and none of a process or of a namespace.
+    // Flags of a thread, without those of a process or a namespace.
     const THREAD: libc::c_int = libc::CLONE_THREAD;
     const KIND: libc::c_int = THREAD
         | libc::CLONE_VFORK
@@ -150,7 +150,7 @@ fn narrowed() -> Result<Rules, seccompiler::BackendError> {
         (libc::SYS_clone, vec![rule(0, MaskedEq(number(KIND)), number(THREAD))?]),
         (libc::SYS_mmap, vec![no_code()?]),
         (libc::SYS_mprotect, vec![no_code()?]),
-        // What the standard library asks of a socket: whether its calls block, whether exec closes it.
+        // The standard library's settings of a socket: non-blocking, close-on-exec.
         (libc::SYS_ioctl, vec![rule(1, Eq, libc::FIONBIO)?, rule(1, Eq, libc::FIOCLEX)?]),
         // A thread's name.
         (libc::SYS_prctl, vec![rule(0, Eq, number(libc::PR_SET_NAME))?]),
@@ -160,7 +160,7 @@ fn narrowed() -> Result<Rules, seccompiler::BackendError> {
     .into())
 }
 
-/// Sets a filter for all threads: calls that match `rules` end as `matched` says, others as `other` does.
+/// Sets a filter for all threads: calls that match `rules` end with `matched`, others with `other`.
 fn set(rules: Rules, matched: SeccompAction, other: SeccompAction) -> io::Result<()> {
     let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(io::Error::other)?;
     let filter = SeccompFilter::new(rules, other, matched, arch).map_err(io::Error::other)?;
@@ -168,13 +168,13 @@ fn set(rules: Rules, matched: SeccompAction, other: SeccompAction) -> io::Result
     seccompiler::apply_filter_all_threads(&program).map_err(io::Error::other)
 }
 
-/// Gives up all system calls that are not needed from now on, in all threads.
+/// Gives up all system calls that the running switch does not need, in all threads.
 ///
 /// # Errors
 /// The kernel refuses.
 pub fn filter_calls() -> io::Result<()> {
     let any = |calls: &[libc::c_long]| calls.iter().map(|call| (*call, Vec::new())).collect::<Rules>();
-    // Of several filters the kernel takes the strictest answer. The last one forbids to set more.
+    // Of several filters the kernel takes the strictest answer. The last one forbids further filters.
     set(any(FATAL), SeccompAction::KillProcess, SeccompAction::Allow)?;
     set(any(ABSENT), SeccompAction::Errno(libc::ENOSYS as u32), SeccompAction::Allow)?;
     let mut allowed = any(&[ALLOWED.concat(), LEGACY.to_vec()].concat());
@@ -182,8 +182,8 @@ pub fn filter_calls() -> io::Result<()> {
     set(allowed, SeccompAction::Allow, SeccompAction::Errno(libc::EPERM as u32))
 }
 
-/// Goes on as the user `named` where root began: as `tombolo` if there is that user and none is named, otherwise as `nobody`. In a user
-/// namespace that has no other user, root stays what it is there: an ordinary user outside.
+/// Changes root to the user `named`, by default to `tombolo` if that user exists, otherwise to `nobody`. In a user namespace without
+/// other users, root stays: it is an ordinary user outside.
 ///
 /// # Errors
 /// There is no such user, or the kernel refuses.
@@ -209,14 +209,14 @@ pub fn drop_user(named: Option<&str>) -> anyhow::Result<()> {
             && libc::setresgid(group, group, group) == 0
             && libc::setresuid(user, user, user) == 0;
         let err = io::Error::last_os_error();
-        // Who started the switch may want it to end with itself; the kernel forgets that where a user changes.
+        // The switch may have to end with its parent; the kernel clears that setting when the user changes.
         libc::prctl(libc::PR_SET_PDEATHSIG, signal);
         if signal != 0 && libc::getppid() != parent {
             libc::raise(signal);
         }
         (dropped, err)
     };
-    // What was dropped before the refusal stays dropped.
+    // A step before the refusal is not undone.
     if !dropped && named.is_none() && matches!(err.raw_os_error(), Some(libc::EINVAL | libc::EPERM)) {
         tracing::warn!("the switch goes on as root, without its capabilities: {err}");
         return Ok(());

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The switch's own [services](crate::service) as its configuration says them: their ports, and what they give to whom.
+//! The switch's own [services](crate::service) by its configuration: their ports, and the addresses that they give to
+//! guests.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
@@ -29,10 +30,10 @@ pub(crate) struct Services {
 }
 
 impl Services {
-    /// Those that `config` asks for.
+    /// Makes the services of `config`.
     ///
     /// # Errors
-    /// What it asks for is not possible.
+    /// The configuration is not possible.
     pub fn new(config: &Config) -> anyhow::Result<Self> {
         config.dhcp.as_ref().map_or(Ok(()), DhcpConfig::check)?;
         config.ipv6.as_ref().map_or(Ok(()), Ipv6Config::check)?;
@@ -43,7 +44,7 @@ impl Services {
         })
     }
 
-    /// Attaches their ports to a switch; what sends their announcements.
+    /// Attaches their ports to a switch; returns the senders of their announcements.
     ///
     /// # Errors
     /// No descriptors are left, or a port has a service's MAC.
@@ -75,7 +76,7 @@ impl Services {
         Ok(announcers)
     }
 
-    /// The port of a service has this name; its part of the configuration.
+    /// Returns the part of the configuration whose service has a port of this name.
     pub fn part(&self, name: &str) -> Option<&'static str> {
         match name {
             DHCP if self.dhcp.is_some() => Some("[dhcp]"),
@@ -85,7 +86,8 @@ impl Services {
         }
     }
 
-    /// What a port may do on this switch: it has the addresses that it is given, and is no server beside the switch's own.
+    /// Returns the policy of a port on this switch: it has the addresses that the services give it, and is no server
+    /// beside them.
     pub fn policy(&self, config: &PortConfig) -> Policy {
         let mut policy = config.policy();
         policy.no_server = self.dhcp.is_some() || self.ipv6.is_some();
@@ -111,15 +113,15 @@ impl Services {
         config.address6.or_else(listed).or_else(|| Some(ipv6.prefix.of(*config.macs.first()?)))
     }
 
-    /// Gives a port its addresses.
+    /// Registers a port's addresses.
     ///
     /// # Errors
-    /// They are another's, or none that these services give.
+    /// Another port has them, or these services don't give such addresses.
     pub fn give(&self, config: &PortConfig) -> anyhow::Result<()> {
         self.give4(config)?;
         let given = self.give6(config);
         if given.is_err() {
-            // The MACs are this port's, which is not taken.
+            // The MACs are this port's, which is being added.
             self.take(&config.macs);
         }
         given
@@ -161,7 +163,7 @@ impl Services {
         put(leases, config, address)
     }
 
-    /// The owners of these MACs get nothing any more.
+    /// Unregisters the addresses of these MACs.
     pub fn take(&self, macs: &[Mac]) {
         for mac in macs {
             if let Some((_, leases)) = &self.dhcp {
@@ -174,7 +176,7 @@ impl Services {
     }
 }
 
-/// Gives `address` to the owner of a port's first MAC.
+/// Registers `address` for the owner of a port's first MAC.
 fn put<A: Clone + PartialEq + std::fmt::Display>(
     leases: &Leases<A>,
     config: &PortConfig,
@@ -189,7 +191,7 @@ fn put<A: Clone + PartialEq + std::fmt::Display>(
         .map_err(|other| anyhow::anyhow!("port {name}: {address} is given to port {other} already"))
 }
 
-/// Sends announcements from time to time, until `stop` is hung up or says so.
+/// Sends announcements from time to time, until `stop` receives something or is hung up.
 pub(crate) fn announce(announcers: &[Announcer], stop: &Receiver<()>) {
     let mut pause = querier::SECOND;
     loop {

@@ -19,21 +19,21 @@ use crate::forwarding::capture::Capture;
 
 /// Longest request.
 const MAX_REQUEST: u64 = 64 << 10;
-/// How long a request may take to come, and each write of an answer.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// How often a capture is written out.
+/// Timeout for a request, and for each write of an answer.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Interval at which a capture is written out.
 const CAPTURE_EVERY: Duration = Duration::from_millis(20);
 
-/// What can be asked.
+/// A request to the switch.
 pub type Request = tombolo_control::net::Request<PortConfig, UplinkConfig>;
 
-/// Reads what a connection asks.
+/// Reads the request of a connection.
 pub(crate) fn read(stream: &UnixStream) -> io::Result<anyhow::Result<Request>> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    stream.set_write_timeout(Some(TIMEOUT))?;
     let mut line = String::new();
     BufReader::new(stream.take(MAX_REQUEST)).read_line(&mut line)?;
-    Ok(serde_json::from_str(&line).map_err(|err| anyhow::anyhow!("the request isn't understood: {err}")))
+    Ok(serde_json::from_str(&line).map_err(|err| anyhow::anyhow!("invalid request: {err}")))
 }
 
 /// Writes an answer.
@@ -72,7 +72,7 @@ fn capture(daemon: &Arc<Daemon>, mut stream: UnixStream, name: &str, snap: u32) 
     let edited = daemon.switch().edit(|ports| {
         if let Some(a) = ports.iter_mut().find(|a| a.port.name() == name) {
             found = match a.capture {
-                Some(_) => Err("somebody captures there already"),
+                Some(_) => Err("another capture of this port is running"),
                 None => {
                     a.capture = Some(watch.clone());
                     Ok(())
@@ -84,7 +84,7 @@ fn capture(daemon: &Arc<Daemon>, mut stream: UnixStream, name: &str, snap: u32) 
         return reply(&stream, &Answer::<Done>::Error { error: format!("port {name}: {why}") });
     }
     let result = stream_capture(daemon, &mut stream, name, &watch);
-    // The same ports with less to do make no duplicate.
+    // The same ports without this capture contain no duplicate.
     let _never = daemon.switch().edit(|ports| {
         for a in ports {
             if a.capture.as_ref().is_some_and(|c| Arc::ptr_eq(c, &watch)) {
@@ -99,7 +99,7 @@ fn stream_capture(daemon: &Daemon, stream: &mut UnixStream, name: &str, watch: &
     reply(stream, &Answer::Value(Done { ok: true }))?;
     stream.write_all(&watch.preamble(name))?;
     let mut spare = Vec::new();
-    // The reader says that it has enough by closing its sending side.
+    // The reader ends the capture by closing its sending side.
     stream.set_read_timeout(Some(CAPTURE_EVERY))?;
     loop {
         watch.drain(stream, &mut spare)?;
@@ -115,10 +115,10 @@ fn stream_capture(daemon: &Daemon, stream: &mut UnixStream, name: &str, watch: &
     }
 }
 
-/// Asks the switch at `socket`; returns its answer and the connection, for what follows the answer.
+/// Sends a request to the switch at `socket`; returns its answer and the connection, for data that follows the answer.
 ///
 /// # Errors
-/// Nobody listens there, or the switch refuses.
+/// No process listens there, or the switch refuses.
 pub fn ask<T: DeserializeOwned>(
     socket: &Path,
     request: &Request,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo top`, the switches' part: what goes through each port per second, by two looks at its counters.
+//! `tombolo top`, the switches' part: each port's traffic per second, from two readings of its counters.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ pub struct Look {
     answer: Ports,
 }
 
-/// Looks at the switch whose control socket is `control`.
+/// Reads the counters of the switch whose control socket is `control`.
 ///
 /// # Errors
 /// No switch answers there.
@@ -25,7 +25,7 @@ pub fn look(control: &Path) -> anyhow::Result<Look> {
     Ok(Look { at: Instant::now(), answer })
 }
 
-/// What a switch does.
+/// A switch's rates.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SwitchRates {
     /// Its network, or its socket.
@@ -35,7 +35,7 @@ pub struct SwitchRates {
     pub ports: Vec<PortRates>,
 }
 
-/// What goes through a port.
+/// A port's rates.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PortRates {
     pub name: String,
@@ -56,11 +56,11 @@ pub struct Rates {
     pub packets_per_s: f64,
     /// Bits of frames.
     pub bits_per_s: f64,
-    /// Frames lost, whatever the reason.
+    /// Frames lost, for all reasons.
     pub drops_per_s: f64,
 }
 
-/// By how much a counter has grown; one that is smaller than before began again.
+/// Returns the growth of a counter; one that is smaller than before started again at zero.
 fn growth(before: Option<u64>, now: u64) -> f64 {
     let before = before.filter(|b| *b <= now).unwrap_or(0);
     (now - before) as f64
@@ -75,7 +75,7 @@ fn flow(before: Option<&Flow>, now: &Flow, time: f64) -> Rates {
     }
 }
 
-/// What the switch called `name` did between two looks.
+/// Returns the rates of the switch called `name` between two readings.
 #[must_use]
 pub fn rates(name: &str, before: &Look, now: &Look) -> SwitchRates {
     let time = now.at.duration_since(before.at).max(Duration::from_millis(1)).as_secs_f64();
@@ -98,7 +98,7 @@ pub fn rates(name: &str, before: &Look, now: &Look) -> SwitchRates {
     SwitchRates { name: name.into(), cpu_percent: cpu / time / 1e7, ports }
 }
 
-/// A number with the letter of its size: 1234567 is 1.23 M.
+/// Formats a number with a unit prefix: 1234567 is 1.23 M.
 fn short(n: f64) -> String {
     let (mut n, mut letters) = (n, ["", " k", " M", " G", " T"].into_iter());
     let mut letter = letters.next().unwrap_or_default();
@@ -116,7 +116,7 @@ fn short(n: f64) -> String {
     format!("{n:.digits$}{letter}")
 }
 
-/// The table for people.
+/// Formats a table.
 #[must_use]
 pub fn table(switches: &[SwitchRates]) -> String {
     let head = [

@@ -1,48 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who carries what: queues move from a worker that is busy most of its time to one that has time left, and all workers
-//! together keep to a budget of processor time.
+//! Assigns queues to workers: queues move from a worker that is busy most of its time to one that has time left, and
+//! all workers together keep to a budget of processor time.
 //!
-//! There is no thread for that, and nothing happens while nothing is sent: a worker that works looks at its own time
-//! every [`PERIOD`], tells the others on the [`Board`], and gives one of its queues away if that takes weight off the
-//! heavier of the two. Each queue is carried by one worker at a time, so frames of a queue stay in order.
+//! There is no thread for that, and no work while nothing is sent. A busy worker measures its own time every
+//! [`PERIOD`], reports it on the [`Board`], and gives one of its queues away if that lowers the load of the busier of
+//! the two. One worker at a time carries a queue, so frames of a queue stay in order.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// How long a worker watches itself before it says what its queues cost (nanoseconds).
+/// Interval at which a worker reports the cost of its queues (nanoseconds).
 pub const PERIOD: u64 = 100_000_000;
 /// The whole of a worker's time, in the board's units.
 pub const WHOLE: u64 = 1000;
-/// What a worker carries below this it carries alone.
+/// A worker with less load than this keeps its queues.
 const BUSY: u64 = WHOLE / 2;
 
-/// What a worker said of itself.
+/// A worker's report.
 #[derive(Clone, Copy, Debug, Default)]
 struct Said {
     at: u64,
     load: u64,
 }
 
-/// What all workers said of themselves.
+/// The reports of all workers.
 #[derive(Debug)]
 pub struct Board(Mutex<Vec<Said>>);
 
 impl Board {
-    /// A board for so many workers.
+    /// Makes a board for so many workers.
     #[must_use]
     pub fn new(workers: usize) -> Self {
         Self(Mutex::new(vec![Said::default(); workers]))
     }
 
-    /// What each worker carries at `now`, in parts of [`WHOLE`]; one that has said nothing lately carries nothing.
+    /// Returns each worker's load at `now`, in parts of [`WHOLE`]; without a recent report it is 0.
     #[must_use]
     pub fn loads(&self, now: u64) -> Vec<u64> {
         let board = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         board.iter().map(|s| if now.saturating_sub(s.at) > 3 * PERIOD { 0 } else { s.load }).collect()
     }
 
-    /// Worker `own` spent so much of its time (parts of [`WHOLE`]) on each of its queues. Which of them goes to which
-    /// worker, if one should.
+    /// Reports that worker `own` spent so much of its time (parts of [`WHOLE`]) on each of its queues. Returns a queue
+    /// to move and its new worker, if one should move.
     pub fn report(&self, own: usize, now: u64, queues: &[u64]) -> Option<(usize, usize)> {
         let mut loads = self.loads(now);
         loads[own] = queues.iter().sum();
@@ -50,7 +50,7 @@ impl Board {
         let mut board = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         board[own] = Said { at: now, load: loads[own] };
         if let Some((queue, to)) = moved {
-            // Until it says so itself, so that nobody else takes it for idle.
+            // Counted at once, so that no other worker takes it for idle before its own report.
             board[to] = Said { at: now, load: loads[to] + queues[queue] };
             board[own].load -= queues[queue];
         }
@@ -58,8 +58,8 @@ impl Board {
     }
 }
 
-/// The queue whose move to the least loaded worker leaves the heavier of the two lightest, if that is lighter by an
-/// eighth than worker `own` is now.
+/// Returns the queue whose move to the least loaded worker leaves the busier of the two least busy, if that is less by
+/// an eighth than worker `own`'s load now.
 fn choose(own: usize, queues: &[u64], loads: &[u64]) -> Option<(usize, usize)> {
     let total: u64 = queues.iter().sum();
     if total < BUSY {
@@ -73,32 +73,32 @@ fn choose(own: usize, queues: &[u64], loads: &[u64]) -> Option<(usize, usize)> {
     (best * 8 <= total * 7).then_some((at, to))
 }
 
-/// How much may be used at once after a rest (nanoseconds).
+/// Time that may be used at once after a rest (nanoseconds).
 const BURST: u64 = 5_000_000;
 
-/// Processor time that all workers together may use; what a worker has used beyond it, it rests for.
+/// Processor time that all workers together may use. A worker rests for the time that it has used beyond it.
 #[derive(Debug, Default)]
 pub struct Budget {
     /// Hundredths of a processor; 0: no limit.
     percent: u64,
-    /// When all that was used will have been paid for.
+    /// The time by which all used time will have been paid.
     paid: AtomicU64,
 }
 
 impl Budget {
-    /// A budget of so many hundredths of a processor; 0: no limit.
+    /// Makes a budget of so many hundredths of a processor; 0: no limit.
     #[must_use]
     pub fn new(percent: u64) -> Self {
         Self { percent, paid: AtomicU64::new(0) }
     }
 
-    /// Is there a limit?
+    /// Returns whether there is a limit.
     #[must_use]
     pub fn is_limited(&self) -> bool {
         self.percent != 0
     }
 
-    /// Pays for `used` nanoseconds at time `now`, and says for how many whoever used them has to rest.
+    /// Pays for `used` nanoseconds at time `now`, and returns for how many nanoseconds the worker must rest.
     pub fn pay(&self, used: u64, now: u64) -> u64 {
         if self.percent == 0 {
             return 0;

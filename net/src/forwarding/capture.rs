@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Watching a port: copies of its frames, as pcapng (draft-ietf-opsawg-pcapng).
+//! Captures of a port: copies of its frames, as pcapng (draft-ietf-opsawg-pcapng).
 //!
-//! A worker only tries the lock of a bounded buffer; what it can't put there is counted as missed. A reader swaps the
-//! buffer out and writes it wherever it likes, at its own pace.
+//! A worker only tries the lock of a bounded buffer; frames that it can't put there are counted as missed. A reader
+//! swaps the buffer out and writes it at its own pace.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,10 +11,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::forwarding::deliver::Frame;
 
-/// Bytes that wait for the reader at most.
+/// The largest number of bytes that wait for the reader.
 const ROOM: usize = 8 << 20;
 
-/// Which way a frame went.
+/// The direction of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// The port's guest sent it.
@@ -23,7 +23,7 @@ pub enum Direction {
     ToGuest,
 }
 
-/// A watch on one port.
+/// A capture of one port.
 #[derive(Debug)]
 pub struct Capture {
     blocks: Mutex<Vec<u8>>,
@@ -53,13 +53,13 @@ fn now() -> u64 {
 }
 
 impl Capture {
-    /// A watch that keeps at most `snap` bytes of each frame.
+    /// Makes a capture that keeps at most `snap` bytes of each frame.
     #[must_use]
     pub fn new(snap: u32) -> Self {
         Self { blocks: Mutex::new(Vec::with_capacity(ROOM)), snap, missed: AtomicU64::new(0) }
     }
 
-    /// The blocks that a file begins with: section header and the interface, which is called `name`.
+    /// Returns the first blocks of a file: section header and the interface, which is called `name`.
     #[must_use]
     pub fn preamble(&self, name: &str) -> Vec<u8> {
         let mut out = Vec::new();
@@ -119,7 +119,7 @@ impl Capture {
         });
     }
 
-    /// Writes what has been kept to `to`; how many bytes.
+    /// Writes the captured frames to `to`; returns how many bytes.
     ///
     /// # Errors
     /// Those of `to`.
@@ -131,7 +131,7 @@ impl Capture {
         Ok(spare.len())
     }
 
-    /// The block that a file ends with: how many frames were missed.
+    /// Returns the last block of a file: how many frames were missed.
     #[must_use]
     pub fn statistics(&self) -> Vec<u8> {
         let (mut out, time) = (Vec::new(), now());
@@ -145,7 +145,7 @@ impl Capture {
         out
     }
 
-    /// Frames that there was no room for.
+    /// Returns the frames for which there was no room.
     #[must_use]
     pub fn missed(&self) -> u64 {
         self.missed.load(Ordering::Relaxed)

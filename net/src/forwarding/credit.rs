@@ -1,28 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How long a sender waits for a receiver. A frame stays in its sender's ring while its receiver has no buffers, so that
-//! bursts are not lost; but what is behind it waits too, for whomever it is. So each pair of ports has a credit of time.
+//! bursts are not lost. But the frames behind it wait too, for all receivers. So each pair of ports has a credit of
+//! time.
 //!
-//! Waiting uses it up. It comes back by what the receiver takes from that sender, and slowly by itself. A pair that has
-//! used its credit doesn't wait: frames that the receiver can't take are dropped, until a good part is back. A receiver
-//! that takes a frame now and then thus costs its sender a sixty-fourth of its time; one that takes many, half a
-//! microsecond for each.
+//! Waiting uses the credit up. It grows with the frames that the receiver takes from that sender, and slowly by itself.
+//! A pair without credit doesn't wait: frames that the receiver can't take are dropped, until a good part of the credit
+//! is back. A receiver that takes a frame now and then thus costs its sender a sixty-fourth of its time; one that takes
+//! many, half a microsecond for each.
 
-/// The most that a pair has (nanoseconds).
+/// The largest credit of a pair (nanoseconds).
 pub const CREDIT_NS: u64 = 200_000;
-/// What a frame that was taken gives back.
+/// Credit for a frame that was taken.
 const PER_FRAME: u64 = 500;
-/// How many of its bytes give a nanosecond back.
+/// Bytes of a frame for one more nanosecond of credit.
 const BYTES_PER_NS: u64 = 4;
-/// How many nanoseconds give one back.
+/// Nanoseconds after which the credit grows by one.
 const SLOWNESS: u64 = 64;
-/// What a pair that has used its credit must have before it waits again.
+/// The credit that a pair which has used it up needs before it waits again.
 const AGAIN_NS: u64 = CREDIT_NS / 4;
 
 #[derive(Clone, Copy, Debug)]
 struct Account {
     receiver: usize,
     left: u64,
-    /// Until when it has grown by itself.
+    /// The time up to which it has grown by itself.
     grown: u64,
     used_up: bool,
 }
@@ -45,19 +46,19 @@ impl Account {
 pub struct Credits(Vec<Account>);
 
 impl Credits {
-    /// Has every receiver its whole credit?
+    /// Returns whether every receiver has its whole credit.
     #[inline(always)]
     #[must_use]
     pub fn are_whole(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Charges `ns` that a frame has waited for `receiver` (any number that names it), at time `now`. May it go on
-    /// waiting?
+    /// Charges `ns` that a frame has waited for `receiver` (any number that identifies it), at time `now`. Returns
+    /// whether it may go on waiting.
     #[cold]
     pub fn wait(&mut self, receiver: usize, ns: u64, now: u64) -> bool {
         let at = self.0.iter().position(|a| a.receiver == receiver).unwrap_or_else(|| {
-            // Those who have all of it again make room.
+            // Receivers with their whole credit make room.
             self.0.retain_mut(|a| {
                 a.grow(now);
                 a.left < CREDIT_NS
@@ -72,7 +73,7 @@ impl Credits {
         !account.used_up
     }
 
-    /// Gives back what `receiver` earned by taking `packets` of `bytes`.
+    /// Adds the credit that `receiver` earned by taking `packets` of `bytes`.
     #[cold]
     pub fn earn(&mut self, receiver: usize, packets: u64, bytes: u64) {
         if let Some(at) = self.0.iter().position(|a| a.receiver == receiver) {
@@ -124,7 +125,7 @@ mod tests {
             let mut waiting = credits.wait(7, 0, 0);
             for (ns, packets, bytes) in steps {
                 now += ns;
-                // Whoever waits is looked at before it would be too long.
+                // A waiting frame is looked at again before the wait gets too long.
                 let part = if waiting { ns.min(1000) } else { 0 };
                 waited += part;
                 credits.earn(7, packets, bytes);

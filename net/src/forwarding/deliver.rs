@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The one copy: from the sender's buffers into the receiver's.
 //!
-//! Bytes are copied while both guests may write to them; a guest that does gets garbage in its frame and nothing else,
-//! since whatever was decided upon is in [`Frame::prefix`], our own copy.
+//! Bytes are copied while both guests may write to them. A guest that does gets garbage in its frame and nothing else,
+//! since the bytes that decisions were made on are in [`Frame::prefix`], a private copy.
 
 use crate::cpu::{prefetch_write, prefetch_write_all};
 use crate::frames::frame::{NET_HEADER, NetHeader};
@@ -15,9 +15,9 @@ use crate::vring::ring::{Broken, Chain, Segment, Window, window::WINDOW};
 pub struct Frame<'a> {
     /// Its virtio-net header.
     pub header: NetHeader,
-    /// Where its parts are, if the header asks for a checksum or for cutting.
+    /// Offsets of its parts, if the header asks for a checksum or for segmentation.
     pub layers: Layers,
-    /// Its first bytes, in our own memory: checked, perhaps changed.
+    /// Its first bytes, in private memory: checked, perhaps changed.
     pub prefix: &'a [u8],
     /// The buffers that hold the rest,
     pub rest: &'a [Segment],
@@ -28,7 +28,7 @@ pub struct Frame<'a> {
 }
 
 impl Frame<'_> {
-    /// The same with more of its first bytes in our own memory: as many as fit into `buffer`, or all.
+    /// Returns the frame with more of its first bytes in private memory: as many as fit into `buffer`, or all.
     pub(crate) fn deepened<'a>(&'a self, buffer: &'a mut [u8]) -> Frame<'a> {
         let want = buffer.len().min(self.len as usize);
         let mut got = self.prefix.len();
@@ -53,7 +53,7 @@ impl Frame<'_> {
     }
 }
 
-/// What became of a frame.
+/// The result of [`put`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Put {
     /// It is in the receiver's buffers, visible after the next publish.
@@ -66,11 +66,11 @@ pub enum Put {
     Broken(Broken),
 }
 
-/// How many chains are fetched at once.
+/// Chains that are fetched at once.
 const FETCH: usize = 32;
 /// Frames from this length on have all their lines fetched ahead.
 pub(crate) const LONG: u32 = 256;
-/// How many frames ahead a buffer is fetched into the cache.
+/// Frames between a buffer's prefetch and its use.
 const AHEAD: usize = 8;
 
 /// Copies `frame` into the next buffers of `rx`, an active ring.
@@ -103,7 +103,7 @@ pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
     let rest = (frame.len as usize).saturating_sub(frame.prefix.len());
     let from = match frame.rest {
         [from] => Some(from.ptr.wrapping_add(frame.skip as usize).cast_const()),
-        // All of it was read.
+        // The prefix is the whole frame.
         [] if rest == 0 => Some(frame.prefix.as_ptr()),
         _ => None,
     };
@@ -127,7 +127,7 @@ pub fn put(rx: &mut State, frame: &Frame<'_>) -> Put {
     Put::Done
 }
 
-/// Fetches what every frame writes: the header's line and the one after it.
+/// Fetches the lines that every frame writes: the header's and the one after it.
 #[inline(always)]
 fn prefetch_front(window: &Window, chain: &Chain) {
     if let Some(s) = window.only(chain).or_else(|| window.segments(chain).first()) {
@@ -180,73 +180,97 @@ unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// A frame that isn't in one piece, or takes several buffers.
+/// As [`put`], for a frame in several pieces, or one that takes several buffers.
 #[inline(never)]
 fn put_scattered(rx: &mut State, frame: &Frame<'_>) -> Put {
-    let State { ring: Some(ring), window, translator, negotiated, .. } = rx else { return Put::Full };
-    let head = u32::from(negotiated.header);
-    let need = head + frame.len;
-    // How many buffers does it take?
-    let (mut count, mut room) = (0usize, 0u64);
-    while room < u64::from(need) {
-        if let Some(chain) = window.chain(count) {
-            if chain.total < head || !negotiated.mergeable && chain.total < need {
-                return Put::TooLarge;
-            }
-            room += u64::from(chain.total);
-            count += 1;
-            continue;
-        }
-        if count >= WINDOW {
-            return Put::TooLarge;
-        }
-        match ring.fetch(translator, window, true, FETCH) {
-            Ok(0) => return Put::Full,
-            Ok(_) => {}
-            Err(why) => return Put::Broken(why),
-        }
-    }
+    let count = match chains_for(rx, frame) {
+        Ok(count) => count,
+        Err(put) => return put,
+    };
+    let State { ring: Some(ring), window, translator, negotiated, log, .. } = rx else { return Put::Full };
     let header = frame.header.bytes(count as u16);
-    let own = |bytes: &[u8]| Segment { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() as u32 };
-    let sources = [own(&header[..head as usize]), own(frame.prefix)];
-    let mut source = sources
-        .into_iter()
-        .chain(frame.rest.iter().enumerate().map(|(i, s)| {
-            let skip = if i == 0 { frame.skip } else { 0 };
-            Segment { ptr: s.ptr.wrapping_add(skip as usize), len: s.len - skip }
-        }))
-        .filter(|s| s.len > 0);
-    let mut from = Segment { ptr: std::ptr::null_mut(), len: 0 };
-    let mut left = need;
+    let mut source = source(&header[..usize::from(negotiated.header)], frame);
     for _ in 0..count {
         let Some(&chain) = window.chain(0) else { break };
-        let mut written = 0;
-        'chain: for to in window.segments(&chain) {
-            let mut to = *to;
-            while to.len > 0 {
-                if left == 0 {
-                    break 'chain;
-                }
-                if from.len == 0 {
-                    let Some(next) = source.next() else { break 'chain };
-                    from = next;
-                }
-                let n = from.len.min(to.len).min(left);
-                // SAFETY: both pieces have n mapped bytes left.
-                unsafe { copy(from.ptr, to.ptr, n as usize) };
-                from = Segment { ptr: from.ptr.wrapping_add(n as usize), len: from.len - n };
-                to = Segment { ptr: to.ptr.wrapping_add(n as usize), len: to.len - n };
-                left -= n;
-                written += n;
-            }
-        }
-        if let Some(log) = &rx.log {
+        let written = window.segments(&chain).iter().map(|to| source.fill(*to)).sum();
+        if let Some(log) = log {
             log_segments(log, translator.memory(), window.segments(&chain), written);
         }
         ring.complete(&chain, written);
         window.advance(1);
     }
     Put::Done
+}
+
+/// Returns how many of the next chains hold `frame` together, and fetches as many. An error: they are not there, or can't hold it.
+fn chains_for(rx: &mut State, frame: &Frame<'_>) -> Result<usize, Put> {
+    let State { ring: Some(ring), window, translator, negotiated, .. } = rx else { return Err(Put::Full) };
+    let head = u32::from(negotiated.header);
+    let need = head + frame.len;
+    let (mut count, mut room) = (0usize, 0u64);
+    while room < u64::from(need) {
+        if let Some(chain) = window.chain(count) {
+            if chain.total < head || !negotiated.mergeable && chain.total < need {
+                return Err(Put::TooLarge);
+            }
+            room += u64::from(chain.total);
+            count += 1;
+            continue;
+        }
+        if count >= WINDOW {
+            return Err(Put::TooLarge);
+        }
+        match ring.fetch(translator, window, true, FETCH) {
+            Ok(0) => return Err(Put::Full),
+            Ok(_) => {}
+            Err(why) => return Err(Put::Broken(why)),
+        }
+    }
+    Ok(count)
+}
+
+/// The bytes of a frame with its virtio-net header, to be copied front to back.
+struct Source<I> {
+    /// The pieces that come after `piece`.
+    pieces: I,
+    /// The rest of the present piece.
+    piece: Segment,
+    /// Bytes in all.
+    left: u32,
+}
+
+/// Begins with `header`; the frame's prefix and its other buffers follow.
+fn source<'a>(header: &'a [u8], frame: &'a Frame<'a>) -> Source<impl Iterator<Item = Segment> + 'a> {
+    let own = |bytes: &[u8]| Segment { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() as u32 };
+    let rest = frame.rest.iter().enumerate().map(|(i, s)| after(*s, if i == 0 { frame.skip } else { 0 }));
+    let pieces = [own(header), own(frame.prefix)].into_iter().chain(rest).filter(|s| s.len > 0);
+    let none = Segment { ptr: std::ptr::null_mut(), len: 0 };
+    Source { pieces, piece: none, left: header.len() as u32 + frame.len }
+}
+
+impl<I: Iterator<Item = Segment>> Source<I> {
+    /// Copies as many of the bytes left as `to` holds; returns how many.
+    fn fill(&mut self, mut to: Segment) -> u32 {
+        let room = to.len;
+        while to.len > 0 && self.left > 0 {
+            if self.piece.len == 0 {
+                let Some(next) = self.pieces.next() else { break };
+                self.piece = next;
+            }
+            let n = self.piece.len.min(to.len).min(self.left);
+            // SAFETY: both pieces have n mapped bytes left.
+            unsafe { copy(self.piece.ptr, to.ptr, n as usize) };
+            self.piece = after(self.piece, n);
+            to = after(to, n);
+            self.left -= n;
+        }
+        room - to.len
+    }
+}
+
+/// Returns a segment without its first `n` bytes.
+fn after(s: Segment, n: u32) -> Segment {
+    Segment { ptr: s.ptr.wrapping_add(n as usize), len: s.len - n }
 }
 
 #[cold]
@@ -266,7 +290,7 @@ fn log_segments(
     }
 }
 
-/// Marks what was written into a chain that is complete already but still readable in the window.
+/// Marks the bytes written to a chain that is complete but still in the window as dirty.
 #[cold]
 fn log_chain(rx: &State, chain: &crate::vring::ring::Chain, written: u32) {
     if let Some(log) = &rx.log {

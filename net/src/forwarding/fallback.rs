@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! When a receiver can't do what a sender left to it: the frame is copied once more, checksummed or cut, and delivered
-//! in a form that every driver takes.
+//! Fallback for receivers that can't do the work which a sender left to them: the frame is copied once more,
+//! checksummed or segmented, and delivered in a form that every driver takes.
 
 use crate::forwarding::capture::Direction;
 use crate::forwarding::deliver::{Frame, Put, put};
@@ -29,7 +29,7 @@ impl Default for Buffers {
     }
 }
 
-/// Can a receiver with `n` finish a frame with header `h`?
+/// Returns whether a receiver with `n` can finish a frame with header `h`.
 #[must_use]
 pub(crate) fn takes(n: &Negotiated, h: &NetHeader) -> bool {
     let gso = match h.gso_type & !GSO_ECN {
@@ -42,7 +42,7 @@ pub(crate) fn takes(n: &Negotiated, h: &NetHeader) -> bool {
     (h.flags & (NEEDS_CSUM | DATA_VALID) == 0 || n.csum) && gso && (h.gso_type & GSO_ECN == 0 || n.ecn)
 }
 
-/// Copies a frame into one piece. None: it is longer than any frame.
+/// Copies a frame into one piece. None: it is longer than any frame can be.
 pub(crate) fn gather(frame: &Frame<'_>, out: &mut [u8]) -> Option<usize> {
     let len = frame.len as usize;
     let out = out.get_mut(..len)?;
@@ -58,7 +58,7 @@ pub(crate) fn gather(frame: &Frame<'_>, out: &mut [u8]) -> Option<usize> {
     (at == len).then_some(len)
 }
 
-/// A frame with nothing left to do, in memory of our own.
+/// Runs `run` with a finished frame in private memory.
 fn plain(bytes: &[u8], run: impl FnOnce(&Frame<'_>) -> Done) -> Done {
     let split = PREFIX.min(bytes.len());
     let rest = [Segment { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() as u32 }];
@@ -72,8 +72,8 @@ fn plain(bytes: &[u8], run: impl FnOnce(&Frame<'_>) -> Done) -> Done {
     })
 }
 
-/// Finishes the frame in software and passes what it makes to `give`; segments that were delivered before a hold-up are
-/// left out.
+/// Finishes the frame in software and passes the results to `give`; segments that were delivered before a wait are left
+/// out.
 pub(crate) fn finish(
     buffers: &mut Buffers,
     progress: &mut Progress,
@@ -82,7 +82,7 @@ pub(crate) fn finish(
 ) -> Done {
     let (header, layers) = (&frame.header, &frame.layers);
     if header.gso_type == GSO_NONE && header.flags & NEEDS_CSUM == 0 {
-        // That the checksum was found right is not to be told to this receiver.
+        // This receiver has not negotiated DATA_VALID.
         return give(&Frame { header: NetHeader::default(), ..*frame });
     }
     let Buffers { whole, cut } = buffers;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One pass over a transmit queue: a batch of frames is taken, each is given to the port that owns its destination
-//! (selection and forwarding, as in the NOVA paper), then all receivers' rings are published, then the sender's.
+//! One pass over a transmit queue: takes a batch of frames, gives each to the port that owns its destination (selection and
+//! forwarding, as in the NOVA paper), then publishes all receivers' rings, then the sender's.
 //!
-//! Frames are done in order. One whose receiver has no buffers waits in its sender's ring ([`crate::forwarding::held`]) as long as the
-//! sender's credit with that receiver lasts ([`crate::forwarding::credit`]), and is dropped then, so that no receiver holds up what is
-//! sent to others. Flooded frames don't wait for buffers.
+//! Frames are handled in order. If a receiver has no buffers, its frame waits in the sender's ring ([`crate::forwarding::held`]) as
+//! long as the sender's credit with that receiver lasts ([`crate::forwarding::credit`]), and is then dropped, so that no receiver
+//! holds up frames for others. Flooded frames don't wait for buffers.
 //!
-//! The bytes that decide (addresses, tags, whatever a check looks at) are copied first, and the copy is what the
-//! receiver gets; a guest that changes its frame meanwhile changes nothing that was decided upon. Of a port without policy
-//! only the addresses decide; of others, and of frames that ask for work, the headers are read ([`crate::frames::headers`]).
+//! The bytes that decisions depend on (addresses, tags, the fields that a check reads) are copied first, and the receiver gets the
+//! copy; a guest that changes its frame meanwhile changes no decision. For a port without policy only the addresses decide; for
+//! others, and for frames that ask for offloads, the headers are parsed ([`crate::frames::headers`]).
 
 use crate::cpu::{prefetch, prefetch_all};
 use crate::forwarding::capture::Direction;
@@ -27,21 +27,21 @@ use crate::policy::port::Policy;
 use crate::policy::rules::{self, Way};
 use crate::policy::spoof;
 use crate::ports::counters::{Counters, Reason};
-use crate::vring::queue::State;
+use crate::vring::queue::{Guard, State};
 use crate::vring::ring::{Broken, Chain, Segment};
 
 /// Frames of one pass.
 pub const BATCH: usize = 32;
-/// Bytes of a frame that are copied before they are looked at: addresses, and type or tag.
+/// Bytes of a frame that are copied first: addresses, and type or tag.
 pub(crate) const PREFIX: usize = 16;
 /// Frames that are fetched ahead.
 const AHEAD: usize = 8;
-/// What a pass does at most before other queues have their turn, in bytes: one frame more may make it longer. A frame that
-/// goes to many, or is cut, counts as often as it is made, and [`EACH`] more.
+/// The work of a pass before other queues have their turn, in bytes; the last frame may exceed it. A frame that goes to several
+/// receivers, or is segmented, counts once per copy, and [`EACH`] more.
 const WORK: u64 = 512 << 10;
 const EACH: u64 = 256;
 
-/// What a pass came to.
+/// The result of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     /// Nothing to do.
@@ -54,27 +54,27 @@ pub enum Pass {
     Broken(Broken),
 }
 
-/// What became of a frame.
+/// The result of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Done {
-    /// It ended once, counted by its receiver.
+    /// It ended once; its receiver counted it.
     Taken,
-    /// It ended as often as [`Progress::ends`] says, all counted where it did.
+    /// It ended as often as [`Progress::ends`] says; each end was counted there.
     Ended,
-    /// To be counted by its sender.
+    /// The sender counts it as dropped.
     Dropped(Reason),
-    /// To be tried again.
+    /// It is tried again.
     Again,
 }
 
-/// What a worker needs to forward: buffers for what can't be copied directly, and a list of receivers that broke.
+/// A worker's state for forwarding: buffers for frames that can't be copied directly, and a list of receivers that broke.
 #[derive(Default)]
 pub struct Forwarder {
     pub(crate) buffers: Buffers,
     broken: Vec<(usize, Broken)>,
 }
 
-/// All that is known during a pass.
+/// The state of a pass.
 pub(crate) struct Sender<'a, 'w> {
     pub view: &'a View,
     pub src: usize,
@@ -85,32 +85,32 @@ pub(crate) struct Sender<'a, 'w> {
     simple: bool,
     /// Its MACs are checked.
     checked: bool,
-    /// Somebody watches what it sends.
+    /// A capture or mirror of the sender exists.
     watched: bool,
-    /// The destination of an earlier frame, and the position of its port, where nothing else decides.
-    pub lane: (u64, usize),
-    /// Which queue it is: frames of one queue go to one queue of a receiver.
+    /// The destination of an earlier frame, and the position of its port, if only the MACs decide.
+    pub recent: (u64, usize),
+    /// The number of the queue: frames of one queue go to one queue of a receiver.
     pub flow: usize,
     pub now: u64,
     pub opens: Opens<'a>,
     pub buffers: &'w mut Buffers,
     pub broken: &'w mut Vec<(usize, Broken)>,
-    /// How far the present frame has come.
+    /// The progress of the present frame.
     pub progress: Progress,
     pub flooding: bool,
     /// A copy of it is given to a mirror.
     pub mirroring: bool,
-    /// For whom it waits.
+    /// The receiver that it waits for.
     pub receiver: usize,
     /// The frame that is to be tried again.
     pub held: Option<Held>,
-    /// What was sent.
+    /// The frames sent.
     pub tally: Tally,
-    /// What the frames took that were more than handed on, in bytes.
+    /// The work of the frames beyond one copy each, in bytes.
     pub work: u64,
 }
 
-/// What a pass has sent.
+/// The frames that a pass has sent.
 #[derive(Default)]
 pub(crate) struct Tally {
     packets: u64,
@@ -118,7 +118,7 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// One frame that ended once.
+    /// Counts one frame that ended once.
     #[inline(always)]
     pub fn one(&mut self, len: u32) {
         self.packets += 1;
@@ -132,7 +132,7 @@ impl Tally {
 }
 
 impl Forwarder {
-    /// Receivers whose rings were found broken since the last call, by position in the view.
+    /// Returns the receivers whose rings were found broken since the last call, by position in the view.
     pub fn take_broken(&mut self) -> impl Iterator<Item = (usize, Broken)> + '_ {
         self.broken.drain(..)
     }
@@ -144,81 +144,20 @@ impl Forwarder {
             return crate::uplink::pass(self, view, src, uplink, now);
         }
         let Some(mut tx) = attached.port.tx(queue).try_lock() else { return Pass::Idle };
-        {
-            let state = &mut *tx;
-            if !state.enabled {
-                return Pass::Idle;
-            }
-            let Some(ring) = &mut state.ring else { return Pass::Idle };
-            if state.window.is_empty() {
-                let fetched = ring.fetch(&mut state.translator, &mut state.window, false, BATCH);
-                if state.window.is_empty() {
-                    return match fetched {
-                        Ok(_) => Pass::Idle,
-                        Err(why) => {
-                            state.fail(why);
-                            Pass::Broken(why)
-                        }
-                    };
-                }
-            }
+        if let Err(pass) = fetch(&mut tx) {
+            return pass;
         }
         let credits = std::mem::take(&mut tx.credits);
         let mut sender = Sender::new(self, view, src, queue, now, credits);
-        let head = u32::from(tx.negotiated.header);
-        let (mut taken, mut waits) = (0, false);
-        for chain in tx.window.chains().iter().take(AHEAD) {
-            prefetch_front(&tx, chain, head);
-        }
-        if let Some(held) = tx.held.take() {
-            let chain = tx.window.chains()[0];
-            waits = !sender.again(&held, tx.window.segments(&chain), tx.counters());
-            taken = usize::from(!waits);
-        }
-        let (window, host) = (&tx.window, tx.negotiated.host);
-        let chains = window.chains();
-        while let Some(&chain) = chains.get(taken).filter(|_| !waits && sender.has_time()) {
-            if let Some(ahead) = chains.get(taken + AHEAD) {
-                prefetch_front(&tx, ahead, head);
-            }
-            if chain.total > LONG {
-                // The next frame is probably as long as this one.
-                if let Some(s) = chains.get(taken + 1).and_then(|next| window.segments(next).last()) {
-                    prefetch_all(s.ptr, s.len);
-                }
-            }
-            let len = chain.total.saturating_sub(head);
-            let done = if len < ETH_HEADER as u32 {
-                Done::Dropped(Reason::Short)
-            } else if len > MAX_FRAME as u32 {
-                Done::Dropped(Reason::Oversize)
-            } else if let Some(one) = window.only(&chain) {
-                sender.frame(std::slice::from_ref(one), head, len, host)
-            } else {
-                sender.frame(window.segments(&chain), head, len, host)
-            };
-            if done == Done::Taken {
-                sender.tally.one(len);
-            } else if !sender.end(done, len, tx.counters()) {
-                waits = true;
-                break;
-            }
-            taken += 1;
-        }
+        let (taken, waits) = sender.batch(&mut tx);
         let held = sender.held.take();
-        // Receivers first: a frame is never done for the sender before the receiver can see it.
+        // Receivers first: a frame must not be done for the sender before the receiver can see it.
         let (credits, tally) = (sender.opens.finish(), sender.tally);
-        let state = &mut *tx;
-        state.credits = credits;
+        tx.credits = credits;
         if waits {
-            state.held = held;
+            tx.held = held;
         }
-        if taken > 0 {
-            if let Some(ring) = &mut state.ring {
-                ring.complete_all(&state.window.chains()[..taken]);
-            }
-            state.window.advance(taken);
-        }
+        complete(&mut tx, taken);
         tally.count(tx.counters());
         if taken > 0 {
             tx.publish();
@@ -227,8 +166,54 @@ impl Forwarder {
     }
 }
 
-/// Fetches what every frame is looked at for: the header, where it says anything, and the addresses, which may lie on the
-/// next line.
+/// Fetches a batch of frames unless some are left from the last pass. An error: there is nothing to do, or the ring is broken.
+#[inline(always)]
+fn fetch(tx: &mut State) -> Result<(), Pass> {
+    if !tx.enabled {
+        return Err(Pass::Idle);
+    }
+    let Some(ring) = &mut tx.ring else { return Err(Pass::Idle) };
+    if !tx.window.is_empty() {
+        return Ok(());
+    }
+    match ring.fetch(&mut tx.translator, &mut tx.window, false, BATCH) {
+        _ if !tx.window.is_empty() => Ok(()),
+        Ok(_) => Err(Pass::Idle),
+        Err(why) => {
+            tx.fail(why);
+            Err(Pass::Broken(why))
+        }
+    }
+}
+
+/// Marks the `taken` oldest frames used, and removes them from the window.
+#[inline(always)]
+fn complete(tx: &mut State, taken: usize) {
+    if taken == 0 {
+        return;
+    }
+    if let Some(ring) = &mut tx.ring {
+        ring.complete_all(&tx.window.chains()[..taken]);
+    }
+    tx.window.advance(taken);
+}
+
+/// Fetches the start of the frame that is [`AHEAD`] others away, and all of the next one if this one is long: it is probably as long.
+#[inline(always)]
+fn prefetch_next(tx: &State, taken: usize, chain: &Chain, head: u32) {
+    let chains = tx.window.chains();
+    if let Some(ahead) = chains.get(taken + AHEAD) {
+        prefetch_front(tx, ahead, head);
+    }
+    if chain.total > LONG {
+        if let Some(s) = chains.get(taken + 1).and_then(|next| tx.window.segments(next).last()) {
+            prefetch_all(s.ptr, s.len);
+        }
+    }
+}
+
+/// Fetches the bytes that are read of every frame: the header, if the driver fills it in, and the addresses, which may lie on the next
+/// line.
 #[inline(always)]
 fn prefetch_front(tx: &State, chain: &Chain, head: u32) {
     let fetch = |s: &Segment| {
@@ -251,8 +236,8 @@ pub(crate) fn addresses(prefix: &[u8]) -> (u64, u64) {
     (word(0) & 0xffff_ffff_ffff, word(4) >> 16)
 }
 
-/// Copies a virtio-net header, as far as a sender fills it in. A driver without offloads has nothing to say there
-/// (virtio 1.3 §5.1.6.2): then its line, which that driver has just written, stays where it is.
+/// Copies the fields of a virtio-net header that a sender fills in. A driver without offloads fills in none (virtio 1.3 §5.1.6.2):
+/// then its line, which that driver has just written, is not read.
 ///
 /// # Safety
 /// `at` has 10 mapped bytes.
@@ -268,7 +253,7 @@ pub(crate) unsafe fn read_header(at: *const u8, host: bool) -> NetHeader {
 }
 
 impl<'a, 'w> Sender<'a, 'w> {
-    /// A pass over queue `queue` of the port at `src`.
+    /// Begins a pass over queue `queue` of the port at `src`.
     #[inline(always)]
     pub fn new(
         forwarder: &'w mut Forwarder,
@@ -287,7 +272,7 @@ impl<'a, 'w> Sender<'a, 'w> {
             simple: view.is_simple(src),
             checked: policy.check_mac,
             watched: view.is_watched(src),
-            lane: (u64::MAX, 0),
+            recent: (u64::MAX, 0),
             flow: queue,
             now,
             opens: Opens::new(credits),
@@ -303,7 +288,46 @@ impl<'a, 'w> Sender<'a, 'w> {
         }
     }
 
-    /// Takes the frame of `len` bytes that lies in `segments` after a virtio-net header of `head` bytes.
+    /// Handles the window's frames in order, first the one that waits, if any. Returns how many have ended, and whether the next one waits.
+    #[inline(always)]
+    fn batch(&mut self, tx: &mut Guard<'_>) -> (usize, bool) {
+        let head = u32::from(tx.negotiated.header);
+        let mut taken = 0;
+        for chain in tx.window.chains().iter().take(AHEAD) {
+            prefetch_front(tx, chain, head);
+        }
+        if let Some(held) = tx.held.take() {
+            let chain = tx.window.chains()[0];
+            if !self.again(&held, tx.window.segments(&chain), tx.counters()) {
+                return (0, true);
+            }
+            taken = 1;
+        }
+        let (window, host) = (&tx.window, tx.negotiated.host);
+        let chains = window.chains();
+        while let Some(&chain) = chains.get(taken).filter(|_| self.has_time()) {
+            prefetch_next(tx, taken, &chain, head);
+            let len = chain.total.saturating_sub(head);
+            let done = if len < ETH_HEADER as u32 {
+                Done::Dropped(Reason::Short)
+            } else if len > MAX_FRAME as u32 {
+                Done::Dropped(Reason::Oversize)
+            } else if let Some(one) = window.only(&chain) {
+                self.frame(std::slice::from_ref(one), head, len, host)
+            } else {
+                self.frame(window.segments(&chain), head, len, host)
+            };
+            if done == Done::Taken {
+                self.tally.one(len);
+            } else if !self.end(done, len, tx.counters()) {
+                return (taken, true);
+            }
+            taken += 1;
+        }
+        (taken, false)
+    }
+
+    /// Handles the frame of `len` bytes in `segments` after a virtio-net header of `head` bytes.
     #[inline(always)]
     fn frame(&mut self, segments: &[Segment], head: u32, len: u32, host: bool) -> Done {
         let (at, header_at, rest, skip) = match segments {
@@ -331,7 +355,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         done
     }
 
-    /// A frame whose first bytes lie across buffers, or of which more must be looked at.
+    /// As [`Sender::frame`], for a frame whose first bytes lie in several buffers, or that needs parsing.
     #[inline(never)]
     fn gathered(&mut self, segments: &[Segment], head: u32, len: u32, host: bool) -> Done {
         let mut first = [0u8; NET_HEADER + LOOK];
@@ -357,7 +381,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         self.described(frame, index)
     }
 
-    /// Takes a frame of which only the MACs decide.
+    /// Handles a frame of which only the MACs decide.
     #[inline(always)]
     fn plain(&mut self, frame: &Frame<'_>) -> Done {
         if self.watched {
@@ -376,7 +400,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         self.deliver(frame, VlanTag::OPEN)
     }
 
-    /// Shows what the port sends to whoever watches it.
+    /// Gives the port's captures and mirror the frame.
     #[cold]
     fn capture(&self, frame: &Frame<'_>) {
         if let Some(capture) = &self.view.ports()[self.src].capture {
@@ -384,8 +408,8 @@ impl<'a, 'w> Sender<'a, 'w> {
         }
     }
 
-    /// Takes a frame by what its headers say; its virtio-net header is as its sender wrote it. `index`: which of the
-    /// sender's segments its rest begins with.
+    /// Handles a frame by its headers; its virtio-net header is as its sender wrote it. `index`: the sender's segment with which its
+    /// rest begins.
     pub fn described(&mut self, mut frame: Frame<'_>, index: usize) -> Done {
         self.capture(&frame);
         let tag = match self.admit(&mut frame) {
@@ -400,7 +424,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         done
     }
 
-    /// Is the sender allowed to send this, and on which VLAN? Makes the frame's virtio-net header, and the sender pays.
+    /// Checks whether the sender may send the frame, and on which VLAN. Makes the frame's virtio-net header, and charges the sender.
     fn admit(&mut self, frame: &mut Frame<'_>) -> Result<VlanTag, Reason> {
         let policy = self.policy;
         let headers = Headers::parse(frame.prefix, frame.len);
@@ -418,13 +442,13 @@ impl<'a, 'w> Sender<'a, 'w> {
         (frame.header, frame.layers) =
             offload::wanted(&asked, &headers, frame.prefix, frame.len).ok_or(Reason::Header)?;
         if policy.uplink && frame.header.flags == 0 {
-            // The host's kernel may say that it has checked; a guest may not.
+            // The host's kernel may vouch for a checksum; a guest may not.
             frame.header.flags = asked.flags & DATA_VALID;
         }
         if let Some(reason) = rules::decide(&policy.rules, Way::Out, &headers, frame.prefix).count() {
             return Err(reason);
         }
-        // A frame that is to be cut is as long as the segments that it asks for.
+        // A frame that is to be segmented is as long as the segments that it asks for.
         let longest = match frame.header.gso_type {
             GSO_NONE => frame.len,
             _ => frame.len.min(u32::from(frame.layers.payload) + u32::from(frame.header.gso_size)),
@@ -440,19 +464,19 @@ impl<'a, 'w> Sender<'a, 'w> {
         Ok(tag)
     }
 
-    /// May the pass go on?
+    /// Returns whether the pass may go on.
     #[inline(always)]
     pub fn has_time(&self) -> bool {
         self.tally.bytes + self.work < WORK
     }
 
-    /// Keeps a frame that was admitted and is to be tried again.
+    /// Keeps an admitted frame that is to be tried again.
     #[cold]
     fn keep(&mut self, frame: &Frame<'_>, index: usize, tag: VlanTag) {
         self.held = Some(Held::new(frame, index, tag, self.now, self.receiver));
     }
 
-    /// Tries a frame again that was held up, in its sender's `segments`. Has it ended?
+    /// Tries a waiting frame again, with its sender's `segments`. Returns whether it has ended.
     #[cold]
     pub fn again(&mut self, held: &Held, segments: &[Segment], counters: &Counters) -> bool {
         self.opens.credits.wait(held.receiver, self.now.saturating_sub(held.since), self.now);
@@ -467,7 +491,7 @@ impl<'a, 'w> Sender<'a, 'w> {
         self.end(done, held.len(), counters)
     }
 
-    /// Counts what became of a frame of `len` bytes. False: it is to be tried again.
+    /// Counts the result of a frame of `len` bytes. False: it is to be tried again.
     #[cold]
     pub fn end(&mut self, done: Done, len: u32, counters: &Counters) -> bool {
         let ends = match done {

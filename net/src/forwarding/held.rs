@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A frame that was admitted and waits for its receiver. It was parsed, checked, captured and paid for, and is not again:
-//! what is tried later is what is kept here, with the rest of the bytes where the sender left them.
+//! A frame that was admitted and waits for its receiver. It was parsed, checked, captured and paid for once; a later try
+//! uses the state kept here, with the rest of the bytes in the sender's buffers.
 
 use crate::forwarding::deliver::Frame;
 use crate::frames::frame::NetHeader;
@@ -9,14 +9,14 @@ use crate::frames::offload::Layers;
 use crate::frames::vlan::VlanTag;
 use crate::vring::ring::Segment;
 
-/// How far a frame has come.
+/// The progress of a frame.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
-    /// Segments that its receiver has already, where it is cut.
+    /// Segments that its receiver has already, if it is segmented.
     pub resume: usize,
-    /// Position of the next receiver, where it is flooded.
+    /// Position of the next receiver, if it is flooded.
     pub cursor: usize,
-    /// How often it has ended, as a packet or a drop, beyond what was counted.
+    /// Ends of the frame, as a packet or a drop, beyond those counted.
     pub ends: u64,
     /// It has ended for one receiver and was counted as sent.
     pub counted: bool,
@@ -29,21 +29,21 @@ pub struct Held {
     layers: Layers,
     prefix: [u8; LOOK],
     prefix_len: u8,
-    /// Which of the sender's segments comes after the prefix, and from which byte on.
+    /// The sender's segment that comes after the prefix, and the byte in it.
     index: u16,
     skip: u32,
     len: u32,
     pub tag: VlanTag,
-    /// How far it has come.
+    /// The frame's progress.
     pub progress: Progress,
-    /// Until when its waiting was paid for (nanoseconds).
+    /// The time up to which its waiting was paid for (nanoseconds).
     pub since: u64,
-    /// For whom it waits, as [`crate::forwarding::credit::Credits`] names receivers.
+    /// The receiver that it waits for, as [`crate::forwarding::credit::Credits`] numbers them.
     pub receiver: usize,
 }
 
 impl Held {
-    /// Keeps `frame`, whose rest begins with segment `index` of its sender's.
+    /// Keeps `frame`, whose rest begins with its sender's segment `index`.
     pub(crate) fn new(frame: &Frame<'_>, index: usize, tag: VlanTag, since: u64, receiver: usize) -> Self {
         let mut prefix = [0; LOOK];
         let n = frame.prefix.len().min(LOOK);
@@ -63,7 +63,7 @@ impl Held {
         }
     }
 
-    /// The frame, the rest of which is in its sender's `segments`.
+    /// Returns the frame, whose rest is in its sender's `segments`.
     pub(crate) fn frame<'a>(&'a self, segments: &'a [Segment]) -> Frame<'a> {
         Frame {
             header: self.header,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Addresses behind a port that the configuration doesn't name: VMs nested in its guest. A port that may learn some takes
-//! the sources of what it sends, as many as it may, never one that another port owns or uses, or that an uplink brings
-//! frames from; one that is silent for [`SILENCE_NS`] makes room. The table is the port's own and of fixed size, so a guest
-//! that makes addresses up fills nobody's but its own. An uplink has a table of [who is outside](Outside), by which nothing is
-//! sent.
+//! Addresses behind a port that the configuration doesn't name: VMs nested in its guest. A port that may learn takes the
+//! sources of the frames that it sends, up to its limit, but never one that another port owns or uses, or that an uplink
+//! receives frames from. An address that is silent for [`SILENCE_NS`] makes room. The table is the port's own and of fixed
+//! size, so a guest that invents addresses fills only its own. An uplink has a table of [addresses outside](Outside), which is
+//! not used for sending.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,18 +13,18 @@ use crate::ports::counters::Reason;
 
 /// Most addresses that a port may learn.
 pub const MAX_LEARNED: usize = 64;
-/// How long an address stays that sends nothing (nanoseconds): as a bridge's do.
+/// Lifetime of a silent address (nanoseconds): as in a bridge.
 pub const SILENCE_NS: u64 = 300_000_000_000;
 
 #[derive(Debug, Default)]
 struct Slot {
     /// An address, as [`crate::frames::frame::Mac::key`] has it; 0: none.
     key: AtomicU64,
-    /// When it sent last.
+    /// The time of its last frame.
     heard: AtomicU64,
 }
 
-/// What a port has learned. Workers read it without a lock.
+/// The addresses that a port has learned. Workers read it without a lock.
 #[derive(Debug)]
 pub struct Learned {
     slots: [Slot; MAX_LEARNED],
@@ -40,7 +40,7 @@ impl Default for Learned {
 static TAKING: Mutex<()> = Mutex::new(());
 
 impl Learned {
-    /// Is the address known here, and in use at `now`?
+    /// Returns whether the address is known here and in use at `now`.
     #[must_use]
     pub fn has(&self, key: u64, now: u64) -> bool {
         self.find(key).is_some_and(|slot| slot.is_fresh(now))
@@ -64,11 +64,11 @@ const SETS: usize = 1024;
 #[derive(Debug, Default)]
 struct Set {
     slots: [Slot; WAYS],
-    /// When an address that was in use had to make room; 0: never.
+    /// The last time at which an address in use had to make room; 0: never.
     overflowed: AtomicU64,
 }
 
-/// Who is outside: addresses that an uplink has brought frames from. Workers read it without a lock.
+/// Addresses outside: sources of the frames that an uplink has received. Workers read it without a lock.
 #[derive(Debug)]
 pub struct Outside {
     sets: Box<[Set]>,
@@ -85,7 +85,7 @@ impl Outside {
         &self.sets[(key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SETS.trailing_zeros())) as usize]
     }
 
-    /// May the address be in use outside at `now`? It may where it is known, and where others were forgotten for want of room.
+    /// Returns whether the address may be in use outside at `now`: it is known, or others were forgotten for want of room.
     fn may_have(&self, key: u64, now: u64) -> bool {
         let set = self.set(key);
         let overflowed = set.overflowed.load(Ordering::Relaxed);
@@ -93,7 +93,7 @@ impl Outside {
         forgotten || set.slots.iter().any(|s| s.key.load(Ordering::Relaxed) == key && s.is_fresh(now))
     }
 
-    /// Takes note of an address.
+    /// Enters an address.
     fn note(&self, key: u64, now: u64) {
         let set = self.set(key);
         let heard =
@@ -108,10 +108,11 @@ impl Outside {
     }
 }
 
-/// The uplink at `src` brings a frame from the address `key`: whoever uses that is outside. What a port has learned of it
-/// is forgotten, and it is learned no more while it is heard, nor while it may have been forgotten for want of room.
+/// Called when the uplink at `src` receives a frame from the address `key`. If a port has learned that address, the port
+/// forgets it. No port learns it while the uplink keeps hearing it, nor while the uplink may have forgotten it for want of
+/// room.
 pub fn note_outside(view: &View, src: usize, key: u64, now: u64) {
-    // A group's address is nobody's, nor is zero.
+    // No port owns a group's address, nor zero.
     if key & 1 != 0 || key == 0 {
         return;
     }
@@ -130,10 +131,11 @@ pub fn note_outside(view: &View, src: usize, key: u64, now: u64) {
     }
 }
 
-/// May the port at `src` send from the address `key`, which the configuration doesn't give it? If so, it is learned.
+/// Returns whether the port at `src` may send from the address `key`, which the configuration doesn't give it. If so, the port
+/// learns it.
 ///
 /// # Errors
-/// It is another's, somebody's outside, or the port has as many as it may.
+/// It is another port's, is in use outside, or the port has as many as it may.
 pub fn learn(view: &View, src: usize, key: u64, now: u64) -> Result<(), Reason> {
     let own = &view.ports()[src];
     let slots = &own.port.learned.slots[..usize::from(own.policy.learn).min(MAX_LEARNED)];
@@ -142,7 +144,7 @@ pub fn learn(view: &View, src: usize, key: u64, now: u64) -> Result<(), Reason> 
         slot.heard.store(now, Ordering::Relaxed);
         return Ok(());
     }
-    // A group's address is nobody's, nor is zero.
+    // No port owns a group's address, nor zero.
     if key & 1 != 0 || key == 0 || view.owner(key).is_some() {
         return Err(Reason::SpoofMac);
     }

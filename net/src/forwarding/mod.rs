@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a frame goes from a sender's ring into a receiver's.
+//! The path of a frame from a sender's ring into a receiver's.
 //!
 //! - [`worker`]: the thread that polls and sleeps; [`balance`]: which worker carries which queue.
-//! - [`forward`]: a pass over a queue; `route`: the ways of its frames; [`deliver`]: the copy; [`fallback`]: the copy that is
-//!   checksummed or cut first.
+//! - [`forward`]: a pass over a queue; `route`: the receivers of its frames; [`deliver`]: the copy; [`fallback`]: the copy
+//!   that is checksummed or segmented first.
 //! - [`held`]: a frame that waits, and [`credit`]: how long it may; `opens`: the receivers whose rings a pass holds.
 //! - [`table`]: which port owns a MAC address, [`learn`]: which port has been seen to use one; [`multicast`]: which port has
 //!   joined which multicast group.
-//! - [`watch`]: the thread that frees a worker whom a front-end's eventfd keeps waiting.
-//! - [`switch`]: a change on its way to the workers; [`view`]: all ports at one moment.
+//! - [`watch`]: the thread that frees a worker which a front-end's eventfd blocks.
+//! - [`switch`]: passes a change to the workers; [`view`]: all ports at one moment.
 //! - [`capture`]: frames for Wireshark.
 
 pub mod balance;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! IGMP and MLD snooping (RFC 4541): a frame for a multicast group goes to the ports that have joined it, and to routers.
 //!
-//! The switch believes a port about itself only: what a guest says changes what that guest gets. Routers are the uplinks and
-//! the ports with `router = true`; only their queries count. As in the Linux bridge, groups decide only where a querier is
-//! heard (per VLAN, and per version of IP), from the time on by which all hosts have answered it, as long as it goes on asking;
-//! elsewhere multicast goes to all. So it does for 224.0.0.x and ff02::1, and for a port that has joined more groups than fit
-//! into its table, that sends what may be a report and can't be read, or that has just connected.
+//! A port's reports change only what that port receives. Routers are the uplinks and the ports with `router = true`; only their
+//! queries count. As in the Linux bridge, groups decide only where a querier is heard (per VLAN, and per version of IP), from
+//! the time by which all hosts have answered it, as long as it keeps querying; elsewhere multicast goes to all. So do 224.0.0.x
+//! and ff02::1. All multicast also goes to a port that has joined more groups than fit into its table, that sends a possible
+//! report which can't be parsed, or that has just connected.
 //!
-//! Frames are told apart by VLAN and MAC, so ports get groups with the same MAC too. Reports are sent on to routers only: a
-//! host that hears another's would keep its own back.
+//! Groups are distinguished by VLAN and MAC, so ports also receive groups with the same MAC. Reports go to routers only: a host
+//! that hears another's would suppress its own.
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,15 +29,15 @@ pub const MAX_GROUPS: usize = 128;
 /// Groups whose places in the table are the same.
 const WAYS: usize = 8;
 const SETS: usize = MAX_GROUPS / WAYS;
-/// Most changes of one report that are taken.
+/// The largest number of changes of one report that are used.
 const MAX_CHANGES: usize = 64;
-/// How long a port gets all multicast whose groups aren't known: what a querier with the usual times needs to ask (RFC 3376
-/// §8.4).
+/// How long a port receives all multicast while its groups aren't known: the time that a querier with the usual settings needs
+/// to ask (RFC 3376 §8.4).
 pub const OPEN: Duration = Duration::from_secs(260);
 /// How long a port that may have several hosts stays in a group that one of them left: until the others were asked (RFC 3376
 /// §8.8).
 const LAST_MEMBER: Duration = Duration::from_secs(2);
-/// Beyond the time that hosts have to answer a query: for the way.
+/// Added to the time that hosts have to answer a query, for transmission.
 const ON_THE_WAY: Duration = Duration::from_secs(1);
 
 const VID_SHIFT: u32 = 48;
@@ -46,7 +46,7 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The MAC of a group; none for what is no group, or one that everybody gets.
+/// Returns the MAC of a group; none for other addresses, and for groups that all hosts receive.
 fn group_mac(group: IpAddr) -> Option<Mac> {
     match group {
         IpAddr::V4(ip) => {
@@ -60,12 +60,12 @@ fn group_mac(group: IpAddr) -> Option<Mac> {
     }
 }
 
-/// 224.0.0.x and ff02::1, which nobody needs to join (RFC 4541 §2.1.2, §3).
+/// Returns whether it is 224.0.0.x or ff02::1, which no host needs to join (RFC 4541 §2.1.2, §3).
 fn is_for_all(mac: u64) -> bool {
     mac & 0xff_ffff_ffff == Mac([1, 0, 0x5e, 0, 0, 0]).key() || mac == Mac([0x33, 0x33, 0, 0, 0, 1]).key()
 }
 
-/// IPv4's groups (false) or IPv6's (true), by a frame's destination.
+/// Returns by a frame's destination whether it is a group of IPv4 (false) or IPv6 (true).
 fn family(mac: u64) -> Option<bool> {
     match mac & 0xff_ffff {
         0x5e_0001 if mac & 0x8000_0000 == 0 => Some(false),
@@ -78,7 +78,7 @@ fn family(mac: u64) -> Option<bool> {
 struct Member {
     vid: u16,
     group: IpAddr,
-    /// Until when (nanoseconds of [`crate::forwarding::switch::Switch::now`]).
+    /// The end of the membership (nanoseconds of [`crate::forwarding::switch::Switch::now`]).
     until: u64,
 }
 
@@ -95,7 +95,7 @@ struct Set {
 pub struct Groups {
     members: Mutex<Vec<Member>>,
     sets: [Set; SETS],
-    /// Until when the port gets all multicast.
+    /// The port receives all multicast until then.
     open: AtomicU64,
 }
 
@@ -108,25 +108,25 @@ impl Groups {
         &self.sets[(key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SETS.trailing_zeros())) as usize]
     }
 
-    /// Gets the port what is for the group of this key?
+    /// Returns whether the port receives the group of this key.
     fn has(&self, key: u64, now: u64) -> bool {
         let set = self.set(key);
         let at = set.keys.iter().position(|k| k.load(Ordering::Relaxed) == key);
         at.is_some_and(|at| set.until[at].load(Ordering::Relaxed) > now) || self.is_open(now)
     }
 
-    /// Gets the port all multicast at `now`?
+    /// Returns whether the port receives all multicast at `now`.
     #[must_use]
     pub fn is_open(&self, now: u64) -> bool {
         self.open.load(Ordering::Relaxed) > now
     }
 
-    /// The port gets all multicast until `until`.
+    /// Has the port receive all multicast until `until`.
     pub fn open_until(&self, until: u64) {
         self.open.fetch_max(until, Ordering::Relaxed);
     }
 
-    /// The groups at `now`, with their VLANs.
+    /// Returns the groups at `now`, with their VLANs.
     #[must_use]
     pub fn list(&self, now: u64) -> Vec<(u16, IpAddr)> {
         let members = self.members.lock().unwrap_or_else(PoisonError::into_inner);
@@ -152,7 +152,7 @@ impl Groups {
         self.publish(&members, vid, mac, now);
     }
 
-    /// The port is in a group until `until` and no longer.
+    /// Shortens the port's membership of a group to `until`.
     fn leave(&self, vid: u16, group: IpAddr, now: u64, until: u64) {
         let Some(mac) = group_mac(group) else { return };
         let mut members = self.members.lock().unwrap_or_else(PoisonError::into_inner);
@@ -163,7 +163,7 @@ impl Groups {
         self.publish(&members, vid, mac, now);
     }
 
-    /// Shows workers until when the port gets what is for `mac`.
+    /// Publishes for the workers until when the port receives frames for `mac`.
     fn publish(&self, members: &[Member], vid: u16, mac: Mac, now: u64) {
         let same = |m: &&Member| m.vid == vid && group_mac(m.group) == Some(mac);
         let until = members.iter().filter(same).map(|m| m.until).max().unwrap_or(0);
@@ -177,14 +177,14 @@ impl Groups {
     }
 }
 
-/// When a querier was heard, on one VLAN and for one version of IP.
+/// The times of a querier on one VLAN and for one version of IP.
 #[derive(Debug, Default)]
 struct Querier {
-    /// From when on all hosts have answered.
+    /// All hosts have answered by then.
     since: AtomicU64,
-    /// Until when it is believed to be there.
+    /// It is considered present until then.
     until: AtomicU64,
-    /// How long answers hold.
+    /// The time for which answers are valid.
     lifetime: AtomicU64,
 }
 
@@ -202,7 +202,7 @@ impl Querier {
     }
 }
 
-/// What the switch knows of queriers.
+/// The queriers that the switch has heard.
 #[derive(Debug)]
 pub struct Snooping {
     /// By VLAN (0: none); for IPv4 and IPv6.
@@ -215,7 +215,7 @@ impl Default for Snooping {
     }
 }
 
-/// Who gets a flooded frame, of those who may.
+/// The receivers of a flooded frame, among the ports that may get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Audience {
     All,
@@ -225,14 +225,14 @@ pub(crate) enum Audience {
 }
 
 impl Audience {
-    /// Is the port at `at` among them?
+    /// Returns whether the port at `at` is among them.
     pub fn has(self, view: &View, at: usize, now: u64) -> bool {
         let to = &view.ports()[at];
         match self {
             Audience::All => true,
             Audience::Routers => is_router(&to.policy),
             Audience::Members(key) => {
-                // A transparent port may be on any VLAN, and its groups are known without theirs.
+                // A transparent port may be on any VLAN, and its groups are stored without VLAN.
                 let unknown = key >> VID_SHIFT != 0 && to.policy.vlan == Vlan::Transparent;
                 unknown || is_router(&to.policy) || to.port.groups.has(key, now)
             }
@@ -240,13 +240,13 @@ impl Audience {
     }
 }
 
-/// Is there a multicast router behind a port, as far as the configuration says?
+/// Returns whether the configuration says that a multicast router is behind a port.
 fn is_router(policy: &Policy) -> bool {
     policy.uplink || policy.router
 }
 
 impl Snooping {
-    /// Queriers at `now`: the VLAN (0: none), and whether for IPv6.
+    /// Returns the queriers at `now`: the VLAN (0: none), and whether for IPv6.
     #[must_use]
     pub fn queriers(&self, now: u64) -> Vec<(u16, bool)> {
         let one = |(vid, both): (usize, &[Querier; 2])| {
@@ -263,7 +263,7 @@ impl Snooping {
         &self.queriers[usize::from(vid) & 0xfff][usize::from(v6)]
     }
 
-    /// Who gets a flooded frame that the port at `src` sends. Takes note of what it says about groups.
+    /// Returns the receivers of a flooded frame from the port at `src`. Enters the reports and queries in it.
     #[inline(never)]
     pub(crate) fn audience(
         &self,
@@ -276,7 +276,7 @@ impl Snooping {
         let mut buffer = [0; LOOK];
         let frame = frame.deepened(&mut buffer);
         let headers = Headers::parse(frame.prefix, frame.len);
-        // Between transparent ports VLANs are the guests' own affair. A tag of VLAN 0 is none.
+        // Between transparent ports VLANs are the guests' own. A tag of VLAN 0 is none.
         let vid = match tag.vid {
             Some(vid) => vid,
             None if headers.tags == 0 || headers.tci & 0xfff == 0 => 0,
@@ -300,7 +300,7 @@ impl Snooping {
                 }
                 return Audience::All;
             }
-            // Uplinks get everything, whoever is behind them.
+            // Uplinks receive everything.
             _ if policy.uplink => {}
             Message::Report(_) => {
                 let mut buffer = [0; REPORT_LOOK];
@@ -316,11 +316,11 @@ impl Snooping {
         if any || acts(v6) { Audience::Routers } else { Audience::All }
     }
 
-    /// Takes what a report says into a port's groups.
+    /// Enters a report in a port's groups.
     fn take(&self, groups: &Groups, policy: &Policy, report: &Report<'_>, (vid, v6): (u16, bool), now: u64) {
         let said = self.querier(vid, v6).lifetime.load(Ordering::Relaxed);
         let until = now.saturating_add(if said == 0 { nanos(OPEN) } else { said });
-        // Nobody else can be behind the port.
+        // The port has only one host.
         let alone = policy.check_mac && policy.learn == 0 && policy.macs.len() == 1;
         let left = if alone { now } else { now.saturating_add(nanos(LAST_MEMBER)) };
         let mut changes = 0;

@@ -12,12 +12,12 @@ const OPEN: usize = 8;
 /// A receiver's ring, held.
 pub(crate) struct Open<'a> {
     dest: usize,
-    /// Names the receiver in [`Credits`].
+    /// The receiver's number in [`Credits`].
     key: usize,
     pub guard: Guard<'a>,
     pub packets: u64,
     pub bytes: u64,
-    /// Somebody watches the receiver.
+    /// A capture or mirror of the receiver exists.
     pub watched: bool,
 }
 
@@ -31,10 +31,10 @@ impl Drop for Open<'_> {
     }
 }
 
-/// Why a receiver's ring can't be had.
+/// The reason why a receiver's ring can't be used.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NotOpen {
-    /// Another worker has it.
+    /// Another worker holds it.
     Busy,
     /// There is no driver.
     Down,
@@ -46,11 +46,11 @@ pub(crate) enum NotOpen {
 pub(crate) struct Opens<'a> {
     list: [Option<Open<'a>>; OPEN],
     last: usize,
-    /// How long the sender may wait for whom.
+    /// The sender's credits with its receivers.
     pub credits: Credits,
 }
 
-/// The number that names the port at `dest` in [`Credits`].
+/// Returns the number of the port at `dest` in [`Credits`].
 pub(crate) fn key(view: &View, dest: usize) -> usize {
     std::sync::Arc::as_ptr(&view.ports()[dest].port).addr()
 }
@@ -60,7 +60,7 @@ impl<'a> Opens<'a> {
         Self { list: [const { None }; OPEN], last: 0, credits }
     }
 
-    /// Gives all rings back, and the credits with what the receivers have earned.
+    /// Releases all rings, and returns the credits with those that the receivers have earned.
     #[inline(always)]
     pub fn finish(mut self) -> Credits {
         if !self.credits.are_whole() {
@@ -78,7 +78,7 @@ impl<'a> Opens<'a> {
         }
     }
 
-    /// The ring of the port at `dest` for frames of `flow`.
+    /// Returns the ring of the port at `dest` for frames of `flow`.
     #[inline(always)]
     pub fn get(&mut self, view: &'a View, dest: usize, flow: usize) -> Result<&mut Open<'a>, NotOpen> {
         if !matches!(&self.list[self.last], Some(open) if open.dest == dest) {
@@ -101,7 +101,7 @@ impl<'a> Opens<'a> {
         if !guard.is_active() {
             return Err(NotOpen::Down);
         }
-        // A free place, or the one after the last used, whose ring is published by that.
+        // A free place, or the one after the last used, whose ring is then published.
         let at = self.list.iter().position(Option::is_none).unwrap_or((self.last + 1) % OPEN);
         if self.list[at].is_some() {
             self.shut(at);
@@ -117,7 +117,7 @@ impl<'a> Opens<'a> {
         Ok(at)
     }
 
-    /// Gives a ring back.
+    /// Releases a ring.
     pub fn close(&mut self, dest: usize) {
         for at in 0..OPEN {
             if matches!(&self.list[at], Some(o) if o.dest == dest) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The ways of an admitted frame: which ports get it (selection), in which form each of them may have it, and what
-//! becomes of it where it isn't taken.
+//! The receivers of an admitted frame: which ports get it (selection), in which form each of them may have it, and the
+//! result if one doesn't take it.
 
 use crate::forwarding::capture::Direction;
 use crate::forwarding::deliver::{Frame, Put, put};
@@ -20,8 +20,8 @@ impl Sender<'_, '_> {
     pub fn deliver(&mut self, frame: &Frame<'_>, tag: VlanTag) -> Done {
         let (to, _) = addresses(frame.prefix);
         // Most frames of a pass are for the same port.
-        if to == self.lane.0 {
-            return self.hand(self.lane.1, frame);
+        if to == self.recent.0 {
+            return self.hand(self.recent.1, frame);
         }
         if to & 1 != 0 {
             return self.flood(frame, tag);
@@ -29,7 +29,7 @@ impl Sender<'_, '_> {
         match self.view.owner(to) {
             Some(dest) if dest != self.src => {
                 if self.view.is_open() {
-                    self.lane = (to, dest);
+                    self.recent = (to, dest);
                 }
                 self.give(dest, frame, tag)
             }
@@ -42,7 +42,7 @@ impl Sender<'_, '_> {
         }
     }
 
-    /// Gives a frame that nobody owns to an uplink.
+    /// Gives a frame to an uplink: no port owns its destination.
     #[inline(never)]
     fn upward(&mut self, frame: &Frame<'_>, tag: VlanTag) -> Done {
         // The first uplink that it may leave by; one uplink never feeds another.
@@ -77,7 +77,7 @@ impl Sender<'_, '_> {
         self.hand(dest, frame)
     }
 
-    /// Gives a frame to a port that doesn't take everything.
+    /// Gives a frame to a port that filters its frames.
     #[inline(never)]
     fn give_filtered(&mut self, dest: usize, frame: &Frame<'_>, edit: Edit) -> Done {
         let mut buffer = [0; LOOK];
@@ -91,7 +91,7 @@ impl Sender<'_, '_> {
         } else {
             self.give_edited(dest, &frame, edit)
         };
-        // A frame that waits is decided about again, and counted when it has ended.
+        // A waiting frame is decided again, and counted when it has ended.
         match done {
             Done::Again => {}
             Done::Dropped(reason) => return Done::Dropped(decision.count().unwrap_or(reason)),
@@ -103,7 +103,7 @@ impl Sender<'_, '_> {
         done
     }
 
-    /// Gives a frame to one port with its tag changed; it has one at most, unless it is kept as it is.
+    /// Gives a frame to one port with its tag changed. The frame has one tag at most, unless it is kept as it is.
     #[inline(never)]
     fn give_edited(&mut self, dest: usize, frame: &Frame<'_>, edit: Edit) -> Done {
         let tag = match edit {
@@ -173,7 +173,7 @@ impl Sender<'_, '_> {
         }
     }
 
-    /// May the present frame wait for the port at `dest`? If not, it is dropped for `reason`.
+    /// Returns whether the present frame waits for the port at `dest` or is dropped for `reason`.
     #[cold]
     pub fn wait(&mut self, dest: usize, reason: Reason) -> Done {
         self.receiver = opens::key(self.view, dest);
@@ -181,7 +181,7 @@ impl Sender<'_, '_> {
         if may { Done::Again } else { Done::Dropped(reason) }
     }
 
-    /// What to do about a frame that the receiver's ring didn't take.
+    /// Returns the result of a frame that the receiver's ring didn't take.
     #[cold]
     pub fn not_put(&mut self, dest: usize, why: Put) -> Done {
         let Ok(open) = self.opens.get(self.view, dest, self.flow) else {
@@ -207,8 +207,8 @@ impl Sender<'_, '_> {
         }
     }
 
-    /// Gives a frame to all ports that may have it and, if it is for a multicast group, have joined that. It waits for a receiver that another worker has, but for no buffers:
-    /// where there are none it is counted as dropped.
+    /// Gives a frame to all ports that may have it and, if it is for a multicast group, have joined that. It waits for a
+    /// receiver whose ring another worker holds, but for no buffers: without buffers it is counted as dropped.
     #[inline(never)]
     fn flood(&mut self, frame: &Frame<'_>, tag: VlanTag) -> Done {
         if frame.prefix.first_chunk().is_some_and(|b| Mac(*b).is_reserved()) {
@@ -222,7 +222,7 @@ impl Sender<'_, '_> {
         };
         let mut unwanted = false;
         self.flooding = true;
-        // Ports may have come and gone since it waited; those that are left keep their order.
+        // Ports may have come and gone since it waited; the remaining ones keep their order.
         let cursor = self.progress.cursor;
         let here = |at: &usize| opens::key(view, *at) == self.receiver;
         let next = if cursor == 0 { 0 } else { (0..view.ports().len()).find(here).unwrap_or(cursor) };
@@ -257,8 +257,8 @@ impl Sender<'_, '_> {
         Done::Ended
     }
 
-    /// Gives a copy of a frame that the port at `of` sends or has got to the one that mirrors it, if there is one. Copies
-    /// wait for nobody, and end in counters like other frames.
+    /// Gives a copy of a frame that the port at `of` sends or receives to the port that mirrors it, if there is one.
+    /// Copies never wait, and end in counters like other frames.
     #[cold]
     pub fn mirror(&mut self, of: usize, frame: &Frame<'_>) {
         let Some(to) = self.view.mirror(of).filter(|_| !self.mirroring) else { return };
@@ -286,7 +286,7 @@ impl Sender<'_, '_> {
         self.progress = progress;
     }
 
-    /// What the port at `dest` has got is shown to whoever watches it.
+    /// Gives the captures and the mirror of the port at `dest` a frame that it received.
     #[cold]
     fn watch(&mut self, dest: usize, frame: &Frame<'_>) {
         if let Some(capture) = &self.view.ports()[dest].capture {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The switch: the current [`View`], its workers, and the way in which a change reaches them.
+//! The switch: the current [`View`], its workers, and the propagation of changes to them.
 //!
-//! A change makes a new view, counts the generation up and wakes the workers, which adopt it between two passes. Nobody
-//! waits for that: what a worker still holds of the old view is kept alive by its reference, and what must stop at
-//! once (a ring, memory) is stopped under the vring's lock.
+//! A change makes a new view, increments the generation and wakes the workers, which adopt it between two passes. No
+//! thread waits for that: a worker's reference keeps the old view alive, and a ring or memory that must stop at once is
+//! stopped under the vring's lock.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,28 +18,28 @@ use crate::forwarding::view::{Attached, View};
 use crate::forwarding::watch::Watch;
 use crate::ports::port::Port;
 
-/// How often it is looked whether all workers have adopted a change.
+/// Interval of the checks whether all workers have adopted a change.
 const SETTLE: Duration = Duration::from_micros(200);
 
-/// What workers and control threads share.
+/// The state that workers and control threads share.
 pub struct Switch {
     view: Mutex<Arc<View>>,
     generation: AtomicU64,
     adoptions: AtomicU64,
-    /// What each worker has adopted.
+    /// The generation that each worker has adopted.
     adopted: Vec<AtomicU64>,
     wake: Vec<Event>,
     start: Instant,
     board: Board,
     budget: Budget,
     watch: Watch,
-    /// What is known of multicast queriers; outlives all views.
+    /// The multicast queriers heard; outlives all views.
     snooping: Option<Arc<Snooping>>,
 }
 
 impl Switch {
-    /// A switch without ports for `workers` workers, which together may use `budget` hundredths of a processor (0: all
-    /// they can get). With `snoops`, multicast goes where it was asked for.
+    /// Makes a switch without ports for `workers` workers, which together may use `budget` hundredths of a processor
+    /// (0: no limit). With `snoops`, multicast goes to the ports that joined.
     ///
     /// # Errors
     /// No event descriptors are left.
@@ -58,63 +58,63 @@ impl Switch {
         })
     }
 
-    /// How many workers it is for.
+    /// Returns the number of workers.
     #[must_use]
     pub fn workers(&self) -> usize {
         self.wake.len()
     }
 
-    /// Nanoseconds since it began.
+    /// Returns the nanoseconds since it began.
     #[inline(always)]
     #[must_use]
     pub fn now(&self) -> u64 {
         self.start.elapsed().as_nanos() as u64
     }
 
-    /// What the workers say of their load.
+    /// Returns the workers' reports of their load.
     #[must_use]
     pub fn board(&self) -> &Board {
         &self.board
     }
 
-    /// What the workers may use.
+    /// Returns the workers' budget.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.budget
     }
 
-    /// What frees workers that wait.
+    /// Returns the watch that frees blocked workers.
     #[must_use]
     pub fn watch(&self) -> &Watch {
         &self.watch
     }
 
-    /// What wakes worker `index`.
+    /// Returns the event that wakes worker `index`.
     #[must_use]
     pub fn wake(&self, index: usize) -> &Event {
         &self.wake[index]
     }
 
-    /// Counts changes.
+    /// Returns the number of changes.
     #[inline(always)]
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// How often workers have adopted changes.
+    /// Returns how often workers have adopted changes.
     #[must_use]
     pub fn adoptions(&self) -> u64 {
         self.adoptions.load(Ordering::Relaxed)
     }
 
-    /// Worker `index` has adopted what there was at `generation`.
+    /// Records that worker `index` has adopted the state of `generation`.
     pub(crate) fn note_adoption(&self, index: usize, generation: u64) {
         self.adoptions.fetch_add(1, Ordering::Relaxed);
         self.adopted[index].store(generation, Ordering::Release);
     }
 
-    /// Waits until all workers have adopted what there is now, or `give_up` says so.
+    /// Waits until all workers have adopted the present state, or `give_up` returns true.
     pub fn settle(&self, give_up: impl Fn() -> bool) {
         let now = self.generation();
         while self.adopted.iter().any(|g| g.load(Ordering::Acquire) < now) && !give_up() {
@@ -122,13 +122,13 @@ impl Switch {
         }
     }
 
-    /// The view of this moment.
+    /// Returns the current view.
     #[must_use]
     pub fn view(&self) -> Arc<View> {
         self.view.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Tells the workers to look again: a ring was started or stopped, a queue moved.
+    /// Tells the workers to adopt a change: a ring was started or stopped, a queue moved.
     pub fn changed(&self) {
         self.generation.fetch_add(1, Ordering::AcqRel);
         for event in &self.wake {
@@ -136,7 +136,7 @@ impl Switch {
         }
     }
 
-    /// Replaces the ports by what `edit` makes of them.
+    /// Replaces the ports by the result of `edit`.
     ///
     /// # Errors
     /// Two ports own the same MAC; nothing is changed then.
@@ -166,7 +166,7 @@ impl Switch {
 
     /// Removes a port.
     pub fn detach(&self, port: &Arc<Port>) {
-        // Fewer MACs make no new duplicate.
+        // Without this port there is no new duplicate.
         let _never = self.edit(|ports| ports.retain(|a| !Arc::ptr_eq(&a.port, port)));
     }
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The selection: which port owns a MAC address. Filled from the configuration, never from traffic; read-only once
-//! built, an open-addressed table at most half full.
+//! The selection: MAC address to the port that owns it. Filled from the configuration, never from traffic; read-only
+//! once built, an open-addressed table at most half full.
 
 use crate::frames::frame::Mac;
 
-/// A MAC that two ports want.
+/// A MAC that two ports are to own.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("MAC {mac} belongs to two ports; give one of them another")]
 pub struct Duplicate {
@@ -12,7 +12,7 @@ pub struct Duplicate {
     pub mac: Mac,
     /// Position of the port that has it.
     pub first: usize,
-    /// Position of the port that wants it too.
+    /// Position of the port that is to have it too.
     pub second: usize,
 }
 
@@ -32,7 +32,7 @@ impl Default for MacTable {
 }
 
 impl MacTable {
-    /// A table of all the pairs.
+    /// Makes a table of all the pairs.
     ///
     /// # Errors
     /// A MAC that occurs for two different ports.
@@ -59,7 +59,7 @@ impl MacTable {
         (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift) as usize
     }
 
-    /// The port that owns the address whose [`Mac::key`] is `key`.
+    /// Returns the port that owns the address whose [`Mac::key`] is `key`.
     #[inline(always)]
     #[must_use]
     pub fn find(&self, key: u64) -> Option<usize> {

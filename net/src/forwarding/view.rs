@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The switch as the workers see it: an immutable list of ports with what they may do, and the MAC table. A change
-//! makes a new one.
+//! The switch as the workers see it: an immutable list of ports with their policies, and the MAC table. A change makes
+//! a new one.
 
 use std::sync::Arc;
 
@@ -16,9 +16,9 @@ use crate::uplink::Uplink;
 pub struct Attached {
     pub port: Arc<Port>,
     pub policy: Arc<Policy>,
-    /// What is behind it, if that isn't a guest.
+    /// The uplink behind it, if it isn't a guest's.
     pub uplink: Option<Arc<Uplink>>,
-    /// Somebody who watches it.
+    /// The capture of it, if there is one.
     pub capture: Option<Arc<Capture>>,
 }
 
@@ -38,15 +38,15 @@ pub struct View {
     uplinks: Vec<usize>,
     /// Ports that may learn addresses.
     learners: Vec<usize>,
-    /// For each port: of what it sends only the MACs decide.
+    /// For each port: only the MACs decide about frames that it sends.
     simple: Vec<bool>,
-    /// For each port: what is sent to it is looked at, or limited.
+    /// For each port: frames for it are filtered, or limited.
     filters: Vec<bool>,
-    /// For each port: who gets copies of its frames.
+    /// For each port: the port that gets copies of its frames.
     mirrors: Vec<Option<usize>>,
-    /// Of what may be sent to any port only the MACs decide.
+    /// Only the MACs decide about frames for every port.
     open: bool,
-    /// What is known of queriers; none: multicast goes to all.
+    /// The queriers heard; none: multicast goes to all.
     snooping: Option<Arc<Snooping>>,
 }
 
@@ -59,7 +59,7 @@ impl View {
         let pairs: Vec<_> =
             ports.iter().enumerate().flat_map(|(i, a)| a.policy.macs.iter().map(move |m| (*m, i))).collect();
         let table = MacTable::new(&pairs)?;
-        // One that owns MACs is a service: it is no way out.
+        // A port with MACs is a service, and no uplink.
         let out = |a: &Attached| a.policy.uplink && a.policy.macs.is_empty();
         let uplinks = ports.iter().enumerate().filter(|(_, a)| out(a)).map(|(i, _)| i).collect();
         let learners = ports.iter().enumerate().filter(|(_, a)| a.policy.learn > 0).map(|(i, _)| i).collect();
@@ -75,77 +75,77 @@ impl View {
         Ok(Self { ports, table, uplinks, learners, simple, filters, mirrors, open, snooping: None })
     }
 
-    /// The same, where multicast goes by what `snooping` knows.
+    /// Returns the view with multicast by `snooping`.
     #[must_use]
     pub fn snooping(self, snooping: Option<Arc<Snooping>>) -> Self {
         Self { snooping, ..self }
     }
 
-    /// What is known of queriers; none: multicast goes to all.
+    /// Returns the queriers heard; none: multicast goes to all.
     #[must_use]
     pub fn queriers(&self) -> Option<&Snooping> {
         self.snooping.as_deref()
     }
 
-    /// The ports; positions are what the table speaks of.
+    /// Returns the ports; the table holds positions in this list.
     #[must_use]
     pub fn ports(&self) -> &[Attached] {
         &self.ports
     }
 
-    /// Position of the owner of a MAC, by its key.
+    /// Returns the position of the owner of a MAC, by its key.
     #[inline(always)]
     #[must_use]
     pub fn owner(&self, key: u64) -> Option<usize> {
         self.table.find(key)
     }
 
-    /// Position of the port that uses a MAC which nobody owns, by its key.
+    /// Returns the position of the port that uses a MAC without an owner, by its key.
     #[must_use]
     pub fn learned(&self, key: u64, now: u64) -> Option<usize> {
         self.learners.iter().copied().find(|i| self.ports[*i].port.learned.has(key, now))
     }
 
-    /// Positions of the ports that may learn addresses.
+    /// Returns the positions of the ports that may learn addresses.
     #[must_use]
     pub fn learners(&self) -> &[usize] {
         &self.learners
     }
 
-    /// Positions of the uplinks.
+    /// Returns the positions of the uplinks.
     #[must_use]
     pub fn uplinks(&self) -> &[usize] {
         &self.uplinks
     }
 
-    /// Do only the MACs decide about what the port at `src` sends?
+    /// Returns whether only the MACs decide about frames that the port at `src` sends.
     #[inline(always)]
     #[must_use]
     pub fn is_simple(&self, src: usize) -> bool {
         self.simple[src]
     }
 
-    /// Position of the port that gets copies of what the one at `at` sends and gets.
+    /// Returns the position of the port that mirrors the one at `at`.
     #[inline(always)]
     #[must_use]
     pub fn mirror(&self, at: usize) -> Option<usize> {
         self.mirrors[at]
     }
 
-    /// Does anybody watch the port at `at`?
+    /// Returns whether the port at `at` has a capture or a mirror.
     #[must_use]
     pub fn is_watched(&self, at: usize) -> bool {
         self.mirrors[at].is_some() || self.ports[at].capture.is_some()
     }
 
-    /// Is what is sent to the port at `dest` looked at, or limited?
+    /// Returns whether frames for the port at `dest` are filtered or limited.
     #[inline(always)]
     #[must_use]
     pub fn filters(&self, dest: usize) -> bool {
         self.filters[dest]
     }
 
-    /// May every port have what any other sends?
+    /// Returns whether every port may get every frame.
     #[inline(always)]
     #[must_use]
     pub fn is_open(&self) -> bool {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Frees workers that the kernel keeps waiting. A worker makes no call that waits, but for one: it writes to the eventfds by
-//! which guests are interrupted. They belong to front-ends, who can make them block (O_NONBLOCK is a flag of the open file,
-//! which both have) and fill them. So a thread looks whether each worker that is awake has gone on, and interrupts the call
-//! of one that has not. A signal does nothing to a worker that is merely slow. Control threads that write there do so
+//! Frees workers that the kernel blocks. A worker makes one call that may block: it writes to the eventfds that interrupt
+//! guests. They belong to front-ends, which can make them blocking (O_NONBLOCK is a flag of the open file, which both share)
+//! and fill them. So a thread checks whether each worker that is awake makes progress, and interrupts the call of one that
+//! does not. A signal has no effect on a worker that is merely slow. Control threads that write to such eventfds do so
 //! [within](Watch::within) the watch.
 //!
 //! While all workers sleep, so does this thread.
@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// How long a worker may stay in one pass.
-const PATIENCE: Duration = Duration::from_millis(50);
-/// The signal, which is ignored where nobody handles it.
+/// The longest time that a worker may stay in one pass.
+const TIMEOUT: Duration = Duration::from_millis(50);
+/// The signal; without a handler it is ignored.
 const SIGNAL: libc::c_int = libc::SIGURG;
 
-/// What is seen of a worker.
+/// The signs of life of a worker.
 #[derive(Debug, Default)]
 struct Pulse {
     /// Its thread; 0: none yet.
@@ -27,7 +27,7 @@ struct Pulse {
     awake: AtomicBool,
 }
 
-/// The workers of a switch, as the watching thread sees them.
+/// The workers of a switch, for the watching thread.
 #[derive(Debug)]
 pub struct Watch {
     pulses: Box<[Pulse]>,
@@ -40,14 +40,14 @@ pub struct Watch {
 #[derive(Debug, Default)]
 struct State {
     stop: bool,
-    /// Control threads that may be made to wait.
+    /// Control threads in a call that may block.
     others: Vec<libc::pid_t>,
 }
 
 extern "C" fn interrupted(_: libc::c_int) {}
 
 impl Watch {
-    /// For `workers` workers.
+    /// Makes a watch of `workers` workers.
     #[must_use]
     pub fn new(workers: usize) -> Self {
         Self {
@@ -58,26 +58,26 @@ impl Watch {
         }
     }
 
-    /// The calling thread is worker `index`, and awake.
+    /// Registers the calling thread as worker `index`, and awake.
     pub fn enter(&self, index: usize) {
         self.pulses[index].thread.store(own_thread(), Ordering::Relaxed);
         self.wake(index);
     }
 
-    /// Worker `index` begins another round.
+    /// Records that worker `index` begins another round.
     #[inline(always)]
     pub fn beat(&self, index: usize, round: u64) {
         self.pulses[index].beats.store(round, Ordering::Relaxed);
     }
 
-    /// Worker `index` is about to sleep.
+    /// Records that worker `index` is about to sleep.
     pub fn sleep(&self, index: usize) {
         self.pulses[index].awake.store(false, Ordering::SeqCst);
     }
 
-    /// Worker `index` has woken.
+    /// Records that worker `index` has woken.
     pub fn wake(&self, index: usize) {
-        // The thread sets `idle`, then looks who is awake; this is the other way round.
+        // The thread sets `idle`, then loads `awake`; this is the reverse order.
         self.pulses[index].awake.store(true, Ordering::SeqCst);
         if self.idle.load(Ordering::SeqCst) {
             let _lock = self.state();
@@ -85,7 +85,7 @@ impl Watch {
         }
     }
 
-    /// Does what may be made to wait: it is interrupted then.
+    /// Runs `run`, which may block: the watch then interrupts it.
     pub fn within<T>(&self, run: impl FnOnce() -> T) -> T {
         let thread = own_thread();
         self.state().others.push(thread);
@@ -126,9 +126,9 @@ impl Watch {
             state = self.changed.wait_while(state, sleeps).unwrap_or_else(PoisonError::into_inner);
             self.idle.store(false, Ordering::SeqCst);
             let before = state.others.clone();
-            let pause = self.changed.wait_timeout_while(state, PATIENCE, |s| !s.stop);
+            let pause = self.changed.wait_timeout_while(state, TIMEOUT, |s| !s.stop);
             state = pause.unwrap_or_else(PoisonError::into_inner).0;
-            // Under the lock: they are still within.
+            // Under the lock, so they are still inside.
             state
                 .others
                 .iter()
@@ -154,12 +154,12 @@ fn own_thread() -> libc::pid_t {
 /// Interrupts the call that a thread of this process is in, if it waits.
 fn interrupt(thread: libc::pid_t) {
     if thread != 0 {
-        // SAFETY: a signal to a thread of this process, which handles it by doing nothing; one that has ended gets none.
+        // SAFETY: a signal to a thread of this process, whose handler does nothing; one that has ended gets none.
         unsafe { libc::syscall(libc::SYS_tgkill, std::process::id(), thread, SIGNAL) };
     }
 }
 
-/// Handles the signal: a call that waits ends, and isn't made again.
+/// Installs the handler: a blocked call ends, and is not restarted.
 fn handle() -> io::Result<()> {
     // SAFETY: an all-zero sigaction is valid; the handler is an extern "C" function that does nothing.
     unsafe {
@@ -198,7 +198,7 @@ mod tests {
             let waits = s.spawn(|| {
                 watch.enter(1);
                 watch.beat(1, 7);
-                // A read that std doesn't repeat.
+                // This read is not repeated by std.
                 let got = never.read(&mut [0]).unwrap_err().kind();
                 watch.sleep(1);
                 let within = watch.within(|| never.read(&mut [0]).unwrap_err().kind());

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A worker: a thread that polls the transmit queues it owns while there is work, and sleeps on their eventfds when
-//! there has been none for a while. Where there are several, it notes what each queue costs ([`crate::forwarding::balance`]).
+//! A worker: a thread that polls the transmit queues it owns while there is work, and sleeps on their eventfds when there has
+//! been none for a while. With several workers, it measures the cost of each queue ([`crate::forwarding::balance`]).
 //!
-//! Falling asleep is the usual dance: ask every driver for a kick, fence, look once more, sleep. Kicks come on
-//! edge-triggered descriptors, so a wake-up costs one system call and no read.
+//! Before it sleeps, it asks every driver for a kick, fences, and looks once more. Kicks come on edge-triggered descriptors,
+//! so a wake-up costs one system call and no read.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -18,10 +18,10 @@ use crate::forwarding::switch::Switch;
 use crate::forwarding::view::View;
 use crate::vring::queue::Vring;
 
-/// How a worker spends its time.
+/// The settings of a worker.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// How long to go on polling after the last frame.
+    /// Time for which to keep polling after the last frame.
     pub poll: Duration,
     /// The processor to stay on.
     pub cpu: Option<usize>,
@@ -33,44 +33,44 @@ impl Default for Pace {
     }
 }
 
-/// How often a worker with a budget pays for its time (nanoseconds).
+/// Interval at which a worker with a budget pays for its time (nanoseconds).
 const PAY_EVERY: u64 = 1_000_000;
-/// Shortest time from one adoption of changes, or one look for memory that was taken away, to the next (nanoseconds), and how
-/// many times its duration it is at least. A front-end may start, stop and toggle its queues, and cut its memory short, as
-/// often as it likes: all other ports keep 19 of 20 parts of the time.
+/// The shortest time from one adoption of changes, or one search for memory that was cut short, to the next (nanoseconds),
+/// and its ratio to the duration of that work. A front-end may start, stop and toggle its queues, and cut its memory short,
+/// as often as it likes: the other ports keep 19 of 20 parts of the time.
 const ADOPT_PAUSE: u64 = 1_000_000;
 const ADOPT_SHARE: u64 = 19;
-/// The longest rest at once, so that a switch that is told to end does.
+/// The longest rest at once, so that a switch ends soon when told to.
 const REST_MAX: Duration = Duration::from_millis(50);
 
-/// A worker's own things.
+/// A worker's state.
 pub struct Worker {
     switch: Arc<Switch>,
     index: usize,
     pace: Pace,
     stop: Arc<AtomicBool>,
     generation: u64,
-    /// When changes may be adopted again.
+    /// The next adoption of changes is not before this time.
     adopt_at: u64,
     view: Arc<View>,
     /// Port and transmit queue.
     queues: Vec<(usize, usize)>,
-    /// Nanoseconds that each of them has cost since `since`; only kept where there are several workers.
+    /// Nanoseconds that each of them has cost since `since`; measured only with several workers.
     costs: Vec<u64>,
     since: u64,
-    /// Processor time that was paid for, and when.
+    /// The processor time that was paid for, and when.
     paid: (u64, u64),
     epoll: Epoll,
     forwarder: Forwarder,
     faults: usize,
-    /// When ports may be looked through for memory that was taken away.
+    /// The next search for memory that was cut short is not before this time.
     look_at: u64,
     /// Some queue has no eventfd: look at it every millisecond.
     must_poll: bool,
 }
 
 impl Worker {
-    /// A worker with number `index` of `switch`, which runs until `stop` is set and it is woken.
+    /// Makes the worker with number `index` of `switch`, which runs until `stop` is set and it is woken.
     ///
     /// # Errors
     /// No descriptors are left.
@@ -95,10 +95,10 @@ impl Worker {
         })
     }
 
-    /// Works until told to stop.
+    /// Works until it is stopped.
     ///
     /// # Errors
-    /// The kernel refuses to let it wait.
+    /// The kernel refuses to poll.
     pub fn run(mut self) -> io::Result<()> {
         if let Some(cpu) = self.pace.cpu {
             pin(cpu)?;
@@ -170,7 +170,7 @@ impl Worker {
         }
     }
 
-    /// Says what its queues have cost, and gives one away if another worker has more time.
+    /// Reports the cost of its queues, and gives one away if another worker has more time.
     #[cold]
     fn balance(&mut self, now: u64) {
         let period = now - self.since;
@@ -197,7 +197,7 @@ impl Worker {
         }
     }
 
-    /// Stops the ports whose memory was taken away.
+    /// Stops the ports whose memory was cut short.
     #[cold]
     fn stop_robbed(&self) {
         for (i, attached) in self.view.ports().iter().enumerate() {
@@ -208,7 +208,7 @@ impl Worker {
         }
     }
 
-    /// Takes over what has changed: the view, which queues are ours, what wakes us.
+    /// Adopts changes: the view, the own queues, the wake-up events.
     fn adopt(&mut self) -> io::Result<()> {
         self.generation = self.switch.generation();
         self.view = self.switch.view();
@@ -233,7 +233,7 @@ impl Worker {
                 }
                 self.queues.push((i, queue));
                 match &vring.kick {
-                    // One that can't be waited for is looked at like none.
+                    // A queue whose eventfd can't be polled is treated like one without.
                     Some(kick) if self.epoll.add(kick.as_raw_fd(), true).is_ok() => {}
                     _ => self.must_poll = true,
                 }
@@ -266,7 +266,7 @@ impl Worker {
         for &(port, queue) in &self.queues {
             let port = &self.view.ports()[port].port;
             let mut vring = port.tx(queue).lock();
-            // Looked at under the lock: a queue that has moved may be armed by its new worker already.
+            // Checked under the lock: the new worker of a queue that has moved may have armed it already.
             if port.home(queue) == self.index {
                 if let Some(ring) = &mut vring.ring {
                     ring.disarm();
@@ -290,12 +290,12 @@ pub fn process_time() -> u64 {
 
 fn clock(id: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: time is ours; the clocks are those that every thread has.
+    // SAFETY: time is a local variable; every thread has these clocks.
     unsafe { libc::clock_gettime(id, &mut time) };
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Stops a port that broke the rules, and says so.
+/// Stops a port that broke the rules, and logs it.
 #[cold]
 fn stop_port(view: &View, index: usize, now: u64, why: &dyn std::fmt::Display) {
     let port = &view.ports()[index].port;
@@ -305,15 +305,15 @@ fn stop_port(view: &View, index: usize, now: u64, why: &dyn std::fmt::Display) {
     port.fail();
 }
 
-/// May the calling thread run on processor `cpu`?
+/// Returns whether the calling thread may run on processor `cpu`.
 ///
 /// # Errors
-/// The kernel doesn't say.
+/// The kernel refuses to tell.
 pub fn may_use(cpu: usize) -> io::Result<bool> {
     if cpu >= libc::CPU_SETSIZE as usize {
         return Ok(false);
     }
-    // SAFETY: an all-zero set is valid and ours, and cpu is within it.
+    // SAFETY: an all-zero set is valid and local, and cpu is within it.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         if libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) != 0 {
@@ -323,10 +323,10 @@ pub fn may_use(cpu: usize) -> io::Result<bool> {
     }
 }
 
-/// Keeps the calling thread on one processor.
+/// Pins the calling thread to one processor.
 ///
 /// # Errors
-/// There is no such processor for us.
+/// There is no such processor for this process.
 pub fn pin(cpu: usize) -> io::Result<()> {
     // SAFETY: an all-zero set is valid, and CPU_SET checks its bounds.
     unsafe {

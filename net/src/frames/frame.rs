@@ -12,7 +12,7 @@ pub use tombolo_control::Mac;
 
 /// `flags`: the checksum from `csum_start` on is still to be computed.
 pub const NEEDS_CSUM: u8 = 1;
-/// `flags`: the checksum was found right.
+/// `flags`: the checksum was verified.
 pub const DATA_VALID: u8 = 2;
 /// `gso_type`: no segmentation.
 pub const GSO_NONE: u8 = 0;
@@ -22,7 +22,7 @@ pub const GSO_TCPV4: u8 = 1;
 pub const GSO_TCPV6: u8 = 4;
 /// `gso_type`: UDP segmentation.
 pub const GSO_UDP_L4: u8 = 5;
-/// `gso_type`: a bit that says that the first segment's CWR must not be repeated.
+/// `gso_type`: a bit: segments after the first must not repeat CWR.
 pub const GSO_ECN: u8 = 0x80;
 
 /// A virtio-net header, in the machine's order.
@@ -36,14 +36,14 @@ pub struct NetHeader {
     pub hdr_len: u16,
     /// Payload bytes of a segment.
     pub gso_size: u16,
-    /// Where checksumming starts.
+    /// Offset at which checksumming starts.
     pub csum_start: u16,
-    /// Where, from there, the checksum goes.
+    /// Offset of the checksum from there.
     pub csum_offset: u16,
 }
 
 impl NetHeader {
-    /// From the first bytes of a buffer.
+    /// Parses the first bytes of a buffer.
     #[inline(always)]
     #[must_use]
     pub fn parse(b: &[u8; NET_HEADER]) -> Self {
@@ -58,7 +58,7 @@ impl NetHeader {
         }
     }
 
-    /// From the first bytes of a buffer, read as two little-endian words.
+    /// Parses the first bytes of a buffer, read as two little-endian words.
     #[inline(always)]
     #[must_use]
     pub fn from_words(first: u64, last: u16) -> Self {
@@ -72,7 +72,7 @@ impl NetHeader {
         }
     }
 
-    /// To the bytes of a buffer, for a frame that takes `buffers` buffers.
+    /// Returns the bytes of a buffer, for a frame that takes `buffers` buffers.
     #[inline(always)]
     #[must_use]
     pub fn bytes(&self, buffers: u16) -> [u8; NET_HEADER] {
@@ -86,7 +86,7 @@ impl NetHeader {
         [self.flags, self.gso_type, h[0], h[1], g[0], g[1], s[0], s[1], o[0], o[1], n[0], n[1]]
     }
 
-    /// Does it say nothing to whoever gets the frame?
+    /// Returns whether it asks the receiver for nothing.
     #[inline(always)]
     #[must_use]
     pub fn is_plain(&self) -> bool {

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a frame is: its tags, its network header and what that carries, read once from the switch's own copy of the
-//! frame's first bytes. VLANs, anti-spoofing, rules, checksums, segmentation and the virtio-net header that a receiver
-//! gets are all decided upon by this description, so they can't disagree about where a field lies.
+//! The description of a frame: its tags, its network header and its transport header, parsed once from the switch's own
+//! copy of the frame's first bytes. VLANs, anti-spoofing, rules, checksums, segmentation and the virtio-net header for a
+//! receiver all use this description, so they can't disagree about the place of a field.
 //!
 //! The parser follows IEEE 802.1Q tags, IPv4 options, IPv6 extension headers (RFC 8200, RFC 4302) and fragments up to the
-//! transport header. What it can't follow to the end is [`Net::Unknown`], which guarded ports may not send.
+//! transport header. A packet that it can't follow to the end is [`Net::Unknown`], which guarded ports may not send.
 
 use crate::frames::frame::{ETH_HEADER, Mac};
 
-/// Bytes at the front of a frame that are copied and read: Ethernet, two tags, IPv6 and 110 bytes of extension headers,
+/// Bytes at the front of a frame that are copied and parsed: Ethernet, two tags, IPv6 and 110 bytes of extension headers,
 /// and TCP without options.
 pub const LOOK: usize = 192;
-/// Most tags that are read.
+/// Most tags that are parsed.
 const MAX_TAGS: u8 = 2;
 /// IPv4 and IPv6 protocol numbers.
 pub mod protocol {
@@ -36,21 +36,21 @@ pub mod protocol {
 /// The network layer of a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Net {
-    /// IPv4, with a header that is whole and makes sense.
+    /// IPv4, with a complete and consistent header.
     Ipv4,
-    /// IPv6, read up to its transport header.
+    /// IPv6, parsed up to its transport header.
     Ipv6,
     /// ARP for IPv4 over Ethernet.
     Arp,
-    /// Another EtherType, which says nothing about IP addresses.
+    /// Another EtherType, without IP addresses.
     Other(u16),
-    /// What can't be read: too short, more than two tags, LLC, a header that contradicts itself, extension headers
-    /// that go on beyond [`LOOK`].
+    /// Not parsable: too short, more than two tags, LLC, an inconsistent header, extension headers that go on beyond
+    /// [`LOOK`].
     #[default]
     Unknown,
 }
 
-/// Which part of an IP packet a frame has.
+/// The part of an IP packet in a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Part {
     #[default]
@@ -64,7 +64,7 @@ pub enum Part {
 /// A frame's description. Offsets are from the frame's first byte.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Headers {
-    /// How many tags there are (3: more than are read, or cut short).
+    /// The number of tags (3: more than are parsed, or cut short).
     pub tags: u8,
     /// Type of the outer tag; 0: none.
     pub tpid: u16,
@@ -72,15 +72,15 @@ pub struct Headers {
     pub tci: u16,
     /// The network layer.
     pub net: Net,
-    /// Where the network header begins.
+    /// Offset of the network header.
     pub at: u16,
-    /// Which part of an IP packet this is.
+    /// The part of an IP packet in this frame.
     pub part: Part,
     /// Transport protocol of an IP packet.
     pub protocol: u8,
-    /// Where the transport header begins; of a later fragment, where its data begins.
+    /// Offset of the transport header; of a later fragment, of its data.
     pub l4: u16,
-    /// Where the IP packet ends: what follows in the frame is padding.
+    /// Offset of the IP packet's end: later bytes of the frame are padding.
     pub end: u32,
 }
 
@@ -104,11 +104,11 @@ fn word(b: &[u8], at: usize) -> Option<u16> {
 }
 
 impl Headers {
-    /// Reads `head`, the first bytes of a frame of `len` bytes.
+    /// Parses `head`, the first bytes of a frame of `len` bytes.
     #[must_use]
     pub fn parse(head: &[u8], len: u32) -> Self {
         let mut h = Self { end: len, ..Self::default() };
-        // What can't be read to its end stays Unknown.
+        // A frame that can't be parsed to its end stays Unknown.
         let _ended_early = h.read(head, len);
         h
     }
@@ -137,14 +137,14 @@ impl Headers {
             0x0800 => self.ipv4(head, at, len),
             0x86dd => self.ipv6(head, at, len),
             0x0806 => {
-                // Ethernet, IPv4, their lengths: what follows lies where everybody looks for it.
+                // Ethernet, IPv4, their lengths: the following fields are at the usual offsets.
                 if get(head, at)? != [0, 1, 8, 0, 6, 4] || head.len() < at + 28 {
                     return None;
                 }
                 self.net = Net::Arp;
                 Some(())
             }
-            // A length: an LLC header follows, in which any EtherType may be.
+            // A length: an LLC header follows, which may hold any EtherType.
             0..0x600 => None,
             other => {
                 self.net = Net::Other(other);
@@ -159,7 +159,7 @@ impl Headers {
         let header = usize::from(fixed[0] & 0xf) * 4;
         let total = u32::from(u16::from_be_bytes([fixed[2], fixed[3]]));
         let available = len.saturating_sub(at as u32);
-        // A frame that is still to be cut may be longer than this field can say.
+        // A frame that is to be segmented may be longer than this field can hold.
         let packet = if total == 0 { available } else { total };
         if fixed[0] >> 4 != 4 || header < 20 || packet < header as u32 || packet > available {
             return None;
@@ -185,7 +185,7 @@ impl Headers {
         if fixed[0] >> 4 != 6 || payload > available {
             return None;
         }
-        // 0: a jumbogram, or a frame that is still to be cut.
+        // 0: a jumbogram, or a frame that is to be segmented.
         let end = at as u32 + 40 + if payload == 0 { available } else { payload };
         let (mut next, mut l4) = (fixed[6], at + 40);
         // Each header takes 8 bytes or more of LOOK.
@@ -212,7 +212,7 @@ impl Headers {
             };
             next = *head.get(l4)?;
             l4 += size;
-            // The header itself must be here, and so must what it says comes next.
+            // The header itself must be complete, and so must the next one's first byte.
             if l4 > head.len() || l4 as u32 > end {
                 return None;
             }
@@ -224,21 +224,21 @@ impl Headers {
         Some(())
     }
 
-    /// The VLAN number and priority of a frame's only tag, if it is one of IEEE 802.1Q.
+    /// Returns the VLAN number and priority of a frame's only tag, if it is one of IEEE 802.1Q.
     #[inline(always)]
     #[must_use]
     pub fn only_tag(&self) -> Option<u16> {
         (self.tags == 1 && self.tpid == TPID_VLAN).then_some(self.tci)
     }
 
-    /// IPv4 or IPv6?
+    /// Returns whether it is IPv4 or IPv6.
     #[inline(always)]
     #[must_use]
     pub fn is_ip(&self) -> bool {
         matches!(self.net, Net::Ipv4 | Net::Ipv6)
     }
 
-    /// Source and destination port of a frame that has them within `head`, the bytes that were parsed.
+    /// Returns the source and destination port, if they are within `head`, the bytes that were parsed.
     #[must_use]
     pub fn ports(&self, head: &[u8]) -> Option<(u16, u16)> {
         let has = self.should_have_ports() && u32::from(self.l4) + 4 <= self.end;
@@ -255,13 +255,14 @@ impl Headers {
             )
     }
 
-    /// Ends the packet before the ports that its protocol has? Whoever reads on, or puts fragments together, finds some.
+    /// Returns whether the packet ends before the ports of its protocol. A receiver that reads on, or reassembles
+    /// fragments, finds some.
     #[must_use]
     pub fn lacks_ports(&self, head: &[u8]) -> bool {
         self.should_have_ports() && self.ports(head).is_none()
     }
 
-    /// The same for a frame whose first bytes have become `delta` more.
+    /// Returns the description of the frame with its first bytes longer by `delta`.
     #[must_use]
     pub fn shifted(self, delta: i32) -> Self {
         let shift = |v: u16| if v == 0 { 0 } else { v.saturating_add_signed(delta as i16) };
@@ -269,7 +270,7 @@ impl Headers {
     }
 }
 
-/// The source address of a frame.
+/// Returns the source address of a frame.
 #[must_use]
 pub fn source(head: &[u8]) -> Option<Mac> {
     get(head, 6).map(Mac)
@@ -329,7 +330,7 @@ mod tests {
             let h = parse(&f);
             assert_eq!((h.net, h.protocol, h.l4), (Net::Ipv6, 6, 54 + 24 + extra));
             assert_eq!(h.ports(&f), Some((80, 0x102)));
-            // Padding behind the packet is not the packet's.
+            // Padding behind the packet does not count.
             let padded = parse(&[&f[..], &[0; 10]].concat());
             assert_eq!((padded.l4, padded.end), (h.l4, f.len() as u32));
         }
@@ -378,11 +379,11 @@ mod tests {
         let snap = [&[0xaa, 0xaa, 3, 0, 0, 0, 8, 0][..], &whole].concat();
         assert_eq!(net(snap.len() as u16, &snap), Net::Unknown, "LLC");
         assert_eq!(net(0x0806, &[0, 1, 8, 0, 8, 4, 0, 1]), Net::Unknown, "ARP with other lengths");
-        // A destination-options header that covers what it is to be followed by.
+        // A destination-options header that covers its own successor.
         assert_eq!(net(0x86dd, &ipv6(60, &[58, 4, 0, 0, 0, 0, 0, 0])), Net::Unknown);
         let far = [&[58, 30][..], &[0; 246], &[134, 0, 0, 0]].concat();
         assert_eq!(net(0x86dd, &ipv6(60, &far)), Net::Unknown, "beyond what is looked at");
-        // Two fragment headers, the first of which says that it is a first fragment.
+        // Two fragment headers, the first of which claims to be a first fragment.
         let twice = [44, 0, 0, 1, 0, 0, 0, 1, 58, 0, 0, 8, 0, 0, 0, 1, 134, 0, 0, 0];
         assert_eq!(net(0x86dd, &ipv6(44, &twice)), Net::Unknown);
     }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What hosts and routers say about multicast groups: IGMP (RFC 2236, RFC 3376) and MLD (RFC 2710, RFC 3810), read from the
-//! switch's own copy of a frame's first bytes.
+//! Messages of hosts and routers about multicast groups: IGMP (RFC 2236, RFC 3376) and MLD (RFC 2710, RFC 3810), parsed from
+//! the switch's own copy of a frame's first bytes.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
 use crate::frames::headers::{Headers, Net, Part, get, protocol};
 
-/// Bytes at the front of a frame in which a report is read to its end.
+/// Bytes at the front of a frame that are parsed for reports.
 pub const REPORT_LOOK: usize = 1600;
 
 /// Types of IGMP messages.
@@ -34,16 +34,16 @@ pub(crate) mod mld {
 /// A message about groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message<'a> {
-    /// A router asks.
+    /// A router's query.
     Query {
-        /// How long hosts may take to answer.
+        /// The time that hosts have to answer.
         response: Duration,
-        /// How long an answer holds.
+        /// The time for which an answer is valid.
         lifetime: Duration,
     },
-    /// A host says what it has joined and left.
+    /// A host's report of groups that it has joined and left.
     Report(Report<'a>),
-    /// Perhaps a report: a fragment or a header that can't be followed to its end.
+    /// Possibly a report: a fragment or a header that can't be followed to its end.
     Hidden,
 }
 
@@ -54,7 +54,7 @@ pub enum Report<'a> {
     One { group: IpAddr, joined: bool },
     /// Records of many groups (IGMPv3, MLDv2).
     Many {
-        /// How many there should be.
+        /// The number of records.
         count: u16,
         records: &'a [u8],
         /// Of IPv6 groups.
@@ -62,10 +62,10 @@ pub enum Report<'a> {
     },
 }
 
-/// Which group was joined or left; None: the report goes on beyond the bytes that were read, or contradicts itself.
+/// The group that was joined or left; None: the report goes on beyond the bytes that were read, or is inconsistent.
 pub type Change = Option<(IpAddr, bool)>;
 
-/// Reads the message about groups in a frame that starts with `head` and is what `headers` says. None: it has none.
+/// Parses the message about groups in a frame with these `headers` that starts with `head`. None: it has none.
 #[must_use]
 pub fn read<'a>(headers: &Headers, head: &'a [u8]) -> Option<Message<'a>> {
     match headers.net {
@@ -91,13 +91,13 @@ pub fn read<'a>(headers: &Headers, head: &'a [u8]) -> Option<Message<'a>> {
     }
 }
 
-/// Can a frame that can't be read be IP? Not if it says another type, or a length (LLC).
+/// Returns whether an unparsable frame may be IP: not with another type, nor with a length (LLC).
 fn may_be_ip(headers: &Headers, head: &[u8]) -> bool {
     let ethertype = usize::from(headers.at).checked_sub(2).and_then(|at| get(head, at));
     headers.tags > 0 && headers.at == 0 || matches!(ethertype, Some([0x08, 0x00] | [0x86, 0xdd]))
 }
 
-/// What the packet carries, as far as it is in `head`.
+/// Returns the packet's payload, as far as it is in `head`.
 fn body<'a>(headers: &Headers, head: &'a [u8]) -> &'a [u8] {
     let end = head.len().min(headers.end as usize);
     head.get(usize::from(headers.l4)..end).unwrap_or_default()
@@ -109,7 +109,7 @@ fn read_igmp(body: &[u8]) -> Option<Message<'_>> {
     let one = |joined| Some(Message::Report(Report::One { group, joined }));
     match kind {
         igmp::QUERY => {
-            // IGMPv1 says no time, IGMPv2 tenths of seconds, and so does IGMPv3, in a floating form beyond 127.
+            // IGMPv1 has no time, IGMPv2 tenths of seconds, and so does IGMPv3, in a floating form beyond 127.
             let tenths = match (code, body.len() >= 12) {
                 (0, _) => 100,
                 (code, true) => float(code.into(), 7, 4),
@@ -124,7 +124,7 @@ fn read_igmp(body: &[u8]) -> Option<Message<'_>> {
             let count = u16::from_be_bytes(get(body, 6)?);
             Some(Message::Report(Report::Many { count, records: body.get(8..)?, v6: false }))
         }
-        // Of DVMRP, PIM and others hosts hear nothing that changes their reports.
+        // Other protocols (DVMRP, PIM) don't change hosts' reports.
         _ => Some(Message::Hidden).filter(|_| kind == igmp::ROUTER_ADVERTISEMENT),
     }
 }
@@ -147,7 +147,7 @@ fn read_mld(kind: u8, body: &[u8]) -> Option<Message<'_>> {
     }
 }
 
-/// A number whose highest of `bits` + 1 bits says that it is a mantissa of `mantissa` bits and an exponent (RFC 3376 §4.1.1).
+/// Decodes a number whose highest of `bits` + 1 bits marks a mantissa of `mantissa` bits and an exponent (RFC 3376 §4.1.1).
 fn float(code: u64, bits: u32, mantissa: u32) -> u64 {
     if code >> bits == 0 {
         return code;
@@ -156,8 +156,8 @@ fn float(code: u64, bits: u32, mantissa: u32) -> u64 {
     (code & ((1 << mantissa) - 1) | 1 << mantissa) << (exponent + 3)
 }
 
-/// How long a membership holds that was told in answer to a query (RFC 3376 §8.4), by the query's robustness and interval;
-/// older versions don't say theirs.
+/// Returns how long a membership reported in answer to a query is valid (RFC 3376 §8.4), by the query's robustness and
+/// interval; older versions have neither.
 fn lifetime(said: Option<&[u8]>, response: Duration) -> Duration {
     let (robustness, interval) = match said {
         Some(&[flags, interval]) => (u64::from(flags & 7), float(interval.into(), 7, 4)),
@@ -169,7 +169,7 @@ fn lifetime(said: Option<&[u8]>, response: Duration) -> Duration {
 }
 
 impl Report<'_> {
-    /// Tells `change` of each group that was joined or left, up to the first record that is not all there.
+    /// Calls `change` for each group that was joined or left, up to the first incomplete record.
     pub fn each(&self, mut change: impl FnMut(Change)) {
         match *self {
             Report::One { group, joined } => change(Some((group, joined))),
@@ -187,7 +187,7 @@ impl Report<'_> {
     }
 }
 
-/// A record of IGMPv3 or MLDv2: the group, if it was joined or left, and what follows the record.
+/// Parses a record of IGMPv3 or MLDv2: the group, if it was joined or left, and the bytes after the record.
 #[expect(clippy::type_complexity, reason = "a pair of what is said and what is left")]
 fn record(bytes: &[u8], v6: bool) -> Option<(Option<(IpAddr, bool)>, &[u8])> {
     const IS_INCLUDE: u8 = 1;
@@ -202,7 +202,7 @@ fn record(bytes: &[u8], v6: bool) -> Option<(Option<(IpAddr, bool)>, &[u8])> {
     } else {
         (IpAddr::from(Ipv4Addr::from(get::<4>(bytes, 4)?)), 4)
     };
-    // Sources are not told apart: who wants some of a group gets all of it.
+    // Sources are ignored: a host that wants some of a group gets all of it.
     let joined = match kind {
         IS_EXCLUDE | TO_EXCLUDE => Some(true),
         IS_INCLUDE | ALLOW => (sources > 0).then_some(true),

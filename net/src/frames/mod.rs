@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a frame is: [`frame`] has the Ethernet and virtio-net headers, [`headers`] reads a frame once into a description;
-//! by it, [`vlan`] tags and [`offload`] computes checksums and segments. [`membership`] reads what hosts say of multicast groups.
+//! The formats of frames: [`frame`] has the Ethernet and virtio-net headers, [`headers`] parses a frame once into a description;
+//! with it [`vlan`] handles tags and [`offload`] computes checksums and segments. [`membership`] parses messages about multicast
+//! groups.
 
 pub mod frame;
 pub mod headers;

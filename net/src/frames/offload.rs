@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The work that a sender left to the receiver: what of it the switch believes, and how it is done in software where the
-//! receiver can't: checksums, and cutting large TCP and UDP frames into segments (virtio 1.3 §5.1.6.2, RFC 9293,
-//! RFC 768, RFC 1071).
+//! The work that a sender left to the receiver: which of it the switch accepts, and its software form for receivers that
+//! can't do it: checksums, and segmentation of large TCP and UDP frames (virtio 1.3 §5.1.6.2, RFC 9293, RFC 768, RFC
+//! 1071).
 //!
 //! A sender's virtio-net header is never passed on. [`wanted`] compares it with the frame's description and makes a new
 //! one, so that a checksum is only ever written into the checksum field of a TCP or UDP header.
 //!
-//! Pure functions over a frame in our own memory.
+//! Pure functions over a frame in private memory.
 
 use crate::frames::frame::{GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, NEEDS_CSUM, NetHeader};
 use crate::frames::headers::{Headers, Net, Part, protocol};
 
 const TCP_FIN_PSH: u8 = 0x09;
 const TCP_CWR: u8 = 0x80;
-/// Shortest payload of a segment that is cut; shorter ones only serve to make work.
+/// The shortest payload of a segment; shorter ones only serve to make work.
 const MIN_GSO: u16 = 48;
-/// Longest packet that the length field of IPv4 can tell.
+/// The longest packet for the length field of IPv4.
 const MAX_PACKET: usize = 65535;
 
-/// Where the parts of a TCP or UDP frame are that checksums and segments are made of.
+/// Offsets of the parts of a TCP or UDP frame, for checksums and segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Layers {
     /// The IP header.
     pub ip: u16,
     /// The TCP or UDP header.
     pub l4: u16,
-    /// What it carries.
+    /// Its payload.
     pub payload: u16,
     /// IPv6, not 4.
     pub v6: bool,
@@ -34,12 +34,12 @@ pub struct Layers {
 }
 
 impl Layers {
-    /// Where the checksum is, from the transport header on.
+    /// Returns the offset of the checksum in the transport header.
     fn checksum(self) -> u16 {
         if self.udp { 6 } else { 16 }
     }
 
-    /// The same in a frame whose first bytes have become `delta` more.
+    /// Returns the offsets in the frame with its first bytes longer by `delta`.
     #[must_use]
     pub fn shifted(self, delta: i32) -> Self {
         let shift = |v: u16| v.saturating_add_signed(delta as i16);
@@ -47,13 +47,13 @@ impl Layers {
     }
 }
 
-/// Makes the virtio-net header of a frame of `len` bytes that starts with `head`, from the sender's `asked`. None: what
-/// is asked for doesn't fit the frame, which is dropped whoever the receiver is.
+/// Makes the virtio-net header of a frame of `len` bytes that starts with `head`, from the sender's `asked`. None: the
+/// request doesn't fit the frame, which is then dropped for all receivers.
 #[must_use]
 pub fn wanted(asked: &NetHeader, headers: &Headers, head: &[u8], len: u32) -> Option<(NetHeader, Layers)> {
     let kind = asked.gso_type & !GSO_ECN;
     if asked.flags & NEEDS_CSUM == 0 {
-        // Segments have checksums of their own, which nobody else can make.
+        // Segments have checksums of their own, which only segmentation can make.
         return (asked.gso_type == GSO_NONE).then(Default::default);
     }
     let udp = match headers.protocol {
@@ -65,7 +65,7 @@ pub fn wanted(asked: &NetHeader, headers: &Headers, head: &[u8], len: u32) -> Op
     let l4 = headers.l4;
     let header = if udp { 8 } else { u16::from(*head.get(usize::from(l4) + 12)? >> 4) * 4 };
     let layers = Layers { ip: headers.at, l4, payload: l4 + header, v6, udp };
-    // The transport header is the packet's: what follows its end was checked by nobody.
+    // The transport header belongs to the packet: bytes behind its end were not checked.
     let fits = headers.is_ip()
         && headers.part == Part::Whole
         && header >= if udp { 8 } else { 20 }
@@ -89,7 +89,7 @@ pub fn wanted(asked: &NetHeader, headers: &Headers, head: &[u8], len: u32) -> Op
                 GSO_TCPV6 => v6 && !udp,
                 _ => udp,
             };
-            // Segments get lengths of their own, so everything in the frame must be the packet's already.
+            // Segments get lengths of their own, so the whole frame must belong to the packet already.
             let packet = usize::from(layers.payload - layers.ip) + usize::from(asked.gso_size);
             right
                 && asked.gso_size >= MIN_GSO
@@ -102,7 +102,7 @@ pub fn wanted(asked: &NetHeader, headers: &Headers, head: &[u8], len: u32) -> Op
     (fits && cut).then_some((made, layers))
 }
 
-/// Ones' complement sum of `bytes`, taken as big-endian words, added to `sum`.
+/// Adds the ones' complement sum of `bytes`, taken as big-endian words, to `sum`.
 #[must_use]
 pub fn sum(bytes: &[u8], sum: u32) -> u32 {
     // Words are added in the machine's order, eight bytes at a time; the sum's bytes are swapped at the end.
@@ -125,7 +125,7 @@ pub fn sum(bytes: &[u8], sum: u32) -> u32 {
     sum + u32::from((folded as u16).swap_bytes())
 }
 
-/// The checksum field for a sum.
+/// Returns the checksum field for a sum.
 #[must_use]
 pub fn fold(mut sum: u32) -> u16 {
     while sum > 0xffff {
@@ -150,7 +150,7 @@ fn be16(b: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*b.get(at)?, *b.get(at + 1)?]))
 }
 
-/// How many segments a frame makes, with the header and layers that [`wanted`] made.
+/// Returns how many segments a frame makes, with the header and layers that [`wanted`] made.
 #[must_use]
 pub fn segments(frame: &[u8], h: &NetHeader, l: &Layers) -> usize {
     frame.len().saturating_sub(l.payload.into()).div_ceil(usize::from(h.gso_size.max(1)))
@@ -223,7 +223,7 @@ mod tests {
     const ETH_IPV4: u16 = 0x0800;
     const ETH_IPV6: u16 = 0x86dd;
 
-    /// As the switch looks at a frame.
+    /// Parses a frame as the switch does.
     fn look(f: &[u8], h: &NetHeader) -> Option<(NetHeader, Layers)> {
         let head = &f[..f.len().min(LOOK)];
         wanted(h, &Headers::parse(head, f.len() as u32), head, f.len() as u32)
@@ -272,7 +272,7 @@ mod tests {
         (f, header)
     }
 
-    /// The sum that a receiver makes over pseudo header and segment: all ones when it is right.
+    /// Returns the sum that a receiver makes over pseudo header and segment: all ones if it is right.
     fn receiver_sum(f: &[u8], v6: bool, udp: bool) -> u32 {
         let protocol = u32::from(if udp { UDP } else { TCP });
         let (addresses, l4) = if v6 { (&f[22..54], 54) } else { (&f[26..34], 34) };
@@ -421,7 +421,7 @@ mod tests {
         let mut arp = frame.clone();
         arp[12..14].copy_from_slice(&[8, 6]);
         assert_eq!(look(&arp, &plain), None);
-        // What means nothing to a receiver is not passed on.
+        // Fields that a receiver would not understand are not passed on.
         let noise = NetHeader { flags: 0xfe, gso_size: 7, hdr_len: 9, csum_start: 1, ..NetHeader::default() };
         assert_eq!(look(&frame, &noise), Some(Default::default()));
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! VLANs: on which one a frame comes in, whether it may leave by a port, and with which tag (IEEE 802.1Q).
+//! VLANs: the VLAN of an incoming frame, whether it may leave by a port, and with which tag (IEEE 802.1Q).
 //!
 //! A frame that is on a VLAN has no tag or exactly one, and leaves with none or exactly one: the switch's own, of type
 //! 0x8100. Frames with several tags, or with a tag of another type, pass between transparent ports only, as they are.
@@ -12,20 +12,20 @@ const VID: u16 = 0xfff;
 /// The VLAN that a frame is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VlanTag {
-    /// Its number, if the switch has looked at it.
+    /// Its number, if the switch has parsed the tag.
     pub vid: Option<u16>,
     /// The priority (and drop eligibility) of its tag, in place.
     pub priority: u16,
-    /// It came by a port that takes no notice of VLANs, and leaves as it is by others of that kind.
+    /// It came by a transparent port, and leaves unchanged by others of that kind.
     pub open: bool,
 }
 
 impl VlanTag {
-    /// Of a frame whose tags nobody has looked at.
+    /// Of a frame whose tags were not parsed.
     pub const OPEN: VlanTag = VlanTag { vid: None, priority: 0, open: true };
 }
 
-/// How a frame leaves.
+/// The tag with which a frame leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edit {
     Keep,
@@ -35,7 +35,7 @@ pub enum Edit {
     Tag(u16),
 }
 
-/// The VLAN of a frame that a port sends. None: not one of the port's.
+/// Returns the VLAN of a frame that a port sends. None: not one of the port's.
 #[must_use]
 pub fn enter(policy: &Policy, headers: &Headers) -> Option<VlanTag> {
     let tag = headers.only_tag();
@@ -57,7 +57,7 @@ pub fn enter(policy: &Policy, headers: &Headers) -> Option<VlanTag> {
     Some(VlanTag { vid: Some(vid), priority, open: false })
 }
 
-/// May a frame on `tag` leave by this port, and how? None: no.
+/// Returns how a frame on `tag` leaves by this port; None: it may not.
 #[must_use]
 pub fn leave(policy: &Policy, tag: VlanTag) -> Option<Edit> {
     let tagged = |vid| Edit::Tag(tag.priority | vid);
@@ -134,7 +134,7 @@ mod tests {
             let h = headers(tags);
             assert_eq!(enter(&port(Vlan::Access(5)), &h), None, "{tags:x?}");
             assert_eq!(enter(&trunk, &h), None, "{tags:x?}");
-            // From outside, it passes among ports that take no notice.
+            // A frame from outside passes among transparent ports.
             let tag = enter(&uplink, &h).unwrap();
             assert_eq!(leave(&port(Vlan::Access(5)), tag), None);
             assert_eq!(leave(&trunk, tag), None);

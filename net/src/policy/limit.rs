@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Rate limits: how many bytes and packets a port may send per second, with a burst. Generic cell rate algorithm: one
-//! number per limit, the time at which the port will have paid for what it sent.
+//! number per limit, the time at which the port will have paid for its frames.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,11 +16,11 @@ pub struct Rate {
     pub packets: u64,
 }
 
-/// How much may be sent at once after a rest, in time: 50 ms worth of the rate.
+/// The burst after a rest, as time: 50 ms worth of the rate.
 const BURST_NS: u64 = 50_000_000;
 const SECOND: u64 = 1_000_000_000;
 
-/// What a port has used of its limits.
+/// A port's use of its limits.
 #[derive(Debug, Default)]
 pub struct Limiter {
     bytes: AtomicU64,
@@ -32,7 +32,7 @@ fn cost(amount: u64, rate: u64) -> u64 {
 }
 
 impl Limiter {
-    /// May a frame of `bytes` be sent at `now` (nanoseconds)? If so, it is paid for.
+    /// Returns whether a frame of `bytes` may be sent at `now` (nanoseconds); if so, it is paid for.
     pub fn admit(&self, rate: &Rate, bytes: u64, now: u64) -> bool {
         let open = self.is_open(rate, now);
         if open {
@@ -41,7 +41,7 @@ impl Limiter {
         open
     }
 
-    /// May a frame be sent at `now`?
+    /// Returns whether a frame may be sent at `now`.
     pub fn is_open(&self, rate: &Rate, now: u64) -> bool {
         let open = |paid: &AtomicU64, rate| {
             rate == 0 || paid.load(Ordering::Relaxed) <= now.saturating_add(BURST_NS)

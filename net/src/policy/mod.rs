@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a port may send and receive: [`port`] the policy of a port, [`spoof`] false senders, [`rules`] by addresses and
-//! ports, [`limit`] rates.
+//! The frames that a port may send and receive: [`port`] the policy of a port, [`spoof`] forged senders, [`rules`] by
+//! addresses and ports, [`limit`] rates.
 
 pub mod limit;
 pub mod port;

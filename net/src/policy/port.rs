@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a port may do: its addresses, VLANs, rates and neighbours, as the configuration says.
+//! A port's policy: its addresses, VLANs, rates and neighbours, from the configuration.
 
 use std::net::IpAddr;
 
@@ -9,11 +9,11 @@ use crate::frames::frame::Mac;
 use crate::policy::limit::Rate;
 use crate::policy::rules::{Rule, Way};
 
-/// How a port meets VLANs.
+/// A port's VLANs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Vlan {
-    /// Frames pass as they are, tags included, among ports that are transparent too.
+    /// Frames pass unchanged, tags included, among transparent ports.
     #[default]
     Transparent,
     /// Untagged frames of this VLAN.
@@ -22,46 +22,47 @@ pub enum Vlan {
     Trunk {
         /// VLANs that pass with a tag.
         vlans: Vec<u16>,
-        /// VLAN that passes without.
+        /// VLAN of untagged frames.
         #[serde(default)]
         native: Option<u16>,
     },
 }
 
-/// What a port may do.
+/// A port's policy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policy {
     /// Its addresses: frames to them go to it.
     pub macs: Vec<Mac>,
-    /// Drop what it sends with other source addresses.
+    /// Drop frames that it sends with other source addresses.
     pub check_mac: bool,
-    /// How many addresses it may use beyond its own: those of VMs nested in the guest.
+    /// The number of addresses that it may use beyond its own: those of VMs nested in the guest.
     pub learn: u8,
     /// If not empty: drop IP packets, ARP and neighbour advertisements that claim other addresses.
     pub ips: Vec<IpAddr>,
-    /// It may be a router or a server of addresses, and multicast for routers goes to it.
+    /// It may be a router or a DHCP server, and receives multicast for routers.
     pub router: bool,
-    /// Drop what routers and servers of addresses send, also where it has no `ips`: the switch is the network's.
+    /// Drop the messages of routers and DHCP servers even without `ips`: the switch serves the addresses.
     pub no_server: bool,
     /// Reaches only the uplinks.
     pub isolated: bool,
-    /// An uplink: takes what nobody owns.
+    /// An uplink: receives frames without an owner.
     pub uplink: bool,
     pub vlan: Vlan,
-    /// The port that gets copies of what it sends and gets.
+    /// The port that gets copies of the frames that it sends and receives.
     pub mirror: Option<String>,
-    /// How much it may send.
+    /// Limits of the frames that it sends.
     pub rate: Rate,
-    /// How much it may be sent.
+    /// Limits of the frames that it receives.
     pub receive_rate: Rate,
-    /// Which IP packets it may send and get.
+    /// Rules for the IP packets that it may send and receive.
     pub rules: Vec<Rule>,
-    /// Largest IP packet that it may send, or have a larger one cut into; 0: any.
+    /// Largest IP packet that it may send, or have segmented; 0: any.
     pub mtu: u16,
 }
 
 impl Policy {
-    /// Do only the MACs decide about what the port sends? Uplinks are looked at for their tags.
+    /// Returns whether only the MACs decide about frames that the port sends. Uplinks' frames are parsed for their
+    /// tags.
     #[must_use]
     pub fn is_simple(&self) -> bool {
         self.vlan == Vlan::Transparent
@@ -74,7 +75,7 @@ impl Policy {
             && self.rules.iter().all(|r| r.direction == Way::In)
     }
 
-    /// Must what is sent to the port be looked at, or counted against a limit?
+    /// Returns whether frames for the port must be parsed or counted against a limit.
     #[must_use]
     pub fn filters_receiving(&self) -> bool {
         self.receive_rate != Rate::default() || self.rules.iter().any(|r| r.direction == Way::In)

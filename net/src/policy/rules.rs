@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Rules of a port: which IP packets it may send or get, by addresses, protocol and ports, without a state. The first rule
-//! that fits a packet decides; what none fits passes, and so does what isn't IP.
+//! Rules of a port: the IP packets that it may send or receive, by addresses, protocol and ports, without state. The first
+//! rule that matches a packet decides; packets without a match pass, and so do other frames than IP.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use crate::frames::headers::{Headers, Net, get, protocol};
 use crate::ports::counters::Reason;
 
-/// What a rule does with a packet that fits it.
+/// The effect of a rule on a packet that matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Action {
@@ -24,13 +24,13 @@ pub enum Action {
     Drop,
 }
 
-/// Which packets a rule looks at, in the words of the port's guest.
+/// The direction of packets, for the port's guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Way {
-    /// Those that the guest sends.
+    /// Packets that the guest sends.
     Out,
-    /// Those that the guest gets.
+    /// Packets that the guest receives.
     In,
 }
 
@@ -41,7 +41,7 @@ pub struct Prefix {
     len: u32,
 }
 
-/// Bits of an address, from the most significant down, and how many there are.
+/// Returns the bits of an address, from the most significant down, and their number.
 fn bits(ip: IpAddr) -> (u128, u32) {
     match ip {
         IpAddr::V4(ip) => (u128::from(u32::from(ip)) << 96, 32),
@@ -131,7 +131,7 @@ impl fmt::Display for Protocol {
     }
 }
 
-/// What is written as a text or a number, and read by [`FromStr`].
+/// Serializes as text, and reads text or a number by [`FromStr`].
 macro_rules! as_text {
     ($($name:ident),+) => {$(
         impl Serialize for $name {
@@ -155,12 +155,12 @@ macro_rules! as_text {
 }
 as_text!(Prefix, Ports, Protocol);
 
-/// How many frames a rule has decided about; shared by the copies of a rule.
+/// Frames that a rule has decided; shared by the copies of a rule.
 #[derive(Clone, Debug, Default)]
 pub struct Hits(Arc<AtomicU64>);
 
 impl Hits {
-    /// The number at this moment.
+    /// Returns the present number.
     #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
@@ -168,7 +168,7 @@ impl Hits {
 }
 
 impl PartialEq for Hits {
-    /// Rules are the same whatever they have counted.
+    /// Rules are equal whatever their counts are.
     fn eq(&self, _: &Self) -> bool {
         true
     }
@@ -176,7 +176,7 @@ impl PartialEq for Hits {
 
 impl Eq for Hits {}
 
-/// A rule. What is left out fits every packet.
+/// A rule. A missing field matches every packet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Rule {
@@ -193,19 +193,19 @@ pub struct Rule {
     /// Destination addresses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub destination: Option<Prefix>,
-    /// Source ports; doesn't fit what has none, a later fragment for one.
+    /// Source ports; doesn't match packets without ports, for example later fragments.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source_port: Option<Ports>,
-    /// Destination ports; doesn't fit what has none, a later fragment for one.
+    /// Destination ports; doesn't match packets without ports, for example later fragments.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub destination_port: Option<Ports>,
-    /// Frames that it has decided about.
+    /// Frames that it has decided.
     #[serde(skip)]
     pub hits: Hits,
 }
 
 impl fmt::Display for Rule {
-    /// The rule in one line, as the figures name it.
+    /// Formats the rule in one line, as in metrics.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let action = if self.action == Action::Allow { "allow" } else { "drop" };
         write!(f, "{action} {}", if self.direction == Way::Out { "out" } else { "in" })?;
@@ -226,7 +226,7 @@ impl fmt::Display for Rule {
     }
 }
 
-/// What rules compare.
+/// The fields that rules compare.
 struct Packet {
     protocol: u8,
     source: IpAddr,
@@ -235,7 +235,7 @@ struct Packet {
 }
 
 impl Packet {
-    /// None: it isn't all there.
+    /// None: the packet is incomplete.
     fn read(headers: &Headers, head: &[u8]) -> Option<Self> {
         let at = usize::from(headers.at);
         let (source, destination) = if headers.net == Net::Ipv4 {
@@ -266,7 +266,7 @@ impl Rule {
     }
 }
 
-/// What rules say of a frame.
+/// The rules' decision about a frame.
 #[derive(Clone, Copy, Default)]
 pub struct Decision<'a> {
     rule: Option<&'a Rule>,
@@ -274,7 +274,7 @@ pub struct Decision<'a> {
 }
 
 impl Decision<'_> {
-    /// Counts the rule that decided; once per frame. The reason for dropping it, if any.
+    /// Counts the rule that decided; called once per frame. Returns the reason for dropping it, if any.
     pub fn count(self) -> Option<Reason> {
         if let Some(rule) = self.rule {
             rule.hits.0.fetch_add(1, Ordering::Relaxed);
@@ -282,15 +282,15 @@ impl Decision<'_> {
         self.drop
     }
 
-    /// The frame passes.
+    /// Returns whether the frame passes.
     #[must_use]
     pub fn passes(&self) -> bool {
         self.drop.is_none()
     }
 }
 
-/// Decides about a frame that starts with `head` and is what `headers` says. Where there are rules for that direction,
-/// what can't be read doesn't pass.
+/// Decides about a frame with these `headers` that starts with `head`. If the direction has rules, unparsable frames don't
+/// pass.
 #[must_use]
 pub fn decide<'a>(rules: &'a [Rule], direction: Way, headers: &Headers, head: &[u8]) -> Decision<'a> {
     let mut rules = rules.iter().filter(|r| r.direction == direction).peekable();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Drops frames with a forged sender: anti-spoofing of MAC, IPv4, IPv6, ARP and neighbour discovery (RFC 826, RFC 4861,
-//! RFC 6980), by the frame's description and its first bytes, which were copied beforehand.
+//! Drops frames with a forged sender: anti-spoofing of MAC, IPv4, IPv6, ARP and neighbour discovery (RFC 826, RFC 4861, RFC
+//! 6980), by the frame's description and the copy of its first bytes.
 //!
-//! A port that has IP addresses is *guarded*: it claims its own addresses only, sends nothing that can't be read, and
-//! neither router advertisements, redirects and multicast queries nor a DHCP server's answers, unless it is a router by its
-//! policy. The last two hold for ports without addresses too where the switch serves addresses ([`Policy::no_server`]).
+//! A port that has IP addresses is *guarded*: it may claim only its own addresses and sends no unparsable frames. Unless its
+//! policy makes it a router, it sends neither router advertisements, redirects and multicast queries nor a DHCP server's
+//! answers. If the switch serves addresses ([`Policy::no_server`]), that also holds for ports without addresses.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -22,7 +22,7 @@ pub(crate) mod icmp {
     pub const NEIGHBOUR_ADVERTISEMENT: u8 = 136;
     pub const REDIRECT: u8 = 137;
 }
-/// The ports that DHCP clients listen on (RFC 2131, RFC 8415). They take what comes from any port.
+/// The ports that DHCP clients listen on (RFC 2131, RFC 8415). Clients accept messages from any port.
 mod dhcp_client {
     pub const V4: u16 = 68;
     pub const V6: u16 = 546;
@@ -30,8 +30,8 @@ mod dhcp_client {
 /// Options of neighbour discovery: source and target link-layer address.
 const LINK_ADDRESS: [u8; 2] = [1, 2];
 
-/// Is the frame's source one of the port's MACs, where that matters? Of a port that learns addresses it is, once
-/// [`crate::forwarding::learn`] has taken it.
+/// Checks that the frame's source is one of the port's MACs, if the policy wants that. A port that learns addresses may use
+/// another one once [`crate::forwarding::learn`] has taken it.
 ///
 /// # Errors
 /// The reason for dropping it.
@@ -43,7 +43,7 @@ pub fn check_mac(policy: &Policy, head: &[u8]) -> Result<(), Reason> {
     Ok(())
 }
 
-/// Checks a frame that starts with `head` and is what `headers` says against what the port owns.
+/// Checks a frame with these `headers` that starts with `head` against the port's addresses.
 ///
 /// # Errors
 /// The reason for dropping it.
@@ -62,7 +62,7 @@ pub fn check(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reas
     if guarded { check_addresses(policy, headers, head) } else { Ok(()) }
 }
 
-/// Is this nothing that only a router, a multicast querier or a server of addresses sends, whatever it hides behind?
+/// Refuses messages of routers, multicast queriers and DHCP servers, also behind extension headers.
 fn check_server(headers: &Headers, head: &[u8]) -> Result<(), Reason> {
     let (client, router): (u16, &[u8]) = match headers.net {
         Net::Ipv4 => (dhcp_client::V4, &[igmp::QUERY, igmp::ROUTER_ADVERTISEMENT]),
@@ -90,7 +90,7 @@ fn check_server(headers: &Headers, head: &[u8]) -> Result<(), Reason> {
     }
 }
 
-/// Does a frame of a guarded port claim only what the port owns?
+/// Checks that a frame of a guarded port claims only the port's addresses.
 fn check_addresses(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reason> {
     let body = usize::from(headers.at);
     let v4 = |at: usize| get(head, body + at).map_or(Ipv4Addr::BROADCAST, Ipv4Addr::from);
@@ -99,13 +99,13 @@ fn check_addresses(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<()
         Net::Unknown => Err(Reason::Unparsable),
         Net::Other(_) => Ok(()),
         Net::Ipv4 => {
-            // From 0.0.0.0 to port 67: somebody who has no address yet.
+            // From 0.0.0.0 to port 67: a DHCP client without an address.
             let asks = v4(12).is_unspecified() && udp_destination(headers, head) == Some(67);
             if owns(v4(12)) || asks { Ok(()) } else { Err(Reason::SpoofIp) }
         }
         Net::Arp => {
-            // Sender hardware address at 8, protocol address at 14. 0.0.0.0 is a probe of the target's at 24: one of another's
-            // address would tell that other, who probes it too, that it is taken (RFC 5227).
+            // Sender hardware address at 8, protocol address at 14. 0.0.0.0 is a probe for the target's at 24. A probe for
+            // another port's address would tell that port, which probes it too, that it is taken (RFC 5227).
             let mac = is_own_mac(policy, head, get(head, body + 8));
             let probes = v4(14).is_unspecified() && owns(v4(24));
             if mac && (owns(v4(14)) || probes) { Ok(()) } else { Err(Reason::SpoofIp) }
@@ -114,12 +114,12 @@ fn check_addresses(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<()
     }
 }
 
-/// The port that a UDP datagram is for.
+/// Returns the destination port of a UDP datagram.
 fn udp_destination(headers: &Headers, head: &[u8]) -> Option<u16> {
     headers.ports(head).filter(|_| headers.protocol == protocol::UDP).map(|(_, to)| to)
 }
 
-/// The frame's source, which was learned, if it isn't one of the port's own addresses.
+/// Returns the frame's source, which was learned, if it isn't one of the port's own addresses.
 fn learned(policy: &Policy, head: &[u8]) -> Option<Mac> {
     source(head).filter(|_| policy.learn > 0)
 }
@@ -130,7 +130,7 @@ fn is_own_mac(policy: &Policy, head: &[u8], mac: Option<[u8; 6]>) -> bool {
     })
 }
 
-/// The link-local address that a MAC stands for (RFC 4291, appendix A).
+/// Returns the link-local address of a MAC (RFC 4291, appendix A).
 #[must_use]
 pub fn link_local(mac: Mac) -> Ipv6Addr {
     let m = mac.0;
@@ -153,7 +153,7 @@ fn check_ipv6(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Rea
     let Some(&kind) = head.get(usize::from(headers.l4)).filter(|_| usize::from(headers.l4) < end) else {
         return Err(Reason::Unparsable);
     };
-    // Somebody who has no address yet says only this.
+    // The messages of a host without an address.
     let nameless = from.is_unspecified()
         && matches!(
             kind,
@@ -177,7 +177,7 @@ fn check_ipv6(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Rea
     }
     let message = &head[usize::from(headers.l4)..end];
     let target = get(message, 8).map(Ipv6Addr::from);
-    // Others are asked about; but one's own address is told of, or probed before it is taken.
+    // A host asks for other addresses; its own it announces, or probes before it takes it.
     let tells = kind == icmp::NEIGHBOUR_ADVERTISEMENT || kind == icmp::NEIGHBOUR_SOLICITATION && !own;
     if tells && !target.is_some_and(|ip| owns6(policy, head, ip)) {
         return spoofed;
@@ -256,7 +256,7 @@ mod tests {
         [&[0, 1, 8, 0, 6, 4, 0, 1][..], &mac.0, &ip, &[0; 6], &target].concat()
     }
 
-    /// Behind a header of destination options, as nobody needs to send it.
+    /// Puts a header of destination options in front, as no host needs to.
     fn behind_options(next: u8, message: &[u8]) -> Vec<u8> {
         [&[next, 0, 1, 4, 0, 0, 0, 0][..], message].concat()
     }
@@ -305,7 +305,7 @@ mod tests {
         let claim = frame(OWN, 0, 0x86dd, &ipv6("fe80::dead", 58, &advertisement("fe80::dead", OWN)));
         assert_eq!(verdict(&listed, &claim), Ok(()), "one that is its own by configuration");
 
-        // Who asks tells of itself too: its MAC, and the address that it probes.
+        // A solicitation also tells of its sender: its MAC, and the address that it probes.
         let solicit = |target: &str, option: &[u8]| {
             let target = target.parse::<Ipv6Addr>().unwrap().octets();
             [&[135, 0, 0, 0, 0, 0, 0, 0][..], &target, option].concat()
@@ -313,7 +313,7 @@ mod tests {
         let link = |mac: Mac| [&[1, 1][..], &mac.0].concat();
         assert_eq!(v6(LINK, &solicit("fd00::99", &link(OWN))), Ok(()));
         assert_eq!(v6(LINK, &solicit("fd00::99", &link(OTHER))), spoofed);
-        // An innocent option in front of the one that lies.
+        // An innocent option in front of the forged one.
         let hidden = [&[14, 1, 0, 0, 0, 0, 0, 0][..], &link(OTHER)].concat();
         assert_eq!(v6(LINK, &solicit("fd00::99", &hidden)), spoofed);
         assert_eq!(v6("::", &solicit("fd00::1", &[])), Ok(()), "is my own address taken?");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who may connect to a port: owner, group and mode of its socket. To connect takes the right to write.
+//! Permissions of a port's socket: owner, group and mode. To connect takes the right to write.
 
 use std::ffi::CString;
 use std::os::unix::fs::PermissionsExt;
@@ -8,12 +8,12 @@ use std::path::Path;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
-/// Groups as which libvirt's QEMU runs, the narrowest first: those of Debian and Fedora, and that of all who may use KVM.
+/// Groups that libvirt runs QEMU as, the narrowest first: those of Debian and Fedora, and that of all KVM users.
 const VMMS: [&str; 3] = ["libvirt-qemu", "qemu", "kvm"];
 const MODE: u32 = 0o660;
 
-/// What a user says of it. By default a switch that root runs gives its sockets to the first group of [`VMMS`] that there
-/// is, with mode 0660; that of another user leaves them to that user.
+/// The user's settings. By default a switch that root runs gives its sockets to the first group of [`VMMS`] that exists,
+/// with mode 0660; another user's switch leaves them to that user.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Access {
@@ -29,7 +29,7 @@ impl Access {
     /// Sets owner, group and mode of the socket at `path`.
     ///
     /// # Errors
-    /// There is no such user or group, the mode is none, or they are not ours to give.
+    /// There is no such user or group, the mode is invalid, or this process may not set them.
     pub fn apply(&self, path: &Path) -> anyhow::Result<()> {
         let owner = self.owner.as_deref().map(|name| id(name, user).with_context(|| no("user", name)));
         let group = self.group.as_deref().map(|name| id(name, group).with_context(|| no("group", name)));
@@ -39,7 +39,7 @@ impl Access {
                 u32::from_str_radix(text, 8)
                     .ok()
                     .filter(|mode| *mode <= 0o777)
-                    .with_context(|| format!("mode '{text}' is none; use octal digits, such as 0660"))?,
+                    .with_context(|| format!("mode '{text}' is invalid; use octal digits, such as 0660"))?,
             ),
             None => None,
         };
@@ -64,7 +64,7 @@ fn no(kind: &str, name: &str) -> String {
     format!("there is no {kind} '{name}'; 'getent passwd' and 'getent group' list those that are")
 }
 
-/// A number as it is, or what `find` finds.
+/// Returns a number as it is, or the result of `find` for a name.
 fn id(name: &str, find: fn(&str) -> Option<u32>) -> Option<u32> {
     name.parse().ok().or_else(|| find(name))
 }

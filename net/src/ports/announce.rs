@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The announcement after a migration (SEND_RARP): a guest that can't do it itself (VIRTIO_NET_F_GUEST_ANNOUNCE) has
-//! come from another host, and the network's switches must learn where it is now.
+//! The announcement after a migration (SEND_RARP) for a guest that can't send it itself (VIRTIO_NET_F_GUEST_ANNOUNCE):
+//! it has come from another host, and the network's switches must learn its new place.
 //!
-//! The frame is the guest's own in all but its origin: it passes the port's policy, leaves on the port's VLAN and is
-//! counted as sent.
+//! The frame is treated like one of the guest's: it passes the port's policy, leaves on the port's VLAN and is counted
+//! as sent.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,10 +19,10 @@ use crate::vring::ring::Segment;
 
 /// Bytes of the shortest Ethernet frame, without its checksum.
 const SHORTEST: usize = 60;
-/// Until a receiver's lock is free.
+/// Time between two tries of a receiver's lock.
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// A RARP request of `mac` for its own address (RFC 903), to everybody.
+/// Makes a broadcast RARP request of `mac` for its own address (RFC 903).
 fn request(mac: Mac) -> [u8; SHORTEST] {
     let mut frame = [0; SHORTEST];
     frame[..6].copy_from_slice(&Mac::BROADCAST.0);
@@ -34,10 +34,10 @@ fn request(mac: Mac) -> [u8; SHORTEST] {
     frame
 }
 
-/// Sends an announcement of `mac` from `port` to all who may have it.
+/// Sends an announcement of `mac` from `port` to all ports that may receive it.
 ///
 /// # Errors
-/// The MAC is not one of the port's, or the port is no more.
+/// The MAC is not one of the port's, or the port has been removed.
 pub fn announce(switch: &Switch, port: &Arc<Port>, mac: Mac) -> Result<(), String> {
     let view = switch.view();
     let at = view.ports().iter().position(|a| Arc::ptr_eq(&a.port, port));
@@ -51,7 +51,7 @@ pub fn announce(switch: &Switch, port: &Arc<Port>, mac: Mac) -> Result<(), Strin
     let (mut credits, mut held) = (Credits::default(), None);
     loop {
         {
-            // The queue's lock makes its counters ours.
+            // The holder of the queue's lock may write its counters.
             let counted = port.tx(0).lock();
             let mut sender = Sender::new(&mut forwarder, &view, src, 0, switch.now(), credits);
             let done = match held.take() {
@@ -70,7 +70,7 @@ pub fn announce(switch: &Switch, port: &Arc<Port>, mac: Mac) -> Result<(), Strin
                 break;
             }
         }
-        // A receiver is busy: it is tried again, until the time that it has for this sender is over.
+        // A receiver is busy: try again until the sender's credit with it is used up.
         std::thread::sleep(PAUSE);
     }
     for (broken, why) in forwarder.take_broken() {

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is counted, per vring: packets, bytes, and drops by reason. Only the holder of the vring's lock writes, so a
-//! count is a load and a store; anybody may read.
+//! The counters of a vring: packets, bytes, and drops by reason. Only the holder of the vring's lock writes, so a count
+//! is a load and a store; any thread may read.
 //!
-//! Every frame that a port sends is counted once by its sending vring (`packets`), and ends as a packet of a receiving
-//! vring or as one drop, counted by the sending or the receiving vring. A frame that becomes several, since it is flooded
-//! or cut into segments, ends once for each of them; those beyond the first are counted by the sending vring as `copies`.
-//! So over all vrings of a switch, sent packets and copies are received packets and drops.
+//! A port's sending vring counts every frame once (`packets`). The frame ends as a packet of a receiving vring or as one
+//! drop, counted by the sending or the receiving vring. A frame that becomes several, since it is flooded or segmented,
+//! ends once for each of them; the sending vring counts those beyond the first as `copies`. So over all vrings of a
+//! switch, sent packets and copies equal received packets and drops.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! reasons {
     ($($(#[doc = $doc:literal])+ $name:ident = $text:literal,)+) => {
-        /// Why a frame was dropped.
+        /// The reason for dropping a frame.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(usize)]
         pub enum Reason { $($(#[doc = $doc])+ $name,)+ }
@@ -32,17 +32,17 @@ reasons! {
     Short = "short",
     /// Longer than the port's MTU, or than a frame can be.
     Oversize = "oversize",
-    /// The virtio-net header makes no sense.
+    /// The virtio-net header is invalid.
     Header = "header",
-    /// The receiver has no buffers, and the sender has waited for it as long as it may.
+    /// The receiver has no buffers, and the sender's credit with it is used up.
     NoBuffer = "no_buffer",
-    /// Another worker has held the receiver for as long as the sender may wait.
+    /// Another worker has held the receiver for the sender's whole credit.
     Busy = "busy",
     /// The receiver's buffers can't hold a frame of that length.
     BufferSize = "buffer_size",
     /// The destination is known, but not connected.
     Down = "down",
-    /// The destination is unknown and there is no uplink, or nobody may have a flooded frame.
+    /// The destination is unknown and there is no uplink, or no port may get a flooded frame.
     Unknown = "unknown",
     /// Sent to itself.
     Loop = "loop",
@@ -52,11 +52,11 @@ reasons! {
     TooManyMacs = "too_many_macs",
     /// The source IP, ARP or ND sender isn't one of the port's.
     SpoofIp = "spoof_ip",
-    /// The port is guarded, and the frame can't be read.
+    /// The port is guarded, and the frame can't be parsed.
     Unparsable = "unparsable",
-    /// A router's, multicast querier's or DHCP server's message from a port that may be none.
+    /// A message of a router, multicast querier or DHCP server from a port that may not be one.
     Server = "server",
-    /// To an address that no bridge forwards (01:80:c2:00:00:00 to :0f).
+    /// For an address that bridges do not forward (01:80:c2:00:00:00 to :0f).
     Reserved = "reserved",
     /// To a multicast group that no port has joined.
     Unwanted = "unwanted",
@@ -66,7 +66,7 @@ reasons! {
     Isolated = "isolated",
     /// Beyond the port's rate.
     Rate = "rate",
-    /// Beyond what its receiver may be sent.
+    /// Beyond the receiver's rate.
     ReceiveRate = "receive_rate",
     /// A rule of the sender or the receiver drops it.
     Rule = "rule",
@@ -94,36 +94,36 @@ fn add(counter: &AtomicU64, n: u64) {
 }
 
 impl Counters {
-    /// Packets that went through, with their bytes (Ethernet header included, virtio-net header not). Lock holder only.
+    /// Counts forwarded packets with their bytes (Ethernet header included, virtio-net header not). Lock holder only.
     #[inline(always)]
     pub fn passed(&self, packets: u64, bytes: u64) {
         add(&self.packets, packets);
         add(&self.bytes, bytes);
     }
 
-    /// One frame dropped. Lock holder only.
+    /// Counts one dropped frame. Lock holder only.
     #[cold]
     pub fn drop_one(&self, reason: Reason) {
         add(&self.drops[reason as usize], 1);
     }
 
-    /// One frame flooded. Lock holder only.
+    /// Counts one flooded frame. Lock holder only.
     pub fn flooded(&self) {
         add(&self.flooded, 1);
     }
 
-    /// Frames that were made of one. Lock holder only.
+    /// Counts the copies of a frame. Lock holder only.
     pub fn copied(&self, copies: u64) {
         add(&self.copies, copies);
     }
 
-    /// One interrupt sent. Lock holder only.
+    /// Counts one interrupt. Lock holder only.
     #[inline(always)]
     pub fn signalled(&self) {
         add(&self.signals, 1);
     }
 
-    /// The counts of this moment.
+    /// Returns the present counts.
     #[must_use]
     pub fn read(&self) -> Counts {
         let get = |c: &AtomicU64| c.load(Ordering::Relaxed);
@@ -149,7 +149,7 @@ pub struct Counts {
     pub bytes: u64,
     /// Of the packets, those flooded.
     pub flooded: u64,
-    /// Frames that the packets became beyond themselves, by flooding and segmentation.
+    /// Frames that flooding and segmentation added.
     pub copies: u64,
     /// Interrupts.
     pub signals: u64,

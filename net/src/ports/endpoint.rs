@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A port's socket: the switch listens on it (server), or its keeper connects to it (client), one connection at a time,
-//! again and again. One thread per port, which sleeps in the kernel unless the front-end has something to say.
+//! again and again. One thread per port, which sleeps in the kernel until the front-end sends a message.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -20,7 +20,7 @@ use crate::frames::frame::Mac;
 use crate::ports::port::Port;
 use crate::ports::protocol::Session;
 
-/// Who makes the connection.
+/// The side that makes the connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -31,23 +31,23 @@ pub enum Role {
     Client,
 }
 
-/// Where the connections of a port come from.
+/// The source of a port's connections.
 pub struct Endpoint(Source);
 
 enum Source {
     /// The switch listens.
     Listener(UnixListener),
-    /// The keeper connects, for a byte, and sends the connection.
+    /// The keeper connects for each byte sent, and sends the connection back.
     Dialer(UnixStream),
 }
 
-/// How long to wait for another try: to connect, or for descriptors that others give back.
+/// The pause before another try to connect, or for descriptors to become free.
 pub(crate) const RETRY: Duration = Duration::from_millis(200);
 
-/// Listens at `path`. A socket that a dead server left is replaced.
+/// Listens at `path`. Replaces a socket that a dead server left.
 ///
 /// # Errors
-/// The path is in use, or something else than a socket, or not ours to make.
+/// The path is in use, or no socket, or this process may not make it.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
     let named = |err: io::Error| io::Error::new(err.kind(), format!("{}: {err}", path.display()));
     if let Ok(meta) = path.symlink_metadata() {
@@ -65,7 +65,7 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
 }
 
 impl Endpoint {
-    /// The endpoint of a port of this role, of which the keeper has made `source`.
+    /// Makes the endpoint of a port of this role, for which the keeper has made `source`.
     #[must_use]
     pub fn over(role: Role, source: OwnedFd) -> Self {
         Self(match role {
@@ -74,7 +74,7 @@ impl Endpoint {
         })
     }
 
-    /// The next connection.
+    /// Waits for the next connection.
     fn next(&self) -> io::Result<UnixStream> {
         match &self.0 {
             Source::Listener(listener) => listener.accept().map(|(stream, _)| stream),
@@ -88,7 +88,7 @@ impl Endpoint {
         }
     }
 
-    /// Serves one front-end after the other until `stop` is [`Stop::now`].
+    /// Serves one front-end after the other until [`Stop::now`].
     pub fn serve(&self, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64, stop: &Stop) {
         while !stop.is_set() {
             let Ok(stream) = self.next() else {
@@ -111,7 +111,7 @@ impl Endpoint {
         }
     }
 
-    /// What ends [`Endpoint::serve`].
+    /// Returns the handle that ends [`Endpoint::serve`].
     ///
     /// # Errors
     /// No descriptors are left.
@@ -126,23 +126,23 @@ impl Endpoint {
 }
 
 /// Ends a port's thread wherever it waits: for a connection, or for a front-end that has sent a part of a message or
-/// doesn't take its answer.
+/// doesn't read its answer.
 #[derive(Debug)]
 pub struct Stop {
     set: AtomicBool,
-    /// Where connections come from.
+    /// The source of connections.
     source: OwnedFd,
     /// The connection that is served.
     stream: Mutex<Option<UnixStream>>,
 }
 
 impl Stop {
-    /// Ends the connection, and lets no other begin.
+    /// Ends the connection, and prevents another.
     pub fn now(&self) {
         self.set.store(true, Ordering::Release);
         interrupt(&self.source);
         if let Some(stream) = &*self.stream.lock().unwrap_or_else(PoisonError::into_inner) {
-            // The front-end may have gone.
+            // The front-end may have closed it.
             let _gone = stream.shutdown(std::net::Shutdown::Both);
         }
     }
@@ -151,12 +151,12 @@ impl Stop {
         self.set.load(Ordering::Acquire)
     }
 
-    /// Takes note of the connection that is served from now on. False: none is to be served.
+    /// Registers the connection that is served from now on. False: the endpoint is stopped.
     fn watch(&self, stream: &UnixStream) -> bool {
         let mut watched = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(own) = stream.try_clone() else { return false };
         *watched = Some(own);
-        // Whoever stops sets the flag before it looks for a connection.
+        // [`Stop::now`] sets the flag before it looks for a connection.
         !self.is_set()
     }
 
@@ -165,13 +165,13 @@ impl Stop {
     }
 }
 
-/// Ends the wait for a connection at a socket, also where its path leads to it no more.
+/// Ends the wait for a connection at a socket, even if its path no longer leads to it.
 pub(crate) fn interrupt(socket: &impl AsFd) {
-    // One that is shut down already is as good.
+    // It may have been shut down already.
     let _ended = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
 }
 
-/// Answers one front-end until it goes or breaks the protocol; says why it ended.
+/// Serves one front-end until it disconnects or breaks the protocol; returns the reason.
 fn converse(stream: UnixStream, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64) -> Error {
     let session = Arc::new(Mutex::new(Session::new(switch.clone(), port.clone(), offered)));
     let own = match stream.try_clone() {
@@ -196,8 +196,8 @@ fn converse(stream: UnixStream, switch: &Arc<Switch>, port: &Arc<Port>, offered:
     }
 }
 
-/// Answers what the `vhost` crate (0.14) does not: a SET_VRING_ENABLE that comes before SET_FEATURES, as QEMU sends it as
-/// soon as the protocol features are agreed upon, and SEND_RARP. True: there was one of them.
+/// Handles messages that the `vhost` crate (0.14) does not: a SET_VRING_ENABLE before SET_FEATURES, which QEMU sends as
+/// soon as the protocol features are negotiated, and SEND_RARP. True: there was one of them.
 fn own_message(stream: &UnixStream, session: &Mutex<Session>) -> Result<bool, Error> {
     const SET_VRING_ENABLE: u32 = 18;
     const SEND_RARP: u32 = 19;
@@ -207,7 +207,7 @@ fn own_message(stream: &UnixStream, session: &Mutex<Session>) -> Result<bool, Er
     // Three words of header, two of body.
     let mut bytes = [0u8; 20];
     let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
-    // SAFETY: our own buffer, as long as said.
+    // SAFETY: a local buffer, as long as stated.
     let n = unsafe { libc::recv(stream.as_raw_fd(), bytes.as_mut_ptr().cast(), bytes.len(), flags) };
     let word =
         |b: &[u8; 20], i: usize| u32::from_ne_bytes([b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3]]);
@@ -218,7 +218,7 @@ fn own_message(stream: &UnixStream, session: &Mutex<Session>) -> Result<bool, Er
     }
     (&*stream).read_exact(&mut bytes).map_err(Error::SocketError)?;
     match request {
-        // The MAC as it lies in memory.
+        // The MAC in memory order.
         SEND_RARP => {
             session.send_rarp(Mac([bytes[12], bytes[13], bytes[14], bytes[15], bytes[16], bytes[17]]))?
         }

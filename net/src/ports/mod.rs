@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A VM's network card as the switch has it.
+//! Ports: a VM's network card on the switch's side.
 //!
-//! - [`endpoint`]: a port's socket, and [`access`]: who may connect; [`protocol`]: the vhost-user messages on it.
-//! - [`port`]: a port's queues; [`counters`]: what is counted; [`announce`]: a guest that has come from another host.
+//! - [`endpoint`]: a port's socket, and [`access`]: its permissions; [`protocol`]: the vhost-user messages on it.
+//! - [`port`]: a port's queues; [`counters`]: its counters; [`announce`]: announcements after a migration.
 
 pub mod access;
 pub(crate) mod announce;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A port: a name and its vrings. Receive and transmit are the guest's words: it receives from vring 0, 2, 4, …
-//! (we write) and transmits on 1, 3, 5, … (we read).
+//! A port: a name and its vrings. Receive and transmit are seen from the guest: it receives from vring 0, 2, 4, … (the switch
+//! writes) and transmits on 1, 3, 5, … (the switch reads).
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -14,7 +14,7 @@ use crate::vring::queue::Vring;
 /// Most queue pairs of a port.
 pub const MAX_PAIRS: usize = 16;
 
-/// What a warning about a port costs, and how much may be said at once, in time (nanoseconds).
+/// The interval of warnings about a port after a burst (nanoseconds).
 const WARNING_NS: u64 = 1_000_000_000;
 const WARNINGS_NS: u64 = 20 * WARNING_NS;
 
@@ -26,26 +26,26 @@ pub struct Port {
     active_rx: AtomicU32,
     /// Bit n: transmit queue n is started and enabled.
     active_tx: AtomicU32,
-    /// Which worker carries what the guest sends, by queue.
+    /// The worker that carries each transmit queue.
     homes: Box<[AtomicUsize]>,
-    /// What the port has used of its rates.
+    /// The use of the port's sending rates.
     pub limiter: Limiter,
-    /// What others have used of what it may be sent.
+    /// The use of the port's receiving rates.
     pub receive_limiter: Limiter,
-    /// Addresses that it uses beyond its own, where it may.
+    /// Addresses that it has learned beyond its own.
     pub learned: Learned,
-    /// Of an uplink: who is behind it.
+    /// Of an uplink: the addresses behind it.
     pub outside: OnceLock<Outside>,
     /// Multicast groups that it has joined.
     pub groups: Groups,
     /// A front-end is connected.
     pub connected: AtomicBool,
-    /// The time that warnings about it have been paid for.
+    /// The time up to which warnings about it have been paid for.
     warned: AtomicU64,
 }
 
 impl Port {
-    /// A port with room for `pairs` queue pairs (1 to [`MAX_PAIRS`]).
+    /// Makes a port with room for `pairs` queue pairs (1 to [`MAX_PAIRS`]).
     #[must_use]
     pub fn new(name: &str, pairs: usize) -> Self {
         let pairs = pairs.clamp(1, MAX_PAIRS);
@@ -70,8 +70,8 @@ impl Port {
         &self.name
     }
 
-    /// May the log have a warning about it at `now`? So many, and then one per second: its front-end may break it as often as
-    /// it likes.
+    /// Returns whether a warning about it may be logged at `now`: a burst, and then one per second, since its front-end may
+    /// break it as often as it likes.
     pub fn may_warn(&self, now: u64) -> bool {
         if self.warned.fetch_max(now, Ordering::Relaxed) > now.saturating_add(WARNINGS_NS) {
             return false;
@@ -80,45 +80,45 @@ impl Port {
         true
     }
 
-    /// All vrings, in the protocol's order.
+    /// Returns all vrings, in the protocol's order.
     #[must_use]
     pub fn vrings(&self) -> &[Vring] {
         &self.vrings
     }
 
-    /// Queue pairs that there is room for.
+    /// Returns the number of queue pairs.
     #[inline(always)]
     #[must_use]
     pub fn pairs(&self) -> usize {
         self.vrings.len() / 2
     }
 
-    /// The vring that the guest receives from, for any number (taken modulo the number of queues).
+    /// Returns the vring that the guest receives from, for any number (taken modulo the number of queues).
     #[inline(always)]
     #[must_use]
     pub fn rx(&self, queue: usize) -> &Vring {
         &self.vrings[2 * (queue % self.pairs())]
     }
 
-    /// The vring that the guest transmits on, for any number (taken modulo the number of queues).
+    /// Returns the vring that the guest transmits on, for any number (taken modulo the number of queues).
     #[inline(always)]
     #[must_use]
     pub fn tx(&self, queue: usize) -> &Vring {
         &self.vrings[2 * (queue % self.pairs()) + 1]
     }
 
-    /// The worker that carries transmit queue `queue`.
+    /// Returns the worker that carries transmit queue `queue`.
     #[must_use]
     pub fn home(&self, queue: usize) -> usize {
         self.homes[queue % self.pairs()].load(Ordering::Relaxed)
     }
 
-    /// Gives transmit queue `queue` to a worker, which takes it over at the switch's next change.
+    /// Assigns transmit queue `queue` to a worker, which takes it over at the switch's next change.
     pub fn set_home(&self, queue: usize, worker: usize) {
         self.homes[queue % self.pairs()].store(worker, Ordering::Relaxed);
     }
 
-    /// Looks which queues are active; to be called after each change.
+    /// Records which queues are active; called after each change.
     pub fn note_active(&self) {
         for (parity, active) in [&self.active_rx, &self.active_tx].into_iter().enumerate() {
             let mut mask = 0;
@@ -131,13 +131,13 @@ impl Port {
         }
     }
 
-    /// Was transmit queue `queue` active at the last change? Whoever asks holds up no worker.
+    /// Returns whether transmit queue `queue` was active at the last change, without a lock.
     #[must_use]
     pub fn is_transmitting(&self, queue: usize) -> bool {
         self.active_tx.load(Ordering::Relaxed) >> queue & 1 != 0
     }
 
-    /// Stops all queues, one of them having been found broken. The caller holds none of their locks.
+    /// Stops all queues after one of them was found broken. The caller holds none of their locks.
     pub fn fail(&self) {
         for vring in &self.vrings {
             let mut vring = vring.lock();
@@ -150,7 +150,7 @@ impl Port {
         self.active_tx.store(0, Ordering::Release);
     }
 
-    /// An active receive queue, the same for the same `flow`. None: the port is down.
+    /// Returns an active receive queue, the same for the same `flow`. None: the port is down.
     #[inline(always)]
     #[must_use]
     pub fn active_rx(&self, flow: usize) -> Option<usize> {
@@ -164,13 +164,13 @@ impl Port {
         Some(mask.trailing_zeros() as usize)
     }
 
-    /// What the guest has received (and what was lost on the way in), over all queues.
+    /// Returns the guest's received frames (and those dropped for it), over all queues.
     #[must_use]
     pub fn received(&self) -> Counts {
         self.sum(0)
     }
 
-    /// What the guest has sent, over all queues.
+    /// Returns the guest's sent frames, over all queues.
     #[must_use]
     pub fn sent(&self) -> Counts {
         self.sum(1)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The vhost-user protocol of one port: what the front-end says becomes the state of the port's vrings.
+//! The vhost-user protocol of one port: the front-end's messages change the state of the port's vrings.
 //!
-//! The `vhost` crate reads and checks messages; a [`Session`] is what it calls, on the port's own control thread.
-//! A session that fails, or whose front-end goes away, leaves its port down and everything else as it was.
+//! The `vhost` crate reads and checks messages and calls a [`Session`], on the port's own control thread. A session that
+//! fails, or whose front-end disconnects, leaves its port down and everything else unchanged.
 
 use std::fs::File;
 use std::io;
@@ -43,14 +43,14 @@ fn refuse(why: impl std::fmt::Display) -> Error {
 }
 
 impl Session {
-    /// A new connection of `port`, which is offered `offered` (a part of [`OFFERED`]).
+    /// Makes the session of a new connection of `port`, which is offered `offered` (a part of [`OFFERED`]).
     #[must_use]
     pub fn new(switch: Arc<Switch>, port: Arc<Port>, offered: u64) -> Self {
         let offered = offered & OFFERED;
         Self { switch, port, offered, features: 0, memory: Arc::default(), log: None }
     }
 
-    /// Have the virtio features been agreed upon?
+    /// Returns whether the virtio features have been negotiated.
     #[must_use]
     pub fn has_features(&self) -> bool {
         self.features != 0
@@ -72,13 +72,13 @@ impl Session {
         Ok(vring.lock())
     }
 
-    /// After rings have started, stopped or changed.
+    /// Called after rings have started, stopped or changed.
     fn changed(&self) {
         self.port.note_active();
         self.switch.changed();
     }
 
-    /// Stops everything, as when the front-end is gone.
+    /// Stops everything, as when the front-end has disconnected.
     pub fn reset(&mut self) {
         self.memory = Arc::default();
         self.log = None;
@@ -144,7 +144,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         let log = self.logged();
         for vring in self.port.vrings() {
             let mut vring = vring.lock();
-            // A running ring only learns of logging; the rest can't change under it.
+            // A running ring only learns of logging; other features can't change under it.
             if vring.ring.is_none() {
                 vring.negotiated = negotiated(features);
                 if !has(features, bit::PROTOCOL_FEATURES) {
@@ -251,7 +251,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         }
         let first = fd.as_ref().map(File::try_clone).transpose().map_err(refuse)?;
         self.vring(index.into())?.call = fd;
-        // What was used before the driver could be told is told now. Not under the lock: the front-end can make this wait.
+        // Chains used before the driver could be interrupted are signalled now. Not under the lock: the front-end can make
+        // this block.
         if let Some(mut call) = first {
             let _full = self.switch.watch().within(|| io::Write::write(&mut call, &1u64.to_ne_bytes()));
         }

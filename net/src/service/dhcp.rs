@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Addresses for guests that ask for one (DHCP, RFC 2131 and 2132): what a message is answered with.
+//! IPv4 addresses for guests that ask for one (DHCP, RFC 2131 and 2132): the answers to their messages.
 //!
-//! Each MAC has one address, which the configuration says, so there is nothing to remember: any switch that has the
-//! configuration gives the same answer. Who asks for another address is told no; who asks another server, or through a
-//! relay, gets no answer.
+//! Each MAC has one address, from the configuration, so there is no state: any switch with the same configuration gives
+//! the same answer. A request for another address is refused; a request to another server, or through a relay, gets no
+//! answer.
 
 use std::net::Ipv4Addr;
 use std::str::FromStr;
@@ -15,12 +15,12 @@ use super::{Lease, Leases, Responder};
 use crate::frames::frame::Mac;
 use crate::policy::port::Vlan;
 
-/// An address of the subnet that it is in: `10.86.0.1/24`.
+/// An address with its subnet: `10.86.0.1/24`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Inside {
     pub address: Ipv4Addr,
-    /// Bits of it that are the subnet's, 1 to 30.
+    /// The length of the subnet's prefix, 1 to 30.
     pub prefix: u32,
 }
 
@@ -29,7 +29,7 @@ impl Inside {
         u32::MAX << (32 - self.prefix)
     }
 
-    /// Is this an address of the same subnet that a guest can have?
+    /// Returns whether this is an address of the same subnet that a guest can have.
     #[must_use]
     pub fn has(self, ip: Ipv4Addr) -> bool {
         let (own, ip, mask) = (u32::from(self.address), u32::from(ip), self.mask());
@@ -67,13 +67,13 @@ fn hour() -> u32 {
     3600
 }
 
-/// The service, as the configuration says it.
+/// The service's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct DhcpConfig {
     /// The server's own address, and the subnet.
     pub address: Inside,
-    /// The way out of the subnet.
+    /// The subnet's router.
     #[serde(default)]
     pub router: Option<Ipv4Addr>,
     /// Name servers.
@@ -82,26 +82,26 @@ pub struct DhcpConfig {
     /// The domain of the guests' names.
     #[serde(default)]
     pub domain: Option<String>,
-    /// Seconds for which an address is given.
+    /// Seconds for which an address is leased.
     #[serde(default = "hour")]
     pub lease: u32,
-    /// The VLAN of those who are answered.
+    /// The VLAN of the guests that are served.
     #[serde(default)]
     pub vlan: Vlan,
 }
 
 impl DhcpConfig {
-    /// The server's MAC: a local one, made of its address.
+    /// Returns the server's MAC: a local one, made from its address.
     #[must_use]
     pub fn mac(&self) -> Mac {
         let [a, b, c, d] = self.address.address.octets();
         Mac([0x02, 0x54, a, b, c, d])
     }
 
-    /// Is it possible?
+    /// Checks the settings.
     ///
     /// # Errors
-    /// What is wrong with it, and what to do.
+    /// Names the wrong setting and the remedy.
     pub fn check(&self) -> anyhow::Result<()> {
         anyhow::ensure!(self.dns.len() <= 16, "dhcp: {} name servers; up to 16 are possible", self.dns.len());
         anyhow::ensure!(self.lease >= 60, "dhcp: a lease of {} s is too short; write 60 or more", self.lease);
@@ -116,7 +116,7 @@ const UDP: usize = 8;
 /// Bytes of a BOOTP message in front of its options, the magic cookie included.
 const FIXED: usize = 240;
 const COOKIE: [u8; 4] = [0x63, 0x82, 0x53, 0x63];
-/// The shortest BOOTP message that old clients take.
+/// The shortest BOOTP message that old clients accept.
 const SHORTEST: usize = 300;
 
 /// Types of messages (RFC 2132, option 53).
@@ -147,7 +147,7 @@ mod option {
     pub const END: u8 = 255;
 }
 
-/// The value of an option, the first of its number.
+/// Returns the value of the first option of this number.
 fn find(mut options: &[u8], wanted: u8) -> Option<&[u8]> {
     loop {
         match options {
@@ -168,8 +168,7 @@ fn ip(bytes: &[u8]) -> Option<Ipv4Addr> {
     bytes.first_chunk::<4>().map(|b| Ipv4Addr::from(*b))
 }
 
-/// The answer to a frame, if it gets one: to a question for an address, or for the server's own MAC (ARP). `lease`: what
-/// the owner of a MAC gets.
+/// Answers a request for an address, or for the server's own MAC (ARP); None: no answer. `lease`: the lease of a MAC.
 #[must_use]
 pub fn answer(
     config: &DhcpConfig,
@@ -184,7 +183,7 @@ pub fn answer(
     }
 }
 
-/// Tells the server's MAC. The router's address is the router's, also where the server goes by it.
+/// Answers with the server's MAC. The router's address belongs to the router, even if it equals the server's.
 fn arp(config: &DhcpConfig, from: Mac, body: &[u8]) -> Option<Vec<u8>> {
     const QUESTION: [u8; 8] = [0, 1, 8, 0, 6, 4, 0, 1];
     let own = config.address.address;
@@ -201,7 +200,7 @@ fn dhcp(
     packet: &[u8],
     lease: impl Fn(Mac) -> Option<Lease<Ipv4Addr>>,
 ) -> Option<Vec<u8>> {
-    // IPv4 of one piece, with UDP from port 68 to port 67.
+    // Unfragmented IPv4, with UDP from port 68 to port 67.
     let head = 4 * usize::from(packet.first()? & 15);
     let total = usize::from(u16::from_be_bytes(*packet.get(2..)?.first_chunk()?));
     let fragment = u16::from_be_bytes(*packet.get(6..)?.first_chunk()?) & 0x3fff;
@@ -215,7 +214,7 @@ fn dhcp(
     let len = usize::from(u16::from_be_bytes(*udp.get(4..)?.first_chunk()?));
     let asked = udp.get(UDP..len)?;
     let (fixed, options) = asked.split_at_checked(FIXED)?;
-    // A question over Ethernet, for itself, not through a relay.
+    // A request over Ethernet, for the sender itself, not through a relay.
     let own = fixed[..3] == [1, 1, 6] && fixed[28..34] == from.0 && fixed[24..28] == [0; 4];
     if !own || fixed[236..] != COOKIE {
         return None;
@@ -240,7 +239,7 @@ fn dhcp(
 
     let mut reply = vec![0; FIXED];
     reply[..4].copy_from_slice(&[2, 1, 6, 0]);
-    // The number of the exchange; flags; the client's hardware address.
+    // Transaction id; flags; the client's hardware address.
     reply[4..8].copy_from_slice(&fixed[4..8]);
     reply[10..12].copy_from_slice(&fixed[10..12]);
     reply[28..44].copy_from_slice(&fixed[28..44]);
@@ -285,7 +284,7 @@ fn dhcp(
     reply.push(option::END);
     reply.resize(reply.len().max(SHORTEST), 0);
 
-    // To the address that it has; to nobody's address where it has none yet and says so, or is told no.
+    // To the client's address; broadcast if it has none yet and asks for that, or is refused.
     let broadcast = kind == kind::NAK || fixed[10] & 0x80 != 0;
     let to = match (kind == kind::NAK, has.is_unspecified(), broadcast) {
         (false, false, _) => has,
@@ -303,7 +302,7 @@ fn dhcp(
     packet[20..24].copy_from_slice(&[0, 67, 0, 68]);
     packet[24..26].copy_from_slice(&((UDP + reply.len()) as u16).to_be_bytes());
     packet.extend(reply);
-    // UDP's sum takes in the addresses, the protocol and the length.
+    // UDP's checksum covers the addresses, the protocol and the length.
     let length = (packet.len() - IP) as u32;
     let check = match sum(&packet[12..], 17 + length) {
         [0, 0] => [0xff, 0xff],
@@ -313,14 +312,14 @@ fn dhcp(
     Some(ethernet(from, config.mac(), 0x0800, &packet))
 }
 
-/// The service: what `config` says, for those who have a lease.
+/// The service: `config`, and the leases.
 pub struct Dhcp {
     config: DhcpConfig,
     leases: Leases<Ipv4Addr>,
 }
 
 impl Dhcp {
-    /// The service of `config`, which gives what `leases` says.
+    /// Makes the service of `config`, which gives the addresses in `leases`.
     #[must_use]
     pub fn new(config: DhcpConfig, leases: Leases<Ipv4Addr>) -> Self {
         Self { config, leases }
@@ -353,7 +352,7 @@ mod tests {
         (mac == GUEST).then(|| Lease { address: ADDRESS, name: "web".into() })
     }
 
-    /// A message with these options from `from`, which has the address `has`.
+    /// Makes a message with these options from `from`, which has the address `has`.
     fn message(from: Mac, has: Ipv4Addr, options: &[u8]) -> Vec<u8> {
         let mut body = vec![0; FIXED];
         body[..8].copy_from_slice(&[1, 1, 6, 0, 1, 2, 3, 4]);
@@ -371,7 +370,7 @@ mod tests {
         ethernet(Mac::BROADCAST, from, 0x0800, &packet)
     }
 
-    /// Type, address and options of an answer, whose sums are right.
+    /// Returns type, address and options of an answer, whose checksums are right.
     fn read(frame: &[u8]) -> (u8, Ipv4Addr, Vec<u8>) {
         assert_eq!((&frame[..6], &frame[6..12]), (&GUEST.0[..], &config().mac().0[..]));
         let packet = &frame[ETH..];
@@ -405,10 +404,10 @@ mod tests {
         let wants = [&[53, 1, 3, 54, 4][..], &SERVER.octets(), &[50, 4], &ADDRESS.octets()].concat();
         let (kind, address, _) = read(&answer(&config(), &message(GUEST, none, &wants), lease).unwrap());
         assert_eq!((kind, address), (5, ADDRESS));
-        // A renewal, from the address that it has.
+        // A renewal, from the leased address.
         let renewed = answer(&config(), &message(GUEST, ADDRESS, &[53, 1, 3]), lease).unwrap();
         assert_eq!((read(&renewed).0, &renewed[30..34]), (5, &ADDRESS.octets()[..]));
-        // Who has set its address itself is only told the rest.
+        // A client with a static address is only told the other options.
         let (kind, address, options) =
             read(&answer(&config(), &message(GUEST, ADDRESS, &[53, 1, 8]), lease).unwrap());
         assert_eq!((kind, address, find(&options, 51)), (5, none, None));
@@ -422,7 +421,7 @@ mod tests {
             read(&answer(&config(), &message(GUEST, none, &wrong), lease).unwrap());
         assert_eq!((kind, address, find(&options, 51)), (6, none, None));
         let silent = |frame: &[u8]| assert_eq!(answer(&config(), frame, lease), None);
-        // An unknown guest; another server's client; a release; a relay; somebody for another.
+        // An unknown guest; another server's client; a release; a relay; a request for another host.
         silent(&message(Mac([2, 0, 0, 0, 0, 9]), none, &[53, 1, 1]));
         silent(&message(GUEST, none, &[53, 1, 3, 54, 4, 10, 86, 0, 9]));
         silent(&message(GUEST, none, &[53, 1, 7]));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! IPv6 addresses for guests that ask for one (DHCPv6, RFC 8415): what a message is answered with.
+//! IPv6 addresses for guests that ask for one (DHCPv6, RFC 8415): the answers to their messages.
 //!
-//! As with [DHCPv4](super::dhcp), each MAC has one address, which the configuration says, so there is nothing to remember.
-//! A client asks from its link-local address and by multicast; who asks another server, or through a relay, gets no answer.
+//! As with [DHCPv4](super::dhcp), each MAC has one address, from the configuration, so there is no state. A client asks from
+//! its link-local address and by multicast; a request to another server, or through a relay, gets no answer.
 
 use std::net::Ipv6Addr;
 
@@ -15,13 +15,13 @@ use crate::frames::headers::get;
 const UDP: usize = 8;
 const CLIENT_PORT: u16 = 546;
 const SERVER_PORT: u16 = 547;
-/// How long an address is given, how long it is preferred, and when the client is to renew and to rebind it, in seconds.
+/// Valid and preferred lifetime of an address, and when the client is to renew and to rebind it, in seconds.
 const VALID: u32 = 7200;
 const PREFERRED: u32 = 3600;
 const RENEW: u32 = 1800;
 const REBIND: u32 = 2880;
-/// Most associations of one message that are answered, and most addresses of each that are taken back: an answer fits into
-/// one frame.
+/// The largest number of associations of one message that are answered, and of addresses of each that are released: an
+/// answer fits into one frame.
 const MAX_ASSOCIATIONS: usize = 4;
 /// Longest identifier of a client (RFC 8415 §11.1).
 const MAX_DUID: usize = 130;
@@ -60,7 +60,7 @@ mod status {
     pub const NO_PREFIX: u16 = 6;
 }
 
-/// The options of a message, up to the first that is cut short.
+/// Returns the options of a message, up to the first that is cut short.
 fn options(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let number = u16::from_be_bytes(get(bytes, 0)?);
@@ -77,14 +77,14 @@ fn say(to: &mut Vec<u8>, number: u16, value: &[u8]) {
     to.extend(value);
 }
 
-/// The addresses in the options of an association.
+/// Returns the addresses in the options of an association.
 fn addresses(association: &[u8]) -> impl Iterator<Item = Ipv6Addr> {
     let all = options(association.get(12..).unwrap_or_default());
     all.filter(|(number, _)| *number == option::ADDRESS)
         .filter_map(|(_, v)| get::<16>(v, 0).map(Ipv6Addr::from))
 }
 
-/// The answer to the UDP datagram `asked`, as a UDP datagram without its checksum, from the owner of `server` to one who has
+/// Answers the UDP datagram `asked` with a UDP datagram without its checksum, from the owner of `server` to the client with
 /// `lease`.
 #[must_use]
 pub fn answer(config: &Ipv6Config, server: Mac, asked: &[u8], lease: &Lease<Ipv6Addr>) -> Option<Vec<u8>> {
@@ -127,7 +127,7 @@ pub fn answer(config: &Ipv6Config, server: Mac, asked: &[u8], lease: &Lease<Ipv6
     let associations = || options(rest).filter(|(n, _)| *n == option::ASSOCIATION).map(|(_, v)| v);
     match kind {
         kind::CONFIRM => {
-            // A client that says no address learns nothing (RFC 8415 §18.3.3).
+            // A client that sends no address gets no answer (RFC 8415 §18.3.3).
             associations().flat_map(addresses).next()?;
             let all = associations().flat_map(addresses).all(|ip| config.prefix.has(ip));
             let code = if all { status::SUCCESS } else { status::NOT_ON_LINK };
@@ -157,7 +157,7 @@ pub fn answer(config: &Ipv6Config, server: Mac, asked: &[u8], lease: &Lease<Ipv6
     Some(datagram)
 }
 
-/// Answers an association with the address, which the client's first one gets; others that it has are no longer valid.
+/// Answers an association: the first one gets the address; other addresses that it has become invalid.
 fn give(reply: &mut Vec<u8>, association: &[u8], address: Option<Ipv6Addr>) {
     let Some(id) = association.first_chunk::<4>() else { return };
     let mut value = id.to_vec();
@@ -229,7 +229,7 @@ mod tests {
         options(reply).find(|(n, _)| *n == number).map(|(_, v)| v.to_vec())
     }
 
-    /// Addresses of the first association, with how long they are valid.
+    /// Returns the addresses of the first association, with their lifetimes.
     fn given(reply: &[u8]) -> Vec<(String, u32)> {
         let association = find(reply, option::ASSOCIATION).unwrap();
         let all = options(&association[12..]).filter(|(n, _)| *n == option::ADDRESS);
@@ -254,7 +254,7 @@ mod tests {
             let (kind, reply) = ask(kind, &[with(option::SERVER, &OWN), association(9, &[])]).unwrap();
             assert_eq!((kind, given(&reply)), (kind::REPLY, vec![own.clone()]));
         }
-        // Another address that it has had is no longer valid.
+        // An address that it had before becomes invalid.
         let (_, reply) = ask(6, &[association(9, &["fd00::66"])]).unwrap();
         assert_eq!(given(&reply), [own, ("fd00::66".to_owned(), 0)]);
     }
@@ -273,7 +273,7 @@ mod tests {
         assert_eq!(status(&ask(8, &[with(option::SERVER, &OWN)]).unwrap().1), Some(0));
         let (kind, information) = ask(11, &[]).unwrap();
         assert_eq!((kind, find(&information, option::ASSOCIATION)), (kind::REPLY, None));
-        // The second association gets nothing, and no prefix is given away.
+        // The second association gets nothing, and no prefix is delegated.
         let prefixes = with(option::PREFIXES, &[0; 12]);
         let (_, offer) = ask(1, &[association(1, &[]), association(2, &[]), prefixes]).unwrap();
         let second = options(&offer).filter(|(n, _)| *n == option::ASSOCIATION).nth(1).unwrap().1;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! IPv6 for guests that set nothing: router advertisements (RFC 4861, RFC 8106) with the network's prefix, from which a
+//! IPv6 for guests without settings: router advertisements (RFC 4861, RFC 8106) with the network's prefix, from which a
 //! guest's kernel makes its own address (RFC 4862), and the switch's side of [DHCPv6](super::dhcp6).
 //!
-//! The switch is no router: its advertisements have a lifetime of zero, so nobody sends packets for the outside to it. A
+//! The switch is no router: its advertisements have a lifetime of zero, so guests send no packets for the outside to it. A
 //! router behind an uplink or a port with `router = true` advertises itself.
 
 use std::net::Ipv6Addr;
@@ -20,12 +20,12 @@ use crate::policy::spoof::{icmp, link_local};
 
 /// All nodes of a link.
 const ALL_NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
-/// Neighbour discovery is only taken with this hop limit, which no router leaves (RFC 4861 §6.1).
+/// Neighbour discovery is accepted only with this hop limit, which no forwarded packet has (RFC 4861 §6.1).
 const HOPS: u8 = 255;
-/// How long a guest keeps an address after the last advertisement, and how long it prefers it (RFC 4861 §6.2.1), in seconds.
+/// Valid and preferred lifetime of an address after the last advertisement (RFC 4861 §6.2.1), in seconds.
 const VALID: u32 = 30 * 24 * 3600;
 const PREFERRED: u32 = 7 * 24 * 3600;
-/// How long a name server holds after the last advertisement: three of [`super::querier::PERIOD`], in seconds (RFC 8106 §5.1).
+/// Lifetime of a name server after the last advertisement: three of [`super::querier::PERIOD`], in seconds (RFC 8106 §5.1).
 const DNS_LIFETIME: u32 = 375;
 
 /// The network's prefix of 64 bits: `fd00:86::/64`.
@@ -34,14 +34,14 @@ const DNS_LIFETIME: u32 = 375;
 pub struct Prefix64(Ipv6Addr);
 
 impl Prefix64 {
-    /// Is this an address of the network that a guest can have?
+    /// Returns whether this is an address of the network that a guest can have.
     #[must_use]
     pub fn has(self, ip: Ipv6Addr) -> bool {
         let (own, ip) = (u128::from(self.0), u128::from(ip));
         own >> 64 == ip >> 64 && ip as u64 != 0
     }
 
-    /// The address that the owner of `mac` makes for itself (RFC 4291, appendix A).
+    /// Returns the address that the owner of `mac` makes for itself (RFC 4291, appendix A).
     #[must_use]
     pub fn of(self, mac: Mac) -> Ipv6Addr {
         Ipv6Addr::from(u128::from(self.0) | u128::from(u128::from(link_local(mac)) as u64))
@@ -73,7 +73,7 @@ impl From<Prefix64> for String {
     }
 }
 
-/// The service, as the configuration says it.
+/// The service's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Ipv6Config {
@@ -85,37 +85,37 @@ pub struct Ipv6Config {
     /// Name servers.
     #[serde(default)]
     pub dns: Vec<Ipv6Addr>,
-    /// The VLAN of those who are served.
+    /// The VLAN of the guests that are served.
     #[serde(default)]
     pub vlan: Vlan,
 }
 
 impl Ipv6Config {
-    /// The service's MAC: a local one, made of the prefix.
+    /// Returns the service's MAC: a local one, made from the prefix.
     #[must_use]
     pub fn mac(&self) -> Mac {
         let [a, b, c, d, e, f, g, h, ..] = self.prefix.0.octets();
         Mac([0x06, 0x54, a ^ e, b ^ f, c ^ g, d ^ h])
     }
 
-    /// Is it possible?
+    /// Checks the settings.
     ///
     /// # Errors
-    /// What is wrong with it, and what to do.
+    /// Names the wrong setting and the remedy.
     pub fn check(&self) -> anyhow::Result<()> {
         anyhow::ensure!(self.dns.len() <= 16, "ipv6: {} name servers; up to 16 are possible", self.dns.len());
         Ok(())
     }
 }
 
-/// The service: what `config` says, for those who have a lease.
+/// The service: `config`, and the leases.
 pub struct Ipv6 {
     config: Ipv6Config,
     leases: Leases<Ipv6Addr>,
 }
 
 impl Ipv6 {
-    /// The service of `config`, which gives what `leases` says.
+    /// Makes the service of `config`, which gives the addresses in `leases`.
     #[must_use]
     pub fn new(config: Ipv6Config, leases: Leases<Ipv6Addr>) -> Self {
         Self { config, leases }
@@ -149,13 +149,13 @@ impl Responder for Ipv6 {
     }
 }
 
-/// Answers a router solicitation, and questions for the service's own MAC.
+/// Answers a router solicitation, and solicitations for the service's own MAC.
 fn neighbour(config: &Ipv6Config, from: Mac, source: Ipv6Addr, message: &[u8]) -> Option<Vec<u8>> {
     let own = config.mac();
     match *message.first()? {
         icmp::ROUTER_SOLICITATION if message.len() >= 8 => Some(advertisement(config, from)),
         icmp::NEIGHBOUR_SOLICITATION if get(message, 8) == Some(link_local(own).octets()) => {
-            // Solicited, and to be taken instead of what was known. Nobody is told whose address isn't known yet.
+            // Solicited, with override. A host without an address gets no answer.
             let mut reply = vec![icmp::NEIGHBOUR_ADVERTISEMENT, 0, 0, 0, 0x60, 0, 0, 0];
             reply.extend(link_local(own).octets());
             reply.extend([2, 1]);
@@ -167,7 +167,7 @@ fn neighbour(config: &Ipv6Config, from: Mac, source: Ipv6Addr, message: &[u8]) -
     }
 }
 
-/// A router advertisement to all nodes, in a frame for `to`.
+/// Makes a router advertisement to all nodes, in a frame for `to`.
 fn advertisement(config: &Ipv6Config, to: Mac) -> Vec<u8> {
     const MANAGED: u8 = 0x80;
     const OTHER: u8 = 0x40;
@@ -175,7 +175,7 @@ fn advertisement(config: &Ipv6Config, to: Mac) -> Vec<u8> {
     const AUTONOMOUS: u8 = 0x40;
     let own = config.mac();
     let ask = if config.managed { MANAGED | OTHER } else { OTHER };
-    // No hop limit, a lifetime of zero: no router; no times of its own.
+    // No hop limit, a lifetime of zero: no router; no timers of its own.
     let mut message = vec![icmp::ROUTER_ADVERTISEMENT, 0, 0, 0, 0, ask, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     message.extend([1, 1]);
     message.extend(own.0);
@@ -214,7 +214,7 @@ mod tests {
         Ipv6::new(config(more), leases)
     }
 
-    /// What a frame's packet carries; its sum is right.
+    /// Returns the payload of a frame's packet, whose checksum is right.
     fn carried(frame: &[u8]) -> &[u8] {
         let body = &frame[ETH + IPV6..];
         let protocol = u32::from(frame[ETH + 6]);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the switch answers and asks itself. Each service is a port among the others: what guests flood, or send to its MAC,
-//! comes to it as to an uplink; it forwards nothing, and what it sends reaches guests only.
+//! The switch's own services. Each is a port among the others: frames that guests flood, or send to its MAC, reach it like
+//! an uplink. It forwards nothing, and its frames reach guests only.
 //!
 //! - [`dhcp`]: IPv4 addresses for guests that ask for one
 //! - [`ipv6`]: router advertisements; [`dhcp6`]: IPv6 addresses for guests that ask for one
-//! - [`querier`]: which multicast groups guests have joined
-//! - `wire`: headers and checksums of what services send
+//! - [`querier`]: multicast queries
+//! - `wire`: headers and checksums of the services' frames
 
 pub mod dhcp;
 pub mod dhcp6;
@@ -25,19 +25,19 @@ use crate::vring::queue::Negotiated;
 
 /// Most answers that wait for their delivery.
 const WAITING: usize = 4096;
-/// Most of them that are for the same guest, so that one that asks without end keeps no other from an answer.
+/// Most of them for the same guest, so that one that asks without end doesn't keep others from their answers.
 const WAITING_EACH: usize = 4;
-/// Bytes of the longest frame that is looked at.
+/// Bytes of the longest frame that is parsed.
 const LOOK: usize = 1514;
 
-/// What a guest is given.
+/// The settings for a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lease<A> {
     pub address: A,
     pub name: String,
 }
 
-/// Who gets which address.
+/// The leases by MAC.
 #[derive(Clone, Debug)]
 pub struct Leases<A>(Arc<Mutex<BTreeMap<Mac, Lease<A>>>>);
 
@@ -48,10 +48,10 @@ impl<A> Default for Leases<A> {
 }
 
 impl<A: Clone + PartialEq> Leases<A> {
-    /// The owner of `mac` gets `lease`.
+    /// Gives `lease` to the owner of `mac`.
     ///
     /// # Errors
-    /// The name of the one who has that address.
+    /// Another port has that address: its name.
     pub fn put(&self, mac: Mac, lease: Lease<A>) -> Result<(), String> {
         let mut leases = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(other) = leases.values().find(|l| l.address == lease.address) {
@@ -61,24 +61,24 @@ impl<A: Clone + PartialEq> Leases<A> {
         Ok(())
     }
 
-    /// The owner of `mac` gets no address any more.
+    /// Removes the lease of `mac`.
     pub fn take(&self, mac: Mac) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&mac);
     }
 
-    /// What the owner of `mac` gets.
+    /// Returns the lease of `mac`.
     #[must_use]
     pub fn get(&self, mac: Mac) -> Option<Lease<A>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&mac).cloned()
     }
 }
 
-/// What a service says.
+/// The logic of a service.
 pub trait Responder: Send + Sync {
-    /// The answer to a frame, if it gets one.
+    /// Returns the answer to a frame, if it gets one.
     fn answer(&self, frame: &[u8]) -> Option<Vec<u8>>;
 
-    /// What is sent to all from time to time.
+    /// Returns the frames that are sent to all from time to time.
     fn announcements(&self) -> Vec<Vec<u8>> {
         Vec::new()
     }
@@ -87,7 +87,7 @@ pub trait Responder: Send + Sync {
 /// Frames that wait for their delivery.
 struct Outbox {
     frames: Mutex<VecDeque<Vec<u8>>>,
-    /// There are some.
+    /// Readable while there are some.
     event: Event,
 }
 
@@ -121,14 +121,14 @@ impl Announcer {
     /// Sends the service's announcements.
     pub fn announce(&self) {
         for frame in self.responder.announcements() {
-            // Those that nobody has taken yet say the same.
+            // Queued announcements that were not sent yet are the same.
             let _full = self.outbox.push(frame);
         }
     }
 }
 
 impl Service {
-    /// The service of `responder`.
+    /// Makes the service of `responder`.
     ///
     /// # Errors
     /// No descriptors are left.
@@ -137,7 +137,7 @@ impl Service {
         Ok(Self { responder, outbox })
     }
 
-    /// What sends its announcements.
+    /// Returns the sender of its announcements.
     #[must_use]
     pub fn announcer(&self) -> Announcer {
         Announcer { responder: self.responder.clone(), outbox: self.outbox.clone() }

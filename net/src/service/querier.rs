@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The switch's own multicast querier, for networks without a multicast router: it asks guests which groups they have joined
-//! (IGMPv3, RFC 3376 §4.1; MLDv2, RFC 3810 §5.1), so that [snooping](crate::forwarding::multicast) acts there too.
+//! The switch's own multicast querier, for networks without a multicast router: it asks guests for the groups that they have
+//! joined (IGMPv3, RFC 3376 §4.1; MLDv2, RFC 3810 §5.1), so that [snooping](crate::forwarding::multicast) works there too.
 
 use std::net::Ipv6Addr;
 use std::time::Duration;
@@ -13,11 +13,11 @@ use crate::policy::spoof::link_local;
 
 /// The querier's MAC, a local one.
 pub const MAC: Mac = Mac([0x0a, 0x54, 0, 0, 0, 1]);
-/// From one question to the next, and from the first to the second (RFC 3376 §8.2, §8.6).
+/// Time from one query to the next (RFC 3376 §8.2).
 pub const PERIOD: Duration = Duration::from_secs(125);
-/// See [`PERIOD`].
+/// Time from the first query to the second (RFC 3376 §8.6).
 pub const SECOND: Duration = Duration::from_secs(31);
-/// How often a question may be lost, and [`PERIOD`] in seconds, as a query tells them.
+/// The robustness variable, and [`PERIOD`] in seconds, as in a query.
 const ROBUSTNESS_AND_PERIOD: [u8; 2] = [2, 125];
 
 /// The service.
@@ -33,13 +33,13 @@ impl Responder for Querier {
     }
 }
 
-/// A general query to all systems, answered within ten seconds, from no address (RFC 4541 §2.1.1).
+/// Makes a general query to all systems, answered within ten seconds, from address 0.0.0.0 (RFC 4541 §2.1.1).
 fn igmp() -> Vec<u8> {
     let mut message = [0x11, 100, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     message[8..10].copy_from_slice(&ROBUSTNESS_AND_PERIOD);
     let check = sum(&message, 0);
     message[2..4].copy_from_slice(&check);
-    // Of a header with the router alert (RFC 2113), for the next hop only.
+    // A header with the router alert option (RFC 2113), for the next hop only.
     let mut packet =
         vec![0x46, 0xc0, 0, 36, 0, 0, 0, 0, 1, protocol::IGMP, 0, 0, 0, 0, 0, 0, 224, 0, 0, 1, 148, 4, 0, 0];
     let check = sum(&packet, 0);
@@ -48,7 +48,7 @@ fn igmp() -> Vec<u8> {
     ethernet(Mac([1, 0, 0x5e, 0, 0, 1]), MAC, 0x0800, &packet)
 }
 
-/// A general query to all nodes, answered within ten seconds.
+/// Makes a general query to all nodes, answered within ten seconds.
 fn mld() -> Vec<u8> {
     const ALL_NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
     let mut message = vec![130, 0, 0, 0];
@@ -57,7 +57,7 @@ fn mld() -> Vec<u8> {
     message.extend(ROBUSTNESS_AND_PERIOD);
     message.extend([0; 2]);
     let mut packet = ipv6([link_local(MAC), ALL_NODES], (protocol::ICMPV6, 2), 1, &message);
-    // The router alert in front (RFC 2711).
+    // The router alert option in front (RFC 2711).
     const ALERT: [u8; 8] = [protocol::ICMPV6, 0, 5, 2, 0, 0, 1, 0];
     packet.splice(IPV6..IPV6, ALERT);
     packet[6] = protocol::HOP_BY_HOP;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Frames that the switch makes itself: headers and the Internet checksum (RFC 1071).
+//! The switch's own frames: headers and the Internet checksum (RFC 1071).
 
 use std::net::Ipv6Addr;
 
@@ -10,12 +10,12 @@ pub(super) const ETH: usize = 14;
 /// Bytes of an IPv6 header.
 pub(super) const IPV6: usize = 40;
 
-/// An Ethernet frame.
+/// Makes an Ethernet frame.
 pub(super) fn ethernet(to: Mac, from: Mac, ethertype: u16, body: &[u8]) -> Vec<u8> {
     [&to.0[..], &from.0, &ethertype.to_be_bytes(), body].concat()
 }
 
-/// The Internet checksum of `bytes` and of a number before them.
+/// Returns the Internet checksum of `first` and `bytes`.
 pub(super) fn sum(bytes: &[u8], first: u32) -> [u8; 2] {
     let word = |c: &[u8]| u32::from(c[0]) << 8 | u32::from(*c.get(1).unwrap_or(&0));
     let mut s = bytes.chunks(2).map(word).sum::<u32>() + first;
@@ -25,7 +25,8 @@ pub(super) fn sum(bytes: &[u8], first: u32) -> [u8; 2] {
     (!(s as u16)).to_be_bytes()
 }
 
-/// An IPv6 packet with `body`, a transport header of `protocol` and its data, whose checksum belongs at `checksum_at`.
+/// Makes an IPv6 packet with `body`, a transport header of `protocol` and its data, and stores the checksum at
+/// `checksum_at`.
 pub(super) fn ipv6(
     [from, to]: [Ipv6Addr; 2],
     (protocol, checksum_at): (u8, usize),
@@ -47,7 +48,7 @@ pub(super) fn ipv6(
     packet
 }
 
-/// The MAC of an IPv6 multicast group (RFC 2464 §7).
+/// Returns the MAC of an IPv6 multicast group (RFC 2464 §7).
 pub(super) fn group_mac(group: Ipv6Addr) -> Mac {
     let [.., a, b, c, d] = group.octets();
     Mac([0x33, 0x33, a, b, c, d])

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is behind a port that isn't a guest: a TAP device, an interface (AF_PACKET) or passt. One system call per
-//! frame, on descriptors that don't block; the frame goes from the guest's buffers to the kernel without a copy of
-//! ours, and large frames as large frames where the kernel takes them.
+//! Uplinks, the ports without a guest: a TAP device, an interface (AF_PACKET) or passt. One system call per frame, on
+//! descriptors that don't block. The frame goes from the guest's buffers to the kernel without a copy in the switch,
+//! and large frames stay large if the kernel takes them.
 
 pub mod packet;
 pub mod passt;
@@ -28,34 +28,34 @@ use crate::ports::counters::Reason;
 use crate::vring::queue::Negotiated;
 use crate::vring::ring::Segment;
 
-/// Most pieces of one frame that are given to the kernel; a frame of more is put together first.
+/// The largest number of pieces of one frame that the kernel is given; a frame of more is gathered first.
 const PIECES: usize = 64;
 
-/// A way out.
+/// The device of an uplink.
 pub trait Link: Send + Sync {
     /// Bytes of virtio-net header before each frame (0, 10 or 12).
     fn header(&self) -> usize;
 
-    /// What the other end can finish.
+    /// The work that the other end can finish.
     fn offloads(&self) -> Negotiated;
 
-    /// Sends a frame that lies in `pieces` (its header, as far as there is one, first).
+    /// Sends a frame that lies in `pieces`, after its header if there is one.
     ///
     /// # Errors
     /// `WouldBlock`: no room at present. Others: the frame is lost.
     fn send(&self, pieces: &[libc::iovec]) -> io::Result<()>;
 
-    /// Receives a frame (its header, as far as there is one, first); its length.
+    /// Receives a frame, after its header if there is one; returns its length.
     ///
     /// # Errors
     /// `WouldBlock`: there is none.
     fn receive(&self, buffer: &mut [u8]) -> io::Result<usize>;
 
-    /// What to wait for.
+    /// Returns the descriptor to poll.
     fn fd(&self) -> RawFd;
 }
 
-/// What an opened way out is, besides its descriptor.
+/// An opened device, without its descriptor.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub enum Opened {
     /// A TAP device.
@@ -67,10 +67,10 @@ pub enum Opened {
 }
 
 impl Opened {
-    /// Opens a way out.
+    /// Opens the device of an uplink.
     ///
     /// # Errors
-    /// With what it is and what to do.
+    /// Names the device and the remedy.
     pub fn open(config: &UplinkConfig) -> io::Result<(Self, OwnedFd)> {
         Ok(match &config.way {
             Way::Tap(name) => {
@@ -85,7 +85,7 @@ impl Opened {
         })
     }
 
-    /// The link over what was opened.
+    /// Makes the link of an opened device.
     ///
     /// # Errors
     /// The kernel's.
@@ -98,7 +98,7 @@ impl Opened {
     }
 }
 
-/// A frame that came in and is not forwarded yet.
+/// A received frame that is not forwarded yet.
 struct Inbox {
     buffer: Box<[u8]>,
     len: usize,
@@ -112,14 +112,14 @@ pub struct Uplink {
 }
 
 impl Uplink {
-    /// An uplink over `link`.
+    /// Makes an uplink over `link`.
     #[must_use]
     pub fn new(link: Box<dyn Link>) -> Self {
         let buffer = vec![0; NET_HEADER + MAX_FRAME].into_boxed_slice();
         Self { link, inbox: Mutex::new(Inbox { buffer, len: 0, held: None, credits: Credits::default() }) }
     }
 
-    /// What to wait for.
+    /// Returns the descriptor to poll.
     #[must_use]
     pub fn fd(&self) -> RawFd {
         self.link.fd()
@@ -147,12 +147,12 @@ fn send(link: &dyn Link, frame: &Frame<'_>) -> io::Result<()> {
     link.send(&pieces[..n])
 }
 
-/// Hands a frame to the uplink at `dest`.
+/// Sends a frame to the uplink at `dest`.
 #[inline(never)]
 pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) -> Done {
     let attached = &sender.view.ports()[dest];
     let Some(uplink) = &attached.uplink else { return Done::Dropped(Reason::Down) };
-    // The queue's lock is that of the way out, and makes its counters ours.
+    // The queue's lock is the uplink's, and its holder may write the counters.
     let Some(guard) = attached.port.rx(0).try_lock() else { return sender.wait(dest, Reason::Busy) };
     let counters = guard.counters();
     let link = &*uplink.link;
@@ -197,7 +197,7 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
     }
 }
 
-/// Takes up to a batch of frames from an uplink and forwards them.
+/// Receives up to a batch of frames from an uplink and forwards them.
 pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &Uplink, now: u64) -> Pass {
     let Ok(mut inbox) = uplink.inbox.try_lock() else { return Pass::Idle };
     let attached = &view.ports()[src];
@@ -253,7 +253,8 @@ pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &
     }
 }
 
-/// A number that is the same for all frames of one connection: addresses and ports of IPv4 and IPv6, or the MACs.
+/// Returns a number that is the same for all frames of one connection: from addresses and ports of IPv4 and IPv6, or
+/// the MACs.
 fn flow_of(frame: &[u8]) -> usize {
     let (at, len) = match frame.get(12..14) {
         Some([0x08, 0x00]) => (26, 12),

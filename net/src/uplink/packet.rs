@@ -22,7 +22,7 @@ pub struct Packet {
 }
 
 impl Packet {
-    /// Opens interface `name`, promiscuous as long as this lives (needs CAP_NET_RAW).
+    /// Opens interface `name`, promiscuous until it is closed (needs CAP_NET_RAW).
     ///
     /// # Errors
     /// There is no such interface, or the kernel refuses.
@@ -78,14 +78,14 @@ impl Packet {
         }
     }
 
-    /// A socket that was opened, maybe by another process.
+    /// Makes the link of an open socket, maybe from another process.
     #[must_use]
     pub fn over(socket: OwnedFd) -> Self {
         Self { socket }
     }
 }
 
-/// Puts back the VLAN tag that the kernel takes off every frame before it shows it; the new length.
+/// Restores the VLAN tag that the kernel strips from every frame; returns the new length.
 fn put_tag(buffer: &mut [u8], len: usize, aux: &libc::tpacket_auxdata) -> usize {
     const MACS: usize = HEADER + 12;
     if len < MACS || len + TAG > buffer.len() {
@@ -96,7 +96,7 @@ fn put_tag(buffer: &mut [u8], len: usize, aux: &libc::tpacket_auxdata) -> usize 
         if aux.tp_status & libc::TP_STATUS_VLAN_TPID_VALID != 0 { aux.tp_vlan_tpid } else { 0x8100 };
     buffer[MACS..MACS + 2].copy_from_slice(&ethertype.to_be_bytes());
     buffer[MACS + 2..MACS + TAG].copy_from_slice(&aux.tp_vlan_tci.to_be_bytes());
-    // hdr_len and csum_start, where they are used.
+    // hdr_len and csum_start, if they are set.
     for at in [2, 6] {
         let value = u16::from_le_bytes([buffer[at], buffer[at + 1]]);
         if value != 0 {
@@ -122,10 +122,10 @@ impl Link for Packet {
 
     fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut piece = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-        // Aligned as control messages are, and room for the one that is asked for.
+        // Aligned for control messages, with room for the one that is requested.
         let mut control = [0u64; 8];
-        // SAFETY: all-zero is a valid msghdr; what it points to outlives the call. Control messages are read where the
-        // kernel says that they are, and the auxiliary data as far as it is there.
+        // SAFETY: all-zero is a valid msghdr; its pointers outlive the call. Control messages are read at the kernel's
+        // offsets, and the auxiliary data within its length.
         unsafe {
             let mut message: libc::msghdr = std::mem::zeroed();
             message.msg_iov = &raw mut piece;

@@ -13,12 +13,12 @@ use super::Link;
 use crate::frames::frame::MAX_FRAME;
 use crate::vring::queue::Negotiated;
 
-/// What is in flight in each direction.
+/// Data in flight in each direction.
 #[derive(Default)]
 struct Buffered {
     /// Bytes of frames that the socket has not taken yet.
     out: Vec<u8>,
-    /// Bytes that have come and make no whole frame yet.
+    /// Received bytes that make no whole frame yet.
     input: Vec<u8>,
 }
 
@@ -32,7 +32,7 @@ impl Passt {
     /// Connects to passt's socket.
     ///
     /// # Errors
-    /// Nobody listens there.
+    /// No process listens there.
     pub fn connect(path: &Path) -> io::Result<OwnedFd> {
         UnixStream::connect(path)
             .map_err(|err| {
@@ -42,7 +42,7 @@ impl Passt {
             .map(Into::into)
     }
 
-    /// Starts `program`, which ends when the connection to it does. It forwards these ports of the host.
+    /// Starts `program`, which ends with the connection and forwards these ports of the host.
     ///
     /// # Errors
     /// It can't be started.
@@ -69,21 +69,21 @@ impl Passt {
             io::Error::new(err.kind(), text)
         })?;
         std::thread::Builder::new().name("net-passt".into()).spawn(move || {
-            // It ends with the switch, or it failed: the uplink is dead then, and the guests go on among themselves.
+            // passt ended with the switch, or failed: then the uplink is dead, and the guests still reach each other.
             match child.wait() {
                 Ok(status) => {
                     tracing::error!("passt ended: {status}; start the switch again to have the uplink again")
                 }
-                Err(err) => tracing::error!("passt is out of sight: {err}"),
+                Err(err) => tracing::error!("waiting for passt failed: {err}"),
             }
         })?;
         Ok(own.into())
     }
 
-    /// A connection that was made, maybe by another process.
+    /// Makes the link of a connection, maybe from another process.
     ///
     /// # Errors
-    /// It can't be set not to block.
+    /// It can't be made non-blocking.
     pub fn over(connection: OwnedFd) -> io::Result<Self> {
         let stream = UnixStream::from(connection);
         stream.set_nonblocking(true)?;
@@ -102,7 +102,7 @@ impl Link for Passt {
 
     fn send(&self, pieces: &[libc::iovec]) -> io::Result<()> {
         let mut buffered = self.buffered.lock().unwrap_or_else(PoisonError::into_inner);
-        // What is left of earlier frames goes first, or nothing goes.
+        // The rest of earlier frames goes first.
         while !buffered.out.is_empty() {
             let n = (&self.stream).write(&buffered.out)?;
             buffered.out.drain(..n);

@@ -24,7 +24,7 @@ const TUN_F_ECN: libc::c_ulong = 8;
 const TUN_F_USO4: libc::c_ulong = 0x20;
 const TUN_F_USO6: libc::c_ulong = 0x40;
 
-/// What the kernel does for a TAP device.
+/// The offloads of a TAP device.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Offloads {
     /// Checksums and TCP segments.
@@ -40,7 +40,7 @@ pub struct Tap {
 }
 
 impl Tap {
-    /// Opens the TAP device `name`, and makes it if there is none (which needs CAP_NET_ADMIN).
+    /// Opens the TAP device `name`, and makes it if it does not exist (needs CAP_NET_ADMIN).
     ///
     /// # Errors
     /// The name is no interface name, or the kernel refuses.
@@ -70,7 +70,7 @@ impl Tap {
         request.ifr_ifru.ifru_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
         let fd = file.as_raw_fd();
         let size: libc::c_int = 12;
-        // SAFETY: each ioctl gets what it takes.
+        // SAFETY: each ioctl gets an argument of its type.
         unsafe {
             if libc::ioctl(fd, TUNSETIFF, &request) != 0 || libc::ioctl(fd, TUNSETVNETHDRSZ, &size) != 0 {
                 return Err(named(io::Error::last_os_error()));
@@ -87,14 +87,14 @@ impl Tap {
         Ok((offloads, file.into()))
     }
 
-    /// A device that was opened, maybe by another process.
+    /// Makes the link of an open device, maybe from another process.
     #[must_use]
     pub fn over(offloads: Offloads, device: OwnedFd) -> Self {
         Self { file: device.into(), offloads }
     }
 }
 
-/// Brings the device up that `request` names, unless it is.
+/// Brings the device of `request` up, unless it is.
 fn bring_up(request: &libc::ifreq) -> io::Result<()> {
     let mut request = *request;
     // SAFETY: a new descriptor of our own, and requests that take an ifreq, whose flags were just filled in.

@@ -35,7 +35,7 @@ impl DirtyLog {
         Ok(Self { base, len, _map: region })
     }
 
-    /// Marks the pages of `len` bytes at `gpa` as written; pages beyond the log are left out.
+    /// Marks the pages of `len` bytes at `gpa` as written; pages beyond the log are ignored.
     pub fn mark(&self, gpa: u64, len: u64) {
         if len == 0 {
             return;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The other side: a guest's memory, the driver's half of virtqueues and a small network card made of them. Tests, the
-//! fuzzer and the bench use it to talk to a switch as a guest does, over a socket or directly.
+//! The driver's side: a guest's memory, the driver's half of virtqueues and a small network card made of them. Tests,
+//! the fuzzer and the bench use it to talk to a switch as a guest does, over a socket or directly.
 //!
-//! Everything may be written wrongly on purpose: [`Ram`] gives raw access, and queues say where their parts are.
+//! Any part can be written wrongly on purpose: [`Ram`] gives raw access, and queues give the addresses of their parts.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -33,14 +33,14 @@ pub struct Ram {
     free: u64,
 }
 
-// SAFETY: plain shared memory; whoever shares it between threads does as a guest with several processors does.
+// SAFETY: plain shared memory; threads that share it act like a guest's processors.
 unsafe impl Send for Ram {}
 
 impl Ram {
-    /// `size` bytes at guest-physical address `gpa`.
+    /// Makes `size` bytes at guest-physical address `gpa`.
     ///
     /// # Errors
-    /// The kernel gives none.
+    /// The kernel has no memory.
     pub fn new(size: u64, gpa: u64) -> io::Result<Self> {
         // SAFETY: a new descriptor, and a new mapping of it.
         unsafe {
@@ -89,7 +89,7 @@ impl Ram {
         self.size
     }
 
-    /// Guest-physical address of `len` unused bytes.
+    /// Returns the guest-physical address of `len` unused bytes.
     ///
     /// # Panics
     /// The memory is used up.
@@ -100,7 +100,7 @@ impl Ram {
         self.gpa + at
     }
 
-    /// Where an address lies here.
+    /// Returns the address in this process.
     ///
     /// # Panics
     /// It isn't in this memory.
@@ -137,7 +137,7 @@ impl Ram {
         bytes
     }
 
-    /// Reads bytes and puts them behind others.
+    /// Reads bytes and appends them to `to`.
     pub fn append(&self, gpa: u64, len: usize, to: &mut Vec<u8>) {
         to.reserve(len);
         // SAFETY: at() checks the range, there is room for it, and it is written before the length says so.
@@ -147,7 +147,7 @@ impl Ram {
         }
     }
 
-    /// A 16-bit word as an atomic.
+    /// Returns a 16-bit word as an atomic.
     #[must_use]
     pub fn word(&self, gpa: u64) -> &AtomicU16 {
         let at = self.at(gpa, 2);
@@ -156,7 +156,7 @@ impl Ram {
         unsafe { AtomicU16::from_ptr(at.cast()) }
     }
 
-    /// The same memory as the switch maps it.
+    /// Maps the same memory as the switch does.
     ///
     /// # Errors
     /// As [`Region::map`].
@@ -172,7 +172,7 @@ impl Drop for Ram {
     }
 }
 
-/// Which features a [`Nic`] wants, and its sizes.
+/// The features and sizes of a [`Nic`].
 #[derive(Clone, Copy, Debug)]
 pub struct NicConfig {
     /// Packed instead of split.
@@ -242,9 +242,9 @@ pub struct Queue {
     seen: u16,
     seen_wrap: bool,
     free: Vec<u16>,
-    /// For each entry in use, the one that follows in its chain.
+    /// For each entry in use, the next one of its chain.
     follows: Vec<u16>,
-    /// How many entries a chain has.
+    /// The number of entries of a chain.
     held: Slots<u16>,
     /// With in-order completion: the chains in use, oldest first.
     order: Option<VecDeque<u16>>,
@@ -253,7 +253,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// A queue in `ram`; of `features`, EVENT_IDX and IN_ORDER matter.
+    /// Makes a queue in `ram`; of `features`, EVENT_IDX and IN_ORDER matter.
     pub fn new(ram: &mut Ram, packed: bool, size: u16, features: u64) -> Self {
         let event_idx = features & 1 << bit::EVENT_IDX != 0;
         let n = u64::from(size);
@@ -281,7 +281,7 @@ impl Queue {
         }
     }
 
-    /// Where it is, as the front-end says it.
+    /// Returns the queue's addresses, as the front-end sends them.
     #[must_use]
     pub fn address(&self, ram: &Ram) -> RingAddress {
         let user = |gpa: u64| gpa - ram.gpa() + ram.user();
@@ -297,8 +297,8 @@ impl Queue {
         ram.word(at + 14).store(last[1], Ordering::Release);
     }
 
-    /// Makes `buffers` available as one chain; `table` is room for an indirect table, where one is wanted. Returns the
-    /// chain's id; None: the queue is full.
+    /// Makes `buffers` available as one chain; `table` is room for an indirect table, if wanted. Returns the chain's
+    /// id; None: the queue is full.
     pub fn add(&mut self, ram: &Ram, buffers: &[(u64, u32)], write: bool, table: Option<u64>) -> Option<u16> {
         let direction = if write { DESC_WRITE } else { 0 };
         let more = |i: usize| if i + 1 < buffers.len() { DESC_NEXT } else { 0 };
@@ -329,7 +329,7 @@ impl Queue {
         added
     }
 
-    /// Takes as many free entries, which there are; the first of the chain, whose id is its number.
+    /// Takes so many free entries, which exist; returns the first, whose number is the chain's id.
     fn take_free(&mut self, count: usize) -> Option<u16> {
         let mut first = None;
         for _ in 0..count {
@@ -377,7 +377,7 @@ impl Queue {
         Some(id)
     }
 
-    /// Takes a used chain back: its id and the bytes written.
+    /// Takes a used chain back; returns its id and the bytes written.
     pub fn take_used(&mut self, ram: &Ram) -> Option<(u16, u32)> {
         let (mut id, mut len) = if let Some(last) = self.batch {
             (last, 0)
@@ -398,7 +398,7 @@ impl Queue {
             (u16::from_le_bytes([b[0], b[1]]), u32::from_le_bytes([b[4], b[5], b[6], b[7]]))
         };
         if let Some(order) = &mut self.order {
-            // All up to the one that is named.
+            // All chains up to the named one.
             let oldest = order.pop_front()?;
             self.batch = (oldest != id).then_some(id);
             if oldest != id {
@@ -442,7 +442,7 @@ impl Queue {
         self.has_used(ram)
     }
 
-    /// Is there a used chain that was not taken back yet?
+    /// Returns whether there is a used chain that was not taken back yet.
     #[must_use]
     pub fn has_used(&self, ram: &Ram) -> bool {
         if self.batch.is_some() {
@@ -455,7 +455,7 @@ impl Queue {
         }
     }
 
-    /// Wants no interrupts.
+    /// Suppresses interrupts.
     pub fn want_none(&self, ram: &Ram) {
         match (self.packed, self.event_idx) {
             (false, true) => ram
@@ -466,7 +466,8 @@ impl Queue {
         }
     }
 
-    /// Does the device want a kick, chains having been added since `old` (the value of [`Queue::position`] then)?
+    /// Returns whether the device wants a kick after chains were added since `old` (the value of [`Queue::position`]
+    /// then).
     #[must_use]
     pub fn should_kick(&self, ram: &Ram, old: u16) -> bool {
         fence(Ordering::SeqCst);
@@ -494,13 +495,13 @@ impl Queue {
         }
     }
 
-    /// Where the next chain goes.
+    /// Returns the place of the next chain.
     #[must_use]
     pub fn position(&self) -> u16 {
         self.next
     }
 
-    /// Entries that are free.
+    /// Returns the number of free entries.
     #[must_use]
     pub fn free(&self) -> usize {
         self.free.len()
@@ -527,10 +528,10 @@ pub struct Nic {
 }
 
 impl Nic {
-    /// A card with all receive buffers made available, not connected yet.
+    /// Makes a card with all receive buffers available, not connected yet.
     ///
     /// # Errors
-    /// The kernel gives no memory or descriptors.
+    /// The kernel has no memory or descriptors.
     pub fn new(config: NicConfig) -> io::Result<Self> {
         let n = u64::from(config.size);
         let bytes = n * (u64::from(config.rx_buffer) + u64::from(config.tx_buffer) + 1024) + (1 << 20);
@@ -609,15 +610,15 @@ impl Nic {
     /// Connects to the socket at `path`, as a VMM does.
     ///
     /// # Errors
-    /// The switch refuses something.
+    /// The switch refuses a message.
     pub fn connect(&mut self, path: &Path) -> anyhow::Result<()> {
         self.connect_over(UnixStream::connect(path)?, &mut None)
     }
 
-    /// The same, with in-flight state that is kept from one switch to the next.
+    /// As [`Nic::connect`], with in-flight state that is kept from one switch to the next.
     ///
     /// # Errors
-    /// The switch refuses something.
+    /// The switch refuses a message.
     pub fn connect_with(
         &mut self,
         path: &Path,
@@ -632,10 +633,10 @@ impl Nic {
         self.handshake(stream, inflight, ask)
     }
 
-    /// The same over a connection that the switch has made.
+    /// As [`Nic::connect_with`], over a connection that the switch has made.
     ///
     /// # Errors
-    /// The switch refuses something.
+    /// The switch refuses a message.
     pub fn connect_over(
         &mut self,
         stream: UnixStream,
@@ -680,22 +681,22 @@ impl Nic {
         self.start_rings(0)
     }
 
-    /// The features that it acknowledges.
+    /// Returns the features that it acknowledges.
     #[must_use]
     pub fn features(&self) -> u64 {
         self.features
     }
 
-    /// Has something been received that was not taken yet?
+    /// Returns whether a received frame was not taken yet.
     #[must_use]
     pub fn peek_used(&self) -> bool {
         self.rx.has_used(&self.ram)
     }
 
-    /// Tells the switch of the rings and starts them; `split_base` is the available index to go on from.
+    /// Sends the rings' addresses to the switch and starts them; `split_base` is the available index to continue at.
     ///
     /// # Errors
-    /// The switch refuses something.
+    /// The switch refuses a message.
     pub fn start_rings(&mut self, split_base: u16) -> anyhow::Result<()> {
         let Some(front) = &mut self.front else { anyhow::bail!("not connected") };
         let logged = self.features & 1 << bit::LOG_ALL != 0;
@@ -722,7 +723,7 @@ impl Nic {
         Ok(())
     }
 
-    /// The connection, for what a VMM may say besides.
+    /// Returns the connection, for further messages of a VMM.
     pub fn front(&mut self) -> Option<&mut Frontend> {
         self.front.as_mut()
     }
@@ -767,7 +768,7 @@ impl Nic {
         self.send_cut(&NetHeader::default(), frame, &[])
     }
 
-    /// Takes transmit buffers back that were used; how many.
+    /// Takes used transmit buffers back; returns how many.
     pub fn reap(&mut self) -> usize {
         let mut n = 0;
         while let Some((id, _)) = self.tx.take_used(&self.ram) {
@@ -779,20 +780,20 @@ impl Nic {
         n
     }
 
-    /// Frames sent and not taken back.
+    /// Returns the number of frames sent and not taken back.
     #[must_use]
     pub fn unsent(&self) -> usize {
         self.tx_busy.len
     }
 
-    /// A received frame, if there is one; its buffers are given back.
+    /// Returns a received frame, if there is one, and makes its buffers available again.
     pub fn receive(&mut self) -> Option<(NetHeader, Vec<u8>)> {
         let mut frame = Vec::new();
         let header = self.receive_into(&mut frame)?;
         Some((header, frame))
     }
 
-    /// The same into a buffer, of which nothing else is kept.
+    /// As [`Nic::receive`], into a buffer that is cleared first.
     pub fn receive_into(&mut self, frame: &mut Vec<u8>) -> Option<NetHeader> {
         frame.clear();
         let mut buffers = 1;
@@ -822,7 +823,7 @@ impl Nic {
     }
 }
 
-/// The same event in the type that the `vhost` crate wants.
+/// Converts to the type of the `vhost` crate.
 fn raw_event(event: &Event) -> io::Result<vmm_sys_util::eventfd::EventFd> {
     use std::os::fd::IntoRawFd;
     // SAFETY: a descriptor of our own, handed over.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Virtio features of a port (virtio 1.3 §5.1.3, §6), what is offered, and what of it the data path needs to know.
+//! Virtio features of a port (virtio 1.3 §5.1.3, §6): those that are offered, and those that the data path uses.
 
 use crate::vring::queue::Negotiated;
 use crate::vring::ring::RingFeatures;
@@ -49,14 +49,14 @@ pub const OFFLOADS: u64 = mask(&[
     bit::HOST_USO,
 ]);
 
-/// Those with which a driver fills in the headers of what it sends.
+/// Features with which a driver fills in the headers of frames that it sends.
 const HOST: u64 = mask(&[bit::CSUM, bit::HOST_TSO4, bit::HOST_TSO6, bit::HOST_ECN, bit::HOST_USO]);
 
 pub const OFFERED: u64 = PLAIN | OFFLOADS;
 
-/// What is offered to a port without offloads.
+/// The features offered to a port without offloads.
 pub const PLAIN: u64 = mask(&[
-    // The VMM says how much it is.
+    // The VMM sets the value.
     bit::MTU,
     bit::MRG_RXBUF,
     bit::STATUS,
@@ -84,13 +84,13 @@ const fn mask(bits: &[u32]) -> u64 {
     m
 }
 
-/// Is `bit` among `features`?
+/// Returns whether `bit` is among `features`.
 #[must_use]
 pub fn has(features: u64, bit: u32) -> bool {
     features & (1 << bit) != 0
 }
 
-/// What the data path needs to know of `features`.
+/// Returns the data path's view of `features`.
 #[must_use]
 pub fn negotiated(features: u64) -> Negotiated {
     let has = |bit| has(features, bit);

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a switch leaves to its successor in memory that the front-end keeps (GET_INFLIGHT_FD, SET_INFLIGHT_FD).
+//! The state that a switch leaves to its successor in memory that the front-end keeps (GET_INFLIGHT_FD,
+//! SET_INFLIGHT_FD).
 //!
-//! Chains are completed in order and batch by batch, so there is nothing to be told about single descriptors: the used
-//! index says all. A split ring has it in its own memory. A packed ring has no index in memory at all, so the place is
-//! kept here around each batch, in the header that the vhost-user specification lays out for packed rings
-//! (`used_idx` and `used_wrap_counter` with their `old_` copies). If a switch dies within a batch, the successor sees by
-//! the first descriptor of the batch whether it became visible; if not, its frames are sent again, and none is lost.
+//! Chains are completed in order and batch by batch, so no state of single descriptors is needed: the used index is
+//! enough. A split ring has it in its own memory. A packed ring has no index in memory, so its place is stored here
+//! around each batch, in the header that the vhost-user specification defines for packed rings (`used_idx` and
+//! `used_wrap_counter` with their `old_` copies). If a switch dies within a batch, the successor sees by the first
+//! descriptor of the batch whether it became visible; if not, it sends the frames again, and none is lost.
 
 use std::fs::File;
 use std::io;
@@ -21,7 +22,7 @@ const HEADER: u64 = 32;
 const DESC: u64 = 32;
 const VERSION: usize = 8;
 const DESC_NUM: usize = 10;
-/// used_idx, old_used_idx, used_wrap_counter, old_used_wrap_counter: one aligned word, so always whole.
+/// used_idx, old_used_idx, used_wrap_counter, old_used_wrap_counter: one aligned word, so never torn.
 const PLACES: usize = 16;
 
 fn queue_bytes(size: u16) -> u64 {
@@ -33,10 +34,10 @@ pub fn total_bytes(queues: u16, size: u16) -> u64 {
     queue_bytes(size) * u64::from(queues)
 }
 
-/// A file for the state of `queues` queues of `size` entries, all zero.
+/// Makes a file for the state of `queues` queues of `size` entries, all zero.
 ///
 /// # Errors
-/// The kernel gives none.
+/// The kernel has no memory.
 pub fn create(queues: u16, size: u16) -> io::Result<File> {
     // SAFETY: a new descriptor of our own.
     let file = unsafe {
@@ -61,7 +62,7 @@ pub struct Queue {
 // SAFETY: as for DirtyLog.
 unsafe impl Send for Queue {}
 
-/// The parts of all queues of a file that holds `queues` of them with `size` entries each, from `offset` on.
+/// Maps the parts of all queues of a file that holds `queues` of them with `size` entries each, from `offset` on.
 ///
 /// # Errors
 /// The file is too short or can't be mapped.
@@ -99,7 +100,7 @@ impl Queue {
         self.places().store(word, Ordering::Release);
     }
 
-    /// Before a batch becomes visible: it leads from place `old` to place `new` (the high halves of
+    /// Called before a batch becomes visible: it leads from place `old` to place `new` (the high halves of
     /// [`crate::vring::ring::Ring::base`]).
     pub fn begin(&self, old: u16, new: u16) {
         self.set_places(old, new);
@@ -108,13 +109,13 @@ impl Queue {
         fence(Ordering::SeqCst);
     }
 
-    /// After the batch became visible.
+    /// Called after the batch became visible.
     pub fn end(&self, new: u16) {
         self.set_places(new, new);
     }
 
-    /// The places before and after the batch that a predecessor did last; equal unless it died within. None: there was
-    /// no predecessor.
+    /// Returns the places before and after a predecessor's last batch; they are equal unless it died within. None: there
+    /// was no predecessor.
     #[must_use]
     pub fn places_left(&self) -> Option<(u16, u16)> {
         if self.u16_at(VERSION).load(Ordering::Acquire) != 1 {

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Guest memory: what a front-end shared, mapped here, and the way from a guest-physical address to it.
+//! Guest memory: the regions that a front-end shares, mapped here, and address translation.
 //!
 //! A [`GuestMemory`] is an immutable, sorted table of [`Region`]s; a change makes a new table that shares the
 //! mappings that stay. Each vring looks addresses up through its own [`Translator`], which remembers the region
 //! that it hit last, so that the usual case is one subtraction and one comparison.
 //!
 //! Only files that are memory themselves are mapped: those of tmpfs (a memfd, a file in `/dev/shm`) and of hugetlbfs. A
-//! page of any other file comes from somewhere (a disk, a server, a FUSE process), and a worker that touches it waits
-//! for that as long as it takes, with all other ports. A region of such a file is known and never translated.
+//! page of any other file comes from a disk, a server or a FUSE process, and a worker that touches it waits for that as
+//! long as it takes, with all other ports. A region of such a file is known and never translated.
 //!
-//! Files are mapped only from `mmap_offset` on and only as far as the region says, after a check that the file is
-//! that long. Whoever can write to the file may still shrink it: QEMU seals its memfds against that, a file in
-//! `/dev/shm` can't be sealed. An access beyond its new end is caught by [`tombolo_sigbus`], and the port is stopped.
+//! Files are mapped only from `mmap_offset` on and only as far as the region says, after a check that the file is that
+//! long. A process that can write to the file may still shrink it: QEMU seals its memfds against that, a file in
+//! `/dev/shm` can't be sealed. [`tombolo_sigbus`] catches an access beyond its new end, and the port is stopped.
 
 use std::fs::File;
 use std::io;
@@ -24,7 +24,7 @@ pub const MAX_REGIONS: usize = 128;
 const _: () =
     assert!(tombolo_sigbus::SLOTS >= 64 * 2 * (MAX_REGIONS + 2), "no port may keep memory from others");
 
-/// What was wrong with a region that a front-end wanted to share.
+/// The fault of a region that a front-end wants to share.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     /// The file is shorter than the region says.
@@ -34,7 +34,7 @@ pub enum MemoryError {
     BeyondFile {
         /// Bytes in the region.
         size: u64,
-        /// Where in the file it starts.
+        /// Offset of the region in the file.
         offset: u64,
         /// Bytes in the file.
         file: u64,
@@ -91,9 +91,9 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // The watch ends first: a late fault must not be taken for ours once the range is someone else's.
+        // The watch ends first: a late fault must not be taken for this mapping's once the range is another one.
         self.watch = None;
-        // SAFETY: base and len are what mmap returned, and nobody else unmaps them.
+        // SAFETY: base and len are what mmap returned, and only this value unmaps them.
         unsafe { libc::munmap(self.base.cast(), self.len) };
     }
 }
@@ -107,7 +107,7 @@ pub struct Region {
     pub size: u64,
     /// Address of the first byte in the front-end's process (ring addresses come in these).
     pub user: u64,
-    /// Address of the first byte here; null where there is no mapping.
+    /// Address of the first byte here; null if the region is not mapped.
     host: *mut u8,
     /// None: the file is no memory.
     map: Option<Arc<Mapping>>,
@@ -188,8 +188,9 @@ impl Region {
         Ok(Self { gpa, size, user, host, map: Some(Arc::new(Mapping { base, len, watch })) })
     }
 
-    /// The same for a region that a VMM shares besides its guest's RAM: if its file is no memory, or can only be read,
-    /// the region is known but leads nowhere. Such are zones in files on a disk, and zones that the guest only reads.
+    /// As [`Region::map`], for a region that a VMM shares besides its guest's RAM: if its file is no memory, or is
+    /// read-only, the region is known but not mapped. Such are zones in files on a disk, and zones that the guest only
+    /// reads.
     ///
     /// # Errors
     /// As for [`Region::map`] otherwise.
@@ -211,15 +212,16 @@ impl Region {
         }
     }
 
-    /// Did the file behind this region shrink, so that zero pages were put in its place?
+    /// Returns whether the file behind this region shrank, so that zero pages replaced it.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         self.map.as_ref().and_then(|map| map.watch.as_ref()).is_some_and(tombolo_sigbus::Watch::is_hit)
     }
 }
 
-/// Are the pages of `file` the kernel's own memory: a file of tmpfs or hugetlbfs, as memfds are? Only those have seals. To
-/// ask for them is no call to the file's file system, which may be a front-end's own and never answer (fstatfs, fstat).
+/// Returns whether the pages of `file` are the kernel's own memory: a file of tmpfs or hugetlbfs, as memfds are. Only
+/// those have seals. Unlike fstatfs and fstat, F_GET_SEALS does not call the file's file system, which may be a
+/// front-end's own and never answer.
 fn is_memory(file: &File) -> bool {
     // SAFETY: asks for a number.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
@@ -232,7 +234,7 @@ pub struct GuestMemory {
 }
 
 impl GuestMemory {
-    /// A table of `regions`.
+    /// Makes a table of `regions`.
     ///
     /// # Errors
     /// They overlap, or there are too many.
@@ -255,7 +257,7 @@ impl GuestMemory {
         Ok(Self { regions })
     }
 
-    /// This table with one more region.
+    /// Returns this table with one more region.
     ///
     /// # Errors
     /// It overlaps another, or there are too many.
@@ -265,7 +267,7 @@ impl GuestMemory {
         Self::new(regions)
     }
 
-    /// This table without the region of exactly that place and size.
+    /// Returns this table without the region of exactly that place and size.
     ///
     /// # Errors
     /// There is none.
@@ -285,14 +287,14 @@ impl GuestMemory {
         &self.regions
     }
 
-    /// The region that holds `gpa`.
+    /// Returns the region that holds `gpa`.
     fn find(&self, gpa: u64) -> Option<&Region> {
         let after = self.regions.partition_point(|r| r.gpa <= gpa);
         let region = self.regions.get(after.checked_sub(1)?)?;
         (gpa - region.gpa < region.size && region.map.is_some()).then_some(region)
     }
 
-    /// Where `len` bytes at the front-end's address `user` lie here; they must lie in one region.
+    /// Returns the local address of `len` bytes at the front-end's address `user`; they must lie in one region.
     #[must_use]
     pub fn at_user(&self, user: u64, len: u64) -> Option<*mut u8> {
         let mut mapped = self.regions.iter().filter(|r| r.map.is_some());
@@ -302,7 +304,7 @@ impl GuestMemory {
         (len <= region.size - off).then(|| unsafe { region.host.add(off as usize) })
     }
 
-    /// The guest-physical address of a byte that a translation led to.
+    /// Returns the guest-physical address of a translated byte.
     #[must_use]
     pub fn gpa_of(&self, host: *const u8) -> Option<u64> {
         let host = host as u64;
@@ -312,14 +314,14 @@ impl GuestMemory {
         })
     }
 
-    /// Did the front-end take memory away from under us?
+    /// Returns whether the front-end cut memory short.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         self.regions.iter().any(Region::is_gone)
     }
 }
 
-/// A vring's way from guest-physical addresses to bytes: the table and the region hit last.
+/// A vring's address translation: the table and the region hit last.
 pub struct Translator {
     mem: Arc<GuestMemory>,
     gpa: u64,
@@ -343,8 +345,8 @@ impl Translator {
         &self.mem
     }
 
-    /// Where `gpa` lies here, and how many of the `len` bytes wanted from there on are in one piece (at least one,
-    /// unless `len` is 0). None: not in the guest's memory.
+    /// Returns the local address of `gpa`, and how many of the `len` bytes wanted from there on are in one piece (at least
+    /// one, unless `len` is 0). None: not in the guest's memory.
     #[inline(always)]
     pub fn at(&mut self, gpa: u64, len: u32) -> Option<(*mut u8, u32)> {
         let off = gpa.wrapping_sub(self.gpa);
@@ -355,7 +357,7 @@ impl Translator {
         self.at_slow(gpa, len)
     }
 
-    /// Where `len` bytes from `gpa` on lie here, if they are all in the region that was hit last.
+    /// Returns the local address of `len` bytes from `gpa` on, if they are all in the region that was hit last.
     #[inline(always)]
     #[must_use]
     pub fn near(&self, gpa: u64, len: u32) -> Option<*mut u8> {

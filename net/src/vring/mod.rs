@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Virtqueues in guest memory.
 //!
-//! - [`memory`]: guest memory and address translation; [`dirty`]: the log of a migration;
-//!   [`inflight`]: what a successor needs.
-//! - [`ring`]: the device's side of split and packed rings; [`queue`]: a queue with its lock; [`features`]: what is offered.
+//! - [`memory`]: guest memory and address translation; [`dirty`]: the log of a migration; [`inflight`]: the state for a
+//!   successor.
+//! - [`ring`]: the device's side of split and packed rings; [`queue`]: a queue with its lock; [`features`]: the offered
+//!   features.
 //! - [`driver`]: the guest's side, for tests and the bench.
 
 pub mod dirty;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A vring: a queue of a port with all that belongs to it, behind a lock that is tried once per batch.
+//! A vring: a queue of a port with its ring, memory and counters, behind a lock that is tried once per batch.
 //!
-//! Workers only ever try the lock ([`Vring::try_lock`]) and do something else if they don't get it. The port's control
-//! thread waits for it ([`Vring::lock`]), for at most as long as a batch takes. Nobody waits for one lock while holding
-//! another, so there is no deadlock. While the lock is held nothing else touches the ring, the window or the memory
-//! that its translator keeps alive: stopping a ring or changing memory is taking the lock and changing it.
+//! Workers only ever try the lock ([`Vring::try_lock`]) and do other work if they don't get it. The port's control
+//! thread waits for it ([`Vring::lock`]), for at most as long as a batch takes. No thread waits for one lock while
+//! holding another, so there is no deadlock. While the lock is held no other thread touches the ring, the window or the
+//! memory that its translator keeps alive: to stop a ring or change memory, a thread takes the lock and changes it.
 
 use std::cell::UnsafeCell;
 use std::fs::File;
@@ -20,7 +20,7 @@ use crate::vring::dirty::DirtyLog;
 use crate::vring::memory::{GuestMemory, Translator};
 use crate::vring::ring::{Broken, PackedRing, Ring, RingAddress, RingError, RingFeatures, SplitRing, Window};
 
-/// What was negotiated, as far as the data path needs it.
+/// The negotiated features that the data path uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Negotiated {
     /// VIRTIO_F_RING_PACKED.
@@ -52,35 +52,35 @@ pub struct State {
     pub enabled: bool,
     /// Chains fetched and not completed.
     pub window: Window,
-    /// Way to the guest's memory.
+    /// Translation to the guest's memory.
     pub translator: Translator,
-    /// What was negotiated.
+    /// The negotiated features.
     pub negotiated: Negotiated,
-    /// Entries, as SET_VRING_NUM says.
+    /// Entries, from SET_VRING_NUM.
     pub size: u16,
-    /// Where the areas are.
+    /// The addresses of the areas.
     pub address: RingAddress,
-    /// Base as SET_VRING_BASE says.
+    /// Base, from SET_VRING_BASE.
     pub base: u32,
-    /// The base at which we stopped the ring ourselves.
+    /// The base at which the switch stopped the ring itself.
     pub known_base: Option<u32>,
-    /// Where to send interrupts.
+    /// The eventfd for interrupts.
     pub call: Option<File>,
-    /// Where kicks come from.
+    /// The eventfd for kicks.
     pub kick: Option<Arc<File>>,
-    /// Where to tell of errors.
+    /// The eventfd for errors.
     pub err: Option<File>,
-    /// Pages to be marked as written, during migration.
+    /// The log of written pages, during migration.
     pub log: Option<Arc<DirtyLog>>,
-    /// Log address of the used ring, where the front-end wants that logged.
+    /// Log address of the used ring, if the front-end wants it logged.
     pub log_used: Option<u64>,
-    /// Where the place in a packed ring is kept for a successor.
+    /// The place in a packed ring, stored for a successor.
     pub inflight: Option<crate::vring::inflight::Queue>,
-    /// Why the ring was stopped by us.
+    /// The reason why the switch stopped the ring.
     pub broken: Option<Broken>,
-    /// The first fetched frame, admitted, if it waits for its receiver.
+    /// The first fetched frame, if it was admitted and waits for its receiver.
     pub held: Option<Held>,
-    /// How long it may.
+    /// The credits of waiting frames.
     pub credits: Credits,
 }
 
@@ -110,14 +110,14 @@ impl Default for State {
 }
 
 impl State {
-    /// May frames go through?
+    /// Returns whether frames can pass.
     #[inline(always)]
     #[must_use]
     pub fn is_active(&self) -> bool {
         self.enabled && self.ring.is_some()
     }
 
-    /// Starts the ring where the front-end says that it is.
+    /// Starts the ring at the front-end's addresses.
     ///
     /// # Errors
     /// As [`SplitRing::new`] and [`PackedRing::new`].
@@ -143,7 +143,7 @@ impl State {
         Ok(())
     }
 
-    /// Stops the ring; what was fetched and not completed counts as not fetched. Returns the base for a successor.
+    /// Stops the ring; chains fetched and not completed count as not fetched. Returns the base for a successor.
     pub fn stop(&mut self) -> u32 {
         self.window.clear();
         self.held = None;
@@ -155,7 +155,7 @@ impl State {
         self.base
     }
 
-    /// Puts other memory under the ring, which goes on where it was, if it is still mapped there.
+    /// Replaces the memory under the ring, which continues if it is mapped there.
     ///
     /// # Errors
     /// The ring isn't in the new memory; it is stopped.
@@ -166,7 +166,7 @@ impl State {
         if running { self.start() } else { Ok(()) }
     }
 
-    /// Stops a ring for good (until the front-end starts it anew) and tells the front-end.
+    /// Stops a ring until the front-end starts it anew, and tells the front-end.
     #[cold]
     pub fn fail(&mut self, why: Broken) {
         self.stop();
@@ -177,7 +177,7 @@ impl State {
     /// Tells the front-end that the ring was stopped.
     pub fn tell_error(&mut self) {
         if let Some(err) = &mut self.err {
-            // Nobody has to listen.
+            // The eventfd may have no reader.
             let _unheard = err.write(&1u64.to_ne_bytes());
         }
     }
@@ -213,7 +213,7 @@ impl State {
             let used = mem.at_user(self.address.used, 1).map_or(0, |p| p as usize);
             let packed = self.negotiated.packed;
             ring.written_since(self.base, |ptr, len| {
-                // Of a split ring the front-end gives the used area's log address, a packed ring is all in memory.
+                // For a split ring the front-end gives the used area's log address; a packed ring is all in memory.
                 let gpa = if packed { mem.gpa_of(ptr) } else { Some(at + (ptr as usize - used) as u64) };
                 if let Some(gpa) = gpa {
                     log.mark(gpa, len as u64);
@@ -230,9 +230,10 @@ impl State {
     fn signal(&mut self, counters: &Counters) {
         let Some(call) = &mut self.call else { return };
         match call.write(&1u64.to_ne_bytes()) {
-            // The front-end has made it block, and it was full: it gets no more interrupts until it hands over another.
+            // The front-end has made it blocking, and it was full: no more interrupts until the front-end sends another
+            // one.
             Err(err) if err.kind() == io::ErrorKind::Interrupted => self.call = None,
-            // A counter at its limit has woken the other side already.
+            // A full counter has woken the other side already.
             _ => counters.signalled(),
         }
     }
@@ -241,7 +242,7 @@ impl State {
 pub struct Vring {
     busy: AtomicBool,
     state: UnsafeCell<State>,
-    /// What went through. Written under the lock, read by anybody.
+    /// Written under the lock; any thread may read.
     pub counters: Counters,
 }
 
@@ -259,17 +260,17 @@ impl Default for Vring {
 }
 
 impl Vring {
-    /// The lock, if it is free.
+    /// Takes the lock if it is free.
     #[inline(always)]
     pub fn try_lock(&self) -> Option<Guard<'_>> {
-        // A look first keeps the line shared while another holds it.
+        // A load first keeps the line shared while another thread holds the lock.
         if self.busy.load(Ordering::Relaxed) || self.busy.swap(true, Ordering::Acquire) {
             return None;
         }
         Some(Guard(self))
     }
 
-    /// The lock, after at most a batch's time. For control threads.
+    /// Takes the lock, after at most a batch's time. For control threads.
     pub fn lock(&self) -> Guard<'_> {
         loop {
             if let Some(guard) = self.try_lock() {
@@ -294,7 +295,7 @@ impl Guard<'_> {
     /// [`State::publish`] with the vring's counters.
     #[inline(always)]
     pub fn publish(&mut self) {
-        // SAFETY: we hold the lock; counters and state are different fields.
+        // SAFETY: this thread holds the lock; counters and state are different fields.
         unsafe { (*self.0.state.get()).publish(&self.0.counters) };
     }
 }

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest that writes anything into its rings, honest ones beside it: whatever the first does, passes end, nothing is
-//! touched outside of its memory, and frames between honest guests arrive. The fuzzer and `random.rs` make up what it does.
+//! A guest that writes anything into its rings, beside honest ones: for all that it does, passes end, no memory outside of
+//! its own is touched, and frames between honest guests arrive. The fuzzer and `random.rs` choose its actions.
 #![allow(unreachable_pub)]
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-#[cfg(fuzzing)]
 use arbitrary::Arbitrary;
 use tombolo_net::forwarding::forward::{Forwarder, Pass};
 use tombolo_net::forwarding::view::{Attached, View};
@@ -16,8 +15,7 @@ use tombolo_net::ports::port::Port;
 use tombolo_net::vring::driver::{Nic, NicConfig, Queue};
 use tombolo_net::vring::features::bit;
 
-#[cfg_attr(fuzzing, derive(Arbitrary))]
-#[derive(Clone, Debug)]
+#[derive(Arbitrary, Clone, Debug)]
 pub enum Act {
     /// Write a descriptor into a ring's table or, with `table`, into memory where indirect tables are sought.
     Desc { rx: bool, table: bool, index: u8, place: Place, len: u32, flags: u16, next: u16 },
@@ -33,8 +31,7 @@ pub enum Act {
     Restart,
 }
 
-#[cfg_attr(fuzzing, derive(Arbitrary))]
-#[derive(Clone, Debug)]
+#[derive(Arbitrary, Clone, Debug)]
 pub enum Place {
     Inside(u32),
     NearEnd(u8),
@@ -42,8 +39,7 @@ pub enum Place {
     Anywhere(u64),
 }
 
-#[cfg_attr(fuzzing, derive(Arbitrary))]
-#[derive(Clone, Debug)]
+#[derive(Arbitrary, Clone, Debug)]
 pub struct Input {
     pub packed: bool,
     pub features: u8,
@@ -62,7 +58,7 @@ fn frame(to: u8, from: u8, len: usize) -> Vec<u8> {
     f
 }
 
-/// Plays it through.
+/// Runs the actions.
 pub fn play(input: Input) {
     let mut features = 1 << bit::INDIRECT_DESC;
     let chosen =
@@ -143,7 +139,7 @@ pub fn play(input: Input) {
             }
         }
     }
-    // The neighbours are as well as ever.
+    // The neighbours still work.
     while nics[1].receive().is_some() {}
     let honest = frame(1, 2, 100);
     for n in 0..64 {

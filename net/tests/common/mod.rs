@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the tests share: guests on a switch.
+//! Common code of the tests: guests on a switch.
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
 #[path = "../../../zone/tests/common/namespace.rs"]
@@ -20,7 +20,7 @@ use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::port::Port;
 use tombolo_net::vring::driver::{Nic, NicConfig};
 
-/// Waits for what must come; the limit only ends a test that has failed.
+/// Waits for an event that must come; the limit only ends a test that has failed.
 pub fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + Duration::from_secs(60);
     while Instant::now() < end {

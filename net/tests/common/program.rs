@@ -50,7 +50,7 @@ impl Switch {
         nic
     }
 
-    /// The process of its keeper.
+    /// Returns the process of its keeper.
     pub fn keeper(&self) -> u32 {
         child_of(self.child.id())
     }

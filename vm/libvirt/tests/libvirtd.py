@@ -235,6 +235,27 @@ class World:
         said = self.tombolo("libvirt", "attach", "nobody", "--grow", good=False)
         need("nobody" in said, said)
 
+    def a_domain_lies_on_the_hosts_topology(self):
+        with open(self.folder + "/d.xml", "w") as f:
+            f.write(DOMAIN.format(name="d", folder=self.folder, address="10.0.0.4").replace("<vcpu>2<", "<vcpu>1<"))
+        run("virsh", "define", self.folder + "/d.xml")
+        with open(self.folder + "/placed.xml", "w") as f:
+            f.write(self.tombolo("topology", "libvirt", "d"))
+        run("virsh", "define", "--validate", self.folder + "/placed.xml")
+        run("virsh", "start", "d")
+        with open("/proc/%d/task/%d/status" % (self.pid("d"), self.vcpu("d"))) as f:
+            allowed = next(line.split()[1] for line in f if line.startswith("Cpus_allowed_list"))
+        need("<vcpupin vcpu='0' cpuset='%s'/>" % allowed in run("virsh", "dumpxml", "d"), "the vCPU's thread may run on CPUs " + allowed)
+        run("virsh", "destroy", "d")
+
+    def vcpu(self, name):
+        """The thread of a domain's first vCPU."""
+        for task in os.listdir("/proc/%d/task" % self.pid(name)):
+            with open("/proc/%d/task/%s/comm" % (self.pid(name), task)) as f:
+                if f.read().startswith("CPU 0"):
+                    return int(task)
+        raise Failed("QEMU has no thread of a vCPU")
+
 
 CLAIMS = [
     World.domains_are_defined_with_a_zone_and_a_port,
@@ -246,6 +267,7 @@ CLAIMS = [
     World.a_domain_does_not_start_without_its_switch_and_says_so,
     World.all_is_given_back,
     World.a_domain_whose_memory_is_not_shared_is_refused_with_the_remedy,
+    World.a_domain_lies_on_the_hosts_topology,
 ]
 
 

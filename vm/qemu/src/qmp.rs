@@ -19,7 +19,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::Value;
 
 /// How long QEMU may take for one command; device_add with much memory is the slowest.
-const REPLY: Duration = Duration::from_secs(60);
+pub const REPLY: Duration = Duration::from_secs(60);
 /// The longest line that is read, in bytes. A longer one ends the connection.
 const LINE_MAX: u64 = 16 << 20;
 

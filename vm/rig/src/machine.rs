@@ -33,6 +33,8 @@ pub struct Machine {
     pub processors: u32,
     /// A file that the guest sees as persistent memory, and its size in bytes.
     pub zone: Option<(PathBuf, u64)>,
+    /// Arguments for CPUs, memory and NUMA nodes, in place of `memory` and `processors`.
+    pub layout: Option<Vec<OsString>>,
     /// More arguments for the kernel.
     pub kernel_arguments: String,
     /// More arguments for QEMU.
@@ -51,6 +53,7 @@ impl Machine {
             shared_memory: false,
             processors: 2,
             zone: None,
+            layout: None,
             kernel_arguments: String::new(),
             arguments: Vec::new(),
         }
@@ -72,24 +75,10 @@ impl Machine {
     fn options(&self, hypervisor: Hypervisor, qemu: &Qemu) -> Vec<OsString> {
         let mut options: Vec<OsString> = Vec::new();
         let mut add = |words: &[&str]| options.extend(words.iter().map(OsString::from));
-        add(&[
-            "-machine",
-            "q35,memory-backend=ram",
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-no-reboot",
-        ]);
+        add(&["-machine", "q35", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
         add(&hypervisor.arguments(qemu));
-        add(&["-smp", &hypervisor.processors(self.processors)]);
-        // QEMU's first RAM block: where a smaller one is first, QEMU 10.0 takes offsets in a block for offsets in all RAM when it saves a
-        // guest, and ends by an assertion (tlb_reset_dirty_range_all).
-        let memory = self.memory;
-        let backend = if self.shared_memory { "memfd" } else { "ram" };
-        let share = if self.shared_memory { "on" } else { "off" };
-        add(&["-object", &format!("memory-backend-{backend},id=ram,size={memory}M,share={share}")]);
-        add(&["-m", &format!("{memory}M,maxmem={}M", memory + ROOM)]);
+        options.extend(self.layout.clone().unwrap_or_else(|| self.one_node(hypervisor)));
+        let mut add = |words: &[&str]| options.extend(words.iter().map(OsString::from));
         add(&["-serial", &format!("file:{}", escaped(&self.console)), "-serial", "stdio"]);
         if let Some((path, size)) = &self.zone {
             let path = escaped(path);
@@ -101,6 +90,27 @@ impl Machine {
         options.extend(["-initrd".into(), self.image.clone().into()]);
         options.extend(self.arguments.iter().cloned());
         options
+    }
+
+    /// CPUs and memory of a guest without NUMA nodes.
+    fn one_node(&self, hypervisor: Hypervisor) -> Vec<OsString> {
+        // QEMU's first RAM block: where a smaller one is first, QEMU 10.0 takes offsets in a block for offsets in all RAM when it saves a
+        // guest, and ends by an assertion (tlb_reset_dirty_range_all).
+        let memory = self.memory;
+        let backend = if self.shared_memory { "memfd" } else { "ram" };
+        let share = if self.shared_memory { "on" } else { "off" };
+        [
+            "-machine",
+            "memory-backend=ram",
+            "-smp",
+            &hypervisor.processors(self.processors),
+            "-object",
+            &format!("memory-backend-{backend},id=ram,size={memory}M,share={share}"),
+            "-m",
+            &format!("{memory}M,maxmem={}M", memory + ROOM),
+        ]
+        .map(OsString::from)
+        .into()
     }
 
     fn kernel_line(&self, hypervisor: Hypervisor) -> String {
@@ -129,7 +139,7 @@ mod tests {
         let line: Vec<String> = options.into_iter().map(|word| word.into_string().unwrap()).collect();
         let line = line.join(" ");
         for part in [
-            "-cpu max,-erms,-fsrm,-cx16 -smp 1,maxcpus=2 ",
+            "-cpu max,-erms,-fsrm,-cx16 -machine memory-backend=ram -smp 1,maxcpus=2 ",
             "memory-backend-ram,id=ram,size=256M,share=off -m 256M,maxmem=65792M",
             "-serial file:/log,,1 -serial stdio",
             "memory-backend-file,id=zone,mem-path=/dev/shm/z,size=4096,share=on -device virtio-pmem-pci,memdev=zone",
@@ -137,6 +147,10 @@ mod tests {
         ] {
             assert!(line.contains(part), "{part} is not in {line}");
         }
+        machine.layout = Some(vec!["-m".into(), "1G".into()]);
+        let own = format!("{:?}", machine.options(Hypervisor::Tcg, &qemu));
+        assert!(own.contains("\"-m\", \"1G\"") && !own.contains("id=ram") && !own.contains("-smp"), "{own}");
+        machine.layout = None;
         machine.shared_memory = true;
         assert!(
             format!("{:?}", machine.options(Hypervisor::Kvm, &qemu)).contains("memory-backend-memfd,id=ram")

@@ -15,4 +15,5 @@ pub mod logs;
 pub mod names;
 pub mod terminal;
 pub mod top;
+pub mod topology;
 pub mod up;

@@ -20,6 +20,11 @@ const TABLES: [Table; 12] = [
         keys: &[
             ("name", "\"demo\"", "Name of the project. Default: the name of the file's folder."),
             ("overcommit", "false", "VMs and zones may be larger together than the memory that is left."),
+            (
+                "reserve",
+                "0",
+                "Processors of each NUMA node that stay with the host, where VMs say topology; QEMU's own threads run there.",
+            ),
             ("qemu", "\"qemu-system-x86_64\"", "The QEMU program. Default: $TOMBOLO_QEMU, then the PATH."),
             ("zone", "[zone.NAME]", "Zones by name."),
             ("net", "[net.NAME]", "Networks by name."),
@@ -143,6 +148,16 @@ const TABLES: [Table; 12] = [
                 "memory_limit",
                 "none",
                 "Memory of the host that its QEMU may use, the guest's included. It needs a delegated cgroup.",
+            ),
+            (
+                "topology",
+                "none",
+                "The part of the host that it lies on, whose topology its guest sees: \"host\": all that nobody else has; \"node:0\": the same of a NUMA node; \"close\": as many processors as cpus says, close together; \"cpus:0-3,8\". See tombolo topology plan.",
+            ),
+            (
+                "pages",
+                "\"auto\"",
+                "With topology: \"1G\" or \"2M\": reserved huge pages; \"transparent\": those that the kernel makes; \"auto\": the largest that are free.",
             ),
             (
                 "depends_on",

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use tombolo_passthrough::address::Address;
+use tombolo_topology::request::{Pages, Part};
 
 use crate::machine::growth::StartKind;
 use accelerator::{AccelSpec, Uses};
@@ -57,6 +58,9 @@ pub struct Compose {
     /// Allow VMs and zones to be larger together than the memory the host has left.
     #[serde(default)]
     pub overcommit: bool,
+    /// CPUs of each NUMA node that stay with the host where VMs say `topology`.
+    #[serde(default)]
+    pub reserve: u32,
     /// The QEMU program; default: `qemu-system-x86_64` on the PATH.
     #[serde(default)]
     pub qemu: Option<PathBuf>,
@@ -158,6 +162,12 @@ pub struct VmSpec {
     /// Memory of the host that its QEMU may use, the guest's included.
     #[serde(default)]
     pub memory_limit: Option<Size>,
+    /// The part of the host that it lies on.
+    #[serde(default)]
+    pub topology: Option<Part>,
+    /// What its memory is made of, where it says `topology`.
+    #[serde(default)]
+    pub pages: Pages,
     /// VMs that are started before it, and stopped after it.
     #[serde(default)]
     pub depends_on: Depends,
@@ -562,6 +572,22 @@ fn check(compose: &Compose) -> Result<(), (String, String, String)> {
         if vm.cpus == 0 || vm.cpus > 255 {
             return fail(&table, "cpus", format!("vm.{name}.cpus is {}; write 1 to 255", vm.cpus));
         }
+        if vm.topology.is_none() && vm.pages != Pages::Auto {
+            return fail(
+                &table,
+                "pages",
+                format!("vm.{name}.pages needs topology = \"close\" or another part"),
+            );
+        }
+        if vm.topology.is_some() && vm.start == Some(StartKind::Fast) {
+            return fail(
+                &table,
+                "start",
+                format!(
+                    "vm.{name}.start: memory that is bound to nodes is there at the start; leave out start or topology"
+                ),
+            );
+        }
         if vm.cpu_limit.is_some_and(|limit| !(0.01..=10_000.0).contains(&limit)) {
             return fail(
                 &table,
@@ -792,6 +818,18 @@ mod tests {
         );
         assert!(error("[vm.a]\ncpu_limit = 0.0\n").contains(":2: vm.a.cpu_limit"));
         parse("[vm.a]\ncpu_limit = 1.5\nmemory_limit = \"1G\"\n").unwrap();
+    }
+
+    #[test]
+    fn a_part_of_the_host_is_named_with_what_it_excludes() {
+        let p = parse("reserve = 2\n[vm.a]\ntopology = \"node:1\"\npages = \"2M\"\n").unwrap();
+        assert_eq!((p.compose.reserve, p.compose.vm["a"].topology.clone()), (2, Some(Part::Node(1))));
+        assert!(
+            error("[vm.a]\ntopology = \"all\"\n").contains(":2: vm.a.topology: 'all' is no part of a host")
+        );
+        assert!(error("[vm.a]\npages = \"1G\"\n").contains(":2: vm.a.pages needs topology"));
+        let e = error("[vm.a]\ntopology = \"host\"\nstart = \"fast\"\n");
+        assert!(e.contains(":3: vm.a.start: memory that is bound"), "{e}");
     }
 
     #[test]

@@ -44,7 +44,8 @@ pub enum StartKind {
 /// Names the key to change.
 pub fn layout(name: &str, spec: &VmSpec) -> anyhow::Result<Layout> {
     let fast = match spec.start.unwrap_or(StartKind::Auto) {
-        StartKind::Auto => !spec.devices.is_empty(),
+        // Memory that is bound to nodes is there at the start.
+        StartKind::Auto => !spec.devices.is_empty() && spec.topology.is_none(),
         StartKind::Fast => true,
         StartKind::Slow => false,
     };

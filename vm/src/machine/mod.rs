@@ -34,18 +34,24 @@ use crate::qemu::version::Qemu;
 use cgroup::Group;
 use disks::Drive;
 use hotplug::Ports;
+use placement::Placement;
 use tombolo_start::layout::Layout;
 use tombolo_start::progress::{Phase as Growth, Progress};
+use tombolo_topology::apply::Thread;
+use tombolo_topology::plan::VmPlan;
 
 pub mod cgroup;
 pub mod disks;
 pub mod growth;
 pub mod hotplug;
+pub mod placement;
 pub mod port;
 pub mod stop;
 
 /// How long QEMU may take to end when told to.
 const QUIT: Duration = Duration::from_secs(5);
+/// How long QEMU may take to fill memory that is bound to nodes: a terabyte takes minutes.
+const FILLED: Duration = Duration::from_secs(1800);
 /// Lines of console and QEMU's log in an error.
 const LAST_LINES: usize = 15;
 
@@ -65,6 +71,8 @@ pub struct Start<'a> {
     pub accelerators: Vec<(String, Invitation)>,
     /// How its memory arrives.
     pub memory: Layout,
+    /// Where it lies on the host.
+    pub placement: Option<VmPlan>,
     /// Its devices in networks.
     pub nics: Vec<Plug>,
     /// Its disks.
@@ -110,6 +118,10 @@ pub struct Machine {
     attempt: u32,
     /// How its memory arrives.
     layout: Layout,
+    /// Where it lies on the host.
+    placement: Option<VmPlan>,
+    /// The threads of its vCPUs, where they are pinned.
+    threads: OnceLock<Vec<Thread>>,
     /// Where zones come to it while it runs.
     ports: Mutex<Ports>,
 }
@@ -223,9 +235,10 @@ impl Machine {
             memory: start.memory,
             zones,
             nics: &start.nics,
+            placement: start.placement.as_ref(),
         };
         let mut command = Command::new(&start.qemu.program);
-        command.args(cmdline::arguments(&plan)).arg("-S");
+        command.args(cmdline::arguments(&plan)?).arg("-S");
         command.stdin(Stdio::null());
         command.stdout(Stdio::from(OwnedFd::from(log_end.try_clone()?)));
         command.stderr(Stdio::from(OwnedFd::from(log_end)));
@@ -315,13 +328,17 @@ impl Machine {
             restarts: start.before.map_or(0, |b| b.restarts + u32::from(start.attempt.is_some())),
             attempt: start.attempt.or(start.before.map(|b| b.attempt)).unwrap_or(0),
             layout: start.memory,
+            placement: start.placement,
+            threads: OnceLock::new(),
             ports: Mutex::new(ports),
         });
         machine.mark("qemu started");
         machine.tell(&Phase::Booting, start.accel.name());
         let _ = register.send(machine.clone());
         let weak = Arc::downgrade(&machine);
-        let connected = Qmp::connect(monitor, move |event, data| {
+        // QEMU fills memory that is bound to nodes before it answers.
+        let limit = if machine.placement.is_some() { FILLED } else { tombolo_qemu::qmp::REPLY };
+        let connected = Qmp::connect_within(monitor, limit, move |event, data| {
             if let Some(machine) = weak.upgrade() {
                 machine.event(event, data);
             }
@@ -388,6 +405,23 @@ impl Machine {
     /// How its memory arrives.
     pub fn layout(&self) -> Layout {
         self.layout
+    }
+
+    /// Where it lies on the host.
+    pub fn placement(&self) -> Option<Placement> {
+        let threads = self.threads.get().cloned().unwrap_or_default();
+        Some(Placement { plan: self.placement.clone()?, threads })
+    }
+
+    /// Pins the threads of a VM that lies on a part of the host.
+    fn pin(&self) -> anyhow::Result<()> {
+        if let Some(plan) = &self.placement {
+            let threads = placement::pin(self.pid, self.qmp()?, plan)?;
+            // It is pinned once, before its guest runs.
+            let _ = self.threads.set(threads);
+            self.mark("threads pinned");
+        }
+        Ok(())
     }
 
     /// Keeps how far its memory is.
@@ -507,6 +541,7 @@ impl Machine {
     }
 
     fn boot(&self) -> anyhow::Result<()> {
+        self.pin().map_err(|e| self.failure(&format!("{e:#}")))?;
         self.qmp()?.execute(qmp::cont {}).map_err(|e| self.failure(&e.to_string()))?;
         self.mark("guest runs");
         let limit = Duration::from_secs(self.spec.ready_timeout.into());
@@ -717,7 +752,7 @@ impl Machine {
             state: text,
             pid: state.exit.is_none().then_some(self.pid),
             accel: self.accel,
-            cpus: self.spec.cpus,
+            cpus: self.placement.as_ref().map_or(self.spec.cpus, VmPlan::cpus),
             memory: self.spec.memory.0,
             zones: state.zones.keys().cloned().collect(),
             uptime: self.started.elapsed().as_secs_f64(),
@@ -727,6 +762,7 @@ impl Machine {
             timeline: state.timeline.clone(),
             shares: state.shares.clone(),
             growth: state.growth.clone(),
+            placement: self.placement(),
         }
     }
 }

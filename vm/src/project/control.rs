@@ -233,6 +233,9 @@ pub struct VmStatus {
     /// How far its memory is, where it grows.
     #[serde(default)]
     pub growth: Option<tombolo_start::progress::Progress>,
+    /// Where it lies on the host, where the compose file says so.
+    #[serde(default)]
+    pub placement: Option<crate::machine::placement::Placement>,
 }
 
 /// A folder of the host in a VM.

@@ -188,7 +188,7 @@ pub fn ask(project: &Project, request: &Request) -> anyhow::Result<Option<Peer>>
 /// As [`ask`].
 pub fn ask_found(found: &Found, request: &Request) -> anyhow::Result<Option<Peer>> {
     let Some(process) = open_process(found.process)? else { return Ok(None) };
-    ask_at(|| found.knock(Some(ANSWER)), &Supervisor { pid: found.process, process }, request)
+    ask_at(|| found.connect(Some(ANSWER)), &Supervisor { pid: found.process, process }, request)
 }
 
 fn ask_at(

@@ -125,7 +125,7 @@ impl HostZone {
         Ok(HostZone { name: name.to_owned(), spec, zone, bells, members: Mutex::new(BTreeMap::new()) })
     }
 
-    /// Whether somebody has cut the zone's file short.
+    /// Returns whether a process has truncated the zone's file.
     pub fn is_lost(&self) -> bool {
         self.zone.is_lost()
     }
@@ -232,7 +232,7 @@ impl HostZone {
         if self.zone.is_lost() {
             // Said once: the next look ends above.
             crate::say!(
-                "zone '{}': somebody has cut its file short; its VMs lose it, or end. tombolo down && tombolo up",
+                "zone '{}': a process has truncated its file; its VMs lose it, or end. tombolo down && tombolo up",
                 self.name
             );
             return Ok(());

@@ -10,8 +10,10 @@ use crate::compose::VmSpec;
 use crate::guest::kit::Boot;
 use crate::machine::disks::Drive;
 use crate::machine::growth::MEMORY;
+use crate::machine::placement;
 use crate::project::network::Plug;
 use tombolo_start::layout::Layout;
+use tombolo_topology::plan::VmPlan;
 
 /// Address space for zones that are attached later, in bytes.
 const HOTPLUG_ROOM: u64 = 64 << 30;
@@ -59,10 +61,15 @@ pub struct Plan<'a> {
     pub nics: &'a [Plug],
     /// Disks, in the guest's order.
     pub drives: &'a [Drive],
+    /// Where it lies on the host.
+    pub placement: Option<&'a VmPlan>,
 }
 
 /// The arguments, without the program.
-pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
+///
+/// # Errors
+/// This QEMU can't express the part of the host that the VM lies on.
+pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
     let spec = plan.spec;
     let Layout { boot: memory, grown, block, .. } = plan.memory;
     let zones: u64 = plan.zones.iter().map(|z| z.size).sum();
@@ -72,11 +79,9 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
         args.push(value.into());
     };
     add("-name", format!("guest=tombolo-{},debug-threads=on", plan.name));
-    add("-machine", "q35,usb=off,vmport=off,memory-backend=ram".into());
+    add("-machine", "q35,usb=off,vmport=off".into());
     let [accel, accel_value, cpu, cpu_value] = plan.accel.arguments(plan.qemu);
     add(accel, accel_value.into());
-    add(cpu, cpu_value.into());
-    add("-smp", plan.accel.processors(spec.cpus));
     // The room for zones must be known at start; it costs address space only.
     let most = (memory + grown + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
     add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
@@ -85,7 +90,19 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     let private = plan.nics.is_empty() && spec.qemu_args.is_empty();
     let (backend, share) =
         if private { ("memory-backend-ram", "") } else { ("memory-backend-memfd", ",share=on") };
-    add("-object", format!("{backend},id=ram,size={}M{share}", memory >> 20));
+    match plan.placement {
+        Some(placed) => {
+            for (option, value) in placement::arguments(placed, plan.qemu, plan.accel, !private)? {
+                add(option, value);
+            }
+        }
+        None => {
+            add("-machine", "memory-backend=ram".into());
+            add(cpu, cpu_value.into());
+            add("-smp", plan.accel.processors(spec.cpus));
+            add("-object", format!("{backend},id=ram,size={}M{share}", memory >> 20));
+        }
+    }
     if grown > 0 {
         add("-object", format!("{backend},id={MEMORY}-memory,size={grown}{share},reserve=off"));
         add(
@@ -93,7 +110,9 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
             format!("virtio-mem-pci,id={MEMORY},memdev={MEMORY}-memory,block-size={block},requested-size=0"),
         );
     }
-    for (n, address) in spec.devices.iter().enumerate() {
+    // Devices of a VM that lies on a part of the host are behind its root complexes.
+    let devices = spec.devices.iter().filter(|_| plan.placement.is_none());
+    for (n, address) in devices.enumerate() {
         add("-device", format!("vfio-pci,id=device{n},host={address}"));
     }
 
@@ -160,7 +179,7 @@ pub fn arguments(plan: &Plan<'_>) -> Vec<OsString> {
     }
     args.extend(["-display", "none", "-vga", "none"].map(OsString::from));
     args.extend(spec.qemu_args.iter().map(OsString::from));
-    args
+    Ok(args)
 }
 
 /// A port of a switch: QEMU connects again by itself when the switch has been away.
@@ -234,8 +253,10 @@ mod tests {
             zones,
             nics: &[],
             drives: &drives,
+            placement: None,
         };
-        let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
+        let args: Vec<String> =
+            arguments(&plan).unwrap().into_iter().map(|a| a.into_string().unwrap()).collect();
         args.join(" ")
     }
 
@@ -251,7 +272,8 @@ mod tests {
     fn a_plain_vm_has_two_cpus_its_kernel_and_nothing_with_a_name_in_the_file_system() {
         let line = line("", Hypervisor::Tcg, vec![]);
         for part in [
-            "-accel tcg,thread=multi -cpu max,-erms,-fsrm -smp 2 -m size=512M,maxmem=66560M",
+            "-accel tcg,thread=multi -m size=512M,maxmem=66560M",
+            "-machine memory-backend=ram -cpu max,-erms,-fsrm -smp 2 -object memory-backend-ram,id=ram",
             "socket,id=monitor,fd=7",
             "socket,id=console,fd=8",
             "socket,id=agent,fd=9",
@@ -287,7 +309,7 @@ mod tests {
             Hypervisor::Kvm,
             vec![zone.clone(), ZoneDevice { name: "r".into(), read_only: true, ..zone }],
         );
-        assert!(line.contains("-accel kvm -cpu host"));
+        assert!(line.contains("-accel kvm ") && line.contains("-cpu host "), "{line}");
         assert!(line.contains("memory-backend-file,id=zone-z,mem-path=/proc/self/fd/11,size=67108864,share=on -device virtio-pmem-pci,id=pmem-z,memdev=zone-z"), "{line}");
         assert!(line.contains(
             "-chardev socket,id=bell-z,fd=12 -device ivshmem-doorbell,id=doorbell-z,chardev=bell-z,vectors=1"
@@ -329,8 +351,10 @@ mod tests {
                 zones: vec![],
                 nics: &nics,
                 drives: &[],
+                placement: None,
             };
-            let args: Vec<String> = arguments(&plan).into_iter().map(|a| a.into_string().unwrap()).collect();
+            let args: Vec<String> =
+                arguments(&plan).unwrap().into_iter().map(|a| a.into_string().unwrap()).collect();
             args.join(" ")
         };
         let new = of((10, 0, 2), Hypervisor::Kvm, 2);

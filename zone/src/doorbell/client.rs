@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The doorbell of a host process, which does what QEMU's ivshmem device does for a VM.
+//! The doorbell of a host process, which corresponds to QEMU's ivshmem device of a VM.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,12 +17,12 @@ use crate::format::TMB_DOORBELL_MAGIC;
 use crate::mem::SharedMem;
 use crate::{Error, MemberId, Result, Zone};
 
-/// How long the server may take for the handshake.
+/// Timeout for the server's part of the handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
 type Peers = Arc<Mutex<BTreeMap<u16, OwnedFd>>>;
 
-/// What wakes a bell's thread.
+/// The reasons for which a bell's thread calls back.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Heard {
     /// One or more rings.
@@ -31,7 +31,7 @@ enum Heard {
     Peers,
 }
 
-/// A connected doorbell. A thread of its own learns of peers and calls `on_ring`; dropping it disconnects.
+/// A connected doorbell. Its thread receives peers and calls `on_ring`; dropping it disconnects.
 pub struct Bell {
     peer: u16,
     zone: Uuid,
@@ -41,8 +41,8 @@ pub struct Bell {
 }
 
 impl Bell {
-    /// Connects to a member's socket of a doorbell server. `on_ring` is called, in a thread of the bell, after one or more rings: the
-    /// caller then takes its pending bits. It is also called once at the start, for what was pending before.
+    /// Connects to a member's socket of a doorbell server. The bell's thread calls `on_ring` after one or more rings; the caller then takes
+    /// its pending bits. It is also called once at the start, for bits that were pending before.
     pub fn connect(path: impl AsRef<Path>, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
         let path = path.as_ref();
         let stream = UnixStream::connect(path)
@@ -60,7 +60,7 @@ impl Bell {
         stream.map(|stream| Self::over(stream, on_ring)).transpose()
     }
 
-    /// As [`Bell::enter`]; `look` is called after rings and also when a peer came or went, which [`Bell::peers`] says already.
+    /// As [`Bell::enter`]; `look` is called after rings and also when a peer came or went, which [`Bell::peers`] then shows.
     pub fn enter_and_watch(
         zone: &Zone,
         member: MemberId,
@@ -70,7 +70,7 @@ impl Bell {
         stream.map(|stream| Self::hearing(stream, move |_| look())).transpose()
     }
 
-    /// The same over a connection that exists.
+    /// The same over an existing connection.
     pub fn over(stream: UnixStream, mut on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
         Self::hearing(stream, move |heard| {
             if heard == Heard::Rung {
@@ -120,12 +120,12 @@ impl Bell {
         self.peer
     }
 
-    /// Which zone the server says this doorbell belongs to.
+    /// Returns the zone that the server names.
     pub fn zone(&self) -> Uuid {
         self.zone
     }
 
-    /// Rings a peer; false when it isn't known (any more): dead, or not yet announced.
+    /// Rings a peer; false: it is not known (any more): dead, or not yet announced.
     pub fn ring(&self, peer: u16) -> Result<bool> {
         match self.peers.lock().unwrap_or_else(PoisonError::into_inner).get(&peer) {
             Some(bell) => wire::ring(bell.as_fd()).map(|()| true),
@@ -133,14 +133,14 @@ impl Bell {
         }
     }
 
-    /// A peer's doorbell for another process to ring, which can do nothing else with it than ring; `None`: there is no such peer.
+    /// Returns a peer's doorbell for another process, which can only ring it; `None`: there is no such peer.
     pub fn descriptor(&self, peer: u16) -> Result<Option<OwnedFd>> {
         let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         let copy = peers.get(&peer).map(AsFd::as_fd).map(|bell| bell.try_clone_to_owned()).transpose();
         copy.map_err(|e| Error::io("copying a doorbell's descriptor", e))
     }
 
-    /// The peers known now, without itself.
+    /// Returns the peers known now, without itself.
     pub fn peers(&self) -> Vec<u16> {
         let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         peers.keys().copied().filter(|&p| p != self.peer).collect()
@@ -190,9 +190,7 @@ fn zone_of(page: OwnedFd) -> Result<Uuid> {
     let mem = SharedMem::map(page.as_fd(), 0, 4096, false)?;
     let magic = mem.load_u64(0)?;
     if magic != TMB_DOORBELL_MAGIC {
-        return Err(protocol(format!(
-            "the shared page's magic is {magic:#x}: an ivshmem server of somebody else"
-        )));
+        return Err(protocol(format!("the shared page's magic is {magic:#x}: not tombolo's ivshmem server")));
     }
     let mut uuid = [0; 16];
     mem.read(8, &mut uuid)?;
@@ -241,7 +239,7 @@ fn attend(stream: &UnixStream, own: &OwnedFd, stop: &OwnedFd, peers: &Peers, mut
     }
 }
 
-/// One message of the server; false when it is gone. Doorbells that are known go on without it.
+/// Handles one message of the server; false: the server has ended. Known doorbells keep working without it.
 fn learn(stream: &UnixStream, peers: &Peers) -> bool {
     match wire::receive(stream) {
         Ok(Some((id, bell))) => {

@@ -15,7 +15,7 @@ use super::wire;
 use crate::door::{self, Door};
 use crate::{Error, MemberId, Result};
 
-/// How long a process waits for a server to accept it.
+/// Timeout for a server to accept a process.
 const ACCEPT: Duration = Duration::from_secs(10);
 
 fn name(zone: Uuid) -> String {
@@ -59,7 +59,7 @@ pub(super) fn connect(zone: Uuid, member: MemberId) -> Result<Option<UnixStream>
     let failed = |e| Error::io("connecting to the zone's doorbells", e);
     let name = name(zone);
     for found in door::find(|n| n == name, None).map_err(failed)? {
-        match found.knock(Some(ACCEPT)) {
+        match found.connect(Some(ACCEPT)) {
             Ok(stream) => {
                 wire::send(&stream, i64::from(member.index()), None).map_err(failed)?;
                 return Ok(Some(stream));

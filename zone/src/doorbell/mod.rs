@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Doorbells between the members of a zone: an ivshmem server and its client (QEMU, `docs/specs/ivshmem-spec`).
 //!
-//! Each member has a socket of its own to connect to, so that the server knows who connects. A connection gets a peer id that is
-//! never used again (a QEMU that sees an id come back aborts), the page that names the zone, and an eventfd per peer; a
-//! member rings another by writing to that one's eventfd, with which the server has nothing to do any more. The server writes
-//! the peer id into the member's slot before the handshake is complete. Doorbells go on ringing when the server is gone.
+//! Each member has a socket of its own, which tells the server which member connects. A connection gets a peer id that is never
+//! used again (a QEMU that sees an id come back aborts), the page that names the zone, and an eventfd per peer. A member rings
+//! another by writing to that one's eventfd, without the server. The server writes the peer id into the member's slot before the
+//! handshake is complete. Doorbells keep working after the server's end.
 //!
 //! - [`mod@wire`]: messages, with and without a descriptor; eventfds; the page.
 //! - [`mod@server`]: the server, [`DoorbellServer`].
 //! - [`mod@client`]: [`Bell`], a host process's own doorbell.
-//! - [`mod@process`]: who is at the other end of a connection.
+//! - [`mod@process`]: the process at the other end of a connection.
 //! - `host`: the socket at which host processes other than the owner connect.
 
 pub mod client;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The process at the other end of a doorbell's connection: whether a VM lives is whether this process does.
+//! The process at the other end of a doorbell's connection: a VM lives as long as this process.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -27,7 +27,8 @@ impl PartialEq for Process {
 impl Eq for Process {}
 
 impl Process {
-    /// Who is at the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace), or it has gone already.
+    /// Returns the process at the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace), or it has
+    /// ended.
     pub fn of(stream: &UnixStream) -> Option<Process> {
         let pid = rustix::net::sockopt::socket_peercred(stream).ok()?.pid;
         let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
@@ -53,24 +54,24 @@ impl Process {
         self.started
     }
 
-    /// Whether it has ended.
+    /// Returns whether it has ended.
     pub fn has_ended(&self) -> bool {
         ready(self.fd.as_fd(), PollFlags::IN, 0) == Some(true)
     }
 }
 
-/// When the process of this number was started; `None`: there is none.
+/// Returns the start time of the process with this number; `None`: there is none.
 pub fn started(pid: u32) -> Option<u64> {
     let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The second field is a name that may contain anything, in parentheses; the start is the 22nd field.
+    // The second field is a name in parentheses that may contain any characters; the start is the 22nd field.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let state = fields.next()?;
     // A process that has ended and waits for its parent.
     (state != "Z" && state != "X").then(|| fields.nth(18)?.parse().ok()).flatten()
 }
 
-/// Whether one of `events` (or an error) is there within `milliseconds`; -1: waits. `None`: interrupted.
+/// Waits at most `milliseconds` (-1: for ever) until one of `events`, or an error, is there. `None`: interrupted.
 fn ready(fd: BorrowedFd<'_>, events: PollFlags, milliseconds: i32) -> Option<bool> {
     let limit = u32::try_from(milliseconds).ok().map(|ms| rustix::time::Timespec {
         tv_sec: i64::from(ms / 1000),

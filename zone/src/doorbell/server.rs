@@ -33,7 +33,7 @@ const MAX_UNNAMED: usize = 16;
 /// the next accept would fail at once.
 const RECOVERY: Duration = Duration::from_millis(200);
 
-/// What the server reports to the zone's owner.
+/// A report of the server to the zone's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A member's doorbell is connected; the member's slot has the peer id already.
@@ -42,7 +42,7 @@ pub enum Event {
         member: MemberId,
         /// Its ivshmem peer id.
         peer: u16,
-        /// Who connected to the member's socket. `None`: the owner connected it ([`DoorbellServer::connect`]), or the kernel can't tell.
+        /// The process that connected to the member's socket. `None`: the owner connected it ([`DoorbellServer::connect`]), or the kernel can't tell.
         process: Option<Process>,
     },
     /// A member's doorbell is gone: its QEMU ended, or the device was unplugged. The member's slot has no peer id any more.
@@ -51,7 +51,7 @@ pub enum Event {
         member: MemberId,
         /// The peer id that it had. Peer ids are not used twice.
         peer: u16,
-        /// Why: closed, sent garbage, did not read …
+        /// The reason: closed, sent garbage, did not read …
         why: String,
     },
     /// A connection was refused.
@@ -107,9 +107,8 @@ impl DoorbellServer {
         Ok((DoorbellServer { commands, wake, bells, thread: Some(thread) }, event_receiver))
     }
 
-    /// Makes the socket that a member's QEMU connects to (`-chardev socket,path=…,id=bell -device
-    /// ivshmem-doorbell,chardev=bell,vectors=1`). A socket file that nobody serves is replaced. The caller's directory decides who may
-    /// come near it; the socket itself is for its owner only.
+    /// Makes the socket that a member's QEMU connects to (`-chardev socket,path=…,id=bell -device ivshmem-doorbell,chardev=bell,vectors=1`). Replaces a socket
+    /// file at which no process listens. Only the owner may connect to the socket; the permissions of the caller's directory restrict it further.
     pub fn listen(&self, member: MemberId, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let failed = |e| Error::io(format!("making the doorbell socket {}", path.display()), e);
@@ -130,19 +129,19 @@ impl DoorbellServer {
         self.command(Command::Unlisten { member })
     }
 
-    /// A connection for a member, for its QEMU to inherit: no socket file needed.
+    /// Returns a connection for a member, for its QEMU to inherit: no socket file needed.
     pub fn connect(&self, member: MemberId) -> Result<UnixStream> {
         let (ours, theirs) = UnixStream::pair().map_err(|e| Error::io("making a doorbell connection", e))?;
         self.command(Command::Adopt { member, stream: theirs })?;
         Ok(ours)
     }
 
-    /// A doorbell for a member in this process: no socket file needed. `on_ring` as for [`Bell::connect`].
+    /// Returns a doorbell for a member in this process: no socket file needed. `on_ring` as for [`Bell::connect`].
     pub fn bell(&self, member: MemberId, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
         Bell::over(self.connect(member)?, on_ring)
     }
 
-    /// Rings a peer; false when there is none of this id (any more).
+    /// Rings a peer; false: there is none of this id (any more).
     pub fn ring(&self, peer: u16) -> Result<bool> {
         match lock(&self.bells).get(&peer).and_then(|vectors| vectors.first()) {
             Some(bell) => wire::ring(bell.as_fd()).map(|()| true),
@@ -159,7 +158,7 @@ impl DoorbellServer {
 
 impl Drop for DoorbellServer {
     fn drop(&mut self) {
-        // The thread may be gone already; then there is nothing to stop.
+        // The thread may have ended already; then there is nothing to stop.
         let _ = self.command(Command::Stop);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -177,7 +176,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A socket file that nobody listens on.
+/// Returns whether no process listens at a socket file.
 fn is_stale(path: &Path) -> bool {
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
     is_socket && UnixStream::connect(path).is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused)
@@ -217,7 +216,7 @@ impl Work {
             let members: Vec<MemberId> = self.listeners.keys().copied().collect();
             let peers: Vec<u16> = self.clients.keys().copied().collect();
             let ready = self.wait(&members, &peers);
-            let Some(([woken, knocking], rest)) = ready.split_first_chunk() else { return };
+            let Some(([woken, admitting], rest)) = ready.split_first_chunk() else { return };
             if *woken {
                 wire::take_rings(self.wake.as_fd());
             }
@@ -227,7 +226,7 @@ impl Work {
             for ready in &rest[members.len() + peers.len()..] {
                 self.greet(*ready);
             }
-            if *knocking {
+            if *admitting {
                 self.admit();
             }
             for (member, _) in members.iter().zip(rest).filter(|(_, ready)| **ready) {
@@ -273,7 +272,7 @@ impl Work {
         fds.extend(members.iter().map(|m| unless_closed(self.listeners[m].listener.as_fd())));
         fds.extend(peers.iter().map(|p| self.clients[p].stream.as_fd()));
         fds.extend(self.unnamed.iter().map(AsFd::as_fd));
-        // Room in a lagging client's socket is looked for now and then: simpler than a second poll set, and rare.
+        // Polls now and then for room in a lagging client's socket: simpler than a second poll set, and rare.
         let timeout = match (lagging, closed) {
             (true, _) => Some(Duration::from_millis(20)),
             (false, true) => Some(RECOVERY),
@@ -357,7 +356,7 @@ impl Work {
 
     /// Gives a connection its peer id and announces it to all clients.
     fn join(&mut self, member: MemberId, stream: UnixStream, process: Option<Process>) {
-        // The member's earlier connection may have been closed a moment ago: look before refusing.
+        // The member's earlier connection may have been closed a moment ago, so it is checked before this one is refused.
         for peer in self.peers_of(member) {
             self.serve(peer);
         }
@@ -395,7 +394,7 @@ impl Work {
                 backlog.push_back((i64::from(*other), Some(Arc::clone(bell))));
             }
         }
-        // From here on the id is used, whatever happens.
+        // From here on the id is used, also after an error.
         self.next_peer = peer.checked_add(1);
         // The slot has the peer id before the guest can look for it.
         self.zone.set_doorbell(member, Some(peer))?;
@@ -458,7 +457,7 @@ impl Work {
         }
     }
 
-    /// Forgets a peer and tells the others, each of which may turn out to be gone as well.
+    /// Forgets a peer and tells the other clients, each of which may turn out to have closed as well.
     fn leave(&mut self, peer: u16, why: String) {
         let mut gone = vec![(peer, why)];
         while let Some((peer, why)) = gone.pop() {
@@ -481,7 +480,7 @@ impl Work {
         }
         let others: Vec<u16> = self.clients.keys().copied().collect();
         for other in others {
-            // flush() may come back here; each time with a client less.
+            // flush() may call this again; each time with a client less.
             self.flush(other);
         }
     }
@@ -493,7 +492,7 @@ impl Work {
     fn forget(&self, member: MemberId, old: Listening) {
         let replaced = self.listeners.get(&member).is_some_and(|l| l.path == old.path);
         if !replaced {
-            // Its directory may be gone already.
+            // Its directory may have been removed.
             let _ = std::fs::remove_file(&old.path);
         }
     }

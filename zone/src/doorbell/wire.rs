@@ -20,10 +20,10 @@ use crate::{Error, Result};
 
 /// The only protocol version there is.
 pub const VERSION: i64 = 0;
-/// Goes with the descriptor of the shared page.
+/// Accompanies the descriptor of the shared page.
 pub const SHARED_MEMORY: i64 = -1;
 const MESSAGE: usize = 8;
-/// Descriptors that one message of a peer may carry; the kernel closes what is beyond.
+/// Descriptors that one message of a peer may carry; the kernel closes further ones.
 const DESCRIPTORS: usize = 4;
 
 /// Sends one message, with a descriptor or without. Never blocks (`WouldBlock` when the peer doesn't read), never raises SIGPIPE.
@@ -83,7 +83,7 @@ pub fn eventfd() -> Result<OwnedFd> {
     rustix::event::eventfd(0, flags).map_err(|e| Error::io("creating an eventfd", e.into()))
 }
 
-/// Rings an eventfd. One that is full is rung already.
+/// Rings an eventfd. A full counter is rung already.
 pub fn ring(fd: BorrowedFd<'_>) -> Result<()> {
     match rustix::io::write(fd, &1u64.to_ne_bytes()) {
         Ok(_) | Err(Errno::AGAIN) => Ok(()),
@@ -91,12 +91,12 @@ pub fn ring(fd: BorrowedFd<'_>) -> Result<()> {
     }
 }
 
-/// Takes the rings of an eventfd: whether there were any.
+/// Takes the rings of an eventfd; returns whether there were any.
 pub fn take_rings(fd: BorrowedFd<'_>) -> bool {
     rustix::io::read(fd, &mut [0u8; 8]).is_ok()
 }
 
-/// Waits until one of `fds` is readable or hung up; says which. `None`: for ever.
+/// Waits until one of `fds` is readable or hung up; returns which. `None`: waits for ever.
 pub fn wait_readable(fds: &[BorrowedFd<'_>], timeout: Option<std::time::Duration>) -> Result<Vec<bool>> {
     let mut polled: Vec<PollFd<'_>> =
         fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
@@ -108,8 +108,8 @@ pub fn wait_readable(fds: &[BorrowedFd<'_>], timeout: Option<std::time::Duration
     }
 }
 
-/// The page that a doorbell device carries: which zone it belongs to. One per connection, since its member may write it; its size is
-/// sealed, so that nobody can make its QEMU fault.
+/// Makes the page of a doorbell device, which names its zone. One per connection, since its member may write it; its size is sealed,
+/// so that no process can make QEMU fault.
 pub fn doorbell_page(zone: Uuid) -> Result<File> {
     let page = crate::backing::sealed_memfd("doorbell", 4096, 0, "the doorbell page")?;
     let mem = crate::mem::SharedMem::map(std::os::fd::AsFd::as_fd(&page), 0, 4096, true)?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who may open a VM's doorbell socket and, for domains of libvirt, a zone's file: root gives them to the group that QEMU runs as under libvirt.
+//! Opens VMs' doorbell sockets and, for domains of libvirt, a zone's file to the group that libvirt runs QEMU as.
 
 use std::ffi::CString;
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +10,7 @@ use crate::{Error, Result};
 /// Groups of libvirt's QEMU on Debian and on Fedora, and the group of all who may use KVM. The switch has the same default.
 const VMMS: [&str; 3] = ["libvirt-qemu", "qemu", "kvm"];
 
-/// Opens a socket or a file of root's to the first of [`VMMS`] that exists. Another user's stays that user's.
+/// Gives a socket or a file of root's to the first of [`VMMS`] that exists. Another user's file stays that user's.
 ///
 /// # Errors
 /// Those of the file system.
@@ -24,7 +24,7 @@ pub fn give(path: &Path) -> Result<()> {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660)).map_err(failed)
 }
 
-/// The number of a group.
+/// Returns the number of a group.
 fn group(name: &str) -> Option<u32> {
     let name = CString::new(name).ok()?;
     let mut room = vec![0; 64 << 10];

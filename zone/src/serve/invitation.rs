@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a VM that tombolo does not start needs to join a zone: QEMU's arguments, libvirt's XML, the guest's mount.
+//! The settings that a VM which tombolo does not start needs to join a zone: QEMU's arguments, libvirt's XML, the guest's mount command.
 
 use std::path::PathBuf;
 
@@ -9,18 +9,18 @@ use uuid::Uuid;
 use crate::Rights;
 use crate::doorbell::VECTORS;
 
-/// Address space for hot-plugged memory that the advice leaves room for beside the zone, in bytes.
+/// Address space for hot-plugged memory beside the zone that the advice adds, in bytes.
 const GRANULE: u64 = 1 << 30;
 
-/// What ids in a libvirt domain begin with: libvirt leaves those with `ua-` to users.
+/// The prefix of ids in a libvirt domain: libvirt leaves those with `ua-` to users.
 const LIBVIRT: &str = "ua-tombolo-";
 
-/// A kept slot, and where the VM finds zone and doorbell.
+/// A kept slot, and the paths of zone and doorbell for the VM.
 #[derive(Clone, Debug, Serialize)]
 pub struct Invitation {
     /// The VM's name in the member table.
     pub member: String,
-    /// What the VM may do.
+    /// The VM's rights.
     pub rights: Rights,
     /// The zone's name.
     pub zone: String,
@@ -35,13 +35,13 @@ pub struct Invitation {
 }
 
 impl Invitation {
-    /// The zone's name as QEMU's ids may have it: letters, digits, '-', '_' and '.'; its identity where the name has others.
+    /// Returns the zone's name if it can be a QEMU id (letters, digits, '-', '_' and '.'), else its uuid.
     pub fn id(&self) -> String {
         let fits = self.zone.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
         if fits { self.zone.clone() } else { self.uuid.simple().to_string() }
     }
 
-    /// What `maxmem` of `-m` (or `<maxMemory>`) must have beyond the VM's own memory, in bytes.
+    /// Returns the bytes by which `maxmem` of `-m` (or `<maxMemory>`) must exceed the VM's own memory.
     pub fn room(&self) -> u64 {
         self.size.next_multiple_of(GRANULE) + GRANULE
     }
@@ -82,8 +82,8 @@ impl Invitation {
         )
     }
 
-    /// The zone's memory for `<qemu:commandline>`: libvirt 9.0 has an element for virtio-pmem and starts no domain that has it ("memory device
-    /// info is not handled yet").
+    /// Returns the zone's memory for `<qemu:commandline>`: libvirt 9.0 has an element for virtio-pmem, but starts no domain with it ("memory
+    /// device info is not handled yet").
     pub fn libvirt_arguments(&self) -> Vec<String> {
         self.memory(LIBVIRT)
     }
@@ -94,7 +94,7 @@ impl Invitation {
         format!("mount -t tombolo -o nosuid,nodev{read_only} {} /mnt", self.uuid)
     }
 
-    /// All of it for a person.
+    /// Returns all forms, with explanations.
     pub fn text(&self) -> String {
         let arguments = self.qemu();
         let lines: Vec<String> =
@@ -121,18 +121,18 @@ impl Invitation {
     }
 }
 
-/// A path within one of QEMU's options: a comma would end it.
+/// Escapes a path within one of QEMU's options: a comma would end it.
 fn option(path: &std::path::Path) -> String {
     path.to_string_lossy().replace(',', ",,")
 }
 
-/// A word for a shell.
+/// Quotes a word for a shell.
 fn shell(word: &str) -> String {
     let plain = word.chars().all(|c| c.is_ascii_alphanumeric() || "-_.,=/:+".contains(c));
     if plain { word.to_owned() } else { format!("'{}'", word.replace('\'', r"'\''")) }
 }
 
-/// Text within XML.
+/// Escapes text within XML.
 fn xml(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Zones for VMs that tombolo does not start: a server per zone.
 //!
-//! The server owns the zone and listens for each VM that the member table has a slot for. A VM is known by the process that connects to its
-//! socket: the slot's liveness is held until that process has ended. Then the VM is declared dead, the others are told, and the slot is
-//! kept for the VM's next start. Whoever can write the zone invites and expels VMs by changing the member table; the server looks at the
+//! The server owns the zone and listens for each VM that has a slot in the member table. The process that connects to a VM's socket is the VM:
+//! the server holds the slot's liveness until that process has ended. Then it declares the VM dead, tells the other members, and keeps the
+//! slot for the VM's next start. Any process that can write the zone invites and expels VMs by changing the member table; the server reads the
 //! table once a second and needs no commands. It ends when no VM is invited any more.
 //!
 //! - [`room`]: the folder with the VMs' sockets, and the records by which a later server knows VMs that outlived an earlier one.
-//! - [`access`]: who may connect.
-//! - [`invitation`]: what a VM needs to join, as QEMU's arguments and as libvirt's XML.
+//! - [`access`]: permissions of the sockets.
+//! - [`invitation`]: a VM's settings for joining, as QEMU's arguments and as libvirt's XML.
 //! - [`start`]: makes sure that a zone has a server.
 
 pub mod access;
@@ -27,10 +27,10 @@ use crate::doorbell::{DoorbellServer, Event};
 use crate::{Error, Liveness, Member, MemberId, MemberState, Result, Role, Zone};
 use room::Room;
 
-/// How often the member table is looked at and the owner's heartbeat stamped.
+/// Interval at which the server reads the member table and stamps the owner's heartbeat.
 const TICK: Duration = Duration::from_secs(1);
 
-/// What the server hears of.
+/// An event that the server handles.
 enum Happening {
     Bell(Event),
     /// The process of a VM has ended.
@@ -40,7 +40,7 @@ enum Happening {
 /// A VM that has connected and not ended.
 struct Guest {
     process: Option<Process>,
-    /// Let go after the VM's death has been declared.
+    /// Dropped after the VM's death has been declared.
     _liveness: Liveness,
 }
 
@@ -57,10 +57,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Takes the zone in a file over and makes the sockets of those who are invited.
+    /// Takes over the zone in a file and makes the sockets of the invited VMs.
     ///
     /// # Errors
-    /// [`Error::InUse`] when somebody owns the zone, or VMs live that an earlier server let in; those of the system.
+    /// [`Error::InUse`] if a process owns the zone, or VMs of an earlier server live; those of the system.
     pub fn start(path: &Path) -> Result<Server> {
         let zone = Arc::new(Zone::take_over(path)?);
         let room = Room::of(zone.uuid());
@@ -79,13 +79,13 @@ impl Server {
         Ok(server)
     }
 
-    /// Serves until no VM is invited any more. `say` gets a line for each coming and going.
+    /// Serves until no VM is invited any more. `say` gets a line for each VM that comes or goes.
     ///
     /// # Errors
     /// Those of the system, and a zone whose file was cut short.
     pub fn run(mut self, say: &mut dyn FnMut(String)) -> Result<()> {
         let mut next = Instant::now() + TICK;
-        // The last trouble, which is told once.
+        // The last error, which is reported once.
         let mut said: Option<String> = None;
         while !self.listening.is_empty() {
             let done = match self.happenings.recv_timeout(next.saturating_duration_since(Instant::now())) {
@@ -100,10 +100,10 @@ impl Server {
             if self.zone.is_lost() {
                 return Err(Error::NotAZone {
                     zone: self.zone.name().to_owned(),
-                    why: "somebody has cut its file short; its VMs lose it, or end".to_owned(),
+                    why: "a process has truncated its file; its VMs lose it, or end".to_owned(),
                 });
             }
-            // What one member writes into its slot ends no service for the others.
+            // Invalid values in one member's slot must not end the service for the others.
             let trouble = done.err().map(|e| e.to_string());
             if let Some(trouble) = trouble.as_ref().filter(|t| said.as_ref() != Some(*t)) {
                 say(trouble.clone());
@@ -128,7 +128,7 @@ impl Server {
         Ok(())
     }
 
-    /// Gives each VM in the member table a socket, and takes the sockets of those away who have been expelled.
+    /// Makes a socket for each VM in the member table, and removes the sockets of expelled ones.
     fn look(&mut self) -> Result<()> {
         let members = self.zone.members()?;
         let invited: Vec<&Member> = members.iter().filter(|m| m.role == Some(Role::Vm)).collect();
@@ -152,7 +152,7 @@ impl Server {
         Ok(())
     }
 
-    /// Keeps a slot for a VM that is not there.
+    /// Keeps a slot for a VM that is not running.
     fn keep(&self, member: &Member) -> Result<()> {
         if member.alive || member.state == MemberState::Invited {
             return Ok(());
@@ -163,14 +163,14 @@ impl Server {
     fn hear(&mut self, event: Event, say: &mut dyn FnMut(String)) -> Result<()> {
         match event {
             Event::Joined { member, process, .. } => self.joined(member, process, say)?,
-            // What ends a VM is its process's end; without its doorbell it polls. Only where nothing is known of the process, this is the end.
+            // A VM ends with its process; without its doorbell it polls. If its process is not known, this is its end.
             Event::Left { member, why, .. } => match self.guests.get(&member) {
-                Some(Guest { process: None, .. }) => self.bury(member, say)?,
+                Some(Guest { process: None, .. }) => self.end_guest(member, say)?,
                 Some(_) => say(format!("{}: its doorbell is gone: {why}", self.name(member))),
                 None => {}
             },
             Event::Refused { member, why } => {
-                let who = member.map_or_else(|| "somebody".to_owned(), |id| self.name(id));
+                let who = member.map_or_else(|| "an unknown process".to_owned(), |id| self.name(id));
                 say(format!("{who}: refused: {why}"));
             }
         }
@@ -184,14 +184,14 @@ impl Server {
             if there.process == process {
                 return Ok(());
             }
-            // Two processes for one VM: the one that was first has not ended.
+            // Two processes claim one VM: the first has not ended.
             if there.process.as_ref().is_some_and(|p| !p.has_ended()) {
                 say(format!(
                     "{name}: another process has its doorbell while its own lives; end one of the two"
                 ));
                 return Ok(());
             }
-            self.bury(id, say)?;
+            self.end_guest(id, say)?;
         }
         let liveness = self.zone.hold(id)?;
         if let Some(process) = &process {
@@ -199,7 +199,7 @@ impl Server {
             self.watch(id, process.clone())?;
         }
         if !self.zone.member(id)?.rights.write {
-            // It can't write into its slot that it is there.
+            // It can't write to its slot, so the server marks it active.
             self.zone.activate(id)?;
         }
         let number =
@@ -209,12 +209,12 @@ impl Server {
         Ok(())
     }
 
-    /// A thread that waits for a process's end.
+    /// Starts a thread that waits for a process's end.
     fn watch(&self, id: MemberId, process: Process) -> Result<()> {
         let sender = self.sender.clone();
         let wait = move || {
             process.wait_ended();
-            // A server that has ended needs to hear nothing.
+            // The server may have ended.
             let _ = sender.send(Happening::Ended(id, process));
         };
         let thread = std::thread::Builder::new().name("vm-process".to_owned()).spawn(wait);
@@ -223,13 +223,13 @@ impl Server {
 
     fn ended(&mut self, id: MemberId, process: &Process, say: &mut dyn FnMut(String)) -> Result<()> {
         if self.guests.get(&id).is_some_and(|g| g.process.as_ref() == Some(process)) {
-            self.bury(id, say)?;
+            self.end_guest(id, say)?;
         }
         Ok(())
     }
 
     /// Ends a VM's epoch and keeps its slot for its next start.
-    fn bury(&mut self, id: MemberId, say: &mut dyn FnMut(String)) -> Result<()> {
+    fn end_guest(&mut self, id: MemberId, say: &mut dyn FnMut(String)) -> Result<()> {
         let Some(guest) = self.guests.remove(&id) else { return Ok(()) };
         let name = self.name(id);
         let died = self.zone.declare_dead(id)?;
@@ -237,7 +237,7 @@ impl Server {
         self.announce()?;
         self.room.forget(&name)?;
         let member = self.zone.member(id)?;
-        // Somebody may have expelled it in this moment.
+        // Another process may have expelled it in this moment.
         if member.name == name && member.state != MemberState::Empty {
             self.keep(&member)?;
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The folder of a served zone: a socket for each VM that is invited, and a record of the process that each VM is. A record outlives its
-//! server, so that a server that died does not make its VMs dead.
+//! The folder of a served zone: a socket for each invited VM, and a record of each VM's process. Records outlive the server, so that a
+//! server's death does not make its VMs dead.
 
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
@@ -15,12 +15,12 @@ use crate::{Error, Result};
 /// The server's own record.
 const SERVER: &str = "server.process";
 
-/// Where one zone's sockets and records are.
+/// The folder of one zone's sockets and records.
 #[derive(Clone, Debug)]
 pub struct Room(PathBuf);
 
-/// The folder of all zones: `$TOMBOLO_ZONES_RUN`; for root `/run/tombolo-zones`, which VMs of other users can enter; for others a folder of
-/// their own.
+/// Returns the folder of all zones: `$TOMBOLO_ZONES_RUN`; for root `/run/tombolo-zones`, which VMs of other users can enter; for others a
+/// folder of their own.
 fn base() -> PathBuf {
     let user = rustix::process::geteuid();
     match (std::env::var_os("TOMBOLO_ZONES_RUN"), std::env::var_os("XDG_RUNTIME_DIR")) {
@@ -31,18 +31,18 @@ fn base() -> PathBuf {
     }
 }
 
-/// The folder of sockets of switches' ports for VMs that tombolo does not start.
+/// Returns the folder of sockets of switches' ports for VMs that tombolo does not start.
 pub fn ports() -> PathBuf {
     base().join("ports")
 }
 
 impl Room {
-    /// The room of a zone; nothing is made.
+    /// Returns the room of a zone without making it.
     pub fn of(zone: Uuid) -> Room {
         Room(base().join(zone.to_string()))
     }
 
-    /// Makes the folders. Others may pass through and see no names; who may connect is each socket's own matter.
+    /// Makes the folders. Other users may enter them but not list them; each socket's permissions decide which of them may connect.
     ///
     /// # Errors
     /// Those of the file system.
@@ -58,7 +58,7 @@ impl Room {
         self.0.join(format!("{member}.sock"))
     }
 
-    /// Where the server's output goes when a command started it.
+    /// Returns the path for the server's output if a command started it.
     pub fn log(&self) -> PathBuf {
         self.0.join("server.log")
     }
@@ -67,7 +67,7 @@ impl Room {
         self.0.join(format!("{member}.vm"))
     }
 
-    /// Notes which process a VM is.
+    /// Records a VM's process.
     ///
     /// # Errors
     /// Those of the file system.
@@ -91,7 +91,7 @@ impl Room {
         }
     }
 
-    /// Notes this process as the zone's server.
+    /// Records this process as the zone's server.
     ///
     /// # Errors
     /// Those of the file system.
@@ -100,15 +100,15 @@ impl Room {
         write(&path, own, started(own)).map_err(|e| Error::io(format!("writing {}", path.display()), e))
     }
 
-    /// The zone's server, where one lives.
+    /// Returns the process of the zone's server, if it lives.
     pub fn server(&self) -> Option<u32> {
         living(&self.0.join(SERVER))
     }
 
-    /// VMs whose processes live, with the processes' numbers.
+    /// Returns the VMs whose processes live, with the processes' numbers.
     ///
     /// # Errors
-    /// The folder is there and can't be read.
+    /// The folder exists and can't be read.
     pub fn vms(&self) -> Result<Vec<(String, u32)>> {
         let entries = match fs::read_dir(&self.0) {
             Ok(entries) => entries,
@@ -128,7 +128,7 @@ impl Room {
     }
 }
 
-/// Number and start of a process; whole or not at all, so that no reader finds half a line.
+/// Writes number and start of a process atomically, so that no reader finds half a line.
 fn write(path: &Path, pid: u32, started: Option<u64>) -> io::Result<()> {
     let new = path.with_extension("new");
     fs::write(&new, format!("{pid} {}\n", started.unwrap_or(0)))?;
@@ -136,7 +136,7 @@ fn write(path: &Path, pid: u32, started: Option<u64>) -> io::Result<()> {
     fs::rename(&new, path)
 }
 
-/// The process of a record, where it still lives.
+/// Returns the process of a record, if it lives.
 fn living(path: &Path) -> Option<u32> {
     let text = fs::read_to_string(path).ok()?;
     let (pid, start) = text.trim().split_once(' ')?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Inviting and expelling, and the server that a zone then needs.
+//! Invites and expels VMs, and starts the server that a zone then needs.
 
 use std::fs::File;
 use std::os::unix::process::CommandExt;
@@ -13,14 +13,14 @@ use super::invitation::Invitation;
 use super::room::Room;
 use crate::{Error, MemberState, Rights, Role, Zone};
 
-/// How long a server may take to make a socket: it looks at the member table once a second.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Timeout for a server to make a socket: it reads the member table once a second.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Keeps a slot of the zone in a file for a VM that tombolo does not start, and sees to it that the zone is served: `program` `zone serve
-/// FILE` is started in the background if nobody does. A VM that has a slot keeps it.
+/// Keeps a slot of the zone in a file for a VM that tombolo does not start, and makes sure that the zone has a server: without one it
+/// starts `program` `zone serve FILE` in the background. A VM that has a slot keeps it.
 ///
 /// # Errors
-/// The zone is a running project's, the VM is in it with other rights, or no server comes up.
+/// The zone is a running project's, the VM is in it with other rights, or no server starts.
 pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyhow::Result<Invitation> {
     let path = path.canonicalize().with_context(|| format!("the zone's file {}", path.display()))?;
     let zone = Zone::open(&path, true)?;
@@ -56,16 +56,16 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     })
 }
 
-/// Frees the slot of a VM that is not in the zone. Its server takes the VM's socket away.
+/// Frees the slot of a VM that is not running. The zone's server removes the VM's socket.
 ///
 /// # Errors
-/// There is no such VM, or it lives.
+/// There is no such VM, or it is running.
 pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     let zone = Zone::open(path, true)?;
     let members = zone.members()?;
     let Some(there) = members.iter().find(|m| m.name == member) else {
         let names: Vec<&str> = members.iter().map(|m| m.name.as_str()).collect();
-        bail!("{}: nobody is called '{member}' there; it has: {}", path.display(), names.join(", "));
+        bail!("{}: no VM is called '{member}'; the zone has: {}", path.display(), names.join(", "));
     };
     let vms = Room::of(zone.uuid()).vms()?;
     if let Some((_, pid)) = vms.iter().find(|(name, _)| name == member) {
@@ -74,7 +74,7 @@ pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     Ok(zone.remove(there.id)?)
 }
 
-/// Waits until the socket is there, with a server of our own if nobody else serves the zone.
+/// Waits until the socket exists, with a server of this program's unless another process serves the zone.
 fn serve(path: &Path, room: &Room, socket: &Path, program: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     let mut own: Option<Child> = None;
@@ -86,12 +86,12 @@ fn serve(path: &Path, room: &Room, socket: &Path, program: &Path) -> anyhow::Res
             let log = std::fs::read_to_string(room.log()).unwrap_or_default();
             bail!("{}: the zone's server ended at once ({status}): {}", path.display(), log.trim());
         }
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > TIMEOUT {
             bail!(
                 "{}: the zone's server made no socket {} within {} s; its log: {}",
                 path.display(),
                 socket.display(),
-                PATIENCE.as_secs(),
+                TIMEOUT.as_secs(),
                 room.log().display()
             );
         }
@@ -100,7 +100,7 @@ fn serve(path: &Path, room: &Room, socket: &Path, program: &Path) -> anyhow::Res
     Ok(())
 }
 
-/// A server in a session of its own, which outlives the command that starts it.
+/// Starts a server in a session of its own, which outlives the command.
 fn spawn(path: &Path, room: &Room, program: &Path) -> anyhow::Result<Child> {
     room.make()?;
     let log = File::create(room.log()).with_context(|| format!("writing {}", room.log().display()))?;
@@ -114,14 +114,14 @@ fn spawn(path: &Path, room: &Room, program: &Path) -> anyhow::Result<Child> {
     command.spawn().with_context(|| format!("starting {}", program.display()))
 }
 
-/// Serves the zones in files until no VM is invited to them any more; each line that `say` gets names its zone.
+/// Serves the zones in files until no VM is invited to them any more; each line for `say` names its zone.
 ///
 /// # Errors
-/// The first that a zone has.
+/// The first error of a zone.
 pub fn run(path: &Path, say: &mut dyn FnMut(String)) -> anyhow::Result<()> {
     let server = match super::Server::start(path) {
         Err(Error::InUse { by, .. }) => bail!(
-            "{} is in use by {by}; 'tombolo zone inspect' shows who is in it. Members that live go on; the zone is served again when they have ended",
+            "{} is in use by {by}; 'tombolo zone inspect' lists its members. Living members go on; the zone is served again when they have ended",
             path.display()
         ),
         other => other?,
@@ -129,10 +129,10 @@ pub fn run(path: &Path, say: &mut dyn FnMut(String)) -> anyhow::Result<()> {
     Ok(server.run(say)?)
 }
 
-/// This program, by which a server is started.
+/// Returns the path of this program, by which a server is started.
 ///
 /// # Errors
-/// When /proc does not tell.
+/// /proc can't be read.
 pub fn own_program() -> anyhow::Result<PathBuf> {
     std::env::current_exe().context("finding this program's file")
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Bench of waking a process in another guest: a semaphore's round trip through doorbells next to a byte's over TCP, between the same two
-//! guests at the same time (their network cards are joined by a socket between their QEMUs). JSON lines on standard output, round trips
-//! in ns, back to back and (wake-up) with a rest of 1 ms before each, after which the other side is asleep. An argument other than cargo's is
-//! the number of repetitions; `TOMBOLO_KERNELS` names the guests' kernel.
+//! guests at the same time (a socket between their QEMUs joins their network cards). JSON lines on standard output, round trips in ns, back
+//! to back and (wake-up) with a rest of 1 ms before each, after which the other side is asleep. An argument other than cargo's is the number
+//! of repetitions; `TOMBOLO_KERNELS` names the guests' kernel.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;

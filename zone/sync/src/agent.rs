@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The part of a zone's server that semaphores and locks need. It carries nothing itself: processes on the host wake each other by
-//! futex, guests ring each other; the agent is only asked where a host process wakes a guest, or a guest wakes the host.
+//! The part of a zone's server that semaphores and locks need. Processes on the host wake each other by futex, and guests ring each
+//! other; the agent is needed only if a host process wakes a guest, or a guest wakes the host.
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tombolo_zone::{AreaType, MemberId, MemberState, Membership, Pending, Rights,
 
 use crate::{Error, Sync, checked, raw};
 
-/// How often the agent looks for sessions whose process has died. A lock of a dead process is free after this time.
+/// Interval at which the agent looks for sessions whose process has died. Locks of a dead process are free after this time.
 const REAP: Duration = Duration::from_millis(250);
 
 /// The host's member in a zone, named `host`, serving its SYNC area. Dropping it ends the service.
@@ -28,7 +28,7 @@ pub struct Agent {
 
 impl Agent {
     /// Joins the zone as `host` and starts serving. Without a doorbell server, processes of the host can use the area among themselves,
-    /// and guests see to it at the next slice of their sleep (250 ms).
+    /// and guests notice changes at the next slice of their sleep (250 ms).
     pub fn start(zone: Arc<Zone>, server: Option<Arc<DoorbellServer>>) -> Result<Agent, tombolo_zone::Error> {
         let area = zone.area(AreaType::Sync, None)?;
         let failed = |what: &str, error: Error| tombolo_zone::Error::Config {
@@ -131,7 +131,7 @@ impl Work {
         if member.state != MemberState::Active {
             return Ok(());
         }
-        // Rung even where the bit was set: others may take a member's bits without knowing of semaphores.
+        // Rings also if the bit was set: other services may take a member's bits without knowing of semaphores.
         self.zone.pend(id, Pending::Sync)?;
         if let (Some(server), Some(peer)) = (&self.server, member.doorbell) {
             server.ring(peer)?;

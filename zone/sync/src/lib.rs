@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Named semaphores, mutexes, read-write locks and event counters, shared by processes of all members of a zone and of the host.
 //!
-//! The work is done by the C core (`sync.c`, `libtombolo-sync.h`), which C programs link as well; this crate is its safe face,
-//! and [`agent`] is what the process that serves a zone runs so that waits across machines end.
+//! The C core does the work (`sync.c`, `libtombolo-sync.h`), which C programs link as well. This crate is its safe interface, and [`agent`] is the
+//! part of a zone's server that ends waits across machines.
 //!
 //! - [`raw`]: the C functions.
-//! - [`agent`]: rings members for host processes, wakes host processes for members, frees what dead processes held.
+//! - [`agent`]: rings members for host processes, wakes host processes for members, frees the locks of dead processes.
 
 #![deny(missing_docs)]
 
@@ -20,10 +20,10 @@ use std::time::Duration;
 
 pub use agent::Agent;
 
-/// Why something could not be done.
+/// An error of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The time was over.
+    /// The timeout is over.
     #[error("timed out")]
     TimedOut,
     /// The object was destroyed.
@@ -36,9 +36,9 @@ pub enum Error {
     #[error("an object of this name exists")]
     Exists,
     /// The zone has no server.
-    #[error("nobody serves this zone's semaphores; start its project with `tombolo up`")]
+    #[error("no process serves this zone's semaphores; start its project with `tombolo up`")]
     NotServed,
-    /// Another refusal of the C core: an errno.
+    /// Another errno of the C core.
     #[error("{}", std::io::Error::from_raw_os_error(*.0))]
     Os(i32),
 }
@@ -46,12 +46,12 @@ pub enum Error {
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// How a lock was acquired: whether its last owner died with it. The lock is held in both cases; after a death the caller repairs the data that it
-/// protects.
+/// The result of locking: whether the last owner died with the lock. The lock is held in both cases; after a death the caller repairs the data
+/// that it protects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Locked {
-    /// As it should be.
+    /// The last owner had unlocked it.
     Clean,
     /// The last owner died while it held the lock.
     OwnerDied,
@@ -123,7 +123,7 @@ impl Sync {
         checked(call(name.as_ptr(), &mut object)).map(|()| object)
     }
 
-    /// Removes a name; whoever waits on its object gets [`Error::Destroyed`].
+    /// Removes a name; waiters on its object get [`Error::Destroyed`].
     pub fn destroy(&self, name: &str) -> Result<()> {
         let name = CString::new(name).map_err(|_| Error::NotFound)?;
         // SAFETY: an open session and a valid string.
@@ -133,7 +133,7 @@ impl Sync {
 
 impl Drop for Sync {
     fn drop(&mut self) {
-        // SAFETY: open until here, and objects borrow `self`, so nobody uses it any more.
+        // SAFETY: open until here, and objects borrow `self`, so none is left.
         unsafe { raw::tmb_sync_close(self.raw.as_ptr()) };
     }
 }
@@ -148,7 +148,7 @@ macro_rules! object {
         }
 
         impl<'a> $name<'a> {
-            /// Opens an object of this type that exists.
+            /// Opens an existing object of this type.
             pub fn open(sync: &'a Sync, name: &str) -> Result<Self> {
                 Ok($name { sync, at: sync.lookup($kind, name)? })
             }
@@ -220,7 +220,7 @@ impl<'a> Mutex<'a> {
         locked(self.call(|s, o| unsafe { raw::tmb_mutex_lock(s, o, nanos(timeout)) }))
     }
 
-    /// Unlocks it; refused where this process doesn't hold it.
+    /// Unlocks it; refused if this process doesn't hold it.
     pub fn unlock(&self) -> Result<()> {
         // SAFETY: as in lock.
         checked(self.call(|s, o| unsafe { raw::tmb_mutex_unlock(s, o) }))
@@ -264,7 +264,7 @@ impl<'a> Event<'a> {
         Ok(Event { sync, at: sync.create(raw::EVENT, name, count)? })
     }
 
-    /// Adds to it and wakes whoever waits.
+    /// Adds to it and wakes the waiters.
     pub fn advance(&self, by: u64) -> Result<()> {
         // SAFETY: an open session; the object is checked by the core.
         checked(self.call(|s, o| unsafe { raw::tmb_event_advance(s, o, by) }))

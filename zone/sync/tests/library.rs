@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! libtombolo-sync as a C programmer gets it: installed, found by its header and name, used beside the crate.
+//! libtombolo-sync as C programmers use it: installed, found by its header and name, used beside the crate.
 
 use std::path::Path;
 use std::process::{Command, Output};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The protocol of sleeping and waking (`format/tombolo_sync.h`), explored by shuttle over its interleavings: nobody sleeps for ever, nobody
-//! is in twice. In the model a sleep has no end of its own: what holds here does not lean on the 250 ms slices.
-//! `sync.c` does these steps in this order, with sequentially consistent operations, which is what shuttle's atomics are.
+//! The protocol of sleeping and waking (`format/tombolo_sync.h`), whose interleavings shuttle explores: no thread sleeps for ever, and no
+//! two hold one count. In the model a sleep has no timeout: the claims hold without the 250 ms slices. `sync.c` does these steps in this
+//! order, with sequentially consistent operations, as shuttle's atomics are.
 
 use shuttle::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 use shuttle::sync::{Arc, Condvar, Mutex};
@@ -27,7 +27,7 @@ impl Object {
         })
     }
 
-    /// What FUTEX_WAIT and TMB_SYNC_IOC_WAIT promise: no sleep once seq has moved, and no wake-up lost in between.
+    /// As FUTEX_WAIT and TMB_SYNC_IOC_WAIT: no sleep once seq has changed, and no lost wake-up in between.
     fn sleep(&self, member: usize, seq: u32) {
         let (lock, queue) = &self.queues[member];
         let mut guard = lock.lock().unwrap();

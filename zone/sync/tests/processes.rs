@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Semaphores and their like between real processes of the host: excluding, waiting, dying.
+//! Semaphores and locks between real processes of the host: exclusion, waiting, death.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use tombolo_sync::{Agent, Error, Event, Locked, Mutex, RwLock, Semaphore, Sync};
 use tombolo_zone::{AreaType, Backing, Zone, ZoneConfig};
 
-/// Nothing here takes that long; a test that waits for it has failed.
+/// Longer than any operation here takes; a test that waits for it has failed.
 const LONG: Option<Duration> = Some(Duration::from_secs(20));
 const NOW: Option<Duration> = Some(Duration::ZERO);
 
@@ -38,7 +38,7 @@ impl Bench {
     }
 }
 
-/// Another process that opened the zone and does what `the_other_process` does for `what`.
+/// Starts another process that opens the zone and runs `the_other_process` for `what`.
 fn helper(path: &Path, what: &str) -> Child {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "the_other_process", "--nocapture"])
@@ -68,7 +68,7 @@ fn ended(mut child: Child) {
 
 const ROUNDS: u64 = 20_000;
 
-/// Not a test by itself: the other process of the tests below.
+/// No test by itself: the other process of the tests below.
 #[test]
 fn the_other_process() {
     let Ok(what) = std::env::var("TOMBOLO_HELPER") else { return };
@@ -133,7 +133,7 @@ fn the_other_process() {
         other => panic!("no helper {other:?}"),
     }
     drop(sync);
-    // Nobody reads what the test runner would print.
+    // The test runner's output has no reader.
     std::process::exit(0);
 }
 
@@ -238,7 +238,7 @@ fn a_killed_readers_lock_is_free_although_another_process_has_its_session_now() 
     let sync = bench.open();
     let lock = RwLock::create(&sync, "rw").unwrap();
     killed(helper(&bench.path(), "hold read"));
-    // Until the dead process's session is found to be over there is one too few for all of these.
+    // Until the dead process's session is found, there is one too few for all of these.
     let mut others = Vec::new();
     while others.len() < SESSIONS - 2 {
         if let Ok(other) = Sync::open(bench.path()) {
@@ -328,7 +328,7 @@ fn destroying_wakes_whoever_waits() {
     });
 }
 
-/// Some object has a waiter: its 'waiters' word, 72 bytes into the object, is not 0.
+/// Returns whether an object has a waiter: its 'waiters' word, 72 bytes into the object, is not 0.
 fn sync_has_waiter(bench: &Bench) -> bool {
     let area = bench.zone.area(AreaType::Sync, None).unwrap();
     (36864..area.len).step_by(256).any(|at| bench.zone.mem().load_u64(area.offset + at + 72).unwrap() != 0)
@@ -367,7 +367,7 @@ fn a_name_whose_destruction_was_killed_half_way_is_gone_for_who_comes_next() {
     let area = bench.zone.area(AreaType::Sync, None).unwrap().offset;
     let name = u64::from_le_bytes(*b"half\0\0\0\0");
     let index = (0..4096).find(|i| mem.load_u64(area + OBJECTS + i * 256 + 8).unwrap() == name).unwrap();
-    // It had counted the generation on, under the lock of a process that is dead.
+    // A dead process had incremented the generation under its lock.
     let sleepers_and_generation = area + OBJECTS + index * 256 + 80;
     mem.store_u64(sleepers_and_generation, mem.load_u64(sleepers_and_generation).unwrap() + (1 << 32))
         .unwrap();
@@ -461,7 +461,7 @@ fn garbage_in_the_area_neither_hangs_nor_crashes_its_users() {
     for round in 0..200 {
         for _ in 0..400 {
             seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            // Objects' lines, keys and the header, but not who serves the zone.
+            // The lines of objects, keys and the header, but not the word of the zone's server.
             let at = (seed >> 20) % (area.len / 8) * 8;
             if at >= 128 {
                 bench

@@ -10,7 +10,7 @@ use tombolo_rig::image::Image;
 use tombolo_rig::kernel::Kernel;
 use tombolo_rig::machine::Machine;
 
-/// Where the zone is in the guest's memory, for the test module.
+/// The zone's address in the guest's memory, for the test module.
 const SETUP: &str = "region=/sys/bus/nd/devices/region0\n\
     export ZONE=\"phys=$(cat $region/resource) size=$(cat $region/size)\"\n";
 
@@ -26,7 +26,7 @@ pub fn series() -> Vec<String> {
     chosen.split_whitespace().map(str::to_owned).collect()
 }
 
-/// The folder zone/, of whichever of its crates this is compiled into.
+/// Returns the folder zone/, for each of its crates that compile this.
 fn zone_dir() -> &'static Path {
     let mut above = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
     above.find(|dir| dir.join("tests/guest").is_dir()).unwrap()
@@ -80,7 +80,7 @@ fn build(series: &str) -> PathBuf {
 /// A running guest. Dropping it kills QEMU.
 pub struct Guest(tombolo_rig::guest::Guest);
 
-/// What a guest is made of.
+/// The configuration of a guest.
 pub struct GuestConfig<'a> {
     pub series: &'a str,
     pub image: &'a Path,
@@ -90,7 +90,7 @@ pub struct GuestConfig<'a> {
     pub bell: Option<&'a Path>,
     /// A network that its device is on, as `-netdev` says it (without an id).
     pub net: Option<&'a str>,
-    /// Where the console's log goes.
+    /// The path of the console's log.
     pub console: PathBuf,
 }
 
@@ -123,7 +123,7 @@ impl Guest {
         self.0.finish().unwrap()
     }
 
-    /// Runs a shell command that must succeed; its output.
+    /// Runs a shell command that must succeed, and returns its output.
     pub fn run(&mut self, command: &str) -> String {
         self.0.run(command).unwrap()
     }

@@ -8,10 +8,10 @@ pub fn alone(test: &str, body: impl FnOnce()) {
     const INSIDE: &str = "TOMBOLO_TEST_NAMESPACE";
     // SAFETY: asks for a number.
     if unsafe { libc::geteuid() } == 0 {
-        // SAFETY: moves this thread, and what it starts, into a new namespace.
+        // SAFETY: moves this thread, and its children, into a new namespace.
         let moved = unsafe { libc::unshare(libc::CLONE_NEWNET | libc::CLONE_NEWNS) };
         assert_eq!(moved, 0, "{}", std::io::Error::last_os_error());
-        // What is mounted here is not to be seen elsewhere.
+        // Mounts made here must not be seen elsewhere.
         let (none, flags) = (std::ptr::null(), libc::MS_REC | libc::MS_PRIVATE);
         // SAFETY: a string with its zero; a change of flags takes no others.
         let private = unsafe { libc::mount(none, c"/".as_ptr(), none, flags, none.cast()) };

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-/// The file system; it ends, and what waits for its pages gets an error, when this is dropped.
+/// The file system. Dropping it ends it, and waiting processes get an error.
 pub struct Never {
     closing: Arc<AtomicBool>,
     folder: tempfile::TempDir,
@@ -29,12 +29,12 @@ impl Never {
         Self::start(size, false)
     }
 
-    /// The same, and whoever closes the file waits as well.
+    /// The same, and closing the file waits as well.
     pub fn not_even_closed(size: u64) -> Self {
         Self::start(size, true)
     }
 
-    /// Does somebody wait for a close?
+    /// Returns whether a process waits in a close.
     pub fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Acquire)
     }
@@ -68,7 +68,7 @@ impl Never {
                 let mut both = [wait(&device), wait(&ended)];
                 // SAFETY: two descriptors of ours that are open.
                 if unsafe { libc::poll(both.as_mut_ptr(), 2, -1) } < 1 || both[1].revents != 0 {
-                    // The device is closed: whoever waits gets an error.
+                    // The device is closed: waiting processes get an error.
                     return;
                 }
                 let Ok(len) = device.read(&mut request) else { return };
@@ -78,7 +78,7 @@ impl Never {
                     continue;
                 }
                 if let Some(reply) = answer(&request[..len], size) {
-                    // The asker may have gone.
+                    // The asking process may have ended.
                     let _gone = device.write(&reply);
                 }
             }

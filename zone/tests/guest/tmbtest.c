@@ -26,7 +26,7 @@ module_param(size, ullong, 0444);
 static u8 *zone;
 static struct tmb_doorbell_client client;
 static DECLARE_WAIT_QUEUE_HEAD(rang);
-static atomic_t rings; /* times the doorbell was looked at with something pending */
+static atomic_t rings; /* doorbells with pending bits */
 static int echo_to = -1;
 module_param(echo_to, int, 0644);
 MODULE_PARM_DESC(echo_to, "member slot to ring whenever this guest is rung; -1: none");
@@ -36,7 +36,7 @@ static struct tmb_member *slot(unsigned int id)
 	return (struct tmb_member *)(zone + TMB_PAGE) + (id % TMB_MAX_MEMBERS);
 }
 
-/* The own slot, by the own peer id; NULL: no doorbell yet. */
+/* Returns the own slot, by the own peer id; NULL: no doorbell yet. */
 static struct tmb_member *own_slot(void)
 {
 	u32 self = tmb_doorbell_self(&client);
@@ -66,7 +66,7 @@ static void look(struct tmb_doorbell_client *c)
 		ring(READ_ONCE(echo_to));
 }
 
-/* Writing n: the counter at the start of the first area after the member table's page is incremented n times. */
+/* A write of n increments the counter at the start of the first area after the member table's page n times. */
 static int hammer_set(const char *val, const struct kernel_param *kp)
 {
 	u64 *counter = (u64 *)(zone + (1 << 20));
@@ -75,7 +75,7 @@ static int hammer_set(const char *val, const struct kernel_param *kp)
 
 	if (err)
 		return err;
-	/* Both guests start together: the first word after the counter counts who is ready. */
+	/* Both guests start together: the first word after the counter counts the ready ones. */
 	tmb_fetch_add(&counter[8], 1ULL);
 	for (i = 0; tmb_load_acquire(&counter[8]) < 2; i++) {
 		if (i > 60 * 1000)
@@ -96,7 +96,7 @@ static int hammer_set(const char *val, const struct kernel_param *kp)
 static const struct kernel_param_ops hammer_ops = { .set = hammer_set };
 module_param_cb(hammer, &hammer_ops, NULL, 0200);
 
-/* Writing "slot n": rings the slot n times, waiting for the answer each time; the mean round trip goes to round_trip_ns. */
+/* A write of "slot n" rings the slot n times and waits for each answer; the mean round trip goes to round_trip_ns. */
 static unsigned long long round_trip_ns;
 module_param(round_trip_ns, ullong, 0444);
 
@@ -140,7 +140,7 @@ static int self_get(char *buf, const struct kernel_param *kp)
 static const struct kernel_param_ops self_ops = { .get = self_get };
 module_param_cb(self, &self_ops, NULL, 0444);
 
-/* Writing anything: joins the zone as the member whose doorbell this guest has, and makes the device of its SYNC area. */
+/* A write joins the zone as the member whose doorbell this guest has, and makes the device of its SYNC area. */
 static struct tmb_syncdev *syncdev;
 
 static int join_set(const char *val, const struct kernel_param *kp)

@@ -1,31 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Contexts, queues and samplers.
+//! Contexts and queues.
 
-use super::counting;
-use super::platform::list;
-use crate::rt::{self, ARENA, Handle, Id, Obj, code};
+use crate::rt::{self, ARENA, Handle, Id, Obj};
 use crate::state::{As, Body, Context, Destructor, Queue};
 use std::ffi::{CString, c_void};
 use std::sync::Mutex;
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::Decoder;
 
 type ContextNotify = Option<unsafe extern "C" fn(*const i8, *const c_void, usize, *mut c_void)>;
 
-const CONTEXT_PLATFORM: i64 = 0x1084;
-const INVALID_PROPERTY: i32 = -64;
-
 /// The properties a program gave, the platform taken out, and the id of that.
 unsafe fn properties(from: *const c_void) -> Result<(Vec<i64>, Vec<isize>, u64), i32> {
     // SAFETY: a list of pairs that ends with 0, as the caller promises.
-    let given = unsafe { list(from, 2) };
+    let given = unsafe { rt::properties(from, 2) };
     let mut rest = Vec::new();
     let mut platform = 0;
     for pair in given.chunks(2) {
         match pair {
             // The others are counted by the driver, which gets the platform once.
-            [CONTEXT_PLATFORM, _] if platform != 0 => return Err(INVALID_PROPERTY),
-            [CONTEXT_PLATFORM, handle] => platform = rt::object(*handle as Handle, kind::PLATFORM)?.id(),
+            [cl::CONTEXT_PLATFORM, _] if platform != 0 => return Err(cl::INVALID_PROPERTY),
+            [cl::CONTEXT_PLATFORM, handle] => platform = rt::object(*handle as Handle, kind::PLATFORM)?.id(),
             [key, value] => rest.extend([*key, *value]),
             _ => {}
         }
@@ -53,7 +48,6 @@ fn body(devices: Vec<rt::Ref>, properties: Vec<isize>) -> Body {
     Body::Context(Context { devices, properties, destructors: Mutex::default(), max_alloc })
 }
 
-/// A context of devices.
 pub unsafe extern "C" fn clCreateContext(
     props: *const c_void,
     n: u32,
@@ -66,7 +60,7 @@ pub unsafe extern "C" fn clCreateContext(
     unsafe {
         rt::create(errcode, || {
             if n == 0 || devices.is_null() || (pfn_notify.is_none() && !user.is_null()) {
-                return Err(code::VALUE);
+                return Err(cl::INVALID_VALUE);
             }
             let devices = rt::list(n, devices, kind::DEVICE)?;
             let (properties, given, platform) = properties(props)?;
@@ -99,12 +93,12 @@ pub unsafe extern "C" fn clCreateContextFromType(
     unsafe {
         rt::create(errcode, || {
             if pfn_notify.is_none() && !user.is_null() {
-                return Err(code::VALUE);
+                return Err(cl::INVALID_VALUE);
             }
             let (properties, given, platform) = properties(props)?;
             // The devices are known once the server has found them; which ones follows from the type alone.
             let platform = match platform {
-                0 => rt::platforms()?.first().ok_or(code::PLATFORM)?.id(),
+                0 => rt::platforms()?.first().ok_or(cl::INVALID_PLATFORM)?.id(),
                 id => id,
             };
             let (status, ids) = rt::ask_once(&wire::GetDeviceIDs { platform, device_type })?;
@@ -128,25 +122,20 @@ pub unsafe extern "C" fn clCreateContextFromType(
     }
 }
 
-counting!(CONTEXT clRetainContext clReleaseContext);
-counting!(QUEUE clRetainCommandQueue release_queue);
-counting!(SAMPLER clRetainSampler clReleaseSampler);
-
-/// Gives a queue up; what is in it goes to the device, as a release implies a flush.
+/// Gives a queue up. Its commands go to the device, as a release implies a flush.
 pub unsafe extern "C" fn clReleaseCommandQueue(queue: Handle) -> i32 {
-    let left = rt::status(|| crate::deferred::leave(rt::object(queue, kind::QUEUE)?));
-    if left != wire::SUCCESS {
-        return left;
-    }
-    // SAFETY: the same contract.
-    let status = unsafe { release_queue(queue) };
-    rt::connection().into_iter().for_each(|c| {
-        let _lost = c.publish();
-    });
-    status
+    rt::status(|| {
+        let queue = rt::object(queue, kind::QUEUE)?;
+        crate::deferred::leave(queue)?;
+        ARENA.release(queue);
+        rt::connection().into_iter().for_each(|c| {
+            let _lost = c.publish();
+        });
+        Ok(())
+    })
 }
 
-/// Registers what is called when a context goes.
+/// Registers a callback for the end of a context.
 pub unsafe extern "C" fn clSetContextDestructorCallback(
     context: Handle,
     f: Option<unsafe extern "C" fn(Handle, *mut c_void)>,
@@ -154,9 +143,9 @@ pub unsafe extern "C" fn clSetContextDestructorCallback(
 ) -> i32 {
     rt::status(|| {
         let context = rt::object(context, kind::CONTEXT)?;
-        let f = f.ok_or(code::VALUE)?;
+        let f = f.ok_or(cl::INVALID_VALUE)?;
         let destructor: Destructor = (f, user as usize);
-        context.context()?.destructors.lock().map_err(|_| code::HOST_MEMORY)?.push(destructor);
+        context.context()?.destructors.lock().map_err(|_| cl::OUT_OF_HOST_MEMORY)?.push(destructor);
         Ok(())
     })
 }
@@ -197,14 +186,13 @@ pub unsafe extern "C" fn clCreateCommandQueueWithProperties(
     properties: *const c_void,
     errcode: *mut i32,
 ) -> Handle {
-    const QUEUE_PROPERTIES: i64 = 0x1093;
     // SAFETY: all pointers as the API says.
     unsafe {
         rt::create(errcode, || {
             let context = rt::object(context, kind::CONTEXT)?;
             let device = rt::object(device, kind::DEVICE)?;
-            let properties = list(properties, 2);
-            let given = properties.chunks(2).find(|p| p[0] == QUEUE_PROPERTIES).and_then(|p| p.get(1));
+            let properties = rt::properties(properties, 2);
+            let given = properties.chunks(2).find(|p| p[0] == cl::QUEUE_PROPERTIES).and_then(|p| p.get(1));
             let queue = Queue::new(context, device, given.copied().unwrap_or(0) as u64)?;
             let new = rt::new_object(kind::QUEUE, Body::Queue(queue))?;
             rt::call(&wire::CreateCommandQueueWithProperties {
@@ -230,34 +218,13 @@ pub unsafe extern "C" fn clSetCommandQueueProperty(queue: Handle, _: u64, _: u32
 pub unsafe extern "C" fn clFlush(queue: Handle) -> i32 {
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;
-        rt::lost(rt::connection()?.post(&wire::Flush { queue: queue.id() }))
+        rt::lost(rt::connection()?.post(&wire::Flush { command_queue: queue.id() }))
     })
 }
 
-/// Waits for all commands.
 pub unsafe extern "C" fn clFinish(queue: Handle) -> i32 {
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;
-        rt::call(&wire::Finish { queue: queue.id() }).map(|_| ())
+        rt::call(&wire::Finish { command_queue: queue.id() }).map(|_| ())
     })
-}
-
-pub unsafe extern "C" fn clCreateSamplerWithProperties(
-    context: Handle,
-    properties: *const c_void,
-    errcode: *mut i32,
-) -> Handle {
-    // SAFETY: all pointers as the API says.
-    unsafe {
-        rt::create(errcode, || {
-            let context = rt::object(context, kind::CONTEXT)?;
-            let new = rt::new_object(kind::SAMPLER, Body::Plain(context))?;
-            rt::call(&wire::CreateSamplerWithProperties {
-                context: context.id(),
-                properties: list(properties, 2).into(),
-                new: new.id(),
-            })?;
-            Ok(new.publish())
-        })
-    }
 }

@@ -1,31 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Events, waiting, and commands that only OpenCL 1 had by these names.
 
-use super::counting;
-use crate::rt::{self, ARENA, Handle, Id, Ref, code};
+use crate::rt::{self, Handle, Id, Ref};
 use crate::state::{As, Body, Event};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicI32, Ordering};
-use tombolo_accel_spec::opencl::{self as wire, kind};
-
-const COMPLETE: i32 = 0;
-const SUBMITTED: i32 = 2;
-const USER: u32 = 0x1204;
-
-counting!(EVENT clRetainEvent clReleaseEvent);
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 
 /// Waits for events. Those known to be complete need no asking.
 pub unsafe extern "C" fn clWaitForEvents(n: u32, list: *const Handle) -> i32 {
     rt::status(|| {
         // SAFETY: as the API says.
         let events = unsafe { rt::list(n, list, kind::EVENT)? };
-        let first = events.first().ok_or(code::VALUE)?.event()?.context.obj();
+        let first = events.first().ok_or(cl::INVALID_VALUE)?.event()?.context.obj();
         let mut ids = Vec::with_capacity(events.len());
         for event in &events {
             if event.event()?.context.obj() != first {
-                return Err(code::CONTEXT);
+                return Err(cl::INVALID_CONTEXT);
             }
-            if event.event()?.status.load(Ordering::Acquire) != COMPLETE {
+            if event.event()?.status.load(Ordering::Acquire) != cl::COMPLETE {
                 ids.push(event.id());
             }
         }
@@ -34,7 +27,7 @@ pub unsafe extern "C" fn clWaitForEvents(n: u32, list: *const Handle) -> i32 {
         }
         rt::call(&wire::WaitForEvents { events: ids.into() })?;
         for event in events {
-            event.event()?.status.store(COMPLETE, Ordering::Release);
+            event.event()?.status.store(cl::COMPLETE, Ordering::Release);
         }
         Ok(())
     })
@@ -48,14 +41,13 @@ pub unsafe extern "C" fn clGetEventInfo(
     value: *mut c_void,
     size_ret: *mut usize,
 ) -> i32 {
-    const STATUS: u32 = 0x11d3;
     rt::status(|| {
         let event = rt::object(event, kind::EVENT)?;
         let bytes = match param {
-            STATUS => {
+            cl::EVENT_COMMAND_EXECUTION_STATUS => {
                 let state = event.event()?;
                 let mut status = state.status.load(Ordering::Acquire);
-                if status > COMPLETE {
+                if status > cl::COMPLETE {
                     let connection = rt::connection()?;
                     status = match rt::call(&wire::GetEventInfo { event: event.id(), param }) {
                         Ok(reply) => reply.first_chunk().map(|b| i32::from_le_bytes(*b)).ok_or(wire::LOST)?,
@@ -63,13 +55,16 @@ pub unsafe extern "C" fn clGetEventInfo(
                         Err(code) if connection.lost().is_none() => code,
                         Err(lost) => return Err(lost),
                     };
-                    if status <= COMPLETE {
+                    if status <= cl::COMPLETE {
                         state.status.store(status, Ordering::Release);
                     }
                 }
                 status.to_ne_bytes().to_vec()
             }
-            0x11d0 | 0x11d1 | 0x11d2 | 0x11d4 => crate::local::answer(event, param)?,
+            cl::EVENT_COMMAND_QUEUE
+            | cl::EVENT_COMMAND_TYPE
+            | cl::EVENT_REFERENCE_COUNT
+            | cl::EVENT_CONTEXT => crate::local::answer(event, param)?,
             _ => rt::call(&wire::GetEventInfo { event: event.id(), param })?,
         };
         // SAFETY: as the API says.
@@ -86,8 +81,8 @@ pub unsafe extern "C" fn clCreateUserEvent(context: Handle, errcode: *mut i32) -
             let event = Event {
                 context: rt::hold(context),
                 queue: None,
-                command: USER,
-                status: AtomicI32::new(SUBMITTED),
+                command: cl::COMMAND_USER,
+                status: AtomicI32::new(cl::SUBMITTED),
                 counted: Some(crate::deferred::new_user_event()?),
             };
             let new = rt::new_object(kind::EVENT, Body::Event(event))?;
@@ -103,13 +98,13 @@ pub unsafe extern "C" fn clSetUserEventStatus(event: Handle, status: i32) -> i32
     rt::status(|| {
         let event = rt::object(event, kind::EVENT)?;
         let state = event.event()?;
-        if state.command != USER {
-            return Err(code::EVENT);
+        if state.command != cl::COMMAND_USER {
+            return Err(cl::INVALID_EVENT);
         }
-        if status > COMPLETE {
-            return Err(code::VALUE);
+        if status > cl::COMPLETE {
+            return Err(cl::INVALID_VALUE);
         }
-        let set = state.status.compare_exchange(SUBMITTED, status, Ordering::AcqRel, Ordering::Relaxed);
+        let set = state.status.compare_exchange(cl::SUBMITTED, status, Ordering::AcqRel, Ordering::Relaxed);
         set.map_err(|_| wire::UNSUPPORTED)?;
         let record = wire::SetUserEventStatus { event: event.id(), execution_status: status };
         rt::lost(rt::connection()?.post(&record))
@@ -125,9 +120,9 @@ pub unsafe extern "C" fn clSetEventCallback(
 ) -> i32 {
     rt::status(|| {
         let event = rt::object(event, kind::EVENT)?;
-        let f = f.ok_or(code::VALUE)?;
-        if !(COMPLETE..=SUBMITTED).contains(&callback_type) {
-            return Err(code::VALUE);
+        let f = f.ok_or(cl::INVALID_VALUE)?;
+        if !(cl::COMPLETE..=cl::SUBMITTED).contains(&callback_type) {
+            return Err(cl::INVALID_VALUE);
         }
         let user = user as usize;
         // The event lives until the callback was called, even if the program gives it up before.
@@ -135,7 +130,7 @@ pub unsafe extern "C" fn clSetEventCallback(
         let connection = rt::connection()?;
         let notify = connection.callback(Box::new(move |status, _| {
             if let Ok(state) = held.obj().event() {
-                if status <= COMPLETE {
+                if status <= cl::COMPLETE {
                     state.status.store(status, Ordering::Release);
                 }
             }
@@ -152,7 +147,7 @@ pub unsafe extern "C" fn clSetEventCallback(
 /// A marker, the way of OpenCL 1.
 pub unsafe extern "C" fn clEnqueueMarker(queue: Handle, event: *mut Handle) -> i32 {
     if event.is_null() {
-        return code::VALUE;
+        return cl::INVALID_VALUE;
     }
     // SAFETY: as the API says.
     unsafe { crate::stubs::clEnqueueMarkerWithWaitList(queue, 0, std::ptr::null(), event) }
@@ -161,7 +156,7 @@ pub unsafe extern "C" fn clEnqueueMarker(queue: Handle, event: *mut Handle) -> i
 /// Waits in the queue, the way of OpenCL 1.
 pub unsafe extern "C" fn clEnqueueWaitForEvents(queue: Handle, n: u32, list: *const Handle) -> i32 {
     if n == 0 || list.is_null() {
-        return code::WAIT_LIST;
+        return cl::INVALID_EVENT_WAIT_LIST;
     }
     // SAFETY: as the API says.
     unsafe { crate::stubs::clEnqueueBarrierWithWaitList(queue, n, list, std::ptr::null_mut()) }

@@ -2,55 +2,31 @@
 //! Functions of OpenCL that are written by hand: those that touch a program's memory or callbacks, or that the client answers.
 //!
 //! - [`platform`]: platforms, devices, the loader's entry points.
-//! - [`context`]: contexts, queues, samplers.
+//! - [`context`]: contexts and queues.
 //! - [`memory`]: buffers, images, pipes.
-//! - [`transfer`]: reads and writes of buffers; [`rectangle`]: those with pitches, and of images.
-//! - `stream`: long ones, piece by piece; [`region`]: the program's memory.
+//! - [`transfer`]: reads and writes of buffers.
 //! - `map`: mapping.
-//! - [`program`]: programs and kernels.
+//! - [`program`]: programs; [`kernel`]: kernels.
 //! - [`event`]: events and waiting.
 //! - [`svm`]: shared virtual memory.
 #![allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
 
 pub mod context;
 pub mod event;
+pub mod kernel;
 pub mod map;
 pub mod memory;
 pub mod platform;
 pub mod program;
-pub mod rectangle;
-pub mod region;
-mod stream;
 pub mod svm;
 pub mod transfer;
 
 pub use context::*;
 pub use event::*;
+pub use kernel::*;
 pub use map::*;
 pub use memory::*;
 pub use platform::*;
 pub use program::*;
-pub use rectangle::*;
 pub use svm::*;
 pub use transfer::*;
-
-/// Defines the functions that count references of the program.
-macro_rules! counting {
-    ($kind:ident $retain:ident $release:ident) => {
-        /// Counts a reference of the program.
-        pub unsafe extern "C" fn $retain(handle: Handle) -> i32 {
-            rt::status(|| {
-                ARENA.retain(rt::object(handle, kind::$kind)?);
-                Ok(())
-            })
-        }
-        /// Gives a reference of the program up.
-        pub unsafe extern "C" fn $release(handle: Handle) -> i32 {
-            rt::status(|| {
-                ARENA.release(rt::object(handle, kind::$kind)?);
-                Ok(())
-            })
-        }
-    };
-}
-pub(crate) use counting;

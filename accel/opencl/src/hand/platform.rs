@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Platforms, devices, and the entry points of the ICD loader.
 
-use crate::rt::{self, ARENA, Handle, Id, code};
+use crate::rt::{self, ARENA, Handle, Id};
 use crate::state::{As, Body, Device};
 use std::ffi::{c_char, c_void};
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::Decoder;
 
 /// Writes a list the way OpenCL returns lists: as many as there is room for, and their count.
@@ -25,12 +25,12 @@ unsafe fn give(objects: &[rt::Obj], room: u32, to: *mut Handle, count: *mut u32)
 pub unsafe extern "C" fn clIcdGetPlatformIDsKHR(n: u32, platforms: *mut Handle, count: *mut u32) -> i32 {
     rt::status(|| {
         if (platforms.is_null() && count.is_null()) || (n == 0 && !platforms.is_null()) {
-            return Err(code::VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         let found = rt::platforms()?;
         // SAFETY: as the API says.
         unsafe { give(&found, n, platforms, count) };
-        if found.is_empty() { Err(code::NOT_FOUND) } else { Ok(()) }
+        if found.is_empty() { Err(cl::PLATFORM_NOT_FOUND_KHR) } else { Ok(()) }
     })
 }
 
@@ -77,7 +77,6 @@ pub unsafe extern "C" fn clGetPlatformInfo(
     unsafe { crate::stubs::clGetPlatformInfo(platform, param, size, value, size_ret) }
 }
 
-/// Devices of a platform.
 pub unsafe extern "C" fn clGetDeviceIDs(
     platform: Handle,
     device_type: u64,
@@ -88,7 +87,7 @@ pub unsafe extern "C" fn clGetDeviceIDs(
     rt::status(|| {
         let platform = rt::object(platform, kind::PLATFORM)?;
         if (n == 0 && !devices.is_null()) || (devices.is_null() && count.is_null()) {
-            return Err(code::VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         rt::platforms()?;
         let (status, ids) = rt::ask_once(&wire::GetDeviceIDs { platform: platform.id(), device_type })?;
@@ -103,28 +102,6 @@ pub unsafe extern "C" fn clGetDeviceIDs(
     })
 }
 
-/// A list that ends with 0, with its end. Null: empty.
-///
-/// # Safety
-/// `from` is null or points to such a list, whose elements come `step` at a time.
-pub(crate) unsafe fn list(from: *const c_void, step: usize) -> Vec<i64> {
-    let mut out = Vec::new();
-    if from.is_null() {
-        return out;
-    }
-    // A list without an end would be a program's error; no list of OpenCL is longer.
-    for i in 0..512 {
-        // SAFETY: not past the end, as the caller promises.
-        let value = unsafe { from.cast::<i64>().add(i).read_unaligned() };
-        out.push(value);
-        if value == 0 && i % step == 0 {
-            break;
-        }
-    }
-    out
-}
-
-/// Parts of a device.
 pub unsafe extern "C" fn clCreateSubDevices(
     device: Handle,
     properties: *const c_void,
@@ -141,7 +118,7 @@ pub unsafe extern "C" fn clCreateSubDevices(
         }
         let platform = device.device()?.platform;
         if out.is_null() != (n == 0) {
-            return Err(code::VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         let wanted = n.min(1024);
         let new = (0..wanted)
@@ -172,13 +149,12 @@ pub unsafe extern "C" fn clCreateSubDevices(
 
 /// A partition's properties: the list by counts has a list inside that also ends with 0.
 unsafe fn properties_of_partition(from: *const c_void) -> Vec<i64> {
-    const BY_COUNTS: i64 = 0x1087;
     // SAFETY: as the caller promises.
     unsafe {
-        if from.is_null() || from.cast::<i64>().read_unaligned() != BY_COUNTS {
-            return list(from, 2);
+        if from.is_null() || from.cast::<i64>().read_unaligned() != cl::DEVICE_PARTITION_BY_COUNTS {
+            return rt::properties(from, 2);
         }
-        let mut out = list(from, 1);
+        let mut out = rt::properties(from, 1);
         out.push(0);
         out
     }

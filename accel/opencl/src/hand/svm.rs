@@ -3,15 +3,15 @@
 //! inside of it hold on both sides, and both see the same bytes. It exists where server and program share memory and the device is the
 //! server's CPU; elsewhere there is none (clSVMAlloc returns null, as it may).
 
-use super::region::Host;
-use super::transfer::{read_slot, write_slot};
-use crate::rt::{self, ARENA, Handle, Id, New, Obj, code};
+use crate::rt::{self, ARENA, Handle, Id, New, Obj};
 use crate::state::{Argument, As};
+use crate::transfer::region::Host;
+use crate::transfer::slot::{read_slot, write_slot};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::Mutex;
 use tombolo_accel_client::staging::Place;
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::Decoder;
 
 const PAGE: u64 = 4096;
@@ -23,12 +23,12 @@ fn ranges() -> std::sync::MutexGuard<'static, BTreeMap<u64, (u64, u64)>> {
     RANGES.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Whether an address lies in shared memory.
+/// Returns whether an address lies in shared memory.
 fn is_shared(address: u64) -> bool {
     ranges().range(..=address).next_back().is_some_and(|(start, (len, _))| address - start < *len)
 }
 
-/// Where in the window `len` bytes from an address of shared memory are; None: they aren't all shared.
+/// The offset in the window of `len` bytes from an address of shared memory; None: they aren't all shared.
 pub(crate) fn in_window(address: u64, len: u64) -> Option<u64> {
     let ranges = ranges();
     let (start, (size, data)) = ranges.range(..=address).next_back()?;
@@ -45,14 +45,18 @@ fn alloc(context: Handle, flags: u64, size: usize, alignment: u32) -> Result<*mu
         || alignment != 0 && !alignment.is_power_of_two()
         || alignment > 128
     {
-        return Err(code::VALUE);
+        return Err(cl::INVALID_VALUE);
     }
-    let len = (size as u64).checked_next_multiple_of(PAGE).ok_or(code::VALUE)?;
-    let data = rt::lost(connection.take_staging(len, Place::Aligned(PAGE)))?.ok_or(code::ALLOCATION)?;
+    let len = (size as u64).checked_next_multiple_of(PAGE).ok_or(cl::INVALID_VALUE)?;
+    let data = rt::lost(connection.take_staging(len, Place::Aligned(PAGE)))?
+        .ok_or(cl::MEM_OBJECT_ALLOCATION_FAILURE)?;
     let made = rt::call(&wire::SvmAlloc { context: context.id(), flags, size: len, alignment, data })
         .and_then(|reply| Decoder::new(&reply).u64().map_err(|_| wire::LOST))
         .and_then(|address| {
-            let mapped = connection.window.map_again(data, len, address).map_err(|_| code::ALLOCATION);
+            let mapped = connection
+                .window
+                .map_again(data, len, address)
+                .map_err(|_| cl::MEM_OBJECT_ALLOCATION_FAILURE);
             mapped.map(|()| address).inspect_err(|_| {
                 let _gone = rt::call(&wire::SvmFree { context: context.id(), address });
             })
@@ -84,7 +88,6 @@ fn free(context: u64, address: u64) -> Result<(), i32> {
     Ok(())
 }
 
-/// Frees shared memory.
 pub unsafe extern "C" fn clSVMFree(context: Handle, pointer: *mut c_void) -> i32 {
     rt::status(|| free(rt::object(context, kind::CONTEXT)?.id(), pointer as u64))
 }
@@ -105,7 +108,7 @@ pub unsafe extern "C" fn clEnqueueSVMFree(
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;
         if pointers.is_null() || count == 0 {
-            return Err(code::VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         // SAFETY: as the API says.
         let (waits, pointers) = unsafe {
@@ -114,10 +117,10 @@ pub unsafe extern "C" fn clEnqueueSVMFree(
                 std::slice::from_raw_parts(pointers.cast::<usize>(), count as usize).to_vec(),
             )
         };
-        let context = queue.body().context().ok_or(code::CONTEXT)?;
+        let context = queue.body().context().ok_or(cl::INVALID_CONTEXT)?;
         // The end of a marker says when; its event is needed whether the program wants one or not.
-        let new = rt::new_event(queue, true, 0x1209)?;
-        let marker = new.object().ok_or(code::HOST_MEMORY)?;
+        let new = rt::new_event(queue, true, cl::COMMAND_SVM_FREE)?;
+        let marker = new.object().ok_or(cl::OUT_OF_HOST_MEMORY)?;
         rt::call(&wire::EnqueueMarkerWithWaitList {
             command_queue: queue.id(),
             waits: waits.into(),
@@ -165,11 +168,11 @@ pub unsafe extern "C" fn clEnqueueSVMMemcpy(
     rt::status(|| {
         let queue = rt::object(queue, kind::QUEUE)?;
         if dst.is_null() || src.is_null() {
-            return Err(code::VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         // SAFETY: as the API says.
         let waits = unsafe { rt::waits(n, list)? };
-        let new = rt::new_event(queue, !event.is_null(), 0x120a)?;
+        let new = rt::new_event(queue, !event.is_null(), cl::COMMAND_SVM_MEMCPY)?;
         let (to, from) = (is_shared(dst as u64), is_shared(src as u64));
         let (how, slot) = match (to, from) {
             (true, true) => (0, None),
@@ -232,7 +235,6 @@ fn command(queue: Handle, n: u32, list: *const Handle) -> Result<(Obj, Vec<u64>)
     Ok((queue, unsafe { rt::waits(n, list)? }))
 }
 
-/// Fills shared memory.
 pub unsafe extern "C" fn clEnqueueSVMMemFill(
     queue: Handle,
     pointer: *mut c_void,
@@ -245,13 +247,13 @@ pub unsafe extern "C" fn clEnqueueSVMMemFill(
 ) -> i32 {
     rt::status(|| {
         let (queue, waits) = command(queue, n, list)?;
-        let new = rt::new_event(queue, !event.is_null(), 0x120b)?;
+        let new = rt::new_event(queue, !event.is_null(), cl::COMMAND_SVM_MEMFILL)?;
         if !pointer.is_null() && !is_shared(pointer as u64) {
             // SAFETY: pattern_size bytes, as the API says.
             let pattern = unsafe { rt::bytes(pattern, pattern_size)? }.to_vec();
             let whole = |n: usize| size % n == 0 && pointer as usize % n == 0;
             if size == 0 || !pattern.len().is_power_of_two() || pattern.len() > 128 || !whole(pattern.len()) {
-                return Err(code::VALUE);
+                return Err(cl::INVALID_VALUE);
             }
             let at = pointer as usize;
             let fill = move || {
@@ -266,65 +268,16 @@ pub unsafe extern "C" fn clEnqueueSVMMemFill(
             return unsafe { on_host(queue, fill, false, waits, new, event) };
         }
         let record = wire::EnqueueSVMMemFill {
-            queue: queue.id(),
-            address: pointer as u64,
-            size: size as u64,
+            command_queue: queue.id(),
+            svm_ptr: pointer as u64,
             // SAFETY: pattern_size bytes, as the API says.
             pattern: unsafe { rt::bytes(pattern, pattern_size)? },
+            pattern_size: pattern_size as u64,
+            size: size as u64,
             waits: waits.into(),
             event: new.id(),
         };
         // SAFETY: as above.
-        unsafe { rt::submit(&record, false, new, event) }
-    })
-}
-
-/// Gives shared memory to the program.
-pub unsafe extern "C" fn clEnqueueSVMMap(
-    queue: Handle,
-    blocking: u32,
-    flags: u64,
-    pointer: *mut c_void,
-    size: usize,
-    n: u32,
-    list: *const Handle,
-    event: *mut Handle,
-) -> i32 {
-    rt::status(|| {
-        let (queue, waits) = command(queue, n, list)?;
-        let new = rt::new_event(queue, !event.is_null(), 0x120c)?;
-        let record = wire::EnqueueSVMMap {
-            queue: queue.id(),
-            flags,
-            address: pointer as u64,
-            size: size as u64,
-            blocking,
-            waits: waits.into(),
-            event: new.id(),
-        };
-        // SAFETY: as the API says.
-        unsafe { rt::submit(&record, false, new, event) }
-    })
-}
-
-/// Gives shared memory back to the device.
-pub unsafe extern "C" fn clEnqueueSVMUnmap(
-    queue: Handle,
-    pointer: *mut c_void,
-    n: u32,
-    list: *const Handle,
-    event: *mut Handle,
-) -> i32 {
-    rt::status(|| {
-        let (queue, waits) = command(queue, n, list)?;
-        let new = rt::new_event(queue, !event.is_null(), 0x120d)?;
-        let record = wire::EnqueueSVMUnmap {
-            queue: queue.id(),
-            address: pointer as u64,
-            waits: waits.into(),
-            event: new.id(),
-        };
-        // SAFETY: as the API says.
         unsafe { rt::submit(&record, false, new, event) }
     })
 }
@@ -343,9 +296,9 @@ pub unsafe extern "C" fn clEnqueueSVMMigrateMem(
     rt::status(|| {
         let (queue, waits) = command(queue, n, list)?;
         if count == 0 || pointers.is_null() {
-            return Err(code::VALUE);
+            return Err(cl::INVALID_VALUE);
         }
-        let new = rt::new_event(queue, !event.is_null(), 0x120e)?;
+        let new = rt::new_event(queue, !event.is_null(), cl::COMMAND_SVM_MIGRATE_MEM)?;
         let count = count as usize;
         // SAFETY: lists as the API says.
         let (addresses, sizes) = unsafe {
@@ -374,8 +327,9 @@ pub unsafe extern "C" fn clEnqueueSVMMigrateMem(
 pub unsafe extern "C" fn clSetKernelArgSVMPointer(kernel: Handle, index: u32, value: *const c_void) -> i32 {
     rt::status(|| {
         let kernel = rt::object(kernel, kind::KERNEL)?;
-        let record = wire::SetKernelArgSVMPointer { kernel: kernel.id(), index, address: value as u64 };
-        let mut learned = kernel.kernel()?.learned.lock().map_err(|_| code::HOST_MEMORY)?;
+        let record =
+            wire::SetKernelArgSVMPointer { kernel: kernel.id(), arg_index: index, arg_value: value as u64 };
+        let mut learned = kernel.kernel()?.learned.lock().map_err(|_| cl::OUT_OF_HOST_MEMORY)?;
         rt::call(&record)?;
         learned.set(index, Argument::Shared);
         Ok(())

@@ -2,17 +2,13 @@
 //! Memory that a client gets is cleared first: a driver may hand out what a former client, or another program, left on the device.
 //! It's done by fill commands on a queue of the server's own, one for each context, and is over before the object exists for the client.
 
-use super::{Cx, Handle, OpenCl, RESOURCES, lock};
+use super::{Cx, Handle, OpenCl, lock};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::sync::Mutex;
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 
-/// CL_CONTEXT_DEVICES
-const DEVICES: u32 = 0x1081;
-
-/// Queues by context.
 #[derive(Default)]
 pub struct Queues(Mutex<HashMap<usize, usize>>);
 
@@ -33,11 +29,13 @@ impl Queues {
         let make = cx.native().clCreateCommandQueue.ok_or(wire::UNSUPPORTED)?;
         let mut size = 0;
         // SAFETY: a live context; only the size is asked for.
-        cx.status(unsafe { info(context, DEVICES, 0, null_mut(), &mut size) })?;
+        cx.status(unsafe { info(context, cl::CONTEXT_DEVICES, 0, null_mut(), &mut size) })?;
         let mut devices: Vec<Handle> = vec![null_mut(); size / size_of::<Handle>()];
         // SAFETY: a live context; the buffer is as long as said.
-        cx.status(unsafe { info(context, DEVICES, size, devices.as_mut_ptr().cast(), null_mut()) })?;
-        let device = *devices.first().ok_or(RESOURCES)?;
+        cx.status(unsafe {
+            info(context, cl::CONTEXT_DEVICES, size, devices.as_mut_ptr().cast(), null_mut())
+        })?;
+        let device = *devices.first().ok_or(cl::OUT_OF_RESOURCES)?;
         let mut code = 0;
         // SAFETY: a live context and a device of its own.
         let queue = unsafe { make(context, device, 0, &mut code) };
@@ -55,7 +53,6 @@ fn finish(cx: &Cx<'_>, queue: Handle) -> Result<(), i32> {
     cx.status(unsafe { f(queue) })
 }
 
-/// Clears a buffer.
 pub(super) fn buffer(cx: &Cx<'_>, context: Handle, buffer: Handle, size: usize) -> Result<(), i32> {
     let fill = cx.native().clEnqueueFillBuffer.ok_or(wire::UNSUPPORTED)?;
     let queue = cx.cl.queues.of(cx, context)?;
@@ -69,7 +66,6 @@ pub(super) fn buffer(cx: &Cx<'_>, context: Handle, buffer: Handle, size: usize) 
     finish(cx, queue)
 }
 
-/// Clears an image.
 pub(super) fn image(cx: &Cx<'_>, context: Handle, image: Handle, extent: [u64; 3]) -> Result<(), i32> {
     let fill = cx.native().clEnqueueFillImage.ok_or(wire::UNSUPPORTED)?;
     let queue = cx.cl.queues.of(cx, context)?;

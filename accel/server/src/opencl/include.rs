@@ -4,11 +4,11 @@
 //! The same files always lie in the same place, named by what they contain, so that a driver which keeps compiled kernels by their
 //! options knows them again. They stay until the worker ends; a client's kernels could write there anyway.
 
-use super::{RESOURCES, VALUE};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use tombolo_accel_spec::opencl::cl;
 use tombolo_calls::say;
 
 /// A name may lead out of its folder this often (`../../common.h`): so deep below the files' place a folder lies.
@@ -16,18 +16,18 @@ const DEPTH: usize = 8;
 /// Folders at most; options with more of them than that are no program's.
 const FOLDERS: u32 = 256;
 
-/// Where folder `i` lies in `place`.
+/// The path of folder `i` in `place`.
 fn folder(place: &Path, i: u32) -> PathBuf {
     place.join(i.to_string()).join("d/".repeat(DEPTH))
 }
 
 /// A relative name with at most [`DEPTH`] times `..`, all of them in front.
 fn name(bytes: &[u8]) -> Result<&Path, i32> {
-    let name = Path::new(std::str::from_utf8(bytes).map_err(|_| VALUE)?);
+    let name = Path::new(std::str::from_utf8(bytes).map_err(|_| cl::INVALID_VALUE)?);
     let out = name.components().take_while(|c| *c == Component::ParentDir).count();
     let inside = name.components().skip(out).all(|c| matches!(c, Component::Normal(_)));
     if out > DEPTH || !inside || name.file_name().is_none() || bytes.contains(&0) {
-        Err(VALUE)
+        Err(cl::INVALID_VALUE)
     } else {
         Ok(name)
     }
@@ -49,7 +49,7 @@ pub fn keep(scratch: &Path, folders: &[u32], names: &[&[u8]], texts: &[&[u8]]) -
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let Some(last) = folders.iter().copied().max() else { return Ok(String::new()) };
     if folders.len() != names.len() || names.len() != texts.len() || last >= FOLDERS {
-        return Err(VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     let mut files = Vec::with_capacity(names.len());
     for ((i, bytes), text) in folders.iter().zip(names).zip(texts) {
@@ -60,7 +60,7 @@ pub fn keep(scratch: &Path, folders: &[u32], names: &[&[u8]], texts: &[&[u8]]) -
     let all = scratch.join("tombolo-include");
     let place = all.join(format!("{:016x}", hash.finish()));
     if !place.is_dir() {
-        // Another thread, or worker, may be doing the same: whoever is first has done it for both.
+        // Another thread, or worker, may be doing the same: the first has done it for both.
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let fresh = all.join(format!("{}-{number}", std::process::id()));
         let made = write(&fresh, last, &files).and_then(|()| std::fs::rename(&fresh, &place));
@@ -68,7 +68,7 @@ pub fn keep(scratch: &Path, folders: &[u32], names: &[&[u8]], texts: &[&[u8]]) -
             let removed = std::fs::remove_dir_all(&fresh);
             if !place.is_dir() {
                 say!("tombolo accel: included files: {}: {e}; removed: {removed:?}", fresh.display());
-                return Err(RESOURCES);
+                return Err(cl::OUT_OF_RESOURCES);
             }
         }
     }
@@ -83,7 +83,7 @@ mod tests {
     fn no_name_reaches_outside_the_place_of_included_files() {
         let out = format!("{}x", "../".repeat(DEPTH + 1));
         for bad in ["/etc/passwd", "a/../../b", "a/..", "..", "", "./../x", "a\0b", out.as_str()] {
-            assert_eq!(name(bad.as_bytes()), Err(VALUE), "{bad}");
+            assert_eq!(name(bad.as_bytes()), Err(cl::INVALID_VALUE), "{bad}");
         }
         for good in ["a.h", "a/b.h", "../a.h", "../../a/b.h"] {
             assert_eq!(name(good.as_bytes()), Ok(Path::new(good)), "{good}");
@@ -101,7 +101,7 @@ mod tests {
         assert_eq!(std::fs::read(Path::new(at[0]).join("a.h")).expect("there"), b"A");
         assert_eq!(std::fs::read(Path::new(at[1]).join("../b.h")).expect("there"), b"B");
         assert_eq!(keep(&scratch, &[], &[], &[]), Ok(String::new()));
-        assert_eq!(keep(&scratch, &[0], &names, &[b"A"]), Err(VALUE));
+        assert_eq!(keep(&scratch, &[0], &names, &[b"A"]), Err(cl::INVALID_VALUE));
         std::fs::remove_dir_all(&scratch).expect("removed");
     }
 }

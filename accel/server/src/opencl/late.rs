@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Errors of posted commands. Nobody waits for a posted command's status, so its queue keeps the first error: from then on the queue refuses
+//! Errors of posted commands. No call waits for a posted command's status, so its queue keeps the first error: from then on the queue refuses
 //! commands with that code, until a call that the client waits for has returned it. So nothing that follows a failed command looks as
 //! if it had succeeded: neither a blocking read, nor an event, nor the data of a read that didn't block.
 
@@ -16,19 +16,19 @@ pub const NO_QUEUE: u64 = 0;
 #[derive(Default)]
 pub struct Late {
     errors: Mutex<HashMap<u64, i32>>,
-    /// How many queues have one, to be asked without the lock.
+    /// The number of queues that have one, to be read without the lock.
     count: AtomicUsize,
 }
 
 impl Late {
-    /// A posted command of this queue failed.
+    /// Keeps the error of a posted command of this queue.
     pub fn note(&self, queue: u64, code: i32) {
         let mut errors = lock(&self.errors);
         errors.entry(queue).or_insert(code);
         self.count.store(errors.len(), Ordering::Release);
     }
 
-    /// Whether a wait for this queue has nothing to tell.
+    /// Returns whether a wait for this queue has no error to return.
     pub fn is_clean(&self, queue: u64) -> bool {
         self.check(queue, false).is_ok() && self.check(NO_QUEUE, false).is_ok()
     }

@@ -33,7 +33,7 @@ use generated::Native;
 use std::ffi::{CStr, CString, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::{Encoder, Malformed, Record, ReplyKind};
 use tombolo_calls::say;
 
@@ -43,20 +43,12 @@ pub type Handle = *mut c_void;
 /// Native functions and decoders, generated.
 #[allow(unused_imports, clippy::all)]
 pub mod generated {
-    use super::{Cx, Handle, hand};
+    use super::{Cx, Handle, hand, properties};
     use std::ffi::{CStr, c_char, c_void};
-    use tombolo_accel_spec::opencl as wire;
-    use tombolo_accel_spec::opencl::kind;
+    use tombolo_accel_spec::opencl::{self as wire, cl, kind};
     use tombolo_accel_spec::wire::{Malformed, Record};
     include!(concat!(env!("OUT_DIR"), "/opencl_server.rs"));
 }
-
-/// CL_MEM_OBJECT_ALLOCATION_FAILURE
-const ALLOCATION: i32 = -4;
-/// CL_OUT_OF_RESOURCES
-const RESOURCES: i32 = -5;
-/// CL_INVALID_VALUE
-const VALUE: i32 = -30;
 
 /// A device, for people.
 #[derive(Debug, serde::Serialize)]
@@ -66,7 +58,7 @@ pub struct Device {
     pub name: String,
 }
 
-/// What is kept beside a native handle.
+/// The server's own state of an object.
 #[derive(Debug, Default)]
 pub struct Extra {
     /// Bytes of a buffer.
@@ -75,7 +67,7 @@ pub struct Extra {
     pixel: u64,
     /// Width, height or layers, depth or layers of an image.
     extent: [u64; 3],
-    /// Whether it is one of the server's own root objects.
+    /// Set for the server's own root objects.
     root: bool,
     /// The address in the window of a buffer at home there.
     home: usize,
@@ -93,7 +85,7 @@ pub struct OpenCl {
     table: Mutex<Table<Extra>>,
     limits: Limits,
     memory: AtomicU64,
-    /// Where its limits are those of all processes of its VM together.
+    /// Set if all processes of its VM have the limits together.
     account: Option<Arc<Account>>,
     tickets: tickets::Tickets,
     streams: stream::Streams,
@@ -170,14 +162,16 @@ impl OpenCl {
         // SAFETY: handles come from the driver itself; buffers are as long as said.
         let platforms = hand::listed(|n, list, count| unsafe { platform_ids(n, list, count) });
         for platform in platforms.unwrap_or_default() {
-            // SAFETY: as above; 0x902 is CL_PLATFORM_NAME.
-            let name = text(hand::value(&|s, v, r| unsafe { platform_info(platform, 0x902, s, v, r) }));
-            // SAFETY: as above; all kinds of devices.
-            let list = hand::listed(|n, list, c| unsafe { device_ids(platform, 0xffff_ffff, n, list, c) });
+            let named = cl::PLATFORM_NAME;
+            // SAFETY: as above.
+            let name = text(hand::value(&|s, v, r| unsafe { platform_info(platform, named, s, v, r) }));
+            let all = cl::DEVICE_TYPE_ALL;
+            // SAFETY: as above.
+            let list = hand::listed(|n, list, c| unsafe { device_ids(platform, all, n, list, c) });
             devices.extend(list.unwrap_or_default().into_iter().map(|device| Device {
                 platform: name.clone(),
-                // SAFETY: as above; 0x102b is CL_DEVICE_NAME.
-                name: text(hand::value(&|s, v, r| unsafe { device_info(device, 0x102b, s, v, r) })),
+                // SAFETY: as above.
+                name: text(hand::value(&|s, v, r| unsafe { device_info(device, cl::DEVICE_NAME, s, v, r) })),
             }));
         }
         devices
@@ -213,7 +207,7 @@ impl OpenCl {
             say!(
                 "tombolo accel: {whose} quota is reached: {used} of {limit} bytes of device memory are used, {bytes} more were asked for; raise its limit of memory"
             );
-            ALLOCATION
+            cl::MEM_OBJECT_ALLOCATION_FAILURE
         };
         self.memory
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
@@ -254,7 +248,7 @@ impl Api for &'static OpenCl {
         }
         match kind {
             kind::CONTEXT => self.queues.forget(self, native),
-            // Nobody can ask for its error any more.
+            // No call can ask for its error any more.
             kind::QUEUE => drop(self.late.check(id, true)),
             _ => {}
         }
@@ -304,7 +298,6 @@ impl OpenCl {
         }
     }
 
-    /// Gives all objects up.
     pub fn release_all(&self) {
         let all = lock(&self.table).drain();
         for (kind, native, extra) in all {
@@ -337,7 +330,7 @@ impl OpenCl {
     }
 }
 
-/// What a handler needs of the session's call that it carries out.
+/// The part of a session's call that handlers use.
 trait Waited {
     /// [`Call::may_block`]
     fn may_block(&mut self) -> bool;
@@ -363,20 +356,20 @@ pub struct Cx<'a> {
     new: Option<(u32, u64)>,
     /// A ticket that is redeemed when the request ends, unless a native event does it.
     owed: u64,
-    /// Whether the client waits for the reply.
+    /// Set if the client waits for the reply.
     waited: bool,
     /// The queue that the request puts a command into.
     queue: u64,
 }
 
 impl Cx<'_> {
-    /// The request has a ticket: the client waits for its redemption whatever comes of the request.
+    /// Notes the request's ticket: the client waits for its redemption, also if the request fails.
     fn owe(&mut self, ticket: u64) {
         self.owed = ticket;
     }
 
     /// The request puts a command into this queue: refused if a posted one failed there before, of which the client knows nothing yet.
-    /// Whatever the command is refused for later, its event (0: none) has that code.
+    /// If the command is refused later, its event (0: none) has that code.
     pub fn in_queue(&mut self, queue: u64, event: u64) -> Result<(), i32> {
         self.queue = queue;
         if event != 0 {
@@ -390,7 +383,6 @@ impl Cx<'_> {
         lock(&self.cl.table).extra(kind, id).map(f).map_err(|e| Self::fault(kind, e))
     }
 
-    /// The native functions.
     pub fn native(&self) -> &'static Native {
         &self.cl.native
     }
@@ -399,7 +391,7 @@ impl Cx<'_> {
         match fault {
             Fault::Invalid | Fault::InUse => kind::invalid(kind),
             Fault::Failed(code) => code,
-            Fault::TooMany => RESOURCES,
+            Fault::TooMany => cl::OUT_OF_RESOURCES,
         }
     }
 
@@ -423,16 +415,16 @@ impl Cx<'_> {
 
     /// A length that travels beside its bytes is theirs.
     pub fn same_length(&self, bytes: &[u8], len: u64) -> Result<(), i32> {
-        if bytes.len() as u64 == len { Ok(()) } else { Err(VALUE) }
+        if bytes.len() as u64 == len { Ok(()) } else { Err(cl::INVALID_VALUE) }
     }
 
     /// A count that travels beside its list is the list's.
     pub fn same_count(&self, len: usize, count: u32) -> Result<(), i32> {
-        if len == count as usize { Ok(()) } else { Err(VALUE) }
+        if len == count as usize { Ok(()) } else { Err(cl::INVALID_VALUE) }
     }
 
     pub fn c_string(&self, bytes: &[u8]) -> Result<CString, i32> {
-        CString::new(bytes).map_err(|_| VALUE)
+        CString::new(bytes).map_err(|_| cl::INVALID_VALUE)
     }
 
     /// A status of the driver.
@@ -440,14 +432,14 @@ impl Cx<'_> {
         if status == wire::SUCCESS { Ok(()) } else { Err(status) }
     }
 
-    /// Where results go.
+    /// An encoder that appends to the reply.
     pub fn reply(&mut self) -> Encoder<'_> {
         Encoder::new(self.reply)
     }
 
     /// The driver may be entered for long; an error where too many threads of this client are inside of it.
     pub fn may_block(&mut self) -> Result<(), i32> {
-        if self.call.may_block() { Ok(()) } else { Err(RESOURCES) }
+        if self.call.may_block() { Ok(()) } else { Err(cl::OUT_OF_RESOURCES) }
     }
 
     /// A property: asked for its size, then for its value. Properties that name native handles are never told.
@@ -458,12 +450,12 @@ impl Cx<'_> {
         ask: impl Fn(usize, *mut c_void, *mut usize) -> i32,
     ) -> Result<(), i32> {
         if local.contains(&param) {
-            return Err(VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         let mut size = 0;
         self.status(ask(0, std::ptr::null_mut(), &mut size))?;
         if size > 64 << 20 {
-            return Err(RESOURCES);
+            return Err(cl::OUT_OF_RESOURCES);
         }
         let mut value = vec![0u8; size];
         if size > 0 {
@@ -489,10 +481,10 @@ impl Cx<'_> {
     ) -> Result<(), i32> {
         self.new = Some((kind, id));
         lock(&self.cl.table).vacant(id).map_err(|f| Self::too_many(kind, f))?;
-        let mut code = VALUE;
+        let mut code = cl::INVALID_VALUE;
         let native = make(&mut code);
         if native.is_null() {
-            return Err(if code == wire::SUCCESS { RESOURCES } else { code });
+            return Err(if code == wire::SUCCESS { cl::OUT_OF_RESOURCES } else { code });
         }
         self.keep(kind, id, native, extra)
     }

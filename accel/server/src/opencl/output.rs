@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What kernels print (`printf`) belongs on the program's standard output. A driver writes it to its own process's, which is a pipe
-//! here: a thread takes what comes and sends it to the client. What a kernel printed is sent before any reply that says that the
+//! The output of kernels (`printf`), which belongs on the program's standard output. A driver writes it to its own process's, which is a pipe
+//! here: a thread reads the pipe and sends the bytes to the client. The output of a kernel is sent before any reply that says that the
 //! kernel has ended.
 
 use super::lock;

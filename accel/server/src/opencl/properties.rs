@@ -4,11 +4,8 @@
 
 use std::ffi::c_void;
 use std::ptr::null;
+use tombolo_accel_spec::opencl::cl;
 
-/// CL_QUEUE_PROPERTIES, CL_QUEUE_SIZE; CL_QUEUE_PRIORITY_KHR, CL_QUEUE_THROTTLE_KHR
-pub const OF_QUEUES: &[i64] = &[0x1093, 0x1094, 0x1096, 0x1097];
-/// CL_SAMPLER_NORMALIZED_COORDS, _ADDRESSING_MODE, _FILTER_MODE; CL_SAMPLER_MIP_FILTER_MODE_KHR, _LOD_MIN_KHR, _LOD_MAX_KHR
-pub const OF_SAMPLERS: &[i64] = &[0x1152, 0x1153, 0x1154, 0x1155, 0x1156, 0x1157];
 /// Buffers, images and pipes have no property whose value is a plain number.
 pub const NONE: &[i64] = &[];
 
@@ -22,14 +19,11 @@ pub fn pairs(given: &[i64], known: &[i64], unknown: i32) -> Result<*const c_void
     if *last == 0 && plain { Ok(given.as_ptr().cast()) } else { Err(unknown) }
 }
 
-/// How a device is partitioned: a property and a number, or counts and the end of their list; then the end.
+/// Returns whether a list partitions a device: a property and a number, or counts and the end of their list; then the end.
 pub fn partition(given: &[i64]) -> bool {
-    const EQUALLY: i64 = 0x1086;
-    const BY_COUNTS: i64 = 0x1087;
-    const BY_AFFINITY: i64 = 0x1088;
     match given {
-        [EQUALLY | BY_AFFINITY, _, 0] => true,
-        [BY_COUNTS, counts @ .., 0, 0] => !counts.contains(&0),
+        [cl::DEVICE_PARTITION_EQUALLY | cl::DEVICE_PARTITION_BY_AFFINITY_DOMAIN, _, 0] => true,
+        [cl::DEVICE_PARTITION_BY_COUNTS, counts @ .., 0, 0] => !counts.contains(&0),
         _ => false,
     }
 }
@@ -40,13 +34,14 @@ mod tests {
 
     #[test]
     fn only_known_properties_in_a_list_that_ends_reach_the_driver() {
-        assert_eq!(pairs(&[], OF_QUEUES, -30), Ok(null()));
+        let of_queues = [cl::QUEUE_PROPERTIES, cl::QUEUE_SIZE];
+        assert_eq!(pairs(&[], &of_queues, -30), Ok(null()));
         for good in [&[0][..], &[0x1093, 1, 0], &[0x1093, 1, 0x1094, 4096, 0]] {
-            assert_eq!(pairs(good, OF_QUEUES, -30), Ok(good.as_ptr().cast()), "{good:?}");
+            assert_eq!(pairs(good, &of_queues, -30), Ok(good.as_ptr().cast()), "{good:?}");
         }
         // The last would be read beyond its end.
         for bad in [&[0x2063, 5, 0][..], &[0x1093, 1, 0x2063, 5, 0], &[0x1093, 0], &[0x1093, 1], &[0, 0]] {
-            assert_eq!(pairs(bad, OF_QUEUES, -30), Err(-30), "{bad:?}");
+            assert_eq!(pairs(bad, &of_queues, -30), Err(-30), "{bad:?}");
         }
         // CL_EXTERNAL_MEMORY_HANDLE_OPAQUE_FD_KHR: a descriptor of the worker.
         assert_eq!(pairs(&[0x2060, 0, 0], NONE, -64), Err(-64));

@@ -12,6 +12,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
+use tombolo_accel_spec::opencl::cl;
 use tombolo_accel_spec::wire::ReplyKind;
 use tombolo_calls::spin::Spin;
 
@@ -19,20 +20,15 @@ use tombolo_calls::spin::Spin;
 const MOST: usize = 1024;
 /// Pieces of a transfer that wait to be copied; a client has few slots for them.
 const MOST_PIECES: usize = 64;
-/// How long the driver's thread looks for the next piece before it sleeps.
+/// The driver's thread polls for the next piece so long before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
-/// CL_OUT_OF_RESOURCES
-const RESOURCES: i32 = -5;
-/// CL_INVALID_VALUE
-const VALUE: i32 = -30;
 
 /// A piece that the client has staged, or made room for.
 pub struct Piece {
-    /// Its slot in the window.
+    /// The address of its slot in the window.
     pub slot: usize,
-    /// Where it begins, counted from the transfer's begin.
+    /// The offset of its first byte in the transfer.
     pub at: usize,
-    /// Bytes.
     pub len: usize,
     /// Redeemed when it was copied.
     pub ticket: u64,
@@ -56,7 +52,7 @@ pub struct Stream {
     changed: Condvar,
 }
 
-/// What the driver hands to the native kernel. It has a reference to the stream, which the kernel gives up; that of a command which never starts stays.
+/// The arguments that the driver hands to the native kernel. They hold a reference to the stream, which the kernel gives up; that of a command which never starts stays.
 #[repr(C)]
 pub struct Arguments {
     /// The address of the buffer's memory, which the driver puts here.
@@ -79,17 +75,17 @@ impl Stream {
         Arc::new(Stream { writes, len, state: Mutex::default(), changed: Condvar::new() })
     }
 
-    /// Takes a piece, or says why there is no use for it.
+    /// Takes a piece, or returns the code for a piece that can't be used.
     pub fn put(&self, piece: Piece) -> Result<(), i32> {
         if piece.len == 0 || piece.at.checked_add(piece.len).is_none_or(|end| end > self.len) {
-            return Err(VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         let mut state = lock(&self.state);
         if let Some(status) = state.ended {
-            return Err(if status < 0 { status } else { VALUE });
+            return Err(if status < 0 { status } else { cl::INVALID_VALUE });
         }
         if state.pieces.len() >= MOST_PIECES {
-            return Err(RESOURCES);
+            return Err(cl::OUT_OF_RESOURCES);
         }
         state.pieces.push_back(piece);
         if std::mem::take(&mut state.sleeps) {
@@ -98,7 +94,7 @@ impl Stream {
         Ok(())
     }
 
-    /// The next piece, as soon as there is one.
+    /// Waits for the next piece.
     fn next(&self) -> Piece {
         let mut spin = Spin::new(SPIN);
         loop {
@@ -141,21 +137,20 @@ impl Stream {
             state.ended = Some(status);
             std::mem::take(&mut state.pieces)
         };
-        let status = if status < 0 { status } else { RESOURCES };
+        let status = if status < 0 { status } else { cl::OUT_OF_RESOURCES };
         for piece in left {
             cl.session().notify(ReplyKind::Ticket, status, piece.ticket, &[]);
         }
     }
 }
 
-/// The native kernel.
 pub(super) unsafe extern "C" fn run(arguments: *mut c_void) {
     // SAFETY: the driver's copy of what was enqueued, which it hands over once.
     let (arguments, stream, cl) = unsafe {
         let arguments = &*arguments.cast::<Arguments>();
         (arguments, Arc::from_raw(arguments.stream), &*arguments.cl)
     };
-    // What earlier kernels printed comes before the end of a read.
+    // The output of earlier kernels comes before the end of a read.
     cl.output.settle();
     if arguments.buffer.is_null() {
         // A driver that has no memory for the buffer.
@@ -181,10 +176,10 @@ impl Streams {
     pub fn add(&self, id: u64, stream: &Arc<Stream>) -> Result<(), i32> {
         let mut all = lock(&self.0);
         if all.len() >= MOST {
-            return Err(RESOURCES);
+            return Err(cl::OUT_OF_RESOURCES);
         }
         if all.contains_key(&id) {
-            return Err(VALUE);
+            return Err(cl::INVALID_VALUE);
         }
         all.insert(id, Running { stream: stream.clone(), event: 0 });
         Ok(())
@@ -198,8 +193,9 @@ impl Streams {
         let enqueued = Box::into_raw(Box::new((cl, id)));
         let set = cl.native.clSetEventCallback;
         // SAFETY: a live event; the callback frees what it is given.
-        let taken =
-            set.is_some_and(|set| unsafe { set(event, 0, ended as *const c_void, enqueued.cast()) } == 0);
+        let taken = set.is_some_and(
+            |set| unsafe { set(event, cl::COMPLETE, ended as *const c_void, enqueued.cast()) } == 0,
+        );
         if !taken {
             // SAFETY: the driver didn't take it.
             drop(unsafe { Box::from_raw(enqueued) });
@@ -207,13 +203,13 @@ impl Streams {
     }
 
     pub fn get(&self, id: u64) -> Result<Arc<Stream>, i32> {
-        lock(&self.0).get(&id).map(|running| running.stream.clone()).ok_or(VALUE)
+        lock(&self.0).get(&id).map(|running| running.stream.clone()).ok_or(cl::INVALID_VALUE)
     }
 
     /// The event of a stream, with a reference for the caller.
     pub(super) fn event(&self, cl: &OpenCl, id: u64) -> Result<Handle, i32> {
         let all = lock(&self.0);
-        let event = all.get(&id).ok_or(VALUE)?.event as Handle;
+        let event = all.get(&id).ok_or(cl::INVALID_VALUE)?.event as Handle;
         if let Some(retain) = cl.native.clRetainEvent {
             // SAFETY: a live event, as it is in the table.
             unsafe { retain(event) };
@@ -221,7 +217,7 @@ impl Streams {
         Ok(event)
     }
 
-    /// The command has ended, or the driver refused it. Only the first who says so is heard.
+    /// Ends a transfer whose command has ended, or was refused by the driver. Calls after the first have no effect.
     pub fn end(&self, cl: &OpenCl, id: u64, status: i32) {
         let Some(Running { stream, event }) = lock(&self.0).remove(&id) else { return };
         stream.end(cl, status);
@@ -248,16 +244,16 @@ mod tests {
         let stream = Stream::new(true, 100);
         let piece = |at, len| Piece { slot: 0, at, len, ticket: 1 };
         for (at, len) in [(0, 101), (100, 1), (0, 0), (usize::MAX, 1), (1, usize::MAX)] {
-            assert_eq!(stream.put(piece(at, len)), Err(VALUE), "{at} {len}");
+            assert_eq!(stream.put(piece(at, len)), Err(cl::INVALID_VALUE), "{at} {len}");
         }
         for _ in 0..MOST_PIECES {
             assert_eq!(stream.put(piece(0, 100)), Ok(()));
         }
-        assert_eq!(stream.put(piece(0, 100)), Err(RESOURCES));
+        assert_eq!(stream.put(piece(0, 100)), Err(cl::OUT_OF_RESOURCES));
         assert_eq!(stream.next().len, 100);
         assert_eq!(stream.put(piece(0, 100)), Ok(()));
-        lock(&stream.state).ended = Some(-14);
-        assert_eq!(stream.put(piece(0, 100)), Err(-14));
+        lock(&stream.state).ended = Some(cl::EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST);
+        assert_eq!(stream.put(piece(0, 100)), Err(cl::EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST));
     }
 
     #[test]

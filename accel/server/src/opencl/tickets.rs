@@ -6,6 +6,7 @@
 use super::{Handle, OpenCl, lock};
 use std::ffi::c_void;
 use std::sync::Mutex;
+use tombolo_accel_spec::opencl::cl;
 use tombolo_accel_spec::wire::ReplyKind;
 
 struct Outstanding {
@@ -19,8 +20,6 @@ struct Outstanding {
 #[derive(Default)]
 pub struct Tickets(Mutex<Vec<Outstanding>>);
 
-const EXECUTION_STATUS: u32 = 0x11d3;
-
 unsafe extern "C" fn ended(_event: Handle, _status: i32, cl: *mut c_void) {
     // SAFETY: the pointer is of an OpenCl that is never freed.
     let cl: &'static OpenCl = unsafe { &*cl.cast_const().cast() };
@@ -33,11 +32,11 @@ impl Tickets {
         lock(&self.0).push(Outstanding { ticket, event: event as usize, filled });
         if let Some(set) = cl.native.clSetEventCallback {
             // SAFETY: the callback's pointer is never freed.
-            unsafe { set(event, 0, ended as *const c_void, std::ptr::from_ref(cl).cast()) };
+            unsafe { set(event, cl::COMPLETE, ended as *const c_void, std::ptr::from_ref(cl).cast()) };
         }
     }
 
-    /// Redeems what has ended. Holds the lock while it tells the client, so that no reply of another thread can come between.
+    /// Redeems the tickets of commands that have ended. Holds the lock while it tells the client, so that no reply of another thread can come between.
     pub fn settle(&self, cl: &OpenCl) {
         let mut done = Vec::new();
         {
@@ -65,9 +64,9 @@ impl Tickets {
 fn status(cl: &OpenCl, event: usize) -> Option<i32> {
     let mut status: i32 = 0;
     let f = cl.native.clGetEventInfo?;
+    let (asked, to) = (cl::EVENT_COMMAND_EXECUTION_STATUS, (&raw mut status).cast());
     // SAFETY: a live event; room for its status.
-    let asked =
-        unsafe { f(event as Handle, EXECUTION_STATUS, 4, (&raw mut status).cast(), std::ptr::null_mut()) };
+    let asked = unsafe { f(event as Handle, asked, size_of::<i32>(), to, std::ptr::null_mut()) };
     match (asked, status) {
         (0, s) if s > 0 => None,
         (0, s) => Some(s),

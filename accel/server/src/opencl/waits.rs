@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Waiting for an event or a queue. Where the driver calls back, the thread that ends a command answers the client itself; otherwise it would wake the thread
-//! that waits inside the driver, which then wakes the client. That thread waits all the same, and answers where no callback comes: PoCL 3.1 calls nobody
-//! for a command that failed.
+//! that waits inside the driver, which then wakes the client. That thread waits all the same, and answers where no callback comes: PoCL 3.1 makes no
+//! call for a command that failed.
 
 use super::{Cx, Handle, OpenCl, lock};
 use crate::session::Early;
@@ -9,14 +9,12 @@ use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 
-/// CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST
-const WAIT_ERROR: i32 = -14;
 /// A queue whose last wait took so long gets a marker, a command that calls back; before short waits it would cost more than it saves.
 const LONG: Duration = Duration::from_millis(1);
 
-/// What a callback answers.
+/// The data of an event's callback: the reply that it sends.
 struct Answer {
     early: Arc<Early>,
     cl: &'static OpenCl,
@@ -28,7 +26,10 @@ unsafe extern "C" fn ended(_event: Handle, status: i32, answer: *mut c_void) {
     // SAFETY: from watch(), and the driver calls once.
     let Answer { early, cl, queue } = *unsafe { Box::from_raw(answer.cast::<Answer>()) };
     match queue {
-        None => early.answer(if status < 0 { WAIT_ERROR } else { wire::SUCCESS }),
+        None => early.answer(match status {
+            failed if failed < 0 => cl::EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST,
+            _ => wire::SUCCESS,
+        }),
         Some(queue) if status >= 0 && cl.late.is_clean(queue) => early.answer(wire::SUCCESS),
         Some(_) => {}
     }
@@ -40,13 +41,12 @@ fn watch(cx: &mut Cx<'_>, event: Handle, queue: Option<u64>) {
     let Some(early) = cx.call.early() else { return };
     let answer = Box::into_raw(Box::new(Answer { early, cl: cx.cl, queue }));
     // SAFETY: a live event; the callback frees what it is given.
-    if unsafe { set(event, 0, ended as *const c_void, answer.cast()) } != 0 {
+    if unsafe { set(event, cl::COMPLETE, ended as *const c_void, answer.cast()) } != 0 {
         // SAFETY: the driver didn't take it.
         drop(unsafe { Box::from_raw(answer) });
     }
 }
 
-/// Waits for an event.
 pub(super) fn event(cx: &mut Cx<'_>, event: Handle) -> Result<(), i32> {
     let n = cx.native();
     let (wait, retain, release) = (

@@ -35,9 +35,9 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_ioprio_set,         // the disk's
     // Running on while the supervisor has stopped it: whatever sends SIGCONT, even one that is ignored, ends the stop. tgkill, fcntl and clone are below.
     libc::SYS_timer_create, // with a signal of choice
-    // What there is but once for the whole host.
+    // Things that exist once for the whole host.
     libc::SYS_io_setup, // places for asynchronous transfers (fs.aio-max-nr), which QEMU and databases need
-    libc::SYS_sync,     // writes out what everybody has written
+    libc::SYS_sync,     // writes out what all processes have written
     libc::SYS_syncfs,   // the same, of the file system that a library lies on
     libc::SYS_seccomp, // room for translated filters (net.core.bpf_jit_limit), without which no process of the host gets one
     libc::SYS_setsockopt, // the same, for sockets; and parts of TCP that are attacked more than used
@@ -254,7 +254,7 @@ fn conditional(again: Again) -> anyhow::Result<Vec<(libc::c_long, Vec<SeccompRul
     ])
 }
 
-/// What this kernel is said not to have: clone3, whose flags a filter can't read (the C library then calls clone), and on x86-64 the calls of
+/// Calls that answer as if this kernel didn't have them: clone3, whose flags a filter can't read (the C library then calls clone), and on x86-64 the calls of
 /// the x32 ABI, whose numbers the other filter doesn't know.
 fn missing() -> BpfProgram {
     const LOAD: u16 = 0x20; // BPF_LD | BPF_W | BPF_ABS

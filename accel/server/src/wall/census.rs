@@ -11,7 +11,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
 
-/// So many looks find the same while there is nobody beside the worker.
+/// So many looks find the same while the worker has no other processes.
 const RARELY: u8 = 8;
 
 /// The most processes that a driver could have a use for: linkers of kernels that are built at once.
@@ -81,7 +81,7 @@ impl Census {
         ticks(&String::from_utf8_lossy(&stat[..n]))
     }
 
-    /// Looks again, not each time while nobody was there; the processor time of all but the worker's own threads.
+    /// Looks again, though not each time while there were no other processes. Returns the processor time of all but the worker's own threads.
     pub fn look(&mut self) -> Duration {
         if self.rest > 0 {
             self.rest -= 1;
@@ -98,12 +98,12 @@ impl Census {
         self.cpu
     }
 
-    /// Whether the last look found anybody.
+    /// Returns whether the last look found other processes.
     pub fn has_others(&self) -> bool {
         !self.others.is_empty()
     }
 
-    /// Whether there are more than any driver starts: stopping them again and again would take the time that is to be divided.
+    /// Returns whether there are more than any driver starts: stopping them again and again would take the time that is to be divided.
     pub fn has_too_many(&self) -> bool {
         self.others.len() > MOST
     }

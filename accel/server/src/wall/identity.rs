@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who a worker is: nobody that owns anything.
+//! The identity of a worker: a user that owns nothing.
 
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
@@ -11,16 +11,16 @@ pub const FIRST: u32 = 0x7000_0000;
 /// The kernel's process numbers are below this.
 const PIDS: u64 = 1 << 22;
 
-/// How a worker gets to be somebody else than its server's user.
+/// The way in which a worker becomes another user than its server's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Identity {
-    /// A user id that nobody else has.
+    /// A user id that no other process has.
     Own,
     /// The server's, in a user namespace that knows no other.
     Mapped,
 }
 
-/// Whether the lines of a uid_map or gid_map have all ids of workers.
+/// Returns whether the lines of a uid_map or gid_map have all ids of workers.
 fn has_all(map: &str) -> bool {
     let has = |line: &str| {
         let mut numbers = line.split_whitespace().map_while(|n| n.parse::<u64>().ok());
@@ -45,7 +45,7 @@ const MAPS_ROOT: u64 = 1 << 31;
 const USED: u64 = 1 << 1 | 1 << 5 | 1 << 10 | 1 << 19 | 1 << 24;
 
 impl Identity {
-    /// What this process can give to its workers.
+    /// The identity that this process can give to its workers.
     pub fn here() -> io::Result<Identity> {
         let read = |name: &str| std::fs::read_to_string(format!("/proc/self/{name}"));
         let own = effective(&read("status")?) & NEEDED == NEEDED
@@ -85,7 +85,7 @@ pub fn keep_what_a_server_needs() -> anyhow::Result<()> {
     let mapped = Identity::here().context("/proc/self")? == Identity::Mapped;
     let kept = NEEDED | USED | if mapped { MAPS_ROOT } else { 0 };
     for capability in known().filter(|c| kept & 1 << c == 0) {
-        // Who lacks CAP_SETPCAP has no capability that it could pass on either.
+        // A process without CAP_SETPCAP has no capability that it could pass on either.
         // SAFETY: integers only.
         let _fails = unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
@@ -110,7 +110,7 @@ pub fn become_nobody(uid: Option<u32>, groups: &[libc::gid_t]) -> anyhow::Result
     unsafe {
         check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")?;
         for capability in known() {
-            // Who lacks CAP_SETPCAP has no capability that it could pass on either.
+            // A process without CAP_SETPCAP has no capability that it could pass on either.
             let _fails = libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0);
         }
         if let Some(uid) = uid {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What each process of a worker may use, and how many there may be. These hold without a cgroup; they count by process, a cgroup counts
+//! Limits of each process of a worker, and of their number. These hold without a cgroup; they count by process, a cgroup counts
 //! all of them together.
 
 use anyhow::Context;
@@ -22,7 +22,7 @@ fn limit(resource: libc::__rlimit_resource_t, value: u64) -> anyhow::Result<()> 
     if unsafe { libc::getrlimit(resource, &mut limit) } < 0 {
         return Err(std::io::Error::last_os_error()).context("getrlimit");
     }
-    // Where the server itself has less, so does the worker.
+    // A worker has no more than its server.
     let value = value.min(limit.rlim_max);
     let limit = libc::rlimit { rlim_cur: value, rlim_max: value };
     // SAFETY: as above.
@@ -39,7 +39,7 @@ pub fn no_core_dump() -> anyhow::Result<()> {
     limit(libc::RLIMIT_CORE, 1)
 }
 
-/// Where the host runs out of memory, the kernel ends a worker before anybody else. For a process that still may write to its /proc.
+/// Makes the kernel end a worker before other processes when the host runs out of memory. The process must still be able to write to its /proc.
 pub fn first_to_go() -> anyhow::Result<()> {
     std::fs::write("/proc/self/oom_score_adj", "1000").context("/proc/self/oom_score_adj")
 }

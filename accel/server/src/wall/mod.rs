@@ -8,15 +8,15 @@
 //!    the descriptors that it was given and no others, and with the variables that drivers read. Other processes, their sockets and their System V
 //!    memory don't exist for it; what it forks dies with it.
 //! 2. [`view`], by the worker before it reads a byte of its client: a root of its own with programs, libraries, the device's nodes, the kernel's
-//!    facts about devices, all read-only, its own `/proc`, and a `/tmp` of limited size that nobody else sees and that ends with it.
+//!    facts about devices, all read-only, its own `/proc`, and a `/tmp` of limited size that no other process sees and that ends with it.
 //! 3. [`limits`]: memory, processes, descriptors; no core dump.
 //! 4. [`rules`] (Landlock): the same view once more, should a mount be wrong; no signal, no abstract socket and no port beyond the worker.
-//! 5. [`identity`]: a user id that nobody else has, or where the server may not give one, the server's own inside a user namespace; no
+//! 5. [`identity`]: a user id that no other process has, or where the server may not give one, the server's own inside a user namespace; no
 //!    capabilities, nor a way to get any.
 //! 6. [`calls`] (seccomp), once the driver is loaded and before a request is carried out: system calls that no driver needs fail.
 //!
 //! Where the server has a cgroup to divide, each worker begins in one of its own ([`cgroup`]).
-//! What a worker starts all the same is counted and stopped with it by its supervisor ([`census`]).
+//! Processes that a worker starts all the same are counted and stopped with it by its supervisor ([`census`]).
 //!
 //! A stage that fails ends the worker with a sentence that names what is missing. The supervisor tries all of them when it starts, so that
 //! a server that can't confine its workers says so at once. `--unconfined` leaves out stages 1 (but for descriptors and variables), 2 and 4,
@@ -36,10 +36,10 @@ use identity::Identity;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// How a worker is confined, as its supervisor tells it.
+/// The confinement of a worker, as its supervisor tells it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Wall {
-    /// Who it becomes.
+    /// The user that it becomes.
     pub identity: Identity,
     /// Bytes of private memory of each of its processes.
     pub memory: u64,
@@ -70,14 +70,14 @@ impl Wall {
     }
 }
 
-/// What remains of stages 2 to 5 for a worker that is not confined.
+/// The parts of stages 2 to 5 that remain for a worker that is not confined.
 pub fn enter_unconfined() -> anyhow::Result<()> {
     limits::first_to_go()?;
     limits::no_core_dump()?;
     identity::become_nobody(None, &[])
 }
 
-/// Where a driver may write, in a worker's view.
+/// The folder in which a driver may write, in a worker's view.
 pub fn scratch() -> PathBuf {
     PathBuf::from("/tmp")
 }
@@ -90,7 +90,7 @@ mod tests {
     /// Set in the process that goes behind the wall; its name is one of those that such a process gets.
     const INSIDE: &str = "TOMBOLO_ACCEL_TEST_INSIDE";
 
-    /// What libraries do at any time: arenas of malloc in many threads (which look for processors in /sys), memory that grows, time zones,
+    /// Things that libraries do at any time: arenas of malloc in many threads (which look for processors in /sys), memory that grows, time zones,
     /// locales, names of users and hosts, other programs, the log of the system, panics with their backtraces.
     fn all_that_libraries_do() {
         let work = |n: usize| {

@@ -12,7 +12,7 @@ const MISSING: &str =
 
 /// Restricts this process. Inside of a view (see [`super::view`]).
 pub fn set() -> anyhow::Result<()> {
-    // What a kernel doesn't know yet is left out, but for the first version.
+    // Rights that a kernel doesn't know yet are left out, but for the first version.
     let newest = ABI::V7;
     let all = AccessFs::from_all(newest);
     let read = AccessFs::from_read(newest);

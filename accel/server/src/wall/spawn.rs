@@ -53,7 +53,7 @@ pub struct Start<'a> {
     pub variables: &'a [(&'a str, &'a str)],
     /// Its descriptors, from 0 on. It gets no others.
     pub descriptors: &'a [BorrowedFd<'a>],
-    /// How much nicer than this process it is.
+    /// Its niceness above this process's.
     pub nice: i32,
     /// Flags of clone(2): its namespaces.
     pub namespaces: u64,
@@ -69,7 +69,6 @@ pub struct Process {
 }
 
 impl Process {
-    /// Ends it.
     pub fn kill(&self) {
         // SAFETY: integers, and no further information. It fails only where the process has ended.
         let _ended = unsafe {
@@ -99,7 +98,7 @@ impl Process {
     }
 }
 
-/// What the child needs between clone3 and execve, where it may allocate nothing.
+/// The values that the child needs between clone3 and execve, where it may allocate nothing.
 struct Prepared {
     arguments: Vec<*const c_char>,
     variables: Vec<*const c_char>,
@@ -225,7 +224,7 @@ unsafe fn try_become_program(prepared: &Prepared) -> Option<()> {
         for (to, fd) in (0..).zip(&prepared.descriptors) {
             done(libc::dup2(*fd, to))?;
         }
-        // Whatever this process has open beside them, and however it was opened.
+        // All other descriptors of this process, however they were opened.
         let rest = prepared.descriptors.len();
         done(libc::syscall(libc::SYS_close_range, rest, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC)
             as libc::c_int)?;
@@ -233,7 +232,7 @@ unsafe fn try_become_program(prepared: &Prepared) -> Option<()> {
             let own = libc::getpriority(libc::PRIO_PROCESS, 0);
             done(libc::setpriority(libc::PRIO_PROCESS, 0, own + prepared.nice))?;
         }
-        // What is ignored or blocked here, programs expect to be as it was.
+        // Programs expect signals that are ignored or blocked here to be as they were.
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
         let mut none = std::mem::zeroed();
         libc::sigemptyset(&mut none);

@@ -23,19 +23,19 @@ const SETTINGS: &[&str] = &[
     "/etc/localtime",
     "/etc/nvidia",
 ];
-/// What the kernel says of processors and devices; not /sys/fs, /sys/kernel and /sys/firmware.
+/// The kernel's facts about processors and devices; not /sys/fs, /sys/kernel and /sys/firmware.
 const FACTS: &[&str] = &["/sys/bus", "/sys/class", "/sys/dev", "/sys/devices", "/sys/module"];
 /// Nodes that any program may need.
 const PLAIN: &[&str] = &["null", "random", "urandom", "full"];
 /// Of the devices' nodes, those that compute, by how their paths below /dev begin. Of a graphics device the node that renders: at the one for displays,
-/// whoever comes first may set the screen, and buffers are found by small numbers.
+/// the first process to open it may set the screen, and buffers are found by small numbers.
 const NODES: &[&str] = &["dri/renderD", "kfd", "accel", "nvidia", "mali", "dxg", "davinci", "hisi_hdc"];
 /// Nodes of those drivers that set screens, join devices to fabrics, or look into others' work.
 const NO_NODES: &[&str] = &["nvidia-modeset", "nvidia-nvswitch", "nvidia-nvlink", "nvidia-uvm-tools"];
 /// Files that a driver may make: kernels are compiled there.
 const SCRATCH_FILES: &str = "65536";
 
-/// Something to bring in.
+/// A part of a worker's view.
 enum Part {
     /// A tree of mounts, or a file.
     Tree(PathBuf, OwnedFd, FileType),
@@ -82,13 +82,13 @@ fn part(path: &Path, attributes: u64) -> anyhow::Result<Option<Part>> {
     Ok(Some(Part::Tree(path.to_owned(), tree, kind)))
 }
 
-/// Whether a node of a device, by its path below /dev, is one of those that a worker sees.
+/// Returns whether a worker sees a device's node, by its path below /dev.
 fn is_seen(node: &str) -> bool {
     let begins = |names: &[&str]| names.iter().any(|n| node.starts_with(n));
     PLAIN.contains(&node) || begins(NODES) && !begins(NO_NODES)
 }
 
-/// Whether nodes that a worker sees may be in a folder, by its path below /dev.
+/// Returns whether nodes that a worker sees may be in a folder, by its path below /dev.
 fn leads_on(folder: &str) -> bool {
     is_seen(folder) || NODES.iter().any(|n| n.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/')))
 }
@@ -109,7 +109,7 @@ fn nodes() -> anyhow::Result<(Vec<Part>, Vec<libc::gid_t>)> {
             todo.extend(inside.filter_map(|entry| entry.ok().map(|e| e.path())));
             continue;
         }
-        // Who may use it by its group.
+        // The members of its group may use it.
         if found.mode() & 0o060 != 0 && found.gid() != 0 && !groups.contains(&found.gid()) {
             groups.push(found.gid());
         }
@@ -209,7 +209,7 @@ pub fn enter() -> anyhow::Result<Vec<libc::gid_t>> {
     // 0755, whatever the umask says.
     let root = file_system("tmpfs", &[("size", "1048576"), ("nr_inodes", "4096"), ("mode", "0755")], plain)
         .context("tmpfs")?;
-    // Everybody has /proc, of which nothing is needed any more.
+    // All processes have /proc, of which nothing is needed any more.
     let here = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     rustix::mount::move_mount(&root, "", CWD, "/proc", here).context("the new root")?;
     let size = super::limits::SCRATCH.to_string();

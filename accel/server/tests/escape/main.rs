@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use tombolo_accel_server::wall::limits::{TASKS, WORKING};
 
-/// Memory of System V that anybody may use; removed when dropped.
+/// Memory of System V that all users may use; removed when dropped.
 struct SystemV(i32);
 
 impl SystemV {
@@ -39,7 +39,7 @@ impl Drop for SystemV {
     }
 }
 
-/// A file that everybody may change; removed when dropped.
+/// A file that all users may change; removed when dropped.
 struct Secret(PathBuf);
 
 impl Secret {
@@ -234,7 +234,7 @@ fn what_a_kernel_starts_is_charged_and_stopped_like_its_worker_and_ends_with_it(
         let workers: Vec<u32> = server.tenants().iter().map(|t| t.pid).collect();
         let started: Vec<u32> = workers.iter().flat_map(|w| children(*w)).map(|(pid, _)| pid).collect();
         assert_eq!((workers.len(), started.len()), (2, 2), "{workers:?} {started:?}");
-        // Both always want to run. With more processors than two nobody would have to wait for the other.
+        // Both always want to run. With more processors than two neither would have to wait for the other.
         if std::thread::available_parallelism().is_ok_and(|n| n.get() <= 2) {
             let stopped = || workers.iter().flat_map(|w| children(*w)).any(|(_, state)| state == 'T');
             wait_until("one of the processes is stopped", stopped);
@@ -301,7 +301,7 @@ fn a_worker_that_never_stops_talking_is_ended_with_its_client_and_sends_no_termi
     for user in users() {
         let mut server = Server::start(*user, "chatter", &[]);
         let mut said = server.child.stderr.take().expect("piped");
-        // Room for all of it: a server leaves out what nobody takes.
+        // Room for all of it: a server leaves out lines that no reader takes.
         // SAFETY: integers only.
         assert!(unsafe { libc::fcntl(said.as_raw_fd(), libc::F_SETPIPE_SZ, 1 << 20) } > 0);
         let hostile = Hostile::start(&server, "chatter", "chatter");
@@ -376,7 +376,7 @@ fn where_there_is_no(number: libc::c_long, options: &[&str]) -> (ExitStatus, Str
         child.kill().expect("it runs");
     }
     let status = child.wait().expect("it ended");
-    // What a server leaves that was killed.
+    // A killed server leaves its socket.
     let _there_or_not = std::fs::remove_file(&socket);
     (status, said(&mut child))
 }

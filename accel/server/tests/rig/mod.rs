@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What tests with processes share: a server, programs beside it, natively and forwarded.
+//! The rig of tests with processes: a server, programs beside it, natively and forwarded.
 #![allow(dead_code, missing_docs, unreachable_pub)] // Each test takes what it needs.
 
 use std::io::Read;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo files fsck`: exit codes as other fsck programs have them: 0 clean, 1 repaired, 4 damage is left, 8 could not check.
+//! `tombolo files fsck`, with the exit codes of other fsck programs: 0 clean, 1 repaired, 4 damage is left, 8 could not check.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,7 +11,7 @@ use super::Meter;
 use crate::fsck::{self, Options, Severity};
 use crate::target::Target;
 
-/// The exit code that says that nothing was checked.
+/// The exit code when nothing was checked.
 pub const NOT_CHECKED: u8 = 8;
 
 /// Arguments of `tombolo files fsck`.
@@ -19,16 +19,16 @@ pub const NOT_CHECKED: u8 = 8;
 pub struct Args {
     /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system
     pub zone: PathBuf,
-    /// Only look; opens the zone read-only (this is what happens without -y, too)
+    /// Only check, with the zone opened read-only (the default without -y)
     #[arg(short = 'n', conflicts_with = "yes")]
     pub no: bool,
-    /// Repair all that is found; nobody may use the zone meanwhile
+    /// Repair all damage; no member may use the zone meanwhile
     #[arg(short = 'y')]
     pub yes: bool,
     /// Name of the FILES area, where the zone has several
     #[arg(long)]
     pub area: Option<String>,
-    /// Also tell what harms nothing (leftovers, statistics)
+    /// Also report harmless findings (leftovers, statistics)
     #[arg(long, short)]
     pub verbose: bool,
 }

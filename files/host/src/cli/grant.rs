@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo files grant` and `accounts`: what a member may take up, and where it is confined to.
+//! `tombolo files grant` and `accounts`: how much a member may store, and the directory that it is confined to.
 
 use std::path::{Path, PathBuf};
 
@@ -19,19 +19,20 @@ pub struct Args {
     pub(super) zone: PathBuf,
     /// The member, by name: a VM that is invited to the zone
     member: String,
-    /// Confine it to this directory, which is made where it is missing; holds from its next mount on
+    /// Confine it to this directory, which is made if it is missing; holds from its next mount on
     #[arg(long, default_value = "/")]
     subtree: String,
-    /// What its files may take up together (K, M, G); none: no limit. Holds at once, for what the member makes from now on
+    /// Bytes that its files may take together (K, M, G); none: no limit. Holds at once, for what the member creates from
+    /// now on
     #[arg(long, value_parser = tombolo_control::Size::bytes_of)]
     bytes: Option<u64>,
-    /// How many files and directories it may make; none: no limit. Holds at once, for what the member makes from now on
+    /// Files and directories that it may create; none: no limit. Holds at once, for what the member creates from now on
     #[arg(long)]
     inodes: Option<u64>,
     /// The account that its files count for; members may share one. The member's own name if not given
     #[arg(long)]
     account: Option<String>,
-    /// Take back what was granted: no limits, the whole file system
+    /// Revoke the grant: no limits, the whole file system
     #[arg(long, conflicts_with_all = ["subtree", "bytes", "inodes", "account"])]
     none: bool,
     /// Name of the FILES area, where the zone has several
@@ -77,7 +78,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The directory at a path, made with its parents where it is missing.
+/// Returns the directory at a path; makes it and its parents if they are missing.
 fn directory(fs: &Filesystem, path: &str) -> anyhow::Result<u64> {
     let mut ino = fs::ROOT;
     for name in path.split('/').filter(|n| !n.is_empty() && *n != ".") {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo files mount`: one process per mount. In the background by default: it starts itself again with --foreground and
-//! waits until that one says that it serves.
+//! `tombolo files mount`: one process per mount. In the background by default: the command starts itself again with --foreground and
+//! waits until that process serves.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -24,18 +24,18 @@ use crate::fuse::session::{self, Mounted};
 use crate::sys;
 use crate::target::{Joined, Target};
 
-/// The line by which a mount in the foreground says that it serves.
+/// The line that a mount in the foreground prints when it serves.
 const READY: &str = "serving";
-/// How often a member without a doorbell looks whether it has something pending.
+/// Interval at which a member without a doorbell polls its pending bits.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// Arguments of `tombolo files mount`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// A zone of the running project (tombolo.toml here or above) by name, or a file with a zone or a file system; in a guest without the
-    /// module pci:NAME, the zone in an ivshmem device
+    /// kernel module pci:NAME, the zone in an ivshmem device
     zone: PathBuf,
-    /// Where to mount it
+    /// Directory to mount it at
     directory: PathBuf,
     /// Name of the FILES area, where the zone has several
     #[arg(long)]
@@ -43,7 +43,7 @@ pub struct Args {
     /// Name of this member in the zone; in a guest without a doorbell the VM's name
     #[arg(long)]
     member: Option<String>,
-    /// Stay in the foreground; prints "serving" once it does
+    /// Stay in the foreground; prints "serving" once it serves
     #[arg(long, short)]
     foreground: bool,
     /// Mount read-only
@@ -55,13 +55,13 @@ pub struct Args {
     /// Mount options: ro, noexec, noatime …; nosuid and nodev hold unless suid and dev are asked for
     #[arg(short, long, value_delimiter = ',')]
     options: Vec<String>,
-    /// Let set-id bits and capabilities of programs count: for zones whose members' administrators may become any user here
+    /// Honour set-id bits and capabilities of programs: for zones whose members' administrators may become any user here
     #[arg(long)]
     suid: bool,
-    /// Let device nodes be opened: for zones whose members' administrators may use this machine's devices
+    /// Allow opening device nodes: for zones whose members' administrators may use this machine's devices
     #[arg(long)]
     dev: bool,
-    /// For mounts of ordinary users: let other users in
+    /// For mounts of ordinary users: allow access by other users
     #[arg(long)]
     allow_other: bool,
 }
@@ -151,8 +151,7 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(Joined::ringer));
     if !options.read_only {
-        fs.recover_all()
-            .with_context(|| format!("{}: repairing what dead members left", args.zone.display()))?;
+        fs.recover_all().with_context(|| format!("{}: recovering dead members", args.zone.display()))?;
     }
     let server = Arc::new(Server {
         fs,
@@ -169,7 +168,7 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
         name.spawn(move || server.locks.serve(&server.fs)).context("starting threads")?
     };
     let served = serve(args, json, &mounted, &server, joined.as_ref(), &signals);
-    // Whatever happened: nothing stays mounted, no reference stays held, the seat is free again.
+    // On every path: nothing stays mounted, references are dropped, the slot becomes free.
     let unmounted = mounted.unmount().with_context(|| format!("unmounting {}", args.directory.display()));
     target.stop_serving().context("unlocking the file")?;
     server.locks.stop();
@@ -180,7 +179,7 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     if server.fs.area().writable() {
         server.fs.area().sync().context("syncing the zone")?;
     }
-    // Threads that still answer for a detached mount end with the process; they must not find a file system that is closed.
+    // Threads that still answer for a detached mount end with the process; they must not find the file system closed.
     let lone = Arc::try_unwrap(server);
     match (lone, joined) {
         (Ok(server), Some(joined)) => {
@@ -188,7 +187,7 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
             joined.leave().context("leaving the zone")?;
         }
         (Ok(server), None) => drop(server),
-        // Not in good order: the zone's owner will see this member dead and have the rest cleaned up.
+        // References remain: the zone's owner finds this member dead and has it recovered.
         (Err(server), _) => std::mem::forget(server),
     }
     served?;
@@ -196,10 +195,11 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Starts a process that declares this one dead should it end without having left. Returns what it watches; nobody else may hold it.
+/// Starts a process that declares this one dead should it end without leaving. Returns the pipe end that it watches; no other process may
+/// inherit it.
 fn watch_over(joined: &Joined) -> anyhow::Result<OwnedFd> {
     let (alive, held) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-    // SAFETY: this process has one thread yet, so the new one may do what it likes.
+    // SAFETY: this process has one thread yet, so the child may call any function.
     match unsafe { libc::fork() } {
         -1 => {
             Err(std::io::Error::last_os_error()).context("starting the process that watches over the mount")
@@ -207,16 +207,16 @@ fn watch_over(joined: &Joined) -> anyhow::Result<OwnedFd> {
         0 => {
             drop(held);
             if let Some(alive) = joined.liveness() {
-                // SAFETY: this process's copy, which nothing here uses: the seat is free as soon as the mount's process is gone.
+                // SAFETY: this process's copy, which nothing here uses: the slot becomes free as soon as the mount's process ends.
                 unsafe { libc::close(alive.as_raw_fd()) };
             }
-            // Nothing is ever written: it returns at this process's end.
+            // Nothing is written to the pipe: the read returns when this process ends.
             let _end = rustix::io::read(&alive, &mut [0; 1]);
-            let buried = joined.declare_dead();
-            if let Err(e) = &buried {
+            let declared = joined.declare_dead();
+            if let Err(e) = &declared {
                 eprintln!("tombolo: the mount's process ended, and can't be declared dead: {e}");
             }
-            std::process::exit(i32::from(buried.is_err()));
+            std::process::exit(i32::from(declared.is_err()));
         }
         _ => Ok(held),
     }
@@ -253,7 +253,7 @@ fn serve(
     }
     let (asked, asks) = std::sync::mpsc::channel();
     let recovery = {
-        // A thread of its own, since it may have to wait for locks of a suspended member.
+        // In a thread of its own, since it may wait for locks of a suspended member.
         let (server, name) = (Arc::clone(server), std::thread::Builder::new().name("recovery".into()));
         let recover = move || {
             for pending in asks {
@@ -265,7 +265,7 @@ fn serve(
                 }
                 match server.fs.recover_all() {
                     Ok(()) | Err(rustix::io::Errno::INTR) => {}
-                    Err(e) => eprintln!("tombolo: repairing what dead members left: {e}"),
+                    Err(e) => eprintln!("tombolo: recovering dead members: {e}"),
                 }
             }
         };
@@ -283,22 +283,22 @@ fn serve(
         stop = fds[..2].iter().any(|fd| !fd.revents().is_empty());
         if let Some(joined) = joined {
             let pending = joined.take_pending()?;
-            // A death frees locks, too.
+            // A member's death releases locks, too.
             if pending & u64::from(sys::TMB_PENDING_LOCK | sys::TMB_PENDING_MEMBERS) != 0 {
                 server.locks.look();
                 server.fs.rang();
             }
             if pending & u64::from(sys::TMB_PENDING_REVOKE | sys::TMB_PENDING_MEMBERS) != 0 {
-                // It ends only at the end of this function.
+                // The receiver ends only at the end of this function.
                 let _ = asked.send(pending);
             }
         }
     }
-    // Who waits for a lock of a suspended member does not hold up the mount's end.
+    // A thread that waits for a suspended member's lock does not delay the end of the mount.
     server.fs.end_waits();
     drop(asked);
     if recovery.join().is_err() {
-        bail!("the thread that repairs what dead members left panicked");
+        bail!("the thread that recovers dead members panicked");
     }
     if mounted.unmount()? {
         for thread in threads {

@@ -32,12 +32,12 @@ pub struct Args {
 pub struct RestoreArgs {
     /// The image
     image: PathBuf,
-    /// A zone by name or file, that nobody uses
+    /// A zone, by name or file, that no member uses
     pub(super) zone: PathBuf,
     /// Name of the FILES area, where the zone has several
     #[arg(long)]
     area: Option<String>,
-    /// Overwrite a file system that is there already
+    /// Overwrite an existing file system
     #[arg(long)]
     force: bool,
 }
@@ -63,7 +63,7 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
         Ok(taken) => taken,
         Err(e) => {
             std::fs::remove_file(&args.image)
-                .with_context(|| format!("{at}: removing what is not complete"))?;
+                .with_context(|| format!("{at}: removing the incomplete image"))?;
             return Err(e.context(format!("{}: no snapshot was taken", args.zone.display())));
         }
     };
@@ -108,7 +108,7 @@ pub fn restore(args: &RestoreArgs, json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A member that lives and was granted less than everything must not get more by an image that knows nothing of it.
+/// Keeps the grants of living members, which the image does not have: a member must not get more rights by a restore.
 fn keep_grants(target: &Target, image: &Area) -> anyhow::Result<()> {
     let area = target.area()?;
     if area.word(0) != Some(sys::TFS_MAGIC) {

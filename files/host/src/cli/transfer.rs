@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo files import` and `export`: a directory of the host and a directory of a zone made equal. The zone is mounted for as long as that takes.
+//! `tombolo files import` and `export`: make a directory of a zone equal to one of the host, or the reverse. The zone is mounted meanwhile.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ pub(super) fn parse_place(text: &str) -> Result<Place, String> {
 pub struct ImportArgs {
     /// The directory to copy
     from: PathBuf,
-    /// The zone and the directory in it, which is made where it is missing
+    /// The zone and the directory in it, which is made if it is missing
     #[arg(value_name = "ZONE[:PATH]", value_parser = parse_place)]
     pub(super) to: Place,
     #[command(flatten)]
@@ -51,7 +51,7 @@ pub struct ExportArgs {
     /// The zone and the directory in it to copy
     #[arg(value_name = "ZONE[:PATH]", value_parser = parse_place)]
     pub(super) from: Place,
-    /// The directory, which is made where it is missing
+    /// The directory, which is made if it is missing
     to: PathBuf,
     #[command(flatten)]
     more: More,
@@ -59,7 +59,7 @@ pub struct ExportArgs {
 
 #[derive(Debug, clap::Args)]
 struct More {
-    /// Remove what the source does not have
+    /// Remove entries that the source does not have
     #[arg(long)]
     delete: bool,
     /// Name of the FILES area, where the zone has several
@@ -114,7 +114,7 @@ fn finish(mounted: Mounted, done: anyhow::Result<Done>, json: bool) -> anyhow::R
     Ok(())
 }
 
-/// A mount in a folder of its own, by a child process.
+/// A mount in a private directory, by a child process.
 struct Mounted {
     folder: Option<PathBuf>,
     child: Child,
@@ -126,7 +126,7 @@ impl Mounted {
         let folder = std::env::temp_dir().join(format!(".tombolo-copy-{own}"));
         std::fs::create_dir(&folder).with_context(|| format!("making {}", folder.display()))?;
         let mut command = Command::new(std::env::current_exe().context("finding this program's file")?);
-        // Set-id bits and devices are to be copied, not used.
+        // Set-id bits and devices are copied, not used.
         command.args([
             "files",
             "mount",
@@ -165,7 +165,7 @@ impl Mounted {
         self.folder.as_deref().unwrap_or(Path::new(""))
     }
 
-    /// Unmounts; all is in the zone, and the membership has ended, when this returns.
+    /// Unmounts. On return all data is in the zone, and the membership has ended.
     fn end(mut self) -> anyhow::Result<()> {
         self.stop()
     }

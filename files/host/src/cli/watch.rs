@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo files watch`: what members do, as it happens.
+//! `tombolo files watch`: shows changes by members as they happen.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use crate::fs::{self, Filesystem};
 use crate::fuse::session;
 use crate::target::{Joined, Target};
 
-/// How often a member without a doorbell looks for changes.
+/// Interval at which a member without a doorbell polls for changes.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 const NAMES: [(u32, &str); 7] = [
     (libc::IN_CREATE, "create"),
@@ -32,7 +32,7 @@ const NAMES: [(u32, &str); 7] = [
 pub struct Args {
     /// A zone of the running project (tombolo.toml here or above) by name, or a zone's file
     pub(super) zone: PathBuf,
-    /// Only what happens at or below this path of the file system
+    /// Only changes at or below this path of the file system
     #[arg(default_value = "/")]
     path: String,
     /// Name of the FILES area, where the zone has several
@@ -47,7 +47,7 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
     let (area, joined) = target.join(Some(&format!("watch-{}", std::process::id())))?;
     let joined = joined.with_context(|| {
         format!(
-            "{}: a file system outside a zone has one user at a time, and nobody to watch",
+            "{}: a file system outside a zone has one user at a time, so there is no other member to watch",
             args.zone.display()
         )
     })?;
@@ -133,7 +133,7 @@ fn show(
     Ok(())
 }
 
-/// The path of a directory; what can't be found (it was removed meanwhile) is shown by number.
+/// Returns the path of a directory, or its number if it was removed meanwhile.
 fn path_of(fs: &Filesystem, dir: u64) -> String {
     let (mut at, mut names) = (dir, Vec::new());
     while at != fs::ROOT && names.len() < 1000 {

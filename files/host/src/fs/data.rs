@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is in a file: data, file locks and extended attributes.
+//! File contents: data, file locks and extended attributes.
 
 use std::ffi::{CString, c_int};
 
@@ -23,7 +23,7 @@ impl Filesystem {
         self.pwrite_raw(ino, buf, offset, false, kill_suid).map(|(len, _)| len)
     }
 
-    /// Writes at the end, whole. Returns how much and where.
+    /// Writes all of `buf` at the end. Returns how much and where.
     pub fn append(&self, ino: impl Into<Handle>, buf: &[u8], kill_suid: bool) -> Result<(usize, u64)> {
         self.pwrite_raw(ino, buf, 0, true, kill_suid)
     }
@@ -53,13 +53,13 @@ impl Filesystem {
         Ok((check_len(len)? as usize, offset))
     }
 
-    /// Bytes.
+    /// Size in bytes.
     pub fn size(&self, ino: impl Into<Handle>) -> u64 {
         // SAFETY: an open handle.
         unsafe { sys::tfs_size(self.raw(), raw(ino)) }
     }
 
-    /// Holds the inode's blocks for a reader until the value is dropped. Only for short copies. EAGAIN: all pins are taken;
+    /// Keeps the inode's blocks for a reader until the value is dropped. Only for short copies. EAGAIN: all pins are taken;
     /// [`Filesystem::pread`] needs none.
     pub fn pin(&self, ino: impl Into<Handle>) -> Result<Pin<'_>> {
         let fs = self.writable()?;
@@ -68,7 +68,7 @@ impl Filesystem {
         if pin == sys::TFS_PINS { Err(Errno::AGAIN) } else { Ok(Pin { fs: self, pin }) }
     }
 
-    /// What lies at a file block: a run of blocks (block 0: a hole).
+    /// Returns the run at a file block; block 0: a hole.
     pub fn map(&self, ino: impl Into<Handle>, fblock: u64, count: u64) -> Result<Run> {
         let mut run = Run::default();
         // SAFETY: an open handle.
@@ -88,19 +88,19 @@ impl Filesystem {
         check(unsafe { sys::tfs_fallocate(self.writable()?, raw(ino), mode, offset, len, now()) })
     }
 
-    /// Next data or hole.
+    /// Returns the offset of the next data or hole.
     pub fn seek(&self, ino: impl Into<Handle>, offset: u64, hole: bool) -> Result<u64> {
         // SAFETY: an open handle.
         check_len(unsafe { sys::tfs_seek(self.raw(), raw(ino), offset, hole) })
     }
 
-    /// Takes, changes or gives back a file lock; EAGAIN: another owner has it.
+    /// Takes, changes or releases a file lock; EAGAIN: another owner has it.
     pub fn set_lock(&self, ino: impl Into<Handle>, lock: &FileLock) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_set_lock(self.writable()?, raw(ino), lock) })
     }
 
-    /// Who is in the way of a file lock; nobody: its type is `TFS_LK_UNLOCK`.
+    /// Returns a conflicting lock; its type is `TFS_LK_UNLOCK` if there is none.
     pub fn get_lock(&self, ino: impl Into<Handle>, lock: &FileLock) -> Result<FileLock> {
         let mut found = *lock;
         // SAFETY: an open handle.
@@ -108,7 +108,8 @@ impl Filesystem {
         Ok(found)
     }
 
-    /// Says that a lock is waited for, until [`Filesystem::end_wait`]. EDEADLK: its holder waits for this one's owner.
+    /// Stores in the zone that an owner waits for a lock, until [`Filesystem::end_wait`]. EDEADLK: the lock's holder waits
+    /// for this owner.
     pub fn wait_lock(&self, ino: impl Into<Handle>, lock: &FileLock) -> Result<LockWait> {
         let fs = self.writable()?;
         // SAFETY: an open handle.
@@ -116,17 +117,17 @@ impl Filesystem {
         Ok(LockWait(slot as c_int))
     }
 
-    /// The end of a wait.
+    /// Ends a wait.
     pub fn end_wait(&self, wait: LockWait) {
         // SAFETY: an open handle; the slot was given by tfs_lock_wait_begin and is given back once.
         unsafe { sys::tfs_lock_wait_end(self.raw(), wait.0) };
     }
 
-    /// An extended attribute's value.
+    /// Returns an extended attribute's value.
     pub fn xattr_get(&self, ino: impl Into<Handle>, name: &[u8]) -> Result<Vec<u8>> {
         let ino = ino.into();
         let name = CString::new(name).map_err(|_| Errno::INVAL)?;
-        // Again when it grew in between, but not for ever.
+        // Repeated if the value grew in between, a bounded number of times.
         for _ in 0..1000 {
             // SAFETY: an open handle; size 0 asks for the length.
             let len = check_len(unsafe {
@@ -182,18 +183,19 @@ impl Filesystem {
     }
 }
 
-/// A note in the zone that somebody waits for a file lock; for [`Filesystem::end_wait`].
+/// An owner's wait for a file lock, stored in the zone; for [`Filesystem::end_wait`].
 #[derive(Debug)]
 pub struct LockWait(c_int);
 
 impl LockWait {
-    /// Whether others that look for deadlocks see it; of very many waiters some are not.
+    /// Returns whether other members' deadlock searches see the wait. The slots are limited: with very many waiters some
+    /// have none.
     pub fn is_seen(&self) -> bool {
         self.0 < sys::TFS_LOCK_WAITS as c_int
     }
 }
 
-/// Keeps blocks from being reused, until dropped.
+/// Keeps blocks from being reused until it is dropped.
 pub struct Pin<'a> {
     fs: &'a Filesystem,
     pin: u32,

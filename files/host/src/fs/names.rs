@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Names: looking them up, making, moving and removing them, listing directories.
+//! Names: lookup, creation, renaming, removal and directory listings.
 
 use std::ffi::{c_char, c_void};
 
@@ -9,7 +9,7 @@ use super::{Create, Entry, Filesystem, Handle, Result, check, check_len, now, ra
 use crate::sys;
 
 impl Filesystem {
-    /// The inode behind a name, and its `DT_*`.
+    /// Returns the inode of a name, and its `DT_*`.
     pub fn lookup(&self, dir: impl Into<Handle>, name: &[u8]) -> Result<(Handle, u8)> {
         let (mut found, mut kind) = (sys::tfs_handle::default(), 0);
         let len = name_len(name)?;
@@ -26,7 +26,7 @@ impl Filesystem {
         unsafe { sys::tfs_dir_seq(self.raw(), raw(dir)) }
     }
 
-    /// The directory that a directory lies in.
+    /// Returns the parent of a directory.
     pub fn parent(&self, dir: impl Into<Handle>) -> Result<u64> {
         // SAFETY: an open handle.
         match unsafe { sys::tfs_parent(self.raw(), raw(dir)) } {
@@ -35,7 +35,7 @@ impl Filesystem {
         }
     }
 
-    /// Makes an object; without a name an unlinked, open one.
+    /// Makes an inode; without a name an unlinked, open one.
     pub fn create(&self, dir: impl Into<Handle>, name: Option<&[u8]>, what: &Create<'_>) -> Result<Handle> {
         let target = what.target.unwrap_or_default();
         let create = sys::tfs_create {
@@ -58,7 +58,7 @@ impl Filesystem {
         Ok(made.into())
     }
 
-    /// One more name for an inode.
+    /// Gives an inode one more name.
     pub fn link(&self, dir: impl Into<Handle>, name: &[u8], ino: impl Into<Handle>) -> Result<()> {
         // SAFETY: an open handle, name and its length.
         check(unsafe {
@@ -66,7 +66,7 @@ impl Filesystem {
         })
     }
 
-    /// Removes a name; `expect`: the inode it must mean, else ESTALE.
+    /// Removes a name. `expect`: the inode that it must mean, else ESTALE.
     pub fn unlink(&self, dir: impl Into<Handle>, name: &[u8], expect: Option<Handle>) -> Result<()> {
         let (dir, expect) = (raw(dir), raw(expect.unwrap_or_default()));
         // SAFETY: an open handle, name and its length.
@@ -94,7 +94,7 @@ impl Filesystem {
         self.rename_expecting((old.0.into(), old.1), (new.0.into(), new.1), [Expect::Any; 2], flags)
     }
 
-    /// Renames, if the two names mean what they are expected to mean, else ESTALE.
+    /// Renames if both names mean the expected inodes, else ESTALE.
     pub fn rename_expecting(
         &self,
         old: (Handle, &[u8]),
@@ -120,7 +120,8 @@ impl Filesystem {
         check(unsafe { sys::tfs_rename(self.writable()?, &from, &to, flags, now()) })
     }
 
-    /// Calls `emit` for each name from cookie `pos` on until it returns false; returns the cookie of the first name not taken.
+    /// Calls `emit` for each name from cookie `pos` on until it returns false; returns the cookie of the first name that it
+    /// refused.
     pub fn readdir(
         &self,
         dir: impl Into<Handle>,
@@ -172,12 +173,12 @@ impl Filesystem {
     }
 }
 
-/// What a name must mean for an operation on it to go ahead.
+/// The expected meaning of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expect {
-    /// Whatever it means.
+    /// Any inode, or none.
     Any,
-    /// Nothing: the name is free.
+    /// None: the name is free.
     Nothing,
     /// This inode.
     This(Handle),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Accounts: what their inodes come to is what they say.
+//! Accounts: compares each sum with the inodes of the account.
 
 use std::mem::offset_of;
 

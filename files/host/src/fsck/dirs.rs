@@ -45,7 +45,7 @@ impl Checker<'_> {
         self.dirs = dirs;
     }
 
-    /// A directory's data tree again, without claiming: that was done with its inode.
+    /// Walks a directory's data tree again without claiming blocks: its inode has claimed them.
     fn walk(&self, root: u64) -> Tree {
         let mut tree = Tree::default();
         let (block, height) = (root & sys::TFS_BLOCKNR_MASK, (root >> sys::TFS_HEIGHT_SHIFT & 15) as u32);
@@ -85,7 +85,7 @@ impl Checker<'_> {
     fn check_dir(&mut self, ino: u64, inode: &Inode) {
         let tree = self.walk(inode.root());
         let mut blocks = inode.size() / BLOCK;
-        // Blocks from the first on, none missing.
+        // Counts blocks from the first on, up to the first missing one.
         let mut there = 0;
         while there < blocks && tree.block(there).is_some() {
             there += 1;
@@ -154,7 +154,7 @@ impl Checker<'_> {
             let step = granules.max(1);
             let granule = b * PER_BLOCK as u64 + i as u64;
             if i + step > PER_BLOCK {
-                // Its reference goes first: then it is free space, whose length can be set.
+                // The reference is cleared first: the entry is then free space, whose length can be set.
                 let text = format!("directory {dir}: entry {granule} is longer than its block");
                 if self.loss("entry-length", text) {
                     self.put(at, 0);
@@ -189,7 +189,7 @@ impl Checker<'_> {
         }
     }
 
-    /// What is wrong with an entry; if nothing, it counts as a link.
+    /// Returns the fault of an entry; an entry without one counts as a link.
     fn entry_fault(
         &mut self,
         dir: u64,
@@ -215,7 +215,7 @@ impl Checker<'_> {
         let root = u64::from(sys::TFS_ROOT_INO);
         let live = self.options.live;
         let Some(known) = self.inodes.get_mut(ino as usize).filter(|k| k.live && ino != root) else {
-            // A member may be making or removing it right now.
+            // A member may be making or removing it now.
             return if live { None } else { Some(format!("refers to inode {ino}, which does not exist")) };
         };
         if (known.mode & libc::S_IFMT) >> 12 != kind & 15 || reference >> 48 & 0xff != 0 {
@@ -237,7 +237,7 @@ impl Checker<'_> {
         None
     }
 
-    /// Returns the blocks that it takes.
+    /// Returns the number of blocks of the index.
     fn check_index(&mut self, ino: u64, inode: &Inode, entries: &[Entry]) -> u64 {
         let root = inode.index_root();
         if root == 0 {
@@ -290,7 +290,7 @@ impl Checker<'_> {
             return drop(self, &tree, "is full".into());
         }
         if used != inode.index_used() {
-            // Counted before it is taken, so that who dies in between leaves one too many, which harms nothing.
+            // The core counts before it takes, so a death in between leaves one too many, which is harmless.
             let severity = if used > inode.index_used() { Severity::Damage } else { Severity::Note };
             let text =
                 format!("directory {ino}: its index has {used} places taken, counts {}", inode.index_used());

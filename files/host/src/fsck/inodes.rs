@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Super block, what members left in their areas, and each inode by itself.
+//! Checks the super block, members' leftovers in their areas, and each inode by itself.
 
 use std::mem::offset_of;
 
@@ -38,14 +38,14 @@ impl Checker<'_> {
             for (lock, name) in [
                 (offset_of!(sys::tfs_super, itable_lock), "inode table"),
                 (offset_of!(sys::tfs_super, rename_lock), "directory renames"),
-                (offset_of!(sys::tfs_super, limbo_lock), "blocks in limbo"),
+                (offset_of!(sys::tfs_super, deferred_lock), "deferred blocks"),
             ] {
                 let word = self.area.word(lock as u64).unwrap_or(0);
                 self.check_lock(lock as u64, word, name);
             }
             for (offset, name) in [
                 (offset_of!(sys::tfs_super, freeze), "freeze"),
-                (offset_of!(sys::tfs_super, limbo_members), "limbo_members"),
+                (offset_of!(sys::tfs_super, deferred_members), "deferred_members"),
             ] {
                 if self.area.word(offset as u64) != Some(0)
                     && self.note("leftover", format!("super block: {name} is set"))
@@ -56,9 +56,9 @@ impl Checker<'_> {
         }
     }
 
-    /// Who comes to a lock whose owner is gone takes it over; an owner that can't be is damage.
+    /// Checks a lock word. A dead owner's lock is taken over later, so only an impossible owner is damage.
     fn check_lock(&mut self, at: u64, word: u64, what: &str) {
-        // A free lock still says whose turn it was and counts.
+        // A free lock still holds turn and count.
         let free = word & !u64::from(sys::TFS_LOCK_TURN | sys::TFS_LOCK_COUNT) == 0;
         let kind = word & u64::from(sys::TFS_LOCK_KIND);
         let known = [sys::TFS_LOCK_HELD, sys::TFS_LOCK_OFFERED].iter().any(|k| u64::from(*k) == kind);
@@ -73,7 +73,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Transactions and pins. Repair has the core finish them first, so what is left then is damage.
+    /// Checks transactions and pins. Repair has the core complete them first, so what is left then is damage.
     pub(crate) fn check_members(&mut self) {
         if self.options.live {
             return;
@@ -105,7 +105,7 @@ impl Checker<'_> {
         }
     }
 
-    /// A copy of an inode in the table.
+    /// Returns a copy of an inode of the table.
     pub(crate) fn inode(&self, ino: u64) -> Option<Inode> {
         let block = *self.table.get((ino / PER_BLOCK) as usize)?;
         if block == 0 { None } else { Inode::read(self.area, block, ino) }
@@ -138,7 +138,7 @@ impl Checker<'_> {
     pub(crate) fn check_inode(&mut self, ino: u64, inode: &Inode) {
         match inode.state() {
             sys::TFS_INODE_FREE => {
-                // Whoever makes the next inode here finds it so.
+                // The next inode made here clears it.
                 if !self.options.live {
                     self.check_lock(inode.at + field::lock, inode.lock(), &format!("free inode {ino}"));
                 }
@@ -170,7 +170,7 @@ impl Checker<'_> {
             return;
         }
         if inode.nlink() == 0 && (!self.options.live || inode.openers() == 0) {
-            // Unlinked, kept for members that had it open; nobody has now.
+            // Unlinked, kept for members that had it open; no member has it open now.
             let what = format!("inode {ino}: unlinked, but not freed (openers {:#x})", inode.openers());
             if !self.options.live && self.damage("orphan", what) {
                 self.drop_inode(inode);
@@ -213,7 +213,10 @@ impl Checker<'_> {
                 [(field::openers, inode.openers(), "open"), (field::mappers, inode.mappers(), "mapped")]
             {
                 if value != 0
-                    && self.note("leftover", format!("inode {ino}: {name} by {value:#x}, by nobody now"))
+                    && self.note(
+                        "leftover",
+                        format!("inode {ino}: members {value:#x} are marked to have it {name}, and do not"),
+                    )
                 {
                     self.put(inode.at + offset, 0);
                 }
@@ -235,7 +238,7 @@ impl Checker<'_> {
         }
     }
 
-    /// `right`: blocks of all its trees, nodes among them.
+    /// `right`: the number of blocks of all its trees, nodes included.
     pub(crate) fn check_blocks(&mut self, ino: u64, inode: &Inode, right: u64) {
         let text = || format!("inode {ino}: counts {} blocks, has {right}", inode.blocks());
         if right != inode.blocks() && !self.options.live && self.note("blocks", text()) {
@@ -266,7 +269,7 @@ impl Checker<'_> {
         good
     }
 
-    /// Returns the blocks that they take.
+    /// Returns the number of blocks of the attributes.
     fn check_xattrs(&mut self, ino: u64, inode: &Inode) -> u64 {
         let tree = self.claim_tree(
             inode.at + field::xattr_root,
@@ -286,8 +289,8 @@ impl Checker<'_> {
         tree.blocks()
     }
 
-    /// Records of dead members count for nothing; what must be there are the blocks that the head says. Returns the blocks
-    /// that they take.
+    /// Checks the blocks that the table's head counts; records of dead members are void. Returns the number of blocks of
+    /// the table.
     fn check_file_locks(&mut self, ino: u64, inode: &Inode) -> u64 {
         let tree =
             self.claim_tree(inode.at + field::locks, inode.locks(), &format!("file locks of inode {ino}"));

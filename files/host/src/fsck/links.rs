@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who can be reached, how often each is named, and whether block map and counters say the same.
+//! Checks which directories can be reached, link counts, the block map and counters.
 
 use std::mem::offset_of;
 
@@ -46,7 +46,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Directories that name each other in a circle can't be reached though each has a name: such a name is taken away.
+    /// Removes a name of each cycle of directories: such directories have names but can't be reached.
     fn check_reachable(&mut self, dirs: &[u64]) {
         // 0: not seen, 1: on the present way up, 2: reaches the root, or a directory without a name.
         let mut seen = vec![0u8; self.inodes.len()];
@@ -74,14 +74,15 @@ impl Checker<'_> {
         }
     }
 
-    /// Takes away the entry that names a directory.
+    /// Removes the entry that names a directory.
     fn cut_name(&mut self, ino: u64) {
         let Some(parent) = self.parents.remove(&ino) else { return };
         let Some(inode) = self.inode(parent) else { return };
         for (_, block, count) in self.dir_runs(inode.root()) {
             for at in (block * BLOCK..(block + count) * BLOCK).step_by(sys::TFS_GRANULE as usize) {
                 let reference = self.area.word(at).unwrap_or(0);
-                // Inside a longer name this could be text; a name with such bytes and this type is not worth a guess.
+                // Inside a longer name the bytes could be text; but a name with these bytes and this type is too
+                // unlikely to handle.
                 if reference == ino | 4 << sys::TFS_REF_TYPE_SHIFT {
                     self.put(at, 0);
                 }
@@ -129,8 +130,12 @@ impl Checker<'_> {
                 if stored == right || is_reserve || under_way || (self.options.live && !is_meta) {
                     continue;
                 }
-                let (severity, code, text) = if stored == sys::TFS_MAP_LIMBO && right == free {
-                    (Severity::Note, "limbo", "was kept for a member that did not let go")
+                let (severity, code, text) = if stored == sys::TFS_MAP_DEFERRED && right == free {
+                    (
+                        Severity::Note,
+                        "deferred",
+                        "is unused; its freeing waits for a member that did not unmap it",
+                    )
                 } else if right == free {
                     wrong[0] += 1;
                     (Severity::Damage, "leaked", "is marked used, but nothing refers to it")

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! fsck: reads the format on its own, without the core, and compares what must agree. Repairs on request.
 //!
-//! A pass goes through the stages below. Everything read is copied once and checked; a block is claimed before what it
-//! refers to is looked at, and only once, so that no input makes a pass longer than the area has blocks. With repair, a finding is put
-//! right where it is found (bad references are cut, counters set, indexes dropped for the core to build anew), what lost its name
-//! is then put into /lost+found, and passes repeat until one finds nothing.
+//! A pass goes through the stages below. Each value is copied once and checked. A block is claimed before its references are followed,
+//! and only once, so a pass visits at most as many blocks as the area has. With repair, a finding is fixed where it is found: bad
+//! references are cut, counters set, indexes dropped for the core to rebuild. Inodes that lost their names then go to /lost+found, and
+//! passes repeat until one finds nothing.
 //!
 //! - [`raw`]: fields of super block, inodes and member areas.
 //! - [`trees`]: claims blocks of radix trees.
 //! - [`table`]: the inode table as a whole.
 //! - [`inodes`]: each inode by itself.
 //! - [`dirs`]: entries, names, indexes.
-//! - [`links`]: who is reachable, link counts, the block map, counters.
-//! - [`repair`]: what needs the core: recovery, /lost+found.
+//! - [`links`]: reachability, link counts, the block map, counters.
+//! - [`repair`]: repairs through the core: recovery, /lost+found.
 
 mod accounts;
 mod dirs;
@@ -29,22 +29,22 @@ use serde::Serialize;
 
 use crate::area::Area;
 
-/// What a check may do.
+/// The options of a check.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// Put right what is found. The area must be writable and nobody else may use it.
+    /// Fix findings. The area must be writable, and no other process may use it.
     pub repair: bool,
-    /// Members use it meanwhile: what is under way is no damage.
+    /// Members use the file system meanwhile: unfinished work is no damage.
     pub live: bool,
 }
 
-/// How bad a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// A leftover or statistic that harms nothing.
+    /// A harmless leftover or statistic.
     Note,
-    /// Must not be so.
+    /// Damage that can be repaired.
     Damage,
     /// Damage that repair can only cut away: contents are lost.
     Loss,
@@ -53,31 +53,31 @@ pub enum Severity {
 /// One finding.
 #[derive(Clone, Debug, Serialize)]
 pub struct Problem {
-    /// What kind, for scripts.
+    /// The kind, for scripts.
     pub code: &'static str,
     pub text: String,
-    /// How bad.
+    /// Its severity.
     pub severity: Severity,
-    /// Put right.
+    /// The finding was fixed.
     pub fixed: bool,
 }
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
     /// Findings, the first [`KEEP`] of them.
     pub problems: Vec<Problem>,
     /// All findings that are damage or loss.
     pub damage: u64,
-    /// Of these, those that are not put right.
+    /// Of these, those that are not fixed.
     pub left: u64,
     /// Live inodes.
     pub inodes: u64,
     /// Directories among them.
     pub directories: u64,
-    /// Blocks that something refers to.
+    /// Blocks that are referred to.
     pub blocks_used: u64,
-    /// Blocks in all that files can have.
+    /// Blocks that files can have.
     pub blocks: u64,
     /// Passes made.
     pub passes: u32,
@@ -88,13 +88,13 @@ pub const KEEP: usize = 10_000;
 const MAX_PASSES: u32 = 8;
 
 impl Report {
-    /// Nothing but notes was found.
+    /// Returns whether there are only notes.
     pub fn is_clean(&self) -> bool {
         self.damage == 0
     }
 }
 
-/// Checks a file system that nobody uses, without repairing it. What is wrong, in a line.
+/// Checks an unused file system without repairing it. An error names the damage in a line.
 pub fn expect_clean(area: &Area, progress: Progress<'_>) -> Result<Report, String> {
     let report = check(area, Options::default(), progress).map_err(|e| e.0)?;
     if report.is_clean() {
@@ -105,7 +105,7 @@ pub fn expect_clean(area: &Area, progress: Progress<'_>) -> Result<Report, Strin
     Err(format!("fsck: {} findings: {}", report.damage, bad.join("; ")))
 }
 
-/// Why there is no report at all.
+/// The reason why nothing could be checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unreadable(pub String);
 
@@ -117,7 +117,7 @@ impl std::fmt::Display for Unreadable {
 
 impl std::error::Error for Unreadable {}
 
-/// What is known of one inode after the stages so far.
+/// Facts about one inode from the stages so far.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Known {
     pub(crate) live: bool,
@@ -129,11 +129,11 @@ pub(crate) struct Known {
     pub(crate) named_by: u64,
     /// Directories below it.
     pub(crate) subdirs: u64,
-    /// Of its trees, but for a directory's index.
+    /// Blocks of its trees, without a directory's index.
     pub(crate) blocks: u64,
 }
 
-/// Says what is done: stage, done, of.
+/// Reports progress: stage, done, of.
 pub type Progress<'a> = &'a mut dyn FnMut(&str, u64, u64);
 
 pub(crate) struct Checker<'a> {
@@ -141,9 +141,9 @@ pub(crate) struct Checker<'a> {
     pub(crate) options: Options,
     pub(crate) layout: raw::Layout,
     pub(crate) report: Report,
-    /// Bit per block: something refers to it.
+    /// Bit per block: it is referred to.
     pub(crate) claimed: Vec<u64>,
-    /// By file block of the inode table: the block; 0: it is gone.
+    /// By file block of the inode table: the block; 0: missing.
     pub(crate) table: Vec<u64>,
     pub(crate) inodes: Vec<Known>,
     /// Directories in the order of their numbers.
@@ -174,7 +174,7 @@ impl<'a> Checker<'a> {
         })
     }
 
-    /// Notes a finding; true when it is to be put right.
+    /// Adds a finding; true: the caller fixes it.
     pub(crate) fn found(&mut self, severity: Severity, code: &'static str, text: String) -> bool {
         let fix = self.options.repair;
         if severity != Severity::Note {
@@ -200,17 +200,17 @@ impl<'a> Checker<'a> {
         self.found(Severity::Note, code, text)
     }
 
-    /// Damage that can't be repaired.
+    /// Adds damage that can't be repaired.
     pub(crate) fn hopeless(&mut self, code: &'static str, text: String) {
         self.report.damage += 1;
         self.report.left += 1;
         self.report.problems.push(Problem { code, text, severity: Severity::Loss, fixed: false });
     }
 
-    /// Stores a word of the area; only called where a finding said to repair.
+    /// Stores a word of the area. Called only for findings that are to be fixed.
     pub(crate) fn put(&mut self, offset: u64, value: u64) {
         debug_assert!(self.options.repair);
-        // Out of range can't be: offsets come from blocks that were checked.
+        // Always in range: offsets come from checked blocks.
         let _ = self.area.store_word(offset, value);
     }
 
@@ -227,7 +227,7 @@ impl<'a> Checker<'a> {
     }
 }
 
-/// Checks, and repairs if asked to. An error means that there is nothing to check: no file system, or of another version.
+/// Checks, and repairs if asked to. An error: there is no file system, or one of another version.
 pub fn check(area: &Area, options: Options, progress: Progress<'_>) -> Result<Report, Unreadable> {
     if options.repair && (!area.writable() || options.live) {
         return Err(Unreadable("repair needs the area for itself, writable".into()));

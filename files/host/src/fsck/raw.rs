@@ -14,7 +14,7 @@ pub(crate) const HUGE: u64 = 1 << 63;
 pub(crate) const INODE: u64 = size_of::<sys::tfs_inode>() as u64;
 pub(crate) const PER_BLOCK: u64 = BLOCK / INODE;
 
-/// Where things are; follows from the area's length alone.
+/// The layout; follows from the area's length alone.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layout {
     pub(crate) blocks: u64,
@@ -49,7 +49,7 @@ impl Layout {
                 sys::TFS_VERSION
             )));
         }
-        // The stored layout is checked against this one; where it disagrees, the computed one is right unless the size is damaged.
+        // The stored layout is compared with this one; where they differ, the computed one is right unless the size is damaged.
         let stored = word(offset_of!(sys::tfs_super, blocks))?;
         let whole = area.size() / BLOCK;
         let fits = |blocks: u64| (1024..=whole).contains(&blocks) && blocks <= sys::TFS_BLOCKNR_MASK;
@@ -68,7 +68,7 @@ impl Layout {
         Ok(Layout { blocks, member_start, map_start, data_start, hash_seed })
     }
 
-    /// Fields of the super block that must say this layout: offset, value, name.
+    /// Fields of the super block that hold the layout: offset, value, name.
     pub(crate) fn stored(&self) -> [(usize, u64, &'static str); 5] {
         [
             (offset_of!(sys::tfs_super, blocks), self.blocks, "blocks"),
@@ -100,7 +100,7 @@ macro_rules! fields {
     ($($name:ident)*) => {
         /// A copy of an inode.
         pub(crate) struct Inode {
-            /// Where it lies, bytes.
+            /// Its offset in bytes.
             pub(crate) at: u64,
             words: [u64; 32],
         }
@@ -145,7 +145,7 @@ impl Inode {
     }
 }
 
-/// The value of a free inode that keeps its generation growing.
+/// Returns the state of a free inode, with the generation kept.
 pub(crate) fn free_state(state_gen: u64) -> u64 {
     ((state_gen >> sys::TFS_GEN_SHIFT).wrapping_add(1)) << sys::TFS_GEN_SHIFT
 }

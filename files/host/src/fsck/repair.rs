@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What repair leaves to the core: finishing or undoing what dead members had under way, and names in /lost+found.
+//! Repairs through the core: recovery of dead members, and names in /lost+found.
 
 use std::mem::offset_of;
 
@@ -15,7 +15,7 @@ fn say(report: &mut Report, code: &'static str, text: String, fixed: bool) {
     report.problems.push(Problem { code, text, severity: Severity::Damage, fixed });
 }
 
-/// Has the core clean up after dead members. Damage that stops it is left to the passes.
+/// Has the core recover dead members. Damage that stops it is left to the passes.
 pub(crate) fn recover(area: &Area, report: &mut Report) {
     let _ = report;
     if let Ok(fs) = Filesystem::open_with(area.lone(), Box::new(|_, _, _| {})) {
@@ -23,10 +23,10 @@ pub(crate) fn recover(area: &Area, report: &mut Report) {
     }
 }
 
-/// Puts inodes without a name into /lost+found as `#number`: the core makes an object of that name, whose entry is then
-/// pointed at the lost one.
+/// Puts inodes without a name into /lost+found as `#number`: the core makes an inode of that name, then the entry is
+/// pointed at the lost inode.
 pub(crate) fn reconnect(area: &Area, lost: &[u64], report: &mut Report) {
-    let fs = match Filesystem::open_with(area.seated(None), Box::new(|_, _, _| {})) {
+    let fs = match Filesystem::open_with(area.used_by(None), Box::new(|_, _, _| {})) {
         Ok(fs) => fs,
         Err(e) => return say(report, "lost+found", format!("can't be made: {e}"), false),
     };
@@ -53,18 +53,18 @@ fn reconnect_one(area: &Area, fs: &Filesystem, dir: u64, ino: u64) -> Result<(),
     let what = Create { target, ..Create::mode(kind | 0o600) };
     let stand_in = fs.create(dir, Some(name.as_bytes()), &what).map_err(|e| e.to_string())?.ino;
     let layout = Layout::read(area).map_err(|e| e.0)?;
-    // The entry: the one word that refers to the stand-in.
+    // The one word of the entry that refers to the stand-in.
     let entry = entry_of(area, &layout, fs, dir, stand_in, attr.mode).ok_or("its new entry is not found")?;
     let old = area.word(entry).ok_or("its new entry is not readable")?;
     let stored = area.store_word(entry, (old & !sys::TFS_REF_INO_MASK) | ino);
-    // The stand-in is nameless and empty now: the next pass frees it, by a link count of 0.
+    // The stand-in is nameless and empty now: with a link count of 0 the next pass frees it.
     let at = inode_at(area, fs, stand_in).ok_or("no stand-in")?;
     let nlink = offset_of!(sys::tfs_inode, nlink) as u64;
     (stored && area.store_word(at + nlink, 0)).then_some(()).ok_or_else(|| "the area is read-only".to_owned())
 }
 
 fn inode_at(area: &Area, fs: &Filesystem, ino: u64) -> Option<u64> {
-    // The table is a tree as a file is; the core has no call for it, so it is walked here.
+    // The table is a tree like a file's, but the core has no call for it, so it is walked here.
     let _ = fs;
     let root = area.word(offset_of!(sys::tfs_super, itable_root) as u64)?;
     let (mut block, mut level) = (root & sys::TFS_BLOCKNR_MASK, (root >> sys::TFS_HEIGHT_SHIFT & 15) as u32);

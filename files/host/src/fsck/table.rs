@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The inode table as a whole. A block that is gone takes its 16 inodes along, not those behind it: an empty one is put in its place.
-//! Where mkfs puts the first blocks is known, so a table that the super block does not find is found by them.
+//! The inode table as a whole. A missing block takes its 16 inodes along, but not the following ones: an empty block replaces it.
+//! mkfs puts the first blocks at known places, so a table whose root word is damaged is found by them.
 
 use std::mem::offset_of;
 
@@ -30,8 +30,8 @@ impl Checker<'_> {
         let blocks = self.length(&tree, present);
         self.table = (0..blocks).map(|block| tree.block(block).unwrap_or(0)).collect();
         let there = blocks * PER_BLOCK;
-        // Someone died between linking blocks, in whatever order they became durable, and saying so: then all in them are free, and
-        // the core finds them when it grows the table.
+        // A member died between linking the blocks and counting them; they became durable in any order. Then all inodes in them are
+        // free, and the core finds the blocks when it grows the table.
         let free = |ino| self.inode(ino).is_none_or(|inode| inode.state() == sys::TFS_INODE_FREE);
         let growing = stored % PER_BLOCK == 0 && stored < there && there - stored <= GROWTH * PER_BLOCK;
         let growing = growing && !self.options.live && (stored..there).all(free);
@@ -69,7 +69,7 @@ impl Checker<'_> {
         progress("inodes", of, of);
     }
 
-    /// The table's root word, which is the one above the first block of inodes.
+    /// Finds the table's root word: the one above the first block of inodes.
     fn root(&mut self) -> u64 {
         let stored = self.area.word(ROOT).unwrap_or(0);
         let first = self.layout.data_start;
@@ -77,7 +77,7 @@ impl Checker<'_> {
         if path.last() == Some(&first) {
             return stored;
         }
-        // The node above the first blocks, then the one above that; nothing else refers to them.
+        // The node above the first blocks, then its parent; nothing else refers to them.
         let mut root = None;
         let mut below = first;
         for height in 1..=u64::from(sys::TFS_MAX_HEIGHT) {
@@ -106,7 +106,7 @@ impl Checker<'_> {
         root
     }
 
-    /// The blocks from a root down to the first block of its tree, as far as they can be blocks.
+    /// Returns the blocks from a root down to the first block of its tree, as far as they are valid.
     fn leftmost(&self, root: u64) -> Vec<u64> {
         let height = root >> sys::TFS_HEIGHT_SHIFT & 15;
         let mut path = vec![root & sys::TFS_BLOCKNR_MASK];
@@ -120,7 +120,7 @@ impl Checker<'_> {
         path
     }
 
-    /// Blocks from the first to the last. One that is far from all others got there by accident and is cut off.
+    /// Returns the table's length in blocks. A block far behind all others is an accident and is cut off.
     fn length(&mut self, tree: &Tree, present: u64) -> u64 {
         let most = 2 * present + GROWTH;
         let (end, within) = (tree.end(), |run: &&(u64, u64, u64)| run.0.saturating_add(run.2) <= most);
@@ -137,7 +137,7 @@ impl Checker<'_> {
         blocks
     }
 
-    /// Clears the entries of a tree that was claimed from file block `end` on.
+    /// Clears the entries of a claimed tree from file block `end` on.
     fn cut_behind(&mut self, node: u64, level: u32, first: u64, end: u64) {
         let Some(entries) = self.area.block(node).filter(|_| level > 0) else { return };
         let span = 1u64 << (sys::TFS_FANOUT_SHIFT * (level - 1));
@@ -151,7 +151,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Puts empty blocks where the table has none. At the end of a pass: only then it is known which blocks are free.
+    /// Fills gaps of the table with empty blocks. At the end of a pass, when the free blocks are known.
     pub(crate) fn fill_table(&mut self) {
         if !self.options.repair {
             return;
@@ -183,7 +183,7 @@ impl Checker<'_> {
         Some(())
     }
 
-    /// A free block, zeroed, in use from now on.
+    /// Takes a free block and zeroes it.
     fn take_block(&mut self) -> Option<u64> {
         let block = (self.layout.data_start..self.layout.blocks).find(|block| !self.used(*block))?;
         self.claimed[(block / 64) as usize] |= 1 << (block % 64);

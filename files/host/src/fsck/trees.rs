@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Claims the blocks of radix trees. What refers to a block outside the data, or to one that is claimed already, is cut.
+//! Claims the blocks of radix trees. A reference to a block outside the data, or to one that is claimed already, is cut.
 
 use super::raw::{BLOCK, FANOUT, HUGE};
 use super::{Checker, Severity};
@@ -14,12 +14,12 @@ pub(crate) struct Tree {
 }
 
 impl Tree {
-    /// Blocks that it takes.
+    /// Returns the number of its blocks.
     pub(crate) fn blocks(&self) -> u64 {
         self.nodes.len() as u64 + self.runs.iter().map(|r| r.2).sum::<u64>()
     }
 
-    /// The block at a file block.
+    /// Returns the block at a file block.
     pub(crate) fn block(&self, at: u64) -> Option<u64> {
         let i = self.runs.partition_point(|r| r.0 <= at).checked_sub(1)?;
         let (from, block, count) = self.runs[i];
@@ -44,7 +44,7 @@ impl Checker<'_> {
         self.claimed[(block / 64) as usize] >> (block % 64) & 1 != 0
     }
 
-    /// Claims a run; false when a part of it is not free to be claimed.
+    /// Claims a run; false: a part of it is claimed already.
     fn claim(&mut self, block: u64, count: u64) -> bool {
         let Some(last) = block.checked_add(count - 1) else { return false };
         if !self.layout.block_ok(block) || !self.layout.block_ok(last) {
@@ -59,7 +59,7 @@ impl Checker<'_> {
         true
     }
 
-    /// Gives a tree's blocks up again: it is cut as a whole.
+    /// Releases a tree's blocks: it is cut as a whole.
     pub(crate) fn unclaim(&mut self, tree: &Tree) {
         let runs = tree.runs.iter().map(|r| (r.1, r.2)).chain(tree.nodes.iter().map(|n| (*n, 1)));
         for (block, count) in runs {
@@ -69,7 +69,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Whether a block is referred to.
+    /// Returns whether a block is referred to.
     pub(crate) fn used(&self, block: u64) -> bool {
         self.is_claimed(block)
     }

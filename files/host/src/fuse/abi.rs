@@ -6,7 +6,7 @@
 pub const MAJOR: u32 = 7;
 /// Minor version.
 pub const MINOR: u32 = 39;
-/// The oldest minor that has all that is relied on (Linux 5.11: HANDLE_KILLPRIV_V2 is 7.33).
+/// The oldest minor version that has all the features used (Linux 5.11: HANDLE_KILLPRIV_V2 is 7.33).
 pub const MINOR_MIN: u32 = 33;
 
 /// Size of `fuse_in_header`.
@@ -91,13 +91,13 @@ pub mod fattr {
     pub const KILL_SUIDGID: u32 = 1 << 11;
 }
 
-/// `fuse_open_out.open_flags`: no page cache, every read and write comes here.
+/// `fuse_open_out.open_flags`: no page cache, the kernel passes every read and write on.
 pub const FOPEN_DIRECT_IO: u32 = 1;
-/// Several writes to one file at a time.
+/// `fuse_open_out.open_flags`: several writes to one file at a time.
 pub const FOPEN_PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 /// `fuse_write_in.write_flags`: the writer may not keep set-id bits.
 pub const WRITE_KILL_SUIDGID: u32 = 1 << 2;
-/// `fuse_setxattr_in.setxattr_flags`: setting this ACL takes the set-group-id bit away.
+/// `fuse_setxattr_in.setxattr_flags`: setting this ACL clears the set-group-id bit.
 pub const SETXATTR_ACL_KILL_SGID: u32 = 1;
 /// `fuse_lk_in.lk_flags`: flock(2), not fcntl(2).
 pub const LK_FLOCK: u32 = 1;
@@ -108,7 +108,7 @@ pub const FS_IOC_SETFLAGS: u32 = 0x4008_6602;
 /// `FUSE_DEV_IOC_CLONE`.
 pub const DEV_IOC_CLONE: libc::c_ulong = 0x8004_e500;
 
-/// Reads a request from front to back; None once it is too short.
+/// Reads a request from front to back; None: it is too short.
 #[derive(Clone, Copy)]
 pub struct Cursor<'a>(pub &'a [u8]);
 
@@ -152,12 +152,12 @@ pub struct Header {
     pub uid: u32,
     /// Caller.
     pub gid: u32,
-    /// The caller's thread, 0 where it is in a name space that this process can't see.
+    /// The caller's thread; 0: it is in a PID namespace that this process can't see.
     pub pid: u32,
 }
 
 impl Header {
-    /// Takes the header off a request; the cursor is left at the body, without extensions.
+    /// Parses the header of a request; the cursor then is at the body, without extensions.
     pub fn parse(request: &[u8]) -> Option<(Header, Cursor<'_>)> {
         let mut c = Cursor(request);
         let len = c.u32()? as usize;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! POSIX ACLs: what a new object inherits and how an ACL and the permission bits agree. Values are kept as the kernel passes them
-//! to and from file systems (`posix_acl_xattr.h`, version 2), under the names `system.posix_acl_access` and `…_default`; so the
-//! kernel skin reads them as they are.
+//! POSIX ACLs: inheritance by new inodes, and how an ACL and the permission bits agree. Values have the format that the kernel
+//! passes to and from file systems (`posix_acl_xattr.h`, version 2), under the names `system.posix_acl_access` and `…_default`;
+//! so the kernel skin reads them as they are.
 
 /// Attribute of the access ACL.
 pub const ACCESS: &[u8] = b"system.posix_acl_access";
@@ -28,7 +28,7 @@ struct Entry {
 pub struct Acl(Vec<Entry>);
 
 impl Acl {
-    /// None where it is not a well-formed ACL with its three base entries.
+    /// Parses an attribute; None: it is not a well-formed ACL with its three base entries.
     pub fn parse(value: &[u8]) -> Option<Acl> {
         let (version, entries) = value.split_at_checked(4)?;
         if version != VERSION.to_le_bytes() || entries.len() % 8 != 0 {
@@ -48,7 +48,7 @@ impl Acl {
         (ok && [USER_OBJ, GROUP_OBJ, OTHER].iter().all(|tag| acl.find(*tag).is_some())).then_some(acl)
     }
 
-    /// The attribute's value.
+    /// Returns the attribute's value.
     pub fn value(&self) -> Vec<u8> {
         let mut value = VERSION.to_le_bytes().to_vec();
         for e in &self.0 {
@@ -67,18 +67,18 @@ impl Acl {
         self.find(tag).map_or(0, |i| u32::from(self.0[i].perm))
     }
 
-    /// Whether the permission bits alone say the same.
+    /// Returns whether the permission bits alone express it.
     pub fn is_only_mode(&self) -> bool {
         self.0.len() == 3
     }
 
-    /// The permission bits that show with it: the group bits are the mask where there is one.
+    /// Returns the permission bits that show with it: the group bits are the mask's, if it has one.
     pub fn mode(&self) -> u32 {
         let group = if self.find(MASK).is_some() { self.perm(MASK) } else { self.perm(GROUP_OBJ) };
         self.perm(USER_OBJ) << 6 | group << 3 | self.perm(OTHER)
     }
 
-    /// Makes it agree with new permission bits (chmod).
+    /// Changes it to agree with new permission bits (chmod).
     pub fn chmod(&mut self, mode: u32) {
         let group = self.find(MASK).or(self.find(GROUP_OBJ));
         for (i, perm) in [(self.find(USER_OBJ), mode >> 6), (group, mode >> 3), (self.find(OTHER), mode)] {
@@ -88,7 +88,7 @@ impl Acl {
         }
     }
 
-    /// As a new object's access ACL: takes away what the creator's mode doesn't have; returns the mode to use.
+    /// Turns a default ACL into a new inode's access ACL: removes what the creator's mode doesn't have; returns the mode to use.
     pub fn create(&mut self, mode: u32) -> u32 {
         let group = self.find(MASK).or(self.find(GROUP_OBJ));
         for (i, perm) in [(self.find(USER_OBJ), mode >> 6), (group, mode >> 3), (self.find(OTHER), mode)] {

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! flock and fcntl locks of a mount, which exclude across all members: the zone's table decides, the kernel keeps none of its own.
+//! flock and fcntl locks of a mount, which exclude across all members: the zone's table decides, the kernel has none of its own.
 //!
-//! The kernel gives a lock's owner a number: a process (POSIX), or an open file (flock, open-file-description locks). What it says when
-//! owners go differs: a FLUSH with the owner for each close by a process; for an open file only the RELEASE of its handle.
-//! So every open has a handle of its own, and what was locked through it is given back with it.
+//! The kernel gives a lock's owner a number: a process (POSIX), or an open file (flock, open-file-description locks). It reports the
+//! end of owners differently: a FLUSH with the owner for each close by a process; for an open file only the RELEASE of its handle. So
+//! every open has a handle of its own, whose release also releases its locks.
 //!
-//! A request that must wait does not hold up a thread that answers: it goes to one waiting thread, which tries again when a lock
-//! may have come free: a doorbell rang, or somebody here gave one back. Without a doorbell it looks 50 times a second, while
-//! somebody waits.
+//! A request that must wait does not block a serving thread: it goes to one waiting thread, which tries again when a lock may have
+//! become free: a doorbell rang, or a request here released one. Without a doorbell it polls 50 times a second while a request waits.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::File;
@@ -22,11 +21,11 @@ use super::session;
 use crate::fs::{FileLock, Filesystem, Handle, LockWait, Result};
 use crate::sys;
 
-/// Between two looks while somebody waits, without a doorbell.
+/// Interval of polls while a request waits, without a doorbell.
 const LOOK: Duration = Duration::from_millis(20);
-/// The same with one.
+/// The same with a doorbell.
 const LOOK_ANYWAY: Duration = Duration::from_secs(1);
-/// Interrupts of requests that are not (yet) waiting here are remembered this long; most are of requests that are answered by now.
+/// Interrupts of requests that do not wait here (yet) are remembered up to this number; most are of requests that are answered by now.
 const INTERRUPTS: usize = 64;
 const END: u64 = i64::MAX as u64;
 
@@ -41,7 +40,7 @@ struct Holder {
 #[derive(Default)]
 struct Held {
     holders: HashSet<Holder>,
-    /// What each open file's locks were taken as.
+    /// The owners that each open file's locks were taken as.
     handles: HashMap<u64, HashSet<Holder>>,
 }
 
@@ -51,12 +50,12 @@ struct Waiter {
     handle: u64,
     ino: Handle,
     lock: FileLock,
-    /// POSIX locks are looked at for deadlocks.
+    /// The wait that deadlock searches see, of a POSIX lock.
     wait: Option<LockWait>,
 }
 
 impl Waiter {
-    /// Of a waiter that others don't see, since all places for that were taken.
+    /// Looks for deadlocks, for a waiter that has no slot and is not seen by other members' searches.
     fn look_for_deadlock(&mut self, fs: &Filesystem) -> Result<()> {
         if self.wait.as_ref().is_some_and(|wait| !wait.is_seen()) {
             self.wait = Some(fs.wait_lock(self.ino, &self.lock)?);
@@ -69,7 +68,7 @@ impl Waiter {
 struct Queue {
     waiters: Vec<Waiter>,
     interrupted: VecDeque<u64>,
-    /// Grows when there is a reason to look again.
+    /// Grows when there is a reason to try again.
     reasons: u64,
 }
 
@@ -124,17 +123,17 @@ fn queue(locks: &Locks) -> MutexGuard<'_, Queue> {
 }
 
 impl Locks {
-    /// A number for an open file.
+    /// Returns a number for an open file.
     pub fn open(&self) -> u64 {
         self.handles.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Somebody calls [`Locks::look`] when this member's doorbell rings.
+    /// The caller calls [`Locks::look`] when this member's doorbell rings.
     pub fn has_bell(&self) {
         self.has_bell.store(true, Ordering::SeqCst);
     }
 
-    /// Takes or gives back without waiting.
+    /// Takes or releases a lock without waiting.
     pub fn set(&self, fs: &Filesystem, ino: Handle, request: &Request) -> Result<()> {
         let done = self.try_set(fs, ino, request);
         if request.lock.type_ != sys::TFS_LK_WRITE {
@@ -146,7 +145,7 @@ impl Locks {
     fn try_set(&self, fs: &Filesystem, ino: Handle, request: &Request) -> Result<()> {
         let lock = &request.lock;
         if lock.type_ != sys::TFS_LK_UNLOCK {
-            // Noted first, so that whoever closes the file meanwhile gives it back.
+            // Stored first, so that a close meanwhile releases it.
             let holder = Holder { ino, owner: lock.owner, kind: lock.kind };
             let mut held = held(self);
             held.holders.insert(holder);
@@ -155,7 +154,7 @@ impl Locks {
         fs.set_lock(ino, lock).map_err(|e| if e == Errno::ROFS { Errno::NOLCK } else { e })
     }
 
-    /// Takes it or waits for it. None: the answer comes later, from the waiting thread.
+    /// Takes the lock, or queues the request. None: the waiting thread answers later.
     pub fn set_or_wait(
         &self,
         fs: &Filesystem,
@@ -187,7 +186,7 @@ impl Locks {
         None
     }
 
-    /// The kernel does not want a request's lock any more.
+    /// The kernel has interrupted a request for a lock.
     pub fn interrupt(&self, unique: u64) {
         let mut queue = queue(self);
         queue.interrupted.push_back(unique);
@@ -198,13 +197,13 @@ impl Locks {
         self.arrived.notify_one();
     }
 
-    /// A lock may have come free.
+    /// Wakes the waiting thread: a lock may be free.
     pub fn look(&self) {
         queue(self).reasons += 1;
         self.arrived.notify_one();
     }
 
-    /// Who is in the way: `fuse_lk_out`.
+    /// Returns a conflicting lock as `fuse_lk_out`.
     pub fn get(&self, fs: &Filesystem, ino: Handle, request: &Request) -> Result<Out> {
         let found = fs.get_lock(ino, &request.lock)?;
         let mut out = Out::new();
@@ -213,8 +212,8 @@ impl Locks {
             sys::TFS_LK_WRITE => libc::F_WRLCK,
             _ => libc::F_UNLCK,
         };
-        // A process of another member has no number here.
-        let own = fs.area().seat().is_none_or(|seat| seat.member == found.member);
+        // A process of another member has no PID here.
+        let own = fs.area().incarnation().is_none_or(|own| own.member == found.member);
         out.u64(found.start.min(END)).u64(found.end.min(END)).u32(kind as u32).u32(if own {
             found.pid
         } else {
@@ -223,13 +222,13 @@ impl Locks {
         Ok(out)
     }
 
-    /// A process closed a file: its POSIX locks on it go.
+    /// A process closed a file: releases its POSIX locks on it.
     pub fn flush(&self, fs: &Filesystem, ino: Handle, owner: u64) -> Result<()> {
         let holder = Holder { ino, owner, kind: sys::TFS_LK_POSIX };
         if held(self).holders.remove(&holder) { self.give_back(fs, &holder) } else { Ok(()) }
     }
 
-    /// An open file is gone, and all that was locked through it.
+    /// An open file was closed: releases all locks that were taken through it.
     pub fn release(&self, fs: &Filesystem, handle: u64) -> Result<()> {
         let gone: Vec<Holder> = {
             let mut held = held(self);
@@ -239,7 +238,7 @@ impl Locks {
         gone.iter().try_for_each(|holder| self.give_back(fs, holder))
     }
 
-    /// The waiting thread: until [`Locks::stop`].
+    /// Runs the waiting thread until [`Locks::stop`].
     pub fn serve(&self, fs: &Filesystem) {
         while !self.stop.load(Ordering::SeqCst) {
             let mut waiting = queue(self);
@@ -292,7 +291,7 @@ impl Locks {
         let taken = answer.is_ok();
         let told = session::answer_late(&waiter.device, waiter.unique, answer);
         if taken && told.is_err() {
-            // Whoever asked is gone, and with it whoever would give the lock back.
+            // The asking process is dead, so no one else would release the lock.
             let _ = fs.set_lock(waiter.ino, &FileLock { type_: sys::TFS_LK_UNLOCK, ..waiter.lock });
         }
     }

@@ -2,20 +2,21 @@
 //! The FUSE skin: the file system mounted by a process, on the host or in a guest without the kernel module.
 //!
 //! A few threads each read requests from a clone of /dev/fuse and answer them with calls into the core. Names and
-//! attributes are valid for no time and files are opened with direct I/O, so the kernel keeps nothing that another member
-//! could make stale. A read's reply is written to the device straight from the zone's memory: one copy, by the kernel.
+//! attributes are valid for no time and files are opened with direct I/O, so the kernel caches nothing that another
+//! member could make stale. A read's reply is written to the device directly from the zone's memory: one copy, by the
+//! kernel.
 //!
-//! The protocol is spoken here and not through a library, because coherence needs what libraries leave out:
+//! The protocol is implemented here and not by a library, because coherence needs features that libraries lack:
 //! O_TMPFILE, set-id handling flags, birth times, times before 1970, replies without a copy.
 //!
 //! - [`abi`]: the wire format.
 //! - [`acl`]: POSIX ACLs.
 //! - [`locks`]: flock and fcntl.
-//! - [`nodes`]: what the kernel knows of our inodes.
+//! - [`nodes`]: the kernel's lookups and opens of our inodes.
 //! - `notify`: telling watchers in other members.
 //! - [`ops`]: the operations.
 //! - [`options`]: mount options.
-//! - `rights`: what the kernel's checks don't cover.
+//! - `rights`: permission checks that the kernel does not make.
 //! - [`session`]: device, mount, threads.
 
 pub mod abi;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the kernel knows of our inodes: how often it looked each up (and will forget it) and how often it has it open. The
-//! first open takes the member's reference in the file system, the last release drops it.
+//! The kernel's references to our inodes: how often it has looked each up (and will forget it), and how often it has it
+//! open. The first open takes the member's reference in the file system, the last release drops it.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -15,9 +15,9 @@ struct Node {
     lookups: u64,
     opens: u64,
     generation: u32,
-    /// Where it was last found: directory and name.
+    /// The directory and name of its last lookup.
     place: Option<(u64, Box<[u8]>)>,
-    /// Where the last word to watchers about a change of its data ends.
+    /// The end of the last event about a change of its data.
     modify_told: u64,
 }
 
@@ -40,7 +40,7 @@ impl Nodes {
         self.shards[(ino % SHARDS as u64) as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An entry was sent to the kernel, for this name of a directory.
+    /// Counts a lookup: an entry was sent to the kernel, for this name of a directory.
     pub fn looked_up(&self, handle: Handle, dir: u64, name: &[u8]) {
         let Handle { ino, generation } = handle;
         let mut shard = self.shard(ino);
@@ -53,30 +53,30 @@ impl Nodes {
         }
     }
 
-    /// Where the kernel last found it.
+    /// Returns the directory and name of its last lookup.
     pub fn place(&self, ino: u64) -> Option<(u64, Vec<u8>)> {
         self.shard(ino).get(&ino)?.place.as_ref().map(|(dir, name)| (*dir, name.to_vec()))
     }
 
-    /// Where the last word about a change of its data ends.
+    /// Returns the end of the last event about a change of its data.
     pub fn modify_told(&self, ino: u64) -> u64 {
         self.shard(ino).get(&ino).map_or(0, |node| node.modify_told)
     }
 
-    /// Keeps that.
+    /// Stores the end of the last event about a change of its data.
     pub fn set_modify_told(&self, ino: u64, end: u64) {
         if let Some(node) = self.shard(ino).get_mut(&ino) {
             node.modify_told = end;
         }
     }
 
-    /// The inode that the kernel means by a number. The root, whose number it knows from the start, is never freed.
+    /// Returns the handle of the kernel's number. The root, which the kernel does not look up, is never freed.
     pub fn handle(&self, ino: u64) -> Handle {
         let generation = self.shard(ino).get(&ino).map_or(0, |node| node.generation);
         Handle { ino, generation }
     }
 
-    /// The kernel dropped `n` of its lookups.
+    /// Subtracts `n` lookups that the kernel dropped.
     pub fn forget(&self, ino: u64, n: u64) {
         if let Entry::Occupied(mut entry) = self.shard(ino).entry(ino) {
             let node = entry.get_mut();
@@ -87,7 +87,7 @@ impl Nodes {
         }
     }
 
-    /// An open; with the first the inode's contents stay until the last release.
+    /// Counts an open; from the first open to the last release the inode's contents stay.
     pub fn open(&self, fs: &Filesystem, handle: Handle) -> Result<()> {
         let Handle { ino, generation } = handle;
         let mut shard = self.shard(ino);
@@ -115,12 +115,12 @@ impl Nodes {
         if last && fs.area().writable() { fs.close_ref(handle) } else { Ok(()) }
     }
 
-    /// Drops the references of all that is open: the mount ended.
+    /// Drops the references of all open files: the mount ended.
     pub fn close_all(&self, fs: &Filesystem) {
         for shard in &self.shards {
             let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
             for (ino, node) in shard.drain().filter(|(_, node)| node.opens > 0 && fs.area().writable()) {
-                // Whatever it says, there is no one left to tell; recovery would find the rest.
+                // An error has no reader any more; recovery drops the rest.
                 let _ = fs.close_ref(Handle { ino, generation: node.generation });
             }
         }

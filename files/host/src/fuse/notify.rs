@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What requests did, told to those who watch in other members. The kernel notifies watchers on this host by itself.
+//! Reports the changes of requests to watchers in other members. The kernel notifies watchers on this host by itself.
 
 use super::abi::{Cursor, Header, fattr, op};
 use super::ops::Server;
 use crate::change::Change;
 
-/// What makes a SETATTR a change of attributes.
+/// The fields that make a SETATTR a change of attributes.
 const ATTRIBUTES: u32 = fattr::MODE | fattr::UID | fattr::GID | fattr::ATIME | fattr::MTIME;
 
-/// What a request is about that can't be found any more once it is done.
+/// Facts about a request's inodes that can't be found any more once it is done.
 #[derive(Default)]
 pub(super) struct Subject {
     ino: u64,
-    /// Of a rename: what has the new name.
+    /// Of a rename: the inode that has the new name.
     target: u64,
 }
 
 impl Server {
-    /// Before a request is carried out.
+    /// Called before a request is carried out.
     pub(super) fn subject(&self, h: &Header, mut c: Cursor<'_>) -> Subject {
         let find = |dir: u64, name: Option<&[u8]>| {
             name.and_then(|n| self.fs.lookup(dir, n).ok()).map_or(0, |f| f.0.ino)
@@ -33,7 +33,7 @@ impl Server {
         }
     }
 
-    /// After a request was carried out. Its body was understood, so what is missing in it here is nothing.
+    /// Called after a request was carried out. Its body was valid, so a missing part here is empty.
     pub(super) fn tell(&self, h: &Header, mut c: Cursor<'_>, subject: &Subject) {
         let created = |skip: usize, mut c: Cursor<'_>| {
             c.bytes(skip);
@@ -74,7 +74,7 @@ impl Server {
         }
     }
 
-    /// A program that writes on and on is told of once, until somebody has heard it.
+    /// Posts one event for repeated writes until a watcher has read it.
     fn tell_modified(&self, ino: u64) {
         if !self.fs.change_unheard(self.nodes.modify_told(ino)) {
             let end = self.fs.tell(&mut [self.by_node(ino, libc::IN_MODIFY)]);
@@ -100,14 +100,14 @@ impl Server {
         }
     }
 
-    /// ino 0: whatever has the name.
+    /// ino 0: the inode of the name.
     fn named(&self, ino: u64, dir: u64, name: &[u8], mask: u32) -> Vec<Change> {
         let found = self.fs.lookup(dir, name).ok();
         let ino = if ino == 0 { found.map_or(0, |f| f.0.ino) } else { ino };
         vec![Change::new(ino, Some((dir, name.to_vec())), mask | self.is_dir(ino))]
     }
 
-    /// By the name that the kernel last found it under, if that is still its name.
+    /// Uses the name of the kernel's last lookup, if the inode still has it.
     fn by_node(&self, ino: u64, mask: u32) -> Change {
         let place = self
             .nodes
@@ -116,7 +116,7 @@ impl Server {
         Change::new(ino, place, mask | self.is_dir(ino))
     }
 
-    /// The last of its names was taken.
+    /// The inode lost its last name.
     fn is_gone(&self, ino: u64) -> u32 {
         if self.fs.getattr(ino).map_or(0, |a| a.nlink) == 0 { libc::IN_DELETE_SELF } else { 0 }
     }

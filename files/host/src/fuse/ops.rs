@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The operations: each takes a request's body and gives a reply. The kernel checks permissions (`default_permissions`) with the
-//! attributes it just asked for; nothing is cached beyond one call, so what another member did shows at once.
+//! attributes that it just asked for; no result is cached beyond one call, so another member's changes show at once.
 
 use rustix::io::Errno;
 
@@ -27,18 +27,18 @@ const COPY_LIMIT: u64 = 16 << 20;
 /// A piece of a reply that is not copied: `len` bytes of zone memory, or zeros.
 #[derive(Clone, Copy)]
 pub struct Piece {
-    /// Where it lies; null: zeros.
+    /// The memory; null: zeros.
     pub from: *const u8,
     /// Bytes.
     pub len: usize,
 }
 
-/// What goes back to the kernel.
+/// A reply to the kernel.
 pub enum Reply<'a> {
-    /// Nothing, not even an error (FORGET).
+    /// No reply, not even an error (FORGET).
     None,
     Body(Out),
-    /// Bytes straight from the zone, which the pin keeps in place.
+    /// Bytes of the zone's memory, which the pin keeps from being reused.
     Zone(Vec<Piece>, Pin<'a>),
 }
 
@@ -46,11 +46,11 @@ pub enum Reply<'a> {
 pub struct Server {
     /// The file system.
     pub fs: Filesystem,
-    /// What the kernel knows.
+    /// The kernel's references.
     pub nodes: Nodes,
     /// File locks.
     pub locks: Locks,
-    /// Reading leaves access times as they are.
+    /// Reads don't update access times.
     pub noatime: bool,
     /// The zone is a device's memory, which has no pages: the kernel can't read it by itself.
     pub device_memory: bool,
@@ -67,7 +67,7 @@ fn short() -> Errno {
 }
 
 impl Server {
-    /// Answers one request, and tells those who watch.
+    /// Answers one request, and reports its changes to watchers.
     pub fn answer<'a>(&'a self, h: &Header, c: Cursor<'_>) -> Answer<'a> {
         if !self.fs.change_wanted() {
             return self.carry_out(h, c);
@@ -244,14 +244,14 @@ impl Server {
     }
 
     fn entry(&self, found: Handle, dir: u64, name: &[u8]) -> Answer<'_> {
-        // A name that another member removes in between is one that was not there.
+        // A name that another member removes meanwhile counts as missing.
         let attr = self.fs.getattr(found).map_err(|e| if e == Errno::STALE { Errno::NOENT } else { e })?;
         self.nodes.looked_up(Handle::from(&attr), dir, name);
         Ok(Reply::Body(entry_out(&attr)))
     }
 
-    /// Makes an object as POSIX wants it: group and set-group-id bit from the directory, mode and ACLs from its default ACL or
-    /// the umask.
+    /// Makes an inode by the rules of POSIX: group and set-group-id bit from the directory, mode and ACLs from its default ACL or the
+    /// umask.
     #[allow(clippy::too_many_arguments)]
     fn make(
         &self,
@@ -318,8 +318,8 @@ impl Server {
         let mode = (mode & !S_IFMT) | S_IFREG;
         let named = (h.opcode == op::CREATE).then_some(name);
         let made = match self.make(h, h.node, named, mode, umask, 0, None, true) {
-            // The name came after the kernel had looked. Without O_EXCL the file is opened, with the checks of an open: ESTALE has the
-            // kernel walk the path again.
+            // Another member made the name after the kernel had looked. Without O_EXCL the file is opened with the permission checks
+            // of an open: ESTALE has the kernel walk the path again.
             Err(Errno::EXIST) if flags as i32 & libc::O_EXCL == 0 => return Err(Errno::STALE),
             made => made?,
         };
@@ -355,7 +355,7 @@ impl Server {
         let mut what = 0;
         if valid & fattr::MODE != 0 {
             let mode = mode & 0o7777;
-            // The kernel leaves it to us to bring a mode and an ACL together.
+            // The kernel leaves it to the file system to make mode and ACL agree.
             match self.xattr_if(&old, acl::ACCESS)?.and_then(|value| Acl::parse(&value)) {
                 Some(mut acl) => {
                     acl.chmod(mode);
@@ -376,7 +376,7 @@ impl Server {
             new.gid = gid;
         }
         if valid & (fattr::UID | fattr::GID) != 0 && !dir {
-            // HANDLE_KILLPRIV_V2: a new owner takes set-id bits and capabilities away.
+            // HANDLE_KILLPRIV_V2: a new owner clears set-id bits and capabilities.
             let mode = killed(old.mode);
             if valid & fattr::MODE == 0 && mode != old.mode {
                 what |= sys::TFS_SET_MODE;
@@ -414,7 +414,7 @@ impl Server {
         }
     }
 
-    /// Before an operation that changes data and of which the kernel doesn't say whether the caller may leave set-id bits.
+    /// Called before an operation that changes data, if the kernel doesn't say whether the caller may keep set-id bits.
     fn drop_privileges(&self, h: &Header, attr: &Attr) -> Result<()> {
         let mode = killed(attr.mode);
         if mode != attr.mode && !rights::keeps_set_id(h) {
@@ -423,7 +423,7 @@ impl Server {
         self.drop_capability(attr)
     }
 
-    /// EPERM for what chattr +i and +a forbid.
+    /// Returns EPERM if chattr +i or +a forbids the change.
     fn refuse_protected(&self, attr: &Attr, append_too: bool) -> Result<()> {
         let mask = sys::TFS_FL_IMMUTABLE | if append_too { sys::TFS_FL_APPEND } else { 0 };
         if attr.flags & mask != 0 { Err(Errno::PERM) } else { Ok(()) }
@@ -470,7 +470,7 @@ impl Server {
 
     fn note_read(&self, ino: u64) {
         if !self.noatime {
-            // The read itself was answered; the file may be gone by now.
+            // The read was answered; the file may have been freed meanwhile.
             let _ = self.fs.touch_atime(self.nodes.handle(ino), fs::now());
         }
     }
@@ -654,7 +654,7 @@ fn u64s(c: &mut Cursor<'_>) -> Result<u64> {
     c.u64().ok_or_else(short)
 }
 
-/// A mode without set-id bits, as a chown leaves it: set-group-id without group execution is not a privilege.
+/// Returns a mode without set-id bits, as after a chown: set-group-id without group execution is no privilege and stays.
 fn killed(mode: u32) -> u32 {
     let sgid = if mode & S_IXGRP != 0 { S_ISGID } else { 0 };
     mode & !(S_ISUID | sgid)

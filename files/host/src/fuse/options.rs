@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Mount options, as mount(8) has them. Set-id bits and devices count for nothing unless they are asked for: files of a zone are made by every
-//! VM's root, who must not become root here with them.
+//! Mount options, as mount(8) has them. Set-id bits and devices are ignored by default: every VM's root can make them in a zone, and must not
+//! become root of this host by them.
 
-/// How to mount.
+/// The options of a mount.
 #[derive(Clone, Debug, Default)]
 pub struct MountOptions {
-    /// What the mount table shows as the source.
+    /// The source in the mount table.
     pub source: String,
     /// No writes.
     pub read_only: bool,
-    /// Let other users in (always so for root's mounts).
+    /// Other users may use the mount (always so for root's mounts).
     pub allow_other: bool,
-    /// Programs' set-id bits and capabilities count.
+    /// Set-id bits and capabilities of programs are honoured.
     pub suid: bool,
     /// Device nodes can be opened.
     pub dev: bool,
     /// No program can be run.
     pub noexec: bool,
-    /// Reading leaves access times as they are.
+    /// Reads don't update access times.
     pub noatime: bool,
 }
 
@@ -25,7 +25,7 @@ impl MountOptions {
     /// Takes one option of `-o`.
     ///
     /// # Errors
-    /// Names the options there are.
+    /// Lists the valid options.
     pub fn set(&mut self, option: &str) -> Result<(), String> {
         match option {
             "ro" => self.read_only = true,
@@ -62,7 +62,7 @@ impl MountOptions {
         self.list().iter().filter(|(on, ..)| *on).fold(0, |flags, (_, flag, _)| flags | flag)
     }
 
-    /// The same for fusermount3, each with a comma before it.
+    /// Returns the flags for fusermount3, each with a comma before it.
     pub fn text(&self) -> String {
         self.list().iter().filter(|(on, ..)| *on).map(|(_, _, name)| format!(",{name}")).collect()
     }

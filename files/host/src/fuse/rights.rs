@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the kernel's checks don't cover. It checks a caller's rights on the inodes that it looked up; another member may have put something else
-//! under the name since. So where a right hangs on what a name means, it is asked for here once more, about the inode that the operation then names
-//! to the core.
+//! Permission checks that the kernel does not make. It checks a caller's rights on the inodes that it looked up, but another member may have
+//! changed the meaning of a name since. So where a right depends on the inode of a name, it is checked here once more, for the inode that the
+//! operation then names to the core.
 
 use std::fs::read_to_string;
 
@@ -15,10 +15,10 @@ use crate::sys;
 /// Bits of a process's capabilities (capabilities(7)).
 const CAP_FOWNER: u32 = 3;
 const CAP_FSETID: u32 = 4;
-/// How often a name may change between the look at it and the operation before the caller is told to look again.
+/// After so many changes of a name between its lookup and the operation, the caller gets ESTALE.
 const TRIES: usize = 100;
 
-/// Whether the caller has a capability. Without its process to ask (it is in a name space that this one can't see): root has.
+/// Returns whether the caller has a capability. If its process is in a PID namespace that this one can't see: whether it is root.
 fn capable(h: &Header, capability: u32) -> bool {
     let of_process = || {
         let status = read_to_string(format!("/proc/{}/status", h.pid)).ok().filter(|_| h.pid != 0)?;
@@ -28,13 +28,14 @@ fn capable(h: &Header, capability: u32) -> bool {
     of_process().map_or(h.uid == 0, |all| all >> capability & 1 == 1)
 }
 
-/// Whether set-id bits of a file may stay when this caller changes its data.
+/// Returns whether set-id bits of a file may stay when this caller changes its data.
 pub(super) fn keeps_set_id(h: &Header) -> bool {
     capable(h, CAP_FSETID)
 }
 
 impl Server {
-    /// What a name means, if the caller may take it away from the directory. ESTALE: it may not, which the kernel finds out when it looks again.
+    /// Returns the inode of a name if the caller may remove it from the directory. ESTALE: it may not, which the kernel finds out when it looks
+    /// again.
     fn removable(&self, h: &Header, dir: &Attr, name: &[u8]) -> Result<Expect> {
         if dir.flags & sys::TFS_FL_IMMUTABLE != 0 {
             return Err(Errno::PERM);
@@ -42,7 +43,7 @@ impl Server {
         let victim = match self.fs.lookup(dir, name) {
             Err(Errno::NOENT) => return Ok(Expect::Nothing),
             found => match self.fs.getattr(found?.0) {
-                Err(Errno::STALE) => return Err(Errno::AGAIN), // removed between the two looks
+                Err(Errno::STALE) => return Err(Errno::AGAIN), // removed between lookup and getattr
                 victim => victim?,
             },
         };
@@ -57,7 +58,7 @@ impl Server {
         Ok(Expect::This(Handle::from(&victim)))
     }
 
-    /// Does `remove` with what its names mean, again where they change meanwhile.
+    /// Runs `remove` with the present inodes of its names, and again if they change meanwhile.
     fn checked(&self, mut remove: impl FnMut() -> Result<()>) -> Result<()> {
         for _ in 0..TRIES {
             match remove() {
@@ -96,7 +97,7 @@ impl Server {
         })
     }
 
-    /// ESTALE of an operation whose directories are still there is a name's.
+    /// An ESTALE that comes from a name, not from one of the directories, is returned as EAGAIN.
     fn changed_meanwhile(&self, done: Result<()>, dirs: &[Handle]) -> Result<()> {
         match done {
             Err(Errno::STALE) if dirs.iter().all(|dir| self.fs.getattr(*dir).is_ok()) => Err(Errno::AGAIN),
@@ -131,7 +132,7 @@ mod tests {
         server.fs.create(ROOT, Some(name.as_bytes()), &what).expect("create");
     }
 
-    /// The kernel's own check saw another file, or none, under the name: to the mount such a request looks like these.
+    /// Such requests arrive when the kernel has checked another file, or none, at the name.
     #[test]
     fn a_sticky_directory_protects_a_file_that_came_since_the_kernel_looked() {
         let server = server();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A mount's life: open the device, mount, agree with the kernel, answer requests on several threads, unmount.
+//! A mount's life: opens the device, mounts, negotiates with the kernel, answers requests on several threads, unmounts.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -22,11 +22,11 @@ use super::options::MountOptions;
 
 /// Largest write the kernel sends at once.
 const MAX_WRITE: u32 = 1 << 20;
-/// Reads more pieces than this are copied together.
+/// Reads of more pieces than this are copied together.
 const MAX_PIECES: usize = 1000;
 static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
 
-/// Threads beyond those that the mount begins with, at most.
+/// The largest number of threads beyond those at the start.
 const MOST_MORE: usize = 128;
 
 /// A file system mounted at a directory.
@@ -35,12 +35,12 @@ pub struct Mounted {
     target: PathBuf,
 }
 
-/// The threads of a mount. A request may wait for another member, which may be suspended; so whenever the last idle thread takes one, another
+/// The threads of a mount. A request may wait for another member, which may be suspended. So when the last idle thread takes one, another
 /// thread is started, and ends when enough are idle again.
 pub struct Threads {
     device: Arc<File>,
     server: Arc<Server>,
-    /// So many stay.
+    /// So many threads stay.
     keep: usize,
     idle: AtomicUsize,
     more: Mutex<Vec<JoinHandle<io::Result<()>>>>,
@@ -123,7 +123,7 @@ impl Mounted {
         &self.target
     }
 
-    /// Agrees with the kernel on what both can; to be called once, before any thread serves.
+    /// Negotiates features with the kernel. Called once, before any thread serves.
     pub fn handshake(&self, server: &Server) -> io::Result<()> {
         let mut buf = vec![0; MAX_WRITE as usize + 8192];
         // The kernel may offer a newer major version first; then it asks again with ours.
@@ -168,7 +168,7 @@ impl Mounted {
                 | init::HANDLE_KILLPRIV_V2
                 | init::SETXATTR_EXT
                 | init::INIT_EXT;
-            // A mount that may not write keeps its locks to itself: they would be words in the zone.
+            // A read-only mount keeps its locks in the kernel: in the zone they would be stores.
             if server.fs.area().writable() {
                 wanted |= init::POSIX_LOCKS | init::FLOCK_LOCKS;
             }
@@ -184,14 +184,13 @@ impl Mounted {
         ))
     }
 
-    /// What serves it: `keep` threads and, while those wait, more.
+    /// Makes the threads: `keep` of them and, while those wait, more.
     pub fn threads(&self, server: Arc<Server>, keep: usize) -> Arc<Threads> {
         let (idle, more) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
         Arc::new(Threads { device: Arc::clone(&self.device), server, keep, idle, more })
     }
 
-    /// Unmounts; when something is still in use there, detaches it, so that the directory is free at once. Returns whether it was
-    /// free.
+    /// Unmounts; a mount in use is detached, so that the directory is free at once. Returns whether it was unused.
     pub fn unmount(&self) -> io::Result<bool> {
         let path = CString::new(self.target.as_os_str().as_bytes())?;
         if rustix::process::geteuid().is_root() {
@@ -202,7 +201,7 @@ impl Mounted {
                 }
                 let error = io::Error::last_os_error();
                 match error.raw_os_error() {
-                    // Not mounted any more: someone else was faster.
+                    // Not mounted any more: another process has unmounted it.
                     Some(libc::EINVAL) => return Ok(true),
                     Some(libc::EBUSY) => {}
                     _ => return Err(error),
@@ -242,7 +241,7 @@ impl Threads {
         name.spawn(move || threads.serve(&device, extra))
     }
 
-    /// Somebody must be there to take the next request. Where no thread can be started it waits for one of those that there are.
+    /// Starts a thread to take the next request. If that fails, the request waits for one of the present threads.
     fn start_another(self: &Arc<Self>) {
         let Ok(mut more) = self.more.lock() else { return };
         more.retain(|thread| !thread.is_finished());
@@ -251,7 +250,7 @@ impl Threads {
         }
     }
 
-    /// Waits for the end of all that were started since. The mount has ended.
+    /// Waits for the end of all threads started since. The mount has ended.
     pub fn join(&self) -> io::Result<()> {
         let more = self.more.lock().map(|mut more| std::mem::take(&mut *more)).unwrap_or_default();
         more.into_iter()
@@ -313,7 +312,7 @@ fn answer(device: &Arc<File>, server: &Server, request: &[u8]) -> io::Result<boo
     }
 }
 
-/// Answers a request that had to wait. An error: nobody is there to be answered.
+/// Answers a request that had to wait. An error: the mount has ended.
 pub(super) fn answer_late(device: &File, unique: u64, answer: Result<(), Errno>) -> io::Result<()> {
     send(device, unique, &answer.map(|()| Reply::Body(Out::new())))
 }
@@ -339,7 +338,7 @@ fn send(device: &File, unique: u64, answer: &Result<Reply<'_>, Errno>) -> io::Re
     }
 }
 
-/// A device takes one reply in one writev, which may have 1024 parts at most.
+/// Sends a reply with pieces of the zone. The device takes one reply in one writev, which may have 1024 parts at most.
 fn send_zone(device: &File, unique: u64, pieces: &[Piece]) -> io::Result<()> {
     let total: usize = pieces.iter().map(|p| p.len).sum();
     let header = header_bytes(unique, 0, total);
@@ -382,6 +381,6 @@ pub fn end_signals() -> io::Result<File> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a new descriptor that nobody else owns.
+    // SAFETY: a new descriptor without another owner.
     Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What members do at the same time, and what must come of it.
+//! Operations of members at the same time, and their required outcome.
 
 use rustix::io::Errno;
 use tombolo_files::fs::{Create, FileLock, Filesystem, Handle, ROOT};
@@ -56,12 +56,12 @@ fn recover(fs: &Filesystem) -> Result<(), String> {
     fs.recover_all().map_err(|e| format!("recovery: {e}"))
 }
 
-/// A file of its own, where blocks and records that come free are taken first.
+/// Makes a file of its own in a place where freed blocks and records are reused first.
 fn make_own(fs: &Filesystem) -> Result<(), String> {
     make_file(fs, "own")
 }
 
-/// The same while a second recovery is under way.
+/// The same while a second recovery runs.
 fn make_late(fs: &Filesystem) -> Result<(), String> {
     make_file(fs, "late")
 }
@@ -76,7 +76,7 @@ fn own_is_there(fs: &Filesystem) -> Result<(), String> {
     file_is_there(fs, "b/own")
 }
 
-/// Where nobody died twice it was not made.
+/// In plans in which no member died twice it was not made.
 fn late_is_there(fs: &Filesystem, made: bool) -> Result<(), String> {
     if made { file_is_there(fs, "b/late") } else { Ok(()) }
 }
@@ -211,7 +211,7 @@ fn a_path_that_means_another_file_by_now_leaves_that_one_as_it_is() {
 
 #[test]
 fn an_open_file_stays_though_another_thread_was_late_for_the_last_one_with_its_number() {
-    /// A skin has one reference for each inode: here one thread for the first, one for those that come after it.
+    /// A skin has one reference for each inode: here one thread for the first open, one for later ones.
     fn open_and_close(fs: &Filesystem, first: bool) -> Result<(), String> {
         for _ in 0..3 {
             let Ok(f) = at(fs, "a/f") else { continue };
@@ -227,7 +227,7 @@ fn an_open_file_stays_though_another_thread_was_late_for_the_last_one_with_its_n
         }
         Ok(())
     }
-    /// No record is free but those that come free.
+    /// Leaves no free record but those that become free.
     fn setup_full(fs: &Filesystem) {
         setup(fs);
         make(fs, "", "full", DIR).expect("mkdir");
@@ -333,7 +333,7 @@ fn names_made_and_removed_in_one_directory_are_those_that_were_told() {
     case.explore("names");
 }
 
-/// What a reader that has nothing open may be told of a name that is removed meanwhile.
+/// Returns whether a reader without an open file may get this error for a name that is removed meanwhile.
 fn is_gone(error: Errno) -> bool {
     matches!(error, Errno::NOENT | Errno::STALE)
 }
@@ -381,7 +381,7 @@ fn names_without_a_pin_are_read_whole_or_not_at_all() {
                 put(fs, other, b'o', LEN)?;
                 is_full_of(fs, other, b'o', LEN)
             }),
-            // A member that may not write waits for a dead one's change until somebody has recovered it.
+            // A read-only member waits for a dead member's change until another member has recovered it.
             Doing { after: Some(2), ..doing(1, false, recover) },
         ],
         check: |fs, _| is_full_of(fs, at(fs, "other").map_err(|e| e.to_string())?, b'o', LEN),
@@ -400,7 +400,7 @@ fn data_that_is_removed_is_read_whole_or_not_at_all_and_is_no_damage() {
         let Ok(h) = at(fs, "h") else { return Ok(()) };
         let mut bytes = [b'h'; 20_000];
         match fs.pread(h, &mut bytes, 9000) {
-            // Where it was cut off meanwhile, there are zeroes.
+            // A part that was cut off meanwhile reads zeroes.
             Ok(_) if bytes.iter().all(|b| [b'h', 0].contains(b)) => {}
             Err(e) if is_gone(e) => return Ok(()),
             other => return Err(format!("read: {other:?}")),

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Situations that dead, suspended and killed members leave, made by hand, and what one member then does in them. Time is the schedule's.
+//! States that dead, suspended and killed members leave, made by hand, and one member's operations in them. The schedule provides the
+//! time.
 
 use core::mem::offset_of;
 
@@ -15,7 +16,7 @@ const BLOCK: u64 = sys::TFS_BLOCK as u64;
 const SECOND: u64 = 1_000_000_000;
 
 impl Zone {
-    /// Where a field lies in the area.
+    /// Returns the offset of a field in the area.
     fn inode(&self, ino: Handle, field: usize) -> u64 {
         let table = self.area.word(offset_of!(sys::tfs_super, data_start) as u64).expect("a super block");
         table * BLOCK + ino.ino * size_of::<sys::tfs_inode>() as u64 + field as u64
@@ -29,12 +30,12 @@ impl Zone {
         assert!(self.area.store_word(offset, value), "{offset:#x} is in the area");
     }
 
-    /// A member in its first life has a lock.
+    /// A member in its first epoch holds a lock.
     fn hold(&self, member: u32, lock: u64) {
         self.store(lock, 1 << 32 | u64::from(sys::TFS_LOCK_HELD) | u64::from(member + 1));
     }
 
-    /// It has the lock of an inode, and a transaction in this slot that makes it empty.
+    /// The member holds the lock of an inode, and has a transaction in this slot that truncates it to nothing.
     fn truncates(&self, member: u32, slot: usize, ino: Handle) {
         let size = self.inode(ino, offset_of!(sys::tfs_inode, size));
         let tx = |field| Zone::member_area(member, slot * size_of::<sys::tfs_tx>() + field);
@@ -48,7 +49,7 @@ impl Zone {
         self.store(tx(0), 1 << 32 | u64::from(sys::TFS_TX_COMMITTED));
     }
 
-    /// It says that it maps the inode, holes too.
+    /// The member declares that it maps the inode, holes too.
     fn maps(&self, member: u32, ino: Handle) {
         for field in [offset_of!(sys::tfs_inode, mappers), offset_of!(sys::tfs_inode, hole_mappers)] {
             self.store(self.inode(ino, field), 1 << member);
@@ -59,9 +60,9 @@ impl Zone {
         self.alone(body).expect("it comes to its end without damage")
     }
 
-    /// All that were there are dead, and what they left is put in order.
+    /// All former members are dead and recovered, and fsck finds nothing.
     fn assert_clean(&self, members: &[u32]) {
-        members.iter().for_each(|member| self.bury(*member));
+        members.iter().for_each(|member| self.declare_dead(*member));
         let last = self.open(30, false).expect("open");
         self.does(|| last.recover_all()).expect("the last recovery");
         last.abandon();
@@ -85,7 +86,7 @@ fn a_member_that_died_in_a_truncation_and_in_a_recovery_comes_back_though_it_is_
     let slot = sys::TFS_TX_RECOVERY as usize * size_of::<sys::tfs_tx>();
     zone.store(Zone::member_area(4, slot + offset_of!(sys::tfs_tx, ino)), other.ino);
     zone.store(Zone::member_area(4, slot), 1 << 32 | u64::from(sys::TFS_TX_OPEN));
-    zone.bury(4);
+    zone.declare_dead(4);
     let fs = zone.does(|| zone.open(4, false)).expect("open");
     assert_eq!((fs.size(cut), fs.size(other)), (0, 9000));
     fs.abandon();
@@ -100,10 +101,10 @@ fn a_recovery_without_memory_ends_and_the_next_one_goes_on() {
     first.open_ref(orphan).expect("open");
     other.unlink(ROOT, b"orphan", None).expect("unlink");
     [first, second].into_iter().for_each(Filesystem::abandon);
-    // The second died with the lock of what the first had open, and its own recovery needs memory.
+    // The second died with the lock of an inode that the first had open, and its own recovery needs memory.
     zone.truncates(2, 0, cut);
     zone.hold(2, zone.inode(orphan, offset_of!(sys::tfs_inode, lock)));
-    [1, 2].into_iter().for_each(|m| zone.bury(m));
+    [1, 2].into_iter().for_each(|m| zone.declare_dead(m));
     hooks::NO_MEMORY.set(1);
     assert_eq!(zone.does(|| other.recover_all()), Err(Errno::NOMEM));
     zone.does(|| other.recover_all()).expect("there is memory again");
@@ -119,14 +120,14 @@ fn a_truncation_that_is_killed_beside_suspended_members_leaves_nothing_behind_th
     let zone = Zone::new(|_| {});
     let fs = zone.open(4, false).expect("open");
     let cut = file(&fs, "cut", b"");
-    // From the end on, so that no two blocks form a run: more runs than are removed at once.
+    // From the end on, so that no two blocks form a run: more runs than one pass removes.
     for block in (0..BLOCKS).rev() {
         assert_eq!(fs.pwrite(cut, &[7; BLOCK as usize], block * BLOCK, false), Ok(BLOCK as usize));
     }
     let (mapper, owner) = (10, 11);
     let suspended = [mapper, owner].map(|m| zone.open(m, false).expect("open"));
     zone.maps(mapper, cut);
-    zone.hold(owner, offset_of!(sys::tfs_super, limbo_lock) as u64);
+    zone.hold(owner, offset_of!(sys::tfs_super, deferred_lock) as u64);
     hooks::KILLED.set(true);
     zone.does(|| fs.truncate(cut, 0, false)).expect("truncate");
     hooks::KILLED.set(false);
@@ -157,7 +158,7 @@ fn a_suspended_member_that_maps_holes_is_waited_for_once_until_it_answers() {
     };
     let waited = fill(0..20);
     assert!((2 * SECOND..3 * SECOND).contains(&waited), "20 blocks took {waited} ns");
-    // It begins to take mappings back, and is suspended once more.
+    // It begins to revoke mappings, and is suspended once more.
     zone.store(Zone::member_area(10, offset_of!(sys::tfs_member_area, revokes_begun)), 1);
     let waited = fill(20..40);
     assert!((2 * SECOND..3 * SECOND).contains(&waited), "20 blocks took {waited} ns");
@@ -191,7 +192,7 @@ fn a_slot_of_recoveries_that_damage_opened_is_told_of_and_holds_up_nobody() {
     let cut = file(&dead, "cut", &[2; 20_000]);
     dead.abandon();
     zone.truncates(1, 0, cut);
-    zone.bury(1);
+    zone.declare_dead(1);
     let slot = sys::TFS_TX_RECOVERY as usize * size_of::<sys::tfs_tx>();
     zone.store(Zone::member_area(7, slot), 1 << 32 | u64::from(sys::TFS_TX_OPEN));
     let told = zone.alone(|| fs.recover_all()).expect_err("it is told of");
@@ -208,7 +209,7 @@ fn a_file_system_from_before_fair_locks_is_taken_over_with_what_the_dead_left_in
     let [dead, other] = [1, 2].map(|m| zone.open(m, false).expect("open"));
     let (cut, kept) = (file(&dead, "cut", &[1; 20_000]), file(&dead, "kept", &[2; 9000]));
     [dead, other].into_iter().for_each(Filesystem::abandon);
-    // As it was then: no features, no reserved blocks, the tag of a lock's word is 1.
+    // As older programs made it: no features, no reserved blocks, the tag of a lock's word is 1.
     let incompat = offset_of!(sys::tfs_super, incompat) as u64;
     zone.store(incompat, 0);
     let map = zone.area.word(offset_of!(sys::tfs_super, map_start) as u64).expect("a super block") * BLOCK;
@@ -219,13 +220,13 @@ fn a_file_system_from_before_fair_locks_is_taken_over_with_what_the_dead_left_in
     }
     zone.truncates(1, 31, cut);
     zone.store(zone.inode(cut, offset_of!(sys::tfs_inode, lock)), 1 << 32 | 1 << 8 | 2);
-    zone.bury(1);
+    zone.declare_dead(1);
     zone.store(Zone::member_area(2, offset_of!(sys::tfs_member_area, features)), 0);
     let refused = zone.does(|| zone.open(3, false).map(Filesystem::abandon));
     assert!(refused.is_err(), "the second is one of the older ones");
     assert_eq!(zone.area.word(incompat), Some(0));
     zone.leave(20);
-    [2, 3].into_iter().for_each(|m| zone.bury(m));
+    [2, 3].into_iter().for_each(|m| zone.declare_dead(m));
     let fs = zone.does(|| zone.open(4, false)).expect("open");
     assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_ALL)));
     zone.does(|| fs.truncate(cut, 3, false)).expect("the dead one's lock is taken over");
@@ -257,7 +258,7 @@ fn what_was_kept_for_a_reader_that_stood_still_is_free_once_it_has_gone_on() {
         pending & u64::from(sys::TMB_PENDING_REVOKE) != 0
     };
     assert!(pending(), "it is asked to");
-    // It goes on, while another of its threads stands still at another file.
+    // That thread goes on, while another of its threads stays suspended at another file.
     pin(0, 0);
     pin(1, other.ino);
     zone.does(|| reader.let_go());
@@ -270,7 +271,7 @@ fn what_was_kept_for_a_reader_that_stood_still_is_free_once_it_has_gone_on() {
     zone.assert_clean(&[4, 10]);
 }
 
-/// The pins of a member, as it would set them.
+/// Sets a pin of a member, as it would itself.
 fn pin(zone: &Zone, member: u32, slot: u64, ino: u64) {
     zone.store(Zone::member_area(member, offset_of!(sys::tfs_member_area, pins)) + slot * 64, ino);
     zone.store(Zone::member_area(member, offset_of!(sys::tfs_member_area, pins_in_use)), slot + 1);
@@ -292,7 +293,7 @@ fn a_suspended_reader_costs_those_who_remove_what_it_reads_one_short_wait() {
         schedule::clock() - start
     });
     assert!(waited < SECOND / 10, "40 removals took {waited} ns");
-    assert!(fs.limbo().0 >= 20 * 3, "what it may still read is kept");
+    assert!(fs.deferred().0 >= 20 * 3, "what it may still read is kept");
     [fs, reader].into_iter().for_each(Filesystem::abandon);
     zone.assert_clean(&[4, 10]);
 }
@@ -324,21 +325,21 @@ fn what_a_killed_truncation_cut_off_stays_a_mappers_until_that_lets_go() {
     let cut = file(&fs, "cut", &[1; 20_000]);
     let free = fs.statfs().blocks_free;
     zone.maps(mapper, cut);
-    let limbo_lock = offset_of!(sys::tfs_super, limbo_lock) as u64;
-    zone.hold(owner, limbo_lock);
+    let deferred_lock = offset_of!(sys::tfs_super, deferred_lock) as u64;
+    zone.hold(owner, deferred_lock);
     hooks::KILLED.set(true);
     zone.does(|| fs.truncate(cut, 0, false)).expect("truncate");
     hooks::KILLED.set(false);
-    zone.store(limbo_lock, 0);
+    zone.store(deferred_lock, 0);
     zone.does(|| drop(fs));
     zone.leave(4);
     zone.does(|| suspended.recover_all()).expect("recovery");
-    assert_eq!(suspended.limbo(), (6, vec![mapper]), "five blocks and a node are the mapper's still");
+    assert_eq!(suspended.deferred(), (6, vec![mapper]), "five blocks and a node are the mapper's still");
     assert_eq!(suspended.statfs().blocks_free, free);
     let (table, _) = zone.state(mapper);
     assert!(table.store_word(u64::from(mapper) * 256 + offset_of!(sys::tmb_member, pending) as u64, 0));
     zone.does(|| mapping.let_go());
-    assert_eq!(suspended.limbo(), (0, vec![]));
+    assert_eq!(suspended.deferred(), (0, vec![]));
     assert_eq!(suspended.statfs().blocks_free, free + 6);
     [mapping, suspended].into_iter().for_each(Filesystem::abandon);
     zone.assert_clean(&[mapper, owner]);
@@ -352,12 +353,12 @@ fn an_attribute_that_was_replaced_by_a_killed_process_leaves_no_block_behind() {
     let named = file(&fs, "named", b"x");
     fs.xattr_set(named, b"user.a", Some(&[1; 5000]), 0, None).expect("an attribute");
     pin(&zone, 10, 0, named.ino);
-    let limbo_lock = offset_of!(sys::tfs_super, limbo_lock) as u64;
-    zone.hold(11, limbo_lock);
+    let deferred_lock = offset_of!(sys::tfs_super, deferred_lock) as u64;
+    zone.hold(11, deferred_lock);
     hooks::KILLED.set(true);
     zone.does(|| fs.xattr_set(named, b"user.a", Some(&[2; 5000]), 0, None)).expect("an attribute");
     hooks::KILLED.set(false);
-    zone.store(limbo_lock, 0);
+    zone.store(deferred_lock, 0);
     zone.does(|| drop(fs));
     zone.leave(4);
     [reader, owner].into_iter().for_each(Filesystem::abandon);
@@ -389,8 +390,8 @@ fn a_recovery_that_was_killed_before_its_end_is_made_once_more() {
     dead.open_ref(half).expect("open");
     fs.unlink(ROOT, b"half", None).expect("unlink");
     dead.abandon();
-    zone.bury(1);
-    // All slots of the one who recovers are its other threads'.
+    zone.declare_dead(1);
+    // Other threads have all slots of the recovering member.
     let tx = |slot| Zone::member_area(7, slot * size_of::<sys::tfs_tx>());
     (0..sys::TFS_TX_RECOVERY as usize).for_each(|i| zone.store(tx(i), 1 << 32 | u64::from(sys::TFS_TX_OPEN)));
     hooks::KILLED.set(true);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the instrumented core calls: before each access to memory, each copy and fill; and its surroundings.
+//! The functions that the instrumented core calls: before each access to memory, each copy and fill; and its
+//! surroundings.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -7,14 +8,14 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Seq
 
 use crate::schedule;
 
-// The instrumented core: before the plain one that comes with the crate, so that it is taken in its place.
+// The instrumented core is linked before the plain one that comes with the crate, so its functions are taken.
 #[link(name = "tfs_recorded", kind = "static", modifiers = "+whole-archive")]
 unsafe extern "C" {}
 
 thread_local! {
-    /// Allocations that find no memory, from now on.
+    /// So many allocations fail from now on.
     pub static NO_MEMORY: Cell<usize> = const { Cell::new(0) };
-    /// Whether the waiting threads have been killed.
+    /// The waiting threads have been killed.
     pub static KILLED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -124,7 +125,7 @@ swaps! {
 extern "C" fn recorded_memcpy(to: *mut c_void, from: *const c_void, len: usize) -> *mut c_void {
     schedule::access(to as usize, true);
     schedule::access(from as usize, false);
-    // SAFETY: what the caller of memcpy promises.
+    // SAFETY: as the caller of memcpy promises.
     unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast::<u8>(), len) };
     to
 }
@@ -132,7 +133,7 @@ extern "C" fn recorded_memcpy(to: *mut c_void, from: *const c_void, len: usize) 
 #[unsafe(no_mangle)]
 extern "C" fn recorded_memset(to: *mut c_void, byte: c_int, len: usize) -> *mut c_void {
     schedule::access(to as usize, true);
-    // SAFETY: what the caller of memset promises.
+    // SAFETY: as the caller of memset promises.
     unsafe { std::ptr::write_bytes(to.cast::<u8>(), byte as u8, len) };
     to
 }

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The core under every order of its accesses to the zone, up to a bound: members do something at the same time, some of them die of it, others
-//! recover, and what was acknowledged is there, what nobody did is not, and fsck finds nothing.
+//! The core under every order of its accesses to the zone, up to a bound. Members run operations at the same time, some of them die, others recover.
+//! Then acknowledged changes are there, no others are, and fsck finds nothing.
 //!
 //! - [`schedule`]: threads as coroutines, switched before any access to the zone.
-//! - [`plan`]: who runs when and who dies when.
+//! - [`plan`]: the order in which threads run and die.
 //! - [`hooks`]: what the instrumented core calls.
-//! - [`cases`]: what the members do, and what must come of it.
-//! - [`found`]: single situations in which something stands still, is refused or is left over: what one member finds there.
+//! - [`cases`]: the members' operations, and their required outcome.
+//! - [`found`]: single states in which a member is suspended, refused or has left work, and what one member does in them.
 //!
-//! Of each case all schedules with one switch, and all with one death, are tried at every n-th access; then as many by chance, each with any number of
-//! switches and deaths. TOMBOLO_EXPLORE=SECONDS goes on by chance for so long in each case, with other seeds each time; with all
-//! accesses of the first kind. A failure says its plan; TOMBOLO_EXPLORE_SEED=N begins with the seed that it names.
+//! Of each case all schedules with one switch, and all with one death, are tried at every n-th access; then as many random ones, each with any number
+//! of switches and deaths. TOMBOLO_EXPLORE=SECONDS goes on with random ones for so long in each case, with other seeds each time, and with all
+//! accesses of the first kind. A failure prints its plan; TOMBOLO_EXPLORE_SEED=N begins with that seed.
 
 mod cases;
 mod found;
@@ -24,19 +24,19 @@ use std::time::{Duration, Instant};
 
 use plan::Plan;
 use schedule::{Ran, Schedule, Thread};
-use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Filesystem, Mkfs};
 use tombolo_files::{fsck, sys};
 
 const TABLE: usize = 4096;
 const AREA: usize = 32768;
 const MIB: u64 = 4;
-/// Schedules by chance in the short form.
+/// Random schedules in the short form.
 const SHORT: u64 = 1500;
-/// Of the places for one switch or death, so many are tried in the short form.
+/// Places for a switch or death that the short form tries.
 const PLACES: usize = 400;
 
-/// What one thread does: 0, or what went wrong that must not.
+/// A thread's operation. An error: a forbidden outcome.
 type Body = fn(&Filesystem) -> Result<(), String>;
 
 /// A member's thread.
@@ -53,13 +53,13 @@ struct Doing {
 struct Case {
     setup: fn(&Filesystem),
     doing: Vec<Doing>,
-    /// Afterwards, by a member that comes then, in some plans one that died; which threads came to their end.
+    /// Checked afterwards by a member that joins then, in some plans one that died; with the threads that ended.
     check: fn(&Filesystem, &[bool]) -> Result<(), String>,
 }
 
 struct Zone {
     map: Arc<Map>,
-    /// The same memory, for members that may only read.
+    /// The same memory, for read-only members.
     reader: Arc<Map>,
     area: Area,
     image: Vec<u8>,
@@ -107,13 +107,13 @@ impl Zone {
         assert!(
             table.store_word(u64::from(member) * 256 + offset_of!(sys::tmb_member, rights) as u64, rights)
         );
-        let seat = Some((TABLE as u64, Seat { member, epoch: epoch as u32 + 1 }));
+        let incarnation = Some((TABLE as u64, Incarnation { member, epoch: epoch as u32 + 1 }));
         let map = if read_only { &self.reader } else { &self.map };
-        let area = Area::in_map(map, AREA as u64, MIB << 20, seat).expect("an area");
+        let area = Area::in_map(map, AREA as u64, MIB << 20, incarnation).expect("an area");
         Filesystem::open(area).map_err(|e| format!("open: {e}"))
     }
 
-    /// One thread alone, to its end.
+    /// Runs one thread alone, to its end.
     fn alone<T>(&self, body: impl FnOnce() -> T) -> Result<T, String> {
         let mut result = None;
         let thread = Thread { body: Box::new(|| result = Some(body())), after: None };
@@ -125,7 +125,7 @@ impl Zone {
         }
     }
 
-    /// Two threads at once, in this order of accesses.
+    /// Runs two threads in this order of accesses.
     fn both(&self, plan: Plan, one: impl FnOnce(), other: impl FnOnce()) {
         let threads =
             vec![Thread { body: Box::new(one), after: None }, Thread { body: Box::new(other), after: None }];
@@ -134,13 +134,13 @@ impl Zone {
         assert_eq!(ran.damage, Vec::<String>::new());
     }
 
-    /// It has left in good order.
+    /// The member has left.
     fn leave(&self, member: u32) {
         let (table, epoch) = self.state(member);
         assert!(table.store_word(u64::from(member) * 256, epoch << 32 | u64::from(sys::TMB_MEMBER_INVITED)));
     }
 
-    fn bury(&self, member: u32) {
+    fn declare_dead(&self, member: u32) {
         let (table, epoch) = self.state(member);
         assert!(
             table.store_word(u64::from(member) * 256, (epoch + 1) << 32 | u64::from(sys::TMB_MEMBER_DEAD))
@@ -177,7 +177,7 @@ impl Case {
             threads.push(Thread { body, after: doing.after });
         }
         let ran = Schedule::run(threads, [Zone::region(&zone.map), Zone::region(&zone.reader)], plan, |i| {
-            zone.bury(self.doing[i].member)
+            zone.declare_dead(self.doing[i].member)
         })?;
         members.into_iter().for_each(|(_, fs)| fs.abandon());
         let mut wrong = wrong.into_inner();
@@ -185,7 +185,7 @@ impl Case {
         if !wrong.is_empty() {
             return Err(wrong.join("; "));
         }
-        self.doing.iter().for_each(|doing| zone.bury(doing.member));
+        self.doing.iter().for_each(|doing| zone.declare_dead(doing.member));
         let last = zone.alone(|| {
             let last = zone.open(last, false)?;
             last.recover_all().map_err(|e| format!("the last recovery: {e}")).map(|()| last)
@@ -196,7 +196,7 @@ impl Case {
         Ok(ran)
     }
 
-    /// Explores; how many schedules.
+    /// Explores the case and returns the number of schedules.
     fn explore(&self, name: &str) -> usize {
         let zone = Zone::new(self.setup);
         let mut tried = 0;

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which thread runs when, and who dies when: chosen beforehand, or by chance from a seed.
+//! Decides which thread runs and which dies, and when: by a given plan, or at random from a seed.
 
-/// A choice of one schedule. Said in a failure, it repeats it.
+/// The decisions of one schedule. A failure prints it, and it repeats the schedule.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Thread and the number of its access before which another one goes on.
     pub switches: Vec<(usize, usize)>,
     /// Thread and the number of its store before which it dies.
     pub deaths: Vec<(usize, usize)>,
-    /// Deaths are known at once, not only when nobody else can go on.
+    /// Deaths are known at once, not only when no other thread can run.
     pub at_once: bool,
-    /// Of so many accesses one is a switch, by chance; 0: none.
+    /// One of so many accesses is a random switch; 0: none.
     pub rate: u64,
     pub random: u64,
-    /// Who runs; another one only when it switches, waits or ends.
+    /// The running thread; another one runs only when it switches, waits or ends.
     last: usize,
     switched: bool,
 }
@@ -29,7 +29,7 @@ impl Plan {
         Plan { switches, deaths, at_once, rate: 0, random: 0, last: first, switched: false }
     }
 
-    /// By chance: switches, and the deaths of some of `mortal`, within the stores that they made before.
+    /// Makes a random plan: switches, and the deaths of some of `mortal`, within the stores that they made before.
     pub fn by_chance(seed: u64, mortal: &[usize], stores: &[usize]) -> Plan {
         let mut plan = Plan::new(0, Vec::new(), Vec::new(), false);
         plan.random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -66,7 +66,7 @@ impl Plan {
         self.at_once || (self.rate > 0 && self.next() % 16 == 0)
     }
 
-    /// Of those that can run: the same as before, or after a switch another one.
+    /// Chooses among the threads that can run: the same as before, or another one after a switch.
     pub fn pick(&mut self, ready: &[usize]) -> usize {
         if self.rate > 0 {
             self.last = ready[self.next() as usize % ready.len()];

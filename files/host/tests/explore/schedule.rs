@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Threads of members as coroutines of one thread: the core's accesses to the zone are where they are switched, so a schedule is repeated from
-//! its plan alone.
+//! Threads of members as coroutines of one thread, which are switched at the core's accesses to the zone. So a plan alone repeats a schedule.
 //!
-//! The core is the one that the prefixes test has, compiled with the instrumentation for thread sanitizers; what that calls, and what the core
-//! asks of its surroundings (`tfs_os_*`), is in [`crate::hooks`] and comes here. Time is made up and passes while somebody waits.
+//! The core is that of the prefixes test, compiled with the instrumentation for thread sanitizers. The functions that it calls, and its
+//! surroundings (`tfs_os_*`), are in [`crate::hooks`] and call this module. Time is simulated and passes while a thread waits.
 //!
-//! A thread that dies is not run any more: its member stays as it was, with all locks, until its death is known. That is when the plan says, or
-//! when nobody else can go on.
+//! A thread that dies is not run any more: its member stays as it was, with all locks, until its death is known. The plan says when, or it is
+//! when no other thread can run.
 
 use std::cell::Cell;
 use std::mem::MaybeUninit;
@@ -14,7 +13,7 @@ use std::mem::MaybeUninit;
 use crate::plan::Plan;
 
 const STACK: usize = 256 << 10;
-/// Waits in one run; more are waits without end.
+/// Waits in one run; more count as endless.
 const WAITS: usize = 300_000;
 
 thread_local! {
@@ -28,7 +27,7 @@ enum State {
     Ready,
     Waits,
     Done,
-    /// Not run any more. Is it known?
+    /// Not run any more; true: the death is known.
     Dead(bool),
 }
 
@@ -59,13 +58,13 @@ pub struct Schedule<'a> {
     pub damage: Vec<String>,
 }
 
-/// How a run went.
+/// The result of a run.
 pub struct Ran {
     /// Accesses of each thread.
     pub steps: Vec<usize>,
     /// Of these, those that may store.
     pub stores: Vec<usize>,
-    /// Whether it came to its end.
+    /// The thread ended.
     pub done: Vec<bool>,
     pub damage: Vec<String>,
 }
@@ -77,7 +76,7 @@ fn blank() -> Box<libc::ucontext_t> {
 
 extern "C" fn enter() {
     let s = CURRENT.get();
-    // SAFETY: run() set it for as long as coroutines run; nobody else uses it meanwhile on this thread.
+    // SAFETY: run() set it for as long as coroutines run; this thread has no other user of it.
     let body = unsafe { (&mut *s).coroutines[(*s).current].body.take() };
     if let Some(body) = body {
         body();
@@ -88,12 +87,12 @@ extern "C" fn enter() {
 }
 
 impl<'a> Schedule<'a> {
-    /// Runs threads to their end as the plan says; `bury(i)` makes the death of thread i known. Errors: a wait without end.
+    /// Runs threads to their end as the plan says; `declare_dead(i)` makes the death of thread i known. Errors: a wait without end.
     pub fn run(
         threads: Vec<Thread<'a>>,
         regions: [(usize, usize); 2],
         plan: Plan,
-        mut bury: impl FnMut(usize),
+        mut declare_dead: impl FnMut(usize),
     ) -> Result<Ran, String> {
         let mut s = Schedule {
             coroutines: threads.into_iter().map(Coroutine::new).collect(),
@@ -108,7 +107,7 @@ impl<'a> Schedule<'a> {
         let p: *mut Schedule<'a> = &raw mut s;
         CURRENT.set(p.cast());
         // SAFETY: p is s, which lives until the end of this function; between switches only one side uses it.
-        let ended = unsafe { (&mut *p).all(&mut bury) };
+        let ended = unsafe { (&mut *p).all(&mut declare_dead) };
         CURRENT.set(std::ptr::null_mut());
         ended.map_err(|e| format!("{e}; {:?}", s.damage))?;
         Ok(Ran {
@@ -119,7 +118,7 @@ impl<'a> Schedule<'a> {
         })
     }
 
-    fn all(&mut self, bury: &mut impl FnMut(usize)) -> Result<(), String> {
+    fn all(&mut self, declare_dead: &mut impl FnMut(usize)) -> Result<(), String> {
         loop {
             let unknown = self.coroutines.iter().position(|c| c.state == State::Dead(false));
             let ready: Vec<usize> = self.with(State::Ready);
@@ -127,7 +126,7 @@ impl<'a> Schedule<'a> {
             if let Some(dead) = unknown {
                 if ready.is_empty() || self.plan.is_known(dead) {
                     self.coroutines[dead].state = State::Dead(true);
-                    bury(dead);
+                    declare_dead(dead);
                     for c in &mut self.coroutines {
                         if c.state == State::After(dead) {
                             c.state = State::Ready;
@@ -201,7 +200,7 @@ fn with(f: impl FnOnce(&mut Schedule<'_>)) {
     }
 }
 
-/// Before an access to an address. Stores are where threads die: to die before a load is to die after the store before.
+/// Called before an access to an address. Threads die at stores: to die before a load is to die after the store before it.
 pub fn access(address: usize, stores: bool) {
     with(|s| {
         if s.regions.iter().any(|(base, len)| address.wrapping_sub(*base) < *len) {
@@ -210,7 +209,7 @@ pub fn access(address: usize, stores: bool) {
     });
 }
 
-/// Somebody waits, for so long if nothing happens.
+/// Called when a thread waits, for so long if nothing happens.
 pub fn wait(ns: u64) {
     with(|s| {
         s.clock += ns.max(1000);
@@ -225,7 +224,7 @@ pub fn clock() -> u64 {
     now
 }
 
-/// Which thread runs.
+/// Returns the running thread.
 pub fn thread() -> usize {
     let mut current = 0;
     with(|s| current = s.current);

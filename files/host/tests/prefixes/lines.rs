@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Persistent memory behind caches: which stores it may have when power fails.
+//! Persistent memory behind caches: the stores that it may hold after a power failure.
 //!
-//! Stores to one cache line become durable in their order; a line is written back at any time of its own accord, and for sure when it
-//! was flushed and the flush waited for. So before each wait, of each line any number of its stores since it was last
-//! durable may be there. Few such states are tried all; of many: none, all, each line alone, all but each line, and some at random.
+//! Stores to one cache line become durable in their order. A line may be written back at any time, and certainly when it was flushed
+//! and the flush waited for. So before each wait, of each line any number of its stores since it was last durable may be there. Few
+//! such states are tried all; of many: none, all, each line alone, all but each line, and some at random.
 
 use std::collections::BTreeMap;
 
@@ -16,18 +16,18 @@ const RANDOM: usize = 8;
 /// Lines that are tried alone and left out alone.
 const ALONE: usize = 12;
 
-/// Numbers of stores of which the memory has exactly these, in order.
+/// The numbers of the stores that the memory holds, in order.
 pub type Durable = Vec<usize>;
 
 #[derive(Default)]
 struct Line {
-    /// Not for sure durable.
+    /// Stores that may not be durable.
     pending: Vec<usize>,
-    /// Of these, how many are when the next wait is over.
+    /// Of these, how many are durable after the next wait.
     flushed: usize,
 }
 
-/// Calls `crash` with states that memory can be in at some time during `log`, and, last, with those after it.
+/// Calls `crash` with the states that memory can be in during `log`, and, last, with those after it.
 pub fn each_state(
     log: &[Store],
     orders: &[(usize, Order)],
@@ -74,7 +74,7 @@ fn states(
     mut crash: impl FnMut(&Durable) -> Result<(), String>,
 ) -> Result<(), String> {
     let lines: Vec<&[usize]> = lines.values().map(|line| &line.pending[..]).collect();
-    // How many of each line's stores are there.
+    // The number of each line's stores that are there.
     let mut try_one = |counts: &[usize]| {
         let mut state = durable.clone();
         state.extend(lines.iter().zip(counts).flat_map(|(line, n)| &line[..*n]));

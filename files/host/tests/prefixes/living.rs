@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Members that live through another one's death: in a directory of their own they make, fill, lock, read, cut and remove files at any time,
-//! also before anybody knows of the death, and while it is recovered from. What they made must be there at the end, and nothing else of theirs.
+//! Members that survive another one's death: in a directory of their own they make, fill, lock, read, cut and remove files at any time, also
+//! before the death is known and during the recovery. Their files must be there at the end, and no other remains of theirs.
 //!
-//! They allocate where the others' blocks are: a member's search for free blocks starts at a place that follows from its number.
+//! They allocate near the other members' blocks: a member's search for free blocks starts at a place that follows from its number.
 
 use std::collections::BTreeMap;
 
@@ -12,9 +12,9 @@ use tombolo_files::sys;
 
 use crate::world::{self, Tree, World};
 
-/// The directory that is theirs alone.
+/// The directory that only they use.
 pub const HOME: &str = "living";
-/// Numbers that search where members 2 and 3 do: the one that dies, and the one that made what was there before.
+/// Members whose searches start where those of members 2 and 3 do: the one that dies, and the one that made the files before.
 const MEMBERS: [u32; 2] = [10, 11];
 const LEN: usize = 5000;
 
@@ -23,11 +23,11 @@ pub struct Living {
     work: Work,
 }
 
-/// What they have made.
+/// The files that they have made.
 #[derive(Clone)]
 pub struct Work {
     home: Handle,
-    /// By whom, and full of which byte.
+    /// By path: its maker, handle, and the byte that fills it.
     files: BTreeMap<String, (usize, Handle, u8)>,
     made: usize,
 }
@@ -42,13 +42,13 @@ impl Living {
         self.work.clone()
     }
 
-    /// The same members as they were when they had done this work, in memory that is as it was then.
+    /// Makes the same members again as they were after this work, in memory that is as it was then.
     pub fn again(world: &World, work: Work) -> Result<Living, String> {
         let members = MEMBERS.iter().map(|m| world.open_again(*m)).collect::<Result<_, _>>()?;
         Ok(Living { members, work })
     }
 
-    /// A turn of everything: what was made before is read, each makes a file and locks it, and one removes the oldest.
+    /// One turn: reads the present files; each member makes a file and locks it; one removes the oldest.
     pub fn go_on(&mut self) -> Result<(), String> {
         self.read()?;
         for i in 0..self.members.len() {
@@ -94,7 +94,7 @@ impl Living {
         self.read()
     }
 
-    /// All that they made is as they made it.
+    /// Checks that all their files are as they made them.
     fn read(&self) -> Result<(), String> {
         for (name, (_, file, byte)) in &self.work.files {
             for fs in &self.members {
@@ -117,7 +117,7 @@ impl Living {
         Ok(())
     }
 
-    /// What everybody finds, without what is theirs.
+    /// Returns the tree without their directory.
     pub fn tree_without(&self, fs: &Filesystem) -> Result<Tree, String> {
         self.read()?;
         let mut tree = world::read(fs)?;

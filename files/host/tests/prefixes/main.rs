@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Everybody dies after any store: the core's stores are recorded, and every prefix of them is recovered from.
+//! All members die after any store: the core's stores are recorded, and every prefix of them is recovered from.
 //!
-//! - [`recorder`]: sees the stores, takes them back and makes them again.
-//! - [`world`]: a small zone, and what it holds as plain values.
+//! - [`recorder`]: records the stores, undoes and repeats them.
+//! - [`world`]: a small zone, and its contents as plain values.
 //! - [`sweep`]: operations cut off after every store.
 //! - [`living`]: members that go on meanwhile.
-//! - [`lines`]: what of the stores persistent memory has when power fails.
+//! - [`lines`]: the stores that persistent memory may hold after a power failure.
 
 mod lines;
 mod living;
@@ -275,7 +275,7 @@ fn run_full(persistent: bool) {
     report(&s);
 }
 
-/// After a death in the middle of removing blocks, none of them may be another file's while a member that lives may still map it.
+/// After a death in the middle of removing blocks, none of them may be reused while a living member may still map it.
 #[test]
 fn blocks_of_a_half_done_truncate_stay_with_who_maps_them() {
     let mut mapped = Vec::new();
@@ -296,17 +296,17 @@ fn blocks_of_a_half_done_truncate_stay_with_who_maps_them() {
             if mapped.iter().any(|block| world.map_byte(*block) == sys::TFS_MAP_FREE) {
                 return Err("a mapped block is free".into());
             }
-            World::bury(3);
+            World::declare_dead(3);
             reader.recover_all().map_err(|e| format!("recovery: {e}"))?;
             reader.abandon();
-            let limbo = mapped.iter().any(|block| world.map_byte(*block) == sys::TFS_MAP_LIMBO);
-            if limbo { Err("a block stays in limbo".into()) } else { world.check().map(|_| ()) }
+            let deferred = mapped.iter().any(|block| world.map_byte(*block) == sys::TFS_MAP_DEFERRED);
+            if deferred { Err("a block stays deferred".into()) } else { world.check().map(|_| ()) }
         },
     );
     mapper.abandon();
 }
 
-/// After a death at any store while the records of a file's locks grow, they can grow again, and no block is lost.
+/// After a death at any store while the table of a file's locks grows, it can grow again, and no block is lost.
 #[test]
 fn records_of_locks_grow_and_no_block_is_lost() {
     let lock = |owner: u64, n: u64| FileLock {
@@ -340,7 +340,7 @@ fn records_of_locks_grow_and_no_block_is_lost() {
     }
 }
 
-/// Also once the mapping was taken back, and only then no more than once.
+/// Also once the mapping is gone, and then only once.
 #[test]
 fn fsync_flushes_what_was_stored_through_a_mapping() {
     let world = World::new(4, true);

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sees every store that the core makes to a region, in program order, and can take stores back and make them again.
+//! Records every store that the core makes to a region, in program order, and can undo stores and repeat them.
 //!
 //! build.rs compiles the core a second time with the compiler's instrumentation for thread sanitizers, which calls a function before each
-//! plain store and in place of each atomic access; those functions are here instead of a sanitizer's. memcpy and
-//! memset are renamed to ours. A plain store is announced before it happens, so its value is read when the next one is announced.
+//! plain store and in place of each atomic access. Those functions are here instead of a sanitizer's. memcpy and memset are renamed to
+//! ours. A plain store is announced before it happens, so its value is read when the next one is announced.
 //!
-//! Each thread has a recorder of its own. Stores are kept as changes of aligned words; what changes nothing is no store.
+//! Each thread has a recorder of its own. Stores are kept as changes of aligned words; a store without a change is dropped.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::SeqCst};
 
-// The instrumented core: before the plain one that comes with the crate, so that it is taken in its place.
+// The instrumented core is linked before the plain one that comes with the crate, so its functions are taken.
 #[link(name = "tfs_recorded", kind = "static", modifiers = "+whole-archive")]
 unsafe extern "C" {}
 
@@ -24,12 +24,12 @@ pub struct Store {
     pub new: u64,
 }
 
-/// What the core did to have stores written back to persistent memory.
+/// The core's orders to write stores back to persistent memory.
 #[derive(Clone, Copy, Debug)]
 pub enum Order {
-    /// The cache lines of `len` bytes from `at` on, with what was stored so far.
+    /// Flushes the cache lines of `len` bytes from `at` on.
     Flush { at: usize, len: usize },
-    /// Waits for all flushes before.
+    /// Waits for all flushes before it.
     Drain,
 }
 
@@ -46,22 +46,22 @@ struct Recorder {
     announced: Option<(usize, [u64; 3], usize)>,
 }
 
-/// Before which access, and what.
+/// The number of an access, and a function to call before it.
 type Interrupt = (usize, *mut dyn FnMut());
 
 thread_local! {
     static RECORDER: RefCell<Recorder> = RefCell::default();
-    /// Atomic accesses so far, and what is to happen before a certain one.
+    /// Atomic accesses so far, and the function to call before a certain one.
     static ACCESSES: Cell<usize> = const { Cell::new(0) };
     static INTERRUPT: RefCell<Option<Interrupt>> = const { RefCell::new(None) };
 }
 
-/// How many atomic accesses the core has made on this thread.
+/// Returns how many atomic accesses the core has made on this thread.
 pub fn accesses() -> usize {
     ACCESSES.get()
 }
 
-/// Does `op`, and in the middle of it, before the atomic access with this number, `other`: as another member's thread would that is faster.
+/// Runs `op`, and before its atomic access with this number `other`, as a faster thread of another member.
 pub fn interrupt_at<T>(access: usize, mut other: impl FnMut(), op: impl FnOnce() -> T) -> T {
     let other: *mut (dyn FnMut() + '_) = &raw mut other;
     // SAFETY: only the lifetime changes; it is taken out below, before 'other' ends.
@@ -107,7 +107,7 @@ impl Recorder {
         unsafe { AtomicU64::from_ptr(self.word(at)) }.store(value, SeqCst);
     }
 
-    /// The words that `len` bytes at an address touch; none outside the region.
+    /// Returns the words that `len` bytes at an address touch; none outside the region.
     fn words(&self, address: usize, len: usize) -> Option<(usize, usize)> {
         let inside = address >= self.base && address < self.base + self.len;
         inside.then(|| ((address - self.base) & !7, (address - self.base + len - 1) / 8 + 1))
@@ -151,7 +151,7 @@ pub fn attach(base: *mut u8, len: usize) {
     with(|r| *r = Recorder { base: base as usize, len, ..Recorder::default() });
 }
 
-/// How many stores were made and not taken back.
+/// Returns how many stores were made and not undone.
 pub fn count() -> usize {
     with(|r| {
         r.settle();
@@ -159,7 +159,7 @@ pub fn count() -> usize {
     })
 }
 
-/// The stores from number `from` on.
+/// Returns the stores from number `from` on.
 pub fn since(from: usize) -> Vec<Store> {
     with(|r| {
         r.settle();
@@ -167,7 +167,7 @@ pub fn since(from: usize) -> Vec<Store> {
     })
 }
 
-/// What was ordered since, each with the number of stores since then before it.
+/// Returns the orders since `from`, each with the number of stores between `from` and it.
 pub fn orders_since(from: usize) -> Vec<(usize, Order)> {
     with(|r| {
         r.settle();
@@ -175,7 +175,7 @@ pub fn orders_since(from: usize) -> Vec<(usize, Order)> {
     })
 }
 
-/// Takes back all but the first `count` stores.
+/// Undoes all but the first `count` stores.
 pub fn undo_to(count: usize) {
     with(|r| {
         r.settle();
@@ -187,7 +187,7 @@ pub fn undo_to(count: usize) {
     });
 }
 
-/// Makes a store that was recorded from this state.
+/// Repeats a store that was recorded in this state.
 pub fn redo(store: &Store) {
     set(store.at, store.new);
 }
@@ -209,7 +209,7 @@ pub fn get(at: usize) -> u64 {
     with(|r| r.get(at))
 }
 
-/// Equal for equal contents.
+/// Returns a hash of the contents.
 pub fn state() -> u64 {
     with(|r| {
         r.settle();
@@ -217,7 +217,7 @@ pub fn state() -> u64 {
     })
 }
 
-/// Does `op`, which changes at most the `len` bytes at `address`.
+/// Runs `op`, which changes at most the `len` bytes at `address`.
 fn around<T>(address: usize, len: usize, op: impl FnOnce() -> T) -> T {
     with(|r| {
         r.announce(address, len);
@@ -227,7 +227,7 @@ fn around<T>(address: usize, len: usize, op: impl FnOnce() -> T) -> T {
     })
 }
 
-/// A copy or fill, made word by word where it goes to the region.
+/// Copies or fills word by word inside the region.
 fn pieces(to: usize, len: usize, mut piece: impl FnMut(usize, usize)) {
     if with(|r| r.words(to, len.max(1))).is_none() {
         return piece(0, len);
@@ -262,7 +262,7 @@ extern "C" fn tfs_os_drain() {
 #[unsafe(no_mangle)]
 extern "C" fn recorded_memcpy(to: *mut c_void, from: *const c_void, len: usize) -> *mut c_void {
     pieces(to as usize, len, |at, n| {
-        // SAFETY: a part of what the caller of memcpy promises.
+        // SAFETY: a part of the range that the caller of memcpy promises.
         unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>().add(at), to.cast::<u8>().add(at), n) };
     });
     to
@@ -271,7 +271,7 @@ extern "C" fn recorded_memcpy(to: *mut c_void, from: *const c_void, len: usize) 
 #[unsafe(no_mangle)]
 extern "C" fn recorded_memset(to: *mut c_void, byte: c_int, len: usize) -> *mut c_void {
     pieces(to as usize, len, |at, n| {
-        // SAFETY: a part of what the caller of memset promises.
+        // SAFETY: a part of the range that the caller of memset promises.
         unsafe { std::ptr::write_bytes(to.cast::<u8>().add(at), byte as u8, n) };
     });
     to

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One operation after the other, each recorded; from every prefix of its stores everybody dies and another member recovers.
+//! Records one operation after the other; after every prefix of its stores all members die and another one recovers.
 //!
-//! What it finds must be the file system before the operation or after it, fsck must find nothing, no block may be lost, and everything must be
-//! usable. Then once more: only the worker dies, and before anybody recovers a survivor removes everything and makes other files; all that
-//! must be there afterwards. From some prefixes (all, with TOMBOLO_PREFIXES=all) the recovery is recorded too, and from every
-//! prefix of its stores yet another member recovers. And once more with members that live on and go on with their own work
-//! before, during and after the recovery, and the death of who recovers.
+//! The recovered file system must be that before the operation or after it, fsck must find nothing, no block may be lost, and everything must
+//! be usable. Then once more: only the worker dies, and before any recovery a survivor removes everything and makes other files; all these must
+//! be there afterwards. From some prefixes (all, with TOMBOLO_PREFIXES=all) the recovery is recorded too, and from every prefix of its stores
+//! yet another member recovers. And once more with members that go on with their own work before, during and after the recovery, and the death
+//! of the recovering member.
 
 use std::collections::HashSet;
 
@@ -17,17 +17,17 @@ use crate::recorder::{self, Order, Store};
 use crate::world::{self, Tree, World};
 
 const WORKER: u32 = 2;
-/// Longer runs of consecutive words are cut off only at the ends of blocks.
+/// Longer runs of consecutive words are cut only at the ends of blocks.
 const RUN: usize = 64;
 const BLOCK: usize = 4096;
-/// Of the prefixes of an operation, every how manieth has its recovery cut off, too.
+/// One of so many prefixes also has its recovery cut.
 const DEEP: usize = 17;
-/// Of the accesses of a second recovery, before how many the living have a turn.
+/// One of so many accesses of a second recovery gives the living members a turn.
 const TURNS: usize = 3;
-/// And in recoveries with more stores than this, not each of them.
+/// In recoveries with more stores than this, not each store is cut.
 const LONG: usize = 100;
 
-/// What may be found after a death.
+/// The states allowed after a death.
 struct Wanted<'a> {
     old: Found,
     new: Found,
@@ -46,7 +46,7 @@ pub struct Sweep {
     pub world: World,
     worker: Option<Filesystem>,
     home: Handle,
-    /// States that were recovered from already, by who recovers.
+    /// States that were recovered from already, by the recovering member.
     seen: HashSet<(u64, u32)>,
     every: usize,
     persistent: bool,
@@ -55,7 +55,7 @@ pub struct Sweep {
 }
 
 impl Sweep {
-    /// `setup` makes what is there before. In persistent memory the machine fails, and what was in its caches is lost.
+    /// `setup` makes the initial state. In persistent memory the machine fails, and the contents of its caches are lost.
     pub fn new(mib: u64, persistent: bool, setup: impl FnOnce(&Filesystem)) -> Sweep {
         let world = World::new(mib, persistent);
         let fs = world.open(3).expect("open");
@@ -71,17 +71,17 @@ impl Sweep {
         Sweep { world, worker, home, seen: HashSet::new(), every, persistent, prefixes: 0, second: 0 }
     }
 
-    /// The member that works, and dies.
+    /// Returns the member that works, and dies.
     pub fn worker(&self) -> &Filesystem {
         self.worker.as_ref().expect("until dropped")
     }
 
-    /// An operation that is there whole or not at all.
+    /// Runs an operation that must be atomic.
     pub fn step<T>(&mut self, name: &str, op: impl FnOnce(&Filesystem) -> T) -> T {
         self.sweep(name, None, op)
     }
 
-    /// An operation that may have changed a part of the bytes of the file at a path.
+    /// Runs an operation that may have changed a part of the bytes of the file at a path.
     pub fn data<T>(&mut self, name: &str, path: &str, op: impl FnOnce(&Filesystem) -> T) -> T {
         self.sweep(name, Some(path), op)
     }
@@ -113,7 +113,7 @@ impl Sweep {
         result
     }
 
-    /// The worker dies after each store of `op`, and `then` says whether all is well.
+    /// The worker dies after each store of `op`, and `then` checks the result.
     pub fn each_death(&mut self, op: impl FnOnce(&Filesystem), then: impl Fn(&World) -> Result<(), String>) {
         let base = recorder::count();
         op(self.worker());
@@ -122,7 +122,7 @@ impl Sweep {
         for (i, store) in log.iter().enumerate() {
             recorder::redo(store);
             let here = recorder::count();
-            World::bury(WORKER);
+            World::declare_dead(WORKER);
             if let Err(why) = then(&self.world) {
                 let last = self.world.name_of(store.at);
                 panic!("after store {} of {}, to {last}: {why}", i + 1, log.len());
@@ -131,7 +131,7 @@ impl Sweep {
         }
     }
 
-    /// Power fails at any time during an operation; after it, the operation stays done.
+    /// Power fails at any time during an operation; a finished operation stays done.
     fn lose_power(&mut self, name: &str, log: &[Store], orders: &[(usize, Order)], wanted: &mut Wanted<'_>) {
         let here = recorder::count();
         let (mut tried, mut over) = (0, false);
@@ -197,9 +197,9 @@ impl Sweep {
         Ok(found)
     }
 
-    /// Everybody dies; `member` is the next to come.
+    /// All members die; `member` is the next to join.
     fn recover(&self, member: u32) -> Result<Filesystem, String> {
-        (0..12).filter(|m| World::is_active(*m)).for_each(World::bury);
+        (0..12).filter(|m| World::is_active(*m)).for_each(World::declare_dead);
         let fs = self.world.open(member)?;
         fs.recover_all().map_err(|e| format!("recovery: {e}"))?;
         Ok(fs)
@@ -232,7 +232,7 @@ impl Sweep {
             self.second += 1;
             let there = recorder::count();
             let last = || self.world.name_of(store.at);
-            // Another member, or the one that died of it, come back in a new epoch.
+            // Another member, or the one that died during it, joins in a new epoch.
             let next = u32::try_from(self.second % 2).unwrap_or(0);
             let fs = self.recover(next).and_then(|fs| self.verify(fs, wanted));
             fs.map_err(|e| {
@@ -244,10 +244,10 @@ impl Sweep {
         Ok(())
     }
 
-    /// Only the worker dies; who lives goes on before the death is noticed, but for locks.
+    /// Only the worker dies; the living go on before the death is noticed, but wait for its locks.
     fn survive(&self) -> Result<(), String> {
         const FILES: u64 = 6;
-        World::bury(WORKER);
+        World::declare_dead(WORKER);
         let fs = self.world.open(1)?;
         let text = |what: &str, e| format!("{what}: {e}");
         remove_all(&fs, ROOT)?;
@@ -273,14 +273,14 @@ impl Sweep {
         self.world.check().map(|_| ())
     }
 
-    /// Some live on; another one recovers, and dies of it, if 'deep', after each store.
+    /// Some members live; another one recovers, and, if 'deep', dies after each store of that.
     fn live_on(&self, wanted: &Wanted<'_>, deep: bool) -> Result<(), String> {
         let mut living = Living::join(&self.world, self.home)?;
-        // The lock of the inode table is everybody's, and waited for until the death is known.
+        // All members use the lock of the inode table, and wait for it until the death is known.
         if !self.world.table_is_locked() {
             living.go_on().map_err(|e| format!("before anybody knows of the death: {e}"))?;
         }
-        World::bury(WORKER);
+        World::declare_dead(WORKER);
         living.go_on().map_err(|e| format!("before the recovery: {e}"))?;
         let (here, work) = (recorder::count(), living.work());
         let fs = self.world.open(0)?;
@@ -309,10 +309,10 @@ impl Sweep {
         Ok(())
     }
 
-    /// Member 0 dies while it recovers; 1 recovers from both deaths, and between any two stores of that the living go on.
+    /// Member 0 dies while it recovers; 1 recovers both, and between any two stores of that the living go on.
     fn recoverer_dies(&self, wanted: &Wanted<'_>, work: &Work) -> Result<(), String> {
         let here = recorder::count();
-        World::bury(0);
+        World::declare_dead(0);
         let fs = self.world.open(1)?;
         let before = recorder::accesses();
         fs.recover_all().map_err(|e| format!("second recovery: {e}"))?;
@@ -323,7 +323,7 @@ impl Sweep {
         for turn in 0..turns {
             let mut living = Living::again(&self.world, work.clone())?;
             living.go_on().map_err(|e| format!("before anybody knows of the second death: {e}"))?;
-            World::bury(0);
+            World::declare_dead(0);
             let fs = self.world.open(1)?;
             let (mut went_on, mut living_too) = (Ok(()), Some(living));
             let living = &mut living_too;
@@ -371,7 +371,7 @@ impl Sweep {
         self.is_wanted(&tree, wanted)?;
         let Wanted { old, new, mixed } = wanted;
         let blocks = self.world.check()?;
-        // What was allocated past the end of a file may be gone with whoever died while writing to it.
+        // Blocks allocated past the end of a file may have been freed with the member that died while writing to it.
         if (mixed.is_none() && blocks < old.blocks.min(new.blocks)) || blocks > old.blocks.max(new.blocks) {
             return Err(format!("{blocks} blocks in use, {} before and {} after", old.blocks, new.blocks));
         }
@@ -389,7 +389,7 @@ impl Drop for Sweep {
     }
 }
 
-/// Whether everybody dies after a store.
+/// Returns for each store whether all members die after it.
 fn cuts(log: &[Store]) -> Vec<bool> {
     let mut cut = vec![true; log.len()];
     let mut first = 0;
@@ -421,7 +421,7 @@ fn remove_all(fs: &Filesystem, dir: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// A name made and removed in every directory, a byte written to every file.
+/// Makes and removes a name in every directory, and writes a byte to every file.
 fn use_all(fs: &Filesystem, tree: &Tree) -> Result<(), String> {
     for (path, object) in tree {
         let text = |what: &str, e| format!("{path}/: {what}: {e}");

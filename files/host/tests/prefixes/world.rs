@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A small zone: member table and file system in one recorded region, and all that the file system holds, as plain values.
+//! A small zone: member table and file system in one recorded region, and the file system's contents as plain values.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use tombolo_files::area::{Area, Map, Seat};
+use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Filesystem, Mkfs, ROOT};
 use tombolo_files::fsck;
 use tombolo_files::sys;
@@ -40,27 +40,27 @@ impl World {
         recorder::set(TABLE + member as usize * MEMBER, u64::from(epoch) << 32 | u64::from(state));
     }
 
-    /// Lets a member in.
+    /// Admits a member.
     pub fn open(&self, member: u32) -> Result<Filesystem, String> {
         World::set(member, World::epoch(member) + 1, sys::TMB_MEMBER_ACTIVE);
         self.open_again(member)
     }
 
-    /// A handle of a member that is in already.
+    /// Returns another handle of an active member.
     pub fn open_again(&self, member: u32) -> Result<Filesystem, String> {
         let log = Box::new(|what: &str, a, b| eprintln!("damage: {what} ({a:#x}, {b:#x})"));
-        let seat = Some((TABLE as u64, Seat { member, epoch: World::epoch(member) }));
-        let area = Area::in_map(&self.map, AREA as u64, self.area.size(), seat).expect("an area");
+        let incarnation = Some((TABLE as u64, Incarnation { member, epoch: World::epoch(member) }));
+        let area = Area::in_map(&self.map, AREA as u64, self.area.size(), incarnation).expect("an area");
         Filesystem::open_with(area, log).map_err(|e| format!("opening: {e}"))
     }
 
-    /// Whether a member is counted as alive.
+    /// Returns whether a member is ACTIVE.
     pub fn is_active(member: u32) -> bool {
         (recorder::get(TABLE + member as usize * MEMBER) & 0xff) as u32 == sys::TMB_MEMBER_ACTIVE
     }
 
-    /// Says that a member died.
-    pub fn bury(member: u32) {
+    /// Declares a member dead.
+    pub fn declare_dead(member: u32) {
         World::set(member, World::epoch(member) + 1, sys::TMB_MEMBER_DEAD);
     }
 
@@ -70,12 +70,12 @@ impl World {
         recorder::set(at, recorder::get(at) | 1 << member);
     }
 
-    /// Whether somebody has the lock of the inode table, under which it grows.
+    /// Returns whether the lock of the inode table, under which it grows, is held.
     pub fn table_is_locked(&self) -> bool {
         self.super_word(core::mem::offset_of!(sys::tfs_super, itable_lock)) & 0xff != 0
     }
 
-    /// Where a block lies in the region.
+    /// Returns the address of a block.
     pub fn address(&self, block: u64) -> usize {
         AREA + (block * BLOCK) as usize
     }
@@ -89,12 +89,12 @@ impl World {
         self.area.word(offset as u64).expect("in the super block")
     }
 
-    /// Blocks in use; fsck finds nothing wrong.
+    /// Returns the blocks in use; fsck must find nothing.
     pub fn check(&self) -> Result<u64, String> {
         fsck::expect_clean(&self.area, &mut |_, _, _| {}).map(|report| report.blocks_used)
     }
 
-    /// What a store changes, for who looks for the cause of a failure.
+    /// Names the field that a store changes, for failure messages.
     pub fn name_of(&self, at: usize) -> String {
         let Some(at) = at.checked_sub(AREA) else {
             return format!("member {} +{}", (at - TABLE) / MEMBER, (at - TABLE) % MEMBER);
@@ -118,7 +118,7 @@ impl World {
     }
 }
 
-/// An object with all that a program could see of it, but times and statistics.
+/// An inode with all that a program could see of it, but times and statistics.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Object {
     pub ino: u64,
@@ -220,7 +220,8 @@ pub fn difference(real: &Tree, wanted: &Tree) -> String {
     out.join("; ")
 }
 
-/// Whether `real` is `old` and `new` mixed: in the file at `path` each byte is one of theirs and so is the size; all else is as in both.
+/// Returns whether `real` is a mixture of `old` and `new`: in the file at `path` each byte, and the size, is one of theirs; all else is
+/// equal in both.
 pub fn is_mixture(real: &Tree, old: &Tree, new: &Tree, path: &str) -> bool {
     let (Some(file), Some(a), Some(b)) = (real.get(path), old.get(path), new.get(path)) else { return false };
     let blocks: BTreeSet<u64> = file.data.keys().chain(a.data.keys()).chain(b.data.keys()).copied().collect();
@@ -234,7 +235,7 @@ pub fn is_mixture(real: &Tree, old: &Tree, new: &Tree, path: &str) -> bool {
     let mode_ok = [a.mode, b.mode].contains(&file.mode);
     let mut rest = real.clone();
     for (other, object) in &mut rest {
-        // Other names of the same file show the same.
+        // Other names of the same file show the same bytes.
         if object.ino == file.ino {
             if let Some(wanted) = old.get(other) {
                 *object = wanted.clone();

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The device's side of a virtqueue, split ([`split`]) or packed ([`packed`]) (virtio 1.3 §2.7, §2.8).
 //!
-//! Both work alike: [`Ring::fetch`] copies available chains once, checks every field and leaves translated buffers in
-//! a [`Window`]; the caller uses buffers up in order and says so with [`Ring::complete`]; [`Ring::publish`] makes
-//! them visible to the driver with one release store for the whole batch; [`Ring::should_signal`] reads, after a fence,
-//! whether the driver wants to hear of it. Chains are always completed in the order in which they were made available,
-//! so the in-order feature costs nothing, and the ring's own used index is all the in-flight state there is.
+//! Both work alike: [`Ring::fetch`] copies available chains once, checks every field and stores translated buffers in a
+//! [`Window`]; the caller uses buffers in order and marks them used with [`Ring::complete`]; [`Ring::publish`] makes them
+//! visible to the driver with one release store for the whole batch; [`Ring::should_signal`] reads, after a fence, whether
+//! the driver wants an interrupt. Chains are always completed in the order in which they were made available, so the in-order
+//! feature costs nothing, and the ring's own used index is the only in-flight state.
 //!
-//! Results are three-way: `Ok(n > 0)` chains, `Ok(0)` nothing there at the moment, `Err` ([`Broken`]) a ring that no
-//! honest driver makes; the caller stops the port.
+//! Results are three-way: `Ok(n > 0)` chains, `Ok(0)` no chain at the moment, `Err` ([`Broken`]) a ring that no correct
+//! driver makes; the caller stops the port.
 
 pub mod packed;
 pub mod split;
@@ -31,7 +31,7 @@ pub const DESC_WRITE: u16 = 2;
 /// Descriptor flag: the buffer is itself a table of descriptors.
 pub const DESC_INDIRECT: u16 = 4;
 
-/// What an honest driver never does. The port is stopped with this as the reason.
+/// A fault that no correct driver makes. The port is stopped with it as the reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
     /// More chains available than the ring has entries.
@@ -66,7 +66,7 @@ pub enum Broken {
         /// Bytes.
         len: u32,
     },
-    /// A buffer that we should read is for writing, or the other way round.
+    /// A buffer that the device should read is for writing, or the other way round.
     #[error("descriptor for the other direction (flags {flags:#x})")]
     Direction {
         /// The descriptor's flags.
@@ -86,7 +86,7 @@ pub enum Broken {
     },
 }
 
-/// What a ring needs to know of the negotiated features.
+/// The negotiated features that a ring uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingFeatures {
     /// VIRTIO_F_EVENT_IDX.
@@ -97,7 +97,7 @@ pub struct RingFeatures {
     pub in_order: bool,
 }
 
-/// Where a ring's three areas lie, as the front-end says it (its own virtual addresses).
+/// The addresses of a ring's three areas (the front-end's virtual addresses).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingAddress {
     /// Descriptor table, or the packed ring.
@@ -108,7 +108,7 @@ pub struct RingAddress {
     pub used: u64,
 }
 
-/// Why a ring can't be started.
+/// The reason why a ring can't be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
     /// Size 0, too large, or (split) no power of two.
@@ -122,7 +122,7 @@ pub enum RingError {
     Unaligned(&'static str, u64),
 }
 
-/// One of an area's pieces, translated and checked.
+/// Translates and checks one area.
 fn area(
     mem: &GuestMemory,
     name: &'static str,
@@ -137,7 +137,7 @@ fn area(
     Ok(host)
 }
 
-/// Has the index that the driver waits for been passed by going from `old` to `new` (virtio 1.3 §2.7.10)?
+/// Returns whether going from `old` to `new` passed the index that the driver waits for (virtio 1.3 §2.7.10).
 #[inline(always)]
 fn event_passed(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
@@ -164,8 +164,8 @@ macro_rules! either {
 }
 
 impl Ring {
-    /// Copies and checks up to `max` more available chains into `win`; `write`: the device writes into them (receive
-    /// queue of the guest). Returns how many.
+    /// Copies and checks up to `max` more available chains into `win`; `write`: the device writes into them (receive queue of
+    /// the guest). Returns how many.
     ///
     /// # Errors
     /// The ring is broken; `win` holds the chains before the bad one.
@@ -186,8 +186,8 @@ impl Ring {
         either!(self, r => r.complete(chain, len));
     }
 
-    /// Marks the oldest fetched chains used, into which nothing was written. A driver with in-order completion is told of the
-    /// last one only, so the lines of the others stay where they are (virtio 1.3 §2.7.9, §2.8.11).
+    /// Marks the oldest fetched chains used, with nothing written. For a driver with in-order completion only the last one is
+    /// marked, so the lines of the others are not written (virtio 1.3 §2.7.9, §2.8.11).
     #[inline]
     pub fn complete_all(&mut self, chains: &[Chain]) {
         either!(self, r => r.complete_all(chains));
@@ -199,13 +199,13 @@ impl Ring {
         either!(self, r => r.publish())
     }
 
-    /// Does the driver want an interrupt for what was published since the last call?
+    /// Returns whether the driver wants an interrupt for the chains published since the last call.
     #[inline]
     pub fn should_signal(&mut self) -> bool {
         either!(self, r => r.should_signal())
     }
 
-    /// Asks the driver for a kick at the next available chain. True: there is one already, don't sleep.
+    /// Asks the driver for a kick at the next available chain. True: there is one already, the caller must not sleep.
     pub fn arm(&mut self) -> bool {
         either!(self, r => r.arm())
     }
@@ -215,25 +215,25 @@ impl Ring {
         either!(self, r => r.disarm());
     }
 
-    /// Are there available chains that were not fetched?
+    /// Returns whether there are available chains that were not fetched.
     #[must_use]
     pub fn has_available(&self) -> bool {
         either!(self, r => r.has_available())
     }
 
-    /// Forgets what was fetched and not completed: the next fetch starts there.
+    /// Forgets chains fetched and not completed: the next fetch starts there.
     pub fn rewind(&mut self) {
         either!(self, r => r.rewind());
     }
 
-    /// The position in the form of GET_VRING_BASE: available index; packed: with wrap counters and used index.
+    /// Returns the position in the form of GET_VRING_BASE: available index; packed: with wrap counters and used index.
     #[must_use]
     pub fn base(&self) -> u32 {
         either!(self, r => r.base())
     }
 
-    /// Guest-physical ranges (address, length) to be logged as dirty after a publish, called with the first byte and
-    /// length of each range of the ring that the device has written since `from` (a former [`Ring::base`]).
+    /// Calls `range` with the first byte and length of each range of the ring that the device has written since `from` (a
+    /// former [`Ring::base`]), for the dirty log.
     pub fn written_since(&self, from: u32, range: impl FnMut(*const u8, usize)) {
         either!(self, r => r.written_since(from, range));
     }

@@ -18,9 +18,9 @@ const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_DESC: u16 = 2;
 const WRAP: u16 = 1 << 15;
-/// What a descriptor's flags say of its state and kind.
+/// The flags of a descriptor's state and kind.
 const STATE: u16 = AVAIL | USED | DESC_NEXT | DESC_INDIRECT | DESC_WRITE;
-/// The base of a new ring, as front-ends tell it that keep no used places.
+/// The base of a new ring, as front-ends send it that keep no used places.
 const BEGIN_WITHOUT_USED: u32 = WRAP as u32;
 
 /// A place in the ring and the wrap counter there.
@@ -31,7 +31,7 @@ struct Place {
 }
 
 impl Place {
-    /// From the form of an event or of a vring base: wrap counter in the top bit.
+    /// Decodes an event or a vring base: wrap counter in the top bit.
     fn from_word(word: u16) -> Self {
         Self { index: word & !WRAP, wrap: word & WRAP != 0 }
     }
@@ -50,7 +50,7 @@ impl Place {
     }
 }
 
-/// Do a descriptor's flags say that the driver has made it available in the lap of `wrap`?
+/// Returns whether a descriptor's flags show that the driver has made it available in the lap of `wrap`.
 #[inline(always)]
 fn is_available(flags: u16, wrap: bool) -> bool {
     (flags & AVAIL != 0) == wrap && (flags & USED != 0) != wrap
@@ -64,7 +64,7 @@ pub struct PackedRing {
     device_event: *mut u8,
     size: u16,
     features: RingFeatures,
-    /// The driver is told of a batch by one descriptor.
+    /// A batch is marked used by one descriptor.
     skips: bool,
     /// The next descriptor to fetch.
     next: Place,
@@ -72,10 +72,10 @@ pub struct PackedRing {
     used: Place,
     /// Entries fetched and not completed.
     outstanding: u16,
-    /// The place that the driver knows to be used.
+    /// The used place that the driver can see.
     published: Place,
-    /// Completed and not published: length, id, entries. Written in one go, since the driver keeps reading the line of
-    /// the first.
+    /// Completed and not published: length, id, entries. Written at once, since the driver keeps reading the line of the
+    /// first.
     shadow: [(u32, u16, u16); WINDOW],
     shadowed: usize,
     /// The used place at the last decision about a signal.
@@ -86,8 +86,8 @@ pub struct PackedRing {
 unsafe impl Send for PackedRing {}
 
 impl PackedRing {
-    /// A ring of `size` entries at `at` in `mem`, going on from `base` (available index and wrap counter in the low,
-    /// used ones in the high half, as SET_VRING_BASE has them).
+    /// Makes a ring of `size` entries at `at` in `mem`, continuing at `base` (available index and wrap counter in the low,
+    /// used ones in the high half, as in SET_VRING_BASE).
     ///
     /// # Errors
     /// The size or base is impossible, or an area isn't in memory or not aligned.
@@ -98,8 +98,8 @@ impl PackedRing {
         base: u32,
         features: RingFeatures,
     ) -> Result<Self, RingError> {
-        // As everything is completed in order, what was available but not used is to be done again. Some front-ends
-        // (DPDK's virtio-user) leave the used half empty.
+        // Everything is completed in order, so chains that were available but not used are done again. Some front-ends (DPDK's
+        // virtio-user) leave the used half empty.
         let high = (base >> 16) as u16;
         let place = Place::from_word(if high == 0 { base as u16 } else { high });
         if size == 0 || size > super::MAX_QUEUE || place.index >= size {
@@ -114,8 +114,8 @@ impl PackedRing {
             device_event,
             size,
             features,
-            // A successor finds its place by what is used in the ring, unless the front-end remembers it or starts rings anew.
-            // Of the latter kind are those (DPDK's virtio-user) that begin without a used place.
+            // A successor finds its place by the used descriptors in the ring, unless the front-end stores it or starts rings
+            // anew. Front-ends that begin without a used place (DPDK's virtio-user) are of the latter kind.
             skips: features.in_order && base == BEGIN_WITHOUT_USED,
             next: place,
             used: place,
@@ -127,9 +127,9 @@ impl PackedRing {
         })
     }
 
-    /// The same with a base that a front-end told a switch that hasn't seen the ring before. A front-end that keeps no
-    /// in-flight state (QEMU's virtio-net) knows only an old place after a crash of the switch: if the ring contradicts
-    /// it, the place is the one that the ring shows.
+    /// As [`PackedRing::new`], with a front-end's base for a switch that hasn't seen the ring before. A front-end that keeps
+    /// no in-flight state (QEMU's virtio-net) knows only an old place after a crash of the switch: if the ring contradicts it,
+    /// the ring's own place is used.
     ///
     /// # Errors
     /// As [`PackedRing::new`].
@@ -147,16 +147,16 @@ impl PackedRing {
         Ok(ring)
     }
 
-    /// The available and the used flag of an entry.
+    /// Returns the available and the used flag of an entry.
     fn state(&self, index: u16) -> (bool, bool) {
         let flags = self.flags(index).load(Ordering::Acquire);
         (flags & AVAIL != 0, flags & USED != 0)
     }
 
-    /// Can't the device be at `place`? In lap `w` an entry before it is not still as lap `!w` left it used, and one from
-    /// there on not yet used in `w`. Entries within longer chains only ever have the flags that the driver gave them,
-    /// so they look available and say nothing. If all entries do, a driver that gave all of them to the device shows
-    /// its place, which is where one lap's flags end and the next lap's begin.
+    /// Returns whether the device can't be at `place`. In lap `w` an entry before it can't still be as lap `!w` left it used,
+    /// and one from there on can't be used in `w`. Entries within longer chains only ever have the driver's flags, so they
+    /// look available and prove nothing. If all entries do, a driver that gave all of them to the device shows its place, at
+    /// the border between the flags of the two laps.
     fn contradicts(&self, place: Place) -> bool {
         let used_in = |i: u16, lap: bool| self.state(i) == (lap, lap);
         if (0..self.size).all(|i| !used_in(i, true) && !used_in(i, false)) {
@@ -166,8 +166,8 @@ impl PackedRing {
             || (place.index..self.size).any(|i| used_in(i, place.wrap))
     }
 
-    /// Where the used flags say that the device is, if every entry is a chain of its own (as Linux drivers make them):
-    /// in lap `w` those before its place have them at `w`, those from there on at `!w`. Else nothing.
+    /// Returns the device's place by the used flags, if every entry is a chain of its own (as Linux drivers make them): in lap
+    /// `w` the entries before its place have them at `w`, the later ones at `!w`. Else None.
     fn shown(&self) -> Option<Place> {
         let (_, first) = self.state(0);
         let place = match (1..self.size).find(|i| self.state(*i).1 != first) {
@@ -177,7 +177,7 @@ impl PackedRing {
         (place.index..self.size).all(|i| self.state(i).1 != place.wrap).then_some(place)
     }
 
-    /// A ring that goes on where a predecessor was that did the batch from `old` to `new` last: at `new` if the driver
+    /// Makes a ring that continues where a predecessor was, whose last batch led from `old` to `new`: at `new` if the driver
     /// can see that batch, else at `old`.
     ///
     /// # Errors
@@ -202,7 +202,7 @@ impl PackedRing {
         unsafe { AtomicU16::from_ptr(self.desc.add(16 * usize::from(index) + 14).cast()) }
     }
 
-    /// Length, id and flags of a descriptor, in one word.
+    /// Returns length, id and flags of a descriptor, in one word.
     #[inline(always)]
     fn tail(&self, index: u16) -> &AtomicU64 {
         // SAFETY: index < size; the descriptor area is mapped and 16-aligned.
@@ -245,7 +245,7 @@ impl PackedRing {
         Ok(done)
     }
 
-    /// Length, id and flags of a descriptor that the driver has made available; its address is there too.
+    /// Returns length, id and flags of a descriptor that the driver has made available; its address then is valid, too.
     #[inline(always)]
     fn look(&self, place: Place) -> Option<(u32, u16, u16)> {
         let tail = self.tail(place.index).load(Ordering::Acquire);
@@ -253,7 +253,7 @@ impl PackedRing {
         is_available(flags, place.wrap).then_some((len, id, flags))
     }
 
-    /// Fetches up to `max` chains of one buffer in one piece, up to the first other one, and says how many.
+    /// Fetches up to `max` chains of one buffer in one piece, up to the first other one; returns how many.
     #[inline(always)]
     fn fetch_singles(&mut self, tr: &mut Translator, win: &mut Window, write: bool, max: usize) -> usize {
         let mut next = self.next;
@@ -266,7 +266,7 @@ impl PackedRing {
             let wanted = direction | if next.wrap { AVAIL } else { USED };
             let run = (max - done).min(usize::from(self.size - next.index));
             for i in 0..run {
-                // Length, id and flags in one look; the address is there once the flags are.
+                // Length, id and flags in one load; the address is valid once the flags are.
                 let index = next.index + i as u16;
                 let tail = self.tail(index).load(Ordering::Acquire);
                 let at = self.desc.wrapping_add(16 * usize::from(index));
@@ -289,7 +289,7 @@ impl PackedRing {
         done
     }
 
-    /// Fetches a chain of any kind, of which the first descriptor is available. False: no room at present.
+    /// Fetches a chain of any kind whose first descriptor is available. False: no room at present.
     fn fetch_chain(&mut self, tr: &mut Translator, win: &mut Window, write: bool) -> Result<bool, Broken> {
         let Some((len, id, flags)) = self.look(self.next) else { return Ok(false) };
         win.begin();
@@ -317,7 +317,7 @@ impl PackedRing {
         Ok(true)
     }
 
-    /// Copies a chain of several descriptors or an indirect one: does it fit, its id, its entries.
+    /// Copies a chain of several descriptors or an indirect one; returns whether it fits, its id and its entries.
     fn walk(&self, tr: &mut Translator, win: &mut Window, write: bool) -> Result<(bool, u16, u16), Broken> {
         let mut at = self.next;
         for entries in 1..=self.size {
@@ -381,7 +381,7 @@ impl PackedRing {
             self.tail(at.index).store(used(*entry, at.wrap), Ordering::Relaxed);
             at.advance(entry.2, self.size);
         }
-        // The first becomes visible last, and with it all others.
+        // The first becomes visible last, and all others with it.
         self.tail(begin.index).store(used(*first, begin.wrap), Ordering::Release);
         self.published = at;
         self.shadowed = 0;
@@ -433,7 +433,7 @@ impl PackedRing {
     }
 
     pub(super) fn base(&self) -> u32 {
-        // Available and used place are the same once everything fetched is completed or forgotten.
+        // Available and used place are equal once all fetched chains are completed or forgotten.
         u32::from(self.used.word()) << 16 | u32::from(self.used.word())
     }
 

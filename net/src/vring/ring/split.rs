@@ -70,8 +70,8 @@ pub struct SplitRing {
 unsafe impl Send for SplitRing {}
 
 impl SplitRing {
-    /// A ring of `size` entries at `at` in `mem`, going on from available index `base`. Where the used index in memory
-    /// differs, it wins: everything is completed in order, so what was not completed is to be done again.
+    /// Makes a ring of `size` entries at `at` in `mem`, continuing at available index `base`. If the used index in
+    /// memory differs, it wins: everything is completed in order, so chains that were not completed are done again.
     ///
     /// # Errors
     /// The size is no power of two, or an area isn't in memory or not aligned.
@@ -150,7 +150,7 @@ impl SplitRing {
             // SAFETY: a prefetch of any address is harmless.
             prefetch(self.desc.wrapping_add(16 * usize::from(*head)));
         }
-        // The driver has read the lines that the used elements go to: stores that miss would wait for one another.
+        // The driver has read the lines of the used elements: stores that miss would wait for one another.
         for i in (0..n).step_by(8) {
             let slot = usize::from(self.next.wrapping_add(i as u16) & mask);
             prefetch_write(self.used.wrapping_add(4 + 8 * slot));
@@ -170,7 +170,7 @@ impl SplitRing {
         Ok(done)
     }
 
-    /// Copies chains of one buffer in one piece, up to the first other one, and says how many.
+    /// Copies chains of one buffer in one piece, up to the first other one; returns how many.
     #[inline(always)]
     fn fetch_singles(&mut self, tr: &mut Translator, win: &mut Window, write: bool, heads: &[u16]) -> usize {
         let direction = if write { DESC_WRITE } else { 0 };
@@ -220,7 +220,7 @@ impl SplitRing {
         Ok(true)
     }
 
-    /// The rest of a chain through the ring's own table, from its first descriptor on.
+    /// Copies the rest of a chain through the ring's own table, from its first descriptor on.
     fn walk_table(
         &self,
         tr: &mut Translator,
@@ -231,7 +231,7 @@ impl SplitRing {
         let mut d = first;
         for step in 1.. {
             if d.flags & DESC_INDIRECT != 0 {
-                // Only the last descriptor of a chain may be indirect, and only alone does it make sense for us.
+                // Only the last descriptor of a chain may be indirect, and this device accepts it only alone.
                 if !self.features.indirect || d.flags & DESC_NEXT != 0 {
                     return Err(Broken::Indirect { flags: d.flags });
                 }
@@ -293,7 +293,7 @@ impl SplitRing {
 
     #[inline]
     pub(super) fn should_signal(&mut self) -> bool {
-        // The driver writes its wish, then looks at the used index; we the other way round.
+        // The driver stores its event index, then loads the used index; the device the other way round.
         fence(Ordering::SeqCst);
         if self.features.event_idx {
             let event = self.avail_word(4 + 2 * usize::from(self.size)).load(Ordering::Relaxed);
@@ -316,7 +316,7 @@ impl SplitRing {
 
     pub(super) fn disarm(&mut self) {
         if self.features.event_idx {
-            // An event that lies as far ahead as an index can.
+            // An event as far ahead as an index can be.
             self.used_word(4 + 8 * usize::from(self.size))
                 .store(self.next.wrapping_sub(1), Ordering::Relaxed);
         } else {
@@ -353,7 +353,7 @@ impl SplitRing {
     }
 }
 
-/// Copies the chain of an indirect table: in `chained` tables (split) descriptors say what follows, else (packed) they
+/// Copies the chain of an indirect table: in `chained` tables (split) descriptors name the next one, else (packed) they
 /// follow one another.
 #[inline]
 pub(super) fn indirect(
@@ -371,7 +371,7 @@ pub(super) fn indirect(
     if count as usize > MAX_CHAIN && !chained {
         return Err(Broken::TooLong);
     }
-    // The usual table lies in one piece; one that doesn't is read descriptor by descriptor.
+    // Usually the table lies in one piece; otherwise it is read descriptor by descriptor.
     let whole = tr.at(gpa, len).filter(|(_, piece)| *piece == len).map(|(ptr, _)| ptr);
     if whole.is_none() && !is_mapped(tr, gpa, len) {
         return Err(Broken::Address { gpa, len });
@@ -412,7 +412,7 @@ pub(super) fn indirect(
     Err(if count as usize > MAX_CHAIN { Broken::TooLong } else { Broken::Loop { size: count } })
 }
 
-/// Are all bytes of a range in the guest's memory, if not in one piece?
+/// Returns whether all bytes of a range are in the guest's memory, if not in one piece.
 #[cold]
 fn is_mapped(tr: &mut Translator, gpa: u64, len: u32) -> bool {
     let (mut at, mut rest) = (gpa, len);
@@ -424,7 +424,7 @@ fn is_mapped(tr: &mut Translator, gpa: u64, len: u32) -> bool {
     true
 }
 
-/// One descriptor of a table that lies across regions.
+/// Reads one descriptor of a table that lies across regions.
 #[cold]
 fn read_scattered(tr: &mut Translator, gpa: u64, index: u32) -> Result<Desc, Broken> {
     let mut bytes = [0u8; 16];

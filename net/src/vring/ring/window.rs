@@ -24,7 +24,7 @@ pub struct Chain {
     pub id: u16,
     /// Ring entries that it takes (packed; 1 for split).
     pub entries: u16,
-    /// First of its segments in the window.
+    /// Index of its first segment in the window.
     pub first: u16,
     /// Segments.
     pub count: u16,
@@ -61,7 +61,7 @@ impl Default for Window {
     }
 }
 
-/// Chains of one buffer each that are being put into a [`Window`]. How many there are is in registers meanwhile.
+/// Chains of one buffer each that are being put into a [`Window`]. Their number is in registers meanwhile.
 pub(super) struct Singles<'a> {
     chains: &'a mut [Chain; WINDOW],
     end: &'a mut usize,
@@ -72,7 +72,7 @@ pub(super) struct Singles<'a> {
 }
 
 impl Singles<'_> {
-    /// Puts a chain of one buffer. False: no room, or the buffer isn't in one piece; [`Window::push`] knows more.
+    /// Puts a chain of one buffer. False: no room, or the buffer isn't in one piece; the caller tries [`Window::push`].
     #[inline(always)]
     pub(super) fn push(&mut self, tr: &mut Translator, gpa: u64, len: u32, id: u16) -> bool {
         let (at, first) = (self.next, self.next_segment);
@@ -83,7 +83,7 @@ impl Singles<'_> {
         true
     }
 
-    /// Ends it.
+    /// Stores the number of chains in the window.
     #[inline(always)]
     pub(super) fn finish(self) {
         (*self.end, *self.used_segments) = (self.next, self.next_segment);
@@ -91,14 +91,14 @@ impl Singles<'_> {
 }
 
 impl Window {
-    /// Fetched chains, oldest first.
+    /// Returns fetched chains, oldest first.
     #[inline(always)]
     #[must_use]
     pub fn chains(&self) -> &[Chain] {
         &self.chains[self.start..self.end]
     }
 
-    /// The `i`-th oldest chain.
+    /// Returns the `i`-th oldest chain.
     #[inline(always)]
     #[must_use]
     pub fn chain(&self, i: usize) -> Option<&Chain> {
@@ -112,28 +112,28 @@ impl Window {
         self.end - self.start
     }
 
-    /// No chain?
+    /// Returns whether there is no chain.
     #[inline(always)]
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.start == self.end
     }
 
-    /// A chain's buffers.
+    /// Returns a chain's buffers.
     #[inline(always)]
     #[must_use]
     pub fn segments(&self, chain: &Chain) -> &[Segment] {
         &self.segments[chain.first as usize..][..chain.count as usize]
     }
 
-    /// The buffer of a chain that has one.
+    /// Returns the buffer of a chain that has one.
     #[inline(always)]
     #[must_use]
     pub fn only(&self, chain: &Chain) -> Option<&Segment> {
         if chain.count == 1 { self.segments.get(usize::from(chain.first)) } else { None }
     }
 
-    /// Takes the `n` oldest chains out.
+    /// Removes the `n` oldest chains.
     #[inline(always)]
     pub fn advance(&mut self, n: usize) {
         self.start = (self.start + n).min(self.end);
@@ -142,7 +142,7 @@ impl Window {
         }
     }
 
-    /// Takes all out.
+    /// Removes all chains.
     #[inline(always)]
     pub fn clear(&mut self) {
         self.start = 0;
@@ -150,7 +150,7 @@ impl Window {
         self.used_segments = 0;
     }
 
-    /// Makes room for `wanted` chains as far as possible, and says how many fit.
+    /// Makes room for `wanted` chains as far as possible; returns how many fit.
     #[inline(always)]
     pub(super) fn room(&mut self, wanted: usize) -> usize {
         if self.start > 0 && WINDOW - self.end < wanted {
@@ -172,7 +172,7 @@ impl Window {
         }
     }
 
-    /// Chains of one buffer each, to be put into the room that there is.
+    /// Begins to put chains of one buffer each into the present room.
     #[inline(always)]
     pub(super) fn singles(&mut self) -> Singles<'_> {
         let Window { chains, end, segments, used_segments, .. } = self;
@@ -185,7 +185,7 @@ impl Window {
         self.open = Chain { first: self.used_segments as u16, ..Chain::default() };
     }
 
-    /// Adds a buffer to the chain that was begun. `Ok(false)`: no room at present, fetch it again later.
+    /// Adds a buffer to the open chain. `Ok(false)`: no room at present, fetch it again later.
     #[inline(always)]
     pub(super) fn push(&mut self, tr: &mut Translator, gpa: u64, len: u32) -> Result<bool, Broken> {
         if let Some((ptr, piece)) = tr.at(gpa, len) {
@@ -201,14 +201,14 @@ impl Window {
         self.push_slow(tr, gpa, len)
     }
 
-    /// A buffer in several pieces, or a full window.
+    /// As [`Window::push`], for a buffer in several pieces, or a full window.
     #[cold]
     fn push_slow(&mut self, tr: &mut Translator, gpa: u64, len: u32) -> Result<bool, Broken> {
         let (mut at, mut rest) = (gpa, len);
         while rest > 0 {
             let Some((ptr, piece)) = tr.at(at, rest) else { return Err(Broken::Address { gpa, len }) };
             if self.used_segments == SEGMENTS {
-                // Alone in the window and still too long, or just no room now?
+                // Alone in the window and still too long, or just no room now.
                 return if self.is_empty() { Err(Broken::TooLong) } else { Ok(false) };
             }
             self.segments[self.used_segments] = Segment { ptr, len: piece };
@@ -224,14 +224,14 @@ impl Window {
         Ok(true)
     }
 
-    /// Ends the chain that was begun.
+    /// Ends the open chain.
     #[inline(always)]
     pub(super) fn commit(&mut self, id: u16, entries: u16) {
         self.chains[self.end] = Chain { id, entries, ..self.open };
         self.end += 1;
     }
 
-    /// Drops the chain that was begun.
+    /// Drops the open chain.
     #[cold]
     pub(super) fn abandon(&mut self) {
         self.used_segments = usize::from(self.open.first);

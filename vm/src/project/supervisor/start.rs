@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tombolo_start::layout::Layout;
+use tombolo_topology::plan::VmPlan;
 
 use super::order::{self, Order, Reached};
 use super::plan::{replaced, started, take_out};
@@ -18,10 +19,10 @@ use crate::guest::{health, kit, seed, share};
 use crate::host;
 use crate::machine::cgroup::Group;
 use crate::machine::{Machine, Phase, Start};
-use crate::machine::{disks, growth, stop};
+use crate::machine::{disks, growth, placement, stop};
 use crate::project::accelerator::Accelerator;
 use crate::project::changes::{Action, Kind, Wish};
-use crate::project::control::{Event, Stage};
+use crate::project::control::{Event, Stage, Status};
 use crate::project::keeper::Part;
 use crate::project::network::Plug;
 use crate::project::peer::Peer;
@@ -49,6 +50,8 @@ pub(super) struct Wanted {
     attempt: Option<u32>,
     /// All memory at its start, whatever the compose file says.
     slow: bool,
+    /// Where it lies on the host.
+    placement: Option<VmPlan>,
 }
 
 impl Supervisor {
@@ -70,6 +73,7 @@ impl Supervisor {
         let (running, actions) = self.plan(&mut project, wish);
         let Ready { qemu, vms: missing } =
             preflight::examine(&project, &running, &actions, || self.promised())?;
+        let mut placements = self.placements(&project, &missing)?;
         self.check_owners(&project, &started(&actions).collect())?;
         let mut up_before = self.kept(&actions);
         let order = Order::default();
@@ -131,6 +135,7 @@ impl Supervisor {
                         before: None,
                         attempt: None,
                         slow: false,
+                        placement: placements.remove(&name),
                         spec,
                         boot,
                     };
@@ -206,11 +211,29 @@ impl Supervisor {
 
     /// What running VMs and zones of all projects of this user may still take.
     pub(super) fn promised(&self) -> u64 {
+        self.all_projects().iter().map(host::promised).sum()
+    }
+
+    /// What runs in all projects of this user, this one last. A supervisor that does not answer can't be counted.
+    fn all_projects(&self) -> Vec<Status> {
         let others = crate::project::state::supervisors().unwrap_or_default();
         let others = others.iter().filter(|found| found.process != std::process::id());
-        // One that does not answer can't be counted.
         let others = others.filter_map(|found| crate::commands::client::status_of(found).ok().flatten());
-        others.chain([self.status()]).map(|project| host::promised(&project)).sum()
+        others.chain([self.status()]).collect()
+    }
+
+    /// Where VMs that are to be started lie on the host, beside those that run.
+    fn placements(
+        &self,
+        project: &Project,
+        missing: &[(String, VmSpec, Option<kit::Boot>)],
+    ) -> anyhow::Result<BTreeMap<String, VmPlan>> {
+        // One that is restarted gives back what it has first.
+        let starts = |status: &Status, vm: &str| {
+            status.supervisor == Some(std::process::id()) && missing.iter().any(|(name, ..)| name == vm)
+        };
+        let rules = || placement::rules(&project.compose, &self.all_projects(), starts);
+        placement::of_starting(missing.iter().map(|(name, spec, _)| (name.as_str(), spec)), rules)
     }
 
     fn check_not_ending(&self) -> anyhow::Result<()> {
@@ -225,7 +248,7 @@ impl Supervisor {
         registered: &dyn Fn(&Arc<Machine>),
         report: &dyn Fn(Stage, &str),
     ) -> anyhow::Result<()> {
-        let Wanted { name, spec, qemu, accel, boot, zones, before, attempt, slow } = wanted;
+        let Wanted { name, spec, qemu, accel, boot, zones, before, attempt, slow, placement } = wanted;
         report(Stage::Starting, growth::advice(&spec).unwrap_or_default());
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
         let devices = growth::Taken::take(&name, &spec)?;
@@ -244,6 +267,7 @@ impl Supervisor {
             zones: self.invite(&name, &zones)?,
             accelerators: self.seats(&name, &spec, &zones)?,
             memory,
+            placement,
             nics: nics.clone(),
             drives,
             seed,
@@ -412,6 +436,7 @@ impl Supervisor {
             before: Some(old.clone()),
             attempt,
             slow: old.layout().grown == 0,
+            placement: old.placement().map(|placement| placement.plan),
         })
     }
 

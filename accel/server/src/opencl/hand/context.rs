@@ -5,25 +5,22 @@ use super::Done;
 use super::notify::{on_context, once};
 use crate::opencl::late::NO_QUEUE;
 use crate::opencl::waits;
-use crate::opencl::{Cx, Extra, Handle, VALUE, lock, properties};
+use crate::opencl::{Cx, Handle, lock};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 
 /// A context's properties for the driver: ours name the platform by id. Nothing else may point anywhere.
 fn context_properties(cx: &Cx<'_>, platform: u64, given: &[i64]) -> Result<Vec<isize>, i32> {
-    const PLATFORM: isize = 0x1084;
-    const INTEROP_USER_SYNC: i64 = 0x1085;
     let mut out = Vec::new();
     if platform != 0 {
-        out.extend([PLATFORM, cx.get(kind::PLATFORM, platform)? as isize]);
+        out.extend([cl::CONTEXT_PLATFORM as isize, cx.get(kind::PLATFORM, platform)? as isize]);
     }
     for pair in given.chunks(2) {
         match *pair {
-            [INTEROP_USER_SYNC, v] => out.extend([INTEROP_USER_SYNC as isize, v as isize]),
+            [key @ cl::CONTEXT_INTEROP_USER_SYNC, v] => out.extend([key as isize, v as isize]),
             [0] => {}
-            // CL_INVALID_PROPERTY
-            _ => return Err(-64),
+            _ => return Err(cl::INVALID_PROPERTY),
         }
     }
     out.push(0);
@@ -56,34 +53,13 @@ pub(crate) fn create_context_from_type(cx: &mut Cx<'_>, r: &wire::CreateContextF
     })
 }
 
-pub(crate) fn create_command_queue(cx: &mut Cx<'_>, r: &wire::CreateCommandQueue) -> Done {
-    let f = native!(cx, clCreateCommandQueue);
-    let (context, device) = (cx.get(kind::CONTEXT, r.context)?, cx.get(kind::DEVICE, r.device)?);
-    let extra = Extra::default();
-    // SAFETY: live handles.
-    cx.create_with(kind::QUEUE, r.new, extra, |code| unsafe { f(context, device, r.properties, code) })
-}
-
-pub(crate) fn create_command_queue_with_properties(
-    cx: &mut Cx<'_>,
-    r: &wire::CreateCommandQueueWithProperties<'_>,
-) -> Done {
-    let f = native!(cx, clCreateCommandQueueWithProperties);
-    let (context, device) = (cx.get(kind::CONTEXT, r.context)?, cx.get(kind::DEVICE, r.device)?);
-    let properties = properties::pairs(&r.properties, properties::OF_QUEUES, VALUE)?;
-    let extra = Extra::default();
-    // SAFETY: live handles; the properties end with 0.
-    cx.create_with(kind::QUEUE, r.new, extra, |code| unsafe { f(context, device, properties, code) })
-}
-
 /// A property of a queue. The device's default queue is told by its id; 0: none that is the client's.
 pub(crate) fn get_command_queue_info(cx: &mut Cx<'_>, r: &wire::GetCommandQueueInfo) -> Done {
-    const DEVICE_DEFAULT: u32 = 0x1095;
     let f = native!(cx, clGetCommandQueueInfo);
     let queue = cx.get(kind::QUEUE, r.command_queue)?;
     // Context, device and references are the client's to answer; this names a queue.
-    let local = [0x1090, 0x1091, 0x1092];
-    if r.param != DEVICE_DEFAULT {
+    let local = [cl::QUEUE_CONTEXT, cl::QUEUE_DEVICE, cl::QUEUE_REFERENCE_COUNT];
+    if r.param != cl::QUEUE_DEVICE_DEFAULT {
         // SAFETY: a live queue; buffers are as long as said.
         return cx.info(r.param, &local, |size, value, ret| unsafe { f(queue, r.param, size, value, ret) });
     }
@@ -96,15 +72,8 @@ pub(crate) fn get_command_queue_info(cx: &mut Cx<'_>, r: &wire::GetCommandQueueI
     Ok(())
 }
 
-pub(crate) fn flush(cx: &mut Cx<'_>, r: &wire::Flush) -> Done {
-    let queue = cx.get(kind::QUEUE, r.queue)?;
-    let f = native!(cx, clFlush);
-    // SAFETY: a live queue.
-    cx.status(unsafe { f(queue) })
-}
-
 pub(crate) fn finish(cx: &mut Cx<'_>, r: &wire::Finish) -> Done {
-    waits::queue(cx, r.queue)?;
+    waits::queue(cx, r.command_queue)?;
     let late = &cx.cl.late;
-    late.check(r.queue, cx.waited).and_then(|()| late.check(NO_QUEUE, cx.waited))
+    late.check(r.command_queue, cx.waited).and_then(|()| late.check(NO_QUEUE, cx.waited))
 }

@@ -24,20 +24,6 @@ pub(crate) fn wait_for_events(cx: &mut Cx<'_>, r: &wire::WaitForEvents<'_>) -> D
     cx.status(unsafe { f(events.len() as u32, events.as_ptr()) })
 }
 
-pub(crate) fn create_user_event(cx: &mut Cx<'_>, r: &wire::CreateUserEvent) -> Done {
-    let f = native!(cx, clCreateUserEvent);
-    let context = cx.get(kind::CONTEXT, r.context)?;
-    // SAFETY: a live context.
-    cx.create(kind::EVENT, r.new, |code| unsafe { f(context, code) })
-}
-
-pub(crate) fn set_user_event_status(cx: &mut Cx<'_>, r: &wire::SetUserEventStatus) -> Done {
-    let f = native!(cx, clSetUserEventStatus);
-    let event = cx.get(kind::EVENT, r.event)?;
-    // SAFETY: a live event.
-    cx.status(unsafe { f(event, r.execution_status) })
-}
-
 pub(crate) fn set_event_callback(cx: &mut Cx<'_>, r: &wire::SetEventCallback) -> Done {
     let f = native!(cx, clSetEventCallback);
     let event = cx.get(kind::EVENT, r.event)?;
@@ -45,7 +31,7 @@ pub(crate) fn set_event_callback(cx: &mut Cx<'_>, r: &wire::SetEventCallback) ->
     // SAFETY: a live event; the callback's data is freed by the callback, or here if the driver refused.
     let status = unsafe { f(event, r.callback_type, on_event as *const c_void, user) };
     if status != 0 {
-        // SAFETY: from once(), and nobody else has it.
+        // SAFETY: from once(), and the driver didn't take it.
         drop(unsafe { Box::from_raw(user.cast::<Notify>()) });
     }
     cx.status(status)

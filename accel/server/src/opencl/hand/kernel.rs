@@ -6,25 +6,20 @@
 //! client's bytes for a parameter that is passed by value.
 
 use super::{Done, value};
-use crate::opencl::{Cx, Extra, Handle, VALUE, lock};
+use crate::opencl::{Cx, Extra, Handle, lock};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_calls::say;
 
-const INVALID_ARG_VALUE: i32 = -50;
-const INVALID_ARG_SIZE: i32 = -51;
-const INVALID_DEVICE_QUEUE: i32 = -70;
-/// CL_KERNEL_ARG_ADDRESS_QUALIFIER
-const ADDRESS: u32 = 0x1196;
 const HANDLE: usize = size_of::<Handle>();
 /// Bytes of the largest argument; drivers say 1024 to 4352 (CL_DEVICE_MAX_PARAMETER_SIZE).
 const MOST: usize = 64 << 10;
 
-/// What a kernel declares a parameter to be.
+/// A parameter as its kernel declares it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parameter {
     /// A buffer, an image or a pipe.
@@ -38,14 +33,14 @@ pub enum Parameter {
     Unknown,
 }
 
-/// What is kept beside a kernel.
+/// The server's own state of a kernel.
 #[derive(Clone, Debug, Default)]
 pub struct Kernel {
     /// Found out when an argument is set that could be an object.
     parameters: Option<Arc<[Parameter]>>,
     /// Arguments whose posted setting failed: launches are refused with these codes until they are set again.
     failed: BTreeMap<u32, i32>,
-    /// As of its program.
+    /// Set if its program tells of arguments.
     tells_arguments: bool,
 }
 
@@ -89,15 +84,15 @@ pub(crate) fn clone_kernel(cx: &mut Cx<'_>, r: &wire::CloneKernel) -> Done {
 
 /// Tells of arguments what the native driver would: nothing, unless the client asked for it when it built the program (the server always asks).
 pub(crate) fn get_kernel_arg_info(cx: &mut Cx<'_>, r: &wire::GetKernelArgInfo) -> Done {
-    const NOT_AVAILABLE: i32 = -19;
     let f = native!(cx, clGetKernelArgInfo);
     let kernel = cx.get(kind::KERNEL, r.kernel)?;
     let tells = cx.extra(kind::KERNEL, r.kernel, |e| e.kernel.as_ref().is_some_and(|k| k.tells_arguments))?;
     if !tells {
-        // That there is no such argument comes first.
+        // The driver's answer comes first if there is no such argument.
+        let asked = cl::KERNEL_ARG_ADDRESS_QUALIFIER;
         // SAFETY: a live kernel; only asked whether there is an answer.
-        cx.status(unsafe { f(kernel, r.arg_index, ADDRESS, 0, null_mut(), null_mut()) })?;
-        return Err(NOT_AVAILABLE);
+        cx.status(unsafe { f(kernel, r.arg_index, asked, 0, null_mut(), null_mut()) })?;
+        return Err(cl::KERNEL_ARG_INFO_NOT_AVAILABLE);
     }
     // SAFETY: a live kernel; buffers are as long as said.
     cx.info(r.param, &[], |size, value, ret| unsafe { f(kernel, r.arg_index, r.param, size, value, ret) })
@@ -115,35 +110,35 @@ fn is_plain(name: &str) -> bool {
 
 /// A second kernel like this one, to try arguments on.
 fn like(cx: &Cx<'_>, kernel: Handle) -> Result<Handle, i32> {
-    const NAME: u32 = 0x1190;
-    const PROGRAM: u32 = 0x1194;
     let (info, create) = (native!(cx, clGetKernelInfo), native!(cx, clCreateKernel));
+    let named = cl::KERNEL_FUNCTION_NAME;
     // SAFETY: a live kernel; buffers are as long as said.
-    let (status, mut name) = value(&|size, value, ret| unsafe { info(kernel, NAME, size, value, ret) });
+    let (status, mut name) = value(&|size, value, ret| unsafe { info(kernel, named, size, value, ret) });
     cx.status(status)?;
     name.push(0);
     let mut program: Handle = null_mut();
+    let to = (&raw mut program).cast();
     // SAFETY: a live kernel; room for a handle.
-    cx.status(unsafe { info(kernel, PROGRAM, HANDLE, (&raw mut program).cast(), null_mut()) })?;
+    cx.status(unsafe { info(kernel, cl::KERNEL_PROGRAM, HANDLE, to, null_mut()) })?;
     let mut code = 0;
     // SAFETY: the kernel's program, and a string with its end.
     let made = unsafe { create(program, name.as_ptr().cast(), &mut code) };
     if made.is_null() { Err(code) } else { Ok(made) }
 }
 
-/// What each parameter of a kernel is. Where the driver tells nothing, or names a type that the source defines, it is tried out: no
-/// address at all is accepted where a buffer goes, and nowhere else.
+/// The parameters of a kernel. If the driver tells nothing, or names a type that the source defines, the server tries a null address: the driver
+/// accepts one for a buffer, and for nothing else.
 fn parameters(cx: &Cx<'_>, kernel: Handle) -> Result<Arc<[Parameter]>, i32> {
-    const COUNT: u32 = 0x1191;
-    const TYPE_NAME: u32 = 0x1198;
-    const GLOBAL: u32 = 0x119b;
-    const LOCAL: u32 = 0x119c;
-    const CONSTANT: u32 = 0x119d;
+    const ADDRESS: u32 = cl::KERNEL_ARG_ADDRESS_QUALIFIER;
+    const GLOBAL: u32 = cl::KERNEL_ARG_ADDRESS_GLOBAL;
+    const LOCAL: u32 = cl::KERNEL_ARG_ADDRESS_LOCAL;
+    const CONSTANT: u32 = cl::KERNEL_ARG_ADDRESS_CONSTANT;
     let (info, set) = (native!(cx, clGetKernelInfo), native!(cx, clSetKernelArg));
     let ask = cx.native().clGetKernelArgInfo;
     let mut count = 0u32;
+    let to = (&raw mut count).cast();
     // SAFETY: a live kernel; room for a number.
-    cx.status(unsafe { info(kernel, COUNT, 4, (&raw mut count).cast(), null_mut()) })?;
+    cx.status(unsafe { info(kernel, cl::KERNEL_NUM_ARGS, 4, to, null_mut()) })?;
     let trial = like(cx, kernel)?;
     let null_is = |index: u32, bytes: *const c_void| {
         // SAFETY: a kernel of ours; null, or as many bytes as said.
@@ -164,9 +159,9 @@ fn parameters(cx: &Cx<'_>, kernel: Handle) -> Result<Arc<[Parameter]>, i32> {
         let mut space = 0u32;
         // SAFETY: a live kernel; room for a number.
         let told = unsafe { ask(kernel, index, ADDRESS, 4, (&raw mut space).cast(), null_mut()) };
+        let named = cl::KERNEL_ARG_TYPE_NAME;
         // SAFETY: a live kernel; buffers are as long as said.
-        let (named, name) =
-            value(&|size, value, ret| unsafe { ask(kernel, index, TYPE_NAME, size, value, ret) });
+        let (named, name) = value(&|size, value, ret| unsafe { ask(kernel, index, named, size, value, ret) });
         let name = String::from_utf8_lossy(&name);
         match (told, space, named, name.trim_end_matches('\0')) {
             (0, GLOBAL | CONSTANT, ..) => Parameter::Memory,
@@ -195,7 +190,7 @@ fn parameter(cx: &Cx<'_>, id: u64, kernel: Handle, index: u32) -> Result<Option<
     Ok(wanted)
 }
 
-/// Whether an address is mapped in this process: only then could a driver follow it.
+/// Returns whether an address is mapped in this process: only then could a driver follow it.
 fn is_mapped(address: u64) -> bool {
     let page = address & !4095;
     // SAFETY: asks about a page, by its number only.
@@ -221,17 +216,17 @@ fn eight_bytes(
         Parameter::Memory | Parameter::Sampler if null => Ok(value),
         Parameter::Memory => native(kind::MEM, kind::invalid(kind::MEM)),
         Parameter::Sampler => native(kind::SAMPLER, kind::invalid(kind::SAMPLER)),
-        Parameter::Queue => native(kind::QUEUE, INVALID_DEVICE_QUEUE),
+        Parameter::Queue => native(kind::QUEUE, cl::INVALID_DEVICE_QUEUE),
         Parameter::Unknown if object != 0 => {
             let kinds = [kind::MEM, kind::SAMPLER, kind::QUEUE];
             let found = kinds.into_iter().find_map(|k| cx.get(k, object).ok());
-            found.map(|native| (native as usize).to_ne_bytes()).ok_or(INVALID_ARG_VALUE)
+            found.map(|native| (native as usize).to_ne_bytes()).ok_or(cl::INVALID_ARG_VALUE)
         }
         Parameter::Unknown if is_mapped(u64::from_ne_bytes(value)) => {
             say!(
                 "tombolo accel: an argument of 8 bytes is an address of this process, and the driver doesn't say whether the kernel takes an object there; refused. A program that is built from its source has no such arguments"
             );
-            Err(INVALID_ARG_VALUE)
+            Err(cl::INVALID_ARG_VALUE)
         }
         Parameter::Unknown => Ok(value),
     }
@@ -240,13 +235,13 @@ fn eight_bytes(
 fn set(cx: &Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
     let f = native!(cx, clSetKernelArg);
     let kernel = cx.get(kind::KERNEL, r.kernel)?;
-    let size = usize::try_from(r.size).map_err(|_| VALUE)?;
+    let size = usize::try_from(r.size).map_err(|_| cl::INVALID_VALUE)?;
     if r.how == 1 {
         // SAFETY: a live kernel; no value.
         return cx.status(unsafe { f(kernel, r.index, size, null()) });
     }
     if r.value.len() != size {
-        return Err(VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     let object = if r.how == 2 { r.handle } else { 0 };
     let mut bytes = [0; HANDLE];
@@ -255,7 +250,7 @@ fn set(cx: &Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
         None | Some(Parameter::Value) => r.value.as_ptr(),
         Some(Parameter::Unknown) if size != HANDLE => r.value.as_ptr(),
         Some(parameter) => {
-            let value = <[u8; HANDLE]>::try_from(r.value).map_err(|_| INVALID_ARG_SIZE)?;
+            let value = <[u8; HANDLE]>::try_from(r.value).map_err(|_| cl::INVALID_ARG_SIZE)?;
             bytes = eight_bytes(cx, parameter, value, object)?;
             bytes.as_ptr()
         }
@@ -265,14 +260,14 @@ fn set(cx: &Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
     cx.status(unsafe { f(kernel, r.index, size, value.cast()) })
 }
 
-/// Whether a kernel takes a value of a size, tried out on a second one: for a client that doesn't know yet how much of its program's memory to read.
+/// Tries on a second kernel whether it takes a value of a size, for a client that doesn't know yet how much of its program's memory to read.
 fn takes_size(cx: &Cx<'_>, r: &wire::SetKernelArg<'_>) -> Done {
     let f = native!(cx, clSetKernelArg);
     let kernel = cx.get(kind::KERNEL, r.kernel)?;
-    let size = usize::try_from(r.size).ok().filter(|size| *size <= MOST).ok_or(INVALID_ARG_SIZE)?;
+    let size = usize::try_from(r.size).ok().filter(|size| *size <= MOST).ok_or(cl::INVALID_ARG_SIZE)?;
     match parameter(cx, r.kernel, kernel, r.index)? {
         Some(Parameter::Memory | Parameter::Sampler | Parameter::Queue) if size != HANDLE => {
-            return Err(INVALID_ARG_SIZE);
+            return Err(cl::INVALID_ARG_SIZE);
         }
         _ => {}
     }

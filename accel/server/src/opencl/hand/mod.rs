@@ -4,12 +4,12 @@
 //!
 //! - [`platform`]: platforms and devices, and what never changes about them.
 //! - [`context`]: contexts and queues.
-//! - [`memory`]: buffers, images, pipes and samplers.
+//! - [`memory`]: buffers, images and pipes.
 //! - [`program`]: programs, from source to build.
 //! - [`kernel`]: kernels and their arguments.
 //! - [`event`]: events and waiting.
 //! - [`svm`]: shared virtual memory.
-//! - [`transfer`]: commands whose data goes through the window, and launches.
+//! - [`transfer`]: commands that the generator has no class for: writes in the record, streams, mapping, launches.
 //! - [`notify`]: callbacks of the driver.
 
 /// A function of the driver, or 'not supported'.
@@ -36,9 +36,8 @@ pub(super) use memory::*;
 pub(super) use platform::*;
 pub(super) use program::*;
 pub(super) use svm::{
-    Svm, alloc as svm_alloc, fill as enqueue_svm_mem_fill, free as svm_free, map as enqueue_svm_map,
-    memcpy as enqueue_svm_memcpy, migrate as enqueue_svm_migrate_mem, set_arg as set_kernel_arg_svm_pointer,
-    set_exec_info as set_kernel_exec_info, unmap as enqueue_svm_unmap,
+    Svm, alloc as svm_alloc, free as svm_free, memcpy as enqueue_svm_memcpy,
+    migrate as enqueue_svm_migrate_mem, set_exec_info as set_kernel_exec_info,
 };
 pub(super) use transfer::*;
 

@@ -5,7 +5,7 @@ use crate::opencl::{Cx, Handle, OpenCl};
 use std::ffi::{c_char, c_void};
 use tombolo_accel_spec::wire::ReplyKind;
 
-/// What a callback of the driver needs to find its client.
+/// The data of a driver's callback: its client, and the client's number for it.
 pub(super) struct Notify {
     cl: &'static OpenCl,
     number: u64,

@@ -2,10 +2,11 @@
 //! Platforms and devices, and what never changes about them.
 
 use super::{Done, listed, value};
-use crate::opencl::{Cx, Extra, Handle, OpenCl, RESOURCES, VALUE, key, lock, properties};
+use crate::opencl::{Cx, Extra, Handle, OpenCl, key, lock, properties};
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::ptr::null_mut;
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::Encoder;
 use tombolo_calls::say;
 
@@ -25,6 +26,22 @@ fn no_platform(code: i32) {
     );
 }
 
+/// The types of devices that programs ask for, each with the list of its devices in the snapshot.
+const DEVICE_TYPES: [u64; 5] = [
+    cl::DEVICE_TYPE_DEFAULT,
+    cl::DEVICE_TYPE_CPU,
+    cl::DEVICE_TYPE_GPU,
+    cl::DEVICE_TYPE_ACCELERATOR,
+    cl::DEVICE_TYPE_ALL,
+];
+/// The properties of devices in the snapshot.
+const DEVICE_PROPERTIES: RangeInclusive<u32> = cl::DEVICE_TYPE..=cl::DEVICE_KERNEL_CLOCK_CAPABILITIES_KHR;
+const DEVICE_PROPERTIES_NV: RangeInclusive<u32> =
+    cl::DEVICE_COMPUTE_CAPABILITY_MAJOR_NV..=cl::DEVICE_WARP_SIZE_NV;
+/// Properties of devices that aren't in the snapshot: handles, which the client answers, and what changes.
+const CHANGING: [u32; 4] =
+    [cl::DEVICE_AVAILABLE, cl::DEVICE_PLATFORM, cl::DEVICE_PARENT_DEVICE, cl::DEVICE_REFERENCE_COUNT];
+
 /// Platforms, then devices, numbered in this order; and what never changes about them.
 pub(crate) fn snapshot(cl: &OpenCl, reply: &mut Vec<u8>) -> Done {
     let n = &cl.native;
@@ -37,8 +54,9 @@ pub(crate) fn snapshot(cl: &OpenCl, reply: &mut Vec<u8>) -> Done {
         .inspect_err(|code| no_platform(*code))?;
     let mut roots: Vec<(u32, u64, Handle)> = platforms.iter().map(|p| (kind::PLATFORM, 0, *p)).collect();
     for (i, platform) in platforms.iter().enumerate() {
+        let all = cl::DEVICE_TYPE_ALL;
         // SAFETY: as above.
-        let devices = listed(|n, list, count| unsafe { device_ids(*platform, 0xffff_ffff, n, list, count) });
+        let devices = listed(|n, list, count| unsafe { device_ids(*platform, all, n, list, count) });
         roots.extend(devices.unwrap_or_default().into_iter().map(|d| (kind::DEVICE, i as u64 + 1, d)));
     }
     let mut answers: Vec<(Vec<u8>, i32, Vec<u8>)> = Vec::new();
@@ -46,30 +64,25 @@ pub(crate) fn snapshot(cl: &OpenCl, reply: &mut Vec<u8>) -> Done {
         let mut table = lock(&cl.table);
         for (i, (kind, _, native)) in roots.iter().enumerate() {
             let extra = Extra { root: true, ..Extra::default() };
-            table.put(*kind, i as u64 + 1, Ok(*native as usize), extra).map_err(|_| RESOURCES)?;
+            table.put(*kind, i as u64 + 1, Ok(*native as usize), extra).map_err(|_| cl::OUT_OF_RESOURCES)?;
         }
     }
     for (i, (kind, _, native)) in roots.iter().enumerate() {
         let id = i as u64 + 1;
         if *kind == kind::PLATFORM {
-            for param in 0x900..=0x907 {
+            for param in cl::PLATFORM_PROFILE..=cl::PLATFORM_EXTENSIONS_WITH_VERSION {
                 // SAFETY: as above.
                 let (status, bytes) = value(&|s, v, r| unsafe { platform_info(*native, param, s, v, r) });
                 answers.push((key(&wire::GetPlatformInfo { platform: id, param }), status, bytes));
             }
-            for (bit, device_type) in [1u64, 2, 4, 8, 0xffff_ffff].into_iter().enumerate() {
-                let _order = bit;
+            for device_type in DEVICE_TYPES {
                 // SAFETY: as above.
                 let found = listed(|n, list, c| unsafe { device_ids(*native, device_type, n, list, c) });
                 let (status, bytes) = ids_of(&roots, found);
                 answers.push((key(&wire::GetDeviceIDs { platform: id, device_type }), status, bytes));
             }
         } else {
-            for param in (0x1000..=0x1076).chain([0x1042 + 0x20, 0x4000, 0x4001, 0x4002, 0x4003]) {
-                // Handles are the client's own to answer; availability and references change.
-                if [0x1027, 0x1031, 0x1042, 0x1047].contains(&param) {
-                    continue;
-                }
+            for param in DEVICE_PROPERTIES.chain(DEVICE_PROPERTIES_NV).filter(|p| !CHANGING.contains(p)) {
                 // SAFETY: as above.
                 let (status, bytes) = value(&|s, v, r| unsafe { device_info(*native, param, s, v, r) });
                 if status == 0 {
@@ -129,7 +142,7 @@ pub(crate) fn create_sub_devices(cx: &mut Cx<'_>, r: &wire::CreateSubDevices<'_>
     let device = cx.get(kind::DEVICE, r.device)?;
     let f = native!(cx, clCreateSubDevices);
     if !properties::partition(&r.properties) {
-        return Err(VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     let mut made = vec![null_mut(); r.new.len()];
     let mut n = 0;

@@ -3,10 +3,10 @@
 
 use super::notify::{on_program, once};
 use super::{Done, value};
-use crate::opencl::{Cx, RESOURCES, VALUE, include, lock};
+use crate::opencl::{Cx, include, lock};
 use std::ffi::{CString, c_void};
 use std::ptr::{null, null_mut};
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 
 pub(crate) fn create_program_with_source(cx: &mut Cx<'_>, r: &wire::CreateProgramWithSource<'_>) -> Done {
     let f = native!(cx, clCreateProgramWithSource);
@@ -29,13 +29,13 @@ pub(crate) fn create_program_with_binary(cx: &mut Cx<'_>, r: &wire::CreateProgra
     let mut rest = r.binaries;
     let mut starts = Vec::new();
     for len in r.lengths.iter() {
-        let len = usize::try_from(*len).map_err(|_| VALUE)?;
-        let (one, more) = rest.split_at_checked(len).ok_or(VALUE)?;
+        let len = usize::try_from(*len).map_err(|_| cl::INVALID_VALUE)?;
+        let (one, more) = rest.split_at_checked(len).ok_or(cl::INVALID_VALUE)?;
         starts.push(one.as_ptr());
         rest = more;
     }
     if starts.len() != devices.len() {
-        return Err(VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     let mut states = vec![0i32; devices.len()];
     cx.create(kind::PROGRAM, r.new, |code| {
@@ -81,7 +81,7 @@ pub(super) fn optional(cx: &Cx<'_>, text: Option<&[u8]>) -> Result<Option<CStrin
 /// The driver is always asked to know the parameters of kernels ([`super::kernel`]).
 const ARGUMENTS: &[u8] = b"-cl-kernel-arg-info";
 
-/// How a program was built.
+/// The server's own state of a built program.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Built {
     /// Kernels tell of their arguments: the client asked for it, or gave no options at all (where drivers don't ask for the option).
@@ -118,12 +118,11 @@ fn building(
 
 /// Of a build's options, those that the server added are left out.
 pub(crate) fn get_program_build_info(cx: &mut Cx<'_>, r: &wire::GetProgramBuildInfo) -> Done {
-    const OPTIONS: u32 = 0x1182;
     let f = native!(cx, clGetProgramBuildInfo);
     let (program, device) = (cx.get(kind::PROGRAM, r.program)?, cx.get(kind::DEVICE, r.device)?);
     // SAFETY: live handles; buffers are as long as said.
     cx.info(r.param, &[], |size, value, ret| unsafe { f(program, device, r.param, size, value, ret) })?;
-    if r.param == OPTIONS {
+    if r.param == cl::PROGRAM_BUILD_OPTIONS {
         let added = cx.extra(kind::PROGRAM, r.program, |e| e.program.added)?;
         let text = cx.reply.strip_suffix(b"\0").and_then(|text| text.strip_suffix(ARGUMENTS));
         if let (Some(text), true) = (text, added) {
@@ -163,7 +162,7 @@ pub(crate) fn compile_program(cx: &mut Cx<'_>, r: &wire::CompileProgram<'_>) -> 
     let options = building(cx, r.program, r.options, (&r.folders, &r.files, &r.texts))?;
     let names = r.names.iter().map(|n| cx.c_string(n)).collect::<Result<Vec<_>, _>>()?;
     if names.len() != headers.len() {
-        return Err(VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     let names: Vec<_> = names.iter().map(|n| n.as_ptr()).collect();
     let (notify, user) = program_notify(cx, r.notify);
@@ -215,20 +214,20 @@ pub(crate) fn link_program(cx: &mut Cx<'_>, r: &wire::LinkProgram<'_>) -> Done {
 pub(crate) fn program_binaries(cx: &mut Cx<'_>, r: &wire::ProgramBinaries) -> Done {
     let f = native!(cx, clGetProgramInfo);
     let program = cx.get(kind::PROGRAM, r.program)?;
-    // SAFETY (both): a live program; buffers as long as said.
+    let asked = cl::PROGRAM_BINARY_SIZES;
     // SAFETY: live handles that were looked up; buffers and lists are as long as said.
-    let (status, sizes) = value(&|s, v, ret| unsafe { f(program, 0x1165, s, v, ret) });
+    let (status, sizes) = value(&|s, v, ret| unsafe { f(program, asked, s, v, ret) });
     cx.status(status)?;
     let sizes: Vec<usize> =
         sizes.chunks_exact(8).filter_map(|c| c.first_chunk().map(|c| usize::from_le_bytes(*c))).collect();
     if sizes.iter().sum::<usize>() > 256 << 20 {
-        return Err(RESOURCES);
+        return Err(cl::OUT_OF_RESOURCES);
     }
     let mut binaries: Vec<Vec<u8>> = sizes.iter().map(|s| vec![0; *s]).collect();
     let pointers: Vec<*mut u8> = binaries.iter_mut().map(|b| b.as_mut_ptr()).collect();
-    let size = size_of_val(&pointers[..]);
+    let (size, to) = (size_of_val(&pointers[..]), pointers.as_ptr().cast_mut().cast());
     // SAFETY: one pointer for each device, each with room for its binary.
-    cx.status(unsafe { f(program, 0x1166, size, pointers.as_ptr().cast_mut().cast(), null_mut()) })?;
+    cx.status(unsafe { f(program, cl::PROGRAM_BINARIES, size, to, null_mut()) })?;
     let binaries: Vec<&[u8]> = binaries.iter().map(Vec::as_slice).collect();
     cx.reply().strs(&binaries);
     Ok(())

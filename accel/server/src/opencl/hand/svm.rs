@@ -4,10 +4,10 @@
 //!
 //! Every address that a client passes is looked up in the tree of its ranges before the driver gets it.
 
-use crate::opencl::{Cx, Handle, RESOURCES, VALUE, lock};
+use crate::opencl::{Cx, Handle, lock};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use tombolo_accel_spec::opencl::{self as wire, kind};
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 
 type Done = Result<(), i32>;
 const PAGE: u64 = 4096;
@@ -20,7 +20,7 @@ type Range = (u64, usize, u64);
 pub struct Svm(BTreeMap<u64, Range>);
 
 impl Svm {
-    /// Whether `len` bytes from an address all lie in one range.
+    /// Returns whether `len` bytes from an address all lie in one range.
     fn contains(&self, address: u64, len: u64) -> bool {
         self.0.range(..=address).next_back().is_some_and(|(start, (size, ..))| {
             (address - start).checked_add(len.max(1)).is_some_and(|end| end <= *size)
@@ -33,16 +33,20 @@ fn refresh(at: u64, len: u64) -> Done {
     let (to, flags) = (at as *mut c_void, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
     // SAFETY: the pages belong to a view made by alloc.
     let done = unsafe { libc::mmap(to, len as usize, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
-    if done == to { Ok(()) } else { Err(RESOURCES) }
+    if done == to { Ok(()) } else { Err(cl::OUT_OF_RESOURCES) }
 }
 
 impl Cx<'_> {
-    /// An address whose `len` bytes all are shared memory of this client.
-    pub(super) fn shared(&self, address: u64, len: u64) -> Result<*mut c_void, i32> {
-        if lock(&self.cl.svm).contains(address, len) { Ok(address as *mut c_void) } else { Err(VALUE) }
+    /// Refuses an address whose `len` bytes aren't all shared memory of this client.
+    pub fn shared(&self, address: u64, len: u64) -> Result<*mut c_void, i32> {
+        if lock(&self.cl.svm).contains(address, len) {
+            Ok(address as *mut c_void)
+        } else {
+            Err(cl::INVALID_VALUE)
+        }
     }
 
-    /// Whether all devices of a context are CPUs.
+    /// Returns whether all devices of a context are CPUs.
     fn on_cpu(&self, context: Handle) -> Result<bool, i32> {
         let (of_context, of_device) = (
             self.native().clGetContextInfo.ok_or(wire::UNSUPPORTED)?,
@@ -54,15 +58,16 @@ impl Cx<'_> {
         unsafe {
             self.status(of_context(
                 context,
-                0x1081,
+                cl::CONTEXT_DEVICES,
                 size_of_val(&devices),
                 devices.as_mut_ptr().cast(),
                 &mut size,
             ))?;
             for device in &devices[..size / size_of::<Handle>()] {
                 let mut kind = 0u64;
-                self.status(of_device(*device, 0x1000, 8, (&raw mut kind).cast(), std::ptr::null_mut()))?;
-                if kind & 2 == 0 {
+                let to = (&raw mut kind).cast();
+                self.status(of_device(*device, cl::DEVICE_TYPE, 8, to, std::ptr::null_mut()))?;
+                if kind & cl::DEVICE_TYPE_CPU == 0 {
                     return Ok(false);
                 }
             }
@@ -77,14 +82,14 @@ pub(crate) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
     let context = cx.get(kind::CONTEXT, r.context)?;
     let session = cx.cl.session();
     if r.size == 0 || r.size % PAGE != 0 || r.data == 0 || r.data % PAGE != 0 || !session.shares_window {
-        return Err(VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     if !cx.on_cpu(context)? {
         return Err(wire::UNSUPPORTED);
     }
-    let from = session.window.at(r.data, r.size).map_err(|_| VALUE)?;
+    let from = session.window.at(r.data, r.size).map_err(|_| cl::INVALID_VALUE)?;
     if from as u64 % PAGE != 0 {
-        return Err(VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     cx.cl.charge(r.size)?;
     // Drivers align no further than their largest type; one page more holds the whole pages that are asked for, and nothing else lies
@@ -93,7 +98,7 @@ pub(crate) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
     let native = unsafe { f(context, r.flags, (r.size + PAGE) as usize, 0) } as u64;
     if native == 0 {
         cx.cl.uncharge(r.size);
-        return Err(RESOURCES);
+        return Err(cl::OUT_OF_RESOURCES);
     }
     let address = native.next_multiple_of(PAGE);
     // SAFETY: whole pages of an allocation that this client owns.
@@ -103,7 +108,7 @@ pub(crate) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
         // SAFETY: just allocated.
         unsafe { free(context, native as *const c_void) };
         cx.cl.uncharge(r.size);
-        return Err(RESOURCES);
+        return Err(cl::OUT_OF_RESOURCES);
     }
     lock(&cx.cl.svm).0.insert(address, (r.size, context as usize, native));
     cx.reply().u64(address);
@@ -112,7 +117,7 @@ pub(crate) fn alloc(cx: &mut Cx<'_>, r: &wire::SvmAlloc) -> Done {
 
 pub(crate) fn free(cx: &mut Cx<'_>, r: &wire::SvmFree) -> Done {
     let f = cx.native().clSVMFree.ok_or(wire::UNSUPPORTED)?;
-    let (len, context, native) = lock(&cx.cl.svm).0.remove(&r.address).ok_or(VALUE)?;
+    let (len, context, native) = lock(&cx.cl.svm).0.remove(&r.address).ok_or(cl::INVALID_VALUE)?;
     refresh(r.address, len)?;
     // SAFETY: an allocation of this context, whose pages are private memory again.
     unsafe { f(context as Handle, native as *const c_void) };
@@ -120,26 +125,17 @@ pub(crate) fn free(cx: &mut Cx<'_>, r: &wire::SvmFree) -> Done {
     Ok(())
 }
 
-pub(crate) fn set_arg(cx: &mut Cx<'_>, r: &wire::SetKernelArgSVMPointer) -> Done {
-    let f = cx.native().clSetKernelArgSVMPointer.ok_or(wire::UNSUPPORTED)?;
-    let kernel = cx.get(kind::KERNEL, r.kernel)?;
-    let address = if r.address == 0 { std::ptr::null_mut() } else { cx.shared(r.address, 1)? };
-    // SAFETY: a live kernel; an address of this client's shared memory.
-    cx.status(unsafe { f(kernel, r.index, address) })
-}
-
 pub(crate) fn set_exec_info(cx: &mut Cx<'_>, r: &wire::SetKernelExecInfo<'_>) -> Done {
-    const POINTERS: u32 = 0x11b6;
-    const FINE_GRAIN: u32 = 0x11b7;
+    const POINTERS: u32 = cl::KERNEL_EXEC_INFO_SVM_PTRS;
     let f = cx.native().clSetKernelExecInfo.ok_or(wire::UNSUPPORTED)?;
     let kernel = cx.get(kind::KERNEL, r.kernel)?;
     // Others could name anything.
-    if r.param != POINTERS && r.param != FINE_GRAIN {
-        return Err(VALUE);
+    if r.param != POINTERS && r.param != cl::KERNEL_EXEC_INFO_SVM_FINE_GRAIN_SYSTEM {
+        return Err(cl::INVALID_VALUE);
     }
     if r.param == POINTERS {
         for address in r.value.chunks(8) {
-            let address = address.first_chunk().map(|a| u64::from_le_bytes(*a)).ok_or(VALUE)?;
+            let address = address.first_chunk().map(|a| u64::from_le_bytes(*a)).ok_or(cl::INVALID_VALUE)?;
             cx.shared(address, 1)?;
         }
     }
@@ -151,7 +147,9 @@ pub(crate) fn memcpy(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemcpy<'_>) -> Done {
     let f = cx.native().clEnqueueSVMMemcpy.ok_or(wire::UNSUPPORTED)?;
     let queue = cx.get(kind::QUEUE, r.queue)?;
     let window = &cx.cl.session().window;
-    let data = || -> Result<*mut c_void, i32> { Ok(window.at(r.data, r.size).map_err(|_| VALUE)?.cast()) };
+    let data = || -> Result<*mut c_void, i32> {
+        Ok(window.at(r.data, r.size).map_err(|_| cl::INVALID_VALUE)?.cast())
+    };
     let to = if r.how == 1 { data()? } else { cx.shared(r.dst, r.size)? };
     let from = if r.how == 2 { data()? } else { cx.shared(r.src, r.size)? };
     if r.blocking != 0 {
@@ -164,42 +162,11 @@ pub(crate) fn memcpy(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemcpy<'_>) -> Done {
     })
 }
 
-pub(crate) fn fill(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMemFill<'_>) -> Done {
-    let f = cx.native().clEnqueueSVMMemFill.ok_or(wire::UNSUPPORTED)?;
-    let (queue, to) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, r.size)?);
-    let (pattern, len) = (r.pattern.as_ptr().cast(), r.pattern.len());
-    let size = r.size as usize;
-    // SAFETY: a live queue; the range was checked; the driver copies the pattern.
-    cx.enqueue(&r.waits, r.event, |n, list, event| unsafe {
-        f(queue, to, pattern, len, size, n, list, event)
-    })
-}
-
-pub(crate) fn map(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMap<'_>) -> Done {
-    let f = cx.native().clEnqueueSVMMap.ok_or(wire::UNSUPPORTED)?;
-    let (queue, at) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, r.size)?);
-    if r.blocking != 0 {
-        cx.may_block()?;
-    }
-    let size = r.size as usize;
-    // SAFETY: a live queue; the range was checked.
-    cx.enqueue(&r.waits, r.event, |n, list, event| unsafe {
-        f(queue, r.blocking, r.flags, at, size, n, list, event)
-    })
-}
-
-pub(crate) fn unmap(cx: &mut Cx<'_>, r: &wire::EnqueueSVMUnmap<'_>) -> Done {
-    let f = cx.native().clEnqueueSVMUnmap.ok_or(wire::UNSUPPORTED)?;
-    let (queue, at) = (cx.get(kind::QUEUE, r.queue)?, cx.shared(r.address, 1)?);
-    // SAFETY: a live queue; the address was checked.
-    cx.enqueue(&r.waits, r.event, |n, list, event| unsafe { f(queue, at, n, list, event) })
-}
-
 pub(crate) fn migrate(cx: &mut Cx<'_>, r: &wire::EnqueueSVMMigrateMem<'_>) -> Done {
     let f = cx.native().clEnqueueSVMMigrateMem.ok_or(wire::UNSUPPORTED)?;
     let queue = cx.get(kind::QUEUE, r.queue)?;
     if r.addresses.len() != r.sizes.len() || r.addresses.is_empty() {
-        return Err(VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     for (address, size) in r.addresses.iter().zip(r.sizes.iter()) {
         cx.shared(*address, *size)?;

@@ -1,31 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Commands whose data goes through the window, and launches.
+//! Writes whose bytes travel in the record, long transfers in pieces, mapping, and launches. All other transfers are generated.
 
 use super::Done;
 use crate::opencl::stream::{self, Arguments, Piece, Stream};
-use crate::opencl::{Cx, Extra, Handle, VALUE};
+use crate::opencl::{Cx, Extra, Handle};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
-use tombolo_accel_spec::opencl::{self as wire, kind};
-
-/// The address of a range of the window that the client offers for a transfer.
-fn offered(cx: &Cx<'_>, at: u64, len: u64) -> Result<*mut c_void, i32> {
-    if at == 0 {
-        return Err(VALUE);
-    }
-    Ok(cx.cl.session().window.at(at, len).map_err(|_| VALUE)?.cast())
-}
-
-pub(crate) fn enqueue_read_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueReadBuffer<'_>) -> Done {
-    let f = native!(cx, clEnqueueReadBuffer);
-    let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
-    let to = offered(cx, r.data, r.size)?;
-    let (offset, size) = (r.offset as usize, r.size as usize);
-    // SAFETY: live handles; the range lies in the buffer (checked before) and in the window.
-    cx.fill(&r.waits, r.event, (r.ticket, r.blocking != 0), (r.data, r.size), |n, list, event| unsafe {
-        f(queue, buffer, r.blocking, offset, size, to, n, list, event)
-    })
-}
+use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 
 /// Bytes of a record that a command reads until it has ended.
 unsafe extern "C" fn on_read(_event: Handle, _status: i32, user: *mut c_void) {
@@ -35,10 +16,10 @@ unsafe extern "C" fn on_read(_event: Handle, _status: i32, user: *mut c_void) {
 
 pub(crate) fn enqueue_write_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBuffer<'_>) -> Done {
     let f = native!(cx, clEnqueueWriteBuffer);
-    let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
+    let (queue, buffer) = (cx.get(kind::QUEUE, r.command_queue)?, cx.get(kind::MEM, r.buffer)?);
     let (offset, size) = (r.offset as usize, r.size as usize);
     if r.inline.is_empty() {
-        let from = offered(cx, r.data, r.size)?;
+        let from = cx.offered(r.data, r.size)?;
         // SAFETY: live handles; the range lies in the buffer (checked before) and in the window.
         return cx.transfer(&r.waits, r.event, r.ticket, None, |n, list, event| unsafe {
             f(queue, buffer, 0, offset, size, from, n, list, event)
@@ -52,14 +33,14 @@ pub(crate) fn enqueue_write_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBuffer
         f(queue, buffer, 0, offset, size, (*bytes).as_ptr().cast(), n, list, event)
     });
     if sent.is_err() {
-        // SAFETY: the driver refused the command, nobody reads the bytes.
+        // SAFETY: the driver refused the command and reads no bytes.
         drop(unsafe { Box::from_raw(bytes) });
         return sent;
     }
     let (set, release) = (native!(cx, clSetEventCallback), native!(cx, clReleaseEvent));
     // SAFETY: a live event; the callback frees the bytes. Our reference goes to the table, or is given up.
     unsafe {
-        set(native, 0, on_read as *const c_void, bytes.cast());
+        set(native, cl::COMPLETE, on_read as *const c_void, bytes.cast());
         if r.event == 0 {
             release(native);
         }
@@ -68,58 +49,6 @@ pub(crate) fn enqueue_write_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBuffer
         cx.keep(kind::EVENT, r.event, native, Extra::default())?;
     }
     Ok(())
-}
-
-pub(crate) fn enqueue_read_buffer_rect(cx: &mut Cx<'_>, r: &wire::EnqueueReadBufferRect<'_>) -> Done {
-    let f = native!(cx, clEnqueueReadBufferRect);
-    let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
-    let len = r.region.iter().try_fold(1u64, |n, v| n.checked_mul(*v)).ok_or(VALUE)?;
-    let to = offered(cx, r.data, len)?;
-    let (origin, region) = (r.origin.map(|v| v as usize), r.region.map(|v| v as usize));
-    let (row, slice, zero) = (r.row_pitch as usize, r.slice_pitch as usize, [0usize; 3]);
-    cx.fill(&r.waits, r.event, (r.ticket, r.blocking != 0), (r.data, len), |n, list, event| {
-        let (o, z, g) = (origin.as_ptr(), zero.as_ptr(), region.as_ptr());
-        // SAFETY: live handles; the rectangle lies in the buffer (checked before), its packed bytes in the window.
-        unsafe { f(queue, buffer, r.blocking, o, z, g, row, slice, 0, 0, to, n, list, event) }
-    })
-}
-
-pub(crate) fn enqueue_write_buffer_rect(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBufferRect<'_>) -> Done {
-    let f = native!(cx, clEnqueueWriteBufferRect);
-    let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
-    let len = r.region.iter().try_fold(1u64, |n, v| n.checked_mul(*v)).ok_or(VALUE)?;
-    let from = offered(cx, r.data, len)?;
-    let (origin, region) = (r.origin.map(|v| v as usize), r.region.map(|v| v as usize));
-    let (row, slice, zero) = (r.row_pitch as usize, r.slice_pitch as usize, [0usize; 3]);
-    cx.transfer(&r.waits, r.event, r.ticket, None, |n, list, event| {
-        let (o, z, g) = (origin.as_ptr(), zero.as_ptr(), region.as_ptr());
-        // SAFETY: as above.
-        unsafe { f(queue, buffer, 0, o, z, g, row, slice, 0, 0, from, n, list, event) }
-    })
-}
-
-pub(crate) fn enqueue_read_image(cx: &mut Cx<'_>, r: &wire::EnqueueReadImage<'_>) -> Done {
-    let f = native!(cx, clEnqueueReadImage);
-    let (queue, image) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.image)?);
-    let len = cx.packed(r.image, r.region)?;
-    let to = offered(cx, r.data, len)?;
-    let (origin, region) = (r.origin.map(|v| v as usize), r.region.map(|v| v as usize));
-    cx.fill(&r.waits, r.event, (r.ticket, r.blocking != 0), (r.data, len), |n, list, event| {
-        // SAFETY: live handles; the region lies in the image (checked before), its packed pixels in the window.
-        unsafe { f(queue, image, r.blocking, origin.as_ptr(), region.as_ptr(), 0, 0, to, n, list, event) }
-    })
-}
-
-pub(crate) fn enqueue_write_image(cx: &mut Cx<'_>, r: &wire::EnqueueWriteImage<'_>) -> Done {
-    let f = native!(cx, clEnqueueWriteImage);
-    let (queue, image) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.image)?);
-    let len = cx.packed(r.image, r.region)?;
-    let from = offered(cx, r.data, len)?;
-    let (origin, region) = (r.origin.map(|v| v as usize), r.region.map(|v| v as usize));
-    cx.transfer(&r.waits, r.event, r.ticket, None, |n, list, event| {
-        // SAFETY: as above.
-        unsafe { f(queue, image, 0, origin.as_ptr(), region.as_ptr(), 0, 0, from, n, list, event) }
-    })
 }
 
 pub(crate) fn enqueue_stream(cx: &mut Cx<'_>, r: &wire::EnqueueStream<'_>) -> Done {
@@ -169,30 +98,28 @@ pub(crate) fn stream_watch(cx: &mut Cx<'_>, r: &wire::StreamWatch) -> Done {
 }
 
 pub(crate) fn stream_piece(cx: &mut Cx<'_>, r: &wire::StreamPiece) -> Done {
-    let slot = offered(cx, r.data, r.size)? as usize;
+    let slot = cx.offered(r.data, r.size)? as usize;
     let piece = Piece { slot, at: r.at as usize, len: r.size as usize, ticket: r.ticket };
     cx.cl.streams.get(r.stream)?.put(piece)?;
-    // Redeemed by whoever copies it.
+    // The thread that copies the piece redeems its ticket.
     cx.owed = 0;
     Ok(())
 }
 
 pub(crate) fn enqueue_map_home(cx: &mut Cx<'_>, r: &wire::EnqueueMapHome<'_>) -> Done {
-    const BLOCKING: u64 = 1 << 63;
     let f = native!(cx, clEnqueueMapBuffer);
     let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
     if cx.of(r.buffer, |e| e.home)? == 0 {
-        return Err(VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     let (offset, size) = (r.offset as usize, r.size as usize);
-    let blocking = u32::from(r.flags & BLOCKING != 0);
-    if blocking != 0 {
+    if r.blocking != 0 {
         cx.may_block()?;
     }
     cx.enqueue(&r.waits, r.event, |n, list, event| {
         let mut code = 0;
         // SAFETY: live handles; the range lies in the buffer (checked before).
-        unsafe { f(queue, buffer, blocking, r.flags & !BLOCKING, offset, size, n, list, event, &mut code) };
+        unsafe { f(queue, buffer, r.blocking, r.flags, offset, size, n, list, event, &mut code) };
         code
     })
 }
@@ -202,7 +129,7 @@ pub(crate) fn enqueue_unmap_home(cx: &mut Cx<'_>, r: &wire::EnqueueUnmapHome<'_>
     let (queue, buffer) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::MEM, r.buffer)?);
     let home = cx.of(r.buffer, |e| e.home)?;
     if home == 0 {
-        return Err(VALUE);
+        return Err(cl::INVALID_VALUE);
     }
     let mapped = home.wrapping_add(r.offset as usize) as *const c_void;
     // SAFETY: live handles; the driver checks that this address is mapped.
@@ -220,7 +147,7 @@ pub(crate) fn enqueue_nd_range_kernel(cx: &mut Cx<'_>, r: &wire::EnqueueNDRangeK
     let f = native!(cx, clEnqueueNDRangeKernel);
     let (queue, kernel) = (cx.get(kind::QUEUE, r.queue)?, cx.get(kind::KERNEL, r.kernel)?);
     if !(1..=3).contains(&r.work_dim) {
-        return Err(-53); // CL_INVALID_WORK_DIMENSION
+        return Err(cl::INVALID_WORK_DIMENSION);
     }
     let sizes = [r.offset, r.global, r.local].map(|t| t.map(|v| v as usize));
     let given = |bit: u32| -> *const c_void {

@@ -14,7 +14,7 @@ use std::ffi::CStr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
-/// How the names of groups begin that servers of root make, before their process number.
+/// The beginning of the names of groups that servers of root make; their process number follows.
 pub(super) const PREFIX: &str = "tombolo-accel-";
 
 /// This process's group: where its hierarchy is mounted, and its folder.
@@ -76,7 +76,7 @@ fn own(folder: &Path) -> anyhow::Result<Delegated> {
 }
 
 fn at_the_top(top: &Path) -> anyhow::Result<Delegated> {
-    // What is needed there may be switched on already, where it may not be changed.
+    // A controller may be switched on already in a folder that may not be changed.
     set(top, "cgroup.subtree_control", super::CONTROLLERS).context("the controllers memory, pids and cpu")?;
     sweep(top);
     let folder = top.join(format!("{PREFIX}{}", std::process::id()));

@@ -52,7 +52,7 @@ pub struct Group {
 /// The limits of a control group: the sum over its processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Most {
-    /// Bytes.
+    /// Bytes of memory.
     memory: u64,
     tasks: u64,
     /// 1 to 100.
@@ -60,7 +60,7 @@ struct Most {
 }
 
 impl Most {
-    /// Of one worker. The window is charged to whoever writes there first, and so are the files that a driver compiles.
+    /// Of one worker. The window is charged to the first that writes there, and so are the files that a driver compiles.
     fn of_worker(limits: &Limits) -> Most {
         let memory =
             limits.memory.saturating_add(WORKING).saturating_add(limits.window).saturating_add(SCRATCH);
@@ -93,10 +93,10 @@ fn folders(of: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path())
 }
 
-/// How long a server that begins or ends waits for processes that were killed; one may hang in its driver.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// A server that begins or ends waits so long for processes that were killed; one may hang in its driver.
+const KILL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Removes a group and those in it; kills whoever is left there.
+/// Removes a group and those in it, and kills the processes that are left there.
 fn remove(folder: &Path, most: Option<Duration>) -> io::Result<()> {
     empty(folder, most)?;
     for inner in folders(folder) {
@@ -111,12 +111,12 @@ fn sweep(folder: &Path) {
         let server = left.file_name().and_then(|name| name.to_str()).and_then(server_of);
         if server.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
             // Another server may do the same now.
-            let _gone = remove(&left, Some(PATIENCE));
+            let _gone = remove(&left, Some(KILL_TIMEOUT));
         }
     }
 }
 
-/// Kills whoever is in a group, and waits until they have gone, for as long as is said.
+/// Kills the processes of a group, and waits until they have gone, at most for `most`.
 fn empty(folder: &Path, most: Option<Duration>) -> io::Result<()> {
     let timeout = most.map(|most| Timespec { tv_sec: most.as_secs() as i64, tv_nsec: 0 });
     std::fs::write(folder.join("cgroup.kill"), "1")?;
@@ -150,7 +150,7 @@ impl Delegated {
             "no group to divide: it needs the controllers memory, pids and cpu, no process in it, and an owner who is this user",
         )?;
         let delegated = Delegated { own: Arc::new(own), next: Arc::default() };
-        // Whatever can't be had fails now, and not when a client comes.
+        // A controller that is missing fails now, and not when a client comes.
         let trial = delegated.worker(&Limits::default())?;
         if !trial.folder.join("cgroup.kill").exists() {
             bail!("{}: no cgroup.kill (Linux 5.14)", trial.folder.display());
@@ -190,8 +190,8 @@ impl Delegated {
         for group in folders(&self.own.folder) {
             let server = group.file_name().and_then(|name| name.to_str()).and_then(server_of);
             if server == Some(std::process::id()) {
-                // Whoever waits for the worker removes its group, too.
-                let _gone = remove(&group, Some(PATIENCE));
+                // The thread that waits for the worker removes its group, too.
+                let _gone = remove(&group, Some(KILL_TIMEOUT));
             }
         }
         if self.own.made {
@@ -216,7 +216,7 @@ impl Group {
 
     fn worker(within: &Path, number: u64, most: &Most) -> anyhow::Result<Group> {
         let group = Group::new(within.join(format!("worker-{}-{number}", std::process::id())), most)?;
-        // Where memory runs out, of a VM's workers one ends, and all of it.
+        // When memory runs out, one of a VM's workers ends, with all of its processes.
         set(&group.folder, "memory.oom.group", "1")?;
         Ok(group)
     }

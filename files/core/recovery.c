@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * The recovery of dead members, in two halves:
+ * - Transactions: repeats the committed ones, discards the others, and frees the blocks with the dead member's tag. It takes no lock of an inode.
+ *   Afterwards the dead member's locks may be taken over.
+ * - References: clears the dead member's open and map bits and frees its orphans. It takes locks of inodes.
+ *
+ * Any member does it, when it waits for a dead member's lock (the first half), when it joins, or when the host declares a member dead. It may die
+ * at it: each step can be repeated.
+ */
+#include "tfs_internal.h"
+
+/* --- transactions ----------------------------------------------------------------------------------------------- */
+
+/* Keeps a linked block that carries the dead member's tag. */
+static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
+{
+	tmb_u8 *map = tfs_map_bytes(fs), tag = *(tmb_u8 *)ctx;
+
+	(void)node;
+	for (; count; count--, block++)
+		if (tmb_load(&map[block]) == tag)
+			tfs_set_map(fs, block, 1, TFS_MAP_USED);
+	return 0;
+}
+
+static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag, tmb_u64 *budget)
+{
+	struct tfs_inode *inode;
+
+	if (ino == TFS_TX_ITABLE) {
+		tfs_tree_walk(fs, tmb_load(&tfs_sb(fs)->itable_root), keep_tagged, &tag, budget);
+		return;
+	}
+	inode = tfs_inode(fs, ino);
+	if (!inode)
+		return;
+	tfs_tree_walk(fs, tmb_load(&inode->root), keep_tagged, &tag, budget);
+	tfs_tree_walk(fs, tmb_load(&inode->index_root), keep_tagged, &tag, budget);
+	tfs_tree_walk(fs, tmb_load(&inode->xattr_root), keep_tagged, &tag, budget);
+	tfs_tree_walk(fs, tmb_load(&inode->locks), keep_tagged, &tag, budget);
+}
+
+/* Repeats the work of a transaction that had begun; the dead member still holds its inode's lock. */
+static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
+{
+	bool own = tag == tfs_tag(fs);
+	tmb_u32 what = tmb_load(&tx->redo);
+	tmb_u64 ino = tmb_load(&tx->ino[0]), from = tmb_load(&tx->arg[0]), to = tmb_load(&tx->arg[1]);
+	struct tfs_inode *inode = tfs_tx_listed(fs, tx, 0);
+	struct tfs_gone *gone;
+	int err;
+
+	if (what == TFS_REDO_NONE || what == TFS_REDO_FREE || !inode || !tfs_is(inode, tfs_any(ino)))
+		return 0; /* the scan of the inode table frees orphans */
+	if (what == TFS_REDO_TRIM) {
+		from = tfs_blocks_of(tmb_load(&inode->size));
+		to = ~0ULL;
+	}
+	gone = tfs_os_alloc(sizeof(*gone));
+	if (!gone)
+		return -ENOMEM;
+	/* The dead member's spare blocks carry its tag and are linked to nothing. */
+	for (tmb_u32 i = 0; what == TFS_REDO_TRUNCATE && i < 2; i++) {
+		tmb_u64 spare = tmb_load(&tx->spare[i]);
+
+		if (tfs_block_ok(fs, spare) && tmb_load(tfs_map_bytes(fs) + spare) == tag)
+			gone->spare[i] = spare;
+	}
+	err = tfs_tx_begin_redo(fs, ino, own);
+	if (!err) {
+		err = tfs_remove_blocks(fs, inode, ino, from, to, gone, true);
+		tfs_tx_end_redo(fs, own);
+	}
+	tfs_os_free(gone);
+	return err;
+}
+
+static bool listed_before(struct tfs_member_area *area, tmb_u32 slot, tmb_u32 index, tmb_u64 ino)
+{
+	for (tmb_u32 i = 0; i < slot; i++)
+		for (tmb_u32 k = 0; (tmb_load(&area->tx[i].state) & 0xff) != TFS_TX_FREE && k < TFS_TX_INODES; k++)
+			if (tmb_load(&area->tx[i].ino[k]) == ino)
+				return true;
+	for (tmb_u32 k = 0; k < index; k++)
+		if (tmb_load(&area->tx[slot].ino[k]) == ino)
+			return true;
+	return false;
+}
+
+static tmb_u32 tx_state(struct tfs_tx *tx)
+{
+	return tmb_load_acquire(&tx->state) & 0xff;
+}
+
+/*
+ * Settles inode 'k' of an open or committed transaction: keeps the blocks that are linked, and ends a change of a directory that no other member is
+ * making. Returns the members that may still look at unlinked blocks of the inode.
+ */
+static tmb_u64 settle(struct tfs *fs, tmb_u32 member, tmb_u32 slot, tmb_u32 k, tmb_u64 *budget)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, member);
+	tmb_u64 ino = tmb_load(&area->tx[slot].ino[k]), holders;
+	struct tfs_inode *inode = tfs_tx_listed(fs, &area->tx[slot], k);
+	tmb_u32 owner;
+
+	if (ino && !listed_before(area, slot, k, ino))
+		keep_inode_blocks(fs, ino, (tmb_u8)(member + 1), budget);
+	if (!inode)
+		return 0;
+	holders = tfs_holders(fs, inode, ino, false);
+	if (TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1 &&
+	    (!tfs_lock_held(&inode->lock, &owner) || owner == member))
+		tfs_dir_end(fs, inode);
+	return holders;
+}
+
+/* Repeats the work of all transactions that have begun it. Fails only if a later recovery can complete it. */
+static int redo_all(struct tfs *fs, struct tfs_member_area *area, tmb_u8 tag)
+{
+	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++) {
+		struct tfs_tx *tx = &area->tx[i];
+		tmb_u32 state = tx_state(tx);
+		int err = 0;
+
+		if (state == TFS_TX_COMMITTED || (state == TFS_TX_OPEN && tmb_load(&tx->redo) == TFS_REDO_TRIM))
+			err = redo(fs, tx, tag);
+		if (err == -ENOMEM || err == -EINTR || err == -ESHUTDOWN)
+			return err;
+	}
+	return 0;
+}
+
+/* Empties the area of a member whose transactions are done: its pins, slots, waits, and its place among the watchers. */
+static void clear_area(struct tfs *fs, tmb_u32 member)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, member);
+
+	tfs_store_word(fs, &area->kept_for, 0);
+	for (tmb_u32 i = 0; i < TFS_PINS; i++)
+		tmb_store(&area->pins[i].ino, 0);
+	tfs_barrier(fs);
+	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++)
+		tfs_tx_clear(fs, &area->tx[i]);
+	memset(area->waits, 0, sizeof(area->waits));
+	tmb_fetch_and(&tfs_sb(fs)->watchers, ~(1ULL << member));
+	tfs_barrier(fs);
+}
+
+/* Recovers a dead member's transactions. The caller holds the lock of its recovery. */
+static int recover_transactions(struct tfs *fs, tmb_u32 member)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, member);
+	tmb_u8 tag = (tmb_u8)(member + 1);
+	tmb_u64 budget = 2 * fs->blocks, holders = tfs_active_members(fs, tmb_load(&area->kept_for));
+	int err;
+
+	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++)
+		if (tx_state(&area->tx[i]) == TFS_TX_COMMITTED)
+			tfs_tx_repeat(fs, &area->tx[i]);
+	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++) {
+		tmb_u32 inodes = tx_state(&area->tx[i]) == TFS_TX_FREE ? 0 : TFS_TX_INODES;
+
+		for (tmb_u32 k = 0; k < inodes; k++)
+			holders |= settle(fs, member, i, k, &budget);
+	}
+	err = redo_all(fs, area, tag);
+	if (!err)
+		err = tfs_free_tagged(fs, tag, holders);
+	if (!err)
+		clear_area(fs, member);
+	return err;
+}
+
+/* --- references --------------------------------------------------------------------------------------------------- */
+
+static bool created_by(tmb_u64 state_gen, tmb_u64 members)
+{
+	tmb_u64 tag = state_gen >> 8 & 0xff;
+
+	return (state_gen & 0xff) == TFS_INODE_NEW && tag && tag <= TFS_MEMBERS && members >> (tag - 1) & 1;
+}
+
+/* Frees the new inode of a dead member, in a transaction: this member may die, too. */
+static int drop_new_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
+{
+	tmb_u32 slot;
+	int err = tfs_tx_claim(fs, &slot);
+
+	if (err)
+		return err;
+	tfs_tx_inode(fs, slot, 0, ino);
+	tfs_drop_new_inode(fs, inode, slot);
+	tfs_tx_end(fs, slot);
+	return 0;
+}
+
+static void clear_bits(tmb_u64 *word, tmb_u64 members)
+{
+	if (tmb_load(word) & members)
+		tmb_fetch_and(word, ~members);
+}
+
+/* Clears the dead members' bits of an inode, and frees it if it was theirs alone. */
+static int forget_in_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u64 members)
+{
+	tmb_u64 state = tmb_load(&inode->state_gen);
+	tmb_u32 slot;
+	int err;
+
+	if (created_by(state, members))
+		return drop_new_inode(fs, ino, inode);
+	if ((state & 0xff) != TFS_INODE_LIVE)
+		return 0;
+	clear_bits(&inode->openers, members);
+	clear_bits(&inode->mappers, members);
+	clear_bits(&inode->hole_mappers, members);
+	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
+		return 0;
+	err = tfs_tx_claim(fs, &slot);
+	if (!err)
+		tfs_free_orphan(fs, ino, slot);
+	return err;
+}
+
+/* One pass for all of the members: the inode table is the largest thing that a recovery reads. An error: the next recovery repeats the pass. */
+static int forget_in_inodes(struct tfs *fs, tmb_u64 members)
+{
+	tmb_u64 n = tfs_table_inodes(fs);
+	int err = 0;
+
+	for (tmb_u64 ino = TFS_ROOT_INO; !err && ino < n; ino++) {
+		struct tfs_inode *inode = tfs_inode(fs, ino);
+
+		if (!inode)
+			break; /* itable_inodes is larger than the table */
+		if (!(ino % TFS_INODES_PER_BLOCK))
+			tfs_os_yield();
+		err = forget_in_inode(fs, ino, inode, members);
+	}
+	return err;
+}
+
+/* --- members ------------------------------------------------------------------------------------------------------ */
+
+/* The newest epoch that may have left work to a recovery. */
+static tmb_u32 ended_epoch(struct tmb_member *slot)
+{
+	tmb_u64 state_epoch = tmb_load_acquire(&slot->state_epoch);
+	tmb_u32 epoch = tmb_epoch(state_epoch);
+
+	/* The present epoch starts nothing before its predecessors are recovered (tfs_open). */
+	return tmb_state(state_epoch) == TMB_MEMBER_ACTIVE && epoch ? epoch - 1 : epoch;
+}
+
+/*
+ * Takes the lock of a member's recovery; a dead owner's is taken over as it is. 1: not needed, because the transactions are recovered and the
+ * caller wants no more. The owner recovers transactions first, which waits for no lock but that of the deferred blocks. So a thread that holds
+ * locks of inodes and waits here goes on, even while the owner waits for locks of inodes to forget open references. A thread takes several in
+ * the order of their members, and holds no other lock then.
+ */
+static int lock_recovery(struct tfs *fs, struct tmb_member *slot, bool references, tmb_u32 upto, enum tfs_how how)
+{
+	tmb_u64 mine = tmb_lock_word(fs->member, fs->epoch, 1);
+	struct tfs_wait w;
+	int err = 0;
+
+	tfs_wait_start(&w, how);
+	while (!err) {
+		tmb_u64 now = tmb_load(&slot->recovery_lock);
+		tmb_u32 owner = tmb_lock_owner(now);
+
+		if (!references && tmb_load_acquire(&slot->recovered_epoch) >= upto)
+			return 1;
+		if (now && tfs_member_alive(fs, owner, (tmb_u32)(now >> 32)))
+			err = tfs_wait_more(fs, &w, now, owner, NULL, 0);
+		else if (tmb_cas64(&slot->recovery_lock, now, mine))
+			return 0;
+	}
+	return err;
+}
+
+static void unlock_recovery(struct tfs *fs, tmb_u32 member)
+{
+	tmb_cas64(&fs->members[member].recovery_lock, tmb_lock_word(fs->member, fs->epoch, 1), 0);
+}
+
+/* Members that this one recovers, a bit each. */
+struct recovery {
+	tmb_u64 locked;	/* whose recovery it has locked */
+	tmb_u64 forget;	/* of these, whose references are to be forgotten */
+	tmb_u32 upto[TFS_MEMBERS];
+};
+
+/* Locks a member's recovery and recovers its transactions, as far as there is anything to recover. */
+static int recover_one(struct tfs *fs, struct recovery *r, tmb_u32 m, bool references, enum tfs_how how)
+{
+	struct tmb_member *slot = &fs->members[m];
+	int err;
+
+	if (tmb_load_acquire(references ? &slot->forgotten_epoch : &slot->recovered_epoch) >= ended_epoch(slot))
+		return 0;
+	err = lock_recovery(fs, slot, references, ended_epoch(slot), how);
+	if (err)
+		return err < 0 ? err : 0;
+	r->upto[m] = ended_epoch(slot);
+	if (tmb_load_acquire(&slot->recovered_epoch) < r->upto[m]) {
+		err = recover_transactions(fs, m);
+		if (err) {
+			/* Other members' references remain to be forgotten, and this member may hold the lock of one of them. */
+			unlock_recovery(fs, m);
+			return err;
+		}
+		tfs_store_word(fs, &slot->recovered_epoch, r->upto[m]);
+	}
+	r->locked |= 1ULL << m;
+	if (references && tmb_load_acquire(&slot->forgotten_epoch) < r->upto[m])
+		r->forget |= 1ULL << m;
+	return 0;
+}
+
+/* references: also forgets the members' open references, for which it takes locks of inodes. */
+static int recover_members(struct tfs *fs, tmb_u64 members, bool references, enum tfs_how how)
+{
+	struct recovery r = {0};
+	tmb_u64 left;
+	int err = 0;
+
+	if (!fs->members)
+		return 0;
+	for (left = members; left && !err; left &= left - 1)
+		err = recover_one(fs, &r, (tmb_u32)__builtin_ctzll(left), references, how);
+	/* From here on the dead members' locks can be taken over; the scan does so. */
+	if (r.forget) {
+		int left_over = forget_in_inodes(fs, r.forget);
+
+		if (left_over) { /* killed: the next recovery repeats the scan */
+			r.forget = 0;
+			err = err ? err : left_over;
+		}
+	}
+	tfs_deferred_release(fs, r.forget);
+	if (r.forget && !err)
+		tfs_keep_reserve(fs);
+	tfs_barrier(fs);
+	for (left = r.forget; left; left &= left - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(left);
+
+		tfs_store_word(fs, &fs->members[m].forgotten_epoch, r.upto[m]);
+	}
+	tfs_barrier(fs);
+	for (left = r.locked; left; left &= left - 1)
+		unlock_recovery(fs, (tmb_u32)__builtin_ctzll(left));
+	return err;
+}
+
+int tfs_recover(struct tfs *fs, tmb_u32 member)
+{
+	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, true, TFS_KILLABLE) : 0;
+}
+
+int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how)
+{
+	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, false, how) : 0;
+}
+
+int tfs_recover_all(struct tfs *fs)
+{
+	if (!fs->members || fs->read_only)
+		return 0;
+	int err = tfs_wait_thaw(fs);
+
+	return err ? err : recover_members(fs, ~0ULL, true, TFS_KILLABLE);
+}

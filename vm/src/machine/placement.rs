@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Where VMs lie on the host: the plan for those of a compose file that say `topology`, made before anything is started, and applied before a guest runs its
+//! first instruction.
+
+use std::collections::BTreeMap;
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tombolo_topology::apply::{self, Thread};
+use tombolo_topology::plan::{Plan, Rules, VmPlan, plan};
+use tombolo_topology::qemu::{self, Argument, Options, Vendor};
+use tombolo_topology::read;
+use tombolo_topology::request::Request;
+
+use crate::compose::{Compose, VmSpec};
+use crate::project::control::Status;
+use crate::qemu::Hypervisor;
+use crate::qemu::qmp::Qmp;
+use crate::qemu::version::Qemu;
+
+/// Where a running VM lies.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Placement {
+    /// What it got.
+    pub plan: VmPlan,
+    /// The threads of its vCPUs; empty until QEMU has told them.
+    #[serde(default)]
+    pub threads: Vec<Thread>,
+}
+
+/// What the VMs of a compose file ask for that say `topology`.
+pub fn requests<'a>(vms: impl Iterator<Item = (&'a str, &'a VmSpec)>) -> Vec<Request> {
+    let placed = vms.filter_map(|(name, spec)| {
+        Some(Request {
+            name: name.to_owned(),
+            part: spec.topology.clone()?,
+            cpus: spec.cpus,
+            memory: spec.memory.0,
+            pages: spec.pages,
+            devices: spec.devices.iter().map(ToString::to_string).collect(),
+        })
+    });
+    placed.collect()
+}
+
+/// What running VMs of these projects have, those left out that `except` names.
+pub fn rules(compose: &Compose, running: &[Status], except: impl Fn(&Status, &str) -> bool) -> Rules {
+    let mut rules = Rules { reserve: compose.reserve, ..Rules::default() };
+    for project in running {
+        let vms = project.vms.iter().filter(|vm| vm.pid.is_some() && !except(project, &vm.name));
+        for plan in vms.filter_map(|vm| Some(&vm.placement.as_ref()?.plan)) {
+            rules.taken.extend(plan.host_cpus().iter().chain(plan.idle.iter()));
+            for node in &plan.nodes {
+                *rules.taken_memory.entry(node.host).or_default() += node.memory;
+            }
+        }
+    }
+    rules
+}
+
+/// Plans VMs together.
+///
+/// # Errors
+/// The first that can't have what it wants, with the remedy.
+pub fn plan_all(requests: &[Request], rules: &Rules) -> anyhow::Result<Plan> {
+    Ok(plan(&read::host()?, rules, requests)?)
+}
+
+/// The plans of the VMs that are to be started, by name. The host is only looked at where one says `topology`.
+///
+/// # Errors
+/// As [`plan_all`].
+pub fn of_starting<'a>(
+    vms: impl Iterator<Item = (&'a str, &'a VmSpec)>,
+    rules: impl FnOnce() -> Rules,
+) -> anyhow::Result<BTreeMap<String, VmPlan>> {
+    let requests = requests(vms);
+    if requests.is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    let plan = plan_all(&requests, &rules())?;
+    Ok(plan.vms.into_iter().map(|vm| (vm.name.clone(), vm)).collect())
+}
+
+/// QEMU's arguments for a VM that lies on a part of the host, `-cpu` included.
+///
+/// # Errors
+/// This QEMU can't express the plan.
+pub fn arguments(
+    plan: &VmPlan,
+    qemu: &Qemu,
+    accel: Hypervisor,
+    shared: bool,
+) -> anyhow::Result<Vec<Argument>> {
+    let (cpu, vendor) = match accel {
+        Hypervisor::Kvm => ("host", Vendor::of_host()),
+        Hypervisor::Tcg => ("max", Vendor::Emulated),
+    };
+    let spare_slot = accel == Hypervisor::Tcg;
+    let device = |device: &tombolo_topology::model::Device| Some(format!("vfio-pci,host={}", device.address));
+    let options = Options { version: qemu.version, cpu, shared, bound: true, spare_slot, device };
+    let [.., value] = accel.arguments(qemu);
+    let mut list = vec![("-cpu", format!("{value}{}", qemu::cpu_flags(plan, vendor)))];
+    list.extend(qemu::arguments(plan, &options)?);
+    Ok(list)
+}
+
+/// Pins the threads of a QEMU whose guest does not run yet; returns those of its vCPUs.
+///
+/// # Errors
+/// QEMU does not tell its threads, or the kernel refuses a CPU.
+pub fn pin(pid: u32, qmp: &Qmp, plan: &VmPlan) -> anyhow::Result<Vec<Thread>> {
+    let reply = qmp.execute_value("query-cpus-fast", &json!({}))?;
+    let threads = apply::threads(&reply).context("QEMU does not tell the threads of its vCPUs")?;
+    apply::pin(pid, &threads, plan)?;
+    Ok(threads)
+}
