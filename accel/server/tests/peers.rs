@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who connects to a server, and means no good: peers that take places and don't use them, say nothing, or go without a word.
+//! Who connects to a server, and means no good: peers that take places and don't use them, and say nothing.
 
 mod rig;
 
-use rig::{Server, compiled, folder, library};
-use std::io::{BufRead, BufReader, Read, Write};
+use rig::Server;
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tombolo_accel_client::connection::Connection;
-use tombolo_accel_server::control::Listing;
 use tombolo_accel_spec::common::Ping;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::Hello;
@@ -131,71 +128,4 @@ fn who_does_not_say_who_it_is_loses_its_place_soon() {
     // It hears the end, and nothing else.
     assert_eq!((&silent).read(&mut [0]).unwrap_or(0), 0);
     server.end();
-}
-
-/// A server and a client of it in a network that can be cut; ended when dropped.
-struct Cut {
-    script: Child,
-}
-
-/// Names the program, its control socket, and the client, whose words it passes on. Cuts the network at the first line of input, and ends all with the
-/// end of input.
-const NETWORK: &str = r#"
-ip link set lo up || exit 1
-env -u OCL_ICD_VENDORS "$0" serve --listen tcp:127.0.0.1:7790 --control "$1" >/dev/null &
-until [ -S "$1" ]; do sleep 0.05; done
-mkfifo "$1.held"
-TOMBOLO_ACCEL=tcp:127.0.0.1:7790 "$2" 4 <"$1.held" &
-exec 9>"$1.held"
-rm "$1.held"
-exec >&-
-trap 'kill $(jobs -p)' EXIT
-read -r cut
-ip link set lo down
-read -r end
-"#;
-
-impl Cut {
-    fn start(control: &Path, client: &Path) -> Cut {
-        let mut unshare = Command::new("unshare");
-        unshare.args(["-rn", "sh", "-c", NETWORK, env!("CARGO_BIN_EXE_tombolo-accel")]);
-        unshare.args([control, client]).env("OCL_ICD_VENDORS", library());
-        let script = unshare.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("util-linux");
-        Cut { script }
-    }
-
-    /// The client says something once it has begun.
-    fn wait_for_the_client(&mut self) {
-        let mut line = String::new();
-        let out = self.script.stdout.take().expect("piped");
-        BufReader::new(out).read_line(&mut line).expect("text");
-        assert_eq!(line, "0\n");
-    }
-
-    fn cut(&self) {
-        self.script.stdin.as_ref().expect("piped").write_all(b"\n").expect("it reads");
-    }
-}
-
-impl Drop for Cut {
-    fn drop(&mut self) {
-        drop(self.script.stdin.take());
-        let _ended = self.script.wait();
-    }
-}
-
-#[test]
-fn a_client_whose_machine_went_without_a_word_loses_its_place() {
-    let control = folder().join(format!("cut-{}.control", std::process::id()));
-    let mut network = Cut::start(&control, &compiled("hold"));
-    network.wait_for_the_client();
-    let tenants = || {
-        let listing: Listing =
-            tombolo_accel_server::control::ask(&control, &tombolo_accel_server::control::Request::Ls)
-                .expect("the server answers");
-        listing.tenants.len()
-    };
-    assert_eq!(tenants(), 1);
-    network.cut();
-    wait_until("nobody has a place", || tenants() == 0);
 }

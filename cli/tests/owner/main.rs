@@ -8,7 +8,6 @@ use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Lab, PATIENCE, signal};
-use opencl::{client_library, done, image, program, stripped};
 use serde_json::Value;
 
 mod attack;
@@ -18,6 +17,7 @@ mod images;
 
 /// The API's code for a device whose server has gone.
 const LOST: &str = "failed -5\n";
+
 /// The VM `owner` with such an image, and the clients a and b.
 fn lab(owner: &Path) -> Lab {
     Lab::new(&format!(
