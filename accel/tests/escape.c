@@ -6,7 +6,11 @@
  *		tries to reach those processes, that socket, that memory of System V and those files; one line 'what: result' for each attempt,
  *		where a negative result is the kernel's error
  *	escape fill	takes as much memory, disk and processes as it gets; one line 'what: how much' for each
+ *	escape pass FILE	passes a descriptor of the file, opened to read, to its worker, which changes the file's mode; one line 'what: result' for each step
+ *	escape crash	asks for a dump of its worker, and has it die; says 'survived' if that goes on
+ *	escape old	makes a system call in the way of 32-bit programs; says 'survived' if that goes on
  *	escape many	starts processes, for ever
+ *	escape come	compiles, and goes
  *	escape linger	starts a process that always wants to run; says 'lingers', and ends with its standard input
  *	escape deaf	makes its worker blind for the end of its client; says 'deaf', and ends
  *	escape chatter	the same, and its worker never stops talking in the server's log
@@ -15,6 +19,7 @@
 #define _GNU_SOURCE
 #include <CL/cl.h>
 #include <fcntl.h>
+#include <net/if.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -22,6 +27,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -67,7 +74,7 @@ static const char *source =
 	"		results[i] = sc(calls[i * 8], a[0], a[1], a[2], a[3], a[4], a[5]);\n"
 	"	}\n"
 	"}\n"
-	/* Private memory in MiB, as far as it is promised; shared memory; bytes of a file; processes. */
+	/* Private memory in MiB, as far as it is promised; shared memory; bytes of a file; files; KiB in sockets; processes. */
 	"kernel void fill(global char *path, global long *results)\n"
 	"{\n"
 	"	long n = 0, fd;\n"
@@ -81,15 +88,60 @@ static const char *source =
 	"		n++;\n"
 	"	sc(77, fd, 0, 0, 0, 0, 0);\n"
 	"	results[2] = n;\n"
+	"	char name[] = \"/tmp/aaaa\";\n"
+	"	for (n = 0; n < 1 << 18; n++) {\n"
+	"		for (int i = 0; i < 4; i++)\n"
+	"			name[5 + i] = '0' + (n >> 6 * i & 63);\n"
+	"		fd = sc(257, -100, (long)name, 0101, 0600, 0, 0);\n"
+	"		if (fd < 0)\n"
+	"			break;\n"
+	"		sc(3, fd, 0, 0, 0, 0, 0);\n"
+	"	}\n"
+	"	results[3] = n;\n"
+	"	int pair[2];\n"
+	"	for (n = 0; sc(53, 1, 1, 0, (long)pair, 0, 0) == 0;)\n"
+	"		for (int i = 0; i < 2; i++)\n"
+	"			for (long sent; (sent = sc(44, pair[i], (long)name, sizeof(name), 0x40, 0, 0)) > 0;)\n"
+	"				n += sent;\n"
+	"	results[4] = n >> 10;\n"
 	"	n = 0;\n"
 	"	while (n < 65536 && child(0) > 0)\n"
 	"		n++;\n"
-	"	results[3] = n;\n"
+	"	results[5] = n;\n"
 	"}\n"
 	/* Processes, and then more as soon as some have ended. */
 	"kernel void many(global long *results) { for (;;) results[0] = child(0); }\n"
 	"kernel void linger(global long *results) { results[0] = child(1); }\n"
-	/* The descriptors that its worker watches are other files from now on. */
+	/* A message with a descriptor from the client's socket; then the file's mode. */
+	"kernel void take(global long *results)\n"
+	"{\n"
+	"	long vector[2], message[7] = { 0 }, control[4] = { 0 };\n"
+	"	char byte;\n"
+	"	vector[0] = (long)&byte;\n"
+	"	vector[1] = 1;\n"
+	"	message[2] = (long)vector;\n"
+	"	message[3] = 1;\n"
+	"	message[4] = (long)control;\n"
+	"	message[5] = sizeof(control);\n"
+	"	results[0] = sc(47, 4, (long)message, 0x40, 0, 0, 0);\n"
+	"	results[1] = results[0] < 0 ? -1 : sc(91, control[2] & 0x7fffffff, 0666, 0, 0, 0, 0);\n"
+	"}\n"
+	/* May be dumped, without a limit that the kernel minds; then a write where nothing is mapped. */
+	"kernel void crash(global long *results)\n"
+	"{\n"
+	"	long none[2] = { 0, 0 };\n"
+	"	sc(157, 4, 1, 0, 0, 0, 0);\n"
+	"	sc(160, 4, (long)none, 0, 0, 0, 0);\n"
+	"	*(volatile global int *)results[0] = 1;\n"
+	"}\n"
+	/* getpid of 32 bits. */
+	"kernel void old(global long *results)\n"
+	"{\n"
+	"	long r;\n"
+	"	__asm__ volatile(\"int $0x80\" : \"=a\"(r) : \"a\"(20L) : \"r8\", \"r9\", \"r10\", \"r11\", \"memory\");\n"
+	"	results[0] = r;\n"
+	"}\n"
+	/* Whatever its worker watches is something else from now on. */
 	"kernel void deafen(global long *results)\n"
 	"{\n"
 	"	for (int fd = 3; fd < 64; fd++)\n"
@@ -159,7 +211,7 @@ static struct {
 	long number, arguments[6], kinds;
 } calls[MOST];
 static char names[MOST][128];
-static char data[65536];
+static char data[1 << 17];
 static int n_calls, n_data;
 
 /* Arguments of a call are pairs: a kind, and a value. */
@@ -194,6 +246,8 @@ static int attempt(const char *name, long number, ...)
 #define S(text) DATA, put(text, strlen(text) + 1)
 #define OUT DATA, put((char[512]){ 0 }, 512)
 #define TRY(name, ...) attempt(name, __VA_ARGS__, END)
+/* A call that others need the result of, and whose own is not said. */
+#define ALLOWED "+"
 
 static void open_file(const char *path, int flags)
 {
@@ -228,6 +282,7 @@ static void processes(const char *who, long pid)
 	OTHER("setpriority", SYS_setpriority, P(0), P(pid), P(19));
 	OTHER("ioprio_set", SYS_ioprio_set, P(1), P(pid), P(3 << 13));
 	OTHER("migrate_pages", SYS_migrate_pages, P(pid), P(64), OUT, OUT);
+	OTHER("move_pages", SYS_move_pages, P(pid), P(0), OUT, OUT, OUT, P(0));
 	OTHER("getpgid", SYS_getpgid, P(pid));
 	OTHER("getsid", SYS_getsid, P(pid));
 	const char *files[] = { "mem", "environ", "maps", "root/etc/passwd", "fd/0", "ns/user", "stat" };
@@ -246,7 +301,6 @@ static void sockets(const char *abstract)
 	socklen_t len = offsetof(struct sockaddr_un, sun_path) + 1 + strlen(abstract);
 	int families[] = { AF_UNIX, AF_INET, AF_INET6, AF_PACKET, AF_ALG, AF_VSOCK, AF_BLUETOOTH, AF_XDP };
 	long at;
-	int pair;
 
 	strcpy(to.sun_path + 1, abstract);
 	for (size_t i = 0; i < sizeof(families) / sizeof(families[0]); i++) {
@@ -258,10 +312,9 @@ static void sockets(const char *abstract)
 		snprintf(name, sizeof(name), "connect a socket of family %d", families[i]);
 		TRY(name, SYS_connect, RESULT, (long)s, DATA, put(&to, len), P(len));
 	}
-	/* A pair is allowed: it has no name. Its first descriptor is what the next call of this program gets. */
-	pair = put((char[16]){ 0 }, 16);
-	TRY("pair", SYS_socketpair, P(AF_UNIX), P(SOCK_DGRAM), P(0), DATA, (long)pair);
-	for (long fd = 3; fd < 24; fd++) {
+	TRY("a pair of sockets", SYS_socketpair, P(AF_UNIX), P(SOCK_DGRAM), P(0), OUT);
+	/* But what goes to the client itself: the fourth is its socket. */
+	for (long fd = 3; fd < 24; fd += fd == 3 ? 2 : 1) {
 		char name[64];
 
 		snprintf(name, sizeof(name), "connect descriptor %ld to an abstract socket", fd);
@@ -302,6 +355,78 @@ static void kernel_resources(void)
 	TRY("a write of the supervisor that blocks", SYS_fcntl, P(2), P(F_SETFL), P(0));
 	TRY("the same by ioctl", SYS_ioctl, P(2), P(FIONBIO), OUT);
 	TRY("the kernel's routes", SYS_socket, P(AF_NETLINK), P(SOCK_RAW), P(0));
+	TRY("descriptors to watch with", SYS_epoll_create1, P(0));
+	TRY("the same, older", SYS_epoll_create, P(1));
+	TRY("a filter of system calls", SYS_seccomp, P(2 /* SECCOMP_GET_ACTION_AVAIL */), P(0), DATA, put((int[]){ 0x7fff0000 }, 4));
+	TRY("a mode of system calls", SYS_prctl, P(PR_SET_SECCOMP), P(2), OUT);
+	TRY("rules of Landlock", SYS_landlock_create_ruleset, P(0), P(0), P(1));
+	TRY("a stack for the processor", 453 /* map_shadow_stack */, P(0), P(1 << 20), P(0));
+	TRY("pages for pipes", SYS_fcntl, P(2), P(F_SETPIPE_SZ), P(1 << 19));
+}
+
+/* Locks on a file that the host's programs may lock too, and what the host keeps of it in memory. */
+static void files_of_others(void)
+{
+	struct flock shared = { .l_type = F_RDLCK };
+	int file = TRY(ALLOWED "a file that is seen", SYS_openat, P(AT_FDCWD), S("/usr/bin/env"), P(O_RDONLY), P(0));
+	int commands[] = { F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW };
+
+	TRY("its lock", SYS_flock, RESULT, (long)file, P(LOCK_EX | LOCK_NB));
+	for (size_t i = 0; i < sizeof(commands) / sizeof(commands[0]); i++) {
+		char name[64];
+
+		snprintf(name, sizeof(name), "a lock on a part of it (%d)", commands[i]);
+		TRY(name, SYS_fcntl, RESULT, (long)file, P(commands[i]), DATA, put(&shared, sizeof(shared)));
+	}
+	TRY("to be told when it is opened", SYS_fcntl, RESULT, (long)file, P(F_SETLEASE), P(F_RDLCK));
+	TRY("out of the host's memory with it", SYS_fadvise64, RESULT, (long)file, P(0), P(0), P(4));
+	TRY("its mode", SYS_fchmod, RESULT, (long)file, P(0777));
+	TRY("its times", SYS_utimensat, RESULT, (long)file, P(0), P(0), P(0));
+}
+
+/* The host's network by the client's socket, and what a socket can be told. */
+static void sockets_of_the_client(void)
+{
+	struct ifreq loopback = { .ifr_name = "lo" };
+	int on = 1;
+
+	TRY("the host's interfaces", SYS_ioctl, P(4), P(SIOCGIFCONF), OUT);
+	TRY("the address of one", SYS_ioctl, P(4), P(SIOCGIFHWADDR), DATA, put(&loopback, sizeof(loopback)));
+	TRY("a longer queue of the client's socket", SYS_setsockopt, P(4), P(SOL_SOCKET), P(SO_RCVBUF), DATA, put(&on, 4), P(4));
+	TRY("a filter on it", SYS_setsockopt, P(4), P(SOL_SOCKET), P(SO_ATTACH_FILTER), OUT, P(16));
+	TRY("another peer", SYS_sendto, P(4), OUT, P(1), P(MSG_FASTOPEN | MSG_DONTWAIT), OUT, P(16));
+	TRY("other clients", SYS_listen, P(4), P(8));
+	TRY("one of them", SYS_accept4, P(4), P(0), P(0), P(SOCK_NONBLOCK));
+}
+
+/* A dump of this process, which a program of the host's root may read. */
+static void core_dumps(void)
+{
+	long none[2] = { 0, 0 };
+
+	TRY("a process that can be dumped", SYS_prctl, P(PR_SET_DUMPABLE), P(1), P(0), P(0), P(0));
+	TRY("another limit of dumps", SYS_setrlimit, P(RLIMIT_CORE), DATA, put(none, sizeof(none)));
+	TRY("the same by another call", SYS_prlimit64, P(0), P(RLIMIT_CORE), DATA, put(none, sizeof(none)), P(0));
+}
+
+/* What kernels have got since they are filtered. */
+static void newer_calls(void)
+{
+	TRY("a descriptor of another process", SYS_pidfd_getfd, P(0), P(0), P(0));
+	TRY("memory of another process, out", SYS_process_madvise, P(0), OUT, P(1), P(21), P(0));
+	TRY("memory of a dying process", 448 /* process_mrelease */, P(0), P(0));
+	TRY("secrets of the kernel's clock", SYS_clock_settime, P(0), OUT);
+	TRY("a handle of a file", SYS_open_by_handle_at, P(AT_FDCWD), OUT, P(O_RDONLY));
+	TRY("another program's break", SYS_prctl, P(PR_SET_MM), P(PR_SET_MM_BRK), P(4096), P(0), P(0));
+	TRY("a mount's place", SYS_move_mount, P(AT_FDCWD), S("/tmp"), P(AT_FDCWD), S("/usr"), P(0));
+	TRY("a mount to pick", SYS_fspick, P(AT_FDCWD), S("/"), P(0));
+	TRY("quotas", 443 /* quotactl_fd */, P(0), P(0), P(0), P(0));
+	TRY("a group of the host's", SYS_openat, P(AT_FDCWD), S("/sys/fs/cgroup/cgroup.procs"), P(O_RDWR), P(0));
+	TRY("its own memory through /proc", SYS_openat, P(AT_FDCWD), S("/proc/self/mem"), P(O_RDWR), P(0));
+	TRY("what it maps, through /proc", SYS_openat, P(AT_FDCWD), S("/proc/self/map_files"), P(O_RDWR), P(0));
+	TRY("its server's program", SYS_openat, P(AT_FDCWD), S("/proc/self/exe"), P(O_RDWR), P(0));
+	TRY("more of the processor's time", SYS_sched_setattr, P(0), OUT, P(0));
+	TRY("a program's events elsewhere", SYS_fanotify_mark, P(0), P(1), P(1), P(AT_FDCWD), S("/usr"));
 }
 
 static void kernel_parts(long shmid)
@@ -371,6 +496,10 @@ static void kernel_parts(long shmid)
 	TRY("remap_file_pages", SYS_remap_file_pages, P(0), P(4096), P(0), P(1), P(0));
 	TRY("mremap", SYS_mremap, OUT, P(4096), P(8192), P(1), P(0));
 	kernel_resources();
+	files_of_others();
+	newer_calls();
+	sockets_of_the_client();
+	core_dumps();
 }
 
 static int try_all(char **v)
@@ -401,8 +530,44 @@ static int try_all(char **v)
 	if ((e = run("attempt", 3, (void *[]){ calls, data, results }, (size_t[]){ sizeof(calls), sizeof(data), sizeof(results) }, n_calls)))
 		die("attempt", e);
 	for (int i = 0; i < n_calls; i++)
-		if (strcmp(names[i], "pair"))
+		if (strncmp(names[i], ALLOWED, strlen(ALLOWED)))
 			printf("%s: %ld\n", names[i], results[i]);
+	return 0;
+}
+
+/* The socket to the server, which the client library has open. */
+static int own_socket(void)
+{
+	for (int fd = 3; fd < 256; fd++) {
+		struct sockaddr_un peer;
+		socklen_t length = sizeof(peer);
+
+		if (!getpeername(fd, (void *)&peer, &length) && peer.sun_family == AF_UNIX)
+			return fd;
+	}
+	die("no socket", 0);
+	return -1;
+}
+
+static int pass(const char *path)
+{
+	long results[2] = { 0 };
+	char byte = 0, control[CMSG_SPACE(sizeof(int))] = { 0 };
+	struct iovec vector = { &byte, 1 };
+	struct msghdr message = { .msg_iov = &vector, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof(control) };
+	struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+	int file = open(path, O_RDONLY);
+	cl_int e;
+
+	header->cmsg_level = SOL_SOCKET;
+	header->cmsg_type = SCM_RIGHTS;
+	header->cmsg_len = CMSG_LEN(sizeof(int));
+	memcpy(CMSG_DATA(header), &file, sizeof(int));
+	if (file < 0 || sendmsg(own_socket(), &message, 0) != 1)
+		die("not passed", 0);
+	if ((e = run("take", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0)))
+		die("take", e);
+	printf("received: %ld\nmode: %ld\n", results[0], results[1]);
 	return 0;
 }
 
@@ -416,13 +581,23 @@ int main(int n, char **v)
 	if (n < 2)
 		return 2;
 	begin();
+	if (!strcmp(v[1], "come"))
+		return 0;
 	if (!strcmp(v[1], "try") && n > 6)
 		return try_all(v + 2);
 	if (!strcmp(v[1], "fill")) {
 		char path[16] = "/tmp/fill";
 
 		e = run("fill", 2, (void *[]){ path, results }, (size_t[]){ sizeof(path), sizeof(results) }, 0);
-		printf("private MiB: %ld\nshared: %ld\nfile MiB: %ld\nprocesses: %ld\n", results[0], results[1], results[2], results[3]);
+		printf("private MiB: %ld\nshared: %ld\nfile MiB: %ld\nfiles: %ld\nKiB in sockets: %ld\nprocesses: %ld\n", results[0], results[1],
+		       results[2], results[3], results[4], results[5]);
+	} else if (!strcmp(v[1], "pass") && n > 2) {
+		return pass(v[2]);
+	} else if (!strcmp(v[1], "crash") || !strcmp(v[1], "old")) {
+		results[0] = 8;
+		e = run(v[1], 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
+		if (!e)
+			puts("survived");
 	} else if (!strcmp(v[1], "many")) {
 		run("many", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
 	} else if (!strcmp(v[1], "linger")) {

@@ -63,6 +63,9 @@ pub struct Tenant {
     pub name: String,
     /// The address that it connected to, or `vm:` and the VM's name.
     pub via: String,
+    /// Of one that connected to an address: the user of the server's machine, or the machine, that it came from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peer: Option<String>,
     /// Its share of processor time beside other clients.
     pub weight: u32,
     /// Bytes of device memory in use.

@@ -5,6 +5,7 @@ use crate::control::{self, Listing, Request};
 use crate::limits::Limits;
 use crate::supervisor::{self, Config};
 use crate::{trace, vm};
+use anyhow::Context;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -38,6 +39,15 @@ pub enum Command {
         /// The program and its arguments
         #[arg(last = true, required = true)]
         program: Vec<String>,
+    },
+    /// Let the server in the VM that owns the accelerator serve one more VM (started by 'tombolo up')
+    #[command(hide = true)]
+    Join {
+        /// Control socket of the server
+        #[arg(long)]
+        control: PathBuf,
+        /// The VM's file in the folder of '--guests'
+        guest: PathBuf,
     },
     /// Serve one client (started by 'serve')
     #[command(hide = true)]
@@ -78,6 +88,10 @@ pub struct Serve {
     /// Clients at once, not counting processes of VMs
     #[arg(long, default_value_t = 64)]
     clients: usize,
+    /// Clients of one peer at once: of a user of this machine, or of an address over TCP (of IPv6, of a network of 64 bits)
+    /// [default: half of --clients]
+    #[arg(long)]
+    clients_per_peer: Option<usize>,
     /// Device memory of a client, in MiB
     #[arg(long, default_value_t = 4096)]
     memory: u64,
@@ -109,14 +123,15 @@ pub struct Serve {
     /// Listen nowhere by itself: commands come over the standard input, a socket (started by 'tombolo up')
     #[arg(long, hide = true)]
     overseen: bool,
-    /// In the VM that owns the accelerator: a VM to serve through a zone's device, as JSON (started by 'tombolo up')
-    #[arg(long, hide = true, value_name = "JSON")]
-    guest: Vec<String>,
+    /// In the VM that owns the accelerator: a folder with a file for each VM to serve through a zone's device, which has what 'tombolo up' says of that VM.
+    /// The log is then this server's own
+    #[arg(long, hide = true, value_name = "FOLDER")]
+    guests: Option<PathBuf>,
 }
 
 impl Serve {
     fn config(mut self) -> anyhow::Result<Config> {
-        if self.listen.is_empty() && !self.overseen && self.guest.is_empty() {
+        if self.listen.is_empty() && !self.overseen && self.guests.is_none() {
             self.listen.push(LISTEN.to_owned());
         }
         let limits = Limits {
@@ -134,14 +149,39 @@ impl Serve {
             Ok(vm::Config { folder: folder.into(), channels: self.vm_channels, limits })
         };
         let vms = self.vm.iter().map(vm).collect::<anyhow::Result<Vec<_>>>()?;
-        let guests =
-            self.guest.iter().map(|g| serde_json::from_str(g)).collect::<Result<Vec<vm::Guest>, _>>()?;
+        let own_log = self.overseen || self.guests.is_some();
+        let guests = self.guests.as_deref().map(guests).transpose()?.unwrap_or_default();
         let at_default = listen.iter().any(|(address, _)| address == LISTEN);
         let control = self.control.or_else(|| at_default.then(|| control::DEFAULT.into()));
         let (clients, metrics, overseen) = (self.clients, self.metrics, self.overseen);
+        let of_peer = self.clients_per_peer.unwrap_or(clients.div_ceil(2));
         let (unconfined, cgroup) = (self.unconfined, self.cgroup);
-        Ok(Config { listen, vms, guests, of_vms, overseen, unconfined, cgroup, clients, control, metrics })
+        Ok(Config {
+            listen,
+            vms,
+            guests,
+            of_vms,
+            overseen,
+            own_log,
+            unconfined,
+            cgroup,
+            clients,
+            of_peer,
+            control,
+            metrics,
+        })
     }
+}
+
+/// What a file says of a VM that is served through a zone's device.
+fn guest(file: &Path) -> anyhow::Result<vm::Guest> {
+    let text = std::fs::read_to_string(file).with_context(|| file.display().to_string())?;
+    serde_json::from_str(&text).with_context(|| file.display().to_string())
+}
+
+fn guests(folder: &Path) -> anyhow::Result<Vec<vm::Guest>> {
+    let entries = std::fs::read_dir(folder).with_context(|| folder.display().to_string())?;
+    entries.map(|entry| guest(&entry?.path())).collect()
 }
 
 fn mib(bytes: u64) -> u64 {
@@ -169,7 +209,7 @@ fn print(servers: &[Listing]) {
                 t.waits,
                 t.busy_seconds,
                 t.cpu_seconds,
-                t.via
+                t.peer.as_ref().map_or_else(|| t.via.clone(), |peer| format!("{} ({peer})", t.via))
             );
         }
     }
@@ -204,6 +244,9 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         }
         Command::Devices => devices(json)?,
         Command::Drain { control } => control::ask::<()>(&control, &Request::Drain)?,
+        Command::Join { control, guest: file } => {
+            control::ask::<()>(&control, &Request::Vm(guest(&file)?))?;
+        }
         Command::Trace { server, program } => return trace::run(&program, server.as_deref(), json),
         Command::Worker { limits, place, wall, trial } => {
             let wall = wall.map(|w| serde_json::from_str(&w)).transpose()?;

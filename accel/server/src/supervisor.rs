@@ -3,19 +3,18 @@
 
 use crate::control::{self, Listing};
 use crate::limits::Limits;
+use crate::listen::{Listener, Peer};
 use crate::metrics;
 use crate::signals;
 use crate::tenants::Tenants;
 use crate::vm;
 use crate::wall::identity;
-use crate::workers::{self, Confinement};
-use anyhow::{Context, bail};
+use crate::workers::{self, Confinement, Origin};
+use anyhow::Context;
 use rustix::process::Resource;
-use std::net::TcpListener;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
@@ -34,67 +33,23 @@ pub struct Config {
     pub of_vms: Limits,
     /// Its standard input is a socket of a process that looks after it.
     pub overseen: bool,
+    /// Nobody else writes to its log.
+    pub own_log: bool,
     /// Clients' kernels may do all that this process's user may.
     pub unconfined: bool,
     /// A cgroup (version 2) that is this server's own: each tenant gets one in it. None: one is looked for.
     pub cgroup: Option<PathBuf>,
     /// Clients at once, not counting processes of VMs.
     pub clients: usize,
-    /// The path of the control socket.
+    /// Of these, clients of one peer.
+    pub of_peer: usize,
+    /// Where commands come in.
     pub control: Option<PathBuf>,
     /// The address at which Prometheus asks.
     pub metrics: Option<tombolo_metrics::Place>,
 }
 
-enum Listener {
-    Unix(UnixListener),
-    Tcp(TcpListener),
-}
-
-impl Listener {
-    fn bind(address: &str) -> anyhow::Result<Listener> {
-        match address.split_once(':') {
-            Some(("unix", path)) => {
-                if UnixStream::connect(path).is_ok() {
-                    bail!("{address}: a server listens there already");
-                }
-                if let Some(folder) = Path::new(path).parent() {
-                    std::fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
-                }
-                // A client that sees the socket can connect: it gets its name when it listens.
-                let unnamed = format!("{path}.{}", std::process::id());
-                let listener = UnixListener::bind(&unnamed).with_context(|| unnamed.clone())?;
-                std::fs::set_permissions(&unnamed, std::fs::Permissions::from_mode(0o660))
-                    .and_then(|()| std::fs::rename(&unnamed, path))
-                    .with_context(|| address.to_string())?;
-                Ok(Listener::Unix(listener))
-            }
-            Some(("tcp", rest)) => {
-                Ok(Listener::Tcp(TcpListener::bind(rest).with_context(|| address.to_string())?))
-            }
-            _ => bail!("{address}: expected unix:/path or tcp:host:port"),
-        }
-    }
-
-    fn accept(&self) -> std::io::Result<OwnedFd> {
-        match self {
-            Listener::Unix(l) => l.accept().map(|(s, _)| s.into()),
-            Listener::Tcp(l) => l.accept().and_then(|(s, _)| {
-                s.set_nodelay(true)?;
-                Ok(s.into())
-            }),
-        }
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Listener::Unix(l) => l.as_fd(),
-            Listener::Tcp(l) => l.as_fd(),
-        }
-    }
-}
-
-/// After a connection was lost the server accepts no other for so long, unless a tenant leaves.
+/// How long nobody is taken after a connection was lost, unless a tenant leaves.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// As many descriptors as this process may have: each worker takes some.
@@ -114,6 +69,7 @@ pub struct Server {
     sockets: Mutex<Vec<(String, OwnedFd)>>,
     control: Option<PathBuf>,
     most: usize,
+    of_peer: usize,
     draining: AtomicBool,
     /// Set when no client can connect any more.
     closed: AtomicBool,
@@ -123,7 +79,7 @@ pub struct Server {
 
 /// Serves until the process is told to end, or is drained.
 pub fn serve(config: Config) -> anyhow::Result<()> {
-    if config.overseen {
+    if config.own_log {
         tombolo_calls::say::log_is_own();
     }
     raise_descriptors();
@@ -150,6 +106,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         sockets: Mutex::new(listeners.iter().map(copy).collect::<std::io::Result<_>>()?),
         control: config.control,
         most: config.clients,
+        of_peer: config.of_peer,
         draining: AtomicBool::new(false),
         closed: AtomicBool::new(false),
         main: std::thread::current(),
@@ -210,10 +167,14 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<Joi
 }
 
 impl Server {
-    /// Serves one more VM, whose zone another process keeps.
+    /// Serves one more VM, whose zone another process keeps. One that is served already stays so: it was told of while this server began.
     pub fn serve_vm(&self, guest: &vm::Guest) -> anyhow::Result<()> {
+        let place = Origin::of_vm(&guest.vm).via;
+        if lock(&self.listens).contains(&place) {
+            return Ok(());
+        }
         let vm = vm::Vm::join(guest, &self.of_vms, self.tenants.confinement())?;
-        lock(&self.listens).push(format!("vm:{}", vm.name()));
+        lock(&self.listens).push(place);
         let tenants = self.tenants.clone();
         spawn("vm", move || vm.serve(&tenants))?;
         Ok(())
@@ -222,7 +183,7 @@ impl Server {
     fn accept(&self, address: &str, limits: &Limits, listener: &Listener) {
         while !self.draining.load(Ordering::SeqCst) {
             match listener.accept() {
-                Ok(socket) => self.admit(address, limits, &socket),
+                Ok((socket, peer)) => self.admit(address, limits, peer, &socket),
                 Err(_) if self.draining.load(Ordering::SeqCst) => return,
                 Err(e) => {
                     say!("tombolo accel: a connection was lost before it began: {e}");
@@ -233,17 +194,33 @@ impl Server {
         }
     }
 
-    fn admit(&self, address: &str, limits: &Limits, socket: &OwnedFd) {
-        if self.tenants.by_sockets() >= self.most {
-            let why = format!("this server has {} clients already; try later or raise --clients", self.most);
+    fn admit(&self, address: &str, limits: &Limits, peer: Peer, socket: &OwnedFd) {
+        if let Some(why) = self.refusal(peer) {
             if tombolo_calls::stream::refuse(socket, &why).is_err() {
                 say!("tombolo accel: a client left before it could be refused");
             }
             return;
         }
-        if let Err(e) = workers::start(&self.tenants, address, limits, &[socket.as_fd()], None, || ()) {
+        let origin = Origin { via: address.to_owned(), peer: Some(peer) };
+        if let Err(e) = workers::start(&self.tenants, origin, limits, &[socket.as_fd()], None, || ()) {
             say!("tombolo accel: no worker could be started: {e:#}");
         }
+    }
+
+    /// Why a peer can't have one more place. Those that have not said yet who they are have places too.
+    fn refusal(&self, peer: Peer) -> Option<String> {
+        let (all, own) = self.tenants.by_sockets(peer);
+        if all >= self.most {
+            return Some(format!(
+                "this server has {} clients already; try later or raise --clients",
+                self.most
+            ));
+        }
+        (own >= self.of_peer).then(|| {
+            format!(
+                "this server has {own} clients of {peer} already, the most of one peer; close some, or raise --clients-per-peer"
+            )
+        })
     }
 
     /// Takes no clients any more; [`serve`] ends when the last one has gone. The address is free when this returns.

@@ -4,8 +4,9 @@
 use crate::divide::{self, Divider, Used};
 use crate::figures::{Figure, Figures};
 use crate::limits::Limits;
+use crate::listen::Peer;
 use crate::wall::census::Census;
-use crate::workers::Confinement;
+use crate::workers::{Confinement, Origin};
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,8 +17,9 @@ pub use tombolo_control::accel::Tenant as Status;
 
 /// A client that is served.
 pub struct Tenant {
-    /// The address it came by, or `vm:` and the VM's name.
-    pub via: String,
+    /// Where it came from.
+    pub origin: Origin,
+    /// What it may use.
     pub limits: Limits,
     /// The figures of its worker.
     pub figures: Figures,
@@ -27,14 +29,16 @@ pub struct Tenant {
     pub process: Arc<OwnedFd>,
     /// The processes that its worker started, once they can be seen.
     pub census: Option<Census>,
-    /// The time for which it was stopped, because its share was used up.
+    /// The processor time of its worker, and of what that started, at the last look.
+    pub used: Duration,
+    /// How long it could not run, because its share of time was used up.
     pub paused: Pause,
 }
 
 impl Tenant {
     /// Whose time is counted together with whose: that of a VM's processes.
     fn group(&self, pid: u32) -> String {
-        if self.via.starts_with("vm:") { self.via.clone() } else { pid.to_string() }
+        if self.origin.is_vm() { self.origin.via.clone() } else { pid.to_string() }
     }
 
     /// The processor time of its worker and of what that started.
@@ -42,7 +46,10 @@ impl Tenant {
         if self.census.is_none() {
             self.census = Census::of(pid);
         }
-        divide::cpu(pid).unwrap_or_default() + self.census.as_mut().map(Census::look).unwrap_or_default()
+        let started = self.census.as_mut().map(Census::look).unwrap_or_default();
+        // One that has ended has used what it had.
+        self.used = divide::cpu(pid).map_or(self.used, |own| own + started).max(self.used);
+        self.used
     }
 
     fn end_if_it_has_too_many_processes(&mut self, pid: u32) {
@@ -103,21 +110,37 @@ impl Pause {
 #[derive(Default)]
 struct Inner {
     by_pid: BTreeMap<u32, Tenant>,
+    /// What processes of VMs had used when they ended, by VM: who begins anew again and again owes what it owed.
+    ended: BTreeMap<String, Used>,
     /// VMs that are attached: their processes may come at any time.
     vms: usize,
 }
 
 impl Inner {
-    /// Looks who has had how much, and lets those run who may. How long that holds.
-    fn divide(&mut self, divider: &mut Divider, now: Duration) -> Duration {
-        let mut used: BTreeMap<String, Used> = BTreeMap::new();
+    fn remove(&mut self, pid: u32) {
+        let Some(gone) = self.by_pid.remove(&pid) else { return };
+        if gone.origin.is_vm() {
+            let weight = gone.limits.weight;
+            let before = self.ended.entry(gone.group(pid)).or_insert(Used { weight, cpu: Duration::ZERO });
+            before.cpu += gone.used;
+        }
+    }
+
+    /// What each group of tenants has used.
+    fn used(&mut self) -> BTreeMap<String, Used> {
+        let mut used = self.ended.clone();
         for (pid, tenant) in &mut self.by_pid {
             let cpu = tenant.cpu(*pid);
             tenant.end_if_it_has_too_many_processes(*pid);
             let weight = tenant.limits.weight;
             used.entry(tenant.group(*pid)).or_insert(Used { weight, cpu: Duration::ZERO }).cpu += cpu;
         }
-        let rest = divider.look(now, &used, divide::idle());
+        used
+    }
+
+    /// Looks who has had how much, and lets those run who may. How long that holds.
+    fn divide(&mut self, divider: &mut Divider, now: Duration) -> Duration {
+        let rest = divider.look(now, &self.used(), divide::idle());
         for (pid, tenant) in &mut self.by_pid {
             let runs = !divider.holds(&tenant.group(*pid));
             tenant.may_run(runs);
@@ -155,7 +178,7 @@ impl Tenants {
     }
 
     pub fn remove(&self, pid: u32) {
-        self.lock().by_pid.remove(&pid);
+        self.lock().remove(pid);
         self.changed.notify_all();
     }
 
@@ -169,9 +192,11 @@ impl Tenants {
         self.changed.notify_all();
     }
 
-    /// The number of tenants that came by a socket, not from VMs.
-    pub fn by_sockets(&self) -> usize {
-        self.lock().by_pid.values().filter(|t| !t.via.starts_with("vm:")).count()
+    /// How many came by a socket, not from VMs; and how many of them are of this peer.
+    pub fn by_sockets(&self, peer: Peer) -> (usize, usize) {
+        let inner = self.lock();
+        let peers = inner.by_pid.values().filter_map(|t| t.origin.peer);
+        peers.fold((0, 0), |(all, own), one| (all + 1, own + usize::from(one == peer)))
     }
 
     /// Waits until one comes or goes, or for so long.
@@ -207,7 +232,8 @@ impl Tenants {
         let status = |(pid, t): (&u32, &mut Tenant)| Status {
             pid: *pid,
             name: t.figures.name(),
-            via: t.via.clone(),
+            via: t.origin.via.clone(),
+            peer: t.origin.peer.map(|peer| peer.to_string()),
             weight: t.limits.weight,
             memory: t.figures.get(Figure::Memory),
             memory_limit: t.limits.memory,
@@ -247,24 +273,21 @@ mod tests {
         tenants.add(
             pid,
             Tenant {
-                via: via.into(),
+                origin: Origin { via: via.into(), peer: (!via.starts_with("vm:")).then_some(Peer::User(0)) },
                 limits: Limits { weight, ..Limits::default() },
                 figures: Figures::new().expect("a page").0,
                 since: Instant::now(),
                 process: Arc::new(pidfd(pid)),
                 census: None,
+                used: Duration::ZERO,
                 paused: Pause::default(),
             },
         );
         child
     }
 
-    #[test]
-    fn real_processes_get_time_by_weight_those_of_a_vm_together_and_all_of_it_when_the_others_have_gone() {
-        let tenants = Arc::new(Tenants::default());
-        // Two processes of a VM, and a client of a quarter of its weight.
-        let mut children =
-            [("vm:a", 100), ("vm:a", 100), ("unix:/s", 25)].map(|(via, weight)| busy(&tenants, via, weight));
+    /// Divides its time from now on, as long as this process lives.
+    fn divide_the_first_processor(tenants: &Arc<Tenants>) {
         let dividing = tenants.clone();
         std::thread::spawn(move || {
             // SAFETY: a set of processors is plain data, for which zeroes are a value.
@@ -276,7 +299,39 @@ mod tests {
             }
             dividing.divide();
         });
-        let cpu = |child: &Child| divide::cpu(child.id()).expect("it runs").as_secs_f64();
+    }
+
+    fn cpu(child: &Child) -> f64 {
+        divide::cpu(child.id()).expect("it was not waited for").as_secs_f64()
+    }
+
+    #[test]
+    fn what_a_vms_processes_had_used_when_they_ended_is_still_the_vms_and_a_clients_is_nobodys() {
+        let tenants = Tenants::default();
+        let used = || tenants.lock().used();
+        for (via, stays) in [("vm:a", true), ("unix:/s", false)] {
+            let mut child = busy(&tenants, via, 10);
+            while used().values().all(|used| used.cpu < Duration::from_millis(20)) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let had = used();
+            child.kill().expect("killed");
+            child.wait().expect("its end");
+            tenants.remove(child.id());
+            let name = had.keys().find(|name| (*name == via) == stays).expect("its group");
+            let left = used().get(name).map(|used| (used.cpu >= had[name].cpu, used.weight));
+            assert_eq!(left, stays.then_some((true, 10)), "{via}");
+            tenants.lock().ended.clear();
+        }
+    }
+
+    #[test]
+    fn real_processes_get_time_by_weight_those_of_a_vm_together_and_all_of_it_when_the_others_have_gone() {
+        let tenants = Arc::new(Tenants::default());
+        // Two processes of a VM, and a client of a quarter of its weight.
+        let mut children =
+            [("vm:a", 100), ("vm:a", 100), ("unix:/s", 25)].map(|(via, weight)| busy(&tenants, via, weight));
+        divide_the_first_processor(&tenants);
         // Until the first two had two seconds, however long that takes here.
         while cpu(&children[0]) + cpu(&children[1]) < 2.0 {
             std::thread::sleep(Duration::from_millis(20));

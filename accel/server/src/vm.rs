@@ -10,7 +10,7 @@ use crate::limits::Limits;
 use crate::owner;
 use crate::tenants::Tenants;
 use crate::wall::cgroup::Group;
-use crate::workers::{self, Confinement, Place};
+use crate::workers::{self, Confinement, Origin, Place};
 use anyhow::{Context, bail};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,6 +20,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use tombolo_calls::hello::Geometry;
 use tombolo_calls::say;
@@ -57,6 +58,39 @@ enum Message {
     Look,
     /// A channel's worker ended.
     Ended(u32),
+}
+
+/// What a VM's thread is told by others. However often the VM rings before its thread looks, that is one message: the VM decides how often it
+/// rings, and the thread may be busy starting a worker.
+#[derive(Clone)]
+struct Messages {
+    sender: Sender<Message>,
+    /// A message to look has been sent, and not been read.
+    rung: Arc<AtomicBool>,
+}
+
+impl Messages {
+    fn new() -> (Messages, Receiver<Message>) {
+        let (sender, receiver) = channel();
+        (Messages { sender, rung: Arc::default() }, receiver)
+    }
+
+    /// The VM rang, or came or went.
+    fn look(&self) {
+        if !self.rung.swap(true, Ordering::SeqCst) {
+            self.send(Message::Look);
+        }
+    }
+
+    /// What is rung from here on is told again.
+    fn looks(&self) {
+        self.rung.store(false, Ordering::SeqCst);
+    }
+
+    fn send(&self, message: Message) {
+        // Nobody listens when the server ends.
+        let _ended = self.sender.send(message);
+    }
 }
 
 struct Worker {
@@ -142,8 +176,8 @@ pub struct Vm {
     /// The control group of all its workers.
     group: Option<Arc<Group>>,
     workers: BTreeMap<u32, Worker>,
-    messages: Receiver<Message>,
-    sender: Sender<Message>,
+    messages: Messages,
+    told: Receiver<Message>,
 }
 
 /// The zone of a former server, whose VM must be started anew with it.
@@ -230,10 +264,9 @@ impl Vm {
         confinement: &Confinement,
         open: impl FnOnce(Box<dyn FnMut() + Send>) -> anyhow::Result<(Area, Box<dyn Side>)>,
     ) -> anyhow::Result<Vm> {
-        let (sender, messages) = channel();
-        let rung = sender.clone();
-        // The receiver lives as long as the server.
-        let (area, side) = open(Box::new(move || drop(rung.send(Message::Look))))?;
+        let (messages, told) = Messages::new();
+        let rung = messages.clone();
+        let (area, side) = open(Box::new(move || rung.look()))?;
         let (account, account_files) = Account::new(channels).context("its account")?;
         let group = confinement.cgroup().map(|cgroup| cgroup.vm(name, &limits, channels));
         let group = group.transpose().context("its control group")?.map(Arc::new);
@@ -248,19 +281,16 @@ impl Vm {
             group,
             workers: BTreeMap::new(),
             messages,
-            sender,
+            told,
         })
-    }
-
-    pub fn name(&self) -> &str {
-        &self.name
     }
 
     /// Serves the VM for ever.
     pub fn serve(mut self, tenants: &Arc<Tenants>) {
-        while let Ok(message) = self.messages.recv() {
+        while let Ok(message) = self.told.recv() {
             match message {
                 Message::Look => {
+                    self.messages.looks();
                     self.meet(tenants);
                     self.look(tenants);
                 }
@@ -330,11 +360,10 @@ impl Vm {
         let memory = self.area.memory().as_fd();
         let [write, read] = self.account_files.fds();
         let fds = [theirs.as_fd(), memory, bell.as_fd(), doorbell.as_fd(), write, read];
-        let sender = self.sender.clone();
-        // The message has no reader when the server ends.
-        let ended = move || drop(sender.send(Message::Ended(channel)));
-        let via = format!("vm:{}", self.name);
-        workers::start(tenants, &via, &self.limits, &fds, Some((&place, self.group.clone())), ended)?;
+        let messages = self.messages.clone();
+        let ended = move || messages.send(Message::Ended(channel));
+        let origin = Origin::of_vm(&self.name);
+        workers::start(tenants, origin, &self.limits, &fds, Some((&place, self.group.clone())), ended)?;
         Ok(Worker { socket, bell: File::from(bell) })
     }
 
@@ -397,4 +426,21 @@ fn eventfd() -> std::io::Result<OwnedFd> {
     }
     // SAFETY: fd is fresh.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vm_that_rings_while_nobody_looks_takes_one_message_and_is_told_of_again_afterwards() {
+        let (messages, told) = Messages::new();
+        let by_the_doorbell = messages.clone();
+        for _ in 0..2 {
+            (0..100_000).for_each(|_| by_the_doorbell.look());
+            messages.send(Message::Ended(1));
+            let read: Vec<Message> = told.try_iter().inspect(|_| messages.looks()).collect();
+            assert!(matches!(read[..], [Message::Look, Message::Ended(1)]), "{}", read.len());
+        }
+    }
 }

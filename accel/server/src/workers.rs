@@ -3,6 +3,7 @@
 
 use crate::figures::Figures;
 use crate::limits::Limits;
+use crate::listen::Peer;
 use crate::tenants::{Pause, Tenant, Tenants};
 use crate::wall::Wall;
 use crate::wall::cgroup::{self, Delegated, Group};
@@ -20,7 +21,28 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tombolo_calls::say;
 
-/// The channel of a worker that serves a VM's process.
+/// Where a client comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// The address that it came by, or `vm:` and the VM's name.
+    pub via: String,
+    /// Who it is, of those that came by an address.
+    pub peer: Option<Peer>,
+}
+
+impl Origin {
+    /// A process of a VM.
+    pub fn of_vm(name: &str) -> Origin {
+        Origin { via: format!("vm:{name}"), peer: None }
+    }
+
+    /// Whether it is a process of a VM.
+    pub fn is_vm(&self) -> bool {
+        self.peer.is_none()
+    }
+}
+
+/// Where a worker's channel is, for one that serves a VM's process.
 #[derive(serde::Serialize, serde::Deserialize)]
 pub struct Place {
     /// Its number, and that of the worker's place in the VM's account.
@@ -210,11 +232,11 @@ fn log(bytes: &mut [u8], left: usize) -> usize {
     after
 }
 
-/// Starts a worker for a client that came by `via`. It finds its figures at [`crate::worker::FIGURES_FD`] and the descriptors from
+/// Starts a worker for a client. It finds its figures at [`crate::worker::FIGURES_FD`] and the descriptors from
 /// [`crate::worker::SOCKET_FD`] on. `vm`: where its channel is, and the control group of its VM. `ended` is called when it has.
 pub fn start(
     tenants: &Arc<Tenants>,
-    via: &str,
+    origin: Origin,
     limits: &Limits,
     fds: &[BorrowedFd<'_>],
     vm: Option<(&Place, Option<Arc<Group>>)>,
@@ -228,7 +250,7 @@ pub fn start(
     }
     let within = vm.and_then(|(_, group)| group);
     let confinement = tenants.confinement().clone();
-    let (via, limits) = (via.to_owned(), limits.clone());
+    let limits = limits.clone();
     let tenants = tenants.clone();
     // The signal of the parent's death comes when the thread that started a worker ends; so that thread waits for it.
     let (told, started) = std::sync::mpsc::channel();
@@ -245,10 +267,10 @@ pub fn start(
         // The first is the socket whose end says that the client has gone.
         let client = copies.into_iter().next();
         let pidfd = process.pidfd.clone();
-        let (census, paused) = (None, Pause::default());
+        let (census, used, paused) = (None, Duration::ZERO, Pause::default());
         tenants.add(
             process.pid,
-            Tenant { via, limits, figures, since: Instant::now(), process: pidfd, census, paused },
+            Tenant { origin, limits, figures, since: Instant::now(), process: pidfd, census, used, paused },
         );
         // The caller waits for this.
         let _heard = told.send(Ok(()));

@@ -4,9 +4,11 @@
 //!
 //! - [`program`]: the server, and the program that measures (`opencl.c`) natively and forwarded.
 //! - [`clpeak`]: what clpeak measures, natively and forwarded.
+//! - [`neighbours`]: what a hostile client costs another one, beside what an ordinary one costs it.
 //! - [`null`]: the transport alone: a call that waits and does nothing, and a posted one.
 
 pub mod clpeak;
+pub mod neighbours;
 pub mod null;
 pub mod program;
 
@@ -39,7 +41,7 @@ pub struct Options {
     /// Calls of the mix in all turns together
     #[arg(long, default_value_t = 1_100_000)]
     calls: u64,
-    /// Only these parts: null, calls, transfers, large, blas, clpeak, mix, clients, idle
+    /// Only these parts: null, calls, transfers, large, blas, clpeak, mix, clients, neighbours, idle
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Leave out what is measured in a VM
@@ -132,7 +134,7 @@ const SIZES: [(u64, u32, &str); 8] = [
 impl Bench<'_> {
     fn all(&mut self) -> Result<()> {
         type Part<'o> = fn(&mut Bench<'o>) -> Result<()>;
-        let parts: [(&str, Part<'_>); 9] = [
+        let parts: [(&str, Part<'_>); 10] = [
             ("idle", Bench::idle),
             ("null", Bench::null),
             ("calls", Bench::calls),
@@ -142,6 +144,7 @@ impl Bench<'_> {
             ("clpeak", Bench::clpeak),
             ("mix", Bench::mix),
             ("clients", Bench::clients),
+            ("neighbours", Bench::neighbours),
         ];
         for (name, part) in parts {
             if self.options.only.is_empty() || self.options.only.iter().any(|o| o == name) {
@@ -321,6 +324,40 @@ impl Bench<'_> {
                         self.results.add(sample)?;
                     }
                 }
+            }
+        }
+        Ok(())
+    }
+
+    /// What a client gets done beside another one: an ordinary one that always computes, and hostile ones. Each measures in turns, and what a hostile
+    /// neighbour takes beyond an ordinary one is told of the medians.
+    fn neighbours(&mut self) -> Result<()> {
+        const FIGURES: [(&str, &str, &str, Better); 3] = [
+            ("kernels", "busy 2", "kernels", Better::Higher),
+            ("calls", "spin 2", "calls", Better::Higher),
+            ("finish", "finish 5000", "ns", Better::Lower),
+        ];
+        let hostile = neighbours::compile(&self.place)?;
+        let mut seen: BTreeMap<(&str, &str), Vec<f64>> = BTreeMap::new();
+        for turn in 0..self.options.rounds {
+            for beside in neighbours::order(turn) {
+                let neighbour = neighbours::Neighbour::start(beside, &self.place, &hostile)?;
+                // Not counted: the neighbour compiles meanwhile.
+                self.ask(OURS, "busy 2")?;
+                for (figure, what, unit, better) in FIGURES {
+                    let (value, _) = self.ask(OURS, what)?;
+                    self.add(format!("{figure}-beside-{beside}"), OURS, value, unit, better)?;
+                    seen.entry((figure, beside)).or_default().push(value);
+                }
+                neighbour.end()?;
+            }
+        }
+        for (figure, _, _, better) in FIGURES {
+            let mut of = |beside| seen.get_mut(&(figure, beside)).map_or(f64::NAN, |values| median(values));
+            let ordinary = of(neighbours::ORDINARY);
+            for beside in neighbours::HOSTILE {
+                let loss = neighbours::loss(ordinary, of(beside), better);
+                self.add(format!("{figure}-lost-to-{beside}"), OURS, loss, "%", Better::Lower)?;
             }
         }
         Ok(())

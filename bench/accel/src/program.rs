@@ -42,7 +42,8 @@ impl Place {
         Ok(Place { folder, library, tcp: format!("tcp:{tcp}") })
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    /// The path of something in the folder.
+    pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 

@@ -754,6 +754,15 @@ impl Machine {
         plugged
     }
 
+    /// Adds the devices of a zone that no user of the VM names: an accelerator's.
+    ///
+    /// # Errors
+    /// As [`Machine::plug`].
+    pub fn plug_device(&self, name: &str, invitation: &Invitation) -> Result<(), hotplug::Failure> {
+        let qmp = self.qmp().map_err(|e| hotplug::Failure::Undone(e.to_string()))?;
+        self.ports.lock().unwrap_or_else(PoisonError::into_inner).plug(qmp, name, invitation)
+    }
+
     /// Zones it is a member of, those attached later included.
     pub fn zones(&self) -> BTreeMap<String, ZoneUse> {
         self.lock().zones.clone()

@@ -6,7 +6,7 @@
 //! API's own error. The server is told what to serve over a socket that is its standard input, a line of JSON each way, and
 //! ends with that socket.
 //!
-//! Where a VM owns the accelerator there is no such process: the VM is a member of its clients' zones and serves them ([`owner`]).
+//! Where a VM owns the accelerator there is no such process: the VM is a member of its clients' zones and serves them ([`crate::project::owner`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -20,23 +20,24 @@ use std::time::Duration;
 use anyhow::Context;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use tombolo_calls::zone::Area;
-use tombolo_control::accel::{Answer, Guest, Listing, Request, Tenant};
+use tombolo_control::accel::{Answer, Listing, Request, Tenant};
 use tombolo_control::socket::Answer as _;
 
 use crate::child::{self, Guarded};
-use crate::compose::accelerator::{AccelSpec, AccelUse};
+use crate::compose::accelerator::AccelSpec;
 use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::exec;
 use crate::guest::mount;
-use crate::machine::Machine;
+use crate::machine::{Machine, hotplug};
 use crate::project::barrier::HOUSEHOLD;
 use crate::project::changes::{self, Kind};
 use crate::project::control::{AccelStatus, AccelVm};
 use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
-use crate::project::owner::{self, Client, Owner};
+use crate::project::owner::{Client, Owner};
 use crate::project::peer::Peer;
 use crate::project::zones::{HostZone, Invitation};
+
+use seat::{Channels, Reach, Seat};
 
 /// An accelerator of a running project.
 #[derive(Debug)]
@@ -52,32 +53,6 @@ enum Runs {
     Here(Keeper),
     /// In the VM that owns the accelerator.
     In(Arc<Owner>),
-}
-
-/// A VM's place at the server.
-#[derive(Debug)]
-struct Seat {
-    zone: Arc<HostZone>,
-    used: AccelUse,
-    /// The server is in its zone; `None`: none has ever been.
-    served: Option<bool>,
-    /// Whether its guest had the client library when it came up.
-    library: Option<bool>,
-    /// The zone's channels, where a VM serves them.
-    channels: Option<Channels>,
-}
-
-/// The channels of a zone that the owner VM serves.
-struct Channels {
-    area: Area,
-    /// The owner VM, as it runs now, has the zone.
-    reached: bool,
-}
-
-impl std::fmt::Debug for Channels {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Channels({}, reached: {})", self.area.channels(), self.reached)
-    }
 }
 
 #[derive(Debug)]
@@ -126,33 +101,6 @@ fn look(link: Arc<Mutex<Peer>>) -> Option<Listing> {
     answer.recv_timeout(LOOK).ok()?.ok()?.ok()
 }
 
-impl Seat {
-    /// What a server is told of a VM whose zone it finds there.
-    fn guest(&self, vm: &str, zone: PathBuf) -> Guest {
-        let (channels, window) = self.used.geometry();
-        Guest {
-            vm: vm.to_owned(),
-            zone,
-            channels,
-            window,
-            memory: self.used.memory.map(|m| m.0),
-            objects: self.used.objects,
-            rate: self.used.rate,
-            weight: self.used.weight,
-        }
-    }
-
-    fn request(&self, vm: &str) -> Request {
-        Request::Vm(self.guest(vm, self.zone.path().into()))
-    }
-
-    fn ring(&self, vm: &str) {
-        if let Err(e) = self.zone.ring(vm) {
-            crate::say!("the VM '{vm}' can't be rung: {e:#}");
-        }
-    }
-}
-
 impl Accelerator {
     /// Its settings, as [`crate::project::changes`] compares them: its table, and what it grants each VM that has a place. Those that hold, or
     /// those of a file.
@@ -192,16 +140,10 @@ impl Accelerator {
         }
         let invite = |(client, seat): (&String, &mut Seat)| {
             let invitation = seat.zone.invite(vm, &Default::default())?;
-            seat.channels.iter_mut().for_each(|channels| channels.reached = true);
+            seat.set_reach(Reach::There);
             Ok((format!("{name}.{client}"), invitation))
         };
         seats.iter_mut().map(invite).collect()
-    }
-
-    /// Whether the owner VM, as it runs now, has the zone of a client.
-    pub fn reaches(&self, vm: &str) -> bool {
-        let seats = lock(&self.server.seats);
-        seats.get(vm).and_then(|seat| seat.channels.as_ref()).is_some_and(|channels| channels.reached)
     }
 
     /// A VM's QEMU has ended.
@@ -217,7 +159,7 @@ impl Accelerator {
             // From here on it can't write to the zone.
             seat.zone.gone(vm);
             if let Some(channels) = &mut seat.channels {
-                channels.reached = false;
+                channels.reach = Reach::Apart;
                 channels.area.abandon();
                 seat.ring(client);
             }
@@ -243,18 +185,15 @@ impl Accelerator {
         let Runs::In(owner) = &self.runs else { return Ok(()) };
         let clients: Vec<Client> = lock(&self.server.seats)
             .iter()
-            .filter(|(_, seat)| seat.channels.as_ref().is_some_and(|channels| channels.reached))
-            .map(|(vm, seat)| {
-                let uuid = seat.zone.uuid();
-                let guest = seat.guest(vm, owner::device(&uuid).into());
-                Client { vm: vm.clone(), uuid, guest }
-            })
+            .filter(|(_, seat)| seat.reach().is_some_and(|reach| reach != Reach::Apart))
+            .map(|(vm, seat)| seat.client(vm))
             .collect();
-        if clients.is_empty() {
-            return Ok(());
-        }
         let refused = owner.serve(&self.server.name, self.server.spec.unconfined, &clients, machine)?;
-        for client in clients.iter().filter(|client| refused.contains(&client.uuid)) {
+        for client in clients {
+            if !refused.contains(&client.uuid) {
+                self.set_reach(&client.vm, Reach::Served);
+                continue;
+            }
             crate::say!(
                 "the VM '{}' can't have the zone of '{}', whose programs have no accelerator until tombolo down && tombolo up",
                 owner.vm(),
@@ -262,6 +201,59 @@ impl Accelerator {
             );
         }
         Ok(())
+    }
+
+    /// Has the owner VM, where it runs, serve those of `starting` that have come since: it gets the zone of each while it runs.
+    ///
+    /// # Errors
+    /// Names the client, what the owner lacks, and the remedy.
+    fn join(&self, owner: &Owner, starting: &BTreeSet<&String>) -> anyhow::Result<()> {
+        // One that doesn't run gets all zones when it is started.
+        let Some(machine) = owner.serving() else { return Ok(()) };
+        // Nobody waits for a guest with the seats locked: the zones are tended meanwhile.
+        let waiting: Vec<String> = lock(&self.server.seats)
+            .iter()
+            .filter(|(vm, seat)| starting.contains(vm) && seat.reach().is_some_and(|r| r != Reach::Served))
+            .map(|(vm, _)| vm.clone())
+            .collect();
+        for vm in waiting {
+            self.plug(owner.vm(), &vm, &machine)?;
+            let Some(client) = lock(&self.server.seats).get(&vm).map(|seat| seat.client(&vm)) else {
+                continue;
+            };
+            owner.join(&self.server.name, &client, &machine)?;
+            self.set_reach(&vm, Reach::Served);
+        }
+        Ok(())
+    }
+
+    /// Brings the zone of a client to the owner VM, unless it has come already.
+    fn plug(&self, owner: &str, vm: &str, machine: &Machine) -> anyhow::Result<()> {
+        let name = &self.server.name;
+        let (zone, invitation) = {
+            let mut seats = lock(&self.server.seats);
+            let Some(seat) = seats.get_mut(vm).filter(|seat| seat.reach() == Some(Reach::Apart)) else {
+                return Ok(());
+            };
+            let invitation = seat.zone.invite(owner, &Default::default())?;
+            // Before it comes: if the owner ends meanwhile, that is told afterwards.
+            seat.set_reach(Reach::There);
+            (seat.zone.clone(), invitation)
+        };
+        let plugged = machine.plug_device(&format!("accel.{name}.{vm}"), &invitation);
+        if let Err(hotplug::Failure::Undone(_)) = &plugged {
+            self.set_reach(vm, Reach::Apart);
+            zone.gone(owner);
+        }
+        plugged.with_context(|| {
+            format!("the VM '{owner}', which owns accel.{name}, can't get the zone of '{vm}'")
+        })
+    }
+
+    fn set_reach(&self, vm: &str, reach: Reach) {
+        if let Some(seat) = lock(&self.server.seats).get_mut(vm) {
+            seat.set_reach(reach);
+        }
     }
 
     /// The zones of its VMs.
@@ -426,14 +418,14 @@ impl Part for Accelerator {
     ///
     /// # Errors
     /// The server's own words.
-    fn extend(&self, project: &Project, _starting: &BTreeSet<&String>) -> anyhow::Result<()> {
+    fn extend(&self, project: &Project, starting: &BTreeSet<&String>) -> anyhow::Result<()> {
         let seated = self.server.seat(project);
         match &self.runs {
             Runs::Here(keeper) => {
                 seated.map_err(|why| keeper.failure(&format!("{why:#}")))?;
                 keeper.wait_ready()
             }
-            Runs::In(_) => seated,
+            Runs::In(owner) => seated.and_then(|()| self.join(owner, starting)),
         }
     }
 }
@@ -500,7 +492,7 @@ impl Server {
                 .with_context(|| format!("the zone of vm.{vm} for accel.{}", self.name))?;
             let channels = if self.spec.vm.is_some() {
                 let (channels, window) = used.geometry();
-                Some(Channels { area: zone.prepare_calls(channels, window)?, reached: false })
+                Some(Channels { area: zone.prepare_calls(channels, window)?, reach: Reach::Apart })
             } else {
                 None
             };
@@ -580,6 +572,7 @@ impl Service for Server {
 }
 
 mod handover;
+mod seat;
 pub use handover::AcceleratorState;
 
 #[cfg(test)]

@@ -21,6 +21,19 @@ const LOOK: Duration = Duration::from_millis(600);
 /// A guest that has not answered for so long does not answer.
 const SILENT: Duration = Duration::from_secs(10);
 
+/// Functions for both scripts below. `device` makes the device of the zone with the uuid $1 and the identity $2, which is the same without dashes.
+const DEVICE: &str = r#"device() {
+	await_zone "$2"
+	[ -c "/dev/tombolo-serve-$1" ] || echo "$1" >/sys/module/tombolo/parameters/serve && return
+	module_said
+	return 1
+}
+# Whole or not at all: a server may begin at any moment.
+note() {
+	printf '%s\n' "$3" >"$1/$2.new" && mv "$1/$2.new" "$1/guests/$2"
+}
+"#;
+
 /// $1 names the accelerator, $2 is an option of the server or empty; three words follow for each client VM: its zone's uuid, the same
 /// without dashes, and what the server is told of it. Says which zones this guest can't have.
 const SERVE: &str = r#"need_module
@@ -28,23 +41,18 @@ name=$1 option=$2
 shift 2
 command -v tombolo >/dev/null || exit 5
 devices=$(tombolo accel devices 2>&1) || { echo "$devices" >&2; exit 6; }
-words=$#
-while [ "$words" -gt 0 ]; do
-	uuid=$1 identity=$2 guest=$3
-	shift 3
-	words=$((words - 3))
-	await_zone "$identity"
-	if [ -c "/dev/tombolo-serve-$uuid" ] || echo "$uuid" >/sys/module/tombolo/parameters/serve; then
-		set -- "$@" --guest "$guest"
-	else
-		module_said
-		echo "$uuid"
-	fi
-done
 run=/run/tombolo-accel-$name
 rm -rf "$run"
-mkdir -p "$run"
-set -- tombolo accel serve --control "$run/control" $option "$@"
+mkdir -p "$run/guests"
+while [ $# -gt 0 ]; do
+	if device "$1" "$2"; then
+		note "$run" "$1" "$3"
+	else
+		echo "$1"
+	fi
+	shift 3
+done
+set -- tombolo accel serve --control "$run/control" --guests "$run/guests" $option
 # An initramfs can't be left by pivot_root, which keeps workers from it; a mount of it can.
 if awk '$5 == "/" && / - rootfs / { found = 1 } END { exit !found }' /proc/self/mountinfo; then
 	mkdir "$run/root"
@@ -59,7 +67,7 @@ while :; do
 	: >"$run/ended"
 	sleep 1
 done'
-setsid sh -c "$keep" keep "$run" "$@" </dev/null >"$run/log" 2>&1 &
+setsid sh -c "$keep" keep "$run" "$@" </dev/null >>"$run/log" 2>&1 &
 looks=0
 until [ -S "$run/control" ]; do
 	looks=$((looks + 1))
@@ -71,6 +79,23 @@ until [ -S "$run/control" ]; do
 	sleep 0.1
 done"#;
 
+/// $1 names the accelerator; then one client VM's words, as above, whose devices have come while the server runs. A server that is just being started again
+/// finds the client among its guests, or answers soon.
+const JOIN: &str = r#"run=/run/tombolo-accel-$1
+[ -d "$run/guests" ] || exit 8
+device "$2" "$3" || exit 4
+note "$run" "$2" "$4"
+looks=0
+until said=$(tombolo accel join --control "$run/control" "$run/guests/$2" 2>&1); do
+	looks=$((looks + 1))
+	if [ "$looks" -ge 100 ]; then
+		rm "$run/guests/$2"
+		echo "$said" >&2
+		exit 7
+	fi
+	sleep 0.3
+done"#;
+
 /// A client VM's zone, and what the server is told of it.
 #[derive(Debug)]
 pub struct Client {
@@ -78,8 +103,15 @@ pub struct Client {
     pub vm: String,
     /// Its zone.
     pub uuid: String,
-    /// What the server is told, as `tombolo accel serve --guest` takes it.
+    /// What the server is told, as `tombolo accel serve --guests` takes it.
     pub guest: Guest,
+}
+
+impl Client {
+    /// What scripts are told of it: its zone's uuid, the same without dashes, and what the server is told.
+    fn words(&self) -> anyhow::Result<[String; 3]> {
+        Ok([self.uuid.clone(), self.uuid.replace('-', ""), serde_json::to_string(&self.guest)?])
+    }
 }
 
 /// Where in the owner VM a zone's device is.
@@ -146,6 +178,11 @@ impl Owner {
         Some(format!("does not answer: the guest agent of '{}' has not for {} s", self.vm, silent.as_secs()))
     }
 
+    /// The VM, where it runs and was told to serve since it has booted.
+    pub fn serving(&self) -> Option<Arc<Machine>> {
+        self.lock().machine.upgrade().filter(|machine| machine.phase() == Phase::Up)
+    }
+
     /// Starts the server in the VM, which has just booted, and waits until it serves; uuids of the zones that the guest can't have are returned.
     ///
     /// # Errors
@@ -165,17 +202,38 @@ impl Owner {
         }
         let mut words = vec![accelerator.to_owned(), if unconfined { "--unconfined" } else { "" }.to_owned()];
         for client in clients {
-            words.extend([
-                client.uuid.clone(),
-                client.uuid.replace('-', ""),
-                serde_json::to_string(&client.guest)?,
-            ]);
+            words.extend(client.words()?);
         }
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        let script = format!("{}{SERVE}", mount::FUNCTIONS);
+        let script = format!("{}{DEVICE}{SERVE}", mount::FUNCTIONS);
         let output = exec::script(machine.agent(), &script, &words, START)?;
         result(&self.vm, accelerator, &output)?;
         Ok(output.out.lines().map(str::to_owned).collect())
+    }
+
+    /// Has the server, which runs, serve one more client, whose zone has come to the VM.
+    ///
+    /// # Errors
+    /// Why the guest can't have the zone, or the server doesn't take the client.
+    pub fn join(&self, accelerator: &str, client: &Client, machine: &Machine) -> anyhow::Result<()> {
+        let [uuid, identity, guest] = client.words()?;
+        let words = [accelerator, &uuid, &identity, &guest];
+        let script = format!("{}{DEVICE}{JOIN}", mount::FUNCTIONS);
+        let output = exec::script(machine.agent(), &script, &words, START)?;
+        let said = output.err.trim().trim_start_matches("tombolo: ").replace('\n', "; ");
+        let (vm, owner) = (&client.vm, &self.vm);
+        match output.code {
+            0 => Ok(()),
+            4 => anyhow::bail!(
+                "the VM '{owner}', which owns accel.{accelerator}, can't have the zone of '{vm}': {said}"
+            ),
+            8 => anyhow::bail!(
+                "the VM '{owner}' owns accel.{accelerator} and has no server that '{vm}' could join: tombolo down {owner} && tombolo up"
+            ),
+            _ => anyhow::bail!(
+                "the server of accel.{accelerator} in the VM '{owner}' doesn't take the VM '{vm}': {said}"
+            ),
+        }
     }
 
     /// What its server says of itself; what it said last where the guest doesn't answer soon. However many look, the guest is asked by one at a
@@ -257,9 +315,11 @@ mod tests {
     }
 
     #[test]
-    fn the_script_is_one_that_a_shell_understands() {
-        let script = format!("{}{SERVE}", mount::FUNCTIONS);
-        let shell = std::process::Command::new("/bin/sh").args(["-n", "-c", &script]).output().unwrap();
-        assert!(shell.status.success(), "{}", String::from_utf8_lossy(&shell.stderr));
+    fn the_scripts_are_such_that_a_shell_understands() {
+        for script in [SERVE, JOIN] {
+            let script = format!("{}{DEVICE}{script}", mount::FUNCTIONS);
+            let shell = std::process::Command::new("/bin/sh").args(["-n", "-c", &script]).output().unwrap();
+            assert!(shell.status.success(), "{}", String::from_utf8_lossy(&shell.stderr));
+        }
     }
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! System calls (seccomp). What namespaces, an own user id and missing capabilities take away already is not listed again. A refused call
 //! fails with EPERM, as libraries try more than they need and go on without. Drivers differ too much for a list of what is allowed.
+//! A call that writes files out to their disk does nothing and succeeds: drivers take its failure for their file's, and a worker's own files
+//! lie in memory.
 
 use anyhow::Context;
 use seccompiler::{
@@ -37,19 +39,37 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_io_setup, // places for asynchronous transfers (fs.aio-max-nr), which QEMU and databases need
     libc::SYS_sync,     // writes out what all processes have written
     libc::SYS_syncfs,   // the same, of the file system that a library lies on
-    // Things that exist once for each user; of a server that isn't root, all workers are one user's.
+    libc::SYS_seccomp, // room for translated filters (net.core.bpf_jit_limit), without which no process of the host gets one
+    libc::SYS_setsockopt, // the same, for sockets; and parts of TCP that are attacked more than used
+    libc::SYS_fadvise64, // what it keeps of files in memory, thrown out
+    // What there is but once for each user; of a server that isn't root, all workers are one user's.
     libc::SYS_sendmsg, // descriptors under way: new clients get theirs so, before this filter holds
     libc::SYS_sendmmsg, // the same
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_epoll_create, // descriptors that are watched (fs.epoll.max_user_watches); the link has its own before this filter holds
+    libc::SYS_epoll_create1, // the same
     #[cfg(target_arch = "x86_64")]
     libc::SYS_inotify_init, // watchers of files (fs.inotify.max_user_instances)
     libc::SYS_inotify_init1, // the same
     libc::SYS_fanotify_init, // the same
+    // Descriptors that a client passes to its worker. The kernel asks neither mounts nor Landlock when a file's mode is changed by a descriptor, only
+    // whose the file is: of a server that isn't root, its user's, which the client may read but not write.
+    libc::SYS_recvmsg,
+    libc::SYS_recvmmsg,
     // Memory that the limit of private memory doesn't count.
-    libc::SYS_memfd_create, // in a descriptor
-    libc::SYS_memfd_secret, // the same, and no host that hibernates can while there is some
-    libc::SYS_shmget,       // of System V
-    libc::SYS_msgget,       // of System V, in messages
-    libc::SYS_semget,       // of System V, in semaphores
+    libc::SYS_memfd_create,            // in a descriptor
+    libc::SYS_memfd_secret,            // the same, and no host that hibernates can while there is some
+    libc::SYS_shmget,                  // of System V
+    libc::SYS_msgget,                  // of System V, in messages
+    libc::SYS_semget,                  // of System V, in semaphores
+    libc::SYS_socketpair,              // of the kernel, in what was sent and not received
+    libc::SYS_landlock_create_ruleset, // of the kernel, in rules
+    libc::SYS_landlock_add_rule,       // the same
+    libc::SYS_landlock_restrict_self,  // the same
+    MAP_SHADOW_STACK,                  // counted as a stack, of any size
+    // Locks on files. They are the file's, so those of programs and libraries are seen by the whole host, where a script may wait for its own; and
+    // each takes the kernel's memory. fcntl is below.
+    libc::SYS_flock,
     // A mapping of a file can reach other parts of it: of a zone, another process's channel. mremap is below.
     libc::SYS_remap_file_pages,
     // Namespaces: in one of its own a user has all capabilities, and with them the kernel's less tried parts. clone is below.
@@ -74,6 +94,14 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_fork,
 ];
 
+/// Said to be done, and not done: what writes a file out to its disk. On a file that a worker only reads, or maps, it makes the disk write out what everybody
+/// has written.
+const SAID_DONE: &[libc::c_long] =
+    &[libc::SYS_fsync, libc::SYS_fdatasync, libc::SYS_msync, libc::SYS_sync_file_range];
+
+/// Of Linux 6.6; libc has no name for it.
+const MAP_SHADOW_STACK: libc::c_long = 453;
+
 fn when(argument: u8, is: SeccompCmpOp, value: u64) -> anyhow::Result<SeccompCondition> {
     Ok(SeccompCondition::new(argument, SeccompCmpArgLen::Dword, is, value)?)
 }
@@ -92,6 +120,19 @@ const PAGE: u64 = 4096;
 
 /// Of fcntl(2); libc has no name for it.
 const F_SETSIG: u64 = 10;
+/// Commands of fcntl(2) that lock a file, or have a process told when others open or change it; and one that takes pages for pipes, of which a user
+/// has so many (fs.pipe-user-pages-soft).
+const OF_FILES: [libc::c_int; 7] = [
+    libc::F_SETLK,
+    libc::F_SETLKW,
+    libc::F_OFD_SETLK,
+    libc::F_OFD_SETLKW,
+    libc::F_SETLEASE,
+    libc::F_NOTIFY,
+    libc::F_SETPIPE_SZ,
+];
+/// Requests of ioctl(2) to sockets begin so: they tell of the interfaces of the network that the socket is in. A client's socket is in the host's.
+const OF_NETWORKS: u64 = 0x8900;
 
 /// Refused of mremap: whatever may reach beyond a mapping into its file; what is left is a part of a shared one, mapped a second time (an old
 /// size of 0). realloc copies instead.
@@ -109,6 +150,20 @@ fn mremap(again: Again) -> anyhow::Result<Vec<SeccompRule>> {
     while bit < again.part {
         rules.push(vec![when(2, Eq, again.part)?, when(0, MaskedEq(bit), !again.end & bit)?]);
         bit <<= 1;
+    }
+    Ok(rules.into_iter().map(SeccompRule::new).collect::<Result<_, _>>()?)
+}
+
+/// Refused of fcntl: the signal that tells of a descriptor's events, but SIGIO; to make a descriptor block, as the bells of a VM are the supervisor's
+/// too, and a write that blocks there would keep it from serving the VM; what is a file's ([`OF_FILES`]).
+fn fcntl() -> anyhow::Result<Vec<SeccompRule>> {
+    use SeccompCmpOp::{Eq, MaskedEq};
+    let mut rules = vec![
+        vec![when(1, Eq, F_SETSIG)?],
+        vec![when(1, Eq, libc::F_SETFL as u64)?, when(2, MaskedEq(libc::O_NONBLOCK as u64), 0)?],
+    ];
+    for command in OF_FILES {
+        rules.push(vec![when(1, Eq, command as u64)?]);
     }
     Ok(rules.into_iter().map(SeccompRule::new).collect::<Result<_, _>>()?)
 }
@@ -143,21 +198,26 @@ fn conditional(again: Again) -> anyhow::Result<Vec<(libc::c_long, Vec<SeccompRul
             libc::SYS_tgkill,
             vec![rule(vec![when(0, Ne, own)?])?, rule(vec![when(2, Eq, libc::SIGCONT as u64)?])?],
         ),
-        // The signal that tells of a descriptor's events: SIGIO, and no other. To make a descriptor block: the bells of a VM are the supervisor's
-        // too, and a write that blocks there would keep it from serving the VM.
+        (libc::SYS_fcntl, fcntl()?),
         (
-            libc::SYS_fcntl,
+            libc::SYS_ioctl,
             vec![
-                rule(vec![when(1, Eq, F_SETSIG)?])?,
+                rule(vec![when(1, Eq, libc::FIONBIO)?])?,
+                rule(vec![when(1, MaskedEq(0xffff_ff00), OF_NETWORKS)?])?,
+            ],
+        ),
+        // Limits of own processes by their number; 0 is the caller. And the limit of core dumps: see super::limits.
+        (
+            libc::SYS_prlimit64,
+            vec![
+                rule(vec![when(0, Ne, 0)?])?,
                 rule(vec![
-                    when(1, Eq, libc::F_SETFL as u64)?,
-                    when(2, MaskedEq(libc::O_NONBLOCK as u64), 0)?,
+                    when(1, Eq, libc::RLIMIT_CORE.into())?,
+                    SeccompCondition::new(2, SeccompCmpArgLen::Qword, Ne, 0)?,
                 ])?,
             ],
         ),
-        (libc::SYS_ioctl, vec![rule(vec![when(1, Eq, libc::FIONBIO)?])?]),
-        // Limits of own processes by their number; 0 is the caller.
-        (libc::SYS_prlimit64, vec![rule(vec![when(0, Ne, 0)?])?]),
+        (libc::SYS_setrlimit, vec![rule(vec![when(0, Eq, libc::RLIMIT_CORE.into())?])?]),
         // Sockets but of the kind that asks the kernel about devices.
         (
             libc::SYS_socket,
@@ -175,13 +235,13 @@ fn conditional(again: Again) -> anyhow::Result<Vec<(libc::c_long, Vec<SeccompRul
                 rule(vec![bits(3, libc::MAP_HUGETLB)?])?,
             ],
         ),
-        // To outlive the supervisor; to keep others from the threads of a core (core scheduling).
+        // To outlive the supervisor; to keep others from the threads of a core (core scheduling); core dumps; filters (seccomp).
         (
             libc::SYS_prctl,
-            vec![
-                rule(vec![when(0, Eq, libc::PR_SET_PDEATHSIG as u64)?])?,
-                rule(vec![when(0, Eq, libc::PR_SCHED_CORE as u64)?])?,
-            ],
+            [libc::PR_SET_PDEATHSIG, libc::PR_SCHED_CORE, libc::PR_SET_DUMPABLE, libc::PR_SET_SECCOMP]
+                .into_iter()
+                .map(|option| rule(vec![when(0, Eq, option as u64)?]))
+                .collect::<anyhow::Result<_>>()?,
         ),
         // Children that end without a trace of the time they used.
         (
@@ -220,17 +280,18 @@ pub fn filter(again: Again) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn programs(again: Again) -> anyhow::Result<[BpfProgram; 2]> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = REFUSED.iter().map(|n| (*n, Vec::new())).collect();
-    rules.extend(conditional(again)?);
-    let filter = SeccompFilter::new(
-        rules,
-        SeccompAction::Allow,
-        SeccompAction::Errno(libc::EPERM as u32),
-        std::env::consts::ARCH.try_into()?,
-    )?;
-    let program: BpfProgram = filter.try_into()?;
-    Ok([program, missing()])
+/// The program that lets calls with these rules end with an error; 0: with success.
+fn program(rules: BTreeMap<i64, Vec<SeccompRule>>, error: libc::c_int) -> anyhow::Result<BpfProgram> {
+    let (allow, end) = (SeccompAction::Allow, SeccompAction::Errno(error as u32));
+    Ok(SeccompFilter::new(rules, allow, end, std::env::consts::ARCH.try_into()?)?.try_into()?)
+}
+
+/// In the order in which they are applied: after the last one no further filter can be.
+fn programs(again: Again) -> anyhow::Result<[BpfProgram; 3]> {
+    let always = |calls: &[libc::c_long]| calls.iter().map(|n| (*n, Vec::new())).collect();
+    let mut refused: BTreeMap<i64, Vec<SeccompRule>> = always(REFUSED);
+    refused.extend(conditional(again)?);
+    Ok([missing(), program(always(SAID_DONE), 0)?, program(refused, libc::EPERM)?])
 }
 
 #[cfg(test)]
@@ -288,12 +349,35 @@ mod tests {
             // SAFETY: integers only.
             unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
             let again = Again { end: (base + MAPPED) as u64, part: PART as u64 };
-            seccompiler::apply_filter(&programs(again).expect("programs")[0]).expect("applied");
+            seccompiler::apply_filter(&programs(again).expect("programs")[2]).expect("applied");
             attempts(base, spare)
         });
         let outcome = outcome.join().expect("it ends");
         assert_eq!(outcome, [[true; 4].as_slice(), &[false; 7]].concat());
         // Without the filter the kernel lets them, so that it is the filter which refused; those that grow change what is mapped, so one of them.
         assert_eq!(attempts(base, spare)[4..9], [true; 5]);
+    }
+
+    #[test]
+    fn nothing_is_written_out_to_a_disk_and_nobody_takes_that_for_an_error() {
+        // SAFETY: no descriptor has this number, and the address is that of no mapping.
+        let all = || unsafe {
+            let null = std::ptr::null_mut();
+            [
+                libc::fsync(-1),
+                libc::fdatasync(-1),
+                libc::sync_file_range(-1, 0, 0, 0),
+                libc::msync(null, 1, libc::MS_SYNC),
+            ]
+        };
+        assert_eq!(all(), [-1; 4]);
+        let behind = std::thread::spawn(move || {
+            // SAFETY: integers only.
+            unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+            let again = Again { end: 0, part: PART as u64 };
+            seccompiler::apply_filter(&programs(again).expect("programs")[1]).expect("applied");
+            all()
+        });
+        assert_eq!(behind.join().expect("it ends"), [0; 4]);
     }
 }

@@ -38,6 +38,8 @@ fn effective(status: &str) -> u64 {
 
 /// CAP_SETGID, CAP_SETUID, CAP_SETPCAP, CAP_SYS_ADMIN: to give an own user id and namespaces.
 const NEEDED: u64 = 1 << 6 | 1 << 7 | 1 << 8 | 1 << 21;
+/// CAP_SETFCAP: to map root, of a server that is root in a user namespace (a container), into the namespace of a worker.
+const MAPS_ROOT: u64 = 1 << 31;
 /// CAP_DAC_OVERRIDE, CAP_KILL, CAP_NET_BIND_SERVICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE: sockets and zones in folders of others, stopping and ending
 /// workers, low ports, looking at a worker's processes, its place among those that end when memory does.
 const USED: u64 = 1 << 1 | 1 << 5 | 1 << 10 | 1 << 19 | 1 << 24;
@@ -80,7 +82,8 @@ fn known() -> impl Iterator<Item = u32> {
 
 /// Gives up, for good, the capabilities that a server has no use for. For a process that has one thread.
 pub fn keep_what_a_server_needs() -> anyhow::Result<()> {
-    let kept = NEEDED | USED;
+    let mapped = Identity::here().context("/proc/self")? == Identity::Mapped;
+    let kept = NEEDED | USED | if mapped { MAPS_ROOT } else { 0 };
     for capability in known().filter(|c| kept & 1 << c == 0) {
         // A process without CAP_SETPCAP has no capability that it could pass on either.
         // SAFETY: integers only.

@@ -32,9 +32,11 @@ fn limit(resource: libc::__rlimit_resource_t, value: u64) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// A core dump would hold the client's data.
+/// A core dump would hold the client's data. Where the host has its dumps taken by a program (`kernel.core_pattern` with a pipe), the kernel ignores a limit
+/// of 0 and starts that program, as root and outside of all namespaces, to read what a client's kernel wrote. A limit of 1 keeps it from that
+/// (fs/coredump.c), and is less than any dump. A program that a worker executes can be dumped again, so the limit may not be changed: see [`super::calls`].
 pub fn no_core_dump() -> anyhow::Result<()> {
-    limit(libc::RLIMIT_CORE, 0)
+    limit(libc::RLIMIT_CORE, 1)
 }
 
 /// Makes the kernel end a worker before other processes when the host runs out of memory. The process must still be able to write to its /proc.

@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use tombolo_zone::doorbell::handover::Paused;
 use tombolo_zone::keep::{Keep, Kept};
 
-use super::{Accelerator, Channels, Runs, Seat, Server, lock, names};
+use super::seat::{Channels, Reach, Seat};
+use super::{Accelerator, Runs, Server, lock, names};
 use crate::compose::accelerator::{AccelSpec, AccelUse};
 use crate::machine::Machine;
 use crate::project::keeper::{Keeper, KeeperState};
@@ -35,8 +36,8 @@ struct SeatState {
     used: AccelUse,
     served: Option<bool>,
     library: Option<bool>,
-    /// Whether the owner VM has the zone, where one serves it.
-    reached: Option<bool>,
+    /// What the owner VM has of the zone; `None`: no VM serves it.
+    reach: Option<Reach>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -58,9 +59,9 @@ impl Accelerator {
         for (vm, seat) in &*lock(&server.seats) {
             let (zone, bells) = seat.zone.hand_over(keep)?;
             paused.push(bells);
-            let reached = seat.channels.as_ref().map(|channels| channels.reached);
+            let reach = seat.channels.as_ref().map(|channels| channels.reach);
             let (used, served, library) = (seat.used.clone(), seat.served, seat.library);
-            seats.insert(vm.clone(), SeatState { zone, used, served, library, reached });
+            seats.insert(vm.clone(), SeatState { zone, used, served, library, reach });
         }
         let runs = match &self.runs {
             Runs::Here(keeper) => RunsState::Here(keeper.hand_over()),
@@ -81,11 +82,11 @@ impl Accelerator {
     ) -> anyhow::Result<Accelerator> {
         let mut seats = BTreeMap::new();
         for (vm, seat) in left.seats {
-            let SeatState { zone, used, served, library, reached } = seat;
+            let SeatState { zone, used, served, library, reach } = seat;
             let zone = Arc::new(HostZone::take_over(zone)?);
             let (channels, window) = used.geometry();
-            let channels = reached
-                .map(|reached| anyhow::Ok(Channels { area: zone.resume_calls(channels, window)?, reached }))
+            let channels = reach
+                .map(|reach| anyhow::Ok(Channels { area: zone.resume_calls(channels, window)?, reach }))
                 .transpose()?;
             seats.insert(vm, Seat { zone, used, served, library, channels });
         }

@@ -26,7 +26,7 @@ impl Supervisor {
     /// Whether each VM of `starting` will find who owns its accelerators.
     ///
     /// # Errors
-    /// Names the owner that is not up, or runs without a VM's zone, and the remedy.
+    /// Names the owner that is not up, and the remedy.
     pub(super) fn check_owners(&self, project: &Project, starting: &BTreeSet<&String>) -> anyhow::Result<()> {
         let inner = self.lock();
         for (vm, spec) in project.compose.vm.iter().filter(|(vm, _)| starting.contains(vm)) {
@@ -42,12 +42,6 @@ impl Supervisor {
                 if !matches!(phase, Some(Phase::Up | Phase::Booting | Phase::Rebooting)) {
                     anyhow::bail!(
                         "vm.{vm} uses accel.{name}, which the VM '{owner}' owns, and that is not up: tombolo up {owner} {vm}"
-                    );
-                }
-                if !inner.accelerators.get(name).is_some_and(|accelerator| accelerator.reaches(vm)) {
-                    anyhow::bail!(
-                        "vm.{vm} uses accel.{name}, but the VM '{owner}', which owns it, was started before vm.{vm} was declared so: \
-                         tombolo down {owner} && tombolo up"
                     );
                 }
             }

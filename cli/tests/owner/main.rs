@@ -3,78 +3,20 @@
 //! (packages/accel.list) in the owner's image; the clients have the client library only.
 
 use std::io::{BufRead, BufReader, Read};
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::OnceLock;
+use std::path::Path;
+use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Lab, PATIENCE, signal};
-use opencl::{client_library, done, image, program, stripped};
 use serde_json::Value;
 
+mod attack;
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "common/opencl.rs"]
-mod opencl;
+mod images;
 
 /// The API's code for a device whose server has gone.
 const LOST: &str = "failed -5\n";
-/// Where Debian has libraries.
-const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
-
-fn there(path: &str) -> String {
-    format!("{path}:{path}")
-}
-
-/// A guest that can serve, but has no device.
-fn bare_image() -> &'static Path {
-    static IMAGE: OnceLock<PathBuf> = OnceLock::new();
-    IMAGE.get_or_init(|| {
-        let tombolo = stripped(Path::new(env!("CARGO_BIN_EXE_tombolo")), "tombolo");
-        image("bare.img", &[tombolo, format!("{LIBRARIES}/libOpenCL.so.1")])
-    })
-}
-
-/// A guest that can serve, and computes by PoCL: the driver, its headers and built-in functions, and the linker that it calls.
-fn owner_image() -> &'static Path {
-    static IMAGE: OnceLock<PathBuf> = OnceLock::new();
-    IMAGE.get_or_init(|| {
-        let icd =
-            std::fs::read_to_string("/etc/OpenCL/vendors/pocl.icd").expect("pocl-opencl-icd is installed");
-        let gcc = done(Command::new("cc").arg("-print-file-name=libgcc.a")).stdout;
-        let gcc = PathBuf::from(String::from_utf8(gcc).unwrap().trim());
-        let mut items = vec![
-            stripped(Path::new(env!("CARGO_BIN_EXE_tombolo")), "tombolo"),
-            "ld".into(),
-            format!("{LIBRARIES}/{}", icd.trim()),
-            format!("{LIBRARIES}/libOpenCL.so.1"),
-            format!("{LIBRARIES}/libgcc_s.so.1"),
-            format!("{LIBRARIES}/libmvec.so.1"),
-            there("/etc/OpenCL/vendors/pocl.icd"),
-            there(&format!("{LIBRARIES}/pocl")),
-            there("/usr/share/pocl/include"),
-            there(gcc.to_str().unwrap()),
-            there(gcc.with_file_name("libgcc_s.so").to_str().unwrap()),
-            // By which the compiler finds the folder.
-            there(gcc.with_file_name("crtbegin.o").to_str().unwrap()),
-        ];
-        items.extend(["libc.so", "libc_nonshared.a", "libm.so"].map(|l| there(&format!("{LIBRARIES}/{l}"))));
-        // For processors without AVX, which QEMU 7.2 emulates wrongly.
-        let built_in = std::fs::read_dir("/usr/share/pocl").unwrap().map(|entry| entry.unwrap().path());
-        let built_in = built_in.map(|path| path.display().to_string());
-        items.extend(built_in.filter(|p| p.ends_with(".bc") && !p.contains("avx")).map(|p| there(&p)));
-        image("owner.img", &items)
-    })
-}
-
-/// A guest with the client library, and programs that compute.
-fn client_image() -> &'static Path {
-    static IMAGE: OnceLock<PathBuf> = OnceLock::new();
-    IMAGE.get_or_init(|| {
-        let mut items = client_library().to_vec();
-        items.extend(["steady", "hold"].map(|name| program(name).display().to_string()));
-        image("client.img", &items)
-    })
-}
 
 /// The VM `owner` with such an image, and the clients a and b.
 fn lab(owner: &Path) -> Lab {
@@ -102,7 +44,7 @@ memory = "256M"
 accelerators = {{ gpu = {{ weight = 25 }} }}
 "#,
         owner.display(),
-        client = client_image().display()
+        client = images::client().display()
     ))
 }
 
@@ -156,6 +98,11 @@ impl Steady {
         said.read_line(&mut line).unwrap();
         assert_eq!(line, "right\n", "{vm}");
         Steady { exec, said }
+    }
+
+    /// It computes still.
+    fn assert_runs(&mut self) {
+        assert!(self.exec.try_wait().unwrap().is_none(), "it ended");
     }
 
     /// Waits until it has ended, and compares what it says then with what programs of the host say whose server was killed.
@@ -295,7 +242,7 @@ fn a_killed_client_leaves_nothing(lab: &Lab) {
 
 #[test]
 fn a_vm_serves_its_device_to_others_and_its_deaths_are_survived() {
-    let lab = lab(owner_image());
+    let lab = lab(&images::owner("6.1"));
     lab.good(&["up"]);
     let gpu = accelerator(&lab);
     assert_eq!(
@@ -324,7 +271,7 @@ fn a_vm_serves_its_device_to_others_and_its_deaths_are_survived() {
 
 #[test]
 fn an_owner_that_reboots_serves_again_by_itself_and_a_client_that_reboots_is_served_again() {
-    let lab = lab(owner_image());
+    let lab = lab(&images::owner("6.1"));
     lab.good(&["up"]);
     let steady = Steady::begin(&lab, "a");
     lab.run(&["exec", "owner", "--", "reboot"]);
@@ -345,7 +292,7 @@ fn an_owner_that_reboots_serves_again_by_itself_and_a_client_that_reboots_is_ser
 
 #[test]
 fn an_owner_without_a_device_and_one_that_is_not_up_are_named_with_the_remedy() {
-    let lab = lab(bare_image());
+    let lab = lab(images::bare());
     let output = lab.run(&["up", "a"]);
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(

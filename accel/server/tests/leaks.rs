@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Clients come and go, well or badly: nothing of them stays in the server. `TOMBOLO_CLIENTS` says how many come (120).
+
+mod rig;
+
+use rig::{Server, folder};
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+use tombolo_accel_client::connection::Connection;
+use tombolo_accel_spec::common::Ping;
+use tombolo_accel_spec::opencl as wire;
+use tombolo_calls::hello::Hello;
+use tombolo_calls::send;
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Bytes that a server may have more for as many clients as came before: its allocator's fragments. A page for each client would be more.
+const FRAGMENTS: u64 = 256 << 10;
+
+/// What a server has, beside its memory.
+#[derive(Debug, PartialEq, Eq)]
+struct Has {
+    descriptors: usize,
+    threads: usize,
+    /// Children, those that nobody has waited for among them.
+    children: usize,
+    groups: usize,
+    /// What is in its folder for temporary files.
+    scratch: Vec<String>,
+}
+
+fn entries(folder: impl AsRef<Path>) -> Vec<String> {
+    let names = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    names.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+fn children(pid: u32) -> Vec<u32> {
+    let of = |thread: String| std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/children"));
+    let lists = entries(format!("/proc/{pid}/task")).into_iter().filter_map(|thread| of(thread).ok());
+    lists
+        .flat_map(|list| list.split_whitespace().filter_map(|p| p.parse().ok()).collect::<Vec<_>>())
+        .collect()
+}
+
+fn has(pid: u32, scratch: &Path) -> Has {
+    // Where the server is root it has made a group of its own; else there may be none.
+    let groups = entries(format!("/sys/fs/cgroup/tombolo-accel-{pid}"));
+    Has {
+        descriptors: entries(format!("/proc/{pid}/fd")).len(),
+        threads: entries(format!("/proc/{pid}/task")).len(),
+        children: children(pid).len(),
+        groups: groups.iter().filter(|name| name.starts_with("worker-")).count(),
+        scratch: entries(scratch),
+    }
+}
+
+/// Bytes of private memory that the server has.
+fn memory(pid: u32) -> u64 {
+    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("it runs");
+    let of = |name: &str| {
+        let line = rollup.lines().find_map(|line| line.strip_prefix(name)).expect("a line");
+        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+    };
+    of("Private_Clean:") + of("Private_Dirty:")
+}
+
+fn kill(pid: u32) {
+    // SAFETY: integers only. It fails where the worker has ended.
+    let _ended = unsafe { libc::kill(pid as i32, libc::SIGKILL) };
+}
+
+/// One client, which ends as number `n` says.
+fn client(server: &Server, n: usize) {
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: format!("leak {n}") };
+    let mut said = Vec::new();
+    hello.send(&mut said).expect("written to memory");
+    let plain = || UnixStream::connect(&server.socket).expect("it listens");
+    // The server may be faster, and hang up.
+    let _hung_up = match n % 8 {
+        // Before it has said who it is, in the middle of that, with nonsense, and as one of another build.
+        0 => plain().write_all(&[]),
+        1 => plain().write_all(&said[..said.len() / 2]),
+        2 => plain().write_all(b"GET / HTTP/1.1\r\n\r\n"),
+        3 => {
+            let other = Hello { identity: [1; 16], ..hello };
+            assert!(tombolo_calls::process::connect(&server.socket, &other).is_err());
+            Ok(())
+        }
+        // Before it takes what it is given.
+        4 => plain().write_all(&said),
+        // Its worker is killed.
+        5 => {
+            let link = server.connect();
+            children(server.child.id()).into_iter().for_each(kill);
+            drop(link);
+            Ok(())
+        }
+        // It breaks the protocol.
+        6 => {
+            let mut link = server.connect();
+            let sent = send(&mut *link.tx, &*link.room, &[&[0xff; 64]]).and_then(|()| link.tx.publish());
+            sent.map_err(std::io::Error::other)
+        }
+        _ => {
+            let client = Connection::new(server.connect()).expect("a connection");
+            client.call(&Ping {}, |_, _| ()).expect("an answer");
+            Ok(())
+        }
+    };
+}
+
+fn clients(server: &Server, count: usize) {
+    for n in 0..count {
+        client(server, n);
+        // One at a time, so that the server's memory is that of one.
+        let begun = Instant::now();
+        while !children(server.child.id()).is_empty() {
+            assert!(begun.elapsed() < PATIENCE, "the worker of client {n} lives on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    let begun = Instant::now();
+    while !server.ls()[0].tenants.is_empty() {
+        assert!(begun.elapsed() < PATIENCE, "clients that left are still served");
+    }
+}
+
+#[test]
+fn clients_that_come_and_go_however_leave_no_memory_descriptor_thread_group_or_file() {
+    let count = std::env::var("TOMBOLO_CLIENTS").map_or(120, |n| n.parse().expect("a number"));
+    let scratch = folder().join(format!("leaks-{}", std::process::id()));
+    std::fs::create_dir(&scratch).expect("a folder");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
+    command.env_remove("OCL_ICD_VENDORS").env("TMPDIR", &scratch);
+    // Nobody reads its log meanwhile: it leaves out what nobody takes.
+    let server = Server::run(command, "leaks", &[]);
+    let pid = server.child.id();
+    clients(&server, count / 2);
+    let (before, had) = (has(pid, &scratch), memory(pid));
+    clients(&server, count - count / 2);
+    let (after, got) = (has(pid, &scratch), memory(pid));
+    println!("{count} clients: {had} bytes of private memory at half, {got} at the end; {after:?}");
+    assert_eq!(before, after);
+    assert_eq!((after.children, after.groups, after.scratch.len()), (0, 0, 0));
+    assert!(got <= had + FRAGMENTS, "{had} bytes, then {got}");
+    server.end();
+    std::fs::remove_dir(&scratch).expect("it is empty");
+}

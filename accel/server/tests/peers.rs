@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Who connects to a server, and means no good: peers that take places and don't use them, and say nothing.
+
+mod rig;
+
+use rig::Server;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+use tombolo_accel_client::connection::Connection;
+use tombolo_accel_spec::common::Ping;
+use tombolo_accel_spec::opencl as wire;
+use tombolo_calls::hello::Hello;
+use tombolo_calls::{Error, Link, stream};
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A server that listens over TCP too, with two of four places for each peer.
+fn server(name: &str) -> (Server, SocketAddr) {
+    let tcp = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port");
+    let options = ["--listen", &format!("tcp:{tcp}"), "--clients", "4", "--clients-per-peer", "2"];
+    (Server::start(name, &options), tcp)
+}
+
+/// Connects from 127.0.0.`last`, which is another machine to a server.
+fn connect_from(last: u8, to: SocketAddr) -> TcpStream {
+    let address = |last: u8, port: u16| libc::sockaddr_in {
+        sin_family: libc::AF_INET as libc::sa_family_t,
+        sin_port: port.to_be(),
+        sin_addr: libc::in_addr { s_addr: u32::from_be_bytes([127, 0, 0, last]).to_be() },
+        sin_zero: [0; 8],
+    };
+    let (own, server) = (address(last, 0), address(1, to.port()));
+    let len = size_of_val(&own) as libc::socklen_t;
+    // SAFETY: the addresses live during the calls and their size is given; the descriptor is fresh.
+    let socket = unsafe {
+        let fd = libc::socket(libc::AF_INET, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0);
+        assert!(fd >= 0, "a socket");
+        assert_eq!(libc::bind(fd, (&raw const own).cast(), len), 0, "bound");
+        assert_eq!(libc::connect(fd, (&raw const server).cast(), len), 0, "connected");
+        OwnedFd::from_raw_fd(fd)
+    };
+    socket.into()
+}
+
+fn call(socket: TcpStream) -> Result<Link, Error> {
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "peer".into() };
+    stream::connect(socket.into(), &hello)
+}
+
+fn ping(link: Link) {
+    let client = Connection::new(link).expect("a connection");
+    client.call(&Ping {}, |_, _| ()).expect("an answer");
+}
+
+fn tenants(server: &Server) -> usize {
+    server.ls()[0].tenants.len()
+}
+
+#[test]
+fn a_peer_that_takes_every_place_it_can_get_leaves_the_others_theirs() {
+    let (server, tcp) = server("places");
+    // They say nothing, and have their places all the same.
+    let silent: Vec<TcpStream> = (0..2).map(|_| connect_from(1, tcp)).collect();
+    wait_until("both have a worker", || tenants(&server) == 2);
+    for _ in 0..20 {
+        let why = call(connect_from(1, tcp)).err().expect("refused").to_string();
+        assert!(
+            why.contains("2 clients of 127.0.0.1 already") && why.contains("--clients-per-peer"),
+            "{why}"
+        );
+    }
+    ping(call(connect_from(2, tcp)).expect("a place"));
+    ping(server.connect());
+    let listed = server.ls().remove(0).tenants;
+    let of_silent = listed.iter().filter(|t| t.peer.as_deref() == Some("127.0.0.1")).count();
+    assert_eq!(of_silent, 2, "{listed:?}");
+    // One place less, one client more.
+    drop(silent);
+    wait_until("the places are free", || call(connect_from(1, tcp)).map(ping).is_ok());
+    server.end();
+}
+
+#[test]
+fn a_user_that_takes_every_place_it_can_get_leaves_others_theirs() {
+    let (server, tcp) = server("user");
+    let clients: Vec<Link> = (0..2).map(|_| server.connect()).collect();
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "third".into() };
+    let why = tombolo_calls::process::connect(&server.socket, &hello).err().expect("refused").to_string();
+    // SAFETY: takes nothing.
+    let own = unsafe { libc::geteuid() };
+    assert!(why.contains(&format!("2 clients of user {own} already")), "{why}");
+    ping(call(connect_from(1, tcp)).expect("a place"));
+    drop(clients);
+    server.end();
+}
+
+#[test]
+fn who_does_not_say_who_it_is_loses_its_place_soon() {
+    let (server, tcp) = server("silent");
+    let silent = connect_from(1, tcp);
+    let slow = connect_from(1, tcp);
+    // A byte at a time, for longer than anybody waits.
+    let mut said = Vec::new();
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "slow".into() };
+    hello.send(&mut said).expect("written to memory");
+    let dribbling = std::thread::spawn(move || {
+        let mut bytes = said.iter().take(said.len() - 1).cycle();
+        // Until the server hangs up.
+        while (&slow).write_all(&[*bytes.next().expect("a cycle")]).is_ok() {
+            std::thread::sleep(Duration::from_secs(1));
+        }
+    });
+    wait_until("both have a worker", || tenants(&server) == 2);
+    wait_until("nobody has one", || tenants(&server) == 0);
+    dribbling.join().expect("it ends");
+    ping(call(connect_from(1, tcp)).expect("a place"));
+    // It hears the end, and nothing else.
+    assert_eq!((&silent).read(&mut [0]).unwrap_or(0), 0);
+    server.end();
+}
