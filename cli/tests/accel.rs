@@ -36,7 +36,7 @@ fn guest_image() -> &'static Path {
         let mut items = vec!["clinfo".to_owned()];
         items.extend([calls(), &program("hold")].map(|program| program.display().to_string()));
         items.extend(client_library());
-        image("initrd.img", &items)
+        image("initrd.img", "6.1", &items)
     })
 }
 

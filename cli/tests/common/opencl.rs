@@ -22,10 +22,10 @@ pub fn done(command: &mut Command) -> Output {
     output
 }
 
-/// The kit's guest with these items of `guest/add`.
-pub fn image(name: &str, items: &[String]) -> PathBuf {
+/// The kit's guest of this kernel with these items of `guest/add`.
+pub fn image(name: &str, kernel: &str, items: &[String]) -> PathBuf {
     let places = tombolo_vm::guest::kit::places(Path::new(env!("CARGO_MANIFEST_DIR")));
-    let kit = tombolo_vm::guest::kit::kit(&places, Some("6.1")).expect("the guest kit");
+    let kit = tombolo_vm::guest::kit::kit(&places, Some(kernel)).expect("the guest kit");
     let image = folder().join(name);
     let mut add = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../guest/add"));
     add.arg("--base").arg(kit.initrd.unwrap()).arg("-o").arg(&image).args(items);

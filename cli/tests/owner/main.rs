@@ -14,6 +14,8 @@ mod attack;
 #[path = "../common/mod.rs"]
 mod common;
 mod images;
+#[path = "../common/opencl.rs"]
+mod opencl;
 
 /// The API's code for a device whose server has gone.
 const LOST: &str = "failed -5\n";
