@@ -218,7 +218,8 @@ impl Tenants {
         loop {
             let mut inner = self.lock();
             let rest = inner.divide(&mut divider, begun.elapsed());
-            if inner.by_pid.len() < 2 {
+            // A tenant that is stopped for a VM whose processes have just ended goes on at one of the next looks.
+            if inner.by_pid.len() < 2 && inner.by_pid.values().all(|tenant| tenant.paused.since.is_none()) {
                 drop(self.changed.wait_while(inner, |i| i.by_pid.len() < 2));
             } else {
                 drop(inner);
