@@ -6,7 +6,8 @@
  *		tries to reach those processes, that socket, that memory of System V and those files; one line 'what: result' for each attempt,
  *		where a negative result is the kernel's error
  *	escape fill	takes as much memory, disk and processes as it gets; one line 'what: how much' for each
- *	escape pass FILE	passes a descriptor of the file, opened to read, to its worker, which changes the file's mode; one line 'what: result' for each step
+ *	escape pass FILE	passes a descriptor of the file, opened to read, to its worker, which changes the file's mode;
+ *		one line 'what: result' for each step
  *	escape crash	asks for a dump of its worker, and has it die; says 'survived' if that goes on
  *	escape old	makes a system call in the way of 32-bit programs; says 'survived' if that goes on
  *	escape many	starts processes, for ever

@@ -179,9 +179,12 @@ fn guest(file: &Path) -> anyhow::Result<vm::Guest> {
     serde_json::from_str(&text).with_context(|| file.display().to_string())
 }
 
+/// All of a folder, in the order of their names.
 fn guests(folder: &Path) -> anyhow::Result<Vec<vm::Guest>> {
     let entries = std::fs::read_dir(folder).with_context(|| folder.display().to_string())?;
-    entries.map(|entry| guest(&entry?.path())).collect()
+    let mut guests = entries.map(|entry| guest(&entry?.path())).collect::<anyhow::Result<Vec<_>>>()?;
+    guests.sort_by(|a, b| a.vm.cmp(&b.vm));
+    Ok(guests)
 }
 
 fn mib(bytes: u64) -> u64 {
