@@ -222,7 +222,7 @@ fn the_owner_ends(lab: &Lab, how: &str, end: impl FnOnce()) {
     assert_eq!(accelerator(lab)["state"], "'owner' is not up", "{how}");
     let output = lab.run(&["exec", "a", "--", "steady", "once"]);
     let why = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && why.contains("nobody serves it now"), "{how}: {why}");
+    assert!(!output.status.success() && why.contains("no server serves it now"), "{how}: {why}");
     lab.good(&["up"]);
     computes(lab, "a", "once");
     assert_eq!(vm(lab, "a")["pid"], a, "{how}");
