@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `ps` answers though somebody that it tells of does not, and names who that is. A stand-in for QEMU, real switches and accelerator servers.
+//! `ps` answers while a QEMU, a switch, an accelerator server or a guest agent does not, and names it. A stand-in for QEMU, real switches and accelerator servers.
 
 use std::path::Path;
 use std::process::{Output, Stdio};

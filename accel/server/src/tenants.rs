@@ -126,7 +126,7 @@ impl Inner {
         }
     }
 
-    /// What each group of tenants has used.
+    /// Returns the processor time of each group of tenants, processes that have ended included.
     fn used(&mut self) -> BTreeMap<String, Used> {
         let mut used = self.ended.clone();
         for (pid, tenant) in &mut self.by_pid {
@@ -138,7 +138,7 @@ impl Inner {
         used
     }
 
-    /// Looks who has had how much, and lets those run who may. How long that holds.
+    /// Stops the tenants that are ahead and lets the others run. Returns the time until the next look.
     fn divide(&mut self, divider: &mut Divider, now: Duration) -> Duration {
         let rest = divider.look(now, &self.used(), divide::idle());
         for (pid, tenant) in &mut self.by_pid {

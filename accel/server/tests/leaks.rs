@@ -28,7 +28,7 @@ struct Has {
     /// Children, those that nobody has waited for among them.
     children: usize,
     groups: usize,
-    /// What is in its folder for temporary files.
+    /// The entries of the server's folder for temporary files.
     scratch: Vec<String>,
 }
 

@@ -182,8 +182,8 @@ pub fn filter_calls() -> io::Result<()> {
     set(allowed, SeccompAction::Allow, SeccompAction::Errno(libc::EPERM as u32))
 }
 
-/// Changes root to the user `named`, by default to `tombolo` if that user exists, otherwise to `nobody`. In a user namespace without
-/// other users, root stays: it is an ordinary user outside.
+/// Makes a process of root one of the user `named`. Without a name it takes `tombolo`, or `nobody` where there is no `tombolo`. A user
+/// namespace may have no other user: the process stays root there, which is an ordinary user outside.
 ///
 /// # Errors
 /// There is no such user, or the kernel refuses.

@@ -25,11 +25,11 @@ pub enum Grade {
 /// One line of the doctor.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// The subject of the check.
     pub name: &'static str,
     /// How it came out.
     pub grade: Grade,
-    /// What was found.
+    /// The check's result in words.
     pub found: String,
     /// What to do, where something can be done.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -36,7 +36,7 @@ pub const FORMAT: u32 = 1;
 const EXAMINATION: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_millis(5);
 
-/// What every version of the state begins with.
+/// The beginning of the state, the same in every version.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Head {
     /// See [`FORMAT`].

@@ -22,11 +22,11 @@ pub enum Verdict {
 /// One object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Line {
-    /// Which object, and what of it.
+    /// The object, and the property that is compared.
     pub object: String,
-    /// What it must be.
+    /// The plan's value.
     pub planned: String,
-    /// What was found.
+    /// The value in the guest or in QEMU.
     pub found: String,
     /// Whether that is the same.
     pub verdict: Verdict,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Connections that last until their client goes: whoever waits for the project's end, hears of events, or uses a console. They hold up
-//! nobody, and the next program of this process goes on with them.
+//! Connections that last until their client closes them: clients that wait for the project's end, read events, or use a console. Other requests
+//! don't wait for them, and after an upgrade the new program serves them.
 
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
