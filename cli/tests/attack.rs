@@ -2,51 +2,14 @@
 //! A second attack on the supervisor: few descriptors, odd but legal files, hostile agents in newer commands, one project by several paths. A
 //! stand-in for QEMU, real switches.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
 
-use common::{Lab, PATIENCE};
+use common::stand_in::{RESIDENT_MAX, lab, most_resident, number, said, until};
 use serde_json::Value;
 
 mod common;
 
 const VM: &str = "kernel = \"kernel\"\nmemory = \"128M\"\nready = \"running\"\n";
-/// What the supervisor may take up, whatever guests do, in KiB.
-const RESIDENT_MAX: u64 = 50 << 10;
-
-fn fake() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu")
-}
-
-fn lab(compose: &str) -> Lab {
-    let lab = Lab::new(&format!("qemu = \"{}\"\n{compose}", fake().display()));
-    std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
-    lab
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-fn number(value: &Value) -> u32 {
-    u32::try_from(value.as_u64().unwrap()).unwrap()
-}
-
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
-/// The most memory that a process has had, in KiB.
-fn most_resident(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-    line.split_whitespace().next().unwrap().parse().unwrap()
-}
 
 #[test]
 fn an_up_with_few_descriptors_works_or_says_what_is_lacking_and_leaves_nothing() {

@@ -3,9 +3,10 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::{Output, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use common::stand_in::said;
 use common::{Lab, PATIENCE, signal};
 use serde_json::{Value, json};
 
@@ -25,10 +26,6 @@ fn write(lab: &Lab, compose: &str) {
     let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
     let text = format!("qemu = \"{}\"\n{compose}", fake.display());
     std::fs::write(lab.dir.path().join("tombolo.toml"), text).unwrap();
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 /// Runs a command that succeeds, and says what it said.

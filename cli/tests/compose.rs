@@ -3,10 +3,10 @@
 
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
 
-use common::{Lab, PATIENCE};
+use common::Lab;
+use common::stand_in::{said, until};
 
 mod common;
 
@@ -22,18 +22,6 @@ fn lab(more: impl Fn(&str) -> String) -> Lab {
 
 fn write(lab: &Lab, compose: &str) {
     std::fs::write(lab.dir.path().join("tombolo.toml"), compose).unwrap();
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 /// Whether these lines come in this order.

@@ -5,8 +5,8 @@ use std::io::Read;
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::process::{Child, Stdio};
-use std::time::{Duration, Instant};
 
+use common::stand_in::{number, until};
 use common::{Lab, PATIENCE, signal};
 
 mod common;
@@ -24,18 +24,6 @@ fn lab(more: &str) -> Lab {
 
 fn vm(lab: &Lab) -> serde_json::Value {
     lab.ps()["vms"][0].clone()
-}
-
-fn number(value: &serde_json::Value) -> u32 {
-    u32::try_from(value.as_u64().unwrap()).unwrap()
-}
-
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 /// Ends the VM's QEMU and waits until its policy has started it `restarts` times.

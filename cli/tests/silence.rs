@@ -1,39 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `ps` answers while a QEMU, a switch, an accelerator server or a guest agent does not, and names it. A stand-in for QEMU, real switches and accelerator servers.
 
-use std::path::Path;
-use std::process::{Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Stdio;
 
-use common::{Lab, PATIENCE, signal};
-use serde_json::Value;
+use common::signal;
+use common::stand_in::{lab, number, said, until};
 
 mod common;
 
 const VM: &str = "kernel = \"kernel\"\nmemory = \"128M\"\nready = \"running\"\n";
-
-fn lab(compose: &str) -> Lab {
-    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
-    let lab = Lab::new(&format!("qemu = \"{}\"\n{compose}", fake.display()));
-    std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
-    lab
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-fn number(value: &Value) -> u32 {
-    u32::try_from(value.as_u64().unwrap()).unwrap()
-}
-
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
 
 fn remedy(pid: u32) -> String {
     format!("does not answer: process {pid} is stopped; to let it go on: kill -CONT {pid}")

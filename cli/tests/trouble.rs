@@ -8,50 +8,14 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
-use common::{Lab, PATIENCE, signal};
+use common::signal;
+use common::stand_in::{RESIDENT_MAX, fake, lab, most_resident, number, said, until};
 use serde_json::Value;
 
 mod common;
 
 const VM: &str = "kernel = \"kernel\"\nmemory = \"128M\"\nhotplug_ports = 2\nready = \"running\"\n";
-/// What the supervisor may take up, whatever guests do, in KiB.
-const RESIDENT_MAX: u64 = 50 << 10;
-
-fn fake() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu")
-}
-
-/// A project with this file after the line that names the stand-in.
-fn lab(compose: &str) -> Lab {
-    let lab = Lab::new(&format!("qemu = \"{}\"\n{compose}", fake().display()));
-    std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
-    lab
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-fn number(value: &Value) -> u32 {
-    u32::try_from(value.as_u64().unwrap()).unwrap()
-}
-
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
-/// The most memory that a process has had, in KiB.
-fn most_resident(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-    line.split_whitespace().next().unwrap().parse().unwrap()
-}
 
 #[test]
 fn guests_that_flood_console_and_agent_take_no_memory_of_the_supervisor() {

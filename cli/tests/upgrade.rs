@@ -3,22 +3,16 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
-use common::{Lab, PATIENCE, signal};
+use common::stand_in::{lab, number, said, until};
+use common::{Lab, signal};
 use serde_json::Value;
 
 mod common;
 
 const VM: &str = "kernel = \"kernel\"\nmemory = \"128M\"\nhotplug_ports = 4\nready = \"running\"\n";
-
-fn lab(compose: &str) -> Lab {
-    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
-    let lab = Lab::new(&format!("qemu = \"{}\"\n{compose}", fake.display()));
-    std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
-    lab
-}
 
 /// Another program for the lab: this one under another name and number.
 fn next(lab: &Lab, name: &str) -> PathBuf {
@@ -41,22 +35,6 @@ fn script(lab: &Lab, text: &str) -> PathBuf {
 
 fn upgrade(lab: &Lab, program: &Path) {
     lab.good(&["upgrade", "--program", program.to_str().unwrap()]);
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-fn number(value: &Value) -> u32 {
-    u32::try_from(value.as_u64().unwrap()).unwrap()
-}
-
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
 }
 
 /// The program that a process is.

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "not every test needs all of it")]
 
 pub mod plain;
+pub mod stand_in;
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
