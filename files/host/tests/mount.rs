@@ -90,6 +90,19 @@ fn wait_until(mut test: impl FnMut() -> bool) {
     }
 }
 
+/// Unmounts, which is busy while a child that another test has started still holds inherited descriptors.
+fn unmount(at: &Path) {
+    let umount = || Command::new("umount").arg(at).output().expect("umount starts");
+    let mut last = umount();
+    wait_until(|| {
+        if !last.status.success() {
+            last = umount();
+        }
+        last.status.success()
+    });
+    assert!(last.status.success(), "{}", String::from_utf8_lossy(&last.stderr));
+}
+
 #[test]
 fn what_one_mount_did_the_other_sees_at_once() {
     let rig = Rig::new();
@@ -373,7 +386,7 @@ fn the_death_of_a_mount_gives_its_locks_up() {
     wait_until(|| rig._owner.reap().expect("a zone").len() == 1);
     assert_eq!(waiter.join().expect("no panic"), 0);
     drop(b);
-    assert!(Command::new("umount").arg(rig.at("b")).status().expect("umount starts").success());
+    unmount(&rig.at("b"));
 }
 
 #[test]
@@ -391,8 +404,7 @@ fn a_killed_mount_takes_nothing_along_and_its_files_stay() {
     for i in 0..100 {
         fs::write(rig.at(&format!("a/after-{i}")), vec![1; 10_000]).expect("write");
     }
-    let out = Command::new("umount").arg(rig.at("b")).output().expect("umount starts");
-    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    unmount(&rig.at("b"));
 }
 
 #[test]
@@ -408,7 +420,7 @@ fn a_read_only_mount_refuses_writes_and_mkfs_refuses_to_overwrite() {
     must(&["mount", "--read-only", image, target]);
     let refused = fs::write(at.join("f"), "x").expect_err("a read-only mount");
     assert_eq!(refused.raw_os_error(), Some(libc::EROFS));
-    assert!(Command::new("umount").arg(&at).status().expect("umount starts").success());
+    unmount(&at);
     must(&["mkfs", "--force", image]);
     let out = files(&["fsck", "-n", image]);
     assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stdout));
@@ -495,19 +507,6 @@ impl Alone {
         must(&[&["mount"], options, &["--", &self.image, at]].concat());
     }
 
-    /// Busy at first while a child that another test forked still holds inherited descriptors.
-    fn unmount(&self) {
-        let umount = || Command::new("umount").arg(&self.at).output().expect("umount starts");
-        let mut last = umount();
-        wait_until(|| {
-            if !last.status.success() {
-                last = umount();
-            }
-            last.status.success()
-        });
-        assert!(last.status.success(), "{}", String::from_utf8_lossy(&last.stderr));
-    }
-
     /// Returns the options in the mount table.
     fn options(&self) -> String {
         let table = fs::read_to_string("/proc/self/mountinfo").expect("the mount table");
@@ -519,7 +518,7 @@ impl Alone {
 impl Drop for Alone {
     fn drop(&mut self) {
         if mounted(&self.at) {
-            self.unmount();
+            unmount(&self.at);
         }
     }
 }
@@ -548,7 +547,7 @@ fn set_id_bits_and_devices_that_a_vm_made_count_for_nothing_unless_asked_for() {
     };
     assert_eq!(user(), "65534");
     assert_eq!(fs::File::open(&device).expect_err("a device").raw_os_error(), Some(libc::EACCES));
-    alone.unmount();
+    unmount(&alone.at);
     alone.mount(&["--suid", "--dev"]);
     assert_eq!(user(), "0");
     fs::File::open(&device).expect("a device that is asked for");
@@ -569,11 +568,11 @@ fn options_of_a_mount_hold_and_others_are_named() {
     assert_eq!(fs::read(&path).expect("read"), b"x");
     let after = fs::metadata(&path).expect("stat");
     assert_eq!((before.atime(), before.atime_nsec()), (after.atime(), after.atime_nsec()));
-    alone.unmount();
+    unmount(&alone.at);
     alone.mount(&["-o", "ro"]);
     let refused = fs::write(&path, "y").expect_err("a read-only mount");
     assert_eq!(refused.raw_os_error(), Some(libc::EROFS));
-    alone.unmount();
+    unmount(&alone.at);
     let out = files(&["mount", "-o", "quota", &alone.image, alone.at.to_str().expect("a path")]);
     assert!(!out.status.success());
     assert!(String::from_utf8_lossy(&out.stderr).contains("[no]atime"));
@@ -625,7 +624,7 @@ fn a_file_system_can_be_mounted_again_as_soon_as_it_is_unmounted() {
             assert!(String::from_utf8_lossy(&busy.stderr).contains("is mounted already"));
         }
         fs::write(alone.at.join("f"), vec![round; 20 << 20]).expect("write");
-        alone.unmount();
+        unmount(&alone.at);
     }
     let out = files(&["fsck", "-n", &alone.image]);
     assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stdout));
