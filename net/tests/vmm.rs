@@ -24,7 +24,7 @@ use vhost::vhost_user::{VhostUserBackendReqHandlerMut, VhostUserFrontend};
 
 #[test]
 fn a_device_that_is_reset_starts_again_in_the_memory_that_was_shared_before() {
-    // QEMU resets the back-end whenever the guest resets its device (from 8.2 on), and shares only memory that has changed.
+    // QEMU 10 resets the back-end whenever the guest resets its device, and shares only memory that has changed.
     for packed in [false, true] {
         let lab = Lab::new(2, 1);
         let config = NicConfig { packed, ..NicConfig::default() };

@@ -91,7 +91,7 @@ impl Session {
     }
 
     /// Stops all queues and forgets the driver's settings of them. Memory, log and interrupts are the connection's and stay: a
-    /// front-end sends them once. QEMU (from 8.2 on) sends RESET_DEVICE whenever the guest resets its device.
+    /// front-end sends them once. QEMU (version 10) sends RESET_DEVICE whenever the guest resets its device.
     fn reset_queues(&mut self) {
         let memory = self.memory.clone();
         self.renew(|old| State {
