@@ -205,7 +205,7 @@ impl Monitor for Through<'_> {
     }
 
     fn wait(&mut self, longest: Duration) -> Result<(), MonitorError> {
-        if self.0.wait_end_for(longest) { Err(MonitorError::Gone) } else { Ok(()) }
+        if self.0.wait_end(longest) { Err(MonitorError::Gone) } else { Ok(()) }
     }
 
     fn ready_for(&self) -> Option<Duration> {
