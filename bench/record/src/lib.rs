@@ -278,6 +278,7 @@ mod tests {
         assert_eq!(read.machines, [machine]);
         assert_eq!(read.samples, [sample]);
         assert_eq!(read.left_out, results.left_out);
+        assert_eq!(read.left_out.len(), 1);
         assert_eq!(read.left_out[0].left_out, "its server ended: no such folder");
     }
 
