@@ -32,7 +32,7 @@ use crate::machine::{Machine, hotplug};
 use crate::project::barrier::HOUSEHOLD;
 use crate::project::changes::{self, Kind};
 use crate::project::control::{AccelStatus, AccelVm};
-use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
+use crate::project::keeper::{ANSWER, Keeper, Names, Part, Service};
 use crate::project::owner::{Client, Owner};
 use crate::project::peer::Peer;
 use crate::project::zones::{HostZone, Invitation};
@@ -515,7 +515,7 @@ impl Service for Server {
     /// The server dies with the thread that starts it.
     fn spawn(&self, log: File) -> anyhow::Result<(Guarded, Peer)> {
         let (ours, theirs) = UnixStream::pair()?;
-        ours.set_read_timeout(Some(PATIENCE))?;
+        ours.set_read_timeout(Some(ANSWER))?;
         let mut command = crate::child::own_program();
         command.args(["accel", "serve", "--overseen"]);
         if let Some(scratch) = &self.scratch {

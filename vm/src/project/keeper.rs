@@ -21,8 +21,8 @@ use crate::project::barrier::HOUSEHOLD;
 use crate::project::changes::Kind;
 use crate::project::journal;
 
-/// How long a process may take to answer.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+/// Time for a process to answer.
+pub const ANSWER: Duration = Duration::from_secs(10);
 /// How long a process may take to end before it is killed.
 pub const ENDING: Duration = Duration::from_secs(3);
 /// The longest pause before one that died is started again.
@@ -196,14 +196,14 @@ impl Keeper {
         let (state, _) = self
             .shared
             .changed
-            .wait_timeout_while(state, PATIENCE, waits)
+            .wait_timeout_while(state, ANSWER, waits)
             .unwrap_or_else(PoisonError::into_inner);
         match &state.trouble {
             _ if state.ready => Ok(()),
             Some(trouble) => Err(self.failure(trouble)),
             None => {
                 let process = self.shared.names.process;
-                Err(self.failure(&format!("its {process} does not answer within {} s", PATIENCE.as_secs())))
+                Err(self.failure(&format!("its {process} does not answer within {} s", ANSWER.as_secs())))
             }
         }
     }
@@ -414,7 +414,7 @@ mod tests {
         rustix::process::kill_process(pid, Signal::KILL).unwrap();
         let state = keeper.shared.lock();
         let same = |s: &mut State| !s.ready || s.process.as_ref().is_none_or(|(_, pid)| *pid == first);
-        let (state, late) = keeper.shared.changed.wait_timeout_while(state, PATIENCE, same).unwrap();
+        let (state, late) = keeper.shared.changed.wait_timeout_while(state, ANSWER, same).unwrap();
         assert!(!late.timed_out() && state.starts == 2);
         drop(state);
         keeper.stop();
