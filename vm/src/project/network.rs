@@ -44,7 +44,7 @@ pub struct Network {
     keeper: Keeper,
 }
 
-/// What the next program of this process needs to go on with a network.
+/// The state of a network that goes over to the next program.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct NetworkState {
     name: String,
@@ -75,7 +75,7 @@ struct Switch {
 }
 
 impl Network {
-    /// What the next program needs; nobody is in the household.
+    /// Returns the state for the next program. The caller has closed `BACKGROUND`.
     pub fn hand_over(&self) -> NetworkState {
         let switch = &self.switch;
         NetworkState {
@@ -99,7 +99,7 @@ impl Network {
         Ok(Network { switch, keeper })
     }
 
-    /// What the compose file said of it.
+    /// The network's table of the compose file, as it was when the switch was started.
     pub fn spec(&self) -> &NetSpec {
         &self.switch.spec
     }
@@ -114,7 +114,7 @@ impl Network {
         self.switch.control()
     }
 
-    /// What its switch said.
+    /// The path of its switch's log.
     pub fn log(&self) -> PathBuf {
         self.switch.log()
     }
@@ -256,7 +256,7 @@ impl Switch {
     /// Plans the ports of VMs that have none, and anew those of VMs in `starting`; what is returned is not yet the switch's.
     fn plan(&self, project: &Project, starting: &BTreeSet<&String>) -> anyhow::Result<Vec<NewPort>> {
         let id = project.file.to_string_lossy();
-        // What holds is what the file said when the switch was started.
+        // The switch keeps the settings with which it was started.
         let mut compose = project.compose.clone();
         compose.net.insert(self.name.clone(), self.spec.clone());
         let held = self.leases();

@@ -26,13 +26,13 @@ pub use tombolo_control::net::config::Multicast;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct NetSpec {
-    /// Where frames go that are for no VM; default: nowhere.
+    /// The network outside, for frames to no VM; default: none.
     pub uplink: Option<Uplink>,
     /// Addresses of the VMs; default without uplink: 10.86.N.0/24, N-th network of the file.
     pub subnet: Option<Subnet>,
     /// Prefix of 64 bits for the VMs' IPv6 addresses, which their kernels make of it and their MACs.
     pub subnet6: Option<Prefix64>,
-    /// Where frames for a multicast group go; default: `snoop`.
+    /// The receivers of frames for a multicast group; default: `snoop`.
     pub multicast: Option<Multicast>,
     /// The VMs' way out of the subnet.
     pub gateway: Option<Ipv4Addr>,
@@ -48,7 +48,7 @@ pub struct NetSpec {
     pub poll_us: Option<u64>,
     /// Processor time that the switch may use, in hundredths of a processor.
     pub budget: Option<u32>,
-    /// Where Prometheus finds the counters.
+    /// The address for Prometheus.
     pub metrics: Option<tombolo_metrics::Place>,
 }
 
@@ -99,7 +99,7 @@ pub enum NicAddress {
     /// The next free one of the subnet, where there is one.
     #[default]
     Auto,
-    /// Whatever the guest does by itself.
+    /// The guest sets its address itself.
     None,
     /// By DHCP, in a guest of the guest kit.
     Dhcp,
