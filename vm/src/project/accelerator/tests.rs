@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Seats, and who has which zone.
+//! Slots, and the members of their zones.
 
 use super::*;
 use crate::compose::accelerator::AccelUse;
 use std::io::{BufRead, BufReader, Write};
 
-/// Seats of the VMs a and b, and what becomes of them when a server refuses a.
+/// Slots of the VMs a and b, whose server may refuse a.
 fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
     let slot = |served| {
         let zone = Arc::new(HostZone::for_calls("cl", 8 << 20).unwrap());
