@@ -224,6 +224,38 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
 }
 
 #[test]
+fn a_guest_gets_a_prefix_of_ipv6_from_passt() {
+    alone("a_guest_gets_a_prefix_of_ipv6_from_passt", || {
+        sh("ip link set lo up; ip link add out type veth peer name far; ip link set far up; ip link set out up
+            ip addr add 192.0.2.7/24 dev out; ip route add default via 192.0.2.1
+            ip addr add fd00:9::2/64 dev out nodad; ip -6 route add default via fd00:9::1");
+        let switch = Switch::start(1, &["--uplink", "user=passt"]);
+        let mut guest = switch.guest(0);
+        // A router solicitation from no address, to all routers.
+        let mut solicitation = [&[0x60, 0, 0, 0, 0, 8, 58, 255][..], &[0; 16], &[0xff, 2]].concat();
+        solicitation.extend([0; 13]);
+        solicitation.extend([2, 133, 0, 0, 0, 0, 0, 0, 0]);
+        let check = sum(&[&solicitation[8..40], &[0, 0, 0, 8, 0, 0, 0, 58], &solicitation[40..]].concat());
+        solicitation[42..44].copy_from_slice(&check);
+        let solicitation = ethernet(Mac([0x33, 0x33, 0, 0, 0, 2]), Rig::mac(1), 0x86dd, &solicitation);
+        // passt may still be starting, so the request is repeated.
+        let mut asked = Instant::now() - Duration::from_secs(1);
+        let advertised = wait_for("a router's advertisement", || {
+            if asked.elapsed() > Duration::from_millis(500) {
+                guest.send(&solicitation);
+                asked = Instant::now();
+            }
+            guest
+                .receive()
+                .map(|(_, f)| f)
+                .filter(|f| f.len() > 70 && f[12..14] == [0x86, 0xdd] && f[54] == 134)
+        });
+        let prefix = [0xfd, 0, 0, 9, 0, 0, 0, 0];
+        assert!(advertised.windows(8).any(|w| w == prefix), "{advertised:02x?}");
+    });
+}
+
+#[test]
 fn an_uplink_that_cannot_be_had_is_named_and_the_ports_go_on() {
     alone("an_uplink_that_cannot_be_had_is_named_and_the_ports_go_on", || {
         for (way, words) in [
