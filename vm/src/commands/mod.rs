@@ -13,6 +13,7 @@ pub mod events;
 pub mod guest_doctor;
 pub mod logs;
 pub mod names;
+pub mod noise;
 pub mod terminal;
 pub mod top;
 pub mod topology;
