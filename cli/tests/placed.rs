@@ -55,7 +55,7 @@ fn a_vm_is_measured_inside_and_below() {
     // Under TCG nobody knows the guest's TSC offset. What the host did stands apart, or a note says why it does not.
     let notes = report["notes"].to_string();
     assert!(
-        notes.contains("the guest's TSC offset is not known") || notes.contains("on the host: "),
+        notes.contains("only KVM tells a guest's TSC offset") || notes.contains("on the host: "),
         "{notes}"
     );
     assert!(!sources.iter().any(|row| row["source"]["place"] == "host"), "{json}");

@@ -2,17 +2,17 @@
 //! Puts the time of gaps to the sources that had the CPU meanwhile. A pure function: the parts of a gap never sum up to more than the gap.
 //!
 //! In this order a part of a gap goes to
-//! 1. what the machine's own kernel recorded as having the CPU, less what recording took;
-//! 2. the way in and out of that: what is left beside it, up to [`Limits::edge`] on each side;
-//! 3. a page fault, from its event to where the program goes on;
-//! 4. what the host recorded of the vCPU's thread, where it was traced on the same clock;
+//! 1. what the host recorded as holding up the vCPU's thread, where it was traced on the same clock: whatever the guest did then, it stood still;
+//! 2. what the machine's own kernel recorded as having the CPU, less what recording took;
+//! 3. the way in and out of these: what is left beside them, up to [`Limits::edge`] on each side;
+//! 4. a page fault, from its event to where the program goes on;
 //! 5. a system management interrupt, where one was counted in the gap;
 //! 6. stolen time, the longest gaps first, up to what the hypervisor has told;
 //! 7. nothing that was recorded.
 
 use crate::recording::Gap;
 use crate::source::{Kind, Source};
-use crate::timeline::{Span, Timeline};
+use crate::timeline::{self, Span, Timeline};
 
 /// What the machine and the tracing take. In ticks.
 #[derive(Clone, Copy, Debug, Default)]
@@ -67,7 +67,12 @@ type Segment = (u64, u64);
 
 /// Explains the gaps of one CPU, which are in order and don't overlap. `host` is what held up the vCPU's thread, by this machine's clock.
 pub fn attribute(gaps: &[Gap], here: &Timeline, host: Option<&Timeline>, limits: &Limits) -> Vec<Explained> {
-    let mut explained: Vec<Explained> = gaps.iter().map(|gap| one(gap, here, host, limits)).collect();
+    let spans = match host {
+        Some(host) => timeline::overlaid(here.spans.clone(), host.spans.clone()),
+        None => here.spans.clone(),
+    };
+    let mut explained: Vec<Explained> =
+        gaps.iter().map(|gap| one(gap, &spans, &here.faults, limits)).collect();
     steal(&mut explained, limits.steal);
     explained
 }
@@ -85,9 +90,9 @@ fn within(spans: &[Span], (start, end): Segment) -> impl Iterator<Item = Span> +
     })
 }
 
-fn one(gap: &Gap, here: &Timeline, host: Option<&Timeline>, limits: &Limits) -> Explained {
+fn one(gap: &Gap, spans: &[Span], faults: &[u64], limits: &Limits) -> Explained {
     let mut explained = Explained { gap: *gap, parts: Vec::new(), tracing: 0 };
-    let owned: Vec<Span> = within(&here.spans, (gap.start, gap.end)).collect();
+    let owned: Vec<Span> = within(spans, (gap.start, gap.end)).collect();
     for span in &owned {
         let tracing = if span.recorded { limits.event.min(span.end - span.start) } else { 0 };
         explained.tracing += tracing;
@@ -98,7 +103,7 @@ fn one(gap: &Gap, here: &Timeline, host: Option<&Timeline>, limits: &Limits) -> 
             Some(source) if segment.1 - segment.0 <= limits.edge => {
                 explained.add(source, segment.1 - segment.0);
             }
-            _ => rest(&mut explained, segment, here, host),
+            _ => rest(&mut explained, segment, faults),
         }
     }
     explained
@@ -120,19 +125,13 @@ fn between<'a>(gap: &Gap, owned: &'a [Span]) -> Vec<(Segment, Option<&'a Source>
     segments
 }
 
-/// Explains a part of a gap in which this machine's kernel recorded nothing that had the CPU.
-fn rest(explained: &mut Explained, segment: Segment, here: &Timeline, host: Option<&Timeline>) {
-    let fault = here.faults[here.faults.partition_point(|at| *at < segment.0)..].first();
-    let end = fault.map_or(segment.1, |at| (*at).min(segment.1));
-    explained.add(&Source::here(Kind::PageFault, ""), segment.1 - end);
-    let segment = (segment.0, end);
-    let mut left = segment.1 - segment.0;
-    for span in host.iter().flat_map(|host| within(&host.spans, segment)) {
-        left -= span.end - span.start;
-        explained.add(&span.source, span.end - span.start);
-    }
+/// Explains a part of a gap in which nobody was recorded as having the CPU.
+fn rest(explained: &mut Explained, (start, end): Segment, faults: &[u64]) {
+    let fault = faults[faults.partition_point(|at| *at < start)..].first();
+    let before = fault.map_or(end, |at| (*at).min(end));
+    explained.add(&Source::here(Kind::PageFault, ""), end - before);
     let kind = if explained.gap.smis > 0 { Kind::Smi } else { Kind::Unknown };
-    explained.add(&Source::here(kind, ""), left);
+    explained.add(&Source::here(kind, ""), before - start);
 }
 
 /// Puts unknown time to the hypervisor, the longest parts first, as far as it has told of stolen time.
@@ -192,10 +191,11 @@ mod tests {
     #[test]
     fn a_long_rest_is_a_page_fault_the_host_an_smi_stolen_or_unknown() {
         let here = Timeline { spans: vec![span(100, 110, Kind::Thread)], faults: vec![160] };
-        let host = Timeline { spans: vec![span(90, 150, Kind::VmExit)], faults: vec![] };
+        let host = Timeline { spans: vec![span(105, 150, Kind::VmExit)], faults: vec![] };
         let limits = Limits { edge: EDGE, event: 0, steal: 0 };
         let faulted = attribute(&[gap(100, 200)], &here, Some(&host), &limits);
-        let parts = vec![(Kind::Thread, 10), (Kind::PageFault, 40), (Kind::VmExit, 40), (Kind::Unknown, 10)];
+        // The exit lasts on while the guest's trace has the thread, which stood still then; 10 ticks after it are its way out.
+        let parts = vec![(Kind::Thread, 5), (Kind::VmExit, 45), (Kind::PageFault, 40), (Kind::Unknown, 10)];
         assert_eq!(shares(&faulted[0]), parts);
         let none = Timeline::default();
         let smi = attribute(&[Gap { smis: 1, ..gap(0, 50) }], &none, None, &limits);

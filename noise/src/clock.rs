@@ -26,7 +26,7 @@ impl GuestClock {
     pub fn of(process: u32, vcpu: u32) -> Result<Self> {
         Self::below(Path::new(DEBUGFS), process, vcpu).context(
             "the guest's TSC offset is not known, so what the host did is not joined with the guest's gaps; \
-             run it as root (debugfs has the offsets of VMs under KVM: mount -t debugfs nodev /sys/kernel/debug)",
+             run it as root, with debugfs mounted (mount -t debugfs nodev /sys/kernel/debug)",
         )
     }
 
@@ -60,8 +60,13 @@ impl GuestClock {
     /// A timeline of the host's, by the guest's clock.
     #[must_use]
     pub fn joined(&self, host: &Timeline) -> Timeline {
-        let span =
-            |span: &Span| Span { start: self.guest(span.start), end: self.guest(span.end), ..span.clone() };
+        // What recording them took was the host's time, not known here.
+        let span = |span: &Span| Span {
+            start: self.guest(span.start),
+            end: self.guest(span.end),
+            recorded: false,
+            source: span.source.clone(),
+        };
         // Before the guest's counter began its time was negative: such spans would wrap around.
         let spans = host.spans.iter().map(span).filter(|span| span.start < span.end);
         let mut spans: Vec<Span> = spans.collect();
@@ -98,6 +103,6 @@ mod tests {
             |start, end| Span { start, end, source: Source::here(Kind::VmExit, "HLT"), recorded: true };
         let host = Timeline { spans: vec![span(900, 1100), span(5000, 6000)], faults: vec![] };
         let clock = GuestClock { offset: -1000, ratio: 1, fraction: 0 };
-        assert_eq!(clock.joined(&host).spans, [span(4000, 5000)]);
+        assert_eq!(clock.joined(&host).spans, [Span { recorded: false, ..span(4000, 5000) }]);
     }
 }

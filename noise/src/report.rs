@@ -335,7 +335,7 @@ mod tests {
     #[test]
     fn what_the_host_did_explains_a_guests_gaps_where_the_clocks_are_joined() {
         let source = Source::here(Kind::VmExit, "EPT_VIOLATION").on_host();
-        let span = Span { start: 450_000, end: 590_000, source, recorded: true };
+        let span = Span { start: 450_000, end: 570_000, source, recorded: true };
         let timeline = Timeline { spans: vec![span], faults: vec![] };
         let joined = Below { joined: [(1, timeline.clone())].into(), ..Below::default() };
         let of = |below: &Below| report("a", 5.0, &recording(), below, None).report;
@@ -345,13 +345,13 @@ mod tests {
         let with = of(&joined);
         assert_eq!(
             rows(&with.sources[1..]),
-            [("host: VM exit EPT_VIOLATION".into(), 90.0), ("unknown".into(), 10.0)]
+            [("host: VM exit EPT_VIOLATION".into(), 70.0), ("unknown".into(), 30.0)]
         );
         assert!(with.host.is_empty());
         let apart =
             of(&Below { apart: vec![(timeline, 500_000_000)], hz: 1_000_000_000, ..Below::default() });
         assert_eq!(rows(&apart.sources[1..]), [("unknown".into(), 100.0)]);
-        assert_eq!(rows(&apart.host), [("host: VM exit EPT_VIOLATION".into(), 280.0)]);
+        assert_eq!(rows(&apart.host), [("host: VM exit EPT_VIOLATION".into(), 240.0)]);
     }
 
     #[test]

@@ -149,8 +149,8 @@ pub fn of_thread(trace: &Trace, measured: u32) -> Timeline {
     Timeline { spans, faults: Vec::new() }
 }
 
-/// Puts spans over others, which lose the time that they share.
-fn overlaid(below: Vec<Span>, mut above: Vec<Span>) -> Vec<Span> {
+/// Puts spans over others, which lose the time that they share. Both are in order.
+pub(crate) fn overlaid(below: Vec<Span>, mut above: Vec<Span>) -> Vec<Span> {
     above.sort_by_key(|span| span.start);
     let mut free = 0;
     above.retain_mut(|span| {

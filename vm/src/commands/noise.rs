@@ -21,9 +21,13 @@ use crate::commands::client;
 use crate::compose::Project;
 use crate::project::control::{Event, Feed, Request};
 use crate::project::peer;
+use crate::qemu::Hypervisor;
 
 /// What is measured where the target is this host.
 const HOST: &str = "host";
+/// Why the clocks of an emulated VM are not joined.
+const EMULATED: &str = "the VM is emulated, and only KVM tells a guest's TSC offset, so what the host did is not joined with the guest's gaps; \
+                        use KVM where this host has it";
 /// Puts the program of $1 bytes that its input begins with where programs may be run, and becomes it. It stops when the input ends.
 const SCRIPT: &str = r#"size=$1; shift
 for folder in /run /dev/shm /tmp /var/tmp; do
@@ -80,7 +84,7 @@ fn vm(project: &Project, name: &str, options: &Options) -> anyhow::Result<(Recor
     let watch = Collector::watch(&host_cpus(Path::new("/proc"), pid, &threads)?)?;
     let guest = guest(project, name, &options.measurement.arguments());
     let host = watch.stop()?;
-    let below = below(pid, &threads, &host);
+    let below = below(pid, vm.accel, &threads, &host);
     Ok((guest?, below))
 }
 
@@ -115,7 +119,7 @@ fn host_cpus(proc: &Path, pid: u32, threads: &[(u32, u32)]) -> anyhow::Result<St
 }
 
 /// What the host recorded of the vCPUs' threads, by the guest's clock where that is known.
-fn below(pid: u32, threads: &[(u32, u32)], host: &Recording) -> Below {
+fn below(pid: u32, accel: Hypervisor, threads: &[(u32, u32)], host: &Recording) -> Below {
     let mut below = Below { hz: host.hz, ..Below::default() };
     below.notes.extend(host.notes.iter().map(|note| format!("on the host: {note}")));
     if host.lost > 0 {
@@ -129,7 +133,11 @@ fn below(pid: u32, threads: &[(u32, u32)], host: &Recording) -> Below {
     let mut unknown = None;
     for ((vcpu, thread), cpu) in threads.iter().zip(0..) {
         let timeline = timeline::of_thread(&host.trace, *thread);
-        match GuestClock::of(pid, *vcpu) {
+        let clock = match accel {
+            Hypervisor::Kvm => GuestClock::of(pid, *vcpu),
+            Hypervisor::Tcg => Err(anyhow::anyhow!("{EMULATED}")),
+        };
+        match clock {
             Ok(clock) => {
                 below.joined.insert(cpu, clock.joined(&timeline));
             }
