@@ -30,8 +30,8 @@ const SET_ID: u32 = 0o6000;
 /// The most bytes that are kept of what a guest says of an error.
 const WORDS: usize = 16 << 10;
 
-/// Takes a file ($2, mode $3) from the input to $1, or into that folder. A shell that is ended tells of the programs that were ended with it, to
-/// nobody who is still there: SIGPIPE would end it before it has cleaned up.
+/// Takes a file ($2, mode $3) from the input to $1, or into that folder. A shell that is ended reports the programs that were ended with it, when
+/// its reader has gone: without the trap SIGPIPE would end it before it has cleaned up.
 const TAKE_FILE: &str = r#"target=$1
 [ ! -d "$target" ] || target=${target%/}/$2
 temporary=${target%/*}/.tombolo-cp-$$
@@ -79,7 +79,7 @@ exec cat "$1""#;
 const SEND_TAR: &str = r#"path=${1%/}
 exec tar -c -f - -C "${path%/*}/" "${path##*/}""#;
 
-/// Where one end of a copy is.
+/// One end of a copy.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
     /// A path here.
@@ -111,7 +111,7 @@ impl End {
 /// Copies `from` to `to`, one of which is "vm:PATH".
 ///
 /// # Errors
-/// What can't be read or written, and where.
+/// A file can't be read or written. Names it.
 pub fn copy(project: &Project, from: &str, to: &str, recursive: bool) -> anyhow::Result<()> {
     match (End::parse(from)?, End::parse(to)?) {
         (End::Here(path), End::There { vm, path: target }) => send(project, &path, &vm, &target, recursive),
@@ -201,9 +201,9 @@ fn receive(project: &Project, vm: &str, path: &str, target: &Path, recursive: bo
     incoming.settle(&target).with_context(|| format!("{} can't be written", target.display()))
 }
 
-/// What comes from a guest.
+/// A tar that arrives from a guest.
 struct Incoming<'a> {
-    /// Where it gets its final name.
+    /// The folder in which it gets its final name.
     folder: &'a Path,
     state: State,
 }
@@ -259,7 +259,7 @@ impl Incoming<'_> {
             tar.set_preserve_permissions(true);
             tar.set_mask(SET_ID);
             tar.unpack(into)?;
-            // What follows the tar's end is padding.
+            // Padding follows the tar's end.
             io::copy(&mut tar.into_inner(), &mut io::sink()).map(drop)
         })?;
         Ok(State::Tree { dir, mode, writer, unpacked })
@@ -313,7 +313,7 @@ fn merge(from: &Path, to: &Path) -> anyhow::Result<()> {
 /// Runs a script in a VM with this input; `output` gets what it says.
 ///
 /// # Errors
-/// What the script says on its error output where it fails; those of the input and the output.
+/// The script fails: its error output. The input or the output fails.
 fn run(
     project: &Project,
     vm: &str,
@@ -579,7 +579,7 @@ mod tests {
         sent.extend(tar.into_inner().unwrap());
         arrive(&sent, &folder, &folder.join("copy")).unwrap();
         assert_eq!((names(here.path()), names(&folder.join("copy"))), (vec!["inner".to_owned()], Vec::new()));
-        // What was cut short gets no name.
+        // A file that was cut short gets no name.
         assert!(arrive(b"f 6", &folder, &folder.join("cut")).is_err());
         assert!(!folder.join("cut").exists());
     }

@@ -156,7 +156,7 @@ const TABLES: [Table; 12] = [
             (
                 "topology",
                 "none",
-                "The part of the host that it lies on, whose topology its guest sees: \"host\": all that nobody else has; \"node:0\": the same of a NUMA node; \"close\": as many processors as cpus says, close together; \"cpus:0-3,8\". See tombolo topology plan.",
+                "The part of the host that it lies on, whose topology its guest sees: \"host\": all free processors; \"node:0\": the same of a NUMA node; \"close\": as many processors as cpus says, close together; \"cpus:0-3,8\". See tombolo topology plan.",
             ),
             (
                 "pages",

@@ -31,7 +31,7 @@ for base in /run /dev/shm /tmp; do
 done 2>/dev/null
 echo "no folder for a command's output: /run, /dev/shm and /tmp can't be written" >&2
 exit 1"#;
-/// Runs the command ($4 ...) in the folder $1, with input ($2 = 0) or without, and the mark $3. A FIFO that nobody has open
+/// Runs the command ($4 ...) in the folder $1, with input ($2 = 0) or without, and the mark $3. A FIFO that no process has open
 /// forgets its content, so the file "open" tells when the input may end. A segment is at most 8 MiB, three may be full.
 const RUN: &str = r#"d=$1; in=$2; mark=$3; shift 3
 if [ "$in" = 0 ]; then
@@ -73,7 +73,7 @@ const KILL: &str = r#"children() {
 		done <"$status"
 	done 2>/dev/null
 }
-# Whether one of them is there; whom nobody has waited for yet is not.
+# Succeeds if one of them lives. A zombie does not.
 alive() {
 	for process in $all; do
 		while read -r key value rest; do
@@ -106,7 +106,7 @@ done
 kill -KILL $all 2>/dev/null
 exit 0"#;
 
-/// What to run.
+/// A command.
 #[derive(Clone, Debug, Default)]
 pub struct Exec {
     /// Program and arguments.
@@ -126,12 +126,12 @@ pub enum Input {
     End,
 }
 
-/// How a command ended.
+/// The end of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// Its exit code; 128 + n for a signal.
     Code(i32),
-    /// Whoever wanted it is gone; it was killed.
+    /// The client has gone, and the command was killed.
     Cancelled,
 }
 
@@ -358,7 +358,7 @@ impl Mark {
         Mark { mark: mark.as_bytes().to_vec(), held: Vec::new(), found: false }
     }
 
-    /// What of the output so far can be passed on.
+    /// Returns the output that can be passed on.
     fn take(&mut self, data: Vec<u8>) -> Vec<u8> {
         if self.found {
             return Vec::new();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which kernel and initramfs a VM boots: the guest kit's, by version, or the user's own files.
+//! The kernel and initramfs that a VM boots: the guest kit's, by version, or the user's own files.
 
 use std::path::{Path, PathBuf};
 
 use crate::compose::VmSpec;
 
-/// What a VM boots.
+/// The kernel that a VM boots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Boot {
     /// The kernel image.
@@ -60,7 +60,7 @@ fn numbers(version: &str) -> Option<Vec<u32>> {
     version.split('-').next()?.split('.').map(|n| n.parse().ok()).collect()
 }
 
-/// What `vm` boots; `None` when it boots from its disk.
+/// The kernel that `vm` boots; `None`: it boots from its disk.
 ///
 /// # Errors
 /// Names the missing file or version, and the remedy.
