@@ -6,12 +6,14 @@
 //! causes. With `--watch` it measures nothing and traces until its standard input ends. In both cases it stops when its standard input ends, so
 //! that it never outlives whoever started it.
 //!
+//! - [`clock`]: how fast the time-stamp counter is.
 //! - [`cpus`]: the CPUs that are measured.
 //! - [`quanta`]: the loop that is measured.
 //! - [`tracefs`]: a buffer of trace events of its own, removed at the end.
 //! - [`output`]: what is written to the standard output.
 //! - [`system`]: the calls of the C library that std lacks.
 
+mod clock;
 mod cpus;
 mod output;
 mod quanta;
@@ -22,14 +24,15 @@ use std::io::{Read, Write};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use clock::Moment;
 use quanta::{Plan, Record};
 use tracefs::Instance;
 
 /// Set when the standard input has ended: measurements end at their next quantum.
 static STOP: AtomicBool = AtomicBool::new(false);
-/// How long the frequency of the time-stamp counter is measured before the first phase.
+/// How long the frequency of the time-stamp counter, and then the length of a unit, is measured before the first phase.
 const CALIBRATION: Duration = Duration::from_millis(50);
 /// How far ahead of now a phase begins, so that the threads of all CPUs begin together.
 const HEAD_START: Duration = Duration::from_millis(20);
@@ -119,7 +122,7 @@ fn watch(
     mut instance: Option<&mut Instance>,
     ended: &Receiver<()>,
 ) -> Result<(), String> {
-    let (ticks, time) = (quanta::now(), Instant::now());
+    let begin = Moment::now();
     if let Some(instance) = &mut instance {
         instance.record(true)?;
     }
@@ -130,14 +133,7 @@ fn watch(
     if let Some(instance) = &mut instance {
         instance.record(false)?;
     }
-    output::line(out, &format!("clock {}", frequency(ticks, time)))
-}
-
-/// Ticks of the time-stamp counter per second since a moment.
-fn frequency(ticks: u64, time: Instant) -> u64 {
-    let (ticks, time) = (quanta::now().wrapping_sub(ticks), time.elapsed());
-    // A counter of some GHz over hours fits, and fractions of a hertz don't matter.
-    (ticks as f64 / time.as_secs_f64()) as u64
+    output::line(out, &format!("clock {}", begin.frequency(Moment::now())))
 }
 
 fn measure(
@@ -146,15 +142,15 @@ fn measure(
     cpus: &[u32],
     mut instance: Option<&mut Instance>,
 ) -> Result<(), String> {
-    let (ticks, time) = (quanta::now(), Instant::now());
+    let begin = Moment::now();
     std::thread::sleep(CALIBRATION);
-    let hz = frequency(ticks, time);
+    let hz = begin.frequency(Moment::now());
     let event_cost = match &mut instance {
         Some(instance) => Some(instance.event_cost(cpus[0])?),
         None => None,
     };
-    let unit = quanta::calibrate(cpus[0])?;
     let nanoseconds = |ns: u64| (u128::from(hz) * u128::from(ns) / 1_000_000_000) as u64;
+    let unit = quanta::calibrate(cpus[0], nanoseconds(CALIBRATION.as_nanos() as u64))?;
     let plan = Plan {
         begin: 0,
         end: 0,
@@ -169,8 +165,8 @@ fn measure(
     let length = nanoseconds((options.seconds * 1e9) as u64);
     let head = nanoseconds(HEAD_START.as_nanos() as u64);
     let phase = |smis| {
-        let begin = quanta::now() + head;
-        quanta::on_all(&Plan { begin, end: begin + length, smis, ..plan.clone() }, cpus)
+        let first = quanta::now() + head;
+        quanta::on_all(&Plan { begin: first, end: first + length, smis, ..plan.clone() }, cpus)
     };
     let plain = phase(false)?;
     let traced = match &mut instance {
@@ -185,7 +181,7 @@ fn measure(
     if STOP.load(Ordering::Relaxed) {
         return Err("stopped: the standard input has ended".into());
     }
-    output::line(out, &format!("clock {}", frequency(ticks, time)))?;
+    output::line(out, &format!("clock {}", begin.frequency(Moment::now())))?;
     if let Some(cost) = event_cost {
         output::line(out, &format!("event-cost {cost}"))?;
     }

@@ -19,8 +19,8 @@ pub const QUANTUM_NS: u64 = 1_000_000;
 pub const MOST_GAPS: usize = 200_000;
 /// Steps of arithmetic in a unit.
 const STEPS: u32 = 16;
-/// Units that are timed to find the shortest.
-const CALIBRATION: u32 = 20_000;
+/// Room for quanta of fixed work, in slots: so many times faster may a CPU become after its calibration.
+const FASTEST: usize = 8;
 /// `MSR_SMI_COUNT` of Intel's processors: system management interrupts since reset.
 const MSR_SMI_COUNT: u64 = 0x34;
 
@@ -89,15 +89,16 @@ fn unit(mut value: u64) -> u64 {
     value
 }
 
-/// The shortest time that a unit takes on `cpu`.
+/// The shortest time that a unit takes on `cpu`, found in so many ticks; they should be enough for the CPU to come to its full speed.
 ///
 /// # Errors
 /// This process may not use the CPU.
-pub fn calibrate(cpu: u32) -> Result<u64, String> {
+pub fn calibrate(cpu: u32, ticks: u64) -> Result<u64, String> {
     let measure = move || -> Result<u64, String> {
         system::bind(&[cpu])?;
-        let (mut value, mut shortest, mut last) = (0, u64::MAX, now());
-        for _ in 0..CALIBRATION {
+        let first = now();
+        let (mut value, mut shortest, mut last) = (0, u64::MAX, first);
+        while last.saturating_sub(first) < ticks {
             value = black_box(unit(value));
             let then = std::mem::replace(&mut last, now());
             shortest = shortest.min(last.saturating_sub(then));
@@ -136,8 +137,7 @@ fn on(plan: &Plan<'_>, cpu: u32) -> Result<Record, String> {
         cpu,
         thread: system::thread(),
         gaps: touched(plan.gaps, Gap { start: 1, end: 1, smis: 1 }),
-        // A quantum that is shorter than the calibrated one would need more room; twice as much is beyond what clocks vary.
-        fixed_work: touched(2 * quanta, 1),
+        fixed_work: touched(FASTEST * quanta, 1),
         fixed_time: touched(quanta, 1),
         smis_counted: counter.is_some(),
         ..Record::default()
@@ -249,14 +249,14 @@ mod tests {
     fn quanta_cover_the_time_and_gaps_lie_in_it() {
         let stop = AtomicBool::new(false);
         let cpu = crate::cpus::choose(None).unwrap()[0];
-        let unit = calibrate(cpu).unwrap();
+        let unit = calibrate(cpu, 50_000_000).unwrap();
         let begin = now() + 1_000_000;
         let plan = Plan {
             begin,
             end: begin + 200_000_000,
             threshold: unit * 100,
             unit,
-            units: 1000,
+            units: 2_000_000 / unit,
             slot: 2_000_000,
             smis: false,
             gaps: 1000,

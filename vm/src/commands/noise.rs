@@ -84,7 +84,7 @@ fn vm(project: &Project, name: &str, options: &Options) -> anyhow::Result<(Recor
     let watch = Collector::watch(&host_cpus(Path::new("/proc"), pid, &threads)?)?;
     let guest = guest(project, name, &options.measurement.arguments());
     let host = watch.stop()?;
-    let below = below(pid, vm.accel, &threads, &host);
+    let below = below(pid, vm.hypervisor, &threads, &host);
     Ok((guest?, below))
 }
 
@@ -119,7 +119,7 @@ fn host_cpus(proc: &Path, pid: u32, threads: &[(u32, u32)]) -> anyhow::Result<St
 }
 
 /// What the host recorded of the vCPUs' threads, by the guest's clock where that is known.
-fn below(pid: u32, accel: Hypervisor, threads: &[(u32, u32)], host: &Recording) -> Below {
+fn below(pid: u32, hypervisor: Hypervisor, threads: &[(u32, u32)], host: &Recording) -> Below {
     let mut below = Below { hz: host.hz, ..Below::default() };
     below.notes.extend(host.notes.iter().map(|note| format!("on the host: {note}")));
     if host.lost > 0 {
@@ -133,7 +133,7 @@ fn below(pid: u32, accel: Hypervisor, threads: &[(u32, u32)], host: &Recording) 
     let mut unknown = None;
     for ((vcpu, thread), cpu) in threads.iter().zip(0..) {
         let timeline = timeline::of_thread(&host.trace, *thread);
-        let clock = match accel {
+        let clock = match hypervisor {
             Hypervisor::Kvm => GuestClock::of(pid, *vcpu),
             Hypervisor::Tcg => Err(anyhow::anyhow!("{EMULATED}")),
         };
