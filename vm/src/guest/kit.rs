@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::compose::VmSpec;
+use crate::host;
 
 /// What a VM boots.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,7 +97,7 @@ pub fn boot(name: &str, vm: &VmSpec, near: &Path) -> anyhow::Result<Option<Boot>
 }
 
 fn exists(path: &Path, vm: &str, key: &str) -> anyhow::Result<()> {
-    match std::fs::File::open(path) {
+    match host::open(path, host::Kind::File, false) {
         Ok(_) => Ok(()),
         Err(e) => anyhow::bail!("vm.{vm}.{key}: {} can't be read: {e}", path.display()),
     }
