@@ -31,7 +31,7 @@ use crate::project::state::StateDir;
 use crate::project::zones::HostZone;
 use lasting::Lasting;
 use reception::Connection;
-use turn::Turns;
+use turn::{Of, Turns};
 
 mod again;
 mod down;
@@ -482,13 +482,13 @@ impl Supervisor {
 
     /// Waits for the turn to start and stop VMs, which a client that goes does not want any more.
     fn turn(&self, client: &UnixStream, reporter: &Reporter) -> anyhow::Result<turn::Turn<'_>> {
-        if let Some(turn) = self.changing.take_within(SILENT) {
+        if let Some(turn) = self.changing.take_within(Of::All, SILENT) {
             return Ok(turn);
         }
         let text = "another command is starting or stopping VMs; this one waits for its end";
         reporter.send(&Event::Note { text: text.into() });
         loop {
-            if let Some(turn) = self.changing.take_within(LOOK) {
+            if let Some(turn) = self.changing.take_within(Of::All, LOOK) {
                 return Ok(turn);
             }
             anyhow::ensure!(

@@ -21,6 +21,16 @@ const HOTPLUG_ROOM: u64 = 64 << 30;
 pub const DOORBELL_VECTORS: usize = tombolo_zone::doorbell::VECTORS;
 pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 
+/// What the value of -name begins with; the VM's name and a comma follow.
+const NAME: &str = "guest=tombolo-";
+
+/// The VM's name in an argument of its QEMU.
+#[must_use]
+pub fn vm_of(argument: &[u8]) -> Option<&str> {
+    let (name, _) = std::str::from_utf8(argument).ok()?.strip_prefix(NAME)?.split_once(',')?;
+    Some(name)
+}
+
 /// One zone as a VM sees it.
 #[derive(Clone, Debug)]
 pub struct ZoneDevice {
@@ -78,7 +88,7 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
         args.push(option.into());
         args.push(value.into());
     };
-    add("-name", format!("guest=tombolo-{},debug-threads=on", plan.name));
+    add("-name", format!("{NAME}{},debug-threads=on", plan.name));
     add("-machine", "q35,usb=off,vmport=off".into());
     let [accel, accel_value, cpu, cpu_value] = plan.accel.arguments(plan.qemu);
     add(accel, accel_value.into());

@@ -16,6 +16,7 @@ use tombolo_zone::doorbell::handover::Paused;
 use tombolo_zone::keep::{Keep, Kept};
 
 use super::lasting::What;
+use super::turn::Of;
 use super::{Reporter, Seat, Supervisor};
 use crate::child::main_thread;
 use crate::compose::Project;
@@ -143,7 +144,7 @@ impl Supervisor {
             Err(what) => return Ok(Busy(what)),
         };
         // VMs that start again by themselves wait for their turn.
-        let Some(turn) = self.changing.take_within(CLOSING) else {
+        let Some(turn) = self.changing.take_within(Of::All, CLOSING) else {
             return Ok(Busy(vec!["the start of a VM".into()]));
         };
         let household = match HOUSEHOLD.close(CLOSING) {
