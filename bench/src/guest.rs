@@ -78,13 +78,13 @@ impl Project {
         pid.with_context(|| format!("'tombolo ps --json' names no switch of {net}: {ps}"))
     }
 
-    /// "kvm" or "tcg": how a VM runs.
-    pub fn accel(&self, vm: &str) -> Result<String> {
+    /// The hypervisor of a VM, "kvm" or "tcg".
+    pub fn hypervisor(&self, vm: &str) -> Result<String> {
         let ps = self.ps()?;
         let vms = ps["vms"].as_array().with_context(|| format!("'tombolo ps --json' names no VMs: {ps}"))?;
         vms.iter()
             .find(|v| v["name"] == vm)
-            .and_then(|v| v["accel"].as_str())
+            .and_then(|v| v["hypervisor"].as_str())
             .map(str::to_lowercase)
             .with_context(|| format!("'tombolo ps --json' does not say how VM {vm} runs: {ps}"))
     }

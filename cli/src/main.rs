@@ -60,7 +60,7 @@ enum Command {
     /// How VMs start, and how their memory arrives
     Start {
         #[command(subcommand)]
-        command: tombolo_vm::commands::cli::StartCommand,
+        command: tombolo_vm::commands::start::StartCommand,
     },
     /// The host's packages, caches and nodes, and VMs that lie on them
     Topology {
@@ -106,7 +106,7 @@ enum ZoneCommand {
     #[command(flatten)]
     Zone(tombolo_zone::cli::Command),
     #[command(flatten)]
-    Vm(tombolo_vm::commands::cli::ZoneCommand),
+    Vm(tombolo_vm::commands::zone::ZoneCommand),
 }
 
 /// Switches, and networks of running projects.
@@ -115,7 +115,7 @@ enum NetCommand {
     #[command(flatten)]
     Net(Box<tombolo_net::control::cli::Command>),
     #[command(flatten)]
-    Vm(tombolo_vm::commands::cli::NetCommand),
+    Vm(tombolo_vm::commands::net::NetCommand),
 }
 
 /// What can be measured.
@@ -181,7 +181,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             tombolo_zone::cli::run(command, cli.json)
         }
         Command::Zone { command: ZoneCommand::Vm(command) } => {
-            tombolo_vm::commands::cli::run_zone(command, cli.json)
+            tombolo_vm::commands::zone::run(command, cli.json)
         }
         Command::Files { mut command } => {
             if let Some(Err(e)) = command.zone_by_name().map(put_path) {
@@ -193,17 +193,17 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Libvirt { command } => tombolo_libvirt::cli::run(command),
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
         Command::Lab(arguments) => tombolo_lab::cli::run(arguments, cli.json),
-        Command::Start { command } => tombolo_vm::commands::cli::run_start(command, cli.json),
+        Command::Start { command } => tombolo_vm::commands::start::run(command, cli.json),
         Command::Topology { command } => tombolo_vm::commands::topology::run(command, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
         Command::Net { command: NetCommand::Vm(command) } => {
-            tombolo_vm::commands::cli::run_net(command, cli.json)
+            tombolo_vm::commands::net::run(command, cli.json)
         }
         Command::Net { command: NetCommand::Net(mut command) } => {
             if let Some(control) = command.control_mut() {
                 let name = control.as_deref().and_then(Path::to_str);
                 if name.is_none_or(|name| !name.contains('/')) {
-                    *control = tombolo_vm::commands::cli::find_switch(name)?.or_else(|| control.take());
+                    *control = tombolo_vm::commands::net::find_switch(name)?.or_else(|| control.take());
                 }
             }
             tombolo_net::control::cli::run(*command, cli.json)
@@ -238,7 +238,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
 /// The server at the default address, where there is one, and those of running projects.
 fn list_accelerators(json: bool) -> anyhow::Result<ExitCode> {
     use tombolo_accel_server::{cli, control};
-    let mut servers = tombolo_vm::commands::cli::accelerator_servers()?;
+    let mut servers = tombolo_vm::commands::ps::accelerator_servers()?;
     match control::servers(Path::new(control::DEFAULT)) {
         Ok(others) => servers.splice(0..0, others).for_each(drop),
         Err(e) if servers.is_empty() => return Err(e),
@@ -251,7 +251,7 @@ fn list_accelerators(json: bool) -> anyhow::Result<ExitCode> {
 /// Puts the path of a zone's memory in place of the name that the running project has for it.
 fn put_path(zone: &mut PathBuf) -> anyhow::Result<()> {
     let name = zone.to_string_lossy();
-    let found = tombolo_vm::commands::cli::find_zone(&tombolo_vm::commands::cli::File::default(), &name)
+    let found = tombolo_vm::commands::zone::find_zone(&tombolo_vm::commands::cli::File::default(), &name)
         .with_context(|| format!("'{name}' is no file here, and no zone of a running project"))?;
     *zone = found.path.into();
     Ok(())

@@ -20,7 +20,9 @@ fn an_up_with_few_descriptors_works_or_says_what_is_lacking_and_leaves_nothing()
     for limit in [8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 256] {
         let mut up = Command::new("prlimit");
         up.arg(format!("--nofile={limit}:{limit}")).args([env!("CARGO_BIN_EXE_tombolo"), "up"]);
-        up.current_dir(lab.dir.path()).env("XDG_RUNTIME_DIR", lab.dir.path()).env("TOMBOLO_VM_ACCEL", "tcg");
+        up.current_dir(lab.dir.path())
+            .env("XDG_RUNTIME_DIR", lab.dir.path())
+            .env("TOMBOLO_HYPERVISOR", "tcg");
         let output = up.stdin(Stdio::null()).output().unwrap();
         let words = said(&output);
         assert!(!words.contains("panicked"), "limit {limit}: {words}");

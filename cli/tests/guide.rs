@@ -65,7 +65,7 @@ fn run(lab: &Lab, commands: &[(String, String)]) {
         let mut shell = Command::new("sh");
         shell.args(["-c", command]).current_dir(lab.dir.path()).stdin(Stdio::null());
         shell.env("PATH", &path).env("XDG_RUNTIME_DIR", lab.dir.path()).env("XDG_STATE_HOME", lab.dir.path());
-        let output = shell.env("TOMBOLO_VM_ACCEL", "tcg").output().unwrap();
+        let output = shell.env("TOMBOLO_HYPERVISOR", "tcg").output().unwrap();
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success(), "$ {command}\n{out}{err}");
         if expected.trim() == "…" {

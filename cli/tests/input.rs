@@ -10,7 +10,7 @@ fn tombolo(compose: &str, args: &[&str]) -> (Output, String, tempfile::TempDir) 
         .args(args)
         .current_dir(dir.path())
         .env("XDG_RUNTIME_DIR", dir.path())
-        .env("TOMBOLO_VM_ACCEL", "tcg")
+        .env("TOMBOLO_HYPERVISOR", "tcg")
         .stdin(Stdio::null())
         .output()
         .unwrap();

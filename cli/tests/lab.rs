@@ -78,8 +78,8 @@ fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on
     let card = card.unwrap()["address"].as_str().unwrap().to_owned();
     lab.good(&format!(
         "cat >tombolo.toml <<'END'\n\
-         [vm.grows]\nkernel = \"6.12\"\naccel = \"kvm\"\nmemory = \"1536M\"\nboot_memory = \"512M\"\ndevices = [\"{card}\"]\nready_timeout = 600\n\
-         [vm.second]\nkernel = \"6.12\"\naccel = \"kvm\"\nmemory = \"512M\"\ndevices = [\"{card}\"]\nready = \"running\"\nEND"
+         [vm.grows]\nkernel = \"6.12\"\nhypervisor = \"kvm\"\nmemory = \"1536M\"\nboot_memory = \"512M\"\ndevices = [\"{card}\"]\nready_timeout = 600\n\
+         [vm.second]\nkernel = \"6.12\"\nhypervisor = \"kvm\"\nmemory = \"512M\"\ndevices = [\"{card}\"]\nready = \"running\"\nEND"
     ));
 
     // It starts with a part of its memory, has the card, and gets the rest.

@@ -20,7 +20,7 @@ echo '+cpu +memory' >cgroup.subtree_control
 mkdir unit named
 cd /tmp/p
 cp /mnt/tombolo.toml /mnt/qemu /mnt/kernel .
-export LD_LIBRARY_PATH=/mnt/lib TOMBOLO_VM_ACCEL=tcg XDG_RUNTIME_DIR=/tmp/p XDG_STATE_HOME=/tmp/p
+export LD_LIBRARY_PATH=/mnt/lib TOMBOLO_HYPERVISOR=tcg XDG_RUNTIME_DIR=/tmp/p XDG_STATE_HOME=/tmp/p
 sh -c 'echo $$ >/sys/fs/cgroup/unit/cgroup.procs; /mnt/tombolo up; /mnt/tombolo up' 2>&1 || echo "first $?"
 TOMBOLO_CGROUP=/sys/fs/cgroup/named /mnt/tombolo up 2>&1 || echo "second $?"
 find /sys/fs/cgroup -mindepth 2 -type d"#;

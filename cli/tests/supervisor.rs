@@ -296,7 +296,7 @@ fn a_running_project_outlasts_the_replacement_of_its_program() {
     std::fs::copy(env!("CARGO_BIN_EXE_tombolo"), &program).unwrap();
     let mut up = Command::new(&program);
     up.arg("up").current_dir(lab.dir.path()).env("XDG_RUNTIME_DIR", lab.dir.path());
-    up.env("TOMBOLO_VM_ACCEL", "tcg").stdin(Stdio::null());
+    up.env("TOMBOLO_HYPERVISOR", "tcg").stdin(Stdio::null());
     let output = up.output().unwrap();
     assert!(output.status.success(), "{}", said(&output));
     std::fs::remove_file(&program).unwrap();

@@ -160,7 +160,11 @@ fn named(folder: &OsStr) -> Named {
 
 fn run_in(place: &Path, runtime: &Path, arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
-    command.args(arguments).current_dir(place).env("XDG_RUNTIME_DIR", runtime).env("TOMBOLO_VM_ACCEL", "tcg");
+    command
+        .args(arguments)
+        .current_dir(place)
+        .env("XDG_RUNTIME_DIR", runtime)
+        .env("TOMBOLO_HYPERVISOR", "tcg");
     command.stdin(Stdio::null()).output().unwrap()
 }
 
@@ -326,7 +330,7 @@ fn an_ordinary_user_without_home_and_runtime_folder_needs_no_privilege_and_other
             .env("PATH", "/usr/bin:/bin")
             .env("HOME", "/nonexistent")
             .env("TMPDIR", &scratch)
-            .env("TOMBOLO_VM_ACCEL", "tcg");
+            .env("TOMBOLO_HYPERVISOR", "tcg");
         command.stdin(Stdio::null()).output().unwrap()
     };
     for arguments in [
@@ -368,7 +372,7 @@ fn commands_without_standard_streams_do_their_work() {
         command
             .current_dir(lab.dir.path())
             .env("XDG_RUNTIME_DIR", lab.dir.path())
-            .env("TOMBOLO_VM_ACCEL", "tcg");
+            .env("TOMBOLO_HYPERVISOR", "tcg");
         assert!(command.status().unwrap().success(), "{arguments}");
     };
     closed("up");

@@ -306,7 +306,7 @@ fn all_projects_of_a_user_go_on_under_the_program_that_is_asked_to() {
     let mut command = Command::new("unshare");
     command.args(["-rpf", "--mount-proc", "sh", "-c", script, env!("CARGO_BIN_EXE_tombolo")]);
     command.args(labs.each_ref().map(|lab| lab.dir.path().join("tombolo.toml"))).arg(&next);
-    command.env("XDG_RUNTIME_DIR", labs[0].dir.path()).env("TOMBOLO_VM_ACCEL", "tcg").stdin(Stdio::null());
+    command.env("XDG_RUNTIME_DIR", labs[0].dir.path()).env("TOMBOLO_HYPERVISOR", "tcg").stdin(Stdio::null());
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", said(&output));
     let programs = String::from_utf8(output.stdout).unwrap();

@@ -61,7 +61,7 @@ fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
     lab.good(&["up"]);
     let ps = lab.ps();
     for vm in ps["vms"].as_array().unwrap() {
-        assert_eq!((vm["state"].as_str(), vm["accel"].as_str()), (Some("up"), Some("tcg")), "{vm}");
+        assert_eq!((vm["state"].as_str(), vm["hypervisor"].as_str()), (Some("up"), Some("tcg")), "{vm}");
     }
 
     // exec: code, output, error output and input, each for itself.

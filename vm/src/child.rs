@@ -41,15 +41,15 @@ pub fn tie_to_end(command: &mut Command, signal: Signal, fds: &[OwnedFd]) {
     }
 }
 
-/// Makes `command`'s process enter a cgroup before it begins; `entrance` is the group's cgroup.procs, open for writing.
+/// Makes `command`'s process enter a cgroup before it begins; `procs` is the group's cgroup.procs, open for writing.
 ///
 /// # Errors
 /// When no descriptor can be had.
-pub fn enter(command: &mut Command, entrance: &File) -> io::Result<()> {
-    let entrance = entrance.try_clone()?;
+pub fn enter(command: &mut Command, procs: &File) -> io::Result<()> {
+    let procs = procs.try_clone()?;
     // SAFETY: between fork and exec only one system call is made that is async-signal-safe; nothing allocates.
     unsafe {
-        command.pre_exec(move || (&entrance).write_all(b"0"));
+        command.pre_exec(move || (&procs).write_all(b"0"));
     }
     Ok(())
 }

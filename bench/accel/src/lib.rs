@@ -95,7 +95,7 @@ pub fn run(options: &Options, json: bool) -> Result<()> {
     let mut vm = None;
     if !options.no_vms {
         let (project, program) = place.vm(&options.kit, &options.kernel)?;
-        versions.push(format!("VM: kernel {}, {}", options.kernel, project.accel("a")?));
+        versions.push(format!("VM: kernel {}, {}", options.kernel, project.hypervisor("a")?));
         programs.push((VM, program));
         vm = Some(project);
     }

@@ -222,10 +222,13 @@ impl Results {
         Ok(())
     }
 
-    /// Notes that a system takes no further part; of `reason`, the words are kept on one line.
+    /// Notes that a system takes no further part; of `reason`, the words are kept on one line. A reason that repetitions repeat stands once.
     pub fn leave_out(&mut self, system: &str, reason: &str) -> Result<()> {
         let left_out = reason.split_whitespace().collect::<Vec<_>>().join(" ");
         let line = LeftOut { system: system.into(), left_out };
+        if self.left_out.contains(&line) {
+            return Ok(());
+        }
         writeln!(self.file, "{line}").with_context(|| format!("can't write {}", self.path.display()))?;
         self.left_out.push(line);
         Ok(())
@@ -270,10 +273,12 @@ mod tests {
         let sample = Sample::new("files", "fio-read-4k-j1".into(), "9p", 3.5, "MB/s", Better::Higher);
         results.add(sample.clone()).unwrap();
         results.leave_out("nfs", "its server ended:\n  no such folder").unwrap();
+        results.leave_out("nfs", "its server ended: no such folder").unwrap();
         let read = Results::read(&results.path).unwrap();
         assert_eq!(read.machines, [machine]);
         assert_eq!(read.samples, [sample]);
         assert_eq!(read.left_out, results.left_out);
+        assert_eq!(read.left_out.len(), 1);
         assert_eq!(read.left_out[0].left_out, "its server ended: no such folder");
     }
 

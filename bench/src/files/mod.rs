@@ -98,11 +98,11 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path) -> Result<Results> {
     }
     let two = plan.handover_mb > 0 && (plan.matrix.wants("handover") || plan.matrix.wants(VMS));
     let project = Project::up(temp.path(), &compose(plan, &initrd, temp.path(), &servers, two))?;
-    let accel = project.accel(VM)?;
+    let hypervisor = project.hypervisor(VM)?;
     let mut versions = servers.versions();
     versions.push(format!("guest kernel {}", project.exec(VM, "uname -r")?.trim()));
     versions.push(project.exec(VM, "fio --version")?.trim().to_owned());
-    let machine = Machine::here(command_line(), Some(&accel), versions);
+    let machine = Machine::here(command_line(), Some(&hypervisor), versions);
     let mut results = Results::create(dir, "files", machine)?;
     for (system, reason) in servers.left_out() {
         results.leave_out(system, reason)?;

@@ -51,13 +51,13 @@ pub fn run(plan: &Plan, dir: &Path, command: String) -> Result<Results> {
             Command::new("dpkg-query").args(["-W", "-f", "${Package} ${Version}", package]).output()?;
         versions.push(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-    let (name, accel) = match (&plan.soak, plan.load, &plan.kernel) {
+    let (name, hypervisor) = match (&plan.soak, plan.load, &plan.kernel) {
         (Some(_), ..) => ("net-soak", "no guests"),
         (None, false, Some(_)) => ("net-vm", "tcg or kvm, see the cases' names"),
         (None, true, Some(_)) => ("net", "tcg or kvm, see the cases' names"),
         (None, _, None) => ("net", "no guests"),
     };
-    let mut results = Results::create(dir, name, Machine::here(command, Some(accel), versions))?;
+    let mut results = Results::create(dir, name, Machine::here(command, Some(hypervisor), versions))?;
     if let Some(how) = plan.soak {
         soak(how, &mut results)?;
         return Ok(results);

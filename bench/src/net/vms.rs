@@ -97,7 +97,7 @@ pub(super) fn run(kernel: &str, kit: &Path, options: &Options, results: &mut Res
         vm("b", &arguments[1])
     );
     let project = Project::up(temp.path(), &compose)?;
-    let bench = Bench { accel: project.accel("a")?, project, options };
+    let bench = Bench { hypervisor: project.hypervisor("a")?, project, options };
     for net in 1..=if vhost { 3 } else { 2 } {
         for (v, name) in ["a", "b"].into_iter().enumerate() {
             bench.set_address(name, net, v)?;
@@ -161,7 +161,7 @@ fn devices(vhost: bool) -> Result<[Vec<String>; 2]> {
 
 struct Bench<'a> {
     project: Project,
-    accel: String,
+    hypervisor: String,
     options: &'a Options,
 }
 
@@ -184,7 +184,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Measures a case (`net-<pair>-<accel>-<what>`) on all ways in turns, as far as it is wanted.
+    /// Measures a case (`net-<pair>-<hypervisor>-<what>`) on all ways in turns, as far as it is wanted.
     fn cell(
         &self,
         ways: &[Way],
@@ -195,7 +195,7 @@ impl Bench<'_> {
     ) -> Result<()> {
         for _ in 0..TURNS {
             for way in ways {
-                let case = format!("net-{}-{}-{what}", way.pair, self.accel);
+                let case = format!("net-{}-{}-{what}", way.pair, self.hypervisor);
                 if self.options.wants(&case) {
                     interrupt::check()?;
                     let value = measure(way)?;
@@ -255,7 +255,7 @@ impl Bench<'_> {
     }
 
     fn idle(&self, results: &mut Results) -> Result<()> {
-        let case = format!("net-vm-{}-idle-cpu", self.accel);
+        let case = format!("net-vm-{}-idle-cpu", self.hypervisor);
         if !self.options.wants(&case) {
             return Ok(());
         }

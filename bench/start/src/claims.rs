@@ -14,9 +14,10 @@ use tombolo_passthrough::plan::{Refusal, plan};
 use tombolo_passthrough::{bind as binding, device::Device};
 use tombolo_start::ahead::Budget;
 use tombolo_start::check::Limits;
-use tombolo_start::grow::{FromOutside, GrowError, Options, grow};
+use tombolo_start::grow::{GrowError, Options, grow};
 use tombolo_start::layout::{DEFAULT_DMA_ENTRIES, Layout, MIB, Wish};
 use tombolo_start::monitor::Monitor;
+use tombolo_start::prepare::ProcessMemory;
 use tombolo_start::progress::Phase;
 use tombolo_start::timeline::{Event, render};
 
@@ -301,7 +302,7 @@ fn a_reboot_is_grown_again() -> Result<()> {
     let layout = small()?;
     let mut guest = start(layout, Some(&card), Image::working(&kernel, folder.path())?)?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
+    let mut prepare = ProcessMemory::of(guest.pid(), layout.grown, None, Budget::default())?;
     let mut monitor = Midway::new(&mut guest.monitor, layout, "system_reset", json!({}));
     let report = grow(&mut monitor, MEMORY, layout, &mut prepare, &Options::for_host(&limits), &mut |_| {})?;
     ensure!(monitor.done() && report.restarts == 1, "{report:?}");
@@ -324,9 +325,8 @@ fn no_driver_is_told() -> Result<()> {
     let mut guest = start(layout, None, Image::without_driver(&kernel, folder.path())?)?;
     guest.await_line("TOMBOLO login")?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
-    let options =
-        Options { driver_patience: std::time::Duration::from_secs(2), ..Options::for_host(&limits) };
+    let mut prepare = ProcessMemory::of(guest.pid(), layout.grown, None, Budget::default())?;
+    let options = Options { driver_timeout: std::time::Duration::from_secs(2), ..Options::for_host(&limits) };
     let result = grow(&mut guest.monitor, MEMORY, layout, &mut prepare, &options, &mut |_| {});
     ensure!(matches!(result, Err(GrowError::NoDriver { .. })), "{result:?}");
     Ok(())
@@ -339,7 +339,7 @@ fn devices_come_and_go() -> Result<()> {
     let mut guest = start(layout, None, Image::working(&kernel, folder.path())?)?;
     guest.await_line("TOMBOLO work 1 ")?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
+    let mut prepare = ProcessMemory::of(guest.pid(), layout.grown, None, Budget::default())?;
     let host = card.address.to_string();
     let device = json!({"driver": "vfio-pci", "id": "device0", "host": host, "bus": "port0", "rombar": 0});
     let mut monitor = Midway::new(&mut guest.monitor, layout, "device_add", device);
@@ -401,11 +401,11 @@ fn host_memory_runs_out() -> Result<()> {
     let layout = small()?;
     let mut guest = start(layout, None, Image::working(&kernel, folder.path())?)?;
     let limits = Limits::read(Path::new("/"))?;
-    let mut prepare = FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?;
+    let mut prepare = ProcessMemory::of(guest.pid(), layout.grown, None, Budget::default())?;
     // The host has 300 MiB to give beyond what the guest has taken.
     let memory = prepare.source.clone();
     let options = Options {
-        memory_patience: std::time::Duration::from_secs(2),
+        memory_timeout: std::time::Duration::from_secs(2),
         reserve: 0,
         available: Box::new(move || {
             let taken = memory.allocated().unwrap_or(0);

@@ -8,10 +8,11 @@ use serde::Serialize;
 use tombolo_passthrough::address::Address;
 use tombolo_start::ahead::Budget;
 use tombolo_start::check::Limits;
-use tombolo_start::grow::{FromOutside, Options, Prepare, Report, Unprepared, grow};
+use tombolo_start::grow::{Options, Report, grow};
 use tombolo_start::layout::{Layout, Wish};
 use tombolo_start::monitor::{Monitor, MonitorError, Socket};
 use tombolo_start::pace::Share;
+use tombolo_start::prepare::{Prepare, ProcessMemory, Unprepared};
 use tombolo_start::progress::Progress;
 use tombolo_start::timeline::{Event, now};
 
@@ -144,7 +145,7 @@ pub fn grow_to_full(guest: &mut Guest, layout: Layout, system: System) -> Result
     let mut prepare: Box<dyn Prepare> = if system == System::VirtioMem {
         Box::new(Unprepared)
     } else {
-        Box::new(FromOutside::of(guest.pid(), layout.grown, None, Budget::default())?)
+        Box::new(ProcessMemory::of(guest.pid(), layout.grown, None, Budget::default())?)
     };
     let mut seen: Vec<Progress> = Vec::new();
     let mut first = None;

@@ -28,7 +28,7 @@ impl Lab {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
         command.args(args).current_dir(self.dir.path());
         command.env("XDG_RUNTIME_DIR", self.dir.path()).env("XDG_STATE_HOME", self.dir.path());
-        command.env("TOMBOLO_VM_ACCEL", "tcg").stdin(Stdio::null());
+        command.env("TOMBOLO_HYPERVISOR", "tcg").stdin(Stdio::null());
         command
     }
 
@@ -44,7 +44,7 @@ impl Lab {
     }
 
     pub fn ps(&self) -> serde_json::Value {
-        serde_json::from_str(&self.good(&["ps", "--json"])).unwrap()
+        serde_json::from_str(&self.good(&["ps", "--json", "--wait", "300"])).unwrap()
     }
 
     /// Processes that belong to this lab: the supervisor and the QEMUs name its folder or inherit its environment.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The commands: [`cli`] parses and dispatches them, [`client`] asks a supervisor. Each of the others is a command, or a few that are alike.
+//! The commands: [`cli`] parses and dispatches them, [`client`] asks a supervisor. Each of the other modules has one command, or a few
+//! that are alike.
 
 pub mod clean;
 #[allow(clippy::print_stderr, clippy::print_stdout, reason = "commands talk to the terminal")]
@@ -13,8 +14,12 @@ pub mod events;
 pub mod guest_doctor;
 pub mod logs;
 pub mod names;
+pub mod net;
+pub mod ps;
+pub mod start;
 pub mod terminal;
 pub mod top;
 pub mod topology;
 pub mod up;
 pub mod upgrade;
+pub mod zone;

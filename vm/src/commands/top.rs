@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use crate::commands::cli::columns;
+use crate::commands::ps::columns;
 use crate::compose::Size;
 use crate::project::control::Status;
 
@@ -45,7 +45,7 @@ pub struct ZoneRow {
 /// # Errors
 /// A supervisor lives and does not answer, or the named project is not up.
 pub fn look(file: Option<&Path>) -> anyhow::Result<Look> {
-    let projects = crate::commands::cli::running(file)?;
+    let projects = crate::commands::ps::running(file)?;
     let pids = projects.iter().flat_map(|p| p.vms.iter().filter_map(|vm| vm.pid));
     // A process that has just ended has used nothing.
     let used = pids.filter_map(|pid| Some((pid, cpu_seconds(pid)?))).collect();

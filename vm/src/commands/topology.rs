@@ -20,8 +20,9 @@ use tombolo_topology::qemu::Vendor;
 use tombolo_topology::request::{Pages, Part};
 use tombolo_topology::{apply, cli, gather, read};
 
-use crate::commands::cli::{File, running, say};
+use crate::commands::cli::{File, say};
 use crate::commands::client;
+use crate::commands::ps::running;
 use crate::compose::Project;
 use crate::machine::placement::{self, Placement};
 use crate::project::control::{Event, Request, Status};

@@ -9,7 +9,8 @@ use serde::de::Deserializer;
 use serde::{Deserialize, Serialize};
 use tombolo_calls::zone::{Area, CHANNELS_MAX};
 
-use crate::compose::{Compose, Ready, Size, nearest};
+use super::check::{Fault, bad_name};
+use super::{Compose, Ready, Size, nearest};
 
 /// Processes of a VM at once, where nothing is said.
 const CHANNELS: u32 = 8;
@@ -134,11 +135,8 @@ impl AccelUse {
     }
 }
 
-/// A table, a key in it, and what is wrong there.
-type Wrong = (String, String, String);
-
 /// What is wrong with the VM that an accelerator names as its owner.
-fn check_owner(compose: &Compose, name: &str, spec: &AccelSpec) -> Result<(), Wrong> {
+fn check_owner(compose: &Compose, name: &str, spec: &AccelSpec) -> Result<(), Fault> {
     let Some(owner) = &spec.vm else { return Ok(()) };
     let fail = |key: &str, message: String| {
         Err((format!("accel.{name}"), key.to_owned(), format!("accel.{name}.{key}: {message}")))
@@ -175,12 +173,12 @@ fn check_owner(compose: &Compose, name: &str, spec: &AccelSpec) -> Result<(), Wr
     Ok(())
 }
 
-/// Checks that need no look at the host. The error is (table, key, message).
-pub(crate) fn check(compose: &Compose) -> Result<(), Wrong> {
+/// Checks what needs nothing from the host.
+pub(super) fn check(compose: &Compose) -> Result<(), Fault> {
     let general = AccelUse::default();
     for (name, spec) in &compose.accel {
         let table = format!("accel.{name}");
-        if let Some(message) = crate::compose::bad_name("an accelerator", name) {
+        if let Some(message) = bad_name("an accelerator", name) {
             return Err((table, String::new(), message));
         }
         if let Some(relative) = spec.cgroup.as_ref().filter(|folder| !folder.is_absolute()) {

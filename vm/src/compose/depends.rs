@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
+use super::check::Fault;
 use super::{Compose, Ready, nearest};
 
 /// What a VM waits for in another one.
@@ -159,8 +160,8 @@ pub fn with_dependencies(compose: &Compose, vms: &[String]) -> BTreeSet<String> 
     all
 }
 
-/// Checks that need no look at the host. The error is (table, key, message).
-pub(super) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
+/// Checks what needs nothing from the host.
+pub(super) fn check(compose: &Compose) -> Result<(), Fault> {
     for (name, vm) in &compose.vm {
         let fail = |key: &str, message: String| Err((format!("vm.{name}"), key.to_owned(), message));
         if let Some(check) = &vm.healthcheck {

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::check::Fault;
 use super::{Compose, VmSpec};
 use crate::host;
 
@@ -99,8 +100,8 @@ impl VmSpec {
     }
 }
 
-/// Checks that need no look at the host. The error is (table, key, message).
-pub(super) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
+/// Checks what needs nothing from the host.
+pub(super) fn check(compose: &Compose) -> Result<(), Fault> {
     let mut written: BTreeMap<&Path, &str> = BTreeMap::new();
     for (name, vm) in &compose.vm {
         let fail = |message: String| Err((format!("vm.{name}"), "disks".to_owned(), message));

@@ -127,7 +127,11 @@ const TABLES: [Table; 12] = [
             ("snapshot", "false", "Throw away what the VM writes to its disk."),
             ("cpus", "2", "Virtual CPUs, 1 to 255."),
             ("memory", "\"512M\"", "A multiple of 2M, at least 128M."),
-            ("accel", "\"auto\"", "\"kvm\": or an error; \"tcg\": emulation; \"auto\": KVM where it works."),
+            (
+                "hypervisor",
+                "\"auto\"",
+                "\"kvm\": or an error; \"tcg\": emulation; \"auto\": KVM where it works.",
+            ),
             (
                 "ready",
                 "\"agent\"",
@@ -346,7 +350,10 @@ mod tests {
     use crate::compose::{Compose, Share, VmSpec, ZoneSpec, ZoneUse};
     use serde::de::DeserializeOwned;
 
-    /// The keys that a table's parser knows: it lists them where it finds another.
+    /// The former key of `hypervisor`, which is still read.
+    const FORMER: &str = "accel";
+
+    /// The keys that a table's parser knows. The parser lists them in its error for an unknown key.
     fn known<T: DeserializeOwned>() -> Vec<String> {
         let error = toml::from_str::<T>("no-such-key = 0").err().expect("no table has this key");
         let message = error.message().to_owned();
@@ -372,7 +379,10 @@ mod tests {
             known::<CloudInit>(),
             known::<Share>(),
         ];
-        for (table, known) in TABLES.iter().zip(parsers) {
+        for (table, mut known) in TABLES.iter().zip(parsers) {
+            if table.header == "[vm.NAME]" {
+                known.retain(|key| key != FORMER);
+            }
             let mut described: Vec<String> = table.keys.iter().map(|(name, ..)| (*name).to_owned()).collect();
             described.sort();
             assert_eq!(described, known, "{}", table.header);

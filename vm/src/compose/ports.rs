@@ -10,6 +10,7 @@ use std::str::FromStr;
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize, Serializer};
 
+use super::check::Fault;
 use super::network::Uplink;
 use super::{Compose, VmSpec};
 
@@ -144,8 +145,8 @@ pub fn through<'a>(compose: &'a Compose, net: &'a str) -> impl Iterator<Item = &
     compose.vm.values().filter(uses).flat_map(|vm| &vm.ports)
 }
 
-/// Checks that need no look at the host. The error is (table, key, message).
-pub(super) fn check(compose: &Compose) -> Result<(), (String, String, String)> {
+/// Checks what needs nothing from the host.
+pub(super) fn check(compose: &Compose) -> Result<(), Fault> {
     let fail = |vm: &str, message: String| Err((format!("vm.{vm}"), "ports".to_owned(), message));
     let mut seen: Vec<(&str, &Forward)> = Vec::new();
     for (name, vm) in compose.vm.iter().filter(|(_, vm)| !vm.ports.is_empty()) {

@@ -77,7 +77,7 @@ fn watch(machine: &Machine, check: &HealthCheck, up: Duration) {
         }
         machine.set_health(tally.health);
         let eager = tally.health == Health::Starting;
-        machine.wait_end_for(if eager { check.interval.0.min(EAGER) } else { check.interval.0 });
+        machine.wait_end(if eager { check.interval.0.min(EAGER) } else { check.interval.0 });
     }
 }
 

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::compose::Project;
 use crate::compose::cloud_init::CloudInit;
-use crate::project::network::Plug;
+use crate::project::network::Nic;
 use crate::project::state::hash;
 
 /// Volumes are multiples of this many bytes.
@@ -23,7 +23,7 @@ const OVERHEAD: usize = 256 << 10;
 ///
 /// # Errors
 /// Names the file that can't be read.
-pub fn make(project: &Project, vm: &str, given: &CloudInit, nics: &[Plug]) -> anyhow::Result<OwnedFd> {
+pub fn make(project: &Project, vm: &str, given: &CloudInit, nics: &[Nic]) -> anyhow::Result<OwnedFd> {
     let files = files(project, vm, given, nics).with_context(|| format!("vm.{vm}"))?;
     Ok(crate::child::memory_file("cidata", &volume(&files)?)?)
 }
@@ -33,7 +33,7 @@ fn files(
     project: &Project,
     vm: &str,
     given: &CloudInit,
-    nics: &[Plug],
+    nics: &[Nic],
 ) -> anyhow::Result<Vec<(&'static str, Vec<u8>)>> {
     let default_id = || format!("{vm}-{:016x}", hash(format!("{}\n{vm}", project.file.display()).as_bytes()));
     let mut meta = json!({
@@ -55,7 +55,7 @@ fn files(
 }
 
 /// The VM's devices as a network configuration, version 2.
-fn network(nics: &[Plug]) -> Value {
+fn network(nics: &[Nic]) -> Value {
     let mut ethernets = serde_json::Map::new();
     for (n, nic) in nics.iter().enumerate() {
         let mut device = json!({
@@ -106,7 +106,7 @@ mod tests {
         files.collect()
     }
 
-    fn seed(given: &str, nics: &[Plug]) -> Vec<(String, String)> {
+    fn seed(given: &str, nics: &[Nic]) -> Vec<(String, String)> {
         let project = Project::parse(Path::new("/somewhere/demo/tombolo.toml"), "[vm.a]\n").unwrap();
         read(volume(&files(&project, "a", &toml::from_str(given).unwrap(), nics).unwrap()).unwrap())
     }
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn the_vms_networks_are_configured_by_their_macs() {
-        let nic = |last: u8, address, dhcp| Plug {
+        let nic = |last: u8, address, dhcp| Nic {
             net: "lan".into(),
             socket: "/s".into(),
             lease: Lease { mac: Mac([0x52, 0x54, 0, 0, 0, last]), address, address6: None, dhcp },

@@ -27,8 +27,8 @@ const REMEDY: &str = "start it in one: systemctl start tombolo@NAME (its unit ha
 #[derive(Debug)]
 pub struct Group {
     path: PathBuf,
-    /// Where a process puts itself into the group.
-    entrance: File,
+    /// The group's cgroup.procs, open for writing.
+    procs: File,
 }
 
 impl Group {
@@ -62,8 +62,8 @@ impl Group {
         let memory = spec.memory_limit.map_or("max".into(), |size| size.0.to_string());
         limit("memory.max", memory)?;
         limit("cpu.max", spec.cpu_limit.map_or_else(|| format!("max {PERIOD}"), quota))?;
-        let entrance = OpenOptions::new().write(true).open(path.join("cgroup.procs"))?;
-        Ok(Group { path, entrance })
+        let procs = OpenOptions::new().write(true).open(path.join("cgroup.procs"))?;
+        Ok(Group { path, procs })
     }
 
     /// Where it is.
@@ -77,14 +77,14 @@ impl Group {
     /// # Errors
     /// When it is gone.
     pub fn take_over(path: PathBuf) -> anyhow::Result<Group> {
-        let entrance = OpenOptions::new().write(true).open(path.join("cgroup.procs"));
-        Ok(Group { entrance: entrance.with_context(|| path.display().to_string())?, path })
+        let procs = OpenOptions::new().write(true).open(path.join("cgroup.procs"));
+        Ok(Group { procs: procs.with_context(|| path.display().to_string())?, path })
     }
 
-    /// Where a process puts itself into the group: it writes "0".
+    /// The group's cgroup.procs: a process that writes "0" to it enters the group.
     #[must_use]
-    pub fn entrance(&self) -> &File {
-        &self.entrance
+    pub fn procs(&self) -> &File {
+        &self.procs
     }
 
     /// Whether the kernel has killed a process of the group for want of memory.
@@ -162,8 +162,8 @@ fn move_all(parent: &Path) -> anyhow::Result<()> {
         made => made.with_context(|| format!("{} can't be made", child.display()))?,
     }
     for process in processes.split_whitespace() {
-        let mut entrance = OpenOptions::new().write(true).open(child.join("cgroup.procs"))?;
-        match entrance.write_all(process.as_bytes()) {
+        let mut procs = OpenOptions::new().write(true).open(child.join("cgroup.procs"))?;
+        match procs.write_all(process.as_bytes()) {
             // It has ended.
             Err(e) if e.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => {}
             moved => {
@@ -198,7 +198,7 @@ mod tests {
             Group::below(dir.path(), "p", "a", &spec("cpu_limit = 1.5\nmemory_limit = \"2G\"")).unwrap();
         let read = |file: &str| fs::read_to_string(vm.join(file)).unwrap();
         assert_eq!((read("cpu.max").as_str(), read("memory.max").as_str()), ("150000 100000", "2147483648"));
-        made.entrance().write_all(b"0").unwrap();
+        made.procs().write_all(b"0").unwrap();
         assert_eq!(read("cgroup.procs"), "0");
         assert!(!made.ran_out_of_memory());
         fs::write(vm.join("memory.events"), "oom 3\noom_kill 1\n").unwrap();

@@ -15,10 +15,11 @@ use tombolo_passthrough::host::Host;
 use tombolo_passthrough::plan::plan;
 use tombolo_start::ahead::Budget;
 use tombolo_start::check::Limits;
-use tombolo_start::grow::{FromOutside, GrowError, Options, grow};
+use tombolo_start::grow::{GrowError, Options, grow};
 use tombolo_start::layout::{Layout, Wish};
 use tombolo_start::monitor::{Monitor, MonitorError};
 use tombolo_start::pace::Share;
+use tombolo_start::prepare::ProcessMemory;
 
 use crate::compose::VmSpec;
 use crate::machine::Machine;
@@ -165,10 +166,10 @@ pub fn begin(
     if layout.grown == 0 {
         return Ok(());
     }
-    let mut prepare = FromOutside::of(machine.pid(), layout.grown, None, Budget::default())?;
-    let patience = Duration::from_secs(machine.spec().ready_timeout.into());
+    let mut prepare = ProcessMemory::of(machine.pid(), layout.grown, None, Budget::default())?;
+    let driver_timeout = Duration::from_secs(machine.spec().ready_timeout.into());
     let share = machine.spec().growth_share.unwrap_or(Share::ALL);
-    let options = Options { driver_patience: patience, share, ..Options::for_host(&limits()?) };
+    let options = Options { driver_timeout, share, ..Options::for_host(&limits()?) };
     let machine = machine.clone();
     std::thread::Builder::new().name(format!("grow-{}", machine.name())).spawn(move || {
         let mut first = true;
@@ -205,7 +206,7 @@ impl Monitor for Through<'_> {
     }
 
     fn wait(&mut self, longest: Duration) -> Result<(), MonitorError> {
-        if self.0.wait_end_for(longest) { Err(MonitorError::Gone) } else { Ok(()) }
+        if self.0.wait_end(longest) { Err(MonitorError::Gone) } else { Ok(()) }
     }
 
     fn ready_for(&self) -> Option<Duration> {

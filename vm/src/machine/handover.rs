@@ -19,7 +19,8 @@ use tombolo_zone::keep::{Keep, Kept};
 use super::cgroup::Group;
 use super::growth::Taken;
 use super::hotplug::Ports;
-use super::{Exit, Held, Machine, Phase, State};
+use super::state::State;
+use super::{Exit, Held, Machine, Phase};
 use crate::child::{Guarded, Handle};
 use crate::compose::VmSpec;
 use crate::guest::agent::Agent;
@@ -30,12 +31,13 @@ use crate::qemu::Hypervisor;
 use crate::qemu::console::{Console, ConsoleState};
 use crate::qemu::qmp::{Paused, Qmp, QmpState};
 
-/// What the next program needs to go on with a VM.
+/// The state of a VM that goes over to the next program.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct MachineState {
     name: String,
     spec: VmSpec,
-    accel: Hypervisor,
+    #[serde(alias = "accel")]
+    hypervisor: Hypervisor,
     started: Moment,
     pid: u32,
     console: ConsoleState,
@@ -63,7 +65,7 @@ impl MachineState {
 }
 
 impl Machine {
-    /// Whether it is on its way from one phase to another, which must end first.
+    /// Returns whether the VM is between two phases; an upgrade waits for the second.
     pub fn is_changing(&self) -> bool {
         let state = self.lock();
         match state.phase {
@@ -73,19 +75,19 @@ impl Machine {
         }
     }
 
-    /// Lets the monitor stand still until what is returned is dropped.
+    /// Stops the monitor until the returned value is dropped.
     pub fn pause(&self) -> Option<Paused<'_>> {
         self.qmp.get().map(Qmp::pause)
     }
 
-    /// Notes what the next program needs; the monitor is [paused](Machine::pause), and nobody is in the household.
+    /// Returns the state for the next program. The caller has [paused](Machine::pause) the monitor and closed `HOUSEHOLD`.
     pub fn hand_over(&self, monitor: Option<&Paused<'_>>, keep: &mut Keep) -> MachineState {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         let monitor = monitor.zip(self.qmp.get());
         MachineState {
             name: self.name.clone(),
             spec: self.spec.clone(),
-            accel: self.accel,
+            hypervisor: self.hypervisor,
             started: self.started.into(),
             pid: self.pid,
             console: self.console.hand_over(keep),
@@ -131,7 +133,7 @@ impl Machine {
             agent: Agent::take_over(left.agent)?,
             name,
             spec: left.spec,
-            accel: left.accel,
+            hypervisor: left.hypervisor,
             started: Instant::from(left.started),
             qmp: OnceLock::new(),
             process,
@@ -158,7 +160,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Whether its memory still grows.
+    /// Returns whether the VM's memory still grows.
     pub fn is_growing(&self) -> bool {
         let state = self.lock();
         state.exit.is_none()

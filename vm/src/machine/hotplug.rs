@@ -3,28 +3,31 @@
 //!
 //! The two are functions 0 and 1 of one port. A guest sees a port's functions when function 0 comes, so that is the last step: whatever
 //! fails before it is undone without the guest's help. A step whose undoing has to wait, because the monitor owes a reply, is undone before
-//! the next plug. Stock QEMU can't unplug virtio-pmem; a VM that has left a zone keeps the memory device, and only needs another doorbell
+//! the next attachment. Stock QEMU can't unplug virtio-pmem; a VM that has left a zone keeps the memory device, and only needs another doorbell
 //! to be a member again.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use qapi::qmp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::Machine;
+use crate::compose::ZoneUse;
 use crate::project::zones::Invitation;
 use crate::qemu::cmdline;
 use crate::qemu::qmp::{Error, Qmp};
 
-/// How long QEMU may take for each step.
+/// Time for QEMU to carry out one step.
 const STEP: Duration = Duration::from_secs(60);
 
-/// Why a plug failed, and what that means for the membership.
+/// The result of an attachment that failed, for the VM's membership.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// The VM has none of the zone's memory from this plug.
+    /// The VM got nothing of the zone's memory.
     #[error("{0}")]
     Undone(String),
     /// QEMU may still carry out the last step: the VM counts as a member until it ends.
@@ -38,11 +41,12 @@ pub struct Ports {
     vm: String,
     count: u32,
     free: Vec<u32>,
-    /// How often something was plugged: makes names that were never used before in this QEMU.
-    plugs: i64,
-    /// What is to be undone, the last first.
+    /// The number of attachments. It makes names that this QEMU has never had.
+    #[serde(alias = "plugs")]
+    attached: i64,
+    /// The steps to undo before the next attachment, the last first.
     undo: Vec<Undo>,
-    /// Zones whose memory device is in the VM, and whether that is read-only.
+    /// Zones whose memory device is in the VM, and whether that device is read-only.
     memory: BTreeMap<String, bool>,
 }
 
@@ -77,17 +81,17 @@ impl Command {
 }
 
 impl Ports {
-    /// Ports of a VM that was started with the memory of these zones (and whether it is read-only).
+    /// The `count` ports of a VM that was started as a member of the zones in `memory`.
     pub fn new(vm: &str, count: u32, memory: BTreeMap<String, bool>) -> Ports {
         let free = (0..count).rev().collect();
-        Ports { vm: vm.to_owned(), count, free, plugs: 0, undo: Vec::new(), memory }
+        Ports { vm: vm.to_owned(), count, free, attached: 0, undo: Vec::new(), memory }
     }
 
     /// Adds a zone's devices, or only a new doorbell where its memory is there since an earlier membership.
     ///
     /// # Errors
     /// See [`Failure`].
-    pub fn plug(&mut self, qmp: &Qmp, zone: &str, invitation: &Invitation) -> Result<(), Failure> {
+    pub(super) fn attach(&mut self, qmp: &Qmp, zone: &str, invitation: &Invitation) -> Result<(), Failure> {
         let undone = |e: Error| Failure::Undone(e.to_string());
         let has_memory = match self.memory.get(zone) {
             Some(read_only) if *read_only != invitation.read_only => {
@@ -108,11 +112,11 @@ impl Ports {
                 vm = self.vm,
             )));
         };
-        self.plugs += 1;
-        let plugged = self
+        self.attached += 1;
+        let attached = self
             .doorbell(qmp, zone, port, has_memory, invitation)
             .and_then(|()| if has_memory { Ok(()) } else { self.memory(qmp, zone, port, invitation) });
-        match plugged {
+        match attached {
             Ok(()) => {
                 self.undo.clear();
                 self.memory.insert(zone.to_owned(), invitation.read_only);
@@ -125,14 +129,14 @@ impl Ports {
             }
             Err((e, false)) => {
                 self.free.push(port);
-                // What can't be undone now is undone before the next plug.
+                // A step that can't be undone now is undone before the next attachment.
                 let _later = self.settle(qmp);
                 Err(undone(e))
             }
         }
     }
 
-    /// Undoes what an earlier plug has left.
+    /// Undoes the steps that an earlier attachment has left.
     fn settle(&mut self, qmp: &Qmp) -> Result<(), Error> {
         while let Some(undo) = self.undo.last() {
             match qmp.execute_value(undo.command.name(), &undo.arguments) {
@@ -163,8 +167,8 @@ impl Ports {
         alone: bool,
         invitation: &Invitation,
     ) -> Result<(), (Error, bool)> {
-        let name = format!("bell-{zone}.{}", self.plugs);
-        let id = format!("doorbell-{zone}.{}", self.plugs);
+        let name = format!("bell-{zone}.{}", self.attached);
+        let id = format!("doorbell-{zone}.{}", self.attached);
         self.step(Command::Closefd, json!({ "fdname": name }), || {
             let getfd = qmp::getfd { fdname: name.clone() };
             qmp.execute_with(getfd, Some(invitation.doorbell.as_fd()), STEP).map(drop)
@@ -196,8 +200,8 @@ impl Ports {
         port: u32,
         invitation: &Invitation,
     ) -> Result<(), (Error, bool)> {
-        let set = self.plugs;
-        let object = format!("zone-{zone}.{}", self.plugs);
+        let set = self.attached;
+        let object = format!("zone-{zone}.{}", self.attached);
         let mut number = 0;
         self.step(Command::RemoveFd, json!({ "fdset-id": set }), || {
             let add = qmp::add_fd { fdset_id: Some(set), opaque: None };
@@ -215,7 +219,7 @@ impl Ports {
         let removed = qmp.execute_value("remove-fd", &json!({ "fdset-id": set }));
         removed.map_err(|e| (e, false))?;
         let device = json!({
-            "driver": "virtio-pmem-pci", "id": format!("pmem-{zone}.{}", self.plugs), "memdev": object,
+            "driver": "virtio-pmem-pci", "id": format!("pmem-{zone}.{}", self.attached), "memdev": object,
             "bus": format!("hp{port}"), "addr": "0.0", "multifunction": true,
         });
         last(qmp, &device)
@@ -228,6 +232,44 @@ fn last(qmp: &Qmp, device: &Value) -> Result<(), (Error, bool)> {
         let open = !matches!(e, Error::Refused { .. } | Error::Behind { .. });
         (e, open)
     })
+}
+
+impl Machine {
+    /// Adds the devices of a zone of the compose file. The VM is a member then, also after [`Failure::Open`].
+    ///
+    /// # Errors
+    /// No port is free, or QEMU refuses or does not answer.
+    pub fn attach_zone(
+        &self,
+        zone: &str,
+        zone_use: &ZoneUse,
+        invitation: &Invitation,
+    ) -> Result<(), Failure> {
+        let attached = self.attach_device(zone, invitation);
+        if !matches!(attached, Err(Failure::Undone(_))) {
+            self.lock().zones.insert(zone.to_owned(), zone_use.clone());
+        }
+        attached
+    }
+
+    /// Adds the devices of a zone under this name. Users of the VM don't see the membership: the zone is an accelerator's.
+    ///
+    /// # Errors
+    /// As [`Machine::attach_zone`].
+    pub fn attach_device(&self, name: &str, invitation: &Invitation) -> Result<(), Failure> {
+        let qmp = self.qmp().map_err(|e| Failure::Undone(e.to_string()))?;
+        self.ports.lock().unwrap_or_else(PoisonError::into_inner).attach(qmp, name, invitation)
+    }
+
+    /// The VM's memberships in zones of the compose file, those attached later included.
+    pub fn zones(&self) -> BTreeMap<String, ZoneUse> {
+        self.lock().zones.clone()
+    }
+
+    /// Notes that the VM is no longer a member of `zone`.
+    pub fn forget_zone(&self, zone: &str) {
+        self.lock().zones.remove(zone);
+    }
 }
 
 #[cfg(test)]
@@ -277,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plug_that_fails_at_any_step_leaves_nothing_and_its_port_is_free_again() {
+    fn an_attachment_that_fails_at_any_step_leaves_nothing_and_its_port_is_free_again() {
         let steps = [
             "getfd",
             "chardev-add",
@@ -294,7 +336,7 @@ mod tests {
                 it && std::mem::take(&mut *first.lock().unwrap())
             });
             let mut ports = Ports::new("a", 1, BTreeMap::new());
-            let failed = ports.plug(&qmp, "z", &invitation(false));
+            let failed = ports.attach(&qmp, "z", &invitation(false));
             assert!(matches!(failed, Err(Failure::Undone(_))), "{failing}: {failed:?}");
             let mut left: Vec<String> = Vec::new();
             for line in done.lock().unwrap().drain(..) {
@@ -308,9 +350,9 @@ mod tests {
             }
             assert_eq!(left, Vec::<String>::new(), "after {failing}");
             // The only port takes the next one.
-            ports.plug(&qmp, "z", &invitation(false)).unwrap();
+            ports.attach(&qmp, "z", &invitation(false)).unwrap();
             assert!(
-                ports.plug(&qmp, "y", &invitation(false)).unwrap_err().to_string().contains("no free port")
+                ports.attach(&qmp, "y", &invitation(false)).unwrap_err().to_string().contains("no free port")
             );
         }
     }
@@ -318,7 +360,7 @@ mod tests {
     #[test]
     fn the_guest_sees_the_memory_last() {
         let (qmp, done) = qemu(|_, _| false);
-        Ports::new("a", 1, BTreeMap::new()).plug(&qmp, "z", &invitation(false)).unwrap();
+        Ports::new("a", 1, BTreeMap::new()).attach(&qmp, "z", &invitation(false)).unwrap();
         assert_eq!(done.lock().unwrap().last().unwrap(), "device_add pmem-z.1");
     }
 
@@ -326,9 +368,9 @@ mod tests {
     fn a_zone_that_was_left_comes_back_with_a_doorbell_alone_and_with_the_rights_it_had() {
         let (qmp, done) = qemu(|_, _| false);
         let mut ports = Ports::new("a", 2, BTreeMap::from([("z".to_owned(), true)]));
-        let refused = ports.plug(&qmp, "z", &invitation(false)).unwrap_err();
+        let refused = ports.attach(&qmp, "z", &invitation(false)).unwrap_err();
         assert!(refused.to_string().contains("read-only; stock QEMU can't unplug it"), "{refused}");
-        ports.plug(&qmp, "z", &invitation(true)).unwrap();
+        ports.attach(&qmp, "z", &invitation(true)).unwrap();
         assert_eq!(
             *done.lock().unwrap(),
             ["getfd bell-z.1", "chardev-add bell-z.1", "device_add doorbell-z.1"]

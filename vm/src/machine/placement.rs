@@ -90,17 +90,17 @@ pub fn of_starting<'a>(
 pub fn arguments(
     plan: &VmPlan,
     qemu: &Qemu,
-    accel: Hypervisor,
+    hypervisor: Hypervisor,
     shared: bool,
 ) -> anyhow::Result<Vec<Argument>> {
-    let (cpu, vendor) = match accel {
+    let (cpu, vendor) = match hypervisor {
         Hypervisor::Kvm => ("host", Vendor::of_host()),
         Hypervisor::Tcg => ("max", Vendor::Emulated),
     };
-    let spare_slot = accel == Hypervisor::Tcg;
+    let spare_slot = hypervisor == Hypervisor::Tcg;
     let device = |device: &tombolo_topology::model::Device| Some(format!("vfio-pci,host={}", device.address));
     let options = Options { version: qemu.version, cpu, shared, bound: true, spare_slot, device };
-    let [.., value] = accel.arguments(qemu);
+    let [.., value] = hypervisor.arguments(qemu);
     let mut list = vec![("-cpu", format!("{value}{}", qemu::cpu_flags(plan, vendor)))];
     list.extend(qemu::arguments(plan, &options)?);
     Ok(list)

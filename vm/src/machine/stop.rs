@@ -37,7 +37,7 @@ impl Machine {
             }
             std::mem::replace(&mut state.phase, Phase::Stopping) == Phase::Up
         };
-        self.tell(&Phase::Stopping, "");
+        self.record(&Phase::Stopping, "");
         report(Stage::Stopping, "");
         // Commands that still run in the guest get an error instead of a turn.
         let mut agent = Some(self.agent.retire()).filter(|_| self.lock().agent_open);
@@ -55,7 +55,7 @@ impl Machine {
             return Ok(());
         }
         // QEMU flushes its disks when it quits.
-        if self.qmp().is_ok_and(|q| q.execute_within(qmp::quit {}, QUIT).is_ok()) && self.wait_ended(QUIT) {
+        if self.qmp().is_ok_and(|q| q.execute_within(qmp::quit {}, QUIT).is_ok()) && self.wait_end(QUIT) {
             return Ok(());
         }
         if !self.has_ended() {
@@ -63,7 +63,7 @@ impl Machine {
         }
         self.process.kill();
         anyhow::ensure!(
-            self.wait_ended(KILL),
+            self.wait_end(KILL),
             "process {} of the VM '{}' does not die, though it was killed; see /proc/{0}/stack",
             self.pid,
             self.name
@@ -87,7 +87,7 @@ impl Machine {
         }
         let time = left(until, SWITCH_OFF);
         report(Stage::Stopping, &format!("the guest has {} s to switch itself off", time.as_secs()));
-        self.wait_ended(time)
+        self.wait_end(time)
     }
 }
 

@@ -240,7 +240,7 @@ impl Accelerator {
             seat.set_reach(Reach::There);
             (seat.zone.clone(), invitation)
         };
-        let plugged = machine.plug_device(&format!("accel.{name}.{vm}"), &invitation);
+        let plugged = machine.attach_device(&format!("accel.{name}.{vm}"), &invitation);
         if let Err(hotplug::Failure::Undone(_)) = &plugged {
             self.set_reach(vm, Reach::Apart);
             zone.gone(owner);

@@ -206,8 +206,9 @@ pub struct Status {
     pub file: std::path::PathBuf,
     /// The supervisor's process, if the project is up.
     pub supervisor: Option<u32>,
-    /// The accelerator and why.
-    pub accel: String,
+    /// KVM or TCG, and the reason for it.
+    #[serde(alias = "accel")]
+    pub hypervisor: String,
     pub vms: Vec<VmStatus>,
     pub zones: Vec<ZoneStatus>,
     pub networks: Vec<NetStatus>,
@@ -221,7 +222,7 @@ impl Status {
             project: project.name.clone(),
             file: project.file.clone(),
             supervisor: None,
-            accel: String::new(),
+            hypervisor: String::new(),
             vms: Vec::new(),
             zones: Vec::new(),
             networks: Vec::new(),
@@ -238,7 +239,8 @@ pub struct VmStatus {
     /// QEMU's process, while it runs.
     pub pid: Option<u32>,
     /// "kvm" or "tcg".
-    pub accel: crate::qemu::Hypervisor,
+    #[serde(alias = "accel")]
+    pub hypervisor: crate::qemu::Hypervisor,
     /// Virtual CPUs.
     pub cpus: u32,
     /// Memory in bytes.

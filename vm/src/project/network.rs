@@ -32,9 +32,9 @@ use crate::project::keeper::{Keeper, KeeperState, Names, PATIENCE, Part, Service
 /// Longest path of a Unix socket, in bytes.
 const SOCKET_MAX: usize = 107;
 
-/// A VM's end of a network.
+/// A VM's device in a network.
 #[derive(Clone, Debug)]
-pub struct Plug {
+pub struct Nic {
     /// The network.
     pub net: String,
     /// Where QEMU connects.
@@ -51,7 +51,7 @@ pub struct Plug {
     pub names: Vec<(String, std::net::Ipv4Addr)>,
 }
 
-impl Plug {
+impl Nic {
     /// Sets the address of the guest's device through its agent, and tells the guest the names of the others.
     ///
     /// # Errors
@@ -219,12 +219,12 @@ impl Network {
         Ok(())
     }
 
-    /// What a VM needs to join; `None` where it has no port here.
-    pub fn plug(&self, vm: &str) -> Option<Plug> {
+    /// The device of a VM; `None`: the VM has no port here.
+    pub fn nic(&self, vm: &str) -> Option<Nic> {
         let ports = self.switch.ports();
         let (port, lease) = ports.get(vm)?;
         let names = ports.iter().filter_map(|(vm, (_, lease))| Some((vm.clone(), lease.address?.0)));
-        Some(Plug {
+        Some(Nic {
             net: self.switch.name.clone(),
             socket: port["socket"].as_str()?.into(),
             lease: lease.clone(),

@@ -112,10 +112,33 @@ impl Peer {
 ///
 /// # Errors
 /// When the other side is gone.
-pub fn send<T: Serialize>(mut socket: &UnixStream, message: &T) -> std::io::Result<()> {
+pub fn send<T: Serialize>(socket: &UnixStream, message: &T) -> std::io::Result<()> {
+    send_while(socket, message, &mut || false)
+}
+
+/// Sends one message over `socket`, whose writes have a limit; each time that it is reached `goes_on` says whether there is another.
+///
+/// # Errors
+/// When the other side is gone, or takes nothing.
+pub fn send_while<T: Serialize>(
+    mut socket: &UnixStream,
+    message: &T,
+    goes_on: &mut dyn FnMut() -> bool,
+) -> std::io::Result<()> {
+    use std::io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
     let mut line = serde_json::to_vec(message).map_err(std::io::Error::other)?;
     line.push(b'\n');
-    socket.write_all(&line)
+    let mut left = &line[..];
+    while !left.is_empty() {
+        match socket.write(left) {
+            Ok(0) => return Err(std::io::ErrorKind::WriteZero.into()),
+            Ok(n) => left = &left[n..],
+            Err(e) if e.kind() == Interrupted => {}
+            Err(e) if matches!(e.kind(), TimedOut | WouldBlock) && goes_on() => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
 }
 
 /// A socket whose reads end when the supervisor at its other end is stopped, or says nothing within the limit.

@@ -11,7 +11,7 @@ use crate::guest::kit::Boot;
 use crate::machine::disks::Drive;
 use crate::machine::growth::MEMORY;
 use crate::machine::placement;
-use crate::project::network::Plug;
+use crate::project::network::Nic;
 use tombolo_start::layout::Layout;
 use tombolo_topology::plan::VmPlan;
 
@@ -54,8 +54,7 @@ pub struct Plan<'a> {
     /// What the compose file says.
     pub spec: &'a VmSpec,
     pub qemu: &'a Qemu,
-    /// KVM or TCG.
-    pub accel: Hypervisor,
+    pub hypervisor: Hypervisor,
     /// Kernel and initramfs; `None` boots the disk.
     pub boot: Option<Boot>,
     /// Connected socket for the monitor.
@@ -68,7 +67,7 @@ pub struct Plan<'a> {
     pub memory: Layout,
     pub zones: Vec<ZoneDevice>,
     /// Networks.
-    pub nics: &'a [Plug],
+    pub nics: &'a [Nic],
     /// Disks, in the guest's order.
     pub drives: &'a [Drive],
     /// Where it lies on the host.
@@ -90,7 +89,7 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
     };
     add("-name", format!("{NAME}{},debug-threads=on", plan.name));
     add("-machine", "q35,usb=off,vmport=off".into());
-    let [accel, accel_value, cpu, cpu_value] = plan.accel.arguments(plan.qemu);
+    let [accel, accel_value, cpu, cpu_value] = plan.hypervisor.arguments(plan.qemu);
     add(accel, accel_value.into());
     // The room for zones must be known at start; it costs address space only.
     let most = (memory + grown + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
@@ -102,14 +101,14 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
         if private { ("memory-backend-ram", "") } else { ("memory-backend-memfd", ",share=on") };
     match plan.placement {
         Some(placed) => {
-            for (option, value) in placement::arguments(placed, plan.qemu, plan.accel, !private)? {
+            for (option, value) in placement::arguments(placed, plan.qemu, plan.hypervisor, !private)? {
                 add(option, value);
             }
         }
         None => {
             add("-machine", "memory-backend=ram".into());
             add(cpu, cpu_value.into());
-            add("-smp", plan.accel.processors(spec.cpus));
+            add("-smp", plan.hypervisor.processors(spec.cpus));
             add("-object", format!("{backend},id=ram,size={}M{share}", memory >> 20));
         }
     }
@@ -143,8 +142,8 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
             add(&option, value);
         }
     }
-    for (n, plug) in plan.nics.iter().enumerate() {
-        for (option, value) in nic_arguments(n, plug, plan) {
+    for (n, nic) in plan.nics.iter().enumerate() {
+        for (option, value) in nic_arguments(n, nic, plan) {
             add(option, value);
         }
     }
@@ -176,7 +175,7 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
             cmdline.push(' ');
             cmdline.push_str(tombolo_start::guest::KERNEL_ARGUMENTS);
         }
-        cmdline.push_str(plan.accel.kernel_arguments());
+        cmdline.push_str(plan.hypervisor.kernel_arguments());
         if let Some(more) = &spec.cmdline {
             cmdline.push(' ');
             cmdline.push_str(more);
@@ -193,13 +192,13 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
 }
 
 /// A port of a switch: QEMU connects again by itself when the switch has been away.
-fn nic_arguments(n: usize, plug: &Plug, plan: &Plan<'_>) -> [(&'static str, String); 3] {
-    let path = plug.socket.to_string_lossy().replace(',', ",,");
+fn nic_arguments(n: usize, nic: &Nic, plan: &Plan<'_>) -> [(&'static str, String); 3] {
+    let path = nic.socket.to_string_lossy().replace(',', ",,");
     let reconnect = if plan.qemu.version >= (9, 2, 0) { "reconnect-ms=200" } else { "reconnect=1" };
-    let (mac, queues, mtu) = (plug.lease.mac, plug.queues, plug.mtu);
+    let (mac, queues, mtu) = (nic.lease.mac, nic.queues, nic.mtu);
     // A vector for each queue, one for changes and one for the control queue. Old QEMUs crash under TCG when a guest masks
     // a vector of a vhost-user device, so their guests get none and use the pin.
-    let old = plan.accel == Hypervisor::Tcg && plan.qemu.version < (9, 0, 0);
+    let old = plan.hypervisor == Hypervisor::Tcg && plan.qemu.version < (9, 0, 0);
     let vectors = if old { 0 } else { 2 * queues + 2 };
     let multiqueue = if queues > 1 { ",mq=on" } else { "" };
     [
@@ -238,11 +237,16 @@ mod tests {
     use super::*;
     use std::path::PathBuf;
 
-    fn line(spec: &str, accel: Hypervisor, zones: Vec<ZoneDevice>) -> String {
-        line_of((10, 0, 2), spec, accel, zones)
+    fn line(spec: &str, hypervisor: Hypervisor, zones: Vec<ZoneDevice>) -> String {
+        line_of((10, 0, 2), spec, hypervisor, zones)
     }
 
-    fn line_of(version: (u32, u32, u32), spec: &str, accel: Hypervisor, zones: Vec<ZoneDevice>) -> String {
+    fn line_of(
+        version: (u32, u32, u32),
+        spec: &str,
+        hypervisor: Hypervisor,
+        zones: Vec<ZoneDevice>,
+    ) -> String {
         let spec: VmSpec = toml::from_str(spec).unwrap();
         let boot = (spec.disk.is_none() || spec.kernel.is_some())
             .then(|| Boot { kernel: "/k".into(), initrd: Some("/i".into()) });
@@ -254,7 +258,7 @@ mod tests {
             name: "a",
             spec: &spec,
             qemu: &qemu,
-            accel,
+            hypervisor,
             boot,
             monitor: 7,
             console: 8,
@@ -330,7 +334,7 @@ mod tests {
     #[test]
     fn a_network_is_a_port_of_a_switch_that_may_come_and_go() {
         let spec: VmSpec = toml::from_str("").unwrap();
-        let of = |version, accel, queues| {
+        let of = |version, hypervisor, queues| {
             let qemu = Qemu { program: "qemu".into(), version };
             let lease = crate::compose::network::Lease {
                 mac: crate::compose::network::Mac([2, 0, 0, 0, 0, 1]),
@@ -338,7 +342,7 @@ mod tests {
                 address6: None,
                 dhcp: false,
             };
-            let plug = Plug {
+            let nic = Nic {
                 net: "lan".into(),
                 socket: "/x,y".into(),
                 lease,
@@ -347,12 +351,12 @@ mod tests {
                 gateway: None,
                 names: vec![],
             };
-            let nics = [plug];
+            let nics = [nic];
             let plan = Plan {
                 name: "a",
                 spec: &spec,
                 qemu: &qemu,
-                accel,
+                hypervisor,
                 boot: None,
                 monitor: 7,
                 console: 8,

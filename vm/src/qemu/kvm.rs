@@ -24,7 +24,7 @@ pub struct Verdict {
 
 impl Verdict {
     /// What VMs run under, given the answer.
-    pub fn accel(&self) -> Hypervisor {
+    pub fn hypervisor(&self) -> Hypervisor {
         if self.works { Hypervisor::Kvm } else { Hypervisor::Tcg }
     }
 }
@@ -89,15 +89,15 @@ fn cache_file(qemu: &Qemu, kernel: &Path) -> Option<PathBuf> {
     Some(crate::project::state::base_dir().ok()?.join(format!("kvm-{hash:016x}.json")))
 }
 
-/// Runs the tiny guest with `kernel` under `accel` for at most `limit`.
-pub fn try_guest(qemu: &Qemu, kernel: &Path, accel: Hypervisor, limit: Duration) -> Verdict {
-    match run(qemu, kernel, accel, limit) {
+/// Runs the tiny guest with `kernel` under `hypervisor` for at most `limit`.
+pub fn try_guest(qemu: &Qemu, kernel: &Path, hypervisor: Hypervisor, limit: Duration) -> Verdict {
+    match run(qemu, kernel, hypervisor, limit) {
         Ok(verdict) => verdict,
         Err(e) => Verdict { works: false, why: format!("a tiny guest could not be tried: {e:#}") },
     }
 }
 
-fn run(qemu: &Qemu, kernel: &Path, accel: Hypervisor, limit: Duration) -> anyhow::Result<Verdict> {
+fn run(qemu: &Qemu, kernel: &Path, hypervisor: Hypervisor, limit: Duration) -> anyhow::Result<Verdict> {
     let initramfs = child::memory_file("tombolo-probe", &tiny::initramfs())?;
     let mut command = std::process::Command::new(&qemu.program);
     command
@@ -107,7 +107,7 @@ fn run(qemu: &Qemu, kernel: &Path, accel: Hypervisor, limit: Duration) -> anyhow
         .arg(kernel)
         .arg("-initrd")
         .arg(child::inherited_path(&initramfs))
-        .args(accel.arguments(qemu))
+        .args(hypervisor.arguments(qemu))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
@@ -131,20 +131,22 @@ fn run(qemu: &Qemu, kernel: &Path, accel: Hypervisor, limit: Duration) -> anyhow
                     works: true,
                     why: format!(
                         "a tiny guest ran under {} ({:.1} s)",
-                        accel.name(),
+                        hypervisor.name(),
                         start.elapsed().as_secs_f32()
                     ),
                 };
             }
             Ok(line) if line.contains("KVM internal error") => {
-                break no(accel, &format!("its kernel met '{}'", line.trim()));
+                break no(hypervisor, &format!("its kernel met '{}'", line.trim()));
             }
             Ok(line) if !line.trim().is_empty() => last = line.trim().to_owned(),
             Ok(_) => {}
             Err(mpsc::RecvTimeoutError::Timeout) => {
-                break no(accel, &format!("it did not reach user space within {} s", limit.as_secs()));
+                break no(hypervisor, &format!("it did not reach user space within {} s", limit.as_secs()));
             }
-            Err(mpsc::RecvTimeoutError::Disconnected) => break no(accel, &format!("QEMU ended: {last}")),
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                break no(hypervisor, &format!("QEMU ended: {last}"));
+            }
         }
     };
     qemu.kill();
@@ -156,10 +158,13 @@ fn run(qemu: &Qemu, kernel: &Path, accel: Hypervisor, limit: Duration) -> anyhow
     Ok(verdict)
 }
 
-fn no(accel: Hypervisor, what: &str) -> Verdict {
+fn no(hypervisor: Hypervisor, what: &str) -> Verdict {
     let pvm = Path::new("/sys/module/kvm_pvm").exists();
     let hint = if pvm { "; this host's KVM is PVM, which runs no stock kernels" } else { "" };
-    Verdict { works: false, why: format!("a tiny guest did not run under {}: {what}{hint}", accel.name()) }
+    Verdict {
+        works: false,
+        why: format!("a tiny guest did not run under {}: {what}{hint}", hypervisor.name()),
+    }
 }
 
 fn forward(stream: impl Read, lines: &mpsc::Sender<String>) {
@@ -182,7 +187,7 @@ mod tests {
     fn a_missing_device_is_a_reason_and_needs_no_guest() {
         let no = refusal(Path::new("/nonexistent/kvm")).unwrap();
         assert!(!no.works && no.why.contains("does not exist"));
-        assert_eq!(no.accel(), Hypervisor::Tcg);
+        assert_eq!(no.hypervisor(), Hypervisor::Tcg);
     }
 
     #[test]

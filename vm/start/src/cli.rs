@@ -10,11 +10,12 @@ use anyhow::{Context, Result, bail};
 
 use crate::ahead::Budget;
 use crate::check::Limits;
-use crate::grow::{FromOutside, Options, Prepare, Unprepared, grow};
+use crate::grow::{Options, grow};
 use crate::layout::{MIB, Wish};
 use crate::libvirt::{Virsh, running_layout, xml};
 use crate::monitor::{Monitor, Socket};
 use crate::pace::Share;
+use crate::prepare::{Prepare, ProcessMemory, Unprepared};
 use crate::progress::Progress;
 use crate::timeline::{Timeline, render};
 
@@ -132,7 +133,7 @@ pub fn run_grow(options: &GrowOptions, json: bool) -> Result<ExitCode> {
     let mut prepare: Box<dyn Prepare> = if options.unprepared {
         Box::new(Unprepared)
     } else {
-        Box::new(FromOutside::of(pid, layout.grown, options.node, budget)?)
+        Box::new(ProcessMemory::of(pid, layout.grown, options.node, budget)?)
     };
     let terminal = std::io::stderr().is_terminal() && !json;
     let mut observe = |progress: &Progress| {

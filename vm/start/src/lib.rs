@@ -15,6 +15,7 @@
 //! - [`remote`]: pages of another process, made to exist without being written.
 //! - [`ahead`]: the threads that prepare memory ahead of the guest, within a budget.
 //! - [`grow`]: offers memory until the guest has all of it.
+//! - [`prepare`]: makes the pages of memory before it is offered.
 //! - [`pace`]: the share of the time in which growing may disturb the guest.
 //! - [`progress`]: how far it is, how fast, how long it will take; as a file and for Prometheus.
 //! - [`timeline`]: what a start spent its time on.
@@ -36,6 +37,7 @@ pub mod memory;
 pub mod model;
 pub mod monitor;
 pub mod pace;
+pub mod prepare;
 pub mod progress;
 pub mod remote;
 pub mod timeline;

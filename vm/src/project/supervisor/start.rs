@@ -11,49 +11,27 @@ use std::time::{Duration, Instant};
 use tombolo_start::layout::Layout;
 use tombolo_topology::plan::VmPlan;
 
+use super::launch::Wanted;
 use super::order::{self, Order, Reached};
 use super::plan::{replaced, started, take_out};
+use super::requests::LOOK;
 use super::turn::{Of, Turn};
-use super::{Beside, LOOK, Reporter, Supervisor, mount_zone};
-use crate::compose::{self, Project, VmSpec, ZoneUse};
-use crate::guest::{health, kit, seed, share};
+use super::{Beside, Reporter, Supervisor};
+use crate::compose::{Project, VmSpec};
+use crate::guest::kit;
 use crate::host;
-use crate::machine::cgroup::Group;
-use crate::machine::{Machine, Phase, Start};
-use crate::machine::{disks, growth, placement, stop};
-use crate::project::accelerator::Accelerator;
+use crate::machine::{Machine, Phase, disks, growth, placement, stop};
 use crate::project::changes::{Action, Kind, Wish};
-use crate::project::control::{Event, Stage, Status};
+use crate::project::control::{Stage, Status};
 use crate::project::keeper::Part;
-use crate::project::network::Plug;
 use crate::project::peer::Peer;
 use crate::project::preflight::{self, Ready};
 use crate::project::session;
-use crate::project::zones::{HostZone, Invitation};
+use crate::project::zones::HostZone;
 use crate::qemu::version::Qemu;
-use crate::qemu::{Hypervisor, kvm};
 
 /// How often it is looked whether a VM is healthy.
 const HEALTH: Duration = Duration::from_millis(100);
-
-/// A VM that is to be started.
-pub(super) struct Wanted {
-    name: String,
-    spec: VmSpec,
-    qemu: Arc<Qemu>,
-    accel: Hypervisor,
-    boot: Option<kit::Boot>,
-    /// Those of the compose file, or what it had when it rebooted.
-    zones: BTreeMap<String, ZoneUse>,
-    /// What it was before it rebooted.
-    before: Option<Arc<Machine>>,
-    /// How often in a row its policy has started it again, where that is why it is started.
-    attempt: Option<u32>,
-    /// All memory at its start, whatever the compose file says.
-    slow: bool,
-    /// Where it lies on the host.
-    placement: Option<VmPlan>,
-}
 
 impl Supervisor {
     pub(super) fn up(
@@ -81,7 +59,7 @@ impl Supervisor {
         for name in &wished {
             order.reach(name, Reached::Ready);
         }
-        let accel = self.accel(&qemu, &missing, &near, reporter)?;
+        let hypervisors = self.choose_hypervisors(&qemu, &missing, &near, reporter)?;
         self.check_not_ending()?;
         self.announce(&actions, reporter);
         self.clear_away(&actions, reporter)?;
@@ -133,7 +111,7 @@ impl Supervisor {
                     let wanted = Wanted {
                         zones: spec.zones.clone(),
                         qemu: qemu.clone(),
-                        accel: accel[&name],
+                        hypervisor: hypervisors[&name],
                         name: name.clone(),
                         before: None,
                         attempt: None,
@@ -289,132 +267,6 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Starts one VM, waits until it is ready, and mounts its zones. `registered` gets it as soon as it can be stopped.
-    pub(super) fn start_one(
-        self: &Arc<Self>,
-        wanted: Wanted,
-        registered: &dyn Fn(&Arc<Machine>),
-        report: &dyn Fn(Stage, &str),
-    ) -> anyhow::Result<()> {
-        let Wanted { name, spec, qemu, accel, boot, zones, before, attempt, slow, placement } = wanted;
-        report(Stage::Starting, growth::advice(&spec).unwrap_or_default());
-        let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
-        let devices = growth::Taken::take(&name, &spec)?;
-        let nics = self.plugs(&name, &spec);
-        let project = self.lock().project.clone();
-        let seed =
-            spec.cloud_init.as_ref().map(|given| seed::make(&project, &name, given, &nics)).transpose()?;
-        let drives = disks::drives(&self.dir, &name, &spec)?;
-        let group = Group::of(&self.dir, &name, &spec)?;
-        let start = Start {
-            name: &name,
-            spec: &spec,
-            qemu: &qemu,
-            accel,
-            boot,
-            zones: self.invite(&name, &zones)?,
-            accelerators: self.seats(&name, &spec, &zones)?,
-            memory,
-            placement,
-            nics: nics.clone(),
-            drives,
-            seed,
-            group,
-            devices,
-            dir: &self.dir,
-            before: before.as_deref(),
-            attempt,
-        };
-        let own = self.clone();
-        let ended = move |machine: &Arc<Machine>, exit, inside| own.ended(machine, exit, inside);
-        let machine = match Machine::start(start, ended) {
-            Ok(machine) => machine,
-            Err(e) => {
-                self.leave_zones(&name, zones.keys());
-                return Err(e);
-            }
-        };
-        self.lock().machines.insert(name.clone(), machine.clone());
-        registered(&machine);
-        let own = self.clone();
-        if let Err(e) = growth::begin(&machine, move |machine| own.start_slowly(machine)) {
-            machine.cancel();
-            return Err(e);
-        }
-        machine.follow(report)?;
-        for (zone_name, zone_use) in &zones {
-            if let Some(path) = &zone_use.mount {
-                report(Stage::Preparing, &format!("mount {zone_name} on {path}"));
-            }
-            let zone = self.zone(zone_name)?;
-            mount_zone(&machine, zone_name, &zone, zone_use)?;
-        }
-        if spec.ready == compose::Ready::Agent {
-            for plug in &nics {
-                report(Stage::Preparing, &format!("network {}", plug.net));
-                plug.set_address(&name, machine.agent())?;
-            }
-        }
-        let bare = self.make_devices(&machine, report)? + &mount_shares(&machine, report)?;
-        machine.set_up();
-        if let Some(check) = &spec.healthcheck {
-            health::begin(&machine, check)?;
-        }
-        let status = machine.status();
-        let growing = status.growth.map(|g| format!(", {}", g.line())).unwrap_or_default();
-        report(Stage::Up, &format!("{:.1} s{growing}{bare}", status.uptime));
-        Ok(())
-    }
-
-    /// Makes the devices of a VM's accelerators in its guest. What is returned says what the guest lacks for using them.
-    fn make_devices(&self, machine: &Arc<Machine>, report: &dyn Fn(Stage, &str)) -> anyhow::Result<String> {
-        if let Some(owned) = self.owned_by(machine.name()) {
-            report(Stage::Preparing, "its accelerator's server");
-            owned.serve(machine)?;
-        }
-        let spec = machine.spec();
-        let mut bare = Vec::new();
-        if spec.ready == compose::Ready::Agent {
-            for (name, accelerator) in self.accelerators_of(spec) {
-                report(Stage::Preparing, &format!("accelerator {name}"));
-                if !accelerator.set_up(machine)? {
-                    bare.push(name);
-                }
-            }
-        }
-        if bare.is_empty() {
-            return Ok(String::new());
-        }
-        Ok(format!(", no libtombolo-opencl.so in it for {}: see docs/accelerators.md", bare.join(", ")))
-    }
-
-    fn accelerators_of(&self, spec: &VmSpec) -> Vec<(String, Arc<Accelerator>)> {
-        let inner = self.lock();
-        let names = spec.accelerators.0.keys();
-        names.filter_map(|name| Some((name.clone(), inner.accelerators.get(name)?.clone()))).collect()
-    }
-
-    /// Invitations to the zones of a VM's accelerators, and to those of its clients where it owns one; `zones` are those that it has been invited to.
-    fn seats(
-        &self,
-        vm: &str,
-        spec: &VmSpec,
-        zones: &BTreeMap<String, ZoneUse>,
-    ) -> anyhow::Result<Vec<(String, Invitation)>> {
-        let mut seats = Vec::new();
-        let of_vm = self.accelerators_of(spec).into_iter().map(|(_, accelerator)| accelerator);
-        for accelerator in of_vm.chain(self.owned_by(vm)) {
-            match accelerator.invite(vm) {
-                Ok(invitations) => seats.extend(invitations),
-                Err(e) => {
-                    self.leave_zones(vm, zones.keys());
-                    return Err(e);
-                }
-            }
-        }
-        Ok(seats)
-    }
-
     /// A guest that reboots ends its QEMU, since a member's memory and doorbell must not outlast its epoch; here it gets a new one, as what
     /// it was: the zones attached later, their mounts and its consoles included. Called when its old QEMU and memberships are gone.
     pub(super) fn reboot(self: &Arc<Self>, old: &Arc<Machine>) {
@@ -476,7 +328,7 @@ impl Supervisor {
             name: old.name().to_owned(),
             spec: old.spec().clone(),
             qemu: Arc::new(Qemu::find(project.compose.qemu.as_deref())?),
-            accel: old.accel(),
+            hypervisor: old.hypervisor(),
             boot: kit::boot(old.name(), old.spec(), near)?,
             zones: old.zones(),
             before: Some(old.clone()),
@@ -507,104 +359,4 @@ impl Supervisor {
         }
         Ok(new)
     }
-
-    fn plugs(&self, vm: &str, spec: &VmSpec) -> Vec<Plug> {
-        let inner = self.lock();
-        let networks = spec.networks.0.keys().filter_map(|name| inner.networks.get(name));
-        networks.filter_map(|network| network.plug(vm)).collect()
-    }
-
-    fn invite(
-        &self,
-        vm: &str,
-        zones: &BTreeMap<String, ZoneUse>,
-    ) -> anyhow::Result<Vec<(String, ZoneUse, Invitation)>> {
-        let mut invitations = Vec::new();
-        for (name, zone_use) in zones {
-            match self.zone(name).and_then(|zone| zone.invite(vm, zone_use)) {
-                Ok(invitation) => invitations.push((name.clone(), zone_use.clone(), invitation)),
-                Err(e) => {
-                    self.leave_zones(vm, invitations.iter().map(|(name, ..)| name));
-                    return Err(e);
-                }
-            }
-        }
-        Ok(invitations)
-    }
-
-    /// What each VM runs under. KVM is only tried where somebody wants it.
-    fn accel(
-        &self,
-        qemu: &Qemu,
-        missing: &[(String, VmSpec, Option<kit::Boot>)],
-        near: &Path,
-        reporter: &Reporter,
-    ) -> anyhow::Result<BTreeMap<String, Hypervisor>> {
-        use crate::compose::AccelChoice;
-        let mut chosen = BTreeMap::new();
-        let (mut verdict, mut tried) = (None, false);
-        let insists = missing.iter().any(|(_, spec, _)| spec.accel == AccelChoice::Kvm);
-        let limit = if insists { kvm::INSISTING } else { kvm::LIMIT };
-        for (name, spec, boot) in missing {
-            let choice = match std::env::var("TOMBOLO_VM_ACCEL").ok().as_deref() {
-                Some("tcg") if spec.accel == AccelChoice::Auto => AccelChoice::Tcg,
-                _ => spec.accel,
-            };
-            if choice == AccelChoice::Tcg {
-                chosen.insert(name.clone(), Hypervisor::Tcg);
-                continue;
-            }
-            let verdict = verdict.get_or_insert_with(|| {
-                let kit = kit::kit(&kit::places(near), None);
-                let kernel = kit.as_ref().or(boot.as_ref()).map(|b| b.kernel.as_path());
-                kvm::verdict(qemu, kernel, limit, || {
-                    tried = true;
-                    reporter.send(&Event::Note {
-                        text: "finding out whether KVM works here (once per boot of the host)".into(),
-                    });
-                })
-            });
-            if choice == AccelChoice::Kvm && !verdict.works {
-                anyhow::bail!("vm.{name}.accel is \"kvm\", but {}; write \"auto\" or \"tcg\"", verdict.why);
-            }
-            chosen.insert(name.clone(), verdict.accel());
-        }
-        if let Some(verdict) = verdict {
-            let text = format!("{}: {}", verdict.accel().name(), verdict.why);
-            // Where it is known since an earlier start, only those want it who ask for more.
-            let known = text.clone();
-            reporter.send(&if tried { Event::Note { text: known } } else { Event::Detail { text: known } });
-            self.lock().accel = text;
-        } else if !missing.is_empty() {
-            self.lock().accel = "TCG: the compose file or TOMBOLO_VM_ACCEL says so".into();
-        }
-        for (name, _, boot) in missing {
-            let kernel =
-                boot.as_ref().map_or("its disk's".to_owned(), |boot| boot.kernel.display().to_string());
-            let text = format!(
-                "the VM '{name}': {} {} with {}, kernel {kernel}",
-                qemu.program.display(),
-                qemu.version_text(),
-                chosen[name].name()
-            );
-            reporter.send(&Event::Detail { text });
-        }
-        let logs = self.dir.path().display();
-        reporter.send(&Event::Detail { text: format!("supervisor {}, logs in {logs}", std::process::id()) });
-        Ok(chosen)
-    }
-}
-
-/// Mounts the host's folders in a guest that has an agent. What is returned says which ones it can't use.
-fn mount_shares(machine: &Machine, report: &dyn Fn(Stage, &str)) -> anyhow::Result<String> {
-    let spec = machine.spec();
-    if spec.share.is_empty() || spec.ready != compose::Ready::Agent {
-        return Ok(String::new());
-    }
-    report(Stage::Preparing, "folders of the host");
-    let shares = share::mount(machine.agent(), machine.name(), &spec.share)?;
-    let missing =
-        shares.iter().filter(|share| !share.there).map(|share| format!(", {}", share.state)).collect();
-    machine.set_shares(shares);
-    Ok(missing)
 }

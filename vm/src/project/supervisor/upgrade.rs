@@ -17,7 +17,7 @@ use tombolo_zone::keep::{Keep, Kept};
 
 use super::lasting::What;
 use super::turn::Of;
-use super::{Reporter, Seat, Supervisor};
+use super::{Ownership, Reporter, Supervisor};
 use crate::child::main_thread;
 use crate::compose::Project;
 use crate::guest::health;
@@ -34,8 +34,8 @@ use crate::project::state::StateDir;
 use crate::project::upgrade::{self, FORMAT, Head, Program};
 use crate::project::zones::{HostZone, HostZoneState};
 
-/// How long each barrier may take to close. Commands that come meanwhile wait: their patience is some seconds.
-const CLOSING: Duration = Duration::from_secs(1);
+/// How long each barrier may take to close. Commands that come meanwhile wait, and the patience of `ps` is less than a second.
+const CLOSING: Duration = Duration::from_millis(200);
 /// Between two tries, in which commands are heard.
 const PAUSE: Duration = Duration::from_millis(300);
 
@@ -46,7 +46,8 @@ struct State {
     head: Head,
     dir: PathBuf,
     project: Project,
-    accel: String,
+    #[serde(alias = "accel")]
+    hypervisor: String,
     lock: Kept,
     door: DoorState,
     signals: Kept,
@@ -215,9 +216,9 @@ impl Supervisor {
             head,
             dir: self.dir.path().to_owned(),
             project: inner.project.clone(),
-            accel: inner.accel.clone(),
-            lock: keep.add(&self.seat.lock),
-            door: DoorState::of(&self.seat.door, keep),
+            hypervisor: inner.hypervisor.clone(),
+            lock: keep.add(&self.ownership.lock),
+            door: DoorState::of(&self.ownership.door, keep),
             signals: keep.add(self.signals.socket()),
             client: keep.add(client),
             machines: Vec::new(),
@@ -294,7 +295,7 @@ impl Supervisor {
                             own.lasting.type_all(&machine, &socket, Some(inside));
                         }
                     }
-                    own.leave_for_good();
+                    own.leave_unanswered();
                 })
             }
         };
@@ -334,16 +335,16 @@ pub fn go_on(state: RawFd, refused: Option<String>) -> anyhow::Result<()> {
     let standstill = HOUSEHOLD.close(Duration::ZERO).map_err(|_| anyhow::anyhow!("somebody was faster"))?;
     crate::log::resume(&state.dir.join("supervisor.log"));
     let version = state.head.version;
-    let seat = Seat { lock: state.lock.take()?.into(), door: state.door.resume()? };
+    let ownership = Ownership { lock: state.lock.take()?.into(), door: state.door.resume()? };
     let signals = session::signals()?;
     signals.take_over(UnixStream::from(state.signals.take()?));
     upgrade::block_signals(false);
-    let supervisor = Supervisor::new(StateDir::at(state.dir.clone()), seat, signals, state.project);
+    let supervisor = Supervisor::new(StateDir::at(state.dir.clone()), ownership, signals, state.project);
     let supervisor = Arc::new(supervisor);
     {
         let mut inner = supervisor.lock();
         // The one that asked for this.
-        (inner.requests, inner.accel) = (1, state.accel);
+        (inner.requests, inner.hypervisor) = (1, state.hypervisor);
     }
     for left in state.machines {
         let (own, name) = (supervisor.clone(), left.name().to_owned());

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo net` for the networks of running projects.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+use crate::commands::cli::{File, say};
+use crate::commands::{client, ps};
+use crate::compose::{self, Project};
+use crate::project::control::Request;
+use crate::project::peer;
+
+/// Commands for the networks of running projects.
+#[derive(Subcommand, Debug)]
+pub enum NetCommand {
+    /// List the networks of a running project: switch, uplink, and who has which address
+    Ls {
+        /// Which compose file
+        #[command(flatten)]
+        file: File,
+    },
+}
+
+/// Runs one of [`NetCommand`].
+///
+/// # Errors
+/// The project is not up, or its supervisor does not answer.
+pub fn run(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
+    let NetCommand::Ls { file } = command;
+    let status = client::status(client::living(&file.identify()?, &Request::Ps)?)?;
+    if json {
+        say(&serde_json::to_string_pretty(&status.networks)?)?;
+    } else if status.networks.is_empty() {
+        crate::say!(
+            "the project '{}' has no network; add [net.NAME] and networks = [\"NAME\"] to a VM",
+            status.project
+        );
+    } else {
+        say(ps::networks(&status).trim_end())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The control socket of the switch of network `name` in the running project of this folder (or one above); without a
+/// name, of the only one. `None`: there is no such project, or it is not up, or has no such network.
+///
+/// # Errors
+/// When the compose file is malformed, the supervisor does not answer, or there are several networks and no name.
+pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
+    let Ok(file) = compose::find(None) else { return Ok(None) };
+    let Some(peer) = peer::ask(&Project::load(&file)?, &Request::Ps)? else {
+        return Ok(None);
+    };
+    let networks = client::status(peer)?.networks;
+    if let (None, [_, _, ..]) = (name, &networks[..]) {
+        let names: Vec<&str> = networks.iter().map(|n| n.name.as_str()).collect();
+        anyhow::bail!("there are several networks; say which with --control: {}", names.join(", "));
+    }
+    Ok(networks.into_iter().find(|n| name.is_none_or(|wanted| n.name == wanted)).map(|n| n.control))
+}

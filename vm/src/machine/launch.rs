@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The start of a VM's QEMU, and the thread that waits for its end.
+//!
+//! QEMU inherits all its sockets and the memory of its zones as descriptors, which its command line names by number. None has a name in
+//! the file system.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::mem;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::cgroup::Group;
+use super::disks::Drive;
+use super::hotplug::Ports;
+use super::state::State;
+use super::{Exit, Held, Machine, Phase, QUIT, Start};
+use crate::child::{self, Guarded};
+use crate::compose::Ready;
+use crate::compose::disks::Format;
+use crate::guest::agent::Agent;
+use crate::project::barrier::{HOUSEHOLD, Inside};
+use crate::project::zones::Invitation;
+use crate::qemu::cmdline::{self, Plan, ZoneDevice};
+use crate::qemu::console::Console;
+use crate::qemu::qmp::Qmp;
+
+/// Time for QEMU to fill memory that is bound to nodes: a terabyte takes minutes.
+const FILL: Duration = Duration::from_secs(1800);
+
+/// Descriptors that QEMU inherits.
+#[derive(Default)]
+struct Inherited(Vec<OwnedFd>);
+
+impl Inherited {
+    /// Adds a descriptor and returns its number, which is the same in QEMU.
+    fn add(&mut self, fd: impl Into<OwnedFd>) -> RawFd {
+        let fd = fd.into();
+        let number = fd.as_raw_fd();
+        self.0.push(fd);
+        number
+    }
+}
+
+/// One side of the sockets between this process and a QEMU.
+struct Sockets {
+    monitor: UnixStream,
+    console: UnixStream,
+    agent: UnixStream,
+    /// QEMU's standard output and standard error.
+    log: UnixStream,
+}
+
+impl Sockets {
+    /// Returns this process' side and QEMU's.
+    fn pairs() -> io::Result<(Sockets, Sockets)> {
+        let (monitor, qemus_monitor) = UnixStream::pair()?;
+        let (console, qemus_console) = UnixStream::pair()?;
+        let (agent, qemus_agent) = UnixStream::pair()?;
+        let (log, qemus_log) = UnixStream::pair()?;
+        let qemus =
+            Sockets { monitor: qemus_monitor, console: qemus_console, agent: qemus_agent, log: qemus_log };
+        Ok((Sockets { monitor, console, agent, log }, qemus))
+    }
+}
+
+/// The devices of the VM's zones and accelerators.
+fn zone_devices(start: &mut Start<'_>, inherited: &mut Inherited) -> Vec<ZoneDevice> {
+    let zones = mem::take(&mut start.zones).into_iter().map(|(name, _, invitation)| (name, invitation));
+    // No zone of the compose file has a dot in its name.
+    let accelerators =
+        mem::take(&mut start.accelerators).into_iter().map(|(name, i)| (format!("accel.{name}"), i));
+    zones
+        .chain(accelerators)
+        .map(|(name, Invitation { memory, size, read_only, doorbell })| ZoneDevice {
+            name,
+            memory: inherited.add(memory),
+            size,
+            read_only,
+            doorbell: inherited.add(doorbell),
+        })
+        .collect()
+}
+
+/// The drive of the volume that cloud-init reads.
+fn seed_drive(seed: OwnedFd, inherited: &mut Inherited) -> Drive {
+    Drive {
+        id: "seed".into(),
+        file: format!("/proc/self/fd/{}", inherited.add(seed)).into(),
+        format: Format::Raw,
+        read_only: true,
+        snapshot: false,
+        serial: None,
+    }
+}
+
+/// QEMU's command. It does not let the guest run yet (`-S`).
+fn command(start: &mut Start<'_>, qemus: Sockets, inherited: &mut Inherited) -> anyhow::Result<Command> {
+    let zones = zone_devices(start, inherited);
+    let mut drives = mem::take(&mut start.drives);
+    drives.extend(start.seed.take().map(|seed| seed_drive(seed, inherited)));
+    let plan = Plan {
+        drives: &drives,
+        name: start.name,
+        spec: start.spec,
+        qemu: start.qemu,
+        hypervisor: start.hypervisor,
+        boot: start.boot.take(),
+        monitor: inherited.add(qemus.monitor),
+        console: inherited.add(qemus.console),
+        agent: inherited.add(qemus.agent),
+        memory: start.memory,
+        zones,
+        nics: &start.nics,
+        placement: start.placement.as_ref(),
+    };
+    let mut command = Command::new(&start.qemu.program);
+    command.args(cmdline::arguments(&plan)?).arg("-S");
+    command.stdin(Stdio::null());
+    command.stdout(Stdio::from(OwnedFd::from(qemus.log.try_clone()?)));
+    command.stderr(Stdio::from(OwnedFd::from(qemus.log)));
+    child::tie(&mut command, &inherited.0);
+    if let Some(group) = &start.group {
+        child::enter(&mut command, group.procs())?;
+    }
+    Ok(command)
+}
+
+/// The console and QEMU's log. Those of the machine before go on, if there is one.
+fn consoles(
+    start: &Start<'_>,
+    console: UnixStream,
+    log: UnixStream,
+) -> anyhow::Result<(Arc<Console>, Arc<Console>)> {
+    let pattern = match &start.spec.ready {
+        Ready::Console(regex) => Some(regex_lite::Regex::new(regex)?),
+        _ => None,
+    };
+    let Some(before) = start.before else {
+        let console = Console::start(console, &start.dir.console_log(start.name), pattern)?;
+        return Ok((console, Console::start(log, &start.dir.qemu_log(start.name), None)?));
+    };
+    before.console.resume(console, pattern)?;
+    before.log.resume(log, None)?;
+    Ok((before.console.clone(), before.log.clone()))
+}
+
+impl Machine {
+    /// Starts QEMU and waits until its monitor answers. The guest does not run yet: see [`Machine::follow`].
+    ///
+    /// When QEMU has ended, a thread of its own calls `ended` once. `ended` must call [`Machine::set_ended`], and drop its third argument
+    /// when everything that follows from the end has been noted.
+    ///
+    /// # Errors
+    /// QEMU can't be started, or its monitor does not answer. In the second case `ended` is called.
+    pub fn start(
+        mut start: Start<'_>,
+        ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
+    ) -> anyhow::Result<Arc<Machine>> {
+        let started = Instant::now();
+        let zones = start.zones.iter().map(|(name, zone_use, _)| (name.clone(), zone_use.clone())).collect();
+        let memory: BTreeMap<_, _> =
+            start.zones.iter().map(|(name, _, invitation)| (name.clone(), invitation.read_only)).collect();
+        let (own, qemus) = Sockets::pairs()?;
+        let mut inherited = Inherited::default();
+        let command = command(&mut start, qemus, &mut inherited)?;
+        let (console, log) = consoles(&start, own.console, own.log)?;
+        let qemu = Guarded::spawn(command)?;
+        // While this process has QEMU's side of a socket open, it does not see the end of that socket.
+        drop(inherited);
+        let restarted = start.attempt.is_some();
+        let machine = Arc::new(Machine {
+            name: start.name.to_owned(),
+            spec: start.spec.clone(),
+            hypervisor: start.hypervisor,
+            started,
+            console,
+            log,
+            agent: Agent::new(own.agent),
+            qmp: OnceLock::new(),
+            process: qemu.handle()?,
+            pid: qemu.pid(),
+            state: Mutex::new(State::booting(zones)),
+            changed: Condvar::new(),
+            cancelled: AtomicBool::new(false),
+            reboots: start.before.map_or(0, |b| b.reboots + u32::from(!restarted)),
+            restarts: start.before.map_or(0, |b| b.restarts + u32::from(restarted)),
+            attempt: start.attempt.or(start.before.map(|b| b.attempt)).unwrap_or(0),
+            layout: start.memory,
+            placement: start.placement,
+            threads: OnceLock::new(),
+            ports: Mutex::new(Ports::new(start.name, start.spec.hotplug_ports, memory)),
+            held: Mutex::new(Held { devices: start.devices, group: start.group }),
+        });
+        machine.mark("qemu started");
+        machine.record(&Phase::Booting, start.hypervisor.name());
+        machine.watch(qemu, ended)?;
+        machine.connect(own.monitor)?;
+        Ok(machine)
+    }
+
+    /// Waits until the monitor answers. Ends QEMU if it does not.
+    fn connect(self: &Arc<Self>, monitor: UnixStream) -> anyhow::Result<()> {
+        // QEMU fills memory that is bound to nodes before it answers.
+        let limit = if self.placement.is_some() { FILL } else { tombolo_qemu::qmp::REPLY };
+        match Qmp::connect_within(monitor, limit, self.events()) {
+            Ok(qmp) => {
+                self.mark("monitor answers");
+                let _set_once = self.qmp.set(qmp);
+                Ok(())
+            }
+            Err(e) => {
+                self.process.kill();
+                self.wait_end(QUIT);
+                Err(self.failure(&e.to_string()))
+            }
+        }
+    }
+
+    /// Starts the thread that waits for QEMU's end and calls `ended`.
+    pub(super) fn watch(
+        self: &Arc<Self>,
+        mut qemu: Guarded,
+        ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
+    ) -> io::Result<()> {
+        let machine = self.clone();
+        let watch = move || {
+            qemu.wait_end();
+            machine.await_monitor_end();
+            let inside = HOUSEHOLD.enter("the end of a VM");
+            let mut exit = match qemu.wait() {
+                Ok(status) => describe(status),
+                Err(e) => Exit { how: format!("its end is unknown: {e}"), clean: false },
+            };
+            let held = mem::take(&mut *machine.held.lock().unwrap_or_else(PoisonError::into_inner));
+            if held.group.as_ref().is_some_and(Group::ran_out_of_memory) {
+                exit.how.push_str(", for want of memory: raise memory_limit");
+            }
+            // The devices and the cgroup must be free before `ended` starts the next QEMU.
+            drop(held);
+            ended(&machine, exit, inside);
+        };
+        std::thread::Builder::new().name(format!("vm-{}", self.name)).spawn(watch).map(drop)
+    }
+
+    /// Returns the handler of the monitor's events.
+    pub(super) fn events(self: &Arc<Self>) -> impl FnMut(&str, &serde_json::Value) + Send + use<> {
+        let weak = Arc::downgrade(self);
+        move |event, data| {
+            if let Some(machine) = weak.upgrade() {
+                machine.event(event, data);
+            }
+        }
+    }
+
+    /// Waits for the monitor's last event, which tells a reboot from a shutdown.
+    fn await_monitor_end(&self) {
+        drop(self.changed.wait_timeout_while(self.lock(), QUIT, |s| !s.monitor_ended));
+    }
+}
+
+fn describe(status: ExitStatus) -> Exit {
+    use std::os::unix::process::ExitStatusExt;
+    let how = match (status.code(), status.signal()) {
+        (Some(0), _) => "the guest switched itself off".into(),
+        (Some(code), _) => format!("QEMU ended with code {code}"),
+        (None, Some(signal)) => format!("QEMU was killed by signal {signal}"),
+        (None, None) => "QEMU ended".into(),
+    };
+    Exit { how, clean: status.success() }
+}

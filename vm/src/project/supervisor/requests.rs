@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Requests of clients: each is read, carried out and answered on a thread of its own.
+
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::reception::Connection;
+use super::{Supervisor, lasting, turn};
+use crate::child::main_thread;
+use crate::guest::exec::Exec;
+use crate::machine::Machine;
+use crate::project::barrier::Inside;
+use crate::project::control::{Event, Request, Stage};
+use crate::project::peer::{self, Peer};
+use crate::project::session;
+
+/// Time for a client to send its request.
+const REQUEST: Duration = Duration::from_secs(5);
+/// Time for a client to read an event.
+const READ: Duration = Duration::from_secs(2);
+/// Time that a request waits for its turn before the client is told.
+const SILENT: Duration = Duration::from_secs(1);
+/// The pause between two checks whether the client of a waiting request has gone.
+pub(super) const LOOK: Duration = Duration::from_millis(200);
+/// Bytes of earlier output that a new reader of the console gets.
+const RECENT: usize = 2048;
+/// The answer to a request that needs descriptors, from a process that has none.
+const NO_DESCRIPTOR: &str = "it has no file descriptor left; 'ps' and 'down' still work. Close consoles and commands, or take the project \
+                            down and start it with a higher limit (ulimit -n)";
+
+/// Sends the events of one request. A client that has gone is no error here: the end of its connection cancels the request.
+pub(super) struct Reporter {
+    /// `None`: the client has gone, or does not read.
+    socket: Mutex<Option<Arc<UnixStream>>>,
+    /// The VM whose command's output waits for its reader.
+    machine: OnceLock<Arc<Machine>>,
+}
+
+impl Reporter {
+    pub(super) fn of(peer: &Peer, request: &Request) -> Reporter {
+        let socket = peer.socket();
+        let limit = if matches!(request, Request::Exec { .. }) { LOOK } else { READ };
+        // It fails for a limit of zero only.
+        let _never = socket.set_write_timeout(Some(limit));
+        Reporter { socket: Mutex::new(Some(socket)), machine: OnceLock::new() }
+    }
+
+    /// From here on events wait for their reader as long as this VM runs: they are the output of a command in it.
+    fn wait_while_runs(&self, machine: &Arc<Machine>) {
+        let _only_once = self.machine.set(machine.clone());
+    }
+
+    /// Sends an event. A client that is stopped is waited for at most for [`READ`], or until so long after the VM's end.
+    pub(super) fn send(&self, event: &Event) {
+        let mut socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut late = None;
+        let mut goes_on = || {
+            let runs = self.machine.get().is_some_and(|machine| !machine.has_ended());
+            runs || late.get_or_insert_with(Instant::now).elapsed() < READ
+        };
+        if socket.as_ref().is_some_and(|socket| peer::send_while(socket, event, &mut goes_on).is_err()) {
+            // A part of the message may have been sent: nothing can follow it.
+            if let Some(socket) = socket.take() {
+                let _gone_already = socket.shutdown(std::net::Shutdown::Both);
+            }
+        }
+    }
+
+    pub(super) fn stage(&self, vm: &str, stage: Stage, detail: &str) {
+        self.send(&Event::Stage { vm: vm.to_owned(), stage, detail: detail.to_owned() });
+    }
+}
+
+impl Supervisor {
+    /// Serves the command that started this process.
+    pub(super) fn begin(self: &Arc<Self>, mut peer: Peer, inside: Inside) {
+        match peer.receive::<Request>() {
+            Ok(Some(request)) => {
+                let reporter = Reporter::of(&peer, &request);
+                self.serve(request, peer, reporter, inside);
+            }
+            // The command has ended.
+            Ok(None) | Err(_) => self.leave_unanswered(),
+        }
+    }
+
+    /// Serves a command that has connected to this process.
+    pub(super) fn admit(self: &Arc<Self>, connection: Connection) {
+        // It fails for a limit of zero only.
+        let _never = connection.socket.set_read_timeout(Some(REQUEST));
+        let mut peer = Peer::new(connection.socket);
+        let request = peer.receive::<Request>();
+        let _never = peer.socket().set_read_timeout(None);
+        let request = match request {
+            Ok(Some(request)) => request,
+            Ok(None) => return,
+            Err(e) => {
+                let _ = peer.send(&Event::Failed { message: format!("{e:#}") });
+                return;
+            }
+        };
+        let reporter = Reporter::of(&peer, &request);
+        if connection.scarce && !matches!(request, Request::Ps | Request::Down { .. }) {
+            reporter.send(&Event::Failed { message: NO_DESCRIPTOR.into() });
+            return;
+        }
+        let inside = connection.inside;
+        inside.rename(request.what());
+        match request {
+            Request::Attend => {
+                reporter.send(&Event::Heard);
+                return self.lasting.attend(peer, inside);
+            }
+            Request::Events { since } => {
+                reporter.send(&Event::Heard);
+                return self.lasting.tell(&peer.socket(), lasting::since(since), &reporter, inside);
+            }
+            _ => {}
+        }
+        // A client whose request stays unheard for too long reports that and ends. One whose connection ends without 'heard' starts another
+        // supervisor.
+        if !session::has_gone(&peer.socket()) && self.enter() {
+            self.serve(request, peer, reporter, inside);
+        }
+    }
+
+    /// Carries out a request, and sends its result.
+    fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter, inside: Inside) {
+        reporter.send(&Event::Heard);
+        let result = match request {
+            Request::Up { project, wish, wait } => self.up(*project, &wish, wait, peer, &reporter),
+            Request::Plan { project, wish } => {
+                reporter.send(&self.planned(*project, &wish));
+                Ok(())
+            }
+            Request::Down { vms } => self.down(&vms, &reporter),
+            Request::Ps => {
+                reporter.send(&Event::Status(Box::new(self.status())));
+                Ok(())
+            }
+            Request::Exec { vm, argv, env, dir, input, terminal } => self.running(&vm).and_then(|machine| {
+                reporter.wait_while_runs(&machine);
+                let exec = Exec { argv, env, dir };
+                let report = |event: &Event| reporter.send(event);
+                match terminal {
+                    Some(terminal) => session::exec_on_terminal(&machine, &exec, &terminal, peer, &report),
+                    None => session::exec(&machine, &exec, input, peer, &report),
+                }
+            }),
+            Request::Console { vm } => {
+                match self.machine(&vm).and_then(|m| Ok((session::watch(&m, peer, RECENT)?, m))) {
+                    Ok((socket, machine)) => {
+                        self.lasting.type_all(&machine, &socket, Some(inside));
+                        return self.leave_unanswered();
+                    }
+                    Err(e) => Err(e),
+                }
+            }
+            Request::Upgrade { program, seconds } => {
+                self.upgrade(program.as_deref(), seconds, peer, &reporter, inside)
+            }
+            Request::Attend | Request::Events { .. } => Ok(()),
+            Request::ZoneAttach { zone, vm, rights, mount } => {
+                self.attach(&zone, &vm, rights, mount.as_deref(), &peer.socket(), &reporter)
+            }
+            Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &peer.socket(), &reporter),
+        };
+        // A client that has its answer must find no trace of a supervisor that has nothing left to do.
+        let idle = self.leave();
+        match result {
+            Ok(()) => reporter.send(&Event::Done),
+            Err(e) => reporter.send(&Event::Failed { message: format!("{e:#}") }),
+        }
+        if idle {
+            main_thread::end();
+        }
+    }
+
+    /// Counts a request that begins. Returns false if this supervisor is about to end.
+    fn enter(&self) -> bool {
+        let mut inner = self.lock();
+        if !inner.withdrawn {
+            inner.requests += 1;
+        }
+        !inner.withdrawn
+    }
+
+    /// Ends a request that has no answer.
+    pub(super) fn leave_unanswered(&self) {
+        if self.leave() {
+            main_thread::end();
+        }
+    }
+
+    /// Counts a request that has ended. Returns whether the caller must end this process: a supervisor without requests and VMs has nothing
+    /// to do. It has then closed its zones and its door.
+    pub(super) fn leave(&self) -> bool {
+        let mut inner = self.lock();
+        inner.requests -= 1;
+        inner.withdrawn |= inner.requests == 0 && inner.machines.is_empty();
+        if !inner.withdrawn {
+            return false;
+        }
+        let beside = inner.clear();
+        self.dir.withdraw();
+        drop(inner);
+        beside.end();
+        true
+    }
+
+    /// Waits for the turn to start and stop VMs.
+    ///
+    /// # Errors
+    /// The client has gone.
+    pub(super) fn turn(&self, client: &UnixStream, reporter: &Reporter) -> anyhow::Result<turn::Turn<'_>> {
+        if let Some(turn) = self.changing.take_within(turn::Of::All, SILENT) {
+            return Ok(turn);
+        }
+        let text = "another command is starting or stopping VMs; this one waits for its end";
+        reporter.send(&Event::Note { text: text.into() });
+        loop {
+            if let Some(turn) = self.changing.take_within(turn::Of::All, LOOK) {
+                return Ok(turn);
+            }
+            anyhow::ensure!(
+                !session::has_gone(client),
+                "cancelled while it waited for another command; nothing was begun"
+            );
+        }
+    }
+}

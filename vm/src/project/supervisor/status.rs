@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The answer to `tombolo ps`.
+
+use super::Supervisor;
+use crate::child;
+use crate::compose::Backing;
+use crate::project::control::{NetStatus, PortStatus, Status, ZoneStatus};
+use crate::project::network::Network;
+use crate::project::zones::HostZone;
+
+impl Supervisor {
+    /// The state of the project. Waits for no process that does not answer.
+    pub(super) fn status(&self) -> Status {
+        let accelerators: Vec<_> = self.lock().accelerators.values().cloned().collect();
+        // Each has a moment to answer. They are asked at once, so all together have no more.
+        let accelerators = std::thread::scope(|scope| {
+            let asked: Vec<_> = accelerators.iter().map(|a| scope.spawn(|| a.status())).collect();
+            asked.into_iter().filter_map(|answer| answer.join().ok()).collect()
+        });
+        let inner = self.lock();
+        Status {
+            networks: inner.networks.iter().map(|(name, network)| network_status(name, network)).collect(),
+            accelerators,
+            project: inner.project.name.clone(),
+            file: inner.project.file.clone(),
+            supervisor: Some(std::process::id()),
+            hypervisor: inner.hypervisor.clone(),
+            vms: inner.machines.values().map(|machine| machine.status()).collect(),
+            zones: inner.zones.iter().map(|(name, zone)| self.zone_status(name, zone)).collect(),
+        }
+    }
+
+    fn zone_status(&self, name: &str, zone: &HostZone) -> ZoneStatus {
+        ZoneStatus {
+            name: name.to_owned(),
+            size: zone.spec().size.0,
+            backing: match &zone.spec().backing {
+                Backing::Memfd => "memfd".into(),
+                Backing::Hugetlb => "hugetlb".into(),
+                Backing::File(path) => path.display().to_string(),
+            },
+            members: zone.members(),
+            lost: zone.is_lost(),
+            uuid: zone.uuid(),
+            path: zone.path(),
+            link: self.dir.zone_link(name),
+        }
+    }
+}
+
+fn network_status(name: &str, network: &Network) -> NetStatus {
+    let (pid, starts) = network.process();
+    let ports = network.leases().into_iter().map(|(vm, lease)| PortStatus {
+        vm,
+        mac: lease.mac.to_string(),
+        address: lease.address.map(|(ip, prefix)| format!("{ip}/{prefix}")),
+        address6: lease.address6.map(|ip| ip.to_string()),
+    });
+    NetStatus {
+        name: name.to_owned(),
+        uplink: network.spec().uplink.as_ref().map(ToString::to_string),
+        subnet: network.spec().subnet.map(|s| s.to_string()),
+        pid,
+        starts,
+        trouble: pid.and_then(child::stopped),
+        control: network.control(),
+        ports: ports.collect(),
+    }
+}
