@@ -76,6 +76,17 @@ impl File {
     }
 }
 
+fn parse_variable(text: &str) -> Result<String, String> {
+    let name = text.split_once('=').map_or("", |(name, _)| name);
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    if name.is_empty() || name.starts_with(|c: char| c.is_ascii_digit()) || !name.chars().all(plain) {
+        return Err(format!(
+            "'{text}' sets no variable; write NAME=VALUE, with letters, digits and '_' in the name"
+        ));
+    }
+    Ok(text.to_owned())
+}
+
 /// Commands for VMs.
 #[derive(Subcommand, Debug)]
 pub enum Command {
@@ -132,7 +143,7 @@ pub enum Command {
         #[arg(short, long)]
         tty: bool,
         /// Set a variable
-        #[arg(short, long, value_name = "NAME=VALUE")]
+        #[arg(short, long, value_name = "NAME=VALUE", value_parser = parse_variable)]
         env: Vec<String>,
         /// Run it in this folder of the guest
         #[arg(short = 'C', long, value_name = "PATH")]

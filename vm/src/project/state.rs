@@ -26,7 +26,8 @@ use crate::compose::Project;
 pub fn base_dir() -> anyhow::Result<PathBuf> {
     let user = rustix::process::geteuid();
     let dir = match std::env::var_os("XDG_RUNTIME_DIR") {
-        Some(dir) if !dir.is_empty() => PathBuf::from(dir).join("tombolo"),
+        // The supervisor has another current folder.
+        Some(dir) if !dir.is_empty() => std::path::absolute(dir)?.join("tombolo"),
         _ if user.is_root() => "/run/tombolo".into(),
         _ => std::env::temp_dir().join(format!("tombolo-{}", user.as_raw())),
     };
