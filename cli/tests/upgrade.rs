@@ -331,7 +331,8 @@ fn root_is_told_of_the_users_whose_projects_only_they_can_upgrade() {
         "setpriv --reuid=$1 --regid=$1 --clear-groups \"$0\" up && XDG_RUNTIME_DIR= \"$2\" upgrade --all";
     let mut command = Command::new("unshare");
     command.args(["-pf", "--mount-proc", "sh", "-c", script]).arg(&old).arg(USER.to_string()).arg(&next);
-    command.env("XDG_RUNTIME_DIR", place.join("run")).env("TOMBOLO_HYPERVISOR", "tcg").current_dir(place);
+    command.env("XDG_RUNTIME_DIR", place.join("run")).env("HOME", place.join("run"));
+    command.env("TOMBOLO_HYPERVISOR", "tcg").current_dir(place);
     let output = command.stdin(Stdio::null()).output().unwrap();
     let words = said(&output);
     let expected = format!("user {USER} has running projects under another program: 1; only that user");
