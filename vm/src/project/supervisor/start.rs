@@ -192,15 +192,11 @@ impl Supervisor {
 
     /// Stops a VM that this request has started, or whose reboot has begun since.
     fn take_back(&self, name: &str, changing: &Turn<'_>, reporter: &Reporter) {
-        changing.release(name);
-        let _own = loop {
-            if let Some(turn) = self.changing.take_within(Of::Vm(name), LOOK) {
-                break turn;
-            }
+        while !changing.reclaim(name, LOOK) {
             if let Ok(machine) = self.machine(name) {
                 machine.cancel();
             }
-        };
+        }
         let Ok(machine) = self.machine(name) else { return };
         let report = |stage: Stage, detail: &str| reporter.stage(name, stage, detail);
         if let Err(e) = machine.stop(&[], Instant::now() + stop::LONGEST, &report) {

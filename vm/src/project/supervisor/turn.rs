@@ -16,6 +16,8 @@ pub struct Turns {
 #[derive(Debug, Default)]
 struct Taken {
     all: bool,
+    /// Turns for all VMs that have become turns for some: until they end there is no other one for all.
+    narrowed: usize,
     vms: BTreeSet<String>,
 }
 
@@ -30,7 +32,7 @@ pub enum Of<'a> {
 impl Taken {
     fn meets(&self, of: Of<'_>) -> bool {
         match of {
-            Of::All => self.all || !self.vms.is_empty(),
+            Of::All => self.all || self.narrowed > 0 || !self.vms.is_empty(),
             Of::Vm(name) => self.all || self.vms.contains(name),
         }
     }
@@ -78,8 +80,9 @@ impl Turn<'_> {
     pub fn narrow(&self, vms: BTreeSet<String>) {
         self.change(|held, taken| {
             taken.all &= !held.all;
+            taken.narrowed += 1;
             taken.vms.extend(vms.iter().cloned());
-            *held = Taken { all: false, vms };
+            *held = Taken { all: false, narrowed: 1, vms };
         });
     }
 
@@ -90,6 +93,22 @@ impl Turn<'_> {
                 taken.vms.remove(vm);
             }
         });
+    }
+
+    /// It is for this VM again, which it was released for. Returns whether that was possible within `limit`.
+    pub fn reclaim(&self, vm: &str, limit: Duration) -> bool {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        if held.vms.contains(vm) {
+            return true;
+        }
+        let of = Of::Vm(vm);
+        let waited = self.turns.freed.wait_timeout_while(self.turns.lock(), limit, |taken| taken.meets(of));
+        let (mut taken, late) = waited.unwrap_or_else(PoisonError::into_inner);
+        if late.timed_out() {
+            return false;
+        }
+        taken.vms.insert(vm.to_owned());
+        held.vms.insert(vm.to_owned())
     }
 
     fn change(&self, how: impl FnOnce(&mut Taken, &mut Taken)) {
@@ -104,6 +123,7 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         self.change(|held, taken| {
             taken.all &= !held.all;
+            taken.narrowed -= held.narrowed;
             taken.vms.retain(|vm| !held.vms.contains(vm));
         });
     }
@@ -124,9 +144,15 @@ mod tests {
         let reboot = turns.take_within(Of::Vm("a"), NOW).unwrap();
         assert!(turns.take_within(Of::Vm("a"), NOW).is_none());
         assert!(turns.take_within(Of::Vm("b"), NOW).is_none());
-        up.release("b");
-        drop(turns.take_within(Of::Vm("b"), NOW).unwrap());
-        assert!(turns.take_within(Of::All, NOW).is_none());
+        for vm in ["b", "c"] {
+            up.release(vm);
+        }
+        let other = turns.take_within(Of::Vm("b"), NOW).unwrap();
+        assert!(!up.reclaim("b", NOW));
+        drop(other);
+        assert!(turns.take_within(Of::All, NOW).is_none(), "it may take back what it has started");
+        assert!(up.reclaim("b", NOW) && up.reclaim("b", NOW));
+        assert!(turns.take_within(Of::Vm("b"), NOW).is_none());
         drop(up);
         assert!(turns.take_within(Of::All, NOW).is_none(), "the reboot goes on");
         drop(turns.take_within(Of::Vm("c"), NOW).unwrap());
