@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 # Fuzzes the decoder of every function, and what stands between it and the driver: run.sh [SECONDS]; without an argument: the short form of
 # the tests, 5 s from a fixed seed. Needs clang. What it finds lies in target/fuzz/accel/found.
-# Only the crates that take what a client sends are instrumented (instrument), so all others are shared with other builds.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -12,8 +11,7 @@ out=$target/fuzz/accel
 export TMPDIR="$out/scratch"
 rm -rf "$TMPDIR"
 mkdir -p "$out/found" "$out/new" "$TMPDIR"
-RUSTC_WORKSPACE_WRAPPER="$here/instrument" cargo build --locked --quiet -p tombolo-accel-fuzz
-clang -fsanitize=fuzzer -o "$out/fuzz_calls" "$target/debug/libtombolo_accel_fuzz.a" -lpthread -ldl -lm
+"$root/fuzz/build" tombolo-accel-fuzz "$out/fuzz_calls"
 fuzz() {
 	"$out/fuzz_calls" -timeout=20 -max_len=512 -len_control=0 -close_fd_mask=3 -artifact_prefix="$out/found/" "$@" 2>"$out/log" || {
 		cat "$out/log" >&2

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 # Fuzzes what reads frames, messages and rings of guests: run.sh [SECONDS [TARGET]...]; without an argument: the short form of the tests, each
 # target for 5 s from a fixed seed. Needs clang. What a target finds lies in target/fuzz/net/TARGET/found.
-# Only the switch's own crates are instrumented (instrument), so all others are shared with other builds.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -11,8 +10,7 @@ out=$target/fuzz/net
 seconds=${1:-5}
 if [ $# -gt 1 ]; then shift; else set -- "$@"; shift $#; set -- answers frames messages rings; fi
 mkdir -p "$out"
-RUSTC_WORKSPACE_WRAPPER="$here/instrument" cargo build --locked --quiet -p tombolo-net-fuzz
-clang -fsanitize=fuzzer -o "$out/fuzz_net" "$target/debug/libtombolo_net_fuzz.a" -lpthread -ldl -lm
+"$root/fuzz/build" tombolo-net-fuzz "$out/fuzz_net"
 for name; do
 	mkdir -p "$out/$name/found" "$out/$name/new"
 	TOMBOLO_FUZZ_TARGET=$name "$out/fuzz_net" -seed=1 -timeout=20 -max_len=2048 -max_total_time="$seconds" -print_final_stats=1 \

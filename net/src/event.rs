@@ -97,7 +97,19 @@ impl Epoll {
     /// # Errors
     /// It can't be waited for.
     pub fn add(&self, fd: RawFd, edge: bool) -> io::Result<()> {
-        let events = libc::EPOLLIN as u32 | if edge { libc::EPOLLET as u32 } else { 0 };
+        self.add_for(fd, libc::EPOLLIN | if edge { libc::EPOLLET } else { 0 })
+    }
+
+    /// Adds a descriptor whose later events wake, also that there is room for writing.
+    ///
+    /// # Errors
+    /// It can't be waited for.
+    pub fn add_both_ways(&self, fd: RawFd) -> io::Result<()> {
+        self.add_for(fd, libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLET)
+    }
+
+    fn add_for(&self, fd: RawFd, events: i32) -> io::Result<()> {
+        let events = events as u32;
         let mut event = libc::epoll_event { events, u64: fd as u64 };
         // SAFETY: both descriptors are open, and event is ours.
         if unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event) } != 0 {

@@ -128,6 +128,30 @@ fn tcp(data: usize, size: u16, behind: usize) -> (NetHeader, Vec<u8>) {
 }
 
 #[test]
+fn a_guarded_port_is_no_router_of_ipv4_either() {
+    // A redirect (RFC 792), and a router's advertisement (RFC 1256), which some systems take for their default route.
+    let served = |router| Policy { check_mac: true, no_server: true, router, ..Policy::default() };
+    for (policy, arrives) in
+        [(guarded(false), false), (served(false), false), (guarded(true), true), (served(true), true)]
+    {
+        let policy = |i| if i == 0 { policy.clone() } else { Policy::default() };
+        let mut rig = Rig::with_policies(&[NicConfig::default(); 2], policy);
+        for fragment in [0, 0x2000] {
+            for message in [[5, 1, 0, 0, 10, 0, 0, 1], [9, 0, 0, 0, 1, 2, 7, 8]] {
+                let sent = ipv4(36, fragment, 1, &[&message[..], &[0; 8]].concat());
+                assert!(rig.nics[0].send(&sent));
+                rig.pass(0);
+                assert_eq!(rig.nics[1].receive().is_some(), arrives, "{message:?}");
+            }
+        }
+        assert_eq!(rig.ports[0].sent().dropped_for(Reason::Server), if arrives { 0 } else { 4 });
+        assert!(rig.nics[0].send(&ipv4(36, 0, 1, &[8; 16])), "an echo request");
+        rig.pass(0);
+        assert!(rig.nics[1].receive().is_some());
+    }
+}
+
+#[test]
 fn segments_are_of_the_packet_and_within_the_senders_mtu() {
     for (data, size, behind, reason) in [
         (4000, 1460, 0, None),
@@ -244,6 +268,9 @@ impl Link for End {
 
     fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let f = self.0.inward.lock().unwrap().pop_front().ok_or(io::ErrorKind::WouldBlock)?;
+        if f.is_empty() {
+            return Err(io::ErrorKind::NetworkDown.into());
+        }
         buffer[..f.len()].copy_from_slice(&f);
         Ok(f.len())
     }
@@ -360,6 +387,20 @@ fn a_pass_ends_before_a_port_that_floods_or_has_much_cut_takes_the_time_of_other
         all += got(&mut rig);
     }
     assert_eq!(all, BATCH * (PORTS - 1));
+}
+
+#[test]
+fn an_uplinks_frames_behind_an_error_are_taken_at_once_and_an_uplink_that_only_fails_lets_its_worker_sleep() {
+    // An interface that was down for a moment says so once, before it hands out its next frame.
+    let mut rig = Rig::new(&[NicConfig::default()]);
+    let wire = with_uplink(&mut rig);
+    let sent = frame(Rig::mac(0), Mac([2, 9, 9, 9, 9, 9]), 80, 1);
+    wire.inward.lock().unwrap().extend([vec![], sent.clone()]);
+    assert_eq!(rig.forwarder.pass(&rig.view, 1, 0, 1), Pass::Worked(1));
+    assert_eq!(rig.nics[0].receive().map(|f| f.1), Some(sent));
+    wire.inward.lock().unwrap().extend(vec![vec![]; 10 * BATCH]);
+    assert_eq!(rig.forwarder.pass(&rig.view, 1, 0, 2), Pass::Idle);
+    assert!(wire.inward.lock().unwrap().len() >= 9 * BATCH);
 }
 
 #[test]

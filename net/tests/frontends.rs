@@ -13,6 +13,7 @@ use common::namespace::alone;
 use common::never::Never;
 use common::program::Switch;
 use common::{Rig, frame, wait_for};
+use rustix::process::Rlimit;
 use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::vring::driver::{Nic, NicConfig};
 use vhost::vhost_user::VhostUserFrontend;
@@ -93,6 +94,38 @@ fn an_interrupt_that_its_front_end_makes_wait_holds_up_no_other_port() {
     wait_for("the frame", || hostile.peek_used().then_some(()));
     ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm".into() }).unwrap();
     exchange(&mut b, &mut c, 2);
+}
+
+/// Lets a process open no descriptors from now on but `more`.
+fn limit_descriptors(pid: u32, more: u64) {
+    let is_free = |n: &u64| !std::path::Path::new(&format!("/proc/{pid}/fd/{n}")).is_symlink();
+    let current = Some((0..).find(is_free).unwrap() + more);
+    let pid = rustix::process::Pid::from_raw(pid as i32);
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    rustix::process::prlimit(pid, rustix::process::Resource::Nofile, Rlimit { current, ..limit }).unwrap();
+}
+
+#[test]
+fn a_front_end_that_takes_all_descriptors_holds_up_no_port() {
+    let switch = Switch::start(0, &["--user", "root"]);
+    let (mut b, mut c) = (switch.another(1), switch.another(2));
+    let mut hostile = switch.guest(0);
+    exchange(&mut b, &mut c, 1);
+    limit_descriptors(switch.child.id(), 0);
+    for on in [false, true, false] {
+        // The workers adopt each change.
+        hostile.front().unwrap().set_vring_enable(1, on).unwrap();
+        b.front().unwrap().set_vring_enable(1, !on).unwrap();
+        b.front().unwrap().set_vring_enable(1, true).unwrap();
+        exchange(&mut b, &mut c, 2);
+    }
+    assert!(!switch.log().contains("ended"), "{}", switch.log());
+    limit_descriptors(switch.child.id(), 100);
+    drop(hostile);
+    let mut next = switch.guest(0);
+    let sent = frame(Rig::mac(0), Rig::mac(1), 90, 3);
+    assert!(b.send(&sent));
+    assert_eq!(wait_for("a frame for the next guest", || next.receive()).1, sent);
 }
 
 /// One message of many, chosen by `choice`, about queue `queue`.

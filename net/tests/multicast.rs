@@ -14,8 +14,8 @@ use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::port::{Policy, Vlan};
 use tombolo_net::ports::counters::Reason;
 use tombolo_net::ports::port::Port;
-use tombolo_net::service::Service;
 use tombolo_net::service::querier::{self, Querier};
+use tombolo_net::service::{Announcer, Service};
 use tombolo_net::uplink::Uplink;
 use tombolo_net::vring::driver::NicConfig;
 
@@ -94,6 +94,7 @@ fn a_group_goes_to_those_who_joined_it_and_to_routers_and_comes_to_an_end() {
     assert_eq!(net.reaches(1, GROUP), 1 << ROUTER);
     assert_eq!(net.reaches(ROUTER, GROUP), 0b010);
     assert_eq!(net.says(1, 0x17, GROUP), 1 << ROUTER, "and so is a leave, though it goes to 224.0.0.2");
+    net.now += 2;
     assert_eq!(net.reaches(ROUTER, GROUP), 0);
     assert_eq!(net.dropped(ROUTER, Reason::Unwanted), 1, "counted where nobody has it");
     // A silent member is forgotten, while the router keeps querying.
@@ -235,6 +236,38 @@ fn a_port_with_several_hosts_stays_in_a_group_until_the_others_were_asked() {
 }
 
 #[test]
+fn hosts_that_share_a_mac_lose_no_group_when_one_of_them_leaves_it() {
+    // As containers behind ipvlan do: the switch can't know that there is only one host behind a MAC.
+    let mut net = Net::new().asked();
+    net.says(1, 0x16, GROUP);
+    net.says(1, 0x17, GROUP);
+    assert_eq!(net.reaches(0, GROUP), 1 << ROUTER | 0b010, "the others are asked now");
+    net.now += 1;
+    net.says(1, 0x16, GROUP);
+    net.now += 2;
+    assert_eq!(net.reaches(0, GROUP), 1 << ROUTER | 0b010);
+}
+
+#[test]
+fn a_question_about_one_group_says_nothing_about_the_others() {
+    // Only members of that group answer it, so it doesn't make the others' memberships known.
+    let mut net = Net::new();
+    let about = Ipv4Addr::new(239, 9, 9, 9);
+    let one = [&[0x11, 10, 0, 0][..], &about.octets()].concat();
+    net.send(ROUTER, &ipv4(group4(about), Rig::mac(ROUTER), [host(ROUTER), about], 2, &one));
+    let about: Ipv6Addr = "ff15::9".parse().unwrap();
+    let one = [&[58, 0, 5, 2, 0, 0, 1, 0, 130, 0, 0, 0, 3, 0xe8, 0, 0][..], &about.octets()].concat();
+    let from = "fe80::1".parse().unwrap();
+    net.send(ROUTER, &ipv6(group6(about), Rig::mac(ROUTER), [from, about], 0, &one));
+    net.now += 12;
+    assert_eq!(net.reaches(0, GROUP), 0b1110);
+    let group: Ipv6Addr = "ff15::7".parse().unwrap();
+    let data =
+        ipv6(group6(group), Rig::mac(0), ["fe80::5".parse().unwrap(), group], 17, &[0, 7, 0, 7, 0, 8, 0, 0]);
+    assert_eq!(net.send(0, &data), 0b1110);
+}
+
+#[test]
 fn groups_and_queriers_are_those_of_their_vlan() {
     let mut net = Net::with(|i| Policy {
         vlan: match i {
@@ -295,9 +328,8 @@ fn a_long_report_is_read_to_its_end() {
     assert_eq!(net.reaches(0, Ipv4Addr::new(239, 2, 2, 40)), 1 << ROUTER);
 }
 
-#[test]
-fn where_there_is_no_router_the_switch_itself_asks() {
-    let mut net = Net::new();
+/// Adds the switch's own querier to the network, as its port 4.
+fn with_querier(net: &mut Net) -> Announcer {
     let service = Service::new(Arc::new(Querier)).unwrap();
     let announcer = service.announcer();
     let policy = Policy { macs: vec![querier::MAC], uplink: true, ..Policy::default() };
@@ -305,14 +337,83 @@ fn where_there_is_no_router_the_switch_itself_asks() {
     let mut ports = net.rig.view.ports().to_vec();
     ports.push(Attached { uplink, ..Attached::guest(Arc::new(Port::new("querier", 1)), policy) });
     net.rig.view = View::new(ports).unwrap().snooping(Some(Arc::default()));
-    announcer.announce();
+    announcer
+}
+
+/// The querier sends what waits; returns the bytes from the EtherType on that each guest gets.
+fn asked_by_the_switch(net: &mut Net) -> Vec<Vec<[u8; 4]>> {
     net.rig.pass_at(4, net.now * SECOND);
-    for nic in &mut net.rig.nics {
-        let asked: Vec<_> = std::iter::from_fn(|| nic.receive()).map(|r| r.1[12]).collect();
-        assert_eq!(asked, [0x08, 0x86], "a question of each version of IP");
-    }
+    let kind = |f: &[u8]| *f[12..].first_chunk().unwrap();
+    net.rig
+        .nics
+        .iter_mut()
+        .map(|nic| std::iter::from_fn(|| nic.receive()).map(|r| kind(&r.1)).collect())
+        .collect()
+}
+
+#[test]
+fn where_there_is_no_router_the_switch_itself_asks() {
+    let mut net = Net::new();
+    let announcer = with_querier(&mut net);
+    announcer.announce(&net.rig.view.vlans());
+    let questions = vec![[0x08, 0, 0x46, 0xc0], [0x86, 0xdd, 0x60, 0]];
+    assert_eq!(asked_by_the_switch(&mut net), vec![questions; 4], "one of each version of IP");
     net.now += 12;
     assert_eq!(net.says(1, 0x16, GROUP), 1 << ROUTER);
     assert_eq!(net.reaches(0, GROUP), 1 << ROUTER | 0b010);
     assert_eq!(net.reaches(0, Ipv4Addr::new(239, 9, 9, 9)), 1 << ROUTER);
+}
+
+#[test]
+fn the_switch_asks_on_every_vlan_of_its_ports_and_loses_no_group_there() {
+    let mut net = Net::with(|i| Policy {
+        vlan: match i {
+            0 | 1 => Vlan::Access(5),
+            2 => Vlan::Trunk { vlans: vec![5, 6], native: Some(7) },
+            _ => Vlan::Access(6),
+        },
+        router: false,
+        ..Policy::default()
+    });
+    let announcer = with_querier(&mut net);
+    announcer.announce(&net.rig.view.vlans());
+    let (v4, v6) = ([0x08, 0, 0x46, 0xc0], [0x86, 0xdd, 0x60, 0]);
+    let trunk = [[0x81, 0, 0, 5], [0x81, 0, 0, 5], [0x81, 0, 0, 6], [0x81, 0, 0, 6], v4, v6];
+    let asked = asked_by_the_switch(&mut net);
+    assert_eq!(asked, [vec![v4, v6], vec![v4, v6], trunk.to_vec(), vec![v4, v6]]);
+    net.now += 12;
+    let on = |vid: u8, f: &[u8]| [&f[..12], &[0x81, 0, 0, vid], &f[12..]].concat();
+    let join = igmp(Rig::mac(2), host(2), 0x16, GROUP);
+    let data = datagram(Rig::mac(0), host(0), GROUP, 1);
+    let nobody: [usize; 0] = [];
+    let receivers = |net: &mut Net, n: usize, f: &[u8]| {
+        assert!(net.rig.nics[n].send(f));
+        net.rig.pass_at(n, net.now * SECOND);
+        (0..4).filter(|i| std::iter::from_fn(|| net.rig.nics[*i].receive()).count() > 0).collect::<Vec<_>>()
+    };
+    assert_eq!(receivers(&mut net, 0, &data), nobody, "nobody has joined it on VLAN 5");
+    receivers(&mut net, 2, &on(6, &join));
+    assert_eq!(receivers(&mut net, 0, &data), nobody);
+    receivers(&mut net, 2, &on(5, &join));
+    assert_eq!(receivers(&mut net, 0, &data), [2]);
+    // One that leaves is followed by a question, on its VLAN only.
+    receivers(&mut net, 2, &on(5, &igmp(Rig::mac(2), host(2), 0x17, GROUP)));
+    let tag = [0x81, 0, 0, 5];
+    assert_eq!(asked_by_the_switch(&mut net), [vec![v4], vec![v4], vec![tag], vec![]]);
+    net.now += 1;
+    assert_eq!(receivers(&mut net, 0, &data), [2], "another host there may answer yet");
+    net.now += 1;
+    assert_eq!(receivers(&mut net, 0, &data), nobody);
+}
+
+#[test]
+fn a_guest_that_leaves_without_end_keeps_no_other_from_a_question() {
+    let mut net = Net::new();
+    with_querier(&mut net);
+    for n in 0..20 {
+        net.says(0, 0x17, Ipv4Addr::new(239, 3, 3, n));
+    }
+    net.says(1, 0x17, GROUP);
+    assert_eq!(asked_by_the_switch(&mut net)[2].len(), 5, "four for the one, one for the other");
+    assert_eq!(net.rig.view.ports()[4].port.received().dropped_for(Reason::Uplink), 16);
 }

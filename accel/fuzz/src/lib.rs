@@ -79,41 +79,16 @@ pub fn one(input: &[u8]) {
     }
 }
 
-/// libFuzzer's entry.
-///
-/// # Safety
-/// `data` points to `size` bytes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn LLVMFuzzerTestOneInput(data: *const u8, size: usize) -> i32 {
-    let input = if size == 0 {
-        &[]
-    } else {
-        // SAFETY: as the caller promises.
-        unsafe { std::slice::from_raw_parts(data, size) }
-    };
-    // A panic must not unwind into C.
-    if std::panic::catch_unwind(|| one(input)).is_err() {
-        std::process::abort();
-    }
-    0
-}
+tombolo_fuzz::entry!(one);
 
 #[cfg(test)]
 mod tests {
-    /// A stream of bytes from one seed (xorshift), so that a failure can be replayed.
-    fn bytes(seed: u64) -> impl Iterator<Item = u8> {
-        std::iter::successors(Some(seed), |n| {
-            let n = n ^ n << 13;
-            let n = n ^ n >> 7;
-            Some(n ^ n << 17)
-        })
-        .map(|n| (n >> 32) as u8)
-    }
+    use tombolo_fuzz::bytes;
 
     #[test]
     fn no_input_makes_a_session_panic_or_lets_the_driver_leave_the_window() {
         for seed in 1..=300u64 {
-            let input: Vec<u8> = bytes(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)).take(200).collect();
+            let input: Vec<u8> = bytes(seed).take(200).collect();
             super::one(&input);
         }
     }

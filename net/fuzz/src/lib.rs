@@ -29,44 +29,23 @@ fn chosen() -> One {
     *one
 }
 
-/// The entry point for libFuzzer.
-///
-/// # Safety
-/// `data` points to `size` bytes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn LLVMFuzzerTestOneInput(data: *const u8, size: usize) -> i32 {
+/// Reads one input of the chosen target.
+fn one(input: &[u8]) {
     static CHOSEN: OnceLock<One> = OnceLock::new();
-    let input = if size == 0 {
-        &[]
-    } else {
-        // SAFETY: as the caller promises.
-        unsafe { std::slice::from_raw_parts(data, size) }
-    };
-    // A panic must not unwind into C.
-    if std::panic::catch_unwind(|| CHOSEN.get_or_init(chosen)(input)).is_err() {
-        std::process::abort();
-    }
-    0
+    CHOSEN.get_or_init(chosen)(input);
 }
+
+tombolo_fuzz::entry!(one);
 
 #[cfg(test)]
 mod tests {
-    /// A stream of bytes from one seed (xorshift), so that a failure can be replayed.
-    fn bytes(seed: u64) -> impl Iterator<Item = u8> {
-        std::iter::successors(Some(seed), |n| {
-            let n = n ^ n << 13;
-            let n = n ^ n >> 7;
-            Some(n ^ n << 17)
-        })
-        .map(|n| (n >> 32) as u8)
-    }
+    use tombolo_fuzz::bytes;
 
     #[test]
     fn every_target_takes_bytes_without_meaning() {
         for (name, one) in super::TARGETS {
             for seed in 1..=50u64 {
-                let input: Vec<u8> =
-                    bytes(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)).take(4 * seed as usize).collect();
+                let input: Vec<u8> = bytes(seed).take(4 * seed as usize).collect();
                 assert!(std::panic::catch_unwind(|| one(&input)).is_ok(), "{name}, seed {seed}");
             }
         }

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Subcommand;
+use rustix::process::{Resource, Rlimit};
 use tombolo_control::Mac;
 use tombolo_control::net::{Done, Flow, Ports};
 
@@ -243,6 +244,9 @@ fn serve(config: &Config) -> anyhow::Result<ExitCode> {
         "no port is configured, and no control socket to add one; see 'tombolo net run --help'"
     );
     log::open();
+    // Each port's front-end passes up to a hundred descriptors.
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
     // Blocked before any thread starts, so that only sigwait receives them.
     // SAFETY: a local set, filled by the calls that are made for that.
     let signals = unsafe {

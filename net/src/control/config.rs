@@ -210,11 +210,7 @@ fn check_name(kind: &str, name: &str) -> anyhow::Result<()> {
 }
 
 fn check_vlan(name: &str, vlan: &Vlan) -> anyhow::Result<()> {
-    let all = match vlan {
-        Vlan::Transparent => vec![],
-        Vlan::Access(v) => vec![*v],
-        Vlan::Trunk { vlans, native } => vlans.iter().chain(native).copied().collect(),
-    };
+    let all = if *vlan == Vlan::Transparent { vec![] } else { vlan.numbers() };
     for v in all {
         anyhow::ensure!((1..4095).contains(&v), "port {name}: VLAN {v} is not possible; use 1 to 4094");
     }

@@ -165,7 +165,8 @@ impl Daemon {
         self.spawn("net-link", move || daemon.listen())?;
         if !announcers.is_empty() {
             let (stop, stopped) = mpsc::channel();
-            self.spawn("net-announcer", move || services::announce(&announcers, &stopped))?;
+            let switch = self.switch.clone();
+            self.spawn("net-announcer", move || services::announce(&switch, &announcers, &stopped))?;
             self.on_stop(move || {
                 let _ended = stop.send(());
             });

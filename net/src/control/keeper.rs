@@ -316,13 +316,29 @@ impl State {
         let id = self.enter("port", &config.name, asker)?;
         let opened = self.open_source(id, config);
         match opened.with_context(|| format!("port {}", config.name)) {
-            Ok(source) => self.tell(&Told::Port(id, config.clone()), Some(&source)),
+            Ok(source) => self.hand_over(id, &config.name, &Told::Port(id, config.clone()), &source),
             Err(err) => {
                 self.forget(|e| e.id == id);
-                return Err(err);
+                Err(err)
             }
         }
-        Ok(())
+    }
+
+    /// Passes a port or uplink to the switch. Too many settings for one message are the user's mistake; without a switch nobody waits.
+    fn hand_over(&self, id: u64, name: &str, told: &Told, fd: &OwnedFd) -> anyhow::Result<()> {
+        match self.link.send(told, Some(fd.as_fd())) {
+            Err(err) if err.kind() == std::io::ErrorKind::InvalidInput => {
+                self.forget(|e| e.id == id);
+                Err(err).with_context(|| {
+                    format!("{name} has too many settings; give it fewer rules or addresses")
+                })
+            }
+            Err(err) => {
+                tracing::debug!("the switch is gone: {err}");
+                Ok(())
+            }
+            Ok(()) => Ok(()),
+        }
     }
 
     /// Makes the source of a port's connections.
@@ -350,13 +366,14 @@ impl State {
         config.check()?;
         let id = self.enter("uplink", &config.name, asker)?;
         match Opened::open(config).with_context(|| format!("uplink {}", config.name)) {
-            Ok((opened, fd)) => self.tell(&Told::Uplink(id, config.clone(), opened), Some(&fd)),
+            Ok((opened, fd)) => {
+                self.hand_over(id, &config.name, &Told::Uplink(id, config.clone(), opened), &fd)
+            }
             Err(err) => {
                 self.forget(|e| e.id == id);
-                return Err(err);
+                Err(err)
             }
         }
-        Ok(())
     }
 }
 

@@ -38,9 +38,13 @@ impl Link {
     /// Sends a message, with at most one descriptor.
     ///
     /// # Errors
-    /// The other end has been closed.
+    /// The message is too long, or the other end has been closed.
     pub fn send<T: Serialize>(&self, message: &T, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let bytes = serde_json::to_vec(message)?;
+        if bytes.len() > LONGEST {
+            let text = format!("a message of {} bytes; up to {LONGEST} are possible", bytes.len());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let fds = fd.map(|fd| [fd]);

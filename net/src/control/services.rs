@@ -192,10 +192,11 @@ fn put<A: Clone + PartialEq + std::fmt::Display>(
 }
 
 /// Sends announcements from time to time, until `stop` receives something or is hung up.
-pub(crate) fn announce(announcers: &[Announcer], stop: &Receiver<()>) {
+pub(crate) fn announce(switch: &Switch, announcers: &[Announcer], stop: &Receiver<()>) {
     let mut pause = querier::SECOND;
     loop {
-        announcers.iter().for_each(Announcer::announce);
+        let vlans = switch.view().vlans();
+        announcers.iter().for_each(|announcer| announcer.announce(&vlans));
         match stop.recv_timeout(std::mem::replace(&mut pause, querier::PERIOD)) {
             Err(RecvTimeoutError::Timeout) => {}
             Ok(()) | Err(RecvTimeoutError::Disconnected) => return,

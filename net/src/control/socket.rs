@@ -108,7 +108,10 @@ fn stream_capture(daemon: &Daemon, stream: &mut UnixStream, name: &str, watch: &
             Err(err) if matches!(err.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => false,
             Err(err) => return Err(err),
         };
-        if ended || daemon.is_stopping() {
+        let view = daemon.switch().view();
+        let is_there = |c: &Arc<Capture>| std::ptr::eq(&raw const **c, watch);
+        let gone = !view.ports().iter().any(|a| a.capture.as_ref().is_some_and(is_there));
+        if ended || gone || daemon.is_stopping() {
             watch.drain(stream, &mut spare)?;
             return stream.write_all(&watch.statistics());
         }

@@ -34,8 +34,8 @@ const MAX_CHANGES: usize = 64;
 /// How long a port receives all multicast while its groups aren't known: the time that a querier with the usual settings needs
 /// to ask (RFC 3376 §8.4).
 pub const OPEN: Duration = Duration::from_secs(260);
-/// How long a port that may have several hosts stays in a group that one of them left: until the others were asked (RFC 3376
-/// §8.8).
+/// How long a port stays in a group that a host behind it has left: until the others were asked (RFC 3376 §8.8). Even hosts with
+/// the same MAC may be several (ipvlan).
 const LAST_MEMBER: Duration = Duration::from_secs(2);
 /// Added to the time that hosts have to answer a query, for transmission.
 const ON_THE_WAY: Duration = Duration::from_secs(1);
@@ -121,8 +121,13 @@ impl Groups {
         self.open.load(Ordering::Relaxed) > now
     }
 
+    /// Has the port receive all multicast from `now` on, until its groups must be known.
+    pub fn open_from(&self, now: u64) {
+        self.open_until(now.saturating_add(nanos(OPEN)));
+    }
+
     /// Has the port receive all multicast until `until`.
-    pub fn open_until(&self, until: u64) {
+    fn open_until(&self, until: u64) {
         self.open.fetch_max(until, Ordering::Relaxed);
     }
 
@@ -294,8 +299,9 @@ impl Snooping {
         let (port, policy) = (&view.ports()[src].port, &*view.ports()[src].policy);
         let v6 = headers.net == Net::Ipv6;
         match message {
-            Message::Query { response, lifetime } => {
-                if is_router(policy) {
+            Message::Query { response, lifetime, general } => {
+                // Only members of the group answer another one.
+                if general && is_router(policy) {
                     self.querier(vid, v6).heard(response, lifetime, now);
                 }
                 return Audience::All;
@@ -306,10 +312,10 @@ impl Snooping {
                 let mut buffer = [0; REPORT_LOOK];
                 let whole = frame.deepened(&mut buffer);
                 if let Some(Message::Report(report)) = membership::read(&headers, whole.prefix) {
-                    self.take(&port.groups, policy, &report, (vid, v6), now);
+                    self.take(&port.groups, &report, (vid, v6), now);
                 }
             }
-            Message::Hidden => port.groups.open_until(now.saturating_add(nanos(OPEN))),
+            Message::Hidden => port.groups.open_from(now),
         }
         let acts = |v6| self.querier(vid, v6).acts(now);
         let any = headers.net == Net::Unknown && (acts(false) || acts(true));
@@ -317,12 +323,10 @@ impl Snooping {
     }
 
     /// Enters a report in a port's groups.
-    fn take(&self, groups: &Groups, policy: &Policy, report: &Report<'_>, (vid, v6): (u16, bool), now: u64) {
+    fn take(&self, groups: &Groups, report: &Report<'_>, (vid, v6): (u16, bool), now: u64) {
         let said = self.querier(vid, v6).lifetime.load(Ordering::Relaxed);
         let until = now.saturating_add(if said == 0 { nanos(OPEN) } else { said });
-        // The port has only one host.
-        let alone = policy.check_mac && policy.learn == 0 && policy.macs.len() == 1;
-        let left = if alone { now } else { now.saturating_add(nanos(LAST_MEMBER)) };
+        let left = now.saturating_add(nanos(LAST_MEMBER));
         let mut changes = 0;
         report.each(|change| {
             changes += 1;

@@ -2,6 +2,7 @@
 //! The switch as the workers see it: an immutable list of ports with their policies, and the MAC table. A change makes
 //! a new one.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::forwarding::capture::Capture;
@@ -110,6 +111,13 @@ impl View {
     #[must_use]
     pub fn learners(&self) -> &[usize] {
         &self.learners
+    }
+
+    /// Returns the VLANs of the guests' ports; 0: untagged frames among transparent ports.
+    #[must_use]
+    pub fn vlans(&self) -> BTreeSet<u16> {
+        let guests = self.ports.iter().filter(|a| a.uplink.is_none());
+        guests.flat_map(|a| a.policy.vlan.numbers()).collect()
     }
 
     /// Returns the positions of the uplinks.

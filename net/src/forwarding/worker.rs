@@ -119,7 +119,7 @@ impl Worker {
                     return Ok(());
                 }
                 if now >= self.adopt_at {
-                    self.adopt()?;
+                    self.adopt();
                     let begun = std::mem::replace(&mut now, self.switch.now());
                     self.adopt_at = now + ADOPT_PAUSE.max(ADOPT_SHARE * (now - begun));
                 }
@@ -209,14 +209,18 @@ impl Worker {
     }
 
     /// Adopts changes: the view, the own queues, the wake-up events.
-    fn adopt(&mut self) -> io::Result<()> {
+    fn adopt(&mut self) {
         self.generation = self.switch.generation();
         self.view = self.switch.view();
         self.queues.clear();
         self.since = self.switch.now();
         self.must_poll = false;
-        self.epoll = Epoll::new()?;
-        self.epoll.add(self.switch.wake(self.index).as_raw_fd(), false)?;
+        // If no descriptors are left, which a front-end may bring about, the old set stays. It may wake for other workers' queues.
+        if let Ok(epoll) = Epoll::new() {
+            self.epoll = epoll;
+        }
+        let wake = self.switch.wake(self.index).as_raw_fd();
+        self.must_poll |= self.epoll.add(wake, false).is_err();
         for (i, attached) in self.view.ports().iter().enumerate() {
             for queue in 0..attached.port.pairs() {
                 if attached.port.home(queue) != self.index {
@@ -224,7 +228,7 @@ impl Worker {
                 }
                 if let Some(uplink) = &attached.uplink {
                     self.queues.push((i, queue));
-                    self.epoll.add(uplink.fd(), true)?;
+                    self.must_poll |= uplink.wake_by(&self.epoll).is_err();
                     continue;
                 }
                 let vring = attached.port.tx(queue).lock();
@@ -242,7 +246,6 @@ impl Worker {
         self.switch.note_adoption(self.index, self.generation);
         self.costs.clear();
         self.costs.resize(self.queues.len(), 0);
-        Ok(())
     }
 
     /// Sleeps until a kick or a change, unless there is work after all.

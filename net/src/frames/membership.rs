@@ -40,6 +40,8 @@ pub enum Message<'a> {
         response: Duration,
         /// The time for which an answer is valid.
         lifetime: Duration,
+        /// It asks for all groups, not for one.
+        general: bool,
     },
     /// A host's report of groups that it has joined and left.
     Report(Report<'a>),
@@ -116,7 +118,8 @@ fn read_igmp(body: &[u8]) -> Option<Message<'_>> {
                 (code, false) => code.into(),
             };
             let response = Duration::from_millis(100 * tenths);
-            Some(Message::Query { response, lifetime: lifetime(body.get(8..10), response) })
+            let lifetime = lifetime(body.get(8..10), response);
+            Some(Message::Query { response, lifetime, general: group.is_unspecified() })
         }
         igmp::REPORT_V1 | igmp::REPORT_V2 => one(true),
         igmp::LEAVE => one(false),
@@ -134,10 +137,10 @@ fn read_mld(kind: u8, body: &[u8]) -> Option<Message<'_>> {
     match kind {
         mld::QUERY => {
             let code = u16::from_be_bytes(get(body, 4)?);
-            group()?;
+            let general = group()?.is_unspecified();
             let ms = if body.len() >= 28 { float(code.into(), 15, 12) } else { code.into() };
             let response = Duration::from_millis(ms);
-            Some(Message::Query { response, lifetime: lifetime(body.get(24..26), response) })
+            Some(Message::Query { response, lifetime: lifetime(body.get(24..26), response), general })
         }
         mld::REPORT_V2 => {
             let count = u16::from_be_bytes(get(body, 6)?);
@@ -300,7 +303,9 @@ mod tests {
     #[test]
     fn queries_say_how_long_answers_take_and_hold() {
         let times = |f: &[u8]| match message(f) {
-            Some(Message::Query { response, lifetime }) => (response.as_millis(), lifetime.as_secs()),
+            Some(Message::Query { response, lifetime, general: true }) => {
+                (response.as_millis(), lifetime.as_secs())
+            }
             other => panic!("{other:?}"),
         };
         assert_eq!(times(&v4(&[0x11, 0, 0, 0, 0, 0, 0, 0])), (10_000, 260), "IGMPv1");

@@ -28,6 +28,18 @@ pub enum Vlan {
     },
 }
 
+impl Vlan {
+    /// Returns the VLANs of a port; 0: untagged frames of a transparent one.
+    #[must_use]
+    pub fn numbers(&self) -> Vec<u16> {
+        match self {
+            Self::Transparent => vec![0],
+            Self::Access(vid) => vec![*vid],
+            Self::Trunk { vlans, native } => vlans.iter().chain(native).copied().collect(),
+        }
+    }
+}
+
 /// A port's policy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policy {

@@ -22,6 +22,11 @@ pub(crate) mod icmp {
     pub const NEIGHBOUR_ADVERTISEMENT: u8 = 136;
     pub const REDIRECT: u8 = 137;
 }
+/// Types of ICMP messages (RFC 792, RFC 1256).
+mod icmp4 {
+    pub const REDIRECT: u8 = 5;
+    pub const ROUTER_ADVERTISEMENT: u8 = 9;
+}
 /// The ports that DHCP clients listen on (RFC 2131, RFC 8415). Clients accept messages from any port.
 mod dhcp_client {
     pub const V4: u16 = 68;
@@ -64,22 +69,23 @@ pub fn check(policy: &Policy, headers: &Headers, head: &[u8]) -> Result<(), Reas
 
 /// Refuses messages of routers, multicast queriers and DHCP servers, also behind extension headers.
 fn check_server(headers: &Headers, head: &[u8]) -> Result<(), Reason> {
-    let (client, router): (u16, &[u8]) = match headers.net {
-        Net::Ipv4 => (dhcp_client::V4, &[igmp::QUERY, igmp::ROUTER_ADVERTISEMENT]),
-        Net::Ipv6 => (
-            dhcp_client::V6,
-            &[icmp::ROUTER_ADVERTISEMENT, icmp::REDIRECT, mld::QUERY, mld::ROUTER_ADVERTISEMENT],
-        ),
+    let client = match headers.net {
+        Net::Ipv4 => dhcp_client::V4,
+        Net::Ipv6 => dhcp_client::V6,
         _ => return Ok(()),
     };
-    let controls = matches!(
-        (headers.net, headers.protocol),
-        (Net::Ipv4, protocol::IGMP) | (Net::Ipv6, protocol::ICMPV6)
-    );
     if udp_destination(headers, head) == Some(client) {
         return Err(Reason::Server);
     }
-    if !controls || headers.part == Part::Later {
+    let router: &[u8] = match (headers.net, headers.protocol) {
+        (Net::Ipv4, protocol::ICMP) => &[icmp4::REDIRECT, icmp4::ROUTER_ADVERTISEMENT],
+        (Net::Ipv4, protocol::IGMP) => &[igmp::QUERY, igmp::ROUTER_ADVERTISEMENT],
+        (Net::Ipv6, protocol::ICMPV6) => {
+            &[icmp::ROUTER_ADVERTISEMENT, icmp::REDIRECT, mld::QUERY, mld::ROUTER_ADVERTISEMENT]
+        }
+        _ => return Ok(()),
+    };
+    if headers.part == Part::Later {
         return Ok(());
     }
     let l4 = usize::from(headers.l4);

@@ -14,7 +14,6 @@ use std::time::Duration;
 use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
 
 use crate::control::link::Link;
-use crate::forwarding::multicast::OPEN;
 use crate::forwarding::switch::Switch;
 use crate::frames::frame::Mac;
 use crate::ports::port::Port;
@@ -100,7 +99,6 @@ impl Endpoint {
             }
             tracing::info!(port = port.name(), "front-end connected");
             port.connected.store(true, Ordering::Relaxed);
-            port.groups.open_until(switch.now() + OPEN.as_nanos() as u64);
             let why = converse(stream, switch, port, offered);
             port.connected.store(false, Ordering::Relaxed);
             tracing::info!(port = port.name(), %why, "front-end gone");

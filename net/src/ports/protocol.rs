@@ -23,8 +23,8 @@ use crate::ports::port::Port;
 use crate::vring::dirty::DirtyLog;
 use crate::vring::features::{OFFERED, bit, has, negotiated};
 use crate::vring::inflight;
-use crate::vring::memory::{GuestMemory, MAX_REGIONS, Region};
-use crate::vring::queue::Guard;
+use crate::vring::memory::{GuestMemory, MAX_REGIONS, Region, Translator};
+use crate::vring::queue::{Guard, State};
 use crate::vring::ring::RingAddress;
 
 /// The state of one connection.
@@ -74,7 +74,12 @@ impl Session {
 
     /// Called after rings have started, stopped or changed.
     fn changed(&self) {
+        let was_down = self.port.active_rx(0).is_none();
         self.port.note_active();
+        if was_down && self.port.active_rx(0).is_some() {
+            // A guest that was migrated joined its groups on the other host.
+            self.port.groups.open_from(self.switch.now());
+        }
         self.switch.changed();
     }
 
@@ -82,20 +87,40 @@ impl Session {
     pub fn reset(&mut self) {
         self.memory = Arc::default();
         self.log = None;
+        self.renew(|_| State::default());
+    }
+
+    /// Stops all queues and forgets the driver's settings of them. Memory, log and interrupts are the connection's and stay: a
+    /// front-end sends them once. QEMU (version 10) sends RESET_DEVICE whenever the guest resets its device.
+    fn reset_queues(&mut self) {
+        let memory = self.memory.clone();
+        self.renew(|old| State {
+            translator: Translator::new(memory.clone()),
+            log: old.log.take(),
+            call: old.call.take(),
+            err: old.err.take(),
+            ..State::default()
+        });
+    }
+
+    /// Replaces the state of each queue by what `fresh` makes of the old one, and forgets the negotiated features.
+    fn renew(&mut self, fresh: impl Fn(&mut State) -> State) {
         self.features = 0;
         for vring in self.port.vrings() {
             let mut vring = vring.lock();
             vring.stop();
-            let keep = std::mem::take(&mut *vring);
+            let fresh = fresh(&mut vring);
+            let old = std::mem::replace(&mut *vring, fresh);
             // Files are closed and memory unmapped without holding the lock.
             drop(vring);
-            drop(keep);
+            drop(old);
         }
         self.changed();
     }
 
     fn set_memory(&mut self, memory: GuestMemory) -> Result<()> {
-        self.memory = Arc::new(memory);
+        // The last reference to the old memory: it is unmapped when no lock is held.
+        let _old = std::mem::replace(&mut self.memory, Arc::new(memory));
         let mut result = Ok(());
         for (i, vring) in self.port.vrings().iter().enumerate() {
             if let Err(why) = vring.lock().set_memory(self.memory.clone()) {
@@ -123,12 +148,12 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn reset_owner(&mut self) -> Result<()> {
-        self.reset();
+        self.reset_queues();
         Ok(())
     }
 
     fn reset_device(&mut self) -> Result<()> {
-        self.reset();
+        self.reset_queues();
         Ok(())
     }
 
@@ -329,8 +354,10 @@ impl VhostUserBackendReqHandlerMut for Session {
             return Err(refuse(format!("in-flight state of {len} bytes for {queues} queues of {size}")));
         }
         let parts = inflight::map(&file, given.mmap_offset, queues, size).map_err(refuse)?;
-        for (vring, part) in self.port.vrings().iter().zip(parts) {
-            vring.lock().inflight = Some(part);
+        // Queues without a part keep none of an older file.
+        let mut parts = parts.into_iter();
+        for vring in self.port.vrings() {
+            vring.lock().inflight = parts.next();
         }
         Ok(())
     }

@@ -5,6 +5,7 @@
 //! The switch is no router: its advertisements have a lifetime of zero, so guests send no packets for the outside to it. A
 //! router behind an uplink or a port with `router = true` advertises itself.
 
+use std::collections::BTreeSet;
 use std::net::Ipv6Addr;
 use std::str::FromStr;
 
@@ -144,7 +145,7 @@ impl Responder for Ipv6 {
         }
     }
 
-    fn announcements(&self) -> Vec<Vec<u8>> {
+    fn announcements(&self, _: &BTreeSet<u16>) -> Vec<Vec<u8>> {
         vec![advertisement(&self.config, group_mac(ALL_NODES))]
     }
 }
@@ -243,7 +244,7 @@ mod tests {
             assert_eq!(&told[56..58], [25, 3]);
             assert_eq!(told[64..], "fd00::53".parse::<Ipv6Addr>().unwrap().octets());
         }
-        let managed = service(r#", "managed": true"#).announcements().remove(0);
+        let managed = service(r#", "managed": true"#).announcements(&BTreeSet::new()).remove(0);
         let told = carried(&managed);
         assert_eq!((told[5], told[27], told.len()), (0xc0, 0x80, 56));
         assert_eq!(managed[..6], [0x33, 0x33, 0, 0, 0, 1]);

@@ -13,10 +13,10 @@ pub mod ipv6;
 pub mod querier;
 mod wire;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::event::Event;
 use crate::frames::frame::Mac;
@@ -78,30 +78,45 @@ pub trait Responder: Send + Sync {
     /// Returns the answer to a frame, if it gets one.
     fn answer(&self, frame: &[u8]) -> Option<Vec<u8>>;
 
-    /// Returns the frames that are sent to all from time to time.
-    fn announcements(&self) -> Vec<Vec<u8>> {
+    /// Returns the frames that are sent to all from time to time. `_vlans`: those of the guests, 0 for untagged frames.
+    fn announcements(&self, _vlans: &BTreeSet<u16>) -> Vec<Vec<u8>> {
         Vec::new()
     }
 }
 
 /// Frames that wait for their delivery.
+#[derive(Default)]
+struct Waiting {
+    /// Answers, with the MACs that asked.
+    answers: VecDeque<([u8; 6], Vec<u8>)>,
+    announcements: VecDeque<Vec<u8>>,
+}
+
+impl Waiting {
+    /// Queues an answer for the owner of `asker`, unless too many wait already.
+    fn push(&mut self, asker: [u8; 6], answer: Vec<u8>) -> io::Result<()> {
+        let own = self.answers.iter().filter(|(mac, _)| *mac == asker).count();
+        if self.answers.len() == WAITING || own == WAITING_EACH {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        self.answers.push_back((asker, answer));
+        Ok(())
+    }
+
+    fn pop(&mut self) -> Option<Vec<u8>> {
+        self.answers.pop_front().map(|(_, frame)| frame).or_else(|| self.announcements.pop_front())
+    }
+}
+
 struct Outbox {
-    frames: Mutex<VecDeque<Vec<u8>>>,
-    /// Readable while there are some.
+    waiting: Mutex<Waiting>,
+    /// Readable while frames wait.
     event: Event,
 }
 
 impl Outbox {
-    /// Queues a frame, unless too many wait already.
-    fn push(&self, frame: Vec<u8>) -> io::Result<()> {
-        let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
-        let to = frame.get(..6);
-        if frames.len() == WAITING || frames.iter().filter(|f| f.get(..6) == to).count() == WAITING_EACH {
-            return Err(io::ErrorKind::OutOfMemory.into());
-        }
-        frames.push_back(frame);
-        self.event.raise();
-        Ok(())
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -118,12 +133,11 @@ pub struct Announcer {
 }
 
 impl Announcer {
-    /// Sends the service's announcements.
-    pub fn announce(&self) {
-        for frame in self.responder.announcements() {
-            // Queued announcements that were not sent yet are the same.
-            let _full = self.outbox.push(frame);
-        }
+    /// Sends the service's announcements; `vlans` are those of the guests, 0 for untagged frames.
+    pub fn announce(&self, vlans: &BTreeSet<u16>) {
+        // They take the place of those that were not sent yet.
+        self.outbox.waiting().announcements = self.responder.announcements(vlans).into();
+        self.outbox.event.raise();
     }
 }
 
@@ -133,7 +147,7 @@ impl Service {
     /// # Errors
     /// No descriptors are left.
     pub fn new(responder: Arc<dyn Responder>) -> io::Result<Self> {
-        let outbox = Arc::new(Outbox { frames: Mutex::default(), event: Event::new()? });
+        let outbox = Arc::new(Outbox { waiting: Mutex::default(), event: Event::new()? });
         Ok(Self { responder, outbox })
     }
 
@@ -164,12 +178,16 @@ impl Link for Service {
                 frame.set_len(at + len);
             }
         }
-        self.responder.answer(&frame).map_or(Ok(()), |reply| self.outbox.push(reply))
+        let asker = frame.get(6..12).and_then(|mac| mac.first_chunk().copied());
+        if let (Some(asker), Some(answer)) = (asker, self.responder.answer(&frame)) {
+            self.outbox.waiting().push(asker, answer)?;
+            self.outbox.event.raise();
+        }
+        Ok(())
     }
 
     fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        let frame = self.outbox.frames.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-        let frame = frame.ok_or(io::ErrorKind::WouldBlock)?;
+        let frame = self.outbox.waiting().pop().ok_or(io::ErrorKind::WouldBlock)?;
         buffer[..frame.len()].copy_from_slice(&frame);
         Ok(frame.len())
     }

@@ -14,6 +14,7 @@ use std::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::control::config::{UplinkConfig, Way};
+use crate::event::Epoll;
 use crate::forwarding::credit::Credits;
 use crate::forwarding::deliver::Frame;
 use crate::forwarding::fallback::{finish, takes};
@@ -53,6 +54,11 @@ pub trait Link: Send + Sync {
 
     /// Returns the descriptor to poll.
     fn fd(&self) -> RawFd;
+
+    /// Returns whether it may keep the rest of a frame, which [`Link::receive`] sends once there is room.
+    fn keeps_rest(&self) -> bool {
+        false
+    }
 }
 
 /// An opened device, without its descriptor.
@@ -119,10 +125,13 @@ impl Uplink {
         Self { link, inbox: Mutex::new(Inbox { buffer, len: 0, held: None, credits: Credits::default() }) }
     }
 
-    /// Returns the descriptor to poll.
-    #[must_use]
-    pub fn fd(&self) -> RawFd {
-        self.link.fd()
+    /// Adds its descriptor to those that wake a worker.
+    ///
+    /// # Errors
+    /// It can't be waited for.
+    pub fn wake_by(&self, epoll: &Epoll) -> io::Result<()> {
+        let fd = self.link.fd();
+        if self.link.keeps_rest() { epoll.add_both_ways(fd) } else { epoll.add(fd, true) }
     }
 }
 
@@ -206,14 +215,19 @@ pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &
     let link = &*uplink.link;
     let head = link.header();
     let inbox = &mut *inbox;
-    let mut taken = 0;
+    let (mut taken, mut failures) = (0, 0);
     let credits = std::mem::take(&mut inbox.credits);
     let mut sender = Sender::new(forwarder, view, src, 0, now, credits);
-    while taken < BATCH && sender.has_time() {
+    while taken + failures < BATCH && sender.has_time() {
         if inbox.len == 0 {
             match link.receive(&mut inbox.buffer) {
                 Ok(len) => inbox.len = len,
-                Err(_) => break,
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
+                // A frame that the kernel could not hand out, or the device was down: others may wait behind it.
+                Err(_) => {
+                    failures += 1;
+                    continue;
+                }
             }
         }
         let frame = &inbox.buffer[..inbox.len];

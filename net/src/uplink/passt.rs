@@ -91,6 +91,20 @@ impl Passt {
     }
 }
 
+impl Buffered {
+    /// Sends the rest of an earlier frame.
+    ///
+    /// # Errors
+    /// `WouldBlock`: there is no room for all of it.
+    fn flush(&mut self, mut stream: &UnixStream) -> io::Result<()> {
+        while !self.out.is_empty() {
+            let n = stream.write(&self.out)?;
+            self.out.drain(..n);
+        }
+        Ok(())
+    }
+}
+
 impl Link for Passt {
     fn header(&self) -> usize {
         0
@@ -102,11 +116,7 @@ impl Link for Passt {
 
     fn send(&self, pieces: &[libc::iovec]) -> io::Result<()> {
         let mut buffered = self.buffered.lock().unwrap_or_else(PoisonError::into_inner);
-        // The rest of earlier frames goes first.
-        while !buffered.out.is_empty() {
-            let n = (&self.stream).write(&buffered.out)?;
-            buffered.out.drain(..n);
-        }
+        buffered.flush(&self.stream)?;
         let len: usize = pieces.iter().map(|p| p.iov_len).sum();
         let mut bytes = Vec::with_capacity(4 + len);
         bytes.extend((len as u32).to_be_bytes());
@@ -129,6 +139,8 @@ impl Link for Passt {
 
     fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut buffered = self.buffered.lock().unwrap_or_else(PoisonError::into_inner);
+        // Without room the next event tries again; a dead connection shows when it is read.
+        let _later = buffered.flush(&self.stream);
         loop {
             if let Some(&head) = buffered.input.first_chunk::<4>() {
                 let len = u32::from_be_bytes(head) as usize;
@@ -151,5 +163,9 @@ impl Link for Passt {
 
     fn fd(&self) -> RawFd {
         self.stream.as_raw_fd()
+    }
+
+    fn keeps_rest(&self) -> bool {
+        true
     }
 }

@@ -659,6 +659,7 @@ impl Nic {
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             | VhostUserProtocolFeatures::LOG_SHMFD
+            | VhostUserProtocolFeatures::RESET_DEVICE
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
         let offered = front.get_protocol_features()?;
         front.set_protocol_features(offered & wanted)?;

@@ -214,7 +214,11 @@ impl State {
             let packed = self.negotiated.packed;
             ring.written_since(self.base, |ptr, len| {
                 // For a split ring the front-end gives the used area's log address; a packed ring is all in memory.
-                let gpa = if packed { mem.gpa_of(ptr) } else { Some(at + (ptr as usize - used) as u64) };
+                let gpa = if packed {
+                    mem.gpa_of(ptr)
+                } else {
+                    Some(at.saturating_add((ptr as usize - used) as u64))
+                };
                 if let Some(gpa) = gpa {
                     log.mark(gpa, len as u64);
                 }

@@ -2,6 +2,7 @@
 //! Common code of the tests: guests on a switch.
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
+pub mod lab;
 #[path = "../../../zone/tests/common/namespace.rs"]
 pub mod namespace;
 pub mod network;
