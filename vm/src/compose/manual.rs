@@ -126,7 +126,11 @@ const TABLES: [Table; 12] = [
             ("disk", "none", "A disk image, qcow2 or raw. The VM boots from it where no kernel is named."),
             ("snapshot", "false", "Throw away what the VM writes to its disk."),
             ("cpus", "2", "Virtual CPUs, 1 to 255."),
-            ("memory", "\"512M\"", "A multiple of 2M, at least 128M."),
+            (
+                "memory",
+                "\"512M\"",
+                "A multiple of 2M, at least 128M; for a guest of the guest kit 160M, with devices of the host 256M.",
+            ),
             (
                 "hypervisor",
                 "\"auto\"",
